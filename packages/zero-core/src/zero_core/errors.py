@@ -1,0 +1,41 @@
+"""Errors. A message says what was asked, what was found, and what to do about it."""
+
+from __future__ import annotations
+
+__all__ = [
+    "CheckpointCorruptError",
+    "CheckpointError",
+    "CollectiveError",
+    "ConfigError",
+    "MissingPartError",
+    "RankMismatchError",
+    "ZeroError",
+]
+
+
+class ZeroError(Exception):
+    """Root of everything that this package raises on purpose."""
+
+
+class ConfigError(ZeroError, ValueError):
+    """The configuration is wrong; the message carries the path of the key."""
+
+
+class MissingPartError(ConfigError):
+    """The configuration asks for a package that is not installed."""
+
+
+class RankMismatchError(ZeroError, RuntimeError):
+    """Ranks were built from different models or configurations."""
+
+
+class CollectiveError(ZeroError, RuntimeError):
+    """A collective failed or timed out; names the rank, the unit and the collective."""
+
+
+class CheckpointError(ZeroError, RuntimeError):
+    """A checkpoint cannot be written, found or matched with the model."""
+
+
+class CheckpointCorruptError(CheckpointError):
+    """A checkpoint is there, but its bytes are not what was written."""

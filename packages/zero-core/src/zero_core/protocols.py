@@ -1,0 +1,268 @@
+"""What the engine asks of the parts it is composed from.
+
+Every protocol here is shaped by its one caller, the engine, and uses only builtins and torch
+types in its signatures, so that a part satisfies it by shape alone and never has to import this
+package. Parts announce themselves by entry points:
+
+=========================  =====================  =========================================
+entry-point group          object                 asked for by the config key
+=========================  =====================  =========================================
+``zero_core.collectives``  `CollectivesFactory`   ``zero_optimization.zero_quantized_weights``
+``zero_core.state_tiers``  `StateTierFactory`     ``zero_optimization.offload_optimizer``
+``zero_core.adam_kernels`` `AdamKernel`           ``offload_optimizer`` with Adam or AdamW
+=========================  =====================  =========================================
+
+[Note: the local flat space]
+A rank's trainable elements form one flat index space ``[0, numel)``: for each unit in order, for
+each of its trainable segments (one per dtype), the slice that this rank's optimizer state covers,
+padding included. At stage 0 that is the whole segment, at stages 1 to 3 the rank's shard.
+A **piece** is the part of one parameter that lies in that space: ``(start, stop, group)``, where
+``group`` indexes the optimizer's ``param_groups``. Pieces are sorted, disjoint and never cover
+padding. All of ``start`` and ``stop`` below are element offsets into this space.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+__all__ = [
+    "AdamKernel",
+    "Collectives",
+    "CollectivesFactory",
+    "StateTier",
+    "StateTierFactory",
+    "Work",
+]
+
+
+@runtime_checkable
+class Work(Protocol):
+    """A collective under way; `torch.distributed.Work` is one."""
+
+    def wait(self) -> object:
+        """Block until the result may be read by the caller (on CUDA: by its current stream)."""
+        ...
+
+
+@runtime_checkable
+class Collectives(Protocol):
+    """How shards become units, and unit gradients become shards.
+
+    Every rank of the group calls the same methods in the same order. Buffers belong to the caller
+    and may be read or reused only after ``wait``.
+    """
+
+    def all_gather(
+        self, out: Tensor, shard: Tensor, *, unit: int, version: int, backward: bool
+    ) -> Work:
+        """Start to fill ``out`` with every rank's ``shard``, in rank order.
+
+        Args:
+            out: 1-D, contiguous, ``world_size * shard.numel()`` elements, dtype of ``shard``.
+            shard: 1-D, contiguous, any dtype (bytes too). It may be a view of this rank's slice
+                of ``out``; it is never changed otherwise.
+            unit: index of the unit (and segment) it belongs to: a stable key for private buffers.
+            version: grows whenever the values of ``shard`` may have changed.
+            backward: whether the gather serves a backward pass.
+        """
+        ...
+
+    def reduce_scatter(self, out: Tensor, full: Tensor, *, unit: int) -> Work:
+        """Start to sum this rank's slice of every rank's ``full`` into ``out``.
+
+        The sum is taken in rank order in fp32 (float64 for float64 input). Gradients come
+        already divided by the world size.
+
+        Args:
+            out: 1-D, contiguous; fp32 or the dtype of ``full``; overwritten.
+            full: 1-D, contiguous, ``world_size * out.numel()`` elements, floating point; its
+                contents are undefined afterwards.
+            unit: index of the unit (and segment) it belongs to.
+        """
+        ...
+
+
+class CollectivesFactory(Protocol):
+    """Entry point of ``zero_core.collectives``: decorates the engine's own collectives."""
+
+    def __call__(
+        self, native: Collectives, *, rank: int, world_size: int, config: Mapping[str, Any]
+    ) -> Collectives:
+        """Make collectives that carry their bytes over ``native``.
+
+        ``native`` works on any dtype, ``torch.uint8`` included. ``config`` is the resolved
+        ``zero_optimization`` block as plain builtins. Raises ValueError for a setting it refuses.
+        """
+        ...
+
+
+@runtime_checkable
+class StateTier(Protocol):
+    """Where master weights and optimizer state live, and who updates them.
+
+    See [Note: the local flat space] for offsets. Nothing here is a collective.
+    """
+
+    def offer_grad(self, start: int, grad: Tensor) -> None:
+        """Take the final gradient of ``[start, start + grad.numel())`` for the coming step.
+
+        Called in backward as each segment is reduced. ``grad`` is 1-D, contiguous, floating
+        point, on the engine's device; it belongs to the engine and stays valid and unchanged
+        until ``step`` or ``discard_grads`` returns.
+        """
+        ...
+
+    def discard_grads(self) -> None:
+        """Forget what was offered: the step is skipped (overflow)."""
+        ...
+
+    def step(
+        self, groups: Sequence[Mapping[str, Any]], active: Sequence[int], *, grad_scale: float
+    ) -> None:
+        """Update the pieces listed in ``active`` (sorted indices); leave all others alone.
+
+        A piece left alone gets no weight decay, no moment update and no step count.
+        ``groups`` are the optimizer's ``param_groups`` without ``params``. Gradients are
+        multiplied by ``grad_scale`` (unscale and clip in one factor). New values are written to
+        the parameter shards given at construction; the call may return before that is done.
+        """
+        ...
+
+    def wait_params(self, start: int, stop: int) -> None:
+        """Return once the parameter shards within ``[start, stop)`` hold their new values."""
+        ...
+
+    def state_names(self) -> Sequence[str]:
+        """Names of the elementwise states: ``master_weight`` first, then e.g. ``exp_avg``."""
+        ...
+
+    def read_state(self, name: str, start: int, stop: int) -> Tensor:
+        """A copy of one state over ``[start, stop)``: 1-D, on the CPU, in the stored dtype.
+
+        Elements that have no state yet read as zero.
+        """
+        ...
+
+    def write_state(self, name: str, start: int, values: Tensor) -> None:
+        """Overwrite one state over ``[start, start + values.numel())``.
+
+        Writing ``master_weight`` publishes the rounded values to the parameter shards as well.
+        A name not in ``state_names`` yet becomes known, if the optimizer can have it (KeyError
+        otherwise).
+        """
+        ...
+
+    def read_scalars(self, piece: int) -> Mapping[str, float]:
+        """Per-parameter scalars: ``num_steps`` (updates applied) and e.g. ``mu_product``."""
+        ...
+
+    def write_scalars(self, piece: int, scalars: Mapping[str, float]) -> None:
+        """Restore what `read_scalars` gave. ``num_steps`` of 0 means that there is no state."""
+        ...
+
+
+class StateTierFactory(Protocol):
+    """Entry point of ``zero_core.state_tiers``."""
+
+    def __call__(
+        self,
+        *,
+        numel: int,
+        pieces: Sequence[tuple[int, int, int]],
+        params: Sequence[tuple[int, Tensor]],
+        device: torch.device,
+        optimizer_class: type[torch.optim.Optimizer],
+        groups: Sequence[Mapping[str, Any]],
+        config: Mapping[str, Any],
+        adam_kernel: AdamKernel | None,
+        device_tier: DeviceTierFactory,
+    ) -> StateTier:
+        """Make a tier for the local flat space.
+
+        Args:
+            numel: length of the local flat space, padding included.
+            pieces: ``(start, stop, group)`` of each parameter's part.
+            params: ``(start, tensor)``: 1-D parameter shards in the compute dtype on ``device``,
+                sorted, each covering ``[start, start + tensor.numel())``: where new values go.
+                They hold the initial values; the engine then writes ``master_weight`` with
+                unrounded ones.
+            device: the compute device.
+            optimizer_class: the torch optimizer whose update is wanted.
+            groups: its ``param_groups`` without ``params`` (every default filled in).
+            config: the resolved ``zero_optimization`` block as plain builtins.
+            adam_kernel: the host Adam kernel; given when the config asks for Adam or AdamW by
+                name, None when an optimizer object or another type was given.
+            device_tier: makes a tier on the compute device out of torch's own optimizer.
+
+        Raises:
+            ValueError: a setting or an optimizer that it cannot serve, by name.
+        """
+        ...
+
+
+class DeviceTierFactory(Protocol):
+    """The engine's own tier: torch's optimizer on the compute device."""
+
+    def __call__(
+        self,
+        *,
+        numel: int,
+        pieces: Sequence[tuple[int, int, int]],
+        params: Sequence[tuple[int, Tensor]],
+        device: torch.device,
+        optimizer_class: type[torch.optim.Optimizer],
+        groups: Sequence[Mapping[str, Any]],
+    ) -> StateTier:
+        """As `StateTierFactory`; ``pieces`` and ``params`` in coordinates of ``[0, numel)``."""
+        ...
+
+
+class AdamKernel(Protocol):
+    """One pass over flat host memory: gradient in, master and moments updated, copy out.
+
+    Entry point of ``zero_core.adam_kernels``. A module that has this function satisfies it.
+    """
+
+    def adam_step(
+        self,
+        master: Any,
+        grad: Any,
+        exp_avg: Any,
+        exp_avg_sq: Any,
+        *,
+        step: int,
+        lr: float,
+        beta1: float,
+        beta2: float,
+        eps: float,
+        weight_decay: float,
+        adamw_mode: bool = True,
+        bias_correction: bool = True,
+        grad_scale: float = 1.0,
+        out: Any = None,
+        num_threads: int | None = None,
+    ) -> None:
+        """Apply one Adam update (Kingma and Ba 2015; AdamW: Loshchilov and Hutter 2019) in place.
+
+        Args:
+            master: fp32, 1-D, contiguous, host memory; updated.
+            grad: fp32, bf16 or fp16, same length; multiplied by ``grad_scale`` first.
+            exp_avg: fp32; updated.
+            exp_avg_sq: fp32; updated.
+            step: number of this update, from 1.
+            lr: learning rate.
+            beta1: decay of ``exp_avg``.
+            beta2: decay of ``exp_avg_sq``.
+            eps: added to the denominator.
+            weight_decay: decoupled (``adamw_mode``) or L2.
+            adamw_mode: decoupled weight decay.
+            bias_correction: divide the moments by ``1 - beta ** step``.
+            grad_scale: factor on the gradient: unscale and clip.
+            out: fp32, bf16 or fp16, same length: receives the rounded master in the same pass.
+            num_threads: None for the default.
+        """
+        ...
