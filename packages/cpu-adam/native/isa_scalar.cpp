@@ -1,0 +1,139 @@
+// One element at a time, on any CPU: the kernels' plainest form, and the fallback.
+
+#include <cmath>
+#include <cstring>
+
+#include "kernels.h"
+
+#if defined(_MSC_VER)
+#define CPU_ADAM_INLINE __forceinline
+#else
+#define CPU_ADAM_INLINE inline __attribute__((always_inline))
+#endif
+
+namespace {
+
+using Vec = float;
+constexpr int kLanes = 1;
+
+CPU_ADAM_INLINE std::uint32_t bits_of(float x) {
+  std::uint32_t bits;
+  std::memcpy(&bits, &x, sizeof bits);
+  return bits;
+}
+
+CPU_ADAM_INLINE float float_of(std::uint32_t bits) {
+  float x;
+  std::memcpy(&x, &bits, sizeof x);
+  return x;
+}
+
+CPU_ADAM_INLINE Vec set1(float x) { return x; }
+CPU_ADAM_INLINE Vec add(Vec a, Vec b) { return a + b; }
+CPU_ADAM_INLINE Vec sub(Vec a, Vec b) { return a - b; }
+CPU_ADAM_INLINE Vec mul(Vec a, Vec b) { return a * b; }
+CPU_ADAM_INLINE Vec div(Vec a, Vec b) { return a / b; }
+
+#if defined(_MSC_VER)
+CPU_ADAM_INLINE Vec sqrt_(Vec a) { return std::sqrt(a); }
+#else
+CPU_ADAM_INLINE Vec sqrt_(Vec a) { return __builtin_sqrtf(a); }
+#endif
+
+#if defined(__FP_FAST_FMAF)
+CPU_ADAM_INLINE Vec fma_(Vec a, Vec b, Vec c) { return __builtin_fmaf(a, b, c); }
+#else
+// fma without the instruction (libm's is ten times slower): the product is exact in double; the
+// sum is rounded to odd, after which rounding to float is right (Boldo and Melquiond, "Emulation
+// of FMA and correctly rounded sums", 2008). The error of the sum is Knuth's TwoSum.
+CPU_ADAM_INLINE Vec fma_(Vec a, Vec b, Vec c) {
+  const double product = static_cast<double>(a) * static_cast<double>(b);
+  const double addend = c;
+  const double sum = product + addend;
+  const double back = sum - product;
+  const double error = (product - (sum - back)) + (addend - back);
+  std::int64_t bits;
+  std::memcpy(&bits, &sum, sizeof bits);
+  // A NaN in the error (infinite operands) compares false twice: the sum stays as it is.
+  if (((error > 0.0) | (error < 0.0)) & ((bits & 1) == 0)) {
+    bits += ((error > 0.0) == (sum > 0.0)) ? 1 : -1;
+  }
+  double odd;
+  std::memcpy(&odd, &bits, sizeof odd);
+  return static_cast<float>(odd);
+}
+#endif
+
+struct F32 {
+  static constexpr int kBytes = 4;
+  static CPU_ADAM_INLINE Vec load(const char* from) {
+    float x;
+    std::memcpy(&x, from, sizeof x);
+    return x;
+  }
+  static CPU_ADAM_INLINE void store(char* to, Vec x) { std::memcpy(to, &x, sizeof x); }
+};
+
+struct BF16 {
+  static constexpr int kBytes = 2;
+  static CPU_ADAM_INLINE Vec load(const char* from) {
+    std::uint16_t half;
+    std::memcpy(&half, from, sizeof half);
+    return float_of(static_cast<std::uint32_t>(half) << 16);
+  }
+  static CPU_ADAM_INLINE void store(char* to, Vec x) {
+    const std::uint32_t bits = bits_of(x);
+    const std::uint32_t rounded = bits + 0x7fffu + ((bits >> 16) & 1u);
+    const std::uint32_t quiet = bits | 0x00400000u;
+    const bool is_nan = (bits & 0x7fffffffu) > 0x7f800000u;
+    const std::uint16_t half = static_cast<std::uint16_t>((is_nan ? quiet : rounded) >> 16);
+    std::memcpy(to, &half, sizeof half);
+  }
+};
+
+struct F16 {
+  static constexpr int kBytes = 2;
+  static CPU_ADAM_INLINE Vec load(const char* from) {
+    std::uint16_t half;
+    std::memcpy(&half, from, sizeof half);
+    const std::uint32_t sign = static_cast<std::uint32_t>(half & 0x8000u) << 16;
+    const std::uint32_t exponent = (half >> 10) & 0x1fu;
+    const std::uint32_t fraction = half & 0x3ffu;
+    if (exponent == 0) {
+      const float magnitude = static_cast<float>(fraction) * 0x1p-24f;
+      return float_of(bits_of(magnitude) | sign);
+    }
+    if (exponent == 31) {
+      const std::uint32_t quiet = fraction != 0 ? 0x00400000u : 0u;
+      return float_of(sign | 0x7f800000u | (fraction << 13) | quiet);
+    }
+    return float_of(sign | ((exponent + 112u) << 23) | (fraction << 13));
+  }
+  static CPU_ADAM_INLINE void store(char* to, Vec x) {
+    const std::uint32_t bits = bits_of(x);
+    const std::uint32_t sign = (bits >> 16) & 0x8000u;
+    const std::uint32_t magnitude = bits & 0x7fffffffu;
+    std::uint32_t half;
+    if (magnitude > 0x7f800000u) {
+      half = 0x7e00u | ((magnitude >> 13) & 0x3ffu);  // NaN: quiet, top of the payload kept
+    } else if (magnitude >= 0x47800000u) {
+      half = 0x7c00u;  // 65536 and above
+    } else if (magnitude >= 0x38800000u) {
+      // A normal half. The carry may reach the exponent, up to infinity: that is right.
+      half = (magnitude + 0xfffu + ((magnitude >> 13) & 1u) - 0x38000000u) >> 13;
+    } else {
+      // A subnormal half counts units of 2**-24, which is one unit in the last place of 0.5f.
+      half = bits_of(float_of(magnitude) + 0.5f) - bits_of(0.5f);
+    }
+    const std::uint16_t result = static_cast<std::uint16_t>(sign | half);
+    std::memcpy(to, &result, sizeof result);
+  }
+};
+
+#include "kernel.inl"
+
+}  // namespace
+
+namespace cpu_adam {
+extern const KernelTable kScalarTable = CPU_ADAM_KERNEL_TABLE("scalar");
+}

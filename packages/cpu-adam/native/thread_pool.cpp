@@ -1,0 +1,175 @@
+#include "thread_pool.h"
+
+#include <algorithm>
+#include <atomic>
+#include <memory>
+#include <system_error>
+#include <thread>
+
+#if defined(_WIN32)
+#include <process.h>
+#else
+#include <signal.h>
+#include <unistd.h>
+#endif
+
+#if defined(CPU_ADAM_HAVE_X86)
+#include <xmmintrin.h>
+#else
+#include <cfenv>
+#endif
+
+namespace cpu_adam {
+namespace {
+
+long current_process() {
+#if defined(_WIN32)
+  return static_cast<long>(_getpid());
+#else
+  return static_cast<long>(getpid());
+#endif
+}
+
+// Rounding and flush-to-zero modes are per thread. Workers take over the caller's, so that results
+// do not depend on the thread (torch.set_flush_denormal is an example of a caller's wish).
+#if defined(CPU_ADAM_HAVE_X86)
+struct FloatMode {
+  unsigned value;
+  static FloatMode get() { return {_mm_getcsr()}; }
+  void set() const { _mm_setcsr(value); }
+};
+#else
+struct FloatMode {
+  std::fenv_t value;
+  static FloatMode get() {
+    FloatMode mode;
+    std::fegetenv(&mode.value);
+    return mode;
+  }
+  void set() const { std::fesetenv(&value); }
+};
+#endif
+
+// Signals are for the interpreter's own threads: a thread inherits its creator's mask.
+class BlockSignals {
+ public:
+#if defined(_WIN32)
+  BlockSignals() {}
+#else
+  BlockSignals() {
+    sigset_t blocked;
+    sigfillset(&blocked);
+    // A fault belongs to the thread that made it: faulthandler and sanitizers want to see it.
+    for (const int fault : {SIGSEGV, SIGBUS, SIGFPE, SIGILL, SIGABRT}) sigdelset(&blocked, fault);
+    pthread_sigmask(SIG_SETMASK, &blocked, &previous_);
+  }
+  ~BlockSignals() { pthread_sigmask(SIG_SETMASK, &previous_, nullptr); }
+
+ private:
+  sigset_t previous_;
+#endif
+};
+
+// One thread's part of the grains; on a cache line of its own.
+struct alignas(64) Part {
+  std::atomic<std::int64_t> next;
+  std::int64_t end;
+};
+
+std::atomic<ThreadPool*> g_pool{nullptr};
+
+}  // namespace
+
+struct ThreadPool::Job {
+  const Task* task;
+  Part* parts;
+  int num_parts;
+  FloatMode mode;
+  int num_wanted;                // helpers that may still join; guarded by the pool's mutex
+  int num_active = 0;            // helpers at work; guarded by the pool's mutex
+  int next_part = 1;             // part 0 is the caller's; guarded by the pool's mutex
+  std::condition_variable done;  // num_active has become 0
+
+  void participate(int first_part) {
+    for (int k = 0; k < num_parts; ++k) {
+      Part& part = parts[(first_part + k) % num_parts];
+      while (part.next.load(std::memory_order_relaxed) < part.end) {
+        const std::int64_t grain = part.next.fetch_add(1, std::memory_order_relaxed);
+        if (grain >= part.end) break;
+        task->run(task->context, grain);
+      }
+    }
+  }
+};
+
+ThreadPool& ThreadPool::of_this_process() {
+  const long process_id = current_process();
+  ThreadPool* pool = g_pool.load(std::memory_order_acquire);
+  while (pool == nullptr || pool->process_id_ != process_id) {
+    auto fresh = std::unique_ptr<ThreadPool>(new ThreadPool(process_id));
+    if (g_pool.compare_exchange_strong(pool, fresh.get(), std::memory_order_acq_rel)) {
+      pool = fresh.release();
+    }
+  }
+  return *pool;
+}
+
+void ThreadPool::start_workers(std::size_t count) {
+  if (num_workers_ >= count) return;
+  const BlockSignals blocked;
+  while (num_workers_ < count) {
+    try {
+      std::thread([this] { work(); }).detach();
+    } catch (const std::system_error&) {
+      return;  // out of threads: those that exist, and the caller, do the work
+    }
+    ++num_workers_;
+  }
+}
+
+void ThreadPool::work() {
+  std::unique_lock<std::mutex> lock(mutex_);
+  for (;;) {
+    wake_.wait(lock, [this] { return !jobs_.empty(); });
+    Job* job = jobs_.front();
+    ++job->num_active;
+    const int part = job->next_part++;
+    if (--job->num_wanted == 0) jobs_.erase(jobs_.begin());
+    lock.unlock();
+    job->mode.set();
+    job->participate(part);
+    lock.lock();
+    // Notified under the lock: the job lives on its caller's stack, and is gone soon after.
+    if (--job->num_active == 0) job->done.notify_one();
+  }
+}
+
+void ThreadPool::run(const Task& task, int num_threads) {
+  const int num_parts = static_cast<int>(std::min<std::int64_t>(num_threads, task.num_grains));
+  if (num_parts <= 1) {
+    for (std::int64_t grain = 0; grain < task.num_grains; ++grain) task.run(task.context, grain);
+    return;
+  }
+  std::unique_ptr<Part[]> parts(new Part[static_cast<std::size_t>(num_parts)]);
+  for (int k = 0; k < num_parts; ++k) {
+    parts[k].next.store(task.num_grains * k / num_parts, std::memory_order_relaxed);
+    parts[k].end = task.num_grains * (k + 1) / num_parts;
+  }
+  Job job{&task, parts.get(), num_parts, FloatMode::get(), num_parts - 1};
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    start_workers(static_cast<std::size_t>(num_parts - 1));
+    jobs_.push_back(&job);
+  }
+  if (num_parts == 2) {
+    wake_.notify_one();
+  } else {
+    wake_.notify_all();
+  }
+  job.participate(0);
+  std::unique_lock<std::mutex> lock(mutex_);
+  jobs_.erase(std::remove(jobs_.begin(), jobs_.end(), &job), jobs_.end());
+  job.done.wait(lock, [&job] { return job.num_active == 0; });
+}
+
+}  // namespace cpu_adam

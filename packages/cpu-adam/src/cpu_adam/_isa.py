@@ -1,0 +1,68 @@
+"""Which instruction set the kernels use.
+
+The best that the CPU and the operating system can run, unless the environment variable
+``CPU_ADAM_ISA`` names another. All give the same bits.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from cpu_adam import _kernels
+
+__all__ = ["active_isa", "active_isa_index", "available_isas", "use_isa"]
+
+_VARIABLE = "CPU_ADAM_ISA"
+_active: int | None = None
+
+
+def available_isas() -> tuple[str, ...]:
+    """Instruction sets that work here, plainest first: of ``scalar``, ``avx2``, ``avx512``."""
+    return tuple(_kernels.available_isas())
+
+
+def active_isa() -> str:
+    """Name of the instruction set in use: the best there is, or what ``CPU_ADAM_ISA`` says.
+
+    The variable is read once, at the first use.
+
+    Raises:
+        ValueError: ``CPU_ADAM_ISA`` names no instruction set, or one that does not work here.
+    """
+    return available_isas()[active_isa_index()]
+
+
+def active_isa_index() -> int:
+    """Index of `active_isa` in `available_isas`, as the kernels want it."""
+    global _active
+    if _active is None:
+        _active = _choose(os.environ.get(_VARIABLE, ""))
+    return _active
+
+
+def _choose(wanted: str) -> int:
+    usable = _kernels.available_isas()
+    name = wanted.strip().lower()
+    if not name:
+        return len(usable) - 1
+    if name in usable:
+        return usable.index(name)
+    known = name in _kernels.known_isas()
+    problem = "is not supported by this machine" if known else "is no instruction set"
+    raise ValueError(
+        f"{_VARIABLE}={wanted!r} {problem}; unset it, or use one of: {', '.join(usable)}"
+    )
+
+
+@contextmanager
+def use_isa(name: str) -> Iterator[None]:
+    """Within the block, all threads use instruction set ``name``. For tests and benchmarks."""
+    global _active
+    previous = _active
+    _active = _choose(name)
+    try:
+        yield
+    finally:
+        _active = previous

@@ -1,0 +1,178 @@
+"""Where an argument's memory is: torch tensors, NumPy arrays, and whatever speaks DLPack.
+
+Everything is checked here, before a kernel sees an address.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from cpu_adam import _kernels
+
+__all__ = ["BFLOAT16", "FLOAT16", "FLOAT32", "NO_OUT", "Block", "check_disjoint", "describe"]
+
+# Numbers of the element types, shared with native/kernels.h.
+FLOAT32, BFLOAT16, FLOAT16, NO_OUT = 0, 1, 2, 3
+
+ITEM_BYTES = (4, 2, 2, 0)
+
+_NUMPY_TYPES = {"float32": FLOAT32, "bfloat16": BFLOAT16, "float16": FLOAT16}
+_TYPE_NAMES = {code: name for name, code in _NUMPY_TYPES.items()}
+
+# Numbers of the DLPack specification: (type code, bits), and devices whose memory the host reads.
+_DLPACK_TYPES = {(2, 32): FLOAT32, (2, 16): FLOAT16, (4, 16): BFLOAT16}
+_DLPACK_HOST_DEVICES = (1, 3, 11)  # CPU, CUDA pinned, ROCm pinned
+
+_torch_types: dict[Any, int] = {}
+
+
+class Block(NamedTuple):
+    """Contiguous host memory of one argument; valid while ``owner`` lives."""
+
+    address: int
+    shape: tuple[int, ...]
+    numel: int
+    type: int
+    owner: object
+
+
+def describe(name: str, value: Any, *, is_written: bool, types: tuple[int, ...]) -> Block:
+    """Find the memory of argument ``name``.
+
+    Args:
+        name: the argument's name, for messages.
+        value: torch tensor, NumPy array, or an object with ``__dlpack__``.
+        is_written: whether a kernel writes to it.
+        types: element types that are allowed.
+
+    Raises:
+        TypeError: not an array, or of an element type that is not allowed.
+        ValueError: not in host memory, not contiguous, or to be written and read-only.
+    """
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(value, getattr(torch, "Tensor", ())):
+        return _describe_torch(name, value, torch, types)
+    if isinstance(value, np.ndarray):
+        return _describe_numpy(name, value, is_written=is_written, types=types)
+    if hasattr(value, "__dlpack__") and hasattr(value, "__dlpack_device__"):
+        return _describe_dlpack(name, value, is_written=is_written, types=types)
+    raise TypeError(
+        f"{name}: expected a torch tensor, a NumPy array or an object with __dlpack__, "
+        f"got {type(value).__name__}"
+    )
+
+
+def _wrong_type(name: str, found: object, types: tuple[int, ...]) -> TypeError:
+    allowed = ", ".join(_TYPE_NAMES[code] for code in types)
+    return TypeError(f"{name}: dtype must be {allowed}; got {found}")
+
+
+def _not_contiguous(name: str) -> ValueError:
+    return ValueError(f"{name}: must be contiguous in memory (row-major); pass a contiguous copy")
+
+
+def _read_only(name: str) -> ValueError:
+    return ValueError(f"{name}: is written to, but its memory is read-only")
+
+
+def _describe_torch(name: str, tensor: Any, torch: Any, types: tuple[int, ...]) -> Block:
+    if not _torch_types:
+        _torch_types[torch.float32] = FLOAT32
+        _torch_types[torch.bfloat16] = BFLOAT16
+        _torch_types[torch.float16] = FLOAT16
+    if not tensor.is_cpu:
+        raise ValueError(f"{name}: must be in host memory, got a tensor on {tensor.device}")
+    if tensor.layout is not torch.strided:
+        raise ValueError(f"{name}: must be dense, got layout {tensor.layout}")
+    code = _torch_types.get(tensor.dtype, -1)
+    if code not in types:
+        raise _wrong_type(name, tensor.dtype, types)
+    if not tensor.is_contiguous():
+        raise _not_contiguous(name)
+    if tensor.is_neg():
+        raise ValueError(f"{name}: is a lazily negated view; pass tensor.resolve_neg()")
+    numel = tensor.numel()
+    try:
+        storage_bytes = tensor.untyped_storage().nbytes()
+        address = tensor.data_ptr()
+    except (RuntimeError, NotImplementedError) as error:
+        raise ValueError(
+            f"{name}: a {type(tensor).__name__} has no memory of its own; pass its local tensor"
+        ) from error
+    # A storage can have been freed under its tensors (resize_(0)), or be a fake one.
+    if numel and (
+        address == 0
+        or storage_bytes < (tensor.storage_offset() + numel) * ITEM_BYTES[code]
+        or tensor.untyped_storage().data_ptr() == 0
+    ):
+        raise ValueError(f"{name}: its memory has been freed (or was never allocated)")
+    return Block(address, tuple(tensor.shape), numel, code, tensor)
+
+
+def _describe_numpy(
+    name: str, array: Any, *, is_written: bool, types: tuple[int, ...]
+) -> Block:
+    dtype = array.dtype
+    code = _NUMPY_TYPES.get(dtype.name, -1) if dtype.isnative else -1
+    if code not in types:
+        raise _wrong_type(name, dtype.str if not dtype.isnative else dtype.name, types)
+    flags = array.flags
+    if not flags.c_contiguous:
+        raise _not_contiguous(name)
+    if is_written and not flags.writeable:
+        raise _read_only(name)
+    address: int = array.__array_interface__["data"][0]
+    return Block(address, array.shape, array.size, code, array)
+
+
+def _describe_dlpack(
+    name: str, value: Any, *, is_written: bool, types: tuple[int, ...]
+) -> Block:
+    device = int(value.__dlpack_device__()[0])
+    if device not in _DLPACK_HOST_DEVICES:
+        raise ValueError(f"{name}: must be in host memory, got DLPack device type {device}")
+    try:
+        capsule = value.__dlpack__(max_version=(1, 0), copy=False)
+    except TypeError:  # a producer of DLPack 0.x
+        capsule = value.__dlpack__()
+    address, shape, strides, kind, bits, lanes, _, is_read_only = _kernels.read_dlpack(capsule)
+    code = _DLPACK_TYPES.get((kind, bits), -1) if lanes == 1 else -1
+    if code not in types:
+        raise _wrong_type(name, f"DLPack type code {kind} with {bits} bits x {lanes}", types)
+    numel = math.prod(shape)
+    if strides is not None and not _is_row_major(shape, strides):
+        raise _not_contiguous(name)
+    if is_written and is_read_only:
+        raise _read_only(name)
+    return Block(address, shape, numel, code, capsule)
+
+
+def _is_row_major(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
+    expected = 1
+    for size, stride in zip(reversed(shape), reversed(strides), strict=True):
+        if size == 0:
+            return True
+        if size != 1 and stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+def check_disjoint(written: dict[str, Block], read: dict[str, Block]) -> None:
+    """Refuse memory that is written under one name and used under another.
+
+    Raises:
+        ValueError: two blocks overlap, by name.
+    """
+    spans = sorted(
+        (block.address, block.address + block.numel * ITEM_BYTES[block.type], name)
+        for name, block in (written | read).items()
+        if block.numel
+    )
+    for (_, stop, name), (start, _, other) in zip(spans, spans[1:], strict=False):
+        if start < stop:
+            raise ValueError(f"{name} and {other}: their memory overlaps")
