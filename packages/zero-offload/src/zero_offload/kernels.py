@@ -1,0 +1,60 @@
+"""How the name of an Adam kernel becomes the kernel.
+
+Kernels announce themselves under the entry-point group ``zero_core.adam_kernels``. One is loaded
+only when it is asked for, and no other with it.
+"""
+
+from __future__ import annotations
+
+from importlib.metadata import entry_points
+from typing import Any
+
+from torch import optim
+
+from zero_offload.kernel_stepper import check_kernel_class
+from zero_offload.protocols import AdamKernel
+
+__all__ = ["GROUP", "resolve_kernel"]
+
+GROUP = "zero_core.adam_kernels"
+
+
+def resolve_kernel(
+    kernel: AdamKernel | str | None, optimizer_class: type[optim.Optimizer]
+) -> AdamKernel | None:
+    """The kernel to use for an optimizer class, or None for torch's own update.
+
+    Args:
+        kernel: an object or module with ``adam_step``; the name of an entry point; ``"auto"`` for
+            an installed kernel (the first by name) if the class is Adam or AdamW; or None.
+        optimizer_class: the update wanted.
+
+    Raises:
+        ValueError: no kernel of that name is installed, the object is none, or the class is not
+            Adam or AdamW.
+    """
+    if kernel is None:
+        return None
+    if kernel == "auto":
+        found = sorted(entry_points(group=GROUP), key=lambda entry: entry.name)
+        is_adam = optimizer_class in (optim.Adam, optim.AdamW)
+        return _checked(found[0].load()) if found and is_adam else None
+    check_kernel_class(optimizer_class)
+    return _named(kernel) if isinstance(kernel, str) else _checked(kernel)
+
+
+def _named(name: str) -> AdamKernel:
+    matches = tuple(entry_points(group=GROUP, name=name))
+    if not matches:
+        installed = sorted(entry.name for entry in entry_points(group=GROUP))
+        raise ValueError(
+            f"no Adam kernel {name!r} is installed, only {installed}; "
+            f"`pip install zero-offload[cpu-adam]` brings one"
+        )
+    return _checked(matches[0].load())
+
+
+def _checked(kernel: Any) -> AdamKernel:
+    if not isinstance(kernel, AdamKernel):
+        raise ValueError(f"an Adam kernel needs a function adam_step; {kernel!r} has none")
+    return kernel

@@ -1,0 +1,70 @@
+"""``offload_optimizer`` of a DeepSpeed-style config, as far as this package serves it.
+
+Keys that only concern NVMe (``buffer_count``, ``pipeline_read``, ...) are accepted without effect
+on ``"device": "cpu"``, as in DeepSpeed. A key that is switched on and not served is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+__all__ = ["OffloadSettings", "check_ratio"]
+
+_BLOCK = "offload_optimizer"
+_SERVED = frozenset({"device", "ratio", "pin_memory"})
+_WITHOUT_EFFECT = frozenset(
+    {"nvme_path", "buffer_count", "pipeline", "pipeline_read", "pipeline_write", "fast_init"}
+)
+
+
+def check_ratio(value: Any, name: str = "ratio") -> float:
+    """``value`` as a float in [0, 1]; ValueError naming it otherwise."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
+        raise ValueError(
+            f"{name} is the share of elements updated on the host and must be a number from 0 to "
+            f"1, got {value!r}"
+        )
+    return float(value)
+
+
+@dataclass(frozen=True, slots=True)
+class OffloadSettings:
+    """What the block asks for.
+
+    Attributes:
+        ratio: share of the elements, from the first on, that the host updates.
+        pin_memory: page-lock the host's transfer buffers.
+    """
+
+    ratio: float = 1.0
+    pin_memory: bool = True
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any]) -> OffloadSettings:
+        """Read the block from a resolved ``zero_optimization`` config.
+
+        Raises:
+            ValueError: the block is missing, or a key has a value that is not served.
+        """
+        block = config.get(_BLOCK)
+        if not isinstance(block, Mapping):
+            raise ValueError(f"zero_optimization has no {_BLOCK} block to make a host tier from")
+        _check_device(block.get("device", "cpu"))
+        for key in sorted(set(block) - _SERVED - _WITHOUT_EFFECT):
+            if block[key]:
+                raise ValueError(f"{_BLOCK}.{key} = {block[key]!r} is not served by zero-offload")
+        pin_memory = block.get("pin_memory", True)
+        if not isinstance(pin_memory, bool):
+            raise ValueError(f"{_BLOCK}.pin_memory must be true or false, got {pin_memory!r}")
+        return cls(check_ratio(block.get("ratio", 1.0), f"{_BLOCK}.ratio"), pin_memory)
+
+
+def _check_device(device: Any) -> None:
+    name = str(getattr(device, "value", device))
+    if name != "cpu":
+        raise ValueError(
+            f"{_BLOCK}.device = {name!r} is not served by zero-offload, which keeps optimizer "
+            f'state in host memory: use "cpu", or leave the block out'
+        )

@@ -1,0 +1,136 @@
+"""From a config to a tier: the entry point ``host`` of ``zero_core.state_tiers``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zero_offload.elementwise import check_elementwise
+from zero_offload.flat_tier import DeviceTier, HostTier
+from zero_offload.geometry import Geometry, freeze_groups
+from zero_offload.kernel_stepper import KernelStepper, can_serve, check_kernel_class
+from zero_offload.protocols import AdamKernel, DeviceTierFactory
+from zero_offload.settings import OffloadSettings
+from zero_offload.stepper import Stepper
+from zero_offload.torch_stepper import TorchStepper
+from zero_offload.transfer import HostMover
+from zero_offload.twin import TwinTier
+
+__all__ = ["create_tier", "make_device_tier", "make_twin"]
+
+_CPU = torch.device("cpu")
+
+
+def create_tier(
+    *,
+    numel: int,
+    pieces: Sequence[tuple[int, int, int]],
+    params: Sequence[tuple[int, Tensor]],
+    device: torch.device,
+    optimizer_class: type[torch.optim.Optimizer],
+    groups: Sequence[Mapping[str, Any]],
+    config: Mapping[str, Any],
+    adam_kernel: AdamKernel | None,
+    device_tier: DeviceTierFactory,
+) -> TwinTier:
+    """Make a tier whose first ``offload_optimizer.ratio`` of elements live on the host.
+
+    ZeRO-Offload (arXiv 2101.06840) with the Twin-Flow of ZeRO-Offload++: elements
+    ``[0, round(ratio * numel))`` are kept and updated on the host, the rest on ``device``. On a
+    CPU both halves use the same update, so the ratio never changes a bit of the result.
+
+    Args:
+        numel: length of the local flat space in elements, padding included.
+        pieces: ``(start, stop, group)`` of each parameter's part, sorted and disjoint.
+        params: ``(start, tensor)``: 1-D parameter shards on ``device`` that new values go to.
+        device: the compute device.
+        optimizer_class: an elementwise torch optimizer.
+        groups: its ``param_groups`` without ``params``, every default filled in.
+        config: the resolved ``zero_optimization`` block.
+        adam_kernel: host kernel for Adam and AdamW, or None for torch's own update.
+        device_tier: makes the device's half on an accelerator.
+
+    Raises:
+        ValueError: a setting or an optimizer that it cannot serve, by name.
+    """
+    settings = OffloadSettings.from_config(config)
+    return make_twin(
+        Geometry(numel, pieces, params, len(groups)),
+        ratio=settings.ratio,
+        pin_memory=settings.pin_memory,
+        device=device,
+        optimizer_class=optimizer_class,
+        groups=groups,
+        adam_kernel=adam_kernel,
+        device_tier=device_tier,
+    )
+
+
+def make_twin(
+    geometry: Geometry,
+    *,
+    ratio: float,
+    pin_memory: bool,
+    device: torch.device,
+    optimizer_class: type[torch.optim.Optimizer],
+    groups: Sequence[Mapping[str, Any]],
+    adam_kernel: AdamKernel | None,
+    device_tier: DeviceTierFactory,
+) -> TwinTier:
+    """The two halves of a flat space, cut at element ``round(ratio * numel)``."""
+    check_elementwise(optimizer_class)
+    if adam_kernel is not None:
+        check_kernel_class(optimizer_class)
+    frozen = freeze_groups(groups)
+    cut = round(ratio * geometry.numel)
+    host = device_part = None
+    if cut or not geometry.numel:
+        part, local = geometry.part(0, cut, len(groups))
+        stepper = _make_stepper(part, _CPU, optimizer_class, frozen, adam_kernel)
+        host = HostTier(part, stepper, HostMover(part, device, pin_memory=pin_memory)), local
+    if cut < geometry.numel:
+        part, local = geometry.part(cut, geometry.numel, len(groups))
+        if device.type == "cpu":
+            stepper = _make_stepper(part, device, optimizer_class, frozen, adam_kernel)
+            device_part = DeviceTier(part, stepper, device), local
+        else:
+            made = device_tier(
+                numel=part.numel,
+                pieces=[(p.start, p.stop, p.group) for p in part.pieces],
+                params=part.shards,
+                device=device,
+                optimizer_class=optimizer_class,
+                groups=groups,
+            )
+            return TwinTier(geometry, cut, host, (made, local))
+    return TwinTier(geometry, cut, host, device_part)
+
+
+def make_device_tier(
+    *,
+    numel: int,
+    pieces: Sequence[tuple[int, int, int]],
+    params: Sequence[tuple[int, Tensor]],
+    device: torch.device,
+    optimizer_class: type[torch.optim.Optimizer],
+    groups: Sequence[Mapping[str, Any]],
+) -> DeviceTier:
+    """A device tier of this package's own, for use without an engine: torch on flat slices."""
+    geometry = Geometry(numel, pieces, params, len(groups))
+    stepper = TorchStepper(geometry, device, optimizer_class, freeze_groups(groups))
+    return DeviceTier(geometry, stepper, device)
+
+
+def _make_stepper(
+    geometry: Geometry,
+    device: torch.device,
+    optimizer_class: type[torch.optim.Optimizer],
+    groups: Sequence[Mapping[str, Any]],
+    adam_kernel: AdamKernel | None,
+) -> Stepper:
+    if adam_kernel is not None and can_serve(geometry, groups):
+        return KernelStepper(geometry, adam_kernel, optimizer_class)
+    return TorchStepper(geometry, device, optimizer_class, groups)

@@ -1,0 +1,189 @@
+"""Any elementwise torch optimizer over flat memory, on the host or on a device.
+
+[Note: pieces as parameters]
+Each piece is an ``nn.Parameter`` that views the flat master buffer, and torch's own optimizer steps
+those. Its state starts as torch makes it (SGD's first momentum is the gradient itself, not a zero
+to be averaged with) and is moved right after into flat buffers, one per state name, of which the
+entries in ``optimizer.state`` become views. So torch computes every update, and still each state
+can be read and written by any range of elements.
+
+On a CPU torch's for-loop and foreach implementations give an element the same bits wherever it
+lies in its tensor. ``fused=True`` does not: its kernel rounds the last ``numel % 16`` elements of a
+tensor another way, so next to a cut the last bits may differ from those of an uncut parameter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from zero_offload.elementwise import check_elementwise
+from zero_offload.geometry import Geometry, Run, plan_runs
+from zero_offload.grads import GradLedger
+from zero_offload.state_entry import EntryTemplate, is_elementwise, make_optimizer, probe_entry
+from zero_offload.stepper import Chunk, Stepper, check_num_steps
+
+__all__ = ["TorchStepper"]
+
+_HOST_CHUNK_NUMEL = 1 << 20
+"""Elements per optimizer call on the host: bounds the fp32 copy of 16-bit gradients to 4 MiB."""
+_DEVICE_CHUNK_NUMEL = 1 << 26
+"""The same on a device, where few launches matter more: 256 MiB."""
+
+
+class TorchStepper(Stepper):
+    """``optimizer_class`` over the pieces of a flat space.
+
+    Args:
+        geometry: the flat space.
+        device: where master and state live.
+        optimizer_class: an elementwise torch optimizer.
+        groups: its ``param_groups`` without ``params``, every default filled in.
+
+    Raises:
+        ValueError: the optimizer's update is not elementwise, or it refuses a setting.
+    """
+
+    def __init__(
+        self,
+        geometry: Geometry,
+        device: torch.device,
+        optimizer_class: type[torch.optim.Optimizer],
+        groups: Sequence[Mapping[str, Any]],
+    ) -> None:
+        check_elementwise(optimizer_class)
+        super().__init__(geometry, device)
+        self._chunk_numel = _HOST_CHUNK_NUMEL if device.type == "cpu" else _DEVICE_CHUNK_NUMEL
+        self._templates = self._probe(optimizer_class, groups)
+        self._dtypes: dict[str, torch.dtype] = {}
+        for template in self._templates:
+            self._dtypes.update(template.elementwise())
+        self._buffers: dict[str, Tensor] = {}
+        self._params = [nn.Parameter(self.master[p.start : p.stop]) for p in geometry.pieces]
+        self._optimizer = self._make_optimizer(optimizer_class, groups)
+        for i in range(len(self._params)):
+            self._home(i)
+
+    def _probe(
+        self, optimizer_class: type[torch.optim.Optimizer], groups: Sequence[Mapping[str, Any]]
+    ) -> list[EntryTemplate]:
+        dtype = self.master.dtype
+        return [probe_entry(optimizer_class, group, self.device, dtype) for group in groups]
+
+    def _make_optimizer(
+        self, optimizer_class: type[torch.optim.Optimizer], groups: Sequence[Mapping[str, Any]]
+    ) -> torch.optim.Optimizer | None:
+        members = self._members(range(len(self._params)), groups)
+        return make_optimizer(optimizer_class, members) if members else None
+
+    def _members(
+        self, pieces: Sequence[int], groups: Sequence[Mapping[str, Any]]
+    ) -> list[dict[str, Any]]:
+        """``param_groups`` of the given pieces alone; groups without any are left out."""
+        params: dict[int, list[nn.Parameter]] = {}
+        for i in pieces:
+            params.setdefault(self.geometry.pieces[i].group, []).append(self._params[i])
+        return [{**groups[g], "params": members} for g, members in sorted(params.items())]
+
+    def plan(
+        self, active: Sequence[int], groups: Sequence[Mapping[str, Any]], grads: GradLedger
+    ) -> list[Chunk]:
+        """Whole runs, as many per chunk as fit its element count."""
+        chunks: list[Chunk] = []
+        pending: list[Run] = []
+        numel = 0
+        for run in plan_runs(self.geometry, active):
+            grads.segments(run.start, run.stop)  # refuses a missing gradient before any update
+            pending.append(run)
+            numel += run.stop - run.start
+            if numel >= self._chunk_numel:
+                chunks.append(Chunk(tuple(pending), groups))
+                pending, numel = [], 0
+        return [*chunks, Chunk(tuple(pending), groups)] if pending else chunks
+
+    def update(
+        self,
+        chunk: Chunk,
+        grads: GradLedger,
+        grad_scale: float,
+        out: Callable[[int, int], Tensor],
+    ) -> None:
+        """One ``optimizer.step()`` on the chunk's pieces; no other piece is seen by it."""
+        assert self._optimizer is not None, "a chunk without pieces"
+        pieces = [i for run in chunk.runs for i in run.pieces]
+        for run in chunk.runs:
+            self._set_grads(run, grads, grad_scale)
+        self._optimizer.param_groups = self._members(pieces, chunk.settings)
+        self._optimizer.step()
+        for i in pieces:
+            self._params[i].grad = None
+            self._home(i)
+        for run in chunk.runs:
+            out(run.start, run.stop).copy_(self.master[run.start : run.stop])
+
+    def _set_grads(self, run: Run, grads: GradLedger, grad_scale: float) -> None:
+        grad = grads.gather(run.start, run.stop, self.master.dtype, grad_scale)
+        for i in run.pieces:
+            piece = self.geometry.pieces[i]
+            self._params[i].grad = grad[piece.start - run.start : piece.stop - run.start]
+
+    def _home(self, piece: int) -> None:
+        """Move elementwise states that torch allocated itself into the flat buffers."""
+        if self._optimizer is None or self._params[piece] not in self._optimizer.state:
+            return
+        entry = self._optimizer.state[self._params[piece]]
+        for name, value in entry.items():
+            if is_elementwise(value, self._params[piece].numel()):
+                home = self._elements(piece, name, value.dtype)
+                if home.data_ptr() != value.data_ptr():
+                    entry[name] = home.copy_(value)
+
+    def _elements(self, piece: int, name: str, dtype: torch.dtype) -> Tensor:
+        """A piece's range of a state's flat buffer, which is made on first use."""
+        self._dtypes.setdefault(name, dtype)
+        stored = self.buffer(name, create=True)
+        assert stored is not None, "create=True gives a buffer"
+        return stored[self.geometry.pieces[piece].start : self.geometry.pieces[piece].stop]
+
+    def state_dtypes(self) -> Mapping[str, torch.dtype]:
+        """Every state that the optimizer has with these groups, stored yet or not."""
+        return self._dtypes
+
+    def buffer(self, name: str, *, create: bool) -> Tensor | None:
+        """The flat buffer of one state, made of zeros at first."""
+        if create and name not in self._buffers:
+            self._buffers[name] = torch.zeros(
+                self.geometry.numel, dtype=self._dtypes[name], device=self.device
+            )
+        return self._buffers.get(name)
+
+    def read_scalars(self, piece: int) -> dict[str, float]:
+        """``num_steps`` and every single number in the piece's state entry."""
+        scalars: dict[str, float] = {"num_steps": self.num_steps[piece]}
+        if self.num_steps[piece] and self._optimizer is not None:
+            param = self._params[piece]
+            for name, value in self._optimizer.state.get(param, {}).items():
+                if value is not None and not is_elementwise(value, param.numel()):
+                    scalars[name] = float(value)
+        return scalars
+
+    def write_scalars(self, piece: int, scalars: Mapping[str, float]) -> None:
+        """Build the piece's state entry over whatever `buffer` holds, or drop it at 0."""
+        assert self._optimizer is not None, "a piece index without pieces"
+        count = check_num_steps(scalars)
+        param = self._params[piece]
+        template = self._templates[self.geometry.pieces[piece].group]
+        self._optimizer.state.pop(param, None)
+        if count == 0:
+            self.clear(piece)
+            if template.initial:
+                self._optimizer.state[param] = template.fresh(param.numel())
+                self._home(piece)
+            return
+        self._optimizer.state[param] = template.restored(
+            scalars, lambda name, dtype: self._elements(piece, name, dtype)
+        )
+        self.num_steps[piece] = count

@@ -1,0 +1,143 @@
+"""Any ratio gives the same bits, and those are torch's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from support import RATIOS, Space, assert_same, group_of, make_tier, snapshot, torch_oracle, train
+from torch import Tensor, optim
+
+
+class Lion(optim.Optimizer):
+    """A user's own elementwise optimizer (Chen et al. 2023), with the vouching attribute."""
+
+    is_elementwise = True
+
+    def __init__(self, params: Any, lr: float, betas: tuple[float, float] = (0.9, 0.99)) -> None:
+        super().__init__(params, {"lr": lr, "betas": betas})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            beta1, beta2 = group["betas"]
+            for param in group["params"]:
+                if param.grad is None:
+                    continue
+                state = self.state[param]
+                average = state.get("exp_avg", torch.zeros_like(param))
+                update = (average * beta1 + param.grad * (1 - beta1)).sign()
+                param.sub_(update * group["lr"])
+                state["exp_avg"] = average * beta2 + param.grad * (1 - beta2)
+
+
+OPTIMIZERS = [
+    pytest.param(optim.SGD, {"lr": 0.1}, id="sgd"),
+    pytest.param(
+        optim.SGD,
+        {"lr": 0.1, "momentum": 0.9, "dampening": 0.3, "weight_decay": 0.01},
+        id="sgd-dampened",
+    ),
+    pytest.param(optim.SGD, {"lr": 0.1, "momentum": 0.9, "nesterov": True}, id="sgd-nesterov"),
+    pytest.param(optim.Adam, {"lr": 1e-2, "weight_decay": 0.1}, id="adam"),
+    pytest.param(optim.Adam, {"lr": 1e-2, "amsgrad": True, "maximize": True}, id="amsgrad"),
+    pytest.param(optim.AdamW, {"lr": 1e-2, "foreach": True}, id="adamw-foreach"),
+    pytest.param(optim.AdamW, {"lr": torch.tensor(1e-2)}, id="adamw-tensor-lr"),
+    pytest.param(optim.Adagrad, {"lr": 0.1, "initial_accumulator_value": 0.1}, id="adagrad"),
+    pytest.param(optim.RMSprop, {"momentum": 0.9, "centered": True}, id="rmsprop"),
+    pytest.param(optim.Adadelta, {}, id="adadelta"),
+    pytest.param(optim.NAdam, {}, id="nadam"),
+    pytest.param(optim.RAdam, {}, id="radam"),
+    pytest.param(optim.Adamax, {}, id="adamax"),
+    pytest.param(optim.ASGD, {"t0": 2}, id="asgd"),
+    pytest.param(optim.Rprop, {}, id="rprop"),
+    pytest.param(Lion, {"lr": 1e-2}, id="lion"),
+]
+
+
+def _run(cls: Any, settings: dict[str, Any], ratio: float) -> tuple[Space, dict[str, Tensor]]:
+    space = Space()
+    groups = [group_of(cls, **settings)]
+    tier = make_tier(space, cls, groups, ratio=ratio)
+    train(tier, space, groups, range(7))
+    return space, snapshot(tier, space)
+
+
+@pytest.mark.parametrize(("cls", "settings"), OPTIMIZERS)
+def test_torch_route_equals_torch_bit_for_bit_at_every_ratio(
+    cls: Any, settings: dict[str, Any]
+) -> None:
+    space, whole = _run(cls, settings, 1.0)
+    plain = {k: v.item() if isinstance(v, Tensor) else v for k, v in settings.items()}
+    groups = [group_of(cls, **plain)]
+    expected = (
+        torch_oracle(space, cls, groups, range(7))
+        if cls is not Lion
+        else torch_oracle(space, _with_default_lr(), groups, range(7))
+    )
+    assert torch.equal(whole["master_weight"][space.covered()], expected[space.covered()])
+    assert torch.equal(whole["params"], whole["master_weight"])
+    for ratio in RATIOS[:-1]:
+        assert_same(_run(cls, settings, ratio)[1], whole)
+
+
+def _with_default_lr() -> type[optim.Optimizer]:
+    class WithDefault(Lion):
+        def __init__(self, params: Any) -> None:
+            super().__init__(params, lr=1e-2)
+
+    return WithDefault
+
+
+@pytest.mark.parametrize("cls", [optim.SGD, optim.AdamW, optim.Adam, optim.Adagrad])
+def test_fused_torch_kernels_agree_within_tolerance_at_every_ratio(cls: Any) -> None:
+    """torch's fused CPU kernels round a tensor's last elements another way; see the README."""
+    settings = {"lr": 1e-2, "fused": True}
+    if cls is optim.SGD:
+        settings["momentum"] = 0.9
+    space, whole = _run(cls, settings, 1.0)
+    for ratio in RATIOS[:-1]:
+        found = _run(cls, settings, ratio)[1]
+        for name in whole:
+            torch.testing.assert_close(found[name], whole[name], rtol=2e-6, atol=2e-7)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("cls", [optim.Adam, optim.AdamW])
+def test_kernel_route_gives_the_same_bits_at_every_ratio(
+    kernel: Any, cls: Any, dtype: torch.dtype
+) -> None:
+    results = []
+    for ratio in RATIOS:
+        space = Space(dtype=dtype)
+        groups = [group_of(cls, lr=1e-2, weight_decay=0.1)]
+        tier = make_tier(space, cls, groups, ratio=ratio, kernel=kernel)
+        train(tier, space, groups, grad_scale=0.5)
+        results.append(snapshot(tier, space))
+    for result in results:
+        assert_same(result, results[0])
+        assert torch.equal(result["params"], result["master_weight"].to(dtype))
+    expected = torch_oracle(space, cls, groups, grad_scale=0.5)
+    # Adam's few roundings per step, four steps: a handful of ulps of weights around 1
+    torch.testing.assert_close(results[0]["master_weight"], expected, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("ratio", RATIOS)
+def test_large_odd_space_is_cut_at_an_element_without_a_trace(kernel: Any, ratio: float) -> None:
+    """100,003 elements: more than one thread's share in torch and in the kernel."""
+    results = []
+    for share in (1.0, ratio):
+        numel = 100_003
+        generator = torch.Generator().manual_seed(1)
+        initial = torch.randn(numel, generator=generator)
+        shard = initial.bfloat16()
+        space = Space(dtype=torch.bfloat16)
+        space.numel, space.initial = numel, initial
+        space.pieces, space.params = [(0, 99_991, 0), (99_991, numel, 0)], [(0, shard)]
+        groups = [group_of(optim.AdamW, lr=1e-2)]
+        tier = make_tier(space, optim.AdamW, groups, ratio=share, kernel=kernel)
+        assert tier.cut == round(share * numel)
+        train(tier, space, groups)
+        results.append(snapshot(tier, space))
+    assert_same(results[0], results[1])
