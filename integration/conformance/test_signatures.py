@@ -1,0 +1,76 @@
+"""Signatures at run time: what the engine calls is what each part declares."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import inspect
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+_spec = importlib.util.spec_from_file_location("parts", Path(__file__).with_name("parts.py"))
+assert _spec is not None
+assert _spec.loader is not None
+parts = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(parts)
+
+ENTRY_POINTS = {
+    ("zero_core.collectives", "quantized"): "zero_comm.create_collectives",
+    ("zero_core.state_tiers", "host"): "zero_offload.create_tier",
+}
+
+
+def shape(function: Callable[..., Any]) -> list[tuple[str, str, bool]]:
+    """Name, kind and optionality of each parameter but self."""
+    found = inspect.signature(function).parameters.values()
+    return [
+        (p.name, p.kind.description, p.default is not inspect.Parameter.empty)
+        for p in found
+        if p.name != "self"
+    ]
+
+
+def methods(protocol: type) -> list[str]:
+    """The methods that a protocol asks for."""
+    return sorted(
+        name
+        for name, value in vars(protocol).items()
+        if inspect.isfunction(value) and not name.startswith("_")
+    )
+
+
+@pytest.mark.parametrize("name", parts.FACTORIES)
+def test_factory_has_the_signature_of_its_protocol(name: str) -> None:
+    factory, protocol = parts.FACTORIES[name]
+    assert shape(factory) == shape(protocol.__call__)
+
+
+@pytest.mark.parametrize("name", parts.TYPES)
+def test_class_has_every_method_with_the_signature_of_its_protocol(name: str) -> None:
+    part, protocol = parts.TYPES[name]
+    assert methods(protocol)
+    for method in methods(protocol):
+        assert shape(getattr(part, method)) == shape(getattr(protocol, method)), method
+
+
+@pytest.mark.parametrize("name", parts.MODULES)
+def test_module_has_every_function_with_the_signature_of_its_protocol(name: str) -> None:
+    module, protocol = parts.MODULES[name]
+    for function in methods(protocol):
+        assert shape(getattr(module, function)) == shape(getattr(protocol, function)), function
+
+
+@pytest.mark.parametrize("group_and_name", ENTRY_POINTS)
+def test_entry_point_names_the_proved_factory(group_and_name: tuple[str, str]) -> None:
+    group, name = group_and_name
+    (point,) = importlib.metadata.entry_points(group=group, name=name)
+    factory, _ = parts.FACTORIES[ENTRY_POINTS[group_and_name]]
+    assert point.load() is factory
+
+
+def test_entry_point_of_the_adam_kernel_names_the_proved_module() -> None:
+    (point,) = importlib.metadata.entry_points(group="zero_core.adam_kernels", name="cpu")
+    assert point.load() is parts.MODULES["cpu_adam"][0]

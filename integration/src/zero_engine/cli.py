@@ -1,0 +1,150 @@
+"""The command line: ``zero-engine train | doctor | config | version``."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+import zero_engine
+
+__all__ = ["main"]
+
+app = typer.Typer(
+    help="Train with ZeRO: sharded, offloaded, quantized.",
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,  # a plain traceback can be pasted into a bug report
+)
+
+_Text = str | None
+_Number = int | None
+
+
+def _option(help_text: str, *, metavar: str | None = None) -> Any:
+    return typer.Option(help=help_text, metavar=metavar, show_default=False)
+
+
+@app.command()
+def train(
+    data: Annotated[
+        _Text, _option("UTF-8 text to learn from. Default: the Python standard library's source.")
+    ] = None,
+    config: Annotated[
+        _Text, _option("DeepSpeed-style JSON. Default: what 'zero-engine config' prints.")
+    ] = None,
+    steps: Annotated[_Number, _option("Optimizer steps in all.")] = None,
+    output: Annotated[_Text, _option("Folder for the results, new or of a run.")] = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Continue the run in the output folder.")
+    ] = False,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Replace the run in the output folder.")
+    ] = False,
+    ranks: Annotated[
+        _Number, _option("Ranks to start. Default: one per GPU, or two on a CPU.")
+    ] = None,
+    layers: Annotated[_Number, _option("Blocks of the model.")] = None,
+    width: Annotated[_Number, _option("Width of the model.")] = None,
+    heads: Annotated[_Number, _option("Attention heads.")] = None,
+    context: Annotated[_Number, _option("Tokens per sample.")] = None,
+    vocab: Annotated[_Number, _option("Size of the vocabulary to learn.")] = None,
+    eval_every: Annotated[_Number, _option("Steps between evaluations.")] = None,
+    eval_windows: Annotated[_Number, _option("Held-out samples per evaluation.")] = None,
+    save_every: Annotated[_Number, _option("Steps between checkpoints.")] = None,
+    log_every: Annotated[_Number, _option("Steps between lines without a terminal.")] = None,
+    seed: Annotated[_Number, _option("Seed of weights and data order.")] = None,
+) -> None:
+    """Train a GPT-2 on text, on every GPU of this machine or on its CPU."""
+    options: dict[str, str | int | None] = {
+        "data": data,
+        "config": config,
+        "steps": steps,
+        "output": output,
+        "layers": layers,
+        "width": width,
+        "heads": heads,
+        "context": context,
+        "vocab": vocab,
+        "eval_every": eval_every,
+        "eval_windows": eval_windows,
+        "save_every": save_every,
+        "log_every": log_every,
+        "seed": seed,
+    }
+    if resume and overwrite:
+        raise typer.BadParameter("--resume and --overwrite exclude each other")
+    if ranks is not None and ranks < 1:
+        raise typer.BadParameter("--ranks must be at least 1")
+    flags = ["--resume"] * resume + ["--overwrite"] * overwrite
+    run_train(options, flags, ranks)
+
+
+def run_train(options: dict[str, str | int | None], flags: list[str], ranks: int | None) -> None:
+    """Check what was asked; then train on this rank, or start the ranks that do.
+
+    Always leaves by SystemExit, with the code of the run.
+    """
+    # torch and transformers take seconds to import: only the commands that need them pay.
+    from zero_core.errors import ZeroError
+    from zero_engine.ranks import is_under_launcher, tell_failure
+
+    try:
+        if is_under_launcher():
+            from zero_engine.train import train as train_on_this_rank
+
+            code = train_on_this_rank(
+                options, should_resume="--resume" in flags, should_overwrite="--overwrite" in flags
+            )
+        else:
+            from zero_engine.launch import launch
+
+            arguments = [
+                f"--{name.replace('_', '-')}={value}"
+                for name, value in options.items()
+                if value is not None
+            ]
+            code = launch(["train", *arguments, *flags], num_ranks=ranks)
+    except ZeroError as error:
+        tell_failure(error)
+        code = 2
+    sys.exit(code)
+
+
+@app.command()
+def doctor(
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, not a table.")] = False,
+) -> None:
+    """Show what is installed, what this machine offers, and what is missing."""
+    from zero_engine.doctor import as_table, examine
+
+    findings = examine()
+    if as_json:
+        print(json.dumps([finding.as_dict() for finding in findings], indent=2))
+    else:
+        Console().print(as_table(findings))
+
+
+@app.command()
+def config() -> None:
+    """Print the default configuration, to save and change."""
+    from zero_engine.settings import default_config_text
+
+    print(default_config_text(), end="")
+
+
+@app.command()
+def version() -> None:
+    """Print the version."""
+    print(zero_engine.__version__)
+
+
+def main() -> None:
+    """Entry point of the ``zero-engine`` command."""
+    # Nothing is fetched from a model hub, whatever is imported later.
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    app()

@@ -1,0 +1,159 @@
+"""What is installed, what the machine offers, and what to do about what is missing."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import platform
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from rich.table import Table
+from rich.text import Text
+
+from zero_engine.machine import available_cores, locked_memory_limit_bytes, memory_limit_bytes
+
+__all__ = ["Finding", "as_table", "examine"]
+
+State = Literal["ok", "note", "missing"]
+
+PACKAGES = {
+    "zero-core": "zero_core",
+    "zero-offload": "zero_offload",
+    "zero-comm": "zero_comm",
+    "cpu-adam": "cpu_adam",
+}
+LIBRARIES = ("torch", "transformers", "tokenizers", "safetensors", "tensorboard", "matplotlib")
+ENTRY_POINTS = {
+    "zero_core.collectives": "zero-comm",
+    "zero_core.state_tiers": "zero-offload",
+    "zero_core.adam_kernels": "cpu-adam",
+}
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of the report."""
+
+    topic: str
+    name: str
+    value: str
+    state: State = "ok"
+    advice: str = ""
+    """What to do; empty where nothing needs doing."""
+
+    def as_dict(self) -> dict[str, str]:
+        """The finding as plain builtins."""
+        return asdict(self)
+
+
+def examine() -> list[Finding]:
+    """Everything that the report shows, in order. Never raises for what is missing."""
+    return [*_packages(), *_entry_points(), *_backends(), *_machine()]
+
+
+def as_table(findings: list[Finding]) -> Table:
+    """The findings as a table for the terminal."""
+    table = Table("", "what", "found", "to do", title="zero-engine doctor")
+    colours = {"ok": "green", "note": "yellow", "missing": "red"}
+    topic = ""
+    for finding in findings:
+        if topic and finding.topic != topic:
+            table.add_section()
+        shown = finding.topic if finding.topic != topic else ""
+        topic = finding.topic
+        value = Text(finding.value, style=colours[finding.state])
+        table.add_row(shown, finding.name, value, Text(finding.advice))
+    return table
+
+
+def _packages() -> Iterator[Finding]:
+    yield Finding("installed", "python", platform.python_version())
+    for distribution, module in PACKAGES.items():
+        yield _installed(distribution, module)
+    for distribution in LIBRARIES:
+        yield _installed(distribution, distribution)
+
+
+def _installed(distribution: str, module: str) -> Finding:
+    """Whether a distribution is there and its module can be imported."""
+    cure = f"pip install {distribution}"
+    try:
+        version = importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return Finding("installed", distribution, "not installed", "missing", cure)
+    try:
+        importlib.import_module(module)
+    except Exception as error:  # a broken installation may raise anything, and is a finding
+        value = f"{version}, but: {type(error).__name__}: {error}"
+        return Finding(
+            "installed", distribution, value, "missing", f"{cure} --force-reinstall --no-deps"
+        )
+    return Finding("installed", distribution, version)
+
+
+def _entry_points() -> Iterator[Finding]:
+    for group, provider in ENTRY_POINTS.items():
+        points = importlib.metadata.entry_points(group=group)
+        found = ", ".join(f"{point.name} = {point.value}" for point in points)
+        if found:
+            yield Finding("entry points", group, found)
+        else:
+            yield Finding("entry points", group, "none", "missing", f"pip install {provider}")
+
+
+def _backends() -> Iterator[Finding]:
+    if torch.cuda.is_available():
+        names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+        yield Finding("compute", "GPU", f"{', '.join(names)} (CUDA {torch.version.cuda})")
+    elif torch.version.cuda is None:
+        advice = "none needed without a GPU; else install torch built for CUDA"
+        yield Finding("compute", "GPU", "torch is built without CUDA", "note", advice)
+    else:
+        advice = "none needed without a GPU; else check the driver with nvidia-smi"
+        yield Finding("compute", "GPU", f"none found (CUDA {torch.version.cuda})", "note", advice)
+    yield Finding("compute", "CPU Adam", *_attempt(_active_isa))
+    yield _backend("gloo", is_there=dist.is_available() and dist.is_gloo_available())
+    yield _backend("nccl", is_there=dist.is_available() and dist.is_nccl_available())
+
+
+def _backend(name: str, *, is_there: bool) -> Finding:
+    if is_there:
+        return Finding("compute", name, "available")
+    if name == "nccl" and not torch.cuda.is_available():
+        return Finding("compute", name, "not in this torch", "note", "none needed without a GPU")
+    return Finding("compute", name, "not in this torch", "missing", "pip install torch")
+
+
+def _active_isa() -> str:
+    cpu_adam: Any = importlib.import_module("cpu_adam")
+    others = [isa for isa in cpu_adam.available_isas() if isa != cpu_adam.active_isa()]
+    return f"{cpu_adam.active_isa()} (also here: {', '.join(others) or 'none'})"
+
+
+def _attempt(question: Callable[[], str]) -> tuple[str, State]:
+    try:
+        return question(), "ok"
+    except Exception as error:  # told in the line above: the package is missing or broken
+        return f"unknown ({type(error).__name__})", "missing"
+
+
+def _machine() -> Iterator[Finding]:
+    yield Finding("machine", "system", f"{platform.system()} {platform.machine()}")
+    yield Finding("machine", "cores", str(available_cores()))
+    memory = memory_limit_bytes()
+    yield Finding("machine", "memory", "unknown" if memory is None else f"{memory / GIB:.1f} GiB")
+    locked = locked_memory_limit_bytes()
+    if locked is None or not torch.cuda.is_available():
+        shown = "unlimited" if locked is None else f"{locked / GIB:.3g} GiB"
+        yield Finding("machine", "lockable memory", shown)
+    else:
+        # CUDA pins by itself; the limit counts for mlock, which NCCL over InfiniBand uses.
+        advice = "ulimit -l unlimited, for NCCL over InfiniBand"
+        yield Finding("machine", "lockable memory", f"{locked / GIB:.3g} GiB", "note", advice)
+    yield Finding("machine", "executable", sys.executable)

@@ -1,0 +1,74 @@
+"""Start the train program on every rank of this machine, with torchrun.
+
+torchrun (``torch.distributed.run``) runs inside this process. It passes SIGINT and SIGTERM on to
+the ranks, which save and leave by themselves; it kills those that are still there after a grace
+period.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Sequence
+
+import torch
+from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.run import parse_args, run
+
+from zero_engine.machine import available_cores
+
+__all__ = ["CPU_RANKS", "launch", "rank_environment"]
+
+CPU_RANKS = 2
+"""Ranks on a machine without a GPU."""
+GRACE_PERIOD_S = 300
+"""How long ranks may take to save. torch 2.10 and 2.11 have 30 s, which cannot be changed."""
+
+
+def default_ranks() -> int:
+    """One rank per GPU, or `CPU_RANKS` where there is none."""
+    return torch.cuda.device_count() or CPU_RANKS
+
+
+def rank_environment(num_ranks: int) -> dict[str, str]:
+    """Environment variables for the ranks of one machine, for what the user left open."""
+    return {
+        # Else every rank starts a thread per core, and they are in each other's way.
+        "OMP_NUM_THREADS": str(max(1, available_cores() // num_ranks)),
+        # gloo otherwise looks its own address up by host name, which a machine may not know.
+        "GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo",
+        "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(GRACE_PERIOD_S),
+        # torchrun tells at length about signals that are part of a normal end here.
+        "LOGLEVEL": "ERROR",
+    }
+
+
+def launch(arguments: Sequence[str], *, num_ranks: int | None = None) -> int:
+    """Run ``zero-engine ARGUMENTS`` on every rank and wait for the end.
+
+    Returns:
+        The exit code: 0, 128 + signal if the run was asked to stop, else that of the rank that
+        failed first.
+    """
+    num_ranks = num_ranks or default_ranks()
+    for name, value in rank_environment(num_ranks).items():
+        os.environ.setdefault(name, value)
+    command = ["--standalone", f"--nproc-per-node={num_ranks}", "-m", "zero_engine", *arguments]
+    try:
+        run(parse_args(command))  # type: ignore[no-untyped-call]
+    except SignalException as stop:
+        return 128 + stop.sigval
+    except ChildFailedError as error:
+        return _exit_code(error)
+    return 0
+
+
+def _exit_code(error: ChildFailedError) -> int:
+    rank, failure = error.get_first_failure()
+    code = int(failure.exitcode)
+    if code < 0:  # killed by a signal, and so without a word of its own
+        print(f"rank {rank} was killed by {signal.Signals(-code).name}", file=sys.stderr)
+        return 128 - code
+    return code

@@ -1,0 +1,78 @@
+"""What the machine grants this process: cores, memory, and how much of it is in use.
+
+A container's limits (cgroup v2 and v1) count for more than what the hardware has, because they
+are what a training run hits first.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import resource
+import sys
+from contextlib import suppress
+from pathlib import Path
+
+import torch
+
+__all__ = ["available_cores", "locked_memory_limit_bytes", "memory_limit_bytes", "used_bytes"]
+
+CGROUP = Path("/sys/fs/cgroup")
+
+
+def available_cores(root: Path = CGROUP) -> int:
+    """Cores that this process may use: its CPU affinity, capped by the cgroup's quota; >= 1."""
+    if hasattr(os, "sched_getaffinity"):
+        cores = len(os.sched_getaffinity(0))
+    else:
+        cores = os.cpu_count() or 1
+    quota = _cpu_quota(root)
+    return cores if quota is None else max(1, min(cores, math.floor(quota)))
+
+
+def memory_limit_bytes(root: Path = CGROUP) -> int | None:
+    """Bytes of host memory: the smaller of physical memory and the cgroup's limit, if known."""
+    limits = [
+        int(text)
+        for name in ("memory.max", "memory/memory.limit_in_bytes")
+        if (text := _read(root / name)).isdigit()
+    ]
+    with suppress(ValueError, OSError):  # without these names, the cgroup's limit is all there is
+        limits.append(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+    return min(limits, default=None)
+
+
+def locked_memory_limit_bytes() -> int | None:
+    """Bytes that may be page-locked (``ulimit -l``), which pinned host buffers count against.
+
+    None means that there is no limit.
+    """
+    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    return None if soft == resource.RLIM_INFINITY else soft
+
+
+def used_bytes(device: torch.device) -> int:
+    """Bytes that this rank holds now: allocated on its GPU, or resident in host memory."""
+    if device.type == "cuda":
+        return int(torch.cuda.memory_allocated(device))
+    resident = _read(Path("/proc/self/statm")).split()
+    if resident:
+        return int(resident[1]) * os.sysconf("SC_PAGE_SIZE")
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024  # no /proc: the peak stands in
+
+
+def _cpu_quota(root: Path) -> float | None:
+    """The cgroup's CPU limit in cores, or None where there is none."""
+    fields = _read(root / "cpu.max").split()  # version 2: "QUOTA PERIOD" or "max PERIOD"
+    if not fields:  # version 1: two files, -1 for no quota
+        fields = [_read(root / f"cpu/cpu.cfs_{name}_us") for name in ("quota", "period")]
+    quota, period = (*fields, "", "")[:2]
+    return int(quota) / int(period) if quota.isdigit() and period.isdigit() else None
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8").strip()
+    except OSError:
+        return ""
