@@ -1,0 +1,168 @@
+"""Everything that is run on this repository: ``python -m nox -s SESSION -- ARGUMENTS``.
+
+    train      trains a model: arguments go to ``zero-engine train``
+    tests      every package alone, then all together; arguments name parts to limit it to
+    lint       ruff and clang-format
+    typecheck  mypy --strict
+    bench      benchmarks: arguments go to ``python -m zero_engine.bench``
+    matrix     the tests of everything, for a torch release and a Python version
+
+Environments are kept; ``-R`` also skips installing into them, for a quick second run.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import nox
+
+nox.needs_version = ">=2025.2.9"
+nox.options.default_venv_backend = "venv"
+nox.options.reuse_existing_virtualenvs = True
+nox.options.sessions = ["tests"]
+
+PACKAGES = ("cpu-adam", "zero-core", "zero-comm", "zero-offload")
+EVERYTHING = ("packages/cpu-adam[torch]", *(f"packages/{name}" for name in PACKAGES[1:]))
+SOURCES = (*(f"packages/{name}/src" for name in PACKAGES), "integration/src")
+CHECKED = ("noxfile.py", "packages", "integration")
+CONSTRAINTS = ("--constraint", "constraints.txt")
+PROGRESS = ("--quiet", "--progress-bar=off")
+TEST_TOOLS = ("pytest>=8.3", "hypothesis>=6.100")
+LINT_TOOLS = ("ruff>=0.15,<0.18", "clang-format>=20")
+TYPE_TOOLS = ("mypy>=1.19", "pybind11")
+
+# A torch release and the CUDA version that its wheels on the package index are built for.
+TORCH_CUDA = {
+    "2.10.0": "12.8",
+    "2.11.0": "13.0",
+    "2.12.0": "13.0",
+    "2.13.0": "13.0",
+    "2.14.0": "13.0",
+    "2.15.0": "13.2",
+}
+PYTHONS = ("3.11", "3.12", "3.13", "3.14")
+
+
+@nox.session
+def train(session: nox.Session) -> None:
+    """Install everything and train."""
+    install_everything(session)
+    session.run("zero-engine", "train", *session.posargs)
+
+
+@nox.session
+@nox.parametrize("part", [nox.param(part, id=part) for part in (*PACKAGES, "together")])
+def tests(session: nox.Session, part: str) -> None:
+    """Test one package alone, or all of them together with lint and types."""
+    if session.posargs and part not in session.posargs:
+        unknown = set(session.posargs) - {*PACKAGES, "together"}
+        if unknown:
+            session.error(f"unknown part {unknown.pop()!r}: choose {(*PACKAGES, 'together')}")
+        session.skip("not asked for")
+    if part == "together":
+        test_together(session)
+    else:
+        test_alone(session, part)
+
+
+@nox.session
+def lint(session: nox.Session) -> None:
+    """Run ruff and clang-format, which change nothing."""
+    session.install(*PROGRESS, *LINT_TOOLS)
+    run_lint(session)
+
+
+@nox.session
+def typecheck(session: nox.Session) -> None:
+    """Check all packages, and that they fit together, with mypy --strict."""
+    install_everything(session, *TYPE_TOOLS, *TEST_TOOLS)
+    run_typecheck(session)
+
+
+@nox.session
+def bench(session: nox.Session) -> None:
+    """Run a benchmark, e.g. ``nox -s bench -- engine``; DeepSpeed is installed to compare with."""
+    install_everything(session, extras="[bench]")
+    session.run("python", "-m", "zero_engine.bench", *session.posargs)
+
+
+@nox.session
+@nox.parametrize("python", PYTHONS)
+@nox.parametrize(
+    "torch",
+    [nox.param(torch, id=f"torch-{torch}-cuda-{cuda}") for torch, cuda in TORCH_CUDA.items()],
+)
+def matrix(session: nox.Session, torch: str) -> None:
+    """Test everything together with another torch or Python.
+
+    On a machine without a GPU, the wheel is the CPU's where pip finds one, and the CUDA paths
+    are not reached.
+    """
+    session.install(*PROGRESS, f"torch=={torch}", *EVERYTHING, "./integration", *TEST_TOOLS)
+    run_integration_tests(session)
+    for package in PACKAGES:
+        run_package_tests(session, package)
+
+
+def test_alone(session: nox.Session, package: str) -> None:
+    """Install one package with nothing but what it declares, and run its tests."""
+    session.install(*PROGRESS, *CONSTRAINTS, f"packages/{package}[test]")
+    refuse_siblings(session, package)
+    if package == "cpu-adam":  # torch is optional: first without, then with it
+        session.run("python", "-c", REFUSE.format(modules=["torch"]), silent=True)
+        run_package_tests(session, package)
+        session.install(*PROGRESS, *CONSTRAINTS, f"packages/{package}[torch,test]")
+    run_package_tests(session, package)
+
+
+def test_together(session: nox.Session) -> None:
+    """Lint, types, conformance and end-to-end tests, in one environment."""
+    install_everything(session, *LINT_TOOLS, *TYPE_TOOLS, *TEST_TOOLS)
+    run_lint(session)
+    run_typecheck(session)
+    run_integration_tests(session)
+
+
+def install_everything(session: nox.Session, *further: str, extras: str = "") -> None:
+    """Install the five packages of this repository, and ``further`` requirements."""
+    session.install(*PROGRESS, *CONSTRAINTS, *EVERYTHING, f"./integration{extras}", *further)
+
+
+def run_package_tests(session: nox.Session, package: str) -> None:
+    """Run a package's own tests from within its folder, where its settings are."""
+    with session.chdir(f"packages/{package}"):
+        session.run("python", "-m", "pytest", "-q")
+
+
+def run_integration_tests(session: nox.Session) -> None:
+    """Run conformance and the end-to-end tests."""
+    with session.chdir("integration"):
+        session.run("python", "-m", "pytest", "-q")
+
+
+def run_lint(session: nox.Session) -> None:
+    """Ruff on all Python, clang-format on all C++."""
+    session.run("ruff", "check", *CHECKED)
+    session.run("ruff", "format", "--check", *CHECKED)
+    native = Path("packages/cpu-adam/native")
+    found = sorted(p for p in native.rglob("*") if p.suffix in {".cpp", ".h", ".inl"})
+    session.run("clang-format", "--dry-run", "-Werror", *(str(path) for path in found))
+
+
+def run_typecheck(session: nox.Session) -> None:
+    """Mypy with the settings of the root pyproject.toml."""
+    session.run("mypy", *SOURCES, "integration/conformance")
+
+
+# A package that imports a sibling by accident must not find it.
+REFUSE = """
+import importlib.util
+found = [name for name in {modules!r} if importlib.util.find_spec(name)]
+assert not found, f"installed, but not declared: {{found}}"
+"""
+
+
+def refuse_siblings(session: nox.Session, package: str) -> None:
+    """Fail if another package of this repository is in the environment."""
+    siblings = [name.replace("-", "_") for name in PACKAGES if name != package]
+    session.run("python", "-c", REFUSE.format(modules=siblings), silent=True)
