@@ -54,8 +54,8 @@ struct BF16 {
     const __m256i quiet = _mm256_or_si256(bits, _mm256_set1_epi32(0x00400000));
     const __m256i is_nan = _mm256_castps_si256(_mm256_cmp_ps(x, x, _CMP_UNORD_Q));
     const __m256i high = _mm256_srli_epi32(_mm256_blendv_epi8(rounded, quiet, is_nan), 16);
-    store_halves(to, _mm_packus_epi32(_mm256_castsi256_si128(high),
-                                      _mm256_extracti128_si256(high, 1)));
+    store_halves(to,
+                 _mm_packus_epi32(_mm256_castsi256_si128(high), _mm256_extracti128_si256(high, 1)));
   }
 };
 

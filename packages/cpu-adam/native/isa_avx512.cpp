@@ -49,8 +49,7 @@ struct BF16 {
     const __m512i rounded =
         _mm512_add_epi32(_mm512_add_epi32(bits, _mm512_set1_epi32(0x7fff)), odd);
     const __mmask16 is_nan = _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q);
-    const __m512i kept =
-        _mm512_mask_or_epi32(rounded, is_nan, bits, _mm512_set1_epi32(0x00400000));
+    const __m512i kept = _mm512_mask_or_epi32(rounded, is_nan, bits, _mm512_set1_epi32(0x00400000));
     store_halves(to, _mm512_cvtepi32_epi16(_mm512_srli_epi32(kept, 16)));
   }
 };

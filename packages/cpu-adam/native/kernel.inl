@@ -5,8 +5,8 @@
 // CPU_ADAM_INLINE    forced inlining
 // kLanes             elements in a vector
 // Vec                a vector of kLanes floats
-// set1, add, sub, mul, div, sqrt_, fma_   elementwise on Vec; fma_(a, b, c) = a * b + c, rounded once
-// F32, BF16, F16     one struct per element type: kBytes, load(const char*), store(char*, Vec)
+// set1, add, sub, mul, div, sqrt_, fma_   elementwise on Vec; fma_(a, b, c) = a * b + c, rounded
+// once F32, BF16, F16     one struct per element type: kBytes, load(const char*), store(char*, Vec)
 //
 // [Note: one result for one element]
 // Every primitive is correctly rounded (IEEE 754), contraction by the compiler is off, and the last
@@ -135,11 +135,11 @@ void adam_range(const cpu_adam::Span& span, std::int64_t begin, std::int64_t end
 // A RuleTable of `function`, in the order of DType.
 #define CPU_ADAM_BY_OUT(function, grad) \
   {function<grad, F32>, function<grad, BF16>, function<grad, F16>, function<grad, NoOut>}
-#define CPU_ADAM_RULE_TABLE(function)                                    \
-  {                                                                      \
-    {                                                                    \
-      CPU_ADAM_BY_OUT(function, F32), CPU_ADAM_BY_OUT(function, BF16),   \
-          CPU_ADAM_BY_OUT(function, F16)                                 \
-    }                                                                    \
+#define CPU_ADAM_RULE_TABLE(function)                                  \
+  {                                                                    \
+    {                                                                  \
+      CPU_ADAM_BY_OUT(function, F32), CPU_ADAM_BY_OUT(function, BF16), \
+          CPU_ADAM_BY_OUT(function, F16)                               \
+    }                                                                  \
   }
 #define CPU_ADAM_KERNEL_TABLE(name) {name, CPU_ADAM_RULE_TABLE(adam_range)}

@@ -22,7 +22,8 @@ struct Span {
   char* out;
 };
 
-// What Adam's update needs, the same for every element of a call; see reference.py for the formulas.
+// What Adam's update needs, the same for every element of a call; see reference.py for the
+// formulas.
 struct AdamScalars {
   float grad_scale;
   float decay;

@@ -5,6 +5,7 @@
 #include <pybind11/stl.h>
 
 #include <cmath>
+#include <cstring>
 #include <stdexcept>
 #include <string>
 #include <vector>
@@ -21,24 +22,27 @@ using namespace cpu_adam;
 
 constexpr py::ssize_t kWordsPerItem = 6;  // master, grad, exp_avg, exp_avg_sq, out, numel
 
+unsigned long long word_at(const py::list& words, py::ssize_t at) {
+  const unsigned long long value = PyLong_AsUnsignedLongLong(PyList_GET_ITEM(words.ptr(), at));
+  if (value == static_cast<unsigned long long>(-1) && PyErr_Occurred() != nullptr) {
+    throw py::error_already_set();
+  }
+  return value;
+}
+
+char* address_at(const py::list& words, py::ssize_t at) {
+  return reinterpret_cast<char*>(static_cast<std::uintptr_t>(word_at(words, at)));
+}
+
 std::vector<Item> read_items(const py::list& words) {
   const auto count = static_cast<py::ssize_t>(words.size());
   if (count % kWordsPerItem != 0) throw py::value_error("items: six numbers each");
   std::vector<Item> items(static_cast<std::size_t>(count / kWordsPerItem));
-  const auto word = [&words](py::ssize_t at) {
-    const unsigned long long value = PyLong_AsUnsignedLongLong(PyList_GET_ITEM(words.ptr(), at));
-    if (value == static_cast<unsigned long long>(-1) && PyErr_Occurred() != nullptr) {
-      throw py::error_already_set();
-    }
-    return value;
-  };
-  const auto address = [&word](py::ssize_t at) {
-    return reinterpret_cast<char*>(static_cast<std::uintptr_t>(word(at)));
-  };
+  const auto address = [&words](py::ssize_t at) { return address_at(words, at); };
   py::ssize_t at = 0;
   for (Item& item : items) {
     item.span = {address(at), address(at + 1), {address(at + 2), address(at + 3)}, address(at + 4)};
-    item.numel = static_cast<std::int64_t>(word(at + 5));
+    item.numel = static_cast<std::int64_t>(word_at(words, at + 5));
     at += kWordsPerItem;
   }
   return items;
@@ -79,6 +83,18 @@ void adam(int isa, int grad_type, int out_type, const py::list& words,
   run_items(function, items, &s, num_threads);
 }
 
+// The step counts of many parameters: as torch calls, they would take longer than the update.
+void count_up(const py::list& addresses) {
+  const auto count = static_cast<py::ssize_t>(addresses.size());
+  for (py::ssize_t at = 0; at < count; ++at) {
+    char* const address = address_at(addresses, at);
+    float value;
+    std::memcpy(&value, address, sizeof value);
+    value += 1.0f;
+    std::memcpy(address, &value, sizeof value);
+  }
+}
+
 std::vector<std::string> available_isas() {
   std::vector<std::string> names;
   for (const KernelTable* table : available_tables()) names.emplace_back(table->name);
@@ -99,5 +115,6 @@ PYBIND11_MODULE(_kernels, m) {
   m.def("known_isas", &all_known_isas);
   m.def("adam", &adam, py::arg("isa"), py::arg("grad_type"), py::arg("out_type"), py::arg("items"),
         py::arg("scalars"), py::arg("num_threads"));
+  m.def("count_up", &count_up, py::arg("addresses"));
   m.def("read_dlpack", &read_dlpack, py::arg("capsule"));
 }

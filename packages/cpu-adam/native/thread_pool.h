@@ -26,7 +26,8 @@ struct Task {
 //
 // [Note: fork]
 // Threads do not survive fork, and a lock may be held at that moment. So a pool belongs to the
-// process that made it: a child finds a foreign process id, leaves that pool alone and makes its own.
+// process that made it: a child finds a foreign process id, leaves that pool alone and makes its
+// own.
 class ThreadPool {
  public:
   // The pool of this process; never destroyed, since workers may outlive static destructors.

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import sys
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -113,9 +114,7 @@ def _describe_torch(name: str, tensor: Any, torch: Any, types: tuple[int, ...]) 
     return Block(address, tuple(tensor.shape), numel, code, tensor)
 
 
-def _describe_numpy(
-    name: str, array: Any, *, is_written: bool, types: tuple[int, ...]
-) -> Block:
+def _describe_numpy(name: str, array: Any, *, is_written: bool, types: tuple[int, ...]) -> Block:
     dtype = array.dtype
     code = _NUMPY_TYPES.get(dtype.name, -1) if dtype.isnative else -1
     if code not in types:
@@ -129,9 +128,7 @@ def _describe_numpy(
     return Block(address, array.shape, array.size, code, array)
 
 
-def _describe_dlpack(
-    name: str, value: Any, *, is_written: bool, types: tuple[int, ...]
-) -> Block:
+def _describe_dlpack(name: str, value: Any, *, is_written: bool, types: tuple[int, ...]) -> Block:
     device = int(value.__dlpack_device__()[0])
     if device not in _DLPACK_HOST_DEVICES:
         raise ValueError(f"{name}: must be in host memory, got DLPack device type {device}")
@@ -173,6 +170,6 @@ def check_disjoint(written: dict[str, Block], read: dict[str, Block]) -> None:
         for name, block in (written | read).items()
         if block.numel
     )
-    for (_, stop, name), (start, _, other) in zip(spans, spans[1:], strict=False):
+    for (_, stop, name), (start, _, other) in pairwise(spans):
         if start < stop:
             raise ValueError(f"{name} and {other}: their memory overlaps")

@@ -94,7 +94,7 @@ def adam_step(
     with np.errstate(all="ignore"):
         g = bfloat16_to_float32(grad) if grad.dtype == np.uint16 else grad.astype(np.float32)
         g = g * scale
-        p = master
+        p: Any = master
         if l2 != 0:
             g = fma(p, l2, g)
         else:
