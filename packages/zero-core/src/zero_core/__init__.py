@@ -1,0 +1,32 @@
+"""ZeRO stages 0 to 3 for PyTorch on one code path; see README.md and docs/how-it-works.md."""
+
+from zero_core.build import build
+from zero_core.config import Config, load_config
+from zero_core.engine import Engine
+from zero_core.errors import (
+    CheckpointCorruptError,
+    CheckpointError,
+    CollectiveError,
+    ConfigError,
+    MissingPartError,
+    RankMismatchError,
+    ZeroError,
+)
+from zero_core.layout import Layout
+
+__all__ = [
+    "CheckpointCorruptError",
+    "CheckpointError",
+    "CollectiveError",
+    "Config",
+    "ConfigError",
+    "Engine",
+    "Layout",
+    "MissingPartError",
+    "RankMismatchError",
+    "ZeroError",
+    "build",
+    "load_config",
+]
+
+__version__ = "0.1.0"

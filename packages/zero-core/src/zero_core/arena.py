@@ -1,0 +1,73 @@
+"""Two kinds of memory that never interleave, so that there is nothing to fragment.
+
+Long-lived memory (parameter shards, gradient shards, master weights, states) is laid out once, one
+contiguous buffer per kind (`Arena`). Short-lived memory (gathered units, gradients on their way to
+a reduction) comes from buffers that are all as large as the largest request and are handed round
+(`BufferPool`). This is the contiguous memory of ZeRO (arXiv 1910.02054, section 6.3) by
+construction.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+__all__ = ["Arena", "BufferPool"]
+
+
+class Arena:
+    """Long-lived memory on one device, allocated once per kind, accounted for by name."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._bytes: dict[str, int] = {}
+
+    def allocate(self, kind: str, dtype: torch.dtype, sizes: Sequence[int]) -> list[Tensor]:
+        """Views of one zeroed buffer, 1-D, of the given numbers of elements, in order."""
+        buffer = torch.zeros(sum(sizes), dtype=dtype, device=self._device)
+        self._bytes[kind] = self._bytes.get(kind, 0) + buffer.numel() * buffer.element_size()
+        return list(buffer.split(list(sizes)))
+
+    def report(self) -> dict[str, int]:
+        """Bytes by kind."""
+        return dict(self._bytes)
+
+
+class BufferPool:
+    """Equally large buffers that are handed out as any dtype and come back.
+
+    Reuse is ordered without events: whoever fills a buffer does so from the stream that its last
+    reader ran on (a collective first waits for the stream that launches it).
+    """
+
+    def __init__(self, device: torch.device, buffer_bytes: int) -> None:
+        """Buffers have ``buffer_bytes`` bytes each and are allocated when first needed."""
+        self._device = device
+        self._buffer_bytes = buffer_bytes
+        self._free: list[Tensor] = []
+        self._num_buffers = 0
+
+    def acquire(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """A 1-D view of ``numel`` elements of a free buffer; contents undefined."""
+        nbytes = numel * dtype.itemsize
+        assert nbytes <= self._buffer_bytes, "the pool was made for smaller requests"
+        if self._free:
+            buffer = self._free.pop()
+        else:
+            buffer = torch.empty(self._buffer_bytes, dtype=torch.uint8, device=self._device)
+            self._num_buffers += 1
+        return buffer[:nbytes].view(dtype)
+
+    def release(self, view: Tensor) -> None:
+        """Give back what `acquire` gave."""
+        storage = view.untyped_storage()
+        buffer = torch.empty(0, dtype=torch.uint8, device=self._device)
+        buffer.set_(storage, 0, (self._buffer_bytes,))
+        self._free.append(buffer)
+
+    @property
+    def allocated_bytes(self) -> int:
+        """Bytes that the pool holds, free or not."""
+        return self._num_buffers * self._buffer_bytes

@@ -1,0 +1,410 @@
+"""Checkpoints that last: safetensors and one JSON manifest, for any stage and world size.
+
+A checkpoint is a folder. Each rank writes, per state (``master_weight``, ``exp_avg``, ...), one
+safetensors file with its slice of every segment; ``manifest.json`` says which parameter lies where,
+and holds everything that is not a tensor. A reader takes the ranges it needs, by parameter name, so
+that stage, world size, Twin-Flow's ratio and tier may all differ from the writer's.
+
+It is written to a hidden folder beside its place, synced, then renamed: a killed save leaves the
+previous checkpoint whole. ``latest`` names the newest one. The manifest holds a CRC-32 of each file,
+checked before anything is restored. Nothing is pickled.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from zero_core.errors import CheckpointCorruptError, CheckpointError
+from zero_core.state import MASTER, ShardedState, load_buffers
+
+__all__ = ["load", "save"]
+
+FORMAT = "zero-checkpoint"
+VERSION = 1
+MANIFEST = "manifest.json"
+VALUE = "value"
+"""State name of frozen parameters, which have no master weight."""
+
+
+def save(
+    state: ShardedState,
+    directory: Path,
+    tag: str,
+    *,
+    progress: Mapping[str, Any],
+    client_state: Mapping[str, Any],
+) -> Path:
+    """Write checkpoint ``tag``; see `zero_core.Engine.save_checkpoint`.
+
+    ``progress`` and ``client_state`` are JSON objects and come back from `load`.
+    """
+    if not tag or tag.startswith(".") or os.sep in tag or tag == "latest":
+        raise CheckpointError(f"a checkpoint's tag must be a plain folder name, found {tag!r}")
+    try:
+        json.dumps([progress, client_state])
+    except TypeError as error:
+        raise CheckpointError(
+            f"the client state and the scheduler's state must be JSON: {error}"
+        ) from error
+    aside, place = directory / f".{tag}.saving", directory / tag
+    control = state.control
+
+    def prepare() -> None:
+        if control.rank == 0:
+            directory.mkdir(parents=True, exist_ok=True)
+            shutil.rmtree(aside, ignore_errors=True)
+            aside.mkdir()
+
+    _together(state, "prepare", prepare)
+    written: dict[str, dict[str, int]] = {}
+    _together(state, "write", lambda: written.update(_write_tensors(state, aside)))
+    scalars = {
+        spec.name: dict(state.tier.read_scalars(index)) for index, spec in state.owned_params()
+    }
+    rows = control.gather_bytes(
+        json.dumps([written, scalars, _python_rng(), list(state.tier.state_names())]).encode()
+    )
+
+    def finish() -> None:
+        if control.rank != 0:
+            return
+        manifest = _manifest(state, [json.loads(row) for row in rows], progress, client_state)
+        _write_synced(aside / MANIFEST, json.dumps(manifest).encode())
+        _sync_folder(aside)
+        _swap_in(aside, place)
+        _write_synced(directory / ".latest.saving", tag.encode())
+        (directory / ".latest.saving").replace(directory / "latest")
+        _sync_folder(directory)
+
+    _together(state, "finish", finish)
+    return place
+
+
+def load(
+    state: ShardedState, directory: Path, tag: str | None
+) -> tuple[Path, dict[str, Any], dict[str, Any]]:
+    """Restore a checkpoint; its folder, the progress and the client state."""
+    place = _find(directory, tag)
+    manifest = _read_manifest(place)
+    _match(state, manifest, place)
+    _together(state, "verify", lambda: _verify(state, place, manifest), CheckpointCorruptError)
+    reader = _Reader(place, manifest)
+    try:
+        _restore(state, reader, manifest)
+    finally:
+        reader.close()
+    return place, manifest["progress"], manifest["client_state"]
+
+
+# ------------------------------------------------------------------------ write
+
+
+def _write_tensors(state: ShardedState, folder: Path) -> dict[str, dict[str, int]]:
+    """Write this rank's files; size and CRC of each."""
+    rank = state.control.rank
+    trainable = [s.index for s in state.layout.segments if s.is_trainable]
+    frozen = [s.index for s in state.layout.segments if not s.is_trainable]
+    written = {}
+    for name in state.tier.state_names():
+        # One state at a time: the copies of only one are in memory.
+        tensors = {str(s): state.own_state(s, name) for s in trainable}
+        written |= _write_file(folder, f"{name}-{rank:05d}.safetensors", tensors)
+    tensors = {str(s): state.own_slice(s) for s in frozen}
+    written |= _write_file(folder, f"{VALUE}-{rank:05d}.safetensors", tensors)
+    written |= _write_file(folder, f"rng-{rank:05d}.safetensors", _rng_states())
+    if rank == 0:
+        written |= _write_file(folder, "buffers.safetensors", state.buffers())
+    return written
+
+
+def _write_file(folder: Path, name: str, tensors: dict[str, Tensor]) -> dict[str, dict[str, int]]:
+    path = folder / name
+    save_file({key: t.contiguous() for key, t in tensors.items()}, path)
+    with path.open("rb+") as file:
+        os.fsync(file.fileno())
+    return {name: _fingerprint(path)}
+
+
+def _fingerprint(path: Path) -> dict[str, int]:
+    crc, size = 0, 0
+    with path.open("rb") as file:
+        while block := file.read(1 << 22):
+            crc = zlib.crc32(block, crc)
+            size += len(block)
+    return {"bytes": size, "crc32": crc}
+
+
+def _manifest(
+    state: ShardedState,
+    rows: list[Any],
+    progress: Mapping[str, Any],
+    client_state: Mapping[str, Any],
+) -> dict[str, Any]:
+    layout = state.layout
+    files: dict[str, Any] = {}
+    scalars: dict[str, Any] = {}
+    states: dict[str, None] = {}
+    for written, owned, _, names in rows:
+        files |= written
+        scalars |= owned
+        states |= dict.fromkeys(names)  # a rank that has updated nothing knows fewer
+    return {
+        "format": FORMAT,
+        "version": VERSION,
+        "world_size": layout.world_size,
+        "states": list(states),
+        "params": [
+            {
+                "name": p.name,
+                "aliases": list(p.aliases),
+                "shape": list(p.shape),
+                "dtype": str(p.dtype).removeprefix("torch."),
+                "is_trainable": p.is_trainable,
+            }
+            for p in layout.params
+        ],
+        "segments": [
+            {
+                "is_trainable": s.is_trainable,
+                "shard_numel": s.shard_numel,
+                "slots": [[layout.params[x.param].name, x.start, x.stop] for x in s.slots],
+            }
+            for s in layout.segments
+        ],
+        "scalars": scalars,
+        "python_rng": [rng for _, _, rng, _ in rows],
+        "files": files,
+        "progress": dict(progress),
+        "client_state": dict(client_state),
+    }
+
+
+def _swap_in(aside: Path, place: Path) -> None:
+    """Rename ``aside`` to ``place``; what was there stays readable until then."""
+    old = place.with_name(f".{place.name}.old")
+    if place.exists():
+        shutil.rmtree(old, ignore_errors=True)
+        place.rename(old)
+    aside.rename(place)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def _write_synced(path: Path, data: bytes) -> None:
+    with path.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _sync_folder(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _together(
+    state: ShardedState,
+    what: str,
+    act: Callable[[], object],
+    error_class: type[CheckpointError] = CheckpointError,
+) -> None:
+    """Run ``act`` on every rank; if it fails on one, raise on all, instead of a hang."""
+    message = ""
+    try:
+        act()
+    except Exception as error:  # whatever it is, the other ranks must hear of it
+        message = f"{type(error).__name__}: {error}"
+    rows = state.control.gather_bytes(message.encode())
+    failed = [f"rank {r}: {row.decode()}" for r, row in enumerate(rows) if row]
+    if failed:
+        raise error_class(f"checkpoint: {what} failed on {'; '.join(failed)}")
+
+
+# ------------------------------------------------------------------------- read
+
+
+def _find(directory: Path, tag: str | None) -> Path:
+    if tag is None:
+        try:
+            tag = (directory / "latest").read_text(encoding="utf-8").strip()
+        except FileNotFoundError:
+            raise CheckpointError(
+                f"{directory} holds no checkpoint (no file 'latest'): check the path, or leave "
+                "the resuming out to start from scratch"
+            ) from None
+    # A save that was killed between its two renames leaves the checkpoint under the old name.
+    for place in (directory / tag, directory / f".{tag}.old"):
+        if (place / MANIFEST).is_file():
+            return place
+    raise CheckpointError(f"{directory / tag} is not a checkpoint: there is no {MANIFEST} in it")
+
+
+def _read_manifest(place: Path) -> dict[str, Any]:
+    try:
+        manifest = json.loads((place / MANIFEST).read_bytes())
+        is_known = manifest["format"] == FORMAT and manifest["version"] == VERSION
+    except (ValueError, KeyError, TypeError) as error:
+        raise CheckpointCorruptError(f"{place / MANIFEST} is not readable: {error}") from error
+    if not is_known:
+        raise CheckpointError(
+            f"{place} has format {manifest['format']!r} version {manifest['version']!r}; this "
+            f"package reads {FORMAT!r} version {VERSION}"
+        )
+    return dict(manifest)
+
+
+def _match(state: ShardedState, manifest: Mapping[str, Any], place: Path) -> None:
+    """Refuse a checkpoint of another model, naming the first difference."""
+    saved = {p["name"]: (tuple(p["shape"]), p["is_trainable"]) for p in manifest["params"]}
+    own = {p.name: (p.shape, p.is_trainable) for p in state.layout.params}
+    missing, extra = sorted(set(own) - set(saved)), sorted(set(saved) - set(own))
+    if missing or extra:
+        raise CheckpointError(
+            f"{place} belongs to another model: it lacks {missing[:3]} and has {extra[:3]} besides"
+        )
+    for name, mine in own.items():
+        if saved[name] != mine:
+            raise CheckpointError(
+                f"{place}: parameter {name} has (shape, is_trainable) {saved[name]} there and "
+                f"{mine} in the model"
+            )
+
+
+def _verify(state: ShardedState, place: Path, manifest: Mapping[str, Any]) -> None:
+    """Check this rank's share of the files against their fingerprints."""
+    control = state.control
+    for index, (name, expected) in enumerate(sorted(manifest["files"].items())):
+        if index % control.world_size != control.rank:
+            continue
+        try:
+            found = _fingerprint(place / name)
+        except OSError as error:
+            raise CheckpointCorruptError(f"{place / name} cannot be read: {error}") from error
+        if found != expected:
+            raise CheckpointCorruptError(
+                f"{place / name} is damaged: expected {expected}, found {found}; "
+                "load an older checkpoint by its tag"
+            )
+
+
+@dataclass(frozen=True)
+class _Place:
+    segment: int
+    start: int
+    shard_numel: int
+
+
+class _Reader:
+    """Reads ranges of parameters' states out of the slices that the writers' ranks left."""
+
+    def __init__(self, place: Path, manifest: Mapping[str, Any]) -> None:
+        self.folder = place
+        self._files: dict[str, Any] = {}
+        self._places = {
+            name: _Place(index, start, segment["shard_numel"])
+            for index, segment in enumerate(manifest["segments"])
+            for name, start, _ in segment["slots"]
+        }
+
+    def read(self, state: str, param: str, start: int, stop: int) -> Tensor:
+        """``[start, stop)`` of the flattened parameter's ``state``; 1-D, on the CPU."""
+        place = self._places[param]
+        low, high = place.start + start, place.start + stop
+        parts = []
+        while low < high:
+            rank, offset = divmod(low, place.shard_numel)
+            end = min(high, (rank + 1) * place.shard_numel)
+            file = self.open(f"{state}-{rank:05d}.safetensors")
+            parts.append(file.get_slice(str(place.segment))[offset : offset + end - low])
+            low = end
+        return torch.cat(parts)
+
+    def open(self, name: str) -> Any:
+        if name not in self._files:
+            self._files[name] = safe_open(self.folder / name, framework="pt").__enter__()
+        return self._files[name]
+
+    def close(self) -> None:
+        for file in self._files.values():
+            file.__exit__(None, None, None)
+        self._files.clear()
+
+
+def _restore(state: ShardedState, reader: _Reader, manifest: Mapping[str, Any]) -> None:
+    for name in manifest["states"]:
+        for piece in state.pieces:
+            spec = state.layout.params[piece.param]
+            if name != MASTER and manifest["scalars"][spec.name]["num_steps"] == 0:
+                continue  # never updated: it has no such state
+            stop = piece.offset + piece.stop - piece.start
+            values = reader.read(name, spec.name, piece.offset, stop)
+            state.tier.write_state(name, piece.start, values)
+    for index, piece in enumerate(state.pieces):
+        saved = manifest["scalars"][state.layout.params[piece.param].name]
+        state.tier.write_scalars(index, saved)
+    for segment, first, slot_param, low, high in _frozen_parts(state):
+        values = reader.read(VALUE, slot_param, low, high)
+        target = state.values[segment].shard
+        if (full := state.values[segment].full) is not None:
+            target = full
+        with torch.no_grad():
+            target[first : first + high - low].copy_(values)
+    buffers = reader.open("buffers.safetensors")
+    load_buffers(state.module, {key: buffers.get_tensor(key) for key in buffers.keys()})  # noqa: SIM118
+    if manifest["world_size"] == state.control.world_size:
+        _restore_rng(state, reader, manifest)
+
+
+def _frozen_parts(state: ShardedState) -> Iterator[tuple[int, int, str, int, int]]:
+    """What to read of frozen parameters: segment, offset in shard or full, name, range."""
+    for segment in state.layout.segments:
+        if segment.is_trainable:
+            continue
+        is_full = state.values[segment.index].full is not None
+        low, high = (
+            (0, segment.padded_numel) if is_full else segment.shard_range(state.control.rank)
+        )
+        for slot in segment.slots:
+            first, last = max(low, slot.start), min(high, slot.stop)
+            if first < last:
+                name = state.layout.params[slot.param].name
+                yield segment.index, first - low, name, first - slot.start, last - slot.start
+
+
+# -------------------------------------------------------------------------- rng
+
+
+def _rng_states() -> dict[str, Tensor]:
+    states = {"torch": torch.get_rng_state()}
+    if torch.cuda.is_available():
+        states["cuda"] = torch.cuda.get_rng_state()
+    return states
+
+
+def _python_rng() -> list[Any]:
+    version, numbers, gauss = random.getstate()
+    return [version, list(numbers), gauss]
+
+
+def _restore_rng(state: ShardedState, reader: _Reader, manifest: Mapping[str, Any]) -> None:
+    file = reader.open(f"rng-{state.control.rank:05d}.safetensors")
+    torch.set_rng_state(file.get_tensor("torch"))
+    if "cuda" in file.keys() and torch.cuda.is_available():  # noqa: SIM118
+        torch.cuda.set_rng_state(file.get_tensor("cuda"))
+    version, numbers, gauss = manifest["python_rng"][state.control.rank]
+    random.setstate((version, tuple(numbers), gauss))

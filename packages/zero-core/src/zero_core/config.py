@@ -1,0 +1,447 @@
+"""The configuration: DeepSpeed's JSON, typed, with every default spelled out.
+
+`load_config` reads a dict or a file and returns a `Config` in which everything is resolved: the
+batch triple multiplies out, defaults are filled in, and every key has been honoured, or accepted
+because this engine does not need it (`UNNEEDED` says why), or refused with a `ConfigError`. No key
+is accepted and ignored in silence.
+
+Names and defaults follow DeepSpeed's documentation of its JSON configuration, except that
+``gradient_clipping`` is off unless the key is there.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import pydantic
+import torch
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt
+
+from zero_core.errors import ConfigError
+
+__all__ = [
+    "UNNEEDED",
+    "Bf16Config",
+    "Config",
+    "DataTypesConfig",
+    "Fp16Config",
+    "OffloadOptimizerConfig",
+    "OptimizerConfig",
+    "SchedulerConfig",
+    "ZeroConfig",
+    "load_config",
+]
+
+_log = logging.getLogger(__name__)
+
+UNNEEDED: Mapping[str, str] = {
+    "zero_optimization.contiguous_gradients": "gradients always lie in flat buffers",
+    "zero_optimization.reduce_scatter": "a reduction always delivers just the shard",
+    "zero_optimization.reduce_bucket_size": "a unit is the bucket",
+    "zero_optimization.allgather_partitions": "a unit is always gathered in one collective",
+    "zero_optimization.allgather_bucket_size": "a unit is the bucket",
+    "zero_optimization.overlap_comm": "communication always overlaps with compute",
+    "zero_optimization.load_from_fp32_weights": "checkpoints always hold the fp32 master weights",
+    "zero_optimization.elastic_checkpoint": "checkpoints always load at any world size",
+    "zero_optimization.sub_group_size": "the host update runs unit by unit",
+    "zero_optimization.stage3_prefetch_bucket_size": "the next unit is always prefetched",
+    "zero_optimization.stage3_max_live_parameters": "at most two units and the root are gathered",
+    "zero_optimization.stage3_max_reuse_distance": "units are released in the order of execution",
+    "zero_optimization.stage3_param_persistence_threshold": "small parameters travel in their unit",
+    "zero_optimization.stage3_model_persistence_threshold": "small parameters travel in their unit",
+    "zero_optimization.stage3_gather_16bit_weights_on_model_save": (
+        "full_state_dict and export_safetensors gather on request"
+    ),
+    "zero_optimization.ignore_unused_parameters": "unused parameters are always allowed",
+    "zero_optimization.round_robin_gradients": "shards are slices of units, already balanced",
+    "zero_optimization.memory_efficient_linear": "saved weights are always kept by reference",
+    "zero_optimization.offload_optimizer.buffer_count": "used by the NVMe tier only",
+    "zero_optimization.offload_optimizer.fast_init": "used by the NVMe tier only",
+    "zero_optimization.offload_optimizer.nvme_path": "used by the NVMe tier only",
+}
+"""Keys that are accepted, and why this engine does without them."""
+
+
+_REFUSED_UNLESS: Mapping[str, Any] = {
+    "prescale_gradients": False,
+    "gradient_predivide_factor": 1.0,
+    "sparse_gradients": False,
+    "wall_clock_breakdown": False,
+    "memory_breakdown": False,
+    "dump_state": False,
+    "amp": {"enabled": False},
+    "tensorboard": {"enabled": False},
+    "csv_monitor": {"enabled": False},
+    "wandb": {"enabled": False},
+    "comet": {"enabled": False},
+    "flops_profiler": {"enabled": False},
+    "comms_logger": {"enabled": False},
+    "activation_checkpointing": {},
+    "zero_allow_untested_optimizer": True,
+    "zero_force_ds_cpu_optimizer": True,
+}
+"""DeepSpeed's further top-level keys and the value at which this engine does the same anyway."""
+
+
+class _Block(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
+
+
+class OffloadOptimizerConfig(_Block):
+    """``zero_optimization.offload_optimizer``: where optimizer state lives and is updated."""
+
+    device: Literal["none", "cpu", "nvme"] = "none"
+    ratio: Annotated[float, Field(ge=0.0, le=1.0)] = 1.0
+    """Share of the elements that the host updates (Twin-Flow), exact to the element."""
+    pin_memory: bool = True
+    nvme_path: str | None = None
+    buffer_count: PositiveInt = 4
+    fast_init: bool = False
+    pipeline_read: bool = False
+    pipeline_write: bool = False
+
+
+class OffloadParamConfig(_Block):
+    """``zero_optimization.offload_param``: only ``device: none`` is served."""
+
+    device: Literal["none", "cpu", "nvme"] = "none"
+    nvme_path: str | None = None
+    buffer_count: PositiveInt = 5
+    buffer_size: PositiveInt = 100_000_000
+    max_in_cpu: NonNegativeInt = 1_000_000_000
+    pin_memory: bool = True
+
+
+class ZeroConfig(_Block):
+    """``zero_optimization``."""
+
+    stage: Literal[0, 1, 2, 3] = 0
+    offload_optimizer: OffloadOptimizerConfig = OffloadOptimizerConfig()
+    offload_param: OffloadParamConfig = OffloadParamConfig()
+    zero_quantized_weights: bool = False
+    zero_quantized_nontrainable_weights: bool = False
+    zero_quantized_gradients: bool = False
+    zero_hpz_partition_size: PositiveInt = 1
+    zeropp_loco_param: dict[str, Any] | None = None
+    mics_shard_size: int = -1
+    zenflow: dict[str, Any] | None = None
+    leaf_module: dict[str, Any] | None = None
+    contiguous_gradients: bool = True
+    reduce_scatter: bool = True
+    reduce_bucket_size: PositiveInt = 500_000_000
+    allgather_partitions: bool = True
+    allgather_bucket_size: PositiveInt = 500_000_000
+    overlap_comm: bool | None = None
+    load_from_fp32_weights: bool = True
+    elastic_checkpoint: bool = False
+    sub_group_size: PositiveInt = 1_000_000_000
+    stage3_prefetch_bucket_size: NonNegativeInt = 50_000_000
+    stage3_param_persistence_threshold: NonNegativeInt = 100_000
+    stage3_model_persistence_threshold: NonNegativeInt = 2**63 - 1
+    stage3_max_live_parameters: NonNegativeInt = 1_000_000_000
+    stage3_max_reuse_distance: NonNegativeInt = 1_000_000_000
+    stage3_gather_16bit_weights_on_model_save: bool = False
+    ignore_unused_parameters: bool = True
+    round_robin_gradients: bool = False
+    memory_efficient_linear: bool = True
+
+
+class Fp16Config(_Block):
+    """``fp16``: half precision with a loss scale (Micikevicius et al., arXiv 1710.03740)."""
+
+    enabled: bool = False
+    loss_scale: Annotated[float, Field(ge=0.0)] = 0.0
+    """0 means dynamic."""
+    initial_scale_power: NonNegativeInt = 16
+    loss_scale_window: PositiveInt = 1000
+    hysteresis: PositiveInt = 2
+    consecutive_hysteresis: bool = False
+    min_loss_scale: Annotated[float, Field(gt=0.0)] = 1.0
+
+
+class Bf16Config(_Block):
+    """``bf16``: bfloat16 compute over fp32 master weights."""
+
+    enabled: bool = False
+
+
+class DataTypesConfig(_Block):
+    """``data_types``: the dtype that gradients are accumulated in."""
+
+    grad_accum_dtype: Literal["fp32", "fp16", "bf16"] | None = None
+
+
+class OptimizerConfig(_Block):
+    """``optimizer``: a torch optimizer by name; see zero_core.optimizer for ``params``."""
+
+    type: str
+    params: dict[str, Any] = Field(default_factory=dict)
+
+
+class SchedulerConfig(_Block):
+    """``scheduler``: a learning-rate schedule by name; see zero_core.lr_schedules."""
+
+    type: str
+    params: dict[str, Any] = Field(default_factory=dict)
+
+
+class Config(_Block):
+    """The whole configuration, resolved."""
+
+    train_batch_size: PositiveInt
+    train_micro_batch_size_per_gpu: PositiveInt
+    gradient_accumulation_steps: PositiveInt
+    zero_optimization: ZeroConfig = ZeroConfig()
+    optimizer: OptimizerConfig | None = None
+    scheduler: SchedulerConfig | None = None
+    gradient_clipping: Annotated[float, Field(ge=0.0)] = 0.0
+    """Largest global 2-norm of the gradient; 0 is off."""
+    check_grad_overflow: bool = True
+    """Skip a step whose gradient is not finite, at every precision."""
+    fp16: Fp16Config = Fp16Config()
+    bf16: Bf16Config = Bf16Config()
+    data_types: DataTypesConfig = DataTypesConfig()
+    communication_data_type: Literal["fp32", "fp16", "bf16"] | None = None
+    seed: NonNegativeInt | None = None
+    """Seeds torch on every rank before the first step, if given."""
+    steps_per_print: PositiveInt | None = None
+    """Log step, loss scale and learning rate every so many steps; None is off."""
+
+    @property
+    def compute_dtype(self) -> torch.dtype | None:
+        """What floating parameters are cast to; None leaves each as it is."""
+        if self.bf16.enabled:
+            return torch.bfloat16
+        return torch.float16 if self.fp16.enabled else None
+
+
+DTYPES: Mapping[str, torch.dtype] = {
+    "fp32": torch.float32,
+    "fp16": torch.float16,
+    "bf16": torch.bfloat16,
+}
+
+_BATCH = (
+    "train_batch_size",
+    "train_micro_batch_size_per_gpu",
+    "gradient_accumulation_steps",
+)
+
+
+def load_config(source: Mapping[str, Any] | str | Path, *, world_size: int) -> Config:
+    """Read, check and resolve a configuration.
+
+    Args:
+        source: the configuration as a mapping, or the path of its JSON file.
+        world_size: number of data-parallel ranks; the batch triple is resolved with it.
+
+    Raises:
+        ConfigError: with the path of the key, what was found, and what to do.
+    """
+    raw = dict(source) if isinstance(source, Mapping) else _read_json(Path(source))
+    raw = _without_nulls(raw)
+    # bf16.check_grad_overflow is DeepSpeed's place for it; here it holds at every precision.
+    bf16 = raw.get("bf16")
+    if isinstance(bf16, dict) and "check_grad_overflow" in bf16:
+        raw["bf16"] = {k: v for k, v in bf16.items() if k != "check_grad_overflow"}
+        raw.setdefault("check_grad_overflow", bf16["check_grad_overflow"])
+    _refuse_auto(raw, "")
+    raw = _take_out_further_keys(raw)
+    raw.update(_resolve_batch(raw, world_size))
+    try:
+        config = Config.model_validate(raw)
+    except pydantic.ValidationError as error:
+        raise ConfigError("\n".join(_explain(e) for e in error.errors())) from None
+    _refuse_unserved(config)
+    _tell_unneeded(raw)
+    return config
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    def no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        keys = [key for key, _ in pairs]
+        twice = sorted({key for key in keys if keys.count(key) > 1})
+        if twice:
+            raise ConfigError(f"{path}: duplicate key {twice[0]!r}: keep one of them")
+        return dict(pairs)
+
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"cannot read the configuration: {error}") from error
+    try:
+        value = json.loads(text, object_pairs_hook=no_duplicates)
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"{path} is not JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise ConfigError(f"{path}: expected a JSON object, found {type(value).__name__}")
+    return value
+
+
+def _without_nulls(block: Mapping[str, Any]) -> dict[str, Any]:
+    """Drop keys that are null: in DeepSpeed's JSON that means the default."""
+    return {
+        k: _without_nulls(v) if isinstance(v, Mapping) else v
+        for k, v in block.items()
+        if v is not None
+    }
+
+
+def _take_out_further_keys(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """Drop DeepSpeed's keys that say what holds anyway; refuse them where they ask for more."""
+    for key, same in _REFUSED_UNLESS.items():
+        value = raw.get(key, same)
+        is_off = value.get("enabled") is False if isinstance(value, Mapping) else False
+        if value != same and not is_off and value != {}:
+            raise ConfigError(
+                f"{key} = {value!r} is not served; leave the key out (same as {same!r})"
+            )
+    return {k: v for k, v in raw.items() if k not in _REFUSED_UNLESS}
+
+
+def _refuse_auto(block: Mapping[str, Any], path: str) -> None:
+    for key, value in block.items():
+        if value == "auto":
+            raise ConfigError(
+                f'{path}{key}: "auto" is filled in by the Hugging Face integration; '
+                "give a value here or leave the key out"
+            )
+        if isinstance(value, Mapping):
+            _refuse_auto(value, f"{path}{key}.")
+
+
+def _resolve_batch(raw: Mapping[str, Any], world_size: int) -> dict[str, int]:
+    """train_batch_size = train_micro_batch_size_per_gpu * gradient_accumulation_steps * ranks."""
+    given: dict[str, int] = {key: raw[key] for key in _BATCH if key in raw}
+    for key, value in given.items():
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ConfigError(f"{key}: expected a whole number >= 1, found {value!r}")
+    total, micro, steps = (given.get(key) for key in _BATCH)
+    if total is None and micro is None:
+        raise ConfigError(
+            "train_batch_size or train_micro_batch_size_per_gpu must be given: "
+            "one of them is needed to know how many samples make a step"
+        )
+    if micro is None:
+        assert total is not None
+        micro = _divide(total, world_size * (steps or 1), given, world_size)
+    if steps is None:
+        steps = 1 if total is None else _divide(total, micro * world_size, given, world_size)
+    product = micro * steps * world_size
+    if total is not None and total != product:
+        raise _batch_error(given, world_size)
+    return dict(zip(_BATCH, (product, micro, steps), strict=True))
+
+
+def _divide(total: int, by: int, given: Mapping[str, int], world_size: int) -> int:
+    if total % by:
+        raise _batch_error(given, world_size)
+    return total // by
+
+
+def _batch_error(given: Mapping[str, int], world_size: int) -> ConfigError:
+    found = ", ".join(f"{key} = {value}" for key, value in given.items())
+    return ConfigError(
+        f"{found} with {world_size} ranks does not multiply out: train_batch_size must equal "
+        "train_micro_batch_size_per_gpu * gradient_accumulation_steps * number of ranks; "
+        "leave one of them out and it is derived"
+    )
+
+
+def _block_at(path: tuple[int | str, ...]) -> type[BaseModel] | None:
+    """The model class whose field the last element of ``path`` would be."""
+    block: type[BaseModel] = Config
+    for key in path[:-1]:
+        field = block.model_fields.get(str(key))
+        kinds = [] if field is None else [field.annotation, *_args(field.annotation)]
+        inner = [k for k in kinds if isinstance(k, type) and issubclass(k, BaseModel)]
+        if not inner:
+            return None
+        block = inner[0]
+    return block
+
+
+def _args(annotation: Any) -> tuple[Any, ...]:
+    return getattr(annotation, "__args__", ())
+
+
+def _explain(error: Any) -> str:
+    """One line for one of pydantic's errors."""
+    path: tuple[int | str, ...] = error["loc"]
+    name = ".".join(str(p) for p in path)
+    if error["type"] == "extra_forbidden":
+        block = _block_at(path)
+        known = sorted(block.model_fields) if block is not None else []
+        close = difflib.get_close_matches(str(path[-1]), known, n=1, cutoff=0.6)
+        hint = f"did you mean {close[0]!r}?" if close else f"known keys: {', '.join(known)}"
+        return f"{name}: unknown key; {hint}"
+    return f"{name}: {error['msg']}, found {error['input']!r}"
+
+
+def _refuse_unserved(config: Config) -> None:
+    """Raise for combinations that are wrong and for features that are not served."""
+    zero, offload = config.zero_optimization, config.zero_optimization.offload_optimizer
+    wrong = [
+        (
+            config.fp16.enabled and config.bf16.enabled,
+            "fp16.enabled and bf16.enabled: only one of them can be true",
+        ),
+        (
+            offload.device == "nvme" or offload.pipeline_read or offload.pipeline_write,
+            "zero_optimization.offload_optimizer: the NVMe tier (device 'nvme', pipeline_read, "
+            "pipeline_write) is not served; use device 'cpu'",
+        ),
+        (
+            zero.offload_param.device != "none",
+            f"zero_optimization.offload_param.device = {zero.offload_param.device!r} is not "
+            "served; use 'none' with offload_optimizer",
+        ),
+        (
+            offload.device == "none" and "ratio" in offload.model_fields_set,
+            "zero_optimization.offload_optimizer.ratio needs device 'cpu'",
+        ),
+        (
+            zero.zero_quantized_weights and zero.stage != 3,
+            "zero_optimization.zero_quantized_weights needs stage 3: at lower stages the gathered "
+            "weights are the master weights",
+        ),
+        (
+            zero.zero_quantized_nontrainable_weights,
+            "zero_optimization.zero_quantized_nontrainable_weights is not served; "
+            "zero_quantized_weights covers frozen weights too",
+        ),
+        (
+            zero.zero_quantized_gradients,
+            "zero_optimization.zero_quantized_gradients is not served",
+        ),
+        (
+            zero.zero_hpz_partition_size > 1,
+            "zero_optimization.zero_hpz_partition_size > 1 is not served",
+        ),
+        (
+            zero.zeropp_loco_param is not None,
+            "zero_optimization.zeropp_loco_param is not served",
+        ),
+        (zero.mics_shard_size > 0, "zero_optimization.mics_shard_size is not served"),
+        (zero.zenflow is not None, "zero_optimization.zenflow is not served"),
+        (zero.leaf_module is not None, "zero_optimization.leaf_module is not served"),
+    ]
+    for is_wrong, message in wrong:
+        if is_wrong:
+            raise ConfigError(message)
+
+
+def _tell_unneeded(raw: Mapping[str, Any]) -> None:
+    """Log, once per build, the keys that were given and have no effect here."""
+    for path, reason in UNNEEDED.items():
+        block: Any = raw
+        *parents, key = path.split(".")
+        for parent in parents:
+            block = block.get(parent, {})
+        if key in block:
+            _log.info("%s = %r has no effect: %s", path, block[key], reason)

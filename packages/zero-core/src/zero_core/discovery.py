@@ -1,0 +1,98 @@
+"""Find the units of a model: which modules are blocks, and which parameters belong to which.
+
+A block is a child of an ``nn.ModuleList`` or ``nn.Sequential`` that has parameters and a forward
+of its own; blocks are not searched for further blocks. A parameter that only one block uses
+belongs to that block; everything else (embeddings, heads, weights tied across blocks) belongs to
+the root unit, which stays gathered from the start of forward to the end of backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+__all__ = ["Discovered", "discover"]
+
+_CONTAINERS = (nn.ModuleList, nn.Sequential)
+
+
+@dataclass(frozen=True)
+class Discovered:
+    """What a model is made of.
+
+    Attributes:
+        params: each parameter once, in the order of the module tree.
+        names: all names of each parameter, the first one first.
+        units: ``(name, module, parameter numbers)``; number 0 is the root.
+    """
+
+    params: tuple[nn.Parameter, ...]
+    names: tuple[tuple[str, ...], ...]
+    units: tuple[tuple[str, nn.Module, tuple[int, ...]], ...]
+
+
+def _can_be_called(module: nn.Module) -> bool:
+    # A ModuleList or ModuleDict has no forward: hooks on it would never fire.
+    return type(module).forward is not nn.Module.forward and not isinstance(
+        module, nn.ModuleList | nn.ModuleDict
+    )
+
+
+def _blocks(prefix: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    is_container = isinstance(module, _CONTAINERS)
+    for name, child in module.named_children():
+        path = f"{prefix}{name}"
+        if next(child.parameters(), None) is None:
+            continue
+        if is_container and _can_be_called(child):
+            yield path, child
+        else:
+            yield from _blocks(path + ".", child)
+
+
+def discover(model: nn.Module) -> Discovered:
+    """Find parameters, their names, and the units of ``model``; see the module's text."""
+    numbers: dict[int, int] = {}
+    params: list[nn.Parameter] = []
+    names: list[list[str]] = []
+    for name, param in model.named_parameters(remove_duplicate=False):
+        if id(param) not in numbers:
+            numbers[id(param)] = len(params)
+            params.append(param)
+            names.append([])
+        names[numbers[id(param)]].append(name)
+
+    blocks: dict[int, tuple[str, nn.Module]] = {}
+    for path, module in _blocks("", model):
+        blocks.setdefault(id(module), (path, module))  # the same block twice in a list: one unit
+    owners: dict[int, set[str]] = {number: set() for number in range(len(params))}
+    for path, module in blocks.values():
+        for param in module.parameters():
+            owners[numbers[id(param)]].add(path)
+    inside = {path: {id(m) for m in module.modules()} for path, module in blocks.values()}
+    every_block_module = set[int]().union(*inside.values())
+    for module in model.modules():
+        if id(module) not in every_block_module:
+            for param in module.parameters(recurse=False):
+                owners[numbers[id(param)]].add("")
+
+    members: dict[str, list[int]] = {"": [], **{path: [] for path, _ in blocks.values()}}
+    for number, owned in owners.items():
+        members[next(iter(owned)) if len(owned) == 1 else ""].append(number)
+    modules = {"": model, **dict(blocks.values())}
+    units = tuple(
+        (path, modules[path], tuple(numbers_))
+        for path, numbers_ in members.items()
+        if numbers_ or path == ""
+    )
+    return Discovered(tuple(params), tuple(tuple(n) for n in names), units)
+
+
+def compute_dtype(param: torch.Tensor, low_precision: torch.dtype | None) -> torch.dtype:
+    """The dtype that ``param`` is computed in when floating parameters go to ``low_precision``."""
+    if low_precision is not None and param.is_floating_point():
+        return low_precision
+    return param.dtype

@@ -1,0 +1,435 @@
+"""The engine: the model, callable as before, and the three verbs of a training step.
+
+    loss = engine(**batch).loss
+    engine.backward(loss)
+    engine.step()
+
+``step`` is called after every micro-step and acts at accumulation boundaries. What happens in
+between is in `zero_core.flow` (gather and reduce) and in the state tier (update).
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils import _pytree as pytree
+
+from zero_core import checkpoint, export
+from zero_core.collectives import ControlGroup
+from zero_core.config import Config
+from zero_core.errors import CheckpointError
+from zero_core.flow import Flow
+from zero_core.layout import Layout
+from zero_core.optimizer import EngineOptimizer
+from zero_core.precision import LossScaler, clip_factor
+from zero_core.protocols import Collectives, StateTier
+from zero_core.state import ShardedState
+from zero_core.unit import SegmentGrads, Unit
+
+__all__ = ["Engine"]
+
+_log = logging.getLogger(__name__)
+
+
+class Engine:
+    """A model under training; made by `zero_core.build`.
+
+    Attributes:
+        module: the model itself.
+        config: the resolved configuration.
+        layout: where every element lives.
+        optimizer: real ``param_groups``; schedulers may be attached to it.
+        lr_scheduler: stepped at each optimizer step that is taken, or None.
+        global_steps: optimizer steps so far, skipped ones included.
+        micro_steps: calls of ``step`` so far.
+        skipped_steps: steps skipped because a gradient was not finite.
+        device: where the model is computed.
+    """
+
+    def __init__(
+        self,
+        *,
+        module: nn.Module,
+        config: Config,
+        layout: Layout,
+        units: Sequence[Unit],
+        unit_modules: Sequence[nn.Module],
+        tier: StateTier,
+        collectives: Collectives,
+        control: ControlGroup,
+        optimizer: torch.optim.Optimizer,
+        lr_scheduler: LRScheduler | None,
+        device: torch.device,
+        stage: int,
+        memory_report: Callable[[], dict[str, int]],
+    ) -> None:
+        """Called by `zero_core.build`."""
+        self.module = module
+        self.config = config
+        self.layout = layout
+        self.lr_scheduler = lr_scheduler
+        self.global_steps = 0
+        self.micro_steps = 0
+        self.skipped_steps = 0
+        self.device = device
+        self.optimizer = EngineOptimizer(
+            optimizer, update=self._update, discard_grads=self._discard_grads
+        )
+        self._units = units
+        self._tier = tier
+        self._control = control
+        self._memory_report = memory_report
+        self._is_state_sharded = stage >= 1
+        self._scaler = LossScaler(config.fp16)
+        self._is_scaled = False
+        self._grad_norm: float | None = None
+        self._square_sums: dict[int, Tensor] = {}
+        self._grad_scale = 1.0
+        self._active: list[int] = []
+        self._collectives = collectives
+        self._pieces = layout.pieces(control.rank, is_sharded=self._is_state_sharded)
+        self._local_starts = layout.local_starts(is_sharded=self._is_state_sharded)
+        self._flow = Flow(
+            units,
+            collectives,
+            rank=control.rank,
+            has_sharded_params=stage >= 3,
+            is_reduced_per_backward=control.world_size > 1,
+            on_reduced=self._on_reduced,
+            is_boundary=self.is_gradient_accumulation_boundary,
+        )
+        self._state = ShardedState(
+            module=module,
+            layout=layout,
+            values=tuple(v for unit in units for v in unit.values),
+            tier=tier,
+            control=control,
+            pieces=self._pieces,
+        )
+        self._flow.tier = tier
+        self._flow.attach(unit_modules)
+
+    # ------------------------------------------------------------------ using
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the module; floating inputs are cast to the compute dtype, if one is set."""
+        dtype = self.config.compute_dtype
+        if dtype is not None:
+            args, kwargs = pytree.tree_map_only(Tensor, _caster(dtype), (args, kwargs))
+        return self.module(*args, **kwargs)
+
+    def train(self, mode: bool = True) -> Engine:
+        """As `torch.nn.Module.train`."""
+        self.module.train(mode)
+        return self
+
+    def eval(self) -> Engine:
+        """As `torch.nn.Module.eval`."""
+        return self.train(False)
+
+    def scale(self, loss: Tensor) -> Tensor:
+        """``loss`` times the loss scale and over the accumulation steps, for a plain backward."""
+        self._is_scaled = True
+        steps = self.config.gradient_accumulation_steps
+        if self._scaler.scale != 1.0:
+            loss = loss * self._scaler.scale
+        return loss / steps if steps > 1 else loss
+
+    def backward(self, loss: Tensor, **kwargs: Any) -> None:
+        """Backward of ``loss``, scaled and averaged over the accumulation steps.
+
+        A plain ``loss.backward()`` works too, except with fp16; it doesn't divide by the
+        accumulation steps. Every rank must run it; ``kwargs`` go to `torch.Tensor.backward`.
+        """
+        self.scale(loss).backward(**kwargs)
+
+    def step(self) -> None:
+        """End a micro-step; at an accumulation boundary, update the parameters.
+
+        Every rank must call it. A step whose gradient is not finite on any rank is skipped on all.
+
+        Raises:
+            RuntimeError: called within ``no_sync``, or in fp16 after a backward without a scale.
+        """
+        if not self.is_gradient_accumulation_boundary():
+            self._end_micro_step()
+            return
+        self._check_ready()
+        self._decide()
+        if self._is_finite():
+            self.optimizer.engine_step()
+            self._scaler.update(is_overflow=False)
+            if self.lr_scheduler is not None:
+                self.lr_scheduler.step()
+        else:
+            self._skip()
+        self._flow.discard()
+        self._square_sums.clear()
+        self.global_steps += 1
+        self._end_micro_step()
+        self._print()
+
+    def is_gradient_accumulation_boundary(self) -> bool:
+        """Whether the current micro-step is the last one of its step."""
+        return (self.micro_steps + 1) % self.config.gradient_accumulation_steps == 0
+
+    def get_global_grad_norm(self) -> float | None:
+        """2-norm of the last step's gradient, unscaled, before clipping; None before a step."""
+        return self._grad_norm
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Within, backward keeps gradients on the rank, unreduced, as in DDP.
+
+        It saves a reduction per micro-step and takes the memory of the whole gradient. The last
+        backward of a step usually runs outside; if not, ``step`` reduces.
+        """
+        before, self._flow.should_sync = self._flow.should_sync, False
+        try:
+            yield
+        finally:
+            self._flow.should_sync = before
+
+    @contextmanager
+    def gathered(self) -> Iterator[nn.Module]:
+        """Within, every parameter holds its value (e.g. to generate text); for reading.
+
+        Every rank must enter it. It takes the memory of the whole model.
+        """
+        before, self._flow.is_held = self._flow.is_held, True
+        try:
+            self._flow.gather_all()
+            yield self.module
+        finally:
+            self._flow.is_held = before
+            if not before:
+                self._flow.release_all()
+
+    # ---------------------------------------------------------------- keeping
+
+    def save_checkpoint(
+        self,
+        directory: str | Path,
+        tag: str | None = None,
+        client_state: Mapping[str, Any] | None = None,
+    ) -> Path:
+        """Write everything needed to go on, for any stage, world size, ratio and tier.
+
+        Every rank must call it, at a step boundary. ``client_state`` must be JSON. The previous
+        checkpoint stays whole until the new one is complete. Returns the checkpoint's folder.
+        """
+        if self.micro_steps % self.config.gradient_accumulation_steps:
+            raise CheckpointError(
+                f"micro-step {self.micro_steps} is in the middle of an accumulation of "
+                f"{self.config.gradient_accumulation_steps}: save after a step"
+            )
+        return checkpoint.save(
+            self._state,
+            Path(directory),
+            f"step-{self.global_steps}" if tag is None else tag,
+            progress=self._progress(),
+            client_state=client_state or {},
+        )
+
+    def load_checkpoint(
+        self, directory: str | Path, tag: str | None = None
+    ) -> tuple[Path, dict[str, Any]]:
+        """Restore what `save_checkpoint` wrote; its folder and the client state.
+
+        Every rank must call it. Without ``tag`` the newest complete one is taken.
+
+        Raises:
+            CheckpointError: there is none, or it belongs to another model.
+            CheckpointCorruptError: its bytes are not what was written.
+        """
+        self._flow.release_all()
+        place, progress, client_state = checkpoint.load(self._state, Path(directory), tag)
+        self._restore_progress(progress)
+        self._flow.discard()
+        self._flow.values_changed()
+        return place, client_state
+
+    def _progress(self) -> dict[str, Any]:
+        scheduler = self.lr_scheduler
+        return {
+            "global_steps": self.global_steps,
+            "micro_steps": self.micro_steps,
+            "skipped_steps": self.skipped_steps,
+            "loss_scaler": self._scaler.state_dict(),
+            "param_groups": self.optimizer.hyperparameters(),
+            "lr_scheduler": None if scheduler is None else scheduler.state_dict(),
+        }
+
+    def _restore_progress(self, progress: Mapping[str, Any]) -> None:
+        self.global_steps = progress["global_steps"]
+        # Another accumulation may be configured now: count micro-steps in its terms.
+        self.micro_steps = self.global_steps * self.config.gradient_accumulation_steps
+        self.skipped_steps = progress["skipped_steps"]
+        self._scaler.load_state_dict(progress["loss_scaler"])
+        self.optimizer.load_hyperparameters(progress["param_groups"])
+        if self.lr_scheduler is not None and progress["lr_scheduler"] is not None:
+            self.lr_scheduler.load_state_dict(progress["lr_scheduler"])
+
+    def full_state_dict(self, *, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
+        """The whole model's state dict, on the CPU, on every rank; tied names share a tensor.
+
+        Values come from the master weights, in the compute dtype or in ``dtype``. Every rank must
+        call it.
+        """
+        return export.full_state_dict(self._state, dtype=dtype)
+
+    def export_safetensors(
+        self, directory: str | Path, *, dtype: torch.dtype | None = None
+    ) -> Path:
+        """Write ``model.safetensors`` (several and an index, if large) as Hugging Face reads it.
+
+        Every rank must call it; rank 0 writes. Returns the folder.
+        """
+        return export.export_safetensors(self._state, Path(directory), dtype=dtype)
+
+    def memory_report(self) -> dict[str, int]:
+        """Bytes on this rank by kind, without activations and the state tier's own memory."""
+        return self._memory_report()
+
+    def close(self) -> None:
+        """Take the engine's hooks off the module; its parameters stay as they are."""
+        self._flow.detach()
+
+    # ------------------------------------------------------------------ facts
+
+    @property
+    def rank(self) -> int:
+        """This rank within the data-parallel group."""
+        return self._control.rank
+
+    @property
+    def world_size(self) -> int:
+        """Number of data-parallel ranks."""
+        return self._control.world_size
+
+    @property
+    def loss_scale(self) -> float:
+        """The factor on the loss; 1 without fp16."""
+        return self._scaler.scale
+
+    @property
+    def train_micro_batch_size_per_gpu(self) -> int:
+        """Samples per rank and micro-step."""
+        return self.config.train_micro_batch_size_per_gpu
+
+    @property
+    def gradient_accumulation_steps(self) -> int:
+        """Micro-steps per step."""
+        return self.config.gradient_accumulation_steps
+
+    # ---------------------------------------------------------------- a step
+
+    def _on_reduced(self, grads: SegmentGrads) -> None:
+        """The gradient of one segment is complete: count it and hand it to the tier."""
+        segment = grads.segment
+        norm = torch.linalg.vector_norm(grads.grad_shard)
+        self._square_sums[segment.index] = norm.to(torch.float64).square()
+        final = grads.finalize(
+            self._collectives, lambda: f"rank {self.rank}: all_gather of gradients"
+        )
+        self._tier.offer_grad(self._local_starts[segment.index], final)
+
+    def _check_ready(self) -> None:
+        if not self._flow.should_sync:
+            raise RuntimeError("step() within no_sync(): step outside")
+        if self._flow.has_unreduced or len(self._square_sums) < len(self._local_starts):
+            # The last backward ran within no_sync, or used no parameter on this rank.
+            self._flow.end_backward()
+        if self.config.fp16.enabled and self._flow.fired and not self._is_scaled:
+            raise RuntimeError(
+                "fp16 needs the loss scale: use engine.backward(loss) or "
+                "engine.scale(loss).backward()"
+            )
+
+    def _decide(self) -> None:
+        """Agree with all ranks on the gradient norm, its finiteness and the parameters used."""
+        facts = torch.zeros(1 + len(self.layout.params), dtype=torch.float64)
+        facts[0] = torch.stack(list(self._square_sums.values())).sum().cpu()
+        if self._flow.fired:
+            facts[1 + torch.tensor(sorted(self._flow.fired))] = 1.0
+        facts = self._control.sum(facts.to(self.device)).cpu()
+        used = facts[1:].tolist()
+        self._active = [i for i, p in enumerate(self._pieces) if used[p.param] > 0]
+        self._grad_norm = math.sqrt(float(facts[0])) / self._scaler.scale
+        factor = clip_factor(self._grad_norm, self.config.gradient_clipping)
+        self._grad_scale = factor / self._scaler.scale
+
+    def _is_finite(self) -> bool:
+        assert self._grad_norm is not None
+        return math.isfinite(self._grad_norm) or not (
+            self.config.check_grad_overflow or self.config.fp16.enabled
+        )
+
+    def _update(self, groups: Sequence[Mapping[str, Any]]) -> None:
+        plain = [{k: v for k, v in g.items() if k != "params"} for g in groups]
+        self._tier.step(plain, self._active, grad_scale=self._grad_scale)
+        self._flow.values_changed()
+
+    def _skip(self) -> None:
+        self._tier.discard_grads()
+        self.skipped_steps += 1
+        scale = self._scaler.scale
+        self._scaler.update(is_overflow=True)
+        where = self._find_nonfinite()
+        _log.warning(
+            "step %d skipped on all ranks: the gradient is not finite (%s); loss scale %g -> %g",
+            self.global_steps,
+            where,
+            scale,
+            self._scaler.scale,
+        )
+
+    def _find_nonfinite(self) -> str:
+        """Name the parameters whose gradient is not finite, and the ranks that own them."""
+        found: list[str] = []
+        for unit in self._units:
+            for grads in unit.grads:
+                low, _ = grads.segment.shard_range(self.rank)
+                bad = torch.nonzero(~torch.isfinite(grads.grad_shard)).flatten()
+                if bad.numel():
+                    at = int(bad[0]) + low
+                    slot = next((s for s in grads.segment.slots if s.start <= at < s.stop), None)
+                    if slot is not None:
+                        found.append(self.layout.params[slot.param].name)
+        rows = self._control.gather_bytes(", ".join(found[:3]).encode())
+        named = [f"shard of rank {r}: {row.decode()}" for r, row in enumerate(rows) if row]
+        return "; ".join(named) or "no element by itself, their norm overflows"
+
+    def _discard_grads(self) -> None:
+        self._flow.discard()
+        self._tier.discard_grads()
+        self._square_sums.clear()
+
+    def _end_micro_step(self) -> None:
+        self.micro_steps += 1
+        self._is_scaled = False
+
+    def _print(self) -> None:
+        every = self.config.steps_per_print
+        if every is not None and self.rank == 0 and self.global_steps % every == 0:
+            rates = [g["lr"] for g in self.optimizer.param_groups]
+            _log.info(
+                "step %d, skipped %d, lr %s, loss scale %g, gradient norm %s",
+                self.global_steps,
+                self.skipped_steps,
+                rates,
+                self._scaler.scale,
+                self._grad_norm,
+            )
+
+
+def _caster(dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
+    return lambda t: t.to(dtype) if t.is_floating_point() else t

@@ -1,0 +1,356 @@
+"""The flow of a step: when each unit is gathered, released and reduced.
+
+Hooks on the unit modules and on the parameters call in here; nothing in the model changes.
+
+[Note: order]
+Units are gathered forward in the order of the module tree and backward in reverse; reductions run
+in that reverse order, the root last, whatever order gradients arrive in. So every rank launches
+the same collectives in the same order even where ranks take different branches within a block.
+
+[Note: saved tensors]
+Autograd saves the weights that a forward used. At stage 3 their buffer is reused for other units,
+so what is saved of a pool buffer is only (segment, offset, shape): `torch.autograd.graph`'s hooks
+pack it when it is saved, and re-gather the unit when backward unpacks it. The first unpacking, or
+the first recomputation by activation checkpointing, also tells that a unit's backward has begun.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from zero_core.protocols import Collectives, StateTier
+from zero_core.unit import SegmentGrads, SegmentValues, Unit
+
+__all__ = ["Flow"]
+
+_log = logging.getLogger(__name__)
+
+
+class _SavedWeight:
+    """What is kept of a weight that autograd saved: where it lies, not its values."""
+
+    __slots__ = ("_flow", "_offset", "_shape", "_stride", "_unit", "_values")
+
+    def __init__(self, flow: Flow, unit: Unit, values: SegmentValues, tensor: Tensor) -> None:
+        self._flow = flow
+        self._unit = unit
+        self._values = values
+        self._offset = tensor.storage_offset()
+        self._shape = tensor.shape
+        self._stride = tensor.stride()
+
+    def restore(self) -> Tensor:
+        self._flow.begin_backward_of(self._unit)
+        full = self._values.full
+        assert full is not None
+        return full.as_strided(self._shape, self._stride, self._offset)
+
+
+def _unpack(packed: object) -> Any:
+    return packed.restore() if type(packed) is _SavedWeight else packed
+
+
+def _is_in_backward() -> bool:
+    return bool(torch._C._current_graph_task_id() != -1)
+
+
+class Flow:
+    """Drives gathers and reductions of all units; see the notes at the top of this file."""
+
+    def __init__(
+        self,
+        units: Sequence[Unit],
+        collectives: Collectives,
+        *,
+        rank: int,
+        has_sharded_params: bool,
+        is_reduced_per_backward: bool,
+        on_reduced: Callable[[SegmentGrads], None],
+        is_boundary: Callable[[], bool],
+    ) -> None:
+        """Prepare; `attach` installs the hooks.
+
+        Args:
+            units: the root first, then blocks in the order of the module tree.
+            collectives: how shards become units and gradients become shards.
+            rank: for messages.
+            has_sharded_params: whether gathered values are released after use (stage 3).
+            is_reduced_per_backward: whether each backward is reduced (False for one rank, which
+                has nothing to reduce before the boundary).
+            on_reduced: called for each segment whose gradient of the step is complete.
+            is_boundary: whether the current micro-step is the last one of its step.
+        """
+        self.tier: StateTier | None = None
+        self.should_sync = True
+        """False within ``no_sync``: gradients stay unreduced."""
+        self.is_held = False
+        """True within ``gathered``: nothing is released."""
+        self.fired: set[int] = set()
+        """Parameters that got a gradient on this rank since the last step."""
+        self._units = list(units)
+        self._root = self._units[0]
+        self._blocks = self._units[1:]
+        self._collectives = collectives
+        self._rank = rank
+        self._has_sharded_params = has_sharded_params
+        self._is_reduced_per_backward = is_reduced_per_backward
+        self._on_reduced = on_reduced
+        self._is_boundary = is_boundary
+        self._by_storage: dict[int, tuple[Unit, SegmentValues]] = {}
+        self._current: Unit | None = None  # the block in use
+        self._recomputed: set[int] = set()  # units recomputed in this backward
+        self._num_missing: dict[int, int] = {}  # gradients still to come, by unit
+        self._next_reduce = 0  # into _reduce_order
+        self._in_flight: list[tuple[Unit, SegmentGrads]] = []
+        self._is_backward_open = False
+        self._saved_hooks: list[AbstractContextManager[Any]] = []
+        self._handles: list[Any] = []
+        trainable = [u for u in self._units if u.grads]
+        self._reduce_order = [u for u in reversed(trainable) if not u.is_root]
+        self._reduce_order += [u for u in trainable if u.is_root]
+
+    # ------------------------------------------------------------------ hooks
+
+    def attach(self, modules: Sequence[nn.Module]) -> None:
+        """Hook the units' ``modules`` (same order) and their trainable parameters."""
+        for unit, module in zip(self._units, modules, strict=True):
+            self._handles.append(module.register_forward_pre_hook(self._pre_forward(unit)))
+            self._handles.append(
+                module.register_forward_hook(self._post_forward(unit), always_call=True)
+            )
+            for grads in unit.grads:
+                for position, param in enumerate(grads.params):
+                    hook = self._on_grad(unit, grads, position)
+                    self._handles.append(param.register_post_accumulate_grad_hook(hook))
+
+    def detach(self) -> None:
+        """Take every hook off again."""
+        while self._handles:
+            self._handles.pop().remove()
+
+    def _pre_forward(self, unit: Unit) -> Callable[[nn.Module, Any], None]:
+        def hook(module: nn.Module, args: Any) -> None:
+            if _is_in_backward():  # activation checkpointing computes the block again
+                self._recomputed.add(unit.index)
+                self.begin_backward_of(unit)
+                return
+            if unit.is_root:
+                self._enter_forward()
+            self._use(unit, backward=False)
+
+        return hook
+
+    def _post_forward(self, unit: Unit) -> Callable[[nn.Module, Any, Any], None]:
+        is_last = unit is self._units[-1]
+
+        def hook(module: nn.Module, args: Any, output: Any) -> None:
+            if _is_in_backward():
+                return
+            if unit.is_root:
+                self._leave_forward()
+            elif not (is_last and torch.is_grad_enabled()):  # backward starts with the last unit
+                self._release(unit)
+
+        return hook
+
+    def _on_grad(
+        self, unit: Unit, grads: SegmentGrads, position: int
+    ) -> Callable[[nn.Parameter], None]:
+        number = grads.segment.slots[position].param
+        index = unit.index
+
+        def hook(param: nn.Parameter) -> None:
+            self._open_backward()
+            if self._num_missing[index] <= 0:  # late: its unit is already being reduced
+                self._finish_reduces()
+            grads.take(position, outlives_backward=not self._will_reduce())
+            self.fired.add(number)
+            missing = self._num_missing[index] - 1
+            self._num_missing[index] = missing
+            if missing == 0:
+                self._reduce_what_is_complete()
+
+        return hook
+
+    # ---------------------------------------------------------------- forward
+
+    def _enter_forward(self) -> None:
+        if self._is_backward_open:
+            _log.warning(
+                "rank %d: the last backward did not end; its gradients are dropped", self._rank
+            )
+            self.discard()
+            self.release_all()
+        if self._has_sharded_params and torch.is_grad_enabled():
+            context = torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack)
+            context.__enter__()
+            self._saved_hooks.append(context)
+
+    def _leave_forward(self) -> None:
+        if self._saved_hooks:
+            self._saved_hooks.pop().__exit__(None, None, None)
+        if not torch.is_grad_enabled():
+            self.release_all()
+
+    def _pack(self, tensor: Tensor) -> object:
+        found = self._by_storage.get(tensor.untyped_storage().data_ptr())
+        return tensor if found is None else _SavedWeight(self, *found, tensor)
+
+    def _use(self, unit: Unit, *, backward: bool) -> None:
+        """Gather ``unit`` and the one that comes after it; release the one before."""
+        if not unit.is_root:
+            previous, self._current = self._current, unit
+            if previous is not None and previous is not unit:
+                self._release(previous)
+        self._start_unshard(unit, backward=backward)
+        self._finish_unshard(unit)
+        ahead = unit.index - 1 if backward else unit.index + 1
+        if 0 < ahead < len(self._units) and not (backward and unit.is_root):
+            self._start_unshard(self._units[ahead], backward=backward)
+
+    def _start_unshard(self, unit: Unit, *, backward: bool) -> None:
+        for values in unit.values:
+            values.start_unshard(self._collectives, self.tier, backward=backward)
+
+    def _finish_unshard(self, unit: Unit) -> None:
+        for values in unit.values:
+            values.finish_unshard(lambda: self._what("all_gather", unit))
+            if self._has_sharded_params and values.full is not None:
+                pointer = values.full.untyped_storage().data_ptr()
+                self._by_storage[pointer] = (unit, values)
+
+    def _release(self, unit: Unit) -> None:
+        if not self._has_sharded_params or self.is_held:
+            return
+        if unit is self._current:
+            self._current = None
+        for values in unit.values:
+            if values.full is not None:
+                self._by_storage.pop(values.full.untyped_storage().data_ptr(), None)
+            values.reshard(lambda: self._what("all_gather", unit))
+
+    def release_all(self) -> None:
+        """Release every unit, the root included."""
+        self._current = None
+        for unit in self._units:
+            self._release(unit)
+
+    def gather_all(self) -> None:
+        """Gather every unit at once, for `Engine.gathered`."""
+        for unit in self._units:
+            self._start_unshard(unit, backward=False)
+            self._finish_unshard(unit)
+
+    # --------------------------------------------------------------- backward
+
+    def begin_backward_of(self, unit: Unit) -> None:
+        """Called whenever backward needs the values of ``unit``."""
+        if unit is self._current and self._is_backward_open:
+            return
+        self._open_backward()
+        if unit.is_root:
+            self._start_unshard(unit, backward=True)
+            self._finish_unshard(unit)
+            return
+        previous = self._current
+        if previous is not None and previous is not unit and self._must_stay(previous):
+            self._current = None  # it is released at the end of backward
+        self._use(unit, backward=True)
+
+    def _must_stay(self, unit: Unit) -> bool:
+        # A recomputed forward saved raw views; they are used until the unit's gradients are there.
+        # A unit without trainable parameters never tells: it stays until backward ends.
+        is_done = unit.num_trainable > 0 and self._num_missing[unit.index] <= 0
+        return unit.index in self._recomputed and not is_done
+
+    def _open_backward(self) -> None:
+        """At the first sign of a backward, make sure to hear of its end."""
+        if self._is_backward_open:
+            return
+        self._is_backward_open = True
+        self._recomputed.clear()
+        self._num_missing = {u.index: u.num_trainable for u in self._units}
+        self._next_reduce = 0
+        torch.autograd.Variable._execution_engine.queue_callback(self.end_backward)
+
+    def _will_reduce(self) -> bool:
+        return self.should_sync and (self._is_reduced_per_backward or self._is_boundary())
+
+    def _reduce_what_is_complete(self) -> None:
+        if not self._will_reduce():
+            return
+        while self._next_reduce < len(self._reduce_order):
+            unit = self._reduce_order[self._next_reduce]
+            if self._num_missing[unit.index] > 0:
+                return
+            self._next_reduce += 1
+            self._start_reduce(unit)
+
+    def _start_reduce(self, unit: Unit) -> None:
+        # One unit's reduction is under way while the next unit is computed.
+        self._finish_reduces()
+        for grads in unit.grads:
+            grads.start_reduce(self._collectives)
+            self._in_flight.append((unit, grads))
+
+    def _finish_reduces(self) -> None:
+        for unit, grads in self._in_flight:
+            grads.finish_reduce(lambda unit=unit: self._what("reduce_scatter", unit))  # type: ignore[misc]
+            if self._is_boundary():
+                self._on_reduced(grads)
+        self._in_flight.clear()
+
+    def end_backward(self) -> None:
+        """Reduce what is left, wait for everything, release every unit.
+
+        Autograd calls it when a backward ends; the engine when a backward touched no parameter.
+        """
+        if self._will_reduce():
+            for unit in self._reduce_order[self._next_reduce :]:
+                self._start_reduce(unit)
+            self._next_reduce = len(self._reduce_order)
+            for unit in self._reduce_order:  # gradients that came after their unit was reduced
+                if any(g.has_unreduced for g in unit.grads) and not self._is_in_flight(unit):
+                    self._start_reduce(unit)
+            self._finish_reduces()
+        self.release_all()
+        self._is_backward_open = False
+
+    @property
+    def has_unreduced(self) -> bool:
+        """Whether gradients were taken that no reduction has carried yet."""
+        return any(g.has_unreduced for u in self._reduce_order for g in u.grads)
+
+    def _is_in_flight(self, unit: Unit) -> bool:
+        return any(u is unit for u, _ in self._in_flight)
+
+    # ------------------------------------------------------------------- step
+
+    def discard(self) -> None:
+        """Forget all gradients and whatever a failed forward or backward left behind."""
+        while self._saved_hooks:
+            self._saved_hooks.pop().__exit__(None, None, None)
+        for _, grads in self._in_flight:
+            grads.finish_reduce(lambda: "reduce_scatter")
+        self._in_flight.clear()
+        self._is_backward_open = False
+        self._next_reduce = 0
+        self.fired.clear()
+        for unit in self._units:
+            for grads in unit.grads:
+                grads.reset()
+
+    def values_changed(self) -> None:
+        """The shards hold new values: what is gathered of them is stale from now on."""
+        for unit in self._units:
+            for values in unit.values:
+                values.version += 1
+
+    def _what(self, collective: str, unit: Unit) -> str:
+        return f"rank {self._rank}: {collective} of {unit!r}"

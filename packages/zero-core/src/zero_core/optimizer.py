@@ -1,0 +1,144 @@
+"""The optimizer that the user sees: real ``param_groups`` over the model's own parameters.
+
+The update itself is made by the state tier on flat slices. `EngineOptimizer` keeps the groups of
+the optimizer that was given (the same dicts, so that schedulers attached to it work), and its
+``step`` hands their hyperparameters to the tier.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from zero_core.config import OptimizerConfig
+from zero_core.errors import ConfigError
+
+__all__ = ["EngineOptimizer", "make_optimizer"]
+
+_BY_NAME: Mapping[str, type[torch.optim.Optimizer]] = {
+    "adam": torch.optim.Adam,
+    "adamw": torch.optim.AdamW,
+    "adagrad": torch.optim.Adagrad,
+    "sgd": torch.optim.SGD,
+    "rmsprop": torch.optim.RMSprop,
+    "adadelta": torch.optim.Adadelta,
+    "adamax": torch.optim.Adamax,
+    "nadam": torch.optim.NAdam,
+    "radam": torch.optim.RAdam,
+}
+
+
+def make_optimizer(
+    config: OptimizerConfig, params: Sequence[nn.Parameter]
+) -> torch.optim.Optimizer:
+    """Make the torch optimizer that the configuration names, over ``params``.
+
+    As in DeepSpeed, "Adam" means AdamW unless ``adam_w_mode`` is false.
+
+    Raises:
+        ConfigError: an unknown type, or parameters that the optimizer does not take.
+    """
+    kind = config.type.lower()
+    options = dict(config.params)
+    if kind in ("adam", "adamw"):
+        is_adamw = options.pop("adam_w_mode", True)
+        options.pop("torch_adam", None)  # it always is torch's, or the host kernel of the tier
+        kind = "adamw" if is_adamw else "adam"
+        if options.pop("bias_correction", True) is not True:
+            raise ConfigError(
+                "optimizer.params.bias_correction = false is not served: "
+                "pass an optimizer object to build()"
+            )
+    optimizer_class = _BY_NAME.get(kind)
+    if optimizer_class is None:
+        raise ConfigError(
+            f"optimizer.type = {config.type!r} is not served; known: {sorted(_BY_NAME)}; "
+            "any elementwise torch optimizer can be passed to build() as an object"
+        )
+    if isinstance(options.get("betas"), list):
+        options["betas"] = tuple(options["betas"])
+    known = [p for p in inspect.signature(optimizer_class).parameters if p != "params"]
+    unknown = sorted(set(options) - set(known))
+    if unknown:
+        raise ConfigError(
+            f"optimizer.params.{unknown[0]}: unknown key; {optimizer_class.__name__} takes {known}"
+        )
+    try:
+        return optimizer_class(params, **options)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"optimizer.params: {error}") from error
+
+
+class EngineOptimizer(torch.optim.Optimizer):
+    """Shares ``param_groups`` with the optimizer that was given; stepped by the engine alone."""
+
+    def __init__(
+        self,
+        given: torch.optim.Optimizer,
+        *,
+        update: Callable[[Sequence[Mapping[str, Any]]], None],
+        discard_grads: Callable[[], None],
+    ) -> None:
+        """Drive ``update`` with the groups of ``given``; it must not be stepped itself."""
+        super().__init__(given.param_groups, given.defaults)
+        self.param_groups = given.param_groups
+        self.given = given
+        self._update = update
+        self._discard_grads = discard_grads
+        self._may_step = False
+        if given is not self:
+            given.register_step_pre_hook(_refuse_step)
+
+    def engine_step(self) -> None:
+        """Called by `Engine.step`: run ``step`` with all its hooks."""
+        self._may_step = True
+        try:
+            self.step()
+        finally:
+            self._may_step = False
+        # Schedulers made over the given optimizer look there for a sign that it has stepped.
+        self.given._opt_called = True  # type: ignore[attr-defined]
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Refused outside the engine: gradients are in the engine, not on the parameters."""
+        if not self._may_step or closure is not None:
+            raise RuntimeError("call engine.step(): the engine drives its optimizer")
+        self._update(self.param_groups)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget the gradients accumulated since the last step."""
+        self._discard_grads()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Refused: the state is sharded."""
+        raise RuntimeError(
+            "the optimizer state is sharded over ranks: use engine.save_checkpoint(), which "
+            "stores it for any stage and world size"
+        )
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        """Refused: the state is sharded."""
+        raise RuntimeError("the optimizer state is sharded: use engine.load_checkpoint()")
+
+    def hyperparameters(self) -> list[dict[str, Any]]:
+        """Every group without its parameters, as a checkpoint keeps it."""
+        return [{k: v for k, v in g.items() if k != "params"} for g in self.param_groups]
+
+    def load_hyperparameters(self, saved: Sequence[Mapping[str, Any]]) -> None:
+        """Restore `hyperparameters`; sequences keep the kind that they have now."""
+        for group, values in zip(self.param_groups, saved, strict=True):
+            for key, value in values.items():
+                if isinstance(group.get(key), tuple) and isinstance(value, list):
+                    value = tuple(value)
+                group[key] = value
+
+
+def _refuse_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    raise RuntimeError(
+        "this optimizer was given to zero_core.build(): call engine.step() instead of "
+        f"{type(optimizer).__name__}.step()"
+    )

@@ -1,0 +1,81 @@
+"""Loss scaling and the facts that decide whether, and how far, a step is taken."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from zero_core.config import Fp16Config
+
+__all__ = ["LossScaler", "clip_factor"]
+
+_log = logging.getLogger(__name__)
+
+
+class LossScaler:
+    """The loss scale: constant, or dynamic as of Micikevicius et al. (arXiv 1710.03740), 3.2.
+
+    Dynamic: doubled after ``loss_scale_window`` steps without overflow; an overflow first uses up
+    ``hysteresis``, then each one halves the scale, down to ``min_loss_scale``.
+    """
+
+    def __init__(self, config: Fp16Config) -> None:
+        self._config = config
+        self.is_dynamic = config.enabled and config.loss_scale == 0.0
+        if not config.enabled:
+            self.scale = 1.0
+        elif self.is_dynamic:
+            self.scale = max(2.0**config.initial_scale_power, config.min_loss_scale)
+        else:
+            self.scale = config.loss_scale
+        self._hysteresis_left = config.hysteresis
+        self._steps_since_change = 0
+
+    def update(self, *, is_overflow: bool) -> None:
+        """Adapt the scale after a step that was taken, or skipped for an overflow."""
+        if not self.is_dynamic:
+            return
+        config = self._config
+        if is_overflow:
+            self._steps_since_change = 0
+            if self._hysteresis_left > 1:
+                self._hysteresis_left -= 1
+                return
+            if self.scale <= config.min_loss_scale:
+                _log.warning("overflow at the smallest loss scale %g", self.scale)
+            self.scale = max(self.scale / 2.0, config.min_loss_scale)
+            return
+        if config.consecutive_hysteresis:
+            self._hysteresis_left = config.hysteresis
+        self._steps_since_change += 1
+        if self._steps_since_change >= config.loss_scale_window:
+            self._steps_since_change = 0
+            self._hysteresis_left = config.hysteresis
+            self.scale *= 2.0
+
+    def state_dict(self) -> dict[str, float]:
+        """What a checkpoint keeps."""
+        return {
+            "scale": self.scale,
+            "hysteresis_left": self._hysteresis_left,
+            "steps_since_change": self._steps_since_change,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore `state_dict`; a constant scale stays what the configuration says."""
+        if self.is_dynamic:
+            self.scale = float(state["scale"])
+            self._hysteresis_left = int(state["hysteresis_left"])
+            self._steps_since_change = int(state["steps_since_change"])
+
+
+def clip_factor(norm: float, max_norm: float) -> float:
+    """What brings a gradient of 2-norm ``norm`` down to ``max_norm``; 1 if that is off (0).
+
+    The formula of `torch.nn.utils.clip_grad_norm_`, with its epsilon of 1e-6.
+    """
+    if max_norm <= 0.0 or not math.isfinite(norm):
+        return 1.0
+    return min(1.0, max_norm / (norm + 1e-6))

@@ -1,0 +1,96 @@
+"""What checkpoints and exports read and write: the engine's state, seen through the layout."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from zero_core.collectives import ControlGroup
+from zero_core.layout import Layout, ParamSpec, Piece
+from zero_core.protocols import StateTier
+from zero_core.unit import SegmentValues
+
+__all__ = ["MASTER", "ShardedState"]
+
+MASTER = "master_weight"
+
+
+@dataclass(frozen=True)
+class ShardedState:
+    """Everything of the model that is sharded, on one rank.
+
+    Attributes:
+        module: the model, for its names and buffers.
+        layout: where every element lives.
+        values: the values of every segment, by segment index.
+        tier: the master weights and optimizer state.
+        control: small exchanges between the ranks.
+        pieces: this rank's part of each trainable parameter.
+    """
+
+    module: nn.Module
+    layout: Layout
+    values: tuple[SegmentValues, ...]
+    tier: StateTier
+    control: ControlGroup
+    pieces: tuple[Piece, ...]
+
+    def own_slice(self, segment: int) -> Tensor:
+        """This rank's [shard_numel] of the master weights, or of the values if frozen; a CPU copy.
+
+        One slice per rank, whatever the stage: where every rank holds the whole segment, it is
+        that rank's part of it.
+        """
+        values = self.values[segment]
+        if values.local_span is None:
+            return values.shard.detach().cpu()
+        return self.own_state(segment, MASTER)
+
+    def own_state(self, segment: int, name: str) -> Tensor:
+        """This rank's [shard_numel] of state ``name`` of a trainable segment; a CPU copy."""
+        start, stop = self.own_span(segment)
+        return self.tier.read_state(name, start, stop)
+
+    def own_span(self, segment: int) -> tuple[int, int]:
+        """Where this rank's slice of a trainable segment lies in its local flat space."""
+        span = self.values[segment].local_span
+        assert span is not None
+        layout = self.layout.segments[segment]
+        if span[1] - span[0] == layout.shard_numel:
+            return span
+        low, high = layout.shard_range(self.control.rank)
+        return span[0] + low, span[0] + high
+
+    def full_params(self) -> Iterator[tuple[ParamSpec, Tensor]]:
+        """Every parameter whole, on the CPU, unrounded; every rank must iterate to the end."""
+        for segment in self.layout.segments:
+            full = self.control.gather(self.own_slice(segment.index))
+            for slot in segment.slots:
+                spec = self.layout.params[slot.param]
+                yield spec, full[slot.start : slot.stop].view(spec.shape).clone()
+
+    def buffers(self) -> dict[str, Tensor]:
+        """The persistent buffers of the model, on the CPU."""
+        names = {name for name, _ in self.module.named_buffers(remove_duplicate=False)}
+        return {
+            key: value.detach().cpu().clone()
+            for key, value in self.module.state_dict().items()
+            if key in names
+        }
+
+    def owned_params(self) -> Iterator[tuple[int, ParamSpec]]:
+        """Piece index and parameter of those whose first element this rank's state covers."""
+        for index, piece in enumerate(self.pieces):
+            if piece.offset == 0:
+                yield index, self.layout.params[piece.param]
+
+
+def load_buffers(module: nn.Module, saved: dict[str, Tensor]) -> None:
+    """Copy ``saved`` buffers into the model's, in place."""
+    own = dict(module.named_buffers(remove_duplicate=False))
+    with torch.no_grad():
+        for name, value in saved.items():
+            own[name].copy_(value)

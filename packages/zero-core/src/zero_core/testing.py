@@ -1,0 +1,219 @@
+"""For tests of this package and of others: ranks on one machine, a model with every difficulty in
+it, and the DDP run that the engine is compared with.
+
+`spawn` runs a function on several gloo ranks. `Hard` is a small model with what trips partitioning
+up: tied weights, a frozen block, a block called twice, branches that differ between ranks and steps,
+odd sizes and a parameter smaller than the world. `run_ddp` trains it with DistributedDataParallel
+and a torch optimizer, `run_engine` with the engine; both return what can be compared.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import zero_core
+
+__all__ = ["Case", "Hard", "Trace", "batch", "run_ddp", "run_engine", "spawn"]
+
+LR, WEIGHT_DECAY = 1e-2, 0.1
+
+
+def spawn(worker: Callable[..., None], world_size: int, *args: Any) -> None:
+    """Run ``worker(rank, world_size, *args)`` on gloo ranks; raises if one of them does.
+
+    ``worker`` is a module-level function. The ranks meet over a file, not a port.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        mp.spawn(  # type: ignore[no-untyped-call]
+            _run_rank, (worker, world_size, str(Path(folder) / "store"), args), world_size
+        )
+
+
+def _run_rank(
+    rank: int, worker: Callable[..., None], world_size: int, store: str, args: tuple[Any, ...]
+) -> None:
+    torch.set_num_threads(1)
+    os.environ["LOCAL_RANK"] = str(rank)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size)
+    try:
+        worker(rank, world_size, *args)
+    finally:
+        dist.destroy_process_group()
+
+
+class _Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up = nn.Linear(width, 2 * width + 1)
+        self.down = nn.Linear(2 * width + 1, width, bias=False)
+        self.side = nn.Linear(width, width)
+
+    def forward(self, x: Tensor, *, use_side: bool) -> Tensor:
+        y = self.norm(x)
+        y = self.down(torch.nn.functional.gelu(self.up(y)))
+        if use_side:
+            y = y + self.side(x)
+        return x + y
+
+
+class Hard(nn.Module):
+    """A language model of ``vocab`` symbols with the difficulties that the module's text lists."""
+
+    def __init__(self, width: int = 11, vocab: int = 37, depth: int = 3) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(vocab, width)
+        self.gain = nn.Parameter(torch.ones(1))
+        self.blocks = nn.ModuleList(_Block(width) for _ in range(depth))
+        self.frozen = nn.ModuleList([_Block(width)])
+        self.sometimes = nn.Parameter(torch.full((width,), 0.1))
+        self.never = nn.Parameter(torch.full((5,), 0.5))
+        self.head = nn.Linear(width, vocab, bias=False)
+        self.head.weight = self.embed.weight
+        self.frozen.requires_grad_(False)
+
+    def forward(self, ids: Tensor, *, use_sometimes: bool, use_side: bool) -> dict[str, Tensor]:
+        """Loss of predicting each symbol from the one before.
+
+        Args:
+            ids: int64, [batch, length].
+            use_sometimes: whether the parameter ``sometimes`` takes part.
+            use_side: whether each block's side branch takes part (may differ between ranks).
+        """
+        x = self.embed(ids[:, :-1]) * self.gain
+        for block in (*self.blocks, *self.frozen, self.blocks[0]):
+            x = block(x, use_side=use_side)
+        if use_sometimes:
+            x = x + self.sometimes
+        logits = self.head(x)
+        loss = nn.functional.cross_entropy(logits.flatten(0, 1).float(), ids[:, 1:].flatten())
+        return {"loss": loss, "logits": logits}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One point of the equivalence grid.
+
+    Attributes:
+        stage: ZeRO stage.
+        dtype: "fp32" or "bf16".
+        accumulation: micro-steps per step.
+        clipping: largest gradient norm; 0 is off.
+        is_local: whether micro-steps before the last run within ``no_sync``.
+        zero: further keys of ``zero_optimization``.
+    """
+
+    stage: int = 0
+    dtype: str = "fp32"
+    accumulation: int = 1
+    clipping: float = 0.0
+    is_local: bool = False
+    zero: Mapping[str, Any] = field(default_factory=dict)
+
+    def config(self) -> dict[str, Any]:
+        """The engine's configuration."""
+        return {
+            "train_micro_batch_size_per_gpu": 2,
+            "gradient_accumulation_steps": self.accumulation,
+            "gradient_clipping": self.clipping,
+            "bf16": {"enabled": self.dtype == "bf16"},
+            "optimizer": {"type": "AdamW", "params": {"lr": LR, "weight_decay": WEIGHT_DECAY}},
+            "zero_optimization": {"stage": self.stage, **self.zero},
+        }
+
+
+@dataclass
+class Trace:
+    """What a run leaves: this rank's loss of every micro-step, and the final values by name."""
+
+    losses: list[float] = field(default_factory=list)
+    values: dict[str, Tensor] = field(default_factory=dict)
+
+
+def batch(step: int, micro: int, rank: int) -> dict[str, Any]:
+    """The input of one micro-step of one rank: a pure function of its arguments."""
+    generator = torch.Generator().manual_seed(1000 * step + 10 * micro + rank)
+    return {
+        "ids": torch.randint(0, 37, (2, 9), generator=generator),
+        "use_sometimes": step % 3 == 1,
+        "use_side": (step + rank) % 2 == 0 if step != 4 else rank == 0,
+    }
+
+
+def _model() -> Hard:
+    torch.manual_seed(0)
+    return Hard()
+
+
+def run_ddp(case: Case, rank: int, steps: int) -> Trace:
+    """Train with DDP and torch.optim.AdamW; low precision over fp32 master weights.
+
+    Accumulation: within ``no_sync`` if ``case.is_local``, else the reduced gradients of the
+    micro-steps are added up. With one rank, the module itself is trained.
+    """
+    trace = Trace()
+    model = _model()
+    masters = {n: p.detach().clone() for n, p in model.named_parameters() if p.requires_grad}
+    if case.dtype == "bf16":
+        model.to(torch.bfloat16)
+    is_alone = dist.get_world_size() == 1
+    ddp = model if is_alone else DistributedDataParallel(model, find_unused_parameters=True)
+    params = {n: p for n, p in model.named_parameters() if p.requires_grad}
+    copies = {n: nn.Parameter(m) for n, m in masters.items()}
+    optimizer = torch.optim.AdamW(copies.values(), lr=LR, weight_decay=WEIGHT_DECAY)
+    for step in range(steps):
+        sums: dict[str, Tensor] = {}
+        for micro in range(case.accumulation):
+            is_last = micro == case.accumulation - 1
+            is_quiet = case.is_local and not is_last and not is_alone
+            with ddp.no_sync() if is_quiet else nullcontext():  # type: ignore[operator]
+                loss = ddp(**batch(step, micro, rank))["loss"]
+                (loss / case.accumulation).backward()
+            trace.losses.append(loss.item())
+            if case.is_local and not is_last:
+                continue
+            for name, param in params.items():
+                if param.grad is not None:
+                    grad, param.grad = param.grad.float(), None
+                    sums[name] = sums[name] + grad if name in sums else grad.clone()
+        for name, copy in copies.items():
+            copy.grad = sums.get(name)
+        if case.clipping:
+            nn.utils.clip_grad_norm_(copies.values(), case.clipping)
+        optimizer.step()
+        with torch.no_grad():
+            for name, param in params.items():
+                param.copy_(copies[name])
+    trace.values = {n: c.detach().clone() for n, c in copies.items()}
+    return trace
+
+
+def run_engine(case: Case, rank: int, steps: int, **build_kwargs: Any) -> Trace:
+    """Train the same model on the same batches with the engine."""
+    trace = Trace()
+    engine = zero_core.build(_model(), case.config(), **build_kwargs)
+    for step in range(steps):
+        for micro in range(case.accumulation):
+            is_quiet = case.is_local and micro < case.accumulation - 1
+            with engine.no_sync() if is_quiet else nullcontext():
+                loss = engine(**batch(step, micro, rank))["loss"]
+                engine.backward(loss)
+            engine.step()
+            trace.losses.append(loss.item())
+    full = engine.full_state_dict(dtype=torch.float32)
+    names = [n for n, p in engine.module.named_parameters() if p.requires_grad]
+    trace.values = {name: full[name] for name in names}
+    engine.close()
+    return trace

@@ -1,0 +1,211 @@
+"""The engine's own state tier: torch's optimizer over slices on the compute device.
+
+[Note: master weights here]
+Where a parameter shard is fp32 (or float64) it is its own master weight: the optimizer updates it in
+place. Where it is 16-bit, an fp32 master weight lies beside it and is rounded into it after a step.
+Each piece of the local flat space is an ``nn.Parameter`` over its slice of the master weights, so any
+elementwise torch optimizer works, with its own kernels; its state tensors are moved into flat buffers
+when they first appear.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+__all__ = ["DeviceTier"]
+
+MASTER = "master_weight"
+
+
+class _Chunked:
+    """A stretch ``[0, numel)`` made of tensors one after another."""
+
+    def __init__(self, chunks: Sequence[tuple[int, Tensor]]) -> None:
+        self.chunks = list(chunks)
+        self._starts = [start for start, _ in chunks]
+
+    def parts(self, start: int, stop: int) -> list[tuple[int, Tensor]]:
+        """The views that cover ``[start, stop)``, each with its own start."""
+        found: list[tuple[int, Tensor]] = []
+        index = bisect_right(self._starts, start) - 1
+        while start < stop:
+            low, tensor = self.chunks[index]
+            end = min(stop, low + tensor.numel())
+            found.append((start, tensor[start - low : end - low]))
+            start, index = end, index + 1
+        return found
+
+    def one(self, start: int, stop: int) -> Tensor:
+        """The view of ``[start, stop)``, which lies in one chunk."""
+        ((_, view),) = self.parts(start, stop)
+        return view
+
+
+class DeviceTier:
+    """`zero_core.protocols.StateTier` on the compute device; see there for the contract."""
+
+    def __init__(
+        self,
+        *,
+        numel: int,
+        pieces: Sequence[tuple[int, int, int]],
+        params: Sequence[tuple[int, Tensor]],
+        device: torch.device,
+        optimizer_class: type[torch.optim.Optimizer],
+        groups: Sequence[Mapping[str, Any]],
+    ) -> None:
+        """See `zero_core.protocols.DeviceTierFactory`."""
+        self._numel = numel
+        self._device = device
+        self._published = _Chunked(params)
+        self._masters = _Chunked([(start, _master_of(shard)) for start, shard in params])
+        self._flat: dict[str, _Chunked] = {MASTER: self._masters}
+        self._spans = [(start, stop) for start, stop, _ in pieces]
+        self._pieces = [nn.Parameter(self._masters.one(*span)) for span in self._spans]
+        self._num_steps = [0] * len(pieces)
+        self._grads: dict[int, Tensor] = {}
+        members: list[list[nn.Parameter]] = [[] for _ in groups]
+        for piece, (_, _, group) in zip(self._pieces, pieces, strict=True):
+            members[group].append(piece)
+        self._optimizer: torch.optim.Optimizer | None = None
+        if self._pieces:
+            # An optimizer refuses a group list in which every group is empty.
+            self._optimizer = optimizer_class(
+                [{**g, "params": m} for g, m in zip(groups, members, strict=True)]
+            )
+
+    def offer_grad(self, start: int, grad: Tensor) -> None:
+        """See the protocol."""
+        self._grads[start] = grad
+
+    def discard_grads(self) -> None:
+        """See the protocol."""
+        self._grads.clear()
+
+    def step(
+        self, groups: Sequence[Mapping[str, Any]], active: Sequence[int], *, grad_scale: float
+    ) -> None:
+        """See the protocol."""
+        if self._optimizer is None or not active:
+            self._grads.clear()
+            return
+        grads = _Chunked(sorted(self._grads.items(), key=lambda item: item[0]))
+        if grad_scale != 1.0:
+            for _, grad in grads.chunks:
+                grad.mul_(grad_scale)
+        for index in active:
+            piece = self._pieces[index]
+            piece.grad = grads.one(*self._spans[index]).to(piece.dtype)
+            self._num_steps[index] += 1
+        for own, given in zip(self._optimizer.param_groups, groups, strict=True):
+            own.update({k: v for k, v in given.items() if k != "params"})
+        self._optimizer.step()
+        for index in active:
+            self._pieces[index].grad = None
+            self._flatten_state(index)
+        self._grads.clear()
+        self._publish(0, self._numel)
+
+    def wait_params(self, start: int, stop: int) -> None:
+        """Nothing to wait for: the update runs on the stream that will read it."""
+
+    def state_names(self) -> Sequence[str]:
+        """See the protocol."""
+        return list(self._flat)
+
+    def read_state(self, name: str, start: int, stop: int) -> Tensor:
+        """See the protocol."""
+        parts = [part for _, part in self._flat[name].parts(start, stop)]
+        return torch.cat([p.detach().cpu() for p in parts]) if parts else torch.empty(0)
+
+    def write_state(self, name: str, start: int, values: Tensor) -> None:
+        """See the protocol."""
+        if name not in self._flat:
+            self._flat[name] = self._new_flat(values.dtype)
+        stop = start + values.numel()
+        for low, part in self._flat[name].parts(start, stop):
+            with torch.no_grad():
+                part.copy_(values[low - start : low - start + part.numel()])
+        if name == MASTER:
+            self._publish(start, stop)
+
+    def read_scalars(self, piece: int) -> Mapping[str, float]:
+        """See the protocol."""
+        state = self._state_of(piece)
+        scalars = {
+            name: float(value)
+            for name, value in state.items()
+            if value is not None and not self._is_elementwise(piece, value)
+        }
+        return {"num_steps": float(self._num_steps[piece]), **scalars}
+
+    def write_scalars(self, piece: int, scalars: Mapping[str, float]) -> None:
+        """See the protocol."""
+        self._num_steps[piece] = int(scalars["num_steps"])
+        if self._optimizer is None:
+            return
+        param = self._pieces[piece]
+        if self._num_steps[piece] == 0:
+            self._optimizer.state[param] = self._initial_state(param)
+            self._flatten_state(piece)
+            return
+        self._optimizer.state[param] = state = {}
+        for name, value in scalars.items():
+            if name != "num_steps":
+                state[name] = torch.tensor(value, dtype=torch.float32)
+        for name, flat in self._flat.items():
+            if name != MASTER:
+                state[name] = flat.one(*self._spans[piece])
+
+    def _initial_state(self, param: nn.Parameter) -> dict[str, Any]:
+        """What the optimizer starts a parameter with: nothing, or e.g. Adagrad's sum."""
+        assert self._optimizer is not None
+        group = next(
+            g for g in self._optimizer.param_groups if any(p is param for p in g["params"])
+        )
+        fresh = type(self._optimizer)([{**group, "params": [param]}])
+        return dict(fresh.state.get(param, {}))
+
+    def _publish(self, start: int, stop: int) -> None:
+        with torch.no_grad():
+            masters = self._masters.parts(start, stop)
+            shards = self._published.parts(start, stop)
+            for (_, master), (_, shard) in zip(masters, shards, strict=True):
+                if shard.data_ptr() != master.data_ptr():
+                    shard.copy_(master)
+
+    def _state_of(self, piece: int) -> Mapping[str, Any]:
+        if self._optimizer is None:
+            return {}
+        return self._optimizer.state.get(self._pieces[piece], {})
+
+    def _is_elementwise(self, piece: int, value: object) -> bool:
+        return isinstance(value, Tensor) and value.shape == self._pieces[piece].shape
+
+    def _flatten_state(self, piece: int) -> None:
+        """Move state that the optimizer has just made into the flat buffers."""
+        if self._optimizer is None:
+            return
+        state = self._optimizer.state[self._pieces[piece]]
+        for name, value in state.items():
+            if not self._is_elementwise(piece, value):
+                continue
+            if name not in self._flat:
+                self._flat[name] = self._new_flat(value.dtype)
+            home = self._flat[name].one(*self._spans[piece])
+            if value.data_ptr() != home.data_ptr():
+                state[name] = home.copy_(value)
+
+    def _new_flat(self, dtype: torch.dtype) -> _Chunked:
+        flat = torch.zeros(self._numel, dtype=dtype, device=self._device)
+        return _Chunked([(s, flat[s : s + t.numel()]) for s, t in self._published.chunks])
+
+
+def _master_of(shard: Tensor) -> Tensor:
+    wide = shard.dtype in (torch.float32, torch.float64)
+    return shard if wide else shard.to(torch.float32)

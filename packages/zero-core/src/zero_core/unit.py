@@ -1,0 +1,317 @@
+"""A unit at run time: its values, gathered or not, and its gradients on their way to the shard.
+
+[Note: the tensors of a segment]
+shard       [shard_numel], compute dtype, arena: this rank's slice of the values
+full        [padded_numel], compute dtype: the gathered values; at stages 0 to 2 it lies in the
+            arena for good and ``shard`` is a view of it; at stage 3 it is a pool buffer while
+            unsharded
+views       one per parameter, into ``full``, in the parameter's shape: what ``param.data`` is
+placeholder one NaN expanded to the parameter's shape: what ``param.data`` is while sharded, so
+            that reading a sharded parameter is loud and writing to it an error
+full_grad   [padded_numel], communication dtype (accumulation dtype if it outlives a backward):
+            this rank's own gradients, divided by the world size, until they are reduced
+grad_shard  [shard_numel], accumulation dtype, arena: the reduced gradients of the micro-steps
+            so far
+final_grad  what the state tier gets: ``grad_shard``; at stage 0 all ranks' of them, gathered
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from zero_core.arena import BufferPool
+from zero_core.collectives import wait
+from zero_core.layout import Segment
+from zero_core.protocols import Collectives, StateTier, Work
+
+__all__ = ["SegmentGrads", "SegmentValues", "Unit"]
+
+
+class SegmentValues:
+    """The values of one segment; see [Note: the tensors of a segment]."""
+
+    def __init__(
+        self,
+        segment: Segment,
+        params: Sequence[nn.Parameter],
+        *,
+        rank: int,
+        shard: Tensor,
+        full: Tensor | None,
+        pool: BufferPool,
+        has_remote_updates: bool,
+    ) -> None:
+        """Adopt ``params``, one per slot.
+
+        Args:
+            segment: the arithmetic.
+            params: the model's parameters, in the order of the slots.
+            rank: this rank.
+            shard: this rank's slice.
+            full: the gathered values if they are kept for good, else None.
+            pool: where ``full`` comes from otherwise.
+            has_remote_updates: whether other ranks update slices of it.
+        """
+        self.segment = segment
+        self.params = list(params)
+        self.shard = shard
+        self.full = full
+        self.version = 0
+        """Grows when the values of any rank's shard may have changed."""
+        self.local_span: tuple[int, int] | None = None
+        """The part of the local flat space whose update these values wait for."""
+        self._full_version = 0
+        self._has_remote_updates = has_remote_updates
+        self._is_kept = full is not None
+        self._pool = pool
+        self._rank = rank
+        self._gather: Work | None = None
+        self._views: dict[int, list[Tensor]] = {}
+        self._is_pointed_at = False
+        hole = torch.zeros((), dtype=segment.dtype, device=shard.device)
+        if segment.dtype.is_floating_point:
+            hole.fill_(float("nan"))
+        self._placeholders = [hole.expand(p.shape) for p in self.params]
+
+    def start_unshard(
+        self, collectives: Collectives, tier: StateTier | None, *, backward: bool
+    ) -> None:
+        """Start to make ``full`` hold the current values, if it does not."""
+        if self.full is not None and self._full_version == self.version:
+            return
+        if tier is not None and self.local_span is not None:
+            tier.wait_params(*self.local_span)
+        if not self._is_kept or self._has_remote_updates:
+            if self.full is None:
+                self.full = self._pool.acquire(self.segment.padded_numel, self.segment.dtype)
+            self._gather = collectives.all_gather(
+                self.full,
+                self.shard,
+                unit=self.segment.index,
+                version=self.version,
+                backward=backward,
+            )
+        self._full_version = self.version
+
+    def finish_unshard(self, what: Callable[[], str]) -> None:
+        """Wait for the gather and let the parameters point at the values."""
+        if self._gather is not None:
+            work, self._gather = self._gather, None
+            wait(work, what)
+        if not self._is_pointed_at:
+            for param, view in zip(self.params, self._current_views(), strict=True):
+                param.data = view
+            self._is_pointed_at = True
+
+    def reshard(self, what: Callable[[], str]) -> None:
+        """Give the buffer back, unless the values are kept for good."""
+        if self._is_kept or self.full is None:
+            return
+        if self._gather is not None:  # gathered ahead, then not needed
+            work, self._gather = self._gather, None
+            wait(work, what)
+        self._point_at_placeholders()
+        self._pool.release(self.full)
+        self.full = None
+
+    def store(self, values: Tensor) -> None:
+        """Take over initial ``values`` ([padded_numel], any dtype, the same on every rank)."""
+        if self.full is not None:
+            self.full.copy_(values)
+        else:
+            low, high = self.segment.shard_range(self._rank)
+            self.shard.copy_(values[low:high])
+
+    def adopt(self) -> None:
+        """Let the parameters drop the storage that they came with."""
+        if self._is_kept:
+            self.finish_unshard(lambda: "")
+        else:
+            self._point_at_placeholders()
+
+    def _point_at_placeholders(self) -> None:
+        for param, placeholder in zip(self.params, self._placeholders, strict=True):
+            param.data = placeholder
+        self._is_pointed_at = False
+
+    def _current_views(self) -> list[Tensor]:
+        assert self.full is not None
+        key = self.full.data_ptr()
+        views = self._views.get(key)
+        if views is None:
+            views = _views(self.full, self.segment, self.params)
+            self._views[key] = views
+        return views
+
+
+def _views(flat: Tensor, segment: Segment, params: Sequence[nn.Parameter]) -> list[Tensor]:
+    return [
+        flat[slot.start : slot.stop].view(param.shape)
+        for slot, param in zip(segment.slots, params, strict=True)
+    ]
+
+
+class SegmentGrads:
+    """The gradients of one trainable segment; see [Note: the tensors of a segment].
+
+    One backward: `take` for each parameter, `start_reduce`, `finish_reduce`; at an accumulation
+    boundary then `finalize`.
+    """
+
+    def __init__(
+        self,
+        segment: Segment,
+        params: Sequence[nn.Parameter],
+        *,
+        grad_shard: Tensor,
+        kept_full_grad: Tensor | None,
+        final_grad: Tensor | None,
+        pools: Mapping[torch.dtype, BufferPool],
+        communication_dtype: torch.dtype,
+    ) -> None:
+        """Prepare for the gradients of ``params``.
+
+        Args:
+            segment: the arithmetic.
+            params: the model's parameters, in the order of the slots.
+            grad_shard: accumulates the reduced gradients.
+            kept_full_grad: ``full_grad`` where it is kept for good (stages 0 and 1), else None.
+            final_grad: [padded_numel], accumulation dtype, where every rank updates the whole
+                segment (stage 0 with several ranks), else None: ``grad_shard`` is final.
+            pools: where ``full_grad`` comes from otherwise, by its dtype.
+            communication_dtype: what gradients are reduced in.
+        """
+        self.segment = segment
+        self.params = list(params)
+        self.grad_shard = grad_shard
+        self._kept_full_grad = kept_full_grad
+        self._final_grad = final_grad
+        self._pools = pools
+        self._communication_dtype = communication_dtype
+        self._predivide = 1.0 / segment.world_size
+        self._full_grad: Tensor | None = None
+        self._grad_views: list[Tensor] = []
+        self._views: dict[tuple[int, torch.dtype], list[Tensor]] = {}
+        self._has_grad = [False] * len(self.params)
+        self._reduced: Tensor | None = None
+        self._work: Work | None = None
+        self._is_shard_empty = True  # nothing accumulated since the last step
+
+    @property
+    def has_unreduced(self) -> bool:
+        """Whether gradients were taken that no reduction has carried yet."""
+        return self._full_grad is not None
+
+    def take(self, position: int, *, outlives_backward: bool) -> None:
+        """Move the gradient of parameter ``position`` of the segment into ``full_grad``."""
+        param = self.params[position]
+        grad, param.grad = param.grad, None
+        assert grad is not None
+        if grad.layout != torch.strided:
+            raise ValueError(
+                "sparse gradients are not supported: use sparse=False in the embedding"
+            )
+        if self._full_grad is None:
+            self._open(outlives_backward=outlives_backward)
+        view = self._grad_views[position]
+        if self._has_grad[position]:
+            view.add_(grad, alpha=self._predivide)
+        else:
+            torch.mul(grad, self._predivide, out=view)
+            self._has_grad[position] = True
+
+    def start_reduce(self, collectives: Collectives) -> None:
+        """Start to reduce what was taken; parameters without a gradient count as zero."""
+        if self._full_grad is None:
+            self._open(outlives_backward=False)
+        assert self._full_grad is not None
+        for view, has_grad in zip(self._grad_views, self._has_grad, strict=True):
+            if not has_grad:
+                view.zero_()
+        for low, high in self.segment.gaps():
+            self._full_grad[low:high].zero_()
+        if self.segment.world_size == 1:  # full_grad is grad_shard: later gradients add to it
+            self._has_grad = [True] * len(self.params)
+            return
+        self._has_grad = [False] * len(self.params)
+        self._reduced = (
+            self.grad_shard if self._is_shard_empty else torch.empty_like(self.grad_shard)
+        )
+        self._work = collectives.reduce_scatter(
+            self._reduced, self._full_grad, unit=self.segment.index
+        )
+
+    def finish_reduce(self, what: Callable[[], str]) -> None:
+        """Wait for the reduction and add it to ``grad_shard``."""
+        if self._work is not None:
+            work, self._work = self._work, None
+            wait(work, what)
+            assert self._reduced is not None
+            if self._reduced is not self.grad_shard:
+                self.grad_shard.add_(self._reduced)
+            self._reduced = None
+        self._is_shard_empty = False
+        self._close()
+
+    def finalize(self, collectives: Collectives, what: Callable[[], str]) -> Tensor:
+        """The gradient that the state tier gets; see the note."""
+        if self._final_grad is None:
+            return self.grad_shard
+        work = collectives.all_gather(
+            self._final_grad, self.grad_shard, unit=self.segment.index, version=-1, backward=True
+        )
+        wait(work, what)
+        return self._final_grad
+
+    def reset(self) -> None:
+        """Start a new step: nothing accumulated."""
+        self._is_shard_empty = True
+        self._has_grad = [False] * len(self.params)
+        self._work = self._reduced = None
+        self._close()
+
+    def _open(self, *, outlives_backward: bool) -> None:
+        dtype = self.grad_shard.dtype if outlives_backward else self._communication_dtype
+        if self.segment.world_size == 1:
+            self._full_grad = self.grad_shard
+        elif self._kept_full_grad is not None and self._kept_full_grad.dtype == dtype:
+            self._full_grad = self._kept_full_grad
+        else:
+            self._full_grad = self._pools[dtype].acquire(self.segment.padded_numel, dtype)
+        key = (self._full_grad.data_ptr(), dtype)
+        if key not in self._views:
+            self._views[key] = _views(self._full_grad, self.segment, self.params)
+        self._grad_views = self._views[key]
+
+    def _close(self) -> None:
+        full, self._full_grad = self._full_grad, None
+        if full is not None and full is not self._kept_full_grad and full is not self.grad_shard:
+            self._pools[full.dtype].release(full)
+
+
+class Unit:
+    """One unit: its segments' values and gradients, and its name for messages."""
+
+    def __init__(
+        self,
+        index: int,
+        name: str,
+        values: Sequence[SegmentValues],
+        grads: Sequence[SegmentGrads],
+    ) -> None:
+        self.index = index
+        self.name = name
+        self.values = list(values)
+        self.grads = list(grads)
+        self.num_trainable = sum(len(g.params) for g in self.grads)
+
+    @property
+    def is_root(self) -> bool:
+        """Whether it is what belongs to no block."""
+        return self.index == 0
+
+    def __repr__(self) -> str:
+        return f"unit {self.index} ({self.name or 'root'})"
