@@ -28,7 +28,7 @@ class Arena:
         """Views of one zeroed buffer, 1-D, of the given numbers of elements, in order."""
         buffer = torch.zeros(sum(sizes), dtype=dtype, device=self._device)
         self._bytes[kind] = self._bytes.get(kind, 0) + buffer.numel() * buffer.element_size()
-        return list(buffer.split(list(sizes)))
+        return list(torch.split(buffer, list(sizes)))
 
     def report(self) -> dict[str, int]:
         """Bytes by kind."""
@@ -46,8 +46,8 @@ class BufferPool:
         """Buffers have ``buffer_bytes`` bytes each and are allocated when first needed."""
         self._device = device
         self._buffer_bytes = buffer_bytes
+        self._all: dict[int, Tensor] = {}  # by address
         self._free: list[Tensor] = []
-        self._num_buffers = 0
 
     def acquire(self, numel: int, dtype: torch.dtype) -> Tensor:
         """A 1-D view of ``numel`` elements of a free buffer; contents undefined."""
@@ -57,17 +57,14 @@ class BufferPool:
             buffer = self._free.pop()
         else:
             buffer = torch.empty(self._buffer_bytes, dtype=torch.uint8, device=self._device)
-            self._num_buffers += 1
+            self._all[buffer.data_ptr()] = buffer
         return buffer[:nbytes].view(dtype)
 
     def release(self, view: Tensor) -> None:
         """Give back what `acquire` gave."""
-        storage = view.untyped_storage()
-        buffer = torch.empty(0, dtype=torch.uint8, device=self._device)
-        buffer.set_(storage, 0, (self._buffer_bytes,))
-        self._free.append(buffer)
+        self._free.append(self._all[view.data_ptr()])
 
     @property
     def allocated_bytes(self) -> int:
         """Bytes that the pool holds, free or not."""
-        return self._num_buffers * self._buffer_bytes
+        return len(self._all) * self._buffer_bytes

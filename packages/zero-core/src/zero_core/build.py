@@ -8,7 +8,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -281,15 +281,12 @@ class _Memory:
             same = [s for s in segments if s.dtype == dtype]
             if self.has_sharded_params:
                 sizes = [s.shard_numel for s in same]
-                for s, t in zip(
-                    same, self._arena.allocate("parameters", dtype, sizes), strict=True
-                ):
-                    shards[s.index] = t
+                parts = self._arena.allocate("parameters", dtype, sizes)
+                shards |= {s.index: t for s, t in zip(same, parts, strict=True)}
             else:
                 sizes = [s.padded_numel for s in same]
-                for s, t in zip(
-                    same, self._arena.allocate("parameters", dtype, sizes), strict=True
-                ):
+                parts = self._arena.allocate("parameters", dtype, sizes)
+                for s, t in zip(same, parts, strict=True):
                     low, high = s.shard_range(self._rank)
                     shards[s.index], fulls[s.index] = t[low:high], t
         pools = [
@@ -440,8 +437,9 @@ def _make_collectives(
             asked_by="zero_optimization.zero_quantized_weights",
             distribution="zero-comm",
         )
+    make = cast(CollectivesFactory, given)
     try:
-        return given(
+        return make(
             native, rank=ranks.rank, world_size=ranks.size, config=zero.model_dump(mode="json")
         )
     except ValueError as error:

@@ -6,8 +6,8 @@ and holds everything that is not a tensor. A reader takes the ranges it needs, b
 that stage, world size, Twin-Flow's ratio and tier may all differ from the writer's.
 
 It is written to a hidden folder beside its place, synced, then renamed: a killed save leaves the
-previous checkpoint whole. ``latest`` names the newest one. The manifest holds a CRC-32 of each file,
-checked before anything is restored. Nothing is pickled.
+previous checkpoint whole. ``latest`` names the newest one. The manifest holds a CRC-32 of each
+file, checked before anything is restored. Nothing is pickled.
 """
 
 from __future__ import annotations
@@ -74,9 +74,8 @@ def save(
     scalars = {
         spec.name: dict(state.tier.read_scalars(index)) for index, spec in state.owned_params()
     }
-    rows = control.gather_bytes(
-        json.dumps([written, scalars, _python_rng(), list(state.tier.state_names())]).encode()
-    )
+    own = [written, scalars, _python_rng(), list(state.tier.state_names())]
+    rows = control.gather_bytes(json.dumps(own).encode())
 
     def finish() -> None:
         if control.rank != 0:
@@ -117,7 +116,7 @@ def _write_tensors(state: ShardedState, folder: Path) -> dict[str, dict[str, int
     rank = state.control.rank
     trainable = [s.index for s in state.layout.segments if s.is_trainable]
     frozen = [s.index for s in state.layout.segments if not s.is_trainable]
-    written = {}
+    written: dict[str, dict[str, int]] = {}
     for name in state.tier.state_names():
         # One state at a time: the copies of only one are in memory.
         tensors = {str(s): state.own_state(s, name) for s in trainable}
@@ -336,7 +335,8 @@ class _Reader:
 
     def open(self, name: str) -> Any:
         if name not in self._files:
-            self._files[name] = safe_open(self.folder / name, framework="pt").__enter__()
+            file = safe_open(self.folder / name, framework="pt")
+            self._files[name] = file.__enter__()  # type: ignore[no-untyped-call]
         return self._files[name]
 
     def close(self) -> None:

@@ -2,8 +2,8 @@
 
 On gloo, gathers and reductions are direct exchanges: every rank sends each other rank just what it
 needs, point to point. gloo's own all-gather is a ring of copies and its reduce-scatter a whole
-all-reduce; the exchange moves the same bytes in about a third of the time (docs/decisions.md). Elsewhere
-(NCCL) the library's all-gather and all-to-all are used.
+all-reduce; the exchange moves the same bytes in about a third of the time (docs/decisions.md).
+Elsewhere (NCCL) the library's all-gather and all-to-all are used.
 
 A reduction is an exchange and a local sum in rank order in fp32, so that its value depends neither
 on the backend's ring nor on the stage.
@@ -24,9 +24,9 @@ from zero_core.protocols import Work
 __all__ = ["ControlGroup", "NativeCollectives", "sum_in_rank_order", "wait"]
 
 # torch 2.13 renamed the tensor collectives; the old names warn there.
-_all_gather_single: Callable[..., Any] = getattr(dist, "all_gather_single", None) or getattr(
-    dist, "all_gather_into_tensor"
-)  # noqa: B009
+_all_gather_single: Callable[..., Any] = getattr(
+    dist, "all_gather_single", dist.all_gather_into_tensor
+)
 
 _TAG_GATHER, _TAG_REDUCE = 1, 2
 
@@ -100,11 +100,8 @@ class NativeCollectives:
         if not self._is_direct:
             work = _all_gather_single(out, shard, group=self._group, async_op=True)
             return cast(Work, work)
-        works: list[Work | None] = []
-        for peer in self._peers():
-            works.append(self._receive(slices[peer], peer, _TAG_GATHER))
-        for peer in self._peers():
-            works.append(self._send(shard, peer, _TAG_GATHER))
+        works = [self._receive(slices[peer], peer, _TAG_GATHER) for peer in self._peers()]
+        works += [self._send(shard, peer, _TAG_GATHER) for peer in self._peers()]
         return _Exchange(works)
 
     def reduce_scatter(self, out: Tensor, full: Tensor, *, unit: int) -> Work:
@@ -121,10 +118,8 @@ class NativeCollectives:
         works: list[Work | None] = []
         if self._is_direct:
             sources[self._rank] = slices[self._rank]
-            for peer in self._peers():
-                works.append(self._receive(parts[peer], peer, _TAG_REDUCE))
-            for peer in self._peers():
-                works.append(self._send(slices[peer], peer, _TAG_REDUCE))
+            works += [self._receive(parts[peer], peer, _TAG_REDUCE) for peer in self._peers()]
+            works += [self._send(slices[peer], peer, _TAG_REDUCE) for peer in self._peers()]
         else:
             works.append(dist.all_to_all_single(received, full, group=self._group, async_op=True))
 

@@ -317,10 +317,13 @@ def _refuse_auto(block: Mapping[str, Any], path: str) -> None:
 
 def _resolve_batch(raw: Mapping[str, Any], world_size: int) -> dict[str, int]:
     """train_batch_size = train_micro_batch_size_per_gpu * gradient_accumulation_steps * ranks."""
-    given: dict[str, int] = {key: raw[key] for key in _BATCH if key in raw}
-    for key, value in given.items():
+    given: dict[str, int] = {}
+    for key in _BATCH:
+        value = raw.get(key, 1)
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise ConfigError(f"{key}: expected a whole number >= 1, found {value!r}")
+        if key in raw:
+            given[key] = value
     total, micro, steps = (given.get(key) for key in _BATCH)
     if total is None and micro is None:
         raise ConfigError(

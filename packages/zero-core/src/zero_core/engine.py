@@ -149,7 +149,7 @@ class Engine:
         A plain ``loss.backward()`` works too, except with fp16; it doesn't divide by the
         accumulation steps. Every rank must run it; ``kwargs`` go to `torch.Tensor.backward`.
         """
-        self.scale(loss).backward(**kwargs)
+        self.scale(loss).backward(**kwargs)  # type: ignore[no-untyped-call]
 
     def step(self) -> None:
         """End a micro-step; at an accumulation boundary, update the parameters.

@@ -127,7 +127,8 @@ class Flow:
             for grads in unit.grads:
                 for position, param in enumerate(grads.params):
                     hook = self._on_grad(unit, grads, position)
-                    self._handles.append(param.register_post_accumulate_grad_hook(hook))
+                    handle = param.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+                    self._handles.append(handle)
 
     def detach(self) -> None:
         """Take every hook off again."""

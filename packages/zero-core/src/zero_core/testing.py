@@ -2,9 +2,10 @@
 it, and the DDP run that the engine is compared with.
 
 `spawn` runs a function on several gloo ranks. `Hard` is a small model with what trips partitioning
-up: tied weights, a frozen block, a block called twice, branches that differ between ranks and steps,
-odd sizes and a parameter smaller than the world. `run_ddp` trains it with DistributedDataParallel
-and a torch optimizer, `run_engine` with the engine; both return what can be compared.
+up: tied weights, a frozen block, a block called twice, branches that differ between ranks and
+steps, odd sizes and a parameter smaller than the world. `run_ddp` trains it with
+DistributedDataParallel and a torch optimizer, `run_engine` with the engine; both return what can be
+compared.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ def spawn(worker: Callable[..., None], world_size: int, *args: Any) -> None:
     ``worker`` is a module-level function. The ranks meet over a file, not a port.
     """
     with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(  # type: ignore[no-untyped-call]
+        mp.spawn(  # type: ignore[attr-defined,no-untyped-call]
             _run_rank, (worker, world_size, str(Path(folder) / "store"), args), world_size
         )
 
@@ -66,7 +67,8 @@ class _Block(nn.Module):
         y = self.down(torch.nn.functional.gelu(self.up(y)))
         if use_side:
             y = y + self.side(x)
-        return x + y
+        total: Tensor = x + y
+        return total
 
 
 class Hard(nn.Module):

@@ -1,18 +1,18 @@
 """The engine's own state tier: torch's optimizer over slices on the compute device.
 
 [Note: master weights here]
-Where a parameter shard is fp32 (or float64) it is its own master weight: the optimizer updates it in
-place. Where it is 16-bit, an fp32 master weight lies beside it and is rounded into it after a step.
-Each piece of the local flat space is an ``nn.Parameter`` over its slice of the master weights, so any
-elementwise torch optimizer works, with its own kernels; its state tensors are moved into flat buffers
-when they first appear.
+Where a parameter shard is fp32 (or float64) it is its own master weight: the optimizer updates it
+in place. Where it is 16-bit, an fp32 master weight lies beside it and is rounded into it after a
+step. Each piece of the local flat space is an ``nn.Parameter`` over its slice of the master
+weights, so any elementwise torch optimizer works, with its own kernels; its state tensors are moved
+into flat buffers when they first appear.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -62,6 +62,7 @@ class DeviceTier:
         """See `zero_core.protocols.DeviceTierFactory`."""
         self._numel = numel
         self._device = device
+        self._make_optimizer = cast(Callable[..., torch.optim.Optimizer], optimizer_class)
         self._published = _Chunked(params)
         self._masters = _Chunked([(start, _master_of(shard)) for start, shard in params])
         self._flat: dict[str, _Chunked] = {MASTER: self._masters}
@@ -75,7 +76,7 @@ class DeviceTier:
         self._optimizer: torch.optim.Optimizer | None = None
         if self._pieces:
             # An optimizer refuses a group list in which every group is empty.
-            self._optimizer = optimizer_class(
+            self._optimizer = self._make_optimizer(
                 [{**g, "params": m} for g, m in zip(groups, members, strict=True)]
             )
 
@@ -168,7 +169,7 @@ class DeviceTier:
         group = next(
             g for g in self._optimizer.param_groups if any(p is param for p in g["params"])
         )
-        fresh = type(self._optimizer)([{**group, "params": [param]}])
+        fresh = self._make_optimizer([{**group, "params": [param]}])
         return dict(fresh.state.get(param, {}))
 
     def _publish(self, start: int, stop: int) -> None:
@@ -182,7 +183,8 @@ class DeviceTier:
     def _state_of(self, piece: int) -> Mapping[str, Any]:
         if self._optimizer is None:
             return {}
-        return self._optimizer.state.get(self._pieces[piece], {})
+        state: Mapping[str, Any] = self._optimizer.state.get(self._pieces[piece], {})
+        return state
 
     def _is_elementwise(self, piece: int, value: object) -> bool:
         return isinstance(value, Tensor) and value.shape == self._pieces[piece].shape
