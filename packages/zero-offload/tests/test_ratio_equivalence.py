@@ -96,7 +96,7 @@ def test_fused_torch_kernels_agree_within_tolerance_at_every_ratio(cls: Any) -> 
     settings = {"lr": 1e-2, "fused": True}
     if cls is optim.SGD:
         settings["momentum"] = 0.9
-    space, whole = _run(cls, settings, 1.0)
+    _, whole = _run(cls, settings, 1.0)
     for ratio in RATIOS[:-1]:
         found = _run(cls, settings, ratio)[1]
         for name in whole:

@@ -142,13 +142,12 @@ class FlatTier(ABC):
         """
         self._progress.drain()
         self.geometry.check_range(start, stop)
-        stored: Tensor | None = self._stepper.master
-        if name != MASTER:
-            dtype = self._dtype(name)
-            stored = self._stepper.buffer(name, create=False)
-            if stored is None:
-                return torch.zeros(stop - start, dtype=dtype, device="cpu")
-        assert stored is not None, "the master is always there"
+        if name == MASTER:
+            return self._stepper.read_master(start, stop)
+        dtype = self._dtype(name)
+        stored = self._stepper.buffer(name, create=False)
+        if stored is None:
+            return torch.zeros(stop - start, dtype=dtype, device="cpu")
         return stored[start:stop].to("cpu", copy=True)
 
     def write_state(self, name: str, start: int, values: Tensor) -> None:
@@ -164,7 +163,7 @@ class FlatTier(ABC):
         self.geometry.check_range(start, stop)
         if name == MASTER:
             with torch.no_grad():
-                self._stepper.master[start:stop].copy_(values)
+                self._stepper.write_master(start, values)
                 self._publish_master(start, stop)
             return
         self._dtype(name)
@@ -176,7 +175,8 @@ class FlatTier(ABC):
         self._mover.open_params()
         self._mover.begin()
         for a, b, _ in self.geometry.overlaps(start, stop):
-            self._mover.out(a, b).copy_(self._stepper.master[a:b])
+            if not self._stepper.is_in_place:
+                self._mover.out(a, b).copy_(self._stepper.master(a, b))
             event = self._mover.publish(a, b)
             if event is not None:
                 self._mover.arrive(event)

@@ -62,15 +62,24 @@ class KernelStepper(Stepper):
         geometry: the flat space; shards of fp32, bf16 or fp16.
         kernel: see `AdamKernel`.
         optimizer_class: ``torch.optim.Adam`` or ``AdamW``.
+        is_in_place: see `Stepper`.
     """
 
     def __init__(
-        self, geometry: Geometry, kernel: AdamKernel, optimizer_class: type[optim.Optimizer]
+        self,
+        geometry: Geometry,
+        kernel: AdamKernel,
+        optimizer_class: type[optim.Optimizer],
+        *,
+        is_in_place: bool,
     ) -> None:
-        super().__init__(geometry, torch.device("cpu"))
+        super().__init__(geometry, torch.device("cpu"), is_in_place=is_in_place)
         self._kernel = kernel
         self._is_decoupled = issubclass(optimizer_class, optim.AdamW)
-        self._moments = {name: torch.zeros_like(self.master) for name in _MOMENTS}
+        self._moments = {
+            name: torch.zeros(geometry.numel, dtype=torch.float32, device="cpu")
+            for name in _MOMENTS
+        }
 
     def plan(
         self, active: Sequence[int], groups: Sequence[Mapping[str, Any]], grads: GradLedger
@@ -109,10 +118,10 @@ class KernelStepper(Stepper):
         """One kernel call, or one per stretch of gradient memory."""
         hyper: _Hyper = chunk.settings
         (run,) = chunk.runs
-        rounded = out(run.start, run.stop)
+        rounded = None if self.is_in_place else out(run.start, run.stop)
         for a, b, grad in grads.segments(run.start, run.stop):
             self._kernel.adam_step(
-                self.master[a:b],
+                self.master(a, b),
                 grad if grad.dtype in KERNEL_DTYPES else grad.float(),
                 self._moments["exp_avg"][a:b],
                 self._moments["exp_avg_sq"][a:b],
@@ -124,7 +133,7 @@ class KernelStepper(Stepper):
                 weight_decay=hyper.weight_decay,
                 adamw_mode=hyper.is_decoupled,
                 grad_scale=-grad_scale if hyper.is_maximized else grad_scale,
-                out=rounded[a - run.start : b - run.start],
+                out=None if rounded is None else rounded[a - run.start : b - run.start],
             )
 
     def state_dtypes(self) -> Mapping[str, torch.dtype]:
@@ -136,11 +145,12 @@ class KernelStepper(Stepper):
         return self._moments[name]
 
     def read_scalars(self, piece: int) -> dict[str, float]:
-        """Only the count: Adam's bias corrections follow from it."""
-        return {"num_steps": self.num_steps[piece]}
+        """The count, and the same as torch's Adam keeps it."""
+        count = self.num_steps[piece]
+        return {"num_steps": count, "step": float(count)} if count else {"num_steps": 0}
 
     def write_scalars(self, piece: int, scalars: Mapping[str, float]) -> None:
-        """Take the count; a ``step`` beside it, as torch's Adam keeps one, must agree."""
+        """Take the count; torch's ``step`` beside it says the same."""
         count = check_num_steps(scalars)
         unknown = sorted(set(scalars) - {"num_steps", "step"})
         if unknown:

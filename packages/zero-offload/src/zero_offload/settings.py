@@ -45,13 +45,16 @@ class OffloadSettings:
     def from_config(cls, config: Mapping[str, Any]) -> OffloadSettings:
         """Read the block from a resolved ``zero_optimization`` config.
 
+        Whoever calls has chosen this tier, so a missing block means its defaults, and so does
+        ``"device": "none"``, which is what configs resolve to that leave the block out.
+
         Raises:
-            ValueError: the block is missing, or a key has a value that is not served.
+            ValueError: a key has a value that is not served.
         """
-        block = config.get(_BLOCK)
+        block = config.get(_BLOCK) or {}
         if not isinstance(block, Mapping):
-            raise ValueError(f"zero_optimization has no {_BLOCK} block to make a host tier from")
-        _check_device(block.get("device", "cpu"))
+            raise ValueError(f"zero_optimization.{_BLOCK} must be a block of keys, got {block!r}")
+        _check_device(block.get("device"))
         for key in sorted(set(block) - _SERVED - _WITHOUT_EFFECT):
             if block[key]:
                 raise ValueError(f"{_BLOCK}.{key} = {block[key]!r} is not served by zero-offload")
@@ -62,9 +65,8 @@ class OffloadSettings:
 
 
 def _check_device(device: Any) -> None:
-    name = str(getattr(device, "value", device))
-    if name != "cpu":
+    if device not in (None, "none", "cpu"):
         raise ValueError(
-            f"{_BLOCK}.device = {name!r} is not served by zero-offload, which keeps optimizer "
-            f'state in host memory: use "cpu", or leave the block out'
+            f"{_BLOCK}.device = {device!r} is not served by zero-offload, which keeps optimizer "
+            f'state in host memory: use "cpu"'
         )

@@ -34,18 +34,52 @@ class Chunk:
 class Stepper(ABC):
     """Master weights and optimizer state of one flat space, and their update.
 
+    Args:
+        geometry: the flat space.
+        device: where master weights and state live.
+        is_in_place: the shards lie on ``device`` too; those of the master's dtype are then their
+            own master weights, and no second copy is kept.
+
     Attributes:
-        master: ``(numel,)``, fp32 (float64 when a shard is), the unrounded weights.
+        dtype: of the master weights: fp32, or float64 when a shard is.
         num_steps: updates applied so far, for each piece.
     """
 
-    def __init__(self, geometry: Geometry, device: torch.device) -> None:
+    def __init__(self, geometry: Geometry, device: torch.device, *, is_in_place: bool) -> None:
         self.geometry = geometry
         self.device = device
-        self.master = torch.zeros(geometry.numel, dtype=geometry.master_dtype(), device=device)
-        for a, b, view in geometry.overlaps(0, geometry.numel):
-            self.master[a:b].copy_(view)
+        self.dtype = geometry.master_dtype()
         self.num_steps = [0] * len(geometry.pieces)
+        self._master: Tensor | None = None
+        if not is_in_place or any(t.dtype != self.dtype for _, t in geometry.shards):
+            self._master = torch.zeros(geometry.numel, dtype=self.dtype, device=device)
+            for a, b, view in geometry.overlaps(0, geometry.numel):
+                self._master[a:b].copy_(view)
+
+    @property
+    def is_in_place(self) -> bool:
+        """Whether the shards are the master weights."""
+        return self._master is None
+
+    def master(self, start: int, stop: int) -> Tensor:
+        """The master weights' memory over a range inside one shard."""
+        if self._master is None:
+            return self.geometry.view(start, stop)
+        return self._master[start:stop]
+
+    def read_master(self, start: int, stop: int) -> Tensor:
+        """A copy on the CPU over any range; zero between shards."""
+        if self._master is not None:
+            return self._master[start:stop].to("cpu", copy=True)
+        values = torch.zeros(stop - start, dtype=self.dtype, device="cpu")
+        for a, b, view in self.geometry.overlaps(start, stop):
+            values[a - start : b - start].copy_(view)
+        return values
+
+    def write_master(self, start: int, values: Tensor) -> None:
+        """Overwrite a range; in place, the shards have the values with that."""
+        for a, b, _ in self.geometry.overlaps(start, start + values.numel()):
+            self.master(a, b).copy_(values[a - start : b - start])
 
     @abstractmethod
     def plan(
@@ -61,7 +95,10 @@ class Stepper(ABC):
         grad_scale: float,
         out: Callable[[int, int], Tensor],
     ) -> None:
-        """Update a chunk; write each run's rounded values to ``out(run.start, run.stop)``."""
+        """Update a chunk; write each run's rounded values to ``out(run.start, run.stop)``.
+
+        In place there is nothing to write: the shards have been updated.
+        """
 
     @abstractmethod
     def state_dtypes(self) -> Mapping[str, torch.dtype]:

@@ -12,7 +12,7 @@ from zero_offload.elementwise import check_elementwise
 from zero_offload.flat_tier import DeviceTier, HostTier
 from zero_offload.geometry import Geometry, freeze_groups
 from zero_offload.kernel_stepper import KernelStepper, can_serve, check_kernel_class
-from zero_offload.protocols import AdamKernel, DeviceTierFactory
+from zero_offload.protocols import AdamKernel, DeviceTierFactory, StateTier
 from zero_offload.settings import OffloadSettings
 from zero_offload.stepper import Stepper
 from zero_offload.torch_stepper import TorchStepper
@@ -86,16 +86,17 @@ def make_twin(
         check_kernel_class(optimizer_class)
     frozen = freeze_groups(groups)
     cut = round(ratio * geometry.numel)
-    host = device_part = None
+    host: tuple[StateTier, dict[int, int]] | None = None
+    rest: tuple[StateTier, dict[int, int]] | None = None
     if cut or not geometry.numel:
         part, local = geometry.part(0, cut, len(groups))
-        stepper = _make_stepper(part, _CPU, optimizer_class, frozen, adam_kernel)
+        stepper = _make_stepper(part, optimizer_class, frozen, adam_kernel, is_in_place=False)
         host = HostTier(part, stepper, HostMover(part, device, pin_memory=pin_memory)), local
     if cut < geometry.numel:
         part, local = geometry.part(cut, geometry.numel, len(groups))
         if device.type == "cpu":
-            stepper = _make_stepper(part, device, optimizer_class, frozen, adam_kernel)
-            device_part = DeviceTier(part, stepper, device), local
+            stepper = _make_stepper(part, optimizer_class, frozen, adam_kernel, is_in_place=True)
+            rest = DeviceTier(part, stepper, device), local
         else:
             made = device_tier(
                 numel=part.numel,
@@ -105,8 +106,8 @@ def make_twin(
                 optimizer_class=optimizer_class,
                 groups=groups,
             )
-            return TwinTier(geometry, cut, host, (made, local))
-    return TwinTier(geometry, cut, host, device_part)
+            rest = made, local
+    return TwinTier(geometry, cut, host, rest)
 
 
 def make_device_tier(
@@ -120,17 +121,20 @@ def make_device_tier(
 ) -> DeviceTier:
     """A device tier of this package's own, for use without an engine: torch on flat slices."""
     geometry = Geometry(numel, pieces, params, len(groups))
-    stepper = TorchStepper(geometry, device, optimizer_class, freeze_groups(groups))
+    frozen = freeze_groups(groups)
+    stepper = TorchStepper(geometry, device, optimizer_class, frozen, is_in_place=True)
     return DeviceTier(geometry, stepper, device)
 
 
 def _make_stepper(
     geometry: Geometry,
-    device: torch.device,
     optimizer_class: type[torch.optim.Optimizer],
     groups: Sequence[Mapping[str, Any]],
     adam_kernel: AdamKernel | None,
+    *,
+    is_in_place: bool,
 ) -> Stepper:
+    """The update in host memory: the kernel's where it can serve, else torch's."""
     if adam_kernel is not None and can_serve(geometry, groups):
-        return KernelStepper(geometry, adam_kernel, optimizer_class)
-    return TorchStepper(geometry, device, optimizer_class, groups)
+        return KernelStepper(geometry, adam_kernel, optimizer_class, is_in_place=is_in_place)
+    return TorchStepper(geometry, _CPU, optimizer_class, groups, is_in_place=is_in_place)

@@ -1,7 +1,7 @@
 """Any elementwise torch optimizer over flat memory, on the host or on a device.
 
 [Note: pieces as parameters]
-Each piece is an ``nn.Parameter`` that views the flat master buffer, and torch's own optimizer steps
+Each piece is an ``nn.Parameter`` that views the master weights, and torch's own optimizer steps
 those. Its state starts as torch makes it (SGD's first momentum is the gradient itself, not a zero
 to be averaged with) and is moved right after into flat buffers, one per state name, of which the
 entries in ``optimizer.state`` become views. So torch computes every update, and still each state
@@ -42,6 +42,7 @@ class TorchStepper(Stepper):
         device: where master and state live.
         optimizer_class: an elementwise torch optimizer.
         groups: its ``param_groups`` without ``params``, every default filled in.
+        is_in_place: see `Stepper`.
 
     Raises:
         ValueError: the optimizer's update is not elementwise, or it refuses a setting.
@@ -53,16 +54,18 @@ class TorchStepper(Stepper):
         device: torch.device,
         optimizer_class: type[torch.optim.Optimizer],
         groups: Sequence[Mapping[str, Any]],
+        *,
+        is_in_place: bool,
     ) -> None:
         check_elementwise(optimizer_class)
-        super().__init__(geometry, device)
+        super().__init__(geometry, device, is_in_place=is_in_place)
         self._chunk_numel = _HOST_CHUNK_NUMEL if device.type == "cpu" else _DEVICE_CHUNK_NUMEL
         self._templates = self._probe(optimizer_class, groups)
         self._dtypes: dict[str, torch.dtype] = {}
         for template in self._templates:
             self._dtypes.update(template.elementwise())
         self._buffers: dict[str, Tensor] = {}
-        self._params = [nn.Parameter(self.master[p.start : p.stop]) for p in geometry.pieces]
+        self._params = [nn.Parameter(self.master(p.start, p.stop)) for p in geometry.pieces]
         self._optimizer = self._make_optimizer(optimizer_class, groups)
         for i in range(len(self._params)):
             self._home(i)
@@ -70,8 +73,7 @@ class TorchStepper(Stepper):
     def _probe(
         self, optimizer_class: type[torch.optim.Optimizer], groups: Sequence[Mapping[str, Any]]
     ) -> list[EntryTemplate]:
-        dtype = self.master.dtype
-        return [probe_entry(optimizer_class, group, self.device, dtype) for group in groups]
+        return [probe_entry(optimizer_class, group, self.device, self.dtype) for group in groups]
 
     def _make_optimizer(
         self, optimizer_class: type[torch.optim.Optimizer], groups: Sequence[Mapping[str, Any]]
@@ -122,10 +124,11 @@ class TorchStepper(Stepper):
             self._params[i].grad = None
             self._home(i)
         for run in chunk.runs:
-            out(run.start, run.stop).copy_(self.master[run.start : run.stop])
+            if not self.is_in_place:
+                out(run.start, run.stop).copy_(self.master(run.start, run.stop))
 
     def _set_grads(self, run: Run, grads: GradLedger, grad_scale: float) -> None:
-        grad = grads.gather(run.start, run.stop, self.master.dtype, grad_scale)
+        grad = grads.gather(run.start, run.stop, self.dtype, grad_scale)
         for i in run.pieces:
             piece = self.geometry.pieces[i]
             self._params[i].grad = grad[piece.start - run.start : piece.stop - run.start]

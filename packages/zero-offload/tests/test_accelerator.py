@@ -1,0 +1,72 @@
+"""The same numbers on an accelerator, with its streams and pinned memory."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from support import RATIOS, ReferenceAdam, Space, group_of
+from torch import nn, optim
+
+from zero_offload import OffloadedOptimizer
+from zero_offload.tier import create_tier, make_device_tier
+
+pytestmark = pytest.mark.skipif(
+    not torch.accelerator.is_available(), reason="this machine has no accelerator"
+)
+GROUPS = [group_of(optim.AdamW, lr=1e-2)]
+
+
+def _train(ratio: float, dtype: torch.dtype, *, pin_memory: bool) -> torch.Tensor:
+    device = torch.accelerator.current_accelerator()
+    assert device is not None
+    space = Space(dtype=dtype)
+    space.params = [(start, shard.to(device)) for start, shard in space.params]
+    tier = create_tier(
+        numel=space.numel,
+        pieces=space.pieces,
+        params=space.params,
+        device=device,
+        optimizer_class=optim.AdamW,
+        groups=GROUPS,
+        config={"offload_optimizer": {"ratio": ratio, "pin_memory": pin_memory}},
+        adam_kernel=ReferenceAdam(),
+        device_tier=make_device_tier,
+    )
+    tier.write_state("master_weight", 0, space.initial)
+    for step in range(20):
+        grad = space.grad(step).to(device)
+        tier.offer_grad(256, grad[256:])
+        tier.offer_grad(0, grad[:256])
+        tier.step(GROUPS, range(5), grad_scale=0.5)
+        grad.fill_(float("nan"))
+        tier.wait_params(0, 256)
+        tier.wait_params(256, space.numel)
+        assert not space.flat_params().isnan().any()
+    return tier.read_state("master_weight", 0, space.numel)
+
+
+@pytest.mark.parametrize("pin_memory", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_every_ratio_follows_the_host(dtype: torch.dtype, pin_memory: bool) -> None:
+    expected = _train(1.0, dtype, pin_memory=pin_memory)
+    for ratio in RATIOS[:-1]:
+        found = _train(ratio, dtype, pin_memory=pin_memory)
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_offloaded_optimizer_follows_plain_torch() -> None:
+    device = torch.accelerator.current_accelerator()
+    torch.manual_seed(0)
+    plain, ours = nn.Linear(64, 64, device=device), nn.Linear(64, 64, device=device)
+    ours.load_state_dict(plain.state_dict())
+    optimizers = (
+        optim.AdamW(plain.parameters(), lr=1e-2),
+        OffloadedOptimizer(optim.AdamW, ours.parameters(), lr=1e-2, ratio=0.4),
+    )
+    data = torch.randn(16, 64, device=device)
+    for _ in range(10):
+        for model, optimizer in zip((plain, ours), optimizers, strict=True):
+            optimizer.zero_grad()
+            model(data).square().mean().backward()
+            optimizer.step()
+    torch.testing.assert_close(ours.weight, plain.weight, rtol=1e-4, atol=1e-5)

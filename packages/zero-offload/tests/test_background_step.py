@@ -1,0 +1,211 @@
+"""The host's step runs beside the caller: what it publishes early, and what its errors do."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from support import ReferenceAdam, Space, group_of, make_tier, offer, snapshot, train
+from torch import optim
+
+from zero_offload import OffloadError
+from zero_offload.progress import Progress
+from zero_offload.twin import TwinTier
+
+GROUPS = [group_of(optim.AdamW, lr=1e-2)]
+TIMEOUT_S = 20.0
+
+
+class GatedAdam(ReferenceAdam):
+    """A kernel that waits before its ``gate_at``-th call, or raises there."""
+
+    def __init__(self, gate_at: int, error: BaseException | None = None) -> None:
+        super().__init__()
+        self.gate_at, self.error = gate_at, error
+        self.gate, self.reached = threading.Event(), threading.Event()
+        self.threads: list[str] = []
+
+    def adam_step(self, *args: Any, **kwargs: Any) -> None:
+        self.threads.append(threading.current_thread().name)
+        if len(self.calls) == self.gate_at:
+            self.reached.set()
+            if self.error is not None:
+                raise self.error
+            assert self.gate.wait(TIMEOUT_S)
+        super().adam_step(*args, **kwargs)
+
+
+def _in_thread(call: Callable[[], object]) -> threading.Thread:
+    thread = threading.Thread(target=call, daemon=True)
+    thread.start()
+    return thread
+
+
+def test_first_unit_is_free_while_the_second_is_updated() -> None:
+    space, kernel = Space(), GatedAdam(gate_at=1)
+    tier = make_tier(space, optim.AdamW, GROUPS, kernel=kernel)
+    offer(tier, space, 0)
+    tier.step(GROUPS, range(5), grad_scale=1.0)
+    tier.wait_params(0, 256)
+    assert kernel.reached.wait(TIMEOUT_S)
+    assert not torch.equal(space.params[0][1][:253], space.initial[:253])
+    tier.wait_params(253, 260)  # padding alone: nothing to wait for
+    assert torch.equal(space.params[1][1], space.initial[256:])
+    waiter = _in_thread(lambda: tier.wait_params(256, 360))
+    waiter.join(0.05)
+    assert waiter.is_alive()
+    kernel.gate.set()
+    waiter.join(TIMEOUT_S)
+    assert not waiter.is_alive()
+    tier.wait_params(0, space.numel)
+    assert kernel.calls == [253, 1, 64]
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda tier: tier.read_state("exp_avg", 0, 1),
+        lambda tier: tier.write_state("exp_avg", 0, torch.zeros(1)),
+        lambda tier: tier.read_scalars(0),
+        lambda tier: tier.write_scalars(0, {"num_steps": 1}),
+        lambda tier: tier.offer_grad(0, torch.zeros(1)),
+        lambda tier: tier.discard_grads(),
+        lambda tier: tier.step(GROUPS, [], grad_scale=1.0),
+    ],
+)
+def test_all_other_calls_wait_for_a_step_in_flight(call: Callable[[TwinTier], object]) -> None:
+    space, kernel = Space(), GatedAdam(gate_at=0)
+    tier = make_tier(space, optim.AdamW, GROUPS, kernel=kernel)
+    offer(tier, space, 0)
+    tier.step(GROUPS, range(5), grad_scale=1.0)
+    waiter = _in_thread(lambda: call(tier))
+    waiter.join(0.05)
+    assert waiter.is_alive()
+    kernel.gate.set()
+    waiter.join(TIMEOUT_S)
+    assert not waiter.is_alive()
+    tier.wait_params(0, space.numel)
+
+
+def test_host_and_device_step_at_the_same_time() -> None:
+    """The device's half finishes in the caller's thread while the host's is held back."""
+    space, kernel = Space(), GatedAdam(gate_at=0)
+    tier = make_tier(space, optim.AdamW, GROUPS, ratio=0.5, kernel=kernel)
+    barrier = threading.Event()
+
+    class Half(ReferenceAdam):
+        def adam_step(self, *args: Any, **kwargs: Any) -> None:
+            kernel.reached.wait(TIMEOUT_S)
+            super().adam_step(*args, **kwargs)
+            barrier.set()
+
+    device = tier._parts[1].tier
+    device._stepper._kernel = Half()  # type: ignore[attr-defined]
+    offer(tier, space, 0)
+    tier.step(GROUPS, range(5), grad_scale=1.0)
+    assert barrier.is_set()
+    tier.wait_params(180, space.numel)
+    assert not kernel.calls
+    kernel.gate.set()
+    tier.wait_params(0, space.numel)
+    assert kernel.threads[0].startswith("zero-offload")
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda tier: tier.wait_params(0, 360),
+        lambda tier: tier.step(GROUPS, [], grad_scale=1.0),
+        lambda tier: tier.read_state("master_weight", 0, 1),
+        lambda tier: tier.write_state("master_weight", 0, torch.zeros(1)),
+        lambda tier: tier.read_scalars(0),
+        lambda tier: tier.offer_grad(0, torch.zeros(1)),
+    ],
+)
+@pytest.mark.parametrize("ratio", [0.5, 1.0])
+def test_an_error_in_the_worker_reaches_every_later_call(
+    call: Callable[[TwinTier], object], ratio: float
+) -> None:
+    space = Space()
+    cause = MemoryError("no memory for the moments")
+    tier = make_tier(space, optim.AdamW, GROUPS, ratio=ratio, kernel=GatedAdam(0, cause))
+    offer(tier, space, 0)
+    host_pieces = [0, 1]
+    tier.step(GROUPS, host_pieces, grad_scale=1.0)
+    for _ in range(2):
+        with pytest.raises(OffloadError, match="no memory for the moments") as caught:
+            call(tier)
+        assert caught.value.__cause__ is cause
+
+
+def test_an_error_before_the_awaited_run_wakes_the_waiter() -> None:
+    space = Space()
+    tier = make_tier(space, optim.AdamW, GROUPS, kernel=GatedAdam(1, ZeroDivisionError("kernel")))
+    offer(tier, space, 0)
+    tier.step(GROUPS, range(5), grad_scale=1.0)
+    with pytest.raises(OffloadError, match="kernel"):
+        tier.wait_params(300, 310)
+
+
+def test_an_error_of_the_device_part_is_raised_by_step_itself() -> None:
+    space = Space()
+    tier = make_tier(space, optim.AdamW, GROUPS, ratio=0.0, kernel=GatedAdam(0, OSError("device")))
+    offer(tier, space, 0)
+    with pytest.raises(OSError, match="device"):
+        tier.step(GROUPS, range(5), grad_scale=1.0)
+    with pytest.raises(OffloadError, match="partly updated"):
+        tier.read_state("master_weight", 0, 1)
+
+
+def test_a_missing_gradient_is_refused_before_anything_is_updated() -> None:
+    space = Space()
+    tier = make_tier(space, optim.AdamW, GROUPS, kernel=ReferenceAdam())
+    before = snapshot(tier, space)
+    tier.offer_grad(0, space.grad(0)[:256])
+    with pytest.raises(ValueError, match=r"no gradient was offered for \[260, 261\)"):
+        tier.step(GROUPS, range(5), grad_scale=1.0)
+    for name, value in snapshot(tier, space).items():
+        assert torch.equal(value, before[name])
+    train(tier, space, GROUPS, range(1))  # and the tier goes on
+
+
+def test_the_worker_ends_with_its_tier() -> None:
+    space = Space()
+    tier = make_tier(space, optim.AdamW, GROUPS, kernel=ReferenceAdam())
+    train(tier, space, GROUPS, range(1))
+    (worker,) = tier._parts[0].tier._worker._threads  # type: ignore[attr-defined]
+    assert worker.is_alive()
+    del tier
+    worker.join(TIMEOUT_S)
+    assert not worker.is_alive()
+
+
+def test_the_worker_does_not_record_gradients() -> None:
+    """Grad mode is per thread: a kernel that uses torch must run without it in the worker too."""
+    modes: list[bool] = []
+
+    class Watch(ReferenceAdam):
+        def adam_step(self, *args: Any, **kwargs: Any) -> None:
+            modes.append(torch.is_grad_enabled())
+            super().adam_step(*args, **kwargs)
+
+    space = Space()
+    train(make_tier(space, optim.AdamW, GROUPS, kernel=Watch()), space, GROUPS, range(1))
+    assert modes == [False] * 3
+
+
+def test_progress_waits_for_the_last_overlapping_run_only() -> None:
+    progress = Progress()
+    progress.begin([(0, 4), (6, 8), (8, 9)])
+    assert progress.wait(4, 6) == []
+    progress.advance(None)
+    assert progress.wait(0, 6) == []
+    late = _in_thread(lambda: progress.wait(7, 8))
+    late.join(0.05)
+    assert late.is_alive()
+    progress.advance(None)
+    late.join(TIMEOUT_S)
+    assert not late.is_alive()

@@ -1,0 +1,230 @@
+"""What is served and what is refused: configs, optimizers, kernels."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import inspect
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+from support import CPU, ReferenceAdam, Space, group_of, make_tier
+from torch import Tensor, nn, optim
+
+from zero_offload import ELEMENTWISE, OffloadedOptimizer, create_tier
+from zero_offload.kernels import GROUP, resolve_kernel
+from zero_offload.protocols import StateTier
+from zero_offload.settings import OffloadSettings
+from zero_offload.tier import make_device_tier
+
+
+def _block(**keys: Any) -> OffloadSettings:
+    return OffloadSettings.from_config({"offload_optimizer": keys})
+
+
+def test_deepspeeds_block_is_read() -> None:
+    settings = _block(
+        device="cpu",
+        ratio=0.4,
+        pin_memory=False,
+        nvme_path=None,
+        buffer_count=4,
+        pipeline_read=False,
+        pipeline_write=False,
+        fast_init=False,
+    )
+    assert settings == OffloadSettings(ratio=0.4, pin_memory=False)
+
+
+@pytest.mark.parametrize("config", [{}, {"offload_optimizer": None}])
+def test_a_missing_block_means_the_defaults(config: dict[str, Any]) -> None:
+    assert OffloadSettings.from_config(config) == OffloadSettings(ratio=1.0, pin_memory=True)
+    assert _block(device="none") == OffloadSettings()
+
+
+@pytest.mark.parametrize(
+    ("keys", "match"),
+    [
+        ({"device": "nvme"}, r"offload_optimizer\.device"),
+        ({"device": "cuda"}, r"offload_optimizer\.device"),
+        ({"ratio": 1.5}, r"offload_optimizer\.ratio"),
+        ({"ratio": -0.1}, r"offload_optimizer\.ratio"),
+        ({"ratio": float("nan")}, r"offload_optimizer\.ratio"),
+        ({"ratio": "auto"}, r"offload_optimizer\.ratio"),
+        ({"ratio": True}, r"offload_optimizer\.ratio"),
+        ({"pin_memory": 1}, r"offload_optimizer\.pin_memory"),
+        ({"state_dtype": "int8"}, r"offload_optimizer\.state_dtype"),
+    ],
+)
+def test_settings_that_are_not_served_are_refused_by_name(keys: dict[str, Any], match: str) -> None:
+    with pytest.raises(ValueError, match=match):
+        make_tier(Space(), optim.SGD, [group_of(optim.SGD)], **{"ratio": 1.0, **keys})
+
+
+@pytest.mark.parametrize(
+    "cls", [optim.LBFGS, optim.SparseAdam, optim.Adafactor, optim.Muon, optim.Optimizer]
+)
+def test_optimizers_that_are_not_elementwise_are_refused_by_name(cls: Any) -> None:
+    with pytest.raises(ValueError, match=f"{cls.__name__} cannot be offloaded"):
+        make_tier(Space(), cls, [{"lr": 0.1}])
+    with pytest.raises(ValueError, match="cannot be offloaded"):
+        make_device_tier(
+            numel=0, pieces=[], params=[], device=CPU, optimizer_class=cls, groups=[{"lr": 0.1}]
+        )
+
+
+def test_every_torch_optimizer_is_known_to_be_one_or_the_other() -> None:
+    """A new torch optimizer shows up here and must be looked at."""
+    found = {
+        cls
+        for cls in vars(optim).values()
+        if inspect.isclass(cls) and issubclass(cls, optim.Optimizer)
+    }
+    others = {optim.Optimizer, optim.LBFGS, optim.SparseAdam, optim.Adafactor}
+    others |= {getattr(optim, "Muon", optim.Optimizer)}
+    assert found == ELEMENTWISE | others
+
+
+class _Tuned(optim.SGD):
+    """A subclass may do anything, so it must vouch for itself."""
+
+
+class _Vouched(optim.SGD):
+    is_elementwise = True
+
+
+class _Liar(optim.Optimizer):
+    """Claims to be elementwise and keeps a row of means."""
+
+    is_elementwise = True
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr})
+
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for param in group["params"]:
+                self.state[param]["row"] = torch.zeros(3)
+
+
+def test_a_class_of_ones_own_vouches_for_itself() -> None:
+    with pytest.raises(ValueError, match="is_elementwise = True"):
+        make_tier(Space(), _Tuned, [group_of(_Tuned)])
+    make_tier(Space(), _Vouched, [group_of(_Vouched)])
+
+
+def test_state_that_is_not_elementwise_gives_a_class_away() -> None:
+    with pytest.raises(ValueError, match="not elementwise"):
+        make_tier(Space(), _Liar, [{"lr": 0.1}])
+
+
+def test_a_kernel_serves_adam_only() -> None:
+    with pytest.raises(ValueError, match="not SGD"):
+        make_tier(Space(), optim.SGD, [group_of(optim.SGD)], kernel=ReferenceAdam())
+
+
+def test_kernels_are_found_by_name_object_or_auto(monkeypatch: pytest.MonkeyPatch) -> None:
+    entry = importlib.metadata.EntryPoint("tested", "support:ReferenceAdam", GROUP)
+    broken = importlib.metadata.EntryPoint("zzz_broken", "no_such_module:kernel", GROUP)
+    installed = importlib.metadata.EntryPoints([broken, entry])
+    monkeypatch.setattr(
+        "zero_offload.kernels.entry_points", lambda **wanted: installed.select(**wanted)
+    )
+    kernel = ReferenceAdam()
+    assert resolve_kernel(kernel, optim.Adam) is kernel
+    assert resolve_kernel(None, optim.Adam) is None
+    assert resolve_kernel("tested", optim.AdamW) is ReferenceAdam
+    assert resolve_kernel("auto", optim.AdamW) is ReferenceAdam  # and nothing else was loaded
+    assert resolve_kernel("auto", optim.SGD) is None
+    with pytest.raises(ValueError, match="'other' is installed"):
+        resolve_kernel("other", optim.Adam)
+    with pytest.raises(ValueError, match="needs a function adam_step"):
+        resolve_kernel(object(), optim.Adam)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="not SGD"):
+        resolve_kernel("tested", optim.SGD)
+
+
+def test_auto_without_an_installed_kernel_is_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("zero_offload.kernels.entry_points", lambda **_: ())
+    assert resolve_kernel("auto", optim.Adam) is None
+
+
+@pytest.mark.parametrize("ratio", [0.0, 0.5, 1.0])
+def test_ranks_without_elements_have_a_tier_too(ratio: float) -> None:
+    for params in ([], [(0, torch.zeros(0))]):
+        tier = create_tier(
+            numel=0,
+            pieces=[],
+            params=params,
+            device=CPU,
+            optimizer_class=optim.AdamW,
+            groups=[group_of(optim.AdamW)],
+            config={"offload_optimizer": {"ratio": ratio}},
+            adam_kernel=None,
+            device_tier=make_device_tier,
+        )
+        tier.step([group_of(optim.AdamW)], [], grad_scale=1.0)
+        tier.wait_params(0, 0)
+        assert tier.state_names()[0] == "master_weight"
+        assert tier.read_state("master_weight", 0, 0).numel() == 0
+
+
+@pytest.mark.parametrize(
+    ("pieces", "params", "match"),
+    [
+        ([(0, 4, 0), (3, 6, 0)], [(0, torch.zeros(8))], r"pieces\[1\].*overlaps"),
+        ([(2, 2, 0)], [(0, torch.zeros(8))], r"pieces\[0\].*empty"),
+        ([(0, 4, 1)], [(0, torch.zeros(8))], r"names group 1"),
+        ([(2, 6, 0)], [(0, torch.zeros(4)), (4, torch.zeros(4))], "inside one tensor"),
+        ([], [(0, torch.zeros(4)), (3, torch.zeros(4))], r"params\[1\].*overlaps"),
+        ([], [(0, torch.zeros(9))], "leaves the flat space"),
+        ([], [(0, torch.zeros(2, 2))], "1-D"),
+        ([], [(0, torch.zeros(2, dtype=torch.int8))], "floating point"),
+    ],
+)
+def test_layouts_that_do_not_fit_are_refused(
+    pieces: list[tuple[int, int, int]], params: list[tuple[int, Tensor]], match: str
+) -> None:
+    with pytest.raises(ValueError, match=match):
+        create_tier(
+            numel=8,
+            pieces=pieces,
+            params=params,
+            device=CPU,
+            optimizer_class=optim.SGD,
+            groups=[group_of(optim.SGD)],
+            config={},
+            adam_kernel=None,
+            device_tier=make_device_tier,
+        )
+
+
+@pytest.mark.parametrize("ratio", [0.0, 0.5, 1.0])
+def test_tiers_have_the_protocols_methods(ratio: float) -> None:
+    tier = make_tier(Space(), optim.SGD, [group_of(optim.SGD)], ratio=ratio)
+    assert isinstance(tier, StateTier)
+    for part in tier._parts:
+        assert isinstance(part.tier, StateTier)
+
+
+def test_the_entry_point_is_create_tier() -> None:
+    (entry,) = importlib.metadata.entry_points(group="zero_core.state_tiers", name="host")
+    assert entry.load() is create_tier
+
+
+def test_importing_and_stepping_loads_no_sibling_package() -> None:
+    program = (
+        "import sys, torch, zero_offload as z\n"
+        "p = torch.nn.Parameter(torch.ones(3)); p.grad = torch.ones(3)\n"
+        "z.OffloadedOptimizer(torch.optim.AdamW, [p], ratio=0.5).step()\n"
+        "assert not {'zero_core', 'zero_comm', 'cpu_adam'} & set(sys.modules)\n"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
+
+
+def test_no_thread_is_started_before_the_first_step() -> None:
+    """An optimizer made and dropped starts no thread."""
+    optimizer = OffloadedOptimizer(optim.SGD, [nn.Parameter(torch.ones(2))], lr=0.1)
+    assert not optimizer.tier._parts[0].tier._worker._threads  # type: ignore[attr-defined]

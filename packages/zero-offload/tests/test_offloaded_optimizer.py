@@ -1,0 +1,258 @@
+"""`OffloadedOptimizer` in plain torch loops."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from support import RATIOS, ReferenceAdam
+from torch import Tensor, nn, optim
+
+from zero_offload import OffloadedOptimizer
+
+
+def _model(dtype: torch.dtype = torch.float32) -> nn.Module:
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(7, 13), nn.GELU(), nn.LayerNorm(13), nn.Linear(13, 5)).to(dtype)
+
+
+def _groups(model: nn.Module) -> list[dict[str, Any]]:
+    """Decay for matrices, none for vectors: the usual two groups."""
+    params = list(model.parameters())
+    return [
+        {"params": [p for p in params if p.dim() > 1], "weight_decay": 0.1},
+        {"params": [p for p in params if p.dim() <= 1], "weight_decay": 0.0, "lr": 3e-3},
+    ]
+
+
+def _loop(model: nn.Module, optimizer: optim.Optimizer, steps: range = range(6)) -> list[float]:
+    schedule = optim.lr_scheduler.StepLR(optimizer, step_size=2, gamma=0.5)
+    losses = []
+    for step in steps:
+        data = torch.randn(11, 7, generator=torch.Generator().manual_seed(step))
+        optimizer.zero_grad()
+        loss = model(data.to(next(model.parameters()).dtype)).float().square().mean()
+        loss.backward()
+        optimizer.step()
+        schedule.step()
+        losses.append(loss.item())
+    return losses
+
+
+def _weights(model: nn.Module) -> Tensor:
+    return torch.cat([p.detach().flatten() for p in model.parameters()])
+
+
+CLASSES = [
+    (optim.SGD, {"lr": 0.1, "momentum": 0.9}),
+    (optim.Adam, {"lr": 1e-2}),
+    (optim.AdamW, {"lr": 1e-2, "foreach": True}),
+    (optim.Adagrad, {"lr": 0.1}),
+    (optim.RMSprop, {"lr": 1e-3}),
+    (optim.Adadelta, {"lr": 1.0}),
+    (optim.NAdam, {"lr": 1e-2}),
+    (optim.RAdam, {"lr": 1e-2}),
+    (optim.Adamax, {"lr": 1e-2}),
+]
+
+
+@pytest.mark.parametrize("ratio", RATIOS)
+@pytest.mark.parametrize(("cls", "settings"), CLASSES)
+def test_fp32_loop_equals_torch_bit_for_bit(
+    cls: type[optim.Optimizer], settings: dict[str, Any], ratio: float
+) -> None:
+    plain, ours = _model(), _model()
+    expected = _loop(plain, cls(_groups(plain), **settings))
+    found = _loop(ours, OffloadedOptimizer(cls, _groups(ours), ratio=ratio, **settings))
+    assert found == expected
+    assert torch.equal(_weights(ours), _weights(plain))
+
+
+@pytest.mark.parametrize("adam_kernel", ["torch", "reference", "auto"])
+def test_bf16_loop_keeps_fp32_masters_at_every_ratio(adam_kernel: str) -> None:
+    results = []
+    for ratio in RATIOS:
+        model = _model(torch.bfloat16)
+        kernel = {"torch": None, "reference": ReferenceAdam(), "auto": "auto"}[adam_kernel]
+        optimizer = OffloadedOptimizer(
+            optim.AdamW, _groups(model), ratio=ratio, lr=1e-5, adam_kernel=kernel
+        )
+        start = _weights(model).clone()
+        losses = _loop(model, optimizer)
+        state = optimizer.state_dict()["state"]
+        params = [p for group in optimizer.param_groups for p in group["params"]]
+        for i, param in enumerate(params):
+            assert state[i]["master_weight"].dtype == torch.float32
+            assert torch.equal(state[i]["master_weight"].bfloat16(), param.detach())
+        masters = torch.cat([state[i]["master_weight"].flatten() for i in range(len(params))])
+        # steps of 1e-5 vanish in bf16 weights near 1, and must not in the masters
+        moved = torch.cat([p.detach().flatten() for p in params]).float() != masters
+        assert moved.float().mean() > 0.9
+        results.append((losses, masters, start))
+    for losses, masters, _ in results:
+        assert losses == results[0][0]
+        assert torch.equal(masters, results[0][1])
+
+
+@pytest.mark.parametrize("target_ratio", [0.0, 0.3, 1.0])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("cls", "settings"), CLASSES)
+def test_state_dict_resumes_bit_identically_at_another_ratio(
+    cls: type[optim.Optimizer], settings: dict[str, Any], dtype: torch.dtype, target_ratio: float
+) -> None:
+    first, second = _model(dtype), _model(dtype)
+    source = OffloadedOptimizer(cls, _groups(first), ratio=0.6, **settings)
+    _loop(first, source, range(3))
+    saved = copy.deepcopy((first.state_dict(), source.state_dict()))
+    target = OffloadedOptimizer(cls, _groups(second), ratio=target_ratio, **settings)
+    second.load_state_dict(saved[0])
+    target.load_state_dict(saved[1])
+    assert [g["lr"] for g in target.param_groups] == [g["lr"] for g in source.param_groups]
+    assert _loop(first, source, range(3, 6)) == _loop(second, target, range(3, 6))
+    assert torch.equal(_weights(first), _weights(second))
+
+
+def test_state_dict_survives_a_weights_only_file(tmp_path: Any) -> None:
+    model, other = _model(), _model()
+    optimizer = OffloadedOptimizer(optim.AdamW, model.parameters(), lr=1e-2)
+    _loop(model, optimizer)
+    torch.save(optimizer.state_dict(), tmp_path / "state.pt")
+    target = OffloadedOptimizer(optim.AdamW, other.parameters(), lr=1e-2, ratio=0.5)
+    target.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
+    assert torch.equal(_weights(other), _weights(model))  # masters bring the parameters along
+    entry = target.state_dict()["state"][0]
+    assert entry["num_steps"] == 6
+    assert entry["exp_avg"].shape == next(iter(model.parameters())).shape
+
+
+@pytest.mark.parametrize(("cls", "settings"), CLASSES)
+def test_a_plain_torch_state_dict_loads(
+    cls: type[optim.Optimizer], settings: dict[str, Any]
+) -> None:
+    plain, ours = _model(), _model()
+    source = cls(_groups(plain), **settings)
+    _loop(plain, source, range(3))
+    ours.load_state_dict(plain.state_dict())
+    target = OffloadedOptimizer(cls, _groups(ours), ratio=0.5, **settings)
+    target.load_state_dict(copy.deepcopy(source.state_dict()))
+    assert _loop(plain, source, range(3, 6)) == _loop(ours, target, range(3, 6))
+
+
+def test_another_optimizers_state_dict_is_refused() -> None:
+    model, other = _model(), _model()
+    source = optim.Adam(model.parameters())
+    _loop(model, source, range(1))
+    target = OffloadedOptimizer(optim.SGD, other.parameters(), lr=0.1)
+    with pytest.raises(ValueError, match="exp_avg"):
+        target.load_state_dict(source.state_dict())
+
+
+def test_parameters_without_gradient_are_left_alone() -> None:
+    model = _model()
+    optimizer = OffloadedOptimizer(optim.AdamW, model.parameters(), lr=1e-2, ratio=0.5)
+    first, *rest = model.parameters()
+    before = [p.detach().clone() for p in rest]
+    first.grad = torch.ones_like(first)
+    optimizer.step()
+    assert all(torch.equal(p, b) for p, b in zip(rest, before, strict=True))
+    assert [e["num_steps"] for e in optimizer.state_dict()["state"].values()] == [1, 0, 0, 0, 0, 0]
+
+
+def test_memory_formats_scalars_and_empty_parameters_are_served() -> None:
+    def params() -> list[nn.Parameter]:
+        torch.manual_seed(0)
+        image = torch.randn(4, 3, 5, 5).to(memory_format=torch.channels_last)
+        return [
+            nn.Parameter(image),
+            nn.Parameter(torch.tensor(2.0)),
+            nn.Parameter(torch.empty(0)),
+            nn.Parameter(torch.randn(6, 4).t()),
+            nn.Parameter(torch.randn(1)),
+        ]
+
+    plain, ours = params(), params()
+    optimizers = (
+        optim.Adam(plain, lr=0.1),
+        OffloadedOptimizer(optim.Adam, ours, lr=0.1, ratio=0.37),
+    )
+    for step in range(3):
+        for members, optimizer in zip((plain, ours), optimizers, strict=True):
+            for i, p in enumerate(members):
+                generator = torch.Generator().manual_seed(10 * step + i)
+                p.grad = torch.randn(p.shape, generator=generator)  # not in the param's order
+            optimizer.step()
+    for p, q in zip(plain, ours, strict=True):
+        assert torch.equal(p, q)
+    expected, state = optimizers[0].state_dict()["state"], optimizers[1].state_dict()["state"]
+    for i in (0, 1, 3, 4):
+        assert torch.equal(state[i]["exp_avg"], expected[i]["exp_avg"])
+    again = OffloadedOptimizer(optim.Adam, params(), lr=0.1, ratio=0.9)
+    again.load_state_dict(optimizers[1].state_dict())
+    for i, entry in again.state_dict()["state"].items():
+        assert torch.equal(entry["exp_avg_sq"], state[i]["exp_avg_sq"])
+
+
+def test_closure_is_run_with_gradients() -> None:
+    weight = nn.Parameter(torch.ones(3))
+    optimizer = OffloadedOptimizer(optim.SGD, [weight], lr=0.5)
+
+    def closure() -> float:
+        optimizer.zero_grad()
+        loss = weight.square().sum()
+        loss.backward()
+        return loss.item()
+
+    assert optimizer.step(closure) == 3.0
+    assert torch.equal(weight.detach(), torch.zeros(3))
+
+
+def test_named_parameters_keep_their_names() -> None:
+    model = _model()
+    optimizer = OffloadedOptimizer(optim.AdamW, model.named_parameters(), lr=1e-2)
+    _loop(model, optimizer, range(1))
+    names = optimizer.state_dict()["param_groups"][0]["param_names"]
+    assert names == [name for name, _ in model.named_parameters()]
+
+
+def test_loaded_weights_are_taken_with_sync_from_params() -> None:
+    model = _model(torch.bfloat16)
+    optimizer = OffloadedOptimizer(optim.SGD, model.parameters(), lr=0.0)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.fill_(0.5)
+    optimizer.sync_from_params()
+    _loop(model, optimizer, range(1))
+    assert torch.equal(_weights(model), torch.full_like(_weights(model), 0.5))
+
+
+def test_counters_are_on_the_tier() -> None:
+    weight = nn.Parameter(torch.ones(100, dtype=torch.bfloat16))
+    optimizer = OffloadedOptimizer(optim.SGD, [weight], lr=0.1, ratio=0.4)
+    weight.grad = torch.ones_like(weight)
+    optimizer.step()
+    assert (optimizer.tier.bytes_d2h, optimizer.tier.bytes_h2d) == (80, 80)
+
+
+def test_misuse_is_refused_with_the_reason() -> None:
+    weight = nn.Parameter(torch.ones(4))
+    optimizer = OffloadedOptimizer(optim.SGD, [weight], lr=0.1)
+    with pytest.raises(ValueError, match="cannot grow"):
+        optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1))]})
+    with pytest.raises(TypeError, match="state_dict"):
+        copy.deepcopy(optimizer)
+    weight.data = torch.ones(4)
+    weight.grad = torch.ones(4)
+    with pytest.raises(RuntimeError, match="other memory"):
+        optimizer.step()
+    weight.grad = None
+    with pytest.raises(ValueError, match="without gaps"):
+        OffloadedOptimizer(optim.SGD, [nn.Parameter(torch.ones(4, 4)[:, :2])], lr=0.1)
+    with pytest.raises(ValueError, match="one device"):
+        mixed = [nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(1, device="meta"))]
+        OffloadedOptimizer(optim.SGD, mixed, lr=0.1)
+    with pytest.raises(ValueError, match="ratio"):
+        OffloadedOptimizer(optim.SGD, [nn.Parameter(torch.ones(1))], lr=0.1, ratio=1.1)
+    with pytest.raises(ValueError, match="Invalid learning rate"):
+        OffloadedOptimizer(optim.SGD, [nn.Parameter(torch.ones(1))], lr=-1.0)
