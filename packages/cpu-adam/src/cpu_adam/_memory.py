@@ -14,7 +14,16 @@ import numpy as np
 
 from cpu_adam import _kernels
 
-__all__ = ["BFLOAT16", "FLOAT16", "FLOAT32", "NO_OUT", "Block", "check_disjoint", "describe"]
+__all__ = [
+    "BFLOAT16",
+    "FLOAT16",
+    "FLOAT32",
+    "NO_OUT",
+    "Block",
+    "check_disjoint",
+    "describe",
+    "torch_address",
+]
 
 # Numbers of the element types, shared with native/kernels.h.
 FLOAT32, BFLOAT16, FLOAT16, NO_OUT = 0, 1, 2, 3
@@ -80,6 +89,27 @@ def _read_only(name: str) -> ValueError:
     return ValueError(f"{name}: is written to, but its memory is read-only")
 
 
+def torch_address(name: str, tensor: Any) -> int:
+    """Address of the first element of a torch CPU tensor that has memory behind every element.
+
+    Raises:
+        ValueError: it is a wrapper without memory (a fake tensor, a functorch level), or its
+            storage was freed under it (``resize_(0)``).
+    """
+    try:
+        storage = tensor.untyped_storage()
+        is_real = storage.device.type == "cpu"
+        address = tensor.data_ptr() if is_real else 0
+    except (RuntimeError, NotImplementedError):
+        is_real = False
+    if not is_real:
+        raise ValueError(f"{name}: a {type(tensor).__name__} has no host memory of its own")
+    needed = (tensor.storage_offset() + tensor.numel()) * tensor.element_size()
+    if tensor.numel() and (storage.nbytes() < needed or address == 0):
+        raise ValueError(f"{name}: its memory has been freed (or was never allocated)")
+    return int(address)
+
+
 def _describe_torch(name: str, tensor: Any, torch: Any, types: tuple[int, ...]) -> Block:
     if not _torch_types:
         _torch_types[torch.float32] = FLOAT32
@@ -96,22 +126,8 @@ def _describe_torch(name: str, tensor: Any, torch: Any, types: tuple[int, ...]) 
         raise _not_contiguous(name)
     if tensor.is_neg():
         raise ValueError(f"{name}: is a lazily negated view; pass tensor.resolve_neg()")
-    numel = tensor.numel()
-    try:
-        storage_bytes = tensor.untyped_storage().nbytes()
-        address = tensor.data_ptr()
-    except (RuntimeError, NotImplementedError) as error:
-        raise ValueError(
-            f"{name}: a {type(tensor).__name__} has no memory of its own; pass its local tensor"
-        ) from error
-    # A storage can have been freed under its tensors (resize_(0)), or be a fake one.
-    if numel and (
-        address == 0
-        or storage_bytes < (tensor.storage_offset() + numel) * ITEM_BYTES[code]
-        or tensor.untyped_storage().data_ptr() == 0
-    ):
-        raise ValueError(f"{name}: its memory has been freed (or was never allocated)")
-    return Block(address, tuple(tensor.shape), numel, code, tensor)
+    address = torch_address(name, tensor)
+    return Block(address, tuple(tensor.shape), tensor.numel(), code, tensor)
 
 
 def _describe_numpy(name: str, array: Any, *, is_written: bool, types: tuple[int, ...]) -> Block:
@@ -133,10 +149,16 @@ def _describe_dlpack(name: str, value: Any, *, is_written: bool, types: tuple[in
     if device not in _DLPACK_HOST_DEVICES:
         raise ValueError(f"{name}: must be in host memory, got DLPack device type {device}")
     try:
-        capsule = value.__dlpack__(max_version=(1, 0), copy=False)
-    except TypeError:  # a producer of DLPack 0.x
-        capsule = value.__dlpack__()
-    address, shape, strides, kind, bits, lanes, _, is_read_only = _kernels.read_dlpack(capsule)
+        try:
+            capsule = value.__dlpack__(max_version=(1, 0), copy=False)
+        except TypeError:  # a producer of DLPack 0.x
+            capsule = value.__dlpack__()
+    except (BufferError, RuntimeError) as error:
+        raise ValueError(f"{name}: does not export its memory: {error}") from error
+    try:
+        address, shape, strides, kind, bits, lanes, _, is_read_only = _kernels.read_dlpack(capsule)
+    except TypeError as error:
+        raise TypeError(f"{name}: its __dlpack__ gave something unusable: {error}") from None
     code = _DLPACK_TYPES.get((kind, bits), -1) if lanes == 1 else -1
     if code not in types:
         raise _wrong_type(name, f"DLPack type code {kind} with {bits} bits x {lanes}", types)

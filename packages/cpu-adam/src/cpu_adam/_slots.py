@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cpu_adam._memory import BFLOAT16, FLOAT16, FLOAT32, ITEM_BYTES, NO_OUT
+from cpu_adam._memory import BFLOAT16, FLOAT16, FLOAT32, ITEM_BYTES, NO_OUT, torch_address
 
 __all__ = ["MASTER", "TYPES", "Slot", "local_of"]
 
@@ -32,19 +32,6 @@ def local_of(tensor: Tensor) -> Tensor:
         local: Tensor = tensor.to_local()
         return local
     return tensor
-
-
-def address_of(name: str, tensor: Tensor) -> int:
-    """Address of a CPU tensor's first element, known to have memory behind all of them."""
-    try:
-        storage = tensor.untyped_storage()
-        address = tensor.data_ptr()
-    except (RuntimeError, NotImplementedError) as error:
-        raise ValueError(f"{name}: a {type(tensor).__name__} has no memory of its own") from error
-    needed = (tensor.storage_offset() + tensor.numel()) * tensor.element_size()
-    if tensor.numel() and (storage.nbytes() < needed or address == 0):
-        raise ValueError(f"{name}: its memory has been freed (or was never allocated)")
-    return address
 
 
 def _check_state(name: str, state: Any, like: Tensor) -> Tensor:
@@ -106,7 +93,7 @@ class Slot:
         self._stored = (state["exp_avg"], state["exp_avg_sq"], state.get(MASTER))
         self._locals = (master, exp_avg, exp_avg_sq)
         self.step = _check_step(state["step"])
-        self.step_address = address_of("step", self.step)
+        self.step_address = torch_address("step", self.step)
         self.local = local
         self.numel = local.numel()
         self.stride = local.stride()
@@ -114,10 +101,10 @@ class Slot:
         self.out_type = NO_OUT if is_master else kind
         # master, exp_avg, exp_avg_sq, out: the kernel's arguments besides the gradient
         self.addresses = (
-            address_of("parameter" if is_master else MASTER, master),
-            address_of("exp_avg", exp_avg),
-            address_of("exp_avg_sq", exp_avg_sq),
-            0 if is_master else address_of("parameter", local),
+            torch_address("parameter" if is_master else MASTER, master),
+            torch_address("exp_avg", exp_avg),
+            torch_address("exp_avg_sq", exp_avg_sq),
+            0 if is_master else torch_address("parameter", local),
         )
 
     def is_current(self, param: Tensor, state: dict[str, Any]) -> bool:
@@ -164,6 +151,9 @@ class Slot:
         same_layout = grad.is_contiguous() if self.is_contiguous else grad.stride() == self.stride
         if not same_layout:
             grad = torch.empty_like(self.local, dtype=grad.dtype).copy_(grad)
+        if type(grad) is not Tensor:
+            return grad, torch_address("gradient", grad), kind
+        # What torch_address does, without its cost: this is run for every gradient.
         address = grad.data_ptr()
         needed = (grad.storage_offset() + numel) * ITEM_BYTES[kind]
         if numel and (grad.untyped_storage().nbytes() < needed or address == 0):

@@ -1,0 +1,186 @@
+"""Inputs that exercise every path, DLPack capsules of any kind, and bitwise comparison."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+import cpu_adam
+from cpu_adam import reference
+
+HYPER: dict[str, Any] = {
+    "step": 3,
+    "lr": 1e-3,
+    "beta1": 0.9,
+    "beta2": 0.999,
+    "eps": 1e-8,
+    "weight_decay": 0.01,
+}
+
+
+def spread(rng: np.random.Generator, numel: int) -> np.ndarray:
+    """Normal numbers over many orders of magnitude, where rounding differs most."""
+    values = rng.standard_normal(numel) * 10.0 ** rng.integers(-12, 6, numel)
+    return values.astype(np.float32)
+
+
+def make_arrays(numel: int, seed: int = 0) -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(seed)
+    return {
+        "master": spread(rng, numel),
+        "grad": spread(rng, numel),
+        "exp_avg": spread(rng, numel),
+        "exp_avg_sq": np.abs(spread(rng, numel)),
+    }
+
+
+def to_bits(array: np.ndarray) -> np.ndarray:
+    """The bits, with every NaN turned into the same one: sign and payload are the CPU's choice."""
+    if array.dtype == np.uint16:
+        is_nan = (array & 0x7FFF) > 0x7F80
+        return np.where(is_nan, np.uint16(0x7FC0), array)
+    canonical = np.where(np.isnan(array), np.array(np.nan, array.dtype), array)
+    return canonical.view(np.uint32 if array.dtype == np.float32 else np.uint16)
+
+
+def assert_same_bits(actual: np.ndarray, expected: np.ndarray) -> None:
+    np.testing.assert_array_equal(to_bits(actual), to_bits(expected))
+
+
+class Bfloat16:
+    """bf16 memory without a library that has the type: uint16 behind a DLPack export."""
+
+    def __init__(self, bits: np.ndarray) -> None:
+        self.bits = bits
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return (1, 0)
+
+    def __dlpack__(self, **_: Any) -> object:
+        return make_capsule(self.bits, code=4)
+
+
+def make_capsule(
+    array: np.ndarray,
+    *,
+    code: int,
+    bits: int | None = None,
+    lanes: int = 1,
+    shape: tuple[int, ...] | None = None,
+    strides: tuple[int, ...] | None = None,
+    version: tuple[int, int] | None = None,
+    is_read_only: bool = False,
+    name: bytes | None = None,
+) -> object:
+    """A DLPack capsule over NumPy memory, with any header: what an exporter might hand over."""
+    shape = array.shape if shape is None else shape
+
+    class Tensor(ctypes.Structure):
+        _fields_ = (
+            ("data", ctypes.c_void_p),
+            ("device_type", ctypes.c_int32),
+            ("device_id", ctypes.c_int32),
+            ("ndim", ctypes.c_int32),
+            ("code", ctypes.c_uint8),
+            ("bits", ctypes.c_uint8),
+            ("lanes", ctypes.c_uint16),
+            ("shape", ctypes.POINTER(ctypes.c_int64)),
+            ("strides", ctypes.POINTER(ctypes.c_int64)),
+            ("byte_offset", ctypes.c_uint64),
+        )
+
+    class Managed(ctypes.Structure):
+        _fields_ = (
+            ("tensor", Tensor),
+            ("context", ctypes.c_void_p),
+            ("deleter", ctypes.c_void_p),
+        )
+
+    class Versioned(ctypes.Structure):
+        _fields_ = (
+            ("major", ctypes.c_uint32),
+            ("minor", ctypes.c_uint32),
+            ("context", ctypes.c_void_p),
+            ("deleter", ctypes.c_void_p),
+            ("flags", ctypes.c_uint64),
+            ("tensor", Tensor),
+        )
+
+    tensor = Tensor(
+        data=array.ctypes.data,
+        device_type=1,
+        ndim=len(shape),
+        code=code,
+        bits=array.itemsize * 8 if bits is None else bits,
+        lanes=lanes,
+        shape=(ctypes.c_int64 * len(shape))(*shape),
+        strides=None if strides is None else (ctypes.c_int64 * len(shape))(*strides),
+    )
+    managed: ctypes.Structure
+    if version is None:
+        managed, default_name = Managed(tensor=tensor), b"dltensor"
+    else:
+        managed = Versioned(
+            major=version[0], minor=version[1], flags=int(is_read_only), tensor=tensor
+        )
+        default_name = b"dltensor_versioned"
+    label = ctypes.c_char_p(default_name if name is None else name)
+    new = ctypes.pythonapi.PyCapsule_New
+    new.restype = ctypes.py_object
+    new.argtypes = (ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p)
+    capsule = new(ctypes.addressof(managed), label, None)
+    _kept.append((managed, tensor, label, array))
+    return capsule
+
+
+# Capsules made above have no destructor; what they point to lives until the process ends.
+_kept: list[object] = []
+
+
+def as_argument(array: np.ndarray | None) -> Any:
+    """uint16 stands for bf16 in `cpu_adam.reference`; the kernels want it labelled."""
+    return Bfloat16(array) if array is not None and array.dtype == np.uint16 else array
+
+
+def run_kernel(arrays: dict[str, np.ndarray], out: np.ndarray | None = None, **hyper: Any) -> None:
+    cpu_adam.adam_step(
+        arrays["master"],
+        as_argument(arrays["grad"]),
+        arrays["exp_avg"],
+        arrays["exp_avg_sq"],
+        out=as_argument(out),
+        **hyper,
+    )
+
+
+def run_reference(
+    arrays: dict[str, np.ndarray], out: np.ndarray | None = None, **hyper: Any
+) -> None:
+    reference.adam_step(**arrays, out=out, **hyper)
+
+
+def copies(arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    return {name: array.copy() for name, array in arrays.items()}
+
+
+def assert_kernel_is_reference(
+    arrays: dict[str, np.ndarray],
+    out_dtype: type | None = None,
+    run: Callable[..., None] = run_kernel,
+    **hyper: Any,
+) -> None:
+    """Run both on copies of ``arrays`` and compare every array bit by bit."""
+    actual, expected = copies(arrays), copies(arrays)
+    numel = arrays["master"].shape
+    actual_out = None if out_dtype is None else np.zeros(numel, out_dtype)
+    expected_out = None if out_dtype is None else np.zeros(numel, out_dtype)
+    num_threads = hyper.pop("num_threads", 1)
+    run(actual, actual_out, num_threads=num_threads, **hyper)
+    run_reference(expected, expected_out, **hyper)
+    for name in expected:
+        assert_same_bits(actual[name], expected[name])
+    if actual_out is not None and expected_out is not None:
+        assert_same_bits(actual_out, expected_out)

@@ -1,0 +1,408 @@
+"""`CPUAdam` is a well-behaved torch.optim.Optimizer."""
+
+from __future__ import annotations
+
+import copy
+import io
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="torch is an extra of cpu-adam")
+
+from torch_cases import make_params, set_grads, train  # noqa: E402
+
+import cpu_adam  # noqa: E402
+from cpu_adam import CPUAdam  # noqa: E402
+
+
+def assert_params_equal(first, second):
+    for one, other in zip(first, second, strict=True):
+        assert torch.equal(one, other)
+
+
+def test_it_is_a_torch_optimizer_with_groups():
+    params = make_params([(3,), (4,)])
+    optimizer = CPUAdam([{"params": [params[0]], "lr": 0.5}, {"params": [params[1]]}], lr=0.1)
+    assert isinstance(optimizer, torch.optim.Optimizer)
+    assert [group["lr"] for group in optimizer.param_groups] == [0.5, 0.1]
+    before = [param.detach().clone() for param in params]
+    for param in params:
+        param.grad = torch.ones_like(param)
+    optimizer.step()
+    for param, old, rate in zip(params, before, (0.5, 0.1), strict=True):
+        torch.testing.assert_close(param, old - rate)
+
+
+def test_a_closure_is_called_with_gradients_enabled():
+    param = torch.nn.Parameter(torch.ones(3))
+    optimizer = CPUAdam([param])
+
+    def closure():
+        optimizer.zero_grad()
+        loss = (param**2).sum()
+        loss.backward()
+        return loss
+
+    assert optimizer.step(closure).item() == 3.0
+    assert (param < 1).all()
+
+
+def test_step_hooks_are_called():
+    params = make_params([(3,)])
+    optimizer, calls = CPUAdam(params), []
+    optimizer.register_step_pre_hook(lambda *_: calls.append("before"))
+    optimizer.register_step_post_hook(lambda *_: calls.append("after"))
+    set_grads(params, 0)
+    optimizer.step()
+    assert calls == ["before", "after"]
+
+
+def test_autograd_notices_the_update():
+    param = torch.nn.Parameter(torch.ones(3))
+    loss = (param**2).sum()
+    param.grad = torch.ones(3)
+    CPUAdam([param]).step()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_training_resumes_bit_identically_from_a_state_dict(dtype):
+    sizes = [(40,), (3, 5), ()]
+    straight = make_params(sizes, dtype=dtype)
+    train(CPUAdam(straight, weight_decay=0.1), straight, 10)
+
+    params = make_params(sizes, dtype=dtype)
+    optimizer = CPUAdam(params, weight_decay=0.1)
+    train(optimizer, params, 5)
+    buffer = io.BytesIO()
+    torch.save({"optimizer": optimizer.state_dict(), "params": params}, buffer)
+    buffer.seek(0)
+    saved = torch.load(buffer, weights_only=True)
+    resumed = [torch.nn.Parameter(param.detach()) for param in saved["params"]]
+    other = CPUAdam(resumed, lr=123.0)
+    other.load_state_dict(saved["optimizer"])
+    for param in resumed:
+        state = other.state[param]
+        assert state["exp_avg"].dtype == state["exp_avg_sq"].dtype == torch.float32
+        assert ("master_weight" in state) == (dtype != torch.float32)
+    for step in range(5, 10):
+        set_grads(resumed, step)
+        other.step()
+    assert_params_equal(resumed, straight)
+
+
+def test_state_moves_to_torchs_adamw_and_back():
+    straight, params = make_params([(40,), (7,)]), make_params([(40,), (7,)])
+    train(torch.optim.AdamW(straight, fused=True), straight, 9)
+    ours, theirs = CPUAdam(params, weight_decay=0.01), torch.optim.AdamW(params, fused=True)
+    for step in range(9):
+        optimizer, other = (ours, theirs) if step // 3 % 2 == 0 else (theirs, ours)
+        set_grads(params, step)
+        optimizer.step()
+        other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    for one, two in zip(straight, params, strict=True):
+        torch.testing.assert_close(one, two, rtol=2e-6, atol=1e-8)
+
+
+def test_the_mode_of_torchs_adam_is_taken_over_with_its_state():
+    params = make_params([(4,)])
+    for torch_class, is_decoupled in ((torch.optim.Adam, False), (torch.optim.AdamW, True)):
+        saved = torch_class(params, lr=0.25).state_dict()
+        optimizer = CPUAdam(params)
+        optimizer.load_state_dict(saved)
+        assert optimizer.param_groups[0]["lr"] == 0.25
+        if "decoupled_weight_decay" in saved["param_groups"][0]:
+            assert optimizer.param_groups[0]["adamw_mode"] is is_decoupled
+
+
+def test_a_load_hook_may_replace_the_state():
+    params = make_params([(4,)], dtype=torch.bfloat16)
+    source, target = CPUAdam(params), CPUAdam(params)
+    set_grads(params, 0)
+    source.step()
+
+    def triple(_, state_dict):
+        state = copy.deepcopy(state_dict)
+        state["state"][0]["exp_avg"] *= 3
+        return state
+
+    target.register_load_state_dict_pre_hook(triple)
+    target.load_state_dict(source.state_dict())
+    expected = source.state[params[0]]["exp_avg"] * 3
+    assert torch.equal(target.state[params[0]]["exp_avg"], expected)
+
+
+@pytest.mark.parametrize("how", [copy.deepcopy, "pickle"])
+def test_a_copied_optimizer_goes_on(how):
+    import pickle
+
+    params = make_params([(20,)], dtype=torch.bfloat16)
+    optimizer = CPUAdam(params, num_threads=3)
+    train(optimizer, params, 2)
+    twin = pickle.loads(pickle.dumps(optimizer)) if how == "pickle" else how(optimizer)
+    assert twin.num_threads == 3
+    twin_params = twin.param_groups[0]["params"]
+    set_grads(params, 5)
+    set_grads(twin_params, 5)
+    optimizer.step()
+    twin.step()
+    assert_params_equal(params, twin_params)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_replaced_memory_and_state_are_noticed(dtype):
+    params, plain = make_params([(20,)], dtype=dtype), make_params([(20,)], dtype=dtype)
+    optimizer, expected = CPUAdam(params), CPUAdam(plain)
+    for step in range(8):
+        set_grads(params, step)
+        set_grads(plain, step)
+        optimizer.step()
+        expected.step()
+        state = optimizer.state[params[0]]
+        for name, value in list(state.items()):
+            if step % 4 == 0:
+                state[name] = value.clone()
+            elif step % 4 == 1:
+                value.data = value.clone()
+            elif step % 4 == 2:
+                optimizer.state[params[0]] = dict(state)
+        params[0].data = params[0].detach().clone()
+    assert_params_equal(params, plain)
+    state = optimizer.state[params[0]]
+    for name, value in expected.state[plain[0]].items():
+        assert torch.equal(state[name], value)
+
+
+def test_a_parameter_that_changes_its_dtype_goes_on_from_its_state():
+    params = make_params([(20,)])
+    optimizer = CPUAdam(params)
+    train(optimizer, params, 2)
+    params[0].data = params[0].data.to(torch.bfloat16)
+    params[0].grad = None
+    set_grads(params, 3)
+    optimizer.step()
+    state = optimizer.state[params[0]]
+    assert state["step"].item() == 3
+    assert torch.equal(params[0], state["master_weight"].to(torch.bfloat16))
+
+
+def refused(error, match, action, params=()):
+    before = [param.detach().clone() for param in params]
+    with pytest.raises(error, match=match):
+        action()
+    assert_params_equal(params, before)
+
+
+class TestRefusals:
+    @pytest.mark.parametrize(
+        ("options", "match"),
+        [
+            ({"amsgrad": True}, "amsgrad"),
+            ({"lr": -1.0}, "lr"),
+            ({"lr": float("nan")}, "lr"),
+            ({"betas": (1.0, 0.9)}, "beta1"),
+            ({"betas": (0.9, -0.1)}, "beta2"),
+            ({"eps": -1e-8}, "eps"),
+            ({"weight_decay": -0.1}, "weight_decay"),
+            ({"num_threads": 0}, "num_threads"),
+        ],
+    )
+    def test_hyperparameters_out_of_range(self, options, match):
+        refused(ValueError, f"^{match}: ", lambda: CPUAdam(make_params([(3,)]), **options))
+
+    @pytest.mark.parametrize("betas", [0.9, (0.9,), (0.9, 0.9, 0.9), "ab"])
+    def test_betas_that_are_no_pair_of_numbers(self, betas):
+        refused(TypeError, "^beta", lambda: CPUAdam(make_params([(3,)]), betas=betas))
+
+    @pytest.mark.parametrize("dtype", [torch.float64, torch.complex64])
+    def test_parameters_of_other_types(self, dtype):
+        param = torch.nn.Parameter(torch.zeros(3, dtype=dtype))
+        refused(TypeError, "^params: dtype must be", lambda: CPUAdam([param]))
+
+    def test_parameters_elsewhere(self):
+        param = torch.nn.Parameter(torch.zeros(3, device="meta"))
+        refused(ValueError, "^params: .*meta", lambda: CPUAdam([param]))
+
+    def test_parameters_with_gaps(self):
+        param = torch.nn.Parameter(torch.zeros(6)[::2])
+        refused(ValueError, "^params: .*gaps", lambda: CPUAdam([param]))
+
+    def test_a_refused_group_is_not_added(self):
+        optimizer = CPUAdam(make_params([(3,)]))
+        refused(
+            ValueError,
+            "amsgrad",
+            lambda: optimizer.add_param_group({"params": make_params([(2,)]), "amsgrad": True}),
+        )
+        assert len(optimizer.param_groups) == 1
+
+    def test_sparse_gradients_touch_nothing(self):
+        table = torch.nn.Embedding(5, 3, sparse=True)
+        params = [*make_params([(4,)]), *table.parameters()]
+        set_grads(params[:1], 0)
+        table(torch.tensor([1, 2])).sum().backward()
+        optimizer = CPUAdam(params)
+        refused(TypeError, "sparse", optimizer.step, params)
+        assert optimizer.state[params[0]]["step"].item() == 0
+
+    def test_a_bad_value_in_a_later_group_touches_nothing(self):
+        params = make_params([(4,), (5,)])
+        optimizer = CPUAdam([{"params": [param]} for param in params])
+        set_grads(params, 0)
+        optimizer.param_groups[1]["lr"] = float("nan")
+        refused(ValueError, "^lr: ", optimizer.step, params)
+
+    @pytest.mark.parametrize("victim", ["grad", "param", "exp_avg"])
+    @pytest.mark.parametrize("offset", [0, 5])
+    def test_freed_memory(self, victim, offset):
+        param = torch.nn.Parameter(torch.zeros(15)[offset : offset + 10])
+        optimizer = CPUAdam([param])
+        param.grad = torch.zeros(15)[offset : offset + 10]
+        optimizer.step()
+        if victim == "exp_avg":
+            optimizer.state[param]["exp_avg"] = torch.zeros(15)[offset : offset + 10]
+        tensor = {"grad": param.grad, "param": param}.get(victim)
+        if tensor is None:
+            tensor = optimizer.state[param]["exp_avg"]
+        tensor.untyped_storage().resize_(0)
+        with pytest.raises(ValueError, match="memory has been freed"):
+            optimizer.step()
+
+    def test_state_of_the_wrong_kind(self):
+        params = make_params([(4,)])
+        set_grads(params, 0)
+        for wrong, error in [
+            (torch.zeros(5), ValueError),
+            (torch.zeros(4, dtype=torch.float64), TypeError),
+            (torch.zeros(4, device="meta"), ValueError),
+            ([0.0] * 4, TypeError),
+        ]:
+            optimizer = CPUAdam(params)
+            optimizer.step()
+            optimizer.state[params[0]]["exp_avg"] = wrong
+            refused(error, "^state 'exp_avg'", optimizer.step, params)
+
+    def test_loaded_amsgrad_state(self):
+        params = make_params([(4,)])
+        saved = torch.optim.AdamW(params, amsgrad=True).state_dict()
+        refused(ValueError, "^amsgrad", lambda: CPUAdam(params).load_state_dict(saved))
+
+
+def test_many_small_parameters_of_mixed_types_step_together(isa):
+    sizes = [(n,) for n in range(1, 200, 7)] * 3
+    mixed = make_params(sizes)
+    for index, param in enumerate(mixed):
+        param.data = param.data.to([torch.float32, torch.bfloat16, torch.float16][index % 3])
+    alone = [torch.nn.Parameter(param.detach().clone()) for param in mixed]
+    together = CPUAdam(mixed, num_threads=2)
+    singles = [CPUAdam([param], num_threads=1) for param in alone]
+    for step in range(3):
+        set_grads(mixed, step)
+        set_grads(alone, step)
+        together.step()
+        for single in singles:
+            single.step()
+    assert_params_equal(mixed, alone)
+
+
+def test_dtensor_parameters_are_updated_through_their_local_part():
+    import torch.distributed as dist
+
+    if not dist.is_available():
+        pytest.skip("torch was built without torch.distributed")
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+        value = torch.randn(8, 3)
+        param = torch.nn.Parameter(distribute_tensor(value.clone(), mesh, [Shard(0)]))
+        plain = torch.nn.Parameter(value.clone())
+        optimizer, expected = CPUAdam([param]), CPUAdam([plain])
+        for step in range(3):
+            set_grads([plain], step)
+            param.grad = distribute_tensor(plain.grad.clone(), mesh, [Shard(0)])
+            optimizer.step()
+            expected.step()
+        assert torch.equal(param.detach().to_local(), plain)
+        assert isinstance(optimizer.state[param]["exp_avg"], DTensor)
+    finally:
+        dist.destroy_process_group()
+
+
+class TestAdamStepOnTensors:
+    @pytest.fixture
+    def tensors(self):
+        from kernel_cases import make_arrays
+
+        return {name: torch.from_numpy(array) for name, array in make_arrays(50).items()}
+
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+    def test_tensors_and_their_dlpack_agree(self, tensors, hyper, dtype):
+        tensors["grad"] = tensors["grad"].to(dtype)
+        tensors["out"] = torch.zeros(50, dtype=dtype)
+
+        class Exported:
+            def __init__(self, tensor):
+                self.tensor = tensor
+
+            def __dlpack_device__(self):
+                return self.tensor.__dlpack_device__()
+
+            def __dlpack__(self, **kwargs):
+                return self.tensor.__dlpack__(**kwargs)
+
+        twins = {name: tensor.clone() for name, tensor in tensors.items()}
+        cpu_adam.adam_step(**tensors, **hyper)
+        cpu_adam.adam_step(**{name: Exported(t) for name, t in twins.items()}, **hyper)
+        for name, tensor in tensors.items():
+            torch.testing.assert_close(twins[name], tensor, rtol=0, atol=0, equal_nan=True)
+        expected = tensors["master"].to(dtype)
+        torch.testing.assert_close(tensors["out"], expected, rtol=0, atol=0, equal_nan=True)
+
+    def test_the_update_is_seen_by_autograd(self, tensors, hyper):
+        versions = {name: tensor._version for name, tensor in tensors.items()}
+        cpu_adam.adam_step(**tensors, **hyper)
+        changed = {name for name, tensor in tensors.items() if tensor._version > versions[name]}
+        assert changed == {"master", "exp_avg", "exp_avg_sq"}
+
+    @pytest.mark.parametrize("name", ["master", "grad", "exp_avg", "exp_avg_sq", "out"])
+    def test_wrong_tensors_are_refused_by_name(self, tensors, hyper, name):
+        tensors["out"] = torch.zeros(50)
+        freed = torch.zeros(60)[10:]
+        freed.untyped_storage().resize_(0)
+        wrong = [
+            (TypeError, "dtype", torch.zeros(50, dtype=torch.float64)),
+            (TypeError, "dtype", torch.zeros(50, dtype=torch.int32)),
+            (ValueError, "host memory", torch.zeros(50, device="meta")),
+            (ValueError, "contiguous", torch.zeros(100)[::2]),
+            (ValueError, "contiguous", torch.zeros(1).expand(50)),
+            (ValueError, "dense", torch.zeros(50).to_sparse()),
+            (ValueError, "shape", torch.zeros(49) if name != "master" else torch.zeros(2, 25)),
+            (ValueError, "freed", freed),
+        ]
+        before = {key: tensor.clone() for key, tensor in tensors.items()}
+        for error, match, tensor in wrong:
+            with pytest.raises(error, match=match) as caught:
+                cpu_adam.adam_step(**{**tensors, name: tensor}, **hyper)
+            if name != "master":
+                assert str(caught.value).startswith(name)
+        for key, tensor in tensors.items():
+            torch.testing.assert_close(tensor, before[key], rtol=0, atol=0, equal_nan=True)
+
+    def test_fake_tensors_are_refused(self, tensors, hyper):
+        from torch._subclasses.fake_tensor import FakeTensorMode
+
+        with FakeTensorMode():
+            fake = torch.zeros(50)
+        with pytest.raises(ValueError, match=r"^grad: a FakeTensor"):
+            cpu_adam.adam_step(**{**tensors, "grad": fake}, **hyper)
+
+    def test_inference_tensors_are_updated(self, tensors, hyper):
+        with torch.inference_mode():
+            tensors["master"] = tensors["master"].clone()
+        before = tensors["master"].clone()
+        cpu_adam.adam_step(**tensors, **hyper)
+        assert not torch.equal(before, tensors["master"])

@@ -1,0 +1,194 @@
+"""Against torch.optim.Adam and AdamW, which nobody here wrote."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="torch is an extra of cpu-adam")
+
+from torch_cases import make_params, set_grads, train  # noqa: E402
+
+from cpu_adam import CPUAdam  # noqa: E402
+
+HAS_FMA = torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512")
+
+
+@pytest.fixture
+def rounded_sqrt(monkeypatch):
+    """torch's square root, correctly rounded.
+
+    On x86 torch takes it from a vector math library that is 1 ulp off for one number in six;
+    everything else in its for-loop is IEEE arithmetic. Through double precision it is exact.
+    """
+    original = torch.Tensor.sqrt
+    monkeypatch.setattr(torch.Tensor, "sqrt", lambda self: original(self.double()).to(self.dtype))
+
+
+SIZES = [(1,), (7,), (16,), (33,), (5, 9), (100, 31), (), (0,), (40_003,)]
+MODES = [
+    {},
+    {"weight_decay": 0.1},
+    {"weight_decay": 0.1, "lr": 0.3, "eps": 1e-3},
+    {"betas": (0.3, 0.7)},
+    {"betas": (0.5, 0.0)},
+    {"betas": (0.0, 0.999), "weight_decay": 0.5},
+]
+
+
+@pytest.mark.skipif(not HAS_FMA, reason="torch rounds otherwise where it runs without FMA")
+@pytest.mark.parametrize("adamw_mode", [True, False])
+@pytest.mark.parametrize("mode", MODES)
+def test_fp32_is_bit_identical_to_the_for_loop(rounded_sqrt, isa, adamw_mode, mode):
+    torch_class = torch.optim.AdamW if adamw_mode else torch.optim.Adam
+    theirs, ours = make_params(SIZES), make_params(SIZES)
+    their_optimizer = torch_class(theirs, foreach=False, **{"weight_decay": 0.0, **mode})
+    our_optimizer = CPUAdam(ours, adamw_mode=adamw_mode, num_threads=2, **mode)
+    train(their_optimizer, theirs)
+    train(our_optimizer, ours)
+    for their, our in zip(theirs, ours, strict=True):
+        assert torch.equal(their, our)
+        for name in ("step", "exp_avg", "exp_avg_sq"):
+            assert torch.equal(their_optimizer.state[their][name], our_optimizer.state[our][name])
+
+
+@pytest.mark.parametrize("implementation", ["foreach", "fused"])
+@pytest.mark.parametrize("adamw_mode", [True, False])
+def test_fp32_follows_each_of_torchs_implementations(implementation, adamw_mode):
+    for flag in (True, False):
+        torch_class = torch.optim.AdamW if adamw_mode else torch.optim.Adam
+        theirs, ours = make_params(SIZES), make_params(SIZES)
+        train(torch_class(theirs, weight_decay=0.1, **{implementation: flag}), theirs)
+        train(CPUAdam(ours, weight_decay=0.1, adamw_mode=adamw_mode), ours)
+        for their, our in zip(theirs, ours, strict=True):
+            # Ten updates of about lr = 1e-3 each, a few ulp apart.
+            torch.testing.assert_close(our, their, rtol=2e-6, atol=1e-8)
+
+
+def test_moments_are_bit_identical_even_with_torchs_own_square_root():
+    if not HAS_FMA:
+        pytest.skip("torch rounds otherwise where it runs without FMA")
+    theirs, ours = make_params(SIZES), make_params(SIZES)
+    their_optimizer = torch.optim.AdamW(theirs, foreach=False)
+    our_optimizer = CPUAdam(ours)
+    train(their_optimizer, theirs)
+    train(our_optimizer, ours)
+    for their, our in zip(theirs, ours, strict=True):
+        for name in ("exp_avg", "exp_avg_sq"):
+            assert torch.equal(their_optimizer.state[their][name], our_optimizer.state[our][name])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_16_bit_parameters_follow_an_fp32_master(rounded_sqrt, isa, dtype):
+    if not HAS_FMA:
+        pytest.skip("torch rounds otherwise where it runs without FMA")
+    ours = make_params(SIZES, dtype=dtype)
+    masters = [torch.nn.Parameter(param.detach().float()) for param in ours]
+    our_optimizer = CPUAdam(ours, weight_decay=0.1)
+    their_optimizer = torch.optim.AdamW(masters, weight_decay=0.1, foreach=False)
+    for step in range(10):
+        set_grads(ours, step)
+        for master, our in zip(masters, ours, strict=True):
+            master.grad = our.grad.float()
+        our_optimizer.step()
+        their_optimizer.step()
+    for master, our in zip(masters, ours, strict=True):
+        assert torch.equal(our_optimizer.state[our]["master_weight"], master)
+        assert torch.equal(our, master.to(dtype))
+
+
+def test_small_updates_are_not_lost_in_16_bit():
+    param = torch.nn.Parameter(torch.ones(10, dtype=torch.bfloat16))
+    optimizer = CPUAdam([param], lr=1e-4)
+    for _ in range(100):
+        param.grad = torch.ones_like(param)
+        optimizer.step()
+    # Each update is far below bf16's resolution at 1.
+    assert math.isclose(param[0].item(), 0.99, abs_tol=0.004)
+
+
+def test_a_learning_rate_schedule_is_followed():
+    theirs, ours = make_params([(50,)]), make_params([(50,)])
+    pairs = [(torch.optim.AdamW(theirs), theirs), (CPUAdam(ours, weight_decay=0.01), ours)]
+    for optimizer, params in pairs:
+        scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=8)
+        for step in range(12):
+            set_grads(params, step)
+            optimizer.step()
+            scheduler.step()
+    torch.testing.assert_close(ours[0], theirs[0], rtol=2e-6, atol=1e-8)
+
+
+def test_a_tensor_learning_rate_is_read_at_each_step():
+    ours, plain = make_params([(50,)]), make_params([(50,)])
+    rate = torch.tensor(1e-3)
+    optimizer, other = CPUAdam(ours, lr=rate), CPUAdam(plain, lr=1e-3)
+    for step in range(3):
+        set_grads(ours, step)
+        set_grads(plain, step)
+        rate.fill_(1e-3 * (step + 1))
+        other.param_groups[0]["lr"] = float(rate)
+        optimizer.step()
+        other.step()
+    assert torch.equal(ours[0], plain[0])
+
+
+@pytest.mark.parametrize("layout", ["transposed", "channels_last", "expanded_grad"])
+def test_any_dense_layout_is_updated(rounded_sqrt, layout):
+    if not HAS_FMA:
+        pytest.skip("torch rounds otherwise where it runs without FMA")
+    shape = (4, 6, 5, 3)
+
+    def make():
+        value = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+        if layout == "transposed":
+            value = value.transpose(1, 3).contiguous().transpose(1, 3)
+        elif layout == "channels_last":
+            value = value.to(memory_format=torch.channels_last)
+        return torch.nn.Parameter(value)
+
+    theirs, ours = make(), make()
+    optimizers = [torch.optim.AdamW([theirs], foreach=False, weight_decay=0.0), CPUAdam([ours])]
+    for step in range(3):
+        grad = torch.randn(shape, generator=torch.Generator().manual_seed(step))
+        if layout == "expanded_grad":
+            grad = grad[:1].expand(shape)
+        theirs.grad, ours.grad = grad, grad
+        for optimizer in optimizers:
+            optimizer.step()
+    assert torch.equal(ours, theirs)
+    assert ours.stride() == theirs.stride()
+
+
+def test_a_parameter_without_gradient_is_left_alone():
+    params = make_params([(5,), (6,)])
+    before = params[1].detach().clone()
+    optimizer = CPUAdam(params, weight_decay=0.5)
+    params[0].grad = torch.ones(5)
+    optimizer.step()
+    assert torch.equal(params[1], before)
+    assert params[1] not in optimizer.state
+    set_grads(params, 0)
+    optimizer.step()
+    assert [optimizer.state[param]["step"].item() for param in params] == [2.0, 1.0]
+
+
+def test_scaled_gradients_are_unscaled_in_the_kernel():
+    plain, scaled = make_params([(40,)]), make_params([(40,)])
+    plain_optimizer, optimizer = CPUAdam(plain), CPUAdam(scaled)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    target = torch.arange(40.0)
+    for poison in (1.0, float("inf"), 1.0):
+        scale = scaler.get_scale()
+        scaler.scale((scaled[0] * target * poison).sum()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        if poison == 1.0:
+            plain[0].grad = target.clone()
+            plain_optimizer.step()
+        else:
+            assert scaler.get_scale() == scale / 2
+    assert torch.equal(plain[0], scaled[0])
+    assert optimizer.state[scaled[0]]["step"].item() == 2.0
