@@ -183,6 +183,18 @@ def test_a_shard_that_would_not_shorten_goes_as_it_is(numel: int, is_quantized: 
     assert torch.equal(out, received(shard) if is_quantized else shard)
 
 
+def test_values_without_a_version_are_neither_quantized_nor_kept() -> None:
+    collectives, native = make()
+    shard = torch.randn(1000)
+    for _ in range(2):
+        shard.add_(1)
+        out, work = gather(collectives, shard, version=-1, backward=True)
+        work.wait()
+        assert torch.equal(out, shard)
+    assert native.calls[0].dtype == torch.float32
+    assert collectives.private_nbytes == 0
+
+
 def test_a_shard_inside_out_is_refused() -> None:
     collectives, native = make(2)
     out = torch.randn(2000)

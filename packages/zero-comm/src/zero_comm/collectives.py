@@ -12,6 +12,9 @@ optimizer goes on, keeps every bit.
 The part is kept per unit and sent again while the unit's version stands: the backward gather and
 those of further accumulation steps don't quantize anew. That costs about a byte per element of
 the rank's shards. Gathered bytes come from a pool and return to it in ``wait``.
+
+A negative version marks values that are not a version of weights (an engine may gather reduced
+gradients so); they are never quantized and never kept.
 """
 
 from __future__ import annotations
@@ -120,15 +123,16 @@ class QuantizedWeights:
     ) -> NativeWork:
         """Start to gather; ``wait`` of the result dequantizes into ``out``. A collective.
 
-        A shard that isn't fp32, bf16, fp16 or fp64, or is too small to become shorter, goes to
-        ``native`` as it is. A block with NaN or Inf arrives as NaN on every rank.
+        A shard that isn't fp32, bf16, fp16 or fp64, or is too small to become shorter, or has no
+        version, goes to ``native`` as it is. A block with NaN or Inf arrives as NaN on every rank.
 
         Args:
             out: 1-D, contiguous, ``world_size * shard.numel()`` elements of ``shard``'s dtype,
                 on its device; filled by ``wait``.
             shard: 1-D, contiguous; read before the call returns, never written to.
             unit: whose shard it is; its quantized bytes are kept under this number.
-            version: must grow whenever the values of ``shard`` may have changed.
+            version: must grow whenever the values of ``shard`` may have changed; negative for
+                what isn't weights.
             backward: whether the gather serves a backward pass; passed on.
 
         Raises:
@@ -136,7 +140,10 @@ class QuantizedWeights:
                 dequantizing would overwrite the exact weights.
         """
         self._check(out, shard)
-        if not is_worth_quantizing(shard.dtype, shard.numel(), self._format):
+        is_quantized = version >= 0 and is_worth_quantizing(
+            shard.dtype, shard.numel(), self._format
+        )
+        if not is_quantized:
             return self._native.all_gather(
                 out, shard, unit=unit, version=version, backward=backward
             )
