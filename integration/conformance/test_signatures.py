@@ -44,12 +44,14 @@ def methods(protocol: type) -> list[str]:
 
 @pytest.mark.parametrize("name", parts.FACTORIES)
 def test_factory_has_the_signature_of_its_protocol(name: str) -> None:
+    """A factory's parameters are those of the protocol's call."""
     factory, protocol = parts.FACTORIES[name]
     assert shape(factory) == shape(protocol.__call__)
 
 
 @pytest.mark.parametrize("name", parts.TYPES)
 def test_class_has_every_method_with_the_signature_of_its_protocol(name: str) -> None:
+    """A class has each method, and its parameters are the protocol's."""
     part, protocol = parts.TYPES[name]
     assert methods(protocol)
     for method in methods(protocol):
@@ -58,6 +60,7 @@ def test_class_has_every_method_with_the_signature_of_its_protocol(name: str) ->
 
 @pytest.mark.parametrize("name", parts.MODULES)
 def test_module_has_every_function_with_the_signature_of_its_protocol(name: str) -> None:
+    """A module has each function, and its parameters are the protocol's."""
     module, protocol = parts.MODULES[name]
     for function in methods(protocol):
         assert shape(getattr(module, function)) == shape(getattr(protocol, function)), function
@@ -65,6 +68,7 @@ def test_module_has_every_function_with_the_signature_of_its_protocol(name: str)
 
 @pytest.mark.parametrize("group_and_name", ENTRY_POINTS)
 def test_entry_point_names_the_proved_factory(group_and_name: tuple[str, str]) -> None:
+    """What the engine loads is what was proved."""
     group, name = group_and_name
     (point,) = importlib.metadata.entry_points(group=group, name=name)
     factory, _ = parts.FACTORIES[ENTRY_POINTS[group_and_name]]
@@ -72,5 +76,6 @@ def test_entry_point_names_the_proved_factory(group_and_name: tuple[str, str]) -
 
 
 def test_entry_point_of_the_adam_kernel_names_the_proved_module() -> None:
+    """The kernel's entry point is the module that was proved."""
     (point,) = importlib.metadata.entry_points(group="zero_core.adam_kernels", name="cpu")
     assert point.load() is parts.MODULES["cpu_adam"][0]

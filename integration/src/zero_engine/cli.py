@@ -101,14 +101,15 @@ def run_train(options: dict[str, str | int | None], flags: list[str], ranks: int
                 options, should_resume="--resume" in flags, should_overwrite="--overwrite" in flags
             )
         else:
-            from zero_engine.launch import launch
+            from zero_engine.launch import check_request, launch
 
+            num_ranks = check_request(options, flags, ranks)
             arguments = [
                 f"--{name.replace('_', '-')}={value}"
                 for name, value in options.items()
                 if value is not None
             ]
-            code = launch(["train", *arguments, *flags], num_ranks=ranks)
+            code = launch(["train", *arguments, *flags], num_ranks=num_ranks)
     except ZeroError as error:
         tell_failure(error)
         code = 2

@@ -10,16 +10,28 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.run import parse_args, run
 
+from zero_core.config import load_config
+from zero_engine.data import read_text
 from zero_engine.machine import available_cores
+from zero_engine.settings import (
+    RunFolder,
+    engine_config,
+    fill_auto,
+    fresh_run,
+    read_resolved,
+    resumed_run,
+)
 
-__all__ = ["CPU_RANKS", "launch", "rank_environment"]
+__all__ = ["CPU_RANKS", "check_request", "launch", "rank_environment"]
 
 CPU_RANKS = 2
 """Ranks on a machine without a GPU."""
@@ -45,14 +57,32 @@ def rank_environment(num_ranks: int) -> dict[str, str]:
     }
 
 
-def launch(arguments: Sequence[str], *, num_ranks: int | None = None) -> int:
+def check_request(options: Mapping[str, Any], flags: Sequence[str], num_ranks: int | None) -> int:
+    """Find the user's mistakes before any rank is started; the number of ranks to start.
+
+    Raises:
+        ConfigError: as the ranks would, in a second where they take ten.
+    """
+    num_ranks = num_ranks or default_ranks()
+    if "--resume" in flags:
+        settings = resumed_run(options)
+        config = read_resolved(RunFolder(Path(settings.output)))["config"]
+    else:
+        settings = fresh_run(options, should_overwrite="--overwrite" in flags)
+        config = engine_config(settings)
+        if settings.data is not None:
+            read_text(settings.data)
+    load_config(fill_auto(config, settings.steps), world_size=num_ranks)
+    return num_ranks
+
+
+def launch(arguments: Sequence[str], *, num_ranks: int) -> int:
     """Run ``zero-engine ARGUMENTS`` on every rank and wait for the end.
 
     Returns:
         The exit code: 0, 128 + signal if the run was asked to stop, else that of the rank that
         failed first.
     """
-    num_ranks = num_ranks or default_ranks()
     for name, value in rank_environment(num_ranks).items():
         os.environ.setdefault(name, value)
     command = ["--standalone", f"--nproc-per-node={num_ranks}", "-m", "zero_engine", *arguments]

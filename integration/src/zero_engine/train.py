@@ -168,7 +168,7 @@ def take_step(engine: zero_core.Engine, corpus: Corpus, step: int) -> float:
         loss = engine(input_ids=ids, labels=ids, use_cache=False).loss
         engine.backward(loss)
         engine.step()  # updates the weights after the last micro-batch, counts the others
-        total += float(loss)
+        total += loss.detach().item()
     return total / engine.gradient_accumulation_steps
 
 
@@ -214,7 +214,9 @@ def build_model(settings: RunSettings, vocab_size: int) -> GPT2LMHeadModel:
         pad_token_id=0,
         architectures=[GPT2LMHeadModel.__name__],
     )
-    return GPT2LMHeadModel(config)
+    model = GPT2LMHeadModel(config)
+    model.loss_type = "ForCausalLM"  # what transformers falls back to, with a warning
+    return model
 
 
 def make_deterministic(seed: int, device: torch.device) -> None:

@@ -1,0 +1,59 @@
+"""``python -m zero_engine.bench``: the benchmarks by name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from zero_engine.bench.contenders import CONTENDERS
+from zero_engine.bench.engine import compare
+from zero_engine.bench.workload import Workload
+
+app = typer.Typer(help=__doc__, add_completion=False, pretty_exceptions_enable=False)
+
+
+@app.callback()
+def benchmarks() -> None:
+    """Measure every side in one run."""
+
+
+@app.command()
+def engine(
+    rounds: Annotated[int, typer.Option(min=1, help="Times that every contender runs.")] = 3,
+    steps: Annotated[int, typer.Option(min=1, help="Timed steps per round.")] = 8,
+    warmup: Annotated[int, typer.Option(min=0, help="Untimed steps before them.")] = 3,
+    ranks: Annotated[int, typer.Option(min=1, help="Ranks, on the CPU.")] = 2,
+    threads: Annotated[int, typer.Option(min=1, help="Threads per rank.")] = 1,
+    layers: Annotated[int, typer.Option(min=1, help="Blocks of the GPT-2.")] = 6,
+    width: Annotated[int, typer.Option(min=64, help="Its width; a multiple of 64.")] = 512,
+    context: Annotated[int, typer.Option(min=2, help="Tokens per sample.")] = 128,
+    micro_batch: Annotated[int, typer.Option(min=1, help="Samples per rank.")] = 2,
+    only: Annotated[
+        list[str] | None, typer.Option(help=f"Contenders, of: {', '.join(CONTENDERS)}.")
+    ] = None,
+    output: Annotated[Path, typer.Option(help="Folder for engine.json and engine.png.")] = Path(
+        "integration/benchmarks/results"
+    ),
+) -> None:
+    """Step time and peak memory: bare model, DDP, FSDP2, DeepSpeed, and this engine."""
+    unknown = set(only or ()) - set(CONTENDERS)
+    if unknown:
+        raise typer.BadParameter(f"unknown contender {unknown.pop()!r}", param_hint="--only")
+    if width % 64:
+        raise typer.BadParameter("must be a multiple of 64", param_hint="--width")
+    workload = Workload(
+        layers=layers,
+        width=width,
+        context=context,
+        micro_batch=micro_batch,
+        ranks=ranks,
+        threads=threads,
+        steps=steps,
+        warmup=warmup,
+    )
+    compare(workload, only or list(CONTENDERS), rounds=rounds, output=output)
+
+
+app()

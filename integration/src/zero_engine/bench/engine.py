@@ -1,0 +1,208 @@
+"""Step time and peak memory of a training step, for this engine and its peers, in one run.
+
+Every **round** runs every contender once, each in freshly started processes, one contender at a
+time. So slow moments of the machine fall on all of them, and each one's memory is its own.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from matplotlib.figure import Figure
+from rich.console import Console
+from rich.table import Table
+
+from zero_engine.bench.contenders import NEEDS
+from zero_engine.bench.workload import Workload
+from zero_engine.metrics import MIB
+
+__all__ = ["compare"]
+
+TIME_LIMIT_S = 600
+
+
+@dataclass
+class Measured:
+    """One contender over all rounds."""
+
+    name: str
+    times_s: list[float] = field(default_factory=list)
+    """Of every timed step, as rank 0 saw it."""
+    added_bytes: list[int] = field(default_factory=list)
+    """Highest resident memory of each rank and round, over what it was before the model."""
+    last_loss: float = float("nan")
+    """Mean over ranks; contenders that do the same work agree on it."""
+    failure: str = ""
+    """Why there are no numbers."""
+
+    @property
+    def median_s(self) -> float:
+        """Median step time."""
+        return statistics.median(self.times_s)
+
+    @property
+    def added_mib(self) -> float:
+        """Median over rounds and ranks, in MiB."""
+        return statistics.median(self.added_bytes) / MIB
+
+    def summary(self) -> dict[str, Any]:
+        """Plain builtins for the result file."""
+        if self.failure:
+            return {"failure": self.failure}
+        return {
+            "median_s": self.median_s,
+            "min_s": min(self.times_s),
+            "added_mib_per_rank": self.added_mib,
+            "last_loss": self.last_loss,
+            "times_s": self.times_s,
+            "added_bytes": self.added_bytes,
+        }
+
+
+def compare(workload: Workload, names: Sequence[str], *, rounds: int, output: Path) -> None:
+    """Measure the contenders, print a table, write ``engine.json`` and ``engine.png``."""
+    console = Console()
+    results = {name: Measured(name, failure=_missing(name)) for name in names}
+    for number in range(rounds):
+        for result in results.values():
+            if not result.failure:
+                console.print(f"round {number + 1}/{rounds}: {result.name}", highlight=False)
+                _run_once(workload, result)
+    console.print(_table(list(results.values())))
+    output.mkdir(parents=True, exist_ok=True)
+    report = {
+        "workload": asdict(workload),
+        "rounds": rounds,
+        "machine": {"processor": _processor(), "cores": os.cpu_count(), "torch": torch.__version__},
+        "contenders": {name: result.summary() for name, result in results.items()},
+    }
+    (output / "engine.json").write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    _plot([result for result in results.values() if not result.failure], output / "engine.png")
+    console.print(f"written to {output}", highlight=False)
+
+
+def _missing(name: str) -> str:
+    needed = NEEDS.get(name)
+    if needed is None or importlib.util.find_spec(needed) is not None:
+        return ""
+    return f"{needed} is not installed: pip install {needed}"
+
+
+def _run_once(workload: Workload, result: Measured) -> None:
+    """One round of one contender: start its ranks, wait for them, add up what they found."""
+    with tempfile.TemporaryDirectory() as scratch:
+        files = [Path(scratch, f"rank{rank}.json") for rank in range(workload.ranks)]
+        ranks = [
+            subprocess.Popen(
+                [
+                    sys.executable,
+                    "-m",
+                    "zero_engine.bench.worker",
+                    result.name,
+                    json.dumps(asdict(workload)),
+                    str(Path(scratch, "store")),
+                    str(rank),
+                    str(file),
+                ],
+                env=_environment(workload, rank),
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
+            for rank, file in enumerate(files)
+        ]
+        said = _wait(ranks)
+        if any(rank.returncode for rank in ranks):
+            last_lines = [line for line in said.splitlines() if line.strip()][-1:]
+            result.failure = f"failed: {' '.join(last_lines) or 'no output'}"
+            print(said, file=sys.stderr)
+            return
+        found = [json.loads(file.read_text(encoding="utf-8")) for file in files]
+    result.times_s += found[0]["times_s"]
+    result.added_bytes += [f["peak_bytes"] - f["before_bytes"] for f in found]
+    result.last_loss = statistics.fmean(f["losses"][-1] for f in found)
+
+
+def _wait(ranks: Sequence[subprocess.Popen[str]]) -> str:
+    """What the ranks said, once all have ended; a rank that outlives the limit is killed."""
+    said = []
+    for rank in ranks:
+        try:
+            said.append(rank.communicate(timeout=TIME_LIMIT_S)[0])
+        except subprocess.TimeoutExpired:
+            rank.kill()
+            said.append(rank.communicate()[0] + f"\nno end after {TIME_LIMIT_S} s")
+    return "\n".join(said)
+
+
+def _environment(workload: Workload, rank: int) -> dict[str, str]:
+    return {
+        **os.environ,
+        "OMP_NUM_THREADS": str(workload.threads),
+        "GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo",
+        "CUDA_VISIBLE_DEVICES": "",  # the comparison is of the CPU
+        "DS_ACCELERATOR": "cpu",
+        "HF_HUB_OFFLINE": "1",
+        # For DeepSpeed, which asks for them though the group is there already.
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(workload.ranks),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "29500",
+    }
+
+
+def _table(results: Sequence[Measured]) -> Table:
+    table = Table(title="one training step", caption="median over rounds; memory over the imports")
+    for heading in ("contender", "median", "min", "to DDP", "over bare", "memory/rank", "loss"):
+        table.add_column(heading, justify="left" if heading == "contender" else "right")
+    by_name = {result.name: result for result in results if not result.failure}
+    for result in results:
+        if result.failure:
+            table.add_row(result.name, result.failure)
+            continue
+        to_ddp = result.median_s / by_name["ddp"].median_s if "ddp" in by_name else None
+        over = result.median_s - by_name["bare"].median_s if "bare" in by_name else None
+        table.add_row(
+            result.name,
+            f"{result.median_s * 1e3:.0f} ms",
+            f"{min(result.times_s) * 1e3:.0f} ms",
+            "" if to_ddp is None else f"{to_ddp:.2f}",
+            "" if over is None else f"{over * 1e3:+.0f} ms",
+            f"{result.added_mib:.0f} MiB",
+            f"{result.last_loss:.6f}",
+        )
+    return table
+
+
+def _plot(results: Sequence[Measured], path: Path) -> None:
+    figure = Figure(figsize=(10, 4.5), layout="constrained")
+    time_axes, memory_axes = figure.subplots(1, 2, sharey=True)
+    names = [result.name for result in results]
+    time_axes.barh(names, [result.median_s * 1e3 for result in results])
+    time_axes.set_xlabel("median step time (ms)")
+    memory_axes.barh(names, [result.added_mib for result in results], color="tab:orange")
+    memory_axes.set_xlabel("peak memory per rank over the imports (MiB)")
+    time_axes.invert_yaxis()
+    figure.savefig(path, dpi=120)
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor()

@@ -1,0 +1,60 @@
+"""One rank of one contender: measure, write the result to a file, end.
+
+Started by `zero_engine.bench.engine` as
+``python -m zero_engine.bench.worker CONTENDER WORKLOAD_JSON STORE RANK RESULT``.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from zero_engine.bench.contenders import CONTENDERS
+from zero_engine.bench.workload import Workload
+
+
+def resident_bytes(name: str) -> int:
+    """``VmRSS`` (now) or ``VmHWM`` (highest so far) of this process."""
+    for line in Path("/proc/self/status").read_text(encoding="ascii").splitlines():
+        key, _, value = line.partition(":")
+        if key == name:
+            return int(value.split()[0]) * 1024
+    raise RuntimeError(f"/proc/self/status has no {name}: memory is measured on Linux only")
+
+
+def measure(contender: str, workload: Workload, store: str, rank: int) -> dict[str, object]:
+    """Run the contender on this rank; times in seconds, memory in bytes."""
+    torch.set_num_threads(workload.threads)
+    dist.init_process_group(
+        "gloo", store=dist.FileStore(store, workload.ranks), rank=rank, world_size=workload.ranks
+    )
+    batches = workload.batches(rank)
+    before = resident_bytes("VmRSS")
+    step = CONTENDERS[contender](workload)
+    losses = [float(step(next(batches))) for _ in range(workload.warmup)]
+    times = []
+    for _ in range(workload.steps):
+        dist.barrier()
+        started_at = time.perf_counter()
+        losses.append(float(step(next(batches))))
+        times.append(time.perf_counter() - started_at)
+    dist.barrier()
+    peak = resident_bytes("VmHWM")
+    dist.destroy_process_group()
+    return {"times_s": times, "losses": losses, "before_bytes": before, "peak_bytes": peak}
+
+
+def main() -> None:
+    """Read the command line, measure, write the result."""
+    contender, workload, store, rank, result = sys.argv[1:]
+    measured = measure(contender, Workload(**json.loads(workload)), store, int(rank))
+    Path(result).write_text(json.dumps(measured), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,86 @@
+"""The doctor reports what is there, and what would cure what is not."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+from pathlib import Path
+
+import pytest
+from conftest import run_program
+
+from zero_engine import doctor
+from zero_engine.machine import available_cores, memory_limit_bytes
+
+
+def by_name() -> dict[str, doctor.Finding]:
+    return {finding.name: finding for finding in doctor.examine()}
+
+
+def test_everything_is_found_where_everything_is_installed() -> None:
+    found = by_name()
+    for name in ("zero-core", "zero-offload", "zero-comm", "cpu-adam", "torch", "gloo"):
+        assert found[name].state == "ok", found[name]
+    for group in doctor.ENTRY_POINTS:
+        assert found[group].state == "ok", found[group]
+    assert found["CPU Adam"].value.split()[0] in {"scalar", "avx2", "avx512"}
+
+
+def test_missing_package_is_reported_with_its_cure(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = importlib.metadata.version
+
+    def version(name: str) -> str:
+        if name == "zero-comm":
+            raise importlib.metadata.PackageNotFoundError(name)
+        return real(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    finding = by_name()["zero-comm"]
+    assert finding.state == "missing"
+    assert finding.advice == "pip install zero-comm"
+
+
+def test_package_that_does_not_import_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(doctor.PACKAGES, "cpu-adam", "a_module_that_is_not_there")
+    finding = by_name()["cpu-adam"]
+    assert finding.state == "missing"
+    assert "ModuleNotFoundError" in finding.value
+
+
+def test_json_and_table_show_the_same_names() -> None:
+    findings = json.loads(run_program("doctor", "--json").stdout)
+    assert {"topic", "name", "value", "state", "advice"} == set(findings[0])
+    table = run_program("doctor").stdout
+    for finding in findings:
+        assert finding["name"] in table
+
+
+@pytest.mark.parametrize(
+    ("files", "cores"),
+    [
+        ({"cpu.max": "max 100000"}, None),
+        ({"cpu.max": "100000 100000"}, 1),
+        ({"cpu.max": "50000 100000"}, 1),
+        ({"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000"}, None),
+        ({"cpu/cpu.cfs_quota_us": "100000", "cpu/cpu.cfs_period_us": "100000"}, 1),
+        ({}, None),
+    ],
+)
+def test_cpu_quota_of_a_container_counts(
+    files: dict[str, str], cores: int | None, tmp_path: Path
+) -> None:
+    (tmp_path / "cpu").mkdir()
+    without_quota = available_cores(tmp_path)
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    assert available_cores(tmp_path) == (cores or without_quota)
+
+
+@pytest.mark.parametrize("name", ["memory.max", "memory/memory.limit_in_bytes"])
+def test_memory_limit_of_a_container_counts(name: str, tmp_path: Path) -> None:
+    (tmp_path / "memory").mkdir()
+    unlimited = memory_limit_bytes(tmp_path)
+    (tmp_path / name).write_text("max")
+    assert memory_limit_bytes(tmp_path) == unlimited
+    (tmp_path / name).write_text("1048576")
+    assert memory_limit_bytes(tmp_path) == 1048576

@@ -1,0 +1,98 @@
+"""A run that is told to stop saves first; resumed, it goes on as if nothing had happened."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+from conftest import TIME_LIMIT_S, command, environment, run_program
+
+from zero_engine.metrics import read_metrics
+from zero_engine.settings import RunFolder
+
+TIMING = {"tokens_per_s", "memory_bytes"}
+
+
+def numbers(folder: RunFolder) -> list[dict[str, object]]:
+    """The log without what depends on the moment it was written in."""
+    entries = read_metrics(folder.metrics)
+    return [{k: v for k, v in entry.items() if k not in TIMING} for entry in entries]
+
+
+def stop_after(
+    num_steps: int, signum: signal.Signals, folder: RunFolder, arguments: tuple[str, ...]
+) -> tuple[int, str]:
+    """Start the program, signal it after so many further steps; its exit code and output."""
+    already = len(numbers(folder)) if folder.metrics.exists() else 0
+    program = subprocess.Popen(
+        command("train", *arguments, f"--output={folder.root}"),
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    limit = time.monotonic() + TIME_LIMIT_S
+    while not folder.metrics.exists() or len(numbers(folder)) < already + num_steps:
+        assert program.poll() is None, program.communicate()[0]
+        assert time.monotonic() < limit
+        time.sleep(0.02)
+    program.send_signal(signum)
+    output, _ = program.communicate(timeout=TIME_LIMIT_S)
+    return program.returncode, output
+
+
+@pytest.fixture(scope="module")
+def interrupted_run(
+    tmp_path_factory: pytest.TempPathFactory, tiny_options: tuple[str, ...]
+) -> RunFolder:
+    """A run stopped by SIGTERM, resumed, stopped by SIGINT, resumed to its end."""
+    folder = RunFolder(tmp_path_factory.mktemp("runs") / "interrupted")
+    code, output = stop_after(10, signal.SIGTERM, folder, tiny_options)
+    assert code == 128 + signal.SIGTERM, output
+    assert "stopped by SIGTERM, checkpoint saved" in output
+    assert "Traceback" not in output
+    code, output = stop_after(10, signal.SIGINT, folder, ("--resume", "--ranks=2"))
+    assert code == 128 + signal.SIGINT, output
+    assert "stopped by SIGINT, checkpoint saved" in output
+    assert "Traceback" not in output
+    steps = [entry["step"] for entry in numbers(folder)]
+    assert steps[-1] != 160, "both signals came too late to interrupt anything"
+    run_program("train", "--resume", "--ranks=2", f"--output={folder.root}")
+    return folder
+
+
+def test_resumed_run_logs_the_same_numbers(
+    interrupted_run: RunFolder, finished_run: tuple[RunFolder, str]
+) -> None:
+    straight = numbers(finished_run[0])
+    assert len(straight) == 160 + 9  # steps, and evaluations at 0, 20, ..., 160
+    assert numbers(interrupted_run) == straight
+
+
+def test_resumed_run_ends_with_the_same_weights(
+    interrupted_run: RunFolder, finished_run: tuple[RunFolder, str]
+) -> None:
+    straight = finished_run[0].hf / "model.safetensors"
+    assert (interrupted_run.hf / "model.safetensors").read_bytes() == straight.read_bytes()
+    assert interrupted_run.sample.read_text() == finished_run[0].sample.read_text()
+
+
+def test_resume_refuses_another_setting(finished_run: tuple[RunFolder, str]) -> None:
+    folder, _ = finished_run
+    done = run_program("train", "--resume", "--seed=7", f"--output={folder.root}", expected_code=2)
+    assert "--seed 7 contradicts the run, which has 0" in done.stderr
+
+
+def test_resume_refuses_a_folder_without_checkpoint(tmp_path: Path) -> None:
+    done = run_program("train", "--resume", f"--output={tmp_path}", expected_code=2)
+    assert "no checkpoint to continue from" in done.stderr
+
+
+def test_new_run_refuses_the_folder_of_another(finished_run: tuple[RunFolder, str]) -> None:
+    folder, _ = finished_run
+    done = run_program("train", f"--output={folder.root}", expected_code=2)
+    assert "holds a run already" in done.stderr
+    assert "--resume" in done.stderr

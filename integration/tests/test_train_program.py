@@ -1,0 +1,132 @@
+"""The train program leaves behind what it promises, and others can read it."""
+
+from __future__ import annotations
+
+import json
+import sysconfig
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import TINY, run_program
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from zero_engine.data import Corpus
+from zero_engine.metrics import read_metrics
+from zero_engine.settings import RunFolder
+
+PNG_START = b"\x89PNG\r\n\x1a\n"
+
+
+def held_out_losses(folder: RunFolder) -> list[float]:
+    return [e["held_out_loss"] for e in read_metrics(folder.metrics) if "held_out_loss" in e]
+
+
+def loss_of_exported_model(folder: RunFolder, *, num_windows: int) -> float:
+    """The held-out loss of the model that transformers loads from the run's folder."""
+    model = AutoModelForCausalLM.from_pretrained(folder.hf).eval()
+    corpus = Corpus.open(folder.data, seed=0)
+    windows = corpus.held_out[:num_windows].long()
+    with torch.no_grad():
+        return float(model(input_ids=windows, labels=windows).loss)
+
+
+def test_run_leaves_every_promised_file(finished_run: tuple[RunFolder, str]) -> None:
+    folder, _ = finished_run
+    assert (folder.checkpoint / "latest").is_file()
+    for name in ("config.json", "model.safetensors", "tokenizer.json"):
+        assert (folder.hf / name).is_file(), name
+    for picture in (folder.loss_plot, folder.memory_plot):
+        assert picture.read_bytes().startswith(PNG_START), picture
+    assert "written by the model" in folder.sample.read_text(encoding="utf-8")
+
+
+def test_held_out_loss_falls(finished_run: tuple[RunFolder, str]) -> None:
+    losses = held_out_losses(finished_run[0])
+    assert losses[-1] < 0.9 * losses[0]
+
+
+def test_plain_output_has_a_line_of_figures(finished_run: tuple[RunFolder, str]) -> None:
+    _, output = finished_run
+    (line,) = [line for line in output.splitlines() if line.startswith("step 50/160")]
+    for figure in ("loss", "tokens/s", "MiB per rank", "lr", "scale"):
+        assert figure in line
+
+
+def test_output_is_free_of_warnings(finished_run: tuple[RunFolder, str]) -> None:
+    _, output = finished_run
+    assert "warning" not in output.lower()
+
+
+def test_resolved_config_spells_defaults_out(finished_run: tuple[RunFolder, str]) -> None:
+    resolved = json.loads(finished_run[0].resolved_config.read_text(encoding="utf-8"))
+    zero = resolved["engine"]["zero_optimization"]
+    assert zero["stage"] == 3
+    assert zero["zero_quantized_weights"] is True
+    assert zero["offload_optimizer"]["ratio"] == 0.5
+    assert zero["offload_optimizer"]["pin_memory"] is True  # a default
+    assert resolved["engine"]["train_batch_size"] == 8
+    assert resolved["engine"]["scheduler"]["params"]["total_num_steps"] == 160
+    assert resolved["run"]["seed"] == 0
+    assert resolved["model"]["n_layer"] == 2
+    assert resolved["world_size"] == 2
+
+
+def test_tensorboard_reads_the_same_losses(finished_run: tuple[RunFolder, str]) -> None:
+    folder, _ = finished_run
+    board = EventAccumulator(str(folder.tensorboard))
+    board.Reload()
+    logged = [event.value for event in board.Scalars("train/loss")]
+    losses = [entry["loss"] for entry in read_metrics(folder.metrics) if "loss" in entry]
+    assert logged == pytest.approx(losses)
+    assert len(losses) == 160
+    assert {"train/learning_rate", "train/tokens_per_s", "memory_mib/rank1", "held_out/loss"} <= (
+        set(board.Tags()["scalars"])
+    )
+
+
+def test_transformers_loads_model_and_tokenizer(finished_run: tuple[RunFolder, str]) -> None:
+    folder, _ = finished_run
+    # The program computed with weights rounded to 8 bits; the export is not rounded.
+    assert loss_of_exported_model(folder, num_windows=16) == pytest.approx(
+        held_out_losses(folder)[-1], rel=0.02
+    )
+    tokenizer = AutoTokenizer.from_pretrained(folder.hf)
+    text = "def café(x):\n\treturn  x  # ≤ 3\n"
+    assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
+
+
+def test_own_config_without_quantization_exports_the_computed_weights(
+    tmp_path: Path, text_file: Path
+) -> None:
+    config = tmp_path / "zero.json"
+    config.write_text(
+        json.dumps(
+            {
+                "train_batch_size": 8,
+                "train_micro_batch_size_per_gpu": 2,
+                "zero_optimization": {"stage": 2},
+                "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+            }
+        )
+    )
+    folder = RunFolder(tmp_path / "run")
+    options = (f"--config={config}", f"--data={text_file}", "--steps=6", f"--output={folder.root}")
+    run_program("train", *TINY, *options)
+    assert loss_of_exported_model(folder, num_windows=16) == pytest.approx(
+        held_out_losses(folder)[-1], rel=1e-5
+    )
+    resolved = json.loads(folder.resolved_config.read_text(encoding="utf-8"))
+    assert resolved["engine"]["gradient_accumulation_steps"] == 2
+    assert resolved["engine"]["gradient_clipping"] == 0.0
+
+
+def test_default_text_is_the_standard_library() -> None:
+    from zero_engine.data import read_text
+
+    text = read_text(None)
+    source = (Path(sysconfig.get_path("stdlib")) / "abc.py").read_text(encoding="utf-8")
+    assert len(text) > 1_000_000
+    assert text == read_text(None)
+    assert source in text or len(text) == 6_000_000  # the text is cut there

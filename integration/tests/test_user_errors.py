@@ -1,0 +1,99 @@
+"""What a user got wrong is said in one line that names the option and the way out."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from conftest import run_program
+
+from zero_core.errors import ConfigError
+from zero_engine.data import prepare_corpus, read_text
+from zero_engine.settings import RunSettings, engine_config, fill_auto, fresh_run
+
+
+def test_missing_data_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"nowhere\.txt: expected a text file, found nothing"):
+        read_text(str(tmp_path / "nowhere.txt"))
+
+
+def test_folder_as_data_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="found a folder"):
+        read_text(str(tmp_path))
+
+
+def test_empty_data_file_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "empty.txt"
+    path.write_text(" \n")
+    with pytest.raises(ConfigError, match="the file is empty"):
+        read_text(str(path))
+
+
+def test_data_that_is_not_utf_8_is_refused_with_the_place(tmp_path: Path) -> None:
+    path = tmp_path / "latin.txt"
+    path.write_bytes("abc é".encode("latin-1"))
+    with pytest.raises(ConfigError, match=r"not UTF-8 text \(byte 4"):
+        read_text(str(path))
+
+
+def test_text_too_short_for_two_windows_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="too short for one window of 128"):
+        prepare_corpus("a few words", tmp_path, vocab_size=300, context=128)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"steps": 0}, "--steps 0: must be at least 1"),
+        ({"vocab": 100}, "--vocab 100: must be at least 257"),
+        ({"width": 100, "heads": 3}, "--width 100 must be a multiple of --heads 3"),
+        ({"eval_every": -1}, "--eval-every -1: must be at least 1"),
+    ],
+)
+def test_senseless_setting_is_refused(
+    options: dict[str, int], message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        fresh_run({"output": str(tmp_path / "new"), **options}, should_overwrite=False)
+
+
+def test_output_folder_of_something_else_is_never_overwritten(tmp_path: Path) -> None:
+    (tmp_path / "thesis.tex").write_text("years of work")
+    with pytest.raises(ConfigError, match="holds no run"):
+        fresh_run({"output": str(tmp_path)}, should_overwrite=True)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", "not JSON"),
+        ("[]", "expected a JSON object"),
+        ('{"a": 1, "a": 2}', "duplicate key 'a'"),
+    ],
+)
+def test_config_that_is_no_object_is_refused(text: str, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "zero.json"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=message):
+        engine_config(RunSettings(config=str(path)))
+
+
+def test_auto_schedule_follows_the_number_of_steps() -> None:
+    params = {"warmup_num_steps": "auto", "total_num_steps": "auto", "cos_min_ratio": 0.1}
+    filled = fill_auto({"scheduler": {"type": "WarmupCosineLR", "params": params}}, 400)
+    assert filled["scheduler"]["params"] == {
+        "warmup_num_steps": 20,
+        "total_num_steps": 400,
+        "cos_min_ratio": 0.1,
+    }
+
+
+def test_mistake_is_one_line_without_traceback(tmp_path: Path) -> None:
+    config = tmp_path / "zero.json"
+    config.write_text('{"train_batch_size": 8, "zero_optimisation": {"stage": 3}}')
+    done = run_program(
+        "train", f"--config={config}", f"--output={tmp_path / 'run'}", expected_code=2
+    )
+    assert "did you mean 'zero_optimization'" in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+    assert not (tmp_path / "run").exists()
