@@ -92,7 +92,7 @@ def test_a_nonfinite_value_makes_its_block_nan(x: Tensor, fmt: Format, data: st.
     assert y[start : start + fmt[1]].isnan().all()
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(st.integers(0, 2), st.integers(0, 300), st.sampled_from([8, 4]))
 def test_chunks_do_not_show_in_the_bytes(num_chunks: int, rest: int, bits: int) -> None:
     numel = num_chunks * (1 << 18) + rest
