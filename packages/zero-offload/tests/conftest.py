@@ -1,13 +1,25 @@
-"""Fixtures: the Adam kernels to test with."""
+"""Fixtures: the Adam kernels to test with, and how many threads torch may use."""
 
 from __future__ import annotations
 
 import importlib
 import importlib.util
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import torch
 from support import ReferenceAdam
+
+
+@pytest.fixture(autouse=True)
+def num_threads(request: pytest.FixtureRequest) -> Iterator[None]:
+    """One thread: tensors are tiny, and on a busy machine idle threads cost more than they give."""
+    before = torch.get_num_threads()
+    marker = request.node.get_closest_marker("num_threads")
+    torch.set_num_threads(marker.args[0] if marker else 1)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture

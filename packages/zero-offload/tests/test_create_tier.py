@@ -135,8 +135,9 @@ def test_kernels_are_found_by_name_object_or_auto(monkeypatch: pytest.MonkeyPatc
     kernel = ReferenceAdam()
     assert resolve_kernel(kernel, optim.Adam) is kernel
     assert resolve_kernel(None, optim.Adam) is None
-    assert resolve_kernel("tested", optim.AdamW) is ReferenceAdam
-    assert resolve_kernel("auto", optim.AdamW) is ReferenceAdam  # and nothing else was loaded
+    expected: object = ReferenceAdam
+    assert resolve_kernel("tested", optim.AdamW) is expected
+    assert resolve_kernel("auto", optim.AdamW) is expected  # and nothing else was loaded
     assert resolve_kernel("auto", optim.SGD) is None
     with pytest.raises(ValueError, match="'other' is installed"):
         resolve_kernel("other", optim.Adam)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -67,7 +69,7 @@ def test_runs_are_the_longest_that_one_shard_and_key_allow(
         assert sum(geometry.pieces[i].stop - geometry.pieces[i].start for i in run.pieces) == (
             run.stop - run.start
         )
-    for left, right in zip(runs, runs[1:], strict=False):
+    for left, right in pairwise(runs):
         shards = [geometry.piece_shards[run.pieces[0]] for run in (left, right)]
         assert left.stop < right.start or left.key != right.key or shards[0] != shards[1]
 

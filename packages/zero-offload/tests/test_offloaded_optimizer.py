@@ -201,7 +201,7 @@ def test_closure_is_run_with_gradients() -> None:
     def closure() -> float:
         optimizer.zero_grad()
         loss = weight.square().sum()
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]
         return loss.item()
 
     assert optimizer.step(closure) == 3.0
@@ -249,8 +249,8 @@ def test_misuse_is_refused_with_the_reason() -> None:
     weight.grad = None
     with pytest.raises(ValueError, match="without gaps"):
         OffloadedOptimizer(optim.SGD, [nn.Parameter(torch.ones(4, 4)[:, :2])], lr=0.1)
+    mixed = [nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(1, device="meta"))]
     with pytest.raises(ValueError, match="one device"):
-        mixed = [nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(1, device="meta"))]
         OffloadedOptimizer(optim.SGD, mixed, lr=0.1)
     with pytest.raises(ValueError, match="ratio"):
         OffloadedOptimizer(optim.SGD, [nn.Parameter(torch.ones(1))], lr=0.1, ratio=1.1)

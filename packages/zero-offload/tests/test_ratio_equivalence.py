@@ -123,6 +123,7 @@ def test_kernel_route_gives_the_same_bits_at_every_ratio(
     torch.testing.assert_close(results[0]["master_weight"], expected, rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.num_threads(2)
 @pytest.mark.parametrize("ratio", RATIOS)
 def test_large_odd_space_is_cut_at_an_element_without_a_trace(kernel: Any, ratio: float) -> None:
     """100,003 elements: more than one thread's share in torch and in the kernel."""

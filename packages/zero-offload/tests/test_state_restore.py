@@ -91,9 +91,7 @@ def test_adam_state_crosses_between_kernel_and_torch(source: bool, target: bool)
     assert_same(snapshot(other, other_space), snapshot(tier, space))
     train(tier, space, groups, range(4, 6))
     train(other, other_space, groups, range(4, 6))
-    torch.testing.assert_close(
-        space.flat_params(), other_space.flat_params(), rtol=1e-6, atol=1e-6
-    )
+    torch.testing.assert_close(space.flat_params(), other_space.flat_params(), rtol=1e-6, atol=1e-6)
 
 
 def test_step_is_inferred_where_a_checkpoint_has_only_num_steps() -> None:

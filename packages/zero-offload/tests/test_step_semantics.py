@@ -9,7 +9,7 @@ import torch
 from support import RATIOS, ReferenceAdam, Space, group_of, make_tier, offer, snapshot, train
 from torch import optim
 
-PLAIN = {"lr": 1e-2, "weight_decay": 0.1}
+PLAIN: dict[str, Any] = {"lr": 1e-2, "weight_decay": 0.1}
 
 
 @pytest.fixture(params=["kernel", "torch"])
