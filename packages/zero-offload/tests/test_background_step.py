@@ -172,6 +172,19 @@ def test_a_missing_gradient_is_refused_before_anything_is_updated() -> None:
     train(tier, space, GROUPS, range(1))  # and the tier goes on
 
 
+@pytest.mark.parametrize("missing", [0, 1])
+def test_a_half_without_its_gradient_holds_back_the_other(missing: int) -> None:
+    space = Space()
+    tier = make_tier(space, optim.AdamW, GROUPS, ratio=0.6, kernel=ReferenceAdam())
+    before = snapshot(tier, space)
+    start, stop = ((tier.cut, space.numel), (0, tier.cut))[missing]
+    tier.offer_grad(start, space.grad(0)[start:stop])
+    with pytest.raises(ValueError, match="no gradient was offered"):
+        tier.step(GROUPS, range(5), grad_scale=1.0)
+    for name, value in snapshot(tier, space).items():
+        assert torch.equal(value, before[name])
+
+
 def test_the_worker_ends_with_its_tier() -> None:
     space = Space()
     tier = make_tier(space, optim.AdamW, GROUPS, kernel=ReferenceAdam())

@@ -174,6 +174,15 @@ def test_groups_with_equal_settings_share_a_kernel_call(reference: ReferenceAdam
     assert reference.calls[3:] == [37, 5, 211, 1, 64]
 
 
+def test_capturable_has_no_meaning_on_the_host_and_no_effect() -> None:
+    space, plain = Space(), Space()
+    groups = [group_of(optim.AdamW)]
+    train(make_tier(plain, optim.AdamW, groups), plain, groups)
+    capturable = [{**groups[0], "capturable": True}]
+    train(make_tier(space, optim.AdamW, capturable, ratio=0.5), space, capturable)
+    assert torch.equal(space.flat_params(), plain.flat_params())
+
+
 def test_amsgrad_is_computed_by_torch_although_a_kernel_is_there(reference: ReferenceAdam) -> None:
     space = Space()
     groups = [group_of(optim.Adam, amsgrad=True)]

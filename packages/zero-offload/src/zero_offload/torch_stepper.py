@@ -58,6 +58,7 @@ class TorchStepper(Stepper):
         is_in_place: bool,
     ) -> None:
         check_elementwise(optimizer_class)
+        groups = self._served(groups, device)
         super().__init__(geometry, device, is_in_place=is_in_place)
         self._chunk_numel = _HOST_CHUNK_NUMEL if device.type == "cpu" else _DEVICE_CHUNK_NUMEL
         self._templates = self._probe(optimizer_class, groups)
@@ -69,6 +70,15 @@ class TorchStepper(Stepper):
         self._optimizer = self._make_optimizer(optimizer_class, groups)
         for i in range(len(self._params)):
             self._home(i)
+
+    @staticmethod
+    def _served(
+        groups: Sequence[Mapping[str, Any]], device: torch.device
+    ) -> Sequence[Mapping[str, Any]]:
+        """The groups, without ``capturable`` on a CPU: it is about device graphs, not numbers."""
+        if device.type != "cpu":
+            return groups
+        return [{**g, "capturable": False} if g.get("capturable") else g for g in groups]
 
     def _probe(
         self, optimizer_class: type[torch.optim.Optimizer], groups: Sequence[Mapping[str, Any]]
@@ -94,6 +104,7 @@ class TorchStepper(Stepper):
         self, active: Sequence[int], groups: Sequence[Mapping[str, Any]], grads: GradLedger
     ) -> list[Chunk]:
         """Whole runs, as many per chunk as fit its element count."""
+        groups = self._served(groups, self.device)
         chunks: list[Chunk] = []
         pending: list[Run] = []
         numel = 0

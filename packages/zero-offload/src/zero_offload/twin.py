@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from zero_offload.geometry import Geometry, check_active
+from zero_offload.grads import GradLedger
 from zero_offload.protocols import StateTier
 
 __all__ = ["TwinTier"]
@@ -54,6 +55,7 @@ class TwinTier:
     ) -> None:
         self.geometry = geometry
         self.cut = cut
+        self._offered = GradLedger()
         self._parts: list[_Part] = []
         if host is not None:
             self._parts.append(_Part(host[0], 0, cut, host[1]))
@@ -78,9 +80,11 @@ class TwinTier:
             a, b = part.clip(start, stop)
             if a < b:
                 part.tier.offer_grad(a - part.lo, grad[a - start : b - start])
+        self._offered.add(start, stop, grad, start)
 
     def discard_grads(self) -> None:
         """Forget what was offered."""
+        self._offered = GradLedger()
         for part in self._parts:
             part.tier.discard_grads()
 
@@ -93,6 +97,9 @@ class TwinTier:
             ValueError: ``active`` is not sorted or names no piece, or a gradient is missing.
         """
         indices = check_active(self.geometry, active)
+        for i in indices:  # a half must not have moved on when the other refuses
+            self._offered.segments(self.geometry.pieces[i].start, self.geometry.pieces[i].stop)
+        self._offered = GradLedger()
         for part in self._parts:
             local = [part.local[i] for i in indices if i in part.local]
             part.tier.step(groups, local, grad_scale=grad_scale)
