@@ -19,6 +19,16 @@ struct NoOut {
   static CPU_ADAM_INLINE void store(char*, Vec) {}
 };
 
+// [Note: streaming the copy]
+// The copy is only written. An ordinary store first reads the cache line: 30 bytes of traffic per
+// element where 28 would do (16-bit). A streamed store does not. It pays if the memory of the call
+// exceeds the caches, so that the copy would be evicted anyway; the driver decides that.
+template <class Out>
+struct Streamed {
+  static constexpr int kBytes = Out::kBytes;
+  static CPU_ADAM_INLINE void store(char* to, Vec x) { Out::stream(to, x); }
+};
+
 // Adam (Kingma and Ba 2015), AdamW (Loshchilov and Hutter 2019), in the operation order of
 // torch.optim's for-loop; see reference.py. kL2: weight decay joins the gradient. kLerpFromGrad:
 // the first moment is interpolated starting from the gradient (1 - beta1 >= 0.5).
@@ -96,7 +106,8 @@ void update_tail(const Rule& rule, char* master, const char* grad, char* const* 
   }
 }
 
-template <class Rule, class Grad, class Out>
+// The tail's copy is stored plainly: a padded copy has no alignment.
+template <class Rule, class Grad, class Out, class TailOut>
 CPU_ADAM_INLINE void update_range(const Rule& rule, const cpu_adam::Span& span, std::int64_t begin,
                                   std::int64_t end) {
   // Plain locals: a char* store may alias the struct, and would make the loop reload it.
@@ -109,25 +120,44 @@ CPU_ADAM_INLINE void update_range(const Rule& rule, const cpu_adam::Span& span, 
   for (; i + kLanes <= end; i += kLanes) {
     update_vector<Rule, Grad, Out>(rule, master, grad, state, out, i);
   }
-  if (i < end) update_tail<Rule, Grad, Out>(rule, master, grad, state, out, i, end - i);
+  if (i < end) update_tail<Rule, Grad, TailOut>(rule, master, grad, state, out, i, end - i);
+}
+
+template <class Rule, class Grad, class Out>
+CPU_ADAM_INLINE void update_span(const Rule& rule, const cpu_adam::Span& span, std::int64_t begin,
+                                 std::int64_t end, bool is_streaming) {
+  if constexpr (kCanStream && Out::kBytes > 0) {
+    constexpr std::uintptr_t kVectorBytes = kLanes * Out::kBytes;
+    const auto address = reinterpret_cast<std::uintptr_t>(span.out + begin * Out::kBytes);
+    if (is_streaming && address % kVectorBytes == 0) {
+      update_range<Rule, Grad, Streamed<Out>, Out>(rule, span, begin, end);
+      stream_fence();
+      return;
+    }
+  }
+  update_range<Rule, Grad, Out, Out>(rule, span, begin, end);
 }
 
 template <class Grad, class Out>
 void adam_range(const cpu_adam::Span& span, std::int64_t begin, std::int64_t end,
-                const void* scalars) {
+                const void* scalars, bool is_streaming) {
   const cpu_adam::AdamScalars& s = *static_cast<const cpu_adam::AdamScalars*>(scalars);
   const bool is_l2 = s.l2 != 0.0f;
   if (s.lerp_from_grad) {
     if (is_l2) {
-      update_range<AdamRule<true, true>, Grad, Out>(AdamRule<true, true>(s), span, begin, end);
+      using Rule = AdamRule<true, true>;
+      update_span<Rule, Grad, Out>(Rule(s), span, begin, end, is_streaming);
     } else {
-      update_range<AdamRule<false, true>, Grad, Out>(AdamRule<false, true>(s), span, begin, end);
+      using Rule = AdamRule<false, true>;
+      update_span<Rule, Grad, Out>(Rule(s), span, begin, end, is_streaming);
     }
   } else {
     if (is_l2) {
-      update_range<AdamRule<true, false>, Grad, Out>(AdamRule<true, false>(s), span, begin, end);
+      using Rule = AdamRule<true, false>;
+      update_span<Rule, Grad, Out>(Rule(s), span, begin, end, is_streaming);
     } else {
-      update_range<AdamRule<false, false>, Grad, Out>(AdamRule<false, false>(s), span, begin, end);
+      using Rule = AdamRule<false, false>;
+      update_span<Rule, Grad, Out>(Rule(s), span, begin, end, is_streaming);
     }
   }
 }

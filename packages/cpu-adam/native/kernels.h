@@ -38,8 +38,9 @@ struct AdamScalars {
 };
 
 // Updates elements [begin, end) of a span; `scalars` is the struct of the update rule.
+// is_streaming: the copy is not read again soon, and may go past the caches.
 using RangeFunction = void (*)(const Span& span, std::int64_t begin, std::int64_t end,
-                               const void* scalars);
+                               const void* scalars, bool is_streaming);
 
 // One update rule, for each type of gradient and of copy.
 struct RuleTable {

@@ -21,7 +21,7 @@ from kernel_cases import (
 )
 
 import cpu_adam
-from cpu_adam import _threads
+from cpu_adam import _threads, reference
 
 # Several grains of work, the last one odd.
 NUMEL = 300_001
@@ -48,6 +48,26 @@ def assert_all_same(actual, expected):
 
 def test_many_threads_match_the_reference(big, hyper):
     assert_kernel_is_reference(big, np.float16, num_threads=3, **hyper)
+
+
+@pytest.mark.parametrize("out_dtype", [np.float32, np.float16, np.uint16])
+@pytest.mark.parametrize("shift", [0, 1])
+def test_a_copy_too_large_for_the_caches_is_the_same(isa, out_dtype, shift, hyper):
+    """Such a copy is written past the caches, where its alignment allows."""
+    numel = 4 * 2**20 + 5
+    ones = np.ones(numel, np.float32)
+    arrays = {name: ones.copy() for name in ("master", "grad", "exp_avg", "exp_avg_sq")}
+    arrays["master"] *= np.arange(numel, dtype=np.float32)
+    out = np.zeros(numel + 64, out_dtype)
+    start = -(out.ctypes.data // out.itemsize) % (64 // out.itemsize) + shift
+    view = out[start : start + numel]
+    run_kernel(arrays, view, num_threads=2, **hyper)
+    master = arrays["master"]
+    with np.errstate(over="ignore"):
+        rounded = reference.float32_to_bfloat16(master) if out_dtype is np.uint16 else master
+        assert_same_bits(view, rounded.astype(out_dtype))
+    assert not out[:start].any()
+    assert not out[start + numel :].any()
 
 
 @pytest.mark.parametrize("num_threads", [2, 3, 5, 16, 64])
