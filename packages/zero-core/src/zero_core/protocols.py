@@ -66,7 +66,8 @@ class Collectives(Protocol):
             shard: 1-D, contiguous, any dtype (bytes too). It may be a view of this rank's slice
                 of ``out``; it is never changed otherwise.
             unit: index of the unit (and segment) it belongs to: a stable key for private buffers.
-            version: grows whenever the values of ``shard`` may have changed.
+            version: grows whenever the values of ``shard`` may have changed. Negative: these are
+                not parameters (reduced gradients at stage 0, say); they must arrive exact.
             backward: whether the gather serves a backward pass.
         """
         ...

@@ -10,11 +10,13 @@ compared.
 
 from __future__ import annotations
 
+import json
+import math
 import os
 import tempfile
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +28,19 @@ from torch.nn.parallel import DistributedDataParallel
 
 import zero_core
 
-__all__ = ["Case", "Hard", "Trace", "batch", "run_ddp", "run_engine", "spawn"]
+__all__ = [
+    "Case",
+    "Gap",
+    "Hard",
+    "Trace",
+    "batch",
+    "compare_with_ddp",
+    "make_model",
+    "read_gaps",
+    "run_ddp",
+    "run_engine",
+    "spawn",
+]
 
 LR, WEIGHT_DECAY = 1e-2, 0.1
 
@@ -154,7 +168,8 @@ def batch(step: int, micro: int, rank: int) -> dict[str, Any]:
     }
 
 
-def _model() -> Hard:
+def make_model() -> Hard:
+    """The same `Hard` every time."""
     torch.manual_seed(0)
     return Hard()
 
@@ -166,7 +181,7 @@ def run_ddp(case: Case, rank: int, steps: int) -> Trace:
     micro-steps are added up. With one rank, the module itself is trained.
     """
     trace = Trace()
-    model = _model()
+    model = make_model()
     masters = {n: p.detach().clone() for n, p in model.named_parameters() if p.requires_grad}
     if case.dtype == "bf16":
         model.to(torch.bfloat16)
@@ -205,7 +220,7 @@ def run_ddp(case: Case, rank: int, steps: int) -> Trace:
 def run_engine(case: Case, rank: int, steps: int, **build_kwargs: Any) -> Trace:
     """Train the same model on the same batches with the engine."""
     trace = Trace()
-    engine = zero_core.build(_model(), case.config(), **build_kwargs)
+    engine = zero_core.build(make_model(), case.config(), **build_kwargs)
     for step in range(steps):
         for micro in range(case.accumulation):
             is_quiet = case.is_local and micro < case.accumulation - 1
@@ -219,3 +234,56 @@ def run_engine(case: Case, rank: int, steps: int, **build_kwargs: Any) -> Trace:
     trace.values = {name: full[name] for name in names}
     engine.close()
     return trace
+
+
+@dataclass(frozen=True)
+class Gap:
+    """How far an engine run is from DDP's and from the first stage of the same case.
+
+    Attributes:
+        loss: largest difference of a loss from DDP's on this rank.
+        value: largest difference of a final value from DDP's.
+        across_stages: largest difference of a loss or value from the first engine run of a case
+            that differs only in its stage and ``zero`` keys.
+    """
+
+    loss: float
+    value: float
+    across_stages: float
+
+
+def compare_with_ddp(
+    rank: int, world_size: int, cases: list[Case], folder: str, steps: int
+) -> None:
+    """For `spawn`: run every case and DDP's of it; write ``{index: Gap}`` as JSON per rank."""
+    references: dict[tuple[Any, ...], Trace] = {}
+    firsts: dict[tuple[Any, ...], Trace] = {}
+    gaps: dict[int, dict[str, float]] = {}
+    for index, case in enumerate(cases):
+        key = (case.dtype, case.accumulation, case.clipping, case.is_local)
+        if key not in references:
+            references[key] = run_ddp(case, rank, steps)
+        trace = run_engine(case, rank, steps)
+        first = firsts.setdefault(key, trace)
+        loss, value = _distance(trace, references[key])
+        gaps[index] = asdict(Gap(loss, value, max(_distance(trace, first))))
+    (Path(folder) / f"gaps-{world_size}-{rank}.json").write_text(json.dumps(gaps))
+
+
+def read_gaps(folder: str | Path, world_size: int) -> dict[int, Gap]:
+    """The largest gaps over the ranks that `compare_with_ddp` wrote, by case."""
+    worst: dict[int, Gap] = {}
+    for rank in range(world_size):
+        rows = json.loads((Path(folder) / f"gaps-{world_size}-{rank}.json").read_text())
+        for key, row in rows.items():
+            before = asdict(worst.get(int(key), Gap(0.0, 0.0, 0.0)))
+            worst[int(key)] = Gap(**{k: max(v, before[k]) for k, v in row.items()})
+    return worst
+
+
+def _distance(a: Trace, b: Trace) -> tuple[float, float]:
+    loss = max(abs(x - y) for x, y in zip(a.losses, b.losses, strict=True))
+    value = max((a.values[k] - b.values[k]).abs().max().item() for k in b.values)
+    if not (math.isfinite(loss) and math.isfinite(value)):
+        return math.inf, math.inf  # a NaN would pass every comparison by max
+    return loss, value

@@ -1,0 +1,155 @@
+"""The configuration: what is resolved, and which error says what to do."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from zero_core import ConfigError, load_config
+from zero_core.config import UNNEEDED, Config
+
+SMALL = {"train_micro_batch_size_per_gpu": 2}
+
+
+def refused(config, match: str, world_size: int = 2) -> None:
+    with pytest.raises(ConfigError, match=match):
+        load_config(config, world_size=world_size)
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({"train_batch_size": 24}, (24, 12, 1)),
+        ({"train_micro_batch_size_per_gpu": 4}, (8, 4, 1)),
+        ({"train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 3}, (24, 4, 3)),
+        ({"train_batch_size": 24, "gradient_accumulation_steps": 3}, (24, 4, 3)),
+        ({"train_batch_size": 24, "train_micro_batch_size_per_gpu": 4}, (24, 4, 3)),
+    ],
+)
+def test_the_batch_triple_is_derived(given, expected):
+    config = load_config(given, world_size=2)
+    found = (
+        config.train_batch_size,
+        config.train_micro_batch_size_per_gpu,
+        config.gradient_accumulation_steps,
+    )
+    assert found == expected
+
+
+@pytest.mark.parametrize(
+    ("given", "match"),
+    [
+        ({}, "train_batch_size or train_micro_batch_size_per_gpu must be given"),
+        ({"gradient_accumulation_steps": 2}, "must be given"),
+        ({"train_batch_size": 7}, "does not multiply out"),
+        (
+            {
+                "train_batch_size": 8,
+                "train_micro_batch_size_per_gpu": 2,
+                "gradient_accumulation_steps": 3,
+            },
+            "does not multiply out",
+        ),
+        ({"train_batch_size": 0}, "whole number >= 1, found 0"),
+        ({"train_batch_size": "8"}, "whole number >= 1, found '8'"),
+        ({"train_batch_size": True}, "whole number >= 1, found True"),
+        ({"train_batch_size": "auto"}, "auto"),
+    ],
+)
+def test_a_batch_triple_that_does_not_fit_is_refused(given, match):
+    refused(given, match)
+
+
+def test_an_unknown_key_gets_a_did_you_mean():
+    refused({**SMALL, "gradient_cliping": 1.0}, "did you mean 'gradient_clipping'")
+    refused({**SMALL, "zero_optimization": {"stages": 3}}, "did you mean 'stage'")
+    refused(
+        {**SMALL, "zero_optimization": {"offload_optimizer": {"devise": "cpu"}}},
+        r"zero_optimization.offload_optimizer.devise: unknown key; did you mean 'device'",
+    )
+
+
+def test_a_duplicate_key_is_refused(tmp_path):
+    path = tmp_path / "zero.json"
+    path.write_text('{"train_batch_size": 8, "bf16": {"enabled": true, "enabled": false}}')
+    refused(path, "duplicate key 'enabled'")
+
+
+def test_a_file_that_is_not_there_or_not_json_is_refused(tmp_path):
+    refused(tmp_path / "none.json", "cannot read the configuration")
+    broken = tmp_path / "broken.json"
+    broken.write_text("{")
+    refused(broken, "is not JSON")
+    (tmp_path / "list.json").write_text("[]")
+    refused(tmp_path / "list.json", "expected a JSON object")
+
+
+@pytest.mark.parametrize(
+    ("block", "match"),
+    [
+        ({"fp16": {"enabled": True}, "bf16": {"enabled": True}}, "only one of them"),
+        ({"zero_optimization": {"stage": 4}}, "zero_optimization.stage"),
+        (
+            {"zero_optimization": {"offload_optimizer": {"device": "cpu", "ratio": 1.5}}},
+            "zero_optimization.offload_optimizer.ratio",
+        ),
+        ({"zero_optimization": {"offload_optimizer": {"device": "nvme"}}}, "NVMe"),
+        ({"zero_optimization": {"offload_optimizer": {"ratio": 0.5}}}, "needs device 'cpu'"),
+        ({"zero_optimization": {"offload_param": {"device": "cpu"}}}, "not served"),
+        ({"zero_optimization": {"stage": 2, "zero_quantized_weights": True}}, "needs stage 3"),
+        ({"zero_optimization": {"zero_quantized_gradients": True}}, "not served"),
+        ({"zero_optimization": {"zero_hpz_partition_size": 2}}, "not served"),
+        ({"wall_clock_breakdown": True}, "wall_clock_breakdown = True is not served"),
+        ({"flops_profiler": {"enabled": True}}, "flops_profiler"),
+        ({"gradient_clipping": -1.0}, "gradient_clipping"),
+    ],
+)
+def test_what_is_wrong_or_not_served_is_refused_by_name(block, match):
+    refused({**SMALL, **block}, match)
+
+
+def test_further_keys_of_deepspeed_pass_where_they_ask_for_nothing():
+    config = {**SMALL, "wall_clock_breakdown": False, "flops_profiler": {"enabled": False}}
+    assert load_config(config, world_size=1) == load_config(SMALL, world_size=1)
+
+
+def test_every_unneeded_key_exists_and_is_told(caplog):
+    block: dict = {"stage": 2}
+    for path in UNNEEDED:
+        keys = path.split(".")[1:]
+        model = type(Config.model_fields["zero_optimization"].default)
+        inner = block
+        for key in keys[:-1]:
+            model = type(model.model_fields[key].default)
+            inner = inner.setdefault(key, {})
+        default = model.model_fields[keys[-1]].default
+        inner[keys[-1]] = "/nvme" if keys[-1] == "nvme_path" else default
+    block["overlap_comm"] = True
+    with caplog.at_level("INFO", logger="zero_core"):
+        load_config({**SMALL, "zero_optimization": block}, world_size=1)
+    told = " ".join(caplog.messages)
+    for path in UNNEEDED:
+        assert path in told, path
+
+
+def test_null_means_the_default():
+    config = {**SMALL, "zero_optimization": {"offload_optimizer": None, "stage": 1}}
+    assert load_config(config, world_size=1).zero_optimization.offload_optimizer.device == "none"
+
+
+def test_the_resolved_configuration_spells_out_every_default_and_loads_again():
+    config = load_config({**SMALL, "zero_optimization": {"stage": 3}}, world_size=2)
+    text = config.model_dump_json()
+    dumped = json.loads(text)
+    assert dumped["zero_optimization"]["offload_optimizer"]["ratio"] == 1.0
+    assert Config.model_validate_json(text) == config
+
+
+def test_clipping_is_off_unless_asked_for():
+    assert load_config(SMALL, world_size=1).gradient_clipping == 0.0
+
+
+def test_check_grad_overflow_is_taken_from_deepspeeds_place():
+    config = {**SMALL, "bf16": {"enabled": True, "check_grad_overflow": False}}
+    assert not load_config(config, world_size=1).check_grad_overflow

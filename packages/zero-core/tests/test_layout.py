@@ -1,0 +1,105 @@
+"""The layout's arithmetic: every element has one place, on every rank, at every world size."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from zero_core.layout import Layout, ParamSpec
+
+sizes = st.lists(
+    st.lists(
+        st.tuples(
+            st.lists(st.integers(0, 9), max_size=3),
+            st.sampled_from([torch.float32, torch.bfloat16]),
+            st.booleans(),
+        ),
+        max_size=5,
+    ),
+    min_size=1,
+    max_size=4,
+)
+
+
+def make(units, world_size: int, alignment: int) -> Layout:
+    specs, members = [], []
+    for index, unit in enumerate(units):
+        numbers = []
+        for shape, dtype, is_trainable in unit:
+            numbers.append(len(specs))
+            specs.append(ParamSpec(f"p{len(specs)}", tuple(shape), dtype, is_trainable))
+        members.append((f"u{index}" if index else "", numbers))
+    return Layout.build(specs, members, world_size, alignment=alignment)
+
+
+@given(sizes, st.integers(1, 7), st.sampled_from([1, 4, 32]))
+def test_each_parameter_has_one_aligned_slot_of_its_size(units, world_size, alignment):
+    layout = make(units, world_size, alignment)
+    seen = {}
+    for segment in layout.segments:
+        end = 0
+        for slot in segment.slots:
+            assert slot.start >= end
+            assert slot.start % alignment == 0
+            assert slot.stop - slot.start == layout.params[slot.param].numel
+            assert layout.params[slot.param].dtype == segment.dtype
+            assert layout.params[slot.param].is_trainable == segment.is_trainable
+            assert slot.param not in seen
+            seen[slot.param] = segment.index
+            end = slot.stop
+        assert end <= segment.padded_numel
+        assert segment.shard_numel % alignment == 0
+    assert len(seen) == len(layout.params)
+
+
+@given(sizes, st.integers(1, 7), st.sampled_from([1, 32]))
+def test_slots_and_gaps_tile_a_segment(units, world_size, alignment):
+    for segment in make(units, world_size, alignment).segments:
+        stretches = [(s.start, s.stop) for s in segment.slots if s.stop > s.start]
+        stretches = sorted(stretches + list(segment.gaps()))
+        assert [a for a, _ in stretches] == [0, *(b for _, b in stretches)][: len(stretches)]
+        assert (stretches[-1][1] if stretches else 0) == segment.padded_numel
+
+
+@given(sizes, st.integers(1, 7), st.booleans())
+def test_pieces_cover_every_trainable_element_once(units, world_size, is_sharded):
+    layout = make(units, world_size, 4)
+    counts = {p: [0] * spec.numel for p, spec in enumerate(layout.params) if spec.is_trainable}
+    for rank in range(world_size):
+        end = 0
+        for piece in layout.pieces(rank, is_sharded=is_sharded):
+            assert end <= piece.start < piece.stop <= layout.local_numel(is_sharded=is_sharded)
+            end = piece.stop
+            for i in range(piece.stop - piece.start):
+                counts[piece.param][piece.offset + i] += 1
+    times = 1 if is_sharded else world_size
+    assert all(count == times for row in counts.values() for count in row)
+
+
+def test_a_parameter_in_two_units_is_refused():
+    spec = ParamSpec("p", (3,), torch.float32, True)
+    with pytest.raises(ValueError, match="exactly one unit"):
+        Layout.build([spec], [("", [0]), ("a", [0])], 2)
+
+
+def test_4096_ranks_of_a_trillion_parameters_take_a_moment():
+    width = 25600
+    shapes = [(3 * width, width), (width, width), (4 * width, width), (width, 4 * width)]
+    units = [(f"h.{i}" if i else "", list(range(4 * i, 4 * i + 4))) for i in range(128)]
+    specs = [
+        ParamSpec(f"{i}.{j}", shape, torch.bfloat16, True)
+        for i in range(128)
+        for j, shape in enumerate(shapes)
+    ]
+    start = time.perf_counter()
+    layout = Layout.build(specs, units, 4096)
+    total = sum(p.numel for p in layout.params)
+    assert total > 1e12
+    for rank in (0, 2047, 4095):
+        held = sum(p.stop - p.start for p in layout.pieces(rank, is_sharded=True))
+        assert abs(held - total / 4096) <= 32 * 128
+    assert time.perf_counter() - start < 10
