@@ -8,7 +8,6 @@ compares what `inspect.signature` shows, parameter names and kinds included.
 from __future__ import annotations
 
 import cpu_adam
-from cpu_adam import reference
 from zero_comm import create_collectives
 from zero_comm.collectives import NativeCollectives as CommNative
 from zero_comm.collectives import QuantizedWeights
@@ -74,5 +73,5 @@ TYPES = {
 }
 """Classes and the protocol that their instances satisfy."""
 
-MODULES = {"cpu_adam": (cpu_adam, AdamKernel), "cpu_adam.reference": (reference, AdamKernel)}
+MODULES = {"cpu_adam": (cpu_adam, AdamKernel)}
 """Modules that satisfy a protocol by their functions."""

@@ -3,19 +3,12 @@
 from __future__ import annotations
 
 import importlib.metadata
-import importlib.util
 import inspect
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
+import parts
 import pytest
-
-_spec = importlib.util.spec_from_file_location("parts", Path(__file__).with_name("parts.py"))
-assert _spec is not None
-assert _spec.loader is not None
-parts = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(parts)
 
 ENTRY_POINTS = {
     ("zero_core.collectives", "quantized"): "zero_comm.create_collectives",

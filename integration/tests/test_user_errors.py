@@ -82,7 +82,7 @@ def test_auto_schedule_follows_the_number_of_steps() -> None:
     params = {"warmup_num_steps": "auto", "total_num_steps": "auto", "cos_min_ratio": 0.1}
     filled = fill_auto({"scheduler": {"type": "WarmupCosineLR", "params": params}}, 400)
     assert filled["scheduler"]["params"] == {
-        "warmup_num_steps": 20,
+        "warmup_num_steps": 80,
         "total_num_steps": 400,
         "cos_min_ratio": 0.1,
     }

@@ -59,7 +59,11 @@ def examine() -> list[Finding]:
 
 def as_table(findings: list[Finding]) -> Table:
     """The findings as a table for the terminal."""
-    table = Table("", "what", "found", "to do", title="zero-engine doctor")
+    table = Table(title="zero-engine doctor")
+    for heading in ("", "what"):
+        table.add_column(heading, no_wrap=True)
+    for heading in ("found", "to do"):
+        table.add_column(heading, overflow="fold")
     colours = {"ok": "green", "note": "yellow", "missing": "red"}
     topic = ""
     for finding in findings:

@@ -42,7 +42,7 @@ class RunSettings:
     """Text file to learn from; None is the Python standard library's source."""
     config: str | None = None
     """DeepSpeed-style JSON file; None is the one that ``zero-engine config`` prints."""
-    steps: int = 1000
+    steps: int = 600
     """Optimizer steps in all."""
     layers: int = 3
     width: int = 128
@@ -213,7 +213,7 @@ def fill_auto(config: dict[str, Any], steps: int) -> dict[str, Any]:
     params = scheduler.get("params") if isinstance(scheduler, dict) else None
     if not isinstance(scheduler, dict) or not isinstance(params, dict):
         return config
-    values = {"total_num_steps": steps, "warmup_num_steps": max(1, steps // 20)}
+    values = {"total_num_steps": steps, "warmup_num_steps": max(1, steps // 5)}
     filled = {k: values.get(k, v) if v == AUTO else v for k, v in params.items()}
     return {**config, "scheduler": {**scheduler, "params": filled}}
 
