@@ -16,7 +16,7 @@ namespace {
 using Vec = float;
 constexpr int kLanes = 1;
 constexpr bool kCanStream = false;
-CPU_ADAM_INLINE void stream_fence() {}
+[[maybe_unused]] CPU_ADAM_INLINE void stream_fence() {}
 
 CPU_ADAM_INLINE std::uint32_t bits_of(float x) {
   std::uint32_t bits;

@@ -81,6 +81,13 @@ std::atomic<ThreadPool*> g_pool{nullptr};
 }  // namespace
 
 struct ThreadPool::Job {
+  Job(const Task& work, Part* all_parts, int count)
+      : task(&work),
+        parts(all_parts),
+        num_parts(count),
+        mode(FloatMode::get()),
+        num_wanted(count - 1) {}
+
   const Task* task;
   Part* parts;
   int num_parts;
@@ -155,7 +162,7 @@ void ThreadPool::run(const Task& task, int num_threads) {
     parts[k].next.store(task.num_grains * k / num_parts, std::memory_order_relaxed);
     parts[k].end = task.num_grains * (k + 1) / num_parts;
   }
-  Job job{&task, parts.get(), num_parts, FloatMode::get(), num_parts - 1};
+  Job job(task, parts.get(), num_parts);
   {
     const std::lock_guard<std::mutex> lock(mutex_);
     start_workers(static_cast<std::size_t>(num_parts - 1));
