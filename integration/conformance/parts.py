@@ -7,6 +7,10 @@ compares what `inspect.signature` shows, parameter names and kinds included.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
 import cpu_adam
 from zero_comm import create_collectives
 from zero_comm.collectives import NativeCollectives as CommNative
@@ -58,14 +62,14 @@ collectives_factory: CollectivesFactory = create_collectives
 state_tier_factory: StateTierFactory = create_tier
 device_tier_factory: DeviceTierFactory = DeviceTier
 
-FACTORIES = {
+FACTORIES: dict[str, tuple[Callable[..., Any], type]] = {
     "zero_comm.create_collectives": (create_collectives, CollectivesFactory),
     "zero_offload.create_tier": (create_tier, StateTierFactory),
     "zero_core.tier.DeviceTier": (DeviceTier, DeviceTierFactory),
 }
 """Callables and the protocol whose ``__call__`` each satisfies."""
 
-TYPES = {
+TYPES: dict[str, tuple[type, type]] = {
     "zero_core.collectives.NativeCollectives": (NativeCollectives, Collectives),
     "zero_comm.collectives.QuantizedWeights": (QuantizedWeights, Collectives),
     "zero_core.tier.DeviceTier": (DeviceTier, StateTier),
@@ -73,5 +77,5 @@ TYPES = {
 }
 """Classes and the protocol that their instances satisfy."""
 
-MODULES = {"cpu_adam": (cpu_adam, AdamKernel)}
+MODULES: dict[str, tuple[ModuleType, type]] = {"cpu_adam": (cpu_adam, AdamKernel)}
 """Modules that satisfy a protocol by their functions."""

@@ -30,7 +30,7 @@ def bare(workload: Workload) -> Step:
 
     def step(ids: Tensor) -> Tensor:
         loss = _loss(model, ids)
-        loss.backward()
+        torch.autograd.backward(loss)
         model.zero_grad()
         return loss.detach()
 
@@ -119,7 +119,7 @@ def _plain_loop(wrapped: nn.Module, model: nn.Module) -> Step:
 
     def step(ids: Tensor) -> Tensor:
         loss = _loss(wrapped, ids)
-        loss.backward()
+        torch.autograd.backward(loss)
         optimizer.step()
         optimizer.zero_grad()
         return loss.detach()

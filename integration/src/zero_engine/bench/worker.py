@@ -30,9 +30,8 @@ def resident_bytes(name: str) -> int:
 def measure(contender: str, workload: Workload, store: str, rank: int) -> dict[str, object]:
     """Run the contender on this rank; times in seconds, memory in bytes."""
     torch.set_num_threads(workload.threads)
-    dist.init_process_group(
-        "gloo", store=dist.FileStore(store, workload.ranks), rank=rank, world_size=workload.ranks
-    )
+    store_of_ranks = dist.FileStore(store, workload.ranks)  # type: ignore[attr-defined]
+    dist.init_process_group("gloo", store=store_of_ranks, rank=rank, world_size=workload.ranks)
     batches = workload.batches(rank)
     before = resident_bytes("VmRSS")
     step = CONTENDERS[contender](workload)
