@@ -152,7 +152,8 @@ def _describe(
     found: Discovered, optimizer: torch.optim.Optimizer, config: Config
 ) -> tuple[list[ParamSpec], dict[int, int]]:
     """Every parameter's description, and the optimizer group of each trainable one by number."""
-    if optimizer.state:
+    # Adagrad has state from the start; its count of steps tells.
+    if any(float(state.get("step", 1)) > 0 for state in optimizer.state.values()):
         raise ConfigError(
             "the optimizer has already stepped: build the engine first, or load its state from "
             "a checkpoint of the engine"

@@ -112,8 +112,9 @@ class StateTier(Protocol):
         """Take the final gradient of ``[start, start + grad.numel())`` for the coming step.
 
         Called in backward as each segment is reduced. ``grad`` is 1-D, contiguous, floating
-        point, on the engine's device; it belongs to the engine and stays valid and unchanged
-        until ``step`` or ``discard_grads`` returns.
+        point, on the engine's device; it belongs to the engine and stays valid until ``step`` or
+        ``discard_grads`` returns. A range may be offered again (a second backward in the same
+        micro-step): the last offer holds. ``step`` may overwrite what was offered.
         """
         ...
 

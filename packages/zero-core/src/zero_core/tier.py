@@ -10,6 +10,7 @@ into flat buffers when they first appear.
 
 from __future__ import annotations
 
+import inspect
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
@@ -62,6 +63,8 @@ class DeviceTier:
         """See `zero_core.protocols.DeviceTierFactory`."""
         self._numel = numel
         self._device = device
+        # Some options count when the optimizer is made, not per group: Adagrad's initial sum.
+        self._options = {k: groups[0][k] for k in _option_names(optimizer_class) if k in groups[0]}
         self._make_optimizer = cast(Callable[..., torch.optim.Optimizer], optimizer_class)
         self._published = _Chunked(params)
         self._masters = _Chunked([(start, _master_of(shard)) for start, shard in params])
@@ -77,7 +80,8 @@ class DeviceTier:
         if self._pieces:
             # An optimizer refuses a group list in which every group is empty.
             self._optimizer = self._make_optimizer(
-                [{**g, "params": m} for g, m in zip(groups, members, strict=True)]
+                [{**g, "params": m} for g, m in zip(groups, members, strict=True)],
+                **self._options,
             )
 
     def offer_grad(self, start: int, grad: Tensor) -> None:
@@ -169,7 +173,7 @@ class DeviceTier:
         group = next(
             g for g in self._optimizer.param_groups if any(p is param for p in g["params"])
         )
-        fresh = self._make_optimizer([{**group, "params": [param]}])
+        fresh = self._make_optimizer([{**group, "params": [param]}], **self._options)
         return dict(fresh.state.get(param, {}))
 
     def _publish(self, start: int, stop: int) -> None:
@@ -206,6 +210,10 @@ class DeviceTier:
     def _new_flat(self, dtype: torch.dtype) -> _Chunked:
         flat = torch.zeros(self._numel, dtype=dtype, device=self._device)
         return _Chunked([(s, flat[s : s + t.numel()]) for s, t in self._published.chunks])
+
+
+def _option_names(optimizer_class: type[torch.optim.Optimizer]) -> list[str]:
+    return [name for name in inspect.signature(optimizer_class).parameters if name != "params"]
 
 
 def _master_of(shard: Tensor) -> Tensor:

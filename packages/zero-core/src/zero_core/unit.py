@@ -7,7 +7,7 @@ full        [padded_numel], compute dtype: the gathered values; at stages 0 to 2
             unsharded
 views       one per parameter, into ``full``, in the parameter's shape: what ``param.data`` is
 placeholder one NaN expanded to the parameter's shape: what ``param.data`` is while sharded, so
-            that reading a sharded parameter is loud and writing to it an error
+            that reading a sharded parameter is loud
 full_grad   [padded_numel], communication dtype (accumulation dtype if it outlives a backward):
             this rank's own gradients, divided by the world size, until they are reduced
 grad_shard  [shard_numel], accumulation dtype, arena: the reduced gradients of the micro-steps
