@@ -148,4 +148,7 @@ def main() -> None:
     """Entry point of the ``zero-engine`` command."""
     # Nothing is fetched from a model hub, whatever is imported later.
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    # torchrun otherwise tells at length about signals that are part of a normal end here. torch
+    # reads this once, when it is imported.
+    os.environ.setdefault("LOGLEVEL", "ERROR")
     app()

@@ -52,8 +52,6 @@ def rank_environment(num_ranks: int) -> dict[str, str]:
         # gloo otherwise looks its own address up by host name, which a machine may not know.
         "GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo",
         "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(GRACE_PERIOD_S),
-        # torchrun tells at length about signals that are part of a normal end here.
-        "LOGLEVEL": "ERROR",
     }
 
 
