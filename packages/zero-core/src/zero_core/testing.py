@@ -10,6 +10,7 @@ compared.
 
 from __future__ import annotations
 
+import gc
 import json
 import math
 import os
@@ -65,6 +66,7 @@ def _run_rank(
     try:
         worker(rank, world_size, *args)
     finally:
+        gc.collect()  # whoever still holds the group would end its threads only at exit
         dist.destroy_process_group()
 
 
