@@ -125,8 +125,7 @@ def test_own_config_without_quantization_exports_the_computed_weights(
 def test_default_text_is_the_standard_library() -> None:
     from zero_engine.data import read_text
 
-    text = read_text(None)
-    source = (Path(sysconfig.get_path("stdlib")) / "abc.py").read_text(encoding="utf-8")
-    assert len(text) > 1_000_000
+    text, root = read_text(None), Path(sysconfig.get_path("stdlib"))
+    sources = [path.read_text(encoding="utf-8") for path in sorted(root.glob("[a-c]*.py"))]
+    assert sum(source in text for source in sources) > len(sources) / 4  # the rest is cut off
     assert text == read_text(None)
-    assert source in text or len(text) == 6_000_000  # the text is cut there

@@ -97,3 +97,12 @@ def test_mistake_is_one_line_without_traceback(tmp_path: Path) -> None:
     assert "did you mean 'zero_optimization'" in done.stderr
     assert len(done.stderr.splitlines()) == 1
     assert not (tmp_path / "run").exists()
+
+
+def test_mistake_found_on_the_ranks_is_said_once(tmp_path: Path) -> None:
+    path = tmp_path / "short.txt"
+    path.write_text("a few words\n")
+    output = tmp_path / "run"
+    done = run_program("train", f"--data={path}", f"--output={output}", expected_code=2)
+    assert done.stderr.count("too short for one window of 128") == 1
+    assert "Traceback" not in done.stderr

@@ -76,6 +76,7 @@ def on_first_rank(action: Callable[[], None], device: torch.device) -> None:
     if error is not None:
         raise error
     if failed.item():
+        _let_first_rank_speak()
         sys.exit(2)
 
 
@@ -89,13 +90,11 @@ def sum_over_ranks(values: Tensor) -> Tensor:
 def tell_failure(error: Exception) -> None:
     """Print a mistake of the user's once, though every rank runs into it.
 
-    Rank 0 speaks. The others wait for the launcher to end them on its account; one of them is
-    heard only if rank 0 had nothing to say.
+    Another rank than 0 is heard only if rank 0 has nothing to say.
     """
     rank = os.environ.get("RANK", "0")
     if rank != "0":
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        time.sleep(3)
+        _let_first_rank_speak()
     print(f"error: {error}" if rank == "0" else f"error on rank {rank}: {error}", file=sys.stderr)
 
 
@@ -120,6 +119,12 @@ class StopRequest:
     def from_flags(cls, sums: list[float]) -> signal.Signals | None:
         """The signal that any rank received, given the sum of every rank's flags."""
         return next((s for s, total in zip(cls.HANDLED, sums, strict=True) if total > 0), None)
+
+
+def _let_first_rank_speak() -> None:
+    """Wait for the launcher to end this rank, as it does once rank 0 has failed with a message."""
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    time.sleep(3)
 
 
 def _rank() -> int:
