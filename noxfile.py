@@ -104,8 +104,8 @@ def bench(session: nox.Session) -> None:
 def matrix(session: nox.Session, torch: str) -> None:
     """Test everything together with another torch or Python.
 
-    On a machine without a GPU, the wheel is the CPU's where pip finds one, and the CUDA paths
-    are not reached.
+    The CUDA version is that of the release's wheels. Without a GPU the same tests run on the CPU:
+    that column is what CI runs, with the release in constraints.txt.
     """
     session.install(*PIP_FLAGS, f"torch=={torch}", *EVERYTHING, "./integration", *TEST_TOOLS)
     run_integration_tests(session)
