@@ -167,3 +167,32 @@ def test_the_gradient_norm_is_the_whole_models():
     engine.backward(engine(torch.ones(2, 3)))
     engine.step()
     assert engine.get_global_grad_norm() == pytest.approx(expected, rel=1e-6)
+
+
+def _dtypes(rank: int, world_size: int) -> None:
+    for stage in (0, 1, 2, 3):
+        finals = []
+        for keys in (
+            {},
+            {"communication_data_type": "fp32"},
+            {"data_types": {"grad_accum_dtype": "bf16"}},
+        ):
+            config = {**Case(stage=stage, dtype="bf16", accumulation=2).config(), **keys}
+            engine = zero_core.build(make_model(), config)
+            for step in range(4):
+                for micro in range(2):
+                    engine.backward(engine(**batch(step, micro, rank))["loss"])
+                    engine.step()
+            finals.append(engine.full_state_dict(dtype=torch.float32)["embed.weight"])
+            report = engine.memory_report()
+            width = 2 if "data_types" in keys else 4
+            assert report["gradient shards"] == width * sum(
+                s.shard_numel for s in engine.layout.segments if s.is_trainable
+            )
+        for other in finals[1:]:
+            assert not torch.equal(finals[0], other)  # the setting has an effect
+            torch.testing.assert_close(other, finals[0], atol=0.02, rtol=0.0)
+
+
+def test_communication_and_accumulation_dtypes_are_honoured():
+    spawn(_dtypes, 3)

@@ -335,7 +335,9 @@ class Engine:
     def _on_reduced(self, grads: SegmentGrads) -> None:
         """The gradient of one segment is complete: count it and hand it to the tier."""
         segment = grads.segment
-        norm = torch.linalg.vector_norm(grads.grad_shard)
+        shard = grads.grad_shard
+        wide = torch.promote_types(shard.dtype, torch.float32)
+        norm = torch.linalg.vector_norm(shard, dtype=wide)
         self._square_sums[segment.index] = norm.to(torch.float64).square()
         final = grads.finalize(
             self._collectives, lambda: f"rank {self.rank}: all_gather of gradients"

@@ -13,6 +13,7 @@ from __future__ import annotations
 import gc
 import json
 import math
+import multiprocessing
 import os
 import tempfile
 from collections.abc import Callable, Mapping
@@ -49,11 +50,16 @@ LR, WEIGHT_DECAY = 1e-2, 0.1
 def spawn(worker: Callable[..., None], world_size: int, *args: Any) -> None:
     """Run ``worker(rank, world_size, *args)`` on gloo ranks; raises if one of them does.
 
-    ``worker`` is a module-level function. The ranks meet over a file, not a port.
+    ``worker`` is a module-level function. The ranks meet over a file, not a port. They are forked
+    from a server that has imported torch once and run nothing, which saves seconds per call.
     """
+    multiprocessing.set_forkserver_preload([__name__])
     with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(  # type: ignore[attr-defined,no-untyped-call]
-            _run_rank, (worker, world_size, str(Path(folder) / "store"), args), world_size
+        mp.start_processes(  # type: ignore[attr-defined,no-untyped-call]
+            _run_rank,
+            (worker, world_size, str(Path(folder) / "store"), args),
+            world_size,
+            start_method="forkserver",
         )
 
 

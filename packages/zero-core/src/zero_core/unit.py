@@ -220,7 +220,9 @@ class SegmentGrads:
         if self._has_grad[position]:
             view.add_(grad, alpha=self._predivide)
         else:
-            torch.mul(grad, self._predivide, out=view)
+            # Divided in the wider dtype of the two: no bit is lost before it must be.
+            wide = grad.to(torch.promote_types(grad.dtype, view.dtype))
+            torch.mul(wide, self._predivide, out=view)
             self._has_grad[position] = True
 
     def start_reduce(self, collectives: Collectives) -> None:
