@@ -7,6 +7,7 @@ stop at the same one.
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import sys
@@ -52,7 +53,8 @@ def join_ranks() -> torch.device:
 
 
 def leave_ranks() -> None:
-    """Undo `join_ranks`. Every rank calls it."""
+    """Undo `join_ranks`. Every rank calls it, once nothing refers to its engine any more."""
+    gc.collect()  # an object that still held the group would end its threads only at exit
     if dist.is_initialized():
         dist.destroy_process_group()
 

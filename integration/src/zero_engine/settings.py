@@ -116,6 +116,11 @@ class RunFolder:
         return self.root / "checkpoint"
 
     @property
+    def has_checkpoint(self) -> bool:
+        """Whether there is something to continue from: a run worth keeping."""
+        return (self.checkpoint / "latest").is_file()
+
+    @property
     def hf(self) -> Path:
         """Model and tokenizer for ``AutoModelForCausalLM`` and ``AutoTokenizer``."""
         return self.root / "hf"
@@ -148,9 +153,10 @@ def fresh_run(options: Mapping[str, Any], *, should_overwrite: bool) -> RunSetti
     if folder.root.exists() and not folder.root.is_dir():
         raise ConfigError(f"--output {folder.root}: there is a file of that name")
     is_free = not folder.root.is_dir() or not any(folder.root.iterdir())
-    if is_free or (should_overwrite and folder.resolved_config.is_file()):
+    is_ours = folder.resolved_config.is_file()
+    if is_free or (is_ours and (should_overwrite or not folder.has_checkpoint)):
         return settings
-    if not folder.resolved_config.is_file():
+    if not is_ours:
         raise ConfigError(
             f"--output {folder.root}: the folder is not empty and holds no run; choose another"
         )
@@ -170,7 +176,7 @@ def resumed_run(options: Mapping[str, Any]) -> RunSettings:
     """
     given = {k: v for k, v in options.items() if v is not None}
     folder = RunFolder(Path(given.get("output", RunSettings.output)))
-    if not (folder.checkpoint / "latest").is_file():
+    if not folder.has_checkpoint:
         raise ConfigError(
             f"--resume: {folder.checkpoint} has no checkpoint to continue from; "
             "start the run without --resume"
@@ -224,11 +230,19 @@ def default_config_text() -> str:
 
 
 def write_resolved(folder: RunFolder, settings: RunSettings, **parts: Any) -> None:
-    """Write ``config.resolved.json``: the run's settings and ``parts``, each plain builtins."""
+    """Write ``config.resolved.json``: the run's settings and ``parts``, each plain builtins.
+
+    Raises:
+        ConfigError: the folder cannot be made or written to.
+    """
     text = json.dumps({"run": asdict(settings), **parts}, indent=2) + "\n"
     aside = folder.resolved_config.with_suffix(".tmp")
-    aside.write_text(text, encoding="utf-8")
-    os.replace(aside, folder.resolved_config)
+    try:
+        folder.root.mkdir(parents=True, exist_ok=True)
+        aside.write_text(text, encoding="utf-8")
+        os.replace(aside, folder.resolved_config)
+    except OSError as error:
+        raise ConfigError(f"--output {folder.root}: cannot be written: {error.strerror}") from None
 
 
 def read_resolved(folder: RunFolder) -> dict[str, Any]:

@@ -64,16 +64,29 @@ def train(
 
     def prepare() -> None:
         if should_resume:
-            settings, config = resumed_run(options), read_resolved(folder)["config"]
-        else:
-            settings = fresh_run(options, should_overwrite=should_overwrite)
-            config, text = engine_config(settings), read_text(settings.data)
-            clear_run(folder)
-            prepare_corpus(text, folder.data, vocab_size=settings.vocab, context=settings.context)
+            write_resolved(folder, resumed_run(options), config=read_resolved(folder)["config"])
+            return
+        settings = fresh_run(options, should_overwrite=should_overwrite)
+        config, text = engine_config(settings), read_text(settings.data)
+        clear_run(folder)
         write_resolved(folder, settings, config=config)
+        prepare_corpus(text, folder.data, vocab_size=settings.vocab, context=settings.context)
 
     on_first_rank(prepare, device)
-    saved = read_resolved(folder)  # what rank 0 has just written
+    stop = train_in(folder, device, should_resume=should_resume)
+    leave_ranks()
+    return 0 if stop is None else 128 + stop
+
+
+def train_in(
+    folder: RunFolder, device: torch.device, *, should_resume: bool
+) -> signal.Signals | None:
+    """Train the run that rank 0 has prepared in ``folder``, and leave the results there.
+
+    Returns:
+        The signal that ended the run early, if one did.
+    """
+    saved = read_resolved(folder)
     settings = RunSettings(**saved["run"])
     corpus = Corpus.open(folder.data, seed=settings.seed)
 
@@ -105,8 +118,7 @@ def train(
         if reporter:
             plot_run(folder)
             reporter.say(farewell(folder, stop))
-    leave_ranks()
-    return 0 if stop is None else 128 + stop
+    return stop
 
 
 def run_steps(

@@ -6,6 +6,7 @@ Started by `zero_engine.bench.engine` as
 
 from __future__ import annotations
 
+import gc
 import json
 import sys
 import time
@@ -44,6 +45,8 @@ def measure(contender: str, workload: Workload, store: str, rank: int) -> dict[s
         times.append(time.perf_counter() - started_at)
     dist.barrier()
     peak = resident_bytes("VmHWM")
+    del step
+    gc.collect()  # an engine that still held the group would end its threads only at exit
     dist.destroy_process_group()
     return {"times_s": times, "losses": losses, "before_bytes": before, "peak_bytes": peak}
 
