@@ -118,7 +118,7 @@ def test_alone(session: nox.Session, package: str) -> None:
     session.install(*PIP_FLAGS, *CONSTRAINTS, f"packages/{package}[test]")
     refuse_siblings(session, package)
     if package == "cpu-adam":  # torch is optional: first without, then with it
-        session.run("python", "-c", REFUSE.format(modules=["torch"]), silent=True)
+        refuse(session, ["torch"])
         run_package_tests(session, package)
         session.install(*PIP_FLAGS, *CONSTRAINTS, f"packages/{package}[torch,test]")
     run_package_tests(session, package)
@@ -130,6 +130,7 @@ def test_together(session: nox.Session) -> None:
     run_lint(session)
     run_typecheck(session)
     run_integration_tests(session)
+    run_package_tests(session, "zero-offload")  # again: now its tests with cpu-adam run too
 
 
 def install_everything(session: nox.Session, *further: str, extras: str = "") -> None:
@@ -173,5 +174,10 @@ assert not found, f"installed, but not declared: {{found}}"
 
 def refuse_siblings(session: nox.Session, package: str) -> None:
     """Fail if another package of this repository is in the environment."""
-    siblings = [name.replace("-", "_") for name in PACKAGES if name != package]
-    session.run("python", "-c", REFUSE.format(modules=siblings), silent=True)
+    refuse(session, [name.replace("-", "_") for name in PACKAGES if name != package])
+
+
+def refuse(session: nox.Session, modules: list[str]) -> None:
+    """Fail if one of ``modules`` is in the environment: nobody declared it."""
+    session.log(f"not installed here: {', '.join(modules)}")
+    session.run("python", "-c", REFUSE.format(modules=modules), silent=True, log=False)
