@@ -16,6 +16,10 @@ from collections.abc import Callable
 from types import FrameType
 
 import torch
+
+# The first torch optimizer imports it. Imported while a process group exists, it keeps the group
+# alive past destroy_process_group (torch 2.13), whose threads may then abort the process at exit.
+import torch._dynamo
 import torch.distributed as dist
 from torch import Tensor
 

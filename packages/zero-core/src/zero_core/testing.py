@@ -23,6 +23,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
+# The first torch optimizer imports it. Imported while a process group exists, it keeps the group
+# alive past destroy_process_group (torch 2.13), whose threads may then abort the process at exit.
+import torch._dynamo
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import Tensor, nn
