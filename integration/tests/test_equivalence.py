@@ -10,6 +10,7 @@ import itertools
 from pathlib import Path
 
 import pytest
+
 from zero_core.testing import Case, Gap, compare_with_ddp, read_gaps, spawn
 
 STEPS = 10
