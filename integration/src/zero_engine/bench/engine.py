@@ -165,9 +165,12 @@ def _environment(workload: Workload, rank: int) -> dict[str, str]:
 
 
 def _table(results: Sequence[Measured]) -> Table:
-    table = Table(title="one training step", caption="median over rounds; memory over the imports")
-    for heading in ("contender", "median", "min", "to DDP", "over bare", "memory/rank", "loss"):
-        table.add_column(heading, justify="left" if heading == "contender" else "right")
+    table = Table(
+        title="one training step", caption="medians; memory: peak per rank, over the imports"
+    )
+    for heading in ("contender", "median", "min", "to DDP", "over bare", "memory", "loss"):
+        is_name = heading == "contender"
+        table.add_column(heading, justify="left" if is_name else "right", no_wrap=is_name)
     by_name = {result.name: result for result in results if not result.failure}
     for result in results:
         if result.failure:
