@@ -87,11 +87,11 @@ def train(
 def run_train(options: dict[str, str | int | None], flags: list[str], ranks: int | None) -> None:
     """Check what was asked; then train on this rank, or start the ranks that do.
 
-    Always leaves by SystemExit, with the code of the run.
+    Never returns; the process ends with the exit code of the run.
     """
     # torch and transformers take seconds to import: only the commands that need them pay.
     from zero_core.errors import ZeroError
-    from zero_engine.ranks import is_under_launcher, tell_failure
+    from zero_engine.ranks import fail, is_under_launcher
 
     try:
         if is_under_launcher():
@@ -111,8 +111,7 @@ def run_train(options: dict[str, str | int | None], flags: list[str], ranks: int
             ]
             code = launch(["train", *arguments, *flags], num_ranks=num_ranks)
     except ZeroError as error:
-        tell_failure(error)
-        code = 2
+        fail(error)
     sys.exit(code)
 
 
@@ -148,7 +147,4 @@ def main() -> None:
     """Entry point of the ``zero-engine`` command."""
     # Nothing is fetched from a model hub, whatever is imported later.
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    # torchrun otherwise tells at length about signals that are part of a normal end here. torch
-    # reads this once, when it is imported.
-    os.environ.setdefault("LOGLEVEL", "ERROR")
     app()

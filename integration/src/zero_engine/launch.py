@@ -7,6 +7,7 @@ period.
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import sys
@@ -83,6 +84,8 @@ def launch(arguments: Sequence[str], *, num_ranks: int) -> int:
     """
     for name, value in rank_environment(num_ranks).items():
         os.environ.setdefault(name, value)
+    # torchrun tells at length what is said here in one line, or is part of a normal end.
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     command = ["--standalone", f"--nproc-per-node={num_ranks}", "-m", "zero_engine", *arguments]
     try:
         run(parse_args(command))  # type: ignore[no-untyped-call]
@@ -99,4 +102,6 @@ def _exit_code(error: ChildFailedError) -> int:
     if code < 0:  # killed by a signal, and so without a word of its own
         print(f"rank {rank} was killed by {signal.Signals(-code).name}", file=sys.stderr)
         return 128 - code
+    if code == 1:  # Python's code for an exception that nobody caught
+        print(f"rank {rank} failed first; its traceback is above", file=sys.stderr)
     return code

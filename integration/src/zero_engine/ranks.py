@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Callable
 from types import FrameType
+from typing import NoReturn
 
 import torch
 
@@ -25,12 +26,12 @@ from torch import Tensor
 
 __all__ = [
     "StopRequest",
+    "fail",
     "is_under_launcher",
     "join_ranks",
     "leave_ranks",
     "on_first_rank",
     "sum_over_ranks",
-    "tell_failure",
 ]
 
 
@@ -93,15 +94,20 @@ def sum_over_ranks(values: Tensor) -> Tensor:
     return values
 
 
-def tell_failure(error: Exception) -> None:
-    """Print a mistake of the user's once, though every rank runs into it.
+def fail(error: Exception) -> NoReturn:
+    """Print a mistake of the user's and end this process with code 2.
 
-    Another rank than 0 is heard only if rank 0 has nothing to say.
+    Every rank may run into the same mistake, and it is to be said once: another rank than 0 is
+    heard only if rank 0 has nothing to say.
     """
     rank = os.environ.get("RANK", "0")
     if rank != "0":
         _let_first_rank_speak()
     print(f"error: {error}" if rank == "0" else f"error on rank {rank}: {error}", file=sys.stderr)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Not sys.exit: threads of a process group that is still there may abort an ordered end.
+    os._exit(2)
 
 
 class StopRequest:
