@@ -124,7 +124,7 @@ def test_every_unneeded_key_exists_and_is_told(caplog):
             model = type(model.model_fields[key].default)
             inner = inner.setdefault(key, {})
         default = model.model_fields[keys[-1]].default
-        inner[keys[-1]] = "/nvme" if keys[-1] == "nvme_path" else default
+        inner[keys[-1]] = "/nvme" if default is None else default
     block["overlap_comm"] = True
     with caplog.at_level("INFO", logger="zero_core"):
         load_config({**SMALL, "zero_optimization": block}, world_size=1)

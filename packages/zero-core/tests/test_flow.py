@@ -82,7 +82,9 @@ def _recompute(rank: int, world_size: int) -> None:
             assert _equal(engine.full_state_dict(), expected), (mode, stage)
 
 
-_OPT: dict[str, Any] = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-2}}}
+_OPT: dict[str, Any] = {
+    "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.01}}
+}
 
 
 def test_activation_checkpointing_matches_ddp_at_every_stage():

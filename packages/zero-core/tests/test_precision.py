@@ -144,11 +144,11 @@ def test_the_check_can_be_switched_off():
     assert engine.full_state_dict()["blocks.0.weight"].isnan().any()
 
 
-def test_fp16_with_a_plain_backward_is_refused():
-    engine = _fp16(0)
-    engine(**batch(0, 0, 0))["loss"].backward()
-    with pytest.raises(RuntimeError, match="fp16 needs the loss scale"):
-        engine.step()
+def test_fp16_with_a_plain_backward_needs_scale():
+    engine = _fp16(0, initial_scale_power=4)
+    engine.scale(engine(**batch(0, 0, 0))["loss"]).backward()
+    engine.step()
+    assert engine.skipped_steps == 0
 
 
 def test_floating_inputs_are_cast_to_the_compute_dtype():

@@ -56,9 +56,11 @@ class BufferPool:
         if self._free:
             buffer = self._free.pop()
         else:
-            buffer = torch.empty(self._buffer_bytes, dtype=torch.uint8, device=self._device)
+            with torch.inference_mode(False):  # it serves training too
+                buffer = torch.empty(self._buffer_bytes, dtype=torch.uint8, device=self._device)
             self._all[buffer.data_ptr()] = buffer
-        return buffer[:nbytes].view(dtype)
+        with torch.inference_mode(False):
+            return buffer[:nbytes].view(dtype)
 
     def release(self, view: Tensor) -> None:
         """Give back what `acquire` gave."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,13 +24,15 @@ from zero_core.engine import Engine
 from zero_core.errors import ConfigError, RankMismatchError
 from zero_core.layout import Layout, ParamSpec, Segment
 from zero_core.lr_schedules import make_scheduler
-from zero_core.optimizer import make_optimizer
+from zero_core.optimizer import check_elementwise, make_optimizer
 from zero_core.parts import COLLECTIVES, KERNELS, TIERS, load_part
 from zero_core.protocols import Collectives, CollectivesFactory, StateTier, StateTierFactory
 from zero_core.tier import DeviceTier
 from zero_core.unit import SegmentGrads, SegmentValues, Unit
 
 __all__ = ["build"]
+
+_log = logging.getLogger(__name__)
 
 
 def build(
@@ -133,7 +136,9 @@ def _accelerator() -> torch.device:
 
 
 def _names_adam(config: Config) -> bool:
-    return config.optimizer is not None and config.optimizer.type.lower() in ("adam", "adamw")
+    if config.optimizer is None or config.optimizer.params.get("torch_adam"):
+        return False
+    return config.optimizer.type.lower() in ("adam", "adamw")
 
 
 def _optimizer_of(config: Config, found: Discovered) -> torch.optim.Optimizer:
@@ -158,6 +163,7 @@ def _describe(
             "the optimizer has already stepped: build the engine first, or load its state from "
             "a checkpoint of the engine"
         )
+    check_elementwise(type(optimizer))
     number_of = {id(p): n for n, p in enumerate(found.params)}
     group_of: dict[int, int] = {}
     for index, group in enumerate(optimizer.param_groups):
@@ -432,6 +438,11 @@ def _make_collectives(
     if given is None:
         if not zero.zero_quantized_weights:
             return native
+        if ranks.size == 1:
+            _log.warning(
+                "zero_optimization.zero_quantized_weights has no effect with one rank: "
+                "nothing is gathered"
+            )
         given = load_part(
             COLLECTIVES,
             "quantized",

@@ -17,7 +17,8 @@ import os
 import random
 import shutil
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -51,36 +52,34 @@ def save(
 
     ``progress`` and ``client_state`` are JSON objects and come back from `load`.
     """
-    if not tag or tag.startswith(".") or os.sep in tag or tag == "latest":
-        raise CheckpointError(f"a checkpoint's tag must be a plain folder name, found {tag!r}")
-    try:
-        json.dumps([progress, client_state])
-    except TypeError as error:
-        raise CheckpointError(
-            f"the client state and the scheduler's state must be JSON: {error}"
-        ) from error
     aside, place = directory / f".{tag}.saving", directory / tag
     control = state.control
 
     def prepare() -> None:
+        if not tag or tag.startswith(".") or os.sep in tag or tag == "latest":
+            raise CheckpointError(f"a tag must be a plain folder name, found {tag!r}")
+        _encode([progress, client_state])
         if control.rank == 0:
             directory.mkdir(parents=True, exist_ok=True)
             shutil.rmtree(aside, ignore_errors=True)
             aside.mkdir()
 
-    _together(state, "prepare", prepare)
+    control.together("checkpoint: prepare", prepare)
+    names = _all_state_names(state)
     written: dict[str, dict[str, int]] = {}
-    _together(state, "write", lambda: written.update(_write_tensors(state, aside)))
+    control.together(
+        "checkpoint: write", lambda: written.update(_write_tensors(state, aside, names))
+    )
     scalars = {
         spec.name: dict(state.tier.read_scalars(index)) for index, spec in state.owned_params()
     }
-    own = [written, scalars, _python_rng(), list(state.tier.state_names())]
-    rows = control.gather_bytes(json.dumps(own).encode())
+    rows = control.gather_bytes(json.dumps([written, scalars, _python_rng()]).encode())
 
     def finish() -> None:
         if control.rank != 0:
             return
-        manifest = _manifest(state, [json.loads(row) for row in rows], progress, client_state)
+        facts = [json.loads(row) for row in rows]
+        manifest = _manifest(state, facts, names, progress, client_state)
         _write_synced(aside / MANIFEST, json.dumps(manifest).encode())
         _sync_folder(aside)
         _swap_in(aside, place)
@@ -88,7 +87,7 @@ def save(
         (directory / ".latest.saving").replace(directory / "latest")
         _sync_folder(directory)
 
-    _together(state, "finish", finish)
+    control.together("checkpoint: finish", finish)
     return place
 
 
@@ -96,28 +95,78 @@ def load(
     state: ShardedState, directory: Path, tag: str | None
 ) -> tuple[Path, dict[str, Any], dict[str, Any]]:
     """Restore a checkpoint; its folder, the progress and the client state."""
-    place = _find(directory, tag)
-    manifest = _read_manifest(place)
-    _match(state, manifest, place)
-    _together(state, "verify", lambda: _verify(state, place, manifest), CheckpointCorruptError)
+    found: list[tuple[Path, dict[str, Any]]] = []
+
+    def find() -> None:
+        place = _find(directory, tag)
+        manifest = _read_manifest(place)
+        _match(state, manifest, place)
+        found.append((place, manifest))
+
+    state.control.together("checkpoint: find", find)
+    ((place, manifest),) = found
+    state.control.together("checkpoint: verify", lambda: _verify(state, place, manifest))
     reader = _Reader(place, manifest)
     try:
-        _restore(state, reader, manifest)
+        state.control.together("checkpoint: restore", lambda: _restore(state, reader, manifest))
     finally:
         reader.close()
-    return place, manifest["progress"], manifest["client_state"]
+    return place, _decode(manifest["progress"]), _decode(manifest["client_state"])
+
+
+def _all_state_names(state: ShardedState) -> list[str]:
+    """The states that any rank's tier knows: one that has updated nothing may know fewer."""
+    rows = state.control.gather_bytes(json.dumps(list(state.tier.state_names())).encode())
+    return list(dict.fromkeys(name for row in rows for name in json.loads(row)))
+
+
+def _encode(value: Any) -> Any:
+    """``value`` as JSON that `_decode` gives back exactly; CheckpointError if it cannot be."""
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, list):
+        return [_encode(v) for v in value]
+    if isinstance(value, tuple):
+        return {"__tuple__": [_encode(v) for v in value]}
+    if isinstance(value, Mapping):
+        items = [[_encode(k), _encode(v)] for k, v in value.items()]
+        if isinstance(value, Counter):  # MultiStepLR keeps its milestones in one
+            return {"__counter__": items}
+        if all(isinstance(k, str) and not k.startswith("__") for k in value):
+            return dict(items)
+        return {"__items__": items}
+    raise CheckpointError(
+        "client and scheduler state must be JSON (numbers, strings, lists, mappings), found "
+        f"{type(value).__name__}: {value!r:.60}"
+    )
+
+
+def _decode(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_decode(v) for v in value]
+    if not isinstance(value, dict):
+        return value
+    if value.keys() == {"__tuple__"}:
+        return tuple(_decode(v) for v in value["__tuple__"])
+    if value.keys() == {"__counter__"}:
+        return Counter({_decode(k): _decode(v) for k, v in value["__counter__"]})
+    if value.keys() == {"__items__"}:
+        return {_decode(k): _decode(v) for k, v in value["__items__"]}
+    return {k: _decode(v) for k, v in value.items()}
 
 
 # ------------------------------------------------------------------------ write
 
 
-def _write_tensors(state: ShardedState, folder: Path) -> dict[str, dict[str, int]]:
+def _write_tensors(
+    state: ShardedState, folder: Path, names: list[str]
+) -> dict[str, dict[str, int]]:
     """Write this rank's files; size and CRC of each."""
     rank = state.control.rank
     trainable = [s.index for s in state.layout.segments if s.is_trainable]
     frozen = [s.index for s in state.layout.segments if not s.is_trainable]
     written: dict[str, dict[str, int]] = {}
-    for name in state.tier.state_names():
+    for name in names:
         # One state at a time: the copies of only one are in memory.
         tensors = {str(s): state.own_state(s, name) for s in trainable}
         written |= _write_file(folder, f"{name}-{rank:05d}.safetensors", tensors)
@@ -149,22 +198,22 @@ def _fingerprint(path: Path) -> dict[str, int]:
 def _manifest(
     state: ShardedState,
     rows: list[Any],
+    names: list[str],
     progress: Mapping[str, Any],
     client_state: Mapping[str, Any],
 ) -> dict[str, Any]:
     layout = state.layout
     files: dict[str, Any] = {}
     scalars: dict[str, Any] = {}
-    states: dict[str, None] = {}
-    for written, owned, _, names in rows:
+    for written, owned, _ in rows:
         files |= written
         scalars |= owned
-        states |= dict.fromkeys(names)  # a rank that has updated nothing knows fewer
     return {
         "format": FORMAT,
         "version": VERSION,
         "world_size": layout.world_size,
-        "states": list(states),
+        "optimizer": state.optimizer,
+        "states": names,
         "params": [
             {
                 "name": p.name,
@@ -184,10 +233,10 @@ def _manifest(
             for s in layout.segments
         ],
         "scalars": scalars,
-        "python_rng": [rng for _, _, rng, _ in rows],
+        "python_rng": [rng for _, _, rng in rows],
         "files": files,
-        "progress": dict(progress),
-        "client_state": dict(client_state),
+        "progress": _encode(progress),
+        "client_state": _encode(client_state),
     }
 
 
@@ -214,24 +263,6 @@ def _sync_folder(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def _together(
-    state: ShardedState,
-    what: str,
-    act: Callable[[], object],
-    error_class: type[CheckpointError] = CheckpointError,
-) -> None:
-    """Run ``act`` on every rank; if it fails on one, raise on all, instead of a hang."""
-    message = ""
-    try:
-        act()
-    except Exception as error:  # whatever it is, the other ranks must hear of it
-        message = f"{type(error).__name__}: {error}"
-    rows = state.control.gather_bytes(message.encode())
-    failed = [f"rank {r}: {row.decode()}" for r, row in enumerate(rows) if row]
-    if failed:
-        raise error_class(f"checkpoint: {what} failed on {'; '.join(failed)}")
 
 
 # ------------------------------------------------------------------------- read
@@ -282,6 +313,11 @@ def _match(state: ShardedState, manifest: Mapping[str, Any], place: Path) -> Non
                 f"{place}: parameter {name} has (shape, is_trainable) {saved[name]} there and "
                 f"{mine} in the model"
             )
+    if manifest["optimizer"] != state.optimizer:
+        raise CheckpointError(
+            f"{place} was trained by {manifest['optimizer']}, this engine has {state.optimizer}: "
+            "build it with the same optimizer"
+        )
 
 
 def _verify(state: ShardedState, place: Path, manifest: Mapping[str, Any]) -> None:

@@ -11,6 +11,7 @@ on the backend's ring nor on the stage.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
@@ -18,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zero_core.errors import CollectiveError
+from zero_core.errors import CheckpointCorruptError, CheckpointError, CollectiveError
 from zero_core.protocols import Work
 
 __all__ = ["ControlGroup", "NativeCollectives", "sum_in_rank_order", "wait"]
@@ -28,7 +29,14 @@ _all_gather_single: Callable[..., Any] = getattr(
     dist, "all_gather_single", dist.all_gather_into_tensor
 )
 
-_TAG_GATHER, _TAG_REDUCE = 1, 2
+
+def _gather_tag(unit: int) -> int:
+    # Ranks that gather different units must not take one for the other.
+    return 2 * unit + 1
+
+
+def _reduce_tag(unit: int) -> int:
+    return 2 * unit + 2
 
 
 class _Done:
@@ -85,6 +93,13 @@ class NativeCollectives:
         self._rank = rank
         self._world_size = world_size
         self._is_direct = world_size > 1 and device.type == "cpu"
+        # Where a block's parameter is unused on one rank only, reductions and gathers interleave
+        # differently there. Tags keep them apart on gloo; elsewhere each kind has its own group.
+        self._reduce_group = group
+        if world_size > 1 and not self._is_direct:
+            self._reduce_group = dist.new_group(
+                dist.get_process_group_ranks(group), use_local_synchronization=True
+            )
         self._scratch: dict[tuple[int, torch.dtype], list[Tensor]] = {}
 
     def all_gather(
@@ -100,8 +115,9 @@ class NativeCollectives:
         if not self._is_direct:
             work = _all_gather_single(out, shard, group=self._group, async_op=True)
             return cast(Work, work)
-        works = [self._receive(slices[peer], peer, _TAG_GATHER) for peer in self._peers()]
-        works += [self._send(shard, peer, _TAG_GATHER) for peer in self._peers()]
+        tag = _gather_tag(unit)
+        works = [self._receive(slices[peer], peer, tag) for peer in self._peers()]
+        works += [self._send(shard, peer, tag) for peer in self._peers()]
         return _Exchange(works)
 
     def reduce_scatter(self, out: Tensor, full: Tensor, *, unit: int) -> Work:
@@ -118,10 +134,13 @@ class NativeCollectives:
         works: list[Work | None] = []
         if self._is_direct:
             sources[self._rank] = slices[self._rank]
-            works += [self._receive(parts[peer], peer, _TAG_REDUCE) for peer in self._peers()]
-            works += [self._send(slices[peer], peer, _TAG_REDUCE) for peer in self._peers()]
+            tag = _reduce_tag(unit)
+            works += [self._receive(parts[peer], peer, tag) for peer in self._peers()]
+            works += [self._send(slices[peer], peer, tag) for peer in self._peers()]
         else:
-            works.append(dist.all_to_all_single(received, full, group=self._group, async_op=True))
+            works.append(
+                dist.all_to_all_single(received, full, group=self._reduce_group, async_op=True)
+            )
 
         def finish() -> None:
             sum_in_rank_order(out, sources)
@@ -190,6 +209,25 @@ class ControlGroup:
     def barrier(self) -> None:
         """Wait for every rank."""
         self.gather_bytes(b"")
+
+    def together(self, what: str, act: Callable[[], object]) -> None:
+        """Run ``act`` on every rank; if it fails on one, raise on all, instead of a hang.
+
+        Raises:
+            CheckpointCorruptError: that is what it was on some rank.
+            CheckpointError: anything else.
+        """
+        failure: list[str] = []
+        try:
+            act()
+        except Exception as error:  # whatever it is, the other ranks must hear of it
+            failure = [type(error).__name__, str(error)]
+        rows = [json.loads(row) for row in self.gather_bytes(json.dumps(failure).encode())]
+        failed = [f"rank {r}: {': '.join(row)}" for r, row in enumerate(rows) if row]
+        if failed:
+            is_corrupt = any(row and row[0] == CheckpointCorruptError.__name__ for row in rows)
+            kind = CheckpointCorruptError if is_corrupt else CheckpointError
+            raise kind(f"{what} failed on {'; '.join(failed)}")
 
     def gather(self, tensor: Tensor) -> Tensor:
         """Every rank's 1-D ``tensor`` (equally long), in rank order, on the CPU of every rank."""

@@ -63,6 +63,10 @@ UNNEEDED: Mapping[str, str] = {
     "zero_optimization.offload_optimizer.buffer_count": "used by the NVMe tier only",
     "zero_optimization.offload_optimizer.fast_init": "used by the NVMe tier only",
     "zero_optimization.offload_optimizer.nvme_path": "used by the NVMe tier only",
+    **{
+        f"zero_optimization.offload_param.{key}": "used by parameter offload only"
+        for key in ("nvme_path", "buffer_count", "buffer_size", "max_in_cpu", "pin_memory")
+    },
 }
 """Keys that are accepted, and why this engine does without them."""
 
@@ -89,7 +93,7 @@ _REFUSED_UNLESS: Mapping[str, Any] = {
 
 
 class _Block(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, strict=True)
 
 
 class OffloadOptimizerConfig(_Block):
@@ -249,7 +253,8 @@ def load_config(source: Mapping[str, Any] | str | Path, *, world_size: int) -> C
     bf16 = raw.get("bf16")
     if isinstance(bf16, dict) and "check_grad_overflow" in bf16:
         raw["bf16"] = {k: v for k, v in bf16.items() if k != "check_grad_overflow"}
-        raw.setdefault("check_grad_overflow", bf16["check_grad_overflow"])
+        if bf16.get("enabled"):
+            raw.setdefault("check_grad_overflow", bf16["check_grad_overflow"])
     _refuse_auto(raw, "")
     raw = _take_out_further_keys(raw)
     raw.update(_resolve_batch(raw, world_size))

@@ -53,6 +53,16 @@ def _blocks(prefix: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
             yield from _blocks(path + ".", child)
 
 
+def _owner(name: str, paths: dict[str, str]) -> str:
+    """The block that the parameter ``name`` is in, or "" for the root."""
+    parts = name.split(".")
+    for length in range(1, len(parts)):
+        block = paths.get(".".join(parts[:length]))
+        if block is not None:
+            return block
+    return ""
+
+
 def discover(model: nn.Module) -> Discovered:
     """Find parameters, their names, and the units of ``model``; see the module's text."""
     numbers: dict[int, int] = {}
@@ -68,16 +78,13 @@ def discover(model: nn.Module) -> Discovered:
     blocks: dict[int, tuple[str, nn.Module]] = {}
     for path, module in _blocks("", model):
         blocks.setdefault(id(module), (path, module))  # the same block twice in a list: one unit
-    owners: dict[int, set[str]] = {number: set() for number in range(len(params))}
-    for path, module in blocks.values():
-        for param in module.parameters():
-            owners[numbers[id(param)]].add(path)
-    inside = {path: {id(m) for m in module.modules()} for path, module in blocks.values()}
-    every_block_module = set[int]().union(*inside.values())
-    for module in model.modules():
-        if id(module) not in every_block_module:
-            for param in module.parameters(recurse=False):
-                owners[numbers[id(param)]].add("")
+    # Every path to a block, for a block or a part of it may stand in several places.
+    paths = {
+        path: blocks[id(module)][0]
+        for path, module in model.named_modules(remove_duplicate=False)
+        if id(module) in blocks
+    }
+    owners = {n: {_owner(name, paths) for name in names[n]} for n in range(len(params))}
 
     members: dict[str, list[int]] = {"": [], **{path: [] for path, _ in blocks.values()}}
     for number, owned in owners.items():

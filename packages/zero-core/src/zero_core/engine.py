@@ -104,6 +104,8 @@ class Engine:
             has_sharded_params=stage >= 3,
             is_reduced_per_backward=control.world_size > 1,
             on_reduced=self._on_reduced,
+            on_backward=self._check_scaled,
+            on_broken_backward=self._restart_accumulation,
             is_boundary=self.is_gradient_accumulation_boundary,
         )
         self._state = ShardedState(
@@ -113,9 +115,15 @@ class Engine:
             tier=tier,
             control=control,
             pieces=self._pieces,
+            optimizer=f"{type(optimizer).__name__} with {len(optimizer.param_groups)} groups",
         )
         self._flow.tier = tier
         self._flow.attach(unit_modules)
+        hook = self._refuse_state_dict
+        self._state_dict_hooks = [
+            m.register_state_dict_pre_hook(hook)  # type: ignore[no-untyped-call]
+            for m in module.modules()
+        ]
 
     # ------------------------------------------------------------------ using
 
@@ -157,12 +165,13 @@ class Engine:
         Every rank must call it. A step whose gradient is not finite on any rank is skipped on all.
 
         Raises:
-            RuntimeError: called within ``no_sync``, or in fp16 after a backward without a scale.
+            RuntimeError: called within ``no_sync``.
         """
         if not self.is_gradient_accumulation_boundary():
             self._end_micro_step()
             return
-        self._check_ready()
+        if not self._flow.should_sync:
+            raise RuntimeError("step() within no_sync(): step outside")
         self._decide()
         if self._is_finite():
             self.optimizer.engine_step()
@@ -250,10 +259,10 @@ class Engine:
             CheckpointError: there is none, or it belongs to another model.
             CheckpointCorruptError: its bytes are not what was written.
         """
+        self._discard_grads()
         self._flow.release_all()
         place, progress, client_state = checkpoint.load(self._state, Path(directory), tag)
         self._restore_progress(progress)
-        self._flow.discard()
         self._flow.values_changed()
         return place, client_state
 
@@ -302,6 +311,8 @@ class Engine:
     def close(self) -> None:
         """Take the engine's hooks off the module; its parameters stay as they are."""
         self._flow.detach()
+        while self._state_dict_hooks:
+            self._state_dict_hooks.pop().remove()
 
     # ------------------------------------------------------------------ facts
 
@@ -344,30 +355,50 @@ class Engine:
         )
         self._tier.offer_grad(self._local_starts[segment.index], final)
 
-    def _check_ready(self) -> None:
-        if not self._flow.should_sync:
-            raise RuntimeError("step() within no_sync(): step outside")
-        if self._flow.has_unreduced or len(self._square_sums) < len(self._local_starts):
-            # The last backward ran within no_sync, or used no parameter on this rank.
-            self._flow.end_backward()
-        if self.config.fp16.enabled and self._flow.fired and not self._is_scaled:
+    def _check_scaled(self) -> None:
+        if self.config.fp16.enabled and not self._is_scaled:
             raise RuntimeError(
                 "fp16 needs the loss scale: use engine.backward(loss) or "
                 "engine.scale(loss).backward()"
             )
 
+    def _restart_accumulation(self) -> None:
+        """A backward did not end: drop the gradients of the whole step, not a part of them."""
+        steps = self.config.gradient_accumulation_steps
+        _log.warning(
+            "rank %d: the last backward did not end; step %d starts again from its first "
+            "micro-step (%d of %d were done)",
+            self.rank,
+            self.global_steps,
+            self.micro_steps % steps,
+            steps,
+        )
+        self.micro_steps -= self.micro_steps % steps
+        self._discard_grads()
+
     def _decide(self) -> None:
         """Agree with all ranks on the gradient norm, its finiteness and the parameters used."""
-        facts = torch.zeros(1 + len(self.layout.params), dtype=torch.float64)
-        facts[0] = torch.stack(list(self._square_sums.values())).sum().cpu()
-        if self._flow.fired:
-            facts[1 + torch.tensor(sorted(self._flow.fired))] = 1.0
-        facts = self._control.sum(facts.to(self.device)).cpu()
-        used = facts[1:].tolist()
+        if len(self._square_sums) < len(self._local_starts):
+            # No parameter was used on this rank, or the last backward ran within no_sync.
+            self._flow.end_backward()
+        facts = self._gather_facts()
+        if facts[1] > 0:  # on some rank, gradients came after their unit's reduction
+            self._flow.end_backward()
+            facts = self._gather_facts()
+        used = facts[2:].tolist()
         self._active = [i for i, p in enumerate(self._pieces) if used[p.param] > 0]
         self._grad_norm = math.sqrt(float(facts[0])) / self._scaler.scale
         factor = clip_factor(self._grad_norm, self.config.gradient_clipping)
         self._grad_scale = factor / self._scaler.scale
+
+    def _gather_facts(self) -> Tensor:
+        """Summed over ranks: squared norm, ranks with unreduced gradients, users per parameter."""
+        facts = torch.zeros(2 + len(self.layout.params), dtype=torch.float64)
+        facts[0] = torch.stack(list(self._square_sums.values())).sum().cpu()
+        facts[1] = float(self._flow.has_unreduced)
+        if self._flow.fired:
+            facts[2 + torch.tensor(sorted(self._flow.fired))] = 1.0
+        return self._control.sum(facts.to(self.device)).cpu()
 
     def _is_finite(self) -> bool:
         assert self._grad_norm is not None
@@ -418,6 +449,13 @@ class Engine:
     def _end_micro_step(self) -> None:
         self.micro_steps += 1
         self._is_scaled = False
+
+    def _refuse_state_dict(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
+        if self._flow.has_stale_values:
+            raise RuntimeError(
+                "the module's parameters do not hold the current values here: use "
+                "engine.full_state_dict(), or state_dict() within engine.gathered()"
+            )
 
     def _print(self) -> None:
         every = self.config.steps_per_print

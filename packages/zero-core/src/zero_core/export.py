@@ -14,6 +14,7 @@ from zero_core.state import ShardedState
 __all__ = ["export_safetensors", "full_state_dict"]
 
 MAX_FILE_BYTES = 5 * 1000**3
+INDEX = "model.safetensors.index.json"
 
 
 def full_state_dict(state: ShardedState, *, dtype: torch.dtype | None) -> dict[str, Tensor]:
@@ -23,30 +24,60 @@ def full_state_dict(state: ShardedState, *, dtype: torch.dtype | None) -> dict[s
         value = _cast(tensor, dtype or spec.dtype)
         by_name |= dict.fromkeys((spec.name, *spec.aliases), value)
     by_name |= state.buffers()
-    return {key: by_name[key] for key in state.module.state_dict() if key in by_name}
+    return {key: by_name[key] for key in state.names()}
 
 
 def export_safetensors(state: ShardedState, directory: Path, *, dtype: torch.dtype | None) -> Path:
     """See `zero_core.Engine.export_safetensors`."""
-    is_writer = state.control.rank == 0
-    if is_writer:
-        directory.mkdir(parents=True, exist_ok=True)
-    files: list[dict[str, int]] = []  # bytes by tensor name
-    batch: dict[str, Tensor] = {}
-    kept = set(state.module.state_dict())
-    for spec, tensor in state.full_params():
-        if is_writer and spec.name in kept:
-            value = _cast(tensor, dtype or spec.dtype)
-            if batch and _nbytes(batch) + value.nbytes > MAX_FILE_BYTES:
-                files.append(_write(directory, len(files), batch))
-                batch = {}
-            batch[spec.name] = value
-    if is_writer:
-        batch |= state.buffers()
-        files.append(_write(directory, len(files), batch))
-        _name_files(directory, files)
-    state.control.barrier()
+    writer = _Writer(directory) if state.control.rank == 0 else None
+    for spec, tensor in state.full_params():  # a collective: every rank goes on to the end
+        if writer is not None:
+            writer.add(spec.name, _cast(tensor, dtype or spec.dtype))
+
+    def finish() -> None:
+        if writer is not None:
+            writer.finish(state.buffers())
+
+    state.control.together("export", finish)
     return directory
+
+
+class _Writer:
+    """Collects tensors into files of at most `MAX_FILE_BYTES`; errors wait for `finish`."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._files: list[dict[str, int]] = []  # bytes by tensor name
+        self._batch: dict[str, Tensor] = {}
+        self._error: OSError | None = None
+
+    def add(self, name: str, value: Tensor) -> None:
+        if self._error is not None:
+            return
+        if self._batch and _nbytes(self._batch) + value.nbytes > MAX_FILE_BYTES:
+            try:
+                self._flush()
+            except OSError as error:
+                self._error = error
+        self._batch[name] = value
+
+    def finish(self, buffers: dict[str, Tensor]) -> None:
+        if self._error is not None:
+            raise self._error
+        self._batch |= buffers
+        self._flush()
+        _name_files(self._directory, self._files)
+
+    def _flush(self) -> None:
+        self._directory.mkdir(parents=True, exist_ok=True)
+        # Tied weights are stored once: the readers tie them again.
+        save_file(
+            {name: t.contiguous() for name, t in self._batch.items()},
+            self._directory / f"part-{len(self._files)}.tmp",
+            metadata={"format": "pt"},
+        )
+        self._files.append({name: t.nbytes for name, t in self._batch.items()})
+        self._batch = {}
 
 
 def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
@@ -57,18 +88,11 @@ def _nbytes(batch: dict[str, Tensor]) -> int:
     return sum(t.nbytes for t in batch.values())
 
 
-def _write(directory: Path, index: int, batch: dict[str, Tensor]) -> dict[str, int]:
-    # Tied weights are stored once: the readers tie them again.
-    save_file(
-        {name: t.contiguous() for name, t in batch.items()},
-        directory / f"part-{index}.tmp",
-        metadata={"format": "pt"},
-    )
-    return {name: t.nbytes for name, t in batch.items()}
-
-
 def _name_files(directory: Path, files: list[dict[str, int]]) -> None:
     """Give the parts their final names, now that their number is known, and write the index."""
+    # An earlier export of another size must not stand beside this one: readers take the first.
+    for old in (*directory.glob("model*.safetensors"), directory / INDEX):
+        old.unlink(missing_ok=True)
     if len(files) == 1:
         (directory / "part-0.tmp").replace(directory / "model.safetensors")
         return
@@ -82,4 +106,4 @@ def _name_files(directory: Path, files: list[dict[str, int]]) -> None:
         },
         indent=2,
     )
-    (directory / "model.safetensors.index.json").write_text(index_text, encoding="utf-8")
+    (directory / INDEX).write_text(index_text, encoding="utf-8")

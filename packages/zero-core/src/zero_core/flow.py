@@ -16,7 +16,6 @@ the first recomputation by activation checkpointing, also tells that a unit's ba
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -29,13 +28,11 @@ from zero_core.unit import SegmentGrads, SegmentValues, Unit
 
 __all__ = ["Flow"]
 
-_log = logging.getLogger(__name__)
-
 
 class _SavedWeight:
     """What is kept of a weight that autograd saved: where it lies, not its values."""
 
-    __slots__ = ("_flow", "_offset", "_shape", "_stride", "_unit", "_values")
+    __slots__ = ("_flow", "_offset", "_shape", "_stride", "_unit", "_values", "_version")
 
     def __init__(self, flow: Flow, unit: Unit, values: SegmentValues, tensor: Tensor) -> None:
         self._flow = flow
@@ -44,8 +41,14 @@ class _SavedWeight:
         self._offset = tensor.storage_offset()
         self._shape = tensor.shape
         self._stride = tensor.stride()
+        self._version = values.version
 
     def restore(self) -> Tensor:
+        if self._version != self._values.version:
+            raise RuntimeError(
+                f"backward of a forward that ran before the last step or load: the weights of "
+                f"{self._unit!r} have changed since; run the forward again"
+            )
         self._flow.begin_backward_of(self._unit)
         full = self._values.full
         assert full is not None
@@ -72,6 +75,8 @@ class Flow:
         has_sharded_params: bool,
         is_reduced_per_backward: bool,
         on_reduced: Callable[[SegmentGrads], None],
+        on_backward: Callable[[], None],
+        on_broken_backward: Callable[[], None],
         is_boundary: Callable[[], bool],
     ) -> None:
         """Prepare; `attach` installs the hooks.
@@ -84,6 +89,8 @@ class Flow:
             is_reduced_per_backward: whether each backward is reduced (False for one rank, which
                 has nothing to reduce before the boundary).
             on_reduced: called for each segment whose gradient of the step is complete.
+            on_backward: called at the first sign of each backward; may raise.
+            on_broken_backward: called when a forward finds that the last backward never ended.
             is_boundary: whether the current micro-step is the last one of its step.
         """
         self.tier: StateTier | None = None
@@ -101,15 +108,20 @@ class Flow:
         self._has_sharded_params = has_sharded_params
         self._is_reduced_per_backward = is_reduced_per_backward
         self._on_reduced = on_reduced
+        self._on_backward = on_backward
+        self._on_broken_backward = on_broken_backward
         self._is_boundary = is_boundary
         self._by_storage: dict[int, tuple[Unit, SegmentValues]] = {}
         self._current: Unit | None = None  # the block in use
-        self._recomputed: set[int] = set()  # units recomputed in this backward
+        self._ahead: Unit | None = None  # gathered before it is needed
+        # Units recomputed in this backward: gradients to come since the last recomputation.
+        self._recomputed: dict[int, int] = {}
         self._num_missing: dict[int, int] = {}  # gradients still to come, by unit
         self._next_reduce = 0  # into _reduce_order
         self._in_flight: list[tuple[Unit, SegmentGrads]] = []
         self._is_backward_open = False
-        self._saved_hooks: list[AbstractContextManager[Any]] = []
+        # The hooked modules whose forward is running, and the saved-tensor hooks that each entered.
+        self._running: list[tuple[Unit, AbstractContextManager[Any] | None]] = []
         self._handles: list[Any] = []
         trainable = [u for u in self._units if u.grads]
         self._reduce_order = [u for u in reversed(trainable) if not u.is_root]
@@ -119,16 +131,47 @@ class Flow:
 
     def attach(self, modules: Sequence[nn.Module]) -> None:
         """Hook the units' ``modules`` (same order) and their trainable parameters."""
+        self._modules = list(modules)
+        self._model = modules[0]
         for unit, module in zip(self._units, modules, strict=True):
             self._handles.append(module.register_forward_pre_hook(self._pre_forward(unit)))
             self._handles.append(
                 module.register_forward_hook(self._post_forward(unit), always_call=True)
             )
+            self._guard_inside(unit)
             for grads in unit.grads:
                 for position, param in enumerate(grads.params):
                     hook = self._on_grad(unit, grads, position)
                     handle = param.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
                     self._handles.append(handle)
+
+    def _guard_inside(self, unit: Unit) -> None:
+        """Hook the modules that hold the unit's parameters, for when they are called by themselves.
+
+        Activation checkpointing of a part of a block does that in backward, a model that calls
+        ``block.attention`` in its own forward.
+        """
+        owned = {id(p) for values in unit.values for p in values.params}
+        for module in self._model.modules():
+            own = module.parameters(recurse=False)
+            if module is not self._modules[unit.index] and any(id(p) in owned for p in own):
+                self._handles.append(module.register_forward_pre_hook(self._pre_inside(unit)))
+
+    def _pre_inside(self, unit: Unit) -> Callable[[nn.Module, Any], None]:
+        def hook(module: nn.Module, args: Any) -> None:
+            if unit.is_in_use:
+                return
+            if _is_in_backward():
+                self._begin_recompute(unit)
+            elif self._has_sharded_params and not self._running and torch.is_grad_enabled():
+                raise RuntimeError(
+                    f"rank {self._rank}: a part of {unit!r} was called by itself, with gradients: "
+                    "call the engine (or its module), or use engine.gathered() without gradients"
+                )
+            else:
+                self._use(unit, backward=False)
+
+        return hook
 
     def detach(self) -> None:
         """Take every hook off again."""
@@ -138,11 +181,9 @@ class Flow:
     def _pre_forward(self, unit: Unit) -> Callable[[nn.Module, Any], None]:
         def hook(module: nn.Module, args: Any) -> None:
             if _is_in_backward():  # activation checkpointing computes the block again
-                self._recomputed.add(unit.index)
-                self.begin_backward_of(unit)
+                self._begin_recompute(unit)
                 return
-            if unit.is_root:
-                self._enter_forward()
+            self._enter_forward(unit)
             self._use(unit, backward=False)
 
         return hook
@@ -153,10 +194,9 @@ class Flow:
         def hook(module: nn.Module, args: Any, output: Any) -> None:
             if _is_in_backward():
                 return
-            if unit.is_root:
-                self._leave_forward()
-            elif not (is_last and torch.is_grad_enabled()):  # backward starts with the last unit
-                self._release(unit)
+            self._leave_forward(unit)
+            if not unit.is_root and not (is_last and torch.is_grad_enabled()):
+                self._release(unit)  # but the last one: backward starts with it
 
         return hook
 
@@ -168,6 +208,8 @@ class Flow:
 
         def hook(param: nn.Parameter) -> None:
             self._open_backward()
+            if index in self._recomputed:
+                self._recomputed[index] -= 1
             if self._num_missing[index] <= 0:  # late: its unit is already being reduced
                 self._finish_reduces()
             grads.take(position, outlives_backward=not self._will_reduce())
@@ -181,22 +223,24 @@ class Flow:
 
     # ---------------------------------------------------------------- forward
 
-    def _enter_forward(self) -> None:
-        if self._is_backward_open:
-            _log.warning(
-                "rank %d: the last backward did not end; its gradients are dropped", self._rank
-            )
+    def _enter_forward(self, unit: Unit) -> None:
+        if not self._running and self._is_backward_open:
+            self._on_broken_backward()
             self.discard()
             self.release_all()
-        if self._has_sharded_params and torch.is_grad_enabled():
+        context: AbstractContextManager[Any] | None = None
+        if not self._running and self._has_sharded_params and torch.is_grad_enabled():
             context = torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack)
             context.__enter__()
-            self._saved_hooks.append(context)
+        self._running.append((unit, context))
 
-    def _leave_forward(self) -> None:
-        if self._saved_hooks:
-            self._saved_hooks.pop().__exit__(None, None, None)
-        if not torch.is_grad_enabled():
+    def _leave_forward(self, unit: Unit) -> None:
+        if not self._running or self._running[-1][0] is not unit:
+            return  # its pre-forward raised before it got here
+        _, context = self._running.pop()
+        if context is not None:
+            context.__exit__(None, None, None)
+        if unit.is_root and not self._running and not torch.is_grad_enabled():
             self.release_all()
 
     def _pack(self, tensor: Tensor) -> object:
@@ -209,10 +253,15 @@ class Flow:
             previous, self._current = self._current, unit
             if previous is not None and previous is not unit:
                 self._release(previous)
+        if self._ahead is not None and self._ahead is not unit:
+            self._release(self._ahead)  # the order is not that of the module tree
+        self._ahead = None
         self._start_unshard(unit, backward=backward)
         self._finish_unshard(unit)
         ahead = unit.index - 1 if backward else unit.index + 1
         if 0 < ahead < len(self._units) and not (backward and unit.is_root):
+            if not self._units[ahead].is_in_use:
+                self._ahead = self._units[ahead]
             self._start_unshard(self._units[ahead], backward=backward)
 
     def _start_unshard(self, unit: Unit, *, backward: bool) -> None:
@@ -238,7 +287,7 @@ class Flow:
 
     def release_all(self) -> None:
         """Release every unit, the root included."""
-        self._current = None
+        self._current = self._ahead = None
         for unit in self._units:
             self._release(unit)
 
@@ -264,16 +313,21 @@ class Flow:
             self._current = None  # it is released at the end of backward
         self._use(unit, backward=True)
 
+    def _begin_recompute(self, unit: Unit) -> None:
+        self.begin_backward_of(unit)
+        self._recomputed[unit.index] = unit.num_trainable
+
     def _must_stay(self, unit: Unit) -> bool:
         # A recomputed forward saved raw views; they are used until the unit's gradients are there.
         # A unit without trainable parameters never tells: it stays until backward ends.
-        is_done = unit.num_trainable > 0 and self._num_missing[unit.index] <= 0
-        return unit.index in self._recomputed and not is_done
+        missing = self._recomputed.get(unit.index)
+        return missing is not None and (missing > 0 or unit.num_trainable == 0)
 
     def _open_backward(self) -> None:
         """At the first sign of a backward, make sure to hear of its end."""
         if self._is_backward_open:
             return
+        self._on_backward()
         self._is_backward_open = True
         self._recomputed.clear()
         self._num_missing = {u.index: u.num_trainable for u in self._units}
@@ -315,28 +369,24 @@ class Flow:
         if self._will_reduce():
             for unit in self._reduce_order[self._next_reduce :]:
                 self._start_reduce(unit)
-            self._next_reduce = len(self._reduce_order)
-            for unit in self._reduce_order:  # gradients that came after their unit was reduced
-                if any(g.has_unreduced for g in unit.grads) and not self._is_in_flight(unit):
-                    self._start_reduce(unit)
             self._finish_reduces()
+        self._next_reduce = 0
         self.release_all()
         self._is_backward_open = False
 
     @property
     def has_unreduced(self) -> bool:
-        """Whether gradients were taken that no reduction has carried yet."""
-        return any(g.has_unreduced for u in self._reduce_order for g in u.grads)
+        """Whether gradients were taken that no reduction has carried yet.
 
-    def _is_in_flight(self, unit: Unit) -> bool:
-        return any(u is unit for u, _ in self._in_flight)
+        They came within ``no_sync``, or after their unit had been reduced (reentrant activation
+        checkpointing of a block that is used twice). `Engine.step` has them reduced, on all ranks.
+        """
+        return any(g.has_unreduced for u in self._reduce_order for g in u.grads)
 
     # ------------------------------------------------------------------- step
 
     def discard(self) -> None:
         """Forget all gradients and whatever a failed forward or backward left behind."""
-        while self._saved_hooks:
-            self._saved_hooks.pop().__exit__(None, None, None)
         for _, grads in self._in_flight:
             grads.finish_reduce(lambda: "reduce_scatter")
         self._in_flight.clear()
@@ -346,6 +396,14 @@ class Flow:
         for unit in self._units:
             for grads in unit.grads:
                 grads.reset()
+
+    @property
+    def has_stale_values(self) -> bool:
+        """Whether parameters of the module do not hold the current values on this rank."""
+        for unit in self._units:
+            for values in unit.values:
+                values.settle(self.tier)
+        return not all(unit.is_in_use for unit in self._units)
 
     def values_changed(self) -> None:
         """The shards hold new values: what is gathered of them is stale from now on."""

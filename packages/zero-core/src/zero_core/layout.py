@@ -176,7 +176,7 @@ class Layout:
             for key in dict.fromkeys((params[p].dtype, params[p].is_trainable) for p in members):
                 same = [p for p in members if (params[p].dtype, params[p].is_trainable) == key]
                 slots, end = _place(params, same, alignment)
-                shard = _round_up(-(-end // world_size), alignment)
+                shard = _round_up(-(-max(end, 1) // world_size), alignment)
                 segments.append(Segment(count, index, *key, slots, shard, world_size))
                 count += 1
             laid.append(UnitLayout(index, name, tuple(segments)))

@@ -17,7 +17,7 @@ from torch import nn
 from zero_core.config import OptimizerConfig
 from zero_core.errors import ConfigError
 
-__all__ = ["EngineOptimizer", "make_optimizer"]
+__all__ = ["EngineOptimizer", "check_elementwise", "make_optimizer"]
 
 _BY_NAME: Mapping[str, type[torch.optim.Optimizer]] = {
     "adam": torch.optim.Adam,
@@ -32,12 +32,30 @@ _BY_NAME: Mapping[str, type[torch.optim.Optimizer]] = {
 }
 
 
+def check_elementwise(optimizer_class: type[torch.optim.Optimizer]) -> None:
+    """Refuse an optimizer whose update of an element depends on others: slices would change it.
+
+    Known are torch's elementwise optimizers; a class of your own says ``is_elementwise = True``.
+
+    Raises:
+        ConfigError: it is neither.
+    """
+    known = (*_BY_NAME.values(), torch.optim.ASGD, torch.optim.Rprop)
+    if optimizer_class not in known and not getattr(optimizer_class, "is_elementwise", False):
+        raise ConfigError(
+            f"optimizer {optimizer_class.__name__}: its update may depend on whole tensors, and "
+            "this engine updates slices; if it is elementwise, set is_elementwise = True on the "
+            f"class; known: {sorted(c.__name__ for c in known)}"
+        )
+
+
 def make_optimizer(
     config: OptimizerConfig, params: Sequence[nn.Parameter]
 ) -> torch.optim.Optimizer:
     """Make the torch optimizer that the configuration names, over ``params``.
 
-    As in DeepSpeed, "Adam" means AdamW unless ``adam_w_mode`` is false.
+    As in DeepSpeed, "Adam" means AdamW unless ``adam_w_mode`` is false, and ``weight_decay`` is 0
+    unless it is given.
 
     Raises:
         ConfigError: an unknown type, or parameters that the optimizer does not take.
@@ -45,9 +63,10 @@ def make_optimizer(
     kind = config.type.lower()
     options = dict(config.params)
     if kind in ("adam", "adamw"):
-        is_adamw = options.pop("adam_w_mode", True)
-        options.pop("torch_adam", None)  # it always is torch's, or the host kernel of the tier
+        is_adamw = options.pop("adam_w_mode", True) or kind == "adamw"
+        options.pop("torch_adam", None)  # see zero_core.build: it keeps the host kernel out
         kind = "adamw" if is_adamw else "adam"
+        options.setdefault("weight_decay", 0.0)  # DeepSpeed's default; torch's AdamW has 0.01
         if options.pop("bias_correction", True) is not True:
             raise ConfigError(
                 "optimizer.params.bias_correction = false is not served: "

@@ -56,7 +56,9 @@ class LossScaler:
             self.scale *= 2.0
 
     def state_dict(self) -> dict[str, float]:
-        """What a checkpoint keeps."""
+        """What a checkpoint keeps; nothing, if the scale is constant."""
+        if not self.is_dynamic:
+            return {}
         return {
             "scale": self.scale,
             "hysteresis_left": self._hysteresis_left,
@@ -65,7 +67,7 @@ class LossScaler:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore `state_dict`; a constant scale stays what the configuration says."""
-        if self.is_dynamic:
+        if self.is_dynamic and state:
             self.scale = float(state["scale"])
             self._hysteresis_left = int(state["hysteresis_left"])
             self._steps_since_change = int(state["steps_since_change"])

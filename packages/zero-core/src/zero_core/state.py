@@ -29,6 +29,7 @@ class ShardedState:
         tier: the master weights and optimizer state.
         control: small exchanges between the ranks.
         pieces: this rank's part of each trainable parameter.
+        optimizer: its kind and number of groups, in words.
     """
 
     module: nn.Module
@@ -37,6 +38,7 @@ class ShardedState:
     tier: StateTier
     control: ControlGroup
     pieces: tuple[Piece, ...]
+    optimizer: str
 
     def own_slice(self, segment: int) -> Tensor:
         """This rank's [shard_numel] of the master weights, or of the values if frozen; a CPU copy.
@@ -50,8 +52,13 @@ class ShardedState:
         return self.own_state(segment, MASTER)
 
     def own_state(self, segment: int, name: str) -> Tensor:
-        """This rank's [shard_numel] of state ``name`` of a trainable segment; a CPU copy."""
+        """This rank's [shard_numel] of state ``name`` of a trainable segment; a CPU copy.
+
+        Zeros, if the tier of this rank does not know the state.
+        """
         start, stop = self.own_span(segment)
+        if name not in self.tier.state_names():
+            return torch.zeros(stop - start)
         return self.tier.read_state(name, start, stop)
 
     def own_span(self, segment: int) -> tuple[int, int]:
@@ -72,13 +79,23 @@ class ShardedState:
                 spec = self.layout.params[slot.param]
                 yield spec, full[slot.start : slot.stop].view(spec.shape).clone()
 
+    def names(self) -> list[str]:
+        """The keys of the model's state dict, in order, tied names included."""
+        found = []
+        for prefix, module in self.module.named_modules(remove_duplicate=False):
+            path = f"{prefix}." if prefix else ""
+            kept = [n for n in module._buffers if n not in module._non_persistent_buffers_set]
+            own = [n for n in (*module._parameters, *kept) if getattr(module, n) is not None]
+            found += [path + name for name in own]
+        return found
+
     def buffers(self) -> dict[str, Tensor]:
         """The persistent buffers of the model, on the CPU."""
-        names = {name for name, _ in self.module.named_buffers(remove_duplicate=False)}
+        kept = set(self.names())
         return {
-            key: value.detach().cpu().clone()
-            for key, value in self.module.state_dict().items()
-            if key in names
+            name: buffer.detach().cpu().clone()
+            for name, buffer in self.module.named_buffers(remove_duplicate=False)
+            if name in kept
         }
 
     def owned_params(self) -> Iterator[tuple[int, ParamSpec]]:

@@ -99,13 +99,10 @@ class DeviceTier:
         if self._optimizer is None or not active:
             self._grads.clear()
             return
-        grads = _Chunked(sorted(self._grads.items(), key=lambda item: item[0]))
-        if grad_scale != 1.0:
-            for _, grad in grads.chunks:
-                grad.mul_(grad_scale)
+        grads = _Chunked([self._scaled(s, grad_scale) for s in sorted(self._grads)])
         for index in active:
             piece = self._pieces[index]
-            piece.grad = grads.one(*self._spans[index]).to(piece.dtype)
+            piece.grad = grads.one(*self._spans[index])
             self._num_steps[index] += 1
         for own, given in zip(self._optimizer.param_groups, groups, strict=True):
             own.update({k: v for k, v in given.items() if k != "params"})
@@ -131,6 +128,8 @@ class DeviceTier:
     def write_state(self, name: str, start: int, values: Tensor) -> None:
         """See the protocol."""
         if name not in self._flat:
+            if name not in self._possible_names():
+                raise KeyError(f"{self._make_optimizer} has no state {name!r}")
             self._flat[name] = self._new_flat(values.dtype)
         stop = start + values.numel()
         for low, part in self._flat[name].parts(start, stop):
@@ -156,25 +155,54 @@ class DeviceTier:
             return
         param = self._pieces[piece]
         if self._num_steps[piece] == 0:
+            for name, flat in self._flat.items():
+                if name != MASTER:
+                    flat.one(*self._spans[piece]).zero_()
             self._optimizer.state[param] = self._initial_state(param)
             self._flatten_state(piece)
             return
         self._optimizer.state[param] = state = {}
+        # As torch's own load_state_dict does: these kernels read the count on the device.
+        group = self._group_of(param)
+        is_on_device = bool(group.get("fused") or group.get("capturable"))
+        device = param.device if is_on_device else torch.device("cpu")
         for name, value in scalars.items():
             if name != "num_steps":
-                state[name] = torch.tensor(value, dtype=torch.float32)
+                state[name] = torch.tensor(value, dtype=torch.float32, device=device)
         for name, flat in self._flat.items():
             if name != MASTER:
                 state[name] = flat.one(*self._spans[piece])
 
+    def _possible_names(self) -> set[str]:
+        """The elementwise states that the optimizer can have, found by a step of its own."""
+        found: set[str] = set()
+        for group in [] if self._optimizer is None else self._optimizer.param_groups:
+            probe = nn.Parameter(torch.zeros(2, device=self._device))
+            probe.grad = torch.zeros_like(probe)
+            optimizer = self._make_optimizer([{**group, "params": [probe]}], **self._options)
+            optimizer.step()
+            state = optimizer.state.get(probe, {})
+            found |= {k for k, v in state.items() if isinstance(v, Tensor) and v.shape == (2,)}
+        return found
+
+    def _scaled(self, start: int, factor: float) -> tuple[int, Tensor]:
+        """What was offered at ``start``, in the master's dtype, times ``factor``."""
+        grad = self._grads[start]
+        _, master = self._masters.parts(start, start + 1)[0]
+        grad = grad.to(master.dtype)  # before it is unscaled: small values survive
+        return start, grad.mul_(factor) if factor != 1.0 else grad
+
     def _initial_state(self, param: nn.Parameter) -> dict[str, Any]:
         """What the optimizer starts a parameter with: nothing, or e.g. Adagrad's sum."""
         assert self._optimizer is not None
-        group = next(
-            g for g in self._optimizer.param_groups if any(p is param for p in g["params"])
-        )
+        group = self._group_of(param)
         fresh = self._make_optimizer([{**group, "params": [param]}], **self._options)
         return dict(fresh.state.get(param, {}))
+
+    def _group_of(self, param: nn.Parameter) -> dict[str, Any]:
+        assert self._optimizer is not None
+        groups = self._optimizer.param_groups
+        return next(g for g in groups if any(p is param for p in g["params"]))
 
     def _publish(self, start: int, stop: int) -> None:
         with torch.no_grad():

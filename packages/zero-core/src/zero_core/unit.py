@@ -117,6 +117,18 @@ class SegmentValues:
         self._pool.release(self.full)
         self.full = None
 
+    @property
+    def is_current(self) -> bool:
+        """Whether the parameters hold the current values."""
+        return self._is_pointed_at and self._full_version == self.version and self._gather is None
+
+    def settle(self, tier: StateTier | None) -> None:
+        """Wait for the tier, where nothing but its update is missing."""
+        if self._is_kept and not self._has_remote_updates:
+            if tier is not None and self.local_span is not None:
+                tier.wait_params(*self.local_span)
+            self._full_version = self.version
+
     def store(self, values: Tensor) -> None:
         """Take over initial ``values`` ([padded_numel], any dtype, the same on every rank)."""
         if self.full is not None:
@@ -127,6 +139,8 @@ class SegmentValues:
 
     def adopt(self) -> None:
         """Let the parameters drop the storage that they came with."""
+        for param in self.params:
+            param.grad = None  # what an earlier backward left would be added to the first gradient
         if self._is_kept:
             self.finish_unshard(lambda: "")
         else:
@@ -142,7 +156,8 @@ class SegmentValues:
         key = self.full.data_ptr()
         views = self._views.get(key)
         if views is None:
-            views = _views(self.full, self.segment, self.params)
+            with torch.inference_mode(False):  # they serve training too
+                views = _views(self.full, self.segment, self.params)
             self._views[key] = views
         return views
 
@@ -314,6 +329,11 @@ class Unit:
     def is_root(self) -> bool:
         """Whether it is what belongs to no block."""
         return self.index == 0
+
+    @property
+    def is_in_use(self) -> bool:
+        """Whether its parameters hold the current values."""
+        return all(v.is_current for v in self.values)
 
     def __repr__(self) -> str:
         return f"unit {self.index} ({self.name or 'root'})"
