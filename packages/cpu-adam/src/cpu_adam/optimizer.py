@@ -54,6 +54,9 @@ class CPUAdam(Optimizer):
 
     num_threads: int | None
 
+    is_elementwise = True
+    """Any slice may be updated by itself: what offloading and partitioning engines ask."""
+
     def __init__(
         self,
         params: Iterable[Any],

@@ -65,7 +65,8 @@ class Collectives(Protocol):
             out: 1-D, contiguous, ``world_size * shard.numel()`` elements, dtype of ``shard``.
             shard: 1-D, contiguous, any dtype (bytes too). It may be a view of this rank's slice
                 of ``out``; it is never changed otherwise.
-            unit: index of the unit (and segment) it belongs to: a stable key for private buffers.
+            unit: index of the segment it belongs to (a unit has one per dtype and
+                trainability): a stable key for private buffers.
             version: grows whenever the values of ``shard`` may have changed. Negative: these are
                 not parameters (reduced gradients at stage 0, say); they must arrive exact.
             backward: whether the gather serves a backward pass.
@@ -79,10 +80,10 @@ class Collectives(Protocol):
         already divided by the world size.
 
         Args:
-            out: 1-D, contiguous; fp32 or the dtype of ``full``; overwritten.
+            out: 1-D, contiguous, floating point (what gradients accumulate in); overwritten.
             full: 1-D, contiguous, ``world_size * out.numel()`` elements, floating point; its
                 contents are undefined afterwards.
-            unit: index of the unit (and segment) it belongs to.
+            unit: index of the segment it belongs to.
         """
         ...
 
