@@ -11,7 +11,7 @@ import pytest
 from conftest import TIME_LIMIT_S, command, environment, run_program
 
 from zero_engine.metrics import read_metrics
-from zero_engine.settings import RunFolder
+from zero_engine.settings import RunFolder, read_resolved
 
 TIMING = {"tokens_per_s", "memory_bytes"}
 
@@ -54,13 +54,13 @@ def interrupted_run(
     assert code == 128 + signal.SIGTERM, output
     assert "stopped by SIGTERM, checkpoint saved" in output
     assert "Traceback" not in output
-    code, output = stop_after(10, signal.SIGINT, folder, ("--resume", "--ranks=2"))
+    code, output = stop_after(10, signal.SIGINT, folder, ("--resume",))
     assert code == 128 + signal.SIGINT, output
     assert "stopped by SIGINT, checkpoint saved" in output
     assert "Traceback" not in output
     steps = [entry["step"] for entry in numbers(folder)]
     assert steps[-1] != 160, "both signals came too late to interrupt anything"
-    run_program("train", "--resume", "--ranks=2", f"--output={folder.root}")
+    run_program("train", "--resume", f"--output={folder.root}")
     return folder
 
 
@@ -78,6 +78,28 @@ def test_resumed_run_ends_with_the_same_weights(
     straight = finished_run[0].hf / "model.safetensors"
     assert (interrupted_run.hf / "model.safetensors").read_bytes() == straight.read_bytes()
     assert interrupted_run.sample.read_text() == finished_run[0].sample.read_text()
+
+
+def test_resumed_run_has_as_many_ranks_as_before(
+    tmp_path: Path, tiny_options: tuple[str, ...]
+) -> None:
+    folder = RunFolder(tmp_path / "three")
+    run_program("train", *tiny_options, "--steps=2", "--ranks=3", f"--output={folder.root}")
+    run_program("train", "--resume", "--steps=3", f"--output={folder.root}")
+    assert read_resolved(folder)["world_size"] == 3
+    assert read_resolved(folder)["run"]["steps"] == 3
+    done = run_program("train", "--resume", "--steps=4", "--ranks=2", f"--output={folder.root}")
+    assert "the run had 3 ranks and goes on with 2" in done.stderr
+
+
+def test_resume_refuses_fewer_steps_than_were_taken(
+    finished_run: tuple[RunFolder, str],
+) -> None:
+    folder, _ = finished_run
+    before = folder.resolved_config.read_text()
+    done = run_program("train", "--resume", "--steps=5", f"--output={folder.root}", expected_code=2)
+    assert "--steps 5: the run has taken 160 already" in done.stderr
+    assert folder.resolved_config.read_text() == before
 
 
 def test_resume_refuses_another_setting(finished_run: tuple[RunFolder, str]) -> None:

@@ -21,6 +21,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.run import parse_args, run
 
 from zero_core.config import load_config
+from zero_core.errors import ConfigError
 from zero_engine.data import read_text
 from zero_engine.machine import available_cores
 from zero_engine.settings import (
@@ -53,6 +54,8 @@ def rank_environment(num_ranks: int) -> dict[str, str]:
         # gloo otherwise looks its own address up by host name, which a machine may not know.
         "GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo",
         "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(GRACE_PERIOD_S),
+        # Without it, cuBLAS may choose differently from run to run, and a resumed run would too.
+        "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
     }
 
 
@@ -62,11 +65,22 @@ def check_request(options: Mapping[str, Any], flags: Sequence[str], num_ranks: i
     Raises:
         ConfigError: as the ranks would, in a second where they take ten.
     """
-    num_ranks = num_ranks or default_ranks()
+    num_gpus = torch.cuda.device_count()
+    if num_ranks is not None and 0 < num_gpus < num_ranks:
+        raise ConfigError(f"--ranks {num_ranks}: this machine has {num_gpus} GPUs, one per rank")
     if "--resume" in flags:
         settings = resumed_run(options)
-        config = read_resolved(RunFolder(Path(settings.output)))["config"]
+        saved = read_resolved(RunFolder(Path(settings.output)))
+        config, before = saved["config"], int(saved["world_size"])
+        num_ranks = num_ranks or before
+        if num_ranks != before:
+            print(
+                f"the run had {before} ranks and goes on with {num_ranks}: other samples make a "
+                "step, so the numbers will differ from those of an uninterrupted run",
+                file=sys.stderr,
+            )
     else:
+        num_ranks = num_ranks or default_ranks()
         settings = fresh_run(options, should_overwrite="--overwrite" in flags)
         config = engine_config(settings)
         if settings.data is not None:
@@ -85,7 +99,9 @@ def launch(arguments: Sequence[str], *, num_ranks: int) -> int:
     for name, value in rank_environment(num_ranks).items():
         os.environ.setdefault(name, value)
     # torchrun tells at length what is said here in one line, or is part of a normal end.
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    for name in logging.root.manager.loggerDict:  # each has a level of its own
+        if name.startswith("torch.distributed.elastic"):
+            logging.getLogger(name).setLevel(logging.CRITICAL)
     command = ["--standalone", f"--nproc-per-node={num_ranks}", "-m", "zero_engine", *arguments]
     try:
         run(parse_args(command))  # type: ignore[no-untyped-call]

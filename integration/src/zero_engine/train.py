@@ -14,6 +14,7 @@ import os
 # Nothing is fetched from a model hub: the model is made from a config, the tokenizer from the text.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
+import shlex
 import signal
 import sys
 import time
@@ -60,43 +61,53 @@ def train(
         ZeroError: a setting, the data or a checkpoint is not usable.
     """
     device = join_ranks()
+    request = StopRequest()  # from now on a signal waits for the next step's end
     folder = RunFolder(Path(options.get("output") or RunSettings.output))
 
     def prepare() -> None:
-        if should_resume:
-            write_resolved(folder, resumed_run(options), config=read_resolved(folder)["config"])
-            return
         settings = fresh_run(options, should_overwrite=should_overwrite)
         config, text = engine_config(settings), read_text(settings.data)
         clear_run(folder)
         write_resolved(folder, settings, config=config)
         prepare_corpus(text, folder.data, vocab_size=settings.vocab, context=settings.context)
 
-    on_first_rank(prepare, device)
-    stop = train_in(folder, device, should_resume=should_resume)
+    if should_resume:
+        settings = resumed_run(options)
+    else:
+        on_first_rank(prepare, device)
+        settings = RunSettings(**read_resolved(folder)["run"])
+    stop = train_in(folder, settings, device, request, should_resume=should_resume)
     leave_ranks()
     return 0 if stop is None else 128 + stop
 
 
 def train_in(
-    folder: RunFolder, device: torch.device, *, should_resume: bool
+    folder: RunFolder,
+    settings: RunSettings,
+    device: torch.device,
+    request: StopRequest,
+    *,
+    should_resume: bool,
 ) -> signal.Signals | None:
-    """Train the run that rank 0 has prepared in ``folder``, and leave the results there.
+    """Train the run that is prepared in ``folder``, and leave the results there.
 
     Returns:
         The signal that ended the run early, if one did.
     """
-    saved = read_resolved(folder)
-    settings = RunSettings(**saved["run"])
+    config = read_resolved(folder)["config"]
     corpus = Corpus.open(folder.data, seed=settings.seed)
 
     make_deterministic(settings.seed, device)
     model = build_model(settings, corpus.vocab_size)
-    engine = zero_core.build(model, fill_auto(saved["config"], settings.steps))
+    engine = zero_core.build(model, fill_auto(config, settings.steps))
     first_step = 0
     if should_resume:
         _, client_state = engine.load_checkpoint(folder.checkpoint)
         first_step = int(client_state["step"])
+        if settings.steps < first_step:
+            raise zero_core.ConfigError(
+                f"--steps {settings.steps}: the run has taken {first_step} already"
+            )
 
     with ExitStack() as stack:
         reporter = None
@@ -104,14 +115,14 @@ def train_in(
             write_resolved(
                 folder,
                 settings,
-                config=saved["config"],
+                config=config,
                 engine=engine.config.model_dump(mode="json"),
                 model=model.config.to_dict(),
                 world_size=engine.world_size,
                 sha256_of_text=corpus.sha256_of_text,
             )
             reporter = stack.enter_context(Reporter(folder, settings, first_step=first_step))
-        stop = run_steps(engine, corpus, settings, reporter, folder, first_step)
+        stop = run_steps(engine, corpus, settings, reporter, folder, request, first_step)
         if stop is None:
             export_for_transformers(engine, model, folder)
             write_sample(engine, model, corpus, folder)
@@ -127,6 +138,7 @@ def run_steps(
     settings: RunSettings,
     reporter: Reporter | None,
     folder: RunFolder,
+    request: StopRequest,
     step: int,
 ) -> signal.Signals | None:
     """Train from ``step`` to the end or to a stop request, and save a checkpoint there.
@@ -134,7 +146,7 @@ def run_steps(
     Returns:
         The signal that ended the run early, if one did.
     """
-    request, stop = StopRequest(), None
+    stop = None
     if step == 0:
         evaluate(engine, corpus, settings, reporter, step)
     while step < settings.steps and stop is None:
@@ -164,7 +176,7 @@ def run_steps(
             evaluate(engine, corpus, settings, reporter, step)
         if step % settings.save_every == 0 or step == settings.steps or stop is not None:
             engine.save_checkpoint(folder.checkpoint, client_state={"step": step})
-    return stop
+    return stop if step < settings.steps else None  # a run that is complete was not stopped
 
 
 def take_step(engine: zero_core.Engine, corpus: Corpus, step: int) -> float:
@@ -245,7 +257,8 @@ def farewell(folder: RunFolder, stop: signal.Signals | None) -> str:
     if stop is None:
         return f"done; results are in {folder.root}"
     return (
-        f"stopped by {stop.name}, checkpoint saved; continue with --resume --output {folder.root}"
+        f"stopped by {stop.name}, checkpoint saved; continue with: "
+        f"zero-engine train --resume --output {shlex.quote(str(folder.root))}"
     )
 
 

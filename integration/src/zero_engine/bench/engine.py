@@ -14,6 +14,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -104,8 +105,10 @@ def _run_once(workload: Workload, result: Measured) -> None:
     """One round of one contender: start its ranks, wait for them, add up what they found."""
     with tempfile.TemporaryDirectory() as scratch:
         files = [Path(scratch, f"rank{rank}.json") for rank in range(workload.ranks)]
+        # Files, not pipes: a rank that says more than a pipe holds would block the others.
+        logs = [file.with_suffix(".log") for file in files]
         ranks = [
-            subprocess.Popen(
+            _start(
                 [
                     sys.executable,
                     "-m",
@@ -116,14 +119,13 @@ def _run_once(workload: Workload, result: Measured) -> None:
                     str(rank),
                     str(file),
                 ],
-                env=_environment(workload, rank),
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
+                _environment(workload, rank),
+                log,
             )
-            for rank, file in enumerate(files)
+            for rank, (file, log) in enumerate(zip(files, logs, strict=True))
         ]
-        said = _wait(ranks)
+        _wait(ranks)
+        said = "\n".join(log.read_text(encoding="utf-8", errors="replace") for log in logs)
         if any(rank.returncode for rank in ranks):
             last_lines = [line for line in said.splitlines() if line.strip()][-1:]
             result.failure = f"failed: {' '.join(last_lines) or 'no output'}"
@@ -135,16 +137,21 @@ def _run_once(workload: Workload, result: Measured) -> None:
     result.last_loss = statistics.fmean(f["losses"][-1] for f in found)
 
 
-def _wait(ranks: Sequence[subprocess.Popen[str]]) -> str:
-    """What the ranks said, once all have ended; a rank that outlives the limit is killed."""
-    said = []
-    for rank in ranks:
-        try:
-            said.append(rank.communicate(timeout=TIME_LIMIT_S)[0])
-        except subprocess.TimeoutExpired:
-            rank.kill()
-            said.append(rank.communicate()[0] + f"\nno end after {TIME_LIMIT_S} s")
-    return "\n".join(said)
+def _start(command: Sequence[str], environment: dict[str, str], log: Path) -> subprocess.Popen[str]:
+    with log.open("w", encoding="utf-8") as file:
+        return subprocess.Popen(
+            command, env=environment, stdout=file, stderr=subprocess.STDOUT, text=True
+        )
+
+
+def _wait(ranks: Sequence[subprocess.Popen[str]]) -> None:
+    """Wait for all ranks; if one fails or the time is over, end those that are left."""
+    limit = time.monotonic() + TIME_LIMIT_S
+    while any(rank.poll() is None for rank in ranks):
+        if any(rank.poll() for rank in ranks) or time.monotonic() > limit:
+            for rank in ranks:
+                rank.kill()
+        time.sleep(0.1)
 
 
 def _environment(workload: Workload, rank: int) -> dict[str, str]:

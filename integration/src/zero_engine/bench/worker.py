@@ -34,6 +34,7 @@ def measure(contender: str, workload: Workload, store: str, rank: int) -> dict[s
     store_of_ranks = dist.FileStore(store, workload.ranks)  # type: ignore[attr-defined]
     dist.init_process_group("gloo", store=store_of_ranks, rank=rank, world_size=workload.ranks)
     batches = workload.batches(rank)
+    Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # VmHWM starts from here
     before = resident_bytes("VmRSS")
     step = CONTENDERS[contender](workload)
     losses = [float(step(next(batches))) for _ in range(workload.warmup)]
