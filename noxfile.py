@@ -154,8 +154,9 @@ def run_lint(session: nox.Session) -> None:
     """Ruff on all Python, clang-format on all C++."""
     session.run("ruff", "check", *CHECKED)
     session.run("ruff", "format", "--check", *CHECKED)
-    native = Path("packages/cpu-adam/native")
-    found = sorted(p for p in native.rglob("*") if p.suffix in {".cpp", ".h", ".inl"})
+    folders = [Path("packages/cpu-adam", folder) for folder in ("native", "tests/native")]
+    files = (path for folder in folders for path in folder.rglob("*"))
+    found = sorted(path for path in files if path.suffix in {".cpp", ".h", ".inl"})
     session.run("clang-format", "--dry-run", "-Werror", *(str(path) for path in found))
 
 
