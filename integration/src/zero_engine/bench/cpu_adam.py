@@ -16,6 +16,7 @@ import json
 import math
 import os
 import statistics
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
@@ -44,6 +45,7 @@ TURN_S = 0.05
 """Small steps are repeated within a turn until they have taken this long..."""
 MAX_CALLS = 30
 """...or this often."""
+PAGE_WIDTH = 110
 NUM_SMALL, SMALL_NUMEL = 500, 10_000
 OURS = "cpu-adam"
 BANDWIDTH = "bandwidth, 28 B/element"
@@ -99,7 +101,7 @@ class Race:
 
 def compare(settings: Settings, *, output: Path) -> None:
     """Run every race, print tables, write ``cpu_adam.json`` and ``cpu_adam.png``."""
-    console = Console()
+    console = Console(width=None if sys.stdout.isatty() else PAGE_WIDTH)
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     before = torch.get_num_threads()
     torch.set_num_threads(settings.threads)
@@ -109,11 +111,7 @@ def compare(settings: Settings, *, output: Path) -> None:
             race = make_race()
             console.print(f"{race.name} ...", highlight=False)
             _run(race, settings)
-            if race.contenders[0].times_s:
-                console.print(_table(race))
-            for contender in race.contenders:
-                if contender.failure:
-                    console.print(f"{contender.name}: {contender.failure}", highlight=False)
+            _show(race, console)
             races.append(race)
     finally:
         torch.set_num_threads(before)
@@ -402,6 +400,18 @@ def _random(numel: int, generator: torch.Generator) -> Tensor:
 
 def _size(numel: int) -> str:
     return f"{numel >> 20} Mi" if numel % 2**20 == 0 else f"{numel}"
+
+
+def _show(race: Race, console: Console) -> None:
+    """A table of those that were measured, and a line for each that was not."""
+    first, *others = race.contenders
+    if first.failure:
+        console.print(f"not measured: {first.failure}", highlight=False)
+        return
+    console.print(_table(race))
+    for contender in others:
+        if contender.failure:
+            console.print(f"{contender.name}: {contender.failure}", highlight=False)
 
 
 def _table(race: Race) -> Table:
