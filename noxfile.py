@@ -5,6 +5,8 @@
     lint       ruff and clang-format
     typecheck  mypy --strict
     bench      benchmarks: arguments go to ``python -m zero_engine.bench``
+    wheels     cpu-adam's wheel and sdist, tested where there is no compiler
+    sanitize   cpu-adam's tests under AddressSanitizer and UBSan; arguments go to pytest
     matrix     the tests of everything, for a torch release and a Python version
 
 Environments are kept; ``-R`` also skips installing into them, for a quick second run.
@@ -13,6 +15,7 @@ Environments are kept; ``-R`` also skips installing into them, for a quick secon
 from __future__ import annotations
 
 import os
+import shutil
 import sys
 from pathlib import Path
 
@@ -96,6 +99,48 @@ def bench(session: nox.Session) -> None:
 
 
 @nox.session
+def wheels(session: nox.Session) -> None:
+    """Build cpu-adam's sdist, its wheel from that, and test the wheel without a compiler."""
+    session.install(*PIP_FLAGS, "build>=1.2")
+    wheelhouse = Path("wheelhouse")
+    shutil.rmtree(wheelhouse, ignore_errors=True)
+    # The wheel is built from the unpacked sdist, in an environment with what it requires alone.
+    session.run("python", "-m", "build", "--outdir", str(wheelhouse), "packages/cpu-adam")
+    (wheel,) = wheelhouse.glob("*.whl")
+    fresh = Path(session.create_tmp(), "fresh").resolve()
+    session.run("python", "-m", "venv", "--clear", str(fresh))
+    programs = fresh / ("Scripts" if sys.platform == "win32" else "bin")
+    python = str(programs / "python")
+    requirement = f"cpu-adam[torch,test] @ {wheel.resolve().as_uri()}"
+    # Binaries only, and no compiler within reach: what has to be built would fail.
+    bare = {"PATH": str(programs), "CC": None, "CXX": None}
+    pip_install = (python, "-m", "pip", "install", "--only-binary=:all:", *PIP_FLAGS)
+    session.run(*pip_install, *CONSTRAINTS, requirement, env=bare, external=True)
+    session.run(python, "-c", NO_COMPILER, env=bare, external=True, silent=True, log=False)
+    with session.chdir("packages/cpu-adam"):
+        session.run(python, "-m", "pytest", "-q", env=bare, external=True)
+
+
+@nox.session
+def sanitize(session: nox.Session) -> None:
+    """Run cpu-adam's tests on a module built with AddressSanitizer and UBSan (Linux, GCC)."""
+    sanitized = "--config-settings=cmake.define.CPU_ADAM_SANITIZE=ON"
+    session.install(*PIP_FLAGS, "packages/cpu-adam[test]", sanitized, env={"CXX": "g++"})
+    runtimes = [
+        str(session.run("g++", f"-print-file-name={name}", external=True, silent=True)).strip()
+        for name in ("libasan.so", "libstdc++.so")
+    ]
+    environment = {
+        "LD_PRELOAD": ":".join(runtimes),
+        "ASAN_OPTIONS": "detect_leaks=0",  # the interpreter leaves memory to its end
+        "PYTHONMALLOC": "malloc",
+    }
+    with session.chdir("packages/cpu-adam"):
+        tests = session.posargs or ["--deselect=tests/test_kernel_program.py"]
+        session.run("python", "-m", "pytest", "-q", *tests, env=environment)
+
+
+@nox.session
 @nox.parametrize("python", PYTHONS)
 @nox.parametrize(
     "torch",
@@ -154,8 +199,9 @@ def run_lint(session: nox.Session) -> None:
     """Ruff on all Python, clang-format on all C++."""
     session.run("ruff", "check", *CHECKED)
     session.run("ruff", "format", "--check", *CHECKED)
-    native = Path("packages/cpu-adam/native")
-    found = sorted(p for p in native.rglob("*") if p.suffix in {".cpp", ".h", ".inl"})
+    folders = [Path("packages/cpu-adam", folder) for folder in ("native", "tests/native")]
+    files = (path for folder in folders for path in folder.rglob("*"))
+    found = sorted(path for path in files if path.suffix in {".cpp", ".h", ".inl"})
     session.run("clang-format", "--dry-run", "-Werror", *(str(path) for path in found))
 
 
@@ -163,6 +209,13 @@ def run_typecheck(session: nox.Session) -> None:
     """Mypy with the settings of the root pyproject.toml."""
     session.run("mypy", *SOURCES, "integration/conformance")
 
+
+# An environment that is said to have no compiler must not find one.
+NO_COMPILER = """
+import shutil
+found = [name for name in ("cc", "gcc", "c++", "g++", "clang", "cl") if shutil.which(name)]
+assert not found, f"a compiler is within reach: {found}"
+"""
 
 # A package that imports a sibling by accident must not find it.
 REFUSE = """

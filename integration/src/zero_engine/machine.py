@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import os
+import platform
 import resource
 import sys
 from contextlib import suppress
@@ -15,7 +16,13 @@ from pathlib import Path
 
 import torch
 
-__all__ = ["available_cores", "locked_memory_limit_bytes", "memory_limit_bytes", "used_bytes"]
+__all__ = [
+    "available_cores",
+    "locked_memory_limit_bytes",
+    "memory_limit_bytes",
+    "processor_name",
+    "used_bytes",
+]
 
 CGROUP = Path("/sys/fs/cgroup")
 
@@ -60,6 +67,13 @@ def used_bytes(device: torch.device) -> int:
         return int(resident[1]) * os.sysconf("SC_PAGE_SIZE")
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024  # no /proc: the peak stands in
+
+
+def processor_name() -> str:
+    """Model name of the processor, as the system tells it."""
+    lines = _read(Path("/proc/cpuinfo")).splitlines()
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor()
 
 
 def _cpu_quota(root: Path) -> float | None:

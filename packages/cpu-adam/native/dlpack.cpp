@@ -49,6 +49,7 @@ py::tuple read_dlpack(const py::capsule& capsule) {
   } else {
     throw py::type_error("not a DLPack capsule, or one that was used before");
   }
+  if (tensor->ndim < 0) throw py::type_error("DLPack tensor of a negative number of dimensions");
   py::tuple shape(tensor->ndim);
   for (std::int32_t i = 0; i < tensor->ndim; ++i) shape[i] = py::int_(tensor->shape[i]);
   py::object strides = py::none();

@@ -74,6 +74,7 @@ def make_capsule(
     version: tuple[int, int] | None = None,
     is_read_only: bool = False,
     name: bytes | None = None,
+    address: int | None = None,
 ) -> object:
     """A DLPack capsule over NumPy memory, with any header: what an exporter might hand over."""
     shape = array.shape if shape is None else shape
@@ -110,7 +111,7 @@ def make_capsule(
         )
 
     tensor = Tensor(
-        data=array.ctypes.data,
+        data=array.ctypes.data if address is None else address,
         device_type=1,
         ndim=len(shape),
         code=code,

@@ -209,6 +209,10 @@ class TestDLPack:
         refuse(arrays, hyper, TypeError, "^grad: .*not a DLPack capsule", grad=used)
         future = Exporter(lambda: make_capsule(grad, code=2, version=(2, 0)))
         refuse(arrays, hyper, TypeError, "^grad: .*major version", grad=future)
+        negative = Exporter(lambda: make_capsule(grad, code=2, shape=(-4, -5)))
+        refuse(arrays, hyper, ValueError, "^grad: its __dlpack__ gave shape", grad=negative)
+        nowhere = Exporter(lambda: make_capsule(grad, code=2, address=0))
+        refuse(arrays, hyper, ValueError, "^grad: its __dlpack__ gave .* 0x0", grad=nowhere)
         nonsense = Exporter(lambda: "no capsule")
         refuse(arrays, hyper, TypeError, "^grad: .*unusable", grad=nonsense)
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
+import torch
 import typer
 
+from zero_engine.bench import cpu_adam as host_adam
 from zero_engine.bench.contenders import CONTENDERS
 from zero_engine.bench.engine import compare
 from zero_engine.bench.workload import Workload
@@ -54,6 +56,28 @@ def engine(
         warmup=warmup,
     )
     compare(workload, only or list(CONTENDERS), rounds=rounds, output=output)
+
+
+@app.command("cpu_adam")
+def cpu_adam(
+    numel: Annotated[
+        list[int] | None, typer.Option(min=1, help="Elements of the large races; 64 Mi and 1 Mi.")
+    ] = None,
+    rounds: Annotated[int, typer.Option(min=1, help="Turns of every contender.")] = 9,
+    rest_ms: Annotated[float, typer.Option(min=0, help="Rest before each turn.")] = 50.0,
+    threads: Annotated[int, typer.Option(min=0, help="For everyone; 0 for torch's count.")] = 0,
+    output: Annotated[Path, typer.Option(help="Folder for cpu_adam.json and .png.")] = Path(
+        "integration/benchmarks/results"
+    ),
+) -> None:
+    """One optimizer step on host memory: cpu-adam, torch, DeepSpeed, torchao, bitsandbytes."""
+    settings = host_adam.Settings(
+        numels=tuple(numel or (64 * 2**20, 2**20)),
+        rounds=rounds,
+        rest_s=rest_ms / 1e3,
+        threads=threads or torch.get_num_threads(),
+    )
+    host_adam.compare(settings, output=output)
 
 
 app()

@@ -9,7 +9,6 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
-import platform
 import statistics
 import subprocess
 import sys
@@ -27,6 +26,7 @@ from rich.table import Table
 
 from zero_engine.bench.contenders import NEEDS
 from zero_engine.bench.workload import Workload
+from zero_engine.machine import processor_name
 from zero_engine.metrics import MIB
 
 __all__ = ["compare"]
@@ -86,7 +86,11 @@ def compare(workload: Workload, names: Sequence[str], *, rounds: int, output: Pa
     report = {
         "workload": asdict(workload),
         "rounds": rounds,
-        "machine": {"processor": _processor(), "cores": os.cpu_count(), "torch": torch.__version__},
+        "machine": {
+            "processor": processor_name(),
+            "cores": os.cpu_count(),
+            "torch": torch.__version__,
+        },
         "contenders": {name: result.summary() for name, result in results.items()},
     }
     (output / "engine.json").write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
@@ -207,12 +211,3 @@ def _plot(results: Sequence[Measured], path: Path) -> None:
     memory_axes.set_xlabel("peak memory per rank over the imports (MiB)")
     time_axes.invert_yaxis()
     figure.savefig(path, dpi=120)
-
-
-def _processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        lines = []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor()

@@ -163,6 +163,8 @@ def _describe_dlpack(name: str, value: Any, *, is_written: bool, types: tuple[in
     if code not in types:
         raise _wrong_type(name, f"DLPack type code {kind} with {bits} bits x {lanes}", types)
     numel = math.prod(shape)
+    if any(size < 0 for size in shape) or (numel and not address):
+        raise ValueError(f"{name}: its __dlpack__ gave shape {shape} at address {address:#x}")
     if strides is not None and not _is_row_major(shape, strides):
         raise _not_contiguous(name)
     if is_written and is_read_only:
