@@ -185,12 +185,17 @@ struct CompactAdam {
         eps(set1(s.eps)),
         neg_step_size(set1(s.neg_step_size)) {}
 
-  CPU_ADAM_INLINE Vec step(Vec master, Vec raw_grad, Vec& exp_avg, Vec& exp_avg_sq,
-                           Vec& root) const {
+  // The new moments, and the root.
+  CPU_ADAM_INLINE void average(Vec master, Vec raw_grad, Vec& exp_avg, Vec& exp_avg_sq,
+                               Vec& root) const {
     const Vec grad = fma_(master, l2, mul(raw_grad, grad_scale));
     exp_avg = fma_(one_minus_beta1, grad, mul(beta1, exp_avg));
     exp_avg_sq = fma_(mul(one_minus_beta2, grad), grad, mul(beta2, exp_avg_sq));
     root = sqrt_(exp_avg_sq);
+  }
+
+  // The new master weight.
+  CPU_ADAM_INLINE Vec apply(Vec master, Vec exp_avg, Vec root) const {
     const Vec denominator = fma_(root, inverse_correction2_sqrt, eps);
     return add(mul(master, decay), div(mul(neg_step_size, exp_avg), denominator));
   }
@@ -200,11 +205,13 @@ struct BF16AdamRule : RandomBF16States {
   CompactAdam adam;
 
   CPU_ADAM_INLINE BF16AdamRule(const cpu_adam::CompactAdamScalars& s, std::uint32_t stream)
-      : RandomBF16States{{s.key[0], s.key[1] + stream * 0x9e3779b1u}}, adam(s) {}
+      : RandomBF16States{{s.key[0] + stream * 0x85ebca77u, s.key[1] + stream * 0x9e3779b1u}},
+        adam(s) {}
 
   CPU_ADAM_INLINE Vec update(Vec master, Vec raw_grad, Values& state) const {
     Vec root;
-    return adam.step(master, raw_grad, state[0], state[1], root);
+    adam.average(master, raw_grad, state[0], state[1], root);
+    return adam.apply(master, state[0], root);
   }
 };
 
@@ -470,28 +477,33 @@ template <class Grad, class Target>
 CPU_ADAM_INLINE void update_block(const CompactAdam& adam, char* master, const char* grad,
                                   char* exp_avg, char* exp_avg_sq, char* out, char* exp_avg_scale,
                                   char* exp_avg_sq_scale) {
-  Vec averages[kBlock / kLanes];
-  Vec roots[kBlock / kLanes];
+  // In short loops, each over the whole block: the steps of one element depend on one another, and
+  // a loop of all of them is too long for a CPU to work on several elements at a time.
+  constexpr int kVectors = kBlock / kLanes;
+  Vec averages[kVectors];
+  Vec roots[kVectors];
+  Vec masters[kVectors];
   const Vec exp_avg_unit = set1(read_float(exp_avg_scale) * (1.0f / kExpAvgTop));
   const Vec root_unit = set1(read_float(exp_avg_sq_scale) * (1.0f / kExpAvgSqTop));
   const UInt sign_bit = uset1(0x80000000u);
   UInt largest_average = uset1(0);
   UInt largest_root = uset1(0);
-  for (int k = 0; k < kBlock / kLanes; ++k) {
-    const int i = k * kLanes;
-    const Vec q = to_float(load_i8(exp_avg + i));
+  for (int k = 0; k < kVectors; ++k) {
+    const Vec q = to_float(load_i8(exp_avg + k * kLanes));
     const Vec magnitude = mul(exp_avg_unit, expand(magnitude_bits(q)));
-    Vec average = as_float(uor(as_bits(magnitude), uand(as_bits(q), sign_bit)));
-    Vec root = mul(root_unit, expand(as_bits(to_float(load_u8(exp_avg_sq + i)))));
-    Vec square = mul(root, root);
-    const Vec updated = adam.step(Target::load(master, out, i), Grad::load(grad + i * Grad::kBytes),
-                                  average, square, root);
-    Target::store(master, out, i, updated);
-    averages[k] = average;
-    roots[k] = root;
-    largest_average = imax(largest_average, magnitude_bits(average));
-    largest_root = imax(largest_root, magnitude_bits(root));
+    averages[k] = as_float(uor(as_bits(magnitude), uand(as_bits(q), sign_bit)));
+    roots[k] = mul(root_unit, expand(as_bits(to_float(load_u8(exp_avg_sq + k * kLanes)))));
   }
+  for (int k = 0; k < kVectors; ++k) {
+    const int i = k * kLanes;
+    masters[k] = Target::load(master, out, i);
+    Vec square = mul(roots[k], roots[k]);
+    adam.average(masters[k], Grad::load(grad + i * Grad::kBytes), averages[k], square, roots[k]);
+    largest_average = imax(largest_average, magnitude_bits(averages[k]));
+    largest_root = imax(largest_root, magnitude_bits(roots[k]));
+  }
+  for (int k = 0; k < kVectors; ++k) masters[k] = adam.apply(masters[k], averages[k], roots[k]);
+  for (int k = 0; k < kVectors; ++k) Target::store(master, out, k * kLanes, masters[k]);
   const BlockScale average_scale(reduce_imax(largest_average), kExpAvgTop);
   const BlockScale root_scale(reduce_imax(largest_root), kExpAvgSqTop);
   const bool is_finite = average_scale.is_finite && root_scale.is_finite;
@@ -505,7 +517,7 @@ CPU_ADAM_INLINE void update_block(const CompactAdam& adam, char* master, const c
   const Vec average_inverse = set1(average_scale.inverse);
   const Vec root_inverse = set1(root_scale.inverse);
   const UInt least = uset1(root_scale.inverse > 0.0f ? 0x3f800000u : 0u);
-  for (int k = 0; k < kBlock / kLanes; ++k) {
+  for (int k = 0; k < kVectors; ++k) {
     const int i = k * kLanes;
     const UInt sign = uand(as_bits(averages[k]), sign_bit);
     const Vec magnitude = mul(as_float(magnitude_bits(averages[k])), average_inverse);

@@ -271,7 +271,7 @@ class TestStochasticRounding:
         assert_rule_is_reference("adam_step_bf16", arrays, seed=seed, **hyper)
 
 
-@pytest.mark.parametrize(("function", "tolerance"), [("adam_step_8bit", 0.06), ("adam_step_bf16", 0.03)])
+@pytest.mark.parametrize(("function", "tolerance"), [("adam_step_8bit", 0.1), ("adam_step_bf16", 0.03)])
 def test_many_steps_stay_near_adam_with_fp32_states(function, tolerance, hyper):
     numel, steps = 4096, 100
     rng = np.random.default_rng(0)

@@ -321,7 +321,7 @@ def random_bits(numel: int, key: int, stream: int = 0) -> npt.NDArray[np.uint32]
     position = np.arange(numel, dtype=np.uint64)
     low = (position & np.uint64(0xFFFFFFFF)).astype(np.uint32)
     high = (position >> np.uint64(32)).astype(np.uint32)
-    key0 = np.uint32(key & 0xFFFFFFFF)
+    key0 = np.uint32((key + stream * 0x85EBCA77) & 0xFFFFFFFF)
     key1 = np.uint32(((key >> 32) + stream * 0x9E3779B1) & 0xFFFFFFFF)
     with np.errstate(over="ignore"):
         x = low + key0
