@@ -247,7 +247,13 @@ class TestStochasticRounding:
         numel = 1 << 16
         draws = [
             reference.random_bits(numel, reference.random_key(seed, step), stream)
-            for seed, step, stream in [(0, 1, 0), (0, 2, 0), (1, 1, 0), (0, 1, 1), (2**64 - 1, 9, 3)]
+            for seed, step, stream in [
+                (0, 1, 0),
+                (0, 2, 0),
+                (1, 1, 0),
+                (0, 1, 1),
+                (2**64 - 1, 9, 3),
+            ]
         ]
         for draw in draws:
             for bit in range(32):
@@ -271,7 +277,9 @@ class TestStochasticRounding:
         assert_rule_is_reference("adam_step_bf16", arrays, seed=seed, **hyper)
 
 
-@pytest.mark.parametrize(("function", "tolerance"), [("adam_step_8bit", 0.1), ("adam_step_bf16", 0.03)])
+@pytest.mark.parametrize(
+    ("function", "tolerance"), [("adam_step_8bit", 0.1), ("adam_step_bf16", 0.03)]
+)
 def test_many_steps_stay_near_adam_with_fp32_states(function, tolerance, hyper):
     numel, steps = 4096, 100
     rng = np.random.default_rng(0)
@@ -329,9 +337,7 @@ class TestArguments:
     def test_overlapping_and_read_only_memory_are_refused(self, function, hyper):
         arrays = MAKERS[function](256, is_split=False)
         shared = arrays["param"].view(arrays["exp_avg"].dtype)[:256]
-        self.refuse(
-            function, arrays, hyper, ValueError, "their memory overlaps", exp_avg=shared
-        )
+        self.refuse(function, arrays, hyper, ValueError, "their memory overlaps", exp_avg=shared)
         frozen = arrays["param"].copy()
         frozen.flags.writeable = False
         self.refuse(function, arrays, hyper, ValueError, "^param: .*read-only", param=frozen)
@@ -350,4 +356,3 @@ class TestArguments:
         arrays = MAKERS[function](20, is_split=True)
         wrong = {**hyper, name: float("nan")}
         self.refuse(function, arrays, wrong, ValueError, f"^{name}: ")
-

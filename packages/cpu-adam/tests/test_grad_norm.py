@@ -65,9 +65,9 @@ def test_wrong_arguments_are_refused_by_name():
         ("text", TypeError),
         (np.zeros(6, np.float32)[::2], ValueError),
     ]:
-        with pytest.raises(error, match="^grad: "):
+        with pytest.raises(error, match=r"^grad: "):
             cpu_adam.grad_norm_sq(wrong)
-    with pytest.raises(ValueError, match="^grad_scale: "):
+    with pytest.raises(ValueError, match=r"^grad_scale: "):
         cpu_adam.grad_norm_sq(np.zeros(3, np.float32), grad_scale=float("inf"))
-    with pytest.raises(ValueError, match="^num_threads: "):
+    with pytest.raises(ValueError, match=r"^num_threads: "):
         cpu_adam.grad_norm_sq(np.zeros(3, np.float32), num_threads=0)

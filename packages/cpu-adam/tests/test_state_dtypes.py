@@ -205,24 +205,24 @@ class TestConvertState:
 
     def test_what_it_refuses(self):
         _, optimizer = self.trained("float32")
-        with pytest.raises(ValueError, match="^dtype: must be one of"):
+        with pytest.raises(ValueError, match=r"^dtype: must be one of"):
             convert_state(optimizer, "int4")
         for wrong in ({}, [], None, torch.optim.SGD(make_params([(3,)]))):
-            with pytest.raises(TypeError, match="^optimizer_or_state: "):
+            with pytest.raises(TypeError, match=r"^optimizer_or_state: "):
                 convert_state(wrong, "int8")
 
 
 class TestRefusals:
     def test_no_such_state_dtype(self):
         params = make_params([(3,)])
-        with pytest.raises(ValueError, match="^state_dtype: must be one of"):
+        with pytest.raises(ValueError, match=r"^state_dtype: must be one of"):
             CPUAdam(params, state_dtype="int4")
-        with pytest.raises(TypeError, match="^state_dtype: expected a name"):
+        with pytest.raises(TypeError, match=r"^state_dtype: expected a name"):
             CPUAdam(params, state_dtype=torch.int8)
 
     @pytest.mark.parametrize(("seed", "error"), [(-1, ValueError), (0.5, TypeError)])
     def test_a_seed_that_is_none(self, seed, error):
-        with pytest.raises(error, match="^seed: "):
+        with pytest.raises(error, match=r"^seed: "):
             CPUAdam(make_params([(3,)]), seed=seed)
 
     def test_moments_of_another_width(self):

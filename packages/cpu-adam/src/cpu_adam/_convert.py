@@ -46,9 +46,8 @@ def convert_state(optimizer_or_state: OptimizerOrState, dtype: str) -> Optimizer
             group["state_dtype"] = dtype
         optimizer_or_state.defaults["state_dtype"] = dtype
         return optimizer_or_state
-    if isinstance(optimizer_or_state, dict) and {"state", "param_groups"} <= set(
-        optimizer_or_state
-    ):
+    given: Any = optimizer_or_state
+    if isinstance(given, dict) and {"state", "param_groups"} <= set(given):
         return {
             **optimizer_or_state,
             "state": {k: _convert(s, dtype) for k, s in optimizer_or_state["state"].items()},

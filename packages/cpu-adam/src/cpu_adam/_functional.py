@@ -441,9 +441,7 @@ class GradNorm(NamedTuple):
     is_finite: bool
 
 
-def grad_norm_sq(
-    grad: Any, *, grad_scale: float = 1.0, num_threads: int | None = None
-) -> GradNorm:
+def grad_norm_sq(grad: Any, *, grad_scale: float = 1.0, num_threads: int | None = None) -> GradNorm:
     """The squared norm of ``grad_scale * grad``, and whether all of it is finite, in one pass.
 
     Summed in double precision, in chunks of 32 Ki elements that are added in order: the same bits

@@ -131,9 +131,7 @@ class Slot:
             self.addresses = (self._local_address, *states, 0)
         elif kind == BFLOAT16 and MASTER not in state:
             self.out_type = SPLIT
-            rest = parts[REMAINDER] = _check_state(
-                REMAINDER, state[REMAINDER], local, torch.int16
-            )
+            rest = parts[REMAINDER] = _check_state(REMAINDER, state[REMAINDER], local, torch.int16)
             self.addresses = (self._local_address, *states, torch_address(REMAINDER, rest))
         else:
             self.out_type = kind

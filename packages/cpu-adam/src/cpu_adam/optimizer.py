@@ -255,9 +255,7 @@ class _Update:
             elif self._state_dtype == "int8":
                 _kernels.adam_int8(isa, grad_type, out_type, items, scalars, num_threads)
             else:
-                _kernels.adam_bfloat16(
-                    isa, grad_type, out_type, items, scalars, key, num_threads
-                )
+                _kernels.adam_bfloat16(isa, grad_type, out_type, items, scalars, key, num_threads)
         _kernels.count_up(self._step_addresses)
         torch.autograd.graph.increment_version(self._locals)
 

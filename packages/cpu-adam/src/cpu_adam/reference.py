@@ -152,15 +152,13 @@ def _widen(values: Array) -> Float32Array:
     return values.astype(np.float32)
 
 
-def _write_out(out: Array | None, values: Float32Array) -> None:
+def _write_out(out: Array | None, values: Array) -> None:
     if out is not None:
         is_bfloat16 = out.dtype == np.uint16
         out[...] = float32_to_bfloat16(values) if is_bfloat16 else values.astype(out.dtype)
 
 
-def combine_master(
-    param: npt.NDArray[np.uint16], remainder: npt.NDArray[np.int16]
-) -> Float32Array:
+def combine_master(param: npt.NDArray[np.uint16], remainder: npt.NDArray[np.int16]) -> Float32Array:
     """The fp32 master weight of a bf16 parameter and its remainder.
 
     As 32-bit integers, it is the parameter with 16 zeros behind, plus the remainder.
@@ -188,13 +186,17 @@ def _compact_adam(
     p: Any, g: Any, m: Any, v: Any, s: CompactAdamScalars
 ) -> tuple[Float32Array, Float32Array, Float32Array, Float32Array]:
     """Adam's formulas for compact states: p, m, v and the square root of v, in fp32."""
-    f = CompactAdamScalars(*(np.float32(value) for value in s))
+    f: Any = CompactAdamScalars(*_in_float32(s))
     g = fma(p, f.l2, g * f.grad_scale)
     m = fma(f.one_minus_beta1, g, f.beta1 * m)
     v = fma(f.one_minus_beta2 * g, g, f.beta2 * v)
     root = np.sqrt(v)
     denominator = fma(root, f.inverse_correction2_sqrt, f.eps)
     return p * f.decay + (f.neg_step_size * m) / denominator, m, v, root
+
+
+def _in_float32(scalars: tuple[float, ...]) -> list[Any]:
+    return [np.float32(value) for value in scalars]
 
 
 def _load_master(param: Array, remainder: Array | None) -> Float32Array:
@@ -229,8 +231,9 @@ def _compress(values: Float32Array) -> Float32Array:
 
 def _expand(values: Float32Array) -> Float32Array:
     """The inverse of `_compress`; of zero, zero."""
-    bits = values.view(np.int32) - np.int32(_HALF_OF_ONE)
-    return (np.maximum(bits, 0) << 1).view(np.float32)
+    bits: Array = values.view(np.int32) - np.int32(_HALF_OF_ONE)
+    expanded: Float32Array = (np.maximum(bits, 0) << 1).view(np.float32)
+    return expanded
 
 
 def _decode(codes: Array, scales: Float32Array, top: np.float32) -> Float32Array:
@@ -308,7 +311,7 @@ def adam_step_8bit(
         )
         _store_master(param, remainder, out, p)
     codes = quantize_moments(m, root)
-    states = (exp_avg, exp_avg_sq, exp_avg_scale, exp_avg_sq_scale)
+    states: tuple[Array, ...] = (exp_avg, exp_avg_sq, exp_avg_scale, exp_avg_sq_scale)
     for state, value in zip(states, codes, strict=True):
         state[...] = value
 
@@ -324,11 +327,12 @@ def random_bits(numel: int, key: int, stream: int = 0) -> npt.NDArray[np.uint32]
     key0 = np.uint32((key + stream * 0x85EBCA77) & 0xFFFFFFFF)
     key1 = np.uint32(((key >> 32) + stream * 0x9E3779B1) & 0xFFFFFFFF)
     with np.errstate(over="ignore"):
-        x = low + key0
+        x: Any = low + key0
         x = (x ^ (x >> 16)) * np.uint32(0x85EBCA6B)
         x = x ^ (key1 ^ (high * np.uint32(0x9E3779B9)))
         x = (x ^ (x >> 13)) * np.uint32(0xC2B2AE35)
-    return x ^ (x >> 16)
+    random: npt.NDArray[np.uint32] = x ^ (x >> 16)
+    return random
 
 
 def round_stochastically(
@@ -357,7 +361,8 @@ def adam_step_bf16(
 ) -> None:
     """What `cpu_adam.adam_step_bf16` computes; uint16 stands for bf16."""
     scalars = compact_adam_scalars(**hyper)
-    random = random_bits(param.size, random_key(seed, hyper["step"]), stream).reshape(param.shape)
+    key = random_key(seed, hyper["step"])
+    random: Any = random_bits(param.size, key, stream).reshape(param.shape)
     with np.errstate(all="ignore"):
         p, m, v, _ = _compact_adam(
             _load_master(param, remainder),
@@ -393,7 +398,7 @@ def adagrad_step(
         weight_decay=weight_decay,
         grad_scale=grad_scale,
     )
-    scale, l2, epsilon, neg_step_size = (np.float32(value) for value in scalars)
+    scale, l2, epsilon, neg_step_size = _in_float32(scalars)
     with np.errstate(all="ignore"):
         g = fma(master, l2, _widen(grad) * scale)
         total = fma(g, g, state_sum)
@@ -419,11 +424,12 @@ def lion_step(
     scalars = lion_scalars(
         lr=lr, beta1=beta1, beta2=beta2, weight_decay=weight_decay, grad_scale=grad_scale
     )
-    scale, decay, b1, weight1, b2, weight2, neg_lr = (np.float32(value) for value in scalars)
+    scale, decay, b1, weight1, b2, weight2, neg_lr = _in_float32(scalars)
     with np.errstate(all="ignore"):
         g = _widen(grad) * scale
         direction = fma(weight1, g, b1 * exp_avg)
-        p = master * decay + neg_lr * np.sign(direction)
+        # the sum makes a step of -0 one of 0
+        p = master * decay + (neg_lr * np.sign(direction) + np.float32(0))
         exp_avg[...] = fma(weight2, g, b2 * exp_avg)
         master[...] = p
         _write_out(out, p)
@@ -453,7 +459,7 @@ def sgd_step(
         nesterov=nesterov,
         grad_scale=grad_scale,
     )
-    scale, l2, mu, buffer_decay, grad_weight, neg_lr = (np.float32(value) for value in scalars)
+    scale, l2, mu, buffer_decay, grad_weight, neg_lr = _in_float32(scalars)
     with np.errstate(all="ignore"):
         direction = g = fma(master, l2, _widen(grad) * scale)
         if momentum_buffer is not None:
