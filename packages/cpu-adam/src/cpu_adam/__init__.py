@@ -1,4 +1,4 @@
-"""Adam on host memory, in one pass over it.
+"""Adam and other optimizers on host memory, in one pass over it.
 
 - `adam_step`: one update of torch tensors, NumPy arrays or anything with DLPack.
 - `adam_step_8bit`, `adam_step_bf16`: the same with moments of 8 or 16 bits.

@@ -173,7 +173,7 @@ def split_master(
     """A bf16 parameter, the master weight rounded to nearest even, and the remainder.
 
     The remainder is what `combine_master` needs to give the master back, bit by bit. One in
-    65,536 masters is its own exception: a tie that is rounded down is 32768 away from the
+    131,072 masters is an exception: a tie that is rounded down is 32768 away from the
     parameter, more than an int16 holds. It comes back as its neighbour, one unit in the last
     place of fp32 nearer to the parameter. Where the master is NaN, so is what comes back.
     """
