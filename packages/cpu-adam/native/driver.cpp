@@ -12,8 +12,9 @@ namespace {
 constexpr std::int64_t kGrainNumel = 32 * 1024;
 
 // Items start at multiples of this in the concatenated list, so that a grain's border inside an
-// aligned tensor is aligned to a cache line.
-constexpr std::int64_t kAlignNumel = 64;
+// aligned tensor is aligned to a cache line, and never lies inside a block of 8-bit states.
+constexpr std::int64_t kAlignNumel = kBlockNumel;
+static_assert(kAlignNumel % 64 == 0 && kGrainNumel % kAlignNumel == 0, "borders are aligned");
 
 // From here on (at 28 bytes each) a call's memory exceeds the caches; see [Note: streaming the
 // copy].
@@ -42,7 +43,31 @@ void run_grain(void* opaque, std::int64_t grain) {
   }
 }
 
+struct SumContext {
+  SumFunction function;
+  const char* grad;
+  std::int64_t numel;
+  double* sums;
+};
+
+void sum_chunk(void* opaque, std::int64_t chunk) {
+  const SumContext& context = *static_cast<const SumContext*>(opaque);
+  const std::int64_t begin = chunk * kChunkNumel;
+  const std::int64_t end = std::min(begin + kChunkNumel, context.numel);
+  context.sums[chunk] = context.function(context.grad, begin, end);
+}
+
 }  // namespace
+
+double run_sum(SumFunction function, const char* grad, std::int64_t numel, int num_threads) {
+  const std::int64_t num_chunks = (numel + kChunkNumel - 1) / kChunkNumel;
+  std::vector<double> sums(static_cast<std::size_t>(num_chunks));
+  SumContext context{function, grad, numel, sums.data()};
+  ThreadPool::of_this_process().run({sum_chunk, &context, num_chunks}, num_threads);
+  double total = 0.0;
+  for (const double sum : sums) total += sum;
+  return total;
+}
 
 void run_items(RangeFunction function, std::vector<Item>& items, const void* scalars,
                int num_threads) {

@@ -20,4 +20,8 @@ constexpr std::int64_t kInlineNumel = 32 * 1024;
 void run_items(RangeFunction function, std::vector<Item>& items, const void* scalars,
                int num_threads);
 
+// The sum of squares of `numel` elements: chunks of a fixed size, added in order, so that neither
+// thread count nor instruction set changes it.
+double run_sum(SumFunction function, const char* grad, std::int64_t numel, int num_threads);
+
 }  // namespace cpu_adam

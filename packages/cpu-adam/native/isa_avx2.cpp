@@ -3,6 +3,8 @@
 
 #include <immintrin.h>
 
+#include <cstring>
+
 #include "kernels.h"
 
 #if defined(_MSC_VER)
@@ -108,6 +110,128 @@ struct F16 {
   static CPU_ADAM_INLINE void store(char* to, Vec x) { store_halves(to, round(x)); }
   static CPU_ADAM_INLINE void stream(char* to, Vec x) { stream_halves(to, round(x)); }
 };
+
+// Sixteen 32-bit integers; `i` for signed, `u` for unsigned or either.
+struct UInt {
+  __m256i low, high;
+};
+
+CPU_ADAM_INLINE UInt as_bits(Vec x) {
+  return {_mm256_castps_si256(x.low), _mm256_castps_si256(x.high)};
+}
+CPU_ADAM_INLINE Vec as_float(UInt x) {
+  return {_mm256_castsi256_ps(x.low), _mm256_castsi256_ps(x.high)};
+}
+CPU_ADAM_INLINE Vec to_float(UInt x) {
+  return {_mm256_cvtepi32_ps(x.low), _mm256_cvtepi32_ps(x.high)};
+}
+CPU_ADAM_INLINE UInt to_int(Vec x) {
+  return {_mm256_cvtps_epi32(x.low), _mm256_cvtps_epi32(x.high)};
+}
+CPU_ADAM_INLINE UInt uset1(std::uint32_t x) {
+  const __m256i all = _mm256_set1_epi32(static_cast<int>(x));
+  return {all, all};
+}
+CPU_ADAM_INLINE UInt lanes() {
+  return {_mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7),
+          _mm256_setr_epi32(8, 9, 10, 11, 12, 13, 14, 15)};
+}
+CPU_ADAM_INLINE UInt uadd(UInt a, UInt b) {
+  return {_mm256_add_epi32(a.low, b.low), _mm256_add_epi32(a.high, b.high)};
+}
+CPU_ADAM_INLINE UInt usub(UInt a, UInt b) {
+  return {_mm256_sub_epi32(a.low, b.low), _mm256_sub_epi32(a.high, b.high)};
+}
+CPU_ADAM_INLINE UInt umul(UInt a, UInt b) {
+  return {_mm256_mullo_epi32(a.low, b.low), _mm256_mullo_epi32(a.high, b.high)};
+}
+CPU_ADAM_INLINE UInt uand(UInt a, UInt b) {
+  return {_mm256_and_si256(a.low, b.low), _mm256_and_si256(a.high, b.high)};
+}
+CPU_ADAM_INLINE UInt uor(UInt a, UInt b) {
+  return {_mm256_or_si256(a.low, b.low), _mm256_or_si256(a.high, b.high)};
+}
+CPU_ADAM_INLINE UInt uxor(UInt a, UInt b) {
+  return {_mm256_xor_si256(a.low, b.low), _mm256_xor_si256(a.high, b.high)};
+}
+CPU_ADAM_INLINE UInt imax(UInt a, UInt b) {
+  return {_mm256_max_epi32(a.low, b.low), _mm256_max_epi32(a.high, b.high)};
+}
+CPU_ADAM_INLINE UInt imin(UInt a, UInt b) {
+  return {_mm256_min_epi32(a.low, b.low), _mm256_min_epi32(a.high, b.high)};
+}
+CPU_ADAM_INLINE UInt igreater(UInt a, UInt b) {
+  return {_mm256_cmpgt_epi32(a.low, b.low), _mm256_cmpgt_epi32(a.high, b.high)};
+}
+template <int kBits>
+CPU_ADAM_INLINE UInt ushl(UInt x) {
+  return {_mm256_slli_epi32(x.low, kBits), _mm256_slli_epi32(x.high, kBits)};
+}
+template <int kBits>
+CPU_ADAM_INLINE UInt ushr(UInt x) {
+  return {_mm256_srli_epi32(x.low, kBits), _mm256_srli_epi32(x.high, kBits)};
+}
+CPU_ADAM_INLINE UInt is_ordered(Vec x) {
+  return {_mm256_castps_si256(_mm256_cmp_ps(x.low, x.low, _CMP_ORD_Q)),
+          _mm256_castps_si256(_mm256_cmp_ps(x.high, x.high, _CMP_ORD_Q))};
+}
+CPU_ADAM_INLINE std::uint32_t reduce_imax(UInt x) {
+  const __m256i eight = _mm256_max_epi32(x.low, x.high);
+  const __m128i four =
+      _mm_max_epi32(_mm256_castsi256_si128(eight), _mm256_extracti128_si256(eight, 1));
+  const __m128i two = _mm_max_epi32(four, _mm_shuffle_epi32(four, 0x4e));
+  const __m128i one = _mm_max_epi32(two, _mm_shuffle_epi32(two, 0xb1));
+  return static_cast<std::uint32_t>(_mm_cvtsi128_si32(one));
+}
+
+CPU_ADAM_INLINE UInt load_u8(const char* from) {
+  const __m128i bytes = load_8_halves(from);
+  return {_mm256_cvtepu8_epi32(bytes), _mm256_cvtepu8_epi32(_mm_srli_si128(bytes, 8))};
+}
+CPU_ADAM_INLINE UInt load_i8(const char* from) {
+  const __m128i bytes = load_8_halves(from);
+  return {_mm256_cvtepi8_epi32(bytes), _mm256_cvtepi8_epi32(_mm_srli_si128(bytes, 8))};
+}
+CPU_ADAM_INLINE UInt load_u16(const char* from) {
+  return {_mm256_cvtepu16_epi32(load_8_halves(from)),
+          _mm256_cvtepu16_epi32(load_8_halves(from + 16))};
+}
+CPU_ADAM_INLINE UInt load_i16(const char* from) {
+  return {_mm256_cvtepi16_epi32(load_8_halves(from)),
+          _mm256_cvtepi16_epi32(load_8_halves(from + 16))};
+}
+CPU_ADAM_INLINE __m256i low_halves(UInt x) {
+  return _mm256_permute4x64_epi64(_mm256_packus_epi32(x.low, x.high), 0xd8);
+}
+CPU_ADAM_INLINE void store_8(char* to, UInt x) {
+  const __m256i halves = low_halves(uand(x, uset1(0xff)));
+  const __m128i bytes =
+      _mm_packus_epi16(_mm256_castsi256_si128(halves), _mm256_extracti128_si256(halves, 1));
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(to), bytes);
+}
+CPU_ADAM_INLINE void store_16(char* to, UInt x) {
+  store_halves(to, low_halves(uand(x, uset1(0xffff))));
+}
+
+struct Doubles {
+  __m256d part[4];
+};
+CPU_ADAM_INLINE Doubles zero_doubles() {
+  const __m256d zero = _mm256_setzero_pd();
+  return {{zero, zero, zero, zero}};
+}
+CPU_ADAM_INLINE Doubles add_square(Doubles sum, Vec x) {
+  const __m128 quarters[4] = {_mm256_castps256_ps128(x.low), _mm256_extractf128_ps(x.low, 1),
+                              _mm256_castps256_ps128(x.high), _mm256_extractf128_ps(x.high, 1)};
+  for (int k = 0; k < 4; ++k) {
+    const __m256d value = _mm256_cvtps_pd(quarters[k]);
+    sum.part[k] = _mm256_fmadd_pd(value, value, sum.part[k]);
+  }
+  return sum;
+}
+CPU_ADAM_INLINE void store_doubles(double* to, Doubles x) {
+  for (int k = 0; k < 4; ++k) _mm256_storeu_pd(to + 4 * k, x.part[k]);
+}
 
 #include "kernel.inl"
 

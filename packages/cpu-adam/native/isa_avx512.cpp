@@ -3,6 +3,8 @@
 
 #include <immintrin.h>
 
+#include <cstring>
+
 #include "kernels.h"
 
 #if defined(_MSC_VER)
@@ -75,6 +77,70 @@ struct F16 {
   static CPU_ADAM_INLINE void store(char* to, Vec x) { store_halves(to, round(x)); }
   static CPU_ADAM_INLINE void stream(char* to, Vec x) { stream_halves(to, round(x)); }
 };
+
+// Sixteen 32-bit integers; `i` for signed, `u` for unsigned or either.
+using UInt = __m512i;
+
+CPU_ADAM_INLINE UInt as_bits(Vec x) { return _mm512_castps_si512(x); }
+CPU_ADAM_INLINE Vec as_float(UInt x) { return _mm512_castsi512_ps(x); }
+CPU_ADAM_INLINE Vec to_float(UInt x) { return _mm512_cvtepi32_ps(x); }
+CPU_ADAM_INLINE UInt to_int(Vec x) { return _mm512_cvtps_epi32(x); }
+CPU_ADAM_INLINE UInt uset1(std::uint32_t x) { return _mm512_set1_epi32(static_cast<int>(x)); }
+CPU_ADAM_INLINE UInt lanes() {
+  return _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+}
+CPU_ADAM_INLINE UInt uadd(UInt a, UInt b) { return _mm512_add_epi32(a, b); }
+CPU_ADAM_INLINE UInt usub(UInt a, UInt b) { return _mm512_sub_epi32(a, b); }
+CPU_ADAM_INLINE UInt umul(UInt a, UInt b) { return _mm512_mullo_epi32(a, b); }
+CPU_ADAM_INLINE UInt uand(UInt a, UInt b) { return _mm512_and_si512(a, b); }
+CPU_ADAM_INLINE UInt uor(UInt a, UInt b) { return _mm512_or_si512(a, b); }
+CPU_ADAM_INLINE UInt uxor(UInt a, UInt b) { return _mm512_xor_si512(a, b); }
+template <int kBits>
+CPU_ADAM_INLINE UInt ushl(UInt x) {
+  return _mm512_slli_epi32(x, kBits);
+}
+template <int kBits>
+CPU_ADAM_INLINE UInt ushr(UInt x) {
+  return _mm512_srli_epi32(x, kBits);
+}
+CPU_ADAM_INLINE UInt imax(UInt a, UInt b) { return _mm512_max_epi32(a, b); }
+CPU_ADAM_INLINE UInt imin(UInt a, UInt b) { return _mm512_min_epi32(a, b); }
+CPU_ADAM_INLINE UInt igreater(UInt a, UInt b) {
+  return _mm512_maskz_set1_epi32(_mm512_cmpgt_epi32_mask(a, b), -1);
+}
+CPU_ADAM_INLINE UInt is_ordered(Vec x) {
+  return _mm512_maskz_set1_epi32(_mm512_cmp_ps_mask(x, x, _CMP_ORD_Q), -1);
+}
+CPU_ADAM_INLINE std::uint32_t reduce_imax(UInt x) {
+  return static_cast<std::uint32_t>(_mm512_reduce_max_epi32(x));
+}
+
+CPU_ADAM_INLINE __m128i load_bytes(const char* from) {
+  return _mm_loadu_si128(reinterpret_cast<const __m128i*>(from));
+}
+CPU_ADAM_INLINE UInt load_u8(const char* from) { return _mm512_cvtepu8_epi32(load_bytes(from)); }
+CPU_ADAM_INLINE UInt load_i8(const char* from) { return _mm512_cvtepi8_epi32(load_bytes(from)); }
+CPU_ADAM_INLINE UInt load_u16(const char* from) { return _mm512_cvtepu16_epi32(load_halves(from)); }
+CPU_ADAM_INLINE UInt load_i16(const char* from) { return _mm512_cvtepi16_epi32(load_halves(from)); }
+CPU_ADAM_INLINE void store_8(char* to, UInt x) {
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm512_cvtepi32_epi8(x));
+}
+CPU_ADAM_INLINE void store_16(char* to, UInt x) { store_halves(to, _mm512_cvtepi32_epi16(x)); }
+
+struct Doubles {
+  __m512d low, high;
+};
+CPU_ADAM_INLINE Doubles zero_doubles() { return {_mm512_setzero_pd(), _mm512_setzero_pd()}; }
+CPU_ADAM_INLINE Doubles add_square(Doubles sum, Vec x) {
+  const __m512d low = _mm512_cvtps_pd(_mm512_castps512_ps256(x));
+  const __m512d high =
+      _mm512_cvtps_pd(_mm256_castpd_ps(_mm512_extractf64x4_pd(_mm512_castps_pd(x), 1)));
+  return {_mm512_fmadd_pd(low, low, sum.low), _mm512_fmadd_pd(high, high, sum.high)};
+}
+CPU_ADAM_INLINE void store_doubles(double* to, Doubles x) {
+  _mm512_storeu_pd(to, x.low);
+  _mm512_storeu_pd(to + 8, x.high);
+}
 
 #include "kernel.inl"
 

@@ -132,6 +132,66 @@ struct F16 {
   }
 };
 
+// `i` for signed, `u` for unsigned or either.
+using UInt = std::uint32_t;
+
+CPU_ADAM_INLINE UInt as_bits(Vec x) { return bits_of(x); }
+CPU_ADAM_INLINE Vec as_float(UInt x) { return float_of(x); }
+CPU_ADAM_INLINE Vec to_float(UInt x) { return static_cast<float>(static_cast<std::int32_t>(x)); }
+// Of numbers from -255 to 255: the sum's last place counts ones, so it is the integer, rounded in
+// the caller's mode.
+CPU_ADAM_INLINE UInt to_int(Vec x) { return bits_of(x + 0x1.8p23f) - bits_of(0x1.8p23f); }
+CPU_ADAM_INLINE UInt uset1(std::uint32_t x) { return x; }
+CPU_ADAM_INLINE UInt lanes() { return 0; }
+CPU_ADAM_INLINE UInt uadd(UInt a, UInt b) { return a + b; }
+CPU_ADAM_INLINE UInt usub(UInt a, UInt b) { return a - b; }
+CPU_ADAM_INLINE UInt umul(UInt a, UInt b) { return a * b; }
+CPU_ADAM_INLINE UInt uand(UInt a, UInt b) { return a & b; }
+CPU_ADAM_INLINE UInt uor(UInt a, UInt b) { return a | b; }
+CPU_ADAM_INLINE UInt uxor(UInt a, UInt b) { return a ^ b; }
+template <int kBits>
+CPU_ADAM_INLINE UInt ushl(UInt x) {
+  return x << kBits;
+}
+template <int kBits>
+CPU_ADAM_INLINE UInt ushr(UInt x) {
+  return x >> kBits;
+}
+CPU_ADAM_INLINE bool is_greater(UInt a, UInt b) {
+  return static_cast<std::int32_t>(a) > static_cast<std::int32_t>(b);
+}
+CPU_ADAM_INLINE UInt imax(UInt a, UInt b) { return is_greater(a, b) ? a : b; }
+CPU_ADAM_INLINE UInt imin(UInt a, UInt b) { return is_greater(a, b) ? b : a; }
+CPU_ADAM_INLINE UInt igreater(UInt a, UInt b) { return is_greater(a, b) ? 0xffffffffu : 0u; }
+CPU_ADAM_INLINE UInt is_ordered(Vec x) { return x == x ? 0xffffffffu : 0u; }
+CPU_ADAM_INLINE std::uint32_t reduce_imax(UInt x) { return x; }
+
+template <class Integer>
+CPU_ADAM_INLINE UInt load_integer(const char* from) {
+  Integer value;
+  std::memcpy(&value, from, sizeof value);
+  return static_cast<UInt>(static_cast<std::int32_t>(value));
+}
+CPU_ADAM_INLINE UInt load_u8(const char* from) { return load_integer<std::uint8_t>(from); }
+CPU_ADAM_INLINE UInt load_i8(const char* from) { return load_integer<std::int8_t>(from); }
+CPU_ADAM_INLINE UInt load_u16(const char* from) { return load_integer<std::uint16_t>(from); }
+CPU_ADAM_INLINE UInt load_i16(const char* from) { return load_integer<std::int16_t>(from); }
+CPU_ADAM_INLINE void store_8(char* to, UInt x) {
+  const std::uint8_t value = static_cast<std::uint8_t>(x);
+  std::memcpy(to, &value, sizeof value);
+}
+CPU_ADAM_INLINE void store_16(char* to, UInt x) {
+  const std::uint16_t value = static_cast<std::uint16_t>(x);
+  std::memcpy(to, &value, sizeof value);
+}
+
+using Doubles = double;
+CPU_ADAM_INLINE Doubles zero_doubles() { return 0.0; }
+CPU_ADAM_INLINE Doubles add_square(Doubles sum, Vec x) {
+  return sum + static_cast<double>(x) * static_cast<double>(x);
+}
+CPU_ADAM_INLINE void store_doubles(double* to, Doubles x) { *to = x; }
+
 #include "kernel.inl"
 
 }  // namespace

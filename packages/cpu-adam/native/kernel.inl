@@ -5,8 +5,18 @@
 // CPU_ADAM_INLINE    forced inlining
 // kLanes             elements in a vector
 // Vec                a vector of kLanes floats
-// set1, add, sub, mul, div, sqrt_, fma_   elementwise on Vec; fma_(a, b, c) = a * b + c, rounded
-// once F32, BF16, F16     one struct per element type: kBytes, load(const char*), store(char*, Vec)
+// set1, add, sub, mul, div, sqrt_, fma_   elementwise on Vec; fma_(a, b, c) rounds a * b + c once
+// F32, BF16, F16     one struct per element type: kBytes, load(const char*), store(char*, Vec)
+// UInt               a vector of kLanes 32-bit integers
+// as_bits, as_float  Vec to UInt and back, the same bits
+// to_float, to_int   signed integers to Vec and back; to_int rounds in the caller's mode
+// uset1, uadd, usub, umul, uand, uor, uxor, ushl<n>, ushr<n>   elementwise, modulo 2**32
+// imax, imin, igreater   of signed integers; igreater gives all ones or zero
+// is_ordered         all ones where a float is not NaN, else zero
+// reduce_imax        the largest (signed) of all lanes, as one number
+// lanes              0, 1, 2, ...
+// load_u8, load_i8, load_u16, load_i16, store_8, store_16   store_* keep the low bits
+// Doubles            kLanes doubles: zero_doubles, add_square(sum, Vec), store_doubles
 //
 // [Note: one result for one element]
 // Every primitive is correctly rounded (IEEE 754), contraction by the compiler is off, and the last
@@ -29,16 +39,108 @@ struct Streamed {
   static CPU_ADAM_INLINE void store(char* to, Vec x) { Out::stream(to, x); }
 };
 
+// [Note: targets]
+// Where a rule's master weight is: Whole<Out> is an fp32 master with a copy of type Out; Split is
+// the bf16 parameter and its remainder, see [Note: a split master] in kernels.h.
+template <class Out>
+struct Whole {
+  static constexpr int kMasterBytes = 4;
+  static constexpr int kOutBytes = Out::kBytes;
+  static constexpr bool kReadsOut = false;
+  static CPU_ADAM_INLINE Vec load(const char* master, const char*, std::int64_t index) {
+    return F32::load(master + index * kMasterBytes);
+  }
+  static CPU_ADAM_INLINE void store(char* master, char* out, std::int64_t index, Vec x) {
+    F32::store(master + index * kMasterBytes, x);
+    Out::store(out + index * kOutBytes, x);
+  }
+};
+
+CPU_ADAM_INLINE UInt magnitude_bits(Vec x) { return uand(as_bits(x), uset1(0x7fffffffu)); }
+
+struct Split {
+  static constexpr int kMasterBytes = 2;
+  static constexpr int kOutBytes = 2;
+  static constexpr bool kReadsOut = true;
+  static CPU_ADAM_INLINE Vec load(const char* master, const char* out, std::int64_t index) {
+    return as_float(uadd(ushl<16>(load_u16(master + index * 2)), load_i16(out + index * 2)));
+  }
+  static CPU_ADAM_INLINE void store(char* master, char* out, std::int64_t index, Vec x) {
+    const UInt bits = as_bits(x);
+    const UInt odd = uand(ushr<16>(bits), uset1(1));
+    // A NaN is not rounded: it comes out of arithmetic, so it is quiet, and stays a NaN.
+    const UInt up = uand(uadd(odd, uset1(0x7fff)), is_ordered(x));
+    const UInt upper = ushr<16>(uadd(bits, up));
+    const UInt remainder = imin(usub(bits, ushl<16>(upper)), uset1(32767));
+    store_16(master + index * 2, upper);
+    store_16(out + index * 2, remainder);
+  }
+};
+
+// [Note: states]
+// How a rule's states lie in memory: kStates, kStateBytes, load, store. `index` says where the
+// vector is in memory, `position` which elements of the tensor it holds.
+template <int kCount>
+struct Float32States {
+  static constexpr int kStates = kCount;
+  static constexpr int kStateBytes = 4;
+  // No array is empty.
+  using Values = Vec[kCount > 0 ? kCount : 1];
+  static CPU_ADAM_INLINE void load(char* const* state, std::int64_t index, Values& values) {
+    for (int k = 0; k < kCount; ++k) values[k] = F32::load(state[k] + index * kStateBytes);
+  }
+  CPU_ADAM_INLINE void store(char* const* state, std::int64_t index, std::int64_t,
+                             const Values& values) const {
+    for (int k = 0; k < kCount; ++k) F32::store(state[k] + index * kStateBytes, values[k]);
+  }
+};
+
+// [Note: stochastic rounding]
+// A state is rounded up with the probability of its distance from the value below, so that on
+// average small changes are not lost. The random numbers are a function of (key, stream, element)
+// alone: a counter, scrambled by two rounds of multiply and xor-shift with the multipliers of
+// MurmurHash3's finalizer (Appleby, public domain). The key comes from the seed and the step.
+CPU_ADAM_INLINE UInt random_bits(const std::uint32_t (&key)[2], std::int64_t position) {
+  const auto wide = static_cast<std::uint64_t>(position);
+  const auto low = static_cast<std::uint32_t>(wide);
+  const auto high = static_cast<std::uint32_t>(wide >> 32);
+  UInt x = uadd(lanes(), uset1(low + key[0]));
+  x = umul(uxor(x, ushr<16>(x)), uset1(0x85ebca6bu));
+  x = uxor(x, uset1(key[1] ^ (high * 0x9e3779b9u)));
+  x = umul(uxor(x, ushr<13>(x)), uset1(0xc2b2ae35u));
+  return uxor(x, ushr<16>(x));
+}
+
+// The bf16 number above or below, in the low half of each lane. Infinities stay; so do NaNs.
+CPU_ADAM_INLINE UInt round_stochastically(Vec x, UInt random16) {
+  return ushr<16>(uadd(as_bits(x), uand(random16, is_ordered(x))));
+}
+
+struct RandomBF16States {
+  static constexpr int kStates = 2;
+  static constexpr int kStateBytes = 2;
+  using Values = Vec[kStates];
+  std::uint32_t key[2];
+  static CPU_ADAM_INLINE void load(char* const* state, std::int64_t index, Values& values) {
+    for (int k = 0; k < kStates; ++k) values[k] = BF16::load(state[k] + index * kStateBytes);
+  }
+  CPU_ADAM_INLINE void store(char* const* state, std::int64_t index, std::int64_t position,
+                             const Values& values) const {
+    const UInt random = random_bits(key, position);
+    store_16(state[0] + index * 2, round_stochastically(values[0], uand(random, uset1(0xffff))));
+    store_16(state[1] + index * 2, round_stochastically(values[1], ushr<16>(random)));
+  }
+};
+
 // Adam (Kingma and Ba 2015), AdamW (Loshchilov and Hutter 2019), in the operation order of
 // torch.optim's for-loop; see reference.py. kL2: weight decay joins the gradient. kLerpFromGrad:
 // the first moment is interpolated starting from the gradient (1 - beta1 >= 0.5).
 template <bool kL2, bool kLerpFromGrad>
-struct AdamRule {
-  static constexpr int kStates = 2;
+struct AdamRule : Float32States<2> {
   Vec grad_scale, decay, l2, lerp_coefficient, beta2, one_minus_beta2, bias_correction2_sqrt, eps,
       neg_step_size;
 
-  explicit CPU_ADAM_INLINE AdamRule(const cpu_adam::AdamScalars& s)
+  CPU_ADAM_INLINE AdamRule(const cpu_adam::AdamScalars& s, std::uint32_t)
       : grad_scale(set1(s.grad_scale)),
         decay(set1(s.decay)),
         l2(set1(s.l2)),
@@ -49,7 +151,7 @@ struct AdamRule {
         eps(set1(s.eps)),
         neg_step_size(set1(s.neg_step_size)) {}
 
-  CPU_ADAM_INLINE Vec update(Vec master, Vec raw_grad, Vec (&state)[kStates]) const {
+  CPU_ADAM_INLINE Vec update(Vec master, Vec raw_grad, Values& state) const {
     Vec grad = mul(raw_grad, grad_scale);
     if (kL2) {
       grad = fma_(master, l2, grad);
@@ -64,17 +166,139 @@ struct AdamRule {
   }
 };
 
+// AdamW and Adam with compact states. Their formulas are equal, but the multiplications by
+// reciprocals (no need to match torch's last place) spare divisions. `root` is the square root of
+// the second moment, which the 8-bit states are made of.
+struct CompactAdam {
+  Vec grad_scale, decay, l2, beta1, one_minus_beta1, beta2, one_minus_beta2,
+      inverse_correction2_sqrt, eps, neg_step_size;
+
+  explicit CPU_ADAM_INLINE CompactAdam(const cpu_adam::CompactAdamScalars& s)
+      : grad_scale(set1(s.grad_scale)),
+        decay(set1(s.decay)),
+        l2(set1(s.l2)),
+        beta1(set1(s.beta1)),
+        one_minus_beta1(set1(s.one_minus_beta1)),
+        beta2(set1(s.beta2)),
+        one_minus_beta2(set1(s.one_minus_beta2)),
+        inverse_correction2_sqrt(set1(s.inverse_correction2_sqrt)),
+        eps(set1(s.eps)),
+        neg_step_size(set1(s.neg_step_size)) {}
+
+  // The new moments, and the root.
+  CPU_ADAM_INLINE void average(Vec master, Vec raw_grad, Vec& exp_avg, Vec& exp_avg_sq,
+                               Vec& root) const {
+    const Vec grad = fma_(master, l2, mul(raw_grad, grad_scale));
+    exp_avg = fma_(one_minus_beta1, grad, mul(beta1, exp_avg));
+    exp_avg_sq = fma_(mul(one_minus_beta2, grad), grad, mul(beta2, exp_avg_sq));
+    root = sqrt_(exp_avg_sq);
+  }
+
+  // The new master weight.
+  CPU_ADAM_INLINE Vec apply(Vec master, Vec exp_avg, Vec root) const {
+    const Vec denominator = fma_(root, inverse_correction2_sqrt, eps);
+    return add(mul(master, decay), div(mul(neg_step_size, exp_avg), denominator));
+  }
+};
+
+struct BF16AdamRule : RandomBF16States {
+  CompactAdam adam;
+
+  CPU_ADAM_INLINE BF16AdamRule(const cpu_adam::CompactAdamScalars& s, std::uint32_t stream)
+      : RandomBF16States{{s.key[0] + stream * 0x85ebca77u, s.key[1] + stream * 0x9e3779b1u}},
+        adam(s) {}
+
+  CPU_ADAM_INLINE Vec update(Vec master, Vec raw_grad, Values& state) const {
+    Vec root;
+    adam.average(master, raw_grad, state[0], state[1], root);
+    return adam.apply(master, state[0], root);
+  }
+};
+
+// Adagrad (Duchi, Hazan and Singer 2011), in the operation order of torch.optim's for-loop.
+struct AdagradRule : Float32States<1> {
+  Vec grad_scale, l2, eps, neg_step_size;
+
+  CPU_ADAM_INLINE AdagradRule(const cpu_adam::AdagradScalars& s, std::uint32_t)
+      : grad_scale(set1(s.grad_scale)),
+        l2(set1(s.l2)),
+        eps(set1(s.eps)),
+        neg_step_size(set1(s.neg_step_size)) {}
+
+  CPU_ADAM_INLINE Vec update(Vec master, Vec raw_grad, Values& state) const {
+    const Vec grad = fma_(master, l2, mul(raw_grad, grad_scale));
+    state[0] = fma_(grad, grad, state[0]);
+    return add(master, div(mul(neg_step_size, grad), add(sqrt_(state[0]), eps)));
+  }
+};
+
+// Lion (Chen et al. 2023, arXiv 2302.06675, algorithm 2).
+struct LionRule : Float32States<1> {
+  Vec grad_scale, decay, beta1, one_minus_beta1, beta2, one_minus_beta2;
+  UInt neg_lr_bits;
+
+  CPU_ADAM_INLINE LionRule(const cpu_adam::LionScalars& s, std::uint32_t)
+      : grad_scale(set1(s.grad_scale)),
+        decay(set1(s.decay)),
+        beta1(set1(s.beta1)),
+        one_minus_beta1(set1(s.one_minus_beta1)),
+        beta2(set1(s.beta2)),
+        one_minus_beta2(set1(s.one_minus_beta2)),
+        neg_lr_bits(as_bits(set1(s.neg_lr))) {}
+
+  CPU_ADAM_INLINE Vec update(Vec master, Vec raw_grad, Values& state) const {
+    const Vec grad = mul(raw_grad, grad_scale);
+    const Vec direction = fma_(one_minus_beta1, grad, mul(beta1, state[0]));
+    // -lr * sign(direction), by its bits: 0 for 0, NaN for NaN.
+    const UInt signed_lr = uxor(neg_lr_bits, uand(as_bits(direction), uset1(0x80000000u)));
+    const UInt nonzero = igreater(magnitude_bits(direction), uset1(0));
+    const UInt nan = uand(uxor(is_ordered(direction), uset1(~0u)), uset1(0x7fc00000u));
+    const Vec step = as_float(uor(uand(signed_lr, nonzero), nan));
+    state[0] = fma_(one_minus_beta2, grad, mul(beta2, state[0]));
+    return add(mul(master, decay), step);
+  }
+};
+
+// Stochastic gradient descent with momentum, in the operation order of torch.optim's for-loop.
+template <bool kHasMomentum>
+struct SgdRule : Float32States<kHasMomentum ? 1 : 0> {
+  using typename Float32States<kHasMomentum ? 1 : 0>::Values;
+  Vec grad_scale, l2, momentum, buffer_decay, grad_weight, neg_lr;
+  bool is_nesterov;
+
+  CPU_ADAM_INLINE SgdRule(const cpu_adam::SgdScalars& s, std::uint32_t)
+      : grad_scale(set1(s.grad_scale)),
+        l2(set1(s.l2)),
+        momentum(set1(s.momentum)),
+        buffer_decay(set1(s.buffer_decay)),
+        grad_weight(set1(s.grad_weight)),
+        neg_lr(set1(s.neg_lr)),
+        is_nesterov(s.is_nesterov) {}
+
+  CPU_ADAM_INLINE Vec update(Vec master, Vec raw_grad, Values& state) const {
+    const Vec grad = fma_(master, l2, mul(raw_grad, grad_scale));
+    if constexpr (kHasMomentum) {
+      state[0] = fma_(grad_weight, grad, mul(state[0], buffer_decay));
+      const Vec direction = is_nesterov ? fma_(momentum, state[0], grad) : state[0];
+      return fma_(neg_lr, direction, master);
+    } else {
+      (void)state;
+      return fma_(neg_lr, grad, master);
+    }
+  }
+};
+
 // One vector: load, update, store.
-template <class Rule, class Grad, class Out>
+template <class Rule, class Grad, class Target>
 CPU_ADAM_INLINE void update_vector(const Rule& rule, char* master, const char* grad,
-                                   char* const* state, char* out, std::int64_t index) {
-  Vec values[Rule::kStates];
-  for (int k = 0; k < Rule::kStates; ++k) values[k] = F32::load(state[k] + index * F32::kBytes);
-  const Vec updated = rule.update(F32::load(master + index * F32::kBytes),
+                                   char* const* state, char* out, std::int64_t index,
+                                   std::int64_t position) {
+  typename Rule::Values values;
+  Rule::load(state, index, values);
+  const Vec updated = rule.update(Target::load(master, out, index),
                                   Grad::load(grad + index * Grad::kBytes), values);
-  for (int k = 0; k < Rule::kStates; ++k) F32::store(state[k] + index * F32::kBytes, values[k]);
-  F32::store(master + index * F32::kBytes, updated);
-  Out::store(out + index * Out::kBytes, updated);
+  rule.store(state, index, position, values);
+  Target::store(master, out, index, updated);
 }
 
 CPU_ADAM_INLINE void copy_bytes(char* to, const char* from, std::int64_t count) {
@@ -82,63 +306,77 @@ CPU_ADAM_INLINE void copy_bytes(char* to, const char* from, std::int64_t count) 
 }
 
 // Fewer elements than a vector: through a padded copy, so that the arithmetic is the same.
-template <class Rule, class Grad, class Out>
+template <class Rule, class Grad, class Target>
 void update_tail(const Rule& rule, char* master, const char* grad, char* const* state, char* out,
                  std::int64_t index, std::int64_t count) {
-  char padded_master[kLanes * F32::kBytes] = {};
+  constexpr int kStates = Rule::kStates;
+  constexpr int kSlots = kStates > 0 ? kStates : 1;
+  constexpr int kStateBytes = Rule::kStateBytes;
+  char padded_master[kLanes * Target::kMasterBytes] = {};
   char padded_grad[kLanes * Grad::kBytes] = {};
-  char padded_states[Rule::kStates][kLanes * F32::kBytes] = {};
-  char padded_out[kLanes * Out::kBytes + 1] = {};
-  char* padded_state[Rule::kStates];
-  copy_bytes(padded_master, master + index * F32::kBytes, count * F32::kBytes);
+  char padded_states[kSlots][kLanes * kStateBytes] = {};
+  char padded_out[kLanes * Target::kOutBytes + 1] = {};
+  char* padded_state[kSlots];
+  copy_bytes(padded_master, master + index * Target::kMasterBytes, count * Target::kMasterBytes);
   copy_bytes(padded_grad, grad + index * Grad::kBytes, count * Grad::kBytes);
-  for (int k = 0; k < Rule::kStates; ++k) {
+  for (int k = 0; k < kStates; ++k) {
     padded_state[k] = padded_states[k];
-    copy_bytes(padded_state[k], state[k] + index * F32::kBytes, count * F32::kBytes);
+    copy_bytes(padded_state[k], state[k] + index * kStateBytes, count * kStateBytes);
   }
-  update_vector<Rule, Grad, Out>(rule, padded_master, padded_grad, padded_state, padded_out, 0);
-  copy_bytes(master + index * F32::kBytes, padded_master, count * F32::kBytes);
-  for (int k = 0; k < Rule::kStates; ++k) {
-    copy_bytes(state[k] + index * F32::kBytes, padded_state[k], count * F32::kBytes);
+  if (Target::kReadsOut) {
+    copy_bytes(padded_out, out + index * Target::kOutBytes, count * Target::kOutBytes);
   }
-  if (Out::kBytes > 0) {
-    copy_bytes(out + index * Out::kBytes, padded_out, count * Out::kBytes);
+  update_vector<Rule, Grad, Target>(rule, padded_master, padded_grad, padded_state, padded_out, 0,
+                                    index);
+  copy_bytes(master + index * Target::kMasterBytes, padded_master, count * Target::kMasterBytes);
+  for (int k = 0; k < kStates; ++k) {
+    copy_bytes(state[k] + index * kStateBytes, padded_state[k], count * kStateBytes);
+  }
+  if (Target::kOutBytes > 0) {
+    copy_bytes(out + index * Target::kOutBytes, padded_out, count * Target::kOutBytes);
   }
 }
 
 // The tail's copy is stored plainly: a padded copy has no alignment.
-template <class Rule, class Grad, class Out, class TailOut>
+template <class Rule, class Grad, class Target, class TailTarget>
 CPU_ADAM_INLINE void update_range(const Rule& rule, const cpu_adam::Span& span, std::int64_t begin,
                                   std::int64_t end) {
   // Plain locals: a char* store may alias the struct, and would make the loop reload it.
   char* const master = span.master;
   const char* const grad = span.grad;
   char* const out = span.out;
-  char* state[Rule::kStates];
-  for (int k = 0; k < Rule::kStates; ++k) state[k] = span.state[k];
+  char* state[cpu_adam::kMaxStates];
+  for (int k = 0; k < cpu_adam::kMaxStates; ++k) state[k] = span.state[k];
   std::int64_t i = begin;
   for (; i + kLanes <= end; i += kLanes) {
-    update_vector<Rule, Grad, Out>(rule, master, grad, state, out, i);
+    update_vector<Rule, Grad, Target>(rule, master, grad, state, out, i, i);
   }
-  if (i < end) update_tail<Rule, Grad, TailOut>(rule, master, grad, state, out, i, end - i);
+  if (i < end) update_tail<Rule, Grad, TailTarget>(rule, master, grad, state, out, i, end - i);
 }
 
 template <class Rule, class Grad, class Out>
 CPU_ADAM_INLINE void update_span(const Rule& rule, const cpu_adam::Span& span, std::int64_t begin,
-                                 std::int64_t end, bool is_streaming) {
+                                 std::int64_t end, bool is_streaming, Whole<Out>) {
   if constexpr (kCanStream && Out::kBytes > 0) {
     constexpr std::uintptr_t kVectorBytes = kLanes * Out::kBytes;
     const auto address = reinterpret_cast<std::uintptr_t>(span.out + begin * Out::kBytes);
     if (is_streaming && address % kVectorBytes == 0) {
-      update_range<Rule, Grad, Streamed<Out>, Out>(rule, span, begin, end);
+      update_range<Rule, Grad, Whole<Streamed<Out>>, Whole<Out>>(rule, span, begin, end);
       stream_fence();
       return;
     }
   }
-  update_range<Rule, Grad, Out, Out>(rule, span, begin, end);
+  update_range<Rule, Grad, Whole<Out>, Whole<Out>>(rule, span, begin, end);
 }
 
-template <class Grad, class Out>
+// The remainder is read as well as written: nothing to stream.
+template <class Rule, class Grad>
+CPU_ADAM_INLINE void update_span(const Rule& rule, const cpu_adam::Span& span, std::int64_t begin,
+                                 std::int64_t end, bool, Split) {
+  update_range<Rule, Grad, Split, Split>(rule, span, begin, end);
+}
+
+template <class Grad, class Target>
 void adam_range(const cpu_adam::Span& span, std::int64_t begin, std::int64_t end,
                 const void* scalars, bool is_streaming) {
   const cpu_adam::AdamScalars& s = *static_cast<const cpu_adam::AdamScalars*>(scalars);
@@ -146,30 +384,249 @@ void adam_range(const cpu_adam::Span& span, std::int64_t begin, std::int64_t end
   if (s.lerp_from_grad) {
     if (is_l2) {
       using Rule = AdamRule<true, true>;
-      update_span<Rule, Grad, Out>(Rule(s), span, begin, end, is_streaming);
+      update_span<Rule, Grad>(Rule(s, 0), span, begin, end, is_streaming, Target());
     } else {
       using Rule = AdamRule<false, true>;
-      update_span<Rule, Grad, Out>(Rule(s), span, begin, end, is_streaming);
+      update_span<Rule, Grad>(Rule(s, 0), span, begin, end, is_streaming, Target());
     }
   } else {
     if (is_l2) {
       using Rule = AdamRule<true, false>;
-      update_span<Rule, Grad, Out>(Rule(s), span, begin, end, is_streaming);
+      update_span<Rule, Grad>(Rule(s, 0), span, begin, end, is_streaming, Target());
     } else {
       using Rule = AdamRule<false, false>;
-      update_span<Rule, Grad, Out>(Rule(s), span, begin, end, is_streaming);
+      update_span<Rule, Grad>(Rule(s, 0), span, begin, end, is_streaming, Target());
     }
   }
 }
 
-// A RuleTable of `function`, in the order of DType.
-#define CPU_ADAM_BY_OUT(function, grad) \
-  {function<grad, F32>, function<grad, BF16>, function<grad, F16>, function<grad, NoOut>}
-#define CPU_ADAM_RULE_TABLE(function)                                  \
-  {                                                                    \
-    {                                                                  \
-      CPU_ADAM_BY_OUT(function, F32), CPU_ADAM_BY_OUT(function, BF16), \
-          CPU_ADAM_BY_OUT(function, F16)                               \
-    }                                                                  \
+// A rule that is one type, whatever its scalars.
+template <class Rule, class Scalars, class Grad, class Target>
+CPU_ADAM_INLINE void rule_range(const cpu_adam::Span& span, std::int64_t begin, std::int64_t end,
+                                const void* scalars, bool is_streaming) {
+  const Rule rule(*static_cast<const Scalars*>(scalars), span.stream);
+  update_span<Rule, Grad>(rule, span, begin, end, is_streaming, Target());
+}
+
+#define CPU_ADAM_RULE_RANGE(function, rule, scalars)                                           \
+  template <class Grad, class Target>                                                          \
+  void function(const cpu_adam::Span& span, std::int64_t begin, std::int64_t end,              \
+                const void* values, bool is_streaming) {                                       \
+    rule_range<rule, cpu_adam::scalars, Grad, Target>(span, begin, end, values, is_streaming); \
   }
-#define CPU_ADAM_KERNEL_TABLE(name) {name, CPU_ADAM_RULE_TABLE(adam_range)}
+CPU_ADAM_RULE_RANGE(adam_bfloat16_range, BF16AdamRule, CompactAdamScalars)
+CPU_ADAM_RULE_RANGE(adagrad_range, AdagradRule, AdagradScalars)
+CPU_ADAM_RULE_RANGE(lion_range, LionRule, LionScalars)
+CPU_ADAM_RULE_RANGE(sgd_range, SgdRule<true>, SgdScalars)
+CPU_ADAM_RULE_RANGE(sgd_plain_range, SgdRule<false>, SgdScalars)
+
+// [Note: 8-bit states]
+// Blocks of kBlockNumel elements share a scale, their largest magnitude (block-wise quantization:
+// Dettmers et al. 2021, arXiv 2110.02861). Both moments are kept in the unit of the gradient: the
+// first, and the square root of the second. Small values shall survive beside large ones, so what
+// is rounded to an integer is (nearly) the square root: y = compress(x * top / scale).
+// `compress` halves the exponent and is linear in between: the bits of an fp32 number, shifted
+// right by one, plus half the bits of 1.0. It lies within 6.1% of the square root, takes two
+// integer operations where the square root takes a dozen cycles, and has an exact inverse, as
+// cheap. `top` is what compresses to the largest code: 127 and 255.
+// So the second moment has a fourth root for its code: 9 orders of magnitude. Its code is at least
+// 1 in a block that is not zero: a denominator that vanished would make the update explode.
+// A block whose largest value is below 2**-100 is stored as zero. A block that holds a moment which
+// is not finite gets a scale of NaN: its elements are lost, and seen to be.
+constexpr int kBlock = static_cast<int>(cpu_adam::kBlockNumel);
+constexpr float kExpAvgTop = 16128.0f;
+constexpr float kExpAvgSqTop = 65024.0f;
+constexpr std::uint32_t kHalfOfOne = 0x3f800000u / 2;
+
+// Of numbers that are not negative. The least results of the one are zero to the other.
+CPU_ADAM_INLINE Vec compress(Vec x) {
+  return as_float(uadd(ushr<1>(as_bits(x)), uset1(kHalfOfOne)));
+}
+CPU_ADAM_INLINE Vec expand(UInt bits) {
+  return as_float(ushl<1>(imax(usub(bits, uset1(kHalfOfOne)), uset1(0))));
+}
+
+CPU_ADAM_INLINE float read_float(const char* from) {
+  float value;
+  std::memcpy(&value, from, sizeof value);
+  return value;
+}
+
+CPU_ADAM_INLINE float float_from(std::uint32_t bits) {
+  return read_float(reinterpret_cast<const char*>(&bits));
+}
+
+CPU_ADAM_INLINE void write_float(char* to, float value) { std::memcpy(to, &value, sizeof value); }
+
+// What turns a block's largest value, given as bits, into its stored scale and codes.
+struct BlockScale {
+  float scale;
+  float inverse;
+  bool is_finite;
+
+  CPU_ADAM_INLINE BlockScale(std::uint32_t largest_bits, float top) {
+    is_finite = largest_bits < 0x7f800000u;
+    const bool is_zero = largest_bits < 0x0d800000u;  // 2**-100
+    scale = float_from(is_zero ? 0u : largest_bits);
+    inverse = is_zero || !is_finite ? 0.0f : top / scale;
+  }
+};
+
+// One whole block; the addresses are those of its first element, `scales` its two scales.
+template <class Grad, class Target>
+CPU_ADAM_INLINE void update_block(const CompactAdam& adam, char* master, const char* grad,
+                                  char* exp_avg, char* exp_avg_sq, char* out, char* exp_avg_scale,
+                                  char* exp_avg_sq_scale) {
+  // In short loops, each over the whole block: the steps of one element depend on one another, and
+  // a loop of all of them is too long for a CPU to work on several elements at a time.
+  constexpr int kVectors = kBlock / kLanes;
+  Vec averages[kVectors];
+  Vec roots[kVectors];
+  Vec masters[kVectors];
+  const Vec exp_avg_unit = set1(read_float(exp_avg_scale) * (1.0f / kExpAvgTop));
+  const Vec root_unit = set1(read_float(exp_avg_sq_scale) * (1.0f / kExpAvgSqTop));
+  const UInt sign_bit = uset1(0x80000000u);
+  UInt largest_average = uset1(0);
+  UInt largest_root = uset1(0);
+  for (int k = 0; k < kVectors; ++k) {
+    const Vec q = to_float(load_i8(exp_avg + k * kLanes));
+    const Vec magnitude = mul(exp_avg_unit, expand(magnitude_bits(q)));
+    averages[k] = as_float(uor(as_bits(magnitude), uand(as_bits(q), sign_bit)));
+    roots[k] = mul(root_unit, expand(as_bits(to_float(load_u8(exp_avg_sq + k * kLanes)))));
+  }
+  for (int k = 0; k < kVectors; ++k) {
+    const int i = k * kLanes;
+    masters[k] = Target::load(master, out, i);
+    Vec square = mul(roots[k], roots[k]);
+    adam.average(masters[k], Grad::load(grad + i * Grad::kBytes), averages[k], square, roots[k]);
+    largest_average = imax(largest_average, magnitude_bits(averages[k]));
+    largest_root = imax(largest_root, magnitude_bits(roots[k]));
+  }
+  for (int k = 0; k < kVectors; ++k) masters[k] = adam.apply(masters[k], averages[k], roots[k]);
+  for (int k = 0; k < kVectors; ++k) Target::store(master, out, k * kLanes, masters[k]);
+  const BlockScale average_scale(reduce_imax(largest_average), kExpAvgTop);
+  const BlockScale root_scale(reduce_imax(largest_root), kExpAvgSqTop);
+  const bool is_finite = average_scale.is_finite && root_scale.is_finite;
+  const float nan = float_from(0x7fc00000u);
+  write_float(exp_avg_scale, is_finite ? average_scale.scale : nan);
+  write_float(exp_avg_sq_scale, is_finite ? root_scale.scale : nan);
+  if (!is_finite) {
+    for (int i = 0; i < kBlock; ++i) exp_avg[i] = exp_avg_sq[i] = 0;
+    return;
+  }
+  const Vec average_inverse = set1(average_scale.inverse);
+  const Vec root_inverse = set1(root_scale.inverse);
+  const UInt least = uset1(root_scale.inverse > 0.0f ? 0x3f800000u : 0u);
+  for (int k = 0; k < kVectors; ++k) {
+    const int i = k * kLanes;
+    const UInt sign = uand(as_bits(averages[k]), sign_bit);
+    const Vec magnitude = mul(as_float(magnitude_bits(averages[k])), average_inverse);
+    store_8(exp_avg + i, to_int(as_float(uor(as_bits(compress(magnitude)), sign))));
+    // Numbers that are not negative are ordered like their bits.
+    const UInt code = imax(as_bits(compress(mul(roots[k], root_inverse))), least);
+    store_8(exp_avg_sq + i, to_int(as_float(code)));
+  }
+}
+
+// The last elements of a tensor, fewer than a block: through a padded copy.
+template <class Grad, class Target>
+void update_last_block(const CompactAdam& adam, char* master, const char* grad, char* exp_avg,
+                       char* exp_avg_sq, char* out, char* exp_avg_scale, char* exp_avg_sq_scale,
+                       std::int64_t count) {
+  char padded_master[kBlock * Target::kMasterBytes] = {};
+  char padded_grad[kBlock * Grad::kBytes] = {};
+  char padded_exp_avg[kBlock] = {};
+  char padded_exp_avg_sq[kBlock] = {};
+  char padded_out[kBlock * Target::kOutBytes + 1] = {};
+  copy_bytes(padded_master, master, count * Target::kMasterBytes);
+  copy_bytes(padded_grad, grad, count * Grad::kBytes);
+  copy_bytes(padded_exp_avg, exp_avg, count);
+  copy_bytes(padded_exp_avg_sq, exp_avg_sq, count);
+  if (Target::kReadsOut) copy_bytes(padded_out, out, count * Target::kOutBytes);
+  update_block<Grad, Target>(adam, padded_master, padded_grad, padded_exp_avg, padded_exp_avg_sq,
+                             padded_out, exp_avg_scale, exp_avg_sq_scale);
+  copy_bytes(master, padded_master, count * Target::kMasterBytes);
+  copy_bytes(exp_avg, padded_exp_avg, count);
+  copy_bytes(exp_avg_sq, padded_exp_avg_sq, count);
+  if (Target::kOutBytes > 0) copy_bytes(out, padded_out, count * Target::kOutBytes);
+}
+
+// `begin` is a multiple of kBlock: the driver sees to it.
+template <class Grad, class Target>
+void adam_int8_range(const cpu_adam::Span& span, std::int64_t begin, std::int64_t end,
+                     const void* scalars, bool) {
+  const CompactAdam adam(*static_cast<const cpu_adam::CompactAdamScalars*>(scalars));
+  for (std::int64_t i = begin; i < end; i += kBlock) {
+    char* const master = span.master + i * Target::kMasterBytes;
+    const char* const grad = span.grad + i * Grad::kBytes;
+    char* const out = span.out + i * Target::kOutBytes;
+    char* const exp_avg_scale = span.state[2] + i / kBlock * 4;
+    char* const exp_avg_sq_scale = span.state[3] + i / kBlock * 4;
+    if (i + kBlock <= end) {
+      update_block<Grad, Target>(adam, master, grad, span.state[0] + i, span.state[1] + i, out,
+                                 exp_avg_scale, exp_avg_sq_scale);
+    } else {
+      update_last_block<Grad, Target>(adam, master, grad, span.state[0] + i, span.state[1] + i, out,
+                                      exp_avg_scale, exp_avg_sq_scale, end - i);
+    }
+  }
+}
+
+// [Note: one sum for all]
+// Sixteen sums in double precision, of every sixteenth element each, then added in pairs: the same
+// for every vector length. A square of an fp32 number is exact in double, and a sum of fewer than
+// 2**700 of them finite; so the sum is finite if and only if every element is.
+template <class Grad>
+double sum_of_squares(const char* grad, std::int64_t begin, std::int64_t end) {
+  constexpr int kSums = 16 / kLanes;
+  Doubles sums[kSums];
+  for (int k = 0; k < kSums; ++k) sums[k] = zero_doubles();
+  std::int64_t i = begin;
+  for (; i + 16 <= end; i += 16) {
+    for (int k = 0; k < kSums; ++k) {
+      sums[k] = add_square(sums[k], Grad::load(grad + (i + k * kLanes) * Grad::kBytes));
+    }
+  }
+  if (i < end) {
+    char padded[16 * Grad::kBytes] = {};
+    copy_bytes(padded, grad + i * Grad::kBytes, (end - i) * Grad::kBytes);
+    for (int k = 0; k < kSums; ++k) {
+      sums[k] = add_square(sums[k], Grad::load(padded + k * kLanes * Grad::kBytes));
+    }
+  }
+  double lane[16];
+  for (int k = 0; k < kSums; ++k) store_doubles(lane + k * kLanes, sums[k]);
+  for (int half = 8; half > 0; half /= 2) {
+    for (int k = 0; k < half; ++k) lane[k] += lane[k + half];
+  }
+  return lane[0];
+}
+
+// A RuleTable of `function`, in the order of DType; `split` is its variant for a split master.
+#define CPU_ADAM_BY_OUT(function, grad, split)                                          \
+  {function<grad, Whole<F32>>, function<grad, Whole<BF16>>, function<grad, Whole<F16>>, \
+   function<grad, Whole<NoOut>>, split}
+#define CPU_ADAM_RULE_TABLE(function)                                                    \
+  {                                                                                      \
+    {                                                                                    \
+      CPU_ADAM_BY_OUT(function, F32, nullptr), CPU_ADAM_BY_OUT(function, BF16, nullptr), \
+          CPU_ADAM_BY_OUT(function, F16, nullptr)                                        \
+    }                                                                                    \
+  }
+#define CPU_ADAM_SPLIT_RULE_TABLE(function)                         \
+  {                                                                 \
+    {                                                               \
+      CPU_ADAM_BY_OUT(function, F32, (function<F32, Split>)),       \
+          CPU_ADAM_BY_OUT(function, BF16, (function<BF16, Split>)), \
+          CPU_ADAM_BY_OUT(function, F16, (function<F16, Split>))    \
+    }                                                               \
+  }
+#define CPU_ADAM_KERNEL_TABLE(name)                                                          \
+  {                                                                                          \
+    name, CPU_ADAM_SPLIT_RULE_TABLE(adam_range), CPU_ADAM_SPLIT_RULE_TABLE(adam_int8_range), \
+        CPU_ADAM_SPLIT_RULE_TABLE(adam_bfloat16_range), CPU_ADAM_RULE_TABLE(adagrad_range),  \
+        CPU_ADAM_RULE_TABLE(lion_range), CPU_ADAM_RULE_TABLE(sgd_range),                     \
+        CPU_ADAM_RULE_TABLE(sgd_plain_range), {                                              \
+      sum_of_squares<F32>, sum_of_squares<BF16>, sum_of_squares<F16>                         \
+    }                                                                                        \
+  }

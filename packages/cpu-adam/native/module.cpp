@@ -20,8 +20,6 @@ namespace {
 
 using namespace cpu_adam;
 
-constexpr py::ssize_t kWordsPerItem = 6;  // master, grad, exp_avg, exp_avg_sq, out, numel
-
 unsigned long long word_at(const py::list& words, py::ssize_t at) {
   const unsigned long long value = PyLong_AsUnsignedLongLong(PyList_GET_ITEM(words.ptr(), at));
   if (value == static_cast<unsigned long long>(-1) && PyErr_Occurred() != nullptr) {
@@ -34,53 +32,159 @@ char* address_at(const py::list& words, py::ssize_t at) {
   return reinterpret_cast<char*>(static_cast<std::uintptr_t>(word_at(words, at)));
 }
 
-std::vector<Item> read_items(const py::list& words) {
+// Items of `num_states` states: master, grad, the states, out, numel; and the stream, if there is
+// one.
+std::vector<Item> read_items(const py::list& words, int num_states, bool has_stream) {
   const auto count = static_cast<py::ssize_t>(words.size());
-  if (count % kWordsPerItem != 0) throw py::value_error("items: six numbers each");
-  std::vector<Item> items(static_cast<std::size_t>(count / kWordsPerItem));
-  const auto address = [&words](py::ssize_t at) { return address_at(words, at); };
+  const py::ssize_t words_per_item = 4 + num_states + (has_stream ? 1 : 0);
+  if (count % words_per_item != 0) throw py::value_error("items: too few or too many numbers");
+  std::vector<Item> items(static_cast<std::size_t>(count / words_per_item));
   py::ssize_t at = 0;
   for (Item& item : items) {
-    item.span = {address(at), address(at + 1), {address(at + 2), address(at + 3)}, address(at + 4)};
-    item.numel = static_cast<std::int64_t>(word_at(words, at + 5));
-    at += kWordsPerItem;
+    item.span = {};
+    item.span.master = address_at(words, at++);
+    item.span.grad = address_at(words, at++);
+    for (int k = 0; k < num_states; ++k) item.span.state[k] = address_at(words, at++);
+    item.span.out = address_at(words, at++);
+    item.numel = static_cast<std::int64_t>(word_at(words, at++));
+    if (has_stream) item.span.stream = static_cast<std::uint32_t>(word_at(words, at++));
   }
   return items;
 }
 
-AdamScalars make_scalars(const std::vector<double>& values) {
-  if (values.size() != 9) throw py::value_error("scalars: nine numbers");
-  AdamScalars s;
-  s.grad_scale = static_cast<float>(values[0]);
-  s.decay = static_cast<float>(values[1]);
-  s.l2 = static_cast<float>(values[2]);
-  // Interpolate from the nearer end, as torch.lerp does.
-  const float weight = static_cast<float>(values[3]);
-  s.lerp_from_grad = !(std::fabs(weight) < 0.5f);
-  s.lerp_coefficient = s.lerp_from_grad ? weight - 1.0f : weight;
-  s.beta2 = static_cast<float>(values[4]);
-  s.one_minus_beta2 = static_cast<float>(values[5]);
-  s.bias_correction2_sqrt = static_cast<float>(values[6]);
-  s.eps = static_cast<float>(values[7]);
-  s.neg_step_size = static_cast<float>(values[8]);
-  return s;
-}
-
-void adam(int isa, int grad_type, int out_type, const py::list& words,
-          const std::vector<double>& scalars, int num_threads) {
+const KernelTable& table_of(int isa) {
   const auto& tables = available_tables();
   if (isa < 0 || static_cast<std::size_t>(isa) >= tables.size()) {
     throw py::value_error("isa: no such instruction set");
   }
-  if (grad_type < 0 || grad_type >= kNumGradTypes || out_type < 0 || out_type >= kNumOutTypes) {
+  return *tables[static_cast<std::size_t>(isa)];
+}
+
+// What the update functions below have in common; `scalars` is the struct of the rule.
+template <class Scalars>
+void run_rule(const RuleTable& table, int grad_type, int out_type, std::vector<Item> items,
+              const Scalars& scalars, int num_threads) {
+  if (grad_type < 0 || grad_type >= kNumGradTypes || out_type < 0 || out_type >= kNumOutTypes ||
+      table.by_type[grad_type][out_type] == nullptr) {
     throw py::value_error("grad_type, out_type: no such element type");
   }
-  std::vector<Item> items = read_items(words);
-  const AdamScalars s = make_scalars(scalars);
-  const RangeFunction function =
-      tables[static_cast<std::size_t>(isa)]->adam.by_type[grad_type][out_type];
   const py::gil_scoped_release released;
-  run_items(function, items, &s, num_threads);
+  run_items(table.by_type[grad_type][out_type], items, &scalars, num_threads);
+}
+
+// Numbers of a list, one after another, rounded to fp32.
+class Numbers {
+ public:
+  Numbers(const std::vector<double>& values, std::size_t count) : next_(values.data()) {
+    if (values.size() != count) throw py::value_error("scalars: too few or too many numbers");
+  }
+  float next() { return static_cast<float>(*next_++); }
+
+ private:
+  const double* next_;
+};
+
+void adam(int isa, int grad_type, int out_type, const py::list& words,
+          const std::vector<double>& scalars, int num_threads) {
+  Numbers numbers(scalars, 9);
+  AdamScalars s;
+  s.grad_scale = numbers.next();
+  s.decay = numbers.next();
+  s.l2 = numbers.next();
+  // Interpolate from the nearer end, as torch.lerp does.
+  const float weight = numbers.next();
+  s.lerp_from_grad = !(std::fabs(weight) < 0.5f);
+  s.lerp_coefficient = s.lerp_from_grad ? weight - 1.0f : weight;
+  s.beta2 = numbers.next();
+  s.one_minus_beta2 = numbers.next();
+  s.bias_correction2_sqrt = numbers.next();
+  s.eps = numbers.next();
+  s.neg_step_size = numbers.next();
+  run_rule(table_of(isa).adam, grad_type, out_type, read_items(words, 2, false), s, num_threads);
+}
+
+CompactAdamScalars make_compact_scalars(const std::vector<double>& scalars, std::uint64_t key) {
+  Numbers numbers(scalars, 10);
+  CompactAdamScalars s;
+  s.grad_scale = numbers.next();
+  s.decay = numbers.next();
+  s.l2 = numbers.next();
+  s.beta1 = numbers.next();
+  s.one_minus_beta1 = numbers.next();
+  s.beta2 = numbers.next();
+  s.one_minus_beta2 = numbers.next();
+  s.inverse_correction2_sqrt = numbers.next();
+  s.eps = numbers.next();
+  s.neg_step_size = numbers.next();
+  s.key[0] = static_cast<std::uint32_t>(key);
+  s.key[1] = static_cast<std::uint32_t>(key >> 32);
+  return s;
+}
+
+void adam_int8(int isa, int grad_type, int out_type, const py::list& words,
+               const std::vector<double>& scalars, int num_threads) {
+  const CompactAdamScalars s = make_compact_scalars(scalars, 0);
+  run_rule(table_of(isa).adam_int8, grad_type, out_type, read_items(words, 4, false), s,
+           num_threads);
+}
+
+void adam_bfloat16(int isa, int grad_type, int out_type, const py::list& words,
+                   const std::vector<double>& scalars, std::uint64_t key, int num_threads) {
+  const CompactAdamScalars s = make_compact_scalars(scalars, key);
+  run_rule(table_of(isa).adam_bfloat16, grad_type, out_type, read_items(words, 2, true), s,
+           num_threads);
+}
+
+void adagrad(int isa, int grad_type, int out_type, const py::list& words,
+             const std::vector<double>& scalars, int num_threads) {
+  Numbers numbers(scalars, 4);
+  AdagradScalars s;
+  s.grad_scale = numbers.next();
+  s.l2 = numbers.next();
+  s.eps = numbers.next();
+  s.neg_step_size = numbers.next();
+  run_rule(table_of(isa).adagrad, grad_type, out_type, read_items(words, 1, false), s, num_threads);
+}
+
+void lion(int isa, int grad_type, int out_type, const py::list& words,
+          const std::vector<double>& scalars, int num_threads) {
+  Numbers numbers(scalars, 7);
+  LionScalars s;
+  s.grad_scale = numbers.next();
+  s.decay = numbers.next();
+  s.beta1 = numbers.next();
+  s.one_minus_beta1 = numbers.next();
+  s.beta2 = numbers.next();
+  s.one_minus_beta2 = numbers.next();
+  s.neg_lr = numbers.next();
+  run_rule(table_of(isa).lion, grad_type, out_type, read_items(words, 1, false), s, num_threads);
+}
+
+void sgd(int isa, int grad_type, int out_type, const py::list& words,
+         const std::vector<double>& scalars, bool has_momentum, bool is_nesterov, int num_threads) {
+  Numbers numbers(scalars, 6);
+  SgdScalars s;
+  s.grad_scale = numbers.next();
+  s.l2 = numbers.next();
+  s.momentum = numbers.next();
+  s.buffer_decay = numbers.next();
+  s.grad_weight = numbers.next();
+  s.neg_lr = numbers.next();
+  s.is_nesterov = is_nesterov;
+  const KernelTable& table = table_of(isa);
+  run_rule(has_momentum ? table.sgd : table.sgd_plain, grad_type, out_type,
+           read_items(words, has_momentum ? 1 : 0, false), s, num_threads);
+}
+
+double sum_of_squares(int isa, int grad_type, std::uint64_t address, std::int64_t numel,
+                      int num_threads) {
+  if (grad_type < 0 || grad_type >= kNumGradTypes) {
+    throw py::value_error("grad_type: no such element type");
+  }
+  const SumFunction function = table_of(isa).sum_of_squares[grad_type];
+  const char* const grad = reinterpret_cast<const char*>(static_cast<std::uintptr_t>(address));
+  const py::gil_scoped_release released;
+  return run_sum(function, grad, numel, num_threads);
 }
 
 // The step counts of many parameters: as torch calls, they would take longer than the update.
@@ -113,8 +217,20 @@ PYBIND11_MODULE(_kernels, m) {
   m.doc() = "Compiled kernels of cpu_adam; use the functions of the package instead.";
   m.def("available_isas", &available_isas);
   m.def("known_isas", &all_known_isas);
-  m.def("adam", &adam, py::arg("isa"), py::arg("grad_type"), py::arg("out_type"), py::arg("items"),
-        py::arg("scalars"), py::arg("num_threads"));
+  const auto isa = py::arg("isa"), grad_type = py::arg("grad_type"), out_type = py::arg("out_type"),
+             items = py::arg("items"), scalars = py::arg("scalars"),
+             num_threads = py::arg("num_threads");
+  m.def("adam", &adam, isa, grad_type, out_type, items, scalars, num_threads);
+  m.def("adam_int8", &adam_int8, isa, grad_type, out_type, items, scalars, num_threads);
+  m.def("adam_bfloat16", &adam_bfloat16, isa, grad_type, out_type, items, scalars, py::arg("key"),
+        num_threads);
+  m.def("adagrad", &adagrad, isa, grad_type, out_type, items, scalars, num_threads);
+  m.def("lion", &lion, isa, grad_type, out_type, items, scalars, num_threads);
+  m.def("sgd", &sgd, isa, grad_type, out_type, items, scalars, py::arg("has_momentum"),
+        py::arg("is_nesterov"), num_threads);
+  m.def("sum_of_squares", &sum_of_squares, isa, grad_type, py::arg("address"), py::arg("numel"),
+        num_threads);
+  m.attr("BLOCK_NUMEL") = kBlockNumel;
   m.def("count_up", &count_up, py::arg("addresses"));
   m.def("read_dlpack", &read_dlpack, py::arg("capsule"));
 }

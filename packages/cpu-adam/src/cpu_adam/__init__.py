@@ -1,7 +1,11 @@
-"""Adam on host memory, in one pass over it.
+"""Adam and other optimizers on host memory, in one pass over it.
 
 - `adam_step`: one update of torch tensors, NumPy arrays or anything with DLPack.
+- `adam_step_8bit`, `adam_step_bf16`: the same with moments of 8 or 16 bits.
+- `adagrad_step`, `lion_step`, `sgd_step`: other update rules.
+- `grad_norm_sq`: squared norm of a gradient, and whether it is finite.
 - `CPUAdam`: a ``torch.optim.Optimizer`` over the same kernels (needs torch).
+- `convert_state`: its state, or a state dict, with moments of another width (needs torch).
 - `active_isa`, `available_isas`: the instruction set in use, and those that work here.
 - `cpu_adam.reference`: the kernels' definition in plain NumPy.
 
@@ -10,30 +14,58 @@ The module itself satisfies ``zero_core``'s ``AdamKernel`` protocol, by shape al
 
 from __future__ import annotations
 
+from importlib import import_module
 from importlib.metadata import version as _version
 from typing import TYPE_CHECKING, Any
 
-from cpu_adam._functional import adam_step
+from cpu_adam._functional import (
+    GradNorm,
+    adagrad_step,
+    adam_step,
+    adam_step_8bit,
+    adam_step_bf16,
+    grad_norm_sq,
+    lion_step,
+    sgd_step,
+)
 from cpu_adam._isa import active_isa, available_isas
 
 if TYPE_CHECKING:
+    from cpu_adam._convert import convert_state
     from cpu_adam.optimizer import CPUAdam
 
-__all__ = ["CPUAdam", "__version__", "active_isa", "adam_step", "available_isas"]
+__all__ = [
+    "CPUAdam",
+    "GradNorm",
+    "__version__",
+    "active_isa",
+    "adagrad_step",
+    "adam_step",
+    "adam_step_8bit",
+    "adam_step_bf16",
+    "available_isas",
+    "convert_state",
+    "grad_norm_sq",
+    "lion_step",
+    "sgd_step",
+]
 
 __version__ = _version("cpu-adam")
 
 
+# What needs torch, and where it is.
+_LAZY = {"CPUAdam": "cpu_adam.optimizer", "convert_state": "cpu_adam._convert"}
+
+
 def __getattr__(name: str) -> Any:
     # On demand: importing this package neither needs torch nor loads it.
-    if name == "CPUAdam":
-        try:
-            from cpu_adam.optimizer import CPUAdam
-        except ModuleNotFoundError as error:
-            if error.name != "torch":
-                raise
-            raise ImportError(
-                "cpu_adam.CPUAdam needs torch: pip install 'cpu-adam[torch]'", name="torch"
-            ) from error
-        return CPUAdam
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name not in _LAZY:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    try:
+        return getattr(import_module(_LAZY[name]), name)
+    except ModuleNotFoundError as error:
+        if error.name != "torch":
+            raise
+        raise ImportError(
+            f"cpu_adam.{name} needs torch: pip install 'cpu-adam[torch]'", name="torch"
+        ) from error

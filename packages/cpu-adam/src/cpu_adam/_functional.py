@@ -1,17 +1,47 @@
-"""`adam_step`: one Adam update of flat memory, for training loops that keep their own state."""
+"""One update of flat memory by one call, for training loops that keep their own state."""
 
 from __future__ import annotations
 
+import math
 import sys
-from typing import Any
+from typing import Any, NamedTuple
 
 from cpu_adam import _kernels
 from cpu_adam._isa import active_isa_index
-from cpu_adam._memory import BFLOAT16, FLOAT16, FLOAT32, NO_OUT, Block, check_disjoint, describe
-from cpu_adam._scalars import adam_scalars
+from cpu_adam._memory import (
+    BFLOAT16,
+    FLOAT16,
+    FLOAT32,
+    INT8,
+    INT16,
+    NO_OUT,
+    SPLIT,
+    UINT8,
+    Block,
+    check_disjoint,
+    describe,
+)
+from cpu_adam._scalars import (
+    adagrad_scalars,
+    adam_scalars,
+    compact_adam_scalars,
+    finite_number,
+    lion_scalars,
+    random_key,
+    sgd_scalars,
+)
 from cpu_adam._threads import resolve_num_threads
 
-__all__ = ["adam_step"]
+__all__ = [
+    "GradNorm",
+    "adagrad_step",
+    "adam_step",
+    "adam_step_8bit",
+    "adam_step_bf16",
+    "grad_norm_sq",
+    "lion_step",
+    "sgd_step",
+]
 
 _ONLY_FLOAT32 = (FLOAT32,)
 _ANY_FLOAT = (FLOAT32, BFLOAT16, FLOAT16)
@@ -87,31 +117,408 @@ def adam_step(
         written["out"] = describe("out", out, is_written=True, types=_ANY_FLOAT)
     _check_shapes(written | read)
     check_disjoint(written, read)
-    first = written["master"]
-    target = written.get("out")
     _kernels.adam(
         active_isa_index(),
         read["grad"].type,
-        NO_OUT if target is None else target.type,
-        [
-            first.address,
-            read["grad"].address,
-            written["exp_avg"].address,
-            written["exp_avg_sq"].address,
-            0 if target is None else target.address,
-            first.numel,
-        ],
+        _out_type(written),
+        _item(written, read["grad"], "master", "exp_avg", "exp_avg_sq"),
         scalars,
         threads,
     )
     _tell_autograd(written)
 
 
-def _check_shapes(blocks: dict[str, Block]) -> None:
-    shape = blocks["master"].shape
+def adam_step_8bit(
+    param: Any,
+    grad: Any,
+    exp_avg: Any,
+    exp_avg_sq: Any,
+    exp_avg_scale: Any,
+    exp_avg_sq_scale: Any,
+    *,
+    step: int,
+    lr: float,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    weight_decay: float,
+    adamw_mode: bool = True,
+    bias_correction: bool = True,
+    grad_scale: float = 1.0,
+    remainder: Any = None,
+    out: Any = None,
+    num_threads: int | None = None,
+) -> None:
+    """Apply one Adam update in place, with both moments in 8 bits, in one pass over memory.
+
+    Block-wise quantized states: Dettmers et al., 2021 (arXiv 2110.02861); here with blocks of 128
+    elements, and codes that are the square root of a moment in the unit of the gradient.
+    `cpu_adam.reference` defines them. Start from zeros. With a bf16 ``param`` and its
+    ``remainder``, 6.0625 bytes per element are kept: the fp32 master weight that is updated is
+    made of the two, bit by bit. A gradient that is not finite spoils its whole block; see
+    `grad_norm_sq`. Arguments not listed are those of `adam_step`.
+
+    Args:
+        param: bf16 parameter with a ``remainder``, or fp32 weights without; updated.
+        grad: gradient in fp32, bf16 or fp16; unchanged.
+        exp_avg: int8 codes of the first moment; updated.
+        exp_avg_sq: uint8 codes of the second moment; updated.
+        exp_avg_scale: fp32, one number per 128 elements, 1-D; updated.
+        exp_avg_sq_scale: as ``exp_avg_scale``.
+        remainder: int16, what the master weight has beyond a bf16 ``param``; updated.
+        out: with an fp32 ``param`` alone: as in `adam_step`.
+
+    Raises:
+        TypeError, ValueError: as `adam_step`.
+    """
+    scalars = compact_adam_scalars(
+        step=step,
+        lr=lr,
+        beta1=beta1,
+        beta2=beta2,
+        eps=eps,
+        weight_decay=weight_decay,
+        adamw_mode=adamw_mode,
+        bias_correction=bias_correction,
+        grad_scale=grad_scale,
+    )
+    threads = resolve_num_threads(num_threads)
+    written = _describe_master(param, remainder, out)
+    written["exp_avg"] = describe("exp_avg", exp_avg, is_written=True, types=(INT8,))
+    written["exp_avg_sq"] = describe("exp_avg_sq", exp_avg_sq, is_written=True, types=(UINT8,))
+    read = {"grad": describe("grad", grad, is_written=False, types=_ANY_FLOAT)}
+    _check_shapes(written | read, "param")
+    for name, value in (("exp_avg_scale", exp_avg_scale), ("exp_avg_sq_scale", exp_avg_sq_scale)):
+        block = describe(name, value, is_written=True, types=_ONLY_FLOAT32)
+        expected = (-(-written["param"].numel // _kernels.BLOCK_NUMEL),)
+        if block.shape != expected:
+            raise ValueError(
+                f"{name}: must have one number per {_kernels.BLOCK_NUMEL} elements, "
+                f"shape {expected}; got {block.shape}"
+            )
+        written[name] = block
+    check_disjoint(written, read)
+    _kernels.adam_int8(
+        active_isa_index(),
+        read["grad"].type,
+        _out_type(written),
+        _item(
+            written,
+            read["grad"],
+            "param",
+            "exp_avg",
+            "exp_avg_sq",
+            "exp_avg_scale",
+            "exp_avg_sq_scale",
+        ),
+        scalars,
+        threads,
+    )
+    _tell_autograd(written)
+
+
+def adam_step_bf16(
+    param: Any,
+    grad: Any,
+    exp_avg: Any,
+    exp_avg_sq: Any,
+    *,
+    step: int,
+    lr: float,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    weight_decay: float,
+    adamw_mode: bool = True,
+    bias_correction: bool = True,
+    grad_scale: float = 1.0,
+    seed: int = 0,
+    remainder: Any = None,
+    out: Any = None,
+    num_threads: int | None = None,
+) -> None:
+    """Apply one Adam update in place, with both moments in bf16, stochastically rounded.
+
+    The random numbers are a function of ``seed``, ``step`` and an element's place in the array:
+    the same arguments give the same bits. Arguments not listed are those of `adam_step`.
+
+    Args:
+        param: bf16 parameter with a ``remainder``, or fp32 weights without; updated.
+        grad: gradient in fp32, bf16 or fp16; unchanged.
+        exp_avg: bf16 first moment; updated.
+        exp_avg_sq: bf16 second moment; updated.
+        seed: of the random numbers, in [0, 2**64).
+        remainder: int16, what the master weight has beyond a bf16 ``param``; updated.
+        out: with an fp32 ``param`` alone: as in `adam_step`.
+
+    Raises:
+        TypeError, ValueError: as `adam_step`.
+    """
+    scalars = compact_adam_scalars(
+        step=step,
+        lr=lr,
+        beta1=beta1,
+        beta2=beta2,
+        eps=eps,
+        weight_decay=weight_decay,
+        adamw_mode=adamw_mode,
+        bias_correction=bias_correction,
+        grad_scale=grad_scale,
+    )
+    key = random_key(seed, step)
+    threads = resolve_num_threads(num_threads)
+    written = _describe_master(param, remainder, out)
+    written["exp_avg"] = describe("exp_avg", exp_avg, is_written=True, types=(BFLOAT16,))
+    written["exp_avg_sq"] = describe("exp_avg_sq", exp_avg_sq, is_written=True, types=(BFLOAT16,))
+    read = {"grad": describe("grad", grad, is_written=False, types=_ANY_FLOAT)}
+    _check_shapes(written | read, "param")
+    check_disjoint(written, read)
+    _kernels.adam_bfloat16(
+        active_isa_index(),
+        read["grad"].type,
+        _out_type(written),
+        [*_item(written, read["grad"], "param", "exp_avg", "exp_avg_sq"), 0],
+        scalars,
+        key,
+        threads,
+    )
+    _tell_autograd(written)
+
+
+def adagrad_step(
+    master: Any,
+    grad: Any,
+    state_sum: Any,
+    *,
+    step: int,
+    lr: float,
+    lr_decay: float = 0.0,
+    eps: float = 1e-10,
+    weight_decay: float = 0.0,
+    grad_scale: float = 1.0,
+    out: Any = None,
+    num_threads: int | None = None,
+) -> None:
+    """Apply one Adagrad update in place (Duchi, Hazan and Singer, 2011; as torch.optim does it).
+
+    Arguments not listed, and errors, are those of `adam_step`.
+
+    Args:
+        master: fp32 weights; updated.
+        grad: gradient in fp32, bf16 or fp16; unchanged.
+        state_sum: fp32 sum of squared gradients; updated.
+        lr_decay: the learning rate is divided by ``1 + (step - 1) * lr_decay``.
+        weight_decay: L2, not negative.
+    """
+    scalars = adagrad_scalars(
+        step=step,
+        lr=lr,
+        lr_decay=lr_decay,
+        eps=eps,
+        weight_decay=weight_decay,
+        grad_scale=grad_scale,
+    )
+    threads = resolve_num_threads(num_threads)
+    written, source = _describe_rule(master, grad, out, state_sum=state_sum)
+    _kernels.adagrad(
+        active_isa_index(),
+        source.type,
+        _out_type(written),
+        _item(written, source, "master", "state_sum"),
+        scalars,
+        threads,
+    )
+    _tell_autograd(written)
+
+
+def lion_step(
+    master: Any,
+    grad: Any,
+    exp_avg: Any,
+    *,
+    lr: float,
+    beta1: float = 0.9,
+    beta2: float = 0.99,
+    weight_decay: float = 0.0,
+    grad_scale: float = 1.0,
+    out: Any = None,
+    num_threads: int | None = None,
+) -> None:
+    """Apply one Lion update in place (Chen et al., 2023, arXiv 2302.06675, algorithm 2).
+
+    Arguments not listed, and errors, are those of `adam_step`.
+
+    Args:
+        master: fp32 weights; updated.
+        grad: gradient in fp32, bf16 or fp16; unchanged.
+        exp_avg: fp32 momentum; updated.
+        beta1: weight of the momentum in the direction, in [0, 1).
+        beta2: decay of the momentum, in [0, 1).
+        weight_decay: decoupled, not negative.
+    """
+    scalars = lion_scalars(
+        lr=lr, beta1=beta1, beta2=beta2, weight_decay=weight_decay, grad_scale=grad_scale
+    )
+    threads = resolve_num_threads(num_threads)
+    written, source = _describe_rule(master, grad, out, exp_avg=exp_avg)
+    _kernels.lion(
+        active_isa_index(),
+        source.type,
+        _out_type(written),
+        _item(written, source, "master", "exp_avg"),
+        scalars,
+        threads,
+    )
+    _tell_autograd(written)
+
+
+def sgd_step(
+    master: Any,
+    grad: Any,
+    momentum_buffer: Any = None,
+    *,
+    step: int,
+    lr: float,
+    momentum: float = 0.0,
+    dampening: float = 0.0,
+    weight_decay: float = 0.0,
+    nesterov: bool = False,
+    grad_scale: float = 1.0,
+    out: Any = None,
+    num_threads: int | None = None,
+) -> None:
+    """Apply one update of stochastic gradient descent in place, as torch.optim.SGD does it.
+
+    Arguments not listed, and errors, are those of `adam_step`.
+
+    Args:
+        master: fp32 weights; updated.
+        grad: gradient in fp32, bf16 or fp16; unchanged.
+        momentum_buffer: fp32, zeros before the first step; updated. None without momentum.
+        step: number of this update, from 1; the first one fills ``momentum_buffer``.
+        momentum: factor on the buffer, not negative.
+        dampening: the gradient joins the buffer with weight ``1 - dampening``.
+        weight_decay: L2, not negative.
+        nesterov: Nesterov's momentum; needs a momentum and no dampening.
+    """
+    scalars = sgd_scalars(
+        step=step,
+        lr=lr,
+        momentum=momentum,
+        dampening=dampening,
+        weight_decay=weight_decay,
+        nesterov=nesterov,
+        grad_scale=grad_scale,
+    )
+    threads = resolve_num_threads(num_threads)
+    has_momentum = scalars.momentum != 0.0
+    if momentum_buffer is not None and not has_momentum:
+        raise ValueError("momentum_buffer: has no use without momentum; pass None")
+    states = {"momentum_buffer": momentum_buffer} if has_momentum else {}
+    written, source = _describe_rule(master, grad, out, **states)
+    _kernels.sgd(
+        active_isa_index(),
+        source.type,
+        _out_type(written),
+        _item(written, source, "master", *states),
+        scalars,
+        has_momentum,
+        bool(nesterov),
+        threads,
+    )
+    _tell_autograd(written)
+
+
+class GradNorm(NamedTuple):
+    """What `grad_norm_sq` found.
+
+    Attributes:
+        norm_sq: the sum of the squares; not finite if an element is not.
+        is_finite: whether every element is finite.
+    """
+
+    norm_sq: float
+    is_finite: bool
+
+
+def grad_norm_sq(grad: Any, *, grad_scale: float = 1.0, num_threads: int | None = None) -> GradNorm:
+    """The squared norm of ``grad_scale * grad``, and whether all of it is finite, in one pass.
+
+    Summed in double precision, in chunks of 32 Ki elements that are added in order: the same bits
+    for every thread count and instruction set. A finite gradient never overflows the sum.
+
+    Args:
+        grad: fp32, bf16 or fp16 gradient, of any shape, contiguous, in host memory; unchanged.
+        grad_scale: factor on the gradient; its square multiplies the sum, in double precision.
+        num_threads: as in `adam_step`.
+
+    Raises:
+        TypeError, ValueError: as `adam_step`.
+    """
+    scale = finite_number("grad_scale", grad_scale)
+    threads = resolve_num_threads(num_threads)
+    block = describe("grad", grad, is_written=False, types=_ANY_FLOAT)
+    total = _kernels.sum_of_squares(
+        active_isa_index(), block.type, block.address, block.numel, threads
+    )
+    return GradNorm(total * (scale * scale), math.isfinite(total))
+
+
+def _describe_master(param: Any, remainder: Any, out: Any) -> dict[str, Block]:
+    """The master weight of a step with compact states: fp32, or split in two."""
+    blocks = {"param": describe("param", param, is_written=True, types=(FLOAT32, BFLOAT16))}
+    if blocks["param"].type == FLOAT32:
+        if remainder is not None:
+            raise ValueError("remainder: an fp32 param has none; pass None")
+        if out is not None:
+            blocks["out"] = describe("out", out, is_written=True, types=_ANY_FLOAT)
+        return blocks
+    if remainder is None:
+        raise ValueError("remainder: a bf16 param needs one, of dtype int16")
+    if out is not None:
+        raise ValueError("out: a bf16 param is its own copy; pass None")
+    blocks["remainder"] = describe("remainder", remainder, is_written=True, types=(INT16,))
+    return blocks
+
+
+def _describe_rule(
+    master: Any, grad: Any, out: Any, **states: Any
+) -> tuple[dict[str, Block], Block]:
+    """What is written, and the gradient, of a rule whose states are all fp32."""
+    written = {"master": describe("master", master, is_written=True, types=_ONLY_FLOAT32)}
+    for name, state in states.items():
+        written[name] = describe(name, state, is_written=True, types=_ONLY_FLOAT32)
+    read = {"grad": describe("grad", grad, is_written=False, types=_ANY_FLOAT)}
+    if out is not None:
+        written["out"] = describe("out", out, is_written=True, types=_ANY_FLOAT)
+    _check_shapes(written | read)
+    check_disjoint(written, read)
+    return written, read["grad"]
+
+
+def _out_type(written: dict[str, Block]) -> int:
+    if "remainder" in written:
+        return SPLIT
+    return written["out"].type if "out" in written else NO_OUT
+
+
+def _item(written: dict[str, Block], grad: Block, master: str, *states: str) -> list[int]:
+    """The kernel's numbers for one tensor."""
+    out = written.get("remainder") or written.get("out")
+    return [
+        written[master].address,
+        grad.address,
+        *(written[name].address for name in states),
+        0 if out is None else out.address,
+        grad.numel,
+    ]
+
+
+def _check_shapes(blocks: dict[str, Block], first: str = "master") -> None:
+    shape = blocks[first].shape
     for name, block in blocks.items():
         if block.shape != shape:
-            raise ValueError(f"{name}: must have master's shape {shape}, got {block.shape}")
+            raise ValueError(f"{name}: must have {first}'s shape {shape}, got {block.shape}")
 
 
 def _tell_autograd(written: dict[str, Block]) -> None:

@@ -16,6 +16,68 @@ def adam(
     released meanwhile.
     """
 
+def adam_int8(
+    isa: int,
+    grad_type: int,
+    out_type: int,
+    items: list[int],
+    scalars: tuple[float, ...],
+    num_threads: int,
+) -> None:
+    """Update every item, with 8-bit states.
+
+    ``(master, grad, exp_avg, exp_avg_sq, exp_avg_scale, exp_avg_sq_scale, out, numel)``, one after
+    another. ``out_type`` 4: master is a bf16 parameter, out its remainder; in `adam` as well.
+    """
+
+def adam_bfloat16(
+    isa: int,
+    grad_type: int,
+    out_type: int,
+    items: list[int],
+    scalars: tuple[float, ...],
+    key: int,
+    num_threads: int,
+) -> None:
+    """Update every item, with bf16 states: as in `adam`, and the stream last."""
+
+def adagrad(
+    isa: int,
+    grad_type: int,
+    out_type: int,
+    items: list[int],
+    scalars: tuple[float, ...],
+    num_threads: int,
+) -> None:
+    """Update every item: ``(master, grad, state_sum, out, numel)``, one after another."""
+
+def lion(
+    isa: int,
+    grad_type: int,
+    out_type: int,
+    items: list[int],
+    scalars: tuple[float, ...],
+    num_threads: int,
+) -> None:
+    """Update every item: ``(master, grad, exp_avg, out, numel)``, one after another."""
+
+def sgd(
+    isa: int,
+    grad_type: int,
+    out_type: int,
+    items: list[int],
+    scalars: tuple[float, ...],
+    has_momentum: bool,
+    is_nesterov: bool,
+    num_threads: int,
+) -> None:
+    """Update every item: ``(master, grad, [momentum_buffer,] out, numel)``, one after another."""
+
+def sum_of_squares(isa: int, grad_type: int, address: int, numel: int, num_threads: int) -> float:
+    """The sum of the squares of all elements, in double precision."""
+
+BLOCK_NUMEL: int
+
 def count_up(addresses: list[int]) -> None:
     """Add 1 to the fp32 number at each address."""
 

@@ -18,7 +18,11 @@ __all__ = [
     "BFLOAT16",
     "FLOAT16",
     "FLOAT32",
+    "INT8",
+    "INT16",
     "NO_OUT",
+    "SPLIT",
+    "UINT8",
     "Block",
     "check_disjoint",
     "describe",
@@ -26,15 +30,30 @@ __all__ = [
 ]
 
 # Numbers of the element types, shared with native/kernels.h.
-FLOAT32, BFLOAT16, FLOAT16, NO_OUT = 0, 1, 2, 3
+# SPLIT stands for a split master in the place of a copy's type. The integers only matter here.
+FLOAT32, BFLOAT16, FLOAT16, NO_OUT, SPLIT, INT8, UINT8, INT16 = range(8)
 
-ITEM_BYTES = (4, 2, 2, 0)
+ITEM_BYTES = (4, 2, 2, 0, 2, 1, 1, 2)
 
-_NUMPY_TYPES = {"float32": FLOAT32, "bfloat16": BFLOAT16, "float16": FLOAT16}
+_NUMPY_TYPES = {
+    "float32": FLOAT32,
+    "bfloat16": BFLOAT16,
+    "float16": FLOAT16,
+    "int8": INT8,
+    "uint8": UINT8,
+    "int16": INT16,
+}
 _TYPE_NAMES = {code: name for name, code in _NUMPY_TYPES.items()}
 
 # Numbers of the DLPack specification: (type code, bits), and devices whose memory the host reads.
-_DLPACK_TYPES = {(2, 32): FLOAT32, (2, 16): FLOAT16, (4, 16): BFLOAT16}
+_DLPACK_TYPES = {
+    (2, 32): FLOAT32,
+    (2, 16): FLOAT16,
+    (4, 16): BFLOAT16,
+    (0, 8): INT8,
+    (1, 8): UINT8,
+    (0, 16): INT16,
+}
 _DLPACK_HOST_DEVICES = (1, 3, 11)  # CPU, CUDA pinned, ROCm pinned
 
 _torch_types: dict[Any, int] = {}
@@ -115,6 +134,9 @@ def _describe_torch(name: str, tensor: Any, torch: Any, types: tuple[int, ...]) 
         _torch_types[torch.float32] = FLOAT32
         _torch_types[torch.bfloat16] = BFLOAT16
         _torch_types[torch.float16] = FLOAT16
+        _torch_types[torch.int8] = INT8
+        _torch_types[torch.uint8] = UINT8
+        _torch_types[torch.int16] = INT16
     if not tensor.is_cpu:
         raise ValueError(f"{name}: must be in host memory, got a tensor on {tensor.device}")
     if tensor.layout is not torch.strided:

@@ -1,15 +1,30 @@
-"""Adam's hyperparameters, checked, and boiled down to the numbers that every element shares.
+"""The rules' hyperparameters, checked, and boiled down to the numbers that every element shares.
 
 Computed in double precision and rounded to fp32 once, at the end, as torch.optim's for-loop does.
 """
 
 from __future__ import annotations
 
+import hashlib
 import math
 import operator
 from typing import Any, NamedTuple
 
-__all__ = ["AdamScalars", "adam_scalars"]
+__all__ = [
+    "AdagradScalars",
+    "AdamScalars",
+    "CompactAdamScalars",
+    "LionScalars",
+    "SgdScalars",
+    "adagrad_scalars",
+    "adam_scalars",
+    "check_seed",
+    "compact_adam_scalars",
+    "finite_number",
+    "lion_scalars",
+    "random_key",
+    "sgd_scalars",
+]
 
 _FLOAT32_MAX = 3.4028234663852886e38
 
@@ -32,7 +47,7 @@ class AdamScalars(NamedTuple):
     neg_step_size: float
 
 
-def _number(name: str, value: Any) -> float:
+def finite_number(name: str, value: Any) -> float:
     """``value`` as a finite float that fp32 can hold as well."""
     if isinstance(value, str | bytes):
         raise TypeError(f"{name}: expected a number, got {type(value).__name__}")
@@ -50,14 +65,14 @@ def _number(name: str, value: Any) -> float:
 
 
 def _not_negative(name: str, value: Any) -> float:
-    number = _number(name, value)
+    number = finite_number(name, value)
     if number < 0.0:
         raise ValueError(f"{name}: must not be negative, got {number}")
     return number
 
 
 def _beta(name: str, value: Any) -> float:
-    number = _number(name, value)
+    number = finite_number(name, value)
     if not 0.0 <= number < 1.0:
         raise ValueError(f"{name}: must be in [0, 1), got {number}")
     return number
@@ -97,7 +112,7 @@ def adam_scalars(
     beta2 = _beta("beta2", beta2)
     eps = _not_negative("eps", eps)
     weight_decay = _not_negative("weight_decay", weight_decay)
-    grad_scale = _number("grad_scale", grad_scale)
+    grad_scale = finite_number("grad_scale", grad_scale)
     correction1 = correction2 = 1.0
     if bias_correction:
         # As floats: a step too large for pow() in integers is no reason to fail.
@@ -119,4 +134,167 @@ def adam_scalars(
         bias_correction2_sqrt=math.sqrt(correction2),
         eps=eps,
         neg_step_size=-step_size,
+    )
+
+
+class CompactAdamScalars(NamedTuple):
+    """`AdamScalars` for the kernels with 8- and 16-bit states, in the order of their argument."""
+
+    grad_scale: float
+    decay: float
+    l2: float
+    beta1: float
+    one_minus_beta1: float
+    beta2: float
+    one_minus_beta2: float
+    inverse_correction2_sqrt: float
+    eps: float
+    neg_step_size: float
+
+
+def compact_adam_scalars(*, beta1: float, **hyper: Any) -> CompactAdamScalars:
+    """What `adam_scalars` gives, in the form that the kernels with compact states want."""
+    s = adam_scalars(beta1=beta1, **hyper)
+    return CompactAdamScalars(
+        grad_scale=s.grad_scale,
+        decay=s.decay,
+        l2=s.l2,
+        beta1=float(beta1),
+        one_minus_beta1=s.one_minus_beta1,
+        beta2=s.beta2,
+        one_minus_beta2=s.one_minus_beta2,
+        inverse_correction2_sqrt=1.0 / s.bias_correction2_sqrt,
+        eps=s.eps,
+        neg_step_size=s.neg_step_size,
+    )
+
+
+def check_seed(seed: Any) -> int:
+    """``seed`` as an integer of 64 bits.
+
+    Raises:
+        TypeError: it is not an integer.
+        ValueError: it is negative or needs more than 64 bits.
+    """
+    try:
+        value = operator.index(seed)
+    except TypeError:
+        raise TypeError(f"seed: expected an integer, got {type(seed).__name__}") from None
+    if not 0 <= value < 2**64:
+        raise ValueError(f"seed: must be in [0, 2**64), got {value}")
+    return value
+
+
+def random_key(seed: int, step: int) -> int:
+    """The 64-bit key of the random numbers of update number ``step``."""
+    words = check_seed(seed).to_bytes(8, "little") + (step % 2**64).to_bytes(8, "little")
+    return int.from_bytes(hashlib.blake2b(words, digest_size=8).digest(), "little")
+
+
+class AdagradScalars(NamedTuple):
+    """What an Adagrad update needs besides the arrays, in the order of the kernel's argument."""
+
+    grad_scale: float
+    l2: float
+    eps: float
+    neg_step_size: float
+
+
+def adagrad_scalars(
+    *,
+    step: int,
+    lr: float,
+    lr_decay: float,
+    eps: float,
+    weight_decay: float,
+    grad_scale: float,
+) -> AdagradScalars:
+    """Check Adagrad's hyperparameters and derive its scalars; errors as in `adam_scalars`."""
+    step = _step(step)
+    lr = _not_negative("lr", lr)
+    lr_decay = _not_negative("lr_decay", lr_decay)
+    return AdagradScalars(
+        grad_scale=finite_number("grad_scale", grad_scale),
+        l2=_not_negative("weight_decay", weight_decay),
+        eps=_not_negative("eps", eps),
+        neg_step_size=-lr / (1.0 + float(min(step, 2**62) - 1) * lr_decay),
+    )
+
+
+class LionScalars(NamedTuple):
+    """What a Lion update needs besides the arrays, in the order of the kernel's argument."""
+
+    grad_scale: float
+    decay: float
+    beta1: float
+    one_minus_beta1: float
+    beta2: float
+    one_minus_beta2: float
+    neg_lr: float
+
+
+def lion_scalars(
+    *, lr: float, beta1: float, beta2: float, weight_decay: float, grad_scale: float
+) -> LionScalars:
+    """Check Lion's hyperparameters and derive its scalars; errors as in `adam_scalars`."""
+    lr = _not_negative("lr", lr)
+    beta1 = _beta("beta1", beta1)
+    beta2 = _beta("beta2", beta2)
+    decay = 1.0 - lr * _not_negative("weight_decay", weight_decay)
+    if abs(decay) > _FLOAT32_MAX:
+        raise ValueError(f"weight_decay: lr * weight_decay is too large for fp32, got {decay}")
+    return LionScalars(
+        grad_scale=finite_number("grad_scale", grad_scale),
+        decay=decay,
+        beta1=beta1,
+        one_minus_beta1=1.0 - beta1,
+        beta2=beta2,
+        one_minus_beta2=1.0 - beta2,
+        neg_lr=-lr,
+    )
+
+
+class SgdScalars(NamedTuple):
+    """What an SGD update needs besides the arrays, in the order of the kernel's argument.
+
+    The momentum buffer becomes ``buffer_decay`` times itself plus ``grad_weight`` times the
+    gradient: at the first step, the gradient.
+    """
+
+    grad_scale: float
+    l2: float
+    momentum: float
+    buffer_decay: float
+    grad_weight: float
+    neg_lr: float
+
+
+def sgd_scalars(
+    *,
+    step: int,
+    lr: float,
+    momentum: float,
+    dampening: float,
+    weight_decay: float,
+    nesterov: bool,
+    grad_scale: float,
+) -> SgdScalars:
+    """Check SGD's hyperparameters and derive its scalars; errors as in `adam_scalars`.
+
+    Raises:
+        ValueError: also for ``nesterov`` without momentum or with dampening.
+    """
+    is_first = _step(step) == 1
+    lr = _not_negative("lr", lr)
+    momentum = _not_negative("momentum", momentum)
+    dampening = finite_number("dampening", dampening)
+    if nesterov and (momentum == 0.0 or dampening != 0.0):
+        raise ValueError("nesterov: needs a momentum and zero dampening")
+    return SgdScalars(
+        grad_scale=finite_number("grad_scale", grad_scale),
+        l2=_not_negative("weight_decay", weight_decay),
+        momentum=momentum,
+        buffer_decay=0.0 if is_first else momentum,
+        grad_weight=1.0 if is_first else 1.0 - dampening,
+        neg_lr=-lr,
     )

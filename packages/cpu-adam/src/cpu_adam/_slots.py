@@ -13,14 +13,28 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cpu_adam._memory import BFLOAT16, FLOAT16, FLOAT32, ITEM_BYTES, NO_OUT, torch_address
+from cpu_adam import _kernels
+from cpu_adam._memory import BFLOAT16, FLOAT16, FLOAT32, ITEM_BYTES, NO_OUT, SPLIT, torch_address
 
-__all__ = ["MASTER", "TYPES", "Slot", "local_of"]
+__all__ = ["MASTER", "REMAINDER", "SCALES", "STATE_DTYPES", "TYPES", "Slot", "local_of"]
 
 TYPES = {torch.float32: FLOAT32, torch.bfloat16: BFLOAT16, torch.float16: FLOAT16}
 
 # Name of the fp32 copy that a 16-bit parameter is updated through.
 MASTER = "master_weight"
+
+# Name of the int16 lower half of the master weight whose upper half is a bf16 parameter.
+REMAINDER = "remainder"
+
+# Names of the scales of 8-bit moments: fp32, one for each block of elements.
+SCALES = ("exp_avg_scale", "exp_avg_sq_scale")
+
+# Types of the moments, by the name of their width.
+STATE_DTYPES = {
+    "float32": {"exp_avg": torch.float32, "exp_avg_sq": torch.float32},
+    "bfloat16": {"exp_avg": torch.bfloat16, "exp_avg_sq": torch.bfloat16},
+    "int8": {"exp_avg": torch.int8, "exp_avg_sq": torch.uint8},
+}
 
 
 def local_of(tensor: Tensor) -> Tensor:
@@ -34,20 +48,34 @@ def local_of(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def _check_state(name: str, state: Any, like: Tensor) -> Tensor:
+def _check_state(name: str, state: Any, like: Tensor, dtype: torch.dtype) -> Tensor:
     if not isinstance(state, Tensor):
         raise TypeError(f"state {name!r}: expected a tensor, got {type(state).__name__}")
     local = local_of(state)
     if not local.is_cpu or local.layout is not torch.strided:
         raise ValueError(f"state {name!r}: must be a dense CPU tensor, got {state.device}")
-    if local.dtype is not torch.float32:
-        raise TypeError(f"state {name!r}: dtype must be torch.float32, got {state.dtype}")
+    if local.dtype is not dtype:
+        raise TypeError(
+            f"state {name!r}: dtype must be {dtype}, got {state.dtype}; "
+            "cpu_adam.convert_state changes the width of the moments"
+        )
     if local.shape != like.shape or local.stride() != like.stride():
         raise ValueError(
             f"state {name!r}: must have the parameter's shape and strides "
             f"{tuple(like.shape)}, {like.stride()}; got {tuple(local.shape)}, {local.stride()}"
         )
     return local
+
+
+def _check_scale(name: str, state: Any, numel: int) -> Tensor:
+    if not isinstance(state, Tensor):
+        raise TypeError(f"state {name!r}: expected a tensor, got {type(state).__name__}")
+    expected = (-(-numel // _kernels.BLOCK_NUMEL),)
+    if not state.is_cpu or state.dtype is not torch.float32 or not state.is_contiguous():
+        raise ValueError(f"state {name!r}: must be contiguous fp32 numbers on the CPU")
+    if tuple(state.shape) != expected:
+        raise ValueError(f"state {name!r}: must have shape {expected}, got {tuple(state.shape)}")
+    return state
 
 
 def _check_step(step: Tensor) -> Tensor:
@@ -60,76 +88,82 @@ class Slot:
     """The memory of one parameter and of its state.
 
     Attributes:
+        state_dtype: what the moments are, of `STATE_DTYPES`.
         out_type: element type of the parameter if it is written as a copy of the master weight.
+        addresses: the kernel's arguments besides the gradient: master, states, out.
         local: the parameter, or the local part of a DTensor.
         numel: number of elements in it.
         step: the number of updates so far, 0-d fp32; counted up in memory, at ``step_address``.
     """
 
     __slots__ = (
-        "_locals",
+        "_local_address",
+        "_parts",
         "_state",
-        "_stored",
         "addresses",
+        "dtype",
         "is_contiguous",
         "local",
         "numel",
         "out_type",
+        "state_dtype",
         "step",
         "step_address",
         "stride",
     )
 
-    def __init__(self, param: Tensor, state: dict[str, Any]) -> None:
+    def __init__(self, param: Tensor, state: dict[str, Any], state_dtype: str) -> None:
         local = local_of(param)
         if not local.is_cpu or local.layout is not torch.strided:
             raise ValueError(f"parameter: must be a dense CPU tensor, got one on {local.device}")
         kind = TYPES[local.dtype]
-        is_master = kind == FLOAT32
-        exp_avg = _check_state("exp_avg", state["exp_avg"], local)
-        exp_avg_sq = _check_state("exp_avg_sq", state["exp_avg_sq"], local)
-        master = local if is_master else _check_state(MASTER, state[MASTER], local)
+        parts = {
+            name: _check_state(name, state[name], local, dtype)
+            for name, dtype in STATE_DTYPES[state_dtype].items()
+        }
+        if state_dtype == "int8":
+            for name in SCALES:
+                parts[name] = _check_scale(name, state[name], local.numel())
+        self._local_address = torch_address("parameter", local)
+        states = [torch_address(name, part) for name, part in parts.items()]
+        if kind == FLOAT32:
+            self.out_type = NO_OUT
+            self.addresses = (self._local_address, *states, 0)
+        elif kind == BFLOAT16 and MASTER not in state:
+            self.out_type = SPLIT
+            rest = parts[REMAINDER] = _check_state(REMAINDER, state[REMAINDER], local, torch.int16)
+            self.addresses = (self._local_address, *states, torch_address(REMAINDER, rest))
+        else:
+            self.out_type = kind
+            master = parts[MASTER] = _check_state(MASTER, state[MASTER], local, torch.float32)
+            self.addresses = (torch_address(MASTER, master), *states, self._local_address)
         self._state = state
-        self._stored = (state["exp_avg"], state["exp_avg_sq"], state.get(MASTER))
-        self._locals = (master, exp_avg, exp_avg_sq)
+        self._parts = [(name, state[name], part, part.data_ptr()) for name, part in parts.items()]
+        self.state_dtype = state_dtype
         self.step = _check_step(state["step"])
         self.step_address = torch_address("step", self.step)
         self.local = local
+        self.dtype = local.dtype
         self.numel = local.numel()
         self.stride = local.stride()
         self.is_contiguous = local.is_contiguous()
-        self.out_type = NO_OUT if is_master else kind
-        # master, exp_avg, exp_avg_sq, out: the kernel's arguments besides the gradient
-        self.addresses = (
-            torch_address("parameter" if is_master else MASTER, master),
-            torch_address("exp_avg", exp_avg),
-            torch_address("exp_avg_sq", exp_avg_sq),
-            0 if is_master else torch_address("parameter", local),
-        )
 
-    def is_current(self, param: Tensor, state: dict[str, Any]) -> bool:
+    def is_current(self, param: Tensor, state: dict[str, Any], state_dtype: str) -> bool:
         """Whether the parameter and its state are still what was verified."""
         local = param if type(param) is torch.nn.Parameter else local_of(param)
-        master, exp_avg, exp_avg_sq = self._locals
-        is_copy = self.out_type != NO_OUT
-        stored_exp_avg, stored_exp_avg_sq, stored_master = self._stored
+        for name, stored, part, address in self._parts:
+            if state.get(name) is not stored or part.data_ptr() != address:
+                return False
         return (
             state is self._state
-            and state.get("exp_avg") is stored_exp_avg
-            and state.get("exp_avg_sq") is stored_exp_avg_sq
-            and state.get(MASTER) is stored_master
+            and (self.out_type != SPLIT or MASTER not in state)
+            and self.state_dtype == state_dtype
             and state.get("step") is self.step
             and self.step.data_ptr() == self.step_address
-            and TYPES.get(local.dtype) == (self.out_type if is_copy else FLOAT32)
+            and local.dtype is self.dtype
             and local.stride() == self.stride
             and local.numel() == self.numel
-            and self.addresses
-            == (
-                master.data_ptr() if is_copy else local.data_ptr(),
-                exp_avg.data_ptr(),
-                exp_avg_sq.data_ptr(),
-                local.data_ptr() if is_copy else 0,
-            )
+            and local.data_ptr() == self._local_address
         )
 
     def grad_memory(self, grad: Tensor) -> tuple[Tensor, int, int]:

@@ -12,13 +12,13 @@ from torch.optim import Optimizer
 
 from cpu_adam import _kernels
 from cpu_adam._isa import active_isa_index
-from cpu_adam._scalars import AdamScalars, adam_scalars
-from cpu_adam._slots import MASTER, TYPES, Slot, local_of
+from cpu_adam._scalars import adam_scalars, check_seed, compact_adam_scalars, random_key
+from cpu_adam._slots import MASTER, REMAINDER, SCALES, STATE_DTYPES, TYPES, Slot, local_of
 from cpu_adam._threads import resolve_num_threads
 
 __all__ = ["CPUAdam"]
 
-_FLOAT32_STATES = ("exp_avg", "exp_avg_sq", MASTER)
+_STATES = ("exp_avg", "exp_avg_sq", *SCALES, MASTER, REMAINDER)
 
 
 class CPUAdam(Optimizer):
@@ -29,6 +29,14 @@ class CPUAdam(Optimizer):
     copy in the state (``master_weight``) and rounded to nearest even. State per parameter, with
     the names of torch's own Adam: ``step`` (a 0-d fp32 tensor), ``exp_avg`` and ``exp_avg_sq``
     (fp32), so that for fp32 parameters each loads the other's ``state_dict``.
+
+    With ``state_dtype="int8"`` or ``"bfloat16"`` the moments take less memory; see
+    `cpu_adam.adam_step_8bit` and `cpu_adam.adam_step_bf16`. A bf16 parameter is then the upper half
+    of its fp32 master weight, and the state has the lower half (``remainder``, int16) in the place
+    of ``master_weight``: 6.0625 or 8 bytes per element in all. 8-bit moments come with
+    ``exp_avg_scale`` and ``exp_avg_sq_scale``, fp32, one number per 128 elements in memory (of a
+    DTensor's local part: convert to fp32 before resharding). `cpu_adam.convert_state` changes the
+    width; a loaded state dict brings its own.
 
     A DTensor parameter is updated through its local part; its state is made of DTensors too.
     ``GradScaler`` leaves unscaling, and skipping after an overflow, to this class.
@@ -42,6 +50,8 @@ class CPUAdam(Optimizer):
         amsgrad: not supported; True is refused.
         bias_correction: divide the moments by ``1 - beta ** step``.
         adamw_mode: decoupled weight decay; the default, unlike ``torch.optim.Adam``.
+        state_dtype: of the moments: ``"float32"``, ``"bfloat16"`` or ``"int8"``.
+        seed: of the stochastic rounding of bf16 moments, in [0, 2**64).
         num_threads: threads for a step; None for torch's count.
 
     Raises:
@@ -68,6 +78,8 @@ class CPUAdam(Optimizer):
         amsgrad: bool = False,
         bias_correction: bool = True,
         adamw_mode: bool = True,
+        state_dtype: str = "float32",
+        seed: int = 0,
         num_threads: int | None = None,
     ) -> None:
         resolve_num_threads(num_threads)
@@ -81,8 +93,10 @@ class CPUAdam(Optimizer):
             "amsgrad": amsgrad,
             "bias_correction": bias_correction,
             "adamw_mode": adamw_mode,
+            "state_dtype": state_dtype,
+            "seed": seed,
         }
-        _scalars_of(defaults, 1, 1.0)
+        _check_group(defaults)
         super().__init__(params, defaults)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -95,7 +109,7 @@ class CPUAdam(Optimizer):
         super().add_param_group(param_group)
         try:
             for group in self.param_groups[count:]:
-                _scalars_of(group, 1, 1.0)
+                _check_group(group)
                 for param in group["params"]:
                     _check_param(param)
         except (TypeError, ValueError):
@@ -131,7 +145,11 @@ class CPUAdam(Optimizer):
         scale = getattr(self, "grad_scale", None)
         grad_scale = 1.0 if scale is None else 1.0 / float(scale)
         # Everything is looked up and checked before anything is changed.
-        updates = [_Update(self, group, grad_scale) for group in self.param_groups]
+        updates = []
+        stream = 0
+        for group in self.param_groups:
+            updates.append(_Update(self, group, grad_scale, stream))
+            stream += len(group["params"])
         isa, threads = active_isa_index(), resolve_num_threads(self.num_threads)
         for update in updates:
             update.run(isa, threads)
@@ -141,7 +159,7 @@ class CPUAdam(Optimizer):
         """Load what ``state_dict`` of this class or of torch's Adam or AdamW returned.
 
         The base class casts state to the parameter's dtype, which would round a 16-bit
-        parameter's master weight and moments away; here they stay fp32.
+        parameter's master weight and moments away; here they stay what they were.
         """
         loaded: dict[str, Any] = {}
 
@@ -152,10 +170,11 @@ class CPUAdam(Optimizer):
             ids = chain.from_iterable(group["params"] for group in loaded["param_groups"])
             params = chain.from_iterable(group["params"] for group in self.param_groups)
             for key, param in zip(ids, params, strict=True):
-                for name in _FLOAT32_STATES:
+                for name in _STATES:
                     value = loaded["state"].get(key, {}).get(name)
-                    if value is not None and param.dtype is not torch.float32:
-                        self.state[param][name] = value.to(param.device, torch.float32)
+                    if value is not None and value.dtype is not param.dtype:
+                        dtype = _loaded_dtype(name, value)
+                        self.state[param][name] = value.to(param.device, dtype, copy=True)
 
         # The last hook before and the first hook after, so that the user's see the same as ever.
         before = self.register_load_state_dict_pre_hook(remember)
@@ -178,55 +197,95 @@ class CPUAdam(Optimizer):
             group.setdefault("adamw_mode", decoupled)
             group.setdefault("bias_correction", self.defaults["bias_correction"])
             group.setdefault("amsgrad", False)
-            _scalars_of(group, 1, 1.0)
+            group.setdefault("state_dtype", "float32")
+            group.setdefault("seed", self.defaults.get("seed", 0))
+            _check_group(group)
 
-    def _slot_of(self, param: Tensor) -> Slot:
+    def _slot_of(self, param: Tensor, state_dtype: str) -> Slot:
         state = self.state[param]
         slot = self._slots.get(param)
-        if slot is None or not slot.is_current(param, state):
+        if slot is None or not slot.is_current(param, state, state_dtype):
             _check_param(param)
-            _fill_state(param, state)
-            slot = self._slots[param] = Slot(param, state)
+            _fill_state(param, state, state_dtype)
+            slot = self._slots[param] = Slot(param, state, state_dtype)
         return slot
 
 
 class _Update:
     """One group's step: the memory to update, gathered and checked, then updated in `run`."""
 
-    def __init__(self, optimizer: CPUAdam, group: dict[str, Any], grad_scale: float) -> None:
+    def __init__(
+        self, optimizer: CPUAdam, group: dict[str, Any], grad_scale: float, stream: int
+    ) -> None:
+        state_dtype = self._state_dtype = _state_dtype_of(group)
         # Parameters of the same types and step count go to the kernel in one call.
         batches: dict[tuple[int, int, float], list[int]] = {}
         self._keep_alive: list[Tensor] = []
         self._locals: list[Tensor] = []
         self._step_addresses: list[int] = []
-        for param in group["params"]:
+        for index, param in enumerate(group["params"], start=stream):
             grad = param.grad
             if grad is None:
                 continue
-            slot = optimizer._slot_of(param)
+            slot = optimizer._slot_of(param, state_dtype)
             grad, grad_address, grad_type = slot.grad_memory(grad)
             key = (grad_type, slot.out_type, slot.step.item())
             items = batches.get(key)
             if items is None:
                 items = batches[key] = []
-            master, exp_avg, exp_avg_sq, out = slot.addresses
-            items += (master, grad_address, exp_avg, exp_avg_sq, out, slot.numel)
+            master, *others = slot.addresses
+            items += (master, grad_address, *others, slot.numel)
+            if state_dtype == "bfloat16":
+                items.append(index)
             self._keep_alive.append(grad)
             self._locals.append(slot.local)
             self._step_addresses.append(slot.step_address)
         self._calls = [
-            (grad_type, out_type, items, _scalars_of(group, int(step) + 1, grad_scale))
+            (
+                grad_type,
+                out_type,
+                items,
+                _scalars_of(group, int(step) + 1, grad_scale),
+                random_key(group["seed"], int(step) + 1) if state_dtype == "bfloat16" else 0,
+            )
             for (grad_type, out_type, step), items in batches.items()
         ]
 
     def run(self, isa: int, num_threads: int) -> None:
-        for grad_type, out_type, items, scalars in self._calls:
-            _kernels.adam(isa, grad_type, out_type, items, scalars, num_threads)
+        for grad_type, out_type, items, scalars, key in self._calls:
+            if self._state_dtype == "float32":
+                _kernels.adam(isa, grad_type, out_type, items, scalars, num_threads)
+            elif self._state_dtype == "int8":
+                _kernels.adam_int8(isa, grad_type, out_type, items, scalars, num_threads)
+            else:
+                _kernels.adam_bfloat16(isa, grad_type, out_type, items, scalars, key, num_threads)
         _kernels.count_up(self._step_addresses)
         torch.autograd.graph.increment_version(self._locals)
 
 
-def _scalars_of(group: dict[str, Any], step: int, grad_scale: float) -> AdamScalars:
+def _state_dtype_of(group: dict[str, Any]) -> str:
+    name = group["state_dtype"]
+    if not isinstance(name, str):
+        raise TypeError(f"state_dtype: expected a name, got {type(name).__name__}")
+    if name not in STATE_DTYPES:
+        raise ValueError(f"state_dtype: must be one of {', '.join(STATE_DTYPES)}; got {name!r}")
+    return name
+
+
+def _check_group(group: dict[str, Any]) -> None:
+    _state_dtype_of(group)
+    check_seed(group["seed"])
+    _scalars_of(group, 1, 1.0)
+
+
+def _loaded_dtype(name: str, value: Tensor) -> torch.dtype:
+    """What a loaded state is kept as: itself if it can be, else fp32."""
+    kept = {STATE_DTYPES[kind].get(name) for kind in STATE_DTYPES} | {torch.int16}
+    is_known = name not in (MASTER, *SCALES) and value.dtype in kept
+    return value.dtype if is_known else torch.float32
+
+
+def _scalars_of(group: dict[str, Any], step: int, grad_scale: float) -> tuple[float, ...]:
     if group["amsgrad"]:
         raise ValueError("amsgrad: not supported by CPUAdam; pass amsgrad=False")
     if group.get("maximize"):
@@ -235,7 +294,8 @@ def _scalars_of(group: dict[str, Any], step: int, grad_scale: float) -> AdamScal
         beta1, beta2 = group["betas"]
     except (TypeError, ValueError):
         raise TypeError(f"betas: expected two numbers, got {group['betas']!r}") from None
-    return adam_scalars(
+    derive = adam_scalars if group["state_dtype"] == "float32" else compact_adam_scalars
+    return derive(
         step=step,
         lr=group["lr"],
         beta1=beta1,
@@ -263,13 +323,23 @@ def _check_param(param: Tensor) -> None:
         )
 
 
-def _fill_state(param: Tensor, state: dict[str, Any]) -> None:
+def _fill_state(param: Tensor, state: dict[str, Any], state_dtype: str) -> None:
     """Create what is missing; and accept a step count in any form."""
     step = state.get("step", 0.0)
     if not isinstance(step, Tensor) or step.dtype is not torch.float32 or not step.is_cpu:
         state["step"] = torch.tensor(float(step), dtype=torch.float32)
-    for name in ("exp_avg", "exp_avg_sq"):
+    for name, dtype in STATE_DTYPES[state_dtype].items():
         if name not in state:
-            state[name] = torch.zeros_like(param, dtype=torch.float32)
-    if param.dtype is not torch.float32 and MASTER not in state:
+            state[name] = torch.zeros_like(param, dtype=dtype)
+    if state_dtype == "int8":
+        num_blocks = -(-local_of(param).numel() // _kernels.BLOCK_NUMEL)
+        for name in SCALES:
+            if name not in state:
+                state[name] = torch.zeros(num_blocks, dtype=torch.float32)
+    is_bfloat16 = param.dtype is torch.bfloat16
+    if param.dtype is torch.float32 or MASTER in state or (is_bfloat16 and REMAINDER in state):
+        return
+    if is_bfloat16 and state_dtype != "float32":
+        state[REMAINDER] = torch.zeros_like(param, dtype=torch.int16)
+    else:
         state[MASTER] = param.detach().to(torch.float32)

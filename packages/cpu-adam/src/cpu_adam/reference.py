@@ -17,9 +17,42 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from cpu_adam._scalars import adam_scalars
+from cpu_adam._scalars import (
+    CompactAdamScalars,
+    adagrad_scalars,
+    adam_scalars,
+    compact_adam_scalars,
+    lion_scalars,
+    random_key,
+    sgd_scalars,
+)
 
-__all__ = ["adam_step", "bfloat16_to_float32", "float32_to_bfloat16", "fma"]
+__all__ = [
+    "adagrad_step",
+    "adam_step",
+    "adam_step_8bit",
+    "adam_step_bf16",
+    "bfloat16_to_float32",
+    "combine_master",
+    "dequantize_exp_avg",
+    "dequantize_exp_avg_sq_root",
+    "float32_to_bfloat16",
+    "fma",
+    "grad_norm_sq",
+    "lion_step",
+    "quantize_moments",
+    "random_bits",
+    "round_stochastically",
+    "sgd_step",
+    "split_master",
+]
+
+BLOCK_NUMEL = 128
+CHUNK_NUMEL = 32 * 1024
+
+# What compresses to the codes 127 and 255, and half the bits of 1.0.
+_EXP_AVG_TOP, _EXP_AVG_SQ_TOP = np.float32(16128), np.float32(65024)
+_HALF_OF_ONE = np.uint32(0x3F800000 // 2)
 
 Array = npt.NDArray[Any]
 Float32Array = npt.NDArray[np.float32]
@@ -92,8 +125,7 @@ def adam_step(
         np.float32(value) for value in scalars
     )
     with np.errstate(all="ignore"):
-        g = bfloat16_to_float32(grad) if grad.dtype == np.uint16 else grad.astype(np.float32)
-        g = g * scale
+        g = _widen(grad) * scale
         p: Any = master
         if l2 != 0:
             g = fma(p, l2, g)
@@ -110,5 +142,350 @@ def adam_step(
         master[...] = p
         exp_avg[...] = m
         exp_avg_sq[...] = v
-        if out is not None:
-            out[...] = float32_to_bfloat16(p) if out.dtype == np.uint16 else p.astype(out.dtype)
+        _write_out(out, p)
+
+
+def _widen(values: Array) -> Float32Array:
+    """16-bit values in fp32; uint16 stands for bf16."""
+    if values.dtype == np.uint16:
+        return bfloat16_to_float32(values)
+    return values.astype(np.float32)
+
+
+def _write_out(out: Array | None, values: Array) -> None:
+    if out is not None:
+        is_bfloat16 = out.dtype == np.uint16
+        out[...] = float32_to_bfloat16(values) if is_bfloat16 else values.astype(out.dtype)
+
+
+def combine_master(param: npt.NDArray[np.uint16], remainder: npt.NDArray[np.int16]) -> Float32Array:
+    """The fp32 master weight of a bf16 parameter and its remainder.
+
+    As 32-bit integers, it is the parameter with 16 zeros behind, plus the remainder.
+    """
+    bits = (param.astype(np.uint32) << 16) + remainder.astype(np.int32).view(np.uint32)
+    return bits.view(np.float32)
+
+
+def split_master(
+    master: Float32Array,
+) -> tuple[npt.NDArray[np.uint16], npt.NDArray[np.int16]]:
+    """A bf16 parameter, the master weight rounded to nearest even, and the remainder.
+
+    The remainder is what `combine_master` needs to give the master back, bit by bit. One in
+    131,072 masters is an exception: a tie that is rounded down is 32768 away from the
+    parameter, more than an int16 holds. It comes back as its neighbour, one unit in the last
+    place of fp32 nearer to the parameter. Where the master is NaN, so is what comes back.
+    """
+    param = float32_to_bfloat16(master)
+    distance = (master.view(np.uint32) - (param.astype(np.uint32) << 16)).view(np.int32)
+    return param, np.minimum(distance, 32767).astype(np.int16)
+
+
+def _compact_adam(
+    p: Any, g: Any, m: Any, v: Any, s: CompactAdamScalars
+) -> tuple[Float32Array, Float32Array, Float32Array, Float32Array]:
+    """Adam's formulas for compact states: p, m, v and the square root of v, in fp32."""
+    f: Any = CompactAdamScalars(*_in_float32(s))
+    g = fma(p, f.l2, g * f.grad_scale)
+    m = fma(f.one_minus_beta1, g, f.beta1 * m)
+    v = fma(f.one_minus_beta2 * g, g, f.beta2 * v)
+    root = np.sqrt(v)
+    denominator = fma(root, f.inverse_correction2_sqrt, f.eps)
+    return p * f.decay + (f.neg_step_size * m) / denominator, m, v, root
+
+
+def _in_float32(scalars: tuple[float, ...]) -> list[Any]:
+    return [np.float32(value) for value in scalars]
+
+
+def _load_master(param: Array, remainder: Array | None) -> Float32Array:
+    if remainder is None:
+        return param.astype(np.float32)
+    return combine_master(param, remainder)
+
+
+def _store_master(
+    param: Array, remainder: Array | None, out: Array | None, values: Float32Array
+) -> None:
+    if remainder is None:
+        param[...] = values
+        _write_out(out, values)
+    else:
+        param[...], remainder[...] = split_master(values)
+
+
+def _in_blocks(values: Array) -> Array:
+    """Rows of BLOCK_NUMEL elements, the last one filled up with zeros."""
+    return np.pad(values.reshape(-1), (0, -values.size % BLOCK_NUMEL)).reshape(-1, BLOCK_NUMEL)
+
+
+def _compress(values: Float32Array) -> Float32Array:
+    """Nearly the square root, of numbers that are not negative.
+
+    Half the exponent, and linear in between: within 6.1% of the square root, monotone, and with an
+    exact inverse.
+    """
+    return ((values.view(np.uint32) >> 1) + _HALF_OF_ONE).view(np.float32)
+
+
+def _expand(values: Float32Array) -> Float32Array:
+    """The inverse of `_compress`; of zero, zero."""
+    bits: Array = values.view(np.int32) - np.int32(_HALF_OF_ONE)
+    expanded: Float32Array = (np.maximum(bits, 0) << 1).view(np.float32)
+    return expanded
+
+
+def _decode(codes: Array, scales: Float32Array, top: np.float32) -> Float32Array:
+    """The magnitudes that 8-bit codes stand for."""
+    magnitudes = np.abs(_in_blocks(codes).astype(np.float32))
+    values = (scales * (np.float32(1) / top))[:, None] * _expand(magnitudes)
+    return values.reshape(-1)[: codes.size].reshape(codes.shape)
+
+
+def dequantize_exp_avg(codes: npt.NDArray[np.int8], scales: Float32Array) -> Float32Array:
+    """The first moment of its codes."""
+    return np.copysign(_decode(codes, scales, _EXP_AVG_TOP), codes.astype(np.float32))
+
+
+def dequantize_exp_avg_sq_root(codes: npt.NDArray[np.uint8], scales: Float32Array) -> Float32Array:
+    """The square root of the second moment of its codes."""
+    return _decode(codes, scales, _EXP_AVG_SQ_TOP)
+
+
+def _block_scales(magnitudes: Float32Array, top: np.float32) -> tuple[Float32Array, Float32Array]:
+    """Each row's scale, and the factor that maps its largest value to ``top``."""
+    largest = magnitudes.max(axis=1)  # of NaN and anything, NaN
+    is_zero = largest < np.float32(2.0**-100)
+    scale = np.where(is_zero, np.float32(0), largest).astype(np.float32)
+    inverse = np.where(is_zero, np.float32(0), top / largest).astype(np.float32)
+    return scale, inverse
+
+
+def quantize_moments(
+    exp_avg: Float32Array, exp_avg_sq_root: Float32Array
+) -> tuple[npt.NDArray[np.int8], npt.NDArray[np.uint8], Float32Array, Float32Array]:
+    """8-bit codes of the first moment and of the second's square root, and their scales.
+
+    Blocks of 128 elements share a scale, their largest magnitude. A code is the integer nearest to
+    ``_compress(value * top / scale)``, so that small values survive. A block whose largest is below
+    ``2**-100`` is stored as zero; in any other, a root has at least the code 1, since a denominator
+    that vanished would make the update explode. A block with an element that is not
+    finite, in either moment, gets codes of 0 and scales of NaN.
+    """
+    shape, numel = exp_avg.shape, exp_avg.size
+    with np.errstate(all="ignore"):
+        m, root = _in_blocks(exp_avg), np.abs(_in_blocks(exp_avg_sq_root))
+        m_scale, m_inverse = _block_scales(np.abs(m), _EXP_AVG_TOP)
+        root_scale, root_inverse = _block_scales(root, _EXP_AVG_SQ_TOP)
+        is_lost = ~(np.isfinite(m_scale) & np.isfinite(root_scale))
+        m_codes = np.copysign(_compress(np.abs(m) * m_inverse[:, None]), m)
+        least = (root_inverse > 0).astype(np.float32)[:, None]
+        root_codes = np.maximum(_compress(root * root_inverse[:, None]), least)
+        m_codes[is_lost] = root_codes[is_lost] = 0
+        m_scale[is_lost] = root_scale[is_lost] = np.nan
+        m_int = np.rint(m_codes).astype(np.int8).reshape(-1)[:numel].reshape(shape)
+        root_int = np.rint(root_codes).astype(np.uint8).reshape(-1)[:numel].reshape(shape)
+    return m_int, root_int, m_scale, root_scale
+
+
+def adam_step_8bit(
+    param: Array,
+    grad: Array,
+    exp_avg: npt.NDArray[np.int8],
+    exp_avg_sq: npt.NDArray[np.uint8],
+    exp_avg_scale: Float32Array,
+    exp_avg_sq_scale: Float32Array,
+    *,
+    remainder: npt.NDArray[np.int16] | None = None,
+    out: Array | None = None,
+    **hyper: Any,
+) -> None:
+    """What `cpu_adam.adam_step_8bit` computes; uint16 stands for bf16."""
+    scalars = compact_adam_scalars(**hyper)
+    with np.errstate(all="ignore"):
+        m = dequantize_exp_avg(exp_avg, exp_avg_scale)
+        root = dequantize_exp_avg_sq_root(exp_avg_sq, exp_avg_sq_scale)
+        p, m, _, root = _compact_adam(
+            _load_master(param, remainder), _widen(grad), m, root * root, scalars
+        )
+        _store_master(param, remainder, out, p)
+    codes = quantize_moments(m, root)
+    states: tuple[Array, ...] = (exp_avg, exp_avg_sq, exp_avg_scale, exp_avg_sq_scale)
+    for state, value in zip(states, codes, strict=True):
+        state[...] = value
+
+
+def random_bits(numel: int, key: int, stream: int = 0) -> npt.NDArray[np.uint32]:
+    """32 random bits for each of ``numel`` elements: a scrambled counter.
+
+    Two rounds of multiply and xor-shift, with the multipliers of MurmurHash3's finalizer.
+    """
+    position = np.arange(numel, dtype=np.uint64)
+    low = (position & np.uint64(0xFFFFFFFF)).astype(np.uint32)
+    high = (position >> np.uint64(32)).astype(np.uint32)
+    key0 = np.uint32((key + stream * 0x85EBCA77) & 0xFFFFFFFF)
+    key1 = np.uint32(((key >> 32) + stream * 0x9E3779B1) & 0xFFFFFFFF)
+    with np.errstate(over="ignore"):
+        x: Any = low + key0
+        x = (x ^ (x >> 16)) * np.uint32(0x85EBCA6B)
+        x = x ^ (key1 ^ (high * np.uint32(0x9E3779B9)))
+        x = (x ^ (x >> 13)) * np.uint32(0xC2B2AE35)
+    random: npt.NDArray[np.uint32] = x ^ (x >> 16)
+    return random
+
+
+def round_stochastically(
+    values: Float32Array, random16: npt.NDArray[np.uint32]
+) -> npt.NDArray[np.uint16]:
+    """The bf16 above or below in magnitude, as bits; ``random16`` is below ``2**16``.
+
+    The chance of the one is the distance to the other. Infinities and NaNs stay what they are.
+    """
+    bits = values.view(np.uint32)
+    quiet = bits | np.uint32(0x00400000)
+    return (np.where(np.isnan(values), quiet, bits + random16) >> 16).astype(np.uint16)
+
+
+def adam_step_bf16(
+    param: Array,
+    grad: Array,
+    exp_avg: npt.NDArray[np.uint16],
+    exp_avg_sq: npt.NDArray[np.uint16],
+    *,
+    seed: int = 0,
+    stream: int = 0,
+    remainder: npt.NDArray[np.int16] | None = None,
+    out: Array | None = None,
+    **hyper: Any,
+) -> None:
+    """What `cpu_adam.adam_step_bf16` computes; uint16 stands for bf16."""
+    scalars = compact_adam_scalars(**hyper)
+    key = random_key(seed, hyper["step"])
+    random: Any = random_bits(param.size, key, stream).reshape(param.shape)
+    with np.errstate(all="ignore"):
+        p, m, v, _ = _compact_adam(
+            _load_master(param, remainder),
+            _widen(grad),
+            bfloat16_to_float32(exp_avg),
+            bfloat16_to_float32(exp_avg_sq),
+            scalars,
+        )
+        _store_master(param, remainder, out, p)
+        exp_avg[...] = round_stochastically(m, random & np.uint32(0xFFFF))
+        exp_avg_sq[...] = round_stochastically(v, random >> 16)
+
+
+def adagrad_step(
+    master: Float32Array,
+    grad: Array,
+    state_sum: Float32Array,
+    *,
+    step: int,
+    lr: float,
+    lr_decay: float = 0.0,
+    eps: float = 1e-10,
+    weight_decay: float = 0.0,
+    grad_scale: float = 1.0,
+    out: Array | None = None,
+) -> None:
+    """What `cpu_adam.adagrad_step` computes; uint16 stands for bf16."""
+    scalars = adagrad_scalars(
+        step=step,
+        lr=lr,
+        lr_decay=lr_decay,
+        eps=eps,
+        weight_decay=weight_decay,
+        grad_scale=grad_scale,
+    )
+    scale, l2, epsilon, neg_step_size = _in_float32(scalars)
+    with np.errstate(all="ignore"):
+        g = fma(master, l2, _widen(grad) * scale)
+        total = fma(g, g, state_sum)
+        p = master + (neg_step_size * g) / (np.sqrt(total) + epsilon)
+        master[...] = p
+        state_sum[...] = total
+        _write_out(out, p)
+
+
+def lion_step(
+    master: Float32Array,
+    grad: Array,
+    exp_avg: Float32Array,
+    *,
+    lr: float,
+    beta1: float = 0.9,
+    beta2: float = 0.99,
+    weight_decay: float = 0.0,
+    grad_scale: float = 1.0,
+    out: Array | None = None,
+) -> None:
+    """What `cpu_adam.lion_step` computes; uint16 stands for bf16."""
+    scalars = lion_scalars(
+        lr=lr, beta1=beta1, beta2=beta2, weight_decay=weight_decay, grad_scale=grad_scale
+    )
+    scale, decay, b1, weight1, b2, weight2, neg_lr = _in_float32(scalars)
+    with np.errstate(all="ignore"):
+        g = _widen(grad) * scale
+        direction = fma(weight1, g, b1 * exp_avg)
+        # the sum makes a step of -0 one of 0
+        p = master * decay + (neg_lr * np.sign(direction) + np.float32(0))
+        exp_avg[...] = fma(weight2, g, b2 * exp_avg)
+        master[...] = p
+        _write_out(out, p)
+
+
+def sgd_step(
+    master: Float32Array,
+    grad: Array,
+    momentum_buffer: Float32Array | None = None,
+    *,
+    step: int,
+    lr: float,
+    momentum: float = 0.0,
+    dampening: float = 0.0,
+    weight_decay: float = 0.0,
+    nesterov: bool = False,
+    grad_scale: float = 1.0,
+    out: Array | None = None,
+) -> None:
+    """What `cpu_adam.sgd_step` computes; uint16 stands for bf16."""
+    scalars = sgd_scalars(
+        step=step,
+        lr=lr,
+        momentum=momentum,
+        dampening=dampening,
+        weight_decay=weight_decay,
+        nesterov=nesterov,
+        grad_scale=grad_scale,
+    )
+    scale, l2, mu, buffer_decay, grad_weight, neg_lr = _in_float32(scalars)
+    with np.errstate(all="ignore"):
+        direction = g = fma(master, l2, _widen(grad) * scale)
+        if momentum_buffer is not None:
+            direction = fma(grad_weight, g, momentum_buffer * buffer_decay)
+            momentum_buffer[...] = direction
+            if nesterov:
+                direction = fma(mu, direction, g)
+        p = fma(neg_lr, direction, master)
+        master[...] = p
+        _write_out(out, p)
+
+
+def grad_norm_sq(grad: Array, *, grad_scale: float = 1.0) -> tuple[float, bool]:
+    """What `cpu_adam.grad_norm_sq` computes; uint16 stands for bf16.
+
+    Within a chunk, sixteen sums in double precision, of every sixteenth element each; then the
+    second half of them is added to the first, until one is left. The chunks are added in order.
+    """
+    total = 0.0
+    values = _widen(grad.reshape(-1)).astype(np.float64)
+    with np.errstate(all="ignore"):
+        for start in range(0, values.size, CHUNK_NUMEL):
+            chunk = values[start : start + CHUNK_NUMEL]
+            rows = np.pad(chunk, (0, -chunk.size % 16)).reshape(-1, 16)
+            sums = np.cumsum(rows * rows, axis=0)[-1]
+            while sums.size > 1:
+                sums = sums[: sums.size // 2] + sums[sums.size // 2 :]
+            total += float(sums[0])
+    return total * (float(grad_scale) * float(grad_scale)), bool(np.isfinite(total))
