@@ -6,6 +6,7 @@
     typecheck  mypy --strict
     bench      benchmarks: arguments go to ``python -m zero_engine.bench``
     wheels     cpu-adam's wheel and sdist, tested where there is no compiler
+    kernels    cpu-adam's kernels without Python: here, sanitized, and on an emulated Arm processor
     sanitize   cpu-adam's tests under AddressSanitizer and UBSan; arguments go to pytest
     matrix     the tests of everything, for a torch release and a Python version
 
@@ -136,8 +137,15 @@ def sanitize(session: nox.Session) -> None:
         "PYTHONMALLOC": "malloc",
     }
     with session.chdir("packages/cpu-adam"):
-        tests = session.posargs or ["--deselect=tests/test_kernel_program.py"]
-        session.run("python", "-m", "pytest", "-q", *tests, env=environment)
+        session.run("python", "-m", "pytest", "-q", *session.posargs, env=environment)
+
+
+@nox.session
+def kernels(session: nox.Session) -> None:
+    """Build and run the test program of cpu-adam's kernels; takes minutes."""
+    session.install(*PIP_FLAGS, "packages/cpu-adam[test]")
+    with session.chdir("packages/cpu-adam"):
+        session.run("python", "-m", "pytest", "-q", "-m", "program", *session.posargs)
 
 
 @nox.session
