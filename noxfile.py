@@ -32,8 +32,7 @@ EVERYTHING = ("packages/cpu-adam[torch]", *(f"packages/{name}" for name in PACKA
 SOURCES = (*(f"packages/{name}/src" for name in PACKAGES), "integration/src")
 CHECKED = ("noxfile.py", "packages", "integration")
 CONSTRAINTS = ("--constraint", "constraints.txt")
-# What a test imports is compiled then; compiling all of torch beforehand takes longer.
-PIP_FLAGS = ("--quiet", "--progress-bar=off", "--no-compile")
+PIP_FLAGS = ("--quiet", "--progress-bar=off")
 TEST_TOOLS = ("pytest>=8.3", "hypothesis>=6.100")
 LINT_TOOLS = ("ruff>=0.15,<0.18", "clang-format>=20")
 TYPE_TOOLS = ("mypy>=1.19", "pybind11")
