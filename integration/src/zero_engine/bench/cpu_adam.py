@@ -11,7 +11,6 @@ from __future__ import annotations
 import gc
 import importlib
 import importlib.metadata
-import inspect
 import json
 import math
 import os
@@ -303,8 +302,6 @@ def int8_race(numel: int) -> Race:
         return [param]
 
     def ours() -> Step:
-        if "state_dtype" not in inspect.signature(cpu_adam.CPUAdam).parameters:
-            raise NotImplementedError(f"cpu-adam {cpu_adam.__version__} has no 8-bit state")
         optimizer: Any = cpu_adam.CPUAdam
         made: torch.optim.Optimizer = optimizer(bf16(), state_dtype="int8", **ADAMW)
         return made.step
