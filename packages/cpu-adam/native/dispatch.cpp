@@ -65,8 +65,9 @@ Support detect() {
   const bool has_f16c = has_bit(basic.ecx, 29);
   const bool has_avx2 = has_bit(extended.ebx, 5);
   const bool has_avx512f = has_bit(extended.ebx, 16);
+  const bool has_avx512bw = has_bit(extended.ebx, 30);
   const bool avx2 = saves_ymm && has_avx && has_avx2 && has_fma && has_f16c;
-  return {avx2, avx2 && saves_zmm && has_avx512f};
+  return {avx2, avx2 && saves_zmm && has_avx512f && has_avx512bw};
 }
 
 #endif  // CPU_ADAM_HAVE_X86

@@ -19,7 +19,9 @@ struct Vec {
   __m256 low, high;
 };
 constexpr int kLanes = 16;
+constexpr int kVectorsAtOnce = 4;
 constexpr bool kCanStream = true;
+constexpr bool kHasFma = true;
 
 CPU_ADAM_INLINE void stream_fence() { _mm_sfence(); }
 
@@ -39,6 +41,22 @@ CPU_ADAM_INLINE Vec div(Vec a, Vec b) {
 CPU_ADAM_INLINE Vec sqrt_(Vec a) { return {_mm256_sqrt_ps(a.low), _mm256_sqrt_ps(a.high)}; }
 CPU_ADAM_INLINE Vec fma_(Vec a, Vec b, Vec c) {
   return {_mm256_fmadd_ps(a.low, b.low, c.low), _mm256_fmadd_ps(a.high, b.high, c.high)};
+}
+CPU_ADAM_INLINE Vec nfma(Vec a, Vec b, Vec c) {
+  return {_mm256_fnmadd_ps(a.low, b.low, c.low), _mm256_fnmadd_ps(a.high, b.high, c.high)};
+}
+CPU_ADAM_INLINE __m256 if_ordered_8(__m256 test, __m256 a, __m256 b) {
+  return _mm256_blendv_ps(b, a, _mm256_cmp_ps(test, test, _CMP_ORD_Q));
+}
+CPU_ADAM_INLINE Vec if_ordered(Vec test, Vec a, Vec b) {
+  return {if_ordered_8(test.low, a.low, b.low), if_ordered_8(test.high, a.high, b.high)};
+}
+CPU_ADAM_INLINE __m256 copy_sign_8(__m256 x, __m256 y) {
+  const __m256 sign = _mm256_set1_ps(-0.0f);
+  return _mm256_or_ps(_mm256_andnot_ps(sign, x), _mm256_and_ps(sign, y));
+}
+CPU_ADAM_INLINE Vec copy_sign(Vec x, Vec y) {
+  return {copy_sign_8(x.low, y.low), copy_sign_8(x.high, y.high)};
 }
 
 CPU_ADAM_INLINE __m128i load_8_halves(const char* from) {
@@ -154,11 +172,8 @@ CPU_ADAM_INLINE UInt uor(UInt a, UInt b) {
 CPU_ADAM_INLINE UInt uxor(UInt a, UInt b) {
   return {_mm256_xor_si256(a.low, b.low), _mm256_xor_si256(a.high, b.high)};
 }
-CPU_ADAM_INLINE UInt imax(UInt a, UInt b) {
-  return {_mm256_max_epi32(a.low, b.low), _mm256_max_epi32(a.high, b.high)};
-}
-CPU_ADAM_INLINE UInt imin(UInt a, UInt b) {
-  return {_mm256_min_epi32(a.low, b.low), _mm256_min_epi32(a.high, b.high)};
+CPU_ADAM_INLINE UInt umax(UInt a, UInt b) {
+  return {_mm256_max_epu32(a.low, b.low), _mm256_max_epu32(a.high, b.high)};
 }
 CPU_ADAM_INLINE UInt igreater(UInt a, UInt b) {
   return {_mm256_cmpgt_epi32(a.low, b.low), _mm256_cmpgt_epi32(a.high, b.high)};
@@ -175,12 +190,15 @@ CPU_ADAM_INLINE UInt is_ordered(Vec x) {
   return {_mm256_castps_si256(_mm256_cmp_ps(x.low, x.low, _CMP_ORD_Q)),
           _mm256_castps_si256(_mm256_cmp_ps(x.high, x.high, _CMP_ORD_Q))};
 }
-CPU_ADAM_INLINE std::uint32_t reduce_imax(UInt x) {
-  const __m256i eight = _mm256_max_epi32(x.low, x.high);
+CPU_ADAM_INLINE UInt if_ordered(Vec test, UInt a, UInt b) {
+  return as_bits(if_ordered(test, as_float(a), as_float(b)));
+}
+CPU_ADAM_INLINE std::uint32_t reduce_umax(UInt x) {
+  const __m256i eight = _mm256_max_epu32(x.low, x.high);
   const __m128i four =
-      _mm_max_epi32(_mm256_castsi256_si128(eight), _mm256_extracti128_si256(eight, 1));
-  const __m128i two = _mm_max_epi32(four, _mm_shuffle_epi32(four, 0x4e));
-  const __m128i one = _mm_max_epi32(two, _mm_shuffle_epi32(two, 0xb1));
+      _mm_max_epu32(_mm256_castsi256_si128(eight), _mm256_extracti128_si256(eight, 1));
+  const __m128i two = _mm_max_epu32(four, _mm_shuffle_epi32(four, 0x4e));
+  const __m128i one = _mm_max_epu32(two, _mm_shuffle_epi32(two, 0xb1));
   return static_cast<std::uint32_t>(_mm_cvtsi128_si32(one));
 }
 
@@ -212,6 +230,7 @@ CPU_ADAM_INLINE void store_8(char* to, UInt x) {
 CPU_ADAM_INLINE void store_16(char* to, UInt x) {
   store_halves(to, low_halves(uand(x, uset1(0xffff))));
 }
+CPU_ADAM_INLINE void store_upper_16(char* to, UInt x) { store_halves(to, low_halves(ushr<16>(x))); }
 
 struct Doubles {
   __m256d part[4];

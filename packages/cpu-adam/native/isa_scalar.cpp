@@ -15,6 +15,7 @@ namespace {
 
 using Vec = float;
 constexpr int kLanes = 1;
+constexpr int kVectorsAtOnce = 1;
 constexpr bool kCanStream = false;
 [[maybe_unused]] CPU_ADAM_INLINE void stream_fence() {}
 
@@ -43,8 +44,10 @@ CPU_ADAM_INLINE Vec sqrt_(Vec a) { return __builtin_sqrtf(a); }
 #endif
 
 #if defined(__FP_FAST_FMAF)
+constexpr bool kHasFma = true;
 CPU_ADAM_INLINE Vec fma_(Vec a, Vec b, Vec c) { return __builtin_fmaf(a, b, c); }
 #else
+constexpr bool kHasFma = false;
 // fma without the instruction (libm's is ten times slower): the product is exact in double; the
 // sum is rounded to odd, after which rounding to float is right (Boldo and Melquiond, "Emulation
 // of FMA and correctly rounded sums", 2008). The error of the sum is Knuth's TwoSum.
@@ -65,6 +68,10 @@ CPU_ADAM_INLINE Vec fma_(Vec a, Vec b, Vec c) {
   return static_cast<float>(odd);
 }
 #endif
+[[maybe_unused]] CPU_ADAM_INLINE Vec nfma(Vec a, Vec b, Vec c) { return fma_(-a, b, c); }
+CPU_ADAM_INLINE Vec copy_sign(Vec x, Vec y) {
+  return float_of((bits_of(x) & 0x7fffffffu) | (bits_of(y) & 0x80000000u));
+}
 
 struct F32 {
   static constexpr int kBytes = 4;
@@ -157,14 +164,16 @@ template <int kBits>
 CPU_ADAM_INLINE UInt ushr(UInt x) {
   return x >> kBits;
 }
-CPU_ADAM_INLINE bool is_greater(UInt a, UInt b) {
-  return static_cast<std::int32_t>(a) > static_cast<std::int32_t>(b);
+CPU_ADAM_INLINE UInt umax(UInt a, UInt b) { return a > b ? a : b; }
+CPU_ADAM_INLINE std::uint32_t reduce_umax(UInt x) { return x; }
+CPU_ADAM_INLINE UInt igreater(UInt a, UInt b) {
+  return static_cast<std::int32_t>(a) > static_cast<std::int32_t>(b) ? 0xffffffffu : 0u;
 }
-CPU_ADAM_INLINE UInt imax(UInt a, UInt b) { return is_greater(a, b) ? a : b; }
-CPU_ADAM_INLINE UInt imin(UInt a, UInt b) { return is_greater(a, b) ? b : a; }
-CPU_ADAM_INLINE UInt igreater(UInt a, UInt b) { return is_greater(a, b) ? 0xffffffffu : 0u; }
 CPU_ADAM_INLINE UInt is_ordered(Vec x) { return x == x ? 0xffffffffu : 0u; }
-CPU_ADAM_INLINE std::uint32_t reduce_imax(UInt x) { return x; }
+template <class Either>  // Vec or UInt
+CPU_ADAM_INLINE Either if_ordered(Vec test, Either a, Either b) {
+  return test == test ? a : b;
+}
 
 template <class Integer>
 CPU_ADAM_INLINE UInt load_integer(const char* from) {
@@ -184,6 +193,7 @@ CPU_ADAM_INLINE void store_16(char* to, UInt x) {
   const std::uint16_t value = static_cast<std::uint16_t>(x);
   std::memcpy(to, &value, sizeof value);
 }
+CPU_ADAM_INLINE void store_upper_16(char* to, UInt x) { store_16(to, x >> 16); }
 
 using Doubles = double;
 CPU_ADAM_INLINE Doubles zero_doubles() { return 0.0; }

@@ -4,19 +4,26 @@
 // [Note: what an isa_*.cpp defines]
 // CPU_ADAM_INLINE    forced inlining
 // kLanes             elements in a vector
+// kVectorsAtOnce     vectors in each of the short loops that the work is cut into
 // Vec                a vector of kLanes floats
-// set1, add, sub, mul, div, sqrt_, fma_   elementwise on Vec; fma_(a, b, c) rounds a * b + c once
+// set1, add, sub, mul, div, sqrt_, fma_, nfma   elementwise on Vec; fma_(a, b, c) rounds a * b + c
+//                    once, nfma(a, b, c) rounds c - a * b once
+// kHasFma            whether those two are instructions
+// copy_sign(x, y)    the magnitude of x with the sign of y
 // F32, BF16, F16     one struct per element type: kBytes, load(const char*), store(char*, Vec)
 // UInt               a vector of kLanes 32-bit integers
 // as_bits, as_float  Vec to UInt and back, the same bits
 // to_float, to_int   signed integers to Vec and back; to_int rounds in the caller's mode
 // uset1, uadd, usub, umul, uand, uor, uxor, ushl<n>, ushr<n>   elementwise, modulo 2**32
-// imax, imin, igreater   of signed integers; igreater gives all ones or zero
+// umax, reduce_umax  the larger one, unsigned; the largest of all lanes, as one number
+// igreater           of signed integers: all ones or zero
 // is_ordered         all ones where a float is not NaN, else zero
-// reduce_imax        the largest (signed) of all lanes, as one number
+// if_ordered(test, a, b)   a where the float `test` is not NaN, else b; of Vec and of UInt
 // lanes              0, 1, 2, ...
-// load_u8, load_i8, load_u16, load_i16, store_8, store_16   store_* keep the low bits
-// Doubles            kLanes doubles: zero_doubles, add_square(sum, Vec), store_doubles
+// load_u8, load_i8, load_u16, load_i16, store_8, store_16   store_* keep the low bits...
+// store_upper_16     ...and this the upper half of each
+// Doubles            min(kLanes, 16) doubles: zero_doubles, store_doubles, add_square(sum, Vec),
+//                    which takes the first sixteen lanes first
 //
 // [Note: one result for one element]
 // Every primitive is correctly rounded (IEEE 754), contraction by the compiler is off, and the last
@@ -67,13 +74,9 @@ struct Split {
   }
   static CPU_ADAM_INLINE void store(char* master, char* out, std::int64_t index, Vec x) {
     const UInt bits = as_bits(x);
-    const UInt odd = uand(ushr<16>(bits), uset1(1));
     // A NaN is not rounded: it comes out of arithmetic, so it is quiet, and stays a NaN.
-    const UInt up = uand(uadd(odd, uset1(0x7fff)), is_ordered(x));
-    const UInt upper = ushr<16>(uadd(bits, up));
-    const UInt remainder = imin(usub(bits, ushl<16>(upper)), uset1(32767));
-    store_16(master + index * 2, upper);
-    store_16(out + index * 2, remainder);
+    store_upper_16(master + index * 2, if_ordered(x, uadd(bits, uset1(0x8000)), bits));
+    store_16(out + index * 2, bits);
   }
 };
 
@@ -111,9 +114,9 @@ CPU_ADAM_INLINE UInt random_bits(const std::uint32_t (&key)[2], std::int64_t pos
   return uxor(x, ushr<16>(x));
 }
 
-// The bf16 number above or below, in the low half of each lane. Infinities stay; so do NaNs.
+// The bf16 number above or below, in the upper half of each lane. Infinities stay; so do NaNs.
 CPU_ADAM_INLINE UInt round_stochastically(Vec x, UInt random16) {
-  return ushr<16>(uadd(as_bits(x), uand(random16, is_ordered(x))));
+  return if_ordered(x, uadd(as_bits(x), random16), as_bits(x));
 }
 
 struct RandomBF16States {
@@ -127,9 +130,42 @@ struct RandomBF16States {
   CPU_ADAM_INLINE void store(char* const* state, std::int64_t index, std::int64_t position,
                              const Values& values) const {
     const UInt random = random_bits(key, position);
-    store_16(state[0] + index * 2, round_stochastically(values[0], uand(random, uset1(0xffff))));
-    store_16(state[1] + index * 2, round_stochastically(values[1], ushr<16>(random)));
+    store_upper_16(state[0] + index * 2,
+                   round_stochastically(values[0], uand(random, uset1(0xffff))));
+    store_upper_16(state[1] + index * 2, round_stochastically(values[1], ushr<16>(random)));
   }
+};
+
+// [Note: division by a constant]
+// The quotient of every element by one and the same number, correctly rounded as `div` is but
+// cheaper: the product with the rounded reciprocal, and then its error, which a fused multiply-add
+// has exactly, times the reciprocal (Markstein 1990). With divisor b, dividend a, both of 24 bits,
+// in [1, 2): the product is less than one unit in the last place off, or less than one and a half
+// if a < b; then the second sum differs from a / b by less than a / b can differ from the middle
+// between two floats, so both round to the same. Nothing may underflow on the way: a square root is
+// at least 2**-75. An infinity has no error, and its first product stands.
+struct Divisor {
+  Vec value, reciprocal;
+
+  explicit CPU_ADAM_INLINE Divisor(float x) : value(set1(x)), reciprocal(set1(1.0f / x)) {}
+
+  CPU_ADAM_INLINE Vec divide(Vec x) const {
+    if constexpr (kHasFma) {
+      const Vec product = mul(x, reciprocal);
+      const Vec error = nfma(product, value, x);
+      return if_ordered(error, fma_(error, reciprocal, product), product);
+    } else {
+      return div(x, value);
+    }
+  }
+};
+
+// [Note: rules]
+// A rule changes one vector in two halves: `begin` updates the states, and the master weight as far
+// as it can; `finish` returns the new one. Between them lies what takes long, a square root or
+// nothing, and its results: Pending.
+struct RootPending {
+  Vec numerator, root;
 };
 
 // Adam (Kingma and Ba 2015), AdamW (Loshchilov and Hutter 2019), in the operation order of
@@ -137,8 +173,10 @@ struct RandomBF16States {
 // the first moment is interpolated starting from the gradient (1 - beta1 >= 0.5).
 template <bool kL2, bool kLerpFromGrad>
 struct AdamRule : Float32States<2> {
-  Vec grad_scale, decay, l2, lerp_coefficient, beta2, one_minus_beta2, bias_correction2_sqrt, eps,
-      neg_step_size;
+  using Pending = RootPending;
+  using typename Float32States<2>::Values;
+  Vec grad_scale, decay, l2, lerp_coefficient, beta2, one_minus_beta2, eps, neg_step_size;
+  Divisor bias_correction2_sqrt;
 
   CPU_ADAM_INLINE AdamRule(const cpu_adam::AdamScalars& s, std::uint32_t)
       : grad_scale(set1(s.grad_scale)),
@@ -147,11 +185,11 @@ struct AdamRule : Float32States<2> {
         lerp_coefficient(set1(s.lerp_coefficient)),
         beta2(set1(s.beta2)),
         one_minus_beta2(set1(s.one_minus_beta2)),
-        bias_correction2_sqrt(set1(s.bias_correction2_sqrt)),
         eps(set1(s.eps)),
-        neg_step_size(set1(s.neg_step_size)) {}
+        neg_step_size(set1(s.neg_step_size)),
+        bias_correction2_sqrt(s.bias_correction2_sqrt) {}
 
-  CPU_ADAM_INLINE Vec update(Vec master, Vec raw_grad, Values& state) const {
+  CPU_ADAM_INLINE Pending begin(Vec& master, Vec raw_grad, Values& state) const {
     Vec grad = mul(raw_grad, grad_scale);
     if (kL2) {
       grad = fma_(master, l2, grad);
@@ -161,14 +199,17 @@ struct AdamRule : Float32States<2> {
     const Vec base = kLerpFromGrad ? grad : state[0];
     state[0] = fma_(lerp_coefficient, sub(grad, state[0]), base);
     state[1] = fma_(mul(one_minus_beta2, grad), grad, mul(state[1], beta2));
-    const Vec denominator = add(div(sqrt_(state[1]), bias_correction2_sqrt), eps);
-    return add(master, div(mul(neg_step_size, state[0]), denominator));
+    return {mul(neg_step_size, state[0]), sqrt_(state[1])};
+  }
+
+  CPU_ADAM_INLINE Vec finish(Vec master, Pending pending) const {
+    const Vec denominator = add(bias_correction2_sqrt.divide(pending.root), eps);
+    return add(master, div(pending.numerator, denominator));
   }
 };
 
 // AdamW and Adam with compact states. Their formulas are equal, but the multiplications by
-// reciprocals (no need to match torch's last place) spare divisions. `root` is the square root of
-// the second moment, which the 8-bit states are made of.
+// reciprocals (no need to match torch's last place) spare divisions.
 struct CompactAdam {
   Vec grad_scale, decay, l2, beta1, one_minus_beta1, beta2, one_minus_beta2,
       inverse_correction2_sqrt, eps, neg_step_size;
@@ -185,38 +226,43 @@ struct CompactAdam {
         eps(set1(s.eps)),
         neg_step_size(set1(s.neg_step_size)) {}
 
-  // The new moments, and the root.
-  CPU_ADAM_INLINE void average(Vec master, Vec raw_grad, Vec& exp_avg, Vec& exp_avg_sq,
-                               Vec& root) const {
+  // The new moments, from the old ones times their decay.
+  CPU_ADAM_INLINE void average(Vec master, Vec raw_grad, Vec& exp_avg, Vec& exp_avg_sq) const {
     const Vec grad = fma_(master, l2, mul(raw_grad, grad_scale));
-    exp_avg = fma_(one_minus_beta1, grad, mul(beta1, exp_avg));
-    exp_avg_sq = fma_(mul(one_minus_beta2, grad), grad, mul(beta2, exp_avg_sq));
-    root = sqrt_(exp_avg_sq);
+    exp_avg = fma_(one_minus_beta1, grad, exp_avg);
+    exp_avg_sq = fma_(mul(one_minus_beta2, grad), grad, exp_avg_sq);
   }
 
-  // The new master weight.
+  // The new master weight; `root` is the square root of the second moment.
   CPU_ADAM_INLINE Vec apply(Vec master, Vec exp_avg, Vec root) const {
     const Vec denominator = fma_(root, inverse_correction2_sqrt, eps);
-    return add(mul(master, decay), div(mul(neg_step_size, exp_avg), denominator));
+    return fma_(master, decay, div(mul(neg_step_size, exp_avg), denominator));
   }
 };
 
 struct BF16AdamRule : RandomBF16States {
+  using Pending = RootPending;
   CompactAdam adam;
 
   CPU_ADAM_INLINE BF16AdamRule(const cpu_adam::CompactAdamScalars& s, std::uint32_t stream)
       : RandomBF16States{{s.key[0] + stream * 0x85ebca77u, s.key[1] + stream * 0x9e3779b1u}},
         adam(s) {}
 
-  CPU_ADAM_INLINE Vec update(Vec master, Vec raw_grad, Values& state) const {
-    Vec root;
-    adam.average(master, raw_grad, state[0], state[1], root);
-    return adam.apply(master, state[0], root);
+  CPU_ADAM_INLINE Pending begin(Vec& master, Vec raw_grad, Values& state) const {
+    state[0] = mul(adam.beta1, state[0]);
+    state[1] = mul(adam.beta2, state[1]);
+    adam.average(master, raw_grad, state[0], state[1]);
+    return {state[0], sqrt_(state[1])};
+  }
+
+  CPU_ADAM_INLINE Vec finish(Vec master, Pending pending) const {
+    return adam.apply(master, pending.numerator, pending.root);
   }
 };
 
 // Adagrad (Duchi, Hazan and Singer 2011), in the operation order of torch.optim's for-loop.
 struct AdagradRule : Float32States<1> {
+  using Pending = RootPending;
   Vec grad_scale, l2, eps, neg_step_size;
 
   CPU_ADAM_INLINE AdagradRule(const cpu_adam::AdagradScalars& s, std::uint32_t)
@@ -225,15 +271,20 @@ struct AdagradRule : Float32States<1> {
         eps(set1(s.eps)),
         neg_step_size(set1(s.neg_step_size)) {}
 
-  CPU_ADAM_INLINE Vec update(Vec master, Vec raw_grad, Values& state) const {
+  CPU_ADAM_INLINE Pending begin(Vec& master, Vec raw_grad, Values& state) const {
     const Vec grad = fma_(master, l2, mul(raw_grad, grad_scale));
     state[0] = fma_(grad, grad, state[0]);
-    return add(master, div(mul(neg_step_size, grad), add(sqrt_(state[0]), eps)));
+    return {mul(neg_step_size, grad), sqrt_(state[0])};
+  }
+
+  CPU_ADAM_INLINE Vec finish(Vec master, Pending pending) const {
+    return add(master, div(pending.numerator, add(pending.root, eps)));
   }
 };
 
 // Lion (Chen et al. 2023, arXiv 2302.06675, algorithm 2).
 struct LionRule : Float32States<1> {
+  using Pending = Vec;
   Vec grad_scale, decay, beta1, one_minus_beta1, beta2, one_minus_beta2;
   UInt neg_lr_bits;
 
@@ -246,7 +297,7 @@ struct LionRule : Float32States<1> {
         one_minus_beta2(set1(s.one_minus_beta2)),
         neg_lr_bits(as_bits(set1(s.neg_lr))) {}
 
-  CPU_ADAM_INLINE Vec update(Vec master, Vec raw_grad, Values& state) const {
+  CPU_ADAM_INLINE Pending begin(Vec& master, Vec raw_grad, Values& state) const {
     const Vec grad = mul(raw_grad, grad_scale);
     const Vec direction = fma_(one_minus_beta1, grad, mul(beta1, state[0]));
     // -lr * sign(direction), by its bits: 0 for 0, NaN for NaN.
@@ -255,13 +306,17 @@ struct LionRule : Float32States<1> {
     const UInt nan = uand(uxor(is_ordered(direction), uset1(~0u)), uset1(0x7fc00000u));
     const Vec step = as_float(uor(uand(signed_lr, nonzero), nan));
     state[0] = fma_(one_minus_beta2, grad, mul(beta2, state[0]));
-    return add(mul(master, decay), step);
+    master = mul(master, decay);
+    return step;
   }
+
+  CPU_ADAM_INLINE Vec finish(Vec master, Pending step) const { return add(master, step); }
 };
 
 // Stochastic gradient descent with momentum, in the operation order of torch.optim's for-loop.
 template <bool kHasMomentum>
 struct SgdRule : Float32States<kHasMomentum ? 1 : 0> {
+  using Pending = Vec;
   using typename Float32States<kHasMomentum ? 1 : 0>::Values;
   Vec grad_scale, l2, momentum, buffer_decay, grad_weight, neg_lr;
   bool is_nesterov;
@@ -275,30 +330,41 @@ struct SgdRule : Float32States<kHasMomentum ? 1 : 0> {
         neg_lr(set1(s.neg_lr)),
         is_nesterov(s.is_nesterov) {}
 
-  CPU_ADAM_INLINE Vec update(Vec master, Vec raw_grad, Values& state) const {
+  CPU_ADAM_INLINE Pending begin(Vec& master, Vec raw_grad, Values& state) const {
     const Vec grad = fma_(master, l2, mul(raw_grad, grad_scale));
     if constexpr (kHasMomentum) {
       state[0] = fma_(grad_weight, grad, mul(state[0], buffer_decay));
-      const Vec direction = is_nesterov ? fma_(momentum, state[0], grad) : state[0];
-      return fma_(neg_lr, direction, master);
+      return is_nesterov ? fma_(momentum, state[0], grad) : state[0];
     } else {
       (void)state;
-      return fma_(neg_lr, grad, master);
+      return grad;
     }
+  }
+
+  CPU_ADAM_INLINE Vec finish(Vec master, Pending direction) const {
+    return fma_(neg_lr, direction, master);
   }
 };
 
-// One vector: load, update, store.
-template <class Rule, class Grad, class Target>
-CPU_ADAM_INLINE void update_vector(const Rule& rule, char* master, const char* grad,
-                                   char* const* state, char* out, std::int64_t index,
-                                   std::int64_t position) {
-  typename Rule::Values values;
-  Rule::load(state, index, values);
-  const Vec updated = rule.update(Target::load(master, out, index),
-                                  Grad::load(grad + index * Grad::kBytes), values);
-  rule.store(state, index, position, values);
-  Target::store(master, out, index, updated);
+// kVectors vectors: load, update, store. In short loops, each over all of them: what follows a
+// square root or a division waits for it, and a CPU that has taken in too much that waits takes in
+// nothing more. `position` is that of the first element, see [Note: states].
+template <int kVectors, class Rule, class Grad, class Target>
+CPU_ADAM_INLINE void update_vectors(const Rule& rule, char* master, const char* grad,
+                                    char* const* state, char* out, std::int64_t index,
+                                    std::int64_t position) {
+  Vec masters[kVectors];
+  typename Rule::Pending pending[kVectors];
+  for (int k = 0; k < kVectors; ++k) {
+    const std::int64_t i = index + k * kLanes;
+    typename Rule::Values values;
+    Rule::load(state, i, values);
+    masters[k] = Target::load(master, out, i);
+    pending[k] = rule.begin(masters[k], Grad::load(grad + i * Grad::kBytes), values);
+    rule.store(state, i, position + k * kLanes, values);
+  }
+  for (int k = 0; k < kVectors; ++k) masters[k] = rule.finish(masters[k], pending[k]);
+  for (int k = 0; k < kVectors; ++k) Target::store(master, out, index + k * kLanes, masters[k]);
 }
 
 CPU_ADAM_INLINE void copy_bytes(char* to, const char* from, std::int64_t count) {
@@ -326,8 +392,8 @@ void update_tail(const Rule& rule, char* master, const char* grad, char* const* 
   if (Target::kReadsOut) {
     copy_bytes(padded_out, out + index * Target::kOutBytes, count * Target::kOutBytes);
   }
-  update_vector<Rule, Grad, Target>(rule, padded_master, padded_grad, padded_state, padded_out, 0,
-                                    index);
+  update_vectors<1, Rule, Grad, Target>(rule, padded_master, padded_grad, padded_state, padded_out,
+                                        0, index);
   copy_bytes(master + index * Target::kMasterBytes, padded_master, count * Target::kMasterBytes);
   for (int k = 0; k < kStates; ++k) {
     copy_bytes(state[k] + index * kStateBytes, padded_state[k], count * kStateBytes);
@@ -347,9 +413,13 @@ CPU_ADAM_INLINE void update_range(const Rule& rule, const cpu_adam::Span& span, 
   char* const out = span.out;
   char* state[cpu_adam::kMaxStates];
   for (int k = 0; k < cpu_adam::kMaxStates; ++k) state[k] = span.state[k];
+  constexpr int kVectors = kVectorsAtOnce;
   std::int64_t i = begin;
+  for (; i + kVectors * kLanes <= end; i += kVectors * kLanes) {
+    update_vectors<kVectors, Rule, Grad, Target>(rule, master, grad, state, out, i, i);
+  }
   for (; i + kLanes <= end; i += kLanes) {
-    update_vector<Rule, Grad, Target>(rule, master, grad, state, out, i, i);
+    update_vectors<1, Rule, Grad, Target>(rule, master, grad, state, out, i, i);
   }
   if (i < end) update_tail<Rule, Grad, TailTarget>(rule, master, grad, state, out, i, end - i);
 }
@@ -436,14 +506,16 @@ CPU_ADAM_RULE_RANGE(sgd_plain_range, SgdRule<false>, SgdScalars)
 constexpr int kBlock = static_cast<int>(cpu_adam::kBlockNumel);
 constexpr float kExpAvgTop = 16128.0f;
 constexpr float kExpAvgSqTop = 65024.0f;
-constexpr std::uint32_t kHalfOfOne = 0x3f800000u / 2;
+constexpr std::uint32_t kOneBits = 0x3f800000u;
 
-// Of numbers that are not negative. The least results of the one are zero to the other.
-CPU_ADAM_INLINE Vec compress(Vec x) {
-  return as_float(uadd(ushr<1>(as_bits(x)), uset1(kHalfOfOne)));
-}
+// Of the bits of a number that is not negative.
+CPU_ADAM_INLINE UInt compress(UInt bits) { return uadd(ushr<1>(bits), uset1(kOneBits / 2)); }
+
+// Of the magnitude of any number: the sign is shifted out. What `compress` makes of zero, and zero,
+// become zero.
 CPU_ADAM_INLINE Vec expand(UInt bits) {
-  return as_float(ushl<1>(imax(usub(bits, uset1(kHalfOfOne)), uset1(0))));
+  const UInt one = uset1(kOneBits);
+  return as_float(usub(umax(ushl<1>(bits), one), one));
 }
 
 CPU_ADAM_INLINE float read_float(const char* from) {
@@ -483,47 +555,47 @@ CPU_ADAM_INLINE void update_block(const CompactAdam& adam, char* master, const c
   Vec averages[kVectors];
   Vec roots[kVectors];
   Vec masters[kVectors];
-  const Vec exp_avg_unit = set1(read_float(exp_avg_scale) * (1.0f / kExpAvgTop));
-  const Vec root_unit = set1(read_float(exp_avg_sq_scale) * (1.0f / kExpAvgSqTop));
-  const UInt sign_bit = uset1(0x80000000u);
+  // The moments' decay is in the factor that the codes are multiplied by anyway.
+  const Vec exp_avg_unit = mul(set1(read_float(exp_avg_scale) * (1.0f / kExpAvgTop)), adam.beta1);
+  const Vec root_unit =
+      mul(set1(read_float(exp_avg_sq_scale) * (1.0f / kExpAvgSqTop)), sqrt_(adam.beta2));
   UInt largest_average = uset1(0);
   UInt largest_root = uset1(0);
   for (int k = 0; k < kVectors; ++k) {
     const Vec q = to_float(load_i8(exp_avg + k * kLanes));
-    const Vec magnitude = mul(exp_avg_unit, expand(magnitude_bits(q)));
-    averages[k] = as_float(uor(as_bits(magnitude), uand(as_bits(q), sign_bit)));
+    averages[k] = copy_sign(mul(exp_avg_unit, expand(as_bits(q))), q);
     roots[k] = mul(root_unit, expand(as_bits(to_float(load_u8(exp_avg_sq + k * kLanes)))));
   }
   for (int k = 0; k < kVectors; ++k) {
     const int i = k * kLanes;
     masters[k] = Target::load(master, out, i);
     Vec square = mul(roots[k], roots[k]);
-    adam.average(masters[k], Grad::load(grad + i * Grad::kBytes), averages[k], square, roots[k]);
-    largest_average = imax(largest_average, magnitude_bits(averages[k]));
-    largest_root = imax(largest_root, magnitude_bits(roots[k]));
+    adam.average(masters[k], Grad::load(grad + i * Grad::kBytes), averages[k], square);
+    roots[k] = sqrt_(square);
+    // Numbers that are not negative are ordered like their bits, and a NaN is above them.
+    largest_average = umax(largest_average, magnitude_bits(averages[k]));
+    largest_root = umax(largest_root, as_bits(roots[k]));
   }
-  for (int k = 0; k < kVectors; ++k) masters[k] = adam.apply(masters[k], averages[k], roots[k]);
-  for (int k = 0; k < kVectors; ++k) Target::store(master, out, k * kLanes, masters[k]);
-  const BlockScale average_scale(reduce_imax(largest_average), kExpAvgTop);
-  const BlockScale root_scale(reduce_imax(largest_root), kExpAvgSqTop);
+  const BlockScale average_scale(reduce_umax(largest_average), kExpAvgTop);
+  const BlockScale root_scale(reduce_umax(largest_root), kExpAvgSqTop);
   const bool is_finite = average_scale.is_finite && root_scale.is_finite;
   const float nan = float_from(0x7fc00000u);
   write_float(exp_avg_scale, is_finite ? average_scale.scale : nan);
   write_float(exp_avg_sq_scale, is_finite ? root_scale.scale : nan);
+  for (int k = 0; k < kVectors; ++k) masters[k] = adam.apply(masters[k], averages[k], roots[k]);
+  for (int k = 0; k < kVectors; ++k) Target::store(master, out, k * kLanes, masters[k]);
   if (!is_finite) {
     for (int i = 0; i < kBlock; ++i) exp_avg[i] = exp_avg_sq[i] = 0;
     return;
   }
   const Vec average_inverse = set1(average_scale.inverse);
   const Vec root_inverse = set1(root_scale.inverse);
-  const UInt least = uset1(root_scale.inverse > 0.0f ? 0x3f800000u : 0u);
+  const UInt least = uset1(root_scale.inverse > 0.0f ? kOneBits : 0u);
   for (int k = 0; k < kVectors; ++k) {
     const int i = k * kLanes;
-    const UInt sign = uand(as_bits(averages[k]), sign_bit);
-    const Vec magnitude = mul(as_float(magnitude_bits(averages[k])), average_inverse);
-    store_8(exp_avg + i, to_int(as_float(uor(as_bits(compress(magnitude)), sign))));
-    // Numbers that are not negative are ordered like their bits.
-    const UInt code = imax(as_bits(compress(mul(roots[k], root_inverse))), least);
+    const Vec average = mul(averages[k], average_inverse);
+    store_8(exp_avg + i, to_int(copy_sign(as_float(compress(magnitude_bits(average))), average)));
+    const UInt code = umax(compress(as_bits(mul(roots[k], root_inverse))), least);
     store_8(exp_avg_sq + i, to_int(as_float(code)));
   }
 }
@@ -578,17 +650,18 @@ void adam_int8_range(const cpu_adam::Span& span, std::int64_t begin, std::int64_
 // 2**700 of them finite; so the sum is finite if and only if every element is.
 template <class Grad>
 double sum_of_squares(const char* grad, std::int64_t begin, std::int64_t end) {
-  constexpr int kSums = 16 / kLanes;
+  constexpr int kSums = kLanes < 16 ? 16 / kLanes : 1;
+  constexpr int kStride = kSums * kLanes;
   Doubles sums[kSums];
   for (int k = 0; k < kSums; ++k) sums[k] = zero_doubles();
   std::int64_t i = begin;
-  for (; i + 16 <= end; i += 16) {
+  for (; i + kStride <= end; i += kStride) {
     for (int k = 0; k < kSums; ++k) {
       sums[k] = add_square(sums[k], Grad::load(grad + (i + k * kLanes) * Grad::kBytes));
     }
   }
   if (i < end) {
-    char padded[16 * Grad::kBytes] = {};
+    char padded[kStride * Grad::kBytes] = {};
     copy_bytes(padded, grad + i * Grad::kBytes, (end - i) * Grad::kBytes);
     for (int k = 0; k < kSums; ++k) {
       sums[k] = add_square(sums[k], Grad::load(padded + k * kLanes * Grad::kBytes));

@@ -22,11 +22,10 @@ constexpr std::int64_t kChunkNumel = 32 * 1024;
 
 // [Note: a split master]
 // A bf16 parameter is the upper half of its fp32 master weight; the lower half is kept beside it.
-// The parameter is the master rounded to the nearest even bf16. The remainder, an int16, is the
-// difference of the two, both seen as 32-bit integers: master bits = (parameter bits << 16) +
-// remainder. One difference, 32768 (a tie that rounds down), has no int16: such a master is stored
-// as its neighbour, one unit in the last place of fp32 nearer to the parameter. All others come
-// back as they were.
+// The parameter is the master rounded to the nearest bf16, and the one of the greater magnitude if
+// two are as near. The remainder, an int16, is the difference of the two, both seen as 32-bit
+// integers: master bits = (parameter bits << 16) + remainder. It is the lower half of the master's
+// bits as they are, and the master comes back bit by bit.
 
 // One tensor's memory. `state` holds what the update rule keeps, in the rule's order (Adam:
 // exp_avg, exp_avg_sq). Addresses need no alignment. If the master is split, `master` is the bf16

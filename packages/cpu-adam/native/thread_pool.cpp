@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <chrono>
 #include <memory>
 #include <system_error>
 #include <thread>
@@ -14,7 +15,7 @@
 #endif
 
 #if defined(CPU_ADAM_HAVE_X86)
-#include <xmmintrin.h>
+#include <immintrin.h>
 #else
 #include <cfenv>
 #endif
@@ -70,6 +71,32 @@ class BlockSignals {
 #endif
 };
 
+// [Note: spinning]
+// To wake a sleeping thread takes as long as it takes to update some hundred thousand elements. So
+// whoever waits looks again and again for a little while before it sleeps: a worker for the next
+// job of a caller that has many, a caller for the last grain of its workers.
+constexpr std::chrono::microseconds kSpinTime{100};
+constexpr int kLooksPerClock = 64;
+
+inline void pause_a_moment() {
+#if defined(CPU_ADAM_HAVE_X86)
+  _mm_pause();
+#elif defined(__aarch64__) && !defined(_MSC_VER)
+  __asm__ volatile("yield");
+#endif
+}
+
+template <class Condition>
+void spin_until(const Condition& is_true) {
+  const auto end = std::chrono::steady_clock::now() + kSpinTime;
+  do {
+    for (int k = 0; k < kLooksPerClock; ++k) {
+      if (is_true()) return;
+      pause_a_moment();
+    }
+  } while (std::chrono::steady_clock::now() < end);
+}
+
 // One thread's part of the grains; on a cache line of its own.
 struct alignas(64) Part {
   std::atomic<std::int64_t> next;
@@ -92,10 +119,10 @@ struct ThreadPool::Job {
   Part* parts;
   int num_parts;
   FloatMode mode;
-  int num_wanted;                // helpers that may still join; guarded by the pool's mutex
-  int num_active = 0;            // helpers at work; guarded by the pool's mutex
-  int next_part = 1;             // part 0 is the caller's; guarded by the pool's mutex
-  std::condition_variable done;  // num_active has become 0
+  int num_wanted;                  // helpers that may still join; guarded by the pool's mutex
+  std::atomic<int> num_active{0};  // helpers at work; written under the pool's mutex
+  int next_part = 1;               // part 0 is the caller's; guarded by the pool's mutex
+  std::condition_variable done;    // num_active has become 0
 
   void participate(int first_part) {
     for (int k = 0; k < num_parts; ++k) {
@@ -137,11 +164,17 @@ void ThreadPool::start_workers(std::size_t count) {
 void ThreadPool::work() {
   std::unique_lock<std::mutex> lock(mutex_);
   for (;;) {
-    wake_.wait(lock, [this] { return !jobs_.empty(); });
+    if (jobs_.empty()) {
+      lock.unlock();
+      spin_until([this] { return has_jobs_.load(std::memory_order_relaxed); });
+      lock.lock();
+      wake_.wait(lock, [this] { return !jobs_.empty(); });
+    }
     Job* job = jobs_.front();
     ++job->num_active;
     const int part = job->next_part++;
     if (--job->num_wanted == 0) jobs_.erase(jobs_.begin());
+    has_jobs_.store(!jobs_.empty(), std::memory_order_relaxed);
     lock.unlock();
     job->mode.set();
     job->participate(part);
@@ -167,6 +200,7 @@ void ThreadPool::run(const Task& task, int num_threads) {
     const std::lock_guard<std::mutex> lock(mutex_);
     start_workers(static_cast<std::size_t>(num_parts - 1));
     jobs_.push_back(&job);
+    has_jobs_.store(true, std::memory_order_relaxed);
   }
   if (num_parts == 2) {
     wake_.notify_one();
@@ -176,6 +210,10 @@ void ThreadPool::run(const Task& task, int num_threads) {
   job.participate(0);
   std::unique_lock<std::mutex> lock(mutex_);
   jobs_.erase(std::remove(jobs_.begin(), jobs_.end(), &job), jobs_.end());
+  has_jobs_.store(!jobs_.empty(), std::memory_order_relaxed);
+  lock.unlock();
+  spin_until([&job] { return job.num_active.load(std::memory_order_relaxed) == 0; });
+  lock.lock();
   job.done.wait(lock, [&job] { return job.num_active == 0; });
 }
 

@@ -2,6 +2,7 @@
 // runtimes in one process have given wrong results.
 #pragma once
 
+#include <atomic>
 #include <condition_variable>
 #include <cstdint>
 #include <mutex>
@@ -46,8 +47,9 @@ class ThreadPool {
   const long process_id_;
   std::mutex mutex_;
   std::condition_variable wake_;
-  std::vector<Job*> jobs_;       // those that want help; guarded by mutex_
-  std::size_t num_workers_ = 0;  // guarded by mutex_
+  std::vector<Job*> jobs_;             // those that want help; guarded by mutex_
+  std::atomic<bool> has_jobs_{false};  // whether there are any; written under mutex_
+  std::size_t num_workers_ = 0;        // guarded by mutex_
 };
 
 }  // namespace cpu_adam

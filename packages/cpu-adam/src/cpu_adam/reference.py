@@ -170,29 +170,30 @@ def combine_master(param: npt.NDArray[np.uint16], remainder: npt.NDArray[np.int1
 def split_master(
     master: Float32Array,
 ) -> tuple[npt.NDArray[np.uint16], npt.NDArray[np.int16]]:
-    """A bf16 parameter, the master weight rounded to nearest even, and the remainder.
+    """A bf16 parameter, the nearest to the master weight, and the remainder.
 
-    The remainder is what `combine_master` needs to give the master back, bit by bit. One in
-    131,072 masters is an exception: a tie that is rounded down is 32768 away from the
-    parameter, more than an int16 holds. It comes back as its neighbour, one unit in the last
-    place of fp32 nearer to the parameter. Where the master is NaN, so is what comes back.
+    Of two that are as near, the parameter is the one of the greater magnitude. Then the remainder
+    is the lower half of the master's bits, and `combine_master` gives the master back, bit by bit;
+    where it is NaN, a NaN.
     """
-    param = float32_to_bfloat16(master)
-    distance = (master.view(np.uint32) - (param.astype(np.uint32) << 16)).view(np.int32)
-    return param, np.minimum(distance, 32767).astype(np.int16)
+    bits = master.view(np.uint32)
+    rounded = bits + np.where(np.isnan(master), np.uint32(0), np.uint32(0x8000))
+    return (rounded >> 16).astype(np.uint16), bits.astype(np.uint16).view(np.int16)
 
 
 def _compact_adam(
-    p: Any, g: Any, m: Any, v: Any, s: CompactAdamScalars
+    p: Any, g: Any, m: Any, v: Any, f: Any
 ) -> tuple[Float32Array, Float32Array, Float32Array, Float32Array]:
-    """Adam's formulas for compact states: p, m, v and the square root of v, in fp32."""
-    f: Any = CompactAdamScalars(*_in_float32(s))
+    """Adam's formulas for compact states: p, m, v and the square root of v, in fp32.
+
+    The moments come times their decay; the scalars ``f`` are in fp32.
+    """
     g = fma(p, f.l2, g * f.grad_scale)
-    m = fma(f.one_minus_beta1, g, f.beta1 * m)
-    v = fma(f.one_minus_beta2 * g, g, f.beta2 * v)
+    m = fma(f.one_minus_beta1, g, m)
+    v = fma(f.one_minus_beta2 * g, g, v)
     root = np.sqrt(v)
     denominator = fma(root, f.inverse_correction2_sqrt, f.eps)
-    return p * f.decay + (f.neg_step_size * m) / denominator, m, v, root
+    return fma(p, f.decay, (f.neg_step_size * m) / denominator), m, v, root
 
 
 def _in_float32(scalars: tuple[float, ...]) -> list[Any]:
@@ -236,21 +237,26 @@ def _expand(values: Float32Array) -> Float32Array:
     return expanded
 
 
-def _decode(codes: Array, scales: Float32Array, top: np.float32) -> Float32Array:
-    """The magnitudes that 8-bit codes stand for."""
+def _decode(codes: Array, scales: Float32Array, top: np.float32, decay: Any = 1) -> Float32Array:
+    """The magnitudes that 8-bit codes stand for, times ``decay``."""
     magnitudes = np.abs(_in_blocks(codes).astype(np.float32))
-    values = (scales * (np.float32(1) / top))[:, None] * _expand(magnitudes)
+    unit = (scales * (np.float32(1) / top)) * np.float32(decay)
+    values = unit[:, None] * _expand(magnitudes)
     return values.reshape(-1)[: codes.size].reshape(codes.shape)
 
 
-def dequantize_exp_avg(codes: npt.NDArray[np.int8], scales: Float32Array) -> Float32Array:
-    """The first moment of its codes."""
-    return np.copysign(_decode(codes, scales, _EXP_AVG_TOP), codes.astype(np.float32))
+def dequantize_exp_avg(
+    codes: npt.NDArray[np.int8], scales: Float32Array, decay: Any = 1
+) -> Float32Array:
+    """The first moment of its codes, times ``decay``, which multiplies the scales."""
+    return np.copysign(_decode(codes, scales, _EXP_AVG_TOP, decay), codes.astype(np.float32))
 
 
-def dequantize_exp_avg_sq_root(codes: npt.NDArray[np.uint8], scales: Float32Array) -> Float32Array:
-    """The square root of the second moment of its codes."""
-    return _decode(codes, scales, _EXP_AVG_SQ_TOP)
+def dequantize_exp_avg_sq_root(
+    codes: npt.NDArray[np.uint8], scales: Float32Array, decay: Any = 1
+) -> Float32Array:
+    """The square root of the second moment of its codes, times ``decay``."""
+    return _decode(codes, scales, _EXP_AVG_SQ_TOP, decay)
 
 
 def _block_scales(magnitudes: Float32Array, top: np.float32) -> tuple[Float32Array, Float32Array]:
@@ -302,12 +308,12 @@ def adam_step_8bit(
     **hyper: Any,
 ) -> None:
     """What `cpu_adam.adam_step_8bit` computes; uint16 stands for bf16."""
-    scalars = compact_adam_scalars(**hyper)
+    f: Any = CompactAdamScalars(*_in_float32(compact_adam_scalars(**hyper)))
     with np.errstate(all="ignore"):
-        m = dequantize_exp_avg(exp_avg, exp_avg_scale)
-        root = dequantize_exp_avg_sq_root(exp_avg_sq, exp_avg_sq_scale)
+        m = dequantize_exp_avg(exp_avg, exp_avg_scale, f.beta1)
+        root = dequantize_exp_avg_sq_root(exp_avg_sq, exp_avg_sq_scale, np.sqrt(f.beta2))
         p, m, _, root = _compact_adam(
-            _load_master(param, remainder), _widen(grad), m, root * root, scalars
+            _load_master(param, remainder), _widen(grad), m, root * root, f
         )
         _store_master(param, remainder, out, p)
     codes = quantize_moments(m, root)
@@ -360,16 +366,16 @@ def adam_step_bf16(
     **hyper: Any,
 ) -> None:
     """What `cpu_adam.adam_step_bf16` computes; uint16 stands for bf16."""
-    scalars = compact_adam_scalars(**hyper)
+    f: Any = CompactAdamScalars(*_in_float32(compact_adam_scalars(**hyper)))
     key = random_key(seed, hyper["step"])
     random: Any = random_bits(param.size, key, stream).reshape(param.shape)
     with np.errstate(all="ignore"):
         p, m, v, _ = _compact_adam(
             _load_master(param, remainder),
             _widen(grad),
-            bfloat16_to_float32(exp_avg),
-            bfloat16_to_float32(exp_avg_sq),
-            scalars,
+            f.beta1 * bfloat16_to_float32(exp_avg),
+            f.beta2 * bfloat16_to_float32(exp_avg_sq),
+            f,
         )
         _store_master(param, remainder, out, p)
         exp_avg[...] = round_stochastically(m, random & np.uint32(0xFFFF))
