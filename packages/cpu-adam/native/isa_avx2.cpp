@@ -210,9 +210,11 @@ CPU_ADAM_INLINE UInt load_i8(const char* from) {
   const __m128i bytes = load_8_halves(from);
   return {_mm256_cvtepi8_epi32(bytes), _mm256_cvtepi8_epi32(_mm_srli_si128(bytes, 8))};
 }
-CPU_ADAM_INLINE UInt load_u16(const char* from) {
-  return {_mm256_cvtepu16_epi32(load_8_halves(from)),
-          _mm256_cvtepu16_epi32(load_8_halves(from + 16))};
+CPU_ADAM_INLINE __m256i load_8_upper(const char* from) {
+  return _mm256_slli_epi32(_mm256_cvtepu16_epi32(load_8_halves(from)), 16);
+}
+CPU_ADAM_INLINE UInt load_upper_16(const char* from) {
+  return {load_8_upper(from), load_8_upper(from + 16)};
 }
 CPU_ADAM_INLINE UInt load_i16(const char* from) {
   return {_mm256_cvtepi16_epi32(load_8_halves(from)),

@@ -144,13 +144,22 @@ CPU_ADAM_INLINE UInt load_u8(const char* from) {
 CPU_ADAM_INLINE UInt load_i8(const char* from) {
   return {_mm512_cvtepi8_epi32(load_bytes(from)), _mm512_cvtepi8_epi32(load_bytes(from + 16))};
 }
-CPU_ADAM_INLINE UInt load_u16(const char* from) {
-  return {_mm512_cvtepu16_epi32(load_16_halves(from)),
-          _mm512_cvtepu16_epi32(load_16_halves(from + 32))};
-}
 CPU_ADAM_INLINE UInt load_i16(const char* from) {
   return {_mm512_cvtepi16_epi32(load_16_halves(from)),
           _mm512_cvtepi16_epi32(load_16_halves(from + 32))};
+}
+// Sixteen halves of thirty-two, from `first` on, each above a half of zeros.
+CPU_ADAM_INLINE __m512i widen_halves(__m512i halves, int first) {
+  const __m512i places = _mm512_setr_epi32(0x00000000, 0x00010000, 0x00020000, 0x00030000,
+                                           0x00040000, 0x00050000, 0x00060000, 0x00070000,
+                                           0x00080000, 0x00090000, 0x000a0000, 0x000b0000,
+                                           0x000c0000, 0x000d0000, 0x000e0000, 0x000f0000);
+  const __m512i from = _mm512_add_epi32(places, _mm512_set1_epi32(first << 16));
+  return _mm512_maskz_permutexvar_epi16(0xaaaaaaaau, from, halves);
+}
+CPU_ADAM_INLINE UInt load_upper_16(const char* from) {
+  const __m512i halves = _mm512_loadu_si512(from);
+  return {widen_halves(halves, 0), widen_halves(halves, 16)};
 }
 // Every second one of sixty-four halves: the lower ones of each 32 bits, or the upper ones.
 CPU_ADAM_INLINE __m512i halves_of(UInt x, int first) {
@@ -186,7 +195,7 @@ struct F32 {
 
 struct BF16 {
   static constexpr int kBytes = 2;
-  static CPU_ADAM_INLINE Vec load(const char* from) { return as_float(ushl<16>(load_u16(from))); }
+  static CPU_ADAM_INLINE Vec load(const char* from) { return as_float(load_upper_16(from)); }
   // A NaN is left as it is: it comes out of arithmetic, so it is quiet, and stays one without its
   // low bits.
   static CPU_ADAM_INLINE __m512i round_16(__m512 x) {

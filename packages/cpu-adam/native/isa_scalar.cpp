@@ -183,7 +183,9 @@ CPU_ADAM_INLINE UInt load_integer(const char* from) {
 }
 CPU_ADAM_INLINE UInt load_u8(const char* from) { return load_integer<std::uint8_t>(from); }
 CPU_ADAM_INLINE UInt load_i8(const char* from) { return load_integer<std::int8_t>(from); }
-CPU_ADAM_INLINE UInt load_u16(const char* from) { return load_integer<std::uint16_t>(from); }
+CPU_ADAM_INLINE UInt load_upper_16(const char* from) {
+  return load_integer<std::uint16_t>(from) << 16;
+}
 CPU_ADAM_INLINE UInt load_i16(const char* from) { return load_integer<std::int16_t>(from); }
 CPU_ADAM_INLINE void store_8(char* to, UInt x) {
   const std::uint8_t value = static_cast<std::uint8_t>(x);

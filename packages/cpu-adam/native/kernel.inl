@@ -20,7 +20,8 @@
 // is_ordered         all ones where a float is not NaN, else zero
 // if_ordered(test, a, b)   a where the float `test` is not NaN, else b; of Vec and of UInt
 // lanes              0, 1, 2, ...
-// load_u8, load_i8, load_u16, load_i16, store_8, store_16   store_* keep the low bits...
+// load_u8, load_i8, load_i16, load_upper_16   the last one: into the upper halves, zeros below
+// store_8, store_16  keep the low bits...
 // store_upper_16     ...and this the upper half of each
 // Doubles            min(kLanes, 16) doubles: zero_doubles, store_doubles, add_square(sum, Vec),
 //                    which takes the first sixteen lanes first
@@ -70,7 +71,7 @@ struct Split {
   static constexpr int kOutBytes = 2;
   static constexpr bool kReadsOut = true;
   static CPU_ADAM_INLINE Vec load(const char* master, const char* out, std::int64_t index) {
-    return as_float(uadd(ushl<16>(load_u16(master + index * 2)), load_i16(out + index * 2)));
+    return as_float(uadd(load_upper_16(master + index * 2), load_i16(out + index * 2)));
   }
   static CPU_ADAM_INLINE void store(char* master, char* out, std::int64_t index, Vec x) {
     const UInt bits = as_bits(x);
@@ -208,41 +209,45 @@ struct AdamRule : Float32States<2> {
   }
 };
 
-// AdamW and Adam with compact states. Their formulas are equal, but the multiplications by
-// reciprocals (no need to match torch's last place) spare divisions.
+// AdamW and Adam with compact states. Their formulas are equal, but for what is computed once for
+// all: they need not match torch's last place, so every product of constants is one constant.
+// kL2: weight decay joins the gradient.
+template <bool kL2>
 struct CompactAdam {
-  Vec grad_scale, decay, l2, beta1, one_minus_beta1, beta2, one_minus_beta2,
-      inverse_correction2_sqrt, eps, neg_step_size;
+  Vec grad_scale, decay, l2, beta1, one_minus_beta1, beta2, one_minus_beta2_sqrt, denominator_scale,
+      denominator_offset;
 
   explicit CPU_ADAM_INLINE CompactAdam(const cpu_adam::CompactAdamScalars& s)
       : grad_scale(set1(s.grad_scale)),
         decay(set1(s.decay)),
         l2(set1(s.l2)),
         beta1(set1(s.beta1)),
-        one_minus_beta1(set1(s.one_minus_beta1)),
+        one_minus_beta1(set1(kL2 ? s.one_minus_beta1 : s.one_minus_beta1 * s.grad_scale)),
         beta2(set1(s.beta2)),
-        one_minus_beta2(set1(s.one_minus_beta2)),
-        inverse_correction2_sqrt(set1(s.inverse_correction2_sqrt)),
-        eps(set1(s.eps)),
-        neg_step_size(set1(s.neg_step_size)) {}
+        one_minus_beta2_sqrt(
+            set1(kL2 ? s.one_minus_beta2_sqrt : s.one_minus_beta2_sqrt * s.grad_scale)),
+        denominator_scale(set1(s.denominator_scale)),
+        denominator_offset(set1(s.denominator_offset)) {}
 
   // The new moments, from the old ones times their decay.
-  CPU_ADAM_INLINE void average(Vec master, Vec raw_grad, Vec& exp_avg, Vec& exp_avg_sq) const {
-    const Vec grad = fma_(master, l2, mul(raw_grad, grad_scale));
+  CPU_ADAM_INLINE void average(Vec master, Vec grad, Vec& exp_avg, Vec& exp_avg_sq) const {
+    if (kL2) grad = fma_(master, l2, mul(grad, grad_scale));
     exp_avg = fma_(one_minus_beta1, grad, exp_avg);
-    exp_avg_sq = fma_(mul(one_minus_beta2, grad), grad, exp_avg_sq);
+    const Vec part = mul(one_minus_beta2_sqrt, grad);
+    exp_avg_sq = fma_(part, part, exp_avg_sq);
   }
 
   // The new master weight; `root` is the square root of the second moment.
   CPU_ADAM_INLINE Vec apply(Vec master, Vec exp_avg, Vec root) const {
-    const Vec denominator = fma_(root, inverse_correction2_sqrt, eps);
-    return fma_(master, decay, div(mul(neg_step_size, exp_avg), denominator));
+    const Vec denominator = fma_(root, denominator_scale, denominator_offset);
+    return fma_(master, decay, div(exp_avg, denominator));
   }
 };
 
+template <bool kL2>
 struct BF16AdamRule : RandomBF16States {
   using Pending = RootPending;
-  CompactAdam adam;
+  CompactAdam<kL2> adam;
 
   CPU_ADAM_INLINE BF16AdamRule(const cpu_adam::CompactAdamScalars& s, std::uint32_t stream)
       : RandomBF16States{{s.key[0] + stream * 0x85ebca77u, s.key[1] + stream * 0x9e3779b1u}},
@@ -484,11 +489,21 @@ CPU_ADAM_INLINE void rule_range(const cpu_adam::Span& span, std::int64_t begin, 
                 const void* values, bool is_streaming) {                                       \
     rule_range<rule, cpu_adam::scalars, Grad, Target>(span, begin, end, values, is_streaming); \
   }
-CPU_ADAM_RULE_RANGE(adam_bfloat16_range, BF16AdamRule, CompactAdamScalars)
 CPU_ADAM_RULE_RANGE(adagrad_range, AdagradRule, AdagradScalars)
 CPU_ADAM_RULE_RANGE(lion_range, LionRule, LionScalars)
 CPU_ADAM_RULE_RANGE(sgd_range, SgdRule<true>, SgdScalars)
 CPU_ADAM_RULE_RANGE(sgd_plain_range, SgdRule<false>, SgdScalars)
+
+template <class Grad, class Target>
+void adam_bfloat16_range(const cpu_adam::Span& span, std::int64_t begin, std::int64_t end,
+                         const void* scalars, bool is_streaming) {
+  using Scalars = cpu_adam::CompactAdamScalars;
+  if (static_cast<const Scalars*>(scalars)->l2 != 0.0f) {
+    rule_range<BF16AdamRule<true>, Scalars, Grad, Target>(span, begin, end, scalars, is_streaming);
+  } else {
+    rule_range<BF16AdamRule<false>, Scalars, Grad, Target>(span, begin, end, scalars, is_streaming);
+  }
+}
 
 // [Note: 8-bit states]
 // Blocks of kBlockNumel elements share a scale, their largest magnitude (block-wise quantization:
@@ -505,7 +520,6 @@ CPU_ADAM_RULE_RANGE(sgd_plain_range, SgdRule<false>, SgdScalars)
 // is not finite gets a scale of NaN: its elements are lost, and seen to be.
 constexpr int kBlock = static_cast<int>(cpu_adam::kBlockNumel);
 constexpr float kExpAvgTop = 16128.0f;
-constexpr float kExpAvgSqTop = 65024.0f;
 constexpr std::uint32_t kOneBits = 0x3f800000u;
 
 // Of the bits of a number that is not negative.
@@ -515,7 +529,18 @@ CPU_ADAM_INLINE UInt compress(UInt bits) { return uadd(ushr<1>(bits), uset1(kOne
 // become zero.
 CPU_ADAM_INLINE Vec expand(UInt bits) {
   const UInt one = uset1(kOneBits);
-  return as_float(usub(umax(ushl<1>(bits), one), one));
+  return as_float(usub(umax(uadd(bits, bits), one), one));
+}
+
+constexpr int kRootShift = 19;
+constexpr std::uint32_t kRootBase = kOneBits - (255u << kRootShift);
+
+CPU_ADAM_INLINE Vec root_of(UInt code) {
+  return as_float(uadd(ushl<kRootShift>(code), uset1(kRootBase)));
+}
+CPU_ADAM_INLINE UInt root_code(Vec ratio) {
+  const UInt bits = umax(as_bits(ratio), uset1(kRootBase));
+  return ushr<kRootShift>(uadd(bits, uset1((1u << (kRootShift - 1)) - kRootBase)));
 }
 
 CPU_ADAM_INLINE float read_float(const char* from) {
@@ -544,103 +569,156 @@ struct BlockScale {
   }
 };
 
-// One whole block; the addresses are those of its first element, `scales` its two scales.
+// Where a block is in memory.
 template <class Grad, class Target>
-CPU_ADAM_INLINE void update_block(const CompactAdam& adam, char* master, const char* grad,
-                                  char* exp_avg, char* exp_avg_sq, char* out, char* exp_avg_scale,
-                                  char* exp_avg_sq_scale) {
-  // In short loops, each over the whole block: the steps of one element depend on one another, and
-  // a loop of all of them is too long for a CPU to work on several elements at a time.
-  constexpr int kVectors = kBlock / kLanes;
-  Vec averages[kVectors];
-  Vec roots[kVectors];
-  Vec masters[kVectors];
-  // The moments' decay is in the factor that the codes are multiplied by anyway.
-  const Vec exp_avg_unit = mul(set1(read_float(exp_avg_scale) * (1.0f / kExpAvgTop)), adam.beta1);
-  const Vec root_unit =
-      mul(set1(read_float(exp_avg_sq_scale) * (1.0f / kExpAvgSqTop)), sqrt_(adam.beta2));
-  UInt largest_average = uset1(0);
-  UInt largest_root = uset1(0);
-  for (int k = 0; k < kVectors; ++k) {
-    const Vec q = to_float(load_i8(exp_avg + k * kLanes));
-    averages[k] = copy_sign(mul(exp_avg_unit, expand(as_bits(q))), q);
-    roots[k] = mul(root_unit, expand(as_bits(to_float(load_u8(exp_avg_sq + k * kLanes)))));
+struct BlockPlace {
+  char* master;
+  const char* grad;
+  char* exp_avg;
+  char* exp_avg_sq;
+  char* out;
+  char* exp_avg_scale;
+  char* exp_avg_sq_scale;
+
+  // The block from element i of a span on.
+  CPU_ADAM_INLINE BlockPlace(const cpu_adam::Span& span, std::int64_t i)
+      : master(span.master + i * Target::kMasterBytes),
+        grad(span.grad + i * Grad::kBytes),
+        exp_avg(span.state[0] + i),
+        exp_avg_sq(span.state[1] + i),
+        out(span.out + i * Target::kOutBytes),
+        exp_avg_scale(span.state[2] + i / kBlock * 4),
+        exp_avg_sq_scale(span.state[3] + i / kBlock * 4) {}
+};
+
+constexpr int kBlockVectors = kBlock / kLanes;
+
+// [Note: two halves of a block]
+// What a block's codes are is known only when all its moments are. So a block is updated in two
+// halves, and the second half of one block goes along with the first half of the next, vector by
+// vector: the one has a square root, the other a division and most of the integer operations, and a
+// CPU works on them side by side.
+template <class Grad, class Target, bool kL2>
+struct FirstHalf {
+  Vec masters[kBlockVectors];
+  Vec averages[kBlockVectors];
+  Vec roots[kBlockVectors];
+  UInt largest_average, largest_root;
+
+  CPU_ADAM_INLINE void run(const CompactAdam<kL2>& adam, const BlockPlace<Grad, Target>& at) {
+    // The moments' decay is in the factor that the codes are multiplied by anyway.
+    const Vec unit = mul(set1(read_float(at.exp_avg_scale) * (1.0f / kExpAvgTop)), adam.beta1);
+    const Vec root_unit = mul(set1(read_float(at.exp_avg_sq_scale)), sqrt_(adam.beta2));
+    // Plain locals: members would go to memory and back for every vector.
+    UInt largest = uset1(0);
+    UInt root_largest = uset1(0);
+    for (int k = 0; k < kBlockVectors; ++k) {
+      const int i = k * kLanes;
+      const Vec code = to_float(load_i8(at.exp_avg + i));
+      Vec average = copy_sign(mul(unit, expand(as_bits(code))), code);
+      const Vec old_root = mul(root_unit, root_of(load_u8(at.exp_avg_sq + i)));
+      Vec square = mul(old_root, old_root);
+      masters[k] = Target::load(at.master, at.out, i);
+      adam.average(masters[k], Grad::load(at.grad + i * Grad::kBytes), average, square);
+      averages[k] = average;
+      roots[k] = sqrt_(square);
+      // Numbers that are not negative are ordered like their bits, and a NaN is above them.
+      largest = umax(largest, magnitude_bits(average));
+      root_largest = umax(root_largest, magnitude_bits(roots[k]));
+    }
+    largest_average = largest;
+    largest_root = root_largest;
   }
-  for (int k = 0; k < kVectors; ++k) {
-    const int i = k * kLanes;
-    masters[k] = Target::load(master, out, i);
-    Vec square = mul(roots[k], roots[k]);
-    adam.average(masters[k], Grad::load(grad + i * Grad::kBytes), averages[k], square);
-    roots[k] = sqrt_(square);
-    // Numbers that are not negative are ordered like their bits, and a NaN is above them.
-    largest_average = umax(largest_average, magnitude_bits(averages[k]));
-    largest_root = umax(largest_root, as_bits(roots[k]));
-  }
-  const BlockScale average_scale(reduce_umax(largest_average), kExpAvgTop);
-  const BlockScale root_scale(reduce_umax(largest_root), kExpAvgSqTop);
-  const bool is_finite = average_scale.is_finite && root_scale.is_finite;
-  const float nan = float_from(0x7fc00000u);
-  write_float(exp_avg_scale, is_finite ? average_scale.scale : nan);
-  write_float(exp_avg_sq_scale, is_finite ? root_scale.scale : nan);
-  for (int k = 0; k < kVectors; ++k) masters[k] = adam.apply(masters[k], averages[k], roots[k]);
-  for (int k = 0; k < kVectors; ++k) Target::store(master, out, k * kLanes, masters[k]);
-  if (!is_finite) {
-    for (int i = 0; i < kBlock; ++i) exp_avg[i] = exp_avg_sq[i] = 0;
-    return;
-  }
+};
+
+template <class Grad, class Target, bool kL2>
+CPU_ADAM_INLINE void run_second_half(const CompactAdam<kL2>& adam,
+                                     const BlockPlace<Grad, Target>& at,
+                                     const FirstHalf<Grad, Target, kL2>& first) {
+  const BlockScale average_scale(reduce_umax(first.largest_average), kExpAvgTop);
+  const BlockScale root_scale(reduce_umax(first.largest_root), 1.0f);
   const Vec average_inverse = set1(average_scale.inverse);
   const Vec root_inverse = set1(root_scale.inverse);
-  const UInt least = uset1(root_scale.inverse > 0.0f ? kOneBits : 0u);
-  for (int k = 0; k < kVectors; ++k) {
-    const int i = k * kLanes;
-    const Vec average = mul(averages[k], average_inverse);
-    store_8(exp_avg + i, to_int(copy_sign(as_float(compress(magnitude_bits(average))), average)));
-    const UInt code = umax(compress(as_bits(mul(roots[k], root_inverse))), least);
-    store_8(exp_avg_sq + i, to_int(as_float(code)));
+  for (int k = 0; k < kBlockVectors; ++k) {
+    Target::store(at.master, at.out, k * kLanes,
+                  adam.apply(first.masters[k], first.averages[k], first.roots[k]));
   }
+  for (int k = 0; k < kBlockVectors; ++k) {
+    const int i = k * kLanes;
+    const Vec average = mul(first.averages[k], average_inverse);
+    const Vec root = mul(first.roots[k], root_inverse);
+    store_8(at.exp_avg + i,
+            to_int(copy_sign(as_float(compress(magnitude_bits(average))), average)));
+    store_8(at.exp_avg_sq + i, root_code(root));
+  }
+  const bool is_finite = average_scale.is_finite && root_scale.is_finite;
+  const float nan = float_from(0x7fc00000u);
+  write_float(at.exp_avg_scale, is_finite ? average_scale.scale : nan);
+  write_float(at.exp_avg_sq_scale, is_finite ? root_scale.scale : nan);
+  if (!is_finite) {
+    for (int i = 0; i < kBlock; ++i) at.exp_avg[i] = at.exp_avg_sq[i] = 0;
+  }
+}
+
+// Whole blocks, from `begin` to `end`.
+template <class Grad, class Target, bool kL2>
+CPU_ADAM_INLINE void update_blocks(const CompactAdam<kL2>& adam, const cpu_adam::Span& span,
+                                   std::int64_t begin, std::int64_t end) {
+  using Place = BlockPlace<Grad, Target>;
+  if (begin == end) return;
+  FirstHalf<Grad, Target, kL2> halves[2];
+  int current = 0;
+  halves[0].run(adam, Place(span, begin));
+  for (std::int64_t i = begin + kBlock; i < end; i += kBlock) {
+    halves[1 - current].run(adam, Place(span, i));
+    run_second_half(adam, Place(span, i - kBlock), halves[current]);
+    current = 1 - current;
+  }
+  run_second_half(adam, Place(span, end - kBlock), halves[current]);
 }
 
 // The last elements of a tensor, fewer than a block: through a padded copy.
-template <class Grad, class Target>
-void update_last_block(const CompactAdam& adam, char* master, const char* grad, char* exp_avg,
-                       char* exp_avg_sq, char* out, char* exp_avg_scale, char* exp_avg_sq_scale,
+template <class Grad, class Target, bool kL2>
+void update_last_block(const CompactAdam<kL2>& adam, const cpu_adam::Span& span, std::int64_t begin,
                        std::int64_t count) {
-  char padded_master[kBlock * Target::kMasterBytes] = {};
-  char padded_grad[kBlock * Grad::kBytes] = {};
-  char padded_exp_avg[kBlock] = {};
-  char padded_exp_avg_sq[kBlock] = {};
-  char padded_out[kBlock * Target::kOutBytes + 1] = {};
-  copy_bytes(padded_master, master, count * Target::kMasterBytes);
-  copy_bytes(padded_grad, grad, count * Grad::kBytes);
-  copy_bytes(padded_exp_avg, exp_avg, count);
-  copy_bytes(padded_exp_avg_sq, exp_avg_sq, count);
-  if (Target::kReadsOut) copy_bytes(padded_out, out, count * Target::kOutBytes);
-  update_block<Grad, Target>(adam, padded_master, padded_grad, padded_exp_avg, padded_exp_avg_sq,
-                             padded_out, exp_avg_scale, exp_avg_sq_scale);
-  copy_bytes(master, padded_master, count * Target::kMasterBytes);
-  copy_bytes(exp_avg, padded_exp_avg, count);
-  copy_bytes(exp_avg_sq, padded_exp_avg_sq, count);
-  if (Target::kOutBytes > 0) copy_bytes(out, padded_out, count * Target::kOutBytes);
+  const BlockPlace<Grad, Target> at(span, begin);
+  char master[kBlock * Target::kMasterBytes] = {};
+  char grad[kBlock * Grad::kBytes] = {};
+  char exp_avg[kBlock] = {};
+  char exp_avg_sq[kBlock] = {};
+  char out[kBlock * Target::kOutBytes + 1] = {};
+  copy_bytes(master, at.master, count * Target::kMasterBytes);
+  copy_bytes(grad, at.grad, count * Grad::kBytes);
+  copy_bytes(exp_avg, at.exp_avg, count);
+  copy_bytes(exp_avg_sq, at.exp_avg_sq, count);
+  if (Target::kReadsOut) copy_bytes(out, at.out, count * Target::kOutBytes);
+  const cpu_adam::Span padded{
+      master, grad, {exp_avg, exp_avg_sq, at.exp_avg_scale, at.exp_avg_sq_scale}, out, 0};
+  update_blocks<Grad, Target>(adam, padded, 0, kBlock);
+  copy_bytes(at.master, master, count * Target::kMasterBytes);
+  copy_bytes(at.exp_avg, exp_avg, count);
+  copy_bytes(at.exp_avg_sq, exp_avg_sq, count);
+  if (Target::kOutBytes > 0) copy_bytes(at.out, out, count * Target::kOutBytes);
 }
 
 // `begin` is a multiple of kBlock: the driver sees to it.
+template <class Grad, class Target, bool kL2>
+CPU_ADAM_INLINE void update_int8(const cpu_adam::CompactAdamScalars& scalars,
+                                 const cpu_adam::Span& span, std::int64_t begin, std::int64_t end) {
+  const CompactAdam<kL2> adam(scalars);
+  const std::int64_t last = begin + (end - begin) / kBlock * kBlock;
+  update_blocks<Grad, Target>(adam, span, begin, last);
+  if (last < end) update_last_block<Grad, Target>(adam, span, last, end - last);
+}
+
 template <class Grad, class Target>
 void adam_int8_range(const cpu_adam::Span& span, std::int64_t begin, std::int64_t end,
                      const void* scalars, bool) {
-  const CompactAdam adam(*static_cast<const cpu_adam::CompactAdamScalars*>(scalars));
-  for (std::int64_t i = begin; i < end; i += kBlock) {
-    char* const master = span.master + i * Target::kMasterBytes;
-    const char* const grad = span.grad + i * Grad::kBytes;
-    char* const out = span.out + i * Target::kOutBytes;
-    char* const exp_avg_scale = span.state[2] + i / kBlock * 4;
-    char* const exp_avg_sq_scale = span.state[3] + i / kBlock * 4;
-    if (i + kBlock <= end) {
-      update_block<Grad, Target>(adam, master, grad, span.state[0] + i, span.state[1] + i, out,
-                                 exp_avg_scale, exp_avg_sq_scale);
-    } else {
-      update_last_block<Grad, Target>(adam, master, grad, span.state[0] + i, span.state[1] + i, out,
-                                      exp_avg_scale, exp_avg_sq_scale, end - i);
-    }
+  const auto& s = *static_cast<const cpu_adam::CompactAdamScalars*>(scalars);
+  if (s.l2 != 0.0f) {
+    update_int8<Grad, Target, true>(s, span, begin, end);
+  } else {
+    update_int8<Grad, Target, false>(s, span, begin, end);
   }
 }
 

@@ -61,10 +61,9 @@ struct CompactAdamScalars {
   float beta1;
   float one_minus_beta1;
   float beta2;
-  float one_minus_beta2;
-  float inverse_correction2_sqrt;
-  float eps;
-  float neg_step_size;
+  float one_minus_beta2_sqrt;
+  float denominator_scale;
+  float denominator_offset;
   std::uint32_t key[2];
 };
 
