@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import statistics
 import subprocess
 import sys
 from pathlib import Path
@@ -63,3 +64,39 @@ def test_host_adam_bench_measures_who_is_there_and_names_who_is_not(
     }
     assert "deepspeed is not installed" in capsys.readouterr().out
     assert (tmp_path / "cpu_adam.png").stat().st_size > 0
+
+
+def test_convergence_bench_sets_narrow_states_beside_wide_ones(tmp_path: Path) -> None:
+    steps = 6
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "zero_engine.bench", "cpu_adam_convergence"),
+            *(f"--steps={steps}", "--seeds=1", "--threads=1", f"--output={tmp_path}"),
+        ],
+        capture_output=True,
+        text=True,
+        timeout=150,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    report = json.loads((tmp_path / "cpu_adam_convergence.json").read_text())
+    (sides,) = report["seeds"]
+    assert list(sides) == ["float32", "int8", "bfloat16", "torch"]
+    wide, oracle = sides["float32"], sides["torch"]
+    # All start from the same weights and are given the same text; only fp32 weights round less.
+    assert wide["losses"][0] == sides["int8"]["losses"][0] == sides["bfloat16"]["losses"][0]
+    assert wide["losses"][0] == pytest.approx(oracle["losses"][0], rel=1e-3)
+    for name, side in sides.items():
+        assert side["losses"][-1] < side["losses"][0], name
+        assert side["training"]["loss"] == pytest.approx(statistics.fmean(side["losses"]))
+        assert side["losses"][-1] == pytest.approx(oracle["losses"][-1], rel=1e-2), name
+        for kind in ("training", "held_out"):
+            loss, difference = side[kind]["loss"], side[kind]["to_float32_percent"]
+            assert loss == pytest.approx(wide[kind]["loss"] * (1 + difference / 100))
+            assert side[kind].get("is_met") == (
+                abs(difference) <= report["bar_percent"] if name in ("int8", "bfloat16") else None
+            )
+        assert report["mean"][name] == {kind: side[kind] for kind in ("training", "held_out")}
+    assert sides["int8"]["losses"][-1] != wide["losses"][-1]  # they are not one and the same
+    assert f"step {steps}/{steps}  seed 0" in done.stdout
+    assert (tmp_path / "cpu_adam_convergence.png").stat().st_size > 0

@@ -9,6 +9,7 @@ import torch
 import typer
 
 from zero_engine.bench import cpu_adam as host_adam
+from zero_engine.bench import cpu_adam_convergence as convergence
 from zero_engine.bench.contenders import CONTENDERS
 from zero_engine.bench.engine import compare
 from zero_engine.bench.workload import Workload
@@ -78,6 +79,22 @@ def cpu_adam(
         threads=threads or torch.get_num_threads(),
     )
     host_adam.compare(settings, output=output)
+
+
+@app.command("cpu_adam_convergence")
+def cpu_adam_convergence(
+    steps: Annotated[int, typer.Option(min=1, help="Optimizer steps of every run.")] = 500,
+    seeds: Annotated[int, typer.Option(min=1, help="Trials, each with its own seed.")] = 3,
+    threads: Annotated[int, typer.Option(min=0, help="For everyone; 0 for torch's count.")] = 0,
+    output: Annotated[
+        Path, typer.Option(help="Folder for cpu_adam_convergence.json and .png.")
+    ] = Path("integration/benchmarks/results"),
+) -> None:
+    """Loss of a small GPT-2 on real text: cpu-adam's fp32, int8 and bf16 states, and torch."""
+    settings = convergence.Settings(
+        steps=steps, seeds=seeds, threads=threads or torch.get_num_threads()
+    )
+    convergence.compare(settings, output=output)
 
 
 app()
