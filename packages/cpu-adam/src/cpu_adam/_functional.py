@@ -40,6 +40,7 @@ __all__ = [
     "adam_step",
     "adam_step_8bit",
     "adam_step_bf16",
+    "adam_step_split",
     "grad_norm_sq",
     "lion_step",
     "sgd_step",
@@ -110,6 +111,40 @@ def adam_step(
     )
     written = _describe(_ONLY_FLOAT32, master=master, exp_avg=exp_avg, exp_avg_sq=exp_avg_sq)
     _update(_kernels.adam, scalars, written | _describe_out(out), grad, num_threads=num_threads)
+
+
+def adam_step_split(
+    param: Any,
+    remainder: Any,
+    grad: Any,
+    exp_avg: Any,
+    exp_avg_sq: Any,
+    *,
+    num_threads: int | None = None,
+    **hyper: Unpack[AdamHyper],
+) -> None:
+    """Apply one Adam update in place, to a master weight that is kept in two halves.
+
+    A bf16 parameter is its fp32 master weight rounded to nearest even, and ``remainder`` what is
+    left: 12 bytes per element with both moments, where `adam_step` with ``out`` takes 14. The
+    result is that of `adam_step` on the master, bit by bit; but where the new master is a tie
+    that is rounded down (one value in 131,072), one unit in the last place of fp32 is lost.
+    Start from a ``remainder`` of zeros. Arguments not listed are those of `adam_step`.
+
+    Args:
+        param: bf16 parameter; updated.
+        remainder: int16, what the master weight has beyond ``param``; updated.
+        grad: gradient in fp32, bf16 or fp16; unchanged.
+        exp_avg: fp32 first moment; updated.
+        exp_avg_sq: fp32 second moment; updated.
+
+    Raises:
+        TypeError, ValueError: as `adam_step`.
+    """
+    scalars = adam_scalars(**hyper)
+    written = _describe((BFLOAT16,), param=param) | _describe((INT16,), remainder=remainder)
+    written |= _describe(_ONLY_FLOAT32, exp_avg=exp_avg, exp_avg_sq=exp_avg_sq)
+    _update(_kernels.adam, scalars, written, grad, num_threads=num_threads)
 
 
 def adam_step_8bit(

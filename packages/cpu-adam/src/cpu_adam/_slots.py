@@ -8,6 +8,7 @@ verified (dtype, shape, strides, storage) together with the addresses it was ver
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -16,7 +17,17 @@ from torch import Tensor
 from cpu_adam import _kernels
 from cpu_adam._memory import BFLOAT16, FLOAT16, FLOAT32, ITEM_BYTES, NO_OUT, SPLIT, torch_address
 
-__all__ = ["MASTER", "REMAINDER", "SCALES", "STATE_DTYPES", "TYPES", "Slot", "local_of"]
+__all__ = [
+    "MASTER",
+    "MASTER_DTYPES",
+    "REMAINDER",
+    "SCALES",
+    "STATE_DTYPES",
+    "TYPES",
+    "Slot",
+    "check_name",
+    "local_of",
+]
 
 TYPES = {torch.float32: FLOAT32, torch.bfloat16: BFLOAT16, torch.float16: FLOAT16}
 
@@ -35,6 +46,24 @@ STATE_DTYPES = {
     "bfloat16": {"exp_avg": torch.bfloat16, "exp_avg_sq": torch.bfloat16},
     "int8": {"exp_avg": torch.int8, "exp_avg_sq": torch.uint8},
 }
+
+
+# The two ways to keep the master weight of a 16-bit parameter, and the name of its state.
+MASTER_DTYPES = {"float32": MASTER, "split": REMAINDER}
+
+
+def check_name(argument: str, name: Any, names: Iterable[str]) -> str:
+    """``name`` if it is one of ``names``.
+
+    Raises:
+        TypeError: it is no string.
+        ValueError: it is another one.
+    """
+    if not isinstance(name, str):
+        raise TypeError(f"{argument}: expected a name, got {type(name).__name__}")
+    if name not in names:
+        raise ValueError(f"{argument}: must be one of {', '.join(names)}; got {name!r}")
+    return name
 
 
 def local_of(tensor: Tensor) -> Tensor:
@@ -89,6 +118,7 @@ class Slot:
 
     Attributes:
         state_dtype: what the moments are, of `STATE_DTYPES`.
+        master_dtype: how the master weight was asked to be kept, of `MASTER_DTYPES`.
         out_type: element type of the parameter if it is written as a copy of the master weight.
         addresses: the kernel's arguments besides the gradient: master, states, out.
         local: the parameter, or the local part of a DTensor.
@@ -104,6 +134,7 @@ class Slot:
         "dtype",
         "is_contiguous",
         "local",
+        "master_dtype",
         "numel",
         "out_type",
         "state_dtype",
@@ -112,7 +143,13 @@ class Slot:
         "stride",
     )
 
-    def __init__(self, param: Tensor, state: dict[str, Any], state_dtype: str) -> None:
+    def __init__(
+        self,
+        param: Tensor,
+        state: dict[str, Any],
+        state_dtype: str,
+        master_dtype: str | None,
+    ) -> None:
         local = local_of(param)
         if not local.is_cpu or local.layout is not torch.strided:
             raise ValueError(f"parameter: must be a dense CPU tensor, got one on {local.device}")
@@ -140,6 +177,7 @@ class Slot:
         self._state = state
         self._parts = [(name, state[name], part, part.data_ptr()) for name, part in parts.items()]
         self.state_dtype = state_dtype
+        self.master_dtype = master_dtype
         self.step = _check_step(state["step"])
         self.step_address = torch_address("step", self.step)
         self.local = local
@@ -148,7 +186,13 @@ class Slot:
         self.stride = local.stride()
         self.is_contiguous = local.is_contiguous()
 
-    def is_current(self, param: Tensor, state: dict[str, Any], state_dtype: str) -> bool:
+    def is_current(
+        self,
+        param: Tensor,
+        state: dict[str, Any],
+        state_dtype: str,
+        master_dtype: str | None,
+    ) -> bool:
         """Whether the parameter and its state are still what was verified."""
         local = param if type(param) is torch.nn.Parameter else local_of(param)
         for name, stored, part, address in self._parts:
@@ -158,6 +202,7 @@ class Slot:
             state is self._state
             and (self.out_type != SPLIT or MASTER not in state)
             and self.state_dtype == state_dtype
+            and self.master_dtype == master_dtype
             and state.get("step") is self.step
             and self.step.data_ptr() == self.step_address
             and local.dtype is self.dtype

@@ -13,7 +13,17 @@ from torch.optim import Optimizer
 from cpu_adam import _kernels
 from cpu_adam._isa import active_isa_index
 from cpu_adam._scalars import adam_scalars, check_seed, compact_adam_scalars, random_key
-from cpu_adam._slots import MASTER, REMAINDER, SCALES, STATE_DTYPES, TYPES, Slot, local_of
+from cpu_adam._slots import (
+    MASTER,
+    MASTER_DTYPES,
+    REMAINDER,
+    SCALES,
+    STATE_DTYPES,
+    TYPES,
+    Slot,
+    check_name,
+    local_of,
+)
 from cpu_adam._threads import resolve_num_threads
 
 __all__ = ["CPUAdam"]
@@ -25,18 +35,23 @@ class CPUAdam(Optimizer):
     """Adam (Kingma and Ba, 2015) or AdamW (Loshchilov and Hutter, 2019) on CPU parameters.
 
     One pass over memory per step, and one call for all parameters of a group, however small.
-    fp32 parameters are updated directly. bf16 and fp16 parameters are updated through an fp32
-    copy in the state (``master_weight``) and rounded to nearest even. State per parameter, with
-    the names of torch's own Adam: ``step`` (a 0-d fp32 tensor), ``exp_avg`` and ``exp_avg_sq``
-    (fp32), so that for fp32 parameters each loads the other's ``state_dict``.
+    fp32 parameters are updated directly; bf16 and fp16 parameters through an fp32 master weight,
+    and rounded to nearest even. State per parameter, with the names of torch's own Adam: ``step``
+    (a 0-d fp32 tensor), ``exp_avg`` and ``exp_avg_sq`` (fp32), so that for fp32 parameters each
+    loads the other's ``state_dict``.
+
+    The master weight is kept as ``master_dtype`` says. ``"float32"``: a copy in the state
+    (``master_weight``). ``"split"``, for bf16 parameters alone: the parameter is the upper half,
+    and the state has the lower one (``remainder``, int16), so that two bytes per element do for
+    four; see `cpu_adam.adam_step_split`. The default is ``"split"`` where bf16 parameters meet
+    8- or 16-bit moments, and ``"float32"`` otherwise.
 
     With ``state_dtype="int8"`` or ``"bfloat16"`` the moments take less memory; see
-    `cpu_adam.adam_step_8bit` and `cpu_adam.adam_step_bf16`. A bf16 parameter is then the upper half
-    of its fp32 master weight, and the state has the lower half (``remainder``, int16) in the place
-    of ``master_weight``: 6.0625 or 8 bytes per element in all. 8-bit moments come with
-    ``exp_avg_scale`` and ``exp_avg_sq_scale``, fp32, one number per 128 elements in memory (of a
-    DTensor's local part: convert to fp32 before resharding). `cpu_adam.convert_state` changes the
-    width; a loaded state dict brings its own.
+    `cpu_adam.adam_step_8bit` and `cpu_adam.adam_step_bf16`: with a split master, 6.0625 or 8 bytes
+    per element in all. 8-bit moments come with ``exp_avg_scale`` and ``exp_avg_sq_scale``, fp32,
+    one number per 128 elements in memory (of a DTensor's local part: convert to fp32 before
+    resharding). `cpu_adam.convert_state` changes the width and the master; a loaded state dict
+    brings its own.
 
     A DTensor parameter is updated through its local part; its state is made of DTensors too.
     ``GradScaler`` leaves unscaling, and skipping after an overflow, to this class.
@@ -51,12 +66,15 @@ class CPUAdam(Optimizer):
         bias_correction: divide the moments by ``1 - beta ** step``.
         adamw_mode: decoupled weight decay; the default, unlike ``torch.optim.Adam``.
         state_dtype: of the moments: ``"float32"``, ``"bfloat16"`` or ``"int8"``.
+        master_dtype: how master weights are kept: ``"float32"``, ``"split"`` or None, the default;
+            of no account for fp32 parameters.
         seed: of the stochastic rounding of bf16 moments, in [0, 2**64).
         num_threads: threads for a step; None for torch's count.
 
     Raises:
         TypeError: a parameter of another dtype, or a hyperparameter that is not a number.
-        ValueError: a parameter that is not on the CPU, a hyperparameter out of range, amsgrad.
+        ValueError: a parameter that is not on the CPU, a hyperparameter out of range, amsgrad, an
+            fp16 parameter whose master is to be split.
     """
 
     # Read by torch.amp.GradScaler: it sets `grad_scale` and `found_inf` before it calls `step`.
@@ -79,6 +97,7 @@ class CPUAdam(Optimizer):
         bias_correction: bool = True,
         adamw_mode: bool = True,
         state_dtype: str = "float32",
+        master_dtype: str | None = None,
         seed: int = 0,
         num_threads: int | None = None,
     ) -> None:
@@ -94,6 +113,7 @@ class CPUAdam(Optimizer):
             "bias_correction": bias_correction,
             "adamw_mode": adamw_mode,
             "state_dtype": state_dtype,
+            "master_dtype": master_dtype,
             "seed": seed,
         }
         _check_group(defaults)
@@ -111,7 +131,7 @@ class CPUAdam(Optimizer):
             for group in self.param_groups[count:]:
                 _check_group(group)
                 for param in group["params"]:
-                    _check_param(param)
+                    _check_param(param, group["master_dtype"])
         except (TypeError, ValueError):
             del self.param_groups[count:]
             raise
@@ -199,15 +219,22 @@ class CPUAdam(Optimizer):
             group.setdefault("amsgrad", False)
             group.setdefault("state_dtype", "float32")
             group.setdefault("seed", self.defaults.get("seed", 0))
+            if "master_dtype" not in group:
+                # Masters that were saved stay what they are; for those to come, what was asked.
+                saved = chain.from_iterable(self.state.get(p, ()) for p in group["params"])
+                is_free = set(MASTER_DTYPES.values()).isdisjoint(saved)
+                group["master_dtype"] = self.defaults.get("master_dtype") if is_free else None
             _check_group(group)
+            for param in group["params"]:
+                check_master(param, group["master_dtype"])
 
-    def _slot_of(self, param: Tensor, state_dtype: str) -> Slot:
+    def _slot_of(self, param: Tensor, state_dtype: str, master_dtype: str | None) -> Slot:
         state = self.state[param]
         slot = self._slots.get(param)
-        if slot is None or not slot.is_current(param, state, state_dtype):
-            _check_param(param)
-            _fill_state(param, state, state_dtype)
-            slot = self._slots[param] = Slot(param, state, state_dtype)
+        if slot is None or not slot.is_current(param, state, state_dtype, master_dtype):
+            _check_param(param, master_dtype)
+            _fill_state(param, state, state_dtype, master_dtype)
+            slot = self._slots[param] = Slot(param, state, state_dtype, master_dtype)
         return slot
 
 
@@ -218,6 +245,7 @@ class _Update:
         self, optimizer: CPUAdam, group: dict[str, Any], grad_scale: float, stream: int
     ) -> None:
         state_dtype = self._state_dtype = _state_dtype_of(group)
+        master_dtype = _master_dtype_of(group)
         # Parameters of the same types and step count go to the kernel in one call.
         batches: dict[tuple[int, int, float], list[int]] = {}
         self._keep_alive: list[Tensor] = []
@@ -227,7 +255,7 @@ class _Update:
             grad = param.grad
             if grad is None:
                 continue
-            slot = optimizer._slot_of(param, state_dtype)
+            slot = optimizer._slot_of(param, state_dtype, master_dtype)
             grad, grad_address, grad_type = slot.grad_memory(grad)
             key = (grad_type, slot.out_type, slot.step.item())
             items = batches.get(key)
@@ -264,16 +292,17 @@ class _Update:
 
 
 def _state_dtype_of(group: dict[str, Any]) -> str:
-    name = group["state_dtype"]
-    if not isinstance(name, str):
-        raise TypeError(f"state_dtype: expected a name, got {type(name).__name__}")
-    if name not in STATE_DTYPES:
-        raise ValueError(f"state_dtype: must be one of {', '.join(STATE_DTYPES)}; got {name!r}")
-    return name
+    return check_name("state_dtype", group["state_dtype"], STATE_DTYPES)
+
+
+def _master_dtype_of(group: dict[str, Any]) -> str | None:
+    name = group["master_dtype"]
+    return None if name is None else check_name("master_dtype", name, MASTER_DTYPES)
 
 
 def _check_group(group: dict[str, Any]) -> None:
     _state_dtype_of(group)
+    _master_dtype_of(group)
     check_seed(group["seed"])
     _scalars_of(group, 1, 1.0)
 
@@ -308,13 +337,23 @@ def _scalars_of(group: dict[str, Any], step: int, grad_scale: float) -> tuple[fl
     )
 
 
-def _check_param(param: Tensor) -> None:
+def check_master(param: Tensor, master_dtype: str | None) -> None:
+    """Refuse a parameter whose master weight cannot be kept as ``master_dtype`` says."""
+    if master_dtype == "split" and param.dtype is torch.float16:
+        raise ValueError(
+            "master_dtype: 'split' is for bf16 parameters, which are the upper half of an fp32 "
+            "number; pass None or 'float32' for an fp16 parameter"
+        )
+
+
+def _check_param(param: Tensor, master_dtype: str | None) -> None:
     if param.device.type != "cpu":
         raise ValueError(f"params: CPUAdam updates CPU parameters; got one on {param.device}")
     if param.layout is not torch.strided:
         raise ValueError(f"params: must be dense, got layout {param.layout}")
     if param.dtype not in TYPES:
         raise TypeError(f"params: dtype must be fp32, bf16 or fp16; got {param.dtype}")
+    check_master(param, master_dtype)
     local = local_of(param)
     if not local.is_contiguous() and torch.empty_like(local).stride() != local.stride():
         raise ValueError(
@@ -323,7 +362,9 @@ def _check_param(param: Tensor) -> None:
         )
 
 
-def _fill_state(param: Tensor, state: dict[str, Any], state_dtype: str) -> None:
+def _fill_state(
+    param: Tensor, state: dict[str, Any], state_dtype: str, master_dtype: str | None
+) -> None:
     """Create what is missing; and accept a step count in any form."""
     step = state.get("step", 0.0)
     if not isinstance(step, Tensor) or step.dtype is not torch.float32 or not step.is_cpu:
@@ -336,10 +377,28 @@ def _fill_state(param: Tensor, state: dict[str, Any], state_dtype: str) -> None:
         for name in SCALES:
             if name not in state:
                 state[name] = torch.zeros(num_blocks, dtype=torch.float32)
+    if param.dtype is not torch.float32:
+        _fill_master(param, state, state_dtype, master_dtype)
+
+
+def _fill_master(
+    param: Tensor, state: dict[str, Any], state_dtype: str, master_dtype: str | None
+) -> None:
+    """Create the master weight of a 16-bit parameter, unless there is one in any form."""
     is_bfloat16 = param.dtype is torch.bfloat16
-    if param.dtype is torch.float32 or MASTER in state or (is_bfloat16 and REMAINDER in state):
-        return
-    if is_bfloat16 and state_dtype != "float32":
+    found = next((n for n in (MASTER, REMAINDER) if n in state), None)
+    if found == MASTER or (found == REMAINDER and is_bfloat16):
+        if master_dtype is not None and found != MASTER_DTYPES[master_dtype]:
+            raise ValueError(
+                f"state {found!r}: is not what master_dtype {master_dtype!r} of its group keeps; "
+                "cpu_adam.convert_state changes the one into the other"
+            )
+    elif (master_dtype or _default_master(param, state_dtype)) == "split":
         state[REMAINDER] = torch.zeros_like(param, dtype=torch.int16)
     else:
         state[MASTER] = param.detach().to(torch.float32)
+
+
+def _default_master(param: Tensor, state_dtype: str) -> str:
+    is_split = param.dtype is torch.bfloat16 and state_dtype != "float32"
+    return "split" if is_split else "float32"
