@@ -18,7 +18,8 @@ from cpu_adam._slots import (
     check_name,
     local_of,
 )
-from cpu_adam.optimizer import CPUAdam, check_master
+from cpu_adam._states import check_master
+from cpu_adam.optimizer import CPUAdam
 
 __all__ = ["convert_state"]
 

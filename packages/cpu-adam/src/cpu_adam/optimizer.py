@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from itertools import chain
+from collections.abc import Callable, Iterable, Mapping
+from itertools import chain, compress, count, zip_longest
 from typing import Any, overload
 
 import torch
@@ -19,11 +19,10 @@ from cpu_adam._slots import (
     REMAINDER,
     SCALES,
     STATE_DTYPES,
-    TYPES,
-    Slot,
     check_name,
-    local_of,
 )
+from cpu_adam._states import check_master, check_param
+from cpu_adam._tables import Roster
 from cpu_adam._threads import resolve_num_threads
 
 __all__ = ["CPUAdam"]
@@ -103,7 +102,7 @@ class CPUAdam(Optimizer):
     ) -> None:
         resolve_num_threads(num_threads)
         self.num_threads = num_threads
-        self._slots: dict[Tensor, Slot] = {}
+        self._rosters: list[Roster | None] = []
         defaults = {
             "lr": lr,
             "betas": betas,
@@ -131,7 +130,7 @@ class CPUAdam(Optimizer):
             for group in self.param_groups[count:]:
                 _check_group(group)
                 for param in group["params"]:
-                    _check_param(param, group["master_dtype"])
+                    check_param(param, group["master_dtype"])
         except (TypeError, ValueError):
             del self.param_groups[count:]
             raise
@@ -167,9 +166,10 @@ class CPUAdam(Optimizer):
         # Everything is looked up and checked before anything is changed.
         updates = []
         stream = 0
-        for group in self.param_groups:
-            updates.append(_Update(self, group, grad_scale, stream))
+        for group, known in zip_longest(self.param_groups, self._rosters[: len(self.param_groups)]):
+            updates.append(_Update(group, self.state, known, grad_scale, stream))
             stream += len(group["params"])
+        self._rosters = [update.roster for update in updates]
         isa, threads = active_isa_index(), resolve_num_threads(self.num_threads)
         for update in updates:
             update.run(isa, threads)
@@ -210,7 +210,7 @@ class CPUAdam(Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._slots = {}
+        self._rosters = []
         for group in self.param_groups:
             # A group that torch's Adam saved says it in its own words.
             decoupled = group.get("decoupled_weight_decay", self.defaults["adamw_mode"])
@@ -228,67 +228,76 @@ class CPUAdam(Optimizer):
             for param in group["params"]:
                 check_master(param, group["master_dtype"])
 
-    def _slot_of(self, param: Tensor, state_dtype: str, master_dtype: str | None) -> Slot:
-        state = self.state[param]
-        slot = self._slots.get(param)
-        if slot is None or not slot.is_current(param, state, state_dtype, master_dtype):
-            _check_param(param, master_dtype)
-            _fill_state(param, state, state_dtype, master_dtype)
-            slot = self._slots[param] = Slot(param, state, state_dtype, master_dtype)
-        return slot
-
 
 class _Update:
-    """One group's step: the memory to update, gathered and checked, then updated in `run`."""
+    """One group's step: the memory to update, gathered and checked, then updated in `run`.
+
+    Attributes:
+        roster: what to remember of the group for the next step.
+    """
 
     def __init__(
-        self, optimizer: CPUAdam, group: dict[str, Any], grad_scale: float, stream: int
+        self,
+        group: dict[str, Any],
+        states: Mapping[Tensor, dict[str, Any]],
+        known: Roster | None,
+        grad_scale: float,
+        stream: int,
     ) -> None:
-        state_dtype = self._state_dtype = _state_dtype_of(group)
-        master_dtype = _master_dtype_of(group)
-        # Parameters of the same types and step count go to the kernel in one call.
-        batches: dict[tuple[int, int, float], list[int]] = {}
-        self._keep_alive: list[Tensor] = []
-        self._locals: list[Tensor] = []
-        self._step_addresses: list[int] = []
-        for index, param in enumerate(group["params"], start=stream):
-            grad = param.grad
-            if grad is None:
-                continue
-            slot = optimizer._slot_of(param, state_dtype, master_dtype)
-            grad, grad_address, grad_type = slot.grad_memory(grad)
-            key = (grad_type, slot.out_type, slot.step.item())
-            items = batches.get(key)
-            if items is None:
-                items = batches[key] = []
-            master, *others = slot.addresses
-            items += (master, grad_address, *others, slot.numel)
-            if state_dtype == "bfloat16":
-                items.append(index)
-            self._keep_alive.append(grad)
-            self._locals.append(slot.local)
-            self._step_addresses.append(slot.step_address)
-        self._calls = [
-            (
-                grad_type,
-                out_type,
-                items,
-                _scalars_of(group, int(step) + 1, grad_scale),
-                random_key(group["seed"], int(step) + 1) if state_dtype == "bfloat16" else 0,
-            )
-            for (grad_type, out_type, step), items in batches.items()
-        ]
+        self.roster = known
+        self._calls: list[_Call] = []
+        self._group, self._grad_scale = group, grad_scale
+        found = [param.grad for param in group["params"]]
+        has_grad = [grad is not None for grad in found]
+        if not any(has_grad):
+            return
+        settings = (_state_dtype_of(group), _master_dtype_of(group))
+        if known is None or not known.is_current(group["params"], settings, states, has_grad):
+            known = self.roster = Roster.of(group["params"], settings, states, has_grad, known)
+        table = self._table = known.table_of(has_grad)
+        # Kept until they have been used: some may be copies.
+        self._grads, addresses, types = table.gradient_memory(list(compress(found, has_grad)))
+        columns = [table.masters, addresses, *table.others, table.numels]
+        if settings[0] == "bfloat16":
+            columns.append(list(compress(count(stream), has_grad)))
+        steps = _kernels.read_numbers(table.step_addresses)
+        keys = list(zip(types, table.out_types, steps, strict=True))
+        self._calls = [self._call(*key, items) for key, items in _batches(keys, columns)]
+
+    def _call(self, grad_type: int, out_type: int, step: float, items: list[int]) -> _Call:
+        number = int(step) + 1
+        scalars = _scalars_of(self._group, number, self._grad_scale)
+        state_dtype = self._group["state_dtype"]
+        if state_dtype == "bfloat16":
+            key = random_key(self._group["seed"], number)
+            return _kernels.adam_bfloat16, (grad_type, out_type, items, scalars, key)
+        kernel = _kernels.adam if state_dtype == "float32" else _kernels.adam_int8
+        return kernel, (grad_type, out_type, items, scalars)
 
     def run(self, isa: int, num_threads: int) -> None:
-        for grad_type, out_type, items, scalars, key in self._calls:
-            if self._state_dtype == "float32":
-                _kernels.adam(isa, grad_type, out_type, items, scalars, num_threads)
-            elif self._state_dtype == "int8":
-                _kernels.adam_int8(isa, grad_type, out_type, items, scalars, num_threads)
-            else:
-                _kernels.adam_bfloat16(isa, grad_type, out_type, items, scalars, key, num_threads)
-        _kernels.count_up(self._step_addresses)
-        torch.autograd.graph.increment_version(self._locals)
+        if not self._calls:
+            return
+        for kernel, arguments in self._calls:
+            kernel(isa, *arguments, num_threads)
+        _kernels.count_up(self._table.step_addresses)
+        torch.autograd.graph.increment_version(self._table.local)
+
+
+# A kernel, and its arguments between the instruction set and the number of threads.
+_Call = tuple[Callable[..., None], tuple[Any, ...]]
+
+
+def _batches(
+    keys: list[tuple[int, int, float]], columns: list[list[int]]
+) -> Iterable[tuple[tuple[int, int, float], list[int]]]:
+    """For each different key, the numbers of its rows one after another: one call's items."""
+    rows = zip(*columns, strict=True)
+    if keys.count(keys[0]) == len(keys):
+        return [(keys[0], list(chain.from_iterable(rows)))]
+    batches: dict[tuple[int, int, float], list[int]] = {}
+    for key, row in zip(keys, rows, strict=True):
+        batches.setdefault(key, []).extend(row)
+    return batches.items()
 
 
 def _state_dtype_of(group: dict[str, Any]) -> str:
@@ -335,70 +344,3 @@ def _scalars_of(group: dict[str, Any], step: int, grad_scale: float) -> tuple[fl
         bias_correction=group["bias_correction"],
         grad_scale=grad_scale,
     )
-
-
-def check_master(param: Tensor, master_dtype: str | None) -> None:
-    """Refuse a parameter whose master weight cannot be kept as ``master_dtype`` says."""
-    if master_dtype == "split" and param.dtype is torch.float16:
-        raise ValueError(
-            "master_dtype: 'split' is for bf16 parameters, which are the upper half of an fp32 "
-            "number; pass None or 'float32' for an fp16 parameter"
-        )
-
-
-def _check_param(param: Tensor, master_dtype: str | None) -> None:
-    if param.device.type != "cpu":
-        raise ValueError(f"params: CPUAdam updates CPU parameters; got one on {param.device}")
-    if param.layout is not torch.strided:
-        raise ValueError(f"params: must be dense, got layout {param.layout}")
-    if param.dtype not in TYPES:
-        raise TypeError(f"params: dtype must be fp32, bf16 or fp16; got {param.dtype}")
-    check_master(param, master_dtype)
-    local = local_of(param)
-    if not local.is_contiguous() and torch.empty_like(local).stride() != local.stride():
-        raise ValueError(
-            f"params: must fill its memory without gaps or overlap; got shape "
-            f"{tuple(local.shape)} with strides {local.stride()}"
-        )
-
-
-def _fill_state(
-    param: Tensor, state: dict[str, Any], state_dtype: str, master_dtype: str | None
-) -> None:
-    """Create what is missing; and accept a step count in any form."""
-    step = state.get("step", 0.0)
-    if not isinstance(step, Tensor) or step.dtype is not torch.float32 or not step.is_cpu:
-        state["step"] = torch.tensor(float(step), dtype=torch.float32)
-    for name, dtype in STATE_DTYPES[state_dtype].items():
-        if name not in state:
-            state[name] = torch.zeros_like(param, dtype=dtype)
-    if state_dtype == "int8":
-        num_blocks = -(-local_of(param).numel() // _kernels.BLOCK_NUMEL)
-        for name in SCALES:
-            if name not in state:
-                state[name] = torch.zeros(num_blocks, dtype=torch.float32)
-    if param.dtype is not torch.float32:
-        _fill_master(param, state, state_dtype, master_dtype)
-
-
-def _fill_master(
-    param: Tensor, state: dict[str, Any], state_dtype: str, master_dtype: str | None
-) -> None:
-    """Create the master weight of a 16-bit parameter, unless there is one in any form."""
-    is_bfloat16 = param.dtype is torch.bfloat16
-    found = next((n for n in (MASTER, REMAINDER) if n in state), None)
-    if found == MASTER or (found == REMAINDER and is_bfloat16):
-        if master_dtype is not None and found != MASTER_DTYPES[master_dtype]:
-            raise ValueError(
-                f"state {found!r}: is not what master_dtype {master_dtype!r} of its group keeps; "
-                "cpu_adam.convert_state changes the one into the other"
-            )
-    elif (master_dtype or _default_master(param, state_dtype)) == "split":
-        state[REMAINDER] = torch.zeros_like(param, dtype=torch.int16)
-    else:
-        state[MASTER] = param.detach().to(torch.float32)
-
-
-def _default_master(param: Tensor, state_dtype: str) -> str:
-    is_split = param.dtype is torch.bfloat16 and state_dtype != "float32"
-    return "split" if is_split else "float32"
