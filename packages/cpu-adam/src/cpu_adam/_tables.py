@@ -15,12 +15,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import compress
-from operator import attrgetter, gt, is_
+from operator import add, attrgetter, floordiv, gt, is_, le
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from cpu_adam._memory import ITEM_BYTES
 from cpu_adam._slots import TYPES, Slot, local_of
 from cpu_adam._states import check_param, fill_state
 
@@ -47,6 +48,7 @@ class Snapshot:
     def __init__(self, slots: Sequence[Slot]) -> None:
         watched = [(slot.state, *entry) for slot in slots for entry in slot.watched]
         self._params = [slot.param for slot in slots]
+        self._is_local = all(type(param) is torch.nn.Parameter for param in self._params)
         self._states = [slot.state for slot in slots]
         self._owners = [state for state, *_ in watched]
         self._names = [name for _, name, *_ in watched]
@@ -60,8 +62,7 @@ class Snapshot:
 
     def is_current(self, states: States) -> bool:
         """Whether all is as it was; ``states`` has the dictionary of every parameter."""
-        parameter = torch.nn.Parameter
-        local = [param if type(param) is parameter else local_of(param) for param in self._params]
+        local = self._params if self._is_local else list(map(local_of, self._params))
         return (
             _are_same(map(states.__getitem__, self._params), self._states)
             and _are_same(map(dict.get, self._owners, self._names), self._values)
@@ -95,24 +96,27 @@ class Table:
         self._shapes = [slot.shape for slot in slots]
         self._strides = [slot.stride for slot in slots]
         self._is_contiguous = all(slot.is_contiguous for slot in slots)
+        self._num_empty = self.numels.count(0)
 
     def gradient_memory(self, grads: list[Tensor]) -> tuple[list[Tensor], list[int], list[int]]:
         """The gradients in their parameters' layout, their addresses and their element types."""
         grads = [grad if type(grad) is Tensor else local_of(grad) for grad in grads]
-        if self._are_plain(grads):
+        if _PLAIN.issuperset(map(_kind, grads)):
             types = list(map(TYPES.__getitem__, map(_dtype, grads)))
-            return grads, list(map(Tensor.data_ptr, grads)), types
+            addresses = list(map(Tensor.data_ptr, grads))
+            if self._are_ready(grads, types, addresses):
+                return grads, addresses, types
         found = [slot.grad_memory(grad) for slot, grad in zip(self._slots, grads, strict=True)]
         return [grad for grad, _, _ in found], [at for _, at, _ in found], [t for *_, t in found]
 
-    def _are_plain(self, grads: list[Tensor]) -> bool:
+    def _are_ready(self, grads: list[Tensor], types: list[int], addresses: list[int]) -> bool:
         """Whether no gradient needs to be looked at by itself: to be converted, or refused."""
         return (
-            _PLAIN.issuperset(map(_kind, grads))
-            and list(map(Tensor.numel, grads)) == self.numels
+            list(map(Tensor.numel, grads)) == self.numels
             and self._are_laid_out(grads)
             and not any(map(Tensor.is_neg, grads))
-            and _are_in_memory(grads)
+            and addresses.count(0) == self._num_empty
+            and self._are_in_storage(grads, types)
         )
 
     def _are_laid_out(self, grads: list[Tensor]) -> bool:
@@ -123,21 +127,11 @@ class Table:
             and list(map(attrgetter("shape"), grads)) == self._shapes
         )
 
-
-def _are_in_memory(grads: list[Tensor]) -> bool:
-    """Whether the storages of dense tensors reach as far as the tensors."""
-    described = zip(
-        map(Tensor.storage_offset, grads),
-        map(Tensor.numel, grads),
-        map(Tensor.element_size, grads),
-        map(torch.UntypedStorage.nbytes, map(Tensor.untyped_storage, grads)),
-        map(Tensor.data_ptr, grads),
-        strict=True,
-    )
-    return all(
-        (offset + numel) * width <= size and (address != 0 or numel == 0)
-        for offset, numel, width, size, address in described
-    )
+    def _are_in_storage(self, grads: list[Tensor], types: list[int]) -> bool:
+        """Whether the storages, which can be freed under a tensor, reach as far as the tensors."""
+        stops = map(add, map(Tensor.storage_offset, grads), self.numels)
+        sizes = map(torch.UntypedStorage.nbytes, map(Tensor.untyped_storage, grads))
+        return all(map(le, stops, map(floordiv, sizes, map(ITEM_BYTES.__getitem__, types))))
 
 
 class Roster:
