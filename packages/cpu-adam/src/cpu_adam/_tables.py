@@ -206,4 +206,7 @@ class Roster:
 
 
 def _is_current(slot: Slot, states: States) -> bool:
+    # Most often the parameter has new memory, and that is seen without a snapshot for it alone.
+    if local_of(slot.param).data_ptr() != slot.local_address:
+        return False
     return Snapshot([slot]).is_current(states)
