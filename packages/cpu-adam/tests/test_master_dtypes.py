@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import copy
-import io
 from contextlib import contextmanager
+from functools import partial
 
 import numpy as np
 import pytest
@@ -13,7 +13,7 @@ from rule_cases import assert_rule_is_reference, narrow
 
 torch = pytest.importorskip("torch", reason="torch is an extra of cpu-adam")
 
-from torch_cases import make_params, set_grads, train  # noqa: E402
+from torch_cases import assert_states_equal, make_params, resume, save, set_grads, train  # noqa: E402
 
 import cpu_adam  # noqa: E402
 from cpu_adam import CPUAdam, convert_state, reference  # noqa: E402
@@ -187,21 +187,13 @@ def test_training_resumes_bit_identically_from_a_state_dict(state_dtype, master_
     params = make_params(SIZES, dtype=torch.bfloat16)
     optimizer = CPUAdam(params, **options)
     train(optimizer, params, 5)
-    buffer = io.BytesIO()
-    torch.save({"optimizer": optimizer.state_dict(), "params": params}, buffer)
+    saved = save(optimizer, params)
     # into the same setting, none, and the other one: the state dict brings its own
     for given in (master_dtype, *{None, *MASTERS} - {master_dtype}):
-        buffer.seek(0)
-        saved = torch.load(buffer, weights_only=True)
-        resumed = [torch.nn.Parameter(param.detach()) for param in saved["params"]]
-        other = CPUAdam(resumed, lr=123.0, master_dtype=given)
-        other.load_state_dict(saved["optimizer"])
+        build = partial(CPUAdam, lr=123.0, master_dtype=given)
+        resumed, other = resume(saved, build)
         assert other.param_groups[0]["master_dtype"] == master_dtype
-        for param, old in zip(resumed, params, strict=True):
-            assert set(other.state[param]) == set(optimizer.state[old])
-            for name, value in optimizer.state[old].items():
-                assert other.state[param][name].dtype == value.dtype
-                assert torch.equal(other.state[param][name], value)
+        assert_states_equal(other, resumed, optimizer, params)
         for step in range(5, 10):
             set_grads(resumed, step)
             other.step()
