@@ -188,6 +188,17 @@ double sum_of_squares(int isa, int grad_type, std::uint64_t address, std::int64_
 }
 
 // The step counts of many parameters: as torch calls, they would take longer than the update.
+py::list read_numbers(const py::list& addresses) {
+  const auto count = static_cast<py::ssize_t>(addresses.size());
+  py::list numbers(count);
+  for (py::ssize_t at = 0; at < count; ++at) {
+    float value;
+    std::memcpy(&value, address_at(addresses, at), sizeof value);
+    numbers[static_cast<std::size_t>(at)] = py::float_(value);
+  }
+  return numbers;
+}
+
 void count_up(const py::list& addresses) {
   const auto count = static_cast<py::ssize_t>(addresses.size());
   for (py::ssize_t at = 0; at < count; ++at) {
@@ -232,5 +243,6 @@ PYBIND11_MODULE(_kernels, m) {
         num_threads);
   m.attr("BLOCK_NUMEL") = kBlockNumel;
   m.def("count_up", &count_up, py::arg("addresses"));
+  m.def("read_numbers", &read_numbers, py::arg("addresses"));
   m.def("read_dlpack", &read_dlpack, py::arg("capsule"));
 }

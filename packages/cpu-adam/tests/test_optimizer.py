@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import copy
-import io
 
 import pytest
 
 torch = pytest.importorskip("torch", reason="torch is an extra of cpu-adam")
 
-from torch_cases import make_params, set_grads, train  # noqa: E402
+from torch_cases import make_params, resume, save, set_grads, train  # noqa: E402
 
 import cpu_adam  # noqa: E402
 from cpu_adam import CPUAdam  # noqa: E402
@@ -75,13 +74,7 @@ def test_training_resumes_bit_identically_from_a_state_dict(dtype):
     params = make_params(sizes, dtype=dtype)
     optimizer = CPUAdam(params, weight_decay=0.1)
     train(optimizer, params, 5)
-    buffer = io.BytesIO()
-    torch.save({"optimizer": optimizer.state_dict(), "params": params}, buffer)
-    buffer.seek(0)
-    saved = torch.load(buffer, weights_only=True)
-    resumed = [torch.nn.Parameter(param.detach()) for param in saved["params"]]
-    other = CPUAdam(resumed, lr=123.0)
-    other.load_state_dict(saved["optimizer"])
+    resumed, other = resume(save(optimizer, params), lambda new: CPUAdam(new, lr=123.0))
     for param in resumed:
         state = other.state[param]
         assert state["exp_avg"].dtype == state["exp_avg_sq"].dtype == torch.float32

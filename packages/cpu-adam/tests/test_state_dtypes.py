@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import copy
-import io
 
 import pytest
 
 torch = pytest.importorskip("torch", reason="torch is an extra of cpu-adam")
 
-from torch_cases import make_params, set_grads, train  # noqa: E402
+from torch_cases import assert_states_equal, make_params, resume, save, set_grads, train  # noqa: E402
 
 import cpu_adam  # noqa: E402
 from cpu_adam import CPUAdam, convert_state, reference  # noqa: E402
@@ -41,17 +40,8 @@ def test_training_resumes_bit_identically_from_a_state_dict(state_dtype, dtype):
     params = make_params(SIZES, dtype=dtype)
     optimizer = CPUAdam(params, weight_decay=0.1, state_dtype=state_dtype, seed=7)
     train(optimizer, params, 5)
-    buffer = io.BytesIO()
-    torch.save({"optimizer": optimizer.state_dict(), "params": params}, buffer)
-    buffer.seek(0)
-    saved = torch.load(buffer, weights_only=True)
-    resumed = [torch.nn.Parameter(param.detach()) for param in saved["params"]]
-    other = CPUAdam(resumed, lr=123.0)
-    other.load_state_dict(saved["optimizer"])
-    for param, old in zip(resumed, params, strict=True):
-        for name, value in optimizer.state[old].items():
-            assert other.state[param][name].dtype == value.dtype
-            assert torch.equal(other.state[param][name], value)
+    resumed, other = resume(save(optimizer, params), lambda new: CPUAdam(new, lr=123.0))
+    assert_states_equal(other, resumed, optimizer, params)
     for step in range(5, 10):
         set_grads(resumed, step)
         other.step()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+
 import torch
 
 
@@ -21,3 +23,28 @@ def train(optimizer, params, num_steps=10):
     for step in range(num_steps):
         set_grads(params, step)
         optimizer.step()
+
+
+def save(optimizer, params):
+    """A checkpoint's bytes."""
+    buffer = io.BytesIO()
+    torch.save({"optimizer": optimizer.state_dict(), "params": params}, buffer)
+    return buffer.getvalue()
+
+
+def resume(saved, make_optimizer):
+    """The parameters and the optimizer of a checkpoint, in new memory."""
+    checkpoint = torch.load(io.BytesIO(saved), weights_only=True)
+    params = [torch.nn.Parameter(param.detach()) for param in checkpoint["params"]]
+    optimizer = make_optimizer(params)
+    optimizer.load_state_dict(checkpoint["optimizer"])
+    return params, optimizer
+
+
+def assert_states_equal(optimizer, params, expected, expected_params):
+    """The same states of the same types."""
+    for param, other in zip(params, expected_params, strict=True):
+        assert set(optimizer.state[param]) == set(expected.state[other])
+        for name, value in expected.state[other].items():
+            assert optimizer.state[param][name].dtype == value.dtype
+            assert torch.equal(optimizer.state[param][name], value)

@@ -1,6 +1,7 @@
 """Adam and other optimizers on host memory, in one pass over it.
 
 - `adam_step`: one update of torch tensors, NumPy arrays or anything with DLPack.
+- `adam_step_split`: the same for a bf16 parameter that is the upper half of its master weight.
 - `adam_step_8bit`, `adam_step_bf16`: the same with moments of 8 or 16 bits.
 - `adagrad_step`, `lion_step`, `sgd_step`: other update rules.
 - `grad_norm_sq`: squared norm of a gradient, and whether it is finite.
@@ -24,6 +25,7 @@ from cpu_adam._functional import (
     adam_step,
     adam_step_8bit,
     adam_step_bf16,
+    adam_step_split,
     grad_norm_sq,
     lion_step,
     sgd_step,
@@ -43,6 +45,7 @@ __all__ = [
     "adam_step",
     "adam_step_8bit",
     "adam_step_bf16",
+    "adam_step_split",
     "available_isas",
     "convert_state",
     "grad_norm_sq",

@@ -1,4 +1,4 @@
-"""`convert_state`: the moments of an optimizer, or of its state dict, in another width."""
+"""`convert_state`: an optimizer, or its state dict, with states of another form."""
 
 from __future__ import annotations
 
@@ -9,7 +9,16 @@ import torch
 from torch import Tensor
 
 from cpu_adam import reference
-from cpu_adam._slots import SCALES, STATE_DTYPES, local_of
+from cpu_adam._slots import (
+    MASTER,
+    MASTER_DTYPES,
+    REMAINDER,
+    SCALES,
+    STATE_DTYPES,
+    check_name,
+    local_of,
+)
+from cpu_adam._states import check_master
 from cpu_adam.optimizer import CPUAdam
 
 __all__ = ["convert_state"]
@@ -17,43 +26,48 @@ __all__ = ["convert_state"]
 OptimizerOrState = TypeVar("OptimizerOrState", CPUAdam, dict[str, Any])
 
 
-def convert_state(optimizer_or_state: OptimizerOrState, dtype: str) -> OptimizerOrState:
-    """Store the moments as ``dtype``: 8 bits to fp32 and back, and bf16.
+def convert_state(
+    optimizer_or_state: OptimizerOrState, dtype: str, master_dtype: str | None = None
+) -> OptimizerOrState:
+    """Store the moments as ``dtype``: 8 bits to fp32 and back, and bf16; and masters otherwise.
 
-    8 bits to fp32 is exact, as is bf16 to fp32; the other ways round to nearest. Step counts and
-    master weights (whole or split) are left as they are, and every form of them goes with every
-    ``dtype``.
+    8 bits to fp32 is exact, as is bf16 to fp32; the other ways round to nearest. Step counts are
+    left as they are, and so are master weights, whole or split, without a ``master_dtype``: every
+    form of them goes with every ``dtype``.
+
+    Between the two forms nothing is lost, but that a master that is a tie (one value in 131,072)
+    moves by one unit in the last place of fp32 when it is split. A state dict has no parameters:
+    splitting takes all its parameters for bf16 ones, rounded from their master as `CPUAdam` leaves
+    them, and joining is left to an optimizer, which has the other halves.
 
     Args:
         optimizer_or_state: a `CPUAdam`, changed in place, or what its ``state_dict()`` returned
             (also torch.optim.AdamW's), which is left alone.
         dtype: ``"float32"``, ``"bfloat16"`` or ``"int8"``.
+        master_dtype: ``"float32"`` or ``"split"``, of all groups; None to leave masters alone.
 
     Returns:
         The optimizer, or a new state dict that shares what did not change.
 
     Raises:
         TypeError: neither an optimizer of this package nor a state dict.
-        ValueError: no such ``dtype``. Nothing has been changed in either case.
+        ValueError: no such ``dtype`` or ``master_dtype``; or one that the parameters cannot have:
+            an fp16 one to be split, a bf16 one that is not its master weight rounded, a split one
+            to be joined in a state dict. Nothing has been changed in any case.
     """
-    if dtype not in STATE_DTYPES:
-        raise ValueError(f"dtype: must be one of {', '.join(STATE_DTYPES)}; got {dtype!r}")
+    settings = {"state_dtype": check_name("dtype", dtype, STATE_DTYPES)}
+    if master_dtype is not None:
+        settings["master_dtype"] = check_name("master_dtype", master_dtype, MASTER_DTYPES)
     if isinstance(optimizer_or_state, CPUAdam):
-        converted = {key: _convert(s, dtype) for key, s in optimizer_or_state.state.items()}
-        for key, state in converted.items():
-            optimizer_or_state.state[key] = state
-        for group in optimizer_or_state.param_groups:
-            group["state_dtype"] = dtype
-        optimizer_or_state.defaults["state_dtype"] = dtype
+        _convert_optimizer(optimizer_or_state, settings)
         return optimizer_or_state
     given: Any = optimizer_or_state
     if isinstance(given, dict) and {"state", "param_groups"} <= set(given):
+        states = optimizer_or_state["state"].items()
         return {
             **optimizer_or_state,
-            "state": {k: _convert(s, dtype) for k, s in optimizer_or_state["state"].items()},
-            "param_groups": [
-                {**group, "state_dtype": dtype} for group in optimizer_or_state["param_groups"]
-            ],
+            "state": {key: _convert(state, None, dtype, master_dtype) for key, state in states},
+            "param_groups": [{**group, **settings} for group in optimizer_or_state["param_groups"]],
         }
     raise TypeError(
         "optimizer_or_state: expected a CPUAdam or its state_dict(), "
@@ -61,7 +75,59 @@ def convert_state(optimizer_or_state: OptimizerOrState, dtype: str) -> Optimizer
     )
 
 
-def _convert(state: dict[str, Any], dtype: str) -> dict[str, Any]:
+def _convert_optimizer(optimizer: CPUAdam, settings: dict[str, str]) -> None:
+    dtype, master_dtype = settings["state_dtype"], settings.get("master_dtype")
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            check_master(param, master_dtype)
+    converted = {
+        param: _convert(state, param, dtype, master_dtype)
+        for param, state in optimizer.state.items()
+    }
+    for param, state in converted.items():
+        optimizer.state[param] = state
+    for group in (*optimizer.param_groups, optimizer.defaults):
+        group.update(settings)
+
+
+def _convert(
+    state: dict[str, Any], param: Tensor | None, dtype: str, master_dtype: str | None
+) -> dict[str, Any]:
+    """A state of other moments and another master; ``param`` is None if it is not at hand."""
+    state = _convert_moments(state, dtype)
+    if master_dtype == "split" and MASTER in state:
+        state[REMAINDER] = _split(state.pop(MASTER), param)
+    elif master_dtype == "float32" and REMAINDER in state:
+        state[MASTER] = _join(state.pop(REMAINDER), param)
+    return state
+
+
+def _split(master: Tensor, param: Tensor | None) -> Tensor:
+    """The remainder of a master weight beyond its bf16 parameter."""
+    bits, remainder = reference.split_master(_memory_order(master).numpy())
+    if param is not None:
+        rounded = torch.from_numpy(bits.view(np.int16)).view(torch.bfloat16)
+        if not torch.equal(rounded.nan_to_num(), _memory_order(param).nan_to_num()):
+            raise ValueError(
+                "master_dtype: a parameter is not its master weight, rounded, and so not the "
+                "upper half of it; was it changed since the last step?"
+            )
+    return _like(master, torch.from_numpy(remainder), torch.int16)
+
+
+def _join(remainder: Tensor, param: Tensor | None) -> Tensor:
+    """The master weight of a bf16 parameter and its remainder."""
+    if param is None:
+        raise ValueError(
+            "master_dtype: a state dict has the remainder alone, not the parameter that it "
+            "belongs to; load it and convert the optimizer"
+        )
+    bits = _memory_order(param).view(torch.int16).numpy().view(np.uint16)
+    master = reference.combine_master(bits, _memory_order(remainder).numpy())
+    return _like(remainder, torch.from_numpy(master), torch.float32)
+
+
+def _convert_moments(state: dict[str, Any], dtype: str) -> dict[str, Any]:
     if "exp_avg" not in state:
         return dict(state)
     if all(state[name].dtype is kind for name, kind in STATE_DTYPES[dtype].items()):

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import sys
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple, Unpack
 
 from cpu_adam import _kernels
 from cpu_adam._isa import active_isa_index
@@ -22,6 +23,7 @@ from cpu_adam._memory import (
     describe,
 )
 from cpu_adam._scalars import (
+    AdamHyper,
     adagrad_scalars,
     adam_scalars,
     compact_adam_scalars,
@@ -38,6 +40,7 @@ __all__ = [
     "adam_step",
     "adam_step_8bit",
     "adam_step_bf16",
+    "adam_step_split",
     "grad_norm_sq",
     "lion_step",
     "sgd_step",
@@ -106,26 +109,42 @@ def adam_step(
         bias_correction=bias_correction,
         grad_scale=grad_scale,
     )
-    threads = resolve_num_threads(num_threads)
-    written = {
-        "master": describe("master", master, is_written=True, types=_ONLY_FLOAT32),
-        "exp_avg": describe("exp_avg", exp_avg, is_written=True, types=_ONLY_FLOAT32),
-        "exp_avg_sq": describe("exp_avg_sq", exp_avg_sq, is_written=True, types=_ONLY_FLOAT32),
-    }
-    read = {"grad": describe("grad", grad, is_written=False, types=_ANY_FLOAT)}
-    if out is not None:
-        written["out"] = describe("out", out, is_written=True, types=_ANY_FLOAT)
-    _check_shapes(written | read)
-    check_disjoint(written, read)
-    _kernels.adam(
-        active_isa_index(),
-        read["grad"].type,
-        _out_type(written),
-        _item(written, read["grad"], "master", "exp_avg", "exp_avg_sq"),
-        scalars,
-        threads,
-    )
-    _tell_autograd(written)
+    written = _describe(_ONLY_FLOAT32, master=master, exp_avg=exp_avg, exp_avg_sq=exp_avg_sq)
+    _update(_kernels.adam, scalars, written | _describe_out(out), grad, num_threads=num_threads)
+
+
+def adam_step_split(
+    param: Any,
+    remainder: Any,
+    grad: Any,
+    exp_avg: Any,
+    exp_avg_sq: Any,
+    *,
+    num_threads: int | None = None,
+    **hyper: Unpack[AdamHyper],
+) -> None:
+    """Apply one Adam update in place, to a master weight that is kept in two halves.
+
+    A bf16 parameter is its fp32 master weight rounded to nearest even, and ``remainder`` what is
+    left: 12 bytes per element with both moments, where `adam_step` with ``out`` takes 14. The
+    result is that of `adam_step` on the master, bit by bit; but where the new master is a tie
+    that is rounded down (one value in 131,072), one unit in the last place of fp32 is lost.
+    Start from a ``remainder`` of zeros. Arguments not listed are those of `adam_step`.
+
+    Args:
+        param: bf16 parameter; updated.
+        remainder: int16, what the master weight has beyond ``param``; updated.
+        grad: gradient in fp32, bf16 or fp16; unchanged.
+        exp_avg: fp32 first moment; updated.
+        exp_avg_sq: fp32 second moment; updated.
+
+    Raises:
+        TypeError, ValueError: as `adam_step`.
+    """
+    scalars = adam_scalars(**hyper)
+    written = _describe((BFLOAT16,), param=param) | _describe((INT16,), remainder=remainder)
+    written |= _describe(_ONLY_FLOAT32, exp_avg=exp_avg, exp_avg_sq=exp_avg_sq)
+    _update(_kernels.adam, scalars, written, grad, num_threads=num_threads)
 
 
 def adam_step_8bit(
@@ -136,18 +155,10 @@ def adam_step_8bit(
     exp_avg_scale: Any,
     exp_avg_sq_scale: Any,
     *,
-    step: int,
-    lr: float,
-    beta1: float,
-    beta2: float,
-    eps: float,
-    weight_decay: float,
-    adamw_mode: bool = True,
-    bias_correction: bool = True,
-    grad_scale: float = 1.0,
     remainder: Any = None,
     out: Any = None,
     num_threads: int | None = None,
+    **hyper: Unpack[AdamHyper],
 ) -> None:
     """Apply one Adam update in place, with both moments in 8 bits, in one pass over memory.
 
@@ -171,50 +182,13 @@ def adam_step_8bit(
     Raises:
         TypeError, ValueError: as `adam_step`.
     """
-    scalars = compact_adam_scalars(
-        step=step,
-        lr=lr,
-        beta1=beta1,
-        beta2=beta2,
-        eps=eps,
-        weight_decay=weight_decay,
-        adamw_mode=adamw_mode,
-        bias_correction=bias_correction,
-        grad_scale=grad_scale,
-    )
-    threads = resolve_num_threads(num_threads)
+    scalars = compact_adam_scalars(**hyper)
     written = _describe_master(param, remainder, out)
-    written["exp_avg"] = describe("exp_avg", exp_avg, is_written=True, types=(INT8,))
-    written["exp_avg_sq"] = describe("exp_avg_sq", exp_avg_sq, is_written=True, types=(UINT8,))
-    read = {"grad": describe("grad", grad, is_written=False, types=_ANY_FLOAT)}
-    _check_shapes(written | read, "param")
-    for name, value in (("exp_avg_scale", exp_avg_scale), ("exp_avg_sq_scale", exp_avg_sq_scale)):
-        block = describe(name, value, is_written=True, types=_ONLY_FLOAT32)
-        expected = (-(-written["param"].numel // _kernels.BLOCK_NUMEL),)
-        if block.shape != expected:
-            raise ValueError(
-                f"{name}: must have one number per {_kernels.BLOCK_NUMEL} elements, "
-                f"shape {expected}; got {block.shape}"
-            )
-        written[name] = block
-    check_disjoint(written, read)
-    _kernels.adam_int8(
-        active_isa_index(),
-        read["grad"].type,
-        _out_type(written),
-        _item(
-            written,
-            read["grad"],
-            "param",
-            "exp_avg",
-            "exp_avg_sq",
-            "exp_avg_scale",
-            "exp_avg_sq_scale",
-        ),
-        scalars,
-        threads,
+    written |= _describe((INT8,), exp_avg=exp_avg) | _describe((UINT8,), exp_avg_sq=exp_avg_sq)
+    scales = _describe_scales(
+        written["param"].numel, exp_avg_scale=exp_avg_scale, exp_avg_sq_scale=exp_avg_sq_scale
     )
-    _tell_autograd(written)
+    _update(_kernels.adam_int8, scalars, written, grad, scales=scales, num_threads=num_threads)
 
 
 def adam_step_bf16(
@@ -223,19 +197,11 @@ def adam_step_bf16(
     exp_avg: Any,
     exp_avg_sq: Any,
     *,
-    step: int,
-    lr: float,
-    beta1: float,
-    beta2: float,
-    eps: float,
-    weight_decay: float,
-    adamw_mode: bool = True,
-    bias_correction: bool = True,
-    grad_scale: float = 1.0,
     seed: int = 0,
     remainder: Any = None,
     out: Any = None,
     num_threads: int | None = None,
+    **hyper: Unpack[AdamHyper],
 ) -> None:
     """Apply one Adam update in place, with both moments in bf16, stochastically rounded.
 
@@ -254,35 +220,19 @@ def adam_step_bf16(
     Raises:
         TypeError, ValueError: as `adam_step`.
     """
-    scalars = compact_adam_scalars(
-        step=step,
-        lr=lr,
-        beta1=beta1,
-        beta2=beta2,
-        eps=eps,
-        weight_decay=weight_decay,
-        adamw_mode=adamw_mode,
-        bias_correction=bias_correction,
-        grad_scale=grad_scale,
-    )
-    key = random_key(seed, step)
-    threads = resolve_num_threads(num_threads)
+    scalars = compact_adam_scalars(**hyper)
+    key = random_key(seed, hyper["step"])
     written = _describe_master(param, remainder, out)
-    written["exp_avg"] = describe("exp_avg", exp_avg, is_written=True, types=(BFLOAT16,))
-    written["exp_avg_sq"] = describe("exp_avg_sq", exp_avg_sq, is_written=True, types=(BFLOAT16,))
-    read = {"grad": describe("grad", grad, is_written=False, types=_ANY_FLOAT)}
-    _check_shapes(written | read, "param")
-    check_disjoint(written, read)
-    _kernels.adam_bfloat16(
-        active_isa_index(),
-        read["grad"].type,
-        _out_type(written),
-        [*_item(written, read["grad"], "param", "exp_avg", "exp_avg_sq"), 0],
+    written |= _describe((BFLOAT16,), exp_avg=exp_avg, exp_avg_sq=exp_avg_sq)
+    _update(
+        _kernels.adam_bfloat16,
         scalars,
-        key,
-        threads,
+        written,
+        grad,
+        stream=(0,),
+        options=(key,),
+        num_threads=num_threads,
     )
-    _tell_autograd(written)
 
 
 def adagrad_step(
@@ -318,17 +268,8 @@ def adagrad_step(
         weight_decay=weight_decay,
         grad_scale=grad_scale,
     )
-    threads = resolve_num_threads(num_threads)
-    written, source = _describe_rule(master, grad, out, state_sum=state_sum)
-    _kernels.adagrad(
-        active_isa_index(),
-        source.type,
-        _out_type(written),
-        _item(written, source, "master", "state_sum"),
-        scalars,
-        threads,
-    )
-    _tell_autograd(written)
+    written = _describe(_ONLY_FLOAT32, master=master, state_sum=state_sum) | _describe_out(out)
+    _update(_kernels.adagrad, scalars, written, grad, num_threads=num_threads)
 
 
 def lion_step(
@@ -359,17 +300,8 @@ def lion_step(
     scalars = lion_scalars(
         lr=lr, beta1=beta1, beta2=beta2, weight_decay=weight_decay, grad_scale=grad_scale
     )
-    threads = resolve_num_threads(num_threads)
-    written, source = _describe_rule(master, grad, out, exp_avg=exp_avg)
-    _kernels.lion(
-        active_isa_index(),
-        source.type,
-        _out_type(written),
-        _item(written, source, "master", "exp_avg"),
-        scalars,
-        threads,
-    )
-    _tell_autograd(written)
+    written = _describe(_ONLY_FLOAT32, master=master, exp_avg=exp_avg) | _describe_out(out)
+    _update(_kernels.lion, scalars, written, grad, num_threads=num_threads)
 
 
 def sgd_step(
@@ -410,23 +342,13 @@ def sgd_step(
         nesterov=nesterov,
         grad_scale=grad_scale,
     )
-    threads = resolve_num_threads(num_threads)
     has_momentum = scalars.momentum != 0.0
     if momentum_buffer is not None and not has_momentum:
         raise ValueError("momentum_buffer: has no use without momentum; pass None")
     states = {"momentum_buffer": momentum_buffer} if has_momentum else {}
-    written, source = _describe_rule(master, grad, out, **states)
-    _kernels.sgd(
-        active_isa_index(),
-        source.type,
-        _out_type(written),
-        _item(written, source, "master", *states),
-        scalars,
-        has_momentum,
-        bool(nesterov),
-        threads,
-    )
-    _tell_autograd(written)
+    written = _describe(_ONLY_FLOAT32, master=master, **states) | _describe_out(out)
+    options = (has_momentum, bool(nesterov))
+    _update(_kernels.sgd, scalars, written, grad, options=options, num_threads=num_threads)
 
 
 class GradNorm(NamedTuple):
@@ -464,36 +386,76 @@ def grad_norm_sq(grad: Any, *, grad_scale: float = 1.0, num_threads: int | None 
     return GradNorm(total * (scale * scale), math.isfinite(total))
 
 
+def _describe(types: tuple[int, ...], **values: Any) -> dict[str, Block]:
+    """Arrays that are written to, by name, all of one of the element types."""
+    return {
+        name: describe(name, value, is_written=True, types=types) for name, value in values.items()
+    }
+
+
+def _describe_out(out: Any) -> dict[str, Block]:
+    return {} if out is None else _describe(_ANY_FLOAT, out=out)
+
+
 def _describe_master(param: Any, remainder: Any, out: Any) -> dict[str, Block]:
     """The master weight of a step with compact states: fp32, or split in two."""
-    blocks = {"param": describe("param", param, is_written=True, types=(FLOAT32, BFLOAT16))}
+    blocks = _describe((FLOAT32, BFLOAT16), param=param)
     if blocks["param"].type == FLOAT32:
         if remainder is not None:
             raise ValueError("remainder: an fp32 param has none; pass None")
-        if out is not None:
-            blocks["out"] = describe("out", out, is_written=True, types=_ANY_FLOAT)
-        return blocks
+        return blocks | _describe_out(out)
     if remainder is None:
         raise ValueError("remainder: a bf16 param needs one, of dtype int16")
     if out is not None:
         raise ValueError("out: a bf16 param is its own copy; pass None")
-    blocks["remainder"] = describe("remainder", remainder, is_written=True, types=(INT16,))
+    return blocks | _describe((INT16,), remainder=remainder)
+
+
+def _describe_scales(numel: int, **scales: Any) -> dict[str, Block]:
+    """The scales of 8-bit states of ``numel`` elements."""
+    blocks = _describe(_ONLY_FLOAT32, **scales)
+    expected = (-(-numel // _kernels.BLOCK_NUMEL),)
+    for name, block in blocks.items():
+        if block.shape != expected:
+            raise ValueError(
+                f"{name}: must have one number per {_kernels.BLOCK_NUMEL} elements, "
+                f"shape {expected}; got {block.shape}"
+            )
     return blocks
 
 
-def _describe_rule(
-    master: Any, grad: Any, out: Any, **states: Any
-) -> tuple[dict[str, Block], Block]:
-    """What is written, and the gradient, of a rule whose states are all fp32."""
-    written = {"master": describe("master", master, is_written=True, types=_ONLY_FLOAT32)}
-    for name, state in states.items():
-        written[name] = describe(name, state, is_written=True, types=_ONLY_FLOAT32)
+def _update(
+    kernel: Callable[..., None],
+    scalars: tuple[float, ...],
+    written: dict[str, Block],
+    grad: Any,
+    *,
+    num_threads: int | None,
+    scales: dict[str, Block] | None = None,
+    stream: tuple[int, ...] = (),
+    options: tuple[int, ...] = (),
+) -> None:
+    """Check how the arrays of an update go together, and run it.
+
+    Args:
+        kernel: function of `_kernels`.
+        scalars: of the rule.
+        written: the master weight first; its states in the kernel's order; and what it is copied
+            to (``out``) or its lower half (``remainder``), anywhere. All of one shape.
+        grad: the gradient, of that shape.
+        scales: states of a shape of their own, which follow the others.
+        stream: the kernel's last number of an item, if it has one.
+        options: the kernel's arguments after the scalars.
+    """
+    threads = resolve_num_threads(num_threads)
     read = {"grad": describe("grad", grad, is_written=False, types=_ANY_FLOAT)}
-    if out is not None:
-        written["out"] = describe("out", out, is_written=True, types=_ANY_FLOAT)
     _check_shapes(written | read)
+    written = written | (scales or {})
     check_disjoint(written, read)
-    return written, read["grad"]
+    source = read["grad"]
+    item = [*_addresses(written, source), source.numel, *stream]
+    kernel(active_isa_index(), source.type, _out_type(written), item, scalars, *options, threads)
+    _tell_autograd(written)
 
 
 def _out_type(written: dict[str, Block]) -> int:
@@ -502,19 +464,17 @@ def _out_type(written: dict[str, Block]) -> int:
     return written["out"].type if "out" in written else NO_OUT
 
 
-def _item(written: dict[str, Block], grad: Block, master: str, *states: str) -> list[int]:
-    """The kernel's numbers for one tensor."""
-    out = written.get("remainder") or written.get("out")
-    return [
-        written[master].address,
-        grad.address,
-        *(written[name].address for name in states),
-        0 if out is None else out.address,
-        grad.numel,
-    ]
+def _addresses(written: dict[str, Block], grad: Block) -> list[int]:
+    """In the kernels' order: master, gradient, states, and the copy or the remainder."""
+    master, *states = (
+        block.address for name, block in written.items() if name not in ("out", "remainder")
+    )
+    copy = written.get("remainder") or written.get("out")
+    return [master, grad.address, *states, 0 if copy is None else copy.address]
 
 
-def _check_shapes(blocks: dict[str, Block], first: str = "master") -> None:
+def _check_shapes(blocks: dict[str, Block]) -> None:
+    first = next(iter(blocks))
     shape = blocks[first].shape
     for name, block in blocks.items():
         if block.shape != shape:

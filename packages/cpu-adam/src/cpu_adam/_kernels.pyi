@@ -81,6 +81,9 @@ BLOCK_NUMEL: int
 def count_up(addresses: list[int]) -> None:
     """Add 1 to the fp32 number at each address."""
 
+def read_numbers(addresses: list[int]) -> list[float]:
+    """The fp32 number at each address."""
+
 def read_dlpack(
     capsule: object,
 ) -> tuple[int, tuple[int, ...], tuple[int, ...] | None, int, int, int, int, bool]:

@@ -8,10 +8,11 @@ from __future__ import annotations
 import hashlib
 import math
 import operator
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NotRequired, TypedDict, Unpack
 
 __all__ = [
     "AdagradScalars",
+    "AdamHyper",
     "AdamScalars",
     "CompactAdamScalars",
     "LionScalars",
@@ -27,6 +28,20 @@ __all__ = [
 ]
 
 _FLOAT32_MAX = 3.4028234663852886e38
+
+
+class AdamHyper(TypedDict):
+    """The hyperparameters of `cpu_adam.adam_step`, as keywords of the functions akin to it."""
+
+    step: int
+    lr: float
+    beta1: float
+    beta2: float
+    eps: float
+    weight_decay: float
+    adamw_mode: NotRequired[bool]
+    bias_correction: NotRequired[bool]
+    grad_scale: NotRequired[float]
 
 
 class AdamScalars(NamedTuple):
@@ -152,14 +167,14 @@ class CompactAdamScalars(NamedTuple):
     neg_step_size: float
 
 
-def compact_adam_scalars(*, beta1: float, **hyper: Any) -> CompactAdamScalars:
+def compact_adam_scalars(**hyper: Unpack[AdamHyper]) -> CompactAdamScalars:
     """What `adam_scalars` gives, in the form that the kernels with compact states want."""
-    s = adam_scalars(beta1=beta1, **hyper)
+    s = adam_scalars(**hyper)
     return CompactAdamScalars(
         grad_scale=s.grad_scale,
         decay=s.decay,
         l2=s.l2,
-        beta1=float(beta1),
+        beta1=float(hyper["beta1"]),
         one_minus_beta1=s.one_minus_beta1,
         beta2=s.beta2,
         one_minus_beta2=s.one_minus_beta2,

@@ -1,22 +1,32 @@
-"""Where one parameter's memory is: looked up once, checked cheaply at every step.
+"""Where one parameter's memory is: looked up and verified once.
 
-A step over many small parameters is bound by Python, not by memory. So a `Slot` remembers what was
-verified (dtype, shape, strides, storage) together with the addresses it was verified for, and
-`Slot.is_current` only compares those.
+A `Slot` remembers what was verified (dtype, shape, strides, storage) together with the addresses it
+was verified for; `cpu_adam._tables` compares those at every step.
 """
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from cpu_adam import _kernels
-from cpu_adam._memory import BFLOAT16, FLOAT16, FLOAT32, ITEM_BYTES, NO_OUT, SPLIT, torch_address
+from cpu_adam._memory import BFLOAT16, FLOAT16, FLOAT32, NO_OUT, SPLIT, torch_address
 
-__all__ = ["MASTER", "REMAINDER", "SCALES", "STATE_DTYPES", "TYPES", "Slot", "local_of"]
+__all__ = [
+    "MASTER",
+    "MASTER_DTYPES",
+    "REMAINDER",
+    "SCALES",
+    "STATE_DTYPES",
+    "TYPES",
+    "Slot",
+    "check_name",
+    "local_of",
+]
 
 TYPES = {torch.float32: FLOAT32, torch.bfloat16: BFLOAT16, torch.float16: FLOAT16}
 
@@ -35,6 +45,24 @@ STATE_DTYPES = {
     "bfloat16": {"exp_avg": torch.bfloat16, "exp_avg_sq": torch.bfloat16},
     "int8": {"exp_avg": torch.int8, "exp_avg_sq": torch.uint8},
 }
+
+
+# The two ways to keep the master weight of a 16-bit parameter, and the name of its state.
+MASTER_DTYPES = {"float32": MASTER, "split": REMAINDER}
+
+
+def check_name(argument: str, name: Any, names: Iterable[str]) -> str:
+    """``name`` if it is one of ``names``.
+
+    Raises:
+        TypeError: it is no string.
+        ValueError: it is another one.
+    """
+    if not isinstance(name, str):
+        raise TypeError(f"{argument}: expected a name, got {type(name).__name__}")
+    if name not in names:
+        raise ValueError(f"{argument}: must be one of {', '.join(names)}; got {name!r}")
+    return name
 
 
 def local_of(tensor: Tensor) -> Tensor:
@@ -85,86 +113,84 @@ def _check_step(step: Tensor) -> Tensor:
 
 
 class Slot:
-    """The memory of one parameter and of its state.
+    """The memory of one parameter and of its state, verified.
 
     Attributes:
-        state_dtype: what the moments are, of `STATE_DTYPES`.
+        param: the parameter.
+        state: the dictionary with its state.
+        settings: the group's ``state_dtype`` and ``master_dtype``, by which it was verified.
+        local: the parameter, or the local part of a DTensor.
+        local_address: where that is.
+        dtype, shape, stride, numel, is_contiguous: what it is.
+        watched: name, value (None: it must be missing), local tensor and address, of what has been
+            verified of the state.
         out_type: element type of the parameter if it is written as a copy of the master weight.
         addresses: the kernel's arguments besides the gradient: master, states, out.
-        local: the parameter, or the local part of a DTensor.
-        numel: number of elements in it.
-        step: the number of updates so far, 0-d fp32; counted up in memory, at ``step_address``.
+        step_address: where the number of updates so far is, one fp32 number.
     """
 
     __slots__ = (
-        "_local_address",
-        "_parts",
-        "_state",
         "addresses",
         "dtype",
         "is_contiguous",
         "local",
+        "local_address",
         "numel",
         "out_type",
-        "state_dtype",
-        "step",
+        "param",
+        "settings",
+        "shape",
+        "state",
         "step_address",
         "stride",
+        "watched",
     )
 
-    def __init__(self, param: Tensor, state: dict[str, Any], state_dtype: str) -> None:
+    def __init__(
+        self, param: Tensor, state: dict[str, Any], settings: tuple[str, str | None]
+    ) -> None:
         local = local_of(param)
         if not local.is_cpu or local.layout is not torch.strided:
             raise ValueError(f"parameter: must be a dense CPU tensor, got one on {local.device}")
-        kind = TYPES[local.dtype]
-        parts = {
-            name: _check_state(name, state[name], local, dtype)
+        self.param, self.state, self.settings, self.local = param, state, settings, local
+        self.dtype = local.dtype
+        self.shape = local.shape
+        self.stride = local.stride()
+        self.numel = local.numel()
+        self.is_contiguous = local.is_contiguous()
+        self.local_address = torch_address("parameter", local)
+        self.watched: list[tuple[str, Tensor | None, Tensor, int]] = []
+        self._find_states(settings[0])
+        step = _check_step(state["step"])
+        self.step_address = self._watch("step", step)
+
+    def _find_states(self, state_dtype: str) -> None:
+        state, local, kind = self.state, self.local, TYPES[self.local.dtype]
+        states = [
+            self._watch(name, _check_state(name, state[name], local, dtype))
             for name, dtype in STATE_DTYPES[state_dtype].items()
-        }
+        ]
         if state_dtype == "int8":
-            for name in SCALES:
-                parts[name] = _check_scale(name, state[name], local.numel())
-        self._local_address = torch_address("parameter", local)
-        states = [torch_address(name, part) for name, part in parts.items()]
+            scales = {name: _check_scale(name, state[name], self.numel) for name in SCALES}
+            states += [self._watch(name, scale) for name, scale in scales.items()]
         if kind == FLOAT32:
             self.out_type = NO_OUT
-            self.addresses = (self._local_address, *states, 0)
+            self.addresses = (self.local_address, *states, 0)
         elif kind == BFLOAT16 and MASTER not in state:
             self.out_type = SPLIT
-            rest = parts[REMAINDER] = _check_state(REMAINDER, state[REMAINDER], local, torch.int16)
-            self.addresses = (self._local_address, *states, torch_address(REMAINDER, rest))
+            rest = _check_state(REMAINDER, state[REMAINDER], local, torch.int16)
+            self.addresses = (self.local_address, *states, self._watch(REMAINDER, rest))
+            # A whole master that appears later takes the place of the split one.
+            self.watched.append((MASTER, None, local, self.local_address))
         else:
             self.out_type = kind
-            master = parts[MASTER] = _check_state(MASTER, state[MASTER], local, torch.float32)
-            self.addresses = (torch_address(MASTER, master), *states, self._local_address)
-        self._state = state
-        self._parts = [(name, state[name], part, part.data_ptr()) for name, part in parts.items()]
-        self.state_dtype = state_dtype
-        self.step = _check_step(state["step"])
-        self.step_address = torch_address("step", self.step)
-        self.local = local
-        self.dtype = local.dtype
-        self.numel = local.numel()
-        self.stride = local.stride()
-        self.is_contiguous = local.is_contiguous()
+            master = _check_state(MASTER, state[MASTER], local, torch.float32)
+            self.addresses = (self._watch(MASTER, master), *states, self.local_address)
 
-    def is_current(self, param: Tensor, state: dict[str, Any], state_dtype: str) -> bool:
-        """Whether the parameter and its state are still what was verified."""
-        local = param if type(param) is torch.nn.Parameter else local_of(param)
-        for name, stored, part, address in self._parts:
-            if state.get(name) is not stored or part.data_ptr() != address:
-                return False
-        return (
-            state is self._state
-            and (self.out_type != SPLIT or MASTER not in state)
-            and self.state_dtype == state_dtype
-            and state.get("step") is self.step
-            and self.step.data_ptr() == self.step_address
-            and local.dtype is self.dtype
-            and local.stride() == self.stride
-            and local.numel() == self.numel
-            and local.data_ptr() == self._local_address
-        )
+    def _watch(self, name: str, part: Tensor) -> int:
+        address = torch_address(name, part)
+        self.watched.append((name, self.state[name], part, address))
+        return address
 
     def grad_memory(self, grad: Tensor) -> tuple[Tensor, int, int]:
         """The gradient in the parameter's layout: a tensor to keep alive, its address, its type."""
@@ -179,17 +205,11 @@ class Slot:
         kind = TYPES.get(grad.dtype)
         if kind is None:
             raise TypeError(f"gradient: dtype must be fp32, bf16 or fp16, got {grad.dtype}")
+        grad = grad.resolve_neg()
         numel = grad.numel()
         if numel != self.numel:
             raise ValueError(f"gradient: has {numel} elements, its parameter {self.numel}")
         same_layout = grad.is_contiguous() if self.is_contiguous else grad.stride() == self.stride
         if not same_layout:
             grad = torch.empty_like(self.local, dtype=grad.dtype).copy_(grad)
-        if type(grad) is not Tensor:
-            return grad, torch_address("gradient", grad), kind
-        # What torch_address does, without its cost: this is run for every gradient.
-        address = grad.data_ptr()
-        needed = (grad.storage_offset() + numel) * ITEM_BYTES[kind]
-        if numel and (grad.untyped_storage().nbytes() < needed or address == 0):
-            raise ValueError("gradient: its memory has been freed (or was never allocated)")
-        return grad, address, kind
+        return grad, torch_address("gradient", grad), kind

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from itertools import chain
+from collections.abc import Callable, Iterable, Mapping
+from itertools import chain, compress, count, zip_longest
 from typing import Any, overload
 
 import torch
@@ -13,7 +13,16 @@ from torch.optim import Optimizer
 from cpu_adam import _kernels
 from cpu_adam._isa import active_isa_index
 from cpu_adam._scalars import adam_scalars, check_seed, compact_adam_scalars, random_key
-from cpu_adam._slots import MASTER, REMAINDER, SCALES, STATE_DTYPES, TYPES, Slot, local_of
+from cpu_adam._slots import (
+    MASTER,
+    MASTER_DTYPES,
+    REMAINDER,
+    SCALES,
+    STATE_DTYPES,
+    check_name,
+)
+from cpu_adam._states import check_master, check_param
+from cpu_adam._tables import Roster
 from cpu_adam._threads import resolve_num_threads
 
 __all__ = ["CPUAdam"]
@@ -25,18 +34,23 @@ class CPUAdam(Optimizer):
     """Adam (Kingma and Ba, 2015) or AdamW (Loshchilov and Hutter, 2019) on CPU parameters.
 
     One pass over memory per step, and one call for all parameters of a group, however small.
-    fp32 parameters are updated directly. bf16 and fp16 parameters are updated through an fp32
-    copy in the state (``master_weight``) and rounded to nearest even. State per parameter, with
-    the names of torch's own Adam: ``step`` (a 0-d fp32 tensor), ``exp_avg`` and ``exp_avg_sq``
-    (fp32), so that for fp32 parameters each loads the other's ``state_dict``.
+    fp32 parameters are updated directly; bf16 and fp16 parameters through an fp32 master weight,
+    and rounded to nearest even. State per parameter, with the names of torch's own Adam: ``step``
+    (a 0-d fp32 tensor), ``exp_avg`` and ``exp_avg_sq`` (fp32), so that for fp32 parameters each
+    loads the other's ``state_dict``.
+
+    The master weight is kept as ``master_dtype`` says. ``"float32"``: a copy in the state
+    (``master_weight``). ``"split"``, for bf16 parameters alone: the parameter is the upper half,
+    and the state has the lower one (``remainder``, int16), so that two bytes per element do for
+    four; see `cpu_adam.adam_step_split`. The default is ``"split"`` where bf16 parameters meet
+    8- or 16-bit moments, and ``"float32"`` otherwise.
 
     With ``state_dtype="int8"`` or ``"bfloat16"`` the moments take less memory; see
-    `cpu_adam.adam_step_8bit` and `cpu_adam.adam_step_bf16`. A bf16 parameter is then the upper half
-    of its fp32 master weight, and the state has the lower half (``remainder``, int16) in the place
-    of ``master_weight``: 6.0625 or 8 bytes per element in all. 8-bit moments come with
-    ``exp_avg_scale`` and ``exp_avg_sq_scale``, fp32, one number per 128 elements in memory (of a
-    DTensor's local part: convert to fp32 before resharding). `cpu_adam.convert_state` changes the
-    width; a loaded state dict brings its own.
+    `cpu_adam.adam_step_8bit` and `cpu_adam.adam_step_bf16`: with a split master, 6.0625 or 8 bytes
+    per element in all. 8-bit moments come with ``exp_avg_scale`` and ``exp_avg_sq_scale``, fp32,
+    one number per 128 elements in memory (of a DTensor's local part: convert to fp32 before
+    resharding). `cpu_adam.convert_state` changes the width and the master; a loaded state dict
+    brings its own.
 
     A DTensor parameter is updated through its local part; its state is made of DTensors too.
     ``GradScaler`` leaves unscaling, and skipping after an overflow, to this class.
@@ -51,12 +65,15 @@ class CPUAdam(Optimizer):
         bias_correction: divide the moments by ``1 - beta ** step``.
         adamw_mode: decoupled weight decay; the default, unlike ``torch.optim.Adam``.
         state_dtype: of the moments: ``"float32"``, ``"bfloat16"`` or ``"int8"``.
+        master_dtype: how master weights are kept: ``"float32"``, ``"split"`` or None, the default;
+            of no account for fp32 parameters.
         seed: of the stochastic rounding of bf16 moments, in [0, 2**64).
         num_threads: threads for a step; None for torch's count.
 
     Raises:
         TypeError: a parameter of another dtype, or a hyperparameter that is not a number.
-        ValueError: a parameter that is not on the CPU, a hyperparameter out of range, amsgrad.
+        ValueError: a parameter that is not on the CPU, a hyperparameter out of range, amsgrad, an
+            fp16 parameter whose master is to be split.
     """
 
     # Read by torch.amp.GradScaler: it sets `grad_scale` and `found_inf` before it calls `step`.
@@ -79,12 +96,13 @@ class CPUAdam(Optimizer):
         bias_correction: bool = True,
         adamw_mode: bool = True,
         state_dtype: str = "float32",
+        master_dtype: str | None = None,
         seed: int = 0,
         num_threads: int | None = None,
     ) -> None:
         resolve_num_threads(num_threads)
         self.num_threads = num_threads
-        self._slots: dict[Tensor, Slot] = {}
+        self._rosters: list[Roster | None] = []
         defaults = {
             "lr": lr,
             "betas": betas,
@@ -94,6 +112,7 @@ class CPUAdam(Optimizer):
             "bias_correction": bias_correction,
             "adamw_mode": adamw_mode,
             "state_dtype": state_dtype,
+            "master_dtype": master_dtype,
             "seed": seed,
         }
         _check_group(defaults)
@@ -111,7 +130,7 @@ class CPUAdam(Optimizer):
             for group in self.param_groups[count:]:
                 _check_group(group)
                 for param in group["params"]:
-                    _check_param(param)
+                    check_param(param, group["master_dtype"])
         except (TypeError, ValueError):
             del self.param_groups[count:]
             raise
@@ -147,9 +166,10 @@ class CPUAdam(Optimizer):
         # Everything is looked up and checked before anything is changed.
         updates = []
         stream = 0
-        for group in self.param_groups:
-            updates.append(_Update(self, group, grad_scale, stream))
+        for group, known in zip_longest(self.param_groups, self._rosters[: len(self.param_groups)]):
+            updates.append(_Update(group, self.state, known, grad_scale, stream))
             stream += len(group["params"])
+        self._rosters = [update.roster for update in updates]
         isa, threads = active_isa_index(), resolve_num_threads(self.num_threads)
         for update in updates:
             update.run(isa, threads)
@@ -190,7 +210,7 @@ class CPUAdam(Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._slots = {}
+        self._rosters = []
         for group in self.param_groups:
             # A group that torch's Adam saved says it in its own words.
             decoupled = group.get("decoupled_weight_decay", self.defaults["adamw_mode"])
@@ -199,81 +219,99 @@ class CPUAdam(Optimizer):
             group.setdefault("amsgrad", False)
             group.setdefault("state_dtype", "float32")
             group.setdefault("seed", self.defaults.get("seed", 0))
+            if "master_dtype" not in group:
+                # Masters that were saved stay what they are; for those to come, what was asked.
+                saved = chain.from_iterable(self.state.get(p, ()) for p in group["params"])
+                is_free = set(MASTER_DTYPES.values()).isdisjoint(saved)
+                group["master_dtype"] = self.defaults.get("master_dtype") if is_free else None
             _check_group(group)
-
-    def _slot_of(self, param: Tensor, state_dtype: str) -> Slot:
-        state = self.state[param]
-        slot = self._slots.get(param)
-        if slot is None or not slot.is_current(param, state, state_dtype):
-            _check_param(param)
-            _fill_state(param, state, state_dtype)
-            slot = self._slots[param] = Slot(param, state, state_dtype)
-        return slot
+            for param in group["params"]:
+                check_master(param, group["master_dtype"])
 
 
 class _Update:
-    """One group's step: the memory to update, gathered and checked, then updated in `run`."""
+    """One group's step: the memory to update, gathered and checked, then updated in `run`.
+
+    Attributes:
+        roster: what to remember of the group for the next step.
+    """
 
     def __init__(
-        self, optimizer: CPUAdam, group: dict[str, Any], grad_scale: float, stream: int
+        self,
+        group: dict[str, Any],
+        states: Mapping[Tensor, dict[str, Any]],
+        known: Roster | None,
+        grad_scale: float,
+        stream: int,
     ) -> None:
-        state_dtype = self._state_dtype = _state_dtype_of(group)
-        # Parameters of the same types and step count go to the kernel in one call.
-        batches: dict[tuple[int, int, float], list[int]] = {}
-        self._keep_alive: list[Tensor] = []
-        self._locals: list[Tensor] = []
-        self._step_addresses: list[int] = []
-        for index, param in enumerate(group["params"], start=stream):
-            grad = param.grad
-            if grad is None:
-                continue
-            slot = optimizer._slot_of(param, state_dtype)
-            grad, grad_address, grad_type = slot.grad_memory(grad)
-            key = (grad_type, slot.out_type, slot.step.item())
-            items = batches.get(key)
-            if items is None:
-                items = batches[key] = []
-            master, *others = slot.addresses
-            items += (master, grad_address, *others, slot.numel)
-            if state_dtype == "bfloat16":
-                items.append(index)
-            self._keep_alive.append(grad)
-            self._locals.append(slot.local)
-            self._step_addresses.append(slot.step_address)
-        self._calls = [
-            (
-                grad_type,
-                out_type,
-                items,
-                _scalars_of(group, int(step) + 1, grad_scale),
-                random_key(group["seed"], int(step) + 1) if state_dtype == "bfloat16" else 0,
-            )
-            for (grad_type, out_type, step), items in batches.items()
-        ]
+        self.roster = known
+        self._calls: list[_Call] = []
+        self._group, self._grad_scale = group, grad_scale
+        found = [param.grad for param in group["params"]]
+        has_grad = [grad is not None for grad in found]
+        if not any(has_grad):
+            return
+        settings = (_state_dtype_of(group), _master_dtype_of(group))
+        if known is None or not known.is_current(group["params"], settings, states, has_grad):
+            known = self.roster = Roster.of(group["params"], settings, states, has_grad, known)
+        table = self._table = known.table_of(has_grad)
+        # Kept until they have been used: some may be copies.
+        self._grads, addresses, types = table.gradient_memory(list(compress(found, has_grad)))
+        columns = [table.masters, addresses, *table.others, table.numels]
+        if settings[0] == "bfloat16":
+            columns.append(list(compress(count(stream), has_grad)))
+        steps = _kernels.read_numbers(table.step_addresses)
+        keys = list(zip(types, table.out_types, steps, strict=True))
+        self._calls = [self._call(*key, items) for key, items in _batches(keys, columns)]
+
+    def _call(self, grad_type: int, out_type: int, step: float, items: list[int]) -> _Call:
+        number = int(step) + 1
+        scalars = _scalars_of(self._group, number, self._grad_scale)
+        state_dtype = self._group["state_dtype"]
+        if state_dtype == "bfloat16":
+            key = random_key(self._group["seed"], number)
+            return _kernels.adam_bfloat16, (grad_type, out_type, items, scalars, key)
+        kernel = _kernels.adam if state_dtype == "float32" else _kernels.adam_int8
+        return kernel, (grad_type, out_type, items, scalars)
 
     def run(self, isa: int, num_threads: int) -> None:
-        for grad_type, out_type, items, scalars, key in self._calls:
-            if self._state_dtype == "float32":
-                _kernels.adam(isa, grad_type, out_type, items, scalars, num_threads)
-            elif self._state_dtype == "int8":
-                _kernels.adam_int8(isa, grad_type, out_type, items, scalars, num_threads)
-            else:
-                _kernels.adam_bfloat16(isa, grad_type, out_type, items, scalars, key, num_threads)
-        _kernels.count_up(self._step_addresses)
-        torch.autograd.graph.increment_version(self._locals)
+        if not self._calls:
+            return
+        for kernel, arguments in self._calls:
+            kernel(isa, *arguments, num_threads)
+        _kernels.count_up(self._table.step_addresses)
+        torch.autograd.graph.increment_version(self._table.local)
+
+
+# A kernel, and its arguments between the instruction set and the number of threads.
+_Call = tuple[Callable[..., None], tuple[Any, ...]]
+
+
+def _batches(
+    keys: list[tuple[int, int, float]], columns: list[list[int]]
+) -> Iterable[tuple[tuple[int, int, float], list[int]]]:
+    """For each different key, the numbers of its rows one after another: one call's items."""
+    rows = zip(*columns, strict=True)
+    if keys.count(keys[0]) == len(keys):
+        return [(keys[0], list(chain.from_iterable(rows)))]
+    batches: dict[tuple[int, int, float], list[int]] = {}
+    for key, row in zip(keys, rows, strict=True):
+        batches.setdefault(key, []).extend(row)
+    return batches.items()
 
 
 def _state_dtype_of(group: dict[str, Any]) -> str:
-    name = group["state_dtype"]
-    if not isinstance(name, str):
-        raise TypeError(f"state_dtype: expected a name, got {type(name).__name__}")
-    if name not in STATE_DTYPES:
-        raise ValueError(f"state_dtype: must be one of {', '.join(STATE_DTYPES)}; got {name!r}")
-    return name
+    return check_name("state_dtype", group["state_dtype"], STATE_DTYPES)
+
+
+def _master_dtype_of(group: dict[str, Any]) -> str | None:
+    name = group["master_dtype"]
+    return None if name is None else check_name("master_dtype", name, MASTER_DTYPES)
 
 
 def _check_group(group: dict[str, Any]) -> None:
     _state_dtype_of(group)
+    _master_dtype_of(group)
     check_seed(group["seed"])
     _scalars_of(group, 1, 1.0)
 
@@ -306,40 +344,3 @@ def _scalars_of(group: dict[str, Any], step: int, grad_scale: float) -> tuple[fl
         bias_correction=group["bias_correction"],
         grad_scale=grad_scale,
     )
-
-
-def _check_param(param: Tensor) -> None:
-    if param.device.type != "cpu":
-        raise ValueError(f"params: CPUAdam updates CPU parameters; got one on {param.device}")
-    if param.layout is not torch.strided:
-        raise ValueError(f"params: must be dense, got layout {param.layout}")
-    if param.dtype not in TYPES:
-        raise TypeError(f"params: dtype must be fp32, bf16 or fp16; got {param.dtype}")
-    local = local_of(param)
-    if not local.is_contiguous() and torch.empty_like(local).stride() != local.stride():
-        raise ValueError(
-            f"params: must fill its memory without gaps or overlap; got shape "
-            f"{tuple(local.shape)} with strides {local.stride()}"
-        )
-
-
-def _fill_state(param: Tensor, state: dict[str, Any], state_dtype: str) -> None:
-    """Create what is missing; and accept a step count in any form."""
-    step = state.get("step", 0.0)
-    if not isinstance(step, Tensor) or step.dtype is not torch.float32 or not step.is_cpu:
-        state["step"] = torch.tensor(float(step), dtype=torch.float32)
-    for name, dtype in STATE_DTYPES[state_dtype].items():
-        if name not in state:
-            state[name] = torch.zeros_like(param, dtype=dtype)
-    if state_dtype == "int8":
-        num_blocks = -(-local_of(param).numel() // _kernels.BLOCK_NUMEL)
-        for name in SCALES:
-            if name not in state:
-                state[name] = torch.zeros(num_blocks, dtype=torch.float32)
-    is_bfloat16 = param.dtype is torch.bfloat16
-    if param.dtype is torch.float32 or MASTER in state or (is_bfloat16 and REMAINDER in state):
-        return
-    if is_bfloat16 and state_dtype != "float32":
-        state[REMAINDER] = torch.zeros_like(param, dtype=torch.int16)
-    else:
-        state[MASTER] = param.detach().to(torch.float32)

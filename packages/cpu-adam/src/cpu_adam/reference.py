@@ -32,6 +32,7 @@ __all__ = [
     "adam_step",
     "adam_step_8bit",
     "adam_step_bf16",
+    "adam_step_split",
     "bfloat16_to_float32",
     "combine_master",
     "dequantize_exp_avg",
@@ -179,6 +180,20 @@ def split_master(
     bits = master.view(np.uint32)
     rounded = bits + np.where(np.isnan(master), np.uint32(0), np.uint32(0x8000))
     return (rounded >> 16).astype(np.uint16), bits.astype(np.uint16).view(np.int16)
+
+
+def adam_step_split(
+    param: npt.NDArray[np.uint16],
+    remainder: npt.NDArray[np.int16],
+    grad: Array,
+    exp_avg: Float32Array,
+    exp_avg_sq: Float32Array,
+    **hyper: Any,
+) -> None:
+    """What `cpu_adam.adam_step_split` computes; uint16 stands for bf16."""
+    master = combine_master(param, remainder)
+    adam_step(master, grad, exp_avg, exp_avg_sq, **hyper)
+    param[...], remainder[...] = split_master(master)
 
 
 def _compact_adam(

@@ -1,0 +1,212 @@
+"""Many parameters side by side: what a step compares of all of them, and hands to the kernel.
+
+A step over many small parameters is bound by Python, not by memory. So everything that is done for
+each of them at every step is done a column at a time, by `map` and its kin, without a line of
+Python per parameter.
+
+[Note: what a step looks at]
+A `Slot` is one parameter's memory, verified. A `Snapshot` of slots says whether all that they were
+verified for is still there. A `Table` of slots has the kernel's arguments in columns, and looks at
+the gradients, which are new ones at every step. A `Roster` has a group's slots, with a snapshot of
+them all and a table of those that have a gradient. All live as long as nothing is replaced.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import compress
+from operator import add, attrgetter, floordiv, gt, is_, le
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cpu_adam._memory import ITEM_BYTES
+from cpu_adam._slots import TYPES, Slot, local_of
+from cpu_adam._states import check_param, fill_state
+
+__all__ = ["Roster"]
+
+States = Mapping[Tensor, dict[str, Any]]
+Settings = tuple[str, str | None]
+
+_dtype = attrgetter("dtype")
+_kind = attrgetter("__class__", "dtype", "layout", "is_cpu")
+
+# What the gradients of a step may be together, to be looked at in columns.
+_PLAIN = frozenset((Tensor, dtype, torch.strided, True) for dtype in TYPES)
+
+
+def _are_same(found: Iterable[object], expected: Sequence[object]) -> bool:
+    """Whether they are the same objects, one by one: ``==`` asks tensors for something else."""
+    return all(map(is_, found, expected))
+
+
+class Snapshot:
+    """What some parameters and their states were when they were verified."""
+
+    def __init__(self, slots: Sequence[Slot]) -> None:
+        watched = [(slot.state, *entry) for slot in slots for entry in slot.watched]
+        self._params = [slot.param for slot in slots]
+        self._is_local = all(type(param) is torch.nn.Parameter for param in self._params)
+        self._states = [slot.state for slot in slots]
+        self._owners = [state for state, *_ in watched]
+        self._names = [name for _, name, *_ in watched]
+        self._values = [value for _, _, value, *_ in watched]
+        self._parts = [part for *_, part, _ in watched]
+        self._addresses = [address for *_, address in watched]
+        self._local_addresses = [slot.local_address for slot in slots]
+        self._dtypes = [slot.dtype for slot in slots]
+        self._strides = [slot.stride for slot in slots]
+        self._numels = [slot.numel for slot in slots]
+
+    def is_current(self, states: States) -> bool:
+        """Whether all is as it was; ``states`` has the dictionary of every parameter."""
+        local = self._params if self._is_local else list(map(local_of, self._params))
+        return (
+            _are_same(map(states.__getitem__, self._params), self._states)
+            and _are_same(map(dict.get, self._owners, self._names), self._values)
+            and list(map(Tensor.data_ptr, self._parts)) == self._addresses
+            and list(map(Tensor.data_ptr, local)) == self._local_addresses
+            and _are_same(map(_dtype, local), self._dtypes)
+            and list(map(Tensor.stride, local)) == self._strides
+            and list(map(Tensor.numel, local)) == self._numels
+        )
+
+
+class Table:
+    """The kernel's arguments for some parameters, a list for each argument.
+
+    Attributes:
+        local: the parameters, or the local parts of DTensors.
+        masters, others: the addresses of `Slot.addresses`: the first, and a list for each other.
+        numels: numbers of elements.
+        out_types: as `Slot.out_type`.
+        step_addresses: as `Slot.step_address`.
+    """
+
+    def __init__(self, slots: Sequence[Slot]) -> None:
+        self._slots = slots
+        self.local = [slot.local for slot in slots]
+        addresses = zip(*(slot.addresses for slot in slots), strict=True)
+        self.masters, *self.others = map(list, addresses)
+        self.numels = [slot.numel for slot in slots]
+        self.out_types = [slot.out_type for slot in slots]
+        self.step_addresses = [slot.step_address for slot in slots]
+        self._shapes = [slot.shape for slot in slots]
+        self._strides = [slot.stride for slot in slots]
+        self._is_contiguous = all(slot.is_contiguous for slot in slots)
+        self._num_empty = self.numels.count(0)
+
+    def gradient_memory(self, grads: list[Tensor]) -> tuple[list[Tensor], list[int], list[int]]:
+        """The gradients in their parameters' layout, their addresses and their element types."""
+        grads = [grad if type(grad) is Tensor else local_of(grad) for grad in grads]
+        if _PLAIN.issuperset(map(_kind, grads)):
+            types = list(map(TYPES.__getitem__, map(_dtype, grads)))
+            addresses = list(map(Tensor.data_ptr, grads))
+            if self._are_ready(grads, types, addresses):
+                return grads, addresses, types
+        found = [slot.grad_memory(grad) for slot, grad in zip(self._slots, grads, strict=True)]
+        return [grad for grad, _, _ in found], [at for _, at, _ in found], [t for *_, t in found]
+
+    def _are_ready(self, grads: list[Tensor], types: list[int], addresses: list[int]) -> bool:
+        """Whether no gradient needs to be looked at by itself: to be converted, or refused."""
+        return (
+            list(map(Tensor.numel, grads)) == self.numels
+            and self._are_laid_out(grads)
+            and not any(map(Tensor.is_neg, grads))
+            and addresses.count(0) == self._num_empty
+            and self._are_in_storage(grads, types)
+        )
+
+    def _are_laid_out(self, grads: list[Tensor]) -> bool:
+        if self._is_contiguous:
+            return all(map(Tensor.is_contiguous, grads))
+        return (
+            list(map(Tensor.stride, grads)) == self._strides
+            and list(map(attrgetter("shape"), grads)) == self._shapes
+        )
+
+    def _are_in_storage(self, grads: list[Tensor], types: list[int]) -> bool:
+        """Whether the storages, which can be freed under a tensor, reach as far as the tensors."""
+        stops = map(add, map(Tensor.storage_offset, grads), self.numels)
+        sizes = map(torch.UntypedStorage.nbytes, map(Tensor.untyped_storage, grads))
+        return all(map(le, stops, map(floordiv, sizes, map(ITEM_BYTES.__getitem__, types))))
+
+
+class Roster:
+    """The parameters of a group, and the slots of those that ever had a gradient."""
+
+    def __init__(
+        self, params: Sequence[Tensor], settings: Settings, slots: Sequence[Slot | None]
+    ) -> None:
+        self._params = list(params)
+        self._settings = settings
+        self._slots = slots
+        self._has_slot = [slot is not None for slot in slots]
+        self._snapshot = Snapshot([slot for slot in slots if slot is not None])
+        self._table: Table | None = None
+        self._has_row: list[bool] = []
+
+    @classmethod
+    def of(
+        cls,
+        params: Sequence[Tensor],
+        settings: Settings,
+        states: States,
+        has_grad: Sequence[bool],
+        known: Roster | None,
+    ) -> Roster:
+        """Verify the parameters that have a gradient, and fill their states.
+
+        Args:
+            params: of the group.
+            settings: the group's ``state_dtype`` and ``master_dtype``.
+            states: has a dictionary for every parameter.
+            has_grad: for each parameter, whether it has a gradient.
+            known: an earlier one; of it, what is still current need not be verified again.
+        """
+        old = {} if known is None else {s.param: s for s in known._slots if s is not None}
+        slots: list[Slot | None] = []
+        for param, is_wanted in zip(params, has_grad, strict=True):
+            slot = old.get(param)
+            if slot is not None and slot.settings == settings and _is_current(slot, states):
+                slots.append(slot)
+            elif is_wanted:
+                check_param(param, settings[1])
+                fill_state(param, states[param], *settings)
+                slots.append(Slot(param, states[param], settings))
+            else:
+                slots.append(None)
+        return cls(params, settings, slots)
+
+    def is_current(
+        self,
+        params: Sequence[Tensor],
+        settings: Settings,
+        states: States,
+        has_grad: Sequence[bool],
+    ) -> bool:
+        """Whether every parameter with a gradient is here, and all is what was verified."""
+        return (
+            settings == self._settings
+            and len(params) == len(self._params)
+            and _are_same(params, self._params)
+            and not any(map(gt, has_grad, self._has_slot))
+            and self._snapshot.is_current(states)
+        )
+
+    def table_of(self, has_grad: list[bool]) -> Table:
+        """The table of the parameters that have a gradient: most often the last step's."""
+        if self._table is None or self._has_row != has_grad:
+            slots = compress(self._slots, has_grad)
+            self._table = Table([slot for slot in slots if slot is not None])
+            self._has_row = has_grad
+        return self._table
+
+
+def _is_current(slot: Slot, states: States) -> bool:
+    # Most often the parameter has new memory, and that is seen without a snapshot for it alone.
+    if local_of(slot.param).data_ptr() != slot.local_address:
+        return False
+    return Snapshot([slot]).is_current(states)

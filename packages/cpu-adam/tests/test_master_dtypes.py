@@ -1,0 +1,429 @@
+"""The master weight of a 16-bit parameter, whole or split, with moments of every width."""
+
+from __future__ import annotations
+
+import copy
+from contextlib import contextmanager
+from functools import partial
+
+import numpy as np
+import pytest
+from kernel_cases import make_arrays
+from rule_cases import assert_rule_is_reference, narrow
+
+torch = pytest.importorskip("torch", reason="torch is an extra of cpu-adam")
+
+from torch_cases import assert_states_equal, make_params, resume, save, set_grads, train  # noqa: E402
+
+import cpu_adam  # noqa: E402
+from cpu_adam import CPUAdam, convert_state, reference  # noqa: E402
+
+MASTERS = ["float32", "split"]
+WIDTHS = ["float32", "bfloat16", "int8"]
+SIZES = [(40,), (3, 5), (), (0,), (17, 19)]
+KEPT = {"float32": "master_weight", "split": "remainder"}
+
+
+def bf16_bits(param):
+    return param.detach().contiguous().view(torch.int16).numpy().view(np.uint16)
+
+
+def master_of(param, state):
+    """The fp32 master weight, in whichever form it is kept."""
+    if "master_weight" in state:
+        return state["master_weight"]
+    return torch.as_tensor(
+        reference.combine_master(bf16_bits(param), state["remainder"].contiguous().numpy())
+    )
+
+
+def is_tie(master):
+    """Where a master lies between two bf16 numbers and is rounded down: it moves by one ulp."""
+    return (master.view(torch.int32) & 0x1FFFF) == 0x8000
+
+
+def make_split(numel, grad_dtype=np.float32, seed=0):
+    arrays = make_arrays(numel, seed)
+    param, remainder = reference.split_master(arrays.pop("master"))
+    arrays["grad"] = narrow(arrays["grad"], grad_dtype)
+    return {"param": param, "remainder": remainder, **arrays}
+
+
+class TestTheFlatFunction:
+    @pytest.mark.parametrize("numel", [0, 1, 15, 16, 17, 100, 1000])
+    @pytest.mark.parametrize("grad_dtype", [np.float32, np.float16, np.uint16])
+    def test_it_matches_the_reference(self, isa, numel, grad_dtype, hyper):
+        assert_rule_is_reference("adam_step_split", make_split(numel, grad_dtype), **hyper)
+
+    @pytest.mark.parametrize("adamw_mode", [True, False])
+    @pytest.mark.parametrize("beta1", [0.0, 0.3, 0.9])
+    def test_each_mode_matches_the_reference(self, isa, adamw_mode, beta1, hyper):
+        hyper.update(beta1=beta1, weight_decay=0.1, grad_scale=0.37, adamw_mode=adamw_mode)
+        assert_rule_is_reference("adam_step_split", make_split(333), **hyper)
+
+    @pytest.mark.parametrize("value", [np.inf, -np.inf, np.nan])
+    def test_gradients_that_are_not_finite_match_the_reference(self, isa, value, hyper):
+        arrays = make_split(100)
+        arrays["grad"][37] = value
+        assert_rule_is_reference("adam_step_split", arrays, **hyper)
+
+    def test_it_is_adam_step_on_the_master(self, isa, hyper):
+        arrays = {name: torch.from_numpy(array) for name, array in make_arrays(1000).items()}
+        param = arrays["master"].to(torch.bfloat16)
+        remainder = torch.from_numpy(reference.split_master(arrays["master"].numpy())[1])
+        twins = {name: arrays[name].clone() for name in ("grad", "exp_avg", "exp_avg_sq")}
+        before = arrays["master"].clone()
+        cpu_adam.adam_step_split(param, remainder, **twins, **hyper)
+        cpu_adam.adam_step(**arrays, **hyper)
+        for name, twin in twins.items():
+            assert torch.equal(twin, arrays[name])
+        master = torch.from_numpy(reference.combine_master(bf16_bits(param), remainder.numpy()))
+        is_exact = ~is_tie(before) & ~is_tie(arrays["master"])
+        assert is_exact.float().mean() > 0.99
+        assert torch.equal(master[is_exact], arrays["master"][is_exact])
+
+    @pytest.mark.parametrize("name", ["param", "remainder", "grad", "exp_avg", "exp_avg_sq"])
+    def test_a_wrong_array_is_refused_by_name(self, hyper, name):
+        tensors = {
+            "param": torch.zeros(20, dtype=torch.bfloat16),
+            "remainder": torch.zeros(20, dtype=torch.int16),
+            **{key: torch.zeros(20) for key in ("grad", "exp_avg", "exp_avg_sq")},
+        }
+        for wrong, error, match in [
+            (torch.zeros(20, dtype=torch.float64), TypeError, "dtype must be"),
+            (None, TypeError, "expected a torch tensor"),
+            (torch.zeros(21, dtype=tensors[name].dtype), ValueError, "shape"),
+        ]:
+            with pytest.raises(error, match=match) as caught:
+                cpu_adam.adam_step_split(**{**tensors, name: wrong}, **hyper)
+            assert str(caught.value).startswith(name) or (name, error) == ("param", ValueError)
+
+
+@pytest.mark.parametrize(
+    ("state_dtype", "master_dtype", "expected"),
+    [
+        ("float32", None, 14.0),
+        ("float32", "float32", 14.0),
+        ("float32", "split", 12.0),
+        ("bfloat16", None, 8.0),
+        ("bfloat16", "float32", 10.0),
+        ("bfloat16", "split", 8.0),
+        ("int8", None, 6.0625),
+        ("int8", "float32", 8.0625),
+        ("int8", "split", 6.0625),
+    ],
+)
+def test_each_combination_keeps_its_bytes(state_dtype, master_dtype, expected):
+    params = make_params([(1024,)], dtype=torch.bfloat16)
+    optimizer = CPUAdam(params, state_dtype=state_dtype, master_dtype=master_dtype)
+    train(optimizer, params, 1)
+    state = optimizer.state[params[0]]
+    kept = sum(value.nbytes for name, value in state.items() if name != "step")
+    assert params[0].element_size() + kept / 1024 == expected
+
+
+def test_a_split_master_takes_the_same_way_as_an_fp32_parameter(isa):
+    """Oracle: the same gradients on an fp32 parameter, which is its own master."""
+    split = make_params(SIZES, dtype=torch.bfloat16)
+    whole = make_params(SIZES, dtype=torch.bfloat16)
+    oracle = [torch.nn.Parameter(param.detach().float()) for param in split]
+    options = {"weight_decay": 0.1, "lr": 3e-3}
+    optimizers = [
+        CPUAdam(split, master_dtype="split", **options),
+        CPUAdam(whole, master_dtype="float32", **options),
+        CPUAdam(oracle, **options),
+    ]
+    was_tie = [torch.zeros(param.shape, dtype=torch.bool) for param in oracle]
+    for step in range(30):
+        set_grads(split, step)
+        set_grads(whole, step)
+        for one, other in zip(oracle, split, strict=True):
+            one.grad = other.grad.float()
+        for optimizer in optimizers:
+            optimizer.step()
+        for index, param in enumerate(oracle):
+            was_tie[index] |= is_tie(param.detach())
+            is_same = ~was_tie[index]
+            state, other = (optimizers[i].state[p[index]] for i, p in enumerate((split, whole)))
+            assert "master_weight" not in state
+            assert torch.equal(other["master_weight"], param)
+            assert torch.equal(master_of(split[index], state)[is_same], param[is_same])
+            assert torch.equal(split[index][is_same], param.to(torch.bfloat16)[is_same])
+            for name in ("exp_avg", "exp_avg_sq"):
+                assert torch.equal(state[name], optimizers[2].state[param][name])
+    assert sum(int(ties.sum()) for ties in was_tie) < 10
+
+
+@pytest.mark.parametrize("state_dtype", ["bfloat16", "int8"])
+def test_compact_moments_take_the_same_way_with_either_master(isa, state_dtype):
+    split, whole = (make_params(SIZES, dtype=torch.bfloat16) for _ in range(2))
+    for params, master_dtype in ((split, "split"), (whole, "float32")):
+        optimizer = CPUAdam(params, state_dtype=state_dtype, master_dtype=master_dtype, seed=3)
+        train(optimizer, params, 5)
+        assert all(KEPT[master_dtype] in optimizer.state[param] for param in params)
+    for one, other in zip(split, whole, strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("state_dtype", WIDTHS)
+@pytest.mark.parametrize("master_dtype", MASTERS)
+def test_fp32_parameters_are_their_own_master(state_dtype, master_dtype):
+    params, plain = make_params(SIZES), make_params(SIZES)
+    optimizer = CPUAdam(params, state_dtype=state_dtype, master_dtype=master_dtype)
+    train(optimizer, params, 3)
+    train(CPUAdam(plain, state_dtype=state_dtype), plain, 3)
+    for param, other in zip(params, plain, strict=True):
+        assert torch.equal(param, other)
+        assert not {"master_weight", "remainder"} & set(optimizer.state[param])
+
+
+@pytest.mark.parametrize("state_dtype", WIDTHS)
+@pytest.mark.parametrize("master_dtype", [None, *MASTERS])
+def test_training_resumes_bit_identically_from_a_state_dict(state_dtype, master_dtype):
+    options = {"state_dtype": state_dtype, "master_dtype": master_dtype, "weight_decay": 0.1}
+    straight = make_params(SIZES, dtype=torch.bfloat16)
+    train(CPUAdam(straight, **options), straight, 10)
+
+    params = make_params(SIZES, dtype=torch.bfloat16)
+    optimizer = CPUAdam(params, **options)
+    train(optimizer, params, 5)
+    saved = save(optimizer, params)
+    # into the same setting, none, and the other one: the state dict brings its own
+    for given in (master_dtype, *{None, *MASTERS} - {master_dtype}):
+        build = partial(CPUAdam, lr=123.0, master_dtype=given)
+        resumed, other = resume(saved, build)
+        assert other.param_groups[0]["master_dtype"] == master_dtype
+        assert_states_equal(other, resumed, optimizer, params)
+        for step in range(5, 10):
+            set_grads(resumed, step)
+            other.step()
+        for one, two in zip(resumed, straight, strict=True):
+            assert torch.equal(one, two)
+
+
+@pytest.mark.parametrize("master_dtype", MASTERS)
+def test_a_state_dict_that_says_nothing_of_it_keeps_what_it_has(master_dtype):
+    params = make_params(SIZES, dtype=torch.bfloat16)
+    optimizer = CPUAdam(params, master_dtype=master_dtype)
+    train(optimizer, params, 2)
+    saved = copy.deepcopy(optimizer.state_dict())
+    del saved["param_groups"][0]["master_dtype"]
+    for given in (None, *MASTERS):
+        other = CPUAdam(params, master_dtype=given)
+        other.load_state_dict(saved)
+        set_grads(params, 2)
+        other.step()
+        assert KEPT[master_dtype] in other.state[params[0]]
+
+
+@pytest.mark.parametrize("master_dtype", MASTERS)
+def test_torchs_state_dict_has_no_master_so_the_setting_stays(master_dtype):
+    wide, params = make_params(SIZES), make_params(SIZES, dtype=torch.bfloat16)
+    theirs = torch.optim.AdamW(wide)
+    train(theirs, wide, 2)
+    ours = CPUAdam(params, master_dtype=master_dtype)
+    ours.load_state_dict(theirs.state_dict())
+    set_grads(params, 2)
+    ours.step()
+    assert ours.param_groups[0]["master_dtype"] == master_dtype
+    assert KEPT[master_dtype] in ours.state[params[0]]
+
+
+def test_each_group_has_its_own():
+    params = make_params([(40,), (50,), (60,)], dtype=torch.bfloat16)
+    settings = ("split", "float32", None)
+    groups = [
+        {"params": [param], "master_dtype": setting}
+        for param, setting in zip(params, settings, strict=True)
+    ]
+    optimizer = CPUAdam(groups[:2], master_dtype="float32")
+    optimizer.add_param_group(groups[2])
+    train(optimizer, params, 2)
+    kept = [KEPT["split"], KEPT["float32"], KEPT["float32"]]
+    assert [name in optimizer.state[p] for p, name in zip(params, kept, strict=True)] == [True] * 3
+
+
+@contextmanager
+def one_rank():
+    import torch.distributed as dist
+
+    if not dist.is_available():
+        pytest.skip("torch was built without torch.distributed")
+    from torch.distributed.device_mesh import init_device_mesh
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield init_device_mesh("cpu", (1,))
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("state_dtype", WIDTHS)
+@pytest.mark.parametrize("master_dtype", MASTERS)
+def test_dtensor_parameters_are_updated_through_their_local_part(state_dtype, master_dtype):
+    with one_rank() as mesh:
+        from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+        value = torch.randn(8, 3).to(torch.bfloat16)
+        param = torch.nn.Parameter(distribute_tensor(value.clone(), mesh, [Shard(0)]))
+        plain = torch.nn.Parameter(value.clone())
+        options = {"state_dtype": state_dtype, "master_dtype": master_dtype}
+        optimizer, expected = CPUAdam([param], **options), CPUAdam([plain], **options)
+        for step in range(4):
+            set_grads([plain], step)
+            param.grad = distribute_tensor(plain.grad.clone(), mesh, [Shard(0)])
+            optimizer.step()
+            expected.step()
+            if step == 1:
+                other = "split" if master_dtype == "float32" else "float32"
+                convert_state(optimizer, state_dtype, other)
+                convert_state(expected, state_dtype, other)
+        assert torch.equal(param.detach().to_local(), plain)
+        assert isinstance(optimizer.state[param][KEPT[other]], DTensor)
+
+
+class TestConvertState:
+    def trained(self, state_dtype, master_dtype, sizes=SIZES):
+        params = make_params(sizes, dtype=torch.bfloat16)
+        optimizer = CPUAdam(params, state_dtype=state_dtype, master_dtype=master_dtype, lr=1e-4)
+        train(optimizer, params, 5)
+        return params, optimizer
+
+    @pytest.mark.parametrize("state_dtype", WIDTHS)
+    @pytest.mark.parametrize("source", MASTERS)
+    @pytest.mark.parametrize("target", MASTERS)
+    def test_an_optimizer_goes_on_with_the_same_master(self, state_dtype, source, target):
+        params, optimizer = self.trained(state_dtype, source)
+        old = [p.detach().clone() for p in params]
+        before = [master_of(p, optimizer.state[p]).clone() for p in params]
+        assert convert_state(optimizer, state_dtype, target) is optimizer
+        assert optimizer.param_groups[0]["master_dtype"] == target
+        for param, value, master in zip(params, old, before, strict=True):
+            state = optimizer.state[param]
+            assert {"master_weight", "remainder"} & set(state) == {KEPT[target]}
+            assert torch.equal(param, value)
+            after = master_of(param, state)
+            assert torch.equal(after[~is_tie(master)], master[~is_tie(master)])
+        set_grads(params, 6)
+        optimizer.step()
+        assert KEPT[target] in optimizer.state[params[0]]
+
+    def test_a_tie_moves_by_one_unit_in_the_last_place(self):
+        param = torch.nn.Parameter(torch.zeros(4, dtype=torch.bfloat16))
+        optimizer = CPUAdam([param], master_dtype="float32")
+        train(optimizer, [param], 1)
+        master = torch.tensor([0x3F808000, 0x3F818000, -0x407F8000, 0x3F808001], dtype=torch.int32)
+        optimizer.state[param]["master_weight"].copy_(master.view(torch.float32))
+        param.data.copy_(master.view(torch.float32))
+        convert_state(optimizer, "float32", "split")
+        after = master_of(param, optimizer.state[param]).view(torch.int32)
+        assert (master - after).tolist() == [1, 0, 1, 0]
+
+    @pytest.mark.parametrize("state_dtype", WIDTHS)
+    def test_a_state_dict_is_split_without_its_parameters(self, state_dtype):
+        params, optimizer = self.trained("float32", "float32")
+        saved = copy.deepcopy(optimizer.state_dict())
+        split = convert_state(saved, state_dtype, "split")
+        assert "master_weight" in saved["state"][0]
+        assert split["param_groups"][0]["master_dtype"] == "split"
+        twins = [torch.nn.Parameter(param.detach().clone()) for param in params]
+        loaded = CPUAdam(twins)
+        loaded.load_state_dict(split)
+        convert_state(optimizer, state_dtype, "split")
+        for one, two in zip(params, twins, strict=True):
+            state, other = optimizer.state[one], loaded.state[two]
+            assert set(state) == set(other)
+            for name, value in state.items():
+                assert torch.equal(other[name], value)
+
+    def test_a_split_master_cannot_be_joined_without_its_parameter(self):
+        _, optimizer = self.trained("float32", "split")
+        saved = optimizer.state_dict()
+        with pytest.raises(ValueError, match=r"^master_dtype: .*remainder.*convert the optimizer"):
+            convert_state(saved, "float32", "float32")
+        assert convert_state(saved, "int8", "split")["state"][0]["remainder"].dtype is torch.int16
+        assert convert_state(saved, "int8")["param_groups"][0]["master_dtype"] == "split"
+
+    def test_a_parameter_that_is_not_its_master_rounded_is_refused(self):
+        params, optimizer = self.trained("float32", "float32")
+        params[-1].data += 1
+        before = copy.deepcopy(optimizer.state_dict())
+        with pytest.raises(ValueError, match=r"^master_dtype: .*master weight, rounded"):
+            convert_state(optimizer, "int8", "split")
+        assert optimizer.param_groups[0]["state_dtype"] == "float32"
+        for key, state in optimizer.state_dict()["state"].items():
+            for name, value in state.items():
+                assert torch.equal(before["state"][key][name], value)
+
+    def test_other_strides_are_kept(self):
+        value = torch.randn(2, 3, 4, 5).to(torch.bfloat16).to(memory_format=torch.channels_last)
+        param, twin = (torch.nn.Parameter(value.clone()) for _ in range(2))
+        optimizer, expected = CPUAdam([param], master_dtype="split"), CPUAdam([twin])
+        for step, master in enumerate(["float32", "split", "float32", "split"]):
+            set_grads([param, twin], step)
+            twin.grad = param.grad.clone()
+            optimizer.step()
+            expected.step()
+            convert_state(optimizer, "float32", master)
+            assert optimizer.state[param][KEPT[master]].stride() == param.stride()
+        assert torch.equal(param, twin)
+
+    def test_what_it_refuses(self):
+        _, optimizer = self.trained("float32", "split")
+        for wrong, error in (("int16", ValueError), (16, TypeError)):
+            with pytest.raises(error, match=r"^master_dtype: "):
+                convert_state(optimizer, "float32", wrong)
+            with pytest.raises(error, match=r"^master_dtype: "):
+                convert_state(optimizer.state_dict(), "float32", wrong)
+        halves = make_params([(4,)], dtype=torch.float16)
+        half = CPUAdam(halves)
+        train(half, halves, 1)
+        with pytest.raises(ValueError, match=r"^master_dtype: .*fp16"):
+            convert_state(half, "float32", "split")
+
+
+class TestRefusals:
+    def test_no_such_master_dtype(self):
+        params = make_params([(3,)], dtype=torch.bfloat16)
+        with pytest.raises(ValueError, match=r"^master_dtype: must be one of float32, split"):
+            CPUAdam(params, master_dtype="bfloat16")
+        with pytest.raises(TypeError, match=r"^master_dtype: expected a name"):
+            CPUAdam(params, master_dtype=torch.float32)
+        with pytest.raises(ValueError, match=r"^master_dtype: "):
+            CPUAdam([{"params": params, "master_dtype": "int16"}])
+
+    def test_an_fp16_parameter_cannot_be_split(self):
+        halves = make_params([(3,)], dtype=torch.float16)
+        match = r"^master_dtype: .*bf16 parameters.*fp16"
+        with pytest.raises(ValueError, match=match):
+            CPUAdam(halves, master_dtype="split")
+        optimizer = CPUAdam(make_params([(3,)], dtype=torch.bfloat16), master_dtype="split")
+        with pytest.raises(ValueError, match=match):
+            optimizer.add_param_group({"params": halves})
+        assert len(optimizer.param_groups) == 1
+        optimizer.param_groups[0]["params"][0].data = torch.zeros(3, dtype=torch.float16)
+        optimizer.param_groups[0]["params"][0].grad = torch.zeros(3, dtype=torch.float16)
+        with pytest.raises(ValueError, match=match):
+            optimizer.step()
+
+    def test_an_fp16_parameter_cannot_load_a_split_state(self):
+        params = make_params([(3,)], dtype=torch.bfloat16)
+        source = CPUAdam(params, master_dtype="split")
+        train(source, params, 1)
+        halves = make_params([(3,)], dtype=torch.float16)
+        with pytest.raises(ValueError, match=r"^master_dtype: .*bf16 parameters.*fp16"):
+            CPUAdam(halves).load_state_dict(source.state_dict())
+
+    @pytest.mark.parametrize("source", MASTERS)
+    def test_a_state_with_the_other_master(self, source):
+        params = make_params([(3,)], dtype=torch.bfloat16)
+        optimizer = CPUAdam(params, master_dtype=source)
+        train(optimizer, params, 1)
+        before = params[0].detach().clone()
+        for wrong in set(MASTERS) - {source}:
+            optimizer.param_groups[0]["master_dtype"] = wrong
+            with pytest.raises(ValueError, match=rf"^state '{KEPT[source]}': .*convert_state"):
+                optimizer.step()
+        assert torch.equal(params[0], before)
+        optimizer.param_groups[0]["master_dtype"] = None
+        optimizer.step()

@@ -1,0 +1,363 @@
+"""Whatever is replaced between two steps of `CPUAdam`, among many parameters, is noticed."""
+
+from __future__ import annotations
+
+import gc
+import random
+import weakref
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="torch is an extra of cpu-adam")
+
+from torch_cases import make_params, set_grads, train  # noqa: E402
+
+from cpu_adam import CPUAdam  # noqa: E402
+
+SIZES = [(n % 7 + 1,) for n in range(20)] + [(3, 4), (), (0,), (2, 3, 2, 2)]
+SETTINGS = [
+    {},
+    {"state_dtype": "int8"},
+    {"state_dtype": "bfloat16"},
+    {"master_dtype": "split"},
+]
+
+
+def mixed_params():
+    """fp32, bf16 and channels_last ones."""
+    params = make_params(SIZES)
+    for param in params[::3]:
+        param.data = param.data.to(torch.bfloat16)
+    params[-1].data = params[-1].data.to(memory_format=torch.channels_last)
+    return params
+
+
+class Pair:
+    """A group of many parameters, and the same ones each in an optimizer of its own.
+
+    The single ones are rebuilt from their state before each step, so that they remember nothing.
+    """
+
+    def __init__(self, **options):
+        self.options = {"weight_decay": 0.1, **options}
+        self.params, self.twins = mixed_params(), mixed_params()
+        self.optimizer = CPUAdam(self.params, **self.options)
+        self.states = [{} for _ in self.twins]
+        self.steps = 0
+
+    def step(self, *, skip=()):
+        set_grads(self.params, self.steps)
+        set_grads(self.twins, self.steps)
+        self.steps += 1
+        for index in skip:
+            self.params[index].grad = self.twins[index].grad = None
+        self.step_with_these_gradients()
+
+    def step_with_these_gradients(self):
+        self.optimizer.step()
+        for twin, state in zip(self.twins, self.states, strict=True):
+            single = CPUAdam([twin], **self.options)
+            single.state[twin] = state
+            single.step()
+
+    def check(self):
+        for param, twin, state in zip(self.params, self.twins, self.states, strict=True):
+            assert torch.equal(param, twin)
+            found = self.optimizer.state.get(param, {})
+            assert set(found) == set(state)
+            for name, value in state.items():
+                assert torch.equal(found[name], value), name
+
+
+# bf16 moments are rounded by a parameter's place in its group: alone, it would have another one.
+@pytest.fixture(params=[options for options in SETTINGS if "bfloat16" not in options.values()])
+def pair(request):
+    return Pair(**request.param)
+
+
+def test_gradients_that_come_and_go(pair):
+    generator = random.Random(0)
+    for _ in range(12):
+        pair.step(skip=generator.sample(range(len(SIZES)), generator.choice([0, 1, 10, 24])))
+        pair.check()
+
+
+def test_bf16_moments_are_rounded_by_the_place_in_the_group_whichever_have_gradients():
+    def trained(skipped):
+        params = make_params(SIZES)
+        optimizer = CPUAdam([{"params": params[:5]}, {"params": params[5:]}])
+        for group in optimizer.param_groups:
+            group["state_dtype"] = "bfloat16"
+        set_grads(params, 0)
+        for index in skipped:
+            params[index].grad = None
+        optimizer.step()
+        return [optimizer.state.get(param, {}).get("exp_avg_sq") for param in params]
+
+    first, second = trained(()), trained((0, 3, 7, 8))
+    for one, two in zip(first, second, strict=True):
+        assert two is None or torch.equal(one, two)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda p, s: setattr(p, "data", p.detach().clone()),
+        lambda p, s: setattr(p, "grad", p.grad.clone()),
+        lambda p, s: setattr(p.grad, "data", p.grad.detach().clone()),
+        lambda p, s: s.update({name: value.clone() for name, value in s.items()}),
+        lambda p, s: [setattr(value, "data", value.clone()) for value in s.values()],
+        lambda p, s: s["step"].fill_(7.0),
+        lambda p, s: s.update(step=11),
+        lambda p, s: s.update(exp_avg=torch.zeros_like(s["exp_avg"])),
+        lambda p, s: s["exp_avg_sq"].zero_(),
+        lambda p, s: s.clear(),
+        lambda p, s: s.pop("exp_avg_sq"),
+    ],
+)
+def test_what_is_replaced_is_used(pair, change):
+    for _ in range(2):
+        pair.step()
+    for index in (0, 1, 7, len(SIZES) - 1):
+        change(pair.params[index], pair.optimizer.state[pair.params[index]])
+        change(pair.twins[index], pair.states[index])
+    for _ in range(2):
+        pair.step()
+        pair.check()
+
+
+def test_a_state_of_equal_value_is_not_the_same_state():
+    params = make_params([()] * 3)
+    optimizer = CPUAdam(params)
+    train(optimizer, params, 1)
+    old = optimizer.state[params[1]]["exp_avg"]
+    new = optimizer.state[params[1]]["exp_avg"] = old.clone()
+    before = old.clone()
+    train(optimizer, params, 1)
+    assert torch.equal(old, before)
+    assert not torch.equal(new, before)
+
+
+def test_the_dictionary_of_a_state_may_be_replaced(pair):
+    pair.step()
+    for param in pair.params[3:6]:
+        pair.optimizer.state[param] = {
+            name: value.clone() for name, value in pair.optimizer.state[param].items()
+        }
+    pair.step()
+    pair.check()
+
+
+def test_parameters_may_join_and_leave_a_group_and_groups_an_optimizer():
+    params, twins = make_params(SIZES), make_params(SIZES)
+    optimizer, expected = CPUAdam(params[:6]), CPUAdam(twins)
+
+    def step(number, numbers):
+        set_grads(params, number)
+        set_grads(twins, number)
+        for index, twin in enumerate(twins):
+            if index not in numbers:
+                twin.grad = None
+        optimizer.step()
+        expected.step()
+
+    step(0, range(6))
+    optimizer.param_groups[0]["params"] += params[6:10]
+    step(1, range(10))
+    del optimizer.param_groups[0]["params"][2:4]
+    step(2, {*range(10)} - {2, 3})
+    optimizer.add_param_group({"params": params[10:]})
+    step(3, {*range(len(SIZES))} - {2, 3})
+    optimizer.param_groups.reverse()
+    step(4, {*range(len(SIZES))} - {2, 3})
+    optimizer.param_groups[1]["params"].reverse()
+    step(5, {*range(len(SIZES))} - {2, 3})
+    del optimizer.param_groups[0]
+    step(6, {*range(10)} - {2, 3})
+    for one, two in zip(params, twins, strict=True):
+        assert torch.equal(one, two)
+
+
+def test_a_group_that_is_gone_is_not_remembered():
+    params = make_params([(3,), (4,)])
+    optimizer = CPUAdam([{"params": [param]} for param in params])
+    train(optimizer, params, 1)
+    gone = weakref.ref(params[1])
+    del optimizer.state[params[1]]
+    del optimizer.param_groups[1], params[1]
+    train(optimizer, params, 1)
+    gc.collect()
+    assert gone() is None
+
+
+def test_a_parameter_without_a_gradient_is_not_looked_at():
+    params = make_params(SIZES)
+    optimizer = CPUAdam(params)
+    train(optimizer, params, 2)
+    params[4].data = params[4].data.double()
+    optimizer.state[params[5]]["exp_avg"] = "nonsense"
+    set_grads(params[:4] + params[6:], 3)
+    params[4].grad = params[5].grad = None
+    before = [param.detach().clone() for param in params]
+    optimizer.step()
+    is_changed = [not torch.equal(*two) for two in zip(params[:4], before[:4], strict=True)]
+    assert all(is_changed)
+    set_grads(params[:6:5], 4)
+    with pytest.raises(TypeError, match=r"^state 'exp_avg'"):
+        optimizer.step()
+
+
+class TestGradientsUnlikeTheOthers:
+    @pytest.mark.parametrize("at", [0, 20, len(SIZES) - 1])
+    def test_other_strides(self, pair, at):
+        pair.step()
+        for params in (pair.params, pair.twins):
+            size = params[at].shape
+            wide = torch.randn(*size, 3, generator=torch.Generator().manual_seed(1))
+            params[at].grad = wide.to(params[at].dtype)[..., 1]
+        pair.step_with_these_gradients()
+        pair.check()
+
+    @pytest.mark.parametrize("size", [(5,), (1,)])  # with gaps, and so short that it has none
+    def test_lazily_negated_ones(self, size):
+        params, twins = make_params([size] * 3), make_params([size] * 3)
+        values = [torch.randn(size, dtype=torch.complex64) for _ in params]
+        for param, twin, value in zip(params, twins, values, strict=True):
+            param.grad = value.conj().imag
+            twin.grad = -value.imag.clone()
+            assert param.grad.is_neg()
+        for each in (params, twins):
+            CPUAdam(each, adamw_mode=False, eps=1.0).step()
+        for param, twin in zip(params, twins, strict=True):
+            assert torch.equal(param, twin)
+
+    def test_zeros_that_were_never_allocated(self):
+        params = make_params([(6,)] * 3)
+        set_grads(params, 0)
+        params[1].grad = torch._efficientzerotensor(6)
+        before = [param.detach().clone() for param in params]
+        with pytest.raises(ValueError, match=r"^gradient: .*never allocated"):
+            CPUAdam(params).step()
+        for param, old in zip(params, before, strict=True):
+            assert torch.equal(param, old)
+
+    def test_views_of_one_buffer(self, pair):
+        pair.step()
+        for params in (pair.params, pair.twins):
+            generator = torch.Generator().manual_seed(2)
+            for dtype in (torch.float32, torch.bfloat16):
+                some = [p for p in params if p.dtype is dtype and p.is_contiguous()]
+                flat = torch.randn(sum(p.numel() for p in some), generator=generator).to(dtype)
+                for param, part in zip(some, flat.split([p.numel() for p in some]), strict=True):
+                    param.grad = part.view(param.shape)
+        pair.step_with_these_gradients()
+        pair.check()
+
+    @pytest.mark.parametrize("bytes_left", [0, 4, 23])
+    @pytest.mark.parametrize("offset", [0, 5])
+    def test_freed_ones(self, bytes_left, offset):
+        params = make_params([(6,)] * 5)
+        optimizer = CPUAdam(params)
+        train(optimizer, params, 2)
+        set_grads(params, 2)
+        params[3].grad = torch.zeros(20)[offset : offset + 6]
+        params[3].grad.untyped_storage().resize_(bytes_left + 4 * offset if bytes_left else 0)
+        before = [param.detach().clone() for param in params]
+        with pytest.raises(ValueError, match=r"^gradient: its memory has been freed"):
+            optimizer.step()
+        for param, old in zip(params, before, strict=True):
+            assert torch.equal(param, old)
+
+    @pytest.mark.parametrize(
+        ("grad", "error", "match"),
+        [
+            (torch.zeros(6).to_sparse(), TypeError, "sparse"),
+            (torch.zeros(7), ValueError, "has 7 elements"),
+            (torch.zeros(6, dtype=torch.float64), TypeError, "dtype"),
+        ],
+    )
+    def test_ones_that_cannot_be_used(self, grad, error, match):
+        params = make_params([(6,)] * 5)
+        optimizer = CPUAdam(params)
+        train(optimizer, params, 2)
+        # In this order, torch does not look whether the two go together.
+        old = params[3].data
+        params[3].grad = None
+        params[3].data = torch.zeros(grad.shape, dtype=grad.dtype)
+        params[3].grad = grad
+        params[3].data = old
+        set_grads(params[:3], 2)
+        before = [param.detach().clone() for param in params]
+        with pytest.raises(error, match=f"^gradient: .*{match}"):
+            optimizer.step()
+        for param, value in zip(params, before, strict=True):
+            assert torch.equal(param, value)
+
+
+class TestShapesThatChangeInPlace:
+    def trained(self):
+        params = make_params([(4, 5)] * 4)
+        optimizer = CPUAdam(params)
+        train(optimizer, params, 2)
+        return params, optimizer
+
+    @pytest.mark.parametrize(
+        "change",
+        [
+            lambda param: setattr(param, "data", param.data.t()),
+            lambda param: setattr(param, "data", param.data[:2]),
+            lambda param: param.requires_grad_(False).resize_(2, 5),
+            lambda param: param.requires_grad_(False).resize_(8, 5),
+            lambda param: setattr(param, "data", param.data.view(torch.bfloat16)),
+        ],
+    )
+    def test_of_a_parameter(self, change):
+        params, optimizer = self.trained()
+        set_grads(params, 3)
+        params[2].grad = None
+        change(params[2])
+        params[2].grad = torch.zeros_like(params[2])
+        before = [param.detach().clone() for param in params]
+        with pytest.raises(ValueError, match=r"^state 'exp_avg'"):
+            optimizer.step()
+        for param, value in zip(params, before, strict=True):
+            assert torch.equal(param, value)
+
+    def test_of_a_state(self):
+        params, optimizer = self.trained()
+        set_grads(params, 3)
+        optimizer.state[params[2]]["exp_avg"].resize_(9, 5)
+        with pytest.raises(ValueError, match=r"^state 'exp_avg'"):
+            optimizer.step()
+
+
+def test_the_same_bits_as_another_type_are_noticed():
+    params = make_params([(4,)] * 3, dtype=torch.bfloat16)
+    optimizer = CPUAdam(params)
+    train(optimizer, params, 2)
+    params[1].grad = None
+    params[1].data = params[1].data.view(torch.float16)
+    set_grads(params, 3)
+    optimizer.step()
+    expected = optimizer.state[params[1]]["master_weight"].to(torch.float16)
+    assert torch.equal(params[1], expected)
+
+
+def test_settings_of_a_group_may_change_between_steps():
+    params, twins = make_params(SIZES), make_params(SIZES)
+    optimizer, expected = CPUAdam(params), CPUAdam(twins)
+    for step in range(4):
+        for each in (optimizer, expected):
+            each.param_groups[0].update(lr=10.0**-step, betas=(0.9 - step / 10, 0.99))
+            if each is expected:
+                each.__setstate__({})  # forgets what it knew
+        set_grads(params, step)
+        set_grads(twins, step)
+        optimizer.step()
+        expected.step()
+    for one, two in zip(params, twins, strict=True):
+        assert torch.equal(one, two)
+    optimizer.param_groups[0]["state_dtype"] = "int8"
+    set_grads(params, 5)
+    with pytest.raises(TypeError, match="convert_state"):
+        optimizer.step()
