@@ -23,7 +23,7 @@ def test_everything_is_found_where_everything_is_installed() -> None:
         assert found[name].state == "ok", found[name]
     for group in doctor.ENTRY_POINTS:
         assert found[group].state == "ok", found[group]
-    assert found["CPU Adam"].value.split()[0] in {"scalar", "avx2", "avx512"}
+    assert found["CPU Adam"].value.split()[0] in {"scalar", "avx2", "avx512", "neon"}
 
 
 def test_missing_package_is_reported_with_its_cure(monkeypatch: pytest.MonkeyPatch) -> None:

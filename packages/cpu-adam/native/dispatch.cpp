@@ -79,6 +79,9 @@ std::vector<const KernelTable*> find_tables() {
   if (support.avx2) tables.push_back(&kAvx2Table);
   if (support.avx512) tables.push_back(&kAvx512Table);
 #endif
+#if defined(CPU_ADAM_HAVE_NEON)
+  tables.push_back(&kNeonTable);
+#endif
   return tables;
 }
 
@@ -90,6 +93,6 @@ const std::vector<const KernelTable*>& available_tables() {
   return *tables;
 }
 
-std::vector<const char*> known_isas() { return {"scalar", "avx2", "avx512"}; }
+std::vector<const char*> known_isas() { return {"scalar", "avx2", "avx512", "neon"}; }
 
 }  // namespace cpu_adam

@@ -145,9 +145,14 @@ using UInt = std::uint32_t;
 CPU_ADAM_INLINE UInt as_bits(Vec x) { return bits_of(x); }
 CPU_ADAM_INLINE Vec as_float(UInt x) { return float_of(x); }
 CPU_ADAM_INLINE Vec to_float(UInt x) { return static_cast<float>(static_cast<std::int32_t>(x)); }
-// Of numbers from -255 to 255: the sum's last place counts ones, so it is the integer, rounded in
-// the caller's mode.
-CPU_ADAM_INLINE UInt to_int(Vec x) { return bits_of(x + 0x1.8p23f) - bits_of(0x1.8p23f); }
+// Of numbers from -255 to 255: the sum's last place counts ones, so it holds the integer, rounded
+// in the caller's mode. Its sign is that of x: otherwise, towards zero would be downward.
+CPU_ADAM_INLINE UInt to_int(Vec x) {
+  const std::uint32_t sign = bits_of(x) & 0x80000000u;
+  const std::uint32_t big = sign | bits_of(0x1p23f);
+  const std::uint32_t magnitude = bits_of(x + float_of(big)) ^ big;
+  return sign != 0 ? 0u - magnitude : magnitude;
+}
 CPU_ADAM_INLINE UInt uset1(std::uint32_t x) { return x; }
 CPU_ADAM_INLINE UInt lanes() { return 0; }
 CPU_ADAM_INLINE UInt uadd(UInt a, UInt b) { return a + b; }

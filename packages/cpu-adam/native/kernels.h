@@ -123,5 +123,6 @@ struct KernelTable {
 extern const KernelTable kScalarTable;
 extern const KernelTable kAvx2Table;
 extern const KernelTable kAvx512Table;
+extern const KernelTable kNeonTable;
 
 }  // namespace cpu_adam

@@ -43,9 +43,10 @@ def test_an_unknown_instruction_set_is_refused_by_name():
     assert ", ".join(cpu_adam.available_isas()) in result.stderr
 
 
-def test_a_known_instruction_set_that_the_machine_lacks_is_refused(monkeypatch):
+@pytest.mark.parametrize("isa", ["avx2", "avx512", "neon"])
+def test_a_known_instruction_set_that_the_machine_lacks_is_refused(isa, monkeypatch):
     from cpu_adam import _isa, _kernels
 
     monkeypatch.setattr(_kernels, "available_isas", lambda: ["scalar"])
     with pytest.raises(ValueError, match="not supported by this machine"):
-        _isa._choose("avx2")
+        _isa._choose(isa)

@@ -19,7 +19,7 @@ _active: int | None = None
 
 
 def available_isas() -> tuple[str, ...]:
-    """Instruction sets that work here, plainest first; of scalar, avx2 and avx512."""
+    """Instruction sets that work here, plainest first; of scalar, avx2, avx512 and neon."""
     return tuple(_kernels.available_isas())
 
 
