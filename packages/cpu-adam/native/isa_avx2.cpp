@@ -21,7 +21,6 @@ struct Vec {
 constexpr int kLanes = 16;
 constexpr int kVectorsAtOnce = 4;
 constexpr bool kCanStream = true;
-constexpr bool kHasFma = true;
 
 CPU_ADAM_INLINE void stream_fence() { _mm_sfence(); }
 

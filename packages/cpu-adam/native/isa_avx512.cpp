@@ -22,7 +22,6 @@ struct Vec {
 constexpr int kLanes = 32;
 constexpr int kVectorsAtOnce = 2;
 constexpr bool kCanStream = true;
-constexpr bool kHasFma = true;
 
 CPU_ADAM_INLINE void stream_fence() { _mm_sfence(); }
 
@@ -150,10 +149,10 @@ CPU_ADAM_INLINE UInt load_i16(const char* from) {
 }
 // Sixteen halves of thirty-two, from `first` on, each above a half of zeros.
 CPU_ADAM_INLINE __m512i widen_halves(__m512i halves, int first) {
-  const __m512i places = _mm512_setr_epi32(0x00000000, 0x00010000, 0x00020000, 0x00030000,
-                                           0x00040000, 0x00050000, 0x00060000, 0x00070000,
-                                           0x00080000, 0x00090000, 0x000a0000, 0x000b0000,
-                                           0x000c0000, 0x000d0000, 0x000e0000, 0x000f0000);
+  const __m512i places =
+      _mm512_setr_epi32(0x00000000, 0x00010000, 0x00020000, 0x00030000, 0x00040000, 0x00050000,
+                        0x00060000, 0x00070000, 0x00080000, 0x00090000, 0x000a0000, 0x000b0000,
+                        0x000c0000, 0x000d0000, 0x000e0000, 0x000f0000);
   const __m512i from = _mm512_add_epi32(places, _mm512_set1_epi32(first << 16));
   return _mm512_maskz_permutexvar_epi16(0xaaaaaaaau, from, halves);
 }

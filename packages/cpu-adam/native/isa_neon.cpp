@@ -15,6 +15,7 @@ struct Vec {
   float32x4_t low, high;
 };
 constexpr int kLanes = 8;
+constexpr int kVectorsAtOnce = 4;
 constexpr bool kCanStream = false;  // no intrinsic stores past the caches
 [[maybe_unused]] CPU_ADAM_INLINE void stream_fence() {}
 
@@ -34,6 +35,21 @@ CPU_ADAM_INLINE Vec div(Vec a, Vec b) {
 CPU_ADAM_INLINE Vec sqrt_(Vec a) { return {vsqrtq_f32(a.low), vsqrtq_f32(a.high)}; }
 CPU_ADAM_INLINE Vec fma_(Vec a, Vec b, Vec c) {
   return {vfmaq_f32(c.low, a.low, b.low), vfmaq_f32(c.high, a.high, b.high)};
+}
+CPU_ADAM_INLINE Vec nfma(Vec a, Vec b, Vec c) {
+  return {vfmsq_f32(c.low, a.low, b.low), vfmsq_f32(c.high, a.high, b.high)};
+}
+CPU_ADAM_INLINE float32x4_t if_ordered_4(float32x4_t test, float32x4_t a, float32x4_t b) {
+  return vbslq_f32(vceqq_f32(test, test), a, b);
+}
+CPU_ADAM_INLINE Vec if_ordered(Vec test, Vec a, Vec b) {
+  return {if_ordered_4(test.low, a.low, b.low), if_ordered_4(test.high, a.high, b.high)};
+}
+CPU_ADAM_INLINE float32x4_t copy_sign_4(float32x4_t x, float32x4_t y) {
+  return vbslq_f32(vdupq_n_u32(0x80000000u), y, x);
+}
+CPU_ADAM_INLINE Vec copy_sign(Vec x, Vec y) {
+  return {copy_sign_4(x.low, y.low), copy_sign_4(x.high, y.high)};
 }
 
 // As bytes, so that an address needs no alignment.
@@ -143,13 +159,8 @@ CPU_ADAM_INLINE UInt uor(UInt a, UInt b) {
 CPU_ADAM_INLINE UInt uxor(UInt a, UInt b) {
   return {veorq_u32(a.low, b.low), veorq_u32(a.high, b.high)};
 }
-CPU_ADAM_INLINE UInt imax(UInt a, UInt b) {
-  return {as_unsigned(vmaxq_s32(as_signed(a.low), as_signed(b.low))),
-          as_unsigned(vmaxq_s32(as_signed(a.high), as_signed(b.high)))};
-}
-CPU_ADAM_INLINE UInt imin(UInt a, UInt b) {
-  return {as_unsigned(vminq_s32(as_signed(a.low), as_signed(b.low))),
-          as_unsigned(vminq_s32(as_signed(a.high), as_signed(b.high)))};
+CPU_ADAM_INLINE UInt umax(UInt a, UInt b) {
+  return {vmaxq_u32(a.low, b.low), vmaxq_u32(a.high, b.high)};
 }
 CPU_ADAM_INLINE UInt igreater(UInt a, UInt b) {
   return {vcgtq_s32(as_signed(a.low), as_signed(b.low)),
@@ -166,10 +177,10 @@ CPU_ADAM_INLINE UInt ushr(UInt x) {
 CPU_ADAM_INLINE UInt is_ordered(Vec x) {
   return {vceqq_f32(x.low, x.low), vceqq_f32(x.high, x.high)};
 }
-CPU_ADAM_INLINE std::uint32_t reduce_imax(UInt x) {
-  const int32x4_t four = vmaxq_s32(as_signed(x.low), as_signed(x.high));
-  return static_cast<std::uint32_t>(vmaxvq_s32(four));
+CPU_ADAM_INLINE UInt if_ordered(Vec test, UInt a, UInt b) {
+  return as_bits(if_ordered(test, as_float(a), as_float(b)));
 }
+CPU_ADAM_INLINE std::uint32_t reduce_umax(UInt x) { return vmaxvq_u32(vmaxq_u32(x.low, x.high)); }
 
 CPU_ADAM_INLINE UInt widen_unsigned(uint16x8_t halves) {
   return {vmovl_u16(vget_low_u16(halves)), vmovl_high_u16(halves)};
@@ -183,8 +194,9 @@ CPU_ADAM_INLINE UInt load_u8(const char* from) {
 CPU_ADAM_INLINE UInt load_i8(const char* from) {
   return widen_signed(vmovl_s8(vreinterpret_s8_u8(load_8_bytes(from))));
 }
-CPU_ADAM_INLINE UInt load_u16(const char* from) {
-  return widen_unsigned(vreinterpretq_u16_u8(load_16_bytes(from)));
+CPU_ADAM_INLINE UInt load_upper_16(const char* from) {
+  const uint16x8_t halves = vreinterpretq_u16_u8(load_16_bytes(from));
+  return {vshll_n_u16(vget_low_u16(halves), 16), vshll_n_u16(vget_high_u16(halves), 16)};
 }
 CPU_ADAM_INLINE UInt load_i16(const char* from) {
   return widen_signed(vreinterpretq_s16_u8(load_16_bytes(from)));
@@ -195,6 +207,10 @@ CPU_ADAM_INLINE void store_8(char* to, UInt x) {
 }
 CPU_ADAM_INLINE void store_16(char* to, UInt x) {
   store_16_bytes(to, vreinterpretq_u8_u16(low_halves(x)));
+}
+CPU_ADAM_INLINE void store_upper_16(char* to, UInt x) {
+  const uint16x8_t halves = vshrn_high_n_u32(vshrn_n_u32(x.low, 16), x.high, 16);
+  store_16_bytes(to, vreinterpretq_u8_u16(halves));
 }
 
 struct Doubles {

@@ -44,10 +44,8 @@ CPU_ADAM_INLINE Vec sqrt_(Vec a) { return __builtin_sqrtf(a); }
 #endif
 
 #if defined(__FP_FAST_FMAF)
-constexpr bool kHasFma = true;
 CPU_ADAM_INLINE Vec fma_(Vec a, Vec b, Vec c) { return __builtin_fmaf(a, b, c); }
 #else
-constexpr bool kHasFma = false;
 // fma without the instruction (libm's is ten times slower): the product is exact in double; the
 // sum is rounded to odd, after which rounding to float is right (Boldo and Melquiond, "Emulation
 // of FMA and correctly rounded sums", 2008). The error of the sum is Knuth's TwoSum.
@@ -68,7 +66,7 @@ CPU_ADAM_INLINE Vec fma_(Vec a, Vec b, Vec c) {
   return static_cast<float>(odd);
 }
 #endif
-[[maybe_unused]] CPU_ADAM_INLINE Vec nfma(Vec a, Vec b, Vec c) { return fma_(-a, b, c); }
+CPU_ADAM_INLINE Vec nfma(Vec a, Vec b, Vec c) { return fma_(-a, b, c); }
 CPU_ADAM_INLINE Vec copy_sign(Vec x, Vec y) {
   return float_of((bits_of(x) & 0x7fffffffu) | (bits_of(y) & 0x80000000u));
 }

@@ -8,7 +8,6 @@
 // Vec                a vector of kLanes floats
 // set1, add, sub, mul, div, sqrt_, fma_, nfma   elementwise on Vec; fma_(a, b, c) rounds a * b + c
 //                    once, nfma(a, b, c) rounds c - a * b once
-// kHasFma            whether those two are instructions
 // copy_sign(x, y)    the magnitude of x with the sign of y
 // F32, BF16, F16     one struct per element type: kBytes, load(const char*), store(char*, Vec)
 // UInt               a vector of kLanes 32-bit integers
@@ -151,13 +150,9 @@ struct Divisor {
   explicit CPU_ADAM_INLINE Divisor(float x) : value(set1(x)), reciprocal(set1(1.0f / x)) {}
 
   CPU_ADAM_INLINE Vec divide(Vec x) const {
-    if constexpr (kHasFma) {
-      const Vec product = mul(x, reciprocal);
-      const Vec error = nfma(product, value, x);
-      return if_ordered(error, fma_(error, reciprocal, product), product);
-    } else {
-      return div(x, value);
-    }
+    const Vec product = mul(x, reciprocal);
+    const Vec error = nfma(product, value, x);
+    return if_ordered(error, fma_(error, reciprocal, product), product);
   }
 };
 
@@ -508,14 +503,16 @@ void adam_bfloat16_range(const cpu_adam::Span& span, std::int64_t begin, std::in
 // [Note: 8-bit states]
 // Blocks of kBlockNumel elements share a scale, their largest magnitude (block-wise quantization:
 // Dettmers et al. 2021, arXiv 2110.02861). Both moments are kept in the unit of the gradient: the
-// first, and the square root of the second. Small values shall survive beside large ones, so what
-// is rounded to an integer is (nearly) the square root: y = compress(x * top / scale).
-// `compress` halves the exponent and is linear in between: the bits of an fp32 number, shifted
-// right by one, plus half the bits of 1.0. It lies within 6.1% of the square root, takes two
-// integer operations where the square root takes a dozen cycles, and has an exact inverse, as
-// cheap. `top` is what compresses to the largest code: 127 and 255.
-// So the second moment has a fourth root for its code: 9 orders of magnitude. Its code is at least
-// 1 in a block that is not zero: a denominator that vanished would make the update explode.
+// first, and the square root of the second. Small values shall survive beside large ones.
+// The first moment: rounded to an integer is (nearly) the square root, y = compress(x * top /
+// scale). `compress` halves the exponent and is linear in between: the bits of an fp32 number,
+// shifted right by one, plus half the bits of 1.0. It lies within 6.1% of the square root, takes
+// two integer operations where the square root takes a dozen cycles, and has an exact inverse, as
+// cheap. `top` is what compresses to the largest code, 127.
+// The second: an 8-bit floating-point number without sign or zero, that is, the first bits of the
+// ratio to the largest root: 16 codes for each power of two, 255 for the largest itself. Nothing
+// becomes zero, and a denominator that vanished would make the update explode.
+// The scale is exact: as the moments decay, so does it, and the codes need not change.
 // A block whose largest value is below 2**-100 is stored as zero. A block that holds a moment which
 // is not finite gets a scale of NaN: its elements are lost, and seen to be.
 constexpr int kBlock = static_cast<int>(cpu_adam::kBlockNumel);

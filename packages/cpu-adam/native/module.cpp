@@ -104,7 +104,7 @@ void adam(int isa, int grad_type, int out_type, const py::list& words,
 }
 
 CompactAdamScalars make_compact_scalars(const std::vector<double>& scalars, std::uint64_t key) {
-  Numbers numbers(scalars, 10);
+  Numbers numbers(scalars, 9);
   CompactAdamScalars s;
   s.grad_scale = numbers.next();
   s.decay = numbers.next();
@@ -112,10 +112,9 @@ CompactAdamScalars make_compact_scalars(const std::vector<double>& scalars, std:
   s.beta1 = numbers.next();
   s.one_minus_beta1 = numbers.next();
   s.beta2 = numbers.next();
-  s.one_minus_beta2 = numbers.next();
-  s.inverse_correction2_sqrt = numbers.next();
-  s.eps = numbers.next();
-  s.neg_step_size = numbers.next();
+  s.one_minus_beta2_sqrt = numbers.next();
+  s.denominator_scale = numbers.next();
+  s.denominator_offset = numbers.next();
   s.key[0] = static_cast<std::uint32_t>(key);
   s.key[1] = static_cast<std::uint32_t>(key >> 32);
   return s;

@@ -147,23 +147,22 @@ class TestSplitMaster:
         lower = [0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF, 0x1234, 0xCDEF]
         return np.concatenate([upper + np.uint32(half) for half in lower]).view(np.float32)
 
-    def test_the_parameter_is_the_master_rounded_to_nearest_even(self):
+    def test_the_parameter_is_the_nearest_and_of_two_the_greater(self):
         masters = self.masters()
         param, _ = reference.split_master(masters)
-        assert_same_bits(param, reference.float32_to_bfloat16(masters))
+        even = reference.float32_to_bfloat16(masters)
+        bits = masters.view(np.uint32)
+        is_other = ((bits & 0xFFFF) == 0x8000) & ((bits >> 16 & 1) == 0) & ~np.isnan(masters)
+        assert is_other.any()
+        assert_same_bits(param[~is_other], even[~is_other])
+        assert_same_bits(param[is_other], even[is_other] + np.uint16(1))
 
-    def test_the_master_comes_back_but_for_a_tie(self):
+    def test_the_master_comes_back(self):
         masters = self.masters()
         back = reference.combine_master(*reference.split_master(masters))
-        bits, back_bits = masters.view(np.uint32), back.view(np.uint32)
         is_nan = np.isnan(masters)
         assert np.isnan(back[is_nan]).all()
-        is_tie = ((bits & 0xFFFF) == 0x8000) & ((bits >> 16 & 1) == 0)
-        np.testing.assert_array_equal(back_bits[~is_nan & ~is_tie], bits[~is_nan & ~is_tie])
-        np.testing.assert_array_equal(back_bits[~is_nan & is_tie], bits[~is_nan & is_tie] - 1)
-        # and what came back is stored as it is from then on
-        again = reference.combine_master(*reference.split_master(back))
-        assert_same_bits(again, back)
+        assert_same_bits(back[~is_nan], masters[~is_nan])
 
     @pytest.mark.parametrize("is_zero_lr", [True, False])
     def test_the_kernel_stores_every_master_like_the_reference(self, isa, is_zero_lr, hyper):
@@ -195,19 +194,27 @@ class TestQuantization:
         back = reference.dequantize_exp_avg_sq_root(root_codes, root_scale)
         np.testing.assert_allclose(back[:2], [3, 3], 1e-6)
         assert not codes[3:].any()
-        assert (root_codes[3:] == 1).all()  # a denominator never vanishes
+        assert (back[3:] > 0).all()  # a denominator never vanishes
 
-    def test_small_values_survive_beside_large_ones(self):
+    def test_small_roots_survive_beside_large_ones(self):
         root = np.float32(10.0) ** -np.linspace(0, 8, BLOCK, dtype=np.float32)
         _, codes, _, scale = reference.quantize_moments(root, root)
-        assert (codes > 0).all()  # none is lost: a zero would make the update explode
         back = reference.dequantize_exp_avg_sq_root(codes, scale)
-        is_large = root > 1e-2
-        assert (np.abs(back / root - 1)[is_large] < 0.05).all()
+        is_large = root > 2.0**-15
+        assert (np.abs(back / root - 1)[is_large] <= 1 / 32).all()
+        assert (back[~is_large] > 2.0**-16).all()  # none is lost: a zero would make updates explode
+
+    def test_small_averages_survive_beside_large_ones(self):
+        average = np.float32(10.0) ** -np.linspace(0, 8, BLOCK, dtype=np.float32)
+        codes, _, scale, _ = reference.quantize_moments(average, average)
+        back = reference.dequantize_exp_avg(codes, scale)
+        is_large = average > 1e-2
+        assert (np.abs(back / average - 1)[is_large] < 0.09).all()  # half a code of about 12
+        assert (codes[average > 1e-4] > 0).all()
 
     def test_every_code_survives_a_round_trip(self):
         m_codes = np.resize(np.arange(-127, 128), 2 * BLOCK).astype(np.int8)
-        root_codes = np.maximum(np.arange(2 * BLOCK), 1).astype(np.uint8)
+        root_codes = np.arange(2 * BLOCK).astype(np.uint8)
         m_codes[[0, BLOCK]], root_codes[[0, BLOCK]] = 127, 255
         scales = np.array([1e-3, 7.0], np.float32)
         m = reference.dequantize_exp_avg(m_codes, scales)

@@ -19,7 +19,7 @@ from cpu_adam import _isa, reference
 
 GRAD_DTYPES = [np.float32, np.float16, np.uint16]
 OUT_DTYPES = [None, np.float32, np.float16, np.uint16]
-LENGTHS = [0, 1, 2, 7, 8, 9, 15, 16, 17, 31, 32, 33, 63, 64, 65, 1000]
+LENGTHS = [0, 1, 2, 7, 8, 9, 15, 16, 17, 31, 32, 33, 63, 64, 65, 95, 96, 97, 127, 128, 129, 1000]
 
 
 def narrow(values, dtype):
@@ -41,6 +41,19 @@ def test_each_pair_of_types_matches_the_reference(isa, grad_dtype, out_dtype, nu
     arrays = make_arrays(numel)
     arrays["grad"] = narrow(arrays["grad"], grad_dtype)
     assert_kernel_is_reference(arrays, out_dtype, grad_scale=0.37, **hyper)
+
+
+@pytest.mark.parametrize(("beta2", "step"), [(0.999, 1), (0.999, 777), (0.95, 3), (0.5, 2)])
+def test_the_division_by_the_bias_correction_is_rounded_correctly(isa, beta2, step, hyper):
+    # A million significands of the second moment, over 40 powers of two. The weight becomes the
+    # quotient of a constant by what was divided: a quotient that is off shows.
+    numel = 1 << 20
+    significands = np.random.default_rng(step).integers(2**23, 2**24, numel)
+    exp_avg_sq = np.ldexp(significands, np.arange(numel) % 40 - 60).astype(np.float32)
+    ones, zeros = np.ones(numel, np.float32), np.zeros(numel, np.float32)
+    arrays = {"master": zeros, "grad": zeros, "exp_avg": ones, "exp_avg_sq": exp_avg_sq}
+    hyper.update(beta2=beta2, step=step, eps=0.0, weight_decay=0.0)
+    assert_kernel_is_reference(arrays, **hyper)
 
 
 @pytest.mark.parametrize("adamw_mode", [True, False])

@@ -103,15 +103,20 @@ def _convert(
 
 
 def _split(master: Tensor, param: Tensor | None) -> Tensor:
-    """The remainder of a master weight beyond its bf16 parameter."""
-    bits, remainder = reference.split_master(_memory_order(master).numpy())
-    if param is not None:
-        rounded = torch.from_numpy(bits.view(np.int16)).view(torch.bfloat16)
-        if not torch.equal(rounded.nan_to_num(), _memory_order(param).nan_to_num()):
-            raise ValueError(
-                "master_dtype: a parameter is not its master weight, rounded, and so not the "
-                "upper half of it; was it changed since the last step?"
-            )
+    """The remainder of a master weight beyond its bf16 parameter.
+
+    A tie that was rounded down is 32768 away from its parameter, more than an int16 holds.
+    """
+    whole = _memory_order(master).numpy()
+    upper = reference.float32_to_bfloat16(whole) if param is None else _bits(param)
+    distance = (whole.view(np.uint32) - (upper.astype(np.uint32) << 16)).view(np.int32)
+    is_rounded = (np.abs(distance) <= 32768) | np.isnan(whole)
+    if not is_rounded.all():
+        raise ValueError(
+            "master_dtype: a parameter is not its master weight, rounded, and so not the "
+            "upper half of it; was it changed since the last step?"
+        )
+    remainder = np.clip(distance, -32768, 32767).astype(np.int16)
     return _like(master, torch.from_numpy(remainder), torch.int16)
 
 
@@ -122,8 +127,7 @@ def _join(remainder: Tensor, param: Tensor | None) -> Tensor:
             "master_dtype: a state dict has the remainder alone, not the parameter that it "
             "belongs to; load it and convert the optimizer"
         )
-    bits = _memory_order(param).view(torch.int16).numpy().view(np.uint16)
-    master = reference.combine_master(bits, _memory_order(remainder).numpy())
+    master = reference.combine_master(_bits(param), _memory_order(remainder).numpy())
     return _like(remainder, torch.from_numpy(master), torch.float32)
 
 
@@ -153,6 +157,11 @@ def _memory_order(tensor: Tensor) -> Tensor:
     """A dense tensor's elements in the order in which they lie in memory, 1-D."""
     local = local_of(tensor).detach()
     return torch.as_strided(local, (local.numel(),), (1,))
+
+
+def _bits(param: Tensor) -> Any:
+    """A bf16 tensor's elements as unsigned integers, in memory order."""
+    return _memory_order(param).view(torch.int16).numpy().view(np.uint16)
 
 
 def _read(state: dict[str, Any]) -> tuple[Any, Any]:

@@ -125,11 +125,10 @@ def adam_step_split(
 ) -> None:
     """Apply one Adam update in place, to a master weight that is kept in two halves.
 
-    A bf16 parameter is its fp32 master weight rounded to nearest even, and ``remainder`` what is
-    left: 12 bytes per element with both moments, where `adam_step` with ``out`` takes 14. The
-    result is that of `adam_step` on the master, bit by bit; but where the new master is a tie
-    that is rounded down (one value in 131,072), one unit in the last place of fp32 is lost.
-    Start from a ``remainder`` of zeros. Arguments not listed are those of `adam_step`.
+    A bf16 parameter is the nearest to its fp32 master weight (the one of greater magnitude if two
+    are as near), and ``remainder`` the lower half of the master's bits: 12 bytes per element with
+    both moments, where `adam_step` with ``out`` takes 14. The result is that of `adam_step` on the
+    master, bit by bit. Start from a ``remainder`` of zeros. Arguments not listed are those of `adam_step`.
 
     Args:
         param: bf16 parameter; updated.

@@ -153,7 +153,11 @@ def adam_scalars(
 
 
 class CompactAdamScalars(NamedTuple):
-    """`AdamScalars` for the kernels with 8- and 16-bit states, in the order of their argument."""
+    """`AdamScalars` for the kernels with 8- and 16-bit states, in the order of their argument.
+
+    The update's denominator is ``sqrt(v) * denominator_scale + denominator_offset``: bias
+    correction, ``eps``, and the step size by which both are divided.
+    """
 
     grad_scale: float
     decay: float
@@ -161,15 +165,23 @@ class CompactAdamScalars(NamedTuple):
     beta1: float
     one_minus_beta1: float
     beta2: float
-    one_minus_beta2: float
-    inverse_correction2_sqrt: float
-    eps: float
-    neg_step_size: float
+    one_minus_beta2_sqrt: float
+    denominator_scale: float
+    denominator_offset: float
+
+
+def _clamp(value: float) -> float:
+    return max(-_FLOAT32_MAX, min(value, _FLOAT32_MAX))
 
 
 def compact_adam_scalars(**hyper: Unpack[AdamHyper]) -> CompactAdamScalars:
     """What `adam_scalars` gives, in the form that the kernels with compact states want."""
     s = adam_scalars(**hyper)
+    if s.neg_step_size == 0.0:  # an infinite denominator: the quotient is zero
+        scale, offset = 0.0, -math.inf
+    else:
+        scale = _clamp(1.0 / s.bias_correction2_sqrt / s.neg_step_size)
+        offset = _clamp(s.eps / s.neg_step_size)
     return CompactAdamScalars(
         grad_scale=s.grad_scale,
         decay=s.decay,
@@ -177,10 +189,9 @@ def compact_adam_scalars(**hyper: Unpack[AdamHyper]) -> CompactAdamScalars:
         beta1=float(hyper["beta1"]),
         one_minus_beta1=s.one_minus_beta1,
         beta2=s.beta2,
-        one_minus_beta2=s.one_minus_beta2,
-        inverse_correction2_sqrt=1.0 / s.bias_correction2_sqrt,
-        eps=s.eps,
-        neg_step_size=s.neg_step_size,
+        one_minus_beta2_sqrt=math.sqrt(s.one_minus_beta2),
+        denominator_scale=scale,
+        denominator_offset=offset,
     )
 
 

@@ -52,7 +52,9 @@ BLOCK_NUMEL = 128
 CHUNK_NUMEL = 32 * 1024
 
 # What compresses to the codes 127 and 255, and half the bits of 1.0.
-_EXP_AVG_TOP, _EXP_AVG_SQ_TOP = np.float32(16128), np.float32(65024)
+_EXP_AVG_TOP = np.float32(16128)
+_ROOT_SHIFT = np.uint32(19)
+_ROOT_BASE = np.uint32(0x3F800000 - (255 << 19))
 _HALF_OF_ONE = np.uint32(0x3F800000 // 2)
 
 Array = npt.NDArray[Any]
@@ -178,7 +180,8 @@ def split_master(
     where it is NaN, a NaN.
     """
     bits = master.view(np.uint32)
-    rounded = bits + np.where(np.isnan(master), np.uint32(0), np.uint32(0x8000))
+    quiet = bits | np.uint32(0x00400000)
+    rounded = np.where(np.isnan(master), quiet, bits + np.uint32(0x8000))
     return (rounded >> 16).astype(np.uint16), bits.astype(np.uint16).view(np.int16)
 
 
@@ -203,12 +206,17 @@ def _compact_adam(
 
     The moments come times their decay; the scalars ``f`` are in fp32.
     """
-    g = fma(p, f.l2, g * f.grad_scale)
-    m = fma(f.one_minus_beta1, g, m)
-    v = fma(f.one_minus_beta2 * g, g, v)
+    weight, root_weight = f.one_minus_beta1, f.one_minus_beta2_sqrt
+    if f.l2 == 0:  # the factor on the gradient joins those of the averages
+        weight, root_weight = weight * f.grad_scale, root_weight * f.grad_scale
+    else:
+        g = fma(p, f.l2, g * f.grad_scale)
+    m = fma(weight, g, m)
+    part = root_weight * g
+    v = fma(part, part, v)
     root = np.sqrt(v)
-    denominator = fma(root, f.inverse_correction2_sqrt, f.eps)
-    return fma(p, f.decay, (f.neg_step_size * m) / denominator), m, v, root
+    denominator = fma(root, f.denominator_scale, f.denominator_offset)
+    return fma(p, f.decay, m / denominator), m, v, root
 
 
 def _in_float32(scalars: tuple[float, ...]) -> list[Any]:
@@ -252,26 +260,36 @@ def _expand(values: Float32Array) -> Float32Array:
     return expanded
 
 
-def _decode(codes: Array, scales: Float32Array, top: np.float32, decay: Any = 1) -> Float32Array:
-    """The magnitudes that 8-bit codes stand for, times ``decay``."""
-    magnitudes = np.abs(_in_blocks(codes).astype(np.float32))
-    unit = (scales * (np.float32(1) / top)) * np.float32(decay)
-    values = unit[:, None] * _expand(magnitudes)
-    return values.reshape(-1)[: codes.size].reshape(codes.shape)
+def _times_units(values: Array, units: Float32Array, codes: Array) -> Float32Array:
+    """Rows of ``values``, each times its unit, in the shape of ``codes``."""
+    return (units[:, None] * values).reshape(-1)[: codes.size].reshape(codes.shape)
 
 
 def dequantize_exp_avg(
     codes: npt.NDArray[np.int8], scales: Float32Array, decay: Any = 1
 ) -> Float32Array:
     """The first moment of its codes, times ``decay``, which multiplies the scales."""
-    return np.copysign(_decode(codes, scales, _EXP_AVG_TOP, decay), codes.astype(np.float32))
+    units = (scales * (np.float32(1) / _EXP_AVG_TOP)) * np.float32(decay)
+    magnitudes = _expand(np.abs(_in_blocks(codes).astype(np.float32)))
+    return np.copysign(_times_units(magnitudes, units, codes), codes.astype(np.float32))
 
 
 def dequantize_exp_avg_sq_root(
     codes: npt.NDArray[np.uint8], scales: Float32Array, decay: Any = 1
 ) -> Float32Array:
     """The square root of the second moment of its codes, times ``decay``."""
-    return _decode(codes, scales, _EXP_AVG_SQ_TOP, decay)
+    bits = (_in_blocks(codes).astype(np.uint32) << _ROOT_SHIFT) + _ROOT_BASE
+    return _times_units(bits.view(np.float32), scales * np.float32(decay), codes)
+
+
+def _root_codes(ratios: Float32Array) -> Array:
+    """The codes of square roots, of ratios to the largest one of their block.
+
+    The first bits of an fp32 number: 16 codes for each power of two, from 255, which is 1, down to
+    0, which is ``17 / 2**20`` and stands for all that is less as well.
+    """
+    bits = np.maximum(ratios.view(np.uint32), _ROOT_BASE) - _ROOT_BASE
+    return (bits + np.uint32(1 << 18)) >> _ROOT_SHIFT
 
 
 def _block_scales(magnitudes: Float32Array, top: np.float32) -> tuple[Float32Array, Float32Array]:
@@ -288,25 +306,25 @@ def quantize_moments(
 ) -> tuple[npt.NDArray[np.int8], npt.NDArray[np.uint8], Float32Array, Float32Array]:
     """8-bit codes of the first moment and of the second's square root, and their scales.
 
-    Blocks of 128 elements share a scale, their largest magnitude. A code is the integer nearest to
-    ``_compress(value * top / scale)``, so that small values survive. A block whose largest is below
-    ``2**-100`` is stored as zero; in any other, a root has at least the code 1, since a denominator
-    that vanished would make the update explode. A block with an element that is not
-    finite, in either moment, gets codes of 0 and scales of NaN.
+    Blocks of 128 elements share a scale, their largest magnitude. A code of the first moment is the
+    integer nearest to ``_compress(value * top / scale)``, with its sign; one of a square root is
+    that of ``_root_codes(root / scale)``. So small values survive, and no root becomes zero beside
+    others: a denominator that vanished would make the update explode. A block whose largest is
+    below ``2**-100`` is stored as zero. A block with an element that is not finite, in either
+    moment, gets codes of 0 and scales of NaN.
     """
     shape, numel = exp_avg.shape, exp_avg.size
     with np.errstate(all="ignore"):
         m, root = _in_blocks(exp_avg), np.abs(_in_blocks(exp_avg_sq_root))
         m_scale, m_inverse = _block_scales(np.abs(m), _EXP_AVG_TOP)
-        root_scale, root_inverse = _block_scales(root, _EXP_AVG_SQ_TOP)
+        root_scale, root_inverse = _block_scales(root, np.float32(1))
         is_lost = ~(np.isfinite(m_scale) & np.isfinite(root_scale))
         m_codes = np.copysign(_compress(np.abs(m) * m_inverse[:, None]), m)
-        least = (root_inverse > 0).astype(np.float32)[:, None]
-        root_codes = np.maximum(_compress(root * root_inverse[:, None]), least)
+        root_codes = _root_codes(root * root_inverse[:, None])
         m_codes[is_lost] = root_codes[is_lost] = 0
         m_scale[is_lost] = root_scale[is_lost] = np.nan
         m_int = np.rint(m_codes).astype(np.int8).reshape(-1)[:numel].reshape(shape)
-        root_int = np.rint(root_codes).astype(np.uint8).reshape(-1)[:numel].reshape(shape)
+        root_int = root_codes.astype(np.uint8).reshape(-1)[:numel].reshape(shape)
     return m_int, root_int, m_scale, root_scale
 
 

@@ -6,6 +6,7 @@
 // processor; the exit status is 1 after a difference.
 
 #include <cfenv>
+#include <cmath>
 #include <cstdint>
 #include <cstdio>
 #include <cstring>
@@ -331,9 +332,9 @@ std::vector<AdamScalars> adam_scalars() {
 const std::vector<Rule>& rules() {
   static const std::vector<AdamScalars> adam = adam_scalars();
   static const std::vector<CompactAdamScalars> compact = {
-      {0.37f, 0.99f, 0.0f, 0.9f, 0.1f, 0.999f, 0.001f, 1.25f, 1e-8f, -1e-3f, {7u, 11u}},
-      {1.0f, 1.0f, 0.01f, 0.0f, 1.0f, 0.9f, 0.1f, 3.0f, 1e-8f, -1.0f, {0xfffffff9u, 13u}},
-      {1.0f, 1.0f, 0.0f, 0.9f, 0.1f, 0.999f, 0.001f, 1.0f, 1e-8f, -0.0f, {0u, 0xffffffffu}}};
+      {0.37f, 0.99f, 0.0f, 0.9f, 0.1f, 0.999f, 0.0316f, -1250.0f, -1e-5f, {7u, 11u}},
+      {0.7f, 1.0f, 0.01f, 0.0f, 1.0f, 0.9f, 0.316f, -3.0f, -1e-8f, {0xfffffff9u, 13u}},
+      {1.0f, 1.0f, 0.0f, 0.9f, 0.1f, 0.999f, 0.0316f, 0.0f, -HUGE_VALF, {0u, 0xffffffffu}}};
   static const std::vector<AdagradScalars> adagrad = {{0.37f, 0.01f, 1e-10f, -0.01f},
                                                       {1.0f, 0.0f, 1e-10f, -0.0f}};
   static const std::vector<LionScalars> lion = {{0.37f, 0.99f, 0.9f, 0.1f, 0.99f, 0.01f, -1e-3f},
