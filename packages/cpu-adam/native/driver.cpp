@@ -9,7 +9,7 @@ namespace {
 
 // Elements a thread takes at a time: long enough for hardware prefetching (a few pages per
 // stream), short enough for the threads to finish together.
-constexpr std::int64_t kGrainNumel = 32 * 1024;
+constexpr std::int64_t kGrainNumel = 8 * 1024;
 
 // Items start at multiples of this in the concatenated list, so that a grain's border inside an
 // aligned tensor is aligned to a cache line, and never lies inside a block of 8-bit states.

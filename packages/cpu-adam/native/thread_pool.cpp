@@ -10,6 +10,7 @@
 #if defined(_WIN32)
 #include <process.h>
 #else
+#include <sched.h>
 #include <signal.h>
 #include <unistd.h>
 #endif
@@ -77,6 +78,30 @@ class BlockSignals {
 // job of a caller that has many, a caller for the last grain of its workers.
 constexpr std::chrono::microseconds kSpinTime{100};
 constexpr int kLooksPerClock = 64;
+
+// The processor that this thread is on; -1 where that is not known.
+int current_cpu() {
+#if defined(__linux__)
+  return sched_getcpu();
+#else
+  return -1;
+#endif
+}
+
+// Moves this thread from this processor to any other that it may run on.
+void leave_cpu(int cpu) {
+#if defined(__linux__)
+  cpu_set_t allowed;
+  if (sched_getaffinity(0, sizeof allowed, &allowed) != 0 || CPU_COUNT(&allowed) < 2) return;
+  cpu_set_t others = allowed;
+  CPU_CLR(cpu, &others);
+  if (sched_setaffinity(0, sizeof others, &others) == 0) {
+    sched_setaffinity(0, sizeof allowed, &allowed);
+  }
+#else
+  (void)cpu;
+#endif
+}
 
 inline void pause_a_moment() {
 #if defined(CPU_ADAM_HAVE_X86)
@@ -165,10 +190,15 @@ void ThreadPool::work() {
   std::unique_lock<std::mutex> lock(mutex_);
   for (;;) {
     if (jobs_.empty()) {
+      const int shared_cpu = caller_cpu_;
       lock.unlock();
+      // Linux may wake a worker on the processor that it ran on last. If a caller is there by now,
+      // the worker runs when the caller does not, and helps nobody.
+      if (shared_cpu >= 0 && shared_cpu == current_cpu()) leave_cpu(shared_cpu);
       spin_until([this] { return has_jobs_.load(std::memory_order_relaxed); });
       lock.lock();
-      wake_.wait(lock, [this] { return !jobs_.empty(); });
+      if (jobs_.empty()) wake_.wait(lock);
+      continue;
     }
     Job* job = jobs_.front();
     ++job->num_active;
@@ -201,6 +231,7 @@ void ThreadPool::run(const Task& task, int num_threads) {
     start_workers(static_cast<std::size_t>(num_parts - 1));
     jobs_.push_back(&job);
     has_jobs_.store(true, std::memory_order_relaxed);
+    caller_cpu_ = current_cpu();
   }
   if (num_parts == 2) {
     wake_.notify_one();

@@ -49,6 +49,7 @@ class ThreadPool {
   std::condition_variable wake_;
   std::vector<Job*> jobs_;             // those that want help; guarded by mutex_
   std::atomic<bool> has_jobs_{false};  // whether there are any; written under mutex_
+  int caller_cpu_ = -1;                // where the last caller ran; guarded by mutex_
   std::size_t num_workers_ = 0;        // guarded by mutex_
 };
 

@@ -128,7 +128,8 @@ def adam_step_split(
     A bf16 parameter is the nearest to its fp32 master weight (the one of greater magnitude if two
     are as near), and ``remainder`` the lower half of the master's bits: 12 bytes per element with
     both moments, where `adam_step` with ``out`` takes 14. The result is that of `adam_step` on the
-    master, bit by bit. Start from a ``remainder`` of zeros. Arguments not listed are those of `adam_step`.
+    master, bit by bit. Start from a ``remainder`` of zeros. Arguments not listed are those of
+    `adam_step`.
 
     Args:
         param: bf16 parameter; updated.

@@ -64,6 +64,8 @@ class AdamScalars(NamedTuple):
 
 def finite_number(name: str, value: Any) -> float:
     """``value`` as a finite float that fp32 can hold as well."""
+    if type(value) is float and -_FLOAT32_MAX <= value <= _FLOAT32_MAX:
+        return value  # the rest takes longer than all else that a small step does
     if isinstance(value, str | bytes):
         raise TypeError(f"{name}: expected a number, got {type(value).__name__}")
     try:
