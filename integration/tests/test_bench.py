@@ -59,6 +59,8 @@ def test_host_adam_bench_measures_who_is_there_and_names_who_is_not(
     race = races["fp32 AdamW, 1000"]
     assert race["cpu-adam"]["median_s"] > 0
     assert race["torch for-loop"]["to_ours"] > 0
+    others = [row for name, row in race.items() if name.startswith("cpu-adam, ")]
+    assert all(row["bar"] is None for row in others)  # 1000 elements are in every cache
     assert race["DeepSpeedCPUAdam"] == {
         "failure": "deepspeed is not installed: pip install deepspeed"
     }

@@ -18,6 +18,7 @@ import torch
 
 __all__ = [
     "available_cores",
+    "cache_bytes",
     "locked_memory_limit_bytes",
     "memory_limit_bytes",
     "processor_name",
@@ -25,6 +26,7 @@ __all__ = [
 ]
 
 CGROUP = Path("/sys/fs/cgroup")
+CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
 
 
 def available_cores(root: Path = CGROUP) -> int:
@@ -74,6 +76,13 @@ def processor_name() -> str:
     lines = _read(Path("/proc/cpuinfo")).splitlines()
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return names[0] if names else platform.processor()
+
+
+def cache_bytes(root: Path = CACHES) -> int:
+    """Size of the processor's largest cache; 0 where the system does not tell (Linux does)."""
+    units = {"K": 2**10, "M": 2**20, "G": 2**30}
+    sizes = [_read(path) for path in root.glob("index*/size")]
+    return max((int(size[:-1]) * units[size[-1]] for size in sizes if size), default=0)
 
 
 def _cpu_quota(root: Path) -> float | None:

@@ -71,7 +71,8 @@ def local_of(tensor: Tensor) -> Tensor:
         return tensor
     dtensor: Any = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", ())
     if isinstance(tensor, dtensor):
-        local: Tensor = tensor.to_local()
+        with torch.no_grad():
+            local: Tensor = tensor.to_local()
         return local
     return tensor
 

@@ -106,7 +106,8 @@ class Table:
             addresses = list(map(Tensor.data_ptr, grads))
             if self._are_ready(grads, types, addresses):
                 return grads, addresses, types
-        found = [slot.grad_memory(grad) for slot, grad in zip(self._slots, grads, strict=True)]
+        with torch.no_grad():
+            found = [slot.grad_memory(grad) for slot, grad in zip(self._slots, grads, strict=True)]
         return [grad for grad, _, _ in found], [at for _, at, _ in found], [t for *_, t in found]
 
     def _are_ready(self, grads: list[Tensor], types: list[int], addresses: list[int]) -> bool:

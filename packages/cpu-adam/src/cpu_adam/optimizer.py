@@ -140,7 +140,6 @@ class CPUAdam(Optimizer):
     @overload
     def step(self, closure: Callable[[], float]) -> float: ...
 
-    @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
         """Update every parameter that has a gradient.
 
@@ -253,7 +252,9 @@ class _Update:
             return
         settings = (_state_dtype_of(group), _master_dtype_of(group))
         if known is None or not known.is_current(group["params"], settings, states, has_grad):
-            known = self.roster = Roster.of(group["params"], settings, states, has_grad, known)
+            with torch.no_grad():
+                known = Roster.of(group["params"], settings, states, has_grad, known)
+            self.roster = known
         table = self._table = known.table_of(has_grad)
         # Kept until they have been used: some may be copies.
         self._grads, addresses, types = table.gradient_memory(list(compress(found, has_grad)))
