@@ -488,8 +488,8 @@ def _plot(races: Sequence[Race], path: Path) -> None:
         timed = [contender for contender in race.contenders if contender.times_s]
         colors = ["tab:green" if c.name.startswith(OURS) else "tab:gray" for c in timed]
         bars = axes.barh([c.name for c in timed], [c.median_s * 1e3 for c in timed], color=colors)
-        axes.bar_label(bars, fmt="%.3g", padding=3)
-        axes.margins(x=0.12)
+        axes.bar_label(bars, fmt="%.4g", padding=3)
+        axes.margins(x=0.2)
         axes.invert_yaxis()
         axes.set_title(race.name)
         axes.set_xlabel("median step (ms)")
