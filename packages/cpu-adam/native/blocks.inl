@@ -16,7 +16,9 @@
 // A block whose largest value is below 2**-100 is stored as zero. A block that holds a moment which
 // is not finite gets a scale of NaN: its elements are lost, and seen to be.
 constexpr int kBlock = static_cast<int>(cpu_adam::kBlockNumel);
-constexpr float kExpAvgTop = 16128.0f;
+constexpr float kExpAvgUnit = 1.0f / 16128.0f;
+// A little less than what compresses to 127, so that no rounding mode makes 128 of it.
+constexpr float kExpAvgTop = 16127.0f;
 constexpr std::uint32_t kOneBits = 0x3f800000u;
 
 // Of the bits of a number that is not negative.
@@ -104,7 +106,7 @@ struct FirstHalf {
 
   CPU_ADAM_INLINE void run(const CompactAdam<kL2>& adam, const BlockPlace<Grad, Target>& at) {
     // The moments' decay is in the factor that the codes are multiplied by anyway.
-    const Vec unit = mul(set1(read_float(at.exp_avg_scale) * (1.0f / kExpAvgTop)), adam.beta1);
+    const Vec unit = mul(set1(read_float(at.exp_avg_scale) * kExpAvgUnit), adam.beta1);
     const Vec root_unit = mul(set1(read_float(at.exp_avg_sq_scale)), sqrt_(adam.beta2));
     // Plain locals: members would go to memory and back for every vector.
     UInt largest = uset1(0);

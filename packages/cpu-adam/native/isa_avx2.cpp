@@ -20,7 +20,7 @@ struct Vec {
 };
 constexpr int kLanes = 16;
 constexpr int kVectorsAtOnce = 4;
-constexpr bool kCanStream = true;
+constexpr int kStreamBytes = 32;
 
 CPU_ADAM_INLINE void stream_fence() { _mm_sfence(); }
 
@@ -191,6 +191,13 @@ CPU_ADAM_INLINE UInt is_ordered(Vec x) {
 }
 CPU_ADAM_INLINE UInt if_ordered(Vec test, UInt a, UInt b) {
   return as_bits(if_ordered(test, as_float(a), as_float(b)));
+}
+CPU_ADAM_INLINE __m256i if_nonzero_8(__m256i test, __m256i a, __m256i b) {
+  const __m256i magnitude = _mm256_and_si256(test, _mm256_set1_epi32(INT32_MAX));
+  return _mm256_blendv_epi8(a, b, _mm256_cmpeq_epi32(magnitude, _mm256_setzero_si256()));
+}
+CPU_ADAM_INLINE UInt if_nonzero(UInt test, UInt a, UInt b) {
+  return {if_nonzero_8(test.low, a.low, b.low), if_nonzero_8(test.high, a.high, b.high)};
 }
 CPU_ADAM_INLINE std::uint32_t reduce_umax(UInt x) {
   const __m256i eight = _mm256_max_epu32(x.low, x.high);

@@ -21,7 +21,7 @@ struct Vec {
 };
 constexpr int kLanes = 32;
 constexpr int kVectorsAtOnce = 2;
-constexpr bool kCanStream = true;
+constexpr int kStreamBytes = 64;
 
 CPU_ADAM_INLINE void stream_fence() { _mm_sfence(); }
 
@@ -134,6 +134,12 @@ CPU_ADAM_INLINE Vec copy_sign(Vec x, Vec y) {
 CPU_ADAM_INLINE __m128i load_bytes(const char* from) {
   return _mm_loadu_si128(reinterpret_cast<const __m128i*>(from));
 }
+CPU_ADAM_INLINE UInt if_nonzero(UInt test, UInt a, UInt b) {
+  const __m512i magnitude = _mm512_set1_epi32(INT32_MAX);
+  return {_mm512_mask_mov_epi32(b.low, _mm512_test_epi32_mask(test.low, magnitude), a.low),
+          _mm512_mask_mov_epi32(b.high, _mm512_test_epi32_mask(test.high, magnitude), a.high)};
+}
+
 CPU_ADAM_INLINE __m256i load_16_halves(const char* from) {
   return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from));
 }

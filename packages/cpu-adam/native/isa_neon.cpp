@@ -16,7 +16,7 @@ struct Vec {
 };
 constexpr int kLanes = 8;
 constexpr int kVectorsAtOnce = 4;
-constexpr bool kCanStream = false;  // no intrinsic stores past the caches
+constexpr int kStreamBytes = 0;  // no intrinsic stores past the caches
 [[maybe_unused]] CPU_ADAM_INLINE void stream_fence() {}
 
 CPU_ADAM_INLINE Vec set1(float x) { return {vdupq_n_f32(x), vdupq_n_f32(x)}; }
@@ -179,6 +179,12 @@ CPU_ADAM_INLINE UInt is_ordered(Vec x) {
 }
 CPU_ADAM_INLINE UInt if_ordered(Vec test, UInt a, UInt b) {
   return as_bits(if_ordered(test, as_float(a), as_float(b)));
+}
+CPU_ADAM_INLINE uint32x4_t if_nonzero_4(uint32x4_t test, uint32x4_t a, uint32x4_t b) {
+  return vbslq_u32(vtstq_u32(test, vdupq_n_u32(0x7fffffffu)), a, b);
+}
+CPU_ADAM_INLINE UInt if_nonzero(UInt test, UInt a, UInt b) {
+  return {if_nonzero_4(test.low, a.low, b.low), if_nonzero_4(test.high, a.high, b.high)};
 }
 CPU_ADAM_INLINE std::uint32_t reduce_umax(UInt x) { return vmaxvq_u32(vmaxq_u32(x.low, x.high)); }
 

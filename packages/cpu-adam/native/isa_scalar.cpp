@@ -16,7 +16,7 @@ namespace {
 using Vec = float;
 constexpr int kLanes = 1;
 constexpr int kVectorsAtOnce = 1;
-constexpr bool kCanStream = false;
+constexpr int kStreamBytes = 0;
 [[maybe_unused]] CPU_ADAM_INLINE void stream_fence() {}
 
 CPU_ADAM_INLINE std::uint32_t bits_of(float x) {
@@ -173,6 +173,9 @@ CPU_ADAM_INLINE UInt igreater(UInt a, UInt b) {
   return static_cast<std::int32_t>(a) > static_cast<std::int32_t>(b) ? 0xffffffffu : 0u;
 }
 CPU_ADAM_INLINE UInt is_ordered(Vec x) { return x == x ? 0xffffffffu : 0u; }
+CPU_ADAM_INLINE UInt if_nonzero(UInt test, UInt a, UInt b) {
+  return (test & 0x7fffffffu) != 0 ? a : b;
+}
 template <class Either>  // Vec or UInt
 CPU_ADAM_INLINE Either if_ordered(Vec test, Either a, Either b) {
   return test == test ? a : b;

@@ -9,7 +9,10 @@
 // set1, add, sub, mul, div, sqrt_, fma_, nfma   elementwise on Vec; fma_(a, b, c) rounds a * b + c
 //                    once, nfma(a, b, c) rounds c - a * b once
 // copy_sign(x, y)    the magnitude of x with the sign of y
-// F32, BF16, F16     one struct per element type: kBytes, load(const char*), store(char*, Vec)
+// F32, BF16, F16     one struct per element type: kBytes, load(const char*), store(char*, Vec), and
+//                    stream(char*, Vec), a store past the caches, if kStreamBytes is not 0
+// kStreamBytes       the alignment that `stream` needs, or 0
+// stream_fence       orders streamed stores before what follows
 // UInt               a vector of kLanes 32-bit integers
 // as_bits, as_float  Vec to UInt and back, the same bits
 // to_float, to_int   signed integers to Vec and back; to_int rounds in the caller's mode
@@ -18,6 +21,7 @@
 // igreater           of signed integers: all ones or zero
 // is_ordered         all ones where a float is not NaN, else zero
 // if_ordered(test, a, b)   a where the float `test` is not NaN, else b; of Vec and of UInt
+// if_nonzero(test, a, b)   a where `test`, the bits of a float, is not of a zero, else b; of UInt
 // lanes              0, 1, 2, ...
 // load_u8, load_i8, load_i16, load_upper_16   the last one: into the upper halves, zeros below
 // store_8, store_16  keep the low bits...

@@ -40,7 +40,10 @@ struct Split {
   static constexpr int kOutBytes = 2;
   static constexpr bool kReadsOut = true;
   static CPU_ADAM_INLINE Vec load(const char* master, const char* out, std::int64_t index) {
-    return as_float(uadd(load_upper_16(master + index * 2), load_i16(out + index * 2)));
+    const UInt upper = load_upper_16(master + index * 2);
+    // A parameter that is zero is so by the user's hand (or less than 2**-133): a remainder from
+    // before could wrap around to a NaN.
+    return as_float(if_nonzero(upper, uadd(upper, load_i16(out + index * 2)), upper));
   }
   static CPU_ADAM_INLINE void store(char* master, char* out, std::int64_t index, Vec x) {
     const UInt bits = as_bits(x);

@@ -81,10 +81,9 @@ CPU_ADAM_INLINE void update_range(const Rule& rule, const cpu_adam::Span& span, 
 template <class Rule, class Grad, class Out>
 CPU_ADAM_INLINE void update_span(const Rule& rule, const cpu_adam::Span& span, std::int64_t begin,
                                  std::int64_t end, bool is_streaming, Whole<Out>) {
-  if constexpr (kCanStream && Out::kBytes > 0) {
-    constexpr std::uintptr_t kVectorBytes = kLanes * Out::kBytes;
+  if constexpr (kStreamBytes > 0 && Out::kBytes > 0) {
     const auto address = reinterpret_cast<std::uintptr_t>(span.out + begin * Out::kBytes);
-    if (is_streaming && address % kVectorBytes == 0) {
+    if (is_streaming && address % kStreamBytes == 0) {
       update_range<Rule, Grad, Whole<Streamed<Out>>, Whole<Out>>(rule, span, begin, end);
       stream_fence();
       return;

@@ -2,12 +2,15 @@
 
 // [Note: division by a constant]
 // The quotient of every element by one and the same number, correctly rounded as `div` is but
-// cheaper: the product with the rounded reciprocal, and then its error, which a fused multiply-add
-// has exactly, times the reciprocal (Markstein 1990). With divisor b, dividend a, both of 24 bits,
-// in [1, 2): the product is less than one unit in the last place off, or less than one and a half
-// if a < b; then the second sum differs from a / b by less than a / b can differ from the middle
-// between two floats, so both round to the same. Nothing may underflow on the way: a square root is
-// at least 2**-75. An infinity has no error, and its first product stands.
+// cheaper: the product q with the rounded reciprocal y, and its error a - b * q, times y, added (as
+// in Markstein's theorem, 1990, though q need not be one of the two floats next to the quotient).
+// Why it is right: let a and b be in [1, 2), both of 24 bits. Rounding can go wrong only near the
+// middle between two floats, which a / b never is: it stays 2**-48 / b away if a < b, and twice
+// that otherwise. There q is half a unit off, never one and a half: y is off by 2**-25 at most, so
+// a * y by less than a unit, 2**-24, before it is rounded. So the error is about b * 2**-25, exact
+// in 24 bits, and the correction off by b * 2**-50 at most (twice that if a >= b): less, as b < 2.
+// Nothing may underflow on the way: a square root is at least 2**-75. An infinity has no error, and
+// its first product stands.
 struct Divisor {
   Vec value, reciprocal;
 

@@ -126,6 +126,7 @@ void spin_until(const Condition& is_true) {
 struct alignas(64) Part {
   std::atomic<std::int64_t> next;
   std::int64_t end;
+  bool is_taken;  // by a thread that starts with it; guarded by the pool's mutex
 };
 
 std::atomic<ThreadPool*> g_pool{nullptr};
@@ -146,8 +147,15 @@ struct ThreadPool::Job {
   FloatMode mode;
   int num_wanted;                  // helpers that may still join; guarded by the pool's mutex
   std::atomic<int> num_active{0};  // helpers at work; written under the pool's mutex
-  int next_part = 1;               // part 0 is the caller's; guarded by the pool's mutex
   std::condition_variable done;    // num_active has become 0
+
+  // The part to start with: a worker's own if it is free, else the next free one.
+  int take_part(int preferred) {
+    int part = preferred < num_parts ? preferred : 0;
+    while (parts[part].is_taken) part = (part + 1) % num_parts;
+    parts[part].is_taken = true;
+    return part;
+  }
 
   void participate(int first_part) {
     for (int k = 0; k < num_parts; ++k) {
@@ -178,7 +186,8 @@ void ThreadPool::start_workers(std::size_t count) {
   const BlockSignals blocked;
   while (num_workers_ < count) {
     try {
-      std::thread([this] { work(); }).detach();
+      const int number = static_cast<int>(num_workers_) + 1;
+      std::thread([this, number] { work(number); }).detach();
     } catch (const std::system_error&) {
       return;  // out of threads: those that exist, and the caller, do the work
     }
@@ -186,8 +195,9 @@ void ThreadPool::start_workers(std::size_t count) {
   }
 }
 
-void ThreadPool::work() {
+void ThreadPool::work(int number) {
   std::unique_lock<std::mutex> lock(mutex_);
+  bool has_worked = false;
   for (;;) {
     if (jobs_.empty()) {
       const int shared_cpu = caller_cpu_;
@@ -195,14 +205,16 @@ void ThreadPool::work() {
       // Linux may wake a worker on the processor that it ran on last. If a caller is there by now,
       // the worker runs when the caller does not, and helps nobody.
       if (shared_cpu >= 0 && shared_cpu == current_cpu()) leave_cpu(shared_cpu);
-      spin_until([this] { return has_jobs_.load(std::memory_order_relaxed); });
+      if (has_worked) spin_until([this] { return has_jobs_.load(std::memory_order_relaxed); });
+      has_worked = false;
       lock.lock();
       if (jobs_.empty()) wake_.wait(lock);
       continue;
     }
     Job* job = jobs_.front();
+    has_worked = true;
     ++job->num_active;
-    const int part = job->next_part++;
+    const int part = job->take_part(number);
     if (--job->num_wanted == 0) jobs_.erase(jobs_.begin());
     has_jobs_.store(!jobs_.empty(), std::memory_order_relaxed);
     lock.unlock();
@@ -224,6 +236,7 @@ void ThreadPool::run(const Task& task, int num_threads) {
   for (int k = 0; k < num_parts; ++k) {
     parts[k].next.store(task.num_grains * k / num_parts, std::memory_order_relaxed);
     parts[k].end = task.num_grains * (k + 1) / num_parts;
+    parts[k].is_taken = k == 0;  // the caller's
   }
   Job job(task, parts.get(), num_parts);
   {
@@ -233,11 +246,7 @@ void ThreadPool::run(const Task& task, int num_threads) {
     has_jobs_.store(true, std::memory_order_relaxed);
     caller_cpu_ = current_cpu();
   }
-  if (num_parts == 2) {
-    wake_.notify_one();
-  } else {
-    wake_.notify_all();
-  }
+  for (int k = 1; k < num_parts; ++k) wake_.notify_one();
   job.participate(0);
   std::unique_lock<std::mutex> lock(mutex_);
   jobs_.erase(std::remove(jobs_.begin(), jobs_.end(), &job), jobs_.end());

@@ -19,7 +19,8 @@ struct Task {
 
 // [Note: how work is shared]
 // A job's grains are split into one contiguous part per thread, always the same for the same
-// arguments, so that memory first touched by a thread is near it again. A thread that is done with
+// arguments, and a worker starts with the part of its own number if it can, so that memory first
+// touched by a thread is near it again. A thread that is done with
 // its part takes grains from the others', so a worker that the operating system delays (or that
 // never got started) costs nothing but its help. Which thread runs a grain never changes a result.
 // Several threads may submit jobs at once; every caller works on its own, and workers join any job
@@ -42,7 +43,7 @@ class ThreadPool {
 
   explicit ThreadPool(long process_id) : process_id_(process_id) {}
   void start_workers(std::size_t count);
-  void work();
+  void work(int number);
 
   const long process_id_;
   std::mutex mutex_;

@@ -160,9 +160,21 @@ class TestSplitMaster:
     def test_the_master_comes_back(self):
         masters = self.masters()
         back = reference.combine_master(*reference.split_master(masters))
-        is_nan = np.isnan(masters)
+        is_nan, is_zero = np.isnan(masters), np.abs(masters) < 2.0**-134
         assert np.isnan(back[is_nan]).all()
-        assert_same_bits(back[~is_nan], masters[~is_nan])
+        assert_same_bits(back[~is_nan & ~is_zero], masters[~is_nan & ~is_zero])
+        assert_same_bits(back[is_zero], np.copysign(np.float32(0), masters[is_zero]))
+
+    @pytest.mark.parametrize(("make", "rule"), [(make_bf16, "bf16"), (make_int8, "8bit")])
+    def test_a_parameter_set_to_zero_is_updated_from_zero(self, isa, make, rule, hyper):
+        arrays = make(300, is_split=True)
+        assert (arrays["remainder"] < 0).any()
+        arrays["param"] = np.resize([0x0000, 0x8000], 300).astype(np.uint16)
+        fresh = {**copies(arrays), "remainder": np.zeros(300, np.int16)}
+        after = assert_rule_is_reference(f"adam_step_{rule}", arrays, **hyper)
+        again = assert_rule_is_reference(f"adam_step_{rule}", fresh, **hyper)
+        assert np.isfinite(reference.bfloat16_to_float32(after["param"])).all()
+        assert_same(after, again)
 
     @pytest.mark.parametrize("is_zero_lr", [True, False])
     def test_the_kernel_stores_every_master_like_the_reference(self, isa, is_zero_lr, hyper):
@@ -175,8 +187,9 @@ class TestSplitMaster:
                 arrays[name] = np.zeros(param.size, np.uint16)
         after = assert_rule_is_reference("adam_step_bf16", arrays, **hyper)
         if is_zero_lr:
-            # An infinite weight times no weight decay is NaN, and NaNs differ; all others stay.
-            is_kept = np.isfinite(self.masters())
+            # An infinite weight times no weight decay is NaN, and NaNs differ; a weight whose
+            # parameter is zero is zero; all others stay.
+            is_kept = np.isfinite(self.masters()) & ((param & 0x7FFF) > 0)
             assert_same(
                 {name: array[is_kept] for name, array in after.items()},
                 {name: array[is_kept] for name, array in arrays.items()},

@@ -225,3 +225,32 @@ def test_flush_to_zero_of_the_caller_holds_on_every_thread(hyper):
 
 def test_available_isas_is_a_tuple():
     assert isinstance(cpu_adam.available_isas(), tuple)
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="threads have no affinity here")
+def test_workers_may_run_wherever_the_process_may(big, hyper):
+    """They leave their caller's processor, but only for the moment."""
+    arrays = copies(big)
+    for _ in range(300):
+        run_kernel(arrays, num_threads=2, **hyper)
+    time.sleep(0.3)
+    allowed = os.sched_getaffinity(0)
+    threads = [int(name) for name in os.listdir("/proc/self/task")]
+    assert len(threads) > 1
+    for thread in threads:
+        assert os.sched_getaffinity(thread) == allowed
+
+
+def test_a_small_job_does_not_wake_a_large_pool(big, hyper):
+    arrays = copies(big)
+    run_kernel(arrays, num_threads=64, **hyper)
+
+    def processor_time():
+        time.sleep(0.1)
+        before = time.process_time()
+        for _ in range(100):
+            run_kernel(arrays, num_threads=2, **hyper)
+        return time.process_time() - before
+
+    # 62 workers that look for work for 0.1 ms after each of 100 calls would take half a second.
+    assert min(processor_time() for _ in range(3)) < 0.3

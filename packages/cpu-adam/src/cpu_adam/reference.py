@@ -52,7 +52,8 @@ BLOCK_NUMEL = 128
 CHUNK_NUMEL = 32 * 1024
 
 # What compresses to the codes 127 and 255, and half the bits of 1.0.
-_EXP_AVG_TOP = np.float32(16128)
+_EXP_AVG_UNIT = np.float32(1) / np.float32(16128)
+_EXP_AVG_TOP = np.float32(16127)  # a little less than what `_compress` makes 127 of
 _ROOT_SHIFT = np.uint32(19)
 _ROOT_BASE = np.uint32(0x3F800000 - (255 << 19))
 _HALF_OF_ONE = np.uint32(0x3F800000 // 2)
@@ -164,9 +165,12 @@ def _write_out(out: Array | None, values: Array) -> None:
 def combine_master(param: npt.NDArray[np.uint16], remainder: npt.NDArray[np.int16]) -> Float32Array:
     """The fp32 master weight of a bf16 parameter and its remainder.
 
-    As 32-bit integers, it is the parameter with 16 zeros behind, plus the remainder.
+    As 32-bit integers, it is the parameter with 16 zeros behind, plus the remainder; but a zero
+    remains a zero.
     """
-    bits = (param.astype(np.uint32) << 16) + remainder.astype(np.int32).view(np.uint32)
+    upper = param.astype(np.uint32) << 16
+    sums = upper + remainder.astype(np.int32).view(np.uint32)
+    bits = np.where(upper & np.uint32(0x7FFFFFFF), sums, upper)
     return bits.view(np.float32)
 
 
@@ -177,7 +181,7 @@ def split_master(
 
     Of two that are as near, the parameter is the one of the greater magnitude. Then the remainder
     is the lower half of the master's bits, and `combine_master` gives the master back, bit by bit;
-    where it is NaN, a NaN.
+    where it is NaN, a NaN, and where it is less than 2**-134 (4.6e-41), a zero.
     """
     bits = master.view(np.uint32)
     quiet = bits | np.uint32(0x00400000)
@@ -269,7 +273,7 @@ def dequantize_exp_avg(
     codes: npt.NDArray[np.int8], scales: Float32Array, decay: Any = 1
 ) -> Float32Array:
     """The first moment of its codes, times ``decay``, which multiplies the scales."""
-    units = (scales * (np.float32(1) / _EXP_AVG_TOP)) * np.float32(decay)
+    units = (scales * _EXP_AVG_UNIT) * np.float32(decay)
     magnitudes = _expand(np.abs(_in_blocks(codes).astype(np.float32)))
     return np.copysign(_times_units(magnitudes, units, codes), codes.astype(np.float32))
 

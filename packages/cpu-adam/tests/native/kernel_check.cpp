@@ -27,7 +27,7 @@ constexpr std::int64_t kGuardBytes = 64;
 #endif
 constexpr std::int64_t kCacheLine = 64;
 // At least as long as any vector.
-constexpr std::int64_t kVectorNumel = 16;
+constexpr std::int64_t kVectorNumel = 32;
 constexpr const char* kTypeNames[] = {"float32", "bfloat16", "float16", "none", "split"};
 
 // SplitMix64 (Steele, Lea and Flood, "Fast splittable pseudorandom number generators", 2014).

@@ -1,0 +1,50 @@
+"""The division by a constant that the kernels make of fused multiply-adds is rounded correctly."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from cpu_adam.reference import fma
+
+
+def divide(a, b):
+    """What `Divisor` in the kernels computes; see its note."""
+    reciprocal = np.float32(1) / b
+    product = a * reciprocal
+    return fma(fma(-product, b, a), reciprocal, product)
+
+
+def hard_pairs(divisors, shift, distance):
+    """Dividends whose quotients lie ``distance / b`` units of 2**-48 or 2**-47 beside a middle.
+
+    With significands A and B: ``A * 2**shift - M * B == distance``, for an odd M of 25 bits. There
+    is one such M modulo ``2**shift`` for an odd B.
+    """
+    inverse = divisors.copy()
+    for _ in range(5):  # Newton's iteration modulo 2**26
+        inverse = inverse * (2 - divisors * inverse) % 2**26
+    first = -distance * inverse % 2**shift
+    for middle in {25: (first,), 24: (first, first + 2**24)}[shift]:
+        dividends = (middle * divisors + distance) >> shift
+        is_pair = (middle % 2 == 1) & (middle > 2**24) & (middle < 2**25)
+        is_pair &= (dividends >= 2**23) & (dividends < 2**24)
+        is_pair &= (dividends < divisors) if shift == 25 else (dividends >= divisors)
+        yield dividends[is_pair].astype(np.float32), divisors[is_pair].astype(np.float32)
+
+
+@pytest.mark.parametrize("shift", [24, 25])
+@pytest.mark.parametrize("distance", [-3, -1, 1, 3])
+def test_quotients_closest_to_a_middle_are_rounded_correctly(shift, distance):
+    divisors = np.random.default_rng(shift).integers(2**22, 2**23, 400_000) * 2 + 1
+    num_pairs = 0
+    for a, b in hard_pairs(divisors, shift, distance):
+        np.testing.assert_array_equal(divide(a, b), a / b)
+        num_pairs += a.size
+    assert num_pairs > 10_000
+
+
+def test_other_quotients_are_rounded_correctly():
+    random = np.random.default_rng(0)
+    a, b = random.integers(2**23, 2**24, (2, 1_000_000)).astype(np.float32)
+    np.testing.assert_array_equal(divide(a, b), a / b)
