@@ -90,6 +90,19 @@ def test_offload_takes_what_was_planned(world_size: int, tmp_path: Path) -> None
             assert planned == held["device"], (stage, dtype, ratio)
 
 
+def test_parameters_on_their_way_back_take_what_was_planned() -> None:
+    from zero_offload.geometry import Geometry
+    from zero_offload.transfer import HostMover
+
+    config = make_config(3, "bf16", offload_optimizer={"device": "cpu", "pin_memory": False})
+    planned = zero_core.plan(GPT2, config, 2).memory
+    numel = planned.host["master weights"] // 4
+    geometry = Geometry(numel, [], [(0, torch.zeros(numel, dtype=torch.bfloat16))], 0)
+    mover = HostMover(geometry, torch.device("cpu"), pin_memory=False, is_staged=True)
+    staged = sum(t.nbytes for t in mover._staging.values())
+    assert planned.host["parameter copies"] == staged == planned.device["parameters"]
+
+
 @dataclass
 class Counting:
     """Collectives that count the bytes of the parameters that they gather."""

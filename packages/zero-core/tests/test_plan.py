@@ -269,7 +269,7 @@ def test_closed_forms_of_zero(stage: int, ratio: float) -> None:
     psi = 12 * width * width * depth
     config = make_config(stage, "bf16", data_types={"grad_accum_dtype": "bf16"})
     if ratio:
-        offload = {"device": "cpu", "ratio": ratio}
+        offload = {"device": "cpu", "ratio": ratio, "pin_memory": False}
         config["zero_optimization"] = {"stage": stage, "offload_optimizer": offload}
     planned = zero_core.plan(big_model(depth, width), config, ranks)
     device, host = planned.memory.device, planned.memory.host
@@ -395,6 +395,15 @@ def test_host_memory_is_shared_by_the_ranks_of_a_node() -> None:
         assert planned.configured.is_fitting is is_fitting
     spread = zero_core.plan(model, config, 4, host_memory=enough // 2, ranks_per_node=2)
     assert spread.configured.is_fitting
+
+
+def test_page_locked_buffers_are_powers_of_two() -> None:
+    config = make_config(3, "bf16")
+    config["zero_optimization"]["offload_optimizer"] = {"device": "cpu"}
+    host = zero_core.plan(big_model(1, 160), config, 2).memory.host
+    numel = 12 * 160 * 160 // 2
+    assert host["gradient copies"] == 2**20 > 4 * numel > 2**19
+    assert host["parameter copies"] == 2**19 > 2 * numel > 2**18
 
 
 def test_on_a_cpu_everything_counts_as_host_memory() -> None:

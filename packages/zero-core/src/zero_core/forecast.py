@@ -106,11 +106,11 @@ class Forecast:
         return MemoryUse(_without_zeros(device), _without_zeros(self._host_bytes(cut)))
 
     def _device_master_bytes(self, cut: int) -> int:
-        rest = [(low, high, s) for low, high, s in self._overlaps(cut, self._numel)]
+        rest = self._overlaps(cut, self._numel)
         if self._is_accelerated or (cut == 0 and not self._is_offloaded):
             return sum((high - low) * 4 for low, high, s in rest if s.dtype not in _WIDE)
         # zero-offload's own tier on a CPU keeps masters of all or of none of its elements.
-        width = self._master_itemsize(rest)
+        width = _master_itemsize(rest)
         needs_copy = any(s.dtype.itemsize != width for _, _, s in rest)
         return (self._numel - cut) * width if needs_copy else 0
 
@@ -123,11 +123,18 @@ class Forecast:
         grads = {accumulated_dtype(s, self._config) for _, _, s in part}
         staged = {s.dtype for _, _, s in part} if self._is_accelerated else set()
         return {
-            "master weights": cut * self._master_itemsize(part),
+            "master weights": cut * _master_itemsize(part),
             "optimizer states": cut * self._state_bytes,
-            "gradient copies": cut * sum(dtype.itemsize for dtype in grads),
-            "parameter copies": cut * sum(dtype.itemsize for dtype in staged),
+            "gradient copies": sum(self._transfer_bytes(cut * d.itemsize) for d in grads),
+            "parameter copies": sum(self._transfer_bytes(cut * d.itemsize) for d in staged),
         }
+
+    def _transfer_bytes(self, nbytes: int) -> int:
+        """A host buffer for transfers; torch page-locks memory in powers of two."""
+        is_pinned = self._config.zero_optimization.offload_optimizer.pin_memory
+        if self._is_accelerated and is_pinned and nbytes:
+            return 1 << (nbytes - 1).bit_length()
+        return nbytes
 
     def host_link_bytes(self, ratio: float) -> tuple[int, int]:
         """Bytes per step to the host (gradients) and back (parameters)."""
@@ -138,9 +145,6 @@ class Forecast:
     def _overlaps(self, start: int, stop: int) -> list[tuple[int, int, Segment]]:
         clipped = [(max(low, start), min(high, stop), s) for low, high, s in self._spans]
         return [(low, high, s) for low, high, s in clipped if low < high]
-
-    def _master_itemsize(self, part: Sequence[tuple[int, int, Segment]]) -> int:
-        return 8 if any(s.dtype == torch.float64 for _, _, s in part) else 4
 
     def _exchange_bytes(self) -> int:
         """What the collectives receive into, kept for each size; a unit's segments at once."""
@@ -184,6 +188,11 @@ class Forecast:
 def _spans(memory: Memory) -> list[tuple[int, int, Segment]]:
     """Each trainable segment's part of the local flat space."""
     return [(*v.local_span, v.segment) for v in memory.values if v.local_span is not None]
+
+
+def _master_itemsize(part: Sequence[tuple[int, int, Segment]]) -> int:
+    """Bytes of an element of zero-offload's master weights, which all have one dtype."""
+    return 8 if any(s.dtype == torch.float64 for _, _, s in part) else 4
 
 
 def _state_bytes_per_element(drawn: Blueprint) -> int:
