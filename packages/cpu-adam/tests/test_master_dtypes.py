@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from contextlib import contextmanager
 from functools import partial
 
 import numpy as np
@@ -13,7 +12,16 @@ from rule_cases import assert_rule_is_reference, narrow
 
 torch = pytest.importorskip("torch", reason="torch is an extra of cpu-adam")
 
-from torch_cases import assert_states_equal, make_params, resume, save, set_grads, train  # noqa: E402
+from torch_cases import (  # noqa: E402
+    assert_states_equal,
+    bf16_bits,
+    make_params,
+    one_rank,
+    resume,
+    save,
+    set_grads,
+    train,
+)
 
 import cpu_adam  # noqa: E402
 from cpu_adam import CPUAdam, convert_state, reference  # noqa: E402
@@ -22,10 +30,6 @@ MASTERS = ["float32", "split"]
 WIDTHS = ["float32", "bfloat16", "int8"]
 SIZES = [(40,), (3, 5), (), (0,), (17, 19)]
 KEPT = {"float32": "master_weight", "split": "remainder"}
-
-
-def bf16_bits(param):
-    return param.detach().contiguous().view(torch.int16).numpy().view(np.uint16)
 
 
 def master_of(param, state):
@@ -235,21 +239,6 @@ def test_each_group_has_its_own():
     train(optimizer, params, 2)
     kept = [KEPT["split"], KEPT["float32"], KEPT["float32"]]
     assert [name in optimizer.state[p] for p, name in zip(params, kept, strict=True)] == [True] * 3
-
-
-@contextmanager
-def one_rank():
-    import torch.distributed as dist
-
-    if not dist.is_available():
-        pytest.skip("torch was built without torch.distributed")
-    from torch.distributed.device_mesh import init_device_mesh
-
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        yield init_device_mesh("cpu", (1,))
-    finally:
-        dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("state_dtype", WIDTHS)

@@ -8,7 +8,7 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="torch is an extra of cpu-adam")
 
-from torch_cases import make_params, resume, save, set_grads, train  # noqa: E402
+from torch_cases import make_params, one_rank, resume, save, set_grads, train  # noqa: E402
 
 import cpu_adam  # noqa: E402
 from cpu_adam import CPUAdam  # noqa: E402
@@ -300,16 +300,9 @@ def test_many_small_parameters_of_mixed_types_step_together(isa):
 
 
 def test_dtensor_parameters_are_updated_through_their_local_part():
-    import torch.distributed as dist
+    with one_rank() as mesh:
+        from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-    if not dist.is_available():
-        pytest.skip("torch was built without torch.distributed")
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import DTensor, Shard, distribute_tensor
-
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        mesh = init_device_mesh("cpu", (1,))
         value = torch.randn(8, 3)
         param = torch.nn.Parameter(distribute_tensor(value.clone(), mesh, [Shard(0)]))
         plain = torch.nn.Parameter(value.clone())
@@ -321,8 +314,6 @@ def test_dtensor_parameters_are_updated_through_their_local_part():
             expected.step()
         assert torch.equal(param.detach().to_local(), plain)
         assert isinstance(optimizer.state[param]["exp_avg"], DTensor)
-    finally:
-        dist.destroy_process_group()
 
 
 class TestAdamStepOnTensors:

@@ -444,7 +444,7 @@ class TestMemoryThatShrinks:
         optimizer.step()
         set_grads(params, 2)
         whole.untyped_storage().resize_(6 * self.NUMEL)
-        with pytest.raises(ValueError, match="^exp_avg: its memory has been freed"):
+        with pytest.raises(ValueError, match=r"^exp_avg: its memory has been freed"):
             optimizer.step()
 
     @pytest.mark.parametrize("name", ["exp_avg", "exp_avg_sq"])
