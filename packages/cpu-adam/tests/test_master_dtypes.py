@@ -338,6 +338,42 @@ class TestConvertState:
             for name, value in state.items():
                 assert torch.equal(before["state"][key][name], value)
 
+    def split_of(self, param, master):
+        """What becomes of one element whose parameter and master are these."""
+        params = [torch.nn.Parameter(torch.tensor([param], dtype=torch.bfloat16))]
+        optimizer = CPUAdam(params, master_dtype="float32")
+        train(optimizer, params, 1)
+        params[0].data.fill_(param)
+        optimizer.state[params[0]]["master_weight"].fill_(master)
+        convert_state(optimizer, "float32", "split")
+        return params[0], optimizer.state[params[0]]
+
+    @pytest.mark.parametrize(
+        ("param", "master"), [(-0.0, 0.0), (0.0, -0.0), (-0.0, -0.0), (1.0, 1.0)]
+    )
+    def test_zeros_of_either_sign_are_the_same(self, param, master):
+        param, state = self.split_of(param, master)
+        assert state["remainder"].tolist() == [0]
+        assert torch.equal(master_of(param, state), torch.full((1,), master))
+
+    @pytest.mark.parametrize("param", [0.0, 1.0, -2.0, float("inf")])
+    @pytest.mark.parametrize("is_master", [True, False])
+    def test_nan_beside_a_number_is_refused(self, param, is_master):
+        nan = float("nan")
+        with pytest.raises(ValueError, match=r"^master_dtype: .*master weight, rounded"):
+            self.split_of(*((param, nan) if is_master else (nan, param)))
+
+    def test_nan_stays_nan(self):
+        for nan in (float("nan"), -float("nan")):
+            param, state = self.split_of(nan, nan)
+            assert state["remainder"].tolist() == [0]
+            assert master_of(param, state).isnan().all()
+
+    def test_numbers_of_other_signs_are_refused(self):
+        for param, master in [(-0.0, 1e-45), (0.0, -1e-45), (1.0, -1.0)]:
+            with pytest.raises(ValueError, match=r"^master_dtype: .*master weight, rounded"):
+                self.split_of(param, master)
+
     def test_other_strides_are_kept(self):
         value = torch.randn(2, 3, 4, 5).to(torch.bfloat16).to(memory_format=torch.channels_last)
         param, twin = (torch.nn.Parameter(value.clone()) for _ in range(2))

@@ -54,7 +54,7 @@ def assert_states_equal(optimizer, params, expected, expected_params):
 
 
 def bf16_bits(param):
-    """A bf16 tensor's elements as unsigned integers, which stand for bf16 in `cpu_adam.reference`."""
+    """A bf16 tensor's elements as unsigned integers: what stands for bf16 in NumPy."""
     return param.detach().contiguous().view(torch.int16).numpy().view(np.uint16)
 
 
