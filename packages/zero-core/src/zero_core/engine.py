@@ -23,6 +23,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils import _pytree as pytree
 
 from zero_core import checkpoint, export
+from zero_core.buffers import BufferSync
 from zero_core.collectives import ControlGroup
 from zero_core.config import Config
 from zero_core.errors import CheckpointError
@@ -119,6 +120,12 @@ class Engine:
         )
         self._flow.tier = tier
         self._flow.attach(unit_modules)
+        has_peers = config.broadcast_buffers and control.world_size > 1
+        self._buffer_sync = (
+            BufferSync(module, control, should_sync=lambda: self._flow.should_sync)
+            if has_peers
+            else None
+        )
         hook = self._refuse_state_dict
         self._state_dict_hooks = [
             m.register_state_dict_pre_hook(hook)  # type: ignore[no-untyped-call]
@@ -311,6 +318,8 @@ class Engine:
     def close(self) -> None:
         """Take the engine's hooks off the module; its parameters stay as they are."""
         self._flow.detach()
+        if self._buffer_sync is not None:
+            self._buffer_sync.detach()
         while self._state_dict_hooks:
             self._state_dict_hooks.pop().remove()
 
