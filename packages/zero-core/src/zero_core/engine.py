@@ -27,6 +27,7 @@ from zero_core.buffers import BufferSync
 from zero_core.collectives import ControlGroup
 from zero_core.config import Config
 from zero_core.errors import CheckpointError
+from zero_core.facts import GradientFacts
 from zero_core.flow import Flow
 from zero_core.layout import Layout
 from zero_core.optimizer import EngineOptimizer
@@ -92,7 +93,6 @@ class Engine:
         self._scaler = LossScaler(config.fp16)
         self._is_scaled = False
         self._grad_norm: float | None = None
-        self._square_sums: dict[int, Tensor] = {}
         self._grad_scale = 1.0
         self._active: list[int] = []
         self._collectives = collectives
@@ -109,6 +109,7 @@ class Engine:
             on_broken_backward=self._restart_accumulation,
             is_boundary=self.is_gradient_accumulation_boundary,
         )
+        self._facts = GradientFacts(layout, control, self._flow, device)
         self._state = ShardedState(
             module=module,
             layout=layout,
@@ -188,7 +189,7 @@ class Engine:
         else:
             self._skip()
         self._flow.discard()
-        self._square_sums.clear()
+        self._facts.clear()
         self.global_steps += 1
         self._end_micro_step()
         self._print()
@@ -354,15 +355,11 @@ class Engine:
 
     def _on_reduced(self, grads: SegmentGrads) -> None:
         """The gradient of one segment is complete: count it and hand it to the tier."""
-        segment = grads.segment
-        shard = grads.grad_shard
-        wide = torch.promote_types(shard.dtype, torch.float32)
-        norm = torch.linalg.vector_norm(shard, dtype=wide)
-        self._square_sums[segment.index] = norm.to(torch.float64).square()
+        self._facts.add(grads)
         final = grads.finalize(
             self._collectives, lambda: f"rank {self.rank}: all_gather of gradients"
         )
-        self._tier.offer_grad(self._local_starts[segment.index], final)
+        self._tier.offer_grad(self._local_starts[grads.segment.index], final)
 
     def _check_scaled(self) -> None:
         if self.config.fp16.enabled and not self._is_scaled:
@@ -387,27 +384,12 @@ class Engine:
 
     def _decide(self) -> None:
         """Agree with all ranks on the gradient norm, its finiteness and the parameters used."""
-        if len(self._square_sums) < len(self._local_starts):
-            # No parameter was used on this rank, or the last backward ran within no_sync.
-            self._flow.end_backward()
-        facts = self._gather_facts()
-        if facts[1] > 0:  # on some rank, gradients came after their unit's reduction
-            self._flow.end_backward()
-            facts = self._gather_facts()
-        used = facts[2:].tolist()
+        self._facts.complete()
+        used = self._facts.used
         self._active = [i for i, p in enumerate(self._pieces) if used[p.param] > 0]
-        self._grad_norm = math.sqrt(float(facts[0])) / self._scaler.scale
+        self._grad_norm = self._facts.norm / self._scaler.scale
         factor = clip_factor(self._grad_norm, self.config.gradient_clipping)
         self._grad_scale = factor / self._scaler.scale
-
-    def _gather_facts(self) -> Tensor:
-        """Summed over ranks: squared norm, ranks with unreduced gradients, users per parameter."""
-        facts = torch.zeros(2 + len(self.layout.params), dtype=torch.float64)
-        facts[0] = torch.stack(list(self._square_sums.values())).sum().cpu()
-        facts[1] = float(self._flow.has_unreduced)
-        if self._flow.fired:
-            facts[2 + torch.tensor(sorted(self._flow.fired))] = 1.0
-        return self._control.sum(facts.to(self.device)).cpu()
 
     def _is_finite(self) -> bool:
         assert self._grad_norm is not None
@@ -425,7 +407,7 @@ class Engine:
         self.skipped_steps += 1
         scale = self._scaler.scale
         self._scaler.update(is_overflow=True)
-        where = self._find_nonfinite()
+        where = self._facts.explain_nonfinite()
         _log.warning(
             "step %d skipped on all ranks: the gradient is not finite (%s); loss scale %g -> %g",
             self.global_steps,
@@ -434,26 +416,10 @@ class Engine:
             self._scaler.scale,
         )
 
-    def _find_nonfinite(self) -> str:
-        """Name the parameters whose gradient is not finite, and the ranks that own them."""
-        found: list[str] = []
-        for unit in self._units:
-            for grads in unit.grads:
-                low, _ = grads.segment.shard_range(self.rank)
-                bad = torch.nonzero(~torch.isfinite(grads.grad_shard)).flatten()
-                if bad.numel():
-                    at = int(bad[0]) + low
-                    slot = next((s for s in grads.segment.slots if s.start <= at < s.stop), None)
-                    if slot is not None:
-                        found.append(self.layout.params[slot.param].name)
-        rows = self._control.gather_bytes(", ".join(found[:3]).encode())
-        named = [f"shard of rank {r}: {row.decode()}" for r, row in enumerate(rows) if row]
-        return "; ".join(named) or "no element by itself, their norm overflows"
-
     def _discard_grads(self) -> None:
         self._flow.discard()
         self._tier.discard_grads()
-        self._square_sums.clear()
+        self._facts.clear()
 
     def _end_micro_step(self) -> None:
         self.micro_steps += 1
