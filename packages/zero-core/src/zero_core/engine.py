@@ -93,6 +93,7 @@ class Engine:
         self._scaler = LossScaler(config.fp16)
         self._is_scaled = False
         self._grad_norm: float | None = None
+        self._clip_factor = 1.0  # of the calls of clip_grad_norm_ for this step
         self._grad_scale = 1.0
         self._active: list[int] = []
         self._collectives = collectives
@@ -190,6 +191,7 @@ class Engine:
             self._skip()
         self._flow.discard()
         self._facts.clear()
+        self._clip_factor = 1.0
         self.global_steps += 1
         self._end_micro_step()
         self._print()
@@ -201,6 +203,35 @@ class Engine:
     def get_global_grad_norm(self) -> float | None:
         """2-norm of the last step's gradient, unscaled, before clipping; None before a step."""
         return self._grad_norm
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> float:
+        """Clip the gradient of the step to come; the norm that it had, unscaled.
+
+        As `torch.nn.utils.clip_grad_norm_` over the whole model: between the last backward of a
+        step and ``step``. ``gradient_clipping`` of the configuration acts after it. Every rank must
+        call it.
+
+        Args:
+            max_norm: largest norm, > 0.
+            norm_type: p of the p-norm; may be ``inf``.
+
+        Raises:
+            RuntimeError: not at an accumulation boundary, or within ``no_sync``.
+            ValueError: ``max_norm`` or ``norm_type`` is not positive.
+        """
+        if not (max_norm > 0.0 and norm_type > 0.0):
+            raise ValueError(
+                f"max_norm and norm_type must be > 0, found {max_norm} and {norm_type}"
+            )
+        if not self.is_gradient_accumulation_boundary() or not self._flow.should_sync:
+            raise RuntimeError(
+                "clip_grad_norm_() needs the whole gradient: call it outside no_sync(), between "
+                "the last backward of a step and step()"
+            )
+        self._facts.complete()
+        norm = self._facts.p_norm(norm_type) / self._scaler.scale * self._clip_factor
+        self._clip_factor *= clip_factor(norm, max_norm)
+        return norm
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -388,7 +419,8 @@ class Engine:
         used = self._facts.used
         self._active = [i for i, p in enumerate(self._pieces) if used[p.param] > 0]
         self._grad_norm = self._facts.norm / self._scaler.scale
-        factor = clip_factor(self._grad_norm, self.config.gradient_clipping)
+        clipped = self._grad_norm * self._clip_factor
+        factor = self._clip_factor * clip_factor(clipped, self.config.gradient_clipping)
         self._grad_scale = factor / self._scaler.scale
 
     def _is_finite(self) -> bool:
@@ -420,6 +452,7 @@ class Engine:
         self._flow.discard()
         self._tier.discard_grads()
         self._facts.clear()
+        self._clip_factor = 1.0
 
     def _end_micro_step(self) -> None:
         self.micro_steps += 1
