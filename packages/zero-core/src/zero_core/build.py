@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from zero_core.arena import Arena, BufferPool
+from zero_core.buffers import adopt_buffers
 from zero_core.collectives import ControlGroup, NativeCollectives
 from zero_core.config import DTYPES, Config, load_config
 from zero_core.discovery import Discovered, compute_dtype, discover
@@ -86,7 +87,7 @@ def build(
         state_tier, memory, layout, group_of, optimizer, resolved, ranks, is_named_adam
     )
     _fill(found, layout, memory, tier, control)
-    _adopt_buffers(model, resolved, ranks.device, control)
+    adopt_buffers(model, resolved.compute_dtype, ranks.device, control)
     if lr_scheduler is None and resolved.scheduler is not None:
         lr_scheduler = make_scheduler(optimizer, resolved.scheduler.type, resolved.scheduler.params)
     return Engine(
@@ -489,16 +490,3 @@ def _widest(params: Sequence[nn.Parameter], segment: Segment) -> torch.dtype:
     for param in params:
         dtype = torch.promote_types(dtype, param.dtype)
     return dtype
-
-
-def _adopt_buffers(
-    model: nn.Module, config: Config, device: torch.device, control: ControlGroup
-) -> None:
-    """Move buffers to the device, cast them as parameters are, and take over rank 0's."""
-    for module in model.modules():
-        for name, buffer in module._buffers.items():
-            if buffer is None:
-                continue
-            moved = buffer.to(device, compute_dtype(buffer, config.compute_dtype)).contiguous()
-            control.broadcast(moved)
-            module._buffers[name] = moved

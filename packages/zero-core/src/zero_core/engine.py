@@ -23,9 +23,11 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils import _pytree as pytree
 
 from zero_core import checkpoint, export
+from zero_core.buffers import BufferSync
 from zero_core.collectives import ControlGroup
 from zero_core.config import Config
 from zero_core.errors import CheckpointError
+from zero_core.facts import GradientFacts
 from zero_core.flow import Flow
 from zero_core.layout import Layout
 from zero_core.optimizer import EngineOptimizer
@@ -91,7 +93,7 @@ class Engine:
         self._scaler = LossScaler(config.fp16)
         self._is_scaled = False
         self._grad_norm: float | None = None
-        self._square_sums: dict[int, Tensor] = {}
+        self._clip_factor = 1.0  # of the calls of clip_grad_norm_ for this step
         self._grad_scale = 1.0
         self._active: list[int] = []
         self._collectives = collectives
@@ -108,6 +110,7 @@ class Engine:
             on_broken_backward=self._restart_accumulation,
             is_boundary=self.is_gradient_accumulation_boundary,
         )
+        self._facts = GradientFacts(layout, control, self._flow, device)
         self._state = ShardedState(
             module=module,
             layout=layout,
@@ -119,6 +122,12 @@ class Engine:
         )
         self._flow.tier = tier
         self._flow.attach(unit_modules)
+        has_peers = config.broadcast_buffers and control.world_size > 1
+        self._buffer_sync = (
+            BufferSync(module, control, should_sync=lambda: self._flow.should_sync)
+            if has_peers
+            else None
+        )
         hook = self._refuse_state_dict
         self._state_dict_hooks = [
             m.register_state_dict_pre_hook(hook)  # type: ignore[no-untyped-call]
@@ -181,7 +190,8 @@ class Engine:
         else:
             self._skip()
         self._flow.discard()
-        self._square_sums.clear()
+        self._facts.clear()
+        self._clip_factor = 1.0
         self.global_steps += 1
         self._end_micro_step()
         self._print()
@@ -193,6 +203,35 @@ class Engine:
     def get_global_grad_norm(self) -> float | None:
         """2-norm of the last step's gradient, unscaled, before clipping; None before a step."""
         return self._grad_norm
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> float:
+        """Clip the gradient of the step to come; the norm that it had, unscaled.
+
+        As `torch.nn.utils.clip_grad_norm_` over the whole model: between the last backward of a
+        step and ``step``. ``gradient_clipping`` of the configuration acts after it. Every rank must
+        call it.
+
+        Args:
+            max_norm: largest norm, > 0.
+            norm_type: p of the p-norm; may be ``inf``.
+
+        Raises:
+            RuntimeError: not at an accumulation boundary, or within ``no_sync``.
+            ValueError: ``max_norm`` or ``norm_type`` is not positive.
+        """
+        if not (max_norm > 0.0 and norm_type > 0.0):
+            raise ValueError(
+                f"max_norm and norm_type must be > 0, found {max_norm} and {norm_type}"
+            )
+        if not self.is_gradient_accumulation_boundary() or not self._flow.should_sync:
+            raise RuntimeError(
+                "clip_grad_norm_() needs the whole gradient: call it outside no_sync(), between "
+                "the last backward of a step and step()"
+            )
+        self._facts.complete()
+        norm = self._facts.p_norm(norm_type) / self._scaler.scale * self._clip_factor
+        self._clip_factor *= clip_factor(norm, max_norm)
+        return norm
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -311,6 +350,8 @@ class Engine:
     def close(self) -> None:
         """Take the engine's hooks off the module; its parameters stay as they are."""
         self._flow.detach()
+        if self._buffer_sync is not None:
+            self._buffer_sync.detach()
         while self._state_dict_hooks:
             self._state_dict_hooks.pop().remove()
 
@@ -345,15 +386,11 @@ class Engine:
 
     def _on_reduced(self, grads: SegmentGrads) -> None:
         """The gradient of one segment is complete: count it and hand it to the tier."""
-        segment = grads.segment
-        shard = grads.grad_shard
-        wide = torch.promote_types(shard.dtype, torch.float32)
-        norm = torch.linalg.vector_norm(shard, dtype=wide)
-        self._square_sums[segment.index] = norm.to(torch.float64).square()
+        self._facts.add(grads)
         final = grads.finalize(
             self._collectives, lambda: f"rank {self.rank}: all_gather of gradients"
         )
-        self._tier.offer_grad(self._local_starts[segment.index], final)
+        self._tier.offer_grad(self._local_starts[grads.segment.index], final)
 
     def _check_scaled(self) -> None:
         if self.config.fp16.enabled and not self._is_scaled:
@@ -378,27 +415,13 @@ class Engine:
 
     def _decide(self) -> None:
         """Agree with all ranks on the gradient norm, its finiteness and the parameters used."""
-        if len(self._square_sums) < len(self._local_starts):
-            # No parameter was used on this rank, or the last backward ran within no_sync.
-            self._flow.end_backward()
-        facts = self._gather_facts()
-        if facts[1] > 0:  # on some rank, gradients came after their unit's reduction
-            self._flow.end_backward()
-            facts = self._gather_facts()
-        used = facts[2:].tolist()
+        self._facts.complete()
+        used = self._facts.used
         self._active = [i for i, p in enumerate(self._pieces) if used[p.param] > 0]
-        self._grad_norm = math.sqrt(float(facts[0])) / self._scaler.scale
-        factor = clip_factor(self._grad_norm, self.config.gradient_clipping)
+        self._grad_norm = self._facts.norm / self._scaler.scale
+        clipped = self._grad_norm * self._clip_factor
+        factor = self._clip_factor * clip_factor(clipped, self.config.gradient_clipping)
         self._grad_scale = factor / self._scaler.scale
-
-    def _gather_facts(self) -> Tensor:
-        """Summed over ranks: squared norm, ranks with unreduced gradients, users per parameter."""
-        facts = torch.zeros(2 + len(self.layout.params), dtype=torch.float64)
-        facts[0] = torch.stack(list(self._square_sums.values())).sum().cpu()
-        facts[1] = float(self._flow.has_unreduced)
-        if self._flow.fired:
-            facts[2 + torch.tensor(sorted(self._flow.fired))] = 1.0
-        return self._control.sum(facts.to(self.device)).cpu()
 
     def _is_finite(self) -> bool:
         assert self._grad_norm is not None
@@ -416,7 +439,7 @@ class Engine:
         self.skipped_steps += 1
         scale = self._scaler.scale
         self._scaler.update(is_overflow=True)
-        where = self._find_nonfinite()
+        where = self._facts.explain_nonfinite()
         _log.warning(
             "step %d skipped on all ranks: the gradient is not finite (%s); loss scale %g -> %g",
             self.global_steps,
@@ -425,26 +448,11 @@ class Engine:
             self._scaler.scale,
         )
 
-    def _find_nonfinite(self) -> str:
-        """Name the parameters whose gradient is not finite, and the ranks that own them."""
-        found: list[str] = []
-        for unit in self._units:
-            for grads in unit.grads:
-                low, _ = grads.segment.shard_range(self.rank)
-                bad = torch.nonzero(~torch.isfinite(grads.grad_shard)).flatten()
-                if bad.numel():
-                    at = int(bad[0]) + low
-                    slot = next((s for s in grads.segment.slots if s.start <= at < s.stop), None)
-                    if slot is not None:
-                        found.append(self.layout.params[slot.param].name)
-        rows = self._control.gather_bytes(", ".join(found[:3]).encode())
-        named = [f"shard of rank {r}: {row.decode()}" for r, row in enumerate(rows) if row]
-        return "; ".join(named) or "no element by itself, their norm overflows"
-
     def _discard_grads(self) -> None:
         self._flow.discard()
         self._tier.discard_grads()
-        self._square_sums.clear()
+        self._facts.clear()
+        self._clip_factor = 1.0
 
     def _end_micro_step(self) -> None:
         self.micro_steps += 1
