@@ -13,6 +13,8 @@ from zero_core.errors import (
     ZeroError,
 )
 from zero_core.layout import Layout
+from zero_core.plan import plan
+from zero_core.plan_result import Plan
 
 __all__ = [
     "CheckpointCorruptError",
@@ -23,10 +25,12 @@ __all__ = [
     "Engine",
     "Layout",
     "MissingPartError",
+    "Plan",
     "RankMismatchError",
     "ZeroError",
     "build",
     "load_config",
+    "plan",
 ]
 
 __version__ = "0.1.0"

@@ -67,6 +67,11 @@ class BufferPool:
         self._free.append(self._all[view.data_ptr()])
 
     @property
+    def buffer_bytes(self) -> int:
+        """Bytes of one buffer."""
+        return self._buffer_bytes
+
+    @property
     def allocated_bytes(self) -> int:
         """Bytes that the pool holds, free or not."""
         return len(self._all) * self._buffer_bytes

@@ -18,7 +18,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-__all__ = ["DeviceTier"]
+__all__ = ["DeviceTier", "optimizer_options", "probe_states"]
 
 MASTER = "master_weight"
 
@@ -64,7 +64,7 @@ class DeviceTier:
         self._numel = numel
         self._device = device
         # Some options count when the optimizer is made, not per group: Adagrad's initial sum.
-        self._options = {k: groups[0][k] for k in _option_names(optimizer_class) if k in groups[0]}
+        self._options = optimizer_options(optimizer_class, groups)
         self._make_optimizer = cast(Callable[..., torch.optim.Optimizer], optimizer_class)
         self._published = _Chunked(params)
         self._masters = _Chunked([(start, _master_of(shard)) for start, shard in params])
@@ -174,16 +174,13 @@ class DeviceTier:
                 state[name] = flat.one(*self._spans[piece])
 
     def _possible_names(self) -> set[str]:
-        """The elementwise states that the optimizer can have, found by a step of its own."""
-        found: set[str] = set()
-        for group in [] if self._optimizer is None else self._optimizer.param_groups:
-            probe = nn.Parameter(torch.zeros(2, device=self._device))
-            probe.grad = torch.zeros_like(probe)
-            optimizer = self._make_optimizer([{**group, "params": [probe]}], **self._options)
-            optimizer.step()
-            state = optimizer.state.get(probe, {})
-            found |= {k for k, v in state.items() if isinstance(v, Tensor) and v.shape == (2,)}
-        return found
+        if self._optimizer is None:
+            return set()
+        return set(
+            probe_states(
+                self._make_optimizer, self._optimizer.param_groups, self._options, self._device
+            )
+        )
 
     def _scaled(self, start: int, factor: float) -> tuple[int, Tensor]:
         """What was offered at ``start``, in the master's dtype, times ``factor``."""
@@ -240,8 +237,30 @@ class DeviceTier:
         return _Chunked([(s, flat[s : s + t.numel()]) for s, t in self._published.chunks])
 
 
-def _option_names(optimizer_class: type[torch.optim.Optimizer]) -> list[str]:
-    return [name for name in inspect.signature(optimizer_class).parameters if name != "params"]
+def optimizer_options(
+    optimizer_class: type[torch.optim.Optimizer], groups: Sequence[Mapping[str, Any]]
+) -> dict[str, Any]:
+    """The first group's settings that the optimizer's constructor takes."""
+    names = [name for name in inspect.signature(optimizer_class).parameters if name != "params"]
+    return {name: groups[0][name] for name in names if name in groups[0]}
+
+
+def probe_states(
+    make_optimizer: Callable[..., torch.optim.Optimizer],
+    groups: Sequence[Mapping[str, Any]],
+    options: Mapping[str, Any],
+    device: torch.device,
+) -> dict[str, torch.dtype]:
+    """The elementwise states that the optimizer can have, found by a step of its own."""
+    found: dict[str, torch.dtype] = {}
+    for group in groups:
+        probe = nn.Parameter(torch.zeros(2, device=device))
+        probe.grad = torch.zeros_like(probe)
+        optimizer = make_optimizer([{**group, "params": [probe]}], **options)
+        optimizer.step()
+        state = optimizer.state.get(probe, {})
+        found |= {k: v.dtype for k, v in state.items() if isinstance(v, Tensor) and v.shape == (2,)}
+    return found
 
 
 def _master_of(shard: Tensor) -> Tensor:

@@ -1,0 +1,114 @@
+"""What `build` and `plan` work out before anything is allocated: units, optimizer, layout."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from zero_core.config import Config
+from zero_core.discovery import Discovered, compute_dtype, discover
+from zero_core.errors import ConfigError
+from zero_core.layout import Layout, ParamSpec
+from zero_core.optimizer import check_elementwise, make_optimizer
+
+__all__ = ["Blueprint"]
+
+
+@dataclass(frozen=True)
+class Blueprint:
+    """A model, taken apart for one world size.
+
+    Attributes:
+        found: its parameters and units.
+        layout: where every element lives.
+        optimizer: the one that was given, or the configuration's, over the model's parameters.
+        group_of: the optimizer group of each trainable parameter, by the parameter's number.
+    """
+
+    found: Discovered
+    layout: Layout
+    optimizer: torch.optim.Optimizer
+    group_of: dict[int, int]
+
+    @classmethod
+    def draw(
+        cls,
+        model: nn.Module,
+        config: Config,
+        world_size: int,
+        optimizer: torch.optim.Optimizer | None = None,
+    ) -> Blueprint:
+        """Take ``model`` apart; it may be on the meta device, and is not changed.
+
+        Raises:
+            ConfigError: there is no optimizer, or it does not fit the model.
+        """
+        found = discover(model)
+        if optimizer is None:
+            optimizer = _optimizer_of(config, found)
+        specs, group_of = _describe(found, optimizer, config)
+        units = [(name, members) for name, _, members in found.units]
+        return cls(found, Layout.build(specs, units, world_size), optimizer, group_of)
+
+    @property
+    def groups(self) -> list[dict[str, Any]]:
+        """The optimizer's groups without their parameters."""
+        return [
+            {k: v for k, v in group.items() if k != "params"}
+            for group in self.optimizer.param_groups
+        ]
+
+
+def _optimizer_of(config: Config, found: Discovered) -> torch.optim.Optimizer:
+    if config.optimizer is None:
+        raise ConfigError(
+            "no optimizer: give one in the configuration ('optimizer': {'type': 'AdamW', "
+            "'params': {'lr': ...}}) or pass optimizer=... to build()"
+        )
+    trainable = [p for p in found.params if p.requires_grad]
+    if not trainable:
+        raise ConfigError("the model has no parameter that requires a gradient")
+    return make_optimizer(config.optimizer, trainable)
+
+
+def _describe(
+    found: Discovered, optimizer: torch.optim.Optimizer, config: Config
+) -> tuple[list[ParamSpec], dict[int, int]]:
+    """Every parameter's description, and the optimizer group of each trainable one by number."""
+    # Adagrad has state from the start; its count of steps tells.
+    if any(float(state.get("step", 1)) > 0 for state in optimizer.state.values()):
+        raise ConfigError(
+            "the optimizer has already stepped: build the engine first, or load its state from "
+            "a checkpoint of the engine"
+        )
+    check_elementwise(type(optimizer))
+    number_of = {id(p): n for n, p in enumerate(found.params)}
+    group_of: dict[int, int] = {}
+    for index, group in enumerate(optimizer.param_groups):
+        for param in group["params"]:
+            if id(param) not in number_of:
+                raise ConfigError(
+                    f"optimizer group {index} holds a parameter of shape {tuple(param.shape)} "
+                    "that is not in the model: make the optimizer from model.parameters()"
+                )
+            group_of[number_of[id(param)]] = index
+    specs = []
+    for number, (param, names) in enumerate(zip(found.params, found.names, strict=True)):
+        if param.requires_grad and number not in group_of:
+            raise ConfigError(
+                f"parameter {names[0]} requires a gradient but is in no optimizer group: add it, "
+                "or freeze it with requires_grad_(False)"
+            )
+        specs.append(
+            ParamSpec(
+                name=names[0],
+                shape=tuple(param.shape),
+                dtype=compute_dtype(param, config.compute_dtype),
+                is_trainable=param.requires_grad,
+                aliases=names[1:],
+            )
+        )
+    return specs, {n: g for n, g in group_of.items() if specs[n].is_trainable}

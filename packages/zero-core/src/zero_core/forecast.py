@@ -1,0 +1,268 @@
+"""How much memory a configuration takes and how much it sends, worked out on the meta device.
+
+[Note: where the numbers come from]
+Parameters, gradients and pools: `zero_core.memory` itself, run on the meta device. Master weights
+and states: the tier's own rules over the same layout; which states there are, the optimizer tells
+by a step on two elements. Traffic: the calls that `zero_core.flow` makes in a step, over the
+same segments. Activations: what autograd saves in a forward on the meta device.
+
+What zero-offload and zero-comm keep and send is stated here once more, as closed forms, so that
+a plan can recommend a package that is not installed; the integration tests hold these forms
+against the packages.
+
+All byte counts are per rank. The rank planned for is rank 0; all ranks are alike but for padding.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from zero_core.blueprint import Blueprint
+from zero_core.config import Config
+from zero_core.discovery import compute_dtype
+from zero_core.errors import ConfigError
+from zero_core.layout import Segment
+from zero_core.memory import Memory, accumulated_dtype, communicated_dtype
+from zero_core.tier import optimizer_options, probe_states
+
+__all__ = ["Forecast", "MemoryUse", "buffer_bytes", "quantized_bytes", "trace_activations"]
+
+_META, _CPU = torch.device("meta"), torch.device("cpu")
+_WIDE = (torch.float32, torch.float64)
+
+
+@dataclass(frozen=True)
+class MemoryUse:
+    """Bytes of one rank by kind.
+
+    Attributes:
+        device: bytes on the compute device.
+        host: bytes of host memory that the rank takes besides.
+    """
+
+    device: Mapping[str, int]
+    host: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def device_bytes(self) -> int:
+        """Bytes on the compute device in all."""
+        return sum(self.device.values())
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of host memory in all."""
+        return sum(self.host.values())
+
+
+class Forecast:
+    """One configuration's bytes per rank, for any ratio of its optimizer state on the host."""
+
+    def __init__(
+        self,
+        drawn: Blueprint,
+        config: Config,
+        *,
+        is_accelerated: bool,
+        other_bytes: Mapping[str, int],
+    ) -> None:
+        """Lay everything out on the meta device.
+
+        Args:
+            drawn: the model taken apart.
+            config: the resolved configuration.
+            is_accelerated: whether the compute device is another one than the host.
+            other_bytes: device bytes that no configuration changes (model buffers, activations).
+        """
+        self._layout = drawn.layout
+        self._config = config
+        self._is_accelerated = is_accelerated
+        memory = Memory(drawn.found, drawn.layout, config, rank=0, device=_META)
+        self.stage = memory.stage
+        self._spans = _spans(memory)
+        self._numel = drawn.layout.local_numel(is_sharded=memory.has_sharded_state)
+        self._state_bytes = _state_bytes_per_element(drawn)
+        self._fixed = {
+            **memory.expected_report(),
+            "exchange buffers": self._exchange_bytes(),
+            "micro-step gradient": self._further_shard_bytes(),
+            "parameter gradient": self._largest_gradient_bytes(),
+            "quantized weights": self._quantized_bytes(),
+            **other_bytes,
+        }
+
+    def memory(self, ratio: float) -> MemoryUse:
+        """Bytes by kind with the first ``ratio`` of the optimizer state on the host."""
+        cut = round(ratio * self._numel)
+        device = {
+            **self._fixed,
+            "master weights": self._device_master_bytes(cut),
+            "optimizer states": (self._numel - cut) * self._state_bytes,
+        }
+        return MemoryUse(_without_zeros(device), _without_zeros(self._host_bytes(cut)))
+
+    def _device_master_bytes(self, cut: int) -> int:
+        rest = [(low, high, s) for low, high, s in self._overlaps(cut, self._numel)]
+        if self._is_accelerated or (cut == 0 and not self._is_offloaded):
+            return sum((high - low) * 4 for low, high, s in rest if s.dtype not in _WIDE)
+        # zero-offload's own tier on a CPU keeps masters of all or of none of its elements.
+        width = self._master_itemsize(rest)
+        needs_copy = any(s.dtype.itemsize != width for _, _, s in rest)
+        return (self._numel - cut) * width if needs_copy else 0
+
+    @property
+    def _is_offloaded(self) -> bool:
+        return self._config.zero_optimization.offload_optimizer.device != "none"
+
+    def _host_bytes(self, cut: int) -> dict[str, int]:
+        part = self._overlaps(0, cut)
+        grads = {accumulated_dtype(s, self._config) for _, _, s in part}
+        staged = {s.dtype for _, _, s in part} if self._is_accelerated else set()
+        return {
+            "master weights": cut * self._master_itemsize(part),
+            "optimizer states": cut * self._state_bytes,
+            "gradient copies": cut * sum(dtype.itemsize for dtype in grads),
+            "parameter copies": cut * sum(dtype.itemsize for dtype in staged),
+        }
+
+    def host_link_bytes(self, ratio: float) -> tuple[int, int]:
+        """Bytes per step to the host (gradients) and back (parameters)."""
+        part = self._overlaps(0, round(ratio * self._numel))
+        down = sum((b - a) * accumulated_dtype(s, self._config).itemsize for a, b, s in part)
+        return down, sum((b - a) * s.dtype.itemsize for a, b, s in part)
+
+    def _overlaps(self, start: int, stop: int) -> list[tuple[int, int, Segment]]:
+        clipped = [(max(low, start), min(high, stop), s) for low, high, s in self._spans]
+        return [(low, high, s) for low, high, s in clipped if low < high]
+
+    def _master_itemsize(self, part: Sequence[tuple[int, int, Segment]]) -> int:
+        return 8 if any(s.dtype == torch.float64 for _, _, s in part) else 4
+
+    def _exchange_bytes(self) -> int:
+        """What the collectives receive into, kept for each size; a unit's segments at once."""
+        if self._layout.world_size == 1:
+            return 0
+        largest: Counter[tuple[int, torch.dtype]] = Counter()
+        for unit in self._layout.units:
+            trainable = [s for s in unit.segments if s.is_trainable]
+            largest |= Counter(
+                (s.padded_numel, communicated_dtype(s, self._config)) for s in trainable
+            )
+        return sum(n * numel * dtype.itemsize for (numel, dtype), n in largest.items())
+
+    def _further_shard_bytes(self) -> int:
+        """From the second micro-step on, a unit is reduced beside the shard that it is added to."""
+        if self._layout.world_size == 1 or self._config.gradient_accumulation_steps == 1:
+            return 0
+        units: Counter[int] = Counter()
+        for s in self._layout.segments:
+            if s.is_trainable:
+                units[s.unit] += s.shard_numel * accumulated_dtype(s, self._config).itemsize
+        return max(units.values(), default=0)
+
+    def _largest_gradient_bytes(self) -> int:
+        """Autograd's own gradient of a parameter, until it is moved into its unit's."""
+        params = (p for p in self._layout.params if p.is_trainable)
+        return max((p.numel * p.dtype.itemsize for p in params), default=0)
+
+    def _quantized_bytes(self) -> int:
+        """qwZ keeps each shard's quantized bytes, and a gathered unit's while it arrives."""
+        parts = [(s, quantized_bytes(s, self._config)) for s in self._layout.segments]
+        kept = [(s, n) for s, n in parts if n is not None and self.stage == 3]
+        if not kept:
+            return 0
+        arriving: Counter[int] = Counter()  # one unit at a time
+        for segment, nbytes in kept:
+            arriving[segment.unit] += nbytes * segment.world_size
+        return sum(n for _, n in kept) + max(arriving.values())
+
+
+def _spans(memory: Memory) -> list[tuple[int, int, Segment]]:
+    """Each trainable segment's part of the local flat space."""
+    return [(*v.local_span, v.segment) for v in memory.values if v.local_span is not None]
+
+
+def _state_bytes_per_element(drawn: Blueprint) -> int:
+    kind = type(drawn.optimizer)
+    make = cast(Any, kind)
+    states = probe_states(make, drawn.groups, optimizer_options(kind, drawn.groups), _CPU)
+    return sum(dtype.itemsize for dtype in states.values())
+
+
+def _without_zeros(kinds: Mapping[str, int]) -> dict[str, int]:
+    return {kind: nbytes for kind, nbytes in kinds.items() if nbytes}
+
+
+def quantized_bytes(segment: Segment, config: Config) -> int | None:
+    """Bytes of a shard on its way to the others with qwZ; None where it travels as it is.
+
+    zero-comm's 8-bit format: blocks of 256 codes and a 16-bit maximum, in all a multiple of 16.
+    """
+    if not config.zero_optimization.zero_quantized_weights or not segment.dtype.is_floating_point:
+        return None
+    nbytes = -(-(-(-segment.shard_numel // 256) * 258) // 16) * 16
+    return nbytes if nbytes < segment.shard_numel * segment.dtype.itemsize else None
+
+
+def buffer_bytes(model: nn.Module, config: Config) -> int:
+    """Bytes of the model's buffers (`register_buffer`) once the engine has cast them."""
+    buffers = (b for module in model.modules() for b in module._buffers.values() if b is not None)
+    return sum(b.numel() * compute_dtype(b, config.compute_dtype).itemsize for b in buffers)
+
+
+def trace_activations(
+    model: nn.Module, config: Config, inputs: Mapping[str, Any] | Sequence[Any]
+) -> int:
+    """Bytes that autograd saves for backward in one forward, parameters and buffers not counted.
+
+    The forward runs on the meta device, in the compute dtype, in the model's current mode
+    (train or eval); the model is not changed.
+
+    Args:
+        model: the module, on any device.
+        config: the resolved configuration.
+        inputs: keyword or positional arguments of one micro-batch; tensors on any device.
+
+    Raises:
+        ConfigError: the forward does not run on the meta device.
+    """
+
+    def to_meta(value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        meta = torch.empty_like(
+            value, dtype=compute_dtype(value, config.compute_dtype), device=_META
+        )
+        return meta.requires_grad_(value.requires_grad)
+
+    own = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    values = {name: to_meta(tensor) for name, tensor in own.items()}
+    known = {_storage_key(t) for t in values.values()}
+    saved: dict[int, torch.UntypedStorage] = {}  # alive, so that no address comes twice
+
+    def pack(tensor: Tensor) -> Tensor:
+        if _storage_key(tensor) not in known:
+            saved[_storage_key(tensor)] = tensor.untyped_storage()
+        return tensor
+
+    args, kwargs = ((), dict(inputs)) if isinstance(inputs, Mapping) else (tuple(inputs), {})
+    args, kwargs = torch.utils._pytree.tree_map(to_meta, (args, kwargs))
+    try:
+        with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+            torch.func.functional_call(model, values, args, kwargs)
+    except (RuntimeError, NotImplementedError, TypeError, ValueError) as error:
+        raise ConfigError(
+            f"the model's forward does not run on the meta device ({error}): plan without "
+            "example_inputs, and add the activations yourself"
+        ) from error
+    return sum(storage.nbytes() for storage in saved.values())
+
+
+def _storage_key(tensor: Tensor) -> int:
+    # Meta tensors have no address; their storage object has one.
+    return int(tensor.untyped_storage()._cdata)

@@ -1,0 +1,240 @@
+"""Everything that an engine allocates for itself, once: see zero_core.arena for the two kinds.
+
+On the meta device the same code allocates nothing and still knows every size: that is how
+`zero_core.plan` counts bytes.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+
+import torch
+from torch import Tensor, nn
+
+from zero_core.arena import Arena, BufferPool
+from zero_core.config import DTYPES, Config
+from zero_core.discovery import Discovered
+from zero_core.layout import Layout, Segment
+from zero_core.unit import SegmentGrads, SegmentValues, Unit
+
+__all__ = ["Memory", "accumulated_dtype", "communicated_dtype"]
+
+
+class Memory:
+    """Everything that is allocated, once: see zero_core.arena."""
+
+    def __init__(
+        self,
+        found: Discovered,
+        layout: Layout,
+        config: Config,
+        *,
+        rank: int,
+        device: torch.device,
+    ) -> None:
+        """Allocate for ``rank`` on ``device``; the model's parameters stay as they are."""
+        self._has_peers = layout.world_size > 1
+        self.stage = config.zero_optimization.stage if self._has_peers else 0
+        """The stage that makes a difference: one rank has nothing to shard."""
+        self.has_sharded_state = self.stage >= 1
+        self._keeps_full_grads = self._has_peers and self.stage < 2
+        self._has_full_update = self._has_peers and self.stage == 0
+        self.has_sharded_params = self.stage >= 3
+        self._config = config
+        self._rank = rank
+        self._arena = Arena(device)
+        self._found = found
+        self._layout = layout
+        self._pools: list[tuple[str, BufferPool, int]] = []
+        values = self._allocate_values(device)
+        grads = self._allocate_grads(device)
+        self.values = values
+        starts = layout.local_starts(is_sharded=self.has_sharded_state)
+        for index, start in starts.items():
+            low, high = layout.state_range(
+                layout.segments[index], rank, is_sharded=self.has_sharded_state
+            )
+            values[index].local_span = (start, start + high - low)
+        self.units = [
+            Unit(
+                unit.index,
+                unit.name,
+                [values[s.index] for s in unit.segments],
+                [grads[s.index] for s in unit.segments if s.is_trainable],
+            )
+            for unit in layout.units
+        ]
+
+    def published(self) -> list[tuple[int, Tensor]]:
+        """Where the state tier writes new values, by start in the local flat space."""
+        found = []
+        for values in self.values:
+            if values.local_span is not None:
+                tensor = values.shard if self.has_sharded_state else values.full
+                assert tensor is not None
+                found.append((values.local_span[0], tensor))
+        return found
+
+    def report(self) -> dict[str, int]:
+        """Bytes by kind, on this rank, state tier not counted."""
+        return self._report(lambda pool, expected: pool.allocated_bytes)
+
+    def expected_report(self) -> dict[str, int]:
+        """What `report` says after steps in which units ran in the order of the module tree.
+
+        Two units are there at once: one in use and the next one arriving, or one whose gradients
+        come in and the last one under reduction. The root's segments are there all the time.
+        """
+        return self._report(lambda pool, expected: expected * pool.buffer_bytes)
+
+    def _report(self, nbytes: Callable[[BufferPool, int], int]) -> dict[str, int]:
+        report = self._arena.report()
+        for kind, pool, expected in self._pools:
+            report[kind] = report.get(kind, 0) + nbytes(pool, expected)
+        return report
+
+    def _params_of(self, segment: Segment) -> list[nn.Parameter]:
+        return [self._found.params[slot.param] for slot in segment.slots]
+
+    def _pool(
+        self,
+        kind: str,
+        nbytes: Sequence[int],
+        users: Sequence[Segment],
+        device: torch.device,
+    ) -> BufferPool:
+        """A pool for requests of ``nbytes``, of which ``users`` are going to make some."""
+        pool = BufferPool(device, max(nbytes, default=0))
+        self._pools.append((kind, pool, _num_at_once(users)))
+        return pool
+
+    def _split(self, segments: Sequence[Segment]) -> list[list[Segment]]:
+        """Segments of the root and of the blocks: their buffers live differently long."""
+        return [[s for s in segments if s.unit == 0], [s for s in segments if s.unit != 0]]
+
+    def _allocate_values(self, device: torch.device) -> list[SegmentValues]:
+        segments = self._layout.segments
+        shards: dict[int, Tensor] = {}
+        fulls: dict[int, Tensor] = {}
+        for dtype in dict.fromkeys(s.dtype for s in segments):
+            same = [s for s in segments if s.dtype == dtype]
+            if self.has_sharded_params:
+                sizes = [s.shard_numel for s in same]
+                parts = self._arena.allocate("parameters", dtype, sizes)
+                shards |= {s.index: t for s, t in zip(same, parts, strict=True)}
+            else:
+                sizes = [s.padded_numel for s in same]
+                parts = self._arena.allocate("parameters", dtype, sizes)
+                for s, t in zip(same, parts, strict=True):
+                    low, high = s.shard_range(self._rank)
+                    shards[s.index], fulls[s.index] = t[low:high], t
+        pools = [
+            self._pool(
+                "gathered units",
+                [s.padded_numel * s.dtype.itemsize for s in part],
+                part if self.has_sharded_params else [],
+                device,
+            )
+            for part in self._split(segments)
+        ]
+        return [
+            SegmentValues(
+                s,
+                self._params_of(s),
+                rank=self._rank,
+                shard=shards[s.index],
+                full=fulls.get(s.index),
+                pool=pools[min(s.unit, 1)],
+                has_remote_updates=self.has_sharded_state and s.is_trainable,
+            )
+            for s in segments
+        ]
+
+    def _allocate_grads(self, device: torch.device) -> dict[int, SegmentGrads]:
+        segments = [s for s in self._layout.segments if s.is_trainable]
+        shards = self._by_dtype("gradient shards", segments, self._accumulated, is_full=False)
+        kept: dict[int, Tensor] = {}
+        final: dict[int, Tensor] = {}
+        if self._keeps_full_grads:
+            kept = self._by_dtype("gradients", segments, self._communicated, is_full=True)
+        if self._has_full_update:
+            # A reduction leaves the kept gradients free: they hold the sum, if it fits.
+            final = {i: t for i, t in kept.items() if t.dtype == shards[i].dtype}
+            rest = [s for s in segments if s.index not in final]
+            final |= self._by_dtype("gradients", rest, self._accumulated, is_full=True)
+        dtypes = {self._communicated(s) for s in segments} | {
+            self._accumulated(s) for s in segments
+        }
+        pools = [
+            {
+                dtype: self._pool(
+                    "gradients under way",
+                    [s.padded_numel * dtype.itemsize for s in part],
+                    [s for s in part if self._is_pooled(s, dtype)],
+                    device,
+                )
+                for dtype in dtypes
+            }
+            for part in self._split(segments)
+        ]
+        return {
+            s.index: SegmentGrads(
+                s,
+                self._params_of(s),
+                grad_shard=shards[s.index],
+                kept_full_grad=kept.get(s.index),
+                final_grad=final.get(s.index),
+                pools=pools[min(s.unit, 1)],
+                communication_dtype=self._communicated(s),
+            )
+            for s in segments
+        }
+
+    def _by_dtype(
+        self,
+        kind: str,
+        segments: Sequence[Segment],
+        dtype_of: Callable[[Segment], torch.dtype],
+        *,
+        is_full: bool,
+    ) -> dict[int, Tensor]:
+        found: dict[int, Tensor] = {}
+        for dtype in dict.fromkeys(dtype_of(s) for s in segments):
+            same = [s for s in segments if dtype_of(s) == dtype]
+            sizes = [s.padded_numel if is_full else s.shard_numel for s in same]
+            for s, t in zip(same, self._arena.allocate(kind, dtype, sizes), strict=True):
+                found[s.index] = t
+        return found
+
+    def _is_pooled(self, segment: Segment, dtype: torch.dtype) -> bool:
+        """Whether each backward takes a buffer of ``dtype`` for the segment's gradients."""
+        is_pooled = self._has_peers and not self._keeps_full_grads
+        return is_pooled and self._communicated(segment) == dtype
+
+    def _communicated(self, segment: Segment) -> torch.dtype:
+        return communicated_dtype(segment, self._config)
+
+    def _accumulated(self, segment: Segment) -> torch.dtype:
+        return accumulated_dtype(segment, self._config)
+
+
+def communicated_dtype(segment: Segment, config: Config) -> torch.dtype:
+    """What the segment's gradients are reduced in."""
+    name = config.communication_data_type
+    return segment.dtype if name is None else DTYPES[name]
+
+
+def accumulated_dtype(segment: Segment, config: Config) -> torch.dtype:
+    """What the segment's reduced gradients add up in."""
+    name = config.data_types.grad_accum_dtype
+    if name is not None:
+        return DTYPES[name]
+    return torch.float64 if segment.dtype == torch.float64 else torch.float32
+
+
+def _num_at_once(segments: Sequence[Segment]) -> int:
+    """Most segments of two units that follow each other; of the one unit, if there is but one."""
+    counts = list(Counter(s.unit for s in segments).values())
+    return max(map(sum, pairwise(counts)), default=sum(counts))

@@ -1,0 +1,273 @@
+"""What a training run will take, before anything is allocated; and the smallest change that fits.
+
+    plan = zero_core.plan(model_on_meta, "zero.json", 64, device_memory=24 * 10**9)
+    print(plan.advice)   # "does not fit as configured ...; stage 3 with ratio 0.37 fits"
+
+[Note: choices]
+A choice is a stage and a ratio: the share of the optimizer state that the host holds and updates
+(`zero_optimization.offload_optimizer.ratio`; 0 is no offload). A change is small if the step stays
+fast: raising the stage comes before moving optimizer state to the host, and of two stages the one
+that needs less of it there; a stage is never lowered.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from zero_core.blueprint import Blueprint
+from zero_core.config import Config, load_config
+from zero_core.errors import ConfigError, MissingPartError
+from zero_core.forecast import Forecast, MemoryUse, buffer_bytes, trace_activations
+from zero_core.plan_result import Choice, Plan, format_bytes
+from zero_core.traffic import Links, step_traffic
+
+__all__ = ["plan"]
+
+GPUS_PER_NODE = 8
+"""Ranks per node unless they are given."""
+PERCENT = 100
+
+
+def plan(
+    model: Any,
+    config: Mapping[str, Any] | str | Path,
+    world_size: int,
+    *,
+    device_memory: int | None = None,
+    host_memory: int | None = None,
+    ranks_per_node: int | None = None,
+    example_inputs: Mapping[str, Any] | Sequence[Any] | None = None,
+    device_type: Literal["accelerator", "cpu"] = "accelerator",
+) -> Plan:
+    """Work out what `build` and a training step would take. Nothing is allocated.
+
+    Bytes of long-lived memory are exact: they come from the code that allocates it. Not counted are
+    temporaries within an operation or an optimizer's step, and what torch, the
+    communication library and the allocator keep for themselves.
+
+    Args:
+        model: a module on any device, best on the meta device; or a Hugging Face configuration
+            (an object, or what its ``config.json`` holds), of which the model is made there.
+        config: the engine's configuration, or the path of its JSON file.
+        world_size: number of data-parallel ranks.
+        device_memory: bytes of one rank's device; None does not limit it.
+        host_memory: bytes of one node's memory, shared by its ranks; None does not limit it.
+        ranks_per_node: ranks of one node; 8 unless given, or all if they are fewer.
+        example_inputs: arguments of one micro-batch's forward, on any device; with them, the
+            activations that autograd saves are counted.
+        device_type: "accelerator", or "cpu" where parameters lie in host memory too: the sum
+            of both is then held against ``host_memory``.
+
+    Raises:
+        ConfigError: an argument or the configuration is wrong, or does not fit the model.
+        MissingPartError: a Hugging Face configuration without transformers.
+    """
+    machine = _Machine.check(world_size, ranks_per_node, device_memory, host_memory, device_type)
+    resolved = load_config(config, world_size=world_size)
+    module = model if isinstance(model, nn.Module) else _model_of(model)
+    other = {"model buffers": buffer_bytes(module, resolved)}
+    if example_inputs is not None:
+        other["activations"] = trace_activations(module, resolved, example_inputs)
+    drawn = Blueprint.draw(module, resolved, world_size)
+    return _Planner(drawn, resolved, machine, other).make()
+
+
+@dataclass(frozen=True)
+class _Machine:
+    """What the run is to fit into."""
+
+    world_size: int
+    ranks_per_node: int
+    device_memory: int | None
+    host_memory: int | None
+    is_accelerated: bool
+
+    @classmethod
+    def check(
+        cls,
+        world_size: int,
+        ranks_per_node: int | None,
+        device_memory: int | None,
+        host_memory: int | None,
+        device_type: str,
+    ) -> _Machine:
+        per_node = min(world_size, GPUS_PER_NODE) if ranks_per_node is None else ranks_per_node
+        if world_size < 1:
+            raise ConfigError(f"world_size = {world_size}: must be at least 1")
+        if per_node < 1 or world_size % per_node:
+            raise ConfigError(
+                f"ranks_per_node = {per_node}: must divide world_size = {world_size}; "
+                "give the number of ranks that share a node"
+            )
+        for name, value in (("device_memory", device_memory), ("host_memory", host_memory)):
+            if value is not None and value <= 0:
+                raise ConfigError(f"{name} = {value}: must be a positive number of bytes")
+        if device_type not in ("accelerator", "cpu"):
+            raise ConfigError(f"device_type = {device_type!r}: must be 'accelerator' or 'cpu'")
+        if device_type == "cpu" and device_memory is not None:
+            raise ConfigError("device_memory with device_type 'cpu': give host_memory alone")
+        return cls(world_size, per_node, device_memory, host_memory, device_type != "cpu")
+
+    def has_room(self, use: MemoryUse) -> bool:
+        """Whether a rank's bytes fit, its node's other ranks taking as much."""
+        if self.device_memory is not None and use.device_bytes > self.device_memory:
+            return False
+        host = use.host_bytes + (0 if self.is_accelerated else use.device_bytes)
+        return self.host_memory is None or host * self.ranks_per_node <= self.host_memory
+
+
+class _Planner:
+    """Forecasts of every stage, and the choice among them; see [Note: choices]."""
+
+    def __init__(
+        self, drawn: Blueprint, config: Config, machine: _Machine, other: Mapping[str, int]
+    ) -> None:
+        self._drawn = drawn
+        self._config = config
+        self._machine = machine
+        stages = range(4) if machine.world_size > 1 else [config.zero_optimization.stage]
+        self._forecasts = {
+            stage: Forecast(
+                drawn,
+                _at_stage(config, stage),
+                is_accelerated=machine.is_accelerated,
+                other_bytes=other,
+            )
+            for stage in stages
+        }
+        offload = config.zero_optimization.offload_optimizer
+        self._stage = config.zero_optimization.stage
+        self._ratio = offload.ratio if offload.device == "cpu" else 0.0
+
+    def make(self) -> Plan:
+        """The plan."""
+        layout, machine = self._drawn.layout, self._machine
+        forecast = self._forecasts[self._stage]
+        configured = self._choice(self._stage, self._ratio)
+        least = [c for c in map(self._least_offload, self._forecasts) if c is not None]
+        best = configured if configured.is_fitting else self._smallest_change(least)
+        links = Links(machine.world_size, machine.ranks_per_node, machine.is_accelerated)
+        link_bytes = forecast.host_link_bytes(self._ratio) if machine.is_accelerated else (0, 0)
+        ends = [self._choice(stage, ratio) for stage in self._forecasts for ratio in (0.0, 1.0)]
+        choices = {(c.stage, c.ratio): c for c in [*ends, *least, configured]}
+        return Plan(
+            world_size=machine.world_size,
+            ranks_per_node=machine.ranks_per_node,
+            num_parameters=sum(p.numel for p in layout.params),
+            num_trainable=sum(p.numel for p in layout.params if p.is_trainable),
+            configured=configured,
+            memory=forecast.memory(self._ratio),
+            traffic=step_traffic(layout, self._config, forecast.stage, links, link_bytes),
+            choices=tuple(choices[key] for key in sorted(choices)),
+            best=best,
+            advice=self._advice(configured, best, list(choices.values())),
+            device_memory=machine.device_memory,
+            host_memory=machine.host_memory,
+        )
+
+    def _choice(self, stage: int, ratio: float) -> Choice:
+        use = self._forecasts[stage].memory(ratio)
+        return Choice(stage, ratio, use.device_bytes, use.host_bytes, self._machine.has_room(use))
+
+    def _least_offload(self, stage: int) -> Choice | None:
+        """The smallest ratio, in hundredths, with which ``stage`` fits; found by bisection."""
+        ratios = [percent / PERCENT for percent in range(PERCENT + 1)]
+        if not self._machine.is_accelerated:
+            ratios = ratios[:1]  # moving state from host memory to host memory helps nobody
+        limit = self._machine.device_memory
+        low, high = 0, len(ratios) - 1
+        while low < high:  # device bytes fall as the ratio grows
+            middle = (low + high) // 2
+            if limit is None or self._choice(stage, ratios[middle]).device_bytes <= limit:
+                high = middle
+            else:
+                low = middle + 1
+        choice = self._choice(stage, ratios[low])
+        return choice if choice.is_fitting else None
+
+    def _smallest_change(self, fitting: Sequence[Choice]) -> Choice | None:
+        allowed = [c for c in fitting if c.stage >= self._stage]
+        return min(allowed, key=lambda c: (c.ratio, c.stage), default=None)
+
+    def _advice(self, configured: Choice, best: Choice | None, choices: Sequence[Choice]) -> str:
+        machine = self._machine
+        limits = _limits(machine)
+        if not limits:
+            return f"{configured} takes {_needs(configured)}; no memory was given to fit it into"
+        if best is configured:
+            return f"{configured} fits {limits} as configured: {_needs(best)}"
+        if best is not None:
+            change = str(best).replace("stage", "Stage")
+            return (
+                f"{configured} does not fit {limits}: {_needs(configured)}. "
+                f"{change} fits: {_needs(best)}"
+            )
+        smallest = min(choices, key=lambda c: (c.device_bytes, c.host_bytes))
+        return (
+            f"nothing fits {limits}: {configured} takes {_needs(configured)}; the least device "
+            f"memory of any choice is {_needs(smallest)} ({smallest}). Use more ranks, a smaller "
+            "micro-batch or activation checkpointing"
+        )
+
+
+def _needs(choice: Choice) -> str:
+    device, host = format_bytes(choice.device_bytes), format_bytes(choice.host_bytes)
+    return f"{device} on the device" + (
+        f" and {host} on the host per rank" if choice.host_bytes else ""
+    )
+
+
+def _limits(machine: _Machine) -> str:
+    found = []
+    if machine.device_memory is not None:
+        found.append(f"{format_bytes(machine.device_memory)} of device memory")
+    if machine.host_memory is not None:
+        found.append(
+            f"{format_bytes(machine.host_memory)} of host memory for {machine.ranks_per_node} ranks"
+        )
+    return " and ".join(found)
+
+
+def _at_stage(config: Config, stage: int) -> Config:
+    """The configuration at another stage, without what that stage does not serve."""
+    zero = config.zero_optimization
+    changes = {
+        "stage": stage,
+        "zero_quantized_weights": zero.zero_quantized_weights and stage == 3,
+    }
+    return config.model_copy(update={"zero_optimization": zero.model_copy(update=changes)})
+
+
+def _model_of(config: Any) -> nn.Module:
+    """The causal language model of a Hugging Face configuration, or its bare model, on meta."""
+    is_config = isinstance(config, Mapping) or hasattr(config, "model_type")
+    if not is_config:
+        raise ConfigError(
+            f"model: expected a torch module or a Hugging Face configuration, found "
+            f"{type(config).__name__}"
+        )
+    try:
+        transformers: Any = importlib.import_module("transformers")
+    except ImportError as error:
+        raise MissingPartError(
+            "a plan from a Hugging Face configuration needs the package transformers, which is "
+            "not installed: pip install transformers; or pass the model itself, made within "
+            "torch.device('meta')"
+        ) from error
+    try:
+        if isinstance(config, Mapping):
+            config = transformers.AutoConfig.for_model(**config)
+        is_causal = type(config) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING
+        kind = transformers.AutoModelForCausalLM if is_causal else transformers.AutoModel
+        with torch.device("meta"):
+            module: nn.Module = kind.from_config(config)
+    except (ValueError, TypeError, KeyError) as error:
+        raise ConfigError(f"model: transformers cannot make it: {error}") from error
+    return module.train()

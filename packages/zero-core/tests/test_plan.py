@@ -1,0 +1,420 @@
+"""A plan against what a real engine allocates and sends, and against ZeRO's closed forms."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import zero_core
+from zero_core import ConfigError, MissingPartError
+from zero_core.plan_result import format_bytes
+from zero_core.protocols import Collectives, Work
+from zero_core.testing import batch, make_model, spawn
+from zero_core.traffic import Traffic
+
+VOCAB, WIDTH = 53, 24
+
+
+class Block(nn.Module):
+    def __init__(self, width: int, factor: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up = nn.Linear(width, factor * width)
+        self.down = nn.Linear(factor * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = x + self.down(nn.functional.gelu(self.up(self.norm(x))))
+        return y
+
+
+class Plain(nn.Module):
+    """Uneven blocks, one of them frozen, a tied head, a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCAB, WIDTH)
+        self.blocks = nn.ModuleList(Block(WIDTH, factor) for factor in (2, 5, 3, 4))
+        self.head = nn.Linear(WIDTH, VOCAB, bias=False)
+        self.head.weight = self.embed.weight
+        self.blocks[1].requires_grad_(False)
+        self.register_buffer("shift", torch.zeros(WIDTH))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids) + self.shift
+        for block in self.blocks:
+            x = block(x)
+        return nn.functional.cross_entropy(self.head(x).flatten(0, 1).float(), ids.flatten())
+
+
+def make_config(stage: int = 0, dtype: str = "fp32", **further: Any) -> dict[str, Any]:
+    return {
+        "train_micro_batch_size_per_gpu": 2,
+        "bf16": {"enabled": dtype == "bf16"},
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+        "zero_optimization": {"stage": stage},
+        **further,
+    }
+
+
+CONFIGS = [
+    *[make_config(stage, dtype) for stage in range(4) for dtype in ("fp32", "bf16")],
+    *[make_config(stage, "bf16", gradient_accumulation_steps=2) for stage in range(4)],
+    *[make_config(stage, "bf16", communication_data_type="fp32") for stage in (0, 1, 2)],
+    make_config(2, "bf16", data_types={"grad_accum_dtype": "bf16"}),
+    make_config(3, optimizer={"type": "SGD", "params": {"lr": 1e-3, "momentum": 0.9}}),
+    make_config(3, "bf16", optimizer={"type": "SGD", "params": {"lr": 1e-3}}),
+]
+
+
+PASSING = {"parameter gradient", "micro-step gradient"}  # freed before a step ends
+
+
+@dataclass
+class Counting:
+    """The engine's own collectives, and what they were asked to send."""
+
+    native: Collectives
+    world_size: int
+    sent: dict[str, int]
+    calls: dict[str, int]
+
+    def _count(self, kind: str, shard_bytes: int) -> None:
+        self.sent[kind] = self.sent.get(kind, 0) + (self.world_size - 1) * shard_bytes
+        self.calls[kind] = self.calls.get(kind, 0) + 1
+
+    def all_gather(
+        self, out: Tensor, shard: Tensor, *, unit: int, version: int, backward: bool
+    ) -> Work:
+        content = "gradients" if version < 0 else "parameters"
+        self._count(f"all_gather of {content}", shard.nbytes)
+        return self.native.all_gather(out, shard, unit=unit, version=version, backward=backward)
+
+    def reduce_scatter(self, out: Tensor, full: Tensor, *, unit: int) -> Work:
+        self._count("reduce_scatter of gradients", full.nbytes // self.world_size)
+        return self.native.reduce_scatter(out, full, unit=unit)
+
+
+def measure(config: dict[str, Any], rank: int) -> dict[str, dict[str, int]]:
+    """Bytes that an engine holds after three steps, and what it sent in the third."""
+    torch.manual_seed(0)
+    counting: list[Counting] = []
+
+    def factory(native: Any, *, rank: int, world_size: int, config: Any) -> Counting:
+        counting.append(Counting(native, world_size, {}, {}))
+        return counting[0]
+
+    engine = zero_core.build(Plain(), config, collectives=factory)
+    add_up = engine._control.sum
+
+    def counted_sum(values: Tensor) -> Tensor:
+        # Both halves of an all-reduce pass on this rank's part to every other rank.
+        counting[0]._count(
+            "all_reduce of facts of the step", 2 * values.nbytes // engine.world_size
+        )
+        return add_up(values)
+
+    engine._control.sum = counted_sum  # type: ignore[method-assign]
+    generator = torch.Generator().manual_seed(rank)
+    for _ in range(3):
+        counting[0].sent.clear()
+        counting[0].calls.clear()
+        for _ in range(engine.gradient_accumulation_steps):
+            ids = torch.randint(0, VOCAB, (2, 9), generator=generator)
+            engine.backward(engine(ids))
+            engine.step()
+    memory = {**engine.memory_report(), **_tier_bytes(engine)}
+    memory["model buffers"] = sum(b.nbytes for b in engine.module.buffers())
+    scratch = counting[0].native._scratch.values()
+    memory["exchange buffers"] = sum(t.nbytes for free in scratch for t in free)
+    return {"memory": memory, "sent": counting[0].sent, "calls": counting[0].calls}
+
+
+def _tier_bytes(engine: zero_core.Engine) -> dict[str, int]:
+    tier = engine._tier
+    published = {t.untyped_storage().data_ptr() for _, t in tier._published.chunks}
+    masters = [
+        t for _, t in tier._masters.chunks if t.untyped_storage().data_ptr() not in published
+    ]
+    states = [t for name in tier.state_names()[1:] for _, t in tier._flat[name].chunks]
+    return {
+        "master weights": sum(t.nbytes for t in masters),
+        "optimizer states": sum(t.nbytes for t in states),
+    }
+
+
+def measure_all(rank: int, world_size: int, folder: str) -> None:
+    found = [measure(config, rank) for config in CONFIGS]
+    (Path(folder) / f"{world_size}-{rank}.json").write_text(json.dumps(found))
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_plan_is_what_a_real_engine_holds_and_sends(world_size: int, tmp_path: Path) -> None:
+    spawn(measure_all, world_size, str(tmp_path))
+    with torch.device("meta"):
+        model = Plain()
+    plans = [zero_core.plan(model, c, world_size, device_type="cpu") for c in CONFIGS]
+    for rank in range(world_size):
+        rows = json.loads((tmp_path / f"{world_size}-{rank}.json").read_text())
+        for config, planned, row in zip(CONFIGS, plans, rows, strict=True):
+            held = {kind: n for kind, n in row["memory"].items() if n}
+            kept = {k: n for k, n in planned.memory.device.items() if k not in PASSING}
+            assert kept == held, config
+            assert planned.memory.host == {}
+            if world_size > 1:
+                assert {name(t): t.sent_bytes for t in planned.traffic} == row["sent"], config
+                assert {name(t): t.num_calls for t in planned.traffic} == row["calls"], config
+
+
+def name(traffic: Traffic) -> str:
+    return f"{traffic.collective} of {traffic.content}"
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_long_lived_memory_is_exact_for_a_model_with_every_difficulty(stage: int) -> None:
+    config = make_config(stage, "bf16")
+    engine = zero_core.build(make_model(), config)
+    planned = zero_core.plan(make_model(), config, 1, device_type="cpu").memory.device
+    report = engine.memory_report()
+    assert {k: planned[k] for k in report if report[k]} == {k: n for k, n in report.items() if n}
+
+
+def saved_by_autograd(model: nn.Module, inputs: dict[str, Any]) -> int:
+    """Bytes of what a real forward saves, each piece of memory once, parameters not counted."""
+    own = {t.untyped_storage().data_ptr() for t in (*model.parameters(), *model.buffers())}
+    kept: dict[int, Tensor] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        kept.setdefault(tensor.untyped_storage().data_ptr(), tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        model(**inputs)
+    return sum(t.untyped_storage().nbytes() for pointer, t in kept.items() if pointer not in own)
+
+
+# On a CPU bf16 LayerNorm keeps its statistics in bf16, on meta and accelerators in fp32.
+@pytest.mark.parametrize(("dtype", "tolerance"), [("fp32", 0.0), ("bf16", 0.05)])
+def test_activations_are_what_autograd_saves(dtype: str, tolerance: float) -> None:
+    inputs = batch(0, 0, 0)
+    model = make_model()
+    before = {n: (p.dtype, p.device) for n, p in model.named_parameters()}
+    planned = zero_core.plan(model, make_config(3, dtype), 2, example_inputs=inputs)
+    assert {n: (p.dtype, p.device) for n, p in model.named_parameters()} == before
+    if dtype == "bf16":
+        model.bfloat16()
+    saved = saved_by_autograd(model, inputs)
+    assert planned.memory.device["activations"] == pytest.approx(saved, rel=tolerance)
+
+
+class Wide(nn.Module):
+    """12 width^2 parameters, as a transformer block has."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.mix = nn.Linear(width, 4 * width, bias=False)
+        self.up = nn.Linear(width, 4 * width, bias=False)
+        self.down = nn.Linear(4 * width, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.down(self.up(self.mix(x)[..., : x.shape[-1]]))
+        return y
+
+
+def big_model(depth: int, width: int) -> nn.Module:
+    with torch.device("meta"):
+        return nn.Sequential(*[Wide(width) for _ in range(depth)])
+
+
+@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize("ratio", [0.0, 0.25, 1.0])
+def test_closed_forms_of_zero(stage: int, ratio: float) -> None:
+    """2 bytes per parameter, 2 per gradient and 12 of state; the paper's section 5."""
+    depth, width, ranks = 10, 4096, 64
+    psi = 12 * width * width * depth
+    config = make_config(stage, "bf16", data_types={"grad_accum_dtype": "bf16"})
+    if ratio:
+        offload = {"device": "cpu", "ratio": ratio}
+        config["zero_optimization"] = {"stage": stage, "offload_optimizer": offload}
+    planned = zero_core.plan(big_model(depth, width), config, ranks)
+    device, host = planned.memory.device, planned.memory.host
+    own = psi // ranks
+    state = own if stage >= 1 else psi
+    assert planned.num_parameters == planned.num_trainable == psi
+    assert device["parameters"] == 2 * (own if stage >= 3 else psi)
+    whole = 0 if stage >= 2 else 2 * psi
+    assert device["gradient shards"] + device.get("gradients", 0) == 2 * own + whole
+    cut = round(ratio * state)
+    assert device.get("master weights", 0) == 4 * (state - cut)
+    assert device.get("optimizer states", 0) == 8 * (state - cut)
+    assert host.get("master weights", 0) == 4 * cut
+    assert host.get("optimizer states", 0) == 8 * cut
+    assert host.get("gradient copies", 0) == host.get("parameter copies", 0) == 2 * cut
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_traffic_is_that_of_the_paper(stage: int) -> None:
+    """Two model sizes per step, three at stage 3 (but the last unit is gathered once)."""
+    depth, width, ranks = 40, 1024, 64
+    size = 2 * 12 * width * width * depth
+    config = make_config(stage, "bf16", data_types={"grad_accum_dtype": "bf16"})
+    planned = zero_core.plan(big_model(depth, width), config, ranks, ranks_per_node=8)
+    sent = sum(t.sent_bytes for t in planned.traffic if t.collective != "all_reduce")
+    share = size * (ranks - 1) // ranks
+    assert sent == (2 * share if stage < 3 else 3 * share - share // depth)
+    (reduced,) = [t for t in planned.traffic if t.collective == "reduce_scatter"]
+    assert reduced.within_node_bytes * (ranks - 8) == reduced.between_nodes_bytes * 7
+    for gathered in (t for t in planned.traffic if t.collective == "all_gather"):
+        # One of a node's eight ranks passes everything on to the next node.
+        assert gathered.between_nodes_bytes == gathered.sent_bytes // 8
+
+
+BIG = f"""
+import json, resource, sys, time
+sys.path.insert(0, {str(Path(__file__).parent)!r})
+import torch
+torch.set_num_threads(1)
+import zero_core
+from test_plan import big_model, make_config
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+start = time.perf_counter()
+planned = zero_core.plan(
+    big_model(128, 25600), make_config(0, "bf16"), 4096, device_memory=141 * 10**9,
+    host_memory=2 * 10**12,
+)
+print(json.dumps({{
+    "seconds": time.perf_counter() - start,
+    "peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+    "num_parameters": planned.num_parameters,
+    "best": str(planned.best),
+    "advice": planned.advice,
+    "shard": planned.memory.device["gradient shards"],
+}}))
+"""
+
+
+def test_a_trillion_parameters_on_4096_ranks_are_planned_within_a_gigabyte() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", BIG], capture_output=True, text=True, check=False, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    print(f"planned in {found['seconds']:.2f} s, {found['peak_bytes'] / 1e6:.0f} MB at most")
+    assert found["num_parameters"] == 128 * 12 * 25600**2 > 10**12
+    assert found["shard"] == 4 * found["num_parameters"] // 4096
+    assert found["peak_bytes"] < 10**9
+    assert found["best"] == "stage 3"
+
+
+def test_best_choice_needs_the_least_offload_that_fits() -> None:
+    model = big_model(4, 1024)
+    needed = zero_core.plan(model, make_config(3, "bf16"), 2).memory
+    limit = needed.device_bytes - int(0.365 * needed.device["optimizer states"] * 1.5)
+    planned = zero_core.plan(model, make_config(0, "bf16"), 2, device_memory=limit)
+    best = planned.best
+    assert best is not None
+    assert best.is_fitting
+    assert 0 < best.ratio < 1
+    assert best.device_bytes <= limit
+    tighter = make_config(best.stage, "bf16")
+    tighter["zero_optimization"]["offload_optimizer"] = {
+        "device": "cpu",
+        "ratio": best.ratio - 0.01,
+    }
+    less = zero_core.plan(model, tighter, 2, device_memory=limit)
+    assert not less.configured.is_fitting
+    assert less.best == best
+    assert f"Stage {best.stage} with ratio {best.ratio:.2f} fits" in planned.advice
+
+
+def test_what_fits_as_configured_is_not_changed() -> None:
+    planned = zero_core.plan(big_model(2, 256), make_config(1), 2, device_memory=10**9)
+    assert planned.best == planned.configured
+    assert planned.advice.startswith("stage 1 fits 1 GB of device memory as configured")
+
+
+def test_raising_the_stage_comes_before_offload() -> None:
+    model = big_model(8, 256)
+    whole = zero_core.plan(model, make_config(0), 4)
+    planned = zero_core.plan(model, make_config(0), 4, device_memory=whole.memory.device_bytes - 1)
+    assert planned.best is not None
+    assert (planned.best.stage, planned.best.ratio) == (1, 0.0)
+
+
+def test_what_cannot_fit_says_so_with_numbers() -> None:
+    planned = zero_core.plan(big_model(4, 1024), make_config(0), 2, device_memory=10**6)
+    assert planned.best is None
+    assert not any(choice.is_fitting for choice in planned.choices)
+    least = min(choice.device_bytes for choice in planned.choices)
+    assert "nothing fits 1 MB of device memory" in planned.advice
+    assert format_bytes(least) in planned.advice
+
+
+def test_host_memory_is_shared_by_the_ranks_of_a_node() -> None:
+    model, config = big_model(4, 512), make_config(3)
+    config["zero_optimization"]["offload_optimizer"] = {"device": "cpu"}
+    use = zero_core.plan(model, config, 4).memory
+    enough = 4 * use.host_bytes
+    for limit, is_fitting in ((enough, True), (enough - 1, False)):
+        planned = zero_core.plan(model, config, 4, host_memory=limit)
+        assert planned.configured.is_fitting is is_fitting
+    spread = zero_core.plan(model, config, 4, host_memory=enough // 2, ranks_per_node=2)
+    assert spread.configured.is_fitting
+
+
+def test_on_a_cpu_everything_counts_as_host_memory() -> None:
+    use = zero_core.plan(big_model(2, 256), make_config(3), 2, device_type="cpu").memory
+    enough = 2 * use.device_bytes
+    for limit, is_fitting in ((enough, True), (enough - 1, False)):
+        planned = zero_core.plan(
+            big_model(2, 256), make_config(3), 2, device_type="cpu", host_memory=limit
+        )
+        assert planned.configured.is_fitting is is_fitting
+
+
+def test_json_and_tables_hold_the_same_plan() -> None:
+    planned = zero_core.plan(big_model(2, 256), make_config(3), 4, device_memory=10**9)
+    content = json.loads(planned.to_json())
+    assert content["memory"]["device"] == planned.memory.device
+    assert content["best"]["stage"] == 3
+    memory, traffic, choices = planned.tables()
+    assert [row[0] for row in memory.rows] == [*planned.memory.device, "in all"]
+    assert len(traffic.rows) == len(content["traffic"]) == len(planned.traffic)
+    assert {row[4] for row in choices.rows} == {"yes"}
+    for table in planned.tables():
+        assert all(len(row) == len(table.headings) for row in table.rows)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"world_size": 0}, "world_size = 0: must be at least 1"),
+        ({"world_size": 8, "ranks_per_node": 3}, "must divide world_size = 8"),
+        ({"world_size": 12}, "ranks_per_node = 8: must divide"),
+        ({"world_size": 2, "device_memory": 0}, "device_memory = 0: must be a positive"),
+        ({"world_size": 2, "host_memory": -5}, "host_memory = -5: must be a positive"),
+        ({"world_size": 2, "device_type": "tpu"}, "must be 'accelerator' or 'cpu'"),
+        ({"world_size": 2, "device_type": "cpu", "device_memory": 5}, "give host_memory alone"),
+        ({"world_size": 2, "model": 3}, "found int"),
+        ({"world_size": 2, "example_inputs": {"x": "text"}}, "does not run on the meta device"),
+    ],
+)
+def test_wrong_arguments_are_refused(arguments: dict[str, Any], message: str) -> None:
+    model = arguments.pop("model", big_model(1, 32))
+    with pytest.raises(ConfigError, match=message):
+        zero_core.plan(model, make_config(1), **arguments)
+
+
+def test_a_hugging_face_configuration_without_transformers_names_the_package(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(MissingPartError, match="pip install transformers"):
+        zero_core.plan({"model_type": "gpt2"}, make_config(1), 2)
