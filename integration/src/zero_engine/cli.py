@@ -1,4 +1,4 @@
-"""The command line: ``zero-engine train | doctor | config | version``."""
+"""The command line: ``zero-engine train | plan | doctor | config | version``."""
 
 from __future__ import annotations
 
@@ -113,6 +113,65 @@ def run_train(options: dict[str, str | int | None], flags: list[str], ranks: int
     except ZeroError as error:
         fail(error)
     sys.exit(code)
+
+
+@app.command()
+def plan(
+    model: Annotated[
+        _Text, _option("A Hugging Face config.json, or its folder. Default: a GPT-2.")
+    ] = None,
+    layers: Annotated[int, typer.Option(help="Blocks of the GPT-2.")] = 12,
+    width: Annotated[int, typer.Option(help="Width of the GPT-2.")] = 768,
+    heads: Annotated[int, typer.Option(help="Attention heads of the GPT-2.")] = 12,
+    vocab: Annotated[int, typer.Option(help="Vocabulary of the GPT-2.")] = 50257,
+    tokens: Annotated[_Number, _option("Tokens per sample; given, activations are traced.")] = None,
+    config: Annotated[
+        _Text, _option("DeepSpeed-style JSON. Default: what 'zero-engine config' prints.")
+    ] = None,
+    ranks: Annotated[int, typer.Option(help="Data-parallel ranks.")] = 1,
+    ranks_per_node: Annotated[
+        _Number, _option("Ranks that share a node. Default: 8, or all if fewer.")
+    ] = None,
+    device_memory: Annotated[_Text, _option("Memory of one GPU, e.g. 24GB or 22GiB.")] = None,
+    host_memory: Annotated[_Text, _option("Memory of one node, shared by its ranks.")] = None,
+    on_cpu: Annotated[
+        bool, typer.Option("--cpu", help="Ranks compute on the host: all memory is the node's.")
+    ] = False,
+    json_file: Annotated[_Text, _option("Write the plan as JSON there.")] = None,
+    png: Annotated[_Text, _option("Draw the memory as a picture there.")] = None,
+) -> None:
+    """Say what a run will take, and what to change so that it fits; nothing is allocated.
+
+    Ends with code 1 if nothing fits the memory that was given.
+    """
+    from zero_core.errors import ZeroError
+    from zero_engine.planning import make_plan, read_model, show_plan, write_plan
+    from zero_engine.ranks import fail
+
+    sizes = {
+        "n_layer": layers,
+        "n_embd": width,
+        "n_head": heads,
+        "vocab_size": vocab,
+        "n_positions": max(1024, tokens or 0),
+    }
+    try:
+        planned = make_plan(
+            read_model(model, sizes),
+            config,
+            ranks=ranks,
+            ranks_per_node=ranks_per_node,
+            device_memory=device_memory,
+            host_memory=host_memory,
+            tokens=tokens,
+            is_on_cpu=on_cpu,
+        )
+        write_plan(planned, json_file, png)
+    except ZeroError as error:
+        fail(error)
+    show_plan(planned, Console())
+    if planned.best is None:
+        sys.exit(1)
 
 
 @app.command()

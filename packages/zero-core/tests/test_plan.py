@@ -214,6 +214,34 @@ def test_activations_are_what_autograd_saves(dtype: str, tolerance: float) -> No
     assert planned.memory.device["activations"] == pytest.approx(saved, rel=tolerance)
 
 
+class Attention(nn.Module):
+    """Causal, masked and grouped-query attention."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.project = nn.Linear(32, 32)
+        self.heads = nn.Linear(32, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        attend = nn.functional.scaled_dot_product_attention
+        q = self.project(x).unflatten(-1, (4, 8)).transpose(1, 2)
+        k = self.heads(x).unflatten(-1, (2, 8)).transpose(1, 2)
+        mask = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool, device=x.device)
+        masked = attend(q, q, q, attn_mask=mask)
+        y: Tensor = masked + attend(q, k, k, is_causal=True, enable_gqa=True)
+        return y.sum()
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_attention_saves_what_a_fused_kernel_saves(dtype: str) -> None:
+    model = Attention()
+    x = torch.randn(2, 64, 32)
+    planned = zero_core.plan(model, make_config(3, dtype), 2, example_inputs=(x,))
+    if dtype == "bf16":
+        model, x = model.bfloat16(), x.bfloat16()
+    assert planned.memory.device["activations"] == saved_by_autograd(model, {"x": x})
+
+
 class Wide(nn.Module):
     """12 width^2 parameters, as a transformer block has."""
 

@@ -4,7 +4,7 @@
 Parameters, gradients and pools: `zero_core.memory` itself, run on the meta device. Master weights
 and states: the tier's own rules over the same layout; which states there are, the optimizer tells
 by a step on two elements. Traffic: the calls that `zero_core.flow` makes in a step, over the
-same segments. Activations: what autograd saves in a forward on the meta device.
+same segments. Activations: `zero_core.activations`.
 
 What zero-offload and zero-comm keep and send is stated here once more, as closed forms, so that
 a plan can recommend a package that is not installed; the integration tests hold these forms
@@ -21,17 +21,16 @@ from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from zero_core.blueprint import Blueprint
 from zero_core.config import Config
 from zero_core.discovery import compute_dtype
-from zero_core.errors import ConfigError
 from zero_core.layout import Segment
 from zero_core.memory import Memory, accumulated_dtype, communicated_dtype
 from zero_core.tier import optimizer_options, probe_states
 
-__all__ = ["Forecast", "MemoryUse", "buffer_bytes", "quantized_bytes", "trace_activations"]
+__all__ = ["Forecast", "MemoryUse", "buffer_bytes", "quantized_bytes"]
 
 _META, _CPU = torch.device("meta"), torch.device("cpu")
 _WIDE = (torch.float32, torch.float64)
@@ -213,56 +212,3 @@ def buffer_bytes(model: nn.Module, config: Config) -> int:
     """Bytes of the model's buffers (`register_buffer`) once the engine has cast them."""
     buffers = (b for module in model.modules() for b in module._buffers.values() if b is not None)
     return sum(b.numel() * compute_dtype(b, config.compute_dtype).itemsize for b in buffers)
-
-
-def trace_activations(
-    model: nn.Module, config: Config, inputs: Mapping[str, Any] | Sequence[Any]
-) -> int:
-    """Bytes that autograd saves for backward in one forward, parameters and buffers not counted.
-
-    The forward runs on the meta device, in the compute dtype, in the model's current mode
-    (train or eval); the model is not changed.
-
-    Args:
-        model: the module, on any device.
-        config: the resolved configuration.
-        inputs: keyword or positional arguments of one micro-batch; tensors on any device.
-
-    Raises:
-        ConfigError: the forward does not run on the meta device.
-    """
-
-    def to_meta(value: Any) -> Any:
-        if not isinstance(value, Tensor):
-            return value
-        meta = torch.empty_like(
-            value, dtype=compute_dtype(value, config.compute_dtype), device=_META
-        )
-        return meta.requires_grad_(value.requires_grad)
-
-    own = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    values = {name: to_meta(tensor) for name, tensor in own.items()}
-    known = {_storage_key(t) for t in values.values()}
-    saved: dict[int, torch.UntypedStorage] = {}  # alive, so that no address comes twice
-
-    def pack(tensor: Tensor) -> Tensor:
-        if _storage_key(tensor) not in known:
-            saved[_storage_key(tensor)] = tensor.untyped_storage()
-        return tensor
-
-    args, kwargs = ((), dict(inputs)) if isinstance(inputs, Mapping) else (tuple(inputs), {})
-    args, kwargs = torch.utils._pytree.tree_map(to_meta, (args, kwargs))
-    try:
-        with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-            torch.func.functional_call(model, values, args, kwargs)
-    except (RuntimeError, NotImplementedError, TypeError, ValueError) as error:
-        raise ConfigError(
-            f"the model's forward does not run on the meta device ({error}): plan without "
-            "example_inputs, and add the activations yourself"
-        ) from error
-    return sum(storage.nbytes() for storage in saved.values())
-
-
-def _storage_key(tensor: Tensor) -> int:
-    # Meta tensors have no address; their storage object has one.
-    return int(tensor.untyped_storage()._cdata)

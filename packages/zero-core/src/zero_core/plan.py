@@ -21,10 +21,11 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from zero_core.activations import trace_activations
 from zero_core.blueprint import Blueprint
 from zero_core.config import Config, load_config
 from zero_core.errors import ConfigError, MissingPartError
-from zero_core.forecast import Forecast, MemoryUse, buffer_bytes, trace_activations
+from zero_core.forecast import Forecast, MemoryUse, buffer_bytes
 from zero_core.plan_result import Choice, Plan, format_bytes
 from zero_core.traffic import Links, step_traffic
 

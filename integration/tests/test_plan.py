@@ -1,0 +1,203 @@
+"""``zero-engine plan``, and plans with offload and quantized weights against the real packages."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import run_program
+from torch import Tensor, nn
+from transformers import GPT2Config, GPT2LMHeadModel
+
+import zero_core
+from zero_core.errors import ConfigError
+from zero_core.protocols import Collectives, Work
+from zero_core.testing import spawn
+from zero_engine.planning import parse_bytes
+
+GPT2 = GPT2Config(n_layer=3, n_embd=64, n_head=4, vocab_size=300, n_positions=32)
+RATIOS = (0.0, 0.37, 1.0)
+
+
+def make_config(stage: int, dtype: str, **zero: Any) -> dict[str, Any]:
+    return {
+        "train_micro_batch_size_per_gpu": 2,
+        "bf16": {"enabled": dtype == "bf16"},
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}},
+        "zero_optimization": {"stage": stage, **zero},
+    }
+
+
+def offload(ratio: float) -> dict[str, Any]:
+    return {"offload_optimizer": {"device": "cpu", "ratio": ratio}}
+
+
+def train_steps(engine: zero_core.Engine) -> None:
+    for _ in range(2):
+        ids = torch.arange(64).view(2, 32)
+        engine.backward(engine(input_ids=ids, labels=ids).loss)
+        engine.step()
+    engine._tier.wait_params(0, engine.layout.local_numel(is_sharded=engine.layout.world_size > 1))
+
+
+def memory_of_tier(engine: zero_core.Engine) -> dict[str, dict[str, int]]:
+    """Bytes of zero-offload's two halves by kind."""
+    tier: Any = engine._tier
+    found: dict[str, dict[str, int]] = {"host": {}, "device": {}}
+    for part in tier._parts:
+        stepper, mover = part.tier._stepper, part.tier._mover
+        states = [stepper.buffer(name, create=False) for name in stepper.state_dtypes()]
+        grads = {id(t): t for t in getattr(mover, "_grads", {}).values()}.values()
+        kinds = {
+            "master weights": 0 if stepper._master is None else stepper._master.nbytes,
+            "optimizer states": sum(t.nbytes for t in states),
+            "gradient copies": sum(t.nbytes for t in grads),
+        }
+        place = "host" if part.lo == 0 and tier.cut else "device"
+        found[place] = {kind: n for kind, n in kinds.items() if n}
+    return found
+
+
+TIER_KINDS = ("master weights", "optimizer states", "gradient copies")
+
+
+def measure_offload(rank: int, world_size: int, folder: str) -> None:
+    rows = []
+    for stage in range(4):
+        for dtype in ("fp32", "bf16"):
+            for ratio in RATIOS:
+                torch.manual_seed(0)
+                config = make_config(stage, dtype, **offload(ratio))
+                engine = zero_core.build(GPT2LMHeadModel(GPT2), config)
+                train_steps(engine)
+                rows.append([stage, dtype, ratio, memory_of_tier(engine)])
+    (Path(folder) / f"{rank}.json").write_text(json.dumps(rows))
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_offload_takes_what_was_planned(world_size: int, tmp_path: Path) -> None:
+    spawn(measure_offload, world_size, str(tmp_path))
+    for rank in range(world_size):
+        for stage, dtype, ratio, held in json.loads((tmp_path / f"{rank}.json").read_text()):
+            config = make_config(stage, dtype, **offload(ratio))
+            memory = zero_core.plan(GPT2, config, world_size, device_type="cpu").memory
+            assert memory.host == held["host"], (stage, dtype, ratio)
+            planned = {k: n for k, n in memory.device.items() if k in TIER_KINDS}
+            assert planned == held["device"], (stage, dtype, ratio)
+
+
+@dataclass
+class Counting:
+    """Collectives that count the bytes of the parameters that they gather."""
+
+    native: Collectives
+    sent: int = 0
+
+    def all_gather(
+        self, out: Tensor, shard: Tensor, *, unit: int, version: int, backward: bool
+    ) -> Work:
+        self.sent += out.nbytes - shard.nbytes
+        return self.native.all_gather(out, shard, unit=unit, version=version, backward=backward)
+
+    def reduce_scatter(self, out: Tensor, full: Tensor, *, unit: int) -> Work:
+        return self.native.reduce_scatter(out, full, unit=unit)
+
+
+def measure_quantized(rank: int, world_size: int, folder: str) -> None:
+    from zero_comm import create_collectives
+
+    made: list[Any] = []
+
+    def factory(native: Any, *, rank: int, world_size: int, config: Any) -> Any:
+        counting = Counting(native)
+        made[:] = [
+            counting,
+            create_collectives(counting, rank=rank, world_size=world_size, config=config),
+        ]
+        return made[1]
+
+    config = make_config(3, "bf16", zero_quantized_weights=True)
+    engine = zero_core.build(GPT2LMHeadModel(GPT2), config, collectives=factory)
+    train_steps(engine)
+    found = {"sent": made[0].sent // 2, "held": made[1].private_nbytes}
+    (Path(folder) / f"{rank}.json").write_text(json.dumps(found))
+
+
+def test_quantized_weights_take_and_send_what_was_planned(tmp_path: Path) -> None:
+    spawn(measure_quantized, 2, str(tmp_path))
+    planned = zero_core.plan(GPT2, make_config(3, "bf16", zero_quantized_weights=True), 2)
+    plain = zero_core.plan(GPT2, make_config(3, "bf16"), 2)
+    (sent,) = [t.sent_bytes for t in planned.traffic if t.collective == "all_gather"]
+    (unquantized,) = [t.sent_bytes for t in plain.traffic if t.collective == "all_gather"]
+    for rank in range(2):
+        found = json.loads((tmp_path / f"{rank}.json").read_text())
+        assert found == {"sent": sent, "held": planned.memory.device["quantized weights"]}
+    assert sent < 0.52 * unquantized
+
+
+def test_a_hugging_face_configuration_is_planned_as_its_model() -> None:
+    config = make_config(3, "bf16")
+    with torch.device("meta"):
+        model: nn.Module = GPT2LMHeadModel(GPT2)
+    ids = torch.zeros(2, 32, dtype=torch.int64)
+    inputs = {"input_ids": ids, "labels": ids}
+    expected = zero_core.plan(model, config, 2, example_inputs=inputs)
+    for given in (GPT2, GPT2.to_dict()):
+        assert zero_core.plan(given, config, 2, example_inputs=inputs) == expected
+    assert expected.memory.device["activations"] > 0
+
+
+def test_program_prints_tables_and_writes_json_and_a_picture(tmp_path: Path) -> None:
+    GPT2.save_pretrained(tmp_path)
+    (tmp_path / "zero.json").write_text(json.dumps(make_config(0, "bf16")))
+    done = run_program(
+        "plan",
+        f"--model={tmp_path}",
+        f"--config={tmp_path / 'zero.json'}",
+        "--ranks=4",
+        "--tokens=32",
+        "--device-memory=24GiB",
+        f"--json-file={tmp_path / 'plan.json'}",
+        f"--png={tmp_path / 'plan.png'}",
+    )
+    content = json.loads((tmp_path / "plan.json").read_text())
+    assert content["device_memory"] == 24 * 2**30
+    for kind in content["memory"]["device"]:
+        assert kind in done.stdout
+    assert content["advice"].split(":")[0] in " ".join(done.stdout.split())
+    assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_program_ends_with_1_where_nothing_fits() -> None:
+    done = run_program("plan", "--ranks=2", "--device-memory=1MB", expected_code=1)
+    assert "nothing fits 1 MB of device memory" in " ".join(done.stdout.split())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--ranks=0"], "must be at least 1"),
+        (["--device-memory=much"], "--device-memory much: expected a size such as 24GB"),
+        (["--model=nowhere.json"], "--model nowhere.json: cannot be read"),
+    ],
+)
+def test_program_refuses_wrong_options(arguments: list[str], message: str) -> None:
+    assert message in run_program("plan", *arguments, expected_code=2).stderr
+
+
+@pytest.mark.parametrize(
+    ("text", "nbytes"),
+    [("24GB", 24 * 10**9), ("1.5 GiB", 3 * 2**29), ("80g", 80 * 10**9), ("1000", 1000)],
+)
+def test_sizes_are_read(text: str, nbytes: int) -> None:
+    assert parse_bytes(text, "device-memory") == nbytes
+
+
+@pytest.mark.parametrize("text", ["", "GB", "-3GB", "0", "3XB"])
+def test_what_is_no_size_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match="expected a size"):
+        parse_bytes(text, "host-memory")

@@ -1,0 +1,114 @@
+"""How much autograd saves for backward, found by a forward on the meta device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+
+from zero_core.config import Config
+from zero_core.discovery import compute_dtype
+from zero_core.errors import ConfigError
+
+__all__ = ["trace_activations"]
+
+_META = torch.device("meta")
+
+
+def trace_activations(
+    model: nn.Module, config: Config, inputs: Mapping[str, Any] | Sequence[Any]
+) -> int:
+    """Bytes that autograd saves for backward in one forward, parameters and buffers not counted.
+
+    The forward runs on the meta device, in the compute dtype, in the model's current mode
+    (train or eval); the model is not changed.
+
+    Args:
+        model: the module, on any device.
+        config: the resolved configuration.
+        inputs: keyword or positional arguments of one micro-batch; tensors on any device.
+
+    Raises:
+        ConfigError: the forward does not run on the meta device.
+    """
+
+    def to_meta(value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        meta = torch.empty_like(
+            value, dtype=compute_dtype(value, config.compute_dtype), device=_META
+        )
+        return meta.requires_grad_(value.requires_grad)
+
+    own = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    values = {name: to_meta(tensor) for name, tensor in own.items()}
+    known = {_storage_key(t) for t in values.values()}
+    saved: dict[int, torch.UntypedStorage] = {}  # alive, so that no address comes twice
+
+    def pack(tensor: Tensor) -> Tensor:
+        if _storage_key(tensor) not in known:
+            saved[_storage_key(tensor)] = tensor.untyped_storage()
+        return tensor
+
+    args, kwargs = ((), dict(inputs)) if isinstance(inputs, Mapping) else (tuple(inputs), {})
+    args, kwargs = torch.utils._pytree.tree_map(to_meta, (args, kwargs))
+    try:
+        hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t)
+        with torch.enable_grad(), hooks, _FusedAttention():
+            torch.func.functional_call(model, values, args, kwargs)
+    except (RuntimeError, NotImplementedError, TypeError, ValueError) as error:
+        raise ConfigError(
+            f"the model's forward does not run on the meta device ({error}): plan without "
+            "example_inputs, and add the activations yourself"
+        ) from error
+    return sum(storage.nbytes() for storage in saved.values())
+
+
+def _storage_key(tensor: Tensor) -> int:
+    # Meta tensors have no address; their storage object has one.
+    return int(tensor.untyped_storage()._cdata)
+
+
+class _FusedAttention(TorchFunctionMode):
+    """Lets attention save what its fused kernels save.
+
+    On the meta device torch takes attention apart and saves its matrix, which no fused kernel on
+    an accelerator or a CPU does: they save query, key, value, output and a number per row.
+    """
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        if func is functional.scaled_dot_product_attention:
+            return _attention(*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+
+def _attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """`torch.nn.functional.scaled_dot_product_attention` as a fused kernel; shapes alone count."""
+    if query.dim() != 4 or query.shape[-1] != value.shape[-1]:
+        return functional.scaled_dot_product_attention(
+            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+        )
+    if attn_mask is not None:
+        attn_mask = attn_mask.to(query.dtype)
+    fused = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    output: Tensor = fused(query, key, value, 0.0, is_causal, attn_mask=attn_mask, scale=scale)[0]
+    return output
