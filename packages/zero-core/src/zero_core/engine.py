@@ -26,6 +26,7 @@ from zero_core import checkpoint, export
 from zero_core.buffers import BufferSync
 from zero_core.collectives import ControlGroup
 from zero_core.config import Config
+from zero_core.edit import Edit
 from zero_core.errors import CheckpointError
 from zero_core.facts import GradientFacts
 from zero_core.flow import Flow
@@ -247,15 +248,21 @@ class Engine:
             self._flow.should_sync = before
 
     @contextmanager
-    def gathered(self) -> Iterator[nn.Module]:
-        """Within, every parameter holds its value (e.g. to generate text); for reading.
+    def gathered(self, *, modifier_rank: int | None = None) -> Iterator[nn.Module]:
+        """Within, every parameter holds its value (e.g. to generate text).
 
-        Every rank must enter it. It takes the memory of the whole model.
+        For reading; but what rank ``modifier_rank`` changes in place reaches all shards and master
+        weights at the end. Every rank must enter it. It takes the memory of the whole model, on
+        the modifier twice.
         """
         before, self._flow.is_held = self._flow.is_held, True
         try:
             self._flow.gather_all()
+            edit = None if modifier_rank is None else Edit(self._state, modifier_rank)
             yield self.module
+            if edit is not None:
+                edit.publish()
+                self._flow.values_changed()
         finally:
             self._flow.is_held = before
             if not before:
