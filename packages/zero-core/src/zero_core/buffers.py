@@ -41,15 +41,18 @@ class BufferSync:
     def __init__(
         self, model: nn.Module, control: ControlGroup, *, should_sync: Callable[[], bool]
     ) -> None:
-        """Hook ``model``; ``should_sync`` is false within ``no_sync``."""
+        """Prepare; ``should_sync`` is false within ``no_sync``."""
         self._model = model
         self._control = control
         self._should_sync = should_sync
         self._is_due = True
-        self._handles = [
-            model.register_forward_pre_hook(self._pre_forward),
-            model.register_forward_hook(self._post_forward),
-        ]
+        self._handles: list[Any] = []
+
+    def attach(self) -> None:
+        """Hook the model, if there is more than one rank."""
+        if self._control.world_size > 1:
+            self._handles.append(self._model.register_forward_pre_hook(self._pre_forward))
+            self._handles.append(self._model.register_forward_hook(self._post_forward))
 
     def detach(self) -> None:
         """Take the hooks off again."""

@@ -205,10 +205,10 @@ class ControlGroup:
         rows = self.gather(padded).view(self.world_size, -1)
         return [bytes(row[:n].tolist()) for row, n in zip(rows, lengths, strict=True)]
 
-    def broadcast(self, tensor: Tensor) -> None:
-        """Overwrite ``tensor`` with rank 0's."""
+    def broadcast(self, tensor: Tensor, *, source: int = 0) -> None:
+        """Overwrite ``tensor`` with rank ``source``'s."""
         if self.world_size > 1:
-            dist.broadcast(tensor, group=self._group, group_src=0)
+            dist.broadcast(tensor, group=self._group, group_src=source)
 
     def barrier(self) -> None:
         """Wait for every rank."""

@@ -23,9 +23,11 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils import _pytree as pytree
 
 from zero_core import checkpoint, export
+from zero_core.access import StateAccess
 from zero_core.buffers import BufferSync
 from zero_core.collectives import ControlGroup
 from zero_core.config import Config
+from zero_core.edit import Edit
 from zero_core.errors import CheckpointError
 from zero_core.facts import GradientFacts
 from zero_core.flow import Flow
@@ -49,6 +51,7 @@ class Engine:
         config: the resolved configuration.
         layout: where every element lives.
         optimizer: real ``param_groups``; schedulers may be attached to it.
+        states: master weights, gradients and moments by name, to read and to set.
         lr_scheduler: stepped at each optimizer step that is taken, or None.
         global_steps: optimizer steps so far, skipped ones included.
         micro_steps: calls of ``step`` so far.
@@ -120,14 +123,18 @@ class Engine:
             pieces=self._pieces,
             optimizer=f"{type(optimizer).__name__} with {len(optimizer.param_groups)} groups",
         )
+        self.states = StateAccess(
+            self._state,
+            self._facts,
+            complete_gradient=self._complete_gradient,
+            replace_gradient=self._replace_gradient,
+            values_changed=self._flow.values_changed,
+        )
         self._flow.tier = tier
         self._flow.attach(unit_modules)
-        has_peers = config.broadcast_buffers and control.world_size > 1
-        self._buffer_sync = (
-            BufferSync(module, control, should_sync=lambda: self._flow.should_sync)
-            if has_peers
-            else None
-        )
+        self._buffers = BufferSync(module, control, should_sync=lambda: self._flow.should_sync)
+        if config.broadcast_buffers:
+            self._buffers.attach()
         hook = self._refuse_state_dict
         self._state_dict_hooks = [
             m.register_state_dict_pre_hook(hook)  # type: ignore[no-untyped-call]
@@ -205,15 +212,10 @@ class Engine:
         return self._grad_norm
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> float:
-        """Clip the gradient of the step to come; the norm that it had, unscaled.
+        """Clip the gradient of the step to come by its p-norm; the norm that it had, unscaled.
 
-        As `torch.nn.utils.clip_grad_norm_` over the whole model: between the last backward of a
-        step and ``step``. ``gradient_clipping`` of the configuration acts after it. Every rank must
-        call it.
-
-        Args:
-            max_norm: largest norm, > 0.
-            norm_type: p of the p-norm; may be ``inf``.
+        As `torch.nn.utils.clip_grad_norm_` over the whole model, between the last backward of a
+        step and ``step``. ``gradient_clipping`` acts after it. Every rank must call it.
 
         Raises:
             RuntimeError: not at an accumulation boundary, or within ``no_sync``.
@@ -223,13 +225,7 @@ class Engine:
             raise ValueError(
                 f"max_norm and norm_type must be > 0, found {max_norm} and {norm_type}"
             )
-        if not self.is_gradient_accumulation_boundary() or not self._flow.should_sync:
-            raise RuntimeError(
-                "clip_grad_norm_() needs the whole gradient: call it outside no_sync(), between "
-                "the last backward of a step and step()"
-            )
-        self._facts.complete()
-        norm = self._facts.p_norm(norm_type) / self._scaler.scale * self._clip_factor
+        norm = self._complete_gradient() * self._facts.p_norm(norm_type)
         self._clip_factor *= clip_factor(norm, max_norm)
         return norm
 
@@ -247,15 +243,21 @@ class Engine:
             self._flow.should_sync = before
 
     @contextmanager
-    def gathered(self) -> Iterator[nn.Module]:
-        """Within, every parameter holds its value (e.g. to generate text); for reading.
+    def gathered(self, *, modifier_rank: int | None = None) -> Iterator[nn.Module]:
+        """Within, every parameter holds its value (e.g. to generate text).
 
-        Every rank must enter it. It takes the memory of the whole model.
+        For reading; but what rank ``modifier_rank`` changes in place reaches all shards and master
+        weights at the end. Every rank must enter it. It takes the memory of the whole model, on
+        the modifier twice.
         """
         before, self._flow.is_held = self._flow.is_held, True
         try:
             self._flow.gather_all()
+            edit = None if modifier_rank is None else Edit(self._state, modifier_rank)
             yield self.module
+            if edit is not None:
+                edit.publish()
+                self._flow.values_changed()
         finally:
             self._flow.is_held = before
             if not before:
@@ -350,8 +352,7 @@ class Engine:
     def close(self) -> None:
         """Take the engine's hooks off the module; its parameters stay as they are."""
         self._flow.detach()
-        if self._buffer_sync is not None:
-            self._buffer_sync.detach()
+        self._buffers.detach()
         while self._state_dict_hooks:
             self._state_dict_hooks.pop().remove()
 
@@ -412,6 +413,21 @@ class Engine:
         )
         self.micro_steps -= self.micro_steps % steps
         self._discard_grads()
+
+    def _complete_gradient(self) -> float:
+        """Have the gradient of the step reduced; what brings it to its scale, clipped so far."""
+        if not self.is_gradient_accumulation_boundary() or not self._flow.should_sync:
+            raise RuntimeError(
+                "the gradient is not whole yet: call this outside no_sync(), between the last "
+                "backward of a step and step()"
+            )
+        self._facts.complete()
+        return self._clip_factor / self._scaler.scale
+
+    def _replace_gradient(self, grads: SegmentGrads, param: int) -> None:
+        self._flow.fired.add(param)
+        grads.replaced()
+        self._on_reduced(grads)
 
     def _decide(self) -> None:
         """Agree with all ranks on the gradient norm, its finiteness and the parameters used."""

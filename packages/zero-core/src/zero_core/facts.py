@@ -24,6 +24,7 @@ class GradientFacts:
     Attributes:
         norm: 2-norm of the whole model's gradient, loss scale included; set by `complete`.
         used: ranks that have a gradient, by parameter; set by `complete`.
+        grads: the complete gradients, by segment.
     """
 
     def __init__(
@@ -37,13 +38,13 @@ class GradientFacts:
         self._device = device
         self._num_segments = sum(s.is_trainable for s in layout.segments)
         self._square_sums: dict[int, Tensor] = {}
-        self._grads: dict[int, SegmentGrads] = {}
+        self.grads: dict[int, SegmentGrads] = {}
 
     def add(self, grads: SegmentGrads) -> None:
         """The gradient of one segment is complete."""
         index = grads.segment.index
         self._square_sums[index] = grads.norm().to(torch.float64).square()
-        self._grads[index] = grads
+        self.grads[index] = grads
 
     def clear(self) -> None:
         """Start a new step."""
@@ -65,7 +66,7 @@ class GradientFacts:
         """``p``-norm of the whole model's gradient, after `complete`; every rank must call it."""
         if p == 2.0:
             return self.norm
-        norms = [grads.norm(p).to(torch.float64) for grads in self._grads.values()]
+        norms = [grads.norm(p).to(torch.float64) for grads in self.grads.values()]
         local = torch.linalg.vector_norm(torch.stack(norms), p)
         return float(torch.linalg.vector_norm(self._control.gather(local.view(1)), p))
 
@@ -75,7 +76,7 @@ class GradientFacts:
         Every rank must call it, before gradients are discarded. A segment that several batches
         spoilt names them all.
         """
-        own = [found for grads in self._grads.values() for found in self._spoilt(grads)]
+        own = [found for grads in self.grads.values() for found in self._spoilt(grads)]
         by_name: dict[str, set[int]] = {}
         for row in self._control.gather_bytes(json.dumps(own).encode()):
             for name, ranks in json.loads(row):

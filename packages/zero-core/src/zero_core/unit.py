@@ -285,6 +285,15 @@ class SegmentGrads:
         self._is_shard_empty = False
         self._close()
 
+    @property
+    def final(self) -> Tensor:
+        """What `finalize` returned last."""
+        return self.grad_shard if self._final_grad is None else self._final_grad
+
+    def replaced(self) -> None:
+        """``grad_shard`` was written from outside: what is known of it is void."""
+        self._shard_norm = None
+
     def norm(self, p: float = 2.0) -> Tensor:
         """``p``-norm of ``grad_shard``, in fp32 or wider."""
         if p == 2.0 and self._shard_norm is not None:
