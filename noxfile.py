@@ -125,7 +125,8 @@ def wheels(session: nox.Session) -> None:
 def sanitize(session: nox.Session) -> None:
     """Run cpu-adam's tests on a module built with AddressSanitizer and UBSan (Linux, GCC)."""
     sanitized = "--config-settings=cmake.define.CPU_ADAM_SANITIZE=ON"
-    session.install(*PIP_FLAGS, "packages/cpu-adam[test]", sanitized, env={"CXX": "g++"})
+    requirement = "packages/cpu-adam[torch,test]"
+    session.install(*PIP_FLAGS, *CONSTRAINTS, requirement, sanitized, env={"CXX": "g++"})
     runtimes = [
         str(session.run("g++", f"-print-file-name={name}", external=True, silent=True)).strip()
         for name in ("libasan.so", "libstdc++.so")

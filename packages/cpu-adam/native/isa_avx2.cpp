@@ -7,12 +7,6 @@
 
 #include "kernels.h"
 
-#if defined(_MSC_VER)
-#define CPU_ADAM_INLINE __forceinline
-#else
-#define CPU_ADAM_INLINE inline __attribute__((always_inline))
-#endif
-
 namespace {
 
 struct Vec {

@@ -7,8 +7,6 @@
 
 #include "kernels.h"
 
-#define CPU_ADAM_INLINE inline __attribute__((always_inline))
-
 namespace {
 
 struct Vec {

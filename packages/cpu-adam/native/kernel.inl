@@ -2,7 +2,6 @@
 // inside its own unnamed namespace, so that every function below has internal linkage.
 //
 // [Note: what an isa_*.cpp defines]
-// CPU_ADAM_INLINE    forced inlining
 // kLanes             elements in a vector
 // kVectorsAtOnce     vectors in each of the short loops that the work is cut into
 // Vec                a vector of kLanes floats

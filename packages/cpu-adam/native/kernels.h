@@ -5,6 +5,12 @@
 
 #include <cstdint>
 
+#if defined(_MSC_VER)
+#define CPU_ADAM_INLINE __forceinline
+#else
+#define CPU_ADAM_INLINE inline __attribute__((always_inline))
+#endif
+
 namespace cpu_adam {
 
 // Element types of gradients and copies. The numbers are shared with _memory.py.

@@ -1,5 +1,9 @@
 // Part of kernel.inl: how weights, copies and states lie in memory.
 
+CPU_ADAM_INLINE void copy_bytes(char* to, const char* from, std::int64_t count) {
+  for (std::int64_t i = 0; i < count; ++i) to[i] = from[i];
+}
+
 // The absent copy: nothing is stored.
 struct NoOut {
   static constexpr int kBytes = 0;

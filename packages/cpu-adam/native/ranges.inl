@@ -21,10 +21,6 @@ CPU_ADAM_INLINE void update_vectors(const Rule& rule, char* master, const char* 
   for (int k = 0; k < kVectors; ++k) Target::store(master, out, index + k * kLanes, masters[k]);
 }
 
-CPU_ADAM_INLINE void copy_bytes(char* to, const char* from, std::int64_t count) {
-  for (std::int64_t i = 0; i < count; ++i) to[i] = from[i];
-}
-
 // Fewer elements than a vector: through a padded copy, so that the arithmetic is the same.
 template <class Rule, class Grad, class Target>
 void update_tail(const Rule& rule, char* master, const char* grad, char* const* state, char* out,

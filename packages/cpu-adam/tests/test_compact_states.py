@@ -291,6 +291,12 @@ class TestStochasticRounding:
         assert_same(first, second)
         assert (first["exp_avg_sq"] != third["exp_avg_sq"]).any()
 
+    def test_a_step_may_be_an_integer_of_numpy(self, hyper):
+        first, second = (make_bf16(500, is_split=True) for _ in range(2))
+        run(cpu_adam.adam_step_bf16, first, **hyper)
+        run(cpu_adam.adam_step_bf16, second, **{**hyper, "step": np.int8(hyper["step"])})
+        assert_same(first, second)
+
     @pytest.mark.parametrize("seed", [0, 1, 2**64 - 1])
     def test_every_seed_matches_the_reference(self, isa, seed, hyper):
         arrays = make_bf16(300, is_split=True)

@@ -1,4 +1,6 @@
-"""Whatever `adam_step` is given, it succeeds or raises TypeError or ValueError; it never crashes.
+"""Whatever an update or a norm is given, it succeeds or names an argument; it never crashes.
+
+Every error is a TypeError or a ValueError that begins with the name of an argument.
 
 ``CPU_ADAM_FUZZ_CALLS`` sets the number of calls, ``CPU_ADAM_FUZZ_SEED`` where they begin; a failure
 names the seed of the call. Run it with a sanitized build too: ``nox -s sanitize``.
@@ -6,8 +8,11 @@ names the seed of the call. Run it with a sanitized build too: ``nox -s sanitize
 
 from __future__ import annotations
 
+import inspect
 import os
 import random
+import re
+from collections import Counter
 from typing import Any
 
 import numpy as np
@@ -16,21 +21,53 @@ from kernel_cases import HYPER, Bfloat16, make_capsule
 
 import cpu_adam
 from cpu_adam import _isa
+from cpu_adam._scalars import AdamHyper
+from cpu_adam.reference import BLOCK_NUMEL
 
 try:
     import torch
 except ImportError:  # then NumPy and DLPack alone
     torch = None
 
-NUM_CALLS = int(os.environ.get("CPU_ADAM_FUZZ_CALLS", "3000"))
+NUM_CALLS = int(os.environ.get("CPU_ADAM_FUZZ_CALLS", "4000"))
 FIRST_SEED = int(os.environ.get("CPU_ADAM_FUZZ_SEED", "0"))
 
-NAMES = ("master", "grad", "exp_avg", "exp_avg_sq", "out")
+ADAM = {"master": "f4", "exp_avg": "f4", "exp_avg_sq": "f4"}
+SCALES = ("exp_avg_scale", "exp_avg_sq_scale")
+# The arrays of each function besides its gradient, of which there are several kinds.
+LAYOUTS: dict[str, dict[str, str]] = {
+    "adam_step": ADAM,
+    "adam_step_8bit": {"exp_avg": "i1", "exp_avg_sq": "u1", **dict.fromkeys(SCALES, "f4")},
+    "adam_step_bf16": {"exp_avg": "bf16", "exp_avg_sq": "bf16"},
+    "adam_step_split": {"param": "bf16", "remainder": "i2", "exp_avg": "f4", "exp_avg_sq": "f4"},
+    "lion_step": {"master": "f4", "exp_avg": "f4"},
+    "sgd_step": {"master": "f4", "momentum_buffer": "f4"},
+    "adagrad_step": {"master": "f4", "state_sum": "f4"},
+    "grad_norm_sq": {},
+}
+COMPACT = ("adam_step_8bit", "adam_step_bf16")
+HYPERS: dict[str, dict[str, Any]] = {
+    **{name: HYPER for name in LAYOUTS if name.startswith("adam_")},
+    "lion_step": {"lr": 1e-3, "beta1": 0.9, "beta2": 0.99, "weight_decay": 0.1},
+    "sgd_step": {"step": 2, "lr": 0.1, "momentum": 0.9, "dampening": 0.0, "weight_decay": 0.1},
+    "adagrad_step": {"step": 2, "lr": 0.1, "lr_decay": 0.1, "eps": 1e-10, "weight_decay": 0.1},
+    "grad_norm_sq": {},
+}
+OPTIONS = ("grad_scale", "num_threads", "adamw_mode", "bias_correction", "nesterov", "seed")
+
+
+def parameters_of(function: str) -> set[str]:
+    """The names of a function's arguments, those of Adam among them where it passes them on."""
+    names = set(inspect.signature(getattr(cpu_adam, function)).parameters)
+    return names | (set(AdamHyper.__annotations__) if "hyper" in names else set())
+
+
+KNOWN = {function: parameters_of(function) for function in LAYOUTS}
 DTYPES = (
-    *("f4", "f4", "f2", "u2", "f8", "i4", "i1", "c8", "?"),
+    *("f4", "f4", "f2", "u2", "f8", "i4", "i1", "u1", "i2", "c8", "?"),
     *(">f4", ">f2", "O", "U3", "V4", "M8[s]"),
 )
-LENGTHS = (0, 1, 2, 7, 8, 15, 16, 17, 64, 1000, 70_000)
+LENGTHS = (0, 1, 2, 7, 8, 15, 16, 17, 64, 129, 1000, 70_000)
 SHAPES = ((4, 5), (2, 3, 7), (0, 5), (5, 0), (), (1, 1, 20))
 NUMBERS: tuple[Any, ...] = (
     *(0, 1, -1, 0.5, 1e-8, 1e30, -1e30, 1e-320, 1e39, 2**63, 10**400, True, None, "1", b"1", 1j),
@@ -145,17 +182,49 @@ def as_torch(choose: random.Random, array: np.ndarray) -> Any:
     return tensor
 
 
-def random_call(choose: random.Random) -> dict[str, Any]:
+def bfloat16(choose: random.Random, bits: np.ndarray) -> Any:
+    """bf16 memory, of torch or without it."""
+    if torch is None or choose.random() < 0.5:
+        return Bfloat16(bits)
+    return torch.from_numpy(bits.view(np.int16)).view(torch.bfloat16)
+
+
+def layout_of(choose: random.Random, function: str) -> dict[str, str]:
+    """The arrays of a function by name, and what each is: a dtype, or "bf16"."""
+    layout = dict(LAYOUTS[function])
+    if function in COMPACT:
+        is_split = choose.random() < 0.5
+        layout |= {"param": "bf16", "remainder": "i2"} if is_split else {"param": "f4"}
+    layout["grad"] = choose.choice(("f4", "f4", "f2", "bf16"))
+    if "out" in KNOWN[function] and choose.random() < (0.04 if "remainder" in layout else 0.4):
+        layout["out"] = choose.choice(("f4", "f2", "bf16"))
+    return layout
+
+
+def random_arrays(
+    choose: random.Random, function: str, shape: tuple[int, ...]
+) -> tuple[dict[str, Any], np.ndarray]:
+    """The right arrays for a function, and the memory in which they lie side by side."""
+    layout = layout_of(choose, function)
+    numel = int(np.prod(shape))
+    memory = np.frombuffer(choose.randbytes(len(layout) * numel * 4 + 8), np.uint8).copy()
+    arrays: dict[str, Any] = {}
+    for place, (name, kind) in enumerate(layout.items()):
+        dtype = np.dtype("u2" if kind == "bf16" else kind)
+        size = (-(-numel // BLOCK_NUMEL),) if name in SCALES else shape
+        start = place * numel * 4
+        raw = memory[start : start + int(np.prod(size)) * dtype.itemsize]
+        array = raw.view(dtype).reshape(size)
+        arrays[name] = bfloat16(choose, array) if kind == "bf16" else array
+    return arrays, memory
+
+
+def random_call(choose: random.Random, function: str) -> dict[str, Any]:
     """Keyword arguments of one call: mostly right, so that calls get past the first check."""
     shape = choose.choice(SHAPES) if choose.random() < 0.3 else (choose.choice(LENGTHS),)
-    numel = int(np.prod(shape))
-    memory = np.frombuffer(choose.randbytes(5 * numel * 4), np.float32).copy().reshape(5, *shape)
-    arguments: dict[str, Any] = dict(zip(NAMES, memory, strict=True))
-    if choose.random() < 0.4:
-        arguments["grad"] = memory[1].astype(np.float16)
-    if choose.random() < 0.4:
-        arguments["out"] = choose.choice((None, Bfloat16(np.zeros(shape, np.uint16))))
-    for name in NAMES:
+    arguments, memory = random_arrays(choose, function, shape)
+    numbers = HYPERS[function] | {"num_threads": choose.choice((1, 1, 2, 3))}
+    for name in tuple(arguments):
         roll = choose.random()
         if roll < 0.04:
             arguments[name] = choose.choice(OBJECTS)
@@ -165,37 +234,40 @@ def random_call(choose: random.Random) -> dict[str, Any]:
             arguments[name] = distorted(choose, random_array(choose, shape))
         elif roll < 0.26 and isinstance(arguments[name], np.ndarray):
             arguments[name] = distorted(choose, arguments[name])
-        elif roll < 0.30:  # overlapping the others, by some elements or all
-            start = choose.randrange(4 * numel + 1)
-            arguments[name] = memory.reshape(-1)[start : start + numel].reshape(shape)
-    arguments |= HYPER
-    arguments["num_threads"] = choose.choice((1, 1, 2, 3))
-    for name in (*HYPER, "grad_scale", "num_threads", "adamw_mode", "bias_correction"):
+        elif roll < 0.30 and isinstance(arguments[name], np.ndarray):
+            # Overlapping the others, by some bytes or all.
+            array = arguments[name]
+            start = choose.randrange(memory.size - array.nbytes + 1)
+            raw = memory[start : start + array.nbytes]
+            arguments[name] = raw.view(array.dtype).reshape(array.shape)
+    for name in sorted({*OPTIONS, *numbers} & KNOWN[function]):
         if choose.random() < 0.04:
-            arguments[name] = choose.choice(NUMBERS)
-    return arguments
+            numbers[name] = choose.choice(NUMBERS)
+    return arguments | numbers
 
 
-def make_call(seed: int) -> str:
-    """Make the call of ``seed``; returns how it ended."""
+def make_call(seed: int) -> tuple[str, str]:
+    """Make the call of ``seed``; returns the function and how it ended."""
     choose = random.Random(seed)
+    function = choose.choice(tuple(LAYOUTS))
     with np.errstate(all="ignore"):
-        arguments = random_call(choose)
+        arguments = random_call(choose, function)
     with _isa.use_isa(choose.choice(cpu_adam.available_isas())):
         try:
-            cpu_adam.adam_step(**arguments)
-        except (TypeError, ValueError) as error:
-            return type(error).__name__
+            getattr(cpu_adam, function)(**arguments)
+            return function, "success"
         except BaseException as error:
-            error.add_note(f"in the call of seed {seed}: {arguments!r:.2000}")
+            named = re.match(r"(\w+)( and \w+)?: ", str(error))
+            if isinstance(error, TypeError | ValueError) and named and named[1] in KNOWN[function]:
+                return function, type(error).__name__
+            error.add_note(f"in {function} of seed {seed}: {arguments!r:.2000}")
             raise
-    return "success"
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning", "ignore::UserWarning")
-def test_any_call_succeeds_or_raises_type_error_or_value_error():
-    endings = [make_call(seed) for seed in range(FIRST_SEED, FIRST_SEED + NUM_CALLS)]
-    assert set(endings) <= {"success", "TypeError", "ValueError"}
+def test_any_call_succeeds_or_names_an_argument():
+    endings = Counter(map(make_call, range(FIRST_SEED, FIRST_SEED + NUM_CALLS)))
     if NUM_CALLS >= 1000:  # the fuzzer reaches both the kernels and the checks
-        for ending in ("success", "TypeError", "ValueError"):
-            assert endings.count(ending) > NUM_CALLS // 20, ending
+        for function in LAYOUTS:
+            for ending in ("success", "TypeError", "ValueError"):
+                assert endings[function, ending] > NUM_CALLS // 500, (function, ending)

@@ -13,6 +13,7 @@ from kernel_cases import (
     make_arrays,
     run_kernel,
 )
+from rule_cases import narrow
 
 import cpu_adam
 from cpu_adam import _isa, reference
@@ -20,13 +21,6 @@ from cpu_adam import _isa, reference
 GRAD_DTYPES = [np.float32, np.float16, np.uint16]
 OUT_DTYPES = [None, np.float32, np.float16, np.uint16]
 LENGTHS = [0, 1, 2, 7, 8, 9, 15, 16, 17, 31, 32, 33, 63, 64, 65, 95, 96, 97, 127, 128, 129, 1000]
-
-
-def narrow(values, dtype):
-    if dtype is np.uint16:
-        return reference.float32_to_bfloat16(values)
-    with np.errstate(over="ignore"):
-        return values.astype(dtype)
 
 
 @pytest.mark.parametrize("numel", LENGTHS)

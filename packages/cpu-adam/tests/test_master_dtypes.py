@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from contextlib import contextmanager
 from functools import partial
 
 import numpy as np
@@ -13,7 +12,16 @@ from rule_cases import assert_rule_is_reference, narrow
 
 torch = pytest.importorskip("torch", reason="torch is an extra of cpu-adam")
 
-from torch_cases import assert_states_equal, make_params, resume, save, set_grads, train  # noqa: E402
+from torch_cases import (  # noqa: E402
+    assert_states_equal,
+    bf16_bits,
+    make_params,
+    one_rank,
+    resume,
+    save,
+    set_grads,
+    train,
+)
 
 import cpu_adam  # noqa: E402
 from cpu_adam import CPUAdam, convert_state, reference  # noqa: E402
@@ -22,10 +30,6 @@ MASTERS = ["float32", "split"]
 WIDTHS = ["float32", "bfloat16", "int8"]
 SIZES = [(40,), (3, 5), (), (0,), (17, 19)]
 KEPT = {"float32": "master_weight", "split": "remainder"}
-
-
-def bf16_bits(param):
-    return param.detach().contiguous().view(torch.int16).numpy().view(np.uint16)
 
 
 def master_of(param, state):
@@ -237,21 +241,6 @@ def test_each_group_has_its_own():
     assert [name in optimizer.state[p] for p, name in zip(params, kept, strict=True)] == [True] * 3
 
 
-@contextmanager
-def one_rank():
-    import torch.distributed as dist
-
-    if not dist.is_available():
-        pytest.skip("torch was built without torch.distributed")
-    from torch.distributed.device_mesh import init_device_mesh
-
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        yield init_device_mesh("cpu", (1,))
-    finally:
-        dist.destroy_process_group()
-
-
 @pytest.mark.parametrize("state_dtype", WIDTHS)
 @pytest.mark.parametrize("master_dtype", MASTERS)
 def test_dtensor_parameters_are_updated_through_their_local_part(state_dtype, master_dtype):
@@ -348,6 +337,42 @@ class TestConvertState:
         for key, state in optimizer.state_dict()["state"].items():
             for name, value in state.items():
                 assert torch.equal(before["state"][key][name], value)
+
+    def split_of(self, param, master):
+        """What becomes of one element whose parameter and master are these."""
+        params = [torch.nn.Parameter(torch.tensor([param], dtype=torch.bfloat16))]
+        optimizer = CPUAdam(params, master_dtype="float32")
+        train(optimizer, params, 1)
+        params[0].data.fill_(param)
+        optimizer.state[params[0]]["master_weight"].fill_(master)
+        convert_state(optimizer, "float32", "split")
+        return params[0], optimizer.state[params[0]]
+
+    @pytest.mark.parametrize(
+        ("param", "master"), [(-0.0, 0.0), (0.0, -0.0), (-0.0, -0.0), (1.0, 1.0)]
+    )
+    def test_zeros_of_either_sign_are_the_same(self, param, master):
+        param, state = self.split_of(param, master)
+        assert state["remainder"].tolist() == [0]
+        assert torch.equal(master_of(param, state), torch.full((1,), master))
+
+    @pytest.mark.parametrize("param", [0.0, 1.0, -2.0, float("inf")])
+    @pytest.mark.parametrize("is_master", [True, False])
+    def test_nan_beside_a_number_is_refused(self, param, is_master):
+        nan = float("nan")
+        with pytest.raises(ValueError, match=r"^master_dtype: .*master weight, rounded"):
+            self.split_of(*((param, nan) if is_master else (nan, param)))
+
+    def test_nan_stays_nan(self):
+        for nan in (float("nan"), -float("nan")):
+            param, state = self.split_of(nan, nan)
+            assert state["remainder"].tolist() == [0]
+            assert master_of(param, state).isnan().all()
+
+    def test_numbers_of_other_signs_are_refused(self):
+        for param, master in [(-0.0, 1e-45), (0.0, -1e-45), (1.0, -1.0)]:
+            with pytest.raises(ValueError, match=r"^master_dtype: .*master weight, rounded"):
+                self.split_of(param, master)
 
     def test_other_strides_are_kept(self):
         value = torch.randn(2, 3, 4, 5).to(torch.bfloat16).to(memory_format=torch.channels_last)

@@ -8,7 +8,7 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="torch is an extra of cpu-adam")
 
-from torch_cases import make_params, resume, save, set_grads, train  # noqa: E402
+from torch_cases import make_params, one_rank, resume, save, set_grads, train  # noqa: E402
 
 import cpu_adam  # noqa: E402
 from cpu_adam import CPUAdam  # noqa: E402
@@ -300,16 +300,9 @@ def test_many_small_parameters_of_mixed_types_step_together(isa):
 
 
 def test_dtensor_parameters_are_updated_through_their_local_part():
-    import torch.distributed as dist
+    with one_rank() as mesh:
+        from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-    if not dist.is_available():
-        pytest.skip("torch was built without torch.distributed")
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import DTensor, Shard, distribute_tensor
-
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        mesh = init_device_mesh("cpu", (1,))
         value = torch.randn(8, 3)
         param = torch.nn.Parameter(distribute_tensor(value.clone(), mesh, [Shard(0)]))
         plain = torch.nn.Parameter(value.clone())
@@ -321,8 +314,80 @@ def test_dtensor_parameters_are_updated_through_their_local_part():
             expected.step()
         assert torch.equal(param.detach().to_local(), plain)
         assert isinstance(optimizer.state[param]["exp_avg"], DTensor)
-    finally:
-        dist.destroy_process_group()
+
+
+class TestWhatCannotBeUsed:
+    """It is refused by name, and nothing has been touched."""
+
+    def trained(self):
+        params = make_params([(3,), (4,)])
+        optimizer = CPUAdam(params)
+        train(optimizer, params, 2)
+        set_grads(params, 2)
+        return params, optimizer
+
+    def assert_step_is_refused(self, params, optimizer, error, match):
+        before = [param.detach().clone() for param in params]
+        with pytest.raises(error, match=match):
+            optimizer.step()
+        assert_params_equal(params, before)
+        assert float(optimizer.state[params[0]]["step"]) == 2.0
+
+    @pytest.mark.parametrize("value", [float("inf"), -float("inf"), float("nan")])
+    @pytest.mark.parametrize("is_tensor", [True, False])
+    def test_a_step_count_that_is_not_finite(self, value, is_tensor):
+        params, optimizer = self.trained()
+        optimizer.state[params[1]]["step"] = torch.tensor(value) if is_tensor else value
+        self.assert_step_is_refused(params, optimizer, ValueError, r"^state 'step': must be finite")
+
+    @pytest.mark.parametrize(
+        ("value", "error"),
+        [
+            (10**400, ValueError),
+            (-3, ValueError),
+            (None, TypeError),
+            ("many", TypeError),
+            ([1.0], TypeError),
+            (torch.zeros(2, dtype=torch.float64), TypeError),
+            (torch.zeros((), device="meta"), TypeError),
+        ],
+    )
+    def test_a_step_count_that_is_none(self, value, error):
+        params, optimizer = self.trained()
+        optimizer.state[params[1]]["step"] = value
+        self.assert_step_is_refused(params, optimizer, error, r"^(state 'step'|step): ")
+
+    @pytest.mark.parametrize("is_tensor", [True, False])
+    @pytest.mark.parametrize("value", [0.0, -0.0, float("nan"), float("inf"), 1e-320])
+    def test_a_loss_scale(self, value, is_tensor):
+        params, optimizer = self.trained()
+        optimizer.grad_scale = torch.tensor(value) if is_tensor else value
+        self.assert_step_is_refused(params, optimizer, ValueError, r"^grad_scale: ")
+
+    def test_a_loss_scale_that_is_no_number(self):
+        params, optimizer = self.trained()
+        optimizer.grad_scale = "1024"
+        self.assert_step_is_refused(params, optimizer, TypeError, r"^grad_scale: ")
+
+    @pytest.mark.parametrize("name", ["exp_avg", "exp_avg_sq", "exp_avg_scale", "remainder"])
+    def test_a_loaded_state_that_is_no_tensor(self, name):
+        params, optimizer = self.trained()
+        saved = copy.deepcopy(optimizer.state_dict())
+        saved["param_groups"][0]["lr"] = 7.0
+        saved["state"][1][name] = [1.0, 2.0, 3.0, 4.0]
+        states = {param: dict(optimizer.state[param]) for param in params}
+        with pytest.raises(TypeError, match=rf"^state '{name}': expected a tensor, got list"):
+            optimizer.load_state_dict(saved)
+        assert optimizer.param_groups[0]["lr"] == 1e-3
+        for param, state in states.items():
+            assert optimizer.state[param] == state
+
+    def test_a_loaded_state_that_is_no_dictionary(self):
+        _, optimizer = self.trained()
+        saved = copy.deepcopy(optimizer.state_dict())
+        saved["state"][1] = torch.zeros(4)
+        with pytest.raises(TypeError, match=r"^state_dict: .* got Tensor"):
+            optimizer.load_state_dict(saved)
 
 
 class TestAdamStepOnTensors:

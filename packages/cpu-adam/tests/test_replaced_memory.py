@@ -361,3 +361,119 @@ def test_settings_of_a_group_may_change_between_steps():
     set_grads(params, 5)
     with pytest.raises(TypeError, match="convert_state"):
         optimizer.step()
+
+
+class TestMemoryThatShrinks:
+    """An address that is the same has not as much memory behind it: see `cpu_adam._slots`."""
+
+    NUMEL = 20_000
+
+    def trained(self):
+        params = make_params([(self.NUMEL,)] * 3)
+        optimizer = CPUAdam(params)
+        train(optimizer, params, 1)
+        set_grads(params, 1)
+        return params, optimizer
+
+    def assert_refused(self, optimizer, params, intact, match):
+        before = [param.detach().clone() for param in intact]
+        # Looked at by itself first: a step that is not refused writes where nothing may be.
+        states = optimizer.state
+        assert not optimizer._rosters[0]._snapshot.is_current(states)
+        with pytest.raises(ValueError, match=match):
+            optimizer.step()
+        for param, old in zip(intact, before, strict=True):
+            assert torch.equal(param, old)
+        assert [float(states[param]["step"]) for param in params] == [1.0] * 3
+
+    @pytest.mark.parametrize("name", ["exp_avg", "exp_avg_sq"])
+    @pytest.mark.parametrize("is_grown_again", [False, True])
+    def test_the_storage_of_a_state(self, name, is_grown_again):
+        params, optimizer = self.trained()
+        storage = optimizer.state[params[1]][name].untyped_storage()
+        if is_grown_again:
+            storage.resize_(0)
+        storage.resize_(3 * self.NUMEL)
+        self.assert_refused(optimizer, params, params, f"^{name}: its memory has been freed")
+
+    @pytest.mark.parametrize("is_grown_again", [False, True])
+    def test_the_storage_of_a_parameter(self, is_grown_again):
+        params, optimizer = self.trained()
+        storage = params[1].untyped_storage()
+        if is_grown_again:
+            storage.resize_(0)
+        storage.resize_(3 * self.NUMEL)
+        intact = [params[0], params[2]]
+        self.assert_refused(optimizer, params, intact, "^parameter: its memory has been freed")
+
+    @pytest.mark.parametrize(
+        "change",
+        [
+            lambda s: (s.set_(), s.resize_(10_000)),
+            lambda s: s.resize_(10_000),
+            lambda s: setattr(s, "data", s.data[:10_000]),
+        ],
+    )
+    def test_a_state_of_fewer_elements(self, change):
+        params, optimizer = self.trained()
+        change(optimizer.state[params[1]]["exp_avg"])
+        self.assert_refused(optimizer, params, params, r"^state 'exp_avg': must have")
+
+    @pytest.mark.parametrize("master_dtype", ["float32", "split"])
+    def test_a_state_beside_a_bf16_parameter(self, master_dtype):
+        params = make_params([(self.NUMEL,)] * 3, dtype=torch.bfloat16)
+        optimizer = CPUAdam(params, master_dtype=master_dtype)
+        train(optimizer, params, 1)
+        name = {"float32": "master_weight", "split": "remainder"}[master_dtype]
+        optimizer.state[params[1]][name].untyped_storage().resize_(self.NUMEL)
+        self.assert_refused(optimizer, params, params, f"^{name}: its memory has been freed")
+
+    def test_the_scales_of_8_bit_moments(self):
+        params = make_params([(self.NUMEL,)] * 3)
+        optimizer = CPUAdam(params, state_dtype="int8")
+        train(optimizer, params, 1)
+        optimizer.state[params[1]]["exp_avg_scale"].untyped_storage().resize_(16)
+        self.assert_refused(optimizer, params, params, "^exp_avg_scale: its memory has been freed")
+
+    def test_a_view_from_within_its_storage(self):
+        params, optimizer = self.trained()
+        state = optimizer.state[params[1]]["exp_avg"]
+        whole = torch.zeros(2 * self.NUMEL)
+        state.data = whole[self.NUMEL :]
+        set_grads(params, 1)
+        optimizer.step()
+        set_grads(params, 2)
+        whole.untyped_storage().resize_(6 * self.NUMEL)
+        with pytest.raises(ValueError, match=r"^exp_avg: its memory has been freed"):
+            optimizer.step()
+
+    @pytest.mark.parametrize("name", ["exp_avg", "exp_avg_sq"])
+    def test_a_smaller_state_where_the_old_one_was(self, name):
+        """The allocator decides whether it lies there: it is tried until it does."""
+        params, optimizer = self.trained()
+        state = optimizer.state[params[1]][name]
+        for numel in (*range(self.NUMEL - 1, self.NUMEL - 40, -1), 15_000) * 4:
+            address = state.data_ptr()
+            state.data = torch.empty(0)
+            state.data = torch.zeros(numel)
+            is_same_place = state.data_ptr() == address
+            if is_same_place:
+                self.assert_refused(optimizer, params, params, rf"^state '{name}': must have")
+                return
+            state.data = torch.zeros(self.NUMEL)
+            optimizer.step()  # of the new memory, which is enough
+            for each in params:
+                optimizer.state[each]["step"].fill_(1.0)
+        pytest.skip("the allocator never gave the same address again")
+
+    def test_as_much_memory_at_the_same_place_is_used(self):
+        params, optimizer = self.trained()
+        twins, expected = self.trained()
+        for each, some in ((optimizer, params), (expected, twins)):
+            each.state[some[1]]["exp_avg"].data = torch.empty(0)
+            each.state[some[1]]["exp_avg"].data = torch.zeros(self.NUMEL)
+        expected.__setstate__({})  # forgets what it knew
+        optimizer.step()
+        expected.step()
+        for one, two in zip(params, twins, strict=True):
+            assert torch.equal(one, two)

@@ -8,7 +8,7 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="torch is an extra of cpu-adam")
 
-from torch_cases import assert_states_equal, make_params, resume, save, set_grads, train  # noqa: E402
+from torch_cases import assert_states_equal, bf16_bits, make_params, resume, save, set_grads, train  # noqa: E402
 
 import cpu_adam  # noqa: E402
 from cpu_adam import CPUAdam, convert_state, reference  # noqa: E402
@@ -58,8 +58,8 @@ def test_a_bf16_parameter_is_its_master_rounded(state_dtype):
     for param, old in zip(params, before, strict=True):
         state = optimizer.state[param]
         assert "master_weight" not in state
-        bits = param.detach().view(torch.int16).numpy().view("uint16")
-        master = torch.as_tensor(reference.combine_master(bits, state["remainder"].numpy()))
+        remainder = state["remainder"].numpy()
+        master = torch.as_tensor(reference.combine_master(bf16_bits(param), remainder))
         assert torch.equal(master.to(torch.bfloat16), param)
         # updates far below bf16's resolution are not lost
         assert (master != old.float()).any()

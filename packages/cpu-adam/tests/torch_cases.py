@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import io
+from contextlib import contextmanager
 
+import numpy as np
+import pytest
 import torch
 
 
@@ -48,3 +51,24 @@ def assert_states_equal(optimizer, params, expected, expected_params):
         for name, value in expected.state[other].items():
             assert optimizer.state[param][name].dtype == value.dtype
             assert torch.equal(optimizer.state[param][name], value)
+
+
+def bf16_bits(param):
+    """A bf16 tensor's elements as unsigned integers: what stands for bf16 in NumPy."""
+    return param.detach().contiguous().view(torch.int16).numpy().view(np.uint16)
+
+
+@contextmanager
+def one_rank():
+    """The mesh of a process group of this process alone."""
+    import torch.distributed as dist
+
+    if not dist.is_available():
+        pytest.skip("torch was built without torch.distributed")
+    from torch.distributed.device_mesh import init_device_mesh
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield init_device_mesh("cpu", (1,))
+    finally:
+        dist.destroy_process_group()

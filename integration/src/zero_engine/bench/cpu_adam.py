@@ -233,14 +233,15 @@ def offload_race(numel: int) -> Race:
     half_grad = grad.to(torch.bfloat16)
     half = param.detach().to(torch.bfloat16)
 
-    def ours(isa: str | None = None) -> Step:
+    def ours(isa: str | None = None, dtype: torch.dtype = torch.bfloat16) -> Step:
         count = iter(range(1, 2**31))
+        source, copy = half_grad.to(dtype), half.to(dtype)  # bf16: the same memory
 
         def step() -> None:
             beta1, beta2 = ADAMW["betas"]
             cpu_adam.adam_step(
                 param,
-                half_grad,
+                source,
                 flat.exp_avg[0],
                 flat.exp_avg_sq[0],
                 step=next(count),
@@ -250,7 +251,7 @@ def offload_race(numel: int) -> Race:
                 eps=ADAMW["eps"],
                 weight_decay=ADAMW["weight_decay"],
                 grad_scale=0.999,
-                out=half,
+                out=copy,
             )
 
         return step if isa is None else _with_isa(isa, step)
@@ -285,6 +286,7 @@ def offload_race(numel: int) -> Race:
         [
             Contender(OURS, ours),
             *_by_isa(ours, numel),
+            Contender(f"{OURS}, fp16", partial(ours, dtype=torch.float16)),
             Contender(BANDWIDTH, flat.bandwidth, 0.9),
             Contender("DeepSpeed: unscale + CPUAdam + cast", deepspeed, 1.4),
             Contender("torch: widen + unscale + fused + cast", torch_passes),
@@ -301,10 +303,10 @@ def int8_race(numel: int) -> Race:
         param.grad = _random(numel, generator).mul_(1e-2).to(torch.bfloat16)
         return [param]
 
-    def ours() -> Step:
+    def ours(isa: str | None = None) -> Step:
         optimizer: Any = cpu_adam.CPUAdam
         made: torch.optim.Optimizer = optimizer(bf16(), state_dtype="int8", **ADAMW)
-        return made.step
+        return made.step if isa is None else _with_isa(isa, made.step)
 
     def peer(module: str, name: str) -> Callable[[], Step]:
         def make() -> Step:
@@ -319,6 +321,7 @@ def int8_race(numel: int) -> Race:
         numel,
         [
             Contender(f"{OURS}, int8", ours),
+            *(Contender(f"{OURS}, int8, {isa}", partial(ours, isa)) for isa in _other_isas()),
             Contender("torch fused, fp32", lambda: Flat(numel).torch(fused=True), 1.0),
             Contender("torchao AdamW8bit", peer("torchao.optim", "AdamW8bit"), 25.0),
             Contender("bitsandbytes AdamW8bit", peer("bitsandbytes.optim", "AdamW8bit"), 25.0),
@@ -379,8 +382,11 @@ def _by_isa(make: Callable[[str], Step], numel: int) -> list[Contender]:
     They should be as fast where memory sets the pace: not where all of it is in the caches.
     """
     bar = 0.9 if numel * FUSED_BYTES > cache_bytes() else None
-    others = [isa for isa in cpu_adam.available_isas()[1:] if isa != cpu_adam.active_isa()]
-    return [Contender(f"{OURS}, {isa}", partial(make, isa), bar) for isa in others]
+    return [Contender(f"{OURS}, {isa}", partial(make, isa), bar) for isa in _other_isas()]
+
+
+def _other_isas() -> list[str]:
+    return [isa for isa in cpu_adam.available_isas()[1:] if isa != cpu_adam.active_isa()]
 
 
 def _tensor_step() -> Tensor:

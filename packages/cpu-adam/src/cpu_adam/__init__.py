@@ -6,7 +6,7 @@
 - `adagrad_step`, `lion_step`, `sgd_step`: other update rules.
 - `grad_norm_sq`: squared norm of a gradient, and whether it is finite.
 - `CPUAdam`: a ``torch.optim.Optimizer`` over the same kernels (needs torch).
-- `convert_state`: its state, or a state dict, with moments of another width (needs torch).
+- `convert_state`: its state, or a state dict, with other moments and masters (needs torch).
 - `active_isa`, `available_isas`: the instruction set in use, and those that work here.
 - `cpu_adam.reference`: the kernels' definition in plain NumPy.
 

@@ -31,9 +31,10 @@ def convert_state(
 ) -> OptimizerOrState:
     """Store the moments as ``dtype``: 8 bits to fp32 and back, and bf16; and masters otherwise.
 
-    8 bits to fp32 is exact, as is bf16 to fp32; the other ways round to nearest. Step counts are
-    left as they are, and so are master weights, whole or split, without a ``master_dtype``: every
-    form of them goes with every ``dtype``.
+    bf16 to fp32 is exact. 8 bits to fp32 is exact but for the second moment, the rounded square of
+    the root that is kept. The other ways round to nearest. Step counts are left as they are, and so
+    are master weights, whole or split, without a ``master_dtype``: every form of them goes with
+    every ``dtype``.
 
     Between the two forms nothing is lost, but that a master that is a tie (one value in 131,072)
     moves by one unit in the last place of fp32 when it is split. A state dict has no parameters:
@@ -105,12 +106,16 @@ def _convert(
 def _split(master: Tensor, param: Tensor | None) -> Tensor:
     """The remainder of a master weight beyond its bf16 parameter.
 
-    A tie that was rounded down is 32768 away from its parameter, more than an int16 holds.
+    A tie that was rounded down is 32768 away from its parameter, more than an int16 holds. NaNs,
+    and zeros, have the remainder zero whatever their bits.
     """
     whole = _memory_order(master).numpy()
     upper = reference.float32_to_bfloat16(whole) if param is None else _bits(param)
-    distance = (whole.view(np.uint32) - (upper.astype(np.uint32) << 16)).view(np.int32)
-    is_rounded = (np.abs(distance) <= 32768) | np.isnan(whole)
+    rounded = reference.bfloat16_to_float32(upper)
+    distance = (whole.view(np.uint32) - rounded.view(np.uint32)).view(np.int32)
+    is_nan = np.isnan(whole)
+    distance = np.where(is_nan | ((whole == 0) & (rounded == 0)), 0, distance)
+    is_rounded = (distance >= -32768) & (distance <= 32768) & (is_nan == np.isnan(rounded))
     if not is_rounded.all():
         raise ValueError(
             "master_dtype: a parameter is not its master weight, rounded, and so not the "

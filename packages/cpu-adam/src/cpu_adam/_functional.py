@@ -163,8 +163,10 @@ def adam_step_8bit(
     """Apply one Adam update in place, with both moments in 8 bits, in one pass over memory.
 
     Block-wise quantized states: Dettmers et al., 2021 (arXiv 2110.02861); here with blocks of 128
-    elements, and codes that are the square root of a moment in the unit of the gradient.
-    `cpu_adam.reference` defines them. Start from zeros. With a bf16 ``param`` and its
+    elements, each moment relative to the block's largest. The first moment's codes are nearly its
+    square roots, with its sign. The second moment's are the first 8 bits of a floating-point number
+    that is its root, with 16 codes for each power of two. `cpu_adam.reference` defines them. Start
+    from zeros. With a bf16 ``param`` and its
     ``remainder``, 6.0625 bytes per element are kept: the fp32 master weight that is updated is
     made of the two, bit by bit. A gradient that is not finite spoils its whole block; see
     `grad_norm_sq`. Arguments not listed are those of `adam_step`.

@@ -175,7 +175,7 @@ def _describe_dlpack(name: str, value: Any, *, is_written: bool, types: tuple[in
             capsule = value.__dlpack__(max_version=(1, 0), copy=False)
         except TypeError:  # a producer of DLPack 0.x
             capsule = value.__dlpack__()
-    except (BufferError, RuntimeError) as error:
+    except (BufferError, RuntimeError, TypeError, ValueError) as error:
         raise ValueError(f"{name}: does not export its memory: {error}") from error
     try:
         address, shape, strides, kind, bits, lanes, _, is_read_only = _kernels.read_dlpack(capsule)

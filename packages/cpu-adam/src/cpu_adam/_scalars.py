@@ -95,6 +95,13 @@ def _beta(name: str, value: Any) -> float:
     return number
 
 
+def _flag(name: str, value: Any) -> bool:
+    try:
+        return bool(value)
+    except (TypeError, ValueError, RuntimeError):
+        raise TypeError(f"{name}: expected True or False, got {type(value).__name__}") from None
+
+
 def _step(value: Any) -> int:
     try:
         step = operator.index(value)
@@ -123,6 +130,8 @@ def adam_scalars(
         TypeError: one of them is not a number, or ``step`` not an integer.
         ValueError: one of them is not finite or out of range, or ``step`` is below 1.
     """
+    adamw_mode = _flag("adamw_mode", adamw_mode)
+    bias_correction = _flag("bias_correction", bias_correction)
     step = _step(step)
     lr = _not_negative("lr", lr)
     beta1 = _beta("beta1", beta1)
@@ -215,7 +224,8 @@ def check_seed(seed: Any) -> int:
 
 def random_key(seed: int, step: int) -> int:
     """The 64-bit key of the random numbers of update number ``step``."""
-    words = check_seed(seed).to_bytes(8, "little") + (step % 2**64).to_bytes(8, "little")
+    number = operator.index(step) % 2**64  # NumPy's integers would overflow
+    words = check_seed(seed).to_bytes(8, "little") + number.to_bytes(8, "little")
     return int.from_bytes(hashlib.blake2b(words, digest_size=8).digest(), "little")
 
 
@@ -316,7 +326,7 @@ def sgd_scalars(
     lr = _not_negative("lr", lr)
     momentum = _not_negative("momentum", momentum)
     dampening = finite_number("dampening", dampening)
-    if nesterov and (momentum == 0.0 or dampening != 0.0):
+    if _flag("nesterov", nesterov) and (momentum == 0.0 or dampening != 0.0):
         raise ValueError("nesterov: needs a momentum and zero dampening")
     return SgdScalars(
         grad_scale=finite_number("grad_scale", grad_scale),

@@ -2,13 +2,19 @@
 
 A `Slot` remembers what was verified (dtype, shape, strides, storage) together with the addresses it
 was verified for; `cpu_adam._tables` compares those at every step.
+
+[Note: extents]
+A tensor's extent is what decides which memory it may use: the address of its first element, dtype,
+numel, storage offset, and the bytes of the storage. An address alone says little: a storage can
+shrink in place, and the allocator gives the address of one that was freed to a smaller one.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Iterable
-from typing import Any
+from operator import attrgetter
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,8 +29,11 @@ __all__ = [
     "SCALES",
     "STATE_DTYPES",
     "TYPES",
+    "Extents",
     "Slot",
+    "Watched",
     "check_name",
+    "extents_of",
     "local_of",
 ]
 
@@ -77,6 +86,43 @@ def local_of(tensor: Tensor) -> Tensor:
     return tensor
 
 
+Extents = list[tuple[Any, ...]]
+"""Of some tensors, a column for each part of an extent."""
+
+_dtype = attrgetter("dtype")
+
+
+def extents_of(tensors: list[Tensor]) -> Extents:
+    """The extents of the tensors as they are now; see [Note: extents]."""
+    return [
+        tuple(map(Tensor.data_ptr, tensors)),
+        tuple(map(_dtype, tensors)),
+        tuple(map(Tensor.numel, tensors)),
+        tuple(map(Tensor.storage_offset, tensors)),
+        tuple(map(torch.UntypedStorage.nbytes, map(Tensor.untyped_storage, tensors))),
+    ]
+
+
+class Watched(NamedTuple):
+    """One entry of a parameter's state, verified.
+
+    Attributes:
+        name: the entry's key.
+        value: what is there; None: nothing may be there.
+        part: the local tensor.
+        extent: of ``part``, as it was verified.
+    """
+
+    name: str
+    value: Tensor | None
+    part: Tensor
+    extent: tuple[Any, ...]
+
+
+def _extent_of(tensor: Tensor) -> tuple[Any, ...]:
+    return tuple(value for (value,) in extents_of([tensor]))
+
+
 def _check_state(name: str, state: Any, like: Tensor, dtype: torch.dtype) -> Tensor:
     if not isinstance(state, Tensor):
         raise TypeError(f"state {name!r}: expected a tensor, got {type(state).__name__}")
@@ -122,9 +168,9 @@ class Slot:
         settings: the group's ``state_dtype`` and ``master_dtype``, by which it was verified.
         local: the parameter, or the local part of a DTensor.
         local_address: where that is.
+        extent: of the local part; see [Note: extents].
         dtype, shape, stride, numel, is_contiguous: what it is.
-        watched: name, value (None: it must be missing), local tensor and address, of what has been
-            verified of the state.
+        watched: what has been verified of the state.
         out_type: element type of the parameter if it is written as a copy of the master weight.
         addresses: the kernel's arguments besides the gradient: master, states, out.
         step_address: where the number of updates so far is, one fp32 number.
@@ -133,6 +179,7 @@ class Slot:
     __slots__ = (
         "addresses",
         "dtype",
+        "extent",
         "is_contiguous",
         "local",
         "local_address",
@@ -160,7 +207,8 @@ class Slot:
         self.numel = local.numel()
         self.is_contiguous = local.is_contiguous()
         self.local_address = torch_address("parameter", local)
-        self.watched: list[tuple[str, Tensor | None, Tensor, int]] = []
+        self.extent = _extent_of(local)
+        self.watched: list[Watched] = []
         self._find_states(settings[0])
         step = _check_step(state["step"])
         self.step_address = self._watch("step", step)
@@ -182,7 +230,7 @@ class Slot:
             rest = _check_state(REMAINDER, state[REMAINDER], local, torch.int16)
             self.addresses = (self.local_address, *states, self._watch(REMAINDER, rest))
             # A whole master that appears later takes the place of the split one.
-            self.watched.append((MASTER, None, local, self.local_address))
+            self.watched.append(Watched(MASTER, None, local, self.extent))
         else:
             self.out_type = kind
             master = _check_state(MASTER, state[MASTER], local, torch.float32)
@@ -190,7 +238,7 @@ class Slot:
 
     def _watch(self, name: str, part: Tensor) -> int:
         address = torch_address(name, part)
-        self.watched.append((name, self.state[name], part, address))
+        self.watched.append(Watched(name, self.state[name], part, _extent_of(part)))
         return address
 
     def grad_memory(self, grad: Tensor) -> tuple[Tensor, int, int]:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from cpu_adam import _kernels
+from cpu_adam._scalars import finite_number
 from cpu_adam._slots import (
     MASTER,
     MASTER_DTYPES,
@@ -55,7 +56,8 @@ def fill_state(
     """Create what is missing; and accept a step count in any form."""
     step = state.get("step", 0.0)
     if not isinstance(step, Tensor) or step.dtype is not torch.float32 or not step.is_cpu:
-        state["step"] = torch.tensor(float(step), dtype=torch.float32)
+        number = finite_number("state 'step'", step)
+        state["step"] = torch.tensor(number, dtype=torch.float32)
     for name, dtype in STATE_DTYPES[state_dtype].items():
         if name not in state:
             state[name] = torch.zeros_like(param, dtype=dtype)

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from cpu_adam._memory import ITEM_BYTES
-from cpu_adam._slots import TYPES, Slot, local_of
+from cpu_adam._slots import TYPES, Slot, extents_of, local_of
 from cpu_adam._states import check_param, fill_state
 
 __all__ = ["Roster"]
@@ -46,19 +46,18 @@ class Snapshot:
     """What some parameters and their states were when they were verified."""
 
     def __init__(self, slots: Sequence[Slot]) -> None:
-        watched = [(slot.state, *entry) for slot in slots for entry in slot.watched]
+        watched = [entry for slot in slots for entry in slot.watched]
         self._params = [slot.param for slot in slots]
         self._is_local = all(type(param) is torch.nn.Parameter for param in self._params)
         self._states = [slot.state for slot in slots]
-        self._owners = [state for state, *_ in watched]
-        self._names = [name for _, name, *_ in watched]
-        self._values = [value for _, _, value, *_ in watched]
-        self._parts = [part for *_, part, _ in watched]
-        self._addresses = [address for *_, address in watched]
-        self._local_addresses = [slot.local_address for slot in slots]
-        self._dtypes = [slot.dtype for slot in slots]
+        self._owners = [slot.state for slot in slots for _ in slot.watched]
+        self._names = [entry.name for entry in watched]
+        self._values = [entry.value for entry in watched]
+        self._parts = [entry.part for entry in watched]
+        # Of the memory when it was verified: what it is by now may be something else.
+        extents = [entry.extent for entry in watched] + [slot.extent for slot in slots]
+        self._extents = list(zip(*extents, strict=True))
         self._strides = [slot.stride for slot in slots]
-        self._numels = [slot.numel for slot in slots]
 
     def is_current(self, states: States) -> bool:
         """Whether all is as it was; ``states`` has the dictionary of every parameter."""
@@ -66,11 +65,8 @@ class Snapshot:
         return (
             _are_same(map(states.__getitem__, self._params), self._states)
             and _are_same(map(dict.get, self._owners, self._names), self._values)
-            and list(map(Tensor.data_ptr, self._parts)) == self._addresses
-            and list(map(Tensor.data_ptr, local)) == self._local_addresses
-            and _are_same(map(_dtype, local), self._dtypes)
+            and extents_of(self._parts + local) == self._extents
             and list(map(Tensor.stride, local)) == self._strides
-            and list(map(Tensor.numel, local)) == self._numels
         )
 
 

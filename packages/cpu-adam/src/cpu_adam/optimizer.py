@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping
 from itertools import chain, compress, count, zip_longest
 from typing import Any, overload
@@ -12,7 +13,13 @@ from torch.optim import Optimizer
 
 from cpu_adam import _kernels
 from cpu_adam._isa import active_isa_index
-from cpu_adam._scalars import adam_scalars, check_seed, compact_adam_scalars, random_key
+from cpu_adam._scalars import (
+    adam_scalars,
+    check_seed,
+    compact_adam_scalars,
+    finite_number,
+    random_key,
+)
 from cpu_adam._slots import (
     MASTER,
     MASTER_DTYPES,
@@ -161,7 +168,7 @@ class CPUAdam(Optimizer):
         if found_inf is not None and float(found_inf) != 0.0:
             return loss
         scale = getattr(self, "grad_scale", None)
-        grad_scale = 1.0 if scale is None else 1.0 / float(scale)
+        grad_scale = 1.0 if scale is None else _inverse(scale)
         # Everything is looked up and checked before anything is changed.
         updates = []
         stream = 0
@@ -179,10 +186,15 @@ class CPUAdam(Optimizer):
 
         The base class casts state to the parameter's dtype, which would round a 16-bit
         parameter's master weight and moments away; here they stay what they were.
+
+        Raises:
+            TypeError: a moment, a scale or a master that is not a tensor; nothing has been loaded.
         """
         loaded: dict[str, Any] = {}
 
         def remember(_: Optimizer, final: dict[str, Any]) -> None:
+            for state in final["state"].values():
+                _check_loaded(state)
             loaded.update(final)
 
         def restore(_: Optimizer) -> None:
@@ -266,6 +278,8 @@ class _Update:
         self._calls = [self._call(*key, items) for key, items in _batches(keys, columns)]
 
     def _call(self, grad_type: int, out_type: int, step: float, items: list[int]) -> _Call:
+        if not math.isfinite(step):
+            raise ValueError(f"state 'step': must be finite, got {step}")
         number = int(step) + 1
         scalars = _scalars_of(self._group, number, self._grad_scale)
         state_dtype = self._group["state_dtype"]
@@ -315,6 +329,27 @@ def _check_group(group: dict[str, Any]) -> None:
     _master_dtype_of(group)
     check_seed(group["seed"])
     _scalars_of(group, 1, 1.0)
+
+
+def _inverse(grad_scale: Any) -> float:
+    """What unscales gradients of a loss that was multiplied by ``grad_scale``."""
+    scale = finite_number("grad_scale", grad_scale)
+    if scale == 0.0:
+        raise ValueError("grad_scale: must not be zero: gradients are divided by it")
+    return 1.0 / scale
+
+
+def _check_loaded(state: Any) -> None:
+    """Refuse a parameter's state that is of no use, before it is loaded."""
+    if not isinstance(state, Mapping):
+        raise TypeError(
+            "state_dict: a parameter's state must be a dictionary by name, "
+            f"got {type(state).__name__}"
+        )
+    for name in _STATES:
+        value = state.get(name)
+        if value is not None and not isinstance(value, Tensor):
+            raise TypeError(f"state {name!r}: expected a tensor, got {type(value).__name__}")
 
 
 def _loaded_dtype(name: str, value: Tensor) -> torch.dtype:

@@ -17,9 +17,10 @@ from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from zero_core.blueprint import Blueprint
+from zero_core.buffers import adopt_buffers
 from zero_core.collectives import ControlGroup, NativeCollectives
 from zero_core.config import Config, load_config
-from zero_core.discovery import Discovered, compute_dtype
+from zero_core.discovery import Discovered
 from zero_core.engine import Engine
 from zero_core.errors import ConfigError, RankMismatchError
 from zero_core.layout import Layout, Segment
@@ -80,7 +81,7 @@ def build(
     memory = Memory(found, layout, resolved, rank=ranks.rank, device=ranks.device)
     tier = _make_tier(state_tier, memory, drawn, resolved, ranks, is_named_adam)
     _fill(found, layout, memory, tier, control)
-    _adopt_buffers(model, resolved, ranks.device, control)
+    adopt_buffers(model, resolved.compute_dtype, ranks.device, control)
     if lr_scheduler is None and resolved.scheduler is not None:
         lr_scheduler = make_scheduler(optimizer, resolved.scheduler.type, resolved.scheduler.params)
     return Engine(
@@ -273,16 +274,3 @@ def _widest(params: Sequence[nn.Parameter], segment: Segment) -> torch.dtype:
     for param in params:
         dtype = torch.promote_types(dtype, param.dtype)
     return dtype
-
-
-def _adopt_buffers(
-    model: nn.Module, config: Config, device: torch.device, control: ControlGroup
-) -> None:
-    """Move buffers to the device, cast them as parameters are, and take over rank 0's."""
-    for module in model.modules():
-        for name, buffer in module._buffers.items():
-            if buffer is None:
-                continue
-            moved = buffer.to(device, compute_dtype(buffer, config.compute_dtype)).contiguous()
-            control.broadcast(moved)
-            module._buffers[name] = moved

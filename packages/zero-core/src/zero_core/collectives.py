@@ -50,8 +50,12 @@ class _Exchange:
     """Point-to-point operations under way, and what to do when they are done."""
 
     def __init__(
-        self, works: Sequence[Work | None], finish: Callable[[], None] | None = None
+        self,
+        works: Sequence[Work | None],
+        finish: Callable[[], None] | None = None,
+        contributions: Sequence[Tensor] = (),
     ) -> None:
+        self.contributions = contributions
         self._works: Sequence[Work | None] | None = works
         self._finish = finish
 
@@ -146,7 +150,7 @@ class NativeCollectives:
             sum_in_rank_order(out, sources)
             free.append(received)
 
-        return _Exchange(works, finish)
+        return _Exchange(works, finish, sources)
 
     def _peers(self) -> list[int]:
         # Each rank starts with its right neighbour, so that no rank is everybody's first target.
@@ -201,10 +205,10 @@ class ControlGroup:
         rows = self.gather(padded).view(self.world_size, -1)
         return [bytes(row[:n].tolist()) for row, n in zip(rows, lengths, strict=True)]
 
-    def broadcast(self, tensor: Tensor) -> None:
-        """Overwrite ``tensor`` with rank 0's."""
+    def broadcast(self, tensor: Tensor, *, source: int = 0) -> None:
+        """Overwrite ``tensor`` with rank ``source``'s."""
         if self.world_size > 1:
-            dist.broadcast(tensor, group=self._group, group_src=0)
+            dist.broadcast(tensor, group=self._group, group_src=source)
 
     def barrier(self) -> None:
         """Wait for every rank."""

@@ -211,6 +211,8 @@ class Config(_Block):
     bf16: Bf16Config = Bf16Config()
     data_types: DataTypesConfig = DataTypesConfig()
     communication_data_type: Literal["fp32", "fp16", "bf16"] | None = None
+    broadcast_buffers: bool = True
+    """Take rank 0's buffers before a forward, as DDP does; see zero_core.buffers."""
     seed: NonNegativeInt | None = None
     """Seeds torch on every rank before the first step, if given."""
     steps_per_print: PositiveInt | None = None

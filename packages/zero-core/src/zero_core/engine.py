@@ -23,9 +23,13 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils import _pytree as pytree
 
 from zero_core import checkpoint, export
+from zero_core.access import StateAccess
+from zero_core.buffers import BufferSync
 from zero_core.collectives import ControlGroup
 from zero_core.config import Config
+from zero_core.edit import Edit
 from zero_core.errors import CheckpointError
+from zero_core.facts import GradientFacts
 from zero_core.flow import Flow
 from zero_core.layout import Layout
 from zero_core.optimizer import EngineOptimizer
@@ -47,6 +51,7 @@ class Engine:
         config: the resolved configuration.
         layout: where every element lives.
         optimizer: real ``param_groups``; schedulers may be attached to it.
+        states: master weights, gradients and moments by name, to read and to set.
         lr_scheduler: stepped at each optimizer step that is taken, or None.
         global_steps: optimizer steps so far, skipped ones included.
         micro_steps: calls of ``step`` so far.
@@ -91,7 +96,7 @@ class Engine:
         self._scaler = LossScaler(config.fp16)
         self._is_scaled = False
         self._grad_norm: float | None = None
-        self._square_sums: dict[int, Tensor] = {}
+        self._clip_factor = 1.0  # of the calls of clip_grad_norm_ for this step
         self._grad_scale = 1.0
         self._active: list[int] = []
         self._collectives = collectives
@@ -108,6 +113,7 @@ class Engine:
             on_broken_backward=self._restart_accumulation,
             is_boundary=self.is_gradient_accumulation_boundary,
         )
+        self._facts = GradientFacts(layout, control, self._flow, device)
         self._state = ShardedState(
             module=module,
             layout=layout,
@@ -117,8 +123,18 @@ class Engine:
             pieces=self._pieces,
             optimizer=f"{type(optimizer).__name__} with {len(optimizer.param_groups)} groups",
         )
+        self.states = StateAccess(
+            self._state,
+            self._facts,
+            complete_gradient=self._complete_gradient,
+            replace_gradient=self._replace_gradient,
+            values_changed=self._flow.values_changed,
+        )
         self._flow.tier = tier
         self._flow.attach(unit_modules)
+        self._buffers = BufferSync(module, control, should_sync=lambda: self._flow.should_sync)
+        if config.broadcast_buffers:
+            self._buffers.attach()
         hook = self._refuse_state_dict
         self._state_dict_hooks = [
             m.register_state_dict_pre_hook(hook)  # type: ignore[no-untyped-call]
@@ -181,7 +197,8 @@ class Engine:
         else:
             self._skip()
         self._flow.discard()
-        self._square_sums.clear()
+        self._facts.clear()
+        self._clip_factor = 1.0
         self.global_steps += 1
         self._end_micro_step()
         self._print()
@@ -193,6 +210,24 @@ class Engine:
     def get_global_grad_norm(self) -> float | None:
         """2-norm of the last step's gradient, unscaled, before clipping; None before a step."""
         return self._grad_norm
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> float:
+        """Clip the gradient of the step to come by its p-norm; the norm that it had, unscaled.
+
+        As `torch.nn.utils.clip_grad_norm_` over the whole model, between the last backward of a
+        step and ``step``. ``gradient_clipping`` acts after it. Every rank must call it.
+
+        Raises:
+            RuntimeError: not at an accumulation boundary, or within ``no_sync``.
+            ValueError: ``max_norm`` or ``norm_type`` is not positive.
+        """
+        if not (max_norm > 0.0 and norm_type > 0.0):
+            raise ValueError(
+                f"max_norm and norm_type must be > 0, found {max_norm} and {norm_type}"
+            )
+        norm = self._complete_gradient() * self._facts.p_norm(norm_type)
+        self._clip_factor *= clip_factor(norm, max_norm)
+        return norm
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -208,15 +243,21 @@ class Engine:
             self._flow.should_sync = before
 
     @contextmanager
-    def gathered(self) -> Iterator[nn.Module]:
-        """Within, every parameter holds its value (e.g. to generate text); for reading.
+    def gathered(self, *, modifier_rank: int | None = None) -> Iterator[nn.Module]:
+        """Within, every parameter holds its value (e.g. to generate text).
 
-        Every rank must enter it. It takes the memory of the whole model.
+        For reading; but what rank ``modifier_rank`` changes in place reaches all shards and master
+        weights at the end. Every rank must enter it. It takes the memory of the whole model, on
+        the modifier twice.
         """
         before, self._flow.is_held = self._flow.is_held, True
         try:
             self._flow.gather_all()
+            edit = None if modifier_rank is None else Edit(self._state, modifier_rank)
             yield self.module
+            if edit is not None:
+                edit.publish()
+                self._flow.values_changed()
         finally:
             self._flow.is_held = before
             if not before:
@@ -311,6 +352,7 @@ class Engine:
     def close(self) -> None:
         """Take the engine's hooks off the module; its parameters stay as they are."""
         self._flow.detach()
+        self._buffers.detach()
         while self._state_dict_hooks:
             self._state_dict_hooks.pop().remove()
 
@@ -345,15 +387,11 @@ class Engine:
 
     def _on_reduced(self, grads: SegmentGrads) -> None:
         """The gradient of one segment is complete: count it and hand it to the tier."""
-        segment = grads.segment
-        shard = grads.grad_shard
-        wide = torch.promote_types(shard.dtype, torch.float32)
-        norm = torch.linalg.vector_norm(shard, dtype=wide)
-        self._square_sums[segment.index] = norm.to(torch.float64).square()
+        self._facts.add(grads)
         final = grads.finalize(
             self._collectives, lambda: f"rank {self.rank}: all_gather of gradients"
         )
-        self._tier.offer_grad(self._local_starts[segment.index], final)
+        self._tier.offer_grad(self._local_starts[grads.segment.index], final)
 
     def _check_scaled(self) -> None:
         if self.config.fp16.enabled and not self._is_scaled:
@@ -376,29 +414,30 @@ class Engine:
         self.micro_steps -= self.micro_steps % steps
         self._discard_grads()
 
+    def _complete_gradient(self) -> float:
+        """Have the gradient of the step reduced; what brings it to its scale, clipped so far."""
+        if not self.is_gradient_accumulation_boundary() or not self._flow.should_sync:
+            raise RuntimeError(
+                "the gradient is not whole yet: call this outside no_sync(), between the last "
+                "backward of a step and step()"
+            )
+        self._facts.complete()
+        return self._clip_factor / self._scaler.scale
+
+    def _replace_gradient(self, grads: SegmentGrads, param: int) -> None:
+        self._flow.fired.add(param)
+        grads.replaced()
+        self._on_reduced(grads)
+
     def _decide(self) -> None:
         """Agree with all ranks on the gradient norm, its finiteness and the parameters used."""
-        if len(self._square_sums) < len(self._local_starts):
-            # No parameter was used on this rank, or the last backward ran within no_sync.
-            self._flow.end_backward()
-        facts = self._gather_facts()
-        if facts[1] > 0:  # on some rank, gradients came after their unit's reduction
-            self._flow.end_backward()
-            facts = self._gather_facts()
-        used = facts[2:].tolist()
+        self._facts.complete()
+        used = self._facts.used
         self._active = [i for i, p in enumerate(self._pieces) if used[p.param] > 0]
-        self._grad_norm = math.sqrt(float(facts[0])) / self._scaler.scale
-        factor = clip_factor(self._grad_norm, self.config.gradient_clipping)
+        self._grad_norm = self._facts.norm / self._scaler.scale
+        clipped = self._grad_norm * self._clip_factor
+        factor = self._clip_factor * clip_factor(clipped, self.config.gradient_clipping)
         self._grad_scale = factor / self._scaler.scale
-
-    def _gather_facts(self) -> Tensor:
-        """Summed over ranks: squared norm, ranks with unreduced gradients, users per parameter."""
-        facts = torch.zeros(2 + len(self.layout.params), dtype=torch.float64)
-        facts[0] = torch.stack(list(self._square_sums.values())).sum().cpu()
-        facts[1] = float(self._flow.has_unreduced)
-        if self._flow.fired:
-            facts[2 + torch.tensor(sorted(self._flow.fired))] = 1.0
-        return self._control.sum(facts.to(self.device)).cpu()
 
     def _is_finite(self) -> bool:
         assert self._grad_norm is not None
@@ -416,7 +455,7 @@ class Engine:
         self.skipped_steps += 1
         scale = self._scaler.scale
         self._scaler.update(is_overflow=True)
-        where = self._find_nonfinite()
+        where = self._facts.explain_nonfinite()
         _log.warning(
             "step %d skipped on all ranks: the gradient is not finite (%s); loss scale %g -> %g",
             self.global_steps,
@@ -425,26 +464,11 @@ class Engine:
             self._scaler.scale,
         )
 
-    def _find_nonfinite(self) -> str:
-        """Name the parameters whose gradient is not finite, and the ranks that own them."""
-        found: list[str] = []
-        for unit in self._units:
-            for grads in unit.grads:
-                low, _ = grads.segment.shard_range(self.rank)
-                bad = torch.nonzero(~torch.isfinite(grads.grad_shard)).flatten()
-                if bad.numel():
-                    at = int(bad[0]) + low
-                    slot = next((s for s in grads.segment.slots if s.start <= at < s.stop), None)
-                    if slot is not None:
-                        found.append(self.layout.params[slot.param].name)
-        rows = self._control.gather_bytes(", ".join(found[:3]).encode())
-        named = [f"shard of rank {r}: {row.decode()}" for r, row in enumerate(rows) if row]
-        return "; ".join(named) or "no element by itself, their norm overflows"
-
     def _discard_grads(self) -> None:
         self._flow.discard()
         self._tier.discard_grads()
-        self._square_sums.clear()
+        self._facts.clear()
+        self._clip_factor = 1.0
 
     def _end_micro_step(self) -> None:
         self.micro_steps += 1

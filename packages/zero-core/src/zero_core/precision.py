@@ -74,7 +74,7 @@ class LossScaler:
 
 
 def clip_factor(norm: float, max_norm: float) -> float:
-    """What brings a gradient of 2-norm ``norm`` down to ``max_norm``; 1 if that is off (0).
+    """What brings a gradient of norm ``norm`` down to ``max_norm``; 1 if that is off (0).
 
     The formula of `torch.nn.utils.clip_grad_norm_`, with its epsilon of 1e-6.
     """

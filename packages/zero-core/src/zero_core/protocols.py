@@ -84,6 +84,11 @@ class Collectives(Protocol):
             full: 1-D, contiguous, ``world_size * out.numel()`` elements, floating point; its
                 contents are undefined afterwards.
             unit: index of the segment it belongs to.
+
+        Returns:
+            The work. It may have an attribute ``contributions``: each rank's part of the sum, in
+            rank order, readable after ``wait`` until the next call; with it the engine can name the
+            rank whose gradient is not finite.
         """
         ...
 

@@ -71,6 +71,19 @@ class ShardedState:
         low, high = layout.shard_range(self.control.rank)
         return span[0] + low, span[0] + high
 
+    def covered(self, segment: int) -> tuple[int, int]:
+        """The part of a trainable segment that this rank's optimizer state covers."""
+        span = self.values[segment].local_span
+        assert span is not None
+        layout = self.layout.segments[segment]
+        is_sharded = span[1] - span[0] == layout.shard_numel
+        return self.layout.state_range(layout, self.control.rank, is_sharded=is_sharded)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the values are."""
+        return self.values[0].shard.device
+
     def full_params(self) -> Iterator[tuple[ParamSpec, Tensor]]:
         """Every parameter whole, on the CPU, unrounded; every rank must iterate to the end."""
         for segment in self.layout.segments:

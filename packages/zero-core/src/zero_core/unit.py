@@ -17,6 +17,7 @@ final_grad  what the state tier gets: ``grad_shard``; at stage 0 all ranks' of t
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
@@ -169,6 +170,12 @@ def _views(flat: Tensor, segment: Segment, params: Sequence[nn.Parameter]) -> li
     ]
 
 
+def _norm(values: Tensor, p: float = 2.0) -> Tensor:
+    wide = torch.promote_types(values.dtype, torch.float32)
+    norm: Tensor = torch.linalg.vector_norm(values, p, dtype=wide)
+    return norm
+
+
 class SegmentGrads:
     """The gradients of one trainable segment; see [Note: the tensors of a segment].
 
@@ -214,6 +221,8 @@ class SegmentGrads:
         self._reduced: Tensor | None = None
         self._work: Work | None = None
         self._is_shard_empty = True  # nothing accumulated since the last step
+        self._shard_norm: Tensor | None = None  # its 2-norm, where it is known already
+        self._spoilt_by: Tensor | None = None  # bool, [world_size]
 
     @property
     def has_unreduced(self) -> bool:
@@ -267,11 +276,43 @@ class SegmentGrads:
             work, self._work = self._work, None
             wait(work, what)
             assert self._reduced is not None
+            self._shard_norm = _norm(self._reduced)
+            self._note_spoilers(self._shard_norm, getattr(work, "contributions", ()))
             if self._reduced is not self.grad_shard:
                 self.grad_shard.add_(self._reduced)
+                self._shard_norm = None
             self._reduced = None
         self._is_shard_empty = False
         self._close()
+
+    @property
+    def final(self) -> Tensor:
+        """What `finalize` returned last."""
+        return self.grad_shard if self._final_grad is None else self._final_grad
+
+    def replaced(self) -> None:
+        """``grad_shard`` was written from outside: what is known of it is void."""
+        self._shard_norm = None
+
+    def norm(self, p: float = 2.0) -> Tensor:
+        """``p``-norm of ``grad_shard``, in fp32 or wider."""
+        if p == 2.0 and self._shard_norm is not None:
+            return self._shard_norm
+        return _norm(self.grad_shard, p)
+
+    def spoilers(self) -> list[int]:
+        """The ranks whose own gradients made this shard not finite in this step, if known."""
+        if self.segment.world_size == 1:
+            return [0]
+        return [] if self._spoilt_by is None else torch.nonzero(self._spoilt_by).flatten().tolist()
+
+    def _note_spoilers(self, norm: Tensor, contributions: Sequence[Tensor]) -> None:
+        # On a host the norm is there and tells that all is well, at no cost. Elsewhere reading it
+        # would wait for the device, while looking at every contribution there is cheap.
+        if not contributions or (norm.is_cpu and math.isfinite(norm.item())):
+            return
+        found = torch.stack([~torch.isfinite(part).all() for part in contributions])
+        self._spoilt_by = found if self._spoilt_by is None else self._spoilt_by | found
 
     def finalize(self, collectives: Collectives, what: Callable[[], str]) -> Tensor:
         """The gradient that the state tier gets; see the note."""
@@ -287,7 +328,7 @@ class SegmentGrads:
         """Start a new step: nothing accumulated."""
         self._is_shard_empty = True
         self._has_grad = [False] * len(self.params)
-        self._work = self._reduced = None
+        self._work = self._reduced = self._shard_norm = self._spoilt_by = None
         self._close()
 
     def _open(self, *, outlives_backward: bool) -> None:

@@ -1,0 +1,131 @@
+"""Buffers follow rank 0's, when and as they do in DDP."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import zero_core
+from zero_core.testing import LR, WEIGHT_DECAY, Case, spawn
+
+
+class _Normed(nn.Module):
+    """Batch normalisation in two blocks, and buffers that are replaced, not persistent, shared."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(7)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(6, 6, bias=False), nn.BatchNorm1d(6), nn.Tanh())
+            for _ in range(2)
+        )
+        self.register_buffer("mean", torch.zeros(6), persistent=False)
+        self.blocks[0].register_buffer("again", self.mean)
+        self.register_buffer("nothing", None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.mean = 0.5 * self.mean + 0.5 * x.detach().mean(0)
+        x = x - self.mean
+        for block in self.blocks:
+            x = block(x)
+        return x.square().mean()
+
+
+def _x(step: int, micro: int, rank: int) -> Tensor:
+    return torch.randn(
+        4, 6, generator=torch.Generator().manual_seed(100 * step + 10 * micro + rank)
+    )
+
+
+def _buffers(model: nn.Module) -> dict[str, Tensor]:
+    return {name: b.clone() for name, b in model.named_buffers(remove_duplicate=False)}
+
+
+def _evaluate(call, model: nn.Module, rank: int) -> float:
+    model.eval()
+    with torch.no_grad():
+        loss = call(_x(99, 0, rank)).item()
+    model.train()
+    return loss
+
+
+def _ddp(case: Case, rank: int, world_size: int) -> tuple[list[float], dict[str, Tensor]]:
+    model = _Normed()
+    ddp = DistributedDataParallel(model) if world_size > 1 else model
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=WEIGHT_DECAY)
+    losses = []
+    for step in range(4):
+        optimizer.zero_grad()
+        for micro in range(case.accumulation):
+            is_quiet = case.is_local and micro < case.accumulation - 1 and world_size > 1
+            with ddp.no_sync() if is_quiet else nullcontext():
+                loss = ddp(_x(step, micro, rank))
+                (loss / case.accumulation).backward()
+            losses.append(loss.item())
+        optimizer.step()
+        if step % 2:
+            losses.append(_evaluate(ddp, model, rank))
+    return losses, _buffers(model)
+
+
+def _engine(case: Case, rank: int) -> tuple[list[float], dict[str, Tensor]]:
+    engine = zero_core.build(_Normed(), case.config())
+    losses = []
+    for step in range(4):
+        for micro in range(case.accumulation):
+            is_quiet = case.is_local and micro < case.accumulation - 1
+            with engine.no_sync() if is_quiet else nullcontext():
+                loss = engine(_x(step, micro, rank))
+                engine.backward(loss)
+            engine.step()
+            losses.append(loss.item())
+        if step % 2:
+            losses.append(_evaluate(engine, engine.module, rank))
+    return losses, _buffers(engine.module)
+
+
+def _follows_ddp(rank: int, world_size: int) -> None:
+    for accumulation in (1, 3):
+        case = Case(accumulation=accumulation, is_local=accumulation > 1)
+        losses, buffers = _ddp(case, rank, world_size)
+        for stage in (0, 1, 2, 3):
+            found = _engine(Case(stage, accumulation=accumulation, is_local=case.is_local), rank)
+            # Three ranks: DDP adds gradients in the order of its ring.
+            atol = 0.0 if world_size <= 2 else 1e-5
+            torch.testing.assert_close(found[0], losses, rtol=0.0, atol=atol)
+            torch.testing.assert_close(found[1], buffers, rtol=0.0, atol=atol)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_batch_norm_follows_ddp_in_training_evaluation_and_no_sync(world_size):
+    spawn(_follows_ddp, world_size)
+
+
+def _switched_off(rank: int, world_size: int) -> None:
+    engine = zero_core.build(_Normed(), {**Case().config(), "broadcast_buffers": False})
+    alone = _Normed()
+    for step in range(2):
+        engine(_x(step, 0, rank))
+        alone(_x(step, 0, rank))
+    torch.testing.assert_close(_buffers(engine.module), _buffers(alone), rtol=0.0, atol=0.0)
+
+
+def test_without_broadcast_buffers_each_rank_keeps_its_own():
+    spawn(_switched_off, 2)
+
+
+def _two_forwards(rank: int, world_size: int) -> None:
+    engine = zero_core.build(_Normed(), Case(stage=3).config())
+    for step in range(2):
+        engine.backward(engine(_x(step, 0, rank)) + engine(_x(step, 1, rank)))
+        engine.step()
+    assert engine.skipped_steps == 0
+
+
+def test_two_forwards_may_precede_one_backward():
+    spawn(_two_forwards, 2)

@@ -1,0 +1,98 @@
+"""A gradient that is not finite is traced to the parameter and to the rank whose batch made it."""
+
+from __future__ import annotations
+
+import logging
+from contextlib import nullcontext
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import zero_core
+from zero_core.testing import Case, spawn
+
+
+class _Scaled(nn.Module):
+    """Two blocks whose outputs are summed, so that one can be spoilt without the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(nn.Linear(3, 5, bias=False) for _ in range(2))
+
+    def forward(self, first: Tensor, second: Tensor) -> Tensor:
+        return self.blocks[0](first).sum() + self.blocks[1](second).sum()
+
+
+class _Records(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__()
+        self.texts: list[str] = []
+        logging.getLogger("zero_core").addHandler(self)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.texts.append(record.getMessage())
+
+
+def _inputs(*, is_spoilt: bool) -> tuple[Tensor, Tensor]:
+    good, bad = torch.ones(2, 3), torch.full((2, 3), torch.inf)
+    return good, bad if is_spoilt else good
+
+
+def _spoil(rank: int, world_size: int, dtype: str, bad_micro: int, is_local: bool) -> None:
+    culprit = world_size - 1
+    for stage in (0, 1, 2, 3):
+        case = Case(stage, "fp32" if dtype == "fp16" else dtype, accumulation=2)
+        engine = zero_core.build(
+            _Scaled(), case.config() | {"fp16": {"enabled": dtype == "fp16", "loss_scale": 2.0}}
+        )
+        records = _Records()
+        for step in range(2):
+            for micro in range(2):
+                is_spoilt = rank == culprit and (step, micro) == (0, bad_micro)
+                with engine.no_sync() if is_local and micro == 0 else nullcontext():
+                    engine.backward(engine(*_inputs(is_spoilt=is_spoilt)))
+                engine.step()
+        assert engine.skipped_steps == 1
+        (text,) = records.texts
+        assert f"(blocks.1.weight: batch of rank {culprit})" in text
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_a_spoilt_batch_is_named_with_its_rank(world_size, dtype):
+    spawn(_spoil, world_size, dtype, 1, False)
+
+
+@pytest.mark.parametrize("is_local", [False, True])
+def test_a_spoilt_batch_of_an_earlier_micro_step_is_named_too(is_local):
+    spawn(_spoil, 2, "fp32", 0, is_local)
+
+
+def _spoil_by_all(rank: int, world_size: int) -> None:
+    engine = zero_core.build(_Scaled(), Case(stage=2).config())
+    records = _Records()
+    engine.backward(engine(*_inputs(is_spoilt=rank != 1)))
+    engine.step()
+    assert "(blocks.1.weight: batches of ranks 0, 2)" in records.texts[0]
+
+
+def test_every_rank_at_fault_is_named():
+    spawn(_spoil_by_all, 3)
+
+
+def _overflow_of_the_sum(rank: int, world_size: int) -> None:
+    engine = zero_core.build(_Scaled(), Case(stage=1).config())
+    records = _Records()
+    big = torch.full((1, 3), 3e38)  # what each rank contributes: four backwards of a quarter
+    for _ in range(3):
+        with engine.no_sync():
+            engine.backward(engine(torch.ones(1, 3), big) * 0.5)
+    engine.backward(engine(torch.ones(1, 3), big) * 0.5)
+    engine.step()
+    assert "(blocks.1.weight: each rank's part is finite, their sum is not)" in records.texts[0]
+
+
+def test_a_sum_that_overflows_blames_no_rank():
+    spawn(_overflow_of_the_sum, 2)

@@ -1,0 +1,169 @@
+"""``engine.states`` reads and sets what single tensors hold in DDP and torch.optim.AdamW."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+
+import zero_core
+from zero_core.testing import LR, WEIGHT_DECAY, Case, batch, make_model, spawn
+
+NAMES = ("embed.weight", "gain", "blocks.0.up.weight", "blocks.1.side.bias", "sometimes")
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+class _Reference:
+    """DDP with torch.optim.AdamW, taken to the backward of its third step."""
+
+    def __init__(self, rank: int, world_size: int) -> None:
+        self.model = make_model()
+        self.ddp = self.model
+        if world_size > 1:
+            self.ddp = DistributedDataParallel(self.model, find_unused_parameters=True)
+        trainable = [p for p in self.model.parameters() if p.requires_grad]
+        self.optimizer = torch.optim.AdamW(trainable, lr=LR, weight_decay=WEIGHT_DECAY)
+        self.params = dict(self.model.named_parameters())
+        for step in range(2):
+            self.backward(step, rank)
+            self.optimizer.step()
+        self.backward(4, rank)
+
+    def backward(self, step: int, rank: int) -> None:
+        self.optimizer.zero_grad()
+        self.ddp(**batch(step, 0, rank))["loss"].backward()
+
+    def read(self, name: str, what: str) -> Tensor:
+        param = self.params[name]
+        if what in MOMENTS:
+            return self.optimizer.state[param][what]
+        return param.grad if what == "grad" else param.detach()
+
+
+def _engine(stage: int, rank: int) -> zero_core.Engine:
+    engine = zero_core.build(make_model(), Case(stage=stage).config())
+    for step in (0, 1, 4):
+        engine.backward(engine(**batch(step, 0, rank))["loss"])
+        if step != 4:
+            engine.step()
+    return engine
+
+
+def _reads(rank: int, world_size: int) -> None:
+    reference = _Reference(rank, world_size)
+    atol = 0.0 if world_size <= 2 else 1e-6  # three ranks: another order than DDP's ring
+    for stage in (0, 1, 2, 3):
+        states = _engine(stage, rank).states
+        for name in NAMES:
+            for what in ("master_weight", "grad", *MOMENTS):
+                if (name, what) == ("sometimes", "grad"):
+                    continue  # not used in this step: None there, zeros here
+                full = states.get_full(name, what)
+                torch.testing.assert_close(full, reference.read(name, what), rtol=0.0, atol=atol)
+                local = states.get_local(name, what)
+                lengths = torch.tensor([local.numel()])
+                if world_size > 1:
+                    torch.distributed.all_reduce(lengths)
+                copies = world_size if stage == 0 else 1
+                assert lengths.item() == copies * full.numel()
+                if stage == 0 or local.numel() == full.numel():
+                    assert torch.equal(local, full.flatten())
+        frozen = states.get_full("frozen.0.up.weight")
+        assert torch.equal(frozen, reference.read("frozen.0.up.weight", "master_weight"))
+        assert torch.equal(states.get_full("head.weight"), states.get_full("embed.weight"))
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_weights_gradients_and_moments_are_those_of_ddp(world_size):
+    spawn(_reads, world_size)
+
+
+def _new(name: str, what: str, shape: torch.Size) -> Tensor:
+    generator = torch.Generator().manual_seed(len(name) + 10 * len(what))
+    return torch.rand(shape, generator=generator) * 0.1
+
+
+def _sets(rank: int, world_size: int, is_local: bool) -> None:
+    reference = _Reference(rank, world_size)
+    whats = [(name, what) for name in NAMES for what in ("master_weight", "grad", *MOMENTS)]
+    with torch.no_grad():
+        for name, what in whats:
+            if (name, what) == ("sometimes", "grad"):
+                reference.params[name].grad = _new(name, what, reference.params[name].shape)
+            else:
+                found = reference.read(name, what)
+                found.copy_(_new(name, what, found.shape))
+        reference.params["frozen.0.up.bias"].fill_(0.5)
+    reference.optimizer.step()
+    loss = reference.ddp(**batch(5, 0, rank))["loss"].item()
+    for stage in (0, 1, 2, 3):
+        engine = _engine(stage, rank)
+        for name, what in whats:
+            value = _new(name, what, reference.params[name].shape)
+            if is_local:  # by way of a full one, of which each rank keeps its part
+                engine.states.set_full(name, value, what)
+                part = engine.states.get_local(name, what)
+                engine.states.set_full(name, torch.zeros_like(value), what)
+                engine.states.set_local(name, part, what)
+            else:
+                engine.states.set_full(name, value, what)
+            assert torch.equal(engine.states.get_full(name, what), value)
+        engine.states.set_full("frozen.0.up.bias", torch.full((23,), 0.5))
+        engine.step()
+        # Nothing is rounded differently: gradients were set, not reduced, where it matters.
+        after = engine.full_state_dict()
+        for name in (*NAMES, "frozen.0.up.bias"):
+            torch.testing.assert_close(
+                after[name], reference.params[name].detach(), rtol=0.0, atol=1e-7
+            )
+        assert engine(**batch(5, 0, rank))["loss"].item() == pytest.approx(loss, abs=1e-5)
+
+
+@pytest.mark.parametrize("is_local", [False, True])
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_what_is_set_is_what_the_step_uses(world_size, is_local):
+    spawn(_sets, world_size, is_local)
+
+
+def _unscaled(rank: int, world_size: int) -> None:
+    config = Case(stage=3).config() | {"fp16": {"enabled": True, "loss_scale": 256.0}}
+    engine = zero_core.build(make_model(), config)
+    engine.backward(engine(**batch(0, 0, rank))["loss"])
+    grad = engine.states.get_full("embed.weight", "grad")
+    exact = _gradient_of_rank(0) + _gradient_of_rank(1)
+    torch.testing.assert_close(grad, exact / 2, rtol=0.0, atol=5e-3)
+    engine.states.set_full("gain", torch.full((1,), 0.25), "grad")
+    assert engine.states.get_full("gain", "grad").item() == 0.25
+
+
+def _gradient_of_rank(rank: int) -> Tensor:
+    model = make_model()
+    model(**batch(0, 0, rank))["loss"].backward()
+    return model.embed.weight.grad
+
+
+def test_gradients_are_free_of_the_loss_scale():
+    spawn(_unscaled, 2)
+
+
+def test_what_is_not_there_is_refused_by_name():
+    engine = zero_core.build(make_model(), Case().config())
+    states = engine.states
+    for call, error, match in (
+        (lambda: states.get_full("blocks.9.weight"), KeyError, "no parameter"),
+        (lambda: states.get_full("gain", "exp_avg"), KeyError, "exp_avg"),
+        (lambda: states.get_local("gain", "exp_avg"), KeyError, "exp_avg"),
+        (lambda: states.get_full("frozen.0.up.bias", "grad"), KeyError, "frozen"),
+        (lambda: states.get_local("frozen.0.up.bias"), KeyError, "frozen"),
+        (lambda: states.set_full("gain", torch.zeros(2)), ValueError, "shape"),
+        (lambda: states.set_local("gain", torch.zeros(2)), ValueError, "elements"),
+    ):
+        with pytest.raises(error, match=match):
+            call()
+    engine.backward(engine(**batch(0, 0, 0))["loss"])
+    engine.step()
+    with pytest.raises(RuntimeError, match="before its first step"):
+        states.set_full("never", torch.zeros(5), "exp_avg")
+    with engine.no_sync(), pytest.raises(RuntimeError, match="not whole yet"):
+        states.get_full("gain", "grad")
