@@ -2,8 +2,8 @@
 
 Each block keeps its inputs alone and is computed again in backward (Chen et al., arXiv
 1604.06174), by torch's non-reentrant `torch.utils.checkpoint`. With ``cpu_checkpointing`` the
-positional inputs wait in host memory. Only the block's ``forward`` is wrapped, on the object: names,
-class and hooks stay.
+positional inputs wait in host memory. Only the block's ``forward`` is wrapped, on the object:
+names, class and hooks stay.
 """
 
 from __future__ import annotations
