@@ -7,7 +7,7 @@ import json
 import pytest
 
 from zero_core import ConfigError, load_config
-from zero_core.config import UNNEEDED, Config
+from zero_core.config import UNNEEDED, ActivationCheckpointingConfig, Config
 
 SMALL = {"train_micro_batch_size_per_gpu": 2}
 
@@ -100,6 +100,12 @@ def test_a_file_that_is_not_there_or_not_json_is_refused(tmp_path):
         ({"zero_optimization": {"stage": 2, "zero_quantized_weights": True}}, "needs stage 3"),
         ({"zero_optimization": {"zero_quantized_gradients": True}}, "not served"),
         ({"zero_optimization": {"zero_hpz_partition_size": 2}}, "not served"),
+        ({"activation_checkpointing": {"profile": True}}, "profile is not served"),
+        (
+            {"activation_checkpointing": {"synchronize_checkpoint_boundary": True}},
+            "synchronize_checkpoint_boundary is not served",
+        ),
+        ({"activation_checkpointing": {"cpu_checkpoint": True}}, "cpu_checkpointing"),
         ({"wall_clock_breakdown": True}, "wall_clock_breakdown = True is not served"),
         ({"flops_profiler": {"enabled": True}}, "flops_profiler"),
         ({"gradient_clipping": -1.0}, "gradient_clipping"),
@@ -116,7 +122,11 @@ def test_further_keys_of_deepspeed_pass_where_they_ask_for_nothing():
 
 def test_every_unneeded_key_exists_and_is_told(caplog):
     block: dict = {"stage": 2}
+    again = ActivationCheckpointingConfig().model_dump() | {"number_checkpoints": 4}
     for path in UNNEEDED:
+        if path.startswith("activation_checkpointing."):
+            assert path.split(".")[1] in again
+            continue
         keys = path.split(".")[1:]
         model = type(Config.model_fields["zero_optimization"].default)
         inner = block
@@ -127,7 +137,9 @@ def test_every_unneeded_key_exists_and_is_told(caplog):
         inner[keys[-1]] = "/nvme" if default is None else default
     block["overlap_comm"] = True
     with caplog.at_level("INFO", logger="zero_core"):
-        load_config({**SMALL, "zero_optimization": block}, world_size=1)
+        load_config(
+            {**SMALL, "zero_optimization": block, "activation_checkpointing": again}, world_size=1
+        )
     told = " ".join(caplog.messages)
     for path in UNNEEDED:
         assert path in told, path

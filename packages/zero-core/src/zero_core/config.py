@@ -26,6 +26,7 @@ from zero_core.errors import ConfigError
 
 __all__ = [
     "UNNEEDED",
+    "ActivationCheckpointingConfig",
     "Bf16Config",
     "Config",
     "DataTypesConfig",
@@ -63,6 +64,9 @@ UNNEEDED: Mapping[str, str] = {
     "zero_optimization.offload_optimizer.buffer_count": "used by the NVMe tier only",
     "zero_optimization.offload_optimizer.fast_init": "used by the NVMe tier only",
     "zero_optimization.offload_optimizer.nvme_path": "used by the NVMe tier only",
+    "activation_checkpointing.partition_activations": "there are no model-parallel ranks",
+    "activation_checkpointing.contiguous_memory_optimization": "a block keeps its inputs alone",
+    "activation_checkpointing.number_checkpoints": "every block is one",
     **{
         f"zero_optimization.offload_param.{key}": "used by parameter offload only"
         for key in ("nvme_path", "buffer_count", "buffer_size", "max_in_cpu", "pin_memory")
@@ -85,7 +89,6 @@ _REFUSED_UNLESS: Mapping[str, Any] = {
     "comet": {"enabled": False},
     "flops_profiler": {"enabled": False},
     "comms_logger": {"enabled": False},
-    "activation_checkpointing": {},
     "zero_allow_untested_optimizer": True,
     "zero_force_ds_cpu_optimizer": True,
 }
@@ -180,6 +183,19 @@ class DataTypesConfig(_Block):
     grad_accum_dtype: Literal["fp32", "fp16", "bf16"] | None = None
 
 
+class ActivationCheckpointingConfig(_Block):
+    """``activation_checkpointing``: if it is there, every block is computed again in backward."""
+
+    enabled: bool = True
+    cpu_checkpointing: bool = False
+    """Keep the blocks' inputs in host memory until then."""
+    partition_activations: bool = False
+    contiguous_memory_optimization: bool = False
+    number_checkpoints: PositiveInt | None = None
+    synchronize_checkpoint_boundary: bool = False
+    profile: bool = False
+
+
 class OptimizerConfig(_Block):
     """``optimizer``: a torch optimizer by name; see zero_core.optimizer for ``params``."""
 
@@ -210,6 +226,7 @@ class Config(_Block):
     fp16: Fp16Config = Fp16Config()
     bf16: Bf16Config = Bf16Config()
     data_types: DataTypesConfig = DataTypesConfig()
+    activation_checkpointing: ActivationCheckpointingConfig | None = None
     communication_data_type: Literal["fp32", "fp16", "bf16"] | None = None
     broadcast_buffers: bool = True
     """Take rank 0's buffers before a forward, as DDP does; see zero_core.buffers."""
@@ -396,6 +413,7 @@ def _explain(error: Any) -> str:
 def _refuse_unserved(config: Config) -> None:
     """Raise for combinations that are wrong and for features that are not served."""
     zero, offload = config.zero_optimization, config.zero_optimization.offload_optimizer
+    again = config.activation_checkpointing
     wrong = [
         (
             config.fp16.enabled and config.bf16.enabled,
@@ -436,6 +454,14 @@ def _refuse_unserved(config: Config) -> None:
         (
             zero.zeropp_loco_param is not None,
             "zero_optimization.zeropp_loco_param is not served",
+        ),
+        (
+            again is not None and again.profile,
+            "activation_checkpointing.profile is not served: leave it out",
+        ),
+        (
+            again is not None and again.synchronize_checkpoint_boundary,
+            "activation_checkpointing.synchronize_checkpoint_boundary is not served: leave it out",
         ),
         (zero.mics_shard_size > 0, "zero_optimization.mics_shard_size is not served"),
         (zero.zenflow is not None, "zero_optimization.zenflow is not served"),

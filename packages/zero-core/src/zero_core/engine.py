@@ -131,7 +131,7 @@ class Engine:
             values_changed=self._flow.values_changed,
         )
         self._flow.tier = tier
-        self._flow.attach(unit_modules)
+        self._flow.attach(unit_modules, config.activation_checkpointing)
         self._buffers = BufferSync(module, control, should_sync=lambda: self._flow.should_sync)
         if config.broadcast_buffers:
             self._buffers.attach()

@@ -23,7 +23,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from zero_core.config import ActivationCheckpointingConfig
 from zero_core.protocols import Collectives, StateTier
+from zero_core.recompute import Recompute
 from zero_core.unit import SegmentGrads, SegmentValues, Unit
 
 __all__ = ["Flow"]
@@ -129,8 +131,19 @@ class Flow:
 
     # ------------------------------------------------------------------ hooks
 
-    def attach(self, modules: Sequence[nn.Module]) -> None:
+    def attach(
+        self,
+        modules: Sequence[nn.Module],
+        checkpointing: ActivationCheckpointingConfig | None = None,
+    ) -> None:
         """Hook the units' ``modules`` (same order) and their trainable parameters."""
+        if checkpointing is not None and checkpointing.enabled:
+            recompute = Recompute(
+                modules[1:],
+                is_on_cpu=checkpointing.cpu_checkpointing,
+                begin=lambda index: self._begin_recompute(self._blocks[index]),
+            )
+            self._handles.append(recompute)
         self._modules = list(modules)
         self._model = modules[0]
         for unit, module in zip(self._units, modules, strict=True):

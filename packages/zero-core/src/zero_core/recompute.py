@@ -1,0 +1,71 @@
+"""Activation checkpointing of every block, as the configuration asks for it.
+
+Each block keeps its inputs alone and is computed again in backward (Chen et al., arXiv
+1604.06174), by torch's non-reentrant `torch.utils.checkpoint`. With ``cpu_checkpointing`` the
+positional inputs wait in host memory. Only the block's ``forward`` is wrapped, on the object:
+names, class and hooks stay.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.graph import save_on_cpu
+from torch.utils.checkpoint import checkpoint
+
+__all__ = ["Recompute"]
+
+
+class Recompute:
+    """Wraps the forwards of ``modules`` until `remove`."""
+
+    def __init__(
+        self, modules: Sequence[nn.Module], *, is_on_cpu: bool, begin: Callable[[int], None]
+    ) -> None:
+        """Wrap.
+
+        Args:
+            modules: the blocks.
+            is_on_cpu: whether a block's inputs wait in host memory.
+            begin: called in backward with i, before module i is computed again.
+        """
+        self._is_on_cpu = is_on_cpu
+        self._is_pinned = torch.accelerator.is_available()
+        self._begin = begin
+        # A forward that was set on the object must come back; the class's shows by itself.
+        self._before = [(module, module.__dict__.get("forward")) for module in modules]
+        for index, module in enumerate(modules):
+            module.forward = self._wrap(index, module.forward)
+
+    def remove(self) -> None:
+        """Give the modules their own forwards back."""
+        for module, forward in self._before:
+            if forward is None:
+                del module.forward
+            else:
+                module.forward = forward
+
+    def _wrap(self, index: int, forward: Callable[..., Any]) -> Callable[..., Any]:
+        def contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+            return nullcontext(), self._recomputing(index)
+
+        @functools.wraps(forward)
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            if not torch.is_grad_enabled():
+                return forward(*args, **kwargs)
+            with save_on_cpu(self._is_pinned) if self._is_on_cpu else nullcontext():
+                return checkpoint(
+                    forward, *args, use_reentrant=False, context_fn=contexts, **kwargs
+                )
+
+        return wrapped
+
+    @contextmanager
+    def _recomputing(self, index: int) -> Iterator[None]:
+        self._begin(index)
+        yield

@@ -1,0 +1,129 @@
+"""The ``activation_checkpointing`` block: blocks are computed again, and nothing else changes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+
+import zero_core
+from zero_core.testing import Case, batch, make_model, run_ddp, spawn
+
+BLOCKS: tuple[dict[str, Any], ...] = ({}, {"cpu_checkpointing": True})
+
+
+def _train(config: dict[str, Any], rank: int) -> tuple[list[float], dict[str, Tensor]]:
+    engine = zero_core.build(make_model(), config)
+    losses = []
+    for step in range(5):
+        loss = engine(**batch(step, 0, rank))["loss"]
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    full = engine.full_state_dict(dtype=torch.float32)
+    return losses, {n: full[n] for n, p in engine.module.named_parameters() if p.requires_grad}
+
+
+def _follows_ddp(rank: int, world_size: int) -> None:
+    trace = run_ddp(Case(), rank, 5)
+    for stage in (0, 1, 2, 3):
+        for block in BLOCKS:
+            config = Case(stage=stage).config() | {"activation_checkpointing": block}
+            losses, values = _train(config, rank)
+            atol = 0.0 if world_size <= 2 else 4e-6  # three ranks: another order than DDP's ring
+            torch.testing.assert_close(losses, trace.losses, rtol=0.0, atol=atol)
+            torch.testing.assert_close(values, trace.values, rtol=0.0, atol=atol)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_losses_and_weights_are_those_of_ddp_without_it(world_size):
+    spawn(_follows_ddp, world_size)
+
+
+class _Watched(nn.Module):
+    """A block with dropout that notes its calls and whether its activations are still there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(8, 8)
+        self.own = nn.Parameter(torch.ones(8))
+        self.num_calls = 0
+        self.kept: list[StorageWeakRef] = []
+
+    def forward(self, x: Tensor, *, scale: Tensor) -> tuple[Tensor, None]:
+        self.num_calls += 1
+        y = torch.tanh(self.inner(x) * self.own)
+        self.kept.append(StorageWeakRef(y.untyped_storage()))
+        return nn.functional.dropout(y, 0.5) * scale + x, None
+
+
+class _Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.blocks = nn.ModuleList(_Watched() for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x, _ = block(x, scale=torch.tensor(2.0))
+        return x.square().mean()
+
+
+def _config(stage: int, block: dict[str, Any] | None) -> dict[str, Any]:
+    return Case(stage=stage).config() | {"activation_checkpointing": block}
+
+
+def _is_recomputed(rank: int, world_size: int) -> None:
+    x = torch.randn(4, 8, generator=torch.Generator().manual_seed(rank))
+    for stage in (0, 3):
+        finals = []
+        for block in (None, {"enabled": False}, *BLOCKS):
+            is_on = block is not None and block.get("enabled", True)
+            engine = zero_core.build(_Net(), _config(stage, block))
+            torch.manual_seed(rank)
+            loss = engine(x)
+            alive = [not ref.expired() for b in engine.module.blocks for ref in b.kept]
+            assert alive == [not is_on] * 3
+            engine.backward(loss)
+            engine.step()
+            assert [b.num_calls for b in engine.module.blocks] == [2 if is_on else 1] * 3
+            with torch.no_grad():
+                engine(x)
+            assert engine.module.blocks[0].num_calls == (3 if is_on else 2)
+            finals.append(engine.full_state_dict())
+            engine.close()
+            assert all("forward" not in vars(b) for b in engine.module.blocks)
+        for final in finals[1:]:
+            torch.testing.assert_close(final, finals[0], rtol=0.0, atol=0.0)
+
+
+def test_blocks_keep_no_activations_and_repeat_their_dropout():
+    spawn(_is_recomputed, 2)
+
+
+@pytest.mark.skipif(not torch.accelerator.is_available(), reason="needs a second memory")
+def test_cpu_checkpointing_frees_the_accelerators_memory():
+    allocated = []
+    for block in BLOCKS:
+        engine = zero_core.build(_Net(), _config(0, block))
+        x = torch.randn(100_000, 8, device=engine.device)
+        before = torch.accelerator.memory_allocated()
+        loss = engine(x)
+        allocated.append(torch.accelerator.memory_allocated() - before)
+        engine.backward(loss)
+        engine.step()
+    # Two of the three blocks' inputs go; the first one is the caller's, who still has it.
+    assert allocated[0] - allocated[1] >= 2 * 100_000 * 8 * 4
+
+
+def test_a_forward_that_was_set_on_the_object_comes_back():
+    model = _Net()
+    own = model.blocks[1].forward
+    model.blocks[1].forward = own
+    engine = zero_core.build(model, _config(0, {}))
+    assert model.blocks[1].forward is not own
+    engine.close()
+    assert model.blocks[1].forward is own
