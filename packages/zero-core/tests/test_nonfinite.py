@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from contextlib import nullcontext
+from typing import Any
 
 import pytest
 import torch
@@ -96,3 +97,28 @@ def _overflow_of_the_sum(rank: int, world_size: int) -> None:
 
 def test_a_sum_that_overflows_blames_no_rank():
     spawn(_overflow_of_the_sum, 2)
+
+
+class _Reticent:
+    """Collectives that do not show each rank's part of a sum."""
+
+    def __init__(self, native: Any, **_: Any) -> None:
+        self.all_gather = native.all_gather
+        self._native = native
+
+    def reduce_scatter(self, out: Tensor, full: Tensor, *, unit: int) -> Any:
+        work = self._native.reduce_scatter(out, full, unit=unit)
+        work.contributions = ()
+        return work
+
+
+def _spoil_unseen(rank: int, world_size: int) -> None:
+    engine = zero_core.build(_Scaled(), Case(stage=2).config(), collectives=_Reticent)
+    records = _Records()
+    engine.backward(engine(*_inputs(is_spoilt=rank == 1)))
+    engine.step()
+    assert "(blocks.1.weight: which rank's batch did it is not known)" in records.texts[0]
+
+
+def test_where_no_part_of_the_sum_is_seen_nobody_is_blamed():
+    spawn(_spoil_unseen, 2)

@@ -77,16 +77,16 @@ class GradientFacts:
         spoilt names them all.
         """
         own = [found for grads in self.grads.values() for found in self._spoilt(grads)]
-        by_name: dict[str, set[int]] = {}
+        by_name: dict[str, set[int | None]] = {}
         for row in self._control.gather_bytes(json.dumps(own).encode()):
             for name, ranks in json.loads(row):
-                by_name.setdefault(name, set()).update(ranks)
+                by_name.setdefault(name, set()).update([None] if ranks is None else ranks)
         named = [_describe(name, ranks) for name, ranks in list(by_name.items())[:_MAX_NAMED]]
         if len(by_name) > len(named):
             named.append(f"and {len(by_name) - len(named)} more")
         return "; ".join(named) or "no element by itself, their norm overflows"
 
-    def _spoilt(self, grads: SegmentGrads) -> list[tuple[str, list[int]]]:
+    def _spoilt(self, grads: SegmentGrads) -> list[tuple[str, list[int] | None]]:
         """The spoilt parameters of this rank's shard of a segment, with the ranks at fault."""
         bad = torch.nonzero(~torch.isfinite(grads.grad_shard)).flatten()
         if not bad.numel():
@@ -110,8 +110,11 @@ class GradientFacts:
         return self._control.sum(facts.to(self._device)).cpu()
 
 
-def _describe(name: str, ranks: set[int]) -> str:
-    if not ranks:
+def _describe(name: str, ranks: set[int | None]) -> str:
+    known = sorted(rank for rank in ranks if rank is not None)
+    if not known and None in ranks:
+        return f"{name}: which rank's batch did it is not known"
+    if not known:
         return f"{name}: each rank's part is finite, their sum is not"
-    batches = "batch of rank" if len(ranks) == 1 else "batches of ranks"
-    return f"{name}: {batches} {', '.join(map(str, sorted(ranks)))}"
+    batches = "batch of rank" if len(known) == 1 else "batches of ranks"
+    return f"{name}: {batches} {', '.join(map(str, known))}"

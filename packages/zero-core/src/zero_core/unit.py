@@ -300,11 +300,18 @@ class SegmentGrads:
             return self._shard_norm
         return _norm(self.grad_shard, p)
 
-    def spoilers(self) -> list[int]:
-        """The ranks whose own gradients made this shard not finite in this step, if known."""
+    def spoilers(self) -> list[int] | None:
+        """The ranks whose own gradients made this shard not finite in this step.
+
+        None if their parts have not been seen: the collectives do not show them, or it was the sum
+        over micro-steps that overflowed.
+        """
         if self.segment.world_size == 1:
             return [0]
-        return [] if self._spoilt_by is None else torch.nonzero(self._spoilt_by).flatten().tolist()
+        if self._spoilt_by is None:
+            return None
+        ranks: list[int] = torch.nonzero(self._spoilt_by).flatten().tolist()
+        return ranks
 
     def _note_spoilers(self, norm: Tensor, contributions: Sequence[Tensor]) -> None:
         # On a host the norm is there and tells that all is well, at no cost. Elsewhere reading it
