@@ -94,9 +94,9 @@ constexpr int kBlockVectors = kBlock / kLanes;
 
 // [Note: two halves of a block]
 // What a block's codes are is known only when all its moments are. So a block is updated in two
-// halves, and the second half of one block goes along with the first half of the next, vector by
-// vector: the one has a square root, the other a division and most of the integer operations, and a
-// CPU works on them side by side.
+// halves, and the second half of one block follows the first half of the next, which it does not
+// depend on: the one has a square root, the other a division and most of the integer operations,
+// and a CPU that looks ahead works on the end of the one and the beginning of the other at a time.
 template <class Grad, class Target, bool kL2>
 struct FirstHalf {
   Vec masters[kBlockVectors];

@@ -119,7 +119,7 @@ def torch_address(name: str, tensor: Any) -> int:
         storage = tensor.untyped_storage()
         is_real = storage.device.type == "cpu"
         address = tensor.data_ptr() if is_real else 0
-    except (RuntimeError, NotImplementedError):
+    except RuntimeError:
         is_real = False
     if not is_real:
         raise ValueError(f"{name}: a {type(tensor).__name__} has no host memory of its own")

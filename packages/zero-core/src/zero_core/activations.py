@@ -60,7 +60,7 @@ def trace_activations(
         hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t)
         with torch.enable_grad(), hooks, _FusedAttention():
             torch.func.functional_call(model, values, args, kwargs)
-    except (RuntimeError, NotImplementedError, TypeError, ValueError) as error:
+    except (RuntimeError, TypeError, ValueError) as error:
         raise ConfigError(
             f"the model's forward does not run on the meta device ({error}): plan without "
             "example_inputs, and add the activations yourself"
