@@ -57,7 +57,7 @@ def _evaluate(call, model: nn.Module, rank: int) -> float:
 def _ddp(case: Case, rank: int, world_size: int) -> tuple[list[float], dict[str, Tensor]]:
     model = _Normed()
     ddp = DistributedDataParallel(model) if world_size > 1 else model
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=WEIGHT_DECAY)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=WEIGHT_DECAY, fused=True)
     losses = []
     for step in range(4):
         optimizer.zero_grad()

@@ -52,7 +52,7 @@ def _data(step: int, rank: int) -> Tensor:
 
 
 def _adamw(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(model.parameters(), lr=1e-2)
+    return torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
 
 
 def _reference(rank: int, recompute: str, steps: int, backwards: int = 1) -> dict[str, Tensor]:

@@ -69,7 +69,7 @@ def _batch(step: int, rank: int, dtype: torch.dtype) -> dict[str, Tensor]:
 def _reference(rank: int, world_size: int, dtype: torch.dtype) -> dict[str, Tensor]:
     model = _Net().to(dtype)
     ddp = DistributedDataParallel(model) if world_size > 1 else model
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=WEIGHT_DECAY)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=WEIGHT_DECAY, fused=True)
     for step in range(3):
         optimizer.zero_grad()
         ddp(_batch(step, rank, dtype)).hidden.square().mean().backward()

@@ -23,7 +23,7 @@ class _Reference:
         if world_size > 1:
             self.ddp = DistributedDataParallel(self.model, find_unused_parameters=True)
         trainable = [p for p in self.model.parameters() if p.requires_grad]
-        self.optimizer = torch.optim.AdamW(trainable, lr=LR, weight_decay=WEIGHT_DECAY)
+        self.optimizer = torch.optim.AdamW(trainable, lr=LR, weight_decay=WEIGHT_DECAY, fused=True)
         self.params = dict(self.model.named_parameters())
         for step in range(2):
             self.backward(step, rank)

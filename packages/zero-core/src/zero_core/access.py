@@ -154,7 +154,9 @@ class StateAccess:
         if what == GRAD:
             self._set_gradient(segment, slot, part)
             return
-        if what != MASTER:
+        if what == MASTER:
+            self._state.control.barrier()  # others may still be gathering the old values
+        else:
             self._check_known(what)
             self._check_stepped(slot.param)
         if part.numel():
@@ -185,6 +187,7 @@ class StateAccess:
 
     def _set_frozen(self, segment: Segment, slot: Slot, flat: Tensor) -> None:
         values = self._state.values[segment.index]
+        self._state.control.barrier()  # others may still be gathering the old values
         if values.full is not None:
             values.full[slot.start : slot.stop].copy_(flat)
         base, _ = segment.shard_range(self._state.control.rank)

@@ -9,24 +9,28 @@ construction.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
-__all__ = ["Arena", "BufferPool"]
+__all__ = ["Allocate", "Arena", "BufferPool"]
+
+Allocate = Callable[[int, torch.dtype], Tensor]
+"""Makes a zeroed 1-D tensor of so many elements."""
 
 
 class Arena:
     """Long-lived memory on one device, allocated once per kind, accounted for by name."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
+    def __init__(self, allocate: Allocate) -> None:
+        self._allocate = allocate
         self._bytes: dict[str, int] = {}
 
     def allocate(self, kind: str, dtype: torch.dtype, sizes: Sequence[int]) -> list[Tensor]:
         """Views of one zeroed buffer, 1-D, of the given numbers of elements, in order."""
-        buffer = torch.zeros(sum(sizes), dtype=dtype, device=self._device)
+        buffer = self._allocate(sum(sizes), dtype)
         self._bytes[kind] = self._bytes.get(kind, 0) + buffer.numel() * buffer.element_size()
         return list(torch.split(buffer, list(sizes)))
 
@@ -42,29 +46,31 @@ class BufferPool:
     reader ran on (a collective first waits for the stream that launches it).
     """
 
-    def __init__(self, device: torch.device, buffer_bytes: int) -> None:
+    def __init__(self, allocate: Allocate, buffer_bytes: int) -> None:
         """Buffers have ``buffer_bytes`` bytes each and are allocated when first needed."""
-        self._device = device
+        self._allocate = allocate
         self._buffer_bytes = buffer_bytes
         self._all: dict[int, Tensor] = {}  # by address
-        self._free: list[Tensor] = []
+        self._free: deque[tuple[Tensor, Callable[[], None] | None]] = deque()
 
     def acquire(self, numel: int, dtype: torch.dtype) -> Tensor:
         """A 1-D view of ``numel`` elements of a free buffer; contents undefined."""
         nbytes = numel * dtype.itemsize
         assert nbytes <= self._buffer_bytes, "the pool was made for smaller requests"
         if self._free:
-            buffer = self._free.pop()
+            buffer, wait_until_read = self._free.popleft()  # the one that has rested longest
+            if wait_until_read is not None:
+                wait_until_read()
         else:
             with torch.inference_mode(False):  # it serves training too
-                buffer = torch.empty(self._buffer_bytes, dtype=torch.uint8, device=self._device)
+                buffer = self._allocate(self._buffer_bytes, torch.uint8)
             self._all[buffer.data_ptr()] = buffer
         with torch.inference_mode(False):
             return buffer[:nbytes].view(dtype)
 
-    def release(self, view: Tensor) -> None:
-        """Give back what `acquire` gave."""
-        self._free.append(self._all[view.data_ptr()])
+    def release(self, view: Tensor, wait_until_read: Callable[[], None] | None = None) -> None:
+        """Give back what `acquire` gave; before it is handed out again, ``wait_until_read``."""
+        self._free.append((self._all[view.data_ptr()], wait_until_read))
 
     @property
     def buffer_bytes(self) -> int:

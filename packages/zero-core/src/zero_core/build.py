@@ -20,6 +20,7 @@ from zero_core.blueprint import Blueprint
 from zero_core.buffers import adopt_buffers
 from zero_core.collectives import ControlGroup, NativeCollectives
 from zero_core.config import Config, load_config
+from zero_core.direct import DirectCollectives
 from zero_core.discovery import Discovered
 from zero_core.engine import Engine
 from zero_core.errors import ConfigError, RankMismatchError
@@ -28,6 +29,7 @@ from zero_core.lr_schedules import make_scheduler
 from zero_core.memory import Memory
 from zero_core.parts import COLLECTIVES, KERNELS, TIERS, load_part
 from zero_core.protocols import Collectives, CollectivesFactory, StateTier, StateTierFactory
+from zero_core.shared_memory import SharedMemory
 from zero_core.tier import DeviceTier
 
 __all__ = ["build"]
@@ -78,7 +80,15 @@ def build(
     control = ControlGroup(ranks.group, rank=ranks.rank, world_size=ranks.size, device=ranks.device)
     _check_ranks_agree(control, layout, resolved)
 
-    memory = Memory(found, layout, resolved, rank=ranks.rank, device=ranks.device)
+    shared = _share(control, ranks)
+    memory = Memory(
+        found,
+        layout,
+        resolved,
+        rank=ranks.rank,
+        device=ranks.device,
+        exchanged=None if shared is None else shared.zeros,
+    )
     tier = _make_tier(state_tier, memory, drawn, resolved, ranks, is_named_adam)
     _fill(found, layout, memory, tier, control)
     adopt_buffers(model, resolved.compute_dtype, ranks.device, control)
@@ -91,7 +101,7 @@ def build(
         units=memory.units,
         unit_modules=[module for _, module, _ in found.units],
         tier=tier,
-        collectives=_make_collectives(collectives, resolved, ranks),
+        collectives=_make_collectives(collectives, resolved, ranks, shared),
         control=control,
         optimizer=optimizer,
         lr_scheduler=lr_scheduler,
@@ -211,12 +221,36 @@ def _make_tier(
         raise ConfigError(str(error)) from error
 
 
+def _share(control: ControlGroup, ranks: _Ranks) -> SharedMemory | None:
+    """Memory that the ranks of this host read from each other, if they are hosts and can."""
+    if ranks.device.type != "cpu" or ranks.size == 1:
+        return None
+    shared = SharedMemory(control)
+    num_far = ranks.size - 1 - len(shared.peers)
+    if num_far:
+        _log.info(
+            "rank %d: %d of %d peers cannot share memory with it (another host, user or "
+            "namespace of processes): what they exchange travels through torch.distributed",
+            ranks.rank,
+            num_far,
+            ranks.size - 1,
+        )
+    return shared if shared.peers else None
+
+
 def _make_collectives(
-    given: Collectives | CollectivesFactory | None, config: Config, ranks: _Ranks
+    given: Collectives | CollectivesFactory | None,
+    config: Config,
+    ranks: _Ranks,
+    shared: SharedMemory | None,
 ) -> Collectives:
-    native = NativeCollectives(
-        ranks.group, rank=ranks.rank, world_size=ranks.size, device=ranks.device
-    )
+    native: Collectives
+    if ranks.size == 1 or ranks.device.type == "cpu":
+        native = DirectCollectives(
+            ranks.group, rank=ranks.rank, world_size=ranks.size, shared=shared
+        )
+    else:
+        native = NativeCollectives(ranks.group, rank=ranks.rank, world_size=ranks.size)
     if isinstance(given, Collectives):
         return given
     zero = config.zero_optimization

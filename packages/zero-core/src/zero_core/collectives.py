@@ -1,12 +1,8 @@
-"""The engine's own collectives over torch.distributed.
+"""The engine's own collectives over torch.distributed, and the small exchanges beside them.
 
-On gloo, gathers and reductions are direct exchanges: every rank sends each other rank just what it
-needs, point to point. gloo's own all-gather is a ring of copies and its reduce-scatter a whole
-all-reduce; the exchange moves the same bytes in about a third of the time (docs/decisions.md).
-Elsewhere (NCCL) the library's all-gather and all-to-all are used.
-
-A reduction is an exchange and a local sum in rank order in fp32, so that its value depends neither
-on the backend's ring nor on the stage.
+On an accelerator the library's all-gather and all-to-all are used (`NativeCollectives`), among
+hosts the direct exchange of `zero_core.direct`. Either way a reduction is an exchange and a local
+sum in rank order in fp32, so that its value depends neither on the backend's ring nor on the stage.
 """
 
 from __future__ import annotations
@@ -22,7 +18,7 @@ from torch import Tensor
 from zero_core.errors import CheckpointCorruptError, CheckpointError, CollectiveError
 from zero_core.protocols import Work
 
-__all__ = ["ControlGroup", "NativeCollectives", "sum_in_rank_order", "wait"]
+__all__ = ["ControlGroup", "NativeCollectives", "call_named", "sum_in_rank_order", "wait"]
 
 # torch 2.13 renamed the tensor collectives; the old names warn there.
 _all_gather_single: Callable[..., Any] = getattr(
@@ -30,44 +26,19 @@ _all_gather_single: Callable[..., Any] = getattr(
 )
 
 
-def _gather_tag(unit: int) -> int:
-    # Ranks that gather different units must not take one for the other.
-    return 2 * unit + 1
+class _Reduction:
+    """An all-to-all under way, and the sum that follows it."""
 
-
-def _reduce_tag(unit: int) -> int:
-    return 2 * unit + 2
-
-
-class _Done:
-    """A collective that needed no communication."""
+    def __init__(self, work: Work, finish: Callable[[], None], parts: Sequence[Tensor]) -> None:
+        self.contributions = parts
+        self._work = work
+        self._finish: Callable[[], None] | None = finish
 
     def wait(self) -> None:
-        return None
-
-
-class _Exchange:
-    """Point-to-point operations under way, and what to do when they are done."""
-
-    def __init__(
-        self,
-        works: Sequence[Work | None],
-        finish: Callable[[], None] | None = None,
-        contributions: Sequence[Tensor] = (),
-    ) -> None:
-        self.contributions = contributions
-        self._works: Sequence[Work | None] | None = works
-        self._finish = finish
-
-    def wait(self) -> None:
-        if self._works is None:
-            return
-        works, self._works = self._works, None
-        for work in works:
-            if work is not None:
-                work.wait()
         if self._finish is not None:
-            self._finish()
+            finish, self._finish = self._finish, None
+            self._work.wait()
+            finish()
 
 
 def sum_in_rank_order(out: Tensor, slices: Sequence[Tensor]) -> None:
@@ -87,86 +58,53 @@ def sum_in_rank_order(out: Tensor, slices: Sequence[Tensor]) -> None:
 
 
 class NativeCollectives:
-    """`zero_core.protocols.Collectives` over one process group; see there for the contract."""
+    """`zero_core.protocols.Collectives` by the library of the accelerator (NCCL, say)."""
 
-    def __init__(
-        self, group: dist.ProcessGroup | None, *, rank: int, world_size: int, device: torch.device
-    ) -> None:
-        """``group`` None means the default group, or none at all if ``world_size`` is 1."""
+    def __init__(self, group: dist.ProcessGroup | None, *, rank: int, world_size: int) -> None:
+        """``group`` None means the default group; every rank must call it."""
         self._group = group
         self._rank = rank
         self._world_size = world_size
-        self._is_direct = world_size > 1 and device.type == "cpu"
         # Where a block's parameter is unused on one rank only, reductions and gathers interleave
-        # differently there. Tags keep them apart on gloo; elsewhere each kind has its own group.
-        self._reduce_group = group
-        if world_size > 1 and not self._is_direct:
-            self._reduce_group = dist.new_group(
-                dist.get_process_group_ranks(group), use_local_synchronization=True
-            )
+        # differently there: each kind has a group of its own.
+        self._reduce_group = dist.new_group(
+            dist.get_process_group_ranks(group), use_local_synchronization=True
+        )
         self._scratch: dict[tuple[int, torch.dtype], list[Tensor]] = {}
 
     def all_gather(
         self, out: Tensor, shard: Tensor, *, unit: int, version: int, backward: bool
     ) -> Work:
         """See `zero_core.protocols.Collectives.all_gather`."""
-        slices = out.view(self._world_size, -1)
-        own = slices[self._rank]
+        own = out.view(self._world_size, -1)[self._rank]
         if own.data_ptr() != shard.data_ptr():
             own.copy_(shard)
-        if self._world_size == 1:
-            return _Done()
-        if not self._is_direct:
-            work = _all_gather_single(out, shard, group=self._group, async_op=True)
-            return cast(Work, work)
-        tag = _gather_tag(unit)
-        works = [self._receive(slices[peer], peer, tag) for peer in self._peers()]
-        works += [self._send(shard, peer, tag) for peer in self._peers()]
-        return _Exchange(works)
+        work = _all_gather_single(out, shard, group=self._group, async_op=True)
+        return cast(Work, work)
 
     def reduce_scatter(self, out: Tensor, full: Tensor, *, unit: int) -> Work:
         """See `zero_core.protocols.Collectives.reduce_scatter`."""
-        if self._world_size == 1:
-            sum_in_rank_order(out, [full])
-            return _Done()
-        numel = out.numel()
-        key = (full.numel(), full.dtype)
-        free = self._scratch.setdefault(key, [])
+        free = self._scratch.setdefault((full.numel(), full.dtype), [])
         received = free.pop() if free else torch.empty_like(full)
-        slices, parts = full.view(self._world_size, numel), received.view(self._world_size, numel)
-        sources = list(parts)
-        works: list[Work | None] = []
-        if self._is_direct:
-            sources[self._rank] = slices[self._rank]
-            tag = _reduce_tag(unit)
-            works += [self._receive(parts[peer], peer, tag) for peer in self._peers()]
-            works += [self._send(slices[peer], peer, tag) for peer in self._peers()]
-        else:
-            works.append(
-                dist.all_to_all_single(received, full, group=self._reduce_group, async_op=True)
-            )
+        parts = list(received.view(self._world_size, -1))
+        work = dist.all_to_all_single(received, full, group=self._reduce_group, async_op=True)
 
         def finish() -> None:
-            sum_in_rank_order(out, sources)
+            sum_in_rank_order(out, parts)
             free.append(received)
 
-        return _Exchange(works, finish, sources)
-
-    def _peers(self) -> list[int]:
-        # Each rank starts with its right neighbour, so that no rank is everybody's first target.
-        return [(self._rank + k) % self._world_size for k in range(1, self._world_size)]
-
-    def _send(self, tensor: Tensor, peer: int, tag: int) -> Work | None:
-        return dist.isend(tensor, group=self._group, group_dst=peer, tag=tag)
-
-    def _receive(self, tensor: Tensor, peer: int, tag: int) -> Work | None:
-        return dist.irecv(tensor, group=self._group, group_src=peer, tag=tag)
+        return _Reduction(cast(Work, work), finish, parts)
 
 
 def wait(work: Work, what: Callable[[], str]) -> None:
     """Wait for ``work``; a failure says ``what()`` it was."""
+    call_named(work.wait, what)
+
+
+def call_named(act: Callable[[], object], what: Callable[[], str]) -> None:
+    """Do ``act``, a part of a collective; a failure says ``what()`` it was."""
     try:
-        work.wait()
+        act()
     except RuntimeError as error:
         raise CollectiveError(
             f"{what()} failed or timed out: {error}. If the ranks took different branches or one "

@@ -36,6 +36,7 @@ class Edit:
     @torch.no_grad()
     def publish(self) -> None:
         """Bring what changed to every rank; every rank must call it."""
+        self._state.control.barrier()  # others may still be gathering the old values
         masks = [
             _differs(_full(values), before)
             for values, before in zip(self._state.values, self._before, strict=False)

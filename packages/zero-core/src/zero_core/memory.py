@@ -13,7 +13,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor, nn
 
-from zero_core.arena import Arena, BufferPool
+from zero_core.arena import Allocate, Arena, BufferPool
 from zero_core.config import DTYPES, Config
 from zero_core.discovery import Discovered
 from zero_core.layout import Layout, Segment
@@ -33,8 +33,13 @@ class Memory:
         *,
         rank: int,
         device: torch.device,
+        exchanged: Allocate | None = None,
     ) -> None:
-        """Allocate for ``rank`` on ``device``; the model's parameters stay as they are."""
+        """Allocate for ``rank`` on ``device``; the model's parameters stay as they are.
+
+        ``exchanged`` makes the memory that other ranks' bytes are read from (shards and gradients),
+        if it is to be of a special kind.
+        """
         self._has_peers = layout.world_size > 1
         self.stage = config.zero_optimization.stage if self._has_peers else 0
         """The stage that makes a difference: one rank has nothing to shard."""
@@ -44,12 +49,14 @@ class Memory:
         self.has_sharded_params = self.stage >= 3
         self._config = config
         self._rank = rank
-        self._arena = Arena(device)
+        self._private = _allocator(device)
+        self._exchanged = exchanged or self._private
+        self._arena = Arena(self._exchanged)
         self._found = found
         self._layout = layout
         self._pools: list[tuple[str, BufferPool, int]] = []
-        values = self._allocate_values(device)
-        grads = self._allocate_grads(device)
+        values = self._allocate_values()
+        grads = self._allocate_grads()
         self.values = values
         starts = layout.local_starts(is_sharded=self.has_sharded_state)
         for index, start in starts.items():
@@ -103,10 +110,10 @@ class Memory:
         kind: str,
         nbytes: Sequence[int],
         users: Sequence[Segment],
-        device: torch.device,
+        allocate: Allocate,
     ) -> BufferPool:
         """A pool for requests of ``nbytes``, of which ``users`` are going to make some."""
-        pool = BufferPool(device, max(nbytes, default=0))
+        pool = BufferPool(allocate, max(nbytes, default=0))
         self._pools.append((kind, pool, _num_at_once(users)))
         return pool
 
@@ -114,7 +121,7 @@ class Memory:
         """Segments of the root and of the blocks: their buffers live differently long."""
         return [[s for s in segments if s.unit == 0], [s for s in segments if s.unit != 0]]
 
-    def _allocate_values(self, device: torch.device) -> list[SegmentValues]:
+    def _allocate_values(self) -> list[SegmentValues]:
         segments = self._layout.segments
         shards: dict[int, Tensor] = {}
         fulls: dict[int, Tensor] = {}
@@ -135,7 +142,7 @@ class Memory:
                 "gathered units",
                 [s.padded_numel * s.dtype.itemsize for s in part],
                 part if self.has_sharded_params else [],
-                device,
+                self._private,
             )
             for part in self._split(segments)
         ]
@@ -152,7 +159,7 @@ class Memory:
             for s in segments
         ]
 
-    def _allocate_grads(self, device: torch.device) -> dict[int, SegmentGrads]:
+    def _allocate_grads(self) -> dict[int, SegmentGrads]:
         segments = [s for s in self._layout.segments if s.is_trainable]
         shards = self._by_dtype("gradient shards", segments, self._accumulated, is_full=False)
         kept: dict[int, Tensor] = {}
@@ -173,7 +180,7 @@ class Memory:
                     "gradients under way",
                     [s.padded_numel * dtype.itemsize for s in part],
                     [s for s in part if self._is_pooled(s, dtype)],
-                    device,
+                    self._exchanged,
                 )
                 for dtype in dtypes
             }
@@ -218,6 +225,10 @@ class Memory:
 
     def _accumulated(self, segment: Segment) -> torch.dtype:
         return accumulated_dtype(segment, self._config)
+
+
+def _allocator(device: torch.device) -> Allocate:
+    return lambda numel, dtype: torch.zeros(numel, dtype=dtype, device=device)
 
 
 def communicated_dtype(segment: Segment, config: Config) -> torch.dtype:

@@ -31,6 +31,11 @@ _BY_NAME: Mapping[str, type[torch.optim.Optimizer]] = {
     "radam": torch.optim.RAdam,
 }
 
+_FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
+"""Their fused kernels run on CPUs and accelerators alike, and give a slice that begins and ends at
+multiples of `zero_core.layout.ALIGNMENT` the bits that it gets within the whole."""
+_OWN_KERNEL = {"fused", "foreach", "capturable", "differentiable"}
+
 
 def check_elementwise(optimizer_class: type[torch.optim.Optimizer]) -> None:
     """Refuse an optimizer whose update of an element depends on others: slices would change it.
@@ -55,7 +60,8 @@ def make_optimizer(
     """Make the torch optimizer that the configuration names, over ``params``.
 
     As in DeepSpeed, "Adam" means AdamW unless ``adam_w_mode`` is false, and ``weight_decay`` is 0
-    unless it is given.
+    unless it is given. The kernel is torch's fused one where every device has it, unless
+    ``fused``, ``foreach`` or the like is given: one pass over memory where the loop makes ten.
 
     Raises:
         ConfigError: an unknown type, or parameters that the optimizer does not take.
@@ -87,9 +93,14 @@ def make_optimizer(
             f"optimizer.params.{unknown[0]}: unknown key; {optimizer_class.__name__} takes {known}"
         )
     try:
-        return optimizer_class(params, **options)
+        optimizer = optimizer_class(params, **options)
     except (TypeError, ValueError) as error:
         raise ConfigError(f"optimizer.params: {error}") from error
+    if optimizer_class in _FUSED and not _OWN_KERNEL & options.keys():
+        # Not an argument: torch refuses it for parameters on the meta device.
+        for group in optimizer.param_groups:
+            group["fused"] = True
+    return optimizer
 
 
 class EngineOptimizer(torch.optim.Optimizer):

@@ -53,7 +53,9 @@ class Collectives(Protocol):
     """How shards become units, and unit gradients become shards.
 
     Every rank of the group calls the same methods in the same order. Buffers belong to the caller
-    and may be read or reused only after ``wait``.
+    and may be read or reused only after ``wait``. More than that, a ``shard`` is changed only after
+    an exchange with all ranks that each of them entered after its ``wait``, so that a rank may read
+    another's shard where it lies.
     """
 
     def all_gather(
@@ -87,8 +89,10 @@ class Collectives(Protocol):
 
         Returns:
             The work. It may have an attribute ``contributions``: each rank's part of the sum, in
-            rank order, readable after ``wait`` until the next call; with it the engine can name the
-            rank whose gradient is not finite.
+            rank order, readable after ``wait``; with it the engine can name the rank whose gradient
+            is not finite. It may have a method ``retire() -> Callable[[], None]``: the engine calls
+            it once, when it has looked at them, and calls what it returns before it writes to
+            ``full`` again, which other ranks may be reading until then.
         """
         ...
 

@@ -201,7 +201,7 @@ def run_ddp(case: Case, rank: int, steps: int) -> Trace:
     ddp = model if is_alone else DistributedDataParallel(model, find_unused_parameters=True)
     params = {n: p for n, p in model.named_parameters() if p.requires_grad}
     copies = {n: nn.Parameter(m) for n, m in masters.items()}
-    optimizer = torch.optim.AdamW(copies.values(), lr=LR, weight_decay=WEIGHT_DECAY)
+    optimizer = torch.optim.AdamW(copies.values(), lr=LR, weight_decay=WEIGHT_DECAY, fused=True)
     for step in range(steps):
         sums: dict[str, Tensor] = {}
         for micro in range(case.accumulation):

@@ -19,12 +19,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 from zero_core.arena import BufferPool
-from zero_core.collectives import wait
+from zero_core.collectives import call_named, wait
 from zero_core.layout import Segment
 from zero_core.protocols import Collectives, StateTier, Work
 
@@ -83,6 +84,9 @@ class SegmentValues:
         """Start to make ``full`` hold the current values, if it does not."""
         if self.full is not None and self._full_version == self.version:
             return
+        if self._gather is not None:  # of older values, gathered ahead and then not needed
+            work, self._gather = self._gather, None
+            wait(work, lambda: f"all_gather of segment {self.segment.index}")
         if tier is not None and self.local_span is not None:
             tier.wait_params(*self.local_span)
         if not self._is_kept or self._has_remote_updates:
@@ -222,6 +226,7 @@ class SegmentGrads:
         self._work: Work | None = None
         self._is_shard_empty = True  # nothing accumulated since the last step
         self._shard_norm: Tensor | None = None  # its 2-norm, where it is known already
+        self._until_read: Callable[[], None] | None = None  # by the other ranks, of full_grad
         self._spoilt_by: Tensor | None = None  # bool, [world_size]
 
     @property
@@ -278,12 +283,24 @@ class SegmentGrads:
             assert self._reduced is not None
             self._shard_norm = _norm(self._reduced)
             self._note_spoilers(self._shard_norm, getattr(work, "contributions", ()))
+            self._retire(work, what)
             if self._reduced is not self.grad_shard:
                 self.grad_shard.add_(self._reduced)
                 self._shard_norm = None
             self._reduced = None
         self._is_shard_empty = False
         self._close()
+
+    def _retire(self, work: Work, what: Callable[[], str]) -> None:
+        """Tell the others that their gradients are read; ours must stay until they say so."""
+        retire: Callable[[], Callable[[], None]] | None = getattr(work, "retire", None)
+        if retire is not None:
+            self._until_read = partial(call_named, retire(), what)
+
+    def _wait_until_read(self) -> None:
+        if self._until_read is not None:
+            until_read, self._until_read = self._until_read, None
+            until_read()
 
     @property
     def final(self) -> Tensor:
@@ -325,6 +342,7 @@ class SegmentGrads:
         """The gradient that the state tier gets; see the note."""
         if self._final_grad is None:
             return self.grad_shard
+        self._wait_until_read()  # final_grad may be the memory of full_grad
         work = collectives.all_gather(
             self._final_grad, self.grad_shard, unit=self.segment.index, version=-1, backward=True
         )
@@ -343,6 +361,7 @@ class SegmentGrads:
         if self.segment.world_size == 1:
             self._full_grad = self.grad_shard
         elif self._kept_full_grad is not None and self._kept_full_grad.dtype == dtype:
+            self._wait_until_read()
             self._full_grad = self._kept_full_grad
         else:
             self._full_grad = self._pools[dtype].acquire(self.segment.padded_numel, dtype)
@@ -354,7 +373,8 @@ class SegmentGrads:
     def _close(self) -> None:
         full, self._full_grad = self._full_grad, None
         if full is not None and full is not self._kept_full_grad and full is not self.grad_shard:
-            self._pools[full.dtype].release(full)
+            until_read, self._until_read = self._until_read, None
+            self._pools[full.dtype].release(full, until_read)
 
 
 class Unit:

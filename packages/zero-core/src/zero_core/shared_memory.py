@@ -1,0 +1,124 @@
+"""Memory that the ranks of one host read from each other, without a copy through a socket.
+
+Between processes of one machine gloo sends bytes through the loopback interface: two copies in the
+kernel, and wake-ups. Here a rank tells its peers only where its bytes lie, and they read them
+there. The memory is a memfd, an anonymous file that no file system holds and no ``/dev/shm``
+limits, and that ends with the processes; peers open it through ``/proc/PID/fd``. Which ranks can do
+that with each other (one host, one user, one namespace of processes) is tried out, not guessed.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import secrets
+import sys
+import warnings
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from zero_core.collectives import ControlGroup
+from zero_core.errors import CollectiveError
+
+__all__ = ["Place", "SharedMemory"]
+
+Place = tuple[int, int]
+"""Where bytes lie in a rank's shared memory: the number of the memfd, the offset in bytes."""
+
+
+class SharedMemory:
+    """Allocates this rank's shared memory and maps that of the peers.
+
+    Attributes:
+        peers: the other ranks with which memory is shared, both ways.
+    """
+
+    def __init__(self, control: ControlGroup) -> None:
+        """Find out who shares; every rank must call it."""
+        self._rank = control.rank
+        self._buffers: list[tuple[int, int, int]] = []  # address, end, number of the memfd
+        self._places: dict[int, Place] = {}  # by address
+        self._mapped: dict[tuple[int, int], Tensor] = {}  # by rank and number of the memfd
+        self._pids: list[int] = []
+        self.peers: frozenset[int] = frozenset()
+        if sys.platform == "linux" and control.world_size > 1:
+            self._meet(control)
+
+    def zeros(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """A 1-D tensor in shared memory; it lives at least as long as this object."""
+        nbytes = max(numel, 1) * dtype.itemsize
+        descriptor = os.memfd_create("zero_core")
+        os.ftruncate(descriptor, nbytes)
+        tensor = torch.frombuffer(mmap.mmap(descriptor, nbytes), dtype=dtype)[:numel]
+        start = tensor.data_ptr()
+        self._buffers.append((start, start + nbytes, descriptor))
+        return tensor
+
+    def locate(self, tensor: Tensor) -> Place | None:
+        """Where ``tensor`` begins, if it lies in this rank's shared memory."""
+        address = tensor.data_ptr()
+        place = self._places.get(address)
+        if place is None:
+            for start, end, descriptor in self._buffers:
+                if start <= address < end:
+                    self._places[address] = place = (descriptor, address - start)
+        return place
+
+    def at(self, peer: int, place: Place, numel: int, dtype: torch.dtype) -> Tensor:
+        """``numel`` elements of rank ``peer``, at a place that it has told; not to be written.
+
+        Raises:
+            CollectiveError: the peer has ended before its memory was looked at.
+        """
+        descriptor, offset = place
+        memory = self._mapped.get((peer, descriptor))
+        if memory is None:
+            try:
+                memory = _map(self._pids[peer], descriptor)
+            except OSError as error:
+                raise CollectiveError(
+                    f"rank {self._rank}: cannot read the memory of rank {peer} (process "
+                    f"{self._pids[peer]}): {error}; it has probably ended"
+                ) from error
+            self._mapped[peer, descriptor] = memory
+        return memory[offset : offset + numel * dtype.itemsize].view(dtype)
+
+    def __del__(self) -> None:
+        for _, _, descriptor in self._buffers:  # what is mapped stays mapped
+            os.close(descriptor)
+
+    def _meet(self, control: ControlGroup) -> None:
+        """Try to read a secret of every other rank; share with those where it works both ways."""
+        secret = secrets.token_hex(16)
+        probe = self.zeros(len(secret), torch.uint8)
+        probe.copy_(torch.frombuffer(bytearray(secret.encode()), dtype=torch.uint8))
+        (_, _, descriptor), *_ = self._buffers
+        card = json.dumps([os.getpid(), descriptor, secret]).encode()
+        cards = [json.loads(row) for row in control.gather_bytes(card)]
+        self._pids = [pid for pid, _, _ in cards]
+        is_read = [_reads(pid, number, hidden) for pid, number, hidden in cards]
+        table = [json.loads(row) for row in control.gather_bytes(json.dumps(is_read).encode())]
+        others = (rank for rank in range(control.world_size) if rank != control.rank)
+        self.peers = frozenset(r for r in others if is_read[r] and table[r][control.rank])
+
+
+def _map(pid: int, descriptor: int) -> Tensor:
+    """A process's memfd, read-only, as bytes."""
+    opened = os.open(f"/proc/{pid}/fd/{descriptor}", os.O_RDONLY)
+    try:
+        mapped = mmap.mmap(opened, 0, prot=mmap.PROT_READ)
+    finally:
+        os.close(opened)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch has no read-only tensors
+        return torch.frombuffer(mapped, dtype=torch.uint8)
+
+
+def _reads(pid: int, descriptor: int, secret: str) -> bool:
+    try:
+        return Path(f"/proc/{pid}/fd/{descriptor}").read_bytes() == secret.encode()
+    except OSError:
+        return False
