@@ -1,15 +1,16 @@
 """Construction without memory: what a model's ``__init__`` computes is recorded, and done later.
 
-See [Note: recording] in zero_core.tape. Each random operation is run once while it is recorded, on
-memory that is freed at once: so the generator advances as in an ordinary construction, and the state
-before each operation is known. What Python wants to see during construction (a number, a shape that
-depends on values) is computed at once. Deferred tensors are on the meta device but say that they are
-on the CPU as long as they are under construction: ``torch.nn.init`` leaves meta tensors out.
+See [Note: recording] in zero_core.tape. Each random operation is run once while it is recorded,
+on memory that is freed at once: so the generator advances as in an ordinary construction, and the
+state before each operation is known. What Python wants to see during construction (a number, a
+shape that depends on values) is computed at once. Deferred tensors are on the meta device but say
+that they are on the CPU while they are under construction, for ``torch.nn.init`` leaves meta
+tensors out.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
@@ -33,8 +34,8 @@ _OVERWRITES = {
 # What deferred tensors say of themselves while they are under construction.
 _PRETENDED = {
     Tensor.device.__get__: torch.device("cpu"),
-    Tensor.is_cpu.__get__: True,
-    Tensor.is_meta.__get__: False,
+    Tensor.is_cpu.__get__: True,  # type: ignore[attr-defined]
+    Tensor.is_meta.__get__: False,  # type: ignore[attr-defined]
 }
 _READS = (Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.data_ptr)
 _ALLOCATIONS = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
@@ -48,15 +49,15 @@ def deferred_init() -> Iterator[None]:
     """Within, modules are made without memory; `zero_core.build` gives them their values.
 
     Parameters and buffers are on the meta device. Their values will be those of an ordinary
-    construction on the CPU from the same seed, bit for bit; the default generator is left as such a
-    construction leaves it. It takes the time of the construction and the memory of one tensor; values
-    that come from elsewhere (NumPy, files) are kept until the model is gone. Any change of values
-    (``init``, ``to(dtype)``, tying, adapters) belongs within. Ranks need not agree: `build` takes
-    rank 0's.
+    construction on the CPU from the same seed, bit for bit; the default generator is left as such
+    a construction leaves it. It takes the time of the construction and the memory of one tensor;
+    values that come from elsewhere (NumPy, files) are kept until the model is gone. Any change of
+    values (``init``, ``to(dtype)``, adapters) belongs within. Ranks need not enter it together nor
+    agree: `build` takes rank 0's values.
 
     Raises:
-        RuntimeError: within, a tensor was asked for on another device than the CPU, or something was
-            done to a deferred tensor that cannot be recorded; it names the operation.
+        RuntimeError: within, a tensor was asked for on another device than the CPU, or something
+            was done to a deferred tensor that cannot be recorded; it names the operation.
     """
     recording = Recording()
     seen: WeakSet[nn.Module] = WeakSet()
@@ -105,15 +106,10 @@ class _Recorder(TorchDispatchMode):
     def _dispatch(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         tensors = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
         has_device = any(a.name == "device" for a in func._schema.arguments)
-        device = torch.device(kwargs.get("device") or "cpu")
         is_factory = has_device and not tensors
         if not is_factory and not any(t.is_meta for t in tensors):
             return func(*args, **kwargs)
-        if device.type not in ("cpu", "meta"):
-            raise RuntimeError(
-                f"deferred_init(): {func} asks for device {device}; a deferred model is made on the "
-                "CPU, and build() moves it: leave the device out"
-            )
+        _check_device(func, kwargs.get("device"))
         if any(t.is_meta and not self._recording.knows(t) for t in tensors):
             raise RuntimeError(
                 f"deferred_init(): {func} was given a tensor on the meta device that was not made "
@@ -132,7 +128,9 @@ class _Recorder(TorchDispatchMode):
         except NotImplementedError:  # its shape depends on values
             return self._run(func, args, kwargs, written)
         if sizes != [t.untyped_storage().nbytes() for t in written]:
-            raise RuntimeError(f"deferred_init(): {func} resizes a tensor, which cannot be deferred")
+            raise RuntimeError(
+                f"deferred_init(): {func} resizes a tensor, which cannot be deferred"
+            )
         self._record(func, args, kwargs, tensors, written, pytree.tree_leaves(out))
         return out
 
@@ -214,7 +212,17 @@ class _OnCpu(TorchFunctionMode):
                 return _PRETENDED[func]
             if func in _READS:
                 args = (self._recording.value(args[0]), *args[1:])
+        elif kwargs:
+            _check_device(func, kwargs.get("device"))  # before torch looks for the device
         return func(*args, **(kwargs or {}))
+
+
+def _check_device(func: object, device: Any) -> None:
+    if device is not None and torch.device(device).type not in ("cpu", "meta"):
+        raise RuntimeError(
+            f"deferred_init(): {getattr(func, '__name__', func)} asks for device {device}; a "
+            "deferred model is made on the CPU, and build() moves it: leave the device out"
+        )
 
 
 def _is_whole(tensor: Tensor) -> bool:

@@ -5,11 +5,11 @@ deferred    a tensor on the meta device that stands for one on the CPU
 storage     what deferred tensors lie in, by number; views share one
 ref         where a tensor lies: storage, offset, shape, strides, dtype. So views need no recording
 tape        the operations that wrote storages, in order; random ones with the generator's state
-overwrite   a write after which nothing earlier in the storage matters (``normal_``, ``zero_``, ...)
+overwrite   a write after which nothing earlier in the storage matters (``normal_``, ``zero_``)
 
-Any tensor can be computed alone and in any order, bit for bit: `Recording.value` runs the operations
-that it depends on, back to the last overwrite, each random one from the state of its generator. That
-operations are replayed per tensor is the idea of torchdistx's deferred_init.
+Any tensor can be computed alone and in any order, bit for bit: `Recording.value` runs the
+operations that it depends on, back to the last overwrite, each random one from the state of its
+generator. That operations are replayed per tensor is the idea of torchdistx's deferred_init.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Ref:
                 "to_dense() or resolve_conj() first"
             )
         shape, stride = tuple(tensor.shape), tensor.stride()
-        return cls(storage_of(tensor), tensor.dtype, shape, stride, tensor.storage_offset())
+        return cls(storage_of(tensor), tensor.dtype, shape, stride, int(tensor.storage_offset()))
 
 
 @dataclass(frozen=True)
@@ -137,7 +137,9 @@ class Recording:
 
     def add(self, entry: Entry, written: Sequence[Tensor]) -> None:
         """``entry`` was the next operation; it wrote to ``written`` and to what it made."""
-        storages = {storage_of(t) for t in written} | {r.storage for r in entry.made if r is not None}
+        storages = {storage_of(t) for t in written} | {
+            r.storage for r in entry.made if r is not None
+        }
         for storage in storages:
             self._writers.setdefault(storage, []).append(len(self._tape))
         self._tape.append(entry)
