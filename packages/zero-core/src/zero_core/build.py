@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
+from zero_core.arena import BufferPool
 from zero_core.blueprint import Blueprint
 from zero_core.buffers import adopt_buffers
 from zero_core.collectives import ControlGroup, NativeCollectives
@@ -267,10 +268,14 @@ def _fill(
     initial: InitialValues,
 ) -> None:
     """Bring rank 0's values into the engine's memory, unrounded ones into the master weights."""
-    for segment, values in zip(layout.segments, memory.values, strict=True):
+    dtypes = [_widest([found.params[x.param] for x in s.slots], s) for s in layout.segments]
+    sizes = [s.padded_numel * d.itemsize for s, d in zip(layout.segments, dtypes, strict=True)]
+    pool = BufferPool(
+        memory.values[0].shard.device, max(sizes)
+    )  # one buffer for all: the heap stays whole
+    for segment, values, dtype in zip(layout.segments, memory.values, dtypes, strict=True):
         params = [found.params[slot.param] for slot in segment.slots]
-        dtype = _widest(params, segment)
-        flat = torch.zeros(segment.padded_numel, dtype=dtype, device=values.shard.device)
+        flat = pool.acquire(segment.padded_numel, dtype).zero_()
         if control.rank == 0:
             for slot, param in zip(segment.slots, params, strict=True):
                 flat[slot.start : slot.stop].copy_(initial.of(param).reshape(-1))
@@ -282,6 +287,7 @@ def _fill(
                 segment, control.rank, is_sharded=memory.has_sharded_state
             )
             tier.write_state("master_weight", values.local_span[0], flat[low:high])
+        pool.release(flat)
 
 
 def _adopt(values: SegmentValues) -> None:

@@ -191,7 +191,7 @@ class _Recorder(TorchDispatchMode):
 
         def real(tensor: Tensor) -> Tensor:
             if any(tensor is t for t in overwritten):
-                return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
+                return self._recording.blank(tensor)
             return self._recording.value(tensor) if tensor.is_meta else tensor
 
         return pytree.tree_map_only(Tensor, real, tree)

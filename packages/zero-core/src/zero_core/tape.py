@@ -14,6 +14,7 @@ generator. That operations are replayed per tensor is the idea of torchdistx's d
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -24,6 +25,8 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
 __all__ = ["Entry", "Recording", "Ref", "storage_of"]
+
+_MAPPED_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -90,10 +93,20 @@ class _Memory:
 
     def view(self, ref: Ref) -> Tensor:
         if ref.storage not in self._storages:
-            flat = torch.zeros(self._nbytes[ref.storage], dtype=torch.uint8)
-            self._storages[ref.storage] = flat.untyped_storage()
+            self._storages[ref.storage] = _zeroed(self._nbytes[ref.storage])
         view = torch.empty(0, dtype=ref.dtype)
         return view.set_(self._storages[ref.storage], ref.offset, ref.shape, ref.stride)
+
+
+def _zeroed(nbytes: int) -> torch.UntypedStorage:
+    """Memory that goes back to the system when it is freed.
+
+    From the heap, what is recorded between two large tensors would settle in the hole that the
+    first one left, and the next would need new memory, to the size of the model.
+    """
+    if nbytes < _MAPPED_BYTES:
+        return torch.zeros(nbytes, dtype=torch.uint8).untyped_storage()
+    return torch.frombuffer(mmap.mmap(-1, nbytes), dtype=torch.uint8).untyped_storage()
 
 
 class Recording:
@@ -128,6 +141,10 @@ class Recording:
             for number in sorted(self._needed(ref.storage)):
                 self._tape[number].run(memory)
             return memory.view(ref)
+
+    def blank(self, tensor: Tensor) -> Tensor:
+        """A CPU tensor like ``tensor``, which `knows`, zeroed, in memory of its own."""
+        return _Memory(self._nbytes).view(Ref.of(tensor))
 
     def add_storage(self, tensor: Tensor) -> None:
         """``tensor`` is deferred, in a storage of its own."""
