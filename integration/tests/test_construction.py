@@ -37,12 +37,13 @@ def _config(stage: int, *, is_offloaded: bool = False, is_low: bool = False) -> 
     }
 
 
-# With two ranks all of them; with one and three the first, the fourth and the last.
+# With two ranks all of them; with one and three every third.
 CONFIGS = [
     *(_config(stage) for stage in range(4)),
     _config(3, is_low=True),
     _config(2, is_offloaded=True, is_low=True),
     _config(3, is_offloaded=True),
+    _config(1) | {"fp16": {"enabled": True}},
 ]
 
 

@@ -31,6 +31,7 @@ class Odd(nn.Module):
         self.plain = self.frequency.cos()
         self.rates = [rate.item() for rate in torch.linspace(0, 0.3, 4)]
         self.rates += torch.linspace(0, 0.5, 3).tolist()
+        self.rates += self.linear.bias.detach().numpy().tolist()
         self.device_of_weight = self.linear.weight.device.type
         self.direct = nn.Parameter(torch.randn(6, 4))
         first, second = torch.randn(2, 9).unbind(0)
@@ -81,6 +82,43 @@ def test_every_value_and_the_generator_are_those_of_an_ordinary_construction(
     assert model.head.weight is model.embed.weight
     initial.give_attributes()
     assert torch.equal(model.plain, ordinary.plain)
+
+
+def test_the_default_dtype_of_the_construction_counts() -> None:
+    torch.set_default_dtype(torch.float64)
+    try:
+        torch.manual_seed(0)
+        expected = torch.randn(5) / torch.arange(1, 6)
+        torch.manual_seed(0)
+        with zero_core.deferred_init():
+            model = nn.Module()
+            model.weight = nn.Parameter(torch.randn(5) / torch.arange(1, 6))
+    finally:
+        torch.set_default_dtype(torch.float32)
+    found = InitialValues(model).of(model.weight)
+    assert found.dtype == torch.float64
+    assert torch.equal(found, expected)
+
+
+def test_replaying_leaves_the_generator_alone() -> None:
+    with zero_core.deferred_init():
+        model = nn.Linear(4, 3)
+    state = torch.get_rng_state()
+    InitialValues(model).of(model.weight)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.parametrize(
+    ("act", "message"),
+    [
+        (lambda t: t.data_ptr(), "has no address"),
+        (lambda t: t.resize_(100), "resizes a tensor"),
+        (lambda t: t.to(torch.complex64).conj() * 2, "resolve_conj"),
+    ],
+)
+def test_what_cannot_be_recorded_is_refused(act, message: str) -> None:
+    with pytest.raises(RuntimeError, match=message), zero_core.deferred_init():
+        act(torch.ones(3))
 
 
 class Normed(nn.Module):

@@ -37,7 +37,7 @@ _PRETENDED = {
     Tensor.is_cpu.__get__: True,  # type: ignore[attr-defined]
     Tensor.is_meta.__get__: False,  # type: ignore[attr-defined]
 }
-_READS = (Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.data_ptr)
+_READS = (Tensor.tolist, Tensor.numpy, Tensor.__array__)
 _ALLOCATIONS = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
 
 # The modules made under deferred_init(), each with what was recorded of it.
@@ -210,6 +210,10 @@ class _OnCpu(TorchFunctionMode):
         if args and isinstance(args[0], Tensor) and self._recording.knows(args[0]):
             if func in _PRETENDED:
                 return _PRETENDED[func]
+            if func is Tensor.data_ptr:
+                raise RuntimeError(
+                    "deferred_init(): a deferred tensor has no address: compare tensors by `is`"
+                )
             if func in _READS:
                 args = (self._recording.value(args[0]), *args[1:])
         elif kwargs:

@@ -47,7 +47,8 @@ def load_pretrained(
         strict: whether every parameter and persistent buffer must be there, and nothing else.
 
     Raises:
-        CheckpointError: names or shapes do not fit, the engine has run a step, or a rank failed.
+        CheckpointError: names or shapes do not fit, the engine has run a step, or a rank failed; if
+            it failed to read after the checks, the values are undefined: build the engine anew.
         CheckpointCorruptError: a file is not whole.
     """
     if engine.micro_steps:
