@@ -2,6 +2,7 @@
 
 from zero_core.build import build
 from zero_core.config import Config, load_config
+from zero_core.deferred import deferred_init
 from zero_core.engine import Engine
 from zero_core.errors import (
     CheckpointCorruptError,
@@ -15,6 +16,7 @@ from zero_core.errors import (
 from zero_core.layout import Layout
 from zero_core.plan import plan
 from zero_core.plan_result import Plan
+from zero_core.pretrained import Loaded, load_pretrained
 
 __all__ = [
     "CheckpointCorruptError",
@@ -24,12 +26,15 @@ __all__ = [
     "ConfigError",
     "Engine",
     "Layout",
+    "Loaded",
     "MissingPartError",
     "Plan",
     "RankMismatchError",
     "ZeroError",
     "build",
+    "deferred_init",
     "load_config",
+    "load_pretrained",
     "plan",
 ]
 

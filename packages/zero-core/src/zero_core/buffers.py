@@ -23,14 +23,21 @@ __all__ = ["BufferSync", "adopt_buffers"]
 
 
 def adopt_buffers(
-    model: nn.Module, dtype: torch.dtype | None, device: torch.device, control: ControlGroup
+    model: nn.Module,
+    dtype: torch.dtype | None,
+    device: torch.device,
+    control: ControlGroup,
+    value_of: Callable[[Tensor], Tensor],
 ) -> None:
-    """Move buffers to ``device``, cast them as parameters are, and take over rank 0's."""
+    """Move buffers to ``device``, cast them as parameters are, and take over rank 0's.
+
+    ``value_of`` gives the initial values of a buffer.
+    """
     for module in model.modules():
         for name, buffer in module._buffers.items():
             if buffer is None:
                 continue
-            moved = buffer.to(device, compute_dtype(buffer, dtype)).contiguous()
+            moved = value_of(buffer).to(device, compute_dtype(buffer, dtype)).contiguous()
             control.broadcast(moved)
             module._buffers[name] = moved
 

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
+from zero_core.arena import BufferPool
 from zero_core.blueprint import Blueprint
 from zero_core.buffers import adopt_buffers
 from zero_core.collectives import ControlGroup, NativeCollectives
@@ -24,13 +25,16 @@ from zero_core.direct import DirectCollectives
 from zero_core.discovery import Discovered
 from zero_core.engine import Engine
 from zero_core.errors import ConfigError, RankMismatchError
+from zero_core.initial import InitialValues, leave_meta
 from zero_core.layout import Layout, Segment
 from zero_core.lr_schedules import make_scheduler
 from zero_core.memory import Memory
 from zero_core.parts import COLLECTIVES, KERNELS, TIERS, load_part
+from zero_core.pretrained import load_pretrained
 from zero_core.protocols import Collectives, CollectivesFactory, StateTier, StateTierFactory
 from zero_core.shared_memory import SharedMemory
 from zero_core.tier import DeviceTier
+from zero_core.unit import SegmentValues
 
 __all__ = ["build"]
 
@@ -46,12 +50,16 @@ def build(
     collectives: Collectives | CollectivesFactory | None = None,
     state_tier: StateTierFactory | None = None,
     process_group: dist.ProcessGroup | None = None,
+    pretrained: str | Path | Sequence[str | Path] | None = None,
 ) -> Engine:
     """Make a training engine out of a model and a DeepSpeed-style configuration.
 
     The model is changed in place: its parameters move to the engine's device and memory, and at
     stage 3 hold their values only while their unit is computed. Values and buffers are those of
     rank 0, as in DDP. Every rank must call it, with the same model and configuration.
+
+    A model made under `zero_core.deferred_init` gets its values here, one parameter at a time: no
+    rank ever holds more than its shards and one unit.
 
     Args:
         model: any module; nothing in it needs to be changed or wrapped.
@@ -63,9 +71,13 @@ def build(
         state_tier: a factory of the state tier; wins over what the configuration names.
         process_group: the data-parallel ranks; default: all, or one rank alone if
             torch.distributed is not initialised.
+        pretrained: safetensors that give every value, read as by `zero_core.load_pretrained`; the
+            model may then be on the meta device, but for buffers that are not in its state dict.
 
     Raises:
-        ConfigError: the configuration is wrong or does not fit the model.
+        ConfigError: the configuration is wrong or does not fit the model, or the model is on the
+            meta device and its values are not known.
+        CheckpointError: ``pretrained`` does not fit the model.
         MissingPartError: it asks for a package that is not installed.
         RankMismatchError: the ranks have different models or configurations.
     """
@@ -76,7 +88,8 @@ def build(
     is_named_adam = optimizer is None and _names_adam(resolved)
     drawn = Blueprint.draw(model, resolved, ranks.size, optimizer)
     found, layout, optimizer = drawn.found, drawn.layout, drawn.optimizer
-    _refuse_meta(found)
+    initial = InitialValues(model)
+    initial.check(has_pretrained=pretrained is not None)
     control = ControlGroup(ranks.group, rank=ranks.rank, world_size=ranks.size, device=ranks.device)
     _check_ranks_agree(control, layout, resolved)
 
@@ -90,11 +103,16 @@ def build(
         exchanged=None if shared is None else shared.zeros,
     )
     tier = _make_tier(state_tier, memory, drawn, resolved, ranks, is_named_adam)
-    _fill(found, layout, memory, tier, control)
-    adopt_buffers(model, resolved.compute_dtype, ranks.device, control)
+    if pretrained is None:
+        _fill(found, layout, memory, tier, control, initial)
+    else:
+        for values in memory.values:
+            _adopt(values)
+    adopt_buffers(model, resolved.compute_dtype, ranks.device, control, initial.of)
+    initial.give_attributes()
     if lr_scheduler is None and resolved.scheduler is not None:
         lr_scheduler = make_scheduler(optimizer, resolved.scheduler.type, resolved.scheduler.params)
-    return Engine(
+    engine = Engine(
         module=model,
         config=resolved,
         layout=layout,
@@ -109,6 +127,9 @@ def build(
         stage=memory.stage,
         memory_report=memory.report,
     )
+    if pretrained is not None:
+        load_pretrained(engine, pretrained)
+    return engine
 
 
 @dataclass(frozen=True)
@@ -144,12 +165,6 @@ def _names_adam(config: Config) -> bool:
     if config.optimizer is None or config.optimizer.params.get("torch_adam"):
         return False
     return config.optimizer.type.lower() in ("adam", "adamw")
-
-
-def _refuse_meta(found: Discovered) -> None:
-    for param, names in zip(found.params, found.names, strict=True):
-        if param.is_meta:
-            raise ConfigError(f"parameter {names[0]} is on the meta device: materialise it first")
 
 
 def _check_ranks_agree(control: ControlGroup, layout: Layout, config: Config) -> None:
@@ -284,22 +299,35 @@ def _fill(
     memory: Memory,
     tier: StateTier,
     control: ControlGroup,
+    initial: InitialValues,
 ) -> None:
     """Bring rank 0's values into the engine's memory, unrounded ones into the master weights."""
-    for segment, values in zip(layout.segments, memory.values, strict=True):
+    dtypes = [_widest([found.params[x.param] for x in s.slots], s) for s in layout.segments]
+    sizes = [s.padded_numel * d.itemsize for s, d in zip(layout.segments, dtypes, strict=True)]
+    pool = BufferPool(
+        memory.values[0].shard.device, max(sizes)
+    )  # one buffer for all: the heap stays whole
+    for segment, values, dtype in zip(layout.segments, memory.values, dtypes, strict=True):
         params = [found.params[slot.param] for slot in segment.slots]
-        dtype = _widest(params, segment)
-        flat = torch.zeros(segment.padded_numel, dtype=dtype, device=values.shard.device)
-        for slot, param in zip(segment.slots, params, strict=True):
-            flat[slot.start : slot.stop].copy_(param.detach().reshape(-1))
+        flat = pool.acquire(segment.padded_numel, dtype).zero_()
+        if control.rank == 0:
+            for slot, param in zip(segment.slots, params, strict=True):
+                flat[slot.start : slot.stop].copy_(initial.of(param).reshape(-1))
         control.broadcast(flat)
         values.store(flat)
-        values.adopt()
+        _adopt(values)
         if values.local_span is not None:
             low, high = layout.state_range(
                 segment, control.rank, is_sharded=memory.has_sharded_state
             )
             tier.write_state("master_weight", values.local_span[0], flat[low:high])
+        pool.release(flat)
+
+
+def _adopt(values: SegmentValues) -> None:
+    for param in values.params:
+        leave_meta(param)
+    values.adopt()
 
 
 def _widest(params: Sequence[nn.Parameter], segment: Segment) -> torch.dtype:

@@ -18,7 +18,7 @@ import random
 import shutil
 import zlib
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -393,33 +393,12 @@ def _restore(state: ShardedState, reader: _Reader, manifest: Mapping[str, Any]) 
     for index, piece in enumerate(state.pieces):
         saved = manifest["scalars"][state.layout.params[piece.param].name]
         state.tier.write_scalars(index, saved)
-    for segment, first, slot_param, low, high in _frozen_parts(state):
-        values = reader.read(VALUE, slot_param, low, high)
-        target = state.values[segment].shard
-        if (full := state.values[segment].full) is not None:
-            target = full
-        with torch.no_grad():
-            target[first : first + high - low].copy_(values)
+    for target, name, low, high in state.frozen_parts():
+        target.copy_(reader.read(VALUE, name, low, high))
     buffers = reader.open("buffers.safetensors")
     load_buffers(state.module, {key: buffers.get_tensor(key) for key in buffers.keys()})  # noqa: SIM118
     if manifest["world_size"] == state.control.world_size:
         _restore_rng(state, reader, manifest)
-
-
-def _frozen_parts(state: ShardedState) -> Iterator[tuple[int, int, str, int, int]]:
-    """What to read of frozen parameters: segment, offset in shard or full, name, range."""
-    for segment in state.layout.segments:
-        if segment.is_trainable:
-            continue
-        is_full = state.values[segment.index].full is not None
-        low, high = (
-            (0, segment.padded_numel) if is_full else segment.shard_range(state.control.rank)
-        )
-        for slot in segment.slots:
-            first, last = max(low, slot.start), min(high, slot.stop)
-            if first < last:
-                name = state.layout.params[slot.param].name
-                yield segment.index, first - low, name, first - slot.start, last - slot.start
 
 
 # -------------------------------------------------------------------------- rng

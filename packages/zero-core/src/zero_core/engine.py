@@ -300,12 +300,18 @@ class Engine:
             CheckpointError: there is none, or it belongs to another model.
             CheckpointCorruptError: its bytes are not what was written.
         """
+        with self._rewriting():
+            place, progress, client_state = checkpoint.load(self._state, Path(directory), tag)
+            self._restore_progress(progress)
+        return place, client_state
+
+    @contextmanager
+    def _rewriting(self) -> Iterator[None]:
+        """Within, values are written from outside; gradients so far are dropped."""
         self._discard_grads()
         self._flow.release_all()
-        place, progress, client_state = checkpoint.load(self._state, Path(directory), tag)
-        self._restore_progress(progress)
+        yield
         self._flow.values_changed()
-        return place, client_state
 
     def _progress(self) -> dict[str, Any]:
         scheduler = self.lr_scheduler
@@ -485,14 +491,9 @@ class Engine:
         every = self.config.steps_per_print
         if every is not None and self.rank == 0 and self.global_steps % every == 0:
             rates = [g["lr"] for g in self.optimizer.param_groups]
-            _log.info(
-                "step %d, skipped %d, lr %s, loss scale %g, gradient norm %s",
-                self.global_steps,
-                self.skipped_steps,
-                rates,
-                self._scaler.scale,
-                self._grad_norm,
-            )
+            counts = (self.global_steps, self.skipped_steps, rates)
+            text = "step %d, skipped %d, lr %s, loss scale %g, gradient norm %s"
+            _log.info(text, *counts, self._scaler.scale, self._grad_norm)
 
 
 def _caster(dtype: torch.dtype) -> Callable[[Tensor], Tensor]:

@@ -84,6 +84,23 @@ class ShardedState:
         """Where the values are."""
         return self.values[0].shard.device
 
+    def frozen_parts(self) -> Iterator[tuple[Tensor, str, int, int]]:
+        """Where frozen parameters lie here: a 1-D view, and the ``[low, high)`` of which it is."""
+        for segment in self.layout.segments:
+            if segment.is_trainable:
+                continue
+            values = self.values[segment.index]
+            low, high = segment.shard_range(self.control.rank)
+            home = values.shard
+            if values.full is not None:
+                low, high, home = 0, segment.padded_numel, values.full
+            for slot in segment.slots:
+                first, last = max(low, slot.start), min(high, slot.stop)
+                if first < last:
+                    name = self.layout.params[slot.param].name
+                    view = home[first - low : last - low]
+                    yield view, name, first - slot.start, last - slot.start
+
     def full_params(self) -> Iterator[tuple[ParamSpec, Tensor]]:
         """Every parameter whole, on the CPU, unrounded; every rank must iterate to the end."""
         for segment in self.layout.segments:

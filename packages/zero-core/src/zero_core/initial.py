@@ -1,0 +1,92 @@
+"""The initial values of a model: its own, or those that `deferred_init` recorded."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from zero_core.deferred import recordings_of
+from zero_core.errors import ConfigError
+
+__all__ = ["InitialValues", "leave_meta"]
+
+
+class InitialValues:
+    """Gives the values of a model's tensors one at a time."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._recordings = recordings_of(model)
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """The value of ``tensor``: itself, or what was recorded, computed now on the CPU.
+
+        Zeros for one on the meta device that nothing is known of.
+        """
+        if not tensor.is_meta:
+            return tensor.detach()
+        for recording in self._recordings:
+            if recording.knows(tensor):
+                return recording.value(tensor)
+        return torch.zeros(tensor.shape, dtype=tensor.dtype)
+
+    def check(self, *, has_pretrained: bool) -> None:
+        """Refuse a model of which not all values are known.
+
+        Args:
+            has_pretrained: whether a file gives the parameters and the persistent buffers.
+
+        Raises:
+            ConfigError: a tensor is on the meta device and nothing recorded it, or it was changed
+                after it was recorded.
+        """
+        for path, module in self._model.named_modules():
+            kept = set(module._buffers) - module._non_persistent_buffers_set
+            for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+                is_in_file = has_pretrained and (name in module._parameters or name in kept)
+                if tensor is not None and tensor.is_meta and not is_in_file:
+                    self._check_one(f"{path}.{name}" if path else name, tensor)
+
+    def _check_one(self, name: str, tensor: Tensor) -> None:
+        known = [r for r in self._recordings if r.knows(tensor)]
+        if not known:
+            raise ConfigError(
+                f"{name} is on the meta device and its values are not known: make the model under "
+                "zero_core.deferred_init() instead of torch.device('meta'), or, for parameters and "
+                "persistent buffers, give their file: build(..., pretrained=path)"
+            )
+        if known[0].is_changed(tensor):
+            raise ConfigError(
+                f"{name} was changed after deferred_init(), where nothing is recorded: initialise "
+                "and change the model within it, or use zero_core.load_pretrained() after build()"
+            )
+
+    def give_attributes(self) -> None:
+        """Give tensors that the model keeps as plain attributes their values, on the CPU."""
+
+        def is_deferred(value: object) -> bool:
+            is_plain = isinstance(value, Tensor) and not isinstance(value, nn.Parameter)
+            return is_plain and any(r.knows(value) for r in self._recordings)  # type: ignore[arg-type]
+
+        def give(value: Any) -> Any:
+            return self.of(value) if is_deferred(value) else value
+
+        for module in self._model.modules():
+            for name, value in vars(module).items():
+                if name in ("_parameters", "_buffers", "_modules"):
+                    continue
+                if any(is_deferred(leaf) for leaf in pytree.tree_leaves(value)):
+                    vars(module)[name] = pytree.tree_map(give, value)
+
+
+def leave_meta(param: nn.Parameter) -> None:
+    """Make ``param``, the same object, a CPU tensor of its shape without memory of its own.
+
+    A tensor on the meta device does not take ``.data`` of another device.
+    """
+    if param.is_meta:
+        stand_in = torch.empty((), dtype=param.dtype).expand(param.shape)
+        torch._C._swap_tensor_impl(param, nn.Parameter(stand_in, param.requires_grad))

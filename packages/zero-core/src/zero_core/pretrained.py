@@ -1,0 +1,194 @@
+"""Weights that others trained, into an engine: every rank reads its own ranges and no more."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from zero_core.engine import Engine
+from zero_core.errors import CheckpointError
+from zero_core.state import MASTER, ShardedState, load_buffers
+from zero_core.weight_files import StoredTensor, find_tensors
+
+__all__ = ["Loaded", "load_pretrained"]
+
+_CHUNK_NUMEL = 1 << 22
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """What did not fit: names of the model that the file lacks, names of the file without a use."""
+
+    missing: tuple[str, ...]
+    unexpected: tuple[str, ...]
+
+
+def load_pretrained(
+    engine: Engine, source: str | Path | Sequence[str | Path], *, strict: bool = True
+) -> Loaded:
+    """Bring the weights of safetensors files into the engine; what did not fit.
+
+    Every rank must call it, and must see the files; each reads the ranges that it keeps. Master
+    weights take the file's precision; parameters and buffers are cast to their dtype. A tied weight
+    may be in the file by any of its names. Names with and without Hugging Face's
+    ``base_model_prefix`` are matched, and what the model declares in
+    ``_keys_to_ignore_on_load_unexpected`` is ignored. All names, shapes and files are checked
+    before anything is changed. Gradients of a backward without a step are dropped.
+
+    Args:
+        engine: fresh from `zero_core.build`: moments of other weights would be wrong for these.
+        source: a safetensors file, several, or a folder with ``model.safetensors`` or
+            ``model.safetensors.index.json``.
+        strict: whether every parameter and persistent buffer must be there, and nothing else.
+
+    Raises:
+        CheckpointError: names or shapes do not fit, the engine has run a step, or a rank failed; if
+            it failed to read after the checks, the values are undefined: build the engine anew.
+        CheckpointCorruptError: a file is not whole.
+    """
+    if engine.micro_steps:
+        raise CheckpointError(
+            f"load_pretrained() after {engine.micro_steps} micro-steps: the optimizer's state "
+            "belongs to other weights; load into a fresh engine, or set weights by engine.states"
+        )
+    state = engine._state
+    matched: list[_Match] = []
+    digest = hashlib.sha256()
+
+    def check() -> None:
+        stored = find_tensors(source)
+        digest.update(repr([(n, t.shape, t.dtype, t.start) for n, t in stored.items()]).encode())
+        matched.append(_match(state, stored))
+        if strict:
+            _refuse_gaps(matched[0], source)
+
+    state.control.together("load_pretrained: check", check)
+    if len(set(state.control.gather_bytes(digest.digest()))) > 1:
+        raise CheckpointError(f"load_pretrained: ranks see different files at {source}")
+    (match,) = matched
+    with engine._rewriting():
+        state.control.together("load_pretrained: read", lambda: _restore(state, match))
+    return Loaded(match.missing, match.unexpected)
+
+
+@dataclass(frozen=True)
+class _Match:
+    """Where the values of parameters (by their first name) and of buffers are."""
+
+    params: dict[str, StoredTensor]
+    buffers: dict[str, StoredTensor]
+    missing: tuple[str, ...]
+    unexpected: tuple[str, ...]
+
+
+def _match(state: ShardedState, stored: dict[str, StoredTensor]) -> _Match:
+    first_of = {n: s.name for s in state.layout.params for n in (s.name, *s.aliases)}
+    kept = set(state.names())
+    buffers = {
+        name: buffer
+        for name, buffer in state.module.named_buffers(remove_duplicate=False)
+        if name in kept
+    }
+    by_target: dict[str, dict[str, StoredTensor]] = {}
+    unexpected = []
+    prefix = str(getattr(state.module, "base_model_prefix", ""))
+    prefix = f"{prefix}." if prefix else ""
+    for name, tensor in stored.items():
+        spellings = (name, prefix + name, name.removeprefix(prefix))
+        target = next((n for n in spellings if n in first_of or n in buffers), None)
+        if target is None:
+            unexpected.append(name)
+        elif target in by_target.setdefault(first_of.get(target, target), {}):
+            raise CheckpointError(f"the files hold {target} twice, with {prefix!r} and without")
+        else:
+            by_target[first_of.get(target, target)][target] = tensor
+    params = {}
+    for spec in state.layout.params:
+        if spec.name in by_target:
+            for name, tensor in by_target[spec.name].items():
+                _check_fits(name, tensor, spec.shape, spec.dtype)
+            params[spec.name] = _the_one(state, spec.name, by_target[spec.name])
+    for name, buffer in buffers.items():
+        if name in by_target:
+            _check_fits(name, by_target[name][name], tuple(buffer.shape), buffer.dtype)
+    ignored = getattr(state.module, "_keys_to_ignore_on_load_unexpected", None) or ()
+    return _Match(
+        params,
+        {name: by_target[name][name] for name in buffers if name in by_target},
+        tuple(n for n in (*(s.name for s in state.layout.params), *buffers) if n not in by_target),
+        tuple(n for n in unexpected if not any(re.search(pattern, n) for pattern in ignored)),
+    )
+
+
+def _check_fits(
+    name: str, tensor: StoredTensor, shape: tuple[int, ...], dtype: torch.dtype
+) -> None:
+    if tensor.shape != shape:
+        raise CheckpointError(
+            f"{name} has shape {tensor.shape} in {tensor.path} and {shape} in the model"
+        )
+    if tensor.dtype.is_floating_point != dtype.is_floating_point:
+        raise CheckpointError(
+            f"{name} is {tensor.dtype} in {tensor.path} and {dtype} in the model: quantized "
+            "weights must be dequantized first"
+        )
+
+
+def _the_one(state: ShardedState, first: str, found: dict[str, StoredTensor]) -> StoredTensor:
+    """The values of a tied weight, of which the files may hold several copies; they must agree."""
+    name, tensor = first, found.get(first)
+    if tensor is None:
+        name, tensor = next(iter(found.items()))
+    numel, rank, size = (
+        torch.Size(tensor.shape).numel(),
+        state.control.rank,
+        state.control.world_size,
+    )
+    low, high = numel * rank // size, numel * (rank + 1) // size  # each rank looks at a part
+    for other, copy in found.items():
+        for start in range(low, high, _CHUNK_NUMEL) if copy is not tensor else ():
+            stop = min(start + _CHUNK_NUMEL, high)
+            if not torch.equal(copy.read(start, stop), tensor.read(start, stop)):
+                raise CheckpointError(
+                    f"{name} and {other} are one weight in the model and two in the files: untie "
+                    "them in the model"
+                )
+    return tensor
+
+
+def _refuse_gaps(match: _Match, source: object) -> None:
+    if match.missing or match.unexpected:
+        raise CheckpointError(
+            f"{source} does not fit the model: missing {_some(match.missing)}, unexpected "
+            f"{_some(match.unexpected)}; strict=False leaves both as they are"
+        )
+
+
+def _some(names: tuple[str, ...]) -> str:
+    if len(names) <= 10:
+        return f"[{', '.join(names)}]"
+    return f"[{', '.join(names[:10])}, ... ({len(names)} in all)]"
+
+
+def _restore(state: ShardedState, match: _Match) -> None:
+    for piece in state.pieces:
+        tensor = match.params.get(state.layout.params[piece.param].name)
+        if tensor is not None:
+            values = tensor.read(piece.offset, piece.offset + piece.stop - piece.start)
+            state.tier.write_state(MASTER, piece.start, values)
+    for target, name, low, high in state.frozen_parts():
+        tensor = match.params.get(name)
+        if tensor is not None:
+            target.copy_(tensor.read(low, high))
+    load_buffers(
+        state.module,
+        {
+            name: tensor.read(0, torch.Size(tensor.shape).numel()).view(tensor.shape)
+            for name, tensor in match.buffers.items()
+        },
+    )

@@ -1,0 +1,101 @@
+"""Neither a deferred construction nor loading ever holds the whole model, as the kernel sees it."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+import zero_core
+from zero_core.testing import spawn
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="peak memory is read from /proc")
+
+WIDTH, DEPTH = 1024, 25
+UNIT_BYTES = 4 * WIDTH * (WIDTH + 1)
+MODEL_BYTES = DEPTH * UNIT_BYTES  # 105 MB
+# What the process does besides: threads, messages between ranks, the allocator's fragments.
+SLACK_BYTES = 8 * 1024**2
+CONFIG = {
+    "train_micro_batch_size_per_gpu": 1,
+    "zero_optimization": {"stage": 3},
+    "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+}
+
+
+def _model() -> nn.Module:
+    return nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(DEPTH)))
+
+
+def _status(key: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    (line,) = [line for line in lines if line.startswith(f"{key}:")]
+    return int(line.split()[1]) * 1024
+
+
+class _Peak:
+    """Within, how far the process's memory rises over what it is at the start."""
+
+    def __enter__(self) -> _Peak:
+        Path("/proc/self/clear_refs").write_text("5")  # the high-water mark starts again
+        self._before = _status("VmRSS")
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.nbytes = _status("VmHWM") - self._before
+
+
+def _warm_up() -> None:
+    """A small engine: what torch and gloo allocate when first used is there before."""
+    with zero_core.deferred_init():
+        model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    zero_core.build(model, CONFIG).close()
+
+
+def _measure(rank: int, world_size: int, folder: str) -> None:
+    _warm_up()
+    torch.manual_seed(0)
+    with _Peak() as peak:
+        with zero_core.deferred_init():
+            model = _model()
+        engine = zero_core.build(model, CONFIG)
+    kept = sum(engine.memory_report().values())
+    assert kept < 2 * MODEL_BYTES / world_size * 1.01, "shards of parameters and gradients"
+    assert peak.nbytes >= kept * 0.9, "the measurement sees what is there"
+    # A unit whole, and on the rank that computes values the parameter that is being made.
+    bound = kept + 2 * UNIT_BYTES + SLACK_BYTES
+    assert bound < kept + MODEL_BYTES / 3, "a whole model would be seen"
+    assert peak.nbytes <= bound, ("deferred", rank, peak.nbytes, bound)
+
+    with _Peak() as peak:
+        zero_core.load_pretrained(engine, folder)
+    assert peak.nbytes <= UNIT_BYTES + SLACK_BYTES, ("load_pretrained", rank, peak.nbytes)
+    del engine, model
+
+    with _Peak() as peak:
+        with torch.device("meta"):
+            model = _model()
+        zero_core.build(model, CONFIG, pretrained=folder)
+    assert peak.nbytes <= bound, ("pretrained", rank, peak.nbytes, bound)
+
+
+def test_no_rank_holds_more_than_its_shards_and_a_unit(tmp_path: Path) -> None:
+    save_file(_model().state_dict(), tmp_path / "model.safetensors")
+    spawn(_measure, 3, str(tmp_path))
+
+
+def _measure_ordinary(rank: int, world_size: int) -> None:
+    _warm_up()
+    with _Peak() as peak:
+        model = _model()
+        engine = zero_core.build(model, CONFIG)
+    kept = sum(engine.memory_report().values())
+    assert peak.nbytes > kept + 2 * UNIT_BYTES + SLACK_BYTES
+
+
+def test_the_bound_is_broken_by_a_model_that_is_made_whole() -> None:
+    spawn(_measure_ordinary, 3)

@@ -1,0 +1,337 @@
+"""Weights from safetensors: what every rank reads of them, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+import zero_core
+from zero_core import weight_files
+from zero_core.testing import Case, Hard, batch, make_model, spawn
+
+
+class Model(Hard):
+    """`Hard` with buffers, of which one is in no file."""
+
+    base_model_prefix = "base"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(3))
+        self.register_buffer("count", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("scale", torch.arange(4).float().cos(), persistent=False)
+
+
+def _source(seed: int = 1) -> Model:
+    torch.manual_seed(seed)
+    model = Model()
+    for param in model.parameters():
+        nn.init.normal_(param)
+    model.seen.normal_()
+    model.count.fill_(7)
+    return model
+
+
+def _weights(model: nn.Module) -> dict[str, Tensor]:
+    """Its state dict with tied weights once, under the name that is not the first."""
+    state = model.state_dict()
+    del state["embed.weight"]
+    return {name: value.clone() for name, value in state.items()}
+
+
+def _write_folder(folder: Path, weights: dict[str, Tensor]) -> Path:
+    """Several files and an index, as large models are distributed."""
+    folder.mkdir()
+    where = {}
+    for index in range(3):
+        part = dict(list(weights.items())[index::3])
+        name = f"model-{index + 1:05d}-of-00003.safetensors"
+        save_file(part, folder / name)
+        where |= dict.fromkeys(part, name)
+    index_file = folder / "model.safetensors.index.json"
+    index_file.write_text(json.dumps({"metadata": {}, "weight_map": where}))
+    return folder
+
+
+def _fresh(how: str) -> nn.Module:
+    torch.manual_seed(2)
+    if how == "meta":
+        with torch.device("meta"):
+            model = Model()
+        model.scale = torch.arange(4).float().cos()
+    elif how == "deferred":
+        with zero_core.deferred_init():
+            model = Model()
+    else:
+        model = Model()
+    model.frozen.requires_grad_(False)
+    return model
+
+
+def _load_everywhere(rank: int, world_size: int, folder: str, dtype: str) -> None:
+    source = _source().to(torch.bfloat16) if dtype == "bf16" else _source()
+    want = {name: value.float() for name, value in source.state_dict().items()}
+    for stage in range(4):
+        for compute in ("fp32", "bf16"):
+            case = Case(stage=stage, dtype=compute)
+            for how in ("real", "deferred", "meta"):
+                model = _fresh(how)
+                if how == "real":
+                    engine = zero_core.build(model, case.config())
+                    loaded = zero_core.load_pretrained(engine, folder)
+                    assert loaded == zero_core.Loaded((), ())
+                else:
+                    engine = zero_core.build(model, case.config(), pretrained=Path(folder))
+                # The masters are the file's values unrounded, frozen values in the compute dtype.
+                for name, value in engine.full_state_dict(dtype=torch.float32).items():
+                    is_rounded = "frozen" in name or name == "seen"
+                    expected = want[name]
+                    if is_rounded and compute == "bf16":
+                        expected = expected.bfloat16().float()
+                    assert torch.equal(value.float(), expected), (stage, compute, how, name)
+                rounded = torch.bfloat16 if compute == "bf16" else torch.float32
+                assert torch.equal(model.scale, torch.arange(4).float().cos().to(rounded))
+                with engine.gathered(), torch.no_grad():
+                    for name, param in engine.module.named_parameters():
+                        assert torch.equal(param, want[name].to(rounded)), (stage, compute, name)
+                engine(**batch(0, 0, rank))  # what is computed with is the same
+                engine.close()
+
+
+@pytest.mark.parametrize(("world_size", "dtype"), [(1, "fp32"), (2, "bf16"), (3, "fp32")])
+def test_the_values_of_the_files_are_in_masters_parameters_and_buffers(
+    tmp_path: Path, world_size: int, dtype: str
+) -> None:
+    source = _source().to(torch.bfloat16) if dtype == "bf16" else _source()
+    folder = _write_folder(tmp_path / "weights", _weights(source))
+    spawn(_load_everywhere, world_size, str(folder), dtype)
+
+
+def _train_after(rank: int, world_size: int, file: str) -> None:
+    losses = []
+    for how in ("loaded", "made"):
+        model = _fresh("real")
+        if how == "made":
+            model.load_state_dict(_source().state_dict())
+        engine = zero_core.build(model, Case(stage=3, dtype="bf16").config())
+        if how == "loaded":
+            engine(**batch(0, 0, rank))  # its units are gathered: they must be gathered again
+            zero_core.load_pretrained(engine, file)
+        for step in range(3):
+            loss = engine(**batch(step, 0, rank))["loss"]
+            engine.backward(loss)
+            engine.step()
+            losses.append(loss.item())
+        engine.close()
+    assert losses[:3] == losses[3:]
+
+
+def test_training_goes_on_as_from_a_model_that_was_loaded_before_build(tmp_path: Path) -> None:
+    save_file(_weights(_source()), tmp_path / "model.safetensors")
+    spawn(_train_after, 2, str(tmp_path / "model.safetensors"))
+
+
+def _engine() -> zero_core.Engine:
+    return zero_core.build(_fresh("real"), Case().config())
+
+
+def _is_untouched(engine: zero_core.Engine) -> bool:
+    want = _fresh("real").state_dict()
+    return all(torch.equal(v, want[n]) for n, v in engine.full_state_dict().items())
+
+
+@pytest.mark.parametrize("add", [True, False])
+def test_the_base_models_prefix_may_be_there_or_not(tmp_path: Path, add: bool) -> None:
+    torch.manual_seed(0)
+    inner = nn.Linear(3, 2)
+    whole = nn.Module()
+    whole.base = inner
+    source, target = (inner, whole) if add else (whole, inner)
+    target.base_model_prefix = "base"
+    save_file(source.state_dict(), tmp_path / "model.safetensors")
+    expected = {name: value.clone() for name, value in target.state_dict().items()}
+    for param in target.parameters():
+        nn.init.zeros_(param)
+    engine = zero_core.build(target, Case().config())
+    zero_core.load_pretrained(engine, tmp_path)
+    for name, value in engine.full_state_dict().items():
+        assert torch.equal(value, expected[name])
+
+
+def test_missing_and_unexpected_names_are_listed_and_nothing_changes(tmp_path: Path) -> None:
+    weights = _weights(_source())
+    del weights["gain"], weights["seen"]
+    save_file(weights | {"extra": torch.ones(1)}, tmp_path / "model.safetensors")
+    engine = _engine()
+    with pytest.raises(
+        zero_core.CheckpointError,
+        match=r"missing \[gain, seen\], unexpected \[extra\].*strict=False",
+    ):
+        zero_core.load_pretrained(engine, tmp_path)
+    assert _is_untouched(engine)
+    loaded = zero_core.load_pretrained(engine, tmp_path, strict=False)
+    assert loaded == zero_core.Loaded(("gain", "seen"), ("extra",))
+    full = engine.full_state_dict()
+    assert torch.equal(full["gain"], torch.ones(1))
+    assert torch.equal(full["embed.weight"], _source().embed.weight)
+
+
+def test_names_that_the_model_ignores_are_not_unexpected(tmp_path: Path) -> None:
+    save_file(_weights(_source()) | {"blocks.0.mask": torch.ones(1)}, tmp_path / "a.safetensors")
+    model = _fresh("real")
+    model._keys_to_ignore_on_load_unexpected = [r"blocks\.\d+\.mask"]
+    engine = zero_core.build(model, Case().config())
+    loaded = zero_core.load_pretrained(engine, tmp_path / "a.safetensors")
+    assert loaded == zero_core.Loaded((), ())
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("gain", torch.ones(2), r"gain has shape \(2,\) in .* and \(1,\) in the model"),
+        ("gain", torch.ones(1, dtype=torch.int8), "gain is torch.int8 .* dequantized"),
+        ("base.gain", torch.ones(1), "hold gain twice, with 'base.' and without"),
+        ("embed.weight", torch.ones(37, 11), r"are one weight in the model and two in the files"),
+    ],
+)
+def test_what_does_not_fit_is_refused_before_anything_changes(
+    tmp_path: Path, name: str, value: Tensor, message: str
+) -> None:
+    save_file(_weights(_source()) | {name: value}, tmp_path / "model.safetensors")
+    engine = _engine()
+    with pytest.raises(zero_core.CheckpointError, match=message):
+        zero_core.load_pretrained(engine, tmp_path)
+    assert _is_untouched(engine)
+
+
+def test_a_tied_weight_may_be_there_under_both_names(tmp_path: Path) -> None:
+    source = _source()
+    save_file(
+        _weights(source) | {"embed.weight": source.embed.weight.detach().clone()},
+        tmp_path / "model.safetensors",
+    )
+    engine = _engine()
+    zero_core.load_pretrained(engine, tmp_path)
+    assert torch.equal(engine.full_state_dict()["head.weight"], source.embed.weight)
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda p: p.write_bytes(p.read_bytes()[:-3]), "not a whole safetensors file"),
+        (lambda p: p.write_bytes(b"\xff" * 40), "not a whole safetensors file"),
+        (lambda p: p.unlink(), "there is no file"),
+    ],
+)
+def test_a_damaged_file_is_refused_before_anything_changes(
+    tmp_path: Path, damage, message: str
+) -> None:
+    folder = _write_folder(tmp_path / "weights", _weights(_source()))
+    damage(folder / "model-00002-of-00003.safetensors")
+    engine = _engine()
+    with pytest.raises(zero_core.CheckpointError, match=message):
+        zero_core.load_pretrained(engine, folder)
+    assert _is_untouched(engine)
+
+
+def test_a_folder_without_safetensors_says_what_is_there(tmp_path: Path) -> None:
+    (tmp_path / "pytorch_model.bin").write_bytes(b"")
+    with pytest.raises(zero_core.CheckpointError, match=r"but \['pytorch_model.bin'\]"):
+        zero_core.load_pretrained(_engine(), tmp_path)
+
+
+def test_an_index_cannot_name_files_elsewhere(tmp_path: Path) -> None:
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"gain": "../secret.safetensors"}}))
+    with pytest.raises(zero_core.CheckpointCorruptError, match="outside its folder"):
+        zero_core.load_pretrained(_engine(), index)
+
+
+def test_one_tensor_in_two_files_is_refused(tmp_path: Path) -> None:
+    files = [tmp_path / "a.safetensors", tmp_path / "b.safetensors"]
+    for file in files:
+        save_file(_weights(_source()), file)
+    with pytest.raises(zero_core.CheckpointError, match=r"is in .*a.safetensors and in .*b.safe"):
+        zero_core.load_pretrained(_engine(), files)
+
+
+def test_several_files_are_read_as_one(tmp_path: Path) -> None:
+    weights = list(_weights(_source()).items())
+    files = [tmp_path / "a.safetensors", tmp_path / "b.safetensors"]
+    save_file(dict(weights[:5]), files[0])
+    save_file(dict(weights[5:]), files[1])
+    engine = _engine()
+    zero_core.load_pretrained(engine, files)
+    assert torch.equal(engine.full_state_dict()["gain"], _source().gain)
+
+
+def test_an_engine_that_has_stepped_is_refused(tmp_path: Path) -> None:
+    engine = _engine()
+    engine.backward(engine(**batch(0, 0, 0))["loss"])
+    engine.step()
+    with pytest.raises(zero_core.CheckpointError, match="after 1 micro-steps"):
+        zero_core.load_pretrained(engine, tmp_path)
+
+
+def test_pretrained_weights_do_not_fill_a_meta_buffer_that_no_file_holds(tmp_path: Path) -> None:
+    save_file(_weights(_source()), tmp_path / "model.safetensors")
+    with torch.device("meta"):
+        model = Model()
+    with pytest.raises(zero_core.ConfigError, match="scale is on the meta device"):
+        zero_core.build(model, Case().config(), pretrained=tmp_path)
+
+
+def _fail_on_one_rank(rank: int, world_size: int, folder: str) -> None:
+    engine = zero_core.build(_fresh("real"), Case(stage=3).config())
+    mine = Path(folder) / ("whole" if rank == 0 else "damaged")
+    with pytest.raises(zero_core.CheckpointCorruptError, match="failed on rank 1"):
+        zero_core.load_pretrained(engine, mine)
+    assert _is_untouched(engine)
+    mine = Path(folder) / ("whole" if rank == 0 else "other")
+    with pytest.raises(zero_core.CheckpointError, match="ranks see different files"):
+        zero_core.load_pretrained(engine, mine)
+    assert _is_untouched(engine)
+
+
+def test_what_fails_on_one_rank_fails_on_all(tmp_path: Path) -> None:
+    weights = _weights(_source())
+    whole = _write_folder(tmp_path / "whole", weights)
+    damaged = _write_folder(tmp_path / "damaged", weights) / "model-00001-of-00003.safetensors"
+    damaged.write_bytes((whole / damaged.name).read_bytes()[:-1])
+    _write_folder(
+        tmp_path / "other",
+        {n: v.double() if v.is_floating_point() else v for n, v in weights.items()},
+    )
+    spawn(_fail_on_one_rank, 2, str(tmp_path))
+
+
+def _read_little(rank: int, world_size: int, file: str) -> None:
+    engine = zero_core.build(_fresh("real"), Case(stage=3).config())
+    read, read_range = [0], weight_files.StoredTensor.read
+
+    def counted(tensor: weight_files.StoredTensor, first: int, last: int) -> Tensor:
+        read[0] += last - first
+        return read_range(tensor, first, last)
+
+    weight_files.StoredTensor.read = counted
+    try:
+        zero_core.load_pretrained(engine, file)
+    finally:
+        weight_files.StoredTensor.read = read_range
+    buffers = 4
+    assert read[0] <= sum(v.shard.numel() for v in engine._state.values) + buffers
+
+
+def test_a_rank_reads_no_more_than_its_shards(tmp_path: Path) -> None:
+    save_file(_weights(_source()), tmp_path / "model.safetensors")
+    spawn(_read_little, 3, str(tmp_path / "model.safetensors"))
+
+
+def test_make_model_and_the_source_differ() -> None:
+    """Else every comparison above would pass without anything being loaded."""
+    assert not torch.equal(make_model().embed.weight, _source().embed.weight)
