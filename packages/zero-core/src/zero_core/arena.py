@@ -15,10 +15,15 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-__all__ = ["Allocate", "Arena", "BufferPool"]
+__all__ = ["Allocate", "Arena", "BufferPool", "allocator"]
 
 Allocate = Callable[[int, torch.dtype], Tensor]
 """Makes a zeroed 1-D tensor of so many elements."""
+
+
+def allocator(device: torch.device) -> Allocate:
+    """Ordinary memory of ``device``."""
+    return lambda numel, dtype: torch.zeros(numel, dtype=dtype, device=device)
 
 
 class Arena:

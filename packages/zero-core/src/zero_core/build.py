@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
-from zero_core.arena import BufferPool
+from zero_core.arena import BufferPool, allocator
 from zero_core.blueprint import Blueprint
 from zero_core.buffers import adopt_buffers
 from zero_core.collectives import ControlGroup, NativeCollectives
@@ -304,9 +304,8 @@ def _fill(
     """Bring rank 0's values into the engine's memory, unrounded ones into the master weights."""
     dtypes = [_widest([found.params[x.param] for x in s.slots], s) for s in layout.segments]
     sizes = [s.padded_numel * d.itemsize for s, d in zip(layout.segments, dtypes, strict=True)]
-    pool = BufferPool(
-        memory.values[0].shard.device, max(sizes)
-    )  # one buffer for all: the heap stays whole
+    # One buffer for all: the heap stays whole.
+    pool = BufferPool(allocator(memory.values[0].shard.device), max(sizes))
     for segment, values, dtype in zip(layout.segments, memory.values, dtypes, strict=True):
         params = [found.params[slot.param] for slot in segment.slots]
         flat = pool.acquire(segment.padded_numel, dtype).zero_()

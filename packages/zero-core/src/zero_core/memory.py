@@ -13,7 +13,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor, nn
 
-from zero_core.arena import Allocate, Arena, BufferPool
+from zero_core.arena import Allocate, Arena, BufferPool, allocator
 from zero_core.config import DTYPES, Config
 from zero_core.discovery import Discovered
 from zero_core.layout import Layout, Segment
@@ -49,7 +49,7 @@ class Memory:
         self.has_sharded_params = self.stage >= 3
         self._config = config
         self._rank = rank
-        self._private = _allocator(device)
+        self._private = allocator(device)
         self._exchanged = exchanged or self._private
         self._arena = Arena(self._exchanged)
         self._found = found
@@ -225,10 +225,6 @@ class Memory:
 
     def _accumulated(self, segment: Segment) -> torch.dtype:
         return accumulated_dtype(segment, self._config)
-
-
-def _allocator(device: torch.device) -> Allocate:
-    return lambda numel, dtype: torch.zeros(numel, dtype=dtype, device=device)
 
 
 def communicated_dtype(segment: Segment, config: Config) -> torch.dtype:
