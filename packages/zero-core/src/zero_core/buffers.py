@@ -25,7 +25,7 @@ __all__ = ["BufferSync", "adopt_buffers"]
 def adopt_buffers(
     model: nn.Module, dtype: torch.dtype | None, device: torch.device, control: ControlGroup
 ) -> None:
-    """Move buffers to ``device``, cast them as parameters are, and take over rank 0's."""
+    """Move buffers to ``device``, cast floating ones to ``dtype``, and take over rank 0's."""
     for module in model.modules():
         for name, buffer in module._buffers.items():
             if buffer is None:

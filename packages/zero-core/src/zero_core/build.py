@@ -23,6 +23,7 @@ from zero_core.config import Config, load_config
 from zero_core.discovery import Discovered
 from zero_core.engine import Engine
 from zero_core.errors import ConfigError, RankMismatchError
+from zero_core.freezing import tell_frozen
 from zero_core.layout import Layout, Segment
 from zero_core.lr_schedules import make_scheduler
 from zero_core.memory import Memory
@@ -77,11 +78,13 @@ def build(
     _refuse_meta(found)
     control = ControlGroup(ranks.group, rank=ranks.rank, world_size=ranks.size, device=ranks.device)
     _check_ranks_agree(control, layout, resolved)
+    if ranks.rank == 0:
+        tell_frozen(layout, found.params)
 
     memory = Memory(found, layout, resolved, rank=ranks.rank, device=ranks.device)
     tier = _make_tier(state_tier, memory, drawn, resolved, ranks, is_named_adam)
     _fill(found, layout, memory, tier, control)
-    adopt_buffers(model, resolved.compute_dtype, ranks.device, control)
+    adopt_buffers(model, resolved.buffer_dtype, ranks.device, control)
     if lr_scheduler is None and resolved.scheduler is not None:
         lr_scheduler = make_scheduler(optimizer, resolved.scheduler.type, resolved.scheduler.params)
     return Engine(

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from zero_core.config import ActivationCheckpointingConfig
+from zero_core.freezing import hook_gradient
 from zero_core.protocols import Collectives, StateTier
 from zero_core.recompute import Recompute
 from zero_core.unit import SegmentGrads, SegmentValues, Unit
@@ -155,8 +156,7 @@ class Flow:
             for grads in unit.grads:
                 for position, param in enumerate(grads.params):
                     hook = self._on_grad(unit, grads, position)
-                    handle = param.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
-                    self._handles.append(handle)
+                    self._handles.append(hook_gradient(param, hook))
 
     def _guard_inside(self, unit: Unit) -> None:
         """Hook the modules that hold the unit's parameters, for when they are called by themselves.
