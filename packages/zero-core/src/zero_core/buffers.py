@@ -51,8 +51,9 @@ class BufferSync:
     def attach(self) -> None:
         """Hook the model, if there is more than one rank."""
         if self._control.world_size > 1:
-            self._handles.append(self._model.register_forward_pre_hook(self._pre_forward))
-            self._handles.append(self._model.register_forward_hook(self._post_forward))
+            before, after = map(torch.compiler.disable, (self._pre_forward, self._post_forward))
+            self._handles.append(self._model.register_forward_pre_hook(before))
+            self._handles.append(self._model.register_forward_hook(after))
 
     def detach(self) -> None:
         """Take the hooks off again."""

@@ -66,6 +66,16 @@ def _is_in_backward() -> bool:
     return bool(torch._C._current_graph_task_id() != -1)
 
 
+def _unless_compiling(hook: Callable[[nn.Module, Any], None]) -> Callable[[nn.Module, Any], None]:
+    """``hook``, left out of what is compiled around it: that has a hook of its own."""
+
+    def hooked(module: nn.Module, args: Any) -> None:
+        if not torch.compiler.is_compiling():
+            hook(module, args)
+
+    return hooked
+
+
 class Flow:
     """Drives gathers and reductions of all units; see the notes at the top of this file."""
 
@@ -148,10 +158,11 @@ class Flow:
         self._modules = list(modules)
         self._model = modules[0]
         for unit, module in zip(self._units, modules, strict=True):
-            self._handles.append(module.register_forward_pre_hook(self._pre_forward(unit)))
-            self._handles.append(
-                module.register_forward_hook(self._post_forward(unit), always_call=True)
-            )
+            # What is compiled is the forward between the hooks, never the hooks.
+            before = torch.compiler.disable(self._pre_forward(unit))
+            after = torch.compiler.disable(self._post_forward(unit))
+            self._handles.append(module.register_forward_pre_hook(before))
+            self._handles.append(module.register_forward_hook(after, always_call=True))
             self._guard_inside(unit)
             for grads in unit.grads:
                 for position, param in enumerate(grads.params):
@@ -165,10 +176,19 @@ class Flow:
         ``block.attention`` in its own forward.
         """
         owned = {id(p) for values in unit.values for p in values.params}
+
         for module in self._model.modules():
-            own = module.parameters(recurse=False)
-            if module is not self._modules[unit.index] and any(id(p) in owned for p in own):
-                self._handles.append(module.register_forward_pre_hook(self._pre_inside(unit)))
+            if module is self._modules[unit.index]:
+                continue
+            is_compiled = module._compiled_call_impl is not None
+            is_owned = [id(p) in owned for p in module.parameters(recurse=is_compiled)]
+            if is_compiled and is_owned and all(is_owned):
+                hook = torch.compiler.disable(self._pre_inside(unit))
+            elif any(id(p) in owned for p in module.parameters(recurse=False)):
+                hook = _unless_compiling(self._pre_inside(unit))
+            else:
+                continue
+            self._handles.append(module.register_forward_pre_hook(hook))
 
     def _pre_inside(self, unit: Unit) -> Callable[[nn.Module, Any], None]:
         def hook(module: nn.Module, args: Any) -> None:
