@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from zero_core.collectives import ControlGroup
+from zero_core.compiling import outside_graphs
 from zero_core.discovery import compute_dtype
 
 __all__ = ["BufferSync", "adopt_buffers"]
@@ -51,7 +52,7 @@ class BufferSync:
     def attach(self) -> None:
         """Hook the model, if there is more than one rank."""
         if self._control.world_size > 1:
-            before, after = map(torch.compiler.disable, (self._pre_forward, self._post_forward))
+            before, after = outside_graphs(self._pre_forward), outside_graphs(self._post_forward)
             self._handles.append(self._model.register_forward_pre_hook(before))
             self._handles.append(self._model.register_forward_hook(after))
 

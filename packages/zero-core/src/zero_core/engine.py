@@ -135,8 +135,7 @@ class Engine:
         if config.broadcast_buffers:
             self._buffers.attach()
         self._frozen = FrozenGuard(layout, self._state.values)
-        check = torch.compiler.disable(self._frozen.check)
-        self._hooks = [module.register_forward_pre_hook(check)]
+        self._hooks = [self._frozen.watch(module)]
         for m in module.modules():
             hook = m.register_state_dict_pre_hook(self._refuse_state_dict)  # type: ignore[no-untyped-call]
             self._hooks.append(hook)

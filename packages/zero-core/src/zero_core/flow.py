@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from zero_core.compiling import outside_graphs, unless_compiling
 from zero_core.config import ActivationCheckpointingConfig
 from zero_core.freezing import hook_gradient
 from zero_core.protocols import Collectives, StateTier
@@ -64,16 +65,6 @@ def _unpack(packed: object) -> Any:
 
 def _is_in_backward() -> bool:
     return bool(torch._C._current_graph_task_id() != -1)
-
-
-def _unless_compiling(hook: Callable[[nn.Module, Any], None]) -> Callable[[nn.Module, Any], None]:
-    """``hook``, left out of what is compiled around it: that has a hook of its own."""
-
-    def hooked(module: nn.Module, args: Any) -> None:
-        if not torch.compiler.is_compiling():
-            hook(module, args)
-
-    return hooked
 
 
 class Flow:
@@ -158,9 +149,8 @@ class Flow:
         self._modules = list(modules)
         self._model = modules[0]
         for unit, module in zip(self._units, modules, strict=True):
-            # What is compiled is the forward between the hooks, never the hooks.
-            before = torch.compiler.disable(self._pre_forward(unit))
-            after = torch.compiler.disable(self._post_forward(unit))
+            before = outside_graphs(self._pre_forward(unit))
+            after = outside_graphs(self._post_forward(unit))
             self._handles.append(module.register_forward_pre_hook(before))
             self._handles.append(module.register_forward_hook(after, always_call=True))
             self._guard_inside(unit)
@@ -176,16 +166,15 @@ class Flow:
         ``block.attention`` in its own forward.
         """
         owned = {id(p) for values in unit.values for p in values.params}
-
         for module in self._model.modules():
             if module is self._modules[unit.index]:
                 continue
-            is_compiled = module._compiled_call_impl is not None
+            is_compiled = module._compiled_call_impl is not None  # one with all its parts
             is_owned = [id(p) in owned for p in module.parameters(recurse=is_compiled)]
             if is_compiled and is_owned and all(is_owned):
-                hook = torch.compiler.disable(self._pre_inside(unit))
+                hook = outside_graphs(self._pre_inside(unit))
             elif any(id(p) in owned for p in module.parameters(recurse=False)):
-                hook = _unless_compiling(self._pre_inside(unit))
+                hook = unless_compiling(self._pre_inside(unit))
             else:
                 continue
             self._handles.append(module.register_forward_pre_hook(hook))

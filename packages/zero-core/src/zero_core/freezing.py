@@ -17,6 +17,7 @@ from typing import Any
 
 from torch import nn
 
+from zero_core.compiling import outside_graphs
 from zero_core.layout import Layout
 from zero_core.unit import SegmentValues
 
@@ -37,8 +38,12 @@ class FrozenGuard:
             for slot, param in zip(v.segment.slots, v.params, strict=True)
         ]
 
-    def check(self, *forward: Any) -> None:
-        """Raise if one of them requires a gradient; fits as a forward pre-hook.
+    def watch(self, model: nn.Module) -> Any:
+        """Check before each forward of ``model``; the handle of the hook that does it."""
+        return model.register_forward_pre_hook(outside_graphs(lambda module, args: self.check()))
+
+    def check(self) -> None:
+        """Raise if one of them requires a gradient.
 
         Raises:
             RuntimeError: with the parameter's name.
