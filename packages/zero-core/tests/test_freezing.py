@@ -193,6 +193,31 @@ def test_memory_kept_for_frozen_parameters_is_told(caplog):
     assert not caplog.records
 
 
+class _Quantized(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.codes = nn.Parameter(torch.arange(6, dtype=torch.uint8), requires_grad=False)
+        self.linear = nn.Linear(6, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x * self.codes.float()).square().mean()
+
+
+def _keeps_integers(rank: int, world_size: int) -> None:
+    for stage in (0, 1, 2, 3):
+        model = _Quantized()
+        engine = zero_core.build(model, Case(stage).config(), optimizer=_adamw(model))
+        assert [p.is_trainable for p in engine.layout.params] == [False, True, True]
+        engine.backward(engine(torch.ones(1, 6)))
+        engine.step()
+        assert torch.equal(engine.full_state_dict()["codes"], _Quantized().codes)
+
+
+def test_an_integer_parameter_is_frozen_even_if_the_optimizer_holds_it():
+    spawn(_keeps_integers, 2)
+
+
 def test_a_plan_counts_what_requires_a_gradient_when_it_is_planned():
     config = Case(stage=2).config()
     rows = []

@@ -110,8 +110,12 @@ def _describe(
                 name=names[0],
                 shape=tuple(param.shape),
                 dtype=compute_dtype(param, config.compute_dtype),
-                is_trainable=number in group_of,
+                is_trainable=number in group_of and _can_have_gradient(param),
                 aliases=names[1:],
             )
         )
-    return specs, group_of
+    return specs, {n: g for n, g in group_of.items() if specs[n].is_trainable}
+
+
+def _can_have_gradient(param: nn.Parameter) -> bool:
+    return param.is_floating_point() or param.is_complex()  # quantized weights cannot

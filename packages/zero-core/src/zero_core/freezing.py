@@ -1,11 +1,11 @@
 """Which parameters may be trained, and which are frozen for now or for good.
 
 [Note: trainable and frozen]
-A parameter is *trainable* if it is in a group of the optimizer when the engine is built: it has a
-gradient, a master weight and optimizer state in the layout. Its ``requires_grad`` may be switched
-off and on between steps, on every rank alike: while it is off no gradient comes, and a step leaves
-the parameter and its state alone, as torch's optimizers leave one without ``.grad``. It keeps its
-memory, and travels with its unit as before.
+A parameter is *trainable* if it is in a group of the optimizer when the engine is built, and not of
+integers: it has a gradient, a master weight and optimizer state in the layout. Its
+``requires_grad`` may be switched off and on between steps, on every rank alike: while it is off no
+gradient comes, and a step leaves the parameter and its state alone, as torch's optimizers leave one
+without ``.grad``. It keeps its memory, and travels with its unit as before.
 Every other parameter is frozen for good: it has values alone, and unfreezing it is an error.
 """
 
