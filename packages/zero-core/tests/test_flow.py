@@ -12,7 +12,6 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import zero_core
-from zero_core.protocols import Work
 from zero_core.testing import Case, batch, make_model, spawn
 
 STAGES = (0, 1, 2, 3)
@@ -142,68 +141,6 @@ def _plain_backward(rank: int, world_size: int) -> None:
 
 def test_a_plain_backward_works_too():
     spawn(_plain_backward, 2)
-
-
-class _Counting:
-    """Collectives that count what goes through them, over the engine's own."""
-
-    def __init__(self, native: Any) -> None:
-        self.native = native
-        self.gathers: list[tuple[int, bool]] = []
-        self.reductions: list[int] = []
-
-    def all_gather(
-        self, out: Tensor, shard: Tensor, *, unit: int, version: int, backward: bool
-    ) -> Work:
-        self.gathers.append((unit, backward))
-        return self.native.all_gather(out, shard, unit=unit, version=version, backward=backward)
-
-    def reduce_scatter(self, out: Tensor, full: Tensor, *, unit: int) -> Work:
-        self.reductions.append(unit)
-        return self.native.reduce_scatter(out, full, unit=unit)
-
-
-def _counts(rank: int, world_size: int) -> None:
-    made: list[_Counting] = []
-
-    def factory(native: Any, **kwargs: Any) -> _Counting:
-        made.append(_Counting(native))
-        return made[-1]
-
-    for stage in STAGES:
-        config = Case(stage=stage, accumulation=2).config() | _OPT
-        engine = zero_core.build(_Tower(), config, collectives=factory)
-        counting = made[-1]
-        for step in range(2):
-            for micro in range(2):
-                counting.gathers.clear()
-                counting.reductions.clear()
-                engine.backward(engine(_data(step, rank)))
-                blocks = [4, 3, 2, 1]
-                assert counting.reductions == [*blocks, 0]
-                first_after_step = step == 1 and micro == 0
-                if stage == 3:
-                    # The last block stays for backward; each other one is gathered twice.
-                    forward = [(u, False) for u in (0, 1, 2, 3, 4)]
-                    assert counting.gathers == [*forward, (3, True), (2, True), (1, True)]
-                elif stage in (1, 2):
-                    expected = [(u, False) for u in range(5)] if first_after_step else []
-                    assert counting.gathers == expected
-                else:
-                    assert len(counting.gathers) == (5 if micro == 1 else 0)  # gradients
-                engine.step()
-        with engine.no_sync():
-            counting.reductions.clear()
-            engine.backward(engine(_data(0, rank)))
-            engine.step()
-        assert counting.reductions == []
-        engine.backward(engine(_data(1, rank)))
-        assert counting.reductions == [4, 3, 2, 1, 0]
-        engine.step()
-
-
-def test_the_number_and_order_of_collectives_is_exact():
-    spawn(_counts, 2)
 
 
 def _sharded_is_loud(rank: int, world_size: int) -> None:

@@ -1,4 +1,4 @@
-"""The README's examples run."""
+"""The README's examples run, one after another."""
 
 from __future__ import annotations
 
@@ -8,11 +8,14 @@ from pathlib import Path
 
 def test_the_examples_of_the_readme_run() -> None:
     text = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
-    first, *others = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
-    assert len(others) == 2
+    training, freezing, deferred, pretrained = re.findall(
+        r"```python\n(.*?)```", text, flags=re.DOTALL
+    )
     names: dict[str, object] = {}
-    exec(compile(first, "README.md", "exec"), names)
-    assert names["engine"].global_steps == 1
-    for block in others:  # each goes on where the last one ended
+    for block in (training, freezing):
         exec(compile(block, "README.md", "exec"), names)
-    assert not any(p.is_meta for p in names["model"].parameters())
+        assert names["engine"].global_steps == 1
+    assert all(p.requires_grad for p in names["model"].parameters())
+    for block in (deferred, pretrained):
+        exec(compile(block, "README.md", "exec"), names)
+        assert not any(p.is_meta for p in names["model"].parameters())

@@ -36,16 +36,17 @@ def trace_activations(
         ConfigError: the forward does not run on the meta device.
     """
 
-    def to_meta(value: Any) -> Any:
+    def cast(value: Any, dtype: torch.dtype | None) -> Any:
         if not isinstance(value, Tensor):
             return value
-        meta = torch.empty_like(
-            value, dtype=compute_dtype(value, config.compute_dtype), device=_META
-        )
+        meta = torch.empty_like(value, dtype=compute_dtype(value, dtype), device=_META)
         return meta.requires_grad_(value.requires_grad)
 
-    own = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    values = {name: to_meta(tensor) for name, tensor in own.items()}
+    def to_meta(value: Any) -> Any:
+        return cast(value, config.compute_dtype)
+
+    values = {name: to_meta(param) for name, param in model.named_parameters()}
+    values |= {name: cast(buffer, config.buffer_dtype) for name, buffer in model.named_buffers()}
     known = {_storage_key(t) for t in values.values()}
     saved: dict[int, torch.UntypedStorage] = {}  # alive, so that no address comes twice
 

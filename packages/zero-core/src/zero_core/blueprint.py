@@ -77,7 +77,10 @@ def _optimizer_of(config: Config, found: Discovered) -> torch.optim.Optimizer:
 def _describe(
     found: Discovered, optimizer: torch.optim.Optimizer, config: Config
 ) -> tuple[list[ParamSpec], dict[int, int]]:
-    """Every parameter's description, and the optimizer group of each trainable one by number."""
+    """Every parameter's description, and the optimizer group of each trainable one by number.
+
+    See zero_core.freezing for what is trainable.
+    """
     # Adagrad has state from the start; its count of steps tells.
     if any(float(state.get("step", 1)) > 0 for state in optimizer.state.values()):
         raise ConfigError(
@@ -107,8 +110,12 @@ def _describe(
                 name=names[0],
                 shape=tuple(param.shape),
                 dtype=compute_dtype(param, config.compute_dtype),
-                is_trainable=param.requires_grad,
+                is_trainable=number in group_of and _can_have_gradient(param),
                 aliases=names[1:],
             )
         )
     return specs, {n: g for n, g in group_of.items() if specs[n].is_trainable}
+
+
+def _can_have_gradient(param: nn.Parameter) -> bool:
+    return param.is_floating_point() or param.is_complex()  # quantized weights cannot

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from zero_core.collectives import ControlGroup
+from zero_core.compiling import outside_graphs
 from zero_core.discovery import compute_dtype
 
 __all__ = ["BufferSync", "adopt_buffers"]
@@ -29,7 +30,7 @@ def adopt_buffers(
     control: ControlGroup,
     value_of: Callable[[Tensor], Tensor],
 ) -> None:
-    """Move buffers to ``device``, cast them as parameters are, and take over rank 0's.
+    """Move buffers to ``device``, cast floating ones to ``dtype``, and take over rank 0's.
 
     ``value_of`` gives the initial values of a buffer.
     """
@@ -58,8 +59,9 @@ class BufferSync:
     def attach(self) -> None:
         """Hook the model, if there is more than one rank."""
         if self._control.world_size > 1:
-            self._handles.append(self._model.register_forward_pre_hook(self._pre_forward))
-            self._handles.append(self._model.register_forward_hook(self._post_forward))
+            before, after = outside_graphs(self._pre_forward), outside_graphs(self._post_forward)
+            self._handles.append(self._model.register_forward_pre_hook(before))
+            self._handles.append(self._model.register_forward_hook(after))
 
     def detach(self) -> None:
         """Take the hooks off again."""

@@ -25,6 +25,7 @@ from zero_core.direct import DirectCollectives
 from zero_core.discovery import Discovered
 from zero_core.engine import Engine
 from zero_core.errors import ConfigError, RankMismatchError
+from zero_core.freezing import tell_frozen
 from zero_core.initial import InitialValues, leave_meta
 from zero_core.layout import Layout, Segment
 from zero_core.lr_schedules import make_scheduler
@@ -92,6 +93,8 @@ def build(
     initial.check(has_pretrained=pretrained is not None)
     control = ControlGroup(ranks.group, rank=ranks.rank, world_size=ranks.size, device=ranks.device)
     _check_ranks_agree(control, layout, resolved)
+    if ranks.rank == 0:
+        tell_frozen(layout, found.params)
 
     shared = _share(control, ranks)
     memory = Memory(
@@ -108,7 +111,7 @@ def build(
     else:
         for values in memory.values:
             _adopt(values)
-    adopt_buffers(model, resolved.compute_dtype, ranks.device, control, initial.of)
+    adopt_buffers(model, resolved.buffer_dtype, ranks.device, control, initial.of)
     initial.give_attributes()
     if lr_scheduler is None and resolved.scheduler is not None:
         lr_scheduler = make_scheduler(optimizer, resolved.scheduler.type, resolved.scheduler.params)

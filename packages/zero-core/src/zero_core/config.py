@@ -178,9 +178,12 @@ class Bf16Config(_Block):
 
 
 class DataTypesConfig(_Block):
-    """``data_types``: the dtype that gradients are accumulated in."""
+    """``data_types``: dtypes other than those that parameters are computed in."""
 
     grad_accum_dtype: Literal["fp32", "fp16", "bf16"] | None = None
+    """What gradients are accumulated in; None is fp32."""
+    buffer_dtype: Literal["fp32", "fp16", "bf16"] | None = None
+    """What floating buffers are cast to; None is as parameters are."""
 
 
 class ActivationCheckpointingConfig(_Block):
@@ -241,6 +244,12 @@ class Config(_Block):
         if self.bf16.enabled:
             return torch.bfloat16
         return torch.float16 if self.fp16.enabled else None
+
+    @property
+    def buffer_dtype(self) -> torch.dtype | None:
+        """What floating buffers are cast to; None leaves each as it is."""
+        name = self.data_types.buffer_dtype
+        return self.compute_dtype if name is None else DTYPES[name]
 
 
 DTYPES: Mapping[str, torch.dtype] = {

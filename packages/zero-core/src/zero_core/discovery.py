@@ -35,10 +35,10 @@ class Discovered:
 
 
 def _can_be_called(module: nn.Module) -> bool:
-    # A ModuleList or ModuleDict has no forward: hooks on it would never fire.
-    return type(module).forward is not nn.Module.forward and not isinstance(
-        module, nn.ModuleList | nn.ModuleDict
-    )
+    # A ModuleList or ModuleDict has no forward: hooks on it would never fire. What torch.compile
+    # makes of a module has its forward on the object.
+    has_forward = type(module).forward is not nn.Module.forward or "forward" in vars(module)
+    return has_forward and not isinstance(module, nn.ModuleList | nn.ModuleDict)
 
 
 def _blocks(prefix: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:

@@ -31,6 +31,7 @@ from zero_core.edit import Edit
 from zero_core.errors import CheckpointError
 from zero_core.facts import GradientFacts
 from zero_core.flow import Flow
+from zero_core.freezing import FrozenGuard
 from zero_core.layout import Layout
 from zero_core.optimizer import EngineOptimizer
 from zero_core.precision import LossScaler, clip_factor
@@ -88,11 +89,9 @@ class Engine:
         self.optimizer = EngineOptimizer(
             optimizer, update=self._update, discard_grads=self._discard_grads
         )
-        self._units = units
         self._tier = tier
         self._control = control
         self._memory_report = memory_report
-        self._is_state_sharded = stage >= 1
         self._scaler = LossScaler(config.fp16)
         self._is_scaled = False
         self._grad_norm: float | None = None
@@ -100,8 +99,8 @@ class Engine:
         self._grad_scale = 1.0
         self._active: list[int] = []
         self._collectives = collectives
-        self._pieces = layout.pieces(control.rank, is_sharded=self._is_state_sharded)
-        self._local_starts = layout.local_starts(is_sharded=self._is_state_sharded)
+        self._pieces = layout.pieces(control.rank, is_sharded=stage >= 1)
+        self._local_starts = layout.local_starts(is_sharded=stage >= 1)
         self._flow = Flow(
             units,
             collectives,
@@ -135,11 +134,11 @@ class Engine:
         self._buffers = BufferSync(module, control, should_sync=lambda: self._flow.should_sync)
         if config.broadcast_buffers:
             self._buffers.attach()
-        hook = self._refuse_state_dict
-        self._state_dict_hooks = [
-            m.register_state_dict_pre_hook(hook)  # type: ignore[no-untyped-call]
-            for m in module.modules()
-        ]
+        self._frozen = FrozenGuard(layout, self._state.values)
+        self._hooks = [self._frozen.watch(module)]
+        for m in module.modules():
+            hook = m.register_state_dict_pre_hook(self._refuse_state_dict)  # type: ignore[no-untyped-call]
+            self._hooks.append(hook)
 
     # ------------------------------------------------------------------ using
 
@@ -359,8 +358,8 @@ class Engine:
         """Take the engine's hooks off the module; its parameters stay as they are."""
         self._flow.detach()
         self._buffers.detach()
-        while self._state_dict_hooks:
-            self._state_dict_hooks.pop().remove()
+        while self._hooks:
+            self._hooks.pop().remove()
 
     # ------------------------------------------------------------------ facts
 
@@ -437,6 +436,7 @@ class Engine:
 
     def _decide(self) -> None:
         """Agree with all ranks on the gradient norm, its finiteness and the parameters used."""
+        self._frozen.check()
         self._facts.complete()
         used = self._facts.used
         self._active = [i for i, p in enumerate(self._pieces) if used[p.param] > 0]

@@ -23,7 +23,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from zero_core.compiling import outside_graphs, unless_compiling
 from zero_core.config import ActivationCheckpointingConfig
+from zero_core.freezing import hook_gradient
 from zero_core.protocols import Collectives, StateTier
 from zero_core.recompute import Recompute
 from zero_core.unit import SegmentGrads, SegmentValues, Unit
@@ -147,16 +149,15 @@ class Flow:
         self._modules = list(modules)
         self._model = modules[0]
         for unit, module in zip(self._units, modules, strict=True):
-            self._handles.append(module.register_forward_pre_hook(self._pre_forward(unit)))
-            self._handles.append(
-                module.register_forward_hook(self._post_forward(unit), always_call=True)
-            )
+            before = outside_graphs(self._pre_forward(unit))
+            after = outside_graphs(self._post_forward(unit))
+            self._handles.append(module.register_forward_pre_hook(before))
+            self._handles.append(module.register_forward_hook(after, always_call=True))
             self._guard_inside(unit)
             for grads in unit.grads:
                 for position, param in enumerate(grads.params):
                     hook = self._on_grad(unit, grads, position)
-                    handle = param.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
-                    self._handles.append(handle)
+                    self._handles.append(hook_gradient(param, hook))
 
     def _guard_inside(self, unit: Unit) -> None:
         """Hook the modules that hold the unit's parameters, for when they are called by themselves.
@@ -166,9 +167,17 @@ class Flow:
         """
         owned = {id(p) for values in unit.values for p in values.params}
         for module in self._model.modules():
-            own = module.parameters(recurse=False)
-            if module is not self._modules[unit.index] and any(id(p) in owned for p in own):
-                self._handles.append(module.register_forward_pre_hook(self._pre_inside(unit)))
+            if module is self._modules[unit.index]:
+                continue
+            is_compiled = module._compiled_call_impl is not None  # one with all its parts
+            is_owned = [id(p) in owned for p in module.parameters(recurse=is_compiled)]
+            if is_compiled and is_owned and all(is_owned):
+                hook = outside_graphs(self._pre_inside(unit))
+            elif any(id(p) in owned for p in module.parameters(recurse=False)):
+                hook = unless_compiling(self._pre_inside(unit))
+            else:
+                continue
+            self._handles.append(module.register_forward_pre_hook(hook))
 
     def _pre_inside(self, unit: Unit) -> Callable[[nn.Module, Any], None]:
         def hook(module: nn.Module, args: Any) -> None:

@@ -220,4 +220,4 @@ def quantized_bytes(segment: Segment, config: Config) -> int | None:
 def buffer_bytes(model: nn.Module, config: Config) -> int:
     """Bytes of the model's buffers (`register_buffer`) once the engine has cast them."""
     buffers = (b for module in model.modules() for b in module._buffers.values() if b is not None)
-    return sum(b.numel() * compute_dtype(b, config.compute_dtype).itemsize for b in buffers)
+    return sum(b.numel() * compute_dtype(b, config.buffer_dtype).itemsize for b in buffers)

@@ -41,7 +41,7 @@ class ParamSpec:
         name: its first name in the module tree.
         shape: its shape.
         dtype: the dtype it is computed in.
-        is_trainable: whether an optimizer updates it.
+        is_trainable: whether an optimizer may update it: see zero_core.freezing.
         aliases: its further names (tied weights).
     """
 

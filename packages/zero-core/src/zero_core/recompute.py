@@ -58,6 +58,9 @@ class Recompute:
         def wrapped(*args: Any, **kwargs: Any) -> Any:
             if not torch.is_grad_enabled():
                 return forward(*args, **kwargs)
+            if torch.compiler.is_compiling() and not self._is_on_cpu:
+                # The compiled backward recomputes; the weights that it saved tell when it begins.
+                return checkpoint(forward, *args, use_reentrant=False, **kwargs)
             with save_on_cpu(self._is_pinned) if self._is_on_cpu else nullcontext():
                 return checkpoint(
                     forward, *args, use_reentrant=False, context_fn=contexts, **kwargs

@@ -391,7 +391,11 @@ class Unit:
         self.name = name
         self.values = list(values)
         self.grads = list(grads)
-        self.num_trainable = sum(len(g.params) for g in self.grads)
+
+    @property
+    def num_trainable(self) -> int:
+        """Parameters that a backward brings gradients of: those that require one now."""
+        return sum(p.requires_grad for g in self.grads for p in g.params)
 
     @property
     def is_root(self) -> bool:

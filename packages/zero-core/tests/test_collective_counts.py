@@ -1,0 +1,231 @@
+"""The exact number and order of collectives per unit, against counts made on paper.
+
+Here B = 4 blocks (units 1 to 4, one segment each) and the root (unit 0).
+
+[Note: counts on paper]
+Parameters. At stage 0 every rank holds and updates everything: no gather. At stages 1 and 2 a rank
+updates its slice alone: each unit is gathered once after an update, when a forward first needs it.
+At stage 3 a unit is gathered before its forward and released after it, and again before its
+backward, but for two: the root, which stays from forward to backward, and the last block, with
+which backward begins. Forward: B + 1 gathers, 0 1 2 3 4; backward: B - 1, 3 2 1.
+Gradients. Each backward outside ``no_sync`` reduces every unit once, B + 1 reductions, the blocks
+from the last to the first and the root last: 4 3 2 1 0. At stage 0 alone the sum of an accumulation
+boundary is then gathered, unit by unit in that order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import zero_core
+from zero_core.protocols import Work
+from zero_core.testing import Case, spawn
+
+FORWARD = ["f0", "f1", "f2", "f3", "f4"]
+BACKWARD = ["b3", "b2", "b1"]  # gathers; the last block and the root are still there
+REDUCED = ["r4", "r3", "r2", "r1", "r0"]
+SUMS = ["g4", "g3", "g2", "g1", "g0"]
+
+
+class _Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(6, 7), nn.Tanh(), nn.Linear(7, 6)) for _ in range(4)
+        )
+        self.out = nn.Linear(6, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = x + block(x)
+        return self.out(x).square().mean()
+
+
+class _Counting:
+    """The engine's own collectives, and a log: f0 is the gather of unit 0 in a forward, b: in a
+    backward, g: of gradients, r: a reduction."""
+
+    def __init__(self, native: Any, log: list[str]) -> None:
+        self.native = native
+        self.log = log
+
+    def all_gather(
+        self, out: Tensor, shard: Tensor, *, unit: int, version: int, backward: bool
+    ) -> Work:
+        kind = "g" if version < 0 else "b" if backward else "f"
+        self.log.append(f"{kind}{unit}")
+        return self.native.all_gather(out, shard, unit=unit, version=version, backward=backward)
+
+    def reduce_scatter(self, out: Tensor, full: Tensor, *, unit: int) -> Work:
+        self.log.append(f"r{unit}")
+        return self.native.reduce_scatter(out, full, unit=unit)
+
+
+class _Run:
+    """An engine, and what it sends."""
+
+    def __init__(self, stage: int, rank: int, accumulation: int = 1) -> None:
+        self.log: list[str] = []
+        self.stage = stage
+        self.rank = rank
+        self.engine = zero_core.build(
+            _Net(),
+            Case(stage, accumulation=accumulation).config(),
+            collectives=lambda native, **kwargs: _Counting(native, self.log),
+        )
+
+    def loss(self) -> Tensor:
+        generator = torch.Generator().manual_seed(self.rank)
+        return self.engine(torch.randn(5, 6, generator=generator))
+
+    def micro_step(self) -> None:
+        self.engine.backward(self.loss())
+        self.engine.step()
+
+    def expect(self, gathers: list[str], reductions: list[str], sums: list[str]) -> None:
+        """Gathers of parameters, reductions and gathers of gradients since the last call."""
+        log, self.log[:] = list(self.log), []
+        by_kind = {
+            kinds: [entry for entry in log if entry[0] in kinds] for kinds in ("fb", "r", "g")
+        }
+        assert by_kind == {"fb": gathers, "r": reductions, "g": sums}, (self.stage, log)
+
+    def fresh(self) -> list[str]:
+        """Gathers of the first forward after an update."""
+        return [] if self.stage == 0 else FORWARD
+
+    def again(self) -> list[str]:
+        """Gathers of another forward before the next update."""
+        return FORWARD if self.stage == 3 else []
+
+    def back(self) -> list[str]:
+        """Gathers of a backward after its forward."""
+        return BACKWARD if self.stage == 3 else []
+
+    def sums(self) -> list[str]:
+        """Gathers of gradients at an accumulation boundary."""
+        return SUMS if self.stage == 0 else []
+
+
+def _plain(run: _Run) -> None:
+    run.micro_step()
+    # Before the first update every rank has the initial values at stages 0 to 2.
+    run.expect(run.again() + run.back(), REDUCED, run.sums())
+    for _ in range(2):
+        run.micro_step()
+        run.expect(run.fresh() + run.back(), REDUCED, run.sums())
+
+
+def _accumulation(run: _Run) -> None:
+    for step in range(2):
+        for micro in range(3):
+            run.micro_step()
+            forward = run.fresh() if step > 0 and micro == 0 else run.again()
+            run.expect(forward + run.back(), REDUCED, run.sums() if micro == 2 else [])
+
+
+def _no_sync(run: _Run) -> None:
+    for step in range(2):
+        for micro in range(3):
+            forward = run.fresh() if step > 0 and micro == 0 else run.again()
+            if micro < 2:  # gradients stay on the rank
+                with run.engine.no_sync():
+                    run.micro_step()
+                run.expect(forward + run.back(), [], [])
+            else:  # one reduction per unit and step
+                run.micro_step()
+                run.expect(forward + run.back(), REDUCED, run.sums())
+
+
+def _two_forwards(run: _Run) -> None:
+    for step in range(2):
+        first = run.fresh() if step else run.again()
+        losses = run.loss() + run.loss()
+        # The root is still there; the last block, which stayed, gives way to the second forward.
+        again = ["f1", "f2", "f3", "f4"] if run.stage == 3 else []
+        run.expect(first + again, [], [])
+        run.engine.backward(losses)
+        run.engine.step()
+        # Backward of the second forward, then of the first, for which the last block comes back.
+        twice = [*BACKWARD, "b4", *BACKWARD] if run.stage == 3 else []
+        run.expect(twice, REDUCED, run.sums())
+
+
+def _two_backwards(run: _Run) -> None:
+    for step in range(2):
+        for turn in range(2):
+            run.engine.backward(run.loss())
+            forward = run.fresh() if step and not turn else run.again()
+            # Each backward is reduced; each is at the boundary, so at stage 0 each sum is gathered.
+            run.expect(forward + run.back(), REDUCED, run.sums())
+        run.engine.step()
+        run.expect([], [], [])
+
+
+def _evaluation(run: _Run) -> None:
+    run.micro_step()
+    run.log.clear()
+    run.engine.eval()
+    for turn, mode in enumerate((torch.no_grad, torch.inference_mode)):
+        with mode():
+            run.loss()
+        # A forward's gathers and nothing else: without gradients everything is released at its end.
+        run.expect(run.again() if turn else run.fresh(), [], [])
+    run.engine.train()
+    run.micro_step()
+    run.expect(run.again() + run.back(), REDUCED, run.sums())
+
+
+def _gathered(run: _Run) -> None:
+    run.micro_step()
+    run.log.clear()
+    with run.engine.gathered() as module:
+        run.expect(run.fresh(), [], [])  # once each
+        with torch.no_grad():
+            for _ in range(3):
+                module(torch.ones(1, 6))
+        run.expect([], [], [])
+    run.expect([], [], [])
+
+
+_RUNS: dict[str, tuple[Callable[[_Run], None], int]] = {
+    "a plain step": (_plain, 1),
+    "accumulation": (_accumulation, 3),
+    "no_sync": (_no_sync, 3),
+    "two forwards, one backward": (_two_forwards, 1),
+    "two backwards, one step": (_two_backwards, 1),
+    "evaluation": (_evaluation, 1),
+    "gathered": (_gathered, 1),
+}
+
+
+def _counts(rank: int, world_size: int, name: str) -> None:
+    run, accumulation = _RUNS[name]
+    for stage in (0, 1, 2, 3):
+        run(_Run(stage, rank, accumulation))
+
+
+@pytest.mark.parametrize("name", _RUNS)
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_the_collectives_are_those_counted_on_paper(world_size, name):
+    spawn(_counts, world_size, name)
+
+
+def _alone(rank: int, world_size: int) -> None:
+    for stage in (0, 1, 2, 3):
+        run = _Run(stage, rank, accumulation=2)
+        for micro in range(4):
+            run.micro_step()
+            # One rank gathers nothing; a reduction is its own sum, kept until the boundary.
+            log, run.log[:] = list(run.log), []
+            assert log == [], (micro, log)
+
+
+def test_one_rank_sends_nothing():
+    spawn(_alone, 1)

@@ -1,0 +1,237 @@
+"""Parameters are frozen and unfrozen in the middle of a run, with the numbers of DDP."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import zero_core
+from zero_core.testing import LR, WEIGHT_DECAY, Case, spawn
+
+STEPS_PER_PHASE = 2
+
+
+class _Net(nn.Module):
+    """Six blocks: the first half is an encoder."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(4)
+        self.gain = nn.Parameter(torch.ones(5))
+        self.encoder = nn.ModuleList(self._block() for _ in range(3))
+        self.decoder = nn.ModuleList(self._block() for _ in range(3))
+        self.head = nn.Linear(5, 3)
+
+    @staticmethod
+    def _block() -> nn.Module:
+        return nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x * self.gain
+        for block in (*self.encoder, *self.decoder):
+            x = x + block(x)
+        return self.head(x).square().mean()
+
+
+def _freeze(model: nn.Module, phase: int) -> None:
+    """Encoder frozen; nothing; a block, half of another one and the root's gain; nothing."""
+    model.requires_grad_(True)
+    if phase == 0:
+        model.encoder.requires_grad_(False)
+    elif phase == 2:
+        model.decoder[1].requires_grad_(False)
+        model.decoder[2][0].requires_grad_(False)
+        model.gain.requires_grad_(False)
+
+
+def _adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=WEIGHT_DECAY)
+
+
+def _x(step: int, micro: int, rank: int) -> Tensor:
+    generator = torch.Generator().manual_seed(100 * step + 10 * micro + rank)
+    return torch.randn(4, 5, generator=generator)
+
+
+def _reference(case: Case, rank: int, world_size: int, phases: int) -> dict[str, Tensor]:
+    model = _Net()
+    optimizer = _adamw(model)
+    for phase in range(phases):
+        _freeze(model, phase)
+        # DDP looks at requires_grad when it is made.
+        ddp = DistributedDataParallel(model) if world_size > 1 else model
+        for step in range(phase * STEPS_PER_PHASE, (phase + 1) * STEPS_PER_PHASE):
+            optimizer.zero_grad()
+            for micro in range(case.accumulation):
+                is_quiet = micro < case.accumulation - 1 and world_size > 1
+                with ddp.no_sync() if is_quiet else nullcontext():
+                    (ddp(_x(step, micro, rank)) / case.accumulation).backward()
+            optimizer.step()
+    return {name: value.detach().clone() for name, value in model.state_dict().items()}
+
+
+def _run(engine: zero_core.Engine, rank: int, phase: int) -> None:
+    _freeze(engine.module, phase)
+    steps = engine.gradient_accumulation_steps
+    for step in range(phase * STEPS_PER_PHASE, (phase + 1) * STEPS_PER_PHASE):
+        for micro in range(steps):
+            with engine.no_sync() if micro < steps - 1 else nullcontext():
+                engine.backward(engine(_x(step, micro, rank)))
+            engine.step()
+
+
+def _build(config: dict[str, Any], phase: int = 0) -> zero_core.Engine:
+    model = _Net()
+    _freeze(model, phase)
+    return zero_core.build(model, config, optimizer=_adamw(model))
+
+
+def _follows_ddp(rank: int, world_size: int, accumulation: int) -> None:
+    # Three ranks: another order than DDP's ring.
+    atol = 0.0 if world_size <= 2 else 4e-6
+    case = Case(accumulation=accumulation, is_local=True)
+    expected = _reference(case, rank, world_size, phases=4)
+    for stage in (0, 1, 2, 3):
+        for again in (None, {}):
+            config = Case(stage, accumulation=accumulation).config()
+            engine = _build(config | {"activation_checkpointing": again})
+            for phase in range(4):
+                _run(engine, rank, phase)
+            torch.testing.assert_close(engine.full_state_dict(), expected, rtol=0.0, atol=atol)
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_frozen_and_unfrozen_parameters_follow_ddp(world_size, accumulation):
+    spawn(_follows_ddp, world_size, accumulation)
+
+
+def _is_left_alone(rank: int, world_size: int) -> None:
+    for stage in (0, 1, 2, 3):
+        engine = _build(Case(stage).config())
+        _run(engine, rank, 0)
+        full = engine.full_state_dict()
+        for name, value in _Net().state_dict().items():
+            is_frozen = name.startswith("encoder.")
+            assert torch.equal(full[name], value) == is_frozen, name  # no weight decay either
+        moment = engine.states.get_full("encoder.0.0.weight", "exp_avg_sq")
+        assert not moment.any()
+        assert engine.states.get_full("decoder.0.0.weight", "exp_avg_sq").any()
+
+
+def test_a_frozen_parameter_neither_decays_nor_gets_states():
+    spawn(_is_left_alone, 2)
+
+
+def _is_not_delayed(rank: int, world_size: int) -> None:
+    underway = []
+    for is_frozen in (False, True):
+        engine = _build(Case(stage=2).config(), phase=1)
+        engine.module.decoder[2][0].bias.requires_grad_(not is_frozen)
+        engine.module.decoder[1].requires_grad_(not is_frozen)
+        for step in range(2):
+            engine.backward(engine(_x(step, 0, rank)))
+            engine.step()
+        underway.append(engine.memory_report()["gradients under way"])
+    assert underway[0] == underway[1]
+
+
+def test_reductions_do_not_wait_for_gradients_that_will_not_come():
+    spawn(_is_not_delayed, 2)
+
+
+def _resumes(rank: int, world_size: int, folder: str) -> None:
+    expected = _build(Case(stage=2).config())
+    for phase in range(2):
+        _run(expected, rank, phase)
+    saved = _build(Case(stage=3).config())
+    _run(saved, rank, 0)
+    saved.save_checkpoint(folder)
+    resumed = _build(Case(stage=1).config(), phase=1)
+    resumed.load_checkpoint(folder)
+    _run(resumed, rank, 1)
+    found = resumed.full_state_dict()
+    torch.testing.assert_close(found, expected.full_state_dict(), rtol=0.0, atol=0.0)
+
+
+def test_a_checkpoint_of_a_frozen_phase_resumes_unfrozen(tmp_path):
+    spawn(_resumes, 2, str(tmp_path))
+
+
+def _refuses(rank: int, world_size: int) -> None:
+    for stage in (0, 3):
+        model = _Net()
+        model.encoder.requires_grad_(False)
+        engine = zero_core.build(model, Case(stage).config())  # an optimizer of the rest
+        model.encoder[1].requires_grad_(True)
+        with pytest.raises(RuntimeError, match=r"encoder\.1\.0\.weight requires .* Freeze it"):
+            engine(_x(0, 0, rank))
+        with pytest.raises(RuntimeError, match=r"encoder\.1\.0\.weight"):
+            engine.step()
+        model.encoder.requires_grad_(False)
+        engine.backward(engine(_x(0, 0, rank)))
+        engine.step()
+        assert engine.global_steps == 1
+
+
+def test_unfreezing_what_no_optimizer_group_holds_is_refused_by_name():
+    spawn(_refuses, 2)
+
+
+def test_memory_kept_for_frozen_parameters_is_told(caplog):
+    engine = _build({"train_batch_size": 1})
+    assert "12 parameters (246 elements; the first is encoder.0.0.weight)" in caplog.text
+    trained = sum(s.padded_numel for s in engine.layout.segments)
+    assert engine.memory_report()["gradient shards"] == 4 * trained
+    caplog.clear()
+    _build({"train_batch_size": 1}, phase=1)
+    assert not caplog.records
+
+
+class _Quantized(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.codes = nn.Parameter(torch.arange(6, dtype=torch.uint8), requires_grad=False)
+        self.linear = nn.Linear(6, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x * self.codes.float()).square().mean()
+
+
+def _keeps_integers(rank: int, world_size: int) -> None:
+    for stage in (0, 1, 2, 3):
+        model = _Quantized()
+        engine = zero_core.build(model, Case(stage).config(), optimizer=_adamw(model))
+        assert [p.is_trainable for p in engine.layout.params] == [False, True, True]
+        engine.backward(engine(torch.ones(1, 6)))
+        engine.step()
+        assert torch.equal(engine.full_state_dict()["codes"], _Quantized().codes)
+
+
+def test_an_integer_parameter_is_frozen_even_if_the_optimizer_holds_it():
+    spawn(_keeps_integers, 2)
+
+
+def test_a_plan_counts_what_requires_a_gradient_when_it_is_planned():
+    config = Case(stage=2).config()
+    rows = []
+    for phase in (0, 1):
+        with torch.device("meta"):
+            model = _Net()
+        _freeze(model, phase)
+        rows.append(zero_core.plan(model, config, 2, device_type="cpu").memory.device)
+    assert rows[0]["optimizer states"] < rows[1]["optimizer states"]
+    engine = zero_core.build(_Net(), {"train_batch_size": 1, **_one_rank_optimizer()})
+    engine.module.encoder.requires_grad_(False)  # after build(): its memory stays
+    trained = sum(s.padded_numel for s in engine.layout.segments)
+    assert engine.memory_report()["gradient shards"] == 4 * trained
+
+
+def _one_rank_optimizer() -> dict[str, Any]:
+    return {"optimizer": {"type": "AdamW", "params": {"lr": LR}}}
