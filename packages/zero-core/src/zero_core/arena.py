@@ -9,12 +9,13 @@ construction.
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-__all__ = ["Arena", "BufferPool"]
+__all__ = ["Arena", "BufferPool", "release_free_pages"]
 
 
 class Arena:
@@ -25,8 +26,8 @@ class Arena:
         self._bytes: dict[str, int] = {}
 
     def allocate(self, kind: str, dtype: torch.dtype, sizes: Sequence[int]) -> list[Tensor]:
-        """Views of one zeroed buffer, 1-D, of the given numbers of elements, in order."""
-        buffer = torch.zeros(sum(sizes), dtype=dtype, device=self._device)
+        """Views of one buffer, 1-D, of the given numbers of elements, in order; contents undefined."""
+        buffer = torch.empty(sum(sizes), dtype=dtype, device=self._device)
         self._bytes[kind] = self._bytes.get(kind, 0) + buffer.numel() * buffer.element_size()
         return list(torch.split(buffer, list(sizes)))
 
@@ -75,3 +76,14 @@ class BufferPool:
     def allocated_bytes(self) -> int:
         """Bytes that the pool holds, free or not."""
         return len(self._all) * self._buffer_bytes
+
+
+def release_free_pages() -> None:
+    """Give host memory that was freed back to the system, where the C library keeps it.
+
+    Between small objects that stay, glibc keeps pages of large ones that went (below 32 MiB each):
+    a quarter of a model's own memory, once its parameters have moved into an arena.
+    """
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)

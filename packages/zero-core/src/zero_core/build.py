@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
+from zero_core.arena import release_free_pages
 from zero_core.blueprint import Blueprint
 from zero_core.buffers import adopt_buffers
 from zero_core.collectives import ControlGroup, NativeCollectives
@@ -252,13 +253,18 @@ def _fill(
     control: ControlGroup,
 ) -> None:
     """Bring rank 0's values into the engine's memory, unrounded ones into the master weights."""
+    scratch = torch.empty(0)
     for segment, values in zip(layout.segments, memory.values, strict=True):
         params = [found.params[slot.param] for slot in segment.slots]
-        dtype = _widest(params, segment)
-        flat = torch.zeros(segment.padded_numel, dtype=dtype, device=values.shard.device)
+        dtype, device = _widest(params, segment), values.shard.device
+        if scratch.numel() < segment.padded_numel or scratch.dtype != dtype:
+            scratch = torch.empty(segment.padded_numel, dtype=dtype, device=device)
+        flat = scratch[: segment.padded_numel]
+        for low, high in segment.gaps():
+            flat[low:high].zero_()
         for slot, param in zip(segment.slots, params, strict=True):
             flat[slot.start : slot.stop].copy_(param.detach().reshape(-1))
-        control.broadcast(flat)
+        control.equalize(flat)
         values.store(flat)
         values.adopt()
         if values.local_span is not None:
@@ -266,6 +272,7 @@ def _fill(
                 segment, control.rank, is_sharded=memory.has_sharded_state
             )
             tier.write_state("master_weight", values.local_span[0], flat[low:high])
+    release_free_pages()  # what the parameters' own storage left
 
 
 def _widest(params: Sequence[nn.Parameter], segment: Segment) -> torch.dtype:

@@ -11,6 +11,7 @@ on the backend's ring nor on the stage.
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Callable, Sequence
 from typing import Any, cast
@@ -209,6 +210,18 @@ class ControlGroup:
         """Overwrite ``tensor`` with rank ``source``'s."""
         if self.world_size > 1:
             dist.broadcast(tensor, group=self._group, group_src=source)
+
+    def equalize(self, tensor: Tensor) -> None:
+        """As `broadcast` from rank 0, for what is likely to be the same on every rank already.
+
+        On a host, where a checksum costs less than sending, nothing is sent if all agree.
+        """
+        if self.world_size > 1 and tensor.is_cpu:
+            digest = hashlib.sha256(tensor.view(torch.uint8).numpy()).digest()
+            rows = self.gather(torch.frombuffer(bytearray(digest), dtype=torch.uint8))
+            if bool((rows.view(self.world_size, -1) == rows[: len(digest)]).all()):
+                return
+        self.broadcast(tensor)
 
     def barrier(self) -> None:
         """Wait for every rank."""

@@ -151,24 +151,25 @@ class Flow:
             self._handles.append(
                 module.register_forward_hook(self._post_forward(unit), always_call=True)
             )
-            self._guard_inside(unit)
             for grads in unit.grads:
                 for position, param in enumerate(grads.params):
                     hook = self._on_grad(unit, grads, position)
                     handle = param.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
                     self._handles.append(handle)
+        self._guard_inside()
 
-    def _guard_inside(self, unit: Unit) -> None:
-        """Hook the modules that hold the unit's parameters, for when they are called by themselves.
+    def _guard_inside(self) -> None:
+        """Hook the modules that hold a unit's parameters, for when they are called by themselves.
 
         Activation checkpointing of a part of a block does that in backward, a model that calls
         ``block.attention`` in its own forward.
         """
-        owned = {id(p) for values in unit.values for p in values.params}
+        unit_of = {id(p): u.index for u in self._units for v in u.values for p in v.params}
         for module in self._model.modules():
-            own = module.parameters(recurse=False)
-            if module is not self._modules[unit.index] and any(id(p) in owned for p in own):
-                self._handles.append(module.register_forward_pre_hook(self._pre_inside(unit)))
+            for index in {unit_of[id(p)] for p in module.parameters(recurse=False)}:
+                if module is not self._modules[index]:
+                    hook = self._pre_inside(self._units[index])
+                    self._handles.append(module.register_forward_pre_hook(hook))
 
     def _pre_inside(self, unit: Unit) -> Callable[[nn.Module, Any], None]:
         def hook(module: nn.Module, args: Any) -> None:
