@@ -1,9 +1,10 @@
 """Memory and start-up of the engine against what is promised, on freshly started ranks.
 
 [Note: what is held against what]
-formula   peak of a rank against ZeRO's closed form (arXiv 1910.02054, sections 3 and 5) and at most
-          two gathered units, where activations are negligible
-growth    resident memory after 500 steps against after 50; sequences of one length, or of random ones
+formula   peak of a rank against ZeRO's closed form (arXiv 1910.02054, sections 3 and 5), at most two
+          gathered units, and "passing": two units' gradients under way, a buffer to exchange
+          them in, one parameter's gradient; where activations are negligible
+growth    resident memory after 500 steps against after 50; samples of one length, or of random ones
 start-up  seconds of `zero_core.build`, and how they grow with the model
 plan      peak of a rank against `zero_core.plan`, activations included
 
@@ -67,7 +68,8 @@ def formula_rows() -> Iterator[Row]:
         unit = 2 * (numel // job.layers)  # bytes of a gathered unit
         gathered = 2 * unit if stage == 3 else 0
         planned = _plan(job).memory.device
-        passing = ("gradients under way", "exchange buffers", "parameter gradient", "activations")
+        kinds = ("gradients under way", "exchange buffers", "parameter gradient", "activations")
+        passing = sum(planned.get(kind, 0) for kind in kinds)
         peak = max(f["peak_bytes"] for f in found)
         ours = round(_bytes_per_parameter(stage, job.ranks, 4) * numel) + gathered
         yield {
@@ -75,11 +77,11 @@ def formula_rows() -> Iterator[Row]:
             "num_parameters": numel,
             "paper_bytes": round(_bytes_per_parameter(stage, job.ranks, None) * numel) + gathered,
             "formula_bytes": ours,
-            "passing_bytes": sum(planned.get(kind, 0) for kind in passing),
+            "passing_bytes": passing,
             "build_peak_bytes": max(f["build_peak_bytes"] for f in found),
             "peak_bytes": peak,
-            "ratio": peak / ours,
-            "is_met": None if note else peak <= (1 + FORMULA_BAR) * ours,
+            "ratio": peak / (ours + passing),
+            "is_met": None if note else peak <= (1 + FORMULA_BAR) * (ours + passing),
         }
 
 
@@ -229,7 +231,7 @@ def _plot(parts: Mapping[str, list[Row]], path: Path) -> None:
 
 
 TITLES = {
-    "formula": "peak over the formula (bar 1.03)",
+    "formula": "peak over the formula and what is passing (bar 1.03)",
     "growth": "growth from step 50 to 500, of what is held (bar 0.05)",
     "start": "CPU seconds of build, all ranks, per 10^9 parameters",
     "plan": "peak over the plan (bar 0.95 to 1.05)",

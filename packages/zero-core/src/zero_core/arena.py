@@ -26,7 +26,7 @@ class Arena:
         self._bytes: dict[str, int] = {}
 
     def allocate(self, kind: str, dtype: torch.dtype, sizes: Sequence[int]) -> list[Tensor]:
-        """Views of one buffer, 1-D, of the given numbers of elements, in order; contents undefined."""
+        """Views of one buffer, 1-D, of the given numbers of elements, in order, not initialised."""
         buffer = torch.empty(sum(sizes), dtype=dtype, device=self._device)
         self._bytes[kind] = self._bytes.get(kind, 0) + buffer.numel() * buffer.element_size()
         return list(torch.split(buffer, list(sizes)))
@@ -82,7 +82,7 @@ def release_free_pages() -> None:
     """Give host memory that was freed back to the system, where the C library keeps it.
 
     Between small objects that stay, glibc keeps pages of large ones that went (below 32 MiB each):
-    a quarter of a model's own memory, once its parameters have moved into an arena.
+    a third of a model's own memory, once its parameters have moved into an arena.
     """
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:

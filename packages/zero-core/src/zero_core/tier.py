@@ -117,8 +117,8 @@ class DeviceTier:
             for index in turn:
                 self._pieces[index].grad = None
                 self._flatten_state(index)
-        if len(turns) > 1:
-            release_free_pages()
+            if len(turns) > 1:
+                release_free_pages()
         self._grads.clear()
         self._publish(0, self._numel)
 
