@@ -1,8 +1,8 @@
 """Memory and start-up of the engine against what is promised, on freshly started ranks.
 
 [Note: what is held against what]
-formula   peak of a rank against ZeRO's closed form (arXiv 1910.02054, sections 3 and 5), at most two
-          gathered units, and "passing": two units' gradients under way, a buffer to exchange
+formula   peak of a rank against ZeRO's closed form (arXiv 1910.02054, sections 3 and 5), at most
+          two gathered units, and "passing": two units' gradients under way, a buffer to exchange
           them in, one parameter's gradient; where activations are negligible
 growth    resident memory after 500 steps against after 50; samples of one length, or of random ones
 start-up  seconds of `zero_core.build`, and how they grow with the model
