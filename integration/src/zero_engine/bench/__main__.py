@@ -12,6 +12,7 @@ from zero_engine.bench import cpu_adam as host_adam
 from zero_engine.bench import cpu_adam_convergence as convergence
 from zero_engine.bench.contenders import CONTENDERS
 from zero_engine.bench.engine import compare
+from zero_engine.bench.memory import PARTS, measure_all
 from zero_engine.bench.workload import Workload
 
 app = typer.Typer(help=__doc__, add_completion=False, pretty_exceptions_enable=False)
@@ -95,6 +96,20 @@ def cpu_adam_convergence(
         steps=steps, seeds=seeds, threads=threads or torch.get_num_threads()
     )
     convergence.compare(settings, output=output)
+
+
+@app.command()
+def memory(
+    only: Annotated[list[str] | None, typer.Option(help=f"Of: {', '.join(PARTS)}.")] = None,
+    output: Annotated[Path, typer.Option(help="Folder for memory.json and memory.png.")] = Path(
+        "integration/benchmarks/results"
+    ),
+) -> None:
+    """Peak memory against ZeRO's formula and against the plan; growth; start-up. Linux."""
+    unknown = set(only or ()) - set(PARTS)
+    if unknown:
+        raise typer.BadParameter(f"unknown part {unknown.pop()!r}", param_hint="--only")
+    measure_all(only or list(PARTS), output=output)
 
 
 app()

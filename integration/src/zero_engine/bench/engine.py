@@ -10,10 +10,7 @@ import importlib.util
 import json
 import os
 import statistics
-import subprocess
 import sys
-import tempfile
-import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -25,13 +22,12 @@ from rich.console import Console
 from rich.table import Table
 
 from zero_engine.bench.contenders import NEEDS
+from zero_engine.bench.processes import RankError, run_ranks
 from zero_engine.bench.workload import Workload
 from zero_engine.machine import processor_name
 from zero_engine.metrics import MIB
 
 __all__ = ["compare"]
-
-TIME_LIMIT_S = 600
 
 
 @dataclass
@@ -107,72 +103,20 @@ def _missing(name: str) -> str:
 
 def _run_once(workload: Workload, result: Measured) -> None:
     """One round of one contender: start its ranks, wait for them, add up what they found."""
-    with tempfile.TemporaryDirectory() as scratch:
-        files = [Path(scratch, f"rank{rank}.json") for rank in range(workload.ranks)]
-        # Files, not pipes: a rank that says more than a pipe holds would block the others.
-        logs = [file.with_suffix(".log") for file in files]
-        ranks = [
-            _start(
-                [
-                    sys.executable,
-                    "-m",
-                    "zero_engine.bench.worker",
-                    result.name,
-                    json.dumps(asdict(workload)),
-                    str(Path(scratch, "store")),
-                    str(rank),
-                    str(file),
-                ],
-                _environment(workload, rank),
-                log,
-            )
-            for rank, (file, log) in enumerate(zip(files, logs, strict=True))
-        ]
-        _wait(ranks)
-        said = "\n".join(log.read_text(encoding="utf-8", errors="replace") for log in logs)
-        if any(rank.returncode for rank in ranks):
-            last_lines = [line for line in said.splitlines() if line.strip()][-1:]
-            result.failure = f"failed: {' '.join(last_lines) or 'no output'}"
-            print(said, file=sys.stderr)
-            return
-        found = [json.loads(file.read_text(encoding="utf-8")) for file in files]
+    try:
+        found = run_ranks(
+            "zero_engine.bench.worker",
+            [result.name, json.dumps(asdict(workload))],
+            workload.ranks,
+            {"OMP_NUM_THREADS": str(workload.threads)},
+        )
+    except RankError as error:
+        result.failure = f"failed: {error}"
+        print(error.log, file=sys.stderr)
+        return
     result.times_s += found[0]["times_s"]
     result.added_bytes += [f["peak_bytes"] - f["before_bytes"] for f in found]
     result.last_loss = statistics.fmean(f["losses"][-1] for f in found)
-
-
-def _start(command: Sequence[str], environment: dict[str, str], log: Path) -> subprocess.Popen[str]:
-    with log.open("w", encoding="utf-8") as file:
-        return subprocess.Popen(
-            command, env=environment, stdout=file, stderr=subprocess.STDOUT, text=True
-        )
-
-
-def _wait(ranks: Sequence[subprocess.Popen[str]]) -> None:
-    """Wait for all ranks; if one fails or the time is over, end those that are left."""
-    limit = time.monotonic() + TIME_LIMIT_S
-    while any(rank.poll() is None for rank in ranks):
-        if any(rank.poll() for rank in ranks) or time.monotonic() > limit:
-            for rank in ranks:
-                rank.kill()
-        time.sleep(0.1)
-
-
-def _environment(workload: Workload, rank: int) -> dict[str, str]:
-    return {
-        **os.environ,
-        "OMP_NUM_THREADS": str(workload.threads),
-        "GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo",
-        "CUDA_VISIBLE_DEVICES": "",  # the comparison is of the CPU
-        "DS_ACCELERATOR": "cpu",
-        "HF_HUB_OFFLINE": "1",
-        # For DeepSpeed, which asks for them though the group is there already.
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(workload.ranks),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": "29500",
-    }
 
 
 def _table(results: Sequence[Measured]) -> Table:

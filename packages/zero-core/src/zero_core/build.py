@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
-from zero_core.arena import BufferPool, allocator
+from zero_core.arena import BufferPool, allocator, release_free_pages
 from zero_core.blueprint import Blueprint
 from zero_core.buffers import adopt_buffers
 from zero_core.collectives import ControlGroup, NativeCollectives
@@ -311,11 +311,15 @@ def _fill(
     pool = BufferPool(allocator(memory.values[0].shard.device), max(sizes))
     for segment, values, dtype in zip(layout.segments, memory.values, dtypes, strict=True):
         params = [found.params[slot.param] for slot in segment.slots]
-        flat = pool.acquire(segment.padded_numel, dtype).zero_()
-        if control.rank == 0:
+        flat = pool.acquire(segment.padded_numel, dtype)
+        # What has to be computed first is computed by one rank alone.
+        is_deferred = any(param.is_meta for param in params)
+        if control.rank == 0 or not is_deferred:
+            for low, high in segment.gaps():
+                flat[low:high].zero_()
             for slot, param in zip(segment.slots, params, strict=True):
                 flat[slot.start : slot.stop].copy_(initial.of(param).reshape(-1))
-        control.broadcast(flat)
+        (control.broadcast if is_deferred else control.equalize)(flat)
         values.store(flat)
         _adopt(values)
         if values.local_span is not None:
@@ -324,6 +328,7 @@ def _fill(
             )
             tier.write_state("master_weight", values.local_span[0], flat[low:high])
         pool.release(flat)
+    release_free_pages()  # what the parameters' own storage left
 
 
 def _adopt(values: SegmentValues) -> None:

@@ -16,6 +16,7 @@ from zero_core.unit import SegmentGrads
 __all__ = ["GradientFacts"]
 
 _MAX_NAMED = 3
+_MAX_RANKS = 8
 
 
 class GradientFacts:
@@ -117,4 +118,5 @@ def _describe(name: str, ranks: set[int | None]) -> str:
     if not known:
         return f"{name}: each rank's part is finite, their sum is not"
     batches = "batch of rank" if len(known) == 1 else "batches of ranks"
-    return f"{name}: {batches} {', '.join(map(str, known))}"
+    more = f" and {len(known) - _MAX_RANKS} more" if len(known) > _MAX_RANKS else ""
+    return f"{name}: {batches} {', '.join(map(str, known[:_MAX_RANKS]))}{more}"

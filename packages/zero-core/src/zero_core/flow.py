@@ -153,30 +153,32 @@ class Flow:
             after = outside_graphs(self._post_forward(unit))
             self._handles.append(module.register_forward_pre_hook(before))
             self._handles.append(module.register_forward_hook(after, always_call=True))
-            self._guard_inside(unit)
             for grads in unit.grads:
                 for position, param in enumerate(grads.params):
                     hook = self._on_grad(unit, grads, position)
                     self._handles.append(hook_gradient(param, hook))
+        self._guard_inside()
 
-    def _guard_inside(self, unit: Unit) -> None:
-        """Hook the modules that hold the unit's parameters, for when they are called by themselves.
+    def _guard_inside(self) -> None:
+        """Hook the modules that hold a unit's parameters, for when they are called by themselves.
 
         Activation checkpointing of a part of a block does that in backward, a model that calls
         ``block.attention`` in its own forward.
         """
-        owned = {id(p) for values in unit.values for p in values.params}
+        unit_of = {id(p): u.index for u in self._units for v in u.values for p in v.params}
         for module in self._model.modules():
-            if module is self._modules[unit.index]:
-                continue
-            is_compiled = module._compiled_call_impl is not None  # one with all its parts
-            is_owned = [id(p) in owned for p in module.parameters(recurse=is_compiled)]
-            if is_compiled and is_owned and all(is_owned):
-                hook = outside_graphs(self._pre_inside(unit))
-            elif any(id(p) in owned for p in module.parameters(recurse=False)):
-                hook = unless_compiling(self._pre_inside(unit))
-            else:
-                continue
+            own = {unit_of[id(p)] for p in module.parameters(recurse=False)}
+            if module._compiled_call_impl is not None:  # one graph with all its parts
+                within = {unit_of[id(p)] for p in module.parameters()}
+                if len(within) == 1:
+                    self._guard(module, within.pop(), outside_graphs)
+                    continue
+            for index in own:
+                self._guard(module, index, unless_compiling)
+
+    def _guard(self, module: nn.Module, index: int, around: Callable[..., Any]) -> None:
+        if module is not self._modules[index]:
+            hook = around(self._pre_inside(self._units[index]))
             self._handles.append(module.register_forward_pre_hook(hook))
 
     def _pre_inside(self, unit: Unit) -> Callable[[nn.Module, Any], None]:

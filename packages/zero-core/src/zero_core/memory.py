@@ -161,16 +161,21 @@ class Memory:
 
     def _allocate_grads(self) -> dict[int, SegmentGrads]:
         segments = [s for s in self._layout.segments if s.is_trainable]
-        shards = self._by_dtype("gradient shards", segments, self._accumulated, is_full=False)
         kept: dict[int, Tensor] = {}
         final: dict[int, Tensor] = {}
+        shards: dict[int, Tensor] = {}
         if self._keeps_full_grads:
             kept = self._by_dtype("gradients", segments, self._communicated, is_full=True)
         if self._has_full_update:
             # A reduction leaves the kept gradients free: they hold the sum, if it fits.
-            final = {i: t for i, t in kept.items() if t.dtype == shards[i].dtype}
+            final = {s.index: kept[s.index] for s in segments if self._is_sum_kept(s)}
             rest = [s for s in segments if s.index not in final]
-            final |= self._by_dtype("gradients", rest, self._accumulated, is_full=True)
+            own = self._by_dtype("gradients", rest, self._accumulated, is_full=True)
+            # The sum that is gathered into begins as this rank's slice of it.
+            shards = {s.index: own[s.index][slice(*s.shard_range(self._rank))] for s in rest}
+            final |= own
+        apart = [s for s in segments if s.index not in shards]
+        shards |= self._by_dtype("gradient shards", apart, self._accumulated, is_full=False)
         dtypes = {self._communicated(s) for s in segments} | {
             self._accumulated(s) for s in segments
         }
@@ -219,6 +224,9 @@ class Memory:
         """Whether each backward takes a buffer of ``dtype`` for the segment's gradients."""
         is_pooled = self._has_peers and not self._keeps_full_grads
         return is_pooled and self._communicated(segment) == dtype
+
+    def _is_sum_kept(self, segment: Segment) -> bool:
+        return self._communicated(segment) == self._accumulated(segment)
 
     def _communicated(self, segment: Segment) -> torch.dtype:
         return communicated_dtype(segment, self._config)

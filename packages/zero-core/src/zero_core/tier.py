@@ -18,6 +18,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from zero_core.arena import release_free_pages
+
 __all__ = ["DeviceTier", "optimizer_options", "probe_states"]
 
 MASTER = "master_weight"
@@ -33,13 +35,17 @@ class _Chunked:
     def parts(self, start: int, stop: int) -> list[tuple[int, Tensor]]:
         """The views that cover ``[start, stop)``, each with its own start."""
         found: list[tuple[int, Tensor]] = []
-        index = bisect_right(self._starts, start) - 1
+        index = self.index_of(start)
         while start < stop:
             low, tensor = self.chunks[index]
             end = min(stop, low + tensor.numel())
             found.append((start, tensor[start - low : end - low]))
             start, index = end, index + 1
         return found
+
+    def index_of(self, start: int) -> int:
+        """Which of the tensors ``start`` lies in."""
+        return bisect_right(self._starts, start) - 1
 
     def one(self, start: int, stop: int) -> Tensor:
         """The view of ``[start, stop)``, which lies in one chunk."""
@@ -100,16 +106,19 @@ class DeviceTier:
             self._grads.clear()
             return
         grads = _Chunked([self._scaled(s, grad_scale) for s in sorted(self._grads)])
-        for index in active:
-            piece = self._pieces[index]
-            piece.grad = grads.one(*self._spans[index])
-            self._num_steps[index] += 1
         for own, given in zip(self._optimizer.param_groups, groups, strict=True):
             own.update({k: v for k, v in given.items() if k != "params"})
-        self._optimizer.step()
-        for index in active:
-            self._pieces[index].grad = None
-            self._flatten_state(index)
+        turns = self._turns(active)
+        for turn in turns:
+            for index in turn:
+                self._pieces[index].grad = grads.one(*self._spans[index])
+                self._num_steps[index] += 1
+            self._optimizer.step()
+            for index in turn:
+                self._pieces[index].grad = None
+                self._flatten_state(index)
+            if len(turns) > 1:
+                release_free_pages()
         self._grads.clear()
         self._publish(0, self._numel)
 
@@ -172,6 +181,19 @@ class DeviceTier:
         for name, flat in self._flat.items():
             if name != MASTER:
                 state[name] = flat.one(*self._spans[piece])
+
+    def _turns(self, active: Sequence[int]) -> list[list[int]]:
+        """Pieces that step together: all at once, but at their first step those of one chunk.
+
+        There the optimizer makes states that `_flatten_state` then moves: one chunk's at a time
+        take little memory, everyone's as much as all states once more.
+        """
+        turns: dict[int, list[int]] = {}
+        for index in active:
+            is_first = self._num_steps[index] == 0
+            chunk = self._published.index_of(self._spans[index][0]) if is_first else -1
+            turns.setdefault(chunk, []).append(index)
+        return list(turns.values())
 
     def _possible_names(self) -> set[str]:
         if self._optimizer is None:

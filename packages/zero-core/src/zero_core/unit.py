@@ -12,7 +12,8 @@ full_grad   [padded_numel], communication dtype (accumulation dtype if it outliv
             this rank's own gradients, divided by the world size, until they are reduced
 grad_shard  [shard_numel], accumulation dtype, arena: the reduced gradients of the micro-steps
             so far
-final_grad  what the state tier gets: ``grad_shard``; at stage 0 all ranks' of them, gathered
+final_grad  what the state tier gets: ``grad_shard``; at stage 0 all ranks' of them, gathered, of
+            which ``grad_shard`` is a view if ``full_grad`` does not lie there
 """
 
 from __future__ import annotations

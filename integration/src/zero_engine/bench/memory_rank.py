@@ -1,0 +1,184 @@
+"""One rank of one memory measurement: build, train, write what was resident to a file, end.
+
+Started by `zero_engine.bench.memory` as
+``python -m zero_engine.bench.memory_rank JOB_JSON STORE RANK RESULT``.
+
+[Note: what is measured]
+Resident memory (``VmRSS``, and ``VmHWM`` for the highest since it was reset) over what the process
+had before the model was made. By then it has trained a small engine with the same configuration, so
+that libraries, kernels' code and the process group's own buffers are there already.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional
+
+import zero_core
+from zero_engine.bench.worker import resident_bytes
+
+__all__ = ["Gpt", "Job"]
+
+WARM_STEPS = 2
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is measured: a small GPT, its configuration, and how long it is trained."""
+
+    layers: int
+    width: int
+    heads: int
+    vocab: int
+    context: int
+    """Tokens per sample."""
+    micro_batch: int
+    ranks: int
+    stage: int
+    dtype: str
+    """"fp32" or "bf16"."""
+    steps: int
+    offload: str = "none"
+    marks: tuple[int, ...] = ()
+    """Steps after which resident memory is noted too."""
+    is_random_length: bool = False
+    """Whether each micro-batch has a length of its own, up to ``context``."""
+
+    def model(self) -> Gpt:
+        """The model, with the same weights on every rank."""
+        torch.manual_seed(0)
+        return Gpt(self)
+
+    def config(self) -> dict[str, Any]:
+        """The engine's configuration."""
+        return {
+            "train_micro_batch_size_per_gpu": self.micro_batch,
+            "bf16": {"enabled": self.dtype == "bf16"},
+            "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
+            "zero_optimization": {
+                "stage": self.stage,
+                "offload_optimizer": {"device": self.offload},
+            },
+        }
+
+    def inputs(self, rank: int) -> Iterator[Tensor]:
+        """Token ids for ever: int64, ``[micro_batch, length]``, different on every rank."""
+        generator = torch.Generator().manual_seed(1 + rank)
+        while True:
+            length = self.context
+            if self.is_random_length:
+                length = int(torch.randint(2, self.context + 1, (), generator=generator))
+            yield torch.randint(self.vocab, (self.micro_batch, length), generator=generator)
+
+
+class _Block(nn.Module):
+    """A transformer block."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norms = nn.ModuleList([nn.LayerNorm(width), nn.LayerNorm(width)])
+        self.qkv = nn.Linear(width, 3 * width)
+        self.out = nn.Linear(width, width)
+        self.up = nn.Linear(width, 4 * width)
+        self.down = nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        parts = self.qkv(self.norms[0](x)).unflatten(-1, (3, self.heads, -1)).unbind(2)
+        query, key, value = (part.transpose(1, 2) for part in parts)
+        mixed = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+        x = x + self.out(mixed.transpose(1, 2).flatten(2))
+        y: Tensor = x + self.down(functional.gelu(self.up(self.norms[1](x))))
+        return y
+
+
+class Gpt(nn.Module):
+    """A GPT with tied embeddings; its forward gives the loss. No library's code but torch's."""
+
+    def __init__(self, job: Job) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(job.vocab, job.width)
+        self.blocks = nn.ModuleList(_Block(job.width, job.heads) for _ in range(job.layers))
+        self.head = nn.Linear(job.width, job.vocab, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """Mean cross-entropy of each token from those before; ``ids``: int64, [batch, length]."""
+        x = self.embed(ids)
+        for block in self.blocks:
+            x = block(x)
+        logits = self.head(x[:, :-1]).flatten(0, 1).float()
+        return functional.cross_entropy(logits, ids[:, 1:].flatten())
+
+
+def measure(job: Job, store: str, rank: int) -> dict[str, Any]:
+    """Run the job on this rank; times in seconds, memory in bytes."""
+    torch.set_num_threads(1)
+    store_of_ranks = dist.FileStore(store, job.ranks)  # type: ignore[attr-defined]
+    dist.init_process_group("gloo", store=store_of_ranks, rank=rank, world_size=job.ranks)
+    _train(replace(job, layers=2, width=64, heads=1, steps=WARM_STEPS, marks=()), rank)
+    found = _train(job, rank)
+    gc.collect()  # an engine that still held the group would end its threads only at exit
+    dist.destroy_process_group()
+    return found
+
+
+def _train(job: Job, rank: int) -> dict[str, Any]:
+    """Build and train, and note resident memory over what there was at the start."""
+    gc.collect()
+    before = resident_bytes("VmRSS")
+    model = job.model()
+    _restart_peak()
+    dist.barrier()
+    started_at = time.perf_counter()
+    cpu_at = time.process_time()
+    engine = zero_core.build(model, job.config())
+    found: dict[str, Any] = {
+        "build_s": time.perf_counter() - started_at,
+        "build_cpu_s": time.process_time() - cpu_at,
+        "build_peak_bytes": resident_bytes("VmHWM") - before,
+        "built_bytes": resident_bytes("VmRSS") - before,
+        "num_parameters": sum(p.numel for p in engine.layout.params),
+    }
+    _restart_peak()
+    inputs = job.inputs(rank)
+    marks = {}
+    for step in range(1, job.steps + 1):
+        ids = next(inputs)
+        engine.backward(engine(ids))
+        engine.step()
+        if step in job.marks:
+            marks[step] = resident_bytes("VmRSS") - before
+    dist.barrier()
+    return {
+        **found,
+        "peak_bytes": resident_bytes("VmHWM") - before,
+        "resident_bytes": marks,
+        "held_bytes": engine.memory_report(),
+    }
+
+
+def _restart_peak() -> None:
+    Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # VmHWM starts from here
+
+
+def main() -> None:
+    """Read the command line, measure, write the result."""
+    job, store, rank, result = sys.argv[1:]
+    measured = measure(Job(**json.loads(job)), store, int(rank))
+    Path(result).write_text(json.dumps(measured), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

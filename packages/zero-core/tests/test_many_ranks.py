@@ -1,0 +1,79 @@
+"""One rank of 1024, alone: a process group that answers without sending anything."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+import zero_core
+
+WORLD_SIZE, WIDTH = 1024, 96
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(33, WIDTH)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(WIDTH, n), nn.Tanh(), nn.Linear(n, WIDTH)) for n in (200, 77)
+        )
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        for block in self.blocks:
+            x = x + block(x)
+        return (x @ self.embed.weight.T).square().mean()
+
+
+@pytest.fixture(params=[0, 1023], ids=lambda rank: f"rank{rank}")
+def rank(request: pytest.FixtureRequest) -> Iterator[int]:
+    rank: int = request.param
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=WORLD_SIZE)
+    yield rank
+    dist.destroy_process_group()
+
+
+def make_config(stage: int) -> dict[str, Any]:
+    return {
+        "train_micro_batch_size_per_gpu": 1,
+        "bf16": {"enabled": True},
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+        "zero_optimization": {"stage": stage},
+        "check_grad_overflow": False,  # what 1023 silent ranks send is undefined
+    }
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_step_among_1024_ranks_holds_what_was_planned(rank: int, stage: int) -> None:
+    config = make_config(stage)
+    with torch.device("meta"):
+        planned = zero_core.plan(Model(), config, WORLD_SIZE, device_type="cpu").memory.device
+    engine = zero_core.build(Model(), config)
+    for _ in range(2):
+        engine.backward(engine(torch.arange(8).view(1, 8)))
+        engine.step()
+    assert (engine.world_size, engine.rank, engine.device.type) == (WORLD_SIZE, rank, "cpu")
+    assert (engine.global_steps, engine.skipped_steps) == (2, 0)
+
+    held = {kind: nbytes for kind, nbytes in engine.memory_report().items() if nbytes}
+    assert held == {kind: planned[kind] for kind in held}
+    for values in (v for unit in engine._units for v in unit.values):
+        segment = values.segment
+        assert segment.padded_numel == WORLD_SIZE * segment.shard_numel
+        assert values.shard.shape == (segment.shard_numel,)
+    numel = sum(s.shard_numel for s in engine.layout.segments)
+    assert held["gradient shards"] == 4 * numel
+    assert planned["optimizer states"] == 8 * numel
+    owned = engine.layout.pieces(rank, is_sharded=True)
+    assert bool(owned) == (rank == 0)  # the last rank's shards are padding
+    names = engine._tier.state_names()[1:]
+    states = [engine._tier.read_state(name, 0, numel) for name in names]
+    assert sum(t.nbytes for t in states) == (planned["optimizer states"] if owned else 0)
+    assert all(engine._tier.read_scalars(i)["num_steps"] == 2.0 for i in range(len(owned)))
+    engine.close()
