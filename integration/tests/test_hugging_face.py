@@ -131,7 +131,9 @@ def _trained(model: nn.Module) -> dict[str, Tensor]:
 def _adapts(rank: int, world_size: int) -> None:
     model = _lora()
     ddp = DistributedDataParallel(model)
-    optimizer = torch.optim.AdamW(_trained(model).values(), lr=LR, weight_decay=WEIGHT_DECAY)
+    optimizer = torch.optim.AdamW(
+        _trained(model).values(), lr=LR, weight_decay=WEIGHT_DECAY, fused=True
+    )
     for step in range(3):
         optimizer.zero_grad()
         ids = _ids(step, rank)

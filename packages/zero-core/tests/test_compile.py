@@ -63,7 +63,7 @@ def _x(step: int, rank: int) -> Tensor:
 def _reference(rank: int, world_size: int) -> dict[str, Tensor]:
     model = _Net()
     ddp = DistributedDataParallel(model) if world_size > 1 else model
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=WEIGHT_DECAY)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=WEIGHT_DECAY, fused=True)
     for step in range(3):
         optimizer.zero_grad()
         ddp(_x(step, rank)).backward()

@@ -23,7 +23,7 @@ def _x(step: int, rank: int, dtype: torch.dtype = torch.float32) -> Tensor:
 
 
 def _adamw(params: Any) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(params, lr=LR, weight_decay=WEIGHT_DECAY)
+    return torch.optim.AdamW(params, lr=LR, weight_decay=WEIGHT_DECAY, fused=True)
 
 
 def _tolerance(world_size: int) -> float:

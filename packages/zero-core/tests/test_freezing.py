@@ -50,7 +50,7 @@ def _freeze(model: nn.Module, phase: int) -> None:
 
 
 def _adamw(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=WEIGHT_DECAY)
+    return torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=WEIGHT_DECAY, fused=True)
 
 
 def _x(step: int, micro: int, rank: int) -> Tensor:

@@ -186,9 +186,13 @@ def _dtypes(rank: int, world_size: int) -> None:
             finals.append(engine.full_state_dict(dtype=torch.float32)["embed.weight"])
             report = engine.memory_report()
             width = 2 if "data_types" in keys else 4
-            assert report["gradient shards"] == width * sum(
-                s.shard_numel for s in engine.layout.segments if s.is_trainable
-            )
+            trainable = [s for s in engine.layout.segments if s.is_trainable]
+            if stage > 0:
+                assert report["gradient shards"] == width * sum(s.shard_numel for s in trainable)
+            elif engine.world_size > 1:  # what is reduced in, and the sum, if it needs its own
+                reduced = 4 if "communication_data_type" in keys else 2
+                both = reduced + (width if width != reduced else 0)
+                assert report["gradients"] == both * sum(s.padded_numel for s in trainable)
         for other in finals[1:]:
             assert not torch.equal(finals[0], other)  # the setting has an effect
             torch.testing.assert_close(other, finals[0], atol=0.02, rtol=0.0)

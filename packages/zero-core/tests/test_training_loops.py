@@ -122,7 +122,7 @@ def _follows_ddp(rank: int, world_size: int, name: str) -> None:
     model = make()
     ddp = DistributedDataParallel(model) if world_size > 1 else model
     trained = [p for p in model.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW(trained, lr=LR, weight_decay=WEIGHT_DECAY)
+    optimizer = torch.optim.AdamW(trained, lr=LR, weight_decay=WEIGHT_DECAY, fused=True)
     torch.manual_seed(rank)
     plain = _train if loop in (_evaluating, _failing) else loop
     for step in range(STEPS):

@@ -4,8 +4,8 @@ Hooks on the unit modules and on the parameters call in here; nothing in the mod
 
 [Note: order]
 Units are gathered forward in the order of the module tree and backward in reverse; reductions run
-in that reverse order, the root last, whatever order gradients arrive in. So every rank launches
-the same collectives in the same order even where ranks take different branches within a block.
+in that reverse order, the root last (`zero_core.arrivals`). So every rank launches the same
+collectives in the same order even where ranks take different branches within a block.
 
 [Note: saved tensors]
 Autograd saves the weights that a forward used. At stage 3 their buffer is reused for other units,
@@ -16,6 +16,7 @@ the first recomputation by activation checkpointing, also tells that a unit's ba
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -23,6 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from zero_core.arrivals import Arrivals
 from zero_core.compiling import outside_graphs, unless_compiling
 from zero_core.config import ActivationCheckpointingConfig
 from zero_core.freezing import hook_gradient
@@ -117,19 +119,19 @@ class Flow:
         self._is_boundary = is_boundary
         self._by_storage: dict[int, tuple[Unit, SegmentValues]] = {}
         self._current: Unit | None = None  # the block in use
+        self._entered: Unit | None = None  # the block that backward is in
         self._ahead: Unit | None = None  # gathered before it is needed
         # Units recomputed in this backward: gradients to come since the last recomputation.
         self._recomputed: dict[int, int] = {}
-        self._num_missing: dict[int, int] = {}  # gradients still to come, by unit
-        self._next_reduce = 0  # into _reduce_order
+        self._arrivals = Arrivals(units)
         self._in_flight: list[tuple[Unit, SegmentGrads]] = []
         self._is_backward_open = False
+        self._is_reducing = False  # in the backward that is open
         # The hooked modules whose forward is running, and the saved-tensor hooks that each entered.
         self._running: list[tuple[Unit, AbstractContextManager[Any] | None]] = []
         self._handles: list[Any] = []
-        trainable = [u for u in self._units if u.grads]
-        self._reduce_order = [u for u in reversed(trainable) if not u.is_root]
-        self._reduce_order += [u for u in trainable if u.is_root]
+        # Addresses between which the buffers of gathered units lie, of those seen so far.
+        self._low, self._high = sys.maxsize, 0
 
     # ------------------------------------------------------------------ hooks
 
@@ -231,17 +233,16 @@ class Flow:
         index = unit.index
 
         def hook(param: nn.Parameter) -> None:
-            self._open_backward()
+            if not self._is_backward_open:
+                self._open_backward()
             if index in self._recomputed:
                 self._recomputed[index] -= 1
-            if self._num_missing[index] <= 0:  # late: its unit is already being reduced
+            if self._arrivals.is_late(unit):  # it is being reduced
                 self._finish_reduces()
-            grads.take(position, outlives_backward=not self._will_reduce())
+            grads.take(position, outlives_backward=not self._is_reducing)
             self.fired.add(number)
-            missing = self._num_missing[index] - 1
-            self._num_missing[index] = missing
-            if missing == 0:
-                self._reduce_what_is_complete()
+            if self._arrivals.came(unit):
+                self._reduce_what_is_due()
 
         return hook
 
@@ -268,6 +269,8 @@ class Flow:
             self.release_all()
 
     def _pack(self, tensor: Tensor) -> object:
+        if not self._low <= tensor.data_ptr() < self._high:  # the most by far: activations
+            return tensor
         found = self._by_storage.get(tensor.untyped_storage().data_ptr())
         return tensor if found is None else _SavedWeight(self, *found, tensor)
 
@@ -275,8 +278,11 @@ class Flow:
         """Gather ``unit`` and the one that comes after it; release the one before."""
         if not unit.is_root:
             previous, self._current = self._current, unit
-            if previous is not None and previous is not unit:
-                self._release(previous)
+            if previous is not unit:
+                if previous is not None:
+                    self._release(previous)
+                if not backward and torch.is_grad_enabled():
+                    self._arrivals.used(unit)
         if self._ahead is not None and self._ahead is not unit:
             self._release(self._ahead)  # the order is not that of the module tree
         self._ahead = None
@@ -296,8 +302,11 @@ class Flow:
         for values in unit.values:
             values.finish_unshard(lambda: self._what("all_gather", unit))
             if self._has_sharded_params and values.full is not None:
-                pointer = values.full.untyped_storage().data_ptr()
+                storage = values.full.untyped_storage()
+                pointer = storage.data_ptr()
                 self._by_storage[pointer] = (unit, values)
+                self._low = min(self._low, pointer)
+                self._high = max(self._high, pointer + storage.nbytes())
 
     def _release(self, unit: Unit) -> None:
         if not self._has_sharded_params or self.is_held:
@@ -311,7 +320,7 @@ class Flow:
 
     def release_all(self) -> None:
         """Release every unit, the root included."""
-        self._current = self._ahead = None
+        self._current = self._ahead = self._entered = None
         for unit in self._units:
             self._release(unit)
 
@@ -323,9 +332,9 @@ class Flow:
 
     # --------------------------------------------------------------- backward
 
-    def begin_backward_of(self, unit: Unit) -> None:
+    def begin_backward_of(self, unit: Unit, *, is_recomputed: bool = False) -> None:
         """Called whenever backward needs the values of ``unit``."""
-        if unit is self._current and self._is_backward_open:
+        if unit is self._entered:
             return
         self._open_backward()
         if unit.is_root:
@@ -335,10 +344,13 @@ class Flow:
         previous = self._current
         if previous is not None and previous is not unit and self._must_stay(previous):
             self._current = None  # it is released at the end of backward
+        self._entered = unit
         self._use(unit, backward=True)
+        self._arrivals.enter(unit, is_recomputed=is_recomputed)
+        self._reduce_what_is_due()
 
     def _begin_recompute(self, unit: Unit) -> None:
-        self.begin_backward_of(unit)
+        self.begin_backward_of(unit, is_recomputed=True)
         self._recomputed[unit.index] = unit.num_trainable
 
     def _must_stay(self, unit: Unit) -> bool:
@@ -353,23 +365,19 @@ class Flow:
             return
         self._on_backward()
         self._is_backward_open = True
+        self._is_reducing = self._will_reduce()
+        self._entered = None
         self._recomputed.clear()
-        self._num_missing = {u.index: u.num_trainable for u in self._units}
-        self._next_reduce = 0
+        self._arrivals.begin()
         torch.autograd.Variable._execution_engine.queue_callback(self.end_backward)
 
     def _will_reduce(self) -> bool:
         return self.should_sync and (self._is_reduced_per_backward or self._is_boundary())
 
-    def _reduce_what_is_complete(self) -> None:
-        if not self._will_reduce():
-            return
-        while self._next_reduce < len(self._reduce_order):
-            unit = self._reduce_order[self._next_reduce]
-            if self._num_missing[unit.index] > 0:
-                return
-            self._next_reduce += 1
-            self._start_reduce(unit)
+    def _reduce_what_is_due(self) -> None:
+        if self._is_reducing:
+            for unit in self._arrivals.due():
+                self._start_reduce(unit)
 
     def _start_reduce(self, unit: Unit) -> None:
         # One unit's reduction is under way while the next unit is computed.
@@ -391,10 +399,9 @@ class Flow:
         Autograd calls it when a backward ends; the engine when a backward touched no parameter.
         """
         if self._will_reduce():
-            for unit in self._reduce_order[self._next_reduce :]:
+            for unit in self._arrivals.rest():
                 self._start_reduce(unit)
             self._finish_reduces()
-        self._next_reduce = 0
         self.release_all()
         self._is_backward_open = False
 
@@ -405,7 +412,7 @@ class Flow:
         They came within ``no_sync``, or after their unit had been reduced (reentrant activation
         checkpointing of a block that is used twice). `Engine.step` has them reduced, on all ranks.
         """
-        return any(g.has_unreduced for u in self._reduce_order for g in u.grads)
+        return any(g.has_unreduced for u in self._units for g in u.grads)
 
     # ------------------------------------------------------------------- step
 
@@ -415,7 +422,7 @@ class Flow:
             grads.finish_reduce(lambda: "reduce_scatter")
         self._in_flight.clear()
         self._is_backward_open = False
-        self._next_reduce = 0
+        self._arrivals.forget()
         self.fired.clear()
         for unit in self._units:
             for grads in unit.grads:

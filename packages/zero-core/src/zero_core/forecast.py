@@ -68,6 +68,7 @@ class Forecast:
         config: Config,
         *,
         is_accelerated: bool,
+        is_one_host: bool,
         other_bytes: Mapping[str, int],
     ) -> None:
         """Lay everything out on the meta device.
@@ -76,11 +77,13 @@ class Forecast:
             drawn: the model taken apart.
             config: the resolved configuration.
             is_accelerated: whether the compute device is another one than the host.
+            is_one_host: whether all ranks are on one host.
             other_bytes: device bytes that no configuration changes (model buffers, activations).
         """
         self._layout = drawn.layout
         self._config = config
         self._is_accelerated = is_accelerated
+        self._has_shared_memory = is_one_host and not is_accelerated
         memory = Memory(drawn.found, drawn.layout, config, rank=0, device=_META)
         self.stage = memory.stage
         self._spans = _spans(memory)
@@ -148,7 +151,7 @@ class Forecast:
 
     def _exchange_bytes(self) -> int:
         """What the collectives receive into, kept for each size; a unit's segments at once."""
-        if self._layout.world_size == 1:
+        if self._layout.world_size == 1 or self._has_shared_memory:
             return 0
         largest: Counter[tuple[int, torch.dtype]] = Counter()
         for unit in self._layout.units:

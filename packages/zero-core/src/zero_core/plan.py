@@ -139,6 +139,7 @@ class _Planner:
                 drawn,
                 _at_stage(config, stage),
                 is_accelerated=machine.is_accelerated,
+                is_one_host=machine.ranks_per_node == machine.world_size,
                 other_bytes=other,
             )
             for stage in stages

@@ -118,6 +118,8 @@ def _map(pid: int, descriptor: int) -> Tensor:
 
 
 def _reads(pid: int, descriptor: int, secret: str) -> bool:
+    if pid == os.getpid():
+        return False  # not another process: nobody reads it when it waits
     try:
         return Path(f"/proc/{pid}/fd/{descriptor}").read_bytes() == secret.encode()
     except OSError:

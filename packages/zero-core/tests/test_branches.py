@@ -1,0 +1,96 @@
+"""Ranks whose branches leave out different parts of blocks follow DDP and do not wait for ever."""
+
+from __future__ import annotations
+
+import datetime
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import zero_core
+from zero_core.testing import spawn
+
+WIDTH, DEPTH = 33, 10
+# Per step: the blocks whose branch the last rank leaves out. A reduction that waited for the end of
+# that rank's backward would keep its peers from gathering what it needs to get there.
+LEFT_OUT: list[set[int]] = [set(), {9}, {8}, {5}, {0}, {7, 8, 9}, set(range(DEPTH))]
+
+
+class _Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.always = nn.Linear(WIDTH, WIDTH)
+        self.branch = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, has_branch: bool) -> Tensor:
+        x = x + torch.tanh(self.always(x))
+        return x + self.branch(x) if has_branch else x
+
+
+class _Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(_Block() for _ in range(DEPTH))
+        self.head = nn.Linear(WIDTH, 3)
+
+    def forward(self, x: Tensor, left_out: set[int]) -> Tensor:
+        for index, block in enumerate(self.blocks):
+            x = block(x, index not in left_out)
+        out: Tensor = self.head(x).square().mean()
+        return out
+
+
+def _model() -> _Net:
+    torch.manual_seed(0)
+    return _Net()
+
+
+def _inputs(step: int, rank: int, world_size: int) -> tuple[Tensor, set[int]]:
+    generator = torch.Generator().manual_seed(10 * step + rank)
+    x = torch.randn(4, WIDTH, generator=generator)
+    return x, LEFT_OUT[step] if rank == world_size - 1 else set()
+
+
+def _reference(rank: int, world_size: int) -> dict[str, Tensor]:
+    model = _model()
+    ddp = DistributedDataParallel(model, find_unused_parameters=True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+    for step in range(len(LEFT_OUT)):
+        ddp(*_inputs(step, rank, world_size)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return {name: p.detach() for name, p in model.named_parameters()}
+
+
+def _follow(rank: int, world_size: int, is_recomputed: bool) -> None:
+    expected = _reference(rank, world_size)
+    group = dist.new_group(timeout=datetime.timedelta(seconds=60))
+    for stage in range(4):
+        config: dict[str, Any] = {
+            "train_micro_batch_size_per_gpu": 4,
+            "zero_optimization": {"stage": stage},
+            "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.01}},
+        }
+        if is_recomputed:
+            config["activation_checkpointing"] = {}
+        engine = zero_core.build(_model(), config, process_group=group)
+        for step in range(len(LEFT_OUT)):
+            engine.backward(engine(*_inputs(step, rank, world_size)))
+            engine.step()
+        for name, value in engine.full_state_dict().items():
+            # With three ranks, DDP adds up in another order.
+            atol = 0.0 if world_size == 2 else 1e-6
+            torch.testing.assert_close(value, expected[name], rtol=0.0, atol=atol)
+        engine.close()
+
+
+@pytest.mark.parametrize("is_recomputed", [False, True], ids=["saved", "recomputed"])
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_ranks_that_leave_out_parts_of_blocks_follow_ddp(
+    world_size: int, is_recomputed: bool
+) -> None:
+    spawn(_follow, world_size, is_recomputed)
