@@ -15,14 +15,14 @@ import pytest
 from zero_engine.bench import cpu_adam as host_adam
 from zero_engine.bench import engine as bench
 
-TINY = ("--rounds=1", "--steps=1", "--warmup=1", "--layers=1", "--width=64", "--context=16")
+TINY = ("--rounds=1", "--steps=1", "--warmup=1", "--size=1x64", "--ranks=2", "--context=16")
 
 
 def test_bench_writes_figures_that_agree(tmp_path: Path) -> None:
     done = subprocess.run(
         [
             *(sys.executable, "-m", "zero_engine.bench", "engine", *TINY),
-            *("--only=ddp", "--only=zero-3", f"--output={tmp_path}"),
+            *("--only=ddp", "--only=zero-3", "--stage=3", f"--output={tmp_path}"),
         ],
         capture_output=True,
         text=True,
@@ -30,10 +30,15 @@ def test_bench_writes_figures_that_agree(tmp_path: Path) -> None:
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    contenders = json.loads((tmp_path / "engine.json").read_text())["contenders"]
+    report = json.loads((tmp_path / "engine.json").read_text())
+    (run,) = report["runs"]
+    contenders = run["contenders"]
     assert contenders["zero-3"]["median_s"] > 0
     assert contenders["zero-3"]["last_loss"] == pytest.approx(contenders["ddp"]["last_loss"])
     assert (tmp_path / "engine.png").stat().st_size > 0
+    python = report["python"]["stage 3"]
+    assert python["python_us"] > 0
+    assert any(name.startswith("flow.py") for name in python["functions_us"])
 
 
 def test_contender_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,17 +25,24 @@ def benchmarks() -> None:
 
 @app.command()
 def engine(
-    rounds: Annotated[int, typer.Option(min=1, help="Times that every contender runs.")] = 3,
-    steps: Annotated[int, typer.Option(min=1, help="Timed steps per round.")] = 8,
-    warmup: Annotated[int, typer.Option(min=0, help="Untimed steps before them.")] = 3,
-    ranks: Annotated[int, typer.Option(min=1, help="Ranks, on the CPU.")] = 2,
+    rounds: Annotated[int, typer.Option(min=1, help="Times that every contender runs.")] = 2,
+    steps: Annotated[int, typer.Option(min=1, help="Timed steps per round.")] = 6,
+    warmup: Annotated[int, typer.Option(min=0, help="Untimed steps before them.")] = 2,
+    ranks: Annotated[
+        list[int] | None, typer.Option(min=1, help="Ranks, on the CPU; 2 and 4.")
+    ] = None,
     threads: Annotated[int, typer.Option(min=1, help="Threads per rank.")] = 1,
-    layers: Annotated[int, typer.Option(min=1, help="Blocks of the GPT-2.")] = 6,
-    width: Annotated[int, typer.Option(min=64, help="Its width; a multiple of 64.")] = 512,
+    size: Annotated[
+        list[str] | None,
+        typer.Option(help="LAYERSxWIDTH of the GPT-2, the width a multiple of 64; 25 M and 125 M."),
+    ] = None,
     context: Annotated[int, typer.Option(min=2, help="Tokens per sample.")] = 128,
     micro_batch: Annotated[int, typer.Option(min=1, help="Samples per rank.")] = 2,
     only: Annotated[
         list[str] | None, typer.Option(help=f"Contenders, of: {', '.join(CONTENDERS)}.")
+    ] = None,
+    stage: Annotated[
+        list[int] | None, typer.Option(help="Stages whose Python is profiled; 0 to 3.")
     ] = None,
     output: Annotated[Path, typer.Option(help="Folder for engine.json and engine.png.")] = Path(
         "integration/benchmarks/results"
@@ -45,19 +52,33 @@ def engine(
     unknown = set(only or ()) - set(CONTENDERS)
     if unknown:
         raise typer.BadParameter(f"unknown contender {unknown.pop()!r}", param_hint="--only")
-    if width % 64:
-        raise typer.BadParameter("must be a multiple of 64", param_hint="--width")
-    workload = Workload(
-        layers=layers,
-        width=width,
-        context=context,
-        micro_batch=micro_batch,
-        ranks=ranks,
-        threads=threads,
-        steps=steps,
-        warmup=warmup,
-    )
-    compare(workload, only or list(CONTENDERS), rounds=rounds, output=output)
+    workloads = [
+        Workload(
+            layers=layers,
+            width=width,
+            context=context,
+            micro_batch=micro_batch,
+            ranks=count,
+            threads=threads,
+            steps=steps,
+            warmup=warmup,
+        )
+        for layers, width in map(_parse_size, size or ("6x512", "12x896"))
+        for count in ranks or (2, 4)
+    ]
+    stages = range(4) if stage is None else stage
+    compare(workloads, only or list(CONTENDERS), rounds=rounds, stages=stages, output=output)
+
+
+def _parse_size(size: str) -> tuple[int, int]:
+    layers, _, width = size.partition("x")
+    if not (layers.isdigit() and width.isdigit()) or int(layers) < 1 or int(width) < 64:
+        raise typer.BadParameter(f"{size!r}: expected LAYERSxWIDTH, as 6x512", param_hint="--size")
+    if int(width) % 64:
+        raise typer.BadParameter(
+            f"{size!r}: the width must be a multiple of 64", param_hint="--size"
+        )
+    return int(layers), int(width)
 
 
 @app.command("cpu_adam")

@@ -68,29 +68,48 @@ class Measured:
         }
 
 
-def compare(workload: Workload, names: Sequence[str], *, rounds: int, output: Path) -> None:
-    """Measure the contenders, print a table, write ``engine.json`` and ``engine.png``."""
+def compare(
+    workloads: Sequence[Workload],
+    names: Sequence[str],
+    *,
+    rounds: int,
+    stages: Sequence[int],
+    output: Path,
+) -> None:
+    """Measure the contenders on each workload, and what the engine's own Python takes.
+
+    Prints a table for each workload, and one for ``stages``; writes ``engine.json`` and
+    ``engine.png``.
+    """
     console = Console()
-    results = {name: Measured(name, failure=_missing(name)) for name in names}
-    for number in range(rounds):
-        for result in results.values():
-            if not result.failure:
-                console.print(f"round {number + 1}/{rounds}: {result.name}", highlight=False)
-                _run_once(workload, result)
-    console.print(_table(list(results.values())))
     output.mkdir(parents=True, exist_ok=True)
-    report = {
-        "workload": asdict(workload),
+    report: dict[str, Any] = {
         "rounds": rounds,
         "machine": {
             "processor": processor_name(),
             "cores": os.cpu_count(),
             "torch": torch.__version__,
         },
-        "contenders": {name: result.summary() for name, result in results.items()},
+        "runs": [],
     }
+    runs: list[tuple[Workload, list[Measured]]] = []
+    for workload in workloads:
+        results = {name: Measured(name, failure=_missing(name)) for name in names}
+        for number in range(rounds):
+            for result in results.values():
+                if not result.failure:
+                    text = f"{workload.title}: round {number + 1}/{rounds}: {result.name}"
+                    console.print(text, highlight=False)
+                    _run_once(workload, result)
+        found = list(results.values())
+        runs.append((workload, found))
+        console.print(_table(workload, found))
+        contenders = {result.name: result.summary() for result in found}
+        report["runs"].append({"workload": asdict(workload), "contenders": contenders})
+    report["python"] = {f"stage {stage}": _python_time(stage) for stage in stages}
+    console.print(_python_table(report["python"]))
     (output / "engine.json").write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
-    _plot([result for result in results.values() if not result.failure], output / "engine.png")
+    _plot(runs, output / "engine.png")
     console.print(f"written to {output}", highlight=False)
 
 
@@ -119,39 +138,67 @@ def _run_once(workload: Workload, result: Measured) -> None:
     result.last_loss = statistics.fmean(f["losses"][-1] for f in found)
 
 
-def _table(results: Sequence[Measured]) -> Table:
+def _python_time(stage: int) -> dict[str, Any]:
+    """The worst rank's figures; see `zero_engine.bench.python_time`."""
+    found = run_ranks("zero_engine.bench.python_time", [str(stage)], 2, {})
+    return max(found, key=lambda row: row["python_us"])
+
+
+def _python_table(by_stage: dict[str, Any]) -> Table:
     table = Table(
-        title="one training step", caption="medians; memory: peak per rank, over the imports"
+        title="the engine itself, per unit and pass",
+        caption="no compute, no communication; overhead: Python and torch's dispatch",
     )
-    for heading in ("contender", "median", "min", "to DDP", "over bare", "memory", "loss"):
+    for heading in ("", "overhead", "Python", "most of it in"):
+        table.add_column(heading, justify="left" if heading in ("", "most of it in") else "right")
+    for name, found in by_stage.items():
+        functions = list(found["functions_us"].items())[:4]
+        most = ", ".join(f"{where.rsplit(':', 1)[0]} {spent:.0f}" for where, spent in functions)
+        overhead, python = found["overhead_us"], found["python_us"]
+        table.add_row(name, f"{overhead:.0f} us", f"{python:.0f} us", most)
+    return table
+
+
+def _table(workload: Workload, results: Sequence[Measured]) -> Table:
+    table = Table(
+        title=f"one training step: {workload.title}",
+        caption="medians; overhead: over the bare forward and backward; memory: peak per rank",
+    )
+    for heading in ("contender", "step", "min", "to DDP", "overhead", "to DDP's", "memory", "loss"):
         is_name = heading == "contender"
         table.add_column(heading, justify="left" if is_name else "right", no_wrap=is_name)
     by_name = {result.name: result for result in results if not result.failure}
+    bare, ddp = by_name.get("bare"), by_name.get("ddp")
     for result in results:
         if result.failure:
             table.add_row(result.name, result.failure)
             continue
-        to_ddp = result.median_s / by_name["ddp"].median_s if "ddp" in by_name else None
-        over = result.median_s - by_name["bare"].median_s if "bare" in by_name else None
+        over = None if bare is None else result.median_s - bare.median_s
+        over_ddp = None if bare is None or ddp is None else ddp.median_s - bare.median_s
         table.add_row(
             result.name,
             f"{result.median_s * 1e3:.0f} ms",
             f"{min(result.times_s) * 1e3:.0f} ms",
-            "" if to_ddp is None else f"{to_ddp:.2f}",
+            "" if ddp is None else f"{result.median_s / ddp.median_s:.2f}",
             "" if over is None else f"{over * 1e3:+.0f} ms",
+            f"{over / over_ddp:.2f}" if over and over_ddp else "",
             f"{result.added_mib:.0f} MiB",
             f"{result.last_loss:.6f}",
         )
     return table
 
 
-def _plot(results: Sequence[Measured], path: Path) -> None:
-    figure = Figure(figsize=(10, 4.5), layout="constrained")
-    time_axes, memory_axes = figure.subplots(1, 2, sharey=True)
-    names = [result.name for result in results]
-    time_axes.barh(names, [result.median_s * 1e3 for result in results])
-    time_axes.set_xlabel("median step time (ms)")
-    memory_axes.barh(names, [result.added_mib for result in results], color="tab:orange")
-    memory_axes.set_xlabel("peak memory per rank over the imports (MiB)")
-    time_axes.invert_yaxis()
-    figure.savefig(path, dpi=120)
+def _plot(runs: Sequence[tuple[Workload, Sequence[Measured]]], path: Path) -> None:
+    figure = Figure(figsize=(10, 0.5 + 3.5 * len(runs)), layout="constrained")
+    axes = figure.subplots(len(runs), 2, squeeze=False)
+    for (workload, results), (time_axes, memory_axes) in zip(runs, axes, strict=True):
+        measured = [result for result in results if not result.failure]
+        names = [result.name for result in measured]
+        time_axes.barh(names, [result.median_s * 1e3 for result in measured])
+        time_axes.set_xlabel("median step time (ms)")
+        time_axes.set_title(workload.title)
+        memory_axes.barh(names, [result.added_mib for result in measured], color="tab:orange")
+        memory_axes.set_xlabel("peak memory per rank over the imports (MiB)")
+        time_axes.invert_yaxis()
+        memory_axes.invert_yaxis()
+    figure.savefig(path, dpi=100)

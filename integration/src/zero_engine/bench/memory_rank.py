@@ -4,8 +4,8 @@ Started by `zero_engine.bench.memory` as
 ``python -m zero_engine.bench.memory_rank JOB_JSON STORE RANK RESULT``.
 
 [Note: what is measured]
-Resident memory (``VmRSS``, and ``VmHWM`` for the highest since it was reset) over what the process
-had before the model was made. By then it has trained a small engine with the same configuration, so
+Resident memory, and its peak (`zero_engine.bench.resident`), over what the process had before the
+model was made. By then it has trained a small engine with the same configuration, so
 that libraries, kernels' code and the process group's own buffers are there already.
 """
 
@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import zero_core
-from zero_engine.bench.worker import resident_bytes
+from zero_engine.bench.resident import peak_bytes, resident_bytes, restart_peak
 
 __all__ = ["Gpt", "Job"]
 
@@ -137,9 +137,9 @@ def measure(job: Job, store: str, rank: int) -> dict[str, Any]:
 def _train(job: Job, rank: int) -> dict[str, Any]:
     """Build and train, and note resident memory over what there was at the start."""
     gc.collect()
-    before = resident_bytes("VmRSS")
+    before = resident_bytes()
     model = job.model()
-    _restart_peak()
+    restart_peak()
     dist.barrier()
     started_at = time.perf_counter()
     cpu_at = time.process_time()
@@ -147,11 +147,11 @@ def _train(job: Job, rank: int) -> dict[str, Any]:
     found: dict[str, Any] = {
         "build_s": time.perf_counter() - started_at,
         "build_cpu_s": time.process_time() - cpu_at,
-        "build_peak_bytes": resident_bytes("VmHWM") - before,
-        "built_bytes": resident_bytes("VmRSS") - before,
+        "build_peak_bytes": peak_bytes() - before,
+        "built_bytes": resident_bytes() - before,
         "num_parameters": sum(p.numel for p in engine.layout.params),
     }
-    _restart_peak()
+    restart_peak()
     inputs = job.inputs(rank)
     marks = {}
     for step in range(1, job.steps + 1):
@@ -159,18 +159,14 @@ def _train(job: Job, rank: int) -> dict[str, Any]:
         engine.backward(engine(ids))
         engine.step()
         if step in job.marks:
-            marks[step] = resident_bytes("VmRSS") - before
+            marks[step] = resident_bytes() - before
     dist.barrier()
     return {
         **found,
-        "peak_bytes": resident_bytes("VmHWM") - before,
+        "peak_bytes": peak_bytes() - before,
         "resident_bytes": marks,
         "held_bytes": engine.memory_report(),
     }
-
-
-def _restart_peak() -> None:
-    Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # VmHWM starts from here
 
 
 def main() -> None:

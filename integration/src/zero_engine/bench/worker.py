@@ -16,16 +16,8 @@ import torch
 import torch.distributed as dist
 
 from zero_engine.bench.contenders import CONTENDERS
+from zero_engine.bench.resident import peak_bytes, resident_bytes, restart_peak
 from zero_engine.bench.workload import Workload
-
-
-def resident_bytes(name: str) -> int:
-    """``VmRSS`` (now) or ``VmHWM`` (highest so far) of this process."""
-    for line in Path("/proc/self/status").read_text(encoding="ascii").splitlines():
-        key, _, value = line.partition(":")
-        if key == name:
-            return int(value.split()[0]) * 1024
-    raise RuntimeError(f"/proc/self/status has no {name}: memory is measured on Linux only")
 
 
 def measure(contender: str, workload: Workload, store: str, rank: int) -> dict[str, object]:
@@ -34,8 +26,8 @@ def measure(contender: str, workload: Workload, store: str, rank: int) -> dict[s
     store_of_ranks = dist.FileStore(store, workload.ranks)  # type: ignore[attr-defined]
     dist.init_process_group("gloo", store=store_of_ranks, rank=rank, world_size=workload.ranks)
     batches = workload.batches(rank)
-    Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # VmHWM starts from here
-    before = resident_bytes("VmRSS")
+    restart_peak()
+    before = resident_bytes()
     step = CONTENDERS[contender](workload)
     losses = [float(step(next(batches))) for _ in range(workload.warmup)]
     times = []
@@ -45,7 +37,7 @@ def measure(contender: str, workload: Workload, store: str, rank: int) -> dict[s
         losses.append(float(step(next(batches))))
         times.append(time.perf_counter() - started_at)
     dist.barrier()
-    peak = resident_bytes("VmHWM")
+    peak = peak_bytes()
     del step
     gc.collect()  # an engine that still held the group would end its threads only at exit
     dist.destroy_process_group()

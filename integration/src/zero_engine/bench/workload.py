@@ -33,6 +33,12 @@ class Workload:
     warmup: int
     """Untimed, before them."""
 
+    @property
+    def title(self) -> str:
+        """In words."""
+        numel = 12 * self.layers * self.width**2 + (VOCAB + self.context) * self.width
+        return f"{numel / 1e6:.0f} M parameters, {self.ranks} ranks"
+
     def model(self) -> GPT2LMHeadModel:
         """The model, with the same weights on every rank and in every process."""
         torch.manual_seed(0)

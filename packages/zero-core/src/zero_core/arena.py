@@ -58,6 +58,7 @@ class BufferPool:
         self._allocate = allocate
         self._buffer_bytes = buffer_bytes
         self._all: dict[int, Tensor] = {}  # by address
+        self._views: dict[tuple[int, int, torch.dtype], Tensor] = {}  # by address, elements, dtype
         self._free: deque[tuple[Tensor, Callable[[], None] | None]] = deque()
 
     def acquire(self, numel: int, dtype: torch.dtype) -> Tensor:
@@ -72,8 +73,12 @@ class BufferPool:
             with torch.inference_mode(False):  # it serves training too
                 buffer = self._allocate(self._buffer_bytes, torch.uint8)
             self._all[buffer.data_ptr()] = buffer
-        with torch.inference_mode(False):
-            return buffer[:nbytes].view(dtype)
+        key = (buffer.data_ptr(), numel, dtype)
+        view = self._views.get(key)
+        if view is None:
+            with torch.inference_mode(False):
+                self._views[key] = view = buffer[:nbytes].view(dtype)
+        return view
 
     def release(self, view: Tensor, wait_until_read: Callable[[], None] | None = None) -> None:
         """Give back what `acquire` gave; before it is handed out again, ``wait_until_read``."""

@@ -60,15 +60,10 @@ class Arrivals:
         if index in self._num_missing:
             self._entered[index] = self._num_missing[index] + (not is_recomputed)
 
-    def is_late(self, unit: Unit) -> bool:
-        """Whether ``unit`` counts as complete already."""
-        return self._num_missing[unit.index] <= 0
-
-    def came(self, unit: Unit) -> bool:
-        """A gradient of ``unit`` came; whether the unit is complete by that."""
-        missing = self._num_missing[unit.index] - 1
-        self._num_missing[unit.index] = missing
-        return missing == 0
+    def came(self, unit: int) -> int:
+        """A gradient of unit number ``unit`` came; how many are missing, below 0 if it is late."""
+        self._num_missing[unit] = missing = self._num_missing[unit] - 1
+        return missing
 
     def due(self) -> Iterator[Unit]:
         """The units to be reduced now, each once."""

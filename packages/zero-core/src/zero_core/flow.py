@@ -35,34 +35,9 @@ from zero_core.unit import SegmentGrads, SegmentValues, Unit
 __all__ = ["Flow"]
 
 
-class _SavedWeight:
-    """What is kept of a weight that autograd saved: where it lies, not its values."""
-
-    __slots__ = ("_flow", "_offset", "_shape", "_stride", "_unit", "_values", "_version")
-
-    def __init__(self, flow: Flow, unit: Unit, values: SegmentValues, tensor: Tensor) -> None:
-        self._flow = flow
-        self._unit = unit
-        self._values = values
-        self._offset = tensor.storage_offset()
-        self._shape = tensor.shape
-        self._stride = tensor.stride()
-        self._version = values.version
-
-    def restore(self) -> Tensor:
-        if self._version != self._values.version:
-            raise RuntimeError(
-                f"backward of a forward that ran before the last step or load: the weights of "
-                f"{self._unit!r} have changed since; run the forward again"
-            )
-        self._flow.begin_backward_of(self._unit)
-        full = self._values.full
-        assert full is not None
-        return full.as_strided(self._shape, self._stride, self._offset)
-
-
-def _unpack(packed: object) -> Any:
-    return packed.restore() if type(packed) is _SavedWeight else packed
+_Packed = tuple[Unit, SegmentValues, int, torch.Size, tuple[int, ...], int]
+"""A weight that autograd saved: unit, segment, offset, shape, strides, version. A plain tuple, as
+there is one for each use of a weight, and a test for each saved tensor."""
 
 
 def _is_in_backward() -> bool:
@@ -118,6 +93,7 @@ class Flow:
         self._on_broken_backward = on_broken_backward
         self._is_boundary = is_boundary
         self._by_storage: dict[int, tuple[Unit, SegmentValues]] = {}
+        self._ready: set[int] = set()  # units whose parameters hold the current values
         self._current: Unit | None = None  # the block in use
         self._entered: Unit | None = None  # the block that backward is in
         self._ahead: Unit | None = None  # gathered before it is needed
@@ -184,8 +160,10 @@ class Flow:
             self._handles.append(module.register_forward_pre_hook(hook))
 
     def _pre_inside(self, unit: Unit) -> Callable[[nn.Module, Any], None]:
+        index, ready = unit.index, self._ready
+
         def hook(module: nn.Module, args: Any) -> None:
-            if unit.is_in_use:
+            if index in ready:
                 return
             if _is_in_backward():
                 self._begin_recompute(unit)
@@ -230,18 +208,19 @@ class Flow:
         self, unit: Unit, grads: SegmentGrads, position: int
     ) -> Callable[[nn.Parameter], None]:
         number = grads.segment.slots[position].param
-        index = unit.index
+        index, arrivals, fired = unit.index, self._arrivals, self.fired
 
         def hook(param: nn.Parameter) -> None:
             if not self._is_backward_open:
                 self._open_backward()
             if index in self._recomputed:
                 self._recomputed[index] -= 1
-            if self._arrivals.is_late(unit):  # it is being reduced
+            missing = arrivals.came(index)
+            if missing < 0:  # late: its unit is being reduced
                 self._finish_reduces()
             grads.take(position, outlives_backward=not self._is_reducing)
-            self.fired.add(number)
-            if self._arrivals.came(unit):
+            fired.add(number)
+            if missing == 0:
                 self._reduce_what_is_due()
 
         return hook
@@ -255,7 +234,7 @@ class Flow:
             self.release_all()
         context: AbstractContextManager[Any] | None = None
         if not self._running and self._has_sharded_params and torch.is_grad_enabled():
-            context = torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack)
+            context = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
             context.__enter__()
         self._running.append((unit, context))
 
@@ -272,7 +251,25 @@ class Flow:
         if not self._low <= tensor.data_ptr() < self._high:  # the most by far: activations
             return tensor
         found = self._by_storage.get(tensor.untyped_storage().data_ptr())
-        return tensor if found is None else _SavedWeight(self, *found, tensor)
+        if found is None:
+            return tensor
+        unit, values = found
+        layout = (tensor.storage_offset(), tensor.shape, tensor.stride())
+        return (unit, values, *layout, values.version)
+
+    def _unpack(self, packed: Tensor | _Packed) -> Tensor:
+        if type(packed) is not tuple:
+            return packed  # type: ignore[return-value]
+        unit, values, offset, shape, stride, version = packed
+        if version != values.version:
+            raise RuntimeError(
+                f"backward of a forward that ran before the last step or load: the weights of "
+                f"{unit!r} have changed since; run the forward again"
+            )
+        if unit is not self._entered:
+            self.begin_backward_of(unit)
+        assert values.full is not None
+        return values.full.as_strided(shape, stride, offset)
 
     def _use(self, unit: Unit, *, backward: bool) -> None:
         """Gather ``unit`` and the one that comes after it; release the one before."""
@@ -290,7 +287,7 @@ class Flow:
         self._finish_unshard(unit)
         ahead = unit.index - 1 if backward else unit.index + 1
         if 0 < ahead < len(self._units) and not (backward and unit.is_root):
-            if not self._units[ahead].is_in_use:
+            if ahead not in self._ready:
                 self._ahead = self._units[ahead]
             self._start_unshard(self._units[ahead], backward=backward)
 
@@ -299,23 +296,27 @@ class Flow:
             values.start_unshard(self._collectives, self.tier, backward=backward)
 
     def _finish_unshard(self, unit: Unit) -> None:
+        if unit.index in self._ready:
+            return
         for values in unit.values:
             values.finish_unshard(lambda: self._what("all_gather", unit))
             if self._has_sharded_params and values.full is not None:
-                storage = values.full.untyped_storage()
-                pointer = storage.data_ptr()
+                pointer = values.full.data_ptr()
                 self._by_storage[pointer] = (unit, values)
-                self._low = min(self._low, pointer)
-                self._high = max(self._high, pointer + storage.nbytes())
+                if not self._low <= pointer < self._high:
+                    self._low = min(self._low, pointer)
+                    self._high = max(self._high, pointer + values.full.untyped_storage().nbytes())
+        self._ready.add(unit.index)
 
     def _release(self, unit: Unit) -> None:
         if not self._has_sharded_params or self.is_held:
             return
         if unit is self._current:
             self._current = None
+        self._ready.discard(unit.index)
         for values in unit.values:
             if values.full is not None:
-                self._by_storage.pop(values.full.untyped_storage().data_ptr(), None)
+                self._by_storage.pop(values.full.data_ptr(), None)
             values.reshard(lambda: self._what("all_gather", unit))
 
     def release_all(self) -> None:
@@ -438,6 +439,7 @@ class Flow:
 
     def values_changed(self) -> None:
         """The shards hold new values: what is gathered of them is stale from now on."""
+        self._ready.clear()
         for unit in self._units:
             for values in unit.values:
                 values.version += 1

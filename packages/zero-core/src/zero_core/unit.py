@@ -220,8 +220,9 @@ class SegmentGrads:
         self._communication_dtype = communication_dtype
         self._predivide = 1.0 / segment.world_size
         self._full_grad: Tensor | None = None
-        self._grad_views: list[Tensor] = []
-        self._views: dict[tuple[int, torch.dtype], list[Tensor]] = {}
+        self._grad_views: list[Tensor] = []  # of the parameters, into full_grad
+        self._gap_views: list[Tensor] = []  # of what belongs to no parameter
+        self._views: dict[tuple[int, torch.dtype], tuple[list[Tensor], list[Tensor]]] = {}
         self._has_grad = [False] * len(self.params)
         self._reduced: Tensor | None = None
         self._work: Work | None = None
@@ -238,8 +239,9 @@ class SegmentGrads:
     def take(self, position: int, *, outlives_backward: bool) -> None:
         """Move the gradient of parameter ``position`` of the segment into ``full_grad``."""
         param = self.params[position]
-        grad, param.grad = param.grad, None
+        grad = param.grad
         assert grad is not None
+        param.grad = None
         if grad.layout is not torch.strided:
             raise ValueError(
                 "sparse gradients are not supported: use sparse=False in the embedding"
@@ -264,8 +266,8 @@ class SegmentGrads:
         for view, has_grad in zip(self._grad_views, self._has_grad, strict=True):
             if not has_grad:
                 view.zero_()
-        for low, high in self.segment.gaps():
-            self._full_grad[low:high].zero_()
+        for gap in self._gap_views:
+            gap.zero_()
         if self.segment.world_size == 1:  # full_grad is grad_shard: later gradients add to it
             self._has_grad = [True] * len(self.params)
             return
@@ -369,8 +371,9 @@ class SegmentGrads:
             self._full_grad = self._pools[dtype].acquire(self.segment.padded_numel, dtype)
         key = (self._full_grad.data_ptr(), dtype)
         if key not in self._views:
-            self._views[key] = _views(self._full_grad, self.segment, self.params)
-        self._grad_views = self._views[key]
+            gaps = [self._full_grad[low:high] for low, high in self.segment.gaps()]
+            self._views[key] = (_views(self._full_grad, self.segment, self.params), gaps)
+        self._grad_views, self._gap_views = self._views[key]
 
     def _close(self) -> None:
         full, self._full_grad = self._full_grad, None
@@ -407,7 +410,7 @@ class Unit:
     @property
     def is_in_use(self) -> bool:
         """Whether its parameters hold the current values."""
-        return not [v for v in self.values if not v.is_current]  # faster than all() for a few
+        return all(v.is_current for v in self.values)
 
     def __repr__(self) -> str:
         return f"unit {self.index} ({self.name or 'root'})"
