@@ -59,7 +59,7 @@ def trace_activations(
     args, kwargs = torch.utils._pytree.tree_map(to_meta, (args, kwargs))
     try:
         hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t)
-        with torch.enable_grad(), hooks, _FusedAttention():
+        with torch.enable_grad(), hooks, _FusedAttention(), _Unpadded():
             torch.func.functional_call(model, values, args, kwargs)
     except (RuntimeError, TypeError, ValueError) as error:
         raise ConfigError(
@@ -93,6 +93,35 @@ class _FusedAttention(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
+class _Unpadded(TorchFunctionMode):
+    """Answers what models ask of masks and positions, whose values are not there.
+
+    ``if mask.all():`` is taken, ``if mask.any():`` (is something amiss?) is not: the inputs are
+    full ones without padding, as those are that take the most memory.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._known: dict[int, tuple[Tensor, bool]] = {}  # alive, so that no number comes twice
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        if func is Tensor.__bool__ and id(args[0]) in self._known:
+            return self._known[id(args[0])][1]
+        result = func(*args, **(kwargs or {}))
+        if func in _ALL or func in _ANY:
+            self._known[id(result)] = (result, func in _ALL)
+        return result
+
+
+_ALL, _ANY = (torch.all, Tensor.all), (torch.any, Tensor.any)
+
+
 def _attention(
     query: Tensor,
     key: Tensor,
@@ -104,7 +133,8 @@ def _attention(
     enable_gqa: bool = False,
 ) -> Tensor:
     """`torch.nn.functional.scaled_dot_product_attention` as a fused kernel; shapes alone count."""
-    if query.dim() != 4 or query.shape[-1] != value.shape[-1]:
+    is_mask_trained = attn_mask is not None and attn_mask.requires_grad
+    if query.dim() != 4 or query.shape[-1] != value.shape[-1] or is_mask_trained:
         return functional.scaled_dot_product_attention(
             query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
         )
