@@ -39,7 +39,7 @@ class SharedMemory:
     def __init__(self, control: ControlGroup) -> None:
         """Find out who shares; every rank must call it."""
         self._rank = control.rank
-        self._buffers: list[tuple[int, int, int]] = []  # address, end, number of the memfd
+        self._buffers: list[tuple[Tensor, int]] = []  # with the number of the memfd
         self._places: dict[int, Place] = {}  # by address
         self._mapped: dict[tuple[int, int], Tensor] = {}  # by rank and number of the memfd
         self._pids: list[int] = []
@@ -48,23 +48,23 @@ class SharedMemory:
             self._meet(control)
 
     def zeros(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """A 1-D tensor in shared memory; it lives at least as long as this object."""
+        """A 1-D tensor in shared memory, which lives as long as this object: peers know it."""
         nbytes = max(numel, 1) * dtype.itemsize
         descriptor = os.memfd_create("zero_core")
         os.ftruncate(descriptor, nbytes)
-        tensor = torch.frombuffer(mmap.mmap(descriptor, nbytes), dtype=dtype)[:numel]
-        start = tensor.data_ptr()
-        self._buffers.append((start, start + nbytes, descriptor))
-        return tensor
+        buffer = torch.frombuffer(mmap.mmap(descriptor, nbytes), dtype=dtype)
+        self._buffers.append((buffer, descriptor))
+        return buffer[:numel]
 
     def locate(self, tensor: Tensor) -> Place | None:
         """Where ``tensor`` begins, if it lies in this rank's shared memory."""
         address = tensor.data_ptr()
         place = self._places.get(address)
         if place is None:
-            for start, end, descriptor in self._buffers:
-                if start <= address < end:
-                    self._places[address] = place = (descriptor, address - start)
+            for buffer, descriptor in self._buffers:
+                offset = address - buffer.data_ptr()
+                if 0 <= offset < buffer.nbytes:
+                    self._places[address] = place = (descriptor, offset)
         return place
 
     def at(self, peer: int, place: Place, numel: int, dtype: torch.dtype) -> Tensor:
@@ -87,7 +87,7 @@ class SharedMemory:
         return memory[offset : offset + numel * dtype.itemsize].view(dtype)
 
     def __del__(self) -> None:
-        for _, _, descriptor in self._buffers:  # what is mapped stays mapped
+        for _, descriptor in self._buffers:  # what is mapped stays mapped
             os.close(descriptor)
 
     def _meet(self, control: ControlGroup) -> None:
@@ -95,7 +95,7 @@ class SharedMemory:
         secret = secrets.token_hex(16)
         probe = self.zeros(len(secret), torch.uint8)
         probe.copy_(torch.frombuffer(bytearray(secret.encode()), dtype=torch.uint8))
-        (_, _, descriptor), *_ = self._buffers
+        (_, descriptor), *_ = self._buffers
         card = json.dumps([os.getpid(), descriptor, secret]).encode()
         cards = [json.loads(row) for row in control.gather_bytes(card)]
         self._pids = [pid for pid, _, _ in cards]

@@ -1,0 +1,129 @@
+"""Hosts exchange directly: the sums and units of torch.distributed, whoever shares memory."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import zero_core
+from zero_core.collectives import ControlGroup
+from zero_core.direct import DirectCollectives
+from zero_core.errors import CollectiveError
+from zero_core.shared_memory import SharedMemory
+from zero_core.testing import batch, make_model, spawn
+
+NUMEL = 96  # of a shard
+
+
+def _connect(rank: int, world_size: int, far: set[int]) -> tuple[DirectCollectives, SharedMemory]:
+    """Collectives; ranks in ``far`` share memory with nobody, as if they were on other hosts."""
+    control = ControlGroup(None, rank=rank, world_size=world_size, device=torch.device("cpu"))
+    shared = SharedMemory(control)
+    assert shared.peers == set(range(world_size)) - {rank}
+    near = shared.peers - far if rank not in far else frozenset[int]()
+    shared.peers = frozenset(near)
+    return DirectCollectives(None, rank=rank, world_size=world_size, shared=shared), shared
+
+
+def _values(numel: int, dtype: torch.dtype, seed: int) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(-50, 50, (numel,), generator=generator).to(dtype)
+
+
+def _exchange(rank: int, world_size: int, far: set[int]) -> None:
+    direct, shared = _connect(rank, world_size, far)
+    for turn, dtype in enumerate((torch.float32, torch.bfloat16, torch.float64, torch.uint8)):
+        for is_shared in (True, False):
+            make: Any = shared.zeros if is_shared else torch.zeros
+            shard = make(NUMEL, dtype=dtype)
+            shard.copy_(_values(NUMEL, dtype, 10 * turn + rank))
+            out = torch.empty(world_size * NUMEL, dtype=dtype)
+            works = [
+                direct.all_gather(out, shard, unit=turn, version=1, backward=False),
+                # Another unit at the same time, of ordinary memory.
+                direct.all_gather(out.clone(), shard.clone(), unit=9, version=1, backward=False),
+            ]
+            for work in reversed(works):
+                work.wait()
+            expected = torch.cat([_values(NUMEL, dtype, 10 * turn + r) for r in range(world_size)])
+            assert torch.equal(out, expected)
+    for dtype in (torch.float32, torch.bfloat16, torch.float64):
+        for is_shared in (True, False):
+            make: Any = shared.zeros if is_shared else torch.zeros
+            full = make(world_size * NUMEL, dtype=dtype)
+            full.copy_(_values(world_size * NUMEL, dtype, rank))
+            wide = torch.promote_types(dtype, torch.float32)
+            expected = full.to(wide, copy=True)
+            dist.all_reduce(expected)
+            mine = torch.empty(NUMEL, dtype=wide)
+            work = direct.reduce_scatter(mine, full, unit=0)
+            work.wait()
+            parts = list(work.contributions)
+            assert torch.equal(sum(part.to(wide) for part in parts), mine)
+            work.retire()()
+            full.zero_()
+            assert torch.equal(mine, expected.view(world_size, -1)[rank])
+
+
+@pytest.mark.parametrize(
+    ("world_size", "far"), [(1, set()), (2, set()), (3, set()), (3, {2}), (3, {0, 1, 2})], ids=str
+)
+def test_units_and_sums_are_those_of_torch_distributed(world_size: int, far: set[int]) -> None:
+    spawn(_exchange, world_size, far)
+
+
+def _refill(rank: int, world_size: int) -> None:
+    direct, shared = _connect(rank, world_size, set())
+    full = shared.zeros(world_size * NUMEL, torch.float32)
+    for turn in range(5):
+        full.fill_(float(turn + 1))
+        out = torch.empty(NUMEL)
+        work = direct.reduce_scatter(out, full, unit=0)
+        if rank == turn % world_size:
+            time.sleep(0.05)  # the others are done, and would write over what this rank reads
+        work.wait()
+        assert torch.equal(out, torch.full((NUMEL,), float(world_size * (turn + 1))))
+        work.retire()()
+
+
+def test_gradients_stay_until_the_slowest_rank_has_read_them() -> None:
+    spawn(_refill, 3)
+
+
+def _look_at_the_dead(rank: int, world_size: int) -> None:
+    _, shared = _connect(rank, world_size, set())
+    with pytest.raises(CollectiveError, match=f"memory of rank {1 - rank}.*has probably ended"):
+        shared.at(1 - rank, (10_000, 0), 1, torch.float32)
+
+
+def test_memory_that_is_gone_is_named() -> None:
+    spawn(_look_at_the_dead, 2)
+
+
+def _run(engine: zero_core.Engine) -> dict[str, Tensor]:
+    for step in range(3):
+        engine.backward(engine(**batch(step, 0, engine.rank))["loss"])
+        engine.step()
+    return engine.full_state_dict()
+
+
+def _without_shared_memory(rank: int, world_size: int) -> None:
+    for stage in range(4):
+        config = {
+            "train_micro_batch_size_per_gpu": 3,
+            "zero_optimization": {"stage": stage},
+            "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
+        }
+        far = DirectCollectives(None, rank=rank, world_size=world_size)
+        expected = _run(zero_core.build(make_model(), config, collectives=far))
+        for name, value in _run(zero_core.build(make_model(), config)).items():
+            assert torch.equal(value, expected[name]), name
+
+
+def test_an_engine_gives_the_same_bits_with_and_without_shared_memory() -> None:
+    spawn(_without_shared_memory, 3)
