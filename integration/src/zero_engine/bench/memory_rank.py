@@ -151,6 +151,7 @@ def _train(job: Job, rank: int) -> dict[str, Any]:
         "built_bytes": resident_bytes() - before,
         "num_parameters": sum(p.numel for p in engine.layout.params),
     }
+    dist.barrier()
     restart_peak()
     inputs = job.inputs(rank)
     marks = {}
@@ -161,12 +162,13 @@ def _train(job: Job, rank: int) -> dict[str, Any]:
         if step in job.marks:
             marks[step] = resident_bytes() - before
     dist.barrier()
-    return {
-        **found,
+    found |= {
         "peak_bytes": peak_bytes() - before,
         "resident_bytes": marks,
         "held_bytes": engine.memory_report(),
     }
+    dist.barrier()  # what peers share counts half as long as they are there
+    return found
 
 
 def main() -> None:
