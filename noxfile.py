@@ -179,7 +179,7 @@ def test_alone(session: nox.Session, package: str) -> None:
 
 def test_together(session: nox.Session) -> None:
     """Lint, types, conformance and end-to-end tests, in one environment."""
-    install_everything(session, *LINT_TOOLS, *TYPE_TOOLS, *TEST_TOOLS)
+    install_everything(session, *LINT_TOOLS, *TYPE_TOOLS, *TEST_TOOLS, extras="[test]")
     run_lint(session)
     run_typecheck(session)
     run_integration_tests(session)

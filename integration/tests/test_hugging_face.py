@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -158,5 +157,4 @@ def _adapts(rank: int, world_size: int) -> None:
 
 
 def test_pefts_fp32_adapters_on_a_bf16_model_train_as_in_ddp() -> None:
-    pytest.importorskip("peft", reason="peft is not a dependency; it is tested where it is")
     spawn(_adapts, 2)
