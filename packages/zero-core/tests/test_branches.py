@@ -18,6 +18,8 @@ WIDTH, DEPTH = 33, 10
 # Per step: the blocks whose branch the last rank leaves out. A reduction that waited for the end of
 # that rank's backward would keep its peers from gathering what it needs to get there.
 LEFT_OUT: list[set[int]] = [set(), {9}, {8}, {5}, {0}, {7, 8, 9}, set(range(DEPTH))]
+SKIPPED: list[set[int]] = [set(), {9}, {4}, {0}, {0, 1, 2}, {3, 4, 5, 6, 7, 8}, set(range(DEPTH))]
+TWICE = 6  # called twice in a row
 
 
 class _Block(nn.Module):
@@ -26,7 +28,9 @@ class _Block(nn.Module):
         self.always = nn.Linear(WIDTH, WIDTH)
         self.branch = nn.Linear(WIDTH, WIDTH)
 
-    def forward(self, x: Tensor, has_branch: bool) -> Tensor:
+    def forward(self, x: Tensor, has_branch: bool | None) -> Tensor:
+        if has_branch is None:
+            return x  # stochastic depth: backward has nothing to do here
         x = x + torch.tanh(self.always(x))
         return x + self.branch(x) if has_branch else x
 
@@ -36,10 +40,14 @@ class _Net(nn.Module):
         super().__init__()
         self.blocks = nn.ModuleList(_Block() for _ in range(DEPTH))
         self.head = nn.Linear(WIDTH, 3)
+        self.start = nn.Parameter(torch.zeros(WIDTH))
 
-    def forward(self, x: Tensor, left_out: set[int]) -> Tensor:
+    def forward(self, x: Tensor, left_out: set[int], skipped: set[int]) -> Tensor:
+        x = x + self.start
         for index, block in enumerate(self.blocks):
-            x = block(x, index not in left_out)
+            x = block(x, None if index in skipped else index not in left_out)
+            if index == TWICE:
+                x = block(x, index not in left_out)
         out: Tensor = self.head(x).square().mean()
         return out
 
@@ -49,25 +57,29 @@ def _model() -> _Net:
     return _Net()
 
 
-def _inputs(step: int, rank: int, world_size: int) -> tuple[Tensor, set[int]]:
+def _inputs(
+    step: int, rank: int, world_size: int, has_skipped: bool
+) -> tuple[Tensor, set[int], set[int]]:
     generator = torch.Generator().manual_seed(10 * step + rank)
     x = torch.randn(4, WIDTH, generator=generator)
-    return x, LEFT_OUT[step] if rank == world_size - 1 else set()
+    if rank < world_size - 1:
+        return x, set(), set()
+    return (x, set(), SKIPPED[step]) if has_skipped else (x, LEFT_OUT[step], set())
 
 
-def _reference(rank: int, world_size: int) -> dict[str, Tensor]:
+def _reference(rank: int, world_size: int, has_skipped: bool) -> dict[str, Tensor]:
     model = _model()
     ddp = DistributedDataParallel(model, find_unused_parameters=True)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
     for step in range(len(LEFT_OUT)):
-        ddp(*_inputs(step, rank, world_size)).backward()
+        ddp(*_inputs(step, rank, world_size, has_skipped)).backward()
         optimizer.step()
         optimizer.zero_grad()
     return {name: p.detach() for name, p in model.named_parameters()}
 
 
-def _follow(rank: int, world_size: int, is_recomputed: bool) -> None:
-    expected = _reference(rank, world_size)
+def _follow(rank: int, world_size: int, is_recomputed: bool, has_skipped: bool) -> None:
+    expected = _reference(rank, world_size, has_skipped)
     group = dist.new_group(timeout=datetime.timedelta(seconds=60))
     for stage in range(4):
         config: dict[str, Any] = {
@@ -79,7 +91,9 @@ def _follow(rank: int, world_size: int, is_recomputed: bool) -> None:
             config["activation_checkpointing"] = {}
         engine = zero_core.build(_model(), config, process_group=group)
         for step in range(len(LEFT_OUT)):
-            engine.backward(engine(*_inputs(step, rank, world_size)))
+            inputs = _inputs(step, rank, world_size, has_skipped)
+            engine(*inputs)  # a loss that nobody wants, with gradients on
+            engine.backward(engine(*inputs))
             engine.step()
         for name, value in engine.full_state_dict().items():
             # With three ranks, DDP adds up in another order.
@@ -93,4 +107,44 @@ def _follow(rank: int, world_size: int, is_recomputed: bool) -> None:
 def test_ranks_that_leave_out_parts_of_blocks_follow_ddp(
     world_size: int, is_recomputed: bool
 ) -> None:
-    spawn(_follow, world_size, is_recomputed)
+    spawn(_follow, world_size, is_recomputed, False)
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_ranks_that_skip_blocks_follow_ddp(world_size: int) -> None:
+    spawn(_follow, world_size, False, True)
+
+
+def _hold_back(rank: int, world_size: int) -> None:
+    """A micro-step within no_sync in which the last rank uses nothing of a unit, in bf16."""
+    inputs = [_inputs(micro, rank, world_size, False)[0] for micro in range(2)]
+    skipped: list[set[int]] = [{4}, set()] if rank == world_size - 1 else [set(), set()]
+    reference = _model()
+    for x, without in zip(inputs, skipped, strict=True):
+        (reference(x, set(), without) / 2).backward()
+    expected = reference.get_parameter("blocks.4.always.weight").grad
+    assert expected is not None
+    expected /= world_size
+    dist.all_reduce(expected)
+    for stage in range(4):
+        engine = zero_core.build(
+            _model(),
+            {
+                "train_micro_batch_size_per_gpu": 4,
+                "gradient_accumulation_steps": 2,
+                "bf16": {"enabled": True},
+                "zero_optimization": {"stage": stage},
+                "optimizer": {"type": "SGD", "params": {"lr": 1.0}},
+            },
+        )
+        with engine.no_sync():
+            engine.backward(engine(inputs[0], set(), skipped[0]))
+            engine.step()
+        engine.backward(engine(inputs[1], set(), skipped[1]))
+        found = engine.states.get_full("blocks.4.always.weight", "grad")
+        torch.testing.assert_close(found, expected, rtol=0.1, atol=0.05 * float(expected.max()))
+        engine.close()
+
+
+def test_a_unit_that_one_rank_left_out_within_no_sync_is_reduced_as_it_was_held() -> None:
+    spawn(_hold_back, 2)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -276,3 +277,50 @@ def test_a_deferred_model_can_be_planned() -> None:
         model = make_model()
     planned = zero_core.plan(model, Case(stage=3).config(), 4)
     assert planned.to_json() == zero_core.plan(make_model(), Case(stage=3).config(), 4).to_json()
+
+
+def test_what_numpy_would_write_unseen_is_refused() -> None:
+    with zero_core.deferred_init():
+        model = nn.Linear(4, 3)
+        values = model.weight.detach().numpy()
+        assert values.shape == (3, 4)
+        with pytest.raises(ValueError, match="read-only"):
+            values[:] = 7.0
+
+
+def test_buffers_that_modules_share_stay_shared() -> None:
+    for context in (nullcontext, zero_core.deferred_init):
+        with context():
+            model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 3))
+            table = torch.arange(4.0)
+            for module in model:
+                module.register_buffer("table", table)
+        zero_core.build(model, CONFIG)
+        assert model[0].table is model[1].table
+        assert torch.equal(model[0].table, torch.arange(4.0))
+
+
+def _defer_on_one_rank(rank: int, world_size: int) -> None:
+    torch.manual_seed(rank)  # rank 0's values count
+    with nullcontext() if rank == 0 else zero_core.deferred_init():
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 3))
+    engine = zero_core.build(model, CONFIG)
+    torch.manual_seed(0)
+    expected = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 3)).state_dict()
+    for name, value in engine.full_state_dict().items():
+        assert torch.equal(value, expected[name])
+
+
+def test_ranks_need_not_defer_alike() -> None:
+    spawn(_defer_on_one_rank, 2)
+
+
+def _meta_on_one_rank(rank: int, world_size: int) -> None:
+    with torch.device("meta") if rank == 1 else nullcontext():
+        model = nn.Linear(4, 3)
+    with pytest.raises(zero_core.ConfigError, match="weight is on the meta device"):
+        zero_core.build(model, CONFIG)
+
+
+def test_a_meta_model_on_one_rank_is_refused_on_all() -> None:
+    spawn(_meta_on_one_rank, 2)

@@ -14,6 +14,7 @@ import zero_core
 from zero_core.collectives import ControlGroup
 from zero_core.direct import DirectCollectives
 from zero_core.errors import CollectiveError
+from zero_core.protocols import Work
 from zero_core.shared_memory import SharedMemory
 from zero_core.testing import batch, make_model, spawn
 
@@ -127,3 +128,59 @@ def _without_shared_memory(rank: int, world_size: int) -> None:
 
 def test_an_engine_gives_the_same_bits_with_and_without_shared_memory() -> None:
     spawn(_without_shared_memory, 3)
+
+
+class _Slow:
+    """Works of a decorator that knows of nothing but ``wait``; the last rank is late."""
+
+    def __init__(self, work: Work, delay_s: float) -> None:
+        self._work = work
+        self._delay_s = delay_s
+
+    def wait(self) -> None:
+        time.sleep(self._delay_s)
+        self._work.wait()
+
+
+class _Decorated:
+    def __init__(self, native: Any, rank: int) -> None:
+        self._native = native
+        self._delay_s = 0.02 * rank
+
+    def all_gather(self, out: Tensor, shard: Tensor, **further: Any) -> Work:
+        work: Work = self._native.all_gather(out, shard, **further)
+        return work
+
+    def reduce_scatter(self, out: Tensor, full: Tensor, *, unit: int) -> Work:
+        return _Slow(self._native.reduce_scatter(out, full, unit=unit), self._delay_s)
+
+
+def _decorate(rank: int, world_size: int) -> None:
+    for stage in (1, 3):
+        config = {
+            "train_micro_batch_size_per_gpu": 3,
+            "zero_optimization": {"stage": stage},
+            "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
+        }
+        expected = _run(zero_core.build(make_model(), config))
+        engine = zero_core.build(
+            make_model(), config, collectives=lambda native, **_: _Decorated(native, rank)
+        )
+        for name, value in _run(engine).items():
+            assert torch.equal(value, expected[name]), name
+
+
+def test_a_decorator_that_only_waits_gives_the_same_bits() -> None:
+    spawn(_decorate, 2)
+
+
+def _disagree(rank: int, world_size: int) -> None:
+    direct, shared = _connect(rank, world_size, set())
+    full = shared.zeros(2 * NUMEL, torch.float32 if rank == 0 else torch.bfloat16)
+    work = direct.reduce_scatter(torch.empty(NUMEL), full, unit=0)
+    with pytest.raises(CollectiveError, match=r"expects \d+ bytes of rank"):
+        work.wait()
+
+
+def test_ranks_that_exchange_different_dtypes_are_told() -> None:
+    spawn(_disagree, 2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import pytest
@@ -286,3 +287,18 @@ def _lost_peer(rank: int, world_size: int) -> None:
 
 def test_a_lost_peer_is_named_by_rank_unit_and_collective():
     spawn(_lost_peer, 2)
+
+
+def _drop(rank: int, world_size: int) -> None:
+    engine = zero_core.build(_Tower(), Case(stage=3).config() | _OPT)
+    seen: list[weakref.ref[Tensor]] = []
+    for module in engine.module.modules():
+        module.register_forward_hook(lambda m, a, out: seen.append(weakref.ref(out)))
+    loss = engine(_data(0, rank))
+    assert seen[-1]() is loss
+    del loss
+    assert [ref() for ref in seen if ref() is not None] == []
+
+
+def test_a_loss_that_is_dropped_frees_its_activations() -> None:
+    spawn(_drop, 2)

@@ -177,6 +177,11 @@ class QuantizedWeights:
         return self._native.reduce_scatter(out, full, unit=unit)
 
     @property
+    def has_retire(self) -> bool:
+        """Whether works of reductions have ``retire``: they are those of ``native``."""
+        return bool(getattr(self._native, "has_retire", False))
+
+    @property
     def private_nbytes(self) -> int:
         """Bytes held between gathers: kept parts and free buffers."""
         parts = sum(part.data.numel() for part in self._parts.values())

@@ -34,12 +34,16 @@ def adopt_buffers(
 
     ``value_of`` gives the initial values of a buffer.
     """
+    adopted: dict[int, Tensor] = {}  # modules may share one
     for module in model.modules():
         for name, buffer in module._buffers.items():
             if buffer is None:
                 continue
-            moved = value_of(buffer).to(device, compute_dtype(buffer, dtype)).contiguous()
-            control.broadcast(moved)
+            moved = adopted.get(id(buffer))
+            if moved is None:
+                moved = value_of(buffer).to(device, compute_dtype(buffer, dtype)).contiguous()
+                control.broadcast(moved)
+                adopted[id(buffer)] = adopted[id(moved)] = moved
             module._buffers[name] = moved
 
 

@@ -90,20 +90,22 @@ def build(
     drawn = Blueprint.draw(model, resolved, ranks.size, optimizer)
     found, layout, optimizer = drawn.found, drawn.layout, drawn.optimizer
     initial = InitialValues(model)
-    initial.check(has_pretrained=pretrained is not None)
     control = ControlGroup(ranks.group, rank=ranks.rank, world_size=ranks.size, device=ranks.device)
     _check_ranks_agree(control, layout, resolved)
+    _check_values_are_known(control, initial, has_pretrained=pretrained is not None)
     if ranks.rank == 0:
         tell_frozen(layout, found.params)
 
     shared = _share(control, ranks)
+    used = _make_collectives(collectives, resolved, ranks, shared)
+    is_shared = shared is not None and getattr(used, "has_retire", False)
     memory = Memory(
         found,
         layout,
         resolved,
         rank=ranks.rank,
         device=ranks.device,
-        exchanged=None if shared is None else shared.zeros,
+        exchanged=shared.zeros if shared is not None and is_shared else None,
     )
     tier = _make_tier(state_tier, memory, drawn, resolved, ranks, is_named_adam)
     if pretrained is None:
@@ -122,7 +124,7 @@ def build(
         units=memory.units,
         unit_modules=[module for _, module, _ in found.units],
         tier=tier,
-        collectives=_make_collectives(collectives, resolved, ranks, shared),
+        collectives=used,
         control=control,
         optimizer=optimizer,
         lr_scheduler=lr_scheduler,
@@ -189,6 +191,23 @@ def _check_ranks_agree(control: ControlGroup, layout: Layout, config: Config) ->
                     f"rank {control.rank} and rank {rank} were built with a different {what}: "
                     "every rank must pass the same to build()"
                 )
+
+
+def _check_values_are_known(
+    control: ControlGroup, initial: InitialValues, *, has_pretrained: bool
+) -> None:
+    """Refuse on all ranks what one of them cannot fill."""
+    failure: ConfigError | None = None
+    try:
+        initial.check(has_pretrained=has_pretrained)
+    except ConfigError as error:
+        failure = error
+    rows = control.gather_bytes(str(failure or "").encode())
+    if failure is not None:
+        raise failure
+    for rank, row in enumerate(rows):
+        if row:
+            raise ConfigError(f"rank {rank}: {row.decode()}")
 
 
 def _make_tier(
@@ -309,11 +328,12 @@ def _fill(
     sizes = [s.padded_numel * d.itemsize for s, d in zip(layout.segments, dtypes, strict=True)]
     # One buffer for all: the heap stays whole.
     pool = BufferPool(allocator(memory.values[0].shard.device), max(sizes))
+    # What has to be computed first is computed by one rank alone; ranks need not defer alike.
+    num_deferred = torch.tensor([sum(p.is_meta for p in found.params)], dtype=torch.float64)
+    is_deferred = bool(control.sum(num_deferred.to(memory.values[0].shard.device)) > 0)
     for segment, values, dtype in zip(layout.segments, memory.values, dtypes, strict=True):
         params = [found.params[slot.param] for slot in segment.slots]
         flat = pool.acquire(segment.padded_numel, dtype)
-        # What has to be computed first is computed by one rank alone.
-        is_deferred = any(param.is_meta for param in params)
         if control.rank == 0 or not is_deferred:
             for low, high in segment.gaps():
                 flat[low:high].zero_()

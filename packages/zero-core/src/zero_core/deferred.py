@@ -215,7 +215,10 @@ class _OnCpu(TorchFunctionMode):
                     "deferred_init(): a deferred tensor has no address: compare tensors by `is`"
                 )
             if func in _READS:
-                args = (self._recording.value(args[0]), *args[1:])
+                found = func(self._recording.value(args[0]), *args[1:], **(kwargs or {}))
+                if func is not Tensor.tolist:
+                    found.flags.writeable = False  # what NumPy writes is not recorded
+                return found
         elif kwargs:
             _check_device(func, kwargs.get("device"))  # before torch looks for the device
         return func(*args, **(kwargs or {}))

@@ -25,6 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from zero_core.collectives import sum_in_rank_order
+from zero_core.errors import CollectiveError
 from zero_core.protocols import Work
 from zero_core.shared_memory import Place, SharedMemory
 
@@ -40,6 +41,9 @@ def _tag(kind: int, unit: int) -> int:
 
 class DirectCollectives:
     """`zero_core.protocols.Collectives` among hosts; see there for the contract."""
+
+    has_retire = True
+    """Works of reductions have ``retire``."""
 
     def __init__(
         self,
@@ -58,7 +62,7 @@ class DirectCollectives:
         self._peers = [(rank + k) % world_size for k in range(1, world_size)]
         self._near = frozenset[int]() if shared is None else shared.peers
         self._has_far = len(self._near) < len(self._peers)
-        self._tokens: dict[Place, Tensor] = {}
+        self._tokens: dict[tuple[int, int, int], Tensor] = {}
         self._scratch: dict[tuple[int, torch.dtype], list[Tensor]] = {}
         self._nod = torch.zeros(1, dtype=torch.uint8)
 
@@ -125,10 +129,10 @@ class DirectCollectives:
         if self._shared is None or place is None or peer not in self._near:
             works = [self._receive(into, peer, tag), self._send(given, peer, tag)]
             return partial(_arrived, works, into)
-        mine = self._tokens.get(place)
+        mine = self._tokens.get((*place, given.nbytes))
         if mine is None:
-            mine = self._tokens[place] = torch.tensor(place)
-        theirs = torch.empty(2, dtype=torch.int64)
+            mine = self._tokens[*place, given.nbytes] = torch.tensor((*place, given.nbytes))
+        theirs = torch.empty(3, dtype=torch.int64)
         works = [self._receive(theirs, peer, tag), self._send(mine, peer, tag)]
         return partial(self._look, works, theirs, peer, into.numel(), into.dtype)
 
@@ -136,7 +140,12 @@ class DirectCollectives:
         self, works: Sequence[Work], token: Tensor, peer: int, numel: int, dtype: torch.dtype
     ) -> Tensor:
         assert self._shared is not None
-        descriptor, offset = _arrived(works, token).tolist()
+        descriptor, offset, nbytes = _arrived(works, token).tolist()
+        if nbytes != numel * dtype.itemsize:
+            raise CollectiveError(
+                f"rank {self._rank} expects {numel * dtype.itemsize} bytes of rank {peer}, which "
+                f"has {nbytes}: the ranks exchange different dtypes or units"
+            )
         return self._shared.at(peer, (descriptor, offset), numel, dtype)
 
     def _acknowledge(self, unit: int) -> Callable[[], None]:

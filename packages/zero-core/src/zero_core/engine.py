@@ -236,6 +236,7 @@ class Engine:
         backward of a step usually runs outside; if not, ``step`` reduces.
         """
         before, self._flow.should_sync = self._flow.should_sync, False
+        self._flow.hold_gradients()
         try:
             yield
         finally:

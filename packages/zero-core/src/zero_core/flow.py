@@ -23,8 +23,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
-from zero_core.arrivals import Arrivals
+from zero_core.arrivals import Arrivals, Forward
 from zero_core.compiling import outside_graphs, unless_compiling
 from zero_core.config import ActivationCheckpointingConfig
 from zero_core.freezing import hook_gradient
@@ -35,9 +36,15 @@ from zero_core.unit import SegmentGrads, SegmentValues, Unit
 __all__ = ["Flow"]
 
 
-_Packed = tuple[Unit, SegmentValues, int, torch.Size, tuple[int, ...], int]
-"""A weight that autograd saved: unit, segment, offset, shape, strides, version. A plain tuple, as
-there is one for each use of a weight, and a test for each saved tensor."""
+_Packed = tuple[Unit, SegmentValues, int, torch.Size, tuple[int, ...], int, Forward]
+"""A weight that autograd saved: unit, segment, offset, shape, strides, version, and the forward. A
+plain tuple, as there is one for each use of a weight, and a test for each saved tensor."""
+
+
+def _requires_grad(output: object) -> bool:
+    if isinstance(output, Tensor):
+        return output.requires_grad
+    return any(isinstance(t, Tensor) and t.requires_grad for t in pytree.tree_leaves(output))
 
 
 def _is_in_backward() -> bool:
@@ -100,6 +107,7 @@ class Flow:
         # Units recomputed in this backward: gradients to come since the last recomputation.
         self._recomputed: dict[int, int] = {}
         self._arrivals = Arrivals(units)
+        self._forward: Forward | None = None  # the one that is running with gradients
         self._in_flight: list[tuple[Unit, SegmentGrads]] = []
         self._is_backward_open = False
         self._is_reducing = False  # in the backward that is open
@@ -198,6 +206,8 @@ class Flow:
         def hook(module: nn.Module, args: Any, output: Any) -> None:
             if _is_in_backward():
                 return
+            if self._forward is not None and not _requires_grad(output):
+                self._arrivals.unused(unit)
             self._leave_forward(unit)
             if not unit.is_root and not (is_last and torch.is_grad_enabled()):
                 self._release(unit)  # but the last one: backward starts with it
@@ -218,7 +228,7 @@ class Flow:
             missing = arrivals.came(index)
             if missing < 0:  # late: its unit is being reduced
                 self._finish_reduces()
-            grads.take(position, outlives_backward=not self._is_reducing)
+            grads.take(position)
             fired.add(number)
             if missing == 0:
                 self._reduce_what_is_due()
@@ -233,6 +243,8 @@ class Flow:
             self.discard()
             self.release_all()
         context: AbstractContextManager[Any] | None = None
+        if not self._running and torch.is_grad_enabled():
+            self._forward = self._arrivals.forward_begins()
         if not self._running and self._has_sharded_params and torch.is_grad_enabled():
             context = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
             context.__enter__()
@@ -242,32 +254,37 @@ class Flow:
         if not self._running or self._running[-1][0] is not unit:
             return  # its pre-forward raised before it got here
         _, context = self._running.pop()
+        if not self._running:
+            self._forward = None
         if context is not None:
             context.__exit__(None, None, None)
         if unit.is_root and not self._running and not torch.is_grad_enabled():
             self.release_all()
 
     def _pack(self, tensor: Tensor) -> object:
-        if not self._low <= tensor.data_ptr() < self._high:  # the most by far: activations
-            return tensor
-        found = self._by_storage.get(tensor.untyped_storage().data_ptr())
-        if found is None:
-            return tensor
+        found = None
+        if self._low <= tensor.data_ptr() < self._high:
+            found = self._by_storage.get(tensor.untyped_storage().data_ptr())
+        if found is None:  # most by far: activations
+            # Detached: a node that saved its own output would hold itself, for ever if no backward
+            # comes (torch drops the graph of an output by itself only where there are no hooks).
+            return tensor if tensor.grad_fn is None else tensor.detach()
         unit, values = found
         layout = (tensor.storage_offset(), tensor.shape, tensor.stride())
-        return (unit, values, *layout, values.version)
+        assert self._forward is not None
+        return (unit, values, *layout, values.version, self._forward)
 
     def _unpack(self, packed: Tensor | _Packed) -> Tensor:
         if type(packed) is not tuple:
             return packed  # type: ignore[return-value]
-        unit, values, offset, shape, stride, version = packed
+        unit, values, offset, shape, stride, version, forward = packed
         if version != values.version:
             raise RuntimeError(
                 f"backward of a forward that ran before the last step or load: the weights of "
                 f"{unit!r} have changed since; run the forward again"
             )
         if unit is not self._entered:
-            self.begin_backward_of(unit)
+            self.begin_backward_of(unit, forward)
         assert values.full is not None
         return values.full.as_strided(shape, stride, offset)
 
@@ -278,7 +295,7 @@ class Flow:
             if previous is not unit:
                 if previous is not None:
                     self._release(previous)
-                if not backward and torch.is_grad_enabled():
+                if not backward and self._forward is not None:
                     self._arrivals.used(unit)
         if self._ahead is not None and self._ahead is not unit:
             self._release(self._ahead)  # the order is not that of the module tree
@@ -333,8 +350,11 @@ class Flow:
 
     # --------------------------------------------------------------- backward
 
-    def begin_backward_of(self, unit: Unit, *, is_recomputed: bool = False) -> None:
-        """Called whenever backward needs the values of ``unit``."""
+    def begin_backward_of(self, unit: Unit, forward: Forward | None) -> None:
+        """Called whenever backward needs the values of ``unit``.
+
+        ``forward`` used them and saved them, or is None if the unit is computed again.
+        """
         if unit is self._entered:
             return
         self._open_backward()
@@ -346,12 +366,19 @@ class Flow:
         if previous is not None and previous is not unit and self._must_stay(previous):
             self._current = None  # it is released at the end of backward
         self._entered = unit
+        for skipped in self._arrivals.enter(unit, forward):
+            self._pass(skipped)
         self._use(unit, backward=True)
-        self._arrivals.enter(unit, is_recomputed=is_recomputed)
         self._reduce_what_is_due()
 
+    def _pass(self, skipped: int) -> None:
+        """Other ranks may go into a unit that backward skips here: gather it with them."""
+        if self._has_sharded_params:
+            self._use(self._units[skipped], backward=True)
+            self._reduce_what_is_due()
+
     def _begin_recompute(self, unit: Unit) -> None:
-        self.begin_backward_of(unit, is_recomputed=True)
+        self.begin_backward_of(unit, None)
         self._recomputed[unit.index] = unit.num_trainable
 
     def _must_stay(self, unit: Unit) -> bool:
@@ -399,12 +426,21 @@ class Flow:
 
         Autograd calls it when a backward ends; the engine when a backward touched no parameter.
         """
+        if self._is_backward_open:
+            for skipped in self._arrivals.skipped_last():
+                self._pass(skipped)
         if self._will_reduce():
             for unit in self._arrivals.rest():
                 self._start_reduce(unit)
             self._finish_reduces()
         self.release_all()
         self._is_backward_open = False
+
+    def hold_gradients(self) -> None:
+        """The next backwards reduce nothing (``no_sync``); every rank must call it."""
+        for unit in self._units:
+            for grads in unit.grads:
+                grads.hold()
 
     @property
     def has_unreduced(self) -> bool:

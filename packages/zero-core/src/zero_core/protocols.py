@@ -90,9 +90,11 @@ class Collectives(Protocol):
         Returns:
             The work. It may have an attribute ``contributions``: each rank's part of the sum, in
             rank order, readable after ``wait``; with it the engine can name the rank whose gradient
-            is not finite. It may have a method ``retire() -> Callable[[], None]``: the engine calls
-            it once, when it has looked at them, and calls what it returns before it writes to
-            ``full`` again, which other ranks may be reading until then.
+            is not finite. If an attribute ``has_retire`` of the collectives is true, it has a
+            method ``retire() -> Callable[[], None]``: the engine calls it once, when it has looked
+            at them, and calls what it returns before it writes to ``full`` again, which other ranks
+            may be reading until then. Without that, the engine's buffers are not shared with other
+            ranks, and ``native`` sends them.
         """
         ...
 

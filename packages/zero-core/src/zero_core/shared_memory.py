@@ -9,6 +9,7 @@ that with each other (one host, one user, one namespace of processes) is tried o
 
 from __future__ import annotations
 
+import errno
 import json
 import mmap
 import os
@@ -24,6 +25,8 @@ from zero_core.collectives import ControlGroup
 from zero_core.errors import CollectiveError
 
 __all__ = ["Place", "SharedMemory"]
+
+_NAME = "zero_core"
 
 Place = tuple[int, int]
 """Where bytes lie in a rank's shared memory: the number of the memfd, the offset in bytes."""
@@ -50,7 +53,7 @@ class SharedMemory:
     def zeros(self, numel: int, dtype: torch.dtype) -> Tensor:
         """A 1-D tensor in shared memory, which lives as long as this object: peers know it."""
         nbytes = max(numel, 1) * dtype.itemsize
-        descriptor = os.memfd_create("zero_core")
+        descriptor = os.memfd_create(_NAME)
         os.ftruncate(descriptor, nbytes)
         buffer = torch.frombuffer(mmap.mmap(descriptor, nbytes), dtype=dtype)
         self._buffers.append((buffer, descriptor))
@@ -77,11 +80,14 @@ class SharedMemory:
         memory = self._mapped.get((peer, descriptor))
         if memory is None:
             try:
-                memory = _map(self._pids[peer], descriptor)
+                memory = _map(self._pids[peer], descriptor, offset + numel * dtype.itemsize)
             except OSError as error:
+                advice = "it has probably ended"
+                if error.errno in (errno.EMFILE, errno.ENFILE):
+                    advice = "this process may open more files after 'ulimit -n 65536'"
                 raise CollectiveError(
                     f"rank {self._rank}: cannot read the memory of rank {peer} (process "
-                    f"{self._pids[peer]}): {error}; it has probably ended"
+                    f"{self._pids[peer]}): {error}; {advice}"
                 ) from error
             self._mapped[peer, descriptor] = memory
         return memory[offset : offset + numel * dtype.itemsize].view(dtype)
@@ -96,18 +102,33 @@ class SharedMemory:
         probe = self.zeros(len(secret), torch.uint8)
         probe.copy_(torch.frombuffer(bytearray(secret.encode()), dtype=torch.uint8))
         (_, descriptor), *_ = self._buffers
-        card = json.dumps([os.getpid(), descriptor, secret]).encode()
+        card = json.dumps([os.getpid(), descriptor, secret, _namespace()]).encode()
         cards = [json.loads(row) for row in control.gather_bytes(card)]
-        self._pids = [pid for pid, _, _ in cards]
-        is_read = [_reads(pid, number, hidden) for pid, number, hidden in cards]
+        self._pids = [pid for pid, *_ in cards]
+        own = _namespace()
+        is_read = [
+            place == own and _reads(pid, number, hidden) for pid, number, hidden, place in cards
+        ]
         table = [json.loads(row) for row in control.gather_bytes(json.dumps(is_read).encode())]
         others = (rank for rank in range(control.world_size) if rank != control.rank)
         self.peers = frozenset(r for r in others if is_read[r] and table[r][control.rank])
 
 
-def _map(pid: int, descriptor: int) -> Tensor:
+def _open(pid: int, descriptor: int, nbytes: int) -> int:
+    """A process's memfd, opened for reading; OSError if there is none of that size."""
+    path = f"/proc/{pid}/fd/{descriptor}"
+    if not os.readlink(path).startswith(f"/memfd:{_NAME}"):
+        raise OSError(errno.ENOENT, "that is another file by now", path)
+    opened = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    if os.fstat(opened).st_size < nbytes:
+        os.close(opened)
+        raise OSError(errno.ENOENT, "that is another memory by now", path)
+    return opened
+
+
+def _map(pid: int, descriptor: int, nbytes: int) -> Tensor:
     """A process's memfd, read-only, as bytes."""
-    opened = os.open(f"/proc/{pid}/fd/{descriptor}", os.O_RDONLY)
+    opened = _open(pid, descriptor, nbytes)
     try:
         mapped = mmap.mmap(opened, 0, prot=mmap.PROT_READ)
     finally:
@@ -121,6 +142,19 @@ def _reads(pid: int, descriptor: int, secret: str) -> bool:
     if pid == os.getpid():
         return False  # not another process: nobody reads it when it waits
     try:
-        return Path(f"/proc/{pid}/fd/{descriptor}").read_bytes() == secret.encode()
+        opened = _open(pid, descriptor, len(secret))
     except OSError:
         return False
+    try:
+        return os.read(opened, len(secret)) == secret.encode()
+    finally:
+        os.close(opened)
+
+
+def _namespace() -> str:
+    """What processes must have in common for their numbers to mean the same."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+        return f"{boot} {os.readlink('/proc/self/ns/pid')}"
+    except OSError:
+        return ""

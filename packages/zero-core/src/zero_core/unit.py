@@ -224,6 +224,7 @@ class SegmentGrads:
         self._gap_views: list[Tensor] = []  # of what belongs to no parameter
         self._views: dict[tuple[int, torch.dtype], tuple[list[Tensor], list[Tensor]]] = {}
         self._has_grad = [False] * len(self.params)
+        self._is_held = False
         self._reduced: Tensor | None = None
         self._work: Work | None = None
         self._is_shard_empty = True  # nothing accumulated since the last step
@@ -236,7 +237,14 @@ class SegmentGrads:
         """Whether gradients were taken that no reduction has carried yet."""
         return self._full_grad is not None
 
-    def take(self, position: int, *, outlives_backward: bool) -> None:
+    def hold(self) -> None:
+        """What is taken before the next reduction adds up over several backwards (``no_sync``).
+
+        Every rank must call it, those without a gradient too: it decides what is reduced in.
+        """
+        self._is_held = True
+
+    def take(self, position: int) -> None:
         """Move the gradient of parameter ``position`` of the segment into ``full_grad``."""
         param = self.params[position]
         grad = param.grad
@@ -247,7 +255,7 @@ class SegmentGrads:
                 "sparse gradients are not supported: use sparse=False in the embedding"
             )
         if self._full_grad is None:
-            self._open(outlives_backward=outlives_backward)
+            self._open()
         view = self._grad_views[position]
         if self._has_grad[position]:
             view.add_(grad, alpha=self._predivide)
@@ -261,7 +269,7 @@ class SegmentGrads:
     def start_reduce(self, collectives: Collectives) -> None:
         """Start to reduce what was taken; parameters without a gradient count as zero."""
         if self._full_grad is None:
-            self._open(outlives_backward=False)
+            self._open()
         assert self._full_grad is not None
         for view, has_grad in zip(self._grad_views, self._has_grad, strict=True):
             if not has_grad:
@@ -360,8 +368,8 @@ class SegmentGrads:
         self._work = self._reduced = self._shard_norm = self._spoilt_by = None
         self._close()
 
-    def _open(self, *, outlives_backward: bool) -> None:
-        dtype = self.grad_shard.dtype if outlives_backward else self._communication_dtype
+    def _open(self) -> None:
+        dtype = self.grad_shard.dtype if self._is_held else self._communication_dtype
         if self.segment.world_size == 1:
             self._full_grad = self.grad_shard
         elif self._kept_full_grad is not None and self._kept_full_grad.dtype == dtype:
@@ -376,6 +384,7 @@ class SegmentGrads:
         self._grad_views, self._gap_views = self._views[key]
 
     def _close(self) -> None:
+        self._is_held = False
         full, self._full_grad = self._full_grad, None
         if full is not None and full is not self._kept_full_grad and full is not self.grad_shard:
             until_read, self._until_read = self._until_read, None
