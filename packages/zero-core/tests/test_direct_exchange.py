@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -96,14 +97,30 @@ def test_gradients_stay_until_the_slowest_rank_has_read_them() -> None:
     spawn(_refill, 3)
 
 
-def _look_at_the_dead(rank: int, world_size: int) -> None:
-    _, shared = _connect(rank, world_size, set())
-    with pytest.raises(CollectiveError, match=f"memory of rank {1 - rank}.*has probably ended"):
-        shared.at(1 - rank, (10_000, 0), 1, torch.float32)
+def _look_at_what_is_gone(rank: int, world_size: int) -> None:
+    direct, shared = _connect(rank, world_size, set())
+    place = shared.locate(shared.zeros(NUMEL, torch.float32))
+    assert place is not None
+    told = torch.tensor(place)
+    works = [dist.isend(told, 1 - rank), dist.irecv(theirs := torch.empty_like(told), 1 - rank)]
+    for work in works:
+        assert work is not None
+        work.wait()
+    if rank == 1:
+        del direct, shared  # its number may be another file's from now on
+        with Path("/dev/zero").open("rb"):
+            dist.barrier()
+            dist.barrier()
+        return
+    dist.barrier()
+    descriptor, offset = theirs.tolist()
+    with pytest.raises(CollectiveError, match=r"memory of rank 1.*has probably ended"):
+        shared.at(1, (descriptor, offset), NUMEL, torch.float32)
+    dist.barrier()
 
 
 def test_memory_that_is_gone_is_named() -> None:
-    spawn(_look_at_the_dead, 2)
+    spawn(_look_at_what_is_gone, 2)
 
 
 def _run(engine: zero_core.Engine) -> dict[str, Tensor]:

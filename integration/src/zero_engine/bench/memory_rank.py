@@ -167,7 +167,7 @@ def _train(job: Job, rank: int) -> dict[str, Any]:
         "resident_bytes": marks,
         "held_bytes": engine.memory_report(),
     }
-    dist.barrier()  # what peers share counts half as long as they are there
+    dist.barrier()  # nobody ends while another still measures
     return found
 
 

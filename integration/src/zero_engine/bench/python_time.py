@@ -125,7 +125,7 @@ def _own_times(stats: pstats.Stats, num: int) -> dict[str, float]:
             if "zero_core" in caller[0]:
                 spent[caller] = spent.get(caller, 0.0) - num_calls_by * cost
     return {
-        f"{Path(file).name}:{name}:{line}": max(own_s, 0.0) / num * 1e6
+        f"{Path(file).name}:{name}:{line}": own_s / num * 1e6
         for (file, line, name), own_s in spent.items()
     }
 

@@ -22,7 +22,11 @@ def resident_bytes() -> int:
 
 
 def peak_bytes() -> int:
-    """The most since `restart_peak`; what is seen of peers must only have grown."""
+    """The most since `restart_peak`.
+
+    What is seen of peers is taken off as it is now. All of it is seen before an optimizer's first
+    step, in which the peak of a training falls; of an earlier peak too much would be taken off.
+    """
     return _status("VmHWM") - _peers_bytes()
 
 

@@ -38,7 +38,7 @@ def measure(contender: str, workload: Workload, store: str, rank: int) -> dict[s
         times.append(time.perf_counter() - started_at)
     dist.barrier()
     peak = peak_bytes()
-    dist.barrier()  # what peers share counts half as long as they are there
+    dist.barrier()  # nobody ends while another still measures
     del step
     gc.collect()  # an engine that still held the group would end its threads only at exit
     dist.destroy_process_group()

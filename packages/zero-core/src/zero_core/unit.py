@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -307,7 +306,10 @@ class SegmentGrads:
         """Tell the others that their gradients are read; ours must stay until they say so."""
         retire: Callable[[], Callable[[], None]] | None = getattr(work, "retire", None)
         if retire is not None:
-            self._until_read = partial(call_named, retire(), what)
+            wait_until_read = retire()
+            self._until_read = lambda: call_named(
+                wait_until_read, lambda: f"{what()}: the others' reading of this rank's gradients"
+            )
 
     def _wait_until_read(self) -> None:
         if self._until_read is not None:
