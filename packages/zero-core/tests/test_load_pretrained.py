@@ -181,9 +181,12 @@ def test_missing_and_unexpected_names_are_listed_and_nothing_changes(tmp_path: P
     assert torch.equal(full["embed.weight"], _source().embed.weight)
 
 
-def test_names_that_the_model_ignores_are_not_unexpected(tmp_path: Path) -> None:
-    save_file(_weights(_source()) | {"blocks.0.mask": torch.ones(1)}, tmp_path / "a.safetensors")
+def test_names_that_the_model_ignores_are_neither_missing_nor_unexpected(tmp_path: Path) -> None:
+    weights = _weights(_source()) | {"blocks.0.mask": torch.ones(1)}
+    del weights["gain"]
+    save_file(weights, tmp_path / "a.safetensors")
     model = _fresh("real")
+    model._keys_to_ignore_on_load_missing = [r"^gain$"]
     model._keys_to_ignore_on_load_unexpected = [r"blocks\.\d+\.mask"]
     engine = zero_core.build(model, Case().config())
     loaded = zero_core.load_pretrained(engine, tmp_path / "a.safetensors")
@@ -195,6 +198,7 @@ def test_names_that_the_model_ignores_are_not_unexpected(tmp_path: Path) -> None
     [
         ("gain", torch.ones(2), r"gain has shape \(2,\) in .* and \(1,\) in the model"),
         ("gain", torch.ones(1, dtype=torch.int8), "gain is torch.int8 .* dequantized"),
+        ("gain", torch.ones(1).to(torch.float8_e4m3fn), "gain is torch.float8.* dequantized"),
         ("base.gain", torch.ones(1), "hold gain twice, with 'base.' and without"),
         ("embed.weight", torch.ones(37, 11), r"are one weight in the model and two in the files"),
     ],

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from torch import nn
 
 from zero_core.engine import Engine
 from zero_core.errors import CheckpointError
@@ -116,13 +117,19 @@ def _match(state: ShardedState, stored: dict[str, StoredTensor]) -> _Match:
     for name, buffer in buffers.items():
         if name in by_target:
             _check_fits(name, by_target[name][name], tuple(buffer.shape), buffer.dtype)
-    ignored = getattr(state.module, "_keys_to_ignore_on_load_unexpected", None) or ()
+    missing = [n for n in (*(s.name for s in state.layout.params), *buffers) if n not in by_target]
     return _Match(
         params,
         {name: by_target[name][name] for name in buffers if name in by_target},
-        tuple(n for n in (*(s.name for s in state.layout.params), *buffers) if n not in by_target),
-        tuple(n for n in unexpected if not any(re.search(pattern, n) for pattern in ignored)),
+        _not_ignored(state.module, "_keys_to_ignore_on_load_missing", missing),
+        _not_ignored(state.module, "_keys_to_ignore_on_load_unexpected", unexpected),
     )
+
+
+def _not_ignored(module: nn.Module, attribute: str, names: list[str]) -> tuple[str, ...]:
+    """The names that a Hugging Face model does not declare to be of no interest."""
+    patterns = getattr(module, attribute, None) or ()
+    return tuple(n for n in names if not any(re.search(pattern, n) for pattern in patterns))
 
 
 def _check_fits(
@@ -132,7 +139,10 @@ def _check_fits(
         raise CheckpointError(
             f"{name} has shape {tensor.shape} in {tensor.path} and {shape} in the model"
         )
-    if tensor.dtype.is_floating_point != dtype.is_floating_point:
+    is_fp8 = tensor.dtype.is_floating_point and tensor.dtype.itemsize == 1  # has scales beside it
+    if tensor.dtype.is_floating_point != dtype.is_floating_point or (
+        is_fp8 and tensor.dtype != dtype
+    ):
         raise CheckpointError(
             f"{name} is {tensor.dtype} in {tensor.path} and {dtype} in the model: quantized "
             "weights must be dequantized first"
