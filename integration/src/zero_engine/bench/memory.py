@@ -103,20 +103,28 @@ def _bytes_per_parameter(stage: int, ranks: int, accumulated: int | None) -> flo
 def growth_rows() -> Iterator[Row]:
     """Resident memory after 50 and after 500 steps of every stage, and of random lengths."""
     jobs = [replace(SMALL, stage=stage) for stage in range(4)]
-    jobs.append(replace(SMALL, stage=3, context=128, is_random_length=True))
-    for job in jobs:
+    random = replace(SMALL, stage=3, context=128, is_random_length=True)
+    for job in [*jobs, random, replace(random, stage=None, ranks=1)]:
         found = _run(job, RETURN_FREED)
-        planned = _plan(job).memory.device
-        held = sum(found[0]["held_bytes"].values()) + planned["optimizer states"]
+        held = sum(found[0]["held_bytes"].values())
+        if job.stage is None:
+            held = 16 * found[0]["num_parameters"]
+        else:
+            held += _plan(job).memory.device["optimizer states"]
         early, late = (max(f["resident_bytes"][str(mark)] for f in found) for mark in job.marks)
         yield {
-            "case": f"stage {job.stage}{', random lengths' * job.is_random_length}",
+            "case": _growth_case(job),
             "held_bytes": held,
             "early_bytes": early,
             "late_bytes": late,
             "ratio": (late - early) / held,
-            "is_met": late - early <= FRAGMENTS_BAR * held,
+            "is_met": None if job.stage is None else late - early <= FRAGMENTS_BAR * held,
         }
+
+
+def _growth_case(job: Job) -> str:
+    name = "the bare model, 1 rank" if job.stage is None else f"stage {job.stage}"
+    return f"{name}, random lengths" if job.is_random_length else name
 
 
 def start_rows() -> Iterator[Row]:

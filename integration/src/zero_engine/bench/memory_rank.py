@@ -15,7 +15,7 @@ import gc
 import json
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -45,7 +45,8 @@ class Job:
     """Tokens per sample."""
     micro_batch: int
     ranks: int
-    stage: int
+    stage: int | None
+    """None: the bare model and torch's AdamW, to compare with."""
     dtype: str
     """"fp32" or "bf16"."""
     steps: int
@@ -143,32 +144,50 @@ def _train(job: Job, rank: int) -> dict[str, Any]:
     dist.barrier()
     started_at = time.perf_counter()
     cpu_at = time.process_time()
-    engine = zero_core.build(model, job.config())
+    engine = None if job.stage is None else zero_core.build(model, job.config())
+    step_with = _bare(model) if engine is None else _engine(engine)
     found: dict[str, Any] = {
         "build_s": time.perf_counter() - started_at,
         "build_cpu_s": time.process_time() - cpu_at,
         "build_peak_bytes": peak_bytes() - before,
         "built_bytes": resident_bytes() - before,
-        "num_parameters": sum(p.numel for p in engine.layout.params),
+        "num_parameters": sum(p.numel() for p in model.parameters()),
     }
     dist.barrier()
     restart_peak()
     inputs = job.inputs(rank)
     marks = {}
     for step in range(1, job.steps + 1):
-        ids = next(inputs)
-        engine.backward(engine(ids))
-        engine.step()
+        step_with(next(inputs))
         if step in job.marks:
             marks[step] = resident_bytes() - before
     dist.barrier()
     found |= {
         "peak_bytes": peak_bytes() - before,
         "resident_bytes": marks,
-        "held_bytes": engine.memory_report(),
+        "held_bytes": {} if engine is None else engine.memory_report(),
     }
     dist.barrier()  # nobody ends while another still measures
     return found
+
+
+def _engine(engine: zero_core.Engine) -> Callable[[Tensor], None]:
+    def step(ids: Tensor) -> None:
+        engine.backward(engine(ids))
+        engine.step()
+
+    return step
+
+
+def _bare(model: Gpt) -> Callable[[Tensor], None]:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+
+    def step(ids: Tensor) -> None:
+        torch.autograd.backward(model(ids))
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
 
 
 def main() -> None:
