@@ -8,8 +8,8 @@ sum in rank order in fp32, so that its value depends neither on the backend's ri
 from __future__ import annotations
 
 import ctypes
-import hashlib
 import json
+import zlib
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
@@ -157,9 +157,8 @@ class ControlGroup:
         """
         if self.world_size > 1 and tensor.is_cpu:
             content = (ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())
-            digest = hashlib.sha256(content).digest()
-            rows = self.gather(torch.frombuffer(bytearray(digest), dtype=torch.uint8))
-            if bool((rows.view(self.world_size, -1) == rows[: len(digest)]).all()):
+            sums = self.gather(torch.tensor([zlib.crc32(content)]))
+            if bool((sums == sums[0]).all()):
                 return
         self.broadcast(tensor)
 
