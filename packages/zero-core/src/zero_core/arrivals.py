@@ -22,7 +22,6 @@ and gather it in the same order.
 from __future__ import annotations
 
 import weakref
-from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from zero_core.unit import Unit
@@ -46,8 +45,7 @@ class _Trail:
     def __init__(self, forward: Forward) -> None:
         self.forward = weakref.ref(forward)
         self.units: list[int] = []
-        self.num_ahead: Counter[int] = Counter()
-        """How often each unit is still to be followed."""
+        """What is still to be followed."""
 
     def last_before(self, unit: int) -> int | None:
         """The place at which ``unit`` is reached next."""
@@ -83,13 +81,11 @@ class Arrivals:
         """The forward that began last went into ``unit``."""
         if self._trails and self._trails[-1].units[-1:] != [unit.index]:
             self._trails[-1].units.append(unit.index)
-            self._trails[-1].num_ahead[unit.index] += 1
 
     def unused(self, unit: Unit) -> None:
         """What ``unit`` gave in the forward that began last needs no gradient."""
         if self._trails and self._trails[-1].units[-1:] == [unit.index]:
             self._trails[-1].units.pop()
-            self._trails[-1].num_ahead[unit.index] -= 1
 
     def begin(self) -> None:
         """A backward begins."""
@@ -174,12 +170,11 @@ class Arrivals:
         older = self._trails[: self._trails.index(trail)]
         while len(trail.units) > stop:
             unit = trail.units.pop()
-            trail.num_ahead[unit] -= 1
             if unit not in self._entered:
                 self._entered.add(unit)
                 skipped.append(unit)
-            is_ahead = trail.num_ahead[unit] > 0 or any(
-                t.num_ahead[unit] > 0 for t in older if t.forward() is not None
+            is_ahead = unit in trail.units or any(
+                unit in t.units for t in older if t.forward() is not None
             )
             if not is_ahead and unit in self._num_missing:
                 self._num_missing[unit] = min(self._num_missing[unit], 0)

@@ -38,8 +38,9 @@ def load_pretrained(
     weights take the file's precision; parameters and buffers are cast to their dtype. A tied weight
     may be in the file by any of its names. Names with and without Hugging Face's
     ``base_model_prefix`` are matched, and what the model declares in
-    ``_keys_to_ignore_on_load_unexpected`` is ignored. All names, shapes and files are checked
-    before anything is changed. Gradients of a backward without a step are dropped.
+    ``_keys_to_ignore_on_load_missing`` and ``..._unexpected`` is ignored. All names,
+    shapes and files are checked before anything is changed. Gradients of a backward without a step
+    are dropped.
 
     Args:
         engine: fresh from `zero_core.build`: moments of other weights would be wrong for these.
