@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from support import ReferenceAdam, Space, group_of, make_tier, offer, snapshot, train
+from support import ReferenceAdam, Space, assert_same, group_of, make_tier, offer, snapshot, train
 from torch import optim
 
 from zero_offload import OffloadError
@@ -72,11 +72,9 @@ def test_first_unit_is_free_while_the_second_is_updated() -> None:
         lambda tier: tier.read_scalars(0),
         lambda tier: tier.write_scalars(0, {"num_steps": 1}),
         lambda tier: tier.offer_grad(0, torch.zeros(1)),
-        lambda tier: tier.discard_grads(),
-        lambda tier: tier.step(GROUPS, [], grad_scale=1.0),
     ],
 )
-def test_all_other_calls_wait_for_a_step_in_flight(call: Callable[[TwinTier], object]) -> None:
+def test_state_and_gradients_in_use_wait_for_a_step_in_flight(call: Callable[[TwinTier], object]) -> None:
     space, kernel = Space(), GatedAdam(gate_at=0)
     tier = make_tier(space, optim.AdamW, GROUPS, kernel=kernel)
     offer(tier, space, 0)
@@ -88,6 +86,53 @@ def test_all_other_calls_wait_for_a_step_in_flight(call: Callable[[TwinTier], ob
     waiter.join(TIMEOUT_S)
     assert not waiter.is_alive()
     tier.wait_params(0, space.numel)
+
+
+def test_a_step_over_other_pieces_queues_up_behind_one_in_flight() -> None:
+    """As when units are updated while backward goes on: nobody waits, and no bit changes."""
+    space, plain, kernel = Space(), Space(), GatedAdam(gate_at=0)
+    tier = make_tier(space, optim.AdamW, GROUPS, kernel=kernel)
+    grad = space.grad(0)
+    tier.offer_grad(256, grad[256:].clone())
+    tier.step(GROUPS, [3, 4], grad_scale=1.0)
+    assert kernel.reached.wait(TIMEOUT_S)
+    tier.offer_grad(0, grad[:256].clone())
+    tier.step(GROUPS, [0, 2], grad_scale=1.0)
+    tier.step(GROUPS, [1], grad_scale=1.0)
+    with pytest.raises(ValueError, match="no gradient was offered"):
+        tier.step(GROUPS, [1], grad_scale=1.0)  # it is used up
+    kernel.gate.set()
+    tier.wait_params(0, space.numel)
+    other = make_tier(plain, optim.AdamW, GROUPS, kernel=ReferenceAdam())
+    train(other, plain, GROUPS, range(1))
+    assert_same(snapshot(tier, space), snapshot(other, plain))
+
+
+def test_a_step_behind_one_that_failed_does_not_run() -> None:
+    space, kernel = Space(), GatedAdam(gate_at=0)
+    tier = make_tier(space, optim.AdamW, GROUPS, kernel=kernel)
+    kernel.error = MemoryError("no memory")
+    offer(tier, space, 0)
+    tier.step(GROUPS, [3, 4], grad_scale=1.0)
+    with pytest.raises(OffloadError):
+        tier.wait_params(256, 360)
+    with pytest.raises(OffloadError):
+        tier.step(GROUPS, [0], grad_scale=1.0)
+    assert torch.equal(space.flat_params(), space.initial)
+
+
+def test_what_is_offered_can_be_read_back_until_a_step_uses_it() -> None:
+    space = Space(dtype=torch.bfloat16)
+    tier = make_tier(space, optim.AdamW, GROUPS, ratio=0.3, kernel=ReferenceAdam())
+    offer(tier, space, 0)
+    assert torch.equal(tier.read_grad(20, 300), space.grad(0)[20:300])
+    tier.step(GROUPS, [0, 1], grad_scale=1.0)
+    assert torch.equal(tier.read_grad(42, 360), space.grad(0)[42:])
+    with pytest.raises(ValueError, match="no gradient was offered"):
+        tier.read_grad(41, 50)
+    tier.discard_grads()
+    with pytest.raises(ValueError, match="no gradient was offered"):
+        tier.read_grad(42, 50)
 
 
 def test_host_and_device_step_at_the_same_time() -> None:
@@ -135,6 +180,8 @@ def test_an_error_in_the_worker_reaches_every_later_call(
     offer(tier, space, 0)
     host_pieces = [0, 1]
     tier.step(GROUPS, host_pieces, grad_scale=1.0)
+    with pytest.raises(OffloadError):
+        tier.wait_params(0, 10)  # by now it has happened
     for _ in range(2):
         with pytest.raises(OffloadError, match="no memory for the moments") as caught:
             call(tier)

@@ -20,6 +20,7 @@ from torch import Tensor, optim
 
 from zero_offload.flat_tier import HostTier
 from zero_offload.geometry import Geometry
+from zero_offload.host_memory import HostMemory
 from zero_offload.kernel_stepper import KernelStepper
 from zero_offload.streams import HostStreams
 from zero_offload.transfer import HostMover
@@ -56,22 +57,18 @@ class LateStreams(HostStreams):
 
     def __init__(self) -> None:
         self.down, self.up = _Queue(), _Queue()
-        self._last_down = self._last_up = threading.Event()
-        self._last_down.set()
 
-    def to_host(self, target: Tensor, source: Tensor) -> None:
-        self._last_down = self.down.put(lambda: cast(None, target.copy_(source)))
+    def to_host(self, target: Tensor, source: Tensor) -> torch.Event:
+        return cast(torch.Event, self.down.put(lambda: cast(None, target.copy_(source))))
 
-    def release_sources(self) -> None:
-        self._last_down.wait()
+    def release(self, event: torch.Event) -> None:
+        cast(threading.Event, event).wait()
 
-    def wait_host(self) -> None:
-        self._last_down.wait()
-        self._last_up.wait()
+    def wait(self, event: torch.Event) -> None:
+        cast(threading.Event, event).wait()
 
-    def to_device(self, target: Tensor, source: Tensor) -> torch.Event | None:
-        self._last_up = self.up.put(lambda: cast(None, target.copy_(source)))
-        return cast(torch.Event, self._last_up)
+    def to_device(self, target: Tensor, source: Tensor) -> torch.Event:
+        return cast(torch.Event, self.up.put(lambda: cast(None, target.copy_(source))))
 
     def arrive(self, event: torch.Event) -> None:
         cast(threading.Event, event).wait()
@@ -80,7 +77,8 @@ class LateStreams(HostStreams):
 def _late_tier(space: Space, streams: LateStreams) -> HostTier:
     geometry = Geometry(space.numel, space.pieces, space.params, 1)
     stepper = KernelStepper(geometry, ReferenceAdam(), optim.AdamW, is_in_place=False)
-    mover = HostMover(geometry, CPU, pin_memory=False, streams=streams, is_staged=True)
+    memory = HostMemory(should_pin=False)
+    mover = HostMover(geometry, CPU, memory, streams=streams, is_staged=True)
     tier = HostTier(geometry, stepper, mover)
     tier.write_state("master_weight", 0, space.initial)
     return tier
@@ -93,10 +91,14 @@ def test_late_copies_change_no_number(dtype: torch.dtype) -> None:
     tier = _late_tier(space, streams)
     for step in range(6):
         grad = space.grad(step)
-        tier.offer_grad(256, grad[256:])
-        tier.offer_grad(0, grad[:256])
+        releases = [tier.offer_grad(256, grad[256:]), tier.offer_grad(0, grad[:256])]
+        if step % 3:
+            for release in releases:
+                assert release is not None
+                release()
+            grad.fill_(float("nan"))  # the caller may, now that they are released
         tier.step(GROUPS, range(5), grad_scale=1.0)
-        grad.fill_(float("nan"))  # the caller may, now that step has returned
+        grad.fill_(float("nan"))  # or now that step has returned
         if step % 2:
             tier.wait_params(0, space.numel)
     tier.wait_params(0, space.numel)
@@ -171,9 +173,10 @@ def test_gradients_of_two_dtypes_share_a_step() -> None:
 def test_buffers_are_made_once() -> None:
     space = Space(dtype=torch.bfloat16)
     geometry = Geometry(space.numel, space.pieces, space.params, 1)
-    mover = HostMover(geometry, CPU, pin_memory=True)
-    first, _ = mover.offer(0, space.grad(0)[:10])
-    second, base = mover.offer(300, space.grad(1)[:10])
+    mover = HostMover(geometry, CPU, HostMemory(should_pin=False))
+    first, _, _ = mover.offer(0, space.grad(0)[:10])
+    second, base, release = mover.offer(300, space.grad(1)[:10])
+    assert release is None
     assert first is second
     assert base == 0
     assert first.dtype == torch.bfloat16
@@ -184,22 +187,60 @@ def test_memory_that_cannot_be_pinned_is_used_pageable_with_one_warning(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """What a machine without locked memory, or a torch without an accelerator, does."""
-    space = Space()
-    geometry = Geometry(space.numel, space.pieces, space.params, 1)
-    empty = torch.empty
-
-    def refuse(*args: Any, pin_memory: bool = False, **kwargs: Any) -> Tensor:
-        if pin_memory:
-            raise RuntimeError("cannot lock")
-        return empty(*args, **kwargs)
-
-    monkeypatch.setattr(torch, "empty", refuse)
-    meta = torch.device("meta")
+    _refuse_to_lock(monkeypatch)
+    memory = HostMemory(should_pin=True)
     with pytest.warns(RuntimeWarning, match="pageable") as caught:
-        mover = HostMover(geometry, meta, pin_memory=True, streams=HostStreams())
+        buffer = memory.empty(3, torch.float16)
     assert len(caught) == 1
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        buffer, _ = mover.offer(0, torch.ones(3, dtype=torch.float16))
-        HostMover(geometry, meta, pin_memory=False, streams=HostStreams())
+        memory.empty(4, torch.float32)
+        HostMemory(should_pin=False).empty(4, torch.float32)
     assert buffer.device.type == "cpu"
+    assert (memory.pinned_bytes, memory.pageable_bytes) == (0, 22)
+
+
+def test_a_budget_of_pinned_bytes_is_kept_with_one_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    locked = _refuse_to_lock(monkeypatch, limit=100)
+    memory = HostMemory(should_pin=True, limit_bytes=20)
+    memory.empty(4, torch.float32)
+    with pytest.warns(RuntimeWarning, match=r"pin_memory_bytes = 20") as caught:
+        memory.empty(3, torch.float32)
+        memory.empty(3, torch.float32)
+    assert len(caught) == 1
+    memory.empty(2, torch.float16)  # what still fits is locked
+    assert (memory.pinned_bytes, memory.pageable_bytes) == (20, 24)
+    assert sum(locked) == 20
+
+
+def test_staging_is_two_buffers_of_the_largest_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("zero_offload.geometry.PUBLISHED_NUMEL", 50)
+    space, streams = Space(dtype=torch.bfloat16), LateStreams()
+    geometry = Geometry(space.numel, space.pieces, space.params, 1)
+    stepper = KernelStepper(geometry, ReferenceAdam(), optim.AdamW, is_in_place=False)
+    memory = HostMemory(should_pin=False)
+    mover = HostMover(geometry, CPU, memory, streams=streams, is_staged=True)
+    tier = HostTier(geometry, stepper, mover)
+    for step in range(3):
+        tier.offer_grad(0, space.grad(step))
+        tier.step(GROUPS, range(5), grad_scale=1.0)
+        tier.wait_params(0, space.numel)
+    landing, staging = 2 * space.numel, 2 * 2 * 50
+    assert landing < memory.pageable_bytes <= landing + staging
+    streams.down.close()
+    streams.up.close()
+
+
+def _refuse_to_lock(monkeypatch: pytest.MonkeyPatch, *, limit: int = 0) -> list[int]:
+    """Let torch lock up to ``limit`` bytes, as a machine does; the bytes of each lock."""
+    empty, locked = torch.empty, list[int]()
+
+    def lock(numel: int, *, dtype: torch.dtype, pin_memory: bool = False, **kwargs: Any) -> Tensor:
+        if pin_memory:
+            locked.append(numel * dtype.itemsize)
+            if sum(locked) > limit:
+                raise RuntimeError("cannot lock")
+        return empty(numel, dtype=dtype, **kwargs)
+
+    monkeypatch.setattr(torch, "empty", lock)
+    return locked

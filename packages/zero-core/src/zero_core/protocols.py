@@ -23,7 +23,7 @@ padding. All of ``start`` and ``stop`` below are element offsets into this space
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -118,20 +118,29 @@ class StateTier(Protocol):
     """Where master weights and optimizer state live, and who updates them.
 
     See [Note: the local flat space] for offsets. Nothing here is a collective.
+
+    If an attribute ``keeps_grads`` is true, `offer_grad` copies: the engine then offers gradients
+    in the dtype in which they travel, and keeps none of its own from one unit to the next.
     """
 
-    def offer_grad(self, start: int, grad: Tensor) -> None:
-        """Take the final gradient of ``[start, start + grad.numel())`` for the coming step.
+    def offer_grad(self, start: int, grad: Tensor) -> Callable[[], None] | None:
+        """Take the final gradient of ``[start, start + grad.numel())`` for a step to come.
 
         Called in backward as each segment is reduced. ``grad`` is 1-D, contiguous, floating
-        point, on the engine's device; it belongs to the engine and stays valid until ``step`` or
-        ``discard_grads`` returns. A range may be offered again (a second backward in the same
-        micro-step): the last offer holds. ``step`` may overwrite what was offered.
+        point, on the engine's device, and belongs to the engine. It stays valid until a ``step``
+        that uses it or ``discard_grads`` has returned; if the tier ``keeps_grads``, until what is
+        returned has been called, or not at all if that is None. A range may be offered again (a
+        second backward in the same micro-step): the last offer holds. ``step`` may overwrite what
+        was offered.
         """
         ...
 
+    def read_grad(self, start: int, stop: int) -> Tensor:
+        """A copy of what is offered for ``[start, stop)``: 1-D, on the CPU, as it was offered."""
+        ...
+
     def discard_grads(self) -> None:
-        """Forget what was offered: the step is skipped (overflow)."""
+        """Forget what was offered and no ``step`` has used."""
         ...
 
     def step(
@@ -143,6 +152,10 @@ class StateTier(Protocol):
         ``groups`` are the optimizer's ``param_groups`` without ``params``. Gradients are
         multiplied by ``grad_scale`` (unscale and clip in one factor). New values are written to
         the parameter shards given at construction; the call may return before that is done.
+
+        It may be called several times for one step of the training, each time for pieces that were
+        offered and not updated yet: units are updated while backward goes on. What other pieces
+        were offered stays. The engine ends a step with `discard_grads`.
         """
         ...
 

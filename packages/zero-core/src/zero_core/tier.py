@@ -94,6 +94,11 @@ class DeviceTier:
         """See the protocol."""
         self._grads[start] = grad
 
+    def read_grad(self, start: int, stop: int) -> Tensor:
+        """See the protocol."""
+        grads = _Chunked([(s, self._grads[s]) for s in sorted(self._grads)])
+        return torch.cat([part.cpu() for _, part in grads.parts(start, stop)])
+
     def discard_grads(self) -> None:
         """See the protocol."""
         self._grads.clear()
@@ -103,9 +108,8 @@ class DeviceTier:
     ) -> None:
         """See the protocol."""
         if self._optimizer is None or not active:
-            self._grads.clear()
             return
-        grads = _Chunked([self._scaled(s, grad_scale) for s in sorted(self._grads)])
+        grads = _Chunked([self._scaled(s, grad_scale) for s in self._starts_of(active)])
         for own, given in zip(self._optimizer.param_groups, groups, strict=True):
             own.update({k: v for k, v in given.items() if k != "params"})
         turns = self._turns(active)
@@ -119,8 +123,14 @@ class DeviceTier:
                 self._flatten_state(index)
             if len(turns) > 1:
                 release_free_pages()
-        self._grads.clear()
-        self._publish(0, self._numel)
+        for start, grad in grads.chunks:
+            self._publish(start, start + grad.numel())
+
+    def _starts_of(self, active: Sequence[int]) -> list[int]:
+        """The offers that hold the gradients of the pieces."""
+        offered = sorted(self._grads)
+        found = {offered[bisect_right(offered, self._spans[i][0]) - 1] for i in active}
+        return sorted(found)
 
     def wait_params(self, start: int, stop: int) -> None:
         """Nothing to wait for: the update runs on the stream that will read it."""

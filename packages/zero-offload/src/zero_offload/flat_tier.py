@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zero_offload.geometry import Geometry, check_active, freeze_groups
+from zero_offload.geometry import PUBLISHED_NUMEL, Geometry, check_active, freeze_groups
 from zero_offload.grads import GradLedger
 from zero_offload.progress import Progress
 from zero_offload.stepper import MASTER, Chunk, Stepper
@@ -28,8 +28,9 @@ __all__ = ["DeviceTier", "FlatTier", "HostTier"]
 class FlatTier(ABC):
     """A StateTier whose master weights and state lie in flat buffers of one memory.
 
-    Every call but `wait_params` first waits for a step under way. After a step that failed in the
-    background every call raises `OffloadError`.
+    Reading and writing state first waits for the steps under way; a gradient may be offered as soon
+    as the last one of its range was used. After a step that failed in the background every call
+    raises `OffloadError`.
     """
 
     def __init__(self, geometry: Geometry, stepper: Stepper, mover: Mover) -> None:
@@ -53,15 +54,18 @@ class FlatTier(ABC):
         """Parameter bytes brought back to the compute device so far."""
         return self._mover.bytes_h2d
 
-    def offer_grad(self, start: int, grad: Tensor) -> None:
-        """Take the gradient of ``[start, start + grad.numel())`` for the coming step.
+    def offer_grad(self, start: int, grad: Tensor) -> Callable[[], None] | None:
+        """Take the gradient of ``[start, start + grad.numel())`` for a step to come.
 
         Args:
             start: offset in the flat space, in elements.
-            grad: 1-D, contiguous, floating point, on the compute device; unchanged until ``step``
-                or ``discard_grads`` returns. A later offer of the same range replaces it.
+            grad: 1-D, contiguous, floating point, on the compute device. `HostTier` copies it,
+                `DeviceTier` uses it where it lies until ``step`` or ``discard_grads`` returns. A
+                later offer of the same range replaces it.
+
+        Returns:
+            None, or what the caller must call before it writes to the memory of ``grad`` again.
         """
-        self._progress.drain()
         if grad.dim() != 1 or not grad.is_contiguous() or not grad.is_floating_point():
             raise ValueError(
                 f"a gradient must be 1-D, contiguous and floating point; got {grad.dtype} of "
@@ -69,12 +73,25 @@ class FlatTier(ABC):
             )
         stop = start + grad.numel()
         self.geometry.check_range(start, stop)
-        source, base = self._mover.offer(start, grad)
+        self._progress.wait(start, stop)  # a step may still read the last gradient of this range
+        source, base, release = self._mover.offer(start, grad)
         self._grads.add(start, stop, source, base)
+        return release
+
+    def read_grad(self, start: int, stop: int) -> Tensor:
+        """A copy of what is offered for ``[start, stop)``: 1-D, on the CPU, in its dtype.
+
+        Raises:
+            ValueError: a part of it was not offered, or was used by a step.
+        """
+        self.geometry.check_range(start, stop)
+        self._mover.close_grads()()
+        parts = self._grads.segments(start, stop)
+        return torch.cat([part.cpu() for _, _, part in parts]) if parts else torch.empty(0)
 
     def discard_grads(self) -> None:
-        """Forget what was offered: the step is skipped."""
-        self._progress.drain()
+        """Forget what was offered and no step has taken."""
+        self._progress.check()
         self._mover.close_grads()
         self._grads = GradLedger()
 
@@ -84,33 +101,43 @@ class FlatTier(ABC):
         """Update the pieces in ``active`` with the offered gradients times ``grad_scale``.
 
         Settings are copied, so that a scheduler may change ``groups`` right after. What can be
-        refused is refused before anything is updated.
+        refused is refused before anything is updated. The gradients used are no longer offered;
+        others stay, for a further step over other pieces.
 
         Raises:
             ValueError: ``active`` is not sorted or names no piece, or a gradient is missing.
         """
-        self._progress.drain()
+        self._progress.check()
         indices = check_active(self.geometry, active)
-        grads = self._grads
-        chunks = self._stepper.plan(indices, freeze_groups(groups), grads)
-        self._grads = GradLedger()
-        self._mover.close_grads()
+        if not indices:
+            return
+        chunks = self._stepper.plan(indices, freeze_groups(groups), self._grads)
+        self._stepper.count(indices)
+        spans = [(run.start, run.stop) for chunk in chunks for run in chunk.runs]
+        grads = self._grads.take(spans)
+        wait_for_grads = self._mover.close_grads()
         self._mover.open_params()
-        self._progress.begin([(run.start, run.stop) for chunk in chunks for run in chunk.runs])
-        self._launch(partial(self._run, chunks, indices, grads, grad_scale))
+        self._progress.begin(spans)
+        self._launch(partial(self._run, chunks, grads, grad_scale, wait_for_grads))
 
     def _run(
-        self, chunks: list[Chunk], active: Sequence[int], grads: GradLedger, grad_scale: float
+        self,
+        chunks: list[Chunk],
+        grads: GradLedger,
+        grad_scale: float,
+        wait_for_grads: Callable[[], None],
     ) -> None:
         """The step itself. Grad mode is per thread, so it is set here."""
+        if self._progress.has_failed:
+            return
         try:
             with torch.no_grad():
-                self._mover.begin()
+                wait_for_grads()
                 for chunk in chunks:
+                    self._mover.open_spans([(run.start, run.stop) for run in chunk.runs])
                     self._stepper.update(chunk, grads, grad_scale, self._mover.out)
                     for run in chunk.runs:
                         self._progress.advance(self._mover.publish(run.start, run.stop))
-                self._stepper.count(active)
         except BaseException as error:
             self._progress.fail(error)  # whatever it was, the next call must hear of it
             raise
@@ -173,13 +200,17 @@ class FlatTier(ABC):
 
     def _publish_master(self, start: int, stop: int) -> None:
         self._mover.open_params()
-        self._mover.begin()
-        for a, b, _ in self.geometry.overlaps(start, stop):
-            if not self._stepper.is_in_place:
-                self._mover.out(a, b).copy_(self._stepper.master(a, b))
-            event = self._mover.publish(a, b)
-            if event is not None:
-                self._mover.arrive(event)
+        for low, high, _ in self.geometry.overlaps(start, stop):
+            for a in range(low, high, PUBLISHED_NUMEL):
+                self._publish_span(a, min(a + PUBLISHED_NUMEL, high))
+
+    def _publish_span(self, start: int, stop: int) -> None:
+        self._mover.open_spans([(start, stop)])
+        if not self._stepper.is_in_place:
+            self._mover.out(start, stop).copy_(self._stepper.master(start, stop))
+        event = self._mover.publish(start, stop)
+        if event is not None:
+            self._mover.arrive(event)
 
     def read_scalars(self, piece: int) -> Mapping[str, float]:
         """``num_steps`` (updates applied to the piece) and the optimizer's own scalars."""
@@ -199,7 +230,8 @@ class FlatTier(ABC):
 class HostTier(FlatTier):
     """Master weights and state in host memory, updated in one background thread.
 
-    ``step`` returns at once; parameters are published run by run, in ascending order.
+    ``step`` returns at once, and may be called again before the last one is done: steps queue up.
+    Each publishes its parameters run by run, in ascending order.
     """
 
     def __init__(self, geometry: Geometry, stepper: Stepper, mover: Mover) -> None:

@@ -22,7 +22,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["Geometry", "Piece", "Run", "check_active", "freeze_groups", "plan_runs"]
+__all__ = [
+    "PUBLISHED_NUMEL",
+    "Geometry",
+    "Piece",
+    "Run",
+    "check_active",
+    "cut_runs",
+    "freeze_groups",
+    "plan_runs",
+]
+
+PUBLISHED_NUMEL = 1 << 24
+"""Most elements of a run that may be cut: large enough to cost nothing, small enough that an update,
+a copy up and whoever waits for them overlap."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,6 +153,15 @@ class Geometry:
                 pieces.append((a - lo, b - lo, piece.group))
         shards = [(a - lo, view) for a, _, view in self.overlaps(lo, hi)]
         return Geometry(hi - lo, pieces, shards, num_groups), local
+
+
+def cut_runs(runs: Sequence[Run]) -> list[Run]:
+    """The same elements in runs of at most `PUBLISHED_NUMEL`; each names the pieces of the whole."""
+    return [
+        Run(low, min(low + PUBLISHED_NUMEL, run.stop), run.pieces, run.key)
+        for run in runs
+        for low in range(run.start, run.stop, PUBLISHED_NUMEL)
+    ]
 
 
 def plan_runs(

@@ -8,6 +8,7 @@ merge and a run of pieces is one stretch of memory; on the device a segment is t
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -68,13 +69,40 @@ class GradLedger:
         self._segments[lo:hi] = merged
         self._starts[lo:hi] = [part.start for part in merged]
 
+    def take(self, spans: Sequence[tuple[int, int]]) -> GradLedger:
+        """Move what covers the spans to a ledger of its own.
+
+        Raises:
+            ValueError: a part of a span was not offered; nothing has moved then.
+        """
+        found = [part for span in spans for part in self._parts(*span)]
+        taken = GradLedger()
+        for part in found:
+            taken.add(part.start, part.stop, part.source, part.base)
+        for start, stop in spans:
+            self._drop(start, stop)
+        return taken
+
+    def _drop(self, start: int, stop: int) -> None:
+        lo = max(bisect_left(self._starts, start + 1) - 1, 0)
+        hi = bisect_left(self._starts, stop)
+        touched = self._segments[lo:hi]
+        left = [old.clip(old.start, start) for old in touched if old.start < start]
+        right = [old.clip(stop, old.stop) for old in touched if old.stop > stop]
+        kept = [part for part in (*left, *right) if part.start < part.stop]
+        self._segments[lo:hi] = kept
+        self._starts[lo:hi] = [part.start for part in kept]
+
     def segments(self, start: int, stop: int) -> list[tuple[int, int, Tensor]]:
         """``(a, b, gradient)`` parts that cover ``[start, stop)`` without a gap.
 
         Raises:
             ValueError: some of the range was not offered.
         """
-        found: list[tuple[int, int, Tensor]] = []
+        return [(part.start, part.stop, part.view()) for part in self._parts(start, stop)]
+
+    def _parts(self, start: int, stop: int) -> list[_Segment]:
+        found: list[_Segment] = []
         at = start
         first = max(bisect_left(self._starts, start + 1) - 1, 0)
         for index in range(first, len(self._segments)):
@@ -82,9 +110,8 @@ class GradLedger:
             if at >= stop or segment.start > at:
                 break
             if segment.stop > at:
-                part = segment.clip(at, stop)
-                found.append((part.start, part.stop, part.view()))
-                at = part.stop
+                found.append(segment.clip(at, stop))
+                at = found[-1].stop
         if at < stop:
             raise ValueError(
                 f"no gradient was offered for [{at}, {stop}), which a piece listed in `active` "

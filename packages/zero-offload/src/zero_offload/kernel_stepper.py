@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, optim
 
-from zero_offload.geometry import Geometry, plan_runs
+from zero_offload.geometry import Geometry, cut_runs, plan_runs
 from zero_offload.grads import GradLedger
 from zero_offload.protocols import AdamKernel
 from zero_offload.stepper import Chunk, Stepper, check_num_steps
@@ -88,7 +88,7 @@ class KernelStepper(Stepper):
         pieces = self.geometry.pieces
         keys = {i: self._hyper(groups[pieces[i].group], self.num_steps[i] + 1) for i in active}
         chunks = []
-        for run in plan_runs(self.geometry, active, keys):
+        for run in cut_runs(plan_runs(self.geometry, active, keys)):
             grads.segments(run.start, run.stop)  # refuses a missing gradient before any update
             chunks.append(Chunk((run,), keys[run.pieces[0]]))
         return chunks

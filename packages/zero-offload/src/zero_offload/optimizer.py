@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from zero_offload.geometry import Geometry
 from zero_offload.kernels import resolve_kernel
 from zero_offload.protocols import AdamKernel
-from zero_offload.settings import check_ratio
+from zero_offload.settings import check_limit, check_ratio
 from zero_offload.stepper import MASTER
 from zero_offload.tier import make_device_tier, make_twin
 from zero_offload.twin import TwinTier
@@ -37,6 +37,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         params: parameters or groups of them, as for any torch optimizer; dense, on one device.
         ratio: share of the elements on the host, 0 to 1.
         pin_memory: page-lock transfer buffers when the parameters are on an accelerator.
+        pin_memory_bytes: most bytes to lock; None for no limit. The rest is pageable.
         adam_kernel: a host kernel for Adam and AdamW: an object with ``adam_step``, the name of an
             installed one, ``"auto"`` for one if installed, or None for torch's own update.
         **optimizer_kwargs: passed on to ``optimizer_class``.
@@ -55,6 +56,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         *,
         ratio: float = 1.0,
         pin_memory: bool = True,
+        pin_memory_bytes: int | None = None,
         adam_kernel: AdamKernel | str | None = None,
         **optimizer_kwargs: Any,
     ) -> None:
@@ -70,6 +72,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             Geometry(numel, pieces, shards, len(self.param_groups)),
             ratio=share,
             pin_memory=pin_memory,
+            pin_memory_bytes=check_limit(pin_memory_bytes),
             device=_common_device(self._members),
             optimizer_class=optimizer_class,
             groups=self.param_groups,

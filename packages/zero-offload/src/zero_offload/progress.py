@@ -1,13 +1,15 @@
-"""How far a step under way has come, for those who wait for a part of it.
+"""How far the steps under way have come, for those who wait for a part of them.
 
-A step publishes its runs in ascending order, so one counter says it all: whoever needs a range
-waits until the last run that overlaps it is published, and no longer.
+A step publishes its runs in ascending order, and steps that queue up do so one after another. Who
+needs a range waits until every run that overlaps it is published, and no longer.
 """
 
 from __future__ import annotations
 
 import threading
+from bisect import bisect_right
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -22,63 +24,90 @@ class OffloadError(RuntimeError):
     """
 
 
+@dataclass(slots=True)
+class _Run:
+    start: int
+    stop: int
+    is_published: bool = False
+    event: torch.Event | None = None
+
+
 class Progress:
-    """Runs of one step, published in order by one thread and awaited by others."""
+    """Runs of all steps under way, published in order by one thread and awaited by others."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
-        self._runs: tuple[tuple[int, int], ...] = ()
-        self._events: list[torch.Event | None] = []
-        self._is_open = False
+        self._runs: list[_Run] = []  # in the order of publication
+        self._num_published = 0
+        self._num_open = 0
         self._error: BaseException | None = None
 
     def begin(self, runs: Sequence[tuple[int, int]]) -> None:
-        """A step with these runs starts; the last one must be over."""
-        assert not self._is_open, "two steps at once"
-        self._runs, self._events, self._is_open = tuple(runs), [], True
+        """A step with these ascending runs starts, after those that are under way."""
+        with self._changed:
+            starts = [start for start, _ in runs]
+
+            def is_replaced(old: _Run) -> bool:
+                at = bisect_right(starts, old.start) - 1
+                return old.is_published and at >= 0 and old.stop <= runs[at][1]
+
+            self._runs = [old for old in self._runs if not is_replaced(old)]
+            self._num_published = sum(old.is_published for old in self._runs)
+            self._runs += [_Run(*run) for run in runs]
+            self._num_open += 1
 
     def advance(self, event: torch.Event | None) -> None:
         """The next run is published; ``event`` fires when its values have arrived."""
         with self._changed:
-            self._events.append(event)
+            run = self._runs[self._num_published]
+            run.event, run.is_published = event, True
+            self._num_published += 1
             self._changed.notify_all()
 
     def finish(self) -> None:
-        """The step is over: nothing of the tier's is touched by it any more."""
+        """The oldest step is over: nothing of the tier's is touched by it any more."""
         with self._changed:
-            self._is_open = False
+            self._num_open -= 1
             self._changed.notify_all()
 
     def fail(self, error: BaseException) -> None:
         """The step broke; everybody who waits or comes later hears of it."""
         with self._changed:
-            self._error, self._is_open = error, False
+            self._error = self._error or error
+            self._num_open -= 1
             self._changed.notify_all()
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether a step broke: those that queue behind it must not run."""
+        return self._error is not None
 
     def wait(self, start: int, stop: int) -> list[torch.Event]:
         """Block until every run that overlaps ``[start, stop)`` is published; their events.
 
         Raises:
-            OffloadError: the step failed.
+            OffloadError: a step failed.
         """
-        hits = [i for i, (a, b) in enumerate(self._runs) if a < stop and start < b]
-        needed = hits[-1] + 1 if hits else 0
         with self._changed:
-            self._changed.wait_for(lambda: len(self._events) >= needed or self._error is not None)
-        self._check()
-        return [event for i in hits if (event := self._events[i]) is not None]
+            hits = [run for run in self._runs if run.start < stop and start < run.stop]
+            self._changed.wait_for(
+                lambda: self._error is not None or all(run.is_published for run in hits)
+            )
+        self.check()
+        return [run.event for run in hits if run.event is not None]
 
     def drain(self) -> None:
         """Block until no step is under way.
 
         Raises:
-            OffloadError: the step failed.
+            OffloadError: a step failed.
         """
         with self._changed:
-            self._changed.wait_for(lambda: not self._is_open)
-        self._check()
+            self._changed.wait_for(lambda: self._num_open <= 0)
+        self.check()
 
-    def _check(self) -> None:
+    def check(self) -> None:
+        """Raise OffloadError if a step failed."""
         if self._error is not None:
             raise OffloadError(
                 f"an optimizer step failed midway ({self._error!r}), so master weights and state "

@@ -6,7 +6,7 @@ They repeat the part of the engine's protocols that is used here, under the same
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -55,12 +55,16 @@ class StateTier(Protocol):
     parameter that lies in it.
     """
 
-    def offer_grad(self, start: int, grad: Tensor) -> None:
-        """Take the final gradient of ``[start, start + grad.numel())`` for the coming step."""
+    def offer_grad(self, start: int, grad: Tensor) -> Callable[[], None] | None:
+        """Take the final gradient of ``[start, start + grad.numel())`` for a step to come."""
+        ...
+
+    def read_grad(self, start: int, stop: int) -> Tensor:
+        """A copy of what is offered for ``[start, stop)``: 1-D, on the CPU."""
         ...
 
     def discard_grads(self) -> None:
-        """Forget what was offered."""
+        """Forget what was offered and no step has used."""
         ...
 
     def step(

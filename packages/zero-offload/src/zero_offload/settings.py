@@ -1,7 +1,8 @@
 """``offload_optimizer`` of a DeepSpeed-style config, as far as this package serves it.
 
 Keys that only concern NVMe (``buffer_count``, ``pipeline_read``, ...) are accepted without effect
-on ``"device": "cpu"``, as in DeepSpeed. A key that is switched on and not served is refused.
+on ``"device": "cpu"``, as in DeepSpeed. ``update_in_backward`` is served by the engine. A key that
+is switched on and not served is refused.
 """
 
 from __future__ import annotations
@@ -10,10 +11,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["OffloadSettings", "check_ratio"]
+__all__ = ["OffloadSettings", "check_limit", "check_ratio"]
 
 _BLOCK = "offload_optimizer"
-_SERVED = frozenset({"device", "ratio", "pin_memory"})
+_SERVED = frozenset({"device", "ratio", "pin_memory", "pin_memory_bytes", "update_in_backward"})
 _WITHOUT_EFFECT = frozenset(
     {"nvme_path", "buffer_count", "pipeline", "pipeline_read", "pipeline_write", "fast_init"}
 )
@@ -29,6 +30,15 @@ def check_ratio(value: Any, name: str = "ratio") -> float:
     return float(value)
 
 
+def check_limit(value: Any, name: str = "pin_memory_bytes") -> int | None:
+    """``value`` as a number of bytes, or None for no limit; ValueError naming it otherwise."""
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        raise ValueError(f"{name} must be a number of bytes, got {value!r}")
+    return value
+
+
 @dataclass(frozen=True, slots=True)
 class OffloadSettings:
     """What the block asks for.
@@ -36,10 +46,12 @@ class OffloadSettings:
     Attributes:
         ratio: share of the elements, from the first on, that the host updates.
         pin_memory: page-lock the host's transfer buffers.
+        pin_memory_bytes: most bytes to lock on this rank; None for no limit.
     """
 
     ratio: float = 1.0
     pin_memory: bool = True
+    pin_memory_bytes: int | None = None
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> OffloadSettings:
@@ -61,7 +73,8 @@ class OffloadSettings:
         pin_memory = block.get("pin_memory", True)
         if not isinstance(pin_memory, bool):
             raise ValueError(f"{_BLOCK}.pin_memory must be true or false, got {pin_memory!r}")
-        return cls(check_ratio(block.get("ratio", 1.0), f"{_BLOCK}.ratio"), pin_memory)
+        limit = check_limit(block.get("pin_memory_bytes"), f"{_BLOCK}.pin_memory_bytes")
+        return cls(check_ratio(block.get("ratio", 1.0), f"{_BLOCK}.ratio"), pin_memory, limit)
 
 
 def _check_device(device: Any) -> None:

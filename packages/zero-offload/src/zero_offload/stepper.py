@@ -117,7 +117,7 @@ class Stepper(ABC):
         """Restore `read_scalars`; the piece's elementwise state counts from then on."""
 
     def count(self, active: Sequence[int]) -> None:
-        """Note one more update of the active pieces."""
+        """Note one more update of the active pieces, when it has been planned."""
         for i in active:
             self.num_steps[i] += 1
 

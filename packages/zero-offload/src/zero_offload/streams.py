@@ -7,11 +7,11 @@ device's half of the step), the *down* stream (gradients to the host) and the *u
 
 1. down waits for the caller's stream: a gradient is read after it was computed.
 2. the worker waits for down: the host reads a gradient after it arrived.
-3. the caller's stream waits for down (`release_sources`): the caller may overwrite a gradient once
-   ``step`` has returned.
+3. the caller's stream waits for down (`release`): the caller may overwrite a gradient once it has
+   called for that.
 4. up waits for the caller's stream (`open_targets`): a parameter is overwritten after the forward
    and backward that were enqueued before ``step`` have read it.
-5. the worker waits for up of the step before: a staging buffer is refilled after it was sent.
+5. the worker waits for up: a staging buffer is refilled after it was sent.
 6. the caller's stream waits for up (`arrive`): a parameter is read after its new value is there.
 
 With the compute device's memory being host memory all of it is a plain copy and no order is needed
@@ -27,20 +27,23 @@ __all__ = ["AcceleratorStreams", "HostStreams", "open_streams"]
 
 
 class HostStreams:
-    """The compute device is the CPU: copies are immediate."""
+    """The compute device is the CPU: copies are immediate, and leave no events."""
 
-    def to_host(self, target: Tensor, source: Tensor) -> None:
-        """Copy a gradient to its host buffer."""
+    def to_host(self, target: Tensor, source: Tensor) -> torch.Event | None:
+        """Copy a gradient to its host buffer; an event if that takes time."""
         target.copy_(source)
+        return None
 
-    def release_sources(self) -> None:
-        """After it returns the caller may enqueue overwrites of the sources."""
+    def release(self, event: torch.Event) -> None:
+        """After it returns the caller may enqueue overwrites of what `to_host` was to copy."""
+        raise AssertionError("copies within host memory leave no events")
 
     def open_targets(self) -> None:
         """Let later `to_device` calls overwrite parameters that the caller has read so far."""
 
-    def wait_host(self) -> None:
-        """Block until host buffers may be read (gradients) and refilled (parameters)."""
+    def wait(self, event: torch.Event) -> None:
+        """Block this thread until a copy is done."""
+        raise AssertionError("copies within host memory leave no events")
 
     def to_device(self, target: Tensor, source: Tensor) -> torch.Event | None:
         """Start to copy new values up; None when they are there already."""
@@ -59,42 +62,36 @@ class AcceleratorStreams(HostStreams):
         self._device = torch.empty(0, device=device).device  # "cuda" with its index filled in
         self._down = torch.Stream(self._device)
         self._up = torch.Stream(self._device)
-        self._last_down: torch.Event | None = None
-        self._last_up: torch.Event | None = None
 
     def _current(self) -> torch.Stream:
         return torch.accelerator.current_stream(self._device)
 
-    def to_host(self, target: Tensor, source: Tensor) -> None:
-        """Enqueue on down."""
+    def to_host(self, target: Tensor, source: Tensor) -> torch.Event:
+        """Enqueue on down; the event fires when the gradient is there."""
         self._down.wait_event(self._current().record_event())  # 1: down waits for the producer
         with self._down:
             target.copy_(source, non_blocking=True)
         source.record_stream(self._down)  # freed memory is not reused before down has read it
+        return self._down.record_event()
 
-    def release_sources(self) -> None:
+    def release(self, event: torch.Event) -> None:
         """The caller's stream waits for down."""
-        self._last_down = self._down.record_event()
-        self._current().wait_event(self._last_down)  # 3: the caller waits for down
+        self._current().wait_event(event)  # 3: the caller waits for down
 
     def open_targets(self) -> None:
         """Up waits for the caller's stream."""
         self._up.wait_event(self._current().record_event())  # 4: up waits for the readers
 
-    def wait_host(self) -> None:
+    def wait(self, event: torch.Event) -> None:
         """Block this thread, which holds no lock and no stream meanwhile."""
-        if self._last_down is not None:
-            self._last_down.synchronize()  # 2: the worker waits for down
-        if self._last_up is not None:
-            self._last_up.synchronize()  # 5: the worker waits for up of the step before
+        event.synchronize()  # 2 and 5: the worker waits for down, or for up
 
-    def to_device(self, target: Tensor, source: Tensor) -> torch.Event | None:
+    def to_device(self, target: Tensor, source: Tensor) -> torch.Event:
         """Enqueue on up; the event fires when the values are there."""
         with self._up:
             target.copy_(source, non_blocking=True)
         target.record_stream(self._up)
-        self._last_up = self._up.record_event()
-        return self._last_up
+        return self._up.record_event()
 
     def arrive(self, event: torch.Event) -> None:
         """The caller's stream waits for one copy on up."""

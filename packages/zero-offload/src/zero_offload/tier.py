@@ -11,6 +11,7 @@ from torch import Tensor
 from zero_offload.elementwise import check_elementwise
 from zero_offload.flat_tier import DeviceTier, HostTier
 from zero_offload.geometry import Geometry, freeze_groups
+from zero_offload.host_memory import HostMemory
 from zero_offload.kernel_stepper import KernelStepper, can_serve, check_kernel_class
 from zero_offload.protocols import AdamKernel, DeviceTierFactory, StateTier
 from zero_offload.settings import OffloadSettings
@@ -61,6 +62,7 @@ def create_tier(
         Geometry(numel, pieces, params, len(groups)),
         ratio=settings.ratio,
         pin_memory=settings.pin_memory,
+        pin_memory_bytes=settings.pin_memory_bytes,
         device=device,
         optimizer_class=optimizer_class,
         groups=groups,
@@ -74,6 +76,7 @@ def make_twin(
     *,
     ratio: float,
     pin_memory: bool,
+    pin_memory_bytes: int | None,
     device: torch.device,
     optimizer_class: type[torch.optim.Optimizer],
     groups: Sequence[Mapping[str, Any]],
@@ -90,8 +93,14 @@ def make_twin(
     rest: tuple[StateTier, dict[int, int]] | None = None
     if cut or not geometry.numel:
         part, local = geometry.part(0, cut, len(groups))
-        stepper = _make_stepper(part, optimizer_class, frozen, adam_kernel, is_in_place=False)
-        host = HostTier(part, stepper, HostMover(part, device, pin_memory=pin_memory)), local
+        is_in_place = device.type == "cpu"
+        stepper = _make_stepper(
+            part, optimizer_class, frozen, adam_kernel, is_in_place=is_in_place
+        )
+        memory = HostMemory(
+            should_pin=pin_memory and not is_in_place, limit_bytes=pin_memory_bytes
+        )
+        host = HostTier(part, stepper, HostMover(part, device, memory)), local
     if cut < geometry.numel:
         part, local = geometry.part(cut, geometry.numel, len(groups))
         if device.type == "cpu":

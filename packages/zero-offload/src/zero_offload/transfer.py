@@ -1,30 +1,36 @@
 """Where a tier's gradients come from and where its new parameters go.
 
 [Note: buffers]
-grads     one flat host buffer ``[0, numel)`` per gradient dtype, made when a gradient of that dtype
-          first arrives, pinned for an accelerator. Gradients keep their dtype: 16 bits stay 16.
-staging   one flat host buffer per parameter dtype, where rounded parameters wait for their copy to
-          the device. When the compute device is the CPU there is none: the update writes the
-          rounded values into the parameter shards itself, which saves a pass.
+landing   one flat host buffer ``[0, numel)`` per gradient dtype, made when a gradient of that dtype
+          first arrives. Gradients keep their dtype: 16 bits stay 16.
+staging   two small host buffers per parameter dtype, where rounded parameters wait for their copy
+          to the device: one is filled while the other is sent. Where a parameter shard is host
+          memory itself there is none: the update writes the rounded values into it.
 
 ZeRO-Offload (arXiv 2101.06840, section 4): per parameter and step one 16-bit gradient goes down
 and one 16-bit parameter comes up, the least that an offloaded optimizer state allows. The byte
-counters here are what a test holds that against.
+counters here are what a test holds that against; where the compute device is the CPU they count
+what is handed over.
 """
 
 from __future__ import annotations
 
-import warnings
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from zero_offload.geometry import Geometry
+from zero_offload.host_memory import HostMemory
 from zero_offload.kernel_stepper import KERNEL_DTYPES
 from zero_offload.streams import HostStreams, open_streams
 
 __all__ = ["DeviceMover", "HostMover", "Mover"]
+
+Release = Callable[[], None]
+"""To be called before the memory of an offered gradient is written again."""
 
 
 class Mover(ABC):
@@ -39,24 +45,27 @@ class Mover(ABC):
     bytes_h2d: int = 0
 
     @abstractmethod
-    def offer(self, start: int, grad: Tensor) -> tuple[Tensor, int]:
-        """Take a gradient; ``(source, base)`` as `GradLedger.add` wants it."""
+    def offer(self, start: int, grad: Tensor) -> tuple[Tensor, int, Release | None]:
+        """Take a gradient: ``source`` and ``base`` as `GradLedger.add` wants them, and a release
+        if the gradient is being copied."""
 
     @abstractmethod
-    def close_grads(self) -> None:
-        """No more gradients for this step: the caller may reuse those it offered."""
+    def close_grads(self) -> Release:
+        """What was offered so far may be reused by the caller; a call that waits for it to have
+        arrived, for the thread that updates."""
 
     @abstractmethod
     def open_params(self) -> None:
         """The parameters' readers so far are the last of the old values."""
 
     @abstractmethod
-    def begin(self) -> None:
-        """In the thread that updates: block until gradients and buffers may be used."""
+    def open_spans(self, spans: Sequence[tuple[int, int]]) -> None:
+        """In the thread that updates: block until there is memory for the values of ``spans``,
+        each of which lies in one shard."""
 
     @abstractmethod
     def out(self, start: int, stop: int) -> Tensor:
-        """Memory for the rounded values of ``[start, stop)``, which lies inside one shard."""
+        """Memory for the rounded values of ``[start, stop)``, one of the open spans."""
 
     @abstractmethod
     def publish(self, start: int, stop: int) -> torch.Event | None:
@@ -67,86 +76,128 @@ class Mover(ABC):
         """Make the caller's current stream wait for a `publish`."""
 
 
+class _Staging:
+    """One of the two buffers of [Note: buffers]: filled run by run, then sent."""
+
+    def __init__(self) -> None:
+        self._memory: dict[torch.dtype, Tensor] = {}
+        self._used: dict[torch.dtype, int] = {}
+        self._places: dict[int, Tensor] = {}
+        self.sent: list[torch.Event] = []
+
+    def open(self, needs: dict[torch.dtype, int], make: Callable[..., Tensor]) -> None:
+        """Start again; enough memory for ``needs`` elements of each dtype."""
+        for dtype, numel in needs.items():
+            if dtype not in self._memory or self._memory[dtype].numel() < numel:
+                self._memory.pop(dtype, None)  # before its successor is made
+                self._memory[dtype] = make(numel, dtype)
+        self._used, self._places, self.sent = {}, {}, []
+
+    def place(self, start: int, numel: int, dtype: torch.dtype) -> Tensor:
+        """The memory of the run that begins at ``start``; the same whenever it is asked for."""
+        if start not in self._places:
+            low = self._used.get(dtype, 0)
+            self._used[dtype] = low + numel
+            self._places[start] = self._memory[dtype][low : low + numel]
+        return self._places[start]
+
+
 class HostMover(Mover):
     """Gradients are copied to host buffers, parameters are copied back.
 
     Args:
-        geometry: the flat space; its shards lie on ``device``.
+        geometry: the flat space; its shards lie on ``device``, or on the host.
         device: the compute device.
-        pin_memory: page-lock host buffers when ``device`` is an accelerator.
+        memory: makes the host buffers.
         streams: for another kind of device; found from ``device`` by default.
-        is_staged: keep a staging buffer; by default only for an accelerator.
+        is_staged: whether shards in host memory are staged too, as if they were elsewhere.
     """
 
     def __init__(
         self,
         geometry: Geometry,
         device: torch.device,
+        memory: HostMemory,
         *,
-        pin_memory: bool,
         streams: HostStreams | None = None,
-        is_staged: bool | None = None,
+        is_staged: bool = False,
     ) -> None:
         self._geometry = geometry
-        self._should_pin = pin_memory and device.type != "cpu"
+        self._memory = memory
         self._streams = open_streams(device) if streams is None else streams
-        self._is_staged = device.type != "cpu" if is_staged is None else is_staged
-        self._grads: dict[torch.dtype, Tensor] = {}
-        dtypes = {t.dtype for _, t in geometry.shards} if self._is_staged else set()
-        self._staging = {dtype: self._host_buffer(dtype) for dtype in dtypes}
+        self._is_staged = is_staged
+        self._landing: dict[torch.dtype, Tensor] = {}
+        self._arrivals: list[torch.Event] = []
+        self._staging = (_Staging(), _Staging())
 
-    def _host_buffer(self, dtype: torch.dtype) -> Tensor:
-        numel = self._geometry.numel
-        if self._should_pin:
-            try:
-                return torch.empty(numel, dtype=dtype, device="cpu", pin_memory=True)
-            except RuntimeError as error:
-                self._should_pin = False
-                warnings.warn(
-                    f"could not pin {numel * dtype.itemsize} bytes of host memory ({error}); "
-                    f"transfers go through pageable memory and are slower. Raise the "
-                    f"locked-memory limit or set pin_memory to false",
-                    RuntimeWarning,
-                    stacklevel=2,
-                )
-        return torch.empty(numel, dtype=dtype, device="cpu")
-
-    def offer(self, start: int, grad: Tensor) -> tuple[Tensor, int]:
+    def offer(self, start: int, grad: Tensor) -> tuple[Tensor, int, Release | None]:
         """Start the one copy down, into the buffer of the gradient's dtype."""
-        if grad.dtype not in self._grads:
-            kept = grad.dtype if grad.dtype in KERNEL_DTYPES else self._geometry.master_dtype()
-            if kept not in self._grads:
-                self._grads[kept] = self._host_buffer(kept)
-            self._grads[grad.dtype] = self._grads[kept]
-        buffer = self._grads[grad.dtype]
-        self._streams.to_host(buffer[start : start + grad.numel()], grad)
+        buffer = self._landing_of(grad.dtype)
+        event = self._streams.to_host(buffer[start : start + grad.numel()], grad)
         self.bytes_d2h += grad.numel() * grad.element_size()
-        return buffer, 0
+        if event is None:
+            return buffer, 0, None
+        self._arrivals.append(event)
+        return buffer, 0, partial(self._streams.release, event)
 
-    def close_grads(self) -> None:
+    def _landing_of(self, dtype: torch.dtype) -> Tensor:
+        kept = dtype if dtype in KERNEL_DTYPES else self._geometry.master_dtype()
+        if kept not in self._landing:
+            self._landing[kept] = self._memory.empty(self._geometry.numel, kept)
+        return self._landing[kept]
+
+    def close_grads(self) -> Release:
         """The caller's stream waits for the copies down."""
-        self._streams.release_sources()
+        arrivals, self._arrivals = self._arrivals[-1:], []  # down is in order: the last says all
+        for event in arrivals:
+            self._streams.release(event)
+
+        def wait() -> None:
+            for event in arrivals:
+                self._streams.wait(event)
+
+        return wait
 
     def open_params(self) -> None:
         """Copies up wait for the caller's stream."""
         self._streams.open_targets()
 
-    def begin(self) -> None:
-        """Wait for the copies down, and for the last step's copies up."""
-        self._streams.wait_host()
+    def open_spans(self, spans: Sequence[tuple[int, int]]) -> None:
+        """Wait for the copies up of the spans before the last."""
+        self._staging = self._staging[::-1]
+        current = self._staging[0]
+        for event in current.sent:
+            self._streams.wait(event)
+        current.open(self._staged_numel(spans), self._memory.empty)
+
+    def _staged_numel(self, spans: Sequence[tuple[int, int]]) -> dict[torch.dtype, int]:
+        needs: dict[torch.dtype, int] = {}
+        for start, stop in spans:
+            view = self._geometry.view(start, stop)
+            if self._must_stage(view):
+                needs[view.dtype] = needs.get(view.dtype, 0) + stop - start
+        return needs
+
+    def _must_stage(self, shard: Tensor) -> bool:
+        return self._is_staged or shard.device.type != "cpu"
 
     def out(self, start: int, stop: int) -> Tensor:
         """Staging memory, or the shard itself where it is host memory."""
         view = self._geometry.view(start, stop)
-        return self._staging[view.dtype][start:stop] if self._is_staged else view
+        if not self._must_stage(view):
+            return view
+        return self._staging[0].place(start, stop - start, view.dtype)
 
     def publish(self, start: int, stop: int) -> torch.Event | None:
         """Start the one copy up."""
         view = self._geometry.view(start, stop)
         self.bytes_h2d += view.numel() * view.element_size()
-        if not self._is_staged:
+        if not self._must_stage(view):
             return None
-        return self._streams.to_device(view, self._staging[view.dtype][start:stop])
+        event = self._streams.to_device(view, self.out(start, stop))
+        if event is not None:
+            self._staging[0].sent = [event]  # up is in order
+        return event
 
     def arrive(self, event: torch.Event) -> None:
         """The caller's stream waits for the copy up."""
@@ -170,23 +221,24 @@ class DeviceMover(Mover):
             return None
         return torch.accelerator.current_stream(self._device).record_event()
 
-    def offer(self, start: int, grad: Tensor) -> tuple[Tensor, int]:
+    def offer(self, start: int, grad: Tensor) -> tuple[Tensor, int, Release | None]:
         """The gradient itself; it stays valid until the step returns."""
         event = self._record()
         if event is not None:
             self._offered.append(event)
-        return grad, start
+        return grad, start, None
 
-    def close_grads(self) -> None:
+    def close_grads(self) -> Release:
         """The stepping stream waits for the streams that produced the gradients."""
         for event in self._offered:
             self.arrive(event)
         self._offered.clear()
+        return lambda: None
 
     def open_params(self) -> None:
         """Old and new values are in order on the caller's stream."""
 
-    def begin(self) -> None:
+    def open_spans(self, spans: Sequence[tuple[int, int]]) -> None:
         """Likewise."""
 
     def out(self, start: int, stop: int) -> Tensor:

@@ -7,18 +7,38 @@ equal, so a checkpoint knows nothing of ``k`` and loads at any other ratio.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from zero_offload.geometry import Geometry, check_active
+from zero_offload.geometry import Geometry, check_active, plan_runs
 from zero_offload.grads import GradLedger
 from zero_offload.protocols import StateTier
 
 __all__ = ["TwinTier"]
+
+
+_NOWHERE = torch.empty(0)
+"""In the ledger of what was offered at all, which says nothing of where it lies."""
+
+
+class _Landing:
+    """Device memory for the gradients of the device's part: the caller's may be reused at once.
+
+    Copies and the update are enqueued on the caller's stream, in order.
+    """
+
+    def __init__(self, numel: int) -> None:
+        self._numel = numel
+        self._memory: dict[torch.dtype, Tensor] = {}
+
+    def copy(self, start: int, grad: Tensor) -> Tensor:
+        if grad.dtype not in self._memory:
+            self._memory[grad.dtype] = grad.new_empty(self._numel)
+        return self._memory[grad.dtype][start : start + grad.numel()].copy_(grad)
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +49,11 @@ class _Part:
     lo: int
     hi: int
     local: Mapping[int, int]
+    landing: _Landing | None
+
+    def landed(self, start: int, grad: Tensor) -> Tensor:
+        """The gradient, in memory that the tier may keep."""
+        return grad if self.landing is None else self.landing.copy(start, grad)
 
     def clip(self, start: int, stop: int) -> tuple[int, int]:
         a = min(max(start, self.lo), self.hi)
@@ -38,6 +63,8 @@ class _Part:
 class TwinTier:
     """A StateTier made of a host tier over ``[0, cut)`` and a device tier over the rest.
 
+    It keeps its own copy of every gradient, on the host or on the device.
+
     Args:
         geometry: the whole flat space.
         cut: first element of the device's part.
@@ -45,6 +72,8 @@ class TwinTier:
             return from ``step`` before the work is done for the two to run at the same time.
         device: likewise over ``[cut, numel)``.
     """
+
+    keeps_grads = True
 
     def __init__(
         self,
@@ -58,9 +87,10 @@ class TwinTier:
         self._offered = GradLedger()
         self._parts: list[_Part] = []
         if host is not None:
-            self._parts.append(_Part(host[0], 0, cut, host[1]))
+            self._parts.append(_Part(host[0], 0, cut, host[1], None))
         if device is not None:
-            self._parts.append(_Part(device[0], cut, geometry.numel, device[1]))
+            landing = _Landing(geometry.numel - cut)
+            self._parts.append(_Part(device[0], cut, geometry.numel, device[1], landing))
 
     @property
     def bytes_d2h(self) -> int:
@@ -72,18 +102,36 @@ class TwinTier:
         """Parameter bytes brought from the host so far; complete after ``wait_params``."""
         return sum(getattr(part.tier, "bytes_h2d", 0) for part in self._parts)
 
-    def offer_grad(self, start: int, grad: Tensor) -> None:
-        """Take the gradient of ``[start, start + grad.numel())``; each part gets its share."""
+    def offer_grad(self, start: int, grad: Tensor) -> Callable[[], None] | None:
+        """Copy the gradient of ``[start, start + grad.numel())``; each part gets its share.
+
+        Returns:
+            None, or what must be called before the memory of ``grad`` is written again: the copy
+            may still be under way.
+        """
         stop = start + grad.numel()
         self.geometry.check_range(start, stop)
+        release = None
         for part in self._parts:
             a, b = part.clip(start, stop)
             if a < b:
-                part.tier.offer_grad(a - part.lo, grad[a - start : b - start])
-        self._offered.add(start, stop, grad, start)
+                share = part.landed(a - part.lo, grad[a - start : b - start])
+                release = part.tier.offer_grad(a - part.lo, share) or release
+        self._offered.add(start, stop, _NOWHERE, 0)
+        return release
+
+    def read_grad(self, start: int, stop: int) -> Tensor:
+        """A copy of what is offered for ``[start, stop)``: 1-D, on the CPU, in its dtype.
+
+        Raises:
+            ValueError: a part of it was not offered, or was used by a step.
+        """
+        spans = [(part, *part.clip(start, stop)) for part in self._parts]
+        found = [p.tier.read_grad(a - p.lo, b - p.lo) for p, a, b in spans if a < b]
+        return torch.cat(found) if found else torch.empty(0)
 
     def discard_grads(self) -> None:
-        """Forget what was offered."""
+        """Forget what was offered and no step has taken."""
         self._offered = GradLedger()
         for part in self._parts:
             part.tier.discard_grads()
@@ -97,9 +145,8 @@ class TwinTier:
             ValueError: ``active`` is not sorted or names no piece, or a gradient is missing.
         """
         indices = check_active(self.geometry, active)
-        for i in indices:  # a half must not have moved on when the other refuses
-            self._offered.segments(self.geometry.pieces[i].start, self.geometry.pieces[i].stop)
-        self._offered = GradLedger()
+        spans = [(run.start, run.stop) for run in plan_runs(self.geometry, indices)]
+        self._offered.take(spans)  # a half must not have moved on when the other refuses
         for part in self._parts:
             local = [part.local[i] for i in indices if i in part.local]
             part.tier.step(groups, local, grad_scale=grad_scale)

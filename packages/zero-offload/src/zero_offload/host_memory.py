@@ -1,0 +1,75 @@
+"""Host buffers, page-locked as far as a budget goes.
+
+Page-locked ("pinned") memory is what an accelerator copies to and from at full speed, beside
+compute. It is taken from everybody: a machine that locks too much of it runs out. So there is one
+budget for all of a tier's buffers, and what exceeds it, or cannot be locked, is pageable.
+"""
+
+from __future__ import annotations
+
+import warnings
+
+import torch
+from torch import Tensor
+
+__all__ = ["HostMemory"]
+
+
+class HostMemory:
+    """Makes host tensors.
+
+    Args:
+        should_pin: page-lock them; of no use where the compute device is the CPU.
+        limit_bytes: most bytes to lock; None for no limit.
+
+    Attributes:
+        pinned_bytes: locked so far.
+        pageable_bytes: not locked.
+    """
+
+    def __init__(self, *, should_pin: bool, limit_bytes: int | None = None) -> None:
+        self.pinned_bytes = 0
+        self.pageable_bytes = 0
+        self._should_pin = should_pin
+        self._limit_bytes = limit_bytes
+        self._has_warned = False
+
+    def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """A 1-D tensor on the CPU, not initialised.
+
+        Warns once, when memory that should be locked is not.
+        """
+        nbytes = numel * dtype.itemsize
+        if self._should_pin and self._fits(nbytes):
+            try:
+                pinned = torch.empty(numel, dtype=dtype, device="cpu", pin_memory=True)
+            except RuntimeError as error:
+                self._should_pin = False  # it would fail again
+                self._warn(
+                    f"could not pin {nbytes} bytes of host memory ({error}): raise the "
+                    f"locked-memory limit or set pin_memory to false"
+                )
+            else:
+                self.pinned_bytes += nbytes
+                return pinned
+        self.pageable_bytes += nbytes
+        return torch.empty(numel, dtype=dtype, device="cpu")
+
+    def _fits(self, nbytes: int) -> bool:
+        limit = self._limit_bytes
+        if limit is None or self.pinned_bytes + nbytes <= limit:
+            return True
+        self._warn(
+            f"{nbytes} bytes more than the {self.pinned_bytes} pinned so far exceed "
+            f"pin_memory_bytes = {limit}: raise it if the machine has the memory"
+        )
+        return False
+
+    def _warn(self, why: str) -> None:
+        if not self._has_warned:
+            self._has_warned = True
+            warnings.warn(
+                f"{why}. Transfers go through pageable memory and are slower",
+                RuntimeWarning,
+                stacklevel=2,
+            )
