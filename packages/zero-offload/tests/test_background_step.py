@@ -74,7 +74,9 @@ def test_first_unit_is_free_while_the_second_is_updated() -> None:
         lambda tier: tier.offer_grad(0, torch.zeros(1)),
     ],
 )
-def test_state_and_gradients_in_use_wait_for_a_step_in_flight(call: Callable[[TwinTier], object]) -> None:
+def test_state_and_gradients_in_use_wait_for_a_step_in_flight(
+    call: Callable[[TwinTier], object],
+) -> None:
     space, kernel = Space(), GatedAdam(gate_at=0)
     tier = make_tier(space, optim.AdamW, GROUPS, kernel=kernel)
     offer(tier, space, 0)

@@ -20,6 +20,7 @@ from torch import Tensor, optim
 
 from zero_offload.flat_tier import HostTier
 from zero_offload.geometry import Geometry
+from zero_offload.grads import GradLedger
 from zero_offload.host_memory import HostMemory
 from zero_offload.kernel_stepper import KernelStepper
 from zero_offload.streams import HostStreams
@@ -170,17 +171,33 @@ def test_gradients_of_two_dtypes_share_a_step() -> None:
     assert torch.equal(space.flat_params(), plain.flat_params())
 
 
-def test_buffers_are_made_once() -> None:
-    space = Space(dtype=torch.bfloat16)
+def test_landing_buffers_are_made_once() -> None:
+    space, memory, ledger = Space(dtype=torch.bfloat16), HostMemory(should_pin=False), GradLedger()
     geometry = Geometry(space.numel, space.pieces, space.params, 1)
-    mover = HostMover(geometry, CPU, HostMemory(should_pin=False))
-    first, _, _ = mover.offer(0, space.grad(0)[:10])
-    second, base, release = mover.offer(300, space.grad(1)[:10])
-    assert release is None
-    assert first is second
-    assert base == 0
-    assert first.dtype == torch.bfloat16
-    assert first.numel() == space.numel
+    mover = HostMover(geometry, CPU, memory)
+    for start in (0, 300, 0):
+        assert mover.offer(start, space.grad(0)[:10], ledger) is None
+    assert memory.pageable_bytes == 2 * space.numel
+    ((_, _, found),) = ledger.segments(300, 310)
+    assert torch.equal(found, space.grad(0)[:10])
+
+
+def test_pinned_landing_memory_is_no_larger_than_it_must_be(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """torch rounds each locked tensor up to a power of two."""
+    monkeypatch.setattr("zero_offload.host_memory._SMALL_BYTES", 64)
+    locked = _refuse_to_lock(monkeypatch, limit=1 << 20)
+    space, ledger = Space(dtype=torch.bfloat16), GradLedger()
+    geometry = Geometry(space.numel, space.pieces, space.params, 1)
+    mover = HostMover(geometry, CPU, HostMemory(should_pin=True))
+    grad = space.grad(0)
+    mover.offer(256, grad[256:], ledger)
+    mover.offer(0, grad[:256], ledger)
+    assert locked == [512, 128, 64, 16]
+    assert all(nbytes.bit_count() == 1 for nbytes in locked)
+    parts = ledger.segments(3, 357)
+    assert torch.equal(torch.cat([part for _, _, part in parts]), grad[3:357])
 
 
 def test_memory_that_cannot_be_pinned_is_used_pageable_with_one_warning(
@@ -206,8 +223,8 @@ def test_a_budget_of_pinned_bytes_is_kept_with_one_warning(monkeypatch: pytest.M
     memory.empty(4, torch.float32)
     with pytest.warns(RuntimeWarning, match=r"pin_memory_bytes = 20") as caught:
         memory.empty(3, torch.float32)
-        memory.empty(3, torch.float32)
     assert len(caught) == 1
+    memory.empty(3, torch.float32)  # and says it once
     memory.empty(2, torch.float16)  # what still fits is locked
     assert (memory.pinned_bytes, memory.pageable_bytes) == (20, 24)
     assert sum(locked) == 20

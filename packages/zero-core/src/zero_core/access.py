@@ -74,7 +74,7 @@ class StateAccess:
         segment, slot = self._find(name, what)
         if what == GRAD:
             factor = self._complete_gradient()
-            own = _widened(self._facts.grads[segment.index].grad_shard.cpu()) * factor
+            own = _widened(self._facts.grads[segment.index].values().cpu()) * factor
         elif what == MASTER:
             own = _widened(self._state.own_slice(segment.index))
         else:
@@ -91,7 +91,7 @@ class StateAccess:
             return torch.empty(0)
         piece = self._state.pieces[self._piece_of[slot.param]]
         if what == GRAD:
-            final = self._facts.grads[segment.index].final
+            final = self._facts.grads[segment.index].covered()
             low = piece.offset + slot.start - self._state.covered(segment.index)[0]
             return _widened(final[low : low + piece.stop - piece.start].cpu()) * factor
         if what not in self._state.tier.state_names():
@@ -181,8 +181,7 @@ class StateAccess:
         low, high = max(slot.start, base), min(slot.stop, base + segment.shard_numel)
         if low < high:
             first = max(slot.start, self._state.covered(segment.index)[0])
-            own = part[low - first : high - first].to(grads.grad_shard)
-            grads.grad_shard[low - base : high - base].copy_(own / factor)
+            grads.replace(low - base, _widened(part[low - first : high - first]) / factor)
         self._replace_gradient(grads, slot.param)
 
     def _set_frozen(self, segment: Segment, slot: Slot, flat: Tensor) -> None:

@@ -108,6 +108,7 @@ def build(
         exchanged=shared.zeros if shared is not None and is_shared else None,
     )
     tier = _make_tier(state_tier, memory, drawn, resolved, ranks, is_named_adam)
+    memory.allocate_grads(tier.read_grad if getattr(tier, "keeps_grads", False) else None)
     if pretrained is None:
         _fill(found, layout, memory, tier, control, initial)
     else:

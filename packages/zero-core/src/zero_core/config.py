@@ -106,6 +106,10 @@ class OffloadOptimizerConfig(_Block):
     ratio: Annotated[float, Field(ge=0.0, le=1.0)] = 1.0
     """Share of the elements that the host updates (Twin-Flow), exact to the element."""
     pin_memory: bool = True
+    pin_memory_bytes: NonNegativeInt | None = None
+    """Most host bytes that a rank page-locks for transfers; None is no limit."""
+    update_in_backward: bool | None = None
+    """Update a unit as soon as its gradient is complete; None: if nothing can call a step off."""
     nvme_path: str | None = None
     buffer_count: PositiveInt = 4
     fast_init: bool = False
@@ -437,6 +441,17 @@ def _refuse_unserved(config: Config) -> None:
             zero.offload_param.device != "none",
             f"zero_optimization.offload_param.device = {zero.offload_param.device!r} is not "
             "served; use 'none' with offload_optimizer",
+        ),
+        (
+            bool(offload.update_in_backward) and offload.device == "none",
+            "zero_optimization.offload_optimizer.update_in_backward needs device 'cpu' or 'nvme'",
+        ),
+        (
+            bool(offload.update_in_backward)
+            and bool(config.gradient_clipping or config.fp16.enabled or config.check_grad_overflow),
+            "zero_optimization.offload_optimizer.update_in_backward: a step must not be called off "
+            "any more once a unit is updated, so leave gradient_clipping and fp16 out and set "
+            "check_grad_overflow to false",
         ),
         (
             offload.device == "none" and "ratio" in offload.model_fields_set,

@@ -27,6 +27,7 @@ from zero_core.access import StateAccess
 from zero_core.buffers import BufferSync
 from zero_core.collectives import ControlGroup
 from zero_core.config import Config
+from zero_core.early import EarlyUpdates
 from zero_core.edit import Edit
 from zero_core.errors import CheckpointError
 from zero_core.facts import GradientFacts
@@ -108,11 +109,12 @@ class Engine:
             has_sharded_params=stage >= 3,
             is_reduced_per_backward=control.world_size > 1,
             on_reduced=self._on_reduced,
-            on_backward=self._check_scaled,
+            on_backward=self._check_backward,
             on_broken_backward=self._restart_accumulation,
             is_boundary=self.is_gradient_accumulation_boundary,
         )
         self._facts = GradientFacts(layout, control, self._flow, device)
+        self._early = EarlyUpdates(config, layout, tier, self._pieces, self._flow)
         self._state = ShardedState(
             module=module,
             layout=layout,
@@ -195,9 +197,7 @@ class Engine:
                 self.lr_scheduler.step()
         else:
             self._skip()
-        self._flow.discard()
-        self._facts.clear()
-        self._clip_factor = 1.0
+        self._forget_gradient()
         self.global_steps += 1
         self._end_micro_step()
         self._print()
@@ -276,6 +276,7 @@ class Engine:
         Every rank must call it, at a step boundary. ``client_state`` must be JSON. The previous
         checkpoint stays whole until the new one is complete. Returns the checkpoint's folder.
         """
+        self._early.check_none("save_checkpoint() between backward and step")
         if self.micro_steps % self.config.gradient_accumulation_steps:
             raise CheckpointError(
                 f"micro-step {self.micro_steps} is in the middle of an accumulation of "
@@ -308,7 +309,7 @@ class Engine:
     @contextmanager
     def _rewriting(self) -> Iterator[None]:
         """Within, values are written from outside; gradients so far are dropped."""
-        self._discard_grads()
+        self._forget_gradient()
         self._flow.release_all()
         yield
         self._flow.values_changed()
@@ -393,13 +394,15 @@ class Engine:
 
     def _on_reduced(self, grads: SegmentGrads) -> None:
         """The gradient of one segment is complete: count it and hand it to the tier."""
-        self._facts.add(grads)
         final = grads.finalize(
             self._collectives, lambda: f"rank {self.rank}: all_gather of gradients"
         )
-        self._tier.offer_grad(self._local_starts[grads.segment.index], final)
+        self._facts.add(grads)
+        grads.offered(self._tier.offer_grad(self._local_starts[grads.segment.index], final))
+        self._early.update(grads, self.optimizer.hyperparameters())
 
-    def _check_scaled(self) -> None:
+    def _check_backward(self) -> None:
+        self._early.check_none("a further backward of the same step")
         if self.config.fp16.enabled and not self._is_scaled:
             raise RuntimeError(
                 "fp16 needs the loss scale: use engine.backward(loss) or "
@@ -427,12 +430,12 @@ class Engine:
                 "the gradient is not whole yet: call this outside no_sync(), between the last "
                 "backward of a step and step()"
             )
+        self._early.check_none("reading, setting or clipping gradients")
         self._facts.complete()
         return self._clip_factor / self._scaler.scale
 
     def _replace_gradient(self, grads: SegmentGrads, param: int) -> None:
         self._flow.fired.add(param)
-        grads.replaced()
         self._on_reduced(grads)
 
     def _decide(self) -> None:
@@ -454,11 +457,10 @@ class Engine:
 
     def _update(self, groups: Sequence[Mapping[str, Any]]) -> None:
         plain = [{k: v for k, v in g.items() if k != "params"} for g in groups]
-        self._tier.step(plain, self._active, grad_scale=self._grad_scale)
+        self._tier.step(plain, self._early.rest(self._active), grad_scale=self._grad_scale)
         self._flow.values_changed()
 
     def _skip(self) -> None:
-        self._tier.discard_grads()
         self.skipped_steps += 1
         scale = self._scaler.scale
         self._scaler.update(is_overflow=True)
@@ -472,9 +474,14 @@ class Engine:
         )
 
     def _discard_grads(self) -> None:
+        self._early.check_none("dropping gradients")
+        self._forget_gradient()
+
+    def _forget_gradient(self) -> None:
         self._flow.discard()
         self._tier.discard_grads()
         self._facts.clear()
+        self._early.clear()
         self._clip_factor = 1.0
 
     def _end_micro_step(self) -> None:

@@ -67,7 +67,7 @@ class GradientFacts:
         """``p``-norm of the whole model's gradient, after `complete`; every rank must call it."""
         if p == 2.0:
             return self.norm
-        norms = [grads.norm(p).to(torch.float64) for grads in self.grads.values()]
+        norms = [g.norm(p).to(self._device, torch.float64) for g in self.grads.values()]
         local = torch.linalg.vector_norm(torch.stack(norms), p)
         return float(torch.linalg.vector_norm(self._control.gather(local.view(1)), p))
 
@@ -89,7 +89,7 @@ class GradientFacts:
 
     def _spoilt(self, grads: SegmentGrads) -> list[tuple[str, list[int] | None]]:
         """The spoilt parameters of this rank's shard of a segment, with the ranks at fault."""
-        bad = torch.nonzero(~torch.isfinite(grads.grad_shard)).flatten()
+        bad = torch.nonzero(~torch.isfinite(grads.values())).flatten()
         if not bad.numel():
             return []
         low, _ = grads.segment.shard_range(self._control.rank)

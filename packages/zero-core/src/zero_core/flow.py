@@ -304,9 +304,12 @@ class Flow:
         self._finish_unshard(unit)
         ahead = unit.index - 1 if backward else unit.index + 1
         if 0 < ahead < len(self._units) and not (backward and unit.is_root):
+            following = self._units[ahead]
             if ahead not in self._ready:
-                self._ahead = self._units[ahead]
-            self._start_unshard(self._units[ahead], backward=backward)
+                if not following.is_updated(self.tier):
+                    return  # this unit would wait for the update of the next one
+                self._ahead = following
+            self._start_unshard(following, backward=backward)
 
     def _start_unshard(self, unit: Unit, *, backward: bool) -> None:
         for values in unit.values:
@@ -472,6 +475,14 @@ class Flow:
             for values in unit.values:
                 values.settle(self.tier)
         return not all(unit.is_in_use for unit in self._units)
+
+    def segment_changed(self, index: int) -> None:
+        """The shards of one segment get new values, in a backward that needs the old no more."""
+        for unit in self._units:
+            for values in unit.values:
+                if values.segment.index == index:
+                    values.version += 1
+                    self._ready.discard(unit.index)
 
     def values_changed(self) -> None:
         """The shards hold new values: what is gathered of them is stale from now on."""

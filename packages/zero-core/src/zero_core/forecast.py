@@ -21,13 +21,13 @@ from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from zero_core.blueprint import Blueprint
 from zero_core.config import Config
 from zero_core.discovery import compute_dtype
 from zero_core.layout import Segment
-from zero_core.memory import Memory, accumulated_dtype, communicated_dtype
+from zero_core.memory import Memory, accumulated_dtype, communicated_dtype, offered_dtype
 from zero_core.tier import optimizer_options, probe_states
 
 __all__ = ["Forecast", "MemoryUse", "buffer_bytes", "quantized_bytes"]
@@ -85,6 +85,7 @@ class Forecast:
         self._is_accelerated = is_accelerated
         self._has_shared_memory = is_one_host and not is_accelerated
         memory = Memory(drawn.found, drawn.layout, config, rank=0, device=_META)
+        memory.allocate_grads(_read_nothing if self._is_offloaded else None)
         self.stage = memory.stage
         self._spans = _spans(memory)
         self._numel = drawn.layout.local_numel(is_sharded=memory.has_sharded_state)
@@ -123,7 +124,7 @@ class Forecast:
 
     def _host_bytes(self, cut: int) -> dict[str, int]:
         part = self._overlaps(0, cut)
-        grads = {accumulated_dtype(s, self._config) for _, _, s in part}
+        grads = {self._offered(s) for _, _, s in part}
         staged = {s.dtype for _, _, s in part} if self._is_accelerated else set()
         return {
             "master weights": cut * _master_itemsize(part),
@@ -142,8 +143,11 @@ class Forecast:
     def host_link_bytes(self, ratio: float) -> tuple[int, int]:
         """Bytes per step to the host (gradients) and back (parameters)."""
         part = self._overlaps(0, round(ratio * self._numel))
-        down = sum((b - a) * accumulated_dtype(s, self._config).itemsize for a, b, s in part)
+        down = sum((b - a) * self._offered(s).itemsize for a, b, s in part)
         return down, sum((b - a) * s.dtype.itemsize for a, b, s in part)
+
+    def _offered(self, segment: Segment) -> torch.dtype:
+        return offered_dtype(segment, self._config, has_keeper=True)
 
     def _overlaps(self, start: int, stop: int) -> list[tuple[int, int, Segment]]:
         clipped = [(max(low, start), min(high, stop), s) for low, high, s in self._spans]
@@ -186,6 +190,10 @@ class Forecast:
         for segment, nbytes in kept:
             arriving[segment.unit] += nbytes * segment.world_size
         return sum(n for _, n in kept) + max(arriving.values())
+
+
+def _read_nothing(start: int, stop: int) -> Tensor:
+    return torch.empty(stop - start, device=_META)
 
 
 def _spans(memory: Memory) -> list[tuple[int, int, Segment]]:

@@ -19,7 +19,12 @@ from zero_core.discovery import Discovered
 from zero_core.layout import Layout, Segment
 from zero_core.unit import SegmentGrads, SegmentValues, Unit
 
-__all__ = ["Memory", "accumulated_dtype", "communicated_dtype"]
+__all__ = ["Memory", "accumulated_dtype", "communicated_dtype", "offered_dtype"]
+
+ReadGrad = Callable[[int, int], Tensor]
+"""`zero_core.protocols.StateTier.read_grad`."""
+_NUM_RESTING = 2
+"""Buffers whose copies to the host may still be under way when the next one is needed."""
 
 
 class Memory:
@@ -35,10 +40,10 @@ class Memory:
         device: torch.device,
         exchanged: Allocate | None = None,
     ) -> None:
-        """Allocate for ``rank`` on ``device``; the model's parameters stay as they are.
+        """Allocate values for ``rank`` on ``device``; the model's parameters stay as they are.
 
-        ``exchanged`` makes the memory that other ranks' bytes are read from (shards and gradients),
-        if it is to be of a special kind.
+        `allocate_grads` does the rest. ``exchanged`` makes the memory that other ranks' bytes are
+        read from (shards and gradients), if it is to be of a special kind.
         """
         self._has_peers = layout.world_size > 1
         self.stage = config.zero_optimization.stage if self._has_peers else 0
@@ -55,23 +60,33 @@ class Memory:
         self._found = found
         self._layout = layout
         self._pools: list[tuple[str, BufferPool, int]] = []
-        values = self._allocate_values()
-        grads = self._allocate_grads()
-        self.values = values
+        # Copies to other memory are under way on an accelerator while the next unit is reduced.
+        self._num_resting = 0 if device.type in ("cpu", "meta") else _NUM_RESTING
+        self.values = values = self._allocate_values()
+        self.units: list[Unit] = []
         starts = layout.local_starts(is_sharded=self.has_sharded_state)
         for index, start in starts.items():
             low, high = layout.state_range(
                 layout.segments[index], rank, is_sharded=self.has_sharded_state
             )
             values[index].local_span = (start, start + high - low)
+
+    def allocate_grads(self, read_grad: ReadGrad | None) -> None:
+        """Allocate what gradients need, and make the units.
+
+        ``read_grad`` is that of a state tier that keeps gradients
+        (`zero_core.protocols.StateTier`). Then they are not kept here, unless they have to add up
+        over micro-steps.
+        """
+        grads = self._allocate_grads(read_grad)
         self.units = [
             Unit(
                 unit.index,
                 unit.name,
-                [values[s.index] for s in unit.segments],
+                [self.values[s.index] for s in unit.segments],
                 [grads[s.index] for s in unit.segments if s.is_trainable],
             )
-            for unit in layout.units
+            for unit in self._layout.units
         ]
 
     def published(self) -> list[tuple[int, Tensor]]:
@@ -111,10 +126,12 @@ class Memory:
         nbytes: Sequence[int],
         users: Sequence[Segment],
         allocate: Allocate,
+        *,
+        num_resting: int = 0,
     ) -> BufferPool:
         """A pool for requests of ``nbytes``, of which ``users`` are going to make some."""
-        pool = BufferPool(allocate, max(nbytes, default=0))
-        self._pools.append((kind, pool, _num_at_once(users)))
+        pool = BufferPool(allocate, max(nbytes, default=0), num_resting=num_resting)
+        self._pools.append((kind, pool, _num_at_once(users) + num_resting * bool(users)))
         return pool
 
     def _split(self, segments: Sequence[Segment]) -> list[list[Segment]]:
@@ -159,8 +176,11 @@ class Memory:
             for s in segments
         ]
 
-    def _allocate_grads(self) -> dict[int, SegmentGrads]:
+    def _allocate_grads(self, read_grad: ReadGrad | None) -> dict[int, SegmentGrads]:
         segments = [s for s in self._layout.segments if s.is_trainable]
+        adds_up = self._config.gradient_accumulation_steps > 1
+        has_keeper = read_grad is not None
+        is_passing = has_keeper and not adds_up and not self._has_full_update
         kept: dict[int, Tensor] = {}
         final: dict[int, Tensor] = {}
         shards: dict[int, Tensor] = {}
@@ -174,8 +194,9 @@ class Memory:
             # The sum that is gathered into begins as this rank's slice of it.
             shards = {s.index: own[s.index][slice(*s.shard_range(self._rank))] for s in rest}
             final |= own
-        apart = [s for s in segments if s.index not in shards]
+        apart = [s for s in segments if s.index not in shards and not is_passing]
         shards |= self._by_dtype("gradient shards", apart, self._accumulated, is_full=False)
+        is_alone = is_passing and not self._has_peers  # the only buffer is what the tier reads
         dtypes = {self._communicated(s) for s in segments} | {
             self._accumulated(s) for s in segments
         }
@@ -184,25 +205,45 @@ class Memory:
                 dtype: self._pool(
                     "gradients under way",
                     [s.padded_numel * dtype.itemsize for s in part],
-                    [s for s in part if self._is_pooled(s, dtype)],
+                    [s for s in part if self._is_pooled(s, dtype, is_passing=is_passing)],
                     self._exchanged,
+                    num_resting=self._num_resting if is_alone else 0,
                 )
                 for dtype in dtypes
             }
+            for part in self._split(segments)
+        ]
+        shard_pools = [
+            self._pool(
+                "gradient shards",
+                [s.shard_numel * self._accumulated(s).itemsize for s in part],
+                _one_unit(part) if is_passing and self._has_peers else [],
+                self._exchanged,
+                num_resting=self._num_resting,
+            )
             for part in self._split(segments)
         ]
         return {
             s.index: SegmentGrads(
                 s,
                 self._params_of(s),
-                grad_shard=shards[s.index],
+                grad_shard=shards.get(s.index),
                 kept_full_grad=kept.get(s.index),
                 final_grad=final.get(s.index),
                 pools=pools[min(s.unit, 1)],
+                shard_pool=shard_pools[min(s.unit, 1)],
                 communication_dtype=self._communicated(s),
+                accumulation_dtype=self._accumulated(s),
+                offered_dtype=offered_dtype(s, self._config, has_keeper=has_keeper),
+                read_offered=None if read_grad is None else self._reader(s, read_grad),
             )
             for s in segments
         }
+
+    def _reader(self, segment: Segment, read_grad: ReadGrad) -> Callable[[], Tensor]:
+        span = self.values[segment.index].local_span
+        assert span is not None
+        return lambda: read_grad(*span).to(self.values[segment.index].shard.device)
 
     def _by_dtype(
         self,
@@ -220,9 +261,9 @@ class Memory:
                 found[s.index] = t
         return found
 
-    def _is_pooled(self, segment: Segment, dtype: torch.dtype) -> bool:
+    def _is_pooled(self, segment: Segment, dtype: torch.dtype, *, is_passing: bool) -> bool:
         """Whether each backward takes a buffer of ``dtype`` for the segment's gradients."""
-        is_pooled = self._has_peers and not self._keeps_full_grads
+        is_pooled = not self._keeps_full_grads if self._has_peers else is_passing
         return is_pooled and self._communicated(segment) == dtype
 
     def _is_sum_kept(self, segment: Segment) -> bool:
@@ -247,6 +288,18 @@ def accumulated_dtype(segment: Segment, config: Config) -> torch.dtype:
     if name is not None:
         return DTYPES[name]
     return torch.float64 if segment.dtype == torch.float64 else torch.float32
+
+
+def offered_dtype(segment: Segment, config: Config, *, has_keeper: bool) -> torch.dtype:
+    """What the state tier gets the segment's gradients in; if it keeps them, as they travelled."""
+    of = communicated_dtype if has_keeper else accumulated_dtype
+    return of(segment, config)
+
+
+def _one_unit(segments: Sequence[Segment]) -> list[Segment]:
+    """The segments of the unit that has most."""
+    units = [[s for s in segments if s.unit == unit] for unit in {s.unit for s in segments}]
+    return max(units, key=len, default=[])
 
 
 def _num_at_once(segments: Sequence[Segment]) -> int:

@@ -136,11 +136,13 @@ class Case:
 
     Attributes:
         stage: ZeRO stage.
-        dtype: "fp32" or "bf16".
+        dtype: "fp32", "bf16", or "fp16" (which has no oracle here).
         accumulation: micro-steps per step.
         clipping: largest gradient norm; 0 is off.
         is_local: whether micro-steps before the last run within ``no_sync``.
         zero: further keys of ``zero_optimization``.
+        top: further keys of the configuration, and others for some.
+        num_backwards: backwards per micro-step, each of an equal part of the loss.
     """
 
     stage: int = 0
@@ -149,6 +151,8 @@ class Case:
     clipping: float = 0.0
     is_local: bool = False
     zero: Mapping[str, Any] = field(default_factory=dict)
+    top: Mapping[str, Any] = field(default_factory=dict)
+    num_backwards: int = 1
 
     def config(self) -> dict[str, Any]:
         """The engine's configuration."""
@@ -157,8 +161,10 @@ class Case:
             "gradient_accumulation_steps": self.accumulation,
             "gradient_clipping": self.clipping,
             "bf16": {"enabled": self.dtype == "bf16"},
+            "fp16": {"enabled": self.dtype == "fp16"},
             "optimizer": {"type": "AdamW", "params": {"lr": LR, "weight_decay": WEIGHT_DECAY}},
             "zero_optimization": {"stage": self.stage, **self.zero},
+            **self.top,
         }
 
 
@@ -237,8 +243,9 @@ def run_engine(case: Case, rank: int, steps: int, **build_kwargs: Any) -> Trace:
         for micro in range(case.accumulation):
             is_quiet = case.is_local and micro < case.accumulation - 1
             with engine.no_sync() if is_quiet else nullcontext():
-                loss = engine(**batch(step, micro, rank))["loss"]
-                engine.backward(loss)
+                for _ in range(case.num_backwards):
+                    loss = engine(**batch(step, micro, rank))["loss"]
+                    engine.backward(loss / case.num_backwards)
             engine.step()
             trace.losses.append(loss.item())
     full = engine.full_state_dict(dtype=torch.float32)

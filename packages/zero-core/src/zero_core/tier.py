@@ -135,6 +135,10 @@ class DeviceTier:
     def wait_params(self, start: int, stop: int) -> None:
         """Nothing to wait for: the update runs on the stream that will read it."""
 
+    def are_params_ready(self, start: int, stop: int) -> bool:
+        """See the protocol."""
+        return True
+
     def state_names(self) -> Sequence[str]:
         """See the protocol."""
         return list(self._flat)

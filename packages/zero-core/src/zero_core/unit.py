@@ -11,9 +11,12 @@ placeholder one NaN expanded to the parameter's shape: what ``param.data`` is wh
 full_grad   [padded_numel], communication dtype (accumulation dtype if it outlives a backward):
             this rank's own gradients, divided by the world size, until they are reduced
 grad_shard  [shard_numel], accumulation dtype, arena: the reduced gradients of the micro-steps
-            so far
-final_grad  what the state tier gets: ``grad_shard``; at stage 0 all ranks' of them, gathered, of
-            which ``grad_shard`` is a view if ``full_grad`` does not lie there
+            so far. Where the state tier keeps gradients itself and a step has one micro-step
+            there is none: what was reduced (``arrived``) stays in a pool buffer until the tier
+            has it
+final_grad  what the state tier gets: ``grad_shard`` or ``arrived``; at stage 0 all ranks' of them,
+            gathered, of which ``grad_shard`` is a view if ``full_grad`` does not lie there. A tier
+            that keeps gradients gets them rounded to the communication dtype
 """
 
 from __future__ import annotations
@@ -184,7 +187,7 @@ class SegmentGrads:
     """The gradients of one trainable segment; see [Note: the tensors of a segment].
 
     One backward: `take` for each parameter, `start_reduce`, `finish_reduce`; at an accumulation
-    boundary then `finalize`.
+    boundary then `finalize`, and `offered` when the state tier was given what that returned.
     """
 
     def __init__(
@@ -192,31 +195,43 @@ class SegmentGrads:
         segment: Segment,
         params: Sequence[nn.Parameter],
         *,
-        grad_shard: Tensor,
+        grad_shard: Tensor | None,
         kept_full_grad: Tensor | None,
         final_grad: Tensor | None,
         pools: Mapping[torch.dtype, BufferPool],
+        shard_pool: BufferPool,
         communication_dtype: torch.dtype,
+        accumulation_dtype: torch.dtype,
+        offered_dtype: torch.dtype,
+        read_offered: Callable[[], Tensor] | None,
     ) -> None:
         """Prepare for the gradients of ``params``.
 
         Args:
             segment: the arithmetic.
             params: the model's parameters, in the order of the slots.
-            grad_shard: accumulates the reduced gradients.
+            grad_shard: accumulates the reduced gradients; None if nothing is kept for that.
             kept_full_grad: ``full_grad`` where it is kept for good (stages 0 and 1), else None.
             final_grad: [padded_numel], accumulation dtype, where every rank updates the whole
                 segment (stage 0 with several ranks), else None: ``grad_shard`` is final.
             pools: where ``full_grad`` comes from otherwise, by its dtype.
+            shard_pool: where a reduction goes to if there is no ``grad_shard``.
             communication_dtype: what gradients are reduced in.
+            accumulation_dtype: what reduced gradients add up in.
+            offered_dtype: what the state tier is given.
+            read_offered: reads this rank's shard back from the tier, if there is no ``grad_shard``.
         """
         self.segment = segment
         self.params = list(params)
-        self.grad_shard = grad_shard
+        self._read_offered = read_offered
+        self._grad_shard = grad_shard
         self._kept_full_grad = kept_full_grad
         self._final_grad = final_grad
         self._pools = pools
+        self._shard_pool = shard_pool
         self._communication_dtype = communication_dtype
+        self._accumulation_dtype = accumulation_dtype
+        self._offered_dtype = offered_dtype
         self._predivide = 1.0 / segment.world_size
         self._full_grad: Tensor | None = None
         self._grad_views: list[Tensor] = []  # of the parameters, into full_grad
@@ -225,10 +240,13 @@ class SegmentGrads:
         self._has_grad = [False] * len(self.params)
         self._is_held = False
         self._reduced: Tensor | None = None
+        self._arrived: Tensor | None = None
+        self._lent: tuple[BufferPool, Tensor] | None = None  # the pool buffer behind arrived
         self._work: Work | None = None
         self._is_shard_empty = True  # nothing accumulated since the last step
         self._shard_norm: Tensor | None = None  # its 2-norm, where it is known already
         self._until_read: Callable[[], None] | None = None  # by the other ranks, of full_grad
+        self._until_copied: Callable[[], None] | None = None  # by the state tier, of grad_shard
         self._spoilt_by: Tensor | None = None  # bool, [world_size]
 
     @property
@@ -279,12 +297,21 @@ class SegmentGrads:
             self._has_grad = [True] * len(self.params)
             return
         self._has_grad = [False] * len(self.params)
-        self._reduced = (
-            self.grad_shard if self._is_shard_empty else torch.empty_like(self.grad_shard)
-        )
+        self._reduced = self._landing()
         self._work = collectives.reduce_scatter(
             self._reduced, self._full_grad, unit=self.segment.index
         )
+
+    def _landing(self) -> Tensor:
+        """Where the reduction goes: [shard_numel], accumulation dtype."""
+        if self._grad_shard is None:
+            landing = self._shard_pool.acquire(self.segment.shard_numel, self._accumulation_dtype)
+            self._lent = self._shard_pool, landing
+            return landing
+        if not self._is_shard_empty:
+            return torch.empty_like(self._grad_shard)
+        self._wait_until_copied()
+        return self._grad_shard
 
     def finish_reduce(self, what: Callable[[], str]) -> None:
         """Wait for the reduction and add it to ``grad_shard``."""
@@ -292,15 +319,29 @@ class SegmentGrads:
             work, self._work = self._work, None
             wait(work, what)
             assert self._reduced is not None
-            self._shard_norm = _norm(self._reduced)
+            reduced, self._reduced = self._reduced, None
+            self._shard_norm = _norm(reduced)
             self._note_spoilers(self._shard_norm, getattr(work, "contributions", ()))
             self._retire(work, what)
-            if self._reduced is not self.grad_shard:
-                self.grad_shard.add_(self._reduced)
+            if self._grad_shard is None:
+                self._arrive(reduced)
+            elif reduced is not self._grad_shard:
+                self._grad_shard.add_(reduced)
                 self._shard_norm = None
-            self._reduced = None
+        elif self._grad_shard is None and self._full_grad is not None:
+            full, self._full_grad = self._full_grad, None  # one rank: it is the shard
+            self._lent = self._pools[full.dtype], full
+            self._has_grad = [False] * len(self.params)
+            self._arrive(full)
         self._is_shard_empty = False
         self._close()
+
+    def _arrive(self, reduced: Tensor) -> None:
+        """``reduced`` is this step's gradient, with that of earlier backwards, if any."""
+        if not self._is_shard_empty:
+            reduced = self.values().to(self._accumulation_dtype, copy=True).add_(reduced)
+            self._shard_norm = None
+        self._arrived = reduced
 
     def _retire(self, work: Work, what: Callable[[], str]) -> None:
         """Tell the others that their gradients are read; ours must stay until they say so."""
@@ -316,20 +357,40 @@ class SegmentGrads:
             until_read, self._until_read = self._until_read, None
             until_read()
 
-    @property
-    def final(self) -> Tensor:
-        """What `finalize` returned last."""
-        return self.grad_shard if self._final_grad is None else self._final_grad
+    def _wait_until_copied(self) -> None:
+        if self._until_copied is not None:
+            until_copied, self._until_copied = self._until_copied, None
+            until_copied()
 
-    def replaced(self) -> None:
-        """``grad_shard`` was written from outside: what is known of it is void."""
+    def values(self) -> Tensor:
+        """This rank's shard of the reduced gradient, [shard_numel]; not to be written to."""
+        if self._arrived is not None:
+            return self._arrived
+        if self._grad_shard is not None:
+            return self._grad_shard
+        assert self._read_offered is not None
+        return self._read_offered()
+
+    def covered(self) -> Tensor:
+        """The reduced gradient of all that this rank's optimizer state covers."""
+        return self.values() if self._final_grad is None else self._final_grad
+
+    def replace(self, start: int, values: Tensor) -> None:
+        """Overwrite a part of the shard, from outside; what is known of it is void."""
         self._shard_norm = None
+        if self._grad_shard is None:
+            self._arrived = self.values().to(self._accumulation_dtype, copy=True)
+            shard = self._arrived
+        else:
+            self._wait_until_copied()
+            shard = self._grad_shard
+        shard[start : start + values.numel()].copy_(values)
 
     def norm(self, p: float = 2.0) -> Tensor:
-        """``p``-norm of ``grad_shard``, in fp32 or wider."""
+        """``p``-norm of the shard, in fp32 or wider."""
         if p == 2.0 and self._shard_norm is not None:
             return self._shard_norm
-        return _norm(self.grad_shard, p)
+        return _norm(self.values(), p)
 
     def spoilers(self) -> list[int] | None:
         """The ranks whose own gradients made this shard not finite in this step.
@@ -354,14 +415,30 @@ class SegmentGrads:
 
     def finalize(self, collectives: Collectives, what: Callable[[], str]) -> Tensor:
         """The gradient that the state tier gets; see the note."""
+        shard = self.values()
+        if self._offered_dtype is torch.float16 and shard.dtype is not torch.float16:
+            # What overflows here must be seen before it is used.
+            self._shard_norm = _norm(shard.to(torch.float16))
         if self._final_grad is None:
-            return self.grad_shard
+            return shard.to(self._offered_dtype)
         self._wait_until_read()  # final_grad may be the memory of full_grad
         work = collectives.all_gather(
-            self._final_grad, self.grad_shard, unit=self.segment.index, version=-1, backward=True
+            self._final_grad, shard, unit=self.segment.index, version=-1, backward=True
         )
         wait(work, what)
-        return self._final_grad
+        return self._final_grad.to(self._offered_dtype)
+
+    def offered(self, until_copied: Callable[[], None] | None) -> None:
+        """The state tier has the gradient; its memory is free after ``until_copied``."""
+        if self._grad_shard is not None:
+            self._until_copied = until_copied
+        self._give_back(until_copied)
+
+    def _give_back(self, until_copied: Callable[[], None] | None) -> None:
+        self._arrived = None
+        if self._lent is not None:
+            (pool, buffer), self._lent = self._lent, None
+            pool.release(buffer, until_copied)
 
     def reset(self) -> None:
         """Start a new step: nothing accumulated."""
@@ -369,11 +446,13 @@ class SegmentGrads:
         self._has_grad = [False] * len(self.params)
         self._work = self._reduced = self._shard_norm = self._spoilt_by = None
         self._close()
+        self._give_back(None)
 
     def _open(self) -> None:
-        dtype = self.grad_shard.dtype if self._is_held else self._communication_dtype
-        if self.segment.world_size == 1:
-            self._full_grad = self.grad_shard
+        dtype = self._accumulation_dtype if self._is_held else self._communication_dtype
+        if self.segment.world_size == 1 and self._grad_shard is not None:
+            self._wait_until_copied()
+            self._full_grad = self._grad_shard
         elif self._kept_full_grad is not None and self._kept_full_grad.dtype == dtype:
             self._wait_until_read()
             self._full_grad = self._kept_full_grad
@@ -388,9 +467,10 @@ class SegmentGrads:
     def _close(self) -> None:
         self._is_held = False
         full, self._full_grad = self._full_grad, None
-        if full is not None and full is not self._kept_full_grad and full is not self.grad_shard:
-            until_read, self._until_read = self._until_read, None
-            self._pools[full.dtype].release(full, until_read)
+        if full is None or full is self._kept_full_grad or full is self._grad_shard:
+            return
+        until_read, self._until_read = self._until_read, None
+        self._pools[full.dtype].release(full, until_read)
 
 
 class Unit:
@@ -417,6 +497,11 @@ class Unit:
     def is_root(self) -> bool:
         """Whether it is what belongs to no block."""
         return self.index == 0
+
+    def is_updated(self, tier: StateTier | None) -> bool:
+        """Whether the tier has no update of its values under way."""
+        spans = [v.local_span for v in self.values if v.local_span is not None]
+        return tier is None or all(tier.are_params_ready(*span) for span in spans)
 
     @property
     def is_in_use(self) -> bool:

@@ -74,9 +74,7 @@ class FlatTier(ABC):
         stop = start + grad.numel()
         self.geometry.check_range(start, stop)
         self._progress.wait(start, stop)  # a step may still read the last gradient of this range
-        source, base, release = self._mover.offer(start, grad)
-        self._grads.add(start, stop, source, base)
-        return release
+        return self._mover.offer(start, grad, self._grads)
 
     def read_grad(self, start: int, stop: int) -> Tensor:
         """A copy of what is offered for ``[start, stop)``: 1-D, on the CPU, in its dtype.
@@ -150,6 +148,10 @@ class FlatTier(ABC):
         """
         for event in self._progress.wait(start, stop):
             self._mover.arrive(event)
+
+    def are_params_ready(self, start: int, stop: int) -> bool:
+        """Whether `wait_params` would return at once, and make no stream wait."""
+        return self._progress.is_over(start, stop)
 
     def state_names(self) -> Sequence[str]:
         """``master_weight``, then every elementwise state that the optimizer has."""

@@ -34,8 +34,8 @@ __all__ = [
 ]
 
 PUBLISHED_NUMEL = 1 << 24
-"""Most elements of a run that may be cut: large enough to cost nothing, small enough that an update,
-a copy up and whoever waits for them overlap."""
+"""Most elements of a run that may be cut: large enough to cost nothing, small enough that an
+update, a copy up and whoever waits for them overlap."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +156,7 @@ class Geometry:
 
 
 def cut_runs(runs: Sequence[Run]) -> list[Run]:
-    """The same elements in runs of at most `PUBLISHED_NUMEL`; each names the pieces of the whole."""
+    """The same elements in runs of `PUBLISHED_NUMEL` at most; each names the pieces of its whole."""
     return [
         Run(low, min(low + PUBLISHED_NUMEL, run.stop), run.pieces, run.key)
         for run in runs

@@ -14,6 +14,9 @@ from torch import Tensor
 
 __all__ = ["HostMemory"]
 
+_SMALL_BYTES = 1 << 20
+"""What may be rounded up to the next power of two."""
+
 
 class HostMemory:
     """Makes host tensors.
@@ -54,6 +57,20 @@ class HostMemory:
                 return pinned
         self.pageable_bytes += nbytes
         return torch.empty(numel, dtype=dtype, device="cpu")
+
+    def parts(self, numel: int, dtype: torch.dtype) -> list[Tensor]:
+        """Tensors that hold ``numel`` elements together, in order.
+
+        torch page-locks memory in powers of two, so that one tensor could take twice its bytes:
+        these are powers of two, but for a small last one.
+        """
+        found: list[Tensor] = []
+        while numel:
+            largest = 1 << (numel.bit_length() - 1)
+            is_last = not self._should_pin or numel * dtype.itemsize <= _SMALL_BYTES
+            found.append(self.empty(numel if is_last else largest, dtype))
+            numel -= found[-1].numel()
+        return found
 
     def _fits(self, nbytes: int) -> bool:
         limit = self._limit_bytes

@@ -96,6 +96,14 @@ class Progress:
         self.check()
         return [run.event for run in hits if run.event is not None]
 
+    def is_over(self, start: int, stop: int) -> bool:
+        """Whether every run that overlaps ``[start, stop)`` is published and has arrived."""
+        with self._changed:
+            hits = [run for run in self._runs if run.start < stop and start < run.stop]
+            return all(
+                run.is_published and (run.event is None or run.event.query()) for run in hits
+            )
+
     def drain(self) -> None:
         """Block until no step is under way.
 

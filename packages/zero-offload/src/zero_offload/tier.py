@@ -94,12 +94,8 @@ def make_twin(
     if cut or not geometry.numel:
         part, local = geometry.part(0, cut, len(groups))
         is_in_place = device.type == "cpu"
-        stepper = _make_stepper(
-            part, optimizer_class, frozen, adam_kernel, is_in_place=is_in_place
-        )
-        memory = HostMemory(
-            should_pin=pin_memory and not is_in_place, limit_bytes=pin_memory_bytes
-        )
+        stepper = _make_stepper(part, optimizer_class, frozen, adam_kernel, is_in_place=is_in_place)
+        memory = HostMemory(should_pin=pin_memory and not is_in_place, limit_bytes=pin_memory_bytes)
         host = HostTier(part, stepper, HostMover(part, device, memory)), local
     if cut < geometry.numel:
         part, local = geometry.part(cut, geometry.numel, len(groups))

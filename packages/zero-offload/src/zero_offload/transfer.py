@@ -1,8 +1,8 @@
 """Where a tier's gradients come from and where its new parameters go.
 
 [Note: buffers]
-landing   one flat host buffer ``[0, numel)`` per gradient dtype, made when a gradient of that dtype
-          first arrives. Gradients keep their dtype: 16 bits stay 16.
+landing   host buffers that cover ``[0, numel)`` once per gradient dtype, made when a gradient of
+          that dtype first arrives. Gradients keep their dtype: 16 bits stay 16.
 staging   two small host buffers per parameter dtype, where rounded parameters wait for their copy
           to the device: one is filled while the other is sent. Where a parameter shard is host
           memory itself there is none: the update writes the rounded values into it.
@@ -18,11 +18,13 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import accumulate
 
 import torch
 from torch import Tensor
 
 from zero_offload.geometry import Geometry
+from zero_offload.grads import GradLedger
 from zero_offload.host_memory import HostMemory
 from zero_offload.kernel_stepper import KERNEL_DTYPES
 from zero_offload.streams import HostStreams, open_streams
@@ -45,9 +47,8 @@ class Mover(ABC):
     bytes_h2d: int = 0
 
     @abstractmethod
-    def offer(self, start: int, grad: Tensor) -> tuple[Tensor, int, Release | None]:
-        """Take a gradient: ``source`` and ``base`` as `GradLedger.add` wants them, and a release
-        if the gradient is being copied."""
+    def offer(self, start: int, grad: Tensor, ledger: GradLedger) -> Release | None:
+        """Take a gradient and note in ``ledger`` where it lies; a release if it is being copied."""
 
     @abstractmethod
     def close_grads(self) -> Release:
@@ -126,29 +127,38 @@ class HostMover(Mover):
         self._memory = memory
         self._streams = open_streams(device) if streams is None else streams
         self._is_staged = is_staged
-        self._landing: dict[torch.dtype, Tensor] = {}
+        self._landing: dict[torch.dtype, list[tuple[int, Tensor]]] = {}
         self._arrivals: list[torch.Event] = []
         self._staging = (_Staging(), _Staging())
 
-    def offer(self, start: int, grad: Tensor) -> tuple[Tensor, int, Release | None]:
-        """Start the one copy down, into the buffer of the gradient's dtype."""
-        buffer = self._landing_of(grad.dtype)
-        event = self._streams.to_host(buffer[start : start + grad.numel()], grad)
+    def offer(self, start: int, grad: Tensor, ledger: GradLedger) -> Release | None:
+        """Start the one copy down, into the buffers of the gradient's dtype."""
+        stop = start + grad.numel()
+        event = None
+        for base, buffer in self._landing_of(grad.dtype):
+            a, b = max(start, base), min(stop, base + buffer.numel())
+            if a < b:
+                event = self._streams.to_host(
+                    buffer[a - base : b - base], grad[a - start : b - start]
+                )
+                ledger.add(a, b, buffer, base)
         self.bytes_d2h += grad.numel() * grad.element_size()
         if event is None:
-            return buffer, 0, None
-        self._arrivals.append(event)
-        return buffer, 0, partial(self._streams.release, event)
+            return None
+        self._arrivals = [event]  # down is in order: the last says all
+        return partial(self._streams.release, event)
 
-    def _landing_of(self, dtype: torch.dtype) -> Tensor:
+    def _landing_of(self, dtype: torch.dtype) -> list[tuple[int, Tensor]]:
         kept = dtype if dtype in KERNEL_DTYPES else self._geometry.master_dtype()
         if kept not in self._landing:
-            self._landing[kept] = self._memory.empty(self._geometry.numel, kept)
+            parts = self._memory.parts(self._geometry.numel, kept)
+            starts = accumulate((part.numel() for part in parts), initial=0)
+            self._landing[kept] = list(zip(starts, parts, strict=False))
         return self._landing[kept]
 
     def close_grads(self) -> Release:
         """The caller's stream waits for the copies down."""
-        arrivals, self._arrivals = self._arrivals[-1:], []  # down is in order: the last says all
+        arrivals, self._arrivals = self._arrivals, []
         for event in arrivals:
             self._streams.release(event)
 
@@ -221,12 +231,13 @@ class DeviceMover(Mover):
             return None
         return torch.accelerator.current_stream(self._device).record_event()
 
-    def offer(self, start: int, grad: Tensor) -> tuple[Tensor, int, Release | None]:
+    def offer(self, start: int, grad: Tensor, ledger: GradLedger) -> Release | None:
         """The gradient itself; it stays valid until the step returns."""
         event = self._record()
         if event is not None:
             self._offered.append(event)
-        return grad, start, None
+        ledger.add(start, start + grad.numel(), grad, start)
+        return None
 
     def close_grads(self) -> Release:
         """The stepping stream waits for the streams that produced the gradients."""

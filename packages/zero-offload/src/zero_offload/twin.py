@@ -158,6 +158,11 @@ class TwinTier:
             if a < b:
                 part.tier.wait_params(a - part.lo, b - part.lo)
 
+    def are_params_ready(self, start: int, stop: int) -> bool:
+        """Whether `wait_params` would return at once, and make no stream wait."""
+        spans = [(part, *part.clip(start, stop)) for part in self._parts]
+        return all(p.tier.are_params_ready(a - p.lo, b - p.lo) for p, a, b in spans if a < b)
+
     def state_names(self) -> Sequence[str]:
         """``master_weight``, then each elementwise state that either part has."""
         return tuple(dict.fromkeys(n for part in self._parts for n in part.tier.state_names()))
