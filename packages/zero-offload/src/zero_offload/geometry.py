@@ -156,7 +156,7 @@ class Geometry:
 
 
 def cut_runs(runs: Sequence[Run]) -> list[Run]:
-    """The same elements in runs of `PUBLISHED_NUMEL` at most; each names the pieces of its whole."""
+    """The same elements in runs of at most `PUBLISHED_NUMEL`, each with the pieces of its whole."""
     return [
         Run(low, min(low + PUBLISHED_NUMEL, run.stop), run.pieces, run.key)
         for run in runs
