@@ -8,12 +8,12 @@ call the step off. That is, without clipping, without fp16's loss scale and with
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from zero_core.config import Config
 from zero_core.flow import Flow
 from zero_core.layout import Layout, Piece
+from zero_core.optimizer import EngineOptimizer
 from zero_core.protocols import StateTier
 from zero_core.unit import SegmentGrads
 
@@ -53,7 +53,7 @@ class EarlyUpdates:
         self._flow = flow
         self._updated: set[int] = set()
 
-    def update(self, grads: SegmentGrads, groups: Sequence[Mapping[str, Any]]) -> None:
+    def update(self, grads: SegmentGrads, optimizer: EngineOptimizer) -> None:
         """The gradient of a segment was offered to the tier: have it used, if that may be.
 
         A parameter that got no gradient here waits for the end of the step, when it is known
@@ -64,7 +64,7 @@ class EarlyUpdates:
         index = grads.segment.index
         active = [i for i in self._pieces[index] if self._params[i] in self._flow.fired]
         if active:
-            self._tier.step(groups, active, grad_scale=1.0)
+            self._tier.step(optimizer.hyperparameters(), active, grad_scale=1.0)
             self._updated.update(active)
             self._flow.segment_changed(index)
 

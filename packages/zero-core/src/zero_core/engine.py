@@ -394,33 +394,25 @@ class Engine:
 
     def _on_reduced(self, grads: SegmentGrads) -> None:
         """The gradient of one segment is complete: count it and hand it to the tier."""
-        final = grads.finalize(
-            self._collectives, lambda: f"rank {self.rank}: all_gather of gradients"
-        )
+        final = grads.finalize(self._collectives)
         self._facts.add(grads)
         grads.offered(self._tier.offer_grad(self._local_starts[grads.segment.index], final))
-        self._early.update(grads, self.optimizer.hyperparameters())
+        self._early.update(grads, self.optimizer)
 
     def _check_backward(self) -> None:
         self._early.check_none("a further backward of the same step")
         if self.config.fp16.enabled and not self._is_scaled:
-            raise RuntimeError(
-                "fp16 needs the loss scale: use engine.backward(loss) or "
-                "engine.scale(loss).backward()"
-            )
+            text = "use engine.backward(loss) or engine.scale(loss).backward()"
+            raise RuntimeError(f"fp16 needs the loss scale: {text}")
 
     def _restart_accumulation(self) -> None:
         """A backward did not end: drop the gradients of the whole step, not a part of them."""
         steps = self.config.gradient_accumulation_steps
-        _log.warning(
-            "rank %d: the last backward did not end; step %d starts again from its first "
-            "micro-step (%d of %d were done)",
-            self.rank,
-            self.global_steps,
-            self.micro_steps % steps,
-            steps,
-        )
-        self.micro_steps -= self.micro_steps % steps
+        done = self.micro_steps % steps
+        text = "rank %d: the last backward did not end; step %d starts again from its first "
+        text += "micro-step (%d of %d were done)"
+        _log.warning(text, self.rank, self.global_steps, done, steps)
+        self.micro_steps -= done
         self._discard_grads()
 
     def _complete_gradient(self) -> float:

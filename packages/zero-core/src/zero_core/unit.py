@@ -413,7 +413,7 @@ class SegmentGrads:
         found = torch.stack([~torch.isfinite(part).all() for part in contributions])
         self._spoilt_by = found if self._spoilt_by is None else self._spoilt_by | found
 
-    def finalize(self, collectives: Collectives, what: Callable[[], str]) -> Tensor:
+    def finalize(self, collectives: Collectives) -> Tensor:
         """The gradient that the state tier gets; see the note."""
         shard = self.values()
         if self._offered_dtype is torch.float16 and shard.dtype is not torch.float16:
@@ -425,7 +425,7 @@ class SegmentGrads:
         work = collectives.all_gather(
             self._final_grad, shard, unit=self.segment.index, version=-1, backward=True
         )
-        wait(work, what)
+        wait(work, lambda: f"all_gather of the gradient of segment {self.segment.index}")
         return self._final_grad.to(self._offered_dtype)
 
     def offered(self, until_copied: Callable[[], None] | None) -> None:
