@@ -32,7 +32,8 @@ from zero_core.tier import optimizer_options, probe_states
 
 __all__ = ["Forecast", "MemoryUse", "buffer_bytes", "quantized_bytes"]
 
-_META, _CPU = torch.device("meta"), torch.device("cpu")
+_META, _STAGED_NUMEL = 1 << 24  # of a run of parameters on its way to the device, at most
+_CPU = torch.device("meta"), torch.device("cpu")
 _WIDE = (torch.float32, torch.float64)
 
 
@@ -106,6 +107,7 @@ class Forecast:
             **self._fixed,
             "master weights": self._device_master_bytes(cut),
             "optimizer states": (self._numel - cut) * self._state_bytes,
+            "gradient copies": self._landing_bytes(cut, self._numel) if self._is_offloaded else 0,
         }
         return MemoryUse(_without_zeros(device), _without_zeros(self._host_bytes(cut)))
 
@@ -124,21 +126,27 @@ class Forecast:
 
     def _host_bytes(self, cut: int) -> dict[str, int]:
         part = self._overlaps(0, cut)
-        grads = {self._offered(s) for _, _, s in part}
+        width = _master_itemsize(part)
+        # Where the device is the host, full-precision shards are their own master weights.
+        needs_copy = self._is_accelerated or any(s.dtype.itemsize != width for _, _, s in part)
         staged = {s.dtype for _, _, s in part} if self._is_accelerated else set()
+        largest = min(max((b - a for a, b, _ in part), default=0), _STAGED_NUMEL)
         return {
-            "master weights": cut * _master_itemsize(part),
+            "master weights": cut * width if needs_copy else 0,
             "optimizer states": cut * self._state_bytes,
-            "gradient copies": sum(self._transfer_bytes(cut * d.itemsize) for d in grads),
-            "parameter copies": sum(self._transfer_bytes(cut * d.itemsize) for d in staged),
+            "gradient copies": self._landing_bytes(0, cut),
+            "parameter copies": sum(2 * self._pinned_bytes(largest * d.itemsize) for d in staged),
         }
 
-    def _transfer_bytes(self, nbytes: int) -> int:
-        """A host buffer for transfers; torch page-locks memory in powers of two."""
+    def _landing_bytes(self, start: int, stop: int) -> int:
+        """The tier's own copies of the gradients of ``[start, stop)``, one for each dtype."""
+        dtypes = {self._offered(s) for _, _, s in self._overlaps(start, stop)}
+        return sum((stop - start) * dtype.itemsize for dtype in dtypes)
+
+    def _pinned_bytes(self, nbytes: int) -> int:
+        """torch page-locks memory in powers of two."""
         is_pinned = self._config.zero_optimization.offload_optimizer.pin_memory
-        if self._is_accelerated and is_pinned and nbytes:
-            return 1 << (nbytes - 1).bit_length()
-        return nbytes
+        return 1 << (nbytes - 1).bit_length() if is_pinned and nbytes else nbytes
 
     def host_link_bytes(self, ratio: float) -> tuple[int, int]:
         """Bytes per step to the host (gradients) and back (parameters)."""
