@@ -32,8 +32,8 @@ from zero_core.tier import optimizer_options, probe_states
 
 __all__ = ["Forecast", "MemoryUse", "buffer_bytes", "quantized_bytes"]
 
-_META, _STAGED_NUMEL = 1 << 24  # of a run of parameters on its way to the device, at most
-_CPU = torch.device("meta"), torch.device("cpu")
+_META, _CPU = torch.device("meta"), torch.device("cpu")
+_STAGED_NUMEL = 1 << 24  # of a run of parameters on its way to the device, at most
 _WIDE = (torch.float32, torch.float64)
 
 
