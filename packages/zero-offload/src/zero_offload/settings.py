@@ -10,10 +10,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["OffloadSettings", "check_ratio"]
+from zero_offload.rules import STATE_DTYPES
+
+__all__ = ["OffloadSettings", "check_ratio", "check_state_dtype"]
 
 _BLOCK = "offload_optimizer"
-_SERVED = frozenset({"device", "ratio", "pin_memory"})
+_SERVED = frozenset({"device", "ratio", "pin_memory", "state_dtype"})
 _WITHOUT_EFFECT = frozenset(
     {"nvme_path", "buffer_count", "pipeline", "pipeline_read", "pipeline_write", "fast_init"}
 )
@@ -29,6 +31,13 @@ def check_ratio(value: Any, name: str = "ratio") -> float:
     return float(value)
 
 
+def check_state_dtype(value: Any, name: str = "state_dtype") -> str:
+    """``value`` if optimizer state can be kept in it; ValueError naming it otherwise."""
+    if value not in STATE_DTYPES:
+        raise ValueError(f"{name} must be one of {STATE_DTYPES}, got {value!r}")
+    return str(value)
+
+
 @dataclass(frozen=True, slots=True)
 class OffloadSettings:
     """What the block asks for.
@@ -36,10 +45,12 @@ class OffloadSettings:
     Attributes:
         ratio: share of the elements, from the first on, that the host updates.
         pin_memory: page-lock the host's transfer buffers.
+        state_dtype: what the host keeps Adam's moments in: one of `STATE_DTYPES`.
     """
 
     ratio: float = 1.0
     pin_memory: bool = True
+    state_dtype: str = "float32"
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> OffloadSettings:
@@ -61,7 +72,13 @@ class OffloadSettings:
         pin_memory = block.get("pin_memory", True)
         if not isinstance(pin_memory, bool):
             raise ValueError(f"{_BLOCK}.pin_memory must be true or false, got {pin_memory!r}")
-        return cls(check_ratio(block.get("ratio", 1.0), f"{_BLOCK}.ratio"), pin_memory)
+        return cls(
+            ratio=check_ratio(block.get("ratio", 1.0), f"{_BLOCK}.ratio"),
+            pin_memory=pin_memory,
+            state_dtype=check_state_dtype(
+                block.get("state_dtype", "float32"), f"{_BLOCK}.state_dtype"
+            ),
+        )
 
 
 def _check_device(device: Any) -> None:
