@@ -18,6 +18,7 @@ import torch
 from support import CPU, RATIOS, ReferenceAdam, Space, group_of, make_tier, train
 from torch import Tensor, optim
 
+from zero_offload.adam_rules import AdamRule
 from zero_offload.flat_tier import HostTier
 from zero_offload.geometry import Geometry
 from zero_offload.grads import GradLedger
@@ -77,7 +78,8 @@ class LateStreams(HostStreams):
 
 def _late_tier(space: Space, streams: LateStreams) -> HostTier:
     geometry = Geometry(space.numel, space.pieces, space.params, 1)
-    stepper = KernelStepper(geometry, ReferenceAdam(), optim.AdamW, is_in_place=False)
+    rule = AdamRule.of(ReferenceAdam(), optim.AdamW)
+    stepper = KernelStepper(geometry, rule, GROUPS, is_in_place=False)
     memory = HostMemory(should_pin=False)
     mover = HostMover(geometry, CPU, memory, streams=streams, is_staged=True)
     tier = HostTier(geometry, stepper, mover)
@@ -234,7 +236,8 @@ def test_staging_is_two_buffers_of_the_largest_chunk(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr("zero_offload.geometry.PUBLISHED_NUMEL", 50)
     space, streams = Space(dtype=torch.bfloat16), LateStreams()
     geometry = Geometry(space.numel, space.pieces, space.params, 1)
-    stepper = KernelStepper(geometry, ReferenceAdam(), optim.AdamW, is_in_place=False)
+    rule = AdamRule.of(ReferenceAdam(), optim.AdamW)
+    stepper = KernelStepper(geometry, rule, GROUPS, is_in_place=False)
     memory = HostMemory(should_pin=False)
     mover = HostMover(geometry, CPU, memory, streams=streams, is_staged=True)
     tier = HostTier(geometry, stepper, mover)

@@ -110,6 +110,8 @@ class OffloadOptimizerConfig(_Block):
     """Most host bytes that a rank page-locks for transfers; None is no limit."""
     update_in_backward: bool | None = None
     """Update a unit as soon as its gradient is complete; None: if nothing can call a step off."""
+    state_dtype: Literal["float32", "bfloat16", "int8"] = "float32"
+    """What the host keeps Adam's moments in. Not in DeepSpeed's configuration."""
     nvme_path: str | None = None
     buffer_count: PositiveInt = 4
     fast_init: bool = False
@@ -456,6 +458,10 @@ def _refuse_unserved(config: Config) -> None:
         (
             offload.device == "none" and "ratio" in offload.model_fields_set,
             "zero_optimization.offload_optimizer.ratio needs device 'cpu'",
+        ),
+        (
+            offload.device == "none" and "state_dtype" in offload.model_fields_set,
+            "zero_optimization.offload_optimizer.state_dtype needs device 'cpu'",
         ),
         (
             zero.zero_quantized_weights and zero.stage != 3,

@@ -11,10 +11,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["OffloadSettings", "check_limit", "check_ratio"]
+from zero_offload.rules import STATE_DTYPES
+
+__all__ = ["OffloadSettings", "check_limit", "check_ratio", "check_state_dtype"]
 
 _BLOCK = "offload_optimizer"
-_SERVED = frozenset({"device", "ratio", "pin_memory", "pin_memory_bytes", "update_in_backward"})
+_SERVED = frozenset(
+    {"device", "ratio", "pin_memory", "pin_memory_bytes", "state_dtype", "update_in_backward"}
+)
 _WITHOUT_EFFECT = frozenset(
     {"nvme_path", "buffer_count", "pipeline", "pipeline_read", "pipeline_write", "fast_init"}
 )
@@ -39,6 +43,13 @@ def check_limit(value: Any, name: str = "pin_memory_bytes") -> int | None:
     return value
 
 
+def check_state_dtype(value: Any, name: str = "state_dtype") -> str:
+    """``value`` if optimizer state can be kept in it; ValueError naming it otherwise."""
+    if value not in STATE_DTYPES:
+        raise ValueError(f"{name} must be one of {STATE_DTYPES}, got {value!r}")
+    return str(value)
+
+
 @dataclass(frozen=True, slots=True)
 class OffloadSettings:
     """What the block asks for.
@@ -47,11 +58,13 @@ class OffloadSettings:
         ratio: share of the elements, from the first on, that the host updates.
         pin_memory: page-lock the host's transfer buffers.
         pin_memory_bytes: most bytes to lock on this rank; None for no limit.
+        state_dtype: what the host keeps Adam's moments in: one of `STATE_DTYPES`.
     """
 
     ratio: float = 1.0
     pin_memory: bool = True
     pin_memory_bytes: int | None = None
+    state_dtype: str = "float32"
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> OffloadSettings:
@@ -73,8 +86,16 @@ class OffloadSettings:
         pin_memory = block.get("pin_memory", True)
         if not isinstance(pin_memory, bool):
             raise ValueError(f"{_BLOCK}.pin_memory must be true or false, got {pin_memory!r}")
-        limit = check_limit(block.get("pin_memory_bytes"), f"{_BLOCK}.pin_memory_bytes")
-        return cls(check_ratio(block.get("ratio", 1.0), f"{_BLOCK}.ratio"), pin_memory, limit)
+        return cls(
+            ratio=check_ratio(block.get("ratio", 1.0), f"{_BLOCK}.ratio"),
+            pin_memory=pin_memory,
+            pin_memory_bytes=check_limit(
+                block.get("pin_memory_bytes"), f"{_BLOCK}.pin_memory_bytes"
+            ),
+            state_dtype=check_state_dtype(
+                block.get("state_dtype", "float32"), f"{_BLOCK}.state_dtype"
+            ),
+        )
 
 
 def _check_device(device: Any) -> None:

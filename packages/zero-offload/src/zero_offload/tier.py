@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,11 +13,12 @@ from zero_offload.elementwise import check_elementwise
 from zero_offload.flat_tier import DeviceTier, HostTier
 from zero_offload.geometry import Geometry, freeze_groups
 from zero_offload.host_memory import HostMemory
-from zero_offload.kernel_stepper import KernelStepper, can_serve, check_kernel_class
+from zero_offload.kernel_stepper import KernelStepper, can_serve
 from zero_offload.protocols import AdamKernel, DeviceTierFactory, StateTier
+from zero_offload.rules import Rule, check_kernel_class, resolve_rule
 from zero_offload.settings import OffloadSettings
 from zero_offload.stepper import Stepper
-from zero_offload.torch_stepper import TorchStepper
+from zero_offload.torch_stepper import FUSED_ALIGNMENT, TorchStepper
 from zero_offload.transfer import HostMover
 from zero_offload.twin import TwinTier
 
@@ -41,7 +43,8 @@ def create_tier(
 
     ZeRO-Offload (arXiv 2101.06840) with the Twin-Flow of ZeRO-Offload++: elements
     ``[0, round(ratio * numel))`` are kept and updated on the host, the rest on ``device``. On a
-    CPU both halves use the same update, so the ratio never changes a bit of the result.
+    CPU both halves use the same update, and the cut moves down to the next place in a parameter
+    at which parting it changes no bit (see `_alignment`), so the ratio never changes the result.
 
     Args:
         numel: length of the local flat space in elements, padding included.
@@ -51,7 +54,8 @@ def create_tier(
         optimizer_class: an elementwise torch optimizer.
         groups: its ``param_groups`` without ``params``, every default filled in.
         config: the resolved ``zero_optimization`` block.
-        adam_kernel: host kernel for Adam and AdamW, or None for torch's own update.
+        adam_kernel: host kernel for Adam, AdamW and whatever else it has functions for (see
+            `zero_offload.rules`), or None for torch's own update.
         device_tier: makes the device's half on an accelerator.
 
     Raises:
@@ -68,6 +72,7 @@ def create_tier(
         groups=groups,
         adam_kernel=adam_kernel,
         device_tier=device_tier,
+        state_dtype=settings.state_dtype,
     )
 
 
@@ -82,25 +87,32 @@ def make_twin(
     groups: Sequence[Mapping[str, Any]],
     adam_kernel: AdamKernel | None,
     device_tier: DeviceTierFactory,
+    state_dtype: str = "float32",
 ) -> TwinTier:
     """The two halves of a flat space, cut at element ``round(ratio * numel)``."""
     check_elementwise(optimizer_class)
     if adam_kernel is not None:
         check_kernel_class(optimizer_class)
     frozen = freeze_groups(groups)
+    make_stepper = partial(_make_stepper, optimizer_class, frozen, adam_kernel, state_dtype)
     cut = round(ratio * geometry.numel)
+    if device.type == "cpu":
+        rule = _resolve(optimizer_class, frozen, adam_kernel, state_dtype, geometry)
+        cut = geometry.floor(cut, _alignment(rule, frozen))
     host: tuple[StateTier, dict[int, int]] | None = None
     rest: tuple[StateTier, dict[int, int]] | None = None
     if cut or not geometry.numel:
         part, local = geometry.part(0, cut, len(groups))
         is_in_place = device.type == "cpu"
-        stepper = _make_stepper(part, optimizer_class, frozen, adam_kernel, is_in_place=is_in_place)
         memory = HostMemory(should_pin=pin_memory and not is_in_place, limit_bytes=pin_memory_bytes)
-        host = HostTier(part, stepper, HostMover(part, device, memory)), local
+        mover = HostMover(part, device, memory)
+        # What rounded values go through to the device is, with a split master, its upper half.
+        stepper = make_stepper(part, is_in_place=is_in_place, upper=mover.hold)
+        host = HostTier(part, stepper, mover), local
     if cut < geometry.numel:
         part, local = geometry.part(cut, geometry.numel, len(groups))
         if device.type == "cpu":
-            stepper = _make_stepper(part, optimizer_class, frozen, adam_kernel, is_in_place=True)
+            stepper = make_stepper(part, is_in_place=True, upper=part.view)
             rest = DeviceTier(part, stepper, device), local
         else:
             made = device_tier(
@@ -131,15 +143,45 @@ def make_device_tier(
     return DeviceTier(geometry, stepper, device)
 
 
-def _make_stepper(
-    geometry: Geometry,
+def _resolve(
     optimizer_class: type[torch.optim.Optimizer],
     groups: Sequence[Mapping[str, Any]],
     adam_kernel: AdamKernel | None,
+    state_dtype: str,
+    geometry: Geometry,
+) -> Rule | None:
+    """The rule by which a kernel updates in host memory; None where torch's own update does."""
+    rule = resolve_rule(adam_kernel, optimizer_class, groups, state_dtype)
+    if rule is None or can_serve(geometry):
+        return rule
+    if state_dtype != "float32":
+        raise ValueError(
+            f"offload_optimizer.state_dtype = {state_dtype!r} is not served for float64 "
+            f'parameters: use "float32"'
+        )
+    return None
+
+
+def _alignment(rule: Rule | None, groups: Sequence[Mapping[str, Any]]) -> int:
+    """At multiples of how many elements of a parameter a cut changes no bit on a CPU."""
+    if rule is not None:
+        return rule.block
+    is_fused = any(group.get("fused") for group in groups)
+    return FUSED_ALIGNMENT if is_fused else 1
+
+
+def _make_stepper(
+    optimizer_class: type[torch.optim.Optimizer],
+    groups: Sequence[Mapping[str, Any]],
+    adam_kernel: AdamKernel | None,
+    state_dtype: str,
+    geometry: Geometry,
     *,
     is_in_place: bool,
+    upper: Callable[[int, int], Tensor],
 ) -> Stepper:
     """The update in host memory: the kernel's where it can serve, else torch's."""
-    if adam_kernel is not None and can_serve(geometry, groups):
-        return KernelStepper(geometry, adam_kernel, optimizer_class, is_in_place=is_in_place)
+    rule = _resolve(optimizer_class, groups, adam_kernel, state_dtype, geometry)
+    if rule is not None:
+        return KernelStepper(geometry, rule, groups, is_in_place=is_in_place, upper=upper)
     return TorchStepper(geometry, _CPU, optimizer_class, groups, is_in_place=is_in_place)

@@ -6,6 +6,8 @@ landing   host buffers that cover ``[0, numel)`` once per gradient dtype, made w
 staging   two small host buffers per parameter dtype, where rounded parameters wait for their copy
           to the device: one is filled while the other is sent. Where a parameter shard is host
           memory itself there is none: the update writes the rounded values into it.
+held      a host copy of a parameter shard that lasts, in place of staging, where the update needs
+          the 16-bit parameter itself (a master weight that is split in two).
 
 ZeRO-Offload (arXiv 2101.06840, section 4): per parameter and step one 16-bit gradient goes down
 and one 16-bit parameter comes up, the least that an offloaded optimizer state allows. The byte
@@ -130,6 +132,8 @@ class HostMover(Mover):
         self._landing: dict[torch.dtype, list[tuple[int, Tensor]]] = {}
         self._arrivals: list[torch.Event] = []
         self._staging = (_Staging(), _Staging())
+        self._held: dict[int, Tensor] = {}  # by shard
+        self._sent: list[tuple[int, int, torch.Event]] = []  # of what is held
 
     def offer(self, start: int, grad: Tensor, ledger: GradLedger) -> Release | None:
         """Start the one copy down, into the buffers of the gradient's dtype."""
@@ -179,23 +183,46 @@ class HostMover(Mover):
         for event in current.sent:
             self._streams.wait(event)
         current.open(self._staged_numel(spans), self._memory.empty)
+        for start, stop in spans:
+            self._wait_until_sent(start, stop)
+
+    def _wait_until_sent(self, start: int, stop: int) -> None:
+        """What is held of a span is overwritten after its last values were sent."""
+        for a, b, event in self._sent:
+            if a < stop and start < b:
+                self._streams.wait(event)
+        self._sent = [sent for sent in self._sent if sent[0] >= stop or start >= sent[1]]
 
     def _staged_numel(self, spans: Sequence[tuple[int, int]]) -> dict[torch.dtype, int]:
         needs: dict[torch.dtype, int] = {}
         for start, stop in spans:
             view = self._geometry.view(start, stop)
-            if self._must_stage(view):
+            if self._must_stage(view) and self._geometry.shard_at(start) not in self._held:
                 needs[view.dtype] = needs.get(view.dtype, 0) + stop - start
         return needs
 
     def _must_stage(self, shard: Tensor) -> bool:
         return self._is_staged or shard.device.type != "cpu"
 
-    def out(self, start: int, stop: int) -> Tensor:
-        """Staging memory, or the shard itself where it is host memory."""
+    def hold(self, start: int, stop: int) -> Tensor:
+        """Host memory for the values of ``[start, stop)``, inside one shard, that lasts.
+
+        The shard itself where it is host memory; else memory that `publish` sends from.
+        """
         view = self._geometry.view(start, stop)
         if not self._must_stage(view):
             return view
+        index = self._geometry.shard_at(start)
+        base, shard = self._geometry.shards[index]
+        if index not in self._held:
+            self._held[index] = self._memory.empty(shard.numel(), shard.dtype)
+        return self._held[index][start - base : stop - base]
+
+    def out(self, start: int, stop: int) -> Tensor:
+        """Staging memory, or what is held, or the shard itself where it is host memory."""
+        view = self._geometry.view(start, stop)
+        if not self._must_stage(view) or self._geometry.shard_at(start) in self._held:
+            return self.hold(start, stop)
         return self._staging[0].place(start, stop - start, view.dtype)
 
     def publish(self, start: int, stop: int) -> torch.Event | None:
@@ -207,6 +234,8 @@ class HostMover(Mover):
         event = self._streams.to_device(view, self.out(start, stop))
         if event is not None:
             self._staging[0].sent = [event]  # up is in order
+            if self._geometry.shard_at(start) in self._held:
+                self._sent.append((start, stop, event))
         return event
 
     def arrive(self, event: torch.Event) -> None:
