@@ -37,6 +37,7 @@ class _Hyper:
     eps: float
     weight_decay: float
     is_decoupled: bool
+    is_bias_corrected: bool
     is_maximized: bool
 
 
@@ -105,6 +106,7 @@ class KernelStepper(Stepper):
             eps=float(group["eps"]),
             weight_decay=float(group["weight_decay"]),
             is_decoupled=bool(group.get("decoupled_weight_decay", self._is_decoupled)),
+            is_bias_corrected=bool(group.get("bias_correction", True)),
             is_maximized=bool(group.get("maximize", False)),
         )
 
@@ -132,6 +134,7 @@ class KernelStepper(Stepper):
                 eps=hyper.eps,
                 weight_decay=hyper.weight_decay,
                 adamw_mode=hyper.is_decoupled,
+                bias_correction=hyper.is_bias_corrected,
                 grad_scale=-grad_scale if hyper.is_maximized else grad_scale,
                 out=None if rounded is None else rounded[a - run.start : b - run.start],
             )
