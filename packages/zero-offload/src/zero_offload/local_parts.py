@@ -56,6 +56,13 @@ class LocalPart:
                 f"at construction; move, cast or shard a model before its optimizer is made"
             )
 
+    def version(self) -> tuple[int, int]:
+        """Changes with every write, other than through ``data``.
+
+        A write to a DTensor moves its own counter, not that of its local part.
+        """
+        return self.param._version, self.shard._version
+
     def flatten(self, values: Tensor) -> Tensor:
         """``values``, shaped and placed as the parameter, as the part's 1-D elements in order.
 

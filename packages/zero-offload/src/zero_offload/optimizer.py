@@ -8,6 +8,12 @@ the work.
 State lives in the tier alone. ``optimizer.state`` has, for each parameter that was updated, the
 names of its state and None for each: what only asks whether there is state, and which, as
 ``torch.distributed.checkpoint`` does, gets its answer, and nothing is kept twice.
+
+[Note: changed parameters]
+Others write into parameters too: ``load_state_dict``, DDP's first broadcast, a clamp after each
+step. torch's optimizers update whatever is there; here the master weights have to follow. A write
+moves the version counter that autograd keeps of a tensor. Where it moved, elements that are not
+their master's rounded value become the new master weight, and the others keep all their bits.
 """
 
 from __future__ import annotations
@@ -91,6 +97,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             adam_kernel=self._update.kernel,
             device_tier=make_device_tier,
         )
+        self._note_versions()
 
     def _tier_groups(self) -> Sequence[Mapping[str, Any]]:
         return self._update.groups(self.param_groups, is_host_alone=self._is_host_alone)
@@ -126,12 +133,14 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         found_inf = getattr(self, "found_inf", None)
         if found_inf is not None and float(found_inf) != 0.0:
             return loss
+        self._follow_params()
         active = self._offer_grads()
         scale = getattr(self, "grad_scale", None)
         grad_scale = 1.0 if scale is None else 1.0 / float(scale)
         self.tier.step(self._tier_groups(), active, grad_scale=grad_scale)
         self.tier.wait_params(0, self.tier.geometry.numel)
         self._note_state(active)
+        self._note_versions()
         return loss
 
     def _offer_grads(self) -> list[int]:
@@ -143,6 +152,21 @@ class OffloadedOptimizer(torch.optim.Optimizer):
                 active.append(i)
         return active
 
+    def _note_versions(self) -> None:
+        self._versions = [part.version() for part in self._parts]
+
+    @torch.no_grad()
+    def _follow_params(self) -> None:
+        """Take over what others wrote into the parameters; see [Note: changed parameters]."""
+        for part, version in zip(self._parts, self._versions, strict=True):
+            if part.version() != version:
+                values = part.shard.to("cpu", copy=True)
+                master = self.tier.read_state(MASTER, part.start, part.stop)
+                is_same = master.to(values.dtype) == values
+                merged = torch.where(is_same, master, values.to(master.dtype))
+                self.tier.write_state(MASTER, part.start, merged)
+        self._note_versions()
+
     def _note_state(self, indices: Iterable[int]) -> None:
         """See [Note: the state dictionary]."""
         for i in indices:
@@ -152,9 +176,13 @@ class OffloadedOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def sync_from_params(self) -> None:
-        """Take the parameters' current values as master weights, after they were loaded or set."""
+        """Take the parameters' current values as master weights, after they were set past autograd.
+
+        Needed after writes through ``param.data`` alone; others are noticed.
+        """
         for i in range(len(self._parts)):
             self._take_param(i)
+        self._note_versions()
 
     def _take_param(self, index: int) -> None:
         part = self._parts[index]
@@ -168,6 +196,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         A DTensor's are DTensors in its placements, with CPU memory for their local parts. What is
         there does not depend on the ratio.
         """
+        self._follow_params()
         noted = self.state
         entries = {part.param: self._entry(i) for i, part in enumerate(self._parts)}
         self.state = defaultdict(dict, entries)
@@ -202,6 +231,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         for i, part in enumerate(self._parts):
             if self._load_entry(i, state_dict["state"].get(keys[part.param], {})):
                 self._note_state([i])
+        self._note_versions()
 
     def _load_entry(self, index: int, entry: Mapping[str, Any]) -> bool:
         """Whether the entry was of a parameter that has been updated."""
