@@ -93,12 +93,13 @@ class LocalPart:
             found = _local_of(placed)
         else:
             found = values.detach()
-        if found.shape != _local_of(param).shape or _is_dtensor(found):
+        local_shape = tuple(_local_of(param).shape)
+        if found.shape != local_shape or _is_dtensor(found):
             raise ValueError(
-                f"a parameter of shape {tuple(param.shape)}, of which {tuple(_local_of(param).shape)}"
-                f" is on this rank, cannot take a {type(values).__name__} of shape "
-                f"{tuple(values.shape)}; set_optimizer_state_dict of "
-                f"torch.distributed.checkpoint.state_dict brings state into the right placements"
+                f"a parameter of shape {tuple(param.shape)}, of which {local_shape} is on this "
+                f"rank, cannot take a {type(values).__name__} of shape {tuple(values.shape)}; "
+                f"torch.distributed.checkpoint.state_dict.set_optimizer_state_dict brings state "
+                f"into the right placements"
             )
         return found
 
