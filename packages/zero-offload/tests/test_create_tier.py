@@ -29,18 +29,21 @@ def test_deepspeeds_block_is_read() -> None:
         device="cpu",
         ratio=0.4,
         pin_memory=False,
+        numa=False,
         nvme_path=None,
         buffer_count=4,
         pipeline_read=False,
         pipeline_write=False,
         fast_init=False,
     )
-    assert settings == OffloadSettings(ratio=0.4, pin_memory=False)
+    assert settings == OffloadSettings(ratio=0.4, pin_memory=False, numa=False)
 
 
 @pytest.mark.parametrize("config", [{}, {"offload_optimizer": None}])
 def test_a_missing_block_means_the_defaults(config: dict[str, Any]) -> None:
-    assert OffloadSettings.from_config(config) == OffloadSettings(ratio=1.0, pin_memory=True)
+    assert OffloadSettings.from_config(config) == OffloadSettings(
+        ratio=1.0, pin_memory=True, numa=True
+    )
     assert _block(device="none") == OffloadSettings()
 
 
@@ -55,6 +58,7 @@ def test_a_missing_block_means_the_defaults(config: dict[str, Any]) -> None:
         ({"ratio": "auto"}, r"offload_optimizer\.ratio"),
         ({"ratio": True}, r"offload_optimizer\.ratio"),
         ({"pin_memory": 1}, r"offload_optimizer\.pin_memory"),
+        ({"numa": "yes"}, r"offload_optimizer\.numa"),
         ({"state_dtype": "int8"}, r"offload_optimizer\.state_dtype"),
     ],
 )

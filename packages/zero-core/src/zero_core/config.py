@@ -106,6 +106,8 @@ class OffloadOptimizerConfig(_Block):
     ratio: Annotated[float, Field(ge=0.0, le=1.0)] = 1.0
     """Share of the elements that the host updates (Twin-Flow), exact to the element."""
     pin_memory: bool = True
+    numa: bool = True
+    """Keep the host's thread and memory on the device's NUMA node, where it is known."""
     nvme_path: str | None = None
     buffer_count: PositiveInt = 4
     fast_init: bool = False

@@ -200,11 +200,26 @@ class HostTier(FlatTier):
     """Master weights and state in host memory, updated in one background thread.
 
     ``step`` returns at once; parameters are published run by run, in ascending order.
+
+    Args:
+        geometry: the flat space.
+        stepper: owns master weights and state.
+        mover: brings gradients and parameters.
+        initializer: what the thread does first, such as binding itself to a NUMA node.
     """
 
-    def __init__(self, geometry: Geometry, stepper: Stepper, mover: Mover) -> None:
+    def __init__(
+        self,
+        geometry: Geometry,
+        stepper: Stepper,
+        mover: Mover,
+        *,
+        initializer: Callable[[], None] | None = None,
+    ) -> None:
         super().__init__(geometry, stepper, mover)
-        self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="zero-offload")
+        self._worker = ThreadPoolExecutor(
+            max_workers=1, thread_name_prefix="zero-offload", initializer=initializer
+        )
 
     def _launch(self, job: Callable[[], None]) -> None:
         try:

@@ -17,6 +17,7 @@ from torch import Tensor, optim
 
 from zero_offload.geometry import Geometry, plan_runs
 from zero_offload.grads import GradLedger
+from zero_offload.numa import num_usable_threads
 from zero_offload.protocols import AdamKernel
 from zero_offload.stepper import Chunk, Stepper, check_num_steps
 
@@ -136,6 +137,7 @@ class KernelStepper(Stepper):
                 adamw_mode=hyper.is_decoupled,
                 bias_correction=hyper.is_bias_corrected,
                 grad_scale=-grad_scale if hyper.is_maximized else grad_scale,
+                num_threads=num_usable_threads(),  # of those that this thread is bound to
                 out=None if rounded is None else rounded[a - run.start : b - run.start],
             )
 

@@ -27,6 +27,7 @@ from torch import Tensor
 
 from zero_offload.geometry import Geometry
 from zero_offload.local_parts import common_device, lay_out
+from zero_offload.numa import locate
 from zero_offload.protocols import AdamKernel
 from zero_offload.settings import check_ratio
 from zero_offload.stepper import MASTER
@@ -54,6 +55,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         params: parameters or groups of them, as for any torch optimizer; dense, on one device.
         ratio: share of this process's elements on the host, 0 to 1.
         pin_memory: page-lock transfer buffers when the parameters are on an accelerator.
+        numa: keep the host's thread and memory on the device's NUMA node, see `zero_offload.numa`.
         adam_kernel: a host kernel for Adam and AdamW: an object with ``adam_step``, the name of an
             installed one, ``"auto"`` for one if installed, or None for torch's own update.
         **optimizer_kwargs: passed on to ``optimizer_class``.
@@ -75,6 +77,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         *,
         ratio: float = 1.0,
         pin_memory: bool = True,
+        numa: bool = True,
         adam_kernel: AdamKernel | str | None = None,
         **optimizer_kwargs: Any,
     ) -> None:
@@ -91,6 +94,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             Geometry(numel, pieces, shards, len(self.param_groups)),
             ratio=share,
             pin_memory=pin_memory,
+            placement=locate(device) if numa else None,
             device=device,
             optimizer_class=self._update.torch_class,
             groups=self._tier_groups(),

@@ -13,7 +13,7 @@ from typing import Any
 __all__ = ["OffloadSettings", "check_ratio"]
 
 _BLOCK = "offload_optimizer"
-_SERVED = frozenset({"device", "ratio", "pin_memory"})
+_SERVED = frozenset({"device", "ratio", "pin_memory", "numa"})
 _WITHOUT_EFFECT = frozenset(
     {"nvme_path", "buffer_count", "pipeline", "pipeline_read", "pipeline_write", "fast_init"}
 )
@@ -36,10 +36,12 @@ class OffloadSettings:
     Attributes:
         ratio: share of the elements, from the first on, that the host updates.
         pin_memory: page-lock the host's transfer buffers.
+        numa: keep the host's thread and memory on the device's NUMA node.
     """
 
     ratio: float = 1.0
     pin_memory: bool = True
+    numa: bool = True
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> OffloadSettings:
@@ -58,10 +60,18 @@ class OffloadSettings:
         for key in sorted(set(block) - _SERVED - _WITHOUT_EFFECT):
             if block[key]:
                 raise ValueError(f"{_BLOCK}.{key} = {block[key]!r} is not served by zero-offload")
-        pin_memory = block.get("pin_memory", True)
-        if not isinstance(pin_memory, bool):
-            raise ValueError(f"{_BLOCK}.pin_memory must be true or false, got {pin_memory!r}")
-        return cls(check_ratio(block.get("ratio", 1.0), f"{_BLOCK}.ratio"), pin_memory)
+        return cls(
+            ratio=check_ratio(block.get("ratio", 1.0), f"{_BLOCK}.ratio"),
+            pin_memory=_boolean(block, "pin_memory"),
+            numa=_boolean(block, "numa"),
+        )
+
+
+def _boolean(block: Mapping[str, Any], key: str) -> bool:
+    value = block.get(key, True)
+    if not isinstance(value, bool):
+        raise ValueError(f"{_BLOCK}.{key} must be true or false, got {value!r}")
+    return value
 
 
 def _check_device(device: Any) -> None:

@@ -108,6 +108,11 @@ class Stepper(ABC):
     def buffer(self, name: str, *, create: bool) -> Tensor | None:
         """The flat buffer of a known state; None when nothing was stored and not ``create``."""
 
+    def buffers(self) -> list[Tensor]:
+        """All flat buffers of its own that there are so far."""
+        states = [self.buffer(name, create=False) for name in self.state_dtypes()]
+        return [stored for stored in (self._master, *states) if stored is not None]
+
     @abstractmethod
     def read_scalars(self, piece: int) -> dict[str, float]:
         """``num_steps`` and the optimizer's own scalars of one piece."""

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from zero_offload import numa
 from zero_offload.elementwise import check_elementwise
 from zero_offload.flat_tier import DeviceTier, HostTier
 from zero_offload.geometry import Geometry, freeze_groups
@@ -61,6 +62,7 @@ def create_tier(
         Geometry(numel, pieces, params, len(groups)),
         ratio=settings.ratio,
         pin_memory=settings.pin_memory,
+        placement=numa.locate(device) if settings.numa else None,
         device=device,
         optimizer_class=optimizer_class,
         groups=groups,
@@ -74,13 +76,17 @@ def make_twin(
     *,
     ratio: float,
     pin_memory: bool,
+    placement: numa.Placement | None,
     device: torch.device,
     optimizer_class: type[torch.optim.Optimizer],
     groups: Sequence[Mapping[str, Any]],
     adam_kernel: AdamKernel | None,
     device_tier: DeviceTierFactory,
 ) -> TwinTier:
-    """The two halves of a flat space, cut at element ``round(ratio * numel)``."""
+    """The two halves of a flat space, cut at element ``round(ratio * numel)``.
+
+    The host's thread and memory are bound as ``placement`` says; None leaves them alone.
+    """
     check_elementwise(optimizer_class)
     if adam_kernel is not None:
         check_kernel_class(optimizer_class)
@@ -91,7 +97,7 @@ def make_twin(
     if cut or not geometry.numel:
         part, local = geometry.part(0, cut, len(groups))
         stepper = _make_stepper(part, optimizer_class, frozen, adam_kernel, is_in_place=False)
-        host = HostTier(part, stepper, HostMover(part, device, pin_memory=pin_memory)), local
+        host = _make_host_tier(part, stepper, device, placement, pin_memory=pin_memory), local
     if cut < geometry.numel:
         part, local = geometry.part(cut, geometry.numel, len(groups))
         if device.type == "cpu":
@@ -108,6 +114,22 @@ def make_twin(
             )
             rest = made, local
     return TwinTier(geometry, cut, host, rest)
+
+
+def _make_host_tier(
+    geometry: Geometry,
+    stepper: Stepper,
+    device: torch.device,
+    placement: numa.Placement | None,
+    *,
+    pin_memory: bool,
+) -> HostTier:
+    if placement is None:
+        return HostTier(geometry, stepper, HostMover(geometry, device, pin_memory=pin_memory))
+    numa.move(stepper.buffers(), placement)
+    with numa.preferring(placement):
+        mover = HostMover(geometry, device, pin_memory=pin_memory)
+    return HostTier(geometry, stepper, mover, initializer=numa.worker_initializer(placement))
 
 
 def make_device_tier(
