@@ -223,7 +223,7 @@ def _reason_not_to_bind(
         return "the machine has one NUMA node" if nodes else "the system tells of no NUMA nodes"
     if device.type == "cpu":
         return "the CPU computes as well: what is bound is the process, from outside"
-    if node not in nodes:
+    if node is None or node not in nodes:
         return f"the node of {device} is not known ({source})"
     if allowed != frozenset().union(*nodes.values()):
         return "this process was bound to some of the machine's CPUs from outside"
