@@ -17,6 +17,7 @@ import torch._dynamo
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import Tensor, nn, optim
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
@@ -56,13 +57,13 @@ def make_model(dtype: torch.dtype = torch.float32) -> nn.Sequential:
     return nn.Sequential(*layers).to(dtype)
 
 
-def shard(model: nn.Sequential, *, is_mixed: bool = False) -> nn.Sequential:
+def shard(
+    model: nn.Sequential, *, is_mixed: bool = False, mesh: DeviceMesh | None = None
+) -> nn.Sequential:
     """FSDP2, a unit per layer with weights; ``is_mixed``: computed in bf16."""
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16) if is_mixed else None
-    further: dict[str, Any] = {} if policy is None else {"mp_policy": policy}
-    for layer in (model[0], model[3], model[4]):
-        fully_shard(layer, **further)
-    fully_shard(model, **further)
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16 if is_mixed else None)
+    for module in (model[0], model[3], model[4], model):
+        fully_shard(module, mesh=mesh, mp_policy=policy)
     return model
 
 
