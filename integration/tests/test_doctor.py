@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
+import sys
 from pathlib import Path
 
 import pytest
+import torch
 from conftest import run_program
 
 from zero_engine import doctor
 from zero_engine.machine import available_cores, cache_bytes, memory_limit_bytes
+from zero_offload import numa
+from zero_offload.numa import Placement
 
 
 def by_name() -> dict[str, doctor.Finding]:
@@ -45,6 +49,49 @@ def test_package_that_does_not_import_is_reported(monkeypatch: pytest.MonkeyPatc
     finding = by_name()["cpu-adam"]
     assert finding.state == "missing"
     assert "ModuleNotFoundError" in finding.value
+
+
+def test_numa_nodes_and_what_is_bound_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    nodes = {0: frozenset({0, 1, 2, 8}), 1: frozenset({4})}
+    found = Placement("cuda:0", 0, "sysfs", nodes[0], "")
+    monkeypatch.setattr(numa, "node_cpus", lambda: nodes)
+    monkeypatch.setattr(numa, "open_libnuma", lambda: None)
+    monkeypatch.setattr(numa, "locate", lambda device: found)
+    told = by_name()
+    assert told["NUMA nodes"].value == "0: CPUs 0-2,8; 1: CPUs 4"
+    assert told["NUMA of cuda:0"].value == "node 0; the host's update is bound to CPUs 0-2,8"
+    assert (told["libnuma"].state, "CAP_SYS_NICE" in told["libnuma"].advice) == ("note", True)
+
+
+def test_why_nothing_is_bound_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = Placement("cpu", None, "sysfs", frozenset(), "the machine has one NUMA node")
+    monkeypatch.setattr(numa, "locate", lambda device: found)
+    value = "unknown node; nothing is bound: the machine has one NUMA node"
+    assert by_name()["NUMA of cpu"].value == value
+
+
+def test_numa_is_unknown_without_zero_offload(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "zero_offload.numa", None)
+    finding = by_name()["NUMA nodes"]
+    assert (finding.state, finding.advice) == ("missing", "pip install zero-offload")
+
+
+@pytest.mark.parametrize(
+    ("has_gpu", "limit", "words"),
+    [
+        (False, 2**23, ["0.00781 GiB", "for a GPU only"]),
+        (True, 2**23, ["0.00781 GiB", "CUDA pins by itself"]),
+        (True, None, ["unlimited"]),
+    ],
+)
+def test_locked_memory_says_what_it_means_for_pin_memory(
+    monkeypatch: pytest.MonkeyPatch, has_gpu: bool, limit: int | None, words: list[str]
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
+    monkeypatch.setattr(doctor, "locked_memory_limit_bytes", lambda: limit)
+    finding = by_name()["lockable memory"]
+    assert all(word in finding.value for word in words)
+    assert (finding.state == "note") == (has_gpu and limit is not None)
 
 
 def test_json_and_table_show_the_same_names() -> None:

@@ -6,7 +6,7 @@ import importlib
 import importlib.metadata
 import platform
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
@@ -152,12 +152,61 @@ def _machine() -> Iterator[Finding]:
     yield Finding("machine", "cores", str(available_cores()))
     memory = memory_limit_bytes()
     yield Finding("machine", "memory", "unknown" if memory is None else f"{memory / GIB:.1f} GiB")
-    locked = locked_memory_limit_bytes()
-    if locked is None or not torch.cuda.is_available():
-        shown = "unlimited" if locked is None else f"{locked / GIB:.3g} GiB"
-        yield Finding("machine", "lockable memory", shown)
-    else:
-        # CUDA pins by itself; the limit counts for mlock, which NCCL over InfiniBand uses.
-        advice = "ulimit -l unlimited, for NCCL over InfiniBand"
-        yield Finding("machine", "lockable memory", f"{locked / GIB:.3g} GiB", "note", advice)
+    yield _lockable()
+    yield from _numa()
     yield Finding("machine", "executable", sys.executable)
+
+
+def _lockable() -> Finding:
+    """``ulimit -l``, and what it means for ``offload_optimizer.pin_memory``."""
+    limit = locked_memory_limit_bytes()
+    shown = "unlimited" if limit is None else f"{limit / GIB:.3g} GiB"
+    if not torch.cuda.is_available():
+        return Finding("machine", "lockable memory", f"{shown}; pin_memory pins for a GPU only")
+    if limit is None:
+        return Finding("machine", "lockable memory", shown)
+    # CUDA pins by itself; the limit counts for mlock, which NCCL over InfiniBand uses.
+    advice = "ulimit -l unlimited, for NCCL over InfiniBand"
+    value = f"{shown}; pin_memory is not limited by it: CUDA pins by itself"
+    return Finding("machine", "lockable memory", value, "note", advice)
+
+
+def _numa() -> Iterator[Finding]:
+    """NUMA nodes, the devices' nodes, and what ``offload_optimizer.numa`` binds there."""
+    try:
+        numa: Any = importlib.import_module("zero_offload.numa")
+    except Exception as error:  # told above: the package is missing or broken
+        value = f"unknown ({type(error).__name__})"
+        yield Finding("machine", "NUMA nodes", value, "missing", "pip install zero-offload")
+        return
+    nodes = numa.node_cpus()
+    told = [f"{node}: CPUs {_ranges(cpus)}" for node, cpus in nodes.items()]
+    yield Finding("machine", "NUMA nodes", "; ".join(told) or "the system tells of none")
+    if len(nodes) > 1 and numa.open_libnuma() is None:
+        value = "none: host memory is placed by first touch alone"
+        advice = "install libnuma (libnuma1, numactl-libs); a container needs CAP_SYS_NICE"
+        yield Finding("machine", "libnuma", value, "note", advice)
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    for device in [torch.device("cuda", i) for i in range(count)] or [torch.device("cpu")]:
+        yield _placement(numa.locate(device))
+
+
+def _placement(placement: Any) -> Finding:
+    """Where one device is, and what the offloading thread would be bound to."""
+    name = f"NUMA of {placement.device}"
+    node = "unknown node" if placement.node is None else f"node {placement.node}"
+    if placement.cpus:
+        cpus = _ranges(placement.cpus)
+        return Finding("machine", name, f"{node}; the host's update is bound to CPUs {cpus}")
+    return Finding("machine", name, f"{node}; nothing is bound: {placement.reason}")
+
+
+def _ranges(cpus: Iterable[int]) -> str:
+    """CPU numbers as the kernel writes them: ``0-3,8``."""
+    ends: list[list[int]] = []
+    for cpu in sorted(cpus):
+        if ends and ends[-1][1] == cpu - 1:
+            ends[-1][1] = cpu
+        else:
+            ends.append([cpu, cpu])
+    return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in ends) or "none"

@@ -52,7 +52,7 @@ def memory_limit_bytes(root: Path = CGROUP) -> int | None:
 
 
 def locked_memory_limit_bytes() -> int | None:
-    """Bytes that may be page-locked (``ulimit -l``), which pinned host buffers count against.
+    """Bytes that may be page-locked by ``mlock`` (``ulimit -l``); CUDA's pinning is not counted.
 
     None means that there is no limit.
     """

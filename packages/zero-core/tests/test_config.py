@@ -95,6 +95,7 @@ def test_a_file_that_is_not_there_or_not_json_is_refused(tmp_path):
             "zero_optimization.offload_optimizer.ratio",
         ),
         ({"zero_optimization": {"offload_optimizer": {"device": "nvme"}}}, "NVMe"),
+        ({"zero_optimization": {"offload_optimizer": {"numa": "yes"}}}, "offload_optimizer.numa"),
         ({"zero_optimization": {"offload_optimizer": {"ratio": 0.5}}}, "needs device 'cpu'"),
         ({"zero_optimization": {"offload_param": {"device": "cpu"}}}, "not served"),
         ({"zero_optimization": {"stage": 2, "zero_quantized_weights": True}}, "needs stage 3"),
@@ -155,6 +156,7 @@ def test_the_resolved_configuration_spells_out_every_default_and_loads_again():
     text = config.model_dump_json()
     dumped = json.loads(text)
     assert dumped["zero_optimization"]["offload_optimizer"]["ratio"] == 1.0
+    assert dumped["zero_optimization"]["offload_optimizer"]["numa"] is True
     assert Config.model_validate_json(text) == config
 
 

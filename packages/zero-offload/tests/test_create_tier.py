@@ -29,18 +29,21 @@ def test_deepspeeds_block_is_read() -> None:
         device="cpu",
         ratio=0.4,
         pin_memory=False,
+        numa=False,
         nvme_path=None,
         buffer_count=4,
         pipeline_read=False,
         pipeline_write=False,
         fast_init=False,
     )
-    assert settings == OffloadSettings(ratio=0.4, pin_memory=False)
+    assert settings == OffloadSettings(ratio=0.4, pin_memory=False, numa=False)
 
 
 @pytest.mark.parametrize("config", [{}, {"offload_optimizer": None}])
 def test_a_missing_block_means_the_defaults(config: dict[str, Any]) -> None:
-    assert OffloadSettings.from_config(config) == OffloadSettings(ratio=1.0, pin_memory=True)
+    assert OffloadSettings.from_config(config) == OffloadSettings(
+        ratio=1.0, pin_memory=True, numa=True
+    )
     assert _block(device="none") == OffloadSettings()
 
 
@@ -57,6 +60,8 @@ def test_a_missing_block_means_the_defaults(config: dict[str, Any]) -> None:
         ({"pin_memory": 1}, r"offload_optimizer\.pin_memory"),
         ({"state_dtype": "int4"}, r"offload_optimizer\.state_dtype"),
         ({"state_dtype": "int8"}, r"offload_optimizer\.state_dtype.*not SGD"),
+        ({"numa": "yes"}, r"offload_optimizer\.numa"),
+        ({"state_dtype": "int8"}, r"offload_optimizer\.state_dtype"),
     ],
 )
 def test_settings_that_are_not_served_are_refused_by_name(keys: dict[str, Any], match: str) -> None:

@@ -221,10 +221,48 @@ def test_loaded_weights_are_taken_with_sync_from_params() -> None:
     optimizer = OffloadedOptimizer(optim.SGD, model.parameters(), lr=0.0)
     with torch.no_grad():
         for p in model.parameters():
-            p.fill_(0.5)
+            p.data.fill_(0.5)  # which nobody can notice
     optimizer.sync_from_params()
     _loop(model, optimizer, range(1))
     assert torch.equal(_weights(model), torch.full_like(_weights(model), 0.5))
+
+
+@pytest.mark.parametrize("ratio", RATIOS)
+def test_weights_that_others_write_are_followed(ratio: float) -> None:
+    """As a clamp after each step: torch's optimizers update what is there."""
+
+    def train(model: nn.Module, optimizer: optim.Optimizer) -> Tensor:
+        for step in range(4):
+            _loop(model, optimizer, range(step, step + 1))
+            with torch.no_grad():
+                for p in model.parameters():
+                    p.clamp_(-0.1, 0.1)
+        return _weights(model)
+
+    plain, ours = _model(), _model()
+    expected = train(plain, optim.AdamW(_groups(plain), lr=1e-2))
+    optimizer = OffloadedOptimizer(optim.AdamW, _groups(ours), lr=1e-2, ratio=ratio)
+    assert torch.equal(train(ours, optimizer), expected)
+    with torch.no_grad():
+        ours.get_parameter("0.weight").fill_(0.25)
+    assert (optimizer.state_dict()["state"][0]["master_weight"] == 0.25).all()
+
+
+@pytest.mark.parametrize("ratio", RATIOS)
+def test_masters_keep_their_bits_where_weights_are_written_as_they_were(ratio: float) -> None:
+    model = _model(torch.bfloat16)
+    optimizer = OffloadedOptimizer(optim.AdamW, model.parameters(), lr=1e-5, ratio=ratio)
+    _loop(model, optimizer)
+    before = optimizer.state_dict()["state"]
+    with torch.no_grad():
+        model.load_state_dict({k: v.clone() for k, v in model.state_dict().items()})
+        model.get_parameter("0.weight")[0, 0] = 0.5
+    after = optimizer.state_dict()["state"]
+    changed = before[0]["master_weight"].clone()
+    changed[0, 0] = 0.5
+    assert torch.equal(after[0]["master_weight"], changed)
+    for i in range(1, len(before)):
+        assert torch.equal(after[i]["master_weight"], before[i]["master_weight"])
 
 
 def test_counters_are_on_the_tier() -> None:

@@ -112,6 +112,8 @@ class OffloadOptimizerConfig(_Block):
     """Update a unit as soon as its gradient is complete; None: if nothing can call a step off."""
     state_dtype: Literal["float32", "bfloat16", "int8"] = "float32"
     """What the host keeps Adam's moments in. Not in DeepSpeed's configuration."""
+    numa: bool = True
+    """Keep the host's thread and memory on the device's NUMA node, where it is known."""
     nvme_path: str | None = None
     buffer_count: PositiveInt = 4
     fast_init: bool = False

@@ -3,10 +3,11 @@
 `OffloadedOptimizer` works by itself; `create_tier` is what an engine asks for.
 """
 
+from zero_offload import numa
 from zero_offload.elementwise import ELEMENTWISE
 from zero_offload.optimizer import OffloadedOptimizer
 from zero_offload.progress import OffloadError
 from zero_offload.tier import create_tier
 
-__all__ = ["ELEMENTWISE", "OffloadError", "OffloadedOptimizer", "create_tier"]
+__all__ = ["ELEMENTWISE", "OffloadError", "OffloadedOptimizer", "create_tier", "numa"]
 __version__ = "0.1.0"

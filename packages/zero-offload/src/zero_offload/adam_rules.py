@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, optim
 
 from zero_offload import codes
+from zero_offload.numa import num_usable_threads
 from zero_offload.protocols import AdamKernel, Bf16AdamKernel, EightBitAdamKernel
 from zero_offload.update_rule import MASTER, PARAM, REMAINDER, Rule, Stored, setting
 
@@ -37,6 +38,7 @@ class _AdamHyper:
     eps: float
     weight_decay: float
     adamw_mode: bool
+    bias_correction: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +49,11 @@ class _Settings:
     sign: float
 
     def keywords(self, grad_scale: float) -> dict[str, Any]:
-        return {**asdict(self.hyper), "grad_scale": self.sign * grad_scale}
+        return {
+            **asdict(self.hyper),
+            "grad_scale": self.sign * grad_scale,
+            "num_threads": num_usable_threads(),
+        }
 
 
 class AdamRule(Rule):
@@ -86,6 +92,7 @@ class AdamRule(Rule):
             eps=setting(group, "eps"),
             weight_decay=setting(group, "weight_decay"),
             adamw_mode=bool(group.get("decoupled_weight_decay", self._is_decoupled)),
+            bias_correction=bool(group.get("bias_correction", True)),
         )
         return _Settings(hyper, -1.0 if group.get("maximize", False) else 1.0)
 

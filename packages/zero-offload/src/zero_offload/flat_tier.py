@@ -239,11 +239,26 @@ class HostTier(FlatTier):
 
     ``step`` returns at once, and may be called again before the last one is done: steps queue up.
     Each publishes its parameters run by run, in ascending order.
+
+    Args:
+        geometry: the flat space.
+        stepper: owns master weights and state.
+        mover: brings gradients and parameters.
+        initializer: what the thread does first, such as binding itself to a NUMA node.
     """
 
-    def __init__(self, geometry: Geometry, stepper: Stepper, mover: Mover) -> None:
+    def __init__(
+        self,
+        geometry: Geometry,
+        stepper: Stepper,
+        mover: Mover,
+        *,
+        initializer: Callable[[], None] | None = None,
+    ) -> None:
         super().__init__(geometry, stepper, mover)
-        self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="zero-offload")
+        self._worker = ThreadPoolExecutor(
+            max_workers=1, thread_name_prefix="zero-offload", initializer=initializer
+        )
 
     def _launch(self, job: Callable[[], None]) -> None:
         try:

@@ -8,6 +8,8 @@ budget for all of a tier's buffers, and what exceeds it, or cannot be locked, is
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor
@@ -24,17 +26,25 @@ class HostMemory:
     Args:
         should_pin: page-lock them; of no use where the compute device is the CPU.
         limit_bytes: most bytes to lock; None for no limit.
+        place: a context in which memory is made where it belongs, such as a NUMA node.
 
     Attributes:
         pinned_bytes: locked so far.
         pageable_bytes: not locked.
     """
 
-    def __init__(self, *, should_pin: bool, limit_bytes: int | None = None) -> None:
+    def __init__(
+        self,
+        *,
+        should_pin: bool,
+        limit_bytes: int | None = None,
+        place: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> None:
         self.pinned_bytes = 0
         self.pageable_bytes = 0
         self._should_pin = should_pin
         self._limit_bytes = limit_bytes
+        self._place = place
         self._has_warned = False
 
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
@@ -45,12 +55,13 @@ class HostMemory:
         nbytes = numel * dtype.itemsize
         if self._should_pin and self._fits(nbytes):
             try:
-                pinned = torch.empty(numel, dtype=dtype, device="cpu", pin_memory=True)
+                with self._place():
+                    pinned = torch.empty(numel, dtype=dtype, device="cpu", pin_memory=True)
             except RuntimeError as error:
                 self._should_pin = False  # it would fail again
                 self._warn(
-                    f"could not pin {nbytes} bytes of host memory ({error}): raise the "
-                    f"locked-memory limit or set pin_memory to false"
+                    f"could not pin {nbytes} bytes of host memory ({error}): the machine, or its "
+                    f"container, has no more to lock; set pin_memory_bytes or pin_memory"
                 )
             else:
                 self.pinned_bytes += nbytes

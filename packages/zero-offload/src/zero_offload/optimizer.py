@@ -1,24 +1,39 @@
 """`OffloadedOptimizer`: an elementwise torch optimizer with part of its state on the host.
 
-For any torch loop on one device, without an engine. The parameters, in the order of their groups,
-form one flat space without padding; a `TwinTier` over it does the work.
+For any torch loop, without an engine: on one device, under DDP, under FSDP2. The parameters, in the
+order of their groups, form one flat space, of DTensors the local parts; a `TwinTier` over it does
+the work.
+
+[Note: the state dictionary]
+State lives in the tier alone. ``optimizer.state`` has, for each parameter that was updated, the
+names of its state and None for each: what only asks whether there is state, and which, as
+``torch.distributed.checkpoint`` does, gets its answer, and nothing is kept twice.
+
+[Note: changed parameters]
+Others write into parameters too: ``load_state_dict``, DDP's first broadcast, a clamp after each
+step. torch's optimizers update whatever is there; here the master weights have to follow. A write
+moves the version counter that autograd keeps of a tensor. Where it moved, elements that are not
+their master's rounded value become the new master weight, and the others keep all their bits.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, overload
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from zero_offload.geometry import Geometry
-from zero_offload.kernels import resolve_kernel
+from zero_offload.local_parts import common_device, lay_out
+from zero_offload.numa import locate
 from zero_offload.protocols import AdamKernel
 from zero_offload.settings import check_limit, check_ratio, check_state_dtype
 from zero_offload.stepper import MASTER
 from zero_offload.tier import make_device_tier, make_twin
 from zero_offload.twin import TwinTier
+from zero_offload.updates import Update
 
 __all__ = ["OffloadedOptimizer"]
 
@@ -30,12 +45,15 @@ class OffloadedOptimizer(torch.optim.Optimizer):
     state live on the host for the first ``round(ratio * numel)`` elements, in the order of the
     groups, and on the parameters' device for the rest. Host and device update at the same time
     (ZeRO-Offload, arXiv 2101.06840; Twin-Flow, DeepSpeed ZeRO-Offload++). ``step`` returns with all
-    parameters in place. ``param_groups`` are the real ones: schedulers work as ever.
+    parameters in place. ``param_groups`` are the real ones: schedulers work as ever. Under FSDP2
+    each rank updates the local part of its DTensors, and ``state_dict`` gives DTensors in the same
+    placements. ``GradScaler`` leaves unscaling, and skipping after an overflow, to this class.
 
     Args:
-        optimizer_class: an elementwise torch optimizer, see `zero_offload.ELEMENTWISE`.
+        optimizer_class: an elementwise torch optimizer, see `zero_offload.ELEMENTWISE`; or an Adam
+            kernel's own class, as ``cpu_adam.CPUAdam``, whose kernel is then used.
         params: parameters or groups of them, as for any torch optimizer; dense, on one device.
-        ratio: share of the elements on the host, 0 to 1.
+        ratio: share of this process's elements on the host, 0 to 1.
         pin_memory: page-lock transfer buffers when the parameters are on an accelerator.
         pin_memory_bytes: most bytes to lock; None for no limit. The rest is pageable.
         adam_kernel: a host kernel for Adam, AdamW and, where it has the functions, Adagrad, SGD and
@@ -44,6 +62,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         state_dtype: what the host keeps Adam's moments in: ``"float32"``, ``"bfloat16"`` or
             ``"int8"``; the last two need an ``adam_kernel`` and, for bf16 parameters, keep the
             master weight as the parameter and an int16 remainder.
+        numa: keep the host's thread and memory on the device's NUMA node, see `zero_offload.numa`.
         **optimizer_kwargs: passed on to ``optimizer_class``.
 
     Attributes:
@@ -53,6 +72,9 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         ValueError: an optimizer, a parameter or a setting that cannot be served.
     """
 
+    # Read by torch.amp.GradScaler: it sets `grad_scale` and `found_inf` before it calls `step`.
+    _step_supports_amp_scaling = True
+
     def __init__(
         self,
         optimizer_class: type[torch.optim.Optimizer],
@@ -61,30 +83,37 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         ratio: float = 1.0,
         pin_memory: bool = True,
         pin_memory_bytes: int | None = None,
+        numa: bool = True,
         adam_kernel: AdamKernel | str | None = None,
         state_dtype: str = "float32",
         **optimizer_kwargs: Any,
     ) -> None:
         share = check_ratio(ratio)
-        kernel = resolve_kernel(adam_kernel, optimizer_class)
-        super().__init__(params, _defaults(optimizer_class, optimizer_kwargs))
-        self._members, pieces = _lay_out(self.param_groups)
-        self._starts = [start for start, _, _ in pieces]
+        self._update = Update.of(optimizer_class, optimizer_kwargs, adam_kernel)
+        super().__init__(params, dict(self._update.defaults))
+        self._parts, pieces = lay_out(self.param_groups)
         numel = pieces[-1][1] if pieces else 0
-        shards = [(start, _flat(p)) for start, p in zip(self._starts, self._members, strict=True)]
-        self._homes = [p.data_ptr() for p in self._members]
+        shards = [(part.start, part.shard) for part in self._parts]
+        self._update.check_dtypes([shard.dtype for _, shard in shards])
+        device = common_device(self._parts)
+        self._is_host_alone = device.type == "cpu" or share == 1.0
         self.tier: TwinTier = make_twin(
             Geometry(numel, pieces, shards, len(self.param_groups)),
             ratio=share,
             pin_memory=pin_memory,
             pin_memory_bytes=check_limit(pin_memory_bytes),
-            device=_common_device(self._members),
-            optimizer_class=optimizer_class,
-            groups=self.param_groups,
-            adam_kernel=kernel,
+            placement=locate(device) if numa else None,
+            device=device,
+            optimizer_class=self._update.torch_class,
+            groups=self._tier_groups(),
+            adam_kernel=self._update.kernel,
             device_tier=make_device_tier,
             state_dtype=check_state_dtype(state_dtype),
         )
+        self._note_versions()
+
+    def _tier_groups(self) -> Sequence[Mapping[str, Any]]:
+        return self._update.groups(self.param_groups, is_host_alone=self._is_host_alone)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Only for the constructor: the flat space is laid out once."""
@@ -104,6 +133,9 @@ class OffloadedOptimizer(torch.optim.Optimizer):
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
         """Update every parameter that has a gradient; all new values are in place on return.
 
+        With ``grad_scale`` and ``found_inf`` set on this object, as ``torch.amp.GradScaler`` does,
+        gradients are divided by the one, and nothing is updated if the other is not zero.
+
         Raises:
             RuntimeError: a parameter's memory was replaced since construction.
         """
@@ -111,53 +143,87 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        active = []
-        for i, param in enumerate(self._members):
-            if param.grad is not None:
-                self._check_home(i)
-                self.tier.offer_grad(self._starts[i], _flat_like(param.grad, param))
-                active.append(i)
-        self.tier.step(self.param_groups, active, grad_scale=1.0)
+        found_inf = getattr(self, "found_inf", None)
+        if found_inf is not None and float(found_inf) != 0.0:
+            return loss
+        self._follow_params()
+        active = self._offer_grads()
+        scale = getattr(self, "grad_scale", None)
+        grad_scale = 1.0 if scale is None else 1.0 / float(scale)
+        self.tier.step(self._tier_groups(), active, grad_scale=grad_scale)
         self.tier.wait_params(0, self.tier.geometry.numel)
+        self._note_state(active)
+        self._note_versions()
         return loss
 
-    def _check_home(self, index: int) -> None:
-        if self._members[index].data_ptr() != self._homes[index]:
-            raise RuntimeError(
-                f"parameter {index} of shape {tuple(self._members[index].shape)} lies in other "
-                f"memory than at construction; move or cast a model before its optimizer is made"
-            )
+    def _offer_grads(self) -> list[int]:
+        active = []
+        for i, part in enumerate(self._parts):
+            if part.param.grad is not None:
+                part.check_home(i)
+                self.tier.offer_grad(part.start, part.flatten(part.param.grad))
+                active.append(i)
+        return active
+
+    def _note_versions(self) -> None:
+        self._versions = [part.version() for part in self._parts]
+
+    @torch.no_grad()
+    def _follow_params(self) -> None:
+        """Take over what others wrote into the parameters; see [Note: changed parameters]."""
+        for part, version in zip(self._parts, self._versions, strict=True):
+            if part.version() != version:
+                values = part.shard.to("cpu", copy=True)
+                master = self.tier.read_state(MASTER, part.start, part.stop)
+                is_same = master.to(values.dtype) == values
+                merged = torch.where(is_same, master, values.to(master.dtype))
+                self.tier.write_state(MASTER, part.start, merged)
+        self._note_versions()
+
+    def _note_state(self, indices: Iterable[int]) -> None:
+        """See [Note: the state dictionary]."""
+        for i in indices:
+            if not self.state.get(self._parts[i].param):
+                names = (*self.tier.state_names(), *self.tier.read_scalars(i))
+                self.state[self._parts[i].param] = dict.fromkeys(names)
 
     @torch.no_grad()
     def sync_from_params(self) -> None:
-        """Take the parameters' current values as master weights, after they were loaded or set."""
-        for i in range(len(self._members)):
+        """Take the parameters' current values as master weights, after they were set past autograd.
+
+        Needed after writes through ``param.data`` alone; others are noticed.
+        """
+        for i in range(len(self._parts)):
             self._take_param(i)
+        self._note_versions()
 
     def _take_param(self, index: int) -> None:
-        self._check_home(index)
-        values = _flat(self._members[index]).clone()
-        self.tier.write_state(MASTER, self._starts[index], values)
+        part = self._parts[index]
+        part.check_home(index)
+        self.tier.write_state(MASTER, part.start, part.shard.clone())
 
     def state_dict(self) -> dict[str, Any]:
         """As torch's: ``state`` holds for each parameter its fp32 ``master_weight``, its moments
         in the parameter's shape, on the CPU, and its scalars with ``num_steps``.
 
-        It does not depend on the ratio.
+        A DTensor's are DTensors in its placements, with CPU memory for their local parts. What is
+        there does not depend on the ratio.
         """
-        self.state.update({p: self._entry(i) for i, p in enumerate(self._members)})
+        self._follow_params()
+        noted = self.state
+        entries = {part.param: self._entry(i) for i, part in enumerate(self._parts)}
+        self.state = defaultdict(dict, entries)
         try:
             return super().state_dict()
         finally:
-            self.state.clear()  # the tier is the only home of the state
+            self.state = noted  # the tier is the only home of the state
 
     def _entry(self, index: int) -> dict[str, Any]:
         scalars = self.tier.read_scalars(index)
         names = self.tier.state_names() if scalars["num_steps"] else [MASTER]
-        param, start = self._members[index], self._starts[index]
+        part = self._parts[index]
         entry: dict[str, Any] = {
-            name: _shaped_like(self.tier.read_state(name, start, start + param.numel()), param)
-            for name in names
+            name: part.shape(self.tier.read_state(name, part.start, part.stop)) for name in names
         }
         return {**entry, **scalars}
 
@@ -175,11 +241,14 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         saved = [key for group in state_dict["param_groups"] for key in group["params"]]
         live = [p for group in self.param_groups for p in group["params"]]
         keys = dict(zip(live, saved, strict=True))
-        for i, param in enumerate(self._members):
-            self._load_entry(i, state_dict["state"].get(keys[param], {}))
+        for i, part in enumerate(self._parts):
+            if self._load_entry(i, state_dict["state"].get(keys[part.param], {})):
+                self._note_state([i])
+        self._note_versions()
 
-    def _load_entry(self, index: int, entry: Mapping[str, Any]) -> None:
-        start, param = self._starts[index], self._members[index]
+    def _load_entry(self, index: int, entry: Mapping[str, Any]) -> bool:
+        """Whether the entry was of a parameter that has been updated."""
+        part = self._parts[index]
         found = {k: v for k, v in entry.items() if v is not None}
         names = [name for name in self.tier.state_names() if name in found]
         scalars = {k: _number(k, v) for k, v in found.items() if k not in names}
@@ -190,71 +259,12 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         self.tier.write_scalars(index, scalars)
         for name in names:
             if name == MASTER or scalars["num_steps"]:
-                self.tier.write_state(name, start, _flat_like(found[name], param))
+                self.tier.write_state(name, part.start, part.flatten(found[name]))
+        return bool(scalars["num_steps"])
 
     def __getstate__(self) -> dict[str, Any]:
         """Refuse copies: the state is not in this object alone."""
         raise TypeError("an OffloadedOptimizer is not copied or pickled; use its state_dict")
-
-
-def _defaults(
-    optimizer_class: type[torch.optim.Optimizer], settings: Mapping[str, Any]
-) -> dict[str, Any]:
-    """Every setting, defaults filled in and values checked by the optimizer's constructor."""
-    probe = optimizer_class([nn.Parameter(torch.zeros(1, device="cpu"))], **settings)
-    return dict(probe.defaults)
-
-
-def _lay_out(
-    groups: list[dict[str, Any]],
-) -> tuple[list[Tensor], list[tuple[int, int, int]]]:
-    """Parameters with elements, one after another, and their pieces."""
-    members: list[Tensor] = []
-    pieces: list[tuple[int, int, int]] = []
-    for g, group in enumerate(groups):
-        for param in group["params"]:
-            if param.numel():
-                start = pieces[-1][1] if pieces else 0
-                members.append(param)
-                pieces.append((start, start + param.numel(), g))
-    return members, pieces
-
-
-def _common_device(members: list[Tensor]) -> torch.device:
-    devices = sorted({str(p.device) for p in members})
-    if len(devices) > 1:
-        raise ValueError(f"the parameters must be on one device, they are on {devices}")
-    return members[0].device if members else torch.device("cpu")
-
-
-def _flat(tensor: Tensor) -> Tensor:
-    """The tensor's elements in memory order, 1-D, sharing its memory."""
-    dense = 1
-    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-        if size > 1 and stride != dense:
-            raise ValueError(
-                f"a parameter must fill its memory without gaps; one of shape "
-                f"{tuple(tensor.shape)} has strides {tensor.stride()}"
-            )
-        dense *= size
-    return tensor.detach().as_strided((tensor.numel(),), (1,))
-
-
-def _flat_like(values: Tensor, param: Tensor) -> Tensor:
-    """``values``, shaped as the parameter, as 1-D elements in the parameter's memory order."""
-    if values.is_sparse:
-        raise ValueError("sparse gradients cannot be offloaded")
-    if values.shape == param.shape and values.stride() == param.stride():
-        return _flat(values)
-    ordered = torch.empty_strided(
-        param.size(), param.stride(), dtype=values.dtype, device=values.device
-    )
-    return _flat(ordered.copy_(values))
-
-
-def _shaped_like(values: Tensor, param: Tensor) -> Tensor:
-    """The inverse of `_flat_like`."""
-    return values.as_strided(param.size(), param.stride())
 
 
 def _number(name: str, value: Any) -> float:

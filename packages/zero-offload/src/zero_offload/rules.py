@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, optim
 
 from zero_offload.adam_rules import AdamRule, Bf16AdamRule, EightBitAdamRule
+from zero_offload.numa import num_usable_threads
 from zero_offload.protocols import (
     AdagradKernel,
     AdamKernel,
@@ -81,7 +82,7 @@ class AdagradRule(Rule):
         """See `Rule.update`."""
         numbers, sign = hyper
         self._kernel.adagrad_step(
-            master, grad, stored["sum"], out=out, grad_scale=sign * grad_scale, **asdict(numbers)
+            master, grad, stored["sum"], out=out, **_call(sign * grad_scale), **asdict(numbers)
         )
 
 
@@ -138,7 +139,7 @@ class SgdRule(Rule):
         numbers, sign = hyper
         buffer = stored["momentum_buffer"] if numbers.momentum else None
         self._kernel.sgd_step(
-            master, grad, buffer, out=out, grad_scale=sign * grad_scale, **asdict(numbers)
+            master, grad, buffer, out=out, **_call(sign * grad_scale), **asdict(numbers)
         )
 
 
@@ -185,9 +186,14 @@ class LionRule(Rule):
             grad,
             stored["exp_avg"],
             out=out,
-            grad_scale=sign * grad_scale,
+            **_call(sign * grad_scale),
             **asdict(numbers),
         )
+
+
+def _call(grad_scale: float) -> dict[str, Any]:
+    """What differs from call to call: the threads are those that this one is bound to."""
+    return {"grad_scale": grad_scale, "num_threads": num_usable_threads()}
 
 
 def _sign(group: Mapping[str, Any]) -> float:

@@ -17,7 +17,15 @@ __all__ = ["OffloadSettings", "check_limit", "check_ratio", "check_state_dtype"]
 
 _BLOCK = "offload_optimizer"
 _SERVED = frozenset(
-    {"device", "ratio", "pin_memory", "pin_memory_bytes", "state_dtype", "update_in_backward"}
+    {
+        "device",
+        "numa",
+        "pin_memory",
+        "pin_memory_bytes",
+        "ratio",
+        "state_dtype",
+        "update_in_backward",
+    }
 )
 _WITHOUT_EFFECT = frozenset(
     {"nvme_path", "buffer_count", "pipeline", "pipeline_read", "pipeline_write", "fast_init"}
@@ -59,12 +67,14 @@ class OffloadSettings:
         pin_memory: page-lock the host's transfer buffers.
         pin_memory_bytes: most bytes to lock on this rank; None for no limit.
         state_dtype: what the host keeps Adam's moments in: one of `STATE_DTYPES`.
+        numa: keep the host's thread and memory on the device's NUMA node.
     """
 
     ratio: float = 1.0
     pin_memory: bool = True
     pin_memory_bytes: int | None = None
     state_dtype: str = "float32"
+    numa: bool = True
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> OffloadSettings:
@@ -83,12 +93,10 @@ class OffloadSettings:
         for key in sorted(set(block) - _SERVED - _WITHOUT_EFFECT):
             if block[key]:
                 raise ValueError(f"{_BLOCK}.{key} = {block[key]!r} is not served by zero-offload")
-        pin_memory = block.get("pin_memory", True)
-        if not isinstance(pin_memory, bool):
-            raise ValueError(f"{_BLOCK}.pin_memory must be true or false, got {pin_memory!r}")
         return cls(
             ratio=check_ratio(block.get("ratio", 1.0), f"{_BLOCK}.ratio"),
-            pin_memory=pin_memory,
+            pin_memory=_boolean(block, "pin_memory"),
+            numa=_boolean(block, "numa"),
             pin_memory_bytes=check_limit(
                 block.get("pin_memory_bytes"), f"{_BLOCK}.pin_memory_bytes"
             ),
@@ -96,6 +104,13 @@ class OffloadSettings:
                 block.get("state_dtype", "float32"), f"{_BLOCK}.state_dtype"
             ),
         )
+
+
+def _boolean(block: Mapping[str, Any], key: str) -> bool:
+    value = block.get(key, True)
+    if not isinstance(value, bool):
+        raise ValueError(f"{_BLOCK}.{key} must be true or false, got {value!r}")
+    return value
 
 
 def _check_device(device: Any) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from zero_offload import numa
 from zero_offload.elementwise import check_elementwise
 from zero_offload.flat_tier import DeviceTier, HostTier
 from zero_offload.geometry import Geometry, freeze_groups
@@ -67,6 +68,7 @@ def create_tier(
         ratio=settings.ratio,
         pin_memory=settings.pin_memory,
         pin_memory_bytes=settings.pin_memory_bytes,
+        placement=numa.locate(device) if settings.numa else None,
         device=device,
         optimizer_class=optimizer_class,
         groups=groups,
@@ -81,15 +83,19 @@ def make_twin(
     *,
     ratio: float,
     pin_memory: bool,
-    pin_memory_bytes: int | None,
+    placement: numa.Placement | None,
     device: torch.device,
     optimizer_class: type[torch.optim.Optimizer],
     groups: Sequence[Mapping[str, Any]],
     adam_kernel: AdamKernel | None,
     device_tier: DeviceTierFactory,
+    pin_memory_bytes: int | None = None,
     state_dtype: str = "float32",
 ) -> TwinTier:
-    """The two halves of a flat space, cut at element ``round(ratio * numel)``."""
+    """The two halves of a flat space, cut at element ``round(ratio * numel)``.
+
+    The host's thread and memory are bound as ``placement`` says; None leaves them alone.
+    """
     check_elementwise(optimizer_class)
     if adam_kernel is not None:
         check_kernel_class(optimizer_class)
@@ -104,11 +110,17 @@ def make_twin(
     if cut or not geometry.numel:
         part, local = geometry.part(0, cut, len(groups))
         is_in_place = device.type == "cpu"
-        memory = HostMemory(should_pin=pin_memory and not is_in_place, limit_bytes=pin_memory_bytes)
+        memory = HostMemory(
+            should_pin=pin_memory and not is_in_place,
+            limit_bytes=pin_memory_bytes,
+            place=partial(numa.preferring, placement),
+        )
         mover = HostMover(part, device, memory)
-        # What rounded values go through to the device is, with a split master, its upper half.
-        stepper = make_stepper(part, is_in_place=is_in_place, upper=mover.hold)
-        host = HostTier(part, stepper, mover), local
+        with numa.preferring(placement):
+            # What goes up to the device is, with a split master, its upper half.
+            stepper = make_stepper(part, is_in_place=is_in_place, upper=mover.hold)
+        initializer = numa.worker_initializer(placement)
+        host = HostTier(part, stepper, mover, initializer=initializer), local
     if cut < geometry.numel:
         part, local = geometry.part(cut, geometry.numel, len(groups))
         if device.type == "cpu":

@@ -1,0 +1,171 @@
+"""What one process holds of a parameter: all of it, or the local part of a DTensor.
+
+[Note: DTensors]
+Under FSDP2's ``fully_shard`` a parameter is a DTensor. Its local part is plain memory that stays
+where it is: what FSDP2 frees and gathers again are the unsharded parameters, beside it. So the
+update works on the local part, gradients and loaded state are taken in the parameter's placements,
+and state that is given out is a DTensor in the same ones, which is what
+``torch.distributed.checkpoint`` reshards.
+
+[Note: empty parts]
+A small parameter leaves some ranks without an element, and still counts its steps there: a
+checkpoint wants the same names and numbers from every rank. Such a part has one element of its own
+in the flat space, always zero, that is in no parameter and in no state_dict.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["LocalPart", "common_device", "lay_out"]
+
+
+class LocalPart:
+    """The local part of one parameter and its place ``[start, stop)`` in the flat space.
+
+    Args:
+        param: a parameter with elements on at least one rank.
+        start: offset in the flat space, in elements.
+
+    Attributes:
+        shard: the part's own memory, 1-D: where new values go.
+
+    Raises:
+        ValueError: the part does not fill its memory without gaps.
+    """
+
+    def __init__(self, param: Tensor, start: int) -> None:
+        local = _local_of(param)
+        self.param = param
+        self.start = start
+        self._is_empty = local.numel() == 0  # see [Note: empty parts]
+        self._home = local.data_ptr()
+        self.shard = local.new_zeros(1) if self._is_empty else _flat(local)
+        self.stop = start + self.shard.numel()
+
+    def check_home(self, index: int) -> None:
+        """RuntimeError if the part lies in other memory than at construction."""
+        if not self._is_empty and _local_of(self.param).data_ptr() != self._home:
+            raise RuntimeError(
+                f"parameter {index} of shape {tuple(self.param.shape)} lies in other memory than "
+                f"at construction; move, cast or shard a model before its optimizer is made"
+            )
+
+    def version(self) -> tuple[int, int]:
+        """Changes with every write, other than through ``data``.
+
+        A write to a DTensor moves its own counter, not that of its local part.
+        """
+        return self.param._version, self.shard._version
+
+    def flatten(self, values: Tensor) -> Tensor:
+        """``values``, shaped and placed as the parameter, as the part's 1-D elements in order.
+
+        It is the memory of ``values`` itself where nothing has to be rearranged. Values in other
+        placements are redistributed, which is a collective.
+
+        Raises:
+            ValueError: sparse values, or values of another shape.
+        """
+        if values.is_sparse:
+            raise ValueError("sparse gradients cannot be offloaded")
+        local, found = _local_of(self.param), self._localize(values)
+        if self._is_empty:
+            return found.new_zeros(1)
+        if found.shape == local.shape and found.stride() == local.stride():
+            return _flat(found)
+        ordered = torch.empty_strided(
+            local.size(), local.stride(), dtype=found.dtype, device=found.device
+        )
+        return _flat(ordered.copy_(found))
+
+    def _localize(self, values: Tensor) -> Tensor:
+        param: Any = self.param
+        if _is_dtensor(values) and _is_dtensor(param):
+            placed: Any = values
+            if placed.placements != param.placements:
+                placed = placed.redistribute(placements=param.placements)
+            found = _local_of(placed)
+        else:
+            found = values.detach()
+        local_shape = tuple(_local_of(param).shape)
+        if found.shape != local_shape or _is_dtensor(found):
+            raise ValueError(
+                f"a parameter of shape {tuple(param.shape)}, of which {local_shape} is on this "
+                f"rank, cannot take a {type(values).__name__} of shape {tuple(values.shape)}; "
+                f"torch.distributed.checkpoint.state_dict.set_optimizer_state_dict brings state "
+                f"into the right placements"
+            )
+        return found
+
+    def shape(self, values: Tensor) -> Tensor:
+        """The inverse of `flatten` for 1-D CPU ``values``: shaped and placed as the parameter."""
+        local = _local_of(self.param)
+        kept = values[: local.numel()].as_strided(local.size(), local.stride())
+        if not _is_dtensor(self.param):
+            return kept
+        # DTensor.from_local would move the values to the mesh's device.
+        placed: Any = torch.empty_like(self.param.detach(), dtype=values.dtype, device="cpu")
+        _local_of(placed).copy_(kept)
+        return placed  # type: ignore[no-any-return]
+
+
+def lay_out(
+    groups: Sequence[dict[str, Any]],
+) -> tuple[list[LocalPart], list[tuple[int, int, int]]]:
+    """The parts of all parameters with elements, one after another, and their pieces."""
+    parts: list[LocalPart] = []
+    pieces: list[tuple[int, int, int]] = []
+    for g, group in enumerate(groups):
+        for param in group["params"]:
+            if param.numel():
+                part = LocalPart(param, parts[-1].stop if parts else 0)
+                parts.append(part)
+                pieces.append((part.start, part.stop, g))
+    return parts, pieces
+
+
+def common_device(parts: Sequence[LocalPart]) -> torch.device:
+    """The one device that all parts are on; the CPU without parts.
+
+    Raises:
+        ValueError: they are on several.
+    """
+    devices = sorted({str(part.shard.device) for part in parts})
+    if len(devices) > 1:
+        raise ValueError(f"the parameters must be on one device, they are on {devices}")
+    return parts[0].shard.device if parts else torch.device("cpu")
+
+
+def _is_dtensor(tensor: Tensor) -> bool:
+    # Whoever has a DTensor has loaded its module; nobody else needs to.
+    dtensor: Any = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", ())
+    return isinstance(tensor, dtensor)
+
+
+def _local_of(tensor: Tensor) -> Tensor:
+    """The tensor whose memory this process holds."""
+    if not _is_dtensor(tensor):
+        return tensor.detach()
+    with torch.no_grad():
+        placed: Any = tensor
+        local: Tensor = placed.to_local()
+    return local.detach()
+
+
+def _flat(tensor: Tensor) -> Tensor:
+    """The tensor's elements in memory order, 1-D, sharing its memory."""
+    dense = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1 and stride != dense:
+            raise ValueError(
+                f"a parameter must fill its memory without gaps; one of shape "
+                f"{tuple(tensor.shape)} has strides {tensor.stride()}"
+            )
+        dense *= size
+    return tensor.detach().as_strided((tensor.numel(),), (1,))

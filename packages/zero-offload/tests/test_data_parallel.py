@@ -1,0 +1,300 @@
+"""`OffloadedOptimizer` on DDP and FSDP2 models: the same bits as torch's optimizer on them."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from ranks import (
+    RATIOS,
+    WORLD_SIZES,
+    groups_of,
+    loop,
+    make_model,
+    shard,
+    spawn,
+    weights,
+    whole,
+)
+from torch import nn, optim
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from zero_offload import OffloadedOptimizer
+
+CLASSES: list[tuple[Any, dict[str, Any]]] = [
+    (optim.AdamW, {"lr": 1e-2, "foreach": False}),
+    (optim.Adam, {"lr": 1e-2, "foreach": True}),
+    (optim.SGD, {"lr": 0.1, "momentum": 0.9}),
+    (optim.NAdam, {"lr": 1e-2}),
+]
+
+
+def _assert_equals_torch(rank: int, make: Any, max_norm: float) -> None:
+    for cls, settings in CLASSES[:3]:
+        plain = make()
+        expected = loop(plain, cls(groups_of(plain), **settings), rank, max_norm=max_norm)
+        assert len(set(expected)) > 3, "a loop in which nothing happens shows nothing"
+        for ratio in RATIOS:
+            ours = make()
+            optimizer = OffloadedOptimizer(cls, groups_of(ours), ratio=ratio, **settings)
+            assert loop(ours, optimizer, rank, max_norm=max_norm) == expected
+            assert torch.equal(weights(ours), weights(plain))
+
+
+def _ddp(rank: int, world_size: int) -> None:
+    for is_view in (False, True):
+        _assert_equals_torch(
+            rank,
+            lambda is_view=is_view: DistributedDataParallel(
+                make_model(), gradient_as_bucket_view=is_view
+            ),
+            max_norm=0.0,
+        )
+
+
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+def test_ddp_with_and_without_bucket_views_equals_torch_bit_for_bit(world_size: int) -> None:
+    spawn(_ddp, world_size)
+
+
+def _late_ddp(rank: int, world_size: int) -> None:
+    """DDP's first broadcast reaches the masters of an optimizer that was made before."""
+
+    def train(make: Any) -> torch.Tensor:
+        model = make_model()
+        with torch.no_grad():
+            for p in model.parameters():
+                p.add_(rank)
+        optimizer = make(model)
+        loop(DistributedDataParallel(model), optimizer, rank)
+        return weights(model)
+
+    expected = train(lambda model: optim.AdamW(groups_of(model), lr=1e-2))
+    for ratio in RATIOS:
+        found = train(
+            lambda model, ratio=ratio: OffloadedOptimizer(
+                optim.AdamW, groups_of(model), lr=1e-2, ratio=ratio
+            )
+        )
+        assert torch.equal(found, expected)
+
+
+def test_an_optimizer_made_before_ddp_trains_on_rank_0s_weights() -> None:
+    spawn(_late_ddp, 2)
+
+
+def _fsdp2(rank: int, world_size: int) -> None:
+    local = shard(make_model())[4].weight.to_local()
+    assert (local.numel() == 0) == (rank > 0), "the model must leave ranks without an element"
+    for is_mixed, max_norm in ((False, 0.0), (False, 0.05), (True, 0.05)):
+        _assert_equals_torch(
+            rank,
+            lambda is_mixed=is_mixed: shard(make_model(), is_mixed=is_mixed),
+            max_norm=max_norm,
+        )
+
+
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+def test_fsdp2_with_uneven_and_empty_shards_equals_torch_bit_for_bit(world_size: int) -> None:
+    spawn(_fsdp2, world_size)
+
+
+def _replicated(rank: int, world_size: int) -> None:
+    """HSDP: sharded over one dimension of the mesh, replicated over the other."""
+    mesh = init_device_mesh("cpu", (2, world_size // 2), mesh_dim_names=("replicate", "shard"))
+    _assert_equals_torch(rank, lambda: shard(make_model(), mesh=mesh), max_norm=0.05)
+
+
+def test_hsdp_equals_torch_bit_for_bit() -> None:
+    spawn(_replicated, 4)
+
+
+def _kernels_class(rank: int, world_size: int) -> None:
+    cls = importlib.import_module("cpu_adam").CPUAdam
+    for dtype in (torch.float32, torch.bfloat16):
+        plain = shard(make_model(dtype))
+        expected = loop(plain, cls(groups_of(plain), lr=1e-2), rank, max_norm=0.05)
+        for ratio in RATIOS:
+            ours = shard(make_model(dtype))
+            optimizer = OffloadedOptimizer(cls, groups_of(ours), lr=1e-2, ratio=ratio)
+            assert loop(ours, optimizer, rank, max_norm=0.05) == expected
+            assert torch.equal(weights(ours), weights(plain))
+
+
+def test_cpu_adam_class_offloaded_equals_itself_on_fsdp2() -> None:
+    if importlib.util.find_spec("cpu_adam") is None:
+        pytest.skip("the optional cpu-adam is not installed")
+    spawn(_kernels_class, 3)
+
+
+def _states(rank: int, world_size: int) -> None:
+    """What is given out is what torch's optimizer has, by name, placement and value."""
+    plain, ours = shard(make_model()), shard(make_model())
+    expected = optim.AdamW(groups_of(plain), lr=1e-2)
+    optimizer = OffloadedOptimizer(optim.AdamW, groups_of(ours), lr=1e-2, ratio=0.3)
+    loop(plain, expected, rank)
+    loop(ours, optimizer, rank)
+    optimizer.zero_grad()  # without gradients, an optimizer without state would be stepped
+    for _ in range(2):  # to be asked changes nothing
+        theirs = get_optimizer_state_dict(plain, expected)["state"]
+        found = get_optimizer_state_dict(ours, optimizer)["state"]
+        assert found.keys() == theirs.keys()
+        for name, entry in found.items():
+            assert set(entry) == {*theirs[name], "master_weight", "num_steps"}
+            assert (entry["num_steps"], entry["step"]) == (5, theirs[name]["step"].item())
+            for moment in ("exp_avg", "exp_avg_sq"):
+                assert isinstance(entry[moment], DTensor)
+                assert entry[moment].placements == theirs[name][moment].placements
+                assert entry[moment].shape == theirs[name][moment].shape
+                assert torch.equal(entry[moment].to_local(), theirs[name][moment].to_local())
+            assert torch.equal(whole(entry["master_weight"]), whole(ours.get_parameter(name)))
+
+
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+def test_states_are_dtensors_in_the_parameters_placements(world_size: int) -> None:
+    spawn(_states, world_size)
+
+
+def _resume(rank: int, world_size: int, folder: str) -> None:
+    """Checkpoints of every kind go on as the run that wrote them, at another ratio."""
+    for cls, settings in CLASSES[::3]:
+        first = shard(make_model(torch.bfloat16))
+        source = OffloadedOptimizer(cls, groups_of(first), ratio=0.6, **settings)
+        loop(first, source, rank, range(3))
+        source.zero_grad()
+        path = Path(folder) / f"{cls.__name__}-{world_size}"
+        dcp.save({"optim": get_optimizer_state_dict(first, source)}, checkpoint_id=path)
+        kinds = [StateDictOptions(flatten_optimizer_state_dict=True)]
+        kinds += [StateDictOptions(full_state_dict=True)]
+        saved = [(o, get_optimizer_state_dict(first, source, options=o)) for o in kinds]
+        resumed = []
+        for options, values in [(StateDictOptions(), None), *saved]:
+            # Other weights: the masters of the checkpoint bring the right ones.
+            model = shard(nn.Sequential(*make_model(torch.bfloat16)))
+            with torch.no_grad():
+                for p in model.parameters():
+                    p.zero_()
+            target = OffloadedOptimizer(cls, groups_of(model), ratio=0.2, **settings)
+            optim.lr_scheduler.StepLR(target, step_size=2)  # torch wants the same keys in groups
+            if values is None:
+                values = get_optimizer_state_dict(model, target)
+                dcp.load({"optim": values}, checkpoint_id=path)
+            set_optimizer_state_dict(model, target, values, options=options)
+            resumed.append((model, target))
+        expected = loop(first, source, rank, range(3, 6))
+        for model, target in resumed:
+            assert loop(model, target, rank, range(3, 6)) == expected
+            assert torch.equal(weights(model), weights(first))
+
+
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+def test_checkpoints_resume_bit_identically_at_another_ratio(
+    world_size: int, tmp_path: Path
+) -> None:
+    spawn(_resume, world_size, str(tmp_path))
+
+
+def _save(rank: int, world_size: int, folder: str) -> None:
+    model = shard(make_model())
+    optimizer = OffloadedOptimizer(optim.NAdam, groups_of(model), ratio=0.6, lr=1e-2)
+    loop(model, optimizer, rank, range(3))
+    state = get_optimizer_state_dict(model, optimizer)
+    dcp.save({"optim": state}, checkpoint_id=Path(folder) / "dcp")
+    entries = {name: _plain(entry) for name, entry in state["state"].items()}
+    if rank == 0:
+        torch.save(entries, Path(folder) / "expected.pt")
+
+
+def _load(rank: int, world_size: int, folder: str) -> None:
+    model = shard(make_model())
+    optimizer = OffloadedOptimizer(optim.NAdam, groups_of(model), ratio=0.1, lr=1e-2)
+    state = get_optimizer_state_dict(model, optimizer)
+    dcp.load({"optim": state}, checkpoint_id=Path(folder) / "dcp")
+    set_optimizer_state_dict(model, optimizer, state)
+    expected = torch.load(Path(folder) / "expected.pt")
+    for name, entry in get_optimizer_state_dict(model, optimizer)["state"].items():
+        found = _plain(entry)
+        assert found.keys() == expected[name].keys()
+        for key, value in found.items():
+            assert torch.equal(torch.as_tensor(value), torch.as_tensor(expected[name][key])), key
+
+
+def _plain(entry: dict[str, Any]) -> dict[str, Any]:
+    return {k: whole(v) if isinstance(v, torch.Tensor) else v for k, v in entry.items()}
+
+
+def test_a_checkpoint_loads_on_another_number_of_ranks(tmp_path: Path) -> None:
+    spawn(_save, 2, str(tmp_path))
+    spawn(_load, 3, str(tmp_path))
+
+
+def _plain_state(rank: int, world_size: int) -> None:
+    """What torch's optimizer saved is taken over, with the weights as masters."""
+    plain, ours = shard(make_model()), shard(make_model())
+    source = optim.AdamW(groups_of(plain), lr=1e-2)
+    loop(plain, source, rank, range(3))
+    target = OffloadedOptimizer(optim.AdamW, groups_of(ours), lr=1e-2, ratio=0.4)
+    ours.load_state_dict(plain.state_dict())
+    set_optimizer_state_dict(ours, target, get_optimizer_state_dict(plain, source))
+    assert loop(ours, target, rank, range(3, 6)) == loop(plain, source, rank, range(3, 6))
+    if world_size > 1:  # whole tensors must not be taken for a rank's part
+        with pytest.raises(ValueError, match="set_optimizer_state_dict"):
+            target.load_state_dict(_full(target.state_dict()))
+
+
+def _full(state_dict: dict[str, Any]) -> dict[str, Any]:
+    state = {key: _plain(entry) for key, entry in state_dict["state"].items()}
+    return {**state_dict, "state": state}
+
+
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+def test_a_plain_torch_state_is_taken_over_on_fsdp2(world_size: int) -> None:
+    spawn(_plain_state, world_size)
+
+
+def _overflow(rank: int, world_size: int) -> None:
+    """An element that overflows on one rank alone skips the step on all."""
+
+    def train(make: Any) -> tuple[Any, list[float]]:
+        model = shard(make_model())
+        optimizer = make(model)
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+        scales = []
+        for step in range(4):
+            data = torch.randn(6, 7, generator=torch.Generator().manual_seed(10 * step + rank))
+            optimizer.zero_grad()
+            scaler.scale(model(data).square().mean()).backward()
+            if step == 1 and rank == 0:
+                model[0].weight.grad.to_local()[0, 0] = torch.inf
+            scaler.step(optimizer)
+            scaler.update()
+            scales.append(scaler.get_scale())
+        return weights(model), scales
+
+    expected, scales = train(lambda model: optim.AdamW(groups_of(model), lr=1e-2))
+    assert scales == [1024.0, 512.0, 512.0, 512.0]
+    for ratio in RATIOS:
+        found, theirs = train(
+            lambda model, ratio=ratio: OffloadedOptimizer(
+                optim.AdamW, groups_of(model), lr=1e-2, ratio=ratio
+            )
+        )
+        assert theirs == scales
+        assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_an_overflow_on_one_rank_skips_the_step_on_all(world_size: int) -> None:
+    spawn(_overflow, world_size)
