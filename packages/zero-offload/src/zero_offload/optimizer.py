@@ -6,16 +6,18 @@ form one flat space without padding; a `TwinTier` over it does the work.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any, overload
+from collections.abc import Callable, Collection, Iterable, Mapping
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor, nn
 
 from zero_offload.geometry import Geometry
+from zero_offload.intervals import Intervals
 from zero_offload.kernels import resolve_kernel
 from zero_offload.protocols import AdamKernel
-from zero_offload.settings import check_ratio
+from zero_offload.settings import OffloadSettings
+from zero_offload.share import check_patterns, host_share
 from zero_offload.stepper import MASTER
 from zero_offload.tier import make_device_tier, make_twin
 from zero_offload.twin import TwinTier
@@ -24,18 +26,24 @@ __all__ = ["OffloadedOptimizer"]
 
 
 class OffloadedOptimizer(torch.optim.Optimizer):
-    """``optimizer_class`` with the state of the first ``ratio`` of elements in host memory.
+    """``optimizer_class`` with a share of its state in host memory: all of it, by default.
 
-    Parameters stay where they are, in any floating dtype. Their fp32 master weights and optimizer
-    state live on the host for the first ``round(ratio * numel)`` elements, in the order of the
-    groups, and on the parameters' device for the rest. Host and device update at the same time
-    (ZeRO-Offload, arXiv 2101.06840; Twin-Flow, DeepSpeed ZeRO-Offload++). ``step`` returns with all
-    parameters in place. ``param_groups`` are the real ones: schedulers work as ever.
+    Parameters stay where they are, in any floating dtype. The fp32 master weights and optimizer
+    state of some elements live on the host, those of the rest on the parameters' device. Host and
+    device update at the same time (ZeRO-Offload, arXiv 2101.06840; Twin-Flow, DeepSpeed
+    ZeRO-Offload++). ``step`` returns with all parameters in place. ``param_groups`` are the real
+    ones: schedulers work as ever. Which elements, one of three arguments says.
 
     Args:
         optimizer_class: an elementwise torch optimizer, see `zero_offload.ELEMENTWISE`.
-        params: parameters or groups of them, as for any torch optimizer; dense, on one device.
-        ratio: share of the elements on the host, 0 to 1.
+        params: parameters, named parameters or groups of them, as for any torch optimizer; dense,
+            on one device.
+        ratio: the host has the first ``round(ratio * numel)`` elements, in the order of the groups;
+            "auto" measures which ratio is the fastest that fits, see `zero_offload.auto_ratio`.
+        parameters: the host has these parameters: a collection of them, or of patterns of names
+            (`fnmatch`), for which ``params`` must be named.
+        device_budget: the host has what is left when master weights, states and landed gradients
+            of the last elements have taken so many bytes on the device.
         pin_memory: page-lock transfer buffers when the parameters are on an accelerator.
         adam_kernel: a host kernel for Adam and AdamW: an object with ``adam_step``, the name of an
             installed one, ``"auto"`` for one if installed, or None for torch's own update.
@@ -53,12 +61,13 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         optimizer_class: type[torch.optim.Optimizer],
         params: Iterable[Any],
         *,
-        ratio: float = 1.0,
+        ratio: float | Literal["auto"] | None = None,
+        parameters: Collection[str] | Collection[Tensor] | None = None,
+        device_budget: int | None = None,
         pin_memory: bool = True,
         adam_kernel: AdamKernel | str | None = None,
         **optimizer_kwargs: Any,
     ) -> None:
-        share = check_ratio(ratio)
         kernel = resolve_kernel(adam_kernel, optimizer_class)
         super().__init__(params, _defaults(optimizer_class, optimizer_kwargs))
         self._members, pieces = _lay_out(self.param_groups)
@@ -66,9 +75,11 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         numel = pieces[-1][1] if pieces else 0
         shards = [(start, _flat(p)) for start, p in zip(self._starts, self._members, strict=True)]
         self._homes = [p.data_ptr() for p in self._members]
+        geometry = Geometry(numel, pieces, shards, len(self.param_groups))
+        asked = {"ratio": ratio, "device_budget": device_budget, "pin_memory": pin_memory}
         self.tier: TwinTier = make_twin(
-            Geometry(numel, pieces, shards, len(self.param_groups)),
-            ratio=share,
+            geometry,
+            self._share(asked, parameters, geometry, optimizer_class),
             pin_memory=pin_memory,
             device=_common_device(self._members),
             optimizer_class=optimizer_class,
@@ -76,6 +87,29 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             adam_kernel=kernel,
             device_tier=make_device_tier,
         )
+
+    def _share(
+        self,
+        asked: Mapping[str, Any],
+        parameters: Collection[str] | Collection[Tensor] | None,
+        geometry: Geometry,
+        optimizer_class: type[torch.optim.Optimizer],
+    ) -> Intervals | None:
+        """What the host holds; None if measurements are to choose."""
+        chosen = {id(p) for p in parameters or () if isinstance(p, Tensor)}
+        if not chosen:
+            patterns = None if parameters is None else list(parameters)
+            settings = OffloadSettings.check({**asked, "parameters": patterns})
+            names = _names(self.param_groups)
+            if settings.parameters is not None and names:
+                check_patterns(settings.parameters, names)
+            return host_share(settings, geometry, names, optimizer_class, self.param_groups)
+        found = [i for i, p in enumerate(self._members) if id(p) in chosen]
+        OffloadSettings.check({**asked, "parameters": [str(i) for i in found] or None})
+        known = {id(p) for group in self.param_groups for p in group["params"]}
+        if parameters is None or not known.issuperset(map(id, parameters)):
+            raise ValueError("parameters holds what is not among the optimizer's parameters")
+        return geometry.padded_spans(found)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Only for the constructor: the flat space is laid out once."""
@@ -209,6 +243,16 @@ def _lay_out(
                 members.append(param)
                 pieces.append((start, start + param.numel(), g))
     return members, pieces
+
+
+def _names(groups: list[dict[str, Any]]) -> list[str]:
+    """The names of the parameters with elements, if they were given."""
+    return [
+        name
+        for group in groups
+        for name, param in zip(group.get("param_names", ()), group["params"], strict=False)
+        if param.numel()
+    ]
 
 
 def _common_device(members: list[Tensor]) -> torch.device:
