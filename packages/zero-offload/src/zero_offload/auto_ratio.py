@@ -204,7 +204,7 @@ class AutoRatio:
         self._on_settled(self.report)
 
     def _reason(self, ratio: float, least_ratio: float) -> str:
-        if ratio == least_ratio and self._in_time != ratio:
+        if 0.0 < ratio == least_ratio != self._in_time:
             return "device memory has no room for a smaller one"
         if ratio == 1.0:
             return "the host is in time with every element"

@@ -97,10 +97,13 @@ class AutoTier(TwinTier):
         self._stall_s = 0.0
 
     def _take_sample(self) -> Sample:
+        started = perf_counter()
+        host_s = self._host_seconds() - self._host_s  # a host that is not done yet is late, too
+        self._stall_s += perf_counter() - started
         sample = Sample(
             host_numel=self._num_updated[True],
             device_numel=self._num_updated[False],
-            host_s=self._host_seconds() - self._host_s,
+            host_s=host_s,
             device_s=self._clock.take(),
             stall_s=self._stall_s,
         )

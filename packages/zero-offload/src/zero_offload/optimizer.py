@@ -97,19 +97,19 @@ class OffloadedOptimizer(torch.optim.Optimizer):
     ) -> Intervals | None:
         """What the host holds; None if measurements are to choose."""
         chosen = {id(p) for p in parameters or () if isinstance(p, Tensor)}
-        if not chosen:
-            patterns = None if parameters is None else list(parameters)
-            settings = OffloadSettings.check({**asked, "parameters": patterns})
-            names = _names(self.param_groups)
-            if settings.parameters is not None and names:
-                check_patterns(settings.parameters, names)
-            return host_share(settings, geometry, names, optimizer_class, self.param_groups)
-        found = [i for i, p in enumerate(self._members) if id(p) in chosen]
-        OffloadSettings.check({**asked, "parameters": [str(i) for i in found] or None})
-        known = {id(p) for group in self.param_groups for p in group["params"]}
-        if parameters is None or not known.issuperset(map(id, parameters)):
-            raise ValueError("parameters holds what is not among the optimizer's parameters")
-        return geometry.padded_spans(found)
+        if chosen:
+            found = [i for i, p in enumerate(self._members) if id(p) in chosen]
+            OffloadSettings.check({**asked, "parameters": ["*"]})  # alone, and nothing beside it
+            _check_members(self.param_groups, chosen)
+            return geometry.padded_spans(found)
+        is_list = isinstance(parameters, Collection) and not isinstance(parameters, str)
+        patterns = list(parameters) if is_list and parameters is not None else parameters
+        settings = OffloadSettings.check({**asked, "parameters": patterns})
+        named = [pair for group in self.param_groups for pair in _named(group)]
+        if settings.parameters is not None and named:
+            check_patterns(settings.parameters, [name for name, _ in named])
+        names = [name for name, param in named if param.numel()]
+        return host_share(settings, geometry, names, optimizer_class, self.param_groups)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Only for the constructor: the flat space is laid out once."""
@@ -245,14 +245,16 @@ def _lay_out(
     return members, pieces
 
 
-def _names(groups: list[dict[str, Any]]) -> list[str]:
-    """The names of the parameters with elements, if they were given."""
-    return [
-        name
-        for group in groups
-        for name, param in zip(group.get("param_names", ()), group["params"], strict=False)
-        if param.numel()
-    ]
+def _named(group: Mapping[str, Any]) -> list[tuple[str, Tensor]]:
+    """A group's parameters with their names; none if they were given without."""
+    names = group.get("param_names")
+    return [] if names is None else list(zip(names, group["params"], strict=True))
+
+
+def _check_members(groups: list[dict[str, Any]], chosen: set[int]) -> None:
+    known = {id(p) for group in groups for p in group["params"]}
+    if not chosen <= known:
+        raise ValueError("parameters holds what is not among the optimizer's parameters")
 
 
 def _common_device(members: list[Tensor]) -> torch.device:

@@ -55,7 +55,7 @@ def named_elements(geometry: Geometry, names: Sequence[str], patterns: Sequence[
     """
     if len(names) != len(geometry.pieces):
         raise ValueError(
-            f"offload_optimizer.parameters needs the name of each of the {len(geometry.pieces)} "
+            f"parameters needs the name of each of the {len(geometry.pieces)} "
             f"pieces, got {len(names)}: pass names to the factory, or named parameters "
             f"(model.named_parameters()) to the optimizer"
         )
@@ -69,8 +69,7 @@ def check_patterns(patterns: Sequence[str], names: Sequence[str]) -> None:
         if not any(fnmatchcase(name, pattern) for name in names):
             near = difflib.get_close_matches(pattern, names, n=3, cutoff=0.4) or names[:3]
             raise ValueError(
-                f"offload_optimizer.parameters: {pattern!r} matches no parameter; near it are "
-                f"{list(near)}"
+                f"parameters: {pattern!r} matches no parameter; near it are {list(near)}"
             )
 
 
