@@ -18,8 +18,14 @@ from torch.optim.lr_scheduler import LambdaLR
 
 import zero_core
 from zero_core import ConfigError
+from zero_core.protocols import StateTier
 from zero_core.testing import Case, batch, make_model, spawn
+from zero_core.tier import DeviceTier
+from zero_offload import create_tier
 from zero_offload.auto_ratio import AutoRatio, Sample
+from zero_offload.geometry import Geometry
+from zero_offload.intervals import Intervals
+from zero_offload.twin import TwinTier
 
 STAGES = (1, 2, 3)
 SCRIPT = (0.5, 0.25, 0.999, 0.0, 1.0, 0.3)
@@ -198,6 +204,92 @@ def test_a_real_search_settles_and_reports(caplog: pytest.LogCaptureFixture) -> 
     assert tier.cut == round(tier._controller.ratio * tier.geometry.numel)
     assert any("settled on ratio" in record.message for record in caplog.records)
     engine.close()
+
+
+class _Space:
+    """Two shards, three parameters with padding after each; tiers over it by hand."""
+
+    numel = 96
+    pieces = ((0, 37, 0), (48, 60, 0), (64, 95, 0))
+
+    def __init__(self, optimizer_class: Any, dtype: torch.dtype) -> None:
+        generator = torch.Generator().manual_seed(3)
+        self.initial = torch.randn(self.numel, generator=generator)
+        self.shards = [self.initial[:48].to(dtype), self.initial[48:].to(dtype)]
+        self.groups = [dict(optimizer_class([nn.Parameter(torch.zeros(1))]).defaults)]
+        self._class = optimizer_class
+
+    @property
+    def geometry(self) -> Geometry:
+        return Geometry(self.numel, self.pieces, [(0, self.shards[0]), (48, self.shards[1])], 1)
+
+    def make(self, host: Intervals, engine_tier: bool) -> TwinTier:
+        make_device = self._make_engines if engine_tier else self._make_own
+        tier = TwinTier(
+            self.geometry,
+            self.groups,
+            host,
+            make_host=self._make_own,
+            make_device=make_device,
+        )
+        tier.write_state("master_weight", 0, self.initial)
+        return tier
+
+    def _make_own(self, part: Geometry, groups: Any) -> StateTier:
+        return create_tier(
+            **self._described(part, groups),
+            config={},
+            adam_kernel=None,
+            device_tier=DeviceTier,
+        )
+
+    def _make_engines(self, part: Geometry, groups: Any) -> StateTier:
+        return DeviceTier(**self._described(part, groups))
+
+    def _described(self, part: Geometry, groups: Any) -> dict[str, Any]:
+        return {
+            "numel": part.numel,
+            "pieces": [(p.start, p.stop, p.group) for p in part.pieces],
+            "params": part.shards,
+            "device": torch.device("cpu"),
+            "optimizer_class": self._class,
+            "groups": groups,
+        }
+
+    def step(self, tier: TwinTier, step: int) -> None:
+        generator = torch.Generator().manual_seed(100 + step)
+        grad = torch.randn(self.numel, generator=generator).to(self.shards[0].dtype)
+        tier.offer_grad(48, grad[48:].clone())
+        tier.offer_grad(0, grad[:48].clone())
+        active = [0, 2] if step < 2 else [0, 1, 2]
+        tier.step(self.groups, active, grad_scale=0.5)
+        tier.wait_params(0, self.numel)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("cls", [torch.optim.AdamW, torch.optim.NAdam, torch.optim.Adagrad])
+def test_the_engines_own_device_tier_is_cut_and_moved_as_well(cls: Any, dtype: torch.dtype) -> None:
+    """It is what an accelerator's part is made of."""
+    results = []
+    for host, cuts in (
+        (Intervals([(0, 96)]), ()),
+        (Intervals([(0, 20)]), (50, 96, 3, 0, 95)),
+        (Intervals([(5, 9), (20, 50), (58, 70), (90, 96)]), ()),
+    ):
+        space = _Space(cls, dtype)
+        tier = space.make(host, engine_tier=bool(host.complement(96)))
+        for step in range(7):
+            space.step(tier, step)
+            if step < len(cuts):
+                tier.recut(cuts[step])
+        found = {name: tier.read_state(name, 0, 96) for name in tier.state_names()}
+        found["params"] = torch.cat(space.shards)
+        for i in range(3):
+            scalars = tier.read_scalars(i)
+            found[f"scalars {i}"] = torch.tensor([scalars[k] for k in sorted(scalars)])
+        results.append(found)
+    for result in results[1:]:
+        _assert_same(result, results[0])
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [

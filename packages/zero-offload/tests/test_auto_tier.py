@@ -118,6 +118,25 @@ def test_a_skipped_step_is_not_measured_twice() -> None:
     assert len(script.samples) == 2
 
 
+def test_a_parameter_that_comes_first_and_had_no_gradient_before_is_not_lost() -> None:
+    """The step in which it comes is noticed after its gradient is in: nothing moves then."""
+    space, same = Space(), Space()
+    tier = make_auto(space, optim.AdamW, GROUPS, ReferenceAdam())
+    tier._controller = script = Scripted(RATIOS)
+    expected = make_tier(same, optim.AdamW, GROUPS, kernel=ReferenceAdam())
+    for step in range(6):
+        for each, its_space in ((tier, space), (expected, same)):
+            grad = its_space.grad(step)
+            active = [1, 2, 3, 4] if step % 3 == 0 else [0, 1, 2, 3, 4]
+            for i in active:
+                a, b, _ = its_space.pieces[i]
+                each.offer_grad(a, grad[a:b])
+            each.step(GROUPS, active, grad_scale=1.0)
+            each.wait_params(0, 360)
+    assert_same(snapshot(tier, space), snapshot(expected, same))
+    assert len(script.samples) == 3  # of 5: steps 1 and 4 began unnoticed
+
+
 def test_a_host_that_is_always_late_gives_all_to_the_device(
     caplog: pytest.LogCaptureFixture,
 ) -> None:

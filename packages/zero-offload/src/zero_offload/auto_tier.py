@@ -90,9 +90,10 @@ class AutoTier(TwinTier):
         """Look at the step that is over, and recut before the first gradient of the next is in."""
         super()._begin_round()
         sample = self._take_sample()
-        least_ratio = self._room.least_ratio(self.geometry.numel - self.cut)
-        ratio = self._controller.observe(sample, least_ratio)
-        self.recut(round(ratio * self.geometry.numel))
+        if not self._fresh:  # else a gradient is in already, of a parameter that had none before
+            least_ratio = self._room.least_ratio(self.geometry.numel - self.cut)
+            ratio = self._controller.observe(sample, least_ratio)
+            self.recut(round(ratio * self.geometry.numel))
         self._host_s = self._host_seconds()
         self._stall_s = 0.0
 

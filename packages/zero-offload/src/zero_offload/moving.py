@@ -16,6 +16,7 @@ from zero_offload.geometry import Geometry
 from zero_offload.intervals import Intervals
 from zero_offload.progress import OffloadError
 from zero_offload.protocols import StateTier
+from zero_offload.stepper import MASTER
 
 __all__ = ["HeldState", "Part", "StateSource", "lost_part", "move_state"]
 
@@ -52,6 +53,11 @@ class Part:
     share: Intervals
     local: Mapping[int, tuple[int, ...]]
     is_host: bool
+
+    def write_state(self, name: str, start: int, values: Tensor) -> None:
+        """As the tier's; padding by itself has no optimizer and no states but master weights."""
+        if self.local or name == MASTER:
+            self.tier.write_state(name, start, values)
 
 
 @dataclass(frozen=True, slots=True)

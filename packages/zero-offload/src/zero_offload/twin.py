@@ -56,8 +56,8 @@ class TwinTier:
         self._make_host = make_host
         self._make_device = make_device
         self._offered = Intervals()  # and not updated yet
-        self._has_new_offers = False  # since the last call of step
-        self._updated = Intervals()  # in this optimizer step, padding included
+        self._fresh = Intervals()  # offered since the last call of step
+        self._closed = Intervals()  # offered for this optimizer step before that call
         self._gone_bytes = (0, 0)  # of tiers that a recut replaced
         self._host = host
         self._parts: list[Part] = []
@@ -90,25 +90,24 @@ class TwinTier:
         """Take the gradient of ``[start, start + grad.numel())``; each part gets its share."""
         stop = start + grad.numel()
         self.geometry.check_range(start, stop)
-        if any(self._updated.overlaps(start, stop)):
+        if any(self._closed.overlaps(start, stop)):
+            self._closed, self._offered = Intervals(), self._fresh
             self._begin_round()
         for part in self._parts:
             for a, b in part.share.overlaps(start, stop):
                 part.tier.offer_grad(part.share.local(a), grad[a - start : b - start])
-        self._offered = self._offered.union(Intervals([(start, stop)]))
-        self._has_new_offers = True
+        offer = Intervals([(start, stop)])
+        self._offered, self._fresh = self._offered.union(offer), self._fresh.union(offer)
 
     def _begin_round(self) -> None:
-        """Gradients come again for what was updated: another optimizer step begins with them.
+        """What was offered before the last step is offered again: a new optimizer step begins.
 
         ``step`` may be called several times for one optimizer step, with other pieces each time.
         """
-        self._offered = self._updated = Intervals()
 
     def discard_grads(self) -> None:
         """Forget what was offered."""
-        self._offered = Intervals()
-        self._has_new_offers = False
+        self._offered = self._fresh = Intervals()
         for part in self._parts:
             part.tier.discard_grads()
 
@@ -124,8 +123,7 @@ class TwinTier:
         self._check_offered(indices)  # a part must not have moved on when another refuses
         updated = self.geometry.padded_spans(indices)
         self._offered = self._offered.difference(updated)
-        self._updated = self._updated.union(updated)
-        self._has_new_offers = False
+        self._closed, self._fresh = self._closed.union(self._fresh), Intervals()
         self._groups = groups
         for part in self._parts:
             local = [own for i in indices for own in part.local.get(i, ())]
@@ -191,7 +189,7 @@ class TwinTier:
         self.geometry.check_range(start, stop)
         for part in self._parts:
             for a, b in part.share.overlaps(start, stop):
-                part.tier.write_state(name, part.share.local(a), values[a - start : b - start])
+                part.write_state(name, part.share.local(a), values[a - start : b - start])
 
     def read_scalars(self, piece: int) -> Mapping[str, float]:
         """``num_steps`` and the optimizer's scalars; the parts of a cut piece agree."""
@@ -219,7 +217,7 @@ class TwinTier:
         self.geometry.check_range(0, cut)
         if self._host != Intervals([(0, self.cut)]):
             raise ValueError(f"the host's share is not [0, k) but chosen by name: {self._host}")
-        if self._has_new_offers:
+        if self._fresh:
             raise RuntimeError("a recut between offer_grad and step: step or discard first")
         if cut == self.cut:
             return
@@ -246,7 +244,7 @@ class TwinTier:
         """Fill a new host tier from all old ones, then let go of the host's."""
         new = self._make_part(share, is_host=True) if share else None
         if new is not None:
-            self._copy_out(new.tier.write_state, share)
+            self._copy_out(new.write_state, share)
         self._drop(is_host=True)
         if new is not None:
             self._parts.insert(0, new)
@@ -260,8 +258,8 @@ class TwinTier:
         if not share:
             return
         new = self._make_part(share, is_host=False)
-        move_state(held, kept, new.tier.write_state, share)
-        self._copy_out(new.tier.write_state, share)
+        move_state(held, kept, new.write_state, share)
+        self._copy_out(new.write_state, share)
         self._parts.append(new)
 
     def _copy_out(self, write_state: Callable[[str, int, Tensor], None], share: Intervals) -> None:
