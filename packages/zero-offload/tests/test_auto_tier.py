@@ -105,6 +105,23 @@ def test_a_stall_is_the_hosts_lateness_alone() -> None:
     assert script.samples[1].stall_s < 0.005
 
 
+def test_units_updated_one_by_one_are_one_step() -> None:
+    """Updates within backward: each unit is offered and stepped before the next one comes."""
+    space, same = Space(), Space()
+    tier = make_auto(space, optim.AdamW, GROUPS, ReferenceAdam())
+    tier._controller = script = Scripted((0.5, 0.2, 0.9))
+    expected = make_tier(same, optim.AdamW, GROUPS, kernel=ReferenceAdam())
+    train(expected, same, GROUPS, range(4))
+    for step in range(4):
+        grad = space.grad(step)
+        for start, stop, active in ((256, 360, [3, 4]), (0, 256, [0, 1, 2])):
+            tier.offer_grad(start, grad[start:stop])
+            tier.step(GROUPS, active, grad_scale=1.0)
+        tier.wait_params(0, space.numel)
+    assert_same(snapshot(tier, space), snapshot(expected, same))
+    assert [s.host_numel + s.device_numel for s in script.samples] == [253 + 65] * 3
+
+
 def test_a_skipped_step_is_not_measured_twice() -> None:
     space = Space()
     tier = make_auto(space, optim.AdamW, GROUPS, ReferenceAdam())

@@ -68,7 +68,8 @@ class RatioReport:
         ratio: share of the elements that the host updates from now on.
         host_s_per_element: seconds; None if the host had none when it was measured.
         device_s_per_element: seconds; None if the device never had any.
-        stall_s: seconds per step that callers waited for the host at the ratio probed last.
+        stall_s: seconds per step that callers waited for the host, at this ratio if it was probed
+            and at the last one otherwise; so are the host's seconds.
         least_ratio: the smallest ratio that fits in device memory; 0 where that sets no bound.
         num_probes: ratios measured in this search.
         reason: why this ratio.
@@ -119,7 +120,7 @@ class AutoRatio:
     def _restart(self) -> None:
         self._in_time: float | None = None  # the largest ratio without a stall that counts
         self._late: float | None = None  # the smallest one with it
-        self._num_probes = 0
+        self._probes: dict[float, Sample] = {}
         self._is_searching = True
         self._num_off = 0
 
@@ -161,7 +162,7 @@ class AutoRatio:
 
     def _judge(self, probe: Sample, least_ratio: float) -> None:
         """Halve the bracket: ``probe`` was taken at `ratio`."""
-        self._num_probes += 1
+        self._probes[self.ratio] = probe
         if probe.device_numel:
             self._device_s = probe.device_s / probe.device_numel
         if self._is_outweighing(probe):
@@ -187,8 +188,9 @@ class AutoRatio:
         num_late = min(probe.stall_s / (host_s + device_s), probe.host_numel)
         return probe.stall_s - num_late * device_s > NOISE * probe.host_s
 
-    def _settle(self, ratio: float, probe: Sample, least_ratio: float) -> None:
+    def _settle(self, ratio: float, last: Sample, least_ratio: float) -> None:
         self._move(ratio)
+        probe = self._probes.get(ratio, last)
         self._is_searching = False
         self._baseline_s = None
         self._num_off = 0
@@ -198,7 +200,7 @@ class AutoRatio:
             device_s_per_element=self._device_s,
             stall_s=probe.stall_s,
             least_ratio=least_ratio,
-            num_probes=self._num_probes,
+            num_probes=len(self._probes),
             reason=self._reason(ratio, least_ratio),
         )
         self._on_settled(self.report)
