@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass
+from math import ceil
 
 import pytest
 from hypothesis import given, settings
@@ -142,6 +143,16 @@ def test_memory_that_runs_short_moves_it_at_once() -> None:
     assert auto.report is not None
     assert auto.report.reason == "device memory has no room for a smaller one"
     assert set(run(auto, machine, 20, 0.75)) == {0.75}
+
+
+def test_a_bound_that_creeps_is_followed_in_whole_steps() -> None:
+    machine, reports = Machine(4.0, 0.5, 0.4), list[RatioReport]()
+    auto = AutoRatio(reports.append)
+    run(auto, machine, ENOUGH_STEPS)
+    for i in range(1000):
+        least = 0.5 + i / 10_000
+        assert least <= auto.observe(machine.sample(auto.ratio), least) <= least + RESOLUTION
+    assert len(reports) <= 2 + ceil(0.1 / RESOLUTION)
 
 
 def test_a_host_that_is_in_time_with_everything_keeps_it_after_one_probe() -> None:

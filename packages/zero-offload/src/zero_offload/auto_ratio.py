@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from math import ceil
 from statistics import median
 
 __all__ = ["AutoRatio", "RatioReport", "Sample"]
@@ -144,12 +145,13 @@ class AutoRatio:
         return self.ratio
 
     def _make_room(self, sample: Sample, least_ratio: float) -> None:
-        """Memory comes before speed: no step is taken at a ratio that does not fit."""
+        """Memory comes before speed; in whole steps, so that a bound that creeps is not chased."""
+        ratio = min(ceil(least_ratio / RESOLUTION) * RESOLUTION, 1.0)
         if self._is_searching:
-            self._move(least_ratio)
+            self._move(ratio)
         else:
             self._restart()
-            self._settle(least_ratio, sample, least_ratio)
+            self._settle(ratio, sample, least_ratio)
 
     def _take(self) -> list[Sample]:
         taken, self._samples = self._samples, []
@@ -201,12 +203,12 @@ class AutoRatio:
             stall_s=probe.stall_s,
             least_ratio=least_ratio,
             num_probes=len(self._probes),
-            reason=self._reason(ratio, least_ratio),
+            reason=self._reason(ratio),
         )
         self._on_settled(self.report)
 
-    def _reason(self, ratio: float, least_ratio: float) -> str:
-        if 0.0 < ratio == least_ratio != self._in_time:
+    def _reason(self, ratio: float) -> str:
+        if ratio > (self._in_time or 0.0):
             return "device memory has no room for a smaller one"
         if ratio == 1.0:
             return "the host is in time with every element"
