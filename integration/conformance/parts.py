@@ -26,6 +26,7 @@ from zero_core.protocols import (
 )
 from zero_core.tier import DeviceTier
 from zero_offload import create_tier
+from zero_offload.auto_tier import AutoTier
 from zero_offload.protocols import AdamKernel as OffloadKernel
 from zero_offload.protocols import DeviceTierFactory as OffloadDeviceTierFactory
 from zero_offload.protocols import StateTier as OffloadStateTier
@@ -39,10 +40,11 @@ def prove_instances(
     quantized: QuantizedWeights,
     device_tier: DeviceTier,
     twin_tier: TwinTier,
+    auto_tier: AutoTier,
 ) -> None:
     """For mypy: instances of each part may stand where the engine asks for its protocol."""
     collectives: list[Collectives] = [native, quantized]
-    tiers: list[StateTier] = [device_tier, twin_tier]
+    tiers: list[StateTier] = [device_tier, twin_tier, auto_tier]
     del collectives, tiers
 
 
@@ -74,6 +76,7 @@ TYPES: dict[str, tuple[type, type]] = {
     "zero_comm.collectives.QuantizedWeights": (QuantizedWeights, Collectives),
     "zero_core.tier.DeviceTier": (DeviceTier, StateTier),
     "zero_offload.twin.TwinTier": (TwinTier, StateTier),
+    "zero_offload.auto_tier.AutoTier": (AutoTier, StateTier),
 }
 """Classes and the protocol that their instances satisfy."""
 

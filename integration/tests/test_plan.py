@@ -66,7 +66,7 @@ def memory_of_tier(engine: zero_core.Engine) -> dict[str, dict[str, int]]:
             "optimizer states": stepper.state_bytes,
             "gradient copies": sum(t.nbytes for t in grads),
         }
-        place = "host" if part.lo == 0 and tier.cut else "device"
+        place = "host" if part.is_host else "device"
         found[place] = {kind: n for kind, n in kinds.items() if n}
     return found
 

@@ -66,6 +66,31 @@ def test_a_part_that_is_not_installed_is_named_with_its_cure(monkeypatch, block,
         zero_core.build(make_model(), {**BASE, **ADAMW, **block})
 
 
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_state_tier_is_told_the_name_of_each_piece(stage):
+    told = {}
+
+    def factory(*, names, pieces, params, config, adam_kernel, device_tier, **further):
+        told.update(names=names, pieces=pieces)
+        return device_tier(pieces=pieces, params=params, **further)
+
+    config = {**BASE, **ADAMW, "zero_optimization": {"stage": stage}}
+    engine = zero_core.build(make_model(), config, state_tier=factory)
+    sizes = {n: p.shape.numel() for n, p in make_model().named_parameters() if p.requires_grad}
+    assert {n: b - a for n, (a, b, _) in zip(told["names"], told["pieces"], strict=True)} == sizes
+    engine.close()
+
+
+def test_a_pattern_without_a_trainable_parameter_is_refused_with_names_near_it():
+    for pattern, near in (("blocks.*.upp.weight", "blocks.0.up.weight"), ("frozen.*", "")):
+        offload = {"device": "cpu", "parameters": ["embed.*", pattern]}
+        config = {**BASE, **ADAMW, "zero_optimization": {"offload_optimizer": offload}}
+        with pytest.raises(ConfigError) as error:
+            zero_core.build(make_model(), config, state_tier=lambda **_: None)
+        assert f"{pattern!r} matches no trainable parameter; near it are [" in str(error.value)
+        assert near in str(error.value)
+
+
 def test_a_given_optimizer_is_driven_with_its_groups_and_schedulers():
     model = make_model()
     decay = [p for p in model.parameters() if p.requires_grad and p.ndim > 1]

@@ -85,6 +85,11 @@ def test_a_file_that_is_not_there_or_not_json_is_refused(tmp_path):
     refused(tmp_path / "list.json", "expected a JSON object")
 
 
+def offload(stage: int = 0, **block):
+    block = {"device": "cpu", **block}
+    return {"zero_optimization": {"stage": stage, "offload_optimizer": block}}
+
+
 @pytest.mark.parametrize(
     ("block", "match"),
     [
@@ -97,6 +102,18 @@ def test_a_file_that_is_not_there_or_not_json_is_refused(tmp_path):
         ({"zero_optimization": {"offload_optimizer": {"device": "nvme"}}}, "NVMe"),
         ({"zero_optimization": {"offload_optimizer": {"numa": "yes"}}}, "offload_optimizer.numa"),
         ({"zero_optimization": {"offload_optimizer": {"ratio": 0.5}}}, "needs device 'cpu'"),
+        (offload(device="none", parameters=["*"]), "parameters needs device 'cpu'"),
+        (offload(device="none", device_budget=1), "device_budget needs device 'cpu'"),
+        (offload(ratio=0.5, parameters=["*"]), "ratio and parameters each say"),
+        (offload(ratio="auto", device_budget=7), "ratio and device_budget each say"),
+        (offload(parameters=["*"], device_budget=7), "parameters and device_budget each say"),
+        (offload(ratio="fast"), 'ratio: .*a number from 0 to 1, or "auto"'),
+        (offload(ratio=True), 'ratio: .*a number from 0 to 1, or "auto"'),
+        (offload(ratio="auto"), "needs stage 1 or more"),
+        (offload(parameters="*"), "parameters: .*a list of patterns"),
+        (offload(parameters=[]), "parameters: .*a list of patterns"),
+        (offload(device_budget=-1), "offload_optimizer.device_budget"),
+        (offload(pin_memory="auto"), 'pin_memory: "auto" is filled in'),
         ({"zero_optimization": {"offload_param": {"device": "cpu"}}}, "not served"),
         ({"zero_optimization": {"stage": 2, "zero_quantized_weights": True}}, "needs stage 3"),
         ({"zero_optimization": {"zero_quantized_gradients": True}}, "not served"),
@@ -158,6 +175,22 @@ def test_the_resolved_configuration_spells_out_every_default_and_loads_again():
     assert dumped["zero_optimization"]["offload_optimizer"]["ratio"] == 1.0
     assert dumped["zero_optimization"]["offload_optimizer"]["numa"] is True
     assert Config.model_validate_json(text) == config
+
+
+def test_what_the_host_updates_is_said_once():
+    for block, expected in (
+        ({"ratio": "auto"}, ("auto", None, None)),
+        ({"ratio": 0}, (0.0, None, None)),
+        ({"parameters": ["a.*", "b"]}, (None, ("a.*", "b"), None)),
+        ({"device_budget": 10**9}, (None, None, 10**9)),
+        ({"device_budget": None, "parameters": None}, (1.0, None, None)),
+    ):
+        config = load_config({**SMALL, **offload(stage=1, **block)}, world_size=1)
+        found = config.zero_optimization.offload_optimizer
+        assert (found.ratio, found.parameters, found.device_budget) == expected
+        text = config.model_dump_json()
+        assert Config.model_validate_json(text) == config
+        assert load_config(json.loads(text), world_size=1) == config
 
 
 def test_clipping_is_off_unless_asked_for():

@@ -369,6 +369,34 @@ def test_best_choice_needs_the_least_offload_that_fits() -> None:
     assert f"Stage {best.stage} with ratio {best.ratio:.2f} fits" in planned.advice
 
 
+def _plan_offloaded(model: nn.Module, **block: Any) -> zero_core.Plan:
+    config = make_config(2, "bf16")
+    config["zero_optimization"]["offload_optimizer"] = {"device": "cpu", **block}
+    return zero_core.plan(model, config, 4)
+
+
+def test_a_budget_is_planned_to_the_element() -> None:
+    """14 bytes per element: an fp32 master, two moments and a 16-bit gradient."""
+    model = big_model(2, 256)
+    numel = 2 * 12 * 256 * 256 // 4
+    for num_on_device in (0, 1000, numel // 2, numel):
+        memory = _plan_offloaded(model, device_budget=14 * num_on_device).memory
+        found = memory.device.get("optimizer states", 0) / 8
+        assert num_on_device - numel / 1e6 - 1 <= found <= num_on_device
+        assert memory.device.get("master weights", 0) == 4 * found
+
+
+def test_names_are_planned_by_their_share_and_auto_by_where_it_begins() -> None:
+    model = big_model(4, 256)
+    everything = _plan_offloaded(model).configured
+    half = _plan_offloaded(model, parameters=["0.*", "2.*"]).configured
+    assert half.ratio == 0.5
+    assert _plan_offloaded(model, ratio=0.5).configured == half
+    assert _plan_offloaded(model, ratio="auto").configured == everything
+    with pytest.raises(ConfigError, match=r"'9\.\*' matches no trainable parameter"):
+        _plan_offloaded(model, parameters=["9.*"])
+
+
 def test_what_fits_as_configured_is_not_changed() -> None:
     planned = zero_core.plan(big_model(2, 256), make_config(1), 2, device_memory=10**9)
     assert planned.best == planned.configured

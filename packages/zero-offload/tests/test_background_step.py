@@ -12,6 +12,7 @@ from support import ReferenceAdam, Space, assert_same, group_of, make_tier, offe
 from torch import optim
 
 from zero_offload import OffloadError
+from zero_offload.adam_rules import AdamRule
 from zero_offload.progress import Progress
 from zero_offload.twin import TwinTier
 
@@ -150,7 +151,8 @@ def test_host_and_device_step_at_the_same_time() -> None:
             barrier.set()
 
     device = tier._parts[1].tier
-    device._stepper._rule._kernel = Half()  # type: ignore[attr-defined]
+    for store in device._stepper._stores:  # type: ignore[attr-defined]
+        store.rule = AdamRule.of(Half(), optim.AdamW)
     offer(tier, space, 0)
     tier.step(GROUPS, range(5), grad_scale=1.0)
     assert barrier.is_set()

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from zero_offload.geometry import Geometry, plan_runs
 from zero_offload.grads import GradLedger
+from zero_offload.intervals import Intervals
 
 
 @st.composite
@@ -29,26 +30,52 @@ def geometries(draw: st.DrawFn) -> Geometry:
     return Geometry(at, pieces, params, 2)
 
 
-@given(geometries(), st.floats(0, 1))
+def draw_share(data: st.DataObject, numel: int) -> set[int]:
+    return set(data.draw(st.sets(st.integers(0, max(numel - 1, 0)), max_size=numel)))
+
+
+@given(geometries(), st.data())
 @settings(deadline=None)
-def test_parts_cover_each_piece_once(geometry: Geometry, ratio: float) -> None:
-    cut = round(ratio * geometry.numel)
-    host, host_index = geometry.part(0, cut, 2)
-    rest, rest_index = geometry.part(cut, geometry.numel, 2)
-    assert host.numel + rest.numel == geometry.numel
+def test_parts_hold_each_element_of_a_piece_once(geometry: Geometry, data: st.DataObject) -> None:
+    chosen = draw_share(data, geometry.numel) if geometry.numel else set()
+    shares = [Intervals((e, e + 1) for e in chosen)]
+    shares.append(shares[0].complement(geometry.numel))
+    parts = [geometry.part(share) for share in shares]
+    assert sum(part.numel for part, _ in parts) == geometry.numel
+    elements = [[e for span in share.spans for e in range(*span)] for share in shares]
     for i, piece in enumerate(geometry.pieces):
         covered: list[int] = []
-        for part, index, base in ((host, host_index, 0), (rest, rest_index, cut)):
-            if i in index:
-                own = part.pieces[index[i]]
-                assert own.group == piece.group
-                covered += range(own.start + base, own.stop + base)
-        assert covered == list(range(piece.start, piece.stop))
-    for part, base in ((host, 0), (rest, cut)):
+        for (part, local), own in zip(parts, elements, strict=True):
+            for index in local.get(i, ()):
+                assert part.pieces[index].group == piece.group
+                covered += own[part.pieces[index].start : part.pieces[index].stop]
+        assert sorted(covered) == list(range(piece.start, piece.stop))
+    for (part, _), own in zip(parts, elements, strict=True):
         for start, tensor in part.shards:
-            if tensor.numel():
-                whole = geometry.view(start + base, start + base + tensor.numel())
-                assert whole.data_ptr() == tensor.data_ptr()
+            at = own[start]
+            assert tensor.data_ptr() == geometry.view(at, at + tensor.numel()).data_ptr()
+
+
+@given(geometries(), st.data())
+@settings(deadline=None)
+def test_padding_goes_with_the_piece_before_it(geometry: Geometry, data: st.DataObject) -> None:
+    active = [i for i in range(len(geometry.pieces)) if data.draw(st.booleans())]
+    owner: int | None = None
+    expected = set()
+    starts = {piece.start: i for i, piece in enumerate(geometry.pieces)}
+    for element in range(geometry.numel):
+        owner = starts.get(element, owner)
+        if owner in active:
+            expected.add(element)
+    spans = geometry.padded_spans(active).spans
+    assert {e for span in spans for e in range(*span)} == expected
+
+
+def test_a_part_has_the_master_dtype_of_the_whole() -> None:
+    shards = [(0, torch.zeros(4)), (4, torch.zeros(4, dtype=torch.float64))]
+    geometry = Geometry(8, [(0, 4, 0), (4, 8, 0)], shards, 1)
+    part, _ = geometry.part(Intervals([(0, 3)]))
+    assert part.master_dtype() == torch.float64
 
 
 @given(geometries(), st.data())

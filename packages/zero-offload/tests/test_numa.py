@@ -17,6 +17,7 @@ from torch import nn, optim
 
 from zero_offload import OffloadedOptimizer, numa
 from zero_offload.geometry import Geometry
+from zero_offload.intervals import Intervals
 from zero_offload.numa import Placement
 from zero_offload.tier import make_device_tier, make_twin
 from zero_offload.twin import TwinTier
@@ -164,7 +165,7 @@ class Watch(ReferenceAdam):
 def _tier(space: Space, kernel: ReferenceAdam, placement: Placement | None) -> TwinTier:
     return make_twin(
         Geometry(space.numel, space.pieces, space.params, 1),
-        ratio=1.0,
+        Intervals([(0, space.numel)]),
         pin_memory=False,
         placement=placement,
         device=torch.device("cpu"),

@@ -30,6 +30,7 @@ from zero_core.initial import InitialValues, leave_meta
 from zero_core.layout import Layout, Segment
 from zero_core.lr_schedules import make_scheduler
 from zero_core.memory import Memory
+from zero_core.offload_share import check_patterns
 from zero_core.optimizer import KERNEL_TYPES
 from zero_core.parts import COLLECTIVES, KERNELS, TIERS, load_part
 from zero_core.pretrained import load_pretrained
@@ -223,10 +224,9 @@ def _make_tier(
 ) -> StateTier:
     zero = config.zero_optimization
     layout, optimizer = drawn.layout, drawn.optimizer
-    pieces = [
-        (p.start, p.stop, drawn.group_of[p.param])
-        for p in layout.pieces(ranks.rank, is_sharded=memory.has_sharded_state)
-    ]
+    placed = layout.pieces(ranks.rank, is_sharded=memory.has_sharded_state)
+    pieces = [(p.start, p.stop, drawn.group_of[p.param]) for p in placed]
+    check_patterns(zero.offload_optimizer.parameters or (), layout)
     numel = layout.local_numel(is_sharded=memory.has_sharded_state)
     groups = drawn.groups
     key = f"zero_optimization.offload_optimizer.device = {zero.offload_optimizer.device!r}"
@@ -256,6 +256,7 @@ def _make_tier(
             config=zero.model_dump(mode="json"),
             adam_kernel=kernel,
             device_tier=DeviceTier,
+            names=[layout.params[p.param].name for p in placed],
         )
     except ValueError as error:
         raise ConfigError(str(error)) from error

@@ -103,8 +103,14 @@ class OffloadOptimizerConfig(_Block):
     """``zero_optimization.offload_optimizer``: where optimizer state lives and is updated."""
 
     device: Literal["none", "cpu", "nvme"] = "none"
-    ratio: Annotated[float, Field(ge=0.0, le=1.0)] = 1.0
-    """Share of the elements that the host updates (Twin-Flow), exact to the element."""
+    ratio: Annotated[float, Field(ge=0.0, le=1.0)] | Literal["auto"] | None = 1.0
+    """Share of the elements that the host updates (Twin-Flow), exact to the element; "auto"
+    measures which is the fastest that fits. None where one of the next two says it instead."""
+    parameters: tuple[str, ...] | None = None
+    """Patterns (`fnmatch`) of the names of the parameters that the host updates."""
+    device_budget: NonNegativeInt | None = None
+    """Bytes per rank that master weights, states and landed gradients may take on the device; the
+    host updates the elements that do not fit."""
     pin_memory: bool = True
     pin_memory_bytes: NonNegativeInt | None = None
     """Most host bytes that a rank page-locks for transfers; None is no limit."""
@@ -119,6 +125,34 @@ class OffloadOptimizerConfig(_Block):
     fast_init: bool = False
     pipeline_read: bool = False
     pipeline_write: bool = False
+
+    @pydantic.model_validator(mode="before")
+    @classmethod
+    def _say_it_once(cls, block: Any) -> Any:
+        """Without ``ratio`` beside ``parameters`` or ``device_budget`` there is none."""
+        if isinstance(block, Mapping) and (block.keys() & {"parameters", "device_budget"}):
+            others = (block.get("parameters"), block.get("device_budget"))
+            if any(value is not None for value in others):
+                return {"ratio": None, **block}
+        return block
+
+    @pydantic.field_validator("ratio", mode="before")
+    @classmethod
+    def _check_ratio(cls, value: Any) -> Any:
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if value in (None, "auto") or (is_number and 0.0 <= value <= 1.0):
+            return value
+        raise ValueError('expected a number from 0 to 1, or "auto"')
+
+    @pydantic.field_validator("parameters", mode="before")
+    @classmethod
+    def _check_patterns(cls, value: Any) -> Any:
+        if value is None:
+            return None
+        is_list = isinstance(value, list | tuple) and len(value) > 0
+        if not is_list or not all(isinstance(pattern, str) for pattern in value):
+            raise ValueError("expected a list of patterns of parameter names")
+        return tuple(value)
 
 
 class OffloadParamConfig(_Block):
@@ -266,6 +300,9 @@ DTYPES: Mapping[str, torch.dtype] = {
     "bf16": torch.bfloat16,
 }
 
+_OWN_AUTO = "zero_optimization.offload_optimizer.ratio"
+"""Where "auto" is a value of this engine's own."""
+
 _BATCH = (
     "train_batch_size",
     "train_micro_batch_size_per_gpu",
@@ -347,7 +384,7 @@ def _take_out_further_keys(raw: Mapping[str, Any]) -> dict[str, Any]:
 
 def _refuse_auto(block: Mapping[str, Any], path: str) -> None:
     for key, value in block.items():
-        if value == "auto":
+        if value == "auto" and f"{path}{key}" != _OWN_AUTO:
             raise ConfigError(
                 f'{path}{key}: "auto" is filled in by the Hugging Face integration; '
                 "give a value here or leave the key out"
@@ -431,6 +468,8 @@ def _refuse_unserved(config: Config) -> None:
     """Raise for combinations that are wrong and for features that are not served."""
     zero, offload = config.zero_optimization, config.zero_optimization.offload_optimizer
     again = config.activation_checkpointing
+    shares = ("ratio", "parameters", "device_budget")
+    given = [k for k in shares if k in offload.model_fields_set and getattr(offload, k) is not None]
     wrong = [
         (
             config.fp16.enabled and config.bf16.enabled,
@@ -458,8 +497,19 @@ def _refuse_unserved(config: Config) -> None:
             "check_grad_overflow to false",
         ),
         (
-            offload.device == "none" and "ratio" in offload.model_fields_set,
-            "zero_optimization.offload_optimizer.ratio needs device 'cpu'",
+            offload.device == "none" and len(given) > 0,
+            f"zero_optimization.offload_optimizer.{next(iter(given), '')} needs device 'cpu'",
+        ),
+        (
+            len(given) > 1,
+            f"zero_optimization.offload_optimizer: {' and '.join(given)} each say what the host "
+            "updates: give one",
+        ),
+        (
+            offload.ratio == "auto" and zero.stage == 0,
+            "zero_optimization.offload_optimizer.ratio = 'auto' needs stage 1 or more: at stage 0 "
+            "every rank updates every element, and ranks that choose different ratios may round "
+            "one differently",
         ),
         (
             offload.device == "none" and "state_dtype" in offload.model_fields_set,

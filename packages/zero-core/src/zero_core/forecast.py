@@ -111,12 +111,19 @@ class Forecast:
         }
         return MemoryUse(_without_zeros(device), _without_zeros(self._host_bytes(cut)))
 
+    def device_state_bytes(self, ratio: float) -> int:
+        """What ``device_budget`` counts: masters, states and a gradient in the compute dtype."""
+        cut = round(ratio * self._numel)
+        grads = sum((b - a) * s.dtype.itemsize for a, b, s in self._overlaps(cut, self._numel))
+        states = (self._numel - cut) * self._state_bytes
+        return states + self._device_master_bytes(cut) + grads
+
     def _device_master_bytes(self, cut: int) -> int:
         rest = self._overlaps(cut, self._numel)
         if self._is_accelerated or (cut == 0 and not self._is_offloaded):
             return sum((high - low) * 4 for low, high, s in rest if s.dtype not in _WIDE)
         # zero-offload's own tier on a CPU keeps masters of all or of none of its elements.
-        width = _master_itemsize(rest)
+        width = _master_itemsize(self._spans)
         needs_copy = any(s.dtype.itemsize != width for _, _, s in rest)
         return (self._numel - cut) * width if needs_copy else 0
 

@@ -26,6 +26,7 @@ from zero_core.blueprint import Blueprint
 from zero_core.config import Config, load_config
 from zero_core.errors import ConfigError, MissingPartError
 from zero_core.forecast import Forecast, MemoryUse, buffer_bytes
+from zero_core.offload_share import planned_ratio
 from zero_core.plan_result import Choice, Plan, format_bytes
 from zero_core.traffic import Links, step_traffic
 
@@ -144,9 +145,12 @@ class _Planner:
             )
             for stage in stages
         }
-        offload = config.zero_optimization.offload_optimizer
         self._stage = config.zero_optimization.stage
-        self._ratio = offload.ratio if offload.device == "cpu" else 0.0
+        self._ratio = planned_ratio(
+            config.zero_optimization.offload_optimizer,
+            drawn.layout,
+            self._forecasts[self._stage].device_state_bytes,
+        )
 
     def make(self) -> Plan:
         """The plan."""

@@ -212,6 +212,7 @@ class StateTierFactory(Protocol):
         config: Mapping[str, Any],
         adam_kernel: AdamKernel | None,
         device_tier: DeviceTierFactory,
+        names: Sequence[str] = (),
     ) -> StateTier:
         """Make a tier for the local flat space.
 
@@ -229,6 +230,7 @@ class StateTierFactory(Protocol):
             adam_kernel: the host kernel; given when the config asks for Adam, AdamW, Adagrad, SGD
                 or Lion by name, None when an optimizer object or another type was given.
             device_tier: makes a tier on the compute device out of torch's own optimizer.
+            names: of the parameters, one per piece; the engine always gives them.
 
         Raises:
             ValueError: a setting or an optimizer that it cannot serve, by name.

@@ -11,6 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -39,6 +40,7 @@ class FlatTier(ABC):
         self._mover = mover
         self._grads = GradLedger()
         self._progress = Progress()
+        self._seconds = 0.0
 
     @abstractmethod
     def _launch(self, job: Callable[[], None]) -> None:
@@ -53,6 +55,12 @@ class FlatTier(ABC):
     def bytes_h2d(self) -> int:
         """Parameter bytes brought back to the compute device so far."""
         return self._mover.bytes_h2d
+
+    @property
+    def seconds(self) -> float:
+        """Seconds spent on updates so far, without waiting for gradients; waits for a step."""
+        self._progress.drain()
+        return self._seconds
 
     @property
     def host_bytes(self) -> int:
@@ -141,11 +149,13 @@ class FlatTier(ABC):
         try:
             with torch.no_grad():
                 wait_for_grads()
+                started = perf_counter()
                 for chunk in chunks:
                     self._mover.open_spans([(run.start, run.stop) for run in chunk.runs])
                     self._stepper.update(chunk, grads, grad_scale, self._mover.out)
                     for run in chunk.runs:
                         self._progress.advance(self._mover.publish(run.start, run.stop))
+                self._seconds += perf_counter() - started
         except BaseException as error:
             self._progress.fail(error)  # whatever it was, the next call must hear of it
             raise

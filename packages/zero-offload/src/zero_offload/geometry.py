@@ -8,7 +8,8 @@ shard        a 1-D tensor of the compute dtype over ``[start, start + tensor.num
 run          a contiguous range of active pieces in one shard: what is updated and published at
              once. A unit of the model is one shard (per dtype), so that a run never makes the
              first unit wait for the second.
-cut          the element ``k`` that parts the host's ``[0, k)`` from the device's ``[k, numel)``.
+part         a set of elements (`Intervals`) that one tier holds. Compacted, it is a flat space of
+             its own: pieces and shards that the set cuts become several pieces and shards there.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+from zero_offload.intervals import Intervals
 
 __all__ = [
     "PUBLISHED_NUMEL",
@@ -65,6 +68,7 @@ class Geometry:
         pieces: ``(start, stop, group)``, sorted, disjoint, each inside one shard.
         params: ``(start, tensor)``, sorted, disjoint, 1-D and contiguous.
         num_groups: number of parameter groups.
+        master_dtype: of the master weights; found from ``params`` by default.
 
     Raises:
         ValueError: when one of these does not hold, with the offending index.
@@ -76,12 +80,16 @@ class Geometry:
         pieces: Sequence[tuple[int, int, int]],
         params: Sequence[tuple[int, Tensor]],
         num_groups: int,
+        *,
+        master_dtype: torch.dtype | None = None,
     ) -> None:
         self.numel = numel
         self.pieces = tuple(Piece(*piece) for piece in pieces)
         self.shards = tuple(params)
         self._starts = [start for start, _ in self.shards]
         self._piece_starts = [piece.start for piece in self.pieces]
+        self._num_groups = num_groups
+        self._master_dtype = master_dtype
         self._check_shards()
         self.piece_shards = tuple(self._check_piece(i, num_groups) for i in range(len(self.pieces)))
 
@@ -118,7 +126,12 @@ class Geometry:
             raise ValueError(f"[{start}, {stop}) is not within the flat space [0, {self.numel})")
 
     def master_dtype(self) -> torch.dtype:
-        """Float64 when a shard is, so that nothing is lost; float32 otherwise."""
+        """Float64 when a shard is, so that nothing is lost; float32 otherwise.
+
+        A part's is that of the whole: where it is cut must not change a bit.
+        """
+        if self._master_dtype is not None:
+            return self._master_dtype
         wide = any(tensor.dtype == torch.float64 for _, tensor in self.shards)
         return torch.float64 if wide else torch.float32
 
@@ -152,20 +165,32 @@ class Geometry:
         assert view.numel() == stop - start, "a run leaves its shard"
         return view
 
-    def part(self, lo: int, hi: int, num_groups: int) -> tuple[Geometry, dict[int, int]]:
-        """The flat space ``[lo, hi)`` by itself, and global -> local piece indices.
+    def padded_spans(self, indices: Sequence[int]) -> Intervals:
+        """The elements of some pieces, each with the padding up to the next piece."""
+        ends = [*(piece.start for piece in self.pieces[1:]), self.numel]
+        return Intervals((self.pieces[i].start, ends[i]) for i in indices)
 
-        Pieces and shards that straddle an end are clipped; offsets count from ``lo``.
+    def part(self, share: Intervals) -> tuple[Geometry, dict[int, tuple[int, ...]]]:
+        """The elements of ``share`` as a flat space, and its piece indices by those of this one.
+
+        Offsets there are `Intervals.local`; its shards are views of these.
         """
         pieces: list[tuple[int, int, int]] = []
-        local: dict[int, int] = {}
+        local: dict[int, tuple[int, ...]] = {}
         for i, piece in enumerate(self.pieces):
-            a, b = max(piece.start, lo), min(piece.stop, hi)
-            if a < b:
-                local[i] = len(pieces)
-                pieces.append((a - lo, b - lo, piece.group))
-        shards = [(a - lo, view) for a, _, view in self.overlaps(lo, hi)]
-        return Geometry(hi - lo, pieces, shards, num_groups), local
+            found = [
+                (share.local(a), share.local(a) + b - a, piece.group)
+                for a, b in share.overlaps(piece.start, piece.stop)
+            ]
+            if found:
+                local[i] = tuple(range(len(pieces), len(pieces) + len(found)))
+                pieces.extend(found)
+        shards = [
+            (share.local(a), view) for span in share.spans for a, _, view in self.overlaps(*span)
+        ]
+        dtype = self.master_dtype()
+        part = Geometry(share.numel, pieces, shards, self._num_groups, master_dtype=dtype)
+        return part, local
 
 
 def cut_runs(runs: Sequence[Run]) -> list[Run]:
@@ -218,8 +243,9 @@ def _plain(value: Any) -> Any:
 
 
 def freeze_groups(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Copies of the groups as they are now, without ``params``, tensors turned into numbers.
+    """Copies of the groups as they are now, without parameters, tensors turned into numbers.
 
     The worker reads them while a scheduler may already change the originals.
     """
-    return [{k: _plain(v) for k, v in group.items() if k != "params"} for group in groups]
+    left_out = ("params", "param_names")
+    return [{k: _plain(v) for k, v in group.items() if k not in left_out} for group in groups]

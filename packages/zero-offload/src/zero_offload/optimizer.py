@@ -19,17 +19,19 @@ their master's rounded value become the new master weight, and the others keep a
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, overload
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
 
 from zero_offload.geometry import Geometry
+from zero_offload.intervals import Intervals
 from zero_offload.local_parts import common_device, lay_out
 from zero_offload.numa import locate
 from zero_offload.protocols import AdamKernel
-from zero_offload.settings import check_limit, check_ratio, check_state_dtype
+from zero_offload.settings import OffloadSettings
+from zero_offload.share import check_patterns, host_share
 from zero_offload.stepper import MASTER
 from zero_offload.tier import make_device_tier, make_twin
 from zero_offload.twin import TwinTier
@@ -39,21 +41,28 @@ __all__ = ["OffloadedOptimizer"]
 
 
 class OffloadedOptimizer(torch.optim.Optimizer):
-    """``optimizer_class`` with the state of the first ``ratio`` of elements in host memory.
+    """``optimizer_class`` with a share of its state in host memory: all of it, by default.
 
-    Parameters stay where they are, in any floating dtype. Their fp32 master weights and optimizer
-    state live on the host for the first ``round(ratio * numel)`` elements, in the order of the
-    groups, and on the parameters' device for the rest. Host and device update at the same time
-    (ZeRO-Offload, arXiv 2101.06840; Twin-Flow, DeepSpeed ZeRO-Offload++). ``step`` returns with all
-    parameters in place. ``param_groups`` are the real ones: schedulers work as ever. Under FSDP2
-    each rank updates the local part of its DTensors, and ``state_dict`` gives DTensors in the same
-    placements. ``GradScaler`` leaves unscaling, and skipping after an overflow, to this class.
+    Parameters stay where they are, in any floating dtype. The fp32 master weights and optimizer
+    state of some elements live on the host, those of the rest on the parameters' device. Host and
+    device update at the same time (ZeRO-Offload, arXiv 2101.06840; Twin-Flow, DeepSpeed
+    ZeRO-Offload++). ``step`` returns with all parameters in place. ``param_groups`` are the real
+    ones: schedulers work as ever. Under FSDP2 each rank updates the local part of its DTensors, and
+    ``state_dict`` gives DTensors in the same placements. ``GradScaler`` leaves unscaling, and
+    skipping after an overflow, to this class. Which elements, one of three arguments says.
 
     Args:
         optimizer_class: an elementwise torch optimizer, see `zero_offload.ELEMENTWISE`; or an Adam
             kernel's own class, as ``cpu_adam.CPUAdam``, whose kernel is then used.
-        params: parameters or groups of them, as for any torch optimizer; dense, on one device.
-        ratio: share of this process's elements on the host, 0 to 1.
+        params: parameters, named parameters or groups of them, as for any torch optimizer; dense,
+            on one device.
+        ratio: the host has the first ``round(ratio * numel)`` of this process's elements, in the
+            order of the groups; "auto" measures which ratio is the fastest that fits, see
+            `zero_offload.auto_ratio`.
+        parameters: the host has these parameters: a collection of them, or of patterns of names
+            (`fnmatch`), for which ``params`` must be named.
+        device_budget: the host has what is left when master weights, states and landed gradients
+            of the last elements have taken so many bytes on the device.
         pin_memory: page-lock transfer buffers when the parameters are on an accelerator.
         pin_memory_bytes: most bytes to lock; None for no limit. The rest is pageable.
         adam_kernel: a host kernel for Adam, AdamW and, where it has the functions, Adagrad, SGD and
@@ -80,7 +89,9 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         optimizer_class: type[torch.optim.Optimizer],
         params: Iterable[Any],
         *,
-        ratio: float = 1.0,
+        ratio: float | Literal["auto"] | None = None,
+        parameters: Collection[str] | Collection[Tensor] | None = None,
+        device_budget: int | None = None,
         pin_memory: bool = True,
         pin_memory_bytes: int | None = None,
         numa: bool = True,
@@ -88,7 +99,6 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         state_dtype: str = "float32",
         **optimizer_kwargs: Any,
     ) -> None:
-        share = check_ratio(ratio)
         self._update = Update.of(optimizer_class, optimizer_kwargs, adam_kernel)
         super().__init__(params, dict(self._update.defaults))
         self._parts, pieces = lay_out(self.param_groups)
@@ -96,21 +106,55 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         shards = [(part.start, part.shard) for part in self._parts]
         self._update.check_dtypes([shard.dtype for _, shard in shards])
         device = common_device(self._parts)
-        self._is_host_alone = device.type == "cpu" or share == 1.0
+        geometry = Geometry(numel, pieces, shards, len(self.param_groups))
+        asked = {
+            "ratio": ratio,
+            "device_budget": device_budget,
+            "pin_memory": pin_memory,
+            "pin_memory_bytes": pin_memory_bytes,
+            "numa": numa,
+            "state_dtype": state_dtype,
+        }
+        host = self._share(asked, parameters, geometry)
+        is_all = host is not None and host.numel == numel
+        self._is_host_alone = device.type == "cpu" or is_all
         self.tier: TwinTier = make_twin(
-            Geometry(numel, pieces, shards, len(self.param_groups)),
-            ratio=share,
+            geometry,
+            host,
             pin_memory=pin_memory,
-            pin_memory_bytes=check_limit(pin_memory_bytes),
+            pin_memory_bytes=pin_memory_bytes,
             placement=locate(device) if numa else None,
             device=device,
             optimizer_class=self._update.torch_class,
             groups=self._tier_groups(),
             adam_kernel=self._update.kernel,
             device_tier=make_device_tier,
-            state_dtype=check_state_dtype(state_dtype),
+            state_dtype=state_dtype,
         )
         self._note_versions()
+
+    def _share(
+        self,
+        asked: Mapping[str, Any],
+        parameters: Collection[str] | Collection[Tensor] | None,
+        geometry: Geometry,
+    ) -> Intervals | None:
+        """What the host holds; None if measurements are to choose."""
+        chosen = {id(p) for p in parameters or () if isinstance(p, Tensor)}
+        if chosen:
+            found = [i for i, part in enumerate(self._parts) if id(part.param) in chosen]
+            OffloadSettings.check({**asked, "parameters": ["*"]})  # alone, and nothing beside it
+            _check_members(self.param_groups, chosen)
+            return geometry.padded_spans(found)
+        is_list = isinstance(parameters, Collection) and not isinstance(parameters, str)
+        patterns = list(parameters) if is_list and parameters is not None else parameters
+        settings = OffloadSettings.check({**asked, "parameters": patterns})
+        named = [pair for group in self.param_groups for pair in _named(group)]
+        if settings.parameters is not None and named:
+            check_patterns(settings.parameters, [name for name, _ in named])
+        names = [name for name, param in named if param.numel()]
+        groups = self._update.groups(self.param_groups, is_host_alone=True)
+        return host_share(settings, geometry, names, self._update.torch_class, groups)
 
     def _tier_groups(self) -> Sequence[Mapping[str, Any]]:
         return self._update.groups(self.param_groups, is_host_alone=self._is_host_alone)
@@ -271,3 +315,15 @@ def _number(name: str, value: Any) -> float:
     if isinstance(value, Tensor) and value.numel() != 1:
         raise ValueError(f"the optimizer has no state {name!r}: it is another optimizer's")
     return float(value)
+
+
+def _named(group: Mapping[str, Any]) -> list[tuple[str, Tensor]]:
+    """A group's parameters with their names; none if they were given without."""
+    names = group.get("param_names")
+    return [] if names is None else list(zip(names, group["params"], strict=True))
+
+
+def _check_members(groups: list[dict[str, Any]], chosen: set[int]) -> None:
+    known = {id(p) for group in groups for p in group["params"]}
+    if not chosen <= known:
+        raise ValueError("parameters holds what is not among the optimizer's parameters")

@@ -7,13 +7,13 @@ is switched on and not served is refused.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from zero_offload.rules import STATE_DTYPES
 
-__all__ = ["OffloadSettings", "check_limit", "check_ratio", "check_state_dtype"]
+__all__ = ["OffloadSettings", "check_ratio", "check_state_dtype"]
 
 _BLOCK = "offload_optimizer"
 _SERVED = frozenset(
@@ -21,34 +21,30 @@ _SERVED = frozenset(
         "device",
         "numa",
         "pin_memory",
+        "device_budget",
+        "parameters",
         "pin_memory_bytes",
         "ratio",
         "state_dtype",
         "update_in_backward",
     }
 )
+_SHARES = ("ratio", "parameters", "device_budget")
 _WITHOUT_EFFECT = frozenset(
     {"nvme_path", "buffer_count", "pipeline", "pipeline_read", "pipeline_write", "fast_init"}
 )
 
 
-def check_ratio(value: Any, name: str = "ratio") -> float:
-    """``value`` as a float in [0, 1]; ValueError naming it otherwise."""
+def check_ratio(value: Any, name: str = "ratio") -> float | Literal["auto"]:
+    """``value`` as a float in [0, 1], or "auto"; ValueError naming it otherwise."""
+    if value == "auto":
+        return "auto"
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
         raise ValueError(
             f"{name} is the share of elements updated on the host and must be a number from 0 to "
-            f"1, got {value!r}"
+            f'1, or "auto"; got {value!r}'
         )
     return float(value)
-
-
-def check_limit(value: Any, name: str = "pin_memory_bytes") -> int | None:
-    """``value`` as a number of bytes, or None for no limit; ValueError naming it otherwise."""
-    if value is None:
-        return None
-    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-        raise ValueError(f"{name} must be a number of bytes, got {value!r}")
-    return value
 
 
 def check_state_dtype(value: Any, name: str = "state_dtype") -> str:
@@ -60,21 +56,27 @@ def check_state_dtype(value: Any, name: str = "state_dtype") -> str:
 
 @dataclass(frozen=True, slots=True)
 class OffloadSettings:
-    """What the block asks for.
+    """What the block asks for; of ``ratio``, ``parameters`` and ``device_budget`` one at most.
 
     Attributes:
-        ratio: share of the elements, from the first on, that the host updates.
+        ratio: share of the elements, from the first on, that the host updates, or "auto" for the
+            fastest; 1 where another key says which elements.
         pin_memory: page-lock the host's transfer buffers.
         pin_memory_bytes: most bytes to lock on this rank; None for no limit.
         state_dtype: what the host keeps Adam's moments in: one of `STATE_DTYPES`.
         numa: keep the host's thread and memory on the device's NUMA node.
+        parameters: the host updates the parameters whose names match one of these patterns.
+        device_budget: the host updates what is left when the state of the other elements has
+            taken this many bytes of device memory.
     """
 
-    ratio: float = 1.0
+    ratio: float | Literal["auto"] = 1.0
     pin_memory: bool = True
     pin_memory_bytes: int | None = None
     state_dtype: str = "float32"
     numa: bool = True
+    parameters: tuple[str, ...] | None = None
+    device_budget: int | None = None
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> OffloadSettings:
@@ -93,23 +95,39 @@ class OffloadSettings:
         for key in sorted(set(block) - _SERVED - _WITHOUT_EFFECT):
             if block[key]:
                 raise ValueError(f"{_BLOCK}.{key} = {block[key]!r} is not served by zero-offload")
+        return cls.check({key: block.get(key) for key in _SERVED}, f"{_BLOCK}.")
+
+    @classmethod
+    def check(cls, keys: Mapping[str, Any], prefix: str = "") -> OffloadSettings:
+        """Settings out of their keys; one that is None or missing is not given.
+
+        Raises:
+            ValueError: two keys say which elements, or one has a value that is not served.
+        """
+        given = {key: value for key, value in keys.items() if value is not None}
+        shares = [f"{prefix}{key}" for key in _SHARES if key in given]
+        if len(shares) > 1:
+            raise ValueError(f"{' and '.join(shares)} each say what the host updates: give one")
+        names, budget = f"{prefix}parameters", f"{prefix}device_budget"
         return cls(
-            ratio=check_ratio(block.get("ratio", 1.0), f"{_BLOCK}.ratio"),
-            pin_memory=_boolean(block, "pin_memory"),
-            numa=_boolean(block, "numa"),
-            pin_memory_bytes=check_limit(
-                block.get("pin_memory_bytes"), f"{_BLOCK}.pin_memory_bytes"
+            ratio=check_ratio(given.get("ratio", 1.0), f"{prefix}ratio"),
+            pin_memory=_boolean(given, "pin_memory", prefix),
+            numa=_boolean(given, "numa", prefix),
+            pin_memory_bytes=_check_bytes(
+                given.get("pin_memory_bytes"), f"{prefix}pin_memory_bytes"
             ),
             state_dtype=check_state_dtype(
-                block.get("state_dtype", "float32"), f"{_BLOCK}.state_dtype"
+                given.get("state_dtype", "float32"), f"{prefix}state_dtype"
             ),
+            parameters=_check_names(given.get("parameters"), names),
+            device_budget=_check_bytes(given.get("device_budget"), budget),
         )
 
 
-def _boolean(block: Mapping[str, Any], key: str) -> bool:
-    value = block.get(key, True)
+def _boolean(given: Mapping[str, Any], key: str, prefix: str) -> bool:
+    value = given.get(key, True)
     if not isinstance(value, bool):
-        raise ValueError(f"{_BLOCK}.{key} must be true or false, got {value!r}")
+        raise ValueError(f"{prefix}{key} must be true or false, got {value!r}")
     return value
 
 
@@ -119,3 +137,20 @@ def _check_device(device: Any) -> None:
             f"{_BLOCK}.device = {device!r} is not served by zero-offload, which keeps optimizer "
             f'state in host memory: use "cpu"'
         )
+
+
+def _check_names(value: Any, name: str) -> tuple[str, ...] | None:
+    if value is None:
+        return None
+    is_list = isinstance(value, Sequence) and not isinstance(value, str)
+    if not is_list or not value or not all(isinstance(item, str) for item in value):
+        raise ValueError(f"{name} must be a list of patterns of parameter names, got {value!r}")
+    return tuple(value)
+
+
+def _check_bytes(value: Any, name: str) -> int | None:
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        raise ValueError(f"{name} must be a whole number of bytes, got {value!r}")
+    return value

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -10,14 +11,17 @@ import torch
 from torch import Tensor
 
 from zero_offload import numa
+from zero_offload.auto_tier import AutoTier
 from zero_offload.elementwise import check_elementwise
 from zero_offload.flat_tier import DeviceTier, HostTier
 from zero_offload.geometry import Geometry, freeze_groups
 from zero_offload.host_memory import HostMemory
+from zero_offload.intervals import Intervals
 from zero_offload.kernel_stepper import KernelStepper, can_serve
 from zero_offload.protocols import AdamKernel, DeviceTierFactory, StateTier
 from zero_offload.rules import Rule, check_kernel_class, resolve_rule
 from zero_offload.settings import OffloadSettings
+from zero_offload.share import device_bytes, host_share, state_bytes
 from zero_offload.stepper import Stepper
 from zero_offload.torch_stepper import FUSED_ALIGNMENT, TorchStepper
 from zero_offload.transfer import HostMover
@@ -39,13 +43,20 @@ def create_tier(
     config: Mapping[str, Any],
     adam_kernel: AdamKernel | None,
     device_tier: DeviceTierFactory,
+    names: Sequence[str] = (),
 ) -> TwinTier:
-    """Make a tier whose first ``offload_optimizer.ratio`` of elements live on the host.
+    """Make a tier of which a share lives on the host: all of it, unless the config says less.
 
-    ZeRO-Offload (arXiv 2101.06840) with the Twin-Flow of ZeRO-Offload++: elements
-    ``[0, round(ratio * numel))`` are kept and updated on the host, the rest on ``device``. On a
-    CPU both halves use the same update, and the cut moves down to the next place in a parameter
-    at which parting it changes no bit (see `_alignment`), so the ratio never changes the result.
+    ZeRO-Offload (arXiv 2101.06840) with the Twin-Flow of ZeRO-Offload++. In the block
+    ``offload_optimizer`` one key says which elements are kept and updated on the host; the rest is
+    on ``device``. On a CPU both parts use the same update, and a cut moves down to the next place
+    in a parameter at which parting it changes no bit (see `_alignment`), so that none of them
+    changes the result.
+
+    - ``ratio``, 0 to 1: the elements ``[0, round(ratio * numel))``.
+    - ``"ratio": "auto"``: an `AutoTier`, which measures how many.
+    - ``parameters``: those of the parameters whose names match one of these patterns.
+    - ``device_budget``: all but the last ones whose state fits in so many bytes on the device.
 
     Args:
         numel: length of the local flat space in elements, padding included.
@@ -57,15 +68,17 @@ def create_tier(
         config: the resolved ``zero_optimization`` block.
         adam_kernel: host kernel for Adam, AdamW and whatever else it has functions for (see
             `zero_offload.rules`), or None for torch's own update.
-        device_tier: makes the device's half on an accelerator.
+        device_tier: makes the device's part on an accelerator.
+        names: of the parameters, one per piece; needed for ``parameters`` alone.
 
     Raises:
         ValueError: a setting or an optimizer that it cannot serve, by name.
     """
     settings = OffloadSettings.from_config(config)
+    geometry = Geometry(numel, pieces, params, len(groups))
     return make_twin(
-        Geometry(numel, pieces, params, len(groups)),
-        ratio=settings.ratio,
+        geometry,
+        host_share(settings, geometry, names, optimizer_class, groups),
         pin_memory=settings.pin_memory,
         pin_memory_bytes=settings.pin_memory_bytes,
         placement=numa.locate(device) if settings.numa else None,
@@ -80,8 +93,8 @@ def create_tier(
 
 def make_twin(
     geometry: Geometry,
+    host: Intervals | None,
     *,
-    ratio: float,
     pin_memory: bool,
     placement: numa.Placement | None,
     device: torch.device,
@@ -92,7 +105,7 @@ def make_twin(
     pin_memory_bytes: int | None = None,
     state_dtype: str = "float32",
 ) -> TwinTier:
-    """The two halves of a flat space, cut at element ``round(ratio * numel)``.
+    """A tier whose share ``host`` is on the host; None: an `AutoTier`, which finds one.
 
     The host's thread and memory are bound as ``placement`` says; None leaves them alone.
     """
@@ -100,43 +113,92 @@ def make_twin(
     if adam_kernel is not None:
         check_kernel_class(optimizer_class)
     frozen = freeze_groups(groups)
-    make_stepper = partial(_make_stepper, optimizer_class, frozen, adam_kernel, state_dtype)
-    cut = round(ratio * geometry.numel)
-    if device.type == "cpu":
-        rule = _resolve(optimizer_class, frozen, adam_kernel, state_dtype, geometry)
-        cut = geometry.floor(cut, _alignment(rule, frozen))
-    host: tuple[StateTier, dict[int, int]] | None = None
-    rest: tuple[StateTier, dict[int, int]] | None = None
-    if cut or not geometry.numel:
-        part, local = geometry.part(0, cut, len(groups))
-        is_in_place = device.type == "cpu"
-        memory = HostMemory(
-            should_pin=pin_memory and not is_in_place,
-            limit_bytes=pin_memory_bytes,
-            place=partial(numa.preferring, placement),
+    rule = _resolve(optimizer_class, frozen, adam_kernel, state_dtype, geometry)
+    is_on_cpu = device.type == "cpu"
+    memory = HostMemory(
+        should_pin=pin_memory and not is_on_cpu,
+        limit_bytes=pin_memory_bytes,
+        place=partial(numa.preferring, placement),
+    )
+    workshop = _Workshop(device, optimizer_class, rule, device_tier, memory, placement)
+    alignment = _alignment(rule, frozen) if is_on_cpu else 1
+    if host is not None:
+        return TwinTier(
+            geometry,
+            frozen,
+            _floored(host, geometry, alignment),
+            make_host=workshop.make_host,
+            make_device=workshop.make_device,
+            alignment=alignment,
         )
-        mover = HostMover(part, device, memory)
-        with numa.preferring(placement):
+    per_element = state_bytes(optimizer_class, groups, geometry.master_dtype())
+    whole = device_bytes(geometry, 0, per_element)
+    return AutoTier(
+        geometry,
+        frozen,
+        make_host=workshop.make_host,
+        make_device=workshop.make_device,
+        device=device,
+        element_bytes=-(-whole // max(geometry.numel, 1)),
+        alignment=alignment,
+    )
+
+
+def _floored(host: Intervals, geometry: Geometry, alignment: int) -> Intervals:
+    """The first elements end where a cut changes no bit; chosen parameters are whole anyway."""
+    if host != Intervals([(0, host.numel)]):
+        return host
+    return Intervals([(0, geometry.floor(host.numel, alignment))])
+
+
+@dataclass(frozen=True, slots=True)
+class _Workshop:
+    """Makes the tiers of the parts, now and when the cut moves."""
+
+    device: torch.device
+    optimizer_class: type[torch.optim.Optimizer]
+    rule: Rule | None
+    device_tier: DeviceTierFactory
+    memory: HostMemory
+    placement: numa.Placement | None
+
+    def make_host(self, part: Geometry, groups: Sequence[Mapping[str, Any]]) -> HostTier:
+        """A tier in host memory with a worker of its own."""
+        mover = HostMover(part, self.device, self.memory)
+        is_in_place = self.device.type == "cpu"
+        with numa.preferring(self.placement):
             # What goes up to the device is, with a split master, its upper half.
-            stepper = make_stepper(part, is_in_place=is_in_place, upper=mover.hold)
-        initializer = numa.worker_initializer(placement)
-        host = HostTier(part, stepper, mover, initializer=initializer), local
-    if cut < geometry.numel:
-        part, local = geometry.part(cut, geometry.numel, len(groups))
-        if device.type == "cpu":
-            stepper = make_stepper(part, is_in_place=True, upper=part.view)
-            rest = DeviceTier(part, stepper, device), local
-        else:
-            made = device_tier(
-                numel=part.numel,
-                pieces=[(p.start, p.stop, p.group) for p in part.pieces],
-                params=part.shards,
-                device=device,
-                optimizer_class=optimizer_class,
-                groups=groups,
-            )
-            rest = made, local
-    return TwinTier(geometry, cut, host, rest)
+            stepper = self._make_stepper(part, groups, is_in_place=is_in_place, upper=mover.hold)
+        initializer = numa.worker_initializer(self.placement)
+        return HostTier(part, stepper, mover, initializer=initializer)
+
+    def make_device(self, part: Geometry, groups: Sequence[Mapping[str, Any]]) -> StateTier:
+        """A tier on the compute device; on a CPU one that updates as the host's does."""
+        if self.device.type == "cpu":
+            stepper = self._make_stepper(part, groups, is_in_place=True, upper=part.view)
+            return DeviceTier(part, stepper, self.device)
+        return self.device_tier(
+            numel=part.numel,
+            pieces=[(p.start, p.stop, p.group) for p in part.pieces],
+            params=part.shards,
+            device=self.device,
+            optimizer_class=self.optimizer_class,
+            groups=[{k: v for k, v in group.items() if k != "params"} for group in groups],
+        )
+
+    def _make_stepper(
+        self,
+        part: Geometry,
+        groups: Sequence[Mapping[str, Any]],
+        *,
+        is_in_place: bool,
+        upper: Callable[[int, int], Tensor],
+    ) -> Stepper:
+        """The update in host memory: the kernel's where it can serve, else torch's."""
+        frozen = freeze_groups(groups)
+        if self.rule is not None:
+            return KernelStepper(part, self.rule, frozen, is_in_place=is_in_place, upper=upper)
+        return TorchStepper(part, _CPU, self.optimizer_class, frozen, is_in_place=is_in_place)
 
 
 def make_device_tier(
@@ -180,20 +242,3 @@ def _alignment(rule: Rule | None, groups: Sequence[Mapping[str, Any]]) -> int:
         return rule.block
     is_fused = any(group.get("fused") for group in groups)
     return FUSED_ALIGNMENT if is_fused else 1
-
-
-def _make_stepper(
-    optimizer_class: type[torch.optim.Optimizer],
-    groups: Sequence[Mapping[str, Any]],
-    adam_kernel: AdamKernel | None,
-    state_dtype: str,
-    geometry: Geometry,
-    *,
-    is_in_place: bool,
-    upper: Callable[[int, int], Tensor],
-) -> Stepper:
-    """The update in host memory: the kernel's where it can serve, else torch's."""
-    rule = _resolve(optimizer_class, groups, adam_kernel, state_dtype, geometry)
-    if rule is not None:
-        return KernelStepper(geometry, rule, groups, is_in_place=is_in_place, upper=upper)
-    return TorchStepper(geometry, _CPU, optimizer_class, groups, is_in_place=is_in_place)

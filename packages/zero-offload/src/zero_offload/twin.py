@@ -1,76 +1,49 @@
-"""Twin-Flow: one optimizer state, of which the host holds and updates ``[0, k)``, the device the
-rest, at the same time (DeepSpeed ZeRO-Offload++, Twin-Flow).
+"""Twin-Flow: one optimizer state, of which the host holds and updates a share, the device the rest,
+at the same time (DeepSpeed ZeRO-Offload++, Twin-Flow).
 
-The cut is an element. A piece that straddles it is one parameter in two halves whose scalars stay
-equal, so a checkpoint knows nothing of ``k`` and loads at any other ratio.
+The share is a set of elements: the first ``k``, or those of some parameters. A piece that it cuts
+is one parameter in several parts whose scalars stay equal, so a checkpoint knows nothing of the
+share and loads at any other.
+
+[Note: a cut that moves]
+`recut` makes new tiers and moves the state from the old ones, a block at a time. The device never
+holds two tiers: what stays there waits in host memory until the old one has gone. Host memory holds
+for a while the host's old share and its new one, or one of them and what waits.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from operator import itemgetter
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from zero_offload.geometry import Geometry, check_active, plan_runs
-from zero_offload.grads import GradLedger
+from zero_offload.geometry import Geometry, check_active
+from zero_offload.intervals import Intervals
+from zero_offload.moving import HeldState, Landing, Part, lost_part, move_state
 from zero_offload.protocols import StateTier
 
-__all__ = ["TwinTier"]
+__all__ = ["PartFactory", "TwinTier"]
 
-
-_NOWHERE = torch.empty(0)
-"""In the ledger of what was offered at all, which says nothing of where it lies."""
-
-
-class _Landing:
-    """Device memory for the gradients of the device's part: the caller's may be reused at once.
-
-    Copies and the update are enqueued on the caller's stream, in order.
-    """
-
-    def __init__(self, numel: int) -> None:
-        self._numel = numel
-        self._memory: dict[torch.dtype, Tensor] = {}
-
-    def copy(self, start: int, grad: Tensor) -> Tensor:
-        if grad.dtype not in self._memory:
-            self._memory[grad.dtype] = grad.new_empty(self._numel)
-        return self._memory[grad.dtype][start : start + grad.numel()].copy_(grad)
-
-
-@dataclass(frozen=True, slots=True)
-class _Part:
-    """One tier over ``[lo, hi)`` of the flat space, and its indices of the pieces in it."""
-
-    tier: StateTier
-    lo: int
-    hi: int
-    local: Mapping[int, int]
-    landing: _Landing | None
-
-    def landed(self, start: int, grad: Tensor) -> Tensor:
-        """The gradient, in memory that the tier may keep."""
-        return grad if self.landing is None else self.landing.copy(start, grad)
-
-    def clip(self, start: int, stop: int) -> tuple[int, int]:
-        a = min(max(start, self.lo), self.hi)
-        return a, max(a, min(stop, self.hi))
+PartFactory = Callable[[Geometry, Sequence[Mapping[str, Any]]], StateTier]
+"""Makes a tier for a flat space and the ``param_groups`` that its optimizer starts with."""
 
 
 class TwinTier:
-    """A StateTier made of a host tier over ``[0, cut)`` and a device tier over the rest.
+    """A StateTier made of a host tier over a share of the elements and a device tier over the rest.
 
     It keeps its own copy of every gradient, on the host or on the device.
 
     Args:
         geometry: the whole flat space.
-        cut: first element of the device's part.
-        host: tier over ``[0, cut)`` with its piece indices; None when that is empty. It must
-            return from ``step`` before the work is done for the two to run at the same time.
-        device: likewise over ``[cut, numel)``.
+        groups: ``param_groups``, every default filled in; ``params`` in them are not looked at.
+        host: the host's share; where the space is empty the host has it.
+        make_host: makes the host tier. It must return from ``step`` before the work is done for
+            the two to run at the same time.
+        make_device: makes the device tier.
+        alignment: a cut within a parameter lies at a multiple of so many of its elements.
     """
 
     keeps_grads = True
@@ -78,29 +51,49 @@ class TwinTier:
     def __init__(
         self,
         geometry: Geometry,
-        cut: int,
-        host: tuple[StateTier, Mapping[int, int]] | None,
-        device: tuple[StateTier, Mapping[int, int]] | None,
+        groups: Sequence[Mapping[str, Any]],
+        host: Intervals,
+        *,
+        make_host: PartFactory,
+        make_device: PartFactory,
+        alignment: int = 1,
     ) -> None:
         self.geometry = geometry
-        self.cut = cut
-        self._offered = GradLedger()
-        self._parts: list[_Part] = []
-        if host is not None:
-            self._parts.append(_Part(host[0], 0, cut, host[1], None))
-        if device is not None:
-            landing = _Landing(geometry.numel - cut)
-            self._parts.append(_Part(device[0], cut, geometry.numel, device[1], landing))
+        self._alignment = alignment
+        self._groups = groups
+        self._make_host = make_host
+        self._make_device = make_device
+        self._offered = Intervals()  # and not updated yet
+        self._fresh = Intervals()  # offered since the last call of step
+        self._closed = Intervals()  # offered for this optimizer step before that call
+        self._gone_bytes = (0, 0)  # of tiers that a recut replaced
+        self._host = host
+        self._parts: list[Part] = []
+        if host or not geometry.numel:
+            self._parts.append(self._make_part(host, is_host=True))
+        if rest := host.complement(geometry.numel):
+            self._parts.append(self._make_part(rest, is_host=False))
+
+    def _make_part(self, share: Intervals, *, is_host: bool) -> Part:
+        geometry, local = self.geometry.part(share)
+        make = self._make_host if is_host else self._make_device
+        landing = None if is_host else Landing(geometry.numel)
+        return Part(make(geometry, self._groups), geometry, share, local, is_host, landing)
+
+    @property
+    def cut(self) -> int:
+        """How many elements the host holds: with a ratio, the element at which its share ends."""
+        return self._host.numel
 
     @property
     def bytes_d2h(self) -> int:
         """Gradient bytes copied to the host so far."""
-        return sum(getattr(part.tier, "bytes_d2h", 0) for part in self._parts)
+        return self._gone_bytes[0] + sum(getattr(p.tier, "bytes_d2h", 0) for p in self._parts)
 
     @property
     def bytes_h2d(self) -> int:
         """Parameter bytes brought from the host so far; complete after ``wait_params``."""
-        return sum(getattr(part.tier, "bytes_h2d", 0) for part in self._parts)
+        return self._gone_bytes[1] + sum(getattr(p.tier, "bytes_h2d", 0) for p in self._parts)
 
     @property
     def host_bytes(self) -> int:
@@ -116,13 +109,17 @@ class TwinTier:
         """
         stop = start + grad.numel()
         self.geometry.check_range(start, stop)
-        release = None
+        if any(self._closed.overlaps(start, stop)):
+            self._closed, self._offered = Intervals(), self._fresh
+            self._begin_round()
+        release = None  # the host's copies are in order: the last says all
         for part in self._parts:
-            a, b = part.clip(start, stop)
-            if a < b:
-                share = part.landed(a - part.lo, grad[a - start : b - start])
-                release = part.tier.offer_grad(a - part.lo, share) or release
-        self._offered.add(start, stop, _NOWHERE, 0)
+            for a, b in part.share.overlaps(start, stop):
+                at, own = part.share.local(a), grad[a - start : b - start]
+                own = own if part.landing is None else part.landing.copy(at, own)
+                release = part.tier.offer_grad(at, own) or release
+        offer = Intervals([(start, stop)])
+        self._offered, self._fresh = self._offered.union(offer), self._fresh.union(offer)
         return release
 
     def read_grad(self, start: int, stop: int) -> Tensor:
@@ -131,13 +128,22 @@ class TwinTier:
         Raises:
             ValueError: a part of it was not offered, or was used by a step.
         """
-        spans = [(part, *part.clip(start, stop)) for part in self._parts]
-        found = [p.tier.read_grad(a - p.lo, b - p.lo) for p, a, b in spans if a < b]
-        return torch.cat(found) if found else torch.empty(0)
+        found: list[tuple[int, Tensor]] = []
+        for part in self._parts:
+            for a, b in part.share.overlaps(start, stop):
+                low, high = part.share.local(a), part.share.local(b)
+                found.append((a, part.tier.read_grad(low, high)))
+        return torch.cat([values for _, values in sorted(found, key=itemgetter(0))])
+
+    def _begin_round(self) -> None:
+        """What was offered before the last step is offered again: a new optimizer step begins.
+
+        ``step`` may be called several times for one optimizer step, with other pieces each time.
+        """
 
     def discard_grads(self) -> None:
         """Forget what was offered and no step has taken."""
-        self._offered = GradLedger()
+        self._offered = self._fresh = Intervals()
         for part in self._parts:
             part.tier.discard_grads()
 
@@ -150,23 +156,43 @@ class TwinTier:
             ValueError: ``active`` is not sorted or names no piece, or a gradient is missing.
         """
         indices = check_active(self.geometry, active)
-        spans = [(run.start, run.stop) for run in plan_runs(self.geometry, indices)]
-        self._offered.take(spans)  # a half must not have moved on when the other refuses
+        self._check_offered(indices)  # a part must not have moved on when another refuses
+        updated = self.geometry.padded_spans(indices)
+        self._offered = self._offered.difference(updated)
+        self._closed, self._fresh = self._closed.union(self._fresh), Intervals()
+        self._groups = groups
         for part in self._parts:
-            local = [part.local[i] for i in indices if i in part.local]
-            part.tier.step(groups, local, grad_scale=grad_scale)
+            local = [own for i in indices for own in part.local.get(i, ())]
+            self._step_part(part, local, grad_scale)
+
+    def _step_part(self, part: Part, active: Sequence[int], grad_scale: float) -> None:
+        part.tier.step(self._groups, active, grad_scale=grad_scale)
+
+    def _check_offered(self, indices: Sequence[int]) -> None:
+        for i in indices:
+            piece = self.geometry.pieces[i]
+            if not self._offered.covers(piece.start, piece.stop):
+                missing = Intervals([(piece.start, piece.stop)]).difference(self._offered)
+                start, stop = missing.spans[0]
+                raise ValueError(
+                    f"no gradient was offered for [{start}, {stop}), which a piece listed in "
+                    f"`active` needs; call offer_grad before step"
+                )
 
     def wait_params(self, start: int, stop: int) -> None:
         """Return once the parameter shards in ``[start, stop)`` hold their new values."""
         for part in self._parts:
-            a, b = part.clip(start, stop)
+            a, b = part.share.local(start), part.share.local(stop)
             if a < b:
-                part.tier.wait_params(a - part.lo, b - part.lo)
+                self._wait_part(part, a, b)
 
     def are_params_ready(self, start: int, stop: int) -> bool:
         """Whether `wait_params` would return at once, and make no stream wait."""
-        spans = [(part, *part.clip(start, stop)) for part in self._parts]
-        return all(p.tier.are_params_ready(a - p.lo, b - p.lo) for p, a, b in spans if a < b)
+        spans = [(p, p.share.local(start), p.share.local(stop)) for p in self._parts]
+        return all(p.tier.are_params_ready(a, b) for p, a, b in spans if a < b)
+
+    def _wait_part(self, part: Part, start: int, stop: int) -> None:
+        part.tier.wait_params(start, stop)
 
     def state_names(self) -> Sequence[str]:
         """``master_weight``, then each elementwise state that either part has."""
@@ -182,13 +208,16 @@ class TwinTier:
         owners = [part for part in self._parts if name in part.tier.state_names()]
         if not owners:
             raise KeyError(f"the optimizer has no state {name!r}, only {self.state_names()}")
-        spans = [(part, *part.clip(start, stop)) for part in owners]
-        found = [(a, part.tier.read_state(name, a - part.lo, b - part.lo)) for part, a, b in spans]
-        if len(found) == len(self._parts):
-            return torch.cat([values for _, values in found])
-        whole = torch.zeros(stop - start, dtype=found[0][1].dtype, device="cpu")
-        for a, values in found:  # a part that has not made this state yet reads as zero
-            whole[a - start : a - start + values.numel()] = values
+        spans = [(p.share.local(start), p.share.local(stop)) for p in owners]
+        found = [p.tier.read_state(name, *span) for p, span in zip(owners, spans, strict=True)]
+        for values in found:
+            if values.numel() == stop - start:
+                return values
+        whole = torch.zeros(stop - start, dtype=found[0].dtype, device="cpu")
+        for part, (base, _), values in zip(owners, spans, found, strict=True):
+            for a, b in part.share.overlaps(start, stop):
+                at = part.share.local(a) - base
+                whole[a - start : b - start] = values[at : at + b - a]
         return whole
 
     def write_state(self, name: str, start: int, values: Tensor) -> None:
@@ -200,17 +229,93 @@ class TwinTier:
         stop = start + values.numel()
         self.geometry.check_range(start, stop)
         for part in self._parts:
-            a, b = part.clip(start, stop)
-            if a < b:
-                part.tier.write_state(name, a - part.lo, values[a - start : b - start])
+            for a, b in part.share.overlaps(start, stop):
+                part.write_state(name, part.share.local(a), values[a - start : b - start])
 
     def read_scalars(self, piece: int) -> Mapping[str, float]:
-        """``num_steps`` and the optimizer's scalars; the halves of a cut piece agree."""
+        """``num_steps`` and the optimizer's scalars; the parts of a cut piece agree."""
         part = next(part for part in self._parts if piece in part.local)
-        return part.tier.read_scalars(part.local[piece])
+        return part.tier.read_scalars(part.local[piece][0])
 
     def write_scalars(self, piece: int, scalars: Mapping[str, float]) -> None:
-        """Restore what `read_scalars` gave, in both halves of a cut piece."""
+        """Restore what `read_scalars` gave, in every part of a cut piece."""
         for part in self._parts:
-            if piece in part.local:
-                part.tier.write_scalars(part.local[piece], scalars)
+            for own in part.local.get(piece, ()):
+                part.tier.write_scalars(own, scalars)
+
+    @torch.no_grad()
+    def recut(self, cut: int) -> None:
+        """Let the host hold ``[0, cut)`` from now on, and the device the rest.
+
+        Between steps; it waits for one under way. Nothing that the tier computes or tells changes
+        but the byte counters, in which masters that are published again count. See
+        [Note: a cut that moves].
+
+        Raises:
+            ValueError: ``cut`` is not within the flat space, or the host's share is not ``[0, k)``.
+            RuntimeError: gradients have been offered for a step that has not been taken.
+        """
+        self.geometry.check_range(0, cut)
+        cut = self.geometry.floor(cut, self._alignment)
+        if self._host != Intervals([(0, self.cut)]):
+            raise ValueError(f"the host's share is not [0, k) but chosen by name: {self._host}")
+        if self._fresh:
+            raise RuntimeError("a recut between offer_grad and step: step or discard first")
+        if cut == self.cut:
+            return
+        self.wait_params(0, self.geometry.numel)
+        scalars = [self.read_scalars(i) for i in range(len(self.geometry.pieces))]
+        try:
+            self._replace_parts(Intervals([(0, cut)]), is_growing=cut > self.cut)
+            for i, values in enumerate(scalars):
+                self.write_scalars(i, values)
+        except BaseException as error:
+            self._parts = [lost_part(self.geometry, error)]
+            raise
+
+    def _replace_parts(self, host: Intervals, *, is_growing: bool) -> None:
+        self._host = host
+        if is_growing:  # the host takes from the device what it gives up
+            self._replace_host(host)
+            self._replace_device(host.complement(self.geometry.numel))
+        else:
+            self._replace_device(host.complement(self.geometry.numel))
+            self._replace_host(host)
+
+    def _replace_host(self, share: Intervals) -> None:
+        """Fill a new host tier from all old ones, then let go of the host's."""
+        new = self._make_part(share, is_host=True) if share else None
+        if new is not None:
+            self._copy_out(new.write_state, share)
+        self._drop(is_host=True)
+        if new is not None:
+            self._parts.insert(0, new)
+
+    def _replace_device(self, share: Intervals) -> None:
+        """Let go of the device's old tier before the new one is made, which the host then fills."""
+        kept = share.difference(self._host_share_now())
+        held = HeldState(kept.numel)
+        self._copy_out(held.write_state, kept)
+        self._drop(is_host=False)
+        if not share:
+            return
+        new = self._make_part(share, is_host=False)
+        move_state(held, kept, new.write_state, share)
+        self._copy_out(new.write_state, share)
+        self._parts.append(new)
+
+    def _copy_out(self, write_state: Callable[[str, int, Tensor], None], share: Intervals) -> None:
+        """Copy what the parts have of ``share``."""
+        for part in self._parts:
+            move_state(part.tier, part.share, write_state, share)
+
+    def _host_share_now(self) -> Intervals:
+        return next((part.share for part in self._parts if part.is_host), Intervals())
+
+    def _drop(self, *, is_host: bool) -> None:
+        """Forget the host's tier or the device's; its bytes stay counted."""
+        for part in [part for part in self._parts if part.is_host == is_host]:
+            down, up = self._gone_bytes
+            down += getattr(part.tier, "bytes_d2h", 0)
+            self._gone_bytes = (down, up + getattr(part.tier, "bytes_h2d", 0))
+            self._parts.remove(part)

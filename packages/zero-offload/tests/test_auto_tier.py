@@ -1,0 +1,241 @@
+"""The tier that chooses its own cut: what it measures, and that no bit changes."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from support import CPU, ReferenceAdam, Space, assert_same, group_of, make_tier, snapshot, train
+from torch import nn, optim
+
+from zero_offload import OffloadedOptimizer
+from zero_offload.auto_ratio import STEPS_PER_PROBE, AutoRatio, Sample
+from zero_offload.auto_tier import AutoTier
+from zero_offload.device_room import DeviceClock, DeviceRoom, MemoryReading, read_memory
+
+GROUPS = [group_of(optim.AdamW, lr=1e-2, weight_decay=0.1)]
+RATIOS = (0.5, 0.25, 0.9, 0.0, 1.0, 0.999, 0.3)
+
+
+class Scripted(AutoRatio):
+    """Goes through given ratios, one a step, and keeps what it was told."""
+
+    def __init__(self, ratios: tuple[float, ...]) -> None:
+        super().__init__()
+        self._left = list(ratios)
+        self.samples: list[Sample] = []
+
+    def observe(self, sample: Sample, least_ratio: float = 0.0) -> float:
+        self.samples.append(sample)
+        self.ratio = self._left.pop(0) if self._left else self.ratio
+        return self.ratio
+
+
+def make_auto(space: Space, cls: Any, groups: Any, kernel: Any = None) -> AutoTier:
+    tier = make_tier(space, cls, groups, ratio="auto", kernel=kernel)  # type: ignore[arg-type]
+    assert isinstance(tier, AutoTier)
+    return tier
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("route", ["kernel", "adamw", "nadam"])
+def test_whatever_it_chooses_no_bit_changes(route: str, dtype: torch.dtype) -> None:
+    cls = optim.NAdam if route == "nadam" else optim.AdamW
+    kernel = ReferenceAdam() if route == "kernel" else None
+    groups = [group_of(cls, lr=1e-2)]
+    space, same = Space(dtype=dtype), Space(dtype=dtype)
+    tier = make_auto(space, cls, groups, kernel)
+    tier._controller = script = Scripted(RATIOS)
+    expected = make_tier(same, cls, groups, kernel=kernel)
+    cuts = []
+    for step in range(len(RATIOS) + 1):
+        for each, its_space in ((tier, space), (expected, same)):
+            train(each, its_space, groups, range(step, step + 1))
+        cuts.append(tier.cut)
+    assert_same(snapshot(tier, space), snapshot(expected, same))
+    assert cuts == [360, *(round(ratio * 360) for ratio in RATIOS)]
+    assert len(script.samples) == len(RATIOS)
+
+
+def test_each_step_is_measured() -> None:
+    """A host kernel that takes 20 ms per run, and a caller that comes for the values at once."""
+    worker_name = "zero-offload"
+
+    class Slow(ReferenceAdam):
+        def adam_step(self, *args: Any, **kwargs: Any) -> None:
+            is_host = threading.current_thread().name.startswith(worker_name)
+            time.sleep(0.02 if is_host else 0.005)
+            super().adam_step(*args, **kwargs)
+
+    space = Space()
+    tier = make_auto(space, optim.AdamW, GROUPS, Slow())
+    tier._controller = script = Scripted((1.0, 0.5, 0.5))
+    train(tier, space, GROUPS, range(4), active=[0, 1, 2])  # one run
+    whole, _, half = script.samples
+    assert (whole.host_numel, whole.device_numel) == (253, 0)
+    assert (half.host_numel, half.device_numel) == (180, 73)
+    for sample in (whole, half):
+        assert 0.02 <= sample.host_s < 0.2
+    assert whole.device_s == 0.0
+    assert whole.stall_s > 0.01
+    assert 0.005 <= half.device_s < 0.1
+    assert half.stall_s < whole.stall_s + 0.1
+
+
+def test_a_stall_is_the_hosts_lateness_alone() -> None:
+    """A caller that comes later than the host is done waits for nothing."""
+    space = Space()
+    tier = make_auto(space, optim.AdamW, GROUPS, ReferenceAdam())
+    tier._controller = script = Scripted(())
+    train(tier, space, GROUPS, range(1))
+    for step in range(1, 3):
+        grad = space.grad(step)
+        tier.offer_grad(0, grad[:256])
+        tier.offer_grad(256, grad[256:])
+        tier.step(GROUPS, range(5), grad_scale=1.0)
+        tier._parts[0].tier._progress.drain()  # type: ignore[attr-defined]
+        tier.wait_params(0, space.numel)
+    train(tier, space, GROUPS, range(3, 4))
+    assert script.samples[1].stall_s < 0.005
+
+
+def test_units_updated_one_by_one_are_one_step() -> None:
+    """Updates within backward: each unit is offered and stepped before the next one comes."""
+    space, same = Space(), Space()
+    tier = make_auto(space, optim.AdamW, GROUPS, ReferenceAdam())
+    tier._controller = script = Scripted((0.5, 0.2, 0.9))
+    expected = make_tier(same, optim.AdamW, GROUPS, kernel=ReferenceAdam())
+    train(expected, same, GROUPS, range(4))
+    for step in range(4):
+        grad = space.grad(step)
+        for start, stop, active in ((256, 360, [3, 4]), (0, 256, [0, 1, 2])):
+            tier.offer_grad(start, grad[start:stop])
+            tier.step(GROUPS, active, grad_scale=1.0)
+        tier.wait_params(0, space.numel)
+    assert_same(snapshot(tier, space), snapshot(expected, same))
+    assert [s.host_numel + s.device_numel for s in script.samples] == [253 + 65] * 3
+
+
+def test_a_skipped_step_is_not_measured_twice() -> None:
+    space = Space()
+    tier = make_auto(space, optim.AdamW, GROUPS, ReferenceAdam())
+    tier._controller = script = Scripted((0.5, 0.3))
+    train(tier, space, GROUPS, range(1))
+    for _ in range(3):
+        tier.offer_grad(0, space.grad(1)[:256])
+        tier.discard_grads()
+    assert len(script.samples) == 1
+    train(tier, space, GROUPS, range(1, 3))
+    assert len(script.samples) == 2
+
+
+def test_a_parameter_that_comes_first_and_had_no_gradient_before_is_not_lost() -> None:
+    """The step in which it comes is noticed after its gradient is in: nothing moves then."""
+    space, same = Space(), Space()
+    tier = make_auto(space, optim.AdamW, GROUPS, ReferenceAdam())
+    tier._controller = script = Scripted(RATIOS)
+    expected = make_tier(same, optim.AdamW, GROUPS, kernel=ReferenceAdam())
+    for step in range(6):
+        for each, its_space in ((tier, space), (expected, same)):
+            grad = its_space.grad(step)
+            active = [1, 2, 3, 4] if step % 3 == 0 else [0, 1, 2, 3, 4]
+            for i in active:
+                a, b, _ = its_space.pieces[i]
+                each.offer_grad(a, grad[a:b])
+            each.step(GROUPS, active, grad_scale=1.0)
+            each.wait_params(0, 360)
+    assert_same(snapshot(tier, space), snapshot(expected, same))
+    assert len(script.samples) == 3  # of 5: steps 1 and 4 began unnoticed
+
+
+def test_a_host_that_is_always_late_gives_all_to_the_device(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Its kernel sleeps, whatever it is given; the search ends at 0 and says so, once."""
+
+    class Late(ReferenceAdam):
+        def adam_step(self, *args: Any, **kwargs: Any) -> None:
+            if threading.current_thread().name.startswith("zero-offload"):
+                time.sleep(0.004)
+            super().adam_step(*args, **kwargs)
+
+    caplog.set_level(logging.INFO, logger="zero_offload")
+    space = Space()
+    tier = make_auto(space, optim.AdamW, GROUPS, Late())
+    assert tier.ratio_report is None
+    train(tier, space, GROUPS, range(10 * (STEPS_PER_PROBE + 1)))
+    report = tier.ratio_report
+    assert report is not None
+    assert tier.cut == round(report.ratio * 360) == 0
+    (record,) = caplog.records
+    assert record.levelno == logging.INFO
+    assert record.message == f"offload_optimizer settled on {report}"
+    assert "the host is late with any share" in record.message
+
+
+def test_an_optimizer_with_auto_trains_as_one_without() -> None:
+    results = []
+    for ratio in (1.0, "auto"):
+        torch.manual_seed(0)
+        net = nn.Linear(9, 7)
+        optimizer = OffloadedOptimizer(optim.AdamW, net.parameters(), ratio=ratio, lr=1e-2)  # type: ignore[arg-type]
+        for step in range(30):
+            optimizer.zero_grad()
+            x = torch.randn(4, 9, generator=torch.Generator().manual_seed(step))
+            net(x).square().mean().backward()
+            optimizer.step()
+        results.append(torch.cat([p.detach().flatten() for p in net.parameters()]))
+    assert torch.equal(*results)
+
+
+def test_a_rank_without_elements_may_choose_too() -> None:
+    space = Space()
+    space.numel, space.pieces, space.params = 0, [], []
+    space.initial = torch.zeros(0)
+    tier = make_auto(space, optim.AdamW, GROUPS)
+    for _ in range(5):
+        tier.step(GROUPS, [], grad_scale=1.0)
+        tier.wait_params(0, 0)
+    assert tier.cut == 0
+
+
+def test_a_cpu_sets_no_bound_and_its_clock_counts_the_calls() -> None:
+    assert read_memory(CPU) is None
+    assert DeviceRoom(100, 12, lambda: None).least_ratio(0) == 0.0
+    clock = DeviceClock(CPU)
+    for _ in range(2):
+        with clock.measure():
+            time.sleep(0.01)
+    assert 0.02 <= clock.take() < 0.2
+    assert clock.take() == 0.0
+
+
+@given(
+    st.integers(0, 10**9),
+    st.lists(st.tuples(st.integers(0, 10**9), st.floats(0, 1)), min_size=1, max_size=6),
+    st.integers(10**6, 4 * 10**9),
+)
+def test_room_is_what_the_peak_without_the_state_leaves(
+    reserved: int, steps: list[tuple[int, float]], total: int
+) -> None:
+    """A device with ``total`` bytes on which a step takes some, and the state 14 per element."""
+    numel, element_bytes = 10**7, 14
+    peak = others = 0
+
+    def read() -> MemoryReading:
+        return MemoryReading(available=total, peak=peak, total=total)
+
+    room = DeviceRoom(numel, element_bytes, read)
+    for taken, share in steps:
+        device_numel = round(share * numel)
+        if taken + device_numel * element_bytes > peak:
+            peak, others = taken + device_numel * element_bytes, taken
+        found = room.least_ratio(device_numel)
+        fitting = (0.95 * total - others) / element_bytes
+        assert found == pytest.approx(min(max(1 - fitting / numel, 0.0), 1.0), abs=1e-9)
