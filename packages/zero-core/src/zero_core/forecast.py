@@ -28,6 +28,7 @@ from zero_core.config import Config
 from zero_core.discovery import compute_dtype
 from zero_core.layout import Segment
 from zero_core.memory import Memory, accumulated_dtype, communicated_dtype, offered_dtype
+from zero_core.offload_form import OffloadForm
 from zero_core.tier import optimizer_options, probe_states
 
 __all__ = ["Forecast", "MemoryUse", "buffer_bytes", "quantized_bytes"]
@@ -90,6 +91,9 @@ class Forecast:
         self.stage = memory.stage
         self._spans = _spans(memory)
         self._numel = drawn.layout.local_numel(is_sharded=memory.has_sharded_state)
+        self._form = OffloadForm.of(
+            drawn, config, is_sharded=memory.has_sharded_state, is_accelerated=is_accelerated
+        )
         self._state_bytes = _state_bytes_per_element(drawn)
         self._fixed = {
             **memory.expected_report(),
@@ -102,11 +106,11 @@ class Forecast:
 
     def memory(self, ratio: float) -> MemoryUse:
         """Bytes by kind with the first ``ratio`` of the optimizer state on the host."""
-        cut = round(ratio * self._numel)
+        cut = self._form.cut(ratio, self._numel)
         device = {
             **self._fixed,
             "master weights": self._device_master_bytes(cut),
-            "optimizer states": (self._numel - cut) * self._state_bytes,
+            "optimizer states": self._device_state_bytes(cut),
             "gradient copies": self._landing_bytes(cut, self._numel) if self._is_offloaded else 0,
         }
         return MemoryUse(_without_zeros(device), _without_zeros(self._host_bytes(cut)))
@@ -122,10 +126,25 @@ class Forecast:
         rest = self._overlaps(cut, self._numel)
         if self._is_accelerated or (cut == 0 and not self._is_offloaded):
             return sum((high - low) * 4 for low, high, s in rest if s.dtype not in _WIDE)
-        # zero-offload's own tier on a CPU keeps masters of all or of none of its elements.
-        width = _master_itemsize(self._spans)
-        needs_copy = any(s.dtype.itemsize != width for _, _, s in rest)
-        return (self._numel - cut) * width if needs_copy else 0
+        # zero-offload's own tier on a CPU keeps whole masters of all or of none of its elements.
+        whole = self._whole(rest)
+        width = _master_itemsize(whole)
+        needs_copy = any(s.dtype.itemsize != width for _, _, s in whole)
+        copies = sum(high - low for low, high, _ in whole) * width if needs_copy else 0
+        return copies + self._remainder_bytes(cut, self._numel)
+
+    def _device_state_bytes(self, cut: int) -> int:
+        if self._form.is_compact and not self._is_accelerated:
+            return self._form.state_bytes(cut, self._numel)
+        return (self._numel - cut) * self._state_bytes
+
+    def _whole(self, part: Sequence[tuple[int, int, Segment]]) -> list[tuple[int, int, Segment]]:
+        """What has a master weight that is not split."""
+        is_split = self._form.is_compact
+        return [x for x in part if not (is_split and x[2].dtype == torch.bfloat16)]
+
+    def _remainder_bytes(self, start: int, stop: int) -> int:
+        return self._form.remainder_bytes(start, stop) if self._form.is_compact else 0
 
     @property
     def _is_offloaded(self) -> bool:
@@ -133,22 +152,35 @@ class Forecast:
 
     def _host_bytes(self, cut: int) -> dict[str, int]:
         part = self._overlaps(0, cut)
-        width = _master_itemsize(part)
+        whole, width = self._whole(part), _master_itemsize(self._spans)
         # Where the device is the host, full-precision shards are their own master weights.
-        needs_copy = self._is_accelerated or any(s.dtype.itemsize != width for _, _, s in part)
-        staged = {s.dtype for _, _, s in part} if self._is_accelerated else set()
-        largest = min(max((b - a for a, b, _ in part), default=0), _STAGED_NUMEL)
+        needs_copy = self._is_accelerated or any(s.dtype.itemsize != width for _, _, s in whole)
+        masters = sum(high - low for low, high, _ in whole) * width if needs_copy else 0
+        is_compact = self._form.is_compact
         return {
-            "master weights": cut * width if needs_copy else 0,
-            "optimizer states": cut * self._state_bytes,
+            "master weights": masters + self._remainder_bytes(0, cut),
+            "optimizer states": (
+                self._form.state_bytes(0, cut) if is_compact else cut * self._state_bytes
+            ),
             "gradient copies": self._landing_bytes(0, cut),
-            "parameter copies": sum(2 * self._pinned_bytes(largest * d.itemsize) for d in staged),
+            "parameter copies": self._sent_bytes(part),
         }
 
     def _landing_bytes(self, start: int, stop: int) -> int:
         """The tier's own copies of the gradients of ``[start, stop)``, one for each dtype."""
         dtypes = {self._offered(s) for _, _, s in self._overlaps(start, stop)}
         return sum((stop - start) * dtype.itemsize for dtype in dtypes)
+
+    def _sent_bytes(self, part: Sequence[tuple[int, int, Segment]]) -> int:
+        """What new values go to the device through: small buffers, or all of a split master."""
+        if not self._is_accelerated:
+            return 0
+        whole = self._whole(part)
+        largest = min(max((b - a for a, b, _ in whole), default=0), _STAGED_NUMEL)
+        dtypes = {s.dtype for _, _, s in whole}
+        staged = sum(2 * self._pinned_bytes(largest * dtype.itemsize) for dtype in dtypes)
+        held = [x for x in part if x not in whole]
+        return staged + sum(self._pinned_bytes((b - a) * s.dtype.itemsize) for a, b, s in held)
 
     def _pinned_bytes(self, nbytes: int) -> int:
         """torch page-locks memory in powers of two."""
@@ -157,7 +189,7 @@ class Forecast:
 
     def host_link_bytes(self, ratio: float) -> tuple[int, int]:
         """Bytes per step to the host (gradients) and back (parameters)."""
-        part = self._overlaps(0, round(ratio * self._numel))
+        part = self._overlaps(0, self._form.cut(ratio, self._numel))
         down = sum((b - a) * self._offered(s).itemsize for a, b, s in part)
         return down, sum((b - a) * s.dtype.itemsize for a, b, s in part)
 

@@ -13,8 +13,9 @@ from zero_offload.update_rule import PARAM, REMAINDER, Rule, Stored
 
 __all__ = ["ShardStore"]
 
-_WINDOW_NUMEL = 1 << 18
-"""Elements that are converted at once: whole blocks, and temporaries that fit a cache."""
+_WINDOW_NUMEL = 1 << 15
+"""Elements that are converted at once: whole blocks, temporaries that fit a cache, and no more than
+torch gives one thread, since a dozen short operations would mostly wait for other threads."""
 
 
 class ShardStore:
