@@ -20,7 +20,7 @@ import time
 import weakref
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -106,6 +106,10 @@ class Transfer:
             finally:
                 self._meter.waited(time.perf_counter() - begin)
         self._future.result()
+
+    def settle(self) -> None:
+        """Block until the transfer is over, without a word on whether it failed."""
+        wait([self._future])
 
 
 class BlockFile:
