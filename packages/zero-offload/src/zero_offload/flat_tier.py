@@ -128,11 +128,10 @@ class FlatTier(ABC):
         """``master_weight``, then every elementwise state that the optimizer has."""
         return (MASTER, *self._stepper.state_dtypes())
 
-    def _dtype(self, name: str) -> torch.dtype:
+    def _check_name(self, name: str) -> None:
         known = self._stepper.state_dtypes()
         if name not in known:
             raise KeyError(f"the optimizer has no state {name!r}, only {[MASTER, *known]}")
-        return known[name]
 
     def read_state(self, name: str, start: int, stop: int) -> Tensor:
         """A copy of one state over ``[start, stop)``: 1-D, on the CPU, zero where there is none.
@@ -144,11 +143,8 @@ class FlatTier(ABC):
         self.geometry.check_range(start, stop)
         if name == MASTER:
             return self._stepper.read_master(start, stop)
-        dtype = self._dtype(name)
-        stored = self._stepper.buffer(name, create=False)
-        if stored is None:
-            return torch.zeros(stop - start, dtype=dtype, device="cpu")
-        return stored[start:stop].to("cpu", copy=True)
+        self._check_name(name)
+        return self._stepper.read_state(name, start, stop)
 
     def write_state(self, name: str, start: int, values: Tensor) -> None:
         """Overwrite one state; ``master_weight`` is rounded into the parameter shards as well.
@@ -166,10 +162,8 @@ class FlatTier(ABC):
                 self._stepper.write_master(start, values)
                 self._publish_master(start, stop)
             return
-        self._dtype(name)
-        stored = self._stepper.buffer(name, create=True)
-        assert stored is not None, "create=True gives a buffer"
-        stored[start:stop].copy_(values)
+        self._check_name(name)
+        self._stepper.write_state(name, start, values)
 
     def _publish_master(self, start: int, stop: int) -> None:
         self._mover.open_params()

@@ -18,7 +18,7 @@ from torch import Tensor, optim
 from zero_offload.geometry import Geometry, plan_runs
 from zero_offload.grads import GradLedger
 from zero_offload.protocols import AdamKernel
-from zero_offload.stepper import Chunk, Stepper, check_num_steps
+from zero_offload.stepper import Chunk, MemoryStepper, check_num_steps
 
 __all__ = ["KERNEL_DTYPES", "KernelStepper", "can_serve", "check_kernel_class"]
 
@@ -55,14 +55,14 @@ def can_serve(geometry: Geometry, groups: Sequence[Mapping[str, Any]]) -> bool:
     return shards and not any(group.get("amsgrad", False) for group in groups)
 
 
-class KernelStepper(Stepper):
+class KernelStepper(MemoryStepper):
     """Adam or AdamW over host memory, one ``kernel.adam_step`` call per run.
 
     Args:
         geometry: the flat space; shards of fp32, bf16 or fp16.
         kernel: see `AdamKernel`.
         optimizer_class: ``torch.optim.Adam`` or ``AdamW``.
-        is_in_place: see `Stepper`.
+        is_in_place: see `MemoryStepper`.
     """
 
     def __init__(

@@ -1,6 +1,6 @@
 """What a tier asks of a stepper: the part that owns master weights and state and updates them.
 
-A stepper works on flat memory of one kind (host or device) and knows nothing of transfers, threads
+A stepper works on one kind of storage (host memory, device memory, a file) and knows nothing of transfers, threads
 or streams. `plan` runs in the caller's thread and finds everything that can be refused; `update`
 then runs chunk by chunk, on the host tier in its worker.
 """
@@ -18,7 +18,7 @@ from torch import Tensor
 from zero_offload.geometry import Geometry, Run
 from zero_offload.grads import GradLedger
 
-__all__ = ["MASTER", "Chunk", "Stepper"]
+__all__ = ["MASTER", "Chunk", "MemoryStepper", "Stepper"]
 
 MASTER = "master_weight"
 
@@ -36,20 +36,92 @@ class Stepper(ABC):
 
     Args:
         geometry: the flat space.
-        device: where master weights and state live.
-        is_in_place: the shards lie on ``device`` too; those of the master's dtype are then their
-            own master weights, and no second copy is kept.
 
     Attributes:
         dtype: of the master weights: fp32, or float64 when a shard is.
         num_steps: updates applied so far, for each piece.
     """
 
-    def __init__(self, geometry: Geometry, device: torch.device, *, is_in_place: bool) -> None:
+    def __init__(self, geometry: Geometry) -> None:
         self.geometry = geometry
-        self.device = device
         self.dtype = geometry.master_dtype()
         self.num_steps = [0] * len(geometry.pieces)
+
+    @property
+    @abstractmethod
+    def is_in_place(self) -> bool:
+        """Whether the shards are the master weights."""
+
+    @abstractmethod
+    def master(self, start: int, stop: int) -> Tensor:
+        """The master weights over a range inside one shard, to be read: their memory or a copy."""
+
+    @abstractmethod
+    def read_master(self, start: int, stop: int) -> Tensor:
+        """A copy on the CPU over any range; zero between shards."""
+
+    @abstractmethod
+    def write_master(self, start: int, values: Tensor) -> None:
+        """Overwrite a range; in place, the shards have the values with that."""
+
+    @abstractmethod
+    def plan(
+        self, active: Sequence[int], groups: Sequence[Mapping[str, Any]], grads: GradLedger
+    ) -> list[Chunk]:
+        """Chunks in ascending order. ValueError for a missing gradient or a refused setting."""
+
+    @abstractmethod
+    def update(
+        self,
+        chunk: Chunk,
+        grads: GradLedger,
+        grad_scale: float,
+        out: Callable[[int, int], Tensor],
+    ) -> None:
+        """Update a chunk; write each run's rounded values to ``out(run.start, run.stop)``.
+
+        In place there is nothing to write: the shards have been updated.
+        """
+
+    @abstractmethod
+    def state_dtypes(self) -> Mapping[str, torch.dtype]:
+        """Names of the elementwise states, without the master, and their dtypes."""
+
+    @abstractmethod
+    def read_state(self, name: str, start: int, stop: int) -> Tensor:
+        """A copy of a known state on the CPU over any range; zero where there is none."""
+
+    @abstractmethod
+    def write_state(self, name: str, start: int, values: Tensor) -> None:
+        """Overwrite a range of a known state."""
+
+    @abstractmethod
+    def read_scalars(self, piece: int) -> dict[str, float]:
+        """``num_steps`` and the optimizer's own scalars of one piece."""
+
+    @abstractmethod
+    def write_scalars(self, piece: int, scalars: Mapping[str, float]) -> None:
+        """Restore `read_scalars`; the piece's elementwise state counts from then on."""
+
+    def count(self, active: Sequence[int]) -> None:
+        """Note one more update of the active pieces: the end of a step."""
+        for i in active:
+            self.num_steps[i] += 1
+
+
+class MemoryStepper(Stepper):
+    """A stepper whose master weights and state are flat buffers in memory.
+
+    Args:
+        geometry: the flat space.
+        device: where master weights and state live.
+        is_in_place: the shards lie on ``device`` too; those of the master's dtype are then their
+            own master weights, and no second copy is kept.
+    """
+
+    def __init__(self, geometry: Geometry, device: torch.device, *, is_in_place: bool) -> None:
+        super().__init__(geometry)
+        self.device = device
         self._master: Tensor | None = None
         if not is_in_place or any(t.dtype != self.dtype for _, t in geometry.shards):
             self._master = torch.zeros(geometry.numel, dtype=self.dtype, device=device)
@@ -82,44 +154,21 @@ class Stepper(ABC):
             self.master(a, b).copy_(values[a - start : b - start])
 
     @abstractmethod
-    def plan(
-        self, active: Sequence[int], groups: Sequence[Mapping[str, Any]], grads: GradLedger
-    ) -> list[Chunk]:
-        """Chunks in ascending order. ValueError for a missing gradient or a refused setting."""
-
-    @abstractmethod
-    def update(
-        self,
-        chunk: Chunk,
-        grads: GradLedger,
-        grad_scale: float,
-        out: Callable[[int, int], Tensor],
-    ) -> None:
-        """Update a chunk; write each run's rounded values to ``out(run.start, run.stop)``.
-
-        In place there is nothing to write: the shards have been updated.
-        """
-
-    @abstractmethod
-    def state_dtypes(self) -> Mapping[str, torch.dtype]:
-        """Names of the elementwise states, without the master, and their dtypes."""
-
-    @abstractmethod
     def buffer(self, name: str, *, create: bool) -> Tensor | None:
         """The flat buffer of a known state; None when nothing was stored and not ``create``."""
 
-    @abstractmethod
-    def read_scalars(self, piece: int) -> dict[str, float]:
-        """``num_steps`` and the optimizer's own scalars of one piece."""
+    def read_state(self, name: str, start: int, stop: int) -> Tensor:
+        """A copy of the range of the state's buffer."""
+        stored = self.buffer(name, create=False)
+        if stored is None:
+            return torch.zeros(stop - start, dtype=self.state_dtypes()[name], device="cpu")
+        return stored[start:stop].to("cpu", copy=True)
 
-    @abstractmethod
-    def write_scalars(self, piece: int, scalars: Mapping[str, float]) -> None:
-        """Restore `read_scalars`; the piece's elementwise state counts from then on."""
-
-    def count(self, active: Sequence[int]) -> None:
-        """Note one more update of the active pieces."""
-        for i in active:
-            self.num_steps[i] += 1
+    def write_state(self, name: str, start: int, values: Tensor) -> None:
+        """Overwrite a range of the state's buffer, which is made on first use."""
+        stored = self.buffer(name, create=True)
+        assert stored is not None, "create=True gives a buffer"
+        stored[start : start + values.numel()].copy_(values)
 
     def clear(self, piece: int) -> None:
         """Zero a piece's elementwise state and its count."""

@@ -24,7 +24,7 @@ from zero_offload.elementwise import check_elementwise
 from zero_offload.geometry import Geometry, Run, plan_runs
 from zero_offload.grads import GradLedger
 from zero_offload.state_entry import EntryTemplate, is_elementwise, make_optimizer, probe_entry
-from zero_offload.stepper import Chunk, Stepper, check_num_steps
+from zero_offload.stepper import Chunk, MemoryStepper, check_num_steps
 
 __all__ = ["TorchStepper"]
 
@@ -34,7 +34,7 @@ _DEVICE_CHUNK_NUMEL = 1 << 26
 """The same on a device, where few launches matter more: 256 MiB."""
 
 
-class TorchStepper(Stepper):
+class TorchStepper(MemoryStepper):
     """``optimizer_class`` over the pieces of a flat space.
 
     Args:
@@ -42,7 +42,7 @@ class TorchStepper(Stepper):
         device: where master and state live.
         optimizer_class: an elementwise torch optimizer.
         groups: its ``param_groups`` without ``params``, every default filled in.
-        is_in_place: see `Stepper`.
+        is_in_place: see `MemoryStepper`.
 
     Raises:
         ValueError: the optimizer's update is not elementwise, or it refuses a setting.
