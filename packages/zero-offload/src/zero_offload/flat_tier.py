@@ -110,6 +110,7 @@ class FlatTier(ABC):
                     self._stepper.update(chunk, grads, grad_scale, self._mover.out)
                     for run in chunk.runs:
                         self._progress.advance(self._mover.publish(run.start, run.stop))
+                self._stepper.settle()
                 self._stepper.count(active)
         except BaseException as error:
             self._progress.fail(error)  # whatever it was, the next call must hear of it
@@ -144,7 +145,7 @@ class FlatTier(ABC):
         if name == MASTER:
             return self._stepper.read_master(start, stop)
         self._check_name(name)
-        return self._stepper.read_state(name, start, stop)
+        return self._stepper.read(name, start, stop)
 
     def write_state(self, name: str, start: int, values: Tensor) -> None:
         """Overwrite one state; ``master_weight`` is rounded into the parameter shards as well.
@@ -163,7 +164,7 @@ class FlatTier(ABC):
                 self._publish_master(start, stop)
             return
         self._check_name(name)
-        self._stepper.write_state(name, start, values)
+        self._stepper.write(name, start, values)
 
     def _publish_master(self, start: int, stop: int) -> None:
         self._mover.open_params()

@@ -1,8 +1,8 @@
 """What a tier asks of a stepper: the part that owns master weights and state and updates them.
 
-A stepper works on one kind of storage (host memory, device memory, a file) and knows nothing of transfers, threads
-or streams. `plan` runs in the caller's thread and finds everything that can be refused; `update`
-then runs chunk by chunk, on the host tier in its worker.
+A stepper works on one kind of storage (host memory, device memory, a file) and knows nothing of
+transfers, threads or streams. `plan` runs in the caller's thread and finds everything that can be
+refused; `update` then runs chunk by chunk, on the host tier in its worker.
 """
 
 from __future__ import annotations
@@ -88,11 +88,11 @@ class Stepper(ABC):
         """Names of the elementwise states, without the master, and their dtypes."""
 
     @abstractmethod
-    def read_state(self, name: str, start: int, stop: int) -> Tensor:
+    def read(self, name: str, start: int, stop: int) -> Tensor:
         """A copy of a known state on the CPU over any range; zero where there is none."""
 
     @abstractmethod
-    def write_state(self, name: str, start: int, values: Tensor) -> None:
+    def write(self, name: str, start: int, values: Tensor) -> None:
         """Overwrite a range of a known state."""
 
     @abstractmethod
@@ -103,8 +103,12 @@ class Stepper(ABC):
     def write_scalars(self, piece: int, scalars: Mapping[str, float]) -> None:
         """Restore `read_scalars`; the piece's elementwise state counts from then on."""
 
+    def settle(self) -> None:
+        """After a step's last chunk, in the thread that updates: let what is under way end."""
+        return  # memory has nothing under way
+
     def count(self, active: Sequence[int]) -> None:
-        """Note one more update of the active pieces: the end of a step."""
+        """Note one more update of the active pieces."""
         for i in active:
             self.num_steps[i] += 1
 
@@ -157,14 +161,14 @@ class MemoryStepper(Stepper):
     def buffer(self, name: str, *, create: bool) -> Tensor | None:
         """The flat buffer of a known state; None when nothing was stored and not ``create``."""
 
-    def read_state(self, name: str, start: int, stop: int) -> Tensor:
+    def read(self, name: str, start: int, stop: int) -> Tensor:
         """A copy of the range of the state's buffer."""
         stored = self.buffer(name, create=False)
         if stored is None:
             return torch.zeros(stop - start, dtype=self.state_dtypes()[name], device="cpu")
         return stored[start:stop].to("cpu", copy=True)
 
-    def write_state(self, name: str, start: int, values: Tensor) -> None:
+    def write(self, name: str, start: int, values: Tensor) -> None:
         """Overwrite a range of the state's buffer, which is made on first use."""
         stored = self.buffer(name, create=True)
         assert stored is not None, "create=True gives a buffer"

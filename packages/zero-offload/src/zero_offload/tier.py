@@ -12,8 +12,10 @@ from zero_offload.elementwise import check_elementwise
 from zero_offload.flat_tier import DeviceTier, HostTier
 from zero_offload.geometry import Geometry, freeze_groups
 from zero_offload.kernel_stepper import KernelStepper, can_serve, check_kernel_class
+from zero_offload.nvme_stepper import NvmeStepper
 from zero_offload.protocols import AdamKernel, DeviceTierFactory, StateTier
-from zero_offload.settings import OffloadSettings
+from zero_offload.rules import resolve_rule
+from zero_offload.settings import NvmeSettings, OffloadSettings
 from zero_offload.stepper import Stepper
 from zero_offload.torch_stepper import TorchStepper
 from zero_offload.transfer import HostMover
@@ -66,6 +68,7 @@ def create_tier(
         groups=groups,
         adam_kernel=adam_kernel,
         device_tier=device_tier,
+        nvme=settings.nvme,
     )
 
 
@@ -79,8 +82,12 @@ def make_twin(
     groups: Sequence[Mapping[str, Any]],
     adam_kernel: AdamKernel | None,
     device_tier: DeviceTierFactory,
+    nvme: NvmeSettings | None = None,
 ) -> TwinTier:
-    """The two halves of a flat space, cut at element ``round(ratio * numel)``."""
+    """The two halves of a flat space, cut at element ``round(ratio * numel)``.
+
+    With ``nvme``, the host's half of the state lies in a file.
+    """
     check_elementwise(optimizer_class)
     if adam_kernel is not None:
         check_kernel_class(optimizer_class)
@@ -90,7 +97,11 @@ def make_twin(
     rest: tuple[StateTier, dict[int, int]] | None = None
     if cut or not geometry.numel:
         part, local = geometry.part(0, cut, len(groups))
-        stepper = _make_stepper(part, optimizer_class, frozen, adam_kernel, is_in_place=False)
+        stepper: Stepper
+        if nvme is not None:
+            stepper = _make_nvme_stepper(part, optimizer_class, frozen, adam_kernel, nvme)
+        else:
+            stepper = _make_stepper(part, optimizer_class, frozen, adam_kernel, is_in_place=False)
         host = HostTier(part, stepper, HostMover(part, device, pin_memory=pin_memory)), local
     if cut < geometry.numel:
         part, local = geometry.part(cut, geometry.numel, len(groups))
@@ -138,3 +149,22 @@ def _make_stepper(
     if adam_kernel is not None and can_serve(geometry, groups):
         return KernelStepper(geometry, adam_kernel, optimizer_class, is_in_place=is_in_place)
     return TorchStepper(geometry, _CPU, optimizer_class, groups, is_in_place=is_in_place)
+
+
+def _make_nvme_stepper(
+    geometry: Geometry,
+    optimizer_class: type[torch.optim.Optimizer],
+    groups: Sequence[Mapping[str, Any]],
+    adam_kernel: AdamKernel | None,
+    nvme: NvmeSettings,
+) -> NvmeStepper:
+    """A kernel's update of state in a file; torch's own works on tensors that stay in memory."""
+    rule = resolve_rule(adam_kernel, optimizer_class, groups)
+    if rule is None:
+        raise ValueError(
+            f'offload_optimizer.device = "nvme" does not serve {optimizer_class.__qualname__} '
+            f"with these settings: its update is not one of an installed host kernel. Use Adam, "
+            f"AdamW, Adagrad, SGD or Lion by name with cpu-adam installed (pip install "
+            f'zero-offload[cpu-adam]) and without amsgrad, or device "cpu"'
+        )
+    return NvmeStepper(geometry, rule, groups, folder=nvme.path, buffer_count=nvme.buffer_count)
