@@ -184,7 +184,10 @@ def torch_oracle(
     members: dict[int, list[nn.Parameter]] = {}
     for param, (_, _, g) in zip(params, space.pieces, strict=True):
         members.setdefault(g, []).append(param)
-    optimizer = cls([{**groups[g], "params": m} for g, m in members.items()])  # type: ignore[call-arg]
+    # Adagrad takes its initial sum from the constructor alone.
+    initial = "initial_accumulator_value"
+    settings = {initial: groups[0][initial]} if initial in groups[0] else {}
+    optimizer = cls([{**groups[g], "params": m} for g, m in members.items()], **settings)  # type: ignore[call-arg]
     for step in steps:
         grad = space.grad(step).float() * grad_scale
         for param, (a, b, _) in zip(params, space.pieces, strict=True):

@@ -151,7 +151,7 @@ def test_a_failed_write_is_raised_by_the_next_flush(
     pipeline.announce([0])
     pipeline.take(0)
     pipeline.put(0)
-    with pytest.raises(StorageError, match="No space left on device: writing block"):
+    with pytest.raises(StorageError, match="No space left on device: writing"):
         pipeline.flush()
     monkeypatch.undo()
     pipeline.abandon()

@@ -175,8 +175,8 @@ def test_states_start_at_what_their_group_says(tmp_path: Path) -> None:
     for param, (a, b, group) in zip(params, space.pieces, strict=True):
         param.grad = space.grad(0)[a:b]
         members[group].append(param)
-    pairs = zip(groups, members, strict=True)
-    optim.Adagrad([{**group, "params": found} for group, found in pairs]).step()
+    for value, found in zip((0.5, 0.0), members, strict=True):
+        optim.Adagrad(found, lr=0.1, initial_accumulator_value=value).step()
     train(tier, space, groups, range(1))
     for param, (a, b, _) in zip(params, space.pieces, strict=True):
         torch.testing.assert_close(space.flat_params()[a:b], param.detach())
@@ -187,7 +187,7 @@ def test_memory_is_that_of_the_buffers(tmp_path: Path) -> None:
     tier = _make(space, tmp_path)
     train(tier, space, GROUPS, range(1))
     stepper = _stepper(tier)
-    assert stepper.buffer_bytes == 4 * BLOCK_NUMEL * 3 * 4  # 4 buffers, 3 fp32 parts
+    assert tier.host_bytes == 4 * BLOCK_NUMEL * 3 * 4  # 4 buffers, 3 fp32 parts
     held = [v for v in vars(stepper).values() if isinstance(v, torch.Tensor)]
     assert not held  # no master weights or moments beside them
     assert stepper.file.num_bytes >= 360 * 12
@@ -198,7 +198,7 @@ def test_bytes_moved_per_step_are_those_of_the_touched_blocks(tmp_path: Path) ->
     tier = _make(space, tmp_path)
     train(tier, space, GROUPS, range(1))
     file = _stepper(tier).file
-    _stepper(tier)._pipeline.flush()
+    tier.read_scalars(0)
     before = file.bytes_read, file.bytes_written
     train(tier, space, GROUPS, range(1, 2), active=[3])  # element 260, in one block of 50
     tier.read_scalars(0)  # the step is over
@@ -214,6 +214,7 @@ class _WatchingAdam(ReferenceAdam):
         self.done: set[str] = set()
         self.changed = threading.Condition()
         self.in_time: list[bool] = []
+        self.is_watching = False
 
     def note(self, what: str, record: int) -> None:
         with self.changed:
@@ -225,7 +226,8 @@ class _WatchingAdam(ReferenceAdam):
         wanted = {f"read {3 * (block + 1) + part}" for part in range(3)} if block < 5 else set()
         wanted |= {f"write {3 * (block - 2) + part}" for part in range(3)} if block > 1 else set()
         with self.changed:
-            self.in_time.append(self.changed.wait_for(lambda: wanted <= self.done, TIMEOUT_S))
+            if self.is_watching:
+                self.in_time.append(self.changed.wait_for(lambda: wanted <= self.done, TIMEOUT_S))
         super().adam_step(*args, **kwargs)
 
 
@@ -237,7 +239,7 @@ def test_next_block_is_read_and_last_one_written_during_an_update(tmp_path: Path
     file = _stepper(tier).file
     read, write = file._read, file._write
     kernel.calls.clear()
-    kernel.in_time.clear()
+    kernel.is_watching = True
 
     def noted_read(record: int, tensor: torch.Tensor) -> None:
         read(record, tensor)
@@ -297,7 +299,8 @@ def _damage(tier: TwinTier, record: int) -> str:
 def _assert_dead(tier: TwinTier, space: Space, kind: type[StorageError], match: str) -> None:
     for call in (
         lambda: tier.wait_params(0, space.numel),
-        lambda: tier.step(GROUPS, range(5), grad_scale=1.0),
+        lambda: tier.step(GROUPS, [], grad_scale=1.0),
+        lambda: tier.offer_grad(0, space.grad(0)),
         lambda: tier.read_state("master_weight", 0, 1),
         lambda: tier.read_scalars(0),
     ):
@@ -319,7 +322,7 @@ def test_damaged_state_stops_the_step(tmp_path: Path) -> None:
     path = _damage(tier, 3 * 4 + 1)  # exp_avg of the fifth block
     before = space.flat_params()[200:253].clone()
     _offer_and_step(tier, space, 2)
-    _assert_dead(tier, space, StorageCorruptError, f"CRC-32.*{path}")
+    _assert_dead(tier, space, StorageCorruptError, f"{path}.*CRC-32")
     assert torch.equal(space.flat_params()[200:253], before)  # nothing was made of the garbage
 
 
@@ -351,7 +354,7 @@ def test_a_full_disk_stops_the_step_and_the_checkpoint_goes_on(
         patch.setattr("zero_offload.direct_io.os.pwritev", full)
         _offer_and_step(tier, space, 2)
         path = _stepper(tier).file.path
-        _assert_dead(tier, space, StorageError, f"No space left on device: writing.*{path}")
+        _assert_dead(tier, space, StorageError, f"{path}: No space left on device: writing")
     _assert_dead(tier, space, StorageError, "No space left")  # though there is room again
     again = _make(other, tmp_path)
     for new in (again, host):

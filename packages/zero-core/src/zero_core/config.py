@@ -106,6 +106,8 @@ class OffloadOptimizerConfig(_Block):
     ratio: Annotated[float, Field(ge=0.0, le=1.0)] = 1.0
     """Share of the elements that the host updates (Twin-Flow), exact to the element."""
     pin_memory: bool = True
+    state_dtype: Literal["float32", "bfloat16", "int8"] = "float32"
+    """What the host keeps Adam's moments in. Not in DeepSpeed's configuration."""
     nvme_path: str | None = None
     buffer_count: PositiveInt = 4
     fast_init: bool = False
@@ -441,6 +443,10 @@ def _refuse_unserved(config: Config) -> None:
         (
             offload.device == "none" and "ratio" in offload.model_fields_set,
             "zero_optimization.offload_optimizer.ratio needs device 'cpu'",
+        ),
+        (
+            offload.device == "none" and "state_dtype" in offload.model_fields_set,
+            "zero_optimization.offload_optimizer.state_dtype needs device 'cpu'",
         ),
         (
             zero.zero_quantized_weights and zero.stage != 3,

@@ -181,7 +181,7 @@ class Bf16AdamRule(_CompactAdamRule):
 
     def stored(self, numel: int) -> Mapping[str, tuple[torch.dtype, int]]:
         """Two bf16 moments, and the halves of the master weight."""
-        return {**self._halves(numel), **{name: (torch.bfloat16, numel) for name in _MOMENTS}}
+        return {**self._halves(numel), **dict.fromkeys(_MOMENTS, (torch.bfloat16, numel))}
 
     def _pass(
         self,
@@ -217,7 +217,7 @@ class EightBitAdamRule(_CompactAdamRule):
             **self._halves(numel),
             "exp_avg": (torch.int8, numel),
             "exp_avg_sq": (torch.uint8, numel),
-            **{scale: (torch.float32, num_blocks) for scale in _SCALES.values()},
+            **dict.fromkeys(_SCALES.values(), (torch.float32, num_blocks)),
         }
 
     def _pass(

@@ -53,6 +53,16 @@ class FlatTier(ABC):
         """Parameter bytes brought back to the compute device so far."""
         return self._mover.bytes_h2d
 
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of host memory that master weights and state take, transfer buffers apart.
+
+        An upper half that is the parameter shard itself, or the copy that is sent up, counts.
+        """
+        stepper = self._stepper
+        is_on_host = stepper.device.type == "cpu"
+        return stepper.master_bytes + stepper.state_bytes if is_on_host else 0
+
     def offer_grad(self, start: int, grad: Tensor) -> None:
         """Take the gradient of ``[start, start + grad.numel())`` for the coming step.
 
@@ -164,7 +174,8 @@ class FlatTier(ABC):
                 self._publish_master(start, stop)
             return
         self._check_name(name)
-        self._stepper.write(name, start, values)
+        with torch.no_grad():
+            self._stepper.write(name, start, values)
 
     def _publish_master(self, start: int, stop: int) -> None:
         self._mover.open_params()

@@ -26,9 +26,9 @@ from zero_offload.block_pipeline import BlockPipeline
 from zero_offload.geometry import Geometry, Run, plan_runs
 from zero_offload.grads import GradLedger
 from zero_offload.kernel_stepper import KERNEL_DTYPES
-from zero_offload.rules import Rule
 from zero_offload.stepper import MASTER, Chunk, Stepper, check_num_steps
 from zero_offload.storage import BlockFile
+from zero_offload.update_rule import Rule
 
 __all__ = ["BLOCK_NUMEL", "NvmeStepper"]
 
@@ -65,8 +65,9 @@ class NvmeStepper(Stepper):
         buffer_count: int,
         block_numel: int = BLOCK_NUMEL,
     ) -> None:
-        super().__init__(geometry)
         _check_served(geometry, rule)
+        shards = range(len(geometry.shards))
+        super().__init__(geometry, torch.device("cpu"), is_in_place=False, split=shards)
         self._rule = rule
         self._initial = [{n: rule.initial(n, group) for n in rule.states} for group in groups]
         self._dtypes = {MASTER: self.dtype, **rule.states}
@@ -82,13 +83,8 @@ class NvmeStepper(Stepper):
         self._fill()
 
     @property
-    def is_in_place(self) -> bool:
-        """Never: the shards are not in the file."""
-        return False
-
-    @property
-    def buffer_bytes(self) -> int:
-        """Host memory that blocks pass through."""
+    def state_bytes(self) -> int:
+        """Bytes of host memory that blocks pass through: all that there is of the state in it."""
         return self._pipeline.buffer_bytes
 
     def _fill(self) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -52,7 +53,7 @@ class _AdagradHyper:
 class AdagradRule(Rule):
     """Adagrad as torch.optim does it, by ``kernel.adagrad_step`` (Duchi et al., 2011)."""
 
-    states = {"sum": torch.float32}
+    states = MappingProxyType({"sum": torch.float32})
     scalars = ("step",)
 
     def __init__(self, kernel: AdagradKernel) -> None:
@@ -152,7 +153,7 @@ class _LionHyper:
 class LionRule(Rule):
     """Lion by ``kernel.lion_step`` (Chen et al., 2023, arXiv 2302.06675, algorithm 2)."""
 
-    states = {"exp_avg": torch.float32}
+    states = MappingProxyType({"exp_avg": torch.float32})
 
     def __init__(self, kernel: LionKernel) -> None:
         self._kernel = kernel
@@ -230,7 +231,7 @@ def resolve_rule(
 
     Args:
         kernel: an `AdamKernel` with whatever other functions it has, or None.
-        optimizer_class: ``torch.optim.Adam``, ``AdamW``, ``Adagrad`` or ``SGD``, or a class with the
+        optimizer_class: torch's ``Adam``, ``AdamW``, ``Adagrad`` or ``SGD``, or a class with the
             attribute ``update_rule = "lion"``.
         groups: its ``param_groups``.
         state_dtype: ``"float32"``; ``"bfloat16"`` or ``"int8"`` for Adam and AdamW.

@@ -13,10 +13,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["NvmeSettings", "OffloadSettings", "check_ratio"]
+from zero_offload.rules import STATE_DTYPES
+
+__all__ = ["NvmeSettings", "OffloadSettings", "check_ratio", "check_state_dtype"]
 
 _BLOCK = "offload_optimizer"
-_SERVED = frozenset({"device", "ratio", "pin_memory", "nvme_path", "buffer_count"})
+_SERVED = frozenset({"device", "ratio", "pin_memory", "state_dtype", "nvme_path", "buffer_count"})
 _WITHOUT_EFFECT = frozenset({"pipeline", "pipeline_read", "pipeline_write", "fast_init"})
 
 
@@ -28,6 +30,13 @@ def check_ratio(value: Any, name: str = "ratio") -> float:
             f"1, got {value!r}"
         )
     return float(value)
+
+
+def check_state_dtype(value: Any, name: str = "state_dtype") -> str:
+    """``value`` if optimizer state can be kept in it; ValueError naming it otherwise."""
+    if value not in STATE_DTYPES:
+        raise ValueError(f"{name} must be one of {STATE_DTYPES}, got {value!r}")
+    return str(value)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,11 +74,13 @@ class OffloadSettings:
         ratio: share of the elements, from the first on, that the host updates.
         pin_memory: page-lock the host's transfer buffers.
         nvme: keep the host's part of the state in a file; None keeps it in host memory.
+        state_dtype: what the host keeps Adam's moments in: one of `STATE_DTYPES`.
     """
 
     ratio: float = 1.0
     pin_memory: bool = True
     nvme: NvmeSettings | None = None
+    state_dtype: str = "float32"
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> OffloadSettings:
@@ -91,8 +102,14 @@ class OffloadSettings:
         pin_memory = block.get("pin_memory", True)
         if not isinstance(pin_memory, bool):
             raise ValueError(f"{_BLOCK}.pin_memory must be true or false, got {pin_memory!r}")
-        nvme = NvmeSettings.from_block(block) if block.get("device") == "nvme" else None
-        return cls(check_ratio(block.get("ratio", 1.0), f"{_BLOCK}.ratio"), pin_memory, nvme)
+        return cls(
+            ratio=check_ratio(block.get("ratio", 1.0), f"{_BLOCK}.ratio"),
+            pin_memory=pin_memory,
+            nvme=NvmeSettings.from_block(block) if block.get("device") == "nvme" else None,
+            state_dtype=check_state_dtype(
+                block.get("state_dtype", "float32"), f"{_BLOCK}.state_dtype"
+            ),
+        )
 
 
 def _check_device(device: Any) -> None:

@@ -8,7 +8,7 @@ refused; `update` then runs chunk by chunk, on the host tier in its worker.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,10 +17,9 @@ from torch import Tensor
 
 from zero_offload.geometry import Geometry, Run
 from zero_offload.grads import GradLedger
+from zero_offload.update_rule import MASTER
 
-__all__ = ["MASTER", "Chunk", "MemoryStepper", "Stepper"]
-
-MASTER = "master_weight"
+__all__ = ["MASTER", "Chunk", "Stepper", "check_num_steps"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,33 +35,66 @@ class Stepper(ABC):
 
     Args:
         geometry: the flat space.
+        device: where master weights and state live.
+        is_in_place: the shards lie on ``device`` too; if all have the master's dtype, they are
+            their own master weights, and no second copy is kept.
+        split: indices of shards whose master weights the subclass keeps in its own form.
 
     Attributes:
+        is_in_place: whether the shards are the master weights, so that nothing is to be written
+            to them after an update.
         dtype: of the master weights: fp32, or float64 when a shard is.
         num_steps: updates applied so far, for each piece.
     """
 
-    def __init__(self, geometry: Geometry) -> None:
+    def __init__(
+        self,
+        geometry: Geometry,
+        device: torch.device,
+        *,
+        is_in_place: bool,
+        split: Collection[int] = (),
+    ) -> None:
         self.geometry = geometry
+        self.device = device
         self.dtype = geometry.master_dtype()
         self.num_steps = [0] * len(geometry.pieces)
+        whole = [i for i in range(len(geometry.shards)) if i not in split]
+        self.is_in_place = is_in_place and all(
+            geometry.shards[i][1].dtype == self.dtype for i in whole
+        )
+        self._masters = {i: self._new_master(geometry.shards[i][1]) for i in whole}
+
+    def _new_master(self, shard: Tensor) -> Tensor:
+        return shard if self.is_in_place else shard.to(self.device, self.dtype, copy=True)
+
+    def master(self, start: int, stop: int) -> Tensor:
+        """The master weights' memory over a range inside one shard; split, their upper halves."""
+        index = self.geometry.shard_at(start)
+        base = self.geometry.shards[index][0]
+        return self._masters[index][start - base : stop - base]
+
+    def read_master(self, start: int, stop: int) -> Tensor:
+        """A copy on the CPU over any range; zero between shards."""
+        values = torch.zeros(stop - start, dtype=self.dtype, device="cpu")
+        for a, b, _ in self.geometry.overlaps(start, stop):
+            values[a - start : b - start].copy_(self.master(a, b))
+        return values
+
+    def write_master(self, start: int, values: Tensor) -> None:
+        """Overwrite a range; in place, the shards have the values with that."""
+        for a, b, _ in self.geometry.overlaps(start, start + values.numel()):
+            self.master(a, b).copy_(values[a - start : b - start])
+
+    @property
+    def master_bytes(self) -> int:
+        """Bytes of the master weights, also where a shard is one, or the upper half of one."""
+        return sum(master.nbytes for master in self._masters.values())
 
     @property
     @abstractmethod
-    def is_in_place(self) -> bool:
-        """Whether the shards are the master weights."""
-
-    @abstractmethod
-    def master(self, start: int, stop: int) -> Tensor:
-        """The master weights over a range inside one shard, to be read: their memory or a copy."""
-
-    @abstractmethod
-    def read_master(self, start: int, stop: int) -> Tensor:
-        """A copy on the CPU over any range; zero between shards."""
-
-    @abstractmethod
-    def write_master(self, start: int, values: Tensor) -> None:
-        """Overwrite a range; in place, the shards have the values with that."""
+    def state_bytes(self) -> int:
+        """Bytes of the optimizer's elementwise state, in the form that is kept."""
 
     @abstractmethod
     def plan(
@@ -89,11 +121,11 @@ class Stepper(ABC):
 
     @abstractmethod
     def read(self, name: str, start: int, stop: int) -> Tensor:
-        """A copy of a known state on the CPU over any range; zero where there is none."""
+        """A copy of a known state over any range: 1-D, on the CPU, zero where there is none."""
 
     @abstractmethod
     def write(self, name: str, start: int, values: Tensor) -> None:
-        """Overwrite a range of a known state."""
+        """Overwrite a known state over ``[start, start + values.numel())``."""
 
     @abstractmethod
     def read_scalars(self, piece: int) -> dict[str, float]:
@@ -111,77 +143,6 @@ class Stepper(ABC):
         """Note one more update of the active pieces."""
         for i in active:
             self.num_steps[i] += 1
-
-
-class MemoryStepper(Stepper):
-    """A stepper whose master weights and state are flat buffers in memory.
-
-    Args:
-        geometry: the flat space.
-        device: where master weights and state live.
-        is_in_place: the shards lie on ``device`` too; those of the master's dtype are then their
-            own master weights, and no second copy is kept.
-    """
-
-    def __init__(self, geometry: Geometry, device: torch.device, *, is_in_place: bool) -> None:
-        super().__init__(geometry)
-        self.device = device
-        self._master: Tensor | None = None
-        if not is_in_place or any(t.dtype != self.dtype for _, t in geometry.shards):
-            self._master = torch.zeros(geometry.numel, dtype=self.dtype, device=device)
-            for a, b, view in geometry.overlaps(0, geometry.numel):
-                self._master[a:b].copy_(view)
-
-    @property
-    def is_in_place(self) -> bool:
-        """Whether the shards are the master weights."""
-        return self._master is None
-
-    def master(self, start: int, stop: int) -> Tensor:
-        """The master weights' memory over a range inside one shard."""
-        if self._master is None:
-            return self.geometry.view(start, stop)
-        return self._master[start:stop]
-
-    def read_master(self, start: int, stop: int) -> Tensor:
-        """A copy on the CPU over any range; zero between shards."""
-        if self._master is not None:
-            return self._master[start:stop].to("cpu", copy=True)
-        values = torch.zeros(stop - start, dtype=self.dtype, device="cpu")
-        for a, b, view in self.geometry.overlaps(start, stop):
-            values[a - start : b - start].copy_(view)
-        return values
-
-    def write_master(self, start: int, values: Tensor) -> None:
-        """Overwrite a range; in place, the shards have the values with that."""
-        for a, b, _ in self.geometry.overlaps(start, start + values.numel()):
-            self.master(a, b).copy_(values[a - start : b - start])
-
-    @abstractmethod
-    def buffer(self, name: str, *, create: bool) -> Tensor | None:
-        """The flat buffer of a known state; None when nothing was stored and not ``create``."""
-
-    def read(self, name: str, start: int, stop: int) -> Tensor:
-        """A copy of the range of the state's buffer."""
-        stored = self.buffer(name, create=False)
-        if stored is None:
-            return torch.zeros(stop - start, dtype=self.state_dtypes()[name], device="cpu")
-        return stored[start:stop].to("cpu", copy=True)
-
-    def write(self, name: str, start: int, values: Tensor) -> None:
-        """Overwrite a range of the state's buffer, which is made on first use."""
-        stored = self.buffer(name, create=True)
-        assert stored is not None, "create=True gives a buffer"
-        stored[start : start + values.numel()].copy_(values)
-
-    def clear(self, piece: int) -> None:
-        """Zero a piece's elementwise state and its count."""
-        start, stop = self.geometry.pieces[piece].start, self.geometry.pieces[piece].stop
-        for name in self.state_dtypes():
-            stored = self.buffer(name, create=False)
-            if stored is not None:
-                stored[start:stop].zero_()
-        self.num_steps[piece] = 0
 
 
 def check_num_steps(scalars: Mapping[str, float]) -> int:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,10 +12,10 @@ from torch import Tensor
 from zero_offload.elementwise import check_elementwise
 from zero_offload.flat_tier import DeviceTier, HostTier
 from zero_offload.geometry import Geometry, freeze_groups
-from zero_offload.kernel_stepper import KernelStepper, can_serve, check_kernel_class
+from zero_offload.kernel_stepper import KernelStepper, can_serve
 from zero_offload.nvme_stepper import NvmeStepper
 from zero_offload.protocols import AdamKernel, DeviceTierFactory, StateTier
-from zero_offload.rules import resolve_rule
+from zero_offload.rules import check_kernel_class, resolve_rule
 from zero_offload.settings import NvmeSettings, OffloadSettings
 from zero_offload.stepper import Stepper
 from zero_offload.torch_stepper import TorchStepper
@@ -42,7 +43,9 @@ def create_tier(
 
     ZeRO-Offload (arXiv 2101.06840) with the Twin-Flow of ZeRO-Offload++: elements
     ``[0, round(ratio * numel))`` are kept and updated on the host, the rest on ``device``. On a
-    CPU both halves use the same update, so the ratio never changes a bit of the result.
+    CPU both halves use the same update, so the ratio never changes a bit of the result; with
+    compact states, but for the parameter that the cut goes through: blocks and random numbers
+    count from the start of each part.
 
     Args:
         numel: length of the local flat space in elements, padding included.
@@ -52,7 +55,8 @@ def create_tier(
         optimizer_class: an elementwise torch optimizer.
         groups: its ``param_groups`` without ``params``, every default filled in.
         config: the resolved ``zero_optimization`` block.
-        adam_kernel: host kernel for Adam and AdamW, or None for torch's own update.
+        adam_kernel: host kernel for Adam, AdamW and whatever else it has functions for (see
+            `zero_offload.rules`), or None for torch's own update.
         device_tier: makes the device's half on an accelerator.
 
     Raises:
@@ -69,6 +73,7 @@ def create_tier(
         adam_kernel=adam_kernel,
         device_tier=device_tier,
         nvme=settings.nvme,
+        state_dtype=settings.state_dtype,
     )
 
 
@@ -83,6 +88,7 @@ def make_twin(
     adam_kernel: AdamKernel | None,
     device_tier: DeviceTierFactory,
     nvme: NvmeSettings | None = None,
+    state_dtype: str = "float32",
 ) -> TwinTier:
     """The two halves of a flat space, cut at element ``round(ratio * numel)``.
 
@@ -92,21 +98,24 @@ def make_twin(
     if adam_kernel is not None:
         check_kernel_class(optimizer_class)
     frozen = freeze_groups(groups)
+    make_stepper = partial(_make_stepper, optimizer_class, frozen, adam_kernel, state_dtype)
     cut = round(ratio * geometry.numel)
     host: tuple[StateTier, dict[int, int]] | None = None
     rest: tuple[StateTier, dict[int, int]] | None = None
     if cut or not geometry.numel:
         part, local = geometry.part(0, cut, len(groups))
-        stepper: Stepper
-        if nvme is not None:
-            stepper = _make_nvme_stepper(part, optimizer_class, frozen, adam_kernel, nvme)
-        else:
-            stepper = _make_stepper(part, optimizer_class, frozen, adam_kernel, is_in_place=False)
-        host = HostTier(part, stepper, HostMover(part, device, pin_memory=pin_memory)), local
+        mover = HostMover(part, device, pin_memory=pin_memory)
+        # What rounded values go through to the device is, with a split master, its upper half.
+        stepper = (
+            make_stepper(part, is_in_place=False, upper=mover.out)
+            if nvme is None
+            else _make_nvme_stepper(part, optimizer_class, frozen, adam_kernel, state_dtype, nvme)
+        )
+        host = HostTier(part, stepper, mover), local
     if cut < geometry.numel:
         part, local = geometry.part(cut, geometry.numel, len(groups))
         if device.type == "cpu":
-            stepper = _make_stepper(part, optimizer_class, frozen, adam_kernel, is_in_place=True)
+            stepper = make_stepper(part, is_in_place=True, upper=part.view)
             rest = DeviceTier(part, stepper, device), local
         else:
             made = device_tier(
@@ -138,16 +147,24 @@ def make_device_tier(
 
 
 def _make_stepper(
-    geometry: Geometry,
     optimizer_class: type[torch.optim.Optimizer],
     groups: Sequence[Mapping[str, Any]],
     adam_kernel: AdamKernel | None,
+    state_dtype: str,
+    geometry: Geometry,
     *,
     is_in_place: bool,
+    upper: Callable[[int, int], Tensor],
 ) -> Stepper:
     """The update in host memory: the kernel's where it can serve, else torch's."""
-    if adam_kernel is not None and can_serve(geometry, groups):
-        return KernelStepper(geometry, adam_kernel, optimizer_class, is_in_place=is_in_place)
+    rule = resolve_rule(adam_kernel, optimizer_class, groups, state_dtype)
+    if rule is not None and can_serve(geometry):
+        return KernelStepper(geometry, rule, groups, is_in_place=is_in_place, upper=upper)
+    if state_dtype != "float32":
+        raise ValueError(
+            f"offload_optimizer.state_dtype = {state_dtype!r} is not served for float64 "
+            f'parameters: use "float32"'
+        )
     return TorchStepper(geometry, _CPU, optimizer_class, groups, is_in_place=is_in_place)
 
 
@@ -156,10 +173,11 @@ def _make_nvme_stepper(
     optimizer_class: type[torch.optim.Optimizer],
     groups: Sequence[Mapping[str, Any]],
     adam_kernel: AdamKernel | None,
+    state_dtype: str,
     nvme: NvmeSettings,
 ) -> NvmeStepper:
     """A kernel's update of state in a file; torch's own works on tensors that stay in memory."""
-    rule = resolve_rule(adam_kernel, optimizer_class, groups)
+    rule = resolve_rule(adam_kernel, optimizer_class, groups, state_dtype)
     if rule is None:
         raise ValueError(
             f'offload_optimizer.device = "nvme" does not serve {optimizer_class.__qualname__} '

@@ -72,6 +72,11 @@ class TwinTier:
         """Parameter bytes brought from the host so far; complete after ``wait_params``."""
         return sum(getattr(part.tier, "bytes_h2d", 0) for part in self._parts)
 
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of host memory that master weights and state take, transfer buffers apart."""
+        return sum(getattr(part.tier, "host_bytes", 0) for part in self._parts)
+
     def offer_grad(self, start: int, grad: Tensor) -> None:
         """Take the gradient of ``[start, start + grad.numel())``; each part gets its share."""
         stop = start + grad.numel()
