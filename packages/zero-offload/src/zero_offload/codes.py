@@ -10,8 +10,8 @@ over the scale: 16 codes for each power of two, 255 for the scale itself, down t
 
 `encode_*` of what `decode_*` gave restores codes and scales, because the largest element is
 decoded as the scale itself, and what rounding moves the others is far less than half a code. The
-limit is fp32's own range: where a block's largest root is under ``2**-47`` (7e-15), squares of its
-smallest roots are subnormal in fp32, and these may come back as other codes.
+limit is fp32's own range: where a block's largest root is under ``2**-56`` (1.4e-17), squares of
+its smallest roots have too few bits in fp32, and these may come back as other codes.
 
 [Note: split master]
 A bf16 parameter is its fp32 master weight rounded to nearest (a tie to the greater magnitude); an
