@@ -7,6 +7,7 @@ import gc
 import os
 import threading
 import time
+from collections.abc import Callable
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -18,6 +19,7 @@ from support import ReferenceAdam, Space, assert_same, group_of, make_tier, snap
 from torch import optim
 
 from zero_offload import OffloadError
+from zero_offload.grads import GradLedger
 from zero_offload.nvme_stepper import NvmeStepper
 from zero_offload.settings import NvmeSettings, OffloadSettings
 from zero_offload.storage import StorageCorruptError, StorageError
@@ -197,13 +199,41 @@ def test_bytes_moved_per_step_are_those_of_the_touched_blocks(tmp_path: Path) ->
     space = Space(num_groups=2)
     tier = _make(space, tmp_path)
     train(tier, space, GROUPS, range(1))
-    file = _stepper(tier).file
+    file = tier.file
+    assert file is not None
     tier.read_scalars(0)
     before = file.bytes_read, file.bytes_written
     train(tier, space, GROUPS, range(1, 2), active=[3])  # element 260, in one block of 50
     tier.read_scalars(0)  # the step is over
     moved = file.bytes_read - before[0], file.bytes_written - before[1]
     assert moved == (50 * 12, 50 * 12)
+
+
+def test_steps_that_queue_up_are_one_stream_of_blocks(tmp_path: Path) -> None:
+    """Two steps are planned before the first is run; only the last one waits for the file."""
+    space = Space()
+    tier = _make(space, tmp_path)
+    stepper, grads, flushes = _stepper(tier), GradLedger(), []
+    grads.add(0, space.numel, space.grad(0), 0)
+    steps = [stepper.plan(active, GROUPS, grads) for active in ([0, 1, 2], [3, 4])]
+    pipeline = stepper._pipeline
+    flush = pipeline.flush
+    pipeline.flush = lambda: (flushes.append(1), flush())[1]  # type: ignore[method-assign]
+    for number, chunks in enumerate(steps):
+        for chunk in chunks:
+            stepper.update(chunk, grads, 1.0, space_view(space))
+        if number == 0:
+            assert pipeline._reading  # the first blocks of the second step
+        stepper.settle()
+        assert len(flushes) == number
+    host = _host(expected := Space())
+    train(host, expected, GROUPS, range(1))
+    assert torch.equal(space.flat_params(), expected.flat_params())
+
+
+def space_view(space: Space) -> Callable[[int, int], torch.Tensor]:
+    (_, first), (base, second) = space.params
+    return lambda a, b: first[a:b] if b <= base else second[a - base : b - base]
 
 
 class _WatchingAdam(ReferenceAdam):

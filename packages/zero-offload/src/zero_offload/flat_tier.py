@@ -20,6 +20,7 @@ from zero_offload.geometry import Geometry, check_active, freeze_groups
 from zero_offload.grads import GradLedger
 from zero_offload.progress import Progress
 from zero_offload.stepper import MASTER, Chunk, Stepper
+from zero_offload.storage import BlockFile
 from zero_offload.transfer import DeviceMover, Mover
 
 __all__ = ["DeviceTier", "FlatTier", "HostTier"]
@@ -52,6 +53,11 @@ class FlatTier(ABC):
     def bytes_h2d(self) -> int:
         """Parameter bytes brought back to the compute device so far."""
         return self._mover.bytes_h2d
+
+    @property
+    def file(self) -> BlockFile | None:
+        """Where master weights and state lie if not in memory, with its counters."""
+        return self._stepper.file
 
     @property
     def host_bytes(self) -> int:

@@ -74,7 +74,7 @@ class NvmeStepper(Stepper):
         self._parts = {name: part for part, name in enumerate(self._dtypes)}
         self._blocks = list(_cut(geometry, block_numel))
         self._starts = [start for start, _ in self._blocks]
-        self.file = BlockFile(
+        self.file: BlockFile = BlockFile(
             folder,
             [(b - a) * dtype.itemsize for a, b in self._blocks for dtype in self._dtypes.values()],
             name="optimizer-state",

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from zero_offload.geometry import Geometry, Run
 from zero_offload.grads import GradLedger
+from zero_offload.storage import BlockFile
 from zero_offload.update_rule import MASTER
 
 __all__ = ["MASTER", "Chunk", "Stepper", "check_num_steps"]
@@ -45,7 +46,10 @@ class Stepper(ABC):
             to them after an update.
         dtype: of the master weights: fp32, or float64 when a shard is.
         num_steps: updates applied so far, for each piece.
+        file: where master weights and state lie if not in memory.
     """
+
+    file: BlockFile | None = None
 
     def __init__(
         self,
