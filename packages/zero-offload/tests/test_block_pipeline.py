@@ -138,6 +138,11 @@ def test_only_the_parts_asked_for_are_moved(tmp_path: Path) -> None:
     assert [entry for entry in file.log if entry.startswith("end")] == ["end read 2", "end write 3"]
 
 
+def _put_and_flush(pipeline: BlockPipeline, block: int) -> None:
+    pipeline.put(block)
+    pipeline.flush()
+
+
 def test_a_failed_write_is_raised_by_the_next_flush(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -150,9 +155,8 @@ def test_a_failed_write_is_raised_by_the_next_flush(
     monkeypatch.setattr("zero_offload.direct_io.os.pwritev", full)
     pipeline.announce([0])
     pipeline.take(0)
-    pipeline.put(0)
     with pytest.raises(StorageError, match="No space left on device: writing"):
-        pipeline.flush()
+        _put_and_flush(pipeline, 0)
     monkeypatch.undo()
     pipeline.abandon()
     with pytest.raises(StorageError, match="No space left"):  # the block is lost, not old

@@ -15,10 +15,22 @@ from typing import Any
 
 import pytest
 import torch
-from support import ReferenceAdam, Space, assert_same, group_of, make_tier, snapshot, train
+from support import (
+    NamedLion,
+    ReferenceAdam,
+    ReferenceKernel,
+    Space,
+    assert_same,
+    group_of,
+    make_tier,
+    snapshot,
+    train,
+)
 from torch import optim
 
 from zero_offload import OffloadError
+from zero_offload.block_layout import BlockLayout
+from zero_offload.geometry import Geometry
 from zero_offload.grads import GradLedger
 from zero_offload.nvme_stepper import NvmeStepper
 from zero_offload.settings import NvmeSettings, OffloadSettings
@@ -86,6 +98,65 @@ def _assert_same_pieces(found: Any, expected: Any, space: Space) -> None:
     )
 
 
+RULES: list[tuple[type[optim.Optimizer], dict[str, Any], str]] = [
+    (optim.AdamW, {}, "int8"),
+    (optim.AdamW, {}, "bfloat16"),
+    (optim.Adagrad, {"initial_accumulator_value": 0.1}, "float32"),
+    (optim.SGD, {"momentum": 0.9}, "float32"),
+    (optim.SGD, {}, "float32"),
+    (NamedLion, {}, "float32"),
+]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("cls", "settings", "state_dtype"), RULES)
+def test_every_rule_gives_the_bits_of_host_memory(
+    tmp_path: Path,
+    cls: type[optim.Optimizer],
+    settings: dict[str, Any],
+    state_dtype: str,
+    dtype: torch.dtype,
+) -> None:
+    """And so does state that came from host memory after two steps, to its last code."""
+    groups = [group_of(cls, lr=lr, **settings) for lr in (1e-2, 3e-3)]
+    tiers, spaces = [], [Space(dtype=dtype, num_groups=2) for _ in range(3)]
+    for space, device in zip(spaces, ("cpu", "nvme", "nvme"), strict=True):
+        block = {"device": device, "nvme_path": str(tmp_path), "state_dtype": state_dtype}
+        tiers.append(make_tier(space, cls, groups, kernel=ReferenceKernel(), **block))
+    host, nvme, late = tiers
+    for tier, space in ((host, spaces[0]), (nvme, spaces[1])):
+        train(tier, space, groups, range(2))
+    for i in range(len(spaces[2].pieces)):
+        late.write_scalars(i, host.read_scalars(i))
+    for name in host.state_names():
+        late.write_state(name, 0, host.read_state(name, 0, 360))
+    for tier, space in zip(tiers, spaces, strict=True):
+        train(tier, space, groups, range(2, 4), active=[0, 2, 4])
+        train(tier, space, groups, range(4, 5))
+    expected = snapshot(host, spaces[0])
+    _assert_same_pieces(snapshot(nvme, spaces[1]), expected, spaces[0])
+    _assert_same_pieces(snapshot(late, spaces[2]), expected, spaces[0])
+
+
+def test_compact_states_take_as_much_of_the_disk_as_they_would_of_memory(tmp_path: Path) -> None:
+    for state_dtype, num_bytes in (("float32", 12.0), ("bfloat16", 8.0), ("int8", 6.0625)):
+        tier = make_tier(
+            Space(dtype=torch.bfloat16),
+            optim.AdamW,
+            GROUPS,
+            kernel=ReferenceKernel(),
+            device="nvme",
+            nvme_path=str(tmp_path),
+            state_dtype=state_dtype,
+        )
+        layout = BlockLayout(
+            Geometry(1 << 20, [(0, 1 << 20, 0)], [(0, torch.empty(1 << 20).bfloat16())], 1),
+            _stepper(tier)._rule,
+            1 << 20,
+        )
+        assert sum(layout.record_bytes) == num_bytes * (1 << 20)
+
+
 @pytest.mark.parametrize("buffer_count", [1, 2, 3, 9])
 def test_any_number_of_buffers_gives_the_same_bits(tmp_path: Path, buffer_count: int) -> None:
     found, expected = Space(num_groups=2), Space(num_groups=2)
@@ -151,24 +222,12 @@ def test_a_cleared_piece_starts_again_and_its_neighbours_stay(tmp_path: Path) ->
         tier.write_scalars(0, {"num_steps": 1, "mu_product": 0.5})
 
 
-class ReferenceAdagrad(ReferenceAdam):
-    """Adagrad as in the paper: the sum of squares, and the step over its root."""
-
-    def adagrad_step(
-        self, master: Any, grad: Any, state_sum: Any, *, lr: float, eps: float, **keywords: Any
-    ) -> None:
-        grad = grad.float() * keywords["grad_scale"]
-        state_sum.add_(grad * grad)
-        master.sub_(lr * grad / (state_sum.sqrt() + eps))
-        keywords["out"].copy_(master)
-
-
 def test_states_start_at_what_their_group_says(tmp_path: Path) -> None:
     groups = [
         group_of(optim.Adagrad, lr=0.1, initial_accumulator_value=value) for value in (0.5, 0.0)
     ]
     space, block = Space(num_groups=2), {"device": "nvme", "nvme_path": str(tmp_path)}
-    tier = make_tier(space, optim.Adagrad, groups, kernel=ReferenceAdagrad(), **block)
+    tier = make_tier(space, optim.Adagrad, groups, kernel=ReferenceKernel(), **block)
     start = tier.read_state("sum", 0, space.numel)
     for a, b, group in space.pieces:
         assert start[a:b].eq(groups[group]["initial_accumulator_value"]).all()

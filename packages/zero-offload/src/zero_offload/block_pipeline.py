@@ -4,11 +4,12 @@ ZeRO-Infinity (arXiv 2104.07857, section 6.3: overlap-centric design) reads the 
 the next parameters and writes that of the last while one part is updated.
 
 [Note: buffers]
-A block has several **parts** (master weights, each state), which are records of a `BlockFile`, part
-``p`` of block ``i`` being its record ``i * num_parts + p``. Blocks are **announced** in the order
-in which they will be taken. A buffer has room for all parts of one block and is always in one of
-four places: free, being read, held by who took it, being written. So memory is bounded by the
-number of buffers, and three of them are enough for reading, updating and writing at the same time.
+A block has several **parts** (master weights, each state), which are records of a `BlockFile`:
+part ``p`` of block ``i`` is its record ``i * num_parts + p``, empty if the block has no such part.
+Blocks are **announced** in the order in which they will be taken. A buffer has room for all parts
+of one block and is always in one of four places: free, being read, held by who took it, being
+written. So memory is bounded by the number of buffers, and three of them are enough for reading,
+updating and writing at the same time.
 """
 
 from __future__ import annotations
@@ -117,8 +118,9 @@ class BlockPipeline:
         buffer = self._held.pop(block)
         self._writing[block] = buffer
         for p in range(self._num_parts) if parts is None else parts:
-            memory = buffer.parts[p][: self._size(block, p)]
-            buffer.transfers.append(self._file.write(block * self._num_parts + p, memory))
+            if size := self._size(block, p):
+                record = block * self._num_parts + p
+                buffer.transfers.append(self._file.write(record, buffer.parts[p][:size]))
         self._read_ahead()
 
     def drop(self, block: int) -> None:
@@ -164,5 +166,6 @@ class BlockPipeline:
             buffer = self._free.pop()
             self._reading[block] = buffer
             for p in parts:
-                memory = buffer.parts[p][: self._size(block, p)]
-                buffer.transfers.append(self._file.read(block * self._num_parts + p, memory))
+                if size := self._size(block, p):
+                    record = block * self._num_parts + p
+                    buffer.transfers.append(self._file.read(record, buffer.parts[p][:size]))
