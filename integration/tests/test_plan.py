@@ -34,16 +34,18 @@ RATIOS = (0.0, 0.37, 1.0)
 
 
 def make_config(stage: int, dtype: str, **zero: Any) -> dict[str, Any]:
+    state_dtype = zero.get("offload_optimizer", {}).get("state_dtype", "float32")
+    is_compact = state_dtype != "float32"  # which a kernel alone serves
     return {
         "train_micro_batch_size_per_gpu": 2,
         "bf16": {"enabled": dtype == "bf16"},
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}},
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": not is_compact}},
         "zero_optimization": {"stage": stage, **zero},
     }
 
 
-def offload(ratio: float) -> dict[str, Any]:
-    return {"offload_optimizer": {"device": "cpu", "ratio": ratio}}
+def offload(ratio: float, state_dtype: str = "float32") -> dict[str, Any]:
+    return {"offload_optimizer": {"device": "cpu", "ratio": ratio, "state_dtype": state_dtype}}
 
 
 def train_steps(engine: zero_core.Engine) -> None:
@@ -62,13 +64,21 @@ def memory_of_tier(engine: zero_core.Engine) -> dict[str, dict[str, int]]:
         stepper, mover = part.tier._stepper, part.tier._mover
         grads = {id(t): t for t in getattr(mover, "_grads", {}).values()}.values()
         kinds = {
-            "master weights": 0 if stepper.is_in_place else stepper.master_bytes,
+            "master weights": stepper.master_bytes - bytes_in_shards(stepper),
             "optimizer states": stepper.state_bytes,
             "gradient copies": sum(t.nbytes for t in grads),
         }
         place = "host" if part.lo == 0 and tier.cut else "device"
         found[place] = {kind: n for kind, n in kinds.items() if n}
     return found
+
+
+def bytes_in_shards(stepper: Any) -> int:
+    """Of the master weights: shards that are their own, and those that are an upper half."""
+    masters = [stepper.master(a, b) for a, b, _ in stepper.geometry.overlaps(0, 1 << 62)]
+    shards = [t for _, t in stepper.geometry.shards]
+    pairs = zip(masters, shards, strict=True)
+    return sum(shard.nbytes for master, shard in pairs if master.data_ptr() == shard.data_ptr())
 
 
 TIER_KINDS = ("master weights", "optimizer states", "gradient copies")
@@ -83,7 +93,14 @@ def measure_offload(rank: int, world_size: int, folder: str) -> None:
                 config = make_config(stage, dtype, **offload(ratio))
                 engine = zero_core.build(GPT2LMHeadModel(GPT2), config)
                 train_steps(engine)
-                rows.append([stage, dtype, ratio, memory_of_tier(engine)])
+                rows.append([stage, dtype, ratio, "float32", memory_of_tier(engine)])
+    for state_dtype in ("int8", "bfloat16"):
+        for stage, dtype in ((2, "fp32"), (2, "bf16"), (3, "bf16")):
+            torch.manual_seed(0)
+            config = make_config(stage, dtype, **offload(0.37, state_dtype))
+            engine = zero_core.build(GPT2LMHeadModel(GPT2), config)
+            train_steps(engine)
+            rows.append([stage, dtype, 0.37, state_dtype, memory_of_tier(engine)])
     (Path(folder) / f"{rank}.json").write_text(json.dumps(rows))
 
 
@@ -91,12 +108,16 @@ def measure_offload(rank: int, world_size: int, folder: str) -> None:
 def test_offload_takes_what_was_planned(world_size: int, tmp_path: Path) -> None:
     spawn(measure_offload, world_size, str(tmp_path))
     for rank in range(world_size):
-        for stage, dtype, ratio, held in json.loads((tmp_path / f"{rank}.json").read_text()):
-            config = make_config(stage, dtype, **offload(ratio))
+        for stage, dtype, ratio, state_dtype, held in json.loads(
+            (tmp_path / f"{rank}.json").read_text()
+        ):
+            if rank and state_dtype != "float32":
+                continue  # planned is rank 0's cut; another's blocks begin elsewhere
+            config = make_config(stage, dtype, **offload(ratio, state_dtype))
             memory = zero_core.plan(GPT2, config, world_size, device_type="cpu").memory
-            assert memory.host == held["host"], (stage, dtype, ratio)
+            assert memory.host == held["host"], (stage, dtype, ratio, state_dtype)
             planned = {k: n for k, n in memory.device.items() if k in TIER_KINDS}
-            assert planned == held["device"], (stage, dtype, ratio)
+            assert planned == held["device"], (stage, dtype, ratio, state_dtype)
 
 
 def test_parameters_on_their_way_back_take_what_was_planned() -> None:

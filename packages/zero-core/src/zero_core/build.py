@@ -30,7 +30,7 @@ from zero_core.initial import InitialValues, leave_meta
 from zero_core.layout import Layout, Segment
 from zero_core.lr_schedules import make_scheduler
 from zero_core.memory import Memory
-from zero_core.optimizer import KERNEL_TYPES
+from zero_core.optimizer import names_rule
 from zero_core.parts import COLLECTIVES, KERNELS, TIERS, load_part
 from zero_core.pretrained import load_pretrained
 from zero_core.protocols import Collectives, CollectivesFactory, StateTier, StateTierFactory
@@ -87,7 +87,7 @@ def build(
     resolved = load_config(config, world_size=ranks.size)
     if resolved.seed is not None:
         torch.manual_seed(resolved.seed)
-    has_named_rule = optimizer is None and _names_rule(resolved)
+    has_named_rule = optimizer is None and names_rule(resolved)
     drawn = Blueprint.draw(model, resolved, ranks.size, optimizer)
     found, layout, optimizer = drawn.found, drawn.layout, drawn.optimizer
     initial = InitialValues(model)
@@ -165,13 +165,6 @@ def _accelerator() -> torch.device:
     found = torch.accelerator.current_accelerator()
     assert found is not None
     return torch.device(found.type, torch.accelerator.current_device_index())
-
-
-def _names_rule(config: Config) -> bool:
-    """Whether the configuration names an optimizer that a host kernel may compute."""
-    if config.optimizer is None or config.optimizer.params.get("torch_adam"):
-        return False
-    return config.optimizer.type.lower() in KERNEL_TYPES
 
 
 def _check_ranks_agree(control: ControlGroup, layout: Layout, config: Config) -> None:

@@ -28,6 +28,7 @@ from zero_core.config import Config
 from zero_core.discovery import compute_dtype
 from zero_core.layout import Segment
 from zero_core.memory import Memory, accumulated_dtype, communicated_dtype
+from zero_core.offload_form import OffloadForm
 from zero_core.tier import optimizer_options, probe_states
 
 __all__ = ["Forecast", "MemoryUse", "buffer_bytes", "quantized_bytes"]
@@ -88,6 +89,9 @@ class Forecast:
         self.stage = memory.stage
         self._spans = _spans(memory)
         self._numel = drawn.layout.local_numel(is_sharded=memory.has_sharded_state)
+        self._form = OffloadForm.of(
+            drawn, config, is_sharded=memory.has_sharded_state, is_accelerated=is_accelerated
+        )
         self._state_bytes = _state_bytes_per_element(drawn)
         self._fixed = {
             **memory.expected_report(),
@@ -100,11 +104,11 @@ class Forecast:
 
     def memory(self, ratio: float) -> MemoryUse:
         """Bytes by kind with the first ``ratio`` of the optimizer state on the host."""
-        cut = round(ratio * self._numel)
+        cut = self._form.cut(ratio, self._numel)
         device = {
             **self._fixed,
             "master weights": self._device_master_bytes(cut),
-            "optimizer states": (self._numel - cut) * self._state_bytes,
+            "optimizer states": self._device_state_bytes(cut),
         }
         return MemoryUse(_without_zeros(device), _without_zeros(self._host_bytes(cut)))
 
@@ -112,10 +116,25 @@ class Forecast:
         rest = self._overlaps(cut, self._numel)
         if self._is_accelerated or (cut == 0 and not self._is_offloaded):
             return sum((high - low) * 4 for low, high, s in rest if s.dtype not in _WIDE)
-        # zero-offload's own tier on a CPU keeps masters of all or of none of its elements.
-        width = _master_itemsize(rest)
-        needs_copy = any(s.dtype.itemsize != width for _, _, s in rest)
-        return (self._numel - cut) * width if needs_copy else 0
+        # zero-offload's own tier on a CPU keeps whole masters of all or of none of its elements.
+        whole = self._whole(rest)
+        width = _master_itemsize(whole)
+        needs_copy = any(s.dtype.itemsize != width for _, _, s in whole)
+        copies = sum(high - low for low, high, _ in whole) * width if needs_copy else 0
+        return copies + self._remainder_bytes(cut, self._numel)
+
+    def _device_state_bytes(self, cut: int) -> int:
+        if self._form.is_compact and not self._is_accelerated:
+            return self._form.state_bytes(cut, self._numel)
+        return (self._numel - cut) * self._state_bytes
+
+    def _whole(self, part: Sequence[tuple[int, int, Segment]]) -> list[tuple[int, int, Segment]]:
+        """What has a master weight that is not split."""
+        is_split = self._form.is_compact
+        return [x for x in part if not (is_split and x[2].dtype == torch.bfloat16)]
+
+    def _remainder_bytes(self, start: int, stop: int) -> int:
+        return self._form.remainder_bytes(start, stop) if self._form.is_compact else 0
 
     @property
     def _is_offloaded(self) -> bool:
@@ -125,9 +144,14 @@ class Forecast:
         part = self._overlaps(0, cut)
         grads = {accumulated_dtype(s, self._config) for _, _, s in part}
         staged = {s.dtype for _, _, s in part} if self._is_accelerated else set()
+        whole = self._whole(part)
+        masters = sum(high - low for low, high, _ in whole) * _master_itemsize(part)
+        is_compact = self._form.is_compact
         return {
-            "master weights": cut * _master_itemsize(part),
-            "optimizer states": cut * self._state_bytes,
+            "master weights": masters + self._remainder_bytes(0, cut),
+            "optimizer states": (
+                self._form.state_bytes(0, cut) if is_compact else cut * self._state_bytes
+            ),
             "gradient copies": sum(self._transfer_bytes(cut * d.itemsize) for d in grads),
             "parameter copies": sum(self._transfer_bytes(cut * d.itemsize) for d in staged),
         }
@@ -141,7 +165,7 @@ class Forecast:
 
     def host_link_bytes(self, ratio: float) -> tuple[int, int]:
         """Bytes per step to the host (gradients) and back (parameters)."""
-        part = self._overlaps(0, round(ratio * self._numel))
+        part = self._overlaps(0, self._form.cut(ratio, self._numel))
         down = sum((b - a) * accumulated_dtype(s, self._config).itemsize for a, b, s in part)
         return down, sum((b - a) * s.dtype.itemsize for a, b, s in part)
 

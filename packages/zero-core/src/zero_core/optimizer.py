@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from zero_core.config import OptimizerConfig
+from zero_core.config import Config, OptimizerConfig
 from zero_core.errors import ConfigError
 from zero_core.lion import Lion
 
-__all__ = ["KERNEL_TYPES", "EngineOptimizer", "check_elementwise", "make_optimizer"]
+__all__ = ["EngineOptimizer", "check_elementwise", "make_optimizer", "names_rule"]
 
 _BY_NAME: Mapping[str, type[torch.optim.Optimizer]] = {
     "adam": torch.optim.Adam,
@@ -33,7 +33,7 @@ _BY_NAME: Mapping[str, type[torch.optim.Optimizer]] = {
     "lion": Lion,
 }
 
-KERNEL_TYPES = frozenset({"adam", "adamw", "adagrad", "sgd", "lion"})
+_KERNEL_TYPES = frozenset({"adam", "adamw", "adagrad", "sgd", "lion"})
 """Names, in lower case, of those that a host kernel computes where the state is offloaded."""
 
 _FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
@@ -57,6 +57,13 @@ def check_elementwise(optimizer_class: type[torch.optim.Optimizer]) -> None:
             "this engine updates slices; if it is elementwise, set is_elementwise = True on the "
             f"class; known: {sorted(c.__name__ for c in known)}"
         )
+
+
+def names_rule(config: Config) -> bool:
+    """Whether the configuration names an optimizer that a host kernel may compute."""
+    if config.optimizer is None or config.optimizer.params.get("torch_adam"):
+        return False
+    return config.optimizer.type.lower() in _KERNEL_TYPES
 
 
 def make_optimizer(

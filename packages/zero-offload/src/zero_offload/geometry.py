@@ -109,16 +109,13 @@ class Geometry:
         wide = any(tensor.dtype == torch.float64 for _, tensor in self.shards)
         return torch.float64 if wide else torch.float32
 
-    def clipped(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
-        """The pieces that overlap ``[start, stop)``: ``(a, b, piece)`` with the part in it."""
-        first = bisect_right(self._piece_starts, start) - 1
-        for index in range(max(first, 0), len(self.pieces)):
-            piece = self.pieces[index]
-            if piece.start >= stop:
-                return
-            a, b = max(start, piece.start), min(stop, piece.stop)
-            if a < b:
-                yield a, b, index
+    def floor(self, cut: int, alignment: int) -> int:
+        """``cut``, moved down to a multiple of ``alignment`` elements of the piece it is in."""
+        index = bisect_right(self._piece_starts, cut) - 1
+        if index < 0 or cut >= self.pieces[index].stop:
+            return cut
+        start = self.pieces[index].start
+        return start + (cut - start) // alignment * alignment
 
     def overlaps(self, start: int, stop: int) -> Iterator[tuple[int, int, Tensor]]:
         """The parts ``(a, b, view of the shard)`` of ``[start, stop)`` that shards cover."""

@@ -13,6 +13,10 @@ from zero_offload.update_rule import PARAM, REMAINDER, Rule, Stored
 
 __all__ = ["ShardStore"]
 
+_WINDOW_NUMEL = 1 << 15
+"""Elements that are converted at once: whole blocks, temporaries that fit a cache, and no more than
+torch gives one thread, since a dozen short operations would mostly wait for other threads."""
+
 
 class ShardStore:
     """The buffers that a rule keeps for the pieces of one shard, in host memory.
@@ -75,12 +79,15 @@ class ShardStore:
             self.rule.encode(name, self.views(first, last), a - first, part)
 
     def _overlaps(self, start: int, stop: int) -> list[tuple[int, int, int, int]]:
-        """Each stretch ``[first, last)`` that overlaps a range, and the part in it."""
+        """Each stretch ``[first, last)`` that overlaps a range, and the part in it, in windows."""
         low = max(bisect_right(self._starts, start) - 1, 0)
         parts: list[tuple[int, int, int, int]] = []
         for first, last in self.spans[low:]:
             if first >= stop:
                 break
-            if max(first, start) < min(last, stop):
-                parts.append((first, last, max(first, start), min(last, stop)))
+            a, end = max(first, start), min(last, stop)
+            while a < end:
+                b = min(end, a + _WINDOW_NUMEL - (a - first) % _WINDOW_NUMEL)
+                parts.append((first, last, a, b))
+                a = b
         return parts

@@ -15,10 +15,10 @@ from zero_offload.geometry import Geometry, freeze_groups
 from zero_offload.kernel_stepper import KernelStepper, can_serve
 from zero_offload.nvme_stepper import NvmeStepper
 from zero_offload.protocols import AdamKernel, DeviceTierFactory, StateTier
-from zero_offload.rules import check_kernel_class, resolve_rule
+from zero_offload.rules import Rule, check_kernel_class, resolve_rule
 from zero_offload.settings import NvmeSettings, OffloadSettings
 from zero_offload.stepper import Stepper
-from zero_offload.torch_stepper import TorchStepper
+from zero_offload.torch_stepper import FUSED_ALIGNMENT, TorchStepper
 from zero_offload.transfer import HostMover
 from zero_offload.twin import TwinTier
 
@@ -43,9 +43,8 @@ def create_tier(
 
     ZeRO-Offload (arXiv 2101.06840) with the Twin-Flow of ZeRO-Offload++: elements
     ``[0, round(ratio * numel))`` are kept and updated on the host, the rest on ``device``. On a
-    CPU both halves use the same update, so the ratio never changes a bit of the result; with
-    compact states, but for the parameter that the cut goes through: blocks and random numbers
-    count from the start of each part.
+    CPU both halves use the same update, and the cut moves down to the next place in a parameter
+    at which parting it changes no bit (see `_alignment`), so the ratio never changes the result.
 
     Args:
         numel: length of the local flat space in elements, padding included.
@@ -100,6 +99,9 @@ def make_twin(
     frozen = freeze_groups(groups)
     make_stepper = partial(_make_stepper, optimizer_class, frozen, adam_kernel, state_dtype)
     cut = round(ratio * geometry.numel)
+    if device.type == "cpu":
+        rule = _resolve(optimizer_class, frozen, adam_kernel, state_dtype, geometry)
+        cut = geometry.floor(cut, _alignment(rule, frozen))
     host: tuple[StateTier, dict[int, int]] | None = None
     rest: tuple[StateTier, dict[int, int]] | None = None
     if cut or not geometry.numel:
@@ -146,6 +148,33 @@ def make_device_tier(
     return DeviceTier(geometry, stepper, device)
 
 
+def _resolve(
+    optimizer_class: type[torch.optim.Optimizer],
+    groups: Sequence[Mapping[str, Any]],
+    adam_kernel: AdamKernel | None,
+    state_dtype: str,
+    geometry: Geometry,
+) -> Rule | None:
+    """The rule by which a kernel updates in host memory; None where torch's own update does."""
+    rule = resolve_rule(adam_kernel, optimizer_class, groups, state_dtype)
+    if rule is None or can_serve(geometry):
+        return rule
+    if state_dtype != "float32":
+        raise ValueError(
+            f"offload_optimizer.state_dtype = {state_dtype!r} is not served for float64 "
+            f'parameters: use "float32"'
+        )
+    return None
+
+
+def _alignment(rule: Rule | None, groups: Sequence[Mapping[str, Any]]) -> int:
+    """At multiples of how many elements of a parameter a cut changes no bit on a CPU."""
+    if rule is not None:
+        return rule.block
+    is_fused = any(group.get("fused") for group in groups)
+    return FUSED_ALIGNMENT if is_fused else 1
+
+
 def _make_stepper(
     optimizer_class: type[torch.optim.Optimizer],
     groups: Sequence[Mapping[str, Any]],
@@ -157,14 +186,9 @@ def _make_stepper(
     upper: Callable[[int, int], Tensor],
 ) -> Stepper:
     """The update in host memory: the kernel's where it can serve, else torch's."""
-    rule = resolve_rule(adam_kernel, optimizer_class, groups, state_dtype)
-    if rule is not None and can_serve(geometry):
+    rule = _resolve(optimizer_class, groups, adam_kernel, state_dtype, geometry)
+    if rule is not None:
         return KernelStepper(geometry, rule, groups, is_in_place=is_in_place, upper=upper)
-    if state_dtype != "float32":
-        raise ValueError(
-            f"offload_optimizer.state_dtype = {state_dtype!r} is not served for float64 "
-            f'parameters: use "float32"'
-        )
     return TorchStepper(geometry, _CPU, optimizer_class, groups, is_in_place=is_in_place)
 
 

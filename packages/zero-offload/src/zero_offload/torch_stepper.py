@@ -9,7 +9,7 @@ can be read and written by any range of elements.
 
 On a CPU torch's for-loop and foreach implementations give an element the same bits wherever it
 lies in its tensor. ``fused=True`` does not: its kernel rounds the last ``numel % 16`` elements of a
-tensor another way, so next to a cut the last bits may differ from those of an uncut parameter.
+tensor another way. So a parameter is cut at a multiple of `FUSED_ALIGNMENT` of its elements.
 """
 
 from __future__ import annotations
@@ -26,7 +26,10 @@ from zero_offload.grads import GradLedger
 from zero_offload.state_entry import EntryTemplate, is_elementwise, make_optimizer, probe_entry
 from zero_offload.stepper import Chunk, Stepper, check_num_steps
 
-__all__ = ["TorchStepper"]
+__all__ = ["FUSED_ALIGNMENT", "TorchStepper"]
+
+FUSED_ALIGNMENT = 16
+"""Elements of a vector in torch's fused CPU kernels, or a multiple: what is left is the rest."""
 
 _HOST_CHUNK_NUMEL = 1 << 20
 """Elements per optimizer call on the host: bounds the fp32 copy of 16-bit gradients to 4 MiB."""
