@@ -165,3 +165,18 @@ def test_what_cannot_be_served_on_nvme_is_a_config_error(keys: dict[str, str], m
     zero = {"offload_optimizer": {"device": "nvme", **keys}}
     with pytest.raises(zero_core.ConfigError, match=match):
         zero_core.build(make_model(), Case(zero=zero).config())
+
+
+@pytest.mark.parametrize("ratio", [0.0, 0.4, 1.0])
+@pytest.mark.filterwarnings("ignore:the file system of .* has no direct I/O")
+def test_a_plan_knows_that_nvme_takes_host_memory_for_buffers_alone(
+    tmp_path: Path, ratio: float
+) -> None:
+    config = Case(3, "bf16", zero=_offload("nvme", tmp_path, ratio)).config()
+    engine = zero_core.build(make_model(), config)
+    host = zero_core.plan(make_model(), config, 1, device_type="cpu").memory.host
+    tier: Any = engine._tier
+    held = tier._parts[0].tier.host_bytes if ratio else 0
+    assert host.get("NVMe buffers", 0) == held
+    assert {"master weights", "optimizer states"}.isdisjoint(host)
+    engine.close()

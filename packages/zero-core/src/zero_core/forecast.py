@@ -34,6 +34,7 @@ from zero_core.tier import optimizer_options, probe_states
 __all__ = ["Forecast", "MemoryUse", "buffer_bytes", "quantized_bytes"]
 
 _META, _CPU = torch.device("meta"), torch.device("cpu")
+_NVME_BLOCK_NUMEL = 1 << 20
 _WIDE = (torch.float32, torch.float64)
 
 
@@ -147,14 +148,28 @@ class Forecast:
         whole = self._whole(part)
         masters = sum(high - low for low, high, _ in whole) * _master_itemsize(part)
         is_compact = self._form.is_compact
+        masters += self._remainder_bytes(0, cut)
+        states = self._form.state_bytes(0, cut) if is_compact else cut * self._state_bytes
+        if self._config.zero_optimization.offload_optimizer.device == "nvme":
+            kept = {"NVMe buffers": self._nvme_buffer_bytes(part, masters + states)}
+        else:
+            kept = {"master weights": masters, "optimizer states": states}
         return {
-            "master weights": masters + self._remainder_bytes(0, cut),
-            "optimizer states": (
-                self._form.state_bytes(0, cut) if is_compact else cut * self._state_bytes
-            ),
+            **kept,
             "gradient copies": sum(self._transfer_bytes(cut * d.itemsize) for d in grads),
             "parameter copies": sum(self._transfer_bytes(cut * d.itemsize) for d in staged),
         }
+
+    def _nvme_buffer_bytes(self, part: Sequence[tuple[int, int, Segment]], nbytes: int) -> int:
+        """Host memory that ``nbytes`` of master weights and states on NVMe pass through.
+
+        Close where blocks are alike; each buffer has room for the longest.
+        """
+        lengths = [high - low for low, high, _ in part]
+        num_blocks = sum(-(-length // _NVME_BLOCK_NUMEL) for length in lengths)
+        count = min(self._config.zero_optimization.offload_optimizer.buffer_count, num_blocks)
+        longest = min(max(lengths, default=0), _NVME_BLOCK_NUMEL)
+        return -(-count * longest * nbytes // max(sum(lengths), 1))
 
     def _transfer_bytes(self, nbytes: int) -> int:
         """A host buffer for transfers; torch page-locks memory in powers of two."""

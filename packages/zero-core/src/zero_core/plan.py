@@ -146,7 +146,7 @@ class _Planner:
         }
         offload = config.zero_optimization.offload_optimizer
         self._stage = config.zero_optimization.stage
-        self._ratio = offload.ratio if offload.device == "cpu" else 0.0
+        self._ratio = offload.ratio if offload.device != "none" else 0.0
 
     def make(self) -> Plan:
         """The plan."""
