@@ -26,6 +26,13 @@ from zero_core.protocols import (
 )
 from zero_core.tier import DeviceTier
 from zero_offload import create_tier
+from zero_offload.protocols import (
+    AdagradKernel,
+    Bf16AdamKernel,
+    EightBitAdamKernel,
+    LionKernel,
+    SgdKernel,
+)
 from zero_offload.protocols import AdamKernel as OffloadKernel
 from zero_offload.protocols import DeviceTierFactory as OffloadDeviceTierFactory
 from zero_offload.protocols import StateTier as OffloadStateTier
@@ -58,6 +65,9 @@ def prove_what_is_handed_over(
 
 
 adam_kernel: AdamKernel = cpu_adam
+adagrad_kernel: AdagradKernel = cpu_adam
+sgd_kernel: SgdKernel = cpu_adam
+lion_kernel: LionKernel = cpu_adam
 collectives_factory: CollectivesFactory = create_collectives
 state_tier_factory: StateTierFactory = create_tier
 device_tier_factory: DeviceTierFactory = DeviceTier
@@ -77,5 +87,12 @@ TYPES: dict[str, tuple[type, type]] = {
 }
 """Classes and the protocol that their instances satisfy."""
 
-MODULES: dict[str, tuple[ModuleType, type]] = {"cpu_adam": (cpu_adam, AdamKernel)}
+MODULES: dict[str, tuple[ModuleType, type]] = {
+    "cpu_adam": (cpu_adam, AdamKernel),
+    "cpu_adam, Adagrad": (cpu_adam, AdagradKernel),
+    "cpu_adam, SGD": (cpu_adam, SgdKernel),
+    "cpu_adam, Lion": (cpu_adam, LionKernel),
+    "cpu_adam, 8 bits": (cpu_adam, EightBitAdamKernel),
+    "cpu_adam, bf16": (cpu_adam, Bf16AdamKernel),
+}
 """Modules that satisfy a protocol by their functions."""
