@@ -99,8 +99,8 @@ def offload(stage: int = 0, **block):
             {"zero_optimization": {"offload_optimizer": {"device": "cpu", "ratio": 1.5}}},
             "zero_optimization.offload_optimizer.ratio",
         ),
-        ({"zero_optimization": {"offload_optimizer": {"device": "nvme"}}}, "NVMe"),
         ({"zero_optimization": {"offload_optimizer": {"numa": "yes"}}}, "offload_optimizer.numa"),
+        ({"zero_optimization": {"offload_optimizer": {"device": "nvme"}}}, "needs .*nvme_path"),
         ({"zero_optimization": {"offload_optimizer": {"ratio": 0.5}}}, "needs device 'cpu'"),
         (offload(device="none", parameters=["*"]), "parameters needs device 'cpu'"),
         (offload(device="none", device_budget=1), "device_budget needs device 'cpu'"),
@@ -161,6 +161,23 @@ def test_every_unneeded_key_exists_and_is_told(caplog):
     told = " ".join(caplog.messages)
     for path in UNNEEDED:
         assert path in told, path
+
+
+def test_nvme_keys_are_told_only_where_they_have_no_effect(caplog):
+    block = {"nvme_path": "/nvme", "buffer_count": 3, "pipeline_read": True, "fast_init": False}
+    for device, is_told in (("cpu", True), ("nvme", False)):
+        caplog.clear()
+        offload = {"device": device, **block}
+        with caplog.at_level("INFO", logger="zero_core"):
+            config = load_config(
+                {**SMALL, "zero_optimization": {"offload_optimizer": offload}}, world_size=1
+            )
+        told = " ".join(caplog.messages)
+        for key in ("nvme_path", "buffer_count"):
+            assert (f"offload_optimizer.{key} =" in told) == is_told
+        assert "pipeline_read = True has no effect: reads from NVMe always overlap" in told
+        assert "fast_init = False has no effect" in told
+    assert config.zero_optimization.offload_optimizer.nvme_path == "/nvme"
 
 
 def test_null_means_the_default():

@@ -50,7 +50,6 @@ def test_a_missing_block_means_the_defaults(config: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("keys", "match"),
     [
-        ({"device": "nvme"}, r"offload_optimizer\.device"),
         ({"device": "cuda"}, r"offload_optimizer\.device"),
         ({"ratio": 1.5}, r"offload_optimizer\.ratio"),
         ({"ratio": -0.1}, r"offload_optimizer\.ratio"),

@@ -62,8 +62,16 @@ UNNEEDED: Mapping[str, str] = {
     "zero_optimization.round_robin_gradients": "shards are slices of units, already balanced",
     "zero_optimization.memory_efficient_linear": "saved weights are always kept by reference",
     "zero_optimization.offload_optimizer.buffer_count": "used by the NVMe tier only",
-    "zero_optimization.offload_optimizer.fast_init": "used by the NVMe tier only",
     "zero_optimization.offload_optimizer.nvme_path": "used by the NVMe tier only",
+    "zero_optimization.offload_optimizer.fast_init": (
+        "states that start at zero are never written to NVMe before their first update"
+    ),
+    "zero_optimization.offload_optimizer.pipeline_read": (
+        "reads from NVMe always overlap with the update"
+    ),
+    "zero_optimization.offload_optimizer.pipeline_write": (
+        "writes to NVMe always overlap with the update"
+    ),
     "activation_checkpointing.partition_activations": "there are no model-parallel ranks",
     "activation_checkpointing.contiguous_memory_optimization": "a block keeps its inputs alone",
     "activation_checkpointing.number_checkpoints": "every block is one",
@@ -73,6 +81,14 @@ UNNEEDED: Mapping[str, str] = {
     },
 }
 """Keys that are accepted, and why this engine does without them."""
+
+_FOR_NVME: frozenset[str] = frozenset(
+    {
+        "zero_optimization.offload_optimizer.buffer_count",
+        "zero_optimization.offload_optimizer.nvme_path",
+    }
+)
+"""Those that do have an effect with ``offload_optimizer.device: nvme``."""
 
 
 _REFUSED_UNLESS: Mapping[str, Any] = {
@@ -121,7 +137,9 @@ class OffloadOptimizerConfig(_Block):
     numa: bool = True
     """Keep the host's thread and memory on the device's NUMA node, where it is known."""
     nvme_path: str | None = None
+    """A folder on the NVMe disk, for device nvme; the ranks of a host may share it."""
     buffer_count: PositiveInt = 4
+    """Blocks of state in host memory at once, for device nvme; 3 or more overlap fully."""
     fast_init: bool = False
     pipeline_read: bool = False
     pipeline_write: bool = False
@@ -476,9 +494,9 @@ def _refuse_unserved(config: Config) -> None:
             "fp16.enabled and bf16.enabled: only one of them can be true",
         ),
         (
-            offload.device == "nvme" or offload.pipeline_read or offload.pipeline_write,
-            "zero_optimization.offload_optimizer: the NVMe tier (device 'nvme', pipeline_read, "
-            "pipeline_write) is not served; use device 'cpu'",
+            offload.device == "nvme" and not offload.nvme_path,
+            "zero_optimization.offload_optimizer.device = 'nvme' needs "
+            "zero_optimization.offload_optimizer.nvme_path, a folder on the NVMe disk",
         ),
         (
             zero.offload_param.device != "none",
@@ -498,7 +516,8 @@ def _refuse_unserved(config: Config) -> None:
         ),
         (
             offload.device == "none" and len(given) > 0,
-            f"zero_optimization.offload_optimizer.{next(iter(given), '')} needs device 'cpu'",
+            f"zero_optimization.offload_optimizer.{next(iter(given), '')} needs device 'cpu' or "
+            "'nvme'",
         ),
         (
             len(given) > 1,
@@ -556,7 +575,11 @@ def _refuse_unserved(config: Config) -> None:
 
 def _tell_unneeded(raw: Mapping[str, Any]) -> None:
     """Log, once per build, the keys that were given and have no effect here."""
+    offload = raw.get("zero_optimization", {}).get("offload_optimizer", {})
+    needed = _FOR_NVME if offload.get("device") == "nvme" else frozenset()
     for path, reason in UNNEEDED.items():
+        if path in needed:
+            continue
         block: Any = raw
         *parents, key = path.split(".")
         for parent in parents:

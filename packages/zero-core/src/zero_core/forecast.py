@@ -35,6 +35,7 @@ __all__ = ["Forecast", "MemoryUse", "buffer_bytes", "quantized_bytes"]
 
 _META, _CPU = torch.device("meta"), torch.device("cpu")
 _STAGED_NUMEL = 1 << 24  # of a run of parameters on its way to the device, at most
+_NVME_BLOCK_NUMEL = 1 << 20
 _WIDE = (torch.float32, torch.float64)
 
 
@@ -157,14 +158,28 @@ class Forecast:
         needs_copy = self._is_accelerated or any(s.dtype.itemsize != width for _, _, s in whole)
         masters = sum(high - low for low, high, _ in whole) * width if needs_copy else 0
         is_compact = self._form.is_compact
+        masters += self._remainder_bytes(0, cut)
+        states = self._form.state_bytes(0, cut) if is_compact else cut * self._state_bytes
+        if self._config.zero_optimization.offload_optimizer.device == "nvme":
+            kept = {"NVMe buffers": self._nvme_buffer_bytes(part, masters + states)}
+        else:
+            kept = {"master weights": masters, "optimizer states": states}
         return {
-            "master weights": masters + self._remainder_bytes(0, cut),
-            "optimizer states": (
-                self._form.state_bytes(0, cut) if is_compact else cut * self._state_bytes
-            ),
+            **kept,
             "gradient copies": self._landing_bytes(0, cut),
             "parameter copies": self._sent_bytes(part),
         }
+
+    def _nvme_buffer_bytes(self, part: Sequence[tuple[int, int, Segment]], nbytes: int) -> int:
+        """Host memory that ``nbytes`` of master weights and states on NVMe pass through.
+
+        Close where blocks are alike; each buffer has room for the longest.
+        """
+        lengths = [high - low for low, high, _ in part]
+        num_blocks = sum(-(-length // _NVME_BLOCK_NUMEL) for length in lengths)
+        count = min(self._config.zero_optimization.offload_optimizer.buffer_count, num_blocks)
+        longest = min(max(lengths, default=0), _NVME_BLOCK_NUMEL)
+        return -(-count * longest * nbytes // max(sum(lengths), 1))
 
     def _landing_bytes(self, start: int, stop: int) -> int:
         """The tier's own copies of the gradients of ``[start, stop)``, one for each dtype."""

@@ -21,6 +21,7 @@ from zero_offload.geometry import PUBLISHED_NUMEL, Geometry, check_active, freez
 from zero_offload.grads import GradLedger
 from zero_offload.progress import Progress
 from zero_offload.stepper import MASTER, Chunk, Stepper
+from zero_offload.storage import BlockFile
 from zero_offload.transfer import DeviceMover, Mover
 
 __all__ = ["DeviceTier", "FlatTier", "HostTier"]
@@ -61,6 +62,11 @@ class FlatTier(ABC):
         """Seconds spent on updates so far, without waiting for gradients; waits for a step."""
         self._progress.drain()
         return self._seconds
+
+    @property
+    def file(self) -> BlockFile | None:
+        """Where master weights and state lie if not in memory, with its counters."""
+        return self._stepper.file
 
     @property
     def host_bytes(self) -> int:
@@ -155,6 +161,7 @@ class FlatTier(ABC):
                     self._stepper.update(chunk, grads, grad_scale, self._mover.out)
                     for run in chunk.runs:
                         self._progress.advance(self._mover.publish(run.start, run.stop))
+                self._stepper.settle()
                 self._seconds += perf_counter() - started
         except BaseException as error:
             self._progress.fail(error)  # whatever it was, the next call must hear of it

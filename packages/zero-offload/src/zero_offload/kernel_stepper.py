@@ -20,7 +20,7 @@ from zero_offload.rules import MASTER, Rule
 from zero_offload.stepper import Chunk, Stepper, check_num_steps
 from zero_offload.store import ShardStore
 
-__all__ = ["KERNEL_DTYPES", "KernelStepper", "can_serve"]
+__all__ = ["KERNEL_DTYPES", "KernelStepper", "can_serve", "joined_grad"]
 
 KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -121,7 +121,7 @@ class KernelStepper(Stepper):
         if rule.block == 1:
             return grads.segments(run.start, run.stop)
         spans = [(self.geometry.pieces[i].start, self.geometry.pieces[i].stop) for i in run.pieces]
-        return [(a, b, _joined(grads, a, b)) for a, b in spans]
+        return [(a, b, joined_grad(grads, a, b)) for a, b in spans]
 
     def master(self, start: int, stop: int) -> Tensor:
         """See `Stepper.master`."""
@@ -194,7 +194,7 @@ class KernelStepper(Stepper):
         self.num_steps[piece] = count
 
 
-def _joined(grads: GradLedger, start: int, stop: int) -> Tensor:
+def joined_grad(grads: GradLedger, start: int, stop: int) -> Tensor:
     """The gradient of a piece in one stretch of memory; in fp32 if its parts differ in dtype."""
     dtypes = {part.dtype for _, _, part in grads.segments(start, stop)}
     dtype = dtypes.pop() if len(dtypes) == 1 else torch.float32

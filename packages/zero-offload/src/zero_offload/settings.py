@@ -1,28 +1,33 @@
 """``offload_optimizer`` of a DeepSpeed-style config, as far as this package serves it.
 
-Keys that only concern NVMe (``buffer_count``, ``pipeline_read``, ...) are accepted without effect
-on ``"device": "cpu"``, as in DeepSpeed. ``update_in_backward`` is served by the engine. A key that
-is switched on and not served is refused.
+Keys that only concern NVMe (``buffer_count``, ``nvme_path``) are accepted without effect on
+``"device": "cpu"``, as in DeepSpeed; ``update_in_backward`` is served by the engine. Three more of
+DeepSpeed's keys say what holds anyway, whatever their value: ``pipeline_read`` and
+``pipeline_write``, because reads and writes always overlap with the update, and ``fast_init``,
+because states that start at zero are never written before their first update. A key that is
+switched on and not served is refused.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from zero_offload.rules import STATE_DTYPES
 
-__all__ = ["OffloadSettings", "check_ratio", "check_state_dtype"]
+__all__ = ["NvmeSettings", "OffloadSettings", "check_ratio", "check_state_dtype"]
 
 _BLOCK = "offload_optimizer"
 _SERVED = frozenset(
     {
+        "buffer_count",
         "device",
-        "numa",
-        "pin_memory",
         "device_budget",
+        "numa",
+        "nvme_path",
         "parameters",
+        "pin_memory",
         "pin_memory_bytes",
         "ratio",
         "state_dtype",
@@ -30,9 +35,7 @@ _SERVED = frozenset(
     }
 )
 _SHARES = ("ratio", "parameters", "device_budget")
-_WITHOUT_EFFECT = frozenset(
-    {"nvme_path", "buffer_count", "pipeline", "pipeline_read", "pipeline_write", "fast_init"}
-)
+_WITHOUT_EFFECT = frozenset({"pipeline", "pipeline_read", "pipeline_write", "fast_init"})
 
 
 def check_ratio(value: Any, name: str = "ratio") -> float | Literal["auto"]:
@@ -55,6 +58,33 @@ def check_state_dtype(value: Any, name: str = "state_dtype") -> str:
 
 
 @dataclass(frozen=True, slots=True)
+class NvmeSettings:
+    """Where the host's part of the state lies if not in memory.
+
+    Attributes:
+        path: a folder on the NVMe disk; the ranks of a host may share it.
+        buffer_count: blocks of state in host memory at once; from 3 on, reading, updating and
+            writing overlap.
+    """
+
+    path: str
+    buffer_count: int = 4
+
+    @classmethod
+    def from_block(cls, block: Mapping[str, Any]) -> NvmeSettings:
+        """Read ``nvme_path`` and ``buffer_count``; ValueError naming the one that is wrong."""
+        path, count = block.get("nvme_path"), block.get("buffer_count", 4)
+        if not isinstance(path, str) or not path:
+            raise ValueError(
+                f'{_BLOCK}.device = "nvme" needs {_BLOCK}.nvme_path, a folder on the NVMe disk; '
+                f"got {path!r}"
+            )
+        if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+            raise ValueError(f"{_BLOCK}.buffer_count must be a whole number >= 1, got {count!r}")
+        return cls(path, count)
+
+
+@dataclass(frozen=True, slots=True)
 class OffloadSettings:
     """What the block asks for; of ``ratio``, ``parameters`` and ``device_budget`` one at most.
 
@@ -63,6 +93,7 @@ class OffloadSettings:
             fastest; 1 where another key says which elements.
         pin_memory: page-lock the host's transfer buffers.
         pin_memory_bytes: most bytes to lock on this rank; None for no limit.
+        nvme: keep the host's part of the state in a file; None keeps it in host memory.
         state_dtype: what the host keeps Adam's moments in: one of `STATE_DTYPES`.
         numa: keep the host's thread and memory on the device's NUMA node.
         parameters: the host updates the parameters whose names match one of these patterns.
@@ -73,6 +104,7 @@ class OffloadSettings:
     ratio: float | Literal["auto"] = 1.0
     pin_memory: bool = True
     pin_memory_bytes: int | None = None
+    nvme: NvmeSettings | None = None
     state_dtype: str = "float32"
     numa: bool = True
     parameters: tuple[str, ...] | None = None
@@ -95,7 +127,10 @@ class OffloadSettings:
         for key in sorted(set(block) - _SERVED - _WITHOUT_EFFECT):
             if block[key]:
                 raise ValueError(f"{_BLOCK}.{key} = {block[key]!r} is not served by zero-offload")
-        return cls.check({key: block.get(key) for key in _SERVED}, f"{_BLOCK}.")
+        settings = cls.check({key: block.get(key) for key in _SERVED}, f"{_BLOCK}.")
+        if block.get("device") != "nvme":
+            return settings
+        return replace(settings, nvme=NvmeSettings.from_block(block))
 
     @classmethod
     def check(cls, keys: Mapping[str, Any], prefix: str = "") -> OffloadSettings:
@@ -132,10 +167,10 @@ def _boolean(given: Mapping[str, Any], key: str, prefix: str) -> bool:
 
 
 def _check_device(device: Any) -> None:
-    if device not in (None, "none", "cpu"):
+    if device not in (None, "none", "cpu", "nvme"):
         raise ValueError(
             f"{_BLOCK}.device = {device!r} is not served by zero-offload, which keeps optimizer "
-            f'state in host memory: use "cpu"'
+            f'state in host memory or on NVMe: use "cpu" or "nvme"'
         )
 
 

@@ -1,8 +1,8 @@
 """What a tier asks of a stepper: the part that owns master weights and state and updates them.
 
-A stepper works on flat memory of one kind (host or device) and knows nothing of transfers, threads
-or streams. `plan` runs in the caller's thread and finds everything that can be refused; `update`
-then runs chunk by chunk, on the host tier in its worker.
+A stepper works on one kind of storage (host memory, device memory, a file) and knows nothing of
+transfers, threads or streams. `plan` runs in the caller's thread and finds everything that can be
+refused; `update` then runs chunk by chunk, on the host tier in its worker.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from torch import Tensor
 
 from zero_offload.geometry import Geometry, Run
 from zero_offload.grads import GradLedger
+from zero_offload.storage import BlockFile
 from zero_offload.update_rule import MASTER
 
 __all__ = ["MASTER", "Chunk", "Stepper", "check_num_steps"]
@@ -38,14 +39,17 @@ class Stepper(ABC):
         device: where master weights and state live.
         is_in_place: the shards lie on ``device`` too; if all have the master's dtype, they are
             their own master weights, and no second copy is kept.
-        split: indices of shards whose master weights the subclass keeps, split in two.
+        split: indices of shards whose master weights the subclass keeps in its own form.
 
     Attributes:
         is_in_place: whether the shards are the master weights, so that nothing is to be written
             to them after an update.
         dtype: of the master weights: fp32, or float64 when a shard is.
         num_steps: updates applied so far, for each piece.
+        file: where master weights and state lie if not in memory.
     """
+
+    file: BlockFile | None = None
 
     def __init__(
         self,
@@ -134,6 +138,10 @@ class Stepper(ABC):
     @abstractmethod
     def write_scalars(self, piece: int, scalars: Mapping[str, float]) -> None:
         """Restore `read_scalars`; the piece's elementwise state counts from then on."""
+
+    def settle(self) -> None:
+        """After a step's last chunk, in the thread that updates: let what is under way end."""
+        return  # memory has nothing under way
 
     def count(self, active: Sequence[int]) -> None:
         """Note one more update of the active pieces, when it has been planned."""

@@ -18,9 +18,10 @@ from zero_offload.geometry import Geometry, freeze_groups
 from zero_offload.host_memory import HostMemory
 from zero_offload.intervals import Intervals
 from zero_offload.kernel_stepper import KernelStepper, can_serve
+from zero_offload.nvme_stepper import NvmeStepper
 from zero_offload.protocols import AdamKernel, DeviceTierFactory, StateTier
 from zero_offload.rules import Rule, check_kernel_class, resolve_rule
-from zero_offload.settings import OffloadSettings
+from zero_offload.settings import NvmeSettings, OffloadSettings
 from zero_offload.share import device_bytes, host_share, state_bytes
 from zero_offload.stepper import Stepper
 from zero_offload.torch_stepper import FUSED_ALIGNMENT, TorchStepper
@@ -87,6 +88,7 @@ def create_tier(
         groups=groups,
         adam_kernel=adam_kernel,
         device_tier=device_tier,
+        nvme=settings.nvme,
         state_dtype=settings.state_dtype,
     )
 
@@ -103,24 +105,33 @@ def make_twin(
     adam_kernel: AdamKernel | None,
     device_tier: DeviceTierFactory,
     pin_memory_bytes: int | None = None,
+    nvme: NvmeSettings | None = None,
     state_dtype: str = "float32",
 ) -> TwinTier:
     """A tier whose share ``host`` is on the host; None: an `AutoTier`, which finds one.
 
-    The host's thread and memory are bound as ``placement`` says; None leaves them alone.
+    The host's thread and memory are bound as ``placement`` says; None leaves them alone. With
+    ``nvme`` the host's part of the state lies in a file.
     """
     check_elementwise(optimizer_class)
     if adam_kernel is not None:
         check_kernel_class(optimizer_class)
     frozen = freeze_groups(groups)
     rule = _resolve(optimizer_class, frozen, adam_kernel, state_dtype, geometry)
+    if rule is None and nvme is not None:
+        raise ValueError(
+            f'offload_optimizer.device = "nvme" does not serve {optimizer_class.__qualname__} '
+            f"with these settings: its update is not one of an installed host kernel. Use Adam, "
+            f"AdamW, Adagrad, SGD or Lion by name with cpu-adam installed (pip install "
+            f'zero-offload[cpu-adam]) and without amsgrad or float64, or device "cpu"'
+        )
     is_on_cpu = device.type == "cpu"
     memory = HostMemory(
         should_pin=pin_memory and not is_on_cpu,
         limit_bytes=pin_memory_bytes,
         place=partial(numa.preferring, placement),
     )
-    workshop = _Workshop(device, optimizer_class, rule, device_tier, memory, placement)
+    workshop = _Workshop(device, optimizer_class, rule, device_tier, memory, placement, nvme)
     alignment = _alignment(rule, frozen) if is_on_cpu else 1
     if host is not None:
         return TwinTier(
@@ -161,14 +172,19 @@ class _Workshop:
     device_tier: DeviceTierFactory
     memory: HostMemory
     placement: numa.Placement | None
+    nvme: NvmeSettings | None
 
     def make_host(self, part: Geometry, groups: Sequence[Mapping[str, Any]]) -> HostTier:
         """A tier in host memory with a worker of its own."""
         mover = HostMover(part, self.device, self.memory)
         is_in_place = self.device.type == "cpu"
         with numa.preferring(self.placement):
-            # What goes up to the device is, with a split master, its upper half.
-            stepper = self._make_stepper(part, groups, is_in_place=is_in_place, upper=mover.hold)
+            stepper = self._make_nvme_stepper(part, groups)
+            if stepper is None:
+                # What goes up to the device is, with a split master, its upper half.
+                stepper = self._make_stepper(
+                    part, groups, is_in_place=is_in_place, upper=mover.hold
+                )
         initializer = numa.worker_initializer(self.placement)
         return HostTier(part, stepper, mover, initializer=initializer)
 
@@ -184,6 +200,18 @@ class _Workshop:
             device=self.device,
             optimizer_class=self.optimizer_class,
             groups=[{k: v for k, v in group.items() if k != "params"} for group in groups],
+        )
+
+    def _make_nvme_stepper(
+        self, part: Geometry, groups: Sequence[Mapping[str, Any]]
+    ) -> Stepper | None:
+        """The update of state in a file, if that is asked for."""
+        if self.nvme is None:
+            return None
+        assert self.rule is not None, "make_twin has refused it"
+        folder, count = self.nvme.path, self.nvme.buffer_count
+        return NvmeStepper(
+            part, self.rule, freeze_groups(groups), folder=folder, buffer_count=count
         )
 
     def _make_stepper(

@@ -24,6 +24,7 @@ from zero_offload.geometry import Geometry, check_active
 from zero_offload.intervals import Intervals
 from zero_offload.moving import HeldState, Landing, Part, lost_part, move_state
 from zero_offload.protocols import StateTier
+from zero_offload.storage import BlockFile
 
 __all__ = ["PartFactory", "TwinTier"]
 
@@ -94,6 +95,11 @@ class TwinTier:
     def bytes_h2d(self) -> int:
         """Parameter bytes brought from the host so far; complete after ``wait_params``."""
         return self._gone_bytes[1] + sum(getattr(p.tier, "bytes_h2d", 0) for p in self._parts)
+
+    @property
+    def file(self) -> BlockFile | None:
+        """Where the host's part of the state lies if not in memory, with its counters."""
+        return next((f for p in self._parts if (f := getattr(p.tier, "file", None))), None)
 
     @property
     def host_bytes(self) -> int:

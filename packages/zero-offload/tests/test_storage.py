@@ -1,0 +1,367 @@
+"""Blocks in a file: what was written comes back, and what goes wrong is said."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import resource
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from zero_offload.direct_io import ALIGNMENT, aligned_empty, bytes_of
+from zero_offload.storage import BlockFile, StorageCorruptError, StorageError, _Meter
+
+pytestmark = pytest.mark.filterwarnings("ignore:the file system of .* has no direct I/O")
+TIMEOUT_S = 20.0
+ODD_SIZES = (1, 511, ALIGNMENT - 1, ALIGNMENT, ALIGNMENT + 1, 3 * ALIGNMENT + 17, (5 << 20) + 3)
+
+
+def _random(num_bytes: int, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(0, 256, (num_bytes,), dtype=torch.uint8, generator=generator)
+
+
+def _aligned(values: Tensor, shift: int = 0) -> Tensor:
+    """The values in memory that starts ``shift`` bytes after an aligned address."""
+    memory = aligned_empty(values.numel() + shift)[shift:]
+    return memory.copy_(values)
+
+
+def _refuse_direct(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = fcntl.fcntl
+
+    def fcntl_without_direct(fd: int, command: int, argument: int = 0) -> int:
+        if command == fcntl.F_SETFL and argument & os.O_DIRECT:
+            raise OSError(errno.EINVAL, "Invalid argument")
+        return real(fd, command, argument)
+
+    monkeypatch.setattr("zero_offload.direct_io.fcntl.fcntl", fcntl_without_direct)
+
+
+@pytest.mark.parametrize("shift", [0, 1, 64])
+@pytest.mark.parametrize("is_direct", [True, False])
+def test_blocks_of_any_length_and_alignment_come_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_direct: bool, shift: int
+) -> None:
+    if not is_direct:
+        _refuse_direct(monkeypatch)
+    file = BlockFile(tmp_path, ODD_SIZES)
+    blocks = [_random(n, seed=n) for n in ODD_SIZES]
+    for transfer in [file.write(i, _aligned(b, shift)) for i, b in enumerate(blocks)]:
+        transfer.wait()
+    found = [_aligned(torch.zeros_like(block), shift) for block in blocks]
+    for transfer in [file.read(i, into) for i, into in enumerate(found)]:
+        transfer.wait()
+    for i, block in enumerate(blocks):
+        assert torch.equal(found[i], block), ODD_SIZES[i]
+    assert file.bytes_read == file.bytes_written == sum(ODD_SIZES)
+    file.close()
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.lists(st.integers(1, 3 * ALIGNMENT), min_size=1, max_size=5), st.data())
+def test_any_order_of_writes_and_reads_behaves_like_memory(
+    tmp_path_factory: pytest.TempPathFactory, sizes: list[int], data: st.DataObject
+) -> None:
+    file = BlockFile(tmp_path_factory.getbasetemp(), sizes)
+    expected = [torch.zeros(n, dtype=torch.uint8) for n in sizes]
+    for seed in range(data.draw(st.integers(1, 8))):
+        block = data.draw(st.integers(0, len(sizes) - 1))
+        if data.draw(st.booleans()):
+            expected[block] = _random(sizes[block], seed)
+            file.write(block, expected[block]).wait()
+        found = torch.full((sizes[block],), 7, dtype=torch.uint8)
+        file.read(block, found).wait()
+        assert torch.equal(found, expected[block])
+    file.close()
+
+
+def test_a_read_leaves_the_memory_beside_its_tensor_alone(tmp_path: Path) -> None:
+    memory = aligned_empty(3 * ALIGNMENT).fill_(9)
+    file = BlockFile(tmp_path, [100])
+    file.write(0, _random(100)).wait()
+    file.read(0, memory[ALIGNMENT : ALIGNMENT + 100]).wait()
+    assert torch.equal(memory[ALIGNMENT : ALIGNMENT + 100], _random(100))
+    assert memory[:ALIGNMENT].eq(9).all()
+    assert memory[ALIGNMENT + 100 :].eq(9).all()
+
+
+def test_a_block_never_written_reads_as_zeros_without_a_transfer(tmp_path: Path) -> None:
+    file = BlockFile(tmp_path, [40])
+    found = torch.ones(10)
+    file.read(0, found).wait()
+    assert not found.any()
+    assert file.bytes_read == 0
+
+
+def test_direct_io_is_used_where_the_file_system_has_it(tmp_path: Path) -> None:
+    """The kernel itself is asked: a probe of this test's own, and the flags of the open file."""
+    probe = tmp_path / "probe"
+    probe.touch()
+    try:
+        os.close(os.open(probe, os.O_RDWR | os.O_DIRECT))
+    except OSError:
+        pytest.skip("the file system of the temporary folder has no direct I/O")
+    file = BlockFile(tmp_path, [10])
+    assert file.is_direct
+    assert fcntl.fcntl(file._scratch.fd, fcntl.F_GETFL) & os.O_DIRECT
+
+
+def test_a_file_system_without_direct_io_gives_one_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _refuse_direct(monkeypatch)
+    with pytest.warns(RuntimeWarning, match="no direct I/O.*page cache") as caught:
+        file = BlockFile(tmp_path, [10])
+    assert len(caught) == 1
+    assert not file.is_direct
+
+
+def test_the_file_has_no_name_and_its_room_is_given_back(tmp_path: Path) -> None:
+    file = BlockFile(tmp_path, [5000, 3000])
+    assert list(tmp_path.iterdir()) == []
+    status = os.fstat(file._scratch.fd)
+    assert file.num_bytes == status.st_size == 3 * ALIGNMENT
+    assert status.st_blocks * 512 >= file.num_bytes
+    fd = file._scratch.fd
+    file.close()
+    file.close()
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(fd)
+
+
+def test_a_dropped_file_closes_itself(tmp_path: Path) -> None:
+    file = BlockFile(tmp_path, [100])
+    file.write(0, _random(100)).wait()
+    fd, threads = file._scratch.fd, list(file._threads._threads)
+    del file
+    for thread in threads:
+        thread.join(TIMEOUT_S)
+        assert not thread.is_alive()
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(fd)
+
+
+def test_a_killed_process_leaves_nothing_behind(tmp_path: Path) -> None:
+    program = (
+        "import os, signal, sys, torch, warnings\n"
+        "warnings.simplefilter('ignore')\n"
+        "from zero_offload.storage import BlockFile\n"
+        "file = BlockFile(sys.argv[1], [1 << 20])\n"
+        "file.write(0, torch.ones(1 << 18)).wait()\n"
+        "os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", program, str(tmp_path)], timeout=120)
+    assert ended.returncode == -9
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_files_in_one_folder_do_not_meet(tmp_path: Path) -> None:
+    files = [BlockFile(tmp_path, [100], name="state") for _ in range(3)]
+    assert len({file.path for file in files}) == 3
+    for seed, file in enumerate(files):
+        file.write(0, _random(100, seed)).wait()
+    for seed, file in enumerate(files):
+        found = torch.zeros(100, dtype=torch.uint8)
+        file.read(0, found).wait()
+        assert torch.equal(found, _random(100, seed))
+
+
+def test_damage_on_the_disk_is_found(tmp_path: Path) -> None:
+    sizes = [1000, 5 << 20]
+    file = BlockFile(tmp_path, sizes)
+    for block, size in enumerate(sizes):
+        file.write(block, _random(size)).wait()
+    at = ALIGNMENT + (4 << 20) + 5  # in the second stretch of the second block
+    plain = os.open(f"/proc/self/fd/{file._scratch.fd}", os.O_RDWR)
+    byte = os.pread(plain, 1, at)
+    os.pwrite(plain, bytes([byte[0] ^ 1]), at)
+    os.fsync(plain)
+    os.close(plain)
+    file.read(0, torch.empty(1000, dtype=torch.uint8)).wait()
+    with pytest.raises(StorageCorruptError, match=r"block 1 at offset 4096.*other disk") as caught:
+        file.read(1, torch.empty(5 << 20, dtype=torch.uint8)).wait()
+    assert caught.value.path == file.path
+    assert file.path in repr(caught.value)
+
+
+def test_a_write_that_the_kernel_refuses_names_file_operation_and_offset(tmp_path: Path) -> None:
+    """A file-size limit below the file's size makes the kernel refuse the write."""
+    file = BlockFile(tmp_path, [ALIGNMENT, 16 << 20])
+    before = _random(16 << 20)
+    file.write(1, before).wait()
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (8 << 20, hard))
+    try:
+        transfer = file.write(1, before)
+        with pytest.raises(StorageError, match=r"writing block 1.*offset 4096.*Mak") as caught:
+            transfer.wait()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert caught.value.errno == errno.EFBIG
+    assert caught.value.path == file.path
+    assert file.path in repr(caught.value)
+    with pytest.raises(StorageError, match="writing block 1"):  # half old, half new: never used
+        file.read(1, torch.empty(16 << 20, dtype=torch.uint8)).wait()
+    file.write(1, before).wait()  # and written again it is whole
+    file.read(1, torch.empty(16 << 20, dtype=torch.uint8)).wait()
+
+
+@pytest.mark.parametrize(
+    ("call", "code"), [("preadv", errno.EIO), ("pwritev", errno.ENOSPC)], ids=["read", "write"]
+)
+def test_errors_of_the_disk_surface_at_wait(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str, code: int
+) -> None:
+    file = BlockFile(tmp_path, [100])
+    file.write(0, _random(100)).wait()
+
+    def fail(*_: Any) -> int:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(f"zero_offload.direct_io.os.{call}", fail)
+    start = file.read if call == "preadv" else file.write
+    transfer = start(0, _random(100))
+    for _ in range(2):
+        with pytest.raises(StorageError, match=os.strerror(code)) as caught:
+            transfer.wait()
+    assert caught.value.errno == code
+    assert isinstance(caught.value.__cause__, OSError)
+
+
+@pytest.mark.parametrize("most", [ALIGNMENT, 3 * ALIGNMENT + 100])
+def test_short_reads_and_writes_are_continued(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, most: int
+) -> None:
+    """Each call moves ``most`` bytes at the most, as the kernel may decide."""
+    counts: dict[str, int] = {"preadv": 0, "pwritev": 0}
+
+    def limited(name: str) -> Callable[[int, list[memoryview], int], int]:
+        real = getattr(os, name)
+
+        def call(fd: int, views: list[memoryview], at: int) -> int:
+            counts[name] += 1
+            wanted = len(views[0])
+            moved: int = real(fd, [views[0][: min(wanted, most - most % ALIGNMENT)]], at)
+            return moved if moved == wanted else min(moved, most)
+
+        return call
+
+    file = BlockFile(tmp_path, [40_000])
+    for name in counts:
+        monkeypatch.setattr(f"zero_offload.direct_io.os.{name}", limited(name))
+    file.write(0, _aligned(_random(40_000))).wait()
+    found = _aligned(torch.zeros(40_000, dtype=torch.uint8))
+    file.read(0, found).wait()
+    assert torch.equal(found, _random(40_000))
+    assert min(counts.values()) > 2
+
+
+def test_a_file_that_was_cut_off_is_an_error(tmp_path: Path) -> None:
+    file = BlockFile(tmp_path, [3 * ALIGNMENT])
+    file.write(0, _random(3 * ALIGNMENT)).wait()
+    os.truncate(file._scratch.fd, ALIGNMENT)
+    with pytest.raises(StorageError, match="before all bytes were moved: reading block 0"):
+        file.read(0, torch.empty(3 * ALIGNMENT, dtype=torch.uint8)).wait()
+
+
+def test_a_disk_without_the_room_is_found_at_construction(tmp_path: Path) -> None:
+    with pytest.raises(StorageError, match=r"bytes where \d+ are free.*nvme_path") as caught:
+        BlockFile(tmp_path, [1 << 60])
+    assert caught.value.errno in (errno.ENOSPC, errno.EFBIG)
+    open_files = [entry.readlink() for entry in Path("/proc/self/fd").iterdir() if entry.exists()]
+    assert not [path for path in open_files if tmp_path in path.parents]
+
+
+def test_a_folder_that_does_not_serve_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="does not exist"):
+        BlockFile(tmp_path / "missing", [10])
+    (tmp_path / "file").touch()
+    with pytest.raises(ValueError, match="not a folder"):
+        BlockFile(tmp_path / "file", [10])
+
+
+def test_a_folder_without_write_permission_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tmp_path.chmod(0o500)
+    if os.access(tmp_path, os.W_OK):  # root may do anything: the answer of access() is replaced
+        monkeypatch.setattr("zero_offload.direct_io.os.access", lambda *_: False)
+    with pytest.raises(ValueError, match="not writable"):
+        BlockFile(tmp_path, [10])
+    tmp_path.chmod(0o700)
+
+
+def test_a_tensor_of_another_length_or_place_is_refused(tmp_path: Path) -> None:
+    file = BlockFile(tmp_path, [40])
+    with pytest.raises(ValueError, match="has 40 bytes, the tensor has 44"):
+        file.read(0, torch.empty(11))
+    with pytest.raises(ValueError, match="contiguous host memory"):
+        file.write(0, torch.empty(20)[::2]).wait()
+    with pytest.raises(ValueError, match="contiguous host memory"):
+        bytes_of(torch.empty(10, device="meta"))
+
+
+def test_one_block_has_one_transfer_at_a_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file, gate, real = BlockFile(tmp_path, [100, 100]), threading.Event(), os.pwritev
+
+    def gated(fd: int, views: list[memoryview], at: int) -> int:
+        assert gate.wait(TIMEOUT_S)
+        return real(fd, views, at)
+
+    monkeypatch.setattr("zero_offload.direct_io.os.pwritev", gated)
+    first = file.write(0, _random(100))
+    other = file.write(1, _random(100))
+    assert not first.is_done
+    with pytest.raises(ValueError, match="is under way"):
+        file.read(0, _random(100))
+    gate.set()
+    first.wait()
+    other.wait()
+    file.read(0, _random(100)).wait()
+
+
+def test_running_time_is_counted_once_however_many_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From 1 to 4 and from 2 to 7 somebody runs for 6 seconds."""
+    times = iter([1.0, 7.0])  # the clock is asked by the first to come and the last to go
+    monkeypatch.setattr("zero_offload.storage.time.perf_counter", lambda: next(times))
+    meter = _Meter()
+    first, second = meter.running(), meter.running()
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    assert meter.io_s == 0
+    second.__exit__(None, None, None)
+    assert meter.io_s == 6.0
+
+
+def test_only_who_has_to_wait_is_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file, gate, real = BlockFile(tmp_path, [100]), threading.Event(), os.pwritev
+
+    def gated(fd: int, views: list[memoryview], at: int) -> int:
+        assert gate.wait(TIMEOUT_S)
+        return real(fd, views, at)
+
+    monkeypatch.setattr("zero_offload.direct_io.os.pwritev", gated)
+    transfer = file.write(0, _random(100))
+    threading.Timer(0.05, gate.set).start()
+    transfer.wait()
+    waited = file.waited_s
+    assert waited > 0
+    assert transfer.is_done
+    transfer.wait()
+    assert file.waited_s == waited
+    assert file.io_s > 0
