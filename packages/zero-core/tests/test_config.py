@@ -96,7 +96,11 @@ def test_a_file_that_is_not_there_or_not_json_is_refused(tmp_path):
         ),
         ({"zero_optimization": {"offload_optimizer": {"device": "nvme"}}}, "NVMe"),
         ({"zero_optimization": {"offload_optimizer": {"ratio": 0.5}}}, "needs device 'cpu'"),
-        ({"zero_optimization": {"offload_param": {"device": "cpu"}}}, "not served"),
+        ({"zero_optimization": {"offload_param": {"device": "cpu"}}}, "needs stage 3"),
+        (
+            {"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}}},
+            "needs nvme_path",
+        ),
         ({"zero_optimization": {"stage": 2, "zero_quantized_weights": True}}, "needs stage 3"),
         ({"zero_optimization": {"zero_quantized_gradients": True}}, "not served"),
         ({"zero_optimization": {"zero_hpz_partition_size": 2}}, "not served"),
@@ -143,6 +147,27 @@ def test_every_unneeded_key_exists_and_is_told(caplog):
     told = " ".join(caplog.messages)
     for path in UNNEEDED:
         assert path in told, path
+
+
+def _told(caplog, zero: dict) -> str:
+    caplog.clear()
+    with caplog.at_level("INFO", logger="zero_core"):
+        load_config({**SMALL, "zero_optimization": {"stage": 3, **zero}}, world_size=1)
+    return " ".join(caplog.messages)
+
+
+def test_keys_of_parameter_offload_are_told_where_it_does_not_use_them(caplog):
+    thresholds = {
+        "stage3_param_persistence_threshold": 5,
+        "stage3_model_persistence_threshold": 6,
+    }
+    block = {"pin_memory": True, "buffer_count": 2, "buffer_size": 8, "max_in_cpu": 9}
+    block["nvme_path"] = "/nvme"
+    everywhere = {*thresholds, "pin_memory"}
+    on_nvme = {"buffer_count", "buffer_size", "max_in_cpu", "nvme_path"}
+    for device, expected in (("none", everywhere | on_nvme), ("cpu", on_nvme), ("nvme", set())):
+        told = _told(caplog, {**thresholds, "offload_param": {**block, "device": device}})
+        assert {key for key in everywhere | on_nvme if f"{key} =" in told} == expected
 
 
 def test_null_means_the_default():
