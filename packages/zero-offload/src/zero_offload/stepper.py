@@ -51,10 +51,14 @@ class Stepper(ABC):
         self.dtype = geometry.master_dtype()
         self.num_steps = [0] * len(geometry.pieces)
         self._master: Tensor | None = None
-        if not is_in_place or any(t.dtype != self.dtype for _, t in geometry.shards):
+        kind = device.type  # a shard that rests elsewhere cannot be updated in place
+        if not is_in_place or any(
+            t.dtype != self.dtype or t.device.type != kind for _, t in geometry.shards
+        ):
             self._master = torch.zeros(geometry.numel, dtype=self.dtype, device=device)
             for a, b, view in geometry.overlaps(0, geometry.numel):
-                self._master[a:b].copy_(view)
+                if not view.is_meta:
+                    self._master[a:b].copy_(view)
 
     @property
     def is_in_place(self) -> bool:

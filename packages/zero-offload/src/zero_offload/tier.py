@@ -12,11 +12,11 @@ from zero_offload.elementwise import check_elementwise
 from zero_offload.flat_tier import DeviceTier, HostTier
 from zero_offload.geometry import Geometry, freeze_groups
 from zero_offload.kernel_stepper import KernelStepper, can_serve, check_kernel_class
-from zero_offload.protocols import AdamKernel, DeviceTierFactory, StateTier
+from zero_offload.protocols import AdamKernel, DeviceTierFactory, ParamStore, StateTier
+from zero_offload.resting import Rest, RestingDeviceMover, RestingHostMover, shifted
 from zero_offload.settings import OffloadSettings
 from zero_offload.stepper import Stepper
 from zero_offload.torch_stepper import TorchStepper
-from zero_offload.transfer import HostMover
 from zero_offload.twin import TwinTier
 
 __all__ = ["create_tier", "make_device_tier", "make_twin"]
@@ -35,6 +35,7 @@ def create_tier(
     config: Mapping[str, Any],
     adam_kernel: AdamKernel | None,
     device_tier: DeviceTierFactory,
+    param_store: ParamStore | None = None,
 ) -> TwinTier:
     """Make a tier whose first ``offload_optimizer.ratio`` of elements live on the host.
 
@@ -45,13 +46,15 @@ def create_tier(
     Args:
         numel: length of the local flat space in elements, padding included.
         pieces: ``(start, stop, group)`` of each parameter's part, sorted and disjoint.
-        params: ``(start, tensor)``: 1-D parameter shards on ``device`` that new values go to.
+        params: ``(start, tensor)``: 1-D parameter shards that new values go to: on ``device``; or
+            on the host, where they rest; or on the meta device, for ``param_store`` to take.
         device: the compute device.
         optimizer_class: an elementwise torch optimizer.
         groups: its ``param_groups`` without ``params``, every default filled in.
         config: the resolved ``zero_optimization`` block.
         adam_kernel: host kernel for Adam and AdamW, or None for torch's own update.
         device_tier: makes the device's half on an accelerator.
+        param_store: takes new values of shards on the meta device.
 
     Raises:
         ValueError: a setting or an optimizer that it cannot serve, by name.
@@ -66,6 +69,7 @@ def create_tier(
         groups=groups,
         adam_kernel=adam_kernel,
         device_tier=device_tier,
+        param_store=param_store,
     )
 
 
@@ -79,6 +83,7 @@ def make_twin(
     groups: Sequence[Mapping[str, Any]],
     adam_kernel: AdamKernel | None,
     device_tier: DeviceTierFactory,
+    param_store: ParamStore | None = None,
 ) -> TwinTier:
     """The two halves of a flat space, cut at element ``round(ratio * numel)``."""
     check_elementwise(optimizer_class)
@@ -91,12 +96,15 @@ def make_twin(
     if cut or not geometry.numel:
         part, local = geometry.part(0, cut, len(groups))
         stepper = _make_stepper(part, optimizer_class, frozen, adam_kernel, is_in_place=False)
-        host = HostTier(part, stepper, HostMover(part, device, pin_memory=pin_memory)), local
+        rest_of = Rest(part, device, param_store)
+        mover = RestingHostMover(part, device, rest_of, pin_memory=pin_memory)
+        host = HostTier(part, stepper, mover), local
     if cut < geometry.numel:
         part, local = geometry.part(cut, geometry.numel, len(groups))
         if device.type == "cpu":
             stepper = _make_stepper(part, optimizer_class, frozen, adam_kernel, is_in_place=True)
-            rest = DeviceTier(part, stepper, device), local
+            rest_of = Rest(part, device, shifted(param_store, cut))
+            rest = DeviceTier(part, stepper, RestingDeviceMover(part, device, rest_of)), local
         else:
             made = device_tier(
                 numel=part.numel,
@@ -105,6 +113,7 @@ def make_twin(
                 device=device,
                 optimizer_class=optimizer_class,
                 groups=groups,
+                param_store=shifted(param_store, cut),
             )
             rest = made, local
     return TwinTier(geometry, cut, host, rest)
@@ -118,12 +127,14 @@ def make_device_tier(
     device: torch.device,
     optimizer_class: type[torch.optim.Optimizer],
     groups: Sequence[Mapping[str, Any]],
+    param_store: ParamStore | None = None,
 ) -> DeviceTier:
     """A device tier of this package's own, for use without an engine: torch on flat slices."""
     geometry = Geometry(numel, pieces, params, len(groups))
     frozen = freeze_groups(groups)
     stepper = TorchStepper(geometry, device, optimizer_class, frozen, is_in_place=True)
-    return DeviceTier(geometry, stepper, device)
+    mover = RestingDeviceMover(geometry, device, Rest(geometry, device, param_store))
+    return DeviceTier(geometry, stepper, mover)
 
 
 def _make_stepper(
