@@ -389,3 +389,58 @@ def test_on_a_cpu_shards_are_used_where_they_lie(caplog: pytest.LogCaptureFixtur
     report = engine.memory_report()
     assert report["parameters"] == 4 * sum(s.padded_numel for s in engine.layout.segments)
     assert report["gathered units"] == 0
+
+
+def _planned(rank: int, world_size: int) -> None:
+    offload = {"device": "nvme", "nvme_path": "/nowhere"}
+    for dtype in ("fp32", "bf16"):
+        for threshold in (0, 20):
+            zero = {"stage3_param_persistence_threshold": threshold, "offload_param": offload}
+            config = Case(stage=3, dtype=dtype, zero=zero).config()
+            plan = zero_core.plan(_Tower(), config, world_size, device_type="cpu")
+            shelves = Shelves()
+            engine = zero_core.build(_Tower(), config, param_tier=shelves)
+            (shelf,) = shelves.made
+            for _ in range(2):
+                shelf.log.clear()
+                engine.backward(engine(torch.ones(2, 7)))
+                engine.step()
+            held = {k: n for k, n in engine.memory_report().items() if n}
+            host = held.pop("host parameters")
+            assert held == {k: plan.memory.device[k] for k in held}
+            masters = [t for _, t in engine._tier._masters.chunks]
+            kept = {t.data_ptr() for _, t in engine._tier._published.chunks}
+            own = sum(t.nbytes for t in masters if t.data_ptr() not in kept)
+            assert plan.memory.device.get("master weights", 0) == own
+            assert plan.memory.host["parameters"] == host
+
+            zero = {**zero, "offload_param": {"device": "cpu"}}
+            config = Case(stage=3, dtype=dtype, zero=zero).config()
+            traffic = zero_core.plan(_Tower(), config, world_size).traffic
+            up = next(t.host_link_bytes for t in traffic if t.collective == "to_device")
+            fetched = [s for kind, s in shelf.log if kind == "fetch"]
+            assert up == sum(shelf.shards[s].nbytes for s in fetched)
+            down = next(t.host_link_bytes for t in traffic if t.collective == "to_host")
+            written = [s for kind, s in shelf.log if kind == "write"]
+            assert down == sum(shelf.shards[s].nbytes for s in written)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_plan_counts_what_rests_and_what_travels(world_size: int) -> None:
+    spawn(_planned, world_size)
+
+
+def test_a_plan_counts_max_in_cpu_and_the_buffers_of_the_file() -> None:
+    def host(**keys: Any) -> Mapping[str, int]:
+        zero = {**EVERYTHING, "offload_param": {"nvme_path": "/nowhere", **keys}}
+        config = Case(stage=3, dtype="bf16", zero=zero).config()
+        return zero_core.plan(_Tower(), config, 1).memory.host
+
+    root, block = 64, 96  # elements with padding
+    assert host(device="cpu") == {"parameters": 2 * (root + 5 * block)}
+    limited = host(device="nvme", max_in_cpu=root + 2 * block, buffer_count=2)
+    assert limited == {
+        "parameters": 2 * (root + 2 * block),
+        "parameter buffers": 2 * (2 + 2) * block,
+    }
+    assert host(device="nvme", max_in_cpu=10**6) == host(device="cpu")

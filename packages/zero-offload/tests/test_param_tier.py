@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import warnings
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -187,9 +188,9 @@ def test_a_disk_that_fails_stops_the_update_or_the_fetch(tmp_path: Path) -> None
     tier.write(3, 0, _values(3, 1))
     with pytest.raises(StorageError, match="No space left"):
         _fetch(tier, 3)
+    tier.write(8, 0, _values(8, 1))
     with pytest.raises(StorageError, match="No space left"):
-        for segment in (3, 8, 9, 10):
-            tier.write(segment, 0, _values(segment, 1))
+        [tier.write(segment, 0, _values(segment, 1)) for segment in (9, 10, 3)]
 
 
 @pytest.mark.parametrize(
@@ -230,7 +231,7 @@ def test_pinned_chunks_waste_little_of_a_power_of_two(monkeypatch: pytest.Monkey
     assert [(t.numel(), t.dtype) for t in tensors] == shapes
     assert sum(taken) <= 1.2 * sum(t.nbytes for t in tensors)
     spans = sorted((t.data_ptr(), t.data_ptr() + t.nbytes) for t in tensors)
-    assert all(a[1] <= b[0] for a, b in zip(spans, spans[1:], strict=False))
+    assert all(a[1] <= b[0] for a, b in pairwise(spans))
 
 
 def test_memory_that_cannot_be_pinned_is_pageable_with_one_warning(
@@ -244,10 +245,9 @@ def test_memory_that_cannot_be_pinned_is_pageable_with_one_warning(
     monkeypatch.setattr("zero_offload.host_memory.aligned_empty", refuse)
     arena = HostArena(pin_memory=True)
     with pytest.warns(RuntimeWarning, match="locked-memory limit") as caught:
-        first = arena.buffer(100)
-        second = arena.buffer(100)
+        buffers = [arena.buffer(100) for _ in range(2)]
     assert len(caught) == 1
-    assert first.numel() == second.numel() == 100
+    assert [b.numel() for b in buffers] == [100, 100]
 
 
 class _Store:

@@ -32,6 +32,7 @@ __all__ = [
     "DataTypesConfig",
     "Fp16Config",
     "OffloadOptimizerConfig",
+    "OffloadParamConfig",
     "OptimizerConfig",
     "SchedulerConfig",
     "ZeroConfig",

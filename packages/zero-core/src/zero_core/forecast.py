@@ -21,16 +21,18 @@ from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from zero_core.blueprint import Blueprint
 from zero_core.config import Config
 from zero_core.discovery import compute_dtype
 from zero_core.layout import Segment
 from zero_core.memory import Memory, accumulated_dtype, communicated_dtype
+from zero_core.protocols import Work
+from zero_core.resting import Resting, resting_segments
 from zero_core.tier import optimizer_options, probe_states
 
-__all__ = ["Forecast", "MemoryUse", "buffer_bytes", "quantized_bytes"]
+__all__ = ["Forecast", "MemoryUse", "buffer_bytes", "num_gathers", "quantized_bytes"]
 
 _META, _CPU = torch.device("meta"), torch.device("cpu")
 _WIDE = (torch.float32, torch.float64)
@@ -84,7 +86,11 @@ class Forecast:
         self._config = config
         self._is_accelerated = is_accelerated
         self._has_shared_memory = is_one_host and not is_accelerated
-        memory = Memory(drawn.found, drawn.layout, config, rank=0, device=_META)
+        offload = config.zero_optimization.offload_param.device
+        is_apart = offload == "nvme" or (offload == "cpu" and is_accelerated)
+        self._resting = resting_segments(drawn.layout, config, is_apart=is_apart)
+        resting = Resting(self._resting, _Nowhere()) if self._resting else None
+        memory = Memory(drawn.found, drawn.layout, config, rank=0, device=_META, resting=resting)
         self.stage = memory.stage
         self._spans = _spans(memory)
         self._numel = drawn.layout.local_numel(is_sharded=memory.has_sharded_state)
@@ -106,16 +112,45 @@ class Forecast:
             "master weights": self._device_master_bytes(cut),
             "optimizer states": (self._numel - cut) * self._state_bytes,
         }
-        return MemoryUse(_without_zeros(device), _without_zeros(self._host_bytes(cut)))
+        host = {**self._host_bytes(cut), **self._resting_bytes()}
+        return MemoryUse(_without_zeros(device), _without_zeros(host))
 
     def _device_master_bytes(self, cut: int) -> int:
         rest = self._overlaps(cut, self._numel)
         if self._is_accelerated or (cut == 0 and not self._is_offloaded):
-            return sum((high - low) * 4 for low, high, s in rest if s.dtype not in _WIDE)
+            return sum(
+                (high - low) * max(s.dtype.itemsize, 4)
+                for low, high, s in rest
+                if s.dtype not in _WIDE or self._rests(s)
+            )
         # zero-offload's own tier on a CPU keeps masters of all or of none of its elements.
         width = _master_itemsize(rest)
-        needs_copy = any(s.dtype.itemsize != width for _, _, s in rest)
+        needs_copy = any(s.dtype.itemsize != width or self._rests(s) for _, _, s in rest)
         return (self._numel - cut) * width if needs_copy else 0
+
+    def _rests(self, segment: Segment) -> bool:
+        """Whether the segment's shard rests off the device, so that its master lies beside it."""
+        return segment in self._resting
+
+    def _resting_bytes(self) -> dict[str, int]:
+        """Host memory of parameters; what rests in a file takes buffers there."""
+        offload = self._config.zero_optimization.offload_param
+        sizes = [s.shard_numel * s.dtype.itemsize for s in self._resting]
+        if offload.device != "nvme":
+            return {"parameters": sum(sizes)}
+        num_host, total = 0, 0
+        for segment in self._resting:
+            total += segment.shard_numel
+            if total > offload.max_in_cpu:
+                break
+            num_host += 1
+        on_file = sizes[num_host:]
+        # Those that are read ahead, and two for new values.
+        num_buffers = min(offload.buffer_count, len(on_file)) + 2 if on_file else 0
+        return {
+            "parameters": sum(sizes[:num_host]),
+            "parameter buffers": num_buffers * max(on_file, default=0),
+        }
 
     @property
     def _is_offloaded(self) -> bool:
@@ -124,7 +159,8 @@ class Forecast:
     def _host_bytes(self, cut: int) -> dict[str, int]:
         part = self._overlaps(0, cut)
         grads = {accumulated_dtype(s, self._config) for _, _, s in part}
-        staged = {s.dtype for _, _, s in part} if self._is_accelerated else set()
+        moved = [s for _, _, s in part if not self._rests(s)]  # the others are written in place
+        staged = {s.dtype for s in moved} if self._is_accelerated else set()
         return {
             "master weights": cut * _master_itemsize(part),
             "optimizer states": cut * self._state_bytes,
@@ -140,10 +176,22 @@ class Forecast:
         return nbytes
 
     def host_link_bytes(self, ratio: float) -> tuple[int, int]:
-        """Bytes per step to the host (gradients) and back (parameters)."""
-        part = self._overlaps(0, round(ratio * self._numel))
+        """Bytes per step to the host (gradients, new values that rest there) and back."""
+        cut = round(ratio * self._numel)
+        part, rest = self._overlaps(0, cut), self._overlaps(cut, self._numel)
         down = sum((b - a) * accumulated_dtype(s, self._config).itemsize for a, b, s in part)
-        return down, sum((b - a) * s.dtype.itemsize for a, b, s in part)
+        down += sum((b - a) * s.dtype.itemsize for a, b, s in rest if self._rests(s))
+        up = sum((b - a) * s.dtype.itemsize for a, b, s in part if not self._rests(s))
+        return down, up + self._fetched_bytes()
+
+    def _fetched_bytes(self) -> int:
+        """Bytes of shards that come to the device in a step: as often as they are gathered."""
+        steps = self._config.gradient_accumulation_steps
+        num_units = len(self._layout.units)
+        return sum(
+            s.shard_numel * s.dtype.itemsize * num_gathers(s, num_units, self.stage, steps)
+            for s in self._resting
+        )
 
     def _overlaps(self, start: int, stop: int) -> list[tuple[int, int, Segment]]:
         clipped = [(max(low, start), min(high, stop), s) for low, high, s in self._spans]
@@ -186,6 +234,33 @@ class Forecast:
         for segment, nbytes in kept:
             arriving[segment.unit] += nbytes * segment.world_size
         return sum(n for _, n in kept) + max(arriving.values())
+
+
+def num_gathers(segment: Segment, num_units: int, stage: int, steps: int) -> int:
+    """How often the segment's parameters are gathered in one optimizer step."""
+    if stage < 3:  # after an update of other ranks' slices
+        return int(stage > 0 and segment.is_trainable)
+    is_once = segment.unit in (0, num_units - 1)  # backward begins with the last unit
+    return steps * (1 if is_once else 2)
+
+
+class _Nowhere:
+    """A `zero_core.protocols.ParamTier` of which only the name is needed: nothing is run."""
+
+    def expect(self, segments: Sequence[int]) -> None:
+        raise AssertionError("a forecast runs nothing")
+
+    def fetch(self, segment: int, out: Tensor) -> Work:
+        raise AssertionError("a forecast runs nothing")
+
+    def write(self, segment: int, start: int, values: Tensor) -> None:
+        raise AssertionError("a forecast runs nothing")
+
+    def home(self, segment: int) -> Tensor | None:
+        raise AssertionError("a forecast runs nothing")
+
+    def report(self) -> Mapping[str, int]:
+        raise AssertionError("a forecast runs nothing")
 
 
 def _spans(memory: Memory) -> list[tuple[int, int, Segment]]:

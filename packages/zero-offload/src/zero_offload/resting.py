@@ -40,13 +40,20 @@ class Rest:
                 "pass param_store, which takes its new values"
             )
 
+    def dtypes_on_device(self) -> set[torch.dtype]:
+        """Of the shards that do not rest elsewhere."""
+        return {t.dtype for _, t in self._geometry.shards if not self._is_apart(t)}
+
+    def _is_apart(self, shard: Tensor) -> bool:
+        return shard.is_meta or (shard.is_cpu and self._is_host_apart)
+
     def out(self, start: int, stop: int) -> Tensor | None:
         """Memory for the new values of a run; None if its shard is on the device."""
         view = self._geometry.view(start, stop)
         if view.is_meta:
             self._rounded[start] = torch.empty(stop - start, dtype=view.dtype, device="cpu")
             return self._rounded[start]
-        return view if view.is_cpu and self._is_host_apart else None
+        return view if self._is_apart(view) else None
 
     def publish(self, start: int, stop: int) -> bool:
         """Bring what was written to `out` to where it rests; False if that is the device."""
@@ -54,8 +61,7 @@ class Rest:
         if view.is_meta:
             assert self._store is not None, "checked at construction"
             self._store.write(start, self._rounded.pop(start))
-            return True
-        return view.is_cpu and self._is_host_apart
+        return self._is_apart(view)
 
 
 class RestingHostMover(HostMover):
@@ -71,8 +77,11 @@ class RestingHostMover(HostMover):
     def __init__(
         self, geometry: Geometry, device: torch.device, rest: Rest, *, pin_memory: bool
     ) -> None:
-        super().__init__(geometry, device, pin_memory=pin_memory)
         self._rest = rest
+        super().__init__(geometry, device, pin_memory=pin_memory)
+
+    def _moved_dtypes(self) -> set[torch.dtype]:
+        return self._rest.dtypes_on_device()
 
     def out(self, start: int, stop: int) -> Tensor:
         """Where it rests, if it does."""

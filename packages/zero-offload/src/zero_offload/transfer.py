@@ -92,10 +92,12 @@ class HostMover(Mover):
         self._streams = open_streams(device) if streams is None else streams
         self._is_staged = device.type != "cpu" if is_staged is None else is_staged
         self._grads: dict[torch.dtype, Tensor] = {}
-        # Shards that rest elsewhere are written there: see zero_offload.resting.
-        moved = [t for _, t in geometry.shards if t.device.type == device.type]
-        dtypes = {t.dtype for t in moved} if self._is_staged else set()
+        dtypes = self._moved_dtypes() if self._is_staged else set()
         self._staging = {dtype: self._host_buffer(dtype) for dtype in dtypes}
+
+    def _moved_dtypes(self) -> set[torch.dtype]:
+        """Of the shards that parameters are copied back to."""
+        return {t.dtype for _, t in self._geometry.shards}
 
     def _host_buffer(self, dtype: torch.dtype) -> Tensor:
         numel = self._geometry.numel
