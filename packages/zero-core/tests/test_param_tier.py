@@ -391,6 +391,70 @@ def test_on_a_cpu_shards_are_used_where_they_lie(caplog: pytest.LogCaptureFixtur
     assert report["gathered units"] == 0
 
 
+def _recomputed(rank: int, world_size: int) -> None:
+    def train(**keys: Any) -> list[float]:
+        config = _case("bf16").config() | {"activation_checkpointing": {}}
+        engine = zero_core.build(_Tower(), config, **keys)
+        losses = []
+        for step in range(4):
+            data = torch.randn(3, 7, generator=torch.Generator().manual_seed(10 * step + rank))
+            with torch.no_grad():  # an evaluation between, which leaves nothing gathered
+                losses.append(engine(data).item())
+            if step == 2:
+                with pytest.raises(RuntimeError):  # a forward that breaks off in the middle
+                    engine(torch.ones(3, 8))
+            loss = engine(data)
+            engine.backward(loss)
+            engine.step()
+            losses.append(loss.item())
+        return losses
+
+    assert train(param_tier=Shelves()) == train()
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_recomputation_evaluation_and_broken_forwards_change_nothing(world_size: int) -> None:
+    spawn(_recomputed, world_size)
+
+
+class _Pinned(Shelf):
+    """Copies from page-locked memory on the stream that is current, and says when it is done."""
+
+    def __init__(self, shards: Sequence[tuple[int, int, torch.dtype]]) -> None:
+        super().__init__(shards, has_homes=True)
+        self.shards = {s: t.pin_memory() for s, t in self.shards.items()}
+
+    def fetch(self, segment: int, out: Tensor) -> Any:
+        out.copy_(self.shards[segment], non_blocking=True)
+        event = torch.accelerator.current_stream(out.device).record_event()
+
+        class Copied:
+            def wait(self) -> None:
+                torch.accelerator.current_stream(out.device).wait_event(event)
+
+        return Copied()
+
+
+@pytest.mark.skipif(not torch.accelerator.is_available(), reason="no accelerator here")
+def test_streaming_on_an_accelerator_changes_no_bit() -> None:
+    def train(**keys: Any) -> list[Tensor]:
+        torch.manual_seed(5)
+        model = nn.Sequential(nn.ModuleList(nn.Linear(1024, 1024) for _ in range(8)))
+        model.forward = lambda x: [x := torch.tanh(b(x)) for b in model[0]][-1].square().mean()
+        engine = zero_core.build(model, _case("bf16").config(), **keys)
+        losses = []
+        for step in range(8):
+            data = torch.randn(256, 1024, generator=torch.Generator().manual_seed(step))
+            loss = engine(data.to(engine.device))
+            engine.backward(loss)
+            engine.step()
+            losses.append(loss.detach().cpu())
+        return losses
+
+    streamed = train(param_tier=lambda *, shards, device, config: _Pinned(shards))
+    assert all(map(torch.equal, streamed, train()))
+
+
 def _planned(rank: int, world_size: int) -> None:
     offload = {"device": "nvme", "nvme_path": "/nowhere"}
     for dtype in ("fp32", "bf16"):
