@@ -60,11 +60,10 @@ def memory_of_tier(engine: zero_core.Engine) -> dict[str, dict[str, int]]:
     found: dict[str, dict[str, int]] = {"host": {}, "device": {}}
     for part in tier._parts:
         stepper, mover = part.tier._stepper, part.tier._mover
-        states = [stepper.buffer(name, create=False) for name in stepper.state_dtypes()]
         grads = {id(t): t for t in getattr(mover, "_grads", {}).values()}.values()
         kinds = {
-            "master weights": 0 if stepper._master is None else stepper._master.nbytes,
-            "optimizer states": sum(t.nbytes for t in states),
+            "master weights": 0 if stepper.is_in_place else stepper.master_bytes,
+            "optimizer states": stepper.state_bytes,
             "gradient copies": sum(t.nbytes for t in grads),
         }
         place = "host" if part.lo == 0 and tier.cut else "device"

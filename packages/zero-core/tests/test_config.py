@@ -94,7 +94,7 @@ def test_a_file_that_is_not_there_or_not_json_is_refused(tmp_path):
             {"zero_optimization": {"offload_optimizer": {"device": "cpu", "ratio": 1.5}}},
             "zero_optimization.offload_optimizer.ratio",
         ),
-        ({"zero_optimization": {"offload_optimizer": {"device": "nvme"}}}, "NVMe"),
+        ({"zero_optimization": {"offload_optimizer": {"device": "nvme"}}}, "needs .*nvme_path"),
         ({"zero_optimization": {"offload_optimizer": {"ratio": 0.5}}}, "needs device 'cpu'"),
         ({"zero_optimization": {"offload_param": {"device": "cpu"}}}, "needs stage 3"),
         (
@@ -168,6 +168,23 @@ def test_keys_of_parameter_offload_are_told_where_it_does_not_use_them(caplog):
     for device, expected in (("none", everywhere | on_nvme), ("cpu", on_nvme), ("nvme", set())):
         told = _told(caplog, {**thresholds, "offload_param": {**block, "device": device}})
         assert {key for key in everywhere | on_nvme if f"{key} =" in told} == expected
+
+
+def test_nvme_keys_are_told_only_where_they_have_no_effect(caplog):
+    block = {"nvme_path": "/nvme", "buffer_count": 3, "pipeline_read": True, "fast_init": False}
+    for device, is_told in (("cpu", True), ("nvme", False)):
+        caplog.clear()
+        offload = {"device": device, **block}
+        with caplog.at_level("INFO", logger="zero_core"):
+            config = load_config(
+                {**SMALL, "zero_optimization": {"offload_optimizer": offload}}, world_size=1
+            )
+        told = " ".join(caplog.messages)
+        for key in ("nvme_path", "buffer_count"):
+            assert (f"offload_optimizer.{key} =" in told) == is_told
+        assert "pipeline_read = True has no effect: reads from NVMe always overlap" in told
+        assert "fast_init = False has no effect" in told
+    assert config.zero_optimization.offload_optimizer.nvme_path == "/nvme"
 
 
 def test_null_means_the_default():

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from support import ReferenceAdam
+from support import ReferenceAdam, ReferenceKernel
 
 
 @pytest.fixture(autouse=True)
@@ -31,7 +31,7 @@ def reference() -> ReferenceAdam:
 def kernel(request: pytest.FixtureRequest) -> Any:
     """The reference kernel, and cpu-adam's where that optional package is installed."""
     if request.param == "reference":
-        return ReferenceAdam()
+        return ReferenceKernel()
     if importlib.util.find_spec("cpu_adam") is None:
         pytest.skip("the optional cpu-adam is not installed")
     return importlib.import_module("cpu_adam")

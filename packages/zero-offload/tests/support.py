@@ -7,8 +7,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, nn, optim
 
+from zero_offload import codes
 from zero_offload.flat_tier import DeviceTier
 from zero_offload.protocols import StateTier
 from zero_offload.tier import create_tier, make_device_tier
@@ -62,6 +63,183 @@ class ReferenceAdam:
         master.sub_((exp_avg / denominator) * (lr / correction1))
         if out is not None:
             out.copy_(master)
+
+
+class ReferenceKernel(ReferenceAdam):
+    """The other rules in the order of torch.optim's for-loop, and Adam with compact moments."""
+
+    def sgd_step(
+        self,
+        master: Any,
+        grad: Any,
+        momentum_buffer: Any = None,
+        *,
+        step: int,
+        lr: float,
+        momentum: float = 0.0,
+        dampening: float = 0.0,
+        weight_decay: float = 0.0,
+        nesterov: bool = False,
+        grad_scale: float = 1.0,
+        out: Any = None,
+        num_threads: int | None = None,
+    ) -> None:
+        g = (grad.float() * grad_scale).add(master, alpha=weight_decay)
+        direction = g
+        if momentum_buffer is not None:
+            if step == 1:
+                momentum_buffer.copy_(g)
+            else:
+                momentum_buffer.mul_(momentum).add_(g, alpha=1 - dampening)
+            direction = g.add(momentum_buffer, alpha=momentum) if nesterov else momentum_buffer
+        _publish(master.add_(direction, alpha=-lr), out)
+
+    def adagrad_step(
+        self,
+        master: Any,
+        grad: Any,
+        state_sum: Any,
+        *,
+        step: int,
+        lr: float,
+        lr_decay: float = 0.0,
+        eps: float = 1e-10,
+        weight_decay: float = 0.0,
+        grad_scale: float = 1.0,
+        out: Any = None,
+        num_threads: int | None = None,
+    ) -> None:
+        g = (grad.float() * grad_scale).add(master, alpha=weight_decay)
+        state_sum.addcmul_(g, g, value=1)
+        rate = lr / (1 + (step - 1) * lr_decay)
+        _publish(master.addcdiv_(g, state_sum.sqrt().add_(eps), value=-rate), out)
+
+    def lion_step(
+        self,
+        master: Any,
+        grad: Any,
+        exp_avg: Any,
+        *,
+        lr: float,
+        beta1: float = 0.9,
+        beta2: float = 0.99,
+        weight_decay: float = 0.0,
+        grad_scale: float = 1.0,
+        out: Any = None,
+        num_threads: int | None = None,
+    ) -> None:
+        g = grad.float() * grad_scale
+        direction = exp_avg.mul(beta1).add_(g, alpha=1 - beta1).sign_()
+        master.mul_(1 - lr * weight_decay).add_(direction, alpha=-lr)
+        exp_avg.mul_(beta2).add_(g, alpha=1 - beta2)
+        _publish(master, out)
+
+    def adam_step_8bit(
+        self,
+        param: Any,
+        grad: Any,
+        exp_avg: Any,
+        exp_avg_sq: Any,
+        exp_avg_scale: Any,
+        exp_avg_sq_scale: Any,
+        *,
+        remainder: Any = None,
+        out: Any = None,
+        num_threads: int | None = None,
+        **hyper: Any,
+    ) -> None:
+        moments = (
+            codes.decode_exp_avg(exp_avg, exp_avg_scale),
+            codes.decode_exp_avg_sq(exp_avg_sq, exp_avg_sq_scale),
+        )
+        self._compact_step(param, grad, *moments, remainder=remainder, out=out, **hyper)
+        for target, value in zip(
+            (exp_avg, exp_avg_scale, exp_avg_sq, exp_avg_sq_scale),
+            (*codes.encode_exp_avg(moments[0]), *codes.encode_exp_avg_sq(moments[1])),
+            strict=True,
+        ):
+            target.copy_(value)
+
+    def adam_step_bf16(
+        self,
+        param: Any,
+        grad: Any,
+        exp_avg: Any,
+        exp_avg_sq: Any,
+        *,
+        seed: int = 0,
+        remainder: Any = None,
+        out: Any = None,
+        num_threads: int | None = None,
+        **hyper: Any,
+    ) -> None:
+        """Not rounded stochastically, but by where an element lies, which a test can see too."""
+        moments = (exp_avg.float(), exp_avg_sq.float())
+        self._compact_step(param, grad, *moments, remainder=remainder, out=out, **hyper)
+        odd = torch.arange(param.numel()) % 2 == 1
+        for target, value in zip((exp_avg, exp_avg_sq), moments, strict=True):
+            cut = (value.view(torch.int32) & -65536).view(torch.float32)
+            target.copy_(torch.where(odd, cut, value))
+
+    def _compact_step(
+        self,
+        param: Any,
+        grad: Any,
+        exp_avg: Any,
+        exp_avg_sq: Any,
+        *,
+        remainder: Any,
+        out: Any,
+        **hyper: Any,
+    ) -> None:
+        if remainder is None:
+            self.adam_step(param, grad, exp_avg, exp_avg_sq, out=out, **hyper)
+            return
+        assert out is None
+        master = codes.join_master(param, remainder)
+        self.adam_step(master, grad, exp_avg, exp_avg_sq, **hyper)
+        upper, lower = codes.split_master(master)
+        param.copy_(upper)
+        remainder.copy_(lower)
+
+
+def _publish(master: Any, out: Any) -> None:
+    if out is not None:
+        out.copy_(master)
+
+
+class Lion(optim.Optimizer):
+    """A user's own elementwise optimizer (Chen et al. 2023), with the vouching attribute."""
+
+    is_elementwise = True
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-2,
+        betas: tuple[float, float] = (0.9, 0.99),
+        weight_decay: float = 0.0,
+    ) -> None:
+        super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            beta1, beta2 = group["betas"]
+            for param in group["params"]:
+                if param.grad is None:
+                    continue
+                state = self.state[param]
+                average = state.get("exp_avg", torch.zeros_like(param))
+                update = average.mul(beta1).add_(param.grad, alpha=1 - beta1).sign_()
+                param.mul_(1 - group["lr"] * group["weight_decay"]).sub_(update * group["lr"])
+                state["exp_avg"] = average.mul(beta2).add_(param.grad, alpha=1 - beta2)
+
+
+class NamedLion(Lion):
+    """The same, with the name of its rule, so that a kernel may compute it."""
+
+    update_rule = "lion"
 
 
 class Space:
@@ -184,7 +362,10 @@ def torch_oracle(
     members: dict[int, list[nn.Parameter]] = {}
     for param, (_, _, g) in zip(params, space.pieces, strict=True):
         members.setdefault(g, []).append(param)
-    optimizer = cls([{**groups[g], "params": m} for g, m in members.items()])  # type: ignore[call-arg]
+    # Adagrad takes its initial sum from the constructor alone.
+    initial = "initial_accumulator_value"
+    settings = {initial: groups[0][initial]} if initial in groups[0] else {}
+    optimizer = cls([{**groups[g], "params": m} for g, m in members.items()], **settings)  # type: ignore[call-arg]
     for step in steps:
         grad = space.grad(step).float() * grad_scale
         for param, (a, b, _) in zip(params, space.pieces, strict=True):
@@ -195,4 +376,13 @@ def torch_oracle(
     return weights
 
 
-__all__ = ["CPU", "RATIOS", "DeviceTier", "ReferenceAdam", "Space"]
+__all__ = [
+    "CPU",
+    "RATIOS",
+    "DeviceTier",
+    "Lion",
+    "NamedLion",
+    "ReferenceAdam",
+    "ReferenceKernel",
+    "Space",
+]

@@ -103,7 +103,7 @@ def test_host_and_device_step_at_the_same_time() -> None:
             barrier.set()
 
     device = tier._parts[1].tier
-    device._stepper._kernel = Half()  # type: ignore[attr-defined]
+    device._stepper._rule._kernel = Half()  # type: ignore[attr-defined]
     offer(tier, space, 0)
     tier.step(GROUPS, range(5), grad_scale=1.0)
     assert barrier.is_set()

@@ -6,31 +6,18 @@ from typing import Any
 
 import pytest
 import torch
-from support import RATIOS, Space, assert_same, group_of, make_tier, snapshot, torch_oracle, train
+from support import (
+    RATIOS,
+    Lion,
+    Space,
+    assert_same,
+    group_of,
+    make_tier,
+    snapshot,
+    torch_oracle,
+    train,
+)
 from torch import Tensor, optim
-
-
-class Lion(optim.Optimizer):
-    """A user's own elementwise optimizer (Chen et al. 2023), with the vouching attribute."""
-
-    is_elementwise = True
-
-    def __init__(self, params: Any, lr: float, betas: tuple[float, float] = (0.9, 0.99)) -> None:
-        super().__init__(params, {"lr": lr, "betas": betas})
-
-    @torch.no_grad()
-    def step(self, closure: None = None) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            beta1, beta2 = group["betas"]
-            for param in group["params"]:
-                if param.grad is None:
-                    continue
-                state = self.state[param]
-                average = state.get("exp_avg", torch.zeros_like(param))
-                update = (average * beta1 + param.grad * (1 - beta1)).sign()
-                param.sub_(update * group["lr"])
-                state["exp_avg"] = average * beta2 + param.grad * (1 - beta2)
-
 
 OPTIMIZERS = [
     pytest.param(optim.SGD, {"lr": 0.1}, id="sgd"),
@@ -71,23 +58,11 @@ def test_torch_route_equals_torch_bit_for_bit_at_every_ratio(
     space, whole = _run(cls, settings, 1.0)
     plain = {k: v.item() if isinstance(v, Tensor) else v for k, v in settings.items()}
     groups = [group_of(cls, **plain)]
-    expected = (
-        torch_oracle(space, cls, groups, range(7))
-        if cls is not Lion
-        else torch_oracle(space, _with_default_lr(), groups, range(7))
-    )
+    expected = torch_oracle(space, cls, groups, range(7))
     assert torch.equal(whole["master_weight"][space.covered()], expected[space.covered()])
     assert torch.equal(whole["params"], whole["master_weight"])
     for ratio in RATIOS[:-1]:
         assert_same(_run(cls, settings, ratio)[1], whole)
-
-
-def _with_default_lr() -> type[optim.Optimizer]:
-    class WithDefault(Lion):
-        def __init__(self, params: Any) -> None:
-            super().__init__(params, lr=1e-2)
-
-    return WithDefault
 
 
 @pytest.mark.parametrize("cls", [optim.SGD, optim.AdamW, optim.Adam, optim.Adagrad])

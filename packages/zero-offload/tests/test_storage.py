@@ -192,7 +192,8 @@ def test_damage_on_the_disk_is_found(tmp_path: Path) -> None:
     file.read(0, torch.empty(1000, dtype=torch.uint8)).wait()
     with pytest.raises(StorageCorruptError, match=r"block 1 at offset 4096.*other disk") as caught:
         file.read(1, torch.empty(5 << 20, dtype=torch.uint8)).wait()
-    assert caught.value.filename == file.path
+    assert caught.value.path == file.path
+    assert file.path in repr(caught.value)
 
 
 def test_a_write_that_the_kernel_refuses_names_file_operation_and_offset(tmp_path: Path) -> None:
@@ -209,7 +210,8 @@ def test_a_write_that_the_kernel_refuses_names_file_operation_and_offset(tmp_pat
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert caught.value.errno == errno.EFBIG
-    assert caught.value.filename == file.path
+    assert caught.value.path == file.path
+    assert file.path in repr(caught.value)
     with pytest.raises(StorageError, match="writing block 1"):  # half old, half new: never used
         file.read(1, torch.empty(16 << 20, dtype=torch.uint8)).wait()
     file.write(1, before).wait()  # and written again it is whole

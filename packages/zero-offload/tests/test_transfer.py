@@ -18,6 +18,7 @@ import torch
 from support import CPU, RATIOS, ReferenceAdam, Space, group_of, make_tier, train
 from torch import Tensor, optim
 
+from zero_offload.adam_rules import AdamRule
 from zero_offload.flat_tier import HostTier
 from zero_offload.geometry import Geometry
 from zero_offload.kernel_stepper import KernelStepper
@@ -79,7 +80,8 @@ class LateStreams(HostStreams):
 
 def _late_tier(space: Space, streams: LateStreams) -> HostTier:
     geometry = Geometry(space.numel, space.pieces, space.params, 1)
-    stepper = KernelStepper(geometry, ReferenceAdam(), optim.AdamW, is_in_place=False)
+    rule = AdamRule.of(ReferenceAdam(), optim.AdamW)
+    stepper = KernelStepper(geometry, rule, GROUPS, is_in_place=False)
     mover = HostMover(geometry, CPU, pin_memory=False, streams=streams, is_staged=True)
     tier = HostTier(geometry, stepper, mover)
     tier.write_state("master_weight", 0, space.initial)

@@ -14,6 +14,7 @@ from zero_core.errors import (
     ZeroError,
 )
 from zero_core.layout import Layout
+from zero_core.lion import Lion
 from zero_core.plan import plan
 from zero_core.plan_result import Plan
 from zero_core.pretrained import Loaded, load_pretrained
@@ -26,6 +27,7 @@ __all__ = [
     "ConfigError",
     "Engine",
     "Layout",
+    "Lion",
     "Loaded",
     "MissingPartError",
     "Plan",

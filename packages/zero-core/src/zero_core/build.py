@@ -30,6 +30,7 @@ from zero_core.initial import InitialValues, leave_meta
 from zero_core.layout import Layout, Segment
 from zero_core.lr_schedules import make_scheduler
 from zero_core.memory import Memory
+from zero_core.optimizer import KERNEL_TYPES
 from zero_core.parts import COLLECTIVES, KERNELS, PARAM_TIERS, TIERS, load_part
 from zero_core.pretrained import load_pretrained
 from zero_core.protocols import (
@@ -96,7 +97,7 @@ def build(
     resolved = load_config(config, world_size=ranks.size)
     if resolved.seed is not None:
         torch.manual_seed(resolved.seed)
-    is_named_adam = optimizer is None and _names_adam(resolved)
+    has_named_rule = optimizer is None and _names_rule(resolved)
     drawn = Blueprint.draw(model, resolved, ranks.size, optimizer)
     found, layout, optimizer = drawn.found, drawn.layout, drawn.optimizer
     initial = InitialValues(model)
@@ -118,7 +119,7 @@ def build(
         exchanged=shared.zeros if shared is not None and is_shared else None,
         resting=_make_param_tier(param_tier, layout, resolved, ranks),
     )
-    tier = _make_tier(state_tier, memory, drawn, resolved, ranks, is_named_adam)
+    tier = _make_tier(state_tier, memory, drawn, resolved, ranks, has_named_rule)
     if pretrained is None:
         _fill(found, layout, memory, tier, control, initial)
     else:
@@ -177,10 +178,11 @@ def _accelerator() -> torch.device:
     return torch.device(found.type, torch.accelerator.current_device_index())
 
 
-def _names_adam(config: Config) -> bool:
+def _names_rule(config: Config) -> bool:
+    """Whether the configuration names an optimizer that a host kernel may compute."""
     if config.optimizer is None or config.optimizer.params.get("torch_adam"):
         return False
-    return config.optimizer.type.lower() in ("adam", "adamw")
+    return config.optimizer.type.lower() in KERNEL_TYPES
 
 
 def _check_ranks_agree(control: ControlGroup, layout: Layout, config: Config) -> None:
@@ -227,7 +229,7 @@ def _make_tier(
     drawn: Blueprint,
     config: Config,
     ranks: _Ranks,
-    is_named_adam: bool,
+    has_named_rule: bool,
 ) -> StateTier:
     zero = config.zero_optimization
     layout, optimizer = drawn.layout, drawn.optimizer
@@ -251,7 +253,7 @@ def _make_tier(
     kernel = None
     if factory is None:
         factory = load_part(TIERS, "host", asked_by=key, distribution="zero-offload")
-        if is_named_adam:
+        if has_named_rule:
             asked = f"{key} with optimizer.type = {config.optimizer and config.optimizer.type!r}"
             kernel = load_part(KERNELS, "cpu", asked_by=asked, distribution="cpu-adam")
     try:

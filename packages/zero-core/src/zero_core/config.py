@@ -60,9 +60,15 @@ UNNEEDED: Mapping[str, str] = {
     "zero_optimization.ignore_unused_parameters": "unused parameters are always allowed",
     "zero_optimization.round_robin_gradients": "shards are slices of units, already balanced",
     "zero_optimization.memory_efficient_linear": "saved weights are always kept by reference",
-    "zero_optimization.offload_optimizer.buffer_count": "used by the NVMe tier only",
-    "zero_optimization.offload_optimizer.fast_init": "used by the NVMe tier only",
-    "zero_optimization.offload_optimizer.nvme_path": "used by the NVMe tier only",
+    "zero_optimization.offload_optimizer.fast_init": (
+        "states that start at zero are never written to NVMe before their first update"
+    ),
+    "zero_optimization.offload_optimizer.pipeline_read": (
+        "reads from NVMe always overlap with the update"
+    ),
+    "zero_optimization.offload_optimizer.pipeline_write": (
+        "writes to NVMe always overlap with the update"
+    ),
     "activation_checkpointing.partition_activations": "there are no model-parallel ranks",
     "activation_checkpointing.contiguous_memory_optimization": "a block keeps its inputs alone",
     "activation_checkpointing.number_checkpoints": "every block is one",
@@ -77,6 +83,7 @@ _OF_PARAM_OFFLOAD = (
 _OF_PARAM_NVME = tuple(
     f"offload_param.{key}" for key in ("nvme_path", "buffer_count", "buffer_size", "max_in_cpu")
 )
+_OF_OPTIMIZER_NVME = ("offload_optimizer.nvme_path", "offload_optimizer.buffer_count")
 
 
 _REFUSED_UNLESS: Mapping[str, Any] = {
@@ -110,8 +117,12 @@ class OffloadOptimizerConfig(_Block):
     ratio: Annotated[float, Field(ge=0.0, le=1.0)] = 1.0
     """Share of the elements that the host updates (Twin-Flow), exact to the element."""
     pin_memory: bool = True
+    state_dtype: Literal["float32", "bfloat16", "int8"] = "float32"
+    """What the host keeps Adam's moments in. Not in DeepSpeed's configuration."""
     nvme_path: str | None = None
+    """A folder on the NVMe disk, for device nvme; the ranks of a host may share it."""
     buffer_count: PositiveInt = 4
+    """Blocks of state in host memory at once, for device nvme; 3 or more overlap fully."""
     fast_init: bool = False
     pipeline_read: bool = False
     pipeline_write: bool = False
@@ -436,9 +447,9 @@ def _refuse_unserved(config: Config) -> None:
             "fp16.enabled and bf16.enabled: only one of them can be true",
         ),
         (
-            offload.device == "nvme" or offload.pipeline_read or offload.pipeline_write,
-            "zero_optimization.offload_optimizer: the NVMe tier (device 'nvme', pipeline_read, "
-            "pipeline_write) is not served; use device 'cpu'",
+            offload.device == "nvme" and not offload.nvme_path,
+            "zero_optimization.offload_optimizer.device = 'nvme' needs "
+            "zero_optimization.offload_optimizer.nvme_path, a folder on the NVMe disk",
         ),
         (
             params.device != "none" and zero.stage != 3,
@@ -452,7 +463,11 @@ def _refuse_unserved(config: Config) -> None:
         ),
         (
             offload.device == "none" and "ratio" in offload.model_fields_set,
-            "zero_optimization.offload_optimizer.ratio needs device 'cpu'",
+            "zero_optimization.offload_optimizer.ratio needs device 'cpu' or 'nvme'",
+        ),
+        (
+            offload.device == "none" and "state_dtype" in offload.model_fields_set,
+            "zero_optimization.offload_optimizer.state_dtype needs device 'cpu'",
         ),
         (
             zero.zero_quantized_weights and zero.stage != 3,
@@ -495,14 +510,21 @@ def _refuse_unserved(config: Config) -> None:
 
 def _unneeded(config: Config) -> dict[str, str]:
     """`UNNEEDED`, and the keys that this configuration makes pointless."""
-    device = config.zero_optimization.offload_param.device
+    zero = config.zero_optimization
+    device = zero.offload_param.device
+    pointless = [
+        (device == "none", _OF_PARAM_OFFLOAD, "used with offload_param only"),
+        (device != "nvme", _OF_PARAM_NVME, "used with offload_param.device 'nvme' only"),
+        (
+            zero.offload_optimizer.device != "nvme",
+            _OF_OPTIMIZER_NVME,
+            "used with offload_optimizer.device 'nvme' only",
+        ),
+    ]
     found = dict(UNNEEDED)
-    if device == "none":
-        why = "used with offload_param only"
-        found |= {f"zero_optimization.{key}": why for key in _OF_PARAM_OFFLOAD}
-    if device != "nvme":
-        why = "used with offload_param.device 'nvme' only"
-        found |= {f"zero_optimization.{key}": why for key in _OF_PARAM_NVME}
+    for is_pointless, keys, why in pointless:
+        if is_pointless:
+            found |= {f"zero_optimization.{key}": why for key in keys}
     return found
 
 

@@ -16,8 +16,9 @@ from torch import nn
 
 from zero_core.config import OptimizerConfig
 from zero_core.errors import ConfigError
+from zero_core.lion import Lion
 
-__all__ = ["EngineOptimizer", "check_elementwise", "make_optimizer"]
+__all__ = ["KERNEL_TYPES", "EngineOptimizer", "check_elementwise", "make_optimizer"]
 
 _BY_NAME: Mapping[str, type[torch.optim.Optimizer]] = {
     "adam": torch.optim.Adam,
@@ -29,7 +30,11 @@ _BY_NAME: Mapping[str, type[torch.optim.Optimizer]] = {
     "adamax": torch.optim.Adamax,
     "nadam": torch.optim.NAdam,
     "radam": torch.optim.RAdam,
+    "lion": Lion,
 }
+
+KERNEL_TYPES = frozenset({"adam", "adamw", "adagrad", "sgd", "lion"})
+"""Names, in lower case, of those that a host kernel computes where the state is offloaded."""
 
 _FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
 """Their fused kernels run on CPUs and accelerators alike, and give a slice that begins and ends at

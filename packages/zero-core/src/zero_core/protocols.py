@@ -10,7 +10,8 @@ entry-point group          object                 asked for by the config key
 ``zero_core.collectives``  `CollectivesFactory`   ``zero_optimization.zero_quantized_weights``
 ``zero_core.state_tiers``  `StateTierFactory`     ``zero_optimization.offload_optimizer``
 ``zero_core.param_tiers``  `ParamTierFactory`     ``zero_optimization.offload_param``
-``zero_core.adam_kernels`` `AdamKernel`           ``offload_optimizer`` with Adam or AdamW
+``zero_core.adam_kernels`` `AdamKernel`           ``offload_optimizer`` with Adam, AdamW,
+                                                  Adagrad, SGD or Lion
 =========================  =====================  =========================================
 
 [Note: the local flat space]
@@ -227,8 +228,8 @@ class StateTierFactory(Protocol):
             optimizer_class: the torch optimizer whose update is wanted.
             groups: its ``param_groups`` without ``params`` (every default filled in).
             config: the resolved ``zero_optimization`` block as plain builtins.
-            adam_kernel: the host Adam kernel; given when the config asks for Adam or AdamW by
-                name, None when an optimizer object or another type was given.
+            adam_kernel: the host kernel; given when the config asks for Adam, AdamW, Adagrad, SGD
+                or Lion by name, None when an optimizer object or another type was given.
             device_tier: makes a tier on the compute device out of torch's own optimizer.
             param_store: takes the new values of shards on the meta device; None if there are none.
 
@@ -332,6 +333,9 @@ class AdamKernel(Protocol):
     """One pass over flat host memory: gradient in, master and moments updated, copy out.
 
     Entry point of ``zero_core.adam_kernels``. A module that has this function satisfies it.
+    Optional further functions: ``adagrad_step``, ``sgd_step`` and ``lion_step`` for those
+    optimizers, ``adam_step_8bit`` and ``adam_step_bf16`` for ``offload_optimizer.state_dtype``. A
+    tier that finds one missing updates by torch's own optimizer, or refuses the ``state_dtype``.
     """
 
     def adam_step(

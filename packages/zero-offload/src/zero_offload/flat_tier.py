@@ -20,6 +20,7 @@ from zero_offload.geometry import Geometry, check_active, freeze_groups
 from zero_offload.grads import GradLedger
 from zero_offload.progress import Progress
 from zero_offload.stepper import MASTER, Chunk, Stepper
+from zero_offload.storage import BlockFile
 from zero_offload.transfer import Mover
 
 __all__ = ["DeviceTier", "FlatTier", "HostTier"]
@@ -52,6 +53,21 @@ class FlatTier(ABC):
     def bytes_h2d(self) -> int:
         """Parameter bytes brought back to the compute device so far."""
         return self._mover.bytes_h2d
+
+    @property
+    def file(self) -> BlockFile | None:
+        """Where master weights and state lie if not in memory, with its counters."""
+        return self._stepper.file
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of host memory that master weights and state take, transfer buffers apart.
+
+        An upper half that is the parameter shard itself, or the copy that is sent up, counts.
+        """
+        stepper = self._stepper
+        is_on_host = stepper.device.type == "cpu"
+        return stepper.master_bytes + stepper.state_bytes if is_on_host else 0
 
     def offer_grad(self, start: int, grad: Tensor) -> None:
         """Take the gradient of ``[start, start + grad.numel())`` for the coming step.
@@ -110,6 +126,7 @@ class FlatTier(ABC):
                     self._stepper.update(chunk, grads, grad_scale, self._mover.out)
                     for run in chunk.runs:
                         self._progress.advance(self._mover.publish(run.start, run.stop))
+                self._stepper.settle()
                 self._stepper.count(active)
         except BaseException as error:
             self._progress.fail(error)  # whatever it was, the next call must hear of it
@@ -128,11 +145,10 @@ class FlatTier(ABC):
         """``master_weight``, then every elementwise state that the optimizer has."""
         return (MASTER, *self._stepper.state_dtypes())
 
-    def _dtype(self, name: str) -> torch.dtype:
+    def _check_name(self, name: str) -> None:
         known = self._stepper.state_dtypes()
         if name not in known:
             raise KeyError(f"the optimizer has no state {name!r}, only {[MASTER, *known]}")
-        return known[name]
 
     def read_state(self, name: str, start: int, stop: int) -> Tensor:
         """A copy of one state over ``[start, stop)``: 1-D, on the CPU, zero where there is none.
@@ -144,11 +160,8 @@ class FlatTier(ABC):
         self.geometry.check_range(start, stop)
         if name == MASTER:
             return self._stepper.read_master(start, stop)
-        dtype = self._dtype(name)
-        stored = self._stepper.buffer(name, create=False)
-        if stored is None:
-            return torch.zeros(stop - start, dtype=dtype, device="cpu")
-        return stored[start:stop].to("cpu", copy=True)
+        self._check_name(name)
+        return self._stepper.read(name, start, stop)
 
     def write_state(self, name: str, start: int, values: Tensor) -> None:
         """Overwrite one state; ``master_weight`` is rounded into the parameter shards as well.
@@ -166,10 +179,9 @@ class FlatTier(ABC):
                 self._stepper.write_master(start, values)
                 self._publish_master(start, stop)
             return
-        self._dtype(name)
-        stored = self._stepper.buffer(name, create=True)
-        assert stored is not None, "create=True gives a buffer"
-        stored[start:stop].copy_(values)
+        self._check_name(name)
+        with torch.no_grad():
+            self._stepper.write(name, start, values)
 
     def _publish_master(self, start: int, stop: int) -> None:
         self._mover.open_params()

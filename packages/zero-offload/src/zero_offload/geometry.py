@@ -68,6 +68,7 @@ class Geometry:
         self.pieces = tuple(Piece(*piece) for piece in pieces)
         self.shards = tuple(params)
         self._starts = [start for start, _ in self.shards]
+        self._piece_starts = [piece.start for piece in self.pieces]
         self._check_shards()
         self.piece_shards = tuple(self._check_piece(i, num_groups) for i in range(len(self.pieces)))
 
@@ -93,7 +94,7 @@ class Geometry:
             raise ValueError(f"{where} is empty, unsorted or overlaps the one before")
         if not 0 <= piece.group < num_groups:
             raise ValueError(f"{where} names group {piece.group}; there are {num_groups}")
-        shard = bisect_right(self._starts, piece.start) - 1
+        shard = self.shard_at(piece.start)
         if shard < 0 or piece.stop > self._starts[shard] + self.shards[shard][1].numel():
             raise ValueError(f"{where} does not lie inside one tensor of params")
         return shard
@@ -108,6 +109,17 @@ class Geometry:
         wide = any(tensor.dtype == torch.float64 for _, tensor in self.shards)
         return torch.float64 if wide else torch.float32
 
+    def clipped(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
+        """The pieces that overlap ``[start, stop)``: ``(a, b, piece)`` with the part in it."""
+        first = bisect_right(self._piece_starts, start) - 1
+        for index in range(max(first, 0), len(self.pieces)):
+            piece = self.pieces[index]
+            if piece.start >= stop:
+                return
+            a, b = max(start, piece.start), min(stop, piece.stop)
+            if a < b:
+                yield a, b, index
+
     def overlaps(self, start: int, stop: int) -> Iterator[tuple[int, int, Tensor]]:
         """The parts ``(a, b, view of the shard)`` of ``[start, stop)`` that shards cover."""
         first = max(bisect_right(self._starts, start) - 1, 0)
@@ -118,6 +130,10 @@ class Geometry:
                 return
             if a < b:
                 yield a, b, tensor[a - base : b - base]
+
+    def shard_at(self, start: int) -> int:
+        """Index of the shard that covers element ``start``."""
+        return bisect_right(self._starts, start) - 1
 
     def view(self, start: int, stop: int) -> Tensor:
         """The shard's memory behind ``[start, stop)``, which must lie inside one shard."""

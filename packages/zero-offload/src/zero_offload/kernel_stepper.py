@@ -1,7 +1,7 @@
-"""Adam by one fused kernel: a single pass over host memory for each run of pieces.
+"""An update rule by one fused kernel: a single pass over host memory for each run of pieces.
 
-ZeRO-Offload (arXiv 2101.06840, section 5) moves Adam to the host and makes it fast there. The
-kernel reads the gradient in the dtype it left the device in, updates master weights and moments,
+ZeRO-Offload (arXiv 2101.06840, section 5) moves the optimizer to the host and makes it fast there.
+The kernel reads the gradient in the dtype it left the device in, updates master weights and state,
 and writes the rounded parameters in the same pass, so that no separate unscale or cast pass reads
 host memory again.
 """
@@ -9,104 +9,91 @@ host memory again.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, optim
+from torch import Tensor
 
-from zero_offload.geometry import Geometry, plan_runs
+from zero_offload.geometry import Geometry, Run, plan_runs
 from zero_offload.grads import GradLedger
-from zero_offload.protocols import AdamKernel
+from zero_offload.rules import MASTER, Rule
 from zero_offload.stepper import Chunk, Stepper, check_num_steps
+from zero_offload.store import ShardStore
 
-__all__ = ["KERNEL_DTYPES", "KernelStepper", "can_serve", "check_kernel_class"]
+__all__ = ["KERNEL_DTYPES", "KernelStepper", "can_serve"]
 
 KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-_MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
-@dataclass(frozen=True, slots=True)
-class _Hyper:
-    """What must be equal for two pieces to share a kernel call."""
-
-    step: int
-    lr: float
-    beta1: float
-    beta2: float
-    eps: float
-    weight_decay: float
-    is_decoupled: bool
-    is_maximized: bool
-
-
-def check_kernel_class(optimizer_class: type[optim.Optimizer]) -> None:
-    """ValueError unless the update wanted is torch's Adam or AdamW, which the kernel computes."""
-    if optimizer_class not in (optim.Adam, optim.AdamW):
-        raise ValueError(
-            f"an adam_kernel computes torch.optim.Adam and AdamW, not "
-            f"{optimizer_class.__qualname__}; pass adam_kernel=None"
-        )
-
-
-def can_serve(geometry: Geometry, groups: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether the kernel's fp32, AMSGrad-free Adam gives what is asked; else torch computes it."""
-    shards = all(tensor.dtype in KERNEL_DTYPES for _, tensor in geometry.shards)
-    return shards and not any(group.get("amsgrad", False) for group in groups)
+def can_serve(geometry: Geometry) -> bool:
+    """Whether every shard has a dtype that kernels read and write."""
+    return all(tensor.dtype in KERNEL_DTYPES for _, tensor in geometry.shards)
 
 
 class KernelStepper(Stepper):
-    """Adam or AdamW over host memory, one ``kernel.adam_step`` call per run.
+    """A `Rule` over host memory, one kernel call per run, or per piece if it counts blocks.
 
     Args:
         geometry: the flat space; shards of fp32, bf16 or fp16.
-        kernel: see `AdamKernel`.
-        optimizer_class: ``torch.optim.Adam`` or ``AdamW``.
+        rule: the update.
+        groups: the optimizer's ``param_groups``, for what states hold at first.
         is_in_place: see `Stepper`.
+        upper: host memory for the parameters of a range inside one shard, which lasts as long as
+            the stepper: a split master weight has its upper half there. The shards themselves by
+            default.
     """
 
     def __init__(
         self,
         geometry: Geometry,
-        kernel: AdamKernel,
-        optimizer_class: type[optim.Optimizer],
+        rule: Rule,
+        groups: Sequence[Mapping[str, Any]],
         *,
         is_in_place: bool,
+        upper: Callable[[int, int], Tensor] | None = None,
     ) -> None:
-        super().__init__(geometry, torch.device("cpu"), is_in_place=is_in_place)
-        self._kernel = kernel
-        self._is_decoupled = issubclass(optimizer_class, optim.AdamW)
-        self._moments = {
-            name: torch.zeros(geometry.numel, dtype=torch.float32, device="cpu")
-            for name in _MOMENTS
-        }
+        # What rests elsewhere is no place for the upper half of a split master weight.
+        shards = [shard for _, shard in geometry.shards]
+        rules = [rule if t.is_meta else rule.for_params(t.dtype) for t in shards]
+        split = {i for i, own in enumerate(rules) if own.is_master_split}
+        super().__init__(geometry, torch.device("cpu"), is_in_place=is_in_place, split=split)
+        self._rule = rule
+        self._upper = geometry.view if upper is None else upper
+        self._stores = [
+            ShardStore(own, self._spans(i, own), self._upper) for i, own in enumerate(rules)
+        ]
+        self._initial = [{name: rule.initial(name, g) for name in rule.states} for g in groups]
+        for i in split:
+            start, shard = geometry.shards[i]
+            self._upper(start, start + shard.numel()).copy_(shard)
+        for i in range(len(geometry.pieces)):
+            self._fill(i, is_fresh=True)
+
+    def _spans(self, shard: int, rule: Rule) -> list[tuple[int, int]]:
+        if rule.block == 1:
+            start, tensor = self.geometry.shards[shard]
+            return [(start, start + tensor.numel())]
+        owners = zip(self.geometry.pieces, self.geometry.piece_shards, strict=True)
+        return [(piece.start, piece.stop) for piece, owner in owners if owner == shard]
+
+    def _fill(self, piece: int, *, is_fresh: bool) -> None:
+        """Give a piece's states what they hold at first; fresh memory is zero already."""
+        span = self.geometry.pieces[piece]
+        for name, value in self._initial[span.group].items():
+            if value or not is_fresh:
+                self.write(name, span.start, torch.full((span.stop - span.start,), value))
 
     def plan(
         self, active: Sequence[int], groups: Sequence[Mapping[str, Any]], grads: GradLedger
     ) -> list[Chunk]:
-        """One chunk per run; a run also ends where the gradients' memory is not contiguous."""
+        """One chunk per run of pieces with equal settings."""
         pieces = self.geometry.pieces
-        keys = {i: self._hyper(groups[pieces[i].group], self.num_steps[i] + 1) for i in active}
+        keys = {i: self._rule.hyper(groups[pieces[i].group], self.num_steps[i] + 1) for i in active}
         chunks = []
         for run in plan_runs(self.geometry, active, keys):
             grads.segments(run.start, run.stop)  # refuses a missing gradient before any update
             chunks.append(Chunk((run,), keys[run.pieces[0]]))
         return chunks
-
-    def _hyper(self, group: Mapping[str, Any], step: int) -> _Hyper:
-        if group.get("amsgrad", False):
-            raise ValueError("amsgrad was switched on after construction; the kernel has none")
-        beta1, beta2 = group["betas"]
-        return _Hyper(
-            step=step,
-            lr=float(group["lr"]),
-            beta1=float(beta1),
-            beta2=float(beta2),
-            eps=float(group["eps"]),
-            weight_decay=float(group["weight_decay"]),
-            is_decoupled=bool(group.get("decoupled_weight_decay", self._is_decoupled)),
-            is_maximized=bool(group.get("maximize", False)),
-        )
 
     def update(
         self,
@@ -115,46 +102,101 @@ class KernelStepper(Stepper):
         grad_scale: float,
         out: Callable[[int, int], Tensor],
     ) -> None:
-        """One kernel call, or one per stretch of gradient memory."""
-        hyper: _Hyper = chunk.settings
+        """One kernel call per stretch of gradient memory, or per piece."""
         (run,) = chunk.runs
-        rounded = None if self.is_in_place else out(run.start, run.stop)
-        for a, b, grad in grads.segments(run.start, run.stop):
-            self._kernel.adam_step(
-                self.master(a, b),
+        store = self._stores[self.geometry.piece_shards[run.pieces[0]]]
+        is_split = store.rule.is_master_split
+        rounded = None if self.is_in_place or is_split else out(run.start, run.stop)
+        for a, b, grad in self._stretches(run, store.rule, grads):
+            store.rule.update(
+                None if is_split else self.master(a, b),
                 grad if grad.dtype in KERNEL_DTYPES else grad.float(),
-                self._moments["exp_avg"][a:b],
-                self._moments["exp_avg_sq"][a:b],
-                step=hyper.step,
-                lr=hyper.lr,
-                beta1=hyper.beta1,
-                beta2=hyper.beta2,
-                eps=hyper.eps,
-                weight_decay=hyper.weight_decay,
-                adamw_mode=hyper.is_decoupled,
-                grad_scale=-grad_scale if hyper.is_maximized else grad_scale,
-                out=None if rounded is None else rounded[a - run.start : b - run.start],
+                store.views(a, b),
+                chunk.settings,
+                grad_scale,
+                None if rounded is None else rounded[a - run.start : b - run.start],
             )
 
-    def state_dtypes(self) -> Mapping[str, torch.dtype]:
-        """The two moments, fp32."""
-        return dict.fromkeys(_MOMENTS, torch.float32)
+    def _stretches(self, run: Run, rule: Rule, grads: GradLedger) -> list[tuple[int, int, Tensor]]:
+        """What each call updates, with its gradient."""
+        if rule.block == 1:
+            return grads.segments(run.start, run.stop)
+        spans = [(self.geometry.pieces[i].start, self.geometry.pieces[i].stop) for i in run.pieces]
+        return [(a, b, _joined(grads, a, b)) for a, b in spans]
 
-    def buffer(self, name: str, *, create: bool) -> Tensor | None:
-        """The moment's flat buffer."""
-        return self._moments[name]
+    def master(self, start: int, stop: int) -> Tensor:
+        """See `Stepper.master`."""
+        store = self._stores[self.geometry.shard_at(start)]
+        if store.rule.is_master_split:
+            return self._upper(start, stop)
+        return super().master(start, stop)
+
+    def read_master(self, start: int, stop: int) -> Tensor:
+        """See `Stepper.read_master`; halves are joined. Padding has no lower half."""
+        values = super().read_master(start, stop)
+        for store in self._stores:
+            if store.rule.is_master_split:
+                store.read(MASTER, values, start)
+        return values
+
+    def write_master(self, start: int, values: Tensor) -> None:
+        """See `Stepper.write_master`."""
+        super().write_master(start, values)
+        for store in self._stores:
+            if store.rule.is_master_split:
+                store.write(MASTER, values, start)
+
+    @property
+    def master_bytes(self) -> int:
+        """See `Stepper.master_bytes`."""
+        pairs = zip(self.geometry.shards, self._stores, strict=True)
+        upper = sum(shard.nbytes for (_, shard), store in pairs if store.rule.is_master_split)
+        lower = sum(store.num_bytes(is_master=True) for store in self._stores)
+        return super().master_bytes + upper + lower
+
+    @property
+    def state_bytes(self) -> int:
+        """See `Stepper.state_bytes`."""
+        return sum(store.num_bytes(is_master=False) for store in self._stores)
+
+    def state_dtypes(self) -> Mapping[str, torch.dtype]:
+        """The rule's states, as a checkpoint sees them."""
+        return self._rule.states
+
+    def read(self, name: str, start: int, stop: int) -> Tensor:
+        """See `Stepper.read`."""
+        values = torch.zeros(stop - start, dtype=self._rule.states[name], device="cpu")
+        for store in self._stores:
+            store.read(name, values, start)
+        return values
+
+    def write(self, name: str, start: int, values: Tensor) -> None:
+        """See `Stepper.write`."""
+        for store in self._stores:
+            store.write(name, values, start)
 
     def read_scalars(self, piece: int) -> dict[str, float]:
-        """The count, and the same as torch's Adam keeps it."""
+        """The count, and the same as torch's optimizer keeps it, if it does."""
         count = self.num_steps[piece]
-        return {"num_steps": count, "step": float(count)} if count else {"num_steps": 0}
+        own = dict.fromkeys(self._rule.scalars, float(count)) if count else {}
+        return {"num_steps": count, **own}
 
     def write_scalars(self, piece: int, scalars: Mapping[str, float]) -> None:
         """Take the count; torch's ``step`` beside it says the same."""
         count = check_num_steps(scalars)
         unknown = sorted(set(scalars) - {"num_steps", "step"})
         if unknown:
-            raise ValueError(f"Adam has no scalars {unknown}; the state is another optimizer's")
+            raise ValueError(
+                f"{type(self._rule).__name__} has no scalars {unknown}; the state is another "
+                f"optimizer's"
+            )
         if count == 0:
-            self.clear(piece)
+            self._fill(piece, is_fresh=False)
         self.num_steps[piece] = count
+
+
+def _joined(grads: GradLedger, start: int, stop: int) -> Tensor:
+    """The gradient of a piece in one stretch of memory; in fp32 if its parts differ in dtype."""
+    dtypes = {part.dtype for _, _, part in grads.segments(start, stop)}
+    dtype = dtypes.pop() if len(dtypes) == 1 else torch.float32
+    return grads.gather(start, stop, dtype, 1.0)

@@ -11,8 +11,8 @@ from typing import Any
 
 from torch import optim
 
-from zero_offload.kernel_stepper import check_kernel_class
 from zero_offload.protocols import AdamKernel
+from zero_offload.rules import check_kernel_class, has_rule
 
 __all__ = ["GROUP", "resolve_kernel"]
 
@@ -26,19 +26,18 @@ def resolve_kernel(
 
     Args:
         kernel: an object or module with ``adam_step``; the name of an entry point; ``"auto"`` for
-            an installed kernel (the first by name) if the class is Adam or AdamW; or None.
+            an installed kernel (the first by name) if a kernel can compute the class; or None.
         optimizer_class: the update wanted.
 
     Raises:
-        ValueError: no kernel of that name is installed, the object is none, or the class is not
-            Adam or AdamW.
+        ValueError: no kernel of that name is installed, the object is none, or no kernel computes
+            the class.
     """
     if kernel is None:
         return None
     if kernel == "auto":
         found = sorted(entry_points(group=GROUP), key=lambda entry: entry.name)
-        is_adam = optimizer_class in (optim.Adam, optim.AdamW)
-        return _checked(found[0].load()) if found and is_adam else None
+        return _checked(found[0].load()) if found and has_rule(optimizer_class) else None
     check_kernel_class(optimizer_class)
     return _named(kernel) if isinstance(kernel, str) else _checked(kernel)
 

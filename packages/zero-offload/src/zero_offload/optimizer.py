@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from zero_offload.geometry import Geometry
 from zero_offload.kernels import resolve_kernel
 from zero_offload.protocols import AdamKernel
-from zero_offload.settings import check_ratio
+from zero_offload.settings import check_ratio, check_state_dtype
 from zero_offload.stepper import MASTER
 from zero_offload.tier import make_device_tier, make_twin
 from zero_offload.twin import TwinTier
@@ -37,8 +37,12 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         params: parameters or groups of them, as for any torch optimizer; dense, on one device.
         ratio: share of the elements on the host, 0 to 1.
         pin_memory: page-lock transfer buffers when the parameters are on an accelerator.
-        adam_kernel: a host kernel for Adam and AdamW: an object with ``adam_step``, the name of an
-            installed one, ``"auto"`` for one if installed, or None for torch's own update.
+        adam_kernel: a host kernel for Adam, AdamW and, where it has the functions, Adagrad, SGD and
+            Lion: an object with ``adam_step``, the name of an installed one, ``"auto"`` for one if
+            installed, or None for torch's own update.
+        state_dtype: what the host keeps Adam's moments in: ``"float32"``, ``"bfloat16"`` or
+            ``"int8"``; the last two need an ``adam_kernel`` and, for bf16 parameters, keep the
+            master weight as the parameter and an int16 remainder.
         **optimizer_kwargs: passed on to ``optimizer_class``.
 
     Attributes:
@@ -56,6 +60,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         ratio: float = 1.0,
         pin_memory: bool = True,
         adam_kernel: AdamKernel | str | None = None,
+        state_dtype: str = "float32",
         **optimizer_kwargs: Any,
     ) -> None:
         share = check_ratio(ratio)
@@ -75,6 +80,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             groups=self.param_groups,
             adam_kernel=kernel,
             device_tier=make_device_tier,
+            state_dtype=check_state_dtype(state_dtype),
         )
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:

@@ -12,7 +12,18 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-__all__ = ["AdamKernel", "DeviceTierFactory", "ParamStore", "StateTier", "Work"]
+__all__ = [
+    "AdagradKernel",
+    "AdamKernel",
+    "Bf16AdamKernel",
+    "DeviceTierFactory",
+    "EightBitAdamKernel",
+    "LionKernel",
+    "ParamStore",
+    "SgdKernel",
+    "StateTier",
+    "Work",
+]
 
 
 class Work(Protocol):
@@ -37,7 +48,11 @@ class ParamStore(Protocol):
 
 @runtime_checkable
 class AdamKernel(Protocol):
-    """One pass over flat host memory: gradient in, master and moments updated, copy out."""
+    """One pass over flat host memory: gradient in, master and moments updated, copy out.
+
+    All that a kernel needs. The protocols below are functions that it may have as well; without
+    one, torch's own update does that work.
+    """
 
     def adam_step(
         self,
@@ -64,6 +79,130 @@ class AdamKernel(Protocol):
         ``grad`` is fp32, bf16 or fp16 and is multiplied by ``grad_scale`` first; ``out`` (fp32,
         bf16 or fp16) receives the rounded master; ``step`` counts this update, from 1.
         """
+        ...
+
+
+@runtime_checkable
+class EightBitAdamKernel(Protocol):
+    """An Adam kernel that keeps both moments in 8 bits."""
+
+    def adam_step_8bit(
+        self,
+        param: Any,
+        grad: Any,
+        exp_avg: Any,
+        exp_avg_sq: Any,
+        exp_avg_scale: Any,
+        exp_avg_sq_scale: Any,
+        *,
+        remainder: Any = None,
+        out: Any = None,
+        num_threads: int | None = None,
+        **hyper: Any,
+    ) -> None:
+        """Apply one Adam update in place; ``hyper`` is as in `AdamKernel.adam_step`.
+
+        ``exp_avg`` (int8), ``exp_avg_sq`` (uint8) and their fp32 scales, one per 128 elements, are
+        the codes of [Note: 8-bit codes] in `zero_offload.codes`. ``param`` is fp32 without
+        ``remainder``, or bf16 with an int16 one: see [Note: split master] there; ``out`` goes with
+        an fp32 ``param`` alone.
+        """
+        ...
+
+
+@runtime_checkable
+class Bf16AdamKernel(Protocol):
+    """An Adam kernel that keeps both moments in bf16."""
+
+    def adam_step_bf16(
+        self,
+        param: Any,
+        grad: Any,
+        exp_avg: Any,
+        exp_avg_sq: Any,
+        *,
+        seed: int = 0,
+        remainder: Any = None,
+        out: Any = None,
+        num_threads: int | None = None,
+        **hyper: Any,
+    ) -> None:
+        """As `EightBitAdamKernel.adam_step_8bit`, with bf16 moments, stochastically rounded.
+
+        The random numbers are a function of ``seed``, the step and an element's place.
+        """
+        ...
+
+
+@runtime_checkable
+class AdagradKernel(Protocol):
+    """A kernel that knows Adagrad."""
+
+    def adagrad_step(
+        self,
+        master: Any,
+        grad: Any,
+        state_sum: Any,
+        *,
+        step: int,
+        lr: float,
+        lr_decay: float = 0.0,
+        eps: float = 1e-10,
+        weight_decay: float = 0.0,
+        grad_scale: float = 1.0,
+        out: Any = None,
+        num_threads: int | None = None,
+    ) -> None:
+        """Apply one update in place, as torch.optim.Adagrad; arguments as in `AdamKernel`."""
+        ...
+
+
+@runtime_checkable
+class SgdKernel(Protocol):
+    """A kernel that knows stochastic gradient descent."""
+
+    def sgd_step(
+        self,
+        master: Any,
+        grad: Any,
+        momentum_buffer: Any = None,
+        *,
+        step: int,
+        lr: float,
+        momentum: float = 0.0,
+        dampening: float = 0.0,
+        weight_decay: float = 0.0,
+        nesterov: bool = False,
+        grad_scale: float = 1.0,
+        out: Any = None,
+        num_threads: int | None = None,
+    ) -> None:
+        """Apply one update in place, as torch.optim.SGD; arguments as in `AdamKernel`.
+
+        ``momentum_buffer`` is None without momentum; step 1 fills it with the gradient.
+        """
+        ...
+
+
+@runtime_checkable
+class LionKernel(Protocol):
+    """A kernel that knows Lion (Chen et al., 2023, arXiv 2302.06675)."""
+
+    def lion_step(
+        self,
+        master: Any,
+        grad: Any,
+        exp_avg: Any,
+        *,
+        lr: float,
+        beta1: float = 0.9,
+        beta2: float = 0.99,
+        weight_decay: float = 0.0,
+        grad_scale: float = 1.0,
+        out: Any = None,
+        num_threads: int | None = None,
+    ) -> None:
+        """Apply one update in place, weight decay decoupled; arguments as in `AdamKernel`."""
         ...
 
 

@@ -25,14 +25,14 @@ _PROBE_NUMEL = 2
 def make_optimizer(
     optimizer_class: type[torch.optim.Optimizer], param_groups: list[dict[str, Any]]
 ) -> torch.optim.Optimizer:
-    """The optimizer over groups that carry every setting themselves."""
-    arguments = list(inspect.signature(optimizer_class).parameters.values())[1:]
-    required = {
-        a.name: param_groups[0][a.name]
-        for a in arguments
-        if a.default is a.empty and a.name in param_groups[0]
-    }
-    return optimizer_class(param_groups, **required)
+    """The optimizer over groups that carry every setting themselves.
+
+    The constructor gets the first group's settings too: some count there alone, as Adagrad's
+    ``initial_accumulator_value``.
+    """
+    names = list(inspect.signature(optimizer_class).parameters)[1:]
+    settings = {name: param_groups[0][name] for name in names if name in param_groups[0]}
+    return optimizer_class(param_groups, **settings)
 
 
 @dataclass(frozen=True, slots=True)

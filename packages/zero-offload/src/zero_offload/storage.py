@@ -20,7 +20,7 @@ import time
 import weakref
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -37,8 +37,14 @@ _STRETCH_BYTES = 4 << 20
 class StorageError(OSError):
     """A block could not be read or written: the disk is full, or it fails.
 
-    ``errno`` and ``filename`` are those of the failed call.
+    Attributes:
+        errno: of the call that failed.
+        path: the name that the file had.
     """
+
+    def __init__(self, code: int | None, message: str, path: str) -> None:
+        super().__init__(code, f"{path}: {message}")
+        self.path = path
 
 
 class StorageCorruptError(StorageError):
@@ -107,6 +113,10 @@ class Transfer:
                 self._meter.waited(time.perf_counter() - begin)
         self._future.result()
 
+    def settle(self) -> None:
+        """Block until the transfer is over, without a word on whether it failed."""
+        wait([self._future])
+
 
 class BlockFile:
     """Blocks of fixed lengths in one preallocated file, read and written in the background.
@@ -155,7 +165,7 @@ class BlockFile:
         try:
             self._scratch = open_scratch(folder, name, self.num_bytes)
         except OSError as error:
-            raise StorageError(error.errno, error.strerror, error.filename) from error
+            raise StorageError(error.errno, str(error.strerror), str(error.filename)) from error
         self.path = self._scratch.path
         self.is_direct = self._scratch.is_direct
         # A running transfer holds the file, so nobody reads from a closed descriptor.

@@ -69,7 +69,7 @@ class TorchStepper(Stepper):
         self._params = [nn.Parameter(self.master(p.start, p.stop)) for p in geometry.pieces]
         self._optimizer = self._make_optimizer(optimizer_class, groups)
         for i in range(len(self._params)):
-            self._home(i)
+            self._start(i)
 
     @staticmethod
     def _served(
@@ -144,6 +144,14 @@ class TorchStepper(Stepper):
             piece = self.geometry.pieces[i]
             self._params[i].grad = grad[piece.start - run.start : piece.stop - run.start]
 
+    def _start(self, piece: int) -> None:
+        """Give a piece the state that it has before its first update, if any."""
+        template = self._templates[self.geometry.pieces[piece].group]
+        if self._optimizer is not None and template.initial:
+            param = self._params[piece]
+            self._optimizer.state[param] = template.fresh(param.numel())
+            self._home(piece)
+
     def _home(self, piece: int) -> None:
         """Move elementwise states that torch allocated itself into the flat buffers."""
         if self._optimizer is None or self._params[piece] not in self._optimizer.state:
@@ -158,21 +166,35 @@ class TorchStepper(Stepper):
     def _elements(self, piece: int, name: str, dtype: torch.dtype) -> Tensor:
         """A piece's range of a state's flat buffer, which is made on first use."""
         self._dtypes.setdefault(name, dtype)
-        stored = self.buffer(name, create=True)
-        assert stored is not None, "create=True gives a buffer"
-        return stored[self.geometry.pieces[piece].start : self.geometry.pieces[piece].stop]
+        span = self.geometry.pieces[piece]
+        return self._buffer(name)[span.start : span.stop]
 
     def state_dtypes(self) -> Mapping[str, torch.dtype]:
         """Every state that the optimizer has with these groups, stored yet or not."""
         return self._dtypes
 
-    def buffer(self, name: str, *, create: bool) -> Tensor | None:
-        """The flat buffer of one state, made of zeros at first."""
-        if create and name not in self._buffers:
+    def _buffer(self, name: str) -> Tensor:
+        """The flat buffer of one state, made of zeros on first use."""
+        if name not in self._buffers:
             self._buffers[name] = torch.zeros(
                 self.geometry.numel, dtype=self._dtypes[name], device=self.device
             )
-        return self._buffers.get(name)
+        return self._buffers[name]
+
+    @property
+    def state_bytes(self) -> int:
+        """See `Stepper.state_bytes`."""
+        return sum(buffer.nbytes for buffer in self._buffers.values())
+
+    def read(self, name: str, start: int, stop: int) -> Tensor:
+        """See `Stepper.read`."""
+        if name not in self._buffers:
+            return torch.zeros(stop - start, dtype=self._dtypes[name], device="cpu")
+        return self._buffers[name][start:stop].to("cpu", copy=True)
+
+    def write(self, name: str, start: int, values: Tensor) -> None:
+        """See `Stepper.write`."""
+        self._buffer(name)[start : start + values.numel()].copy_(values)
 
     def read_scalars(self, piece: int) -> dict[str, float]:
         """``num_steps`` and every single number in the piece's state entry."""
@@ -192,12 +214,17 @@ class TorchStepper(Stepper):
         template = self._templates[self.geometry.pieces[piece].group]
         self._optimizer.state.pop(param, None)
         if count == 0:
-            self.clear(piece)
-            if template.initial:
-                self._optimizer.state[param] = template.fresh(param.numel())
-                self._home(piece)
+            self._clear(piece)
+            self._start(piece)
             return
         self._optimizer.state[param] = template.restored(
             scalars, lambda name, dtype: self._elements(piece, name, dtype)
         )
         self.num_steps[piece] = count
+
+    def _clear(self, piece: int) -> None:
+        """Zero a piece's elementwise state and its count."""
+        span = self.geometry.pieces[piece]
+        for buffer in self._buffers.values():
+            buffer[span.start : span.stop].zero_()
+        self.num_steps[piece] = 0

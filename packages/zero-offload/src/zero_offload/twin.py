@@ -17,6 +17,7 @@ from torch import Tensor
 from zero_offload.geometry import Geometry, check_active
 from zero_offload.grads import GradLedger
 from zero_offload.protocols import StateTier
+from zero_offload.storage import BlockFile
 
 __all__ = ["TwinTier"]
 
@@ -71,6 +72,16 @@ class TwinTier:
     def bytes_h2d(self) -> int:
         """Parameter bytes brought from the host so far; complete after ``wait_params``."""
         return sum(getattr(part.tier, "bytes_h2d", 0) for part in self._parts)
+
+    @property
+    def file(self) -> BlockFile | None:
+        """Where the host's part of the state lies if not in memory, with its counters."""
+        return next((f for p in self._parts if (f := getattr(p.tier, "file", None))), None)
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of host memory that master weights and state take, transfer buffers apart."""
+        return sum(getattr(part.tier, "host_bytes", 0) for part in self._parts)
 
     def offer_grad(self, start: int, grad: Tensor) -> None:
         """Take the gradient of ``[start, start + grad.numel())``; each part gets its share."""

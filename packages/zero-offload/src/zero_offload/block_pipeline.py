@@ -1,0 +1,168 @@
+"""Blocks of a file passing through few buffers: read ahead, worked on, written back.
+
+ZeRO-Infinity (arXiv 2104.07857, section 6.3: overlap-centric design) reads the optimizer state of
+the next parameters and writes that of the last while one part is updated.
+
+[Note: buffers]
+A block has several **parts** (master weights, each state), which are records of a `BlockFile`, part
+``p`` of block ``i`` being its record ``i * num_parts + p``. Blocks are **announced** in the order
+in which they will be taken. A buffer has room for all parts of one block and is always in one of
+four places: free, being read, held by who took it, being written. So memory is bounded by the
+number of buffers, and three of them are enough for reading, updating and writing at the same time.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from zero_offload.direct_io import aligned_empty
+from zero_offload.storage import BlockFile, Transfer
+
+__all__ = ["BlockPipeline"]
+
+
+@dataclass(slots=True)
+class _Buffer:
+    """Memory for each part, aligned, and what moves it at present."""
+
+    parts: list[Tensor]
+    transfers: list[Transfer] = field(default_factory=list)
+
+    @property
+    def is_done(self) -> bool:
+        return all(transfer.is_done for transfer in self.transfers)
+
+    def wait(self) -> None:
+        for transfer in self.transfers:
+            transfer.wait()
+        self.transfers.clear()
+
+
+class BlockPipeline:
+    """Takes blocks from a file and puts them back, with reads ahead and writes behind.
+
+    `announce` may be called from any thread, all else from one at a time.
+
+    Args:
+        file: its records are the parts of all blocks, see [Note: buffers].
+        num_parts: records per block.
+        buffer_count: blocks in memory at once; fewer are used where there are fewer blocks.
+    """
+
+    def __init__(self, file: BlockFile, num_parts: int, buffer_count: int) -> None:
+        self._file = file
+        self._num_parts = num_parts
+        sizes = file.block_bytes
+        self._longest = [max(sizes[p::num_parts], default=0) for p in range(num_parts)]
+        num_blocks = len(sizes) // num_parts
+        self._free = [self._make_buffer() for _ in range(min(buffer_count, num_blocks))]
+        self._ahead: deque[tuple[int, tuple[int, ...]]] = deque()
+        self._reading: dict[int, _Buffer] = {}
+        self._held: dict[int, _Buffer] = {}
+        self._writing: dict[int, _Buffer] = {}
+
+    @property
+    def buffer_bytes(self) -> int:
+        """Host memory that all buffers take."""
+        places = (self._reading, self._held, self._writing)
+        num_buffers = len(self._free) + sum(len(place) for place in places)
+        return num_buffers * sum(self._longest)
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether every announced block was taken."""
+        return not self._ahead and not self._reading
+
+    def _make_buffer(self) -> _Buffer:
+        return _Buffer([aligned_empty(num_bytes) for num_bytes in self._longest])
+
+    def announce(self, blocks: Iterable[int], parts: Iterable[int] | None = None) -> None:
+        """These blocks will be taken next, in this order; of each, ``parts`` are to be read.
+
+        All parts without ``parts``. A block may be announced again before it was taken.
+        """
+        wanted = tuple(range(self._num_parts) if parts is None else parts)
+        self._ahead.extend((block, wanted) for block in blocks)
+
+    def take(self, block: int) -> list[Tensor]:
+        """Wait for the announced block; the memory of its parts, the caller's until `put` or
+        `drop`.
+
+        Returns:
+            For each part uint8, 1-D, of the record's length; undefined where it was not read.
+
+        Raises:
+            StorageError: it could not be read, or an earlier block not be written.
+        """
+        self._read_ahead()
+        while block not in self._reading:  # its memory, or the block itself, is being written
+            assert self._ahead[0][0] == block, "blocks are taken in the order of announcement"
+            self._retire(next(iter(self._writing)))
+            self._read_ahead()
+        buffer = self._reading[block]
+        buffer.wait()
+        self._held[block] = self._reading.pop(block)
+        return [memory[: self._size(block, p)] for p, memory in enumerate(buffer.parts)]
+
+    def put(self, block: int, parts: Iterable[int] | None = None) -> None:
+        """Hand a taken block back and start to write ``parts`` of it, or all.
+
+        Raises:
+            StorageError: an earlier block could not be written.
+        """
+        buffer = self._held.pop(block)
+        self._writing[block] = buffer
+        for p in range(self._num_parts) if parts is None else parts:
+            memory = buffer.parts[p][: self._size(block, p)]
+            buffer.transfers.append(self._file.write(block * self._num_parts + p, memory))
+        self._read_ahead()
+
+    def drop(self, block: int) -> None:
+        """Hand a taken block back unchanged."""
+        self._free.append(self._held.pop(block))
+        self._read_ahead()
+
+    def flush(self) -> None:
+        """Wait until everything that was put is in the file.
+
+        Raises:
+            StorageError: it could not be written.
+        """
+        while self._writing:
+            self._retire(next(iter(self._writing)))
+
+    def abandon(self) -> None:
+        """After an error: forget what was announced and wait for all transfers, failed or not."""
+        self._ahead.clear()
+        for place in (self._reading, self._held, self._writing):
+            for buffer in place.values():
+                while buffer.transfers:
+                    buffer.transfers.pop().settle()
+                self._free.append(buffer)
+            place.clear()
+
+    def _size(self, block: int, part: int) -> int:
+        return self._file.block_bytes[block * self._num_parts + part]
+
+    def _retire(self, block: int) -> None:
+        self._writing[block].wait()
+        self._free.append(self._writing.pop(block))
+
+    def _read_ahead(self) -> None:
+        """Start to read announced blocks while there is memory, without waiting for anything."""
+        for block in [b for b, buffer in self._writing.items() if buffer.is_done]:
+            self._retire(block)
+        while self._ahead and self._free:
+            block, parts = self._ahead[0]
+            if block in self._reading or block in self._held or block in self._writing:
+                return  # announced twice: what was put must be in the file first
+            self._ahead.popleft()
+            buffer = self._free.pop()
+            self._reading[block] = buffer
+            for p in parts:
+                memory = buffer.parts[p][: self._size(block, p)]
+                buffer.transfers.append(self._file.read(block * self._num_parts + p, memory))

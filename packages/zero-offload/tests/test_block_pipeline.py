@@ -1,0 +1,162 @@
+"""Blocks pass through few buffers: in order, bounded, at the same time as the work on them."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from zero_offload.block_pipeline import BlockPipeline
+from zero_offload.storage import BlockFile, StorageError
+
+pytestmark = pytest.mark.filterwarnings("ignore:the file system of .* has no direct I/O")
+TIMEOUT_S = 20.0
+NUM_PARTS = 2
+
+
+class LoggedFile(BlockFile):
+    """Notes what happens to records, in order, and holds back those in ``gates``."""
+
+    def __init__(self, folder: Path, sizes: Sequence[int]) -> None:
+        super().__init__(folder, sizes)
+        self.log: list[str] = []
+        self.gates: dict[str, threading.Event] = {}
+
+    def _logged(self, job: Callable[[int, Tensor], None], what: str, block: int, t: Tensor) -> None:
+        name = f"{what} {block}"
+        self.log.append(f"begin {name}")
+        if name in self.gates:
+            assert self.gates[name].wait(TIMEOUT_S)
+        job(block, t)
+        self.log.append(f"end {name}")
+
+    def _read(self, block: int, tensor: Tensor) -> None:
+        self._logged(super()._read, "read", block, tensor)
+
+    def _write(self, block: int, tensor: Tensor) -> None:
+        self._logged(super()._write, "write", block, tensor)
+
+
+def _sizes(num_blocks: int) -> list[int]:
+    return [100 + record for record in range(num_blocks * NUM_PARTS)]
+
+
+def _add_one(pipeline: BlockPipeline, blocks: Sequence[int]) -> None:
+    pipeline.announce(blocks)
+    for block in blocks:
+        for part in pipeline.take(block):
+            part += 1
+        pipeline.put(block)
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    num_blocks=st.integers(1, 6),
+    buffer_count=st.integers(1, 8),
+    passes=st.lists(st.lists(st.integers(0, 5), max_size=8), max_size=4),
+)
+def test_every_update_of_every_block_counts(
+    tmp_path_factory: pytest.TempPathFactory,
+    num_blocks: int,
+    buffer_count: int,
+    passes: list[list[int]],
+) -> None:
+    """Blocks in any order, repeated within a pass and across passes without a flush between."""
+    file = BlockFile(tmp_path_factory.getbasetemp(), _sizes(num_blocks))
+    pipeline = BlockPipeline(file, NUM_PARTS, buffer_count)
+    expected = [0] * num_blocks
+    for chosen in passes:
+        blocks = [block % num_blocks for block in chosen]
+        _add_one(pipeline, blocks)
+        for block in blocks:
+            expected[block] += 1
+    pipeline.flush()
+    for record, size in enumerate(file.block_bytes):
+        found = torch.full((size,), 99, dtype=torch.uint8)
+        file.read(record, found).wait()
+        assert found.eq(expected[record // NUM_PARTS]).all()
+    file.close()
+
+
+def test_next_is_read_and_last_is_written_while_one_is_held(tmp_path: Path) -> None:
+    """With three buffers: while 1 is in hand, the write of 0 is held back and 2 has been read."""
+    file = LoggedFile(tmp_path, _sizes(4))
+    pipeline = BlockPipeline(file, NUM_PARTS, 3)
+    _add_one(pipeline, range(4))
+    pipeline.flush()
+    file.gates = {"write 0": threading.Event(), "write 1": threading.Event()}
+    file.log.clear()
+    pipeline.announce(range(4))
+    pipeline.take(0)
+    pipeline.put(0)
+    pipeline.take(1)
+    reads = pipeline._reading[2]
+    for transfer in reads.transfers:
+        transfer.wait()
+    assert {"end read 4", "end read 5"} <= set(file.log)
+    assert not [entry for entry in file.log if entry.startswith("end write")]
+    assert 3 not in pipeline._reading  # all three buffers are in use
+    for gate in file.gates.values():
+        gate.set()
+    pipeline.flush()
+    pipeline.put(1)
+    assert 3 in pipeline._reading
+    for block in (2, 3):
+        pipeline.take(block)
+        pipeline.drop(block)
+    assert pipeline.is_idle
+
+
+def test_memory_is_bounded_by_the_buffers(tmp_path: Path) -> None:
+    file = BlockFile(tmp_path, _sizes(9))
+    longest = sum(sorted(_sizes(9))[-NUM_PARTS:])
+    pipeline = BlockPipeline(file, NUM_PARTS, 4)
+    seen: set[int] = set()
+    for _ in range(2):
+        pipeline.announce(range(9))
+        for block in range(9):
+            seen |= {part.untyped_storage().data_ptr() for part in pipeline.take(block)}
+            assert pipeline.buffer_bytes == 4 * longest
+            pipeline.put(block)
+    assert len(seen) <= 4 * NUM_PARTS
+    assert BlockPipeline(file, NUM_PARTS, 99).buffer_bytes == 9 * longest
+
+
+def test_only_the_parts_asked_for_are_moved(tmp_path: Path) -> None:
+    file = LoggedFile(tmp_path, _sizes(2))
+    pipeline = BlockPipeline(file, NUM_PARTS, 2)
+    pipeline.announce([1], parts=[0])
+    pipeline.take(1)[1].fill_(5)
+    pipeline.put(1, parts=[1])
+    pipeline.flush()
+    assert [entry for entry in file.log if entry.startswith("end")] == ["end read 2", "end write 3"]
+
+
+def test_a_failed_write_is_raised_by_the_next_flush(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = BlockFile(tmp_path, _sizes(3))
+    pipeline = BlockPipeline(file, NUM_PARTS, 2)
+
+    def full(*_: object) -> int:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("zero_offload.direct_io.os.pwritev", full)
+    pipeline.announce([0])
+    pipeline.take(0)
+    pipeline.put(0)
+    with pytest.raises(StorageError, match="No space left on device: writing"):
+        pipeline.flush()
+    monkeypatch.undo()
+    pipeline.abandon()
+    with pytest.raises(StorageError, match="No space left"):  # the block is lost, not old
+        _add_one(pipeline, [0])
+    pipeline.abandon()
+    _add_one(pipeline, [1, 2, 1])
+    pipeline.flush()

@@ -1,0 +1,360 @@
+"""Moments of 8 and 16 bits on the host, and master weights that are split in two."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support import (
+    CPU,
+    ReferenceAdam,
+    ReferenceKernel,
+    Space,
+    assert_same,
+    group_of,
+    make_tier,
+    snapshot,
+    train,
+)
+from torch import optim
+
+from zero_offload import OffloadedOptimizer, codes
+from zero_offload.adam_rules import EightBitAdamRule
+from zero_offload.flat_tier import HostTier
+from zero_offload.geometry import Geometry
+from zero_offload.kernel_stepper import KernelStepper
+from zero_offload.transfer import HostMover
+
+COMPACT = ["int8", "bfloat16"]
+GROUPS = [group_of(optim.AdamW, lr=1e-2)]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "state_dtype", "expected"),
+    [
+        (torch.float32, "float32", 12.0),
+        (torch.float32, "bfloat16", 8.0),
+        (torch.float32, "int8", 6.0625),
+        (torch.bfloat16, "float32", 12.0),
+        (torch.bfloat16, "bfloat16", 8.0),
+        (torch.bfloat16, "int8", 6.0625),
+        (torch.float16, "int8", 6.0625),
+    ],
+)
+def test_host_holds_so_many_bytes_per_element(
+    dtype: torch.dtype, state_dtype: str, expected: float
+) -> None:
+    numel = 128 * 1024
+    param = torch.nn.Parameter(torch.ones(numel, dtype=dtype))
+    optimizer = OffloadedOptimizer(
+        optim.AdamW, [param], adam_kernel=ReferenceKernel(), state_dtype=state_dtype
+    )
+    assert optimizer.tier.host_bytes == expected * numel
+
+
+def test_torchs_own_update_counts_its_bytes_too() -> None:
+    param = torch.nn.Parameter(torch.ones(1000))
+    optimizer = OffloadedOptimizer(optim.AdamW, [param])
+    param.grad = torch.ones(1000)
+    optimizer.step()
+    assert optimizer.tier.host_bytes == 12 * 1000
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("state_dtype", COMPACT)
+def test_training_stays_close_to_fp32_states(
+    kernel: Any, state_dtype: str, dtype: torch.dtype
+) -> None:
+    found = {}
+    for name in ("float32", state_dtype):
+        space = Space(dtype=dtype)
+        tier = make_tier(space, optim.AdamW, GROUPS, kernel=kernel, state_dtype=name)
+        train(tier, space, GROUPS, range(10))
+        found[name] = tier.read_state("master_weight", 0, space.numel)
+        assert torch.equal(space.flat_params(), found[name].to(dtype))
+    moved = (found["float32"] - space.initial).norm()
+    assert (found[state_dtype] - found["float32"]).norm() < 0.05 * moved
+    assert not torch.equal(found[state_dtype], found["float32"])
+
+
+@pytest.mark.parametrize("state_dtype", COMPACT)
+def test_bits_do_not_depend_on_neighbours_or_on_how_gradients_arrive(
+    kernel: Any, state_dtype: str
+) -> None:
+    """Blocks count from a piece's start, whatever is updated beside it."""
+    results = []
+    for one_by_one in (False, True):
+        space = Space(dtype=torch.bfloat16)
+        tier = make_tier(space, optim.AdamW, GROUPS, kernel=kernel, state_dtype=state_dtype)
+        for step in range(3):
+            grad = space.grad(step)
+            if one_by_one:
+                for i, (start, stop, _) in enumerate(space.pieces):
+                    middle = (start + stop) // 2
+                    tier.offer_grad(middle, grad[middle:stop].clone())
+                    tier.offer_grad(start, grad[start:middle].clone())
+                    tier.step(GROUPS, [i], grad_scale=1.0)
+            else:
+                tier.offer_grad(0, grad)
+                tier.step(GROUPS, range(5), grad_scale=1.0)
+        results.append(snapshot(tier, space))
+    assert_same(results[1], results[0])
+
+
+@pytest.mark.parametrize("ratio", [0.0, 0.4, 1.0])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("state_dtype", COMPACT)
+def test_resumed_run_is_bit_identical(
+    kernel: Any, state_dtype: str, dtype: torch.dtype, ratio: float
+) -> None:
+    space, resumed = Space(dtype=dtype), Space(dtype=dtype)
+    options = {"ratio": ratio, "kernel": kernel, "state_dtype": state_dtype}
+    tier = make_tier(space, optim.AdamW, GROUPS, **options)
+    train(tier, space, GROUPS, range(5), active=[0, 2, 3])
+    other = make_tier(resumed, optim.AdamW, GROUPS, **options)
+    train(other, resumed, GROUPS, range(20, 22))  # what is there before must not matter
+    for name in tier.state_names():
+        for start, stop, _ in space.pieces:
+            values = tier.read_state(name, start, stop)
+            assert values.dtype == torch.float32
+            other.write_state(name, start, values)
+    for i in range(len(space.pieces)):
+        other.write_scalars(i, tier.read_scalars(i))
+    covered = space.covered()
+    for step in (5, 8):
+        train(tier, space, GROUPS, range(step, step + 3))
+        train(other, resumed, GROUPS, range(step, step + 3))
+        for name, values in snapshot(tier, space).items():
+            again = snapshot(other, resumed)[name]
+            mask = covered if values.numel() == space.numel else ...
+            assert torch.equal(again[mask], values[mask]), name
+
+
+@pytest.mark.parametrize("state_dtype", COMPACT)
+def test_state_goes_to_fp32_states_and_back_unchanged(kernel: Any, state_dtype: str) -> None:
+    model = torch.nn.Linear(37, 11, dtype=torch.bfloat16)
+
+    def make(name: str) -> OffloadedOptimizer:
+        return OffloadedOptimizer(
+            optim.AdamW, model.parameters(), adam_kernel=kernel, state_dtype=name
+        )
+
+    compact = make(state_dtype)
+    for _ in range(3):
+        model(torch.randn(4, 37, dtype=torch.bfloat16)).square().mean().backward()
+        compact.step()
+        compact.zero_grad()
+    saved = compact.state_dict()
+    wide = make("float32")
+    wide.load_state_dict(saved)
+    back = make(state_dtype)
+    back.load_state_dict(wide.state_dict())
+    for other in (wide.state_dict(), back.state_dict()):
+        for i in range(2):
+            assert other["state"][i].keys() == saved["state"][i].keys()
+            for name in ("master_weight", "exp_avg", "exp_avg_sq"):
+                assert other["state"][i][name].dtype == torch.float32
+                assert torch.equal(other["state"][i][name], saved["state"][i][name])
+
+
+def test_split_master_keeps_all_bits_of_what_is_written() -> None:
+    space = Space(dtype=torch.bfloat16)
+    tier = make_tier(
+        space, optim.AdamW, GROUPS, kernel=ReferenceKernel(), state_dtype="int8", ratio=0.5
+    )
+    covered = space.covered()
+    found = tier.read_state("master_weight", 0, space.numel)
+    assert torch.equal(found[covered], space.initial[covered])
+    values = torch.randn(100)
+    tier.write_state("master_weight", 111, values)
+    assert torch.equal(tier.read_state("master_weight", 111, 211), values)
+    assert torch.equal(space.flat_params()[111:211], values.bfloat16())
+
+
+def test_block_that_is_overwritten_in_part_keeps_the_rest() -> None:
+    space = Space()
+    tier = make_tier(space, optim.AdamW, GROUPS, kernel=ReferenceKernel(), state_dtype="int8")
+    train(tier, space, GROUPS)
+    before = tier.read_state("exp_avg", 42, 253)
+    tier.write_state("exp_avg", 60, torch.zeros(11))
+    after = tier.read_state("exp_avg", 42, 253)
+    assert not after[18:29].any()
+    torch.testing.assert_close(after[29:], before[29:], rtol=0.05, atol=1e-4)
+    assert torch.equal(after[128:], before[128:])  # the next block
+
+
+@pytest.mark.parametrize("state_dtype", COMPACT)
+def test_staging_copy_is_the_upper_half_on_the_way_to_a_device(
+    kernel: Any, state_dtype: str
+) -> None:
+    """As on an accelerator: what is sent up is kept, and no third copy of it."""
+    space, plain = Space(dtype=torch.bfloat16), Space(dtype=torch.bfloat16)
+    geometry = Geometry(space.numel, space.pieces, space.params, 1)
+    mover = HostMover(geometry, CPU, pin_memory=False, is_staged=True)
+    other = make_tier(plain, optim.AdamW, GROUPS, kernel=kernel, state_dtype=state_dtype)
+    rule = other._parts[0].tier._stepper._rule  # type: ignore[attr-defined]
+    stepper = KernelStepper(geometry, rule, GROUPS, is_in_place=False, upper=mover.out)
+    tier = HostTier(geometry, stepper, mover)
+    tier.write_state("master_weight", 0, space.initial)
+    train(tier, space, GROUPS)
+    train(other, plain, GROUPS)
+    assert_same(snapshot(tier, space), snapshot(other, plain))
+    assert mover.out(0, 256).data_ptr() != space.params[0][1].data_ptr()
+    assert torch.equal(mover.out(0, 256), space.params[0][1])
+    assert tier.host_bytes == other.host_bytes
+
+
+def test_mixed_dtypes_split_the_bf16_parameters_alone() -> None:
+    space = Space()
+    space.params = [(0, space.params[0][1]), (256, space.params[1][1].bfloat16())]
+    space.flat_params = lambda: torch.cat([t.float() for _, t in space.params])  # type: ignore[method-assign]
+    tier = make_tier(space, optim.AdamW, GROUPS, kernel=ReferenceKernel(), state_dtype="int8")
+    train(tier, space, GROUPS)
+    master = tier.read_state("master_weight", 0, space.numel)
+    assert torch.equal(space.params[0][1], master[:256])
+    assert torch.equal(space.params[1][1], master[256:].bfloat16())
+    lengths = [stop - start for start, stop, _ in space.pieces]
+    moments = sum(2 * n + 8 * -(-n // 128) for n in lengths)
+    assert tier.host_bytes == moments + 4 * 256 + 2 * 104 + 2 * sum(lengths[3:])
+
+
+@pytest.mark.parametrize(
+    ("cls", "options", "kernel", "match"),
+    [
+        (optim.SGD, {}, ReferenceKernel(), "int8.*not SGD"),
+        (optim.Adagrad, {}, ReferenceKernel(), "int8.*not Adagrad"),
+        (optim.AdamW, {"amsgrad": True}, ReferenceKernel(), "int8.*amsgrad"),
+        (optim.AdamW, {}, None, "needs a host kernel with adam_step_8bit, and there is no"),
+        (optim.AdamW, {}, ReferenceAdam(), "needs a host kernel with adam_step_8bit.*has none"),
+    ],
+)
+def test_what_8_bits_cannot_serve_is_refused_by_name(
+    cls: Any, options: dict[str, Any], kernel: Any, match: str
+) -> None:
+    with pytest.raises(ValueError, match=match):
+        make_tier(Space(), cls, [group_of(cls, **options)], kernel=kernel, state_dtype="int8")
+
+
+def test_float64_parameters_are_refused_by_name() -> None:
+    space = Space(dtype=torch.float64)
+    with pytest.raises(ValueError, match="float64"):
+        make_tier(space, optim.AdamW, GROUPS, kernel=ReferenceKernel(), state_dtype="int8")
+
+
+def test_rounding_of_16_bit_moments_starts_again_at_each_block(monkeypatch: Any) -> None:
+    """A stretch that starts at a block gets the bits that it gets within the whole."""
+    from zero_offload.adam_rules import Bf16AdamRule
+
+    monkeypatch.setattr(Bf16AdamRule, "block", 64)
+    rule = Bf16AdamRule.of(ReferenceKernel(), optim.AdamW)
+    grad, hyper = torch.randn(200), rule.hyper(GROUPS[0], 1)
+    results = []
+    for bounds in ([0, 200], [0, 64, 192, 200]):
+        stored = {n: torch.zeros(k, dtype=d) for n, (d, k) in rule.stored(200).items()}
+        master = torch.zeros(200)
+        for a, b in pairwise(bounds):
+            part = {name: value[a:b] for name, value in stored.items()}
+            rule.update(master[a:b], grad[a:b], part, hyper, 1.0, None)
+        results.append((master, *stored.values()))
+    for one, other in zip(*results, strict=True):
+        assert torch.equal(one, other)
+
+
+_exponents = st.integers(-45, 40)
+
+
+@given(st.lists(_exponents, min_size=1, max_size=4), st.integers(1, 300), st.integers(0, 2**31))
+@settings(max_examples=60, deadline=None)
+def test_decoded_moments_are_stored_as_they_were(
+    exponents: list[int], numel: int, seed: int
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    factors = 2.0 ** torch.tensor(exponents, dtype=torch.float32)
+    rows = torch.arange(numel) // 128 % len(exponents)
+    spread = torch.exp(2 * torch.randn(numel, generator=generator))
+    values = torch.randn(numel, generator=generator) * spread * factors[rows]
+    values[torch.rand(numel, generator=generator) < 0.1] = 0
+    for encode, decode, given_values in (
+        (codes.encode_exp_avg, codes.decode_exp_avg, values),
+        (codes.encode_exp_avg_sq, codes.decode_exp_avg_sq, values.square()),
+    ):
+        found, scales = encode(given_values)
+        assert scales.numel() == -(-numel // codes.BLOCK_NUMEL)
+        again, same_scales = encode(decode(found, scales))
+        assert torch.equal(again, found)
+        assert torch.equal(same_scales, scales)
+
+
+@pytest.mark.parametrize("exponent", [-56, 0, 40])
+def test_every_code_of_a_block_comes_back(exponent: int) -> None:
+    """Down to a largest root of 2**-56, where the smallest squares are subnormal in fp32."""
+    found = torch.arange(256, dtype=torch.uint8).repeat(128)
+    found[::128] = 255
+    for mantissa in (1.0, 1.41421354, 1.41421366, 1.7, 1.9999999):
+        scales = torch.full((256,), mantissa * 2.0**exponent)
+        again, same_scales = codes.encode_exp_avg_sq(codes.decode_exp_avg_sq(found, scales))
+        assert torch.equal(again, found)
+        assert torch.equal(same_scales, scales)
+
+
+@given(st.integers(0, 2**31))
+@settings(max_examples=30, deadline=None)
+def test_codes_are_within_a_code_of_what_they_stand_for(seed: int) -> None:
+    values = torch.randn(256, generator=torch.Generator().manual_seed(seed))
+    largest = values.view(2, 128).abs().amax(dim=1).repeat_interleave(128)
+    first = codes.decode_exp_avg(*codes.encode_exp_avg(values))
+    # 127 codes on nearly a scale of square roots: within half a code, 1.5 to 0.75 / 127 of
+    # sqrt(value * largest), and 6% for "nearly"
+    bound = (values.abs() * largest).sqrt() * 1.6 / 127 + largest / 127**2
+    assert ((first - values).abs() <= bound).all()
+    second = codes.decode_exp_avg_sq(*codes.encode_exp_avg_sq(values.square()))
+    inside = values.abs() > largest * 2e-5
+    torch.testing.assert_close(second.sqrt()[inside], values.abs()[inside], rtol=1 / 31, atol=0)
+
+
+def test_a_block_that_is_not_finite_is_lost_alone() -> None:
+    values = torch.ones(300)
+    values[130] = float("inf")
+    for encode, decode in (
+        (codes.encode_exp_avg, codes.decode_exp_avg),
+        (codes.encode_exp_avg_sq, codes.decode_exp_avg_sq),
+    ):
+        found = decode(*encode(values))
+        assert found[128:256].isnan().all()
+        assert torch.equal(found[:128], values[:128])
+        assert torch.equal(found[256:], values[256:])
+
+
+@given(st.integers(0, 2**31))
+@settings(max_examples=30, deadline=None)
+def test_split_and_joined_masters_are_the_same_bits(seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    bits = torch.randint(-(2**31), 2**31, (500,), generator=generator).to(torch.int32)
+    master = bits.view(torch.float32)
+    master = master[master.isfinite() & (master.abs() > 1e-30) & (master.abs() < 1e38)]
+    param, remainder = codes.split_master(master)
+    assert param.dtype == torch.bfloat16
+    assert remainder.dtype == torch.int16
+    assert torch.equal(codes.join_master(param, remainder), master)
+    ties = remainder == -32768
+    assert torch.equal(param[~ties], master.bfloat16()[~ties])
+
+
+def test_rules_name_what_they_store() -> None:
+    rule = EightBitAdamRule.of(ReferenceKernel(), optim.AdamW)
+    assert not rule.is_master_split
+    split = rule.for_params(torch.bfloat16)
+    assert split.is_master_split
+    assert split.stored(129) == {
+        "param": (torch.bfloat16, 129),
+        "remainder": (torch.int16, 129),
+        "exp_avg": (torch.int8, 129),
+        "exp_avg_sq": (torch.uint8, 129),
+        "exp_avg_scale": (torch.float32, 2),
+        "exp_avg_sq_scale": (torch.float32, 2),
+    }
+    assert not rule.for_params(torch.float16).is_master_split
