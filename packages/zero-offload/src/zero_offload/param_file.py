@@ -213,9 +213,8 @@ class FileShards:
             self._free.append(buffer)
 
     def _idle_buffer(self) -> _Buffer:
-        buffer = self._idle.pop(0)
-        buffer.free()
-        return buffer
+        self._idle[0].free()  # raises if its write failed, and is still there then
+        return self._idle.pop(0)
 
     def _complete_write(self, segment: int) -> None:
         """Have the file hold the shard's newest values."""
