@@ -83,6 +83,19 @@ def test_states_and_parameters_may_both_rest_in_files(world_size: int, tmp_path:
     spawn(_with_file_states, world_size, str(tmp_path))
 
 
+def _quantized(rank: int, world_size: int, folder: str) -> None:
+    warnings.filterwarnings("ignore", "the file system of .* has no direct I/O")
+    zero = {"zero_quantized_weights": True, **OPTIMIZERS[1]}
+    expected = run_engine(Case(3, "bf16", zero=zero), rank, STEPS)
+    for params in _params(folder)[:2]:
+        case = Case(3, "bf16", zero=_zero(zero, params))
+        _assert_same(run_engine(case, rank, STEPS, param_tier=create_param_tier), expected, params)
+
+
+def test_shards_that_rest_are_gathered_in_eight_bits_as_others_are(tmp_path: Path) -> None:
+    spawn(_quantized, 2, str(tmp_path))
+
+
 @pytest.mark.parametrize("state_dtype", ["int8", "bfloat16"])
 def test_compact_states_go_with_parameters_in_a_file(state_dtype: str, tmp_path: Path) -> None:
     states = {"offload_optimizer": {"device": "cpu", "state_dtype": state_dtype}}
