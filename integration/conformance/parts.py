@@ -21,12 +21,18 @@ from zero_core.protocols import (
     Collectives,
     CollectivesFactory,
     DeviceTierFactory,
+    ParamStore,
+    ParamTier,
+    ParamTierFactory,
     StateTier,
     StateTierFactory,
+    Work,
 )
+from zero_core.resting import LocalStore
 from zero_core.tier import DeviceTier
-from zero_offload import create_tier
+from zero_offload import create_param_tier, create_tier
 from zero_offload.auto_tier import AutoTier
+from zero_offload.param_tier import RestingParams
 from zero_offload.protocols import (
     AdagradKernel,
     Bf16AdamKernel,
@@ -36,7 +42,9 @@ from zero_offload.protocols import (
 )
 from zero_offload.protocols import AdamKernel as OffloadKernel
 from zero_offload.protocols import DeviceTierFactory as OffloadDeviceTierFactory
+from zero_offload.protocols import ParamStore as OffloadParamStore
 from zero_offload.protocols import StateTier as OffloadStateTier
+from zero_offload.protocols import Work as OffloadWork
 from zero_offload.twin import TwinTier
 
 __all__ = ["FACTORIES", "MODULES", "TYPES"]
@@ -48,22 +56,33 @@ def prove_instances(
     device_tier: DeviceTier,
     twin_tier: TwinTier,
     auto_tier: AutoTier,
+    resting_params: RestingParams,
+    local_store: LocalStore,
 ) -> None:
     """For mypy: instances of each part may stand where the engine asks for its protocol."""
     collectives: list[Collectives] = [native, quantized]
     tiers: list[StateTier] = [device_tier, twin_tier, auto_tier]
-    del collectives, tiers
+    param_tier: ParamTier = resting_params
+    store: ParamStore = local_store
+    del collectives, tiers, param_tier, store
 
 
 def prove_what_is_handed_over(
-    collectives: Collectives, tier: StateTier, kernel: AdamKernel, factory: DeviceTierFactory
+    collectives: Collectives,
+    tier: StateTier,
+    kernel: AdamKernel,
+    factory: DeviceTierFactory,
+    store: ParamStore,
+    work: OffloadWork,
 ) -> None:
     """For mypy: what the engine hands to a part fits the part's own idea of it."""
     comm: CommNative = collectives
     offload: OffloadStateTier = tier
     offload_kernel: OffloadKernel = kernel
     offload_factory: OffloadDeviceTierFactory = factory
-    del comm, offload, offload_kernel, offload_factory
+    offload_store: OffloadParamStore = store
+    fetched: Work = work
+    del comm, offload, offload_kernel, offload_factory, offload_store, fetched
 
 
 adam_kernel: AdamKernel = cpu_adam
@@ -73,10 +92,12 @@ lion_kernel: LionKernel = cpu_adam
 collectives_factory: CollectivesFactory = create_collectives
 state_tier_factory: StateTierFactory = create_tier
 device_tier_factory: DeviceTierFactory = DeviceTier
+param_tier_factory: ParamTierFactory = create_param_tier
 
 FACTORIES: dict[str, tuple[Callable[..., Any], type]] = {
     "zero_comm.create_collectives": (create_collectives, CollectivesFactory),
     "zero_offload.create_tier": (create_tier, StateTierFactory),
+    "zero_offload.create_param_tier": (create_param_tier, ParamTierFactory),
     "zero_core.tier.DeviceTier": (DeviceTier, DeviceTierFactory),
 }
 """Callables and the protocol whose ``__call__`` each satisfies."""
@@ -87,6 +108,8 @@ TYPES: dict[str, tuple[type, type]] = {
     "zero_core.tier.DeviceTier": (DeviceTier, StateTier),
     "zero_offload.twin.TwinTier": (TwinTier, StateTier),
     "zero_offload.auto_tier.AutoTier": (AutoTier, StateTier),
+    "zero_offload.param_tier.RestingParams": (RestingParams, ParamTier),
+    "zero_core.resting.LocalStore": (LocalStore, ParamStore),
 }
 """Classes and the protocol that their instances satisfy."""
 

@@ -13,6 +13,7 @@ import pytest
 ENTRY_POINTS = {
     ("zero_core.collectives", "quantized"): "zero_comm.create_collectives",
     ("zero_core.state_tiers", "host"): "zero_offload.create_tier",
+    ("zero_core.param_tiers", "host"): "zero_offload.create_param_tier",
 }
 
 

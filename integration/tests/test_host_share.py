@@ -235,7 +235,7 @@ class _Space:
         tier.write_state("master_weight", 0, self.initial)
         return tier
 
-    def _make_own(self, part: Geometry, groups: Any) -> StateTier:
+    def _make_own(self, part: Geometry, share: Intervals, groups: Any) -> StateTier:
         return create_tier(
             **self._described(part, groups),
             config={},
@@ -243,7 +243,7 @@ class _Space:
             device_tier=DeviceTier,
         )
 
-    def _make_engines(self, part: Geometry, groups: Any) -> StateTier:
+    def _make_engines(self, part: Geometry, share: Intervals, groups: Any) -> StateTier:
         return DeviceTier(**self._described(part, groups))
 
     def _described(self, part: Geometry, groups: Any) -> dict[str, Any]:

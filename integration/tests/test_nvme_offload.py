@@ -133,7 +133,8 @@ def _load(rank: int, world_size: int, folder: str, stage: int, device: str) -> N
         assert torch.equal(found[key], value), key
     continued = _train(engine, 3, 5)
     if rank == 0 and world_size == 2:
-        assert continued == pytest.approx(losses, abs=LOSS["fp32"])
+        # The host gets gradients in bf16, the device's own tier in fp32.
+        assert continued == pytest.approx(losses, abs=LOSS["bf16"])
 
 
 @pytest.mark.parametrize(

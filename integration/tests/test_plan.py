@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,8 @@ from transformers import (
 )
 
 import zero_core
+from zero_core.blueprint import Blueprint
+from zero_core.config import load_config
 from zero_core.errors import ConfigError
 from zero_core.protocols import Collectives, Work
 from zero_core.testing import spawn
@@ -62,11 +65,13 @@ def memory_of_tier(engine: zero_core.Engine) -> dict[str, dict[str, int]]:
     found: dict[str, dict[str, int]] = {"host": {}, "device": {}}
     for part in tier._parts:
         stepper, mover = part.tier._stepper, part.tier._mover
-        grads = {id(t): t for t in getattr(mover, "_grads", {}).values()}.values()
+        landing = [t for parts in getattr(mover, "_landing", {}).values() for _, t in parts]
+        if part.landing is not None:
+            landing += part.landing._memory.values()
         kinds = {
             "master weights": stepper.master_bytes - bytes_in_shards(stepper),
             "optimizer states": stepper.state_bytes,
-            "gradient copies": sum(t.nbytes for t in grads),
+            "gradient copies": sum(t.nbytes for t in landing),
         }
         place = "host" if part.is_host else "device"
         found[place] = {kind: n for kind, n in kinds.items() if n}
@@ -122,15 +127,24 @@ def test_offload_takes_what_was_planned(world_size: int, tmp_path: Path) -> None
 
 def test_parameters_on_their_way_back_take_what_was_planned() -> None:
     from zero_offload.geometry import Geometry
+    from zero_offload.host_memory import HostMemory
     from zero_offload.transfer import HostMover
 
     config = make_config(3, "bf16", offload_optimizer={"device": "cpu", "pin_memory": False})
     planned = zero_core.plan(GPT2, config, 2).memory
-    numel = planned.host["master weights"] // 4
-    geometry = Geometry(numel, [], [(0, torch.zeros(numel, dtype=torch.bfloat16))], 0)
-    mover = HostMover(geometry, torch.device("cpu"), pin_memory=False, is_staged=True)
-    staged = sum(t.nbytes for t in mover._staging.values())
-    assert planned.host["parameter copies"] == staged == planned.device["parameters"]
+    with torch.device("meta"):
+        model = GPT2LMHeadModel(GPT2)
+    layout = Blueprint.draw(model, load_config(config, world_size=2), 2).layout
+    sizes = [s.shard_numel for s in layout.segments]
+    starts = [0, *accumulate(sizes)][:-1]
+    params = [(a, torch.zeros(n, dtype=torch.bfloat16)) for a, n in zip(starts, sizes, strict=True)]
+    memory = HostMemory(should_pin=False)
+    geometry = Geometry(sum(sizes), [], params, 0)
+    mover = HostMover(geometry, torch.device("cpu"), memory, is_staged=True)
+    for _ in range(2):
+        for start, shard in params:
+            mover.open_spans([(start, start + shard.numel())])
+    assert planned.host["parameter copies"] == memory.pageable_bytes
 
 
 @dataclass

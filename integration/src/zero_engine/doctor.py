@@ -31,6 +31,7 @@ LIBRARIES = ("torch", "transformers", "tokenizers", "safetensors", "tensorboard"
 ENTRY_POINTS = {
     "zero_core.collectives": "zero-comm",
     "zero_core.state_tiers": "zero-offload",
+    "zero_core.param_tiers": "zero-offload",
     "zero_core.adam_kernels": "cpu-adam",
 }
 GIB = 2**30

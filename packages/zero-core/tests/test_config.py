@@ -114,7 +114,11 @@ def offload(stage: int = 0, **block):
         (offload(parameters=[]), "parameters: .*a list of patterns"),
         (offload(device_budget=-1), "offload_optimizer.device_budget"),
         (offload(pin_memory="auto"), 'pin_memory: "auto" is filled in'),
-        ({"zero_optimization": {"offload_param": {"device": "cpu"}}}, "not served"),
+        ({"zero_optimization": {"offload_param": {"device": "cpu"}}}, "needs stage 3"),
+        (
+            {"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}}},
+            "needs nvme_path",
+        ),
         ({"zero_optimization": {"stage": 2, "zero_quantized_weights": True}}, "needs stage 3"),
         ({"zero_optimization": {"zero_quantized_gradients": True}}, "not served"),
         ({"zero_optimization": {"zero_hpz_partition_size": 2}}, "not served"),
@@ -161,6 +165,27 @@ def test_every_unneeded_key_exists_and_is_told(caplog):
     told = " ".join(caplog.messages)
     for path in UNNEEDED:
         assert path in told, path
+
+
+def _told(caplog, zero: dict) -> str:
+    caplog.clear()
+    with caplog.at_level("INFO", logger="zero_core"):
+        load_config({**SMALL, "zero_optimization": {"stage": 3, **zero}}, world_size=1)
+    return " ".join(caplog.messages)
+
+
+def test_keys_of_parameter_offload_are_told_where_it_does_not_use_them(caplog):
+    thresholds = {
+        "stage3_param_persistence_threshold": 5,
+        "stage3_model_persistence_threshold": 6,
+    }
+    block = {"pin_memory": True, "buffer_count": 2, "buffer_size": 8, "max_in_cpu": 9}
+    block["nvme_path"] = "/nvme"
+    everywhere = {*thresholds, "pin_memory"}
+    on_nvme = {"buffer_count", "buffer_size", "max_in_cpu", "nvme_path"}
+    for device, expected in (("none", everywhere | on_nvme), ("cpu", on_nvme), ("nvme", set())):
+        told = _told(caplog, {**thresholds, "offload_param": {**block, "device": device}})
+        assert {key for key in everywhere | on_nvme if f"{key} =" in told} == expected
 
 
 def test_nvme_keys_are_told_only_where_they_have_no_effect(caplog):

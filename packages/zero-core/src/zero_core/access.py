@@ -155,7 +155,7 @@ class StateAccess:
             self._set_gradient(segment, slot, part)
             return
         if what == MASTER:
-            self._state.control.barrier()  # others may still be gathering the old values
+            self._state.quiesce()  # others may still be gathering the old values
         else:
             self._check_known(what)
             self._check_stepped(slot.param)
@@ -186,14 +186,8 @@ class StateAccess:
 
     def _set_frozen(self, segment: Segment, slot: Slot, flat: Tensor) -> None:
         values = self._state.values[segment.index]
-        self._state.control.barrier()  # others may still be gathering the old values
-        if values.full is not None:
-            values.full[slot.start : slot.stop].copy_(flat)
-        base, _ = segment.shard_range(self._state.control.rank)
-        low, high = max(slot.start, base), min(slot.stop, base + segment.shard_numel)
-        if low < high:
-            own = flat[low - slot.start : high - slot.start]
-            values.shard[low - base : high - base].copy_(own)
+        self._state.quiesce()  # others may still be gathering the old values
+        values.overwrite(slot.start, flat)
         self._values_changed()
 
 

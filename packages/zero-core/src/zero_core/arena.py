@@ -53,13 +53,13 @@ class BufferPool:
     reader ran on (a collective first waits for the stream that launches it).
     """
 
-    def __init__(self, allocate: Allocate, buffer_bytes: int, *, num_resting: int = 0) -> None:
+    def __init__(self, allocate: Allocate, buffer_bytes: int, *, num_spare: int = 0) -> None:
         """Buffers have ``buffer_bytes`` bytes each and are allocated when first needed.
 
-        So many as ``num_resting`` stay free rather than be handed out: their last readers have
+        So many as ``num_spare`` stay free rather than be handed out: their last readers have
         time, and nobody waits for them.
         """
-        self._num_resting = num_resting
+        self._num_spare = num_spare
         self._allocate = allocate
         self._buffer_bytes = buffer_bytes
         self._all: dict[int, Tensor] = {}  # by address
@@ -70,7 +70,7 @@ class BufferPool:
         """A 1-D view of ``numel`` elements of a free buffer; contents undefined."""
         nbytes = numel * dtype.itemsize
         assert nbytes <= self._buffer_bytes, "the pool was made for smaller requests"
-        if len(self._free) > self._num_resting:
+        if len(self._free) > self._num_spare:
             buffer, wait_until_read = self._free.popleft()  # the one that has rested longest
             if wait_until_read is not None:
                 wait_until_read()

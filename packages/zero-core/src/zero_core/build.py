@@ -32,9 +32,16 @@ from zero_core.lr_schedules import make_scheduler
 from zero_core.memory import Memory
 from zero_core.offload_share import check_patterns
 from zero_core.optimizer import names_rule
-from zero_core.parts import COLLECTIVES, KERNELS, TIERS, load_part
+from zero_core.parts import COLLECTIVES, KERNELS, PARAM_TIERS, TIERS, load_part
 from zero_core.pretrained import load_pretrained
-from zero_core.protocols import Collectives, CollectivesFactory, StateTier, StateTierFactory
+from zero_core.protocols import (
+    Collectives,
+    CollectivesFactory,
+    ParamTierFactory,
+    StateTier,
+    StateTierFactory,
+)
+from zero_core.resting import Resting, resting_segments
 from zero_core.shared_memory import SharedMemory
 from zero_core.tier import DeviceTier
 from zero_core.unit import SegmentValues
@@ -52,6 +59,7 @@ def build(
     lr_scheduler: LRScheduler | None = None,
     collectives: Collectives | CollectivesFactory | None = None,
     state_tier: StateTierFactory | None = None,
+    param_tier: ParamTierFactory | None = None,
     process_group: dist.ProcessGroup | None = None,
     pretrained: str | Path | Sequence[str | Path] | None = None,
 ) -> Engine:
@@ -72,6 +80,8 @@ def build(
         lr_scheduler: a torch scheduler over ``optimizer``; stepped by ``engine.step()``.
         collectives: collectives, or a factory of them; wins over what the configuration names.
         state_tier: a factory of the state tier; wins over what the configuration names.
+        param_tier: a factory of what holds parameter shards off the device, at stage 3; wins over
+            what the configuration names.
         process_group: the data-parallel ranks; default: all, or one rank alone if
             torch.distributed is not initialised.
         pretrained: safetensors that give every value, read as by `zero_core.load_pretrained`; the
@@ -108,6 +118,7 @@ def build(
         rank=ranks.rank,
         device=ranks.device,
         exchanged=shared.zeros if shared is not None and is_shared else None,
+        resting=_make_param_tier(param_tier, layout, resolved, ranks),
     )
     tier = _make_tier(state_tier, memory, drawn, resolved, ranks, has_named_rule)
     memory.allocate_grads(tier.read_grad if getattr(tier, "keeps_grads", False) else None)
@@ -221,7 +232,7 @@ def _make_tier(
     pieces = [(p.start, p.stop, drawn.group_of[p.param]) for p in placed]
     check_patterns(zero.offload_optimizer.parameters or (), layout)
     numel = layout.local_numel(is_sharded=memory.has_sharded_state)
-    groups = drawn.groups
+    groups, store = drawn.groups, memory.store()
     key = f"zero_optimization.offload_optimizer.device = {zero.offload_optimizer.device!r}"
     if factory is None and zero.offload_optimizer.device == "none":
         return DeviceTier(
@@ -231,6 +242,7 @@ def _make_tier(
             device=ranks.device,
             optimizer_class=type(optimizer),
             groups=groups,
+            param_store=store,
         )
     kernel = None
     if factory is None:
@@ -250,9 +262,43 @@ def _make_tier(
             adam_kernel=kernel,
             device_tier=DeviceTier,
             names=[layout.params[p.param].name for p in placed],
+            param_store=store,
         )
     except ValueError as error:
         raise ConfigError(str(error)) from error
+
+
+def _make_param_tier(
+    factory: ParamTierFactory | None, layout: Layout, config: Config, ranks: _Ranks
+) -> Resting | None:
+    """What holds parameter shards off the device, if the configuration or the caller asks."""
+    zero = config.zero_optimization
+    kind = zero.offload_param.device
+    is_apart = factory is not None or kind == "nvme" or ranks.device.type != "cpu"
+    if factory is None and kind == "none":
+        return None
+    if zero.stage < 3:
+        raise ConfigError(f"param_tier needs zero_optimization.stage 3, found {zero.stage}")
+    if not is_apart:
+        _log.info(
+            "zero_optimization.offload_param.device = 'cpu': the model is computed on the CPU, so "
+            "its shards lie in host memory already and are used there"
+        )
+    segments = resting_segments(layout, config, is_apart=is_apart)
+    if not segments:
+        return None
+    if factory is None:
+        asked = f"zero_optimization.offload_param.device = {kind!r}"
+        factory = load_part(PARAM_TIERS, "host", asked_by=asked, distribution="zero-offload")
+    try:
+        tier = factory(
+            shards=[(s.index, s.shard_numel, s.dtype) for s in segments],
+            device=ranks.device,
+            config=zero.model_dump(mode="json"),
+        )
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    return Resting(segments, tier)
 
 
 def _share(control: ControlGroup, ranks: _Ranks) -> SharedMemory | None:
@@ -324,10 +370,10 @@ def _fill(
     dtypes = [_widest([found.params[x.param] for x in s.slots], s) for s in layout.segments]
     sizes = [s.padded_numel * d.itemsize for s, d in zip(layout.segments, dtypes, strict=True)]
     # One buffer for all: the heap stays whole.
-    pool = BufferPool(allocator(memory.values[0].shard.device), max(sizes))
+    pool = BufferPool(allocator(memory.values[0].device), max(sizes))
     # What has to be computed first is computed by one rank alone; ranks need not defer alike.
     num_deferred = torch.tensor([sum(p.is_meta for p in found.params)], dtype=torch.float64)
-    is_deferred = bool(control.sum(num_deferred.to(memory.values[0].shard.device)) > 0)
+    is_deferred = bool(control.sum(num_deferred.to(memory.values[0].device)) > 0)
     for segment, values, dtype in zip(layout.segments, memory.values, dtypes, strict=True):
         params = [found.params[slot.param] for slot in segment.slots]
         flat = pool.acquire(segment.padded_numel, dtype)
@@ -337,7 +383,7 @@ def _fill(
             for slot, param in zip(segment.slots, params, strict=True):
                 flat[slot.start : slot.stop].copy_(initial.of(param).reshape(-1))
         (control.broadcast if is_deferred else control.equalize)(flat)
-        values.store(flat)
+        values.overwrite(0, flat)
         _adopt(values)
         if values.local_span is not None:
             low, high = layout.state_range(

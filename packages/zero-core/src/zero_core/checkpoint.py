@@ -107,6 +107,7 @@ def load(
     ((place, manifest),) = found
     state.control.together("checkpoint: verify", lambda: _verify(state, place, manifest))
     reader = _Reader(place, manifest)
+    state.quiesce()
     try:
         state.control.together("checkpoint: restore", lambda: _restore(state, reader, manifest))
     finally:
@@ -393,8 +394,8 @@ def _restore(state: ShardedState, reader: _Reader, manifest: Mapping[str, Any]) 
     for index, piece in enumerate(state.pieces):
         saved = manifest["scalars"][state.layout.params[piece.param].name]
         state.tier.write_scalars(index, saved)
-    for target, name, low, high in state.frozen_parts():
-        target.copy_(reader.read(VALUE, name, low, high))
+    for store, name, low, high in state.frozen_parts():
+        store(reader.read(VALUE, name, low, high))
     buffers = reader.open("buffers.safetensors")
     load_buffers(state.module, {key: buffers.get_tensor(key) for key in buffers.keys()})  # noqa: SIM118
     if manifest["world_size"] == state.control.world_size:

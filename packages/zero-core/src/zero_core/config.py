@@ -32,6 +32,7 @@ __all__ = [
     "DataTypesConfig",
     "Fp16Config",
     "OffloadOptimizerConfig",
+    "OffloadParamConfig",
     "OptimizerConfig",
     "SchedulerConfig",
     "ZeroConfig",
@@ -53,16 +54,12 @@ UNNEEDED: Mapping[str, str] = {
     "zero_optimization.stage3_prefetch_bucket_size": "the next unit is always prefetched",
     "zero_optimization.stage3_max_live_parameters": "at most two units and the root are gathered",
     "zero_optimization.stage3_max_reuse_distance": "units are released in the order of execution",
-    "zero_optimization.stage3_param_persistence_threshold": "small parameters travel in their unit",
-    "zero_optimization.stage3_model_persistence_threshold": "small parameters travel in their unit",
     "zero_optimization.stage3_gather_16bit_weights_on_model_save": (
         "full_state_dict and export_safetensors gather on request"
     ),
     "zero_optimization.ignore_unused_parameters": "unused parameters are always allowed",
     "zero_optimization.round_robin_gradients": "shards are slices of units, already balanced",
     "zero_optimization.memory_efficient_linear": "saved weights are always kept by reference",
-    "zero_optimization.offload_optimizer.buffer_count": "used by the NVMe tier only",
-    "zero_optimization.offload_optimizer.nvme_path": "used by the NVMe tier only",
     "zero_optimization.offload_optimizer.fast_init": (
         "states that start at zero are never written to NVMe before their first update"
     ),
@@ -75,20 +72,18 @@ UNNEEDED: Mapping[str, str] = {
     "activation_checkpointing.partition_activations": "there are no model-parallel ranks",
     "activation_checkpointing.contiguous_memory_optimization": "a block keeps its inputs alone",
     "activation_checkpointing.number_checkpoints": "every block is one",
-    **{
-        f"zero_optimization.offload_param.{key}": "used by parameter offload only"
-        for key in ("nvme_path", "buffer_count", "buffer_size", "max_in_cpu", "pin_memory")
-    },
 }
 """Keys that are accepted, and why this engine does without them."""
 
-_FOR_NVME: frozenset[str] = frozenset(
-    {
-        "zero_optimization.offload_optimizer.buffer_count",
-        "zero_optimization.offload_optimizer.nvme_path",
-    }
+_OF_PARAM_OFFLOAD = (
+    "offload_param.pin_memory",
+    "stage3_param_persistence_threshold",
+    "stage3_model_persistence_threshold",
 )
-"""Those that do have an effect with ``offload_optimizer.device: nvme``."""
+_OF_PARAM_NVME = tuple(
+    f"offload_param.{key}" for key in ("nvme_path", "buffer_count", "buffer_size", "max_in_cpu")
+)
+_OF_OPTIMIZER_NVME = ("offload_optimizer.nvme_path", "offload_optimizer.buffer_count")
 
 
 _REFUSED_UNLESS: Mapping[str, Any] = {
@@ -174,13 +169,16 @@ class OffloadOptimizerConfig(_Block):
 
 
 class OffloadParamConfig(_Block):
-    """``zero_optimization.offload_param``: only ``device: none`` is served."""
+    """``zero_optimization.offload_param``: where parameter shards rest, at stage 3."""
 
     device: Literal["none", "cpu", "nvme"] = "none"
     nvme_path: str | None = None
     buffer_count: PositiveInt = 5
+    """Host buffers that shards are read into ahead of use, with device ``nvme``."""
     buffer_size: PositiveInt = 100_000_000
+    """Elements of the largest shard that such a buffer may have to hold."""
     max_in_cpu: NonNegativeInt = 1_000_000_000
+    """Elements that rest in host memory with device ``nvme``, the first ones in order of use."""
     pin_memory: bool = True
 
 
@@ -354,7 +352,7 @@ def load_config(source: Mapping[str, Any] | str | Path, *, world_size: int) -> C
     except pydantic.ValidationError as error:
         raise ConfigError("\n".join(_explain(e) for e in error.errors())) from None
     _refuse_unserved(config)
-    _tell_unneeded(raw)
+    _tell_unneeded(raw, config)
     return config
 
 
@@ -485,9 +483,9 @@ def _explain(error: Any) -> str:
 def _refuse_unserved(config: Config) -> None:
     """Raise for combinations that are wrong and for features that are not served."""
     zero, offload = config.zero_optimization, config.zero_optimization.offload_optimizer
-    again = config.activation_checkpointing
     shares = ("ratio", "parameters", "device_budget")
     given = [k for k in shares if k in offload.model_fields_set and getattr(offload, k) is not None]
+    again, params = config.activation_checkpointing, zero.offload_param
     wrong = [
         (
             config.fp16.enabled and config.bf16.enabled,
@@ -499,9 +497,14 @@ def _refuse_unserved(config: Config) -> None:
             "zero_optimization.offload_optimizer.nvme_path, a folder on the NVMe disk",
         ),
         (
-            zero.offload_param.device != "none",
-            f"zero_optimization.offload_param.device = {zero.offload_param.device!r} is not "
-            "served; use 'none' with offload_optimizer",
+            params.device != "none" and zero.stage != 3,
+            f"zero_optimization.offload_param.device = {params.device!r} needs stage 3, found "
+            f"{zero.stage}: at lower stages every rank holds all parameters",
+        ),
+        (
+            params.device == "nvme" and params.nvme_path is None,
+            "zero_optimization.offload_param.device = 'nvme' needs nvme_path: name a folder on "
+            "the NVMe disk",
         ),
         (
             bool(offload.update_in_backward) and offload.device == "none",
@@ -573,13 +576,29 @@ def _refuse_unserved(config: Config) -> None:
             raise ConfigError(message)
 
 
-def _tell_unneeded(raw: Mapping[str, Any]) -> None:
+def _unneeded(config: Config) -> dict[str, str]:
+    """`UNNEEDED`, and the keys that this configuration makes pointless."""
+    zero = config.zero_optimization
+    device = zero.offload_param.device
+    pointless = [
+        (device == "none", _OF_PARAM_OFFLOAD, "used with offload_param only"),
+        (device != "nvme", _OF_PARAM_NVME, "used with offload_param.device 'nvme' only"),
+        (
+            zero.offload_optimizer.device != "nvme",
+            _OF_OPTIMIZER_NVME,
+            "used with offload_optimizer.device 'nvme' only",
+        ),
+    ]
+    found = dict(UNNEEDED)
+    for is_pointless, keys, why in pointless:
+        if is_pointless:
+            found |= {f"zero_optimization.{key}": why for key in keys}
+    return found
+
+
+def _tell_unneeded(raw: Mapping[str, Any], config: Config) -> None:
     """Log, once per build, the keys that were given and have no effect here."""
-    offload = raw.get("zero_optimization", {}).get("offload_optimizer", {})
-    needed = _FOR_NVME if offload.get("device") == "nvme" else frozenset()
-    for path, reason in UNNEEDED.items():
-        if path in needed:
-            continue
+    for path, reason in _unneeded(config).items():
         block: Any = raw
         *parents, key = path.split(".")
         for parent in parents:

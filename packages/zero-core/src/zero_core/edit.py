@@ -36,7 +36,7 @@ class Edit:
     @torch.no_grad()
     def publish(self) -> None:
         """Bring what changed to every rank; every rank must call it."""
-        self._state.control.barrier()  # others may still be gathering the old values
+        self._state.quiesce()  # others may still be gathering the old values
         masks = [
             _differs(_full(values), before)
             for values, before in zip(self._state.values, self._before, strict=False)
@@ -57,7 +57,8 @@ class Edit:
         mask = is_changed.bool()
         full.copy_(torch.where(mask, changed, full))
         low, high = values.segment.shard_range(self._state.control.rank)
-        values.shard.copy_(torch.where(mask[low:high], full[low:high], values.shard))
+        own = values.read_shard().to(full.device)
+        values.overwrite(low, torch.where(mask[low:high], full[low:high], own))
         if values.local_span is not None:
             self._write_master(values, mask.cpu())
 

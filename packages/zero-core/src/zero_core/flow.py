@@ -301,6 +301,7 @@ class Flow:
             self._release(self._ahead)  # the order is not that of the module tree
         self._ahead = None
         self._start_unshard(unit, backward=backward)
+        unit.announce_next(backward=backward)
         self._finish_unshard(unit)
         ahead = unit.index - 1 if backward else unit.index + 1
         if 0 < ahead < len(self._units) and not (backward and unit.is_root):
@@ -320,7 +321,7 @@ class Flow:
             return
         for values in unit.values:
             values.finish_unshard(lambda: self._what("all_gather", unit))
-            if self._has_sharded_params and values.full is not None:
+            if self._has_sharded_params and values.full is not None and not values.is_kept:
                 pointer = values.full.data_ptr()
                 self._by_storage[pointer] = (unit, values)
                 if not self._low <= pointer < self._high:

@@ -29,9 +29,11 @@ from zero_core.discovery import compute_dtype
 from zero_core.layout import Segment
 from zero_core.memory import Memory, accumulated_dtype, communicated_dtype, offered_dtype
 from zero_core.offload_form import OffloadForm
+from zero_core.protocols import Work
+from zero_core.resting import Resting, resting_segments
 from zero_core.tier import optimizer_options, probe_states
 
-__all__ = ["Forecast", "MemoryUse", "buffer_bytes", "quantized_bytes"]
+__all__ = ["Forecast", "MemoryUse", "buffer_bytes", "num_gathers", "quantized_bytes"]
 
 _META, _CPU = torch.device("meta"), torch.device("cpu")
 _STAGED_NUMEL = 1 << 24  # of a run of parameters on its way to the device, at most
@@ -87,7 +89,11 @@ class Forecast:
         self._config = config
         self._is_accelerated = is_accelerated
         self._has_shared_memory = is_one_host and not is_accelerated
-        memory = Memory(drawn.found, drawn.layout, config, rank=0, device=_META)
+        offload = config.zero_optimization.offload_param.device
+        is_apart = offload == "nvme" or (offload == "cpu" and is_accelerated)
+        self._resting = resting_segments(drawn.layout, config, is_apart=is_apart)
+        resting = Resting(self._resting, _Nowhere()) if self._resting else None
+        memory = Memory(drawn.found, drawn.layout, config, rank=0, device=_META, resting=resting)
         memory.allocate_grads(_read_nothing if self._is_offloaded else None)
         self.stage = memory.stage
         self._spans = _spans(memory)
@@ -114,7 +120,8 @@ class Forecast:
             "optimizer states": self._device_state_bytes(cut),
             "gradient copies": self._landing_bytes(cut, self._numel) if self._is_offloaded else 0,
         }
-        return MemoryUse(_without_zeros(device), _without_zeros(self._host_bytes(cut)))
+        host = {**self._host_bytes(cut), **self._resting_bytes()}
+        return MemoryUse(_without_zeros(device), _without_zeros(host))
 
     def device_state_bytes(self, ratio: float) -> int:
         """What ``device_budget`` counts: masters, states and a gradient in the compute dtype."""
@@ -126,11 +133,15 @@ class Forecast:
     def _device_master_bytes(self, cut: int) -> int:
         rest = self._overlaps(cut, self._numel)
         if self._is_accelerated or (cut == 0 and not self._is_offloaded):
-            return sum((high - low) * 4 for low, high, s in rest if s.dtype not in _WIDE)
+            return sum(
+                (high - low) * max(s.dtype.itemsize, 4)
+                for low, high, s in rest
+                if s.dtype not in _WIDE or self._rests(s)
+            )
         # zero-offload's own tier on a CPU keeps whole masters of all or of none of its elements.
         whole = self._whole(rest)
         width = _master_itemsize(whole)
-        needs_copy = any(s.dtype.itemsize != width for _, _, s in whole)
+        needs_copy = any(s.dtype.itemsize != width or self._rests(s) for _, _, s in whole)
         copies = sum(high - low for low, high, _ in whole) * width if needs_copy else 0
         return copies + self._remainder_bytes(cut, self._numel)
 
@@ -147,6 +158,30 @@ class Forecast:
     def _remainder_bytes(self, start: int, stop: int) -> int:
         return self._form.remainder_bytes(start, stop) if self._form.is_compact else 0
 
+    def _rests(self, segment: Segment) -> bool:
+        """Whether the segment's shard rests off the device, so that its master lies beside it."""
+        return segment in self._resting
+
+    def _resting_bytes(self) -> dict[str, int]:
+        """Host memory of parameters; what rests in a file takes buffers there."""
+        offload = self._config.zero_optimization.offload_param
+        sizes = [s.shard_numel * s.dtype.itemsize for s in self._resting]
+        if offload.device != "nvme":
+            return {"parameters": sum(sizes)}
+        num_host, total = 0, 0
+        for segment in self._resting:
+            total += segment.shard_numel
+            if total > offload.max_in_cpu:
+                break
+            num_host += 1
+        on_file = sizes[num_host:]
+        # Those that are read ahead, and two for new values.
+        num_buffers = min(offload.buffer_count, len(on_file)) + 2 if on_file else 0
+        return {
+            "parameters": sum(sizes[:num_host]),
+            "parameter buffers": num_buffers * max(on_file, default=0),
+        }
+
     @property
     def _is_offloaded(self) -> bool:
         return self._config.zero_optimization.offload_optimizer.device != "none"
@@ -155,7 +190,9 @@ class Forecast:
         part = self._overlaps(0, cut)
         whole, width = self._whole(part), _master_itemsize(self._spans)
         # Where the device is the host, full-precision shards are their own master weights.
-        needs_copy = self._is_accelerated or any(s.dtype.itemsize != width for _, _, s in whole)
+        needs_copy = self._is_accelerated or any(
+            s.dtype.itemsize != width or self._rests(s) for _, _, s in whole
+        )
         masters = sum(high - low for low, high, _ in whole) * width if needs_copy else 0
         is_compact = self._form.is_compact
         masters += self._remainder_bytes(0, cut)
@@ -190,6 +227,7 @@ class Forecast:
         """What new values go to the device through: small buffers, or all of a split master."""
         if not self._is_accelerated:
             return 0
+        part = [x for x in part if not self._rests(x[2])]  # those are written in place
         whole = self._whole(part)
         largest = min(max((b - a for a, b, _ in whole), default=0), _STAGED_NUMEL)
         dtypes = {s.dtype for _, _, s in whole}
@@ -203,10 +241,22 @@ class Forecast:
         return 1 << (nbytes - 1).bit_length() if is_pinned and nbytes else nbytes
 
     def host_link_bytes(self, ratio: float) -> tuple[int, int]:
-        """Bytes per step to the host (gradients) and back (parameters)."""
-        part = self._overlaps(0, self._form.cut(ratio, self._numel))
+        """Bytes per step to the host (gradients, new values that rest there) and back."""
+        cut = self._form.cut(ratio, self._numel)
+        part, rest = self._overlaps(0, cut), self._overlaps(cut, self._numel)
         down = sum((b - a) * self._offered(s).itemsize for a, b, s in part)
-        return down, sum((b - a) * s.dtype.itemsize for a, b, s in part)
+        down += sum((b - a) * s.dtype.itemsize for a, b, s in rest if self._rests(s))
+        up = sum((b - a) * s.dtype.itemsize for a, b, s in part if not self._rests(s))
+        return down, up + self._fetched_bytes()
+
+    def _fetched_bytes(self) -> int:
+        """Bytes of shards that come to the device in a step: as often as they are gathered."""
+        steps = self._config.gradient_accumulation_steps
+        num_units = len(self._layout.units)
+        return sum(
+            s.shard_numel * s.dtype.itemsize * num_gathers(s, num_units, self.stage, steps)
+            for s in self._resting
+        )
 
     def _offered(self, segment: Segment) -> torch.dtype:
         return offered_dtype(segment, self._config, has_keeper=True)
@@ -256,6 +306,33 @@ class Forecast:
 
 def _read_nothing(start: int, stop: int) -> Tensor:
     return torch.empty(stop - start, device=_META)
+
+
+def num_gathers(segment: Segment, num_units: int, stage: int, steps: int) -> int:
+    """How often the segment's parameters are gathered in one optimizer step."""
+    if stage < 3:  # after an update of other ranks' slices
+        return int(stage > 0 and segment.is_trainable)
+    is_once = segment.unit in (0, num_units - 1)  # backward begins with the last unit
+    return steps * (1 if is_once else 2)
+
+
+class _Nowhere:
+    """A `zero_core.protocols.ParamTier` of which only the name is needed: nothing is run."""
+
+    def expect(self, segments: Sequence[int]) -> None:
+        raise AssertionError("a forecast runs nothing")
+
+    def fetch(self, segment: int, out: Tensor) -> Work:
+        raise AssertionError("a forecast runs nothing")
+
+    def write(self, segment: int, start: int, values: Tensor) -> None:
+        raise AssertionError("a forecast runs nothing")
+
+    def home(self, segment: int) -> Tensor | None:
+        raise AssertionError("a forecast runs nothing")
+
+    def report(self) -> Mapping[str, int]:
+        raise AssertionError("a forecast runs nothing")
 
 
 def _spans(memory: Memory) -> list[tuple[int, int, Segment]]:

@@ -17,13 +17,14 @@ from zero_core.arena import Allocate, Arena, BufferPool, allocator
 from zero_core.config import DTYPES, Config
 from zero_core.discovery import Discovered
 from zero_core.layout import Layout, Segment
+from zero_core.resting import Lane, LocalStore, Outlook, Resting, RestingShard
 from zero_core.unit import SegmentGrads, SegmentValues, Unit
 
 __all__ = ["Memory", "accumulated_dtype", "communicated_dtype", "offered_dtype"]
 
 ReadGrad = Callable[[int, int], Tensor]
 """`zero_core.protocols.StateTier.read_grad`."""
-_NUM_RESTING = 2
+_NUM_SPARE = 2
 """Buffers whose copies to the host may still be under way when the next one is needed."""
 
 
@@ -39,21 +40,29 @@ class Memory:
         rank: int,
         device: torch.device,
         exchanged: Allocate | None = None,
+        resting: Resting | None = None,
     ) -> None:
         """Allocate values for ``rank`` on ``device``; the model's parameters stay as they are.
 
         `allocate_grads` does the rest. ``exchanged`` makes the memory that other ranks' bytes are
-        read from (shards and gradients), if it is to be of a special kind.
+        read from (shards and gradients), if it is to be of a special kind. ``resting`` is what
+        rests off the device, if anything.
         """
         self._has_peers = layout.world_size > 1
-        self.stage = config.zero_optimization.stage if self._has_peers else 0
-        """The stage that makes a difference: one rank has nothing to shard."""
+        self._resting = () if resting is None else resting.segments
+        self._at_rest = frozenset(s.index for s in self._resting)
+        self._tier = None if resting is None else resting.tier
+        has_stage = self._has_peers or bool(self._resting)
+        self.stage = config.zero_optimization.stage if has_stage else 0
+        """The stage that makes a difference: one rank has nothing to shard, but may stream."""
         self.has_sharded_state = self.stage >= 1
         self._keeps_full_grads = self._has_peers and self.stage < 2
         self._has_full_update = self._has_peers and self.stage == 0
         self.has_sharded_params = self.stage >= 3
         self._config = config
         self._rank = rank
+        self._device = device
+        self._lane = Lane(device if self._resting else torch.device("cpu"))
         self._private = allocator(device)
         self._exchanged = exchanged or self._private
         self._arena = Arena(self._exchanged)
@@ -61,7 +70,7 @@ class Memory:
         self._layout = layout
         self._pools: list[tuple[str, BufferPool, int]] = []
         # Copies to other memory are under way on an accelerator while the next unit is reduced.
-        self._num_resting = 0 if device.type in ("cpu", "meta") else _NUM_RESTING
+        self._num_spare = 0 if device.type in ("cpu", "meta") else _NUM_SPARE
         self.values = values = self._allocate_values()
         self.units: list[Unit] = []
         starts = layout.local_starts(is_sharded=self.has_sharded_state)
@@ -79,29 +88,44 @@ class Memory:
         over micro-steps.
         """
         grads = self._allocate_grads(read_grad)
+        outlook = self._outlook()
         self.units = [
             Unit(
                 unit.index,
                 unit.name,
                 [self.values[s.index] for s in unit.segments],
                 [grads[s.index] for s in unit.segments if s.is_trainable],
+                outlook,
             )
             for unit in self._layout.units
         ]
 
     def published(self) -> list[tuple[int, Tensor]]:
         """Where the state tier writes new values, by start in the local flat space."""
-        found = []
-        for values in self.values:
-            if values.local_span is not None:
-                tensor = values.shard if self.has_sharded_state else values.full
-                assert tensor is not None
-                found.append((values.local_span[0], tensor))
-        return found
+        return [(v.local_span[0], v.published()) for v in self.values if v.local_span is not None]
+
+    def store(self) -> LocalStore | None:
+        """What takes the new values of shards that rest; None if there are none."""
+        if self._tier is None:
+            return None
+        spans = [
+            (v.local_span[0], v.segment.index)
+            for v in self.values
+            if v.local_span is not None and v.segment.index in self._at_rest
+        ]
+        return LocalStore(self._tier, spans)
+
+    def _outlook(self) -> Outlook | None:
+        if self._tier is None:
+            return None
+        units = self._layout.units
+        rest = [[s.index for s in u.segments if s.index in self._at_rest] for u in units]
+        return Outlook(self._tier, rest)
 
     def report(self) -> dict[str, int]:
         """Bytes by kind, on this rank, state tier not counted."""
-        return self._report(lambda pool, expected: pool.allocated_bytes)
+        found = self._report(lambda pool, expected: pool.allocated_bytes)
+        return found if self._tier is None else {**found, **self._tier.report()}
 
     def expected_report(self) -> dict[str, int]:
         """What `report` says after steps in which units ran in the order of the module tree.
@@ -127,39 +151,43 @@ class Memory:
         users: Sequence[Segment],
         allocate: Allocate,
         *,
-        num_resting: int = 0,
+        num_spare: int = 0,
     ) -> BufferPool:
         """A pool for requests of ``nbytes``, of which ``users`` are going to make some."""
-        pool = BufferPool(allocate, max(nbytes, default=0), num_resting=num_resting)
-        self._pools.append((kind, pool, _num_at_once(users) + num_resting * bool(users)))
+        pool = BufferPool(allocate, max(nbytes, default=0), num_spare=num_spare)
+        self._pools.append((kind, pool, _num_at_once(users) + num_spare * bool(users)))
         return pool
 
     def _split(self, segments: Sequence[Segment]) -> list[list[Segment]]:
         """Segments of the root and of the blocks: their buffers live differently long."""
         return [[s for s in segments if s.unit == 0], [s for s in segments if s.unit != 0]]
 
+    def _is_gathered(self, segment: Segment) -> bool:
+        """Whether the segment's values are gathered for each use, and not kept for good."""
+        is_whole = not self._has_peers and segment.index not in self._at_rest
+        return self.has_sharded_params and not is_whole
+
     def _allocate_values(self) -> list[SegmentValues]:
         segments = self._layout.segments
-        shards: dict[int, Tensor] = {}
+        shards: dict[int, Tensor | RestingShard] = {**self._rest()}
         fulls: dict[int, Tensor] = {}
         for dtype in dict.fromkeys(s.dtype for s in segments):
-            same = [s for s in segments if s.dtype == dtype]
-            if self.has_sharded_params:
-                sizes = [s.shard_numel for s in same]
-                parts = self._arena.allocate("parameters", dtype, sizes)
-                shards |= {s.index: t for s, t in zip(same, parts, strict=True)}
-            else:
-                sizes = [s.padded_numel for s in same]
-                parts = self._arena.allocate("parameters", dtype, sizes)
-                for s, t in zip(same, parts, strict=True):
-                    low, high = s.shard_range(self._rank)
-                    shards[s.index], fulls[s.index] = t[low:high], t
+            same = [s for s in segments if s.dtype == dtype and s.index not in shards]
+            if not same:
+                continue
+            sizes = [s.shard_numel if self._is_gathered(s) else s.padded_numel for s in same]
+            parts = self._arena.allocate("parameters", dtype, sizes)
+            for s, t in zip(same, parts, strict=True):
+                if self._is_gathered(s):
+                    shards[s.index] = t
+                else:
+                    shards[s.index], fulls[s.index] = t[slice(*s.shard_range(self._rank))], t
         pools = [
             self._pool(
                 "gathered units",
                 [s.padded_numel * s.dtype.itemsize for s in part],
-                part if self.has_sharded_params else [],
-                self._private,
+                [s for s in part if self._is_gathered(s)],
+                self._lane.filled_by(self._private),
             )
             for part in self._split(segments)
         ]
@@ -168,13 +196,34 @@ class Memory:
                 s,
                 self._params_of(s),
                 rank=self._rank,
+                device=self._device,
                 shard=shards[s.index],
                 full=fulls.get(s.index),
                 pool=pools[min(s.unit, 1)],
-                has_remote_updates=self.has_sharded_state and s.is_trainable,
+                lane=self._lane,
+                has_remote_updates=self._has_peers and self.has_sharded_state and s.is_trainable,
             )
             for s in segments
         ]
+
+    def _rest(self) -> dict[int, RestingShard]:
+        """The shards that rest off the device, and what they arrive in to be gathered."""
+        tier = self._tier
+        if tier is None:
+            return {}
+        pools = [
+            self._pool(
+                "fetched shards",
+                [s.shard_numel * s.dtype.itemsize for s in part],
+                _largest_unit(part) if self._has_peers else [],
+                self._private,
+            )
+            for part in self._split(self._resting)
+        ]
+        return {
+            s.index: RestingShard(s, tier, self._lane, staging=pools[min(s.unit, 1)])
+            for s in self._resting
+        }
 
     def _allocate_grads(self, read_grad: ReadGrad | None) -> dict[int, SegmentGrads]:
         segments = [s for s in self._layout.segments if s.is_trainable]
@@ -207,7 +256,7 @@ class Memory:
                     [s.padded_numel * dtype.itemsize for s in part],
                     [s for s in part if self._is_pooled(s, dtype, is_passing=is_passing)],
                     self._exchanged,
-                    num_resting=self._num_resting if is_alone else 0,
+                    num_spare=self._num_spare if is_alone else 0,
                 )
                 for dtype in dtypes
             }
@@ -217,9 +266,9 @@ class Memory:
             self._pool(
                 "gradient shards",
                 [s.shard_numel * self._accumulated(s).itemsize for s in part],
-                _one_unit(part) if is_passing and self._has_peers else [],
+                _largest_unit(part) if is_passing and self._has_peers else [],
                 self._exchanged,
-                num_resting=self._num_resting,
+                num_spare=self._num_spare,
             )
             for part in self._split(segments)
         ]
@@ -243,7 +292,7 @@ class Memory:
     def _reader(self, segment: Segment, read_grad: ReadGrad) -> Callable[[], Tensor]:
         span = self.values[segment.index].local_span
         assert span is not None
-        return lambda: read_grad(*span).to(self.values[segment.index].shard.device)
+        return lambda: read_grad(*span).to(self._device)
 
     def _by_dtype(
         self,
@@ -296,10 +345,12 @@ def offered_dtype(segment: Segment, config: Config, *, has_keeper: bool) -> torc
     return of(segment, config)
 
 
-def _one_unit(segments: Sequence[Segment]) -> list[Segment]:
-    """The segments of the unit that has most."""
-    units = [[s for s in segments if s.unit == unit] for unit in {s.unit for s in segments}]
-    return max(units, key=len, default=[])
+def _largest_unit(segments: Sequence[Segment]) -> list[Segment]:
+    """The segments of the unit that has the most of them."""
+    by_unit: dict[int, list[Segment]] = {}
+    for segment in segments:
+        by_unit.setdefault(segment.unit, []).append(segment)
+    return max(by_unit.values(), key=len, default=[])
 
 
 def _num_at_once(segments: Sequence[Segment]) -> int:

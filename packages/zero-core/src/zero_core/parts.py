@@ -7,10 +7,11 @@ from typing import Any
 
 from zero_core.errors import MissingPartError
 
-__all__ = ["COLLECTIVES", "KERNELS", "TIERS", "load_part"]
+__all__ = ["COLLECTIVES", "KERNELS", "PARAM_TIERS", "TIERS", "load_part"]
 
 COLLECTIVES = "zero_core.collectives"
 TIERS = "zero_core.state_tiers"
+PARAM_TIERS = "zero_core.param_tiers"
 KERNELS = "zero_core.adam_kernels"
 
 

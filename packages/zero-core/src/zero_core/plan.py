@@ -23,7 +23,7 @@ from torch import nn
 
 from zero_core.activations import trace_activations
 from zero_core.blueprint import Blueprint
-from zero_core.config import Config, load_config
+from zero_core.config import Config, OffloadParamConfig, load_config
 from zero_core.errors import ConfigError, MissingPartError
 from zero_core.forecast import Forecast, MemoryUse, buffer_bytes
 from zero_core.offload_share import planned_ratio
@@ -244,10 +244,12 @@ def _limits(machine: _Machine) -> str:
 def _at_stage(config: Config, stage: int) -> Config:
     """The configuration at another stage, without what that stage does not serve."""
     zero = config.zero_optimization
-    changes = {
+    changes: dict[str, Any] = {
         "stage": stage,
         "zero_quantized_weights": zero.zero_quantized_weights and stage == 3,
     }
+    if stage != 3:
+        changes["offload_param"] = OffloadParamConfig()
     return config.model_copy(update={"zero_optimization": zero.model_copy(update=changes)})
 
 

@@ -74,6 +74,7 @@ def load_pretrained(
         raise CheckpointError(f"load_pretrained: ranks see different files at {source}")
     (match,) = matched
     with engine._rewriting():
+        state.quiesce()
         state.control.together("load_pretrained: read", lambda: _restore(state, match))
     return Loaded(match.missing, match.unexpected)
 
@@ -192,10 +193,10 @@ def _restore(state: ShardedState, match: _Match) -> None:
         if tensor is not None:
             values = tensor.read(piece.offset, piece.offset + piece.stop - piece.start)
             state.tier.write_state(MASTER, piece.start, values)
-    for target, name, low, high in state.frozen_parts():
+    for store, name, low, high in state.frozen_parts():
         tensor = match.params.get(name)
         if tensor is not None:
-            target.copy_(tensor.read(low, high))
+            store(tensor.read(low, high))
     load_buffers(
         state.module,
         {

@@ -9,6 +9,7 @@ entry-point group          object                 asked for by the config key
 =========================  =====================  =========================================
 ``zero_core.collectives``  `CollectivesFactory`   ``zero_optimization.zero_quantized_weights``
 ``zero_core.state_tiers``  `StateTierFactory`     ``zero_optimization.offload_optimizer``
+``zero_core.param_tiers``  `ParamTierFactory`     ``zero_optimization.offload_param``
 ``zero_core.adam_kernels`` `AdamKernel`           ``offload_optimizer`` with Adam, AdamW,
                                                   Adagrad, SGD or Lion
 =========================  =====================  =========================================
@@ -34,6 +35,9 @@ __all__ = [
     "AdamKernel",
     "Collectives",
     "CollectivesFactory",
+    "ParamStore",
+    "ParamTier",
+    "ParamTierFactory",
     "StateTier",
     "StateTierFactory",
     "Work",
@@ -197,6 +201,19 @@ class StateTier(Protocol):
         ...
 
 
+@runtime_checkable
+class ParamStore(Protocol):
+    """Takes the new values of parameter shards that rest where the tier cannot write itself."""
+
+    def write(self, start: int, values: Tensor) -> None:
+        """Store ``[start, start + values.numel())`` of the local flat space.
+
+        May be called from any thread, by one at a time. ``values`` is 1-D, on any device, in the
+        compute dtype, within one shard; it is the caller's again when the call returns.
+        """
+        ...
+
+
 class StateTierFactory(Protocol):
     """Entry point of ``zero_core.state_tiers``."""
 
@@ -213,16 +230,18 @@ class StateTierFactory(Protocol):
         adam_kernel: AdamKernel | None,
         device_tier: DeviceTierFactory,
         names: Sequence[str] = (),
+        param_store: ParamStore | None = None,
     ) -> StateTier:
         """Make a tier for the local flat space.
 
         Args:
             numel: length of the local flat space, padding included.
             pieces: ``(start, stop, group)`` of each parameter's part.
-            params: ``(start, tensor)``: 1-D parameter shards in the compute dtype on ``device``,
-                sorted, each covering ``[start, start + tensor.numel())``: where new values go.
-                They hold the initial values; the engine then writes ``master_weight`` with
-                unrounded ones.
+            params: ``(start, tensor)``: 1-D parameter shards in the compute dtype, sorted, each
+                covering ``[start, start + tensor.numel())``: where new values go. A shard is on
+                ``device``; or on the CPU, where it rests; or on the meta device: then its new
+                values go to ``param_store``. The engine writes ``master_weight`` before the first
+                step; what the shards hold until then does not count.
             device: the compute device.
             optimizer_class: the torch optimizer whose update is wanted.
             groups: its ``param_groups`` without ``params`` (every default filled in).
@@ -231,6 +250,7 @@ class StateTierFactory(Protocol):
                 or Lion by name, None when an optimizer object or another type was given.
             device_tier: makes a tier on the compute device out of torch's own optimizer.
             names: of the parameters, one per piece; the engine always gives them.
+            param_store: takes the new values of shards on the meta device; None if there are none.
 
         Raises:
             ValueError: a setting or an optimizer that it cannot serve, by name.
@@ -250,8 +270,81 @@ class DeviceTierFactory(Protocol):
         device: torch.device,
         optimizer_class: type[torch.optim.Optimizer],
         groups: Sequence[Mapping[str, Any]],
+        param_store: ParamStore | None = None,
     ) -> StateTier:
         """As `StateTierFactory`; ``pieces`` and ``params`` in coordinates of ``[0, numel)``."""
+        ...
+
+
+@runtime_checkable
+class ParamTier(Protocol):
+    """Where this rank's parameter shards rest while no unit needs them; the memory is its own.
+
+    ZeRO-Infinity (Rajbhandari et al., arXiv 2104.07857), section 5.1. A shard is named by the index
+    of its segment. Nothing here is a collective.
+    """
+
+    def expect(self, segments: Sequence[int]) -> None:
+        """These are going to be fetched next, in this order: a tier may read them ahead.
+
+        A hint, repeated as the order moves on; what is fetched may differ.
+        """
+        ...
+
+    def fetch(self, segment: int, out: Tensor) -> Work:
+        """Start to copy the current values of a shard to ``out``.
+
+        On an accelerator the copy is ordered after what the caller's current stream holds, and
+        ``wait`` of the result makes the stream wait that is current then. The engine calls it on a
+        stream of its own. On the CPU the values are there when ``wait`` returns.
+
+        Args:
+            segment: one of those at construction.
+            out: 1-D, contiguous, the shard's length and dtype, on the device or on the CPU.
+        """
+        ...
+
+    def write(self, segment: int, start: int, values: Tensor) -> None:
+        """Overwrite elements ``[start, start + values.numel())`` of a shard.
+
+        Called by one thread at a time, which may be another than the one that fetches, but never
+        for a shard that is being fetched. ``values`` is 1-D, on any device, cast to the shard's
+        dtype, and the caller's again when the call returns.
+        """
+        ...
+
+    def home(self, segment: int) -> Tensor | None:
+        """The shard itself, 1-D, on the CPU, if it rests where it may be read and written; or None.
+
+        It is written only while no fetch of it is under way.
+        """
+        ...
+
+    def report(self) -> Mapping[str, int]:
+        """Bytes that it holds outside of the device, by kind."""
+        ...
+
+
+class ParamTierFactory(Protocol):
+    """Entry point of ``zero_core.param_tiers``."""
+
+    def __call__(
+        self,
+        *,
+        shards: Sequence[tuple[int, int, torch.dtype]],
+        device: torch.device,
+        config: Mapping[str, Any],
+    ) -> ParamTier:
+        """Make a tier for ``shards``.
+
+        Args:
+            shards: ``(segment, numel, dtype)`` of each, in the order in which they are used.
+            device: the compute device.
+            config: the resolved ``zero_optimization`` block as plain builtins.
+
+        Raises:
+            ValueError: a setting that it cannot serve, by name.
+        """
         ...
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -48,7 +49,7 @@ class ShardedState:
         """
         values = self.values[segment]
         if values.local_span is None:
-            return values.shard.detach().cpu()
+            return values.read_shard().detach().cpu()
         return self.own_state(segment, MASTER)
 
     def own_state(self, segment: int, name: str) -> Tensor:
@@ -81,25 +82,30 @@ class ShardedState:
 
     @property
     def device(self) -> torch.device:
-        """Where the values are."""
-        return self.values[0].shard.device
+        """Where the values are used."""
+        return self.values[0].device
 
-    def frozen_parts(self) -> Iterator[tuple[Tensor, str, int, int]]:
-        """Where frozen parameters lie here: a 1-D view, and the ``[low, high)`` of which it is."""
+    def quiesce(self) -> None:
+        """Nobody reads any shard any more, on this rank or another; every rank must call it.
+
+        Before values are written from outside of a step.
+        """
+        self.values[0].lane.synchronize()
+        self.control.barrier()
+
+    def frozen_parts(self) -> Iterator[tuple[Callable[[Tensor], None], str, int, int]]:
+        """What stores frozen values here, and the ``[low, high)`` of which parameter it takes."""
         for segment in self.layout.segments:
             if segment.is_trainable:
                 continue
             values = self.values[segment.index]
-            low, high = segment.shard_range(self.control.rank)
-            home = values.shard
-            if values.full is not None:
-                low, high, home = 0, segment.padded_numel, values.full
+            low, high = values.stored
             for slot in segment.slots:
                 first, last = max(low, slot.start), min(high, slot.stop)
                 if first < last:
                     name = self.layout.params[slot.param].name
-                    view = home[first - low : last - low]
-                    yield view, name, first - slot.start, last - slot.start
+                    store = partial(values.overwrite, first)
+                    yield store, name, first - slot.start, last - slot.start
 
     def full_params(self) -> Iterator[tuple[ParamSpec, Tensor]]:
         """Every parameter whole, on the CPU, unrounded; every rank must iterate to the end."""

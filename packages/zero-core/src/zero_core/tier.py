@@ -3,9 +3,9 @@
 [Note: master weights here]
 Where a parameter shard is fp32 (or float64) it is its own master weight: the optimizer updates it
 in place. Where it is 16-bit, an fp32 master weight lies beside it and is rounded into it after a
-step. Each piece of the local flat space is an ``nn.Parameter`` over its slice of the master
-weights, so any elementwise torch optimizer works, with its own kernels; its state tensors are moved
-into flat buffers when they first appear.
+step; and so for a shard of any dtype that rests off the device. Each piece of the local flat space
+is an ``nn.Parameter`` over its slice of the master weights, so any elementwise torch optimizer
+works, with its own kernels; its state tensors are moved into flat buffers when they first appear.
 """
 
 from __future__ import annotations
@@ -19,10 +19,12 @@ import torch
 from torch import Tensor, nn
 
 from zero_core.arena import release_free_pages
+from zero_core.protocols import ParamStore
 
 __all__ = ["DeviceTier", "optimizer_options", "probe_states"]
 
 MASTER = "master_weight"
+_WIDE = (torch.float32, torch.float64)
 
 
 class _Chunked:
@@ -65,6 +67,7 @@ class DeviceTier:
         device: torch.device,
         optimizer_class: type[torch.optim.Optimizer],
         groups: Sequence[Mapping[str, Any]],
+        param_store: ParamStore | None = None,
     ) -> None:
         """See `zero_core.protocols.DeviceTierFactory`."""
         self._numel = numel
@@ -73,7 +76,8 @@ class DeviceTier:
         self._options = optimizer_options(optimizer_class, groups)
         self._make_optimizer = cast(Callable[..., torch.optim.Optimizer], optimizer_class)
         self._published = _Chunked(params)
-        self._masters = _Chunked([(start, _master_of(shard)) for start, shard in params])
+        self._store = param_store
+        self._masters = _Chunked([(start, _master_of(shard, device)) for start, shard in params])
         self._flat: dict[str, _Chunked] = {MASTER: self._masters}
         self._spans = [(start, stop) for start, stop, _ in pieces]
         self._pieces = [nn.Parameter(self._masters.one(*span)) for span in self._spans]
@@ -241,9 +245,12 @@ class DeviceTier:
         with torch.no_grad():
             masters = self._masters.parts(start, stop)
             shards = self._published.parts(start, stop)
-            for (_, master), (_, shard) in zip(masters, shards, strict=True):
-                if shard.data_ptr() != master.data_ptr():
-                    shard.copy_(master)
+            for (low, master), (_, shard) in zip(masters, shards, strict=True):
+                if shard.is_meta:
+                    assert self._store is not None, "whoever gives meta shards gives a store"
+                    self._store.write(low, master.to(shard.dtype))
+                elif shard.data_ptr() != master.data_ptr():
+                    shard.copy_(master)  # to the host: there when it returns
 
     def _state_of(self, piece: int) -> Mapping[str, Any]:
         if self._optimizer is None:
@@ -299,6 +306,8 @@ def probe_states(
     return found
 
 
-def _master_of(shard: Tensor) -> Tensor:
-    wide = shard.dtype in (torch.float32, torch.float64)
-    return shard if wide else shard.to(torch.float32)
+def _master_of(shard: Tensor, device: torch.device) -> Tensor:
+    dtype = shard.dtype if shard.dtype in _WIDE else torch.float32
+    if shard.is_meta:
+        return torch.zeros(shard.numel(), dtype=dtype, device=device)
+    return shard.to(device, dtype)

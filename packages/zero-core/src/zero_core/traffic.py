@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from zero_core.config import Config
-from zero_core.forecast import quantized_bytes
+from zero_core.forecast import num_gathers, quantized_bytes
 from zero_core.layout import Layout, Segment
 from zero_core.memory import accumulated_dtype, communicated_dtype
 
@@ -103,7 +103,7 @@ def _collectives(layout: Layout, config: Config, stage: int, links: Links) -> It
     trainable = [s for s in layout.segments if s.is_trainable]
     gathers = []
     for segment in layout.segments:
-        calls = _num_gathers(segment, len(layout.units), stage, steps)
+        calls = num_gathers(segment, len(layout.units), stage, steps)
         quantized = quantized_bytes(segment, config) if stage == 3 else None
         plain = _shard_bytes(segment, segment.dtype)
         gathers += [links.gather(plain if quantized is None else quantized)] * calls
@@ -117,14 +117,6 @@ def _collectives(layout: Layout, config: Config, stage: int, links: Links) -> It
     # Both halves of an all-reduce: 2 / world_size of the whole to everyone. See Engine._decide.
     facts = 8 * (2 + len(layout.params))
     yield _sum("all_reduce", "facts of the step", [links.ring(2 * facts // layout.world_size)])
-
-
-def _num_gathers(segment: Segment, num_units: int, stage: int, steps: int) -> int:
-    """How often the segment's parameters are gathered in one optimizer step."""
-    if stage < 3:  # after an update of other ranks' slices
-        return int(stage > 0 and segment.is_trainable)
-    is_once = segment.unit in (0, num_units - 1)  # backward begins with the last unit
-    return steps * (1 if is_once else 2)
 
 
 def _shard_bytes(segment: Segment, dtype: torch.dtype) -> int:

@@ -22,7 +22,7 @@ from zero_offload.grads import GradLedger
 from zero_offload.progress import Progress
 from zero_offload.stepper import MASTER, Chunk, Stepper
 from zero_offload.storage import BlockFile
-from zero_offload.transfer import DeviceMover, Mover
+from zero_offload.transfer import Mover
 
 __all__ = ["DeviceTier", "FlatTier", "HostTier"]
 
@@ -288,8 +288,8 @@ class HostTier(FlatTier):
 class DeviceTier(FlatTier):
     """Master weights and state on the compute device, updated in the caller's thread."""
 
-    def __init__(self, geometry: Geometry, stepper: Stepper, device: torch.device) -> None:
-        super().__init__(geometry, stepper, DeviceMover(geometry, device))
+    def __init__(self, geometry: Geometry, stepper: Stepper, mover: Mover) -> None:
+        super().__init__(geometry, stepper, mover)
 
     def _launch(self, job: Callable[[], None]) -> None:
         job()

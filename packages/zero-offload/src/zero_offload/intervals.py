@@ -55,6 +55,11 @@ class Intervals:
         start, stop = self.spans[index]
         return self._bases[index] + min(element, stop) - start
 
+    def element(self, local: int) -> int:
+        """The element at place ``local`` of the compacted space; the inverse of `local`."""
+        index = bisect_right(self._bases, local) - 1
+        return self.spans[index][0] + local - self._bases[index]
+
     def overlaps(self, start: int, stop: int) -> Iterator[tuple[int, int]]:
         """The stretches ``(a, b)`` of ``[start, stop)`` that are in the set, in order."""
         first = max(bisect_right(self._starts, start) - 1, 0)

@@ -52,7 +52,9 @@ class KernelStepper(Stepper):
         is_in_place: bool,
         upper: Callable[[int, int], Tensor] | None = None,
     ) -> None:
-        rules = [rule.for_params(tensor.dtype) for _, tensor in geometry.shards]
+        # What rests elsewhere is no place for the upper half of a split master weight.
+        shards = [shard for _, shard in geometry.shards]
+        rules = [rule if t.is_meta else rule.for_params(t.dtype) for t in shards]
         split = {i for i, own in enumerate(rules) if own.is_master_split}
         super().__init__(geometry, torch.device("cpu"), is_in_place=is_in_place, split=split)
         self._rule = rule

@@ -82,7 +82,8 @@ class NvmeStepper(Stepper):
         """Master weights from the shards; states that start at zero need no write."""
         with torch.no_grad():
             for start, shard in self.geometry.shards:
-                self.write_master(start, shard)
+                if not shard.is_meta:  # what rests elsewhere comes with the first write
+                    self.write_master(start, shard)
             for index in range(len(self.geometry.pieces)):
                 self._fill_piece(index, is_fresh=True)
 

@@ -19,9 +19,31 @@ __all__ = [
     "DeviceTierFactory",
     "EightBitAdamKernel",
     "LionKernel",
+    "ParamStore",
     "SgdKernel",
     "StateTier",
+    "Work",
 ]
+
+
+class Work(Protocol):
+    """A copy under way."""
+
+    def wait(self) -> object:
+        """Make the caller's current stream wait for it; on a CPU, block until it is done."""
+        ...
+
+
+@runtime_checkable
+class ParamStore(Protocol):
+    """Takes new values of parameter shards that rest where a tier cannot write itself."""
+
+    def write(self, start: int, values: Tensor) -> None:
+        """Store ``[start, start + values.numel())`` of the flat space; any thread, one at a time.
+
+        ``values`` is 1-D, in the shard's dtype, within one shard, and free when it returns.
+        """
+        ...
 
 
 @runtime_checkable
@@ -251,6 +273,7 @@ class DeviceTierFactory(Protocol):
         device: torch.device,
         optimizer_class: type[torch.optim.Optimizer],
         groups: Sequence[Mapping[str, Any]],
+        param_store: ParamStore | None = None,
     ) -> StateTier:
         """Make a tier for ``[0, numel)``; ``pieces`` and ``params`` in its coordinates."""
         ...

@@ -64,12 +64,16 @@ class Stepper(ABC):
         self.dtype = geometry.master_dtype()
         self.num_steps = [0] * len(geometry.pieces)
         whole = [i for i in range(len(geometry.shards)) if i not in split]
+        kind = device.type  # a shard that rests elsewhere cannot be updated in place
         self.is_in_place = is_in_place and all(
-            geometry.shards[i][1].dtype == self.dtype for i in whole
+            shard.dtype == self.dtype and shard.device.type == kind
+            for shard in (geometry.shards[i][1] for i in whole)
         )
         self._masters = {i: self._new_master(geometry.shards[i][1]) for i in whole}
 
     def _new_master(self, shard: Tensor) -> Tensor:
+        if shard.is_meta:  # it rests elsewhere, and comes with the first write
+            return torch.zeros(shard.numel(), dtype=self.dtype, device=self.device)
         return shard if self.is_in_place else shard.to(self.device, self.dtype, copy=True)
 
     def master(self, start: int, stop: int) -> Tensor:

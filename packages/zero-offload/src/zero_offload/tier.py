@@ -19,13 +19,13 @@ from zero_offload.host_memory import HostMemory
 from zero_offload.intervals import Intervals
 from zero_offload.kernel_stepper import KernelStepper, can_serve
 from zero_offload.nvme_stepper import NvmeStepper
-from zero_offload.protocols import AdamKernel, DeviceTierFactory, StateTier
+from zero_offload.protocols import AdamKernel, DeviceTierFactory, ParamStore, StateTier
+from zero_offload.resting import Rest, RestingDeviceMover, RestingHostMover, store_of_part
 from zero_offload.rules import Rule, check_kernel_class, resolve_rule
 from zero_offload.settings import NvmeSettings, OffloadSettings
 from zero_offload.share import device_bytes, host_share, state_bytes
 from zero_offload.stepper import Stepper
 from zero_offload.torch_stepper import FUSED_ALIGNMENT, TorchStepper
-from zero_offload.transfer import HostMover
 from zero_offload.twin import TwinTier
 
 __all__ = ["create_tier", "make_device_tier", "make_twin"]
@@ -45,6 +45,7 @@ def create_tier(
     adam_kernel: AdamKernel | None,
     device_tier: DeviceTierFactory,
     names: Sequence[str] = (),
+    param_store: ParamStore | None = None,
 ) -> TwinTier:
     """Make a tier of which a share lives on the host: all of it, unless the config says less.
 
@@ -62,7 +63,8 @@ def create_tier(
     Args:
         numel: length of the local flat space in elements, padding included.
         pieces: ``(start, stop, group)`` of each parameter's part, sorted and disjoint.
-        params: ``(start, tensor)``: 1-D parameter shards on ``device`` that new values go to.
+        params: ``(start, tensor)``: 1-D parameter shards that new values go to: on ``device``; or
+            on the host, where they rest; or on the meta device, for ``param_store`` to take.
         device: the compute device.
         optimizer_class: an elementwise torch optimizer.
         groups: its ``param_groups`` without ``params``, every default filled in.
@@ -71,6 +73,7 @@ def create_tier(
             `zero_offload.rules`), or None for torch's own update.
         device_tier: makes the device's part on an accelerator.
         names: of the parameters, one per piece; needed for ``parameters`` alone.
+        param_store: takes new values of shards on the meta device.
 
     Raises:
         ValueError: a setting or an optimizer that it cannot serve, by name.
@@ -90,6 +93,7 @@ def create_tier(
         device_tier=device_tier,
         nvme=settings.nvme,
         state_dtype=settings.state_dtype,
+        param_store=param_store,
     )
 
 
@@ -107,6 +111,7 @@ def make_twin(
     pin_memory_bytes: int | None = None,
     nvme: NvmeSettings | None = None,
     state_dtype: str = "float32",
+    param_store: ParamStore | None = None,
 ) -> TwinTier:
     """A tier whose share ``host`` is on the host; None: an `AutoTier`, which finds one.
 
@@ -131,7 +136,9 @@ def make_twin(
         limit_bytes=pin_memory_bytes,
         place=partial(numa.preferring, placement),
     )
-    workshop = _Workshop(device, optimizer_class, rule, device_tier, memory, placement, nvme)
+    workshop = _Workshop(
+        device, optimizer_class, rule, device_tier, memory, placement, nvme, param_store
+    )
     alignment = _alignment(rule, frozen) if is_on_cpu else 1
     if host is not None:
         return TwinTier(
@@ -173,10 +180,14 @@ class _Workshop:
     memory: HostMemory
     placement: numa.Placement | None
     nvme: NvmeSettings | None
+    param_store: ParamStore | None
 
-    def make_host(self, part: Geometry, groups: Sequence[Mapping[str, Any]]) -> HostTier:
+    def make_host(
+        self, part: Geometry, share: Intervals, groups: Sequence[Mapping[str, Any]]
+    ) -> HostTier:
         """A tier in host memory with a worker of its own."""
-        mover = HostMover(part, self.device, self.memory)
+        rest = Rest(part, self.device, store_of_part(self.param_store, share))
+        mover = RestingHostMover(part, self.device, rest, self.memory)
         is_in_place = self.device.type == "cpu"
         with numa.preferring(self.placement):
             stepper = self._make_nvme_stepper(part, groups)
@@ -188,11 +199,15 @@ class _Workshop:
         initializer = numa.worker_initializer(self.placement)
         return HostTier(part, stepper, mover, initializer=initializer)
 
-    def make_device(self, part: Geometry, groups: Sequence[Mapping[str, Any]]) -> StateTier:
+    def make_device(
+        self, part: Geometry, share: Intervals, groups: Sequence[Mapping[str, Any]]
+    ) -> StateTier:
         """A tier on the compute device; on a CPU one that updates as the host's does."""
+        store = store_of_part(self.param_store, share)
         if self.device.type == "cpu":
             stepper = self._make_stepper(part, groups, is_in_place=True, upper=part.view)
-            return DeviceTier(part, stepper, self.device)
+            mover = RestingDeviceMover(part, self.device, Rest(part, self.device, store))
+            return DeviceTier(part, stepper, mover)
         return self.device_tier(
             numel=part.numel,
             pieces=[(p.start, p.stop, p.group) for p in part.pieces],
@@ -200,6 +215,7 @@ class _Workshop:
             device=self.device,
             optimizer_class=self.optimizer_class,
             groups=[{k: v for k, v in group.items() if k != "params"} for group in groups],
+            param_store=store,
         )
 
     def _make_nvme_stepper(
@@ -237,12 +253,14 @@ def make_device_tier(
     device: torch.device,
     optimizer_class: type[torch.optim.Optimizer],
     groups: Sequence[Mapping[str, Any]],
+    param_store: ParamStore | None = None,
 ) -> DeviceTier:
     """A device tier of this package's own, for use without an engine: torch on flat slices."""
     geometry = Geometry(numel, pieces, params, len(groups))
     frozen = freeze_groups(groups)
     stepper = TorchStepper(geometry, device, optimizer_class, frozen, is_in_place=True)
-    return DeviceTier(geometry, stepper, device)
+    mover = RestingDeviceMover(geometry, device, Rest(geometry, device, param_store))
+    return DeviceTier(geometry, stepper, mover)
 
 
 def _resolve(

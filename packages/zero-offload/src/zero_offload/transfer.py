@@ -25,7 +25,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from zero_offload.geometry import Geometry
+from zero_offload.geometry import PUBLISHED_NUMEL, Geometry
 from zero_offload.grads import GradLedger
 from zero_offload.host_memory import HostMemory
 from zero_offload.kernel_stepper import KERNEL_DTYPES
@@ -194,11 +194,16 @@ class HostMover(Mover):
         self._sent = [sent for sent in self._sent if sent[0] >= stop or start >= sent[1]]
 
     def _staged_numel(self, spans: Sequence[tuple[int, int]]) -> dict[torch.dtype, int]:
+        """Elements to be staged by dtype; no less than other spans need, so that memory stays."""
         needs: dict[torch.dtype, int] = {}
         for start, stop in spans:
             view = self._geometry.view(start, stop)
             if self._must_stage(view) and self._geometry.shard_at(start) not in self._held:
                 needs[view.dtype] = needs.get(view.dtype, 0) + stop - start
+        for index, (_, shard) in enumerate(self._geometry.shards):
+            if shard.dtype in needs and self._must_stage(shard) and index not in self._held:
+                usual = min(shard.numel(), PUBLISHED_NUMEL)
+                needs[shard.dtype] = max(needs[shard.dtype], usual)
         return needs
 
     def _must_stage(self, shard: Tensor) -> bool:

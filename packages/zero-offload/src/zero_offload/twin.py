@@ -28,8 +28,9 @@ from zero_offload.storage import BlockFile
 
 __all__ = ["PartFactory", "TwinTier"]
 
-PartFactory = Callable[[Geometry, Sequence[Mapping[str, Any]]], StateTier]
-"""Makes a tier for a flat space and the ``param_groups`` that its optimizer starts with."""
+PartFactory = Callable[[Geometry, Intervals, Sequence[Mapping[str, Any]]], StateTier]
+"""Makes a tier for a part's flat space, the elements that make it, and the ``param_groups`` that
+its optimizer starts with."""
 
 
 class TwinTier:
@@ -79,7 +80,7 @@ class TwinTier:
         geometry, local = self.geometry.part(share)
         make = self._make_host if is_host else self._make_device
         landing = None if is_host else Landing(geometry.numel)
-        return Part(make(geometry, self._groups), geometry, share, local, is_host, landing)
+        return Part(make(geometry, share, self._groups), geometry, share, local, is_host, landing)
 
     @property
     def cut(self) -> int:

@@ -1,0 +1,343 @@
+"""Parameter shards off the device: in host memory and in a file, read ahead and written back."""
+
+from __future__ import annotations
+
+import os
+import threading
+import warnings
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support import CPU, ReferenceAdam, Space, assert_same, group_of, make_tier, snapshot, train
+from torch import Tensor, optim
+
+from zero_offload import OffloadError, create_param_tier, create_tier
+from zero_offload.host_arena import HostArena
+from zero_offload.param_tier import RestingParams
+from zero_offload.storage import StorageCorruptError, StorageError
+from zero_offload.tier import make_device_tier
+
+SHARDS = [(7, 96, torch.bfloat16), (3, 4128, torch.float32), (4, 65, torch.float16)]
+SHARDS += [(index, 4128, torch.float32) for index in (8, 9, 10)]
+
+
+@pytest.fixture(autouse=True)
+def _no_direct_io_is_fine() -> Any:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "the file system of .* has no direct I/O")
+        yield
+
+
+def _make(folder: Path | None, **block: Any) -> RestingParams:
+    block = {"device": "cpu"} if folder is None else _on_file(folder, **block)
+    return create_param_tier(shards=SHARDS, device=CPU, config={"offload_param": block})
+
+
+def _on_file(folder: Path, **block: Any) -> dict[str, Any]:
+    return {"device": "nvme", "nvme_path": str(folder), "max_in_cpu": 0, **block}
+
+
+def _values(segment: int, version: int = 0) -> Tensor:
+    numel, dtype = next((n, d) for s, n, d in SHARDS if s == segment)
+    generator = torch.Generator().manual_seed(100 * version + segment)
+    return torch.randn(numel, generator=generator).to(dtype)
+
+
+def _fetch(tier: RestingParams, segment: int) -> Tensor:
+    out = torch.full_like(_values(segment), float("nan"))
+    tier.fetch(segment, out).wait()
+    return out
+
+
+KINDS: list[dict[str, Any] | None] = [
+    None,
+    {},
+    {"buffer_count": 1},
+    {"buffer_count": 2, "max_in_cpu": 96 + 4128},
+]
+
+
+@pytest.fixture(params=KINDS, ids=["cpu", "nvme", "one-buffer", "some-in-cpu"])
+def tier(request: pytest.FixtureRequest, tmp_path: Path) -> RestingParams:
+    return _make(None if request.param is None else tmp_path, **(request.param or {}))
+
+
+def test_what_is_written_is_fetched_whatever_was_expected(tier: RestingParams) -> None:
+    segments = [s for s, _, _ in SHARDS]
+    for segment in segments:
+        tier.write(segment, 0, _values(segment))
+    for expected in ([], segments, segments[::-1], [9, 9, 3]):
+        tier.expect(expected)
+        for segment in segments:
+            assert torch.equal(_fetch(tier, segment), _values(segment))
+    for segment in segments:  # what was read ahead is stale
+        tier.expect(segments)
+        tier.write(segment, 0, _values(segment, 1).double())
+        assert torch.equal(_fetch(tier, segment), _values(segment, 1))
+    assert tier.bytes_fetched == 5 * sum(n * d.itemsize for _, n, d in SHARDS)
+
+
+def test_parts_of_a_shard_join_what_it_held(tier: RestingParams) -> None:
+    for segment, _, _ in SHARDS:
+        tier.write(segment, 0, _values(segment))
+    for segment, numel, _ in SHARDS:
+        new, expected = _values(segment, 1), _values(segment)
+        for start, stop in ((5, 40), (40, 41), (50, numel - 3)):
+            tier.write(segment, start, new[start:stop])
+            expected[start:stop] = new[start:stop]
+        assert torch.equal(_fetch(tier, segment), expected)
+
+
+def test_the_first_elements_rest_in_host_memory_the_rest_in_the_file(tmp_path: Path) -> None:
+    tier = _make(tmp_path, max_in_cpu=96 + 4128 + 64)
+    assert [s for s, _, _ in SHARDS if tier.home(s) is not None] == [7, 3]
+    assert tier.report()["host parameters"] == 2 * 96 + 4 * 4128
+    assert tier.report()["file parameters"] >= 2 * 65 + 3 * 4 * 4128
+    home = tier.home(3)
+    assert home is not None
+    home.copy_(_values(3))
+    assert torch.equal(_fetch(tier, 3), _values(3))
+    everything = _make(tmp_path, max_in_cpu=10**9)
+    assert everything.file is None
+    assert list(tmp_path.iterdir()) == []  # the file has no name
+
+
+def test_reads_ahead_take_as_many_buffers_as_are_configured(tmp_path: Path) -> None:
+    segments = [3, 8, 9, 10]
+    for count in (1, 2, 3):
+        tier = _make(tmp_path, buffer_count=count)
+        assert tier.file is not None
+        writes = tier.file.num_buffer_bytes
+        for segment in segments:
+            tier.write(segment, 0, _values(segment))
+            _fetch(tier, segment)  # waits for the write: what is under way is not read ahead
+        read = tier.file.blocks.bytes_read
+        for _ in range(3):
+            for at, segment in enumerate(segments):
+                tier.expect(segments[at:])
+                assert list(tier.file._read) == segments[at : at + count]
+                _fetch(tier, segment)
+        assert tier.file.num_buffer_bytes == writes + count * 4 * 4128
+        read = tier.file.blocks.bytes_read - read
+        assert read == 3 * 4 * 4 * 4128  # each shard once per turn
+
+
+def test_an_update_in_another_thread_writes_while_shards_are_read(tmp_path: Path) -> None:
+    tier = _make(tmp_path, buffer_count=2)
+    segments = [3, 8, 9, 10]
+    for segment in segments:
+        tier.write(segment, 0, _values(segment))
+    for version in range(1, 15):
+        done = {segment: threading.Event() for segment in segments}
+
+        def update(version: int = version, done: dict[int, threading.Event] = done) -> None:
+            for segment in segments:
+                new = _values(segment, version)
+                for start in range(0, 4128, 1000):
+                    tier.write(segment, start, new[start : start + 1000])
+                done[segment].set()
+
+        worker = threading.Thread(target=update)
+        worker.start()
+        for at, segment in enumerate(segments):
+            tier.expect(segments[at:])
+            assert done[segment].wait(20)
+            assert torch.equal(_fetch(tier, segment), _values(segment, version))
+        worker.join()
+
+
+def _damage(tier: RestingParams, segment: int) -> None:
+    assert tier.file is not None
+    blocks = tier.file.blocks
+    offset = blocks._offsets[tier.file._block[segment]]
+    path = f"/proc/self/fd/{blocks._scratch.fd}"
+    descriptor = os.open(path, os.O_WRONLY)
+    try:
+        os.pwrite(descriptor, b"\xff" * 8, offset + 16)
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@pytest.mark.parametrize("is_expected", [False, True])
+def test_a_damaged_file_fails_the_fetch_and_is_named(tmp_path: Path, is_expected: bool) -> None:
+    tier = _make(tmp_path)
+    for segment, _, _ in SHARDS:
+        tier.write(segment, 0, _values(segment))
+        _fetch(tier, segment)
+    _damage(tier, 8)
+    tier.expect([8, 9] if is_expected else [])
+    with pytest.raises(StorageCorruptError, match=str(tmp_path)):
+        _fetch(tier, 8)
+    assert torch.equal(_fetch(tier, 9), _values(9))
+    tier.write(8, 0, _values(8, 1))  # a whole new shard is good again
+    assert torch.equal(_fetch(tier, 8), _values(8, 1))
+
+
+def test_a_disk_that_fails_stops_the_update_or_the_fetch(tmp_path: Path) -> None:
+    tier = _make(tmp_path)
+    assert tier.file is not None
+
+    def fail(*args: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    tier.write(3, 0, _values(3))
+    _fetch(tier, 3)
+    tier.file.blocks._scratch.write = fail  # type: ignore[method-assign]
+    tier.write(3, 0, _values(3, 1))
+    with pytest.raises(StorageError, match="No space left"):
+        _fetch(tier, 3)
+    tier.write(8, 0, _values(8, 1))
+    with pytest.raises(StorageError, match="No space left"):
+        [tier.write(segment, 0, _values(segment, 1)) for segment in (9, 10, 3)]
+    for _ in range(8):  # what was lost stays an error, and nothing else breaks
+        with pytest.raises(StorageError, match="No space left"):
+            _fetch(tier, 3)
+
+
+@pytest.mark.parametrize(
+    ("block", "match"),
+    [
+        ({"device": "disk"}, "offload_param.device"),
+        ({"device": "nvme"}, "offload_param.nvme_path"),
+        ({"device": "nvme", "nvme_path": "/nowhere/at/all"}, "does not exist"),
+        ({"buffer_count": 0}, "offload_param.buffer_count"),
+        ({"max_in_cpu": -1}, "offload_param.max_in_cpu"),
+        ({"speed": 3}, "offload_param.speed"),
+    ],
+)
+def test_what_is_not_served_is_refused_by_name(block: dict[str, Any], match: str) -> None:
+    if block.get("device") == "nvme":
+        block = {"max_in_cpu": 0, **block}
+    with pytest.raises(ValueError, match=match):
+        create_param_tier(shards=SHARDS, device=CPU, config={"offload_param": block})
+
+
+def test_a_shard_larger_than_a_buffer_is_refused_by_key(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"offload_param.buffer_size = 4127 .* 4128"):
+        _make(tmp_path, buffer_size=4127)
+    _make(tmp_path, buffer_size=4128)
+
+
+def test_pinned_chunks_waste_little_of_a_power_of_two(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken: list[int] = []
+
+    def aligned(num_bytes: int, *, pin_memory: bool = False) -> Tensor:
+        assert pin_memory
+        taken.append(1 << (num_bytes + 4096 - 1).bit_length())  # what torch page-locks
+        return torch.empty(num_bytes, dtype=torch.uint8)
+
+    monkeypatch.setattr("zero_offload.host_arena.aligned_empty", aligned)
+    shapes = [(3 * 10**5 + 7 * i, torch.bfloat16) for i in range(100)]
+    tensors = HostArena(pin_memory=True).tensors(shapes)
+    assert [(t.numel(), t.dtype) for t in tensors] == shapes
+    assert sum(taken) <= 1.2 * sum(t.nbytes for t in tensors)
+    spans = sorted((t.data_ptr(), t.data_ptr() + t.nbytes) for t in tensors)
+    assert all(a[1] <= b[0] for a, b in pairwise(spans))
+
+
+def test_memory_that_cannot_be_pinned_is_pageable_with_one_warning(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuse(num_bytes: int, *, pin_memory: bool = False) -> Tensor:
+        if pin_memory:
+            raise RuntimeError("locked-memory limit")
+        return torch.empty(num_bytes, dtype=torch.uint8)
+
+    monkeypatch.setattr("zero_offload.host_arena.aligned_empty", refuse)
+    arena = HostArena(pin_memory=True)
+    with pytest.warns(RuntimeWarning, match="locked-memory limit") as caught:
+        buffers = [arena.buffer(100) for _ in range(2)]
+    assert len(caught) == 1
+    assert [b.numel() for b in buffers] == [100, 100]
+
+
+class _Store:
+    """A `ParamStore` over ordinary memory."""
+
+    def __init__(self, space: Space) -> None:
+        self.flat = torch.zeros(space.numel, dtype=space.dtype)
+        self.threads: set[str] = set()
+        self.error: Exception | None = None
+
+    def write(self, start: int, values: Tensor) -> None:
+        if self.error is not None:
+            raise self.error
+        self.threads.add(threading.current_thread().name.split("_")[0])
+        self.flat[start : start + values.numel()] = values
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kernel", [None, ReferenceAdam()], ids=["torch", "kernel"])
+@pytest.mark.parametrize("ratio", [0.0, 0.3, 1.0])
+def test_new_values_of_shards_on_meta_reach_the_store(
+    ratio: float, kernel: Any, dtype: torch.dtype
+) -> None:
+    groups = [group_of(optim.AdamW, lr=1e-2)]
+    plain, space = Space(dtype=dtype), Space(dtype=dtype)
+    expected = make_tier(plain, optim.AdamW, groups, ratio=ratio, kernel=kernel)
+    train(expected, plain, groups)
+    store = _Store(space)
+    space.params = [space.params[0], (256, space.params[1][1].to("meta"))]  # one rests, one not
+    tier = create_tier(
+        numel=space.numel,
+        pieces=space.pieces,
+        params=space.params,
+        device=CPU,
+        optimizer_class=optim.AdamW,
+        groups=groups,
+        config={"offload_optimizer": {"device": "cpu", "ratio": ratio}},
+        adam_kernel=kernel,
+        device_tier=make_device_tier,
+        param_store=store,
+    )
+    tier.write_state("master_weight", 0, space.initial)
+    covered = space.covered()[256:]
+    assert torch.equal(store.flat[256:][covered], plain_initial(space)[256:][covered])
+    train(tier, space, groups)
+    assert torch.equal(store.flat[256:][covered], plain.flat_params()[256:][covered])
+    assert not store.flat[:256].any()  # the other one is written where it lies
+    on_host = {"zero-offload"} if ratio == 1.0 else {"MainThread"} if ratio == 0.0 else None
+    if on_host is not None:
+        assert store.threads - {"MainThread"} == on_host - {"MainThread"}
+    space.params[1] = plain.params[1]
+    found, wanted = snapshot(tier, space), snapshot(expected, plain)
+    for name, values in found.items():
+        if values.shape == (space.numel,):
+            found[name] = values[space.covered()]
+            wanted[name] = wanted[name][space.covered()]
+    assert_same(found, wanted)
+
+
+def plain_initial(space: Space) -> Tensor:
+    return space.initial.to(space.dtype)
+
+
+def test_a_store_that_fails_fails_the_step() -> None:
+    groups = [group_of(optim.AdamW, lr=1e-2)]
+    space = Space()
+    store = _Store(space)
+    space.params = [(start, shard.to("meta")) for start, shard in space.params]
+    keys: dict[str, Any] = {
+        "numel": space.numel,
+        "pieces": space.pieces,
+        "params": space.params,
+        "device": CPU,
+        "optimizer_class": optim.AdamW,
+        "groups": groups,
+        "config": {},
+        "adam_kernel": ReferenceAdam(),
+        "device_tier": make_device_tier,
+    }
+    with pytest.raises(ValueError, match="pass param_store"):
+        create_tier(**keys)
+    tier = create_tier(**keys, param_store=store)
+    tier.write_state("master_weight", 0, space.initial)
+    store.error = OSError(5, "the disk is gone")
+    tier.offer_grad(0, space.grad(0))
+    tier.step(groups, range(len(space.pieces)), grad_scale=1.0)
+    with pytest.raises(OffloadError, match="the disk is gone"):
+        tier.wait_params(0, space.numel)
