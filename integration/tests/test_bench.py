@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from zero_engine.bench import cpu_adam as host_adam
-from zero_engine.bench import engine as bench
+from zero_engine.bench import measured
 
 TINY = ("--rounds=1", "--steps=1", "--warmup=1", "--size=1x64", "--ranks=2", "--context=16")
 
@@ -42,9 +42,9 @@ def test_bench_writes_figures_that_agree(tmp_path: Path) -> None:
 
 
 def test_contender_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bench.importlib.util, "find_spec", lambda _: None)
-    assert bench._missing("deepspeed-3") == "deepspeed is not installed: pip install deepspeed"
-    assert bench._missing("ddp") == ""
+    monkeypatch.setattr(measured.importlib.util, "find_spec", lambda _: None)
+    assert measured.missing("deepspeed-3") == "deepspeed is not installed: pip install deepspeed"
+    assert measured.missing("ddp") == ""
 
 
 def test_host_adam_bench_measures_who_is_there_and_names_who_is_not(

@@ -1,0 +1,40 @@
+"""zero-offload's tier where a benchmark can ask it what it counted."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import cpu_adam
+import zero_offload
+from zero_core.protocols import StateTier
+
+__all__ = ["KeptTier"]
+
+
+class KeptTier:
+    """A `zero_core.protocols.StateTierFactory`: the tier and the kernel that ``"device": "cpu"``
+    names, kept in reach.
+
+    Attributes:
+        tier: the tier that was made, or None before.
+    """
+
+    def __init__(self) -> None:
+        self.tier: StateTier | None = None
+
+    def __call__(self, **parts: Any) -> StateTier:
+        """As `zero_offload.create_tier`."""
+        self.tier = zero_offload.create_tier(**{**parts, "adam_kernel": cpu_adam})
+        return self.tier
+
+    def bytes_moved(self) -> Mapping[str, int]:
+        """``bytes_d2h``: gradients brought to the host so far; ``bytes_h2d``: parameters back."""
+        return {name: getattr(self.tier, name, 0) for name in ("bytes_d2h", "bytes_h2d")}
+
+    def io_seconds(self) -> Mapping[str, float]:
+        """``io_s``: seconds in which a file was read or written; ``waited_s``: those of them in
+        which an update waited for it. Empty if the tier has no files.
+        """
+        found = {name: getattr(self.tier, name, None) for name in ("io_s", "waited_s")}
+        return {name: float(value) for name, value in found.items() if value is not None}

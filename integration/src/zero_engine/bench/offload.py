@@ -1,0 +1,200 @@
+"""Optimizer state off the device: this engine beside DeepSpeed's ZeRO-Offload, in one run.
+
+[Note: figures]
+overhead    median step less the median bare forward and backward of the same run
+to rival    a figure over that of DeepSpeed at the same stage with its states in host memory
+memory      peak resident memory of a rank over what it was before the model
+overlap     share of the seconds of file access in which no update waited for it
+
+Every **round** runs every contender once, in freshly started processes, one contender at a time.
+DeepSpeed compiles its Adam in a run of its own before them.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from matplotlib.figure import Figure
+from rich.console import Console
+from rich.table import Table
+
+from zero_engine.bench.measured import Measured, missing, run_round
+from zero_engine.bench.offload_contenders import NEEDS, NVME_PATH, RIVALS
+from zero_engine.bench.workload import Workload
+from zero_engine.machine import processor_name
+
+__all__ = ["compare"]
+
+OVERHEAD_BAR, MEMORY_BAR, OVERLAP_BAR = 0.4, 0.8, 0.8
+LOSS_BAR = 1e-5
+"""How far apart, relatively, the last losses of contenders with fp32 states may be."""
+ROUNDED = "int8"
+"""In the name of a contender whose states are rounded, so that its loss is another."""
+PAGE_WIDTH = 110
+HEADINGS = ("contender", "step", "min", "overhead", "to rival", "memory", "to rival", "overlap")
+Rows = dict[str, dict[str, Any]]
+
+
+def compare(
+    workloads: Sequence[Workload],
+    names: Sequence[str],
+    *,
+    rounds: int,
+    nvme_path: Path,
+    output: Path,
+) -> None:
+    """Measure the contenders on each workload; the tables, and who failed and why, come last.
+
+    Writes ``offload.json`` and ``offload.png``. States in files are put below ``nvme_path``, which
+    should lie on the disk that is meant, and removed again.
+    """
+    console = Console(width=None if sys.stdout.isatty() else PAGE_WIDTH)
+    output.mkdir(parents=True, exist_ok=True)
+    runs = []
+    for workload in workloads:
+        results = [Measured(name, failure=missing(name, NEEDS)) for name in names]
+        _warm_up(workload, results, console)
+        for number in range(rounds):
+            for result in results:
+                if not result.failure:
+                    text = f"{workload.title}: round {number + 1}/{rounds}: {result.name}"
+                    console.print(text, highlight=False)
+                    _run(workload, result, nvme_path)
+        runs.append((workload, _rows(results)))
+    report = {
+        "rounds": rounds,
+        "nvme_path": str(nvme_path),
+        "bars": {
+            "overhead_to_rival": OVERHEAD_BAR,
+            "memory_to_rival": MEMORY_BAR,
+            "overlap": OVERLAP_BAR,
+            "loss": LOSS_BAR,
+        },
+        "machine": {
+            "processor": processor_name(),
+            "cores": os.cpu_count(),
+            "torch": torch.__version__,
+        },
+        "runs": [{"workload": asdict(w), "contenders": rows} for w, rows in runs],
+    }
+    (output / "offload.json").write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    _plot(runs, output / "offload.png")
+    console.print(f"written to {output}", highlight=False)
+    for workload, rows in runs:
+        console.print(_table(workload, rows))
+        for name, row in rows.items():
+            if "failure" in row:
+                console.print(f"{name}: {row['failure']}", highlight=False, markup=False)
+
+
+def _warm_up(workload: Workload, results: Sequence[Measured], console: Console) -> None:
+    """Let contenders compile what they compile, each in one short run that is not counted."""
+    tiny = replace(workload, layers=1, width=64, context=16, ranks=1, steps=1, warmup=0)
+    for result in results:
+        if result.name in NEEDS and not result.failure:
+            console.print(f"{workload.title}: warm-up: {result.name}", highlight=False)
+            tried = Measured(result.name)
+            run_round(tiny, tried)
+            result.failure = tried.failure
+
+
+def _run(workload: Workload, result: Measured, nvme_path: Path) -> None:
+    nvme_path.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=nvme_path) as folder:
+        run_round(workload, result, {NVME_PATH: folder})
+
+
+def _rows(results: Sequence[Measured]) -> Rows:
+    """Every contender's figures, and what they are to others'; None where there is no other."""
+    by_name = {result.name: result for result in results if not result.failure}
+    bare = by_name.get("bare")
+    exact = [r.last_loss for r in by_name.values() if r is not bare and ROUNDED not in r.name]
+    rows: Rows = {}
+    for result in results:
+        row = rows[result.name] = result.summary()
+        if result.failure:
+            continue
+        rival = by_name.get(RIVALS.get(result.name, ""))
+        over = None if bare is None else result.median_s - bare.median_s
+        over_rival = None if bare is None or rival is None else rival.median_s - bare.median_s
+        row["overhead_s"] = over
+        row["overhead_to_rival"] = _ratio(over, over_rival)
+        row["memory_to_rival"] = _ratio(result.added_mib, rival and rival.added_mib)
+        row["overlap"] = _overlap(result.counted)
+        row["is_loss_exact"] = None
+        if result is not bare and ROUNDED not in result.name:
+            row["is_loss_exact"] = math.isclose(result.last_loss, exact[0], rel_tol=LOSS_BAR)
+    return rows
+
+
+def _ratio(value: float | None, other: float | None) -> float | None:
+    return value / other if value is not None and other else None
+
+
+def _overlap(counted: Mapping[str, float]) -> float | None:
+    """1 less the share of the file access that was waited for."""
+    io_s = counted.get("io_s", 0.0)
+    return 1 - counted["waited_s"] / io_s if io_s else None
+
+
+def _table(workload: Workload, rows: Rows) -> Table:
+    table = Table(
+        title=f"optimizer state off the device: {workload.title}",
+        caption=f"ms, MiB per rank; bars: overhead <= {OVERHEAD_BAR:g} and memory <= {MEMORY_BAR:g} of DeepSpeed's "
+        f"at the same stage, overlap with files >= {OVERLAP_BAR:.0%}, losses within {LOSS_BAR:g}",
+    )
+    for heading in (*HEADINGS, "loss"):
+        is_name = heading == "contender"
+        table.add_column(heading, justify="left" if is_name else "right", no_wrap=True)
+    for name, row in rows.items():
+        if "failure" in row:
+            continue
+        over, overlap = row["overhead_s"], row["overlap"]
+        is_loss_bad = row["is_loss_exact"] is False
+        table.add_row(
+            name,
+            f"{row['median_s'] * 1e3:.0f}",
+            f"{row['min_s'] * 1e3:.0f}",
+            "" if over is None else f"{over * 1e3:+.0f}",
+            _against(row["overhead_to_rival"], OVERHEAD_BAR),
+            f"{row['added_mib_per_rank']:.0f}",
+            _against(row["memory_to_rival"], MEMORY_BAR),
+            "" if overlap is None else f"{overlap:.0%} {_word(overlap >= OVERLAP_BAR)}",
+            f"{row['last_loss']:.6f}{' differs' if is_loss_bad else ''}",
+        )
+    return table
+
+
+def _against(value: float | None, bar: float) -> str:
+    return "" if value is None else f"{value:.2f} {_word(value <= bar)}"
+
+
+def _word(is_met: bool) -> str:
+    return "met" if is_met else "missed"
+
+
+def _plot(runs: Sequence[tuple[Workload, Rows]], path: Path) -> None:
+    figure = Figure(figsize=(10, 0.5 + 3.5 * len(runs)), layout="constrained")
+    axes = figure.subplots(len(runs), 2, squeeze=False)
+    for (workload, rows), (time_axes, memory_axes) in zip(runs, axes, strict=True):
+        shown = {name: row for name, row in rows.items() if "failure" not in row}
+        colors = ["tab:green" if name in RIVALS else "tab:gray" for name in shown]
+        times = [row["median_s"] * 1e3 for row in shown.values()]
+        time_axes.barh(list(shown), times, color=colors)
+        time_axes.set_xlabel("median step time (ms)")
+        time_axes.set_title(workload.title)
+        sizes = [row["added_mib_per_rank"] for row in shown.values()]
+        memory_axes.barh(list(shown), sizes, color=colors)
+        memory_axes.set_xlabel("peak memory per rank over the imports (MiB)")
+        time_axes.invert_yaxis()
+        memory_axes.invert_yaxis()
+    figure.savefig(path, dpi=100)
