@@ -22,15 +22,27 @@ class KeptTier:
 
     def __init__(self) -> None:
         self.tier: StateTier | None = None
+        self._numel = 0
 
     def __call__(self, **parts: Any) -> StateTier:
         """As `zero_offload.create_tier`."""
+        self._numel = parts["numel"]
         self.tier = zero_offload.create_tier(**{**parts, "adam_kernel": cpu_adam})
         return self.tier
 
     def bytes_moved(self) -> Mapping[str, int]:
         """``bytes_d2h``: gradients brought to the host so far; ``bytes_h2d``: parameters back."""
         return {name: getattr(self.tier, name, 0) for name in ("bytes_d2h", "bytes_h2d")}
+
+    def host_share(self) -> float | None:
+        """Share of the elements that the host updates now; None before there is a tier.
+
+        A tier that is not cut in two has all of them.
+        """
+        if self.tier is None:
+            return None
+        cut: int = getattr(self.tier, "cut", self._numel)
+        return cut / self._numel if self._numel else 0.0
 
     def io_seconds(self) -> Mapping[str, float]:
         """``io_s``: seconds in which a file was read or written; ``waited_s``: those of them in
