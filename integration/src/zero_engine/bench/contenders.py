@@ -84,7 +84,7 @@ def fsdp2(workload: Workload) -> Step:
 def deepspeed(
     stage: int, make_optimizer: MakeOptimizer | None = None, **zero: Any
 ) -> Callable[[Workload], Step]:
-    """DeepSpeed from the package index, at ``stage``, with further keys of ``zero_optimization``."""
+    """DeepSpeed from the package index, with further keys of ``zero_optimization``."""
 
     def make(workload: Workload) -> Step:
         package: Any = importlib.import_module("deepspeed")

@@ -89,6 +89,6 @@ class GptWithSmallLogits(Gpt):
     def loss(self, x: Tensor, ids: Tensor) -> Tensor:
         """As `Gpt.loss`, up to the order of a sum."""
         of_one = super().loss
-        rows = zip(x.split(1), ids.split(1), strict=True)
+        rows = zip(torch.split(x, 1), torch.split(ids, 1), strict=True)
         losses = [checkpoint(of_one, *row, use_reentrant=False) for row in rows]
         return torch.stack(losses).mean()

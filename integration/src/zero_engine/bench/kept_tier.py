@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import asdict
 from typing import Any
 
 import cpu_adam
@@ -31,8 +32,18 @@ class KeptTier:
         return self.tier
 
     def bytes_moved(self) -> Mapping[str, int]:
-        """``bytes_d2h``: gradients brought to the host so far; ``bytes_h2d``: parameters back."""
+        """``bytes_d2h``: gradients brought to the host so far; ``bytes_h2d``: parameters back.
+
+        Waits for an update under way, so that it is counted.
+        """
+        if self.tier is not None:
+            self.tier.wait_params(0, self._numel)
         return {name: getattr(self.tier, name, 0) for name in ("bytes_d2h", "bytes_h2d")}
+
+    def ratio_report(self) -> Mapping[str, Any] | None:
+        """What ``"ratio": "auto"`` chose and why, as plain builtins; None if nothing was chosen."""
+        report = getattr(self.tier, "ratio_report", None)
+        return None if report is None else asdict(report)
 
     def host_share(self) -> float | None:
         """Share of the elements that the host updates now; None before there is a tier.

@@ -197,7 +197,9 @@ def measure_all(parts: list[str], *, output: Path) -> None:
 
 def _run(job: Job, environment: Mapping[str, str]) -> list[dict[str, Any]]:
     arguments = [json.dumps(asdict(job))]
-    return run_ranks("zero_engine.bench.memory_rank", arguments, job.ranks, {**CPU_ALONE, **environment})
+    return run_ranks(
+        "zero_engine.bench.memory_rank", arguments, job.ranks, {**CPU_ALONE, **environment}
+    )
 
 
 def _plan(job: Job) -> zero_core.Plan:

@@ -68,12 +68,8 @@ def _cpu_adam_of_deepspeed(model: nn.Module) -> torch.optim.Optimizer:
 _DEEPSPEED_HOST = {"device": "cpu", "pin_memory": False}
 OFFLOADERS: dict[str, Callable[[Workload], Step]] = {
     "bare": bare,
-    "deepspeed-2-offload": deepspeed(
-        2, _cpu_adam_of_deepspeed, offload_optimizer=_DEEPSPEED_HOST
-    ),
-    "deepspeed-3-offload": deepspeed(
-        3, _cpu_adam_of_deepspeed, offload_optimizer=_DEEPSPEED_HOST
-    ),
+    "deepspeed-2-offload": deepspeed(2, _cpu_adam_of_deepspeed, offload_optimizer=_DEEPSPEED_HOST),
+    "deepspeed-3-offload": deepspeed(3, _cpu_adam_of_deepspeed, offload_optimizer=_DEEPSPEED_HOST),
     "zero-2-offload": this(2, offload_optimizer=HOST),
     "zero-3-offload": this(3, offload_optimizer=HOST),
     "zero-2-nvme": nvme(2),

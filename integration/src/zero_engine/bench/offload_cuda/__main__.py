@@ -26,7 +26,7 @@ from zero_engine.machine import memory_limit_bytes, processor_name
 
 PARTS = ("speed", "timeline", "capacity")
 PAGE_WIDTH = 110
-NUM_S = 24 * 3600
+DAY_S = 24 * 3600
 
 
 def main(
@@ -47,7 +47,7 @@ def main(
     ] = REAL.device_limit_bytes / GIB,
     time_limit: Annotated[
         float, typer.Option(min=0, help="Seconds after which what is left is skipped.")
-    ] = NUM_S,
+    ] = DAY_S,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Tiny, on the CPU.")] = False,
     output: Annotated[
         Path, typer.Option(help="Folder for offload_cuda.json and offload_cuda.png.")
@@ -83,7 +83,7 @@ def main(
         "timeline": lambda: timeline(settings, runner, console),
         "capacity": lambda: capacity(settings, runner, console),
     }
-    report = {
+    report: dict[str, Any] = {
         "is_dry_run": dry_run,
         "settings": asdict(settings),
         "machine": _machine(device),
@@ -124,7 +124,8 @@ def _resize(
         raise typer.BadParameter(
             f"{shape.width} is not a multiple of {shape.heads} heads", param_hint="--width"
         )
-    return replace(settings, shape=shape, **{k: v for k, v in others.items() if v is not None})
+    given: dict[str, Any] = {k: v for k, v in others.items() if v is not None}
+    return replace(settings, shape=shape, **given)
 
 
 def _machine(device: torch.device) -> dict[str, Any]:

@@ -59,7 +59,7 @@ def capacity(settings: Settings, runner: Runner, console: Console) -> Row:
 def _row(job: Job, host_limit: int | None, runner: Runner, console: Console) -> Row:
     try:
         planned = _plan(job)
-    except zero_core.ConfigError as error:
+    except zero_core.ZeroError as error:
         return {"failure": str(error)}
     needed, there = planned["planned_host_bytes"], available_bytes()
     console.print(

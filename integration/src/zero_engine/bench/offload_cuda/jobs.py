@@ -73,7 +73,16 @@ class Job:
             return GptWithSmallLogits(self.shape)
 
     def config(self) -> dict[str, Any]:
-        """This engine's configuration, which is DeepSpeed's too."""
+        """This engine's configuration."""
+        config = self.deepspeed_config()
+        # One backward per step: there is nothing to add up that would need more bits.
+        config["data_types"] = {"grad_accum_dtype": self.dtype}
+        if self.is_large:
+            config["activation_checkpointing"] = {}
+        return config
+
+    def deepspeed_config(self) -> dict[str, Any]:
+        """What of it DeepSpeed is given too."""
         config: dict[str, Any] = {
             "train_micro_batch_size_per_gpu": self.micro_batch,
             "zero_optimization": {
@@ -86,8 +95,6 @@ class Job:
         }
         if self.dtype == "fp16":  # 2^16, the default, would cost the first steps
             config["fp16"]["initial_scale_power"] = 12
-        if self.is_large:
-            config["activation_checkpointing"] = {}
         return config
 
     def batches(self, device: torch.device) -> Iterator[Tensor]:

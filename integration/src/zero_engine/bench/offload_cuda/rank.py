@@ -45,8 +45,9 @@ def measure(job: Job, store: str) -> dict[str, Any]:
     build_s = time.perf_counter() - started_at
     batches = job.batches(device)
     losses = [side.step(next(batches)) for _ in range(job.warmup)]
-    moved = side.kept.bytes_moved()
     step_s = _timed(lambda: losses.append(side.step(next(batches))), job.steps, device)
+    before = side.kept.bytes_moved()
+    losses.append(side.step(next(batches)))
     after = side.kept.bytes_moved()
 
     def traced_steps() -> None:
@@ -63,9 +64,8 @@ def measure(job: Job, store: str) -> dict[str, Any]:
         "losses": [float(loss) for loss in losses],
         "skipped_steps": side.skipped_steps(),
         "host_share": side.kept.host_share(),
-        "moved_bytes_per_step": {
-            name: (value - moved[name]) / job.steps for name, value in after.items()
-        },
+        "ratio_report": side.kept.ratio_report(),
+        "moved_bytes": {name: value - before[name] for name, value in after.items()},
         "device_busy_s": None if busy_s is None else busy_s / job.num_traced,
         "device_limit_bytes": limit,
         **_device_peaks(device),

@@ -73,7 +73,7 @@ def deepspeed(job: Job, device: torch.device, store: str) -> Side:
     package: Any = importlib.import_module("deepspeed")
     _init_group(device, store)
     engine, *_ = package.initialize(
-        model=job.model(), config=job.config(), dist_init_required=False
+        model=job.model(), config=job.deepspeed_config(), dist_init_required=False
     )
     return Side(_engine_loop(engine))
 

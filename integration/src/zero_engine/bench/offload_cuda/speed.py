@@ -89,10 +89,11 @@ def _loss_spread(rows: Mapping[str, Row]) -> float | None:
 
     On the CPU it is 0: there host and device update with the same kernel.
     """
-    sides = [row["losses"] for name, row in rows.items() if name.startswith("ratio ") if _ran(row)]
-    if not sides:
-        return None
-    return max((max(step) - min(step)) / min(step) for step in zip(*sides, strict=False))
+    sides: list[list[float]] = [
+        row["losses"] for name, row in rows.items() if name.startswith("ratio ") if _ran(row)
+    ]
+    spreads = [(max(step) - min(step)) / min(step) for step in zip(*sides, strict=False)]
+    return max(spreads, default=None)
 
 
 def _ran(row: Row) -> bool:

@@ -23,7 +23,6 @@ __all__ = ["BOUND_GOAL", "bounds", "timeline"]
 
 BOUND_GOAL = 1.15
 HOST_BYTES = 28
-GRAD_BYTES = 2
 RATIOS: tuple[float | str, ...] = (1.0, 0.6, "auto")
 Row = dict[str, Any]
 
@@ -31,9 +30,7 @@ Row = dict[str, Any]
 def timeline(settings: Settings, runner: Runner, console: Console) -> Row:
     """A row per ratio, and the bandwidths that they are held against."""
     console.print("timeline: bandwidth")
-    bandwidth = runner.start(
-        "zero_engine.bench.offload_cuda.bandwidth", str(settings.triad_numel)
-    )
+    bandwidth = runner.start("zero_engine.bench.offload_cuda.bandwidth", str(settings.triad_numel))
     rows = {}
     for ratio in RATIOS:
         job = Job(
@@ -60,8 +57,8 @@ def bounds(row: Mapping[str, Any], bandwidth: Mapping[str, Any]) -> Row:
         row: what a job found.
         bandwidth: bytes/s: ``host``, and ``pinned`` with ``d2h`` and ``h2d``, or null.
     """
-    moved, busy_s, pinned = row["moved_bytes_per_step"], row["device_busy_s"], None
-    numel = moved["bytes_d2h"] / GRAD_BYTES
+    moved, busy_s, pinned = row["moved_bytes"], row["device_busy_s"], bandwidth.get("pinned")
+    numel = row["host_share"] * row["num_parameters"]
     found: Row = {
         "device_idle_s": None if busy_s is None else max(0.0, row["step_s"] - busy_s),
         "bus_s": None,
@@ -70,7 +67,6 @@ def bounds(row: Mapping[str, Any], bandwidth: Mapping[str, Any]) -> Row:
         "step_to_bound": None,
         "is_met": None,
     }
-    pinned = bandwidth.get("pinned")
     if pinned is not None:
         ways = ("d2h", "h2d")
         found["bus_s"] = max(moved[f"bytes_{way}"] / pinned[way] for way in ways)
@@ -81,5 +77,5 @@ def bounds(row: Mapping[str, Any], bandwidth: Mapping[str, Any]) -> Row:
         found["is_met"] = found["step_to_bound"] <= BOUND_GOAL
     else:
         blind = [name for name, seconds in parts.items() if seconds is None]
-        found["why_null"] = f"not measured here: {', '.join(blind)} (needs an accelerator)"
+        found["why_null"] = f"not measured on this device: {', '.join(blind)}"
     return found

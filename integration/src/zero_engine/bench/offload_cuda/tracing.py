@@ -24,10 +24,11 @@ US = 1e-6
 def trace_busy_seconds(run: Callable[[], object], device: torch.device) -> float | None:
     """Seconds in which at least one kernel ran on the device while ``run`` did.
 
-    None if torch's profiler does not see the device (the CPU is none).
+    None if torch's profiler does not see the device's kernels (the CPU has none).
     """
+    supported = supported_activities()  # type: ignore[no-untyped-call]
     activity = getattr(ProfilerActivity, device.type.upper(), None)
-    if device.type == "cpu" or activity not in supported_activities():
+    if device.type == "cpu" or activity is None or activity not in supported:
         return None
     with profile(activities=[ProfilerActivity.CPU, activity]) as traced:
         run()
@@ -36,7 +37,7 @@ def trace_busy_seconds(run: Callable[[], object], device: torch.device) -> float
         path = Path(folder, "trace.json")
         traced.export_chrome_trace(str(path))
         events = json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
-    return busy_seconds(events)
+    return busy_seconds(events) or None
 
 
 def busy_seconds(events: Iterable[Mapping[str, Any]]) -> float:
