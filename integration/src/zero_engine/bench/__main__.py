@@ -89,7 +89,7 @@ def offload(
         list[str] | None, typer.Option(help=f"Contenders, of: {', '.join(OFFLOADERS)}.")
     ] = None,
     nvme_path: Annotated[
-        Path | None, typer.Option(help="Folder for states in files; by default in the output's.")
+        Path | None, typer.Option(help="Folder for states in files; the output's by default.")
     ] = None,
     output: Annotated[Path, typer.Option(help="Folder for offload.json and offload.png.")] = Path(
         "integration/benchmarks/results"
@@ -117,7 +117,7 @@ def offload(
         workloads,
         only or list(OFFLOADERS),
         rounds=rounds,
-        nvme_path=(nvme_path or output / "nvme").resolve(),
+        nvme_path=(nvme_path or output).resolve(),
         output=output,
     )
 

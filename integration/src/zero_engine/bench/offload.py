@@ -113,7 +113,7 @@ def _warm_up(workload: Workload, results: Sequence[Measured], console: Console) 
 
 def _run(workload: Workload, result: Measured, nvme_path: Path) -> None:
     nvme_path.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=nvme_path) as folder:
+    with tempfile.TemporaryDirectory(dir=nvme_path, prefix="nvme-") as folder:
         run_round(workload, result, {NVME_PATH: folder})
 
 

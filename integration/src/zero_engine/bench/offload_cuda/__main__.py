@@ -76,7 +76,9 @@ def main(
             param_hint="--contender",
         )
     jobs = [known[name] for name in contender or known]
-    console = Console(width=None if sys.stdout.isatty() else PAGE_WIDTH, highlight=False)
+    console = Console(
+        width=None if sys.stdout.isatty() else PAGE_WIDTH, highlight=False, markup=False
+    )
     runner = Runner(Clock(time_limit), device_type=device.type)
     parts: dict[str, Callable[[], dict[str, Any]]] = {
         "speed": lambda: speed(jobs, settings, runner, console),
@@ -129,10 +131,8 @@ def _resize(
 
 
 def _machine(device: torch.device) -> dict[str, Any]:
-    module = torch.get_device_module(device)
-    name = processor_name() if device.type == "cpu" else module.get_device_name(device)
     return {
-        "device": name,
+        "device_type": device.type,  # its name is in the rows: this process leaves it alone
         "processor": processor_name(),
         "cores": os.cpu_count(),
         "host_bytes": memory_limit_bytes(),

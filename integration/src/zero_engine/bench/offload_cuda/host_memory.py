@@ -9,7 +9,7 @@ from zero_engine.machine import memory_limit_bytes
 
 __all__ = ["HostWatch", "available_bytes"]
 
-INTERVAL_S = 0.02
+INTERVAL_S = 0.1
 
 
 def available_bytes() -> int:
@@ -23,7 +23,7 @@ class HostWatch:
     """The largest drop of the machine's available memory since it was made.
 
     What other processes take in the meantime counts, so the machine should be idle. Measured every
-    20 ms by a thread of its own, until `stop`.
+    0.1 s by a thread of its own, until `stop`.
     """
 
     def __init__(self) -> None:

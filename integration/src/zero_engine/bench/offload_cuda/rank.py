@@ -23,6 +23,7 @@ from zero_engine.bench.offload_cuda.host_memory import HostWatch
 from zero_engine.bench.offload_cuda.jobs import Job
 from zero_engine.bench.offload_cuda.sides import SIDES
 from zero_engine.bench.offload_cuda.tracing import trace_busy_seconds
+from zero_engine.machine import processor_name
 
 __all__ = ["find_device", "measure"]
 
@@ -57,6 +58,7 @@ def measure(job: Job, store: str) -> dict[str, Any]:
     busy_s = trace_busy_seconds(traced_steps, device) if job.num_traced else None
     tokens = job.micro_batch * job.shape.context
     return {
+        "device": _name(device),
         "num_parameters": job.shape.numel,
         "build_s": build_s,
         "step_s": step_s,
@@ -71,6 +73,12 @@ def measure(job: Job, store: str) -> dict[str, Any]:
         **_device_peaks(device),
         "host_peak_bytes": watch.stop(),
     }
+
+
+def _name(device: torch.device) -> str:
+    if device.type == "cpu":
+        return processor_name()
+    return str(torch.get_device_module(device).get_device_name(device))
 
 
 def _device_peaks(device: torch.device) -> dict[str, int | None]:

@@ -30,6 +30,7 @@ def trace_busy_seconds(run: Callable[[], object], device: torch.device) -> float
     activity = getattr(ProfilerActivity, device.type.upper(), None)
     if device.type == "cpu" or activity is None or activity not in supported:
         return None
+    torch.accelerator.synchronize(device)  # what was enqueued before is not counted
     with profile(activities=[ProfilerActivity.CPU, activity]) as traced:
         run()
         torch.accelerator.synchronize(device)
