@@ -80,7 +80,9 @@ def test_offload_bench_sets_states_off_the_device_beside_the_bare_model(tmp_path
 
 def side(name: str, times_s: list[float], mib: int, loss: float, **counted: float) -> Any:
     sizes = [mib * 2**20]
-    return measured.Measured(name, times_s, sizes, counted=counted, last_loss=loss)
+    found = measured.Measured(name, times_s, sizes, counted=counted, last_loss=loss)
+    found.num_rounds = 1
+    return found
 
 
 def test_offload_bench_holds_each_against_deepspeed_at_its_stage() -> None:
@@ -90,6 +92,7 @@ def test_offload_bench_holds_each_against_deepspeed_at_its_stage() -> None:
         side("deepspeed-3-offload", [3.0, 2.9], 400, 5.00001),
         side("zero-2-offload", [1.4, 1.1], 400, 5.0),
         side("zero-3-nvme", [1.4, 1.4], 100, 5.1, io_s=10.0, waited_s=1.5),
+        side("zero-3-offload", [1.0, 1.0], 100, 5.0),
         side("zero-3-int8", [2.0, 2.0], 200, 5.2),
         measured.Measured("zero-2-nvme", failure="failed: the disk is full"),
     ]
@@ -99,6 +102,7 @@ def test_offload_bench_holds_each_against_deepspeed_at_its_stage() -> None:
     assert rows["zero-2-offload"]["memory_to_rival"] == pytest.approx(0.8)
     assert rows["zero-3-nvme"]["overhead_to_rival"] == pytest.approx(0.45 / 2.0)
     assert rows["zero-3-nvme"]["overlap"] == pytest.approx(0.85)
+    assert rows["zero-3-nvme"]["hidden"] == pytest.approx(1 - 0.4 / 5.0)  # 5 s of files a step
     assert rows["zero-2-nvme"] == {"failure": "failed: the disk is full"}
     exact = {name: row.get("is_loss_exact") for name, row in rows.items()}
     assert exact == {
@@ -107,6 +111,7 @@ def test_offload_bench_holds_each_against_deepspeed_at_its_stage() -> None:
         "deepspeed-3-offload": True,
         "zero-2-offload": True,
         "zero-3-nvme": False,
+        "zero-3-offload": True,
         "zero-3-int8": None,  # its states are rounded
         "zero-2-nvme": None,
     }

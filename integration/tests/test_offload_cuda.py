@@ -92,6 +92,7 @@ def test_large_model_is_planned_and_learns(parts: Any, dtype: str) -> None:
     row = parts["capacity"]["rows"][f"tutorial, {dtype}"]
     assert row["losses"][-1] < row["losses"][0]
     assert row["is_falling"] is True
+    assert row["is_met"] is None  # the CPU has no limit to be within
     assert row["skipped_steps"] == 0
     assert row["planned_host_bytes"] >= 12 * row["num_parameters"]
     assert row["host_peak_bytes"] >= 0

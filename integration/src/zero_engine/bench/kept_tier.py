@@ -56,8 +56,8 @@ class KeptTier:
         return cut / self._numel if self._numel else 0.0
 
     def io_seconds(self) -> Mapping[str, float]:
-        """``io_s``: seconds in which a file was read or written; ``waited_s``: those of them in
-        which an update waited for it. Empty if the tier has no files.
+        """``io_s``: seconds in which a file was read or written; ``waited_s``: seconds that updates
+        waited for it. Empty if the tier has no file.
         """
-        found = {name: getattr(self.tier, name, None) for name in ("io_s", "waited_s")}
-        return {name: float(value) for name, value in found.items() if value is not None}
+        file: Any = getattr(self.tier, "file", None)
+        return {} if file is None else {"io_s": file.io_s, "waited_s": file.waited_s}

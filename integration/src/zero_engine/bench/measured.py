@@ -31,6 +31,7 @@ class Measured:
     """What the contender counted itself in all timed steps, summed over ranks and rounds."""
     last_loss: float = float("nan")
     """Mean over ranks; contenders that do the same work agree on it."""
+    num_rounds: int = 0
     failure: str = ""
     """Why there are no numbers."""
 
@@ -82,6 +83,7 @@ def run_round(
         result.failure = f"failed: {error}"
         print(error.log, file=sys.stderr)
         return
+    result.num_rounds += 1
     result.times_s += found[0]["times_s"]
     result.added_bytes += [f["peak_bytes"] - f["before_bytes"] for f in found]
     result.last_loss = statistics.fmean(f["losses"][-1] for f in found)

@@ -74,7 +74,9 @@ def _row(job: Job, host_limit: int | None, runner: Runner, console: Console) -> 
     if "losses" in row:
         row["is_falling"] = row["losses"][-1] < row["losses"][0]
         is_within = host_limit is None or row["host_peak_bytes"] <= host_limit
-        row["is_met"] = row["is_falling"] and is_within
+        # Where the device cannot be limited, the CPU, nothing is shown about its limit.
+        is_limited = job.device_limit_bytes is None or row["device_limit_bytes"] is not None
+        row["is_met"] = row["is_falling"] and is_within if is_limited else None
     return row
 
 

@@ -66,7 +66,7 @@ def _capacity_cells(row: Row) -> Iterable[str]:
     yield _gib(row["host_peak_bytes"])
     yield f"{row['losses'][0]:.3f} to {row['losses'][-1]:.3f}"
     yield str(row["skipped_steps"])
-    yield _word(row["is_met"])
+    yield "" if row["is_met"] is None else _word(row["is_met"])
 
 
 _TABLES: Mapping[str, tuple[tuple[str, ...], Cells, str]] = {
