@@ -41,6 +41,8 @@ class Job:
     """Timed."""
     warmup: int
     """Untimed, before them."""
+    settling: int = 0
+    """Most further ones, which end when ``"ratio": "auto"`` has settled."""
     stage: int = 2
     offload: Mapping[str, Any] = field(default_factory=dict)
     """Further keys of ``offload_optimizer``."""

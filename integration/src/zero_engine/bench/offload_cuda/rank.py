@@ -46,6 +46,10 @@ def measure(job: Job, store: str) -> dict[str, Any]:
     build_s = time.perf_counter() - started_at
     batches = job.batches(device)
     losses = [side.step(next(batches)) for _ in range(job.warmup)]
+    for _ in range(job.settling):
+        if side.kept.ratio_report() is not None:
+            break
+        losses.append(side.step(next(batches)))
     step_s = _timed(lambda: losses.append(side.step(next(batches))), job.steps, device)
     before = side.kept.bytes_moved()
     losses.append(side.step(next(batches)))

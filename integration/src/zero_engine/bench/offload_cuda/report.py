@@ -20,7 +20,7 @@ Cells = Callable[[Row], Iterable[str]]
 
 
 def show(parts: Mapping[str, Row], console: Console) -> None:
-    """Print the tables, then a line for every row without figures."""
+    """Print the tables; what ``"auto"`` chose; then a line for every row without figures."""
     for name, part in parts.items():
         headings, cells, caption = _TABLES[name]
         table = Table(title=name, caption=caption)
@@ -34,6 +34,10 @@ def show(parts: Mapping[str, Row], console: Console) -> None:
             console.print(table)
     for name, part in parts.items():
         for row_name, row in part["rows"].items():
+            chosen = row.get("ratio_report")
+            if chosen is not None:
+                text = f"{name}: {row_name}: settled on {chosen['ratio']:.3f}: {chosen['reason']}"
+                console.print(text, highlight=False, markup=False)
             for kind in ("failure", "skipped"):
                 if kind in row:
                     text = f"{name}: {row_name}: {kind}: {row[kind]}"

@@ -30,7 +30,7 @@ class Settings:
     steps: int
     warmup: int
     settling: int
-    """Warm-up steps of ``"ratio": "auto"``, which measures in them."""
+    """Most steps that ``"ratio": "auto"`` is given to measure and settle, after the warm-up."""
     large_steps: int
     num_traced: int
     stage: int
@@ -50,7 +50,7 @@ REAL = Settings(
     rounds=3,
     steps=10,
     warmup=3,
-    settling=20,
+    settling=80,
     large_steps=4,
     num_traced=3,
     stage=2,
@@ -69,6 +69,5 @@ DRY = replace(
     rounds=1,
     steps=2,
     warmup=1,
-    settling=4,
     triad_numel=2**20,
 )

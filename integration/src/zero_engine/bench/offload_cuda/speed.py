@@ -31,7 +31,8 @@ def speed_jobs(settings: Settings) -> list[Job]:
             shape=settings.shape,
             micro_batch=settings.micro_batch,
             steps=settings.steps,
-            warmup=settings.settling if offload.get("ratio") == "auto" else settings.warmup,
+            warmup=settings.warmup,
+            settling=settings.settling if offload.get("ratio") == "auto" else 0,
             stage=stage,
             offload=offload,
         )
