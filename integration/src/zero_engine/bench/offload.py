@@ -154,7 +154,7 @@ def _overhead(result: Measured | None, bare: Measured | None) -> tuple[float | N
 
 
 def _ratio(value: float | None, other: float | None) -> float | None:
-    return value / other if value is not None and other else None
+    return value / other if value is not None and other is not None and other > 0 else None
 
 
 def _overlap(counted: Mapping[str, float]) -> float | None:
