@@ -7,13 +7,15 @@ import json
 import statistics
 import subprocess
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from zero_engine.bench import cpu_adam as host_adam
-from zero_engine.bench import engine as bench
+from zero_engine.bench import measured, offload, processes
+from zero_engine.bench.workload import Workload
 
 TINY = ("--rounds=1", "--steps=1", "--warmup=1", "--size=1x64", "--ranks=2", "--context=16")
 
@@ -42,9 +44,98 @@ def test_bench_writes_figures_that_agree(tmp_path: Path) -> None:
 
 
 def test_contender_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bench.importlib.util, "find_spec", lambda _: None)
-    assert bench._missing("deepspeed-3") == "deepspeed is not installed: pip install deepspeed"
-    assert bench._missing("ddp") == ""
+    monkeypatch.setattr(measured.importlib.util, "find_spec", lambda _: None)
+    assert measured.missing("deepspeed-3") == "deepspeed is not installed: pip install deepspeed"
+    assert measured.missing("ddp") == ""
+
+
+def test_offload_bench_sets_states_off_the_device_beside_the_bare_model(tmp_path: Path) -> None:
+    names = ("bare", "zero-2-offload", "zero-3-offload")
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "zero_engine.bench", "offload", *TINY),
+            *(*(f"--only={name}" for name in names), f"--output={tmp_path}"),
+        ],
+        capture_output=True,
+        text=True,
+        timeout=150,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    (run,) = json.loads((tmp_path / "offload.json").read_text())["runs"]
+    rows = run["contenders"]
+    assert list(rows) == list(names)
+    for name in names[1:]:
+        row = rows[name]
+        assert row["overhead_s"] == pytest.approx(row["median_s"] - rows["bare"]["median_s"])
+        assert row["added_mib_per_rank"] > 0
+        assert row["is_loss_exact"] is True
+        assert row["overhead_to_rival"] is None  # DeepSpeed was not asked for
+        assert row["overlap"] is None  # no files
+    assert rows["zero-2-offload"]["last_loss"] == rows["zero-3-offload"]["last_loss"]
+    assert rows["bare"]["last_loss"] != rows["zero-2-offload"]["last_loss"]  # nothing is updated
+    assert (tmp_path / "offload.png").stat().st_size > 0
+    assert "zero-3-offload" in done.stdout.partition("written to")[2]  # the table comes last
+
+
+def side(name: str, times_s: list[float], mib: int, loss: float, **counted: float) -> Any:
+    sizes = [mib * 2**20]
+    found = measured.Measured(name, times_s, sizes, counted=counted, last_loss=loss)
+    found.num_rounds = 1
+    return found
+
+
+def test_offload_bench_holds_each_against_deepspeed_at_its_stage() -> None:
+    results = [
+        side("bare", [1.0, 0.9], 100, 9.0),
+        side("deepspeed-2-offload", [2.0, 1.9], 500, 5.0),
+        side("deepspeed-3-offload", [3.0, 2.9], 400, 5.00001),
+        side("zero-2-offload", [1.4, 1.1], 400, 5.0),
+        side("zero-3-nvme", [1.4, 1.4], 100, 5.1, io_s=10.0, waited_s=1.5),
+        side("zero-3-offload", [1.0, 1.0], 100, 5.0),
+        side("zero-3-int8", [2.0, 2.0], 200, 5.2),
+        measured.Measured("zero-2-nvme", failure="failed: the disk is full"),
+    ]
+    rows = offload._rows(results)
+    assert rows["zero-2-offload"]["overhead_to_rival"] == pytest.approx(0.3)
+    assert rows["zero-2-offload"]["min_overhead_to_rival"] == pytest.approx(0.2)
+    assert rows["zero-2-offload"]["memory_to_rival"] == pytest.approx(0.8)
+    assert rows["zero-3-nvme"]["overhead_to_rival"] == pytest.approx(0.45 / 2.0)
+    assert rows["zero-3-nvme"]["overlap"] == pytest.approx(0.85)
+    assert rows["zero-3-nvme"]["hidden"] == pytest.approx(1 - 0.4 / 5.0)  # 5 s of files a step
+    assert rows["zero-2-nvme"] == {"failure": "failed: the disk is full"}
+    exact = {name: row.get("is_loss_exact") for name, row in rows.items()}
+    assert exact == {
+        "bare": None,  # it updates nothing
+        "deepspeed-2-offload": True,
+        "deepspeed-3-offload": True,
+        "zero-2-offload": True,
+        "zero-3-nvme": False,
+        "zero-3-offload": True,
+        "zero-3-int8": None,  # its states are rounded
+        "zero-2-nvme": None,
+    }
+
+
+def test_contender_that_fails_keeps_its_last_words(capsys: pytest.CaptureFixture[str]) -> None:
+    tiny = Workload(
+        layers=1, width=64, context=16, micro_batch=1, ranks=1, threads=1, steps=1, warmup=0
+    )
+    result = measured.Measured("nobody")
+    measured.run_round(tiny, result)
+    assert "KeyError: 'nobody'" in result.failure
+    assert "Traceback" in capsys.readouterr().err
+
+
+def test_ranks_that_take_too_long_are_ended() -> None:
+    endless = Workload(
+        layers=1, width=64, context=16, micro_batch=1, ranks=1, threads=1, steps=10**9, warmup=0
+    )
+    arguments = ["bare", json.dumps(asdict(endless))]
+    with pytest.raises(processes.RankError, match="ended after 1 s"):
+        processes.run_ranks(
+            "zero_engine.bench.worker", arguments, 1, processes.CPU_ALONE, limit_s=1.0
+        )
 
 
 def test_host_adam_bench_measures_who_is_there_and_names_who_is_not(

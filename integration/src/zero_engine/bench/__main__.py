@@ -10,9 +10,11 @@ import typer
 
 from zero_engine.bench import cpu_adam as host_adam
 from zero_engine.bench import cpu_adam_convergence as convergence
+from zero_engine.bench import offload as offloading
 from zero_engine.bench.contenders import CONTENDERS
 from zero_engine.bench.engine import compare
 from zero_engine.bench.memory import PARTS, measure_all
+from zero_engine.bench.offload_contenders import OFFLOADERS
 from zero_engine.bench.workload import Workload
 
 app = typer.Typer(help=__doc__, add_completion=False, pretty_exceptions_enable=False)
@@ -68,6 +70,56 @@ def engine(
     ]
     stages = range(4) if stage is None else stage
     compare(workloads, only or list(CONTENDERS), rounds=rounds, stages=stages, output=output)
+
+
+@app.command()
+def offload(
+    rounds: Annotated[int, typer.Option(min=1, help="Times that every contender runs.")] = 2,
+    steps: Annotated[int, typer.Option(min=1, help="Timed steps per round.")] = 6,
+    warmup: Annotated[int, typer.Option(min=0, help="Untimed steps before them.")] = 2,
+    ranks: Annotated[list[int] | None, typer.Option(min=1, help="Ranks, on the CPU; 2.")] = None,
+    threads: Annotated[int, typer.Option(min=1, help="Threads per rank.")] = 1,
+    size: Annotated[
+        list[str] | None,
+        typer.Option(help="LAYERSxWIDTH of the GPT-2, the width a multiple of 64; 6x512."),
+    ] = None,
+    context: Annotated[int, typer.Option(min=2, help="Tokens per sample.")] = 128,
+    micro_batch: Annotated[int, typer.Option(min=1, help="Samples per rank.")] = 2,
+    only: Annotated[
+        list[str] | None, typer.Option(help=f"Contenders, of: {', '.join(OFFLOADERS)}.")
+    ] = None,
+    nvme_path: Annotated[
+        Path | None, typer.Option(help="Folder for states in files; the output's by default.")
+    ] = None,
+    output: Annotated[Path, typer.Option(help="Folder for offload.json and offload.png.")] = Path(
+        "integration/benchmarks/results"
+    ),
+) -> None:
+    """States in host memory and in files: this engine and DeepSpeed's ZeRO-Offload."""
+    unknown = set(only or ()) - set(OFFLOADERS)
+    if unknown:
+        raise typer.BadParameter(f"unknown contender {unknown.pop()!r}", param_hint="--only")
+    workloads = [
+        Workload(
+            layers=layers,
+            width=width,
+            context=context,
+            micro_batch=micro_batch,
+            ranks=count,
+            threads=threads,
+            steps=steps,
+            warmup=warmup,
+        )
+        for layers, width in map(_parse_size, size or ("6x512",))
+        for count in ranks or (2,)
+    ]
+    offloading.compare(
+        workloads,
+        only or list(OFFLOADERS),
+        rounds=rounds,
+        nvme_path=(nvme_path or output).resolve(),
+        output=output,
+    )
 
 
 def _parse_size(size: str) -> tuple[int, int]:

@@ -6,8 +6,8 @@ Every one uses its fastest AdamW for fp32 on this device: torch's fused one, or 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -16,12 +16,40 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import zero_core
+from zero_core.protocols import StateTierFactory
 from zero_engine.bench.workload import ADAMW, Workload
 
-__all__ = ["CONTENDERS", "NEEDS", "Step"]
+__all__ = [
+    "CONTENDERS",
+    "HOST",
+    "NEEDS",
+    "CountingStep",
+    "Step",
+    "bare",
+    "build_engine",
+    "deepspeed",
+    "engine_loop",
+    "this",
+]
 
 Step = Callable[[Tensor], Tensor]
 """Takes a rank's token ids, updates the model, returns the loss."""
+
+
+MakeOptimizer = Callable[[nn.Module], torch.optim.Optimizer]
+
+
+@runtime_checkable
+class CountingStep(Protocol):
+    """A `Step` that counts something of its own."""
+
+    def __call__(self, ids: Tensor, /) -> Tensor:
+        """As `Step`."""
+        ...
+
+    def counters(self) -> Mapping[str, float]:
+        """What was counted so far; it only grows."""
+        ...
 
 
 def bare(workload: Workload) -> Step:
@@ -53,44 +81,49 @@ def fsdp2(workload: Workload) -> Step:
     return _plain_loop(model, model)
 
 
-def deepspeed(stage: int) -> Callable[[Workload], Step]:
-    """DeepSpeed from the package index, at ``stage``."""
+def deepspeed(
+    stage: int, make_optimizer: MakeOptimizer | None = None, **zero: Any
+) -> Callable[[Workload], Step]:
+    """DeepSpeed from the package index, with further keys of ``zero_optimization``."""
 
     def make(workload: Workload) -> Step:
         package: Any = importlib.import_module("deepspeed")
         model = workload.model()
         engine, *_ = package.initialize(
             model=model,
-            optimizer=torch.optim.AdamW(model.parameters(), fused=True, **_adamw()),
+            optimizer=(make_optimizer or _fused_adamw)(model),
             config={
                 "train_micro_batch_size_per_gpu": workload.micro_batch,
-                "zero_optimization": {"stage": stage},
+                "zero_optimization": {"stage": stage, **zero},
                 "zero_allow_untested_optimizer": True,
                 "gradient_clipping": 0.0,
             },
             dist_init_required=False,
         )
-        return _engine_loop(engine)
+        return engine_loop(engine)
 
     return make
 
 
 def this(stage: int, **zero: Any) -> Callable[[Workload], Step]:
     """This engine, at ``stage``, with further keys of ``zero_optimization``."""
+    return lambda workload: engine_loop(build_engine(workload, {"stage": stage, **zero}))
 
-    def make(workload: Workload) -> Step:
-        params = {**ADAMW, "betas": list(ADAMW["betas"])}  # type: ignore[call-overload]
-        engine = zero_core.build(
-            workload.model(),
-            {
-                "train_micro_batch_size_per_gpu": workload.micro_batch,
-                "zero_optimization": {"stage": stage, **zero},
-                "optimizer": {"type": "AdamW", "params": params},
-            },
-        )
-        return _engine_loop(engine)
 
-    return make
+def build_engine(
+    workload: Workload, zero: Mapping[str, Any], state_tier: StateTierFactory | None = None
+) -> zero_core.Engine:
+    """This engine, with the ``zero_optimization`` block ``zero``."""
+    params = {**ADAMW, "betas": list(ADAMW["betas"])}  # type: ignore[call-overload]
+    return zero_core.build(
+        workload.model(),
+        {
+            "train_micro_batch_size_per_gpu": workload.micro_batch,
+            "zero_optimization": zero,
+            "optimizer": {"type": "AdamW", "params": params},
+        },
+        state_tier=state_tier,
+    )
 
 
 HOST = {"device": "cpu", "ratio": 1.0}
@@ -115,7 +148,7 @@ NEEDS = {name: "deepspeed" for name in CONTENDERS if name.startswith("deepspeed"
 
 def _plain_loop(wrapped: nn.Module, model: nn.Module) -> Step:
     """The loop of a wrapper that leaves the optimizer to the user."""
-    optimizer = torch.optim.AdamW(model.parameters(), fused=True, **_adamw())
+    optimizer = _fused_adamw(model)
 
     def step(ids: Tensor) -> Tensor:
         loss = _loss(wrapped, ids)
@@ -127,7 +160,7 @@ def _plain_loop(wrapped: nn.Module, model: nn.Module) -> Step:
     return step
 
 
-def _engine_loop(engine: Any) -> Step:
+def engine_loop(engine: Any) -> Step:
     """The loop of an engine in DeepSpeed's manner."""
 
     def step(ids: Tensor) -> Tensor:
@@ -144,5 +177,6 @@ def _loss(model: Any, ids: Tensor) -> Tensor:
     return loss
 
 
-def _adamw() -> dict[str, Any]:
-    return dict(ADAMW)
+def _fused_adamw(model: nn.Module) -> torch.optim.Optimizer:
+    settings: dict[str, Any] = dict(ADAMW)
+    return torch.optim.AdamW(model.parameters(), fused=True, **settings)

@@ -6,13 +6,10 @@ time. So slow moments of the machine fall on all of them, and each one's memory 
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
-import statistics
-import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -21,51 +18,12 @@ from matplotlib.figure import Figure
 from rich.console import Console
 from rich.table import Table
 
-from zero_engine.bench.contenders import NEEDS
-from zero_engine.bench.processes import RankError, run_ranks
+from zero_engine.bench.measured import Measured, missing, run_round
+from zero_engine.bench.processes import CPU_ALONE, run_ranks
 from zero_engine.bench.workload import Workload
 from zero_engine.machine import processor_name
-from zero_engine.metrics import MIB
 
 __all__ = ["compare"]
-
-
-@dataclass
-class Measured:
-    """One contender over all rounds."""
-
-    name: str
-    times_s: list[float] = field(default_factory=list)
-    """Of every timed step, as rank 0 saw it."""
-    added_bytes: list[int] = field(default_factory=list)
-    """Highest resident memory of each rank and round, over what it was before the model."""
-    last_loss: float = float("nan")
-    """Mean over ranks; contenders that do the same work agree on it."""
-    failure: str = ""
-    """Why there are no numbers."""
-
-    @property
-    def median_s(self) -> float:
-        """Median step time."""
-        return statistics.median(self.times_s)
-
-    @property
-    def added_mib(self) -> float:
-        """Median over rounds and ranks, in MiB."""
-        return statistics.median(self.added_bytes) / MIB
-
-    def summary(self) -> dict[str, Any]:
-        """Plain builtins for the result file."""
-        if self.failure:
-            return {"failure": self.failure}
-        return {
-            "median_s": self.median_s,
-            "min_s": min(self.times_s),
-            "added_mib_per_rank": self.added_mib,
-            "last_loss": self.last_loss,
-            "times_s": self.times_s,
-            "added_bytes": self.added_bytes,
-        }
 
 
 def compare(
@@ -94,13 +52,13 @@ def compare(
     }
     runs: list[tuple[Workload, list[Measured]]] = []
     for workload in workloads:
-        results = {name: Measured(name, failure=_missing(name)) for name in names}
+        results = {name: Measured(name, failure=missing(name)) for name in names}
         for number in range(rounds):
             for result in results.values():
                 if not result.failure:
                     text = f"{workload.title}: round {number + 1}/{rounds}: {result.name}"
                     console.print(text, highlight=False)
-                    _run_once(workload, result)
+                    run_round(workload, result)
         found = list(results.values())
         runs.append((workload, found))
         console.print(_table(workload, found))
@@ -113,34 +71,9 @@ def compare(
     console.print(f"written to {output}", highlight=False)
 
 
-def _missing(name: str) -> str:
-    needed = NEEDS.get(name)
-    if needed is None or importlib.util.find_spec(needed) is not None:
-        return ""
-    return f"{needed} is not installed: pip install {needed}"
-
-
-def _run_once(workload: Workload, result: Measured) -> None:
-    """One round of one contender: start its ranks, wait for them, add up what they found."""
-    try:
-        found = run_ranks(
-            "zero_engine.bench.worker",
-            [result.name, json.dumps(asdict(workload))],
-            workload.ranks,
-            {"OMP_NUM_THREADS": str(workload.threads)},
-        )
-    except RankError as error:
-        result.failure = f"failed: {error}"
-        print(error.log, file=sys.stderr)
-        return
-    result.times_s += found[0]["times_s"]
-    result.added_bytes += [f["peak_bytes"] - f["before_bytes"] for f in found]
-    result.last_loss = statistics.fmean(f["losses"][-1] for f in found)
-
-
 def _python_time(stage: int) -> dict[str, Any]:
     """The worst rank's figures; see `zero_engine.bench.python_time`."""
-    found = run_ranks("zero_engine.bench.python_time", [str(stage)], 2, {})
+    found = run_ranks("zero_engine.bench.python_time", [str(stage)], 2, CPU_ALONE)
     return max(found, key=lambda row: row["python_us"])
 
 

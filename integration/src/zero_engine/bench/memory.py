@@ -30,7 +30,7 @@ from rich.table import Table
 
 import zero_core
 from zero_engine.bench.memory_rank import Job
-from zero_engine.bench.processes import run_ranks
+from zero_engine.bench.processes import CPU_ALONE, run_ranks
 from zero_engine.machine import processor_name
 from zero_engine.metrics import MIB
 
@@ -197,7 +197,9 @@ def measure_all(parts: list[str], *, output: Path) -> None:
 
 def _run(job: Job, environment: Mapping[str, str]) -> list[dict[str, Any]]:
     arguments = [json.dumps(asdict(job))]
-    return run_ranks("zero_engine.bench.memory_rank", arguments, job.ranks, environment)
+    return run_ranks(
+        "zero_engine.bench.memory_rank", arguments, job.ranks, {**CPU_ALONE, **environment}
+    )
 
 
 def _plan(job: Job) -> zero_core.Plan:

@@ -22,13 +22,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.nn import functional
+from torch import Tensor
 
 import zero_core
+from zero_engine.bench.gpt import Gpt, GptShape
 from zero_engine.bench.resident import peak_bytes, resident_bytes, restart_peak
 
-__all__ = ["Gpt", "Job"]
+__all__ = ["Job"]
 
 WARM_STEPS = 2
 
@@ -59,7 +59,8 @@ class Job:
     def model(self) -> Gpt:
         """The model, with the same weights on every rank."""
         torch.manual_seed(0)
-        return Gpt(self)
+        shape = GptShape(self.layers, self.width, self.heads, self.vocab, self.context)
+        return Gpt(shape)
 
     def config(self) -> dict[str, Any]:
         """The engine's configuration."""
@@ -81,46 +82,6 @@ class Job:
             if self.is_random_length:
                 length = int(torch.randint(2, self.context + 1, (), generator=generator))
             yield torch.randint(self.vocab, (self.micro_batch, length), generator=generator)
-
-
-class _Block(nn.Module):
-    """A transformer block."""
-
-    def __init__(self, width: int, heads: int) -> None:
-        super().__init__()
-        self.heads = heads
-        self.norms = nn.ModuleList([nn.LayerNorm(width), nn.LayerNorm(width)])
-        self.qkv = nn.Linear(width, 3 * width)
-        self.out = nn.Linear(width, width)
-        self.up = nn.Linear(width, 4 * width)
-        self.down = nn.Linear(4 * width, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        parts = self.qkv(self.norms[0](x)).unflatten(-1, (3, self.heads, -1)).unbind(2)
-        query, key, value = (part.transpose(1, 2) for part in parts)
-        mixed = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
-        x = x + self.out(mixed.transpose(1, 2).flatten(2))
-        y: Tensor = x + self.down(functional.gelu(self.up(self.norms[1](x))))
-        return y
-
-
-class Gpt(nn.Module):
-    """A GPT with tied embeddings; its forward gives the loss. No library's code but torch's."""
-
-    def __init__(self, job: Job) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(job.vocab, job.width)
-        self.blocks = nn.ModuleList(_Block(job.width, job.heads) for _ in range(job.layers))
-        self.head = nn.Linear(job.width, job.vocab, bias=False)
-        self.head.weight = self.embed.weight
-
-    def forward(self, ids: Tensor) -> Tensor:
-        """Mean cross-entropy of each token from those before; ``ids``: int64, [batch, length]."""
-        x = self.embed(ids)
-        for block in self.blocks:
-            x = block(x)
-        logits = self.head(x[:, :-1]).flatten(0, 1).float()
-        return functional.cross_entropy(logits, ids[:, 1:].flatten())
 
 
 def measure(job: Job, store: str, rank: int) -> dict[str, Any]:

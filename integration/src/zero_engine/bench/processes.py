@@ -12,9 +12,15 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-__all__ = ["RankError", "run_ranks"]
+__all__ = ["CPU_ALONE", "RankError", "run_ranks"]
 
-TIME_LIMIT_S = 600
+TIME_LIMIT_S = 600.0
+CPU_ALONE: Mapping[str, str] = {
+    "CUDA_VISIBLE_DEVICES": "",
+    "DS_ACCELERATOR": "cpu",
+    "OMP_NUM_THREADS": "1",
+}
+"""Environment of a comparison on the CPU, one thread per rank."""
 
 
 class RankError(RuntimeError):
@@ -26,7 +32,12 @@ class RankError(RuntimeError):
 
 
 def run_ranks(
-    module: str, arguments: Sequence[str], num_ranks: int, environment: Mapping[str, str]
+    module: str,
+    arguments: Sequence[str],
+    num_ranks: int,
+    environment: Mapping[str, str],
+    *,
+    limit_s: float = TIME_LIMIT_S,
 ) -> list[dict[str, Any]]:
     """Run ``python -m module ARGUMENTS STORE RANK RESULT`` per rank; the JSON in each RESULT.
 
@@ -35,9 +46,10 @@ def run_ranks(
         arguments: its first arguments.
         num_ranks: how many are started, all at once.
         environment: what they get besides this process's own variables.
+        limit_s: seconds after which they are ended.
 
     Raises:
-        RankError: a rank failed, or took more than 600 s.
+        RankError: a rank failed, or took longer than that.
     """
     with tempfile.TemporaryDirectory() as scratch:
         files = [Path(scratch, f"rank{rank}.json") for rank in range(num_ranks)]
@@ -54,11 +66,11 @@ def run_ranks(
             )
             for rank, (file, log) in enumerate(zip(files, logs, strict=True))
         ]
-        _wait(ranks)
+        is_late = _wait(ranks, limit_s)
         said = "\n".join(log.read_text(encoding="utf-8", errors="replace") for log in logs)
         if any(rank.returncode for rank in ranks):
-            last_lines = [line for line in said.splitlines() if line.strip()][-1:]
-            raise RankError(" ".join(last_lines) or "no output", said)
+            reason = f"ended after {limit_s:.0f} s" if is_late else _last_words(ranks, said)
+            raise RankError(reason, said)
         return [json.loads(file.read_text(encoding="utf-8")) for file in files]
 
 
@@ -69,23 +81,40 @@ def _start(command: Sequence[str], environment: dict[str, str], log: Path) -> su
         )
 
 
-def _wait(ranks: Sequence[subprocess.Popen[str]]) -> None:
-    """Wait for all ranks; if one fails or the time is over, end those that are left."""
-    limit = time.monotonic() + TIME_LIMIT_S
+def _wait(ranks: Sequence[subprocess.Popen[str]], limit_s: float) -> bool:
+    """Wait for all ranks; if one fails or the time is over, end those that are left.
+
+    Returns:
+        Whether the time was over.
+    """
+    limit = time.monotonic() + limit_s
+    is_late = False
     while any(rank.poll() is None for rank in ranks):
-        if any(rank.poll() for rank in ranks) or time.monotonic() > limit:
+        has_failed = any(rank.poll() for rank in ranks)
+        is_late |= not has_failed and time.monotonic() > limit
+        if has_failed or is_late:
             for rank in ranks:
                 rank.kill()
         time.sleep(0.1)
+    return is_late
+
+
+def _last_words(ranks: Sequence[subprocess.Popen[str]], said: str) -> str:
+    """The last line that was said; of a rank that a signal ended (no memory: 9), that too."""
+    lines = [line for line in said.splitlines() if line.strip()][-1:]
+    killed = next((-rank.returncode for rank in ranks if rank.returncode < 0), 0)
+    # The others are killed when one fails by itself: then that one's words count.
+    if killed and not any(rank.returncode > 0 for rank in ranks):
+        lines.append(f"(ended by signal {killed})")
+    return " ".join(lines) or "no output"
 
 
 def _environment(rank: int, num_ranks: int) -> dict[str, str]:
     return {
         **os.environ,
-        "OMP_NUM_THREADS": "1",
+        # DeepSpeed compiles its Adam with ninja, which may lie beside this interpreter alone.
+        "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")]),
         "GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo",
-        "CUDA_VISIBLE_DEVICES": "",  # the comparison is of the CPU
-        "DS_ACCELERATOR": "cpu",
         "HF_HUB_OFFLINE": "1",
         # For DeepSpeed, which asks for them though the group is there already.
         "RANK": str(rank),

@@ -1,0 +1,94 @@
+"""A GPT-2 in plain torch, for benchmarks that need no library but it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+__all__ = ["Gpt", "GptShape", "GptWithSmallLogits"]
+
+INITIAL_STD = 0.02
+
+
+@dataclass(frozen=True)
+class GptShape:
+    """Size of a model, in layers, elements and tokens."""
+
+    layers: int
+    width: int
+    heads: int
+    vocab: int
+    context: int
+    """Most tokens per sample."""
+
+    @property
+    def numel(self) -> int:
+        """Elements of all parameters; tied ones count once."""
+        block = 12 * self.width**2 + 13 * self.width
+        return self.layers * block + (self.vocab + self.context + 2) * self.width
+
+
+class _Block(nn.Module):
+    """A transformer block."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norms = nn.ModuleList([nn.LayerNorm(width), nn.LayerNorm(width)])
+        self.qkv = nn.Linear(width, 3 * width)
+        self.out = nn.Linear(width, width)
+        self.up = nn.Linear(width, 4 * width)
+        self.down = nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        parts = self.qkv(self.norms[0](x)).unflatten(-1, (3, self.heads, -1)).unbind(2)
+        query, key, value = (part.transpose(1, 2) for part in parts)
+        mixed = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+        x = x + self.out(mixed.transpose(1, 2).flatten(2))
+        y: Tensor = x + self.down(functional.gelu(self.up(self.norms[1](x))))
+        return y
+
+
+class Gpt(nn.Module):
+    """A GPT with learned positions and tied embeddings; its forward gives the loss."""
+
+    def __init__(self, shape: GptShape) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(shape.vocab, shape.width)
+        self.positions = nn.Embedding(shape.context, shape.width)
+        for table in (self.embed, self.positions):
+            nn.init.normal_(table.weight, std=INITIAL_STD)
+        self.blocks = nn.ModuleList(_Block(shape.width, shape.heads) for _ in range(shape.layers))
+        self.norm = nn.LayerNorm(shape.width)
+        self.head = nn.Linear(shape.width, shape.vocab, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """Mean cross-entropy of each token from those before; ``ids``: int64, [batch, length]."""
+        x = self.embed(ids) + self.positions(torch.arange(ids.shape[1], device=ids.device))
+        for block in self.blocks:
+            x = block(x)
+        return self.loss(self.norm(x), ids)
+
+    def loss(self, x: Tensor, ids: Tensor) -> Tensor:
+        """The loss, fp32, from the last block's output ``x``: [batch, length, width]."""
+        logits = self.head(x[:, :-1]).flatten(0, 1).float()
+        return functional.cross_entropy(logits, ids[:, 1:].flatten())
+
+
+class GptWithSmallLogits(Gpt):
+    """The same, with the logits of one sample at a time, computed again in backward.
+
+    Those of a batch of 10 x 1024 tokens over 50257 words take 8 GB with what is computed from them.
+    """
+
+    def loss(self, x: Tensor, ids: Tensor) -> Tensor:
+        """As `Gpt.loss`, up to the order of a sum."""
+        of_one = super().loss
+        rows = zip(torch.split(x, 1), torch.split(ids, 1), strict=True)
+        losses = [checkpoint(of_one, *row, use_reentrant=False) for row in rows]
+        return torch.stack(losses).mean()

@@ -1,0 +1,290 @@
+"""The accelerator benchmark runs from end to end on the CPU, and what it computes is right."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+
+from zero_engine.bench.gpt import Gpt, GptShape, GptWithSmallLogits
+from zero_engine.bench.offload_cuda import capacity as large
+from zero_engine.bench.offload_cuda import host_memory, rank
+from zero_engine.bench.offload_cuda import speed as racing
+from zero_engine.bench.offload_cuda.jobs import Clock, Job, Runner
+from zero_engine.bench.offload_cuda.settings import DRY, GIB, REAL
+from zero_engine.bench.offload_cuda.timeline import bounds
+from zero_engine.bench.offload_cuda.tracing import busy_seconds, trace_busy_seconds
+
+RATIOS = ("ratio 1.0", "ratio 0.6", "ratio 0.0")
+SHAPE = GptShape(layers=2, width=32, heads=2, vocab=50, context=12)
+
+
+def run_program(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "zero_engine.bench.offload_cuda", "--dry-run", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
+
+
+@pytest.fixture(scope="module")
+def dry_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """The folder of a run of all parts, and what it printed."""
+    folder = tmp_path_factory.mktemp("offload_cuda")
+    contenders = [f"--contender={name}" for name in (*RATIOS, "fsdp2")]
+    done = run_program(*contenders, f"--output={folder}")
+    assert done.returncode == 0, done.stdout + done.stderr
+    return folder, done.stdout
+
+
+@pytest.fixture(scope="module")
+def parts(dry_run: tuple[Path, str]) -> Any:
+    return json.loads((dry_run[0] / "offload_cuda.json").read_text())["parts"]
+
+
+def test_dry_run_writes_a_picture_and_prints_a_table_last(dry_run: tuple[Path, str]) -> None:
+    folder, said = dry_run
+    assert (folder / "offload_cuda.png").stat().st_size > 0
+    after = said.partition("written to")[2]
+    assert all(name in after for name in ("speed", "timeline", "capacity", "fsdp2", *RATIOS))
+
+
+def test_ratios_lose_the_same_bits_and_fsdp2_much_the_same(parts: Any) -> None:
+    rows = parts["speed"]["rows"]
+    losses = [rows[name]["losses"] for name in RATIOS]
+    assert losses[0] == losses[1] == losses[2]
+    assert parts["speed"]["loss_spread"] == 0.0
+    assert len(set(losses[0])) == len(losses[0]) == DRY.warmup + DRY.steps + 1
+    compared = losses[0][: len(rows["fsdp2"]["losses"])]
+    assert rows["fsdp2"]["losses"] == pytest.approx(compared, rel=1e-3)  # bf16 all the same
+    for name in (*RATIOS, "fsdp2"):
+        tokens = DRY.micro_batch * DRY.shape.context
+        assert rows[name]["tokens_per_s"] * rows[name]["step_s"] == pytest.approx(tokens)
+
+
+def test_bytes_over_the_bus_follow_the_ratio(parts: Any) -> None:
+    for name, row in parts["speed"]["rows"].items():
+        if name in RATIOS:
+            ratio = float(name.removeprefix("ratio "))
+            assert row["host_share"] == pytest.approx(ratio, abs=1e-4)
+            moved = 2 * ratio * row["num_parameters"]  # 16 bits each, once down and once up
+            expected = {"bytes_d2h": moved, "bytes_h2d": moved}
+            assert row["moved_bytes"] == pytest.approx(expected, rel=1e-3)
+
+
+def test_timeline_is_null_where_only_an_accelerator_tells(parts: Any) -> None:
+    bandwidth = parts["timeline"]["bandwidth_bytes_per_s"]
+    assert bandwidth["pinned"] is None
+    assert 1e8 < bandwidth["host"] < 1e13
+    row = parts["timeline"]["rows"]["ratio 0.6"]
+    numel = row["host_share"] * row["num_parameters"]
+    assert row["host_s"] == pytest.approx(28 * numel / bandwidth["host"])
+    assert row["why_null"] == "not measured on this device: device, bus"
+    for key in ("device_busy_s", "device_idle_s", "bus_s", "bound", "step_to_bound", "is_met"):
+        assert row[key] is None
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_large_model_is_planned_and_learns(parts: Any, dtype: str) -> None:
+    row = parts["capacity"]["rows"][f"tutorial, {dtype}"]
+    assert row["losses"][-1] < row["losses"][0]
+    assert row["is_falling"] is True
+    assert row["is_met"] is None  # the CPU has no limit to be within
+    assert row["skipped_steps"] == 0
+    assert row["planned_host_bytes"] >= 12 * row["num_parameters"]
+    assert row["host_peak_bytes"] >= 0
+
+
+def test_every_row_has_figures_or_says_why_not(parts: Any) -> None:
+    for part in parts.values():
+        for name, row in part["rows"].items():
+            has_figures = "step_s" in row
+            assert has_figures or row.get("failure") or row.get("skipped"), name
+
+
+def test_parts_after_the_time_limit_are_skipped_and_named(tmp_path: Path) -> None:
+    done = run_program("--time-limit=0", f"--output={tmp_path}")
+    assert done.returncode == 0, done.stdout + done.stderr
+    report = json.loads((tmp_path / "offload_cuda.json").read_text())
+    assert report["parts"] == {}
+    assert report["skipped"] == [
+        f"{part}: the time limit of 0 s is over" for part in ("speed", "timeline", "capacity")
+    ]
+    assert "capacity: the time limit" in done.stdout
+
+
+def test_job_after_the_time_limit_is_a_row_that_says_so() -> None:
+    job = racing.speed_jobs(DRY)[0]
+    assert Runner(Clock(0.0), device_type="cpu").run(job) == {
+        "skipped": "the time limit of 0 s is over"
+    }
+
+
+def test_job_that_fails_is_a_row_with_its_failure() -> None:
+    job = Job(
+        name="wrong",
+        side="zero",
+        shape=SHAPE,
+        micro_batch=1,
+        steps=1,
+        warmup=0,
+        offload={"ratio": 1.5},
+    )
+    row = Runner(Clock(120.0), device_type="cpu").run(job)
+    assert set(row) == {"failure"}
+    assert "offload_optimizer.ratio" in row["failure"]
+
+
+def test_side_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(racing.importlib.util, "find_spec", lambda _: None)
+    jobs = [job for job in racing.speed_jobs(DRY) if job.name == "deepspeed-3 ratio 0.4"]
+    runner = Runner(Clock(60.0), device_type="cpu")
+    found = racing.speed(jobs, DRY, runner, Console(quiet=True))
+    assert found["rows"] == {
+        "deepspeed-3 ratio 0.4": {"failure": "deepspeed is not installed: pip install deepspeed"}
+    }
+
+
+def test_model_that_the_host_cannot_hold_is_skipped_with_both_numbers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(large, "available_bytes", lambda: 2 * GIB)
+    jobs = [job for job in large.capacity_jobs(REAL) if job.name == "tutorial, bf16"]
+    monkeypatch.setattr(large, "capacity_jobs", lambda _: jobs)
+    found = large.capacity(REAL, Runner(Clock(60.0), device_type="cpu"), Console(quiet=True))
+    row = found["rows"]["tutorial, bf16"]
+    assert row["planned_host_bytes"] > 12 * 10e9
+    needed = row["planned_host_bytes"] / GIB
+    expected = f"needs {needed:.1f} GiB of host memory, 2.0 are available"
+    assert row["skipped"] == expected
+
+
+def test_sizes_are_those_of_the_tutorial() -> None:
+    assert (REAL.tutorial.layers, REAL.tutorial.width, REAL.large_batch) == (50, 4096, 10)
+    assert REAL.tutorial.numel / 1e9 == pytest.approx(10.3, abs=0.1)
+    assert REAL.wide.numel / 1e9 == pytest.approx(12.9, abs=0.1)
+    with torch.device("meta"):
+        model = Gpt(REAL.shape)
+    assert REAL.shape.numel == sum(p.numel() for p in model.parameters())
+
+
+def test_small_logits_give_the_loss_and_the_gradients_of_large_ones() -> None:
+    plain, small = Gpt(SHAPE).double(), GptWithSmallLogits(SHAPE).double()
+    small.load_state_dict(plain.state_dict())
+    ids = torch.randint(SHAPE.vocab, (3, SHAPE.context), generator=torch.Generator().manual_seed(0))
+    # The loss itself is fp32, as in training.
+    losses = [model(ids) for model in (plain, small)]
+    for loss in losses:
+        loss.backward()
+    torch.testing.assert_close(losses[1], losses[0])
+    for mine, theirs in zip(small.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-4, atol=1e-7)
+
+
+def kernel(start: float, duration: float, category: str = "kernel") -> dict[str, Any]:
+    return {"ph": "X", "cat": category, "ts": start, "dur": duration}
+
+
+def test_busy_time_is_the_union_of_kernels_on_all_streams() -> None:
+    events = [
+        kernel(100.0, 50.0),
+        kernel(120.0, 10.0),  # within the first, on another stream
+        kernel(140.0, 30.0),  # overlaps its end by 10
+        kernel(400.0, 5.0),
+        kernel(200.0, 100.0, "gpu_memcpy"),
+        kernel(0.0, 1000.0, "cpu_op"),
+        {"ph": "M", "name": "process_name"},
+    ]
+    assert busy_seconds(events) == pytest.approx(75e-6)
+    assert busy_seconds([]) == 0.0
+
+
+def test_busy_time_of_the_cpu_is_not_told() -> None:
+    assert trace_busy_seconds(lambda: torch.ones(3).sum(), torch.device("cpu")) is None
+
+
+@pytest.mark.parametrize(
+    ("busy_s", "bound", "bound_s"), [(0.5, "device", 0.5), (0.3, "bus", 0.4), (0.1, "bus", 0.4)]
+)
+def test_step_is_held_against_the_slowest_of_device_bus_and_host(
+    busy_s: float, bound: str, bound_s: float
+) -> None:
+    row = {
+        "step_s": 0.46,
+        "device_busy_s": busy_s,
+        "host_share": 0.5,
+        "num_parameters": 2 * 10**9,
+        "moved_bytes": {"bytes_d2h": 2 * 10**9, "bytes_h2d": 4 * 10**9},
+    }
+    bandwidth = {"host": 100e9, "pinned": {"d2h": 20e9, "h2d": 10e9}}
+    found = bounds(row, bandwidth)
+    assert found["bus_s"] == pytest.approx(0.4)  # up, the slower way
+    assert found["host_s"] == pytest.approx(0.28)  # 10^9 elements x 28 B
+    assert found["bound"] == bound
+    assert found["step_to_bound"] == pytest.approx(0.46 / bound_s)
+    assert found["is_met"] == (0.46 / bound_s <= 1.15)
+    assert found["device_idle_s"] == pytest.approx(max(0.0, 0.46 - busy_s))
+
+
+def test_host_peak_is_the_largest_drop_of_what_is_available(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    available = iter([1000, 900, 300, 700])
+    last = [0]
+
+    def tell(_: str) -> int:
+        last[0] = next(available, last[0])
+        return last[0]
+
+    monkeypatch.setattr(host_memory, "_meminfo", tell)
+    monkeypatch.setattr(host_memory, "INTERVAL_S", 1e-3)
+    watch = host_memory.HostWatch()
+    deadline = time.monotonic() + 10
+    while last[0] != 700 and time.monotonic() < deadline:
+        time.sleep(1e-3)
+    assert watch.stop() == 700
+
+
+class _Limited:
+    """A device's module that remembers what it was limited to."""
+
+    fraction = 0.0
+
+    @classmethod
+    def set_per_process_memory_fraction(cls, fraction: float, device: torch.device) -> None:
+        cls.fraction = fraction
+
+
+def test_device_limit_is_a_fraction_of_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = torch.device("cuda", 0)
+    monkeypatch.setattr(torch, "get_device_module", lambda _: _Limited)
+    monkeypatch.setattr(torch.accelerator, "get_memory_info", lambda _: (60 * GIB, 80 * GIB))
+    assert rank._limit_device(32 * GIB, device) == 32 * GIB
+    assert _Limited.fraction == pytest.approx(0.4)
+    with pytest.raises(RuntimeError, match="less than the limit"):
+        rank._limit_device(96 * GIB, device)
+    monkeypatch.setattr(torch, "get_device_module", lambda _: object())
+    with pytest.raises(RuntimeError, match="cannot be limited"):
+        rank._limit_device(32 * GIB, device)
+    assert rank._limit_device(32 * GIB, torch.device("cpu")) is None
+
+
+def test_program_needs_no_library_beyond_torch_and_this_project() -> None:
+    text = (
+        "import sys; sys.modules['transformers'] = sys.modules['deepspeed'] = None\n"
+        "import zero_engine.bench.offload_cuda.__main__, zero_engine.bench.offload_cuda.rank"
+    )
+    subprocess.run([sys.executable, "-c", text], check=True, timeout=120)
+
+
+def test_without_an_accelerator_the_program_says_what_to_do(tmp_path: Path) -> None:
+    if torch.accelerator.is_available():
+        pytest.skip("there is an accelerator")
+    command = [sys.executable, "-m", "zero_engine.bench.offload_cuda", f"--output={tmp_path}"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 2
+    assert "--dry-run" in done.stderr
