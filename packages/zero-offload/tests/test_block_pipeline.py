@@ -84,6 +84,43 @@ def test_every_update_of_every_block_counts(
     file.close()
 
 
+def test_what_followed_last_time_is_read_before_it_is_announced(tmp_path: Path) -> None:
+    file = LoggedFile(tmp_path, _sizes(5))
+    pipeline = BlockPipeline(file, NUM_PARTS, 3)
+    for order in ([3, 1, 4, 0, 2], [3, 1, 4, 0, 2]):
+        _add_one(pipeline, order)
+        pipeline.flush()
+        pipeline.foresee()
+    assert list(pipeline._foreseen) == [3, 1, 4]
+    for buffer in pipeline._foreseen.values():
+        buffer.wait()
+    file.log.clear()
+    _add_one(pipeline, [3, 1, 4, 0, 2])
+    pipeline.flush()
+    reads = [entry for entry in file.log if entry.startswith("begin read")]
+    assert sorted(int(entry.split()[-1]) for entry in reads) == [0, 1, 4, 5]  # of blocks 0 and 2
+    for record, size in enumerate(file.block_bytes):
+        found = torch.empty(size, dtype=torch.uint8)
+        file.read(record, found).wait()
+        assert found.eq(3).all()
+
+
+def test_what_was_foreseen_is_given_up_for_what_is_announced(tmp_path: Path) -> None:
+    file = LoggedFile(tmp_path, _sizes(5))
+    pipeline = BlockPipeline(file, NUM_PARTS, 2)
+    _add_one(pipeline, [0, 1, 2, 0])
+    pipeline.flush()
+    pipeline.foresee()
+    assert list(pipeline._foreseen) == [1, 2]
+    _add_one(pipeline, [4, 3, 1])
+    pipeline.flush()
+    expected = [2, 2, 1, 1, 1]
+    for record, size in enumerate(file.block_bytes):
+        found = torch.empty(size, dtype=torch.uint8)
+        file.read(record, found).wait()
+        assert found.eq(expected[record // NUM_PARTS]).all()
+
+
 def test_next_is_read_and_last_is_written_while_one_is_held(tmp_path: Path) -> None:
     """With three buffers: while 1 is in hand, the write of 0 is held back and 2 has been read."""
     file = LoggedFile(tmp_path, _sizes(4))

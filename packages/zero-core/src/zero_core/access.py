@@ -19,8 +19,8 @@ from torch import Tensor
 
 from zero_core.facts import GradientFacts
 from zero_core.layout import Segment, Slot
+from zero_core.segment_grads import SegmentGrads
 from zero_core.state import MASTER, ShardedState
-from zero_core.unit import SegmentGrads
 
 __all__ = ["GRAD", "StateAccess"]
 

@@ -42,9 +42,9 @@ from zero_core.protocols import (
     StateTierFactory,
 )
 from zero_core.resting import Resting, resting_segments
+from zero_core.segment_values import SegmentValues
 from zero_core.shared_memory import SharedMemory
 from zero_core.tier import DeviceTier
-from zero_core.unit import SegmentValues
 
 __all__ = ["build"]
 

@@ -15,7 +15,7 @@ from zero_core.flow import Flow
 from zero_core.layout import Layout, Piece
 from zero_core.optimizer import EngineOptimizer
 from zero_core.protocols import StateTier
-from zero_core.unit import SegmentGrads
+from zero_core.segment_grads import SegmentGrads
 
 __all__ = ["EarlyUpdates", "updates_in_backward"]
 

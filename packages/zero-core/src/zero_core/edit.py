@@ -9,8 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from zero_core.segment_values import SegmentValues
 from zero_core.state import MASTER, ShardedState
-from zero_core.unit import SegmentValues
 
 __all__ = ["Edit"]
 

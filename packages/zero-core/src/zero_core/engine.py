@@ -37,8 +37,9 @@ from zero_core.layout import Layout
 from zero_core.optimizer import EngineOptimizer
 from zero_core.precision import LossScaler, clip_factor
 from zero_core.protocols import Collectives, StateTier
+from zero_core.segment_grads import SegmentGrads
 from zero_core.state import ShardedState
-from zero_core.unit import SegmentGrads, Unit
+from zero_core.unit import Unit
 
 __all__ = ["Engine"]
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from zero_core.collectives import ControlGroup
 from zero_core.flow import Flow
 from zero_core.layout import Layout
-from zero_core.unit import SegmentGrads
+from zero_core.segment_grads import SegmentGrads
 
 __all__ = ["GradientFacts"]
 

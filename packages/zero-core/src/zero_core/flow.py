@@ -31,7 +31,9 @@ from zero_core.config import ActivationCheckpointingConfig
 from zero_core.freezing import hook_gradient
 from zero_core.protocols import Collectives, StateTier
 from zero_core.recompute import Recompute
-from zero_core.unit import SegmentGrads, SegmentValues, Unit
+from zero_core.segment_grads import SegmentGrads
+from zero_core.segment_values import SegmentValues
+from zero_core.unit import Unit
 
 __all__ = ["Flow"]
 

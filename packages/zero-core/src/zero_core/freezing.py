@@ -19,7 +19,7 @@ from torch import nn
 
 from zero_core.compiling import outside_graphs
 from zero_core.layout import Layout
-from zero_core.unit import SegmentValues
+from zero_core.segment_values import SegmentValues
 
 __all__ = ["FrozenGuard", "hook_gradient", "tell_frozen"]
 

@@ -18,7 +18,9 @@ from zero_core.config import DTYPES, Config
 from zero_core.discovery import Discovered
 from zero_core.layout import Layout, Segment
 from zero_core.resting import Lane, LocalStore, Outlook, Resting, RestingShard
-from zero_core.unit import SegmentGrads, SegmentValues, Unit
+from zero_core.segment_grads import SegmentGrads
+from zero_core.segment_values import SegmentValues
+from zero_core.unit import Unit
 
 __all__ = ["Memory", "accumulated_dtype", "communicated_dtype", "offered_dtype"]
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from zero_core.collectives import ControlGroup
 from zero_core.layout import Layout, ParamSpec, Piece
 from zero_core.protocols import StateTier
-from zero_core.unit import SegmentValues
+from zero_core.segment_values import SegmentValues
 
 __all__ = ["MASTER", "ShardedState"]
 

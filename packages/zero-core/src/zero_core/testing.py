@@ -170,10 +170,17 @@ class Case:
 
 @dataclass
 class Trace:
-    """What a run leaves: this rank's loss of every micro-step, and the final values by name."""
+    """What a run leaves.
+
+    Attributes:
+        losses: of every micro-step, on this rank.
+        values: final values by name.
+        num_skipped: steps that were skipped as their gradient was not finite.
+    """
 
     losses: list[float] = field(default_factory=list)
     values: dict[str, Tensor] = field(default_factory=dict)
+    num_skipped: int = 0
 
 
 def batch(step: int, micro: int, rank: int) -> dict[str, Any]:
@@ -193,7 +200,7 @@ def make_model() -> Hard:
 
 
 def run_ddp(case: Case, rank: int, steps: int) -> Trace:
-    """Train with DDP and torch.optim.AdamW; low precision over fp32 master weights.
+    """Train with DDP and torch's optimizer; low precision over fp32 master weights.
 
     Accumulation: within ``no_sync`` if ``case.is_local``, else the reduced gradients of the
     micro-steps are added up. With one rank, the module itself is trained.
@@ -207,7 +214,7 @@ def run_ddp(case: Case, rank: int, steps: int) -> Trace:
     ddp = model if is_alone else DistributedDataParallel(model, find_unused_parameters=True)
     params = {n: p for n, p in model.named_parameters() if p.requires_grad}
     copies = {n: nn.Parameter(m) for n, m in masters.items()}
-    optimizer = torch.optim.AdamW(copies.values(), lr=LR, weight_decay=WEIGHT_DECAY, fused=True)
+    optimizer = _torch_optimizer(case, list(copies.values()))
     for step in range(steps):
         sums: dict[str, Tensor] = {}
         for micro in range(case.accumulation):
@@ -235,6 +242,21 @@ def run_ddp(case: Case, rank: int, steps: int) -> Trace:
     return trace
 
 
+def _torch_optimizer(case: Case, params: list[nn.Parameter]) -> torch.optim.Optimizer:
+    """What the case's configuration names, of torch's own; AdamW by one fused kernel."""
+    named = case.config()["optimizer"]
+    options = dict(named["params"])
+    kind = named["type"]
+    if kind == "Adam" and options.pop("adam_w_mode", True):
+        kind = "AdamW"
+    if kind == "AdamW":
+        return torch.optim.AdamW(params, fused=True, **options)
+    if kind == "Lion":
+        return zero_core.Lion(params, **options)
+    optimizer_class: type[torch.optim.Optimizer] = getattr(torch.optim, kind)
+    return optimizer_class(params, **options)
+
+
 def run_engine(case: Case, rank: int, steps: int, **build_kwargs: Any) -> Trace:
     """Train the same model on the same batches with the engine."""
     trace = Trace()
@@ -251,6 +273,7 @@ def run_engine(case: Case, rank: int, steps: int, **build_kwargs: Any) -> Trace:
     full = engine.full_state_dict(dtype=torch.float32)
     names = [n for n, p in engine.module.named_parameters() if p.requires_grad]
     trace.values = {name: full[name] for name in names}
+    trace.num_skipped = engine.skipped_steps
     engine.close()
     return trace
 

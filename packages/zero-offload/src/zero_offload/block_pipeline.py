@@ -7,9 +7,14 @@ the next parameters and writes that of the last while one part is updated.
 A block has several **parts** (master weights, each state), which are records of a `BlockFile`:
 part ``p`` of block ``i`` is its record ``i * num_parts + p``, empty if the block has no such part.
 Blocks are **announced** in the order in which they will be taken. A buffer has room for all parts
-of one block and is always in one of four places: free, being read, held by who took it, being
-written. So memory is bounded by the number of buffers, and three of them are enough for reading,
-updating and writing at the same time.
+of one block and is always in one of five places: free, foreseen, being read, held by who took it,
+being written. So memory is bounded by the number of buffers, and three of them are enough for
+reading, updating and writing at the same time.
+
+[Note: foresight]
+Steps take the same blocks in the same order. When nothing is announced, buffers that are free are
+filled with the blocks that followed last time: so the first ones of a step are there when it
+begins. If another block is announced after all, such a buffer is given up.
 """
 
 from __future__ import annotations
@@ -42,6 +47,11 @@ class _Buffer:
             transfer.wait()
         self.transfers.clear()
 
+    def settle(self) -> None:
+        """Wait for the transfers, failed or not."""
+        while self.transfers:
+            self.transfers.pop().settle()
+
 
 class BlockPipeline:
     """Takes blocks from a file and puts them back, with reads ahead and writes behind.
@@ -62,6 +72,9 @@ class BlockPipeline:
         num_blocks = len(sizes) // num_parts
         self._free = [self._make_buffer() for _ in range(min(buffer_count, num_blocks))]
         self._ahead: deque[tuple[int, tuple[int, ...]]] = deque()
+        self._foreseen: dict[int, _Buffer] = {}
+        self._followers: dict[int, int] = {}  # by block, which was announced after it last time
+        self._last: int | None = None  # announced
         self._reading: dict[int, _Buffer] = {}
         self._held: dict[int, _Buffer] = {}
         self._writing: dict[int, _Buffer] = {}
@@ -69,7 +82,7 @@ class BlockPipeline:
     @property
     def buffer_bytes(self) -> int:
         """Host memory that all buffers take."""
-        places = (self._reading, self._held, self._writing)
+        places = (self._foreseen, self._reading, self._held, self._writing)
         num_buffers = len(self._free) + sum(len(place) for place in places)
         return num_buffers * sum(self._longest)
 
@@ -86,6 +99,12 @@ class BlockPipeline:
 
         All parts without ``parts``. A block may be announced again before it was taken.
         """
+        blocks = list(blocks)
+        if parts is None:
+            for block in blocks:
+                if self._last is not None:
+                    self._followers[self._last] = block
+                self._last = block
         wanted = tuple(range(self._num_parts) if parts is None else parts)
         self._ahead.extend((block, wanted) for block in blocks)
 
@@ -137,13 +156,28 @@ class BlockPipeline:
         while self._writing:
             self._retire(next(iter(self._writing)))
 
+    def foresee(self) -> None:
+        """If nothing is announced, start to read what followed last time.
+
+        See [Note: foresight]. What is put in the file by others from then on is not seen.
+        """
+        self._read_ahead()
+        first = block = None if self._last is None else self._followers.get(self._last)
+        while block is not None and not self._ahead and (self._free or block in self._foreseen):
+            if block in self._reading or block in self._held or block in self._writing:
+                return
+            if block not in self._foreseen:
+                self._foreseen[block] = self._start_read(block, range(self._num_parts))
+            block = self._followers.get(block)
+            if block == first:
+                return
+
     def abandon(self) -> None:
         """After an error: forget what was announced and wait for all transfers, failed or not."""
         self._ahead.clear()
-        for place in (self._reading, self._held, self._writing):
+        for place in (self._foreseen, self._reading, self._held, self._writing):
             for buffer in place.values():
-                while buffer.transfers:
-                    buffer.transfers.pop().settle()
+                buffer.settle()
                 self._free.append(buffer)
             place.clear()
 
@@ -158,14 +192,27 @@ class BlockPipeline:
         """Start to read announced blocks while there is memory, without waiting for anything."""
         for block in [b for b, buffer in self._writing.items() if buffer.is_done]:
             self._retire(block)
-        while self._ahead and self._free:
+        while self._ahead:
             block, parts = self._ahead[0]
             if block in self._reading or block in self._held or block in self._writing:
                 return  # announced twice: what was put must be in the file first
-            self._ahead.popleft()
-            buffer = self._free.pop()
-            self._reading[block] = buffer
-            for p in parts:
-                if size := self._size(block, p):
-                    record = block * self._num_parts + p
-                    buffer.transfers.append(self._file.read(record, buffer.parts[p][:size]))
+            if block in self._foreseen:
+                self._ahead.popleft()
+                self._reading[block] = self._foreseen.pop(block)
+            elif self._free or self._foreseen:
+                self._ahead.popleft()
+                self._reading[block] = self._start_read(block, parts)
+            else:
+                return
+
+    def _start_read(self, block: int, parts: Iterable[int]) -> _Buffer:
+        if not self._free:
+            _, given_up = self._foreseen.popitem()  # the one that was to come last
+            given_up.settle()
+            self._free.append(given_up)
+        buffer = self._free.pop()
+        for p in parts:
+            if size := self._size(block, p):
+                record = block * self._num_parts + p
+                buffer.transfers.append(self._file.read(record, buffer.parts[p][:size]))
+        return buffer

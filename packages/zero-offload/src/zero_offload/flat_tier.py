@@ -42,6 +42,8 @@ class FlatTier(ABC):
         self._grads = GradLedger()
         self._progress = Progress()
         self._seconds = 0.0
+        self.stall_s = 0.0
+        """Seconds that callers were blocked so far because a step was not done."""
 
     @abstractmethod
     def _launch(self, job: Callable[[], None]) -> None:
@@ -97,7 +99,7 @@ class FlatTier(ABC):
             )
         stop = start + grad.numel()
         self.geometry.check_range(start, stop)
-        self._progress.wait(start, stop)  # a step may still read the last gradient of this range
+        self._wait(start, stop)  # a step may still read the last gradient of this range
         return self._mover.offer(start, grad, self._grads)
 
     def read_grad(self, start: int, stop: int) -> Tensor:
@@ -173,8 +175,14 @@ class FlatTier(ABC):
 
         On an accelerator: once the current stream is ordered after their arrival.
         """
-        for event in self._progress.wait(start, stop):
+        for event in self._wait(start, stop):
             self._mover.arrive(event)
+
+    def _wait(self, start: int, stop: int) -> list[torch.Event]:
+        started = perf_counter()
+        events = self._progress.wait(start, stop)
+        self.stall_s += perf_counter() - started
+        return events
 
     def are_params_ready(self, start: int, stop: int) -> bool:
         """Whether `wait_params` would return at once, and make no stream wait."""

@@ -157,9 +157,10 @@ class NvmeStepper(Stepper):
         self._pipeline.put(index)
 
     def settle(self) -> None:
-        """Unless a further step waits, see to it that this one is in the file."""
+        """Unless a further step waits, see to it that this one is in the file, and look ahead."""
         if self._pipeline.is_idle:
             self._pipeline.flush()
+            self._pipeline.foresee()
 
     def state_dtypes(self) -> Mapping[str, torch.dtype]:
         """The rule's states, as a checkpoint sees them."""

@@ -103,6 +103,11 @@ class TwinTier:
         return next((f for p in self._parts if (f := getattr(p.tier, "file", None))), None)
 
     @property
+    def stall_s(self) -> float:
+        """Seconds that callers were blocked so far because the host was not done."""
+        return sum(getattr(part.tier, "stall_s", 0.0) for part in self._parts if part.is_host)
+
+    @property
     def host_bytes(self) -> int:
         """Bytes of host memory that master weights and state take, transfer buffers apart."""
         return sum(getattr(part.tier, "host_bytes", 0) for part in self._parts)

@@ -1,0 +1,221 @@
+"""The values of a segment at run time, gathered or not.
+
+See [Note: the tensors of a segment] in `zero_core.unit`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+from torch import Tensor, nn
+
+from zero_core.arena import BufferPool
+from zero_core.collectives import wait
+from zero_core.layout import Segment
+from zero_core.protocols import Collectives, StateTier, Work
+from zero_core.resting import Lane, RestingShard
+
+__all__ = ["SegmentValues", "slot_views"]
+
+
+class SegmentValues:
+    """The values of one segment; see [Note: the tensors of a segment] in `zero_core.unit`."""
+
+    def __init__(
+        self,
+        segment: Segment,
+        params: Sequence[nn.Parameter],
+        *,
+        rank: int,
+        device: torch.device,
+        shard: Tensor | RestingShard,
+        full: Tensor | None,
+        pool: BufferPool,
+        lane: Lane,
+        has_remote_updates: bool,
+    ) -> None:
+        """Adopt ``params``, one per slot.
+
+        Args:
+            segment: the arithmetic.
+            params: the model's parameters, in the order of the slots.
+            rank: this rank.
+            device: where the values are used.
+            shard: this rank's slice, on the device or resting off it.
+            full: the gathered values if they are kept for good, else None.
+            pool: where ``full`` comes from otherwise.
+            lane: fills buffers of ``pool``, too.
+            has_remote_updates: whether other ranks update slices of it.
+        """
+        self.segment = segment
+        self.params = list(params)
+        self.device = device
+        self.shard = shard
+        self.full = full
+        self.version = 0
+        """Grows when the values of any rank's shard may have changed."""
+        self.local_span: tuple[int, int] | None = None
+        """The part of the local flat space whose update these values wait for."""
+        self._full_version = 0
+        self._has_remote_updates = has_remote_updates
+        self.is_kept = full is not None
+        """Whether ``full`` is there for good."""
+        self._pool = pool
+        self.lane = lane
+        """What resting shards arrive on."""
+        self._rank = rank
+        self._gather: Work | None = None
+        self._views: dict[int, list[Tensor]] = {}
+        self._is_pointed_at = False
+        hole = torch.zeros((), dtype=segment.dtype, device=device)
+        if segment.dtype.is_floating_point:
+            hole.fill_(float("nan"))
+        self._placeholders = [hole.expand(p.shape) for p in self.params]
+
+    def start_unshard(
+        self, collectives: Collectives, tier: StateTier | None, *, backward: bool
+    ) -> None:
+        """Start to make ``full`` hold the current values, if it does not."""
+        if self.full is not None and self._full_version == self.version:
+            return
+        if self._gather is not None:  # of older values, gathered ahead and then not needed
+            work, self._gather = self._gather, None
+            wait(work, lambda: f"all_gather of segment {self.segment.index}")
+        is_gathered = not self.is_kept or self._has_remote_updates
+        if is_gathered and self.full is None:
+            self.full = self._pool.acquire(self.segment.padded_numel, self.segment.dtype)
+        with self._queue():
+            if tier is not None and self.local_span is not None:
+                tier.wait_params(*self.local_span)
+            if is_gathered:
+                self._gather = self._start_gather(collectives, backward=backward)
+        self._full_version = self.version
+
+    def _queue(self) -> AbstractContextManager[None]:
+        """Where the gather is launched; see [Note: the lane] in zero_core.resting."""
+        return self.lane if isinstance(self.shard, RestingShard) else nullcontext()
+
+    def _start_gather(self, collectives: Collectives, *, backward: bool) -> Work:
+        assert self.full is not None
+        if isinstance(self.shard, RestingShard):
+            return self.shard.gather(
+                self.full, collectives, version=self.version, backward=backward
+            )
+        return collectives.all_gather(
+            self.full,
+            self.shard,
+            unit=self.segment.index,
+            version=self.version,
+            backward=backward,
+        )
+
+    def finish_unshard(self, what: Callable[[], str]) -> None:
+        """Wait for the gather and let the parameters point at the values."""
+        if self._gather is not None:
+            work, self._gather = self._gather, None
+            wait(work, what)
+        if not self._is_pointed_at:
+            for param, view in zip(self.params, self._current_views(), strict=True):
+                param.data = view
+            self._is_pointed_at = True
+
+    def reshard(self, what: Callable[[], str]) -> None:
+        """Give the buffer back, unless the values are kept for good."""
+        if self.is_kept or self.full is None:
+            return
+        if self._gather is not None:  # gathered ahead, then not needed
+            work, self._gather = self._gather, None
+            wait(work, what)
+        self._point_at_placeholders()
+        self._pool.release(self.full, self.lane.after_readers())
+        self.full = None
+
+    @property
+    def is_current(self) -> bool:
+        """Whether the parameters hold the current values."""
+        return self._is_pointed_at and self._full_version == self.version and self._gather is None
+
+    def settle(self, tier: StateTier | None) -> None:
+        """Wait for the tier, where nothing but its update is missing."""
+        if self.is_kept and not self._has_remote_updates:
+            if tier is not None and self.local_span is not None:
+                tier.wait_params(*self.local_span)
+            self._full_version = self.version
+
+    def read_shard(self) -> Tensor:
+        """This rank's slice of the values, [shard_numel], where it lies; not to be changed."""
+        return self.shard.read() if isinstance(self.shard, RestingShard) else self.shard
+
+    def overwrite(self, start: int, values: Tensor) -> None:
+        """Take over ``values`` from element ``start`` of the segment on.
+
+        Whoever calls makes sure that nobody gathers, and that ``version`` grows if need be.
+
+        Args:
+            start: offset in the segment, in elements.
+            values: 1-D, any dtype and device, the same on every rank that stores any of them.
+        """
+        stop = start + values.numel()
+        if self.full is not None:
+            self.full[start:stop].copy_(values)
+        low, high = self.segment.shard_range(self._rank)
+        first, last = max(low, start), min(high, stop)
+        if first >= last or self.is_kept:  # what is kept holds the shard
+            return
+        own = values[first - start : last - start]
+        if isinstance(self.shard, RestingShard):
+            self.shard.write(first - low, own)
+        else:
+            self.shard[first - low : last - low].copy_(own)
+
+    @property
+    def stored(self) -> tuple[int, int]:
+        """The part of the segment that this rank stores."""
+        if self.is_kept:
+            return 0, self.segment.padded_numel
+        return self.segment.shard_range(self._rank)
+
+    def published(self) -> Tensor:
+        """Where the state tier writes the new values of ``local_span``."""
+        if isinstance(self.shard, RestingShard):
+            return self.shard.published()
+        assert self.local_span is not None
+        is_shard = self.local_span[1] - self.local_span[0] == self.shard.numel()
+        if is_shard:
+            return self.shard
+        assert self.full is not None
+        return self.full
+
+    def adopt(self) -> None:
+        """Let the parameters drop the storage that they came with."""
+        for param in self.params:
+            param.grad = None  # what an earlier backward left would be added to the first gradient
+        if self.is_kept:
+            self.finish_unshard(lambda: "")
+        else:
+            self._point_at_placeholders()
+
+    def _point_at_placeholders(self) -> None:
+        for param, placeholder in zip(self.params, self._placeholders, strict=True):
+            param.data = placeholder
+        self._is_pointed_at = False
+
+    def _current_views(self) -> list[Tensor]:
+        assert self.full is not None
+        key = self.full.data_ptr()
+        views = self._views.get(key)
+        if views is None:
+            with torch.inference_mode(False):  # they serve training too
+                views = slot_views(self.full, self.segment, self.params)
+            self._views[key] = views
+        return views
+
+
+def slot_views(flat: Tensor, segment: Segment, params: Sequence[nn.Parameter]) -> list[Tensor]:
+    """Each parameter's part of ``flat`` ([padded_numel]), in its shape."""
+    return [
+        flat[slot.start : slot.stop].view(param.shape)
+        for slot, param in zip(segment.slots, params, strict=True)
+    ]
