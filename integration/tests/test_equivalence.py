@@ -20,10 +20,10 @@ def _offload(ratio: float) -> dict[str, object]:
     return {"offload_optimizer": {"device": "cpu", "ratio": ratio}}
 
 
-CASES = [
-    Case(stage, dtype, accumulation, clipping, zero=_offload(ratio))
-    for dtype, accumulation, clipping, stage, ratio in itertools.product(
-        ("fp32", "bf16"), (1, 3), (0.0, 0.5), (0, 1, 2, 3), (1.0, 0.4)
+CASES = [  # every ratio with everything else: see test_offload_grid.py
+    Case(stage, dtype, accumulation, clipping, zero=_offload((1.0, 0.4)[stage % 2]))
+    for dtype, accumulation, clipping, stage in itertools.product(
+        ("fp32", "bf16"), (1, 3), (0.0, 0.5), (0, 1, 2, 3)
     )
 ]
 

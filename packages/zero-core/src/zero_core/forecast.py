@@ -38,6 +38,7 @@ __all__ = ["Forecast", "MemoryUse", "buffer_bytes", "num_gathers", "quantized_by
 _META, _CPU = torch.device("meta"), torch.device("cpu")
 _STAGED_NUMEL = 1 << 24  # of a run of parameters on its way to the device, at most
 _NVME_BLOCK_NUMEL = 1 << 20
+_NUM_PACKED = 8  # of the largest tensors that share a page-locked buffer
 _WIDE = (torch.float32, torch.float64)
 
 
@@ -232,8 +233,20 @@ class Forecast:
         largest = min(max((b - a for a, b, _ in whole), default=0), _STAGED_NUMEL)
         dtypes = {s.dtype for _, _, s in whole}
         staged = sum(2 * self._pinned_bytes(largest * dtype.itemsize) for dtype in dtypes)
-        held = [x for x in part if x not in whole]
-        return staged + sum(self._pinned_bytes((b - a) * s.dtype.itemsize) for a, b, s in held)
+        held = [(b - a) * s.dtype.itemsize for a, b, s in part if (a, b, s) not in whole]
+        return staged + self._packed_bytes(held)
+
+    def _packed_bytes(self, sizes: Sequence[int]) -> int:
+        """Neighbours share buffers with room for a few of the largest."""
+        if not self._config.zero_optimization.offload_optimizer.pin_memory:
+            return sum(sizes)
+        limit = 1 << (_NUM_PACKED * max(sizes, default=1) - 1).bit_length()
+        total = packed = 0
+        for size in sizes:
+            if packed and packed + size > limit:
+                total, packed = total + self._pinned_bytes(packed), 0
+            packed += size
+        return total + self._pinned_bytes(packed)
 
     def _pinned_bytes(self, nbytes: int) -> int:
         """torch page-locks memory in powers of two."""

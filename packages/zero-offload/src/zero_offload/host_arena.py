@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from zero_offload.direct_io import aligned_empty, round_up
+from zero_offload.host_memory import NUM_PACKED, pack
 
 __all__ = ["HostArena"]
 
 _ALIGNMENT = 64
-_NUM_LARGEST = 8
 
 
 class HostArena:
@@ -54,25 +54,14 @@ class HostArena:
         holds. Several, each with room for some of the largest, waste little.
         """
         sizes = [-(-numel * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT for numel, dtype in shapes]
-        limit = _power_of_two(_NUM_LARGEST * max(sizes, default=0))
+        limit = _power_of_two(NUM_PACKED * max(sizes, default=0))
         found: list[Tensor] = []
-        for first, last in _pack(sizes, limit if self._should_pin else sum(sizes)):
+        for first, last in pack(sizes, limit if self._should_pin else sum(sizes)):
             buffer, at = self.buffer(sum(sizes[first:last])), 0
             for (numel, dtype), size in zip(shapes[first:last], sizes[first:last], strict=True):
                 found.append(buffer[at : at + numel * dtype.itemsize].view(dtype))
                 at += size
         return found
-
-
-def _pack(sizes: Sequence[int], limit: int) -> list[tuple[int, int]]:
-    """Ranges of neighbours whose sizes add up to at most ``limit``, which none exceeds."""
-    ranges, first, total = [], 0, 0
-    for index, size in enumerate(sizes):
-        if total and total + size > limit:
-            ranges.append((first, index))
-            first, total = index, 0
-        total += size
-    return [*ranges, (first, len(sizes))] if sizes else ranges
 
 
 def _power_of_two(num_bytes: int) -> int:

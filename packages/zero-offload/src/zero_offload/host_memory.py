@@ -8,13 +8,16 @@ budget for all of a tier's buffers, and what exceeds it, or cannot be locked, is
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor
 
-__all__ = ["HostMemory"]
+__all__ = ["NUM_PACKED", "HostMemory", "pack"]
+
+NUM_PACKED = 8
+"""How many of the largest tensors one buffer has room for; so much less than a tenth is wasted."""
 
 _SMALL_BYTES = 1 << 20
 """What may be rounded up to the next power of two."""
@@ -83,6 +86,15 @@ class HostMemory:
             numel -= found[-1].numel()
         return found
 
+    def tensors(self, sizes: Sequence[int], dtype: torch.dtype) -> list[Tensor]:
+        """1-D tensors of so many elements each, in as few buffers as is sensible; see `parts`."""
+        whole = 1 << (NUM_PACKED * max(sizes, default=1) - 1).bit_length()
+        found: list[Tensor] = []
+        for first, last in pack(sizes, whole if self._should_pin else sum(sizes)):
+            buffer = self.empty(sum(sizes[first:last]), dtype)
+            found += torch.split(buffer, list(sizes[first:last]))
+        return found
+
     def _fits(self, nbytes: int) -> bool:
         limit = self._limit_bytes
         if limit is None or self.pinned_bytes + nbytes <= limit:
@@ -101,3 +113,14 @@ class HostMemory:
                 RuntimeWarning,
                 stacklevel=2,
             )
+
+
+def pack(sizes: Sequence[int], limit: int) -> list[tuple[int, int]]:
+    """Ranges of neighbours whose sizes add up to at most ``limit``, which none exceeds."""
+    ranges, first, total = [], 0, 0
+    for index, size in enumerate(sizes):
+        if total and total + size > limit:
+            ranges.append((first, index))
+            first, total = index, 0
+        total += size
+    return [*ranges, (first, len(sizes))] if sizes else ranges

@@ -218,10 +218,16 @@ class HostMover(Mover):
         if not self._must_stage(view):
             return view
         index = self._geometry.shard_at(start)
-        base, shard = self._geometry.shards[index]
         if index not in self._held:
-            self._held[index] = self._memory.empty(shard.numel(), shard.dtype)
+            self._hold_all(view.dtype)
+        base, _ = self._geometry.shards[index]
         return self._held[index][start - base : stop - base]
+
+    def _hold_all(self, dtype: torch.dtype) -> None:
+        shards = list(enumerate(self._geometry.shards))
+        own = [(i, t.numel()) for i, (_, t) in shards if t.dtype == dtype and self._must_stage(t)]
+        memory = self._memory.tensors([numel for _, numel in own], dtype)
+        self._held.update(zip((i for i, _ in own), memory, strict=True))
 
     def out(self, start: int, stop: int) -> Tensor:
         """Staging memory, or what is held, or the shard itself where it is host memory."""

@@ -77,8 +77,6 @@ class Job:
     def config(self) -> dict[str, Any]:
         """This engine's configuration."""
         config = self.deepspeed_config()
-        # One backward per step: there is nothing to add up that would need more bits.
-        config["data_types"] = {"grad_accum_dtype": self.dtype}
         if self.is_large:
             config["activation_checkpointing"] = {}
         return config
