@@ -91,7 +91,7 @@ def test_offload_bench_holds_each_against_deepspeed_at_its_stage() -> None:
         side("deepspeed-2-offload", [2.0, 1.9], 500, 5.0),
         side("deepspeed-3-offload", [3.0, 2.9], 400, 5.00001),
         side("zero-2-offload", [1.4, 1.1], 400, 5.0),
-        side("zero-3-nvme", [1.4, 1.4], 100, 5.1, io_s=10.0, waited_s=1.5),
+        side("zero-3-nvme", [1.4, 1.4], 100, 5.1, io_s=10.0, stall_s=1.5),
         side("zero-3-offload", [1.0, 1.0], 100, 5.0),
         side("zero-3-int8", [2.0, 2.0], 200, 5.2),
         measured.Measured("zero-2-nvme", failure="failed: the disk is full"),

@@ -56,8 +56,12 @@ class KeptTier:
         return cut / self._numel if self._numel else 0.0
 
     def io_seconds(self) -> Mapping[str, float]:
-        """``io_s``: seconds in which a file was read or written; ``waited_s``: seconds that updates
+        """``io_s``: seconds in which a file was read or written; ``stall_s``: seconds that the caller
+        was blocked because an update was not done; ``waited_s``: seconds that updates
         waited for it. Empty if the tier has no file.
         """
         file: Any = getattr(self.tier, "file", None)
-        return {} if file is None else {"io_s": file.io_s, "waited_s": file.waited_s}
+        if file is None:
+            return {}
+        stall_s = getattr(self.tier, "stall_s", 0.0)
+        return {"io_s": file.io_s, "waited_s": file.waited_s, "stall_s": stall_s}

@@ -5,7 +5,8 @@ overhead    median step less the median bare forward and backward of the same ru
             of the fastest steps, which other work on the machine disturbs least
 to rival    a figure over that of DeepSpeed at the same stage with its states in host memory
 memory      peak resident memory of a rank over what it was before the model
-overlap     share of the seconds of file access that no update waited for
+overlap     share of the seconds of file access that the step computed through: 1 less the seconds
+            that forward or backward were blocked because an update was not done
 hidden      share of them that does not show in the step: 1 less what the step takes longer than
             with states in host memory, over the seconds of file access in a step
 
@@ -158,9 +159,9 @@ def _ratio(value: float | None, other: float | None) -> float | None:
 
 
 def _overlap(counted: Mapping[str, float]) -> float | None:
-    """1 less the share of the file access that was waited for."""
+    """1 less the share of the file access that forward or backward waited for."""
     io_s = counted.get("io_s", 0.0)
-    return 1 - counted["waited_s"] / io_s if io_s else None
+    return 1 - counted["stall_s"] / io_s if io_s else None
 
 
 def _hidden(result: Measured, in_memory: Measured | None) -> float | None:
