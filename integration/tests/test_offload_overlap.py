@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import threading
+import time
 from typing import Any
 
 import pytest
@@ -193,6 +194,79 @@ def test_updates_in_backward_are_refused_where_a_step_may_be_called_off(
     offload = {"device": "cpu", "update_in_backward": True}
     with pytest.raises(zero_core.ConfigError, match="update_in_backward"):
         _build_gated(GatedAdam(-1), zero_optimization={"offload_optimizer": offload}, **more)
+
+
+def _set_lr(engine: zero_core.Engine) -> None:
+    engine.optimizer.param_groups[0]["lr"] = 0.5
+    engine.step()
+
+
+def test_settings_that_change_after_an_update_in_backward_are_refused() -> None:
+    engine = _build_gated(GatedAdam(gate_at=-1), check_grad_overflow=False)
+    engine.backward(engine(torch.ones(2, 8)))
+    with pytest.raises(RuntimeError, match="settings between backward and step: too late"):
+        _set_lr(engine)
+
+
+def test_closing_the_engine_waits_for_the_host() -> None:
+    kernel = GatedAdam(gate_at=2)
+    engine = _build_gated(kernel)
+    engine.backward(engine(torch.ones(2, 8)))
+    engine.step()
+    assert kernel.reached.wait(TIMEOUT_S)
+    closing = threading.Thread(target=engine.close, daemon=True)
+    closing.start()
+    closing.join(0.1)
+    assert closing.is_alive()
+    kernel.gate.set()
+    closing.join(TIMEOUT_S)
+    assert not closing.is_alive()
+
+
+class SlowAdam:
+    """The real kernel on a host that is late."""
+
+    def adam_step(self, *args: Any, **kwargs: Any) -> None:
+        time.sleep(0.05)
+        cpu_adam.adam_step(*args, **kwargs)
+
+
+class Skipping(Chain):
+    """The second block is never used; the buffers of the others are rank 0's in every forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.blocks[2](self.norm(torch.tanh(self.blocks[0](x)))).square().mean()
+
+
+def _be_late(rank: int, world_size: int) -> None:
+    def make(**arguments: Any) -> Any:
+        kernel = SlowAdam() if rank else cpu_adam
+        return zero_offload.create_tier(**{**arguments, "adam_kernel": kernel})
+
+    for stage in (1, 2, 3):
+        torch.manual_seed(0)
+        engine = zero_core.build(
+            Skipping(),
+            {
+                "train_micro_batch_size_per_gpu": 4,
+                "optimizer": {"type": "AdamW"},
+                "zero_optimization": {"stage": stage, "offload_optimizer": {"device": "cpu"}},
+            },
+            state_tier=make,
+        )
+        for _ in range(3):
+            engine.backward(engine(torch.randn(4, 8)))
+            engine.step()
+        assert engine.full_state_dict()["blocks.2.weight"].isfinite().all()
+        engine.close()
+
+
+def test_a_rank_whose_host_is_late_keeps_the_order_of_exchanges() -> None:
+    spawn(_be_late, 2)
 
 
 def _count_bytes(rank: int, world_size: int) -> None:

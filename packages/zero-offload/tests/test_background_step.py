@@ -124,6 +124,34 @@ def test_a_step_behind_one_that_failed_does_not_run() -> None:
     assert torch.equal(space.flat_params(), space.initial)
 
 
+def test_readers_do_not_wait_for_steps_that_queue_behind_one_that_failed() -> None:
+    class FailsLate(GatedAdam):
+        def adam_step(self, *args: Any, **kwargs: Any) -> None:
+            super().adam_step(*args, **kwargs)
+            raise MemoryError("no memory")
+
+    space, kernel = Space(), FailsLate(gate_at=0)
+    tier = make_tier(space, optim.AdamW, GROUPS, kernel=kernel)
+    offer(tier, space, 0)
+    tier.step(GROUPS, [3, 4], grad_scale=1.0)
+    assert kernel.reached.wait(TIMEOUT_S)
+    tier.step(GROUPS, [0, 1], grad_scale=1.0)
+    tier.step(GROUPS, [2], grad_scale=1.0)
+    kernel.gate.set()
+    for call in (lambda: tier.read_state("exp_avg", 0, 1), lambda: tier.read_scalars(0)):
+        failed: list[BaseException] = []
+
+        def read(call: Callable[[], object] = call, failed: list[BaseException] = failed) -> None:
+            try:
+                call()
+            except OffloadError as error:
+                failed.append(error)
+
+        reader = _in_thread(read)
+        reader.join(TIMEOUT_S)
+        assert failed
+
+
 def test_what_is_offered_can_be_read_back_until_a_step_uses_it() -> None:
     space = Space(dtype=torch.bfloat16)
     tier = make_tier(space, optim.AdamW, GROUPS, ratio=0.3, kernel=ReferenceAdam())

@@ -56,9 +56,9 @@ class KeptTier:
         return cut / self._numel if self._numel else 0.0
 
     def io_seconds(self) -> Mapping[str, float]:
-        """``io_s``: seconds in which a file was read or written; ``stall_s``: seconds that the caller
-        was blocked because an update was not done; ``waited_s``: seconds that updates
-        waited for it. Empty if the tier has no file.
+        """``io_s``: seconds in which a file was read or written; ``waited_s``: seconds that updates
+        waited for it; ``stall_s``: seconds that the caller was blocked because an update was not
+        done. Empty if the tier has no file.
         """
         file: Any = getattr(self.tier, "file", None)
         if file is None:

@@ -49,8 +49,8 @@ class Arena:
 class BufferPool:
     """Equally large buffers that are handed out as any dtype and come back.
 
-    Reuse is ordered without events: whoever fills a buffer does so from the stream that its last
-    reader ran on (a collective first waits for the stream that launches it).
+    Whoever fills a buffer does so from the stream that its last reader ran on (a collective first
+    waits for the stream that launches it); other readers are waited for by what `release` is given.
     """
 
     def __init__(self, allocate: Allocate, buffer_bytes: int, *, num_spare: int = 0) -> None:

@@ -118,6 +118,7 @@ def build(
         rank=ranks.rank,
         device=ranks.device,
         exchanged=shared.zeros if shared is not None and is_shared else None,
+        is_accelerated=ranks.device.type != "cpu",
         resting=_make_param_tier(param_tier, layout, resolved, ranks),
     )
     tier = _make_tier(state_tier, memory, drawn, resolved, ranks, has_named_rule)

@@ -535,7 +535,7 @@ def _refuse_unserved(config: Config) -> None:
         ),
         (
             offload.device == "none" and "state_dtype" in offload.model_fields_set,
-            "zero_optimization.offload_optimizer.state_dtype needs device 'cpu'",
+            "zero_optimization.offload_optimizer.state_dtype needs device 'cpu' or 'nvme'",
         ),
         (
             zero.zero_quantized_weights and zero.stage != 3,
@@ -587,6 +587,11 @@ def _unneeded(config: Config) -> dict[str, str]:
             zero.offload_optimizer.device != "nvme",
             _OF_OPTIMIZER_NVME,
             "used with offload_optimizer.device 'nvme' only",
+        ),
+        (
+            zero.offload_optimizer.device == "none",
+            [f"offload_optimizer.{key}" for key in ("pin_memory", "pin_memory_bytes", "numa")],
+            "used with offload_optimizer only",
         ),
     ]
     found = dict(UNNEEDED)

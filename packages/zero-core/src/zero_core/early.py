@@ -52,6 +52,7 @@ class EarlyUpdates:
         }
         self._flow = flow
         self._updated: set[int] = set()
+        self._settings = ""  # that they were updated with
 
     def update(self, grads: SegmentGrads, optimizer: EngineOptimizer) -> None:
         """The gradient of a segment was offered to the tier: have it used, if that may be.
@@ -64,12 +65,20 @@ class EarlyUpdates:
         index = grads.segment.index
         active = [i for i in self._pieces[index] if self._params[i] in self._flow.fired]
         if active:
+            self._settings = self._settings or repr(optimizer.hyperparameters())
             self._tier.step(optimizer.hyperparameters(), active, grad_scale=1.0)
+            grads.is_used = True
             self._updated.update(active)
             self._flow.segment_changed(index)
 
-    def rest(self, active: Sequence[int]) -> list[int]:
-        """Those of ``active`` that are not updated yet."""
+    def rest(self, active: Sequence[int], optimizer: EngineOptimizer) -> list[int]:
+        """Those of ``active`` that are not updated yet.
+
+        Raises:
+            RuntimeError: the optimizer's settings have changed since the others were.
+        """
+        if self._updated and repr(optimizer.hyperparameters()) != self._settings:
+            self.check_none("changing the optimizer's settings between backward and step")
         return [i for i in active if i not in self._updated]
 
     def check_none(self, what: str) -> None:
@@ -89,3 +98,4 @@ class EarlyUpdates:
     def clear(self) -> None:
         """Start a new step."""
         self._updated.clear()
+        self._settings = ""

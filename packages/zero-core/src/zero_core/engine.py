@@ -359,6 +359,7 @@ class Engine:
 
     def close(self) -> None:
         """Take the engine's hooks off the module; its parameters stay as they are."""
+        self._tier.wait_params(0, max((p.stop for p in self._pieces), default=0))
         self._flow.detach()
         self._buffers.detach()
         while self._hooks:
@@ -403,16 +404,16 @@ class Engine:
     def _check_backward(self) -> None:
         self._early.check_none("a further backward of the same step")
         if self.config.fp16.enabled and not self._is_scaled:
-            text = "use engine.backward(loss) or engine.scale(loss).backward()"
-            raise RuntimeError(f"fp16 needs the loss scale: {text}")
+            raise RuntimeError(
+                "fp16 needs the loss scale: engine.backward(), or engine.scale(loss)"
+            )
 
     def _restart_accumulation(self) -> None:
         """A backward did not end: drop the gradients of the whole step, not a part of them."""
         steps = self.config.gradient_accumulation_steps
         done = self.micro_steps % steps
-        text = "rank %d: the last backward did not end; step %d starts again from its first "
-        text += "micro-step (%d of %d were done)"
-        _log.warning(text, self.rank, self.global_steps, done, steps)
+        text = f"rank {self.rank}: the last backward did not end; step {self.global_steps}"
+        _log.warning("%s starts again from its first micro-step (%d of %d)", text, done, steps)
         self.micro_steps -= done
         self._discard_grads()
 
@@ -450,7 +451,8 @@ class Engine:
 
     def _update(self, groups: Sequence[Mapping[str, Any]]) -> None:
         plain = [{k: v for k, v in g.items() if k != "params"} for g in groups]
-        self._tier.step(plain, self._early.rest(self._active), grad_scale=self._grad_scale)
+        active = self._early.rest(self._active, self.optimizer)
+        self._tier.step(plain, active, grad_scale=self._grad_scale)
         self._flow.values_changed()
 
     def _skip(self) -> None:
@@ -458,13 +460,8 @@ class Engine:
         scale = self._scaler.scale
         self._scaler.update(is_overflow=True)
         where = self._facts.explain_nonfinite()
-        _log.warning(
-            "step %d skipped on all ranks: the gradient is not finite (%s); loss scale %g -> %g",
-            self.global_steps,
-            where,
-            scale,
-            self._scaler.scale,
-        )
+        text = "step %d skipped on all ranks: the gradient is not finite (%s); loss scale %g -> %g"
+        _log.warning(text, self.global_steps, where, scale, self._scaler.scale)
 
     def _discard_grads(self) -> None:
         self._early.check_none("dropping gradients")

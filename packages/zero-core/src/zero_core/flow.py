@@ -309,7 +309,7 @@ class Flow:
         if 0 < ahead < len(self._units) and not (backward and unit.is_root):
             following = self._units[ahead]
             if ahead not in self._ready:
-                if not following.is_updated(self.tier):
+                if not following.is_exchanged and not following.is_updated(self.tier):
                     return  # this unit would wait for the update of the next one
                 self._ahead = following
             self._start_unshard(following, backward=backward)

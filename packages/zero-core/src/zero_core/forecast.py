@@ -94,7 +94,15 @@ class Forecast:
         is_apart = offload == "nvme" or (offload == "cpu" and is_accelerated)
         self._resting = resting_segments(drawn.layout, config, is_apart=is_apart)
         resting = Resting(self._resting, _Nowhere()) if self._resting else None
-        memory = Memory(drawn.found, drawn.layout, config, rank=0, device=_META, resting=resting)
+        memory = Memory(
+            drawn.found,
+            drawn.layout,
+            config,
+            rank=0,
+            device=_META,
+            is_accelerated=is_accelerated,
+            resting=resting,
+        )
         memory.allocate_grads(_read_nothing if self._is_offloaded else None)
         self.stage = memory.stage
         self._spans = _spans(memory)

@@ -26,7 +26,7 @@ __all__ = ["Memory", "accumulated_dtype", "communicated_dtype", "offered_dtype"]
 
 ReadGrad = Callable[[int, int], Tensor]
 """`zero_core.protocols.StateTier.read_grad`."""
-_NUM_SPARE = 2
+NUM_SPARE = 2
 """Buffers whose copies to the host may still be under way when the next one is needed."""
 
 
@@ -42,13 +42,15 @@ class Memory:
         rank: int,
         device: torch.device,
         exchanged: Allocate | None = None,
+        is_accelerated: bool,
         resting: Resting | None = None,
     ) -> None:
         """Allocate values for ``rank`` on ``device``; the model's parameters stay as they are.
 
         `allocate_grads` does the rest. ``exchanged`` makes the memory that other ranks' bytes are
-        read from (shards and gradients), if it is to be of a special kind. ``resting`` is what
-        rests off the device, if anything.
+        read from (shards and gradients), if it is to be of a special kind. ``is_accelerated``:
+        the compute device is another one than the host. ``resting`` is what rests off the device,
+        if anything.
         """
         self._has_peers = layout.world_size > 1
         self._resting = () if resting is None else resting.segments
@@ -72,7 +74,7 @@ class Memory:
         self._layout = layout
         self._pools: list[tuple[str, BufferPool, int]] = []
         # Copies to other memory are under way on an accelerator while the next unit is reduced.
-        self._num_spare = 0 if device.type in ("cpu", "meta") else _NUM_SPARE
+        self._num_spare = NUM_SPARE if is_accelerated else 0
         self.values = values = self._allocate_values()
         self.units: list[Unit] = []
         starts = layout.local_starts(is_sharded=self.has_sharded_state)

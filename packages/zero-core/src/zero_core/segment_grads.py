@@ -91,6 +91,8 @@ class SegmentGrads:
         self._until_read: Callable[[], None] | None = None  # by the other ranks, of full_grad
         self._until_copied: Callable[[], None] | None = None  # by the state tier, of grad_shard
         self._spoilt_by: Tensor | None = None  # bool, [world_size]
+        self.is_used = False
+        """Whether an update in this step has used the gradient: no more may come."""
 
     @property
     def has_unreduced(self) -> bool:
@@ -115,6 +117,7 @@ class SegmentGrads:
                 "sparse gradients are not supported: use sparse=False in the embedding"
             )
         if self._full_grad is None:
+            self._check_unused()
             self._open()
         view = self._grad_views[position]
         if self._has_grad[position]:
@@ -125,6 +128,14 @@ class SegmentGrads:
                 grad = grad.to(torch.promote_types(grad.dtype, view.dtype))
             torch.mul(grad, self._predivide, out=view)
             self._has_grad[position] = True
+
+    def _check_unused(self) -> None:
+        if self.is_used:
+            raise RuntimeError(
+                "a gradient came after its unit was updated during backward, as of a block that is "
+                "used twice under reentrant activation checkpointing: set zero_optimization."
+                "offload_optimizer.update_in_backward to false, and go on from a checkpoint"
+            )
 
     def start_reduce(self, collectives: Collectives) -> None:
         """Start to reduce what was taken; parameters without a gradient count as zero."""
@@ -286,6 +297,7 @@ class SegmentGrads:
     def reset(self) -> None:
         """Start a new step: nothing accumulated."""
         self._is_shard_empty = True
+        self.is_used = False
         self._has_grad = [False] * len(self.params)
         self._work = self._reduced = self._shard_norm = self._spoilt_by = None
         self._close()

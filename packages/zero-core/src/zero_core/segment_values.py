@@ -133,6 +133,12 @@ class SegmentValues:
         self.full = None
 
     @property
+    def is_exchanged(self) -> bool:
+        """Whether a gather is an exchange with other ranks."""
+        is_gathered = not self.is_kept or self._has_remote_updates
+        return is_gathered and self.segment.world_size > 1
+
+    @property
     def is_current(self) -> bool:
         """Whether the parameters hold the current values."""
         return self._is_pointed_at and self._full_version == self.version and self._gather is None

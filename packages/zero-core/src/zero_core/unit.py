@@ -64,6 +64,11 @@ class Unit:
         """Whether it is what belongs to no block."""
         return self.index == 0
 
+    @property
+    def is_exchanged(self) -> bool:
+        """Whether its values come from other ranks: all must then gather it at the same place."""
+        return any(v.is_exchanged for v in self.values)
+
     def is_updated(self, tier: StateTier | None) -> bool:
         """Whether the tier has no update of its values under way."""
         spans = [v.local_span for v in self.values if v.local_span is not None]

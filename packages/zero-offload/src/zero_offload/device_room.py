@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from time import perf_counter
 
 import torch
@@ -30,6 +32,16 @@ class MemoryReading:
     total: int
 
 
+@cache
+def _tell_unbounded(why: str) -> None:
+    warnings.warn(
+        f"the device's free memory is not known ({why}): ratio auto has no lower bound, and may "
+        f"move more to the device than fits; give a ratio or a device_budget",
+        RuntimeWarning,
+        stacklevel=2,
+    )
+
+
 def read_memory(device: torch.device) -> MemoryReading | None:
     """A reading, or None where the device's memory is the host's or is not accounted for."""
     if device.type == "cpu":
@@ -38,7 +50,8 @@ def read_memory(device: torch.device) -> MemoryReading | None:
         free, total = torch.accelerator.get_memory_info(device)
         reserved = torch.accelerator.memory_reserved(device)
         peak = torch.accelerator.max_memory_allocated(device)
-    except (AttributeError, RuntimeError):  # torch 2.10's, or a backend without it
+    except (AttributeError, RuntimeError) as error:  # torch 2.10's, or a backend without it
+        _tell_unbounded(str(error))
         return None
     return MemoryReading(free + reserved, peak, total)
 

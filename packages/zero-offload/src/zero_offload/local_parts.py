@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["LocalPart", "common_device", "lay_out"]
+__all__ = ["LocalPart", "check_not_replicated", "common_device", "lay_out"]
 
 
 class LocalPart:
@@ -140,6 +140,24 @@ def common_device(parts: Sequence[LocalPart]) -> torch.device:
     if len(devices) > 1:
         raise ValueError(f"the parameters must be on one device, they are on {devices}")
     return parts[0].shard.device if parts else torch.device("cpu")
+
+
+def check_not_replicated(parts: Sequence[LocalPart]) -> None:
+    """ValueError if several ranks hold the same elements, and each would choose its own ratio.
+
+    The kernels of host and accelerator agree to a few ulps, so that replicas would drift apart.
+    """
+    dist = torch.distributed
+    if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
+        return
+    for part in parts:
+        placed: Any = part.param
+        if not _is_dtensor(placed) or any(p.is_replicate() for p in placed.placements):
+            raise ValueError(
+                'ratio="auto" on an accelerator needs parameters that no two ranks share (FSDP2 '
+                "without replicas): with DDP or HSDP each rank would choose its own ratio, and the "
+                "replicas would drift apart; give a ratio"
+            )
 
 
 def _is_dtensor(tensor: Tensor) -> bool:

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from zero_offload.geometry import Geometry
 from zero_offload.intervals import Intervals
-from zero_offload.local_parts import common_device, lay_out
+from zero_offload.local_parts import check_not_replicated, common_device, lay_out
 from zero_offload.numa import locate
 from zero_offload.protocols import AdamKernel
 from zero_offload.settings import OffloadSettings
@@ -116,6 +116,8 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             "state_dtype": state_dtype,
         }
         host = self._share(asked, parameters, geometry)
+        if host is None and device.type != "cpu":
+            check_not_replicated(self._parts)
         is_all = host is not None and host.numel == numel
         self._is_host_alone = device.type == "cpu" or is_all
         self.tier: TwinTier = make_twin(
@@ -191,23 +193,27 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         if found_inf is not None and float(found_inf) != 0.0:
             return loss
         self._follow_params()
-        active = self._offer_grads()
+        active, release = self._offer_grads()
         scale = getattr(self, "grad_scale", None)
         grad_scale = 1.0 if scale is None else 1.0 / float(scale)
         self.tier.step(self._tier_groups(), active, grad_scale=grad_scale)
+        if release is not None:  # gradients may be overwritten as soon as this returns
+            release()
         self.tier.wait_params(0, self.tier.geometry.numel)
         self._note_state(active)
         self._note_versions()
         return loss
 
-    def _offer_grads(self) -> list[int]:
-        active = []
+    def _offer_grads(self) -> tuple[list[int], Callable[[], None] | None]:
+        """The parts that have a gradient, and what their memory waits for: the last says all."""
+        active, release = [], None
         for i, part in enumerate(self._parts):
             if part.param.grad is not None:
                 part.check_home(i)
-                self.tier.offer_grad(part.start, part.flatten(part.param.grad))
+                flat = part.flatten(part.param.grad)
+                release = self.tier.offer_grad(part.start, flat) or release
                 active.append(i)
-        return active
+        return active, release
 
     def _note_versions(self) -> None:
         self._versions = [part.version() for part in self._parts]

@@ -111,7 +111,7 @@ class Progress:
             OffloadError: a step failed.
         """
         with self._changed:
-            self._changed.wait_for(lambda: self._num_open <= 0)
+            self._changed.wait_for(lambda: self._error is not None or self._num_open <= 0)
         self.check()
 
     def check(self) -> None:

@@ -131,13 +131,14 @@ def make_twin(
             f'zero-offload[cpu-adam]) and without amsgrad or float64, or device "cpu"'
         )
     is_on_cpu = device.type == "cpu"
-    memory = HostMemory(
+    make_memory = partial(
+        HostMemory,
         should_pin=pin_memory and not is_on_cpu,
         limit_bytes=pin_memory_bytes,
         place=partial(numa.preferring, placement),
     )
     workshop = _Workshop(
-        device, optimizer_class, rule, device_tier, memory, placement, nvme, param_store
+        device, optimizer_class, rule, device_tier, make_memory, placement, nvme, param_store
     )
     alignment = _alignment(rule, frozen) if is_on_cpu else 1
     if host is not None:
@@ -177,7 +178,7 @@ class _Workshop:
     optimizer_class: type[torch.optim.Optimizer]
     rule: Rule | None
     device_tier: DeviceTierFactory
-    memory: HostMemory
+    make_memory: Callable[[], HostMemory]
     placement: numa.Placement | None
     nvme: NvmeSettings | None
     param_store: ParamStore | None
@@ -187,7 +188,7 @@ class _Workshop:
     ) -> HostTier:
         """A tier in host memory with a worker of its own."""
         rest = Rest(part, self.device, store_of_part(self.param_store, share))
-        mover = RestingHostMover(part, self.device, rest, self.memory)
+        mover = RestingHostMover(part, self.device, rest, self.make_memory())
         is_in_place = self.device.type == "cpu"
         with numa.preferring(self.placement):
             stepper = self._make_nvme_stepper(part, groups)

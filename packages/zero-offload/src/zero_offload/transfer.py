@@ -54,8 +54,8 @@ class Mover(ABC):
 
     @abstractmethod
     def close_grads(self) -> Release:
-        """What was offered so far may be reused by the caller; a call that waits for it to have
-        arrived, for the thread that updates."""
+        """No more is offered for a step; a call that waits for what was to have arrived, for the
+        thread that updates."""
 
     @abstractmethod
     def open_params(self) -> None:
@@ -161,10 +161,8 @@ class HostMover(Mover):
         return self._landing[kept]
 
     def close_grads(self) -> Release:
-        """The caller's stream waits for the copies down."""
-        arrivals, self._arrivals = self._arrivals, []
-        for event in arrivals:
-            self._streams.release(event)
+        """The caller's stream goes on: each offer has its own release."""
+        arrivals = list(self._arrivals)
 
         def wait() -> None:
             for event in arrivals:

@@ -69,6 +69,7 @@ class TwinTier:
         self._fresh = Intervals()  # offered since the last call of step
         self._closed = Intervals()  # offered for this optimizer step before that call
         self._gone_bytes = (0, 0)  # of tiers that a recut replaced
+        self._gone_stall_s = 0.0
         self._host = host
         self._parts: list[Part] = []
         if host or not geometry.numel:
@@ -105,7 +106,8 @@ class TwinTier:
     @property
     def stall_s(self) -> float:
         """Seconds that callers were blocked so far because the host was not done."""
-        return sum(getattr(part.tier, "stall_s", 0.0) for part in self._parts if part.is_host)
+        own = sum(getattr(part.tier, "stall_s", 0.0) for part in self._parts if part.is_host)
+        return self._gone_stall_s + own
 
     @property
     def host_bytes(self) -> int:
@@ -277,12 +279,16 @@ class TwinTier:
             return
         self.wait_params(0, self.geometry.numel)
         scalars = [self.read_scalars(i) for i in range(len(self.geometry.pieces))]
+        before, parts = self._host, list(self._parts)
         try:
             self._replace_parts(Intervals([(0, cut)]), is_growing=cut > self.cut)
             for i, values in enumerate(scalars):
                 self.write_scalars(i, values)
         except BaseException as error:
-            self._parts = [lost_part(self.geometry, error)]
+            if [id(part) for part in self._parts] == [id(part) for part in parts]:
+                self._host = before  # nothing was given up yet: there is no room for the new share
+            else:
+                self._parts = [lost_part(self.geometry, error)]
             raise
 
     def _replace_parts(self, host: Intervals, *, is_growing: bool) -> None:
@@ -330,4 +336,5 @@ class TwinTier:
             down, up = self._gone_bytes
             down += getattr(part.tier, "bytes_d2h", 0)
             self._gone_bytes = (down, up + getattr(part.tier, "bytes_h2d", 0))
+            self._gone_stall_s += getattr(part.tier, "stall_s", 0.0)
             self._parts.remove(part)
