@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import threading
 import weakref
@@ -190,3 +191,26 @@ def test_a_share_chosen_by_name_is_not_cut() -> None:
     )
     with pytest.raises(ValueError, match="chosen by name"):
         tier.recut(3)
+
+
+def test_a_recut_without_room_for_the_new_share_leaves_the_old_one() -> None:
+    space, groups = Space(), [group_of(optim.AdamW, lr=1e-2)]
+    tier = make_tier(space, optim.AdamW, groups, ratio=0.3, kernel=ReferenceAdam())
+    train(tier, space, groups, range(2))
+    before = snapshot(tier, space)
+    make_host = tier._make_host
+
+    def refuse(*args: Any) -> Any:
+        raise OSError(errno.ENOSPC, "no room")
+
+    tier._make_host = refuse
+    with pytest.raises(OSError, match="no room"):
+        tier.recut(300)
+    assert_same(snapshot(tier, space), before)
+    tier._make_host = make_host
+    tier.recut(300)
+    train(tier, space, groups, range(2, 4))
+    plain = Space()
+    other = make_tier(plain, optim.AdamW, groups, ratio=0.3, kernel=ReferenceAdam())
+    train(other, plain, groups, range(4))
+    assert torch.equal(space.flat_params(), plain.flat_params())

@@ -70,6 +70,7 @@ class TwinTier:
         self._closed = Intervals()  # offered for this optimizer step before that call
         self._gone_bytes = (0, 0)  # of tiers that a recut replaced
         self._gone_stall_s = 0.0
+        self._is_given_up = False  # whether the recut under way has dropped a tier
         self._host = host
         self._parts: list[Part] = []
         if host or not geometry.numel:
@@ -279,16 +280,16 @@ class TwinTier:
             return
         self.wait_params(0, self.geometry.numel)
         scalars = [self.read_scalars(i) for i in range(len(self.geometry.pieces))]
-        before, parts = self._host, list(self._parts)
+        before, self._is_given_up = self._host, False
         try:
             self._replace_parts(Intervals([(0, cut)]), is_growing=cut > self.cut)
             for i, values in enumerate(scalars):
                 self.write_scalars(i, values)
         except BaseException as error:
-            if [id(part) for part in self._parts] == [id(part) for part in parts]:
-                self._host = before  # nothing was given up yet: there is no room for the new share
-            else:
+            if self._is_given_up:
                 self._parts = [lost_part(self.geometry, error)]
+            else:
+                self._host = before  # there is no room for the new share; the old one is whole
             raise
 
     def _replace_parts(self, host: Intervals, *, is_growing: bool) -> None:
@@ -336,5 +337,6 @@ class TwinTier:
             down, up = self._gone_bytes
             down += getattr(part.tier, "bytes_d2h", 0)
             self._gone_bytes = (down, up + getattr(part.tier, "bytes_h2d", 0))
+            self._is_given_up = True
             self._gone_stall_s += getattr(part.tier, "stall_s", 0.0)
             self._parts.remove(part)
