@@ -134,34 +134,39 @@ class _Planner:
         self._drawn = drawn
         self._config = config
         self._machine = machine
-        stages = range(4) if machine.world_size > 1 else [config.zero_optimization.stage]
-        self._forecasts = {
-            stage: Forecast(
-                drawn,
-                _at_stage(config, stage),
-                is_accelerated=machine.is_accelerated,
-                is_one_host=machine.ranks_per_node == machine.world_size,
-                other_bytes=other,
-            )
-            for stage in stages
-        }
+        self._other = other
         self._stage = config.zero_optimization.stage
+        self._stages = range(4) if machine.world_size > 1 else [self._stage]
+        self._device = config.zero_optimization.offload_optimizer.device
+        self._forecasts: dict[tuple[int, str], Forecast] = {}
         self._ratio = planned_ratio(
             config.zero_optimization.offload_optimizer,
             drawn.layout,
-            self._forecasts[self._stage].device_state_bytes,
+            self._forecast(self._stage, self._device).device_state_bytes,
         )
+
+    def _forecast(self, stage: int, device: str) -> Forecast:
+        """Of a stage, with the optimizer state on a device: with offload gradients go there too."""
+        if (stage, device) not in self._forecasts:
+            self._forecasts[stage, device] = Forecast(
+                self._drawn,
+                _with_choice(self._config, stage, device),
+                is_accelerated=self._machine.is_accelerated,
+                is_one_host=self._machine.ranks_per_node == self._machine.world_size,
+                other_bytes=self._other,
+            )
+        return self._forecasts[stage, device]
 
     def make(self) -> Plan:
         """The plan."""
         layout, machine = self._drawn.layout, self._machine
-        forecast = self._forecasts[self._stage]
+        forecast = self._forecast(self._stage, self._device)
         configured = self._choice(self._stage, self._ratio)
-        least = [c for c in map(self._least_offload, self._forecasts) if c is not None]
+        least = [c for c in map(self._least_offload, self._stages) if c is not None]
         best = configured if configured.is_fitting else self._smallest_change(least)
         links = Links(machine.world_size, machine.ranks_per_node, machine.is_accelerated)
         link_bytes = forecast.host_link_bytes(self._ratio) if machine.is_accelerated else (0, 0)
-        ends = [self._choice(stage, ratio) for stage in self._forecasts for ratio in (0.0, 1.0)]
+        ends = [self._choice(stage, ratio) for stage in self._stages for ratio in (0.0, 1.0)]
         choices = {(c.stage, c.ratio): c for c in [*ends, *least, configured]}
         return Plan(
             world_size=machine.world_size,
@@ -179,7 +184,10 @@ class _Planner:
         )
 
     def _choice(self, stage: int, ratio: float) -> Choice:
-        use = self._forecasts[stage].memory(ratio)
+        offloaded = "cpu" if self._device == "none" else self._device
+        is_configured = (stage, ratio) == (self._stage, self._ratio)
+        device = self._device if is_configured else offloaded if ratio else "none"
+        use = self._forecast(stage, device).memory(ratio)
         return Choice(stage, ratio, use.device_bytes, use.host_bytes, self._machine.has_room(use))
 
     def _least_offload(self, stage: int) -> Choice | None:
@@ -241,11 +249,13 @@ def _limits(machine: _Machine) -> str:
     return " and ".join(found)
 
 
-def _at_stage(config: Config, stage: int) -> Config:
-    """The configuration at another stage, without what that stage does not serve."""
+def _with_choice(config: Config, stage: int, device: str) -> Config:
+    """The configuration at another stage, without what that stage does not serve, and with the
+    optimizer state elsewhere."""
     zero = config.zero_optimization
     changes: dict[str, Any] = {
         "stage": stage,
+        "offload_optimizer": zero.offload_optimizer.model_copy(update={"device": device}),
         "zero_quantized_weights": zero.zero_quantized_weights and stage == 3,
     }
     if stage != 3:
