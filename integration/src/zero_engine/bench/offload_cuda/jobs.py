@@ -77,6 +77,8 @@ class Job:
     def config(self) -> dict[str, Any]:
         """This engine's configuration."""
         config = self.deepspeed_config()
+        if self.dtype != "fp16":  # as the others: nothing calls a step off
+            config["check_grad_overflow"] = False
         if self.is_large:
             config["activation_checkpointing"] = {}
         return config
