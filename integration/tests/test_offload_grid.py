@@ -20,7 +20,7 @@ from zero_core.testing import LR, Case, Trace, run_ddp, run_engine, spawn
 
 RATIOS = (0.0, 0.001, 0.3, 0.5, 0.999, 1.0)
 IS_FULL = os.environ.get("ZERO_OFFLOAD_GRID") == "full"
-STEPS = 4
+STEPS = 3
 OPTIMIZERS: Mapping[str, Mapping[str, Any]] = {
     "Adam": {"adam_w_mode": False, "lr": LR, "weight_decay": 0.01},
     "AdamW": {"lr": LR, "weight_decay": 0.1},
