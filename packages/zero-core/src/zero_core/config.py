@@ -133,8 +133,9 @@ class OffloadOptimizerConfig(_Block):
     """Keep the host's thread and memory on the device's NUMA node, where it is known."""
     nvme_path: str | None = None
     """A folder on the NVMe disk, for device nvme; the ranks of a host may share it."""
-    buffer_count: PositiveInt = 4
-    """Blocks of state in host memory at once, for device nvme; 3 or more overlap fully."""
+    buffer_count: PositiveInt = 16
+    """Blocks of 1 Mi elements of state in host memory at once, for device nvme: what is read before
+    it is needed. DeepSpeed's 4 are of a whole parameter each."""
     fast_init: bool = False
     pipeline_read: bool = False
     pipeline_write: bool = False

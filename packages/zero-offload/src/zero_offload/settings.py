@@ -68,12 +68,12 @@ class NvmeSettings:
     """
 
     path: str
-    buffer_count: int = 4
+    buffer_count: int = 16
 
     @classmethod
     def from_block(cls, block: Mapping[str, Any]) -> NvmeSettings:
         """Read ``nvme_path`` and ``buffer_count``; ValueError naming the one that is wrong."""
-        path, count = block.get("nvme_path"), block.get("buffer_count", 4)
+        path, count = block.get("nvme_path"), block.get("buffer_count", 16)
         if not isinstance(path, str) or not path:
             raise ValueError(
                 f'{_BLOCK}.device = "nvme" needs {_BLOCK}.nvme_path, a folder on the NVMe disk; '
