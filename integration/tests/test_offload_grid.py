@@ -29,7 +29,7 @@ OPTIMIZERS: Mapping[str, Mapping[str, Any]] = {
     "Lion": {"lr": LR / 10, "weight_decay": 0.1},
 }
 DTYPES = ("fp32", "bf16", "fp16")
-FP16 = {"enabled": True, "initial_scale_power": 15, "hysteresis": 1}
+FP16 = {"enabled": True, "initial_scale_power": 14, "hysteresis": 1}
 """A loss scale whose first gradients overflow."""
 
 # Losses of 3 to 4. fp32: kernels and torch's loops differ by ulps, which Adam's quotient and Lion's
