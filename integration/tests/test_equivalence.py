@@ -39,7 +39,7 @@ def _name(case: Case) -> str:
     return f"stage{case.stage}-ratio{ratio}-{case.dtype}-accumulation{case.accumulation}-{clip}"
 
 
-@pytest.fixture(scope="module", params=[1, 3], ids=lambda n: f"{n}ranks")
+@pytest.fixture(scope="module", params=[3], ids=lambda n: f"{n}ranks")
 def grid(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[int, Gap]:

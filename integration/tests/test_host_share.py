@@ -119,7 +119,7 @@ def _compare_shares(rank: int, world_size: int, dtype: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-@pytest.mark.parametrize("world_size", [1, 3])
+@pytest.mark.parametrize("world_size", [3])
 def test_no_share_changes_a_bit_under_a_schedule(world_size: int, dtype: str) -> None:
     spawn(_compare_shares, world_size, dtype)
 
