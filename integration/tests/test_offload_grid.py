@@ -2,8 +2,9 @@
 
 Ratio {0, 0.001, 0.3, 0.5, 0.999, 1} x stage {1, 2, 3} x accumulation x clipping x {fp32, bf16, fp16
 with overflow} x five optimizers. Each of the combinations without the ratio is run at one ratio, in
-turn, so that every ratio meets every optimizer and dtype; with ``ZERO_OFFLOAD_GRID=full`` each is
-run at all six, on 1, 2 and 3 ranks. fp32 and bf16 are held against DDP with torch's optimizer, too.
+turn, with AdamW (test_host_rules.py has the other optimizers at three ratios); with
+``ZERO_OFFLOAD_GRID=full`` each is run at all six, with all five, on 1, 2 and 3 ranks. fp32 and bf16
+are held against DDP with torch's optimizer, too.
 """
 
 from __future__ import annotations
@@ -87,7 +88,7 @@ def _check_against_oracle(case: Case, trace: Trace, rank: int) -> None:
     assert max(gaps) <= LOSS[case.dtype], (case, max(gaps))
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("optimizer", OPTIMIZERS if IS_FULL else ["AdamW"])
 @pytest.mark.parametrize("world_size", [1, 2, 3] if IS_FULL else [2])
 def test_no_ratio_and_no_stage_changes_a_bit(world_size: int, optimizer: str) -> None:
     spawn(_compare, world_size, optimizer)
