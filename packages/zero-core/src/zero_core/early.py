@@ -62,14 +62,14 @@ class EarlyUpdates:
         """
         if not self._is_on:
             return
-        index = grads.segment.index
-        active = [i for i in self._pieces[index] if self._params[i] in self._flow.fired]
+        pieces = self._pieces[grads.segment.index]
+        active = [i for i in pieces if self._params[i] in self._flow.fired]
         if active:
             self._settings = self._settings or repr(optimizer.hyperparameters())
             self._tier.step(optimizer.hyperparameters(), active, grad_scale=1.0)
             grads.is_used = True
             self._updated.update(active)
-            self._flow.segment_changed(index)
+            self._flow.segment_changed(grads.segment)
 
     def rest(self, active: Sequence[int], optimizer: EngineOptimizer) -> list[int]:
         """Those of ``active`` that are not updated yet.

@@ -29,6 +29,7 @@ from zero_core.arrivals import Arrivals, Forward
 from zero_core.compiling import outside_graphs, unless_compiling
 from zero_core.config import ActivationCheckpointingConfig
 from zero_core.freezing import hook_gradient
+from zero_core.layout import Segment
 from zero_core.protocols import Collectives, StateTier
 from zero_core.recompute import Recompute
 from zero_core.segment_grads import SegmentGrads
@@ -479,13 +480,12 @@ class Flow:
                 values.settle(self.tier)
         return not all(unit.is_in_use for unit in self._units)
 
-    def segment_changed(self, index: int) -> None:
+    def segment_changed(self, segment: Segment) -> None:
         """The shards of one segment get new values, in a backward that needs the old no more."""
-        for unit in self._units:
-            for values in unit.values:
-                if values.segment.index == index:
-                    values.version += 1
-                    self._ready.discard(unit.index)
+        for values in self._units[segment.unit].values:
+            if values.segment is segment:
+                values.version += 1
+        self._ready.discard(segment.unit)
 
     def values_changed(self) -> None:
         """The shards hold new values: what is gathered of them is stale from now on."""

@@ -270,11 +270,13 @@ class SegmentGrads:
     def finalize(self, collectives: Collectives) -> Tensor:
         """The gradient that the state tier gets; see the note."""
         shard = self.values()
-        if self._offered_dtype is torch.float16 and shard.dtype is not torch.float16:
-            # What overflows here must be seen before it is used.
-            self._shard_norm = _norm(shard.to(torch.float16))
+        rounded = shard
+        if self._final_grad is None or self._offered_dtype is torch.float16:
+            rounded = shard.to(self._offered_dtype)
+        if self._offered_dtype is torch.float16 and rounded is not shard:
+            self._shard_norm = _norm(rounded)  # what overflows here must be seen before it is used
         if self._final_grad is None:
-            return shard.to(self._offered_dtype)
+            return rounded
         self._wait_until_read()  # final_grad may be the memory of full_grad
         work = collectives.all_gather(
             self._final_grad, shard, unit=self.segment.index, version=-1, backward=True

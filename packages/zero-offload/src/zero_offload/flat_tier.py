@@ -296,8 +296,5 @@ class HostTier(FlatTier):
 class DeviceTier(FlatTier):
     """Master weights and state on the compute device, updated in the caller's thread."""
 
-    def __init__(self, geometry: Geometry, stepper: Stepper, mover: Mover) -> None:
-        super().__init__(geometry, stepper, mover)
-
     def _launch(self, job: Callable[[], None]) -> None:
         job()

@@ -16,8 +16,9 @@ from torch import Tensor
 
 from zero_offload.geometry import Geometry, Run, cut_runs, plan_runs
 from zero_offload.grads import GradLedger
+from zero_offload.rule_stepper import RuleStepper
 from zero_offload.rules import MASTER, Rule
-from zero_offload.stepper import Chunk, Stepper, check_num_steps
+from zero_offload.stepper import Chunk
 from zero_offload.store import ShardStore
 
 __all__ = ["KERNEL_DTYPES", "KernelStepper", "can_serve", "joined_grad"]
@@ -30,7 +31,7 @@ def can_serve(geometry: Geometry) -> bool:
     return all(tensor.dtype in KERNEL_DTYPES for _, tensor in geometry.shards)
 
 
-class KernelStepper(Stepper):
+class KernelStepper(RuleStepper):
     """A `Rule` over host memory, one kernel call per run, or per piece if it counts blocks.
 
     Args:
@@ -56,13 +57,11 @@ class KernelStepper(Stepper):
         shards = [shard for _, shard in geometry.shards]
         rules = [rule if t.is_meta else rule.for_params(t.dtype) for t in shards]
         split = {i for i, own in enumerate(rules) if own.is_master_split}
-        super().__init__(geometry, torch.device("cpu"), is_in_place=is_in_place, split=split)
-        self._rule = rule
+        super().__init__(geometry, rule, groups, is_in_place=is_in_place, split=split)
         self._upper = geometry.view if upper is None else upper
         self._stores = [
             ShardStore(own, self._spans(i, own), self._upper) for i, own in enumerate(rules)
         ]
-        self._initial = [{name: rule.initial(name, g) for name in rule.states} for g in groups]
         for i in split:
             start, shard = geometry.shards[i]
             self._upper(start, start + shard.numel()).copy_(shard)
@@ -76,19 +75,11 @@ class KernelStepper(Stepper):
         owners = zip(self.geometry.pieces, self.geometry.piece_shards, strict=True)
         return [(piece.start, piece.stop) for piece, owner in owners if owner == shard]
 
-    def _fill(self, piece: int, *, is_fresh: bool) -> None:
-        """Give a piece's states what they hold at first; fresh memory is zero already."""
-        span = self.geometry.pieces[piece]
-        for name, value in self._initial[span.group].items():
-            if value or not is_fresh:
-                self.write(name, span.start, torch.full((span.stop - span.start,), value))
-
     def plan(
         self, active: Sequence[int], groups: Sequence[Mapping[str, Any]], grads: GradLedger
     ) -> list[Chunk]:
         """One chunk per run of pieces with equal settings."""
-        pieces = self.geometry.pieces
-        keys = {i: self._rule.hyper(groups[pieces[i].group], self.num_steps[i] + 1) for i in active}
+        keys = self._settings(active, groups)
         chunks = []
         runs = plan_runs(self.geometry, active, keys)
         for run in cut_runs(runs) if self._rule.block == 1 else runs:
@@ -160,10 +151,6 @@ class KernelStepper(Stepper):
         """See `Stepper.state_bytes`."""
         return sum(store.num_bytes(is_master=False) for store in self._stores)
 
-    def state_dtypes(self) -> Mapping[str, torch.dtype]:
-        """The rule's states, as a checkpoint sees them."""
-        return self._rule.states
-
     def read(self, name: str, start: int, stop: int) -> Tensor:
         """See `Stepper.read`."""
         values = torch.zeros(stop - start, dtype=self._rule.states[name], device="cpu")
@@ -175,25 +162,6 @@ class KernelStepper(Stepper):
         """See `Stepper.write`."""
         for store in self._stores:
             store.write(name, values, start)
-
-    def read_scalars(self, piece: int) -> dict[str, float]:
-        """The count, and the same as torch's optimizer keeps it, if it does."""
-        count = self.num_steps[piece]
-        own = dict.fromkeys(self._rule.scalars, float(count)) if count else {}
-        return {"num_steps": count, **own}
-
-    def write_scalars(self, piece: int, scalars: Mapping[str, float]) -> None:
-        """Take the count; torch's ``step`` beside it says the same."""
-        count = check_num_steps(scalars)
-        unknown = sorted(set(scalars) - {"num_steps", "step"})
-        if unknown:
-            raise ValueError(
-                f"{type(self._rule).__name__} has no scalars {unknown}; the state is another "
-                f"optimizer's"
-            )
-        if count == 0:
-            self._fill(piece, is_fresh=False)
-        self.num_steps[piece] = count
 
 
 def joined_grad(grads: GradLedger, start: int, stop: int) -> Tensor:

@@ -24,7 +24,8 @@ from zero_offload.block_pipeline import BlockPipeline
 from zero_offload.geometry import Geometry, Run, plan_runs
 from zero_offload.grads import GradLedger
 from zero_offload.kernel_stepper import KERNEL_DTYPES, joined_grad
-from zero_offload.stepper import MASTER, Chunk, Stepper, check_num_steps
+from zero_offload.rule_stepper import RuleStepper
+from zero_offload.stepper import MASTER, Chunk
 from zero_offload.storage import BlockFile
 from zero_offload.update_rule import Rule
 
@@ -34,7 +35,7 @@ BLOCK_NUMEL = 1 << 20
 """Elements of a block: requests of 4 MiB, and for Adam 12 MiB of host memory per buffer."""
 
 
-class NvmeStepper(Stepper):
+class NvmeStepper(RuleStepper):
     """An update rule over master weights and state in a file.
 
     Args:
@@ -65,35 +66,25 @@ class NvmeStepper(Stepper):
     ) -> None:
         _check_served(geometry)
         shards = range(len(geometry.shards))
-        super().__init__(geometry, torch.device("cpu"), is_in_place=False, split=shards)
-        self._rule = rule
-        self._initial = [{n: rule.initial(n, group) for n in rule.states} for group in groups]
+        super().__init__(geometry, rule, groups, is_in_place=False, split=shards)
         self._layout = BlockLayout(geometry, rule, block_numel)
         self.file: BlockFile = BlockFile(folder, self._layout.record_bytes, name="optimizer-state")
         self._pipeline = BlockPipeline(self.file, len(self._layout.names), buffer_count)
-        self._fill()
+        self._fill_file()
 
     @property
     def state_bytes(self) -> int:
         """Bytes of host memory that blocks pass through: all that there is of the state in it."""
         return self._pipeline.buffer_bytes
 
-    def _fill(self) -> None:
+    def _fill_file(self) -> None:
         """Master weights from the shards; states that start at zero need no write."""
         with torch.no_grad():
             for start, shard in self.geometry.shards:
                 if not shard.is_meta:  # what rests elsewhere comes with the first write
                     self.write_master(start, shard)
             for index in range(len(self.geometry.pieces)):
-                self._fill_piece(index, is_fresh=True)
-
-    def _fill_piece(self, index: int, *, is_fresh: bool) -> None:
-        """Give a piece's states what they hold at first; a fresh file holds zeros."""
-        piece = self.geometry.pieces[index]
-        for name, value in self._initial[piece.group].items():
-            if value or not is_fresh:
-                numel = piece.stop - piece.start
-                self.write(name, piece.start, torch.full((numel,), value, device="cpu"))
+                self._fill(index, is_fresh=True)
 
     def _take(self, index: int) -> tuple[Block, dict[str, Tensor]]:
         """A block and its buffers, once they are read."""
@@ -122,7 +113,7 @@ class NvmeStepper(Stepper):
     ) -> list[Chunk]:
         """One chunk per block that has active pieces. They are announced to the pipeline."""
         pieces = self.geometry.pieces
-        keys = {i: self._rule.hyper(groups[pieces[i].group], self.num_steps[i] + 1) for i in active}
+        keys = self._settings(active, groups)
         work: dict[int, list[Run]] = {}
         for run in plan_runs(self.geometry, active, keys):
             grads.segments(run.start, run.stop)  # refuses a missing gradient before any update
@@ -161,10 +152,6 @@ class NvmeStepper(Stepper):
         if self._pipeline.is_idle:
             self._pipeline.flush()
             self._pipeline.foresee()
-
-    def state_dtypes(self) -> Mapping[str, torch.dtype]:
-        """The rule's states, as a checkpoint sees them."""
-        return self._rule.states
 
     def master(self, start: int, stop: int) -> Tensor:
         """A copy, read from the file."""
@@ -209,24 +196,6 @@ class NvmeStepper(Stepper):
         block = self._layout.blocks[index]
         is_alone = name == MASTER or block.rule.block == 1
         return is_alone and (start, stop) == (block.start, block.stop)
-
-    def read_scalars(self, piece: int) -> dict[str, float]:
-        """The count, and the same as torch keeps it."""
-        count = self.num_steps[piece]
-        own = dict.fromkeys(self._rule.scalars, float(count)) if count else {}
-        return {"num_steps": count, **own}
-
-    def write_scalars(self, piece: int, scalars: Mapping[str, float]) -> None:
-        """Take the count; what torch keeps beside it says the same."""
-        count = check_num_steps(scalars)
-        unknown = sorted(set(scalars) - {"num_steps", "step"})
-        if unknown:
-            raise ValueError(
-                f"the state is another optimizer's: scalars {unknown} are unknown to this one"
-            )
-        if count == 0:
-            self._fill_piece(piece, is_fresh=False)
-        self.num_steps[piece] = count
 
 
 def _stretches(block: Block, run: Run, grads: GradLedger) -> list[tuple[int, int, Tensor]]:
