@@ -152,7 +152,7 @@ class _Planner:
                 self._drawn,
                 _with_choice(self._config, stage, device),
                 is_accelerated=self._machine.is_accelerated,
-                is_one_host=self._machine.ranks_per_node == self._machine.world_size,
+                ranks_per_node=self._machine.ranks_per_node,
                 other_bytes=self._other,
             )
         return self._forecasts[stage, device]
