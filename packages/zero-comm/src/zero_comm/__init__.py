@@ -5,6 +5,7 @@ asks for quantized weights or gradients or secondary shards (`create_collectives
 entry point).
 """
 
+from zero_comm.backend import backend
 from zero_comm.block_format import BlockFormat, quantized_nbytes
 from zero_comm.collectives import create_collectives
 from zero_comm.functional import quantized_all_gather
@@ -15,6 +16,7 @@ __all__ = [
     "QUANTIZABLE_DTYPES",
     "BlockFormat",
     "CorruptMessageError",
+    "backend",
     "create_collectives",
     "dequantize",
     "quantize",
