@@ -45,7 +45,7 @@ def create_collectives(
     world_size: int,
     config: Mapping[str, Any],
     ranks_per_node: int,
-    frozen: Collection[int] = (),
+    frozen: Collection[int],
 ) -> NativeCollectives | QuantizedCollectives:
     """Make the collectives that a configuration asks for, carried by ``native``.
 

@@ -143,6 +143,7 @@ class Case:
         zero: further keys of ``zero_optimization``.
         top: further keys of the configuration, and others for some.
         num_backwards: backwards per micro-step, each of an equal part of the loss.
+        width: of the model; odd unless given.
     """
 
     stage: int = 0
@@ -153,6 +154,7 @@ class Case:
     zero: Mapping[str, Any] = field(default_factory=dict)
     top: Mapping[str, Any] = field(default_factory=dict)
     num_backwards: int = 1
+    width: int = 11
 
     def config(self) -> dict[str, Any]:
         """The engine's configuration."""
@@ -193,10 +195,10 @@ def batch(step: int, micro: int, rank: int) -> dict[str, Any]:
     }
 
 
-def make_model() -> Hard:
+def make_model(width: int = 11) -> Hard:
     """The same `Hard` every time."""
     torch.manual_seed(0)
-    return Hard()
+    return Hard(width)
 
 
 def run_ddp(case: Case, rank: int, steps: int) -> Trace:
@@ -206,7 +208,7 @@ def run_ddp(case: Case, rank: int, steps: int) -> Trace:
     micro-steps are added up. With one rank, the module itself is trained.
     """
     trace = Trace()
-    model = make_model()
+    model = make_model(case.width)
     masters = {n: p.detach().clone() for n, p in model.named_parameters() if p.requires_grad}
     if case.dtype == "bf16":
         model.to(torch.bfloat16)
@@ -260,7 +262,7 @@ def _torch_optimizer(case: Case, params: list[nn.Parameter]) -> torch.optim.Opti
 def run_engine(case: Case, rank: int, steps: int, **build_kwargs: Any) -> Trace:
     """Train the same model on the same batches with the engine."""
     trace = Trace()
-    engine = zero_core.build(make_model(), case.config(), **build_kwargs)
+    engine = zero_core.build(make_model(case.width), case.config(), **build_kwargs)
     for step in range(steps):
         for micro in range(case.accumulation):
             is_quiet = case.is_local and micro < case.accumulation - 1
