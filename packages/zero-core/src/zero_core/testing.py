@@ -51,27 +51,37 @@ __all__ = [
 LR, WEIGHT_DECAY = 1e-2, 0.1
 
 
-def spawn(worker: Callable[..., None], world_size: int, *args: Any) -> None:
+def spawn(
+    worker: Callable[..., None], world_size: int, *args: Any, ranks_per_node: int | None = None
+) -> None:
     """Run ``worker(rank, world_size, *args)`` on gloo ranks; raises if one of them does.
 
     ``worker`` is a module-level function. The ranks meet over a file, not a port. They are forked
     from a server that has imported torch once and run nothing, which saves seconds per call.
+    With ``ranks_per_node`` the engine takes so many of them for a node, as torchrun would tell it.
     """
     multiprocessing.set_forkserver_preload([__name__])
     with tempfile.TemporaryDirectory() as folder:
         mp.start_processes(  # type: ignore[attr-defined,no-untyped-call]
             _run_rank,
-            (worker, world_size, str(Path(folder) / "store"), args),
+            (worker, world_size, str(Path(folder) / "store"), ranks_per_node, args),
             world_size,
             start_method="forkserver",
         )
 
 
 def _run_rank(
-    rank: int, worker: Callable[..., None], world_size: int, store: str, args: tuple[Any, ...]
+    rank: int,
+    worker: Callable[..., None],
+    world_size: int,
+    store: str,
+    ranks_per_node: int | None,
+    args: tuple[Any, ...],
 ) -> None:
     torch.set_num_threads(1)
-    os.environ["LOCAL_RANK"] = str(rank)
+    os.environ["LOCAL_RANK"] = str(rank % (ranks_per_node or world_size))
+    if ranks_per_node is not None:
+        os.environ["LOCAL_WORLD_SIZE"] = str(ranks_per_node)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size)
     try:
         worker(rank, world_size, *args)
