@@ -169,12 +169,9 @@ def measure_quantized(rank: int, world_size: int, folder: str) -> None:
 
     made: list[Any] = []
 
-    def factory(native: Any, *, rank: int, world_size: int, config: Any) -> Any:
+    def factory(native: Any, **given: Any) -> Any:
         counting = Counting(native)
-        made[:] = [
-            counting,
-            create_collectives(counting, rank=rank, world_size=world_size, config=config),
-        ]
+        made[:] = [counting, create_collectives(counting, **given)]
         return made[1]
 
     config = make_config(3, "bf16", zero_quantized_weights=True)

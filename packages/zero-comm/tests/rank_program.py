@@ -26,7 +26,12 @@ def shard_of(rank: int, numel: int, dtype: torch.dtype) -> Tensor:
 def make(native: GroupNative, bits: int = 8) -> NativeCollectives:
     config = {"zero_quantized_weights": True, "zero_quantized_weights_bits": bits}
     return create_collectives(
-        native, rank=dist.get_rank(), world_size=dist.get_world_size(), config=config
+        native,
+        rank=dist.get_rank(),
+        world_size=dist.get_world_size(),
+        config=config,
+        ranks_per_node=1,
+        frozen=(),
     )
 
 

@@ -16,7 +16,10 @@ from zero_comm.collectives import QuantizedWeights
 
 def make(config: dict[str, Any], *, rank: int = 0, world_size: int = 1) -> tuple[Any, Any]:
     native = DelayedNative(world_size)
-    return native, create_collectives(native, rank=rank, world_size=world_size, config=config)
+    made = create_collectives(
+        native, rank=rank, world_size=world_size, config=config, ranks_per_node=1, frozen=()
+    )
+    return native, made
 
 
 def sent_nbytes(config: dict[str, Any]) -> int:

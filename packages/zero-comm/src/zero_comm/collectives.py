@@ -19,7 +19,7 @@ gradients so); they are never quantized and never kept.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -61,7 +61,13 @@ class NativeCollectives(Protocol):
 
 
 def create_collectives(
-    native: NativeCollectives, *, rank: int, world_size: int, config: Mapping[str, Any]
+    native: NativeCollectives,
+    *,
+    rank: int,
+    world_size: int,
+    config: Mapping[str, Any],
+    ranks_per_node: int,
+    frozen: Collection[int],
 ) -> NativeCollectives:
     """Make collectives that quantize what they gather and carry it over ``native``.
 
@@ -74,6 +80,8 @@ def create_collectives(
         world_size: size of that group; 1 quantizes too, so that the numbers don't depend on it.
         config: the resolved ``zero_optimization`` block. ``zero_quantized_weights: true`` gathers
             weights in ``zero_quantized_weights_bits`` (8 unless given) bits.
+        ranks_per_node: ranks that share a node; divides ``world_size``.
+        frozen: units that are never trained.
 
     Returns:
         A `QuantizedWeights`, or ``native`` itself when the config asks for nothing.
@@ -83,6 +91,12 @@ def create_collectives(
     """
     if not 0 <= rank < world_size:
         raise ValueError(f"rank must be within [0, {world_size}), got {rank}")
+    if ranks_per_node < 1 or world_size % ranks_per_node:
+        raise ValueError(
+            f"ranks_per_node must divide world_size = {world_size}, got {ranks_per_node}"
+        )
+    if any(unit < 0 for unit in frozen):
+        raise ValueError(f"frozen must hold indices of units, got {sorted(frozen)}")
     settings = CommSettings.from_config(config)
     if settings.weight_bits is None:
         return native

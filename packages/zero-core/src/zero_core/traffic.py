@@ -55,12 +55,18 @@ class Links:
         world_size: number of ranks.
         ranks_per_node: ranks of a node, which have consecutive numbers.
         is_ring: gathers go round a ring, as NCCL's do; otherwise each rank sends its shard to every
-            other one, as the engine does on gloo. Reductions are always direct.
+            other one, as the engine does on gloo, but to each other node once, where it is handed
+            on. Reductions are always direct.
     """
 
     world_size: int
     ranks_per_node: int
     is_ring: bool
+
+    @property
+    def is_once_per_node(self) -> bool:
+        """Whether gathers send a shard once to each other node: see `zero_core.direct`."""
+        return not self.is_ring and 1 < self.ranks_per_node < self.world_size
 
     def direct(self, shard_bytes: int) -> tuple[int, int]:
         """Bytes sent (within the node, between nodes) when every other rank is sent a shard."""
@@ -73,9 +79,17 @@ class Links:
         between = total // self.ranks_per_node if self.ranks_per_node < self.world_size else 0
         return total - between, between
 
+    def once_per_node(self, shard_bytes: int) -> tuple[int, int]:
+        """The same where a shard is sent to each other node once, and handed on there."""
+        nodes = self.world_size // self.ranks_per_node
+        return (self.ranks_per_node - 1) * nodes * shard_bytes, (nodes - 1) * shard_bytes
+
     def gather(self, shard_bytes: int) -> tuple[int, int]:
         """An all-gather's bytes, as it travels on this device."""
-        return self.ring(shard_bytes) if self.is_ring else self.direct(shard_bytes)
+        if self.is_ring:
+            return self.ring(shard_bytes)
+        by = self.once_per_node if self.is_once_per_node else self.direct
+        return by(shard_bytes)
 
 
 def step_traffic(
