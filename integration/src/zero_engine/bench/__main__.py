@@ -240,4 +240,5 @@ def memory(
     measure_all(only or list(PARTS), output=output)
 
 
-app()
+if __name__ == "__main__":
+    app()

@@ -1,4 +1,4 @@
-"""The contenders: each makes, from the same model, a function that takes one training step.
+"""The contenders: each makes, of the same model, a function that takes one training step.
 
 Everyone computes and communicates in bf16 over fp32 master weights, with a fused AdamW.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -17,10 +18,24 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 import zero_core
 from zero_engine.bench.comm.job import Job
 
-__all__ = ["BARE", "CONTENDERS", "NEEDS", "PEERS", "Step", "has_meaning", "zero_config"]
+__all__ = ["BARE", "CONTENDERS", "NEEDS", "PEERS", "Contender", "has_meaning", "zero_config"]
 
 Step = Callable[[Tensor], Tensor]
-"""Takes a rank's token ids, updates the model, returns the loss."""
+
+
+def _nothing_counted() -> None:
+    return None
+
+
+@dataclass(frozen=True)
+class Contender:
+    """One that is ready to train."""
+
+    step: Step
+    """Takes a rank's token ids, updates the model, returns the loss."""
+    counted: Callable[[], int | None] = _nothing_counted
+    """Bytes that this rank sent to the other node in the last step, by its own count, if any."""
+
 
 ADAMW: Mapping[str, Any] = {"lr": 3e-4, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
 
@@ -76,7 +91,7 @@ def zero_config(name: str, job: Job) -> dict[str, Any]:
     }
 
 
-def _bare(name: str, job: Job) -> Step:
+def _bare(name: str, job: Job) -> Contender:
     """Forward and backward in bf16 on every rank at once, and nothing exchanged."""
     model = job.model().bfloat16()
 
@@ -86,10 +101,10 @@ def _bare(name: str, job: Job) -> Step:
         model.zero_grad()
         return loss.detach()
 
-    return step
+    return Contender(step)
 
 
-def _fsdp2(name: str, job: Job) -> Step:
+def _fsdp2(name: str, job: Job) -> Contender:
     """`fully_shard` on every block and on the whole, parameters and gradients sent in bf16."""
     model = job.model()
     settings: dict[str, Any] = {
@@ -108,10 +123,10 @@ def _fsdp2(name: str, job: Job) -> Step:
         optimizer.zero_grad()
         return loss.detach()
 
-    return step
+    return Contender(step)
 
 
-def _deepspeed(name: str, job: Job) -> Step:
+def _deepspeed(name: str, job: Job) -> Contender:
     """DeepSpeed's ZeRO-3 from the package index."""
     package: Any = importlib.import_module("deepspeed")
     model = job.model()
@@ -127,15 +142,20 @@ def _deepspeed(name: str, job: Job) -> Step:
         },
         dist_init_required=False,
     )
-    return _engine_loop(engine)
+    return Contender(_engine_loop(engine))
 
 
-def _zero(name: str, job: Job) -> Step:
+def _zero(name: str, job: Job) -> Contender:
     """This engine."""
-    return _engine_loop(zero_core.build(job.model(), zero_config(name, job)))
+    engine = zero_core.build(job.model(), zero_config(name, job))
+
+    def counted() -> int:
+        return sum(kind.between_nodes_bytes for kind in engine.comm_report())
+
+    return Contender(_engine_loop(engine), counted)
 
 
-CONTENDERS: Mapping[str, Callable[[str, Job], Step]] = {
+CONTENDERS: Mapping[str, Callable[[str, Job], Contender]] = {
     BARE: _bare,
     "fsdp2": _fsdp2,
     "deepspeed-3": _deepspeed,
@@ -146,7 +166,7 @@ CONTENDERS: Mapping[str, Callable[[str, Job], Step]] = {
     "zero-3-all": _zero,
     "zero-3-4bit": _zero,
 }
-"""By name; each makes its step from its name and the job, when a process group is there."""
+"""By name; each is made from its name and the job, when a process group is there."""
 
 
 def _engine_loop(engine: _Trained) -> Step:

@@ -176,9 +176,17 @@ def _found(job: Job, contender: _Contender, rounds: list[list[dict[str, Any]]]) 
             sum(ranks[rank]["sent_bytes"] for ranks in rounds) / num_steps for rank in senders
         ],
         predicted_bytes=_predicted(job, contender.name),
+        counted_bytes=[
+            _sum_of_node(rounds[-1][first : first + job.ranks_per_node]) for first in senders
+        ],
         first_loss=_mean_loss(rounds[0], 0),
         last_loss=_mean_loss(rounds[-1], -1),
     )
+
+
+def _sum_of_node(ranks: Sequence[dict[str, Any]]) -> int | None:
+    counted = [found["counted_bytes"] for found in ranks]
+    return None if None in counted else sum(counted)
 
 
 def _mean_loss(ranks: Sequence[dict[str, Any]], place: int) -> float:

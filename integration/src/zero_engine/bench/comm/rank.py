@@ -42,12 +42,13 @@ def measure(contender: str, job: Job, device: str) -> list[dict[str, Any]]:
 
 def _measure(contender: str, job: Job, device: str) -> list[dict[str, Any]]:
     batch = job.batch(dist.get_rank())
-    step = CONTENDERS[contender](contender, job)
+    made = CONTENDERS[contender](contender, job)
     found = []
     for rate in job.rates:
         _limit(device, rate)
-        losses = [float(step(batch)) for _ in range(job.warmup)]
-        found.append(_timed(lambda: float(step(batch)), job.steps, device, losses))
+        losses = [float(made.step(batch)) for _ in range(job.warmup)]
+        found.append(_timed(lambda: float(made.step(batch)), job.steps, device, losses))
+        found[-1]["counted_bytes"] = made.counted()
     return found
 
 

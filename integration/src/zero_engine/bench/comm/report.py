@@ -50,6 +50,8 @@ class Found:
     """Per step, by node."""
     predicted_bytes: int | None = None
     """The same of either node, as planned."""
+    counted_bytes: list[int | None] = field(default_factory=list)
+    """The same of each node, as the contender counted it itself in the last step."""
     first_loss: float = float("nan")
     """Mean over ranks, of the first step at this rate."""
     last_loss: float = float("nan")
@@ -83,6 +85,7 @@ def rows_of(
             "to_peer": _ratio(peer_s, comm[name]),
             "sent_bytes": one.sent_bytes,
             "planned_bytes": one.predicted_bytes,
+            "counted_bytes": one.counted_bytes,
             "deviation": _deviation(one),
             "link_s": sent * BITS / (rate * MEGA),
             "cpu_s": one.cpu_s,
