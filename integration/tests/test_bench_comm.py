@@ -172,14 +172,12 @@ def test_bench_counts_on_the_link_what_the_plan_says(
     monkeypatch.setattr(race, "NODE_NBYTES", 2**20)
     shape = GptShape(layers=2, width=256, heads=4, vocab=128, context=16)
     job = Job(shape, micro_batch=1, ranks_per_node=2, rates=(1000,), steps=2, warmup=1)
-    race.compare([job], ["bare", "zero-3"], rounds=1, output=tmp_path)
+    race.compare([job], ["zero-3"], rounds=1, output=tmp_path)
     report = json.loads((tmp_path / "comm.json").read_text())
     (run,) = report["runs"]
-    bare, zero = run["contenders"]["bare"], run["contenders"]["zero-3"]
-    assert bare["first_loss"] == zero["first_loss"]
-    assert zero["last_loss"] < bare["last_loss"]  # which updates nothing
-    assert zero["comm_s"] == pytest.approx(zero["median_s"] - bare["median_s"])
-    assert max(bare["sent_bytes"]) < 0.001 * zero["planned_bytes"]
+    zero = run["contenders"]["zero-3"]
+    assert zero["last_loss"] < zero["first_loss"]
+    assert zero["comm_s"] is None  # the bare model was not asked for
     assert zero["counted_bytes"] == [zero["planned_bytes"]] * 2
     assert abs(zero["deviation"]) <= report["bars"]["deviation"]
     assert (tmp_path / "comm.png").stat().st_size > 0
