@@ -179,7 +179,8 @@ class NativeCollectives(Collectives, Protocol):
         a stream: the job runs at once, on the host, and what it enqueues comes after what the
         caller's current stream holds. ``wait`` of the result returns (on an accelerator: lets the
         current stream go on) when the job is done, and raises what it raised. A job launched by a
-        job of the same lane runs at once.
+        job of the same lane runs at once. What a job allocates on an accelerator is reused in the
+        order of the lane's stream: whoever reads it on another one keeps it until that is done.
         """
         ...
 
