@@ -22,6 +22,9 @@ ZERO_COMM_INLINE std::int64_t size_or(std::int64_t block_size) {
   return kSize != 0 ? kSize : block_size;
 }
 
+// What is called once a block is no inline function: each is compiled once, which takes long
+// enough.
+
 // ---- symmetric -------------------------------------------------------------------------------
 
 // Bits of the largest magnitude: as integers, magnitudes have the order of the numbers.
@@ -105,9 +108,8 @@ ZERO_COMM_INLINE void encode_codes(const T* ZERO_COMM_RESTRICT x, std::int64_t b
 
 // Returns whether the block has NaN or Inf.
 template <int kKind, bool kHasNoise, int kSize, class T>
-ZERO_COMM_INLINE bool encode_symmetric(const T* x, std::int64_t size, float largest_max,
-                                       const Noise& noise, std::uint8_t* codes,
-                                       std::uint8_t* scale) {
+bool encode_symmetric(const T* x, std::int64_t size, float largest_max, const Noise& noise,
+                      std::uint8_t* codes, std::uint8_t* scale) {
   const float largest = largest_magnitude<kSize>(x, size);
   const Scale found = scale_of(largest, largest_max, level_of(kKind));
   std::memcpy(scale, &found.maximum, sizeof found.maximum);
@@ -142,8 +144,8 @@ ZERO_COMM_INLINE float step_of(const std::uint8_t* scale, float level) {
 }
 
 template <int kKind, int kSize, class Sink>
-ZERO_COMM_INLINE void decode_symmetric(const std::uint8_t* ZERO_COMM_RESTRICT codes, float step,
-                                       std::int64_t block_size, const Sink& sink) {
+void decode_symmetric(const std::uint8_t* ZERO_COMM_RESTRICT codes, float step,
+                      std::int64_t block_size, const Sink& sink) {
   const std::int64_t size = size_or<kSize>(block_size);
   if (kKind == kInt4) {
     const std::int64_t half = size / 2;
@@ -182,9 +184,8 @@ ZERO_COMM_INLINE float value_of(float k, const Ends& ends, float top) {
 }
 
 // The values of `k + shift`, within [0, top], rounded to the dtype.
-ZERO_COMM_INLINE void rounded_values(const float* ZERO_COMM_RESTRICT k, float shift,
-                                     std::int64_t size, const Ends& ends, float top, int dtype,
-                                     float* ZERO_COMM_RESTRICT out) {
+void rounded_values(const float* ZERO_COMM_RESTRICT k, float shift, std::int64_t size,
+                    const Ends& ends, float top, int dtype, float* ZERO_COMM_RESTRICT out) {
   for (std::int64_t i = 0; i < size; ++i) {
     float index = k[i] + shift;
     index = index < top ? index : top;
@@ -201,9 +202,9 @@ ZERO_COMM_INLINE void rounded_values(const float* ZERO_COMM_RESTRICT k, float sh
 }
 
 // Moves `k` to the neighbour that gives `x` back exactly, where `k` does not.
-ZERO_COMM_INLINE void keep_exact(const float* ZERO_COMM_RESTRICT x, float* ZERO_COMM_RESTRICT k,
-                                 std::int64_t size, const Ends& ends, float top, int dtype,
-                                 float* ZERO_COMM_RESTRICT own, float* ZERO_COMM_RESTRICT other) {
+void keep_exact(const float* ZERO_COMM_RESTRICT x, float* ZERO_COMM_RESTRICT k, std::int64_t size,
+                const Ends& ends, float top, int dtype, float* ZERO_COMM_RESTRICT own,
+                float* ZERO_COMM_RESTRICT other) {
   rounded_values(k, 0.0f, size, ends, top, dtype, own);
   rounded_values(k, 1.0f, size, ends, top, dtype, other);
   for (std::int64_t i = 0; i < size; ++i) {
@@ -221,10 +222,10 @@ ZERO_COMM_INLINE void keep_exact(const float* ZERO_COMM_RESTRICT x, float* ZERO_
 }
 
 // `x` is fp32, `num_valid` of `size` elements are no padding; `spare` holds three blocks.
-ZERO_COMM_INLINE bool encode_asymmetric(const Format& format, const float* ZERO_COMM_RESTRICT x,
-                                        std::int64_t num_valid, int dtype, bool has_noise,
-                                        const Noise& noise, std::uint8_t* ZERO_COMM_RESTRICT codes,
-                                        std::uint8_t* scale, float* ZERO_COMM_RESTRICT spare) {
+bool encode_asymmetric(const Format& format, const float* ZERO_COMM_RESTRICT x,
+                       std::int64_t num_valid, int dtype, bool has_noise, const Noise& noise,
+                       std::uint8_t* ZERO_COMM_RESTRICT codes, std::uint8_t* scale,
+                       float* ZERO_COMM_RESTRICT spare) {
   const std::int64_t size = format.block_size, half = size / 2;
   const float top = format.kind == kInt8 ? 254.0f : 14.0f;
   float lo = x[0], hi = x[0];
@@ -270,9 +271,8 @@ ZERO_COMM_INLINE bool encode_asymmetric(const Format& format, const float* ZERO_
   return false;
 }
 
-ZERO_COMM_INLINE void decode_asymmetric(const Format& format,
-                                        const std::uint8_t* ZERO_COMM_RESTRICT codes,
-                                        const std::uint8_t* scale, float* ZERO_COMM_RESTRICT out) {
+void decode_asymmetric(const Format& format, const std::uint8_t* ZERO_COMM_RESTRICT codes,
+                       const std::uint8_t* scale, float* ZERO_COMM_RESTRICT out) {
   const std::int64_t size = format.block_size, half = size / 2;
   const float top = format.kind == kInt8 ? 254.0f : 14.0f;
   float stored[2];
