@@ -230,6 +230,14 @@ def test_groups_that_do_not_fit_the_nodes_exchange_the_same() -> None:
     spawn(_uneven, 6)
 
 
+def test_subgroups_beyond_what_tags_distinguish_are_refused() -> None:
+    native = DirectCollectives(None, rank=0, world_size=1)
+    for _ in range(255):
+        native.subgroup([0])
+    with pytest.raises(CollectiveError, match="tags distinguish 255"):
+        native.subgroup([0]).subgroup([0])
+
+
 def _one_does_not_come(rank: int, world_size: int) -> None:
     group = dist.new_group(timeout=timedelta(seconds=2))
     shared = SharedMemory(

@@ -83,6 +83,11 @@ class Wire:
         self._shared = shared
         self._channels = count() if channels is None else channels
         self._channel = next(self._channels)
+        if self._channel >= _NUM_CHANNELS:
+            raise CollectiveError(
+                f"rank {rank}: subgroup number {self._channel}: tags distinguish "
+                f"{_NUM_CHANNELS - 1}; make them once and keep them"
+            )
         self._tokens: dict[tuple[int, int, int], Tensor] = {}
         self._nod = torch.zeros(1, dtype=torch.uint8)
 
