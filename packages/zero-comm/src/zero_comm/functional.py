@@ -7,8 +7,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from zero_comm.block_format import BlockFormat
-from zero_comm.quantizer import quantize
-from zero_comm.rank_parts import dequantize_parts, is_worth_quantizing
+from zero_comm.message import Packing
 from zero_comm.torch_compat import all_gather_single
 
 __all__ = ["quantized_all_gather"]
@@ -16,10 +15,10 @@ __all__ = ["quantized_all_gather"]
 
 def quantized_all_gather(
     shard: Tensor,
+    format: str | BlockFormat = "int8",
     *,
     group: dist.ProcessGroup | None = None,
-    bits: int = 8,
-    block_size: int | None = None,
+    has_checksum: bool = False,
 ) -> Tensor:
     """Gather every rank's shard, sending quantized bytes (ZeRO++, arXiv 2306.10209: qwZ).
 
@@ -29,10 +28,10 @@ def quantized_all_gather(
 
     Args:
         shard: at least one-dimensional; read, never changed. Gradients don't flow through.
+        format: a kind ("int8", "int4", "e4m3", "e5m2") or a whole format.
         group: the process group; None for the default one. With no process group initialised,
             the calling process is the only rank.
-        bits: 8 or 4.
-        block_size: elements per block, a multiple of 8; None for ``DEFAULT_BLOCK_SIZE[bits]``.
+        has_checksum: whether messages carry a checksum.
 
     Returns:
         A new tensor of ``shard``'s dtype and device: the shards joined along the first dimension,
@@ -40,21 +39,24 @@ def quantized_all_gather(
 
     Raises:
         ValueError: an argument that doesn't fit, by name.
+        CorruptMessageError: a message arrived damaged; it names the sender.
     """
-    fmt = BlockFormat.make(bits, block_size)
+    packing = Packing(format, has_checksum=has_checksum)
     if shard.dim() == 0:
         raise ValueError("shard must have at least one dimension, got a scalar")
     shard = shard.detach().contiguous()
     world_size = _world_size(group)
     out = shard.new_empty(world_size * shard.shape[0], *shard.shape[1:])
     flat_out, flat_shard = out.view(-1), shard.view(-1)
-    if not is_worth_quantizing(shard.dtype, shard.numel(), fmt):
+    if not packing.shortens(shard.dtype, shard.numel()):
         _all_gather(flat_out, flat_shard, group)
         return out
-    part = quantize(flat_shard, bits=fmt.bits, block_size=fmt.block_size)
-    gathered = torch.empty(world_size * part.numel(), dtype=torch.uint8, device=part.device)
-    _all_gather(gathered, part, group)
-    dequantize_parts(gathered, flat_out, world_size=world_size, fmt=fmt)
+    nbytes = packing.nbytes(shard.numel())
+    message = torch.empty(nbytes, dtype=torch.uint8, device=shard.device)
+    packing.pack(flat_shard, message.view(1, nbytes))
+    gathered = torch.empty(world_size * nbytes, dtype=torch.uint8, device=shard.device)
+    _all_gather(gathered, message, group)
+    packing.unpack(gathered.view(world_size, nbytes), flat_out, senders=range(world_size))
     return out
 
 

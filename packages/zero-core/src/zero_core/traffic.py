@@ -71,6 +71,11 @@ class Links:
         """Nodes."""
         return self.world_size // self.ranks_per_node
 
+    @property
+    def is_once_per_node(self) -> bool:
+        """Whether gathers send a shard once to each other node: see `zero_core.direct`."""
+        return not self.is_ring and 1 < self.ranks_per_node < self.world_size
+
     def direct(self, slice_bytes: int) -> tuple[int, int]:
         """Bytes sent (within the node, between nodes) when every other rank gets its own slice.
 
