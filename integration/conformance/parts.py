@@ -13,8 +13,8 @@ from typing import Any
 
 import cpu_adam
 from zero_comm import create_collectives
-from zero_comm.collectives import NativeCollectives as CommNative
-from zero_comm.collectives import QuantizedWeights
+from zero_comm.collectives import QuantizedCollectives
+from zero_comm.native import NativeCollectives as CommNative
 from zero_core.direct import DirectCollectives
 from zero_core.library import LibraryCollectives
 from zero_core.protocols import (
@@ -55,7 +55,7 @@ __all__ = ["FACTORIES", "MODULES", "TYPES"]
 def prove_instances(
     direct: DirectCollectives,
     library: LibraryCollectives,
-    quantized: QuantizedWeights,
+    quantized: QuantizedCollectives,
     device_tier: DeviceTier,
     twin_tier: TwinTier,
     auto_tier: AutoTier,
@@ -109,7 +109,7 @@ FACTORIES: dict[str, tuple[Callable[..., Any], type]] = {
 TYPES: dict[str, tuple[type, type]] = {
     "zero_core.direct.DirectCollectives": (DirectCollectives, NativeCollectives),
     "zero_core.library.LibraryCollectives": (LibraryCollectives, NativeCollectives),
-    "zero_comm.collectives.QuantizedWeights": (QuantizedWeights, Collectives),
+    "zero_comm.collectives.QuantizedCollectives": (QuantizedCollectives, Collectives),
     "zero_core.tier.DeviceTier": (DeviceTier, StateTier),
     "zero_offload.twin.TwinTier": (TwinTier, StateTier),
     "zero_offload.auto_tier.AutoTier": (AutoTier, StateTier),

@@ -14,7 +14,6 @@ import pytest
 
 from zero_core.testing import spawn
 from zero_engine.bench.comm_training import (
-    CONTENDERS,
     CONTEXT,
     NUM_RANKS,
     PLAIN,
@@ -48,9 +47,7 @@ def _train(rank: int, world_size: int, folder: str, jobs: list[Job]) -> None:
 
 
 @pytest.fixture(scope="module")
-def runs(
-    tmp_path_factory: pytest.TempPathFactory, text_file: Path
-) -> dict[tuple[str, str], Run]:
+def runs(tmp_path_factory: pytest.TempPathFactory, text_file: Path) -> dict[tuple[str, str], Run]:
     folder = tmp_path_factory.mktemp("convergence")
     prepare_corpus(read_text(str(text_file)), folder, vocab_size=VOCAB, context=CONTEXT)
     spawn(_train, NUM_RANKS, str(folder), JOBS)
@@ -59,9 +56,7 @@ def runs(
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
-def test_model_learns_without_quantization(
-    runs: dict[tuple[str, str], Run], dtype: str
-) -> None:
+def test_model_learns_without_quantization(runs: dict[tuple[str, str], Run], dtype: str) -> None:
     run = runs[dtype, PLAIN]
     assert run.is_finite
     assert run.held_out < LEARNED

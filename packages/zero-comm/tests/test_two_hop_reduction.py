@@ -181,7 +181,7 @@ def test_a_flipped_bit_is_found_by_the_checksum_only() -> None:
         network.tamper = damage
         arguments = (network, 600, lambda r: gradient(r, 1200))
         if has_checksum:
-            with pytest.raises(RuntimeError, match="rank 1 .*checksum"):
+            with pytest.raises(RuntimeError, match=r"rank 1 .*checksum"):
                 reduce_on_ranks(*arguments, has_checksum=True)
         else:
             reduce_on_ranks(*arguments)

@@ -246,7 +246,7 @@ def test_a_damaged_message_is_refused_by_the_senders_name() -> None:
             carried.view(-1)[2] = 7
 
     network.tamper = damage
-    with pytest.raises(RuntimeError, match="message of rank [13] is damaged"):
+    with pytest.raises(RuntimeError, match=r"message of rank [13] is damaged"):
         run_ranks(
             network,
             lambda native: gather(

@@ -45,7 +45,7 @@ def create_collectives(
     world_size: int,
     config: Mapping[str, Any],
     ranks_per_node: int,
-    frozen: Collection[int] = (),
+    frozen: Collection[int],
 ) -> NativeCollectives | QuantizedCollectives:
     """Make the collectives that a configuration asks for, carried by ``native``.
 
@@ -204,21 +204,21 @@ class QuantizedCollectives:
             "secondary shards": 0,
             "quantized weights": 0,
             "error feedback": 0 if self._feedback is None else self._feedback.nbytes,
-            "collectives' buffers": self._scratch.nbytes,
+            "message buffers": self._scratch.nbytes,
         }
         for way in self._ways.values():
             is_secondary = isinstance(way, SecondaryGather)
             found["secondary shards" if is_secondary else "quantized weights"] += way.nbytes
         if self._reduction is not None:
-            found["collectives' buffers"] += self._reduction.nbytes
+            found["message buffers"] += self._reduction.nbytes
         return {kind: nbytes for kind, nbytes in found.items() if nbytes}
 
     def _make_ways(self, ranks_per_node: int) -> None:
         """A way to gather for each format that a unit can have; None: exact values."""
         settings, native = self._settings, self._native
         self._scratch = Scratch()
-        formats = {settings.weights, settings.frozen_weights} - {None}
-        self._packings = {kind: self._weight_packing(kind) for kind in sorted(formats) if kind}
+        formats = {settings.weights, settings.frozen_weights}
+        self._packings = {kind: self._weight_packing(kind) for kind in formats if kind}
         has_secondary = settings.partition_size > 1
         group_size = settings.partition_size if has_secondary else ranks_per_node
         is_one_group = group_size == native.world_size

@@ -30,7 +30,7 @@ class LocoSettings:
     """
 
     err_beta: float = 0.8
-    reset_T: int = 1024  # noqa: N815 - DeepSpeed's name
+    reset_T: int = 1024
 
 
 class ErrorFeedback:

@@ -3,8 +3,9 @@
 [Note: the two phases]
 W ranks are cut into groups of G consecutive ones. A unit's buffer has a slice of s elements for
 each rank: [groups, G, s]. **Phase 1**, across groups: the ranks with one number in their groups
-gather their slices among themselves, W / G of them; each slice enters every group once. **Phase 2**,
-within the group: the ranks hand each other what phase 1 gave, and everything is put in place.
+gather their slices among themselves, W / G of them; each slice enters every group once.
+**Phase 2**, within the group: the ranks hand each other what phase 1 gave, and everything is put in
+place.
 
 Groups are nodes, or hpZ's partitions.
 """

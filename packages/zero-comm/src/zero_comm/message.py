@@ -170,7 +170,7 @@ class Packing:
             maxima = rows[:, start:stop].view(torch.bfloat16)
             good, nan = (maxima > 0) & (maxima < torch.inf), maxima.isnan()
         else:
-            low, high = rows[:, start:stop].view(torch.float32).unflatten(1, (-1, 2)).unbind(2)
+            low, high = rows[:, start:stop].view(torch.float32).view(len(rows), -1, 2).unbind(2)
             good = (low <= high) & low.isfinite() & high.isfinite()
             nan = low.isnan() & high.isnan()
         if bool(good.all()):
