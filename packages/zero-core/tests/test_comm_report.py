@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
 from typing import Any
 
@@ -102,6 +103,9 @@ def _check(rank: int, world_size: int, per_node: int) -> None:
             planned = _planned(config, world_size, per_node)
             assert engine.comm_report() == planned, (stage, further)
             assert (len(planned) > 1) == (world_size > 1)
+            # Where all ranks or none share a node, gathers have no second hop and need no thread.
+            has_thread = "zero_core gathers" in [t.name for t in threading.enumerate()]
+            assert has_thread == (1 < per_node < world_size)
             engine.close()
 
 

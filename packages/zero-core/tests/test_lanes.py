@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
+from collections.abc import Iterator
 from functools import partial
 
 import pytest
@@ -11,7 +12,7 @@ import torch
 
 from zero_core.collectives import wait
 from zero_core.errors import CollectiveError
-from zero_core.lanes import HostLanes
+from zero_core.lanes import HostLanes, StreamLanes
 
 LIMIT_S = 20.0
 
@@ -114,3 +115,76 @@ def test_threads_end_with_the_lanes_and_hold_nothing_in_between() -> None:
     for thread in threads:
         thread.join(LIMIT_S)
         assert not thread.is_alive()
+
+
+class _Stream:
+    """Records what is enqueued; the one that is entered last is the current one."""
+
+    current: list[_Stream]
+    log: list[str]
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def wait_stream(self, other: _Stream) -> None:
+        self.log.append(f"{self.name} waits for {other.name}")
+
+    def wait_event(self, event: str) -> None:
+        self.log.append(f"{self.name} waits for {event}")
+
+    def record_event(self) -> str:
+        self.log.append(f"{self.name} records")
+        return f"the event of {self.name}"
+
+    def __enter__(self) -> _Stream:
+        self.current.append(self)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.current.pop()
+
+
+@pytest.fixture
+def streams(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    log: list[str] = []
+    _Stream.current, _Stream.log = [_Stream("main")], log
+    names = iter(["first lane", "second lane"])
+    monkeypatch.setattr(torch, "Stream", lambda device: _Stream(next(names)))
+    monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: _Stream.current[-1])
+    yield log
+    assert [s.name for s in _Stream.current] == ["main"]
+
+
+def test_streams_wait_for_the_caller_before_a_job_and_for_the_job_where_it_is_waited_for(
+    streams: list[str],
+) -> None:
+    lanes = StreamLanes(torch.device("cuda", 0))
+
+    def job() -> None:
+        streams.append(f"job on {_Stream.current[-1].name}")
+
+    gather = lanes.launch(job, is_reduction=False)
+    reduction = lanes.launch(job, is_reduction=True)
+    with _Stream("reader"):
+        gather.wait()
+    reduction.wait()
+    lanes.launch(job, is_reduction=False)
+    assert streams == [
+        "first lane waits for main",
+        "job on first lane",
+        "first lane records",
+        "second lane waits for main",
+        "job on second lane",
+        "second lane records",
+        "reader waits for the event of first lane",
+        "main waits for the event of second lane",
+        "first lane waits for main",
+        "job on first lane",
+        "first lane records",
+    ]
+
+
+def test_what_a_job_on_a_stream_raises_is_raised_to_whoever_waits(streams: list[str]) -> None:
+    work = StreamLanes(torch.device("cuda", 0)).launch(_fail, is_reduction=False)
+    with pytest.raises(RuntimeError, match="Connection closed"):
+        work.wait()
