@@ -43,6 +43,30 @@ def test_losses_and_weights_are_those_of_ddp_without_it(world_size):
     spawn(_follows_ddp, world_size)
 
 
+class _UsedAgain(nn.Module):
+    """The first block once more, with one trainable block since."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in (*self.blocks, self.blocks[0]):
+            x = torch.tanh(block(x))
+        return x.square().mean()
+
+
+def test_block_that_is_used_again_right_after_the_next_one_gets_its_whole_gradient():
+    x = torch.randn(4, 8)
+    expected = _UsedAgain()
+    torch.autograd.backward(expected(x))
+    engine = zero_core.build(_UsedAgain(), _config(3, {}))
+    engine.backward(engine(x))
+    for name, param in expected.named_parameters():
+        torch.testing.assert_close(engine.states.get_full(name, "grad"), param.grad)
+
+
 class _Watched(nn.Module):
     """A block with dropout that notes its calls and whether its activations are still there."""
 

@@ -8,6 +8,7 @@ from typing import Annotated
 import torch
 import typer
 
+from zero_engine.bench import comm_convergence as quantized
 from zero_engine.bench import cpu_adam as host_adam
 from zero_engine.bench import cpu_adam_convergence as convergence
 from zero_engine.bench import offload as offloading
@@ -15,6 +16,8 @@ from zero_engine.bench.comm import race as slow_link
 from zero_engine.bench.comm.contenders import CONTENDERS as SENDERS
 from zero_engine.bench.comm.job import Job
 from zero_engine.bench.comm.link import LinkError, missing_for_link
+from zero_engine.bench.comm_training import CONTENDERS as FLAGS
+from zero_engine.bench.comm_training import DTYPES
 from zero_engine.bench.contenders import CONTENDERS
 from zero_engine.bench.engine import compare
 from zero_engine.bench.gpt import GptShape
@@ -224,6 +227,31 @@ def cpu_adam_convergence(
         steps=steps, seeds=seeds, threads=threads or torch.get_num_threads()
     )
     convergence.compare(settings, output=output)
+
+
+@app.command("comm_convergence")
+def comm_convergence(
+    steps: Annotated[int, typer.Option(min=1, help="Optimizer steps of every run.")] = 1000,
+    seeds: Annotated[int, typer.Option(min=1, help="Runs of each kind, each with its seed.")] = 3,
+    dtypes: Annotated[list[str] | None, typer.Option(help=f"Of: {', '.join(DTYPES)}.")] = None,
+    contenders: Annotated[list[str] | None, typer.Option(help=f"Of: {', '.join(FLAGS)}.")] = None,
+    resume: Annotated[bool, typer.Option(help="Go on where the files in --output end.")] = False,
+    output: Annotated[Path, typer.Option(help="Folder for comm_convergence.json and .png.")] = Path(
+        "integration/benchmarks/results"
+    ),
+) -> None:
+    """Loss of a small GPT on real text with quantized communication, on 4 CPU ranks; hours."""
+    for option, given, known in (("dtypes", dtypes, DTYPES), ("contenders", contenders, FLAGS)):
+        for name in given or ():
+            if name not in known:
+                raise typer.BadParameter(f"unknown: {name!r}", param_hint=f"--{option}")
+    settings = quantized.Settings(
+        steps=steps,
+        seeds=range(seeds),
+        dtypes=dtypes or DTYPES,
+        contenders=contenders or list(FLAGS),
+    )
+    quantized.compare(settings, output=output, should_resume=resume)
 
 
 @app.command()

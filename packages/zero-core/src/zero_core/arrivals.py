@@ -102,11 +102,13 @@ class Arrivals:
         """
         self._entered.add(unit.index)
         trail = self._trail_of(unit, forward)
-        place = None if trail is None else trail.last_before(unit.index)
-        if trail is None or place is None:
+        if trail is None or trail.last_before(unit.index) is None:
             return []
         self._followed = trail
         self._leave_recomputed()
+        place = trail.last_before(unit.index)
+        if place is None:
+            return []
         if forward is not None:
             self._recomputed = None
             return self._follow(trail, place + 1)

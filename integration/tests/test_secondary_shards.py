@@ -1,0 +1,272 @@
+"""Secondary shards (hpZ) are never stale, never half written, whatever the ranks' pace.
+
+Four gloo ranks are two nodes of two. Threads sleep at random before and within every job of a lane
+and before every wait, on each rank differently. With exact weights hpZ must change no bit: the
+oracle is the engine at stage 3 without it, which zero-core's tests hold against DDP.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+import zero_comm
+import zero_core
+from zero_core.testing import Case, Hard, batch, spawn
+
+RANKS, PER_NODE = 4, 2
+HPZ = {"zero_hpz_partition_size": PER_NODE}
+QWZ = {"zero_quantized_weights": True}
+QGZ = {"zero_quantized_gradients": True}
+FOUR_BITS = {
+    **QWZ,
+    **HPZ,
+    **QGZ,
+    "zero_quantized_weights_format": "int4_difference",
+    "zero_quantized_gradients_within_node": "int8",
+    "zero_quantized_gradients_hadamard": True,
+}
+DTYPES = ("fp32", "bf16")
+
+Scenario = Callable[[zero_core.Engine, Path], list[float]]
+
+
+class Delayed:
+    """Native collectives whose threads fall behind now and then; what they carry is untouched."""
+
+    def __init__(self, native: Any, chance: random.Random) -> None:
+        self._native = native
+        self._chance = chance
+        self.rank, self.world_size = native.rank, native.world_size
+        self.has_retire = native.has_retire
+
+    def _fall_behind(self) -> None:
+        luck = self._chance.random()
+        time.sleep(0.0 if luck < 0.6 else 0.001 if luck < 0.95 else 0.01)
+
+    def subgroup(self, ranks: Sequence[int]) -> Delayed:
+        return Delayed(self._native.subgroup(ranks), self._chance)
+
+    def zeros(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return self._native.zeros(numel, dtype, device)
+
+    def all_gather(self, out: Tensor, shard: Tensor, **options: Any) -> Slow:
+        return self._started(self._native.all_gather, out, shard, **options)
+
+    def reduce_scatter(self, out: Tensor, full: Tensor, **options: Any) -> Slow:
+        return self._started(self._native.reduce_scatter, out, full, **options)
+
+    def all_to_all(self, out: Tensor, parts: Tensor, **options: Any) -> Slow:
+        return self._started(self._native.all_to_all, out, parts, **options)
+
+    def launch(self, job: Callable[[], None], *, is_reduction: bool) -> Slow:
+        def late() -> None:
+            self._fall_behind()
+            job()
+            self._fall_behind()
+
+        return Slow(self._native.launch(late, is_reduction=is_reduction), self._fall_behind)
+
+    def _started(self, start: Callable[..., Any], *args: Any, **options: Any) -> Slow:
+        self._fall_behind()
+        return Slow(start(*args, **options), self._fall_behind)
+
+
+class Slow:
+    """A work that is waited for late."""
+
+    def __init__(self, work: Any, fall_behind: Callable[[], None]) -> None:
+        self._work = work
+        self._fall_behind = fall_behind
+
+    def wait(self) -> None:
+        self._fall_behind()
+        self._work.wait()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._work, name)
+
+
+def _delayed_collectives(native: Any, *, rank: int, **options: Any) -> Any:
+    delayed = Delayed(native, random.Random(rank))
+    return zero_comm.create_collectives(delayed, rank=rank, **options)
+
+
+def _choose_nodes(rank: int) -> None:
+    os.environ["LOCAL_WORLD_SIZE"] = str(PER_NODE)
+    os.environ["LOCAL_RANK"] = str(rank % PER_NODE)
+    os.environ["GROUP_RANK"] = str(rank // PER_NODE)
+
+
+def _make_model(seed: int = 0) -> Hard:
+    """Wide enough that even the shards of its gradients are worth quantizing."""
+    torch.manual_seed(seed)
+    return Hard(width=33)
+
+
+def _build(dtype: str, zero: Mapping[str, Any], **top: Any) -> zero_core.Engine:
+    config = Case(stage=3, dtype=dtype, zero=zero, top=top).config()
+    collectives = _delayed_collectives if zero else None
+    return zero_core.build(_make_model(), config, collectives=collectives)
+
+
+def _micro_step(engine: zero_core.Engine, step: int, micro: int = 0) -> float:
+    loss = engine(**batch(step, micro, engine.rank))["loss"]
+    engine.backward(loss)
+    engine.step()
+    return loss.item()
+
+
+@torch.no_grad()
+def _evaluate(engine: zero_core.Engine, step: int) -> float:
+    engine.eval()
+    loss = engine(**batch(step, 7, engine.rank))["loss"].item()
+    engine.train()
+    return loss
+
+
+# What is done between build() and the last step. Each returns all losses it saw.
+
+
+def _trains(engine: zero_core.Engine, folder: Path) -> list[float]:
+    """Branches differ between ranks; so do the parameters without a gradient."""
+    return [_micro_step(engine, step) for step in range(7)]
+
+
+def _accumulates(engine: zero_core.Engine, folder: Path) -> list[float]:
+    losses = []
+    for step in range(3):
+        for micro in range(3):
+            with engine.no_sync() if step == 1 and micro < 2 else nullcontext():
+                loss = engine(**batch(step, micro, engine.rank))["loss"]
+                engine.backward(loss)
+            engine.step()
+            losses.append(loss.item())
+    return losses
+
+
+def _evaluates_in_between(engine: zero_core.Engine, folder: Path) -> list[float]:
+    """Before the first step, between micro-steps, between forward and backward, and at the end."""
+    losses = [_evaluate(engine, 0), _evaluate(engine, 1)]
+    for step in range(3):
+        for micro in range(2):
+            loss = engine(**batch(step, micro, engine.rank))["loss"]
+            engine.backward(loss)
+            losses.append(_evaluate(engine, step))
+            engine.step()
+            losses += [loss.item(), _evaluate(engine, step)]
+    with torch.inference_mode():
+        losses.append(engine(**batch(5, 0, engine.rank))["loss"].item())
+    return [*losses, _micro_step(engine, 6), _micro_step(engine, 6, 1), _evaluate(engine, 6)]
+
+
+def _is_edited(engine: zero_core.Engine, folder: Path) -> list[float]:
+    """By the module's parameters and by the states' names, frozen ones as well."""
+    losses = [_micro_step(engine, 0), _evaluate(engine, 0)]
+    with engine.gathered(modifier_rank=3) as model, torch.no_grad():
+        if engine.rank == 3:
+            model.embed.weight[3:20] *= 1.5
+            model.blocks[1].up.bias.fill_(0.25)
+            model.frozen[0].down.weight.add_(0.125)
+    losses += [_evaluate(engine, 1), _micro_step(engine, 1), _evaluate(engine, 1)]
+    for name in ("blocks.0.up.weight", "frozen.0.side.weight"):
+        engine.states.set_full(name, engine.states.get_full(name) * 0.5)
+        losses.append(_evaluate(engine, 2))
+    return [*losses, _micro_step(engine, 2), _micro_step(engine, 3)]
+
+
+def _loads(engine: zero_core.Engine, folder: Path) -> list[float]:
+    """Earlier weights come back under later versions."""
+    losses = [_micro_step(engine, 0)]
+    engine.save_checkpoint(folder)
+    losses += [_micro_step(engine, 1), _micro_step(engine, 2), _evaluate(engine, 2)]
+    engine.load_checkpoint(folder)
+    return [*losses, _evaluate(engine, 2), _micro_step(engine, 1), _micro_step(engine, 2)]
+
+
+def _starts_from_a_file(engine: zero_core.Engine, folder: Path) -> list[float]:
+    losses = [_evaluate(engine, 0)]  # something is kept
+    if engine.rank == 0:
+        state = {n: p.detach().clone() for n, p in _make_model(1).named_parameters()}
+        save_file(state, folder / "model.safetensors")
+    torch.distributed.barrier()
+    zero_core.load_pretrained(engine, folder / "model.safetensors")
+    return [*losses, _evaluate(engine, 0), _micro_step(engine, 0), _micro_step(engine, 1)]
+
+
+SCENARIOS: dict[str, tuple[Scenario, dict[str, Any]]] = {
+    "trains": (_trains, {}),
+    "recomputes": (_trains, {"activation_checkpointing": {}}),
+    "accumulates": (_accumulates, {"gradient_accumulation_steps": 3}),
+    "evaluates": (_evaluates_in_between, {"gradient_accumulation_steps": 2}),
+    "edited": (_is_edited, {}),
+    "loads": (_loads, {}),
+    "starts from a file": (_starts_from_a_file, {}),
+}
+
+
+def _outcome(
+    scenario: Scenario, zero: Mapping[str, Any], dtype: str, folder: Path, **top: Any
+) -> tuple[list[float], dict[str, Tensor]]:
+    folder.mkdir(exist_ok=True)
+    engine = _build(dtype, zero, **top)
+    losses = scenario(engine, folder)
+    values = engine.full_state_dict(dtype=torch.float32)
+    with engine.gathered() as model:  # what the ranks compute with, besides the master weights
+        values |= {f"gathered {n}": p.detach().clone() for n, p in model.named_parameters()}
+    engine.close()
+    return losses, values
+
+
+def _changes_no_bit(rank: int, world_size: int, name: str, folder: str) -> None:
+    _choose_nodes(rank)
+    scenario, top = SCENARIOS[name]
+    for dtype in DTYPES:
+        plain = _outcome(scenario, {}, dtype, Path(folder, f"plain-{dtype}"), **top)
+        ours = _outcome(scenario, HPZ, dtype, Path(folder, f"hpz-{dtype}"), **top)
+        torch.testing.assert_close(ours, plain, rtol=0.0, atol=0.0)
+
+
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_secondary_shards_change_no_bit_when_a_run(name: str, tmp_path: Path) -> None:
+    spawn(_changes_no_bit, RANKS, name, str(tmp_path))
+
+
+KEPT = {
+    "hpZ": HPZ,
+    "qwZ": QWZ,
+    "qwZ, hpZ": {**QWZ, **HPZ},
+    "qgZ": QGZ,
+    "qgZ, error feedback": {**QGZ, "zeropp_loco_param": {}},
+    "stochastic": {**QGZ, "zero_quantized_stochastic_rounding": True},
+    "4-bit": FOUR_BITS,
+}
+
+
+def _goes_on(rank: int, world_size: int, zero: Mapping[str, Any], folder: str) -> None:
+    _choose_nodes(rank)
+    straight = _build("bf16", zero)
+    for step in range(3):
+        _micro_step(straight, step)
+    straight.save_checkpoint(folder)
+    expected = [_micro_step(straight, step) for step in range(3, 6)]
+    resumed = _build("bf16", zero)
+    resumed.load_checkpoint(folder)
+    assert [_micro_step(resumed, step) for step in range(3, 6)] == expected
+    values, wanted = resumed.full_state_dict(), straight.full_state_dict()
+    torch.testing.assert_close(values, wanted, rtol=0.0, atol=0.0)
+
+
+@pytest.mark.parametrize("name", KEPT)
+def test_run_that_saved_and_goes_on_equals_the_one_that_resumes(name: str, tmp_path: Path) -> None:
+    spawn(_goes_on, RANKS, KEPT[name], str(tmp_path))
