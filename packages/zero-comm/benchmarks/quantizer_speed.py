@@ -1,7 +1,8 @@
 """Prints how fast the quantizer is on this machine's CPU: every backend, next to a plain copy.
 
 Rates are bytes of the unquantized tensor per second: of quantizing, of dequantizing, and of both
-after each other. Backends take turns within a repetition, so that what else the machine does meets
+after each other. One thread is timed by the processor time that it got, which other programs on the
+machine don't add to; several are timed by the clock. Backends take turns within a repetition, so that what else the machine does meets
 all alike; the table shows medians.
 
 Usage: python quantizer_speed.py [--threads 1] [--numel 67108864] [--repetitions 5] [--json FILE]
@@ -38,10 +39,11 @@ Row = dict[str, object]
 
 
 def seconds(run: Callable[[], object]) -> float:
-    """How long one run takes."""
-    start = time.perf_counter()
+    """How long one run takes; see above for the clock."""
+    clock = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
+    start = clock()
     run()
-    return time.perf_counter() - start
+    return clock() - start
 
 
 def backends() -> list[str]:

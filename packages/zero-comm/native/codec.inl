@@ -168,6 +168,15 @@ void decode_symmetric(const std::uint8_t* ZERO_COMM_RESTRICT codes, float step,
 
 // ---- asymmetric ------------------------------------------------------------------------------
 
+// Integers in the order of the numbers, which compilers reduce in vectors as they are; and back.
+ZERO_COMM_INLINE std::int32_t ordered(float x) {
+  const auto bits = static_cast<std::int32_t>(bits_of(x));
+  return bits ^ ((bits >> 31) & 0x7fffffff);
+}
+ZERO_COMM_INLINE float number_of(std::int32_t key) {
+  return float_of(static_cast<std::uint32_t>(key ^ ((key >> 31) & 0x7fffffff)));
+}
+
 struct Ends {
   float lo, hi, step;
 };
@@ -177,15 +186,15 @@ ZERO_COMM_INLINE Ends ends_of(float lo, float hi, float top) {
   return {lo, hi, step < kSmallestStep ? kSmallestStep : step};
 }
 
-ZERO_COMM_INLINE float value_of(float k, const Ends& ends, float top) {
+ZERO_COMM_INLINE float value_of(float k, Ends ends, float top) {
   const float value = (k * (ends.step * 0.5f) + ends.lo * 0.5f) * 2.0f;
   const float above = k == top ? ends.hi : value;
   return k == 0.0f ? ends.lo : above;
 }
 
 // The values of `k + shift`, within [0, top], rounded to the dtype.
-void rounded_values(const float* ZERO_COMM_RESTRICT k, float shift, std::int64_t size,
-                    const Ends& ends, float top, int dtype, float* ZERO_COMM_RESTRICT out) {
+void rounded_values(const float* ZERO_COMM_RESTRICT k, float shift, std::int64_t size, Ends ends,
+                    float top, int dtype, float* ZERO_COMM_RESTRICT out) {
   for (std::int64_t i = 0; i < size; ++i) {
     float index = k[i] + shift;
     index = index < top ? index : top;
@@ -203,19 +212,19 @@ void rounded_values(const float* ZERO_COMM_RESTRICT k, float shift, std::int64_t
 
 // Moves `k` to the neighbour that gives `x` back exactly, where `k` does not.
 void keep_exact(const float* ZERO_COMM_RESTRICT x, float* ZERO_COMM_RESTRICT k, std::int64_t size,
-                const Ends& ends, float top, int dtype, float* ZERO_COMM_RESTRICT own,
+                Ends ends, float top, int dtype, float* ZERO_COMM_RESTRICT own,
                 float* ZERO_COMM_RESTRICT other) {
   rounded_values(k, 0.0f, size, ends, top, dtype, own);
   rounded_values(k, 1.0f, size, ends, top, dtype, other);
   for (std::int64_t i = 0; i < size; ++i) {
-    const bool is_up = own[i] != x[i] && other[i] == x[i];
+    const bool is_up = (own[i] != x[i]) & (other[i] == x[i]);
     own[i] = is_up ? x[i] : own[i];
     k[i] = is_up ? k[i] + 1.0f : k[i];
     k[i] = k[i] < top ? k[i] : top;
   }
   rounded_values(k, -1.0f, size, ends, top, dtype, other);
   for (std::int64_t i = 0; i < size; ++i) {
-    const bool is_down = own[i] != x[i] && other[i] == x[i];
+    const bool is_down = (own[i] != x[i]) & (other[i] == x[i]);
     k[i] = is_down ? k[i] - 1.0f : k[i];
     k[i] = k[i] > 0.0f ? k[i] : 0.0f;
   }
@@ -228,15 +237,15 @@ bool encode_asymmetric(const Format& format, const float* ZERO_COMM_RESTRICT x,
                        float* ZERO_COMM_RESTRICT spare) {
   const std::int64_t size = format.block_size, half = size / 2;
   const float top = format.kind == kInt8 ? 254.0f : 14.0f;
-  float lo = x[0], hi = x[0];
-  std::uint32_t largest = 0;
+  std::int32_t lowest = ordered(x[0]), highest = lowest;
   for (std::int64_t i = 0; i < num_valid; ++i) {
-    lo = x[i] < lo ? x[i] : lo;
-    hi = x[i] > hi ? x[i] : hi;
-    const std::uint32_t magnitude = bits_of(x[i]) & ~kSign;
-    largest = magnitude > largest ? magnitude : largest;
+    const std::int32_t key = ordered(x[i]);
+    lowest = key < lowest ? key : lowest;
+    highest = key > highest ? key : highest;
   }
-  const bool is_bad = largest >= kInfinity;
+  const float lo = number_of(lowest), hi = number_of(highest);
+  // NaN lies beyond the infinity of its sign.
+  const bool is_bad = (bits_of(lo) & ~kSign) >= kInfinity || (bits_of(hi) & ~kSign) >= kInfinity;
   const float stored[2] = {is_bad ? float_of(kNan) : lo + 0.0f,
                            is_bad ? float_of(kNan) : hi + 0.0f};
   std::memcpy(scale, stored, sizeof stored);
