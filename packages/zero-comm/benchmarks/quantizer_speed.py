@@ -1,9 +1,9 @@
 """Prints how fast the quantizer is on this machine's CPU: every backend, next to a plain copy.
 
 Rates are bytes of the unquantized tensor per second: of quantizing, of dequantizing, and of both
-after each other. One thread is timed by the processor time that it got, which other programs on the
-machine don't add to; several are timed by the clock. Backends take turns within a repetition, so that what else the machine does meets
-all alike; the table shows medians.
+after each other. One thread is timed by the processor time that it got, which other programs on
+the machine don't add to; several are timed by the clock. Backends take turns within a repetition,
+so that what else the machine does meets all alike; the table shows medians.
 
 Usage: python quantizer_speed.py [--threads 1] [--numel 67108864] [--repetitions 5] [--json FILE]
 """

@@ -96,6 +96,7 @@ bool run_encode(const KernelTable& table, const Layout& layout, const char* x, c
   };
   share(layout, rows.count, rows.count * layout.numel, num_threads, run);
   const auto padding = static_cast<std::size_t>(layout.nbytes - layout.used_nbytes);
+  if (padding == 0) return is_bad.load();  // an empty row has no address
   for (std::int64_t index = 0; index < rows.count; ++index) {
     std::memset(rows.data + index * rows.stride + layout.used_nbytes, 0, padding);
   }
