@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -56,12 +57,12 @@ class _Row:
 
     def ratio(self, kind: str) -> float:
         """How many times as much the unquantized run sends over one kind of link."""
-        sent, before = (float(getattr(run, kind)) for run in self.pairs[0])
-        return before / sent if sent else float("inf")
+        sent, before = (int(getattr(run, kind)) for run in self.pairs[0])
+        return float(before / sent) if sent else math.inf
 
     def median(self, kind: str) -> float:
         """Median over the seeds of one figure."""
-        return statistics.median(getattr(run, kind) for run, _ in self.pairs)
+        return float(statistics.median(getattr(run, kind) for run, _ in self.pairs))
 
 
 def _rows(runs: Sequence[Run]) -> Iterator[_Row]:
