@@ -17,26 +17,18 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from zero_comm.native import NativeWork
 from zero_comm.torch_compat import all_gather_single
 
 __all__ = ["TorchCollectives"]
 
 
-class Work(Protocol):
-    """A collective under way; `torch.distributed.Work` is one."""
-
-    def wait(self) -> object:
-        """Block until the result may be read (on devices: by the current stream)."""
-        ...
-
-
-class Done:
+class _Done:
     """The work of what was over when it was started."""
 
     def wait(self) -> None:
@@ -44,9 +36,9 @@ class Done:
 
 
 class _Then:
-    """A work that has something left to do once the bytes are there; done at the first wait."""
+    """A work that has something left to do once the bytes are there: at the first wait."""
 
-    def __init__(self, work: Work, finish: Callable[[], object]) -> None:
+    def __init__(self, work: NativeWork, finish: Callable[[], object]) -> None:
         self._work = work
         self._finish: Callable[[], object] | None = finish
 
@@ -59,7 +51,7 @@ class _Then:
 
 
 class TorchCollectives:
-    """`zero_comm.collectives.NativeCollectives` over a process group of any backend.
+    """`zero_comm.native.NativeCollectives` over a process group of any backend.
 
     Tensors are flat, contiguous and of any dtype: they travel as bytes. All ranks of the group
     call the same methods in the same order; see [Note: one order].
@@ -111,7 +103,7 @@ class TorchCollectives:
 
     def all_gather(
         self, out: Tensor, shard: Tensor, *, unit: int, version: int, backward: bool
-    ) -> Work:
+    ) -> NativeWork:
         """Start to fill ``out`` with every rank's ``shard``, in rank order.
 
         In a subgroup the shard is copied once per rank.
@@ -124,13 +116,15 @@ class TorchCollectives:
             backward: not used.
         """
         self._check("out", out, shard.numel() * self.world_size, shard.dtype)
-        if self._is_alone(shard):
+        if self._is_silent(shard):
             return _copied(out, shard)
         if self._is_part:
             return self.all_to_all(out, shard.repeat(self.world_size), unit=unit)
-        return started(all_gather_single(as_bytes(out), as_bytes(shard), self.group, async_op=True))
+        return _started(
+            all_gather_single(_as_bytes(out), _as_bytes(shard), self.group, async_op=True)
+        )
 
-    def all_to_all(self, out: Tensor, parts: Tensor, *, unit: int) -> Work:
+    def all_to_all(self, out: Tensor, parts: Tensor, *, unit: int) -> NativeWork:
         """Start an exchange: slice ``k`` of ``out`` is slice ``rank`` of rank ``k``'s ``parts``.
 
         Args:
@@ -144,16 +138,16 @@ class TorchCollectives:
                 f"parts must be slices of equal length for {self.world_size} ranks, got "
                 f"{parts.numel()} elements"
             )
-        if self._is_alone(parts):
+        if self._is_silent(parts):
             return _copied(out, parts)
         sizes = self._sizes(parts.nbytes // self.world_size) if self._is_part else None
-        return started(
+        return _started(
             dist.all_to_all_single(
-                as_bytes(out), as_bytes(parts), sizes, sizes, group=self.group, async_op=True
+                _as_bytes(out), _as_bytes(parts), sizes, sizes, group=self.group, async_op=True
             )
         )
 
-    def reduce_scatter(self, out: Tensor, full: Tensor, *, unit: int) -> Work:
+    def reduce_scatter(self, out: Tensor, full: Tensor, *, unit: int) -> NativeWork:
         """Start to sum this rank's slice of every rank's ``full``; ``wait`` sums.
 
         In fp32 (fp64 where ``full`` is) and in rank order, so that the result depends on neither
@@ -172,18 +166,18 @@ class TorchCollectives:
         """Plain memory, zeroed; torch.distributed sends from any."""
         return torch.zeros(numel, dtype=dtype, device=device)
 
-    def launch(self, job: Callable[[], None], *, is_reduction: bool) -> Work:
+    def launch(self, job: Callable[[], None], *, is_reduction: bool) -> NativeWork:
         """Run ``job`` now, on the current stream; see [Note: one order]."""
         job()
-        return Done()
+        return _Done()
 
     @property
     def _is_part(self) -> bool:
         return self.group is not None and self.world_size < dist.get_world_size(self.group)
 
-    def _is_alone(self, values: Tensor) -> bool:
-        """Whether there is nobody, or nothing, to send: the same on every rank that calls."""
-        return self.world_size == 1 or values.numel() == 0
+    def _is_silent(self, values: Tensor) -> bool:
+        """Whether no rank has anything to send. A subgroup of one rank may be beside others."""
+        return not self._is_part and (self.world_size == 1 or values.numel() == 0)
 
     def _sizes(self, nbytes: int) -> list[int]:
         """The length of each part for the ranks of the whole group."""
@@ -200,21 +194,21 @@ class TorchCollectives:
             )
 
 
-def as_bytes(tensor: Tensor) -> Tensor:
+def _as_bytes(tensor: Tensor) -> Tensor:
     """A flat tensor's own memory as uint8."""
     return tensor.detach().view(torch.uint8)
 
 
-def started(work: dist.Work | None) -> Work:
+def _started(work: dist.Work | None) -> NativeWork:
     """What an asynchronous collective of torch returned: None only to processes outside."""
     assert work is not None
     return work
 
 
-def _copied(out: Tensor, values: Tensor) -> Work:
+def _copied(out: Tensor, values: Tensor) -> NativeWork:
     if out.data_ptr() != values.data_ptr():
         out.copy_(values)
-    return Done()
+    return _Done()
 
 
 def _sum_rows(out: Tensor, rows: Tensor) -> None:
