@@ -13,14 +13,16 @@ from typing import Any
 
 import cpu_adam
 from zero_comm import create_collectives
-from zero_comm.collectives import NativeCollectives as CommNative
-from zero_comm.collectives import QuantizedWeights
-from zero_core.collectives import NativeCollectives
+from zero_comm.collectives import QuantizedCollectives
+from zero_comm.native import NativeCollectives as CommNative
+from zero_core.direct import DirectCollectives
+from zero_core.library import LibraryCollectives
 from zero_core.protocols import (
     AdamKernel,
     Collectives,
     CollectivesFactory,
     DeviceTierFactory,
+    NativeCollectives,
     ParamStore,
     ParamTier,
     ParamTierFactory,
@@ -51,8 +53,9 @@ __all__ = ["FACTORIES", "MODULES", "TYPES"]
 
 
 def prove_instances(
-    native: NativeCollectives,
-    quantized: QuantizedWeights,
+    direct: DirectCollectives,
+    library: LibraryCollectives,
+    quantized: QuantizedCollectives,
     device_tier: DeviceTier,
     twin_tier: TwinTier,
     auto_tier: AutoTier,
@@ -60,15 +63,16 @@ def prove_instances(
     local_store: LocalStore,
 ) -> None:
     """For mypy: instances of each part may stand where the engine asks for its protocol."""
-    collectives: list[Collectives] = [native, quantized]
+    natives: list[NativeCollectives] = [direct, library]
+    collectives: list[Collectives] = [*natives, quantized]
     tiers: list[StateTier] = [device_tier, twin_tier, auto_tier]
     param_tier: ParamTier = resting_params
     store: ParamStore = local_store
-    del collectives, tiers, param_tier, store
+    del natives, collectives, tiers, param_tier, store
 
 
 def prove_what_is_handed_over(
-    collectives: Collectives,
+    native: NativeCollectives,
     tier: StateTier,
     kernel: AdamKernel,
     factory: DeviceTierFactory,
@@ -76,7 +80,7 @@ def prove_what_is_handed_over(
     work: OffloadWork,
 ) -> None:
     """For mypy: what the engine hands to a part fits the part's own idea of it."""
-    comm: CommNative = collectives
+    comm: CommNative = native
     offload: OffloadStateTier = tier
     offload_kernel: OffloadKernel = kernel
     offload_factory: OffloadDeviceTierFactory = factory
@@ -103,8 +107,9 @@ FACTORIES: dict[str, tuple[Callable[..., Any], type]] = {
 """Callables and the protocol whose ``__call__`` each satisfies."""
 
 TYPES: dict[str, tuple[type, type]] = {
-    "zero_core.collectives.NativeCollectives": (NativeCollectives, Collectives),
-    "zero_comm.collectives.QuantizedWeights": (QuantizedWeights, Collectives),
+    "zero_core.direct.DirectCollectives": (DirectCollectives, NativeCollectives),
+    "zero_core.library.LibraryCollectives": (LibraryCollectives, NativeCollectives),
+    "zero_comm.collectives.QuantizedCollectives": (QuantizedCollectives, Collectives),
     "zero_core.tier.DeviceTier": (DeviceTier, StateTier),
     "zero_offload.twin.TwinTier": (TwinTier, StateTier),
     "zero_offload.auto_tier.AutoTier": (AutoTier, StateTier),

@@ -28,11 +28,11 @@ def shape(function: Callable[..., Any]) -> list[tuple[str, str, bool]]:
 
 
 def methods(protocol: type) -> list[str]:
-    """The methods that a protocol asks for."""
+    """The methods that a protocol asks for, those of its bases included."""
     return sorted(
         name
-        for name, value in vars(protocol).items()
-        if inspect.isfunction(value) and not name.startswith("_")
+        for name, value in inspect.getmembers(protocol, inspect.isfunction)
+        if not name.startswith("_")
     )
 
 

@@ -169,12 +169,9 @@ def measure_quantized(rank: int, world_size: int, folder: str) -> None:
 
     made: list[Any] = []
 
-    def factory(native: Any, *, rank: int, world_size: int, config: Any) -> Any:
+    def factory(native: Any, **given: Any) -> Any:
         counting = Counting(native)
-        made[:] = [
-            counting,
-            create_collectives(counting, rank=rank, world_size=world_size, config=config),
-        ]
+        made[:] = [counting, create_collectives(counting, **given)]
         return made[1]
 
     config = make_config(3, "bf16", zero_quantized_weights=True)
@@ -216,6 +213,7 @@ def test_program_prints_tables_and_writes_json_and_a_picture(tmp_path: Path) -> 
         f"--model={tmp_path}",
         f"--config={tmp_path / 'zero.json'}",
         "--ranks=4",
+        "--ranks-per-node=2",
         "--tokens=32",
         "--device-memory=24GiB",
         f"--json-file={tmp_path / 'plan.json'}",
@@ -225,6 +223,11 @@ def test_program_prints_tables_and_writes_json_and_a_picture(tmp_path: Path) -> 
     assert content["device_memory"] == 24 * 2**30
     for kind in content["memory"]["device"]:
         assert kind in done.stdout
+    assert [choice["name"] for choice in content["traffic_choices"]] == [
+        "as configured",
+        "zero_quantized_gradients",
+    ]
+    assert "Traffic choices" in done.stdout
     assert content["advice"].split(":")[0] in " ".join(done.stdout.split())
     assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
 

@@ -1,29 +1,51 @@
 """The factory: its entry point, the settings it reads, the settings it refuses."""
 
 import ast
+import sys
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from native_collectives import DelayedNative
+from simulated_ranks import Network, SimulatedNative, run_ranks
 
 import zero_comm
-from zero_comm import create_collectives, quantized_nbytes
-from zero_comm.collectives import QuantizedWeights
+from zero_comm import create_collectives
+from zero_comm.collectives import QuantizedCollectives
+from zero_comm.message import Packing
+
+QWZ = {"zero_quantized_weights": True}
+QGZ = {"zero_quantized_gradients": True}
 
 
-def make(config: dict[str, Any], *, rank: int = 0, world_size: int = 1) -> tuple[Any, Any]:
-    native = DelayedNative(world_size)
-    return native, create_collectives(native, rank=rank, world_size=world_size, config=config)
+def make(
+    config: dict[str, Any], *, rank: int = 0, world_size: int = 4, ranks_per_node: int = 2
+) -> tuple[Any, Any]:
+    native = SimulatedNative(Network(world_size, 1), range(world_size), 0)
+    made = create_collectives(
+        native, rank=rank, world_size=world_size, config=config, ranks_per_node=ranks_per_node
+    )
+    return native, made
 
 
-def sent_nbytes(config: dict[str, Any]) -> int:
-    native, collectives = make(config)
-    out = torch.empty(4096)
-    collectives.all_gather(out, torch.randn(4096), unit=0, version=0, backward=False).wait()
-    return int(native.calls[0].nbytes)
+def sent_nbytes(config: dict[str, Any], numel: int = 4096) -> tuple[int, int]:
+    """What a rank of two sends to the other in a gather and in a reduction."""
+    network = Network(2, 1)
+
+    def program(native: SimulatedNative) -> None:
+        made = create_collectives(
+            native, rank=native.rank, world_size=2, config=config, ranks_per_node=1
+        )
+        out = torch.empty(2 * numel)
+        made.all_gather(out, torch.randn(numel), unit=0, version=0, backward=False).wait()
+        if native.rank == 0:
+            gathered.append(network.between[0])
+        made.reduce_scatter(torch.empty(numel), torch.randn(2 * numel), unit=0).wait()
+
+    gathered: list[int] = []
+    run_ranks(network, program)
+    return gathered[0], network.between[0] - gathered[0]
 
 
 def test_the_entry_point_is_the_factory() -> None:
@@ -31,11 +53,22 @@ def test_the_entry_point_is_the_factory() -> None:
     assert found.load() is create_collectives
 
 
-def test_quantized_weights_are_8_bit_unless_said_otherwise() -> None:
-    on = {"zero_quantized_weights": True}
-    assert sent_nbytes(on) == quantized_nbytes(4096, bits=8)
-    assert sent_nbytes({**on, "zero_quantized_weights_bits": None}) == sent_nbytes(on)
-    assert sent_nbytes({**on, "zero_quantized_weights_bits": 4}) == quantized_nbytes(4096, bits=4)
+@pytest.mark.parametrize(
+    ("config", "weights", "gradients"),
+    [
+        (QWZ, "int8", None),
+        ({**QWZ, "zero_quantized_weights_format": None}, "int8", None),
+        ({**QWZ, "zero_quantized_weights_format": "e4m3"}, "e4m3", None),
+        (QGZ, None, "int4"),
+        ({**QGZ, "zero_quantized_gradients_between_nodes": "int8"}, None, "int8"),
+        ({**QWZ, **QGZ}, "int8", "int4"),
+    ],
+)
+def test_what_travels_is_of_the_format_that_was_asked_for(
+    config: dict[str, Any], weights: str | None, gradients: str | None
+) -> None:
+    expected = [16384 if f is None else Packing(f).nbytes(4096) for f in (weights, gradients)]
+    assert sent_nbytes(config) == tuple(expected)
 
 
 def test_a_full_block_with_everything_else_off_is_accepted() -> None:
@@ -48,10 +81,12 @@ def test_a_full_block_with_everything_else_off_is_accepted() -> None:
         "zeropp_loco_param": None,
         "offload_optimizer": {"device": "cpu", "ratio": 0.5},
     }
-    assert isinstance(make(config)[1], QuantizedWeights)
+    assert isinstance(make(config)[1], QuantizedCollectives)
 
 
-@pytest.mark.parametrize("config", [{}, {"zero_quantized_weights": False}])
+@pytest.mark.parametrize(
+    "config", [{}, {"zero_quantized_weights": False}, {"zero_quantized_checksum": True}]
+)
 def test_a_config_that_asks_for_nothing_gets_the_native_collectives(config: dict[str, Any]) -> None:
     native, collectives = make(config)
     assert collectives is native
@@ -60,32 +95,65 @@ def test_a_config_that_asks_for_nothing_gets_the_native_collectives(config: dict
 @pytest.mark.parametrize(
     ("key", "value"),
     [
-        ("zero_quantized_gradients", True),
-        ("zero_quantized_nontrainable_weights", True),
-        ("zero_hpz_partition_size", 2),
+        ("zero_quantized_gradients", 1),
+        ("zero_quantized_nontrainable_weights", "no"),
+        ("zero_hpz_partition_size", 3),
+        ("zero_hpz_partition_size", 8),
         ("zero_hpz_partition_size", 0),
-        ("zeropp_loco_param", {"err_beta": 0.8, "reset_T": 1024}),
+        ("zero_hpz_partition_size", True),
+        ("zeropp_loco_param", {"beta": 0.8}),
+        ("zeropp_loco_param", 0.8),
         ("zero_quantized_weights", "yes"),
-        ("zero_quantized_weights_bits", 3),
-        ("zero_quantized_weights_bits", "8"),
-        ("zero_quantized_weights_bits", True),
+        ("zero_quantized_weights_format", "int2"),
+        ("zero_quantized_gradients_within_node", "int4_difference"),
+        ("zero_quantized_gradients_between_nodes", 4),
     ],
 )
-def test_a_setting_that_is_not_served_is_refused_by_its_key(key: str, value: object) -> None:
+def test_a_setting_that_makes_no_sense_is_refused_by_its_key(key: str, value: object) -> None:
     with pytest.raises(ValueError, match=rf"zero_optimization\.{key} "):
-        make({"zero_quantized_weights": True, key: value})
+        make({**QWZ, **QGZ, key: value})
 
 
-@pytest.mark.parametrize(("rank", "world_size"), [(-1, 1), (1, 1), (0, 0)])
+@pytest.mark.parametrize("loco", [{"err_beta": 1.5}, {"reset_T": 0}, {"reset_T": 2.0}])
+def test_settings_of_error_feedback_are_refused_by_their_keys(loco: dict[str, Any]) -> None:
+    (key,) = loco
+    with pytest.raises(ValueError, match=rf"zero_optimization\.zeropp_loco_param\.{key} "):
+        make({**QGZ, "zeropp_loco_param": loco})
+
+
+@pytest.mark.parametrize(("rank", "world_size"), [(-1, 4), (4, 4)])
 def test_a_rank_outside_the_world_is_refused(rank: int, world_size: int) -> None:
     with pytest.raises(ValueError, match="rank must"):
-        make({"zero_quantized_weights": True}, rank=rank, world_size=world_size)
+        make(QWZ, rank=rank, world_size=world_size)
+
+
+@pytest.mark.parametrize("ranks_per_node", [0, 3])
+def test_nodes_that_do_not_divide_the_ranks_are_refused(ranks_per_node: int) -> None:
+    with pytest.raises(ValueError, match="ranks_per_node must divide the 4 ranks"):
+        make(QWZ, ranks_per_node=ranks_per_node)
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        ({"zero_hpz_partition_size": 4}, "zero_hpz_partition_size = 4 has no effect"),
+        ({**QWZ, "zero_quantized_weights_format": "int4_difference"}, "has no effect with one"),
+    ],
+)
+def test_what_does_less_than_it_promises_is_said(
+    config: dict[str, Any], said: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    make(config, ranks_per_node=4)
+    assert said in caplog.text
+
+
+def test_a_partition_larger_than_a_node_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    make({"zero_hpz_partition_size": 2}, ranks_per_node=1)
+    assert "backward's gathers leave the node" in caplog.text
 
 
 def test_nothing_is_imported_but_torch_and_the_standard_library() -> None:
-    import sys
-
-    allowed = {"torch", "zero_comm", *sys.stdlib_module_names}
+    allowed = {"torch", "triton", "zero_comm", *sys.stdlib_module_names}
     for path in Path(zero_comm.__file__).parent.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             names = [a.name for a in node.names] if isinstance(node, ast.Import) else []

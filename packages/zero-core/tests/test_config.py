@@ -7,7 +7,7 @@ import json
 import pytest
 
 from zero_core import ConfigError, load_config
-from zero_core.config import UNNEEDED, ActivationCheckpointingConfig, Config
+from zero_core.config import UNNEEDED, ActivationCheckpointingConfig, Config, LocoConfig
 
 SMALL = {"train_micro_batch_size_per_gpu": 2}
 
@@ -90,6 +90,10 @@ def offload(stage: int = 0, **block):
     return {"zero_optimization": {"stage": stage, "offload_optimizer": block}}
 
 
+def few_bits(stage: int = 3, **keys):
+    return {"zero_optimization": {"stage": stage, **keys}}
+
+
 @pytest.mark.parametrize(
     ("block", "match"),
     [
@@ -119,9 +123,24 @@ def offload(stage: int = 0, **block):
             {"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}}},
             "needs nvme_path",
         ),
-        ({"zero_optimization": {"stage": 2, "zero_quantized_weights": True}}, "needs stage 3"),
-        ({"zero_optimization": {"zero_quantized_gradients": True}}, "not served"),
-        ({"zero_optimization": {"zero_hpz_partition_size": 2}}, "not served"),
+        *[
+            ({"zero_optimization": {"stage": 2, key: value}}, rf"{key}.* needs stage 3, found 2")
+            for key, value in (
+                ("zero_quantized_weights", True),
+                ("zero_quantized_nontrainable_weights", True),
+                ("zero_hpz_partition_size", 2),
+            )
+        ],
+        (few_bits(zero_hpz_partition_size=4), "= 4 must divide the number of ranks, 2"),
+        (few_bits(zero_hpz_partition_size=0), "zero_hpz_partition_size"),
+        (few_bits(zero_quantized_weights_format="int6"), "'int8', 'int4', .*'int4_difference'"),
+        (few_bits(zero_quantized_weight_format="int4"), "did you mean 'zero_quantized_weights_f"),
+        (few_bits(zero_quantized_gradients_between_nodes="int4_difference"), "found 'int4_diff"),
+        (few_bits(zero_quantized_gradients_hadamard=1), "hadamard"),
+        (few_bits(zeropp_loco_param={}), "needs zero_quantized_gradients, whose error"),
+        (few_bits(zeropp_loco_param={"err_beta": 1.5}), "zeropp_loco_param.err_beta"),
+        (few_bits(zeropp_loco_param={"reset_T": 0}), "zeropp_loco_param.reset_T"),
+        (few_bits(zeropp_loco_param={"reset_t": 9}), "did you mean 'reset_T'"),
         ({"activation_checkpointing": {"profile": True}}, "profile is not served"),
         (
             {"activation_checkpointing": {"synchronize_checkpoint_boundary": True}},
@@ -203,6 +222,44 @@ def test_nvme_keys_are_told_only_where_they_have_no_effect(caplog):
         assert "pipeline_read = True has no effect: reads from NVMe always overlap" in told
         assert "fast_init = False has no effect" in told
     assert config.zero_optimization.offload_optimizer.nvme_path == "/nvme"
+
+
+def test_keys_of_few_bits_are_told_where_nothing_is_quantized(caplog):
+    weights = {"zero_quantized_weights_format": "e4m3"}
+    gradients = {
+        "zero_quantized_gradients_within_node": "int8",
+        "zero_quantized_gradients_between_nodes": "int4",
+        "zero_quantized_gradients_hadamard": True,
+        "zero_quantized_stochastic_rounding": False,
+    }
+    both = {"zero_quantized_checksum": True}
+    everything = {**weights, **gradients, **both}
+    for flags, expected in (
+        ({}, everything.keys()),
+        ({"zero_quantized_gradients": True}, weights.keys()),
+        ({"zero_quantized_weights": True}, gradients.keys()),
+        ({"zero_quantized_nontrainable_weights": True}, gradients.keys()),
+        ({"zero_quantized_weights": True, "zero_quantized_gradients": True}, set()),
+    ):
+        told = _told(caplog, {**everything, **flags})
+        assert {key for key in everything if f"{key} =" in told} == set(expected)
+    both_flags = {"zero_quantized_weights": True, "zero_quantized_nontrainable_weights": True}
+    assert "zero_quantized_weights covers frozen weights too" in _told(caplog, both_flags)
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_gradients_of_few_bits_are_served_at_every_stage(stage):
+    block = few_bits(stage, zero_quantized_gradients=True, zeropp_loco_param={"err_beta": 1})
+    zero = load_config({**SMALL, **block}, world_size=3).zero_optimization
+    assert zero.zero_quantized_gradients
+    assert zero.zeropp_loco_param == LocoConfig(err_beta=1.0, reset_T=1024)
+
+
+@pytest.mark.parametrize(("partition", "world_size"), [(1, 6), (2, 6), (3, 6), (6, 6), (4, 1)])
+def test_a_partition_that_divides_the_ranks_is_served(partition, world_size):
+    block = few_bits(zero_hpz_partition_size=partition)
+    zero = load_config({**SMALL, **block}, world_size=world_size).zero_optimization
+    assert zero.zero_hpz_partition_size == partition
 
 
 def test_null_means_the_default():

@@ -1,281 +1,300 @@
-"""Collectives for a sharded-training engine that send quantized weights (qwZ).
+"""Collectives for a sharded-training engine that send fewer bytes: qwZ, hpZ, qgZ and more.
 
-They wrap the engine's own collectives, which carry the bytes; the two protocols below say what is
-asked of those, and the wrapper offers the same. Nothing here imports an engine.
+They wrap the engine's own collectives, which carry the bytes (`zero_comm.native`), and offer the
+same. What is done to weights is in `zero_comm.weights`, to gradients in `zero_comm.two_hop`; here
+is decided which segment goes which way. Nothing here imports an engine.
 
-[Note: what happens to a shard]
-shard (the rank's weights, never written to) -> **part** (its quantized bytes) -> **gathered**
-(all ranks' parts, in rank order) -> ``out`` (the unit, dequantized). A rank's own slice of ``out``
-is dequantized as well, so that all ranks compute with the same weights; the shard, from which the
-optimizer goes on, keeps every bit.
-
-The part is kept per unit and sent again while the unit's version stands: the backward gather and
-those of further accumulation steps don't quantize anew. That costs about a byte per element of
-the rank's shards. Gathered bytes come from a pool and return to it in ``wait``.
-
-A negative version marks values that are not a version of weights (an engine may gather reduced
-gradients so); they are never quantized and never kept.
+[Note: what travels exactly]
+Values that are not floating point; a shard so small that its message would be no shorter; and what
+has a negative version, which marks values that are no weights (an engine may gather reduced
+gradients so). The choice depends on dtype and length alone, so all ranks make the same.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any, Protocol
+import logging
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
 
-import torch
 from torch import Tensor
 
 from zero_comm.block_format import BlockFormat
-from zero_comm.buffers import BufferPool, follow, mark
-from zero_comm.quantizer import quantize
-from zero_comm.rank_parts import dequantize_parts, is_worth_quantizing
-from zero_comm.settings import CommSettings
+from zero_comm.carriers import Carrier, Differences, Exact, Messages
+from zero_comm.feedback import ErrorFeedback
+from zero_comm.grid import Grid
+from zero_comm.message import Packing
+from zero_comm.native import NativeCollectives, NativeWork
+from zero_comm.scratch import Scratch
+from zero_comm.settings import DIFFERENCE, CommSettings
+from zero_comm.two_hop import Rounding, TwoHopReduce
+from zero_comm.weights import MessageGather, SecondaryGather, WeightGather
 
-__all__ = ["NativeCollectives", "NativeWork", "QuantizedWeights", "create_collectives"]
+__all__ = ["QuantizedCollectives", "create_collectives"]
 
+_log = logging.getLogger(__name__)
 
-class NativeWork(Protocol):
-    """A collective under way; `torch.distributed.Work` is one."""
-
-    def wait(self) -> object:
-        """Block until the result may be read by the caller (on CUDA: by its current stream)."""
-        ...
-
-
-class NativeCollectives(Protocol):
-    """Collectives over flat tensors of any dtype, bytes included.
-
-    Every rank calls the same methods in the same order; buffers may be reused after ``wait``.
-    """
-
-    def all_gather(
-        self, out: Tensor, shard: Tensor, *, unit: int, version: int, backward: bool
-    ) -> NativeWork:
-        """Start to fill ``out`` with every rank's ``shard``, in rank order."""
-        ...
-
-    def reduce_scatter(self, out: Tensor, full: Tensor, *, unit: int) -> NativeWork:
-        """Start to sum this rank's slice of every rank's ``full`` into ``out``."""
-        ...
+# A block of differences is longer than one of 4-bit weights: changes of neighbouring weights are
+# of one size (each is a learning rate times about one), so few outliers cost their neighbours.
+_DIFFERENCE_FORMAT = BlockFormat("int4", 256)
 
 
 def create_collectives(
-    native: NativeCollectives, *, rank: int, world_size: int, config: Mapping[str, Any]
-) -> NativeCollectives:
-    """Make collectives that quantize what they gather and carry it over ``native``.
+    native: NativeCollectives,
+    *,
+    rank: int,
+    world_size: int,
+    config: Mapping[str, Any],
+    ranks_per_node: int,
+    frozen: Collection[int] = (),
+) -> NativeCollectives | QuantizedCollectives:
+    """Make the collectives that a configuration asks for, carried by ``native``.
 
     The entry point ``quantized`` of the group ``zero_core.collectives``. ZeRO++ (arXiv
-    2306.10209), qwZ.
-
-    Args:
-        native: carries the bytes; any object with these two methods.
-        rank: this process's rank in ``native``'s group.
-        world_size: size of that group; 1 quantizes too, so that the numbers don't depend on it.
-        config: the resolved ``zero_optimization`` block. ``zero_quantized_weights: true`` gathers
-            weights in ``zero_quantized_weights_bits`` (8 unless given) bits.
-
-    Returns:
-        A `QuantizedWeights`, or ``native`` itself when the config asks for nothing.
-
-    Raises:
-        ValueError: a setting that isn't served (gradients, secondary partitions), by key.
-    """
-    if not 0 <= rank < world_size:
-        raise ValueError(f"rank must be within [0, {world_size}), got {rank}")
-    settings = CommSettings.from_config(config)
-    if settings.weight_bits is None:
-        return native
-    return QuantizedWeights(native, world_size=world_size, bits=settings.weight_bits)
-
-
-class QuantizedWeights:
-    """Gathers quantized weights over ``native`` (qwZ) and leaves all else to it.
-
-    See [Note: what happens to a shard]. Several gathers may be under way at once; they may be
-    waited for in any order. Not to be used by several threads at the same moment.
+    2306.10209); SDP4Bit (arXiv 2410.15526) for differences and rotation. Every rank calls it.
 
     Args:
         native: carries the bytes.
-        world_size: size of its group.
-        bits: 8 or 4.
-        block_size: elements per block; None for the default of ``bits``.
+        rank: this process's rank in ``native``'s group.
+        world_size: size of that group.
+        config: the resolved ``zero_optimization`` block; see `CommSettings` for the keys.
+        ranks_per_node: ranks of a node, which are consecutive; divides ``world_size``.
+        frozen: units whose weights are never trained.
+
+    Returns:
+        A `QuantizedCollectives`, or ``native`` itself when the config asks for nothing.
+
+    Raises:
+        ValueError: a setting that makes no sense, by key.
+    """
+    if not 0 <= rank < world_size:
+        raise ValueError(f"rank must be within [0, {world_size}), got {rank}")
+    if ranks_per_node < 1 or world_size % ranks_per_node:
+        raise ValueError(f"ranks_per_node must divide the {world_size} ranks, got {ranks_per_node}")
+    settings = CommSettings.from_config(config)
+    if settings.partition_size > world_size or world_size % settings.partition_size:
+        raise ValueError(
+            f"zero_optimization.zero_hpz_partition_size must divide the {world_size} ranks, got "
+            f"{settings.partition_size}"
+        )
+    if settings == CommSettings(has_checksum=settings.has_checksum):
+        return native
+    if rank == 0:
+        _tell(settings, world_size, ranks_per_node)
+    return QuantizedCollectives(
+        native, settings, ranks_per_node=ranks_per_node, frozen=frozenset(frozen)
+    )
+
+
+class QuantizedCollectives:
+    """Gathers weights and reduces gradients as the settings say; made by `create_collectives`.
+
+    Several exchanges may be under way at once and may be waited for in any order. Not to be used by
+    several threads at the same moment.
+
+    Args:
+        native: carries the bytes.
+        settings: what is asked for.
+        ranks_per_node: ranks of a node.
+        frozen: units whose weights are never trained.
     """
 
     def __init__(
         self,
         native: NativeCollectives,
+        settings: CommSettings,
         *,
-        world_size: int,
-        bits: int = 8,
-        block_size: int | None = None,
+        ranks_per_node: int,
+        frozen: Collection[int] = frozenset(),
     ) -> None:
-        if world_size < 1:
-            raise ValueError(f"world_size must be positive, got {world_size}")
         self._native = native
-        self._world_size = world_size
-        self._format = BlockFormat.make(bits, block_size)
-        self._parts: dict[int, _Part] = {}
-        self._pools: dict[torch.device, BufferPool] = {}
+        self._settings = settings
+        self._frozen = frozen
+        self._rounding = Rounding(rank=native.rank, is_stochastic=settings.is_stochastic)
+        self._feedback = None if settings.loco is None else ErrorFeedback(settings.loco)
+        self._ways: dict[str | None, WeightGather] = {}
+        self._packings: dict[str, Packing] = {}
+        self._make_ways(ranks_per_node)
+        self._reduction: TwoHopReduce | None = None
+        if settings.within is not None and settings.between is not None:
+            self._reduction = TwoHopReduce(
+                native,
+                ranks_per_node=ranks_per_node,
+                within=self._gradient_packing(settings.within),
+                between=self._gradient_packing(settings.between),
+                rounding=self._rounding,
+                feedback=self._feedback,
+            )
 
     def all_gather(
         self, out: Tensor, shard: Tensor, *, unit: int, version: int, backward: bool
     ) -> NativeWork:
-        """Start to gather; ``wait`` of the result dequantizes into ``out``. A collective.
+        """Start to gather weights; see [Note: what travels exactly] for what else. A collective.
 
-        A shard that isn't fp32, bf16, fp16 or fp64, or is too small to become shorter, or has no
-        version, goes to ``native`` as it is. A block with NaN or Inf arrives as NaN on every rank.
+        A block with NaN or Inf arrives as NaN on every rank, if it is quantized.
 
         Args:
             out: 1-D, contiguous, ``world_size * shard.numel()`` elements of ``shard``'s dtype,
-                on its device; filled by ``wait``.
-            shard: 1-D, contiguous; read before the call returns, never written to.
-            unit: whose shard it is; its quantized bytes are kept under this number.
-            version: must grow whenever the values of ``shard`` may have changed; negative for
-                what isn't weights.
+                on its device; filled when ``wait`` of the result returns.
+            shard: 1-D, contiguous; never written to.
+            unit: whose shard it is; what is kept is kept under this number.
+            version: must grow whenever the values of any rank's shard may have changed; negative
+                for what isn't weights.
             backward: whether the gather serves a backward pass; passed on.
 
         Raises:
-            ValueError: ``out`` doesn't match ``shard``, or overlaps a shard to be quantized:
-                dequantizing would overwrite the exact weights.
+            ValueError: ``out`` doesn't match ``shard``, or overlaps one that is to be quantized:
+                the exact weights would be overwritten by rounded ones.
         """
-        self._check(out, shard)
-        is_quantized = version >= 0 and is_worth_quantizing(
-            shard.dtype, shard.numel(), self._format
-        )
-        if not is_quantized:
+        _check(out, shard, self._native.world_size)
+        way = None if version < 0 else self._way_of(shard, unit)
+        if way is None:
             return self._native.all_gather(
                 out, shard, unit=unit, version=version, backward=backward
             )
         if _overlap(out, shard):
             raise ValueError(
-                "shard must not overlap out in a quantized all_gather: dequantizing into out "
-                "would replace the exact weights by rounded ones; gather into a buffer of its own"
+                "shard must not overlap out in a gather that quantizes or keeps weights: out would "
+                "replace the exact weights by rounded ones; gather into a buffer of its own"
             )
-        part = self._publish(shard, unit=unit, version=version)
-        pool = self._pool(shard.device)
-        nbytes = self._world_size * part.data.numel()
-        buffer = pool.take(nbytes)
-        gathered = buffer[:nbytes]
-        work = self._native.all_gather(
-            gathered, part.data, unit=unit, version=version, backward=backward
-        )
-        part.num_in_flight += 1
 
-        def finish() -> torch.Event | None:
-            dequantize_parts(gathered, out, world_size=self._world_size, fmt=self._format)
-            event = mark(out.device)
-            pool.give(buffer, event)
-            part.num_in_flight -= 1
-            part.last_read = event
-            return event
+        def job() -> None:
+            way.gather(out, shard, unit=unit, version=version, backward=backward)
 
-        return _Gather(work, finish, out.device)
+        return self._native.launch(job, is_reduction=False)
 
     def reduce_scatter(self, out: Tensor, full: Tensor, *, unit: int) -> NativeWork:
-        """Sum over ``native``, unquantized. A collective; arguments and errors are its own."""
-        return self._native.reduce_scatter(out, full, unit=unit)
+        """Start to sum this rank's slice of every rank's ``full`` into ``out``. A collective.
+
+        Args:
+            out: 1-D, contiguous, floating point; overwritten.
+            full: 1-D, contiguous, ``world_size * out.numel()`` elements, floating point.
+            unit: whose gradients they are.
+        """
+        reduction = self._reduction
+        if reduction is None or not reduction.shortens(full.dtype, out.numel()):
+            return self._native.reduce_scatter(out, full, unit=unit)
+
+        def job() -> None:
+            reduction.reduce(out, full, unit=unit)
+
+        return _Reduction(self._native.launch(job, is_reduction=True))
 
     @property
     def has_retire(self) -> bool:
-        """Whether works of reductions have ``retire``: they are those of ``native``."""
+        """Whether works of reductions have ``retire``: those of ``native`` do."""
         return bool(getattr(self._native, "has_retire", False))
 
+    def forget_values(self) -> None:
+        """What is kept is void: weights were replaced from outside, or a checkpoint is written.
+
+        All ranks call it, between the same exchanges. The next gather of each unit starts from the
+        exact weights, and errors of gradients are dropped, so that a run that goes on after a
+        checkpoint equals the one that starts from it.
+        """
+        for way in self._ways.values():
+            way.forget()
+        self._rounding.restart()
+        if self._feedback is not None:
+            self._feedback.forget()
+
     @property
-    def private_nbytes(self) -> int:
-        """Bytes held between gathers: kept parts and free buffers."""
-        parts = sum(part.data.numel() for part in self._parts.values())
-        return parts + sum(pool.free_nbytes for pool in self._pools.values())
+    def private_nbytes(self) -> dict[str, int]:
+        """Bytes held between exchanges, by what they are."""
+        found = {
+            "secondary shards": 0,
+            "quantized weights": 0,
+            "error feedback": 0 if self._feedback is None else self._feedback.nbytes,
+            "message buffers": self._scratch.nbytes,
+        }
+        for way in self._ways.values():
+            is_secondary = isinstance(way, SecondaryGather)
+            found["secondary shards" if is_secondary else "quantized weights"] += way.nbytes
+        if self._reduction is not None:
+            found["message buffers"] += self._reduction.nbytes
+        return {kind: nbytes for kind, nbytes in found.items() if nbytes}
 
-    def _publish(self, shard: Tensor, *, unit: int, version: int) -> _Part:
-        """The unit's part, quantized anew unless it is of this very version."""
-        source = _Source(version, shard.data_ptr(), shard.numel(), shard.dtype, shard.device)
-        part = self._parts.get(unit)
-        if part is not None and part.source == source:
-            follow(part.written, shard.device)
-            return part
-        data = self._reusable_data(part, shard)
-        if part is not None and data is part.data:
-            follow(part.last_read, shard.device)
-        fmt = self._format
-        data = quantize(shard, bits=fmt.bits, block_size=fmt.block_size, out=data)
-        part = _Part(source, data, written=mark(shard.device))
-        self._parts[unit] = part
-        return part
+    def _make_ways(self, ranks_per_node: int) -> None:
+        """A way to gather for each format that a unit can have; None: exact values."""
+        settings, native = self._settings, self._native
+        self._scratch = Scratch()
+        formats = {settings.weights, settings.frozen_weights}
+        self._packings = {kind: self._weight_packing(kind) for kind in formats if kind}
+        has_secondary = settings.partition_size > 1
+        group_size = settings.partition_size if has_secondary else ranks_per_node
+        is_one_group = group_size == native.world_size
+        if is_one_group and not self._packings:
+            return
+        grid = Grid(native, group_size)
+        for kind, packing in self._packings.items():
+            if kind == DIFFERENCE and is_one_group:
+                continue  # no group to tell what changed
+            if kind == DIFFERENCE or (has_secondary and not is_one_group):
+                self._ways[kind] = self._secondary(grid, self._carrier(kind, grid))
+            else:
+                self._ways[kind] = MessageGather(native, grid, packing, self._scratch)
+        if has_secondary and not is_one_group:
+            self._ways[None] = self._secondary(grid, Exact(grid))
 
-    def _reusable_data(self, part: _Part | None, shard: Tensor) -> Tensor | None:
-        """The old part's memory, if it fits and no gather still reads it."""
-        if part is None or part.num_in_flight or part.data.device != shard.device:
-            return None
-        return part.data if part.data.numel() == self._format.nbytes(shard.numel()) else None
+    def _secondary(self, grid: Grid, carrier: Carrier) -> SecondaryGather:
+        return SecondaryGather(self._native, grid, carrier, self._scratch)
 
-    def _pool(self, device: torch.device) -> BufferPool:
-        if device not in self._pools:
-            self._pools[device] = BufferPool(device)
-        return self._pools[device]
+    def _carrier(self, kind: str, grid: Grid) -> Carrier:
+        carries = Differences if kind == DIFFERENCE else Messages
+        return carries(grid, self._packings[kind], self._scratch)
 
-    def _check(self, out: Tensor, shard: Tensor) -> None:
-        for name, tensor in (("out", out), ("shard", shard)):
-            if tensor.dim() != 1 or not tensor.is_contiguous():
-                raise ValueError(
-                    f"{name} must be 1-D and contiguous, got shape {tuple(tensor.shape)}"
-                )
-        if out.dtype != shard.dtype or out.device != shard.device:
-            raise ValueError(
-                f"out must have shard's dtype and device, {shard.dtype} on {shard.device}, "
-                f"got {out.dtype} on {out.device}"
-            )
-        if out.numel() != self._world_size * shard.numel():
-            raise ValueError(
-                f"out must have world_size * shard.numel() = {self._world_size} * "
-                f"{shard.numel()} elements, got {out.numel()}"
-            )
+    def _weight_packing(self, kind: str) -> Packing:
+        fmt = _DIFFERENCE_FORMAT if kind == DIFFERENCE else BlockFormat.make(kind)
+        return Packing(fmt, has_checksum=self._settings.has_checksum)
 
+    def _gradient_packing(self, kind: str) -> Packing:
+        plain = BlockFormat.make(kind)
+        fmt = BlockFormat(kind, plain.block_size, has_rotation=self._settings.has_rotation)
+        return Packing(fmt, has_checksum=self._settings.has_checksum)
 
-@dataclass(frozen=True, slots=True)
-class _Source:
-    """What a part was made of; the address guards against a caller that reuses a unit number."""
-
-    version: int
-    address: int
-    numel: int
-    dtype: torch.dtype
-    device: torch.device
-
-
-@dataclass(slots=True)
-class _Part:
-    """A unit's quantized shard, and who still reads it."""
-
-    source: _Source
-    data: Tensor
-    written: torch.Event | None
-    num_in_flight: int = 0
-    last_read: torch.Event | None = None
+    def _way_of(self, shard: Tensor, unit: int) -> WeightGather | None:
+        """How this shard is gathered; None: by ``native``."""
+        settings = self._settings
+        kind = settings.frozen_weights if unit in self._frozen else settings.weights
+        if kind is not None and self._packings[kind].shortens(shard.dtype, shard.numel()):
+            return self._ways.get(kind)
+        return self._ways.get(None)
 
 
-class _Gather:
-    """A quantized gather under way: carry first, then dequantize, once."""
+class _Reduction:
+    """A reduction under way; ``full`` is free again when it is done."""
 
-    def __init__(
-        self,
-        work: NativeWork,
-        finish: Callable[[], torch.Event | None],
-        device: torch.device,
-    ) -> None:
+    contributions = ()
+
+    def __init__(self, work: NativeWork) -> None:
         self._work = work
-        self._finish: Callable[[], torch.Event | None] | None = finish
-        self._device = device
-        self._done: torch.Event | None = None
 
     def wait(self) -> None:
-        """Block until ``out`` holds the unit (on CUDA: for the caller's current stream)."""
-        if self._finish is None:
-            follow(self._done, self._device)
-            return
+        """Block until ``out`` holds the sum (on CUDA: for the caller's current stream)."""
         self._work.wait()
-        finish, self._finish = self._finish, None
-        self._done = finish()
+
+    def retire(self) -> Callable[[], None]:
+        """Nobody reads ``full``: its messages travelled."""
+        return _nothing
+
+
+def _nothing() -> None:
+    return None
+
+
+def _check(out: Tensor, shard: Tensor, world_size: int) -> None:
+    for name, tensor in (("out", out), ("shard", shard)):
+        if tensor.dim() != 1 or not tensor.is_contiguous():
+            raise ValueError(f"{name} must be 1-D and contiguous, got shape {tuple(tensor.shape)}")
+    if out.dtype != shard.dtype or out.device != shard.device:
+        raise ValueError(
+            f"out must have shard's dtype and device, {shard.dtype} on {shard.device}, "
+            f"got {out.dtype} on {out.device}"
+        )
+    if out.numel() != world_size * shard.numel():
+        raise ValueError(
+            f"out must have world_size * shard.numel() = {world_size} * {shard.numel()} elements, "
+            f"got {out.numel()}"
+        )
 
 
 def _overlap(a: Tensor, b: Tensor) -> bool:
@@ -285,3 +304,34 @@ def _overlap(a: Tensor, b: Tensor) -> bool:
         and a.data_ptr() < b.data_ptr() + b.nbytes
         and b.data_ptr() < a.data_ptr() + a.nbytes
     )
+
+
+def _tell(settings: CommSettings, world_size: int, ranks_per_node: int) -> None:
+    """Say where a setting does less than its name promises."""
+    size = settings.partition_size
+    if size > 1 and size == world_size:
+        _log.warning(
+            "zero_optimization.zero_hpz_partition_size = %d has no effect: it is all ranks, and "
+            "their shards are gathered within the partition anyway",
+            size,
+        )
+    elif size > ranks_per_node:
+        _log.warning(
+            "zero_optimization.zero_hpz_partition_size = %d is more than the %d ranks of a node: "
+            "backward's gathers leave the node",
+            size,
+            ranks_per_node,
+        )
+    if settings.weights == DIFFERENCE:
+        group = size if size > 1 else ranks_per_node
+        if group == world_size:
+            _log.warning(
+                "zero_optimization.zero_quantized_weights_format = %r has no effect with one group "
+                "of ranks: weights travel exactly within it",
+                DIFFERENCE,
+            )
+        elif size == 1:
+            _log.info(
+                "differences need a published copy of the weights: 1/%d of the model on each rank",
+                group,
+            )

@@ -5,23 +5,22 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.optim.lr_scheduler import LRScheduler
 
 from zero_core.arena import BufferPool, allocator, release_free_pages
 from zero_core.blueprint import Blueprint
 from zero_core.buffers import adopt_buffers
-from zero_core.collectives import ControlGroup, NativeCollectives
+from zero_core.collectives import ControlGroup
+from zero_core.comm_report import Meter
 from zero_core.config import Config, load_config
-from zero_core.direct import DirectCollectives
 from zero_core.discovery import Discovered
 from zero_core.engine import Engine
 from zero_core.errors import ConfigError, RankMismatchError
@@ -30,9 +29,10 @@ from zero_core.initial import InitialValues, leave_meta
 from zero_core.layout import Layout, Segment
 from zero_core.lr_schedules import make_scheduler
 from zero_core.memory import Memory
+from zero_core.native import make_collectives, make_native, private_bytes, share_memory
 from zero_core.offload_share import check_patterns
 from zero_core.optimizer import names_rule
-from zero_core.parts import COLLECTIVES, KERNELS, PARAM_TIERS, TIERS, load_part
+from zero_core.parts import KERNELS, PARAM_TIERS, TIERS, load_part
 from zero_core.pretrained import load_pretrained
 from zero_core.protocols import (
     Collectives,
@@ -43,8 +43,8 @@ from zero_core.protocols import (
 )
 from zero_core.resting import Resting, resting_segments
 from zero_core.segment_values import SegmentValues
-from zero_core.shared_memory import SharedMemory
 from zero_core.tier import DeviceTier
+from zero_core.topology import Ranks, count_per_node, find_ranks
 
 __all__ = ["build"]
 
@@ -61,6 +61,7 @@ def build(
     state_tier: StateTierFactory | None = None,
     param_tier: ParamTierFactory | None = None,
     process_group: dist.ProcessGroup | None = None,
+    mesh: DeviceMesh | None = None,
     pretrained: str | Path | Sequence[str | Path] | None = None,
 ) -> Engine:
     """Make a training engine out of a model and a DeepSpeed-style configuration.
@@ -84,6 +85,8 @@ def build(
             what the configuration names.
         process_group: the data-parallel ranks; default: all, or one rank alone if
             torch.distributed is not initialised.
+        mesh: the same as a device mesh: one dimension of ranks, or two, (nodes, ranks of a node);
+            how many ranks share a node is found from the launcher's environment otherwise.
         pretrained: safetensors that give every value, read as by `zero_core.load_pretrained`; the
             model may then be on the meta device, but for buffers that are not in its state dict.
 
@@ -94,7 +97,7 @@ def build(
         MissingPartError: it asks for a package that is not installed.
         RankMismatchError: the ranks have different models or configurations.
     """
-    ranks = _find_ranks(process_group)
+    ranks = find_ranks(process_group, mesh)
     resolved = load_config(config, world_size=ranks.size)
     if resolved.seed is not None:
         torch.manual_seed(resolved.seed)
@@ -108,8 +111,11 @@ def build(
     if ranks.rank == 0:
         tell_frozen(layout, found.params)
 
-    shared = _share(control, ranks)
-    used = _make_collectives(collectives, resolved, ranks, shared)
+    per_node = count_per_node(control, ranks)
+    meter = Meter(ranks.size, per_node)
+    shared = share_memory(control, ranks, per_node)
+    native = make_native(ranks, per_node, shared, meter)
+    used = make_collectives(collectives, native, resolved, layout, per_node)
     is_shared = shared is not None and getattr(used, "has_retire", False)
     memory = Memory(
         found,
@@ -145,40 +151,12 @@ def build(
         lr_scheduler=lr_scheduler,
         device=ranks.device,
         stage=memory.stage,
-        memory_report=memory.report,
+        memory_report=lambda: {**memory.report(), **private_bytes(used)},
+        meter=meter,
     )
     if pretrained is not None:
         load_pretrained(engine, pretrained)
     return engine
-
-
-@dataclass(frozen=True)
-class _Ranks:
-    group: dist.ProcessGroup | None
-    rank: int
-    size: int
-    device: torch.device
-
-
-def _find_ranks(group: dist.ProcessGroup | None) -> _Ranks:
-    if dist.is_available() and dist.is_initialized():
-        is_on_host = dist.get_backend(group) == "gloo"
-        device = torch.device("cpu") if is_on_host else _accelerator()
-        return _Ranks(group, dist.get_rank(group), dist.get_world_size(group), device)
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise ConfigError(
-            f"WORLD_SIZE is {os.environ['WORLD_SIZE']} but torch.distributed is not initialised: "
-            "call torch.distributed.init_process_group() before zero_core.build()"
-        )
-    return _Ranks(None, 0, 1, _accelerator())
-
-
-def _accelerator() -> torch.device:
-    if not torch.accelerator.is_available():
-        return torch.device("cpu")
-    found = torch.accelerator.current_accelerator()
-    assert found is not None
-    return torch.device(found.type, torch.accelerator.current_device_index())
 
 
 def _check_ranks_agree(control: ControlGroup, layout: Layout, config: Config) -> None:
@@ -224,7 +202,7 @@ def _make_tier(
     memory: Memory,
     drawn: Blueprint,
     config: Config,
-    ranks: _Ranks,
+    ranks: Ranks,
     has_named_rule: bool,
 ) -> StateTier:
     zero = config.zero_optimization
@@ -270,7 +248,7 @@ def _make_tier(
 
 
 def _make_param_tier(
-    factory: ParamTierFactory | None, layout: Layout, config: Config, ranks: _Ranks
+    factory: ParamTierFactory | None, layout: Layout, config: Config, ranks: Ranks
 ) -> Resting | None:
     """What holds parameter shards off the device, if the configuration or the caller asks."""
     zero = config.zero_optimization
@@ -300,62 +278,6 @@ def _make_param_tier(
     except ValueError as error:
         raise ConfigError(str(error)) from error
     return Resting(segments, tier)
-
-
-def _share(control: ControlGroup, ranks: _Ranks) -> SharedMemory | None:
-    """Memory that the ranks of this host read from each other, if they are hosts and can."""
-    if ranks.device.type != "cpu" or ranks.size == 1:
-        return None
-    shared = SharedMemory(control)
-    num_far = ranks.size - 1 - len(shared.peers)
-    if num_far:
-        _log.info(
-            "rank %d: %d of %d peers cannot share memory with it (another host, user or "
-            "namespace of processes): what they exchange travels through torch.distributed",
-            ranks.rank,
-            num_far,
-            ranks.size - 1,
-        )
-    return shared if shared.peers else None
-
-
-def _make_collectives(
-    given: Collectives | CollectivesFactory | None,
-    config: Config,
-    ranks: _Ranks,
-    shared: SharedMemory | None,
-) -> Collectives:
-    native: Collectives
-    if ranks.size == 1 or ranks.device.type == "cpu":
-        native = DirectCollectives(
-            ranks.group, rank=ranks.rank, world_size=ranks.size, shared=shared
-        )
-    else:
-        native = NativeCollectives(ranks.group, rank=ranks.rank, world_size=ranks.size)
-    if isinstance(given, Collectives):
-        return given
-    zero = config.zero_optimization
-    if given is None:
-        if not zero.zero_quantized_weights:
-            return native
-        if ranks.size == 1:
-            _log.warning(
-                "zero_optimization.zero_quantized_weights has no effect with one rank: "
-                "nothing is gathered"
-            )
-        given = load_part(
-            COLLECTIVES,
-            "quantized",
-            asked_by="zero_optimization.zero_quantized_weights",
-            distribution="zero-comm",
-        )
-    make = cast(CollectivesFactory, given)
-    try:
-        return make(
-            native, rank=ranks.rank, world_size=ranks.size, config=zero.model_dump(mode="json")
-        )
-    except ValueError as error:
-        raise ConfigError(str(error)) from error
 
 
 @torch.no_grad()

@@ -1,6 +1,6 @@
-"""The engine's own collectives over torch.distributed, and the small exchanges beside them.
+"""What the engine's own collectives have in common, and the small exchanges beside them.
 
-On an accelerator the library's all-gather and all-to-all are used (`NativeCollectives`), among
+On an accelerator the library's all-gather and all-to-all are used (`zero_core.library`), among
 hosts the direct exchange of `zero_core.direct`. Either way a reduction is an exchange and a local
 sum in rank order in fp32, so that its value depends neither on the backend's ring nor on the stage.
 """
@@ -11,7 +11,7 @@ import ctypes
 import json
 import zlib
 from collections.abc import Callable, Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,27 +20,13 @@ from torch import Tensor
 from zero_core.errors import CheckpointCorruptError, CheckpointError, CollectiveError
 from zero_core.protocols import Work
 
-__all__ = ["ControlGroup", "NativeCollectives", "call_named", "sum_in_rank_order", "wait"]
+__all__ = ["ControlGroup", "all_gather_single", "call_named", "sum_in_rank_order", "wait"]
 
 # torch 2.13 renamed the tensor collectives; the old names warn there.
-_all_gather_single: Callable[..., Any] = getattr(
+all_gather_single: Callable[..., Any] = getattr(
     dist, "all_gather_single", dist.all_gather_into_tensor
 )
-
-
-class _Reduction:
-    """An all-to-all under way, and the sum that follows it."""
-
-    def __init__(self, work: Work, finish: Callable[[], None], parts: Sequence[Tensor]) -> None:
-        self.contributions = parts
-        self._work = work
-        self._finish: Callable[[], None] | None = finish
-
-    def wait(self) -> None:
-        if self._finish is not None:
-            finish, self._finish = self._finish, None
-            self._work.wait()
-            finish()
+"""The library's all-gather of 1-D tensors."""
 
 
 def sum_in_rank_order(out: Tensor, slices: Sequence[Tensor]) -> None:
@@ -57,45 +43,6 @@ def sum_in_rank_order(out: Tensor, slices: Sequence[Tensor]) -> None:
         total.add_(part)
     if total is not out:
         out.copy_(total)
-
-
-class NativeCollectives:
-    """`zero_core.protocols.Collectives` by the library of the accelerator (NCCL, say)."""
-
-    def __init__(self, group: dist.ProcessGroup | None, *, rank: int, world_size: int) -> None:
-        """``group`` None means the default group; every rank must call it."""
-        self._group = group
-        self._rank = rank
-        self._world_size = world_size
-        # Where a block's parameter is unused on one rank only, reductions and gathers interleave
-        # differently there: each kind has a group of its own.
-        self._reduce_group = dist.new_group(
-            dist.get_process_group_ranks(group), use_local_synchronization=True
-        )
-        self._scratch: dict[tuple[int, torch.dtype], list[Tensor]] = {}
-
-    def all_gather(
-        self, out: Tensor, shard: Tensor, *, unit: int, version: int, backward: bool
-    ) -> Work:
-        """See `zero_core.protocols.Collectives.all_gather`."""
-        own = out.view(self._world_size, -1)[self._rank]
-        if own.data_ptr() != shard.data_ptr():
-            own.copy_(shard)
-        work = _all_gather_single(out, shard, group=self._group, async_op=True)
-        return cast(Work, work)
-
-    def reduce_scatter(self, out: Tensor, full: Tensor, *, unit: int) -> Work:
-        """See `zero_core.protocols.Collectives.reduce_scatter`."""
-        free = self._scratch.setdefault((full.numel(), full.dtype), [])
-        received = free.pop() if free else torch.empty_like(full)
-        parts = list(received.view(self._world_size, -1))
-        work = dist.all_to_all_single(received, full, group=self._reduce_group, async_op=True)
-
-        def finish() -> None:
-            sum_in_rank_order(out, parts)
-            free.append(received)
-
-        return _Reduction(cast(Work, work), finish, parts)
 
 
 def wait(work: Work, what: Callable[[], str]) -> None:
@@ -191,5 +138,5 @@ class ControlGroup:
             return tensor.cpu()
         local = tensor.to(self._device)
         out = torch.empty(self.world_size * local.numel(), dtype=local.dtype, device=self._device)
-        _all_gather_single(out, local, group=self._group)
+        all_gather_single(out, local, group=self._group)
         return out.cpu()

@@ -3,7 +3,8 @@
 `load_config` reads a dict or a file and returns a `Config` in which everything is resolved: the
 batch triple multiplies out, defaults are filled in, and every key has been honoured, or accepted
 because this engine does not need it (`UNNEEDED` says why), or refused with a `ConfigError`. No key
-is accepted and ignored in silence.
+is accepted and ignored in silence. The keys are in `zero_core.config_blocks`, what they ask of each
+other in `zero_core.config_rules`.
 
 Names and defaults follow DeepSpeed's documentation of its JSON configuration, except that
 ``gradient_clipping`` is off unless the key is there.
@@ -13,24 +14,39 @@ from __future__ import annotations
 
 import difflib
 import json
-import logging
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any
 
 import pydantic
-import torch
-from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt
+from pydantic import BaseModel
 
+from zero_core.config_blocks import (
+    DTYPES,
+    ActivationCheckpointingConfig,
+    Bf16Config,
+    Config,
+    DataTypesConfig,
+    Fp16Config,
+    LocoConfig,
+    OffloadOptimizerConfig,
+    OffloadParamConfig,
+    OptimizerConfig,
+    SchedulerConfig,
+    ZeroConfig,
+)
+from zero_core.config_rules import UNNEEDED, check_rules, take_out_further_keys, tell_unneeded
 from zero_core.errors import ConfigError
 
 __all__ = [
+    "DTYPES",
     "UNNEEDED",
     "ActivationCheckpointingConfig",
     "Bf16Config",
     "Config",
     "DataTypesConfig",
     "Fp16Config",
+    "LocoConfig",
     "OffloadOptimizerConfig",
     "OffloadParamConfig",
     "OptimizerConfig",
@@ -38,284 +54,6 @@ __all__ = [
     "ZeroConfig",
     "load_config",
 ]
-
-_log = logging.getLogger(__name__)
-
-UNNEEDED: Mapping[str, str] = {
-    "zero_optimization.contiguous_gradients": "gradients always lie in flat buffers",
-    "zero_optimization.reduce_scatter": "a reduction always delivers just the shard",
-    "zero_optimization.reduce_bucket_size": "a unit is the bucket",
-    "zero_optimization.allgather_partitions": "a unit is always gathered in one collective",
-    "zero_optimization.allgather_bucket_size": "a unit is the bucket",
-    "zero_optimization.overlap_comm": "communication always overlaps with compute",
-    "zero_optimization.load_from_fp32_weights": "checkpoints always hold the fp32 master weights",
-    "zero_optimization.elastic_checkpoint": "checkpoints always load at any world size",
-    "zero_optimization.sub_group_size": "the host update runs unit by unit",
-    "zero_optimization.stage3_prefetch_bucket_size": "the next unit is always prefetched",
-    "zero_optimization.stage3_max_live_parameters": "at most two units and the root are gathered",
-    "zero_optimization.stage3_max_reuse_distance": "units are released in the order of execution",
-    "zero_optimization.stage3_gather_16bit_weights_on_model_save": (
-        "full_state_dict and export_safetensors gather on request"
-    ),
-    "zero_optimization.ignore_unused_parameters": "unused parameters are always allowed",
-    "zero_optimization.round_robin_gradients": "shards are slices of units, already balanced",
-    "zero_optimization.memory_efficient_linear": "saved weights are always kept by reference",
-    "zero_optimization.offload_optimizer.fast_init": (
-        "states that start at zero are never written to NVMe before their first update"
-    ),
-    "zero_optimization.offload_optimizer.pipeline_read": (
-        "reads from NVMe always overlap with the update"
-    ),
-    "zero_optimization.offload_optimizer.pipeline_write": (
-        "writes to NVMe always overlap with the update"
-    ),
-    "activation_checkpointing.partition_activations": "there are no model-parallel ranks",
-    "activation_checkpointing.contiguous_memory_optimization": "a block keeps its inputs alone",
-    "activation_checkpointing.number_checkpoints": "every block is one",
-}
-"""Keys that are accepted, and why this engine does without them."""
-
-_OF_PARAM_OFFLOAD = (
-    "offload_param.pin_memory",
-    "stage3_param_persistence_threshold",
-    "stage3_model_persistence_threshold",
-)
-_OF_PARAM_NVME = tuple(
-    f"offload_param.{key}" for key in ("nvme_path", "buffer_count", "buffer_size", "max_in_cpu")
-)
-_OF_OPTIMIZER_NVME = ("offload_optimizer.nvme_path", "offload_optimizer.buffer_count")
-
-
-_REFUSED_UNLESS: Mapping[str, Any] = {
-    "prescale_gradients": False,
-    "gradient_predivide_factor": 1.0,
-    "sparse_gradients": False,
-    "wall_clock_breakdown": False,
-    "memory_breakdown": False,
-    "dump_state": False,
-    "amp": {"enabled": False},
-    "tensorboard": {"enabled": False},
-    "csv_monitor": {"enabled": False},
-    "wandb": {"enabled": False},
-    "comet": {"enabled": False},
-    "flops_profiler": {"enabled": False},
-    "comms_logger": {"enabled": False},
-    "zero_allow_untested_optimizer": True,
-    "zero_force_ds_cpu_optimizer": True,
-}
-"""DeepSpeed's further top-level keys and the value at which this engine does the same anyway."""
-
-
-class _Block(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, strict=True)
-
-
-class OffloadOptimizerConfig(_Block):
-    """``zero_optimization.offload_optimizer``: where optimizer state lives and is updated."""
-
-    device: Literal["none", "cpu", "nvme"] = "none"
-    ratio: Annotated[float, Field(ge=0.0, le=1.0)] | Literal["auto"] | None = 1.0
-    """Share of the elements that the host updates (Twin-Flow), exact to the element; "auto"
-    measures which is the fastest that fits. None where one of the next two says it instead."""
-    parameters: tuple[str, ...] | None = None
-    """Patterns (`fnmatch`) of the names of the parameters that the host updates."""
-    device_budget: NonNegativeInt | None = None
-    """Bytes per rank that master weights, states and landed gradients may take on the device; the
-    host updates the elements that do not fit."""
-    pin_memory: bool = True
-    pin_memory_bytes: NonNegativeInt | None = None
-    """Most host bytes that a rank page-locks for transfers; None is no limit."""
-    update_in_backward: bool | None = None
-    """Update a unit as soon as its gradient is complete; None: if nothing can call a step off."""
-    state_dtype: Literal["float32", "bfloat16", "int8"] = "float32"
-    """What the host keeps Adam's moments in. Not in DeepSpeed's configuration."""
-    numa: bool = True
-    """Keep the host's thread and memory on the device's NUMA node, where it is known."""
-    nvme_path: str | None = None
-    """A folder on the NVMe disk, for device nvme; the ranks of a host may share it."""
-    buffer_count: PositiveInt = 16
-    """Blocks of 1 Mi elements of state in host memory at once, for device nvme: what is read before
-    it is needed. DeepSpeed's 4 are of a whole parameter each."""
-    fast_init: bool = False
-    pipeline_read: bool = False
-    pipeline_write: bool = False
-
-    @pydantic.model_validator(mode="before")
-    @classmethod
-    def _say_it_once(cls, block: Any) -> Any:
-        """Without ``ratio`` beside ``parameters`` or ``device_budget`` there is none."""
-        if isinstance(block, Mapping) and (block.keys() & {"parameters", "device_budget"}):
-            others = (block.get("parameters"), block.get("device_budget"))
-            if any(value is not None for value in others):
-                return {"ratio": None, **block}
-        return block
-
-    @pydantic.field_validator("ratio", mode="before")
-    @classmethod
-    def _check_ratio(cls, value: Any) -> Any:
-        is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        if value in (None, "auto") or (is_number and 0.0 <= value <= 1.0):
-            return value
-        raise ValueError('expected a number from 0 to 1, or "auto"')
-
-    @pydantic.field_validator("parameters", mode="before")
-    @classmethod
-    def _check_patterns(cls, value: Any) -> Any:
-        if value is None:
-            return None
-        is_list = isinstance(value, list | tuple) and len(value) > 0
-        if not is_list or not all(isinstance(pattern, str) for pattern in value):
-            raise ValueError("expected a list of patterns of parameter names")
-        return tuple(value)
-
-
-class OffloadParamConfig(_Block):
-    """``zero_optimization.offload_param``: where parameter shards rest, at stage 3."""
-
-    device: Literal["none", "cpu", "nvme"] = "none"
-    nvme_path: str | None = None
-    buffer_count: PositiveInt = 5
-    """Host buffers that shards are read into ahead of use, with device ``nvme``."""
-    buffer_size: PositiveInt = 100_000_000
-    """Elements of the largest shard that such a buffer may have to hold."""
-    max_in_cpu: NonNegativeInt = 1_000_000_000
-    """Elements that rest in host memory with device ``nvme``, the first ones in order of use."""
-    pin_memory: bool = True
-
-
-class ZeroConfig(_Block):
-    """``zero_optimization``."""
-
-    stage: Literal[0, 1, 2, 3] = 0
-    offload_optimizer: OffloadOptimizerConfig = OffloadOptimizerConfig()
-    offload_param: OffloadParamConfig = OffloadParamConfig()
-    zero_quantized_weights: bool = False
-    zero_quantized_nontrainable_weights: bool = False
-    zero_quantized_gradients: bool = False
-    zero_hpz_partition_size: PositiveInt = 1
-    zeropp_loco_param: dict[str, Any] | None = None
-    mics_shard_size: int = -1
-    zenflow: dict[str, Any] | None = None
-    leaf_module: dict[str, Any] | None = None
-    contiguous_gradients: bool = True
-    reduce_scatter: bool = True
-    reduce_bucket_size: PositiveInt = 500_000_000
-    allgather_partitions: bool = True
-    allgather_bucket_size: PositiveInt = 500_000_000
-    overlap_comm: bool | None = None
-    load_from_fp32_weights: bool = True
-    elastic_checkpoint: bool = False
-    sub_group_size: PositiveInt = 1_000_000_000
-    stage3_prefetch_bucket_size: NonNegativeInt = 50_000_000
-    stage3_param_persistence_threshold: NonNegativeInt = 100_000
-    stage3_model_persistence_threshold: NonNegativeInt = 2**63 - 1
-    stage3_max_live_parameters: NonNegativeInt = 1_000_000_000
-    stage3_max_reuse_distance: NonNegativeInt = 1_000_000_000
-    stage3_gather_16bit_weights_on_model_save: bool = False
-    ignore_unused_parameters: bool = True
-    round_robin_gradients: bool = False
-    memory_efficient_linear: bool = True
-
-
-class Fp16Config(_Block):
-    """``fp16``: half precision with a loss scale (Micikevicius et al., arXiv 1710.03740)."""
-
-    enabled: bool = False
-    loss_scale: Annotated[float, Field(ge=0.0)] = 0.0
-    """0 means dynamic."""
-    initial_scale_power: NonNegativeInt = 16
-    loss_scale_window: PositiveInt = 1000
-    hysteresis: PositiveInt = 2
-    consecutive_hysteresis: bool = False
-    min_loss_scale: Annotated[float, Field(gt=0.0)] = 1.0
-
-
-class Bf16Config(_Block):
-    """``bf16``: bfloat16 compute over fp32 master weights."""
-
-    enabled: bool = False
-
-
-class DataTypesConfig(_Block):
-    """``data_types``: dtypes other than those that parameters are computed in."""
-
-    grad_accum_dtype: Literal["fp32", "fp16", "bf16"] | None = None
-    """What gradients are accumulated in; None is fp32."""
-    buffer_dtype: Literal["fp32", "fp16", "bf16"] | None = None
-    """What floating buffers are cast to; None is as parameters are."""
-
-
-class ActivationCheckpointingConfig(_Block):
-    """``activation_checkpointing``: if it is there, every block is computed again in backward."""
-
-    enabled: bool = True
-    cpu_checkpointing: bool = False
-    """Keep the blocks' inputs in host memory until then."""
-    partition_activations: bool = False
-    contiguous_memory_optimization: bool = False
-    number_checkpoints: PositiveInt | None = None
-    synchronize_checkpoint_boundary: bool = False
-    profile: bool = False
-
-
-class OptimizerConfig(_Block):
-    """``optimizer``: a torch optimizer by name; see zero_core.optimizer for ``params``."""
-
-    type: str
-    params: dict[str, Any] = Field(default_factory=dict)
-
-
-class SchedulerConfig(_Block):
-    """``scheduler``: a learning-rate schedule by name; see zero_core.lr_schedules."""
-
-    type: str
-    params: dict[str, Any] = Field(default_factory=dict)
-
-
-class Config(_Block):
-    """The whole configuration, resolved."""
-
-    train_batch_size: PositiveInt
-    train_micro_batch_size_per_gpu: PositiveInt
-    gradient_accumulation_steps: PositiveInt
-    zero_optimization: ZeroConfig = ZeroConfig()
-    optimizer: OptimizerConfig | None = None
-    scheduler: SchedulerConfig | None = None
-    gradient_clipping: Annotated[float, Field(ge=0.0)] = 0.0
-    """Largest global 2-norm of the gradient; 0 is off."""
-    check_grad_overflow: bool = True
-    """Skip a step whose gradient is not finite, at every precision."""
-    fp16: Fp16Config = Fp16Config()
-    bf16: Bf16Config = Bf16Config()
-    data_types: DataTypesConfig = DataTypesConfig()
-    activation_checkpointing: ActivationCheckpointingConfig | None = None
-    communication_data_type: Literal["fp32", "fp16", "bf16"] | None = None
-    broadcast_buffers: bool = True
-    """Take rank 0's buffers before a forward, as DDP does; see zero_core.buffers."""
-    seed: NonNegativeInt | None = None
-    """Seeds torch on every rank before the first step, if given."""
-    steps_per_print: PositiveInt | None = None
-    """Log step, loss scale and learning rate every so many steps; None is off."""
-
-    @property
-    def compute_dtype(self) -> torch.dtype | None:
-        """What floating parameters are cast to; None leaves each as it is."""
-        if self.bf16.enabled:
-            return torch.bfloat16
-        return torch.float16 if self.fp16.enabled else None
-
-    @property
-    def buffer_dtype(self) -> torch.dtype | None:
-        """What floating buffers are cast to; None leaves each as it is."""
-        name = self.data_types.buffer_dtype
-        return self.compute_dtype if name is None else DTYPES[name]
-
-
-DTYPES: Mapping[str, torch.dtype] = {
-    "fp32": torch.float32,
-    "fp16": torch.float16,
-    "bf16": torch.bfloat16,
-}
 
 _OWN_AUTO = "zero_optimization.offload_optimizer.ratio"
 """Where "auto" is a value of this engine's own."""
@@ -346,14 +84,14 @@ def load_config(source: Mapping[str, Any] | str | Path, *, world_size: int) -> C
         if bf16.get("enabled"):
             raw.setdefault("check_grad_overflow", bf16["check_grad_overflow"])
     _refuse_auto(raw, "")
-    raw = _take_out_further_keys(raw)
+    raw = take_out_further_keys(raw)
     raw.update(_resolve_batch(raw, world_size))
     try:
         config = Config.model_validate(raw)
     except pydantic.ValidationError as error:
         raise ConfigError("\n".join(_explain(e) for e in error.errors())) from None
-    _refuse_unserved(config)
-    _tell_unneeded(raw, config)
+    check_rules(config, world_size)
+    tell_unneeded(raw, config)
     return config
 
 
@@ -385,18 +123,6 @@ def _without_nulls(block: Mapping[str, Any]) -> dict[str, Any]:
         for k, v in block.items()
         if v is not None
     }
-
-
-def _take_out_further_keys(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """Drop DeepSpeed's keys that say what holds anyway; refuse them where they ask for more."""
-    for key, same in _REFUSED_UNLESS.items():
-        value = raw.get(key, same)
-        is_off = value.get("enabled") is False if isinstance(value, Mapping) else False
-        if value != same and not is_off and value != {}:
-            raise ConfigError(
-                f"{key} = {value!r} is not served; leave the key out (same as {same!r})"
-            )
-    return {k: v for k, v in raw.items() if k not in _REFUSED_UNLESS}
 
 
 def _refuse_auto(block: Mapping[str, Any], path: str) -> None:
@@ -479,135 +205,3 @@ def _explain(error: Any) -> str:
         hint = f"did you mean {close[0]!r}?" if close else f"known keys: {', '.join(known)}"
         return f"{name}: unknown key; {hint}"
     return f"{name}: {error['msg']}, found {error['input']!r}"
-
-
-def _refuse_unserved(config: Config) -> None:
-    """Raise for combinations that are wrong and for features that are not served."""
-    zero, offload = config.zero_optimization, config.zero_optimization.offload_optimizer
-    shares = ("ratio", "parameters", "device_budget")
-    given = [k for k in shares if k in offload.model_fields_set and getattr(offload, k) is not None]
-    again, params = config.activation_checkpointing, zero.offload_param
-    wrong = [
-        (
-            config.fp16.enabled and config.bf16.enabled,
-            "fp16.enabled and bf16.enabled: only one of them can be true",
-        ),
-        (
-            offload.device == "nvme" and not offload.nvme_path,
-            "zero_optimization.offload_optimizer.device = 'nvme' needs "
-            "zero_optimization.offload_optimizer.nvme_path, a folder on the NVMe disk",
-        ),
-        (
-            params.device != "none" and zero.stage != 3,
-            f"zero_optimization.offload_param.device = {params.device!r} needs stage 3, found "
-            f"{zero.stage}: at lower stages every rank holds all parameters",
-        ),
-        (
-            params.device == "nvme" and params.nvme_path is None,
-            "zero_optimization.offload_param.device = 'nvme' needs nvme_path: name a folder on "
-            "the NVMe disk",
-        ),
-        (
-            bool(offload.update_in_backward) and offload.device == "none",
-            "zero_optimization.offload_optimizer.update_in_backward needs device 'cpu' or 'nvme'",
-        ),
-        (
-            bool(offload.update_in_backward)
-            and bool(config.gradient_clipping or config.fp16.enabled or config.check_grad_overflow),
-            "zero_optimization.offload_optimizer.update_in_backward: a step must not be called off "
-            "any more once a unit is updated, so leave gradient_clipping and fp16 out and set "
-            "check_grad_overflow to false",
-        ),
-        (
-            offload.device == "none" and len(given) > 0,
-            f"zero_optimization.offload_optimizer.{next(iter(given), '')} needs device 'cpu' or "
-            "'nvme'",
-        ),
-        (
-            len(given) > 1,
-            f"zero_optimization.offload_optimizer: {' and '.join(given)} each say what the host "
-            "updates: give one",
-        ),
-        (
-            offload.ratio == "auto" and zero.stage == 0,
-            "zero_optimization.offload_optimizer.ratio = 'auto' needs stage 1 or more: at stage 0 "
-            "every rank updates every element, and ranks that choose different ratios may round "
-            "one differently",
-        ),
-        (
-            offload.device == "none" and "state_dtype" in offload.model_fields_set,
-            "zero_optimization.offload_optimizer.state_dtype needs device 'cpu' or 'nvme'",
-        ),
-        (
-            zero.zero_quantized_weights and zero.stage != 3,
-            "zero_optimization.zero_quantized_weights needs stage 3: at lower stages the gathered "
-            "weights are the master weights",
-        ),
-        (
-            zero.zero_quantized_nontrainable_weights,
-            "zero_optimization.zero_quantized_nontrainable_weights is not served; "
-            "zero_quantized_weights covers frozen weights too",
-        ),
-        (
-            zero.zero_quantized_gradients,
-            "zero_optimization.zero_quantized_gradients is not served",
-        ),
-        (
-            zero.zero_hpz_partition_size > 1,
-            "zero_optimization.zero_hpz_partition_size > 1 is not served",
-        ),
-        (
-            zero.zeropp_loco_param is not None,
-            "zero_optimization.zeropp_loco_param is not served",
-        ),
-        (
-            again is not None and again.profile,
-            "activation_checkpointing.profile is not served: leave it out",
-        ),
-        (
-            again is not None and again.synchronize_checkpoint_boundary,
-            "activation_checkpointing.synchronize_checkpoint_boundary is not served: leave it out",
-        ),
-        (zero.mics_shard_size > 0, "zero_optimization.mics_shard_size is not served"),
-        (zero.zenflow is not None, "zero_optimization.zenflow is not served"),
-        (zero.leaf_module is not None, "zero_optimization.leaf_module is not served"),
-    ]
-    for is_wrong, message in wrong:
-        if is_wrong:
-            raise ConfigError(message)
-
-
-def _unneeded(config: Config) -> dict[str, str]:
-    """`UNNEEDED`, and the keys that this configuration makes pointless."""
-    zero = config.zero_optimization
-    device = zero.offload_param.device
-    pointless = [
-        (device == "none", _OF_PARAM_OFFLOAD, "used with offload_param only"),
-        (device != "nvme", _OF_PARAM_NVME, "used with offload_param.device 'nvme' only"),
-        (
-            zero.offload_optimizer.device != "nvme",
-            _OF_OPTIMIZER_NVME,
-            "used with offload_optimizer.device 'nvme' only",
-        ),
-        (
-            zero.offload_optimizer.device == "none",
-            [f"offload_optimizer.{key}" for key in ("pin_memory", "pin_memory_bytes", "numa")],
-            "used with offload_optimizer only",
-        ),
-    ]
-    found = dict(UNNEEDED)
-    for is_pointless, keys, why in pointless:
-        if is_pointless:
-            found |= {f"zero_optimization.{key}": why for key in keys}
-    return found
-
-
-def _tell_unneeded(raw: Mapping[str, Any], config: Config) -> None:
-    """Log, once per build, the keys that were given and have no effect here."""
-    for path, reason in _unneeded(config).items():
-        block: Any = raw
-        *parents, key = path.split(".")
-        for parent in parents:
-            block = block.get(parent, {})
-        if key in block:
-            _log.info("%s = %r has no effect: %s", path, block[key], reason)

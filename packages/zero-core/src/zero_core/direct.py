@@ -1,46 +1,38 @@
 """The direct exchange: on hosts, every rank hands each other rank just what that one needs.
 
 gloo's own all-gather is a ring of copies and its reduce-scatter a whole all-reduce; a direct
-exchange moves the same bytes in about a third of the time (docs/decisions.md). What travels:
+exchange moves the same bytes in about a third of the time (docs/decisions.md). What travels, and
+how, is in [Note: near and far] in `zero_core.wire`.
 
-[Note: near and far]
-A **far** peer gets the bytes themselves, point to point over torch.distributed. A **near** peer,
-one that shares memory (`zero_core.shared_memory`), gets a **token**: where the bytes lie. It reads
-them there when it waits, so a gather costs one copy and a reduction none. What lies in ordinary
-memory (a plug-in's buffers) travels as to a far peer; all ranks use the same kind in the same call.
-
-Near bytes must not change while a peer may still read them. A reduction therefore ends with an
-**acknowledgement**, and `Exchange.retire` says how to wait for it. Gathers have none: shards change
-only after an exchange in which every rank takes part once it has waited for its gathers (the sum of
-the gradient's facts, in a step; see zero_core.protocols).
+[Note: once per node]
+Where there are several nodes of several ranks, a shard is sent to each other node once, to the rank
+in the same place there, which hands it on within its node: (N - 1) shards between nodes instead of
+(N - 1) R, on the link that is the narrow one. Handing on needs the shard to be there, so that the
+gather is a job of the lane of gathers. Reductions stay direct, W - R slices between nodes: a sum
+taken within the node first would be another sum.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from zero_core.arena import allocator
 from zero_core.collectives import sum_in_rank_order
-from zero_core.errors import CollectiveError
+from zero_core.comm_report import GRADIENTS, PARAMETERS, Meter, Placement
+from zero_core.lanes import HostLanes, Lanes
 from zero_core.protocols import Work
-from zero_core.shared_memory import Place, SharedMemory
+from zero_core.shared_memory import SharedMemory
+from zero_core.wire import Kind, Wire, arrived
 
 __all__ = ["DirectCollectives", "Exchange"]
 
-_GATHER, _REDUCE, _ACKNOWLEDGE = range(1, 4)
-
-
-def _tag(kind: int, unit: int) -> int:
-    # Ranks that gather different units must not take one for the other.
-    return 4 * unit + kind
-
 
 class DirectCollectives:
-    """`zero_core.protocols.Collectives` among hosts; see there for the contract."""
+    """`zero_core.protocols.NativeCollectives` among hosts; see there for the contract."""
 
     has_retire = True
     """Works of reductions have ``retire``."""
@@ -52,51 +44,129 @@ class DirectCollectives:
         rank: int,
         world_size: int,
         shared: SharedMemory | None = None,
+        ranks_per_node: int | None = None,
+        lanes: Lanes | None = None,
+        meter: Meter | None = None,
     ) -> None:
-        """``group`` None means the default group, or none at all if ``world_size`` is 1."""
-        self._group = group
-        self._rank = rank
-        self._world_size = world_size
+        """Every rank makes one.
+
+        Args:
+            group: None means the default group, or none at all if ``world_size`` is 1.
+            rank: this rank.
+            world_size: number of ranks.
+            shared: memory that some of them read from each other.
+            ranks_per_node: how many consecutive ranks share a node; None: all.
+            lanes: where jobs run; threads, if not given.
+            meter: counts what is sent.
+        """
+        self._set_up(
+            Wire(group, range(world_size), rank=rank, shared=shared),
+            Placement.regular(rank, world_size, ranks_per_node or world_size),
+            HostLanes() if lanes is None else lanes,
+            Meter() if meter is None else meter,
+            shared,
+        )
+
+    def _set_up(
+        self,
+        wire: Wire,
+        placement: Placement,
+        lanes: Lanes,
+        meter: Meter,
+        shared: SharedMemory | None,
+    ) -> None:
+        self.rank = wire.rank
+        self.world_size = len(wire.members)
+        self._wire = wire
+        self._placement = placement
+        self._lanes = lanes
+        self._meter = meter
         self._shared = shared
-        # Each rank starts with its right neighbour, so that no rank is everybody's first target.
-        self._peers = [(rank + k) % world_size for k in range(1, world_size)]
-        self._near = frozenset[int]() if shared is None else shared.peers
-        self._has_far = len(self._near) < len(self._peers)
-        self._tokens: dict[tuple[int, int, int], Tensor] = {}
+        self._links = placement.links(is_ring=False)
         self._scratch: dict[tuple[int, torch.dtype], list[Tensor]] = {}
-        self._nod = torch.zeros(1, dtype=torch.uint8)
+
+    def subgroup(self, ranks: Sequence[int]) -> DirectCollectives:
+        """See `zero_core.protocols.NativeCollectives.subgroup`."""
+        check_subgroup(ranks, self.rank, self.world_size)
+        found = DirectCollectives.__new__(DirectCollectives)
+        wire, placement = self._wire.among(ranks), self._placement.among(ranks)
+        found._set_up(wire, placement, self._lanes, self._meter, self._shared)
+        return found
+
+    def zeros(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """See `zero_core.protocols.NativeCollectives.zeros`."""
+        with torch.inference_mode(False):  # it serves training too
+            if self._shared is not None and device.type == "cpu":
+                return self._shared.zeros(numel, dtype)
+            return allocator(device)(numel, dtype).zero_()
+
+    def launch(self, job: Callable[[], None], *, is_reduction: bool) -> Work:
+        """See `zero_core.protocols.NativeCollectives.launch`."""
+        return self._lanes.launch(job, is_reduction=is_reduction)
 
     def all_gather(
         self, out: Tensor, shard: Tensor, *, unit: int, version: int, backward: bool
     ) -> Work:
         """See `zero_core.protocols.Collectives.all_gather`."""
-        slices = out.view(self._world_size, -1)
-        own = slices[self._rank]
+        self._count("all_gather", version, self._gathered_bytes(shard.nbytes))
+        own = out.view(self.world_size, -1)[self.rank]
         if own.data_ptr() != shard.data_ptr():
             own.copy_(shard)
-        place = self._place(shard)
-        tag = _tag(_GATHER, unit)
-        parcels = [self._trade(shard, place, slices[peer], peer, tag) for peer in self._peers]
+        if self._links.is_once_per_node:
+            return self._gather_once_per_node(out, shard, unit)
+        return Exchange(self._start_gather(out, shard, self._wire.peers, unit))
+
+    def _start_gather(
+        self, out: Tensor, shard: Tensor, peers: Sequence[int], unit: int
+    ) -> Callable[[], None]:
+        """Trade ``shard`` with ``peers``; what has theirs in ``out`` when it returns."""
+        slices = out.view(self.world_size, -1)
+        wire = self._wire
+        place = wire.locate(shard)
+        parcels = [wire.trade(shard, place, slices[p], p, Kind.GATHER, unit) for p in peers]
 
         def finish() -> None:
-            for peer, parcel in zip(self._peers, parcels, strict=True):
-                arrived = parcel()
-                if arrived.data_ptr() != slices[peer].data_ptr():
-                    slices[peer].copy_(arrived)
+            for peer, parcel in zip(peers, parcels, strict=True):
+                found = parcel()
+                if found.data_ptr() != slices[peer].data_ptr():
+                    slices[peer].copy_(found)
 
-        return Exchange(finish)
+        return finish
+
+    def _gather_once_per_node(self, out: Tensor, shard: Tensor, unit: int) -> Work:
+        """See [Note: once per node]."""
+        per_node, wire = self._links.ranks_per_node, self._wire
+        rows = out.view(-1, per_node, shard.numel())
+        node, place = divmod(self.rank, per_node)
+        others = [(node + k) % len(rows) for k in range(1, len(rows))]
+        within = [p for p in wire.peers if p // per_node == node]
+        finish = self._start_gather(out, shard, within, unit)
+        remote = {
+            n: wire.swap(shard, rows[n, place], n * per_node + place, Kind.GATHER, unit)
+            for n in others
+        }
+
+        def hand_on() -> None:
+            works = []
+            for n in others:
+                arrived(remote[n], rows)
+                for peer in within:
+                    into = rows[n, peer % per_node]
+                    works += wire.swap(rows[n, place], into, peer, Kind.SPREAD, unit)
+            finish()
+            arrived(works, rows)
+
+        return self._lanes.launch(hand_on, is_reduction=False)
 
     def reduce_scatter(self, out: Tensor, full: Tensor, *, unit: int) -> Work:
         """See `zero_core.protocols.Collectives.reduce_scatter`."""
-        slices = full.view(self._world_size, -1)
-        is_near = self._place(full) is not None
-        received = None if is_near and not self._has_far else self._borrow(full)
-        parts = slices if received is None else received.view(self._world_size, -1)
-        tag = _tag(_REDUCE, unit)
-        parcels = {
-            peer: self._trade(slices[peer], self._place(slices[peer]), parts[peer], peer, tag)
-            for peer in self._peers
-        }
+        wire = self._wire
+        slices = full.view(self.world_size, -1)
+        self._count("reduce_scatter", -1, self._placement.direct(slices[0].nbytes))
+        is_near = wire.locate(full) is not None
+        received = None if is_near and not wire.has_far else self._borrow(full)
+        parts = slices if received is None else received.view(self.world_size, -1)
+        parcels = self._trade_slices(slices, parts, Kind.REDUCE, unit)
         sources = list(slices)
 
         def finish() -> None:
@@ -107,69 +177,54 @@ class DirectCollectives:
         def retire() -> Callable[[], None]:
             if received is not None:
                 self._scratch[received.numel(), received.dtype].append(received)
-            return self._acknowledge(unit) if is_near else _nothing
+            return wire.acknowledge(Kind.REDUCE_READ, unit) if is_near else _nothing
 
         return Exchange(finish, sources, retire)
 
-    def _place(self, tensor: Tensor) -> Place | None:
-        return None if self._shared is None else self._shared.locate(tensor)
+    def all_to_all(self, out: Tensor, parts: Tensor, *, unit: int) -> Work:
+        """See `zero_core.protocols.NativeCollectives.all_to_all`."""
+        check_all_to_all(out, parts, self.world_size)
+        given, slices = parts.view(self.world_size, -1), out.view(self.world_size, -1)
+        self._count("all_to_all", -1, self._placement.direct(given[0].nbytes))
+        parcels = self._trade_slices(given, slices, Kind.SWAP, unit)
+        is_near = self._wire.locate(parts) is not None
+        slices[self.rank].copy_(given[self.rank])
+
+        def finish() -> None:
+            for peer, parcel in parcels.items():
+                found = parcel()
+                if found.data_ptr() != slices[peer].data_ptr():
+                    slices[peer].copy_(found)
+            if is_near:
+                self._wire.acknowledge(Kind.SWAP_READ, unit)()
+
+        return Exchange(finish)
+
+    def _trade_slices(
+        self, given: Tensor, into: Tensor, kind: Kind, unit: int
+    ) -> dict[int, Callable[[], Tensor]]:
+        """Trade a slice with each peer, by peer."""
+        wire = self._wire
+        return {
+            p: wire.trade(given[p], wire.locate(given[p]), into[p], p, kind, unit)
+            for p in wire.peers
+        }
+
+    def _gathered_bytes(self, shard_bytes: int) -> tuple[int, int]:
+        if self._links.is_once_per_node:
+            return self._links.gather(shard_bytes)
+        return self._placement.direct(shard_bytes)
+
+    def _count(self, collective: str, version: int, sent: tuple[int, int]) -> None:
+        if self.world_size > 1:
+            self._meter.add(collective, PARAMETERS if version >= 0 else GRADIENTS, sent)
 
     def _borrow(self, like: Tensor) -> Tensor:
         free = self._scratch.setdefault((like.numel(), like.dtype), [])
-        return free.pop() if free else torch.empty_like(like)
-
-    def _trade(
-        self, given: Tensor, place: Place | None, into: Tensor, peer: int, tag: int
-    ) -> Callable[[], Tensor]:
-        """Give and take with one peer; what returns the other's bytes once they are there.
-
-        ``given`` and ``into`` have the same number of elements and dtype. Far bytes arrive in
-        ``into``; near ones stay where they are.
-        """
-        if self._shared is None or place is None or peer not in self._near:
-            works = [self._receive(into, peer, tag), self._send(given, peer, tag)]
-            return partial(_arrived, works, into)
-        mine = self._tokens.get((*place, given.nbytes))
-        if mine is None:
-            mine = self._tokens[*place, given.nbytes] = torch.tensor((*place, given.nbytes))
-        theirs = torch.empty(3, dtype=torch.int64)
-        works = [self._receive(theirs, peer, tag), self._send(mine, peer, tag)]
-        return partial(self._look, works, theirs, peer, into.numel(), into.dtype)
-
-    def _look(
-        self, works: Sequence[Work], token: Tensor, peer: int, numel: int, dtype: torch.dtype
-    ) -> Tensor:
-        assert self._shared is not None
-        descriptor, offset, nbytes = _arrived(works, token).tolist()
-        if nbytes != numel * dtype.itemsize:
-            raise CollectiveError(
-                f"rank {self._rank} expects {numel * dtype.itemsize} bytes of rank {peer}, which "
-                f"has {nbytes}: the ranks exchange different dtypes or units"
-            )
-        return self._shared.at(peer, (descriptor, offset), numel, dtype)
-
-    def _acknowledge(self, unit: int) -> Callable[[], None]:
-        """Tell the near peers that their bytes were read; what waits until they say the same."""
-        tag = _tag(_ACKNOWLEDGE, unit)
-        near = [peer for peer in self._peers if peer in self._near]
-        nods = torch.empty(len(near), dtype=torch.uint8)
-        works = [self._receive(nods[i : i + 1], peer, tag) for i, peer in enumerate(near)]
-        works += [self._send(self._nod, peer, tag) for peer in near]
-
-        def wait() -> None:
-            _arrived(works, nods)
-
-        return wait
-
-    def _send(self, tensor: Tensor, peer: int, tag: int) -> Work:
-        work = dist.isend(tensor, group=self._group, group_dst=peer, tag=tag)
-        assert work is not None
-        return work
-
-    def _receive(self, tensor: Tensor, peer: int, tag: int) -> Work:
-        work = dist.irecv(tensor, group=self._group, group_src=peer, tag=tag)
-        assert work is not None
-        return work
+        try:
+            return free.pop()  # another thread may have taken the last one
+        except IndexError:
+            return torch.empty_like(like)
 
 
 class Exchange:
@@ -197,10 +252,23 @@ class Exchange:
         return _nothing if self._retire is None else self._retire()
 
 
-def _arrived(works: Sequence[Work], tensor: Tensor) -> Tensor:
-    for work in works:
-        work.wait()
-    return tensor
+def check_all_to_all(out: Tensor, parts: Tensor, world_size: int) -> None:
+    """Refuse buffers that do not make ``world_size`` equal slices."""
+    if out.numel() != parts.numel() or out.dtype != parts.dtype or parts.numel() % world_size:
+        raise ValueError(
+            f"all_to_all: out has {out.numel()} elements of {out.dtype}, parts {parts.numel()} of "
+            f"{parts.dtype}: both must have the same dtype and {world_size} equal slices"
+        )
+
+
+def check_subgroup(ranks: Sequence[int], rank: int, world_size: int) -> None:
+    """Refuse ``ranks`` that are no subgroup with ``rank`` in it."""
+    is_sound = len(set(ranks)) == len(ranks) and all(0 <= r < world_size for r in ranks)
+    if not is_sound or rank not in ranks:
+        raise ValueError(
+            f"subgroup: {list(ranks)} must be different ranks below {world_size}, with rank {rank} "
+            "among them: every rank gives the subgroup that it is in"
+        )
 
 
 def _nothing() -> None:

@@ -26,6 +26,7 @@ from zero_core import checkpoint, export
 from zero_core.access import StateAccess
 from zero_core.buffers import BufferSync
 from zero_core.collectives import ControlGroup
+from zero_core.comm_report import Meter
 from zero_core.config import Config
 from zero_core.early import EarlyUpdates
 from zero_core.edit import Edit
@@ -36,9 +37,11 @@ from zero_core.freezing import FrozenGuard
 from zero_core.layout import Layout
 from zero_core.optimizer import EngineOptimizer
 from zero_core.precision import LossScaler, clip_factor
+from zero_core.progress import read_progress, restore_progress
 from zero_core.protocols import Collectives, StateTier
 from zero_core.segment_grads import SegmentGrads
 from zero_core.state import ShardedState
+from zero_core.traffic import Traffic
 from zero_core.unit import Unit
 
 __all__ = ["Engine"]
@@ -78,6 +81,7 @@ class Engine:
         device: torch.device,
         stage: int,
         memory_report: Callable[[], dict[str, int]],
+        meter: Meter,
     ) -> None:
         """Called by `zero_core.build`."""
         self.module = module
@@ -94,6 +98,7 @@ class Engine:
         self._tier = tier
         self._control = control
         self._memory_report = memory_report
+        self._meter = meter
         self._scaler = LossScaler(config.fp16)
         self._is_scaled = False
         self._grad_norm: float | None = None
@@ -101,6 +106,7 @@ class Engine:
         self._grad_scale = 1.0
         self._active: list[int] = []
         self._collectives = collectives
+        self._forget_values = getattr(collectives, "forget_values", lambda: None)
         self._pieces = layout.pieces(control.rank, is_sharded=stage >= 1)
         self._local_starts = layout.local_starts(is_sharded=stage >= 1)
         self._flow = Flow(
@@ -114,7 +120,7 @@ class Engine:
             on_broken_backward=self._restart_accumulation,
             is_boundary=self.is_gradient_accumulation_boundary,
         )
-        self._facts = GradientFacts(layout, control, self._flow, device)
+        self._facts = GradientFacts(layout, control, self._flow, device, meter)
         self._early = EarlyUpdates(config, layout, tier, self._pieces, self._flow)
         self._state = ShardedState(
             module=module,
@@ -130,7 +136,7 @@ class Engine:
             self._facts,
             complete_gradient=self._complete_gradient,
             replace_gradient=self._replace_gradient,
-            values_changed=self._flow.values_changed,
+            values_changed=self._on_replaced,
         )
         self._flow.tier = tier
         self._flow.attach(unit_modules, config.activation_checkpointing)
@@ -200,6 +206,7 @@ class Engine:
             self._skip()
         self._forget_gradient()
         self.global_steps += 1
+        self._meter.end_step()
         self._end_micro_step()
         self._print()
 
@@ -258,7 +265,7 @@ class Engine:
             yield self.module
             if edit is not None:
                 edit.publish()
-                self._flow.values_changed()
+                self._on_replaced()
         finally:
             self._flow.is_held = before
             if not before:
@@ -283,11 +290,12 @@ class Engine:
                 f"micro-step {self.micro_steps} is in the middle of an accumulation of "
                 f"{self.config.gradient_accumulation_steps}: save after a step"
             )
+        self._forget_values()
         return checkpoint.save(
             self._state,
             Path(directory),
             f"step-{self.global_steps}" if tag is None else tag,
-            progress=self._progress(),
+            progress=read_progress(self),
             client_state=client_state or {},
         )
 
@@ -304,8 +312,13 @@ class Engine:
         """
         with self._rewriting():
             place, progress, client_state = checkpoint.load(self._state, Path(directory), tag)
-            self._restore_progress(progress)
+            restore_progress(self, progress)
         return place, client_state
+
+    def _on_replaced(self) -> None:
+        """Values were written from outside of a step, on all ranks."""
+        self._flow.values_changed()
+        self._forget_values()
 
     @contextmanager
     def _rewriting(self) -> Iterator[None]:
@@ -313,28 +326,7 @@ class Engine:
         self._forget_gradient()
         self._flow.release_all()
         yield
-        self._flow.values_changed()
-
-    def _progress(self) -> dict[str, Any]:
-        scheduler = self.lr_scheduler
-        return {
-            "global_steps": self.global_steps,
-            "micro_steps": self.micro_steps,
-            "skipped_steps": self.skipped_steps,
-            "loss_scaler": self._scaler.state_dict(),
-            "param_groups": self.optimizer.hyperparameters(),
-            "lr_scheduler": None if scheduler is None else scheduler.state_dict(),
-        }
-
-    def _restore_progress(self, progress: Mapping[str, Any]) -> None:
-        self.global_steps = progress["global_steps"]
-        # Another accumulation may be configured now: count micro-steps in its terms.
-        self.micro_steps = self.global_steps * self.config.gradient_accumulation_steps
-        self.skipped_steps = progress["skipped_steps"]
-        self._scaler.load_state_dict(progress["loss_scaler"])
-        self.optimizer.load_hyperparameters(progress["param_groups"])
-        if self.lr_scheduler is not None and progress["lr_scheduler"] is not None:
-            self.lr_scheduler.load_state_dict(progress["lr_scheduler"])
+        self._on_replaced()
 
     def full_state_dict(self, *, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
         """The whole model's state dict, on the CPU, on every rank; tied names share a tensor.
@@ -356,6 +348,14 @@ class Engine:
     def memory_report(self) -> dict[str, int]:
         """Bytes on this rank by kind, without activations and the state tier's own memory."""
         return self._memory_report()
+
+    def comm_report(self) -> tuple[Traffic, ...]:
+        """What this rank sent in the last step, by collective and link; empty before a step.
+
+        Rows are those of ``plan().traffic``, without the host link. What is sent between two steps
+        counts for the second. Only what goes through the engine's own collectives is seen.
+        """
+        return self._meter.report()
 
     def close(self) -> None:
         """Take the engine's hooks off the module; its parameters stay as they are."""

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from zero_core.collectives import ControlGroup
+from zero_core.comm_report import FACTS, Meter
 from zero_core.flow import Flow
 from zero_core.layout import Layout
 from zero_core.segment_grads import SegmentGrads
@@ -29,7 +30,12 @@ class GradientFacts:
     """
 
     def __init__(
-        self, layout: Layout, control: ControlGroup, flow: Flow, device: torch.device
+        self,
+        layout: Layout,
+        control: ControlGroup,
+        flow: Flow,
+        device: torch.device,
+        meter: Meter,
     ) -> None:
         self.norm = 0.0
         self.used: list[float] = []
@@ -37,6 +43,7 @@ class GradientFacts:
         self._control = control
         self._flow = flow
         self._device = device
+        self._meter = meter
         self._num_segments = sum(s.is_trainable for s in layout.segments)
         self._square_sums: dict[int, Tensor] = {}
         self.grads: dict[int, SegmentGrads] = {}
@@ -108,6 +115,7 @@ class GradientFacts:
         facts[1] = float(self._flow.has_unreduced)
         if self._flow.fired:
             facts[2 + torch.tensor(sorted(self._flow.fired))] = 1.0
+        self._meter.add_all_reduce(FACTS, facts.nbytes)
         return self._control.sum(facts.to(self._device)).cpu()
 
 

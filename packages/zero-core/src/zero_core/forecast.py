@@ -6,9 +6,9 @@ and states: the tier's own rules over the same layout; which states there are, t
 by a step on two elements. Traffic: the calls that `zero_core.flow` makes in a step, over the
 same segments. Activations: `zero_core.activations`.
 
-What zero-offload and zero-comm keep and send is stated here once more, as closed forms, so that
-a plan can recommend a package that is not installed; the integration tests hold these forms
-against the packages.
+What zero-offload and zero-comm keep and send is stated here and in `zero_core.few_bits` once more,
+as closed forms, so that a plan can recommend a package that is not installed; the integration tests
+hold these forms against the packages.
 
 All byte counts are per rank. The rank planned for is rank 0; all ranks are alike but for padding.
 """
@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from zero_core.blueprint import Blueprint
 from zero_core.config import Config
 from zero_core.discovery import compute_dtype
+from zero_core.few_bits import FewBits
 from zero_core.layout import Segment
 from zero_core.memory import Memory, accumulated_dtype, communicated_dtype, offered_dtype
 from zero_core.offload_form import OffloadForm
@@ -33,7 +34,7 @@ from zero_core.protocols import Work
 from zero_core.resting import Resting, resting_segments
 from zero_core.tier import optimizer_options, probe_states
 
-__all__ = ["Forecast", "MemoryUse", "buffer_bytes", "num_gathers", "quantized_bytes"]
+__all__ = ["Forecast", "MemoryUse", "buffer_bytes", "num_gathers"]
 
 _META, _CPU = torch.device("meta"), torch.device("cpu")
 _STAGED_NUMEL = 1 << 24  # of a run of parameters on its way to the device, at most
@@ -74,7 +75,7 @@ class Forecast:
         config: Config,
         *,
         is_accelerated: bool,
-        is_one_host: bool,
+        ranks_per_node: int,
         other_bytes: Mapping[str, int],
     ) -> None:
         """Lay everything out on the meta device.
@@ -83,12 +84,13 @@ class Forecast:
             drawn: the model taken apart.
             config: the resolved configuration.
             is_accelerated: whether the compute device is another one than the host.
-            is_one_host: whether all ranks are on one host.
+            ranks_per_node: ranks that share a node; divides the number of ranks.
             other_bytes: device bytes that no configuration changes (model buffers, activations).
         """
         self._layout = drawn.layout
         self._config = config
         self._is_accelerated = is_accelerated
+        is_one_host = ranks_per_node == drawn.layout.world_size
         self._has_shared_memory = is_one_host and not is_accelerated
         offload = config.zero_optimization.offload_param.device
         is_apart = offload == "nvme" or (offload == "cpu" and is_accelerated)
@@ -105,6 +107,7 @@ class Forecast:
         )
         memory.allocate_grads(_read_nothing if self._is_offloaded else None)
         self.stage = memory.stage
+        self._few_bits = FewBits(drawn.layout, config, memory.stage, ranks_per_node)
         self._spans = _spans(memory)
         self._numel = drawn.layout.local_numel(is_sharded=memory.has_sharded_state)
         self._form = OffloadForm.of(
@@ -116,7 +119,7 @@ class Forecast:
             "exchange buffers": self._exchange_bytes(),
             "micro-step gradient": self._further_shard_bytes(),
             "parameter gradient": self._largest_gradient_bytes(),
-            "quantized weights": self._quantized_bytes(),
+            **self._few_bits.memory(),
             **other_bytes,
         }
 
@@ -292,7 +295,7 @@ class Forecast:
             return 0
         largest: Counter[tuple[int, torch.dtype]] = Counter()
         for unit in self._layout.units:
-            trainable = [s for s in unit.segments if s.is_trainable]
+            trainable = [s for s in unit.segments if s.is_trainable and not self._few_bits.hops(s)]
             largest |= Counter(
                 (s.padded_numel, communicated_dtype(s, self._config)) for s in trainable
             )
@@ -312,17 +315,6 @@ class Forecast:
         """Autograd's own gradient of a parameter, until it is moved into its unit's."""
         params = (p for p in self._layout.params if p.is_trainable)
         return max((p.numel * p.dtype.itemsize for p in params), default=0)
-
-    def _quantized_bytes(self) -> int:
-        """qwZ keeps each shard's quantized bytes, and a gathered unit's while it arrives."""
-        parts = [(s, quantized_bytes(s, self._config)) for s in self._layout.segments]
-        kept = [(s, n) for s, n in parts if n is not None and self.stage == 3]
-        if not kept:
-            return 0
-        arriving: Counter[int] = Counter()  # one unit at a time
-        for segment, nbytes in kept:
-            arriving[segment.unit] += nbytes * segment.world_size
-        return sum(n for _, n in kept) + max(arriving.values())
 
 
 def _read_nothing(start: int, stop: int) -> Tensor:
@@ -375,17 +367,6 @@ def _state_bytes_per_element(drawn: Blueprint) -> int:
 
 def _without_zeros(kinds: Mapping[str, int]) -> dict[str, int]:
     return {kind: nbytes for kind, nbytes in kinds.items() if nbytes}
-
-
-def quantized_bytes(segment: Segment, config: Config) -> int | None:
-    """Bytes of a shard on its way to the others with qwZ; None where it travels as it is.
-
-    zero-comm's 8-bit format: blocks of 256 codes and a 16-bit maximum, in all a multiple of 16.
-    """
-    if not config.zero_optimization.zero_quantized_weights or not segment.dtype.is_floating_point:
-        return None
-    nbytes = -(-(-(-segment.shard_numel // 256) * 258) // 16) * 16
-    return nbytes if nbytes < segment.shard_numel * segment.dtype.itemsize else None
 
 
 def buffer_bytes(model: nn.Module, config: Config) -> int:

@@ -29,6 +29,7 @@ from zero_core.forecast import Forecast, MemoryUse, buffer_bytes
 from zero_core.offload_share import planned_ratio
 from zero_core.plan_result import Choice, Plan, format_bytes
 from zero_core.traffic import Links, step_traffic
+from zero_core.traffic_choices import traffic_choices
 
 __all__ = ["plan"]
 
@@ -152,7 +153,7 @@ class _Planner:
                 self._drawn,
                 _with_choice(self._config, stage, device),
                 is_accelerated=self._machine.is_accelerated,
-                is_one_host=self._machine.ranks_per_node == self._machine.world_size,
+                ranks_per_node=self._machine.ranks_per_node,
                 other_bytes=self._other,
             )
         return self._forecasts[stage, device]
@@ -176,6 +177,7 @@ class _Planner:
             configured=configured,
             memory=forecast.memory(self._ratio),
             traffic=step_traffic(layout, self._config, forecast.stage, links, link_bytes),
+            traffic_choices=traffic_choices(layout, self._config, forecast.stage, links),
             choices=tuple(choices[key] for key in sorted(choices)),
             best=best,
             advice=self._advice(configured, best, list(choices.values())),
@@ -256,10 +258,14 @@ def _with_choice(config: Config, stage: int, device: str) -> Config:
     changes: dict[str, Any] = {
         "stage": stage,
         "offload_optimizer": zero.offload_optimizer.model_copy(update={"device": device}),
-        "zero_quantized_weights": zero.zero_quantized_weights and stage == 3,
     }
     if stage != 3:
-        changes["offload_param"] = OffloadParamConfig()
+        changes |= {
+            "offload_param": OffloadParamConfig(),
+            "zero_quantized_weights": False,
+            "zero_quantized_nontrainable_weights": False,
+            "zero_hpz_partition_size": 1,
+        }
     return config.model_copy(update={"zero_optimization": zero.model_copy(update=changes)})
 
 

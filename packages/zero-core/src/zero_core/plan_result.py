@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 
 from zero_core.forecast import MemoryUse
 from zero_core.traffic import Traffic
+from zero_core.traffic_choices import TrafficChoice
 
 __all__ = ["Choice", "Plan", "Table", "format_bytes"]
 
@@ -56,6 +57,7 @@ class Plan:
         configured: the configuration as it was given.
         memory: its bytes by kind.
         traffic: its transfers in one optimizer step.
+        traffic_choices: what it would send between nodes with other keys; empty on one node.
         choices: every stage without offload, with all of it, and with the least that fits.
         best: the smallest change that fits, ``configured`` itself if it does; None if none does.
         advice: the same in one sentence.
@@ -70,6 +72,7 @@ class Plan:
     configured: Choice
     memory: MemoryUse
     traffic: tuple[Traffic, ...]
+    traffic_choices: tuple[TrafficChoice, ...]
     choices: tuple[Choice, ...]
     best: Choice | None
     advice: str
@@ -81,8 +84,9 @@ class Plan:
         return json.dumps(asdict(self), indent=2)
 
     def tables(self) -> tuple[Table, ...]:
-        """Memory by kind, traffic by collective, and the choices."""
-        return self._memory_table(), self._traffic_table(), self._choice_table()
+        """Memory by kind, traffic by collective, what would lessen it between nodes, choices."""
+        saving = (self._saving_table(),) if self.traffic_choices else ()
+        return self._memory_table(), self._traffic_table(), *saving, self._choice_table()
 
     def _memory_table(self) -> Table:
         device, host = self.memory.device, self.memory.host
@@ -107,6 +111,20 @@ class Plan:
         )
         headings = ("transfer", "calls", "within a node", "between nodes", "device and host")
         return Table("Bytes sent per rank and step", headings, rows)
+
+    def _saving_table(self) -> Table:
+        now = self.traffic_choices[0].between_nodes_bytes
+        rows = tuple(
+            (
+                choice.name,
+                format_bytes(choice.between_nodes_bytes),
+                f"{choice.between_nodes_bytes / max(now, 1):.1%}",
+                format_bytes(choice.kept_bytes),
+            )
+            for choice in self.traffic_choices
+        )
+        headings = ("choice", "between nodes", "of now", "memory for it")
+        return Table("Traffic choices, per rank and step", headings, rows)
 
     def _choice_table(self) -> Table:
         has_limits = self.device_memory is not None or self.host_memory is not None

@@ -39,8 +39,11 @@ class SharedMemory:
         peers: the other ranks with which memory is shared, both ways.
     """
 
-    def __init__(self, control: ControlGroup) -> None:
-        """Find out who shares; every rank must call it."""
+    def __init__(self, control: ControlGroup, *, ranks_per_node: int | None = None) -> None:
+        """Find out who shares; every rank must call it.
+
+        Only ranks of one node do: of ``ranks_per_node`` consecutive ones, or of all if None.
+        """
         self._rank = control.rank
         self._buffers: list[tuple[Tensor, int]] = []  # with the number of the memfd
         self._places: dict[int, Place] = {}  # by address
@@ -48,7 +51,7 @@ class SharedMemory:
         self._pids: list[int] = []
         self.peers: frozenset[int] = frozenset()
         if sys.platform == "linux" and control.world_size > 1:
-            self._meet(control)
+            self._meet(control, ranks_per_node or control.world_size)
 
     def zeros(self, numel: int, dtype: torch.dtype) -> Tensor:
         """A 1-D tensor in shared memory, which lives as long as this object: peers know it."""
@@ -96,7 +99,7 @@ class SharedMemory:
         for _, descriptor in self._buffers:  # what is mapped stays mapped
             os.close(descriptor)
 
-    def _meet(self, control: ControlGroup) -> None:
+    def _meet(self, control: ControlGroup, per_node: int) -> None:
         """Try to read a secret of every other rank; share with those where it works both ways."""
         secret = secrets.token_hex(16)
         probe = self.zeros(len(secret), torch.uint8)
@@ -105,9 +108,10 @@ class SharedMemory:
         card = json.dumps([os.getpid(), descriptor, secret, _namespace()]).encode()
         cards = [json.loads(row) for row in control.gather_bytes(card)]
         self._pids = [pid for pid, *_ in cards]
-        own = _namespace()
+        own, node = _namespace(), self._rank // per_node
         is_read = [
-            place == own and _reads(pid, number, hidden) for pid, number, hidden, place in cards
+            rank // per_node == node and place == own and _reads(pid, number, hidden)
+            for rank, (pid, number, hidden, place) in enumerate(cards)
         ]
         table = [json.loads(row) for row in control.gather_bytes(json.dumps(is_read).encode())]
         others = (rank for rank in range(control.world_size) if rank != control.rank)

@@ -1,0 +1,149 @@
+"""Many ranks in one process: a thread each, and collectives that carry tensors between them.
+
+What each rank sends is counted, by whether it leaves the node, so that the traffic of many nodes
+can be told without having them. Bytes travel as copies made when a collective starts.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+TIMEOUT_S = 60.0
+
+
+class Deferred:
+    """A work whose effect happens at its first ``wait``."""
+
+    def __init__(self, effect: Callable[[], None]) -> None:
+        self._effect: Callable[[], None] | None = effect
+
+    def wait(self) -> None:
+        effect, self._effect = self._effect, None
+        if effect is not None:
+            effect()
+
+
+class Network:
+    """Carries and counts. ``within`` and ``between`` are bytes sent by each rank."""
+
+    def __init__(self, world_size: int, ranks_per_node: int) -> None:
+        self.world_size = world_size
+        self.ranks_per_node = ranks_per_node
+        self.within = [0] * world_size
+        self.between = [0] * world_size
+        self.calls: dict[str, int] = defaultdict(int)
+        self.tamper: Callable[[int, Tensor], None] | None = None
+        self._lock = threading.Lock()
+        self._boxes: dict[Any, queue.Queue[Tensor]] = defaultdict(queue.Queue)
+
+    def send(self, key: Any, source: int, target: int, tensor: Tensor) -> None:
+        carried = tensor.clone()
+        if self.tamper is not None:
+            self.tamper(source, carried)
+        with self._lock:
+            is_near = source // self.ranks_per_node == target // self.ranks_per_node
+            (self.within if is_near else self.between)[source] += tensor.nbytes
+            box = self._boxes[key, source, target]
+        box.put(carried)
+
+    def receive(self, key: Any, source: int, target: int) -> Tensor:
+        with self._lock:
+            box = self._boxes[key, source, target]
+        return box.get(timeout=TIMEOUT_S)
+
+
+class SimulatedNative:
+    """`zero_comm.native.NativeCollectives` of one simulated rank; jobs run at once."""
+
+    has_retire = False
+
+    def __init__(self, network: Network, ranks: Sequence[int], me: int) -> None:
+        self._network = network
+        self._ranks = list(ranks)
+        self._me = me
+
+    @property
+    def rank(self) -> int:
+        return self._ranks.index(self._me)
+
+    @property
+    def world_size(self) -> int:
+        return len(self._ranks)
+
+    def all_gather(
+        self, out: Tensor, shard: Tensor, *, unit: int, version: int, backward: bool
+    ) -> Deferred:
+        return self._exchange(
+            "all_gather", unit, out.view(self.world_size, -1), [shard] * self.world_size
+        )
+
+    def all_to_all(self, out: Tensor, parts: Tensor, *, unit: int) -> Deferred:
+        rows = parts.view(self.world_size, -1)
+        return self._exchange("all_to_all", unit, out.view(self.world_size, -1), rows)
+
+    def reduce_scatter(self, out: Tensor, full: Tensor, *, unit: int) -> Deferred:
+        rows = torch.empty_like(full).view(self.world_size, -1)
+        work = self._exchange("reduce_scatter", unit, rows, full.view(self.world_size, -1))
+
+        def finish() -> None:
+            work.wait()
+            out.copy_(rows.float().sum(0))
+
+        return Deferred(finish)
+
+    def subgroup(self, ranks: Sequence[int]) -> SimulatedNative:
+        return SimulatedNative(self._network, [self._ranks[r] for r in ranks], self._me)
+
+    def zeros(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.zeros(numel, dtype=dtype, device=device)
+
+    def launch(self, job: Callable[[], None], *, is_reduction: bool) -> Deferred:
+        job()
+        return Deferred(lambda: None)
+
+    def _exchange(
+        self, name: str, unit: int, rows: Tensor, given: Sequence[Tensor] | Tensor
+    ) -> Deferred:
+        if self._me == 0:
+            self._network.calls[name] += 1
+        key = (name, unit, tuple(self._ranks))
+        rows[self.rank].copy_(given[self.rank])
+        for place, peer in enumerate(self._ranks):
+            if peer != self._me:
+                self._network.send(key, self._me, peer, given[place])
+
+        def finish() -> None:
+            for place, peer in enumerate(self._ranks):
+                if peer != self._me:
+                    rows[place].copy_(self._network.receive(key, peer, self._me))
+
+        return Deferred(finish)
+
+
+def run_ranks(network: Network, program: Callable[[SimulatedNative], Any]) -> list[Any]:
+    """What ``program`` returns on every rank; the first error, if there is one."""
+    results: list[Any] = [None] * network.world_size
+    errors: list[BaseException] = []
+
+    def run(rank: int) -> None:
+        native = SimulatedNative(network, range(network.world_size), rank)
+        try:
+            results[rank] = program(native)
+        except BaseException as error:  # handed to the caller
+            errors.append(error)
+
+    threads = [threading.Thread(target=run, args=(r,)) for r in range(network.world_size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
+    return results

@@ -1,0 +1,117 @@
+"""hpZ when everything is late: threads that sleep, works that are waited for in any order."""
+
+import random
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+from simulated_ranks import TIMEOUT_S, Deferred, Network, SimulatedNative, run_ranks
+from torch import Tensor
+
+from zero_comm import create_collectives
+
+WORLD_SIZE, PER_NODE, NUMEL, NUM_UNITS, NUM_STEPS = 4, 2, 301, 5, 6
+
+
+class _Job:
+    def __init__(self, future: Future[None]) -> None:
+        self._future = future
+
+    def wait(self) -> None:
+        self._future.result(TIMEOUT_S)
+
+
+class LateNative(SimulatedNative):
+    """Jobs run in threads of their own; every exchange sleeps before and after it travels.
+
+    Shards are handed over where they lie, as ranks of a host with shared memory do: what a peer
+    reads late and finds overwritten shows.
+    """
+
+    def __init__(self, network: Network, ranks: Sequence[int], me: int, seed: int = 0) -> None:
+        super().__init__(network, ranks, me)
+        self._random = random.Random(seed * 1000 + me)
+        self._lanes = [ThreadPoolExecutor(1), ThreadPoolExecutor(1)]
+
+    def subgroup(self, ranks: Sequence[int]) -> SimulatedNative:
+        return LateNative(self._network, [self._ranks[r] for r in ranks], self._me, 1)
+
+    def launch(self, job: Callable[[], None], *, is_reduction: bool) -> Any:
+        def late() -> None:
+            self._sleep()
+            job()
+
+        return _Job(self._lanes[is_reduction].submit(late))
+
+    def _exchange(self, name: str, unit: int, rows: Tensor, given: Any) -> Deferred:
+        self._sleep()
+        work = super()._exchange(name, unit, rows, given)
+
+        def finish() -> None:
+            self._sleep()
+            work.wait()
+
+        return Deferred(finish)
+
+    def _sleep(self) -> None:
+        time.sleep(self._random.choice((0.0, 0.0, 0.001, 0.004)))
+
+
+class InPlace(Network):
+    """Hands tensors over without copying them."""
+
+    def send(self, key: Any, source: int, target: int, tensor: Tensor) -> None:
+        with self._lock:
+            box = self._boxes[key, source, target]
+        box.put(tensor)
+
+
+def shard_of(rank: int, unit: int, version: int) -> Tensor:
+    return torch.arange(NUMEL, dtype=torch.float32) + 1e3 * rank + 1e4 * unit + 1e5 * version
+
+
+@pytest.mark.parametrize("config", [{"zero_hpz_partition_size": 2}])
+@pytest.mark.parametrize("seed", range(3))
+def test_no_stale_or_half_written_shard_is_served(config: dict[str, Any], seed: int) -> None:
+    exchange_of_all_ranks = threading.Barrier(WORLD_SIZE)
+
+    def program(bare: SimulatedNative) -> int:
+        native = LateNative(bare._network, range(WORLD_SIZE), bare.rank, seed)
+        collectives = create_collectives(
+            native,
+            rank=native.rank,
+            world_size=WORLD_SIZE,
+            config=config,
+            ranks_per_node=PER_NODE,
+        )
+        order = random.Random(seed + 17 * native.rank)
+        shards = [shard_of(native.rank, unit, 0) for unit in range(NUM_UNITS)]
+        num_right = 0
+        for version in range(NUM_STEPS):
+            for backward in (False, True):
+                outs = [torch.full((WORLD_SIZE * NUMEL,), -1.0) for _ in shards]
+                works = [
+                    (
+                        unit,
+                        collectives.all_gather(
+                            outs[unit], shards[unit], unit=unit, version=version, backward=backward
+                        ),
+                    )
+                    for unit in range(NUM_UNITS)
+                ]
+                order.shuffle(works)  # each rank waits as it likes
+                for unit, work in works:
+                    work.wait()
+                    expected = [shard_of(r, unit, version) for r in range(WORLD_SIZE)]
+                    num_right += torch.equal(outs[unit], torch.cat(expected))
+            exchange_of_all_ranks.wait(TIMEOUT_S)
+            for unit, shard in enumerate(shards):
+                shard.copy_(shard_of(native.rank, unit, version + 1))
+        return num_right
+
+    found = run_ranks(InPlace(WORLD_SIZE, PER_NODE), program)
+    assert found == [2 * NUM_STEPS * NUM_UNITS] * WORLD_SIZE

@@ -1,0 +1,253 @@
+"""qgZ: gradients reduced in two quantized hops, on simulated ranks."""
+
+from itertools import product
+
+import pytest
+import torch
+from simulated_ranks import Network, SimulatedNative, run_ranks
+from torch import Tensor
+
+from zero_comm.block_format import BlockFormat
+from zero_comm.feedback import ErrorFeedback, LocoSettings
+from zero_comm.message import Packing
+from zero_comm.two_hop import Rounding, TwoHopReduce
+
+# (ranks, ranks per node): one node, one rank per node, both, odd numbers of nodes.
+LAYOUTS = [(1, 1), (2, 2), (3, 1), (4, 2), (6, 2), (6, 3), (12, 4)]
+
+
+def gradient(rank: int, numel: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    generator = torch.Generator().manual_seed(rank)
+    return torch.randn(numel, generator=generator).to(dtype)
+
+
+def reduce_on_ranks(
+    network: Network,
+    numel: int,
+    make_full: object,
+    *,
+    within: str | BlockFormat = "int4",
+    between: str | BlockFormat = "int4",
+    dtype: torch.dtype = torch.float32,
+    out_dtype: torch.dtype = torch.float32,
+    has_checksum: bool = False,
+) -> list[Tensor]:
+    def program(native: SimulatedNative) -> Tensor:
+        reduction = TwoHopReduce(
+            native,
+            ranks_per_node=network.ranks_per_node,
+            within=Packing(within, has_checksum=has_checksum),
+            between=Packing(between, has_checksum=has_checksum),
+        )
+        out = torch.full((numel,), 9.0, dtype=out_dtype)
+        full = make_full(native.rank).to(dtype)  # type: ignore[operator]
+        reduction.reduce(out, full, unit=0)
+        return out
+
+    return run_ranks(network, program)
+
+
+@pytest.mark.parametrize(("world_size", "per_node"), LAYOUTS)
+@pytest.mark.parametrize("numel", [1, 129, 1000])
+def test_every_slice_reaches_its_owner_when_quantizing_is_exact(
+    world_size: int, per_node: int, numel: int
+) -> None:
+    # Multiples of one pattern whose blocks reach the top code: each node's sum is one again.
+    index = torch.arange(world_size * numel)
+    pattern = (index * 5 + index // 7) % 15 - 7.0
+    pattern[::8] = 7.0
+
+    def make_full(rank: int) -> Tensor:
+        return pattern * (rank % 3 + 1)
+
+    expected = sum(make_full(rank) for rank in range(world_size))
+    outs = reduce_on_ranks(Network(world_size, per_node), numel, make_full)
+    assert torch.equal(torch.cat(outs), expected)
+
+
+@pytest.mark.parametrize(("world_size", "per_node"), LAYOUTS)
+@pytest.mark.parametrize(
+    ("within", "between", "dtype"),
+    [
+        ("int4", "int4", torch.bfloat16),
+        ("int8", "int8", torch.float32),
+        ("int8", "int4", torch.float16),
+        ("e4m3", "e5m2", torch.float32),
+    ],
+)
+def test_sum_is_within_half_a_step_per_hop(
+    world_size: int, per_node: int, within: str, between: str, dtype: torch.dtype
+) -> None:
+    numel = 777
+    fulls = [gradient(rank, world_size * numel, dtype).double() for rank in range(world_size)]
+    outs = reduce_on_ranks(
+        Network(world_size, per_node),
+        numel,
+        lambda rank: fulls[rank],
+        within=within,
+        between=between,
+        dtype=dtype,
+    )
+    relative = {"int8": 0.5 / 127, "int4": 0.5 / 7, "e4m3": 2.0**-4, "e5m2": 2.0**-3}
+    largest = max(float(full.abs().max()) for full in fulls)
+    num_nodes = world_size // per_node
+    bound = 0.0
+    if per_node > 1:
+        bound += world_size * largest * relative[within]
+    if num_nodes > 1:
+        node_sum = per_node * largest * (1 + relative[within])
+        bound += num_nodes * node_sum * relative[between]
+    error = (torch.cat(outs).double() - torch.stack(fulls).sum(0)).abs().max()
+    assert error <= bound * 1.01 + 1e-6
+    if bound:
+        assert error > 0  # it was quantized
+
+
+def test_rotation_makes_less_of_outliers() -> None:
+    numel, world_size = 1024, 4
+    # Heavy tails: of plain blocks, one element in many sets the step of all others.
+    fulls = [gradient(rank, world_size * numel) ** 5 for rank in range(world_size)]
+    exact = torch.stack(fulls).sum(0)
+    errors = []
+    for has_rotation in (False, True):
+        fmt = BlockFormat("int4", 128, has_rotation=has_rotation)
+        network = Network(world_size, 2)
+        outs = reduce_on_ranks(network, numel, lambda r: fulls[r], within=fmt, between=fmt)
+        errors.append(float((torch.cat(outs) - exact).square().mean()))
+    assert errors[1] < 0.7 * errors[0]
+
+
+def test_nothing_is_lost_to_the_output_dtype() -> None:
+    numel = 300
+    wide = reduce_on_ranks(Network(4, 2), numel, lambda r: gradient(r, 4 * numel))
+    narrow = reduce_on_ranks(
+        Network(4, 2), numel, lambda r: gradient(r, 4 * numel), out_dtype=torch.bfloat16
+    )
+    for a, b in zip(wide, narrow, strict=True):
+        assert torch.equal(a.bfloat16(), b)
+
+
+def test_a_nan_of_one_rank_arrives_at_the_owner() -> None:
+    numel = 600
+
+    def make_full(rank: int) -> Tensor:
+        full = gradient(rank, 4 * numel)
+        if rank == 3:
+            full[numel + 300] = float("inf")
+        return full
+
+    outs = reduce_on_ranks(Network(4, 2), numel, make_full)
+    assert outs[1][300].isnan()
+    assert outs[1][:256].isfinite().all()
+    assert all(out.isfinite().all() for r, out in enumerate(outs) if r != 1)
+
+
+@pytest.mark.parametrize(("world_size", "per_node"), [(4, 2), (6, 3), (64, 16)])
+def test_bytes_are_those_of_the_closed_form(world_size: int, per_node: int) -> None:
+    numel = 512
+    network = Network(world_size, per_node)
+    reduce_on_ranks(network, numel, lambda r: gradient(r, world_size * numel), between="int8")
+    num_nodes = world_size // per_node
+    within, between = Packing("int4").nbytes(numel), Packing("int8").nbytes(numel)
+    assert network.within == [(per_node - 1) * num_nodes * within] * world_size
+    assert network.between == [(num_nodes - 1) * between] * world_size
+    assert network.calls == {"all_to_all": 2}
+
+
+@pytest.mark.parametrize("target", ["header", "scale", "cut"])
+def test_damaged_messages_are_refused_by_the_senders_name(target: str) -> None:
+    def damage(source: int, carried: Tensor) -> None:
+        row = carried.view(-1)
+        if source == 2 and target == "header":
+            row[0] = 0
+        elif source == 2 and target == "scale":
+            row[32 + 5 * 64 : 32 + 5 * 64 + 2] = 0  # a maximum of zero
+        elif source == 2:
+            row[8] += 1  # it says that it has another length
+
+    network = Network(3, 1)
+    network.tamper = damage
+    with pytest.raises(RuntimeError, match="message of rank 2 is damaged"):
+        reduce_on_ranks(network, 600, lambda r: gradient(r, 3 * 600))
+
+
+def test_a_flipped_bit_is_found_by_the_checksum_only() -> None:
+    def damage(source: int, carried: Tensor) -> None:
+        if source == 1:
+            carried.view(-1)[40] ^= 1
+
+    for has_checksum in (False, True):
+        network = Network(2, 1)
+        network.tamper = damage
+        arguments = (network, 600, lambda r: gradient(r, 1200))
+        if has_checksum:
+            with pytest.raises(RuntimeError, match=r"rank 1 .*checksum"):
+                reduce_on_ranks(*arguments, has_checksum=True)
+        else:
+            reduce_on_ranks(*arguments)
+
+
+def repeated_sums(loco: LocoSettings | None, *, is_stochastic: bool, steps: int) -> Tensor:
+    """The mean over steps of what one unchanging gradient is reduced to."""
+    numel, network = 256, Network(4, 2)
+
+    def program(native: SimulatedNative) -> Tensor:
+        reduction = TwoHopReduce(
+            native,
+            ranks_per_node=2,
+            within=Packing("int4"),
+            between=Packing("int4"),
+            rounding=Rounding(rank=native.rank, is_stochastic=is_stochastic),
+            feedback=None if loco is None else ErrorFeedback(loco),
+        )
+        full, total, out = gradient(native.rank, 4 * numel), torch.zeros(numel), torch.empty(numel)
+        for _ in range(steps):
+            reduction.reduce(out, full.clone(), unit=0)
+            total += out
+        return total / steps
+
+    return torch.cat(run_ranks(network, program))
+
+
+def test_what_rounding_took_comes_back() -> None:
+    exact = torch.stack([gradient(rank, 1024) for rank in range(4)]).sum(0)
+    errors = {
+        name: float((repeated_sums(loco, is_stochastic=noisy, steps=60) - exact).abs().mean())
+        for name, loco, noisy in (
+            ("nearest", None, False),
+            ("error feedback", LocoSettings(err_beta=0.0), False),
+            ("stochastic", None, True),
+        )
+    }
+    assert errors["error feedback"] < 0.25 * errors["nearest"]
+    assert errors["stochastic"] < 0.5 * errors["nearest"]
+
+
+def test_errors_are_dropped_when_asked_and_in_time() -> None:
+    feedback = ErrorFeedback(LocoSettings(err_beta=0.5, reset_T=2))
+    seen = []
+    for _ in range(4):
+        values = torch.zeros(64)
+        feedback.compensate("key", values)
+        seen.append(float(values.abs().max()))
+        feedback.learn("key", torch.ones(64), torch.zeros(64))
+    assert seen == [0.0, 0.5, 0.0, 0.5]
+    feedback.forget()
+    values = torch.zeros(64)
+    feedback.compensate("key", values)
+    assert not values.any()
+
+
+def test_a_gradient_that_is_not_finite_leaves_no_error() -> None:
+    feedback = ErrorFeedback(LocoSettings())
+    bad = torch.ones(64)
+    bad[3] = float("nan")
+    feedback.learn("key", bad, torch.full((64,), float("nan")))
+    values = torch.zeros(64)
+    feedback.compensate("key", values)
+    assert torch.equal(values, torch.zeros(64))
+
+
+def test_layouts_cover_every_kind_of_hop() -> None:
+    kinds = {(p > 1, w // p > 1) for w, p in LAYOUTS}
+    assert kinds == set(product((False, True), repeat=2))

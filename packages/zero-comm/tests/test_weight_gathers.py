@@ -1,0 +1,273 @@
+"""qwZ, hpZ and differences: what arrives, what is kept, what travels; on simulated ranks."""
+
+from typing import Any
+
+import pytest
+import torch
+from simulated_ranks import Network, SimulatedNative, run_ranks
+from torch import Tensor
+
+from zero_comm import create_collectives, dequantize, quantize
+from zero_comm.message import Packing
+
+LAYOUTS = [(1, 1), (2, 2), (3, 1), (4, 2), (6, 2), (6, 3)]
+QWZ = {"zero_quantized_weights": True}
+FOUR_BIT = {**QWZ, "zero_quantized_weights_format": "int4_difference"}
+
+
+def hpz(size: int) -> dict[str, Any]:
+    return {"zero_hpz_partition_size": size}
+
+
+def make(native: SimulatedNative, config: dict[str, Any], per_node: int, **more: Any) -> Any:
+    return create_collectives(
+        native,
+        rank=native.rank,
+        world_size=native.world_size,
+        config=config,
+        ranks_per_node=per_node,
+        **more,
+    )
+
+
+def shard_of(rank: int, numel: int, dtype: torch.dtype, version: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(1000 * version + rank)
+    return torch.randn(numel, generator=generator).to(dtype)
+
+
+def gather(collectives: Any, shard: Tensor, world_size: int, **more: Any) -> Tensor:
+    out = torch.full((world_size * shard.numel(),), 9.0).to(shard.dtype)
+    arguments = {"unit": 0, "version": 0, "backward": False, **more}
+    collectives.all_gather(out, shard, **arguments).wait()
+    return out
+
+
+def gather_on_ranks(
+    config: dict[str, Any], world_size: int, per_node: int, numel: int, dtype: torch.dtype
+) -> tuple[list[Tensor], Network]:
+    network = Network(world_size, per_node)
+
+    def program(native: SimulatedNative) -> Tensor:
+        shard = shard_of(native.rank, numel, dtype)
+        before = shard.clone()
+        out = gather(make(native, config, per_node), shard, world_size)
+        assert torch.equal(shard, before)
+        return out
+
+    return run_ranks(network, program), network
+
+
+@pytest.mark.parametrize(("world_size", "per_node"), LAYOUTS)
+@pytest.mark.parametrize("kind", ["int8", "int4", "e4m3", "e5m2"])
+@pytest.mark.parametrize("has_secondary", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_every_rank_gets_what_quantizing_each_shard_leaves(
+    world_size: int, per_node: int, kind: str, has_secondary: bool, dtype: torch.dtype
+) -> None:
+    numel = 1001
+    config = {**QWZ, "zero_quantized_weights_format": kind}
+    config |= hpz(per_node) if has_secondary else {}
+    outs, _ = gather_on_ranks(config, world_size, per_node, numel, dtype)
+    shards = [shard_of(rank, numel, dtype) for rank in range(world_size)]
+    expected = [dequantize(quantize(s, kind), numel, kind, dtype=dtype) for s in shards]
+    assert not torch.equal(expected[0], shards[0])
+    for out in outs:
+        assert torch.equal(out, torch.cat(expected))
+
+
+@pytest.mark.parametrize(("world_size", "per_node"), LAYOUTS)
+@pytest.mark.parametrize("numel", [1, 333])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.int64])
+def test_secondary_shards_alone_change_no_bit(
+    world_size: int, per_node: int, numel: int, dtype: torch.dtype
+) -> None:
+    outs, _ = gather_on_ranks(hpz(per_node), world_size, per_node, numel, dtype)
+    expected = torch.cat([shard_of(rank, numel, dtype) for rank in range(world_size)])
+    for out in outs:
+        assert torch.equal(out, expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.float32])
+def test_what_quantizing_would_not_shorten_travels_exactly(dtype: torch.dtype) -> None:
+    numel = 1000 if dtype == torch.int64 else 8
+    for config in (QWZ, FOUR_BIT, {**QWZ, **hpz(2)}):
+        outs, _ = gather_on_ranks(config, 4, 2, numel, dtype)
+        assert torch.equal(outs[3], torch.cat([shard_of(r, numel, dtype) for r in range(4)]))
+
+
+def versions_on_ranks(
+    config: dict[str, Any], program: Any, world_size: int = 4, per_node: int = 2
+) -> tuple[list[Any], Network]:
+    network = Network(world_size, per_node)
+    run = run_ranks(network, lambda native: program(make(native, config, per_node), native))
+    return run, network
+
+
+@pytest.mark.parametrize("config", [hpz(2), {**QWZ, **hpz(2)}, {**FOUR_BIT, **hpz(2)}])
+def test_a_version_crosses_nodes_once_and_a_new_one_is_never_missed(config: Any) -> None:
+    numel, dtype = 4096, torch.bfloat16
+    crossed: list[int] = []
+
+    def program(collectives: Any, native: SimulatedNative) -> list[Tensor]:
+        outs = []
+        for version in (0, 1, 2):
+            shard = shard_of(native.rank, numel, dtype) + version
+            for backward in (False, True, False):
+                out = gather(collectives, shard, 4, version=version, backward=backward)
+                if native.rank == 0:
+                    crossed.append(native._network.between[0])
+                outs.append(out)
+        return outs
+
+    (first, *others), _ = versions_on_ranks(config, program)
+    steps = torch.tensor(crossed).view(3, 3).diff(dim=1)
+    assert not steps.any()  # within a version nothing more crosses
+    assert len(set(crossed)) == 3
+    for version in range(3):
+        expected = torch.cat([shard_of(r, numel, dtype) + version for r in range(4)])
+        step = 7.0 / 7 if "zero_quantized_weights_format" in config else 0.05
+        assert (first[3 * version] - expected).abs().max() <= step
+        for out in first[3 * version : 3 * version + 3]:
+            assert torch.equal(out, first[3 * version])
+    for other in others:
+        assert all(torch.equal(a, b) for a, b in zip(first, other, strict=True))
+
+
+def test_differences_follow_the_weights_to_within_half_a_step_of_the_change() -> None:
+    numel, world_size = 4096, 4
+    torch.manual_seed(0)
+    changes = 1e-3 * torch.randn(20, world_size, numel)
+
+    def program(collectives: Any, native: SimulatedNative) -> list[float]:
+        weights = shard_of(native.rank, numel, torch.float32)
+        everyone = torch.cat([shard_of(r, numel, torch.float32) for r in range(world_size)])
+        errors = []
+        for version, change in enumerate(changes):
+            out = gather(collectives, weights, world_size, version=version)
+            errors.append(float((out - everyone).abs().max()))
+            weights = weights + change[native.rank]
+            everyone = everyone + change.view(-1)
+        return errors
+
+    (errors, *_), network = versions_on_ranks(FOUR_BIT, program)
+    assert errors[0] == 0.0  # the first time the weights themselves travel
+    # Half a step of a block whose largest change, the last error included, is below 5e-3.
+    assert 0.0 < max(errors[1:]) <= 0.5 / 7 * 5e-3 * 1.01
+    exact, packed = 4 * numel, Packing(_difference_format()).nbytes(numel)
+    assert network.between == [exact + 19 * packed] * world_size
+
+
+def _difference_format() -> Any:
+    from zero_comm.block_format import BlockFormat
+
+    return BlockFormat("int4", 256)
+
+
+@pytest.mark.parametrize("config", [hpz(2), {**QWZ, **hpz(2)}, FOUR_BIT, QWZ])
+def test_forgetting_starts_from_the_weights_themselves(config: Any) -> None:
+    numel = 2048
+
+    def program(collectives: Any, native: SimulatedNative) -> list[Tensor]:
+        outs = []
+        for version in (0, 1):
+            shard = shard_of(native.rank, numel, torch.float32, version)
+            gather(collectives, shard, 4, version=version)
+        collectives.forget_values()
+        # The same version number with other weights: nothing of the old ones may be served.
+        shard = shard_of(native.rank, numel, torch.float32, 7)
+        outs.append(gather(collectives, shard, 4, version=1))
+        return outs
+
+    ((out,), *_), _ = versions_on_ranks(config, program)
+    expected = torch.cat([shard_of(r, numel, torch.float32, 7) for r in range(4)])
+    if "zero_quantized_weights_format" in config or "zero_quantized_weights" not in config:
+        assert torch.equal(out, expected)
+    else:
+        assert (out - expected).abs().max() <= 4.5 / 127 / 2
+
+
+def test_frozen_weights_alone_are_quantized_if_asked() -> None:
+    config = {"zero_quantized_nontrainable_weights": True}
+    numel = 1024
+
+    def program(native: SimulatedNative) -> list[bool]:
+        collectives = make(native, config, 2, frozen=[1])
+        shard = shard_of(native.rank, numel, torch.float32)
+        expected = torch.cat([shard_of(r, numel, torch.float32) for r in range(4)])
+        return [torch.equal(gather(collectives, shard, 4, unit=u), expected) for u in (0, 1)]
+
+    assert run_ranks(Network(4, 2), program) == [[True, False]] * 4
+
+
+@pytest.mark.parametrize(
+    ("config", "within", "between"),
+    [
+        # Messages of 8 bits, handed on within the node as they are.
+        (QWZ, lambda s, q: 2 * q, lambda s, q: q),
+        # Exact values; within the node those of both nodes.
+        (hpz(2), lambda s, q: 2 * s, lambda s, q: s),
+        ({**QWZ, **hpz(2)}, lambda s, q: 2 * s, lambda s, q: q),
+    ],
+)
+def test_bytes_are_those_of_the_closed_form(config: Any, within: Any, between: Any) -> None:
+    numel = 1000
+    _, network = gather_on_ranks(config, 4, 2, numel, torch.bfloat16)
+    sizes = (2 * numel, Packing("int8").nbytes(numel))
+    assert network.within == [within(*sizes)] * 4
+    assert network.between == [between(*sizes)] * 4
+
+
+def test_negative_versions_are_carried_exactly_and_never_kept() -> None:
+    def program(collectives: Any, native: SimulatedNative) -> list[Tensor]:
+        outs = []
+        for round_ in range(2):
+            values = shard_of(native.rank, 512, torch.float32, round_)
+            outs.append(gather(collectives, values, 4, version=-1))
+        return outs
+
+    (outs, *_), _ = versions_on_ranks({**QWZ, **hpz(2)}, program)
+    for round_, out in enumerate(outs):
+        expected = [shard_of(r, 512, torch.float32, round_) for r in range(4)]
+        assert torch.equal(out, torch.cat(expected))
+
+
+def test_a_shard_that_overlaps_the_output_is_refused() -> None:
+    native = SimulatedNative(Network(1, 1), [0], 0)
+    out = torch.randn(4096)
+    with pytest.raises(ValueError, match="must not overlap out"):
+        make(native, QWZ, 1).all_gather(out, out, unit=0, version=0, backward=False)
+
+
+def test_a_damaged_message_is_refused_by_the_senders_name() -> None:
+    network = Network(4, 2)
+
+    def damage(source: int, carried: Tensor) -> None:
+        if source == 3 and carried.dtype == torch.uint8:
+            carried.view(-1)[2] = 7
+
+    network.tamper = damage
+    with pytest.raises(RuntimeError, match=r"message of rank [13] is damaged"):
+        run_ranks(
+            network,
+            lambda native: gather(
+                make(native, QWZ, 2), shard_of(native.rank, 999, torch.float32), 4
+            ),
+        )
+
+
+def test_memory_is_told_by_kind() -> None:
+    config = {**QWZ, **hpz(2), "zero_quantized_gradients": True, "zeropp_loco_param": {}}
+    numel = 4096
+
+    def program(native: SimulatedNative) -> dict[str, int]:
+        collectives = make(native, config, 2)
+        gather(collectives, shard_of(native.rank, numel, torch.bfloat16), 4)
+        out = torch.empty(numel)
+        full = shard_of(native.rank, 4 * numel, torch.bfloat16)
+        collectives.reduce_scatter(out, full, unit=0).wait()
+        return dict(collectives.private_nbytes)
+
+    told, *_ = run_ranks(Network(4, 2), program)
+    assert told["secondary shards"] == 2 * numel * 2
+    # Of every element of the gradient within the node, and of this rank's sums across nodes.
+    assert 4 * numel + 2 * numel < told["error feedback"] < (4 * numel + 2 * numel) * 1.01

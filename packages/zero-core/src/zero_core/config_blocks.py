@@ -1,0 +1,276 @@
+"""The configuration's blocks: every key with its type, its range and its default.
+
+Names and defaults are DeepSpeed's unless a key's text says that it is this engine's own. How a
+configuration is read is in `zero_core.config`, what its keys ask of each other in
+`zero_core.config_rules`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+import pydantic
+import torch
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt
+
+__all__ = [
+    "DTYPES",
+    "ActivationCheckpointingConfig",
+    "Bf16Config",
+    "Config",
+    "DataTypesConfig",
+    "Fp16Config",
+    "LocoConfig",
+    "OffloadOptimizerConfig",
+    "OffloadParamConfig",
+    "OptimizerConfig",
+    "SchedulerConfig",
+    "ZeroConfig",
+]
+
+BlockKind = Literal["int8", "int4", "e4m3", "e5m2"]
+"""What the values of a block become: integers of 8 or 4 bits, or 8-bit floating point."""
+WeightFormat = Literal["int8", "int4", "e4m3", "e5m2", "int4_difference"]
+
+
+class _Block(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, strict=True)
+
+
+class OffloadOptimizerConfig(_Block):
+    """``zero_optimization.offload_optimizer``: where optimizer state lives and is updated."""
+
+    device: Literal["none", "cpu", "nvme"] = "none"
+    ratio: Annotated[float, Field(ge=0.0, le=1.0)] | Literal["auto"] | None = 1.0
+    """Share of the elements that the host updates (Twin-Flow), exact to the element; "auto"
+    measures which is the fastest that fits. None where one of the next two says it instead."""
+    parameters: tuple[str, ...] | None = None
+    """Patterns (`fnmatch`) of the names of the parameters that the host updates."""
+    device_budget: NonNegativeInt | None = None
+    """Bytes per rank that master weights, states and landed gradients may take on the device; the
+    host updates the elements that do not fit."""
+    pin_memory: bool = True
+    pin_memory_bytes: NonNegativeInt | None = None
+    """Most host bytes that a rank page-locks for transfers; None is no limit."""
+    update_in_backward: bool | None = None
+    """Update a unit as soon as its gradient is complete; None: if nothing can call a step off."""
+    state_dtype: Literal["float32", "bfloat16", "int8"] = "float32"
+    """What the host keeps Adam's moments in. Not in DeepSpeed's configuration."""
+    numa: bool = True
+    """Keep the host's thread and memory on the device's NUMA node, where it is known."""
+    nvme_path: str | None = None
+    """A folder on the NVMe disk, for device nvme; the ranks of a host may share it."""
+    buffer_count: PositiveInt = 16
+    """Blocks of 1 Mi elements of state in host memory at once, for device nvme: what is read before
+    it is needed. DeepSpeed's 4 are of a whole parameter each."""
+    fast_init: bool = False
+    pipeline_read: bool = False
+    pipeline_write: bool = False
+
+    @pydantic.model_validator(mode="before")
+    @classmethod
+    def _say_it_once(cls, block: Any) -> Any:
+        """Without ``ratio`` beside ``parameters`` or ``device_budget`` there is none."""
+        if isinstance(block, Mapping) and (block.keys() & {"parameters", "device_budget"}):
+            others = (block.get("parameters"), block.get("device_budget"))
+            if any(value is not None for value in others):
+                return {"ratio": None, **block}
+        return block
+
+    @pydantic.field_validator("ratio", mode="before")
+    @classmethod
+    def _check_ratio(cls, value: Any) -> Any:
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if value in (None, "auto") or (is_number and 0.0 <= value <= 1.0):
+            return value
+        raise ValueError('expected a number from 0 to 1, or "auto"')
+
+    @pydantic.field_validator("parameters", mode="before")
+    @classmethod
+    def _check_patterns(cls, value: Any) -> Any:
+        if value is None:
+            return None
+        is_list = isinstance(value, list | tuple) and len(value) > 0
+        if not is_list or not all(isinstance(pattern, str) for pattern in value):
+            raise ValueError("expected a list of patterns of parameter names")
+        return tuple(value)
+
+
+class OffloadParamConfig(_Block):
+    """``zero_optimization.offload_param``: where parameter shards rest, at stage 3."""
+
+    device: Literal["none", "cpu", "nvme"] = "none"
+    nvme_path: str | None = None
+    buffer_count: PositiveInt = 5
+    """Host buffers that shards are read into ahead of use, with device ``nvme``."""
+    buffer_size: PositiveInt = 100_000_000
+    """Elements of the largest shard that such a buffer may have to hold."""
+    max_in_cpu: NonNegativeInt = 1_000_000_000
+    """Elements that rest in host memory with device ``nvme``, the first ones in order of use."""
+    pin_memory: bool = True
+
+
+class LocoConfig(_Block):
+    """``zero_optimization.zeropp_loco_param``: what quantized gradients lost is added to the next
+    ones (LoCo, arXiv 2407.04480)."""
+
+    err_beta: Annotated[float, Field(ge=0.0, le=1.0)] = 0.8
+    """Share of the error so far in its running mean; the newest error has the rest."""
+    reset_T: PositiveInt = 1024
+    """Steps after which the error is forgotten."""
+
+
+class ZeroConfig(_Block):
+    """``zero_optimization``."""
+
+    stage: Literal[0, 1, 2, 3] = 0
+    offload_optimizer: OffloadOptimizerConfig = OffloadOptimizerConfig()
+    offload_param: OffloadParamConfig = OffloadParamConfig()
+    zero_quantized_weights: bool = False
+    """Gather weights in few bits (qwZ), at stage 3."""
+    zero_quantized_nontrainable_weights: bool = False
+    """Gather frozen weights alone so, at stage 3."""
+    zero_quantized_weights_format: WeightFormat = "int8"
+    """What both send; "int4_difference" sends the change since they were last sent (SDP4Bit, arXiv
+    2410.15526, section 3.1). Not in DeepSpeed's configuration."""
+    zero_hpz_partition_size: PositiveInt = 1
+    """Ranks of a group, usually a node, among which gathered weights are kept a second time, in
+    shards (hpZ), at stage 3; it divides the number of ranks."""
+    zero_quantized_gradients: bool = False
+    """Reduce gradients in few bits and two hops (qgZ), within a node and between nodes."""
+    zero_quantized_gradients_within_node: BlockKind = "int4"
+    """What the first hop sends. Not in DeepSpeed's configuration."""
+    zero_quantized_gradients_between_nodes: BlockKind = "int4"
+    """What the second hop sends. Not in DeepSpeed's configuration."""
+    zero_quantized_gradients_hadamard: bool = False
+    """Rotate gradients before they are quantized, which spreads outliers over their block. Not in
+    DeepSpeed's configuration."""
+    zero_quantized_stochastic_rounding: bool = False
+    """Round gradients up or down at random, right in the mean. Not in DeepSpeed's configuration."""
+    zero_quantized_checksum: bool = False
+    """Send a checksum with every quantized message, and check it. Not in DeepSpeed's."""
+    zeropp_loco_param: LocoConfig | None = None
+    """Error feedback of quantized gradients; None is off."""
+    mics_shard_size: int = -1
+    zenflow: dict[str, Any] | None = None
+    leaf_module: dict[str, Any] | None = None
+    contiguous_gradients: bool = True
+    reduce_scatter: bool = True
+    reduce_bucket_size: PositiveInt = 500_000_000
+    allgather_partitions: bool = True
+    allgather_bucket_size: PositiveInt = 500_000_000
+    overlap_comm: bool | None = None
+    load_from_fp32_weights: bool = True
+    elastic_checkpoint: bool = False
+    sub_group_size: PositiveInt = 1_000_000_000
+    stage3_prefetch_bucket_size: NonNegativeInt = 50_000_000
+    stage3_param_persistence_threshold: NonNegativeInt = 100_000
+    stage3_model_persistence_threshold: NonNegativeInt = 2**63 - 1
+    stage3_max_live_parameters: NonNegativeInt = 1_000_000_000
+    stage3_max_reuse_distance: NonNegativeInt = 1_000_000_000
+    stage3_gather_16bit_weights_on_model_save: bool = False
+    ignore_unused_parameters: bool = True
+    round_robin_gradients: bool = False
+    memory_efficient_linear: bool = True
+
+
+class Fp16Config(_Block):
+    """``fp16``: half precision with a loss scale (Micikevicius et al., arXiv 1710.03740)."""
+
+    enabled: bool = False
+    loss_scale: Annotated[float, Field(ge=0.0)] = 0.0
+    """0 means dynamic."""
+    initial_scale_power: NonNegativeInt = 16
+    loss_scale_window: PositiveInt = 1000
+    hysteresis: PositiveInt = 2
+    consecutive_hysteresis: bool = False
+    min_loss_scale: Annotated[float, Field(gt=0.0)] = 1.0
+
+
+class Bf16Config(_Block):
+    """``bf16``: bfloat16 compute over fp32 master weights."""
+
+    enabled: bool = False
+
+
+class DataTypesConfig(_Block):
+    """``data_types``: dtypes other than those that parameters are computed in."""
+
+    grad_accum_dtype: Literal["fp32", "fp16", "bf16"] | None = None
+    """What gradients are accumulated in; None is fp32."""
+    buffer_dtype: Literal["fp32", "fp16", "bf16"] | None = None
+    """What floating buffers are cast to; None is as parameters are."""
+
+
+class ActivationCheckpointingConfig(_Block):
+    """``activation_checkpointing``: if it is there, every block is computed again in backward."""
+
+    enabled: bool = True
+    cpu_checkpointing: bool = False
+    """Keep the blocks' inputs in host memory until then."""
+    partition_activations: bool = False
+    contiguous_memory_optimization: bool = False
+    number_checkpoints: PositiveInt | None = None
+    synchronize_checkpoint_boundary: bool = False
+    profile: bool = False
+
+
+class OptimizerConfig(_Block):
+    """``optimizer``: a torch optimizer by name; see zero_core.optimizer for ``params``."""
+
+    type: str
+    params: dict[str, Any] = Field(default_factory=dict)
+
+
+class SchedulerConfig(_Block):
+    """``scheduler``: a learning-rate schedule by name; see zero_core.lr_schedules."""
+
+    type: str
+    params: dict[str, Any] = Field(default_factory=dict)
+
+
+class Config(_Block):
+    """The whole configuration, resolved."""
+
+    train_batch_size: PositiveInt
+    train_micro_batch_size_per_gpu: PositiveInt
+    gradient_accumulation_steps: PositiveInt
+    zero_optimization: ZeroConfig = ZeroConfig()
+    optimizer: OptimizerConfig | None = None
+    scheduler: SchedulerConfig | None = None
+    gradient_clipping: Annotated[float, Field(ge=0.0)] = 0.0
+    """Largest global 2-norm of the gradient; 0 is off."""
+    check_grad_overflow: bool = True
+    """Skip a step whose gradient is not finite, at every precision."""
+    fp16: Fp16Config = Fp16Config()
+    bf16: Bf16Config = Bf16Config()
+    data_types: DataTypesConfig = DataTypesConfig()
+    activation_checkpointing: ActivationCheckpointingConfig | None = None
+    communication_data_type: Literal["fp32", "fp16", "bf16"] | None = None
+    broadcast_buffers: bool = True
+    """Take rank 0's buffers before a forward, as DDP does; see zero_core.buffers."""
+    seed: NonNegativeInt | None = None
+    """Seeds torch on every rank before the first step, if given."""
+    steps_per_print: PositiveInt | None = None
+    """Log step, loss scale and learning rate every so many steps; None is off."""
+
+    @property
+    def compute_dtype(self) -> torch.dtype | None:
+        """What floating parameters are cast to; None leaves each as it is."""
+        if self.bf16.enabled:
+            return torch.bfloat16
+        return torch.float16 if self.fp16.enabled else None
+
+    @property
+    def buffer_dtype(self) -> torch.dtype | None:
+        """What floating buffers are cast to; None leaves each as it is."""
+        name = self.data_types.buffer_dtype
+        return self.compute_dtype if name is None else DTYPES[name]
+
+
+DTYPES: Mapping[str, torch.dtype] = {
+    "fp32": torch.float32,
+    "fp16": torch.float16,
+    "bf16": torch.bfloat16,
+}

@@ -1,0 +1,36 @@
+"""How far a training has come: what a checkpoint keeps beside the model and its optimizer state."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from zero_core.engine import Engine
+
+__all__ = ["read_progress", "restore_progress"]
+
+
+def read_progress(engine: Engine) -> dict[str, Any]:
+    """Counters, loss scale, hyperparameters and scheduler, as JSON."""
+    scheduler = engine.lr_scheduler
+    return {
+        "global_steps": engine.global_steps,
+        "micro_steps": engine.micro_steps,
+        "skipped_steps": engine.skipped_steps,
+        "loss_scaler": engine._scaler.state_dict(),
+        "param_groups": engine.optimizer.hyperparameters(),
+        "lr_scheduler": None if scheduler is None else scheduler.state_dict(),
+    }
+
+
+def restore_progress(engine: Engine, progress: Mapping[str, Any]) -> None:
+    """Take over what `read_progress` gave."""
+    engine.global_steps = progress["global_steps"]
+    # Another accumulation may be configured now: count micro-steps in its terms.
+    engine.micro_steps = engine.global_steps * engine.config.gradient_accumulation_steps
+    engine.skipped_steps = progress["skipped_steps"]
+    engine._scaler.load_state_dict(progress["loss_scaler"])
+    engine.optimizer.load_hyperparameters(progress["param_groups"])
+    if engine.lr_scheduler is not None and progress["lr_scheduler"] is not None:
+        engine.lr_scheduler.load_state_dict(progress["lr_scheduler"])
