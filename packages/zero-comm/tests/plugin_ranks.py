@@ -20,7 +20,7 @@ import torch._dynamo
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
@@ -29,8 +29,9 @@ from zero_comm import BlockFormat, fsdp2
 from zero_comm.torch_collectives import TorchCollectives
 
 SHAPES = ((1, 1), (2, 2), (3, 1), (4, 2))  # ranks, ranks per node
-NUM_STEPS = 25
+NUM_STEPS = 20
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+TARGET = torch.randn(33, 7, generator=torch.Generator().manual_seed(7)) / 33**0.5
 Outcomes = dict[str, Any]
 
 
@@ -52,7 +53,7 @@ def _run(rank: int, world_size: int, ranks_per_node: int, folder: str) -> None:
     torch.set_num_threads(1)
     store = dist.FileStore(f"{folder}/store", world_size)  # type: ignore[attr-defined]
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
-    scenarios = [*SCENARIOS, *(HYBRID_SCENARIOS if world_size == 4 else ())]
+    scenarios = (*SCENARIOS, *SCENARIOS_OF.get(world_size, ()))
     outcomes = {f.__name__: f(rank, world_size) for f in scenarios}
     torch.save(outcomes, f"{folder}/rank{rank}.pt")
     dist.barrier()
@@ -103,6 +104,16 @@ def sum_exactly(rank: int, world_size: int) -> Outcomes:
     return {"out": out}
 
 
+def gather_with_the_function(rank: int, world_size: int) -> Outcomes:
+    matrix = values_of(rank, 1001, torch.bfloat16).view(143, 7)
+    return {
+        "int8": zero_comm.quantized_all_gather(matrix),
+        "int4": zero_comm.quantized_all_gather(matrix, "int4", group=dist.group.WORLD),
+        "small": zero_comm.quantized_all_gather(torch.tensor([rank + 0.1])),
+        "integers": zero_comm.quantized_all_gather(torch.tensor([[rank, 3]])),
+    }
+
+
 def reduce_with_the_function(rank: int, world_size: int) -> Outcomes:
     reduce = zero_comm.quantized_reduce_scatter
     found: Outcomes = {}
@@ -137,13 +148,13 @@ def batch(step: int, rank: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Inputs, and what a fixed function makes of them."""
     generator = torch.Generator().manual_seed(1000 * step + rank)
     x = torch.randn(32, 33, generator=generator)
-    y = torch.stack([x[:, i].sin() * x[:, i + 1] for i in range(7)], 1)
+    y = (x @ TARGET).tanh()
     return x.to(dtype), y.to(dtype)
 
 
 def train(model: nn.Module, rank: int, *, num_steps: int = NUM_STEPS) -> list[float]:
     """The losses of plain SGD, which sees the gradients' scale; averaged over ranks."""
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.9)
     dtype = next(model.parameters()).dtype
     losses = []
     for step in range(num_steps):
@@ -160,25 +171,25 @@ def train(model: nn.Module, rank: int, *, num_steps: int = NUM_STEPS) -> list[fl
 
 
 @contextmanager
-def counted() -> Iterator[dict[str, int]]:
-    """Bytes that this rank hands to torch's collectives for other ranks, by collective."""
-    sent: dict[str, int] = {}
+def counted() -> Iterator[dict[str, list[int]]]:
+    """Bytes that this rank hands to torch's collectives for other ranks, by collective: all of
+    them, and those for other nodes.
+    """
+    sent: dict[str, list[int]] = {}
     kept = {name: getattr(dist, name) for name in _NAMES if hasattr(dist, name)}
+    per_node = int(os.environ["LOCAL_WORLD_SIZE"])
 
     def count(name: str) -> Callable[..., Any]:
         def counting(*args: Any, **kwargs: Any) -> Any:
-            world_size, rank = dist.get_world_size(kwargs["group"]), dist.get_rank(kwargs["group"])
-            kind = _NAMES[name]
+            group = kwargs["group"]
+            ranks, rank = range(dist.get_world_size(group)), dist.get_rank(group)
             given = kwargs["input"] if "input" in kwargs else args[1]
-            if kind == "all_to_all":
-                splits = args[3] if len(args) > 3 and args[3] else None
-                own = splits[rank] if splits else given.nbytes // world_size
-                nbytes = given.nbytes - own
-            elif kind == "all_gather":
-                nbytes = given.nbytes * (world_size - 1)
-            else:
-                nbytes = given.nbytes // world_size * (world_size - 1)
-            sent[kind] = sent.get(kind, 0) + nbytes
+            each = [given.nbytes if name in _GATHERS else given.nbytes // len(ranks)] * len(ranks)
+            if len(args) > 3 and args[3]:  # an all-to-all's splits, in bytes
+                each = args[3]
+            totals = sent.setdefault(_NAMES[name], [0, 0])
+            totals[0] += sum(each[peer] for peer in ranks if peer != rank)
+            totals[1] += sum(each[peer] for peer in ranks if peer // per_node != rank // per_node)
             return kept[name](*args, **kwargs)
 
         return counting
@@ -192,6 +203,7 @@ def counted() -> Iterator[dict[str, int]]:
             setattr(dist, name, function)
 
 
+_GATHERS = ("all_gather_single", "all_gather_into_tensor")
 _NAMES = {
     "all_gather_single": "all_gather",
     "all_gather_into_tensor": "all_gather",
@@ -220,30 +232,30 @@ def ddp(model: nn.Module, hook: Any = None, **kwargs: Any) -> DistributedDataPar
 
 
 HOOKS: dict[str, dict[str, Any]] = {
-    "default": {},
     "exact gather": {"gathered": None},
     "int8, checksums": {"gradients": "int8", "has_checksum": True},
-    "fp8 between": {"gradients": "int8", "between": "e4m3"},
     "error feedback": {"error_feedback": zero_comm.LocoSettings(), "is_stochastic": True},
+}
+WAYS: dict[str, dict[str, Any]] = {
+    "bucket views": {"gradient_as_bucket_view": True},
+    "static graph": {"static_graph": True},
+    "unused": {"find_unused_parameters": True},
 }
 
 
 def train_ddp(rank: int, world_size: int) -> Outcomes:
     found: Outcomes = {"plain": train(ddp(make_model()), rank)}
-    for name, settings in HOOKS.items():
-        model = make_model()
-        found[name] = train(ddp(model, zero_comm.ddp_comm_hook(**settings)), rank)
-        found[f"{name}: weights"] = weights(model)
+    model = make_model()
+    found["default"] = train(ddp(model, zero_comm.ddp_comm_hook()), rank)
+    found["default: weights"] = weights(model)
     return found
 
 
-def train_ddp_in_other_ways(rank: int, world_size: int) -> Outcomes:
+def train_ddp_with_settings(rank: int, world_size: int) -> Outcomes:
     found: Outcomes = {}
-    for name, kwargs in (
-        ("bucket views", {"gradient_as_bucket_view": True}),
-        ("static graph", {"static_graph": True}),
-        ("unused", {"find_unused_parameters": True}),
-    ):
+    for name, settings in HOOKS.items():
+        found[name] = train(ddp(make_model(), zero_comm.ddp_comm_hook(**settings)), rank)
+    for name, kwargs in WAYS.items():
         model = make_model()
         if name == "unused":
             model.register_parameter("spare", nn.Parameter(torch.ones(9)))
@@ -319,7 +331,7 @@ def fail_in_the_hook(rank: int, world_size: int) -> Outcomes:
     """Messages of other settings than the receiver's: all ranks see the error."""
     if world_size == 1:
         return {}
-    fmt = BlockFormat("int8" if rank else "e4m3", 256)
+    fmt = BlockFormat("int8" if rank % 2 else "e4m3", 256)
     model = ddp(make_model(), zero_comm.ddp_comm_hook(fmt))
     x, y = batch(0, rank, torch.float32)
     try:
@@ -344,7 +356,6 @@ def full_weights(model: nn.Module) -> Tensor:
 
 
 PLUGINS: dict[str, dict[str, Any]] = {
-    "default": {},
     "weights alone": {"gradients": None},
     "gradients alone": {"weights": None},
     "8 bits, checksums": {"weights": "e4m3", "gradients": "int8", "has_checksum": True},
@@ -354,15 +365,18 @@ PLUGINS: dict[str, dict[str, Any]] = {
 
 def train_fsdp(rank: int, world_size: int) -> Outcomes:
     found: Outcomes = {"plain": train(fsdp(make_model()), rank)}
+    model = fsdp(make_model())
+    fsdp2.apply(model)
+    found["default"] = train(model, rank)
+    return found
+
+
+def train_fsdp_with_settings(rank: int, world_size: int) -> Outcomes:
+    found: Outcomes = {}
     for name, settings in PLUGINS.items():
         model = fsdp(make_model())
         fsdp2.apply(model, **settings)
         found[name] = train(model, rank)
-    return found
-
-
-def train_fsdp_in_16_bit(rank: int, world_size: int) -> Outcomes:
-    found: Outcomes = {}
     for dtype in (torch.bfloat16, torch.float16):
         for name in ("plain", "quantized"):
             model = fsdp(make_model(), mp_policy=MixedPrecisionPolicy(dtype, dtype))
@@ -494,36 +508,47 @@ def train_with_replicas(rank: int, world_size: int) -> Outcomes:
 
 
 def take_nodes_from_a_mesh(rank: int, world_size: int) -> Outcomes:
-    """Hop 1 among ranks 0 1 and 2 3, told in three ways."""
+    """Hop 1 among ranks 0 1 and 2 3, told in three ways; and meshes that don't fit."""
     mesh = init_device_mesh("cpu", (2, 2))
     full = values_of(rank, 4 * 1001)
-    return {
-        str(i): zero_comm.quantized_reduce_scatter(full, ranks_per_node=given)
-        for i, given in enumerate((None, 2, mesh))
+    reduce = zero_comm.quantized_reduce_scatter
+    found: Outcomes = {
+        "environment": reduce(full),
+        "number": reduce(full, ranks_per_node=2),
+        "mesh": reduce(full, ranks_per_node=mesh),
+        "one per node": reduce(full, ranks_per_node=1),
     }
+    for name, shape in (("flat", (4,)), ("crossed", (2, 2))):
+        other = init_device_mesh("cpu", shape)
+        if name == "crossed":
+            other = DeviceMesh("cpu", [[0, 2], [1, 3]])
+        try:
+            reduce(full, ranks_per_node=other)
+        except ValueError as error:
+            found[name] = str(error)
+    return found
 
 
 SCENARIOS: tuple[Callable[[int, int], Outcomes], ...] = (
     exchange,
     exchange_in_subgroups,
     sum_exactly,
+    gather_with_the_function,
     reduce_with_the_function,
     train_ddp,
-    train_ddp_in_other_ways,
     ddp_gradients,
     average_single_buckets,
     overlap_with_a_late_rank,
     count_ddp,
     fail_in_the_hook,
     train_fsdp,
-    train_fsdp_in_16_bit,
     change_and_restore,
     fsdp_gradients,
     unshard_ahead,
     gather_two_dtypes,
     count_fsdp,
 )
-HYBRID_SCENARIOS: tuple[Callable[[int, int], Outcomes], ...] = (
-    train_with_replicas,
-    take_nodes_from_a_mesh,
-)
+SCENARIOS_OF: dict[int, tuple[Callable[[int, int], Outcomes], ...]] = {
+    2: (train_ddp_with_settings, train_fsdp_with_settings),
+    4: (train_with_replicas, take_nodes_from_a_mesh),
+}

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.futures import Future
 
-__all__ = ["HostLane", "Lane", "StreamLane"]
+__all__ = ["HostLane", "Lane", "StreamLane", "open_lane"]
 
 
 class HostLane:
@@ -26,10 +26,12 @@ class HostLane:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="zero-comm lane")
 
     def run(self, job: Callable[[], Tensor]) -> Future[Tensor]:
-        """Let the thread run ``job``; the future has its result or its exception."""
-        future: Future[Tensor] = Future()
-        self._thread.submit(_fulfil, future, job)
-        return future
+        """Let the thread run ``job``; the future has its result, or raises RuntimeError for it."""
+        start: Future[None] = Future()
+        # As a callback, and not by set_exception: torch's own waiters see only errors of callbacks.
+        done: Future[Tensor] = start.then(lambda _: _run(job))
+        self._thread.submit(start.set_result, None)
+        return done
 
 
 class StreamLane:
@@ -40,12 +42,13 @@ class StreamLane:
         self._stream = torch.Stream(device)
 
     def run(self, job: Callable[[], Tensor]) -> Future[Tensor]:
-        """Queue ``job`` after what the current stream holds; see [Note: who waits for whom]."""
+        """Queue ``job`` after what the current stream holds; raises what it raises."""
         future: Future[Tensor] = Future(devices=[self._device])
         # The lane waits for the caller: the job's input is being written there.
         self._stream.wait_event(torch.accelerator.current_stream(self._device).record_event())
         with self._stream:
-            _fulfil(future, job)  # records the event that waiters wait for on the lane's stream
+            # Records the event that waiters wait for on the current stream, which is the lane's.
+            future.set_result(_run(job))
         return future
 
 
@@ -57,11 +60,6 @@ def open_lane(device: torch.device) -> Lane:
     return HostLane() if device.type == "cpu" else StreamLane(device)
 
 
-def _fulfil(future: Future[Tensor], job: Callable[[], Tensor]) -> None:
-    try:
-        with torch.no_grad():
-            result = job()
-    except Exception as error:
-        future.set_exception(error)  # type: ignore[no-untyped-call]
-    else:
-        future.set_result(result)
+def _run(job: Callable[[], Tensor]) -> Tensor:
+    with torch.no_grad():
+        return job()
