@@ -1,10 +1,9 @@
-"""``zero-engine plan``, and plans with offload and quantized weights against the real packages."""
+"""``zero-engine plan``, and plans with offload against the real package."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -28,7 +27,6 @@ import zero_core
 from zero_core.blueprint import Blueprint
 from zero_core.config import load_config
 from zero_core.errors import ConfigError
-from zero_core.protocols import Collectives, Work
 from zero_core.testing import spawn
 from zero_engine.planning import parse_bytes
 
@@ -145,52 +143,6 @@ def test_parameters_on_their_way_back_take_what_was_planned() -> None:
         for start, shard in params:
             mover.open_spans([(start, start + shard.numel())])
     assert planned.host["parameter copies"] == memory.pageable_bytes
-
-
-@dataclass
-class Counting:
-    """Collectives that count the bytes of the parameters that they gather."""
-
-    native: Collectives
-    sent: int = 0
-
-    def all_gather(
-        self, out: Tensor, shard: Tensor, *, unit: int, version: int, backward: bool
-    ) -> Work:
-        self.sent += out.nbytes - shard.nbytes
-        return self.native.all_gather(out, shard, unit=unit, version=version, backward=backward)
-
-    def reduce_scatter(self, out: Tensor, full: Tensor, *, unit: int) -> Work:
-        return self.native.reduce_scatter(out, full, unit=unit)
-
-
-def measure_quantized(rank: int, world_size: int, folder: str) -> None:
-    from zero_comm import create_collectives
-
-    made: list[Any] = []
-
-    def factory(native: Any, **given: Any) -> Any:
-        counting = Counting(native)
-        made[:] = [counting, create_collectives(counting, **given)]
-        return made[1]
-
-    config = make_config(3, "bf16", zero_quantized_weights=True)
-    engine = zero_core.build(GPT2LMHeadModel(GPT2), config, collectives=factory)
-    train_steps(engine)
-    found = {"sent": made[0].sent // 2, "held": made[1].private_nbytes}
-    (Path(folder) / f"{rank}.json").write_text(json.dumps(found))
-
-
-def test_quantized_weights_take_and_send_what_was_planned(tmp_path: Path) -> None:
-    spawn(measure_quantized, 2, str(tmp_path))
-    planned = zero_core.plan(GPT2, make_config(3, "bf16", zero_quantized_weights=True), 2)
-    plain = zero_core.plan(GPT2, make_config(3, "bf16"), 2)
-    (sent,) = [t.sent_bytes for t in planned.traffic if t.collective == "all_gather"]
-    (unquantized,) = [t.sent_bytes for t in plain.traffic if t.collective == "all_gather"]
-    for rank in range(2):
-        found = json.loads((tmp_path / f"{rank}.json").read_text())
-        assert found == {"sent": sent, "held": planned.memory.device["quantized weights"]}
-    assert sent < 0.52 * unquantized
 
 
 def test_a_hugging_face_configuration_is_planned_as_its_model() -> None:

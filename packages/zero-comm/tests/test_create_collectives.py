@@ -24,7 +24,12 @@ def make(
 ) -> tuple[Any, Any]:
     native = SimulatedNative(Network(world_size, 1), range(world_size), 0)
     made = create_collectives(
-        native, rank=rank, world_size=world_size, config=config, ranks_per_node=ranks_per_node
+        native,
+        rank=rank,
+        world_size=world_size,
+        config=config,
+        ranks_per_node=ranks_per_node,
+        frozen=(),
     )
     return native, made
 
@@ -35,7 +40,7 @@ def sent_nbytes(config: dict[str, Any], numel: int = 4096) -> tuple[int, int]:
 
     def program(native: SimulatedNative) -> None:
         made = create_collectives(
-            native, rank=native.rank, world_size=2, config=config, ranks_per_node=1
+            native, rank=native.rank, world_size=2, config=config, ranks_per_node=1, frozen=()
         )
         out = torch.empty(2 * numel)
         made.all_gather(out, torch.randn(numel), unit=0, version=0, backward=False).wait()
@@ -82,6 +87,13 @@ def test_a_full_block_with_everything_else_off_is_accepted() -> None:
         "offload_optimizer": {"device": "cpu", "ratio": 0.5},
     }
     assert isinstance(make(config)[1], QuantizedCollectives)
+
+
+def test_one_rank_gets_the_native_collectives() -> None:
+    native, collectives = make(
+        {**QWZ, **QGZ, "zero_hpz_partition_size": 2}, world_size=1, ranks_per_node=1
+    )
+    assert collectives is native
 
 
 @pytest.mark.parametrize(

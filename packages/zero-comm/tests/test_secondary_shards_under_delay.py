@@ -87,6 +87,7 @@ def test_no_stale_or_half_written_shard_is_served(config: dict[str, Any], seed: 
             world_size=WORLD_SIZE,
             config=config,
             ranks_per_node=PER_NODE,
+            frozen=(),
         )
         order = random.Random(seed + 17 * native.rank)
         shards = [shard_of(native.rank, unit, 0) for unit in range(NUM_UNITS)]

@@ -10,7 +10,7 @@ from torch import Tensor
 from zero_comm import create_collectives, dequantize, quantize
 from zero_comm.message import Packing
 
-LAYOUTS = [(1, 1), (2, 2), (3, 1), (4, 2), (6, 2), (6, 3)]
+LAYOUTS = [(2, 2), (3, 1), (4, 2), (6, 2), (6, 3)]
 QWZ = {"zero_quantized_weights": True}
 FOUR_BIT = {**QWZ, "zero_quantized_weights_format": "int4_difference"}
 
@@ -26,7 +26,7 @@ def make(native: SimulatedNative, config: dict[str, Any], per_node: int, **more:
         world_size=native.world_size,
         config=config,
         ranks_per_node=per_node,
-        **more,
+        **{"frozen": (), **more},
     )
 
 
@@ -199,6 +199,28 @@ def test_frozen_weights_alone_are_quantized_if_asked() -> None:
     assert run_ranks(Network(4, 2), program) == [[True, False]] * 4
 
 
+def test_frozen_weights_cross_once_until_they_are_replaced() -> None:
+    network = Network(4, 2)
+    crossed = []
+
+    def program(native: SimulatedNative) -> list[bool]:
+        collectives = make(native, hpz(2), 2, frozen=[0])
+        found = []
+        for version in range(4):
+            if version == 3:
+                collectives.forget_values()
+            shard = shard_of(native.rank, 100, torch.float32, version // 3)
+            expected = [shard_of(r, 100, torch.float32, version // 3) for r in range(4)]
+            out = gather(collectives, shard, 4, version=version)
+            found.append(torch.equal(out, torch.cat(expected)))
+            if native.rank == 0:
+                crossed.append(network.between[0])
+        return found
+
+    assert run_ranks(network, program) == [[True] * 4] * 4
+    assert crossed == [400, 400, 400, 800]
+
+
 @pytest.mark.parametrize(
     ("config", "within", "between"),
     [
@@ -232,10 +254,10 @@ def test_negative_versions_are_carried_exactly_and_never_kept() -> None:
 
 
 def test_a_shard_that_overlaps_the_output_is_refused() -> None:
-    native = SimulatedNative(Network(1, 1), [0], 0)
-    out = torch.randn(4096)
+    native = SimulatedNative(Network(2, 1), [0, 1], 0)
+    out = torch.randn(8192)
     with pytest.raises(ValueError, match="must not overlap out"):
-        make(native, QWZ, 1).all_gather(out, out, unit=0, version=0, backward=False)
+        make(native, QWZ, 1).all_gather(out, out[:4096], unit=0, version=0, backward=False)
 
 
 def test_a_damaged_message_is_refused_by_the_senders_name() -> None:

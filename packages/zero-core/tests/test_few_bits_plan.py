@@ -126,7 +126,7 @@ def test_a_version_crosses_the_groups_once(partition: int) -> None:
     }
     assert (calls, within, between) == expected[partition]
     kept = found.memory.device.get("secondary shards", 0)
-    assert kept == (0 if partition == 1 else held)
+    assert kept == (held if partition in (2, 4) else 0)  # all ranks hold what they gather anyway
 
 
 @pytest.mark.parametrize("partition", [1, 2])
@@ -220,6 +220,19 @@ def test_a_gradient_is_quantized_only_if_every_hop_shortens_it() -> None:
         assert ("reduce_scatter of gradients" in found) is not is_quantized
 
 
+@pytest.mark.parametrize("partition", [1, 4])
+def test_on_one_node_messages_travel_and_changes_do_not(partition: int) -> None:
+    numel = 12 * 64 * 64 // 4
+    zero = {"zero_quantized_weights": True, "zero_hpz_partition_size": partition}
+    found = planned(ONE_BLOCK, 4, 4, zero)
+    message = 32 + numel // 256 * 258
+    assert rows(found)["all_gather of parameters"] == (1, 3 * message, 0)
+    assert found.memory.device["quantized weights"] == message
+    change = planned(ONE_BLOCK, 4, 4, {**zero, "zero_quantized_weights_format": "int4_difference"})
+    assert rows(change) == rows(planned(ONE_BLOCK, 4, 4))
+    assert change.memory == planned(ONE_BLOCK, 4, 4).memory
+
+
 def test_frozen_weights_alone_can_travel_in_few_bits() -> None:
     model = big_model(2, 64)
     model[0].requires_grad_(False)
@@ -231,6 +244,8 @@ def test_frozen_weights_alone_can_travel_in_few_bits() -> None:
     calls, _, between = rows(found)["all_gather of parameters"]
     assert (calls, between) == (2 * 2 + 1, 2 * message + shard)
     assert found.memory.device["quantized weights"] == message
+    as_changes = {**zero, "zero_quantized_weights_format": "int4_difference"}
+    assert rows(planned(model, 4, 2, as_changes)) == rows(found)  # what never changes has none
     both = planned(model, 4, 2, {"zero_quantized_weights": True})
     assert between_nodes(both) < between_nodes(found) < between_nodes(planned(model, 4, 2))
 

@@ -109,7 +109,7 @@ def measure(config: dict[str, Any], rank: int) -> dict[str, dict[str, int]]:
     torch.manual_seed(0)
     counting: list[Counting] = []
 
-    def factory(native: Any, *, rank: int, world_size: int, config: Any) -> Counting:
+    def factory(native: Any, *, world_size: int, **further: Any) -> Counting:
         counting.append(Counting(native, world_size, {}, {}))
         return counting[0]
 

@@ -11,11 +11,16 @@ import typer
 from zero_engine.bench import cpu_adam as host_adam
 from zero_engine.bench import cpu_adam_convergence as convergence
 from zero_engine.bench import offload as offloading
+from zero_engine.bench.comm import race as slow_link
+from zero_engine.bench.comm.contenders import CONTENDERS as SENDERS
+from zero_engine.bench.comm.job import Job
+from zero_engine.bench.comm.link import LinkError, missing_for_link
 from zero_engine.bench.contenders import CONTENDERS
 from zero_engine.bench.engine import compare
+from zero_engine.bench.gpt import GptShape
 from zero_engine.bench.memory import PARTS, measure_all
 from zero_engine.bench.offload_contenders import OFFLOADERS
-from zero_engine.bench.workload import Workload
+from zero_engine.bench.workload import HEAD_WIDTH, Workload
 
 app = typer.Typer(help=__doc__, add_completion=False, pretty_exceptions_enable=False)
 
@@ -122,6 +127,56 @@ def offload(
     )
 
 
+@app.command()
+def comm(
+    rounds: Annotated[int, typer.Option(min=1, help="Times that every contender runs.")] = 2,
+    steps: Annotated[int, typer.Option(min=1, help="Timed steps per round and rate.")] = 3,
+    warmup: Annotated[int, typer.Option(min=0, help="Untimed steps before them.")] = 1,
+    rate: Annotated[
+        list[int] | None, typer.Option(min=1, help="Mbit/s of the link; 200 and 1000.")
+    ] = None,
+    ranks_per_node: Annotated[
+        list[int] | None, typer.Option(min=1, help="Ranks of each of the two nodes; 1 and 2.")
+    ] = None,
+    size: Annotated[
+        str, typer.Option(help="LAYERSxWIDTH of the GPT, the width a multiple of 64.")
+    ] = "8x384",
+    context: Annotated[int, typer.Option(min=2, help="Tokens per sample, one sample a rank.")] = 64,
+    only: Annotated[
+        list[str] | None,
+        typer.Option("--only", "--contenders", help=f"Contenders, of: {', '.join(SENDERS)}."),
+    ] = None,
+    output: Annotated[Path, typer.Option(help="Folder for comm.json and comm.png.")] = Path(
+        "integration/benchmarks/results"
+    ),
+) -> None:
+    """Two nodes and a slow link between them: FSDP2, DeepSpeed, and this engine's ZeRO++. Root."""
+    unknown = set(only or ()) - set(SENDERS)
+    if unknown:
+        raise typer.BadParameter(f"unknown contender {unknown.pop()!r}", param_hint="--only")
+    layers, width = _parse_size(size)
+    shape = GptShape(layers, width, heads=width // HEAD_WIDTH, vocab=512, context=context)
+    jobs = [
+        Job(
+            shape=shape,
+            micro_batch=1,
+            ranks_per_node=count,
+            rates=tuple(rate or (200, 1000)),
+            steps=steps,
+            warmup=warmup,
+        )
+        for count in ranks_per_node or (1, 2)
+    ]
+    reason = missing_for_link()
+    try:
+        if not reason:
+            slow_link.compare(jobs, only or list(SENDERS), rounds=rounds, output=output)
+    except LinkError as error:
+        reason = f"the system refuses a link of two network namespaces: {error}"
+    if reason:
+        typer.echo(f"skipped: {reason}")
+
+
 def _parse_size(size: str) -> tuple[int, int]:
     layers, _, width = size.partition("x")
     if not (layers.isdigit() and width.isdigit()) or int(layers) < 1 or int(width) < 64:
@@ -185,4 +240,5 @@ def memory(
     measure_all(only or list(PARTS), output=output)
 
 
-app()
+if __name__ == "__main__":
+    app()

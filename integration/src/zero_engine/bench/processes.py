@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-__all__ = ["CPU_ALONE", "RankError", "run_ranks"]
+__all__ = ["CPU_ALONE", "RankError", "own_environment", "run_ranks", "run_together"]
 
 TIME_LIMIT_S = 600.0
 CPU_ALONE: Mapping[str, str] = {
@@ -55,26 +55,46 @@ def run_ranks(
         files = [Path(scratch, f"rank{rank}.json") for rank in range(num_ranks)]
         # Files, not pipes: a rank that says more than a pipe holds would block the others.
         logs = [file.with_suffix(".log") for file in files]
-        ranks = [
-            _start(
-                [
-                    *(sys.executable, "-m", module, *arguments),
-                    *(str(Path(scratch, "store")), str(rank), str(file)),
-                ],
-                {**_environment(rank, num_ranks), **environment},
-                log,
+        commands = [
+            (
+                *(sys.executable, "-m", module, *arguments),
+                *(str(Path(scratch, "store")), str(rank), str(file)),
             )
-            for rank, (file, log) in enumerate(zip(files, logs, strict=True))
+            for rank, file in enumerate(files)
         ]
-        is_late = _wait(ranks, limit_s)
-        said = "\n".join(log.read_text(encoding="utf-8", errors="replace") for log in logs)
-        if any(rank.returncode for rank in ranks):
-            reason = f"ended after {limit_s:.0f} s" if is_late else _last_words(ranks, said)
-            raise RankError(reason, said)
+        environments = [
+            {**_environment(rank, num_ranks), **environment} for rank in range(num_ranks)
+        ]
+        run_together(commands, environments, logs, limit_s=limit_s)
         return [json.loads(file.read_text(encoding="utf-8")) for file in files]
 
 
-def _start(command: Sequence[str], environment: dict[str, str], log: Path) -> subprocess.Popen[str]:
+def run_together(
+    commands: Sequence[Sequence[str]],
+    environments: Sequence[Mapping[str, str]],
+    logs: Sequence[Path],
+    *,
+    limit_s: float = TIME_LIMIT_S,
+) -> None:
+    """Run the commands, all at once, each in its environment and what it says into its log.
+
+    Raises:
+        RankError: one failed, or took longer than ``limit_s`` seconds; all have been ended.
+    """
+    ranks = [
+        _start(command, environment, log)
+        for command, environment, log in zip(commands, environments, logs, strict=True)
+    ]
+    is_late = _wait(ranks, limit_s)
+    said = "\n".join(log.read_text(encoding="utf-8", errors="replace") for log in logs)
+    if any(rank.returncode for rank in ranks):
+        reason = f"ended after {limit_s:.0f} s" if is_late else _last_words(ranks, said)
+        raise RankError(reason, said)
+
+
+def _start(
+    command: Sequence[str], environment: Mapping[str, str], log: Path
+) -> subprocess.Popen[str]:
     with log.open("w", encoding="utf-8") as file:
         return subprocess.Popen(
             command, env=environment, stdout=file, stderr=subprocess.STDOUT, text=True
@@ -109,13 +129,20 @@ def _last_words(ranks: Sequence[subprocess.Popen[str]], said: str) -> str:
     return " ".join(lines) or "no output"
 
 
-def _environment(rank: int, num_ranks: int) -> dict[str, str]:
+def own_environment() -> dict[str, str]:
+    """This process's variables, for programs that download nothing and compile what they need."""
     return {
         **os.environ,
         # DeepSpeed compiles its Adam with ninja, which may lie beside this interpreter alone.
         "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")]),
-        "GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo",
         "HF_HUB_OFFLINE": "1",
+    }
+
+
+def _environment(rank: int, num_ranks: int) -> dict[str, str]:
+    return {
+        **own_environment(),
+        "GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo",
         # For DeepSpeed, which asks for them though the group is there already.
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),

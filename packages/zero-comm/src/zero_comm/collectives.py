@@ -45,7 +45,7 @@ def create_collectives(
     world_size: int,
     config: Mapping[str, Any],
     ranks_per_node: int,
-    frozen: Collection[int] = (),
+    frozen: Collection[int],
 ) -> NativeCollectives | QuantizedCollectives:
     """Make the collectives that a configuration asks for, carried by ``native``.
 
@@ -61,7 +61,8 @@ def create_collectives(
         frozen: units whose weights are never trained.
 
     Returns:
-        A `QuantizedCollectives`, or ``native`` itself when the config asks for nothing.
+        A `QuantizedCollectives`, or ``native`` itself when the config asks for nothing, or there is
+        one rank and nothing is sent.
 
     Raises:
         ValueError: a setting that makes no sense, by key.
@@ -71,6 +72,8 @@ def create_collectives(
     if ranks_per_node < 1 or world_size % ranks_per_node:
         raise ValueError(f"ranks_per_node must divide the {world_size} ranks, got {ranks_per_node}")
     settings = CommSettings.from_config(config)
+    if world_size == 1:
+        return native  # nothing is sent
     if settings.partition_size > world_size or world_size % settings.partition_size:
         raise ValueError(
             f"zero_optimization.zero_hpz_partition_size must divide the {world_size} ranks, got "
@@ -138,7 +141,7 @@ class QuantizedCollectives:
             shard: 1-D, contiguous; never written to.
             unit: whose shard it is; what is kept is kept under this number.
             version: must grow whenever the values of any rank's shard may have changed; negative
-                for what isn't weights.
+                for what isn't weights. Frozen weights have one version until `forget_values`.
             backward: whether the gather serves a backward pass; passed on.
 
         Raises:
@@ -157,8 +160,10 @@ class QuantizedCollectives:
                 "replace the exact weights by rounded ones; gather into a buffer of its own"
             )
 
+        current = 0 if unit in self._frozen else version
+
         def job() -> None:
-            way.gather(out, shard, unit=unit, version=version, backward=backward)
+            way.gather(out, shard, unit=unit, version=current, backward=backward)
 
         return self._native.launch(job, is_reduction=False)
 

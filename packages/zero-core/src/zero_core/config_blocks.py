@@ -133,7 +133,7 @@ class ZeroConfig(_Block):
     """Gather frozen weights alone so, at stage 3."""
     zero_quantized_weights_format: WeightFormat = "int8"
     """What both send; "int4_difference" sends the change since they were last sent (SDP4Bit, arXiv
-    2410.15526, section 3.1). Not in DeepSpeed's configuration."""
+    2410.15526, section 3.1), and frozen weights as "int8". Not in DeepSpeed's configuration."""
     zero_hpz_partition_size: PositiveInt = 1
     """Ranks of a group, usually a node, among which gathered weights are kept a second time, in
     shards (hpZ), at stage 3; it divides the number of ranks."""

@@ -22,10 +22,11 @@ from torch import Tensor
 
 from zero_core.arena import allocator
 from zero_core.collectives import sum_in_rank_order
-from zero_core.comm_report import GRADIENTS, PARAMETERS, Meter, Placement
+from zero_core.comm_report import GRADIENTS, PARAMETERS, Meter
 from zero_core.lanes import HostLanes, Lanes
 from zero_core.protocols import Work
 from zero_core.shared_memory import SharedMemory
+from zero_core.traffic import Links
 from zero_core.wire import Kind, Wire, arrived
 
 __all__ = ["DirectCollectives", "Exchange"]
@@ -61,7 +62,7 @@ class DirectCollectives:
         """
         self._set_up(
             Wire(group, range(world_size), rank=rank, shared=shared),
-            Placement.regular(rank, world_size, ranks_per_node or world_size),
+            Links(world_size, ranks_per_node or world_size, is_ring=False),
             HostLanes() if lanes is None else lanes,
             Meter() if meter is None else meter,
             shared,
@@ -70,7 +71,7 @@ class DirectCollectives:
     def _set_up(
         self,
         wire: Wire,
-        placement: Placement,
+        links: Links,
         lanes: Lanes,
         meter: Meter,
         shared: SharedMemory | None,
@@ -78,19 +79,19 @@ class DirectCollectives:
         self.rank = wire.rank
         self.world_size = len(wire.members)
         self._wire = wire
-        self._placement = placement
+        self._links = links
+        self._is_once_per_node = 1 < links.ranks_per_node < links.world_size
         self._lanes = lanes
         self._meter = meter
         self._shared = shared
-        self._links = placement.links(is_ring=False)
         self._scratch: dict[tuple[int, torch.dtype], list[Tensor]] = {}
 
     def subgroup(self, ranks: Sequence[int]) -> DirectCollectives:
         """See `zero_core.protocols.NativeCollectives.subgroup`."""
         check_subgroup(ranks, self.rank, self.world_size)
         found = DirectCollectives.__new__(DirectCollectives)
-        wire, placement = self._wire.among(ranks), self._placement.among(ranks)
-        found._set_up(wire, placement, self._lanes, self._meter, self._shared)
+        wire, links = self._wire.among(ranks), self._links.among(ranks)
+        found._set_up(wire, links, self._lanes, self._meter, self._shared)
         return found
 
     def zeros(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -108,11 +109,11 @@ class DirectCollectives:
         self, out: Tensor, shard: Tensor, *, unit: int, version: int, backward: bool
     ) -> Work:
         """See `zero_core.protocols.Collectives.all_gather`."""
-        self._count("all_gather", version, self._gathered_bytes(shard.nbytes))
+        self._count("all_gather", version, self._links.gather(shard.nbytes))
         own = out.view(self.world_size, -1)[self.rank]
         if own.data_ptr() != shard.data_ptr():
             own.copy_(shard)
-        if self._links.is_once_per_node:
+        if self._is_once_per_node:
             return self._gather_once_per_node(out, shard, unit)
         return Exchange(self._start_gather(out, shard, self._wire.peers, unit))
 
@@ -162,7 +163,7 @@ class DirectCollectives:
         """See `zero_core.protocols.Collectives.reduce_scatter`."""
         wire = self._wire
         slices = full.view(self.world_size, -1)
-        self._count("reduce_scatter", -1, self._placement.direct(slices[0].nbytes))
+        self._count("reduce_scatter", -1, self._links.direct(slices[0].nbytes))
         is_near = wire.locate(full) is not None
         received = None if is_near and not wire.has_far else self._borrow(full)
         parts = slices if received is None else received.view(self.world_size, -1)
@@ -185,7 +186,7 @@ class DirectCollectives:
         """See `zero_core.protocols.NativeCollectives.all_to_all`."""
         check_all_to_all(out, parts, self.world_size)
         given, slices = parts.view(self.world_size, -1), out.view(self.world_size, -1)
-        self._count("all_to_all", -1, self._placement.direct(given[0].nbytes))
+        self._count("all_to_all", -1, self._links.direct(given[0].nbytes))
         parcels = self._trade_slices(given, slices, Kind.SWAP, unit)
         is_near = self._wire.locate(parts) is not None
         slices[self.rank].copy_(given[self.rank])
@@ -209,11 +210,6 @@ class DirectCollectives:
             p: wire.trade(given[p], wire.locate(given[p]), into[p], p, kind, unit)
             for p in wire.peers
         }
-
-    def _gathered_bytes(self, shard_bytes: int) -> tuple[int, int]:
-        if self._links.is_once_per_node:
-            return self._links.gather(shard_bytes)
-        return self._placement.direct(shard_bytes)
 
     def _count(self, collective: str, version: int, sent: tuple[int, int]) -> None:
         if self.world_size > 1:

@@ -8,7 +8,8 @@ W ranks, R of a node, N = W / R nodes; a segment has a shard of s elements for e
 Weights are gathered in two **phases** by groups of G consecutive ranks, hpZ's or else a node's:
 phase 1 **across** the W / G groups, among ranks of equal place; phase 2 **within** the group. With
 secondary shards phase 1 runs once for each version of the weights and what it brought, W / G * s
-elements, is kept; phase 2 then carries exact elements. Without them messages travel in both.
+elements, is kept; phase 2 then carries exact elements. Without them messages travel in both. Where
+all ranks are one group there is no phase 1, nothing is kept, and no change is told.
 
 Gradients are reduced in two **hops**: within the node N messages go to each near rank; across, one
 message goes to the rank of equal place in each other node.
@@ -26,7 +27,7 @@ import torch
 from zero_core.config import Config
 from zero_core.layout import Layout, Segment
 from zero_core.memory import accumulated_dtype, communicated_dtype
-from zero_core.quantized_form import message_nbytes, quantized_nbytes
+from zero_core.quantized_form import DIFFERENCE, message_nbytes, quantized_nbytes
 
 __all__ = ["FewBits", "Hops", "Phases"]
 
@@ -40,13 +41,13 @@ class Phases:
     Attributes:
         across_nbytes: what a rank hands into phase 1.
         within_nbytes: what it hands into phase 2.
-        has_message: whether phase 1 carries messages.
+        format: what phase 1's messages hold; None: it carries exact elements.
         is_kept: whether phase 2 starts from a secondary shard.
     """
 
     across_nbytes: int
     within_nbytes: int
-    has_message: bool
+    format: str | None
     is_kept: bool
 
 
@@ -76,7 +77,6 @@ class FewBits:
         self._zero = zero
         self._has_phases = stage == 3 and layout.world_size > 1
         self._has_hops = zero.zero_quantized_gradients and layout.world_size > 1
-        self._sends_change = zero.zero_quantized_weights_format == "int4_difference"
         self._has_partition = zero.zero_hpz_partition_size > 1
         self.ranks_per_node = ranks_per_node
         self.num_nodes = layout.world_size // ranks_per_node
@@ -87,14 +87,16 @@ class FewBits:
         """How its weights are gathered; None: by the engine's own collective, as they are."""
         if not self._has_phases:
             return None
-        message = self._weight_message(segment)
-        is_kept = self._has_partition or (message is not None and self._sends_change)
+        kind, message = self._weight_message(segment)
+        is_kept = self.num_groups > 1 and (self._has_partition or kind == DIFFERENCE)
+        if kind == DIFFERENCE and not is_kept:
+            message = None  # there is no other group to tell what changed
         if message is None and not is_kept:
             return None
         exact = segment.shard_numel * segment.dtype.itemsize
         across = exact if message is None else message
         within = self.num_groups * (exact if is_kept else across)
-        return Phases(across, within, message is not None, is_kept)
+        return Phases(across, within, None if message is None else kind, is_kept)
 
     def hops(self, segment: Segment) -> Hops | None:
         """How its gradients are reduced; None: by the engine's own collective."""
@@ -111,15 +113,19 @@ class FewBits:
         is_shorter = max(taken, default=0) < numel * dtype.itemsize
         return hops if dtype.is_floating_point and is_shorter else None
 
-    def _weight_message(self, segment: Segment) -> int | None:
-        zero = self._zero
+    def _weight_message(self, segment: Segment) -> tuple[str | None, int | None]:
+        """The format that its weights travel in, and the length; None: as they are."""
+        zero, numel = self._zero, segment.shard_numel
         is_asked = zero.zero_quantized_weights or (
             zero.zero_quantized_nontrainable_weights and not segment.is_trainable
         )
         if not is_asked or not segment.dtype.is_floating_point:
-            return None
-        nbytes = message_nbytes(segment.shard_numel, zero.zero_quantized_weights_format)
-        return nbytes if nbytes < segment.shard_numel * segment.dtype.itemsize else None
+            return None, None
+        kind: str = zero.zero_quantized_weights_format
+        if kind == DIFFERENCE and not segment.is_trainable:
+            kind = "int8"  # what never changes has no differences
+        nbytes = message_nbytes(numel, kind)
+        return (kind, nbytes) if nbytes < numel * segment.dtype.itemsize else (None, None)
 
     def memory(self) -> dict[str, int]:
         """Bytes per rank by kind, as the engine's report names them."""
@@ -144,16 +150,16 @@ class FewBits:
         """What a gather needs while it runs; gathers run one after another."""
         size, groups = self.group_size, self.num_groups
         found: Counter[object] = Counter()
-        if phases.has_message and (phases.is_kept or groups > 1):
+        if phases.format is not None and groups > 1:
             found["messages"] = groups * phases.across_nbytes
         if not phases.is_kept:
             found["all messages"] = size * groups * phases.across_nbytes
             return found
-        if phases.has_message:
+        if phases.format is not None:
             found["message"] = phases.across_nbytes
-            if self._sends_change:
-                found["change"] = segment.shard_numel * _FP32_NBYTES
-        if groups > 1 and size > 1:  # groups' slices lie one among another
+        if phases.format == DIFFERENCE:
+            found["change"] = segment.shard_numel * _FP32_NBYTES
+        if size > 1:  # groups' slices lie one among another
             found["values", segment.dtype] = size * phases.within_nbytes
         return found
 

@@ -13,10 +13,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from zero_core.collectives import all_gather_single, sum_in_rank_order
-from zero_core.comm_report import GRADIENTS, PARAMETERS, Meter, Placement
+from zero_core.comm_report import GRADIENTS, PARAMETERS, Meter
 from zero_core.direct import DirectCollectives, check_all_to_all, check_subgroup
 from zero_core.lanes import Lanes
 from zero_core.protocols import NativeCollectives, Work
+from zero_core.traffic import Links
 
 __all__ = ["LibraryCollectives"]
 
@@ -28,28 +29,29 @@ class LibraryCollectives:
         self,
         group: dist.ProcessGroup | None,
         *,
+        rank: int,
+        links: Links,
         lanes: Lanes,
-        placement: Placement,
         meter: Meter | None = None,
     ) -> None:
         """Every rank of ``group`` must call it.
 
         Args:
             group: None means the default group.
+            rank: this rank within the group.
+            links: how many ranks there are, and where.
             lanes: where jobs run.
-            placement: this rank, and where those of the group are.
             meter: counts what is sent.
         """
-        self.rank = placement.rank
-        self.world_size = len(placement.nodes)
+        self.rank = rank
+        self.world_size = links.world_size
         self._group = group
         self._members = dist.get_process_group_ranks(group)
         # Where a block's parameter is unused on one rank only, reductions and gathers interleave
         # differently there: each lane has a group of its own.
         self._reduce_group = _new_group(self._members)
         self._lanes = lanes
-        self._placement = placement
-        self._links = placement.links(is_ring=True)
+        self._links = links
         self._meter = Meter() if meter is None else meter
         self._scratch: dict[tuple[int, torch.dtype], list[Tensor]] = {}
 
@@ -62,8 +64,9 @@ class LibraryCollectives:
             )
         return LibraryCollectives(
             _new_group([self._members[r] for r in ranks]),
+            rank=list(ranks).index(self.rank),
+            links=self._links.among(ranks),
             lanes=self._lanes,
-            placement=self._placement.among(ranks),
             meter=self._meter,
         )
 
@@ -90,7 +93,7 @@ class LibraryCollectives:
 
     def reduce_scatter(self, out: Tensor, full: Tensor, *, unit: int) -> Work:
         """See `zero_core.protocols.Collectives.reduce_scatter`."""
-        sent = self._placement.direct(full.nbytes // self.world_size)
+        sent = self._links.direct(full.nbytes // self.world_size)
         self._meter.add("reduce_scatter", GRADIENTS, sent)
         free = self._scratch.setdefault((full.numel(), full.dtype), [])
         received = free.pop() if free else torch.empty_like(full)
@@ -106,7 +109,7 @@ class LibraryCollectives:
     def all_to_all(self, out: Tensor, parts: Tensor, *, unit: int) -> Work:
         """See `zero_core.protocols.NativeCollectives.all_to_all`."""
         check_all_to_all(out, parts, self.world_size)
-        sent = self._placement.direct(parts.nbytes // self.world_size)
+        sent = self._links.direct(parts.nbytes // self.world_size)
         self._meter.add("all_to_all", GRADIENTS, sent)
         return self._swap(out, parts)
 

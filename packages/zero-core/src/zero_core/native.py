@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import cast
 
 from zero_core.collectives import ControlGroup
-from zero_core.comm_report import Meter, Placement
+from zero_core.comm_report import Meter
 from zero_core.config import Config
 from zero_core.direct import DirectCollectives
 from zero_core.errors import ConfigError
@@ -18,6 +18,7 @@ from zero_core.parts import COLLECTIVES, load_part
 from zero_core.protocols import Collectives, CollectivesFactory, NativeCollectives
 from zero_core.shared_memory import SharedMemory
 from zero_core.topology import Ranks
+from zero_core.traffic import Links
 
 __all__ = ["make_collectives", "make_native", "private_bytes", "share_memory"]
 
@@ -57,8 +58,8 @@ def make_native(
             lanes=lanes,
             meter=meter,
         )
-    placement = Placement.regular(ranks.rank, ranks.size, per_node)
-    return LibraryCollectives(ranks.group, lanes=lanes, placement=placement, meter=meter)
+    links = Links(ranks.size, per_node, is_ring=True)
+    return LibraryCollectives(ranks.group, rank=ranks.rank, links=links, lanes=lanes, meter=meter)
 
 
 def make_collectives(

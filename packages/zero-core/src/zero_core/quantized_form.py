@@ -9,8 +9,10 @@ A message is a header and a buffer: codes of blocks of equal length (the last on
 
 from __future__ import annotations
 
-__all__ = ["message_nbytes", "quantized_nbytes"]
+__all__ = ["DIFFERENCE", "message_nbytes", "quantized_nbytes"]
 
+DIFFERENCE = "int4_difference"
+"""The format of changes of weights: int4 in longer blocks."""
 HEADER_NBYTES = 32
 _SCALE_NBYTES = 2
 _ALIGNMENT = 16
@@ -39,8 +41,8 @@ def message_nbytes(numel: int, kind: str) -> int:
 
     Args:
         numel: elements, at least 0.
-        kind: as in `quantized_nbytes`, or "int4_difference".
+        kind: as in `quantized_nbytes`, or `DIFFERENCE`.
     """
-    if kind == "int4_difference":
+    if kind == DIFFERENCE:
         return HEADER_NBYTES + quantized_nbytes(numel, "int4", DIFFERENCE_BLOCK_SIZE)
     return HEADER_NBYTES + quantized_nbytes(numel, kind)

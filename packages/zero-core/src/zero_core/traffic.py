@@ -71,11 +71,6 @@ class Links:
         """Nodes."""
         return self.world_size // self.ranks_per_node
 
-    @property
-    def is_once_per_node(self) -> bool:
-        """Whether gathers send a shard once to each other node: see `zero_core.direct`."""
-        return not self.is_ring and 1 < self.ranks_per_node < self.world_size
-
     def direct(self, slice_bytes: int) -> tuple[int, int]:
         """Bytes sent (within the node, between nodes) when every other rank gets its own slice.
 
@@ -191,8 +186,10 @@ def _gathers(
             found += [links.gather(_shard_bytes(segment, segment.dtype))] * uses
             continue
         if few_bits.num_groups > 1:
-            # A version is gathered anew by each use, but where a secondary shard keeps it.
-            found += [grid.across(phases.across_nbytes)] * (1 if phases.is_kept else uses)
+            # A version is gathered anew by each use, but where a secondary shard keeps it; that of
+            # frozen weights stays.
+            kept = 1 if segment.is_trainable else 0
+            found += [grid.across(phases.across_nbytes)] * (kept if phases.is_kept else uses)
         if few_bits.group_size > 1:
             found += [grid.within(phases.within_nbytes)] * uses
     return found

@@ -1,0 +1,86 @@
+"""What a plain TCP connection reaches: the measure of the link before anything else uses it.
+
+``python -m zero_engine.bench.comm.link_rate take ADDRESS PORT`` prints bytes per second, from the
+first to the last byte that ``... give ADDRESS PORT NBYTES`` sends.
+"""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+import time
+from contextlib import ExitStack
+
+from zero_engine.bench.comm.link import NODES, Link
+
+__all__ = ["measure_link", "measure_node"]
+
+PORT = 29400
+PIECE = 2**20
+TRIES, PAUSE_S = 500, 0.1
+LIMIT_S = 60.0
+
+
+def measure_link(link: Link, nbytes: int) -> list[float]:
+    """Bytes per second that each node sends to the other, both at once."""
+    return _measure(link, [(node, 1 - node) for node in NODES], nbytes)
+
+
+def measure_node(link: Link, nbytes: int) -> float:
+    """Bytes per second from a process of a node to another one of it."""
+    return _measure(link, [(0, 0)], nbytes)[0]
+
+
+def _measure(link: Link, ways: list[tuple[int, int]], nbytes: int) -> list[float]:
+    program = [sys.executable, "-m", __name__]
+    takers = []
+    with ExitStack() as stack:
+        for port, (source, target) in enumerate(ways, PORT):
+            end = (link.addresses[target], str(port))
+            take = link.command(target, [*program, "take", *end])
+            give = link.command(source, [*program, "give", *end, str(nbytes)])
+            taker = subprocess.Popen(take, stdout=subprocess.PIPE, text=True)
+            takers.append(stack.enter_context(taker))
+            stack.enter_context(subprocess.Popen(give))
+        return [float(taker.communicate(timeout=LIMIT_S)[0]) for taker in takers]
+
+
+def _take(address: str, port: int) -> float:
+    with socket.create_server((address, port)) as server:
+        connection, _ = server.accept()
+    piece = bytearray(PIECE)
+    total = first = connection.recv_into(piece)
+    started_at = ended_at = time.perf_counter()
+    while count := connection.recv_into(piece):
+        total += count
+        ended_at = time.perf_counter()
+    return (total - first) / (ended_at - started_at)
+
+
+def _give(address: str, port: int, nbytes: int) -> None:
+    with _connect(address, port) as connection:
+        for _ in range(max(1, nbytes // PIECE)):
+            connection.sendall(bytes(PIECE))
+
+
+def _connect(address: str, port: int) -> socket.socket:
+    for _ in range(TRIES):
+        try:
+            return socket.create_connection((address, port))
+        except ConnectionRefusedError:  # the other end is not there yet
+            time.sleep(PAUSE_S)
+    raise TimeoutError(f"nobody listens at {address}:{port} after {TRIES * PAUSE_S:.0f} s")
+
+
+def main() -> None:
+    """Read the command line; be one end."""
+    role, address, port, *nbytes = sys.argv[1:]
+    if role == "take":
+        print(_take(address, int(port)))
+    else:
+        _give(address, int(port), int(nbytes[0]))
+
+
+if __name__ == "__main__":
+    main()

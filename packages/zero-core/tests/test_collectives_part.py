@@ -1,0 +1,185 @@
+"""What a part of ``zero_core.collectives`` is told: nodes, frozen segments, replaced values."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import zero_core
+import zero_core.parts
+from zero_core import CollectiveError, ConfigError, MissingPartError
+from zero_core.protocols import NativeCollectives, Work
+from zero_core.testing import batch, make_model, spawn
+
+CONFIG = {
+    "train_micro_batch_size_per_gpu": 2,
+    "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
+    "zero_optimization": {"stage": 3},
+}
+
+
+class _Part:
+    """Sends over ``native`` in jobs of the lanes, and notes when it is told to forget."""
+
+    private_nbytes = {"secondary shards": 4711}  # noqa: RUF012
+
+    def __init__(self, native: NativeCollectives) -> None:
+        self.native = native
+        self.num_forgotten = 0
+        self.failure: Exception | None = None
+
+    def all_gather(self, out: Tensor, shard: Tensor, **further: Any) -> Work:
+        def job() -> None:
+            if self.failure is not None:
+                raise self.failure
+            self.native.all_gather(out, shard, **further).wait()
+
+        return self.native.launch(job, is_reduction=False)
+
+    def reduce_scatter(self, out: Tensor, full: Tensor, *, unit: int) -> Work:
+        def job() -> None:
+            self.native.reduce_scatter(out, full.clone(), unit=unit).wait()
+
+        return self.native.launch(job, is_reduction=True)
+
+    def forget_values(self) -> None:
+        self.num_forgotten += 1
+
+
+def _build(**further: Any) -> tuple[zero_core.Engine, _Part, dict[str, Any]]:
+    told: dict[str, Any] = {}
+
+    def factory(native: NativeCollectives, **given: Any) -> _Part:
+        told.update(given, part=_Part(native))
+        return told["part"]
+
+    engine = zero_core.build(make_model(), CONFIG, collectives=factory, **further)
+    return engine, told["part"], told
+
+
+def _step(engine: zero_core.Engine, step: int) -> None:
+    engine.backward(engine(**batch(step, 0, engine.rank))["loss"])
+    engine.step()
+
+
+def _told(rank: int, world_size: int) -> None:
+    engine, part, told = _build()
+    assert (told["rank"], told["world_size"], told["ranks_per_node"]) == (rank, world_size, 2)
+    frozen = [s.index for s in engine.layout.segments if not s.is_trainable]
+    assert isinstance(told["frozen"], Collection)
+    assert frozen
+    assert sorted(told["frozen"]) == frozen
+    assert told["config"]["stage"] == 3
+    assert engine.memory_report()["secondary shards"] == 4711
+    # Jobs of both lanes in a training: the bits of one without.
+    plain = zero_core.build(make_model(), CONFIG)
+    for step in range(4):
+        _step(engine, step)
+        _step(plain, step)
+    assert part.num_forgotten == 0
+    expected = plain.full_state_dict()
+    for name, value in engine.full_state_dict().items():
+        assert torch.equal(value, expected[name]), name
+    assert engine.comm_report() == plain.comm_report()
+
+
+def test_a_part_is_told_the_nodes_and_what_is_frozen_and_may_use_the_lanes() -> None:
+    spawn(_told, 4, ranks_per_node=2)
+
+
+def _forget(rank: int, world_size: int, folder: str) -> None:
+    engine, part, _ = _build()
+    counts = []
+
+    def note() -> None:
+        counts.append(part.num_forgotten)
+        part.num_forgotten = 0
+
+    _step(engine, 0)
+    with engine.gathered():
+        pass
+    engine.states.get_full("blocks.0.norm.weight")
+    note()
+    engine.save_checkpoint(folder)
+    note()
+    engine.load_checkpoint(folder)
+    note()
+    with engine.gathered(modifier_rank=1) as module, torch.no_grad():
+        module.blocks[0].norm.weight.fill_(2.0)
+    note()
+    engine.states.set_full("blocks.0.norm.weight", torch.full((11,), 3.0))
+    note()
+    engine.states.set_full("frozen.0.norm.weight", torch.full((11,), 3.0))
+    note()
+    engine.states.set_full("blocks.0.norm.weight", torch.zeros(11), "exp_avg")  # no value
+    note()
+    engine.export_safetensors(Path(folder) / "export")
+    note()
+    engine, part, _ = _build(pretrained=Path(folder) / "export")
+    note()
+    _step(engine, 1)
+    note()
+    assert counts == [0, 1, 1, 1, 1, 1, 0, 0, 1, 0]
+
+
+def test_a_part_forgets_what_it_keeps_whenever_values_are_replaced_or_saved(
+    tmp_path: Path,
+) -> None:
+    spawn(_forget, 2, str(tmp_path))
+
+
+def _fail(rank: int, world_size: int) -> None:
+    engine, part, _ = _build()
+    _step(engine, 0)
+    part.failure = RuntimeError("Connection closed by peer")
+    with pytest.raises(
+        CollectiveError,
+        match=rf"rank {rank}: all_gather of unit 0 .root. failed or timed out: Connection closed",
+    ):
+        _step(engine, 1)
+
+
+def test_a_failure_within_a_lane_is_the_error_that_names_rank_and_unit() -> None:
+    spawn(_fail, 2)
+
+
+@pytest.mark.parametrize(
+    "zero",
+    [
+        {"stage": 3, "zero_quantized_weights": True},
+        {"stage": 3, "zero_quantized_nontrainable_weights": True},
+        {"stage": 1, "zero_quantized_gradients": True},
+    ],
+    ids=lambda zero: list(zero)[1],
+)
+def test_each_key_that_needs_the_package_is_named_where_it_is_missing(
+    zero: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("zero_core.parts.entry_points", lambda **kwargs: ())
+    key = list(zero)[1]
+    with pytest.raises(MissingPartError, match=f"zero_optimization.{key} .*pip install zero-comm"):
+        zero_core.build(make_model(), {**CONFIG, "zero_optimization": zero})
+
+
+def _secondary(rank: int, world_size: int) -> None:
+    zero_core.parts.entry_points = lambda **kwargs: ()
+    zero = {"stage": 3, "zero_hpz_partition_size": 2}
+    with pytest.raises(MissingPartError, match=r"zero_hpz_partition_size .*pip install zero-comm"):
+        zero_core.build(make_model(), {**CONFIG, "zero_optimization": zero})
+
+
+def test_secondary_shards_need_the_package_too() -> None:
+    spawn(_secondary, 2)
+
+
+def test_what_a_part_refuses_is_an_error_of_the_configuration() -> None:
+    def factory(native: NativeCollectives, **given: Any) -> _Part:
+        raise ValueError("zero_optimization.zero_quantized_weights_format: no such format")
+
+    with pytest.raises(ConfigError, match="no such format"):
+        zero_core.build(make_model(), CONFIG, collectives=factory)

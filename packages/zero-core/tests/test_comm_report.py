@@ -1,0 +1,160 @@
+"""What a step sends is reported, planned, and counted once more where it leaves the process."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import zero_core
+import zero_core.native
+from zero_core.testing import spawn
+from zero_core.traffic import Traffic
+
+
+class _Net(nn.Module):
+    """Odd sizes; the block in the middle is frozen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(5, width), nn.Tanh(), nn.Linear(width, 5))
+            for width in (7, 3, 11, 2)
+        )
+        self.out = nn.Linear(5, 1)
+        self.blocks[2].requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = x + block(x)
+        return self.out(x).square().mean()
+
+
+def _config(stage: int, **further: Any) -> dict[str, Any]:
+    return {
+        "train_micro_batch_size_per_gpu": 2,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
+        "zero_optimization": {"stage": stage},
+        **further,
+    }
+
+
+VARIANTS: tuple[dict[str, Any], ...] = (
+    {},
+    {"gradient_accumulation_steps": 2, "bf16": {"enabled": True}},
+)
+
+
+def _train(engine: zero_core.Engine, steps: int) -> None:
+    for _ in range(steps * engine.gradient_accumulation_steps):
+        engine.backward(engine(torch.randn(3, 5)))
+        engine.step()
+
+
+def _planned(config: dict[str, Any], world_size: int, per_node: int) -> tuple[Traffic, ...]:
+    with torch.device("meta"):
+        model = _Net()
+    return zero_core.plan(
+        model, config, world_size, ranks_per_node=per_node, device_type="cpu"
+    ).traffic
+
+
+class _Postman:
+    """Counts the bytes that leave this process point to point, by whether they leave the node."""
+
+    def __init__(self, rank: int, per_node: int) -> None:
+        self.bytes: Counter[str] = Counter()
+        send, receive = dist.isend, dist.irecv
+
+        def count(kind: str, tensor: Tensor, peer: int | None) -> None:
+            assert peer is not None
+            link = "within" if peer // per_node == rank // per_node else "between"
+            self.bytes[f"{kind} {link}"] += tensor.nbytes
+
+        def isend(tensor: Tensor, *args: Any, group_dst: int, **further: Any) -> Any:
+            count("sent", tensor, group_dst)
+            return send(tensor, *args, group_dst=group_dst, **further)
+
+        def irecv(tensor: Tensor, *args: Any, group_src: int, **further: Any) -> Any:
+            count("received", tensor, group_src)
+            return receive(tensor, *args, group_src=group_src, **further)
+
+        dist.isend, dist.irecv = isend, irecv
+
+
+class _NothingShared:
+    def __init__(self, *args: Any, **further: Any) -> None:
+        self.peers = frozenset[int]()
+
+
+def _check(rank: int, world_size: int, per_node: int) -> None:
+    for stage in range(4):
+        for further in VARIANTS:
+            config = _config(stage, **further)
+            engine = zero_core.build(_Net(), config)
+            assert engine.comm_report() == ()
+            _train(engine, 2)
+            planned = _planned(config, world_size, per_node)
+            assert engine.comm_report() == planned, (stage, further)
+            assert (len(planned) > 1) == (world_size > 1)
+            # Where all ranks or none share a node, gathers have no second hop and need no thread.
+            has_thread = "zero_core gathers" in [t.name for t in threading.enumerate()]
+            assert has_thread == (1 < per_node < world_size)
+            engine.close()
+
+
+def _check_on_the_wire(rank: int, world_size: int, per_node: int) -> None:
+    zero_core.native.SharedMemory = _NothingShared  # or bytes would not travel
+    postman = _Postman(rank, per_node)
+    for stage in range(4):
+        engine = zero_core.build(_Net(), _config(stage, **VARIANTS[0]))
+        _train(engine, 1)
+        postman.bytes.clear()
+        _train(engine, 1)
+        rows = [row for row in engine.comm_report() if row.collective != "all_reduce"]
+        within = sum(row.within_node_bytes for row in rows)
+        between = sum(row.between_nodes_bytes for row in rows)
+        assert within + between > 0
+        expected = Counter({"sent within": within, "sent between": between})
+        expected.update({"received within": within, "received between": between})
+        assert postman.bytes == expected, stage
+        engine.close()
+
+
+@pytest.mark.parametrize(("world_size", "per_node"), [(1, 1), (2, 2), (3, 1), (4, 2)])
+def test_a_step_sends_what_was_planned(world_size: int, per_node: int) -> None:
+    spawn(_check, world_size, per_node, ranks_per_node=per_node)
+
+
+@pytest.mark.parametrize(("world_size", "per_node"), [(2, 2), (4, 2)])
+def test_the_report_counts_the_bytes_that_leave_the_process(world_size: int, per_node: int) -> None:
+    spawn(_check_on_the_wire, world_size, per_node, ranks_per_node=per_node)
+
+
+def _between_steps(rank: int, world_size: int) -> None:
+    engine = zero_core.build(_Net(), _config(3))
+    _train(engine, 2)
+    whole = engine.comm_report()
+    with torch.no_grad():
+        engine(torch.randn(3, 5))
+    assert engine.comm_report() == whole  # still the last step's
+    _train(engine, 1)
+    (before, *others), (after, *same) = whole, engine.comm_report()
+    num_segments = len(engine.layout.segments)
+    assert after.num_calls == before.num_calls + num_segments
+    assert others == same
+    engine.backward(engine(torch.randn(3, 5)))
+    engine.clip_grad_norm_(1.0)  # one more sum of the facts
+    engine.step()
+    assert engine.comm_report()[-1].num_calls == 2
+    engine.close()
+
+
+def test_what_is_sent_between_steps_counts_for_the_second() -> None:
+    spawn(_between_steps, 2)

@@ -1,0 +1,260 @@
+"""The engine's own collectives among nodes: gathers, all-to-alls, subgroups and jobs of lanes.
+
+The oracles are torch.distributed's own collectives, and values that any rank can tell.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from zero_core.collectives import ControlGroup, wait
+from zero_core.direct import DirectCollectives
+from zero_core.errors import CollectiveError
+from zero_core.lanes import HostLanes
+from zero_core.library import LibraryCollectives
+from zero_core.protocols import NativeCollectives, Work
+from zero_core.shared_memory import SharedMemory
+from zero_core.testing import spawn
+from zero_core.traffic import Links
+
+NUMEL = 37  # of a shard: odd, and divides by nothing
+DTYPES = (torch.float32, torch.bfloat16, torch.float64, torch.uint8)
+CPU = torch.device("cpu")
+
+
+def _connect(rank: int, world_size: int, per_node: int) -> DirectCollectives:
+    control = ControlGroup(None, rank=rank, world_size=world_size, device=CPU)
+    shared = SharedMemory(control, ranks_per_node=per_node)
+    node = rank // per_node * per_node
+    assert shared.peers == set(range(node, node + per_node)) - {rank}
+    return DirectCollectives(
+        None, rank=rank, world_size=world_size, shared=shared, ranks_per_node=per_node
+    )
+
+
+def _library(rank: int, world_size: int, per_node: int) -> LibraryCollectives:
+    links = Links(world_size, per_node, is_ring=True)
+    return LibraryCollectives(None, rank=rank, links=links, lanes=HostLanes())
+
+
+def _values(numel: int, dtype: torch.dtype, seed: int) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(0, 100, (numel,), generator=generator).to(dtype)
+
+
+def _gathers(native: NativeCollectives, seed: int) -> None:
+    """Two units at once, of shared and of ordinary memory, waited for in the other order."""
+    size = native.world_size
+    for turn, dtype in enumerate(DTYPES):
+        works, outs = [], []
+        for unit, is_shared in enumerate((True, False)):
+            shard = (
+                native.zeros(NUMEL, dtype, CPU) if is_shared else torch.empty(NUMEL, dtype=dtype)
+            )
+            shard.copy_(_values(NUMEL, dtype, seed + 100 * unit + turn + 10 * native.rank))
+            outs.append(torch.empty(size * NUMEL, dtype=dtype))
+            works.append(
+                native.all_gather(outs[-1], shard, unit=unit, version=turn, backward=False)
+            )
+        for work in reversed(works):
+            work.wait()
+        for unit, out in enumerate(outs):
+            parts = [_values(NUMEL, dtype, seed + 100 * unit + turn + 10 * r) for r in range(size)]
+            assert torch.equal(out, torch.cat(parts)), (dtype, unit)
+
+
+def _swaps(native: NativeCollectives, seed: int) -> None:
+    """all_to_all: slice ``k`` of rank ``r`` is ``_values`` of (r, k)."""
+    size = native.world_size
+    for dtype in DTYPES:
+        for is_shared in (True, False):
+            numel = size * NUMEL
+            parts = native.zeros(numel, dtype, CPU) if is_shared else torch.empty(numel).to(dtype)
+            for k, part in enumerate(parts.view(size, -1)):
+                part.copy_(_values(NUMEL, dtype, seed + 10 * native.rank + k))
+            out = torch.empty_like(parts)
+            native.all_to_all(out, parts, unit=4).wait()
+            expected = [_values(NUMEL, dtype, seed + 10 * r + native.rank) for r in range(size)]
+            assert torch.equal(out, torch.cat(expected)), (dtype, is_shared)
+
+
+def _late_readers(native: NativeCollectives) -> None:
+    """Parts are overwritten as soon as ``wait`` returns, while one rank has not yet read them."""
+    size, rank = native.world_size, native.rank
+    parts, out = native.zeros(size * NUMEL, torch.float32, CPU), torch.empty(size * NUMEL)
+    for turn in range(3):
+        parts.fill_(10.0 * turn + rank)
+        work = native.all_to_all(out, parts, unit=2)
+        if rank == turn % size:
+            time.sleep(0.05)
+        work.wait()
+        parts.fill_(-1.0)
+        expected = torch.arange(size).repeat_interleave(NUMEL) + 10.0 * turn
+        assert torch.equal(out, expected)
+
+
+def _sums(native: NativeCollectives) -> None:
+    size = native.world_size
+    full = native.zeros(size * NUMEL, torch.bfloat16, CPU)
+    full.copy_(_values(size * NUMEL, torch.float32, native.rank))
+    expected = full.float()
+    dist.all_reduce(expected)
+    out = torch.empty(NUMEL)
+    work: Any = native.reduce_scatter(out, full, unit=1)
+    work.wait()
+    assert torch.equal(out, expected.view(size, -1)[native.rank])
+
+
+def _jobs(native: NativeCollectives) -> None:
+    """Both lanes and the caller exchange at once, in several subgroups."""
+    size, rank = native.world_size, native.rank
+    stride = 2 if size % 2 == 0 else size
+    within = native.subgroup(range(rank // stride * stride, (rank // stride + 1) * stride))
+    across = native.subgroup(range(rank % stride, size, stride))
+    turned = native.subgroup([*reversed(range(size))])
+    assert (within.rank, across.rank) == (rank % stride, rank // stride)
+    assert turned.rank == size - 1 - rank
+    found: dict[str, Tensor] = {}
+
+    def gather(group: NativeCollectives, name: str) -> None:
+        out = torch.empty(group.world_size * NUMEL)
+        shard = group.zeros(NUMEL, torch.float32, CPU).fill_(float(rank))
+        group.all_gather(out, shard, unit=0, version=1, backward=False).wait()
+        found[name] = out.view(-1, NUMEL).mean(1)
+
+    def swap(group: NativeCollectives, name: str) -> None:
+        parts, out = torch.full((group.world_size,), float(rank)), torch.empty(group.world_size)
+        group.all_to_all(out, parts, unit=0).wait()
+        found[name] = out
+
+    works: list[Work] = []
+    for turn in range(3):
+        works += [
+            native.launch(lambda t=turn: gather(within, f"within {t}"), is_reduction=False),
+            native.launch(lambda t=turn: swap(within, f"swap within {t}"), is_reduction=True),
+            native.launch(lambda t=turn: gather(across, f"across {t}"), is_reduction=False),
+            native.launch(lambda t=turn: swap(across, f"swap across {t}"), is_reduction=True),
+            # The whole group's gather may be a job of this lane itself.
+            native.launch(lambda t=turn: gather(native, f"all {t}"), is_reduction=False),
+        ]
+        gather(turned, f"turned {turn}")
+    for work in reversed(works):
+        work.wait()
+    near = torch.arange(rank // stride * stride, (rank // stride + 1) * stride).float()
+    far = torch.arange(rank % stride, size, stride).float()
+    whole = torch.arange(size).float()
+    for turn in range(3):
+        assert torch.equal(found[f"within {turn}"], near)
+        assert torch.equal(found[f"swap within {turn}"], near)
+        assert torch.equal(found[f"across {turn}"], far)
+        assert torch.equal(found[f"swap across {turn}"], far)
+        assert torch.equal(found[f"all {turn}"], whole)
+        assert torch.equal(found[f"turned {turn}"], whole.flip(0))
+
+
+def _refusals(native: NativeCollectives) -> None:
+    size = native.world_size
+    for ranks in ([], [native.rank, native.rank], [native.rank, size], [native.rank + 1]):
+        with pytest.raises(ValueError, match=r"subgroup: \[.*different ranks below"):
+            native.subgroup(ranks)
+    for out, parts in (
+        (torch.empty(size), torch.empty(2 * size)),
+        (torch.empty(size), torch.empty(size, dtype=torch.float64)),
+        (torch.empty(size * 2 - 1), torch.empty(size * 2 - 1)) if size > 1 else (None, None),
+    ):
+        if out is not None and parts is not None:
+            with pytest.raises(ValueError, match=f"all_to_all.*{size} equal slices"):
+                native.all_to_all(out, parts, unit=0)
+
+
+def _exchange(rank: int, world_size: int, per_node: int) -> None:
+    native = _connect(rank, world_size, per_node)
+    _gathers(native, seed=0)
+    _swaps(native, seed=3)
+    _late_readers(native)
+    _sums(native)
+    _jobs(native)
+    _refusals(native)
+    _end()
+
+
+def _end() -> None:
+    """A rank that ended would take along what others still read of its last gather."""
+    if dist.get_world_size() > 1:
+        dist.barrier()
+
+
+@pytest.mark.parametrize(
+    ("world_size", "per_node"), [(1, 1), (2, 2), (3, 1), (3, 3), (4, 2), (6, 3)]
+)
+def test_hosts_exchange_what_torch_distributed_would(world_size: int, per_node: int) -> None:
+    spawn(_exchange, world_size, per_node)
+
+
+def _exchange_by_library(rank: int, world_size: int, per_node: int) -> None:
+    native = _library(rank, world_size, per_node)
+    _gathers(native, seed=0)
+    _swaps(native, seed=3)
+    _late_readers(native)
+    _sums(native)
+    _refusals(native)
+    halves = native.subgroup(range(rank // 2 * 2, rank // 2 * 2 + 2))
+    _gathers(halves, seed=50 * (rank // 2))
+    _swaps(halves, seed=50 * (rank // 2))
+    alone = native.subgroup([rank])
+    _gathers(alone, seed=rank)
+
+
+def test_a_library_exchanges_the_same() -> None:
+    spawn(_exchange_by_library, 4, 2)
+
+
+def _uneven(rank: int, world_size: int) -> None:
+    """Ranks 0 to 2 and 3 to 5 share nodes; the groups {0 1 2 3} and {4 5} do not fit them."""
+    native = _connect(rank, world_size, 3)
+    group = native.subgroup(range(4) if rank < 4 else range(4, 6))
+    _gathers(group, seed=7 * (rank // 4))
+    _swaps(group, seed=7 * (rank // 4))
+    _end()
+
+
+def test_groups_that_do_not_fit_the_nodes_exchange_the_same() -> None:
+    spawn(_uneven, 6)
+
+
+def _one_does_not_come(rank: int, world_size: int) -> None:
+    group = dist.new_group(timeout=timedelta(seconds=2))
+    shared = SharedMemory(
+        ControlGroup(group, rank=rank, world_size=world_size, device=CPU), ranks_per_node=2
+    )
+    native = DirectCollectives(
+        group, rank=rank, world_size=world_size, shared=shared, ranks_per_node=2
+    )
+    if rank != 3:
+        out, shard = torch.empty(world_size * NUMEL), torch.zeros(NUMEL)
+        work = native.all_gather(out, shard, unit=5, version=0, backward=False)
+        started = time.monotonic()
+        with pytest.raises(CollectiveError, match=r"all_gather of unit 5 failed or timed out: .*"):
+            wait(work, lambda: f"rank {rank}: all_gather of unit 5")
+        assert time.monotonic() - started < 60
+        with pytest.raises(RuntimeError, match="of this rank's own making"):
+            native.launch(_fail, is_reduction=False).wait()  # the lane goes on
+        names = [t.name for t in threading.enumerate()]
+        assert names.count("zero_core gathers") == 1
+    dist.barrier()
+
+
+def _fail() -> None:
+    raise RuntimeError("of this rank's own making")
+
+
+def test_a_rank_that_does_not_come_is_reported_to_whoever_waits_for_the_lane() -> None:
+    spawn(_one_does_not_come, 4)

@@ -1,0 +1,142 @@
+"""How many ranks share a node: told by a mesh, by the launcher, or by the hosts' names."""
+
+from __future__ import annotations
+
+import logging
+import os
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+import zero_core
+from zero_core import ConfigError
+from zero_core.collectives import ControlGroup
+from zero_core.testing import spawn
+from zero_core.topology import count_per_node, find_ranks, fold
+
+CONFIG = {
+    "train_micro_batch_size_per_gpu": 1,
+    "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
+    "zero_optimization": {"stage": 3},
+}
+VARIABLES = (
+    "LOCAL_WORLD_SIZE",
+    "GROUP_RANK",
+    "RANK",
+    "SLURM_NODEID",
+    "OMPI_COMM_WORLD_LOCAL_SIZE",
+    "OMPI_COMM_WORLD_RANK",
+)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "expected"),
+    [
+        ("a", 1),
+        ("aaaa", 4),
+        ("aabb", 2),
+        ("abcd", 1),
+        ("aaabbbcccddd", 3),
+        ("aaaabb", 2),  # unequal: two groups lie in the first node
+        ("aaab", 1),
+        ("aaaaaabbbbcc", 2),
+        ("abab", 1),  # not consecutive
+        ("aabbaa", 1),
+    ],
+)
+def test_nodes_are_folded_into_equal_groups_of_consecutive_ranks(nodes: str, expected: int) -> None:
+    assert fold(nodes) == expected
+
+
+@pytest.mark.parametrize(
+    ("nodes", "match"),
+    [("aaaabb", "nodes have 4, 2 ranks: they count as nodes of 2"), ("abab", "not consecutive")],
+)
+def test_what_is_given_up_is_logged_once(
+    nodes: str, match: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING):
+        fold(nodes)
+        assert not caplog.records
+        fold(nodes, is_told=True)
+    assert match in caplog.text
+    assert len(caplog.records) == 1
+
+
+def _count(environment: dict[str, str]) -> int:
+    for name in VARIABLES:
+        os.environ.pop(name, None)
+    os.environ.update(environment)
+    ranks = find_ranks(None, None)
+    control = ControlGroup(None, rank=ranks.rank, world_size=ranks.size, device=ranks.device)
+    return count_per_node(control, ranks)
+
+
+def _launchers(rank: int, world_size: int) -> None:
+    half = str(rank // 2)
+    assert _count({}) == 4  # one host
+    assert _count({"LOCAL_WORLD_SIZE": "4"}) == 4
+    assert _count({"LOCAL_WORLD_SIZE": "2"}) == 2
+    assert _count({"LOCAL_WORLD_SIZE": "2", "GROUP_RANK": half, "RANK": str(rank)}) == 2
+    assert _count({"LOCAL_WORLD_SIZE": "1"}) == 1
+    # torchrun tells of nodes of different size by the node's number alone.
+    sizes = "3" if rank < 3 else "1"
+    assert _count({"LOCAL_WORLD_SIZE": sizes, "GROUP_RANK": str(rank // 3)}) == 1
+    assert _count({"LOCAL_WORLD_SIZE": "2", "GROUP_RANK": str(rank % 2)}) == 1  # not consecutive
+    assert _count({"SLURM_NODEID": half}) == 2
+    assert _count({"OMPI_COMM_WORLD_LOCAL_SIZE": "2", "OMPI_COMM_WORLD_RANK": str(rank)}) == 2
+    # torchrun within an allocation of SLURM: who started the rank last knows best.
+    assert _count({"LOCAL_WORLD_SIZE": "2", "SLURM_NODEID": "0"}) == 2
+    # Ranks that were started differently are asked for their hosts.
+    assert _count({"SLURM_NODEID": "0"} if rank else {}) == 4
+
+
+def test_each_launcher_tells_its_nodes() -> None:
+    spawn(_launchers, 4)
+
+
+def _build(**keywords: object) -> zero_core.Engine:
+    torch.manual_seed(0)
+    return zero_core.build(nn.Linear(5, 3), CONFIG, **keywords)
+
+
+def _sent(engine: zero_core.Engine) -> tuple[int, int]:
+    engine.backward(engine(torch.ones(1, 5)).sum())
+    engine.step()
+    (row,) = [t for t in engine.comm_report() if t.collective == "all_gather"]
+    return row.within_node_bytes, row.between_nodes_bytes
+
+
+def _meshes(rank: int, world_size: int) -> None:
+    engine = _build()
+    (segment,) = engine.layout.segments
+    shard = 4 * segment.shard_numel
+    assert _sent(engine) == (3 * shard, 0)
+    flat = init_device_mesh("cpu", (4,))
+    assert _sent(_build(mesh=flat)) == (3 * shard, 0)
+    nodes = init_device_mesh("cpu", (2, 2))
+    assert _sent(_build(mesh=nodes)) == (2 * shard, shard)
+    assert _sent(_build(mesh=init_device_mesh("cpu", (4, 1)))) == (0, 3 * shard)
+    os.environ["LOCAL_WORLD_SIZE"] = "4"  # the mesh wins
+    assert _sent(_build(mesh=nodes)) == (2 * shard, shard)
+    assert _sent(_build(mesh=flat)) == (3 * shard, 0)
+    # A part of the ranks: each row is a training of its own.
+    part = _build(mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))["b"])
+    assert (part.world_size, part.rank) == (2, rank % 2)
+    deep = init_device_mesh("cpu", (2, 2, 1), mesh_dim_names=("a", "b", "c"))
+    part = _build(mesh=deep["b", "c"])
+    assert (part.world_size, part.rank) == (2, rank % 2)
+    assert _sent(part) == (0, 4 * part.layout.segments[0].shard_numel)
+    with pytest.raises(ConfigError, match=r"process_group or mesh, found both"):
+        _build(mesh=flat, process_group=dist.group.WORLD)
+    with pytest.raises(ConfigError, match=r"one dimension \(ranks\) or two"):
+        _build(mesh=init_device_mesh("cpu", (2, 2, 1)))
+    with pytest.raises(ConfigError, match="ascending ranks"):
+        _build(mesh=DeviceMesh("cpu", torch.tensor([[2, 3], [0, 1]])))
+
+
+def test_a_mesh_tells_the_ranks_and_the_nodes() -> None:
+    spawn(_meshes, 4)
