@@ -104,6 +104,33 @@ def sum_exactly(rank: int, world_size: int) -> Outcomes:
     return {"out": out}
 
 
+def carry_an_engines_collectives(rank: int, world_size: int) -> Outcomes:
+    """qwZ, hpZ and qgZ of `create_collectives`, carried by torch.distributed."""
+    per_node = int(os.environ["LOCAL_WORLD_SIZE"])
+    config = {
+        "zero_quantized_weights": True,
+        "zero_hpz_partition_size": per_node,
+        "zero_quantized_gradients": True,
+    }
+    collectives = zero_comm.create_collectives(
+        TorchCollectives(),
+        rank=rank,
+        world_size=world_size,
+        config=config,
+        ranks_per_node=per_node,
+    )
+    shard = values_of(rank, 1001)
+    gathered, again = torch.empty(2, 1001 * world_size)
+    collectives.all_gather(gathered, shard, unit=0, version=1, backward=False).wait()
+    with counted() as sent:
+        collectives.all_gather(again, shard, unit=0, version=1, backward=True).wait()
+    total = torch.empty(1001)
+    full = values_of(rank, 1001 * world_size)
+    collectives.reduce_scatter(total, full, unit=0).wait()
+    between = sum(nbytes for _, nbytes in sent.values())
+    return {"gathered": gathered, "again": again, "between": between, "total": total}
+
+
 def gather_with_the_function(rank: int, world_size: int) -> Outcomes:
     matrix = values_of(rank, 1001, torch.bfloat16).view(143, 7)
     return {
@@ -321,9 +348,9 @@ def overlap_with_a_late_rank(rank: int, world_size: int) -> Outcomes:
 
 def count_ddp(rank: int, world_size: int) -> Outcomes:
     hook = zero_comm.ddp_comm_hook()
-    hook(None, bucket_of(torch.ones(10000))).wait()  # the topology is found once
+    hook(None, bucket_of(torch.ones(50000))).wait()  # the topology is found once
     with counted() as sent:
-        hook(None, bucket_of(torch.ones(10000, dtype=torch.bfloat16))).wait()
+        hook(None, bucket_of(torch.ones(50000, dtype=torch.bfloat16))).wait()
     return dict(sent)
 
 
@@ -533,6 +560,7 @@ SCENARIOS: tuple[Callable[[int, int], Outcomes], ...] = (
     exchange,
     exchange_in_subgroups,
     sum_exactly,
+    carry_an_engines_collectives,
     gather_with_the_function,
     reduce_with_the_function,
     train_ddp,

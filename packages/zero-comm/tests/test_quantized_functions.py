@@ -56,6 +56,19 @@ def test_the_sum_is_that_of_the_two_hops(ranks: list[Outcomes]) -> None:
             assert got[f"int8 e4m3 {dtype}"].equal(total), dtype
 
 
+def test_an_engines_collectives_are_carried_too(ranks: list[Outcomes]) -> None:
+    size = len(ranks)
+    shards = [values_of(r, 1001) for r in range(size)]
+    fulls = [values_of(r, 1001 * size).view(size, -1) for r in range(size)]
+    expected = torch.cat([as_received(s, "int8") if size > 1 else s for s in shards])
+    for rank, outcomes in enumerate(ranks):
+        got = outcomes["carry_an_engines_collectives"]
+        assert got["again"].equal(got["gathered"])
+        assert got["total"].equal(two_hops(fulls, rank, "int4", "int4"))
+        assert (got["gathered"] - expected).abs().max() == 0
+        assert got["between"] == (0 if PER_NODE[size] > 1 or size == 1 else got["between"])
+
+
 def test_the_average_of_8_bits_is_near_the_exact_one(ranks: list[Outcomes]) -> None:
     size = len(ranks)
     exact = torch.stack([values_of(r, 700 * size) for r in range(size)]).mean(0).view(size, 100, 7)

@@ -10,6 +10,7 @@ gradient twice, this sends it once in the reduction's format and once in the gat
 
 # Annotations are evaluated here, unlike elsewhere: DDP compares those of a hook with its own types.
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -27,7 +28,7 @@ from zero_comm.torch_collectives import TorchCollectives
 
 __all__ = ["ddp_comm_hook"]
 
-Hook = Callable[[object, dist.GradBucket], Future[Tensor]]
+Hook = Callable[[object, Any], Future[Tensor]]  # torch's stubs leave dist.GradBucket out
 
 
 def ddp_comm_hook(
@@ -75,7 +76,7 @@ def ddp_comm_hook(
     packing = None if gathered is None else Packing(gathered, has_checksum=has_checksum)
     averager = _BucketAverager(_own_group(group), fmt, packing, ranks_per_node)
 
-    def quantized_average(state: object, bucket: dist.GradBucket) -> Future[Tensor]:
+    def quantized_average(state: object, bucket: dist.GradBucket) -> Future[Tensor]:  # type: ignore[name-defined]
         return averager.start(bucket.index(), bucket.buffer())
 
     return quantized_average
@@ -83,10 +84,11 @@ def ddp_comm_hook(
 
 def _own_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
     """A new process group of the same ranks. A collective over them."""
-    world = dist.group.WORLD
-    ranks = dist.get_process_group_ranks(group or world)
-    is_part = group is not None and group is not world
-    own = dist.new_group(ranks, backend=dist.get_backend(group), use_local_synchronization=is_part)
+    if group is None or group is dist.group.WORLD:
+        own = dist.new_group()
+    else:
+        ranks, backend = dist.get_process_group_ranks(group), dist.get_backend(group)
+        own = dist.new_group(ranks, backend=backend, use_local_synchronization=True)
     assert isinstance(own, dist.ProcessGroup), "only members are asked"
     return own
 

@@ -104,16 +104,16 @@ def apply(
 
 def _set_gathers(modules: Sequence[FSDPModule], packing: Packing | None) -> None:
     for module in _to_change(modules, _GATHERING, is_quantized=packing is not None):
-        module.set_custom_all_gather(_PlainGather() if packing is None else _Gather(packing))
+        # By shape: the base class that FSDP2's stubs ask for has no public name.
+        comm: Any = _PlainGather() if packing is None else _Gather(packing)
+        module.set_custom_all_gather(comm)
 
 
 def _set_reductions(modules: Sequence[FSDPModule], reducers: _Reducers | None) -> None:
-    for index, module in enumerate(
-        _to_change(modules, _REDUCING, is_quantized=reducers is not None)
-    ):
-        module.set_custom_reduce_scatter(
-            _PlainReduceScatter() if reducers is None else _ReduceScatter(reducers, index)
-        )
+    to_change = _to_change(modules, _REDUCING, is_quantized=reducers is not None)
+    for index, module in enumerate(to_change):
+        comm: Any = _PlainReduceScatter() if reducers is None else _ReduceScatter(reducers, index)
+        module.set_custom_reduce_scatter(comm)
 
 
 def _to_change(
