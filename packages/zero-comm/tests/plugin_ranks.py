@@ -35,9 +35,23 @@ TARGET = torch.randn(33, 7, generator=torch.Generator().manual_seed(7)) / 33**0.
 Outcomes = dict[str, Any]
 
 
-@cache
 def outcomes_of(world_size: int, ranks_per_node: int) -> list[Outcomes]:
     """What every rank of such a cluster saw."""
+    outcomes = _outcomes_or_error(world_size, ranks_per_node)
+    if isinstance(outcomes, Exception):
+        raise outcomes
+    return outcomes
+
+
+@cache
+def _outcomes_or_error(world_size: int, ranks_per_node: int) -> list[Outcomes] | Exception:
+    try:
+        return _run_ranks(world_size, ranks_per_node)
+    except Exception as error:  # kept, so that ranks which fail fail once
+        return error
+
+
+def _run_ranks(world_size: int, ranks_per_node: int) -> list[Outcomes]:
     multiprocessing.set_forkserver_preload([__name__])
     with tempfile.TemporaryDirectory() as folder:
         mp.start_processes(  # type: ignore[attr-defined,no-untyped-call]
@@ -118,6 +132,7 @@ def carry_an_engines_collectives(rank: int, world_size: int) -> Outcomes:
         world_size=world_size,
         config=config,
         ranks_per_node=per_node,
+        frozen=(),
     )
     shard = values_of(rank, 1001)
     gathered, again = torch.empty(2, 1001 * world_size)
