@@ -1,21 +1,48 @@
-"""The shim over torch's renamed collectives finds either name."""
+"""The shim over what torch's releases name differently."""
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zero_comm.torch_compat import all_gather_single
+from zero_comm.torch_compat import all_gather_single, premultiplier, reduce_scatter_single
+
+GATHERS = ("all_gather_single", "all_gather_into_tensor")
+REDUCTIONS = ("reduce_scatter_single", "reduce_scatter_tensor")
 
 
-@pytest.mark.parametrize("name", ["all_gather_single", "all_gather_into_tensor"])
-def test_either_name_is_called(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    def gather(out: Tensor, shard: Tensor, group: object = None) -> None:
-        out.copy_(shard)
+def leave_only(monkeypatch: pytest.MonkeyPatch, name: str, names: tuple[str, str]) -> None:
+    """Make ``name`` the one that torch has; it notes what it was given in its output."""
 
-    for known in ("all_gather_single", "all_gather_into_tensor"):
+    def collective(
+        out: Tensor,
+        given: Tensor,
+        op: object = None,
+        group: object = None,
+        async_op: bool = False,
+    ) -> None:
+        out.copy_(given if op is None else given * 2)
+
+    for known in names:
         monkeypatch.delattr(dist, known, raising=False)
-    monkeypatch.setattr(dist, name, gather, raising=False)
+    monkeypatch.setattr(dist, name, collective, raising=False)
+
+
+@pytest.mark.parametrize("name", GATHERS)
+def test_either_name_of_the_gather_is_called(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    leave_only(monkeypatch, name, GATHERS)
     out = torch.zeros(3)
     all_gather_single(out, torch.ones(3), None)
     assert out.tolist() == [1, 1, 1]
+
+
+@pytest.mark.parametrize("name", REDUCTIONS)
+def test_either_name_of_the_reduction_is_called(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    leave_only(monkeypatch, name, REDUCTIONS)
+    out = torch.zeros(3)
+    reduce_scatter_single(out, torch.ones(3), dist.ReduceOp.SUM, None)
+    assert out.tolist() == [2, 2, 2]
+
+
+def test_the_factor_of_a_premultiplied_sum_is_found() -> None:
+    assert premultiplier(dist._make_nccl_premul_sum(0.25)) == 0.25  # type: ignore[attr-defined]

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from zero_comm.block_format import BlockFormat
 from zero_comm.message import Packing
-from zero_comm.torch_compat import all_gather_single
+from zero_comm.quantizer import QUANTIZABLE_DTYPES
+from zero_comm.reduction import GradientFormat, SliceReducer
+from zero_comm.topology import check_ranks_per_node, find_ranks_per_node
+from zero_comm.torch_collectives import TorchCollectives
 
-__all__ = ["quantized_all_gather"]
+__all__ = ["quantized_all_gather", "quantized_reduce_scatter"]
 
 
 def quantized_all_gather(
@@ -45,29 +51,93 @@ def quantized_all_gather(
     if shard.dim() == 0:
         raise ValueError("shard must have at least one dimension, got a scalar")
     shard = shard.detach().contiguous()
-    world_size = _world_size(group)
+    collectives = TorchCollectives(group)
+    world_size = collectives.world_size
     out = shard.new_empty(world_size * shard.shape[0], *shard.shape[1:])
     flat_out, flat_shard = out.view(-1), shard.view(-1)
     if not packing.shortens(shard.dtype, shard.numel()):
-        _all_gather(flat_out, flat_shard, group)
+        _all_gather(collectives, flat_out, flat_shard)
         return out
     nbytes = packing.nbytes(shard.numel())
     message = torch.empty(nbytes, dtype=torch.uint8, device=shard.device)
     packing.pack(flat_shard, message.view(1, nbytes))
-    gathered = torch.empty(world_size * nbytes, dtype=torch.uint8, device=shard.device)
-    _all_gather(gathered, message, group)
+    gathered = message.new_empty(world_size * nbytes)
+    _all_gather(collectives, gathered, message)
     packing.unpack(gathered.view(world_size, nbytes), flat_out, senders=range(world_size))
     return out
 
 
-def _world_size(group: dist.ProcessGroup | None) -> int:
-    if group is None and not (dist.is_available() and dist.is_initialized()):
-        return 1
-    return dist.get_world_size(group)
+def quantized_reduce_scatter(
+    full: Tensor,
+    format: str | BlockFormat = "int4",
+    *,
+    between: str | BlockFormat | None = None,
+    op: Literal["avg", "sum"] = "avg",
+    group: dist.ProcessGroup | None = None,
+    ranks_per_node: int | DeviceMesh | None = None,
+    seed: int | None = None,
+    has_checksum: bool = False,
+) -> Tensor:
+    """Reduce this rank's slice of every rank's tensor in two quantized hops.
+
+    qgZ (ZeRO++, arXiv 2306.10209, section 3.3), see [Note: the two hops] in `zero_comm.two_hop`.
+    Every rank of the group must call it, with a tensor of the same shape and dtype and the same
+    other arguments. Sums are taken in fp32 in rank order, so the result is the same in every run.
+    A slice so small that quantizing would not shorten it is reduced exactly.
+
+    Args:
+        full: fp32, bf16, fp16 or fp64; its first dimension is divisible by the ranks; read, never
+            changed. Gradients don't flow through.
+        format: a kind ("int8", "int4", "e4m3", "e5m2") or a whole format.
+        between: format between nodes; None: the same.
+        op: "avg" or "sum".
+        group: the process group; None for the default one. With no process group initialised,
+            the calling process is the only rank.
+        ranks_per_node: consecutive ranks of the group that share a node; or a 2-D DeviceMesh
+            whose last dimension lies within a node; None asks the launcher's environment, at the
+            cost of one small exchange the first time.
+        seed: rounds stochastically; None: to the nearest.
+        has_checksum: whether messages carry a checksum.
+
+    Returns:
+        A new tensor of ``full``'s dtype and device, ``full.shape[0] / ranks`` long in its first
+        dimension.
+
+    Raises:
+        ValueError: an argument that doesn't fit, by name.
+        CorruptMessageError: a message arrived damaged; it names the sender.
+    """
+    if op not in ("avg", "sum"):
+        raise ValueError(f"op must be 'avg' or 'sum', got {op!r}")
+    if full.dtype not in QUANTIZABLE_DTYPES:
+        raise ValueError(f"full must be fp32, bf16, fp16 or fp64, got {full.dtype}")
+    fmt = GradientFormat.make(
+        format,
+        between,
+        is_stochastic=seed is not None,
+        error_feedback=None,
+        has_checksum=has_checksum,
+    )
+    collectives = TorchCollectives(group)
+    world_size = collectives.world_size
+    if full.dim() == 0 or full.shape[0] % world_size:
+        raise ValueError(
+            f"full must have a first dimension divisible by {world_size} ranks, got shape "
+            f"{tuple(full.shape)}"
+        )
+    full = full.detach().contiguous()
+    given = check_ranks_per_node(collectives, ranks_per_node)
+    reducer = SliceReducer(
+        collectives,
+        fmt,
+        ranks_per_node=find_ranks_per_node(collectives, given, full.device),
+        seed=seed or 0,
+    )
+    out = full.new_empty(full.shape[0] // world_size, *full.shape[1:])
+    scale = 1 / world_size if op == "avg" else 1.0
+    reducer.reduce(out.view(-1), full.view(-1), scale=scale, key=None)
+    return out
 
 
-def _all_gather(out: Tensor, shard: Tensor, group: dist.ProcessGroup | None) -> None:
-    if out.numel() == shard.numel():  # one rank, with or without a process group
-        out.copy_(shard)
-    else:
-        all_gather_single(out, shard, group)
+def _all_gather(collectives: TorchCollectives, out: Tensor, shard: Tensor) -> None:
+    collectives.all_gather(out, shard, unit=-1, version=-1, backward=False).wait()

@@ -1,0 +1,160 @@
+"""Quantized gradients for torch's DistributedDataParallel, as a communication hook.
+
+[Note: a bucket's way]
+A bucket has ``numel`` gradients of one dtype. It is padded to a slice of equal length for every
+rank; slices are reduced in two quantized hops (`zero_comm.two_hop`), so that every rank has the
+average of its own; and these are gathered, quantized by default. Every rank dequantizes the same
+messages, its own too, so all ranks get the same bits. Beside an all-reduce, whose rings send each
+gradient twice, this sends it once in the reduction's format and once in the gather's.
+"""
+
+# Annotations are evaluated here, unlike elsewhere: DDP compares those of a hook with its own types.
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.futures import Future
+
+from zero_comm.block_format import BlockFormat
+from zero_comm.feedback import LocoSettings
+from zero_comm.lanes import Lane, open_lane
+from zero_comm.message import Packing
+from zero_comm.reduction import GradientFormat, SliceReducer
+from zero_comm.topology import check_ranks_per_node, find_ranks_per_node
+from zero_comm.torch_collectives import TorchCollectives
+
+__all__ = ["ddp_comm_hook"]
+
+Hook = Callable[[object, Any], Future[Tensor]]  # torch's stubs leave dist.GradBucket out
+
+
+def ddp_comm_hook(
+    gradients: str | BlockFormat = "int4",
+    *,
+    between: str | BlockFormat | None = None,
+    gathered: str | BlockFormat | None = "int8",
+    group: dist.ProcessGroup | None = None,
+    ranks_per_node: int | DeviceMesh | None = None,
+    is_stochastic: bool = False,
+    error_feedback: LocoSettings | None = None,
+    has_checksum: bool = False,
+) -> Hook:
+    """Make a hook that averages DDP's gradients in quantized form (ZeRO++, arXiv 2306.10209: qgZ).
+
+    Every rank calls it, and gives the result to ``ddp.register_comm_hook(None, hook)``, one hook
+    for each DDP module. Buckets are exchanged beside backward: in a thread on hosts, on a stream
+    of their own on accelerators. See [Note: a bucket's way]. A bucket so small that its messages
+    would be no shorter is averaged exactly. NaN and Inf arrive as NaN in their whole block, on
+    all ranks.
+
+    Args:
+        gradients: format of the gradients that are reduced: "int8", "int4", "e4m3", "e5m2" or a
+            `BlockFormat`.
+        between: their format between nodes; None: the same.
+        gathered: format of the reduced gradients; None: exact.
+        group: DDP's process group; None for the default one. The hook makes one of its own with
+            the same ranks, so that its exchanges don't meet DDP's.
+        ranks_per_node: consecutive ranks of the group that share a node; or a 2-D DeviceMesh
+            whose last dimension lies within a node; None asks the launcher's environment.
+        is_stochastic: whether gradients are rounded stochastically.
+        error_feedback: `LocoSettings` to give what quantizing took from a bucket to the next one.
+        has_checksum: whether messages carry a checksum.
+
+    Raises:
+        ValueError: an argument that doesn't fit, by name.
+    """
+    fmt = GradientFormat.make(
+        gradients,
+        between,
+        is_stochastic=is_stochastic,
+        error_feedback=error_feedback,
+        has_checksum=has_checksum,
+    )
+    packing = None if gathered is None else Packing(gathered, has_checksum=has_checksum)
+    averager = _BucketAverager(_own_group(group), fmt, packing, ranks_per_node)
+
+    def quantized_average(state: object, bucket: dist.GradBucket) -> Future[Tensor]:  # type: ignore[name-defined]
+        return averager.start(bucket.index(), bucket.buffer())
+
+    return quantized_average
+
+
+def _own_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
+    """A new process group of the same ranks. A collective over them."""
+    if group is None or group is dist.group.WORLD:
+        own = dist.new_group()
+    else:
+        ranks, backend = dist.get_process_group_ranks(group), dist.get_backend(group)
+        own = dist.new_group(ranks, backend=backend, use_local_synchronization=True)
+    assert isinstance(own, dist.ProcessGroup), "only members are asked"
+    return own
+
+
+class _BucketAverager:
+    """Averages buckets on a lane, one after another."""
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        fmt: GradientFormat,
+        gathered: Packing | None,
+        ranks_per_node: int | DeviceMesh | None,
+    ) -> None:
+        self._collectives = TorchCollectives(group)
+        self._format = fmt
+        self._gathered = gathered
+        self._given = check_ranks_per_node(self._collectives, ranks_per_node)
+        self._lane: Lane | None = None
+        self._reducer: SliceReducer | None = None
+
+    def start(self, index: int, values: Tensor) -> Future[Tensor]:
+        """Start to average ``values`` (flat) in place over all ranks."""
+        if self._collectives.world_size == 1:
+            future: Future[Tensor] = Future()
+            future.set_result(values)
+            return future
+        if self._lane is None:
+            self._lane = open_lane(values.device)
+        return self._lane.run(lambda: self._average(index, values))
+
+    def _average(self, index: int, values: Tensor) -> Tensor:
+        world_size = self._collectives.world_size
+        numel = -(-values.numel() // world_size)
+        wide = torch.promote_types(values.dtype, torch.float32)
+        average = torch.empty(numel, dtype=wide, device=values.device)
+        full = values
+        if numel * world_size > values.numel():
+            full = values.new_zeros(numel * world_size)
+            full[: values.numel()].copy_(values)
+        self._reducer_on(values.device).reduce(average, full, scale=1 / world_size, key=index)
+        self._gather(full, average)
+        if full is not values:
+            values.copy_(full[: values.numel()])
+        return values
+
+    def _gather(self, full: Tensor, average: Tensor) -> None:
+        """Fill ``full`` with every rank's slice, as messages if that is shorter."""
+        packing = self._gathered
+        if packing is None or not packing.shortens(full.dtype, average.numel()):
+            self._all_gather(full, average.to(full.dtype))
+            return
+        nbytes, world_size = packing.nbytes(average.numel()), self._collectives.world_size
+        own = torch.empty(nbytes, dtype=torch.uint8, device=full.device)
+        packing.pack(average, own.view(1, nbytes))
+        rows = own.new_empty(world_size * nbytes)
+        self._all_gather(rows, own)
+        packing.unpack(rows.view(world_size, nbytes), full, senders=range(world_size))
+
+    def _all_gather(self, out: Tensor, own: Tensor) -> None:
+        self._collectives.all_gather(out, own, unit=-1, version=-1, backward=True).wait()
+
+    def _reducer_on(self, device: torch.device) -> SliceReducer:
+        if self._reducer is None:
+            ranks_per_node = find_ranks_per_node(self._collectives, self._given, device)
+            self._reducer = SliceReducer(
+                self._collectives, self._format, ranks_per_node=ranks_per_node
+            )
+        return self._reducer

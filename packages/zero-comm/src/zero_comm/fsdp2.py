@@ -1,0 +1,271 @@
+"""Quantized weights and gradients for torch's FSDP2 (``fully_shard``), by its public hooks.
+
+    model = fully_shard(model)
+    zero_comm.fsdp2.apply(model, weights="int8", gradients="int4")
+
+[Note: what FSDP2 hands over]
+All-gather: FSDP2 copies a group's shards into its own slice of the gather's output and gives that
+slice as the input. Here it is quantized into a buffer of its own, messages are gathered, and all of
+the output is dequantized, this rank's slice too: every rank computes with the same weights, while
+the sharded parameters, which the optimizer updates, keep every bit. Where parameters of several
+dtypes are gathered together, FSDP2 hands over bytes; these travel as they are.
+
+Reduce-scatter: one flat buffer of gradients in the reduce dtype, a slice for every rank; reduced in
+two hops (`zero_comm.two_hop`).
+
+Both run on the streams on which FSDP2 calls them and use the process group that comes with the
+call, the shard group: with a replicate dimension (HSDP) the all-reduce across it is still FSDP2's.
+Nothing is set up among ranks beforehand, see [Note: one order] in `zero_comm.torch_collectives`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from datetime import timedelta
+from typing import Any
+from weakref import WeakSet
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+
+from zero_comm.block_format import BlockFormat
+from zero_comm.feedback import LocoSettings
+from zero_comm.message import Packing
+from zero_comm.reduction import GradientFormat, SliceReducer
+from zero_comm.topology import check_ranks_per_node, find_ranks_per_node
+from zero_comm.torch_collectives import TorchCollectives
+from zero_comm.torch_compat import all_gather_single, premultiplier, reduce_scatter_single
+
+__all__ = ["apply"]
+
+# Modules whose gathers or reductions were replaced here and may be asked to be as before.
+_GATHERING: WeakSet[nn.Module] = WeakSet()
+_REDUCING: WeakSet[nn.Module] = WeakSet()
+
+
+def apply(
+    module: nn.Module,
+    *,
+    weights: str | BlockFormat | None = "int8",
+    gradients: str | BlockFormat | None = "int4",
+    between: str | BlockFormat | None = None,
+    ranks_per_node: int | DeviceMesh | None = None,
+    is_stochastic: bool = False,
+    error_feedback: LocoSettings | None = None,
+    has_checksum: bool = False,
+) -> None:
+    """Let FSDP2 gather weights and reduce gradients in quantized form (ZeRO++, arXiv 2306.10209).
+
+    Applies to every FSDPModule in the tree of ``module``; to be called on every rank, after
+    ``fully_shard`` and outside of forward and backward. Again, it changes the settings; with
+    ``weights=None, gradients=None`` both are as without it. See [Note: what FSDP2 hands over].
+    What would not get shorter travels exactly. With one rank in a shard group FSDP2 has nothing
+    to send and nothing changes.
+
+    Args:
+        module: the root, or any part.
+        weights: format of gathered weights: "int8", "int4", "e4m3", "e5m2" or a `BlockFormat`;
+            None: FSDP2's own gather.
+        gradients: format of reduced gradients; None: FSDP2's own reduction.
+        between: their format between nodes; None: the same.
+        ranks_per_node: consecutive ranks of a shard group that share a node; or a 2-D DeviceMesh
+            over its ranks whose last dimension lies within a node; None asks the launcher's
+            environment. Checked when gradients are first reduced.
+        is_stochastic: whether gradients are rounded stochastically.
+        error_feedback: `LocoSettings` to give what quantizing took from a group's gradients to
+            the next ones.
+        has_checksum: whether messages carry a checksum.
+
+    Raises:
+        ValueError: an argument that doesn't fit, by name; a tree without FSDPModule; or, from
+            FSDP2, a module whose parameters are sharded over several meshes.
+    """
+    modules = [part for part in module.modules() if isinstance(part, FSDPModule)]
+    if not modules:
+        raise ValueError(
+            "module holds no FSDPModule; call torch.distributed.fsdp.fully_shard on it first"
+        )
+    _set_gathers(modules, None if weights is None else Packing(weights, has_checksum=has_checksum))
+    if gradients is None:
+        _set_reductions(modules, None)
+        return
+    fmt = GradientFormat.make(
+        gradients,
+        between,
+        is_stochastic=is_stochastic,
+        error_feedback=error_feedback,
+        has_checksum=has_checksum,
+    )
+    _set_reductions(modules, _Reducers(fmt, ranks_per_node))
+
+
+def _set_gathers(modules: Sequence[FSDPModule], packing: Packing | None) -> None:
+    for module in _to_change(modules, _GATHERING, is_quantized=packing is not None):
+        # By shape: the base class that FSDP2's stubs ask for has no public name.
+        comm: Any = _PlainGather() if packing is None else _Gather(packing)
+        module.set_custom_all_gather(comm)
+
+
+def _set_reductions(modules: Sequence[FSDPModule], reducers: _Reducers | None) -> None:
+    to_change = _to_change(modules, _REDUCING, is_quantized=reducers is not None)
+    for index, module in enumerate(to_change):
+        comm: Any = _PlainReduceScatter() if reducers is None else _ReduceScatter(reducers, index)
+        module.set_custom_reduce_scatter(comm)
+
+
+def _to_change(
+    modules: Sequence[FSDPModule], changed: WeakSet[nn.Module], *, is_quantized: bool
+) -> Iterator[FSDPModule]:
+    """All modules; or, to have things as before, those in ``changed``, which is kept up to date."""
+    for module in modules:
+        assert isinstance(module, nn.Module)
+        if is_quantized:
+            yield module
+            changed.add(module)
+        elif module in changed:
+            yield module
+            changed.remove(module)
+
+
+class _Comm:
+    """What FSDP2 asks of both: its buffers, of ordinary memory."""
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """A new tensor of this shape."""
+        return torch.empty(*size, dtype=dtype, device=device)
+
+
+class _PlainGather(_Comm):
+    """FSDP2's own gather: what it does where none is set."""
+
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        return all_gather_single(output_tensor, input_tensor, group, async_op=async_op)
+
+
+class _PlainReduceScatter(_Comm):
+    """FSDP2's own reduction: what it does where none is set."""
+
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        op: Any,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        return reduce_scatter_single(output_tensor, input_tensor, op, group, async_op=async_op)
+
+
+class _Gather(_PlainGather):
+    """Gathers messages. See [Note: what FSDP2 hands over]."""
+
+    def __init__(self, packing: Packing) -> None:
+        self._packing = packing
+
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        if not self._packing.shortens(input_tensor.dtype, input_tensor.numel()):
+            return super().__call__(output_tensor, input_tensor, group, async_op)
+        nbytes = self._packing.nbytes(input_tensor.numel())
+        own = torch.empty(nbytes, dtype=torch.uint8, device=input_tensor.device)
+        self._packing.pack(input_tensor, own.view(1, nbytes))
+        rows = own.new_empty(group.size(), nbytes)
+        work = all_gather_single(rows.view(-1), own, group, async_op=async_op)
+        arrival = _Arrival(work, self._packing, rows, output_tensor)
+        if async_op:
+            return arrival
+        arrival.wait()
+        return None
+
+
+class _Arrival(dist.Work):
+    """Messages on their way into the output, which is whole after the first wait.
+
+    FSDP2 waits where it reads the output: on an accelerator its current stream waits for the
+    gather, and dequantizes.
+    """
+
+    def __init__(self, work: dist.Work | None, packing: Packing, rows: Tensor, out: Tensor) -> None:
+        super().__init__()
+        self._gather = work
+        self._packing = packing
+        self._rows: Tensor | None = rows
+        self._out = out
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Wait for the bytes, then dequantize them."""
+        if self._gather is not None:
+            self._gather.wait() if timeout is None else self._gather.wait(timeout)
+        if self._rows is not None:
+            self._packing.unpack(self._rows, self._out, senders=range(len(self._rows)))
+            self._rows = None
+        return True
+
+
+class _Reducers:
+    """One reducer for each process group, shared by the modules that reduce over it."""
+
+    def __init__(self, fmt: GradientFormat, ranks_per_node: int | DeviceMesh | None) -> None:
+        self._format = fmt
+        self._ranks_per_node = ranks_per_node
+        self._reducers: dict[dist.ProcessGroup, SliceReducer] = {}
+
+    def over(self, group: dist.ProcessGroup, device: torch.device) -> SliceReducer:
+        """The reducer for a group; the first time, all of its ranks must call it."""
+        if group not in self._reducers:
+            collectives = TorchCollectives(group)
+            given = check_ranks_per_node(collectives, self._ranks_per_node)
+            self._reducers[group] = SliceReducer(
+                collectives,
+                self._format,
+                ranks_per_node=find_ranks_per_node(collectives, given, device),
+            )
+        return self._reducers[group]
+
+
+class _ReduceScatter(_Comm):
+    """Reduces messages. See [Note: what FSDP2 hands over]."""
+
+    def __init__(self, reducers: _Reducers, index: int) -> None:
+        self._reducers = reducers
+        self._index = index
+
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        op: Any,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        if async_op:
+            raise NotImplementedError("FSDP2 reduces on a stream of its own, never with async_op")
+        scale = _scale_of(op, group.size())
+        reducer = self._reducers.over(group, input_tensor.device)
+        reducer.reduce(output_tensor, input_tensor, scale=scale, key=self._index)
+        return None
+
+
+def _scale_of(op: Any, world_size: int) -> float:
+    """What the sum is multiplied by."""
+    if op == dist.ReduceOp.AVG:
+        return 1 / world_size
+    if op == dist.ReduceOp.SUM:
+        return 1.0
+    if op == dist.ReduceOp.PREMUL_SUM:
+        return premultiplier(op)
+    raise ValueError(f"gradients are reduced by AVG, SUM or PREMUL_SUM, FSDP2 asked for {op}")

@@ -1,0 +1,116 @@
+"""Quantized reduction of gradients for callers that are no engine: DDP, FSDP2, a plain function.
+
+A thin layer over `zero_comm.two_hop`: what the caller chose, one reducer per process group, and
+what is reduced exactly because its messages would be no shorter.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from zero_comm.block_format import BlockFormat
+from zero_comm.feedback import ErrorFeedback, LocoSettings
+from zero_comm.message import Packing
+from zero_comm.torch_collectives import TorchCollectives
+from zero_comm.two_hop import Rounding, TwoHopReduce
+
+__all__ = ["GradientFormat", "SliceReducer"]
+
+
+@dataclass(frozen=True, slots=True)
+class GradientFormat:
+    """How gradients travel.
+
+    Args:
+        within: format of messages within a node.
+        between: format of messages between nodes.
+        is_stochastic: whether they are rounded stochastically.
+        error_feedback: settings of error feedback; None for none.
+        has_checksum: whether messages carry a checksum.
+    """
+
+    within: BlockFormat
+    between: BlockFormat
+    is_stochastic: bool = False
+    error_feedback: LocoSettings | None = None
+    has_checksum: bool = False
+
+    @classmethod
+    def make(
+        cls,
+        within: str | BlockFormat,
+        between: str | BlockFormat | None,
+        *,
+        is_stochastic: bool,
+        error_feedback: LocoSettings | None,
+        has_checksum: bool,
+    ) -> GradientFormat:
+        """Fill in: without ``between``, gradients travel everywhere as within a node."""
+        near = BlockFormat.make(within)
+        far = near if between is None else BlockFormat.make(between)
+        return cls(near, far, is_stochastic, error_feedback, has_checksum)
+
+
+class SliceReducer:
+    """Sums slices of gradients over a group (qgZ), in two hops where nodes have several ranks.
+
+    Every rank of the group makes it alike and calls it in the same order. Not to be called by
+    several threads at once.
+
+    Args:
+        collectives: those of the group.
+        fmt: how gradients travel.
+        ranks_per_node: consecutive ranks that share a node; divides the group.
+        seed: of stochastic rounding, equal on all ranks.
+    """
+
+    def __init__(
+        self,
+        collectives: TorchCollectives,
+        fmt: GradientFormat,
+        *,
+        ranks_per_node: int,
+        seed: int = 0,
+    ) -> None:
+        self._collectives = collectives
+        # A number of its own for each rank under each seed.
+        stream = seed * collectives.world_size + collectives.rank
+        feedback = fmt.error_feedback
+        self._two_hop = TwoHopReduce(
+            collectives,
+            ranks_per_node=ranks_per_node,
+            within=Packing(fmt.within, has_checksum=fmt.has_checksum),
+            between=Packing(fmt.between, has_checksum=fmt.has_checksum),
+            rounding=Rounding(rank=stream, is_stochastic=fmt.is_stochastic),
+            feedback=None if feedback is None else ErrorFeedback(feedback),
+        )
+        self._units: dict[tuple[object, int], int] = {}
+
+    def reduce(self, out: Tensor, full: Tensor, *, scale: float, key: object) -> None:
+        """``out`` = ``scale`` times the sum of this rank's slice over all ranks.
+
+        The sum is taken and scaled in fp32 (fp64 where a slice travels exactly in it), so that
+        fp16 doesn't overflow before an average is taken.
+
+        Args:
+            out: flat, contiguous, any floating dtype.
+            full: flat, contiguous, ``world_size * out.numel()`` elements; read.
+            scale: 1 / ranks for the average.
+            key: tells what is reduced again and again from anything else; the errors that
+                feedback keeps go by it and by the length.
+
+        Raises:
+            CorruptMessageError: a message arrived damaged; it names the sender.
+        """
+        unit = self._units.setdefault((key, full.numel()), len(self._units))
+        if self._two_hop.shortens(full.dtype, out.numel()):
+            total = torch.empty_like(out, dtype=torch.float32)
+            self._two_hop.reduce(total, full, unit=unit)
+        else:
+            wide = torch.promote_types(full.dtype, torch.float32)
+            total = torch.empty_like(out, dtype=wide)
+            self._collectives.reduce_scatter(total, full, unit=unit).wait()
+        out.copy_(total.mul_(scale))

@@ -1,0 +1,50 @@
+"""Jobs beside their caller, on hosts."""
+
+import threading
+
+import pytest
+import torch
+
+from zero_comm.lanes import HostLane, open_lane
+
+
+def test_the_caller_goes_on_while_a_job_runs() -> None:
+    lane, may_end = HostLane(), threading.Event()
+
+    def job() -> torch.Tensor:
+        assert may_end.wait(60)
+        return torch.ones(2)
+
+    future = lane.run(job)
+    assert not future.done()
+    may_end.set()
+    assert future.wait().tolist() == [1, 1]
+
+
+def test_jobs_run_one_after_another_in_order() -> None:
+    lane = open_lane(torch.device("cpu"))
+    order: list[int] = []
+
+    def job(i: int) -> torch.Tensor:
+        order.append(i)
+        return torch.tensor(i)
+
+    futures = [lane.run(lambda i=i: job(i)) for i in range(20)]  # type: ignore[misc]
+    assert [f.wait().item() for f in futures] == order == list(range(20))
+
+
+def test_jobs_record_no_gradients() -> None:
+    weight = torch.ones(2, requires_grad=True)
+    assert not HostLane().run(lambda: weight * 2).wait().requires_grad
+
+
+def test_a_job_that_fails_fails_its_own_future_alone() -> None:
+    lane = HostLane()
+
+    def fail() -> torch.Tensor:
+        raise ValueError("rank 3 is damaged")
+
+    failed, good = lane.run(fail), lane.run(lambda: torch.ones(1))
+    with pytest.raises(RuntimeError, match="ValueError: rank 3 is damaged"):
+        failed.wait()
+    assert good.wait().item() == 1

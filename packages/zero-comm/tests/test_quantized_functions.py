@@ -1,0 +1,140 @@
+"""`quantized_all_gather` and `quantized_reduce_scatter` between real processes."""
+
+import pytest
+import torch
+from plugin_ranks import DTYPES, SHAPES, Outcomes, outcomes_of, values_of
+from torch import Tensor
+
+from zero_comm import dequantize, quantize, quantized_all_gather, quantized_reduce_scatter
+
+PER_NODE = dict(SHAPES)
+
+
+@pytest.fixture(scope="module", params=SHAPES)
+def ranks(request: pytest.FixtureRequest) -> list[Outcomes]:
+    return outcomes_of(*request.param)
+
+
+def as_received(values: Tensor, kind: str, dtype: torch.dtype = torch.float32) -> Tensor:
+    return dequantize(quantize(values, kind), values.numel(), kind, dtype=dtype)
+
+
+def two_hops(fulls: list[Tensor], rank: int, within: str, between: str) -> Tensor:
+    """The sum by the paper's definition, slice by slice, in fp32; ``fulls`` [W, s] each."""
+    size = len(fulls)
+    per_node = PER_NODE[size]
+    if size == 1:
+        return fulls[0][0].float()
+    partial = []
+    for node in range(size // per_node):
+        slices = [fulls[node * per_node + i][rank] for i in range(per_node)]
+        if per_node > 1:
+            slices = [as_received(s, within) for s in slices]
+        total = slices[0].float()
+        for s in slices[1:]:
+            total = total + s
+        partial.append(total)
+    if len(partial) > 1:
+        partial = [as_received(p, between) for p in partial]
+    total = partial[0]
+    for p in partial[1:]:
+        total = total + p
+    return total
+
+
+def test_the_sum_is_that_of_the_two_hops(ranks: list[Outcomes]) -> None:
+    size = len(ranks)
+    for dtype in DTYPES:
+        fulls = [values_of(r, 1001 * size, dtype).view(size, -1) for r in range(size)]
+        for rank, outcomes in enumerate(ranks):
+            got = outcomes["reduce_with_the_function"]
+            average = (two_hops(fulls, rank, "int4", "int4") * (1 / size)).to(dtype)
+            total = two_hops(fulls, rank, "int8", "e4m3").to(dtype)
+            if size == 1:  # nothing is sent, nothing is rounded
+                average = total = fulls[0][0]
+            assert got[f"int4 {dtype}"].equal(average), dtype
+            assert got[f"int8 e4m3 {dtype}"].equal(total), dtype
+
+
+def test_an_engines_collectives_are_carried_too(ranks: list[Outcomes]) -> None:
+    size = len(ranks)
+    shards = [values_of(r, 1001) for r in range(size)]
+    fulls = [values_of(r, 1001 * size).view(size, -1) for r in range(size)]
+    expected = torch.cat([as_received(s, "int8") if size > 1 else s for s in shards])
+    for rank, outcomes in enumerate(ranks):
+        got = outcomes["carry_an_engines_collectives"]
+        assert got["again"].equal(got["gathered"])
+        assert got["total"].equal(two_hops(fulls, rank, "int4", "int4"))
+        assert (got["gathered"] - expected).abs().max() == 0
+        assert got["between"] == (0 if PER_NODE[size] > 1 or size == 1 else got["between"])
+
+
+def test_the_average_of_8_bits_is_near_the_exact_one(ranks: list[Outcomes]) -> None:
+    size = len(ranks)
+    exact = torch.stack([values_of(r, 700 * size) for r in range(size)]).mean(0).view(size, 100, 7)
+    for rank, outcomes in enumerate(ranks):
+        got = outcomes["reduce_with_the_function"]["matrix"]
+        assert got.shape == (100, 7)
+        # Half a step of each message: of every rank's, and of every node's sum.
+        bound = 2 * max(values_of(r, 700 * size).abs().max() for r in range(size)) / 127 / 2 * 1.1
+        assert (got - exact[rank]).abs().max() <= bound
+
+
+def test_a_slice_that_would_not_shorten_is_averaged_exactly(ranks: list[Outcomes]) -> None:
+    size = len(ranks)
+    exact = torch.stack([values_of(r, size) for r in range(size)]).mean(0)
+    for rank, outcomes in enumerate(ranks):
+        got = outcomes["reduce_with_the_function"]["small"]
+        torch.testing.assert_close(got, exact[rank : rank + 1])
+
+
+def test_seeds_tell_roundings_apart(ranks: list[Outcomes]) -> None:
+    for outcomes in ranks:
+        first, same, other = outcomes["reduce_with_the_function"]["seeds"]
+        assert first.equal(same)
+        assert first.equal(other) is (len(ranks) == 1)
+
+
+def test_the_average_of_large_fp16_does_not_overflow(ranks: list[Outcomes]) -> None:
+    for outcomes in ranks:
+        got = outcomes["reduce_with_the_function"]["huge"]
+        assert (got.float() - 6e4).abs().max() <= 6e4 * 0.01
+
+
+def test_nan_of_any_rank_arrives_in_its_block_alone(ranks: list[Outcomes]) -> None:
+    length = 128 if len(ranks) > 1 else 1
+    for rank, outcomes in enumerate(ranks):
+        is_nan = outcomes["reduce_with_the_function"]["poisoned"].isnan()
+        assert is_nan.sum() == (length if rank == 0 else 0)
+        assert is_nan[:length].all() or rank > 0
+
+
+def test_gathers_join_shards_along_the_first_dimension(ranks: list[Outcomes]) -> None:
+    shards = [values_of(r, 1001, torch.bfloat16) for r in range(len(ranks))]
+    for outcomes in ranks:
+        got = outcomes["gather_with_the_function"]
+        for kind in ("int8", "int4"):
+            expected = torch.cat([as_received(s, kind, torch.bfloat16) for s in shards])
+            assert got[kind].equal(expected.view(-1, 7))
+        assert got["small"].equal(torch.tensor([r + 0.1 for r in range(len(ranks))]))
+        assert got["integers"].tolist() == [[r, 3] for r in range(len(ranks))]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        ({"full": torch.tensor(1.0)}, "full"),
+        ({"full": torch.ones(4, dtype=torch.int64)}, "full"),
+        ({"full": torch.ones(4), "op": "max"}, "op"),
+        ({"full": torch.ones(4), "format": "int3"}, "format"),
+        ({"full": torch.ones(4), "ranks_per_node": 2}, "ranks_per_node"),
+    ],
+)
+def test_an_argument_that_does_not_fit_is_refused(arguments: dict[str, object], named: str) -> None:
+    with pytest.raises(ValueError, match=f"^{named} must"):
+        quantized_reduce_scatter(**arguments)  # type: ignore[arg-type]
+
+
+def test_a_scalar_is_not_gathered() -> None:
+    with pytest.raises(ValueError, match="shard must have at least one dimension"):
+        quantized_all_gather(torch.tensor(1.0))

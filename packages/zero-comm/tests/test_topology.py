@@ -1,0 +1,98 @@
+"""Which ranks share a node, from what launchers leave in the environment."""
+
+import logging
+import socket
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from plugin_ranks import outcomes_of
+
+from zero_comm import TorchCollectives
+from zero_comm.topology import check_ranks_per_node, node_key, ranks_per_node_of
+
+SLURM = {"SLURM_NODEID": "3", "SLURM_PROCID": "12"}
+
+
+def mpi(rank: int, local_rank: int) -> dict[str, str]:
+    return {"OMPI_COMM_WORLD_RANK": str(rank), "OMPI_COMM_WORLD_LOCAL_RANK": str(local_rank)}
+
+
+def test_torchrun_tells_the_node_also_under_slurm() -> None:
+    env = {**SLURM, "LOCAL_WORLD_SIZE": "4", "GROUP_RANK": "1"}
+    assert node_key(env, 5) == node_key(env, 4)
+    assert node_key(env, 5) != node_key({**env, "GROUP_RANK": "0"}, 3)
+
+
+def test_the_local_world_size_alone_cuts_ranks_into_runs() -> None:
+    keys = [node_key({"LOCAL_WORLD_SIZE": "2"}, rank) for rank in range(6)]
+    assert ranks_per_node_of(keys) == 2
+    assert len(set(keys)) == 3
+
+
+def test_slurm_tells_the_node() -> None:
+    assert node_key(SLURM, 12) == node_key(SLURM, 13)
+    assert node_key(SLURM, 12) != node_key({**SLURM, "SLURM_NODEID": "4"}, 16)
+
+
+def test_open_mpi_tells_the_nodes_of_different_sizes() -> None:
+    places = [(0, 0), (1, 1), (2, 2), (3, 3), (4, 0), (5, 1)]
+    keys = [node_key(mpi(rank, local), rank) for rank, local in places]
+    assert keys == [keys[0]] * 4 + [keys[4]] * 2
+    assert ranks_per_node_of(keys) == 2
+
+
+def test_ranks_that_open_mpi_deals_out_in_turn_share_no_node() -> None:
+    keys = [node_key(mpi(rank, rank // 2), rank) for rank in range(6)]
+    assert ranks_per_node_of(keys) == 1
+
+
+def test_without_a_launcher_the_host_is_the_node() -> None:
+    assert node_key({}, 0) == node_key({}, 7) == f"host {socket.gethostname()}"
+
+
+def test_nodes_of_different_sizes_are_told(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        assert ranks_per_node_of("aaaabb") == 2
+    assert "nodes have [4, 2] ranks; groups of 2" in caplog.text
+
+
+def test_ranks_of_a_node_that_are_not_consecutive_are_told(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with caplog.at_level(logging.WARNING):
+        assert ranks_per_node_of("abab") == 1
+    assert "not consecutive" in caplog.text
+
+
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=6))
+def test_groups_are_the_largest_that_lie_within_nodes(sizes: list[int]) -> None:
+    nodes = [node for node, size in enumerate(sizes) for _ in range(size)]
+    found = ranks_per_node_of(nodes)
+    for candidate in range(1, max(sizes) + 1):
+        runs = [nodes[i : i + candidate] for i in range(0, len(nodes), candidate)]
+        fits = all(len(run) == candidate and len(set(run)) == 1 for run in runs)
+        assert fits <= (candidate <= found)
+        assert fits or candidate != found
+
+
+@pytest.mark.parametrize("number", [0, -1, 2])
+def test_a_number_that_does_not_divide_the_group_is_refused(number: int) -> None:
+    with pytest.raises(ValueError, match=f"divisor of the group's 1 ranks, got {number}"):
+        check_ranks_per_node(TorchCollectives(), number)
+
+
+def test_environment_number_and_mesh_mean_the_same_nodes() -> None:
+    for outcomes in outcomes_of(4, 2):
+        got = outcomes["take_nodes_from_a_mesh"]
+        assert got["environment"].equal(got["number"])
+        assert got["environment"].equal(got["mesh"])
+        assert not got["environment"].equal(got["one per node"])
+
+
+@pytest.mark.parametrize("name", ["flat", "crossed"])
+def test_a_mesh_that_does_not_fit_the_group_is_refused(name: str) -> None:
+    for outcomes in outcomes_of(4, 2):
+        error = outcomes["take_nodes_from_a_mesh"][name]
+        assert "must have 2 dimensions" in error
+        assert "[0, 1, 2, 3]" in error
