@@ -1,11 +1,21 @@
 """Hypothesis strategies: formats and flat tensors that are hard on a quantizer."""
 
+import numpy as np
 import torch
 from hypothesis import strategies as st
-from quantizer_reference import ALL_DTYPES
+from quantizer_reference import ALL_DTYPES, Format
 from torch import Tensor
 
-formats = st.tuples(st.sampled_from([8, 4]), st.sampled_from([8, 24, 64, 128, 256]))
+block_sizes = st.sampled_from([8, 24, 64, 128, 256])
+symmetric = st.builds(Format, st.sampled_from(["int8", "int4", "e4m3", "e5m2"]), block_sizes)
+asymmetric = st.builds(Format, st.sampled_from(["int8", "int4"]), block_sizes, st.just(False))
+plain = st.one_of(symmetric, asymmetric)
+rotated = st.builds(
+    lambda fmt, blocks: Format(fmt.kind, 64 * blocks, fmt.is_symmetric, True),
+    plain,
+    st.integers(1, 4),
+)
+formats = st.one_of(plain, plain, rotated)
 dtypes = st.sampled_from(ALL_DTYPES)
 
 
@@ -24,14 +34,24 @@ def extreme_values(draw: st.DrawFn) -> Tensor:
 def typical_values(draw: st.DrawFn) -> Tensor:
     """Any length, every run of 8 elements at a magnitude of its own, some elements zero."""
     numel = draw(st.one_of(st.sampled_from([0, 1, 2, 3, 7, 255, 256, 257]), st.integers(0, 900)))
-    generator = torch.Generator().manual_seed(draw(st.integers(0, 2**32)))
+    random = np.random.default_rng(draw(st.integers(0, 2**32)))
     dtype = draw(dtypes)
-    x = torch.randn(numel, generator=generator, dtype=torch.float64)
+    x = random.standard_normal(numel)
     low = -24 if dtype == torch.float16 else -120
-    exponents = torch.randint(low, 12, (-(-numel // 8),), generator=generator)
-    x *= torch.exp2(exponents.double()).repeat_interleave(8)[:numel]
-    x[torch.rand(numel, generator=generator) < draw(st.sampled_from([0.0, 0.2, 1.0]))] = 0
-    return x.to(dtype)
+    x *= np.exp2(random.integers(low, 12, -(-numel // 8))).repeat(8)[:numel]
+    x[random.random(numel) < draw(st.sampled_from([0.0, 0.2, 1.0]))] = 0
+    return torch.from_numpy(x).to(dtype)
 
 
-flat_tensors = st.one_of(typical_values(), extreme_values())
+@st.composite
+def close_values(draw: st.DrawFn) -> Tensor:
+    """Values around a power of two, in a range of few to many spacings of their dtype."""
+    dtype = draw(dtypes)
+    random = np.random.default_rng(draw(st.integers(0, 2**32)))
+    spread = draw(st.sampled_from([2.0**-22, 2.0**-16, 2.0**-9, 0.1, 1.0, 2.0]))
+    x = 1 + spread * (random.random(draw(st.integers(1, 600))) - draw(st.floats(0, 1)))
+    x *= 2.0 ** draw(st.integers(-10, 10)) * draw(st.sampled_from([-1, 1]))
+    return torch.from_numpy(x).to(dtype)
+
+
+flat_tensors = st.one_of(typical_values(), extreme_values(), close_values())

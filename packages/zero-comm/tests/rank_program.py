@@ -9,7 +9,7 @@ import torch.distributed as dist
 from native_collectives import GroupNative
 from torch import Tensor
 
-from zero_comm import create_collectives, quantized_all_gather
+from zero_comm import BlockFormat, create_collectives, quantized_all_gather
 from zero_comm.collectives import NativeCollectives
 
 SIZES = (1, 7, 300, 1001)
@@ -99,7 +99,7 @@ def call_the_function(rank: int, world_size: int) -> Outcomes:
     matrix = shard_of(rank, 1001, torch.bfloat16).view(143, 7)
     return {
         "8": quantized_all_gather(matrix),
-        "4": quantized_all_gather(matrix, bits=4, block_size=64, group=dist.group.WORLD),
+        "4": quantized_all_gather(matrix, format=BlockFormat("int4", 64), group=dist.group.WORLD),
         "small": quantized_all_gather(torch.tensor([rank + 0.1])),
         "integers": quantized_all_gather(torch.tensor([[rank, 3]])),
     }

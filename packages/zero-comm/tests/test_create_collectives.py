@@ -33,9 +33,9 @@ def test_the_entry_point_is_the_factory() -> None:
 
 def test_quantized_weights_are_8_bit_unless_said_otherwise() -> None:
     on = {"zero_quantized_weights": True}
-    assert sent_nbytes(on) == quantized_nbytes(4096, bits=8)
+    assert sent_nbytes(on) == quantized_nbytes(4096, "int8")
     assert sent_nbytes({**on, "zero_quantized_weights_bits": None}) == sent_nbytes(on)
-    assert sent_nbytes({**on, "zero_quantized_weights_bits": 4}) == quantized_nbytes(4096, bits=4)
+    assert sent_nbytes({**on, "zero_quantized_weights_bits": 4}) == quantized_nbytes(4096, "int4")
 
 
 def test_a_full_block_with_everything_else_off_is_accepted() -> None:

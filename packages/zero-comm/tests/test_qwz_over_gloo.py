@@ -9,7 +9,7 @@ import torch.multiprocessing as mp
 from rank_program import DTYPES, SIZES, Outcomes, shard_of
 from torch import Tensor
 
-from zero_comm import dequantize, quantize, quantized_nbytes
+from zero_comm import BlockFormat, dequantize, quantize, quantized_nbytes
 
 Ranks = list[dict[str, Outcomes]]
 
@@ -23,24 +23,26 @@ def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return [torch.load(folder / f"rank{r}.pt", weights_only=True) for r in range(world_size)]
 
 
-def as_received(shard: Tensor, bits: int = 8, block_size: int | None = None) -> Tensor:
+def as_received(shard: Tensor, format: str | BlockFormat = "int8") -> Tensor:
     """What a shard looks like to every rank."""
     numel = shard.numel()
-    if quantized_nbytes(numel, bits=bits, block_size=block_size) >= shard.nbytes:
+    if quantized_nbytes(numel, format) >= shard.nbytes:
         return shard.reshape(-1)
-    buffer = quantize(shard, bits=bits, block_size=block_size)
-    return dequantize(buffer, numel, dtype=shard.dtype, bits=bits, block_size=block_size)
+    buffer = quantize(shard, format)
+    return dequantize(buffer, numel, format, dtype=shard.dtype)
 
 
-def gathered(shards: list[Tensor], bits: int = 8, block_size: int | None = None) -> Tensor:
-    return torch.cat([as_received(s, bits, block_size) for s in shards])
+def gathered(shards: list[Tensor], format: str | BlockFormat = "int8") -> Tensor:
+    return torch.cat([as_received(s, format) for s in shards])
 
 
 def test_every_rank_gets_every_dequantized_shard(ranks: Ranks) -> None:
     for bits in (8, 4):
         for numel in SIZES:
             for dtype in DTYPES:
-                expected = gathered([shard_of(r, numel, dtype) for r in range(len(ranks))], bits)
+                expected = gathered(
+                    [shard_of(r, numel, dtype) for r in range(len(ranks))], f"int{bits}"
+                )
                 for outcomes in ranks:
                     got = outcomes["gather_sizes_and_dtypes"][f"out {bits} {numel} {dtype}"]
                     assert torch.equal(got, expected), (bits, numel, dtype)
@@ -78,8 +80,8 @@ def test_bytes_sent_are_those_of_the_formula(ranks: Ranks) -> None:
     numel = 1 << 14
     for outcomes in ranks:
         eight, four = outcomes["count_bytes"]["sent"].tolist()
-        assert eight == quantized_nbytes(numel, bits=8) == numel + numel // 256 * 2
-        assert four == quantized_nbytes(numel, bits=4) == numel // 2 + numel // 128 * 2
+        assert eight == quantized_nbytes(numel, "int8") == numel + numel // 256 * 2
+        assert four == quantized_nbytes(numel, "int4") == numel // 2 + numel // 128 * 2
 
 
 def test_an_overflow_on_one_rank_is_seen_by_all(ranks: Ranks) -> None:
@@ -109,6 +111,6 @@ def test_the_function_joins_shards_along_the_first_dimension(ranks: Ranks) -> No
     for outcomes in ranks:
         got = outcomes["call_the_function"]
         assert torch.equal(got["8"], gathered(shards).view(-1, 7))
-        assert torch.equal(got["4"], gathered(shards, 4, 64).view(-1, 7))
+        assert torch.equal(got["4"], gathered(shards, BlockFormat("int4", 64)).view(-1, 7))
         assert torch.equal(got["small"], torch.tensor([r + 0.1 for r in range(len(ranks))]))
         assert got["integers"].tolist() == [[r, 3] for r in range(len(ranks))]

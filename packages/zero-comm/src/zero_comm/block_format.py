@@ -1,26 +1,69 @@
-"""Where each byte of a quantized buffer lies: pure arithmetic, no tensors.
+"""What a quantized buffer means and where each of its bytes lies: pure arithmetic, no tensors.
 
 [Note: the quantized buffer]
 A flat tensor of ``numel`` elements is cut into **blocks** of ``block_size`` consecutive elements;
-the last block is padded with zeros. Each block has one **maximum**: the largest magnitude in it,
-at least 2**-100, rounded to bfloat16; NaN if the block holds NaN or Inf. The **step** of a block
-is its maximum divided by the top **level** (127 for 8 bits, 7 for 4), and a **code** is an element
-times the reciprocal of the step, rounded to the nearest integer, ties to even: symmetric
-quantization, so zero stays zero. A code times the step is the element again. All of it is
-computed in fp32. The buffer is flat uint8, in three parts::
+the last block is padded with zeros. A block has one **scale** and a **code** for each element. The
+buffer is flat uint8, in three parts::
 
     codes     num_blocks * block_size * bits / 8    block after block
-    maxima    num_blocks * 2                        bfloat16, native byte order
+    scales    num_blocks * 2, or * 8 (asymmetric)   native byte order
     padding   to a multiple of 16                   zeros
 
-8 bits: the code of element ``i`` of a block is its byte ``i``, as int8. 4 bits: byte ``j`` of a
-block is the int8 ``lo + 16 * hi``, where ``lo`` is the code of element ``j`` and ``hi`` that of
-element ``j + block_size / 2``. Pairing the halves keeps both operands contiguous. To read it:
-``lo`` is the low nibble, sign-extended, and ``hi`` is ``(byte + 8) >> 4``.
+8 bits: the code of element ``i`` of a block is its byte ``i``. 4 bits: byte ``j`` of a block holds
+the codes of elements ``j`` and ``j + block_size / 2``; pairing the halves keeps both operands
+contiguous. The total is a multiple of 16 bytes so that each row of many is aligned for wide loads.
+All backends give the same bytes and the same values: arithmetic is fp32, each operation rounded on
+its own (no fused multiply-add).
+
+[Note: symmetric codes]
+The scale is the block's **maximum**: the largest magnitude in it, within 2**-100 and the largest
+bfloat16 that the tensor's dtype holds, rounded to bfloat16. The **step** is the maximum divided by
+the top **level**, and ``v = x * (1 / step)``. A code times the step is the element again.
+
+int8, int4: the level is 127 or 7, the code is ``v`` rounded to the nearest integer, ties to even.
+4 bits: the byte is the int8 ``lo + 16 * hi``; read it as ``hi = (byte + 8) >> 4`` and the low
+nibble, sign-extended.
+
+e4m3, e5m2: the level is 448 or 57344, the largest finite number of ``torch.float8_e4m3fn`` or
+``torch.float8_e5m2``; the code is ``v``, no further from zero than the level, in that type:
+``q = 2**(max(exponent of |v|, emin) - mantissa bits)``, ``|v| / q`` rounded to the nearest
+integer, ties to even, times ``q``, with the sign of ``v``; what rounds to zero is +0.
 
 The maximum is stored, not the step, because for 16-bit input it is representable in 16 bits and
-comes back exactly; with a rounded step, a second quantization could move the grid. The total is
-a multiple of 16 bytes so that each rank's part of a gathered buffer is aligned for wide loads.
+comes back exactly; with a rounded step, a second quantization could move the grid.
+
+[Note: asymmetric codes]
+The scale is the smallest element ``lo`` and the largest ``hi``, both fp32, +0.0 for a zero
+(padding isn't counted, unless there is a rotation: it is then part of what was rotated). Code 0 is
+exactly zero. Codes 1 to ``K + 1`` (K is 254, or 14 for 4 bits) are ``k = code - 1``::
+
+    step     = max((hi / 2 - lo / 2) / (K / 2), 2**-107)
+    k        = (x / 2 - lo / 2) * (2 * (1 / step)), to the nearest, ties to even, within [0, K]
+    value(k) = lo if k == 0, hi if k == K, else 2 * (lo / 2 + k * (step / 2))
+
+Halves, because ``hi - lo`` and ``K * step`` may overflow; and the difference of halves is exact
+where that of ``hi / K`` and ``lo / K`` is not. When the dtype's spacing is about a step, the
+nearest ``k`` of what once came out of the quantizer may be another than the one it came from, next
+to a power of two, where the spacing changes. So that a second quantization changes nothing: if
+``value(k)``, rounded to the tensor's dtype, isn't ``x``, but that of ``k + 1`` or ``k - 1`` is,
+that is the code's. Not with a rotation or stochastic rounding. 4 bits: the byte is ``code(j) | code(j + block_size / 2) << 4``.
+
+[Note: non-finite blocks]
+The scale of a block with NaN or Inf is NaN (0x7fc0; asymmetric twice 0x7fc00000), its codes are 0,
+and all its elements come back as NaN.
+
+[Note: stochastic rounding]
+With a seed, "to the nearest" becomes ``floor(v + u)``, not past the top code, of ``v`` (ints),
+``|v| / q`` (fp8) or ``k`` before its rounding; ``u = (mix(i + mix(s)) >> 8) * 2**-24`` where ``i``
+is the element's index in its row, ``s = seed + 0x9e3779b9 * row``, all mod 2**32, and ``mix`` is
+lowbias32 of Wellons' hash prospector: ``x ^= x >> 16; x *= 0x7feb352d; x ^= x >> 15;
+x *= 0x846ca68b; x ^= x >> 16``.
+
+[Note: rotation]
+Groups of 64 consecutive elements of the padded blocks are multiplied by the orthonormal Hadamard
+matrix in Sylvester order before the scale is taken: ``x *= 0.125``, then for h = 1, 2, ..., 32
+``(a, b) -> (a + b, a - b)`` for elements ``h`` apart, in fp32. It is its own inverse: decoding
+does the same to the decoded fp32 values. The maximum is then limited by bfloat16 alone.
 """
 
 from __future__ import annotations
@@ -30,52 +73,89 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Final
 
-__all__ = ["DEFAULT_BLOCK_SIZE", "BlockFormat", "quantized_nbytes"]
+__all__ = ["DEFAULT_BLOCK_SIZE", "ROTATION_SIZE", "BlockFormat", "quantized_nbytes"]
 
-MAX_NBYTES: Final = 2  # a block's maximum, in bfloat16
 ALIGNMENT: Final = 16  # bytes
+ROTATION_SIZE: Final = 64  # elements
 
-# Per 16-bit element, maxima included: 8 bits send 1/1.98 of the bytes, 4 bits 1/3.88. A block of
+# Per 16-bit element, scales included: 8 bits send 1/1.98 of the bytes, 4 bits 1/3.88. A block of
 # 4-bit codes is smaller because an outlier costs its neighbours more: 7 levels instead of 127.
-DEFAULT_BLOCK_SIZE: Final[Mapping[int, int]] = MappingProxyType({8: 256, 4: 128})
+DEFAULT_BLOCK_SIZE: Final[Mapping[str, int]] = MappingProxyType(
+    {"int8": 256, "int4": 128, "e4m3": 128, "e5m2": 128}
+)
+_TOP_LEVEL: Final[Mapping[str, float]] = MappingProxyType(
+    {"int8": 127.0, "int4": 7.0, "e4m3": 448.0, "e5m2": 57344.0}
+)
+_TOP_INDEX: Final[Mapping[str, int]] = MappingProxyType({"int8": 254, "int4": 14})
 
 
 @dataclass(frozen=True, slots=True)
 class BlockFormat:
-    """How many bits a code has and how many elements share a step.
+    """What a code is, and how many elements share a scale.
 
     Args:
-        bits: 8 or 4.
-        block_size: elements per block, a positive multiple of 8.
+        kind: "int8", "int4", "e4m3" or "e5m2".
+        block_size: elements per block, a positive multiple of 8; of 64 with a rotation.
+        is_symmetric: whether the grid is centred on zero; if not (int8 and int4 alone) it goes
+            from the block's smallest element to its largest, see [Note: asymmetric codes].
+        has_rotation: whether groups of 64 elements are rotated, see [Note: rotation].
     """
 
-    bits: int
+    kind: str
     block_size: int
+    is_symmetric: bool = True
+    has_rotation: bool = False
 
     def __post_init__(self) -> None:
-        if self.bits not in DEFAULT_BLOCK_SIZE:
-            raise ValueError(f"bits must be 8 or 4, got {self.bits!r}")
-        if self.block_size <= 0 or self.block_size % 8 != 0:
+        if self.kind not in DEFAULT_BLOCK_SIZE:
             raise ValueError(
-                f"block_size must be a positive multiple of 8, got {self.block_size!r}"
+                f"format must be one of {', '.join(DEFAULT_BLOCK_SIZE)}, got {self.kind!r}"
             )
+        unit = ROTATION_SIZE if self.has_rotation else 8
+        if self.block_size <= 0 or self.block_size % unit != 0:
+            raise ValueError(
+                f"block_size must be a positive multiple of {unit}"
+                f"{' with a rotation' if self.has_rotation else ''}, got {self.block_size!r}"
+            )
+        if not self.is_symmetric and self.kind not in _TOP_INDEX:
+            raise ValueError(f"is_symmetric must be true for {self.kind}: its codes have a sign")
 
     @classmethod
-    def make(cls, bits: int, block_size: int | None) -> BlockFormat:
-        """Fill in the default block size of ``bits`` where ``block_size`` is None."""
-        if block_size is None:
-            block_size = DEFAULT_BLOCK_SIZE.get(bits, 8)
-        return cls(bits, block_size)
+    def make(cls, spec: str | BlockFormat) -> BlockFormat:
+        """A kind's name means its default block size, symmetric, no rotation; a format itself."""
+        if isinstance(spec, BlockFormat):
+            return spec
+        return cls(spec, DEFAULT_BLOCK_SIZE.get(spec, 8))
 
     @property
-    def top_level(self) -> int:
-        """The largest code; the smallest is its negative."""
-        return int(2 ** (self.bits - 1)) - 1
+    def bits(self) -> int:
+        """Bits of a code."""
+        return 4 if self.kind == "int4" else 8
+
+    @property
+    def is_float(self) -> bool:
+        """Whether codes are fp8 numbers."""
+        return self.kind not in _TOP_INDEX
+
+    @property
+    def top_level(self) -> float:
+        """Symmetric: the maximum, counted in steps."""
+        return _TOP_LEVEL[self.kind]
+
+    @property
+    def top_index(self) -> int:
+        """Asymmetric: K, the number of steps from the smallest element to the largest."""
+        return _TOP_INDEX[self.kind]
 
     @property
     def block_nbytes(self) -> int:
         """Bytes of one block's codes."""
         return self.block_size * self.bits // 8
+
+    @property
+    def scale_nbytes(self) -> int:
+        """Bytes of one block's scale."""
+        return 2 if self.is_symmetric else 8
 
     def num_blocks(self, numel: int) -> int:
         """Blocks that ``numel`` elements fill, the padded one included."""
@@ -84,30 +164,30 @@ class BlockFormat:
         return -(-numel // self.block_size)
 
     def codes_nbytes(self, numel: int) -> int:
-        """Bytes of all codes: the offset of the maxima."""
+        """Bytes of all codes: the offset of the scales."""
         return self.num_blocks(numel) * self.block_nbytes
 
     def used_nbytes(self, numel: int) -> int:
-        """Bytes of codes and maxima: the offset of the padding."""
-        return self.num_blocks(numel) * (self.block_nbytes + MAX_NBYTES)
+        """Bytes of codes and scales: the offset of the padding."""
+        return self.num_blocks(numel) * (self.block_nbytes + self.scale_nbytes)
 
     def nbytes(self, numel: int) -> int:
         """Bytes of the whole buffer."""
         return -(-self.used_nbytes(numel) // ALIGNMENT) * ALIGNMENT
 
 
-def quantized_nbytes(numel: int, *, bits: int = 8, block_size: int | None = None) -> int:
+def quantized_nbytes(numel: int, format: str | BlockFormat = "int8") -> int:
     """Length in bytes of the buffer that `zero_comm.quantize` makes of ``numel`` elements.
 
-    In closed form, with ``n = ceil(numel / block_size)``: ``n * (block_size * bits / 8 + 2)``,
-    rounded up to a multiple of 16. See [Note: the quantized buffer].
+    In closed form, with ``n = ceil(numel / block_size)``: ``n * (block_size * bits / 8 + scale)``,
+    a scale being 2 bytes, 8 if asymmetric; rounded up to a multiple of 16. See [Note: the
+    quantized buffer].
 
     Args:
         numel: elements of the flat tensor.
-        bits: 8 or 4.
-        block_size: elements per block, a multiple of 8; None for ``DEFAULT_BLOCK_SIZE[bits]``.
+        format: "int8", "int4", "e4m3", "e5m2" or a `BlockFormat`.
 
     Raises:
         ValueError: an argument out of range, by name.
     """
-    return BlockFormat.make(bits, block_size).nbytes(numel)
+    return BlockFormat.make(format).nbytes(numel)

@@ -26,7 +26,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from zero_comm.block_format import BlockFormat
+from zero_comm.block_format import DEFAULT_BLOCK_SIZE, BlockFormat
 from zero_comm.buffers import BufferPool, follow, mark
 from zero_comm.quantizer import quantize
 from zero_comm.rank_parts import dequantize_parts, is_worth_quantizing
@@ -114,7 +114,8 @@ class QuantizedWeights:
             raise ValueError(f"world_size must be positive, got {world_size}")
         self._native = native
         self._world_size = world_size
-        self._format = BlockFormat.make(bits, block_size)
+        kind = f"int{bits}"
+        self._format = BlockFormat(kind, block_size or DEFAULT_BLOCK_SIZE[kind])
         self._parts: dict[int, _Part] = {}
         self._pools: dict[torch.device, BufferPool] = {}
 
@@ -198,7 +199,7 @@ class QuantizedWeights:
         if part is not None and data is part.data:
             follow(part.last_read, shard.device)
         fmt = self._format
-        data = quantize(shard, bits=fmt.bits, block_size=fmt.block_size, out=data)
+        data = quantize(shard, fmt, out=data)
         part = _Part(source, data, written=mark(shard.device))
         self._parts[unit] = part
         return part

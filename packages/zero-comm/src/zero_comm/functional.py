@@ -18,8 +18,7 @@ def quantized_all_gather(
     shard: Tensor,
     *,
     group: dist.ProcessGroup | None = None,
-    bits: int = 8,
-    block_size: int | None = None,
+    format: str | BlockFormat = "int8",
 ) -> Tensor:
     """Gather every rank's shard, sending quantized bytes (ZeRO++, arXiv 2306.10209: qwZ).
 
@@ -31,8 +30,7 @@ def quantized_all_gather(
         shard: at least one-dimensional; read, never changed. Gradients don't flow through.
         group: the process group; None for the default one. With no process group initialised,
             the calling process is the only rank.
-        bits: 8 or 4.
-        block_size: elements per block, a multiple of 8; None for ``DEFAULT_BLOCK_SIZE[bits]``.
+        format: "int8", "int4", "e4m3", "e5m2" or a `BlockFormat`.
 
     Returns:
         A new tensor of ``shard``'s dtype and device: the shards joined along the first dimension,
@@ -41,7 +39,7 @@ def quantized_all_gather(
     Raises:
         ValueError: an argument that doesn't fit, by name.
     """
-    fmt = BlockFormat.make(bits, block_size)
+    fmt = BlockFormat.make(format)
     if shard.dim() == 0:
         raise ValueError("shard must have at least one dimension, got a scalar")
     shard = shard.detach().contiguous()
@@ -51,7 +49,7 @@ def quantized_all_gather(
     if not is_worth_quantizing(shard.dtype, shard.numel(), fmt):
         _all_gather(flat_out, flat_shard, group)
         return out
-    part = quantize(flat_shard, bits=fmt.bits, block_size=fmt.block_size)
+    part = quantize(flat_shard, fmt)
     gathered = torch.empty(world_size * part.numel(), dtype=torch.uint8, device=part.device)
     _all_gather(gathered, part, group)
     dequantize_parts(gathered, flat_out, world_size=world_size, fmt=fmt)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from zero_comm.block_format import BlockFormat
-from zero_comm.quantizer import QUANTIZABLE_DTYPES, dequantize
+from zero_comm.quantizer import QUANTIZABLE_DTYPES, dequantize_rows
 
 __all__ = ["dequantize_parts", "is_worth_quantizing"]
 
@@ -33,9 +33,4 @@ def dequantize_parts(gathered: Tensor, out: Tensor, *, world_size: int, fmt: Blo
         world_size: number of parts.
         fmt: how they were quantized.
     """
-    numel = out.numel() // world_size
-    shards = out.detach().view(world_size, numel)
-    for part, shard in zip(gathered.view(world_size, -1), shards, strict=True):
-        dequantize(
-            part, numel, dtype=out.dtype, bits=fmt.bits, block_size=fmt.block_size, out=shard
-        )
+    dequantize_rows(gathered.view(world_size, -1), out.numel() // world_size, fmt, out)

@@ -10,8 +10,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from zero_comm.block_format import DEFAULT_BLOCK_SIZE
-
 __all__ = ["CommSettings"]
 
 # What each unserved key must be, if it is there at all.
@@ -62,7 +60,7 @@ def _weight_bits(config: Mapping[str, Any]) -> int | None:
     bits = config.get("zero_quantized_weights_bits")
     if bits is None:
         bits = 8
-    if type(bits) is not int or bits not in DEFAULT_BLOCK_SIZE:
+    if type(bits) is not int or bits not in (8, 4):
         raise ValueError(
             f"zero_optimization.zero_quantized_weights_bits must be 8 or 4, got {bits!r}"
         )
