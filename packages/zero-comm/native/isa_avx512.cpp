@@ -1,0 +1,15 @@
+// AVX-512 (F, BW, VL, DQ), and F16C.
+
+#include <immintrin.h>
+
+#include <cstring>
+
+#include "kernels.h"
+
+#define ZERO_COMM_F16C 1
+
+namespace {
+#include "codec.inl"
+}  // namespace
+
+const zero_comm::KernelTable zero_comm::kAvx512Table = {"avx512", encode, decode, decode_sum};

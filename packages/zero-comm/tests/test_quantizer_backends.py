@@ -1,0 +1,212 @@
+"""Every backend that is there gives the bytes and values of plain torch, and can be asked for."""
+
+import importlib.util
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from quantizer_reference import ALL_DTYPES, Format
+from quantizer_strategies import flat_tensors, formats
+from torch import Tensor
+
+import zero_comm
+from zero_comm import (
+    BlockFormat,
+    dequantize,
+    dequantize_rows,
+    dequantize_sum,
+    quantize_rows,
+    quantized_nbytes,
+)
+
+HAS_NATIVE = importlib.util.find_spec("zero_comm._kernels") is not None
+if HAS_NATIVE:
+    from zero_comm.native_backend import available_isas, use_isa
+
+    ISAS: tuple[str, ...] = available_isas()
+else:
+    ISAS = ()
+
+needs_native = pytest.mark.skipif(not HAS_NATIVE, reason="the compiled module isn't there")
+seeds = st.one_of(st.none(), st.integers(0, 2**32 - 1))
+
+
+@contextmanager
+def forced(name: str) -> Iterator[None]:
+    before = os.environ.get("ZERO_COMM_BACKEND")
+    os.environ["ZERO_COMM_BACKEND"] = name
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ["ZERO_COMM_BACKEND"]
+        else:
+            os.environ["ZERO_COMM_BACKEND"] = before
+
+
+def made(fmt: Format) -> BlockFormat:
+    return BlockFormat(fmt.kind, fmt.block_size, fmt.is_symmetric, fmt.has_rotation)
+
+
+def outcome(x: Tensor, fmt: BlockFormat, seed: int | None) -> list[Tensor | bool | None]:
+    """Bytes, values in every dtype and sums of two rows that hold ``x`` and its negative half."""
+    both = torch.cat([x, x * -0.5])
+    rows = torch.full((2, 32 + quantized_nbytes(len(x), fmt)), 99, dtype=torch.uint8)
+    is_bad = quantize_rows(both, fmt, rows[:, 32:], seed=seed)
+    found: list[Tensor | bool | None] = [is_bad, rows.clone()]
+    for dtype in ALL_DTYPES:
+        out = torch.full((len(both),), 7, dtype=dtype)
+        dequantize_rows(rows[:, 32:], len(x), fmt, out)
+        found.append(out)
+    total = torch.full((len(x),), 7.0)
+    dequantize_sum(rows[:, 32:], len(x), fmt, total)
+    return [*found, total]
+
+
+def assert_same(got: list[Tensor | bool | None], expected: list[Tensor | bool | None]) -> None:
+    assert got[0] is expected[0]
+    for a, b in zip(got[1:], expected[1:], strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)
+
+
+@needs_native
+@pytest.mark.parametrize("isa", ISAS)
+@given(flat_tensors, formats, seeds)
+def test_native_gives_what_torch_gives(
+    isa: str, x: Tensor, fmt: Format, seed: int | None
+) -> None:
+    with forced("torch"):
+        expected = outcome(x, made(fmt), seed)
+    with forced("native"), use_isa(isa):
+        assert_same(outcome(x, made(fmt), seed), expected)
+
+
+@needs_native
+@pytest.mark.parametrize("isa", ISAS)
+@settings(max_examples=40)
+@given(flat_tensors, formats, seeds, st.data())
+def test_native_carries_what_torch_carries(
+    isa: str, x: Tensor, fmt: Format, seed: int | None, data: st.DataObject
+) -> None:
+    if not len(x):
+        return
+    at = data.draw(st.integers(0, len(x) - 1))
+    x[at] = data.draw(st.sampled_from([float("nan"), float("inf"), float("-inf")]))
+    with forced("torch"):
+        expected = outcome(x, made(fmt), seed)
+    assert expected[0] is True
+    with forced("native"), use_isa(isa):
+        assert_same(outcome(x, made(fmt), seed), expected)
+
+
+@needs_native
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("dtype", ALL_DTYPES)
+@pytest.mark.parametrize("kind", ["int8", "int4", "e4m3", "e5m2"])
+def test_any_bytes_mean_the_same_to_native(isa: str, dtype: torch.dtype, kind: str) -> None:
+    """Corrupt ones too: every code, and scales that no quantizer makes."""
+    generator = torch.Generator().manual_seed(0)
+    for is_symmetric in (True, False) if kind.startswith("int") else (True,):
+        fmt = BlockFormat(kind, 256, is_symmetric)
+        buffer = torch.randint(
+            0, 256, (quantized_nbytes(256 * 65, fmt),), dtype=torch.uint8, generator=generator
+        )
+        buffer[:256] = torch.arange(256)
+        values = []
+        for name in ("torch", "native"):
+            with forced(name), use_isa(isa):
+                values.append(dequantize(buffer, 256 * 65, fmt, dtype=dtype))
+        torch.testing.assert_close(values[0], values[1], rtol=0, atol=0, equal_nan=True)
+
+
+@needs_native
+@pytest.mark.parametrize("numel", [1 << 21, (1 << 22) + 77])
+def test_threads_do_not_show_in_the_bytes(numel: int) -> None:
+    x = torch.randn(numel, generator=torch.Generator().manual_seed(numel)).bfloat16()
+    x[-5] = float("nan")
+    before = torch.get_num_threads()
+    found = []
+    try:
+        with forced("native"):
+            for num_threads in (1, 3):
+                torch.set_num_threads(num_threads)
+                found.append(outcome(x, BlockFormat("int4", 128), 5))
+    finally:
+        torch.set_num_threads(before)
+    assert found[0][0] is True
+    assert_same(found[1], found[0])
+
+
+@needs_native
+@pytest.mark.parametrize("dtype", ALL_DTYPES)
+def test_large_tensors_are_the_same_in_both(dtype: torch.dtype) -> None:
+    x = torch.randn((1 << 19) + 77, generator=torch.Generator().manual_seed(0)).to(dtype)
+    for fmt in (BlockFormat("int8", 256), BlockFormat("int4", 128, has_rotation=True)):
+        with forced("torch"):
+            expected = outcome(x, fmt, None)
+        with forced("native"):
+            assert_same(outcome(x, fmt, None), expected)
+
+
+def test_the_host_is_served_by_the_compiled_module_where_it_is(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("ZERO_COMM_BACKEND", raising=False)
+    assert zero_comm.backend() == ("native" if HAS_NATIVE else "torch")
+    assert zero_comm.backend("cpu") == zero_comm.backend(torch.device("cpu"))
+
+
+def test_a_backend_can_be_forced(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ZERO_COMM_BACKEND", " Torch ")
+    assert zero_comm.backend() == "torch"
+    assert zero_comm.backend("meta") == "torch"
+
+
+def test_a_backend_that_does_not_exist_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ZERO_COMM_BACKEND", "fpga")
+    with pytest.raises(ValueError, match=r"one of torch, native, triton, got 'fpga'"):
+        zero_comm.quantize(torch.zeros(8))
+
+
+def test_a_forced_backend_that_is_not_there_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.modules["zero_comm.backend"], "_load", lambda name: None)
+    monkeypatch.setenv("ZERO_COMM_BACKEND", "native")
+    with pytest.raises(ValueError, match=r"'native', but the compiled module .* isn't there"):
+        zero_comm.backend()
+
+
+def run_with_isa(isa: str) -> subprocess.CompletedProcess[str]:
+    show = "import torch, zero_comm as z; print(z.quantize(torch.ones(8)).sum().item())"
+    environment = {**os.environ, "ZERO_COMM_ISA": isa, "ZERO_COMM_BACKEND": "native"}
+    return subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", show],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+@needs_native
+def test_an_unknown_instruction_set_is_refused_by_name() -> None:
+    refused = run_with_isa("mmx")
+    assert refused.returncode != 0
+    assert "ZERO_COMM_ISA='mmx' is no instruction set" in refused.stderr
+    assert ", ".join(ISAS) in refused.stderr
+
+
+@needs_native
+def test_an_instruction_set_that_the_machine_lacks_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from zero_comm import _kernels, native_backend
+
+    monkeypatch.setattr(_kernels, "available_isas", lambda: ["generic"])
+    with pytest.raises(ValueError, match="not supported by this machine"):
+        native_backend._choose("avx512")
