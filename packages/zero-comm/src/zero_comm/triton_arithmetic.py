@@ -12,8 +12,6 @@ and on any GPU:
 """
 
 # No `from __future__ import annotations`: Triton reads the annotations of the kernels.
-from typing import Any
-
 import triton
 import triton.language as tl
 
@@ -30,7 +28,7 @@ __all__ = [
 
 
 @triton.jit
-def rotate(x: Any, BLOCKS: tl.constexpr, COLUMNS: tl.constexpr) -> Any:
+def rotate(x: tl.tensor, BLOCKS: tl.constexpr, COLUMNS: tl.constexpr) -> tl.tensor:
     """Multiply groups of 64 elements of a tile by the Hadamard matrix; see [Note: rotation]."""
     NUMEL: tl.constexpr = BLOCKS * COLUMNS
     x = x * 0.125
@@ -46,7 +44,7 @@ def rotate(x: Any, BLOCKS: tl.constexpr, COLUMNS: tl.constexpr) -> Any:
 
 
 @triton.jit
-def uniform(index: Any, seed: Any, row: Any) -> Any:
+def uniform(index: tl.tensor, seed: tl.tensor, row: tl.tensor) -> tl.tensor:
     """``u`` of [Note: stochastic rounding] for uint32 indices of a row's elements."""
     row_seed = seed.to(tl.uint32) + row.to(tl.uint32) * 0x9E3779B9
     h = _mix(index + _mix(row_seed))
@@ -54,7 +52,7 @@ def uniform(index: Any, seed: Any, row: Any) -> Any:
 
 
 @triton.jit
-def _mix(x: Any) -> Any:
+def _mix(x: tl.tensor) -> tl.tensor:
     """lowbias32."""
     x = x ^ (x >> 16)
     x = x * 0x7FEB352D
@@ -64,27 +62,29 @@ def _mix(x: Any) -> Any:
 
 
 @triton.jit
-def _integer(v: Any) -> Any:
+def _integer(v: tl.tensor) -> tl.tensor:
     """fp32 below 2**22 to the nearest int32, ties to even."""
     return (v + 12582912.0).to(tl.int32, bitcast=True) - 0x4B400000
 
 
 @triton.jit
-def _round(v: Any, noise: Any, IS_STOCHASTIC: tl.constexpr) -> Any:
-    if IS_STOCHASTIC:
-        return _integer(tl.floor(v + noise))
+def _round(v: tl.tensor, noise: tl.tensor, IS_STOCHASTIC: tl.constexpr) -> tl.tensor:
+    if IS_STOCHASTIC:  # floor; tl.floor takes a subnormal below zero for zero on some GPUs
+        sum = v + noise
+        nearest = _integer(sum)
+        return tl.where(nearest.to(tl.float32) > sum, nearest - 1, nearest)
     else:
         return _integer(v)
 
 
 @triton.jit
-def _largest_magnitude_bits(x: Any) -> Any:
+def _largest_magnitude_bits(x: tl.tensor) -> tl.tensor:
     """Bits of each block's largest magnitude; 0x7f800000 or more if it holds NaN or Inf."""
     return tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=1)
 
 
 @triton.jit
-def bfloat16_bits(x: Any) -> Any:
+def bfloat16_bits(x: tl.tensor) -> tl.tensor:
     """The 16 bits of fp32 ``x`` as bfloat16, ties to even, in an int32."""
     bits = x.to(tl.int32, bitcast=True)
     rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
@@ -92,7 +92,7 @@ def bfloat16_bits(x: Any) -> Any:
 
 
 @triton.jit
-def symmetric_step(maximum: Any, KIND: tl.constexpr) -> Any:
+def symmetric_step(maximum: tl.tensor, KIND: tl.constexpr) -> tl.tensor:
     """fp32 steps of maxima that are bfloat16 bits in an int32."""
     value = (maximum << 16).to(tl.float32, bitcast=True)
     if KIND == "int8":
@@ -107,8 +107,8 @@ def symmetric_step(maximum: Any, KIND: tl.constexpr) -> Any:
 
 @triton.jit
 def symmetric_codes(
-    x: Any, noise: Any, LARGEST_BITS: tl.constexpr, KIND: tl.constexpr, IS_STOCHASTIC: tl.constexpr
-) -> Any:
+    x: tl.tensor, noise: tl.tensor, LARGEST_BITS: tl.constexpr, KIND: tl.constexpr, IS_STOCHASTIC: tl.constexpr
+) -> tl.tensor:
     """int32 codes of a tile, and each block's maximum as bfloat16 bits in an int32.
 
     ``LARGEST_BITS`` is the largest maximum, as fp32 bits.
@@ -130,7 +130,7 @@ def symmetric_codes(
 
 
 @triton.jit
-def _signed_codes(v: Any, noise: Any, TOP: tl.constexpr, IS_STOCHASTIC: tl.constexpr) -> Any:
+def _signed_codes(v: tl.tensor, noise: tl.tensor, TOP: tl.constexpr, IS_STOCHASTIC: tl.constexpr) -> tl.tensor:
     codes = _round(v, noise, IS_STOCHASTIC)
     if IS_STOCHASTIC:  # to the nearest, |v| is never half a step above the top
         codes = tl.minimum(tl.maximum(codes, -TOP), TOP)
@@ -138,7 +138,7 @@ def _signed_codes(v: Any, noise: Any, TOP: tl.constexpr, IS_STOCHASTIC: tl.const
 
 
 @triton.jit
-def _float8_codes(v: Any, noise: Any, KIND: tl.constexpr, IS_STOCHASTIC: tl.constexpr) -> Any:
+def _float8_codes(v: tl.tensor, noise: tl.tensor, KIND: tl.constexpr, IS_STOCHASTIC: tl.constexpr) -> tl.tensor:
     """The bytes of ``v`` in fp8: ``|v| / q`` is an integer, and q's exponent counts from emin.
 
     Adding the two makes the byte, also where the integer was rounded up into the next exponent,
@@ -159,7 +159,7 @@ def _float8_codes(v: Any, noise: Any, KIND: tl.constexpr, IS_STOCHASTIC: tl.cons
 
 
 @triton.jit
-def float8_value(byte: Any, KIND: tl.constexpr) -> Any:
+def float8_value(byte: tl.tensor, KIND: tl.constexpr) -> tl.tensor:
     """fp32 of fp8 bytes in an int32; NaN and Inf too, which no code is."""
     MANTISSA: tl.constexpr = 3 if KIND == "e4m3" else 2
     BIAS: tl.constexpr = 7 if KIND == "e4m3" else 15
@@ -180,13 +180,13 @@ def float8_value(byte: Any, KIND: tl.constexpr) -> Any:
 
 @triton.jit
 def asymmetric_codes(
-    x: Any,
-    is_counted: Any,
-    noise: Any,
+    x: tl.tensor,
+    is_counted: tl.tensor,
+    noise: tl.tensor,
     TOP_INDEX: tl.constexpr,
     IS_STOCHASTIC: tl.constexpr,
     KEPT_DTYPE: tl.constexpr,
-) -> Any:
+) -> tl.tensor:
     """int32 codes of a tile, and the bits of each block's smallest and largest element.
 
     ``is_counted`` are the elements that these are taken from. ``KEPT_DTYPE`` is the dtype in which
@@ -211,7 +211,7 @@ def asymmetric_codes(
 
 
 @triton.jit
-def asymmetric_values(codes: Any, lo: Any, hi: Any, TOP_INDEX: tl.constexpr) -> Any:
+def asymmetric_values(codes: tl.tensor, lo: tl.tensor, hi: tl.tensor, TOP_INDEX: tl.constexpr) -> tl.tensor:
     """fp32 of int32 codes; ``lo`` and ``hi`` are fp32, one per block."""
     step = _asymmetric_step(lo, hi, TOP_INDEX)
     values = _value_of(codes - 1, lo, hi, step, TOP_INDEX)
@@ -219,28 +219,28 @@ def asymmetric_values(codes: Any, lo: Any, hi: Any, TOP_INDEX: tl.constexpr) -> 
 
 
 @triton.jit
-def _asymmetric_step(lo: Any, hi: Any, TOP_INDEX: tl.constexpr) -> Any:
+def _asymmetric_step(lo: tl.tensor, hi: tl.tensor, TOP_INDEX: tl.constexpr) -> tl.tensor:
     half_range = hi * 0.5 - lo * 0.5
     step = tl.div_rn(half_range, tl.full(half_range.shape, TOP_INDEX / 2, tl.float32))
     return tl.where(step < 2.0**-107, 2.0**-107, step)  # keeps NaN
 
 
 @triton.jit
-def _value_of(index: Any, lo: Any, hi: Any, step: Any, TOP_INDEX: tl.constexpr) -> Any:
+def _value_of(index: tl.tensor, lo: tl.tensor, hi: tl.tensor, step: tl.tensor, TOP_INDEX: tl.constexpr) -> tl.tensor:
     values = index.to(tl.float32) * step[:, None] + lo[:, None]
     return tl.where(index == TOP_INDEX, hi[:, None], values)
 
 
 @triton.jit
 def _keep_exact(
-    index: Any,
-    x: Any,
-    lo: Any,
-    hi: Any,
-    step: Any,
+    index: tl.tensor,
+    x: tl.tensor,
+    lo: tl.tensor,
+    hi: tl.tensor,
+    step: tl.tensor,
     TOP_INDEX: tl.constexpr,
     DTYPE: tl.constexpr,
-) -> Any:
+) -> tl.tensor:
     """Move to the neighbour that gives ``x`` back exactly, where ``index`` does not."""
     above = tl.minimum(index + 1, TOP_INDEX)
     below = tl.maximum(index - 1, 0)
@@ -252,7 +252,7 @@ def _keep_exact(
 
 
 @triton.jit
-def _cast(x: Any, DTYPE: tl.constexpr) -> Any:
+def _cast(x: tl.tensor, DTYPE: tl.constexpr) -> tl.tensor:
     """fp32 rounded to ``DTYPE``, as fp32."""
     if DTYPE == "bf16":
         return (bfloat16_bits(x) << 16).to(tl.float32, bitcast=True)

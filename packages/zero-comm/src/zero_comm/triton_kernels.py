@@ -44,12 +44,12 @@ _LARGEST_BITS: Final = {"fp32": 0x7F7F0000, "bf16": 0x7F7F0000, "fp16": 0x477F00
 
 @triton.jit(do_not_specialize=["numel", "seed"])
 def encode_kernel(
-    x_ptr: Any,
-    out_ptr: Any,
-    numel: Any,
-    x_stride: Any,
-    out_stride: Any,
-    seed: Any,
+    x_ptr: tl.tensor,
+    out_ptr: tl.tensor,
+    numel: tl.tensor,
+    x_stride: tl.tensor,
+    out_stride: tl.tensor,
+    seed: tl.tensor,
     BLOCK: tl.constexpr,
     BLOCKS: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -118,11 +118,11 @@ def encode_kernel(
 
 @triton.jit(do_not_specialize=["numel"])
 def decode_kernel(
-    rows_ptr: Any,
-    out_ptr: Any,
-    numel: Any,
-    rows_stride: Any,
-    out_stride: Any,
+    rows_ptr: tl.tensor,
+    out_ptr: tl.tensor,
+    numel: tl.tensor,
+    rows_stride: tl.tensor,
+    out_stride: tl.tensor,
     BLOCK: tl.constexpr,
     BLOCKS: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -134,8 +134,9 @@ def decode_kernel(
     """Turn one tile back into values; bf16 elements are written as int16."""
     row, tile = _place(numel, BLOCK, BLOCKS)
     row_ptr = rows_ptr + row * rows_stride
+    WIDTH: tl.constexpr = 4 if DTYPE == "fp32" else 8
     values = _decode_tile(
-        row_ptr, numel, tile, BLOCK, BLOCKS, COLUMNS, KIND, IS_SYMMETRIC, HAS_ROTATION
+        row_ptr, numel, tile, BLOCK, BLOCKS, COLUMNS, KIND, IS_SYMMETRIC, HAS_ROTATION, WIDTH
     )
     out_row = out_ptr + row * out_stride
     if DTYPE == "bf16":
@@ -146,11 +147,11 @@ def decode_kernel(
 
 @triton.jit(do_not_specialize=["numel", "num_rows"])
 def decode_sum_kernel(
-    rows_ptr: Any,
-    out_ptr: Any,
-    numel: Any,
-    rows_stride: Any,
-    num_rows: Any,
+    rows_ptr: tl.tensor,
+    out_ptr: tl.tensor,
+    numel: tl.tensor,
+    rows_stride: tl.tensor,
+    num_rows: tl.tensor,
     BLOCK: tl.constexpr,
     BLOCKS: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -161,19 +162,19 @@ def decode_sum_kernel(
     """Add one tile of all rows up, in the order of the rows."""
     tile = tl.program_id(0).to(tl.int64)
     total = _decode_tile(
-        rows_ptr, numel, tile, BLOCK, BLOCKS, COLUMNS, KIND, IS_SYMMETRIC, HAS_ROTATION
+        rows_ptr, numel, tile, BLOCK, BLOCKS, COLUMNS, KIND, IS_SYMMETRIC, HAS_ROTATION, 4
     )
     row_ptr = rows_ptr
     for _ in range(1, num_rows):
         row_ptr += rows_stride
         total += _decode_tile(
-            row_ptr, numel, tile, BLOCK, BLOCKS, COLUMNS, KIND, IS_SYMMETRIC, HAS_ROTATION
+            row_ptr, numel, tile, BLOCK, BLOCKS, COLUMNS, KIND, IS_SYMMETRIC, HAS_ROTATION, 4
         )
     _store_tile(out_ptr, total, numel, tile, BLOCK, BLOCKS, COLUMNS)
 
 
 @triton.jit
-def _place(numel: Any, BLOCK: tl.constexpr, BLOCKS: tl.constexpr) -> Any:
+def _place(numel: tl.tensor, BLOCK: tl.constexpr, BLOCKS: tl.constexpr) -> tl.tensor:
     """The row and the tile of this program, as int64: what they are multiplied by may be large."""
     num_tiles = tl.cdiv(numel.to(tl.int64), BLOCK * BLOCKS).to(tl.int32)
     program = tl.program_id(0)  # divided in 32 bits: in 64, that alone is a hundred instructions
@@ -182,7 +183,7 @@ def _place(numel: Any, BLOCK: tl.constexpr, BLOCKS: tl.constexpr) -> Any:
 
 
 @triton.jit
-def _load_whole(ptrs: Any, is_column: Any, BLOCK: tl.constexpr, COLUMNS: tl.constexpr) -> Any:
+def _load_whole(ptrs: tl.tensor, is_column: tl.tensor, BLOCK: tl.constexpr, COLUMNS: tl.constexpr) -> tl.tensor:
     if BLOCK == COLUMNS:
         return tl.load(ptrs)
     else:
@@ -191,10 +192,10 @@ def _load_whole(ptrs: Any, is_column: Any, BLOCK: tl.constexpr, COLUMNS: tl.cons
 
 @triton.jit
 def _store_tile(
-    row_ptr: Any,
-    values: Any,
-    numel: Any,
-    tile: Any,
+    row_ptr: tl.tensor,
+    values: tl.tensor,
+    numel: tl.tensor,
+    tile: tl.tensor,
     BLOCK: tl.constexpr,
     BLOCKS: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -215,16 +216,17 @@ def _store_tile(
 
 @triton.jit
 def _decode_tile(
-    row_ptr: Any,
-    numel: Any,
-    tile: Any,
+    row_ptr: tl.tensor,
+    numel: tl.tensor,
+    tile: tl.tensor,
     BLOCK: tl.constexpr,
     BLOCKS: tl.constexpr,
     COLUMNS: tl.constexpr,
     KIND: tl.constexpr,
     IS_SYMMETRIC: tl.constexpr,
     HAS_ROTATION: tl.constexpr,
-) -> Any:
+    WIDTH: tl.constexpr,
+) -> tl.tensor:
     """fp32 of a tile of the buffer at ``row_ptr``."""
     IS_INT4: tl.constexpr = KIND == "int4"
     BLOCK_NBYTES: tl.constexpr = BLOCK // 2 if IS_INT4 else BLOCK
@@ -235,10 +237,11 @@ def _decode_tile(
     column = tl.arange(0, COLUMNS)[None, :]
     is_block = block < tl.minimum(num_blocks - first_block, BLOCKS).to(tl.int32)
     codes_ptr = row_ptr + first_block * BLOCK_NBYTES + block[:, None] * BLOCK_NBYTES
-    # Each byte of 4-bit codes is read twice, the second time from a cache.
-    byte = tl.load(
-        codes_ptr + (column % BLOCK_NBYTES), mask=is_block[:, None] & (column < BLOCK), other=0
-    ).to(tl.int32)
+    # Each byte of 4-bit codes is read twice, the second time from a cache. No more codes a thread
+    # and load than it stores elements at a time: else the values change threads, through memory.
+    codes_ptr = tl.max_contiguous(codes_ptr + (column % BLOCK_NBYTES), [1, WIDTH])
+    is_code = is_block[:, None] & (column < BLOCK)
+    byte = tl.load(codes_ptr, mask=is_code, other=0).to(tl.int32)
     scales_ptr = row_ptr + num_blocks * BLOCK_NBYTES + first_block * SCALE_NBYTES
     is_second = column >= BLOCK_NBYTES
     if IS_SYMMETRIC:
@@ -259,7 +262,7 @@ def _decode_tile(
 
 
 @triton.jit
-def _levels(byte: Any, is_second: Any, KIND: tl.constexpr) -> Any:
+def _levels(byte: tl.tensor, is_second: tl.tensor, KIND: tl.constexpr) -> tl.tensor:
     """fp32 of symmetric codes, counted in steps, from the bytes that they are in."""
     if KIND == "int8":
         return ((byte << 24) >> 24).to(tl.float32)
@@ -271,7 +274,7 @@ def _levels(byte: Any, is_second: Any, KIND: tl.constexpr) -> Any:
 
 
 @triton.jit
-def _pack(codes: Any, BLOCKS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr) -> Any:
+def _pack(codes: tl.tensor, BLOCKS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr) -> tl.tensor:
     """Put codes ``j`` and ``j + BLOCK / 2`` of each block into one number, 16 times the second."""
     HALF: tl.constexpr = COLUMNS // 2
     if BLOCK == COLUMNS:
@@ -284,7 +287,7 @@ def _pack(codes: Any, BLOCKS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.con
 
 
 @triton.jit
-def _store_bytes(ptr: Any, values: Any, mask: Any, NUM_BYTES: tl.constexpr) -> None:
+def _store_bytes(ptr: tl.tensor, values: tl.tensor, mask: tl.tensor, NUM_BYTES: tl.constexpr) -> None:
     """Store int32 ``values``, little-endian: the address may be any."""
     byte = tl.arange(0, NUM_BYTES)[None, :]
     shifted = values[:, None] >> (8 * byte)
@@ -292,7 +295,7 @@ def _store_bytes(ptr: Any, values: Any, mask: Any, NUM_BYTES: tl.constexpr) -> N
 
 
 @triton.jit
-def _load_bytes(ptr: Any, mask: Any, NUM_BYTES: tl.constexpr) -> Any:
+def _load_bytes(ptr: tl.tensor, mask: tl.tensor, NUM_BYTES: tl.constexpr) -> tl.tensor:
     """Load little-endian integers of ``NUM_BYTES`` as int32: the address may be any."""
     value = tl.load(ptr, mask=mask, other=0).to(tl.int32)
     for byte in tl.static_range(1, NUM_BYTES):
