@@ -107,7 +107,11 @@ def symmetric_step(maximum: tl.tensor, KIND: tl.constexpr) -> tl.tensor:
 
 @triton.jit
 def symmetric_codes(
-    x: tl.tensor, noise: tl.tensor, LARGEST_BITS: tl.constexpr, KIND: tl.constexpr, IS_STOCHASTIC: tl.constexpr
+    x: tl.tensor,
+    noise: tl.tensor,
+    LARGEST_BITS: tl.constexpr,
+    KIND: tl.constexpr,
+    IS_STOCHASTIC: tl.constexpr,
 ) -> tl.tensor:
     """int32 codes of a tile, and each block's maximum as bfloat16 bits in an int32.
 
@@ -130,7 +134,9 @@ def symmetric_codes(
 
 
 @triton.jit
-def _signed_codes(v: tl.tensor, noise: tl.tensor, TOP: tl.constexpr, IS_STOCHASTIC: tl.constexpr) -> tl.tensor:
+def _signed_codes(
+    v: tl.tensor, noise: tl.tensor, TOP: tl.constexpr, IS_STOCHASTIC: tl.constexpr
+) -> tl.tensor:
     codes = _round(v, noise, IS_STOCHASTIC)
     if IS_STOCHASTIC:  # to the nearest, |v| is never half a step above the top
         codes = tl.minimum(tl.maximum(codes, -TOP), TOP)
@@ -138,7 +144,9 @@ def _signed_codes(v: tl.tensor, noise: tl.tensor, TOP: tl.constexpr, IS_STOCHAST
 
 
 @triton.jit
-def _float8_codes(v: tl.tensor, noise: tl.tensor, KIND: tl.constexpr, IS_STOCHASTIC: tl.constexpr) -> tl.tensor:
+def _float8_codes(
+    v: tl.tensor, noise: tl.tensor, KIND: tl.constexpr, IS_STOCHASTIC: tl.constexpr
+) -> tl.tensor:
     """The bytes of ``v`` in fp8: ``|v| / q`` is an integer, and q's exponent counts from emin.
 
     Adding the two makes the byte, also where the integer was rounded up into the next exponent,
@@ -211,7 +219,9 @@ def asymmetric_codes(
 
 
 @triton.jit
-def asymmetric_values(codes: tl.tensor, lo: tl.tensor, hi: tl.tensor, TOP_INDEX: tl.constexpr) -> tl.tensor:
+def asymmetric_values(
+    codes: tl.tensor, lo: tl.tensor, hi: tl.tensor, TOP_INDEX: tl.constexpr
+) -> tl.tensor:
     """fp32 of int32 codes; ``lo`` and ``hi`` are fp32, one per block."""
     step = _asymmetric_step(lo, hi, TOP_INDEX)
     values = _value_of(codes - 1, lo, hi, step, TOP_INDEX)
@@ -226,7 +236,9 @@ def _asymmetric_step(lo: tl.tensor, hi: tl.tensor, TOP_INDEX: tl.constexpr) -> t
 
 
 @triton.jit
-def _value_of(index: tl.tensor, lo: tl.tensor, hi: tl.tensor, step: tl.tensor, TOP_INDEX: tl.constexpr) -> tl.tensor:
+def _value_of(
+    index: tl.tensor, lo: tl.tensor, hi: tl.tensor, step: tl.tensor, TOP_INDEX: tl.constexpr
+) -> tl.tensor:
     values = index.to(tl.float32) * step[:, None] + lo[:, None]
     return tl.where(index == TOP_INDEX, hi[:, None], values)
 
