@@ -30,6 +30,7 @@ nox.options.sessions = ["tests"]
 PACKAGES = ("cpu-adam", "zero-core", "zero-comm", "zero-offload")
 EVERYTHING = ("packages/cpu-adam[torch]", *(f"packages/{name}" for name in PACKAGES[1:]))
 SOURCES = (*(f"packages/{name}/src" for name in PACKAGES), "integration/src")
+NATIVE_FOLDERS = ("cpu-adam/native", "cpu-adam/tests/native", "zero-comm/native")
 CHECKED = ("noxfile.py", "packages", "integration")
 CONSTRAINTS = ("--constraint", "constraints.txt")
 PIP_FLAGS = ("--quiet", "--progress-bar=off")
@@ -208,7 +209,7 @@ def run_lint(session: nox.Session) -> None:
     """Ruff on all Python, clang-format on all C++."""
     session.run("ruff", "check", *CHECKED)
     session.run("ruff", "format", "--check", *CHECKED)
-    folders = [Path("packages/cpu-adam", folder) for folder in ("native", "tests/native")]
+    folders = [Path("packages", folder) for folder in NATIVE_FOLDERS]
     files = (path for folder in folders for path in folder.rglob("*"))
     found = sorted(path for path in files if path.suffix in {".cpp", ".h", ".inl"})
     session.run("clang-format", "--dry-run", "-Werror", *(str(path) for path in found))

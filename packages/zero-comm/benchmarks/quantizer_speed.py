@@ -1,51 +1,162 @@
-"""Prints how fast the quantizer is on this machine's CPU, next to a copy of the same tensor.
+"""Prints how fast the quantizer is on this machine's CPU: every backend, next to a plain copy.
 
-Rates are bytes of the unquantized tensor per second, the best of a few repetitions.
-Usage: python quantizer_speed.py [threads, default 1] [elements, default 16777216]
+Rates are bytes of the unquantized tensor per second: of quantizing, of dequantizing, and of both
+after each other. One thread is timed by the processor time that it got, which other programs on the
+machine don't add to; several are timed by the clock. Backends take turns within a repetition, so that what else the machine does meets
+all alike; the table shows medians.
+
+Usage: python quantizer_speed.py [--threads 1] [--numel 67108864] [--repetitions 5] [--json FILE]
 """
 
-import sys
+import argparse
+import json
+import os
+import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import torch
 
 import zero_comm
+from zero_comm import BlockFormat
+
+CASES = (
+    (torch.bfloat16, BlockFormat.make("int8")),
+    (torch.bfloat16, BlockFormat.make("int4")),
+    (torch.float32, BlockFormat.make("int8")),
+    (torch.float32, BlockFormat.make("int4")),
+    (torch.float16, BlockFormat.make("int8")),
+    (torch.bfloat16, BlockFormat("int4", 128, has_rotation=True)),
+    (torch.bfloat16, BlockFormat.make("e4m3")),
+    (torch.bfloat16, BlockFormat("int8", 256, is_symmetric=False)),
+)
+NUM_ROWS = 4  # of the sum
+LIMIT = 5.0  # GB/s and core that quantizing and dequantizing bf16 to int8 must reach
+LIMIT_RATIO = 4.0  # and times the plain torch version
+
+Row = dict[str, object]
 
 
-def best_s(run: Callable[[], object], repetitions: int = 5) -> float:
-    """Seconds of the fastest of a few runs, after one to warm up."""
+def seconds(run: Callable[[], object]) -> float:
+    """How long one run takes; see above for the clock."""
+    clock = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
+    start = clock()
     run()
-    best = float("inf")
-    for _ in range(repetitions):
-        start = time.perf_counter()
-        run()
-        best = min(best, time.perf_counter() - start)
-    return best
+    return clock() - start
 
 
-def report(dtype: torch.dtype, bits: int, numel: int) -> str:
-    """One line of the table: sizes and rates of one dtype and code width."""
+def backends() -> list[str]:
+    """The backends that a CPU tensor can be given to here."""
+    return ["torch", "native"] if zero_comm.backend() == "native" else ["torch"]
+
+
+def actions(x: torch.Tensor, fmt: BlockFormat, seed: int | None) -> dict[str, Callable[[], object]]:
+    """What is measured, by name; each touches memory that was touched before."""
+    numel = x.numel()
+    back, packed = torch.empty_like(x), zero_comm.quantize(x, fmt, seed=seed)
+    part = numel // NUM_ROWS
+    rows = torch.empty(NUM_ROWS, zero_comm.quantized_nbytes(part, fmt), dtype=torch.uint8)
+    zero_comm.quantize_rows(x, fmt, rows)
+    total = torch.zeros(part)
+    return {
+        "quantize": lambda: zero_comm.quantize(x, fmt, seed=seed, out=packed),
+        "dequantize": lambda: zero_comm.dequantize(packed, numel, fmt, dtype=x.dtype, out=back),
+        "sum": lambda: zero_comm.dequantize_sum(rows, part, fmt, total),
+        "copy": lambda: back.copy_(x),
+    }
+
+
+def measure(
+    dtype: torch.dtype, fmt: BlockFormat, numel: int, repetitions: int, seed: int | None
+) -> list[Row]:
+    """Median seconds of every action on every backend, as rows of the table."""
     x = torch.randn(numel, generator=torch.Generator().manual_seed(0)).to(dtype)
-    back, packed = torch.empty_like(x), zero_comm.quantize(x, bits=bits)
-    copy_s = best_s(lambda: back.copy_(x))
-    quantize_s = best_s(lambda: zero_comm.quantize(x, bits=bits, out=packed))
-    dequantize_s = best_s(
-        lambda: zero_comm.dequantize(packed, numel, dtype=dtype, bits=bits, out=back)
-    )
-    rates = (f"{x.nbytes / s / 1e9:10.1f}" for s in (quantize_s, dequantize_s, copy_s))
-    return f"{str(dtype)[6:]:>9} {bits:>4} {x.nbytes / packed.nbytes:>8.3f} {''.join(rates)}"
+    todo = actions(x, fmt, seed)
+    times: dict[tuple[str, str], list[float]] = {}
+    for repetition in range(repetitions + 1):
+        for name in backends():
+            os.environ["ZERO_COMM_BACKEND"] = name
+            for action, run in todo.items():
+                taken = seconds(run)
+                if repetition:  # the first one warms up
+                    times.setdefault((name, action), []).append(taken)
+    del os.environ["ZERO_COMM_BACKEND"]
+    return [row_of(name, dtype, fmt, seed, x.nbytes, times) for name in backends()]
+
+
+def row_of(
+    name: str,
+    dtype: torch.dtype,
+    fmt: BlockFormat,
+    seed: int | None,
+    nbytes: int,
+    times: dict[tuple[str, str], list[float]],
+) -> Row:
+    """One line of the table."""
+
+    def rate(backend: str, *names: str) -> float:
+        taken = [sum(parts) for parts in zip(*(times[backend, n] for n in names), strict=True)]
+        return float(nbytes / statistics.median(taken) / 1e9)
+
+    both = rate(name, "quantize", "dequantize")
+    return {
+        "dtype": str(dtype)[6:],
+        "format": describe(fmt, seed),
+        "backend": name,
+        "quantize": rate(name, "quantize"),
+        "dequantize": rate(name, "dequantize"),
+        "both": both,
+        "ratio": both / rate("torch", "quantize", "dequantize"),
+        "sum": rate(name, "sum"),
+        "copy": rate(name, "copy"),
+    }
+
+
+def describe(fmt: BlockFormat, seed: int | None) -> str:
+    """A format in a few words."""
+    words = [fmt.kind, str(fmt.block_size)]
+    words += [] if fmt.is_symmetric else ["asymmetric"]
+    words += ["rotated"] if fmt.has_rotation else []
+    return " ".join(words + (["stochastic"] if seed is not None else []))
+
+
+def line(row: Row) -> str:
+    """A row as text."""
+    names = ("quantize", "dequantize", "both", "ratio", "sum", "copy")
+    numbers = "".join(f"{row[name]:>11.2f}" for name in names)
+    return f"{row['dtype']:>9}  {row['format']:<20} {row['backend']:>7}{numbers}"
+
+
+def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description="Speed of the block quantizer on the CPU.")
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--numel", type=int, default=1 << 26)
+    parser.add_argument("--repetitions", type=int, default=5)
+    parser.add_argument("--cases", type=int, default=len(CASES) + 1, help="only the first N")
+    parser.add_argument("--json", type=Path)
+    return parser.parse_args(given)
 
 
 def main() -> None:
     """Print the table."""
-    threads, numel = (int(a) for a in (*sys.argv[1:], *("1", str(1 << 24))[len(sys.argv) - 1 :]))
-    torch.set_num_threads(threads)
-    print(f"{numel} elements, {threads} threads; GB/s of unquantized bytes")
-    print(f"{'dtype':>9} {'bits':>4} {'ratio':>8} {'quantize':>9} {'dequant':>9} {'copy':>9}")
-    for dtype in (torch.float32, torch.bfloat16, torch.float16):
-        for bits in (8, 4):
-            print(report(dtype, bits, numel))
+    options = arguments()
+    torch.set_num_threads(options.threads)
+    print(f"{options.numel} elements, {options.threads} threads, load {os.getloadavg()[0]:.1f}")
+    print("GB/s of unquantized bytes; ratio: both, against torch; medians")
+    names = ("quantize", "dequantize", "both", "ratio", f"sum of {NUM_ROWS}", "copy")
+    print(f"{'dtype':>9}  {'format':<20} {'backend':>7}" + "".join(f"{name:>11}" for name in names))
+    cases = [(dtype, fmt, None) for dtype, fmt in CASES]
+    rows: list[Row] = []
+    for dtype, fmt, seed in [*cases, (*CASES[1], 1)][: options.cases]:
+        for row in measure(dtype, fmt, options.numel, options.repetitions, seed):
+            rows.append(row)
+            print(line(row), flush=True)
+    print(f"wanted: bfloat16 int8, native: both >= {LIMIT} per core, ratio >= {LIMIT_RATIO}")
+    if options.json is not None:
+        report = {"threads": options.threads, "numel": options.numel, "rows": rows}
+        options.json.write_text(json.dumps(report, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -22,6 +22,9 @@ ZERO_COMM_INLINE std::int64_t size_or(std::int64_t block_size) {
   return kSize != 0 ? kSize : block_size;
 }
 
+// What is called once a block is no inline function: each is compiled once, which takes long
+// enough.
+
 // ---- symmetric -------------------------------------------------------------------------------
 
 // Bits of the largest magnitude: as integers, magnitudes have the order of the numbers.
@@ -105,9 +108,8 @@ ZERO_COMM_INLINE void encode_codes(const T* ZERO_COMM_RESTRICT x, std::int64_t b
 
 // Returns whether the block has NaN or Inf.
 template <int kKind, bool kHasNoise, int kSize, class T>
-ZERO_COMM_INLINE bool encode_symmetric(const T* x, std::int64_t size, float largest_max,
-                                       const Noise& noise, std::uint8_t* codes,
-                                       std::uint8_t* scale) {
+bool encode_symmetric(const T* x, std::int64_t size, float largest_max, const Noise& noise,
+                      std::uint8_t* codes, std::uint8_t* scale) {
   const float largest = largest_magnitude<kSize>(x, size);
   const Scale found = scale_of(largest, largest_max, level_of(kKind));
   std::memcpy(scale, &found.maximum, sizeof found.maximum);
@@ -142,8 +144,8 @@ ZERO_COMM_INLINE float step_of(const std::uint8_t* scale, float level) {
 }
 
 template <int kKind, int kSize, class Sink>
-ZERO_COMM_INLINE void decode_symmetric(const std::uint8_t* ZERO_COMM_RESTRICT codes, float step,
-                                       std::int64_t block_size, const Sink& sink) {
+void decode_symmetric(const std::uint8_t* ZERO_COMM_RESTRICT codes, float step,
+                      std::int64_t block_size, const Sink& sink) {
   const std::int64_t size = size_or<kSize>(block_size);
   if (kKind == kInt4) {
     const std::int64_t half = size / 2;
@@ -166,6 +168,15 @@ ZERO_COMM_INLINE void decode_symmetric(const std::uint8_t* ZERO_COMM_RESTRICT co
 
 // ---- asymmetric ------------------------------------------------------------------------------
 
+// Integers in the order of the numbers, which compilers reduce in vectors as they are; and back.
+ZERO_COMM_INLINE std::int32_t ordered(float x) {
+  const auto bits = static_cast<std::int32_t>(bits_of(x));
+  return bits ^ ((bits >> 31) & 0x7fffffff);
+}
+ZERO_COMM_INLINE float number_of(std::int32_t key) {
+  return float_of(static_cast<std::uint32_t>(key ^ ((key >> 31) & 0x7fffffff)));
+}
+
 struct Ends {
   float lo, hi, step;
 };
@@ -175,16 +186,15 @@ ZERO_COMM_INLINE Ends ends_of(float lo, float hi, float top) {
   return {lo, hi, step < kSmallestStep ? kSmallestStep : step};
 }
 
-ZERO_COMM_INLINE float value_of(float k, const Ends& ends, float top) {
+ZERO_COMM_INLINE float value_of(float k, Ends ends, float top) {
   const float value = (k * (ends.step * 0.5f) + ends.lo * 0.5f) * 2.0f;
   const float above = k == top ? ends.hi : value;
   return k == 0.0f ? ends.lo : above;
 }
 
 // The values of `k + shift`, within [0, top], rounded to the dtype.
-ZERO_COMM_INLINE void rounded_values(const float* ZERO_COMM_RESTRICT k, float shift,
-                                     std::int64_t size, const Ends& ends, float top, int dtype,
-                                     float* ZERO_COMM_RESTRICT out) {
+void rounded_values(const float* ZERO_COMM_RESTRICT k, float shift, std::int64_t size, Ends ends,
+                    float top, int dtype, float* ZERO_COMM_RESTRICT out) {
   for (std::int64_t i = 0; i < size; ++i) {
     float index = k[i] + shift;
     index = index < top ? index : top;
@@ -201,41 +211,41 @@ ZERO_COMM_INLINE void rounded_values(const float* ZERO_COMM_RESTRICT k, float sh
 }
 
 // Moves `k` to the neighbour that gives `x` back exactly, where `k` does not.
-ZERO_COMM_INLINE void keep_exact(const float* ZERO_COMM_RESTRICT x, float* ZERO_COMM_RESTRICT k,
-                                 std::int64_t size, const Ends& ends, float top, int dtype,
-                                 float* ZERO_COMM_RESTRICT own, float* ZERO_COMM_RESTRICT other) {
+void keep_exact(const float* ZERO_COMM_RESTRICT x, float* ZERO_COMM_RESTRICT k, std::int64_t size,
+                Ends ends, float top, int dtype, float* ZERO_COMM_RESTRICT own,
+                float* ZERO_COMM_RESTRICT other) {
   rounded_values(k, 0.0f, size, ends, top, dtype, own);
   rounded_values(k, 1.0f, size, ends, top, dtype, other);
   for (std::int64_t i = 0; i < size; ++i) {
-    const bool is_up = own[i] != x[i] && other[i] == x[i];
+    const bool is_up = (own[i] != x[i]) & (other[i] == x[i]);
     own[i] = is_up ? x[i] : own[i];
     k[i] = is_up ? k[i] + 1.0f : k[i];
     k[i] = k[i] < top ? k[i] : top;
   }
   rounded_values(k, -1.0f, size, ends, top, dtype, other);
   for (std::int64_t i = 0; i < size; ++i) {
-    const bool is_down = own[i] != x[i] && other[i] == x[i];
+    const bool is_down = (own[i] != x[i]) & (other[i] == x[i]);
     k[i] = is_down ? k[i] - 1.0f : k[i];
     k[i] = k[i] > 0.0f ? k[i] : 0.0f;
   }
 }
 
 // `x` is fp32, `num_valid` of `size` elements are no padding; `spare` holds three blocks.
-ZERO_COMM_INLINE bool encode_asymmetric(const Format& format, const float* ZERO_COMM_RESTRICT x,
-                                        std::int64_t num_valid, int dtype, bool has_noise,
-                                        const Noise& noise, std::uint8_t* ZERO_COMM_RESTRICT codes,
-                                        std::uint8_t* scale, float* ZERO_COMM_RESTRICT spare) {
+bool encode_asymmetric(const Format& format, const float* ZERO_COMM_RESTRICT x,
+                       std::int64_t num_valid, int dtype, bool has_noise, const Noise& noise,
+                       std::uint8_t* ZERO_COMM_RESTRICT codes, std::uint8_t* scale,
+                       float* ZERO_COMM_RESTRICT spare) {
   const std::int64_t size = format.block_size, half = size / 2;
   const float top = format.kind == kInt8 ? 254.0f : 14.0f;
-  float lo = x[0], hi = x[0];
-  std::uint32_t largest = 0;
+  std::int32_t lowest = ordered(x[0]), highest = lowest;
   for (std::int64_t i = 0; i < num_valid; ++i) {
-    lo = x[i] < lo ? x[i] : lo;
-    hi = x[i] > hi ? x[i] : hi;
-    const std::uint32_t magnitude = bits_of(x[i]) & ~kSign;
-    largest = magnitude > largest ? magnitude : largest;
+    const std::int32_t key = ordered(x[i]);
+    lowest = key < lowest ? key : lowest;
+    highest = key > highest ? key : highest;
   }
-  const bool is_bad = largest >= kInfinity;
+  const float lo = number_of(lowest), hi = number_of(highest);
+  // NaN lies beyond the infinity of its sign.
+  const bool is_bad = (bits_of(lo) & ~kSign) >= kInfinity || (bits_of(hi) & ~kSign) >= kInfinity;
   const float stored[2] = {is_bad ? float_of(kNan) : lo + 0.0f,
                            is_bad ? float_of(kNan) : hi + 0.0f};
   std::memcpy(scale, stored, sizeof stored);
@@ -270,9 +280,8 @@ ZERO_COMM_INLINE bool encode_asymmetric(const Format& format, const float* ZERO_
   return false;
 }
 
-ZERO_COMM_INLINE void decode_asymmetric(const Format& format,
-                                        const std::uint8_t* ZERO_COMM_RESTRICT codes,
-                                        const std::uint8_t* scale, float* ZERO_COMM_RESTRICT out) {
+void decode_asymmetric(const Format& format, const std::uint8_t* ZERO_COMM_RESTRICT codes,
+                       const std::uint8_t* scale, float* ZERO_COMM_RESTRICT out) {
   const std::int64_t size = format.block_size, half = size / 2;
   const float top = format.kind == kInt8 ? 254.0f : 14.0f;
   float stored[2];

@@ -1,8 +1,8 @@
 // Blocks of a row, one after another: the functions of the table. Included by codec.inl.
 
 // The values of a block as fp32 in `scratch`, padded with zeros and rotated.
-ZERO_COMM_INLINE void stage(const Format& format, int dtype, const void* x, std::int64_t offset,
-                            std::int64_t num_valid, float* scratch) {
+void stage(const Format& format, int dtype, const void* x, std::int64_t offset,
+           std::int64_t num_valid, float* scratch) {
   if (dtype == kFloat32) {
     std::memcpy(scratch, static_cast<const float*>(x) + offset,
                 static_cast<std::size_t>(num_valid) * sizeof(float));
@@ -90,39 +90,42 @@ bool encode(const Format& format, int dtype, const EncodeRow& row, std::int64_t 
   return kFunctions[format.kind][row.has_noise ? 1 : 0](format, dtype, row, first, last, scratch);
 }
 
+void decode_symmetric_to_float(int kind, const std::uint8_t* codes, const std::uint8_t* scale,
+                               std::int64_t size, float* out) {
+  const float step = step_of(scale, level_of(kind));
+  const ToFloat sink = {out};
+  if (kind == kInt8) return decode_symmetric<kInt8, 0>(codes, step, size, sink);
+  if (kind == kInt4) return decode_symmetric<kInt4, 0>(codes, step, size, sink);
+  if (kind == kE4M3) return decode_symmetric<kE4M3, 0>(codes, step, size, sink);
+  decode_symmetric<kE5M2, 0>(codes, step, size, sink);
+}
+
 // One block to fp32, rotated back.
-template <int kKind>
-ZERO_COMM_INLINE void unstage(const Format& format, const DecodeRow& row, std::int64_t block,
-                              float* scratch) {
+void unstage(const Format& format, const DecodeRow& row, std::int64_t block, float* scratch) {
   const std::int64_t size = format.block_size;
-  const std::uint8_t* const codes = row.codes + block * (kKind == kInt4 ? size / 2 : size);
+  const std::uint8_t* const codes = row.codes + block * (format.kind == kInt4 ? size / 2 : size);
   if (format.is_symmetric) {
-    const float step = step_of(row.scales + 2 * block, level_of(kKind));
-    decode_symmetric<kKind, 0>(codes, step, size, ToFloat{scratch});
+    decode_symmetric_to_float(format.kind, codes, row.scales + 2 * block, size, scratch);
   } else {
     decode_asymmetric(format, codes, row.scales + 8 * block, scratch);
   }
   if (format.has_rotation) rotate(scratch, size);
 }
 
-ZERO_COMM_INLINE void put_all(const float* ZERO_COMM_RESTRICT x, std::int64_t count,
-                              const ToFloat& sink) {
+void put_all(const float* ZERO_COMM_RESTRICT x, std::int64_t count, const ToFloat& sink) {
   std::memcpy(sink.out, x, static_cast<std::size_t>(count) * sizeof(float));
 }
-ZERO_COMM_INLINE void put_all(const float* ZERO_COMM_RESTRICT x, std::int64_t count,
-                              const ToSum& sink) {
+void put_all(const float* ZERO_COMM_RESTRICT x, std::int64_t count, const ToSum& sink) {
   for (std::int64_t i = 0; i < count; ++i) sink.out[i] += x[i];
 }
-ZERO_COMM_INLINE void put_all(const float* ZERO_COMM_RESTRICT x, std::int64_t count,
-                              const ToBFloat16& sink) {
+void put_all(const float* ZERO_COMM_RESTRICT x, std::int64_t count, const ToBFloat16& sink) {
   std::uint16_t* const ZERO_COMM_RESTRICT out = sink.out;
   for (std::int64_t i = 0; i < count; ++i) out[i] = to_bfloat16(x[i]);
 }
 struct ToFloat16 {
   std::uint16_t* out;
 };
-ZERO_COMM_INLINE void put_all(const float* ZERO_COMM_RESTRICT x, std::int64_t count,
-                              const ToFloat16& sink) {
+void put_all(const float* ZERO_COMM_RESTRICT x, std::int64_t count, const ToFloat16& sink) {
   floats_to_halves(x, sink.out, count);
 }
 
@@ -138,14 +141,14 @@ ZERO_COMM_INLINE void decode_block(const Format& format, const DecodeRow& row, s
     decode_symmetric<kKind, kSize>(codes, step, size, sink);
     return;
   }
-  unstage<kKind>(format, row, block, scratch);
+  unstage(format, row, block, scratch);
   put_all(scratch, rest < size ? rest : size, sink);
 }
 template <int kKind, int kSize>
 ZERO_COMM_INLINE void decode_block(const Format& format, const DecodeRow& row, std::int64_t block,
                                    float* scratch, const ToFloat16& sink) {
   const std::int64_t rest = row.numel - block * format.block_size;
-  unstage<kKind>(format, row, block, scratch);
+  unstage(format, row, block, scratch);
   put_all(scratch, rest < format.block_size ? rest : format.block_size, sink);
 }
 

@@ -63,6 +63,6 @@ ZERO_COMM_INLINE void rotate_group(float* group) {
 
 #endif
 
-ZERO_COMM_INLINE void rotate(float* x, std::int64_t size) {
+void rotate(float* x, std::int64_t size) {
   for (std::int64_t i = 0; i < size; i += kRotationSize) rotate_group(x + i);
 }

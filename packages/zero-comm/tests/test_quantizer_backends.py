@@ -78,9 +78,7 @@ def assert_same(got: list[Tensor | bool | None], expected: list[Tensor | bool | 
 @needs_native
 @pytest.mark.parametrize("isa", ISAS)
 @given(flat_tensors, formats, seeds)
-def test_native_gives_what_torch_gives(
-    isa: str, x: Tensor, fmt: Format, seed: int | None
-) -> None:
+def test_native_gives_what_torch_gives(isa: str, x: Tensor, fmt: Format, seed: int | None) -> None:
     with forced("torch"):
         expected = outcome(x, made(fmt), seed)
     with forced("native"), use_isa(isa):

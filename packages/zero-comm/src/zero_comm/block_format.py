@@ -46,7 +46,8 @@ where that of ``hi / K`` and ``lo / K`` is not. When the dtype's spacing is abou
 nearest ``k`` of what once came out of the quantizer may be another than the one it came from, next
 to a power of two, where the spacing changes. So that a second quantization changes nothing: if
 ``value(k)``, rounded to the tensor's dtype, isn't ``x``, but that of ``k + 1`` or ``k - 1`` is,
-that is the code's. Not with a rotation or stochastic rounding. 4 bits: the byte is ``code(j) | code(j + block_size / 2) << 4``.
+that is the code's. Not with a rotation or stochastic rounding. 4 bits: the byte is
+``code(j) | code(j + block_size / 2) << 4``.
 
 [Note: non-finite blocks]
 The scale of a block with NaN or Inf is NaN (0x7fc0; asymmetric twice 0x7fc00000), its codes are 0,

@@ -1,4 +1,4 @@
-"""The backend of compiled kernels for host memory: one pass over the data, as many threads as torch.
+"""The backend of compiled kernels for host memory: one pass over the data, torch's thread count.
 
 The best instruction set that the processor and the operating system can run is used, unless the
 environment variable ``ZERO_COMM_ISA`` names another (read once, at the first use): "generic",
