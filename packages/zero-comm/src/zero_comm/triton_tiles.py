@@ -254,8 +254,7 @@ def _levels(byte: tl.tensor, is_second: tl.tensor, KIND: tl.constexpr) -> tl.ten
     if KIND == "int8":
         return ((byte << 24) >> 24).to(tl.float32)
     elif KIND == "int4":
-        signed = (byte << 24) >> 24
-        return tl.where(is_second, (signed + 8) >> 4, (byte << 28) >> 28).to(tl.float32)
+        return (tl.where(is_second, byte + 8, byte << 4) << 24 >> 28).to(tl.float32)
     else:
         return float8_value(byte, KIND)
 
