@@ -70,7 +70,7 @@ def decode_blocks(codes: Tensor, scales: Tensor, out: Tensor, fmt: BlockFormat) 
     """Decode whole blocks into fp32 ``out``, contiguous; arguments as in `encode_blocks`."""
     _unpack(codes, out, fmt)
     if fmt.is_symmetric:
-        out.mul_(scales.to(torch.float32).div_(fmt.top_level))
+        out.mul_(_divide(scales.to(torch.float32), fmt.top_level))
     else:
         lo, hi = scales[:, :1], scales[:, 1:]
         is_zero = out == 0
@@ -115,6 +115,11 @@ def _round(x: Tensor, noise: Tensor | None) -> Tensor:
     return x.round_() if noise is None else x.add_(noise).floor_()
 
 
+def _divide(x: Tensor, divisor: float) -> Tensor:
+    """In place; by a tensor, because CUDA multiplies by the rounded reciprocal of a number."""
+    return x.div_(torch.full((), divisor, dtype=x.dtype, device=x.device))
+
+
 def _zero_rows(x: Tensor, is_zeroed: Tensor) -> None:
     """On a CPU, the pass is spared where no row needs it; elsewhere asking would synchronize."""
     if x.device.type != "cpu" or bool(is_zeroed.any()):
@@ -137,7 +142,7 @@ def _encode_symmetric(
     largest.clamp_(_SMALLEST_MAX, LARGEST_MAX[dtype]).add_(poison)
     scales.copy_(largest)
     # From the rounded maximum, by the same operations as in decoding: one grid for both.
-    steps = largest.copy_(scales).div_(fmt.top_level)
+    steps = _divide(largest.copy_(scales), fmt.top_level)
     torch.mul(source, steps.reciprocal_(), out=work)
     if fmt.is_float:
         return _round_to_float8(work, fmt, noise)
@@ -204,7 +209,7 @@ def _keep_exact(
 
 def _asymmetric_step(lo: Tensor, hi: Tensor, fmt: BlockFormat) -> Tensor:
     half_range = (hi * 0.5).sub_(lo * 0.5)
-    return half_range.div_(fmt.top_index / 2).clamp_(min=_SMALLEST_STEP)
+    return _divide(half_range, fmt.top_index / 2).clamp_(min=_SMALLEST_STEP)
 
 
 def _value_of(

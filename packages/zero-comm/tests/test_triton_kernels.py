@@ -1,0 +1,79 @@
+"""The Triton backend where there is no GPU: interpreted, and compiled without being run."""
+
+import importlib.util
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from quantizer_cases import formats, name_of
+
+HERE = Path(__file__).parent
+NAMES = sorted({name_of(fmt) for fmt in formats()})
+TIMEOUT_S = 600
+
+if importlib.util.find_spec("triton") is None:
+    pytest.skip("triton isn't installed: it has no wheel for this system", allow_module_level=True)
+
+
+def run_program(name: str, folder: Path, **environment: str) -> Any:
+    """What a program of this folder prints, run by itself: triton reads its settings on import."""
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith("TRITON")}
+    done = subprocess.run(
+        [sys.executable, str(HERE / name)],
+        env={**inherited, "TRITON_CACHE_DIR": str(folder), **environment},
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+@pytest.fixture(scope="module")
+def interpreted(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return run_program("triton_program.py", tmp_path_factory.mktemp("triton"), TRITON_INTERPRET="1")
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return run_program("triton_compile_program.py", tmp_path_factory.mktemp("triton"))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_interpreted_kernels_give_the_bytes_and_values_of_plain_torch(
+    interpreted: Any, name: str
+) -> None:
+    found = interpreted["formats"][name]
+    assert found["cases"] >= 4
+    assert found["wrong"] == []
+
+
+def test_block_that_no_program_can_hold_is_refused_with_what_to_do(interpreted: Any) -> None:
+    assert "blocks of up to 32768 elements, got block_size 65536" in interpreted["refusal"]
+    assert "ZERO_COMM_BACKEND=torch" in interpreted["refusal"]
+
+
+def test_compiled_kernels_round_every_operation_by_itself(compiled: Any) -> None:
+    for name, text in compiled["cuda"].items():
+        assert re.findall(r"\bfma\.|\.approx|\.ftz", text) == [], name
+        assert "div.rn.f32" in text, name
+
+
+def test_compiled_kernels_move_whole_tiles_sixteen_bytes_at_a_time(compiled: Any) -> None:
+    for name, text in compiled["cuda"].items():
+        assert ".v4.b32" in text, name
+
+
+def test_decoded_values_stay_in_the_thread_that_stores_them(compiled: Any) -> None:
+    for name in ("decode int4", "decode_sum e4m3"):
+        assert "ld.shared" not in compiled["cuda"][name], name
+
+
+def test_kernels_compile_for_amd_with_ieee_division(compiled: Any) -> None:
+    assert "v_div_fixup_f32" in compiled["hip"]["encode rotated"]

@@ -1,0 +1,99 @@
+"""Compiles the Triton kernels for GPUs that need not be there.
+
+Started as ``python triton_compile_program.py``; prints a JSON object of assembly, by GPU and
+kernel.
+"""
+
+import json
+from typing import Any
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from zero_comm import BlockFormat, triton_kernels, triton_tiles
+
+CUDA, HIP = GPUTarget("cuda", 80, 32), GPUTarget("hip", "gfx942", 64)
+POINTER = {"fp32": "*fp32", "bf16": "*i16", "fp16": "*fp16"}
+# Between them every function of the kernels.
+ROTATED = BlockFormat("int4", 192, is_symmetric=False, has_rotation=True)
+ASYMMETRIC = BlockFormat("int8", 256, is_symmetric=False)
+FLOAT8 = BlockFormat("e4m3", 128)
+INT4 = BlockFormat("int4", 128)
+
+
+def assembly(
+    kernel: Any, arguments: dict[str, str], constants: dict[str, Any], target: GPUTarget
+) -> str:
+    """PTX, or that of an AMD GPU, with pointers and strides known to be aligned."""
+    constants = dict(constants)
+    options = {**triton_kernels.LAUNCH_OPTIONS, "num_warps": constants.pop("num_warps")}
+    signature = {**arguments, **dict.fromkeys(constants, "constexpr")}
+    names = list(kernel.arg_names)
+    aligned = {
+        (names.index(name),): [["tt.divisibility", 16]]
+        for name in arguments
+        if name.endswith(("_ptr", "_stride"))
+    }
+    source = ASTSource(
+        fn=kernel,
+        signature={name: signature[name] for name in names},
+        constexprs=constants,
+        attrs=aligned,
+    )
+    found = triton.compile(source, target=target, options=options).asm
+    return str(found["ptx" if target is CUDA else "amdgcn"])
+
+
+def encode(fmt: BlockFormat, dtype: str, target: GPUTarget, *, is_stochastic: bool) -> str:
+    strides = {"numel": "i32", "x_stride": "i32", "out_stride": "i32", "seed": "i32"}
+    encoding = {"DTYPE": dtype, "LARGEST_BITS": 0x7F7F0000, "IS_STOCHASTIC": is_stochastic}
+    return assembly(
+        triton_tiles.encode_kernel,
+        {"x_ptr": POINTER[dtype], "out_ptr": "*u8", **strides},
+        {**triton_kernels.constants_of(fmt), **encoding},
+        target,
+    )
+
+
+def decode(fmt: BlockFormat, dtype: str) -> str:
+    strides = {"numel": "i32", "rows_stride": "i32", "out_stride": "i32"}
+    return assembly(
+        triton_tiles.decode_kernel,
+        {"rows_ptr": "*u8", "out_ptr": POINTER[dtype], **strides},
+        {**triton_kernels.constants_of(fmt), "DTYPE": dtype},
+        CUDA,
+    )
+
+
+def decode_sum(fmt: BlockFormat) -> str:
+    return assembly(
+        triton_tiles.decode_sum_kernel,
+        {
+            "rows_ptr": "*u8",
+            "out_ptr": "*fp32",
+            "numel": "i32",
+            "rows_stride": "i32",
+            "num_rows": "i32",
+        },
+        triton_kernels.constants_of(fmt),
+        CUDA,
+    )
+
+
+def main() -> None:
+    """Compile, print."""
+    cuda = {
+        "encode rotated": encode(ROTATED, "bf16", CUDA, is_stochastic=True),
+        "encode asymmetric": encode(ASYMMETRIC, "fp16", CUDA, is_stochastic=False),
+        "encode e4m3": encode(FLOAT8, "fp32", CUDA, is_stochastic=True),
+        "decode rotated": decode(ROTATED, "bf16"),
+        "decode int4": decode(INT4, "bf16"),
+        "decode_sum e4m3": decode_sum(FLOAT8),
+    }
+    hip = {"encode rotated": encode(ROTATED, "bf16", HIP, is_stochastic=True)}
+    print(json.dumps({"cuda": cuda, "hip": hip}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,68 @@
+"""Holds the Triton backend against plain torch, in Triton's interpreter.
+
+Started as ``python triton_program.py`` with ``TRITON_INTERPRET=1``, which triton reads as it is
+imported. Prints a JSON object: per format, the number of cases and what differed.
+"""
+
+import json
+import warnings
+
+import torch
+from quantizer_cases import (
+    all_bytes,
+    cases,
+    differences,
+    formats,
+    long_cases,
+    name_of,
+    value_differences,
+)
+
+from zero_comm import BlockFormat
+from zero_comm.triton_kernels import BACKEND, LARGEST_BLOCK_SIZE
+
+CPU = torch.device("cpu")
+
+
+def main() -> None:
+    """Run all cases."""
+    torch.set_num_threads(1)
+    # NumPy, which interprets, warns of NaN and of overflow, which are meant here.
+    warnings.simplefilter("ignore", RuntimeWarning)
+    found: dict[str, dict[str, object]] = {
+        name_of(fmt): {"cases": 0, "wrong": []} for fmt in formats()
+    }
+
+    def add(fmt: BlockFormat, wrong: list[str]) -> None:
+        entry = found[name_of(fmt)]
+        entry["cases"] += 1
+        entry["wrong"] += wrong
+
+    for case in (*cases(), *long_cases()):
+        add(case.fmt, differences(case, BACKEND, CPU))
+    for fmt in formats():
+        if fmt.block_size == 128:
+            add(fmt, value_differences(*all_bytes(fmt), BACKEND, CPU))
+    touch_nothing(BlockFormat("int8", 256))
+    try:
+        fmt = BlockFormat("int8", 2 * LARGEST_BLOCK_SIZE)
+        BACKEND.encode(
+            torch.ones(1, 1), torch.zeros(1, fmt.nbytes(1), dtype=torch.uint8), fmt, None
+        )
+        refusal = ""
+    except ValueError as error:
+        refusal = str(error)
+    print(json.dumps({"formats": found, "refusal": refusal}))
+
+
+def touch_nothing(fmt: BlockFormat) -> None:
+    """Rows of no elements, and no rows, are no reason to start a kernel."""
+    for x in (torch.empty(2, 0), torch.empty(0, 5)):
+        rows = torch.empty(len(x), fmt.nbytes(x.shape[1]), dtype=torch.uint8)
+        BACKEND.encode(x, rows, fmt, None)
+        BACKEND.decode(rows, x, fmt)
+    BACKEND.decode_sum(torch.empty(2, 0, dtype=torch.uint8), torch.empty(0), fmt)
+
+
+if __name__ == "__main__":
+    main()
