@@ -44,7 +44,7 @@ JOBS = [
 # test_secondary_shards.py.
 HELD_OUT_BOUND = {"qwZ": 1.0, "qgZ": 2.0, "all three": 2.0, "4-bit": 2.0}
 EARLY, EARLY_BOUND = slice(10, 30), 0.8
-LEARNED = 3.32
+LEARNED = 3.4
 """Nats per byte; all alike: 5.5, guessing by frequency: 3.23. Seed 0 came to 3.25."""
 
 
