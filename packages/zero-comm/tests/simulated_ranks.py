@@ -102,7 +102,8 @@ class SimulatedNative:
         return SimulatedNative(self._network, [self._ranks[r] for r in ranks], self._me)
 
     def zeros(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        return torch.zeros(numel, dtype=dtype, device=device)
+        with torch.inference_mode(False):
+            return torch.zeros(numel, dtype=dtype, device=device)
 
     def launch(self, job: Callable[[], None], *, is_reduction: bool) -> Deferred:
         job()

@@ -126,7 +126,9 @@ def test_a_setting_that_makes_no_sense_is_refused_by_its_key(key: str, value: ob
         make({**QWZ, **QGZ, key: value})
 
 
-@pytest.mark.parametrize("loco", [{"err_beta": 1.5}, {"reset_T": 0}, {"reset_T": 2.0}])
+@pytest.mark.parametrize(
+    "loco", [{"err_beta": 1.5}, {"err_beta": "x"}, {"reset_T": 0}, {"reset_T": 2.0}]
+)
 def test_settings_of_error_feedback_are_refused_by_their_keys(loco: dict[str, Any]) -> None:
     (key,) = loco
     with pytest.raises(ValueError, match=rf"zero_optimization\.zeropp_loco_param\.{key} "):
@@ -159,8 +161,11 @@ def test_what_does_less_than_it_promises_is_said(
     assert said in caplog.text
 
 
-def test_a_partition_larger_than_a_node_is_said(caplog: pytest.LogCaptureFixture) -> None:
-    make({"zero_hpz_partition_size": 2}, ranks_per_node=1)
+@pytest.mark.parametrize(("world_size", "ranks_per_node"), [(4, 1), (6, 3)])
+def test_a_partition_across_nodes_is_said(
+    world_size: int, ranks_per_node: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    make({"zero_hpz_partition_size": 2}, world_size=world_size, ranks_per_node=ranks_per_node)
     assert "backward's gathers leave the node" in caplog.text
 
 

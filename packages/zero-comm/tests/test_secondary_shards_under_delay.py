@@ -15,6 +15,9 @@ from torch import Tensor
 from zero_comm import create_collectives
 
 WORLD_SIZE, PER_NODE, NUMEL, NUM_UNITS, NUM_STEPS = 4, 2, 301, 5, 6
+CPU = torch.device("cpu")
+LARGEST = 1e5 * NUM_STEPS + 1e5
+"""Of the weights; those of another version are off by a seventh of it."""
 
 
 class _Job:
@@ -28,8 +31,8 @@ class _Job:
 class LateNative(SimulatedNative):
     """Jobs run in threads of their own; every exchange sleeps before and after it travels.
 
-    Shards are handed over where they lie, as ranks of a host with shared memory do: what a peer
-    reads late and finds overwritten shows.
+    What lies in ``zeros`` memory is handed over where it lies, as ranks with shared memory
+    do: what a peer reads late and finds overwritten shows.
     """
 
     def __init__(self, network: Network, ranks: Sequence[int], me: int, seed: int = 0) -> None:
@@ -39,6 +42,12 @@ class LateNative(SimulatedNative):
 
     def subgroup(self, ranks: Sequence[int]) -> SimulatedNative:
         return LateNative(self._network, [self._ranks[r] for r in ranks], self._me, 1)
+
+    def zeros(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        found = super().zeros(numel, dtype, device)
+        assert isinstance(self._network, InPlace)
+        self._network.shared.add(found.untyped_storage().data_ptr())
+        return found
 
     def launch(self, job: Callable[[], None], *, is_reduction: bool) -> Any:
         def late() -> None:
@@ -62,9 +71,16 @@ class LateNative(SimulatedNative):
 
 
 class InPlace(Network):
-    """Hands tensors over without copying them."""
+    """Hands over memory of ``zeros`` without copying it."""
+
+    def __init__(self, world_size: int, ranks_per_node: int) -> None:
+        super().__init__(world_size, ranks_per_node)
+        self.shared: set[int] = set()
 
     def send(self, key: Any, source: int, target: int, tensor: Tensor) -> None:
+        if tensor.untyped_storage().data_ptr() not in self.shared:
+            super().send(key, source, target, tensor)
+            return
         with self._lock:
             box = self._boxes[key, source, target]
         box.put(tensor)
@@ -74,8 +90,20 @@ def shard_of(rank: int, unit: int, version: int) -> Tensor:
     return torch.arange(NUMEL, dtype=torch.float32) + 1e3 * rank + 1e4 * unit + 1e5 * version
 
 
-@pytest.mark.parametrize("config", [{"zero_hpz_partition_size": 2}])
-@pytest.mark.parametrize("seed", range(3))
+HPZ = {"zero_hpz_partition_size": 2}
+QWZ = {"zero_quantized_weights": True}
+
+
+@pytest.mark.parametrize(
+    ("config", "seed"),
+    [
+        (HPZ, 0),
+        (HPZ, 1),
+        ({**QWZ, **HPZ}, 2),
+        ({**QWZ, **HPZ, "zero_quantized_weights_format": "int4_difference"}, 3),
+        (QWZ, 4),
+    ],
+)
 def test_no_stale_or_half_written_shard_is_served(config: dict[str, Any], seed: int) -> None:
     exchange_of_all_ranks = threading.Barrier(WORLD_SIZE)
 
@@ -90,7 +118,9 @@ def test_no_stale_or_half_written_shard_is_served(config: dict[str, Any], seed: 
             frozen=(),
         )
         order = random.Random(seed + 17 * native.rank)
-        shards = [shard_of(native.rank, unit, 0) for unit in range(NUM_UNITS)]
+        shards = [native.zeros(NUMEL, torch.float32, CPU) for _ in range(NUM_UNITS)]
+        for unit, shard in enumerate(shards):
+            shard.copy_(shard_of(native.rank, unit, 0))
         num_right = 0
         for version in range(NUM_STEPS):
             for backward in (False, True):
@@ -104,11 +134,15 @@ def test_no_stale_or_half_written_shard_is_served(config: dict[str, Any], seed: 
                     )
                     for unit in range(NUM_UNITS)
                 ]
+                if version % 2 and not backward:  # while gathers are under way
+                    collectives.forget_values()
+                    exchange_of_all_ranks.wait(TIMEOUT_S)
                 order.shuffle(works)  # each rank waits as it likes
                 for unit, work in works:
                     work.wait()
-                    expected = [shard_of(r, unit, version) for r in range(WORLD_SIZE)]
-                    num_right += torch.equal(outs[unit], torch.cat(expected))
+                    shards_now = [shard_of(r, unit, version) for r in range(WORLD_SIZE)]
+                    error = (outs[unit] - torch.cat(shards_now)).abs().max()
+                    num_right += bool(error <= (0.0 if config == HPZ else 0.01) * LARGEST)
             exchange_of_all_ranks.wait(TIMEOUT_S)
             for unit, shard in enumerate(shards):
                 shard.copy_(shard_of(native.rank, unit, version + 1))

@@ -154,7 +154,7 @@ def test_bytes_are_those_of_the_closed_form(world_size: int, per_node: int) -> N
     assert network.calls == {"all_to_all": 2}
 
 
-@pytest.mark.parametrize("target", ["header", "scale", "cut"])
+@pytest.mark.parametrize("target", ["header", "scale", "length"])
 def test_damaged_messages_are_refused_by_the_senders_name(target: str) -> None:
     def damage(source: int, carried: Tensor) -> None:
         row = carried.view(-1)

@@ -186,6 +186,20 @@ def test_forgetting_starts_from_the_weights_themselves(config: Any) -> None:
         assert (out - expected).abs().max() <= 4.5 / 127 / 2
 
 
+@pytest.mark.parametrize("config", [hpz(2), {**QWZ, **hpz(2)}, FOUR_BIT, QWZ])
+def test_evaluation_may_come_before_training(config: Any) -> None:
+    """What is made for the first gather, in inference mode, serves those outside of it."""
+
+    def program(collectives: Any, native: SimulatedNative) -> bool:
+        shards = [shard_of(native.rank, 2048, torch.float32, v) for v in (0, 1)]
+        with torch.inference_mode():
+            gather(collectives, shards[0], 4, version=0)
+        out = gather(collectives, shards[1], 4, version=1)
+        return bool(out.isfinite().all()) and not out.is_inference()
+
+    assert versions_on_ranks(config, program)[0] == [True] * 4
+
+
 def test_frozen_weights_alone_are_quantized_if_asked() -> None:
     config = {"zero_quantized_nontrainable_weights": True}
     numel = 1024

@@ -230,12 +230,22 @@ def test_groups_that_do_not_fit_the_nodes_exchange_the_same() -> None:
     spawn(_uneven, 6)
 
 
-def test_subgroups_beyond_what_tags_distinguish_are_refused() -> None:
-    native = DirectCollectives(None, rank=0, world_size=1)
-    for _ in range(255):
-        native.subgroup([0])
-    with pytest.raises(CollectiveError, match="tags distinguish 255"):
-        native.subgroup([0]).subgroup([0])
+def _late_twins(rank: int, world_size: int) -> None:
+    """Two sets of collectives over one group, of which one is late on rank 0."""
+    twins = [DirectCollectives(None, rank=rank, world_size=world_size) for _ in range(2)]
+    outs = [torch.empty(world_size) for _ in twins]
+    order = (1, 0) if rank == 0 else (0, 1)
+    works = {}
+    for i in order:
+        shard = torch.tensor([10.0 * (i + 1) + rank])
+        works[i] = twins[i].all_gather(outs[i], shard, unit=0, version=0, backward=False)
+    for work in works.values():
+        work.wait()
+    assert [out.tolist() for out in outs] == [[10.0, 11.0], [20.0, 21.0]]
+
+
+def test_two_engines_over_one_group_do_not_take_each_others_bytes() -> None:
+    spawn(_late_twins, 2)
 
 
 def _one_does_not_come(rank: int, world_size: int) -> None:

@@ -118,6 +118,7 @@ class QuantizedCollectives:
         self._packings: dict[str, Packing] = {}
         self._make_ways(ranks_per_node)
         self._reduction: TwoHopReduce | None = None
+        self._gradient_packings: list[Packing] = []
         if settings.within is not None and settings.between is not None:
             self._reduction = TwoHopReduce(
                 native,
@@ -165,7 +166,7 @@ class QuantizedCollectives:
         def job() -> None:
             way.gather(out, shard, unit=unit, version=current, backward=backward)
 
-        return self._native.launch(job, is_reduction=False)
+        return _Job(self._native.launch(job, is_reduction=False), self._packings.values())
 
     def reduce_scatter(self, out: Tensor, full: Tensor, *, unit: int) -> NativeWork:
         """Start to sum this rank's slice of every rank's ``full`` into ``out``. A collective.
@@ -182,7 +183,7 @@ class QuantizedCollectives:
         def job() -> None:
             reduction.reduce(out, full, unit=unit)
 
-        return _Reduction(self._native.launch(job, is_reduction=True))
+        return _Job(self._native.launch(job, is_reduction=True), self._gradient_packings)
 
     @property
     def has_retire(self) -> bool:
@@ -196,8 +197,23 @@ class QuantizedCollectives:
         exact weights, and errors of gradients are dropped, so that a run that goes on after a
         checkpoint equals the one that starts from it.
         """
+        # In the lane: a gather that is still under way must not enter its version afterwards.
+        self._native.launch(self._forget_weights, is_reduction=False).wait()
+        self._native.launch(self._forget_gradients, is_reduction=True).wait()
+
+    def forget_errors(self) -> None:
+        """The last step was skipped; all ranks call it, after their reductions.
+
+        Errors are dropped: they are of gradients that overflowed, or of another loss scale.
+        """
+        if self._feedback is not None:
+            self._native.launch(self._feedback.forget, is_reduction=True).wait()
+
+    def _forget_weights(self) -> None:
         for way in self._ways.values():
             way.forget()
+
+    def _forget_gradients(self) -> None:
         self._rounding.restart()
         if self._feedback is not None:
             self._feedback.forget()
@@ -249,12 +265,14 @@ class QuantizedCollectives:
 
     def _weight_packing(self, kind: str) -> Packing:
         fmt = _DIFFERENCE_FORMAT if kind == DIFFERENCE else BlockFormat.make(kind)
-        return Packing(fmt, has_checksum=self._settings.has_checksum)
+        return Packing(fmt, has_checksum=self._settings.has_checksum, defers=True)
 
     def _gradient_packing(self, kind: str) -> Packing:
         plain = BlockFormat.make(kind)
         fmt = BlockFormat(kind, plain.block_size, has_rotation=self._settings.has_rotation)
-        return Packing(fmt, has_checksum=self._settings.has_checksum)
+        packing = Packing(fmt, has_checksum=self._settings.has_checksum, defers=True)
+        self._gradient_packings.append(packing)
+        return packing
 
     def _way_of(self, shard: Tensor, unit: int) -> WeightGather | None:
         """How this shard is gathered; None: by ``native``."""
@@ -265,17 +283,20 @@ class QuantizedCollectives:
         return self._ways.get(None)
 
 
-class _Reduction:
-    """A reduction under way; ``full`` is free again when it is done."""
+class _Job:
+    """An exchange under way; a reduction's ``full`` is free again when it is done."""
 
     contributions = ()
 
-    def __init__(self, work: NativeWork) -> None:
+    def __init__(self, work: NativeWork, packings: Collection[Packing]) -> None:
         self._work = work
+        self._packings = packings
 
     def wait(self) -> None:
-        """Block until ``out`` holds the sum (on CUDA: for the caller's current stream)."""
+        """Block until ``out`` is filled (on CUDA: for the caller's current stream)."""
         self._work.wait()
+        for packing in self._packings:
+            packing.settle()
 
     def retire(self) -> Callable[[], None]:
         """Nobody reads ``full``: its messages travelled."""
@@ -320,10 +341,10 @@ def _tell(settings: CommSettings, world_size: int, ranks_per_node: int) -> None:
             "their shards are gathered within the partition anyway",
             size,
         )
-    elif size > ranks_per_node:
+    elif ranks_per_node % size:
         _log.warning(
-            "zero_optimization.zero_hpz_partition_size = %d is more than the %d ranks of a node: "
-            "backward's gathers leave the node",
+            "zero_optimization.zero_hpz_partition_size = %d does not divide the %d ranks of a "
+            "node: backward's gathers leave the node",
             size,
             ranks_per_node,
         )

@@ -2,7 +2,9 @@
 
 After LoCo (Xie et al., arXiv 2407.04480), section 3: a rank adds the error that it keeps to its
 gradient before it is quantized, and keeps a moving average of what quantizing changed, in 8 bits.
-Every ``reset_T`` reductions the error is dropped, since it was taken of older weights.
+Every ``reset_T`` reductions the error is dropped, since it was taken of older weights; and when a
+step is skipped, since its gradients had overflowed. (When an fp16 loss scale grows, which is rare,
+what is kept counts half once.)
 """
 
 from __future__ import annotations
@@ -76,4 +78,4 @@ class ErrorFeedback:
     @property
     def nbytes(self) -> int:
         """Bytes held."""
-        return sum(error.nbytes for error in self._errors.values())
+        return sum(error.nbytes for error in tuple(self._errors.values()))

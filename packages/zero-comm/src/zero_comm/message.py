@@ -18,13 +18,17 @@ integer arithmetic that runs where the bytes are, on any device.
 
 On a host every message is checked before it is used: header, and every block's scale (finite and
 positive; NaN only if the header says so). On an accelerator looking means waiting for the device:
-there messages are checked only if they have a checksum.
+there messages are checked only if they have a checksum, and by an engine's collectives only when
+their result is waited for: a host that waits while it launches could wait for a rank that waits
+for it.
 """
 
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Final
 
 import torch
@@ -54,17 +58,32 @@ class CorruptMessageError(RuntimeError):
     """A message is not what its sender must have sent."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Looked:
+    """What messages show, on their device: uint8 [messages, 32], and bool [messages] twice."""
+
+    headers: Tensor
+    has_good_scales: Tensor
+    has_good_sum: Tensor
+
+
 class Packing:
     """Packs rows of elements into messages of one format, and unpacks what arrives.
 
     Args:
         format: a kind ("int8", "int4", "e4m3", "e5m2") or a whole format.
         has_checksum: whether each message carries one, and is checked on accelerators too.
+        defers: on accelerators, whether messages are judged by `settle` only: where the host must
+            not wait while it launches.
     """
 
-    def __init__(self, format: str | BlockFormat, *, has_checksum: bool = False) -> None:
+    def __init__(
+        self, format: str | BlockFormat, *, has_checksum: bool = False, defers: bool = False
+    ) -> None:
         self.format = BlockFormat.make(format)
         self.has_checksum = has_checksum
+        self._defers = defers
+        self._undecided: list[Callable[[], None]] = []
         self._headers: dict[int, bytes] = {}
         self._templates: dict[tuple[int, bool, torch.device], Tensor] = {}
         self._weights: dict[torch.device, Tensor] = {}
@@ -135,17 +154,53 @@ class Packing:
                 f"{len(senders)} x {self.nbytes(numel)} bytes, found {list(rows.shape)}"
             )
         if rows.is_cpu or self.has_checksum:
-            headers = rows[:, :HEADER_NBYTES].cpu()
-            for sender, header in zip(senders, headers, strict=True):
-                self._check_header(bytes(header.tolist()), numel, sender)
-            self._check_scales(rows, numel, headers, senders)
-        if self.has_checksum:
-            found = _words(rows)[:, _CHECKSUM_AT // 8]
-            wrong = torch.nonzero(found != self._checksums(rows)).flatten().tolist()
-            if wrong:
-                raise _damaged(senders[wrong[0]], "its checksum does not match its bytes")
+            looked = self._look(rows, numel)
+            judge = partial(self._judge, looked, numel, senders)
+            if rows.is_cpu or not self._defers:
+                judge()
+            else:
+                self._undecided.append(judge)
 
-    def _check_header(self, header: bytes, numel: int, sender: int) -> None:
+    def settle(self) -> None:
+        """Judge the messages whose judgement was deferred; the host waits for the device.
+
+        Raises:
+            CorruptMessageError: one of them was damaged; it names the sender.
+        """
+        while self._undecided:
+            self._undecided.pop(0)()
+
+    def _look(self, rows: Tensor, numel: int) -> _Looked:
+        """What there is to judge messages by, on their device."""
+        fmt, headers = self.format, rows[:, :HEADER_NBYTES].clone()
+        start, stop = (HEADER_NBYTES + at(numel) for at in (fmt.codes_nbytes, fmt.used_nbytes))
+        if fmt.is_symmetric:
+            maxima = rows[:, start:stop].view(torch.bfloat16)
+            good, nan = (maxima > 0) & (maxima < torch.inf), maxima.isnan()
+        else:
+            low, high = rows[:, start:stop].view(torch.float32).view(len(rows), -1, 2).unbind(2)
+            good = (low <= high) & low.isfinite() & high.isfinite()
+            nan = low.isnan() & high.isnan()
+        may_hold_nan = (headers[:, _FLAGS_AT] & _MAY_HOLD_NAN).bool()
+        has_good_scales = (good | (nan & may_hold_nan[:, None])).all(1)
+        if not self.has_checksum:
+            return _Looked(headers, has_good_scales, torch.ones_like(has_good_scales))
+        sums = _words(rows)[:, _CHECKSUM_AT // 8] == self._checksums(rows)
+        return _Looked(headers, has_good_scales, sums)
+
+    def _judge(self, looked: _Looked, numel: int, senders: Sequence[int]) -> None:
+        headers = looked.headers.cpu()
+        for sender, header in zip(senders, headers, strict=True):
+            self._judge_header(bytes(header.tolist()), numel, sender)
+        for is_right, what in (
+            (looked.has_good_scales, "a block's scale is not finite or not positive"),
+            (looked.has_good_sum, "its checksum does not match its bytes"),
+        ):
+            wrong = torch.nonzero(~is_right).flatten().tolist()
+            if wrong:
+                raise _damaged(senders[wrong[0]], what)
+
+    def _judge_header(self, header: bytes, numel: int, sender: int) -> None:
         if header[:_FIXED_NBYTES] != self._fixed(numel):
             letters, layout, code, block_size, their_numel = struct.unpack(
                 _LAYOUT, header[:_FIXED_NBYTES]
@@ -157,29 +212,8 @@ class Packing:
                 f"{_code_of(self.format)}, {self.format.block_size}, {numel}",
             )
         (flags,) = struct.unpack_from("=q", header, _FLAGS_AT)
-        if flags not in (0, _MAY_HOLD_NAN) if not self.has_checksum else flags not in (2, 3):
+        if flags not in ((2, 3) if self.has_checksum else (0, 1)):
             raise _damaged(sender, f"its flags are {flags:#x}, unknown to this rank's settings")
-
-    def _check_scales(
-        self, rows: Tensor, numel: int, headers: Tensor, senders: Sequence[int]
-    ) -> None:
-        """Every scale must be finite and positive, or NaN where the header allows that."""
-        fmt = self.format
-        start, stop = (HEADER_NBYTES + at(numel) for at in (fmt.codes_nbytes, fmt.used_nbytes))
-        if fmt.is_symmetric:
-            maxima = rows[:, start:stop].view(torch.bfloat16)
-            good, nan = (maxima > 0) & (maxima < torch.inf), maxima.isnan()
-        else:
-            low, high = rows[:, start:stop].view(torch.float32).view(len(rows), -1, 2).unbind(2)
-            good = (low <= high) & low.isfinite() & high.isfinite()
-            nan = low.isnan() & high.isnan()
-        if bool(good.all()):
-            return
-        may_hold_nan = (headers[:, _FLAGS_AT] & _MAY_HOLD_NAN).bool().to(good.device)
-        is_wrong = ~(good | (nan & may_hold_nan[:, None]))
-        wrong = torch.nonzero(is_wrong.any(1)).flatten().tolist()
-        if wrong:
-            raise _damaged(senders[wrong[0]], "a block's scale is not finite or not positive")
 
     def _checksums(self, rows: Tensor) -> Tensor:
         """Of each message's buffer; see [Note: the message]."""

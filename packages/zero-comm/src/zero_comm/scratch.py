@@ -18,13 +18,16 @@ class Scratch:
     soon as the same purpose is asked for again.
 
     Args:
-        allocate: makes a flat tensor of ``(numel, dtype, device)``; `torch.empty` unless given.
+        allocate: makes a flat tensor of ``(numel, dtype, device)``, and is taken to keep it for
+            good; `torch.empty` unless given.
     """
 
     def __init__(
         self, allocate: Callable[[int, torch.dtype, torch.device], Tensor] | None = None
     ) -> None:
         self._allocate = allocate or _empty
+        self._is_given_back = allocate is None
+        self._outgrown_nbytes = 0
         self._buffers: dict[tuple[Any, ...], Tensor] = {}
 
     def take(self, purpose: str, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -32,15 +35,18 @@ class Scratch:
         key = (purpose, dtype, device)
         buffer = self._buffers.get(key)
         if buffer is None or buffer.numel() < numel:
-            self._buffers.pop(key, None)
+            outgrown = self._buffers.pop(key, None)
+            if outgrown is not None and not self._is_given_back:
+                self._outgrown_nbytes += outgrown.nbytes
             buffer = self._buffers[key] = self._allocate(numel, dtype, device)
         return buffer[:numel]
 
     @property
     def nbytes(self) -> int:
-        """Bytes held."""
-        return sum(buffer.nbytes for buffer in self._buffers.values())
+        """Bytes held; those of ``allocate`` stay taken when a larger buffer follows."""
+        return self._outgrown_nbytes + sum(b.nbytes for b in tuple(self._buffers.values()))
 
 
 def _empty(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    return torch.empty(numel, dtype=dtype, device=device)
+    with torch.inference_mode(False):  # what evaluation asks for first serves training too
+        return torch.empty(numel, dtype=dtype, device=device)

@@ -108,7 +108,7 @@ class MessageGather:
     @property
     def nbytes(self) -> int:
         """Bytes of the messages of this rank's shards."""
-        return sum(kept.values.nbytes for kept in self._kept.values())
+        return sum(kept.values.nbytes for kept in tuple(self._kept.values()))
 
 
 class SecondaryGather:
@@ -158,7 +158,7 @@ class SecondaryGather:
     @property
     def nbytes(self) -> int:
         """Bytes of the secondary shards."""
-        return sum(kept.values.nbytes for kept in self._kept.values())
+        return sum(kept.values.nbytes for kept in tuple(self._kept.values()))
 
 
 @dataclass(slots=True)

@@ -11,7 +11,17 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-__all__ = ["Collectives", "CollectivesFactory", "NativeCollectives", "Work"]
+__all__ = [
+    "EXACT_GRADIENTS",
+    "EXACT_PARAMETERS",
+    "Collectives",
+    "CollectivesFactory",
+    "NativeCollectives",
+    "Work",
+]
+
+EXACT_GRADIENTS, EXACT_PARAMETERS = -1, -2
+"""Versions of what must arrive exact."""
 
 
 @runtime_checkable
@@ -39,6 +49,9 @@ class Collectives(Protocol):
     is kept of them is void: the next gather of each unit starts from the exact values, so that a
     resumed run equals the one that went on.
 
+    ``forget_errors()``: all ranks call it when a step is skipped, after its reductions: what was
+    kept of its gradients is void.
+
     ``private_nbytes``: a mapping of the bytes that it holds on this rank, by kind ("secondary
     shards", say), which `Engine.memory_report` shows.
     """
@@ -54,8 +67,9 @@ class Collectives(Protocol):
                 of ``out``; it is never changed otherwise.
             unit: index of the segment it belongs to (a unit has one per dtype and
                 trainability): a stable key for private buffers.
-            version: grows whenever the values of ``shard`` may have changed. Negative: these are
-                not parameters (reduced gradients at stage 0, say); they must arrive exact.
+            version: grows whenever the values of ``shard`` may have changed. Negative: they must
+                arrive exact; `EXACT_GRADIENTS` (reduced ones, at stage 0) or `EXACT_PARAMETERS`
+                (to be read, not to be trained with).
             backward: whether the gather serves a backward pass.
         """
         ...

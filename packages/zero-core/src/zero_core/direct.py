@@ -24,7 +24,7 @@ from zero_core.arena import allocator
 from zero_core.collectives import sum_in_rank_order
 from zero_core.comm_report import GRADIENTS, PARAMETERS, Meter
 from zero_core.lanes import HostLanes, Lanes
-from zero_core.protocols import Work
+from zero_core.protocols import EXACT_GRADIENTS, Work
 from zero_core.shared_memory import SharedMemory
 from zero_core.traffic import Links
 from zero_core.wire import Kind, Wire, arrived
@@ -163,7 +163,7 @@ class DirectCollectives:
         """See `zero_core.protocols.Collectives.reduce_scatter`."""
         wire = self._wire
         slices = full.view(self.world_size, -1)
-        self._count("reduce_scatter", -1, self._links.direct(slices[0].nbytes))
+        self._count("reduce_scatter", EXACT_GRADIENTS, self._links.direct(slices[0].nbytes))
         is_near = wire.locate(full) is not None
         received = None if is_near and not wire.has_far else self._borrow(full)
         parts = slices if received is None else received.view(self.world_size, -1)
@@ -186,7 +186,7 @@ class DirectCollectives:
         """See `zero_core.protocols.NativeCollectives.all_to_all`."""
         check_all_to_all(out, parts, self.world_size)
         given, slices = parts.view(self.world_size, -1), out.view(self.world_size, -1)
-        self._count("all_to_all", -1, self._links.direct(given[0].nbytes))
+        self._count("all_to_all", EXACT_GRADIENTS, self._links.direct(given[0].nbytes))
         parcels = self._trade_slices(given, slices, Kind.SWAP, unit)
         is_near = self._wire.locate(parts) is not None
         slices[self.rank].copy_(given[self.rank])
@@ -213,7 +213,8 @@ class DirectCollectives:
 
     def _count(self, collective: str, version: int, sent: tuple[int, int]) -> None:
         if self.world_size > 1:
-            self._meter.add(collective, PARAMETERS if version >= 0 else GRADIENTS, sent)
+            content = GRADIENTS if version == EXACT_GRADIENTS else PARAMETERS
+            self._meter.add(collective, content, sent)
 
     def _borrow(self, like: Tensor) -> Tensor:
         free = self._scratch.setdefault((like.numel(), like.dtype), [])

@@ -252,12 +252,13 @@ class Engine:
 
     @contextmanager
     def gathered(self, *, modifier_rank: int | None = None) -> Iterator[nn.Module]:
-        """Within, every parameter holds its value (e.g. to generate text).
+        """Within, every parameter holds its exact value (e.g. to generate text).
 
         For reading; but what rank ``modifier_rank`` changes in place reaches all shards and master
         weights at the end. Every rank must enter it. It takes the memory of the whole model, on
         the modifier twice.
         """
+        self._flow.release_all()
         before, self._flow.is_held = self._flow.is_held, True
         try:
             self._flow.gather_all()
@@ -459,6 +460,7 @@ class Engine:
         self.skipped_steps += 1
         scale = self._scaler.scale
         self._scaler.update(is_overflow=True)
+        getattr(self._collectives, "forget_errors", lambda: None)()
         where = self._facts.explain_nonfinite()
         text = "step %d skipped on all ranks: the gradient is not finite (%s); loss scale %g -> %g"
         _log.warning(text, self.global_steps, where, scale, self._scaler.scale)

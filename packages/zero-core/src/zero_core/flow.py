@@ -350,9 +350,10 @@ class Flow:
             self._release(unit)
 
     def gather_all(self) -> None:
-        """Gather every unit at once, for `Engine.gathered`."""
+        """Gather every unit at once, for `Engine.gathered`: exactly, whatever quantizes."""
         for unit in self._units:
-            self._start_unshard(unit, backward=False)
+            for values in unit.values:
+                values.start_unshard(self._collectives, self.tier, backward=False, is_exact=True)
             self._finish_unshard(unit)
 
     # --------------------------------------------------------------- backward

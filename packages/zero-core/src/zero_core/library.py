@@ -16,7 +16,7 @@ from zero_core.collectives import all_gather_single, sum_in_rank_order
 from zero_core.comm_report import GRADIENTS, PARAMETERS, Meter
 from zero_core.direct import DirectCollectives, check_all_to_all, check_subgroup
 from zero_core.lanes import Lanes
-from zero_core.protocols import NativeCollectives, Work
+from zero_core.protocols import EXACT_GRADIENTS, NativeCollectives, Work
 from zero_core.traffic import Links
 
 __all__ = ["LibraryCollectives"]
@@ -83,7 +83,7 @@ class LibraryCollectives:
         self, out: Tensor, shard: Tensor, *, unit: int, version: int, backward: bool
     ) -> Work:
         """See `zero_core.protocols.Collectives.all_gather`."""
-        content = PARAMETERS if version >= 0 else GRADIENTS
+        content = GRADIENTS if version == EXACT_GRADIENTS else PARAMETERS
         self._meter.add("all_gather", content, self._links.gather(shard.nbytes))
         own = out.view(self.world_size, -1)[self.rank]
         if own.data_ptr() != shard.data_ptr():

@@ -32,9 +32,18 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from zero_core.comm_protocols import Collectives, CollectivesFactory, NativeCollectives, Work
+from zero_core.comm_protocols import (
+    EXACT_GRADIENTS,
+    EXACT_PARAMETERS,
+    Collectives,
+    CollectivesFactory,
+    NativeCollectives,
+    Work,
+)
 
 __all__ = [
+    "EXACT_GRADIENTS",
+    "EXACT_PARAMETERS",
     "AdamKernel",
     "Collectives",
     "CollectivesFactory",

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from zero_core.arena import BufferPool
 from zero_core.collectives import call_named, wait
 from zero_core.layout import Segment
-from zero_core.protocols import Collectives, Work
+from zero_core.protocols import EXACT_GRADIENTS, Collectives, Work
 from zero_core.segment_values import slot_views
 
 __all__ = ["SegmentGrads"]
@@ -279,7 +279,11 @@ class SegmentGrads:
             return rounded
         self._wait_until_read()  # final_grad may be the memory of full_grad
         work = collectives.all_gather(
-            self._final_grad, shard, unit=self.segment.index, version=-1, backward=True
+            self._final_grad,
+            shard,
+            unit=self.segment.index,
+            version=EXACT_GRADIENTS,
+            backward=True,
         )
         wait(work, lambda: f"all_gather of the gradient of segment {self.segment.index}")
         return self._final_grad.to(self._offered_dtype)

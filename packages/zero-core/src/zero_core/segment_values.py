@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from zero_core.arena import BufferPool
 from zero_core.collectives import wait
 from zero_core.layout import Segment
-from zero_core.protocols import Collectives, StateTier, Work
+from zero_core.protocols import EXACT_PARAMETERS, Collectives, StateTier, Work
 from zero_core.resting import Lane, RestingShard
 
 __all__ = ["SegmentValues", "slot_views"]
@@ -75,14 +75,21 @@ class SegmentValues:
         self._placeholders = [hole.expand(p.shape) for p in self.params]
 
     def start_unshard(
-        self, collectives: Collectives, tier: StateTier | None, *, backward: bool
+        self,
+        collectives: Collectives,
+        tier: StateTier | None,
+        *,
+        backward: bool,
+        is_exact: bool = False,
     ) -> None:
-        """Start to make ``full`` hold the current values, if it does not."""
+        """Start to make ``full`` hold the current values, if it does not.
+
+        ``is_exact``: unquantized. Other gathers are as the collectives do them.
+        """
         if self.full is not None and self._full_version == self.version:
             return
-        if self._gather is not None:  # of older values, gathered ahead and then not needed
-            work, self._gather = self._gather, None
-            wait(work, lambda: f"all_gather of segment {self.segment.index}")
+        # Of older values, gathered ahead and then not needed.
+        self.finish_gather(lambda: f"all_gather of segment {self.segment.index}")
         is_gathered = not self.is_kept or self._has_remote_updates
         if is_gathered and self.full is None:
             self.full = self._pool.acquire(self.segment.padded_numel, self.segment.dtype)
@@ -90,32 +97,35 @@ class SegmentValues:
             if tier is not None and self.local_span is not None:
                 tier.wait_params(*self.local_span)
             if is_gathered:
-                self._gather = self._start_gather(collectives, backward=backward)
+                version = EXACT_PARAMETERS if is_exact else self.version
+                self._gather = self._start_gather(collectives, version, backward=backward)
         self._full_version = self.version
 
     def _queue(self) -> AbstractContextManager[None]:
         """Where the gather is launched; see [Note: the lane] in zero_core.resting."""
         return self.lane if isinstance(self.shard, RestingShard) else nullcontext()
 
-    def _start_gather(self, collectives: Collectives, *, backward: bool) -> Work:
+    def _start_gather(self, collectives: Collectives, version: int, *, backward: bool) -> Work:
         assert self.full is not None
         if isinstance(self.shard, RestingShard):
-            return self.shard.gather(
-                self.full, collectives, version=self.version, backward=backward
-            )
+            return self.shard.gather(self.full, collectives, version=version, backward=backward)
         return collectives.all_gather(
             self.full,
             self.shard,
             unit=self.segment.index,
-            version=self.version,
+            version=version,
             backward=backward,
         )
 
-    def finish_unshard(self, what: Callable[[], str]) -> None:
-        """Wait for the gather and let the parameters point at the values."""
+    def finish_gather(self, what: Callable[[], str]) -> None:
+        """Wait for the gather that is under way, if one is."""
         if self._gather is not None:
             work, self._gather = self._gather, None
             wait(work, what)
+
+    def finish_unshard(self, what: Callable[[], str]) -> None:
+        """Wait for the gather and let the parameters point at the values."""
+        self.finish_gather(what)
         if not self._is_pointed_at:
             for param, view in zip(self.params, self._current_views(), strict=True):
                 param.data = view
@@ -125,9 +135,7 @@ class SegmentValues:
         """Give the buffer back, unless the values are kept for good."""
         if self.is_kept or self.full is None:
             return
-        if self._gather is not None:  # gathered ahead, then not needed
-            work, self._gather = self._gather, None
-            wait(work, what)
+        self.finish_gather(what)
         self._point_at_placeholders()
         self._pool.release(self.full, self.lane.after_readers())
         self.full = None

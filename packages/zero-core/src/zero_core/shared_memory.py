@@ -54,9 +54,18 @@ class SharedMemory:
             self._meet(control, ranks_per_node or control.world_size)
 
     def zeros(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """A 1-D tensor in shared memory, which lives as long as this object: peers know it."""
+        """A 1-D tensor in shared memory, which lives as long as this object: peers know it.
+
+        Raises:
+            CollectiveError: no file descriptor or memory is left.
+        """
         nbytes = max(numel, 1) * dtype.itemsize
-        descriptor = os.memfd_create(_NAME)
+        try:
+            descriptor = os.memfd_create(_NAME)
+        except OSError as error:
+            raise CollectiveError(
+                f"rank {self._rank}: no more shared memory: {error}; {_advice(error)}"
+            ) from error
         os.ftruncate(descriptor, nbytes)
         buffer = torch.frombuffer(mmap.mmap(descriptor, nbytes), dtype=dtype)
         self._buffers.append((buffer, descriptor))
@@ -85,12 +94,9 @@ class SharedMemory:
             try:
                 memory = _map(self._pids[peer], descriptor, offset + numel * dtype.itemsize)
             except OSError as error:
-                advice = "it has probably ended"
-                if error.errno in (errno.EMFILE, errno.ENFILE):
-                    advice = "this process may open more files after 'ulimit -n 65536'"
                 raise CollectiveError(
                     f"rank {self._rank}: cannot read the memory of rank {peer} (process "
-                    f"{self._pids[peer]}): {error}; {advice}"
+                    f"{self._pids[peer]}): {error}; {_advice(error)}"
                 ) from error
             self._mapped[peer, descriptor] = memory
         return memory[offset : offset + numel * dtype.itemsize].view(dtype)
@@ -116,6 +122,12 @@ class SharedMemory:
         table = [json.loads(row) for row in control.gather_bytes(json.dumps(is_read).encode())]
         others = (rank for rank in range(control.world_size) if rank != control.rank)
         self.peers = frozenset(r for r in others if is_read[r] and table[r][control.rank])
+
+
+def _advice(error: OSError) -> str:
+    if error.errno in (errno.EMFILE, errno.ENFILE):
+        return "this process may open more files after 'ulimit -n 65536'"
+    return "the other process has probably ended, or memory has"
 
 
 def _open(pid: int, descriptor: int, nbytes: int) -> int:

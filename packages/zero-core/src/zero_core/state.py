@@ -90,6 +90,8 @@ class ShardedState:
 
         Before values are written from outside of a step.
         """
+        for values in self.values:
+            values.finish_gather(lambda: "a gather ahead of time")
         self.values[0].lane.synchronize()
         self.control.barrier()
 

@@ -12,10 +12,11 @@ every rank takes part once it has waited for its gathers (the sum of the gradien
 step; see zero_core.protocols).
 
 [Note: channels and threads]
-A message is found by its sender and its tag: the channel (one per subgroup), the unit and the kind
-of exchange. So subgroups, units and lanes may interleave as they like, as long as the messages of
-one tag are sent and asked for in the same order. gloo's pairs lock themselves, so any thread may
-send and receive; the caches below are dictionaries whose entries, once made, do not change.
+A message is found by its sender and its tag: the channel (one per subgroup, and other ones for
+every engine over a process group), the unit and the kind of exchange. So engines, subgroups, units
+and lanes may interleave as they like, as long as the messages of one tag are sent and asked for in
+the same order. gloo's pairs lock themselves, so any thread may send and receive; the caches below
+are dictionaries whose entries, once made, do not change.
 """
 
 from __future__ import annotations
@@ -35,7 +36,10 @@ from zero_core.shared_memory import Place, SharedMemory
 
 __all__ = ["Kind", "Wire", "arrived"]
 
-_NUM_CHANNELS = 256
+_NUM_CHANNELS = 4096
+
+_numbers: dict[str, Iterator[int]] = {}
+"""Of the channels of each process group, so that two engines over one group do not share any."""
 
 
 class Kind(IntEnum):
@@ -69,9 +73,8 @@ class Wire:
         *,
         rank: int,
         shared: SharedMemory | None,
-        channels: Iterator[int] | None = None,
     ) -> None:
-        """``channels`` numbers the subgroups of a family; every rank makes them in one order."""
+        """Every rank makes the wires of a process group in one order."""
         self.rank = rank
         self.members = list(members)
         size = len(self.members)
@@ -81,13 +84,7 @@ class Wire:
         self.has_far = len(self.near) < len(self.peers)
         self._group = group
         self._shared = shared
-        self._channels = count() if channels is None else channels
-        self._channel = next(self._channels)
-        if self._channel >= _NUM_CHANNELS:
-            raise CollectiveError(
-                f"rank {rank}: subgroup number {self._channel}: tags distinguish "
-                f"{_NUM_CHANNELS - 1}; make them once and keep them"
-            )
+        self._channel = _next_channel(group)
         self._tokens: dict[tuple[int, int, int], Tensor] = {}
         self._nod = torch.zeros(1, dtype=torch.uint8)
 
@@ -95,7 +92,7 @@ class Wire:
         """The wire of a subgroup that this rank is in."""
         rank = list(ranks).index(self.rank)
         members = [self.members[r] for r in ranks]
-        return Wire(self._group, members, rank=rank, shared=self._shared, channels=self._channels)
+        return Wire(self._group, members, rank=rank, shared=self._shared)
 
     def locate(self, tensor: Tensor) -> Place | None:
         """Where near peers find ``tensor``, if they do."""
@@ -163,6 +160,16 @@ class Wire:
         work = dist.irecv(tensor, group=self._group, group_src=self.members[peer], tag=tag)
         assert work is not None
         return work
+
+
+def _next_channel(group: dist.ProcessGroup | None) -> int:
+    """The next channel of a process group; one comes again after 4096 others."""
+    name = ""
+    if dist.is_available() and dist.is_initialized():
+        known = dist.group.WORLD if group is None else group
+        assert known is not None
+        name = known.group_name
+    return next(_numbers.setdefault(name, count())) % _NUM_CHANNELS
 
 
 def arrived(works: Sequence[Work], tensor: Tensor) -> Tensor:
