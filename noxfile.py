@@ -34,7 +34,11 @@ NATIVE_FOLDERS = ("cpu-adam/native", "cpu-adam/tests/native", "zero-comm/native"
 CHECKED = ("noxfile.py", "packages", "integration")
 CONSTRAINTS = ("--constraint", "constraints.txt")
 PIP_FLAGS = ("--quiet", "--progress-bar=off")
-TEST_TOOLS = ("pytest>=8.3", "hypothesis>=6.100")
+RUNNER = "pytest-xdist>=3.6"
+TEST_TOOLS = ("pytest>=8.3", "hypothesis>=6.100", RUNNER)
+# Files of tests go to several processes: most tests start ranks, which wait for each other more
+# than they compute. A file stays together, for what its tests share.
+IN_PARALLEL = ("--numprocesses=auto", "--maxprocesses=4", "--dist=loadfile")
 LINT_TOOLS = ("ruff>=0.15,<0.18", "clang-format>=20")
 TYPE_TOOLS = ("mypy>=1.19", "pybind11")
 
@@ -169,7 +173,7 @@ def matrix(session: nox.Session, torch: str) -> None:
 
 def test_alone(session: nox.Session, package: str) -> None:
     """Install one package with nothing but what it declares, and run its tests."""
-    session.install(*PIP_FLAGS, *CONSTRAINTS, f"packages/{package}[test]")
+    session.install(*PIP_FLAGS, *CONSTRAINTS, f"packages/{package}[test]", RUNNER)
     refuse_siblings(session, package)
     if package == "cpu-adam":  # torch is optional: first without, then with it
         refuse(session, ["torch"])
@@ -196,13 +200,13 @@ def install_everything(session: nox.Session, *further: str, extras: str = "") ->
 def run_package_tests(session: nox.Session, package: str, *options: str) -> None:
     """Run a package's own tests from within its folder, where its settings are."""
     with session.chdir(f"packages/{package}"):
-        session.run("python", "-m", "pytest", "-q", *options)
+        session.run("python", "-m", "pytest", "-q", *IN_PARALLEL, *options)
 
 
 def run_integration_tests(session: nox.Session) -> None:
     """Run conformance and the end-to-end tests."""
     with session.chdir("integration"):
-        session.run("python", "-m", "pytest", "-q")
+        session.run("python", "-m", "pytest", "-q", *IN_PARALLEL)
 
 
 def run_lint(session: nox.Session) -> None:
