@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, nn
 
 import zero_comm
 import zero_core
@@ -222,7 +222,7 @@ def _outcome(
     engine = _build(dtype, zero, **top)
     losses = scenario(engine, folder)
     values = engine.full_state_dict(dtype=torch.float32)
-    with engine.gathered() as model:  # what the ranks compute with, besides the master weights
+    with engine.gathered() as model:  # the rounded copies, besides the master weights
         values |= {f"gathered {n}": p.detach().clone() for n, p in model.named_parameters()}
     engine.close()
     return losses, values
@@ -284,9 +284,15 @@ def _keeps_errors(rank: int, world_size: int) -> None:
         # What is sent has the update and the last error in it; half a step of 7 levels is lost of
         # that, 1/128 more as the scale is rounded up to bf16.
         bound = (update + bound) / 14 * (1 + 1 / 128)
-    with engine.gathered() as model:
-        # Those that are not trained have no changes: they travel once, in 8 bits.
-        found = {n: p.detach() for n, p in model.named_parameters() if p.requires_grad}
+    found: dict[str, Tensor] = {}
+    for name, block in engine.module.blocks.named_children():
+        prefix = f"blocks.{name}"
+
+        def note(module: nn.Module, _: object, prefix: str = prefix) -> None:
+            found.update({f"{prefix}.{n}": p.clone() for n, p in module.named_parameters()})
+
+        block.register_forward_pre_hook(note)  # after the engine's, which gathers
+    _evaluate(engine, 12)
     furthest = max(float((found[n] - exact[n]).abs().max()) for n in found)
     assert 0.0 < furthest <= bound
 
