@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 import zero_core
-from zero_core.protocols import Work
+from zero_core.protocols import EXACT_GRADIENTS, Work
 from zero_core.testing import Case, spawn
 
 FORWARD = ["f0", "f1", "f2", "f3", "f4"]
@@ -58,7 +58,7 @@ class _Counting:
     def all_gather(
         self, out: Tensor, shard: Tensor, *, unit: int, version: int, backward: bool
     ) -> Work:
-        kind = "g" if version < 0 else "b" if backward else "f"
+        kind = "g" if version == EXACT_GRADIENTS else "b" if backward else "f"
         self.log.append(f"{kind}{unit}")
         return self.native.all_gather(out, shard, unit=unit, version=version, backward=backward)
 

@@ -186,9 +186,9 @@ def _train_both(rank: int, world_size: int) -> None:
     assert all(torch.equal(deferred.values[n], v) for n, v in ordinary.values.items())
 
 
-def _deferred_model() -> nn.Module:
+def _deferred_model(width: int) -> nn.Module:
     with zero_core.deferred_init():
-        return make_model()
+        return make_model(width)
 
 
 def test_a_deferred_model_trains_like_an_ordinary_one() -> None:
