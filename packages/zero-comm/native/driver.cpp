@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <atomic>
 #include <cstring>
-#include <system_error>
+#include <exception>
 #include <thread>
 #include <vector>
 
@@ -62,13 +62,14 @@ void share(const Layout& layout, std::int64_t num_rows, std::int64_t work, int n
   std::vector<Scratch> others;
   for (std::int64_t k = 0; k < helpers; ++k) others.emplace_back(layout.format);
   std::vector<std::thread> threads;
+  threads.reserve(others.size());
   try {
     for (Scratch& other : others) {
       float* const scratch = other.get();
       threads.emplace_back([&take_grains, scratch] { take_grains(scratch); });
     }
-  } catch (const std::system_error&) {
-    // Out of threads: those that exist, and the caller, do the work.
+  } catch (const std::exception&) {
+    // Out of threads or memory: those that exist, and the caller, do the work.
   }
   take_grains(own.get());
   for (std::thread& thread : threads) thread.join();

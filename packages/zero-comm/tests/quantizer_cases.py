@@ -145,3 +145,13 @@ def all_bytes(fmt: BlockFormat) -> tuple[Tensor, Case]:
     REFERENCE.encode(x.view(1, numel), row, fmt, None)
     row[0, :256] = torch.arange(256, dtype=torch.uint8)
     return row, case
+
+
+def extreme_blocks(fmt: BlockFormat) -> tuple[Tensor, Case]:
+    """Two rows: from end to end of what fp32 holds, and a range of about the smallest step."""
+    numel = 2 * fmt.block_size
+    ends = torch.linspace(-1, 1, numel)
+    x = torch.stack([ends * 3e38, ends * 2.0**-104])
+    rows = torch.zeros(2, fmt.nbytes(numel), dtype=torch.uint8)
+    REFERENCE.encode(x, rows, fmt, None)
+    return rows, Case(fmt, torch.float32, 2, numel, None, True)

@@ -38,13 +38,19 @@ def test_jobs_record_no_gradients() -> None:
     assert not HostLane().run(lambda: weight * 2).wait().requires_grad
 
 
-def test_a_job_that_fails_fails_its_own_future_alone() -> None:
-    lane = HostLane()
+def test_after_a_job_that_failed_no_other_runs() -> None:
+    lane, ran = HostLane(), []
 
     def fail() -> torch.Tensor:
         raise ValueError("rank 3 is damaged")
 
-    failed, good = lane.run(fail), lane.run(lambda: torch.ones(1))
+    def later() -> torch.Tensor:
+        ran.append(1)
+        return torch.ones(1)
+
+    failed, next_one = lane.run(fail), lane.run(later)
     with pytest.raises(RuntimeError, match="ValueError: rank 3 is damaged"):
         failed.wait()
-    assert good.wait().item() == 1
+    with pytest.raises(RuntimeError, match="an earlier one failed: ValueError: rank 3 is damaged"):
+        next_one.wait()
+    assert not ran

@@ -12,6 +12,7 @@ from quantizer_cases import (
     all_bytes,
     cases,
     differences,
+    extreme_blocks,
     formats,
     long_cases,
     name_of,
@@ -43,6 +44,7 @@ def main() -> None:
     for fmt in formats():
         if fmt.block_size == 128:
             add(fmt, value_differences(*all_bytes(fmt), BACKEND, CPU))
+            add(fmt, value_differences(*extreme_blocks(fmt), BACKEND, CPU))
     touch_nothing(BlockFormat("int8", 256))
     try:
         fmt = BlockFormat("int8", 2 * LARGEST_BLOCK_SIZE)

@@ -10,6 +10,7 @@ gradient twice, this sends it once in the reduction's format and once in the gat
 
 # Annotations are evaluated here, unlike elsewhere: DDP compares those of a hook with its own types.
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -41,6 +42,7 @@ def ddp_comm_hook(
     is_stochastic: bool = False,
     error_feedback: LocoSettings | None = None,
     has_checksum: bool = False,
+    timeout: timedelta | None = None,
 ) -> Hook:
     """Make a hook that averages DDP's gradients in quantized form (ZeRO++, arXiv 2306.10209: qgZ).
 
@@ -62,6 +64,7 @@ def ddp_comm_hook(
         is_stochastic: whether gradients are rounded stochastically.
         error_feedback: `LocoSettings` to give what quantizing took from a bucket to the next one.
         has_checksum: whether messages carry a checksum.
+        timeout: of an exchange, for the hook's own group; None: torch's default.
 
     Raises:
         ValueError: an argument that doesn't fit, by name.
@@ -74,7 +77,7 @@ def ddp_comm_hook(
         has_checksum=has_checksum,
     )
     packing = None if gathered is None else Packing(gathered, has_checksum=has_checksum)
-    averager = _BucketAverager(_own_group(group), fmt, packing, ranks_per_node)
+    averager = _BucketAverager(_own_group(group, timeout), fmt, packing, ranks_per_node)
 
     def quantized_average(state: object, bucket: dist.GradBucket) -> Future[Tensor]:  # type: ignore[name-defined]
         return averager.start(bucket.index(), bucket.buffer())
@@ -82,13 +85,15 @@ def ddp_comm_hook(
     return quantized_average
 
 
-def _own_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
+def _own_group(group: dist.ProcessGroup | None, timeout: timedelta | None) -> dist.ProcessGroup:
     """A new process group of the same ranks. A collective over them."""
     if group is None or group is dist.group.WORLD:
-        own = dist.new_group()
+        own = dist.new_group(timeout=timeout)
     else:
         ranks, backend = dist.get_process_group_ranks(group), dist.get_backend(group)
-        own = dist.new_group(ranks, backend=backend, use_local_synchronization=True)
+        own = dist.new_group(
+            ranks, timeout=timeout, backend=backend, use_local_synchronization=True
+        )
     assert isinstance(own, dist.ProcessGroup), "only members are asked"
     return own
 

@@ -34,6 +34,18 @@ class LocoSettings:
     err_beta: float = 0.8
     reset_T: int = 1024
 
+    def __post_init__(self) -> None:
+        """Check the values.
+
+        Raises:
+            ValueError: one is out of range, by name.
+        """
+        beta: object = self.err_beta
+        if isinstance(beta, bool) or not isinstance(beta, (int, float)) or not 0.0 <= beta <= 1.0:
+            raise ValueError(f"err_beta must be a number within [0, 1], got {beta!r}")
+        if type(self.reset_T) is not int or self.reset_T < 1:
+            raise ValueError(f"reset_T must be a positive integer, got {self.reset_T!r}")
+
 
 class ErrorFeedback:
     """Errors of gradients that are quantized again and again, one for each key.

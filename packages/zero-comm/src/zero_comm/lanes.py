@@ -10,7 +10,9 @@ whoever waits for it waits. Memory that a job reads must be kept until its futur
 from __future__ import annotations
 
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from queue import SimpleQueue
+from threading import Thread
 
 import torch
 from torch import Tensor
@@ -20,18 +22,29 @@ __all__ = ["HostLane", "Lane", "StreamLane", "open_lane"]
 
 
 class HostLane:
-    """Jobs of one thread, which ends with this object."""
+    """Jobs of one thread, which ends with this object.
+
+    After one that failed no other runs: the other ranks may be in another job than this one.
+    """
 
     def __init__(self) -> None:
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="zero-comm lane")
+        self._starts: SimpleQueue[Future[None] | None] = SimpleQueue()
+        self._failures: list[Exception] = []
+        # A daemon: a peer that is gone must not keep this process from ending.
+        thread = Thread(target=_serve, args=(self._starts,), name="zero-comm lane", daemon=True)
+        thread.start()
 
     def run(self, job: Callable[[], Tensor]) -> Future[Tensor]:
         """Let the thread run ``job``; the future has its result, or raises RuntimeError for it."""
         start: Future[None] = Future()
+        run = partial(_run_unless_failed, job, self._failures)
         # As a callback, and not by set_exception: torch's own waiters see only errors of callbacks.
-        done: Future[Tensor] = start.then(lambda _: _run(job))
-        self._thread.submit(start.set_result, None)
+        done: Future[Tensor] = start.then(lambda _: run())
+        self._starts.put(start)
         return done
+
+    def __del__(self) -> None:
+        self._starts.put(None)
 
 
 class StreamLane:
@@ -58,6 +71,22 @@ Lane = HostLane | StreamLane
 def open_lane(device: torch.device) -> Lane:
     """A lane for jobs on tensors of ``device``."""
     return HostLane() if device.type == "cpu" else StreamLane(device)
+
+
+def _serve(starts: SimpleQueue[Future[None] | None]) -> None:
+    while (start := starts.get()) is not None:
+        start.set_result(None)
+
+
+def _run_unless_failed(job: Callable[[], Tensor], failures: list[Exception]) -> Tensor:
+    if failures:
+        first = failures[0]
+        raise RuntimeError(f"not run, as an earlier one failed: {type(first).__name__}: {first}")
+    try:
+        return _run(job)
+    except Exception as error:
+        failures.append(error)
+        raise
 
 
 def _run(job: Callable[[], Tensor]) -> Tensor:

@@ -105,11 +105,7 @@ class _Reader:
         key = f"{_BLOCK}.zeropp_loco_param"
         if not isinstance(value, Mapping) or set(value) - {"err_beta", "reset_T"}:
             raise ValueError(f"{key} must have the keys err_beta and reset_T, got {value!r}")
-        settings = LocoSettings(**value)
-        if isinstance(settings.err_beta, bool) or not isinstance(settings.err_beta, (int, float)):
-            raise ValueError(f"{key}.err_beta must be a number, got {settings.err_beta!r}")
-        if not 0.0 <= settings.err_beta <= 1.0:
-            raise ValueError(f"{key}.err_beta must be within [0, 1], got {settings.err_beta!r}")
-        if type(settings.reset_T) is not int or settings.reset_T < 1:
-            raise ValueError(f"{key}.reset_T must be a positive integer, got {settings.reset_T!r}")
-        return settings
+        try:
+            return LocoSettings(**value)
+        except ValueError as error:
+            raise ValueError(f"{key}.{error}") from error

@@ -239,7 +239,9 @@ def _asymmetric_step(lo: tl.tensor, hi: tl.tensor, TOP_INDEX: tl.constexpr) -> t
 def _value_of(
     index: tl.tensor, lo: tl.tensor, hi: tl.tensor, step: tl.tensor, TOP_INDEX: tl.constexpr
 ) -> tl.tensor:
-    values = index.to(tl.float32) * step[:, None] + lo[:, None]
+    # In halves: a number of steps may be beyond fp32 where the value is not.
+    halves = index.to(tl.float32) * (step * 0.5)[:, None] + (lo * 0.5)[:, None]
+    values = tl.where(index == 0, lo[:, None], halves * 2.0)
     return tl.where(index == TOP_INDEX, hi[:, None], values)
 
 

@@ -88,6 +88,7 @@ class TwoHopReduce:
         feedback: ErrorFeedback | None = None,
     ) -> None:
         rank, per_node = native.rank, ranks_per_node
+        self._rank = rank
         self._num_nodes = native.world_size // per_node
         self._per_node = per_node
         node, place = divmod(rank, per_node)
@@ -168,7 +169,7 @@ class TwoHopReduce:
         self._feedback.compensate(key, compensated)
         hop.packing.pack(compensated, rows, seed=seed)
         arrived = self._scratch.take("arrived", numel, torch.float32, device)
-        hop.packing.unpack(rows, arrived, senders=[hop.native.rank] * len(rows))
+        hop.packing.unpack(rows, arrived, senders=[self._rank] * len(rows))
         self._feedback.learn(key, compensated, arrived)
 
     def _bytes(
