@@ -25,7 +25,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import zero_comm
-from zero_comm import BlockFormat, fsdp2
+from zero_comm import BlockFormat, fsdp2, quantized_nbytes
 from zero_comm.torch_collectives import TorchCollectives
 
 SHAPES = ((1, 1), (2, 2), (3, 1), (4, 2))  # ranks, ranks per node
@@ -595,3 +595,14 @@ SCENARIOS_OF: dict[int, tuple[Callable[[int, int], Outcomes], ...]] = {
     2: (train_ddp_with_settings, train_fsdp_with_settings),
     4: (train_with_replicas, take_nodes_from_a_mesh),
 }
+
+
+def gap(losses: list[float], plain: list[float]) -> float:
+    """The largest difference of a step's loss, relative to the plain run's."""
+    assert plain[-1] < plain[0] / 2, "the plain run must have learned something"
+    return max(abs(a - b) / b for a, b in zip(losses, plain, strict=True))
+
+
+def message(numel: int, kind: str) -> int:
+    """Bytes of a message of ``numel`` elements."""
+    return 32 + quantized_nbytes(numel, kind)

@@ -5,9 +5,19 @@ Bounds are twice what was measured, or more; see docs/decisions.md.
 
 import pytest
 import torch
-from plugin_ranks import DTYPES, HOOKS, SHAPES, WAYS, Outcomes, outcomes_of, values_of
+from plugin_ranks import (
+    DTYPES,
+    HOOKS,
+    SHAPES,
+    WAYS,
+    Outcomes,
+    gap,
+    message,
+    outcomes_of,
+    values_of,
+)
 
-from zero_comm import ddp_comm_hook, quantized_nbytes
+from zero_comm import ddp_comm_hook
 
 LOSS_BOUND = 0.03  # of any step's loss, against plain DDP's at that step
 
@@ -15,16 +25,6 @@ LOSS_BOUND = 0.03  # of any step's loss, against plain DDP's at that step
 @pytest.fixture(scope="module", params=SHAPES)
 def ranks(request: pytest.FixtureRequest) -> list[Outcomes]:
     return outcomes_of(*request.param)
-
-
-def gap(losses: list[float], plain: list[float]) -> float:
-    """The largest difference of a step's loss, relative to the plain run's."""
-    assert plain[-1] < plain[0] / 2, "the plain run must have learned something"
-    return max(abs(a - b) / b for a, b in zip(losses, plain, strict=True))
-
-
-def message(numel: int, kind: str) -> int:
-    return 32 + quantized_nbytes(numel, kind)
 
 
 def test_losses_are_those_of_plain_ddp(ranks: list[Outcomes]) -> None:

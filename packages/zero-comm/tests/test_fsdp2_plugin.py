@@ -5,10 +5,9 @@ Bounds are twice what was measured, or more; see docs/decisions.md.
 
 import pytest
 import torch
-from plugin_ranks import PLUGINS, SHAPES, Outcomes, outcomes_of
+from plugin_ranks import PLUGINS, SHAPES, Outcomes, gap, message, outcomes_of
 
 import zero_comm
-from zero_comm import quantized_nbytes
 
 LOSS_BOUND = 0.03  # of any step's loss, against plain FSDP2's at that step
 
@@ -16,16 +15,6 @@ LOSS_BOUND = 0.03  # of any step's loss, against plain FSDP2's at that step
 @pytest.fixture(scope="module", params=SHAPES)
 def ranks(request: pytest.FixtureRequest) -> list[Outcomes]:
     return outcomes_of(*request.param)
-
-
-def gap(losses: list[float], plain: list[float]) -> float:
-    """The largest difference of a step's loss, relative to the plain run's."""
-    assert plain[-1] < plain[0] / 2, "the plain run must have learned something"
-    return max(abs(a - b) / b for a, b in zip(losses, plain, strict=True))
-
-
-def message(numel: int, kind: str) -> int:
-    return 32 + quantized_nbytes(numel, kind)
 
 
 def test_losses_are_those_of_plain_fsdp2(ranks: list[Outcomes]) -> None:

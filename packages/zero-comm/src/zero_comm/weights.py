@@ -49,7 +49,32 @@ class WeightGather(Protocol):
         ...
 
 
-class MessageGather:
+class _Keeper:
+    """Keeps memory for each unit, with the version of the weights in it."""
+
+    def __init__(self, native: NativeCollectives) -> None:
+        self._native = native
+        self._kept: dict[int, _Kept] = {}
+
+    def _of(self, unit: int, numel: int, dtype: torch.dtype, device: torch.device) -> _Kept:
+        """What is kept of a unit; made anew, and of no version, if it was of another form."""
+        kept = self._kept.get(unit)
+        if kept is None or not kept.is_like(numel, dtype, device):
+            kept = self._kept[unit] = _Kept(self._native.zeros(numel, dtype, device))
+        return kept
+
+    def forget(self) -> None:
+        """See `WeightGather`."""
+        for kept in self._kept.values():
+            kept.version = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of what is kept."""
+        return sum(kept.values.nbytes for kept in tuple(self._kept.values()))
+
+
+class MessageGather(_Keeper):
     """Weights travel as messages in both phases; a shard is quantized once per version.
 
     Args:
@@ -62,11 +87,10 @@ class MessageGather:
     def __init__(
         self, native: NativeCollectives, grid: Grid, packing: Packing, scratch: Scratch
     ) -> None:
-        self._native = native
+        super().__init__(native)
         self._grid = grid
         self._packing = packing
         self._scratch = scratch
-        self._kept: dict[int, _Kept] = {}
 
     def gather(
         self, out: Tensor, shard: Tensor, *, unit: int, version: int, backward: bool
@@ -86,11 +110,8 @@ class MessageGather:
             self._packing.unpack(everything[:, group], values, senders=senders)
 
     def _message(self, shard: Tensor, *, unit: int, version: int) -> Tensor:
-        kept = self._kept.get(unit)
         nbytes = self._packing.nbytes(shard.numel())
-        if kept is None or kept.values.numel() != nbytes or kept.values.device != shard.device:
-            kept = _Kept(self._native.zeros(nbytes, torch.uint8, shard.device))
-            self._kept[unit] = kept
+        kept = self._of(unit, nbytes, torch.uint8, shard.device)
         if kept.version != version:
             kept.version = None
             self._packing.pack(shard, kept.values.view(1, -1))
@@ -100,18 +121,8 @@ class MessageGather:
     def _take(self, purpose: str, nbytes: int, like: Tensor) -> Tensor:
         return self._scratch.take(purpose, nbytes, torch.uint8, like.device)
 
-    def forget(self) -> None:
-        """See `WeightGather`."""
-        for kept in self._kept.values():
-            kept.version = None
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the messages of this rank's shards."""
-        return sum(kept.values.nbytes for kept in tuple(self._kept.values()))
-
-
-class SecondaryGather:
+class SecondaryGather(_Keeper):
     """Weights are gathered from secondary shards; see [Note: secondary shards].
 
     Args:
@@ -124,41 +135,23 @@ class SecondaryGather:
     def __init__(
         self, native: NativeCollectives, grid: Grid, carrier: Carrier, scratch: Scratch
     ) -> None:
-        self._native = native
+        super().__init__(native)
         self._grid = grid
         self._carrier = carrier
         self._scratch = scratch
-        self._kept: dict[int, _Kept] = {}
 
     def gather(
         self, out: Tensor, shard: Tensor, *, unit: int, version: int, backward: bool
     ) -> None:
         """See `WeightGather`."""
-        kept = self._secondary(shard, unit)
+        numel = self._grid.num_groups * shard.numel()
+        kept = self._of(unit, numel, shard.dtype, shard.device)
         secondary = kept.values.view(self._grid.num_groups, -1)
         if kept.version != version:
             is_void, kept.version = kept.version is None, None
             self._carrier.refresh(secondary, shard, is_void=is_void, unit=unit, backward=backward)
             kept.version = version
         self._grid.gather_values(out, secondary, self._scratch, unit=unit, backward=backward)
-
-    def _secondary(self, shard: Tensor, unit: int) -> _Kept:
-        numel = self._grid.num_groups * shard.numel()
-        kept = self._kept.get(unit)
-        if kept is None or not kept.is_like(numel, shard):
-            kept = _Kept(self._native.zeros(numel, shard.dtype, shard.device))
-            self._kept[unit] = kept
-        return kept
-
-    def forget(self) -> None:
-        """See `WeightGather`."""
-        for kept in self._kept.values():
-            kept.version = None
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the secondary shards."""
-        return sum(kept.values.nbytes for kept in tuple(self._kept.values()))
 
 
 @dataclass(slots=True)
@@ -168,7 +161,7 @@ class _Kept:
     values: Tensor
     version: int | None = None
 
-    def is_like(self, numel: int, shard: Tensor) -> bool:
-        """Whether it holds as many elements, of the dtype and on the device of ``shard``."""
+    def is_like(self, numel: int, dtype: torch.dtype, device: torch.device) -> bool:
+        """Whether it holds so many elements, of that dtype and on that device."""
         mine = self.values
-        return (mine.numel(), mine.dtype, mine.device) == (numel, shard.dtype, shard.device)
+        return (mine.numel(), mine.dtype, mine.device) == (numel, dtype, device)
