@@ -80,7 +80,7 @@ def test_held_out_loss_stays_near_the_unquantized_one(
 ) -> None:
     run, plain = runs[dtype, name], runs[dtype, PLAIN]
     assert run.is_finite
-    assert run.skipped_steps == plain.skipped_steps
+    assert abs(run.skipped_steps - plain.skipped_steps) <= 1  # the loss scale finds its height
     assert abs(_percent(run.held_out, plain.held_out)) <= HELD_OUT_BOUND[name]
     early, plain_early = (statistics.fmean(r.curve[EARLY]) for r in (run, plain))
     assert abs(_percent(early, plain_early)) <= EARLY_BOUND

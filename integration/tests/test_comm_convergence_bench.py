@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, replace
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from zero_core.errors import ConfigError
 from zero_engine.bench import comm_convergence as bench
-from zero_engine.bench.comm_convergence_report import bar_percent, summarize
-from zero_engine.bench.comm_training import PLAIN, Run
+from zero_engine.bench.comm_convergence_report import bar_percent, summarize, table
+from zero_engine.bench.comm_training import PLAIN, Job, Run
 from zero_engine.bench.processes import RankError
 
 SETTINGS = bench.Settings(steps=2, seeds=[0], dtypes=["bf16"], contenders=["hpZ"])
@@ -49,7 +51,7 @@ def test_runs_that_are_there_are_not_repeated(
     assert plain.held_out == ours.held_out  # exact weights, kept a second time
     assert ours.between_nodes_bytes < plain.between_nodes_bytes
     assert report["text"]["unigram_nats"] < plain.held_out  # after two steps nothing is learned
-    assert report["summary"] == summarize([plain, ours])
+    assert report["summary"] == summarize([plain, ours], [])
     assert path.with_suffix(".png").stat().st_size > 0
     assert "2/2  bf16 seed 0 hpZ: held out" in capsys.readouterr().out
 
@@ -102,10 +104,26 @@ def test_every_seed_must_be_within_its_bar() -> None:
         *(_run("hpZ", 2.0, seed=seed, is_finite=seed != 1) for seed in (0, 1, 2)),
         _run("4-bit", float("nan"), is_finite=False),
     ]
-    rows = {row["contender"]: row for row in summarize(runs)}
+    rows = {row["contender"]: row for row in summarize(runs, [])}
     assert rows["qwZ"]["worst_percent"] == pytest.approx(1.05)
     assert rows["qwZ"]["median_percent"] == 0.0
     assert rows["qwZ"]["between_nodes_ratio"] == 4.0
     met = {name: row["is_met"] for name, row in rows.items()}
     assert met == {PLAIN: True, "qwZ": False, "qgZ": True, "hpZ": False, "4-bit": False}
     assert (bar_percent("qgZ"), bar_percent("qgZ, error feedback")) == (2.0, 1.0)
+
+
+def test_a_bar_is_not_met_while_runs_that_were_asked_for_are_missing() -> None:
+    runs = [_run(PLAIN, 2.0), _run(PLAIN, 2.0, seed=1), _run("qwZ", 2.0)]
+    asked = [Job(name, "bf16", seed, 2) for name in (PLAIN, "qwZ", "hpZ") for seed in (0, 1)]
+    rows = {row["contender"]: row for row in summarize(runs, asked)}
+    assert {name: (row["is_met"], row["missing_seeds"]) for name, row in rows.items()} == {
+        PLAIN: (True, []),
+        "qwZ": (False, [1]),
+        "hpZ": (False, [0, 1]),
+    }
+    console = Console(width=140, file=StringIO())
+    console.print(table(runs, asked, 5.0))
+    said = console.file.getvalue()  # type: ignore[attr-defined]
+    assert "1 missing" in next(line for line in said.splitlines() if "qwZ" in line)
+    assert "missing" in next(line for line in said.splitlines() if "hpZ" in line)

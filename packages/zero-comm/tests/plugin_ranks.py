@@ -6,8 +6,9 @@ import multiprocessing
 import os
 import tempfile
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from datetime import timedelta
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
@@ -328,9 +329,20 @@ def ddp_gradients(rank: int, world_size: int) -> Outcomes:
     return found
 
 
-def bucket_of(values: Tensor) -> Any:
+def bucket_of(values: Tensor, parameters: Sequence[Tensor] = ()) -> Any:
     """What a hook is given, without DDP."""
-    return SimpleNamespace(index=lambda: 0, buffer=lambda: values)
+    return SimpleNamespace(index=lambda: 0, buffer=lambda: values, parameters=lambda: parameters)
+
+
+def buckets_made_anew(rank: int, world_size: int) -> Outcomes:
+    """The average of the same gradients, at first, again, and in a bucket of other parameters."""
+    hook = zero_comm.ddp_comm_hook(error_feedback=zero_comm.LocoSettings())
+    one, other = torch.ones(4099), torch.ones(4099)
+    parameters = {"first": [one], "again": [one], "anew": [other]}
+    return {
+        name: hook(None, bucket_of(values_of(rank, 4099), held)).wait()
+        for name, held in parameters.items()
+    }
 
 
 def average_single_buckets(rank: int, world_size: int) -> Outcomes:
@@ -381,6 +393,24 @@ def fail_in_the_hook(rank: int, world_size: int) -> Outcomes:
     except RuntimeError as error:
         return {"error": str(error)}
     return {}
+
+
+def train_until_a_rank_dies(rank: int, folder: str) -> None:
+    """Two ranks; the second ends in the middle, the first writes down what it sees of that."""
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    store = dist.FileStore(f"{folder}/store", 2)  # type: ignore[attr-defined]
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+    model = ddp(make_model(), zero_comm.ddp_comm_hook(timeout=timedelta(seconds=20)))
+    for step in range(3):
+        x, y = batch(step, rank, torch.float32)
+        loss = (model(x) - y).square().mean()
+        if (rank, step) == (1, 2):
+            os._exit(3)
+        try:
+            loss.backward()
+        except RuntimeError as error:
+            Path(folder, "error").write_text(f"step {step}: {error}")
+            os._exit(0)  # the group cannot be destroyed in good order any more
 
 
 # -- FSDP2
@@ -581,6 +611,7 @@ SCENARIOS: tuple[Callable[[int, int], Outcomes], ...] = (
     train_ddp,
     ddp_gradients,
     average_single_buckets,
+    buckets_made_anew,
     overlap_with_a_late_rank,
     count_ddp,
     fail_in_the_hook,

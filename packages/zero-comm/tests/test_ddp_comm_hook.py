@@ -3,6 +3,9 @@
 Bounds are twice what was measured, or more; see docs/decisions.md.
 """
 
+import multiprocessing
+from pathlib import Path
+
 import pytest
 import torch
 from plugin_ranks import (
@@ -14,6 +17,7 @@ from plugin_ranks import (
     gap,
     message,
     outcomes_of,
+    train_until_a_rank_dies,
     values_of,
 )
 
@@ -75,6 +79,13 @@ def test_buckets_of_any_length_and_dtype_are_averaged(ranks: list[Outcomes]) -> 
                 assert (got.double() - exact).abs().max() <= bound, (numel, dtype)
 
 
+def test_errors_are_not_given_to_a_bucket_of_other_parameters(ranks: list[Outcomes]) -> None:
+    for outcomes in ranks:
+        got = outcomes["buckets_made_anew"]
+        assert got["first"].equal(got["anew"])
+        assert got["first"].equal(got["again"]) is (len(ranks) == 1)
+
+
 def test_complex_gradients_are_averaged_exactly(ranks: list[Outcomes]) -> None:
     mean = torch.stack([values_of(r, 9) for r in range(len(ranks))]).mean(0)
     for outcomes in ranks:
@@ -110,6 +121,20 @@ def test_an_error_in_an_exchange_ends_backward_with_its_reason(shape: tuple[int,
         first_hop = range(size) if per_node == 1 else range(rank & -per_node, size)
         sender = next(peer for peer in first_hop if peer % 2 != rank % 2)
         assert f"CorruptMessageError: the quantized message of rank {sender} is damaged" in error
+
+
+def test_backward_ends_with_an_error_when_another_rank_has_died(tmp_path: Path) -> None:
+    context = multiprocessing.get_context("forkserver")
+    ranks = [
+        context.Process(target=train_until_a_rank_dies, args=(rank, str(tmp_path)), daemon=True)
+        for rank in range(2)
+    ]
+    for process in ranks:
+        process.start()
+    for process in ranks:
+        process.join(timeout=120)
+    assert [process.exitcode for process in ranks] == [0, 3]
+    assert (tmp_path / "error").read_text().startswith("step 2: ")
 
 
 def test_a_format_that_does_not_exist_is_refused_at_once() -> None:

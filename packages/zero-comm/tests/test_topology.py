@@ -14,10 +14,6 @@ from zero_comm.topology import check_ranks_per_node, node_key, ranks_per_node_of
 SLURM = {"SLURM_NODEID": "3", "SLURM_PROCID": "12"}
 
 
-def mpi(rank: int, local_rank: int) -> dict[str, str]:
-    return {"OMPI_COMM_WORLD_RANK": str(rank), "OMPI_COMM_WORLD_LOCAL_RANK": str(local_rank)}
-
-
 def test_torchrun_tells_the_node_also_under_slurm() -> None:
     env = {**SLURM, "LOCAL_WORLD_SIZE": "4", "GROUP_RANK": "1"}
     assert node_key(env, 5) == node_key(env, 4)
@@ -35,20 +31,9 @@ def test_slurm_tells_the_node() -> None:
     assert node_key(SLURM, 12) != node_key({**SLURM, "SLURM_NODEID": "4"}, 16)
 
 
-def test_open_mpi_tells_the_nodes_of_different_sizes() -> None:
-    places = [(0, 0), (1, 1), (2, 2), (3, 3), (4, 0), (5, 1)]
-    keys = [node_key(mpi(rank, local), rank) for rank, local in places]
-    assert keys == [keys[0]] * 4 + [keys[4]] * 2
-    assert ranks_per_node_of(keys) == 2
-
-
-def test_ranks_that_open_mpi_deals_out_in_turn_share_no_node() -> None:
-    keys = [node_key(mpi(rank, rank // 2), rank) for rank in range(6)]
-    assert ranks_per_node_of(keys) == 1
-
-
-def test_without_a_launcher_the_host_is_the_node() -> None:
-    assert node_key({}, 0) == node_key({}, 7) == f"host {socket.gethostname()}"
+def test_without_a_launcher_that_numbers_nodes_the_host_is_the_node() -> None:
+    open_mpi = {"OMPI_COMM_WORLD_RANK": "7", "OMPI_COMM_WORLD_LOCAL_RANK": "3"}
+    assert node_key({}, 0) == node_key(open_mpi, 7) == f"host {socket.gethostname()}"
 
 
 def test_nodes_of_different_sizes_are_told(caplog: pytest.LogCaptureFixture) -> None:

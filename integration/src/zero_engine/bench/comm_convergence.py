@@ -69,10 +69,10 @@ def compare(settings: Settings, *, output: Path, should_resume: bool) -> None:
     output.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as scratch:
         corpus = _prepare(Path(scratch, "corpus"))
-        record = _Record(output / "comm_convergence.json", _about(settings, corpus))
+        jobs = [job for group in settings.groups() for job in group]
+        record = _Record(output / "comm_convergence.json", _about(settings, corpus), jobs)
         if should_resume:
             record.resume()
-        jobs = [job for group in settings.groups() for job in group]
         progress = _Progress(console, len(jobs), done=sum(record.has(job) for job in jobs))
 
         def take(run: Run) -> None:
@@ -83,7 +83,7 @@ def compare(settings: Settings, *, output: Path, should_resume: bool) -> None:
             _train([job for job in group if not record.has(job)], Path(scratch), take, console)
     record.write()
     if record.runs:
-        console.print(table(record.runs, record.about["text"]["unigram_nats"]))
+        console.print(table(record.runs, jobs, record.about["text"]["unigram_nats"]))
         plot(record.runs, record.path.with_suffix(".png"), steps=settings.steps)
     console.print(f"written to {output}", highlight=False)
 
@@ -147,9 +147,10 @@ def _start(jobs: Sequence[Job], scratch: Path, take: Callable[[Run], object]) ->
 class _Record:
     """The result file: what was asked, and every run so far."""
 
-    def __init__(self, path: Path, about: dict[str, Any]) -> None:
+    def __init__(self, path: Path, about: dict[str, Any], asked: Sequence[Job]) -> None:
         self.path = path
         self.about = about
+        self.asked = asked
         self.runs: list[Run] = []
 
     def resume(self) -> None:
@@ -186,7 +187,7 @@ class _Record:
     def write(self) -> None:
         """Replace the file at once: a reader finds the old one or the new one."""
         rows = ",\n  ".join(json.dumps(asdict(run)) for run in self.runs)
-        about = json.dumps({**self.about, "summary": summarize(self.runs)}, indent=2)
+        about = json.dumps({**self.about, "summary": summarize(self.runs, self.asked)}, indent=2)
         aside = self.path.with_suffix(".tmp")
         aside.write_text(f'{about[:-2]},\n  "runs": [\n  {rows}\n  ]\n}}\n', encoding="utf-8")
         os.replace(aside, self.path)

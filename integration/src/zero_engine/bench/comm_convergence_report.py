@@ -13,7 +13,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from rich.table import Table
 
-from zero_engine.bench.comm_training import CONTENDERS, DTYPES, PLAIN, Run
+from zero_engine.bench.comm_training import CONTENDERS, DTYPES, PLAIN, Job, Run
 
 __all__ = ["bar_percent", "plot", "summarize", "table"]
 
@@ -37,6 +37,8 @@ class _Row:
     contender: str
     dtype: str
     pairs: Sequence[tuple[Run, Run]]
+    missing: Sequence[int]
+    """Seeds that were asked for and of which this run, or the unquantized one, is not there."""
 
     @property
     def differences(self) -> list[float]:
@@ -50,10 +52,10 @@ class _Row:
 
     @property
     def is_met(self) -> bool:
-        """Whether every seed is within the bar and no loss was NaN or infinite."""
+        """Whether every seed that was asked for is there, within the bar, and never NaN or Inf."""
         bar = bar_percent(self.contender)
         is_near = all(abs(difference) <= bar for difference in self.differences)
-        return is_near and all(run.is_finite for run, _ in self.pairs)
+        return is_near and not self.missing and all(run.is_finite for run, _ in self.pairs)
 
     def ratio(self, kind: str) -> float:
         """How many times as much the unquantized run sends over one kind of link."""
@@ -65,7 +67,7 @@ class _Row:
         return float(statistics.median(getattr(run, kind) for run, _ in self.pairs))
 
 
-def _rows(runs: Sequence[Run]) -> Iterator[_Row]:
+def _rows(runs: Sequence[Run], asked: Sequence[Job]) -> Iterator[_Row]:
     plain = {(run.dtype, run.seed): run for run in runs if run.contender == PLAIN}
     for dtype in DTYPES:
         for name in CONTENDERS:
@@ -73,34 +75,43 @@ def _rows(runs: Sequence[Run]) -> Iterator[_Row]:
             # One whose unquantized run failed has nothing to be held against.
             found = [(run, plain.get((dtype, run.seed))) for run in mine]
             pairs = [(run, other) for run, other in found if other is not None]
-            if pairs:
-                yield _Row(name, dtype, pairs)
+            seeds = {run.seed for run, _ in pairs}
+            wanted = {job.seed for job in asked if (job.contender, job.dtype) == (name, dtype)}
+            if pairs or wanted:
+                yield _Row(name, dtype, pairs, sorted(wanted - seeds))
 
 
-def summarize(runs: Sequence[Run]) -> list[dict[str, Any]]:
-    """The table's rows as plain builtins."""
+def summarize(runs: Sequence[Run], asked: Sequence[Job]) -> list[dict[str, Any]]:
+    """The table's rows as plain builtins; a bar is met if every run that was asked for met it."""
     return [
         {
             "dtype": row.dtype,
             "contender": row.contender,
             "seeds": [run.seed for run, _ in row.pairs],
-            "held_out": row.median("held_out"),
-            "training": row.median("training"),
-            "to_plain_percent": row.differences,
-            "median_percent": statistics.median(row.differences),
-            "worst_percent": row.worst,
-            "bar_percent": bar_percent(row.contender),
+            "missing_seeds": list(row.missing),
             "is_met": row.is_met,
-            "is_finite": all(run.is_finite for run, _ in row.pairs),
-            "skipped_steps": [run.skipped_steps for run, _ in row.pairs],
-            "within_node_ratio": row.ratio("within_node_bytes"),
-            "between_nodes_ratio": row.ratio("between_nodes_bytes"),
+            **(_figures(row) if row.pairs else {}),
         }
-        for row in _rows(runs)
+        for row in _rows(runs, asked)
     ]
 
 
-def table(runs: Sequence[Run], unigram_nats: float) -> Table:
+def _figures(row: _Row) -> dict[str, Any]:
+    return {
+        "held_out": row.median("held_out"),
+        "training": row.median("training"),
+        "to_plain_percent": row.differences,
+        "median_percent": statistics.median(row.differences),
+        "worst_percent": row.worst,
+        "bar_percent": bar_percent(row.contender),
+        "is_finite": all(run.is_finite for run, _ in row.pairs),
+        "skipped_steps": [run.skipped_steps for run, _ in row.pairs],
+        "within_node_ratio": row.ratio("within_node_bytes"),
+        "between_nodes_ratio": row.ratio("between_nodes_bytes"),
+    }
+
+
+def table(runs: Sequence[Run], asked: Sequence[Job], unigram_nats: float) -> Table:
     """A row per dtype and contender."""
     found = Table(
         title="a small GPT on real text, quantized communication",
@@ -114,18 +125,21 @@ def table(runs: Sequence[Run], unigram_nats: float) -> Table:
     for heading in ("held out", "training", "to plain", "worst", "bar", "", "less sent", "skipped"):
         found.add_column(heading, justify="right", no_wrap=True)
     last = None
-    for row in _rows(runs):
+    for row in _rows(runs, asked):
         if last not in (None, row.dtype):
             found.add_section()
+        names = (row.dtype if row.dtype != last else "", row.contender)
+        last = row.dtype
+        if not row.pairs:
+            found.add_row(*names, *[""] * 5, "missing")
+            continue
         figures = [f"{row.median('held_out'):.4f}", f"{row.median('training'):.4f}"]
         found.add_row(
-            row.dtype if row.dtype != last else "",
-            row.contender,
+            *names,
             *figures,
             *([""] * 5 if row.contender == PLAIN else _verdict(row)),
             "/".join(str(run.skipped_steps) for run, _ in row.pairs),
         )
-        last = row.dtype
     return found
 
 
@@ -135,14 +149,19 @@ def _verdict(row: _Row) -> list[str]:
         f"{statistics.median(row.differences):+.2f}%",
         f"{row.worst:+.2f}%",
         f"{bar_percent(row.contender):g}%",
-        "NaN" if has_nan else "met" if row.is_met else "missed",
+        "NaN" if has_nan else "met" if row.is_met else _why_not_met(row),
         f"{row.ratio('within_node_bytes'):.2f}, {row.ratio('between_nodes_bytes'):.2f}",
     ]
 
 
+def _why_not_met(row: _Row) -> str:
+    is_near = abs(row.worst) <= bar_percent(row.contender)
+    return f"{len(row.missing)} missing" if is_near else "missed"
+
+
 def plot(runs: Sequence[Run], path: Path, *, steps: int) -> None:
     """Training loss by step, means over seeds; below it, its distance to the unquantized run's."""
-    rows = list(_rows(runs))
+    rows = list(_rows(runs, ()))
     dtypes = [dtype for dtype in DTYPES if any(row.dtype == dtype for row in rows)]
     figure = Figure(figsize=(1.0 + 4.5 * len(dtypes), 7.5), layout="constrained")
     grid = figure.subplots(2, len(dtypes), squeeze=False, sharex=True, sharey="row")

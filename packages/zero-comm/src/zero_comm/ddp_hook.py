@@ -58,11 +58,16 @@ def ddp_comm_hook(
         between: their format between nodes; None: the same.
         gathered: format of the reduced gradients; None: exact.
         group: DDP's process group; None for the default one. The hook makes one of its own with
-            the same ranks, so that its exchanges don't meet DDP's.
+            the same ranks, so that its exchanges don't meet DDP's. For a subgroup its ranks alone
+            make it: they must all have made equally many groups with torch's
+            ``use_local_synchronization`` before, as torch numbers groups so, or they wait for each
+            other until the timeout.
         ranks_per_node: consecutive ranks of the group that share a node; or a 2-D DeviceMesh
             whose last dimension lies within a node; None asks the launcher's environment.
         is_stochastic: whether gradients are rounded stochastically.
-        error_feedback: `LocoSettings` to give what quantizing took from a bucket to the next one.
+        error_feedback: `LocoSettings` to give what quantizing took from a bucket, in the two hops
+            of the reduction, to the next one of the same parameters. The gather has none: what
+            ``gathered`` rounds away is lost.
         has_checksum: whether messages carry a checksum.
         timeout: of an exchange, for the hook's own group; None: torch's default.
 
@@ -80,7 +85,8 @@ def ddp_comm_hook(
     averager = _BucketAverager(_own_group(group, timeout), fmt, packing, ranks_per_node)
 
     def quantized_average(state: object, bucket: dist.GradBucket) -> Future[Tensor]:  # type: ignore[name-defined]
-        return averager.start(bucket.index(), bucket.buffer())
+        parameters = tuple(map(id, bucket.parameters()))
+        return averager.start(bucket.index(), parameters, bucket.buffer())
 
     return quantized_average
 
@@ -114,18 +120,19 @@ class _BucketAverager:
         self._given = check_ranks_per_node(self._collectives, ranks_per_node)
         self._lane: Lane | None = None
         self._reducer: SliceReducer | None = None
+        self._parameters: dict[int, tuple[int, ...]] = {}
 
-    def start(self, index: int, values: Tensor) -> Future[Tensor]:
-        """Start to average ``values`` (flat) in place over all ranks."""
+    def start(self, index: int, parameters: tuple[int, ...], values: Tensor) -> Future[Tensor]:
+        """Start to average ``values`` (flat), gradients of ``parameters``, in place."""
         if self._collectives.world_size == 1:
             future: Future[Tensor] = Future()
             future.set_result(values)
             return future
         if self._lane is None:
             self._lane = open_lane(values.device)
-        return self._lane.run(lambda: self._average(index, values))
+        return self._lane.run(lambda: self._average(index, parameters, values))
 
-    def _average(self, index: int, values: Tensor) -> Tensor:
+    def _average(self, index: int, parameters: tuple[int, ...], values: Tensor) -> Tensor:
         world_size = self._collectives.world_size
         numel = -(-values.numel() // world_size)
         wide = torch.promote_types(values.dtype, torch.float32)
@@ -134,7 +141,12 @@ class _BucketAverager:
         if numel * world_size > values.numel():
             full = values.new_zeros(numel * world_size)
             full[: values.numel()].copy_(values)
-        self._reducer_on(values.device).reduce(average, full, scale=1 / world_size, key=index)
+        reducer = self._reducer_on(values.device)
+        if self._parameters.setdefault(index, parameters) != parameters:
+            # DDP makes its buckets anew after the first step: what is kept is of other gradients.
+            reducer.forget_errors()
+            self._parameters[index] = parameters
+        reducer.reduce(average, full, scale=1 / world_size, key=index)
         self._gather(full, average)
         if full is not values:
             values.copy_(full[: values.numel()])

@@ -15,6 +15,8 @@ two hops (`zero_comm.two_hop`).
 
 Both run on the streams on which FSDP2 calls them and use the process group that comes with the
 call, the shard group: with a replicate dimension (HSDP) the all-reduce across it is still FSDP2's.
+Each root has a stream of its own to reduce on, so what a reducer keeps in memory is kept for each
+stream: two roots over one group never write the same bytes at the same time.
 Nothing is set up among ranks beforehand, see [Note: one order] in `zero_comm.torch_collectives`.
 """
 
@@ -212,29 +214,34 @@ class _Arrival(dist.Work):
             self._gather.wait() if timeout is None else self._gather.wait(timeout)
         if self._rows is not None:
             self._packing.unpack(self._rows, self._out, senders=range(len(self._rows)))
+            if self._rows.device.type != "cpu":
+                # Memory of the gather's stream, which must not reuse it until this one has read.
+                self._rows.record_stream(torch.accelerator.current_stream(self._rows.device))
             self._rows = None
         return True
 
 
 class _Reducers:
-    """One reducer for each process group, shared by the modules that reduce over it."""
+    """One reducer for each process group and stream, shared by the modules that reduce there."""
 
     def __init__(self, fmt: GradientFormat, ranks_per_node: int | DeviceMesh | None) -> None:
         self._format = fmt
         self._ranks_per_node = ranks_per_node
-        self._reducers: dict[dist.ProcessGroup, SliceReducer] = {}
+        self._reducers: dict[tuple[dist.ProcessGroup, object], SliceReducer] = {}
 
     def over(self, group: dist.ProcessGroup, device: torch.device) -> SliceReducer:
-        """The reducer for a group; the first time, all of its ranks must call it."""
-        if group not in self._reducers:
+        """The reducer for a group here; the first time, all of its ranks must call it."""
+        on_host = device.type == "cpu"
+        place = (group, None if on_host else torch.accelerator.current_stream(device))
+        if place not in self._reducers:
             collectives = TorchCollectives(group)
             given = check_ranks_per_node(collectives, self._ranks_per_node)
-            self._reducers[group] = SliceReducer(
+            self._reducers[place] = SliceReducer(
                 collectives,
                 self._format,
                 ranks_per_node=find_ranks_per_node(collectives, given, device),
             )
-        return self._reducers[group]
+        return self._reducers[place]
 
 
 class _ReduceScatter(_Comm):
@@ -253,7 +260,10 @@ class _ReduceScatter(_Comm):
         async_op: bool = False,
     ) -> dist.Work | None:
         if async_op:
-            raise NotImplementedError("FSDP2 reduces on a stream of its own, never with async_op")
+            raise ValueError(
+                "async_op=True was asked of a reduction; FSDP2 reduces on a stream of its own, "
+                "with async_op=False"
+            )
         scale = _scale_of(op, group.size())
         reducer = self._reducers.over(group, input_tensor.device)
         reducer.reduce(output_tensor, input_tensor, scale=scale, key=self._index)

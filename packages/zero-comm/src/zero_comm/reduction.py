@@ -79,13 +79,14 @@ class SliceReducer:
         # A number of its own for each rank under each seed.
         stream = seed * collectives.world_size + collectives.rank
         feedback = fmt.error_feedback
+        self._feedback = None if feedback is None else ErrorFeedback(feedback)
         self._two_hop = TwoHopReduce(
             collectives,
             ranks_per_node=ranks_per_node,
             within=Packing(fmt.within, has_checksum=fmt.has_checksum),
             between=Packing(fmt.between, has_checksum=fmt.has_checksum),
             rounding=Rounding(rank=stream, is_stochastic=fmt.is_stochastic),
-            feedback=None if feedback is None else ErrorFeedback(feedback),
+            feedback=self._feedback,
         )
         self._units: dict[tuple[object, int], int] = {}
 
@@ -114,3 +115,8 @@ class SliceReducer:
             total = torch.empty_like(out, dtype=wide)
             self._collectives.reduce_scatter(total, full, unit=unit).wait()
         out.copy_(total.mul_(scale))
+
+    def forget_errors(self) -> None:
+        """Drop what error feedback keeps: it is of other gradients. Every rank calls it alike."""
+        if self._feedback is not None:
+            self._feedback.forget()

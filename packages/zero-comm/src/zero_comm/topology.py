@@ -39,9 +39,8 @@ def node_key(env: Mapping[str, str], rank: int) -> str:
     """This process's node, from the first launcher that left its mark, else the host's name.
 
     torchrun: ``GROUP_RANK``, or with ``LOCAL_WORLD_SIZE`` alone the ranks in runs of that many.
-    SLURM: ``SLURM_NODEID``. Open MPI: the first rank of the node, which is right where ranks fill
-    one node after another; where they are dealt out in turn, keys differ within each node, and no
-    rank is taken to share a node.
+    SLURM: ``SLURM_NODEID``. Open MPI numbers no nodes, and may deal ranks out in turn: the host's
+    name.
 
     Args:
         env: the process's environment.
@@ -53,8 +52,6 @@ def node_key(env: Mapping[str, str], rank: int) -> str:
         return f"torchrun {rank // int(env['LOCAL_WORLD_SIZE'])}"
     if "SLURM_NODEID" in env:
         return f"slurm {env['SLURM_NODEID']}"
-    if "OMPI_COMM_WORLD_LOCAL_RANK" in env:
-        return f"mpi {int(env['OMPI_COMM_WORLD_RANK']) - int(env['OMPI_COMM_WORLD_LOCAL_RANK'])}"
     return f"host {socket.gethostname()}"
 
 

@@ -3,9 +3,10 @@
 [Note: who says how many]
 ``build(mesh=...)`` of two dimensions does: the last one is within the node. Otherwise each rank
 tells its node, by the first of these that its launcher has set: torchrun's ``LOCAL_WORLD_SIZE``
-(with ``GROUP_RANK``, the node's number), SLURM's ``SLURM_NODEID``, Open MPI's
-``OMPI_COMM_WORLD_LOCAL_SIZE``; else its host's name, which also decides if the ranks do not agree
-on whom to ask. Two nodes of such a launcher may well be one machine: they are treated as two.
+(with ``GROUP_RANK``, the node's number), SLURM's ``SLURM_NODEID``; else its host's name, as under
+Open MPI, which numbers no nodes and may deal ranks out in turn. The host's name also decides if the
+ranks do not agree on whom to ask. Two nodes of a launcher may well be one machine: they are treated
+as two.
 
 Nodes have equally many, consecutive ranks here. Where they are of different size, the greatest
 common divisor of the sizes is taken, so that several groups lie in a node; where a node's ranks are
@@ -157,7 +158,4 @@ def _launched_node() -> tuple[str, str]:
         return "torchrun", found.get("GROUP_RANK", str(node))
     if "SLURM_NODEID" in found:
         return "SLURM", found["SLURM_NODEID"]
-    if "OMPI_COMM_WORLD_LOCAL_SIZE" in found:
-        rank = int(found.get("OMPI_COMM_WORLD_RANK", dist.get_rank()))
-        return "Open MPI", str(rank // int(found["OMPI_COMM_WORLD_LOCAL_SIZE"]))
     return "host", socket.gethostname()

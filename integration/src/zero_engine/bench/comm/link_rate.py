@@ -43,12 +43,14 @@ def _measure(link: Link, ways: list[tuple[int, int]], nbytes: int) -> list[float
             taker = subprocess.Popen(take, stdout=subprocess.PIPE, text=True)
             takers.append(stack.enter_context(taker))
             stack.enter_context(subprocess.Popen(give))
-        return [float(taker.communicate(timeout=LIMIT_S)[0]) for taker in takers]
+        return [float(taker.communicate()[0]) for taker in takers]
 
 
 def _take(address: str, port: int) -> float:
     with socket.create_server((address, port)) as server:
+        server.settimeout(LIMIT_S)  # the other end may have died
         connection, _ = server.accept()
+    connection.settimeout(LIMIT_S)
     piece = bytearray(PIECE)
     total = first = connection.recv_into(piece)
     started_at = ended_at = time.perf_counter()
