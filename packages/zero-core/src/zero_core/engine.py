@@ -24,6 +24,7 @@ from torch.utils import _pytree as pytree
 
 from zero_core import checkpoint, export
 from zero_core.access import StateAccess
+from zero_core.accumulation import Accumulation
 from zero_core.buffers import BufferSync
 from zero_core.collectives import ControlGroup
 from zero_core.comm_report import Meter
@@ -60,7 +61,6 @@ class Engine:
         states: master weights, gradients and moments by name, to read and to set.
         lr_scheduler: stepped at each optimizer step that is taken, or None.
         global_steps: optimizer steps so far, skipped ones included.
-        micro_steps: calls of ``step`` so far.
         skipped_steps: steps skipped because a gradient was not finite.
         device: where the model is computed.
     """
@@ -89,12 +89,12 @@ class Engine:
         self.layout = layout
         self.lr_scheduler = lr_scheduler
         self.global_steps = 0
-        self.micro_steps = 0
         self.skipped_steps = 0
         self.device = device
         self.optimizer = EngineOptimizer(
             optimizer, update=self._update, discard_grads=self._discard_grads
         )
+        self._accumulation = Accumulation(config.gradient_accumulation_steps)
         self._tier = tier
         self._control = control
         self._memory_report = memory_report
@@ -118,7 +118,7 @@ class Engine:
             on_reduced=self._on_reduced,
             on_backward=self._check_backward,
             on_broken_backward=self._restart_accumulation,
-            is_boundary=self.is_gradient_accumulation_boundary,
+            is_boundary=self._accumulation.is_boundary,
         )
         self._facts = GradientFacts(layout, control, self._flow, device, meter)
         self._early = EarlyUpdates(config, layout, tier, self._pieces, self._flow)
@@ -167,21 +167,23 @@ class Engine:
         """As `torch.nn.Module.eval`."""
         return self.train(False)
 
-    def scale(self, loss: Tensor) -> Tensor:
-        """``loss`` times the loss scale and over the accumulation steps, for a plain backward."""
+    def scale(self, loss: Tensor, *, over: int | None = None) -> Tensor:
+        """``loss`` times the loss scale and over the micro-steps, for a plain backward.
+
+        ``over`` is their number in this step, None the configuration's.
+        """
         self._is_scaled = True
-        steps = self.config.gradient_accumulation_steps
         if self._scaler.scale != 1.0:
             loss = loss * self._scaler.scale
-        return loss / steps if steps > 1 else loss
+        return self._accumulation.divide(loss, over)
 
-    def backward(self, loss: Tensor, **kwargs: Any) -> None:
-        """Backward of ``loss``, scaled and averaged over the accumulation steps.
+    def backward(self, loss: Tensor, *, over: int | None = None, **kwargs: Any) -> None:
+        """Backward of ``loss``, scaled and averaged over the micro-steps, as by `scale`.
 
         A plain ``loss.backward()`` works too, except with fp16; it doesn't divide by the
         accumulation steps. Every rank must run it; ``kwargs`` go to `torch.Tensor.backward`.
         """
-        self.scale(loss).backward(**kwargs)  # type: ignore[no-untyped-call]
+        self.scale(loss, over=over).backward(**kwargs)  # type: ignore[no-untyped-call]
 
     def step(self) -> None:
         """End a micro-step; at an accumulation boundary, update the parameters.
@@ -212,7 +214,16 @@ class Engine:
 
     def is_gradient_accumulation_boundary(self) -> bool:
         """Whether the current micro-step is the last one of its step."""
-        return (self.micro_steps + 1) % self.config.gradient_accumulation_steps == 0
+        return self._accumulation.is_boundary()
+
+    def set_gradient_accumulation_boundary(self, is_boundary: bool | None) -> None:
+        """Say whether this micro-step, and each from now on, is the last one of its step.
+
+        None: the count says, as at first. Every rank must call it, before the backward concerned.
+        """
+        self._accumulation.override = is_boundary
+        if is_boundary is False and self.world_size == 1:
+            self._flow.hold_gradients()  # nothing is reduced before the boundary: add up unrounded
 
     def get_global_grad_norm(self) -> float | None:
         """2-norm of the last step's gradient, unscaled, before clipping; None before a step."""
@@ -286,10 +297,10 @@ class Engine:
         checkpoint stays whole until the new one is complete. Returns the checkpoint's folder.
         """
         self._early.check_none("save_checkpoint() between backward and step")
-        if self.micro_steps % self.config.gradient_accumulation_steps:
+        if self._accumulation.count:
             raise CheckpointError(
-                f"micro-step {self.micro_steps} is in the middle of an accumulation of "
-                f"{self.config.gradient_accumulation_steps}: save after a step"
+                f"micro-step {self.micro_steps} is in the middle of an accumulation, of which "
+                f"{self._accumulation.count} are done: save after a step"
             )
         self._forget_values()
         return checkpoint.save(
@@ -379,6 +390,11 @@ class Engine:
         return self._control.world_size
 
     @property
+    def micro_steps(self) -> int:
+        """Calls of ``step`` so far; after a load, as many as the steps so far would have."""
+        return self._accumulation.micro_steps
+
+    @property
     def loss_scale(self) -> float:
         """The factor on the loss; 1 without fp16."""
         return self._scaler.scale
@@ -411,11 +427,9 @@ class Engine:
 
     def _restart_accumulation(self) -> None:
         """A backward did not end: drop the gradients of the whole step, not a part of them."""
-        steps = self.config.gradient_accumulation_steps
-        done = self.micro_steps % steps
+        done = self._accumulation.restart()
         text = f"rank {self.rank}: the last backward did not end; step {self.global_steps}"
-        _log.warning("%s starts again from its first micro-step (%d of %d)", text, done, steps)
-        self.micro_steps -= done
+        _log.warning("%s starts again from its first micro-step (%d were done)", text, done)
         self._discard_grads()
 
     def _complete_gradient(self) -> float:
@@ -477,7 +491,7 @@ class Engine:
         self._clip_factor = 1.0
 
     def _end_micro_step(self) -> None:
-        self.micro_steps += 1
+        self._accumulation.end_micro_step()
         self._is_scaled = False
 
     def _refuse_state_dict(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:

@@ -28,7 +28,7 @@ def restore_progress(engine: Engine, progress: Mapping[str, Any]) -> None:
     """Take over what `read_progress` gave."""
     engine.global_steps = progress["global_steps"]
     # Another accumulation may be configured now: count micro-steps in its terms.
-    engine.micro_steps = engine.global_steps * engine.config.gradient_accumulation_steps
+    engine._accumulation.resume(engine.global_steps)
     engine.skipped_steps = progress["skipped_steps"]
     engine._scaler.load_state_dict(progress["loss_scaler"])
     engine.optimizer.load_hyperparameters(progress["param_groups"])
