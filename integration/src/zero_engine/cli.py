@@ -116,13 +116,13 @@ def run_train(options: dict[str, str | int | None], flags: list[str], ranks: int
 
 
 @app.command(
-    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+    # All is passed on as it stands, with what looks like an option of this command.
+    context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False},
     options_metavar="[TORCHRUN OPTIONS]",
 )
 def run(
-    context: typer.Context,
     program: Annotated[
-        list[str], typer.Argument(metavar="SCRIPT.PY [ARGUMENTS] | -m MODULE [ARGUMENTS]")
+        list[str], typer.Argument(metavar="SCRIPT.PY|-m MODULE [ARGUMENTS]", show_default=False)
     ],
 ) -> None:
     """Run a DeepSpeed or Hugging Face script, unchanged, with this engine as its deepspeed.
@@ -137,7 +137,7 @@ def run(
     from zero_engine.script.run import run_program
 
     try:
-        code = run_program([*context.args, *program])
+        code = run_program(program)
     except ZeroError as error:
         fail(error)
     sys.exit(code)
