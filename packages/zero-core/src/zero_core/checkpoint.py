@@ -19,25 +19,27 @@ import shutil
 import zlib
 from collections import Counter
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from zero_core.checkpoint_files import (
+    FORMAT,
+    MANIFEST,
+    VALUE,
+    VERSION,
+    Reader,
+    find,
+    read_manifest,
+)
 from zero_core.errors import CheckpointCorruptError, CheckpointError
 from zero_core.state import MASTER, ShardedState, load_buffers
 
-__all__ = ["PARTS", "Reader", "find", "load", "read_manifest", "save"]
+__all__ = ["PARTS", "load", "save"]
 
-FORMAT = "zero-checkpoint"
-VERSION = 1
-MANIFEST = "manifest.json"
-VALUE = "value"
-"""State name of frozen parameters, which have no master weight."""
 PARTS = ("frozen", "optimizer", "lr_scheduler", "progress")
 """What a checkpoint can be saved or loaded without; "frozen" are the values of frozen parameters,
 "progress" the counters, the loss scale and the states of random generators."""
@@ -110,7 +112,7 @@ def load(
     """
     found: list[tuple[Path, dict[str, Any]]] = []
 
-    def find() -> None:
+    def look() -> None:
         _check_parts(without)
         place = find(directory, tag)
         manifest = read_manifest(place)
@@ -118,7 +120,7 @@ def load(
         _check_frozen(manifest, place, without)
         found.append((place, manifest))
 
-    state.control.together("checkpoint: find", find)
+    state.control.together("checkpoint: find", look)
     ((place, manifest),) = found
     state.control.together("checkpoint: verify", lambda: _verify(state, place, manifest))
     reader = Reader(place, manifest)
@@ -289,47 +291,6 @@ def _sync_folder(path: Path) -> None:
 # ------------------------------------------------------------------------- read
 
 
-def find(directory: Path, tag: str | None) -> Path:
-    """The folder of checkpoint ``tag``, or of the newest one.
-
-    Raises:
-        CheckpointError: there is none.
-    """
-    if tag is None:
-        try:
-            tag = (directory / "latest").read_text(encoding="utf-8").strip()
-        except FileNotFoundError:
-            raise CheckpointError(
-                f"{directory} holds no checkpoint (no file 'latest'): check the path, or leave "
-                "the resuming out to start from scratch"
-            ) from None
-    # A save that was killed between its two renames leaves the checkpoint under the old name.
-    for place in (directory / tag, directory / f".{tag}.old"):
-        if (place / MANIFEST).is_file():
-            return place
-    raise CheckpointError(f"{directory / tag} is not a checkpoint: there is no {MANIFEST} in it")
-
-
-def read_manifest(place: Path) -> dict[str, Any]:
-    """What the checkpoint in folder ``place`` holds.
-
-    Raises:
-        CheckpointError: it is of another format.
-        CheckpointCorruptError: it cannot be read.
-    """
-    try:
-        manifest = json.loads((place / MANIFEST).read_bytes())
-        is_known = manifest["format"] == FORMAT and manifest["version"] == VERSION
-    except (ValueError, KeyError, TypeError) as error:
-        raise CheckpointCorruptError(f"{place / MANIFEST} is not readable: {error}") from error
-    if not is_known:
-        raise CheckpointError(
-            f"{place} has format {manifest['format']!r} version {manifest['version']!r}; this "
-            f"package reads {FORMAT!r} version {VERSION}"
-        )
-    return dict(manifest)
-
-
 def _match(state: ShardedState, manifest: Mapping[str, Any], place: Path) -> None:
     """Refuse a checkpoint of another model, naming the first difference."""
     saved = {p["name"]: (tuple(p["shape"]), p["is_trainable"]) for p in manifest["params"]}
@@ -384,53 +345,6 @@ def _verify(state: ShardedState, place: Path, manifest: Mapping[str, Any]) -> No
                 f"{place / name} is damaged: expected {expected}, found {found}; "
                 "load an older checkpoint by its tag"
             )
-
-
-@dataclass(frozen=True)
-class _Place:
-    segment: int
-    start: int
-    shard_numel: int
-
-
-class Reader:
-    """Reads ranges of parameters' states out of the slices that the writers' ranks left."""
-
-    def __init__(self, place: Path, manifest: Mapping[str, Any]) -> None:
-        """Read out of folder ``place``, laid out as `read_manifest` says."""
-        self.folder = place
-        self._files: dict[str, Any] = {}
-        self._places = {
-            name: _Place(index, start, segment["shard_numel"])
-            for index, segment in enumerate(manifest["segments"])
-            for name, start, _ in segment["slots"]
-        }
-
-    def read(self, state: str, param: str, start: int, stop: int) -> Tensor:
-        """``[start, stop)`` of the flattened parameter's ``state``; 1-D, on the CPU."""
-        place = self._places[param]
-        low, high = place.start + start, place.start + stop
-        parts = []
-        while low < high:
-            rank, offset = divmod(low, place.shard_numel)
-            end = min(high, (rank + 1) * place.shard_numel)
-            file = self.open(f"{state}-{rank:05d}.safetensors")
-            parts.append(file.get_slice(str(place.segment))[offset : offset + end - low])
-            low = end
-        return torch.cat(parts)
-
-    def open(self, name: str) -> Any:
-        """The safetensors file ``name`` of the folder."""
-        if name not in self._files:
-            file = safe_open(self.folder / name, framework="pt")
-            self._files[name] = file.__enter__()  # type: ignore[no-untyped-call]
-        return self._files[name]
-
-    def close(self) -> None:
-        """Close what was opened."""
-        for file in self._files.values():
-            file.__exit__(None, None, None)
-        self._files.clear()
 
 
 def _restore(

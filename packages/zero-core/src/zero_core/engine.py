@@ -30,15 +30,16 @@ from zero_core.collectives import ControlGroup
 from zero_core.comm_report import Meter
 from zero_core.config import Config
 from zero_core.early import EarlyUpdates
-from zero_core.edit import Edit
 from zero_core.errors import CheckpointError
 from zero_core.facts import GradientFacts
 from zero_core.flow import Flow
 from zero_core.freezing import FrozenGuard
+from zero_core.gathering import gathered
 from zero_core.layout import Layout
 from zero_core.optimizer import EngineOptimizer
+from zero_core.owners import names_by_id, register
 from zero_core.precision import LossScaler, clip_factor
-from zero_core.progress import read_progress, restore_progress
+from zero_core.progress import read_progress, restore_progress, tell_progress
 from zero_core.protocols import Collectives, StateTier
 from zero_core.segment_grads import SegmentGrads
 from zero_core.state import ShardedState
@@ -138,6 +139,7 @@ class Engine:
             replace_gradient=self._replace_gradient,
             values_changed=self._on_replaced,
         )
+        self._names = names_by_id(layout, self._state.values)
         self._flow.tier = tier
         self._flow.attach(unit_modules, config.activation_checkpointing)
         self._buffers = BufferSync(module, control, should_sync=lambda: self._flow.should_sync)
@@ -148,6 +150,7 @@ class Engine:
         for m in module.modules():
             hook = m.register_state_dict_pre_hook(self._refuse_state_dict)  # type: ignore[no-untyped-call]
             self._hooks.append(hook)
+        register(self)
 
     # ------------------------------------------------------------------ using
 
@@ -199,7 +202,8 @@ class Engine:
         if not self._flow.should_sync:
             raise RuntimeError("step() within no_sync(): step outside")
         self._decide()
-        if self._is_finite():
+        self.optimizer.overflow = not self._is_finite()
+        if not self.optimizer.overflow:
             self.optimizer.engine_step()
             self._scaler.update(is_overflow=False)
             if self.lr_scheduler is not None:
@@ -210,7 +214,7 @@ class Engine:
         self.global_steps += 1
         self._meter.end_step()
         self._end_micro_step()
-        self._print()
+        tell_progress(self)
 
     def is_gradient_accumulation_boundary(self) -> bool:
         """Whether the current micro-step is the last one of its step."""
@@ -269,19 +273,21 @@ class Engine:
         weights at the end. Every rank must enter it. It takes the memory of the whole model, on
         the modifier twice.
         """
-        self._flow.release_all()
-        before, self._flow.is_held = self._flow.is_held, True
-        try:
-            self._flow.gather_all()
-            edit = None if modifier_rank is None else Edit(self._state, modifier_rank)
+        with gathered(self._flow, self._state, modifier_rank, self._on_replaced):
             yield self.module
-            if edit is not None:
-                edit.publish()
-                self._on_replaced()
-        finally:
-            self._flow.is_held = before
-            if not before:
-                self._flow.release_all()
+
+    def publish(self) -> None:
+        """Have the parameters hold the current values now, where each rank has room for them all.
+
+        At stages 0 to 2 a step leaves that to the next forward; after this ``module.state_dict()``
+        works on any rank alone. At stage 3 they rest as shards: see `gathered`. Every rank must
+        call it.
+        """
+        self._flow.publish()
+
+    def owns(self, param: nn.Parameter) -> str | None:
+        """The name of ``param``, its first one, if it is one of this engine's; else None."""
+        return self._names.get(id(param))
 
     # ---------------------------------------------------------------- keeping
 
@@ -374,6 +380,7 @@ class Engine:
         self._tier.wait_params(0, max((p.stop for p in self._pieces), default=0))
         self._flow.detach()
         self._buffers.detach()
+        self._names.clear()
         while self._hooks:
             self._hooks.pop().remove()
 
@@ -500,14 +507,6 @@ class Engine:
                 "the module's parameters do not hold the current values here: use "
                 "engine.full_state_dict(), or state_dict() within engine.gathered()"
             )
-
-    def _print(self) -> None:
-        every = self.config.steps_per_print
-        if every is not None and self.rank == 0 and self.global_steps % every == 0:
-            rates = [g["lr"] for g in self.optimizer.param_groups]
-            counts = (self.global_steps, self.skipped_steps, rates)
-            text = "step %d, skipped %d, lr %s, loss scale %g, gradient norm %s"
-            _log.info(text, *counts, self._scaler.scale, self._grad_norm)
 
 
 def _caster(dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
