@@ -7,8 +7,10 @@ subclass, an attribute) raises one error that says what to do.
 from __future__ import annotations
 
 from types import ModuleType
+from typing import TYPE_CHECKING
 
-from zero_engine.deepspeed.errors import Unserved
+if TYPE_CHECKING:
+    from zero_engine.deepspeed.errors import Unserved
 
 __all__ = ["RefusedModule", "reason_to_refuse", "refused_name"]
 
@@ -81,7 +83,7 @@ class RefusedModule(ModuleType):
     def __getattr__(self, name: str) -> Unserved:
         if name.startswith("__"):
             raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
-        return Unserved(f"{self._served_name}.{name}", self._reason)
+        return _unserved(f"{self._served_name}.{name}", self._reason)
 
 
 def reason_to_refuse(name: str) -> str | None:
@@ -102,4 +104,11 @@ def refused_name(name: str) -> Unserved:
     reason = reason_to_refuse(name)
     if reason is None:
         raise AttributeError(f"module 'deepspeed' has no attribute {name!r}")
+    return _unserved(name, reason)
+
+
+def _unserved(name: str, reason: str) -> Unserved:
+    # Not at the top: zero_engine.deepspeed imports this module.
+    from zero_engine.deepspeed.errors import Unserved
+
     return Unserved(name, reason)
