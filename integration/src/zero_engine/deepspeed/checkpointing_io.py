@@ -50,7 +50,7 @@ def save(
         directory,
         f"global_step{engine.global_steps}" if tag is None else str(tag),
         {**client_state, _OWN: {"global_samples": engine.global_samples}},
-        without=("frozen",) if exclude_frozen else (),
+        has_frozen=not exclude_frozen,
         is_latest=save_latest,
     )
     return True
@@ -94,7 +94,7 @@ def load(
 
 def _has_frozen(directory: Path, tag: Any) -> bool:
     manifest = read_manifest(find(directory, None if tag is None else str(tag)))
-    return bool(manifest["has_frozen"])
+    return bool(manifest.get("has_frozen", True))
 
 
 def check_json(value: Any, path: str) -> None:

@@ -41,7 +41,7 @@ from zero_core.state import MASTER, ShardedState, load_buffers
 __all__ = ["PARTS", "load", "save"]
 
 PARTS = ("frozen", "optimizer", "lr_scheduler", "progress")
-"""What a checkpoint can be saved or loaded without; "frozen" are the values of frozen parameters,
+"""What a checkpoint can be loaded without; "frozen" are the values of frozen parameters,
 "progress" the counters, the loss scale and the states of random generators."""
 
 
