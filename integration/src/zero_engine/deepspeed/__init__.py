@@ -6,7 +6,8 @@ Submodules lie where they lie there. What isn't served raises `NotServedError` a
 
 from __future__ import annotations
 
-from zero_engine.deepspeed import checkpoint, checkpointing, runtime, utils
+from zero_engine.deepspeed import accelerator, checkpoint, checkpointing, comm, runtime, utils
+from zero_engine.deepspeed.accelerator import get_accelerator
 from zero_engine.deepspeed.arguments import add_config_arguments
 from zero_engine.deepspeed.construction import initialize
 from zero_engine.deepspeed.distributed import init_distributed
@@ -30,10 +31,13 @@ __all__ = [
     "PipelineEngine",
     "PipelineModule",
     "__version__",
+    "accelerator",
     "add_config_arguments",
     "checkpoint",
     "checkpointing",
+    "comm",
     "default_inference_config",
+    "get_accelerator",
     "init_distributed",
     "init_inference",
     "initialize",
