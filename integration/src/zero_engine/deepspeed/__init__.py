@@ -14,6 +14,7 @@ from zero_engine.deepspeed.distributed import init_distributed
 from zero_engine.deepspeed.engine import DeepSpeedEngine
 from zero_engine.deepspeed.errors import NotServedError
 from zero_engine.deepspeed.optimizer import DeepSpeedOptimizer
+from zero_engine.deepspeed.runtime import zero
 from zero_engine.deepspeed.runtime.dataloader import DeepSpeedDataLoader
 from zero_engine.deepspeed.utils import OnDevice, log_dist, logger
 from zero_engine.script.refusal import refused_name
@@ -49,6 +50,7 @@ __all__ = [
     "set_autotp_mode",
     "tp_model_init",
     "utils",
+    "zero",
 ]
 
 __version__ = "0.19.8"
