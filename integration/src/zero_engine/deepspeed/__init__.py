@@ -12,10 +12,12 @@ from zero_engine.deepspeed.arguments import add_config_arguments
 from zero_engine.deepspeed.construction import initialize
 from zero_engine.deepspeed.distributed import init_distributed
 from zero_engine.deepspeed.engine import DeepSpeedEngine
-from zero_engine.deepspeed.errors import NotServedError, Unserved
+from zero_engine.deepspeed.errors import NotServedError
 from zero_engine.deepspeed.optimizer import DeepSpeedOptimizer
+from zero_engine.deepspeed.runtime import zero
 from zero_engine.deepspeed.runtime.dataloader import DeepSpeedDataLoader
 from zero_engine.deepspeed.utils import OnDevice, log_dist, logger
+from zero_engine.script.refusal import refused_name
 
 __all__ = [
     "DeepSpeedDataLoader",
@@ -48,6 +50,7 @@ __all__ = [
     "set_autotp_mode",
     "tp_model_init",
     "utils",
+    "zero",
 ]
 
 __version__ = "0.19.8"
@@ -57,19 +60,16 @@ __version_major__, __version_minor__, __version_patch__ = (int(x) for x in versi
 git_hash = __git_hash__ = "zero-engine"
 git_branch = __git_branch__ = "zero-engine"
 
-_INFERENCE = "serve the exported model with another library"
-init_inference = Unserved("init_inference", _INFERENCE)
-InferenceEngine = Unserved("InferenceEngine", _INFERENCE)
-DeepSpeedInferenceConfig = Unserved("DeepSpeedInferenceConfig", _INFERENCE)
-default_inference_config = Unserved("default_inference_config", _INFERENCE)
-replace_transformer_layer = Unserved("replace_transformer_layer", _INFERENCE)
-
-_PARALLEL = "only data parallelism is served: use ZeRO stage 3 for models that do not fit"
-PipelineEngine = Unserved("PipelineEngine", _PARALLEL)
-PipelineModule = Unserved("PipelineModule", _PARALLEL)
-tp_model_init = Unserved("tp_model_init", _PARALLEL)
-set_autotp_mode = Unserved("set_autotp_mode", _PARALLEL)
-
-DeepSpeedHybridEngine = Unserved("DeepSpeedHybridEngine", "train with DeepSpeedEngine")
-DeepSpeedTransformerLayer = Unserved("DeepSpeedTransformerLayer", "use torch.compile")
-DeepSpeedTransformerConfig = Unserved("DeepSpeedTransformerConfig", "use torch.compile")
+# Scripts import these at their top, and ask isinstance() of some; a use is refused.
+init_inference = refused_name("init_inference")
+InferenceEngine = refused_name("InferenceEngine")
+DeepSpeedInferenceConfig = refused_name("DeepSpeedInferenceConfig")
+default_inference_config = refused_name("default_inference_config")
+replace_transformer_layer = refused_name("replace_transformer_layer")
+PipelineEngine = refused_name("PipelineEngine")
+PipelineModule = refused_name("PipelineModule")
+tp_model_init = refused_name("tp_model_init")
+set_autotp_mode = refused_name("set_autotp_mode")
+DeepSpeedHybridEngine = refused_name("DeepSpeedHybridEngine")
+DeepSpeedTransformerLayer = refused_name("DeepSpeedTransformerLayer")
+DeepSpeedTransformerConfig = refused_name("DeepSpeedTransformerConfig")

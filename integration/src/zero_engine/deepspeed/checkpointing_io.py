@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import Tensor
+
 from zero_core import CheckpointError
 from zero_core.checkpoint_files import find, read_manifest
 

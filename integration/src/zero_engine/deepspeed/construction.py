@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import zero_core
 from torch import nn
+
+import zero_core
 from zero_core.config import OptimizerConfig
 from zero_core.optimizer import make_optimizer
-
 from zero_engine.deepspeed.config import Settings, read
 from zero_engine.deepspeed.distributed import init_distributed
 from zero_engine.deepspeed.engine import DeepSpeedEngine
@@ -89,7 +89,6 @@ def initialize(
         _core_config(settings, with_optimizer=given is None, with_scheduler=lr_scheduler is None),
         optimizer=given,
         process_group=_data_parallel_group(mpu),
-        is_training=given is not None or "optimizer" in settings.core,
     )
     is_training = given is not None or "optimizer" in settings.core
     if lr_scheduler is not None and is_training:

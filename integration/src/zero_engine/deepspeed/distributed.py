@@ -30,7 +30,7 @@ def init_distributed(
     backend = dist_backend or default_backend()
     options: dict[str, Any] = {} if timeout is None else {"timeout": timeout}
     if "RANK" not in os.environ and rank < 0:
-        store = dist.HashStore()
+        store = torch._C._distributed_c10d.HashStore()
         dist.init_process_group(backend, store=store, rank=0, world_size=1, **options)
         return
     if torch.accelerator.is_available():

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from zero_core import Engine
 
+from zero_core import Engine
 from zero_engine.deepspeed import checkpointing_io
 from zero_engine.deepspeed.config import Settings
 from zero_engine.deepspeed.errors import NotServedError
@@ -116,8 +116,8 @@ class DeepSpeedEngine(ConfigFacts, nn.Module):
             ``loss``, divided, without the loss scale.
         """
         self._check_training("backward")
-        if not isinstance(loss, Tensor) or loss.numel() != 1:
-            raise ValueError(f"backward() takes a scalar loss, found {_describe(loss)}")
+        if loss.numel() != 1:
+            raise ValueError(f"backward() takes a scalar, found a loss of shape {loss.shape}")
         steps = self.gradient_accumulation_steps() if scale_wrt_gas else 1
         self.core.backward(loss, over=steps, retain_graph=retain_graph)
         return loss / steps if steps > 1 else loss
@@ -184,7 +184,7 @@ class DeepSpeedEngine(ConfigFacts, nn.Module):
                 f"train_batch_size = {train_batch_size} must be a multiple of {per_micro_step}, "
                 "the samples of all ranks per micro-step"
             )
-        self.core.set_gradient_accumulation_steps(train_batch_size // per_micro_step)
+        self.core.gradient_accumulation_steps = train_batch_size // per_micro_step
 
     def compile(
         self, backend: Any = "inductor", compile_kwargs: Mapping[str, Any] | None = None
@@ -404,8 +404,3 @@ class DeepSpeedEngine(ConfigFacts, nn.Module):
                     "set the precision in the configuration, and leave the device to it"
                 )
         return self
-
-
-def _describe(value: Any) -> str:
-    shape = f" of shape {tuple(value.shape)}" if isinstance(value, Tensor) else ""
-    return f"{type(value).__name__}{shape}"

@@ -421,8 +421,12 @@ class Engine:
 
     @property
     def gradient_accumulation_steps(self) -> int:
-        """Micro-steps per step."""
-        return self.config.gradient_accumulation_steps
+        """Micro-steps per step; may be set between two steps, on every rank."""
+        return self._accumulation.steps
+
+    @gradient_accumulation_steps.setter
+    def gradient_accumulation_steps(self, steps: int) -> None:
+        self._accumulation.set_steps(steps)
 
     # ---------------------------------------------------------------- a step
 

@@ -94,4 +94,3 @@ class InitialValues:
                     continue
                 if any(is_deferred(leaf) for leaf in pytree.tree_leaves(value)):
                     vars(module)[name] = pytree.tree_map(give, value)
-

@@ -59,7 +59,7 @@ class Held:
     casts: list[torch.dtype] = field(default_factory=list)
     is_changed: bool = False
 
-    def whole(self, param: nn.Parameter) -> Tensor:
+    def whole(self, param: Tensor) -> Tensor:
         """The value of ``param``, on the CPU; every rank must call it."""
         self._check_unwritten(param)
         if self.recorded is not None:
@@ -110,7 +110,7 @@ class Held:
         else:
             self.casts.append(dtype)
 
-    def _check_unwritten(self, param: nn.Parameter) -> None:
+    def _check_unwritten(self, param: Tensor) -> None:
         if param.dtype.is_floating_point and not bool(param.data.reshape(-1)[:1].isnan().all()):
             refuse("written to", param)  # of one element: torch refuses to write to the others
 
@@ -148,7 +148,7 @@ class Parked(nn.Parameter):
 class _Absent(Tensor):
     """What a cast of a parked parameter gives: a dtype and a shape, and NaN."""
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
 
 def is_parked(tensor: object) -> bool:
@@ -182,7 +182,7 @@ def make_ordinary(param: nn.Parameter) -> None:
     held = held_of(param)
     if held is not None:
         param.__class__ = nn.Parameter
-        del param._held
+        del param._held  # type: ignore[attr-defined]
     if param.is_meta:
         stand_in = torch.empty((), dtype=param.dtype).expand(param.shape)
         torch._C._swap_tensor_impl(param, nn.Parameter(stand_in, param.requires_grad))
@@ -265,7 +265,7 @@ def _close(param: nn.Parameter, *, is_kept: bool) -> None:
     param.__class__ = Parked
 
 
-def refuse(what: str, param: nn.Parameter) -> NoReturn:
+def refuse(what: str, param: Tensor) -> NoReturn:
     """Raise: ``param`` was used as if it held its value."""
     raise RuntimeError(
         f"a parameter of shape {tuple(param.shape)} was {what} while it is sharded over the ranks: "

@@ -32,7 +32,7 @@ def read_progress(engine: Engine) -> dict[str, Any]:
 def restore_progress(
     engine: Engine, progress: Mapping[str, Any], without: Collection[str] = ()
 ) -> None:
-    """Take over what `read_progress` gave, but for what is left out; see `Engine.load_checkpoint`."""
+    """Take over what `read_progress` gave; see `Engine.load_checkpoint` for ``without``."""
     if "progress" not in without:
         engine.global_steps = progress["global_steps"]
         # Another accumulation may be configured now: count micro-steps in its terms.

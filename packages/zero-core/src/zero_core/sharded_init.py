@@ -112,7 +112,7 @@ def _give_the_rest(recording: Recording, modules: Mapping[nn.Module, None]) -> N
                 number = storage_of(tensor)
                 value = recording.value(tensor)
                 shared = storages.setdefault(number, value.untyped_storage())
-                value.set_(shared, value.storage_offset(), value.shape, value.stride())  # type: ignore[call-overload]
+                value.set_(shared, value.storage_offset(), value.shape, value.stride())
                 if isinstance(tensor, nn.Parameter):
                     value = nn.Parameter(value, tensor.requires_grad)
                 torch._C._swap_tensor_impl(tensor, value)

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
+
 from zero_core import Engine, engine_of
 
 __all__ = [
@@ -117,7 +118,7 @@ def _get(param: nn.Parameter, what: str, *, is_local: bool = False) -> Tensor | 
     if engine is None:
         return None
     name = _name(engine, param)
-    if what == _GRAD and not engine.has_gradient():
+    if what == _GRAD and not engine.states.has_gradient():
         return None
     read = engine.states.get_local if is_local else engine.states.get_full
     try:

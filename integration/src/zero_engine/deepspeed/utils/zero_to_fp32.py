@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
+
 from zero_core.checkpoint_files import read_buffers, read_weights
 
 __all__ = [
@@ -26,6 +27,7 @@ __all__ = [
 ]
 
 _M = TypeVar("_M", bound=nn.Module)
+_Write = Callable[[dict[str, Tensor], Path], Any]
 _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
 
@@ -66,7 +68,7 @@ def convert_zero_checkpoint_to_fp32_state_dict(
     tag: str | None = None,
     exclude_frozen_parameters: bool = False,
 ) -> None:
-    """Write the fp32 state dict into ``output_dir``; see `convert_zero_checkpoint_to_state_dict`."""
+    """`convert_zero_checkpoint_to_state_dict` in fp32."""
     convert_zero_checkpoint_to_state_dict(
         checkpoint_dir,
         output_dir,

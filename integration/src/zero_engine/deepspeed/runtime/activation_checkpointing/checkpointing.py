@@ -66,16 +66,15 @@ def configure(
     """
     block = {} if deepspeed_config is None else read(deepspeed_config).raw
     given = dict(block.get("activation_checkpointing") or {})
-    for key, value in (
-        ("partition_activations", partition_activations),
-        ("contiguous_memory_optimization", contiguous_checkpointing),
-        ("number_checkpoints", num_checkpoints),
-        ("cpu_checkpointing", checkpoint_in_cpu),
-        ("synchronize_checkpoint_boundary", synchronize),
-        ("profile", profile),
-    ):
-        if value is not None:
-            given[key] = value
+    arguments = {
+        "partition_activations": partition_activations,
+        "contiguous_memory_optimization": contiguous_checkpointing,
+        "number_checkpoints": num_checkpoints,
+        "cpu_checkpointing": checkpoint_in_cpu,
+        "synchronize_checkpoint_boundary": synchronize,
+        "profile": profile,
+    }
+    given |= {key: value for key, value in arguments.items() if value is not None}
     if given.get("profile"):
         raise NotServedError("checkpointing.configure(profile=True)", "use torch.profiler")
     for key in ("partition_activations", "contiguous_memory_optimization", "number_checkpoints"):
