@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim.lr_scheduler import LRScheduler
 
 from zero_core import checkpoint, export
 from zero_core.access import StateAccess
@@ -39,6 +38,7 @@ from zero_core.owners import names_by_id, refuse_stale_state_dicts, register
 from zero_core.precision import LossScaler, cast_floats, clip_factor
 from zero_core.progress import read_progress, restore_progress, tell_progress, tell_skipped
 from zero_core.protocols import Collectives, StateTier
+from zero_core.schedule import Schedule
 from zero_core.segment_grads import SegmentGrads
 from zero_core.state import ShardedState
 from zero_core.traffic import Traffic
@@ -74,7 +74,7 @@ class Engine:
         collectives: Collectives,
         control: ControlGroup,
         optimizer: torch.optim.Optimizer,
-        lr_scheduler: LRScheduler | None,
+        lr_scheduler: Schedule | None,
         device: torch.device,
         stage: int,
         memory_report: Callable[[], dict[str, int]],
