@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from transformers import TrainingArguments
+
 from zero_core import ConfigError
 
 __all__ = ["check_arguments", "fill_config", "fill_schedule"]

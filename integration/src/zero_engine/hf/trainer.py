@@ -16,16 +16,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import zero_core
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
-from transformers import Seq2SeqTrainer, Trainer
+from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments, Trainer
+
+import zero_core
 from zero_core import ConfigError, Engine
 from zero_core.config import SchedulerConfig
 from zero_core.lr_schedules import make_scheduler
-
-from zero_engine.hf.accelerator import ZeroAccelerator, ZeroOptimizer, take_over
+from zero_engine.hf.accelerator import ZeroAccelerator, take_over
 from zero_engine.hf.arguments import check_arguments, fill_config, fill_schedule
 from zero_engine.hf.presets import read_zero
 
@@ -42,8 +42,9 @@ class ZeroTrainer(Trainer):
 
     It takes what Trainer takes, and ``zero``. TrainingArguments lead, and the optimizer is the
     Trainer's, with its decay groups, unless the configuration names one. The engine is built where
-    the Trainer would wrap the model: at the first ``train``, ``evaluate`` or ``predict``. Every rank
-    runs the same script, under torchrun; the model may be made under `zero_core.deferred_init`.
+    the Trainer would wrap the model: at the first ``train``, ``evaluate`` or ``predict``. Every
+    rank runs the same script, under torchrun; the model may be made under
+    `zero_core.deferred_init`.
 
     Attributes:
         engine: None before it is built.
@@ -69,7 +70,7 @@ class ZeroTrainer(Trainer):
     # ---------------------------------------------------------------- building
 
     def create_accelerator_and_postprocess(self) -> None:
-        """As the Trainer's, once the arguments have been checked; the engine drives what it makes."""
+        """As the Trainer's, of arguments that fit; its Accelerator becomes the engine's."""
         check_arguments(self.args)
         self._config = fill_config(self._given, self.args)
         super().create_accelerator_and_postprocess()
@@ -90,8 +91,10 @@ class ZeroTrainer(Trainer):
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
         """Nothing: the engine places the model, sharded, where it computes."""
 
-    def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer | None:
-        """As the Trainer's, unless the configuration names an optimizer."""
+    def create_optimizer(  # type: ignore[override]
+        self, model: nn.Module | None = None
+    ) -> torch.optim.Optimizer | None:
+        """As the Trainer's; None until the engine has made what the configuration names."""
         if "optimizer" in self._given:
             return self.optimizer
         return super().create_optimizer(model)
@@ -103,7 +106,9 @@ class ZeroTrainer(Trainer):
         if "scheduler" in self._given and self.lr_scheduler is None:
             block = SchedulerConfig.model_validate(self._given["scheduler"])
             params = fill_schedule(block.params, self.args, num_training_steps)
-            self.lr_scheduler = make_scheduler(self.optimizer, block.type, params)
+            assert self.optimizer is not None
+            schedule = make_scheduler(self.optimizer, block.type, params)
+            self.lr_scheduler = schedule  # type: ignore[assignment]
             self._created_lr_scheduler = True
         return super().create_scheduler(num_training_steps, optimizer)
 
@@ -122,6 +127,7 @@ class ZeroTrainer(Trainer):
         if self.engine is not None:
             self.engine.close()
         self.create_optimizer()
+        assert isinstance(self.model, nn.Module)
         self.engine = zero_core.build(self.model, self._config, optimizer=self.optimizer)
         self._check_device(self.engine)
         self.optimizer = self.accelerator.adopt(self.engine)
@@ -142,7 +148,9 @@ class ZeroTrainer(Trainer):
 
     # ----------------------------------------------------------------- keeping
 
-    def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
+    def _save(
+        self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None
+    ) -> None:
         """As the Trainer's, which asks one rank alone; every rank must be here."""
         if state_dict is None and self.engine is not None:
             state_dict = self.engine.full_state_dict()
@@ -159,10 +167,11 @@ class ZeroTrainer(Trainer):
         self, resume_from_checkpoint: str, model: nn.Module | None = None
     ) -> None:
         """As the Trainer's, but nothing where the engine's checkpoint holds the weights, too."""
-        if not _has_state(resume_from_checkpoint):
-            _log.warning("%s holds weights alone: the optimizer starts anew", resume_from_checkpoint)
-            with self._writable():
-                super()._load_from_checkpoint(resume_from_checkpoint, model)
+        if _has_state(resume_from_checkpoint):
+            return
+        _log.warning("%s holds weights alone: the optimizer starts anew", resume_from_checkpoint)
+        with self._writable():
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         """The engine's checkpoint, weights included, and the schedule."""
@@ -207,7 +216,9 @@ class ZeroTrainer(Trainer):
 class ZeroSeq2SeqTrainer(ZeroTrainer, Seq2SeqTrainer):
     """transformers' Seq2SeqTrainer, whose model the engine trains; as `ZeroTrainer`."""
 
-    def prediction_step(
+    args: Seq2SeqTrainingArguments
+
+    def prediction_step(  # type: ignore[override]
         self,
         model: nn.Module,
         inputs: dict[str, Any],
