@@ -6,9 +6,13 @@ of them is the last: an epoch that does not divide ends with a shorter step.
 
 from __future__ import annotations
 
+import logging
+
 from torch import Tensor
 
 __all__ = ["Accumulation"]
+
+_log = logging.getLogger(__name__)
 
 
 class Accumulation:
@@ -37,11 +41,12 @@ class Accumulation:
         self.count = 0 if self.is_boundary() else self.count + 1
         self.micro_steps += 1
 
-    def restart(self) -> int:
-        """The step under way begins again; how many of its micro-steps do not count."""
-        done, self.count = self.count, 0
-        self.micro_steps -= done
-        return done
+    def restart(self, what: str) -> None:
+        """The step under way, ``what`` in words, begins again, as its last backward did not end."""
+        text = "%s starts again from its first micro-step, as the last backward did not end"
+        _log.warning(text + " (%d micro-steps were done)", what, self.count)
+        self.micro_steps -= self.count
+        self.count = 0
 
     def resume(self, global_steps: int) -> None:
         """Go on after ``global_steps`` steps, counted in the configuration's micro-steps."""
