@@ -220,7 +220,6 @@ def _unserved(config: Config) -> Iterator[_Rule]:
         )
     yield zero.mics_shard_size > 0, "zero_optimization.mics_shard_size is not served"
     yield zero.zenflow is not None, "zero_optimization.zenflow is not served"
-    yield zero.leaf_module is not None, "zero_optimization.leaf_module is not served"
 
 
 def _unneeded(config: Config) -> dict[str, str]:
