@@ -94,6 +94,8 @@ class OffloadOptimizerConfig(_Block):
     fast_init: bool = False
     pipeline_read: bool = False
     pipeline_write: bool = False
+    super_offload: bool = False
+    cpuadam_cores_perc: Annotated[float, Field(ge=0.0, le=1.0)] = 0.8
 
     @pydantic.model_validator(mode="before")
     @classmethod
@@ -222,6 +224,18 @@ class ZeroConfig(_Block):
     ignore_unused_parameters: bool = True
     round_robin_gradients: bool = False
     memory_efficient_linear: bool = True
+    use_multi_rank_bucket_allreduce: bool = True
+    compute_grad_norm: bool = True
+    stage3_module_granularity_threshold: NonNegativeInt = 0
+    stage3_use_all_reduce_for_fetch_params: bool = False
+    stage3_allgather_sequential: bool = False
+    legacy_stage1: bool = False
+    parameter_alignment: bool = False
+    pipeline_loading_checkpoint: bool = False
+    override_module_apply: bool = True
+    log_trace_cache_warnings: bool = False
+    enable_sanity_checks: bool = False
+    save_muon_momentum_buffer_in_memory: bool = False
 
 
 class Fp16Config(_Block):
@@ -235,12 +249,17 @@ class Fp16Config(_Block):
     hysteresis: PositiveInt = 2
     consecutive_hysteresis: bool = False
     min_loss_scale: Annotated[float, Field(gt=0.0)] = 1.0
+    auto_cast: bool = False
+    fp16_master_weights_and_grads: bool = False
 
 
 class Bf16Config(_Block):
     """``bf16``: bfloat16 compute over fp32 master weights."""
 
     enabled: bool = False
+    immediate_grad_update: bool = False
+    bf16_master_weights_and_grads: bool = False
+    bf16_optimizer_states: bool = False
 
 
 class DataTypesConfig(_Block):
@@ -248,8 +267,9 @@ class DataTypesConfig(_Block):
 
     grad_accum_dtype: Literal["fp32", "fp16", "bf16"] | None = None
     """What gradients are accumulated in; None is fp32."""
-    buffer_dtype: Literal["fp32", "fp16", "bf16"] | None = None
-    """What floating buffers are cast to; None is as parameters are."""
+    buffer_dtype: Literal["fp32", "fp16", "bf16", "as_made"] | None = None
+    """What floating buffers are cast to; None is as parameters are. "as_made" leaves each one as the
+    model makes it; DeepSpeed, which has no such value, does so where the key is missing."""
 
 
 class ActivationCheckpointingConfig(_Block):
@@ -297,6 +317,10 @@ class Config(_Block):
     data_types: DataTypesConfig = DataTypesConfig()
     activation_checkpointing: ActivationCheckpointingConfig | None = None
     communication_data_type: Literal["fp32", "fp16", "bf16"] | None = None
+    gradient_allreduce_op: Literal["mean", "sum"] = "mean"
+    """What becomes of the ranks' gradients; at every stage."""
+    prescale_gradients: bool = False
+    gradient_predivide_factor: Annotated[float, Field(gt=0.0)] = 1.0
     broadcast_buffers: bool = True
     """Take rank 0's buffers before a forward, as DDP does; see zero_core.buffers."""
     seed: NonNegativeInt | None = None
@@ -315,6 +339,8 @@ class Config(_Block):
     def buffer_dtype(self) -> torch.dtype | None:
         """What floating buffers are cast to; None leaves each as it is."""
         name = self.data_types.buffer_dtype
+        if name == "as_made":
+            return None
         return self.compute_dtype if name is None else DTYPES[name]
 
 

@@ -3,7 +3,8 @@
 A block is a child of an ``nn.ModuleList`` or ``nn.Sequential`` that has parameters and a forward
 of its own; blocks are not searched for further blocks. A parameter that only one block uses
 belongs to that block; everything else (embeddings, heads, weights tied across blocks) belongs to
-the root unit, which stays gathered from the start of forward to the end of backward.
+the root unit, which stays gathered from the start of forward to the end of backward. A module that
+reads a parameter of another one says so by `note_reader`.
 
 A *leaf* is a module that was said to be one unit with all that is in it, wherever it stands: by
 ``_is_zero_leaf = True`` on the module, or by ``zero_optimization.leaf_module``.
@@ -14,6 +15,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -21,11 +23,12 @@ from torch import nn
 from zero_core.config import Config, LeafModuleConfig
 from zero_core.errors import ConfigError
 
-__all__ = ["Discovered", "LeafRule", "discover"]
+__all__ = ["Discovered", "LeafRule", "discover", "note_reader"]
 
 _log = logging.getLogger(__name__)
 
 _CONTAINERS = (nn.ModuleList, nn.Sequential)
+_read: WeakKeyDictionary[nn.Module, dict[int, nn.Parameter]] = WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
@@ -41,6 +44,19 @@ class Discovered:
     params: tuple[nn.Parameter, ...]
     names: tuple[tuple[str, ...], ...]
     units: tuple[tuple[str, nn.Module, tuple[int, ...]], ...]
+
+
+def note_reader(module: nn.Module, param: nn.Parameter, *, is_reader: bool = True) -> bool:
+    """Note that ``module`` reads ``param``, which belongs to another module, or that it doesn't.
+
+    Returns:
+        Whether that was noted before.
+    """
+    noted = _read.setdefault(module, {})
+    found = noted.pop(id(param), None)
+    if is_reader:
+        noted[id(param)] = param
+    return found is not None
 
 
 def _can_be_called(module: nn.Module) -> bool:
@@ -146,6 +162,10 @@ def discover(model: nn.Module, rule: LeafRule | None = None) -> Discovered:
         if id(module) in blocks
     }
     owners = {n: {_owner(name, paths) for name in names[n]} for n in range(len(params))}
+    for path, module in model.named_modules(remove_duplicate=False):
+        for key in _read.get(module, ()):
+            if key in numbers:
+                owners[numbers[key]].add(_owner(f"{path}.read", paths))
 
     members: dict[str, list[int]] = {"": [], **{path: [] for path, _ in blocks.values()}}
     for number, owned in owners.items():

@@ -11,14 +11,13 @@ between is in `zero_core.flow` (gather and reduce) and in the state tier (update
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim.lr_scheduler import LRScheduler
 
 from zero_core import checkpoint, export
 from zero_core.access import StateAccess
@@ -28,7 +27,6 @@ from zero_core.collectives import ControlGroup
 from zero_core.comm_report import Meter
 from zero_core.config import Config
 from zero_core.early import EarlyUpdates
-from zero_core.errors import CheckpointError
 from zero_core.facts import GradientFacts
 from zero_core.flow import Flow
 from zero_core.freezing import FrozenGuard
@@ -39,6 +37,7 @@ from zero_core.owners import names_by_id, refuse_stale_state_dicts, register
 from zero_core.precision import LossScaler, cast_floats, clip_factor
 from zero_core.progress import read_progress, restore_progress, tell_progress, tell_skipped
 from zero_core.protocols import Collectives, StateTier
+from zero_core.schedule import Schedule
 from zero_core.segment_grads import SegmentGrads
 from zero_core.state import ShardedState
 from zero_core.traffic import Traffic
@@ -74,7 +73,7 @@ class Engine:
         collectives: Collectives,
         control: ControlGroup,
         optimizer: torch.optim.Optimizer,
-        lr_scheduler: LRScheduler | None,
+        lr_scheduler: Schedule | None,
         device: torch.device,
         stage: int,
         memory_report: Callable[[], dict[str, int]],
@@ -295,18 +294,15 @@ class Engine:
         directory: str | Path,
         tag: str | None = None,
         client_state: Mapping[str, Any] | None = None,
+        **options: bool,
     ) -> Path:
         """Write everything needed to go on, for any stage, world size, ratio and tier.
 
-        Every rank must call it, at a step boundary. ``client_state`` must be JSON. The previous
-        checkpoint stays whole until the new one is complete. Returns the checkpoint's folder.
+        Every rank must call it, at a step boundary. ``client_state`` must be JSON; ``options``: see
+        `zero_core.checkpoint.save`. The previous checkpoint stays whole until the new one is.
         """
         self._early.check_none("save_checkpoint() between backward and step")
-        if self._accumulation.count:
-            raise CheckpointError(
-                f"micro-step {self.micro_steps} is in the middle of an accumulation, of which "
-                f"{self._accumulation.count} are done: save after a step"
-            )
+        self._accumulation.check_ended()
         self._forget_values()
         return checkpoint.save(
             self._state,
@@ -314,23 +310,25 @@ class Engine:
             f"step-{self.global_steps}" if tag is None else tag,
             progress=read_progress(self),
             client_state=client_state or {},
+            **options,
         )
 
     def load_checkpoint(
-        self, directory: str | Path, tag: str | None = None
+        self, directory: str | Path, tag: str | None = None, *, without: Collection[str] = ()
     ) -> tuple[Path, dict[str, Any]]:
         """Restore what `save_checkpoint` wrote; its folder and the client state.
 
-        Every rank must call it. Without ``tag`` the newest complete one is taken.
+        Every rank must call it. Without ``tag`` the newest complete one is taken. What is
+        ``without`` stays as it is: some of `zero_core.checkpoint.PARTS`.
 
         Raises:
             CheckpointError: there is none, or it belongs to another model.
             CheckpointCorruptError: its bytes are not what was written.
         """
         with self._rewriting():
-            place, progress, client_state = checkpoint.load(self._state, Path(directory), tag)
-            restore_progress(self, progress)
-        return place, client_state
+            loaded = checkpoint.load(self._state, Path(directory), tag, without=without)
+            restore_progress(self, loaded[1], without)
+        return loaded[0], loaded[2]
 
     def _on_replaced(self) -> None:
         """Values were written from outside of a step, on all ranks."""
@@ -345,13 +343,15 @@ class Engine:
         yield
         self._on_replaced()
 
-    def full_state_dict(self, *, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
-        """The whole model's state dict, on the CPU, on every rank; tied names share a tensor.
+    def full_state_dict(
+        self, *, dtype: torch.dtype | None = None, rank: int | None = None
+    ) -> dict[str, Tensor]:
+        """The whole model's state dict, on the CPU, on every rank or on ``rank`` alone.
 
-        Values come from the master weights, in the compute dtype or in ``dtype``. Every rank must
-        call it.
+        Values come from the master weights, in the compute dtype or in ``dtype``; tied names share
+        a tensor. Every rank must call it.
         """
-        return export.full_state_dict(self._state, dtype=dtype)
+        return export.full_state_dict(self._state, dtype=dtype, rank=rank)
 
     def export_safetensors(
         self, directory: str | Path, *, dtype: torch.dtype | None = None
@@ -412,8 +412,12 @@ class Engine:
 
     @property
     def gradient_accumulation_steps(self) -> int:
-        """Micro-steps per step."""
-        return self.config.gradient_accumulation_steps
+        """Micro-steps per step; may be set between two steps, on every rank."""
+        return self._accumulation.steps
+
+    @gradient_accumulation_steps.setter
+    def gradient_accumulation_steps(self, steps: int) -> None:
+        self._accumulation.set_steps(steps)
 
     # ---------------------------------------------------------------- a step
 
