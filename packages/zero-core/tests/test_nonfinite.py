@@ -55,6 +55,7 @@ def _spoil(rank: int, world_size: int, dtype: str, bad_micro: int, is_local: boo
                 with engine.no_sync() if is_local and micro == 0 else nullcontext():
                     engine.backward(engine(*_inputs(is_spoilt=is_spoilt)))
                 engine.step()
+            assert engine.optimizer.overflow == (step == 0)
         assert engine.skipped_steps == 1
         (text,) = records.texts
         assert f"(blocks.1.weight: batch of rank {culprit})" in text

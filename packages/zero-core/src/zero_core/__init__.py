@@ -15,6 +15,7 @@ from zero_core.errors import (
 )
 from zero_core.layout import Layout
 from zero_core.lion import Lion
+from zero_core.owners import engine_of
 from zero_core.plan import plan
 from zero_core.plan_result import Plan
 from zero_core.pretrained import Loaded, load_pretrained
@@ -35,6 +36,7 @@ __all__ = [
     "ZeroError",
     "build",
     "deferred_init",
+    "engine_of",
     "load_config",
     "load_pretrained",
     "plan",

@@ -24,20 +24,22 @@ from torch.utils import _pytree as pytree
 
 from zero_core import checkpoint, export
 from zero_core.access import StateAccess
+from zero_core.accumulation import Accumulation
 from zero_core.buffers import BufferSync
 from zero_core.collectives import ControlGroup
 from zero_core.comm_report import Meter
 from zero_core.config import Config
 from zero_core.early import EarlyUpdates
-from zero_core.edit import Edit
 from zero_core.errors import CheckpointError
 from zero_core.facts import GradientFacts
 from zero_core.flow import Flow
 from zero_core.freezing import FrozenGuard
+from zero_core.gathering import gathered
 from zero_core.layout import Layout
 from zero_core.optimizer import EngineOptimizer
+from zero_core.owners import names_by_id, register
 from zero_core.precision import LossScaler, clip_factor
-from zero_core.progress import read_progress, restore_progress
+from zero_core.progress import read_progress, restore_progress, tell_progress
 from zero_core.protocols import Collectives, StateTier
 from zero_core.segment_grads import SegmentGrads
 from zero_core.state import ShardedState
@@ -60,7 +62,6 @@ class Engine:
         states: master weights, gradients and moments by name, to read and to set.
         lr_scheduler: stepped at each optimizer step that is taken, or None.
         global_steps: optimizer steps so far, skipped ones included.
-        micro_steps: calls of ``step`` so far.
         skipped_steps: steps skipped because a gradient was not finite.
         device: where the model is computed.
     """
@@ -89,12 +90,12 @@ class Engine:
         self.layout = layout
         self.lr_scheduler = lr_scheduler
         self.global_steps = 0
-        self.micro_steps = 0
         self.skipped_steps = 0
         self.device = device
         self.optimizer = EngineOptimizer(
             optimizer, update=self._update, discard_grads=self._discard_grads
         )
+        self._accumulation = Accumulation(config.gradient_accumulation_steps)
         self._tier = tier
         self._control = control
         self._memory_report = memory_report
@@ -118,7 +119,7 @@ class Engine:
             on_reduced=self._on_reduced,
             on_backward=self._check_backward,
             on_broken_backward=self._restart_accumulation,
-            is_boundary=self.is_gradient_accumulation_boundary,
+            is_boundary=self._accumulation.is_boundary,
         )
         self._facts = GradientFacts(layout, control, self._flow, device, meter)
         self._early = EarlyUpdates(config, layout, tier, self._pieces, self._flow)
@@ -138,6 +139,7 @@ class Engine:
             replace_gradient=self._replace_gradient,
             values_changed=self._on_replaced,
         )
+        self._names = names_by_id(layout, self._state.values)
         self._flow.tier = tier
         self._flow.attach(unit_modules, config.activation_checkpointing)
         self._buffers = BufferSync(module, control, should_sync=lambda: self._flow.should_sync)
@@ -148,6 +150,7 @@ class Engine:
         for m in module.modules():
             hook = m.register_state_dict_pre_hook(self._refuse_state_dict)  # type: ignore[no-untyped-call]
             self._hooks.append(hook)
+        register(self)
 
     # ------------------------------------------------------------------ using
 
@@ -167,21 +170,23 @@ class Engine:
         """As `torch.nn.Module.eval`."""
         return self.train(False)
 
-    def scale(self, loss: Tensor) -> Tensor:
-        """``loss`` times the loss scale and over the accumulation steps, for a plain backward."""
+    def scale(self, loss: Tensor, *, over: int | None = None) -> Tensor:
+        """``loss`` times the loss scale and over the micro-steps, for a plain backward.
+
+        ``over`` is their number in this step, None the configuration's.
+        """
         self._is_scaled = True
-        steps = self.config.gradient_accumulation_steps
         if self._scaler.scale != 1.0:
             loss = loss * self._scaler.scale
-        return loss / steps if steps > 1 else loss
+        return self._accumulation.divide(loss, over)
 
-    def backward(self, loss: Tensor, **kwargs: Any) -> None:
-        """Backward of ``loss``, scaled and averaged over the accumulation steps.
+    def backward(self, loss: Tensor, *, over: int | None = None, **kwargs: Any) -> None:
+        """Backward of ``loss``, scaled and averaged over the micro-steps, as by `scale`.
 
         A plain ``loss.backward()`` works too, except with fp16; it doesn't divide by the
         accumulation steps. Every rank must run it; ``kwargs`` go to `torch.Tensor.backward`.
         """
-        self.scale(loss).backward(**kwargs)  # type: ignore[no-untyped-call]
+        self.scale(loss, over=over).backward(**kwargs)  # type: ignore[no-untyped-call]
 
     def step(self) -> None:
         """End a micro-step; at an accumulation boundary, update the parameters.
@@ -197,7 +202,8 @@ class Engine:
         if not self._flow.should_sync:
             raise RuntimeError("step() within no_sync(): step outside")
         self._decide()
-        if self._is_finite():
+        self.optimizer.overflow = not self._is_finite()
+        if not self.optimizer.overflow:
             self.optimizer.engine_step()
             self._scaler.update(is_overflow=False)
             if self.lr_scheduler is not None:
@@ -208,11 +214,20 @@ class Engine:
         self.global_steps += 1
         self._meter.end_step()
         self._end_micro_step()
-        self._print()
+        tell_progress(self)
 
     def is_gradient_accumulation_boundary(self) -> bool:
         """Whether the current micro-step is the last one of its step."""
-        return (self.micro_steps + 1) % self.config.gradient_accumulation_steps == 0
+        return self._accumulation.is_boundary()
+
+    def set_gradient_accumulation_boundary(self, is_boundary: bool | None) -> None:
+        """Say whether this micro-step, and each from now on, is the last one of its step.
+
+        None: the count says, as at first. Every rank must call it, before the backward concerned.
+        """
+        self._accumulation.override = is_boundary
+        if is_boundary is False and self.world_size == 1:
+            self._flow.hold_gradients()  # nothing is reduced before the boundary: add up unrounded
 
     def get_global_grad_norm(self) -> float | None:
         """2-norm of the last step's gradient, unscaled, before clipping; None before a step."""
@@ -258,19 +273,21 @@ class Engine:
         weights at the end. Every rank must enter it. It takes the memory of the whole model, on
         the modifier twice.
         """
-        self._flow.release_all()
-        before, self._flow.is_held = self._flow.is_held, True
-        try:
-            self._flow.gather_all()
-            edit = None if modifier_rank is None else Edit(self._state, modifier_rank)
+        with gathered(self._flow, self._state, modifier_rank, self._on_replaced):
             yield self.module
-            if edit is not None:
-                edit.publish()
-                self._on_replaced()
-        finally:
-            self._flow.is_held = before
-            if not before:
-                self._flow.release_all()
+
+    def publish(self) -> None:
+        """Have the parameters hold the current values now, where each rank has room for them all.
+
+        At stages 0 to 2 a step leaves that to the next forward; after this ``module.state_dict()``
+        works on any rank alone. At stage 3 they rest as shards: see `gathered`. Every rank must
+        call it.
+        """
+        self._flow.publish()
+
+    def owns(self, param: nn.Parameter) -> str | None:
+        """The name of ``param``, its first one, if it is one of this engine's; else None."""
+        return self._names.get(id(param))
 
     # ---------------------------------------------------------------- keeping
 
@@ -286,10 +303,10 @@ class Engine:
         checkpoint stays whole until the new one is complete. Returns the checkpoint's folder.
         """
         self._early.check_none("save_checkpoint() between backward and step")
-        if self.micro_steps % self.config.gradient_accumulation_steps:
+        if self._accumulation.count:
             raise CheckpointError(
-                f"micro-step {self.micro_steps} is in the middle of an accumulation of "
-                f"{self.config.gradient_accumulation_steps}: save after a step"
+                f"micro-step {self.micro_steps} is in the middle of an accumulation, of which "
+                f"{self._accumulation.count} are done: save after a step"
             )
         self._forget_values()
         return checkpoint.save(
@@ -363,6 +380,7 @@ class Engine:
         self._tier.wait_params(0, max((p.stop for p in self._pieces), default=0))
         self._flow.detach()
         self._buffers.detach()
+        self._names.clear()
         while self._hooks:
             self._hooks.pop().remove()
 
@@ -377,6 +395,11 @@ class Engine:
     def world_size(self) -> int:
         """Number of data-parallel ranks."""
         return self._control.world_size
+
+    @property
+    def micro_steps(self) -> int:
+        """Calls of ``step`` so far; after a load, as many as the steps so far would have."""
+        return self._accumulation.micro_steps
 
     @property
     def loss_scale(self) -> float:
@@ -411,11 +434,9 @@ class Engine:
 
     def _restart_accumulation(self) -> None:
         """A backward did not end: drop the gradients of the whole step, not a part of them."""
-        steps = self.config.gradient_accumulation_steps
-        done = self.micro_steps % steps
+        done = self._accumulation.restart()
         text = f"rank {self.rank}: the last backward did not end; step {self.global_steps}"
-        _log.warning("%s starts again from its first micro-step (%d of %d)", text, done, steps)
-        self.micro_steps -= done
+        _log.warning("%s starts again from its first micro-step (%d were done)", text, done)
         self._discard_grads()
 
     def _complete_gradient(self) -> float:
@@ -477,7 +498,7 @@ class Engine:
         self._clip_factor = 1.0
 
     def _end_micro_step(self) -> None:
-        self.micro_steps += 1
+        self._accumulation.end_micro_step()
         self._is_scaled = False
 
     def _refuse_state_dict(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
@@ -486,14 +507,6 @@ class Engine:
                 "the module's parameters do not hold the current values here: use "
                 "engine.full_state_dict(), or state_dict() within engine.gathered()"
             )
-
-    def _print(self) -> None:
-        every = self.config.steps_per_print
-        if every is not None and self.rank == 0 and self.global_steps % every == 0:
-            rates = [g["lr"] for g in self.optimizer.param_groups]
-            counts = (self.global_steps, self.skipped_steps, rates)
-            text = "step %d, skipped %d, lr %s, loss scale %g, gradient norm %s"
-            _log.info(text, *counts, self._scaler.scale, self._grad_norm)
 
 
 def _caster(dtype: torch.dtype) -> Callable[[Tensor], Tensor]:

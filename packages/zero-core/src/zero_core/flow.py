@@ -356,6 +356,13 @@ class Flow:
                 values.start_unshard(self._collectives, self.tier, backward=False, is_exact=True)
             self._finish_unshard(unit)
 
+    def publish(self) -> None:
+        """Have the parameters whose values are kept whole hold the current ones."""
+        for unit in self._units:
+            if all(values.is_kept for values in unit.values):
+                self._start_unshard(unit, backward=False)
+                self._finish_unshard(unit)
+
     # --------------------------------------------------------------- backward
 
     def begin_backward_of(self, unit: Unit, forward: Forward | None) -> None:

@@ -116,7 +116,12 @@ def make_optimizer(
 
 
 class EngineOptimizer(torch.optim.Optimizer):
-    """Shares ``param_groups`` with the optimizer that was given; stepped by the engine alone."""
+    """Shares ``param_groups`` with the optimizer that was given; stepped by the engine alone.
+
+    Attributes:
+        given: that optimizer.
+        overflow: whether the last step was skipped, as its gradient was not finite.
+    """
 
     def __init__(
         self,
@@ -129,6 +134,7 @@ class EngineOptimizer(torch.optim.Optimizer):
         super().__init__(given.param_groups, given.defaults)
         self.param_groups = given.param_groups
         self.given = given
+        self.overflow = False
         self._update = update
         self._discard_grads = discard_grads
         self._may_step = False

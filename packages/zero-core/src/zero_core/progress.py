@@ -1,14 +1,19 @@
-"""How far a training has come: what a checkpoint keeps beside the model and its optimizer state."""
+"""How far a training has come: what a checkpoint keeps beside the model and its optimizer state,
+and what is logged of it.
+"""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from zero_core.engine import Engine
 
-__all__ = ["read_progress", "restore_progress"]
+__all__ = ["read_progress", "restore_progress", "tell_progress"]
+
+_log = logging.getLogger(__name__)
 
 
 def read_progress(engine: Engine) -> dict[str, Any]:
@@ -28,9 +33,19 @@ def restore_progress(engine: Engine, progress: Mapping[str, Any]) -> None:
     """Take over what `read_progress` gave."""
     engine.global_steps = progress["global_steps"]
     # Another accumulation may be configured now: count micro-steps in its terms.
-    engine.micro_steps = engine.global_steps * engine.config.gradient_accumulation_steps
+    engine._accumulation.resume(engine.global_steps)
     engine.skipped_steps = progress["skipped_steps"]
     engine._scaler.load_state_dict(progress["loss_scaler"])
     engine.optimizer.load_hyperparameters(progress["param_groups"])
     if engine.lr_scheduler is not None and progress["lr_scheduler"] is not None:
         engine.lr_scheduler.load_state_dict(progress["lr_scheduler"])
+
+
+def tell_progress(engine: Engine) -> None:
+    """Log how far the training is, every ``steps_per_print`` steps, on rank 0."""
+    every = engine.config.steps_per_print
+    if every is not None and engine.rank == 0 and engine.global_steps % every == 0:
+        rates = [g["lr"] for g in engine.optimizer.param_groups]
+        counts = (engine.global_steps, engine.skipped_steps, rates)
+        text = "step %d, skipped %d, lr %s, loss scale %g, gradient norm %s"
+        _log.info(text, *counts, engine.loss_scale, engine.get_global_grad_norm())

@@ -159,6 +159,8 @@ class SegmentGrads:
     def _landing(self) -> Tensor:
         """Where the reduction goes: [shard_numel], accumulation dtype."""
         if self._grad_shard is None:
+            if self._lent is not None:  # holds what an earlier backward of the step brought
+                return torch.empty_like(self._lent[1])
             landing = self._shard_pool.acquire(self.segment.shard_numel, self._accumulation_dtype)
             self._lent = self._shard_pool, landing
             return landing
@@ -192,7 +194,10 @@ class SegmentGrads:
 
     def _arrive(self, reduced: Tensor) -> None:
         """``reduced`` is this step's gradient, with that of earlier backwards, if any."""
-        if not self._is_shard_empty:
+        if self._arrived is not None:
+            reduced = self._arrived.add_(reduced)
+            self._shard_norm = None
+        elif not self._is_shard_empty:
             reduced = self.values().to(self._accumulation_dtype, copy=True).add_(reduced)
             self._shard_norm = None
         self._arrived = reduced

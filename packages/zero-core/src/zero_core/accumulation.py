@@ -1,0 +1,59 @@
+"""How many micro-steps make a step, and where in one the training is.
+
+A step has as many micro-steps as the configuration says, until a training loop says itself which
+of them is the last: an epoch that does not divide ends with a shorter step.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+__all__ = ["Accumulation"]
+
+
+class Accumulation:
+    """Counts micro-steps, and divides losses by their number.
+
+    Attributes:
+        steps: micro-steps per step, of the configuration.
+        micro_steps: ended so far.
+        count: of them, those of the step under way; 0 between two steps.
+        override: whether the current micro-step is the last one of its step, as the training loop
+            says; None: the count says.
+    """
+
+    def __init__(self, steps: int) -> None:
+        self.steps = steps
+        self.micro_steps = 0
+        self.count = 0
+        self.override: bool | None = None
+
+    def is_boundary(self) -> bool:
+        """Whether the current micro-step is the last one of its step."""
+        return self.count + 1 >= self.steps if self.override is None else self.override
+
+    def end_micro_step(self) -> None:
+        """A micro-step ends; at a boundary its step does, too."""
+        self.count = 0 if self.is_boundary() else self.count + 1
+        self.micro_steps += 1
+
+    def restart(self) -> int:
+        """The step under way begins again; how many of its micro-steps do not count."""
+        done, self.count = self.count, 0
+        self.micro_steps -= done
+        return done
+
+    def resume(self, global_steps: int) -> None:
+        """Go on after ``global_steps`` steps, counted in the configuration's micro-steps."""
+        self.micro_steps, self.count = global_steps * self.steps, 0
+
+    def divide(self, loss: Tensor, over: int | None) -> Tensor:
+        """``loss`` over ``over`` micro-steps, None being the configuration's number.
+
+        Raises:
+            ValueError: ``over`` is below 1.
+        """
+        steps = self.steps if over is None else over
+        if steps < 1:
+            raise ValueError(f"over = {over}: expected a number of micro-steps, 1 or more")
+        return loss / steps if steps > 1 else loss

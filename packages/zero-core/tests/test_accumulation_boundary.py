@@ -1,0 +1,143 @@
+"""Steps of as many micro-steps as the training loop says, not the configuration; as with DDP."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import zero_core
+from zero_core.errors import CheckpointError
+from zero_core.testing import LR, WEIGHT_DECAY, Case, batch, make_model, spawn
+
+EPOCHS = (3, 3, 2, 3, 1)
+"""Micro-steps of each step where 3 are configured: two epochs that do not divide."""
+
+
+def _ddp(rank: int, world_size: int, counts: Sequence[int]) -> dict[str, Tensor]:
+    """Reduced gradients of the micro-steps, each over its step's own number, added up."""
+    model = make_model()
+    ddp = DistributedDataParallel(model, find_unused_parameters=True) if world_size > 1 else model
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=LR, weight_decay=WEIGHT_DECAY, fused=True)
+    for step, count in enumerate(counts):
+        sums: dict[nn.Parameter, Tensor] = {}
+        for micro in range(count):
+            (ddp(**batch(step, micro, rank))["loss"] / count).backward()
+            for param in trained:
+                if param.grad is not None:
+                    grad, param.grad = param.grad, None
+                    sums[param] = sums[param] + grad if param in sums else grad
+        for param in trained:
+            param.grad = sums.get(param)
+        optimizer.step()
+        optimizer.zero_grad()
+    return {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
+
+
+def _train(engine: zero_core.Engine, rank: int, counts: Sequence[int]) -> dict[str, Tensor]:
+    for step, count in enumerate(counts):
+        for micro in range(count):
+            is_last = micro == count - 1
+            engine.set_gradient_accumulation_boundary(is_last)
+            assert engine.is_gradient_accumulation_boundary() == is_last
+            engine.backward(engine(**batch(step, micro, rank))["loss"], over=count)
+            engine.step()
+        assert engine.global_steps == step + 1
+    names = [name for name, p in engine.module.named_parameters() if p.requires_grad]
+    full = engine.full_state_dict(dtype=torch.float32)
+    return {name: full[name] for name in names}
+
+
+def _follows_ddp(rank: int, world_size: int) -> None:
+    atol = 0.0 if world_size <= 2 else 4e-6  # three ranks: another order than DDP's ring
+    expected = _ddp(rank, world_size, EPOCHS)
+    for stage in (0, 1, 2, 3):
+        for configured in (1, 3):  # fewer micro-steps than configured, and more
+            engine = zero_core.build(make_model(), Case(stage, accumulation=configured).config())
+            found = _train(engine, rank, EPOCHS)
+            assert engine.micro_steps == sum(EPOCHS)
+            torch.testing.assert_close(found, expected, rtol=0.0, atol=atol)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_a_short_last_accumulation_has_the_numbers_of_ddp(world_size):
+    spawn(_follows_ddp, world_size)
+
+
+def _late(rank: int, world_size: int) -> None:
+    """The boundary is declared when the last backward has run already."""
+    expected = _ddp(rank, world_size, (2,))
+    for stage in (0, 1, 2, 3):
+        engine = zero_core.build(make_model(), Case(stage, accumulation=4).config())
+        for micro in range(2):
+            engine.backward(engine(**batch(0, micro, rank))["loss"], over=2)
+            if micro == 0:
+                engine.step()
+        engine.set_gradient_accumulation_boundary(True)
+        engine.step()
+        found = engine.full_state_dict()
+        torch.testing.assert_close({n: found[n] for n in expected}, expected, rtol=0.0, atol=0.0)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_boundary_declared_after_the_last_backward_is_in_time_for_its_step(world_size):
+    spawn(_late, world_size)
+
+
+def _engine(accumulation: int) -> zero_core.Engine:
+    return zero_core.build(make_model(), Case(accumulation=accumulation).config())
+
+
+def _micro_step(engine: zero_core.Engine, **over: Any) -> None:
+    engine.backward(engine(**batch(0, 0, 0))["loss"], **over)
+    engine.step()
+
+
+def test_the_count_begins_anew_after_a_step_that_was_ended_early():
+    engine = _engine(3)
+    engine.set_gradient_accumulation_boundary(True)
+    _micro_step(engine)
+    engine.set_gradient_accumulation_boundary(None)
+    seen = []
+    for _ in range(6):
+        seen.append(engine.is_gradient_accumulation_boundary())
+        _micro_step(engine)
+    assert seen == [False, False, True] * 2
+    assert engine.global_steps == 3
+
+
+def test_a_checkpoint_is_refused_only_within_a_step(tmp_path):
+    engine = _engine(3)
+    _micro_step(engine)
+    with pytest.raises(CheckpointError, match="1 are done"):
+        engine.save_checkpoint(tmp_path)
+    engine.set_gradient_accumulation_boundary(True)
+    _micro_step(engine)
+    engine.set_gradient_accumulation_boundary(None)
+    assert engine.micro_steps == 2
+    engine.save_checkpoint(tmp_path)  # between steps, though 2 is no multiple of 3
+
+
+def test_a_checkpoint_loaded_within_a_step_begins_it_again(tmp_path):
+    engine = _engine(2)
+    _micro_step(engine)
+    _micro_step(engine)
+    engine.save_checkpoint(tmp_path)
+    _micro_step(engine)
+    engine.load_checkpoint(tmp_path)
+    assert not engine.is_gradient_accumulation_boundary()
+    assert engine.micro_steps == 2
+
+
+def test_a_loss_over_no_micro_steps_is_refused():
+    engine = _engine(2)
+    with pytest.raises(ValueError, match="over = 0"):
+        engine.scale(torch.ones(()), over=0)
+    assert engine.scale(torch.ones(()), over=1) == 1.0
+    assert engine.scale(torch.ones(()), over=4) == 0.25
+    assert engine.scale(torch.ones(())) == 0.5

@@ -1,0 +1,59 @@
+"""A parameter knows the engine that trains it."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import weakref
+
+import pytest
+import torch
+from torch import nn
+
+import zero_core
+from zero_core.testing import Case, batch, make_model, spawn
+
+
+def _finds(rank: int, world_size: int) -> None:
+    for stage in (0, 3):
+        engine = zero_core.build(make_model(), Case(stage).config())
+        other = zero_core.build(make_model(), Case(stage).config())
+        for built in (engine, other):
+            for name, param in built.module.named_parameters():
+                assert zero_core.engine_of(param) is built
+                assert built.owns(param) == name
+        engine.backward(engine(**batch(0, 0, rank))["loss"])
+        engine.step()
+        assert zero_core.engine_of(engine.module.embed.weight) is engine
+        assert engine.owns(other.module.embed.weight) is None
+        assert engine.owns(engine.module.head.weight) == "embed.weight"  # tied: its first name
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_the_engine_of_a_parameter_is_found(world_size):
+    spawn(_finds, world_size)
+
+
+def test_parameters_of_no_engine_have_none():
+    engine = zero_core.build(make_model(), Case().config())
+    assert zero_core.engine_of(nn.Parameter(torch.ones(2))) is None
+    assert zero_core.engine_of(copy.deepcopy(engine.module.gain)) is None
+
+
+def test_a_closed_engine_owns_nothing():
+    model = make_model()
+    first = zero_core.build(model, Case().config())
+    first.close()
+    assert zero_core.engine_of(model.gain) is None
+    second = zero_core.build(model, Case().config())
+    assert zero_core.engine_of(model.gain) is second
+    assert first.owns(model.gain) is None
+
+
+def test_the_search_keeps_no_engine_alive():
+    engine = zero_core.build(make_model(), Case().config())
+    alive = weakref.ref(engine)
+    assert zero_core.engine_of(engine.module.gain) is engine
+    del engine
+    gc.collect()
+    assert alive() is None

@@ -1,0 +1,51 @@
+"""After ``publish`` the module's parameters can be read on one rank alone."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+import zero_core
+from zero_core.testing import Case, batch, make_model, run_ddp, spawn
+
+
+def _step(engine: zero_core.Engine, step: int, rank: int) -> None:
+    engine.backward(engine(**batch(step, 0, rank))["loss"])
+    engine.step()
+
+
+def _one_rank_reads(rank: int, world_size: int) -> None:
+    expected = run_ddp(Case(), rank, 3).values
+    for stage in (0, 1, 2):
+        engine = zero_core.build(make_model(), Case(stage).config())
+        for step in range(3):
+            _step(engine, step, rank)
+            engine.publish()
+        if rank == world_size - 1:  # alone: a collective would never end
+            found = engine.module.state_dict()
+            again: dict[str, Tensor] = dict(engine.module.named_parameters())
+            for name, value in expected.items():
+                torch.testing.assert_close(found[name], value, rtol=0.0, atol=0.0)
+                assert torch.equal(again[name], value)
+        _step(engine, 3, rank)  # and all goes on
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_one_rank_alone_reads_the_current_values(world_size):
+    spawn(_one_rank_reads, world_size)
+
+
+def _at_stage_3(rank: int, world_size: int) -> None:
+    engine = zero_core.build(make_model(), Case(3).config())
+    _step(engine, 0, rank)
+    before = engine.memory_report()
+    engine.publish()
+    assert engine.memory_report() == before
+    assert engine.module.embed.weight.isnan().all()
+    with pytest.raises(RuntimeError, match="full_state_dict"):
+        engine.module.state_dict()
+
+
+def test_at_stage_3_the_values_stay_sharded():
+    spawn(_at_stage_3, 2)
