@@ -54,6 +54,7 @@ def test_the_search_keeps_no_engine_alive():
     engine = zero_core.build(make_model(), Case().config())
     alive = weakref.ref(engine)
     assert zero_core.engine_of(engine.module.gain) is engine
+    engine.close()
     del engine
     gc.collect()
     assert alive() is None
