@@ -63,6 +63,9 @@ class ZeroPrecision(Precision):
         self, tensor: Tensor, model: pl.LightningModule, optimizer: Any, *args: Any, **kwargs: Any
     ) -> None:
         """Backward of ``tensor``, which Lightning has divided by the batches to accumulate."""
+        if model.automatic_optimization:
+            is_last = not model.trainer.fit_loop._should_accumulate()
+            self._attached.set_gradient_accumulation_boundary(is_last)
         model.backward(self._attached.scale(tensor), *args, **kwargs)
 
     def optimizer_step(  # type: ignore[override]

@@ -113,21 +113,23 @@ class ZeroStrategy(DDPStrategy):
             yield
 
     def setup(self, trainer: pl.Trainer) -> None:
-        """Build the engine, or take the one of an earlier ``fit`` of the same module."""
+        """Build the engine; to evaluate, take the one of an earlier ``fit`` of this module."""
         assert self.accelerator is not None
+        assert self.lightning_module is not None
         self.accelerator.setup(trainer)
+        self._engine = _engine_of(self.lightning_module)
         if trainer.state.fn == TrainerFn.FITTING:
             _check_trainer(trainer)
-            self._give_back()
+            if self._engine is not None:
+                _give_back(self._engine)
             if self._layer_sync is not None:
-                assert self.model is not None
-                self.model = self._layer_sync.apply(self.model)
+                self.model = self._layer_sync.apply(self.lightning_module)
             self.setup_optimizers(trainer)
-        elif self._engine is None or self._engine.module is not self.lightning_module:
-            raise ConfigError("evaluation without fit is not there yet")
-        plugin = self.precision_plugin
-        assert isinstance(plugin, ZeroPrecision)
-        plugin.attach(self.engine)
+        elif self._engine is None:
+            self._engine = zero_core.build(
+                self.lightning_module, self._resolved(), is_training=False
+            )
+        self._precision.attach(self.engine)
 
     def setup_optimizers(self, trainer: pl.Trainer) -> None:
         """Make the module's optimizer, and the engine that drives it."""
@@ -140,31 +142,33 @@ class ZeroStrategy(DDPStrategy):
                 "either configure_optimizers() returns an optimizer, or the configuration of the "
                 f"strategy names one: {found}"
             )
-        self._build(None if is_named else given)
-        self.optimizers = [self.engine.optimizer]
-
-    def _build(self, optimizer: torch.optim.Optimizer | None) -> None:
         assert self.lightning_module is not None
+        self._engine = zero_core.build(
+            self.lightning_module, self._resolved(), optimizer=None if is_named else given
+        )
+        self.optimizers = [self._engine.optimizer]
+
+    @property
+    def _precision(self) -> ZeroPrecision:
         plugin = self.precision_plugin
-        assert isinstance(plugin, ZeroPrecision)
+        assert isinstance(plugin, ZeroPrecision), "the Trainer sets one"
+        return plugin
+
+    def _resolved(self) -> dict[str, Any]:
+        """The configuration with what the Trainer has decided."""
         config = dict(self._config)
         config.setdefault("train_micro_batch_size_per_gpu", 1)  # the loader knows; it's only told
-        if plugin.block is not None:
-            config[plugin.block] = {**config.get(plugin.block, {}), "enabled": True}
-        self._engine = zero_core.build(self.lightning_module, config, optimizer=optimizer)
-
-    def _give_back(self) -> None:
-        """Give the module of an earlier ``fit`` its values; it takes the memory of all of them."""
-        if self._engine is None:
-            return
-        values = self._engine.full_state_dict(dtype=torch.float32)
-        self._engine.close()
-        for name, param in self._engine.module.named_parameters():
-            param.data = values[name]
-        self._engine = None
+        block = self._precision.block
+        if block is not None:
+            config[block] = {**config.get(block, {}), "enabled": True}
+        return config
 
     def model_to_device(self) -> None:
         """The engine has brought it there."""
+
+    def on_train_end(self) -> None:
+        """Where each rank has room for the whole module, have it hold the trained values."""
+        self.engine.publish()
 
     def teardown(self) -> None:
         """End Lightning's part; the engine stays on the module, for a test after ``fit``."""
@@ -292,6 +296,19 @@ class ZeroStrategy(DDPStrategy):
                 text = f"ZeRO stage {stage}" + (" with offload to host memory" * has_offload)
                 config = {"zero_optimization": _zero_block(stage, has_offload=has_offload)}
                 strategy_registry.register(name, cls, description=text, config=config)
+
+
+def _engine_of(module: pl.LightningModule) -> Engine | None:
+    param = next(module.parameters(), None)
+    return None if param is None else zero_core.engine_of(param)
+
+
+def _give_back(engine: Engine) -> None:
+    """Give the module of an earlier ``fit`` its values; it takes the memory of all of them."""
+    values = engine.full_state_dict(dtype=torch.float32)
+    engine.close()
+    for name, param in engine.module.named_parameters():
+        param.data = values[name]
 
 
 def _zero_block(stage: int, *, has_offload: bool) -> dict[str, Any]:
