@@ -1,7 +1,4 @@
-"""The engine in Ray Train: two workers, on this machine or wherever Ray has them.
-
-python ray_train.py                            # on a cluster: RAY_ADDRESS=auto
-"""
+"""The engine in Ray Train: two workers here; with RAY_ADDRESS=auto, wherever Ray has them."""
 
 import argparse
 import inspect
@@ -10,7 +7,7 @@ import tempfile
 
 import ray
 import torch
-from ray.train import RunConfig, ScalingConfig, get_context, report
+from ray.train import Checkpoint, RunConfig, ScalingConfig, get_context, report
 from ray.train.torch import TorchTrainer
 from torch import nn
 
@@ -19,15 +16,16 @@ import zero_core
 WIDTH, CONTEXT, STEPS = 128, 8, 64
 
 
-def train(config):  # on every worker, within the process group that Ray has made
+def train(settings):  # on every worker, within the process group that Ray has made
+    rank = get_context().get_world_rank()
     first = [nn.Embedding(256, WIDTH // CONTEXT), nn.Flatten(), nn.Linear(WIDTH, WIDTH)]
     blocks = [nn.Sequential(nn.GELU(), nn.Linear(WIDTH, WIDTH)) for _ in range(3)]
     model = nn.Sequential(*first, *blocks, nn.Linear(WIDTH, 256))
-    engine = zero_core.build(model, config)
+    engine = zero_core.build(model, settings["zero"])
 
     text = torch.tensor(list(inspect.getsource(argparse).encode()), device=engine.device)
     windows = text.unfold(0, CONTEXT + 1, 1)
-    generator = torch.Generator().manual_seed(get_context().get_world_rank())
+    generator = torch.Generator().manual_seed(rank)
     losses = []
     for _ in range(STEPS):
         window = windows[torch.randint(len(windows), (64,), generator=generator)]
@@ -35,7 +33,9 @@ def train(config):  # on every worker, within the process group that Ray has mad
         engine.backward(loss)
         engine.step()
         losses.append(loss.item())
-    report({"first": sum(losses[:5]) / 5, "last": sum(losses[-5:]) / 5})
+    place = engine.save_checkpoint(settings["folder"])  # by all ranks, in shards
+    metrics = {"first": sum(losses[:5]) / 5, "last": sum(losses[-5:]) / 5}
+    report(metrics, checkpoint=Checkpoint.from_directory(str(place)) if rank == 0 else None)
 
 
 if __name__ == "__main__":
@@ -46,11 +46,12 @@ if __name__ == "__main__":
         "optimizer": {"type": "AdamW", "params": {"lr": 5e-3}},
         "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}},
     }
+    folder = tempfile.mkdtemp()  # on a cluster: one that all of its machines share
     trainer = TorchTrainer(
         train,
-        train_loop_config=zero,
+        train_loop_config={"zero": zero, "folder": folder},
         scaling_config=ScalingConfig(num_workers=2, use_gpu=torch.cuda.is_available()),
-        run_config=RunConfig(storage_path=tempfile.mkdtemp()),  # on a cluster: a shared folder
+        run_config=RunConfig(storage_path=folder),
     )
     metrics = trainer.fit().metrics
     assert metrics["last"] < metrics["first"] - 1.0, metrics
