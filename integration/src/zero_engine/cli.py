@@ -1,4 +1,4 @@
-"""The command line: ``zero-engine train | plan | doctor | config | version``."""
+"""The command line: ``zero-engine train | run | plan | doctor | config | version``."""
 
 from __future__ import annotations
 
@@ -115,6 +115,34 @@ def run_train(options: dict[str, str | int | None], flags: list[str], ranks: int
     sys.exit(code)
 
 
+@app.command(
+    # All is passed on as it stands, with what looks like an option of this command.
+    context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False},
+    options_metavar="[TORCHRUN OPTIONS]",
+)
+def run(
+    program: Annotated[
+        list[str], typer.Argument(metavar="SCRIPT.PY|-m MODULE [ARGUMENTS]", show_default=False)
+    ],
+) -> None:
+    """Run a DeepSpeed or Hugging Face script, unchanged, with this engine as its deepspeed.
+
+    One rank per accelerator of this machine, or one on the CPU; options before the script are
+    torchrun's (--nproc-per-node, --nnodes, --rdzv-endpoint, ...). A program that starts ranks by
+    itself is started once: zero-engine run accelerate launch --config_file FILE SCRIPT.PY. Ends
+    with the exit code of the script.
+    """
+    from zero_core.errors import ZeroError
+    from zero_engine.ranks import fail
+    from zero_engine.script.run import run_program
+
+    try:
+        code = run_program(program)
+    except ZeroError as error:
+        fail(error)
+    sys.exit(code)
+
+
 @app.command()
 def plan(
     model: Annotated[
@@ -204,6 +232,8 @@ def version() -> None:
 
 def main() -> None:
     """Entry point of the ``zero-engine`` command."""
-    # Nothing is fetched from a model hub, whatever is imported later.
-    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    # Nothing is fetched from a model hub, whatever is imported later; but somebody's own script
+    # decides for itself.
+    if sys.argv[1:2] != ["run"]:
+        os.environ.setdefault("HF_HUB_OFFLINE", "1")
     app()

@@ -1,24 +1,15 @@
-"""Start the train program on every rank of this machine, with torchrun.
-
-torchrun (``torch.distributed.run``) runs inside this process. It passes SIGINT and SIGTERM on to
-the ranks, which save and leave by themselves; it kills those that are still there after a grace
-period.
-"""
+"""Start the train program on every rank of this machine, with torchrun."""
 
 from __future__ import annotations
 
-import logging
 import os
-import signal
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.elastic.multiprocessing.api import SignalException
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-from torch.distributed.run import parse_args, run
+from torch.distributed.run import parse_args
 
 from zero_core.config import load_config
 from zero_core.errors import ConfigError
@@ -32,13 +23,12 @@ from zero_engine.settings import (
     read_resolved,
     resumed_run,
 )
+from zero_engine.torchrun import local_address_only, run_ranks
 
 __all__ = ["CPU_RANKS", "check_request", "launch", "rank_environment"]
 
 CPU_RANKS = 2
 """Ranks on a machine without a GPU."""
-GRACE_PERIOD_S = 300
-"""How long ranks may take to save. torch 2.10 and 2.11 have 30 s, which cannot be changed."""
 
 
 def default_ranks() -> int:
@@ -51,9 +41,7 @@ def rank_environment(num_ranks: int) -> dict[str, str]:
     return {
         # Else every rank starts a thread per core, and they are in each other's way.
         "OMP_NUM_THREADS": str(max(1, available_cores() // num_ranks)),
-        # gloo otherwise looks its own address up by host name, which a machine may not know.
-        "GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo",
-        "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(GRACE_PERIOD_S),
+        **local_address_only(),
         # Without it, cuBLAS may choose differently from run to run, and a resumed run would too.
         "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
     }
@@ -98,26 +86,5 @@ def launch(arguments: Sequence[str], *, num_ranks: int) -> int:
     """
     for name, value in rank_environment(num_ranks).items():
         os.environ.setdefault(name, value)
-    # torchrun tells at length what is said here in one line, or is part of a normal end.
-    for name in logging.root.manager.loggerDict:  # each has a level of its own
-        if name.startswith("torch.distributed.elastic"):
-            logging.getLogger(name).setLevel(logging.CRITICAL)
     command = ["--standalone", f"--nproc-per-node={num_ranks}", "-m", "zero_engine", *arguments]
-    try:
-        run(parse_args(command))  # type: ignore[no-untyped-call]
-    except SignalException as stop:
-        return 128 + stop.sigval
-    except ChildFailedError as error:
-        return _exit_code(error)
-    return 0
-
-
-def _exit_code(error: ChildFailedError) -> int:
-    rank, failure = error.get_first_failure()
-    code = int(failure.exitcode)
-    if code < 0:  # killed by a signal, and so without a word of its own
-        print(f"rank {rank} was killed by {signal.Signals(-code).name}", file=sys.stderr)
-        return 128 - code
-    if code == 1:  # Python's code for an exception that nobody caught
-        print(f"rank {rank} failed first; its traceback is above", file=sys.stderr)
-    return code
+    return run_ranks(parse_args(command))

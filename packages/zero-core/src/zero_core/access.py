@@ -60,6 +60,14 @@ class StateAccess:
                 spec = state.layout.params[slot.param]
                 self._home |= dict.fromkeys((spec.name, *spec.aliases), (segment, slot))
 
+    def has_gradient(self) -> bool:
+        """Whether "grad" can be read and set: a step's last backward has run; every rank must call.
+
+        Within ``no_sync``, and where gradients have been dropped, it can't.
+        """
+        has_any = torch.tensor([float(self._facts.is_whole())], device=self._state.device)
+        return self._state.control.sum(has_any).item() > 0
+
     def get_full(self, name: str, what: str = MASTER) -> Tensor:
         """``what`` of parameter ``name``, whole; every rank must call it.
 

@@ -28,6 +28,19 @@ class Accumulation:
         self.count = 0
         self.override: bool | None = None
 
+    def set_steps(self, steps: int) -> None:
+        """Have steps of ``steps`` micro-steps from now on.
+
+        Raises:
+            ValueError: it is below 1.
+            RuntimeError: a step is under way.
+        """
+        if steps < 1:
+            raise ValueError(f"gradient_accumulation_steps = {steps}: expected 1 or more")
+        if self.count:
+            raise RuntimeError(f"{self.count} micro-steps of a step are done: set it after step()")
+        self.steps = steps
+
     def is_boundary(self) -> bool:
         """Whether the current micro-step is the last one of its step."""
         return self.count + 1 >= self.steps if self.override is None else self.override

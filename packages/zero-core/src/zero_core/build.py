@@ -25,13 +25,14 @@ from zero_core.discovery import Discovered
 from zero_core.engine import Engine
 from zero_core.errors import ConfigError, RankMismatchError
 from zero_core.freezing import tell_frozen
-from zero_core.initial import InitialValues, leave_meta
+from zero_core.initial import InitialValues
 from zero_core.layout import Layout, Segment
 from zero_core.lr_schedules import make_scheduler
 from zero_core.memory import Memory
 from zero_core.native import make_collectives, make_native, private_bytes, share_memory
 from zero_core.offload_share import check_patterns
 from zero_core.optimizer import names_rule
+from zero_core.parked import make_ordinary
 from zero_core.parts import KERNELS, PARAM_TIERS, TIERS, load_part
 from zero_core.pretrained import load_pretrained
 from zero_core.protocols import (
@@ -71,7 +72,8 @@ def build(
     rank 0, as in DDP. Every rank must call it, with the same model and configuration.
 
     A model made under `zero_core.deferred_init` gets its values here, one parameter at a time: no
-    rank ever holds more than its shards and one unit.
+    rank ever holds more than its shards and one unit. The same holds for one made under
+    `zero_core.sharded_init.sharded_init`.
 
     Args:
         model: any module; nothing in it needs to be changed or wrapped.
@@ -294,18 +296,18 @@ def _fill(
     sizes = [s.padded_numel * d.itemsize for s, d in zip(layout.segments, dtypes, strict=True)]
     # One buffer for all: the heap stays whole.
     pool = BufferPool(allocator(memory.values[0].device), max(sizes))
-    # What has to be computed first is computed by one rank alone; ranks need not defer alike.
-    num_deferred = torch.tensor([sum(p.is_meta for p in found.params)], dtype=torch.float64)
-    is_deferred = bool(control.sum(num_deferred.to(memory.values[0].device)) > 0)
+    is_deferred = _is_any_recorded(found, control, initial)
     for segment, values, dtype in zip(layout.segments, memory.values, dtypes, strict=True):
         params = [found.params[slot.param] for slot in segment.slots]
         flat = pool.acquire(segment.padded_numel, dtype)
-        if control.rank == 0 or not is_deferred:
-            for low, high in segment.gaps():
-                flat[low:high].zero_()
-            for slot, param in zip(segment.slots, params, strict=True):
+        for low, high in segment.gaps():
+            flat[low:high].zero_()
+        in_parts = [initial.is_in_parts(param) for param in params]
+        for slot, param, is_shared in zip(segment.slots, params, in_parts, strict=True):
+            if is_shared or control.rank == 0 or not is_deferred:
                 flat[slot.start : slot.stop].copy_(initial.of(param).reshape(-1))
-        (control.broadcast if is_deferred else control.equalize)(flat)
+        if not all(in_parts):
+            (control.broadcast if is_deferred else control.equalize)(flat)
         values.overwrite(0, flat)
         _adopt(values)
         if values.local_span is not None:
@@ -317,9 +319,28 @@ def _fill(
     release_free_pages()  # what the parameters' own storage left
 
 
+def _is_any_recorded(found: Discovered, control: ControlGroup, initial: InitialValues) -> bool:
+    """Whether a value has to be computed first on some rank: then rank 0 alone does so.
+
+    Ranks need not have recorded alike; what lies in parts must do so on all of them.
+
+    Raises:
+        RankMismatchError: it does not.
+    """
+    num_recorded = sum(initial.is_recorded(p) for p in found.params)
+    num_in_parts = sum(initial.is_in_parts(p) for p in found.params)
+    rows = control.gather(torch.tensor([num_recorded, num_in_parts])).view(-1, 2)
+    if bool((rows[:, 1] != rows[0, 1]).any()):
+        raise RankMismatchError(
+            f"ranks have {rows[:, 1].tolist()} parameters that were sharded before build(): make "
+            "and load the model in the same way on every rank"
+        )
+    return bool((rows[:, 0] > 0).any())
+
+
 def _adopt(values: SegmentValues) -> None:
     for param in values.params:
-        leave_meta(param)
+        make_ordinary(param)
     values.adopt()
 
 

@@ -18,26 +18,31 @@ import random
 import shutil
 import zlib
 from collections import Counter
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from zero_core.checkpoint_files import (
+    FORMAT,
+    MANIFEST,
+    VALUE,
+    VERSION,
+    Reader,
+    find,
+    read_manifest,
+)
 from zero_core.errors import CheckpointCorruptError, CheckpointError
 from zero_core.state import MASTER, ShardedState, load_buffers
 
-__all__ = ["load", "save"]
+__all__ = ["PARTS", "load", "save"]
 
-FORMAT = "zero-checkpoint"
-VERSION = 1
-MANIFEST = "manifest.json"
-VALUE = "value"
-"""State name of frozen parameters, which have no master weight."""
+PARTS = ("frozen", "optimizer", "lr_scheduler", "progress")
+"""What a checkpoint can be loaded without; "frozen" are the values of frozen parameters,
+"progress" the counters, the loss scale and the states of random generators."""
 
 
 def save(
@@ -47,10 +52,14 @@ def save(
     *,
     progress: Mapping[str, Any],
     client_state: Mapping[str, Any],
+    has_frozen: bool = True,
+    is_latest: bool = True,
 ) -> Path:
     """Write checkpoint ``tag``; see `zero_core.Engine.save_checkpoint`.
 
-    ``progress`` and ``client_state`` are JSON objects and come back from `load`.
+    ``progress`` and ``client_state`` are JSON objects and come back from `load`. Without
+    ``has_frozen`` the values of frozen parameters are left out; without ``is_latest`` the file
+    ``latest`` stays as it is.
     """
     aside, place = directory / f".{tag}.saving", directory / tag
     control = state.control
@@ -68,7 +77,8 @@ def save(
     names = _all_state_names(state)
     written: dict[str, dict[str, int]] = {}
     control.together(
-        "checkpoint: write", lambda: written.update(_write_tensors(state, aside, names))
+        "checkpoint: write",
+        lambda: written.update(_write_tensors(state, aside, names, has_frozen=has_frozen)),
     )
     scalars = {
         spec.name: dict(state.tier.read_scalars(index)) for index, spec in state.owned_params()
@@ -80,11 +90,13 @@ def save(
             return
         facts = [json.loads(row) for row in rows]
         manifest = _manifest(state, facts, names, progress, client_state)
+        manifest["has_frozen"] = has_frozen
         _write_synced(aside / MANIFEST, json.dumps(manifest).encode())
         _sync_folder(aside)
         _swap_in(aside, place)
-        _write_synced(directory / ".latest.saving", tag.encode())
-        (directory / ".latest.saving").replace(directory / "latest")
+        if is_latest:
+            _write_synced(directory / ".latest.saving", tag.encode())
+            (directory / ".latest.saving").replace(directory / "latest")
         _sync_folder(directory)
 
     control.together("checkpoint: finish", finish)
@@ -92,24 +104,33 @@ def save(
 
 
 def load(
-    state: ShardedState, directory: Path, tag: str | None
+    state: ShardedState, directory: Path, tag: str | None, *, without: Collection[str] = ()
 ) -> tuple[Path, dict[str, Any], dict[str, Any]]:
-    """Restore a checkpoint; its folder, the progress and the client state."""
+    """Restore a checkpoint; its folder, the progress and the client state.
+
+    Of what is ``without`` (`PARTS`), nothing is restored.
+    """
     found: list[tuple[Path, dict[str, Any]]] = []
 
-    def find() -> None:
-        place = _find(directory, tag)
-        manifest = _read_manifest(place)
+    def look() -> None:
+        _check_parts(without)
+        place = find(directory, tag)
+        manifest = read_manifest(place)
         _match(state, manifest, place)
+        _check_frozen(manifest, place, without)
         found.append((place, manifest))
 
-    state.control.together("checkpoint: find", find)
+    state.control.together("checkpoint: find", look)
     ((place, manifest),) = found
     state.control.together("checkpoint: verify", lambda: _verify(state, place, manifest))
-    reader = _Reader(place, manifest)
+    reader = Reader(place, manifest)
     state.quiesce()
+
+    def restore() -> None:
+        _restore(state, reader, manifest, without)
+
     try:
-        state.control.together("checkpoint: restore", lambda: _restore(state, reader, manifest))
+        state.control.together("checkpoint: restore", restore)
     finally:
         reader.close()
     return place, _decode(manifest["progress"]), _decode(manifest["client_state"])
@@ -160,7 +181,7 @@ def _decode(value: Any) -> Any:
 
 
 def _write_tensors(
-    state: ShardedState, folder: Path, names: list[str]
+    state: ShardedState, folder: Path, names: list[str], *, has_frozen: bool
 ) -> dict[str, dict[str, int]]:
     """Write this rank's files; size and CRC of each."""
     rank = state.control.rank
@@ -171,8 +192,9 @@ def _write_tensors(
         # One state at a time: the copies of only one are in memory.
         tensors = {str(s): state.own_state(s, name) for s in trainable}
         written |= _write_file(folder, f"{name}-{rank:05d}.safetensors", tensors)
-    tensors = {str(s): state.own_slice(s) for s in frozen}
-    written |= _write_file(folder, f"{VALUE}-{rank:05d}.safetensors", tensors)
+    if has_frozen:
+        tensors = {str(s): state.own_slice(s) for s in frozen}
+        written |= _write_file(folder, f"{VALUE}-{rank:05d}.safetensors", tensors)
     written |= _write_file(folder, f"rng-{rank:05d}.safetensors", _rng_states())
     if rank == 0:
         written |= _write_file(folder, "buffers.safetensors", state.buffers())
@@ -269,36 +291,6 @@ def _sync_folder(path: Path) -> None:
 # ------------------------------------------------------------------------- read
 
 
-def _find(directory: Path, tag: str | None) -> Path:
-    if tag is None:
-        try:
-            tag = (directory / "latest").read_text(encoding="utf-8").strip()
-        except FileNotFoundError:
-            raise CheckpointError(
-                f"{directory} holds no checkpoint (no file 'latest'): check the path, or leave "
-                "the resuming out to start from scratch"
-            ) from None
-    # A save that was killed between its two renames leaves the checkpoint under the old name.
-    for place in (directory / tag, directory / f".{tag}.old"):
-        if (place / MANIFEST).is_file():
-            return place
-    raise CheckpointError(f"{directory / tag} is not a checkpoint: there is no {MANIFEST} in it")
-
-
-def _read_manifest(place: Path) -> dict[str, Any]:
-    try:
-        manifest = json.loads((place / MANIFEST).read_bytes())
-        is_known = manifest["format"] == FORMAT and manifest["version"] == VERSION
-    except (ValueError, KeyError, TypeError) as error:
-        raise CheckpointCorruptError(f"{place / MANIFEST} is not readable: {error}") from error
-    if not is_known:
-        raise CheckpointError(
-            f"{place} has format {manifest['format']!r} version {manifest['version']!r}; this "
-            f"package reads {FORMAT!r} version {VERSION}"
-        )
-    return dict(manifest)
-
-
 def _match(state: ShardedState, manifest: Mapping[str, Any], place: Path) -> None:
     """Refuse a checkpoint of another model, naming the first difference."""
     saved = {p["name"]: (tuple(p["shape"]), p["is_trainable"]) for p in manifest["params"]}
@@ -321,6 +313,23 @@ def _match(state: ShardedState, manifest: Mapping[str, Any], place: Path) -> Non
         )
 
 
+def _check_parts(without: Collection[str]) -> None:
+    unknown = sorted(set(without) - set(PARTS))
+    if unknown:
+        raise CheckpointError(f"without {unknown[0]!r}: a checkpoint's parts are {PARTS}")
+
+
+def _check_frozen(manifest: Mapping[str, Any], place: Path, without: Collection[str]) -> None:
+    is_complete = manifest.get("has_frozen", True) or all(
+        p["is_trainable"] for p in manifest["params"]
+    )
+    if not is_complete and "frozen" not in without:
+        raise CheckpointError(
+            f"{place} was saved without the values of frozen parameters: give the model its own "
+            "first, and load without 'frozen'"
+        )
+
+
 def _verify(state: ShardedState, place: Path, manifest: Mapping[str, Any]) -> None:
     """Check this rank's share of the files against their fingerprints."""
     control = state.control
@@ -338,52 +347,11 @@ def _verify(state: ShardedState, place: Path, manifest: Mapping[str, Any]) -> No
             )
 
 
-@dataclass(frozen=True)
-class _Place:
-    segment: int
-    start: int
-    shard_numel: int
-
-
-class _Reader:
-    """Reads ranges of parameters' states out of the slices that the writers' ranks left."""
-
-    def __init__(self, place: Path, manifest: Mapping[str, Any]) -> None:
-        self.folder = place
-        self._files: dict[str, Any] = {}
-        self._places = {
-            name: _Place(index, start, segment["shard_numel"])
-            for index, segment in enumerate(manifest["segments"])
-            for name, start, _ in segment["slots"]
-        }
-
-    def read(self, state: str, param: str, start: int, stop: int) -> Tensor:
-        """``[start, stop)`` of the flattened parameter's ``state``; 1-D, on the CPU."""
-        place = self._places[param]
-        low, high = place.start + start, place.start + stop
-        parts = []
-        while low < high:
-            rank, offset = divmod(low, place.shard_numel)
-            end = min(high, (rank + 1) * place.shard_numel)
-            file = self.open(f"{state}-{rank:05d}.safetensors")
-            parts.append(file.get_slice(str(place.segment))[offset : offset + end - low])
-            low = end
-        return torch.cat(parts)
-
-    def open(self, name: str) -> Any:
-        if name not in self._files:
-            file = safe_open(self.folder / name, framework="pt")
-            self._files[name] = file.__enter__()  # type: ignore[no-untyped-call]
-        return self._files[name]
-
-    def close(self) -> None:
-        for file in self._files.values():
-            file.__exit__(None, None, None)
-        self._files.clear()
-
-
-def _restore(state: ShardedState, reader: _Reader, manifest: Mapping[str, Any]) -> None:
-    for name in manifest["states"]:
+def _restore(
+    state: ShardedState, reader: Reader, manifest: Mapping[str, Any], without: Collection[str]
+) -> None:
+    names = [MASTER] if "optimizer" in without else manifest["states"]
+    for name in names:
         for piece in state.pieces:
             spec = state.layout.params[piece.param]
             if name != MASTER and manifest["scalars"][spec.name]["num_steps"] == 0:
@@ -391,14 +359,16 @@ def _restore(state: ShardedState, reader: _Reader, manifest: Mapping[str, Any]) 
             stop = piece.offset + piece.stop - piece.start
             values = reader.read(name, spec.name, piece.offset, stop)
             state.tier.write_state(name, piece.start, values)
-    for index, piece in enumerate(state.pieces):
-        saved = manifest["scalars"][state.layout.params[piece.param].name]
-        state.tier.write_scalars(index, saved)
-    for store, name, low, high in state.frozen_parts():
-        store(reader.read(VALUE, name, low, high))
+    if "optimizer" not in without:
+        for index, piece in enumerate(state.pieces):
+            saved = manifest["scalars"][state.layout.params[piece.param].name]
+            state.tier.write_scalars(index, saved)
+    if "frozen" not in without:
+        for store, name, low, high in state.frozen_parts():
+            store(reader.read(VALUE, name, low, high))
     buffers = reader.open("buffers.safetensors")
     load_buffers(state.module, {key: buffers.get_tensor(key) for key in buffers.keys()})  # noqa: SIM118
-    if manifest["world_size"] == state.control.world_size:
+    if "progress" not in without and manifest["world_size"] == state.control.world_size:
         _restore_rng(state, reader, manifest)
 
 
@@ -417,7 +387,7 @@ def _python_rng() -> list[Any]:
     return [version, list(numbers), gauss]
 
 
-def _restore_rng(state: ShardedState, reader: _Reader, manifest: Mapping[str, Any]) -> None:
+def _restore_rng(state: ShardedState, reader: Reader, manifest: Mapping[str, Any]) -> None:
     file = reader.open(f"rng-{state.control.rank:05d}.safetensors")
     torch.set_rng_state(file.get_tensor("torch"))
     if "cuda" in file.keys() and torch.cuda.is_available():  # noqa: SIM118

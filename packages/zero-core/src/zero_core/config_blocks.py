@@ -199,8 +199,9 @@ class DataTypesConfig(_Block):
 
     grad_accum_dtype: Literal["fp32", "fp16", "bf16"] | None = None
     """What gradients are accumulated in; None is fp32."""
-    buffer_dtype: Literal["fp32", "fp16", "bf16"] | None = None
-    """What floating buffers are cast to; None is as parameters are."""
+    buffer_dtype: Literal["fp32", "fp16", "bf16", "as_made"] | None = None
+    """What floating buffers are cast to; None is as parameters are. "as_made" leaves each one as the
+    model makes it; DeepSpeed, which has no such value, does so where the key is missing."""
 
 
 class ActivationCheckpointingConfig(_Block):
@@ -266,6 +267,8 @@ class Config(_Block):
     def buffer_dtype(self) -> torch.dtype | None:
         """What floating buffers are cast to; None leaves each as it is."""
         name = self.data_types.buffer_dtype
+        if name == "as_made":
+            return None
         return self.compute_dtype if name is None else DTYPES[name]
 
 

@@ -10,10 +10,10 @@ tensors out.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
-from weakref import WeakKeyDictionary, WeakSet
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from zero_core.tape import Entry, Recording, Ref, storage_of
 
-__all__ = ["deferred_init", "recordings_of"]
+__all__ = ["deferred_init", "recorded", "recordings_of"]
 
 _META = torch.device("meta")
 _OVERWRITES = {
@@ -59,11 +59,21 @@ def deferred_init() -> Iterator[None]:
         RuntimeError: within, a tensor was asked for on another device than the CPU, or something
             was done to a deferred tensor that cannot be recorded; it names the operation.
     """
+    with recorded() as (recording, modules):
+        yield
+    for module in modules:
+        recording.note_versions(module)
+        _recordings[module] = recording
+
+
+@contextmanager
+def recorded() -> Iterator[tuple[Recording, Mapping[nn.Module, None]]]:
+    """Within, constructions are recorded: the recording, and the modules in order of making."""
     recording = Recording()
-    seen: WeakSet[nn.Module] = WeakSet()
+    seen: WeakKeyDictionary[nn.Module, None] = WeakKeyDictionary()
 
     def note(module: nn.Module, name: str, value: object) -> None:
-        seen.add(module)
+        seen[module] = None
 
     handles = [
         register(note)
@@ -75,13 +85,10 @@ def deferred_init() -> Iterator[None]:
     ]
     try:
         with _Recorder(recording), _OnCpu(recording):
-            yield
+            yield recording, seen
     finally:
         for handle in handles:
             handle.remove()
-    for module in seen:
-        recording.note_versions(module)
-        _recordings[module] = recording
 
 
 def recordings_of(model: nn.Module) -> list[Recording]:

@@ -3,20 +3,23 @@
 A block is a child of an ``nn.ModuleList`` or ``nn.Sequential`` that has parameters and a forward
 of its own; blocks are not searched for further blocks. A parameter that only one block uses
 belongs to that block; everything else (embeddings, heads, weights tied across blocks) belongs to
-the root unit, which stays gathered from the start of forward to the end of backward.
+the root unit, which stays gathered from the start of forward to the end of backward. A module that
+reads a parameter of another one says so by `note_reader`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
 
-__all__ = ["Discovered", "discover"]
+__all__ = ["Discovered", "discover", "note_reader"]
 
 _CONTAINERS = (nn.ModuleList, nn.Sequential)
+_read: WeakKeyDictionary[nn.Module, dict[int, nn.Parameter]] = WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
@@ -32,6 +35,19 @@ class Discovered:
     params: tuple[nn.Parameter, ...]
     names: tuple[tuple[str, ...], ...]
     units: tuple[tuple[str, nn.Module, tuple[int, ...]], ...]
+
+
+def note_reader(module: nn.Module, param: nn.Parameter, *, is_reader: bool = True) -> bool:
+    """Note that ``module`` reads ``param``, which belongs to another module, or that it doesn't.
+
+    Returns:
+        Whether that was noted before.
+    """
+    noted = _read.setdefault(module, {})
+    found = noted.pop(id(param), None)
+    if is_reader:
+        noted[id(param)] = param
+    return found is not None
 
 
 def _can_be_called(module: nn.Module) -> bool:
@@ -85,6 +101,10 @@ def discover(model: nn.Module) -> Discovered:
         if id(module) in blocks
     }
     owners = {n: {_owner(name, paths) for name in names[n]} for n in range(len(params))}
+    for path, module in model.named_modules(remove_duplicate=False):
+        for key in _read.get(module, ()):
+            if key in numbers:
+                owners[numbers[key]].add(_owner(f"{path}.read", paths))
 
     members: dict[str, list[int]] = {"": [], **{path: [] for path, _ in blocks.values()}}
     for number, owned in owners.items():

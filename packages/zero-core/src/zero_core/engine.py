@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -296,11 +296,13 @@ class Engine:
         directory: str | Path,
         tag: str | None = None,
         client_state: Mapping[str, Any] | None = None,
+        **options: bool,
     ) -> Path:
         """Write everything needed to go on, for any stage, world size, ratio and tier.
 
-        Every rank must call it, at a step boundary. ``client_state`` must be JSON. The previous
-        checkpoint stays whole until the new one is complete. Returns the checkpoint's folder.
+        Every rank must call it, at a step boundary. ``client_state`` must be JSON, ``options`` are
+        those of `zero_core.checkpoint.save`. The previous checkpoint stays whole until the new one
+        is complete. Returns the checkpoint's folder.
         """
         self._early.check_none("save_checkpoint() between backward and step")
         if self._accumulation.count:
@@ -315,22 +317,26 @@ class Engine:
             f"step-{self.global_steps}" if tag is None else tag,
             progress=read_progress(self),
             client_state=client_state or {},
+            **options,
         )
 
     def load_checkpoint(
-        self, directory: str | Path, tag: str | None = None
+        self, directory: str | Path, tag: str | None = None, *, without: Collection[str] = ()
     ) -> tuple[Path, dict[str, Any]]:
         """Restore what `save_checkpoint` wrote; its folder and the client state.
 
-        Every rank must call it. Without ``tag`` the newest complete one is taken.
+        Every rank must call it. Without ``tag`` the newest complete one is taken. What is
+        ``without`` keeps its value: "frozen", "optimizer", "lr_scheduler" or "progress".
 
         Raises:
             CheckpointError: there is none, or it belongs to another model.
             CheckpointCorruptError: its bytes are not what was written.
         """
         with self._rewriting():
-            place, progress, client_state = checkpoint.load(self._state, Path(directory), tag)
-            restore_progress(self, progress)
+            place, progress, client_state = checkpoint.load(
+                self._state, Path(directory), tag, without=without
+            )
+            restore_progress(self, progress, without)
         return place, client_state
 
     def _on_replaced(self) -> None:
@@ -346,13 +352,15 @@ class Engine:
         yield
         self._on_replaced()
 
-    def full_state_dict(self, *, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
+    def full_state_dict(
+        self, *, dtype: torch.dtype | None = None, rank: int | None = None
+    ) -> dict[str, Tensor]:
         """The whole model's state dict, on the CPU, on every rank; tied names share a tensor.
 
         Values come from the master weights, in the compute dtype or in ``dtype``. Every rank must
-        call it.
+        call it; with ``rank`` that one alone gets it, and the others an empty one.
         """
-        return export.full_state_dict(self._state, dtype=dtype)
+        return export.full_state_dict(self._state, dtype=dtype, rank=rank)
 
     def export_safetensors(
         self, directory: str | Path, *, dtype: torch.dtype | None = None
@@ -413,8 +421,12 @@ class Engine:
 
     @property
     def gradient_accumulation_steps(self) -> int:
-        """Micro-steps per step."""
-        return self.config.gradient_accumulation_steps
+        """Micro-steps per step; may be set between two steps, on every rank."""
+        return self._accumulation.steps
+
+    @gradient_accumulation_steps.setter
+    def gradient_accumulation_steps(self, steps: int) -> None:
+        self._accumulation.set_steps(steps)
 
     # ---------------------------------------------------------------- a step
 

@@ -17,12 +17,19 @@ MAX_FILE_BYTES = 5 * 1000**3
 INDEX = "model.safetensors.index.json"
 
 
-def full_state_dict(state: ShardedState, *, dtype: torch.dtype | None) -> dict[str, Tensor]:
+def full_state_dict(
+    state: ShardedState, *, dtype: torch.dtype | None, rank: int | None
+) -> dict[str, Tensor]:
     """See `zero_core.Engine.full_state_dict`."""
     by_name: dict[str, Tensor] = {}
-    for spec, tensor in state.full_params():
+    is_wanted = rank in (None, state.control.rank)
+    for spec, tensor in state.full_params():  # a collective: every rank goes on to the end
+        if not is_wanted:
+            continue
         value = _cast(tensor, dtype or spec.dtype)
         by_name |= dict.fromkeys((spec.name, *spec.aliases), value)
+    if not is_wanted:
+        return {}
     by_name |= state.buffers()
     return {key: by_name[key] for key in state.names()}
 

@@ -101,7 +101,7 @@ class Flow:
         self._on_reduced = on_reduced
         self._on_backward = on_backward
         self._on_broken_backward = on_broken_backward
-        self._is_boundary = is_boundary
+        self.is_boundary = is_boundary
         self._by_storage: dict[int, tuple[Unit, SegmentValues]] = {}
         self._ready: set[int] = set()  # units whose parameters hold the current values
         self._current: Unit | None = None  # the block in use
@@ -415,7 +415,7 @@ class Flow:
         torch.autograd.Variable._execution_engine.queue_callback(self.end_backward)
 
     def _will_reduce(self) -> bool:
-        return self.should_sync and (self._is_reduced_per_backward or self._is_boundary())
+        return self.should_sync and (self._is_reduced_per_backward or self.is_boundary())
 
     def _reduce_what_is_due(self) -> None:
         if self._is_reducing:
@@ -432,7 +432,7 @@ class Flow:
     def _finish_reduces(self) -> None:
         for unit, grads in self._in_flight:
             grads.finish_reduce(lambda unit=unit: self._what("reduce_scatter", unit))  # type: ignore[misc]
-            if self._is_boundary():
+            if self.is_boundary():
                 self._on_reduced(grads)
         self._in_flight.clear()
 

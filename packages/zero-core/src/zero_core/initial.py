@@ -1,4 +1,4 @@
-"""The initial values of a model: its own, or those that `deferred_init` recorded."""
+"""The initial values of a model: its own, recorded ones, or those of parked parameters."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from torch.utils import _pytree as pytree
 
 from zero_core.deferred import recordings_of
 from zero_core.errors import ConfigError
+from zero_core.parked import held_of, is_parked
 
-__all__ = ["InitialValues", "leave_meta"]
+__all__ = ["InitialValues"]
 
 
 class InitialValues:
@@ -24,14 +25,27 @@ class InitialValues:
     def of(self, tensor: Tensor) -> Tensor:
         """The value of ``tensor``: itself, or what was recorded, computed now on the CPU.
 
-        Zeros for one on the meta device that nothing is known of.
+        Zeros for one on the meta device that nothing is known of. Every rank must ask for one
+        that `is_in_parts`.
         """
+        held = held_of(tensor)
+        if is_parked(tensor) and held is not None:
+            return held.computed() if held.recorded is not None else held.whole(tensor)
         if not tensor.is_meta:
             return tensor.detach()
         for recording in self._recordings:
             if recording.knows(tensor):
                 return recording.value(tensor)
         return torch.zeros(tensor.shape, dtype=tensor.dtype)
+
+    def is_recorded(self, tensor: Tensor) -> bool:
+        """Whether its value has to be computed first."""
+        held = held_of(tensor) if is_parked(tensor) else None
+        return tensor.is_meta if held is None else held.recorded is not None
+
+    def is_in_parts(self, tensor: Tensor) -> bool:
+        """Whether its value lies in slices on the ranks."""
+        return is_parked(tensor) and not self.is_recorded(tensor)
 
     def check(self, *, has_pretrained: bool) -> None:
         """Refuse a model of which not all values are known.
@@ -80,13 +94,3 @@ class InitialValues:
                     continue
                 if any(is_deferred(leaf) for leaf in pytree.tree_leaves(value)):
                     vars(module)[name] = pytree.tree_map(give, value)
-
-
-def leave_meta(param: nn.Parameter) -> None:
-    """Make ``param``, the same object, a CPU tensor of its shape without memory of its own.
-
-    A tensor on the meta device does not take ``.data`` of another device.
-    """
-    if param.is_meta:
-        stand_in = torch.empty((), dtype=param.dtype).expand(param.shape)
-        torch._C._swap_tensor_impl(param, nn.Parameter(stand_in, param.requires_grad))

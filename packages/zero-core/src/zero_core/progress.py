@@ -5,7 +5,7 @@ and what is logged of it.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -29,16 +29,21 @@ def read_progress(engine: Engine) -> dict[str, Any]:
     }
 
 
-def restore_progress(engine: Engine, progress: Mapping[str, Any]) -> None:
-    """Take over what `read_progress` gave."""
-    engine.global_steps = progress["global_steps"]
-    # Another accumulation may be configured now: count micro-steps in its terms.
-    engine._accumulation.resume(engine.global_steps)
-    engine.skipped_steps = progress["skipped_steps"]
-    engine._scaler.load_state_dict(progress["loss_scaler"])
-    engine.optimizer.load_hyperparameters(progress["param_groups"])
-    if engine.lr_scheduler is not None and progress["lr_scheduler"] is not None:
-        engine.lr_scheduler.load_state_dict(progress["lr_scheduler"])
+def restore_progress(
+    engine: Engine, progress: Mapping[str, Any], without: Collection[str] = ()
+) -> None:
+    """Take over what `read_progress` gave; see `Engine.load_checkpoint` for ``without``."""
+    if "progress" not in without:
+        engine.global_steps = progress["global_steps"]
+        # Another accumulation may be configured now: count micro-steps in its terms.
+        engine._accumulation.resume(engine.global_steps)
+        engine.skipped_steps = progress["skipped_steps"]
+        engine._scaler.load_state_dict(progress["loss_scaler"])
+    if "optimizer" not in without:
+        engine.optimizer.load_hyperparameters(progress["param_groups"])
+    scheduler, saved = engine.lr_scheduler, progress["lr_scheduler"]
+    if scheduler is not None and saved is not None and "lr_scheduler" not in without:
+        scheduler.load_state_dict(saved)
 
 
 def tell_progress(engine: Engine) -> None:

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
-__all__ = ["Entry", "Recording", "Ref", "storage_of"]
+__all__ = ["Entry", "Recording", "Ref", "storage_of", "zeroed"]
 
 _MAPPED_BYTES = 1 << 20
 
@@ -93,12 +93,12 @@ class _Memory:
 
     def view(self, ref: Ref) -> Tensor:
         if ref.storage not in self._storages:
-            self._storages[ref.storage] = _zeroed(self._nbytes[ref.storage])
+            self._storages[ref.storage] = zeroed(self._nbytes[ref.storage])
         view = torch.empty(0, dtype=ref.dtype)
         return view.set_(self._storages[ref.storage], ref.offset, ref.shape, ref.stride)
 
 
-def _zeroed(nbytes: int) -> torch.UntypedStorage:
+def zeroed(nbytes: int) -> torch.UntypedStorage:
     """Memory that goes back to the system when it is freed.
 
     From the heap, what is recorded between two large tensors would settle in the hole that the

@@ -1,0 +1,8 @@
+"""Stands for ``deepspeed.accelerator``: the device that ranks compute on, over torch.accelerator."""
+
+from zero_engine.deepspeed.accelerator.real_accelerator import (
+    get_accelerator,
+    is_current_accelerator_supported,
+)
+
+__all__ = ["get_accelerator", "is_current_accelerator_supported"]

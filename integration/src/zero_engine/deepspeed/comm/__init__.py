@@ -1,0 +1,205 @@
+"""Stands for ``deepspeed.comm``: torch.distributed under the names and parameters of DeepSpeed.
+
+``prof``, ``log_name`` and ``debug`` name a call in DeepSpeed's log of communication; they change
+nothing about the call.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup, ReduceOp
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from zero_engine.deepspeed.accelerator import get_accelerator
+from zero_engine.deepspeed.distributed import init_distributed
+
+__all__ = [
+    "ProcessGroup",
+    "ReduceOp",
+    "all_gather",
+    "all_gather_coalesced",
+    "all_gather_into_tensor",
+    "all_gather_object",
+    "all_reduce",
+    "all_reduce_coalesced",
+    "all_to_all",
+    "all_to_all_single",
+    "allgather_fn",
+    "barrier",
+    "batch_isend_irecv",
+    "broadcast",
+    "broadcast_object_list",
+    "destroy_process_group",
+    "gather",
+    "get_all_ranks_from_group",
+    "get_global_rank",
+    "get_local_rank",
+    "get_rank",
+    "get_world_group",
+    "get_world_size",
+    "has_all_gather_into_tensor",
+    "has_all_reduce_coalesced",
+    "has_coalescing_manager",
+    "has_reduce_scatter_tensor",
+    "inference_all_reduce",
+    "init_distributed",
+    "initialize_mesh_device",
+    "irecv",
+    "is_available",
+    "is_initialized",
+    "isend",
+    "monitored_barrier",
+    "new_group",
+    "recv",
+    "reduce",
+    "reduce_scatter",
+    "reduce_scatter_fn",
+    "reduce_scatter_tensor",
+    "scatter",
+    "send",
+]
+
+LOG_ARGUMENTS = ("prof", "log_name", "debug")
+
+destroy_process_group = dist.destroy_process_group
+get_rank = dist.get_rank
+get_world_size = dist.get_world_size
+is_available = dist.is_available
+is_initialized = dist.is_initialized
+new_group = dist.new_group
+
+
+def _as_torch(function: Callable[..., Any], **renamed: str) -> Callable[..., Any]:
+    """torch's ``function`` with DeepSpeed's names of parameters: ``renamed`` maps them to torch's.
+
+    The parameters stand in the same order in both.
+    """
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        passed = {
+            renamed.get(name, name): value
+            for name, value in kwargs.items()
+            if name not in LOG_ARGUMENTS
+        }
+        return function(*args, **passed)
+
+    return call
+
+
+all_gather = _as_torch(dist.all_gather)
+all_gather_into_tensor = _as_torch(dist.all_gather_into_tensor, tensor="input_tensor")
+all_gather_object = _as_torch(dist.all_gather_object)
+all_reduce = _as_torch(dist.all_reduce)
+all_to_all = _as_torch(dist.all_to_all)
+all_to_all_single = _as_torch(dist.all_to_all_single, tensor="input")
+allgather_fn = _as_torch(dist.all_gather_into_tensor)
+barrier = _as_torch(dist.barrier)
+batch_isend_irecv = _as_torch(dist.batch_isend_irecv)
+broadcast = _as_torch(dist.broadcast)
+broadcast_object_list = _as_torch(dist.broadcast_object_list)
+gather = _as_torch(dist.gather)
+inference_all_reduce = all_reduce
+irecv = _as_torch(dist.irecv)
+isend = _as_torch(dist.isend)
+monitored_barrier = _as_torch(dist.monitored_barrier)
+recv = _as_torch(dist.recv)
+reduce = _as_torch(dist.reduce)
+reduce_scatter = _as_torch(dist.reduce_scatter)
+reduce_scatter_tensor = _as_torch(dist.reduce_scatter_tensor, tensor="input")
+reduce_scatter_fn = reduce_scatter_tensor
+scatter = _as_torch(dist.scatter)
+send = _as_torch(dist.send)
+
+
+def get_local_rank() -> int:
+    """This rank's number among those of its machine, as the launcher gave it."""
+    return int(os.environ.get("LOCAL_RANK", "0"))
+
+
+def get_world_group() -> Any:
+    """The group of all ranks."""
+    return dist.group.WORLD
+
+
+def get_global_rank(group: ProcessGroup | None = None, group_rank: int = 0) -> int:
+    """The number among all ranks of the rank that is ``group_rank`` in ``group``."""
+    return group_rank if group is None else dist.get_global_rank(group, group_rank)
+
+
+def get_all_ranks_from_group(group: ProcessGroup | None = None) -> list[int]:
+    """The numbers among all ranks of those in ``group``."""
+    return dist.get_process_group_ranks(group)
+
+
+def initialize_mesh_device(mesh_shape: tuple[int, ...], mesh_dim_names: tuple[str, ...]) -> DeviceMesh:
+    """A mesh of all ranks. Every rank calls it."""
+    device_type = get_accelerator().device_type
+    return init_device_mesh(device_type, mesh_shape, mesh_dim_names=mesh_dim_names)
+
+
+def all_reduce_coalesced(
+    tensors: list[Tensor],
+    op: Any = ReduceOp.SUM,
+    group: ProcessGroup | None = None,
+    async_op: bool = False,
+) -> Any:
+    """Reduce each of ``tensors`` over the ranks, in place; see `torch.distributed.all_reduce`."""
+    works = [dist.all_reduce(tensor, op, group, async_op) for tensor in tensors]
+    return _Works(works) if async_op else None
+
+
+def all_gather_coalesced(
+    output_tensors: list[Tensor],
+    input_tensors: list[Tensor],
+    group: ProcessGroup | None = None,
+    async_op: bool = False,
+) -> Any:
+    """Gather each of ``input_tensors`` into the output of its place, of world size times its size."""
+    works = [
+        dist.all_gather_into_tensor(whole, part, group, async_op)
+        for whole, part in zip(output_tensors, input_tensors, strict=True)
+    ]
+    return _Works(works) if async_op else None
+
+
+def has_all_gather_into_tensor() -> bool:
+    """True: torch has it."""
+    return True
+
+
+def has_reduce_scatter_tensor() -> bool:
+    """True: torch has it."""
+    return True
+
+
+def has_all_reduce_coalesced() -> bool:
+    """True: `all_reduce_coalesced`."""
+    return True
+
+
+def has_coalescing_manager() -> bool:
+    """False: a coalesced call is one call per tensor."""
+    return False
+
+
+class _Works:
+    """Several collectives that are waited for together."""
+
+    def __init__(self, works: list[Any]) -> None:
+        self._works = works
+
+    def wait(self) -> None:
+        """Wait for all of them."""
+        for work in self._works:
+            work.wait()
+
+    def is_completed(self) -> bool:
+        """Whether all have ended."""
+        return all(work.is_completed() for work in self._works)

@@ -1,0 +1,209 @@
+"""DeepSpeed's JSON, read as DeepSpeed reads it.
+
+`read` sorts a configuration into what `zero_core.build` takes and what the DeepSpeed engine serves
+itself. Defaults are DeepSpeed's. No key is ignored in silence: one without effect becomes a `Note`,
+which `zero_engine.deepspeed.announcing` prints with the configuration in effect; one that asks for
+what is not served is refused. As in DeepSpeed, an unknown key is refused in the blocks that
+DeepSpeed checks, and has no effect elsewhere.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+import pydantic
+
+from zero_core.config import Config
+from zero_core.errors import ConfigError
+from zero_engine.deepspeed.config_core import core_config
+from zero_engine.deepspeed.config_keys import HONOURED, REFUSED, UNNEEDED
+from zero_engine.deepspeed.config_names import modernise, without_auto
+from zero_engine.deepspeed.config_source import Source, load
+from zero_engine.deepspeed.settings import ActivationSettings, Note, Settings, TagValidation
+from zero_engine.monitoring.settings import (
+    CometSettings,
+    CommsLoggerSettings,
+    CsvSettings,
+    FlopsProfilerSettings,
+    MonitorSettings,
+    TensorBoardSettings,
+    ThroughputSettings,
+    WandbSettings,
+)
+
+__all__ = ["ActivationSettings", "Note", "Settings", "TagValidation", "read"]
+
+_SHARED = ("data_types", "optimizer")
+"""Blocks of which zero-core reads what is not in the tables."""
+_BLOCKS = frozenset(
+    path.partition(".")[0] for path in (*HONOURED, *UNNEEDED, *REFUSED) if "." in path
+)
+"""Blocks whose keys are in the tables one by one."""
+_VALIDATIONS: Mapping[str, TagValidation] = {"IGNORE": "IGNORE", "WARN": "WARN", "FAIL": "FAIL"}
+_CHOICES: Mapping[str, tuple[str, ...]] = {
+    "checkpoint.tag_validation": tuple(_VALIDATIONS),
+    "log_level": ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"),
+}
+
+_Parsed = TypeVar("_Parsed", bound=pydantic.BaseModel)
+
+
+def read(config: Source) -> Settings:
+    """Read DeepSpeed's configuration: a dict, a file's path, a JSON text, or base64 of one.
+
+    Nothing is told and nothing is changed; the batch triple is resolved by `zero_core.build`, which
+    knows the number of ranks.
+
+    Raises:
+        ConfigError: a key has a value that is not served; the message says what to do.
+    """
+    raw = load(config)
+    sorter = _Sorter()
+    sorter.sort(modernise(without_auto(raw, sorter.tell), sorter.tell))
+    core, own = core_config(sorter.core, sorter.tell), sorter.own
+    zero = core.get("zero_optimization", {})
+    return Settings(
+        raw=raw,
+        core=core,
+        monitors=MonitorSettings(
+            tensorboard=_parse(TensorBoardSettings, own, "tensorboard"),
+            csv_monitor=_parse(CsvSettings, own, "csv_monitor"),
+            wandb=_parse(WandbSettings, own, "wandb"),
+            comet=_parse(CometSettings, own, "comet"),
+        ),
+        wall_clock_breakdown=own.get("wall_clock_breakdown", False),
+        memory_breakdown=own.get("memory_breakdown", False),
+        comms_logger=_parse(CommsLoggerSettings, own, "comms_logger"),
+        flops_profiler=_parse(FlopsProfilerSettings, own, "flops_profiler"),
+        throughput=_parse(ThroughputSettings, own, "timers.throughput"),
+        steps_per_print=core.get("steps_per_print"),
+        dataloader_drop_last=own.get("dataloader_drop_last", False),
+        tag_validation=_VALIDATIONS[own.get("checkpoint.tag_validation", "WARN").upper()],
+        gather_16bit_weights_on_model_save=bool(
+            zero.get("stage3_gather_16bit_weights_on_model_save", False)
+        ),
+        activation_checkpointing=ActivationSettings(
+            cpu_checkpointing=own.get("activation_checkpointing.cpu_checkpointing", False)
+        ),
+        fp16_auto_cast=bool(core.get("fp16", {}).get("auto_cast", False)),
+        dump_state=own.get("dump_state", False),
+        log_level=own.get("log_level"),
+        disable_python_gc=own.get("disable_python_gc", False),
+        notes=tuple(sorter.notes),
+    )
+
+
+class _Sorter:
+    """Takes a configuration apart: ``core`` for zero-core, ``own`` by path, and ``notes``."""
+
+    def __init__(self) -> None:
+        self.core: dict[str, Any] = {}
+        self.own: dict[str, Any] = {}
+        self.notes: list[Note] = []
+
+    def tell(self, path: str, value: Any, text: str, *, is_warning: bool = False) -> None:
+        """Take note of a key and what became of it."""
+        self.notes.append(Note(path, value, text, is_warning))
+
+    def sort(self, given: Mapping[str, Any]) -> None:
+        """Dispose of every key."""
+        for key, value in given.items():
+            if key == "activation_checkpointing" and "enabled" in _mapping(key, value):
+                self.core[key] = value  # this engine's own form: every block is computed again
+            elif self._dispose(key, value):
+                continue
+            elif key in _BLOCKS:
+                self._sort_block(key, _mapping(key, value))
+            elif key in Config.model_fields:
+                self.core[key] = value
+            else:
+                self._unknown(key, value)
+
+    def _sort_block(self, block: str, keys: Mapping[str, Any]) -> None:
+        left = {k: v for k, v in keys.items() if not self._dispose(f"{block}.{k}", v)}
+        if block in _SHARED:
+            self.core[block] = left
+            return
+        for key, value in left.items():
+            self._unknown(f"{block}.{key}", value)
+
+    def _dispose(self, path: str, value: Any) -> bool:
+        """Whether ``path`` is in the tables, and if so do what they say."""
+        if path in HONOURED:
+            self.own[path] = _checked(path, value)
+            for key, inner in value.items() if isinstance(value, Mapping) else ():
+                if f"{path}.{key}" in UNNEEDED:
+                    self._dispose(f"{path}.{key}", inner)
+        elif path in UNNEEDED:
+            self.tell(path, value, UNNEEDED[path])
+        elif path in REFUSED:
+            _refuse(path, value)
+        else:
+            return False
+        return True
+
+    def _unknown(self, path: str, value: Any) -> None:
+        known = {*Config.model_fields, *HONOURED, *UNNEEDED, *REFUSED}
+        close = difflib.get_close_matches(path, known, n=1, cutoff=0.8)
+        hint = f": did you mean {close[0]!r}?" if close else ""
+        self.tell(path, value, f"not a key of DeepSpeed's{hint}", is_warning=True)
+
+
+def _refuse(path: str, value: Any) -> None:
+    """Refuse, unless the value says what holds anyway."""
+    harmless, reason = REFUSED[path]
+    is_off = isinstance(value, Mapping) and not value.get("enabled", False)
+    if isinstance(value, Mapping) and "enabled" not in value:
+        is_off = not any(_asks(inner) for inner in value.values())
+    if not is_off and value not in harmless:
+        raise ConfigError(f"{path} = {value!r} is not served: {reason}")
+
+
+def _asks(value: Any) -> bool:
+    """Whether a value in a block without ``enabled`` (``autotp_size``) asks for something."""
+    return value not in (None, False, 0, 1, {})
+
+
+_FLAGS = frozenset(
+    {
+        "activation_checkpointing.cpu_checkpointing",
+        "dataloader_drop_last",
+        "disable_python_gc",
+        "dump_state",
+        "memory_breakdown",
+        "wall_clock_breakdown",
+    }
+)
+
+
+def _checked(path: str, value: Any) -> Any:
+    """The value of an honoured key, if it is of the right kind."""
+    if path in _FLAGS and not isinstance(value, bool):
+        raise ConfigError(f"{path}: expected true or false, found {value!r}")
+    if path in _CHOICES and str(value).upper() not in _CHOICES[path]:
+        raise ConfigError(f"{path}: expected one of {', '.join(_CHOICES[path])}, found {value!r}")
+    return value
+
+
+def _mapping(path: str, value: Any) -> Mapping[str, Any]:
+    if not isinstance(value, Mapping):
+        raise ConfigError(f"{path}: expected a block of keys, found {value!r}")
+    return value
+
+
+def _parse(kind: type[_Parsed], own: Mapping[str, Any], path: str) -> _Parsed:
+    """The block at ``path``; a key that it doesn't have is refused, as in DeepSpeed."""
+    try:
+        return kind.model_validate(_mapping(path, own.get(path, {})))
+    except pydantic.ValidationError as error:
+        lines = [_explain(path, kind, e) for e in error.errors()]
+        raise ConfigError("\n".join(lines)) from None
+
+
+def _explain(path: str, kind: type[pydantic.BaseModel], error: Any) -> str:
+    name = ".".join([path, *map(str, error["loc"])])
+    if error["type"] == "extra_forbidden":
+        return f"{name}: unknown key; known keys: {', '.join(sorted(kind.model_fields))}"
+    return f"{name}: {error['msg']}, found {error['input']!r}"

@@ -1,0 +1,138 @@
+"""DeepSpeed's keys beside those that zero-core reads, and what each one does here.
+
+A key is honoured (`HONOURED`), accepted because nothing here needs it (`UNNEEDED` says why), or
+refused unless it asks for what holds anyway (`REFUSED`). ``docs/deepspeed-config.md`` has them all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+__all__ = ["HONOURED", "REFUSED", "UNNEEDED", "Refusal"]
+
+
+class Refusal(NamedTuple):
+    """A key that is refused, but for the values that change nothing."""
+
+    harmless: tuple[Any, ...]
+    """Values that say what holds anyway; a block that is not enabled always is one."""
+    reason: str
+
+
+HONOURED = frozenset(
+    {
+        "activation_checkpointing.cpu_checkpointing",
+        "checkpoint.tag_validation",
+        "dataloader_drop_last",
+        "disable_python_gc",
+        "dump_state",
+        "log_level",
+        "memory_breakdown",
+        "wall_clock_breakdown",
+        "comet",
+        "comms_logger",
+        "csv_monitor",
+        "flops_profiler",
+        "tensorboard",
+        "timers.throughput",
+        "wandb",
+    }
+)
+"""Keys, and blocks of keys, that end up in `Settings` and not in zero-core's configuration."""
+
+_DEEPCOMPILE = "used with compile.deepcompile only, which is not served"
+_PIPELINE = "used with a PipelineModule only, which is not served"
+_NVME = "files are read and written by zero-offload, which has its own block size and queue"
+_WRITER = "checkpoints are written as safetensors, each rank its own part"
+
+UNNEEDED: Mapping[str, str] = {
+    "activation_checkpointing.partition_activations": "there are no model-parallel ranks",
+    "activation_checkpointing.contiguous_memory_optimization": "a block keeps its inputs alone",
+    "activation_checkpointing.number_checkpoints": "each call is one checkpoint",
+    "activation_checkpointing.synchronize_checkpoint_boundary": (
+        "nothing waits for the host at a checkpoint's border"
+    ),
+    "activation_checkpointing.profile": "wall_clock_breakdown tells forward and backward",
+    "aio.block_size": _NVME,
+    "aio.queue_depth": _NVME,
+    "aio.intra_op_parallelism": _NVME,
+    "aio.single_submit": _NVME,
+    "aio.overlap_events": _NVME,
+    "checkpoint.load_universal": "every checkpoint loads at any stage and world size",
+    "checkpoint.parallel_write": _WRITER,
+    "checkpoint.checkpoint_serialization": _WRITER,
+    "checkpoint.writer": _WRITER,
+    "compile.free_activation": _DEEPCOMPILE,
+    "compile.free_activation_threshold": _DEEPCOMPILE,
+    "compile.offload_activation": _DEEPCOMPILE,
+    "compile.offload_opt_states": _DEEPCOMPILE,
+    "compile.double_buffer": _DEEPCOMPILE,
+    "compile.symmetric_memory": _DEEPCOMPILE,
+    "compile.debug_log": _DEEPCOMPILE,
+    "compile.offload_parameters": _DEEPCOMPILE,
+    "compile.sync_before_reduce": _DEEPCOMPILE,
+    "compile.sync_after_reduce": _DEEPCOMPILE,
+    "compile.sync_before_allgather": _DEEPCOMPILE,
+    "compile.sync_after_allgather": _DEEPCOMPILE,
+    "compile.keep_int_input_tensors": _DEEPCOMPILE,
+    "compile.keep_all_input_tensors": _DEEPCOMPILE,
+    "compile.passes": _DEEPCOMPILE,
+    "data_parallel_size": "every rank is a data-parallel one",
+    "disable_allgather": "DeepSpeed does nothing with it either",
+    "flops_profiler.recompute_fwd_factor": "backward is counted, not taken for twice the forward",
+    "gradient_predivide_factor": "gradients are divided first and summed in fp32",
+    "optimizer.legacy_fusion": "of optimizers that are no longer there",
+    "optimizer.params.fp32_optimizer_states": "master weights are fp32, and so are their states",
+    "optimizer.params.set_grad_none": "gradients never stay on the parameters",
+    "pipeline": _PIPELINE,
+    "prescale_gradients": "gradients are divided first and summed in fp32",
+    "seq_parallel_communication_data_type": "there are no sequence-parallel ranks",
+    "timers.throughput.synchronized": "the device is waited for when a line is written only",
+    "vocabulary_size": "DeepSpeed only warns if it is no multiple of 8",
+    "zero_allow_untested_optimizer": "every elementwise optimizer is served, tested or not",
+    "zero_force_ds_cpu_optimizer": (
+        "the host's kernel computes the rule of the optimizer that was given"
+    ),
+}
+"""Keys that are accepted, and why nothing here needs them."""
+
+_GONE = "removed from DeepSpeed, too"
+_NO_MODEL_PARALLEL = "all ranks are data-parallel: leave it out"
+
+REFUSED: Mapping[str, Refusal] = {
+    "aio.use_gds": Refusal((False,), "GPUDirect Storage is not served: set it to false"),
+    "amp": Refusal((), f"{_GONE}: use bf16 or fp16"),
+    "autotuning": Refusal((), "`zero-engine plan` says what fits: leave it out"),
+    "checkpoint.use_node_local_storage": Refusal(
+        (False,), "all ranks write into one folder: save to a file system that all nodes share"
+    ),
+    "compile.deepcompile": Refusal((False,), "call engine.compile(), or torch.compile a block"),
+    "compression_training": Refusal((), _GONE),
+    "curriculum_learning": Refusal((), _GONE),
+    "data_efficiency": Refusal((), "give a sampler of your own to the data loader"),
+    "data_types.keep_in_fp32_modules": Refusal(
+        ([],), "buffers keep the dtype that the model gives them unless buffer_dtype is set"
+    ),
+    "datastates_ckpt": Refusal((False,), "checkpoints are safetensors: leave it out"),
+    "eigenvalue": Refusal((), _GONE),
+    "elasticity": Refusal((), f"{_GONE}: every checkpoint loads at any world size"),
+    "expert_parallel": Refusal((), _NO_MODEL_PARALLEL),
+    "graph_harvesting": Refusal((False,), _GONE),
+    "hybrid_engine": Refusal((), "generate with engine.module.generate(), at any stage"),
+    "managed_gradient_accumulation": Refusal(
+        (True,), "call engine.set_gradient_accumulation_boundary() before a micro-step instead"
+    ),
+    "msamp": Refusal((), "MS-AMP is not served: use bf16 or fp16"),
+    "nebula": Refusal((), _GONE),
+    "progressive_layer_drop": Refusal((), _GONE),
+    "quantize_training": Refusal((), _GONE),
+    "sequence_parallel_size": Refusal((1,), _NO_MODEL_PARALLEL),
+    "sparse_attention": Refusal((), _GONE),
+    "sparse_gradients": Refusal((False,), f"{_GONE}: embeddings need sparse=False"),
+    "tensor_parallel": Refusal((), _NO_MODEL_PARALLEL),
+    "torch_autocast": Refusal((), "use bf16, or call the model under torch.autocast yourself"),
+    "use_data_before_expert_parallelism": Refusal((False,), _NO_MODEL_PARALLEL),
+    "weight_quantization": Refusal((), "see zero_quantized_weights for weights on the wire"),
+}
+"""Keys that are refused unless they ask for what holds anyway."""

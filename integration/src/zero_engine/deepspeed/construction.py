@@ -1,0 +1,200 @@
+"""`initialize`: what scripts call to turn a model into an engine."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+import zero_core
+from zero_core.config import OptimizerConfig
+from zero_core.optimizer import make_optimizer
+from zero_engine.deepspeed.config import Settings, read
+from zero_engine.deepspeed.distributed import init_distributed
+from zero_engine.deepspeed.engine import DeepSpeedEngine
+from zero_engine.deepspeed.errors import NotServedError
+from zero_engine.deepspeed.optimizer import DeepSpeedOptimizer
+from zero_engine.deepspeed.runtime.dataloader import DeepSpeedDataLoader
+
+__all__ = ["initialize"]
+
+_log = logging.getLogger(__name__)
+
+OptimizerOrFactory = torch.optim.Optimizer | Callable[[list[Any]], torch.optim.Optimizer]
+_Made = tuple[DeepSpeedEngine, DeepSpeedOptimizer | None, DeepSpeedDataLoader | None, Any]
+
+
+def initialize(
+    args: Any = None,
+    model: nn.Module | None = None,
+    optimizer: OptimizerOrFactory | None = None,
+    model_parameters: Iterable[Any] | None = None,
+    training_data: Any = None,
+    lr_scheduler: Any = None,
+    distributed_port: int = 29500,
+    mpu: Any = None,
+    dist_init_required: bool | None = None,
+    collate_fn: Callable[[Any], Any] | None = None,
+    config: Mapping[str, Any] | str | Path | None = None,
+    mesh_param: Any = None,
+    config_params: Mapping[str, Any] | str | Path | None = None,
+) -> _Made:
+    """Make an engine out of a model, as ``deepspeed.initialize`` does.
+
+    Every rank must call it, with the same model and configuration. The model's parameters move to
+    the engine's memory; see `zero_core.build`.
+
+    Args:
+        args: the parsed command line: its ``deepspeed_config`` is the configuration, if none is
+            given here, and its ``local_rank`` is set.
+        model: any module.
+        optimizer: a torch optimizer, or what makes one out of ``model_parameters``; wins over the
+            configuration's.
+        model_parameters: what to train: parameters or groups; default: all that require a gradient.
+        training_data: a dataset, of which the third value returned is a loader.
+        lr_scheduler: a scheduler, or what makes one out of the optimizer; wins over the
+            configuration's.
+        distributed_port: of rank 0, if the environment names none.
+        mpu: Megatron's parallel state; only with one model-parallel rank.
+        dist_init_required: False leaves torch.distributed alone.
+        collate_fn: of the loader.
+        config: the configuration: a mapping, the path of its JSON file, or base64 of it.
+        mesh_param: not served.
+        config_params: the same as ``config``.
+
+    Returns:
+        The engine, its optimizer (None without one), the loader (None without data) and the
+        scheduler (or None).
+
+    Raises:
+        ConfigError: the configuration is wrong or does not fit the model.
+        NotServedError: model parallelism is asked for.
+    """
+    if model is None:
+        raise ValueError("initialize() needs a model")
+    if mesh_param is not None:
+        raise NotServedError("initialize(mesh_param=...), sequence parallelism,")
+    init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
+    settings = read(_find_config(args, config if config is not None else config_params))
+    if getattr(args, "local_rank", None) is not None:
+        args.local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    given = _make_optimizer(settings, model, optimizer, model_parameters)
+    core = zero_core.build(
+        model,
+        _core_config(settings, with_optimizer=given is None, with_scheduler=lr_scheduler is None),
+        optimizer=given,
+        process_group=_data_parallel_group(mpu),
+    )
+    is_training = given is not None or "optimizer" in settings.core
+    if lr_scheduler is not None and is_training:
+        core.lr_scheduler = _make_scheduler(lr_scheduler, core.optimizer.given)
+    engine = DeepSpeedEngine(
+        core,
+        settings,
+        is_training=is_training,
+        training_data=training_data,
+        collate_fn=collate_fn,
+    )
+    return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
+
+
+def _find_config(args: Any, given: Any) -> Any:
+    old = getattr(args, "deepscale_config", None)
+    from_args = getattr(args, "deepspeed_config", None) or old
+    if from_args is not None and given is not None:
+        raise ValueError(
+            "a configuration was given to initialize() and another one as args.deepspeed_config "
+            f"({from_args!r}): give one"
+        )
+    found = given if given is not None else from_args
+    if found is None:
+        raise ValueError("no configuration: pass config=... or --deepspeed_config FILE")
+    return found
+
+
+def _core_config(
+    settings: Settings, *, with_optimizer: bool, with_scheduler: bool
+) -> dict[str, Any]:
+    left_out = set() if with_optimizer else {"optimizer"}
+    if not with_scheduler:
+        left_out.add("scheduler")
+    return {k: v for k, v in settings.core.items() if k not in left_out}
+
+
+def _make_optimizer(
+    settings: Settings,
+    model: nn.Module,
+    given: OptimizerOrFactory | None,
+    model_parameters: Iterable[Any] | None,
+) -> torch.optim.Optimizer | None:
+    """The optimizer object to build with; None if the configuration's is over all parameters."""
+    groups = None if model_parameters is None else _without_empty(list(model_parameters))
+    optimizer: torch.optim.Optimizer | None = None
+    if isinstance(given, torch.optim.Optimizer):
+        given.param_groups[:] = _without_empty(given.param_groups)
+        optimizer = given
+    elif given is not None:
+        optimizer = given(groups if groups is not None else _trainable(model))
+    elif groups is not None and "optimizer" in settings.core:
+        if _are_all(groups, model):
+            return None
+        named = OptimizerConfig.model_validate(settings.core["optimizer"])
+        optimizer = make_optimizer(named, groups)
+    if optimizer is not None:
+        _freeze_others(model, optimizer)
+    return optimizer
+
+
+def _without_empty(groups: Sequence[Any]) -> list[Any]:
+    """``groups``, or parameters, without groups of nothing."""
+    found = []
+    for group in groups:
+        if isinstance(group, dict):
+            params = group["params"]
+            group["params"] = [params] if isinstance(params, torch.Tensor) else list(params)
+            if not group["params"]:
+                continue
+        found.append(group)
+    return found
+
+
+def _trainable(model: nn.Module) -> list[nn.Parameter]:
+    return [p for p in model.parameters() if p.requires_grad]
+
+
+def _are_all(groups: Sequence[Any], model: nn.Module) -> bool:
+    wanted = {id(p) for p in _trainable(model)}
+    return wanted == {id(p) for p in groups if isinstance(p, nn.Parameter) and p.requires_grad}
+
+
+def _freeze_others(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Parameters in no group are not trained: they need no gradient."""
+    covered = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    left = [n for n, p in model.named_parameters() if p.requires_grad and id(p) not in covered]
+    for name in left:
+        model.get_parameter(name).requires_grad_(False)
+    if left:
+        _log.warning(
+            "%d parameters are in no optimizer group and will not be trained: %s",
+            len(left),
+            ", ".join(left[:5]),
+        )
+
+
+def _make_scheduler(given: Any, optimizer: torch.optim.Optimizer) -> Any:
+    return given if hasattr(given, "step") else given(optimizer)
+
+
+def _data_parallel_group(mpu: Any) -> Any:
+    if mpu is None:
+        return None
+    for kind in ("model", "tensor_model", "pipeline_model"):
+        ask = getattr(mpu, f"get_{kind}_parallel_world_size", None)
+        if ask is not None and ask() > 1:
+            raise NotServedError(f"an mpu of {ask()} {kind.replace('_', ' ')} parallel ranks")
+    return mpu.get_data_parallel_group()

@@ -1,0 +1,406 @@
+"""`DeepSpeedEngine`: a `zero_core.Engine` with DeepSpeed's methods around it.
+
+It trains nothing by itself: forward, backward and step are the engine's. What it adds is the
+order in which DeepSpeed counts and boundaries are set from outside.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from zero_core import Engine
+from zero_engine.deepspeed import checkpointing_io
+from zero_engine.deepspeed.config import Settings
+from zero_engine.deepspeed.errors import NotServedError
+from zero_engine.deepspeed.facts import ConfigFacts
+from zero_engine.deepspeed.optimizer import DeepSpeedOptimizer
+from zero_engine.deepspeed.runtime.dataloader import DeepSpeedDataLoader
+from zero_engine.deepspeed.stepping import Arguments
+
+__all__ = ["DeepSpeedEngine"]
+
+_UNSERVED = frozenset(
+    {
+        "offload_states",
+        "reload_states",
+        "random_ltd_initialize",
+        "set_custom_curriculum_learning_schedule",
+        "allreduce_bucket",
+        "buffered_allreduce_fallback",
+        "sparse_allreduce",
+        "coalesce_grad_reduction",
+    }
+)
+
+
+class DeepSpeedEngine(ConfigFacts, nn.Module):
+    """A model under training, with DeepSpeed's interface; made by `initialize`.
+
+    What it doesn't have itself is looked up in the model.
+
+    Attributes:
+        core: the engine that trains.
+        module: the model itself.
+        config: the configuration as it was given.
+        optimizer: real ``param_groups``; None, if the engine only evaluates.
+        lr_scheduler: stepped at each optimizer step that is taken, or None.
+        training_dataloader: of ``training_data``, or None.
+        global_samples: samples of all steps so far.
+    """
+
+    module: nn.Module
+    optimizer: DeepSpeedOptimizer | None
+
+    def __init__(
+        self,
+        core: Engine,
+        settings: Settings,
+        *,
+        is_training: bool = True,
+        training_data: Any = None,
+        collate_fn: Callable[[Any], Any] | None = None,
+    ) -> None:
+        """Called by `initialize`."""
+        super().__init__()
+        self.core = core
+        self.settings = settings
+        self.config = settings.raw
+        self.module = core.module
+        self.collate_fn = collate_fn
+        self.optimizer = DeepSpeedOptimizer(core) if is_training else None
+        self.global_samples = 0
+        self._was_step_applied = False
+        self._is_compiled = False
+        self.training_dataloader = (
+            None if training_data is None else self.deepspeed_io(training_data)
+        )
+
+    def __getattr__(self, name: str) -> Any:
+        """What the engine doesn't have, the model may."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name == "module":
+                raise
+        try:
+            return getattr(self.module, name)
+        except AttributeError:
+            if name in _UNSERVED:
+                raise NotServedError(f"DeepSpeedEngine.{name}") from None
+            text = f"{type(self).__name__!r} object has no attribute {name!r}"
+            raise AttributeError(text) from None
+
+    # ---------------------------------------------------------------- training
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the model; floating inputs are cast to the compute dtype."""
+        return self.core(*args, **kwargs)
+
+    def backward(
+        self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True
+    ) -> Tensor:
+        """Backward of ``loss``, a scalar; every rank must call it.
+
+        Args:
+            loss: the mean over this rank's micro-batch.
+            retain_graph: as in `torch.Tensor.backward`.
+            scale_wrt_gas: divide by the micro-steps of a step.
+
+        Returns:
+            ``loss``, divided, without the loss scale.
+        """
+        self._check_training("backward")
+        if loss.numel() != 1:
+            raise ValueError(f"backward() takes a scalar, found a loss of shape {loss.shape}")
+        steps = self.gradient_accumulation_steps() if scale_wrt_gas else 1
+        self.core.backward(loss, over=steps, retain_graph=retain_graph)
+        return loss / steps if steps > 1 else loss
+
+    def scale(self, loss: Tensor) -> Tensor:
+        """``loss`` times the loss scale, for a plain ``backward()`` of it."""
+        self._check_training("scale")
+        return self.core.scale(loss, over=1)
+
+    def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
+        """End a micro-step; at an accumulation boundary, update the parameters.
+
+        Every rank must call it. ``lr_kwargs`` go to the scheduler's ``step``.
+        """
+        self._check_training("step")
+        is_boundary = self.is_gradient_accumulation_boundary()
+        skipped = self.core.skipped_steps
+        with Arguments(self.core, lr_kwargs or {}):
+            self.core.step()
+        self._was_step_applied = is_boundary and self.core.skipped_steps == skipped
+        if is_boundary:
+            self._end_step()
+
+    def _end_step(self) -> None:
+        assert self.optimizer is not None
+        self.core.publish()
+        self.optimizer.stepped()
+        self.global_samples += self.train_batch_size()
+
+    def was_step_applied(self) -> bool:
+        """Whether the last ``step`` changed the parameters."""
+        return self._was_step_applied
+
+    def is_gradient_accumulation_boundary(self) -> bool:
+        """Whether the current micro-step is the last one of its step."""
+        return self.core.is_gradient_accumulation_boundary()
+
+    def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
+        """Say whether the next backward is the last one of its step, until said otherwise."""
+        self.core.set_gradient_accumulation_boundary(is_boundary)
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Within, backward keeps gradients on the rank; ``step`` must be called outside."""
+        with self.core.no_sync():
+            yield
+
+    def get_global_grad_norm(self) -> float | None:
+        """2-norm of the last step's gradient, unscaled, before clipping; None before a step."""
+        return self.core.get_global_grad_norm()
+
+    def allreduce_gradients(self, bucket_size: int = 0) -> None:
+        """Nothing to do: gradients are reduced as they become complete."""
+
+    def set_train_batch_size(self, train_batch_size: int) -> None:
+        """Change the samples per step, by the number of micro-steps; at a step boundary.
+
+        Raises:
+            ValueError: it is no multiple of the samples per micro-step of all ranks.
+        """
+        per_micro_step = self.train_micro_batch_size_per_gpu() * self.core.world_size
+        if train_batch_size < 1 or train_batch_size % per_micro_step:
+            raise ValueError(
+                f"train_batch_size = {train_batch_size} must be a multiple of {per_micro_step}, "
+                "the samples of all ranks per micro-step"
+            )
+        self.core.gradient_accumulation_steps = train_batch_size // per_micro_step
+
+    def compile(
+        self, backend: Any = "inductor", compile_kwargs: Mapping[str, Any] | None = None
+    ) -> None:
+        """Compile the model in place with torch.compile."""
+        self.module.compile(backend=backend, **(compile_kwargs or {}))
+        self._is_compiled = True
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether `compile` was called."""
+        return self._is_compiled
+
+    def destroy(self) -> None:
+        """Take the engine's hooks off the model."""
+        self.core.close()
+
+    def empty_partition_cache(self) -> None:
+        """Nothing to do: gathered parameters are released as soon as their unit is computed."""
+
+    def deepspeed_io(
+        self,
+        dataset: Any,
+        batch_size: int | None = None,
+        route: str = "train",
+        pin_memory: bool = True,
+        data_sampler: Any = None,
+        collate_fn: Callable[[Any], Any] | None = None,
+        num_local_io_workers: int | None = None,
+    ) -> DeepSpeedDataLoader:
+        """A loader of this rank's part of ``dataset``, in micro-batches."""
+        if route not in ("train", "eval", "predict"):
+            raise ValueError(f"route: expected 'train', 'eval' or 'predict', found {route!r}")
+        return DeepSpeedDataLoader(
+            dataset,
+            batch_size or self.train_micro_batch_size_per_gpu(),
+            rank=self.core.rank,
+            world_size=self.core.world_size,
+            is_shuffled=route == "train",
+            pin_memory=pin_memory and self.device.type != "cpu",
+            data_sampler=data_sampler,
+            collate_fn=collate_fn or self.collate_fn,
+            num_workers=num_local_io_workers,
+            drop_last=self.dataloader_drop_last(),
+        )
+
+    # ------------------------------------------------------------- checkpoints
+
+    def save_checkpoint(
+        self,
+        save_dir: str | Path,
+        tag: Any = None,
+        client_state: Mapping[str, Any] | None = None,
+        save_latest: bool = True,
+        exclude_frozen_parameters: bool = False,
+    ) -> bool:
+        """Write everything needed to go on, as ``save_dir/global_step{N}`` unless ``tag`` is given.
+
+        Every rank must call it. ``client_state`` must be JSON.
+        """
+        return checkpointing_io.save(
+            self,
+            save_dir,
+            tag,
+            client_state or {},
+            save_latest=save_latest,
+            exclude_frozen=exclude_frozen_parameters,
+        )
+
+    def load_checkpoint(
+        self,
+        load_dir: str | Path,
+        tag: Any = None,
+        load_module_strict: bool = True,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+        load_module_only: bool = False,
+        custom_load_fn: Callable[..., Any] | None = None,
+    ) -> tuple[str | None, dict[str, Any] | None]:
+        """Restore a checkpoint; its folder and the client state, or (None, None) without one."""
+        if custom_load_fn is not None:
+            raise NotServedError("load_checkpoint(custom_load_fn=...)")
+        return checkpointing_io.load(
+            self,
+            load_dir,
+            tag,
+            is_strict=load_module_strict,
+            with_optimizer=load_optimizer_states and not load_module_only,
+            with_scheduler=load_lr_scheduler_states and not load_module_only,
+            with_progress=not load_module_only,
+        )
+
+    def save_16bit_model(
+        self,
+        save_dir: str | Path,
+        save_filename: str = "pytorch_model.bin",
+        exclude_frozen_parameters: bool = False,
+    ) -> bool:
+        """Write the whole model's state dict; see `zero_engine.deepspeed.checkpointing_io`."""
+        return checkpointing_io.save_16bit_model(
+            self, Path(save_dir), save_filename, exclude_frozen=exclude_frozen_parameters
+        )
+
+    save_fp16_model = save_16bit_model
+
+    def _zero3_consolidated_16bit_state_dict(
+        self, exclude_frozen_parameters: bool = False
+    ) -> dict[str, Tensor] | None:
+        """The whole state dict on the CPU on rank 0, None elsewhere; every rank must call it."""
+        return checkpointing_io.consolidated(self, exclude_frozen=exclude_frozen_parameters)
+
+    _consolidated_16bit_state_dict = _zero3_consolidated_16bit_state_dict
+
+    def module_state_dict(
+        self,
+        destination: Any = None,
+        prefix: str = "",
+        keep_vars: bool = False,
+        exclude_frozen_parameters: bool = False,
+    ) -> dict[str, Any]:
+        """The model's own ``state_dict``; at stage 3 gather it first."""
+        state: dict[str, Any] = self.module.state_dict(
+            destination=destination, prefix=prefix, keep_vars=keep_vars
+        )
+        if exclude_frozen_parameters:
+            for name, param in self.module.named_parameters():
+                if not param.requires_grad:
+                    state.pop(prefix + name, None)
+        return state
+
+    # ------------------------------------------------------------------- facts
+
+    @property
+    def lr_scheduler(self) -> Any:
+        """What is stepped at each optimizer step that is taken, or None."""
+        return self.core.lr_scheduler
+
+    @property
+    def basic_optimizer(self) -> torch.optim.Optimizer | None:
+        """The optimizer that was given, or made as the configuration says."""
+        return None if self.optimizer is None else self.optimizer.optimizer
+
+    @property
+    def global_steps(self) -> int:
+        """Optimizer steps so far, skipped ones included."""
+        return self.core.global_steps
+
+    @property
+    def micro_steps(self) -> int:
+        """Calls of ``step`` so far."""
+        return self.core.micro_steps
+
+    @property
+    def skipped_steps(self) -> int:
+        """Steps skipped because a gradient was not finite."""
+        return self.core.skipped_steps
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model is computed."""
+        return self.core.device
+
+    @property
+    def global_rank(self) -> int:
+        """This rank."""
+        return self.core.rank
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return self.core.world_size
+
+    @property
+    def dp_world_size(self) -> int:
+        """Number of data-parallel ranks: all."""
+        return self.core.world_size
+
+    @property
+    def mp_world_size(self) -> int:
+        """Number of model-parallel ranks: one."""
+        return 1
+
+    def get_data_parallel_rank(self) -> int:
+        """This rank within the data-parallel group."""
+        return self.core.rank
+
+    def get_lr(self) -> list[Any]:
+        """Learning rate of every group."""
+        return self._of_groups("lr")
+
+    def get_mom(self) -> list[Any]:
+        """Momentum of every group, or its betas."""
+        return self._of_groups("momentum", "betas")
+
+    def get_type(self) -> list[Any]:
+        """``type`` of every group, where there is one."""
+        return self._of_groups("type")
+
+    def _of_groups(self, *keys: str) -> list[Any]:
+        groups = [] if self.optimizer is None else self.optimizer.param_groups
+        return [next((g[k] for k in keys if k in g), 0.0) for g in groups]
+
+    def _check_training(self, what: str) -> None:
+        if self.optimizer is None:
+            raise RuntimeError(
+                f"{what}() of an engine without an optimizer: give initialize() one, or name one "
+                "in the configuration"
+            )
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> DeepSpeedEngine:
+        """What ``to``, ``half``, ``cuda`` and the like do: allowed where it changes nothing."""
+        for param in self.parameters():
+            probe = torch.empty(0, dtype=param.dtype, device=param.device)
+            if (fn(probe).dtype, fn(probe).device) != (probe.dtype, probe.device):
+                raise RuntimeError(
+                    f"the engine owns the parameters' memory ({probe.dtype} on {probe.device}): "
+                    "set the precision in the configuration, and leave the device to it"
+                )
+        return self

@@ -1,0 +1,88 @@
+"""What `initialize` returns as the optimizer: real groups, stepped by the engine alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from zero_core import Engine
+
+__all__ = ["DeepSpeedOptimizer"]
+
+
+class DeepSpeedOptimizer(torch.optim.Optimizer):
+    """Shares ``param_groups`` with the optimizer that is driven; schedulers may be attached to it.
+
+    Attributes:
+        optimizer: the one that was given, or made as the configuration says.
+    """
+
+    def __init__(self, core: Engine) -> None:
+        """Show the optimizer of ``core``."""
+        given = core.optimizer.given
+        super().__init__(given.param_groups, given.defaults)
+        self.param_groups = given.param_groups
+        self.optimizer = given
+        self._core = core
+
+    @property
+    def overflow(self) -> bool:
+        """Whether the last step was skipped, as a gradient was not finite."""
+        return self._core.optimizer.overflow
+
+    @property
+    def loss_scale(self) -> float:
+        """The factor on the loss; 1 without fp16."""
+        return self._core.loss_scale
+
+    @property
+    def cur_scale(self) -> float:
+        """The same."""
+        return self._core.loss_scale
+
+    @property
+    def dynamic_loss_scale(self) -> bool:
+        """Whether the factor adapts itself."""
+        fp16 = self._core.config.fp16
+        return fp16.enabled and fp16.loss_scale == 0.0
+
+    @property
+    def is_gradient_accumulation_boundary(self) -> bool:
+        """Whether the current micro-step is the last one of its step."""
+        return self._core.is_gradient_accumulation_boundary()
+
+    @property
+    def _global_grad_norm(self) -> float | None:
+        return self._core.get_global_grad_norm()
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Refused: gradients are in the engine."""
+        raise RuntimeError("call engine.step() instead of optimizer.step()")
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop what stands in the parameters' ``grad``; the engine's own gradients stay."""
+        for group in self.param_groups:
+            for param in group["params"]:
+                param.grad = None
+
+    def get_lr(self) -> float:
+        """Learning rate of the first group."""
+        return float(self.param_groups[0]["lr"])
+
+    def set_lr(self, lr: float) -> None:
+        """Set the learning rate of every group."""
+        for group in self.param_groups:
+            group["lr"] = lr
+
+    def state_dict(self) -> dict[str, Any]:
+        """Refused: the state is sharded."""
+        return self._core.optimizer.state_dict()
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        """Refused: the state is sharded."""
+        self._core.optimizer.load_state_dict(state_dict)
+
+    def stepped(self) -> None:
+        """Called by the engine: schedulers made over this look for a sign that it has stepped."""
+        self._opt_called = True

@@ -1,0 +1,1 @@
+"""The parts of ``deepspeed.runtime`` that scripts import."""

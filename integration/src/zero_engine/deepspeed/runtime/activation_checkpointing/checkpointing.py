@@ -1,0 +1,124 @@
+"""``deepspeed.checkpointing``: recompute what the model asks for, by torch.utils.checkpoint.
+
+`configure` sets what holds for all calls of `checkpoint`; the configuration's block
+``activation_checkpointing`` recomputes nothing by itself, as in DeepSpeed.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.autograd.graph import save_on_cpu
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
+
+from zero_engine.deepspeed.config import read
+from zero_engine.deepspeed.errors import NotServedError
+
+__all__ = [
+    "checkpoint",
+    "configure",
+    "get_cuda_rng_tracker",
+    "is_configured",
+    "model_parallel_cuda_manual_seed",
+    "non_reentrant_checkpoint",
+    "reset",
+]
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass
+class _State:
+    is_configured: bool = False
+    is_on_cpu: bool = False
+
+
+_state = _State()
+
+
+def configure(
+    mpu_: Any,
+    deepspeed_config: Mapping[str, Any] | str | Path | None = None,
+    partition_activations: bool | None = None,
+    contiguous_checkpointing: bool | None = None,
+    num_checkpoints: int | None = None,
+    checkpoint_in_cpu: bool | None = None,
+    synchronize: bool | None = None,
+    profile: bool | None = None,
+) -> None:
+    """Say how `checkpoint` works; what is None comes from the configuration's block.
+
+    Args:
+        mpu_: not used: there are no model-parallel ranks.
+        deepspeed_config: a configuration with a block ``activation_checkpointing``.
+        partition_activations: has no effect without model-parallel ranks.
+        contiguous_checkpointing: has no effect: what is kept are the inputs alone.
+        num_checkpoints: has no effect: every call is one.
+        checkpoint_in_cpu: keep the inputs in host memory until backward.
+        synchronize: has no effect on results; torch orders the streams.
+        profile: not served.
+    """
+    block = {} if deepspeed_config is None else read(deepspeed_config).raw
+    given = dict(block.get("activation_checkpointing") or {})
+    arguments = {
+        "partition_activations": partition_activations,
+        "contiguous_memory_optimization": contiguous_checkpointing,
+        "number_checkpoints": num_checkpoints,
+        "cpu_checkpointing": checkpoint_in_cpu,
+        "synchronize_checkpoint_boundary": synchronize,
+        "profile": profile,
+    }
+    given |= {key: value for key, value in arguments.items() if value is not None}
+    if given.get("profile"):
+        raise NotServedError("checkpointing.configure(profile=True)", "use torch.profiler")
+    for key in ("partition_activations", "contiguous_memory_optimization", "number_checkpoints"):
+        if given.get(key):
+            _log.info("activation_checkpointing.%s = %r has no effect here", key, given[key])
+    _state.is_on_cpu = bool(given.get("cpu_checkpointing", False))
+    _state.is_configured = True
+
+
+def is_configured() -> bool:
+    """Whether `configure` was called."""
+    return _state.is_configured
+
+
+def reset() -> None:
+    """Nothing is kept between steps: nothing to do."""
+
+
+def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """``function(*args, **kwargs)``, computed again in backward (Chen et al., arXiv 1604.06174).
+
+    Tensors among ``args`` are kept, in host memory if so configured.
+    """
+    is_pinned = torch.accelerator.is_available()
+    with save_on_cpu(is_pinned) if _state.is_on_cpu else nullcontext():
+        return torch_checkpoint(function, *args, use_reentrant=False, **kwargs)
+
+
+non_reentrant_checkpoint = checkpoint
+
+
+class _Tracker:
+    """Random state of model-parallel ranks: there is one rank, whose state torch keeps."""
+
+    def fork(self, name: str = "model-parallel-rng") -> Any:
+        """Nothing to switch to."""
+        return nullcontext()
+
+
+def get_cuda_rng_tracker() -> _Tracker:
+    """What Megatron's layers fork for dropout."""
+    return _Tracker()
+
+
+def model_parallel_cuda_manual_seed(seed: int) -> None:
+    """Seed every generator: there is one model-parallel rank."""
+    torch.manual_seed(seed)

@@ -1,0 +1,5 @@
+"""``deepspeed.runtime.engine``."""
+
+from zero_engine.deepspeed.engine import DeepSpeedEngine
+
+__all__ = ["DeepSpeedEngine"]

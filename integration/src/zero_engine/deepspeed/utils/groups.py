@@ -1,0 +1,54 @@
+"""``deepspeed.utils.groups``: all ranks are data-parallel; other groups have one rank each."""
+
+from __future__ import annotations
+
+import torch.distributed as dist
+
+__all__ = [
+    "get_data_parallel_group",
+    "get_data_parallel_rank",
+    "get_data_parallel_world_size",
+    "get_model_parallel_rank",
+    "get_model_parallel_world_size",
+    "get_tensor_model_parallel_rank",
+    "get_tensor_model_parallel_world_size",
+]
+
+
+def get_data_parallel_group() -> dist.ProcessGroup | None:
+    """All ranks; None before torch.distributed is initialised."""
+    return dist.group.WORLD if dist.is_initialized() else None
+
+
+def get_data_parallel_world_size() -> int:
+    """Number of ranks."""
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def get_data_parallel_rank() -> int:
+    """This rank."""
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def get_model_parallel_world_size() -> int:
+    """One: no layer is split."""
+    return 1
+
+
+def get_model_parallel_rank() -> int:
+    """Zero."""
+    return 0
+
+
+get_tensor_model_parallel_world_size = get_model_parallel_world_size
+get_tensor_model_parallel_rank = get_model_parallel_rank
+_get_data_parallel_group = get_data_parallel_group
+_get_data_parallel_world_size = get_data_parallel_world_size
+_get_data_parallel_rank = get_data_parallel_rank
+_get_model_parallel_world_size = get_model_parallel_world_size
+_get_sequence_parallel_world_size = get_model_parallel_world_size
+_get_sequence_parallel_rank = get_model_parallel_rank
+
+
+def _get_sequence_parallel_group() -> None:
+    """There is none."""

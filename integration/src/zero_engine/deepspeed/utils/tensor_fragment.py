@@ -1,0 +1,149 @@
+"""``deepspeed.utils.tensor_fragment``: a parameter's master weight, gradient and optimizer state.
+
+The parameter itself is passed, not its name. ``full`` values are whole, in the parameter's shape,
+fp32, on the engine's device; every rank must call. ``local`` ones are the part that this rank's
+optimizer state covers, 1-D. What there is none of is None: of a parameter that belongs to no
+engine, or is frozen, and of a gradient outside of the time between a step's last backward and
+``step``. A gradient is as backward left it, averaged over ranks: not clipped, and still multiplied
+by the fp16 loss scale, as in DeepSpeed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from zero_core import Engine, engine_of
+
+__all__ = [
+    "safe_get_full_fp32_param",
+    "safe_get_full_grad",
+    "safe_get_full_optimizer_state",
+    "safe_get_local_fp32_param",
+    "safe_get_local_grad",
+    "safe_get_local_optimizer_state",
+    "safe_set_full_fp32_param",
+    "safe_set_full_grad",
+    "safe_set_full_optimizer_state",
+    "safe_set_local_fp32_param",
+    "safe_set_local_grad",
+    "safe_set_local_optimizer_state",
+    "safe_update_full_grad_vectorized",
+]
+
+_MASTER = "master_weight"
+_GRAD = "grad"
+
+
+def safe_get_full_fp32_param(param: nn.Parameter) -> Tensor | None:
+    """The master weight of ``param``, whole."""
+    return _get(param, _MASTER)
+
+
+def safe_get_full_grad(param: nn.Parameter) -> Tensor | None:
+    """The gradient of ``param``, whole."""
+    return _get(param, _GRAD)
+
+
+def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> Tensor | None:
+    """State ``optim_state_key`` ("exp_avg", ...) of ``param``, whole; None before its first step.
+
+    Every rank gets the same answer.
+    """
+    return _get(param, optim_state_key)
+
+
+def safe_get_local_fp32_param(param: nn.Parameter) -> Tensor | None:
+    """This rank's part of the master weight."""
+    return _get(param, _MASTER, is_local=True)
+
+
+def safe_get_local_grad(param: nn.Parameter) -> Tensor | None:
+    """This rank's part of the gradient; every rank must call it."""
+    return _get(param, _GRAD, is_local=True)
+
+
+def safe_get_local_optimizer_state(param: nn.Parameter, optim_state_key: str) -> Tensor | None:
+    """This rank's part of state ``optim_state_key``."""
+    return _get(param, optim_state_key, is_local=True)
+
+
+def safe_set_full_fp32_param(param: nn.Parameter, value: Tensor) -> None:
+    """Set the master weight of ``param``; every rank must call it, with the same ``value``."""
+    _set(param, value, _MASTER)
+
+
+def safe_set_full_grad(param: nn.Parameter, value: Tensor) -> None:
+    """Set the gradient of the step to come; every rank must call it, with the same ``value``."""
+    _set(param, value, _GRAD)
+
+
+def safe_set_full_optimizer_state(param: nn.Parameter, value: Tensor, optim_state_key: str) -> None:
+    """Set state ``optim_state_key``; every rank must call it, with the same ``value``."""
+    _set(param, value, optim_state_key)
+
+
+def safe_set_local_fp32_param(param: nn.Parameter, value: Tensor) -> None:
+    """Set this rank's part of the master weight; every rank must call it."""
+    _set(param, value, _MASTER, is_local=True)
+
+
+def safe_set_local_grad(param: nn.Parameter, value: Tensor) -> None:
+    """Set this rank's part of the gradient; every rank must call it."""
+    _set(param, value, _GRAD, is_local=True)
+
+
+def safe_set_local_optimizer_state(
+    param: nn.Parameter, value: Tensor, optim_state_key: str
+) -> None:
+    """Set this rank's part of state ``optim_state_key``; every rank must call it."""
+    _set(param, value, optim_state_key, is_local=True)
+
+
+def safe_update_full_grad_vectorized(
+    param_list: Sequence[nn.Parameter],
+    update_func: Callable[[Tensor, nn.Parameter], Tensor],
+) -> None:
+    """Replace each gradient by ``update_func(gradient, parameter)``; every rank must call it."""
+    for param in param_list:
+        grad = safe_get_full_grad(param)
+        if grad is not None:
+            safe_set_full_grad(param, update_func(grad, param))
+
+
+def _get(param: nn.Parameter, what: str, *, is_local: bool = False) -> Tensor | None:
+    engine = engine_of(param)
+    if engine is None:
+        return None
+    name = _name(engine, param)
+    if what == _GRAD and not engine.states.has_gradient():
+        return None
+    read = engine.states.get_local if is_local else engine.states.get_full
+    try:
+        value = read(name, what)
+    except KeyError:  # frozen, or before the first step: all ranks agree
+        return None
+    factor = engine.loss_scale if what == _GRAD else 1.0
+    return (value * factor if factor != 1.0 else value).to(engine.device)
+
+
+def _set(param: nn.Parameter, value: Tensor, what: str, *, is_local: bool = False) -> None:
+    engine = engine_of(param)
+    if engine is None:
+        raise ValueError(
+            f"a parameter of shape {tuple(param.shape)} belongs to no engine: call initialize() "
+            "first, and pass a parameter of its model"
+        )
+    name = _name(engine, param)
+    if what == _GRAD:
+        value = value / engine.loss_scale
+    write = engine.states.set_local if is_local else engine.states.set_full
+    write(name, value.detach().to("cpu", torch.float32), what)
+
+
+def _name(engine: Engine, param: nn.Parameter) -> str:
+    name = engine.owns(param)
+    assert name is not None, "engine_of found it"
+    return name

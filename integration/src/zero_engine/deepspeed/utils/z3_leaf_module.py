@@ -1,0 +1,124 @@
+"""``deepspeed.utils.z3_leaf_module``: modules that are fetched as a whole.
+
+Every block is, here, whatever in it runs: the marks are kept for scripts that ask, and change
+nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+from torch import nn
+
+__all__ = [
+    "get_z3_leaf_modules",
+    "set_z3_leaf_module",
+    "set_z3_leaf_modules",
+    "set_z3_leaf_modules_by_name",
+    "set_z3_leaf_modules_by_suffix",
+    "unset_z3_leaf_modules",
+    "z3_leaf_module",
+    "z3_leaf_parameter",
+]
+
+_MARK = "_z3_leaf"
+
+
+def z3_leaf_module(model: nn.Module) -> bool:
+    """Whether ``model`` itself is marked."""
+    return bool(getattr(model, _MARK, False))
+
+
+def z3_leaf_parameter(model: nn.Parameter) -> bool:
+    """Whether the parameter is marked: none ever is."""
+    return hasattr(model, "ds_z3_leaf_module")
+
+
+def get_z3_leaf_modules(model: nn.Module) -> list[nn.Module]:
+    """The marked modules of ``model``."""
+    return [module for module in model.modules() if z3_leaf_module(module)]
+
+
+def set_z3_leaf_module(model: nn.Module, flag: bool) -> None:
+    """Mark ``model`` itself, or take the mark away."""
+    setattr(model, _MARK, flag)
+
+
+def set_z3_leaf_modules(
+    model: nn.Module,
+    leaf_module_classes: Sequence[type | str],
+    raise_if_not_found: bool = True,
+) -> list[nn.Module]:
+    """Mark the modules of these classes, given as such or by name; those found.
+
+    Raises:
+        ValueError: there is none.
+    """
+    return _set_by_class(model, leaf_module_classes, True, raise_if_not_found)
+
+
+def unset_z3_leaf_modules(
+    model: nn.Module,
+    leaf_module_classes: Sequence[type | str],
+    raise_if_not_found: bool = True,
+) -> list[nn.Module]:
+    """Take the marks of modules of these classes away; see `set_z3_leaf_modules`."""
+    return _set_by_class(model, leaf_module_classes, False, raise_if_not_found)
+
+
+def set_z3_leaf_modules_by_name(
+    model: nn.Module,
+    module_names: Sequence[str],
+    flag: bool = True,
+    raise_if_not_found: bool = True,
+) -> tuple[list[nn.Module], list[str]]:
+    """Mark modules by their full names; those found, and the names without one."""
+    return _set_by_name(model, module_names, flag, raise_if_not_found, str.__eq__)
+
+
+def set_z3_leaf_modules_by_suffix(
+    model: nn.Module,
+    module_name_suffixes: Sequence[str],
+    flag: bool = True,
+    raise_if_not_found: bool = True,
+) -> tuple[list[nn.Module], list[str]]:
+    """Mark modules by the ends of their names; those found, and the ends without one."""
+    return _set_by_name(model, module_name_suffixes, flag, raise_if_not_found, str.endswith)
+
+
+def _set_by_class(
+    model: nn.Module, classes: Sequence[type | str], flag: bool, raise_if_not_found: bool
+) -> list[nn.Module]:
+    found = [m for m in model.modules() if any(_is_of(m, c) for c in classes)]
+    _set_all(found, flag)
+    if not found and raise_if_not_found:
+        raise ValueError(f"no module of {list(classes)} in {type(model).__name__}")
+    return found
+
+
+def _is_of(module: nn.Module, wanted: type | str) -> bool:
+    if isinstance(wanted, type):
+        return isinstance(module, wanted)
+    own = type(module)
+    return wanted in (own.__name__, f"{own.__module__}.{own.__qualname__}")
+
+
+def _set_by_name(
+    model: nn.Module,
+    wanted: Sequence[str],
+    flag: bool,
+    raise_if_not_found: bool,
+    fits: Callable[[str, str], bool],
+) -> tuple[list[nn.Module], list[str]]:
+    names = dict(model.named_modules())
+    found = {n: m for n, m in names.items() if any(fits(n, w) for w in wanted)}
+    missing = [w for w in wanted if not any(fits(n, w) for n in names)]
+    if missing and raise_if_not_found:
+        raise ValueError(f"no module named {missing} in {type(model).__name__}")
+    _set_all(found.values(), flag)
+    return list(found.values()), missing
+
+
+def _set_all(modules: Iterable[nn.Module], flag: bool) -> None:
+    for module in modules:
+        set_z3_leaf_module(module, flag)

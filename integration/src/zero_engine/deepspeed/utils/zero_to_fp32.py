@@ -1,0 +1,190 @@
+"""``deepspeed.utils.zero_to_fp32``: the model in fp32, out of a checkpoint; no ranks are needed.
+
+Checkpoints are those that the engine wrote, of any stage and number of ranks. As a program:
+
+    python -m zero_engine.deepspeed.utils.zero_to_fp32 CHECKPOINT_DIR OUTPUT_DIR
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from zero_core.checkpoint_files import read_buffers, read_weights
+
+__all__ = [
+    "convert_zero_checkpoint_to_fp32_state_dict",
+    "convert_zero_checkpoint_to_state_dict",
+    "get_fp32_state_dict_from_zero_checkpoint",
+    "load_state_dict_from_zero_checkpoint",
+]
+
+_M = TypeVar("_M", bound=nn.Module)
+_Write = Callable[[dict[str, Tensor], Path], Any]
+_UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+
+
+def get_fp32_state_dict_from_zero_checkpoint(
+    checkpoint_dir: str | Path,
+    tag: str | None = None,
+    exclude_frozen_parameters: bool = False,
+    lazy_mode: bool = False,
+) -> dict[str, Tensor]:
+    """The whole state dict in fp32 on the CPU; tied names share a tensor.
+
+    Args:
+        checkpoint_dir: the folder that `save_checkpoint` was given.
+        tag: of the checkpoint; None is the newest.
+        exclude_frozen_parameters: leave frozen parameters out.
+        lazy_mode: accepted; tensors are read one at a time anyway.
+
+    Raises:
+        CheckpointError: there is no such checkpoint.
+    """
+    return _read(checkpoint_dir, tag, exclude_frozen_parameters, torch.float32)
+
+
+def load_state_dict_from_zero_checkpoint(
+    model: _M, checkpoint_dir: str | Path, tag: str | None = None
+) -> _M:
+    """Move ``model`` to the CPU and give it the checkpoint's fp32 values; the same model."""
+    model.cpu()
+    model.load_state_dict(get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag), False)
+    return model
+
+
+def convert_zero_checkpoint_to_fp32_state_dict(
+    checkpoint_dir: str | Path,
+    output_dir: str | Path,
+    max_shard_size: str | int | None = "5GB",
+    safe_serialization: bool = False,
+    tag: str | None = None,
+    exclude_frozen_parameters: bool = False,
+) -> None:
+    """`convert_zero_checkpoint_to_state_dict` in fp32."""
+    convert_zero_checkpoint_to_state_dict(
+        checkpoint_dir,
+        output_dir,
+        max_shard_size,
+        safe_serialization,
+        tag,
+        exclude_frozen_parameters,
+    )
+
+
+def convert_zero_checkpoint_to_state_dict(
+    checkpoint_dir: str | Path,
+    output_dir: str | Path,
+    max_shard_size: str | int | None = "5GB",
+    safe_serialization: bool = False,
+    tag: str | None = None,
+    exclude_frozen_parameters: bool = False,
+    dtype: torch.dtype | str = torch.float32,
+) -> None:
+    """Write the state dict into ``output_dir``, in files as Hugging Face names them.
+
+    Args:
+        checkpoint_dir: the folder that `save_checkpoint` was given.
+        output_dir: a folder; it is made.
+        max_shard_size: largest file, as bytes or "5GB"; None is one file.
+        safe_serialization: ``model.safetensors``, else ``pytorch_model.bin`` of tensors alone.
+        tag: of the checkpoint; None is the newest.
+        exclude_frozen_parameters: leave frozen parameters out.
+        dtype: of floating values.
+    """
+    chosen = getattr(torch, dtype) if isinstance(dtype, str) else dtype
+    state = _read(checkpoint_dir, tag, exclude_frozen_parameters, chosen)
+    state = _without_ties(state) if safe_serialization else state
+    stem, ending = ("model", "safetensors") if safe_serialization else ("pytorch_model", "bin")
+    write: Callable[[dict[str, Tensor], Path], Any] = (
+        _save_safe if safe_serialization else torch.save
+    )
+    parts = _split(state, _bytes(max_shard_size))
+    folder = Path(output_dir)
+    folder.mkdir(parents=True, exist_ok=True)
+    if len(parts) == 1:
+        write(state, folder / f"{stem}.{ending}")
+        return
+    names = [f"{stem}-{i + 1:05d}-of-{len(parts):05d}.{ending}" for i in range(len(parts))]
+    for name, part in zip(names, parts, strict=True):
+        write(part, folder / name)
+    index = {
+        "metadata": {"total_size": sum(t.nbytes for t in state.values())},
+        "weight_map": {key: n for n, part in zip(names, parts, strict=True) for key in part},
+    }
+    text = json.dumps(index, indent=2)
+    (folder / f"{stem}.{ending}.index.json").write_text(text, encoding="utf-8")
+
+
+def _read(
+    directory: str | Path, tag: str | None, exclude_frozen: bool, dtype: torch.dtype
+) -> dict[str, Tensor]:
+    folder, chosen = Path(directory), None if tag is None else str(tag)
+    state = {
+        name: value.to(dtype) if value.is_floating_point() else value
+        for name, value in read_buffers(folder, chosen).items()
+    }
+    for weight in read_weights(folder, chosen):
+        if weight.is_trainable or not exclude_frozen:
+            value = weight.value
+            value = value.to(dtype) if value.is_floating_point() else value
+            state |= dict.fromkeys(weight.names, value)
+    return state
+
+
+def _without_ties(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Each tensor once, under its first name: the format has no ties, readers make them again."""
+    once: dict[int, str] = {}
+    for name, value in state.items():
+        once.setdefault(id(value), name)
+    return {name: state[name].contiguous() for name in once.values()}
+
+
+def _save_safe(part: dict[str, Tensor], path: Path) -> None:
+    save_file(part, path, metadata={"format": "pt"})
+
+
+def _split(state: Mapping[str, Tensor], limit: int | None) -> list[dict[str, Tensor]]:
+    parts: list[dict[str, Tensor]] = [{}]
+    used = 0
+    for name, value in state.items():
+        if limit is not None and parts[-1] and used + value.nbytes > limit:
+            parts.append({})
+            used = 0
+        parts[-1][name] = value
+        used += value.nbytes
+    return parts
+
+
+def _bytes(size: str | int | None) -> int | None:
+    if size is None or isinstance(size, int):
+        return size
+    text = size.strip().upper()
+    for unit, factor in _UNITS.items():
+        if text.endswith(unit) and text.removesuffix(unit).strip().isdigit():
+            return int(text.removesuffix(unit)) * factor
+    raise ValueError(f"max_shard_size = {size!r}: expected bytes, or a size such as '5GB'")
+
+
+def main() -> None:
+    """The program."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
+    parser.add_argument("checkpoint_dir")
+    parser.add_argument("output_dir")
+    parser.add_argument("--max_shard_size", default="5GB")
+    parser.add_argument("--safe_serialization", action="store_true")
+    parser.add_argument("-t", "--tag")
+    parser.add_argument("--exclude_frozen_parameters", action="store_true")
+    options = parser.parse_args()
+    convert_zero_checkpoint_to_fp32_state_dict(**vars(options))
+
+
+if __name__ == "__main__":
+    main()

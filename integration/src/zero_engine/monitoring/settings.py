@@ -1,0 +1,117 @@
+"""The blocks of DeepSpeed's JSON that say what a run tells; names and defaults are DeepSpeed's."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, PositiveInt
+
+__all__ = [
+    "CometSettings",
+    "CommsLoggerSettings",
+    "CsvSettings",
+    "FlopsProfilerSettings",
+    "MonitorSettings",
+    "TensorBoardSettings",
+    "ThroughputSettings",
+    "WandbSettings",
+]
+
+
+class _Block(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class TensorBoardSettings(_Block):
+    """``tensorboard``: event files in ``output_path/job_name``."""
+
+    enabled: bool = False
+    output_path: str = ""
+    job_name: str = "DeepSpeedJobName"
+
+
+class CsvSettings(_Block):
+    """``csv_monitor``: one file per name in ``output_path/job_name``."""
+
+    enabled: bool = False
+    output_path: str = ""
+    job_name: str = "DeepSpeedJobName"
+
+
+class WandbSettings(_Block):
+    """``wandb``: a run of Weights & Biases."""
+
+    enabled: bool = False
+    group: str | None = None
+    team: str | None = None
+    project: str = "deepspeed"
+
+
+class CometSettings(_Block):
+    """``comet``: an experiment of Comet."""
+
+    enabled: bool = False
+    samples_log_interval: PositiveInt = 100
+    """A name's next value is sent when this many samples have passed."""
+    project: str | None = None
+    workspace: str | None = None
+    api_key: str | None = None
+    experiment_name: str | None = None
+    experiment_key: str | None = None
+    online: bool | None = None
+    mode: Literal["get", "create", "get_or_create"] | None = None
+
+
+class MonitorSettings(_Block):
+    """Where scalars go; several at once are possible."""
+
+    tensorboard: TensorBoardSettings = TensorBoardSettings()
+    csv_monitor: CsvSettings = CsvSettings()
+    wandb: WandbSettings = WandbSettings()
+    comet: CometSettings = CometSettings()
+
+    @property
+    def enabled(self) -> bool:
+        """Whether there is any."""
+        blocks = (self.tensorboard, self.csv_monitor, self.wandb, self.comet)
+        return any(block.enabled for block in blocks)
+
+
+class FlopsProfilerSettings(_Block):
+    """``flops_profiler``: floating-point operations of one step, counted by torch."""
+
+    enabled: bool = False
+    profile_step: Annotated[int, Field(ge=0)] = 1
+    """The first step is 0."""
+    recompute_fwd_factor: float = 0.0
+    """Of no use here: backward is counted, not estimated."""
+    module_depth: Annotated[int, Field(ge=-1)] = -1
+    """Depth of the deepest modules in the table; -1 is all."""
+    top_modules: PositiveInt = 1
+    """The modules with the most operations that are named per depth."""
+    detailed: bool = True
+    """Whether each module has its row."""
+    output_file: str | None = None
+    """Where the report goes; None is the screen."""
+
+
+class CommsLoggerSettings(_Block):
+    """``comms_logger``: what the engine's collectives send."""
+
+    enabled: bool = False
+    prof_all: bool = True
+    """All collectives; else those of ``prof_ops``."""
+    prof_ops: tuple[str, ...] = ()
+    """Names as in ``comm_report()``: all_gather, reduce_scatter, all_to_all, all_reduce."""
+    verbose: bool = False
+    """A line per collective after each step."""
+    debug: bool = False
+    """With what the collective carries in the name."""
+
+
+class ThroughputSettings(_Block):
+    """``timers.throughput``: samples per second, every ``steps_per_print`` steps."""
+
+    enabled: bool = True
+    synchronized: bool = True
+    """Of no use here: the device is waited for when a line is written, and only then."""

@@ -1,0 +1,12 @@
+"""``zero-engine run``: a script that imports deepspeed, unchanged, with this engine behind the name.
+
+    on_path/        the folder put on PYTHONPATH: metadata, and what starts the hook in a process
+    hook            serves ``deepspeed.*`` as the modules ``zero_engine.deepspeed.*``
+    refusal         what stands in place of the parts of DeepSpeed that are not served
+    accelerate_cpu  lets accelerate see all ranks where there is no accelerator
+    environment     the variables by which processes get the hook
+    run             the command
+
+Imported by every Python process that the hook reaches: nothing here imports torch at the top, but
+``run``.
+"""

@@ -1,0 +1,140 @@
+"""Serves ``deepspeed`` and ``deepspeed.*`` as the modules ``zero_engine.deepspeed.*``.
+
+    alias    ``deepspeed.x`` is ``zero_engine.deepspeed.x``: one module object under both names
+    refused  a module of DeepSpeed that isn't served; `zero_engine.script.refusal`
+    mended   a module of somebody else's that is changed once it has been imported
+
+Installed by ``on_path/sitecustomize.py`` in every Python process, long before it is clear whether
+deepspeed will be imported at all: nothing but the standard library is imported here at the top.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from collections.abc import Callable, Sequence
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+
+__all__ = ["install"]
+
+SERVED = "deepspeed"
+HOME = "zero_engine.deepspeed"
+
+
+def install() -> None:
+    """Serve deepspeed in this process, in place of one that may be installed. Can be repeated."""
+    if any(isinstance(finder, _Served) for finder in sys.meta_path):
+        return
+    sys.meta_path.insert(0, _Served())
+    sys.meta_path.append(_NotServed())  # asked for what nobody else has found
+
+
+class _Served(MetaPathFinder):
+    """Finds aliases, and the modules to mend. Asked before all others."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if fullname in MENDS:
+            return _mended(fullname, path, target)
+        if fullname != SERVED and not fullname.startswith(f"{SERVED}."):
+            return None
+        home = f"{HOME}{fullname.removeprefix(SERVED)}"
+        found = _spec_of(home)
+        if found is None:
+            # Not None: a finder that is asked next would find the real deepspeed's module.
+            raise ModuleNotFoundError(
+                f"zero-engine stands for deepspeed here, and DeepSpeed 0.19.8 has no {fullname!r}",
+                name=fullname,
+            )
+        is_package = found.submodule_search_locations is not None
+        return ModuleSpec(fullname, _Alias(home), origin=found.origin, is_package=is_package)
+
+
+class _Alias(Loader):
+    """Loads a module by importing it under its other name."""
+
+    def __init__(self, home: str) -> None:
+        self._home = home
+        self._spec: ModuleSpec | None = None
+
+    def create_module(self, _spec: ModuleSpec) -> ModuleType:
+        module = importlib.import_module(self._home)
+        self._spec = module.__spec__
+        return module
+
+    def exec_module(self, module: ModuleType) -> None:
+        module.__spec__ = self._spec  # the import system has put the alias' there
+
+
+class _NotServed(MetaPathFinder):
+    """Finds ``zero_engine.deepspeed.x`` where x is DeepSpeed's and isn't there. Asked last."""
+
+    def find_spec(
+        self,
+        fullname: str,
+        _path: Sequence[str] | None = None,
+        _target: ModuleType | None = None,
+    ) -> ModuleSpec | None:
+        if not fullname.startswith(f"{HOME}."):
+            return None
+        from zero_engine.script.refusal import reason_to_refuse
+
+        reason = reason_to_refuse(fullname.removeprefix(f"{HOME}."))
+        return ModuleSpec(fullname, _Refusing(reason), is_package=True) if reason else None
+
+
+class _Refusing(Loader):
+    """Makes a module whose every name is refused."""
+
+    def __init__(self, reason: str) -> None:
+        self._reason = reason
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        from zero_engine.script.refusal import RefusedModule
+
+        return RefusedModule(spec.name, spec.name.removeprefix(f"{HOME}."), self._reason)
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Nothing is in it."""
+
+
+def _spec_of(home: str) -> ModuleSpec | None:
+    try:
+        return importlib.util.find_spec(home)
+    except ModuleNotFoundError as error:
+        if error.name is not None and f"{home}.".startswith(f"{error.name}."):
+            return None  # the parent is a module, not a package
+        raise
+
+
+def _mended(
+    fullname: str, path: Sequence[str] | None, target: ModuleType | None
+) -> ModuleSpec | None:
+    """The module's own spec, whose loader mends the module once it has run."""
+    others = (f for f in sys.meta_path if not isinstance(f, _Served) and hasattr(f, "find_spec"))
+    found = (finder.find_spec(fullname, path, target) for finder in others)
+    spec = next(filter(None, found), None)
+    if spec is None or spec.loader is None:
+        return None
+    run = spec.loader.exec_module
+
+    def run_and_mend(module: ModuleType) -> None:
+        run(module)
+        MENDS[fullname](module)
+
+    # On this one loader: its class is the interpreter's.
+    spec.loader.exec_module = run_and_mend  # type: ignore[method-assign]
+    return spec
+
+
+def _mend_accelerate(module: ModuleType) -> None:
+    from zero_engine.script.accelerate_cpu import mend
+
+    mend(module)
+
+
+MENDS: dict[str, Callable[[ModuleType], None]] = {"accelerate.state": _mend_accelerate}

@@ -1,0 +1,114 @@
+"""What stands in place of the parts of DeepSpeed that are not served.
+
+A script may import such a part and never use it, so importing works. The first use (a call, a
+subclass, an attribute) raises one error that says what to do.
+"""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from zero_engine.deepspeed.errors import Unserved
+
+__all__ = ["RefusedModule", "reason_to_refuse", "refused_name"]
+
+PIPELINE = "there is no pipeline parallelism here; stage 3 with offload_param holds large models"
+EXPERTS = "there is no expert parallelism here; a model's own experts are sharded at stage 3"
+INFERENCE = "this engine trains; serve the saved model with an inference library"
+TENSOR = "there is no tensor parallelism here; use zero_optimization stage 3"
+SEQUENCE = "there is no sequence parallelism here; use activation checkpointing"
+COMPRESSION = "there is no compression of models here"
+TUNING = "there is no autotuner here; 'zero-engine plan' says what fits"
+KERNELS = "DeepSpeed's own kernels are not served; use torch's modules"
+DATA = "DeepSpeed's data pipeline is not served; use a torch DataLoader"
+INNER = "it is an inner part of DeepSpeed, which works differently here"
+
+REASONS = {
+    **dict.fromkeys(
+        ("pipe", "runtime.pipe", "PipelineEngine", "PipelineModule", "LayerSpec", "TiedLayerSpec"),
+        PIPELINE,
+    ),
+    "moe": EXPERTS,
+    **dict.fromkeys(
+        (
+            *("inference", "model_implementations", "ops.transformer", "runtime.hybrid_engine"),
+            *("runtime.hybrid_engine_graph", "runtime.rollout", "init_inference"),
+            *("default_inference_config", "InferenceEngine", "DeepSpeedInferenceConfig"),
+            *("DeepSpeedHybridEngine", "replace_transformer_layer", "revert_transformer_layer"),
+            *("DeepSpeedTransformerLayer", "DeepSpeedTransformerConfig"),
+        ),
+        INFERENCE,
+    ),
+    **dict.fromkeys(
+        ("module_inject", "runtime.tensor_parallel", "runtime.domino"), TENSOR
+    ),
+    **dict.fromkeys(("tp_model_init", "set_autotp_mode"), TENSOR),
+    **dict.fromkeys(("sequence", "runtime.sequence_parallel"), SEQUENCE),
+    **dict.fromkeys(("compression", "linear", "runtime.weight_quantizer"), COMPRESSION),
+    "autotuning": TUNING,
+    **dict.fromkeys(
+        (
+            *("ops.aio", "ops.compile", "ops.deepspeed4science", "ops.fp_quantizer", "ops.gds"),
+            *("ops.quantizer", "ops.random_ltd", "ops.triton_ops", "ops.pin_memory"),
+        ),
+        KERNELS,
+    ),
+    "runtime.data_pipeline": DATA,
+    **dict.fromkeys(
+        (
+            *("compat", "compile", "constants", "datastates", "env_report", "git_version_info"),
+            *("git_version_info_installed", "io", "nvme", "profiling"),
+            *("accelerator", "checkpoint", "comm", "launcher", "monitor", "ops", "runtime"),
+            "utils",
+        ),
+        INNER,
+    ),
+}
+"""DeepSpeed's modules (with all that is below them) and top-level names, and why they are refused.
+
+A module that `zero_engine.deepspeed` has is served, wherever it stands here.
+"""
+
+
+class RefusedModule(ModuleType):
+    """A module of DeepSpeed that is not served; every name in it is an `Unserved`."""
+
+    def __init__(self, name: str, served_name: str, reason: str) -> None:
+        super().__init__(name, f"deepspeed.{served_name} is not served: {reason}")
+        self._served_name = served_name
+        self._reason = reason
+
+    def __getattr__(self, name: str) -> Unserved:
+        if name.startswith("__"):
+            raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
+        return _unserved(f"{self._served_name}.{name}", self._reason)
+
+
+def reason_to_refuse(name: str) -> str | None:
+    """Why DeepSpeed's ``name`` (dotted, without "deepspeed.") is refused; None: it isn't its."""
+    while name:
+        if name in REASONS:
+            return REASONS[name]
+        name = name.rpartition(".")[0]
+    return None
+
+
+def refused_name(name: str) -> Unserved:
+    """What ``deepspeed.NAME`` is, for a name that is not served: `Unserved`.
+
+    Raises:
+        AttributeError: DeepSpeed has no such name.
+    """
+    reason = reason_to_refuse(name)
+    if reason is None:
+        raise AttributeError(f"module 'deepspeed' has no attribute {name!r}")
+    return _unserved(name, reason)
+
+
+def _unserved(name: str, reason: str) -> Unserved:
+    # Not at the top: zero_engine.deepspeed imports this module.
+    from zero_engine.deepspeed.errors import Unserved
+
+    return Unserved(name, reason)

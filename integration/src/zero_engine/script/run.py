@@ -1,0 +1,118 @@
+"""``zero-engine run``: start ranks of somebody else's script, each with the hook."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from argparse import ArgumentParser, Namespace
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch.distributed.run import get_args_parser
+
+from zero_core.errors import ConfigError
+from zero_engine.machine import available_cores
+from zero_engine.ranks import is_under_launcher
+from zero_engine.script.environment import hooked
+from zero_engine.torchrun import local_address_only, run_ranks
+
+__all__ = ["run_program"]
+
+LAUNCHERS = ("accelerate", "torchrun")
+"""Programs that start ranks themselves."""
+LAUNCHER_MODULES = (
+    "accelerate.commands.launch",
+    "accelerate.commands.accelerate_cli",
+    "torch.distributed.run",
+    "torch.distributed.launch",
+)
+PROGRAM = ("module", "no_python", "training_script", "training_script_args")
+"""What torchrun's parser reads besides its options."""
+
+
+def run_program(arguments: Sequence[str]) -> int:
+    """Run ``[torchrun options] script.py arguments`` with the hook; the exit code.
+
+    Does not return, but becomes the program, where no ranks are to be started: in a process that
+    is a rank already, or for a launcher, which starts them itself.
+
+    Raises:
+        ConfigError: options for torchrun, where no ranks are started.
+    """
+    parser = _parser()
+    parsed = parser.parse_args(list(arguments))
+    os.environ.update(hooked(os.environ))
+    if is_under_launcher() or _is_launcher(parsed):
+        _refuse_options(parser, parsed)
+        _become(parsed)
+    if parsed.nnodes in ("1", "1:1") and parsed.rdzv_endpoint == parser.get_default("rdzv_endpoint"):
+        # On this machine alone: with a port that is free, not with torchrun's fixed one.
+        parsed.standalone = True
+        _set_defaults(local_address_only())
+    if parsed.nproc_per_node.isdecimal():
+        threads = max(1, available_cores() // max(1, int(parsed.nproc_per_node)))
+        _set_defaults({"OMP_NUM_THREADS": str(threads)})
+    return run_ranks(parsed)
+
+
+def _parser() -> ArgumentParser:
+    """torchrun's parser, whose default is a rank per accelerator."""
+    parser: ArgumentParser = get_args_parser()
+    parser.prog = "zero-engine run"
+    if "PET_NPROC_PER_NODE" not in os.environ:
+        parser.set_defaults(nproc_per_node=str(max(1, torch.accelerator.device_count())))
+    return parser
+
+
+def _is_launcher(parsed: Namespace) -> bool:
+    if parsed.module:
+        return parsed.training_script in LAUNCHER_MODULES
+    program = Path(parsed.training_script)
+    return program.name in LAUNCHERS and program.suffix == "" and not program.is_dir()
+
+
+def _refuse_options(parser: ArgumentParser, parsed: Namespace) -> None:
+    """Options would have no effect: nothing is started that they could be passed on to."""
+    given = [
+        name
+        for name, value in vars(parsed).items()
+        if name not in PROGRAM and value != parser.get_default(name)
+    ]
+    if given:
+        option = f"--{given[0].replace('_', '-')}"
+        raise ConfigError(
+            f"{option} was given, but 'zero-engine run' starts no ranks here: this process is a "
+            f"rank already, or {parsed.training_script} starts them; give the option there"
+        )
+
+
+def _become(parsed: Namespace) -> None:
+    """Put the program in this process's place."""
+    program = parsed.training_script
+    if parsed.module:
+        command = [sys.executable, "-m", program]
+    elif parsed.no_python:
+        command = [program]
+    elif Path(program).name in LAUNCHERS and not Path(program).is_file():
+        command = [sys.executable, _executable(program)]
+    else:
+        command = [sys.executable, program]
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.execvp(command[0], [*command, *parsed.training_script_args])
+
+
+def _executable(program: str) -> str:
+    """Where the launcher lies: beside this interpreter, which is to run it, or on PATH."""
+    beside = Path(sys.executable).parent / program
+    found = str(beside) if beside.is_file() else shutil.which(program)
+    if found is None:
+        raise ConfigError(f"there is no program {program!r} in this environment; is it installed?")
+    return found
+
+
+def _set_defaults(variables: dict[str, str]) -> None:
+    for name, value in variables.items():
+        os.environ.setdefault(name, value)

@@ -1,0 +1,60 @@
+"""torchrun within this process: start ranks, wait for them, and end with their exit code.
+
+torchrun (``torch.distributed.run``) passes SIGINT and SIGTERM on to the ranks, which save and leave
+by themselves; it kills those that are still there after a grace period.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+from argparse import Namespace
+
+from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.run import run
+
+__all__ = ["GRACE_PERIOD_S", "local_address_only", "run_ranks"]
+
+GRACE_PERIOD_S = 300
+"""How long ranks may take to save. torch 2.10 and 2.11 have 30 s, which cannot be changed."""
+
+
+def local_address_only() -> dict[str, str]:
+    """Variables for ranks that are all on this machine."""
+    # gloo otherwise looks its own address up by host name, which a machine may not know.
+    return {"GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo"}
+
+
+def run_ranks(arguments: Namespace) -> int:
+    """Run what torchrun's parsed ``arguments`` describe, and wait for the end.
+
+    Returns:
+        The exit code: 0, 128 + signal if the run was asked to stop, else that of the rank that
+        failed first.
+    """
+    os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(GRACE_PERIOD_S))
+    # torchrun tells at length what is said here in one line, or is part of a normal end.
+    for name in logging.root.manager.loggerDict:  # each has a level of its own
+        if name.startswith("torch.distributed.elastic"):
+            logging.getLogger(name).setLevel(logging.CRITICAL)
+    try:
+        run(arguments)  # type: ignore[no-untyped-call]
+    except SignalException as stop:
+        return 128 + stop.sigval
+    except ChildFailedError as error:
+        return _exit_code(error)
+    return 0
+
+
+def _exit_code(error: ChildFailedError) -> int:
+    rank, failure = error.get_first_failure()
+    code = int(failure.exitcode)
+    if code < 0:  # killed by a signal, and so without a word of its own
+        print(f"rank {rank} was killed by {signal.Signals(-code).name}", file=sys.stderr)
+        return 128 - code
+    if code == 1:  # Python's code for an exception that nobody caught
+        print(f"rank {rank} failed first; its traceback is above", file=sys.stderr)
+    return code

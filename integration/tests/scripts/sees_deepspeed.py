@@ -1,0 +1,76 @@
+"""What a script sees of ``deepspeed``; prints it as JSON."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+
+found = {
+    "is found": importlib.util.find_spec("deepspeed") is not None,
+    "version": importlib.metadata.version("deepspeed"),
+    "packages": set(importlib.metadata.packages_distributions()["deepspeed"]) == {"deepspeed"},
+    "finding it imports torch": "torch" in sys.modules,
+    "arguments": sys.argv[1:],
+    "hidden sitecustomize": os.environ.get("HIDDEN_SITECUSTOMIZE"),
+}
+
+import deepspeed  # noqa: E402
+import deepspeed.accelerator  # noqa: E402
+import deepspeed.comm.comm  # noqa: E402
+import deepspeed.moe.layer  # noqa: E402
+import zero_engine.deepspeed  # noqa: E402
+import zero_engine.deepspeed.comm.comm  # noqa: E402
+from deepspeed import comm as dist  # noqa: E402
+from deepspeed.pipe import LayerSpec, PipelineModule  # noqa: E402
+
+
+def error_of(action):
+    try:
+        action()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return None
+
+
+def imports_nonsense():
+    import deepspeed.nonsense
+
+
+found |= {
+    "__version__": deepspeed.__version__,
+    "one module": deepspeed is zero_engine.deepspeed
+    and deepspeed.comm.comm is zero_engine.deepspeed.comm.comm
+    and dist is sys.modules["deepspeed.comm"]
+    and deepspeed.__spec__ is zero_engine.deepspeed.__spec__,
+    "instance": isinstance(3, PipelineModule),
+    "call": error_of(lambda: LayerSpec(int)),
+    "subclass": error_of(lambda: type("Mine", (), {}) and exec("class Mine(PipelineModule): pass")),
+    "attribute": error_of(lambda: deepspeed.moe.layer.MoE.forward),
+    "top level": error_of(lambda: deepspeed.init_inference(None)),
+    "nonsense": error_of(imports_nonsense),
+    "child": subprocess.run(
+        [sys.executable, "-c", "import deepspeed; print(deepspeed.__name__)"],
+        capture_output=True,
+        text=True,
+    ).stdout.strip(),
+}
+print(json.dumps(found), flush=True)
+
+if os.environ.get("WORLD_SIZE", "1") != "1":
+    import torch
+
+    deepspeed.init_distributed()
+    total = torch.ones(2)
+    dist.all_reduce(total, log_name="total", prof=True)
+    assert total.tolist() == [2.0, 2.0]
+    parts = torch.empty(2)
+    dist.all_gather_into_tensor(parts, tensor=torch.full((1,), float(dist.get_rank())))
+    assert parts.tolist() == [0.0, 1.0]
+    assert dist.get_all_ranks_from_group() == [0, 1]
+    assert deepspeed.accelerator.get_accelerator().device_count() >= 1
+    dist.barrier()
+    sys.exit(7 if dist.get_rank() == 1 else 0)

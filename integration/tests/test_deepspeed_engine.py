@@ -1,0 +1,409 @@
+"""`zero_engine.deepspeed.initialize` trains as DistributedDataParallel does, called as DeepSpeed."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import itertools
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
+from torch.utils.data import TensorDataset
+
+from zero_core import ConfigError
+from zero_core.testing import Case, batch, make_model, run_ddp, spawn
+from zero_engine import deepspeed
+from zero_engine.deepspeed.errors import NotServedError
+
+STEPS = 4
+DEFAULT_CLIPPING = 1.0
+LOSS = {"fp32": 4e-6, "bf16": 0.07}
+VALUE = {"fp32": 2e-6, "bf16": 0.04}
+
+
+def _config(stage: int = 0, accumulation: int = 1, **more: Any) -> dict[str, Any]:
+    return {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": accumulation,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.1}},
+        "zero_optimization": {"stage": stage},
+        **more,
+    }
+
+
+def _linear(seed: int = 0) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 1))
+
+
+def _inputs(step: int, rank: int = 0) -> Tensor:
+    return torch.randn(2, 3, generator=torch.Generator().manual_seed(7 * step + rank))
+
+
+def _engine(config: dict[str, Any] | None = None, **arguments: Any) -> Any:
+    engine, *_ = deepspeed.initialize(model=_linear(), config=config or _config(), **arguments)
+    return engine
+
+
+def _train(engine: Any, steps: int, first: int = 0) -> list[float]:
+    losses = []
+    for step in range(first, first + steps):
+        loss = engine(_inputs(step, engine.global_rank)).square().mean()
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.fixture(autouse=True)
+def alone(request: pytest.FixtureRequest) -> Any:
+    """One rank's process group, for tests that start none; it ends with the test."""
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+# ------------------------------------------------------------------- as with DDP
+
+
+def _by_count(engine: Any, micro: int, accumulation: int) -> bool:
+    return True
+
+
+def _by_declaration(engine: Any, micro: int, accumulation: int) -> bool:
+    """As accelerate does: the boundary is declared, and step called there alone."""
+    is_last = micro == accumulation - 1
+    engine.set_gradient_accumulation_boundary(is_boundary=is_last)
+    return is_last
+
+
+def _compare(rank: int, world_size: int) -> None:
+    for dtype, stage in itertools.product(("fp32", "bf16"), (0, 1, 2, 3)):
+        case = Case(stage, dtype, accumulation=2, clipping=DEFAULT_CLIPPING)
+        expected = run_ddp(case, rank, STEPS)
+        for is_ready in (_by_count, _by_declaration):
+            config = case.config()
+            del config["gradient_clipping"]
+            model = make_model()
+            engine, *_ = deepspeed.initialize(
+                model=model, model_parameters=model.parameters(), config=config
+            )
+            losses = []
+            for step, micro in itertools.product(range(STEPS), range(2)):
+                is_step = is_ready(engine, micro, 2)
+                loss = engine(**batch(step, micro, rank))["loss"]
+                returned = engine.backward(loss)
+                assert returned.item() == pytest.approx(loss.item() / 2)
+                losses.append(loss.item())
+                if is_step:
+                    engine.step()
+            worst = max(abs(x - y) for x, y in zip(losses, expected.losses, strict=True))
+            assert worst <= LOSS[dtype], (stage, dtype, is_ready)
+            for name, param in engine.module.named_parameters():
+                if param.requires_grad:
+                    master = deepspeed.utils.safe_get_full_fp32_param(param)
+                    assert master is not None
+                    assert (master - expected.values[name]).abs().max() <= VALUE[dtype], name
+            assert engine.global_steps == STEPS
+            assert engine.global_samples == STEPS * 2 * 2 * world_size
+            engine.destroy()
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_training_follows_ddp_with_clipping_at_1_by_default(world_size: int) -> None:
+    spawn(_compare, world_size)
+
+
+def _read_on_one_rank(rank: int, world_size: int) -> None:
+    for stage in (0, 1, 2):
+        engine = _engine(_config(stage))
+        _train(engine, 2)
+        expected = engine.core.full_state_dict()
+        if rank == 0:  # no other rank takes part
+            found = engine.module.state_dict()
+            for name, value in expected.items():
+                assert torch.equal(found[name], value), (stage, name)
+        dist.barrier()
+        engine.destroy()
+
+
+def test_state_dict_holds_current_values_on_one_rank_below_stage_3() -> None:
+    spawn(_read_on_one_rank, 2)
+
+
+def _shorter_last_step(rank: int, world_size: int) -> None:
+    model, reference = _linear(), _linear()
+    optimizer = torch.optim.SGD(reference.parameters(), lr=0.1)
+    given = torch.optim.SGD(model.parameters(), lr=0.1)
+    config = _config(3, accumulation=3, gradient_clipping=0.0)
+    engine, *_ = deepspeed.initialize(model=model, optimizer=given, config=config)
+    batches = iter(range(100))
+    for length in (3, 1, 3):  # an epoch of four micro-steps ends early
+        for micro in range(length):
+            number = next(batches)
+            engine.set_gradient_accumulation_boundary(micro == length - 1)
+            loss = engine(_inputs(number, rank)).square().mean() / length
+            engine.backward(loss, scale_wrt_gas=False)
+            for other in range(world_size):
+                mean = reference(_inputs(number, other)).square().mean()
+                (mean / length / world_size).backward()
+        engine.step()
+        optimizer.step()
+        optimizer.zero_grad()
+    for name, param in reference.named_parameters():
+        mine = deepspeed.utils.safe_get_full_fp32_param(model.get_parameter(name))
+        torch.testing.assert_close(mine, param.detach(), rtol=1e-6, atol=1e-7)
+    engine.destroy()
+
+
+def test_step_may_have_fewer_micro_steps_when_the_boundary_is_declared() -> None:
+    spawn(_shorter_last_step, 2)
+
+
+# ------------------------------------------------------------ optimizer and scheduler
+
+
+def test_returns_engine_optimizer_loader_and_scheduler() -> None:
+    data = TensorDataset(torch.arange(12.0).view(4, 3))
+    config = _config(scheduler={"type": "WarmupLR", "params": {"warmup_num_steps": 4}})
+    made = deepspeed.initialize(model=_linear(), config=config, training_data=data)
+    engine, optimizer, loader, scheduler = made
+    assert loader is not None
+    assert len(loader) == 2
+    seen = torch.cat([x for (x,) in loader])
+    assert sorted(seen[:, 0].tolist()) == [0.0, 3.0, 6.0, 9.0]
+    assert optimizer is engine.optimizer
+    assert scheduler is engine.lr_scheduler
+    engine.destroy()
+
+
+def test_callables_make_optimizer_and_scheduler() -> None:
+    engine = _engine(
+        optimizer=lambda params: torch.optim.SGD(params, lr=1.0),
+        lr_scheduler=lambda optimizer: LambdaLR(optimizer, lambda step: 0.5**step),
+    )
+    rates = [engine.get_lr()]
+    for step in range(3):
+        _train(engine, 1, step)
+        rates.append(engine.get_lr())
+    assert rates == [[1.0], [0.5], [0.25], [0.125]]
+    assert type(engine.basic_optimizer) is torch.optim.SGD
+    engine.destroy()
+
+
+def test_scheduler_object_over_the_given_optimizer_is_stepped() -> None:
+    model = _linear()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    scheduler = LambdaLR(optimizer, lambda step: 1.0 / (1 + step))
+    config = _config(accumulation=2)
+    engine, shown, _, returned = deepspeed.initialize(
+        model=model, optimizer=optimizer, lr_scheduler=scheduler, config=config
+    )
+    _train(engine, 4)
+    assert returned is scheduler
+    assert scheduler.get_last_lr() == [1.0 / 3]
+    assert shown is not None
+    assert shown.param_groups is optimizer.param_groups
+    engine.destroy()
+
+
+def test_own_scheduler_over_the_returned_optimizer_does_not_warn() -> None:
+    engine = _engine()
+    scheduler = LambdaLR(engine.optimizer, lambda step: 0.5**step)
+    for step in range(2):
+        _train(engine, 1, step)
+        scheduler.step()  # warnings are errors here
+    assert engine.get_lr() == [1e-2 / 4]
+    engine.destroy()
+
+
+def test_arguments_of_step_reach_the_scheduler() -> None:
+    engine = _engine(lr_scheduler=lambda o: ReduceLROnPlateau(o, factor=0.5, patience=0))
+    for step, metric in enumerate((1.0, 2.0, 3.0)):
+        engine.backward(engine(_inputs(step)).square().mean())
+        engine.step(lr_kwargs={"metrics": metric})
+    assert engine.get_lr() == [1e-2 / 4]
+    engine.destroy()
+
+
+def test_parameters_in_no_group_are_not_trained() -> None:
+    model = _linear()
+    before = model[0].weight.detach().clone()  # type: ignore[index]
+    engine, *_ = deepspeed.initialize(
+        model=model,
+        model_parameters=[
+            {"params": model[2].parameters(), "lr": 0.5},  # type: ignore[index]
+            {"params": []},
+        ],
+        config=_config(),
+    )
+    _train(engine, 1)
+    assert engine.get_lr() == [0.5]
+    assert torch.equal(engine.module[0].weight, before)
+    engine.destroy()
+
+
+# ------------------------------------------------------------------- the methods
+
+
+def test_facts_of_the_configuration_are_methods() -> None:
+    config = _config(3, accumulation=4, zero_allow_untested_optimizer=True)
+    config["zero_optimization"]["stage3_gather_16bit_weights_on_model_save"] = True
+    engine = _engine(config)
+    assert engine.get_batch_info() == (8, 2, 4)
+    assert engine.zero_optimization_stage() == 3
+    assert engine.zero_optimization_partition_weights()
+    assert engine.zero_gather_16bit_weights_on_model_save()
+    assert engine.optimizer_name() == "AdamW"
+    assert engine.gradient_clipping() == DEFAULT_CLIPPING
+    assert not engine.fp16_enabled()
+    assert engine.config is config
+    engine.destroy()
+
+
+def test_train_batch_size_can_change_between_steps() -> None:
+    engine = _engine(_config(accumulation=2))
+    _train(engine, 2)
+    engine.set_train_batch_size(6)
+    assert engine.gradient_accumulation_steps() == 3
+    _train(engine, 3)
+    assert (engine.global_steps, engine.global_samples) == (2, 4 + 6)
+    with pytest.raises(ValueError, match="multiple of 2"):
+        engine.set_train_batch_size(5)
+    engine.destroy()
+
+
+def test_what_the_engine_lacks_is_the_models() -> None:
+    engine = _engine()
+    engine.module.config = "the model's"
+    engine.module.answer = 42
+    assert engine.answer == 42
+    assert engine.config["train_micro_batch_size_per_gpu"] == 2
+    assert not hasattr(engine, "no_such_thing")
+    assert not hasattr(engine, "offload_states")
+    with pytest.raises(NotServedError, match="offload_states is not served"):
+        engine.offload_states()
+    engine.destroy()
+
+
+def test_names_get_the_prefix_of_the_module() -> None:
+    engine = _engine()
+    assert [n for n, _ in engine.named_parameters()][0] == "module.0.weight"
+    assert engine.train() is engine
+    assert engine.module.training
+    engine.eval()
+    assert not engine.module.training
+    engine.destroy()
+
+
+def test_moving_or_casting_the_engine_is_refused_where_it_would_change_something() -> None:
+    engine = _engine()
+    assert engine.to("cpu") is engine
+    assert engine.float() is engine
+    with pytest.raises(RuntimeError, match="set the precision in the configuration"):
+        engine.half()
+    engine.destroy()
+
+
+def test_step_is_told_as_skipped_when_a_gradient_is_not_finite() -> None:
+    engine = _engine()
+    _train(engine, 1)
+    assert engine.was_step_applied()
+    loss = engine(_inputs(0)).square().mean()
+    engine.backward(loss * math.inf)
+    engine.step()
+    assert engine.optimizer.overflow
+    assert not engine.was_step_applied()
+    assert (engine.global_steps, engine.skipped_steps) == (2, 1)
+    engine.destroy()
+
+
+def test_backward_of_several_values_is_refused() -> None:
+    engine = _engine()
+    with pytest.raises(ValueError, match="takes a scalar"):
+        engine.backward(engine(_inputs(0)))
+    engine.destroy()
+
+
+def test_scaled_loss_may_run_backward_by_itself() -> None:
+    mine, other = _engine(), _linear()
+    loss = mine(_inputs(0)).square().mean()
+    mine.scale(loss).backward()
+    other(_inputs(0)).square().mean().backward()
+    found = deepspeed.utils.safe_get_full_grad(mine.module[0].weight)
+    torch.testing.assert_close(found, other[0].weight.grad)  # type: ignore[index]
+    mine.destroy()
+
+
+def test_recomputation_of_the_models_own_choice_changes_no_gradient() -> None:
+    class Recomputed(nn.Module):
+        def __init__(self, inner: nn.Module) -> None:
+            super().__init__()
+            self.inner = inner
+
+        def forward(self, x: Tensor) -> Tensor:
+            y: Tensor = deepspeed.checkpointing.checkpoint(self.inner, x)
+            return y
+
+    config = _config(2, activation_checkpointing={"cpu_checkpointing": True})
+    deepspeed.checkpointing.configure(None, deepspeed_config=config)
+    engine, *_ = deepspeed.initialize(model=Recomputed(_linear()), config=_config(2))
+    engine.backward(engine(_inputs(0)).square().mean())
+    reference = _linear()
+    reference(_inputs(0)).square().mean().backward()
+    for name, param in reference.named_parameters():
+        found = deepspeed.utils.safe_get_full_grad(engine.module.inner.get_parameter(name))
+        torch.testing.assert_close(found, param.grad)
+    engine.destroy()
+
+
+# -------------------------------------------------------------------- the arguments
+
+
+def test_configuration_comes_from_the_command_line(tmp_path: Path) -> None:
+    path = tmp_path / "ds.json"
+    path.write_text('{"train_batch_size": 4, "optimizer": {"type": "Adam", "params": {"lr": 1}}}')
+    parser = deepspeed.add_config_arguments(argparse.ArgumentParser())
+    parser.add_argument("--local_rank", type=int, default=-1)
+    args = parser.parse_args(["--deepspeed", "--deepspeed_config", str(path)])
+    engine, *_ = deepspeed.initialize(args=args, model=_linear())
+    assert engine.train_batch_size() == 4
+    assert args.local_rank == 0
+    engine.destroy()
+    with pytest.raises(ValueError, match="give one"):
+        deepspeed.initialize(args=args, model=_linear(), config=_config())
+
+
+def test_missing_model_or_configuration_is_said() -> None:
+    with pytest.raises(ValueError, match="needs a model"):
+        deepspeed.initialize(config=_config())
+    with pytest.raises(ValueError, match="no configuration"):
+        deepspeed.initialize(model=_linear())
+
+
+def test_sequence_and_model_parallelism_are_refused() -> None:
+    class Mpu:
+        def get_model_parallel_world_size(self) -> int:
+            return 2
+
+    for arguments in ({"mesh_param": (1, 2)}, {"mpu": Mpu()}):
+        with pytest.raises(NotServedError):
+            deepspeed.initialize(model=_linear(), config=_config(), **arguments)  # type: ignore[arg-type]
+
+
+def test_unserved_names_import_and_fail_at_their_first_use() -> None:
+    assert not isinstance(_linear(), deepspeed.PipelineModule)  # type: ignore[arg-type]
+    with pytest.raises(NotServedError, match="init_inference is not served"):
+        deepspeed.init_inference(_linear())
+
+
+def test_wrong_optimizer_name_is_a_configuration_error() -> None:
+    config = _config(optimizer={"type": "NoSuch", "params": {}})
+    with pytest.raises(ConfigError, match="NoSuch"), contextlib.suppress(NotServedError):
+        _engine(config)

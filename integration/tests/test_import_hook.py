@@ -1,0 +1,143 @@
+"""``zero-engine run`` serves deepspeed in the processes that it starts, and in no others."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import stat
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import environment, run_program
+
+from zero_engine.script.environment import ON_PATH, hooked
+from zero_engine.script.refusal import reason_to_refuse
+from zero_engine.script.run import run_program as run_script
+
+SCRIPT = Path(__file__).parent / "scripts" / "sees_deepspeed.py"
+SITECUSTOMIZE = "import os\nos.environ['HIDDEN_SITECUSTOMIZE'] = 'was run'\n"
+
+
+@pytest.fixture(scope="module")
+def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What the script saw as one process, with a sitecustomize of the user's on the path."""
+    folder = tmp_path_factory.mktemp("site")
+    (folder / "sitecustomize.py").write_text(SITECUSTOMIZE, encoding="utf-8")
+    mine = environment()
+    path = os.pathsep.join([str(folder), mine.get("PYTHONPATH", "")])
+    done = subprocess.run(
+        [sys.executable, "-m", "zero_engine", "run", str(SCRIPT), "--help", "-m", "x"],
+        env={**mine, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        timeout=150,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    result: dict[str, Any] = json.loads(done.stdout)
+    return result
+
+
+def test_libraries_find_module_and_metadata(seen: dict[str, Any]) -> None:
+    assert seen["is found"]
+    assert seen["version"] == seen["__version__"] == "0.19.8"
+    assert seen["packages"]
+    assert not seen["finding it imports torch"]
+
+
+def test_module_is_the_same_under_both_names(seen: dict[str, Any]) -> None:
+    assert seen["one module"]
+
+
+def test_arguments_after_the_script_are_the_scripts(seen: dict[str, Any]) -> None:
+    assert seen["arguments"] == ["--help", "-m", "x"]
+
+
+def test_child_processes_get_the_hook(seen: dict[str, Any]) -> None:
+    assert seen["child"] == "zero_engine.deepspeed"
+
+
+def test_sitecustomize_of_the_environment_still_runs(seen: dict[str, Any]) -> None:
+    assert seen["hidden sitecustomize"] == "was run"
+
+
+@pytest.mark.parametrize(
+    ("use", "name"),
+    [
+        ("call", "pipe.LayerSpec"),
+        ("subclass", "pipe.PipelineModule"),
+        ("attribute", "moe.layer.MoE"),
+        ("top level", "init_inference"),
+    ],
+)
+def test_part_that_is_not_served_is_refused_at_its_first_use(
+    seen: dict[str, Any], use: str, name: str
+) -> None:
+    assert seen[use].startswith("NotServedError: ")
+    assert name in seen[use]
+    assert reason_to_refuse(name) in seen[use]
+
+
+def test_isinstance_of_a_part_that_is_not_served_is_false(seen: dict[str, Any]) -> None:
+    assert seen["instance"] is False
+
+
+def test_module_that_deepspeed_does_not_have_is_not_found(seen: dict[str, Any]) -> None:
+    assert seen["nonsense"].startswith("ModuleNotFoundError: ")
+
+
+def test_ranks_communicate_and_the_exit_code_is_the_failing_ranks() -> None:
+    done = run_program("run", "--nproc-per-node=2", str(SCRIPT), expected_code=7)
+    assert len(done.stdout.splitlines()) == 2, done.stdout
+
+
+def test_process_without_the_hook_is_untouched() -> None:
+    spec = importlib.util.find_spec("deepspeed")
+    assert spec is None or "zero_engine" not in str(spec.origin)
+
+
+def test_torchrun_options_are_refused_for_a_program_that_starts_ranks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name in ("PYTHONPATH", "PATH"):
+        monkeypatch.setenv(name, os.environ.get(name, ""))
+    with pytest.raises(ValueError, match=r"--nproc-per-node was given.*accelerate"):
+        run_script(["--nproc-per-node=2", "accelerate", "launch", "train.py"])
+
+
+def test_hooks_folders_stand_in_front_once() -> None:
+    once = hooked({"PYTHONPATH": "/a", "PATH": "/b"})
+    assert once["PYTHONPATH"] == os.pathsep.join([str(ON_PATH), "/a"])
+    assert hooked(once) == once
+
+
+def test_deepspeeds_launcher_is_refused_with_what_to_do_instead() -> None:
+    program = ON_PATH / "bin" / "deepspeed"
+    assert program.stat().st_mode & stat.S_IXUSR
+    done = subprocess.run(
+        ["deepspeed", "--num_gpus", "2", "train.py"],
+        env=hooked(environment()),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 2
+    assert "zero-engine run --nnodes" in done.stderr
+
+
+def test_every_module_of_deepspeed_is_served_or_refused() -> None:
+    """Where DeepSpeed itself is installed: nothing in it is said not to exist."""
+    spec = importlib.util.find_spec("deepspeed")
+    if spec is None or spec.origin is None:
+        pytest.skip("DeepSpeed is not installed")
+    root = Path(spec.origin).parent
+    names = [
+        ".".join(path.relative_to(root).with_suffix("").parts).removesuffix(".__init__")
+        for path in root.rglob("*.py")
+    ]
+    missing = [name for name in names if name != "__init__" and reason_to_refuse(name) is None]
+    assert not missing

@@ -1,0 +1,305 @@
+"""Parameters of a model that has no engine yet, sharded over the ranks.
+
+[Note: parked parameters]
+parked      the parameter's ``data`` is one NaN expanded to its shape, on the CPU, so that reading
+            it is loud; its class is `Parked` meanwhile, which refuses what would get lost. The
+            parameter stays the same object throughout
+value       what the parameter would hold. At first it may be only *recorded*, and rank 0 computes
+            it when it is asked for; from then on it lies in parts
+part        [ceil(numel / world size)], CPU: this rank's slice of the flat value
+open        within `unparked` the parameter is an ordinary one that holds the whole value, on the
+            CPU of every rank
+
+All of it is collective: the ranks open the same parameters in the same order. What
+`zero_core.build` finds parked it takes one parameter at a time. The partitioned parameters of
+ZeRO-3 (Rajbhandari et al., arXiv 1910.02054, section 5.3), before there is an engine.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+
+from zero_core.collectives import ControlGroup
+from zero_core.errors import RankMismatchError
+from zero_core.tape import Recording, zeroed
+
+__all__ = ["Held", "Parked", "held_of", "is_parked", "make_ordinary", "park", "unparked"]
+
+_CASTS = {"bfloat16", "cpu", "cuda", "double", "float", "half", "to", "type", "xpu"}
+_WRITES = {"__setitem__"} | {
+    f"__i{name}__"
+    for name in ("add", "and", "floordiv", "mod", "mul", "or", "pow", "sub", "truediv", "xor")
+}
+
+
+@dataclass
+class Held:
+    """Where the value of a parked parameter is; see [Note: parked parameters].
+
+    Attributes:
+        control: the ranks that share it.
+        device: where their collectives run.
+        recorded: what computes the value, and the deferred tensor that it is the value of.
+        part: this rank's slice.
+        casts: dtypes that what is recorded goes through, in order.
+        is_changed: while open, whether what the parameter holds is to be kept.
+    """
+
+    control: ControlGroup
+    device: torch.device
+    recorded: tuple[Recording, Tensor] | None = None
+    part: Tensor | None = None
+    casts: list[torch.dtype] = field(default_factory=list)
+    is_changed: bool = False
+
+    def whole(self, param: Tensor) -> Tensor:
+        """The value of ``param``, on the CPU; every rank must call it."""
+        self._check_unwritten(param)
+        if self.recorded is not None:
+            is_mine = self.control.rank == 0
+            value = self.computed() if is_mine else torch.empty(param.shape, dtype=param.dtype)
+            self.send(value, source=0)
+            return value
+        assert self.part is not None, "it is recorded or lies in parts"
+        if param.numel() == 0:
+            return torch.empty(param.shape, dtype=param.dtype)
+        rows = self.control.gather(self.part.view(torch.uint8))
+        return rows.view(param.dtype)[: param.numel()].view(param.shape)
+
+    @torch.no_grad()
+    def computed(self) -> Tensor:
+        """The recorded value, computed on this rank alone."""
+        assert self.recorded is not None, "only what is recorded is computed"
+        recording, tensor = self.recorded
+        value = recording.value(tensor)
+        for dtype in self.casts:
+            value = value.to(dtype)
+        return value.contiguous()
+
+    def send(self, value: Tensor, *, source: int) -> None:
+        """Overwrite the contiguous ``value`` with rank ``source``'s."""
+        if value.numel() == 0:
+            return
+        flat = value.detach().view(-1).view(torch.uint8)
+        staged = flat.to(self.device)
+        self.control.broadcast(staged, source=source)
+        if staged is not flat and self.control.rank != source:
+            flat.copy_(staged)
+
+    def keep(self, value: Tensor) -> None:
+        """``value`` is the parameter's from now on; of it this rank's slice is kept."""
+        numel = -(-value.numel() // self.control.world_size)
+        part = torch.empty(0, dtype=value.dtype)
+        part.set_(zeroed(numel * value.element_size()), 0, (numel,))  # type: ignore[call-overload]
+        low = self.control.rank * numel
+        mine = value.detach().reshape(-1)[low : low + numel]
+        part[: mine.numel()].copy_(mine)
+        self.part, self.recorded, self.casts = part, None, []
+
+    def cast(self, dtype: torch.dtype) -> None:
+        """The value goes to ``dtype``."""
+        if self.part is not None:
+            self.part = self.part.to(dtype)
+        else:
+            self.casts.append(dtype)
+
+    def _check_unwritten(self, param: Tensor) -> None:
+        if param.dtype.is_floating_point and not bool(param.data.reshape(-1)[:1].isnan().all()):
+            refuse("written to", param)  # of one element: torch refuses to write to the others
+
+
+class Parked(nn.Parameter):
+    """The class of a parameter while it is parked; see [Note: parked parameters]."""
+
+    _held: Held
+
+    def __deepcopy__(self, memo: object) -> NoReturn:
+        refuse("copied", self)
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        refuse("pickled", self)
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        target = args[0] if args else kwargs.get("tensor")  # so torch.nn.init names it
+        with torch._C.DisableTorchFunctionSubclass():
+            if is_parked(kwargs.get("out")):
+                refuse(f"changed by {name}", kwargs["out"])
+            if not is_parked(target):
+                return func(*args, **kwargs)
+            if _is_write(name):
+                refuse(f"changed by {name}", target)
+            if func == Tensor.data.__set__:  # type: ignore[attr-defined]
+                return _assign(target, args[1])
+            return _cast(func, args, kwargs) if name in _CASTS else func(*args, **kwargs)
+
+
+class _Absent(Tensor):
+    """What a cast of a parked parameter gives: a dtype and a shape, and NaN."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+
+def is_parked(tensor: object) -> bool:
+    """Whether ``tensor`` is a parameter that is parked, and not open."""
+    return type(tensor) is Parked
+
+
+def held_of(param: object) -> Held | None:
+    """Where the value of ``param`` is, if it is parked or open."""
+    return getattr(param, "_held", None) if isinstance(param, nn.Parameter) else None
+
+
+def park(param: nn.Parameter, held: Held) -> None:
+    """Take the value out of ``param``; ``held`` says where it is.
+
+    ``param`` must be of torch's own class.
+    """
+    assert type(param) is nn.Parameter, "what a class of its own does is not known"
+    stand_in = nn.Parameter(_placeholder(param.shape, param.dtype), param.requires_grad)
+    # Not through ``data``: a tensor on the meta device does not take that of another device.
+    torch._C._swap_tensor_impl(param, stand_in)
+    param.__class__ = Parked
+    param._held = held  # type: ignore[attr-defined]
+
+
+def make_ordinary(param: nn.Parameter) -> None:
+    """Make ``param``, the same object, an ordinary CPU tensor of its shape without memory.
+
+    Nothing to do where it has memory of its own.
+    """
+    held = held_of(param)
+    if held is not None:
+        param.__class__ = nn.Parameter
+        del param._held  # type: ignore[attr-defined]
+    if param.is_meta:
+        stand_in = torch.empty((), dtype=param.dtype).expand(param.shape)
+        torch._C._swap_tensor_impl(param, nn.Parameter(stand_in, param.requires_grad))
+
+
+@contextmanager
+def unparked(params: Iterable[object], *, modifier_rank: int | None = None) -> Iterator[None]:
+    """Within, parked parameters among ``params`` are ordinary ones that hold their values whole.
+
+    On the CPU of every rank, those parameters alone. At the end they have the values that rank
+    ``modifier_rank`` holds; by default they are read only: what was changed in them is lost, as
+    it is when the body raises. May be nested. Every rank must enter it with the same parameters
+    in the same order; what is not parked is left alone.
+
+    Raises:
+        RankMismatchError: at the end, ranks hold different shapes or dtypes.
+    """
+    unique = {id(p): p for p in params}.values()  # tensors compare by value
+    found = [p for p in unique if isinstance(p, nn.Parameter) and held_of(p) is not None]
+    opened = [param for param in found if is_parked(param)]
+    for param in opened:
+        _open(param)
+    try:
+        yield
+        if modifier_rank is not None:
+            _publish([param for param in found if held_of(param) is not None], modifier_rank)
+    except BaseException:
+        for param in opened:
+            _close(param, is_kept=False)
+        raise
+    for param in opened:
+        _close(param, is_kept=True)
+
+
+@torch.no_grad()
+def _open(param: nn.Parameter) -> None:
+    held = param._held  # type: ignore[attr-defined]
+    value = held.whole(param)
+    if held.recorded is not None:
+        held.keep(value)
+    elif held.control.world_size == 1:
+        value = value.clone()  # else it is the part itself
+    held.is_changed = False
+    param.__class__ = nn.Parameter
+    param.data = value
+
+
+@torch.no_grad()
+def _publish(params: Sequence[nn.Parameter], source: int) -> None:
+    """Bring rank ``source``'s values of open ``params`` to all ranks."""
+    if not params:
+        return
+    control = params[0]._held.control  # type: ignore[attr-defined]
+    if not 0 <= source < control.world_size:
+        raise ValueError(f"modifier_rank = {source}: expected a rank below {control.world_size}")
+    described = zlib.crc32(repr([(tuple(p.shape), p.dtype) for p in params]).encode())
+    if len(set(control.gather(torch.tensor([described])).tolist())) > 1:
+        raise RankMismatchError(
+            f"rank {control.rank}: at the end of a gather, ranks hold parameters of different "
+            f"shapes or dtypes (here {[tuple(p.shape) for p in params]}): gather the same "
+            "parameters on every rank, and change shapes and dtypes on all of them"
+        )
+    for param in params:
+        held = param._held  # type: ignore[attr-defined]
+        value = param.data.contiguous()
+        held.send(value, source=source)
+        param.data = value
+        held.is_changed = True
+
+
+@torch.no_grad()
+def _close(param: nn.Parameter, *, is_kept: bool) -> None:
+    held = held_of(param)
+    if held is None:
+        return  # an engine has taken it meanwhile
+    if held.is_changed and is_kept:
+        held.keep(param.data)
+    assert held.part is not None, "what was open lies in parts"
+    param.data = _placeholder(param.shape, held.part.dtype)
+    param.__class__ = Parked
+
+
+def refuse(what: str, param: Tensor) -> NoReturn:
+    """Raise: ``param`` was used as if it held its value."""
+    raise RuntimeError(
+        f"a parameter of shape {tuple(param.shape)} was {what} while it is sharded over the ranks: "
+        "do it within zero_core.parked.unparked([param], modifier_rank=...) (for scripts of "
+        "DeepSpeed: deepspeed.zero.GatheredParameters), or after the engine was made"
+    )
+
+
+def _placeholder(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    fill = float("nan") if dtype.is_floating_point or dtype.is_complex else 0
+    return torch.tensor(fill).to(dtype).expand(shape)
+
+
+def _is_write(name: str) -> bool:
+    is_in_place = name.endswith("_") and not name.endswith("__") and name != "requires_grad_"
+    return is_in_place or name in _WRITES
+
+
+def _assign(param: nn.Parameter, value: Tensor) -> None:
+    """``param.data = value``: a cast is taken over, anything else would get lost."""
+    if not isinstance(value, _Absent):
+        refuse("given other data", param)
+    if value.dtype != param.dtype:
+        param._held.cast(value.dtype)  # type: ignore[attr-defined]
+        param.data = value.as_subclass(Tensor)
+
+
+def _cast(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A cast or move of a parked parameter; it stays on the CPU until there is an engine."""
+    param: nn.Parameter = args[0]
+    small = _placeholder((), param.dtype)
+    result = func(small, *args[1:], **{k: v for k, v in kwargs.items() if k != "memory_format"})
+    if not isinstance(result, Tensor):
+        return result
+    if result.is_meta:
+        return result.expand(param.shape)
+    return _placeholder(param.shape, result.dtype).as_subclass(_Absent)
