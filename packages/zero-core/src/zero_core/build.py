@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.optim.lr_scheduler import LRScheduler
 
 from zero_core.arena import BufferPool, allocator, release_free_pages
 from zero_core.blueprint import Blueprint
@@ -43,6 +42,7 @@ from zero_core.protocols import (
     StateTierFactory,
 )
 from zero_core.resting import Resting, resting_segments
+from zero_core.schedule import Schedule
 from zero_core.segment_values import SegmentValues
 from zero_core.tier import DeviceTier
 from zero_core.topology import Ranks, count_per_node, find_ranks
@@ -57,7 +57,7 @@ def build(
     config: Mapping[str, Any] | str | Path,
     *,
     optimizer: torch.optim.Optimizer | None = None,
-    lr_scheduler: LRScheduler | None = None,
+    lr_scheduler: Schedule | None = None,
     collectives: Collectives | CollectivesFactory | None = None,
     state_tier: StateTierFactory | None = None,
     param_tier: ParamTierFactory | None = None,

@@ -19,7 +19,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim.lr_scheduler import LRScheduler
 from torch.utils import _pytree as pytree
 
 from zero_core import checkpoint, export
@@ -41,6 +40,7 @@ from zero_core.owners import names_by_id, register
 from zero_core.precision import LossScaler, clip_factor
 from zero_core.progress import read_progress, restore_progress, tell_progress
 from zero_core.protocols import Collectives, StateTier
+from zero_core.schedule import Schedule
 from zero_core.segment_grads import SegmentGrads
 from zero_core.state import ShardedState
 from zero_core.traffic import Traffic
@@ -78,7 +78,7 @@ class Engine:
         collectives: Collectives,
         control: ControlGroup,
         optimizer: torch.optim.Optimizer,
-        lr_scheduler: LRScheduler | None,
+        lr_scheduler: Schedule | None,
         device: torch.device,
         stage: int,
         memory_report: Callable[[], dict[str, int]],
