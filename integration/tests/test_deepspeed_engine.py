@@ -1,4 +1,4 @@
-"""`zero_engine.deepspeed.initialize` trains as DistributedDataParallel does, called as DeepSpeed."""
+"""`zero_engine.deepspeed` is called as DeepSpeed is, and trains as DistributedDataParallel does."""
 
 from __future__ import annotations
 
@@ -294,7 +294,7 @@ def test_what_the_engine_lacks_is_the_models() -> None:
 
 def test_names_get_the_prefix_of_the_module() -> None:
     engine = _engine()
-    assert [n for n, _ in engine.named_parameters()][0] == "module.0.weight"
+    assert next(n for n, _ in engine.named_parameters()) == "module.0.weight"
     assert engine.train() is engine
     assert engine.module.training
     engine.eval()

@@ -27,6 +27,9 @@ COMMON = (
     *("--logging_steps=1", "--eval_strategy=steps", "--eval_steps=4", "--save_strategy=steps"),
     *("--save_steps=4", "--load_best_model_at_end", "--metric_for_best_model=eval_loss"),
     *("--greater_is_better=true", "--report_to=none", "--disable_tqdm=true"),
+    # transformers' T5 leaves num_items_in_batch aside, for which the Trainer makes up by the number
+    # of ranks: with any engine, and with plain DDP, its loss would be that many times too large.
+    "--average_tokens_across_devices=false",
 )
 T5 = ("--model_type=t5", "--predict_with_generate")
 LORA = (*T5, "--lora")

@@ -87,7 +87,7 @@ def read(config: Source) -> Settings:
         activation_checkpointing=ActivationSettings(
             cpu_checkpointing=own.get("activation_checkpointing.cpu_checkpointing", False)
         ),
-        fp16_auto_cast=bool(core.get("fp16", {}).get("auto_cast", False)),
+        fp16_auto_cast=bool(sorter.core.get("fp16", {}).get("auto_cast", False)),
         dump_state=own.get("dump_state", False),
         log_level=own.get("log_level"),
         disable_python_gc=own.get("disable_python_gc", False),

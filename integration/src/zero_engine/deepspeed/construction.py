@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -15,6 +14,7 @@ import zero_core
 from zero_core.config import OptimizerConfig
 from zero_core.optimizer import make_optimizer
 from zero_engine.deepspeed.config import Settings, read
+from zero_engine.deepspeed.config_source import Source
 from zero_engine.deepspeed.distributed import init_distributed
 from zero_engine.deepspeed.engine import DeepSpeedEngine
 from zero_engine.deepspeed.errors import NotServedError
@@ -40,9 +40,9 @@ def initialize(
     mpu: Any = None,
     dist_init_required: bool | None = None,
     collate_fn: Callable[[Any], Any] | None = None,
-    config: Mapping[str, Any] | str | Path | None = None,
+    config: Source | None = None,
     mesh_param: Any = None,
-    config_params: Mapping[str, Any] | str | Path | None = None,
+    config_params: Source | None = None,
 ) -> _Made:
     """Make an engine out of a model, as ``deepspeed.initialize`` does.
 

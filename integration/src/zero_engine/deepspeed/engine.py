@@ -99,8 +99,8 @@ class DeepSpeedEngine(ConfigFacts, nn.Module):
     # ---------------------------------------------------------------- training
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the model; floating inputs are cast to the compute dtype."""
-        return self.core(*args, **kwargs)
+        """Call the model; inputs go in as they are, but for ``fp16.auto_cast``, as in DeepSpeed."""
+        return (self.core if self.fp16_auto_cast() else self.module)(*args, **kwargs)
 
     def backward(
         self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True
