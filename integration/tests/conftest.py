@@ -11,7 +11,17 @@ from pathlib import Path
 
 import pytest
 
+from zero_core.testing import preload
 from zero_engine.settings import RunFolder
+
+# What ranks of several test files import, and what takes seconds.
+preload(
+    "peft",
+    "transformers.models.gpt2.modeling_gpt2",
+    "transformers.models.llama.modeling_llama",
+    "transformers.models.t5.modeling_t5",
+    "transformers.trainer_seq2seq",
+)
 
 # Small enough that a run is mostly start-up.
 TINY = (

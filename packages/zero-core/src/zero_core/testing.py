@@ -42,6 +42,7 @@ __all__ = [
     "batch",
     "compare_with_ddp",
     "make_model",
+    "preload",
     "read_gaps",
     "run_ddp",
     "run_engine",
@@ -49,6 +50,18 @@ __all__ = [
 ]
 
 LR, WEIGHT_DECAY = 1e-2, 0.1
+
+
+_PRELOADED = [__name__]
+
+
+def preload(*modules: str) -> None:
+    """Have the server that ranks are forked from import ``modules`` once, by name.
+
+    Before the first `spawn` of a process: it saves every rank the import. One that cannot be
+    imported is left to those that ask for it.
+    """
+    _PRELOADED.extend(modules)
 
 
 def spawn(
@@ -60,7 +73,7 @@ def spawn(
     from a server that has imported torch once and run nothing, which saves seconds per call.
     With ``ranks_per_node`` the engine takes so many of them for a node, as torchrun would tell it.
     """
-    multiprocessing.set_forkserver_preload([__name__])
+    multiprocessing.set_forkserver_preload(_PRELOADED)
     with tempfile.TemporaryDirectory() as folder:
         mp.start_processes(  # type: ignore[attr-defined,no-untyped-call]
             _run_rank,
