@@ -40,6 +40,8 @@ def core_config(given: Mapping[str, Any], tell: Tell) -> dict[str, Any]:
         tell("steps_per_print", steps, "never")
         del core["steps_per_print"]
     core["data_types"] = _data_types(core)
+    if "fp16" in core:  # the engine casts inputs itself, or doesn't
+        core["fp16"] = {k: v for k, v in core["fp16"].items() if k != "auto_cast"}
     for block in ("optimizer", "scheduler"):
         if block in core and "type" not in core[block]:
             tell(block, core.pop(block), "without a type there is none")

@@ -8,7 +8,7 @@ configuration is read is in `zero_core.config`, what its keys ask of each other 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 import pydantic
 import torch
@@ -21,12 +21,14 @@ __all__ = [
     "Config",
     "DataTypesConfig",
     "Fp16Config",
+    "LeafModuleConfig",
     "LocoConfig",
     "OffloadOptimizerConfig",
     "OffloadParamConfig",
     "OptimizerConfig",
     "SchedulerConfig",
     "ZeroConfig",
+    "as_whole",
 ]
 
 BlockKind = Literal["int8", "int4", "e4m3", "e5m2"]
@@ -34,8 +36,33 @@ BlockKind = Literal["int8", "int4", "e4m3", "e5m2"]
 WeightFormat = Literal["int8", "int4", "e4m3", "e5m2", "int4_difference"]
 
 
+def as_whole(value: Any) -> Any:
+    """``value``, as an int if it is a whole float."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+def _is_whole(annotation: Any) -> bool:
+    """Whether a key takes whole numbers and no others."""
+    kinds = {annotation}
+    while any(get_args(kind) for kind in kinds):
+        kinds = {part for kind in kinds for part in get_args(kind) or (kind,)}
+    return int in kinds and float not in kinds
+
+
 class _Block(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, strict=True)
+
+    @pydantic.model_validator(mode="before")
+    @classmethod
+    def _take_whole_floats(cls, block: Any) -> Any:
+        """JSON writes 500 million as 5e8, which Python reads as a float."""
+        if not isinstance(block, Mapping):
+            return block
+        fields = cls.model_fields
+        return {
+            k: as_whole(v) if k in fields and _is_whole(fields[k].annotation) else v
+            for k, v in block.items()
+        }
 
 
 class OffloadOptimizerConfig(_Block):
@@ -67,6 +94,8 @@ class OffloadOptimizerConfig(_Block):
     fast_init: bool = False
     pipeline_read: bool = False
     pipeline_write: bool = False
+    super_offload: bool = False
+    cpuadam_cores_perc: Annotated[float, Field(ge=0.0, le=1.0)] = 0.8
 
     @pydantic.model_validator(mode="before")
     @classmethod
@@ -121,6 +150,28 @@ class LocoConfig(_Block):
     """Steps after which the error is forgotten."""
 
 
+class LeafModuleConfig(_Block):
+    """``zero_optimization.leaf_module``: modules that are one unit each, with all that is in them.
+
+    A module with ``_is_zero_leaf = True`` is one, too. DeepSpeed's default classes (the experts of
+    some models) lie within units in any case.
+    """
+
+    classes: tuple[str, ...] = ()
+    """Names of their classes, with or without the Python module."""
+    names: tuple[str, ...] = ()
+    """As in ``named_modules``."""
+    name_suffixes: tuple[str, ...] = ()
+
+    @pydantic.field_validator("*", mode="before")
+    @classmethod
+    def _check_strings(cls, value: Any) -> Any:
+        values = [value] if isinstance(value, str) else value
+        if isinstance(values, list | tuple) and all(isinstance(v, str) for v in values):
+            return tuple(values)
+        raise ValueError("expected a list of strings")
+
+
 class ZeroConfig(_Block):
     """``zero_optimization``."""
 
@@ -154,7 +205,7 @@ class ZeroConfig(_Block):
     """Error feedback of quantized gradients; None is off."""
     mics_shard_size: int = -1
     zenflow: dict[str, Any] | None = None
-    leaf_module: dict[str, Any] | None = None
+    leaf_module: LeafModuleConfig | None = None
     contiguous_gradients: bool = True
     reduce_scatter: bool = True
     reduce_bucket_size: PositiveInt = 500_000_000
@@ -173,6 +224,18 @@ class ZeroConfig(_Block):
     ignore_unused_parameters: bool = True
     round_robin_gradients: bool = False
     memory_efficient_linear: bool = True
+    use_multi_rank_bucket_allreduce: bool = True
+    compute_grad_norm: bool = True
+    stage3_module_granularity_threshold: NonNegativeInt = 0
+    stage3_use_all_reduce_for_fetch_params: bool = False
+    stage3_allgather_sequential: bool = False
+    legacy_stage1: bool = False
+    parameter_alignment: bool = False
+    pipeline_loading_checkpoint: bool = False
+    override_module_apply: bool = True
+    log_trace_cache_warnings: bool = False
+    enable_sanity_checks: bool = False
+    save_muon_momentum_buffer_in_memory: bool = False
 
 
 class Fp16Config(_Block):
@@ -186,12 +249,17 @@ class Fp16Config(_Block):
     hysteresis: PositiveInt = 2
     consecutive_hysteresis: bool = False
     min_loss_scale: Annotated[float, Field(gt=0.0)] = 1.0
+    auto_cast: bool = False
+    fp16_master_weights_and_grads: bool = False
 
 
 class Bf16Config(_Block):
     """``bf16``: bfloat16 compute over fp32 master weights."""
 
     enabled: bool = False
+    immediate_grad_update: bool = False
+    bf16_master_weights_and_grads: bool = False
+    bf16_optimizer_states: bool = False
 
 
 class DataTypesConfig(_Block):
@@ -249,6 +317,10 @@ class Config(_Block):
     data_types: DataTypesConfig = DataTypesConfig()
     activation_checkpointing: ActivationCheckpointingConfig | None = None
     communication_data_type: Literal["fp32", "fp16", "bf16"] | None = None
+    gradient_allreduce_op: Literal["mean", "sum"] = "mean"
+    """What becomes of the ranks' gradients; at every stage."""
+    prescale_gradients: bool = False
+    gradient_predivide_factor: Annotated[float, Field(gt=0.0)] = 1.0
     broadcast_buffers: bool = True
     """Take rank 0's buffers before a forward, as DDP does; see zero_core.buffers."""
     seed: NonNegativeInt | None = None

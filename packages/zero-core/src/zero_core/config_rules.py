@@ -13,7 +13,7 @@ from typing import Any
 from zero_core.config_blocks import Config, ZeroConfig
 from zero_core.errors import ConfigError
 
-__all__ = ["UNNEEDED", "check_rules", "take_out_further_keys", "tell_unneeded"]
+__all__ = ["UNNEEDED", "check_rules", "find_unneeded", "take_out_further_keys", "tell_unneeded"]
 
 _log = logging.getLogger(__name__)
 
@@ -36,6 +36,21 @@ UNNEEDED: Mapping[str, str] = {
     "zero_optimization.ignore_unused_parameters": "unused parameters are always allowed",
     "zero_optimization.round_robin_gradients": "shards are slices of units, already balanced",
     "zero_optimization.memory_efficient_linear": "saved weights are always kept by reference",
+    "zero_optimization.use_multi_rank_bucket_allreduce": "a unit is the bucket",
+    "zero_optimization.compute_grad_norm": "the norm comes with the check for overflow",
+    "zero_optimization.stage3_module_granularity_threshold": "a block is always gathered whole",
+    "zero_optimization.stage3_use_all_reduce_for_fetch_params": "a unit is gathered at once",
+    "zero_optimization.stage3_allgather_sequential": "a unit is gathered at once",
+    "zero_optimization.legacy_stage1": "all stages are one code path",
+    "zero_optimization.parameter_alignment": "slices are cut at any element",
+    "zero_optimization.pipeline_loading_checkpoint": "each rank reads the ranges that it keeps",
+    "zero_optimization.override_module_apply": "apply() sees whole parameters while a model is made",
+    "zero_optimization.log_trace_cache_warnings": "there is no trace: a unit fetches the next one",
+    "zero_optimization.enable_sanity_checks": "checks are always on",
+    "zero_optimization.save_muon_momentum_buffer_in_memory": (
+        "offload_optimizer says where states are kept"
+    ),
+    "zero_optimization.offload_optimizer.cpuadam_cores_perc": "used with super_offload only",
     "zero_optimization.offload_optimizer.fast_init": (
         "states that start at zero are never written to NVMe before their first update"
     ),
@@ -48,6 +63,10 @@ UNNEEDED: Mapping[str, str] = {
     "activation_checkpointing.partition_activations": "there are no model-parallel ranks",
     "activation_checkpointing.contiguous_memory_optimization": "a block keeps its inputs alone",
     "activation_checkpointing.number_checkpoints": "every block is one",
+    "prescale_gradients": "gradients are divided first and summed in fp32",
+    "gradient_predivide_factor": "gradients are divided first and summed in fp32",
+    "fp16.auto_cast": "floating inputs are always cast",
+    "bf16.immediate_grad_update": "a gradient is handed on as soon as it is there",
 }
 """Keys that are accepted, and why this engine does without them."""
 
@@ -69,12 +88,15 @@ _OF_GRADIENTS = tuple(
         "stochastic_rounding",
     )
 )
+_OF_LOW_MASTERS = (
+    ("fp16", "fp16_master_weights_and_grads"),
+    ("bf16", "bf16_master_weights_and_grads"),
+    ("bf16", "bf16_optimizer_states"),
+)
 _OF_OPTIMIZER_NVME = ("offload_optimizer.nvme_path", "offload_optimizer.buffer_count")
 
 
 _REFUSED_UNLESS: Mapping[str, Any] = {
-    "prescale_gradients": False,
-    "gradient_predivide_factor": 1.0,
     "sparse_gradients": False,
     "wall_clock_breakdown": False,
     "memory_breakdown": False,
@@ -220,7 +242,17 @@ def _unserved(config: Config) -> Iterator[_Rule]:
         )
     yield zero.mics_shard_size > 0, "zero_optimization.mics_shard_size is not served"
     yield zero.zenflow is not None, "zero_optimization.zenflow is not served"
-    yield zero.leaf_module is not None, "zero_optimization.leaf_module is not served"
+    yield (
+        zero.offload_optimizer.super_offload,
+        "zero_optimization.offload_optimizer.super_offload is not served: see ratio = 'auto' and "
+        "update_in_backward",
+    )
+    for block, key in _OF_LOW_MASTERS:
+        yield (
+            getattr(getattr(config, block), key),
+            f"{block}.{key} is not served: master weights and gradients are fp32; "
+            "offload_optimizer.state_dtype takes 16 or 8 bits for the host's moments",
+        )
 
 
 def _unneeded(config: Config) -> dict[str, str]:
@@ -269,12 +301,18 @@ def _unneeded(config: Config) -> dict[str, str]:
     return found
 
 
-def tell_unneeded(raw: Mapping[str, Any], config: Config) -> None:
-    """Log, once per build, the keys that were given and have no effect here."""
+def find_unneeded(raw: Mapping[str, Any], config: Config) -> Iterator[tuple[str, Any, str]]:
+    """The keys of ``raw`` that have no effect in ``config``: path, value and reason."""
     for path, reason in _unneeded(config).items():
         block: Any = raw
         *parents, key = path.split(".")
         for parent in parents:
-            block = block.get(parent, {})
+            block = block.get(parent) or {}
         if key in block:
-            _log.info("%s = %r has no effect: %s", path, block[key], reason)
+            yield path, block[key], reason
+
+
+def tell_unneeded(raw: Mapping[str, Any], config: Config) -> None:
+    """Log, once per build, the keys that were given and have no effect here."""
+    for path, value, reason in find_unneeded(raw, config):
+        _log.info("%s = %r has no effect: %s", path, value, reason)

@@ -285,6 +285,7 @@ class Memory:
                 final_grad=final.get(s.index),
                 pools=pools[min(s.unit, 1)],
                 shard_pool=shard_pools[min(s.unit, 1)],
+                is_summed=self._config.gradient_allreduce_op == "sum",
                 communication_dtype=self._communicated(s),
                 accumulation_dtype=self._accumulated(s),
                 offered_dtype=offered_dtype(s, self._config, has_keeper=has_keeper),

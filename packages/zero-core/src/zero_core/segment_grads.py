@@ -43,6 +43,7 @@ class SegmentGrads:
         final_grad: Tensor | None,
         pools: Mapping[torch.dtype, BufferPool],
         shard_pool: BufferPool,
+        is_summed: bool,
         communication_dtype: torch.dtype,
         accumulation_dtype: torch.dtype,
         offered_dtype: torch.dtype,
@@ -59,6 +60,7 @@ class SegmentGrads:
                 segment (stage 0 with several ranks), else None: ``grad_shard`` is final.
             pools: where ``full_grad`` comes from otherwise, by its dtype.
             shard_pool: where a reduction goes to if there is no ``grad_shard``.
+            is_summed: whether the gradient is the ranks' sum, not their mean.
             communication_dtype: what gradients are reduced in.
             accumulation_dtype: what reduced gradients add up in.
             offered_dtype: what the state tier is given.
@@ -75,7 +77,7 @@ class SegmentGrads:
         self._communication_dtype = communication_dtype
         self._accumulation_dtype = accumulation_dtype
         self._offered_dtype = offered_dtype
-        self._predivide = 1.0 / segment.world_size
+        self._predivide = 1.0 if is_summed else 1.0 / segment.world_size
         self._full_grad: Tensor | None = None
         self._grad_views: list[Tensor] = []  # of the parameters, into full_grad
         self._gap_views: list[Tensor] = []  # of what belongs to no parameter

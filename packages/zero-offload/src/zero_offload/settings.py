@@ -1,10 +1,11 @@
 """``offload_optimizer`` of a DeepSpeed-style config, as far as this package serves it.
 
 Keys that only concern NVMe (``buffer_count``, ``nvme_path``) are accepted without effect on
-``"device": "cpu"``, as in DeepSpeed; ``update_in_backward`` is served by the engine. Three more of
+``"device": "cpu"``, as in DeepSpeed; ``update_in_backward`` is served by the engine. Four more of
 DeepSpeed's keys say what holds anyway, whatever their value: ``pipeline_read`` and
-``pipeline_write``, because reads and writes always overlap with the update, and ``fast_init``,
-because states that start at zero are never written before their first update. A key that is
+``pipeline_write``, because reads and writes always overlap with the update, ``fast_init``,
+because states that start at zero are never written before their first update, and
+``cpuadam_cores_perc``, which belongs to ``super_offload``. A key that is
 switched on and not served is refused.
 """
 
@@ -35,7 +36,9 @@ _SERVED = frozenset(
     }
 )
 _SHARES = ("ratio", "parameters", "device_budget")
-_WITHOUT_EFFECT = frozenset({"pipeline", "pipeline_read", "pipeline_write", "fast_init"})
+_WITHOUT_EFFECT = frozenset(
+    {"cpuadam_cores_perc", "fast_init", "pipeline", "pipeline_read", "pipeline_write"}
+)
 
 
 def check_ratio(value: Any, name: str = "ratio") -> float | Literal["auto"]:
