@@ -36,8 +36,8 @@ def command(*arguments: str) -> list[str]:
 
 
 def environment() -> dict[str, str]:
-    """This process's environment, one thread per rank."""
-    return {**os.environ, "OMP_NUM_THREADS": "1"}
+    """This process's environment, one thread per rank, no downloads."""
+    return {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
 
 
 def run_program(*arguments: str, expected_code: int = 0) -> subprocess.CompletedProcess[str]:

@@ -1,4 +1,4 @@
-"""What scripts ask a DeepSpeed engine about its configuration: methods, as they are there."""
+"""What scripts ask a DeepSpeed engine: of its configuration by methods, as they are there."""
 
 from __future__ import annotations
 
@@ -7,18 +7,21 @@ from typing import Any
 import torch
 
 from zero_core import Config, Engine
+from zero_engine.deepspeed.config import Settings
 
-__all__ = ["ConfigFacts"]
+__all__ = ["Facts"]
 
 
-class ConfigFacts:
-    """Answers from the resolved configuration; a base of the engine.
+class Facts:
+    """Answers from the resolved configuration and the engine's counters; a base of the engine.
 
     Attributes:
         core: the engine that trains.
+        settings: what was asked for beside it.
     """
 
     core: Engine
+    settings: Settings
 
     @property
     def _resolved(self) -> Config:
@@ -47,7 +50,7 @@ class ConfigFacts:
 
     def steps_per_print(self) -> int | None:
         """Steps between two log lines; None is never."""
-        return self._resolved.steps_per_print
+        return self.settings.steps_per_print
 
     def gradient_clipping(self) -> float:
         """Largest norm of the gradient; 0 is off."""
@@ -91,7 +94,7 @@ class ConfigFacts:
 
     def zero_gather_16bit_weights_on_model_save(self) -> bool:
         """Whether stage 3 may gather the model to save it."""
-        return self._resolved.zero_optimization.stage3_gather_16bit_weights_on_model_save
+        return self.settings.gather_16bit_weights_on_model_save
 
     def zero_allow_untested_optimizer(self) -> bool:
         """True: any elementwise optimizer is served."""
@@ -147,21 +150,70 @@ class ConfigFacts:
         """``scheduler.params`` of the configuration."""
         return self._block("scheduler").get("params")
 
+    def fp16_auto_cast(self) -> bool:
+        """Whether floating inputs are cast to the compute dtype."""
+        return self.settings.fp16_auto_cast
+
     def wall_clock_breakdown(self) -> bool:
         """Whether step times are logged."""
-        return bool(self._given("wall_clock_breakdown", False))
+        return self.settings.wall_clock_breakdown
 
     def dump_state(self) -> bool:
         """Whether the engine is printed at the start."""
-        return bool(self._given("dump_state", False))
+        return self.settings.dump_state
 
     def dataloader_drop_last(self) -> bool:
         """Whether the loader of ``training_data`` leaves a last short batch out."""
-        return bool(self._given("dataloader_drop_last", False))
+        return self.settings.dataloader_drop_last
+
+    # ---------------------------------------------------------- where it stands
+
+    @property
+    def global_steps(self) -> int:
+        """Optimizer steps so far, skipped ones included."""
+        return self.core.global_steps
+
+    @property
+    def micro_steps(self) -> int:
+        """Calls of ``step`` so far."""
+        return self.core.micro_steps
+
+    @property
+    def skipped_steps(self) -> int:
+        """Steps skipped because a gradient was not finite."""
+        return self.core.skipped_steps
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model is computed."""
+        return self.core.device
+
+    @property
+    def global_rank(self) -> int:
+        """This rank."""
+        return self.core.rank
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return self.core.world_size
+
+    @property
+    def dp_world_size(self) -> int:
+        """Number of data-parallel ranks: all."""
+        return self.core.world_size
+
+    @property
+    def mp_world_size(self) -> int:
+        """Number of model-parallel ranks: one."""
+        return 1
+
+    def get_data_parallel_rank(self) -> int:
+        """This rank within the data-parallel group."""
+        return self.core.rank
 
     def _given(self, key: str, default: Any) -> Any:
-        raw: dict[str, Any] = getattr(self, "config", {})
-        value = raw.get(key, default)
+        value = self.settings.raw.get(key, default)
         return default if value in (None, "auto") else value
 
     def _block(self, key: str) -> dict[str, Any]:

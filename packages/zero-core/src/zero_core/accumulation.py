@@ -6,9 +6,15 @@ of them is the last: an epoch that does not divide ends with a shorter step.
 
 from __future__ import annotations
 
+import logging
+
 from torch import Tensor
 
+from zero_core.errors import CheckpointError
+
 __all__ = ["Accumulation"]
+
+_log = logging.getLogger(__name__)
 
 
 class Accumulation:
@@ -27,6 +33,18 @@ class Accumulation:
         self.micro_steps = 0
         self.count = 0
         self.override: bool | None = None
+
+    def check_ended(self) -> None:
+        """Refuse to save in the middle of a step.
+
+        Raises:
+            CheckpointError: a step is under way.
+        """
+        if self.count:
+            raise CheckpointError(
+                f"micro-step {self.micro_steps} is in the middle of an accumulation, of which "
+                f"{self.count} are done: save after a step"
+            )
 
     def set_steps(self, steps: int) -> None:
         """Have steps of ``steps`` micro-steps from now on.
@@ -50,11 +68,12 @@ class Accumulation:
         self.count = 0 if self.is_boundary() else self.count + 1
         self.micro_steps += 1
 
-    def restart(self) -> int:
-        """The step under way begins again; how many of its micro-steps do not count."""
-        done, self.count = self.count, 0
-        self.micro_steps -= done
-        return done
+    def restart(self, what: str) -> None:
+        """The step under way, ``what`` in words, begins again, as its last backward did not end."""
+        text = "%s starts again from its first micro-step, as the last backward did not end"
+        _log.warning(text + " (%d micro-steps were done)", what, self.count)
+        self.micro_steps -= self.count
+        self.count = 0
 
     def resume(self, global_steps: int) -> None:
         """Go on after ``global_steps`` steps, counted in the configuration's micro-steps."""

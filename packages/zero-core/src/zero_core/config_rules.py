@@ -36,7 +36,6 @@ UNNEEDED: Mapping[str, str] = {
     "zero_optimization.ignore_unused_parameters": "unused parameters are always allowed",
     "zero_optimization.round_robin_gradients": "shards are slices of units, already balanced",
     "zero_optimization.memory_efficient_linear": "saved weights are always kept by reference",
-    "zero_optimization.leaf_module": "a block is always gathered whole, its submodules with it",
     "zero_optimization.use_multi_rank_bucket_allreduce": "a unit is the bucket",
     "zero_optimization.compute_grad_norm": "the norm comes with the check for overflow",
     "zero_optimization.stage3_module_granularity_threshold": "a block is always gathered whole",

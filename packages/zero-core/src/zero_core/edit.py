@@ -1,25 +1,61 @@
-"""Changes that one rank makes to the gathered parameters, brought to all shards.
+"""Changes that one rank makes to gathered parameters, brought to all shards and master weights.
 
-Only the elements that were changed are taken over: a master weight that was not touched keeps the
-bits that its rounded copy lacks, and gathers that are not exact leave the rest as it was.
+Of master weights only the elements that were changed are taken over: one that was not touched keeps
+the bits that its rounded copy lacks.
 """
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
+from collections.abc import Sequence
+from dataclasses import dataclass
 
+import torch
+from torch import Tensor, nn
+
+from zero_core.layout import Slot
 from zero_core.segment_values import SegmentValues
 from zero_core.state import MASTER, ShardedState
 
-__all__ = ["Edit"]
+__all__ = ["Edit", "Whole"]
+
+_SAME, _CHANGED, _RESHAPED = 0.0, 1.0, 2.0
+
+
+@dataclass(frozen=True)
+class Whole:
+    """One parameter while it is gathered.
+
+    Attributes:
+        values: its segment's.
+        position: which of the segment's slots it is.
+        tensor: the values, in the parameter's shape: where it points.
+    """
+
+    values: SegmentValues
+    position: int
+    tensor: Tensor
+
+    @property
+    def param(self) -> nn.Parameter:
+        """The model's parameter."""
+        return self.values.params[self.position]
+
+    @property
+    def slot(self) -> Slot:
+        """Where it lies in its segment."""
+        return self.values.segment.slots[self.position]
+
+    def point(self) -> None:
+        """Let the parameter point at ``tensor`` again, if its ``data`` was replaced."""
+        if self.param.data_ptr() != self.tensor.data_ptr():
+            self.param.data = self.tensor
 
 
 class Edit:
-    """From when all values are gathered until `publish`, rank ``rank`` may change them."""
+    """From when parameters are gathered until `publish`, rank ``rank`` may change them."""
 
-    def __init__(self, state: ShardedState, rank: int) -> None:
-        """Remember the values on ``rank``; takes the memory of the whole model there.
+    def __init__(self, state: ShardedState, rank: int, wholes: Sequence[Whole]) -> None:
+        """Remember the values on ``rank``; takes their memory there once more.
 
         Raises:
             ValueError: there is no such rank.
@@ -30,50 +66,64 @@ class Edit:
             )
         self._state = state
         self._rank = rank
+        self._wholes = list(wholes)
         self._is_own = state.control.rank == rank
-        self._before = [_full(v).clone() for v in state.values] if self._is_own else []
+        self._before = [w.tensor.clone() for w in self._wholes] if self._is_own else []
+        self._pieces = {piece.param: piece for piece in state.pieces}
 
     @torch.no_grad()
     def publish(self) -> None:
-        """Bring what changed to every rank; every rank must call it."""
+        """Bring the values of ``rank`` to every rank; every rank must call it.
+
+        Raises:
+            ValueError: a parameter was given another shape, on all ranks.
+        """
         self._state.quiesce()  # others may still be gathering the old values
-        masks = [
-            _differs(_full(values), before)
-            for values, before in zip(self._state.values, self._before, strict=False)
-        ]
-        has_changed = torch.zeros(len(self._state.values), device=self._state.device)
-        if masks:
-            has_changed.copy_(torch.stack([mask.any() for mask in masks]))
-        self._state.control.broadcast(has_changed, source=self._rank)
-        for index in torch.nonzero(has_changed).flatten().tolist():
-            self._take_over(self._state.values[index], masks[index] if masks else None)
+        if not self._wholes:
+            return
+        found = torch.tensor([self._compare(i) for i in range(len(self._wholes))])
+        found = found.to(self._state.device)
+        self._state.control.broadcast(found, source=self._rank)
+        for whole, change in zip(self._wholes, found.tolist(), strict=True):
+            if change == _RESHAPED:
+                name = self._state.layout.params[whole.slot.param].name
+                raise ValueError(
+                    f"{name} was given another shape within gathered(), on rank {self._rank}: "
+                    f"expected {tuple(whole.tensor.shape)}; change shapes before build()"
+                )
+        for index, change in enumerate(found.tolist()):
+            self._take_over(index, is_changed=change == _CHANGED)
 
-    def _take_over(self, values: SegmentValues, mask: Tensor | None) -> None:
-        full = _full(values)
-        is_changed = torch.empty_like(full, dtype=torch.uint8) if mask is None else mask.byte()
-        changed = torch.empty_like(full) if mask is None else full
-        self._state.control.broadcast(is_changed, source=self._rank)
-        self._state.control.broadcast(changed, source=self._rank)
-        mask = is_changed.bool()
-        full.copy_(torch.where(mask, changed, full))
-        low, high = values.segment.shard_range(self._state.control.rank)
-        own = values.read_shard().to(full.device)
-        values.overwrite(low, torch.where(mask[low:high], full[low:high], own))
-        if values.local_span is not None:
-            self._write_master(values, mask.cpu())
+    def _compare(self, index: int) -> float:
+        if not self._is_own:
+            return _SAME
+        now = self._wholes[index].param.data
+        if now.shape != self._before[index].shape:
+            return _RESHAPED
+        return _CHANGED if bool(_differs(now, self._before[index]).any()) else _SAME
 
-    def _write_master(self, values: SegmentValues, mask: Tensor) -> None:
-        assert values.local_span is not None
-        start, stop = values.local_span
-        low, high = self._state.covered(values.segment.index)
-        old = self._state.tier.read_state(MASTER, start, stop)
-        new = _full(values)[low:high].cpu().to(old.dtype)
-        self._state.tier.write_state(MASTER, start, torch.where(mask[low:high], new, old))
+    def _take_over(self, index: int, *, is_changed: bool) -> None:
+        whole = self._wholes[index]
+        mask = torch.zeros_like(whole.tensor, dtype=torch.uint8)
+        if self._is_own:
+            whole.tensor.copy_(whole.param.data)
+            mask.copy_(_differs(whole.tensor, self._before[index]))
+        # Unchanged ones too: other ranks may have written to theirs.
+        self._state.control.broadcast(whole.tensor, source=self._rank)
+        flat = whole.tensor.reshape(-1)
+        whole.values.overwrite(whole.slot.start, flat)
+        if is_changed and whole.values.local_span is not None:
+            self._state.control.broadcast(mask, source=self._rank)
+            self._write_master(whole.slot, flat, mask.reshape(-1).bool())
 
-
-def _full(values: SegmentValues) -> Tensor:
-    assert values.full is not None, "every unit is gathered"
-    return values.full
+    def _write_master(self, slot: Slot, flat: Tensor, mask: Tensor) -> None:
+        piece = self._pieces.get(slot.param)
+        if piece is None:  # other ranks update all of it
+            return
+        own = slice(piece.offset, piece.offset + piece.stop - piece.start)
+        old = self._state.tier.read_state(MASTER, piece.start, piece.stop)
+        new = flat[own].cpu().to(old.dtype)
+        self._state.tier.write_state(MASTER, piece.start, torch.where(mask[own].cpu(), new, old))
 
 
 def _differs(now: Tensor, before: Tensor) -> Tensor:

@@ -10,17 +10,14 @@ between is in `zero_core.flow` (gather and reduce) and in the state tier (update
 
 from __future__ import annotations
 
-import logging
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim.lr_scheduler import LRScheduler
-from torch.utils import _pytree as pytree
 
 from zero_core import checkpoint, export
 from zero_core.access import StateAccess
@@ -30,25 +27,23 @@ from zero_core.collectives import ControlGroup
 from zero_core.comm_report import Meter
 from zero_core.config import Config
 from zero_core.early import EarlyUpdates
-from zero_core.errors import CheckpointError
 from zero_core.facts import GradientFacts
 from zero_core.flow import Flow
 from zero_core.freezing import FrozenGuard
-from zero_core.gathering import gathered
+from zero_core.gathering import Gathering
 from zero_core.layout import Layout
 from zero_core.optimizer import EngineOptimizer
-from zero_core.owners import names_by_id, register
-from zero_core.precision import LossScaler, clip_factor
-from zero_core.progress import read_progress, restore_progress, tell_progress
+from zero_core.owners import names_by_id, refuse_stale_state_dicts, register
+from zero_core.precision import LossScaler, cast_floats, clip_factor
+from zero_core.progress import read_progress, restore_progress, tell_progress, tell_skipped
 from zero_core.protocols import Collectives, StateTier
+from zero_core.schedule import Schedule
 from zero_core.segment_grads import SegmentGrads
 from zero_core.state import ShardedState
 from zero_core.traffic import Traffic
 from zero_core.unit import Unit
 
 __all__ = ["Engine"]
-
-_log = logging.getLogger(__name__)
 
 
 class Engine:
@@ -78,7 +73,7 @@ class Engine:
         collectives: Collectives,
         control: ControlGroup,
         optimizer: torch.optim.Optimizer,
-        lr_scheduler: LRScheduler | None,
+        lr_scheduler: Schedule | None,
         device: torch.device,
         stage: int,
         memory_report: Callable[[], dict[str, int]],
@@ -139,6 +134,7 @@ class Engine:
             replace_gradient=self._replace_gradient,
             values_changed=self._on_replaced,
         )
+        self._gathering = Gathering(self._flow, self._state, self._on_replaced)
         self._names = names_by_id(layout, self._state.values)
         self._flow.tier = tier
         self._flow.attach(unit_modules, config.activation_checkpointing)
@@ -147,18 +143,14 @@ class Engine:
             self._buffers.attach()
         self._frozen = FrozenGuard(layout, self._state.values)
         self._hooks = [self._frozen.watch(module)]
-        for m in module.modules():
-            hook = m.register_state_dict_pre_hook(self._refuse_state_dict)  # type: ignore[no-untyped-call]
-            self._hooks.append(hook)
+        self._hooks += refuse_stale_state_dicts(module, self._flow)
         register(self)
 
     # ------------------------------------------------------------------ using
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the module; floating inputs are cast to the compute dtype, if one is set."""
-        dtype = self.config.compute_dtype
-        if dtype is not None:
-            args, kwargs = pytree.tree_map_only(Tensor, _caster(dtype), (args, kwargs))
+        args, kwargs = cast_floats((args, kwargs), self.config.compute_dtype)
         return self.module(*args, **kwargs)
 
     def train(self, mode: bool = True) -> Engine:
@@ -265,16 +257,22 @@ class Engine:
         finally:
             self._flow.should_sync = before
 
-    @contextmanager
-    def gathered(self, *, modifier_rank: int | None = None) -> Iterator[nn.Module]:
-        """Within, every parameter holds its exact value (e.g. to generate text).
+    def gathered(
+        self, *, modifier_rank: int | None = None, params: Iterable[nn.Parameter] | None = None
+    ) -> AbstractContextManager[nn.Module]:
+        """Within, every parameter, or each of ``params`` alone, holds its exact value.
 
         For reading; but what rank ``modifier_rank`` changes in place reaches all shards and master
-        weights at the end. Every rank must enter it. It takes the memory of the whole model, on
-        the modifier twice.
+        weights at the end. Every rank must enter it, with the same ones. It takes the memory of
+        what is gathered (of ``params``, and one unit at a time), on the modifier twice. It nests.
+
+        Raises:
+            ValueError: there is no such rank, or one of ``params`` is not this engine's.
+            RuntimeError: parameters are to be changed within a forward or backward.
         """
-        with gathered(self._flow, self._state, modifier_rank, self._on_replaced):
-            yield self.module
+        if params is None:
+            return self._gathering.all_params(modifier_rank)
+        return self._gathering.some_params(params, modifier_rank)
 
     def publish(self) -> None:
         """Have the parameters hold the current values now, where each rank has room for them all.
@@ -283,7 +281,7 @@ class Engine:
         works on any rank alone. At stage 3 they rest as shards: see `gathered`. Every rank must
         call it.
         """
-        self._flow.publish()
+        self._gathering.publish()
 
     def owns(self, param: nn.Parameter) -> str | None:
         """The name of ``param``, its first one, if it is one of this engine's; else None."""
@@ -300,16 +298,11 @@ class Engine:
     ) -> Path:
         """Write everything needed to go on, for any stage, world size, ratio and tier.
 
-        Every rank must call it, at a step boundary. ``client_state`` must be JSON, ``options`` are
-        those of `zero_core.checkpoint.save`. The previous checkpoint stays whole until the new one
-        is complete. Returns the checkpoint's folder.
+        Every rank must call it, at a step boundary. ``client_state`` must be JSON; ``options``: see
+        `zero_core.checkpoint.save`. The previous checkpoint stays whole until the new one is.
         """
         self._early.check_none("save_checkpoint() between backward and step")
-        if self._accumulation.count:
-            raise CheckpointError(
-                f"micro-step {self.micro_steps} is in the middle of an accumulation, of which "
-                f"{self._accumulation.count} are done: save after a step"
-            )
+        self._accumulation.check_ended()
         self._forget_values()
         return checkpoint.save(
             self._state,
@@ -326,18 +319,16 @@ class Engine:
         """Restore what `save_checkpoint` wrote; its folder and the client state.
 
         Every rank must call it. Without ``tag`` the newest complete one is taken. What is
-        ``without`` keeps its value: "frozen", "optimizer", "lr_scheduler" or "progress".
+        ``without`` stays as it is: some of `zero_core.checkpoint.PARTS`.
 
         Raises:
             CheckpointError: there is none, or it belongs to another model.
             CheckpointCorruptError: its bytes are not what was written.
         """
         with self._rewriting():
-            place, progress, client_state = checkpoint.load(
-                self._state, Path(directory), tag, without=without
-            )
-            restore_progress(self, progress, without)
-        return place, client_state
+            loaded = checkpoint.load(self._state, Path(directory), tag, without=without)
+            restore_progress(self, loaded[1], without)
+        return loaded[0], loaded[2]
 
     def _on_replaced(self) -> None:
         """Values were written from outside of a step, on all ranks."""
@@ -355,10 +346,10 @@ class Engine:
     def full_state_dict(
         self, *, dtype: torch.dtype | None = None, rank: int | None = None
     ) -> dict[str, Tensor]:
-        """The whole model's state dict, on the CPU, on every rank; tied names share a tensor.
+        """The whole model's state dict, on the CPU, on every rank or on ``rank`` alone.
 
-        Values come from the master weights, in the compute dtype or in ``dtype``. Every rank must
-        call it; with ``rank`` that one alone gets it, and the others an empty one.
+        Values come from the master weights, in the compute dtype or in ``dtype``; tied names share
+        a tensor. Every rank must call it.
         """
         return export.full_state_dict(self._state, dtype=dtype, rank=rank)
 
@@ -446,9 +437,7 @@ class Engine:
 
     def _restart_accumulation(self) -> None:
         """A backward did not end: drop the gradients of the whole step, not a part of them."""
-        done = self._accumulation.restart()
-        text = f"rank {self.rank}: the last backward did not end; step {self.global_steps}"
-        _log.warning("%s starts again from its first micro-step (%d were done)", text, done)
+        self._accumulation.restart(f"rank {self.rank}: step {self.global_steps}")
         self._discard_grads()
 
     def _complete_gradient(self) -> float:
@@ -494,9 +483,7 @@ class Engine:
         scale = self._scaler.scale
         self._scaler.update(is_overflow=True)
         getattr(self._collectives, "forget_errors", lambda: None)()
-        where = self._facts.explain_nonfinite()
-        text = "step %d skipped on all ranks: the gradient is not finite (%s); loss scale %g -> %g"
-        _log.warning(text, self.global_steps, where, scale, self._scaler.scale)
+        tell_skipped(self, self._facts.explain_nonfinite(), scale)
 
     def _discard_grads(self) -> None:
         self._early.check_none("dropping gradients")
@@ -512,14 +499,3 @@ class Engine:
     def _end_micro_step(self) -> None:
         self._accumulation.end_micro_step()
         self._is_scaled = False
-
-    def _refuse_state_dict(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
-        if self._flow.has_stale_values:
-            raise RuntimeError(
-                "the module's parameters do not hold the current values here: use "
-                "engine.full_state_dict(), or state_dict() within engine.gathered()"
-            )
-
-
-def _caster(dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
-    return lambda t: t.to(dtype) if t.is_floating_point() else t

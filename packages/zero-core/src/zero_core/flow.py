@@ -23,9 +23,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from zero_core.arrivals import Arrivals, Forward
+from zero_core.autograd import is_in_backward, requires_grad
 from zero_core.compiling import outside_graphs, unless_compiling
 from zero_core.config import ActivationCheckpointingConfig
 from zero_core.freezing import hook_gradient
@@ -42,16 +42,6 @@ __all__ = ["Flow"]
 _Packed = tuple[Unit, SegmentValues, int, torch.Size, tuple[int, ...], int, Forward]
 """A weight that autograd saved: unit, segment, offset, shape, strides, version, and the forward. A
 plain tuple, as there is one for each use of a weight, and a test for each saved tensor."""
-
-
-def _requires_grad(output: object) -> bool:
-    if isinstance(output, Tensor):
-        return output.requires_grad
-    return any(isinstance(t, Tensor) and t.requires_grad for t in pytree.tree_leaves(output))
-
-
-def _is_in_backward() -> bool:
-    return bool(torch._C._current_graph_task_id() != -1)
 
 
 class Flow:
@@ -91,9 +81,10 @@ class Flow:
         """True within ``gathered``: nothing is released."""
         self.fired: set[int] = set()
         """Parameters that got a gradient on this rank since the last step."""
-        self._units = list(units)
-        self._root = self._units[0]
-        self._blocks = self._units[1:]
+        self.units = list(units)
+        """The root first, then blocks in the order of the module tree."""
+        self._root = self.units[0]
+        self._blocks = self.units[1:]
         self._collectives = collectives
         self._rank = rank
         self._has_sharded_params = has_sharded_params
@@ -137,7 +128,7 @@ class Flow:
             self._handles.append(recompute)
         self._modules = list(modules)
         self._model = modules[0]
-        for unit, module in zip(self._units, modules, strict=True):
+        for unit, module in zip(self.units, modules, strict=True):
             before = outside_graphs(self._pre_forward(unit))
             after = outside_graphs(self._post_forward(unit))
             self._handles.append(module.register_forward_pre_hook(before))
@@ -154,7 +145,7 @@ class Flow:
         Activation checkpointing of a part of a block does that in backward, a model that calls
         ``block.attention`` in its own forward.
         """
-        unit_of = {id(p): u.index for u in self._units for v in u.values for p in v.params}
+        unit_of = {id(p): u.index for u in self.units for v in u.values for p in v.params}
         for module in self._model.modules():
             own = {unit_of[id(p)] for p in module.parameters(recurse=False)}
             if module._compiled_call_impl is not None:  # one graph with all its parts
@@ -167,7 +158,7 @@ class Flow:
 
     def _guard(self, module: nn.Module, index: int, around: Callable[..., Any]) -> None:
         if module is not self._modules[index]:
-            hook = around(self._pre_inside(self._units[index]))
+            hook = around(self._pre_inside(self.units[index]))
             self._handles.append(module.register_forward_pre_hook(hook))
 
     def _pre_inside(self, unit: Unit) -> Callable[[nn.Module, Any], None]:
@@ -176,7 +167,7 @@ class Flow:
         def hook(module: nn.Module, args: Any) -> None:
             if index in ready:
                 return
-            if _is_in_backward():
+            if is_in_backward():
                 self._begin_recompute(unit)
             elif self._has_sharded_params and not self._running and torch.is_grad_enabled():
                 raise RuntimeError(
@@ -195,7 +186,7 @@ class Flow:
 
     def _pre_forward(self, unit: Unit) -> Callable[[nn.Module, Any], None]:
         def hook(module: nn.Module, args: Any) -> None:
-            if _is_in_backward():  # activation checkpointing computes the block again
+            if is_in_backward():  # activation checkpointing computes the block again
                 self._begin_recompute(unit)
                 return
             self._enter_forward(unit)
@@ -204,16 +195,16 @@ class Flow:
         return hook
 
     def _post_forward(self, unit: Unit) -> Callable[[nn.Module, Any, Any], None]:
-        is_last = unit is self._units[-1]
+        is_last = unit is self.units[-1]
 
         def hook(module: nn.Module, args: Any, output: Any) -> None:
-            if _is_in_backward():
+            if is_in_backward():
                 return
-            if self._forward is not None and not _requires_grad(output):
+            if self._forward is not None and not requires_grad(output):
                 self._arrivals.unused(unit)
             self._leave_forward(unit)
             if not unit.is_root and not (is_last and torch.is_grad_enabled()):
-                self._release(unit)  # but the last one: backward starts with it
+                self.release(unit)  # but the last one: backward starts with it
 
         return hook
 
@@ -297,27 +288,27 @@ class Flow:
             previous, self._current = self._current, unit
             if previous is not unit:
                 if previous is not None:
-                    self._release(previous)
+                    self.release(previous)
                 if not backward and self._forward is not None:
                     self._arrivals.used(unit)
         if self._ahead is not None and self._ahead is not unit:
-            self._release(self._ahead)  # the order is not that of the module tree
+            self.release(self._ahead)  # the order is not that of the module tree
         self._ahead = None
         self._start_unshard(unit, backward=backward)
         unit.announce_next(backward=backward)
         self._finish_unshard(unit)
         ahead = unit.index - 1 if backward else unit.index + 1
-        if 0 < ahead < len(self._units) and not (backward and unit.is_root):
-            following = self._units[ahead]
+        if 0 < ahead < len(self.units) and not (backward and unit.is_root):
+            following = self.units[ahead]
             if ahead not in self._ready:
                 if not following.is_exchanged and not following.is_updated(self.tier):
                     return  # this unit would wait for the update of the next one
                 self._ahead = following
             self._start_unshard(following, backward=backward)
 
-    def _start_unshard(self, unit: Unit, *, backward: bool) -> None:
-        for values in unit.values:
-            values.start_unshard(self._collectives, self.tier, backward=backward)
+    def _start_unshard(self, unit: Unit, *, backward: bool, is_exact: bool = False) -> None:
+        for v in unit.values:
+            v.start_unshard(self._collectives, self.tier, backward=backward, is_exact=is_exact)
 
     def _finish_unshard(self, unit: Unit) -> None:
         if unit.index in self._ready:
@@ -332,7 +323,8 @@ class Flow:
                     self._high = max(self._high, pointer + values.full.untyped_storage().nbytes())
         self._ready.add(unit.index)
 
-    def _release(self, unit: Unit) -> None:
+    def release(self, unit: Unit) -> None:
+        """Give the gathered values of ``unit`` back, unless they are kept or held."""
         if not self._has_sharded_params or self.is_held:
             return
         if unit is self._current:
@@ -346,22 +338,23 @@ class Flow:
     def release_all(self) -> None:
         """Release every unit, the root included."""
         self._current = self._ahead = self._entered = None
-        for unit in self._units:
-            self._release(unit)
+        for unit in self.units:
+            self.release(unit)
 
-    def gather_all(self) -> None:
-        """Gather every unit at once, for `Engine.gathered`: exactly, whatever quantizes."""
-        for unit in self._units:
-            for values in unit.values:
-                values.start_unshard(self._collectives, self.tier, backward=False, is_exact=True)
-            self._finish_unshard(unit)
+    def gather(self, unit: Unit) -> None:
+        """Gather ``unit`` now, for `Engine.gathered`: exactly, whatever quantizes."""
+        self._start_unshard(unit, backward=False, is_exact=True)
+        self._finish_unshard(unit)
 
-    def publish(self) -> None:
-        """Have the parameters whose values are kept whole hold the current ones."""
-        for unit in self._units:
-            if all(values.is_kept for values in unit.values):
-                self._start_unshard(unit, backward=False)
-                self._finish_unshard(unit)
+    @property
+    def is_running(self) -> bool:
+        """Whether a forward or a backward is under way."""
+        return bool(self._running) or is_in_backward()
+
+    def is_needed(self, unit: Unit) -> bool:
+        """Whether ``unit`` is gathered for somebody who is not done with it."""
+        is_used = is_in_backward() or any(u is unit for u, _ in self._running)
+        return self.is_held or (is_used and unit.is_in_use)
 
     # --------------------------------------------------------------- backward
 
@@ -389,7 +382,7 @@ class Flow:
     def _pass(self, skipped: int) -> None:
         """Other ranks may go into a unit that backward skips here: gather it with them."""
         if self._has_sharded_params:
-            self._use(self._units[skipped], backward=True)
+            self._use(self.units[skipped], backward=True)
             self._reduce_what_is_due()
 
     def _begin_recompute(self, unit: Unit) -> None:
@@ -453,7 +446,7 @@ class Flow:
 
     def hold_gradients(self) -> None:
         """The next backwards reduce nothing (``no_sync``); every rank must call it."""
-        for unit in self._units:
+        for unit in self.units:
             for grads in unit.grads:
                 grads.hold()
 
@@ -464,7 +457,7 @@ class Flow:
         They came within ``no_sync``, or after their unit had been reduced (reentrant activation
         checkpointing of a block that is used twice). `Engine.step` has them reduced, on all ranks.
         """
-        return any(g.has_unreduced for u in self._units for g in u.grads)
+        return any(g.has_unreduced for u in self.units for g in u.grads)
 
     # ------------------------------------------------------------------- step
 
@@ -476,21 +469,21 @@ class Flow:
         self._is_backward_open = False
         self._arrivals.forget()
         self.fired.clear()
-        for unit in self._units:
+        for unit in self.units:
             for grads in unit.grads:
                 grads.reset()
 
     @property
     def has_stale_values(self) -> bool:
         """Whether parameters of the module do not hold the current values on this rank."""
-        for unit in self._units:
+        for unit in self.units:
             for values in unit.values:
                 values.settle(self.tier)
-        return not all(unit.is_in_use for unit in self._units)
+        return not all(unit.is_in_use for unit in self.units)
 
     def segment_changed(self, segment: Segment) -> None:
         """The shards of one segment get new values, in a backward that needs the old no more."""
-        for values in self._units[segment.unit].values:
+        for values in self.units[segment.unit].values:
             if values.segment is segment:
                 values.version += 1
         self._ready.discard(segment.unit)
@@ -498,7 +491,7 @@ class Flow:
     def values_changed(self) -> None:
         """The shards hold new values: what is gathered of them is stale from now on."""
         self._ready.clear()
-        for unit in self._units:
+        for unit in self.units:
             for values in unit.values:
                 values.version += 1
 

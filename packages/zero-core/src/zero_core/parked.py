@@ -286,6 +286,8 @@ def _is_write(name: str) -> bool:
 
 def _assign(param: nn.Parameter, value: Tensor) -> None:
     """``param.data = value``: a cast is taken over, anything else would get lost."""
+    if value is param:
+        return
     if not isinstance(value, _Absent):
         refuse("given other data", param)
     if value.dtype != param.dtype:

@@ -7,9 +7,13 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
 from zero_core.config import Fp16Config
 
-__all__ = ["LossScaler", "clip_factor"]
+__all__ = ["LossScaler", "cast_floats", "clip_factor"]
 
 _log = logging.getLogger(__name__)
 
@@ -81,3 +85,12 @@ def clip_factor(norm: float, max_norm: float) -> float:
     if max_norm <= 0.0 or not math.isfinite(norm):
         return 1.0
     return min(1.0, max_norm / (norm + 1e-6))
+
+
+def cast_floats(inputs: Any, dtype: torch.dtype | None) -> Any:
+    """``inputs``, of any nesting, with floating tensors in ``dtype``; None: as they are."""
+    if dtype is None:
+        return inputs
+    return pytree.tree_map_only(
+        Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t, inputs
+    )

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from zero_core.engine import Engine
 
-__all__ = ["read_progress", "restore_progress", "tell_progress"]
+__all__ = ["read_progress", "restore_progress", "tell_progress", "tell_skipped"]
 
 _log = logging.getLogger(__name__)
 
@@ -54,3 +54,9 @@ def tell_progress(engine: Engine) -> None:
         counts = (engine.global_steps, engine.skipped_steps, rates)
         text = "step %d, skipped %d, lr %s, loss scale %g, gradient norm %s"
         _log.info(text, *counts, engine.loss_scale, engine.get_global_grad_norm())
+
+
+def tell_skipped(engine: Engine, where: str, scale: float) -> None:
+    """Log that a step was skipped: ``where`` it went wrong, and the loss ``scale`` till then."""
+    text = "step %d skipped on all ranks: the gradient is not finite (%s); loss scale %g -> %g"
+    _log.warning(text, engine.global_steps, where, scale, engine.loss_scale)

@@ -72,6 +72,8 @@ class SegmentValues:
         hole = torch.zeros((), dtype=segment.dtype, device=device)
         if segment.dtype.is_floating_point:
             hole.fill_(float("nan"))
+        self.held: dict[int, Tensor] = {}
+        """Copies that parameters point at while sharded, by position; see zero_core.gathering."""
         self._placeholders = [hole.expand(p.shape) for p in self.params]
 
     def start_unshard(
@@ -174,6 +176,12 @@ class SegmentValues:
         stop = start + values.numel()
         if self.full is not None:
             self.full[start:stop].copy_(values)
+        for position, copy in self.held.items():
+            slot = self.segment.slots[position]
+            first, last = max(start, slot.start), min(stop, slot.stop)
+            if first < last:
+                part = copy.view(-1)[first - slot.start : last - slot.start]
+                part.copy_(values[first - start : last - start])
         low, high = self.segment.shard_range(self._rank)
         first, last = max(low, start), min(high, stop)
         if first >= last or self.is_kept:  # what is kept holds the shard
@@ -211,9 +219,21 @@ class SegmentValues:
         else:
             self._point_at_placeholders()
 
+    def hold(self, position: int, copy: Tensor) -> None:
+        """While sharded, let the parameter at ``position`` point at ``copy``, of its values."""
+        self.held[position] = copy
+        if not self._is_pointed_at:
+            self.params[position].data = copy
+
+    def let_go(self, position: int) -> None:
+        """Forget the copy that `hold` was given."""
+        del self.held[position]
+        if not self._is_pointed_at:
+            self.params[position].data = self._placeholders[position]
+
     def _point_at_placeholders(self) -> None:
-        for param, placeholder in zip(self.params, self._placeholders, strict=True):
-            param.data = placeholder
+        for position, (param, hole) in enumerate(zip(self.params, self._placeholders, strict=True)):
+            param.data = self.held.get(position, hole)
         self._is_pointed_at = False
 
     def _current_views(self) -> list[Tensor]:

@@ -1,7 +1,7 @@
 """``deepspeed.utils``."""
 
 from zero_engine.deepspeed.runtime.dataloader import RepeatingLoader
-from zero_engine.deepspeed.utils import groups, zero_to_fp32
+from zero_engine.deepspeed.utils import groups
 from zero_engine.deepspeed.utils.init_on_device import OnDevice
 from zero_engine.deepspeed.utils.logging import (
     log_dist,
@@ -66,5 +66,4 @@ __all__ = [
     "unset_z3_leaf_modules",
     "z3_leaf_module",
     "z3_leaf_parameter",
-    "zero_to_fp32",
 ]

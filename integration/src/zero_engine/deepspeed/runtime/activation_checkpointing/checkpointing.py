@@ -7,10 +7,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,6 +17,7 @@ from torch.autograd.graph import save_on_cpu
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from zero_engine.deepspeed.config import read
+from zero_engine.deepspeed.config_source import Source
 from zero_engine.deepspeed.errors import NotServedError
 
 __all__ = [
@@ -44,7 +44,7 @@ _state = _State()
 
 def configure(
     mpu_: Any,
-    deepspeed_config: Mapping[str, Any] | str | Path | None = None,
+    deepspeed_config: Source | None = None,
     partition_activations: bool | None = None,
     contiguous_checkpointing: bool | None = None,
     num_checkpoints: int | None = None,
@@ -64,23 +64,20 @@ def configure(
         synchronize: has no effect on results; torch orders the streams.
         profile: not served.
     """
-    block = {} if deepspeed_config is None else read(deepspeed_config).raw
-    given = dict(block.get("activation_checkpointing") or {})
-    arguments = {
+    without_effect = {
         "partition_activations": partition_activations,
-        "contiguous_memory_optimization": contiguous_checkpointing,
-        "number_checkpoints": num_checkpoints,
-        "cpu_checkpointing": checkpoint_in_cpu,
-        "synchronize_checkpoint_boundary": synchronize,
-        "profile": profile,
+        "contiguous_checkpointing": contiguous_checkpointing,
+        "num_checkpoints": num_checkpoints,
     }
-    given |= {key: value for key, value in arguments.items() if value is not None}
-    if given.get("profile"):
+    if profile:
         raise NotServedError("checkpointing.configure(profile=True)", "use torch.profiler")
-    for key in ("partition_activations", "contiguous_memory_optimization", "number_checkpoints"):
-        if given.get(key):
-            _log.info("activation_checkpointing.%s = %r has no effect here", key, given[key])
-    _state.is_on_cpu = bool(given.get("cpu_checkpointing", False))
+    for key, value in without_effect.items():
+        if value:
+            _log.info("checkpointing.configure: %s = %r has no effect here", key, value)
+    if deepspeed_config is not None:
+        _state.is_on_cpu = read(deepspeed_config).activation_checkpointing.cpu_checkpointing
+    if checkpoint_in_cpu is not None:
+        _state.is_on_cpu = checkpoint_in_cpu
     _state.is_configured = True
 
 

@@ -1,0 +1,298 @@
+"""Checkpoints of the DeepSpeed engine: names, return values, what is left out, what fp32 gives."""
+
+from __future__ import annotations
+
+import itertools
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import StepLR
+
+from zero_core import CheckpointError
+from zero_core.testing import spawn
+from zero_engine import deepspeed
+from zero_engine.deepspeed.checkpoint.utils import clone_tensors_for_torch_save
+from zero_engine.deepspeed.utils import zero_to_fp32
+
+
+class _Model(nn.Module):
+    """Tied weights, a buffer and a frozen layer."""
+
+    seen: Tensor
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.embed = nn.Embedding(7, 5)
+        self.frozen = nn.Linear(5, 5)
+        self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
+        self.head = nn.Linear(5, 7, bias=False)
+        self.head.weight = self.embed.weight
+        self.frozen.requires_grad_(False)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        self.seen += ids.numel()
+        y: Tensor = self.head(self.frozen(self.embed(ids)))
+        return y.square().mean()
+
+
+def _engine(stage: int, seed: int = 0, **more: Any) -> Any:
+    config = {
+        "train_micro_batch_size_per_gpu": 3,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
+        "zero_optimization": {"stage": stage},
+        **more,
+    }
+    engine, *_ = deepspeed.initialize(
+        model=_Model(seed), config=config, lr_scheduler=lambda o: StepLR(o, 2, gamma=0.5)
+    )
+    return engine
+
+
+def _train(engine: Any, steps: range) -> list[float]:
+    losses = []
+    for step in steps:
+        generator = torch.Generator().manual_seed(10 * step + engine.global_rank)
+        loss = engine(torch.randint(0, 7, (3,), generator=generator))
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.fixture(autouse=True)
+def alone() -> Any:
+    """One rank's process group, for tests that start none; it ends with the test."""
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+# -------------------------------------------------------------------- going on
+
+
+def _go_on(rank: int, world_size: int, folder: str) -> None:
+    for stage in (0, 2, 3):
+        place = Path(folder, str(stage))
+        first = _engine(stage)
+        _train(first, range(3))
+        assert first.save_checkpoint(place, client_state={"epoch": 2}) is True
+        expected = _train(first, range(3, 6))
+        first.destroy()
+        other = _engine((stage + 1) % 4, seed=1)
+        found, client_state = other.load_checkpoint(place)
+        assert Path(found) == place / "global_step3"
+        assert client_state == {"epoch": 2}
+        assert (other.global_steps, other.global_samples) == (3, 9 * world_size)
+        assert _train(other, range(3, 6)) == pytest.approx(expected, rel=1e-6)
+        assert other.get_lr() == first.get_lr()
+        other.destroy()
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_training_goes_on_as_if_it_had_not_stopped_at_any_stage(
+    world_size: int, tmp_path: Path
+) -> None:
+    spawn(_go_on, world_size, str(tmp_path))
+
+
+def _save(rank: int, world_size: int, folder: str) -> None:
+    engine = _engine(3)
+    _train(engine, range(2))
+    engine.save_checkpoint(folder)
+    engine.destroy()
+
+
+def _load(rank: int, world_size: int, folder: str) -> None:
+    engine = _engine(3, seed=1)
+    _, client_state = engine.load_checkpoint(folder)
+    assert client_state == {}
+    expected = zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint(folder)
+    for name, value in engine.core.full_state_dict().items():
+        assert torch.equal(value.float(), expected[name].float()), name
+    engine.destroy()
+
+
+def test_checkpoint_of_two_ranks_loads_on_one_and_on_three(tmp_path: Path) -> None:
+    spawn(_save, 2, str(tmp_path))
+    spawn(_load, 1, str(tmp_path))
+    spawn(_load, 3, str(tmp_path))
+
+
+# ------------------------------------------------------------------------ names
+
+
+def test_tag_and_latest_are_deepspeeds(tmp_path: Path) -> None:
+    engine = _engine(2)
+    _train(engine, range(2))
+    engine.save_checkpoint(tmp_path)
+    assert (tmp_path / "latest").read_text() == "global_step2"
+    engine.save_checkpoint(tmp_path, tag=7, save_latest=False)
+    assert (tmp_path / "latest").read_text() == "global_step2"
+    assert (tmp_path / "7").is_dir()
+    engine.save_checkpoint(tmp_path, "pytorch_model")
+    assert engine.load_checkpoint(tmp_path)[0] == str(tmp_path / "pytorch_model")
+    assert engine.load_checkpoint(tmp_path, tag=7)[0] == str(tmp_path / "7")
+    engine.destroy()
+
+
+def test_load_without_latest_returns_nothing_and_changes_nothing(tmp_path: Path) -> None:
+    engine = _engine(1)
+    before = engine.core.full_state_dict()
+    assert engine.load_checkpoint(tmp_path) == (None, None)
+    after = engine.core.full_state_dict()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    with pytest.raises(CheckpointError, match="not a checkpoint"):
+        engine.load_checkpoint(tmp_path, tag="absent")
+    engine.destroy()
+
+
+def test_client_state_that_is_not_json_is_named(tmp_path: Path) -> None:
+    engine = _engine(0)
+    state = {"epoch": 1, "history": [{"mean": torch.ones(1)}]}
+    with pytest.raises(CheckpointError, match=r"client_state\['history'\]\[0\]\['mean'\] is a Te"):
+        engine.save_checkpoint(tmp_path, client_state=state)
+    assert not list(tmp_path.iterdir())
+    with pytest.raises(ValueError, match="needs a directory"):
+        engine.save_checkpoint("")
+    engine.destroy()
+
+
+# --------------------------------------------------------------- what is left out
+
+
+def _saved(folder: Path, **options: Any) -> dict[str, Tensor]:
+    engine = _engine(3)
+    _train(engine, range(3))
+    engine.save_checkpoint(folder, **options)
+    values: dict[str, Tensor] = engine.core.full_state_dict()
+    engine.destroy()
+    return values
+
+
+def test_module_alone_leaves_optimizer_scheduler_and_counters(tmp_path: Path) -> None:
+    expected = _saved(tmp_path)
+    engine = _engine(3, seed=1)
+    _train(engine, range(1))
+    weight = engine.module.embed.weight
+    moment = deepspeed.utils.safe_get_full_optimizer_state(weight, "exp_avg")
+    engine.load_checkpoint(tmp_path, load_module_only=True)
+    found = engine.core.full_state_dict()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    assert torch.equal(deepspeed.utils.safe_get_full_optimizer_state(weight, "exp_avg"), moment)
+    assert (engine.global_steps, engine.get_lr()) == (1, [1e-2])
+    engine.destroy()
+
+
+@pytest.mark.parametrize("part", ["optimizer", "lr_scheduler"])
+def test_optimizer_or_scheduler_can_be_left_out(part: str, tmp_path: Path) -> None:
+    _saved(tmp_path)
+    engine = _engine(3, seed=1)
+    engine.load_checkpoint(tmp_path, **{f"load_{part}_states": False})
+    assert engine.global_steps == 3
+    weight = engine.module.embed.weight
+    has_moments = deepspeed.utils.safe_get_full_optimizer_state(weight, "exp_avg") is not None
+    assert has_moments == (part != "optimizer")
+    assert engine.lr_scheduler.last_epoch == (3 if part == "optimizer" else 0)
+    engine.destroy()
+
+
+def test_frozen_parameters_can_be_left_out(tmp_path: Path) -> None:
+    expected = _saved(tmp_path, exclude_frozen_parameters=True)
+    assert not list((tmp_path / "global_step3").glob("value-*"))
+    engine = _engine(2, seed=1)
+    own = engine.module.frozen.weight.detach().clone()
+    with pytest.raises(CheckpointError, match="saved without the values of frozen parameters"):
+        engine.load_checkpoint(tmp_path)
+    assert engine.load_checkpoint(tmp_path, load_module_strict=False)[0] is not None
+    found = engine.core.full_state_dict()
+    assert torch.equal(found["frozen.weight"], own)
+    assert torch.equal(found["embed.weight"], expected["embed.weight"])
+    assert "frozen.weight" not in zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint(tmp_path)
+    engine.destroy()
+
+
+# ------------------------------------------------------------------- whole models
+
+
+def _consolidate(rank: int, world_size: int, folder: str) -> None:
+    for stage, is_excluded in itertools.product((1, 3), (False, True)):
+        zero = {"stage": stage, "stage3_gather_16bit_weights_on_model_save": True}
+        engine = _engine(stage, bf16={"enabled": True}, zero_optimization=zero)
+        _train(engine, range(1))
+        state = engine._zero3_consolidated_16bit_state_dict(exclude_frozen_parameters=is_excluded)
+        assert (state is None) == (rank != 0)
+        with engine.core.gathered():
+            expected = {k: v.clone() for k, v in engine.module.state_dict().items()}
+        if is_excluded:
+            del expected["frozen.weight"], expected["frozen.bias"]
+        name = "weights.safetensors" if is_excluded else "pytorch_model.bin"
+        assert engine.save_16bit_model(folder, name, exclude_frozen_parameters=is_excluded)
+        if state is not None:
+            assert state.keys() == expected.keys()
+            assert state["head.weight"].data_ptr() == state["embed.weight"].data_ptr()
+            path = Path(folder, name)
+            saved = load_file(path) if is_excluded else torch.load(path, weights_only=True)
+            for key, value in expected.items():
+                assert torch.equal(state[key], value), key
+                assert key in ("embed.weight", "head.weight") or torch.equal(saved[key], value)
+        engine.destroy()
+
+
+def test_whole_model_in_the_compute_dtype_is_gathered_on_rank_0(tmp_path: Path) -> None:
+    spawn(_consolidate, 2, str(tmp_path))
+
+
+def test_stage_3_model_is_not_gathered_unless_it_is_asked_for(tmp_path: Path) -> None:
+    engine = _engine(3)
+    assert engine.save_16bit_model(tmp_path) is False
+    assert not list(tmp_path.iterdir())
+    engine.destroy()
+
+
+def test_fp32_state_dict_of_a_checkpoint_is_read_without_ranks(tmp_path: Path) -> None:
+    expected = _saved(tmp_path / "saved")
+    state = zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint(tmp_path / "saved")
+    assert state.keys() == expected.keys()
+    assert state["head.weight"] is state["embed.weight"]
+    for name, value in expected.items():
+        torch.testing.assert_close(state[name], value, rtol=0, atol=0)
+    model = zero_to_fp32.load_state_dict_from_zero_checkpoint(_Model(5), tmp_path / "saved")
+    assert torch.equal(model.frozen.weight, expected["frozen.weight"])
+    small = zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint(
+        tmp_path / "saved", tag="global_step3", exclude_frozen_parameters=True
+    )
+    assert set(expected) - set(small) == {"frozen.weight", "frozen.bias"}
+
+
+def test_fp32_program_writes_files_of_the_size_asked_for(tmp_path: Path) -> None:
+    expected = _saved(tmp_path / "saved")
+    program = [sys.executable, "-m", "zero_engine.deepspeed.utils.zero_to_fp32"]
+    folders = [str(tmp_path / "saved"), str(tmp_path / "out")]
+    subprocess.run([*program, *folders, "--safe_serialization"], check=True, timeout=150)
+    whole = load_file(tmp_path / "out" / "model.safetensors")
+    zero_to_fp32.convert_zero_checkpoint_to_state_dict(
+        *folders, max_shard_size=80, safe_serialization=True, dtype="bfloat16"
+    )
+    parts = [load_file(p) for p in (tmp_path / "out").glob("model-*.safetensors")]
+    merged = {name: value for part in parts for name, value in part.items()}
+    assert len(parts) > 1
+    for name, value in whole.items():
+        assert torch.equal(value, expected[name])
+        is_float = value.is_floating_point()
+        assert torch.equal(merged[name], value.bfloat16() if is_float else value)
+
+
+def test_clones_do_not_share_their_buffer() -> None:
+    flat = torch.arange(100.0)
+    found = clone_tensors_for_torch_save({"a": [flat[:2]], "b": (flat[2:4], "text")})
+    assert found["a"][0].untyped_storage().nbytes() == 8
+    assert found["b"][1] == "text"
+    assert torch.equal(found["b"][0], flat[2:4])

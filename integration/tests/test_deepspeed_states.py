@@ -1,0 +1,213 @@
+"""`safe_get_*` and `safe_set_*` of parameters: what they give is what torch alone computes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from zero_core.testing import spawn
+from zero_engine import deepspeed
+from zero_engine.deepspeed import utils
+
+LR, CLIPPING = 1e-2, 1e-3
+
+
+class _Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.body = nn.ModuleList([nn.Linear(3, 7), nn.Linear(7, 3)])
+        self.frozen = nn.Linear(3, 3)
+        self.frozen.requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.body:
+            x = torch.tanh(layer(x))
+        y: Tensor = self.frozen(x)
+        return y.square().mean()
+
+
+def _inputs(rank: int, step: int = 0) -> Tensor:
+    return torch.randn(2, 3, generator=torch.Generator().manual_seed(10 * step + rank))
+
+
+def _engine(stage: int, **more: Any) -> Any:
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "optimizer": {"type": "AdamW", "params": {"lr": LR, "weight_decay": 0.0}},
+        "zero_optimization": {"stage": stage},
+        "gradient_clipping": CLIPPING,
+        **more,
+    }
+    return deepspeed.initialize(model=_Model(), config=config)[0]
+
+
+def _reference(world_size: int) -> _Model:
+    """The model with the mean gradient of all ranks' batches."""
+    model = _Model()
+    for rank in range(world_size):
+        (model(_inputs(rank)) / world_size).backward()
+    return model
+
+
+def _pairs(engine: Any, model: _Model) -> Iterator[tuple[nn.Parameter, nn.Parameter]]:
+    for name, param in model.named_parameters():
+        yield engine.module.get_parameter(name), param
+
+
+def _read(rank: int, world_size: int) -> None:
+    for stage in (0, 1, 2, 3):
+        engine, model = _engine(stage), _reference(world_size)
+        assert utils.safe_get_full_grad(engine.module.body[0].weight) is None
+        engine.backward(engine(_inputs(rank)))
+        for mine, other in _pairs(engine, model):
+            grad = utils.safe_get_full_grad(mine)
+            if other.grad is None:
+                assert grad is None, "frozen"
+                torch.testing.assert_close(utils.safe_get_full_fp32_param(mine), other.detach())
+                continue
+            # Unclipped, though clipping is far below its norm.
+            torch.testing.assert_close(grad, other.grad, rtol=1e-5, atol=1e-8)
+            torch.testing.assert_close(utils.safe_get_full_fp32_param(mine), other.detach())
+            assert utils.safe_get_full_optimizer_state(mine, "exp_avg") is None
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), CLIPPING)
+        engine.step()
+        assert engine.get_global_grad_norm() == pytest.approx(norm.item(), rel=1e-5)
+        for mine, other in _pairs(engine, model):
+            assert utils.safe_get_full_grad(mine) is None
+            first = utils.safe_get_full_optimizer_state(mine, "exp_avg")
+            if other.grad is None:
+                assert first is None
+                continue
+            torch.testing.assert_close(first, 0.1 * other.grad, rtol=1e-4, atol=1e-10)
+            assert utils.safe_get_full_optimizer_state(mine, "no_such_state") is None
+        engine.destroy()
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_values_are_those_of_torch_alone(world_size: int) -> None:
+    spawn(_read, world_size)
+
+
+def _write(rank: int, world_size: int) -> None:
+    for stage in (0, 2, 3):
+        engine = _engine(stage, gradient_clipping=0.0)
+        engine.backward(engine(_inputs(rank)))
+        engine.step()
+        model = _Model()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=0.0)
+        for _, other in _pairs(engine, model):
+            if other.requires_grad:
+                other.grad = torch.zeros_like(other)
+        optimizer.step()
+        generator = torch.Generator().manual_seed(5)
+        engine.backward(engine(_inputs(rank, 1)))
+        for mine, other in _pairs(engine, model):
+            value, grad, moment = (torch.rand(other.shape, generator=generator) for _ in range(3))
+            utils.safe_set_full_fp32_param(mine, value)
+            other.data = value.clone()
+            if not other.requires_grad:
+                continue
+            utils.safe_set_full_grad(mine, grad)
+            utils.safe_set_full_optimizer_state(mine, moment, "exp_avg")
+            utils.safe_set_full_optimizer_state(mine, moment + 1, "exp_avg_sq")
+            other.grad = grad.clone()
+            state = optimizer.state[other]
+            state["exp_avg"], state["exp_avg_sq"] = moment.clone(), moment + 1
+            torch.testing.assert_close(utils.safe_get_full_grad(mine), grad)
+        engine.step()
+        optimizer.step()
+        for mine, other in _pairs(engine, model):
+            found = utils.safe_get_full_fp32_param(mine)
+            torch.testing.assert_close(found, other.detach(), rtol=1e-6, atol=1e-7)
+        engine.destroy()
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_step_uses_what_was_set(world_size: int) -> None:
+    spawn(_write, world_size)
+
+
+def _local(rank: int, world_size: int) -> None:
+    engine = _engine(3)
+    engine.backward(engine(_inputs(rank)))
+    for param in engine.module.body.parameters():
+        for read_all, read_own in (
+            (utils.safe_get_full_fp32_param, utils.safe_get_local_fp32_param),
+            (utils.safe_get_full_grad, utils.safe_get_local_grad),
+        ):
+            whole, own = read_all(param), read_own(param)
+            assert whole is not None
+            assert own is not None
+            rows: list[Any] = [None] * world_size
+            dist.all_gather_object(rows, own)
+            assert torch.equal(torch.cat(rows), whole.flatten())
+        own = utils.safe_get_local_fp32_param(param)
+        assert own is not None
+        utils.safe_set_local_fp32_param(param, own + 1)
+        after = utils.safe_get_local_fp32_param(param)
+        assert after is not None
+        assert torch.equal(after, own + 1)
+    engine.destroy()
+
+
+def test_local_parts_make_up_the_whole() -> None:
+    spawn(_local, 2)
+
+
+def test_gradient_carries_the_loss_scale_as_in_deepspeed() -> None:
+    engine = _engine(2, fp16={"enabled": True, "loss_scale": 8.0}, gradient_clipping=0.0)
+    engine.backward(engine(_inputs(0).half()).float())
+    weight = engine.module.body[0].weight
+    grad = utils.safe_get_full_grad(weight)
+    assert grad is not None
+    (other,) = (p.grad for n, p in _reference(1).named_parameters() if n == "body.0.weight")
+    assert other is not None
+    torch.testing.assert_close(grad, 8.0 * other, rtol=0.05, atol=1e-3)
+    utils.safe_set_full_grad(weight, grad)
+    torch.testing.assert_close(utils.safe_get_full_grad(weight), grad)
+    engine.destroy()
+    dist.destroy_process_group()
+
+
+def test_gradients_can_be_replaced_by_a_function() -> None:
+    engine = _engine(1)
+    engine.backward(engine(_inputs(0)))
+    params = list(engine.module.parameters())
+    before = [utils.safe_get_full_grad(p) for p in params]
+    utils.safe_update_full_grad_vectorized(params, lambda grad, param: grad + param.numel())
+    for param, grad in zip(params, before, strict=True):
+        found = utils.safe_get_full_grad(param)
+        if grad is None:
+            assert found is None
+        else:
+            torch.testing.assert_close(found, grad + param.numel())
+    engine.destroy()
+    dist.destroy_process_group()
+
+
+def test_parameter_of_no_engine_has_nothing_and_cannot_be_set() -> None:
+    param = nn.Parameter(torch.ones(2))
+    assert utils.safe_get_full_fp32_param(param) is None
+    assert utils.safe_get_full_grad(param) is None
+    with pytest.raises(ValueError, match="belongs to no engine"):
+        utils.safe_set_full_fp32_param(param, torch.zeros(2))
+
+
+def test_leaf_modules_are_marked_by_class_name_and_suffix() -> None:
+    model = _Model()
+    assert utils.set_z3_leaf_modules(model, [nn.Linear]) == [*model.body, model.frozen]
+    assert utils.get_z3_leaf_modules(model) == [*model.body, model.frozen]
+    assert utils.unset_z3_leaf_modules(model, ["Linear"]) == [*model.body, model.frozen]
+    assert utils.get_z3_leaf_modules(model) == []
+    found, missing = utils.set_z3_leaf_modules_by_suffix(
+        model, ["body.1", "nowhere"], raise_if_not_found=False
+    )
+    assert (found, missing) == ([model.body[1]], ["nowhere"])
+    with pytest.raises(ValueError, match="no module"):
+        utils.set_z3_leaf_modules(model, [nn.Conv1d])

@@ -1,0 +1,221 @@
+"""``gathered(params=...)``: those parameters alone are whole, and may be changed on one rank."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import zero_core
+from zero_core.testing import Case, batch, make_model, spawn
+
+
+def _train(engine: zero_core.Engine, rank: int, steps: range) -> list[float]:
+    losses = []
+    for step in steps:
+        loss = engine(**batch(step, 0, rank))["loss"]
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    return losses
+
+
+def _some(model: nn.Module) -> list[nn.Parameter]:
+    """Of the root (tied, and one smaller than the world), of a block, of a frozen one; twice."""
+    block = model.blocks[1]
+    found = [block.up.bias, model.embed.weight, model.gain, model.frozen[0].down.weight]
+    return [*found, block.down.weight, model.head.weight, block.up.bias]
+
+
+def _reads(rank: int, world_size: int) -> None:
+    for stage in (0, 1, 2, 3):
+        engine = zero_core.build(make_model(), Case(stage, dtype="bf16").config())
+        _train(engine, rank, range(2))
+        with engine.gathered() as model:
+            expected = [p.detach().clone() for p in _some(model)]
+        with engine.gathered(params=iter(_some(engine.module))) as model:
+            found = _some(model)
+            torch.testing.assert_close([p.detach() for p in found], expected, rtol=0.0, atol=0.0)
+            if stage == 3 and world_size > 1:
+                assert model.blocks[1].up.weight.isnan().all()
+                for param in found:  # no more memory than its own
+                    assert param.untyped_storage().nbytes() == param.nbytes
+            with torch.no_grad():  # a forward in between takes nothing away
+                engine(**batch(0, 0, rank))
+            torch.testing.assert_close([p.detach() for p in found], expected, rtol=0.0, atol=0.0)
+        if stage == 3 and world_size > 1:
+            assert all(p.isnan().all() for p in _some(engine.module))
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_they_hold_their_exact_values_and_others_do_not(world_size):
+    spawn(_reads, world_size)
+
+
+def _change(param: nn.Parameter, name: str) -> None:
+    with torch.no_grad():
+        if name == "embed.weight":
+            param[3:20] *= 1.5
+        elif name == "blocks.1.up.bias":
+            param.data = torch.full_like(param, 0.25)  # replaced, not changed in place
+        elif name == "frozen.0.down.weight":
+            param.add_(0.125)
+        else:
+            param.data[2] = 7.0
+
+
+CHANGED = ("embed.weight", "blocks.1.up.bias", "frozen.0.down.weight", "never")
+
+
+def _reaches_all(rank: int, world_size: int, modifier: int) -> None:
+    model = make_model()
+    if rank == 0:  # whose values build() takes
+        for name in CHANGED:
+            _change(model.get_parameter(name), name)
+    oracle = zero_core.build(model, Case().config())  # an engine built from the changed model
+    losses, values = _train(oracle, rank, range(3)), oracle.full_state_dict()
+    for stage in (0, 1, 2, 3):
+        engine = zero_core.build(make_model(), Case(stage).config())
+        for name in CHANGED:
+            param = engine.module.get_parameter(name)
+            with engine.gathered(params=[param], modifier_rank=modifier), torch.no_grad():
+                if rank == modifier:
+                    _change(param, name)
+                else:
+                    param.mul_(-3.0)  # of another rank: does not count
+        assert _train(engine, rank, range(3)) == losses
+        torch.testing.assert_close(engine.full_state_dict(), values, rtol=0.0, atol=0.0)
+
+
+@pytest.mark.parametrize(("world_size", "modifier"), [(1, 0), (2, 0), (2, 1), (3, 2)])
+def test_a_change_before_the_first_step_is_as_if_built_with_it(world_size, modifier):
+    spawn(_reaches_all, world_size, modifier)
+
+
+def _keeps_master_weights(rank: int, world_size: int) -> None:
+    for stage in (0, 1, 2, 3):
+        engine = zero_core.build(make_model(), Case(stage, dtype="bf16").config())
+        _train(engine, rank, range(2))
+        expected = engine.full_state_dict(dtype=torch.float32)
+        weight = engine.module.embed.weight
+        with engine.gathered(params=[weight], modifier_rank=1), torch.no_grad():
+            if rank == 1:
+                weight[5] = 0.5
+        expected["embed.weight"][5] = expected["head.weight"][5] = 0.5
+        after = engine.full_state_dict(dtype=torch.float32)
+        torch.testing.assert_close(after, expected, rtol=0.0, atol=0.0)
+
+
+def test_untouched_master_weights_keep_the_bits_that_bf16_lacks():
+    spawn(_keeps_master_weights, 2)
+
+
+@contextmanager
+def _outer(engine: zero_core.Engine, param: nn.Parameter, kind: str) -> Iterator[None]:
+    with engine.gathered(params=[param] if kind == "itself" else None):
+        yield
+
+
+@contextmanager
+def _inner(engine: zero_core.Engine, param: nn.Parameter, kind: str) -> Iterator[None]:
+    with engine.gathered(params=None if kind == "all" else [param], modifier_rank=0):
+        yield
+
+
+def _nests(rank: int, world_size: int) -> None:
+    for stage in (2, 3):
+        for outer, inner in (("itself", "itself"), ("all", "itself"), ("itself", "all")):
+            engine = zero_core.build(make_model(), Case(stage).config())
+            up, other = engine.module.blocks[0].up.weight, engine.module.gain
+            with _outer(engine, up, outer):
+                before = up.detach().clone()
+                with _inner(engine, up, inner), torch.no_grad():
+                    if rank == 0:
+                        up[1] = 3.0
+                expected = before.clone()
+                expected[1] = 3.0
+                assert torch.equal(up, expected)  # on both ranks
+                with engine.gathered(params=[other]):
+                    assert torch.equal(other, torch.ones(1))
+                assert torch.equal(up, expected)
+            assert torch.equal(engine.full_state_dict()["blocks.0.up.weight"], expected)
+
+
+def test_it_nests():
+    spawn(_nests, 2)
+
+
+class _Own(nn.Module):
+    """Asks in its forward for a parameter of its own unit, and one of another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(nn.Linear(5, 5) for _ in range(3))
+        self.scale = nn.Parameter(torch.linspace(0.5, 1.5, 5))
+        self.engine: zero_core.Engine | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = torch.tanh(block(x)) * self._factor()
+        return x.square().mean()
+
+    def _factor(self) -> Tensor:
+        wanted = [self.scale, self.blocks[1].weight]
+        if self.engine is None:
+            return self.scale * self.blocks[1].weight.detach().norm()
+        with self.engine.gathered(params=wanted):
+            norm = self.blocks[1].weight.detach().norm()
+        return self.scale * norm
+
+
+def _within_forward(rank: int, world_size: int) -> None:
+    x = torch.randn(4, 5, generator=torch.Generator().manual_seed(rank))
+    results = []
+    for is_asking in (False, True):
+        engine = zero_core.build(_Own(), Case(3 if is_asking else 0).config())
+        if is_asking:
+            vars(engine.module)["engine"] = engine
+        for _ in range(2):
+            engine.backward(engine(x))
+            engine.step()
+        results.append(engine.full_state_dict())
+    torch.testing.assert_close(*results, rtol=0.0, atol=0.0)
+
+
+def test_within_a_forward_it_takes_nothing_away():
+    spawn(_within_forward, 2)
+
+
+def _is_refused(rank: int, world_size: int) -> None:
+    for stage in (0, 3):
+        engine = zero_core.build(make_model(), Case(stage).config())
+        stranger = nn.Parameter(torch.ones(2, 3))
+        with (
+            pytest.raises(ValueError, match=r"\(2, 3\) is not this engine's"),
+            engine.gathered(params=[engine.module.gain, stranger]),
+        ):
+            pass
+        gain = engine.module.gain
+        given = torch.ones(3) if rank == 0 else torch.ones(1)
+        with (
+            pytest.raises(ValueError, match="gain was given another shape"),
+            engine.gathered(params=[gain], modifier_rank=0),
+        ):
+            gain.data = given
+        assert gain.shape == (1,)
+        with (
+            pytest.raises(ValueError, match="modifier_rank = 2"),
+            engine.gathered(params=[gain], modifier_rank=2),
+        ):
+            pass
+        with engine.gathered(params=[], modifier_rank=0):
+            pass
+        _train(engine, rank, range(1))  # whatever was refused, all goes on
+
+
+def test_wrong_parameters_shapes_and_ranks_are_refused():
+    spawn(_is_refused, 2)

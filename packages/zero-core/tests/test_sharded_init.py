@@ -1,0 +1,249 @@
+"""Parameters that are sharded from the start can be read and changed before there is an engine."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from contextlib import suppress
+
+import pytest
+import torch
+from torch import nn
+
+import zero_core
+from zero_core.parked import is_parked, unparked
+from zero_core.sharded_init import shard_module, sharded_init
+from zero_core.testing import spawn
+
+CONFIG = {
+    "train_micro_batch_size_per_gpu": 1,
+    "zero_optimization": {"stage": 3},
+    "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+}
+
+
+class Model(nn.Module):
+    """Odd sizes, one element, tied weights, shared buffers, a low dtype, integers, nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(11, 5)
+        self.blocks = nn.ModuleList(nn.Linear(5, 5) for _ in range(2))
+        self.norm = nn.BatchNorm1d(5)
+        self.head = nn.Linear(5, 11, bias=False)
+        self.head.weight = self.embed.weight
+        self.scale = nn.Parameter(torch.rand(()))
+        self.low = nn.Parameter(torch.randn(7).bfloat16())
+        self.codes = nn.Parameter(torch.arange(6), requires_grad=False)
+        self.none = nn.Parameter(torch.empty(0, 3))
+        self.register_buffer("table", torch.linspace(0, 1, 4).cos())
+        self.same = self.table
+        self.lists = [torch.rand(2), {"key": torch.arange(3)}]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.embed(x)
+        for block in self.blocks:
+            hidden = hidden + block(hidden) * self.scale
+        return self.head(self.norm(hidden)).sum() + self.low.sum() + 0 * self.none.sum()
+
+
+def _make(seed: int = 0) -> Model:
+    torch.manual_seed(seed)
+    return Model()
+
+
+def _make_sharded(seed: int = 0) -> Model:
+    with sharded_init():
+        return _make(seed)
+
+
+def _check_values(model: nn.Module, expected: nn.Module) -> None:
+    found = dict(model.named_parameters(remove_duplicate=False))
+    for name, param in expected.named_parameters(remove_duplicate=False):
+        assert found[name].dtype == param.dtype, name
+        assert torch.equal(found[name], param), name
+
+
+def _check_built(model: nn.Module, expected: nn.Module) -> None:
+    engine = zero_core.build(model, CONFIG)
+    assert all(type(p) is nn.Parameter for p in model.parameters())
+    found = engine.full_state_dict()
+    for name, value in expected.state_dict().items():
+        assert torch.equal(found[name], value), name
+    engine.close()
+
+
+def _read(rank: int, world_size: int) -> None:
+    expected = _make()
+    generator_state = torch.get_rng_state()
+    with sharded_init() as parked:
+        model = _make(seed=0 if rank == 0 else 100 + rank)  # rank 0's values count
+    if rank == 0:
+        assert torch.equal(torch.get_rng_state(), generator_state)
+    assert sorted(map(id, parked)) == sorted(map(id, model.parameters()))
+    assert model.head.weight is model.embed.weight
+    assert [p.shape for p in model.parameters()] == [p.shape for p in expected.parameters()]
+    assert all(p.isnan().all() for p in model.parameters() if p.is_floating_point())
+    for _ in range(2):  # first they are recorded, then in parts
+        with unparked([*model.parameters(), None, model.table, nn.Parameter(torch.ones(1))]):
+            _check_values(model, expected)
+            _check_values(copy.deepcopy(model), expected)
+        assert all(map(is_parked, model.parameters()))
+    assert model.same is model.table
+    if rank == 0:
+        assert torch.equal(model.table, expected.table)
+        assert torch.equal(model.lists[0], expected.lists[0])
+        assert torch.equal(model.lists[1]["key"], expected.lists[1]["key"])
+    _check_built(model, expected)
+
+
+def _change(rank: int, world_size: int) -> None:
+    model, expected = _make_sharded(), _make()
+    source = world_size - 1
+    weight = model.blocks[0].weight
+    with unparked([weight, model.scale], modifier_rank=source):
+        weight.data[2] = 7.0 if rank == source else -1.0
+        with torch.no_grad():
+            model.scale.fill_(3.0 + rank)
+    with unparked([weight, model.scale]):  # read only
+        weight.data.zero_()
+        model.scale.data = torch.ones(())
+    with unparked([weight]), unparked([weight], modifier_rank=0):
+        weight.data[1] = 5.0 + rank
+    with suppress(ZeroDivisionError), unparked([weight], modifier_rank=0):
+        weight.data.zero_()
+        raise ZeroDivisionError
+    with torch.no_grad():
+        expected.blocks[0].weight[2] = 7.0
+        expected.scale.fill_(3.0 + source)
+        expected.blocks[0].weight[1] = 5.0
+    with unparked(model.parameters()):
+        _check_values(model, expected)
+    _check_built(model, expected)
+
+
+def _convert(rank: int, world_size: int) -> None:
+    model, expected = _make_sharded(), _make().half().float()
+    with unparked([model.blocks[0].weight]):  # one in parts, the others recorded
+        pass
+    model.half().to("cpu").to(dtype=torch.float32, memory_format=torch.preserve_format)
+    assert all(map(is_parked, model.parameters()))
+    with unparked(model.parameters()):
+        _check_values(model, expected)
+    with sharded_init(dtype=torch.bfloat16):
+        model = _make()
+    with unparked(model.parameters()):
+        _check_values(model, _make().bfloat16())
+
+
+def _mix(rank: int, world_size: int) -> None:
+    """Sharded parameters beside ordinary ones in one unit; some replaced or taken away again."""
+    model, expected = _make_sharded(), _make()
+    with unparked([model.blocks[1].weight]):
+        pass
+    for each in (model, expected):
+        torch.manual_seed(4)
+        each.blocks[1].bias = nn.Parameter(torch.randn(5))
+        each.blocks[1].low_rank = nn.Parameter(
+            torch.randn(2, 3) if rank == 0 or each is expected else torch.zeros(2, 3)
+        )
+        each.head.weight = nn.Parameter(torch.randn(11, 5))
+    _check_built(model, expected)
+
+
+def _shard_existing(rank: int, world_size: int) -> None:
+    model = _make(seed=rank)
+    for _ in range(2):  # again: nothing left to do
+        shard_module(model)
+    assert all(map(is_parked, model.parameters()))
+    with unparked(model.parameters()):
+        _check_values(model, _make())
+    low = _make(seed=rank)
+    shard_module(low, dtype=torch.float16)
+    with unparked(low.parameters()):
+        _check_values(low, _make().half())
+    with torch.device("meta"):
+        bare = nn.Linear(2, 2)
+    with pytest.raises(zero_core.ConfigError, match="weight is on the meta device"):
+        shard_module(bare)
+
+
+def _refuse(rank: int, world_size: int) -> None:
+    model = _make_sharded()
+    weight, scale = model.blocks[0].weight, model.scale
+
+    def add_in_place() -> None:
+        nonlocal weight
+        weight += 1
+
+    def assign() -> None:
+        weight.data = torch.zeros(5, 5)
+
+    actions: list[Callable[[], object]] = [
+        lambda: copy.deepcopy(model),
+        lambda: pickle.dumps(weight),
+        lambda: nn.init.normal_(weight),
+        lambda: weight.detach().normal_(),
+        lambda: scale.__setitem__((), 1.0),
+        lambda: torch.add(torch.ones(5, 5), 1, out=weight),
+        add_in_place,
+        assign,
+    ]
+    for number, action in enumerate(actions):
+        expected = "single memory location" if number == 3 else "while it is sharded"
+        with torch.no_grad(), pytest.raises(RuntimeError, match=expected):
+            action()
+    unknown = pytest.raises(ValueError, match=f"expected a rank below {world_size}")
+    with unknown, unparked([weight], modifier_rank=world_size):
+        pass
+    scale.data.fill_(1.0)  # torch lets it through: it is seen when the value is wanted
+    with pytest.raises(RuntimeError, match="written to while it is sharded"), unparked([scale]):
+        pass
+
+
+def _disagree(rank: int, world_size: int) -> None:
+    model = _make_sharded()
+    differ = pytest.raises(zero_core.RankMismatchError, match="different shapes")
+    with differ, unparked([model.low], modifier_rank=0):
+        model.low.data = torch.zeros(7 if rank == 0 else 8)
+    model = _make()
+    if rank == 0:
+        with sharded_init():
+            model = _make()
+        for param in model.parameters():
+            param._held.keep(torch.zeros(param.shape, dtype=param.dtype))
+    with pytest.raises(zero_core.RankMismatchError, match="sharded before build"):
+        zero_core.build(model, CONFIG)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_parameters_sharded_from_the_start(world_size: int) -> None:
+    spawn(_all_of_it, world_size)
+
+
+def _all_of_it(rank: int, world_size: int) -> None:
+    for check in (_read, _change, _convert, _mix, _shard_existing, _refuse):
+        check(rank, world_size)
+    if world_size > 1:
+        _disagree(rank, world_size)
+
+
+def test_a_parameter_that_another_block_reads_is_gathered_with_the_root() -> None:
+    from zero_core.discovery import discover, note_reader
+
+    model = _make()
+    weight, reader = model.blocks[0].weight, model.blocks[1]
+
+    def unit_of_weight() -> str:
+        found = discover(model)
+        number = next(n for n, p in enumerate(found.params) if p is weight)
+        return next(name for name, _, members in found.units if number in members)
+
+    assert unit_of_weight() == "blocks.0"
+    assert not note_reader(reader, weight)
+    assert unit_of_weight() == ""
+    assert note_reader(reader, weight, is_reader=False)
+    assert unit_of_weight() == "blocks.0"
+    note_reader(model.blocks[0], weight)  # it does so anyway
+    assert unit_of_weight() == "blocks.0"
