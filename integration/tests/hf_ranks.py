@@ -71,6 +71,7 @@ def arguments(folder: str, kind: Any = TrainingArguments, **changes: Any) -> Any
         "per_device_train_batch_size": 4 // world_size,
         "gradient_accumulation_steps": 2,
         "learning_rate": 1e-2,
+        "adam_epsilon": 1e-4,  # a gradient of zero, but for rounding, shall move nothing
         "weight_decay": 0.1,
         "max_grad_norm": 0.8,
         "logging_steps": 1,
@@ -223,6 +224,7 @@ def adapt(rank: int, folder: str) -> None:
             args=arguments(
                 place,
                 learning_rate=0.1,  # the loss of the evaluation rises again
+                adam_epsilon=1e-8,
                 eval_strategy="steps",
                 eval_steps=1,
                 save_strategy="steps",

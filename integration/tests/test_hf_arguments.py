@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from hf_ranks import gpt2, rows
-from transformers import TrainingArguments
+from transformers import Trainer, TrainingArguments
 
 from zero_core import ConfigError, load_config
 from zero_engine.hf import PRESETS, ZeroTrainer
@@ -98,6 +98,18 @@ def test_arguments_that_do_not_fit_are_refused(name: str, tmp_path: Path) -> Non
     setattr(args, name, True)
     with pytest.raises(ConfigError, match=f"TrainingArguments.{name}=True.*zero="):
         ZeroTrainer(model=gpt2(), args=args, train_dataset=rows(4), zero="stage2")
+
+
+def test_model_without_training_data_is_evaluated_without_optimizer_state(tmp_path: Path) -> None:
+    model, args = gpt2(), _arguments(tmp_path, disable_tqdm=True)
+    plain = Trainer(model=gpt2(), args=args, eval_dataset=rows(5)).evaluate()["eval_loss"]
+    trainer = ZeroTrainer(model=model, args=args, eval_dataset=rows(5), zero="stage3-offload")
+    assert trainer.evaluate()["eval_loss"] == pytest.approx(plain, abs=1e-6)
+    assert trainer.engine is not None
+    assert "gradient shards" not in {k for k, v in trainer.engine.memory_report().items() if v}
+    trainer.train_dataset = rows(4)
+    with pytest.raises(RuntimeError, match="train_dataset"):
+        trainer.train()
 
 
 def test_configured_optimizer_and_schedule_are_used(tmp_path: Path) -> None:

@@ -40,7 +40,7 @@ def test_steps_are_those_of_the_plain_trainer_under_ddp(folder: Path, zero: str)
         assert min(norms) < 0.8 < max(norms)  # some are clipped
         assert _column(rows, "grad_norm") == pytest.approx(norms, rel=1e-5)
         assert _column(rows, "learning_rate") == _column(plain, "learning_rate")
-        assert found[zero]["gap"] < 1e-5
+        assert found[zero]["gap"] < 1e-6
         counts = {"pre_optimizer_step": 6, "optimizer_step": 6, "substep_end": 4}
         assert found[zero]["counts"] == counts
 

@@ -53,12 +53,11 @@ class ZeroAccelerator(Accelerator):  # type: ignore[misc]
 
     engine: Engine | None = None
 
-    def adopt(self, engine: Engine) -> ZeroOptimizer:
-        """Train ``engine``'s module from now on; the optimizer to step."""
+    def adopt(self, engine: Engine) -> None:
+        """Drive ``engine`` from now on; its module counts as prepared."""
         self.engine = engine
         engine.module._is_accelerate_prepared = True  # type: ignore[assignment]
         self._models.append(engine.module)
-        return ZeroOptimizer(engine)
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
         """Backward of ``loss``, which is divided over the micro-steps already."""

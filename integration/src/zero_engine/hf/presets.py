@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import copy
 import difflib
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from zero_core import ConfigError
+from zero_engine.deepspeed.config_source import load
 
 __all__ = ["PRESETS", "read_zero"]
 
@@ -47,26 +47,11 @@ def read_zero(zero: str | Path | Mapping[str, Any]) -> dict[str, Any]:
         return copy.deepcopy(dict(zero))
     if isinstance(zero, str) and zero in PRESETS:
         return {"zero_optimization": copy.deepcopy(dict(PRESETS[zero]))}
-    path = Path(zero)
-    if path.suffix == ".json" or path.is_file():
-        return _read_file(path)
+    if Path(zero).suffix == ".json" or Path(zero).is_file():
+        return copy.deepcopy(load(zero))
     near = difflib.get_close_matches(str(zero), PRESETS, n=1)
     hint = f"did you mean {near[0]!r}? " if near else ""
     raise ConfigError(
         f"zero = {str(zero)!r} is neither a preset nor a file: {hint}"
         f"Presets: {', '.join(PRESETS)}; or give a configuration, or the path of its JSON file"
     )
-
-
-def _read_file(path: Path) -> dict[str, Any]:
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"zero = {str(path)!r} cannot be read: {error}") from error
-    except json.JSONDecodeError as error:
-        raise ConfigError(f"zero = {str(path)!r} is not JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise ConfigError(
-            f"zero = {str(path)!r}: expected a JSON object, found {type(value).__name__}"
-        )
-    return value

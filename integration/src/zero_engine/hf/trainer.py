@@ -24,8 +24,9 @@ from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments, Trainer
 import zero_core
 from zero_core import ConfigError, Engine
 from zero_core.config import SchedulerConfig
+from zero_core.evaluation import EvaluationEngine
 from zero_core.lr_schedules import make_scheduler
-from zero_engine.hf.accelerator import ZeroAccelerator, take_over
+from zero_engine.hf.accelerator import ZeroAccelerator, ZeroOptimizer, take_over
 from zero_engine.hf.arguments import check_arguments, fill_config, fill_schedule
 from zero_engine.hf.presets import read_zero
 
@@ -112,25 +113,43 @@ class ZeroTrainer(Trainer):
             self._created_lr_scheduler = True
         return super().create_scheduler(num_training_steps, optimizer)
 
+    def _get_learning_rate(self) -> float:
+        """The rate of the first group, which a schedule of DeepSpeed's may not have set yet."""
+        assert self.optimizer is not None
+        return float(self.optimizer.param_groups[0]["lr"])
+
     def _wrap_model(
         self, model: nn.Module, training: bool = True, dataloader: DataLoader[Any] | None = None
     ) -> nn.Module:
-        """The model itself, with the engine in it."""
-        if self.engine is None or self.engine.module is not self.model:
-            self._start_engine()
+        """The model itself, with the engine in it.
+
+        One that evaluates alone, without optimizer state, if there is nothing to train on.
+        """
+        engine = self.engine
+        if engine is None or engine.module is not self.model:
+            self._start_engine(is_training=training or self.train_dataset is not None)
+        elif training and isinstance(engine, EvaluationEngine):
+            raise RuntimeError(
+                "train() after evaluate() of a ZeroTrainer without train_dataset: its engine only "
+                "evaluates; give it train_dataset, or make another trainer and model"
+            )
         elif training:
-            self.engine.optimizer.zero_grad()  # what a training that broke off has left
+            engine.optimizer.zero_grad()  # what a training that broke off has left
         return model
 
-    def _start_engine(self) -> None:
-        """Build the engine; one without optimizer state if there is nothing to train on."""
+    def _start_engine(self, *, is_training: bool) -> None:
         if self.engine is not None:
             self.engine.close()
-        self.create_optimizer()
         assert isinstance(self.model, nn.Module)
-        self.engine = zero_core.build(self.model, self._config, optimizer=self.optimizer)
-        self._check_device(self.engine)
-        self.optimizer = self.accelerator.adopt(self.engine)
+        if is_training:
+            self.create_optimizer()
+            engine = zero_core.build(self.model, self._config, optimizer=self.optimizer)
+            self.optimizer = ZeroOptimizer(engine)
+        else:
+            engine = zero_core.build(self.model, self._config, is_training=False)
+        self._check_device(engine)
+        self.accelerator.adopt(engine)
+        self.engine = engine
 
     def _check_device(self, engine: Engine) -> None:
         if engine.device.type != self.args.device.type:
@@ -153,7 +172,8 @@ class ZeroTrainer(Trainer):
     ) -> None:
         """As the Trainer's, which asks one rank alone; every rank must be here."""
         if state_dict is None and self.engine is not None:
-            state_dict = self.engine.full_state_dict()
+            rank = None if self.args.save_on_each_node else 0
+            state_dict = self.engine.full_state_dict(rank=rank)
         super()._save(output_dir, state_dict=state_dict)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
@@ -188,7 +208,7 @@ class ZeroTrainer(Trainer):
         assert best is not None
         assert self.engine is not None
         if _has_state(best):
-            self.engine.load_checkpoint(best)
+            self.engine.load_checkpoint(best, without=("optimizer", "lr_scheduler", "progress"))
             return
         with self._writable():
             super()._load_best_model()
