@@ -6,11 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-import zero_core
 from torch import nn
-from zero_core.testing import batch, make_model, spawn
-from zero_offload.kernel_stepper import KernelStepper
 
+import zero_core
+from zero_core.testing import batch, make_model, spawn
 from zero_engine.deepspeed.errors import NotServedError
 from zero_engine.deepspeed.ops import __compatible_ops__
 from zero_engine.deepspeed.ops.adagrad import DeepSpeedCPUAdagrad
@@ -18,6 +17,7 @@ from zero_engine.deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
 from zero_engine.deepspeed.ops.lamb import FusedLamb
 from zero_engine.deepspeed.ops.lion import DeepSpeedCPULion, FusedLion
 from zero_engine.deepspeed.ops.op_builder import CPUAdamBuilder, FusedLambBuilder
+from zero_offload.kernel_stepper import KernelStepper
 
 STEPS = 4
 WD = {"weight_decay": 0.1}
