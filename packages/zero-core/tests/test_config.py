@@ -298,3 +298,46 @@ def test_clipping_is_off_unless_asked_for():
 def test_check_grad_overflow_is_taken_from_deepspeeds_place():
     config = {**SMALL, "bf16": {"enabled": True, "check_grad_overflow": False}}
     assert not load_config(config, world_size=1).check_grad_overflow
+
+
+def test_whole_floats_are_whole_numbers():
+    """Much used files say 5e8 and 1e9."""
+    config = load_config(
+        {
+            "train_micro_batch_size_per_gpu": 2.0,
+            "zero_optimization": {
+                "stage": 3,
+                "reduce_bucket_size": 5e8,
+                "sub_group_size": 1e9,
+                "offload_param": {"device": "cpu", "max_in_cpu": 1e9},
+                "offload_optimizer": {"device": "cpu", "pin_memory_bytes": 1e3, "ratio": 1.0},
+            },
+            "gradient_clipping": 1.0,
+            "steps_per_print": 1e1,
+        },
+        world_size=1,
+    )
+    zero = config.zero_optimization
+    found = [
+        config.train_batch_size,
+        zero.reduce_bucket_size,
+        zero.sub_group_size,
+        zero.offload_param.max_in_cpu,
+        zero.offload_optimizer.pin_memory_bytes,
+        config.steps_per_print,
+    ]
+    assert [repr(number) for number in found] == [
+        *("2", "500000000", "1000000000", "1000000000", "1000", "10")
+    ]
+    assert [type(n) for n in (config.gradient_clipping, zero.offload_optimizer.ratio)] == [
+        float
+    ] * 2
+
+
+@pytest.mark.parametrize("value", [1.5, float("inf"), "5e8", True])
+def test_what_is_no_whole_number_is_none(value):
+    with pytest.raises(ConfigError, match="reduce_bucket_size"):
+        load_config(
+            {"train_batch_size": 1, "zero_optimization": {"reduce_bucket_size": value}},
+            world_size=1,
+        )

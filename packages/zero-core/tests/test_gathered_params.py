@@ -200,12 +200,12 @@ def _is_refused(rank: int, world_size: int) -> None:
         ):
             pass
         gain = engine.module.gain
+        given = torch.ones(3) if rank == 0 else torch.ones(1)
         with (
             pytest.raises(ValueError, match="gain was given another shape"),
             engine.gathered(params=[gain], modifier_rank=0),
         ):
-            if rank == 0:
-                gain.data = torch.ones(3)
+            gain.data = given
         assert gain.shape == (1,)
         with (
             pytest.raises(ValueError, match="modifier_rank = 2"),

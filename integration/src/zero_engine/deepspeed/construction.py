@@ -13,6 +13,7 @@ from torch import nn
 import zero_core
 from zero_core.config import OptimizerConfig
 from zero_core.optimizer import make_optimizer
+from zero_engine.deepspeed.announcing import announce, apply
 from zero_engine.deepspeed.config import Settings, read
 from zero_engine.deepspeed.config_source import Source
 from zero_engine.deepspeed.distributed import init_distributed
@@ -68,8 +69,8 @@ def initialize(
         config_params: the same as ``config``.
 
     Returns:
-        The engine, its optimizer (None without one), the loader (None without data) and the
-        scheduler (or None).
+        The engine, its optimizer, the loader of ``training_data`` and the scheduler, each of the
+        last three None if there is none. Without an optimizer the engine evaluates alone.
 
     Raises:
         ConfigError: the configuration is wrong or does not fit the model.
@@ -81,16 +82,22 @@ def initialize(
         raise NotServedError("initialize(mesh_param=...), sequence parallelism,")
     init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
     settings = read(_find_config(args, config if config is not None else config_params))
+    apply(settings)
     if getattr(args, "local_rank", None) is not None:
         args.local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     given = _make_optimizer(settings, model, optimizer, model_parameters)
+    is_training = given is not None or "optimizer" in settings.core
+    left_out = {"optimizer"} if given is not None else set()
+    if lr_scheduler is not None or not is_training:
+        left_out.add("scheduler")
     core = zero_core.build(
         model,
-        _core_config(settings, with_optimizer=given is None, with_scheduler=lr_scheduler is None),
+        {k: v for k, v in settings.core.items() if k not in left_out},
         optimizer=given,
         process_group=_data_parallel_group(mpu),
+        is_training=is_training,
     )
-    is_training = given is not None or "optimizer" in settings.core
+    announce(settings, core.config, rank=core.rank, world_size=core.world_size)
     if lr_scheduler is not None and is_training:
         core.lr_scheduler = _make_scheduler(lr_scheduler, core.optimizer.given)
     engine = DeepSpeedEngine(
@@ -115,15 +122,6 @@ def _find_config(args: Any, given: Any) -> Any:
     if found is None:
         raise ValueError("no configuration: pass config=... or --deepspeed_config FILE")
     return found
-
-
-def _core_config(
-    settings: Settings, *, with_optimizer: bool, with_scheduler: bool
-) -> dict[str, Any]:
-    left_out = set() if with_optimizer else {"optimizer"}
-    if not with_scheduler:
-        left_out.add("scheduler")
-    return {k: v for k, v in settings.core.items() if k not in left_out}
 
 
 def _make_optimizer(

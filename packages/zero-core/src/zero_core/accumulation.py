@@ -10,6 +10,8 @@ import logging
 
 from torch import Tensor
 
+from zero_core.errors import CheckpointError
+
 __all__ = ["Accumulation"]
 
 _log = logging.getLogger(__name__)
@@ -31,6 +33,18 @@ class Accumulation:
         self.micro_steps = 0
         self.count = 0
         self.override: bool | None = None
+
+    def check_ended(self) -> None:
+        """Refuse to save in the middle of a step.
+
+        Raises:
+            CheckpointError: a step is under way.
+        """
+        if self.count:
+            raise CheckpointError(
+                f"micro-step {self.micro_steps} is in the middle of an accumulation, of which "
+                f"{self.count} are done: save after a step"
+            )
 
     def set_steps(self, steps: int) -> None:
         """Have steps of ``steps`` micro-steps from now on.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,7 +10,7 @@ import torch
 from torch import nn
 
 from zero_core.config import Config
-from zero_core.discovery import Discovered, compute_dtype, discover
+from zero_core.discovery import Discovered, LeafRule, compute_dtype, discover
 from zero_core.errors import ConfigError
 from zero_core.layout import Layout, ParamSpec
 from zero_core.optimizer import check_elementwise, make_optimizer
@@ -25,6 +26,7 @@ class Blueprint:
         found: its parameters and units.
         layout: where every element lives.
         optimizer: the one that was given, or the configuration's, over the model's parameters.
+        given: the one that was given, or None.
         group_of: the optimizer group of each trainable parameter, by the parameter's number.
     """
 
@@ -32,6 +34,7 @@ class Blueprint:
     layout: Layout
     optimizer: torch.optim.Optimizer
     group_of: dict[int, int]
+    given: torch.optim.Optimizer | None
 
     @classmethod
     def draw(
@@ -40,18 +43,29 @@ class Blueprint:
         config: Config,
         world_size: int,
         optimizer: torch.optim.Optimizer | None = None,
+        *,
+        is_training: bool = True,
     ) -> Blueprint:
         """Take ``model`` apart; it may be on the meta device, and is not changed.
+
+        Without ``is_training`` every parameter is frozen, and the optimizer has none.
 
         Raises:
             ConfigError: there is no optimizer, or it does not fit the model.
         """
-        found = discover(model)
-        if optimizer is None:
+        found = discover(model, LeafRule.of(config))
+        given = optimizer
+        if not is_training:
+            optimizer = torch.optim.SGD([{"params": []}], lr=0.0)
+        elif optimizer is None:
             optimizer = _optimizer_of(config, found)
-        specs, group_of = _describe(found, optimizer, config)
+        group_of = _groups_of(found, optimizer)
+        if is_training:
+            _check_all_grouped(found, group_of)
+        specs = _describe(found, group_of, config)
+        group_of = {n: g for n, g in group_of.items() if specs[n].is_trainable}
         units = [(name, members) for name, _, members in found.units]
-        return cls(found, Layout.build(specs, units, world_size), optimizer, group_of)
+        return cls(found, Layout.build(specs, units, world_size), optimizer, group_of, given)
 
     @property
     def groups(self) -> list[dict[str, Any]]:
@@ -74,13 +88,8 @@ def _optimizer_of(config: Config, found: Discovered) -> torch.optim.Optimizer:
     return make_optimizer(config.optimizer, trainable)
 
 
-def _describe(
-    found: Discovered, optimizer: torch.optim.Optimizer, config: Config
-) -> tuple[list[ParamSpec], dict[int, int]]:
-    """Every parameter's description, and the optimizer group of each trainable one by number.
-
-    See zero_core.freezing for what is trainable.
-    """
+def _groups_of(found: Discovered, optimizer: torch.optim.Optimizer) -> dict[int, int]:
+    """The optimizer group of each parameter that is in one, by the parameter's number."""
     # Adagrad has state from the start; its count of steps tells.
     if any(float(state.get("step", 1)) > 0 for state in optimizer.state.values()):
         raise ConfigError(
@@ -98,23 +107,30 @@ def _describe(
                     "that is not in the model: make the optimizer from model.parameters()"
                 )
             group_of[number_of[id(param)]] = index
-    specs = []
+    return group_of
+
+
+def _check_all_grouped(found: Discovered, group_of: Mapping[int, int]) -> None:
     for number, (param, names) in enumerate(zip(found.params, found.names, strict=True)):
         if param.requires_grad and number not in group_of:
             raise ConfigError(
                 f"parameter {names[0]} requires a gradient but is in no optimizer group: add it, "
                 "or freeze it with requires_grad_(False)"
             )
-        specs.append(
-            ParamSpec(
-                name=names[0],
-                shape=tuple(param.shape),
-                dtype=compute_dtype(param, config.compute_dtype),
-                is_trainable=number in group_of and _can_have_gradient(param),
-                aliases=names[1:],
-            )
+
+
+def _describe(found: Discovered, group_of: Mapping[int, int], config: Config) -> list[ParamSpec]:
+    """Every parameter's description. See zero_core.freezing for what is trainable."""
+    return [
+        ParamSpec(
+            name=names[0],
+            shape=tuple(param.shape),
+            dtype=compute_dtype(param, config.compute_dtype),
+            is_trainable=number in group_of and _can_have_gradient(param),
+            aliases=names[1:],
         )
-    return specs, {n: g for n, g in group_of.items() if specs[n].is_trainable}
+        for number, (param, names) in enumerate(zip(found.params, found.names, strict=True))
+    ]
 
 
 def _can_have_gradient(param: nn.Parameter) -> bool:

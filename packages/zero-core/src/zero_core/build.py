@@ -23,6 +23,7 @@ from zero_core.config import Config, load_config
 from zero_core.discovery import Discovered
 from zero_core.engine import Engine
 from zero_core.errors import ConfigError, RankMismatchError
+from zero_core.evaluation import EvaluationEngine, for_evaluation
 from zero_core.freezing import tell_frozen
 from zero_core.initial import InitialValues
 from zero_core.layout import Layout, Segment
@@ -30,9 +31,9 @@ from zero_core.lr_schedules import make_scheduler
 from zero_core.memory import Memory
 from zero_core.native import make_collectives, make_native, private_bytes, share_memory
 from zero_core.offload_share import check_patterns
-from zero_core.optimizer import names_rule
+from zero_core.optimizer import has_kernel_rule
 from zero_core.parked import make_ordinary
-from zero_core.parts import KERNELS, PARAM_TIERS, TIERS, load_part
+from zero_core.parts import KERNELS, PARAM_TIERS, TIERS, has_part, load_part
 from zero_core.pretrained import load_pretrained
 from zero_core.protocols import (
     Collectives,
@@ -64,6 +65,7 @@ def build(
     process_group: dist.ProcessGroup | None = None,
     mesh: DeviceMesh | None = None,
     pretrained: str | Path | Sequence[str | Path] | None = None,
+    is_training: bool = True,
 ) -> Engine:
     """Make a training engine out of a model and a DeepSpeed-style configuration.
 
@@ -91,6 +93,7 @@ def build(
             how many ranks share a node is found from the launcher's environment otherwise.
         pretrained: safetensors that give every value, read as by `zero_core.load_pretrained`; the
             model may then be on the meta device, but for buffers that are not in its state dict.
+        is_training: False for an engine that evaluates alone: see `zero_core.evaluation`.
 
     Raises:
         ConfigError: the configuration is wrong or does not fit the model, or the model is on the
@@ -103,14 +106,15 @@ def build(
     resolved = load_config(config, world_size=ranks.size)
     if resolved.seed is not None:
         torch.manual_seed(resolved.seed)
-    has_named_rule = optimizer is None and names_rule(resolved)
-    drawn = Blueprint.draw(model, resolved, ranks.size, optimizer)
+    if not is_training:
+        resolved = for_evaluation(resolved, optimizer, lr_scheduler)
+    drawn = Blueprint.draw(model, resolved, ranks.size, optimizer, is_training=is_training)
     found, layout, optimizer = drawn.found, drawn.layout, drawn.optimizer
     initial = InitialValues(model)
     control = ControlGroup(ranks.group, rank=ranks.rank, world_size=ranks.size, device=ranks.device)
     _check_ranks_agree(control, layout, resolved)
     _check_values_are_known(control, initial, has_pretrained=pretrained is not None)
-    if ranks.rank == 0:
+    if ranks.rank == 0 and is_training:
         tell_frozen(layout, found.params)
 
     per_node = count_per_node(control, ranks)
@@ -129,7 +133,7 @@ def build(
         is_accelerated=ranks.device.type != "cpu",
         resting=_make_param_tier(param_tier, layout, resolved, ranks),
     )
-    tier = _make_tier(state_tier, memory, drawn, resolved, ranks, has_named_rule)
+    tier = _make_tier(state_tier, memory, drawn, resolved, ranks)
     memory.allocate_grads(tier.read_grad if getattr(tier, "keeps_grads", False) else None)
     if pretrained is None:
         _fill(found, layout, memory, tier, control, initial)
@@ -140,7 +144,7 @@ def build(
     initial.give_attributes()
     if lr_scheduler is None and resolved.scheduler is not None:
         lr_scheduler = make_scheduler(optimizer, resolved.scheduler.type, resolved.scheduler.params)
-    engine = Engine(
+    engine = (Engine if is_training else EvaluationEngine)(
         module=model,
         config=resolved,
         layout=layout,
@@ -205,7 +209,6 @@ def _make_tier(
     drawn: Blueprint,
     config: Config,
     ranks: Ranks,
-    has_named_rule: bool,
 ) -> StateTier:
     zero = config.zero_optimization
     layout, optimizer = drawn.layout, drawn.optimizer
@@ -228,9 +231,7 @@ def _make_tier(
     kernel = None
     if factory is None:
         factory = load_part(TIERS, "host", asked_by=key, distribution="zero-offload")
-        if has_named_rule:
-            asked = f"{key} with optimizer.type = {config.optimizer and config.optimizer.type!r}"
-            kernel = load_part(KERNELS, "cpu", asked_by=asked, distribution="cpu-adam")
+        kernel = _load_kernel(config, drawn.given, key)
     try:
         return factory(
             numel=numel,
@@ -247,6 +248,27 @@ def _make_tier(
         )
     except ValueError as error:
         raise ConfigError(str(error)) from error
+
+
+def _load_kernel(config: Config, given: torch.optim.Optimizer | None, key: str) -> Any:
+    """The host kernel for the optimizer; None if torch's own update does it."""
+    if not has_kernel_rule(config, given):
+        return None
+    if given is not None and not has_part(KERNELS, "cpu"):
+        _log.info(
+            "%s with an object of %s: torch's own update runs on the host; for a faster one: "
+            "pip install cpu-adam",
+            key,
+            type(given).__name__,
+        )
+        return None
+    named = config.optimizer.type if given is None and config.optimizer else type(given).__name__
+    asked = (
+        f"{key} with optimizer.type = {named!r}"
+        if given is None
+        else f"{key} with an object of {named}"
+    )
+    return load_part(KERNELS, "cpu", asked_by=asked, distribution="cpu-adam")
 
 
 def _make_param_tier(

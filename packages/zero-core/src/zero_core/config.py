@@ -28,12 +28,14 @@ from zero_core.config_blocks import (
     Config,
     DataTypesConfig,
     Fp16Config,
+    LeafModuleConfig,
     LocoConfig,
     OffloadOptimizerConfig,
     OffloadParamConfig,
     OptimizerConfig,
     SchedulerConfig,
     ZeroConfig,
+    as_whole,
 )
 from zero_core.config_rules import UNNEEDED, check_rules, take_out_further_keys, tell_unneeded
 from zero_core.errors import ConfigError
@@ -46,6 +48,7 @@ __all__ = [
     "Config",
     "DataTypesConfig",
     "Fp16Config",
+    "LeafModuleConfig",
     "LocoConfig",
     "OffloadOptimizerConfig",
     "OffloadParamConfig",
@@ -140,7 +143,7 @@ def _resolve_batch(raw: Mapping[str, Any], world_size: int) -> dict[str, int]:
     """train_batch_size = train_micro_batch_size_per_gpu * gradient_accumulation_steps * ranks."""
     given: dict[str, int] = {}
     for key in _BATCH:
-        value = raw.get(key, 1)
+        value = as_whole(raw.get(key, 1))
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise ConfigError(f"{key}: expected a whole number >= 1, found {value!r}")
         if key in raw:

@@ -8,7 +8,7 @@ configuration is read is in `zero_core.config`, what its keys ask of each other 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 import pydantic
 import torch
@@ -21,12 +21,14 @@ __all__ = [
     "Config",
     "DataTypesConfig",
     "Fp16Config",
+    "LeafModuleConfig",
     "LocoConfig",
     "OffloadOptimizerConfig",
     "OffloadParamConfig",
     "OptimizerConfig",
     "SchedulerConfig",
     "ZeroConfig",
+    "as_whole",
 ]
 
 BlockKind = Literal["int8", "int4", "e4m3", "e5m2"]
@@ -34,8 +36,33 @@ BlockKind = Literal["int8", "int4", "e4m3", "e5m2"]
 WeightFormat = Literal["int8", "int4", "e4m3", "e5m2", "int4_difference"]
 
 
+def as_whole(value: Any) -> Any:
+    """``value``, as an int if it is a whole float."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+def _is_whole(annotation: Any) -> bool:
+    """Whether a key takes whole numbers and no others."""
+    kinds = {annotation}
+    while any(get_args(kind) for kind in kinds):
+        kinds = {part for kind in kinds for part in get_args(kind) or (kind,)}
+    return int in kinds and float not in kinds
+
+
 class _Block(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, strict=True)
+
+    @pydantic.model_validator(mode="before")
+    @classmethod
+    def _take_whole_floats(cls, block: Any) -> Any:
+        """JSON writes 500 million as 5e8, which Python reads as a float."""
+        if not isinstance(block, Mapping):
+            return block
+        fields = cls.model_fields
+        return {
+            k: as_whole(v) if k in fields and _is_whole(fields[k].annotation) else v
+            for k, v in block.items()
+        }
 
 
 class OffloadOptimizerConfig(_Block):
@@ -123,6 +150,28 @@ class LocoConfig(_Block):
     """Steps after which the error is forgotten."""
 
 
+class LeafModuleConfig(_Block):
+    """``zero_optimization.leaf_module``: modules that are one unit each, with all that is in them.
+
+    A module with ``_is_zero_leaf = True`` is one, too. DeepSpeed's default classes (the experts of
+    some models) lie within units in any case.
+    """
+
+    classes: tuple[str, ...] = ()
+    """Names of their classes, with or without the Python module."""
+    names: tuple[str, ...] = ()
+    """As in ``named_modules``."""
+    name_suffixes: tuple[str, ...] = ()
+
+    @pydantic.field_validator("*", mode="before")
+    @classmethod
+    def _check_strings(cls, value: Any) -> Any:
+        values = [value] if isinstance(value, str) else value
+        if isinstance(values, list | tuple) and all(isinstance(v, str) for v in values):
+            return tuple(values)
+        raise ValueError("expected a list of strings")
+
+
 class ZeroConfig(_Block):
     """``zero_optimization``."""
 
@@ -156,7 +205,7 @@ class ZeroConfig(_Block):
     """Error feedback of quantized gradients; None is off."""
     mics_shard_size: int = -1
     zenflow: dict[str, Any] | None = None
-    leaf_module: dict[str, Any] | None = None
+    leaf_module: LeafModuleConfig | None = None
     contiguous_gradients: bool = True
     reduce_scatter: bool = True
     reduce_bucket_size: PositiveInt = 500_000_000

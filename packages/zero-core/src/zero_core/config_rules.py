@@ -36,7 +36,6 @@ UNNEEDED: Mapping[str, str] = {
     "zero_optimization.ignore_unused_parameters": "unused parameters are always allowed",
     "zero_optimization.round_robin_gradients": "shards are slices of units, already balanced",
     "zero_optimization.memory_efficient_linear": "saved weights are always kept by reference",
-    "zero_optimization.leaf_module": "a block is always gathered whole, its submodules with it",
     "zero_optimization.use_multi_rank_bucket_allreduce": "a unit is the bucket",
     "zero_optimization.compute_grad_norm": "the norm comes with the check for overflow",
     "zero_optimization.stage3_module_granularity_threshold": "a block is always gathered whole",
@@ -190,7 +189,8 @@ def _of_optimizer_offload(config: Config) -> Iterator[_Rule]:
     )
     yield (
         offload.device == "none" and "state_dtype" in offload.model_fields_set,
-        f"{where}.state_dtype needs device 'cpu' or 'nvme'",
+        f"{where}.state_dtype needs device 'cpu' or 'nvme': moments of 16 or 8 bits are kept by a "
+        "host's kernel (cpu-adam); on the device the optimizer is torch's, with fp32 states",
     )
 
 

@@ -5,18 +5,27 @@ of its own; blocks are not searched for further blocks. A parameter that only on
 belongs to that block; everything else (embeddings, heads, weights tied across blocks) belongs to
 the root unit, which stays gathered from the start of forward to the end of backward. A module that
 reads a parameter of another one says so by `note_reader`.
+
+A *leaf* is a module that was said to be one unit with all that is in it, wherever it stands: by
+``_is_zero_leaf = True`` on the module, or by ``zero_optimization.leaf_module``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import logging
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
 
-__all__ = ["Discovered", "discover", "note_reader"]
+from zero_core.config import Config, LeafModuleConfig
+from zero_core.errors import ConfigError
+
+__all__ = ["Discovered", "LeafRule", "discover", "note_reader"]
+
+_log = logging.getLogger(__name__)
 
 _CONTAINERS = (nn.ModuleList, nn.Sequential)
 _read: WeakKeyDictionary[nn.Module, dict[int, nn.Parameter]] = WeakKeyDictionary()
@@ -57,16 +66,61 @@ def _can_be_called(module: nn.Module) -> bool:
     return has_forward and not isinstance(module, nn.ModuleList | nn.ModuleDict)
 
 
-def _blocks(prefix: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+@dataclass(frozen=True)
+class LeafRule:
+    """Which modules are leaves: those marked so, and what the configuration names."""
+
+    config: LeafModuleConfig
+
+    @classmethod
+    def of(cls, config: Config) -> LeafRule:
+        """The configuration's."""
+        return cls(config.zero_optimization.leaf_module or LeafModuleConfig())
+
+    def is_leaf(self, path: str, module: nn.Module) -> bool:
+        """Whether ``module``, at ``path``, is a leaf.
+
+        Raises:
+            ConfigError: it is, but has no forward, and so cannot be a unit.
+        """
+        config = self.config
+        is_named = path in config.names or path.endswith(config.name_suffixes)
+        names = _names_of(type(module))
+        if not (is_named or names & {*config.classes} or getattr(module, "_is_zero_leaf", False)):
+            return False
+        if not _can_be_called(module):
+            raise ConfigError(
+                f"leaf module {path!r} ({type(module).__name__}) has no forward, so that it cannot "
+                "be gathered when it is called: name the module that calls its parts"
+            )
+        return True
+
+    def tell_missing(self, model: nn.Module) -> None:
+        """Warn of names that no module has."""
+        paths = [path for path, _ in model.named_modules(remove_duplicate=False)]
+        classes = {name for module in model.modules() for name in _names_of(type(module))}
+        missing = [name for name in self.config.classes if name not in classes]
+        missing += [name for name in self.config.names if name not in paths]
+        for suffix in self.config.name_suffixes:
+            missing += [] if any(path.endswith(suffix) for path in paths) else [suffix]
+        if missing:
+            _log.warning("zero_optimization.leaf_module names what the model lacks: %s", missing)
+
+
+def _names_of(kind: type[nn.Module]) -> set[str]:
+    return {kind.__name__, f"{kind.__module__}.{kind.__qualname__}"}
+
+
+def _blocks(prefix: str, module: nn.Module, rule: LeafRule) -> Iterator[tuple[str, nn.Module]]:
     is_container = isinstance(module, _CONTAINERS)
     for name, child in module.named_children():
         path = f"{prefix}{name}"
         if next(child.parameters(), None) is None:
             continue
-        if is_container and _can_be_called(child):
+        if rule.is_leaf(path, child) or (is_container and _can_be_called(child)):
             yield path, child
         else:
-            yield from _blocks(path + ".", child)
+            yield from _blocks(path + ".", child, rule)
 
 
 def _owner(name: str, paths: dict[str, str]) -> str:
@@ -79,8 +133,13 @@ def _owner(name: str, paths: dict[str, str]) -> str:
     return ""
 
 
-def discover(model: nn.Module) -> Discovered:
-    """Find parameters, their names, and the units of ``model``; see the module's text."""
+def discover(model: nn.Module, rule: LeafRule | None = None) -> Discovered:
+    """Find parameters, their names, and the units of ``model``; see the module's text.
+
+    ``rule`` says what is a leaf; None: what is marked so.
+    """
+    rule = rule or LeafRule(LeafModuleConfig())
+    rule.tell_missing(model)
     numbers: dict[int, int] = {}
     params: list[nn.Parameter] = []
     names: list[list[str]] = []
@@ -92,7 +151,9 @@ def discover(model: nn.Module) -> Discovered:
         names[numbers[id(param)]].append(name)
 
     blocks: dict[int, tuple[str, nn.Module]] = {}
-    for path, module in _blocks("", model):
+    below: Iterable[tuple[str, nn.Module]]
+    below = () if rule.is_leaf("", model) else _blocks("", model, rule)
+    for path, module in below:
         blocks.setdefault(id(module), (path, module))  # the same block twice in a list: one unit
     # Every path to a block, for a block or a part of it may stand in several places.
     paths = {

@@ -27,7 +27,6 @@ from zero_core.collectives import ControlGroup
 from zero_core.comm_report import Meter
 from zero_core.config import Config
 from zero_core.early import EarlyUpdates
-from zero_core.errors import CheckpointError
 from zero_core.facts import GradientFacts
 from zero_core.flow import Flow
 from zero_core.freezing import FrozenGuard
@@ -299,16 +298,11 @@ class Engine:
     ) -> Path:
         """Write everything needed to go on, for any stage, world size, ratio and tier.
 
-        Every rank must call it, at a step boundary. ``client_state`` must be JSON, ``options`` are
-        those of `zero_core.checkpoint.save`. The previous checkpoint stays whole until the new one
-        is complete. Returns the checkpoint's folder.
+        Every rank must call it, at a step boundary. ``client_state`` must be JSON; ``options``: see
+        `zero_core.checkpoint.save`. The previous checkpoint stays whole until the new one is.
         """
         self._early.check_none("save_checkpoint() between backward and step")
-        if self._accumulation.count:
-            raise CheckpointError(
-                f"micro-step {self.micro_steps} is in the middle of an accumulation, of which "
-                f"{self._accumulation.count} are done: save after a step"
-            )
+        self._accumulation.check_ended()
         self._forget_values()
         return checkpoint.save(
             self._state,
@@ -325,18 +319,16 @@ class Engine:
         """Restore what `save_checkpoint` wrote; its folder and the client state.
 
         Every rank must call it. Without ``tag`` the newest complete one is taken. What is
-        ``without`` keeps its value: "frozen", "optimizer", "lr_scheduler" or "progress".
+        ``without`` stays as it is: some of `zero_core.checkpoint.PARTS`.
 
         Raises:
             CheckpointError: there is none, or it belongs to another model.
             CheckpointCorruptError: its bytes are not what was written.
         """
         with self._rewriting():
-            place, progress, client_state = checkpoint.load(
-                self._state, Path(directory), tag, without=without
-            )
-            restore_progress(self, progress, without)
-        return place, client_state
+            loaded = checkpoint.load(self._state, Path(directory), tag, without=without)
+            restore_progress(self, loaded[1], without)
+        return loaded[0], loaded[2]
 
     def _on_replaced(self) -> None:
         """Values were written from outside of a step, on all ranks."""
@@ -354,10 +346,10 @@ class Engine:
     def full_state_dict(
         self, *, dtype: torch.dtype | None = None, rank: int | None = None
     ) -> dict[str, Tensor]:
-        """The whole model's state dict, on the CPU, on every rank; tied names share a tensor.
+        """The whole model's state dict, on the CPU, on every rank or on ``rank`` alone.
 
-        Values come from the master weights, in the compute dtype or in ``dtype``. Every rank must
-        call it; with ``rank`` that one alone gets it, and the others an empty one.
+        Values come from the master weights, in the compute dtype or in ``dtype``; tied names share
+        a tensor. Every rank must call it.
         """
         return export.full_state_dict(self._state, dtype=dtype, rank=rank)
 

@@ -15,6 +15,7 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch import nn
 
 from zero_core.compiling import outside_graphs
@@ -39,8 +40,13 @@ class FrozenGuard:
         ]
 
     def watch(self, model: nn.Module) -> Any:
-        """Check before each forward of ``model``; the handle of the hook that does it."""
-        return model.register_forward_pre_hook(outside_graphs(lambda module, args: self.check()))
+        """Check before each forward of ``model`` with gradients; the handle of the hook."""
+
+        def hook(module: nn.Module, args: Any) -> None:
+            if torch.is_grad_enabled():
+                self.check()
+
+        return model.register_forward_pre_hook(outside_graphs(hook))
 
     def check(self) -> None:
         """Raise if one of them requires a gradient.

@@ -12,7 +12,7 @@ import torch
 
 from zero_core.blueprint import Blueprint
 from zero_core.config import Config
-from zero_core.optimizer import names_rule
+from zero_core.optimizer import has_kernel_rule
 
 __all__ = ["OffloadForm"]
 
@@ -46,7 +46,8 @@ class OffloadForm:
         ]
         state_dtype = config.zero_optimization.offload_optimizer.state_dtype
         alignment = 1 if is_accelerated else _BLOCK_NUMEL[state_dtype]
-        has_kernel = names_rule(config) and not any(g.get("amsgrad") for g in drawn.groups)
+        is_known = has_kernel_rule(config, drawn.given)
+        has_kernel = is_known and not any(g.get("amsgrad") for g in drawn.groups)
         is_fused = any(g.get("fused") for g in drawn.groups)
         if is_fused and not has_kernel and not is_accelerated:
             alignment = _FUSED_ALIGNMENT

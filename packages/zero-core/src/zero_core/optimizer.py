@@ -14,11 +14,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from zero_core.adam import Adam
 from zero_core.config import Config, OptimizerConfig
 from zero_core.errors import ConfigError
 from zero_core.lion import Lion
 
-__all__ = ["EngineOptimizer", "check_elementwise", "make_optimizer", "names_rule"]
+__all__ = ["EngineOptimizer", "check_elementwise", "has_kernel_rule", "make_optimizer"]
 
 _BY_NAME: Mapping[str, type[torch.optim.Optimizer]] = {
     "adam": torch.optim.Adam,
@@ -35,6 +36,15 @@ _BY_NAME: Mapping[str, type[torch.optim.Optimizer]] = {
 
 _KERNEL_TYPES = frozenset({"adam", "adamw", "adagrad", "sgd", "lion"})
 """Names, in lower case, of those that a host kernel computes where the state is offloaded."""
+
+_KERNEL_CLASSES = (
+    torch.optim.Adam,
+    torch.optim.AdamW,
+    torch.optim.Adagrad,
+    torch.optim.SGD,
+    Lion,
+)
+"""Classes of the same. A subclass is none: it may update otherwise."""
 
 _FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
 """Their fused kernels run on CPUs and accelerators alike, and give a slice that begins and ends at
@@ -59,8 +69,18 @@ def check_elementwise(optimizer_class: type[torch.optim.Optimizer]) -> None:
         )
 
 
-def names_rule(config: Config) -> bool:
-    """Whether the configuration names an optimizer that a host kernel may compute."""
+def has_kernel_rule(config: Config, given: torch.optim.Optimizer | None) -> bool:
+    """Whether a host kernel may compute the update, where the state is offloaded.
+
+    Args:
+        config: names the optimizer, if none was given.
+        given: the optimizer object. Torch's Adam, AdamW, Adagrad and SGD and `zero_core.Lion` are
+            computed by a kernel just as torch does it, fused or not; another class says that one
+            computes it by ``has_host_kernel = True``, and which one by ``update_rule``.
+    """
+    if given is not None:
+        kind = type(given)
+        return kind in _KERNEL_CLASSES or bool(getattr(kind, "has_host_kernel", False))
     if config.optimizer is None or config.optimizer.params.get("torch_adam"):
         return False
     return config.optimizer.type.lower() in _KERNEL_TYPES
@@ -80,17 +100,24 @@ def make_optimizer(
     """
     kind = config.type.lower()
     options = dict(config.params)
+    options.pop("set_grad_none", None)  # gradients never stay on the parameters
+    if not options.pop("fp32_optimizer_states", True):
+        raise ConfigError(
+            "optimizer.params.fp32_optimizer_states = false is not served: states are fp32 as the "
+            "master weights are; with offload_optimizer, state_dtype = 'bfloat16' or 'int8' makes "
+            "those of Adam smaller"
+        )
+    optimizer_class = _BY_NAME.get(kind)
     if kind in ("adam", "adamw"):
         is_adamw = options.pop("adam_w_mode", True) or kind == "adamw"
         options.pop("torch_adam", None)  # see zero_core.build: it keeps the host kernel out
-        kind = "adamw" if is_adamw else "adam"
+        optimizer_class = _BY_NAME["adamw" if is_adamw else "adam"]
         options.setdefault("weight_decay", 0.0)  # DeepSpeed's default; torch's AdamW has 0.01
-        if options.pop("bias_correction", True) is not True:
-            raise ConfigError(
-                "optimizer.params.bias_correction = false is not served: "
-                "pass an optimizer object to build()"
-            )
-    optimizer_class = _BY_NAME.get(kind)
+        if options.get("bias_correction") is False:
+            optimizer_class = Adam
+            options["decoupled_weight_decay"] = is_adamw
+        else:
+            options.pop("bias_correction", None)
     if optimizer_class is None:
         raise ConfigError(
             f"optimizer.type = {config.type!r} is not served; known: {sorted(_BY_NAME)}; "

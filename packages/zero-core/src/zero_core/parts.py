@@ -7,12 +7,17 @@ from typing import Any
 
 from zero_core.errors import MissingPartError
 
-__all__ = ["COLLECTIVES", "KERNELS", "PARAM_TIERS", "TIERS", "load_part"]
+__all__ = ["COLLECTIVES", "KERNELS", "PARAM_TIERS", "TIERS", "has_part", "load_part"]
 
 COLLECTIVES = "zero_core.collectives"
 TIERS = "zero_core.state_tiers"
 PARAM_TIERS = "zero_core.param_tiers"
 KERNELS = "zero_core.adam_kernels"
+
+
+def has_part(group: str, name: str) -> bool:
+    """Whether a part of that name is installed."""
+    return bool(entry_points(group=group, name=name))
 
 
 def load_part(group: str, name: str, *, asked_by: str, distribution: str) -> Any:

@@ -41,6 +41,9 @@ __all__ = [
 STATE_DTYPES = ("float32", "bfloat16", "int8")
 """What ``offload_optimizer.state_dtype`` may be."""
 
+_KINDS = ("adam", "adagrad", "sgd", "lion")
+"""What a class may say that its update is, by ``update_rule``."""
+
 
 @dataclass(frozen=True, slots=True)
 class _AdagradHyper:
@@ -210,7 +213,7 @@ def _kind(optimizer_class: type[optim.Optimizer]) -> str | None:
         optim.SGD: "sgd",
     }
     named = getattr(optimizer_class, "update_rule", None)
-    return known.get(optimizer_class, "lion" if named == "lion" else None)
+    return known.get(optimizer_class, named if named in _KINDS else None)
 
 
 def has_rule(optimizer_class: type[optim.Optimizer]) -> bool:
@@ -223,7 +226,8 @@ def check_kernel_class(optimizer_class: type[optim.Optimizer]) -> None:
     if not has_rule(optimizer_class):
         raise ValueError(
             f"an adam_kernel computes torch.optim.Adam, AdamW, Adagrad and SGD, and classes whose "
-            f"update_rule is 'lion', not {optimizer_class.__qualname__}; pass adam_kernel=None"
+            f"update_rule is one of {_KINDS}, not {optimizer_class.__qualname__}; pass "
+            f"adam_kernel=None"
         )
 
 
@@ -238,7 +242,8 @@ def resolve_rule(
     Args:
         kernel: an `AdamKernel` with whatever other functions it has, or None.
         optimizer_class: torch's ``Adam``, ``AdamW``, ``Adagrad`` or ``SGD``, or a class with the
-            attribute ``update_rule = "lion"``.
+            attribute ``update_rule`` of "adam", "adagrad", "sgd" or "lion", whose groups have that
+            optimizer's settings.
         groups: its ``param_groups``.
         state_dtype: ``"float32"``; ``"bfloat16"`` or ``"int8"`` for Adam and AdamW.
 

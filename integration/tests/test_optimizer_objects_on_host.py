@@ -1,0 +1,145 @@
+"""An optimizer object whose state is offloaded is computed by the same kernel as one named."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import zero_core
+from zero_core.testing import Case, batch, make_model, spawn
+from zero_offload.kernel_stepper import KernelStepper
+from zero_offload.torch_stepper import TorchStepper
+
+Make = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
+
+
+class Subclass(torch.optim.AdamW):
+    """May update otherwise than its base, for all that the engine knows."""
+
+    is_elementwise = True
+
+
+class Declared(torch.optim.AdamW):
+    """Says that a kernel computes it, and which."""
+
+    is_elementwise = True
+    has_host_kernel = True
+    update_rule = "adam"
+
+
+def _adamw(kind: type[torch.optim.AdamW], **options: Any) -> Make:
+    return lambda params: kind(params, lr=1e-2, weight_decay=0.1, **options)
+
+
+HOST = {"offload_optimizer": {"device": "cpu"}}
+ADAMW = ("AdamW", {"lr": 1e-2, "weight_decay": 0.1})
+OBJECTS: dict[str, tuple[Make, tuple[str, dict[str, Any]]]] = {
+    "AdamW": (_adamw(torch.optim.AdamW), ADAMW),
+    "fused AdamW": (_adamw(torch.optim.AdamW, fused=True), ADAMW),
+    "AdamW that says so": (_adamw(Declared), ADAMW),
+    "Adam": (
+        lambda params: torch.optim.Adam(params, lr=1e-2, weight_decay=0.1),
+        ("Adam", {"lr": 1e-2, "adam_w_mode": False, "weight_decay": 0.1}),
+    ),
+    "Adagrad": (
+        lambda params: torch.optim.Adagrad(params, lr=1e-2, initial_accumulator_value=0.01),
+        ("Adagrad", {"lr": 1e-2, "initial_accumulator_value": 0.01}),
+    ),
+    "SGD": (
+        lambda params: torch.optim.SGD(params, lr=1e-2, momentum=0.9),
+        ("SGD", {"lr": 1e-2, "momentum": 0.9}),
+    ),
+    "Lion": (
+        lambda params: zero_core.Lion(params, lr=1e-3, weight_decay=0.1),
+        ("Lion", {"lr": 1e-3, "weight_decay": 0.1}),
+    ),
+}
+
+
+def _build(stage: int, dtype: str, **kwargs: Any) -> zero_core.Engine:
+    named = kwargs.pop("named", ADAMW)
+    config = Case(stage, dtype, zero=HOST).config()
+    config["optimizer"] = {"type": named[0], "params": named[1]}
+    return zero_core.build(kwargs.pop("model", None) or make_model(), config, **kwargs)
+
+
+def _of_object(make: Make, stage: int, dtype: str) -> zero_core.Engine:
+    model = make_model()
+    optimizer = make([p for p in model.parameters() if p.requires_grad])
+    return _build(stage, dtype, model=model, optimizer=optimizer)
+
+
+def _steppers(engine: zero_core.Engine) -> set[type]:
+    tier: Any = engine._tier
+    return {type(part.tier._stepper) for part in tier._parts}
+
+
+def _values(engine: zero_core.Engine, rank: int, counts: tuple[int, ...] = (1, 1, 1)) -> Any:
+    for step, count in enumerate(counts):
+        for micro in range(count):
+            engine.set_gradient_accumulation_boundary(micro == count - 1)
+            engine.backward(engine(**batch(step, micro, rank))["loss"], over=count)
+            engine.step()
+    return engine.full_state_dict(dtype=torch.float32)
+
+
+def _as_named(rank: int, world_size: int) -> None:
+    for make, named in OBJECTS.values():
+        for stage, dtype in ((1, "fp32"), (3, "bf16")):
+            engine = _of_object(make, stage, dtype)
+            assert _steppers(engine) == {KernelStepper}
+            expected = _values(_build(stage, dtype, named=named), rank)
+            torch.testing.assert_close(_values(engine, rank), expected, rtol=0.0, atol=0.0)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_an_object_has_the_bits_of_the_same_optimizer_by_name(world_size):
+    spawn(_as_named, world_size)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [_adamw(Subclass), _adamw(torch.optim.AdamW, amsgrad=True)],
+    ids=["a subclass", "amsgrad"],
+)
+def test_what_no_kernel_is_known_to_compute_is_torchs(make):
+    assert _steppers(_of_object(make, 1, "fp32")) == {TorchStepper}
+
+
+def _adds_up(rank: int, world_size: int) -> None:
+    """No micro-steps are configured: the tier keeps gradients, and the loop declares boundaries."""
+    counts = (3, 1, 2)
+    for dtype in ("fp32", "bf16"):
+        configured = Case(2, dtype, accumulation=3, zero=HOST).config()
+        expected = _values(zero_core.build(make_model(), configured), rank, counts)
+        if dtype == "fp32":  # on the device, which is held against DDP
+            oracle = zero_core.build(make_model(), Case(2, accumulation=3).config())
+            device = _values(oracle, rank, counts)
+            torch.testing.assert_close(expected, device, rtol=0.0, atol=1e-6)
+        for stage in (2, 3):
+            engine = _build(stage, dtype)
+            found = _values(engine, rank, counts)
+            torch.testing.assert_close(found, expected, rtol=0.0, atol=0.0)
+            before = engine.memory_report()
+            _values(engine, rank, counts)
+            assert engine.memory_report() == before  # no buffer is lost
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_declared_micro_steps_add_up_where_none_are_configured(world_size):
+    spawn(_adds_up, world_size)
+
+
+def test_without_a_kernel_torch_computes_an_object_and_the_log_says_so(monkeypatch, caplog):
+    module = importlib.import_module("zero_core.build")  # not the function of that name
+    monkeypatch.setattr(module, "has_part", lambda group, name: False)
+    with caplog.at_level(logging.INFO, "zero_core"):
+        engine = _of_object(_adamw(torch.optim.AdamW), 1, "fp32")
+    assert _steppers(engine) == {TorchStepper}
+    assert "'cpu' with an object of AdamW: torch's own update runs on the host" in caplog.text

@@ -1,0 +1,124 @@
+"""A leaf module is one unit with all that is in it, as experts of which each rank uses others."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import zero_core
+from zero_core import ConfigError
+from zero_core.testing import LR, WEIGHT_DECAY, Case, spawn
+
+
+class _Mixture(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(5, 5) for _ in range(4))
+
+    def forward(self, x: Tensor, first: int) -> Tensor:
+        for index in (first, first + 2, first + 1):
+            x = x + torch.tanh(self.experts[index % 4](x))
+        return x
+
+
+class _Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.below = nn.Linear(5, 5)
+        self.mixture = _Mixture()
+        self.blocks = nn.ModuleList(nn.Linear(5, 5) for _ in range(2))
+
+    def forward(self, x: Tensor, first: int) -> Tensor:
+        x = self.mixture(self.below(x), first)
+        for block in self.blocks:
+            x = torch.tanh(block(x))
+        return x.square().mean()
+
+
+def _units(model: nn.Module, leaf_module: dict[str, Any] | None = None) -> list[str]:
+    zero = {} if leaf_module is None else {"leaf_module": leaf_module}
+    engine = zero_core.build(model, Case(zero=zero).config())
+    return [unit.name for unit in engine.layout.units]
+
+
+def _marked(*paths: str) -> nn.Module:
+    model = _Net()
+    for path in paths:
+        model.get_submodule(path)._is_zero_leaf = True
+    return model
+
+
+WHOLE = ["", "mixture", "blocks.0", "blocks.1"]
+
+
+def test_without_a_mark_the_parts_are_units():
+    parts = [f"mixture.experts.{n}" for n in range(4)]
+    assert _units(_Net()) == ["", *parts, "blocks.0", "blocks.1"]
+
+
+def test_a_marked_module_is_one_unit():
+    assert _units(_marked("mixture")) == WHOLE
+    assert _units(_marked("mixture", "below")) == ["", "below", *WHOLE[1:]]
+    assert _units(_marked("")) == [""]
+
+
+@pytest.mark.parametrize(
+    "leaf_module",
+    [
+        {"classes": ["_Mixture"]},
+        {"classes": f"{__name__}._Mixture"},
+        {"names": ["mixture"]},
+        {"name_suffixes": ["ixture"]},
+    ],
+)
+def test_the_configuration_names_leaves(leaf_module):
+    assert _units(_Net(), leaf_module) == WHOLE
+
+
+def test_names_that_the_model_lacks_are_told(caplog):
+    with caplog.at_level(logging.WARNING, "zero_core"):
+        _units(_Net(), {"classes": ["Elsewhere"], "names": ["mixture"], "name_suffixes": ["x.y"]})
+    assert "what the model lacks: ['Elsewhere', 'x.y']" in caplog.text
+
+
+def test_a_leaf_without_a_forward_is_refused():
+    with pytest.raises(ConfigError, match=r"'mixture.experts' \(ModuleList\) has no forward"):
+        _units(_marked("mixture.experts"))
+
+
+def test_a_list_of_other_things_than_names_is_refused():
+    with pytest.raises(ConfigError, match=r"leaf_module.names: .*list of strings"):
+        _units(_Net(), {"names": [3]})
+
+
+def _follows_ddp(rank: int, world_size: int) -> None:
+    def x(step: int) -> Tensor:
+        return torch.randn(4, 5, generator=torch.Generator().manual_seed(10 * step + rank))
+
+    model = _Net()
+    wrapped = DistributedDataParallel(model, find_unused_parameters=True)
+    ddp = wrapped if world_size > 1 else model
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=WEIGHT_DECAY, fused=True)
+    for step in range(3):
+        optimizer.zero_grad()
+        ddp(x(step), step + rank).backward()
+        optimizer.step()
+    expected = {name: value.detach() for name, value in model.state_dict().items()}
+    atol = 0.0 if world_size <= 2 else 4e-6  # three ranks: another order than DDP's ring
+    for stage in (0, 1, 2, 3):
+        engine = zero_core.build(_marked("mixture"), Case(stage).config())
+        for step in range(3):
+            engine.backward(engine(x(step), step + rank))
+            engine.step()
+        torch.testing.assert_close(engine.full_state_dict(), expected, rtol=0.0, atol=atol)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_the_numbers_are_those_of_ddp(world_size):
+    spawn(_follows_ddp, world_size)
