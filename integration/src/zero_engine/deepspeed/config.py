@@ -18,7 +18,7 @@ import pydantic
 from zero_core.config import Config
 from zero_core.errors import ConfigError
 from zero_engine.deepspeed.config_core import core_config
-from zero_engine.deepspeed.config_keys import HONOURED, REFUSED, UNNEEDED
+from zero_engine.deepspeed.config_keys import HONOURED, REFUSED, UNNEEDED, check_refused
 from zero_engine.deepspeed.config_names import modernise, without_auto
 from zero_engine.deepspeed.config_source import Source, load
 from zero_engine.deepspeed.settings import ActivationSettings, Note, Settings, TagValidation
@@ -33,7 +33,7 @@ from zero_engine.monitoring.settings import (
     WandbSettings,
 )
 
-__all__ = ["ActivationSettings", "Note", "Settings", "TagValidation", "read"]
+__all__ = ["ActivationSettings", "Note", "Settings", "TagValidation", "read", "read_monitors"]
 
 _SHARED = ("data_types", "optimizer")
 """Blocks of which zero-core reads what is not in the tables."""
@@ -64,19 +64,15 @@ def read(config: Source) -> Settings:
     sorter.sort(modernise(without_auto(raw, sorter.tell), sorter.tell))
     core, own = core_config(sorter.core, sorter.tell), sorter.own
     zero = core.get("zero_optimization", {})
+    flops = _parse(FlopsProfilerSettings, own, "flops_profiler")
     return Settings(
         raw=raw,
         core=core,
-        monitors=MonitorSettings(
-            tensorboard=_parse(TensorBoardSettings, own, "tensorboard"),
-            csv_monitor=_parse(CsvSettings, own, "csv_monitor"),
-            wandb=_parse(WandbSettings, own, "wandb"),
-            comet=_parse(CometSettings, own, "comet"),
-        ),
-        wall_clock_breakdown=own.get("wall_clock_breakdown", False),
+        monitors=read_monitors(own),
+        wall_clock_breakdown=own.get("wall_clock_breakdown", False) or flops.enabled,
         memory_breakdown=own.get("memory_breakdown", False),
         comms_logger=_parse(CommsLoggerSettings, own, "comms_logger"),
-        flops_profiler=_parse(FlopsProfilerSettings, own, "flops_profiler"),
+        flops_profiler=flops,
         throughput=_parse(ThroughputSettings, own, "timers.throughput"),
         steps_per_print=core.get("steps_per_print"),
         dataloader_drop_last=own.get("dataloader_drop_last", False),
@@ -92,6 +88,20 @@ def read(config: Source) -> Settings:
         log_level=own.get("log_level"),
         disable_python_gc=own.get("disable_python_gc", False),
         notes=tuple(sorter.notes),
+    )
+
+
+def read_monitors(blocks: Mapping[str, Any]) -> MonitorSettings:
+    """The monitors among ``blocks``.
+
+    Raises:
+        ConfigError: a block has a key or a value that it may not have.
+    """
+    return MonitorSettings(
+        tensorboard=_parse(TensorBoardSettings, blocks, "tensorboard"),
+        csv_monitor=_parse(CsvSettings, blocks, "csv_monitor"),
+        wandb=_parse(WandbSettings, blocks, "wandb"),
+        comet=_parse(CometSettings, blocks, "comet"),
     )
 
 
@@ -139,7 +149,7 @@ class _Sorter:
         elif path in UNNEEDED:
             self.tell(path, value, UNNEEDED[path])
         elif path in REFUSED:
-            _refuse(path, value)
+            check_refused(path, value)
         else:
             return False
         return True
@@ -149,21 +159,6 @@ class _Sorter:
         close = difflib.get_close_matches(path, known, n=1, cutoff=0.8)
         hint = f": did you mean {close[0]!r}?" if close else ""
         self.tell(path, value, f"not a key of DeepSpeed's{hint}", is_warning=True)
-
-
-def _refuse(path: str, value: Any) -> None:
-    """Refuse, unless the value says what holds anyway."""
-    harmless, reason = REFUSED[path]
-    is_off = isinstance(value, Mapping) and not value.get("enabled", False)
-    if isinstance(value, Mapping) and "enabled" not in value:
-        is_off = not any(_asks(inner) for inner in value.values())
-    if not is_off and value not in harmless:
-        raise ConfigError(f"{path} = {value!r} is not served: {reason}")
-
-
-def _asks(value: Any) -> bool:
-    """Whether a value in a block without ``enabled`` (``autotp_size``) asks for something."""
-    return value not in (None, False, 0, 1, {})
 
 
 _FLAGS = frozenset(

@@ -10,7 +10,7 @@ import logging
 import math
 from typing import Any
 
-from zero_core.schedule import IterationSchedule, per_group, whole
+from zero_core.schedule import IterationSchedule, per_group, set_rates, whole
 
 __all__ = ["LRRangeTest", "OneCycle"]
 
@@ -51,7 +51,7 @@ class LRRangeTest(IterationSchedule):
         self.step_rate = lr_range_test_step_rate
         self.staircase = lr_range_test_staircase
         if last_batch_iteration == -1:
-            self._last_lr = self._set(self.min_lr)
+            self._set(self.min_lr)
 
     def get_lr(self) -> list[Any]:
         """The rate of each group at ``last_batch_iteration``."""
@@ -129,7 +129,8 @@ class OneCycle(IterationSchedule):
             self._min_moms = per_group(self.optimizer, "cycle_min_mom", cycle_min_mom)
             self._max_moms = per_group(self.optimizer, "cycle_max_mom", cycle_max_mom)
         if last_batch_iteration == -1:
-            self._set(self.min_lrs)
+            # As in DeepSpeed, `get_last_lr` knows nothing before the first step.
+            set_rates(self.optimizer.param_groups, self.min_lrs)
             if self.cycle_momentum:
                 self._set_betas([(low, _BETA2) for low in self._min_moms])
 

@@ -15,7 +15,15 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-__all__ = ["IterationSchedule", "Rate", "Schedule", "per_group", "torch_optimizer", "whole"]
+__all__ = [
+    "IterationSchedule",
+    "Rate",
+    "Schedule",
+    "per_group",
+    "set_rates",
+    "torch_optimizer",
+    "whole",
+]
 
 Rate = float | Tensor
 
@@ -86,17 +94,20 @@ class IterationSchedule(ABC):
         self.last_batch_iteration = (
             self.last_batch_iteration + 1 if iteration is None else iteration
         )
-        self._last_lr = self._set(self.get_lr())
+        self._set(self.get_lr())
 
-    def _set(self, rates: Sequence[Rate]) -> list[Rate]:
-        """Set each group's rate, in place where it is a tensor; what the groups then hold."""
-        groups = self.optimizer.param_groups
-        for group, rate in zip(groups, rates, strict=True):
-            if isinstance(group["lr"], Tensor):
-                group["lr"].fill_(rate.squeeze() if isinstance(rate, Tensor) else rate)
-            else:
-                group["lr"] = rate
-        return [group["lr"] for group in groups]
+    def _set(self, rates: Sequence[Rate]) -> None:
+        self._last_lr = set_rates(self.optimizer.param_groups, rates)
+
+
+def set_rates(groups: Sequence[dict[str, Any]], rates: Sequence[Rate]) -> list[Rate]:
+    """Set each group's rate, in place where it is a tensor; what the groups then hold."""
+    for group, rate in zip(groups, rates, strict=True):
+        if isinstance(group["lr"], Tensor):
+            group["lr"].fill_(rate.squeeze() if isinstance(rate, Tensor) else rate)
+        else:
+            group["lr"] = rate
+    return [group["lr"] for group in groups]
 
 
 def torch_optimizer(optimizer: Any) -> torch.optim.Optimizer:

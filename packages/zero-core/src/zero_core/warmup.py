@@ -46,7 +46,7 @@ class _Warmup(IterationSchedule):
     def _start(self) -> None:
         """Set the rates of the first optimizer step, unless the schedule goes on from a later."""
         if self.last_batch_iteration == -1:
-            self._last_lr = self._set(self.get_lr())
+            self._set(self.get_lr())
 
     def _way_up(self) -> float:
         """From 0 to 1, for ``0 <= k < W``."""
