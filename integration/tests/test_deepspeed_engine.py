@@ -407,3 +407,29 @@ def test_wrong_optimizer_name_is_a_configuration_error() -> None:
     config = _config(optimizer={"type": "NoSuch", "params": {}})
     with pytest.raises(ConfigError, match="NoSuch"), contextlib.suppress(NotServedError):
         _engine(config)
+
+
+# --------------------------------------------------------------------- evaluation
+
+
+def _evaluate(rank: int, world_size: int) -> None:
+    reference = _linear()
+    config = _config(3, scheduler={"type": "WarmupLR", "params": {}})
+    del config["optimizer"]
+    engine, optimizer, _, scheduler = deepspeed.initialize(model=_linear(), config=config)
+    assert optimizer is None
+    assert scheduler is None
+    with torch.no_grad():
+        expected = reference(_inputs(0))
+    found = engine(_inputs(0))
+    torch.testing.assert_close(found, expected)
+    assert not found.requires_grad
+    with pytest.raises(RuntimeError, match="without an optimizer"):
+        engine.backward(found.mean())
+    with pytest.raises(RuntimeError, match="without an optimizer"):
+        engine.step()
+    engine.destroy()
+
+
+def test_engine_without_an_optimizer_evaluates() -> None:
+    spawn(_evaluate, 2)

@@ -8,11 +8,11 @@ from pathlib import Path
 
 def test_the_examples_of_the_readme_run() -> None:
     text = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
-    training, freezing, deferred, pretrained = re.findall(
+    training, accumulation, freezing, deferred, pretrained = re.findall(
         r"```python\n(.*?)```", text, flags=re.DOTALL
     )
     names: dict[str, object] = {}
-    for block in (training, freezing):
+    for block in (training, accumulation, freezing):
         exec(compile(block, "README.md", "exec"), names)
         assert names["engine"].global_steps == 1
     assert all(p.requires_grad for p in names["model"].parameters())

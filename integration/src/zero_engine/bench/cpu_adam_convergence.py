@@ -33,7 +33,7 @@ from rich.table import Table
 from torch import Tensor, nn
 
 import cpu_adam
-from zero_core.lr_schedules import make_scheduler
+from zero_core.lr_schedules import Schedule, make_scheduler
 from zero_engine.data import Corpus, prepare_corpus, read_text
 from zero_engine.machine import processor_name
 from zero_engine.settings import RunSettings, default_config_text, fill_auto
@@ -82,7 +82,7 @@ class Side:
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
-    schedule: torch.optim.lr_scheduler.LRScheduler
+    schedule: Schedule
     max_norm: float
     losses: list[float] = field(default_factory=list)
     """Of every step, in nats per token."""

@@ -6,7 +6,7 @@ Submodules lie where they lie there. What isn't served raises `NotServedError` a
 
 from __future__ import annotations
 
-from zero_engine.deepspeed import accelerator, checkpoint, checkpointing, comm, runtime, utils
+from zero_engine.deepspeed import accelerator, checkpoint, checkpointing, comm, ops, runtime, utils
 from zero_engine.deepspeed.accelerator import get_accelerator
 from zero_engine.deepspeed.arguments import add_config_arguments
 from zero_engine.deepspeed.construction import initialize
@@ -45,6 +45,7 @@ __all__ = [
     "initialize",
     "log_dist",
     "logger",
+    "ops",
     "replace_transformer_layer",
     "runtime",
     "set_autotp_mode",

@@ -33,7 +33,7 @@ from zero_engine.monitoring.settings import (
     WandbSettings,
 )
 
-__all__ = ["ActivationSettings", "Note", "Settings", "TagValidation", "read"]
+__all__ = ["ActivationSettings", "Note", "Settings", "TagValidation", "read", "read_monitors"]
 
 _SHARED = ("data_types", "optimizer")
 """Blocks of which zero-core reads what is not in the tables."""
@@ -64,19 +64,15 @@ def read(config: Source) -> Settings:
     sorter.sort(modernise(without_auto(raw, sorter.tell), sorter.tell))
     core, own = core_config(sorter.core, sorter.tell), sorter.own
     zero = core.get("zero_optimization", {})
+    flops = _parse(FlopsProfilerSettings, own, "flops_profiler")
     return Settings(
         raw=raw,
         core=core,
-        monitors=MonitorSettings(
-            tensorboard=_parse(TensorBoardSettings, own, "tensorboard"),
-            csv_monitor=_parse(CsvSettings, own, "csv_monitor"),
-            wandb=_parse(WandbSettings, own, "wandb"),
-            comet=_parse(CometSettings, own, "comet"),
-        ),
-        wall_clock_breakdown=own.get("wall_clock_breakdown", False),
+        monitors=read_monitors(own),
+        wall_clock_breakdown=own.get("wall_clock_breakdown", False) or flops.enabled,
         memory_breakdown=own.get("memory_breakdown", False),
         comms_logger=_parse(CommsLoggerSettings, own, "comms_logger"),
-        flops_profiler=_parse(FlopsProfilerSettings, own, "flops_profiler"),
+        flops_profiler=flops,
         throughput=_parse(ThroughputSettings, own, "timers.throughput"),
         steps_per_print=core.get("steps_per_print"),
         dataloader_drop_last=own.get("dataloader_drop_last", False),
@@ -92,6 +88,20 @@ def read(config: Source) -> Settings:
         log_level=own.get("log_level"),
         disable_python_gc=own.get("disable_python_gc", False),
         notes=tuple(sorter.notes),
+    )
+
+
+def read_monitors(blocks: Mapping[str, Any]) -> MonitorSettings:
+    """The monitors among ``blocks``.
+
+    Raises:
+        ConfigError: a block has a key or a value that it may not have.
+    """
+    return MonitorSettings(
+        tensorboard=_parse(TensorBoardSettings, blocks, "tensorboard"),
+        csv_monitor=_parse(CsvSettings, blocks, "csv_monitor"),
+        wandb=_parse(WandbSettings, blocks, "wandb"),
+        comet=_parse(CometSettings, blocks, "comet"),
     )
 
 

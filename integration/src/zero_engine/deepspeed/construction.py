@@ -68,8 +68,8 @@ def initialize(
         config_params: the same as ``config``.
 
     Returns:
-        The engine, its optimizer (None without one), the loader (None without data) and the
-        scheduler (or None).
+        The engine, its optimizer, the loader of ``training_data`` and the scheduler, each of the
+        last three None if there is none. Without an optimizer the engine evaluates alone.
 
     Raises:
         ConfigError: the configuration is wrong or does not fit the model.
@@ -84,13 +84,17 @@ def initialize(
     if getattr(args, "local_rank", None) is not None:
         args.local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     given = _make_optimizer(settings, model, optimizer, model_parameters)
+    is_training = given is not None or "optimizer" in settings.core
+    left_out = {"optimizer"} if given is not None else set()
+    if lr_scheduler is not None or not is_training:
+        left_out.add("scheduler")
     core = zero_core.build(
         model,
-        _core_config(settings, with_optimizer=given is None, with_scheduler=lr_scheduler is None),
+        {k: v for k, v in settings.core.items() if k not in left_out},
         optimizer=given,
         process_group=_data_parallel_group(mpu),
+        is_training=is_training,
     )
-    is_training = given is not None or "optimizer" in settings.core
     if lr_scheduler is not None and is_training:
         core.lr_scheduler = _make_scheduler(lr_scheduler, core.optimizer.given)
     engine = DeepSpeedEngine(
@@ -115,15 +119,6 @@ def _find_config(args: Any, given: Any) -> Any:
     if found is None:
         raise ValueError("no configuration: pass config=... or --deepspeed_config FILE")
     return found
-
-
-def _core_config(
-    settings: Settings, *, with_optimizer: bool, with_scheduler: bool
-) -> dict[str, Any]:
-    left_out = set() if with_optimizer else {"optimizer"}
-    if not with_scheduler:
-        left_out.add("scheduler")
-    return {k: v for k, v in settings.core.items() if k not in left_out}
 
 
 def _make_optimizer(

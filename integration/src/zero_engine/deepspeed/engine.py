@@ -7,7 +7,7 @@ order in which DeepSpeed counts and boundaries are set from outside.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -100,7 +100,9 @@ class DeepSpeedEngine(ConfigFacts, nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the model; inputs go in as they are, but for ``fp16.auto_cast``, as in DeepSpeed."""
-        return (self.core if self.fp16_auto_cast() else self.module)(*args, **kwargs)
+        call = self.core if self.fp16_auto_cast() else self.module
+        with nullcontext() if self.optimizer is not None else torch.no_grad():
+            return call(*args, **kwargs)
 
     def backward(
         self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True

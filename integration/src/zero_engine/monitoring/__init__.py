@@ -1,11 +1,33 @@
-"""What a run tells: scalars to monitors, times, floating-point operations, bytes sent.
+"""What a run tells: scalars to monitors, times, memory, floating-point operations, bytes sent.
 
-`make_monitor` and `make_observers` make what a configuration asks for. The engine calls the
-observers at the borders of forward, backward and step; see `zero_engine.monitoring.observer`.
+An engine calls observers at the borders of forward, backward and step; see
+`zero_engine.monitoring.observer`. `zero_engine.deepspeed.observing` makes those that a
+configuration asks for.
 """
 
 from __future__ import annotations
 
+from zero_engine.monitoring.communication import CommunicationLog, log_summary
+from zero_engine.monitoring.flops import FlopsProfiler
+from zero_engine.monitoring.memory import MemoryBreakdown
+from zero_engine.monitoring.monitors import Event, Monitor, make_monitor
 from zero_engine.monitoring.observer import Observed, Observer, StepFacts, StepObserver
+from zero_engine.monitoring.scalars import Scalars
+from zero_engine.monitoring.times import Throughput, WallClock
 
-__all__ = ["Observed", "Observer", "StepFacts", "StepObserver"]
+__all__ = [
+    "CommunicationLog",
+    "Event",
+    "FlopsProfiler",
+    "MemoryBreakdown",
+    "Monitor",
+    "Observed",
+    "Observer",
+    "Scalars",
+    "StepFacts",
+    "StepObserver",
+    "Throughput",
+    "WallClock",
+    "log_summary",
+    "make_monitor",
+]

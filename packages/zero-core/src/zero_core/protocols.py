@@ -185,8 +185,8 @@ class StateTierFactory(Protocol):
             optimizer_class: the torch optimizer whose update is wanted.
             groups: its ``param_groups`` without ``params`` (every default filled in).
             config: the resolved ``zero_optimization`` block as plain builtins.
-            adam_kernel: the host kernel; given when the config asks for Adam, AdamW, Adagrad, SGD
-                or Lion by name, None when an optimizer object or another type was given.
+            adam_kernel: the host kernel; given for Adam, AdamW, Adagrad, SGD and Lion, and for
+                classes that say they have one (`zero_core.optimizer.has_kernel_rule`); else None.
             device_tier: makes a tier on the compute device out of torch's own optimizer.
             names: of the parameters, one per piece; the engine always gives them.
             param_store: takes the new values of shards on the meta device; None if there are none.

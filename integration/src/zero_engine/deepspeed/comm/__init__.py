@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from zero_engine.deepspeed.accelerator import get_accelerator
 from zero_engine.deepspeed.distributed import init_distributed
+from zero_engine.monitoring.communication import log_summary
 
 __all__ = [
     "ProcessGroup",
@@ -54,6 +55,7 @@ __all__ = [
     "is_available",
     "is_initialized",
     "isend",
+    "log_summary",
     "monitored_barrier",
     "new_group",
     "recv",

@@ -1,7 +1,6 @@
-"""``deepspeed.utils.z3_leaf_module``: modules that are fetched as a whole.
+"""``deepspeed.utils.z3_leaf_module``: modules that are gathered as a whole, whatever in them runs.
 
-Every block is, here, whatever in it runs: the marks are kept for scripts that ask, and change
-nothing.
+Marks count if they are set before `initialize`. Blocks of a list are gathered as a whole anyway.
 """
 
 from __future__ import annotations
@@ -21,12 +20,13 @@ __all__ = [
     "z3_leaf_parameter",
 ]
 
-_MARK = "_z3_leaf"
+_MARKS = ("_z3_leaf", "_is_zero_leaf")
+"""DeepSpeed's own, which scripts look at, and what `zero_core.build` looks at."""
 
 
 def z3_leaf_module(model: nn.Module) -> bool:
     """Whether ``model`` itself is marked."""
-    return bool(getattr(model, _MARK, False))
+    return bool(getattr(model, _MARKS[0], False))
 
 
 def z3_leaf_parameter(model: nn.Parameter) -> bool:
@@ -41,7 +41,8 @@ def get_z3_leaf_modules(model: nn.Module) -> list[nn.Module]:
 
 def set_z3_leaf_module(model: nn.Module, flag: bool) -> None:
     """Mark ``model`` itself, or take the mark away."""
-    setattr(model, _MARK, flag)
+    for mark in _MARKS:
+        setattr(model, mark, flag)
 
 
 def set_z3_leaf_modules(

@@ -1,0 +1,100 @@
+"""The configuration in effect, told once, on rank 0, when an engine is made."""
+
+from __future__ import annotations
+
+import gc
+import json
+import logging
+import sys
+from collections.abc import Iterator
+
+from pydantic import BaseModel
+
+from zero_core.config import Config
+from zero_core.config_rules import find_unneeded
+from zero_engine.deepspeed.settings import Settings
+
+__all__ = ["announce", "apply", "describe"]
+
+_BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+_LOGGERS = ("DeepSpeed", "zero_core", "zero_comm", "zero_engine", "zero_offload")
+
+
+def apply(settings: Settings) -> None:
+    """Do what is asked of the process: the level of loggers, Python's garbage collector."""
+    if settings.log_level is not None:
+        for name in _LOGGERS:
+            logging.getLogger(name).setLevel(settings.log_level.upper())
+    if settings.disable_python_gc:
+        gc.collect()
+        gc.disable()
+
+
+def announce(settings: Settings, config: Config, *, rank: int, world_size: int) -> None:
+    """Print, on rank 0 and to stderr, what is in effect; warn of keys that are not DeepSpeed's."""
+    if rank == 0:
+        print(describe(settings, config, world_size), file=sys.stderr, flush=True)
+
+
+def describe(settings: Settings, config: Config, world_size: int) -> str:
+    """The batch, what differs from the defaults, and which keys have no effect and why.
+
+    Args:
+        settings: as read.
+        config: as resolved by zero-core.
+        world_size: number of ranks.
+    """
+    total, micro, steps = (getattr(config, key) for key in _BATCH)
+    lines = [
+        "zero-engine: configuration in effect; every other key has its default",
+        f"  batch: {total} samples a step = {micro} a rank and micro-step * {steps} micro-steps "
+        f"* {world_size} ranks",
+        *(f"  {path} = {json.dumps(value)}" for path, value in _differences(settings, config)),
+        *_without_effect(settings, config),
+    ]
+    if settings.dump_state:
+        lines += ["  all of it:", config.model_dump_json(indent=2)]
+    return "\n".join(lines)
+
+
+def _differences(settings: Settings, config: Config) -> Iterator[tuple[str, object]]:
+    yield from (pair for pair in _changed(config, "") if pair[0] not in _BATCH)
+    own = {
+        **{k: getattr(settings.monitors, k) for k in ("tensorboard", "csv_monitor", "wandb")},
+        "comet": settings.monitors.comet,
+        "flops_profiler": settings.flops_profiler,
+        "comms_logger": settings.comms_logger,
+        "timers.throughput": settings.throughput,
+    }
+    for path, block in own.items():
+        yield from ((p, v) for p, v in _changed(block, f"{path}.") if not p.endswith("api_key"))
+    defaults = Settings(raw={}, core={})
+    for name in ("wall_clock_breakdown", "memory_breakdown", "dataloader_drop_last", "log_level"):
+        if getattr(settings, name) != getattr(defaults, name):
+            yield name, getattr(settings, name)
+
+
+def _changed(block: BaseModel, path: str) -> Iterator[tuple[str, object]]:
+    """What is not the default in ``block``, to the leaves."""
+    for name, field in type(block).model_fields.items():
+        value, default = getattr(block, name), field.get_default(call_default_factory=True)
+        if value == default:
+            continue
+        if isinstance(value, BaseModel):
+            yield from _changed(value, f"{path}{name}.")
+        else:
+            yield f"{path}{name}", value
+
+
+def _without_effect(settings: Settings, config: Config) -> Iterator[str]:
+    found = [(note.path, note.value, note.text) for note in settings.notes]
+    found += find_unneeded(settings.core, config)
+    if found:
+        yield "  keys without effect, or with another name:"
+    for path, value, text in found:
+        yield f"    {path} = {_short(value)}: {text}"
+
+
+def _short(value: object) -> str:
+    text = json.dumps(value, default=str)
+    return text if len(text) <= 60 else f"{text[:57]}..."

@@ -1,0 +1,1 @@
+"""Stands for ``deepspeed.monitor``: where scalars go; see `zero_engine.monitoring`."""

@@ -1,0 +1,104 @@
+"""``flops_profiler``: the floating-point operations of one step, counted by torch.
+
+`torch.utils.flop_counter.FlopCounterMode` counts what matrix products, convolutions and attention
+do, in forward by module; backward is counted too, recomputation included.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable
+from pathlib import Path
+
+from torch.utils.flop_counter import FlopCounterMode
+
+from zero_engine.monitoring.observer import Observer, StepFacts
+from zero_engine.monitoring.settings import FlopsProfilerSettings
+
+__all__ = ["FlopsProfiler"]
+
+_ALL = "Global"
+"""What torch calls the sum over modules."""
+
+
+class FlopsProfiler(Observer):
+    """Counts the micro-steps of step ``profile_step`` on this rank, and tells at its end."""
+
+    def __init__(self, settings: FlopsProfilerSettings, *, say: Callable[[str], None]) -> None:
+        self._settings = settings
+        self._say = say
+        self._step = 0
+        self._counter: FlopCounterMode | None = None
+        self.forward: dict[str, int] = defaultdict(int)
+        """Operations by module's name."""
+        self.backward = 0
+        """Operations."""
+
+    def begin_forward(self) -> None:
+        """Start to count."""
+        self._begin()
+
+    def end_forward(self) -> None:
+        """Add what was counted to each module."""
+        for module, by_operator in self._end().items():
+            self.forward[module] += sum(by_operator.values())
+
+    def begin_backward(self) -> None:
+        """Start to count."""
+        self._begin()
+
+    def end_backward(self) -> None:
+        """Add what was counted."""
+        self.backward += sum(self._end().get(_ALL, {}).values())
+
+    def step_done(self, facts: StepFacts) -> None:
+        """Tell, after the step that was counted."""
+        if self._step == self._settings.profile_step:
+            self._tell(self.report())
+        self._step = facts.global_steps
+
+    def report(self) -> str:
+        """What was counted, as text."""
+        total = self.forward[_ALL]
+        lines = [
+            f"floating-point operations of step {self._settings.profile_step} on this rank",
+            f"forward:  {total:,}",
+            f"backward: {self.backward:,}",
+        ]
+        names = sorted(name for name in self.forward if name != _ALL)
+        kept = [name for name in names if self._is_shown(name)]
+        for depth in sorted({name.count(".") for name in kept}):
+            level = [name for name in kept if name.count(".") == depth]
+            most = sorted(level, key=lambda name: -self.forward[name])
+            top = ", ".join(self._row(n, total) for n in most[: self._settings.top_modules])
+            lines.append(f"most at depth {depth}: {top}")
+        if self._settings.detailed:
+            lines += [f"  {self._row(name, total)}" for name in kept]
+        return "\n".join(lines)
+
+    def _is_shown(self, name: str) -> bool:
+        depth = self._settings.module_depth
+        return depth < 0 or name.count(".") <= depth
+
+    def _row(self, name: str, total: int) -> str:
+        return f"{name} {self.forward[name]:,} ({self.forward[name] / max(total, 1):.1%})"
+
+    def _begin(self) -> None:
+        if self._step == self._settings.profile_step and self._counter is None:
+            self._counter = FlopCounterMode(display=False)
+            self._counter.__enter__()  # type: ignore[no-untyped-call]
+
+    def _end(self) -> dict[str, dict[object, int]]:
+        counter, self._counter = self._counter, None
+        if counter is None:
+            return {}
+        counter.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+        return dict(counter.get_flop_counts())
+
+    def _tell(self, text: str) -> None:
+        if self._settings.output_file is None:
+            self._say(text)
+        else:
+            path = Path(self._settings.output_file)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text + "\n", encoding="utf-8")

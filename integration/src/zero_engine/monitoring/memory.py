@@ -1,0 +1,43 @@
+"""``memory_breakdown``: memory in use at the borders of forward, backward and step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from zero_engine.machine import used_bytes
+from zero_engine.monitoring.observer import Observer
+
+__all__ = ["MemoryBreakdown"]
+
+_GB = 1e9
+_HOST = torch.device("cpu")
+
+
+class MemoryBreakdown(Observer):
+    """Tells what the device's allocator and this process hold after each part of a micro-step."""
+
+    def __init__(self, device: torch.device, *, say: Callable[[str], None]) -> None:
+        self._device = device
+        self._say = say
+
+    def end_forward(self) -> None:
+        """Tell it."""
+        self._tell("forward")
+
+    def end_backward(self) -> None:
+        """Tell it."""
+        self._tell("backward")
+
+    def end_step(self) -> None:
+        """Tell it."""
+        self._tell("step")
+
+    def _tell(self, part: str) -> None:
+        held = [f"host {used_bytes(_HOST) / _GB:.3f}"]
+        if self._device.type != "cpu":
+            now = torch.accelerator.memory_allocated(self._device)
+            most = torch.accelerator.max_memory_allocated(self._device)
+            held.insert(0, f"device {now / _GB:.3f} (peak {most / _GB:.3f})")
+        self._say(f"memory after {part} (GB): {', '.join(held)}")

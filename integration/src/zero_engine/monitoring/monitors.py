@@ -1,0 +1,157 @@
+"""Where scalars go: TensorBoard, CSV files, Weights & Biases, Comet; as DeepSpeed writes them.
+
+Names, files and folders are DeepSpeed's, so that what reads its logs reads these. A scalar is a
+name ("Train/Samples/lr"), a value, and the number of samples so far.
+"""
+
+from __future__ import annotations
+
+import csv
+import importlib
+from collections.abc import Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Protocol
+
+from zero_core.errors import ConfigError
+from zero_engine.monitoring.settings import (
+    CometSettings,
+    CsvSettings,
+    MonitorSettings,
+    TensorBoardSettings,
+    WandbSettings,
+)
+
+__all__ = ["Event", "Monitor", "Sink", "make_monitor", "sinks_of"]
+
+Event = tuple[str, Any, int]
+"""Name, value, samples so far."""
+
+
+class Sink(Protocol):
+    """One place where events go."""
+
+    def write(self, events: Sequence[Event]) -> None:
+        """Write them."""
+
+
+class Monitor:
+    """Hands events to every sink; ``engine.monitor`` is one.
+
+    Attributes:
+        enabled: whether the configuration asks for any, on this rank or another.
+    """
+
+    def __init__(self, sinks: Sequence[Sink], *, enabled: bool) -> None:
+        self.enabled = enabled
+        self._sinks = tuple(sinks)
+
+    def write_events(self, event_list: Sequence[Event]) -> None:
+        """Write (name, value, samples) to every sink; nothing on ranks that have none."""
+        for sink in self._sinks:
+            sink.write(event_list)
+
+
+def make_monitor(settings: MonitorSettings, *, rank: int) -> Monitor:
+    """What ``settings`` asks for; rank 0 alone writes.
+
+    Raises:
+        ConfigError: a block asks for a library that is not installed.
+    """
+    return Monitor(sinks_of(settings, rank=rank), enabled=settings.enabled)
+
+
+def sinks_of(settings: MonitorSettings, *, rank: int) -> list[Sink]:
+    """The sinks of a `Monitor` on ``rank``."""
+    sinks: list[Sink] = []
+    if rank == 0:
+        if settings.tensorboard.enabled:
+            sinks.append(_TensorBoard(settings.tensorboard))
+        if settings.wandb.enabled:
+            sinks.append(_Wandb(settings.wandb))
+        if settings.csv_monitor.enabled:
+            sinks.append(_Csv(settings.csv_monitor))
+        if settings.comet.enabled:
+            sinks.append(_Comet(settings.comet))
+    return sinks
+
+
+def _library(name: str, block: str, package: str) -> ModuleType:
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise ConfigError(
+            f"{block}.enabled = true needs a package that cannot be imported ({error}): "
+            f'pip install "{package}", or set {block}.enabled to false'
+        ) from None
+
+
+class _TensorBoard:
+    """Event files in ``output_path/job_name``."""
+
+    def __init__(self, settings: TensorBoardSettings) -> None:
+        board = _library("torch.utils.tensorboard", "tensorboard", "tensorboard")
+        folder = Path(settings.output_path) / settings.job_name
+        self._writer = board.SummaryWriter(log_dir=str(folder))
+
+    def write(self, events: Sequence[Event]) -> None:
+        for event in events:
+            self._writer.add_scalar(*event)
+        self._writer.flush()
+
+
+class _Csv:
+    """A file per name in ``output_path/job_name``, with the columns ``step`` and the name's end."""
+
+    def __init__(self, settings: CsvSettings) -> None:
+        self._folder = Path(settings.output_path) / settings.job_name
+        self._folder.mkdir(parents=True, exist_ok=True)
+        self._begun: set[Path] = set()
+
+    def write(self, events: Sequence[Event]) -> None:
+        for name, value, samples in events:
+            path = self._folder / f"{name.replace('/', '_').replace(' ', '_')}.csv"
+            with path.open("a", newline="") as file:
+                rows = csv.writer(file)
+                if path not in self._begun:
+                    self._begun.add(path)
+                    rows.writerow(["step", name.rpartition("/")[2]])
+                rows.writerow([samples, value])
+
+
+class _Wandb:
+    """A run of Weights & Biases."""
+
+    def __init__(self, settings: WandbSettings) -> None:
+        self._wandb = _library("wandb", "wandb", "wandb")
+        self._wandb.init(project=settings.project, group=settings.group, entity=settings.team)
+
+    def write(self, events: Sequence[Event]) -> None:
+        for name, value, samples in events:
+            self._wandb.log({name: value}, step=samples)
+
+
+class _Comet:
+    """An experiment of Comet; of each name a value per ``samples_log_interval`` samples."""
+
+    def __init__(self, settings: CometSettings) -> None:
+        comet = _library("comet_ml", "comet", "comet_ml>=3.41.0")
+        self._interval = settings.samples_log_interval
+        self._last: dict[str, int] = {}
+        self._experiment = comet.start(
+            api_key=settings.api_key,
+            project=settings.project,
+            workspace=settings.workspace,
+            experiment_key=settings.experiment_key,
+            mode=settings.mode,
+            online=settings.online,
+        )
+        if settings.experiment_name is not None:
+            self._experiment.set_name(settings.experiment_name)
+
+    def write(self, events: Sequence[Event]) -> None:
+        for name, value, samples in events:
+            last = self._last.get(name)
+            if last is None or samples - last >= self._interval:
+                self._last[name] = samples
+                self._experiment.log_metric(name=name, value=value, step=samples)

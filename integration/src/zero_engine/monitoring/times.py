@@ -1,0 +1,143 @@
+"""``wall_clock_breakdown``: how long forward, backward and step take; and samples per second.
+
+On an accelerator times are those of events on the current stream, read at the end of a step: the
+host waits for the device then, once a step, and only if times were asked for.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+
+import torch
+
+from zero_engine.monitoring.monitors import Monitor
+from zero_engine.monitoring.observer import Observer, StepFacts
+
+__all__ = ["Stopwatch", "Throughput", "WallClock"]
+
+_NAMES: Mapping[str, str] = {"forward": "fwd", "backward": "bwd", "step": "step"}
+"""What monitors call a part of a step, and what DeepSpeed's lines call it."""
+
+
+class Stopwatch:
+    """Adds up the time between `begin` and `end`, in milliseconds of the device's own clock."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._begun: torch.Event | float | None = None
+        self._pairs: list[tuple[torch.Event, torch.Event]] = []
+        self._host_ms = 0.0
+
+    def begin(self) -> None:
+        """Start; one that was not ended is forgotten."""
+        self._begun = self._now()
+
+    def end(self) -> None:
+        """Stop."""
+        begun, self._begun = self._begun, None
+        now = self._now()
+        if isinstance(begun, float) and isinstance(now, float):
+            self._host_ms += 1e3 * (now - begun)
+        elif isinstance(begun, torch.Event) and isinstance(now, torch.Event):
+            self._pairs.append((begun, now))
+
+    def take(self) -> float:
+        """The sum so far, which begins again at 0; on an accelerator, waits for the last event."""
+        total, self._host_ms = self._host_ms, 0.0
+        pairs, self._pairs = self._pairs, []
+        if pairs:
+            pairs[-1][1].synchronize()  # the host waits for the stream that recorded it
+        return total + sum(float(begun.elapsed_time(ended)) for begun, ended in pairs)
+
+    def _now(self) -> torch.Event | float:
+        if self._device.type == "cpu":
+            return time.perf_counter()
+        event = torch.Event(self._device, enable_timing=True)
+        event.record()
+        return event
+
+
+class WallClock(Observer):
+    """Tells the times of every step on rank 0, and monitors them.
+
+    A time is the sum over the micro-steps of a step. Reductions run beside backward, so backward
+    has no parts of its own.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        monitor: Monitor,
+        *,
+        say: Callable[[str], None],
+    ) -> None:
+        """Measure on ``device``; ``say`` prints a line, or nothing on other ranks than 0."""
+        self._watches = {name: Stopwatch(device) for name in _NAMES}
+        self._monitor = monitor
+        self._say = say
+        self.last_ms: Mapping[str, float] = {}
+        """The last step's times by DeepSpeed's names."""
+
+    def begin_forward(self) -> None:
+        """Start."""
+        self._watches["forward"].begin()
+
+    def end_forward(self) -> None:
+        """Stop."""
+        self._watches["forward"].end()
+
+    def begin_backward(self) -> None:
+        """Start."""
+        self._watches["backward"].begin()
+
+    def end_backward(self) -> None:
+        """Stop."""
+        self._watches["backward"].end()
+
+    def begin_step(self) -> None:
+        """Start."""
+        self._watches["step"].begin()
+
+    def end_step(self) -> None:
+        """Stop."""
+        self._watches["step"].end()
+
+    def step_done(self, facts: StepFacts) -> None:
+        """Tell the step's times."""
+        times = {name: watch.take() for name, watch in self._watches.items()}
+        self.last_ms = {_NAMES[name]: ms for name, ms in times.items()}
+        if self._monitor.enabled:
+            self._monitor.write_events(
+                [
+                    (f"Train/Samples/elapsed_time_ms_{name}", ms, facts.global_samples)
+                    for name, ms in times.items()
+                ]
+            )
+        parts = "".join(f" | {name}: {ms:.2f}" for name, ms in self.last_ms.items())
+        self._say(f"time (ms){parts}")
+
+
+class Throughput(Observer):
+    """Tells samples per second every ``every`` steps, over the steps since the last line."""
+
+    def __init__(self, device: torch.device, every: int, *, say: Callable[[str], None]) -> None:
+        self._device = device
+        self._every = every
+        self._say = say
+        self._since: tuple[float, int] | None = None  # when, and samples then
+
+    def step_done(self, facts: StepFacts) -> None:
+        """The first step, which is a warm-up, begins the first interval."""
+        if self._since is None:
+            self._since = self._now(), facts.global_samples
+        elif facts.global_steps % self._every == 0:
+            begun, samples = self._since
+            self._since = self._now(), facts.global_samples
+            rate = (facts.global_samples - samples) / max(self._since[0] - begun, 1e-9)
+            self._say(f"step {facts.global_steps}: {rate:.4g} samples/s")
+
+    def _now(self) -> float:
+        if self._device.type != "cpu":
+            torch.accelerator.synchronize(self._device)
+        return time.perf_counter()

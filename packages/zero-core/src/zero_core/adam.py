@@ -1,0 +1,154 @@
+"""Adam and AdamW whose bias correction can be off, which torch's own always have."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, ClassVar, overload
+
+import torch
+from torch import Tensor
+from torch.optim.adam import adam
+
+__all__ = ["Adam"]
+
+
+class Adam(torch.optim.Optimizer):
+    """Adam (Kingma and Ba, 2015, arXiv 1412.6980) or AdamW (arXiv 1711.05101), fused.
+
+    With bias correction the update is `torch.optim.Adam`'s or ``AdamW``'s, by the same kernel.
+    Without, the moments are used as they are: ``p -= lr * exp_avg / (sqrt(exp_avg_sq) + eps)``,
+    which is larger in the first steps. State of a parameter, as torch's: ``step`` (0-d, fp32),
+    ``exp_avg`` and ``exp_avg_sq`` of its shape and dtype.
+
+    Args:
+        params: parameters or groups of them; dense.
+        lr: learning rate.
+        betas: decay of the first and second moment, in [0, 1).
+        eps: added to the denominator.
+        weight_decay: decoupled, or L2.
+        bias_correction: divide the moments by ``1 - beta ** step``.
+        decoupled_weight_decay: AdamW.
+        maximize: maximize the objective instead.
+        fused: torch's fused kernel, which reads ``step`` on the parameter's device.
+
+    Attributes:
+        is_elementwise: an element's update depends on that element alone.
+        has_host_kernel: an offloaded tier may compute it by a kernel.
+        update_rule: the name by which it finds that kernel.
+
+    Raises:
+        ValueError: a setting that is out of range, by name.
+    """
+
+    is_elementwise: ClassVar[bool] = True
+    has_host_kernel: ClassVar[bool] = True
+    update_rule: ClassVar[str] = "adam"
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        *,
+        bias_correction: bool = True,
+        decoupled_weight_decay: bool = True,
+        maximize: bool = False,
+        fused: bool = True,
+    ) -> None:
+        for name, value in (("lr", lr), ("eps", eps), ("weight_decay", weight_decay)):
+            if not value >= 0.0:
+                raise ValueError(f"{name} must not be negative, got {value}")
+        for index, beta in enumerate(betas):
+            if not 0.0 <= beta < 1.0:
+                raise ValueError(f"betas[{index}] must be in [0, 1), got {beta}")
+        defaults = {
+            "lr": lr,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "bias_correction": bias_correction,
+            "decoupled_weight_decay": decoupled_weight_decay,
+            "maximize": maximize,
+            "fused": fused,
+        }
+        super().__init__(params, defaults)
+
+    @overload
+    def step(self, closure: None = None) -> None: ...
+
+    @overload
+    def step(self, closure: Callable[[], float]) -> float: ...
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """Update every parameter that has a gradient.
+
+        Raises:
+            RuntimeError: a gradient is sparse.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            params = [p for p in group["params"] if p.grad is not None]
+            if any(p.grad.is_sparse for p in params):
+                raise RuntimeError("Adam does not take sparse gradients")
+            states = [self._state_of(p, is_fused=bool(group["fused"])) for p in params]
+            (_corrected if group["bias_correction"] else _uncorrected)(group, params, states)
+        return loss
+
+    def _state_of(self, param: Tensor, *, is_fused: bool) -> dict[str, Tensor]:
+        state: dict[str, Tensor] = self.state[param]
+        if "exp_avg" not in state:
+            device = param.device if is_fused else torch.device("cpu")
+            state["step"] = torch.zeros((), dtype=torch.float32, device=device)
+            for name in ("exp_avg", "exp_avg_sq"):
+                state[name] = torch.zeros_like(param, memory_format=torch.preserve_format)
+        return state
+
+
+def _corrected(
+    group: dict[str, Any], params: list[Tensor], states: list[dict[str, Tensor]]
+) -> None:
+    """Torch's own update."""
+    beta1, beta2 = group["betas"]
+    adam(
+        params,
+        [p.grad for p in params if p.grad is not None],
+        [s["exp_avg"] for s in states],
+        [s["exp_avg_sq"] for s in states],
+        [],
+        [s["step"] for s in states],
+        foreach=False,
+        fused=bool(group["fused"]),
+        decoupled_weight_decay=group["decoupled_weight_decay"],
+        amsgrad=False,
+        beta1=beta1,
+        beta2=beta2,
+        lr=group["lr"],
+        weight_decay=group["weight_decay"],
+        eps=group["eps"],
+        maximize=group["maximize"],
+    )
+
+
+def _uncorrected(
+    group: dict[str, Any], params: list[Tensor], states: list[dict[str, Tensor]]
+) -> None:
+    beta1, beta2 = group["betas"]
+    lr, decay = group["lr"], group["weight_decay"]
+    for param, state in zip(params, states, strict=True):
+        assert param.grad is not None
+        grad = -param.grad if group["maximize"] else param.grad
+        if group["decoupled_weight_decay"]:
+            param.mul_(1 - lr * decay)
+        else:
+            grad = grad.add(param, alpha=decay)
+        state["step"] += 1
+        state["exp_avg"].lerp_(grad, 1 - beta1)
+        state["exp_avg_sq"].mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
+        denominator = state["exp_avg_sq"].sqrt().add_(group["eps"])
+        param.sub_(state["exp_avg"] / denominator * lr)

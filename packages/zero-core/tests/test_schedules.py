@@ -1,0 +1,238 @@
+"""Schedules by name: the closed forms of their curves, and what is refused."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+import zero_core
+from zero_core.errors import ConfigError
+from zero_core.lr_schedules import SCHEDULERS, OneCycle, make_scheduler
+
+TORCH_BY_NAME = {
+    "StepLR": {"step_size": 2, "gamma": 0.5},
+    "CosineAnnealingWarmRestarts": {"T_0": 3},
+    "PolynomialLR": {"total_iters": 5, "power": 2.0},
+    "OneCycleLR": {"max_lr": 0.5, "total_steps": 12},
+    "CyclicLR": {"base_lr": 0.1, "max_lr": 0.4, "step_size_up": 3},
+}
+
+
+def optimizer_of(*rates, kind=torch.optim.AdamW):
+    return kind([{"params": [nn.Parameter(torch.zeros(1))], "lr": rate} for rate in rates])
+
+
+def curve(optimizer, name, params, num_steps):
+    """The first group's rate at each of ``num_steps`` optimizer steps."""
+    schedule = make_scheduler(optimizer, name, params)
+    rates = []
+    for _ in range(num_steps):
+        rates.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        schedule.step()
+    return rates
+
+
+def expect(found, expected):
+    assert found == pytest.approx(expected, rel=1e-12, abs=1e-15)
+
+
+def test_linear_warm_up_reaches_the_top_after_its_steps_and_stays():
+    params = {"warmup_min_lr": 0.1, "warmup_num_steps": 4, "warmup_type": "linear"}
+    found = curve(optimizer_of(0.9), "WarmupLR", params, 8)
+    expect(found, [0.1, 0.1, 0.3, 0.5, 0.7, 0.9, 0.9, 0.9])
+
+
+def test_logarithmic_warm_up_decays_to_the_bottom_at_the_last_step():
+    params = {"total_num_steps": 8, "warmup_max_lr": 1.0, "warmup_num_steps": 4}
+    found = curve(optimizer_of(0.9), "WarmupDecayLR", params, 11)
+    up = [math.log(k + 1) / math.log(4) for k in range(4)]
+    expect(found, [0.0, *up, 1.0, 0.75, 0.5, 0.25, 0.0, 0.0])
+
+
+def test_cosine_ends_at_its_smallest_ratio_and_stays_there():
+    params = {"total_num_steps": 6, "warmup_num_steps": 2, "cos_min_ratio": 0.2}
+    params |= {"warmup_min_ratio": 0.5, "warmup_type": "linear"}
+    found = curve(optimizer_of(2.0), "WarmupCosineLR", params, 9)
+    down = [0.2 + 0.8 * (1 + math.cos(math.pi * part / 4)) / 2 for part in (1, 2, 3, 4)]
+    expect(found, [2.0 * f for f in (0.0, 0.5, 0.75, *down, 0.2, 0.2)])
+
+
+def test_one_cycle_goes_up_and_down_once_and_then_decays():
+    params = {"cycle_min_lr": 1.0, "cycle_max_lr": 3.0, "cycle_first_step_size": 4}
+    params |= {"cycle_second_step_size": 2, "decay_step_size": 2, "decay_lr_rate": 1.0}
+    found = curve(optimizer_of(9.0), "OneCycle", params, 10)
+    expect(found, [1.0, 1.5, 2.0, 2.5, 3.0, 2.0, 1.0, 1 / 1.5, 1 / 2.0, 1 / 2.5])
+
+
+def test_one_cycle_climbs_stairs():
+    params = {"cycle_min_lr": 0.0, "cycle_max_lr": 2.0, "cycle_first_step_size": 4}
+    params |= {"cycle_first_stair_count": 2, "cycle_second_stair_count": 1}
+    found = curve(optimizer_of(9.0), "OneCycle", params, 9)
+    expect(found, [0.0, 0.0, 1.0, 1.0, 2.0, 0.0, 0.0, 0.0, 0.0])
+
+
+def test_one_cycle_moves_momentum_against_the_rate():
+    optimizer = optimizer_of(1.0)
+    schedule = OneCycle(
+        optimizer, 0.0, 1.0, cycle_first_step_size=2, decay_step_size=1, decay_mom_rate=0.1
+    )
+    found = [optimizer.param_groups[0]["betas"]]
+    for _ in range(6):
+        schedule.step()
+        found.append(optimizer.param_groups[0]["betas"])
+    expected = [0.8, 0.85, 0.8, 0.85, 0.9, 0.99, 1.08]
+    expect([beta1 for beta1, _ in found], expected)
+    assert {beta2 for _, beta2 in found} == {0.99}
+
+
+def test_one_cycle_without_betas_leaves_momentum_and_says_so(caplog):
+    optimizer = optimizer_of(1.0, kind=torch.optim.SGD)
+    schedule = OneCycle(optimizer, 0.0, 1.0)
+    schedule.step()
+    assert "SGD has no betas" in caplog.text
+    assert optimizer.param_groups[0]["momentum"] == 0
+    assert schedule.get_mom() is None
+
+
+@pytest.mark.parametrize(
+    ("staircase", "expected"),
+    [(False, [1.0, 2.0, 3.0, 4.0, 5.0]), (True, [1.0, 1.0, 3.0, 3.0, 5.0])],
+)
+def test_range_test_goes_up_without_end(staircase, expected):
+    params = {"lr_range_test_min_lr": 1.0, "lr_range_test_step_size": 2}
+    params |= {"lr_range_test_step_rate": 2.0, "lr_range_test_staircase": staircase}
+    expect(curve(optimizer_of(9.0), "LRRangeTest", params, 5), expected)
+
+
+def test_every_group_has_bounds_of_its_own():
+    optimizer = optimizer_of(0.1, 0.2)
+    params = {"warmup_min_lr": [0.0, 1.0], "warmup_max_lr": [1.0, 3.0], "warmup_num_steps": 2}
+    schedule = make_scheduler(optimizer, "WarmupLR", {**params, "warmup_type": "linear"})
+    for expected in ([0.0, 1.0], [0.0, 1.0], [0.5, 2.0], [1.0, 3.0]):
+        assert [group["lr"] for group in optimizer.param_groups] == expected
+        assert schedule.get_last_lr() == expected
+        schedule.step()
+
+
+def test_rate_that_is_a_tensor_stays_the_same_tensor():
+    optimizer = optimizer_of(torch.tensor(0.5))
+    rate = optimizer.param_groups[0]["lr"]
+    schedule = make_scheduler(optimizer, "WarmupLR", {"warmup_num_steps": 2})
+    assert float(rate) == 0.0
+    schedule.step(7)
+    assert optimizer.param_groups[0]["lr"] is rate
+    assert float(rate) == 0.5
+
+
+def test_schedule_goes_on_from_a_given_iteration():
+    params = {"cycle_min_lr": 1.0, "cycle_max_lr": 3.0, "cycle_first_step_size": 4}
+    optimizer = optimizer_of(9.0)
+    schedule = make_scheduler(optimizer, "OneCycle", {**params, "last_batch_iteration": 1})
+    assert optimizer.param_groups[0]["lr"] == 9.0  # the checkpoint brings it
+    with pytest.raises(AssertionError, match=r"need to call step\(\) first"):
+        schedule.get_last_lr()
+    schedule.step()
+    expect(schedule.get_last_lr(), [2.5])
+
+
+@pytest.mark.parametrize("name", sorted(SCHEDULERS))
+def test_loaded_schedule_continues_the_curve(name):
+    params = {
+        "WarmupDecayLR": {"total_num_steps": 9},
+        "WarmupCosineLR": {"total_num_steps": 9},
+        "OneCycle": {"cycle_min_lr": 0.1, "cycle_max_lr": 1.0, "cycle_first_step_size": 4},
+        "LRRangeTest": {},
+        "WarmupLR": {},
+    }[name]
+    whole = curve(optimizer_of(0.5), name, params, 12)
+    first, second = optimizer_of(0.5), optimizer_of(0.5)
+    schedule = make_scheduler(first, name, params)
+    for _ in range(5):
+        schedule.step()
+    again = make_scheduler(second, name, params)
+    second.load_state_dict(first.state_dict())
+    again.load_state_dict(schedule.state_dict())
+    assert again.get_last_lr() == schedule.get_last_lr() == [whole[5]]
+    for expected in whole[6:]:
+        again.step()
+        assert second.param_groups[0]["lr"] == expected
+
+
+@pytest.mark.parametrize("name", sorted(TORCH_BY_NAME))
+def test_any_schedule_of_torch_is_made_by_its_name(name):
+    ours, theirs = optimizer_of(0.3), optimizer_of(0.3)
+    schedule = getattr(torch.optim.lr_scheduler, name)(theirs, **TORCH_BY_NAME[name])
+    expected = []
+    for _ in range(8):
+        expected.append(theirs.param_groups[0]["lr"])
+        theirs.step()
+        schedule.step()
+    assert curve(ours, name, TORCH_BY_NAME[name], 8) == expected
+    assert len(set(expected)) > 2
+
+
+@pytest.mark.parametrize(
+    ("name", "params", "match"),
+    [
+        ("NoSuchLR", {}, "'NoSuchLR' is not served; known: .*'OneCycle'.*torch.optim.lr_scheduler"),
+        ("LRScheduler", {}, "is not served"),
+        ("math", {}, "is not served"),
+        ("LambdaLR", {}, "it takes functions"),
+        ("ReduceLROnPlateau", {}, "a measured value"),
+        ("StepLR", {}, "step_size"),
+        ("WarmupLR", {"warmup_type": "cubic"}, "'log' or 'linear', found 'cubic'"),
+        ("WarmupLR", {"warmup_num_steps": 0}, "warmup_num_steps must be a whole number >= 1"),
+        ("WarmupLR", {"warmup_min_lr": [0, 0, 0]}, "warmup_min_lr: 3 values for 1 parameter"),
+        ("OneCycle", {"cycle_min_lr": 1}, "cycle_max_lr"),
+        (
+            "OneCycle",
+            {"cycle_min_lr": 1, "cycle_max_lr": 2, "cycle_first_step_size": 0},
+            "cycle_first_step_size must be positive, found 0",
+        ),
+        (
+            "LRRangeTest",
+            {"lr_range_test_step_size": 2.5},
+            "lr_range_test_step_size must be a whole",
+        ),
+    ],
+)
+def test_what_cannot_be_made_is_refused_by_name(name, params, match):
+    with pytest.raises(ConfigError, match=match):
+        make_scheduler(optimizer_of(0.1), name, params)
+
+
+def test_engine_trains_with_one_cycle_as_torch_does_with_the_same_rates(tmp_path):
+    params = {"cycle_min_lr": 1e-3, "cycle_max_lr": 1e-1, "cycle_first_step_size": 3}
+    config = {
+        "train_batch_size": 4,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1.0}},
+        "scheduler": {"type": "OneCycle", "params": params},
+    }
+    torch.manual_seed(0)
+    batches = [torch.randn(4, 3) for _ in range(8)]
+    plain = nn.Linear(3, 2)
+    model, resumed = nn.Linear(3, 2), nn.Linear(3, 2)
+    model.load_state_dict(plain.state_dict())
+    engine = zero_core.build(model, config)
+    optimizer = torch.optim.AdamW(plain.parameters(), weight_decay=0.0, fused=True)
+    # The closed form: a triangle, then flat; beta1 against it, 0.8 at the very first step.
+    parts = [0.0, 1 / 3, 2 / 3, 1.0, 2 / 3, 1 / 3, 0.0, 0.0]
+    momenta = [0.8, *(0.9 - 0.1 * part for part in parts[1:])]
+    for step, (batch, part, beta1) in enumerate(zip(batches, parts, momenta, strict=True)):
+        optimizer.param_groups[0]["lr"] = 1e-3 + (1e-1 - 1e-3) * part
+        optimizer.param_groups[0]["betas"] = (beta1, 0.99)
+        plain(batch).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if step == 4:
+            engine.save_checkpoint(tmp_path)
+            engine = zero_core.build(resumed, config)
+            engine.load_checkpoint(tmp_path)
+        engine.backward(engine(batch).square().mean())
+        engine.step()
+    for mine, theirs in zip(resumed.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-7)
