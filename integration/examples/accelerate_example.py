@@ -1,6 +1,7 @@
 """A script for Accelerate and DeepSpeed, as it stands; nothing named deepspeed has to be installed.
 
-zero-engine run accelerate launch --config_file accelerate.yaml accelerate_example.py
+zero-engine run accelerate launch --config_file integration/examples/accelerate.yaml \\
+    integration/examples/accelerate_example.py
 """
 
 import argparse

@@ -194,6 +194,15 @@ class ZeroStrategy(DDPStrategy):
         """The module's ``predict_step`` as the engine's forward."""
         return self._forward("predict_step", *args, **kwargs)
 
+    @contextmanager
+    def block_backward_sync(self) -> Generator[None, None, None]:
+        """Batches that are only accumulated are not reduced where gradients are whole anyway."""
+        if self.engine.config.zero_optimization.stage > 1:
+            yield  # each is, into the shards: within no_sync, gradients would be whole
+            return
+        with self.engine.no_sync():
+            yield
+
     def _forward(self, method: str, *args: Any, **kwargs: Any) -> Any:
         module: Any = self.lightning_module
         wrapper: Any = self.engine  # called, as a wrapping module would be
