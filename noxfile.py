@@ -108,7 +108,7 @@ def examples(session: nox.Session) -> None:
         if session.posargs and path.stem not in session.posargs:
             continue
         description = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
-        command = description.split("\n\n")[1].replace("\\\n", "")
+        command = description.split("\n\n")[1]
         session.run(*shlex.split(command), env=environment)
 
 
