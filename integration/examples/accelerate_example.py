@@ -1,6 +1,6 @@
 """A script for Accelerate and DeepSpeed, as it stands; nothing named deepspeed has to be installed.
 
-zero-engine run accelerate launch --config_file integration/examples/accelerate.yaml \\
+zero-engine run accelerate launch --config_file integration/examples/accelerate.yaml \
     integration/examples/accelerate_example.py
 """
 
