@@ -1,24 +1,18 @@
-"""Accelerate with its DeepSpeed plugin, unchanged: nothing named deepspeed has to be installed.
+"""A script for Accelerate and DeepSpeed, as it stands; nothing named deepspeed has to be installed.
 
-zero-engine run --nproc-per-node=2 accelerate_example.py
-zero-engine run accelerate launch --config_file accelerate.yaml accelerate_example.py
+zero-engine run accelerate launch --config_file integration/examples/accelerate.yaml \
+    integration/examples/accelerate_example.py
 """
 
 import argparse
 import inspect
 
 import torch
-from accelerate import Accelerator, DeepSpeedPlugin
+from accelerate import Accelerator, DistributedType
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 WIDTH, CONTEXT = 128, 8
-DEEPSPEED = {
-    "train_micro_batch_size_per_gpu": "auto",
-    "gradient_accumulation_steps": "auto",
-    "gradient_clipping": 1.0,
-    "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}},
-}
 
 
 def make_model():
@@ -28,7 +22,7 @@ def make_model():
 
 
 def main():
-    accelerator = Accelerator(deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=DEEPSPEED))
+    accelerator = Accelerator()
     torch.manual_seed(0)
     text = torch.tensor(list(inspect.getsource(argparse).encode()))
     windows = TensorDataset(text.unfold(0, CONTEXT + 1, 1)[: 128 * 64])
@@ -38,6 +32,7 @@ def main():
         torch.optim.AdamW(model.parameters(), lr=5e-3),
         DataLoader(windows, batch_size=64, shuffle=True),
     )
+    assert accelerator.distributed_type == DistributedType.DEEPSPEED
     losses = []
     for (window,) in loader:
         loss = nn.functional.cross_entropy(model(window[:, :-1]), window[:, -1])
@@ -47,7 +42,7 @@ def main():
         losses.append(accelerator.gather(loss.detach()).mean().item())
     first, last = sum(losses[:5]) / 5, sum(losses[-5:]) / 5
     assert last < first - 1.0, f"the loss went from {first:.2f} to {last:.2f}"
-    accelerator.print(f"loss {first:.2f} -> {last:.2f} on {accelerator.num_processes} ranks")
+    accelerator.print(f"loss {first:.2f} -> {last:.2f}")
     accelerator.end_training()
 
 

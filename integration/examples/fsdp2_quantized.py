@@ -1,6 +1,6 @@
 """torch's own FSDP2 with quantized communication: zero-comm alone, without the engine.
 
-torchrun --nproc-per-node=2 fsdp2_quantized.py
+torchrun --nproc-per-node=2 integration/examples/fsdp2_quantized.py
 """
 
 import argparse

@@ -1,7 +1,8 @@
 """Lightning at ZeRO stage 3, the optimizer in host memory: guess the next byte of a text.
 
-python lightning_example.py                     # every GPU of this machine, or two CPU processes
-torchrun ... lightning_example.py --nodes 2     # several machines: docs/clusters.md
+python integration/examples/lightning_example.py
+
+It takes every GPU of the machine, or two CPU processes; on several machines: --nodes 2.
 """
 
 import argparse
@@ -23,9 +24,8 @@ class ByteModel(L.LightningModule):
         self.losses = []
 
     def configure_model(self):  # made here, a large model is sharded before it takes memory
-        block = [nn.Linear(WIDTH, WIDTH), nn.GELU()]
-        first = [nn.Embedding(256, WIDTH // CONTEXT), nn.Flatten(), *block]
-        blocks = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU()) for _ in range(2)]
+        first = [nn.Embedding(256, WIDTH // CONTEXT), nn.Flatten(), nn.Linear(WIDTH, WIDTH)]
+        blocks = [nn.Sequential(nn.GELU(), nn.Linear(WIDTH, WIDTH)) for _ in range(3)]
         self.net = nn.Sequential(*first, *blocks, nn.Linear(WIDTH, 256))
 
     def training_step(self, batch, batch_idx):

@@ -1,4 +1,7 @@
-"""The engine in Ray Train: two workers here; with RAY_ADDRESS=auto, wherever Ray has them."""
+"""The engine in Ray Train: two workers here; with RAY_ADDRESS=auto, wherever Ray has them.
+
+python integration/examples/ray_train.py
+"""
 
 import argparse
 import inspect
@@ -22,7 +25,6 @@ def train(settings):  # on every worker, within the process group that Ray has m
     blocks = [nn.Sequential(nn.GELU(), nn.Linear(WIDTH, WIDTH)) for _ in range(3)]
     model = nn.Sequential(*first, *blocks, nn.Linear(WIDTH, 256))
     engine = zero_core.build(model, settings["zero"])
-
     text = torch.tensor(list(inspect.getsource(argparse).encode()), device=engine.device)
     windows = text.unfold(0, CONTEXT + 1, 1)
     generator = torch.Generator().manual_seed(rank)

@@ -1,24 +1,68 @@
-"""What Lightning puts into a checkpoint beside the model, as the JSON that the engine's keeps.
+"""What Lightning keeps in a checkpoint, in the engine's folder of shards.
 
-Loops, callbacks, schedulers and hyperparameters are numbers, strings, lists, mappings, and now and
-then a small tensor (a best score); nothing is pickled.
+What stands beside the model is written as JSON. Loops, callbacks, schedulers and hyperparameters
+are numbers, strings, lists, mappings, and now and then a small tensor (a best score); nothing is
+pickled.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from zero_core import CheckpointError
+from zero_core import CheckpointError, Engine
+from zero_core.checkpoint import read_client_state
+from zero_core.checkpoint_files import read_buffers, read_weights
+from zero_core.evaluation import EvaluationEngine
 
-__all__ = ["pack", "unpack"]
+__all__ = ["pack", "read", "unpack", "write"]
+
+TAG = "checkpoint"
+"""The engine's folder within a checkpoint of Lightning's."""
 
 MAX_NUMEL = 65536
 _TENSOR = "__tensor__"
+
+
+def write(engine: Engine, folder: Path, checkpoint: Mapping[str, Any]) -> None:
+    """Write the engine's shards, and ``checkpoint`` beside them; every rank must call it."""
+    state = {"lightning": pack(checkpoint, "checkpoint")}
+    engine.save_checkpoint(folder, TAG, client_state=state)
+
+
+def read(engine: Engine, folder: Path) -> dict[str, Any]:
+    """Restore what `write` wrote, its values alone if ``engine`` only evaluates; what was beside.
+
+    Every rank must call it.
+    """
+    if isinstance(engine, EvaluationEngine):
+        _read_values(engine, folder)
+        client_state = read_client_state(folder, TAG)
+    else:
+        _, client_state = engine.load_checkpoint(folder, TAG)
+    return dict(unpack(client_state["lightning"]))
+
+
+@torch.no_grad()
+def _read_values(engine: Engine, folder: Path) -> None:
+    """Parameters one at a time, and buffers; rank 0's count."""
+    params = dict(engine.module.named_parameters(remove_duplicate=False))
+    for weight in read_weights(folder, TAG):
+        param = params.get(weight.names[0])
+        if param is None or param.shape != weight.value.shape:
+            raise CheckpointError(
+                f"{folder} belongs to another model: it has {weight.names[0]} of shape "
+                f"{tuple(weight.value.shape)}"
+            )
+        with engine.gathered(params=[param], modifier_rank=0):
+            param.copy_(weight.value)
+    for name, value in read_buffers(folder, TAG).items():
+        engine.module.get_buffer(name).copy_(value)
 
 
 def pack(value: Any, where: str) -> Any:

@@ -18,7 +18,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.fabric.strategies import _StrategyRegistry
+from lightning.fabric.strategies.registry import _StrategyRegistry
 from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.core.optimizer import _MockOptimizer
 from lightning.pytorch.plugins.precision import HalfPrecision, MixedPrecision, Precision
@@ -28,13 +28,10 @@ from lightning.pytorch.utilities import GradClipAlgorithmType, rank_zero_warn
 
 import zero_core
 from zero_core import CheckpointError, ConfigError, Engine
+from zero_engine.lightning import saved
 from zero_engine.lightning.precision import ZeroPrecision
-from zero_engine.lightning.saved import pack, unpack
 
 __all__ = ["ZeroStrategy"]
-
-TAG = "checkpoint"
-"""The engine's folder within a checkpoint of Lightning's."""
 
 _OF_TRAINER = {
     "train_batch_size": "the batch size of the DataLoader",
@@ -197,6 +194,15 @@ class ZeroStrategy(DDPStrategy):
         """The module's ``predict_step`` as the engine's forward."""
         return self._forward("predict_step", *args, **kwargs)
 
+    @contextmanager
+    def block_backward_sync(self) -> Generator[None, None, None]:
+        """Batches that are only accumulated are not reduced where gradients are whole anyway."""
+        if self.engine.config.zero_optimization.stage > 1:
+            yield  # each is, into the shards: within no_sync, gradients would be whole
+            return
+        with self.engine.no_sync():
+            yield
+
     def _forward(self, method: str, *args: Any, **kwargs: Any) -> Any:
         module: Any = self.lightning_module
         wrapper: Any = self.engine  # called, as a wrapping module would be
@@ -229,14 +235,14 @@ class ZeroStrategy(DDPStrategy):
 
         Every rank must call it. The file (``Trainer.save_checkpoint(path, weights_only=True)``,
         ``ModelCheckpoint(save_weights_only=True)``) is Lightning's own, for
-        ``LightningModule.load_from_checkpoint``; it takes the memory of the whole model.
+        ``LightningModule.load_from_checkpoint``; rank 0 holds the whole model for it.
 
         Raises:
             CheckpointError: something that Lightning wants kept is neither JSON nor small tensor.
             TypeError: ``storage_options`` for a folder of shards.
         """
         if "optimizer_states" not in checkpoint:
-            checkpoint["state_dict"] = self.engine.full_state_dict()
+            checkpoint["state_dict"] = self.engine.full_state_dict(rank=0)
             super().save_checkpoint(checkpoint, filepath, storage_options=storage_options)
             return
         if storage_options is not None:
@@ -247,8 +253,7 @@ class ZeroStrategy(DDPStrategy):
                 "not kept, as with Lightning's other strategies"
             )
         kept = {k: v for k, v in checkpoint.items() if k not in ("state_dict", "optimizer_states")}
-        state = {"lightning": pack(kept, "checkpoint")}
-        self.engine.save_checkpoint(self.broadcast(str(filepath)), TAG, client_state=state)
+        saved.write(self.engine, Path(self.broadcast(str(filepath))), kept)
 
     def load_checkpoint(
         self, checkpoint_path: Any, weights_only: bool | None = None
@@ -261,8 +266,7 @@ class ZeroStrategy(DDPStrategy):
         """
         path = Path(checkpoint_path)
         if path.is_dir():
-            _, client_state = self.engine.load_checkpoint(path, TAG)
-            return {**unpack(client_state["lightning"]), "state_dict": {}}
+            return {**saved.read(self.engine, path), "state_dict": {}}
         loaded = super().load_checkpoint(checkpoint_path, weights_only=weights_only)
         assert self.lightning_module is not None
         is_fitting = self.lightning_module.trainer.state.fn == TrainerFn.FITTING
@@ -369,4 +373,4 @@ def _check_trainer(trainer: pl.Trainer) -> None:
             )
     for owner in (trainer.lightning_module, getattr(trainer, "datamodule", None)):
         if owner is not None:
-            pack(dict(owner.hparams), "hyper_parameters")
+            saved.pack(dict(owner.hparams), "hyper_parameters")
