@@ -133,7 +133,10 @@ class ControlGroup:
             raise kind(f"{what} failed on {'; '.join(failed)}")
 
     def gather_into(self, out: Tensor, tensor: Tensor) -> None:
-        """Every rank's 1-D ``tensor`` (equally long), in rank order, into ``out``; both on the CPU."""
+        """Every rank's 1-D ``tensor`` (equally long), in rank order, into ``out``.
+
+        Both are on the CPU.
+        """
         if self.world_size == 1:
             out.copy_(tensor)
             return

@@ -160,6 +160,8 @@ class Parked(nn.Parameter):
                 refuse(f"changed by {name}", target)
             if func == Tensor.data.__set__:  # type: ignore[attr-defined]
                 return _assign(target, args[1])
+            if name == "full_like":  # Adagrad, when it is made: its state is not what is used
+                return _small(func, args, kwargs).expand(target.shape)
             return _cast(func, args, kwargs) if name in _CASTS else func(*args, **kwargs)
 
 
@@ -323,11 +325,16 @@ def _assign(param: nn.Parameter, value: Tensor) -> None:
 
 def _cast(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A cast or move of a parked parameter; it stays on the CPU until there is an engine."""
-    param: nn.Parameter = args[0]
-    small = _placeholder((), param.dtype)
-    result = func(small, *args[1:], **{k: v for k, v in kwargs.items() if k != "memory_format"})
+    result = _small(func, args, kwargs)
     if not isinstance(result, Tensor):
         return result
+    shape = args[0].shape
     if result.is_meta:
-        return result.expand(param.shape)
-    return _placeholder(param.shape, result.dtype).as_subclass(_Absent)
+        return result.expand(shape)
+    return _placeholder(shape, result.dtype).as_subclass(_Absent)
+
+
+def _small(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """``func`` of one element in place of the parameter that is the first argument."""
+    others = {k: v for k, v in kwargs.items() if k != "memory_format"}
+    return func(_placeholder((), args[0].dtype), *args[1:], **others)
