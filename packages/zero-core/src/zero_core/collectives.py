@@ -134,9 +134,13 @@ class ControlGroup:
 
     def gather(self, tensor: Tensor) -> Tensor:
         """Every rank's 1-D ``tensor`` (equally long), in rank order, on the CPU of every rank."""
+        return self.gather_here(tensor).cpu()
+
+    def gather_here(self, tensor: Tensor) -> Tensor:
+        """As `gather`, but on the device; ``tensor`` itself with one rank."""
         if self.world_size == 1:
-            return tensor.cpu()
+            return tensor
         local = tensor.to(self._device)
         out = torch.empty(self.world_size * local.numel(), dtype=local.dtype, device=self._device)
         all_gather_single(out, local, group=self._group)
-        return out.cpu()
+        return out
