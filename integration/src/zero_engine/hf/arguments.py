@@ -1,0 +1,138 @@
+"""What TrainingArguments say, brought into the engine's configuration.
+
+TrainingArguments lead: a key that they decide may be left out or be "auto", and must agree with
+them if it is given. [Note: who does what] The Trainer divides the loss over the micro-steps, makes
+the optimizer and the schedule, and steps both; the engine computes in bf16 or fp16, scales the
+loss, clips, and updates.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from transformers import TrainingArguments
+
+from zero_core import ConfigError
+
+__all__ = ["check_arguments", "fill_config", "fill_schedule"]
+
+_AUTO = "auto"
+_LEFT_TO_ENGINE = (
+    "reduce_bucket_size",
+    "stage3_prefetch_bucket_size",
+    "stage3_param_persistence_threshold",
+)
+"""Keys of ``zero_optimization`` where "auto" is the engine's default."""
+
+
+def check_arguments(args: TrainingArguments) -> None:
+    """Refuse what asks for another engine, or would change the model behind this one's back.
+
+    Raises:
+        ConfigError: naming the argument.
+    """
+    refused = {
+        "deepspeed": "leave it out: zero=... takes the same configuration",
+        "fsdp": "leave it out: the engine shards the model",
+        "torch_compile": "compile the model's blocks in place instead: block.compile()",
+        "bf16_full_eval": "set bf16=True: the engine trains and evaluates in bf16",
+        "fp16_full_eval": "set fp16=True: the engine trains and evaluates in fp16",
+        "parallelism_config": "leave it out: the engine is data-parallel alone",
+    }
+    for name, advice in refused.items():
+        if getattr(args, name, None):
+            raise ConfigError(
+                f"TrainingArguments({name}={getattr(args, name)!r}) does not go with zero=...: "
+                f"{advice}"
+            )
+
+
+def fill_config(config: Mapping[str, Any], args: TrainingArguments) -> dict[str, Any]:
+    """``config`` with everything filled in that ``args`` decide; without ``scheduler``.
+
+    Raises:
+        ConfigError: it says otherwise than ``args`` somewhere; all such keys are named.
+    """
+    filled = {k: dict(v) if isinstance(v, Mapping) else v for k, v in config.items()}
+    filled.pop("scheduler", None)
+    zero = filled.setdefault("zero_optimization", {})
+    for key in _LEFT_TO_ENGINE:
+        if zero.get(key) == _AUTO:
+            del zero[key]
+    if zero.get("zero_hpz_partition_size") == _AUTO:
+        zero["zero_hpz_partition_size"] = _ranks_of_node(args.world_size)
+    differences: list[str] = []
+    for path, value in _decided(args).items():
+        _fill(filled, path, value, differences)
+    if "optimizer" in filled:
+        params = dict(filled["optimizer"].get("params", {}))
+        filled["optimizer"] = {**filled["optimizer"], "params": params}
+        for key, value in _optimizer(args).items():
+            if key in params:
+                _fill(params, key, value, differences, prefix="optimizer.params.")
+    if differences:
+        raise ConfigError(
+            "the configuration and TrainingArguments differ; take the value of TrainingArguments, "
+            'or "auto", or leave the key out:\n' + "\n".join(differences)
+        )
+    return filled
+
+
+def fill_schedule(
+    params: Mapping[str, Any], args: TrainingArguments, num_steps: int
+) -> dict[str, Any]:
+    """``scheduler.params`` with "auto" filled in, for a training of ``num_steps`` steps."""
+    known = {
+        "warmup_min_lr": 0.0,
+        "warmup_max_lr": args.learning_rate,
+        "warmup_num_steps": args.get_warmup_steps(num_steps),
+        "total_num_steps": num_steps,
+    }
+    return {k: known.get(k, v) if v == _AUTO else v for k, v in params.items()}
+
+
+def _decided(args: TrainingArguments) -> dict[str, Any]:
+    micro, steps = args.per_device_train_batch_size, args.gradient_accumulation_steps
+    return {
+        "train_micro_batch_size_per_gpu": micro,
+        "gradient_accumulation_steps": steps,
+        "train_batch_size": micro * steps * args.world_size,
+        "gradient_clipping": float(args.max_grad_norm or 0.0),
+        "bf16.enabled": bool(args.bf16),
+        "fp16.enabled": bool(args.fp16),
+    }
+
+
+def _optimizer(args: TrainingArguments) -> dict[str, Any]:
+    return {
+        "lr": args.learning_rate,
+        "betas": [args.adam_beta1, args.adam_beta2],
+        "eps": args.adam_epsilon,
+        "weight_decay": args.weight_decay,
+    }
+
+
+def _fill(
+    block: dict[str, Any], path: str, value: Any, differences: list[str], prefix: str = ""
+) -> None:
+    """Set ``path``, a key or block and key, to ``value``; or note that it is another already."""
+    *outer, key = path.split(".")
+    for name in outer:
+        block = block.setdefault(name, {})
+    found = block.get(key)
+    if found is None or found == _AUTO:
+        block[key] = value
+    elif _plain(found) != _plain(value):
+        differences.append(f"- {prefix}{path} = {found!r}, TrainingArguments: {value!r}")
+
+
+def _plain(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple) else value
+
+
+def _ranks_of_node(world_size: int) -> int:
+    """How many ranks share a node, where there are several nodes, as the launcher says; else 1."""
+    of_node = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
+    return of_node if of_node < world_size else 1

@@ -1,0 +1,261 @@
+"""transformers' Trainers on the engine: what of a Trainer has to be another.
+
+[Note: the seams]
+The model is trained as it is, without a wrapper: the engine works by hooks on it. So the Trainer's
+loop is its own. Other is, in the order in which the Trainer comes by: the Accelerator
+(`zero_engine.hf.accelerator`), the device placement (the engine's), the preparation of the model
+(`_wrap_model`, where the engine is built), the state dict that is saved, and the checkpoints.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import DataLoader
+from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments, Trainer
+
+import zero_core
+from zero_core import ConfigError, Engine
+from zero_core.config import SchedulerConfig
+from zero_core.evaluation import EvaluationEngine
+from zero_core.lr_schedules import make_scheduler
+from zero_engine.hf.accelerator import ZeroAccelerator, ZeroOptimizer, take_over
+from zero_engine.hf.arguments import check_arguments, fill_config, fill_schedule
+from zero_engine.hf.presets import read_zero
+
+__all__ = ["ZeroSeq2SeqTrainer", "ZeroTrainer"]
+
+_log = logging.getLogger(__name__)
+
+_SCHEDULE = "lr_scheduler"
+"""Where a checkpoint's client state keeps the Trainer's schedule."""
+
+
+class ZeroTrainer(Trainer):
+    """transformers' Trainer, whose model the engine trains.
+
+    It takes what Trainer takes, and ``zero``. TrainingArguments lead, and the optimizer is the
+    Trainer's, with its decay groups, unless the configuration names one. The engine is built where
+    the Trainer would wrap the model: at the first ``train``, ``evaluate`` or ``predict``. Every
+    rank runs the same script, under torchrun; the model may be made under
+    `zero_core.deferred_init`.
+
+    Attributes:
+        engine: None before it is built.
+    """
+
+    accelerator: ZeroAccelerator
+
+    def __init__(self, *args: Any, zero: str | Path | Mapping[str, Any], **kwargs: Any) -> None:
+        """Check ``zero``: a name of `zero_engine.hf.PRESETS`, a configuration or its JSON file.
+
+        Raises:
+            ConfigError: it is none of these, differs from TrainingArguments, or these ask for
+                another engine.
+        """
+        self.engine: Engine | None = None
+        self._given = read_zero(zero)
+        super().__init__(*args, **kwargs)
+        if "optimizer" in self._given and self.optimizer is not None:
+            raise ConfigError(
+                "optimizers=... and the configuration's optimizer: found both, leave out one"
+            )
+
+    # ---------------------------------------------------------------- building
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """As the Trainer's, of arguments that fit; its Accelerator becomes the engine's."""
+        check_arguments(self.args)
+        self._config = fill_config(self._given, self.args)
+        super().create_accelerator_and_postprocess()
+        if self.is_deepspeed_enabled or self.is_fsdp_enabled:
+            raise ConfigError(
+                "accelerate's environment asks for DeepSpeed or FSDP, and zero=... for this "
+                "engine: start with torchrun, or take Trainer instead of ZeroTrainer"
+            )
+        self.accelerator = take_over(self.accelerator)
+        if self.args.n_gpu > 1:
+            _log.warning("one process uses one of %d devices: use torchrun", self.args.n_gpu)
+            self.args._n_gpu = 1
+
+    def _build_accelerator_args(self, **kwargs: Any) -> dict[str, Any]:
+        """As the Trainer's; low precision is the engine's."""
+        return {**super()._build_accelerator_args(**kwargs), "mixed_precision": "no"}
+
+    def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
+        """Nothing: the engine places the model, sharded, where it computes."""
+
+    def create_optimizer(  # type: ignore[override]
+        self, model: nn.Module | None = None
+    ) -> torch.optim.Optimizer | None:
+        """As the Trainer's; None until the engine has made what the configuration names."""
+        if "optimizer" in self._given:
+            return self.optimizer
+        return super().create_optimizer(model)
+
+    def create_scheduler(
+        self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None
+    ) -> LRScheduler:
+        """As the Trainer's, unless the configuration names a schedule."""
+        if "scheduler" in self._given and self.lr_scheduler is None:
+            block = SchedulerConfig.model_validate(self._given["scheduler"])
+            params = fill_schedule(block.params, self.args, num_training_steps)
+            assert self.optimizer is not None
+            schedule = make_scheduler(self.optimizer, block.type, params)
+            self.lr_scheduler = schedule  # type: ignore[assignment]
+            self._created_lr_scheduler = True
+        return super().create_scheduler(num_training_steps, optimizer)
+
+    def _get_learning_rate(self) -> float:
+        """The rate of the first group, which a schedule of DeepSpeed's may not have set yet."""
+        assert self.optimizer is not None
+        return float(self.optimizer.param_groups[0]["lr"])
+
+    def _wrap_model(
+        self, model: nn.Module, training: bool = True, dataloader: DataLoader[Any] | None = None
+    ) -> nn.Module:
+        """The model itself, with the engine in it.
+
+        One that evaluates alone, without optimizer state, if there is nothing to train on.
+        """
+        engine = self.engine
+        if engine is None or engine.module is not self.model:
+            self._start_engine(is_training=training or self.train_dataset is not None)
+        elif training and isinstance(engine, EvaluationEngine):
+            raise RuntimeError(
+                "train() after evaluate() of a ZeroTrainer without train_dataset: its engine only "
+                "evaluates; give it train_dataset, or make another trainer and model"
+            )
+        elif training:
+            engine.optimizer.zero_grad()  # what a training that broke off has left
+        return model
+
+    def _start_engine(self, *, is_training: bool) -> None:
+        if self.engine is not None:
+            self.engine.close()
+        assert isinstance(self.model, nn.Module)
+        if is_training:
+            self.create_optimizer()
+            engine = zero_core.build(self.model, self._config, optimizer=self.optimizer)
+            self.optimizer = ZeroOptimizer(engine)
+        else:
+            engine = zero_core.build(self.model, self._config, is_training=False)
+        self._check_device(engine)
+        self.accelerator.adopt(engine)
+        self.engine = engine
+
+    def _check_device(self, engine: Engine) -> None:
+        if engine.device.type != self.args.device.type:
+            raise ConfigError(
+                f"TrainingArguments place the data on {self.args.device} and the engine computes "
+                f"on {engine.device}: hide the accelerator from this process, or use torchrun"
+            )
+
+    def _prepare_input(self, data: Any) -> Any:
+        """As the Trainer's; floating inputs get the dtype that the model is computed in."""
+        data = super()._prepare_input(data)
+        if isinstance(data, Tensor) and data.is_floating_point() and self.engine is not None:
+            return data.to(self.engine.config.compute_dtype or data.dtype)
+        return data
+
+    # ----------------------------------------------------------------- keeping
+
+    def _save(
+        self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None
+    ) -> None:
+        """As the Trainer's, which asks one rank alone; every rank must be here."""
+        if state_dict is None and self.engine is not None:
+            rank = None if self.args.save_on_each_node else 0
+            state_dict = self.engine.full_state_dict(rank=rank)
+        super()._save(output_dir, state_dict=state_dict)
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        """The engine's checkpoint, for any stage and world size, with the schedule in it."""
+        assert self.engine is not None
+        schedule = None if self.lr_scheduler is None else self.lr_scheduler.state_dict()
+        tag = f"global_step{self.state.global_step}"
+        self.engine.save_checkpoint(output_dir, tag, {_SCHEDULE: schedule})
+
+    def _load_from_checkpoint(
+        self, resume_from_checkpoint: str, model: nn.Module | None = None
+    ) -> None:
+        """As the Trainer's, but nothing where the engine's checkpoint holds the weights, too."""
+        if _has_state(resume_from_checkpoint):
+            return
+        _log.warning("%s holds weights alone: the optimizer starts anew", resume_from_checkpoint)
+        with self._writable():
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        """The engine's checkpoint, weights included, and the schedule."""
+        assert self.engine is not None
+        if checkpoint is None or not _has_state(checkpoint):
+            return
+        _, client_state = self.engine.load_checkpoint(checkpoint)
+        if self.lr_scheduler is not None and client_state.get(_SCHEDULE) is not None:
+            self.lr_scheduler.load_state_dict(client_state[_SCHEDULE])
+
+    def _load_best_model(self) -> None:
+        """From the engine's checkpoint, shard by shard; from the weights if they are alone."""
+        best = self.state.best_model_checkpoint
+        assert best is not None
+        assert self.engine is not None
+        if _has_state(best):
+            self.engine.load_checkpoint(best, without=("optimizer", "lr_scheduler", "progress"))
+            return
+        with self._writable():
+            super()._load_best_model()
+
+    def _writable(self) -> AbstractContextManager[object]:
+        """Within, the whole model may be written, alike on every rank."""
+        if self.engine is None or self.engine.module is not self.model:
+            return nullcontext()
+        return self.engine.gathered(modifier_rank=0)
+
+    # ----------------------------------------------------------------- telling
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """As the Trainer's, with the gradient's norm and fp16's loss scale."""
+        engine = self.engine
+        if engine is not None and "loss" in logs:
+            norm = engine.get_global_grad_norm()
+            if norm is not None:
+                logs.setdefault("grad_norm", norm)
+            if engine.config.fp16.enabled:
+                logs["loss_scale"] = engine.loss_scale
+        super().log(logs, start_time)
+
+
+class ZeroSeq2SeqTrainer(ZeroTrainer, Seq2SeqTrainer):
+    """transformers' Seq2SeqTrainer, whose model the engine trains; as `ZeroTrainer`."""
+
+    args: Seq2SeqTrainingArguments
+
+    def prediction_step(  # type: ignore[override]
+        self,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        prediction_loss_only: bool,
+        ignore_keys: list[str] | None = None,
+        **gen_kwargs: Any,
+    ) -> tuple[float | None, Tensor | None, Tensor | None]:
+        """As the Trainer's; at stage 3 ranks generate in step, as they gather together."""
+        if self.args.predict_with_generate and not prediction_loss_only:
+            gen_kwargs = gen_kwargs or dict(getattr(self, "_gen_kwargs", {}))
+            is_sharded = self._config["zero_optimization"].get("stage") == 3
+            gen_kwargs.setdefault("synced_gpus", is_sharded and self.args.world_size > 1)
+        return super().prediction_step(
+            model, inputs, prediction_loss_only, ignore_keys=ignore_keys, **gen_kwargs
+        )
+
+
+def _has_state(checkpoint: str) -> bool:
+    """Whether the engine's own checkpoint is in the folder."""
+    return (Path(checkpoint) / "latest").is_file()
