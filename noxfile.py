@@ -6,6 +6,8 @@
     typecheck  mypy --strict
     examples   the programs in integration/examples, as they say; arguments name some of them
     bench      benchmarks: arguments go to ``python -m zero_engine.bench``
+    compat     the same script with DeepSpeed itself and with ``zero-engine run``; see
+               ``integration/compat/compare.py``, which arguments go to
     wheels     cpu-adam's wheel and sdist, tested where there is no compiler
     kernels    cpu-adam's kernels without Python: here, sanitized, and on an emulated Arm processor
     sanitize   cpu-adam's tests under AddressSanitizer and UBSan; arguments go to pytest
@@ -117,6 +119,15 @@ def bench(session: nox.Session) -> None:
     """Run a benchmark, e.g. ``nox -s bench -- engine``; DeepSpeed is installed to compare with."""
     install_everything(session, extras="[bench]")
     session.run("python", "-m", "zero_engine.bench", *session.posargs)
+
+
+@nox.session
+def compat(session: nox.Session) -> None:
+    """Compare losses, step time and memory with DeepSpeed's own, which is installed here."""
+    install_everything(session, "pytest>=8.3", extras="[bench,test]")
+    # That each of its modules is served or refused can be told only where it is installed.
+    session.run("python", "-m", "pytest", "-q", "integration/tests/test_import_hook.py")
+    session.run("python", "integration/compat/compare.py", *session.posargs)
 
 
 @nox.session

@@ -121,6 +121,7 @@ def main():
     if rank == 0:
         (args.folder / "result.json").write_text(json.dumps(seen))
     engine.destroy()
+    torch.distributed.destroy_process_group()
 
 
 main()
