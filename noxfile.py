@@ -4,7 +4,10 @@
     tests      every package alone, then all together; arguments name parts to limit it to
     lint       ruff and clang-format
     typecheck  mypy --strict
+    examples   the programs in integration/examples, as they say; arguments name some of them
     bench      benchmarks: arguments go to ``python -m zero_engine.bench``
+    compat     the same script with DeepSpeed itself and with ``zero-engine run``; see
+               ``integration/compat/compare.py``, which arguments go to
     wheels     cpu-adam's wheel and sdist, tested where there is no compiler
     kernels    cpu-adam's kernels without Python: here, sanitized, and on an emulated Arm processor
     sanitize   cpu-adam's tests under AddressSanitizer and UBSan; arguments go to pytest
@@ -15,7 +18,9 @@ Environments are kept; ``-R`` also skips installing into them, for a quick secon
 
 from __future__ import annotations
 
+import ast
 import os
+import shlex
 import shutil
 import sys
 from pathlib import Path
@@ -92,8 +97,21 @@ def lint(session: nox.Session) -> None:
 @nox.session
 def typecheck(session: nox.Session) -> None:
     """Check all packages, and that they fit together, with mypy --strict."""
-    install_everything(session, *TYPE_TOOLS, *TEST_TOOLS)
+    install_everything(session, *TYPE_TOOLS, *TEST_TOOLS, extras="[test]")
     run_typecheck(session)
+
+
+@nox.session
+def examples(session: nox.Session) -> None:
+    """Run the examples, each by the command that stands in it; each asserts that its loss fell."""
+    install_everything(session, "accelerate>=1.13", extras="[lightning,ray]")
+    environment = {"OMP_NUM_THREADS": "1"}  # two ranks, and CI has few cores
+    for path in sorted(Path("integration", "examples").glob("*.py")):
+        if session.posargs and path.stem not in session.posargs:
+            continue
+        description = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
+        command = description.split("\n\n")[1]
+        session.run(*shlex.split(command), env=environment)
 
 
 @nox.session
@@ -101,6 +119,15 @@ def bench(session: nox.Session) -> None:
     """Run a benchmark, e.g. ``nox -s bench -- engine``; DeepSpeed is installed to compare with."""
     install_everything(session, extras="[bench]")
     session.run("python", "-m", "zero_engine.bench", *session.posargs)
+
+
+@nox.session
+def compat(session: nox.Session) -> None:
+    """Compare losses, step time and memory with DeepSpeed's own, which is installed here."""
+    install_everything(session, "pytest>=8.3", extras="[bench,test]")
+    # That each of its modules is served or refused can be told only where it is installed.
+    session.run("python", "-m", "pytest", "-q", "integration/tests/test_import_hook.py")
+    session.run("python", "integration/compat/compare.py", *session.posargs)
 
 
 @nox.session

@@ -12,15 +12,15 @@ __all__ = ["save_models"]
 VOCABULARY, LENGTH = 64, 16
 
 
-def save_models(root: Path) -> None:
+def save_models(root: Path, *, layers: int = 2, width: int = 32) -> None:
     """Write ``root/gpt2`` and ``root/t5``, from seed 0 and without dropout."""
     torch.manual_seed(0)
     GPT2LMHeadModel(
         GPT2Config(
             vocab_size=VOCABULARY,
             n_positions=2 * LENGTH,
-            n_embd=32,
-            n_layer=2,
+            n_embd=width,
+            n_layer=layers,
             n_head=2,
             bos_token_id=0,
             eos_token_id=0,
@@ -33,10 +33,10 @@ def save_models(root: Path) -> None:
     T5ForConditionalGeneration(
         T5Config(
             vocab_size=VOCABULARY,
-            d_model=32,
+            d_model=width,
             d_kv=16,
-            d_ff=64,
-            num_layers=2,
+            d_ff=2 * width,
+            num_layers=layers,
             num_heads=2,
             decoder_start_token_id=0,
             eos_token_id=1,

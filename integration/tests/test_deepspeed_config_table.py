@@ -13,12 +13,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+import torch
 from pydantic import BaseModel
 
 from zero_core.config import Config, load_config
-from zero_core.config_blocks import ActivationCheckpointingConfig
 from zero_core.config_rules import UNNEEDED as UNNEEDED_BY_CORE
 from zero_core.errors import ConfigError
+from zero_core.lr_schedules import SCHEDULERS, make_scheduler
+from zero_core.optimizer import make_optimizer
 from zero_engine.deepspeed.announcing import describe
 from zero_engine.deepspeed.config import Settings, read
 from zero_engine.deepspeed.config_keys import HONOURED, REFUSED, UNNEEDED
@@ -41,7 +43,21 @@ def _rows() -> list[Row]:
     return [Row(*found) for found in re.findall(pattern, TABLE.read_text(), re.MULTILINE)]
 
 
+class Type(NamedTuple):
+    name: str
+    here: str
+
+
+def _types(block: str) -> list[Type]:
+    """The rows of the table of an optimizer's or a scheduler's types."""
+    _, _, table = TABLE.read_text().partition(f"| `{block}.type` | here |")
+    pattern = r"^\| `(\w+)` \| (honoured|refused) \| .* \|$"
+    table = table.partition("\n\n")[0]
+    return [Type(*found) for found in re.findall(pattern, table, re.MULTILINE)]
+
+
 ROWS = _rows()
+TYPES = {block: _types(block) for block in ("optimizer", "scheduler")}
 
 # What a row is tried with, where no value other than the default can be guessed.
 EXAMPLES: dict[str, Any] = {
@@ -73,7 +89,9 @@ EXAMPLES: dict[str, Any] = {
     "zero_optimization.cpu_offload": True,
     "zero_optimization.cpu_offload_param": True,
     "zero_optimization.cpu_offload_use_pin_memory": False,
-    "zero_optimization.leaf_module": {"classes": ["Experts"]},
+    "zero_optimization.leaf_module.classes": ["Experts"],
+    "zero_optimization.leaf_module.names": ["blocks.0"],
+    "zero_optimization.leaf_module.name_suffixes": ["experts"],
     "zero_optimization.mics_shard_size": 4,
     "zero_optimization.mics_hierarchical_params_gather": True,
     "zero_optimization.zeropp_loco_param": {"err_beta": 0.5},
@@ -220,6 +238,44 @@ def test_a_refused_key_raises_and_its_default_passes(row):
     _resolved(_with(beside, row.key, default))
 
 
+def _optimizer(name: str) -> torch.optim.Optimizer:
+    core = read({**BARE, "optimizer": {"type": name}}).core
+    config = load_config(core, world_size=1).optimizer
+    assert config is not None
+    return make_optimizer(config, list(torch.nn.Linear(2, 2).parameters()))
+
+
+@pytest.mark.parametrize("row", [pytest.param(row, id=row.name) for row in TYPES["optimizer"]])
+def test_an_optimizer_of_the_table_is_made_or_refused_by_name(row):
+    if row.here == "honoured":
+        expected = "AdamW" if row.name == "Adam" else row.name
+        assert type(_optimizer(row.name)).__name__ == expected
+    else:
+        with pytest.raises(ConfigError, match=f"optimizer.type = '{row.name}'"):
+            _optimizer(row.name)
+
+
+NEEDED = {
+    "WarmupDecayLR": {"total_num_steps": 9},
+    "WarmupCosineLR": {"total_num_steps": 9},
+    "OneCycle": {"cycle_min_lr": 0.1, "cycle_max_lr": 0.2},
+    "OneCycleLR": {"max_lr": 0.1, "total_steps": 9},
+    "CosineAnnealingLR": {"T_max": 9},
+    "StepLR": {"step_size": 3},
+}
+
+
+@pytest.mark.parametrize("row", [pytest.param(row, id=row.name) for row in TYPES["scheduler"]])
+def test_a_schedule_of_the_table_is_made_or_refused_by_name(row):
+    optimizer = _optimizer("AdamW")
+    if row.here == "honoured":
+        made = make_scheduler(optimizer, row.name, NEEDED.get(row.name, {}))
+        assert type(made).__name__ == row.name
+    else:
+        with pytest.raises(ConfigError, match=f"scheduler.type = '{row.name}'"):
+            make_scheduler(optimizer, row.name, {})
+
+
 def _fields(model: type[BaseModel], path: str = "") -> set[str]:
     found = set()
     for name, field in model.model_fields.items():
@@ -234,11 +290,10 @@ def _fields(model: type[BaseModel], path: str = "") -> set[str]:
 
 def test_every_key_that_is_read_has_one_row():
     keys = [row.key for row in ROWS]
+    assert all(TYPES.values())
     assert len(keys) == len(set(keys))
-    assert (
-        ActivationCheckpointingConfig
-        in Config.model_fields["activation_checkpointing"].annotation.__args__
-    )  # type: ignore[union-attr]
+    named = {row.name for row in TYPES["scheduler"]}
+    assert set(SCHEDULERS) <= named
     known = {*_fields(Config), *UNNEEDED, *UNNEEDED_BY_CORE, *REFUSED}
     known |= {key for key in HONOURED if not any(k.startswith(f"{key}.") for k in keys)}
     assert known <= set(keys), known - set(keys)
@@ -271,8 +326,11 @@ def test_every_key_of_the_installed_deepspeed_has_a_row_and_its_default():
     asked = set(found["asked"]) | set(found["models"])
     assert asked <= rows.keys() | blocks, asked - rows.keys() - blocks
     for key, default in found["models"].items():
-        if rows[key].default != "-":
+        if key in rows and rows[key].default != "-":
             assert json.loads(rows[key].default.strip("`")) == default, key
+    names = {row.name.lower() for row in TYPES["optimizer"]}
+    assert set(found["optimizers"]) <= names
+    assert set(found["schedules"]) <= {row.name for row in TYPES["scheduler"]}
     ours = {key for key, row in rows.items() if row.default != "-"}
     of_models = {key for key in ours if key.rpartition(".")[0] in {"fp16", "wandb", "comet"}}
     assert of_models <= set(found["models"]), "a row's key is gone from DeepSpeed"

@@ -169,6 +169,7 @@ def test_step_may_have_fewer_micro_steps_when_the_boundary_is_declared() -> None
 # ------------------------------------------------------------ optimizer and scheduler
 
 
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")  # the loader's workers
 def test_returns_engine_optimizer_loader_and_scheduler() -> None:
     data = TensorDataset(torch.arange(12.0).view(4, 3))
     config = _config(scheduler={"type": "WarmupLR", "params": {"warmup_num_steps": 4}})

@@ -1,4 +1,4 @@
-"""One stand-alone script under DeepSpeed itself, where it is there, and under ``zero-engine run``."""
+"""One stand-alone script under ``zero-engine run``, and under DeepSpeed where it is installed."""
 
 from __future__ import annotations
 

@@ -9,8 +9,10 @@ import deepspeed.monitor.config as monitor
 from deepspeed.comm.config import CommsLoggerConfig
 from deepspeed.compile.config import CompileConfig
 from deepspeed.runtime import precision_config
-from deepspeed.runtime.config import DeepSpeedConfig
+from deepspeed.runtime.config import DEEPSPEED_OPTIMIZERS, DeepSpeedConfig
+from deepspeed.runtime.lr_schedules import VALID_LR_SCHEDULES
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+from deepspeed.runtime.zero.leaf_module_config import DeepSpeedZeroLeafModuleConfig
 from deepspeed.runtime.zero.offload_config import (
     DeepSpeedZeroOffloadOptimizerConfig,
     DeepSpeedZeroOffloadParamConfig,
@@ -21,6 +23,7 @@ MODELS = {
     "zero_optimization": DeepSpeedZeroConfig,
     "zero_optimization.offload_optimizer": DeepSpeedZeroOffloadOptimizerConfig,
     "zero_optimization.offload_param": DeepSpeedZeroOffloadParamConfig,
+    "zero_optimization.leaf_module": DeepSpeedZeroLeafModuleConfig,
     "fp16": precision_config.DeepSpeedFP16Config,
     "bf16": precision_config.DeepSpeedBF16Config,
     "tensorboard": monitor.TensorBoardConfig,
@@ -81,7 +84,12 @@ def of_models() -> dict[str, Any]:
 
 def main() -> None:
     DeepSpeedConfig(Recorder(train_batch_size=1, **{name: block(name) for name in BLOCKS}))
-    result = {"models": of_models(), "asked": sorted(Recorder.asked)}
+    result = {
+        "models": of_models(),
+        "asked": sorted(Recorder.asked),
+        "optimizers": DEEPSPEED_OPTIMIZERS,
+        "schedules": VALID_LR_SCHEDULES,
+    }
     print("KEYS", json.dumps(result, default=str))
 
 

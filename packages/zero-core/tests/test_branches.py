@@ -78,7 +78,9 @@ def _reference(rank: int, world_size: int, has_skipped: bool) -> dict[str, Tenso
     return {name: p.detach() for name, p in model.named_parameters()}
 
 
-def _follow(rank: int, world_size: int, is_recomputed: bool, has_skipped: bool) -> None:
+def _follow(
+    rank: int, world_size: int, is_recomputed: bool, has_skipped: bool, is_zeroed_late: bool = False
+) -> None:
     expected = _reference(rank, world_size, has_skipped)
     group = dist.new_group(timeout=datetime.timedelta(seconds=60))
     for stage in range(4):
@@ -93,7 +95,10 @@ def _follow(rank: int, world_size: int, is_recomputed: bool, has_skipped: bool) 
         for step in range(len(LEFT_OUT)):
             inputs = _inputs(step, rank, world_size, has_skipped)
             engine(*inputs)  # a loss that nobody wants, with gradients on
-            engine.backward(engine(*inputs))
+            loss = engine(*inputs)
+            if is_zeroed_late:
+                engine.optimizer.zero_grad()
+            engine.backward(loss)
             engine.step()
         for name, value in engine.full_state_dict().items():
             # With three ranks, DDP adds up in another order.
@@ -113,6 +118,13 @@ def test_ranks_that_leave_out_parts_of_blocks_follow_ddp(
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_ranks_that_skip_blocks_follow_ddp(world_size: int) -> None:
     spawn(_follow, world_size, False, True)
+
+
+@pytest.mark.parametrize("is_recomputed", [False, True], ids=["saved", "recomputed"])
+def test_ranks_follow_ddp_when_gradients_are_zeroed_between_forward_and_backward(
+    is_recomputed: bool,
+) -> None:
+    spawn(_follow, 2, is_recomputed, False, True)
 
 
 def _hold_back(rank: int, world_size: int) -> None:

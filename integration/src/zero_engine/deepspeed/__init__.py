@@ -21,7 +21,7 @@ from zero_engine.deepspeed.arguments import add_config_arguments
 from zero_engine.deepspeed.construction import initialize
 from zero_engine.deepspeed.distributed import init_distributed
 from zero_engine.deepspeed.engine import DeepSpeedEngine
-from zero_engine.deepspeed.errors import NotServedError
+from zero_engine.deepspeed.errors import NotServedError, Unserved
 from zero_engine.deepspeed.optimizer import DeepSpeedOptimizer
 from zero_engine.deepspeed.runtime import zero
 from zero_engine.deepspeed.runtime.config import DeepSpeedConfigError
@@ -30,6 +30,7 @@ from zero_engine.deepspeed.utils import OnDevice, log_dist, logger
 from zero_engine.script.refusal import refused_name
 
 __all__ = [
+    "DeepSpeedConfig",
     "DeepSpeedConfigError",
     "DeepSpeedDataLoader",
     "DeepSpeedEngine",
@@ -86,3 +87,4 @@ set_autotp_mode = refused_name("set_autotp_mode")
 DeepSpeedHybridEngine = refused_name("DeepSpeedHybridEngine")
 DeepSpeedTransformerLayer = refused_name("DeepSpeedTransformerLayer")
 DeepSpeedTransformerConfig = refused_name("DeepSpeedTransformerConfig")
+DeepSpeedConfig = Unserved("DeepSpeedConfig", "read the JSON file, or ask the engine's methods")

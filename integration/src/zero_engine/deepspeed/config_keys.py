@@ -86,7 +86,6 @@ UNNEEDED: Mapping[str, str] = {
     "disable_allgather": "DeepSpeed does nothing with it either",
     "flops_profiler.recompute_fwd_factor": "backward is counted, not taken for twice the forward",
     "optimizer.legacy_fusion": "of optimizers that are no longer there",
-    "optimizer.params.fp32_optimizer_states": "master weights are fp32, and so are their states",
     "optimizer.params.set_grad_none": "gradients never stay on the parameters",
     "pipeline": _PIPELINE,
     "seq_parallel_communication_data_type": "there are no sequence-parallel ranks",
@@ -127,6 +126,11 @@ REFUSED: Mapping[str, Refusal] = {
     ),
     "msamp": Refusal((), "MS-AMP is not served: use bf16 or fp16"),
     "nebula": Refusal((), _GONE),
+    "optimizer.params.fp32_optimizer_states": Refusal(
+        (True,),
+        "states are fp32 as the master weights are; offload_optimizer.state_dtype takes 16 or 8 "
+        "bits for the host's moments of Adam",
+    ),
     "optimizer.params.max_grad_norm": Refusal((0,), "use gradient_clipping"),
     "progressive_layer_drop": Refusal((), _GONE),
     "quantize_training": Refusal((), _GONE),

@@ -8,17 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from zero_core import Engine
-from zero_engine.deepspeed import checkpointing_io
+from zero_engine.deepspeed.checkpointing_io import Checkpoints
 from zero_engine.deepspeed.config import Settings
 from zero_engine.deepspeed.errors import NotServedError
-from zero_engine.deepspeed.facts import Facts
 from zero_engine.deepspeed.observing import Watch
 from zero_engine.deepspeed.optimizer import DeepSpeedOptimizer
 from zero_engine.deepspeed.runtime.dataloader import DeepSpeedDataLoader
@@ -37,11 +35,14 @@ _UNSERVED = frozenset(
         "buffered_allreduce_fallback",
         "sparse_allreduce",
         "coalesce_grad_reduction",
+        "set_train_micro_batch_size",
+        "set_data_post_process_func",
+        "get_wall_clock_timers",
     }
 )
 
 
-class DeepSpeedEngine(Facts, nn.Module):
+class DeepSpeedEngine(Checkpoints, nn.Module):
     """A model under training, with DeepSpeed's interface; made by `initialize`.
 
     What it doesn't have itself is looked up in the model.
@@ -253,90 +254,6 @@ class DeepSpeedEngine(Facts, nn.Module):
             num_workers=num_local_io_workers,
             drop_last=self.dataloader_drop_last(),
         )
-
-    # ------------------------------------------------------------- checkpoints
-
-    def save_checkpoint(
-        self,
-        save_dir: str | Path,
-        tag: Any = None,
-        client_state: Mapping[str, Any] | None = None,
-        save_latest: bool = True,
-        exclude_frozen_parameters: bool = False,
-    ) -> bool:
-        """Write everything needed to go on, as ``save_dir/global_step{N}`` unless ``tag`` is given.
-
-        Every rank must call it. ``client_state`` must be JSON.
-        """
-        return checkpointing_io.save(
-            self,
-            save_dir,
-            tag,
-            client_state or {},
-            save_latest=save_latest,
-            exclude_frozen=exclude_frozen_parameters,
-        )
-
-    def load_checkpoint(
-        self,
-        load_dir: str | Path,
-        tag: Any = None,
-        load_module_strict: bool = True,
-        load_optimizer_states: bool = True,
-        load_lr_scheduler_states: bool = True,
-        load_module_only: bool = False,
-        custom_load_fn: Callable[..., Any] | None = None,
-    ) -> tuple[str | None, dict[str, Any] | None]:
-        """Restore a checkpoint; its folder and the client state, or (None, None) without one."""
-        if custom_load_fn is not None:
-            raise NotServedError("load_checkpoint(custom_load_fn=...)")
-        return checkpointing_io.load(
-            self,
-            load_dir,
-            tag,
-            is_strict=load_module_strict,
-            with_optimizer=load_optimizer_states and not load_module_only,
-            with_scheduler=load_lr_scheduler_states and not load_module_only,
-            with_progress=not load_module_only,
-        )
-
-    def save_16bit_model(
-        self,
-        save_dir: str | Path,
-        save_filename: str = "pytorch_model.bin",
-        exclude_frozen_parameters: bool = False,
-    ) -> bool:
-        """Write the whole model's state dict; see `zero_engine.deepspeed.checkpointing_io`."""
-        return checkpointing_io.save_16bit_model(
-            self, Path(save_dir), save_filename, exclude_frozen=exclude_frozen_parameters
-        )
-
-    save_fp16_model = save_16bit_model
-
-    def _zero3_consolidated_16bit_state_dict(
-        self, exclude_frozen_parameters: bool = False
-    ) -> dict[str, Tensor] | None:
-        """The whole state dict on the CPU on rank 0, None elsewhere; every rank must call it."""
-        return checkpointing_io.consolidated(self, exclude_frozen=exclude_frozen_parameters)
-
-    _consolidated_16bit_state_dict = _zero3_consolidated_16bit_state_dict
-
-    def module_state_dict(
-        self,
-        destination: Any = None,
-        prefix: str = "",
-        keep_vars: bool = False,
-        exclude_frozen_parameters: bool = False,
-    ) -> dict[str, Any]:
-        """The model's own ``state_dict``; at stage 3 gather it first."""
-        state: dict[str, Any] = self.module.state_dict(
-            destination=destination, prefix=prefix, keep_vars=keep_vars
-        )
-        if exclude_frozen_parameters:
-            for name, param in self.module.named_parameters():
-                if not param.requires_grad:
-                    state.pop(prefix + name, None)
-        return state
 
     # ------------------------------------------------------------------- facts
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from zero_core import Config, Engine
 from zero_engine.deepspeed.config import Settings
+from zero_engine.deepspeed.utils.groups import get_data_parallel_group
 
 __all__ = ["Facts"]
 
@@ -200,6 +203,16 @@ class Facts:
     def global_rank(self) -> int:
         """This rank."""
         return self.core.rank
+
+    @property
+    def local_rank(self) -> int:
+        """This rank's number on its node."""
+        return int(os.environ.get("LOCAL_RANK", "0"))
+
+    @property
+    def data_parallel_group(self) -> dist.ProcessGroup | None:
+        """All ranks."""
+        return get_data_parallel_group()
 
     @property
     def world_size(self) -> int:

@@ -46,6 +46,8 @@ class _Trail:
         self.forward = weakref.ref(forward)
         self.units: list[int] = []
         """What is still to be followed."""
+        self.is_pending = True
+        """No backward has begun since the forward did."""
 
     def last_before(self, unit: int) -> int | None:
         """The place at which ``unit`` is reached next."""
@@ -89,6 +91,8 @@ class Arrivals:
 
     def begin(self) -> None:
         """A backward begins."""
+        for trail in self._trails:
+            trail.is_pending = False
         self._followed = None
         self._entered.clear()
         self._num_missing = {u.index: u.num_trainable for u in self._order}
@@ -147,10 +151,10 @@ class Arrivals:
         yield from rest
 
     def forget(self) -> None:
-        """A step ends, or what was computed is given up."""
+        """A step ends, or gradients are given up; forwards that wait for their backward stay."""
         self._next = 0
         self._recomputed = None
-        self._trails.clear()
+        self._trails = [trail for trail in self._trails if trail.is_pending]
 
     def _trail_of(self, unit: Unit, forward: Forward | None) -> _Trail | None:
         for trail in reversed(self._trails):

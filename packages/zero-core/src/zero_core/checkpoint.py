@@ -38,7 +38,7 @@ from zero_core.checkpoint_files import (
 from zero_core.errors import CheckpointCorruptError, CheckpointError
 from zero_core.state import MASTER, ShardedState, load_buffers
 
-__all__ = ["PARTS", "load", "save"]
+__all__ = ["PARTS", "load", "read_client_state", "save"]
 
 PARTS = ("frozen", "optimizer", "lr_scheduler", "progress")
 """What a checkpoint can be loaded without; "frozen" are the values of frozen parameters,
@@ -134,6 +134,16 @@ def load(
     finally:
         reader.close()
     return place, _decode(manifest["progress"]), _decode(manifest["client_state"])
+
+
+def read_client_state(directory: Path, tag: str | None = None) -> dict[str, Any]:
+    """The client state of checkpoint ``tag``, or of the newest; by one process alone.
+
+    Raises:
+        CheckpointError: there is no such checkpoint.
+        CheckpointCorruptError: it cannot be read.
+    """
+    return dict(_decode(read_manifest(find(directory, tag))["client_state"]))
 
 
 def _all_state_names(state: ShardedState) -> list[str]:

@@ -18,6 +18,7 @@ from zero_core.adam import Adam
 from zero_core.config import Config, OptimizerConfig
 from zero_core.errors import ConfigError
 from zero_core.lion import Lion
+from zero_core.muon import Muon, split_groups
 
 __all__ = ["EngineOptimizer", "check_elementwise", "has_kernel_rule", "make_optimizer"]
 
@@ -61,6 +62,8 @@ def check_elementwise(optimizer_class: type[torch.optim.Optimizer]) -> None:
         ConfigError: it is neither.
     """
     known = (*_BY_NAME.values(), torch.optim.ASGD, torch.optim.Rprop)
+    if issubclass(optimizer_class, Muon):
+        return  # zero_core.matrices gives it whole ones
     if optimizer_class not in known and not getattr(optimizer_class, "is_elementwise", False):
         raise ConfigError(
             f"optimizer {optimizer_class.__name__}: its update may depend on whole tensors, and "
@@ -99,6 +102,8 @@ def make_optimizer(
         ConfigError: an unknown type, or parameters that the optimizer does not take.
     """
     kind = config.type.lower()
+    if kind == "muon":
+        return _make_muon(config.params, params)
     options = dict(config.params)
     options.pop("set_grad_none", None)  # gradients never stay on the parameters
     if not options.pop("fp32_optimizer_states", True):
@@ -106,6 +111,11 @@ def make_optimizer(
             "optimizer.params.fp32_optimizer_states = false is not served: states are fp32 as the "
             "master weights are; with offload_optimizer, state_dtype = 'bfloat16' or 'int8' makes "
             "those of Adam smaller"
+        )
+    if kind == "lamb":
+        raise ConfigError(
+            "optimizer.type = 'Lamb' is not served: its step depends on the norm of whole "
+            "parameters, and the engine updates slices; use AdamW, Lion or Muon"
         )
     optimizer_class = _BY_NAME.get(kind)
     if kind in ("adam", "adamw"):
@@ -140,6 +150,32 @@ def make_optimizer(
         for group in optimizer.param_groups:
             group["fused"] = True
     return optimizer
+
+
+def _make_muon(options: Mapping[str, Any], params: Sequence[Any]) -> torch.optim.Optimizer:
+    options = dict(options)
+    for key, served, reason in (
+        ("ns_method", "standard", "the iteration is torch.optim.Muon's"),
+        ("per_head_muon", False, "a matrix is made orthogonal as a whole"),
+        ("adam_w_mode", True, "weight decay is decoupled"),
+    ):
+        found = options.pop(key, served)
+        if found != served:
+            raise ConfigError(
+                f"optimizer.params.{key} = {found!r} is not served, only {served!r}: {reason}"
+            )
+    known = ("lr", "muon_lr", "adam_lr", "weight_decay", "momentum", "nesterov", "adjust_lr_fn")
+    unknown = sorted(set(options) - {*known, "betas", "eps"})
+    if unknown:
+        raise ConfigError(
+            f"optimizer.params.{unknown[0]}: unknown key; Muon takes {[*known, 'betas', 'eps']}"
+        )
+    if isinstance(options.get("betas"), list):
+        options["betas"] = tuple(options["betas"])
+    try:
+        return Muon(split_groups(params, options))
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"optimizer.params: {error}") from error
 
 
 class EngineOptimizer(torch.optim.Optimizer):

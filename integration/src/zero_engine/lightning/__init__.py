@@ -1,0 +1,25 @@
+"""ZeRO in Lightning: ``Trainer(strategy="zero_stage_3_offload")``, once this is imported.
+
+    import lightning as L
+    import zero_engine.lightning
+
+    L.Trainer(strategy="zero_stage_2", precision="bf16-mixed", devices=8).fit(module, loader)
+
+`ZeroStrategy` takes any configuration of the engine. Processes, samplers, loggers, accumulation and
+schedules are Lightning's own.
+"""
+
+try:
+    import lightning.pytorch as _lightning
+except ImportError as error:
+    raise ImportError(
+        "zero_engine.lightning needs the package lightning, which cannot be imported: "
+        "pip install 'zero-engine[lightning]'"
+    ) from error
+
+from zero_engine.lightning.precision import ZeroPrecision
+from zero_engine.lightning.strategy import ZeroStrategy
+
+__all__ = ["ZeroPrecision", "ZeroStrategy"]
+
+ZeroStrategy.register_strategies(_lightning.strategies.StrategyRegistry)

@@ -1,0 +1,376 @@
+"""A Lightning strategy on `zero_core.build`.
+
+Lightning's DDPStrategy starts the processes, joins them, reduces metrics and gives samplers their
+ranks; here stands what ZeRO does otherwise: the module becomes the engine's, a step is the engine's
+(`zero_engine.lightning.precision`), a checkpoint is a folder of shards.
+
+A **step of the Trainer** is one of the engine: Lightning counts the batches to accumulate, divides
+the loss, and asks for a step at the end, also of an epoch that ends midway.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.fabric.strategies.registry import _StrategyRegistry
+from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.core.optimizer import _MockOptimizer
+from lightning.pytorch.plugins.precision import HalfPrecision, MixedPrecision, Precision
+from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities import GradClipAlgorithmType, rank_zero_warn
+
+import zero_core
+from zero_core import CheckpointError, ConfigError, Engine
+from zero_engine.lightning import saved
+from zero_engine.lightning.precision import ZeroPrecision
+
+__all__ = ["ZeroStrategy"]
+
+_OF_TRAINER = {
+    "train_batch_size": "the batch size of the DataLoader",
+    "gradient_accumulation_steps": "Trainer(accumulate_grad_batches=...)",
+    "gradient_clipping": "Trainer(gradient_clip_val=...)",
+    "scheduler": "LightningModule.configure_optimizers()",
+    "fp16.enabled": "Trainer(precision='16-mixed')",
+    "bf16.enabled": "Trainer(precision='bf16-mixed')",
+}
+"""What Lightning decides: a second value in the configuration could only disagree."""
+
+
+class ZeroStrategy(DDPStrategy):
+    """ZeRO stages 0 to 3, offload and quantized communication under `lightning.pytorch.Trainer`."""
+
+    strategy_name = "zero"
+
+    def __init__(self, config: Mapping[str, Any] | str | Path, **process_options: Any) -> None:
+        """Keep the configuration; the engine is built when the Trainer starts.
+
+        Args:
+            config: the engine's configuration, or the path of its JSON file; without what the
+                Trainer decides ("auto" may stand there). An optimizer named in it is used where
+                ``configure_optimizers`` returns None.
+            process_options: DDPStrategy's ``accelerator``, ``parallel_devices``,
+                ``cluster_environment``, ``checkpoint_io``, ``precision_plugin``,
+                ``process_group_backend``, ``timeout`` and ``start_method``.
+
+        Raises:
+            ConfigError: a key that the Trainer decides, or an option that DDPStrategy would hand
+                to DistributedDataParallel.
+        """
+        super().__init__(**process_options)
+        if self._ddp_kwargs or self._ddp_comm_hook is not None or self._model_averaging_period:
+            raise ConfigError(
+                f"ZeroStrategy has no DistributedDataParallel to pass {sorted(process_options)} to"
+            )
+        self._config = _without_trainers(_read(config))
+        self._engine: Engine | None = None
+
+    @property
+    def engine(self) -> Engine:
+        """The engine: gathered values, states by name, memory and traffic.
+
+        Raises:
+            RuntimeError: the Trainer has not set the strategy up yet.
+        """
+        if self._engine is None:
+            raise RuntimeError(
+                "there is no engine yet: it is built by Trainer.fit(), after configure_optimizers()"
+            )
+        return self._engine
+
+    @property
+    def precision_plugin(self) -> Precision:
+        """What the Trainer's ``precision`` became."""
+        return super().precision_plugin
+
+    @precision_plugin.setter
+    def precision_plugin(self, plugin: Precision | None) -> None:
+        self._precision_plugin = None if plugin is None else _as_engines(plugin)
+
+    # ------------------------------------------------------------------ setup
+
+    @contextmanager
+    def tensor_init_context(self, empty_init: bool | None = None) -> Generator[None, None, None]:
+        """Modules are made in host memory: the engine brings its share of them to the device."""
+        if empty_init:
+            raise ConfigError("empty_init: the ZeRO strategies need the values of a new module")
+        yield
+
+    @contextmanager
+    def model_sharded_context(self) -> Generator[None, None, None]:
+        """What ``configure_model`` makes takes no memory until the engine has its share of it."""
+        with zero_core.deferred_init():
+            yield
+
+    def setup(self, trainer: pl.Trainer) -> None:
+        """Build the engine; to evaluate, take the one of an earlier ``fit`` of this module."""
+        assert self.accelerator is not None
+        assert self.lightning_module is not None
+        self.accelerator.setup(trainer)
+        self._engine = _engine_of(self.lightning_module)
+        if trainer.state.fn == TrainerFn.FITTING:
+            _check_trainer(trainer)
+            if self._engine is not None:
+                _give_back(self._engine)
+            if self._layer_sync is not None:
+                self.model = self._layer_sync.apply(self.lightning_module)
+            self.setup_optimizers(trainer)
+        elif self._engine is None:
+            self._engine = zero_core.build(
+                self.lightning_module, self._resolved(), is_training=False
+            )
+        self._precision.attach(self.engine)
+
+    def setup_optimizers(self, trainer: pl.Trainer) -> None:
+        """Make the module's optimizer, and the engine that drives it."""
+        super().setup_optimizers(trainer)
+        (given,) = self.optimizers  # Lightning refuses several, but for manual optimization
+        is_named = "optimizer" in self._config
+        if isinstance(given, _MockOptimizer) != is_named:
+            found = "both do" if is_named else "neither does"
+            raise ConfigError(
+                "either configure_optimizers() returns an optimizer, or the configuration of the "
+                f"strategy names one: {found}"
+            )
+        assert self.lightning_module is not None
+        self._engine = zero_core.build(
+            self.lightning_module, self._resolved(), optimizer=None if is_named else given
+        )
+        self.optimizers = [self._engine.optimizer]
+
+    @property
+    def _precision(self) -> ZeroPrecision:
+        plugin = self.precision_plugin
+        assert isinstance(plugin, ZeroPrecision), "the Trainer sets one"
+        return plugin
+
+    def _resolved(self) -> dict[str, Any]:
+        """The configuration with what the Trainer has decided."""
+        config = dict(self._config)
+        config.setdefault("train_micro_batch_size_per_gpu", 1)  # the loader knows; it's only told
+        block = self._precision.block
+        if block is not None:
+            config[block] = {**config.get(block, {}), "enabled": True}
+        return config
+
+    def model_to_device(self) -> None:
+        """The engine has brought it there."""
+
+    def on_train_end(self) -> None:
+        """Where each rank has room for the whole module, have it hold the trained values."""
+        self.engine.publish()
+
+    def teardown(self) -> None:
+        """End Lightning's part; the engine stays on the module, for a test after ``fit``."""
+        assert self.cluster_environment is not None
+        assert self.accelerator is not None
+        self.cluster_environment.teardown()
+        self.precision_plugin.teardown()
+        self.accelerator.teardown()
+        self.checkpoint_io.teardown()
+
+    # ------------------------------------------------------------------ steps
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's ``training_step`` as the engine's forward."""
+        return self._forward("training_step", *args, **kwargs)
+
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's ``validation_step`` as the engine's forward."""
+        return self._forward("validation_step", *args, **kwargs)
+
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's ``test_step`` as the engine's forward."""
+        return self._forward("test_step", *args, **kwargs)
+
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's ``predict_step`` as the engine's forward."""
+        return self._forward("predict_step", *args, **kwargs)
+
+    @contextmanager
+    def block_backward_sync(self) -> Generator[None, None, None]:
+        """Batches that are only accumulated are not reduced where gradients are whole anyway."""
+        if self.engine.config.zero_optimization.stage > 1:
+            yield  # each is, into the shards: within no_sync, gradients would be whole
+            return
+        with self.engine.no_sync():
+            yield
+
+    def _forward(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        module: Any = self.lightning_module
+        wrapper: Any = self.engine  # called, as a wrapping module would be
+        return self._forward_redirection(wrapper, module, method, *args, **kwargs)
+
+    # ------------------------------------------------------------ checkpoints
+
+    @property
+    def restore_checkpoint_after_setup(self) -> bool:
+        """Shards are read into the engine, which has to be there."""
+        return True
+
+    @property
+    def lightning_restore_optimizer(self) -> bool:
+        """The optimizer's state is in the engine's checkpoint."""
+        return False
+
+    def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
+        """Nothing: the engine saves it, in shards."""
+        return {}
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """Nothing: the engine saves it, in shards; see `save_checkpoint`."""
+        return {}
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None
+    ) -> None:
+        """Write a folder of shards; or, of weights only, one file that any strategy reads.
+
+        Every rank must call it. The file (``Trainer.save_checkpoint(path, weights_only=True)``,
+        ``ModelCheckpoint(save_weights_only=True)``) is Lightning's own, for
+        ``LightningModule.load_from_checkpoint``; rank 0 holds the whole model for it.
+
+        Raises:
+            CheckpointError: something that Lightning wants kept is neither JSON nor small tensor.
+            TypeError: ``storage_options`` for a folder of shards.
+        """
+        if "optimizer_states" not in checkpoint:
+            checkpoint["state_dict"] = self.engine.full_state_dict(rank=0)
+            super().save_checkpoint(checkpoint, filepath, storage_options=storage_options)
+            return
+        if storage_options is not None:
+            raise TypeError("storage_options: a folder of shards is written by the engine, locally")
+        if self._is_accumulating():
+            rank_zero_warn(
+                "saving in the middle of accumulate_grad_batches: what was accumulated so far is "
+                "not kept, as with Lightning's other strategies"
+            )
+        kept = {k: v for k, v in checkpoint.items() if k not in ("state_dict", "optimizer_states")}
+        saved.write(self.engine, Path(self.broadcast(str(filepath))), kept)
+
+    def load_checkpoint(
+        self, checkpoint_path: Any, weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        """Read a folder that this strategy wrote, on any number of ranks; or a file of weights.
+
+        Raises:
+            CheckpointError: to go on with training from another strategy's file, whose optimizer
+                state is not sharded; or the folder is not a checkpoint.
+        """
+        path = Path(checkpoint_path)
+        if path.is_dir():
+            return {**saved.read(self.engine, path), "state_dict": {}}
+        loaded = super().load_checkpoint(checkpoint_path, weights_only=weights_only)
+        assert self.lightning_module is not None
+        is_fitting = self.lightning_module.trainer.state.fn == TrainerFn.FITTING
+        if is_fitting and "optimizer_states" in loaded:
+            raise CheckpointError(
+                f"{path} holds the optimizer state of another strategy, which cannot be resumed "
+                "here: start from its weights with LightningModule.load_from_checkpoint()"
+            )
+        return loaded
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Take the weights of a file; those of a folder have been read."""
+        values = checkpoint["state_dict"]
+        if values:
+            with self.engine.gathered(modifier_rank=0) as module:
+                module.load_state_dict(values, strict=strict)
+
+    def _is_accumulating(self) -> bool:
+        assert self.lightning_module is not None
+        trainer = self.lightning_module.trainer
+        return trainer.training and trainer.fit_loop._should_accumulate()
+
+    # ------------------------------------------------------------------ names
+
+    @classmethod
+    def register_strategies(cls, strategy_registry: _StrategyRegistry) -> None:
+        """``zero_stage_1``, ``_2``, ``_3``, and each with ``_offload``."""
+        for stage in (1, 2, 3):
+            for has_offload in (False, True):
+                name = f"zero_stage_{stage}" + ("_offload" if has_offload else "")
+                text = f"ZeRO stage {stage}" + (" with offload to host memory" * has_offload)
+                config = {"zero_optimization": _zero_block(stage, has_offload=has_offload)}
+                strategy_registry.register(name, cls, description=text, config=config)
+
+
+def _engine_of(module: pl.LightningModule) -> Engine | None:
+    param = next(module.parameters(), None)
+    return None if param is None else zero_core.engine_of(param)
+
+
+def _give_back(engine: Engine) -> None:
+    """Give the module of an earlier ``fit`` its values; it takes the memory of all of them."""
+    values = engine.full_state_dict(dtype=torch.float32)
+    engine.close()
+    for name, param in engine.module.named_parameters():
+        param.data = values[name]
+
+
+def _zero_block(stage: int, *, has_offload: bool) -> dict[str, Any]:
+    block: dict[str, Any] = {"stage": stage}
+    if has_offload:
+        block["offload_optimizer"] = {"device": "cpu"}
+        if stage == 3:
+            block["offload_param"] = {"device": "cpu"}
+    return block
+
+
+def _read(config: Mapping[str, Any] | str | Path) -> dict[str, Any]:
+    if isinstance(config, Mapping):
+        return dict(config)
+    try:
+        return dict(json.loads(Path(config).read_text(encoding="utf-8")))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"ZeroStrategy: cannot read {config}: {error}") from error
+
+
+def _without_trainers(config: dict[str, Any]) -> dict[str, Any]:
+    """``config`` without the "auto" of keys that the Trainer decides; a value there is refused."""
+    for key, place in _OF_TRAINER.items():
+        name, _, inner = key.partition(".")
+        block = config.get(name) if inner else config
+        if not isinstance(block, dict) or (inner or name) not in block:
+            continue
+        if block[inner or name] != "auto":
+            raise ConfigError(f"{key} = {block[inner or name]!r}: leave it out and use {place}")
+        rest = {k: v for k, v in block.items() if k != (inner or name)}
+        config = {**config, name: rest} if inner else rest
+    if config.get("train_micro_batch_size_per_gpu") == "auto":
+        del config["train_micro_batch_size_per_gpu"]
+    return config
+
+
+def _as_engines(plugin: Precision) -> ZeroPrecision:
+    """The engine's precision for one that the Trainer made of its ``precision``."""
+    if isinstance(plugin, ZeroPrecision):
+        return plugin
+    if type(plugin) in (Precision, MixedPrecision, HalfPrecision):
+        return ZeroPrecision(plugin.precision)
+    raise ConfigError(
+        f"{type(plugin).__name__} does not go with the ZeRO strategies, which have the model in "
+        "fp32, bf16 or fp16: choose precision '32-true', 'bf16-mixed' or '16-mixed'"
+    )
+
+
+def _check_trainer(trainer: pl.Trainer) -> None:
+    """Refuse, before any work is done, what cannot be done."""
+    if trainer.gradient_clip_algorithm == GradClipAlgorithmType.VALUE:
+        raise ConfigError("gradient_clip_algorithm='value' is not served here: use 'norm'")
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        if isinstance(callback, StochasticWeightAveraging | WeightAveraging):
+            raise ConfigError(
+                f"{type(callback).__name__} copies the whole module, which is sharded here: "
+                "leave it out, or average the weights of checkpoints after training"
+            )
+    for owner in (trainer.lightning_module, getattr(trainer, "datamodule", None)):
+        if owner is not None:
+            saved.pack(dict(owner.hparams), "hyper_parameters")
