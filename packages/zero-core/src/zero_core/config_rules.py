@@ -189,7 +189,8 @@ def _of_optimizer_offload(config: Config) -> Iterator[_Rule]:
     )
     yield (
         offload.device == "none" and "state_dtype" in offload.model_fields_set,
-        f"{where}.state_dtype needs device 'cpu' or 'nvme'",
+        f"{where}.state_dtype needs device 'cpu' or 'nvme': moments of 16 or 8 bits are kept by a "
+        "host's kernel (cpu-adam); on the device the optimizer is torch's, with fp32 states",
     )
 
 

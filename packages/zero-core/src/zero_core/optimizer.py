@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from zero_core.adam import Adam
 from zero_core.config import Config, OptimizerConfig
 from zero_core.errors import ConfigError
 from zero_core.lion import Lion
@@ -99,17 +100,24 @@ def make_optimizer(
     """
     kind = config.type.lower()
     options = dict(config.params)
+    options.pop("set_grad_none", None)  # gradients never stay on the parameters
+    if not options.pop("fp32_optimizer_states", True):
+        raise ConfigError(
+            "optimizer.params.fp32_optimizer_states = false is not served: states are fp32 as the "
+            "master weights are; with offload_optimizer, state_dtype = 'bfloat16' or 'int8' makes "
+            "those of Adam smaller"
+        )
+    optimizer_class = _BY_NAME.get(kind)
     if kind in ("adam", "adamw"):
         is_adamw = options.pop("adam_w_mode", True) or kind == "adamw"
         options.pop("torch_adam", None)  # see zero_core.build: it keeps the host kernel out
-        kind = "adamw" if is_adamw else "adam"
+        optimizer_class = _BY_NAME["adamw" if is_adamw else "adam"]
         options.setdefault("weight_decay", 0.0)  # DeepSpeed's default; torch's AdamW has 0.01
-        if options.pop("bias_correction", True) is not True:
-            raise ConfigError(
-                "optimizer.params.bias_correction = false is not served: "
-                "pass an optimizer object to build()"
-            )
-    optimizer_class = _BY_NAME.get(kind)
+        if options.get("bias_correction") is False:
+            optimizer_class = Adam
+            options["decoupled_weight_decay"] = is_adamw
+        else:
+            options.pop("bias_correction", None)
     if optimizer_class is None:
         raise ConfigError(
             f"optimizer.type = {config.type!r} is not served; known: {sorted(_BY_NAME)}; "
