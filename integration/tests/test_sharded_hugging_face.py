@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import sys
-import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from pathlib import Path
 from threading import Event, Thread
-from types import TracebackType
 from typing import Any
 
 import pytest
@@ -168,3 +165,81 @@ def _compare(rank: int, world_size: int, folder: str) -> None:
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_values_are_those_of_the_same_flow_without(tmp_path: Path, world_size: int) -> None:
     spawn(_compare, world_size, str(tmp_path))
+
+
+LARGE = {**GPT2, "n_layer": 32, "n_embd": 256, "n_head": 2}
+BLOCK_BYTES = 4 * (12 * 256**2 + 13 * 256)
+MODEL_BYTES = 32 * BLOCK_BYTES  # 101 MB, embeddings aside
+# What the process does besides: messages between ranks, the allocator's fragments.
+SLACK_BYTES = 10 * 1024**2
+
+
+def _own_bytes() -> int:
+    """Resident memory of this process without the files that it maps."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    found = dict(line.split(":", 1) for line in lines)
+    return 1024 * sum(int(found[key].split()[0]) for key in ("RssAnon", "RssShmem"))
+
+
+class _Peak:
+    """Within, how far the process's own memory rises; files that it maps are not counted."""
+
+    def __enter__(self) -> _Peak:
+        self._before = self._highest = _own_bytes()
+        self._has_ended = Event()
+        self._watcher = Thread(target=self._watch)
+        self._watcher.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._has_ended.set()
+        self._watcher.join()
+        self.nbytes = self._highest - self._before
+
+    def _watch(self) -> None:
+        while not self._has_ended.wait(0.001):
+            self._highest = max(self._highest, _own_bytes())
+
+
+def _measure(rank: int, world_size: int, folder: str) -> None:
+    _serve_deepspeed()
+    import transformers as hf
+    from transformers.integrations import HfDeepSpeedConfig
+
+    small, large = Path(folder) / "small", Path(folder) / "large"
+    if rank == 0:
+        hf.GPT2LMHeadModel(hf.GPT2Config(**GPT2)).save_pretrained(small)
+        hf.GPT2LMHeadModel(hf.GPT2Config(**LARGE)).save_pretrained(large, max_shard_size="20MB")
+    torch.distributed.barrier()
+    keep = HfDeepSpeedConfig(DEEPSPEED)
+    config = hf.GPT2Config(**LARGE)
+    flows: dict[str, tuple[Make, Make]] = {
+        "construct": (
+            lambda: hf.AutoModelForCausalLM.from_config(hf.GPT2Config(**GPT2)),
+            lambda: hf.AutoModelForCausalLM.from_config(config),
+        ),
+        "load": (
+            lambda: hf.AutoModelForCausalLM.from_pretrained(small),
+            lambda: hf.AutoModelForCausalLM.from_pretrained(large),
+        ),
+    }
+    # transformers gathers what a module and its children have, to initialize it.
+    bound = MODEL_BYTES / world_size + 2 * BLOCK_BYTES + SLACK_BYTES
+    assert bound < MODEL_BYTES * 2 / 3, "a whole model would be seen"
+    for name, (make_small, make) in flows.items():
+        zero_core.build(make_small(), CORE).close()  # what is allocated at first use is there
+        with _Peak() as peak:
+            model = make()
+        assert peak.nbytes > MODEL_BYTES / world_size * 0.9, "the measurement sees what is there"
+        assert peak.nbytes < bound, (name, rank, peak.nbytes, bound)
+        with _Peak() as peak:  # while what was sharded before is taken over
+            engine = zero_core.build(model, CORE)
+        assert peak.nbytes < bound - MODEL_BYTES / world_size, (name, rank, peak.nbytes)
+        engine.close()
+        del engine, model
+    del keep
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="memory is read from /proc")
+def test_no_rank_holds_the_whole_model(tmp_path: Path) -> None:
+    spawn(_measure, 3, str(tmp_path))

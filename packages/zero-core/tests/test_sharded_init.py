@@ -168,6 +168,33 @@ def _mix(rank: int, world_size: int) -> None:
     _check_built(model, expected)
 
 
+def _train(rank: int, world_size: int) -> None:
+    """With an optimizer that fills its state when it is made."""
+    model, expected = _make_sharded().float(), _make().float()
+    model.codes.requires_grad_(False)
+    optimizers = [
+        torch.optim.Adagrad(
+            [p for p in m.parameters() if p.requires_grad], lr=0.1, initial_accumulator_value=0.5
+        )
+        for m in (model, expected)
+    ]
+    for state in optimizers[0].state.values():
+        assert state["sum"].untyped_storage().nbytes() <= 4, "it takes no memory"
+    config = {k: v for k, v in CONFIG.items() if k != "optimizer"}
+    engine = zero_core.build(model, config, optimizer=optimizers[0])
+    batch = torch.tensor([[1, 4], [3, 3], [10, 0]])[:, 0]
+    for _ in range(2):
+        loss = engine(batch)
+        engine.backward(loss)
+        engine.step()
+        wanted = expected(batch)
+        wanted.backward()
+        optimizers[1].step()
+        optimizers[1].zero_grad()
+        torch.testing.assert_close(loss, wanted)
+    engine.close()
+
+
 def _shard_existing(rank: int, world_size: int) -> None:
     model = _make(seed=rank)
     for _ in range(2):  # again: nothing left to do
@@ -238,7 +265,7 @@ def test_parameters_sharded_from_the_start(world_size: int) -> None:
 
 
 def _all_of_it(rank: int, world_size: int) -> None:
-    for check in (_read, _change, _convert, _copy, _mix, _shard_existing, _refuse):
+    for check in (_read, _change, _convert, _copy, _mix, _train, _shard_existing, _refuse):
         check(rank, world_size)
     if world_size > 1:
         _disagree(rank, world_size)

@@ -21,6 +21,7 @@ from zero_engine.deepspeed.engine import DeepSpeedEngine
 from zero_engine.deepspeed.errors import NotServedError
 from zero_engine.deepspeed.optimizer import DeepSpeedOptimizer
 from zero_engine.deepspeed.runtime.dataloader import DeepSpeedDataLoader
+from zero_engine.deepspeed.runtime.zero.partition_parameters import describe
 
 __all__ = ["initialize"]
 
@@ -97,6 +98,8 @@ def initialize(
         process_group=_data_parallel_group(mpu),
         is_training=is_training,
     )
+    if core.config.zero_optimization.stage == 3:
+        describe(model.parameters())
     announce(settings, core.config, rank=core.rank, world_size=core.world_size)
     if lr_scheduler is not None and is_training:
         core.lr_scheduler = _make_scheduler(lr_scheduler, core.optimizer.given)

@@ -132,6 +132,19 @@ class ControlGroup:
             kind = CheckpointCorruptError if is_corrupt else CheckpointError
             raise kind(f"{what} failed on {'; '.join(failed)}")
 
+    def gather_into(self, out: Tensor, tensor: Tensor) -> None:
+        """Every rank's 1-D ``tensor`` (equally long), in rank order, into ``out``.
+
+        Both are on the CPU.
+        """
+        if self.world_size == 1:
+            out.copy_(tensor)
+            return
+        staged = out if self._device == out.device else torch.empty_like(out, device=self._device)
+        all_gather_single(staged, tensor.to(self._device), group=self._group)
+        if staged is not out:
+            out.copy_(staged)
+
     def gather(self, tensor: Tensor) -> Tensor:
         """Every rank's 1-D ``tensor`` (equally long), in rank order, on the CPU of every rank."""
         if self.world_size == 1:

@@ -68,14 +68,15 @@ class Held:
         self._check_unwritten(param)
         if self.recorded is not None:
             is_mine = self.control.rank == 0
-            value = self.computed() if is_mine else torch.empty(param.shape, dtype=param.dtype)
+            value = self.computed() if is_mine else _apart(param.numel(), param.dtype)
+            value = value.view(param.shape)
             self.send(value, source=0)
             return value
         assert self.part is not None, "it is recorded or lies in parts"
-        if param.numel() == 0:
-            return torch.empty(param.shape, dtype=param.dtype)
-        rows = self.control.gather(self.part.view(torch.uint8))
-        return rows.view(param.dtype)[: param.numel()].view(param.shape)
+        rows = _apart(self.part.numel() * self.control.world_size, param.dtype)
+        if param.numel() > 0:
+            self.control.gather_into(rows.view(torch.uint8), self.part.view(torch.uint8))
+        return rows[: param.numel()].view(param.shape)
 
     @torch.no_grad()
     def computed(self) -> Tensor:
@@ -100,23 +101,25 @@ class Held:
     def keep(self, value: Tensor) -> None:
         """``value`` is the parameter's from now on; of it this rank's slice is kept."""
         numel = -(-value.numel() // self.control.world_size)
-        part = torch.empty(0, dtype=value.dtype)
-        part.set_(zeroed(numel * value.element_size()), 0, (numel,))  # type: ignore[call-overload]
+        if self.part is None or self.part.numel() != numel or self.part.dtype != value.dtype:
+            self.part = _apart(numel, value.dtype)
         low = self.control.rank * numel
         mine = value.detach().reshape(-1)[low : low + numel]
-        part[: mine.numel()].copy_(mine)
-        self.part, self.recorded, self.casts = part, None, []
+        self.part[: mine.numel()].copy_(mine)
+        self.recorded, self.casts = None, []
 
     def cast(self, dtype: torch.dtype) -> None:
         """The value goes to ``dtype``."""
         if self.part is not None:
-            self.part = self.part.to(dtype)
+            self.part = _apart(self.part.numel(), dtype).copy_(self.part)
         else:
             self.casts.append(dtype)
 
     def copied(self) -> Held:
         """The same value for another parameter."""
-        part = None if self.part is None else self.part.clone()
+        part = None
+        if self.part is not None:
+            part = _apart(self.part.numel(), self.part.dtype).copy_(self.part)
         return Held(self.control, self.device, self.recorded, part, list(self.casts))
 
     def _check_unwritten(self, param: Tensor) -> None:
@@ -157,6 +160,8 @@ class Parked(nn.Parameter):
                 refuse(f"changed by {name}", target)
             if func == Tensor.data.__set__:  # type: ignore[attr-defined]
                 return _assign(target, args[1])
+            if name == "full_like":  # Adagrad, when it is made: its state is not what is used
+                return _small(func, args, kwargs).expand(target.shape)
             return _cast(func, args, kwargs) if name in _CASTS else func(*args, **kwargs)
 
 
@@ -239,8 +244,6 @@ def _open(param: nn.Parameter) -> None:
     value = held.whole(param)
     if held.recorded is not None:
         held.keep(value)
-    elif held.control.world_size == 1:
-        value = value.clone()  # else it is the part itself
     held.is_changed = False
     param.__class__ = nn.Parameter
     param.data = value
@@ -295,6 +298,15 @@ def _placeholder(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     return torch.tensor(fill).to(dtype).expand(shape)
 
 
+def _apart(numel: int, dtype: torch.dtype) -> Tensor:
+    """Memory apart from the heap: it is the system's again when it is freed.
+
+    Parts would settle in the holes that whole values leave there, and each gather take new memory.
+    """
+    storage = zeroed(numel * dtype.itemsize)
+    return torch.empty(0, dtype=dtype).set_(storage, 0, (numel,))  # type: ignore[call-overload, no-any-return]
+
+
 def _is_write(name: str) -> bool:
     is_in_place = name.endswith("_") and not name.endswith("__") and name != "requires_grad_"
     return is_in_place or name in _WRITES
@@ -313,11 +325,16 @@ def _assign(param: nn.Parameter, value: Tensor) -> None:
 
 def _cast(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A cast or move of a parked parameter; it stays on the CPU until there is an engine."""
-    param: nn.Parameter = args[0]
-    small = _placeholder((), param.dtype)
-    result = func(small, *args[1:], **{k: v for k, v in kwargs.items() if k != "memory_format"})
+    result = _small(func, args, kwargs)
     if not isinstance(result, Tensor):
         return result
+    shape = args[0].shape
     if result.is_meta:
-        return result.expand(param.shape)
-    return _placeholder(param.shape, result.dtype).as_subclass(_Absent)
+        return result.expand(shape)
+    return _placeholder(shape, result.dtype).as_subclass(_Absent)
+
+
+def _small(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """``func`` of one element in place of the parameter that is the first argument."""
+    others = {k: v for k, v in kwargs.items() if k != "memory_format"}
+    return func(_placeholder((), args[0].dtype), *args[1:], **others)
