@@ -140,7 +140,9 @@ def get_all_ranks_from_group(group: ProcessGroup | None = None) -> list[int]:
     return dist.get_process_group_ranks(group)
 
 
-def initialize_mesh_device(mesh_shape: tuple[int, ...], mesh_dim_names: tuple[str, ...]) -> DeviceMesh:
+def initialize_mesh_device(
+    mesh_shape: tuple[int, ...], mesh_dim_names: tuple[str, ...]
+) -> DeviceMesh:
     """A mesh of all ranks. Every rank calls it."""
     device_type = get_accelerator().device_type
     return init_device_mesh(device_type, mesh_shape, mesh_dim_names=mesh_dim_names)
@@ -163,7 +165,7 @@ def all_gather_coalesced(
     group: ProcessGroup | None = None,
     async_op: bool = False,
 ) -> Any:
-    """Gather each of ``input_tensors`` into the output of its place, of world size times its size."""
+    """Gather each of ``input_tensors`` into its output, world size times as large."""
     works = [
         dist.all_gather_into_tensor(whole, part, group, async_op)
         for whole, part in zip(output_tensors, input_tensors, strict=True)
