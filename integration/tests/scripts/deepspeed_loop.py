@@ -9,15 +9,14 @@ import json
 import warnings
 from pathlib import Path
 
-import torch
-from torch import nn
-
 import deepspeed
+import torch
 from deepspeed.utils import (
     safe_get_full_fp32_param,
     safe_get_full_grad,
     safe_get_full_optimizer_state,
 )
+from torch import nn
 
 STEPS, ACCUMULATION = 4, 2
 
@@ -68,7 +67,7 @@ def main():
     deepspeed.init_distributed()
     torch.manual_seed(0)
     model = Model()
-    engine, optimizer, _, scheduler = deepspeed.initialize(
+    engine, _, _, scheduler = deepspeed.initialize(
         args=args,
         model=model,
         model_parameters=model.parameters(),
@@ -101,7 +100,9 @@ def main():
     seen["loaded"] = [path is not None, client_state["epoch"]]
     seen["missing"] = list(engine.load_checkpoint(str(args.folder / "nowhere")))
     seen["facts"] = [
-        engine.get_batch_info(),
+        engine.train_batch_size(),
+        engine.train_micro_batch_size_per_gpu(),
+        engine.gradient_accumulation_steps(),
         engine.zero_optimization_stage(),
         engine.zero_optimization_partition_gradients(),
         engine.zero_optimization_partition_weights(),
@@ -118,7 +119,7 @@ def main():
         [list(p.shape) if args.stage < 3 else None for p in engine.parameters()],
     ]
     if rank == 0:
-        (args.folder / "result.json").write_text(json.dumps(seen, default=str))
+        (args.folder / "result.json").write_text(json.dumps(seen))
     engine.destroy()
 
 

@@ -104,6 +104,8 @@ def initialize(
         core,
         settings,
         is_training=is_training,
+        client_optimizer=optimizer,
+        client_lr_scheduler=lr_scheduler,
         training_data=training_data,
         collate_fn=collate_fn,
     )

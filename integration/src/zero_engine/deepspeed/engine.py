@@ -51,6 +51,8 @@ class DeepSpeedEngine(Facts, nn.Module):
         module: the model itself.
         config: the configuration as it was given.
         optimizer: real ``param_groups``; None, if the engine only evaluates.
+        client_optimizer: what `initialize` was given as one, or None.
+        client_lr_scheduler: what it was given as the scheduler, or None.
         lr_scheduler: stepped at each optimizer step that is taken, or None.
         training_dataloader: of ``training_data``, or None.
         global_samples: samples of all steps so far.
@@ -65,6 +67,8 @@ class DeepSpeedEngine(Facts, nn.Module):
         settings: Settings,
         *,
         is_training: bool = True,
+        client_optimizer: Any = None,
+        client_lr_scheduler: Any = None,
         training_data: Any = None,
         collate_fn: Callable[[Any], Any] | None = None,
     ) -> None:
@@ -74,6 +78,8 @@ class DeepSpeedEngine(Facts, nn.Module):
         self.settings = settings
         self.config = settings.raw
         self.module = core.module
+        self.client_optimizer = client_optimizer
+        self.client_lr_scheduler = client_lr_scheduler
         self.collate_fn = collate_fn
         self.optimizer = DeepSpeedOptimizer(core) if is_training else None
         self.global_samples = 0

@@ -11,6 +11,8 @@ from zero_engine.deepspeed.config import Settings
 
 __all__ = ["Facts"]
 
+_OWN_OPTIMIZERS = {"adagrad", "adam", "adamw", "lamb", "lion", "muadam", "muadamw", "musgd", "muon"}
+
 
 class Facts:
     """Answers from the resolved configuration and the engine's counters; a base of the engine.
@@ -18,10 +20,12 @@ class Facts:
     Attributes:
         core: the engine that trains.
         settings: what was asked for beside it.
+        client_optimizer: what was given as the optimizer, or None.
     """
 
     core: Engine
     settings: Settings
+    client_optimizer: Any
 
     @property
     def _resolved(self) -> Config:
@@ -135,8 +139,12 @@ class Facts:
     # --------------------------------------------------------------- the rest
 
     def optimizer_name(self) -> str | None:
-        """``optimizer.type`` of the configuration."""
-        return self._block("optimizer").get("type")
+        """``optimizer.type``, in lower case if DeepSpeed has its own; the class of one given."""
+        if self.client_optimizer is not None:
+            return type(self.client_optimizer).__name__
+        name: str | None = self._block("optimizer").get("type")
+        is_own = name is not None and name.lower() in _OWN_OPTIMIZERS
+        return name.lower() if name is not None and is_own else name
 
     def optimizer_params(self) -> dict[str, Any] | None:
         """``optimizer.params`` of the configuration."""
