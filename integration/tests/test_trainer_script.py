@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import TIME_LIMIT_S, environment, run_program
+from lm_models import save_models
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
@@ -31,8 +32,9 @@ COMMON = (
     # of ranks: with any engine, and with plain DDP, its loss would be that many times too large.
     "--average_tokens_across_devices=false",
 )
-T5 = ("--model_type=t5", "--predict_with_generate")
+T5 = ("--predict_with_generate",)
 LORA = (*T5, "--lora")
+OPTIONS = {"gpt2": (), "t5": T5, "lora": LORA}
 STEPS = range(1, 9)
 
 # Runs the script once per list of arguments, to import transformers once.
@@ -46,13 +48,23 @@ for arguments in lists:
 
 
 @pytest.fixture(scope="module")
-def plain(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Folders of untrained models, by kind of run."""
+    root = tmp_path_factory.mktemp("models")
+    save_models(root)
+    return {"gpt2": root / "gpt2", "t5": root / "t5", "lora": root / "t5"}
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory, models: dict[str, Path]) -> dict[str, Path]:
     """The folders of runs without any engine."""
     root = tmp_path_factory.mktemp("plain")
-    kinds = {"gpt2": (), "t5": T5, "lora": LORA}
     lists = [
-        [*COMMON, *options, "--use_cpu", "--per_device_train_batch_size=4", f"--output_dir={root}/{k}"]
-        for k, options in kinds.items()
+        [
+            *(f"--model_name_or_path={models[kind]}", f"--output_dir={root / kind}"),
+            *(*COMMON, *options, "--use_cpu", "--per_device_train_batch_size=4"),
+        ]
+        for kind, options in OPTIONS.items()
     ]
     done = subprocess.run(
         [sys.executable, "-c", IN_TURN, str(SCRIPT), json.dumps(lists)],
@@ -63,10 +75,12 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    return {kind: root / kind for kind in kinds}
+    return {kind: root / kind for kind in OPTIONS}
 
 
-def _run(folder: Path, zero: dict[str, Any], *options: str, ranks: int = 2, **more: Any) -> Path:
+def _run(
+    folder: Path, model: Path, zero: dict[str, Any], *options: str, ranks: int = 2, **more: Any
+) -> Path:
     """Run the script on ``ranks`` ranks with this ``zero_optimization``; the folder it left."""
     config = {
         **dict.fromkeys(
@@ -84,7 +98,7 @@ def _run(folder: Path, zero: dict[str, Any], *options: str, ranks: int = 2, **mo
     file.write_text(json.dumps(config), encoding="utf-8")
     run_program(
         *("run", f"--nproc-per-node={ranks}", str(SCRIPT), *COMMON, *options),
-        *(f"--deepspeed={file}", f"--output_dir={folder}"),
+        *(f"--model_name_or_path={model}", f"--deepspeed={file}", f"--output_dir={folder}"),
         f"--per_device_train_batch_size={4 // ranks}",
     )
     return folder
@@ -104,31 +118,35 @@ STAGE_3 = {
 
 
 @pytest.fixture(scope="module")
-def offloaded(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A GPT-2 at stage 3, made within zero.Init, its optimizer on the host."""
+def offloaded(tmp_path_factory: pytest.TempPathFactory, models: dict[str, Path]) -> Path:
+    """A GPT-2 at stage 3, loaded within zero.Init, its optimizer and parameters on the host."""
     zero = {**STAGE_3, "offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}
-    return _run(tmp_path_factory.mktemp("runs") / "offloaded", zero, optimizer=ADAMW)
+    folder = tmp_path_factory.mktemp("runs") / "offloaded"
+    return _run(folder, models["gpt2"], zero, optimizer=ADAMW)
 
 
 @pytest.fixture(scope="module")
-def resumed(tmp_path_factory: pytest.TempPathFactory, offloaded: Path) -> Path:
-    """Goes on from the middle of `offloaded`: one rank, stage 2, the Trainer's own optimizer."""
+def resumed(
+    tmp_path_factory: pytest.TempPathFactory, models: dict[str, Path], offloaded: Path
+) -> Path:
+    """Goes on from the middle of `offloaded`: one rank, stage 2, nothing offloaded."""
     folder = tmp_path_factory.mktemp("runs") / "resumed"
     shutil.copytree(offloaded / "checkpoint-4", folder / "checkpoint-4")
-    return _run(folder, {"stage": 2}, ranks=1)
+    return _run(folder, models["gpt2"], {"stage": 2}, ranks=1, optimizer=ADAMW)
 
 
 @pytest.fixture(scope="module")
-def t5(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An encoder-decoder at stage 2, its optimizer on the host."""
+def t5(tmp_path_factory: pytest.TempPathFactory, models: dict[str, Path]) -> Path:
+    """An encoder-decoder at stage 2, trained on the host by the Trainer's own optimizer."""
     zero = {"stage": 2, "overlap_comm": True, "offload_optimizer": {"device": "cpu"}}
-    return _run(tmp_path_factory.mktemp("runs") / "t5", zero, *T5, optimizer=ADAMW)
+    return _run(tmp_path_factory.mktemp("runs") / "t5", models["t5"], zero, *T5)
 
 
 @pytest.fixture(scope="module")
-def lora(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def lora(tmp_path_factory: pytest.TempPathFactory, models: dict[str, Path]) -> Path:
     """Adapters on a frozen T5 at stage 3."""
-    return _run(tmp_path_factory.mktemp("runs") / "lora", STAGE_3, *LORA, optimizer=ADAMW)
+    folder = tmp_path_factory.mktemp("runs") / "lora"
+    return _run(folder, models["lora"], STAGE_3, *LORA, optimizer=ADAMW)
 
 
 def _logged(folder: Path, name: str) -> dict[int, float]:
@@ -210,6 +228,7 @@ def test_trainer_generates_for_an_encoder_decoder(
 ) -> None:
     for folder, kind in ((t5, "t5"), (lora, "lora")):
         found, expected = (_result(f)["generated"] for f in (folder, plain[kind]))
-        same = torch.tensor(found) == torch.tensor(expected)
+        # Seq2SeqTrainer keeps what fills the last batch of all ranks up.
+        same = torch.tensor(found[: len(expected)]) == torch.tensor(expected)
         # Weights differ in their last bits, so a token may fall on the other side of a tie.
         assert same.float().mean() > 0.9

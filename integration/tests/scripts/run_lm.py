@@ -1,7 +1,7 @@
 """Trains a language model with the Trainer, in the shape of transformers' run_clm.py.
 
 Nothing here knows of DeepSpeed or of zero-engine: ``--deepspeed FILE`` is the Trainer's own
-argument. Models are tiny and start from random weights; the data are made here.
+argument. The model is a tiny one, in a folder; the data are made here.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from torch.utils.data import Dataset
 from transformers import (
-    CONFIG_MAPPING,
+    AutoConfig,
     AutoModelForCausalLM,
     AutoModelForSeq2SeqLM,
     HfArgumentParser,
@@ -26,36 +26,11 @@ from transformers.trainer_utils import get_last_checkpoint
 
 VOCABULARY, LENGTH = 64, 16
 
-CONFIGS = {
-    "gpt2": dict(
-        vocab_size=VOCABULARY,
-        n_positions=2 * LENGTH,
-        n_embd=32,
-        n_layer=2,
-        n_head=2,
-        bos_token_id=0,
-        eos_token_id=0,
-        pad_token_id=0,
-    ),
-    "t5": dict(
-        vocab_size=VOCABULARY,
-        d_model=32,
-        d_kv=16,
-        d_ff=64,
-        num_layers=2,
-        num_heads=2,
-        decoder_start_token_id=0,
-        eos_token_id=1,
-        pad_token_id=0,
-    ),
-}
-
-
 @dataclass
 class ModelArguments:
     """What to train."""
 
-    model_type: str = field(default="gpt2")
+    model_name_or_path: str
     lora: bool = field(default=False)
 
 
@@ -68,15 +43,15 @@ class DataArguments:
 
 
 class Walks(Dataset):
-    """Each sample walks through the vocabulary by steps of its own; T5 is asked to walk on."""
+    """Each sample walks through the vocabulary by steps of its own; an encoder's leads further."""
 
-    def __init__(self, model_type: str, samples: int, seed: int) -> None:
+    def __init__(self, walks_on: bool, samples: int, seed: int) -> None:
         generator = torch.Generator().manual_seed(seed)
         start = torch.randint(2, VOCABULARY, (samples, 1), generator=generator)
         step = torch.randint(1, 4, (samples, 1), generator=generator)
         walk = (start + step * torch.arange(2 * LENGTH)) % (VOCABULARY - 2) + 2
         here, there = walk[:, :LENGTH], walk[:, LENGTH:]
-        self.inputs, self.labels = here, here if model_type == "gpt2" else there
+        self.inputs, self.labels = here, there if walks_on else here
 
     def __len__(self) -> int:
         return len(self.inputs)
@@ -91,18 +66,16 @@ class Walks(Dataset):
 
 
 def make_model(arguments: ModelArguments):
-    config = CONFIG_MAPPING[arguments.model_type](**CONFIGS[arguments.model_type])
-    for name in ("resid_pdrop", "embd_pdrop", "attn_pdrop", "dropout_rate"):
-        if hasattr(config, name):
-            setattr(config, name, 0.0)
+    config = AutoConfig.from_pretrained(arguments.model_name_or_path)
     auto = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
-    model = auto.from_config(config)
+    model = auto.from_pretrained(arguments.model_name_or_path, config=config)
     if arguments.lora:
-        from peft import LoraConfig, get_peft_model
+        from peft import LoraConfig, TaskType, get_peft_model
 
-        targets = ["q", "v"] if config.is_encoder_decoder else ["c_attn"]
-        task = "SEQ_2_SEQ_LM" if config.is_encoder_decoder else "CAUSAL_LM"
-        model = get_peft_model(model, LoraConfig(task_type=task, r=4, target_modules=targets))
+        kind = TaskType.SEQ_2_SEQ_LM if config.is_encoder_decoder else TaskType.CAUSAL_LM
+        set_seed(0)  # loading draws random numbers, or not
+        model = get_peft_model(model, LoraConfig(task_type=kind, r=4, target_modules=["q", "v"]))
+        model.print_trainable_parameters()
     return model
 
 
@@ -111,12 +84,12 @@ def main() -> None:
     model_arguments, data_arguments, training_arguments = parser.parse_args_into_dataclasses()
     set_seed(training_arguments.seed)
     model = make_model(model_arguments)
-    kind = model_arguments.model_type
-    evaluated = Walks(kind, data_arguments.eval_samples, seed=1)
+    walks_on = model.config.is_encoder_decoder
+    evaluated = Walks(walks_on, data_arguments.eval_samples, seed=1)
     trainer = Seq2SeqTrainer(
         model=model,
         args=training_arguments,
-        train_dataset=Walks(kind, data_arguments.train_samples, seed=0),
+        train_dataset=Walks(walks_on, data_arguments.train_samples, seed=0),
         eval_dataset=evaluated,
     )
     folder = Path(training_arguments.output_dir)

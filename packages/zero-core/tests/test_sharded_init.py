@@ -137,6 +137,22 @@ def _convert(rank: int, world_size: int) -> None:
         _check_values(model, _make().bfloat16())
 
 
+def _copy(rank: int, world_size: int) -> None:
+    model, expected = _make_sharded(), _make()
+    with unparked([model.blocks[0].weight]):  # one in parts, the others recorded
+        pass
+    copied = copy.deepcopy(model)
+    assert all(map(is_parked, copied.parameters()))
+    assert copied.head.weight is copied.embed.weight is not model.embed.weight
+    with unparked(set(copied.parameters()), modifier_rank=0):  # in an order of the rank's own
+        for param in copied.parameters():
+            param.data.zero_()
+    with unparked(model.parameters()):
+        _check_values(model, expected)
+    with unparked(copied.parameters()):
+        assert not any(p.any() for p in copied.parameters())
+
+
 def _mix(rank: int, world_size: int) -> None:
     """Sharded parameters beside ordinary ones in one unit; some replaced or taken away again."""
     model, expected = _make_sharded(), _make()
@@ -181,7 +197,6 @@ def _refuse(rank: int, world_size: int) -> None:
         weight.data = torch.zeros(5, 5)
 
     actions: list[Callable[[], object]] = [
-        lambda: copy.deepcopy(model),
         lambda: pickle.dumps(weight),
         lambda: nn.init.normal_(weight),
         lambda: weight.detach().normal_(),
@@ -191,7 +206,7 @@ def _refuse(rank: int, world_size: int) -> None:
         assign,
     ]
     for number, action in enumerate(actions):
-        expected = "single memory location" if number == 3 else "while it is sharded"
+        expected = "single memory location" if number == 2 else "while it is sharded"
         with torch.no_grad(), pytest.raises(RuntimeError, match=expected):
             action()
     unknown = pytest.raises(ValueError, match=f"expected a rank below {world_size}")
@@ -223,7 +238,7 @@ def test_parameters_sharded_from_the_start(world_size: int) -> None:
 
 
 def _all_of_it(rank: int, world_size: int) -> None:
-    for check in (_read, _change, _convert, _mix, _shard_existing, _refuse):
+    for check in (_read, _change, _convert, _copy, _mix, _shard_existing, _refuse):
         check(rank, world_size)
     if world_size > 1:
         _disagree(rank, world_size)

@@ -47,9 +47,11 @@ def save(
     if not str(directory):
         raise ValueError("save_checkpoint() needs a directory, found ''")
     check_json(client_state, "client_state")
+    name = f"global_step{engine.global_steps}" if tag is None else str(tag)
+    _check_tag(engine, name)
     engine.core.save_checkpoint(
         directory,
-        f"global_step{engine.global_steps}" if tag is None else str(tag),
+        name,
         {**client_state, _OWN: {"global_samples": engine.global_samples}},
         has_frozen=not exclude_frozen,
         is_latest=save_latest,
@@ -91,6 +93,20 @@ def load(
         engine.global_samples = own.get("global_samples", samples)
     engine.core.publish()
     return str(place), client_state
+
+
+def _check_tag(engine: DeepSpeedEngine, tag: str) -> None:
+    """As ``checkpoint.tag_validation`` says; rank 0's tag is the one that is used."""
+    validation = engine.settings.tag_validation
+    if validation == "IGNORE" or engine.world_size == 1:
+        return
+    tags: list[Any] = [None] * engine.world_size
+    dist.all_gather_object(tags, tag)
+    if len(set(tags)) > 1:
+        text = f"the ranks save a checkpoint under different tags: {tags}; pass the same to all"
+        if validation == "FAIL":
+            raise CheckpointError(text)
+        _log.warning("%s", text)
 
 
 def _has_frozen(directory: Path, tag: Any) -> bool:

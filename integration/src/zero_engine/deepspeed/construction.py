@@ -14,6 +14,7 @@ import zero_core
 from zero_core.config import OptimizerConfig
 from zero_core.muon import tag_matrices
 from zero_core.optimizer import make_optimizer
+from zero_engine.deepspeed.announcing import announce, apply
 from zero_engine.deepspeed.config import Settings, read
 from zero_engine.deepspeed.config_source import Source
 from zero_engine.deepspeed.distributed import init_distributed
@@ -82,6 +83,7 @@ def initialize(
         raise NotServedError("initialize(mesh_param=...), sequence parallelism,")
     init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
     settings = read(_find_config(args, config if config is not None else config_params))
+    apply(settings)
     if getattr(args, "local_rank", None) is not None:
         args.local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     given = _make_optimizer(settings, model, optimizer, model_parameters)
@@ -96,12 +98,15 @@ def initialize(
         process_group=_data_parallel_group(mpu),
         is_training=is_training,
     )
+    announce(settings, core.config, rank=core.rank, world_size=core.world_size)
     if lr_scheduler is not None and is_training:
         core.lr_scheduler = _make_scheduler(lr_scheduler, core.optimizer.given)
     engine = DeepSpeedEngine(
         core,
         settings,
         is_training=is_training,
+        client_optimizer=optimizer,
+        client_lr_scheduler=lr_scheduler,
         training_data=training_data,
         collate_fn=collate_fn,
     )

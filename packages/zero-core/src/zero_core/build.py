@@ -260,14 +260,18 @@ def _load_kernel(config: Config, given: torch.optim.Optimizer | None, key: str) 
         return None
     if given is not None and not has_part(KERNELS, "cpu"):
         _log.info(
-            "%s with a %s: torch's own update runs on the host; pip install cpu-adam for a faster "
-            "one",
+            "%s with an object of %s: torch's own update runs on the host; for a faster one: "
+            "pip install cpu-adam",
             key,
             type(given).__name__,
         )
         return None
     named = config.optimizer.type if given is None and config.optimizer else type(given).__name__
-    asked = f"{key} with optimizer.type = {named!r}" if given is None else f"{key} with a {named}"
+    asked = (
+        f"{key} with optimizer.type = {named!r}"
+        if given is None
+        else f"{key} with an object of {named}"
+    )
     return load_part(KERNELS, "cpu", asked_by=asked, distribution="cpu-adam")
 
 

@@ -44,7 +44,9 @@ UNNEEDED: Mapping[str, str] = {
     "zero_optimization.legacy_stage1": "all stages are one code path",
     "zero_optimization.parameter_alignment": "slices are cut at any element",
     "zero_optimization.pipeline_loading_checkpoint": "each rank reads the ranges that it keeps",
-    "zero_optimization.override_module_apply": "apply() sees whole parameters while a model is made",
+    "zero_optimization.override_module_apply": (
+        "while a model is made, apply() sees whole parameters"
+    ),
     "zero_optimization.log_trace_cache_warnings": "there is no trace: a unit fetches the next one",
     "zero_optimization.enable_sanity_checks": "checks are always on",
     "zero_optimization.save_muon_momentum_buffer_in_memory": (

@@ -10,13 +10,15 @@ part        [ceil(numel / world size)], CPU: this rank's slice of the flat value
 open        within `unparked` the parameter is an ordinary one that holds the whole value, on the
             CPU of every rank
 
-All of it is collective: the ranks open the same parameters in the same order. What
-`zero_core.build` finds parked it takes one parameter at a time. The partitioned parameters of
-ZeRO-3 (Rajbhandari et al., arXiv 1910.02054, section 5.3), before there is an engine.
+Opening is collective: ranks open the same parameters at the same place. A copy (``deepcopy``) of a
+parked parameter is another parked one. What `zero_core.build` finds parked it takes one parameter
+at a time. These are the partitioned parameters of ZeRO-3 (Rajbhandari et al., arXiv 1910.02054,
+section 5.3), before there is an engine.
 """
 
 from __future__ import annotations
 
+import itertools
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -50,6 +52,7 @@ class Held:
         part: this rank's slice.
         casts: dtypes that what is recorded goes through, in order.
         is_changed: while open, whether what the parameter holds is to be kept.
+        number: in the order of parking, which is that of every rank.
     """
 
     control: ControlGroup
@@ -58,6 +61,7 @@ class Held:
     part: Tensor | None = None
     casts: list[torch.dtype] = field(default_factory=list)
     is_changed: bool = False
+    number: int = field(default_factory=itertools.count().__next__)
 
     def whole(self, param: Tensor) -> Tensor:
         """The value of ``param``, on the CPU; every rank must call it."""
@@ -110,6 +114,11 @@ class Held:
         else:
             self.casts.append(dtype)
 
+    def copied(self) -> Held:
+        """The same value for another parameter."""
+        part = None if self.part is None else self.part.clone()
+        return Held(self.control, self.device, self.recorded, part, list(self.casts))
+
     def _check_unwritten(self, param: Tensor) -> None:
         if param.dtype.is_floating_point and not bool(param.data.reshape(-1)[:1].isnan().all()):
             refuse("written to", param)  # of one element: torch refuses to write to the others
@@ -120,8 +129,14 @@ class Parked(nn.Parameter):
 
     _held: Held
 
-    def __deepcopy__(self, memo: object) -> NoReturn:
-        refuse("copied", self)
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+        """Another parked parameter: each rank copies its part."""
+        if id(self) not in memo:
+            copied = nn.Parameter(_placeholder(self.shape, self.dtype), self.requires_grad)
+            park(copied, self._held.copied())
+            memo[id(self)] = copied
+        found: nn.Parameter = memo[id(self)]
+        return found
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         refuse("pickled", self)
@@ -194,14 +209,15 @@ def unparked(params: Iterable[object], *, modifier_rank: int | None = None) -> I
 
     On the CPU of every rank, those parameters alone. At the end they have the values that rank
     ``modifier_rank`` holds; by default they are read only: what was changed in them is lost, as
-    it is when the body raises. May be nested. Every rank must enter it with the same parameters
-    in the same order; what is not parked is left alone.
+    it is when the body raises. May be nested. Every rank must enter it with the same parameters;
+    what is not parked is left alone.
 
     Raises:
         RankMismatchError: at the end, ranks hold different shapes or dtypes.
     """
     unique = {id(p): p for p in params}.values()  # tensors compare by value
     found = [p for p in unique if isinstance(p, nn.Parameter) and held_of(p) is not None]
+    found.sort(key=lambda p: p._held.number)  # type: ignore[attr-defined]
     opened = [param for param in found if is_parked(param)]
     for param in opened:
         _open(param)

@@ -242,7 +242,7 @@ class GatheredParameters:
         if Init.is_active():
             self._check_recorded(parked)
             return
-        parked.sort(key=lambda p: p.ds_id)  # type: ignore[attr-defined]
+        describe(parked)  # a copy is new
         with ExitStack() as stack:
             stack.callback(describe, parked)  # a shape may have changed
             stack.enter_context(unparked(parked, modifier_rank=self._modifier_rank))
