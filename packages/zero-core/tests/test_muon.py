@@ -193,3 +193,8 @@ def test_embeddings_and_heads_are_no_matrices_unless_they_say_so():
     model["lm_head"].weight.use_muon = True
     tag_matrices(model.named_parameters())
     assert {n for n, p in model.named_parameters() if p.use_muon} == {"lm_head.weight", "up.weight"}
+
+
+def test_parameters_that_do_not_say_what_they_are_are_refused():
+    with pytest.raises(ValueError, match=r"shapes \[\(2, 3\)\] do not say"):
+        split_groups([nn.Parameter(torch.ones(2, 3))], {})
