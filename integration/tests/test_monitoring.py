@@ -200,6 +200,17 @@ def test_evaluation_counts_in_no_time_and_a_failed_forward_ends_its_own():
     assert engine._watch.last_ms["fwd"] < 300.0
 
 
+def test_a_script_may_make_the_monitors_itself(tmp_path):
+    block = {"enabled": True, "output_path": str(tmp_path), "job_name": "csv"}
+    config = deepspeed.monitor.config.get_monitor_config({**_config(), "csv_monitor": block})
+    master = deepspeed.monitor.monitor.MonitorMaster(config)
+    assert master.enabled
+    master.write_events([("Eval/my loss", 0.5, 3), ("Eval/my loss", 0.25, 6)])
+    assert _csv(tmp_path) == {
+        "Eval_my_loss.csv": [["step", "my loss"], ["3", "0.5"], ["6", "0.25"]]
+    }
+
+
 def test_nothing_watches_unless_it_is_asked_for():
     engine = _train(_config(), steps=1)
     assert engine._watch.observers == []
