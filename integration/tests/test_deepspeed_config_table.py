@@ -20,6 +20,7 @@ from zero_core.config import Config, load_config
 from zero_core.config_rules import UNNEEDED as UNNEEDED_BY_CORE
 from zero_core.errors import ConfigError
 from zero_core.lr_schedules import SCHEDULERS, make_scheduler
+from zero_core.muon import tag_matrices
 from zero_core.optimizer import make_optimizer
 from zero_engine.deepspeed.announcing import describe
 from zero_engine.deepspeed.config import Settings, read
@@ -242,7 +243,9 @@ def _optimizer(name: str) -> torch.optim.Optimizer:
     core = read({**BARE, "optimizer": {"type": name}}).core
     config = load_config(core, world_size=1).optimizer
     assert config is not None
-    return make_optimizer(config, list(torch.nn.Linear(2, 2).parameters()))
+    model = torch.nn.Linear(2, 2)
+    tag_matrices(model.named_parameters())
+    return make_optimizer(config, list(model.parameters()))
 
 
 @pytest.mark.parametrize("row", [pytest.param(row, id=row.name) for row in TYPES["optimizer"]])

@@ -9,7 +9,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import zero_core
 from zero_core import ConfigError
-from zero_core.muon import Muon, tag_matrices
+from zero_core.muon import Muon, split_groups, tag_matrices
 from zero_core.testing import batch, make_model, spawn
 
 STEPS = 4
@@ -168,3 +168,33 @@ def test_marked_parameter_that_is_no_matrix_is_refused():
     model.weight.use_muon = True
     with pytest.raises(ConfigError, match=r"weight of shape .* is no matrix"):
         zero_core.build(model, config_of(0))
+
+
+def test_groups_are_split_and_keep_what_they_set():
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+    tag_matrices(model.named_parameters())
+    weights, biases = [m.weight for m in model], [m.bias for m in model]
+    first, second = [weights[0], biases[0]], [weights[1], biases[1]]
+    given = [{"params": first, "lr": 0.5}, {"params": second, "weight_decay": 0.0}]
+    found = split_groups(given, {"lr": 0.1, "adam_lr": 0.2, "weight_decay": 0.3})
+    kept = [(g["use_muon"], g["lr"], g["weight_decay"], len(g["params"])) for g in found]
+    assert kept == [
+        (True, 0.5, 0.3, 1),
+        (False, 0.5, 0.3, 1),
+        (True, 0.1, 0, 1),
+        (False, 0.2, 0, 1),
+    ]
+
+
+def test_embeddings_and_heads_are_no_matrices_unless_they_say_so():
+    model = nn.ModuleDict(
+        {"embed": nn.Embedding(3, 2), "lm_head": nn.Linear(2, 3), "up": nn.Linear(2, 2)}
+    )
+    model["lm_head"].weight.use_muon = True
+    tag_matrices(model.named_parameters())
+    assert {n for n, p in model.named_parameters() if p.use_muon} == {"lm_head.weight", "up.weight"}
+
+
+def test_parameters_that_do_not_say_what_they_are_are_refused():
+    with pytest.raises(ValueError, match=r"shapes \[\(2, 3\)\] do not say"):
+        split_groups([nn.Parameter(torch.ones(2, 3))], {})

@@ -12,6 +12,7 @@ from torch import nn
 
 import zero_core
 from zero_core.config import OptimizerConfig
+from zero_core.muon import tag_matrices
 from zero_core.optimizer import make_optimizer
 from zero_engine.deepspeed.announcing import announce, apply
 from zero_engine.deepspeed.config import Settings, read
@@ -147,6 +148,8 @@ def _make_optimizer(
         if _are_all(groups, model):
             return None
         named = OptimizerConfig.model_validate(settings.core["optimizer"])
+        if named.type.lower() == "muon":
+            tag_matrices(model.named_parameters())
         optimizer = make_optimizer(named, groups)
     if optimizer is not None:
         _freeze_others(model, optimizer)

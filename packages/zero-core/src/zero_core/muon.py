@@ -183,9 +183,19 @@ def split_groups(params: Sequence[Any], options: Mapping[str, Any]) -> list[dict
     Args:
         params: parameters with the attribute ``use_muon``, or groups of them.
         options: ``optimizer.params``; ``muon_lr`` and ``adam_lr`` win over ``lr``.
+
+    Raises:
+        ValueError: a parameter does not say whether it is a matrix.
     """
     groups = [g for g in params if isinstance(g, dict)]
     loose = [p for p in params if not isinstance(p, dict)]
+    everything = [*loose, *(p for group in groups for p in group["params"])]
+    untold = [tuple(p.shape) for p in everything if not hasattr(p, "use_muon")]
+    if untold:
+        raise ValueError(
+            f"Muon: parameters of shapes {untold[:3]} do not say whether they are matrices: call "
+            "zero_core.muon.tag_matrices(model.named_parameters())"
+        )
     shared = {k: v for k, v in options.items() if k not in ("lr", "muon_lr", "adam_lr")}
     found = []
     for group in [{"params": loose}, *groups]:

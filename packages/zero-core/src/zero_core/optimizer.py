@@ -126,6 +126,8 @@ def make_optimizer(
         if options.get("bias_correction") is False:
             optimizer_class = Adam
             options["decoupled_weight_decay"] = is_adamw
+            if options.get("amsgrad") is False:
+                del options["amsgrad"]
         else:
             options.pop("bias_correction", None)
     if optimizer_class is None:
