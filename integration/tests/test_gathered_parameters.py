@@ -36,9 +36,10 @@ def _before_the_engine(rank: int, world_size: int) -> None:
     from zero_engine.deepspeed.runtime.zero.partition_parameters import is_zero_param
 
     with zero.Init(config_dict_or_path=_config(3)):
-        with zero.Init():  # counts as one
-            model = _model()
         inner = nn.Linear(2, 2)
+        with zero.Init():  # a part of the outer one
+            model = _model()
+        assert not is_zero_param(inner.weight)
     params = [*model.parameters(), *inner.parameters()]
     assert all(map(is_zero_param, params))
     assert len({p.ds_id for p in params}) == len(params)

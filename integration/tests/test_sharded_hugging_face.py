@@ -134,6 +134,7 @@ def _construct(kind: str) -> tuple[Make, Make]:
 
 def _compare(rank: int, world_size: int, folder: str) -> None:
     _serve_deepspeed()
+    import deepspeed
     import transformers as hf
     from transformers.integrations import HfDeepSpeedConfig
     from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
@@ -159,6 +160,9 @@ def _compare(rank: int, world_size: int, folder: str) -> None:
         if name != "load wav2vec2":  # which has no loss
             _check_loss(name, expected[name], engine)
         engine.close()
+    with deepspeed.zero.Init():  # the script's own, around that of transformers
+        model = _flows(Path(folder))["load gpt2"]()
+    _build("load within", expected["load gpt2"], model).close()
     del keep
 
 

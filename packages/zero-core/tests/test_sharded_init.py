@@ -77,11 +77,11 @@ def _check_built(model: nn.Module, expected: nn.Module) -> None:
 def _read(rank: int, world_size: int) -> None:
     expected = _make()
     generator_state = torch.get_rng_state()
-    with sharded_init() as parked:
+    with sharded_init() as made:
         model = _make(seed=0 if rank == 0 else 100 + rank)  # rank 0's values count
     if rank == 0:
         assert torch.equal(torch.get_rng_state(), generator_state)
-    assert sorted(map(id, parked)) == sorted(map(id, model.parameters()))
+    assert sorted(map(id, made.params)) == sorted(map(id, model.parameters()))
     assert model.head.weight is model.embed.weight
     assert [p.shape for p in model.parameters()] == [p.shape for p in expected.parameters()]
     assert all(p.isnan().all() for p in model.parameters() if p.is_floating_point())
