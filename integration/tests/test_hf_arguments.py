@@ -95,6 +95,11 @@ def test_all_differences_from_the_arguments_are_told(tmp_path: Path) -> None:
         assert text in str(caught.value)
 
 
+def test_scheduler_without_a_name_is_refused_at_once(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"scheduler = .*Field required"):
+        fill_config({"scheduler": {"params": {}}}, _arguments(tmp_path))
+
+
 @pytest.mark.parametrize(
     ("mine", "theirs", "own"),
     [
