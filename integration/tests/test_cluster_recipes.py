@@ -16,8 +16,9 @@ TEXT = (ROOT / "docs" / "clusters.md").read_text(encoding="utf-8")
 
 # A node is a process of its own, with the number that SLURM gives it. One that fails ends the job.
 SRUN = """#!/bin/bash
-[ "$1" = --kill-on-bad-exit=1 ] && shift
+while [[ $1 == --* ]]; do shift; done  # its own options
 pids=()
+echo "srun starts $SLURM_JOB_NUM_NODES tasks" >&2
 for ((node = 0; node < SLURM_JOB_NUM_NODES; node++)); do
     SLURM_NODEID=$node "$@" & pids+=($!)
 done
@@ -26,30 +27,7 @@ for pid in "${pids[@]}"; do wait "$pid" || exit 1; done
 SCONTROL = """#!/bin/bash
 [ "$1 $2 $3" = "show hostnames node[1-2]" ] && printf '127.0.0.1\\n127.0.0.1\\n'
 """
-PROGRAM = """
-import os
-import sys
-import torch, torch.distributed as dist, zero_core
-dist.init_process_group("gloo")
-assert sys.argv[1:] == ["--steps", "3"], sys.argv
-config = {
-    "train_micro_batch_size_per_gpu": 4,
-    "optimizer": {"type": "AdamW", "params": {"lr": 0.1}},
-    "zero_optimization": {"stage": 3},
-}
-engine = zero_core.build(torch.nn.Sequential(torch.nn.Linear(5, 5), torch.nn.Linear(5, 1)), config)
-torch.manual_seed(dist.get_rank())
-x = torch.randn(4, 5)
-losses = []
-for _ in range(3):
-    loss = engine(x).square().mean()
-    engine.backward(loss)
-    engine.step()
-    losses.append(loss.item())
-assert losses[-1] < losses[0], losses
-print(f"rank {engine.rank} of {engine.world_size} on node {os.environ['GROUP_RANK']}", flush=True)
-dist.destroy_process_group()
-"""
+EXAMPLE = ROOT / "integration" / "examples" / "fsdp2_quantized.py"
 
 
 def _sbatch_script() -> str:
@@ -67,7 +45,6 @@ def test_slurm_script_trains_on_two_nodes(tmp_path: Path) -> None:
     for name, text in (("srun", SRUN), ("scontrol", SCONTROL), ("torchrun", torchrun)):
         _executable(tmp_path / name, text)
     _executable(tmp_path / "job.sh", _sbatch_script())
-    (tmp_path / "train.py").write_text(PROGRAM, encoding="utf-8")
     environment = {
         **os.environ,
         "PATH": f"{tmp_path}:{os.environ['PATH']}",
@@ -79,7 +56,7 @@ def test_slurm_script_trains_on_two_nodes(tmp_path: Path) -> None:
         "GLOO_SOCKET_IFNAME": "lo",
     }
     done = subprocess.run(
-        [tmp_path / "job.sh", "train.py", "--steps", "3"],
+        [tmp_path / "job.sh", EXAMPLE],
         cwd=tmp_path,
         env=environment,
         capture_output=True,
@@ -88,9 +65,8 @@ def test_slurm_script_trains_on_two_nodes(tmp_path: Path) -> None:
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    # The rendezvous numbers the nodes, and a rank has the number of its node here.
-    lines = [f"rank {rank} of 2 on node {rank}" for rank in range(2)]
-    assert sorted(done.stdout.splitlines()) == lines
+    assert "srun starts 2 tasks" in done.stderr
+    assert re.fullmatch(r"loss [\d.]+ -> [\d.]+\n", done.stdout)  # of rank 0 alone
 
 
 def test_torchrun_recipe_has_the_options_of_the_slurm_script() -> None:
