@@ -16,7 +16,7 @@ from torch import nn
 from zero_core.testing import spawn
 from zero_engine import deepspeed
 
-SCRIPT = Path(__file__).parent / "scripts" / "accelerator_by_plugin.py"
+SCRIPT = Path(__file__).parent / "scripts" / "accelerate_loop.py"
 ACCUMULATION, MICRO, LR = 2, 2, 0.05
 
 
