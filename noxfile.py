@@ -192,7 +192,7 @@ def matrix(session: nox.Session, torch: str) -> None:
     The CUDA version is that of the release's wheels. Without a GPU the same tests run on the CPU:
     that column is what CI runs, with the release in constraints.txt.
     """
-    session.install(*PIP_FLAGS, f"torch=={torch}", *EVERYTHING, "./integration", *TEST_TOOLS)
+    session.install(*PIP_FLAGS, f"torch=={torch}", *EVERYTHING, "./integration[test]", *TEST_TOOLS)
     run_integration_tests(session)
     for package in PACKAGES:
         run_package_tests(session, package)
