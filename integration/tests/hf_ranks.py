@@ -28,6 +28,7 @@ from transformers import (
     TrainingArguments,
 )
 
+from zero_core.early import updates_in_backward
 from zero_engine.hf import ZeroSeq2SeqTrainer, ZeroTrainer
 
 VOCAB = 61
@@ -124,7 +125,7 @@ def train_all(rank: int, folder: str) -> None:
     found: dict[str, Any] = {}
     plain = Trainer(model=gpt2(), args=arguments(folder), train_dataset=rows(20))
     plain.train()
-    values = plain.model.state_dict()
+    values = {name: value.clone() for name, value in plain.model.state_dict().items()}
     found["plain"] = history(plain)
     for zero in STAGES:
         ends = StepEnds()
@@ -148,7 +149,12 @@ def train_all(rank: int, folder: str) -> None:
         torch.distributed.barrier()
         saved = GPT2LMHeadModel.from_pretrained(f"{folder}/{zero}").state_dict()
         assert all(torch.equal(saved[name], value) for name, value in full.items())
-        found[zero] = {"history": history(trainer), "gap": gap, "counts": ends.counts}
+        found[zero] = {"history": history(trainer), "gap": gap, "counts": dict(ends.counts)}
+        if zero == "stage3":
+            plain.train()
+            trainer.train()
+            found["twice"] = {"plain": history(plain), "zero": history(trainer)}
+    found["unclipped"] = _unclipped(folder)
     for precision in ("bf16", "fp16"):
         args = arguments(f"{folder}/low", **{precision: True})
         low = ZeroTrainer(model=gpt2(), args=args, train_dataset=rows(20), zero="stage2")
@@ -158,6 +164,20 @@ def train_all(rank: int, folder: str) -> None:
             "dtype": str(next(low.model.parameters()).dtype),
         }
     write(folder, rank, found)
+
+
+def _unclipped(folder: str) -> dict[str, Any]:
+    """Nothing calls a step off: the engine updates on the host while backward goes on."""
+    args = arguments(folder, max_grad_norm=0.0)
+    plain = Trainer(model=gpt2(), args=args, train_dataset=rows(20))
+    offload = {"stage": 2, "offload_optimizer": {"device": "cpu"}}
+    zero = {"check_grad_overflow": False, "zero_optimization": offload}
+    trainer = ZeroTrainer(model=gpt2(), args=args, train_dataset=rows(20), zero=zero)
+    for one in (plain, trainer):
+        one.train()
+    assert trainer.engine is not None
+    assert updates_in_backward(trainer.engine.config)
+    return {"plain": history(plain), "zero": history(trainer)}
 
 
 def resume(rank: int, world_size: int, folder: str) -> None:
@@ -213,9 +233,10 @@ def generate(rank: int, folder: str) -> None:
 def adapt(rank: int, folder: str) -> None:
     """LoRA, with the best checkpoint loaded at the end, and saved; beside the plain Trainer."""
     found = {}
-    for name, kind, further in (
-        ("plain", Trainer, {}),
-        ("zero", ZeroTrainer, {"zero": "stage3"}),
+    for name, kind, further, is_alone in (
+        ("plain", Trainer, {}, False),
+        ("zero", ZeroTrainer, {"zero": "stage3"}, False),
+        ("weights alone", ZeroTrainer, {"zero": "stage3"}, True),
     ):
         lora = peft.LoraConfig(r=4, target_modules=["c_attn"], fan_in_fan_out=True)
         place = f"{folder}/{name}"
@@ -229,6 +250,7 @@ def adapt(rank: int, folder: str) -> None:
                 eval_steps=1,
                 save_strategy="steps",
                 save_steps=1,
+                save_only_model=is_alone,
                 load_best_model_at_end=True,
             ),
             train_dataset=rows(12),
@@ -244,9 +266,9 @@ def adapt(rank: int, folder: str) -> None:
             "loaded": trainer.evaluate()["eval_loss"],
         }
     torch.distributed.barrier()
-    plain, zero = (
-        load_file(f"{folder}/{n}/final/adapter_model.safetensors") for n in ("plain", "zero")
-    )
-    assert plain.keys() == zero.keys()
-    found["gap"] = max((zero[key] - plain[key]).abs().max().item() for key in plain)
+    saved = {name: load_file(f"{folder}/{name}/final/adapter_model.safetensors") for name in found}
+    for name, adapter in saved.items():
+        assert adapter.keys() == saved["plain"].keys()
+        gaps = [(adapter[key] - value).abs().max() for key, value in saved["plain"].items()]
+        found[name]["gap"] = max(gaps).item()
     write(folder, rank, found)

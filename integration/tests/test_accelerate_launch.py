@@ -13,7 +13,7 @@ from conftest import run_program
 from torch import nn
 from torch.utils.data import DataLoader
 
-SCRIPT = Path(__file__).parent / "scripts" / "accelerate_loop.py"
+SCRIPT = Path(__file__).parent / "scripts" / "launched_loop.py"
 LAUNCH = """
 compute_environment: LOCAL_MACHINE
 distributed_type: DEEPSPEED
@@ -34,7 +34,7 @@ use_cpu: false
 
 
 def _script() -> Any:
-    spec = importlib.util.spec_from_file_location("accelerate_loop", SCRIPT)
+    spec = importlib.util.spec_from_file_location("launched_loop", SCRIPT)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)

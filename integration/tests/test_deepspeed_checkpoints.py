@@ -250,6 +250,18 @@ def test_whole_model_in_the_compute_dtype_is_gathered_on_rank_0(tmp_path: Path) 
     spawn(_consolidate, 2, str(tmp_path))
 
 
+def _give(rank: int, world_size: int) -> None:
+    engine, other = _engine(3, seed=rank), _Model(7)
+    engine.load_module_state_dict({"module": other.state_dict()})
+    found = engine.core.full_state_dict()
+    assert all(torch.equal(found[name], value) for name, value in other.state_dict().items())
+    engine.destroy()
+
+
+def test_state_dict_of_a_whole_model_can_be_given_to_the_engine() -> None:
+    spawn(_give, 2)
+
+
 def test_stage_3_model_is_not_gathered_unless_it_is_asked_for(tmp_path: Path) -> None:
     engine = _engine(3)
     assert engine.save_16bit_model(tmp_path) is False
@@ -274,9 +286,9 @@ def test_fp32_state_dict_of_a_checkpoint_is_read_without_ranks(tmp_path: Path) -
 
 def test_fp32_program_writes_files_of_the_size_asked_for(tmp_path: Path) -> None:
     expected = _saved(tmp_path / "saved")
-    program = [sys.executable, "-m", "zero_engine.deepspeed.utils.zero_to_fp32"]
     folders = [str(tmp_path / "saved"), str(tmp_path / "out")]
-    subprocess.run([*program, *folders, "--safe_serialization"], check=True, timeout=150)
+    program = [sys.executable, "zero_to_fp32.py", ".", folders[1], "--safe_serialization"]
+    subprocess.run(program, check=True, timeout=150, cwd=folders[0])
     whole = load_file(tmp_path / "out" / "model.safetensors")
     zero_to_fp32.convert_zero_checkpoint_to_state_dict(
         *folders, max_shard_size=80, safe_serialization=True, dtype="bfloat16"

@@ -84,7 +84,7 @@ def _by_declaration(engine: Any, micro: int, accumulation: int) -> bool:
 
 
 def _compare(rank: int, world_size: int) -> None:
-    for dtype, stage in itertools.product(("fp32", "bf16"), (0, 1, 2, 3)):
+    for dtype, stage in (("fp32", 0), ("fp32", 1), ("fp32", 2), ("fp32", 3), ("bf16", 3)):
         case = Case(stage, dtype, accumulation=2, clipping=DEFAULT_CLIPPING)
         expected = run_ddp(case, rank, STEPS)
         for is_ready in (_by_count, _by_declaration):
@@ -169,6 +169,7 @@ def test_step_may_have_fewer_micro_steps_when_the_boundary_is_declared() -> None
 # ------------------------------------------------------------ optimizer and scheduler
 
 
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")  # the loader's workers
 def test_returns_engine_optimizer_loader_and_scheduler() -> None:
     data = TensorDataset(torch.arange(12.0).view(4, 3))
     config = _config(scheduler={"type": "WarmupLR", "params": {"warmup_num_steps": 4}})
@@ -194,6 +195,7 @@ def test_callables_make_optimizer_and_scheduler() -> None:
         rates.append(engine.get_lr())
     assert rates == [[1.0], [0.5], [0.25], [0.125]]
     assert type(engine.basic_optimizer) is torch.optim.SGD
+    assert engine.optimizer_name() == "function"  # DeepSpeed's answer, too
     engine.destroy()
 
 
@@ -260,7 +262,7 @@ def test_facts_of_the_configuration_are_methods() -> None:
     assert engine.zero_optimization_stage() == 3
     assert engine.zero_optimization_partition_weights()
     assert engine.zero_gather_16bit_weights_on_model_save()
-    assert engine.optimizer_name() == "AdamW"
+    assert engine.optimizer_name() == "adamw"
     assert engine.gradient_clipping() == DEFAULT_CLIPPING
     assert not engine.fp16_enabled()
     assert engine.config is config

@@ -7,11 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from accelerate import Accelerator
+from accelerate.optimizer import AcceleratedOptimizer
 from hf_ranks import gpt2, rows
-from transformers import Trainer, TrainingArguments
+from transformers import Seq2SeqTrainer, Trainer, TrainingArguments
 
 from zero_core import ConfigError, load_config
-from zero_engine.hf import PRESETS, ZeroTrainer
+from zero_engine.hf import PRESETS, ZeroSeq2SeqTrainer, ZeroTrainer
+from zero_engine.hf.accelerator import ZeroAccelerator, ZeroOptimizer
 from zero_engine.hf.arguments import fill_config, fill_schedule
 from zero_engine.hf.presets import read_zero
 
@@ -90,6 +93,27 @@ def test_all_differences_from_the_arguments_are_told(tmp_path: Path) -> None:
         fill_config(given, _arguments(tmp_path))
     for text in ("size_per_gpu = 4, TrainingArguments: 8", "bf16.enabled", "optimizer.params.lr"):
         assert text in str(caught.value)
+
+
+def test_scheduler_without_a_name_is_refused_at_once(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"scheduler = .*Field required"):
+        fill_config({"scheduler": {"params": {}}}, _arguments(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("mine", "theirs", "own"),
+    [
+        (ZeroTrainer, Trainer, {"_start_engine", "_check_device", "_writable"}),
+        (ZeroSeq2SeqTrainer, Seq2SeqTrainer, set()),
+        (ZeroAccelerator, Accelerator, {"adopt", "_engine"}),
+        (ZeroOptimizer, AcceleratedOptimizer, set()),
+    ],
+)
+def test_what_is_overridden_is_there_to_override(mine: type, theirs: type, own: set[str]) -> None:
+    """Of a release that calls it by another name, the override would never run."""
+    names = {n for n, v in vars(mine).items() if callable(v) or isinstance(v, property)} - own
+    assert names - {"__init__"}
+    assert {name for name in names if not hasattr(theirs, name)} == set()
 
 
 @pytest.mark.parametrize("name", ["bf16_full_eval", "torch_compile"])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import logging
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -132,3 +134,12 @@ def _adds_up(rank: int, world_size: int) -> None:
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_declared_micro_steps_add_up_where_none_are_configured(world_size):
     spawn(_adds_up, world_size)
+
+
+def test_without_a_kernel_torch_computes_an_object_and_the_log_says_so(monkeypatch, caplog):
+    module = importlib.import_module("zero_core.build")  # not the function of that name
+    monkeypatch.setattr(module, "has_part", lambda group, name: False)
+    with caplog.at_level(logging.INFO, "zero_core"):
+        engine = _of_object(_adamw(torch.optim.AdamW), 1, "fp32")
+    assert _steppers(engine) == {TorchStepper}
+    assert "'cpu' with an object of AdamW: torch's own update runs on the host" in caplog.text

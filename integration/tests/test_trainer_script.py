@@ -23,8 +23,9 @@ SCRIPT = Path(__file__).parent / "scripts" / "run_lm.py"
 # 44 samples are 11 micro-batches of 4: the last accumulation of an epoch has two, not three. The
 # best model is that of the middle, the one with the greater loss, so that reloading it shows.
 COMMON = (
-    *("--do_train", "--num_train_epochs=2", "--train_samples=44", "--gradient_accumulation_steps=3"),
-    *("--max_grad_norm=0.5", "--learning_rate=5e-3", "--warmup_steps=2", "--weight_decay=0.01"),
+    *("--do_train", "--num_train_epochs=2", "--train_samples=44", "--max_grad_norm=0.5"),
+    *("--gradient_accumulation_steps=3", "--learning_rate=5e-3", "--warmup_steps=2"),
+    "--weight_decay=0.01",
     *("--logging_steps=1", "--eval_strategy=steps", "--eval_steps=4", "--save_strategy=steps"),
     *("--save_steps=4", "--load_best_model_at_end", "--metric_for_best_model=eval_loss"),
     *("--greater_is_better=true", "--report_to=none", "--disable_tqdm=true"),

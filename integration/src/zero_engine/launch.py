@@ -87,4 +87,4 @@ def launch(arguments: Sequence[str], *, num_ranks: int) -> int:
     for name, value in rank_environment(num_ranks).items():
         os.environ.setdefault(name, value)
     command = ["--standalone", f"--nproc-per-node={num_ranks}", "-m", "zero_engine", *arguments]
-    return run_ranks(parse_args(command))
+    return run_ranks(parse_args(command))  # type: ignore[no-untyped-call]

@@ -26,6 +26,7 @@ from transformers.trainer_utils import get_last_checkpoint
 
 VOCABULARY, LENGTH = 64, 16
 
+
 @dataclass
 class ModelArguments:
     """What to train."""

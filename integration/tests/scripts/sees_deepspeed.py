@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.metadata
 import importlib.util
 import json
@@ -22,10 +23,11 @@ import deepspeed  # noqa: E402
 import deepspeed.accelerator  # noqa: E402
 import deepspeed.comm.comm  # noqa: E402
 import deepspeed.moe.layer  # noqa: E402
-import zero_engine.deepspeed  # noqa: E402
-import zero_engine.deepspeed.comm.comm  # noqa: E402
 from deepspeed import comm as dist  # noqa: E402
 from deepspeed.pipe import LayerSpec, PipelineModule  # noqa: E402
+
+import zero_engine.deepspeed  # noqa: E402
+import zero_engine.deepspeed.comm.comm  # noqa: E402
 
 
 def error_of(action):
@@ -37,7 +39,7 @@ def error_of(action):
 
 
 def imports_nonsense():
-    import deepspeed.nonsense
+    importlib.import_module("deepspeed.nonsense")
 
 
 found |= {
@@ -70,6 +72,13 @@ if os.environ.get("WORLD_SIZE", "1") != "1":
     parts = torch.empty(2)
     dist.all_gather_into_tensor(parts, tensor=torch.full((1,), float(dist.get_rank())))
     assert parts.tolist() == [0.0, 1.0]
+    part = torch.empty(1)
+    dist.reduce_scatter_tensor(part, tensor=torch.tensor([1.0, 2.0]))
+    assert part.item() == 2.0 * (1 + dist.get_rank())
+    works = dist.all_reduce_coalesced([total, parts], async_op=True)
+    works.wait()
+    assert total.tolist() == [4.0, 4.0]
+    assert parts.tolist() == [0.0, 2.0]
     assert dist.get_all_ranks_from_group() == [0, 1]
     assert deepspeed.accelerator.get_accelerator().device_count() >= 1
     dist.barrier()

@@ -8,7 +8,7 @@ from pathlib import Path
 
 def test_the_examples_of_the_readme_run() -> None:
     text = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
-    training, accumulation, freezing, deferred, pretrained = re.findall(
+    training, accumulation, freezing, deferred, sharded, pretrained = re.findall(
         r"```python\n(.*?)```", text, flags=re.DOTALL
     )
     names: dict[str, object] = {}
@@ -16,6 +16,6 @@ def test_the_examples_of_the_readme_run() -> None:
         exec(compile(block, "README.md", "exec"), names)
         assert names["engine"].global_steps == 1
     assert all(p.requires_grad for p in names["model"].parameters())
-    for block in (deferred, pretrained):
+    for block in (deferred, sharded, pretrained):
         exec(compile(block, "README.md", "exec"), names)
         assert not any(p.is_meta for p in names["model"].parameters())

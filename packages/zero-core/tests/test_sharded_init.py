@@ -77,11 +77,11 @@ def _check_built(model: nn.Module, expected: nn.Module) -> None:
 def _read(rank: int, world_size: int) -> None:
     expected = _make()
     generator_state = torch.get_rng_state()
-    with sharded_init() as parked:
+    with sharded_init() as made:
         model = _make(seed=0 if rank == 0 else 100 + rank)  # rank 0's values count
     if rank == 0:
         assert torch.equal(torch.get_rng_state(), generator_state)
-    assert sorted(map(id, parked)) == sorted(map(id, model.parameters()))
+    assert sorted(map(id, made.params)) == sorted(map(id, model.parameters()))
     assert model.head.weight is model.embed.weight
     assert [p.shape for p in model.parameters()] == [p.shape for p in expected.parameters()]
     assert all(p.isnan().all() for p in model.parameters() if p.is_floating_point())
@@ -137,6 +137,22 @@ def _convert(rank: int, world_size: int) -> None:
         _check_values(model, _make().bfloat16())
 
 
+def _copy(rank: int, world_size: int) -> None:
+    model, expected = _make_sharded(), _make()
+    with unparked([model.blocks[0].weight]):  # one in parts, the others recorded
+        pass
+    copied = copy.deepcopy(model)
+    assert all(map(is_parked, copied.parameters()))
+    assert copied.head.weight is copied.embed.weight is not model.embed.weight
+    with unparked(set(copied.parameters()), modifier_rank=0):  # in an order of the rank's own
+        for param in copied.parameters():
+            param.data.zero_()
+    with unparked(model.parameters()):
+        _check_values(model, expected)
+    with unparked(copied.parameters()):
+        assert not any(p.any() for p in copied.parameters())
+
+
 def _mix(rank: int, world_size: int) -> None:
     """Sharded parameters beside ordinary ones in one unit; some replaced or taken away again."""
     model, expected = _make_sharded(), _make()
@@ -150,6 +166,33 @@ def _mix(rank: int, world_size: int) -> None:
         )
         each.head.weight = nn.Parameter(torch.randn(11, 5))
     _check_built(model, expected)
+
+
+def _train(rank: int, world_size: int) -> None:
+    """With an optimizer that fills its state when it is made."""
+    model, expected = _make_sharded().float(), _make().float()
+    model.codes.requires_grad_(False)
+    optimizers = [
+        torch.optim.Adagrad(
+            [p for p in m.parameters() if p.requires_grad], lr=0.1, initial_accumulator_value=0.5
+        )
+        for m in (model, expected)
+    ]
+    for state in optimizers[0].state.values():
+        assert state["sum"].untyped_storage().nbytes() <= 4, "it takes no memory"
+    config = {k: v for k, v in CONFIG.items() if k != "optimizer"}
+    engine = zero_core.build(model, config, optimizer=optimizers[0])
+    batch = torch.tensor([[1, 4], [3, 3], [10, 0]])[:, 0]
+    for _ in range(2):
+        loss = engine(batch)
+        engine.backward(loss)
+        engine.step()
+        wanted = expected(batch)
+        wanted.backward()
+        optimizers[1].step()
+        optimizers[1].zero_grad()
+        torch.testing.assert_close(loss, wanted)
+    engine.close()
 
 
 def _shard_existing(rank: int, world_size: int) -> None:
@@ -181,7 +224,6 @@ def _refuse(rank: int, world_size: int) -> None:
         weight.data = torch.zeros(5, 5)
 
     actions: list[Callable[[], object]] = [
-        lambda: copy.deepcopy(model),
         lambda: pickle.dumps(weight),
         lambda: nn.init.normal_(weight),
         lambda: weight.detach().normal_(),
@@ -191,7 +233,7 @@ def _refuse(rank: int, world_size: int) -> None:
         assign,
     ]
     for number, action in enumerate(actions):
-        expected = "single memory location" if number == 3 else "while it is sharded"
+        expected = "single memory location" if number == 2 else "while it is sharded"
         with torch.no_grad(), pytest.raises(RuntimeError, match=expected):
             action()
     unknown = pytest.raises(ValueError, match=f"expected a rank below {world_size}")
@@ -223,7 +265,7 @@ def test_parameters_sharded_from_the_start(world_size: int) -> None:
 
 
 def _all_of_it(rank: int, world_size: int) -> None:
-    for check in (_read, _change, _convert, _mix, _shard_existing, _refuse):
+    for check in (_read, _change, _convert, _copy, _mix, _train, _shard_existing, _refuse):
         check(rank, world_size)
     if world_size > 1:
         _disagree(rank, world_size)

@@ -6,20 +6,32 @@ Submodules lie where they lie there. What isn't served raises `NotServedError` a
 
 from __future__ import annotations
 
-from zero_engine.deepspeed import accelerator, checkpoint, checkpointing, comm, ops, runtime, utils
+from zero_engine.deepspeed import (
+    accelerator,
+    checkpoint,
+    checkpointing,
+    comm,
+    monitor,
+    ops,
+    runtime,
+    utils,
+)
 from zero_engine.deepspeed.accelerator import get_accelerator
 from zero_engine.deepspeed.arguments import add_config_arguments
 from zero_engine.deepspeed.construction import initialize
 from zero_engine.deepspeed.distributed import init_distributed
 from zero_engine.deepspeed.engine import DeepSpeedEngine
-from zero_engine.deepspeed.errors import NotServedError
+from zero_engine.deepspeed.errors import NotServedError, Unserved
 from zero_engine.deepspeed.optimizer import DeepSpeedOptimizer
 from zero_engine.deepspeed.runtime import zero
+from zero_engine.deepspeed.runtime.config import DeepSpeedConfigError
 from zero_engine.deepspeed.runtime.dataloader import DeepSpeedDataLoader
 from zero_engine.deepspeed.utils import OnDevice, log_dist, logger
 from zero_engine.script.refusal import refused_name
 
 __all__ = [
+    "DeepSpeedConfig",
+    "DeepSpeedConfigError",
     "DeepSpeedDataLoader",
     "DeepSpeedEngine",
     "DeepSpeedHybridEngine",
@@ -45,6 +57,7 @@ __all__ = [
     "initialize",
     "log_dist",
     "logger",
+    "monitor",
     "ops",
     "replace_transformer_layer",
     "runtime",
@@ -74,3 +87,4 @@ set_autotp_mode = refused_name("set_autotp_mode")
 DeepSpeedHybridEngine = refused_name("DeepSpeedHybridEngine")
 DeepSpeedTransformerLayer = refused_name("DeepSpeedTransformerLayer")
 DeepSpeedTransformerConfig = refused_name("DeepSpeedTransformerConfig")
+DeepSpeedConfig = Unserved("DeepSpeedConfig", "read the JSON file, or ask the engine's methods")

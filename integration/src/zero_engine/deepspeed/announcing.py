@@ -58,7 +58,8 @@ def describe(settings: Settings, config: Config, world_size: int) -> str:
 
 
 def _differences(settings: Settings, config: Config) -> Iterator[tuple[str, object]]:
-    yield from (pair for pair in _changed(config, "") if pair[0] not in _BATCH)
+    idle = {path for path, _, _ in find_unneeded(settings.core, config)}
+    yield from (pair for pair in _changed(config, "") if pair[0] not in {*_BATCH, *idle})
     own = {
         **{k: getattr(settings.monitors, k) for k in ("tensorboard", "csv_monitor", "wandb")},
         "comet": settings.monitors.comet,

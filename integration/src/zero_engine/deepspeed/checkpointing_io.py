@@ -7,30 +7,169 @@ number of ranks. Nothing is pickled, so a client state must be JSON.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from zero_core import CheckpointError
 from zero_core.checkpoint_files import find, read_manifest
+from zero_engine.deepspeed.errors import NotServedError
+from zero_engine.deepspeed.facts import Facts
 
-if TYPE_CHECKING:
-    from zero_engine.deepspeed.engine import DeepSpeedEngine
-
-__all__ = ["consolidated", "load", "save", "save_16bit_model"]
+__all__ = ["Checkpoints", "check_json"]
 
 _log = logging.getLogger(__name__)
 _OWN = "zero_engine.deepspeed"
 """Key of the client state under which the DeepSpeed engine's own counters are kept."""
+_SCRIPT = '''"""Writes a checkpoint's model in fp32: python zero_to_fp32.py . OUTPUT_DIR"""
+
+from zero_engine.deepspeed.utils.zero_to_fp32 import main
+
+main()
+'''
+"""Laid beside the checkpoints, as DeepSpeed does."""
 
 
-def save(
-    engine: DeepSpeedEngine,
+class Checkpoints(Facts):
+    """What is saved and loaded; a base of the engine.
+
+    Attributes:
+        module: the model itself.
+        global_samples: samples of all steps so far.
+    """
+
+    module: nn.Module
+    global_samples: int
+
+    def save_checkpoint(
+        self,
+        save_dir: str | Path,
+        tag: Any = None,
+        client_state: Mapping[str, Any] | None = None,
+        save_latest: bool = True,
+        exclude_frozen_parameters: bool = False,
+    ) -> bool:
+        """Write everything needed to go on, as ``save_dir/global_step{N}`` unless ``tag`` is given.
+
+        Every rank must call it. ``client_state`` must be JSON.
+        """
+        return _save(
+            self,
+            save_dir,
+            tag,
+            client_state or {},
+            save_latest=save_latest,
+            exclude_frozen=exclude_frozen_parameters,
+        )
+
+    def load_checkpoint(
+        self,
+        load_dir: str | Path,
+        tag: Any = None,
+        load_module_strict: bool = True,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+        load_module_only: bool = False,
+        custom_load_fn: Callable[..., Any] | None = None,
+    ) -> tuple[str | None, dict[str, Any] | None]:
+        """Restore a checkpoint; its folder and the client state, or (None, None) without one.
+
+        Every rank must call it.
+
+        Args:
+            load_dir: what `save_checkpoint` was given.
+            tag: of the checkpoint; None is the newest.
+            load_module_strict: False lets frozen parameters keep their values where the checkpoint
+                was saved without them.
+            load_optimizer_states: False leaves the optimizer's state and groups alone.
+            load_lr_scheduler_states: False leaves the scheduler alone.
+            load_module_only: True loads parameters and buffers alone.
+            custom_load_fn: not served.
+
+        Raises:
+            CheckpointError: there is none of that tag, or it does not fit the model.
+            CheckpointCorruptError: its bytes are not what was written.
+        """
+        if custom_load_fn is not None:
+            raise NotServedError("load_checkpoint(custom_load_fn=...)")
+        return _load(
+            self,
+            load_dir,
+            tag,
+            is_strict=load_module_strict,
+            with_optimizer=load_optimizer_states and not load_module_only,
+            with_scheduler=load_lr_scheduler_states and not load_module_only,
+            with_progress=not load_module_only,
+        )
+
+    def save_16bit_model(
+        self,
+        save_dir: str | Path,
+        save_filename: str = "pytorch_model.bin",
+        exclude_frozen_parameters: bool = False,
+    ) -> bool:
+        """Write the whole model, in the compute dtype, as one file; whether it was done.
+
+        Every rank must call it. A name that ends in ``.safetensors`` gets that format, any other
+        one torch's, of tensors alone: read it by ``torch.load(..., weights_only=True)``. At stage 3
+        nothing is written unless ``stage3_gather_16bit_weights_on_model_save`` is true, as in
+        DeepSpeed.
+        """
+        return _save_16bit_model(
+            self, Path(save_dir), save_filename, exclude_frozen=exclude_frozen_parameters
+        )
+
+    save_fp16_model = save_16bit_model
+
+    def _zero3_consolidated_16bit_state_dict(
+        self, exclude_frozen_parameters: bool = False
+    ) -> dict[str, Tensor] | None:
+        """The whole state dict on the CPU on rank 0, None elsewhere; every rank must call it."""
+        return _consolidated(self, exclude_frozen=exclude_frozen_parameters)
+
+    _consolidated_16bit_state_dict = _zero3_consolidated_16bit_state_dict
+
+    def module_state_dict(
+        self,
+        destination: Any = None,
+        prefix: str = "",
+        keep_vars: bool = False,
+        exclude_frozen_parameters: bool = False,
+    ) -> dict[str, Any]:
+        """The model's own ``state_dict``; at stage 3 gather it first."""
+        state: dict[str, Any] = self.module.state_dict(
+            destination=destination, prefix=prefix, keep_vars=keep_vars
+        )
+        if exclude_frozen_parameters:
+            for name, param in self.module.named_parameters():
+                if not param.requires_grad:
+                    state.pop(prefix + name, None)
+        return state
+
+    def load_module_state_dict(
+        self,
+        checkpoint: Mapping[str, Any],
+        strict: bool = True,
+        custom_load_fn: Callable[..., Any] | None = None,
+        fetch_z3_params: bool = False,
+    ) -> None:
+        """Give the model the state dict ``checkpoint["module"]`` of rank 0.
+
+        Every rank must call it. It takes the memory of the whole model.
+        """
+        if custom_load_fn is not None:
+            raise NotServedError("load_module_state_dict(custom_load_fn=...)")
+        with self.core.gathered(modifier_rank=0) as module:
+            module.load_state_dict(checkpoint["module"], strict=strict)
+
+
+def _save(
+    engine: Checkpoints,
     directory: str | Path,
     tag: Any,
     client_state: Mapping[str, Any],
@@ -38,7 +177,7 @@ def save(
     save_latest: bool = True,
     exclude_frozen: bool = False,
 ) -> bool:
-    """See `DeepSpeedEngine.save_checkpoint`.
+    """See `Checkpoints.save_checkpoint`; a program ``zero_to_fp32.py`` is laid beside it.
 
     Raises:
         ValueError: ``directory`` is empty.
@@ -47,18 +186,22 @@ def save(
     if not str(directory):
         raise ValueError("save_checkpoint() needs a directory, found ''")
     check_json(client_state, "client_state")
+    name = f"global_step{engine.global_steps}" if tag is None else str(tag)
+    _check_tag(engine, name)
     engine.core.save_checkpoint(
         directory,
-        f"global_step{engine.global_steps}" if tag is None else str(tag),
+        name,
         {**client_state, _OWN: {"global_samples": engine.global_samples}},
         has_frozen=not exclude_frozen,
         is_latest=save_latest,
     )
+    if engine.core.rank == 0:
+        Path(directory, "zero_to_fp32.py").write_text(_SCRIPT, encoding="utf-8")
     return True
 
 
-def load(
-    engine: DeepSpeedEngine,
+def _load(
+    engine: Checkpoints,
     directory: str | Path,
     tag: Any,
     *,
@@ -67,7 +210,7 @@ def load(
     with_scheduler: bool = True,
     with_progress: bool = True,
 ) -> tuple[str | None, dict[str, Any] | None]:
-    """See `DeepSpeedEngine.load_checkpoint`.
+    """See `Checkpoints.load_checkpoint`.
 
     Without ``is_strict`` frozen parameters that the checkpoint doesn't hold keep their values.
     """
@@ -91,6 +234,20 @@ def load(
         engine.global_samples = own.get("global_samples", samples)
     engine.core.publish()
     return str(place), client_state
+
+
+def _check_tag(engine: Checkpoints, tag: str) -> None:
+    """As ``checkpoint.tag_validation`` says; rank 0's tag is the one that is used."""
+    validation = engine.settings.tag_validation
+    if validation == "IGNORE" or engine.world_size == 1:
+        return
+    tags: list[Any] = [None] * engine.world_size
+    dist.all_gather_object(tags, tag)
+    if len(set(tags)) > 1:
+        text = f"the ranks save a checkpoint under different tags: {tags}; pass the same to all"
+        if validation == "FAIL":
+            raise CheckpointError(text)
+        _log.warning("%s", text)
 
 
 def _has_frozen(directory: Path, tag: Any) -> bool:
@@ -119,9 +276,7 @@ def check_json(value: Any, path: str) -> None:
         )
 
 
-def consolidated(
-    engine: DeepSpeedEngine, *, exclude_frozen: bool = False
-) -> dict[str, Tensor] | None:
+def _consolidated(engine: Checkpoints, *, exclude_frozen: bool = False) -> dict[str, Tensor] | None:
     """The whole model in the compute dtype, on the CPU on rank 0; None elsewhere.
 
     Every rank must call it. Tied names share a tensor.
@@ -136,15 +291,10 @@ def consolidated(
     return state
 
 
-def save_16bit_model(
-    engine: DeepSpeedEngine, directory: Path, filename: str, *, exclude_frozen: bool = False
+def _save_16bit_model(
+    engine: Checkpoints, directory: Path, filename: str, *, exclude_frozen: bool = False
 ) -> bool:
-    """Write `consolidated` as ``directory/filename``; whether it was done.
-
-    Every rank must call it. A name that ends in ``.safetensors`` gets that format, any other one
-    torch's, of tensors alone: read it by ``torch.load(..., weights_only=True)``. At stage 3 it is
-    not done unless ``stage3_gather_16bit_weights_on_model_save`` is true, as in DeepSpeed.
-    """
+    """See `Checkpoints.save_16bit_model`."""
     is_sharded = engine.zero_optimization_partition_weights()
     if is_sharded and not engine.zero_gather_16bit_weights_on_model_save():
         _log.warning(
@@ -153,7 +303,7 @@ def save_16bit_model(
             directory / filename,
         )
         return False
-    state = consolidated(engine, exclude_frozen=exclude_frozen)
+    state = _consolidated(engine, exclude_frozen=exclude_frozen)
     if state is not None:
         directory.mkdir(parents=True, exist_ok=True)
         _write(state, directory / filename)

@@ -18,7 +18,7 @@ import pydantic
 from zero_core.config import Config
 from zero_core.errors import ConfigError
 from zero_engine.deepspeed.config_core import core_config
-from zero_engine.deepspeed.config_keys import HONOURED, REFUSED, UNNEEDED
+from zero_engine.deepspeed.config_keys import HONOURED, REFUSED, UNNEEDED, check_refused
 from zero_engine.deepspeed.config_names import modernise, without_auto
 from zero_engine.deepspeed.config_source import Source, load
 from zero_engine.deepspeed.settings import ActivationSettings, Note, Settings, TagValidation
@@ -149,7 +149,7 @@ class _Sorter:
         elif path in UNNEEDED:
             self.tell(path, value, UNNEEDED[path])
         elif path in REFUSED:
-            _refuse(path, value)
+            check_refused(path, value)
         else:
             return False
         return True
@@ -159,21 +159,6 @@ class _Sorter:
         close = difflib.get_close_matches(path, known, n=1, cutoff=0.8)
         hint = f": did you mean {close[0]!r}?" if close else ""
         self.tell(path, value, f"not a key of DeepSpeed's{hint}", is_warning=True)
-
-
-def _refuse(path: str, value: Any) -> None:
-    """Refuse, unless the value says what holds anyway."""
-    harmless, reason = REFUSED[path]
-    is_off = isinstance(value, Mapping) and not value.get("enabled", False)
-    if isinstance(value, Mapping) and "enabled" not in value:
-        is_off = not any(_asks(inner) for inner in value.values())
-    if not is_off and value not in harmless:
-        raise ConfigError(f"{path} = {value!r} is not served: {reason}")
-
-
-def _asks(value: Any) -> bool:
-    """Whether a value in a block without ``enabled`` (``autotp_size``) asks for something."""
-    return value not in (None, False, 0, 1, {})
 
 
 _FLAGS = frozenset(

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from zero_core.errors import ConfigError
-from zero_engine.deepspeed.config_keys import UNNEEDED
+from zero_engine.deepspeed.config_keys import REFUSED, UNNEEDED, check_refused
 from zero_engine.deepspeed.config_names import Tell
 
 __all__ = ["CLIPPING", "core_config"]
@@ -73,6 +73,8 @@ def _optimizer(block: Mapping[str, Any], tell: Tell) -> dict[str, Any]:
         path = f"optimizer.params.{key}"
         if path in UNNEEDED:
             tell(path, params.pop(key), UNNEEDED[path])
+        elif path in REFUSED:
+            check_refused(path, params.pop(key))
     if str(block["type"]).lower() == "lion":
         params = {**_LION, **params}
     return {**block, "params": params}

@@ -9,7 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-__all__ = ["HONOURED", "REFUSED", "UNNEEDED", "Refusal"]
+from zero_core.errors import ConfigError
+
+__all__ = ["HONOURED", "REFUSED", "UNNEEDED", "Refusal", "check_refused"]
 
 
 class Refusal(NamedTuple):
@@ -63,9 +65,11 @@ UNNEEDED: Mapping[str, str] = {
     "checkpoint.parallel_write": _WRITER,
     "checkpoint.checkpoint_serialization": _WRITER,
     "checkpoint.writer": _WRITER,
+    "compile.autoep_non_moe": _DEEPCOMPILE,
     "compile.free_activation": _DEEPCOMPILE,
     "compile.free_activation_threshold": _DEEPCOMPILE,
     "compile.offload_activation": _DEEPCOMPILE,
+    "compile.offload_activation_pin_memory": _DEEPCOMPILE,
     "compile.offload_opt_states": _DEEPCOMPILE,
     "compile.double_buffer": _DEEPCOMPILE,
     "compile.symmetric_memory": _DEEPCOMPILE,
@@ -82,7 +86,6 @@ UNNEEDED: Mapping[str, str] = {
     "disable_allgather": "DeepSpeed does nothing with it either",
     "flops_profiler.recompute_fwd_factor": "backward is counted, not taken for twice the forward",
     "optimizer.legacy_fusion": "of optimizers that are no longer there",
-    "optimizer.params.fp32_optimizer_states": "master weights are fp32, and so are their states",
     "optimizer.params.set_grad_none": "gradients never stay on the parameters",
     "pipeline": _PIPELINE,
     "seq_parallel_communication_data_type": "there are no sequence-parallel ranks",
@@ -123,6 +126,12 @@ REFUSED: Mapping[str, Refusal] = {
     ),
     "msamp": Refusal((), "MS-AMP is not served: use bf16 or fp16"),
     "nebula": Refusal((), _GONE),
+    "optimizer.params.fp32_optimizer_states": Refusal(
+        (True,),
+        "states are fp32 as the master weights are; offload_optimizer.state_dtype takes 16 or 8 "
+        "bits for the host's moments of Adam",
+    ),
+    "optimizer.params.max_grad_norm": Refusal((0,), "use gradient_clipping"),
     "progressive_layer_drop": Refusal((), _GONE),
     "quantize_training": Refusal((), _GONE),
     "sequence_parallel_size": Refusal((1,), _NO_MODEL_PARALLEL),
@@ -134,3 +143,24 @@ REFUSED: Mapping[str, Refusal] = {
     "weight_quantization": Refusal((), "see zero_quantized_weights for weights on the wire"),
 }
 """Keys that are refused unless they ask for what holds anyway."""
+
+
+def check_refused(path: str, value: Any) -> None:
+    """Refuse ``path``, one of `REFUSED`, unless the value says what holds anyway.
+
+    Raises:
+        ConfigError: it asks for something.
+    """
+    harmless, reason = REFUSED[path]
+    if isinstance(value, Mapping):
+        asked = [value["enabled"]] if "enabled" in value else list(value.values())
+        is_off = not any(map(_asks, asked))
+    else:
+        is_off = value in harmless
+    if not is_off:
+        raise ConfigError(f"{path} = {value!r} is not served: {reason}")
+
+
+def _asks(value: Any) -> bool:
+    """Whether a value of a block (``enabled``, ``autotp_size``) asks for something."""
+    return value not in (None, False, 0, 1, {}) or value is True

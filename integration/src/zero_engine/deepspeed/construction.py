@@ -12,7 +12,9 @@ from torch import nn
 
 import zero_core
 from zero_core.config import OptimizerConfig
+from zero_core.muon import tag_matrices
 from zero_core.optimizer import make_optimizer
+from zero_engine.deepspeed.announcing import announce, apply
 from zero_engine.deepspeed.config import Settings, read
 from zero_engine.deepspeed.config_source import Source
 from zero_engine.deepspeed.distributed import init_distributed
@@ -20,6 +22,7 @@ from zero_engine.deepspeed.engine import DeepSpeedEngine
 from zero_engine.deepspeed.errors import NotServedError
 from zero_engine.deepspeed.optimizer import DeepSpeedOptimizer
 from zero_engine.deepspeed.runtime.dataloader import DeepSpeedDataLoader
+from zero_engine.deepspeed.runtime.zero.partition_parameters import describe
 
 __all__ = ["initialize"]
 
@@ -81,6 +84,7 @@ def initialize(
         raise NotServedError("initialize(mesh_param=...), sequence parallelism,")
     init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
     settings = read(_find_config(args, config if config is not None else config_params))
+    apply(settings)
     if getattr(args, "local_rank", None) is not None:
         args.local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     given = _make_optimizer(settings, model, optimizer, model_parameters)
@@ -95,12 +99,17 @@ def initialize(
         process_group=_data_parallel_group(mpu),
         is_training=is_training,
     )
+    if core.config.zero_optimization.stage == 3:
+        describe(model.parameters())
+    announce(settings, core.config, rank=core.rank, world_size=core.world_size)
     if lr_scheduler is not None and is_training:
         core.lr_scheduler = _make_scheduler(lr_scheduler, core.optimizer.given)
     engine = DeepSpeedEngine(
         core,
         settings,
         is_training=is_training,
+        client_optimizer=optimizer,
+        client_lr_scheduler=lr_scheduler,
         training_data=training_data,
         collate_fn=collate_fn,
     )
@@ -139,6 +148,8 @@ def _make_optimizer(
         if _are_all(groups, model):
             return None
         named = OptimizerConfig.model_validate(settings.core["optimizer"])
+        if named.type.lower() == "muon":
+            tag_matrices(model.named_parameters())
         optimizer = make_optimizer(named, groups)
     if optimizer is not None:
         _freeze_others(model, optimizer)

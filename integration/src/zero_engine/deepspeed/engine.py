@@ -8,20 +8,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from zero_core import Engine
-from zero_engine.deepspeed import checkpointing_io
+from zero_engine.deepspeed.checkpointing_io import Checkpoints
 from zero_engine.deepspeed.config import Settings
 from zero_engine.deepspeed.errors import NotServedError
-from zero_engine.deepspeed.facts import ConfigFacts
+from zero_engine.deepspeed.observing import Watch
 from zero_engine.deepspeed.optimizer import DeepSpeedOptimizer
 from zero_engine.deepspeed.runtime.dataloader import DeepSpeedDataLoader
 from zero_engine.deepspeed.stepping import Arguments
+from zero_engine.monitoring import Monitor, StepFacts
 
 __all__ = ["DeepSpeedEngine"]
 
@@ -35,11 +35,14 @@ _UNSERVED = frozenset(
         "buffered_allreduce_fallback",
         "sparse_allreduce",
         "coalesce_grad_reduction",
+        "set_train_micro_batch_size",
+        "set_data_post_process_func",
+        "get_wall_clock_timers",
     }
 )
 
 
-class DeepSpeedEngine(ConfigFacts, nn.Module):
+class DeepSpeedEngine(Checkpoints, nn.Module):
     """A model under training, with DeepSpeed's interface; made by `initialize`.
 
     What it doesn't have itself is looked up in the model.
@@ -49,6 +52,8 @@ class DeepSpeedEngine(ConfigFacts, nn.Module):
         module: the model itself.
         config: the configuration as it was given.
         optimizer: real ``param_groups``; None, if the engine only evaluates.
+        client_optimizer: what `initialize` was given as one, or None.
+        client_lr_scheduler: what it was given as the scheduler, or None.
         lr_scheduler: stepped at each optimizer step that is taken, or None.
         training_dataloader: of ``training_data``, or None.
         global_samples: samples of all steps so far.
@@ -63,6 +68,8 @@ class DeepSpeedEngine(ConfigFacts, nn.Module):
         settings: Settings,
         *,
         is_training: bool = True,
+        client_optimizer: Any = None,
+        client_lr_scheduler: Any = None,
         training_data: Any = None,
         collate_fn: Callable[[Any], Any] | None = None,
     ) -> None:
@@ -72,10 +79,13 @@ class DeepSpeedEngine(ConfigFacts, nn.Module):
         self.settings = settings
         self.config = settings.raw
         self.module = core.module
+        self.client_optimizer = client_optimizer
+        self.client_lr_scheduler = client_lr_scheduler
         self.collate_fn = collate_fn
         self.optimizer = DeepSpeedOptimizer(core) if is_training else None
         self.global_samples = 0
         self._was_step_applied = False
+        self._watch = Watch(settings, core)
         self._is_compiled = False
         self.training_dataloader = (
             None if training_data is None else self.deepspeed_io(training_data)
@@ -101,7 +111,10 @@ class DeepSpeedEngine(ConfigFacts, nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the model; inputs go in as they are, but for ``fp16.auto_cast``, as in DeepSpeed."""
         call = self.core if self.fp16_auto_cast() else self.module
-        with nullcontext() if self.optimizer is not None else torch.no_grad():
+        if self.optimizer is None:
+            with torch.no_grad():
+                return call(*args, **kwargs)
+        with self._watch.part("forward") if self.training else nullcontext():
             return call(*args, **kwargs)
 
     def backward(
@@ -121,7 +134,8 @@ class DeepSpeedEngine(ConfigFacts, nn.Module):
         if loss.numel() != 1:
             raise ValueError(f"backward() takes a scalar, found a loss of shape {loss.shape}")
         steps = self.gradient_accumulation_steps() if scale_wrt_gas else 1
-        self.core.backward(loss, over=steps, retain_graph=retain_graph)
+        with self._watch.part("backward"):
+            self.core.backward(loss, over=steps, retain_graph=retain_graph)
         return loss / steps if steps > 1 else loss
 
     def scale(self, loss: Tensor) -> Tensor:
@@ -137,17 +151,25 @@ class DeepSpeedEngine(ConfigFacts, nn.Module):
         self._check_training("step")
         is_boundary = self.is_gradient_accumulation_boundary()
         skipped = self.core.skipped_steps
-        with Arguments(self.core, lr_kwargs or {}):
+        with self._watch.part("step"), Arguments(self.core, lr_kwargs or {}):
             self.core.step()
+            if is_boundary:
+                self.core.publish()
         self._was_step_applied = is_boundary and self.core.skipped_steps == skipped
         if is_boundary:
             self._end_step()
 
     def _end_step(self) -> None:
         assert self.optimizer is not None
-        self.core.publish()
         self.optimizer.stepped()
         self.global_samples += self.train_batch_size()
+        facts = StepFacts(
+            global_steps=self.global_steps,
+            global_samples=self.global_samples,
+            lr=[float(lr) for lr in self.get_lr()],
+            loss_scale=self.core.loss_scale if self.fp16_enabled() else None,
+        )
+        self._watch.step_done(facts)
 
     def was_step_applied(self) -> bool:
         """Whether the last ``step`` changed the parameters."""
@@ -233,91 +255,12 @@ class DeepSpeedEngine(ConfigFacts, nn.Module):
             drop_last=self.dataloader_drop_last(),
         )
 
-    # ------------------------------------------------------------- checkpoints
-
-    def save_checkpoint(
-        self,
-        save_dir: str | Path,
-        tag: Any = None,
-        client_state: Mapping[str, Any] | None = None,
-        save_latest: bool = True,
-        exclude_frozen_parameters: bool = False,
-    ) -> bool:
-        """Write everything needed to go on, as ``save_dir/global_step{N}`` unless ``tag`` is given.
-
-        Every rank must call it. ``client_state`` must be JSON.
-        """
-        return checkpointing_io.save(
-            self,
-            save_dir,
-            tag,
-            client_state or {},
-            save_latest=save_latest,
-            exclude_frozen=exclude_frozen_parameters,
-        )
-
-    def load_checkpoint(
-        self,
-        load_dir: str | Path,
-        tag: Any = None,
-        load_module_strict: bool = True,
-        load_optimizer_states: bool = True,
-        load_lr_scheduler_states: bool = True,
-        load_module_only: bool = False,
-        custom_load_fn: Callable[..., Any] | None = None,
-    ) -> tuple[str | None, dict[str, Any] | None]:
-        """Restore a checkpoint; its folder and the client state, or (None, None) without one."""
-        if custom_load_fn is not None:
-            raise NotServedError("load_checkpoint(custom_load_fn=...)")
-        return checkpointing_io.load(
-            self,
-            load_dir,
-            tag,
-            is_strict=load_module_strict,
-            with_optimizer=load_optimizer_states and not load_module_only,
-            with_scheduler=load_lr_scheduler_states and not load_module_only,
-            with_progress=not load_module_only,
-        )
-
-    def save_16bit_model(
-        self,
-        save_dir: str | Path,
-        save_filename: str = "pytorch_model.bin",
-        exclude_frozen_parameters: bool = False,
-    ) -> bool:
-        """Write the whole model's state dict; see `zero_engine.deepspeed.checkpointing_io`."""
-        return checkpointing_io.save_16bit_model(
-            self, Path(save_dir), save_filename, exclude_frozen=exclude_frozen_parameters
-        )
-
-    save_fp16_model = save_16bit_model
-
-    def _zero3_consolidated_16bit_state_dict(
-        self, exclude_frozen_parameters: bool = False
-    ) -> dict[str, Tensor] | None:
-        """The whole state dict on the CPU on rank 0, None elsewhere; every rank must call it."""
-        return checkpointing_io.consolidated(self, exclude_frozen=exclude_frozen_parameters)
-
-    _consolidated_16bit_state_dict = _zero3_consolidated_16bit_state_dict
-
-    def module_state_dict(
-        self,
-        destination: Any = None,
-        prefix: str = "",
-        keep_vars: bool = False,
-        exclude_frozen_parameters: bool = False,
-    ) -> dict[str, Any]:
-        """The model's own ``state_dict``; at stage 3 gather it first."""
-        state: dict[str, Any] = self.module.state_dict(
-            destination=destination, prefix=prefix, keep_vars=keep_vars
-        )
-        if exclude_frozen_parameters:
-            for name, param in self.module.named_parameters():
-                if not param.requires_grad:
-                    state.pop(prefix + name, None)
-        return state
-
     # ------------------------------------------------------------------- facts
+
+    @property
+    def monitor(self) -> Monitor:
+        """Where scalars go: ``monitor.write_events([(name, value, samples)])``."""
+        return self._watch.monitor
 
     @property
     def lr_scheduler(self) -> Any:
@@ -328,50 +271,6 @@ class DeepSpeedEngine(ConfigFacts, nn.Module):
     def basic_optimizer(self) -> torch.optim.Optimizer | None:
         """The optimizer that was given, or made as the configuration says."""
         return None if self.optimizer is None else self.optimizer.optimizer
-
-    @property
-    def global_steps(self) -> int:
-        """Optimizer steps so far, skipped ones included."""
-        return self.core.global_steps
-
-    @property
-    def micro_steps(self) -> int:
-        """Calls of ``step`` so far."""
-        return self.core.micro_steps
-
-    @property
-    def skipped_steps(self) -> int:
-        """Steps skipped because a gradient was not finite."""
-        return self.core.skipped_steps
-
-    @property
-    def device(self) -> torch.device:
-        """Where the model is computed."""
-        return self.core.device
-
-    @property
-    def global_rank(self) -> int:
-        """This rank."""
-        return self.core.rank
-
-    @property
-    def world_size(self) -> int:
-        """Number of ranks."""
-        return self.core.world_size
-
-    @property
-    def dp_world_size(self) -> int:
-        """Number of data-parallel ranks: all."""
-        return self.core.world_size
-
-    @property
-    def mp_world_size(self) -> int:
-        """Number of model-parallel ranks: one."""
-        return 1
-
-    def get_data_parallel_rank(self) -> int:
-        """This rank within the data-parallel group."""
-        return self.core.rank
 
     def get_lr(self) -> list[Any]:
         """Learning rate of every group."""

@@ -1,27 +1,34 @@
-"""What scripts ask a DeepSpeed engine about its configuration: methods, as they are there."""
+"""What scripts ask a DeepSpeed engine: of its configuration by methods, as they are there."""
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from zero_core import Config, Engine
 from zero_engine.deepspeed.config import Settings
+from zero_engine.deepspeed.utils.groups import get_data_parallel_group
 
-__all__ = ["ConfigFacts"]
+__all__ = ["Facts"]
+
+_OWN_OPTIMIZERS = {"adagrad", "adam", "adamw", "lamb", "lion", "muadam", "muadamw", "musgd", "muon"}
 
 
-class ConfigFacts:
-    """Answers from the resolved configuration; a base of the engine.
+class Facts:
+    """Answers from the resolved configuration and the engine's counters; a base of the engine.
 
     Attributes:
         core: the engine that trains.
         settings: what was asked for beside it.
+        client_optimizer: what was given as the optimizer, or None.
     """
 
     core: Engine
     settings: Settings
+    client_optimizer: Any
 
     @property
     def _resolved(self) -> Config:
@@ -135,8 +142,12 @@ class ConfigFacts:
     # --------------------------------------------------------------- the rest
 
     def optimizer_name(self) -> str | None:
-        """``optimizer.type`` of the configuration."""
-        return self._block("optimizer").get("type")
+        """``optimizer.type``, in lower case if DeepSpeed has its own; the class of one given."""
+        if self.client_optimizer is not None:
+            return type(self.client_optimizer).__name__
+        name: str | None = self._block("optimizer").get("type")
+        is_own = name is not None and name.lower() in _OWN_OPTIMIZERS
+        return name.lower() if name is not None and is_own else name
 
     def optimizer_params(self) -> dict[str, Any] | None:
         """``optimizer.params`` of the configuration."""
@@ -165,6 +176,62 @@ class ConfigFacts:
     def dataloader_drop_last(self) -> bool:
         """Whether the loader of ``training_data`` leaves a last short batch out."""
         return self.settings.dataloader_drop_last
+
+    # ---------------------------------------------------------- where it stands
+
+    @property
+    def global_steps(self) -> int:
+        """Optimizer steps so far, skipped ones included."""
+        return self.core.global_steps
+
+    @property
+    def micro_steps(self) -> int:
+        """Calls of ``step`` so far."""
+        return self.core.micro_steps
+
+    @property
+    def skipped_steps(self) -> int:
+        """Steps skipped because a gradient was not finite."""
+        return self.core.skipped_steps
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model is computed."""
+        return self.core.device
+
+    @property
+    def global_rank(self) -> int:
+        """This rank."""
+        return self.core.rank
+
+    @property
+    def local_rank(self) -> int:
+        """This rank's number on its node."""
+        return int(os.environ.get("LOCAL_RANK", "0"))
+
+    @property
+    def data_parallel_group(self) -> dist.ProcessGroup | None:
+        """All ranks."""
+        return get_data_parallel_group()
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return self.core.world_size
+
+    @property
+    def dp_world_size(self) -> int:
+        """Number of data-parallel ranks: all."""
+        return self.core.world_size
+
+    @property
+    def mp_world_size(self) -> int:
+        """Number of model-parallel ranks: one."""
+        return 1
+
+    def get_data_parallel_rank(self) -> int:
+        """This rank within the data-parallel group."""
+        return self.core.rank
 
     def _given(self, key: str, default: Any) -> Any:
         value = self.settings.raw.get(key, default)

@@ -12,9 +12,11 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
+import pydantic
 from transformers import TrainingArguments
 
 from zero_core import ConfigError
+from zero_core.config import SchedulerConfig
 
 __all__ = ["check_arguments", "fill_config", "fill_schedule"]
 
@@ -53,10 +55,11 @@ def fill_config(config: Mapping[str, Any], args: TrainingArguments) -> dict[str,
     """``config`` with everything filled in that ``args`` decide; without ``scheduler``.
 
     Raises:
-        ConfigError: it says otherwise than ``args`` somewhere; all such keys are named.
+        ConfigError: it says otherwise than ``args`` somewhere, all such keys being named; or its
+            ``scheduler`` is not one.
     """
     filled = {k: dict(v) if isinstance(v, Mapping) else v for k, v in config.items()}
-    filled.pop("scheduler", None)
+    _check_scheduler(filled.pop("scheduler", None))
     zero = filled.setdefault("zero_optimization", {})
     for key in _LEFT_TO_ENGINE:
         if zero.get(key) == _AUTO:
@@ -91,6 +94,15 @@ def fill_schedule(
         "total_num_steps": num_steps,
     }
     return {k: known.get(k, v) if v == _AUTO else v for k, v in params.items()}
+
+
+def _check_scheduler(block: Any) -> None:
+    if block is None:
+        return
+    try:
+        SchedulerConfig.model_validate(block)
+    except pydantic.ValidationError as error:
+        raise ConfigError(f"scheduler = {block!r}: {error.errors()[0]['msg']}") from None
 
 
 def _decided(args: TrainingArguments) -> dict[str, Any]:

@@ -141,6 +141,7 @@ class ZeroTrainer(Trainer):
         if self.engine is not None:
             self.engine.close()
         assert isinstance(self.model, nn.Module)
+        self._config = fill_config(self._given, self.args)  # a search changes the arguments
         if is_training:
             self.create_optimizer()
             engine = zero_core.build(self.model, self._config, optimizer=self.optimizer)

@@ -10,8 +10,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from torch import nn
-
 from zero_core.traffic import Traffic
 
 __all__ = ["Observed", "Observer", "StepFacts", "StepObserver"]
@@ -84,15 +82,9 @@ class Observer:
 class Observed(Protocol):
     """What observers ask of an engine; `zero_core.Engine` has it."""
 
-    module: nn.Module
-
     @property
     def rank(self) -> int:
         """This rank."""
-
-    @property
-    def world_size(self) -> int:
-        """Number of ranks."""
 
     def comm_report(self) -> tuple[Traffic, ...]:
         """What this rank sent in the last step."""

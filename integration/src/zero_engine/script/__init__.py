@@ -1,4 +1,4 @@
-"""``zero-engine run``: a script that imports deepspeed, unchanged, with this engine behind the name.
+"""``zero-engine run``: an unchanged script of DeepSpeed with this engine behind the name.
 
     on_path/        the folder put on PYTHONPATH: metadata, and what starts the hook in a process
     hook            serves ``deepspeed.*`` as the modules ``zero_engine.deepspeed.*``

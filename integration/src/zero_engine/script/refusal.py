@@ -41,9 +41,7 @@ REASONS = {
         ),
         INFERENCE,
     ),
-    **dict.fromkeys(
-        ("module_inject", "runtime.tensor_parallel", "runtime.domino"), TENSOR
-    ),
+    **dict.fromkeys(("module_inject", "runtime.tensor_parallel", "runtime.domino"), TENSOR),
     **dict.fromkeys(("tp_model_init", "set_autotp_mode"), TENSOR),
     **dict.fromkeys(("sequence", "runtime.sequence_parallel"), SEQUENCE),
     **dict.fromkeys(("compression", "linear", "runtime.weight_quantizer"), COMPRESSION),

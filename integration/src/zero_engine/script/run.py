@@ -47,7 +47,9 @@ def run_program(arguments: Sequence[str]) -> int:
     if is_under_launcher() or _is_launcher(parsed):
         _refuse_options(parser, parsed)
         _become(parsed)
-    if parsed.nnodes in ("1", "1:1") and parsed.rdzv_endpoint == parser.get_default("rdzv_endpoint"):
+    if parsed.nnodes in ("1", "1:1") and parsed.rdzv_endpoint == parser.get_default(
+        "rdzv_endpoint"
+    ):
         # On this machine alone: with a port that is free, not with torchrun's fixed one.
         parsed.standalone = True
         _set_defaults(local_address_only())

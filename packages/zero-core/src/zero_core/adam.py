@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.optim.adam import adam
 
-__all__ = ["Adam"]
+__all__ = ["Adam", "corrected_update", "moments_of"]
 
 
 class Adam(torch.optim.Optimizer):
@@ -96,24 +96,26 @@ class Adam(torch.optim.Optimizer):
             params = [p for p in group["params"] if p.grad is not None]
             if any(p.grad.is_sparse for p in params):
                 raise RuntimeError("Adam does not take sparse gradients")
-            states = [self._state_of(p, is_fused=bool(group["fused"])) for p in params]
-            (_corrected if group["bias_correction"] else _uncorrected)(group, params, states)
+            is_fused = bool(group["fused"])
+            states = [moments_of(self.state[p], p, is_fused=is_fused) for p in params]
+            (corrected_update if group["bias_correction"] else _uncorrected)(group, params, states)
         return loss
 
-    def _state_of(self, param: Tensor, *, is_fused: bool) -> dict[str, Tensor]:
-        state: dict[str, Tensor] = self.state[param]
-        if "exp_avg" not in state:
-            device = param.device if is_fused else torch.device("cpu")
-            state["step"] = torch.zeros((), dtype=torch.float32, device=device)
-            for name in ("exp_avg", "exp_avg_sq"):
-                state[name] = torch.zeros_like(param, memory_format=torch.preserve_format)
-        return state
+
+def moments_of(state: dict[str, Tensor], param: Tensor, *, is_fused: bool) -> dict[str, Tensor]:
+    """``state`` of ``param``; made, if it is empty."""
+    if "exp_avg_sq" not in state:
+        device = param.device if is_fused else torch.device("cpu")
+        state["step"] = torch.zeros((), dtype=torch.float32, device=device)
+        for name in ("exp_avg", "exp_avg_sq"):
+            state[name] = torch.zeros_like(param, memory_format=torch.preserve_format)
+    return state
 
 
-def _corrected(
+def corrected_update(
     group: dict[str, Any], params: list[Tensor], states: list[dict[str, Tensor]]
 ) -> None:
-    """Torch's own update."""
+    """Torch's own update of ``params``, with the settings of ``group``."""
     beta1, beta2 = group["betas"]
     adam(
         params,

@@ -13,6 +13,7 @@ from zero_core.config import Config
 from zero_core.discovery import Discovered, LeafRule, compute_dtype, discover
 from zero_core.errors import ConfigError
 from zero_core.layout import Layout, ParamSpec
+from zero_core.muon import tag_matrices
 from zero_core.optimizer import check_elementwise, make_optimizer
 
 __all__ = ["Blueprint"]
@@ -85,6 +86,8 @@ def _optimizer_of(config: Config, found: Discovered) -> torch.optim.Optimizer:
     trainable = [p for p in found.params if p.requires_grad]
     if not trainable:
         raise ConfigError("the model has no parameter that requires a gradient")
+    if config.optimizer.type.lower() == "muon":
+        tag_matrices((names[0], p) for names, p in zip(found.names, found.params, strict=True))
     return make_optimizer(config.optimizer, trainable)
 
 

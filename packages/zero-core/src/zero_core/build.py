@@ -28,7 +28,9 @@ from zero_core.freezing import tell_frozen
 from zero_core.initial import InitialValues
 from zero_core.layout import Layout, Segment
 from zero_core.lr_schedules import make_scheduler
+from zero_core.matrices import matrix_tiers
 from zero_core.memory import Memory
+from zero_core.muon import Muon
 from zero_core.native import make_collectives, make_native, private_bytes, share_memory
 from zero_core.offload_share import check_patterns
 from zero_core.optimizer import has_kernel_rule
@@ -133,6 +135,8 @@ def build(
         is_accelerated=ranks.device.type != "cpu",
         resting=_make_param_tier(param_tier, layout, resolved, ranks),
     )
+    if isinstance(drawn.optimizer, Muon):
+        state_tier = matrix_tiers(state_tier, drawn, resolved, control, meter)
     tier = _make_tier(state_tier, memory, drawn, resolved, ranks)
     memory.allocate_grads(tier.read_grad if getattr(tier, "keeps_grads", False) else None)
     if pretrained is None:
@@ -256,14 +260,18 @@ def _load_kernel(config: Config, given: torch.optim.Optimizer | None, key: str) 
         return None
     if given is not None and not has_part(KERNELS, "cpu"):
         _log.info(
-            "%s with a %s: torch's own update runs on the host; pip install cpu-adam for a faster "
-            "one",
+            "%s with an object of %s: torch's own update runs on the host; for a faster one: "
+            "pip install cpu-adam",
             key,
             type(given).__name__,
         )
         return None
     named = config.optimizer.type if given is None and config.optimizer else type(given).__name__
-    asked = f"{key} with optimizer.type = {named!r}" if given is None else f"{key} with a {named}"
+    asked = (
+        f"{key} with optimizer.type = {named!r}"
+        if given is None
+        else f"{key} with an object of {named}"
+    )
     return load_part(KERNELS, "cpu", asked_by=asked, distribution="cpu-adam")
 
 

@@ -132,11 +132,28 @@ class ControlGroup:
             kind = CheckpointCorruptError if is_corrupt else CheckpointError
             raise kind(f"{what} failed on {'; '.join(failed)}")
 
+    def gather_into(self, out: Tensor, tensor: Tensor) -> None:
+        """Every rank's 1-D ``tensor`` (equally long), in rank order, into ``out``.
+
+        Both are on the CPU.
+        """
+        if self.world_size == 1:
+            out.copy_(tensor)
+            return
+        staged = out if self._device == out.device else torch.empty_like(out, device=self._device)
+        all_gather_single(staged, tensor.to(self._device), group=self._group)
+        if staged is not out:
+            out.copy_(staged)
+
     def gather(self, tensor: Tensor) -> Tensor:
         """Every rank's 1-D ``tensor`` (equally long), in rank order, on the CPU of every rank."""
+        return self.gather_here(tensor).cpu()
+
+    def gather_here(self, tensor: Tensor) -> Tensor:
+        """As `gather`, but on the device; ``tensor`` itself with one rank."""
         if self.world_size == 1:
-            return tensor.cpu()
+            return tensor
         local = tensor.to(self._device)
         out = torch.empty(self.world_size * local.numel(), dtype=local.dtype, device=self._device)
         all_gather_single(out, local, group=self._group)
-        return out.cpu()
+        return out

@@ -11,15 +11,17 @@ import threading
 
 from zero_core.traffic import Links, Traffic
 
-__all__ = ["FACTS", "GRADIENTS", "PARAMETERS", "Meter"]
+__all__ = ["FACTS", "GRADIENTS", "MATRICES", "PARAMETERS", "Meter"]
 
 PARAMETERS, GRADIENTS, FACTS = "parameters", "gradients", "facts of the step"
+MATRICES = "momenta of matrices"
 _ORDER = [
     ("all_gather", PARAMETERS),
     ("reduce_scatter", GRADIENTS),
     ("all_to_all", GRADIENTS),
     ("all_gather", GRADIENTS),
     ("all_reduce", FACTS),
+    ("all_gather", MATRICES),
 ]
 """Of rows, as in a plan."""
 
@@ -47,6 +49,11 @@ class Meter:
         size = self._ring.world_size
         if size > 1:
             self.add("all_reduce", content, self._ring.ring(2 * nbytes // size))
+
+    def add_all_gather(self, content: str, nbytes: int) -> None:
+        """A gather of ``nbytes`` from every rank."""
+        if self._ring.world_size > 1:
+            self.add("all_gather", content, self._ring.ring(nbytes))
 
     def end_step(self) -> None:
         """What was added since the last call is the last step's."""

@@ -268,8 +268,8 @@ class DataTypesConfig(_Block):
     grad_accum_dtype: Literal["fp32", "fp16", "bf16"] | None = None
     """What gradients are accumulated in; None is fp32."""
     buffer_dtype: Literal["fp32", "fp16", "bf16", "as_made"] | None = None
-    """What floating buffers are cast to; None is as parameters are. "as_made" leaves each one as the
-    model makes it; DeepSpeed, which has no such value, does so where the key is missing."""
+    """What floating buffers are cast to; None is as parameters are. "as_made" leaves each one as it
+    is in the model; DeepSpeed, which has no such value, does so where the key is missing."""
 
 
 class ActivationCheckpointingConfig(_Block):

@@ -44,7 +44,9 @@ UNNEEDED: Mapping[str, str] = {
     "zero_optimization.legacy_stage1": "all stages are one code path",
     "zero_optimization.parameter_alignment": "slices are cut at any element",
     "zero_optimization.pipeline_loading_checkpoint": "each rank reads the ranges that it keeps",
-    "zero_optimization.override_module_apply": "apply() sees whole parameters while a model is made",
+    "zero_optimization.override_module_apply": (
+        "while a model is made, apply() sees whole parameters"
+    ),
     "zero_optimization.log_trace_cache_warnings": "there is no trace: a unit fetches the next one",
     "zero_optimization.enable_sanity_checks": "checks are always on",
     "zero_optimization.save_muon_momentum_buffer_in_memory": (
@@ -189,7 +191,8 @@ def _of_optimizer_offload(config: Config) -> Iterator[_Rule]:
     )
     yield (
         offload.device == "none" and "state_dtype" in offload.model_fields_set,
-        f"{where}.state_dtype needs device 'cpu' or 'nvme'",
+        f"{where}.state_dtype needs device 'cpu' or 'nvme': moments of 16 or 8 bits are kept by a "
+        "host's kernel (cpu-adam); on the device the optimizer is torch's, with fp32 states",
     )
 
 

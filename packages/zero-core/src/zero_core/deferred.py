@@ -18,13 +18,13 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as module_hooks
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, _get_current_function_mode
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 
 from zero_core.tape import Entry, Recording, Ref, storage_of
 
-__all__ = ["deferred_init", "recorded", "recordings_of"]
+__all__ = ["deferred_init", "is_recorded_innermost", "recorded", "recordings_of"]
 
 _META = torch.device("meta")
 _OVERWRITES = {
@@ -89,6 +89,12 @@ def recorded() -> Iterator[tuple[Recording, Mapping[nn.Module, None]]]:
     finally:
         for handle in handles:
             handle.remove()
+
+
+def is_recorded_innermost() -> bool:
+    """Whether `recorded` is the last of torch's modes that was entered, and so can be left now."""
+    is_last = isinstance(_get_current_dispatch_mode(), _Recorder)
+    return is_last and isinstance(_get_current_function_mode(), _OnCpu)  # type: ignore[no-untyped-call]
 
 
 def recordings_of(model: nn.Module) -> list[Recording]:

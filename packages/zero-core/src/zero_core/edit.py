@@ -97,10 +97,11 @@ class Edit:
     def _compare(self, index: int) -> float:
         if not self._is_own:
             return _SAME
-        now = self._wholes[index].param.data
-        if now.shape != self._before[index].shape:
+        now, before = self._wholes[index].param.data, self._before[index]
+        if now.shape != before.shape:
             return _RESHAPED
-        return _CHANGED if bool(_differs(now, self._before[index]).any()) else _SAME
+        # What replaced ``data`` may have another dtype and device.
+        return _CHANGED if bool(_differs(now.to(before), before).any()) else _SAME
 
     def _take_over(self, index: int, *, is_changed: bool) -> None:
         whole = self._wholes[index]

@@ -236,9 +236,7 @@ class Engine:
             ValueError: ``max_norm`` or ``norm_type`` is not positive.
         """
         if not (max_norm > 0.0 and norm_type > 0.0):
-            raise ValueError(
-                f"max_norm and norm_type must be > 0, found {max_norm} and {norm_type}"
-            )
+            raise ValueError(f"max_norm and norm_type must be > 0: {max_norm}, {norm_type}")
         norm = self._complete_gradient() * self._facts.p_norm(norm_type)
         self._clip_factor *= clip_factor(norm, max_norm)
         return norm

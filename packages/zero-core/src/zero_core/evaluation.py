@@ -11,11 +11,11 @@ import logging
 from typing import Any, NoReturn
 
 import torch
-from torch.optim.lr_scheduler import LRScheduler
 
 from zero_core.config import Config, OffloadOptimizerConfig
 from zero_core.engine import Engine
 from zero_core.errors import ConfigError
+from zero_core.schedule import Schedule
 
 __all__ = ["EvaluationEngine", "for_evaluation"]
 
@@ -57,7 +57,7 @@ class EvaluationEngine(Engine):
 def for_evaluation(
     config: Config,
     optimizer: torch.optim.Optimizer | None,
-    lr_scheduler: LRScheduler | None,
+    lr_scheduler: Schedule | None,
 ) -> Config:
     """``config`` without what only a training uses; a line in the log says so.
 

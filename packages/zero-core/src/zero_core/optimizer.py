@@ -14,9 +14,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from zero_core.adam import Adam
 from zero_core.config import Config, OptimizerConfig
 from zero_core.errors import ConfigError
 from zero_core.lion import Lion
+from zero_core.muon import Muon, split_groups
 
 __all__ = ["EngineOptimizer", "check_elementwise", "has_kernel_rule", "make_optimizer"]
 
@@ -60,6 +62,8 @@ def check_elementwise(optimizer_class: type[torch.optim.Optimizer]) -> None:
         ConfigError: it is neither.
     """
     known = (*_BY_NAME.values(), torch.optim.ASGD, torch.optim.Rprop)
+    if issubclass(optimizer_class, Muon):
+        return  # zero_core.matrices gives it whole ones
     if optimizer_class not in known and not getattr(optimizer_class, "is_elementwise", False):
         raise ConfigError(
             f"optimizer {optimizer_class.__name__}: its update may depend on whole tensors, and "
@@ -98,18 +102,34 @@ def make_optimizer(
         ConfigError: an unknown type, or parameters that the optimizer does not take.
     """
     kind = config.type.lower()
+    if kind == "muon":
+        return _make_muon(config.params, params)
     options = dict(config.params)
+    options.pop("set_grad_none", None)  # gradients never stay on the parameters
+    if not options.pop("fp32_optimizer_states", True):
+        raise ConfigError(
+            "optimizer.params.fp32_optimizer_states = false is not served: states are fp32 as the "
+            "master weights are; with offload_optimizer, state_dtype = 'bfloat16' or 'int8' makes "
+            "those of Adam smaller"
+        )
+    if kind == "lamb":
+        raise ConfigError(
+            "optimizer.type = 'Lamb' is not served: its step depends on the norm of whole "
+            "parameters, and the engine updates slices; use AdamW, Lion or Muon"
+        )
+    optimizer_class = _BY_NAME.get(kind)
     if kind in ("adam", "adamw"):
         is_adamw = options.pop("adam_w_mode", True) or kind == "adamw"
         options.pop("torch_adam", None)  # see zero_core.build: it keeps the host kernel out
-        kind = "adamw" if is_adamw else "adam"
+        optimizer_class = _BY_NAME["adamw" if is_adamw else "adam"]
         options.setdefault("weight_decay", 0.0)  # DeepSpeed's default; torch's AdamW has 0.01
-        if options.pop("bias_correction", True) is not True:
-            raise ConfigError(
-                "optimizer.params.bias_correction = false is not served: "
-                "pass an optimizer object to build()"
-            )
-    optimizer_class = _BY_NAME.get(kind)
+        if options.get("bias_correction") is False:
+            optimizer_class = Adam
+            options["decoupled_weight_decay"] = is_adamw
+            if options.get("amsgrad") is False:
+                del options["amsgrad"]
+        else:
+            options.pop("bias_correction", None)
     if optimizer_class is None:
         raise ConfigError(
             f"optimizer.type = {config.type!r} is not served; known: {sorted(_BY_NAME)}; "
@@ -132,6 +152,32 @@ def make_optimizer(
         for group in optimizer.param_groups:
             group["fused"] = True
     return optimizer
+
+
+def _make_muon(options: Mapping[str, Any], params: Sequence[Any]) -> torch.optim.Optimizer:
+    options = dict(options)
+    for key, served, reason in (
+        ("ns_method", "standard", "the iteration is torch.optim.Muon's"),
+        ("per_head_muon", False, "a matrix is made orthogonal as a whole"),
+        ("adam_w_mode", True, "weight decay is decoupled"),
+    ):
+        found = options.pop(key, served)
+        if found != served:
+            raise ConfigError(
+                f"optimizer.params.{key} = {found!r} is not served, only {served!r}: {reason}"
+            )
+    known = ("lr", "muon_lr", "adam_lr", "weight_decay", "momentum", "nesterov", "adjust_lr_fn")
+    unknown = sorted(set(options) - {*known, "betas", "eps"})
+    if unknown:
+        raise ConfigError(
+            f"optimizer.params.{unknown[0]}: unknown key; Muon takes {[*known, 'betas', 'eps']}"
+        )
+    if isinstance(options.get("betas"), list):
+        options["betas"] = tuple(options["betas"])
+    try:
+        return Muon(split_groups(params, options))
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"optimizer.params: {error}") from error
 
 
 class EngineOptimizer(torch.optim.Optimizer):

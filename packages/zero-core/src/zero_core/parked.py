@@ -10,13 +10,15 @@ part        [ceil(numel / world size)], CPU: this rank's slice of the flat value
 open        within `unparked` the parameter is an ordinary one that holds the whole value, on the
             CPU of every rank
 
-All of it is collective: the ranks open the same parameters in the same order. What
-`zero_core.build` finds parked it takes one parameter at a time. The partitioned parameters of
-ZeRO-3 (Rajbhandari et al., arXiv 1910.02054, section 5.3), before there is an engine.
+Opening is collective: ranks open the same parameters at the same place. A copy (``deepcopy``) of a
+parked parameter is another parked one. What `zero_core.build` finds parked it takes one parameter
+at a time. These are the partitioned parameters of ZeRO-3 (Rajbhandari et al., arXiv 1910.02054,
+section 5.3), before there is an engine.
 """
 
 from __future__ import annotations
 
+import itertools
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -50,6 +52,7 @@ class Held:
         part: this rank's slice.
         casts: dtypes that what is recorded goes through, in order.
         is_changed: while open, whether what the parameter holds is to be kept.
+        number: in the order of parking, which is that of every rank.
     """
 
     control: ControlGroup
@@ -58,20 +61,22 @@ class Held:
     part: Tensor | None = None
     casts: list[torch.dtype] = field(default_factory=list)
     is_changed: bool = False
+    number: int = field(default_factory=itertools.count().__next__)
 
     def whole(self, param: Tensor) -> Tensor:
         """The value of ``param``, on the CPU; every rank must call it."""
         self._check_unwritten(param)
         if self.recorded is not None:
             is_mine = self.control.rank == 0
-            value = self.computed() if is_mine else torch.empty(param.shape, dtype=param.dtype)
+            value = self.computed() if is_mine else _apart(param.numel(), param.dtype)
+            value = value.view(param.shape)
             self.send(value, source=0)
             return value
         assert self.part is not None, "it is recorded or lies in parts"
-        if param.numel() == 0:
-            return torch.empty(param.shape, dtype=param.dtype)
-        rows = self.control.gather(self.part.view(torch.uint8))
-        return rows.view(param.dtype)[: param.numel()].view(param.shape)
+        rows = _apart(self.part.numel() * self.control.world_size, param.dtype)
+        if param.numel() > 0:
+            self.control.gather_into(rows.view(torch.uint8), self.part.view(torch.uint8))
+        return rows[: param.numel()].view(param.shape)
 
     @torch.no_grad()
     def computed(self) -> Tensor:
@@ -96,19 +101,26 @@ class Held:
     def keep(self, value: Tensor) -> None:
         """``value`` is the parameter's from now on; of it this rank's slice is kept."""
         numel = -(-value.numel() // self.control.world_size)
-        part = torch.empty(0, dtype=value.dtype)
-        part.set_(zeroed(numel * value.element_size()), 0, (numel,))  # type: ignore[call-overload]
+        if self.part is None or self.part.numel() != numel or self.part.dtype != value.dtype:
+            self.part = _apart(numel, value.dtype)
         low = self.control.rank * numel
         mine = value.detach().reshape(-1)[low : low + numel]
-        part[: mine.numel()].copy_(mine)
-        self.part, self.recorded, self.casts = part, None, []
+        self.part[: mine.numel()].copy_(mine)
+        self.recorded, self.casts = None, []
 
     def cast(self, dtype: torch.dtype) -> None:
         """The value goes to ``dtype``."""
         if self.part is not None:
-            self.part = self.part.to(dtype)
+            self.part = _apart(self.part.numel(), dtype).copy_(self.part)
         else:
             self.casts.append(dtype)
+
+    def copied(self) -> Held:
+        """The same value for another parameter."""
+        part = None
+        if self.part is not None:
+            part = _apart(self.part.numel(), self.part.dtype).copy_(self.part)
+        return Held(self.control, self.device, self.recorded, part, list(self.casts))
 
     def _check_unwritten(self, param: Tensor) -> None:
         if param.dtype.is_floating_point and not bool(param.data.reshape(-1)[:1].isnan().all()):
@@ -120,8 +132,14 @@ class Parked(nn.Parameter):
 
     _held: Held
 
-    def __deepcopy__(self, memo: object) -> NoReturn:
-        refuse("copied", self)
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+        """Another parked parameter: each rank copies its part."""
+        if id(self) not in memo:
+            copied = nn.Parameter(_placeholder(self.shape, self.dtype), self.requires_grad)
+            park(copied, self._held.copied())
+            memo[id(self)] = copied
+        found: nn.Parameter = memo[id(self)]
+        return found
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         refuse("pickled", self)
@@ -142,6 +160,8 @@ class Parked(nn.Parameter):
                 refuse(f"changed by {name}", target)
             if func == Tensor.data.__set__:  # type: ignore[attr-defined]
                 return _assign(target, args[1])
+            if name == "full_like":  # Adagrad, when it is made: its state is not what is used
+                return _small(func, args, kwargs).expand(target.shape)
             return _cast(func, args, kwargs) if name in _CASTS else func(*args, **kwargs)
 
 
@@ -194,14 +214,15 @@ def unparked(params: Iterable[object], *, modifier_rank: int | None = None) -> I
 
     On the CPU of every rank, those parameters alone. At the end they have the values that rank
     ``modifier_rank`` holds; by default they are read only: what was changed in them is lost, as
-    it is when the body raises. May be nested. Every rank must enter it with the same parameters
-    in the same order; what is not parked is left alone.
+    it is when the body raises. May be nested. Every rank must enter it with the same parameters;
+    what is not parked is left alone.
 
     Raises:
         RankMismatchError: at the end, ranks hold different shapes or dtypes.
     """
     unique = {id(p): p for p in params}.values()  # tensors compare by value
     found = [p for p in unique if isinstance(p, nn.Parameter) and held_of(p) is not None]
+    found.sort(key=lambda p: p._held.number)  # type: ignore[attr-defined]
     opened = [param for param in found if is_parked(param)]
     for param in opened:
         _open(param)
@@ -223,8 +244,6 @@ def _open(param: nn.Parameter) -> None:
     value = held.whole(param)
     if held.recorded is not None:
         held.keep(value)
-    elif held.control.world_size == 1:
-        value = value.clone()  # else it is the part itself
     held.is_changed = False
     param.__class__ = nn.Parameter
     param.data = value
@@ -279,6 +298,15 @@ def _placeholder(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     return torch.tensor(fill).to(dtype).expand(shape)
 
 
+def _apart(numel: int, dtype: torch.dtype) -> Tensor:
+    """Memory apart from the heap: it is the system's again when it is freed.
+
+    Parts would settle in the holes that whole values leave there, and each gather take new memory.
+    """
+    storage = zeroed(numel * dtype.itemsize)
+    return torch.empty(0, dtype=dtype).set_(storage, 0, (numel,))  # type: ignore[call-overload, no-any-return]
+
+
 def _is_write(name: str) -> bool:
     is_in_place = name.endswith("_") and not name.endswith("__") and name != "requires_grad_"
     return is_in_place or name in _WRITES
@@ -297,11 +325,16 @@ def _assign(param: nn.Parameter, value: Tensor) -> None:
 
 def _cast(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A cast or move of a parked parameter; it stays on the CPU until there is an engine."""
-    param: nn.Parameter = args[0]
-    small = _placeholder((), param.dtype)
-    result = func(small, *args[1:], **{k: v for k, v in kwargs.items() if k != "memory_format"})
+    result = _small(func, args, kwargs)
     if not isinstance(result, Tensor):
         return result
+    shape = args[0].shape
     if result.is_meta:
-        return result.expand(param.shape)
-    return _placeholder(param.shape, result.dtype).as_subclass(_Absent)
+        return result.expand(shape)
+    return _placeholder(shape, result.dtype).as_subclass(_Absent)
+
+
+def _small(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """``func`` of one element in place of the parameter that is the first argument."""
+    others = {k: v for k, v in kwargs.items() if k != "memory_format"}
+    return func(_placeholder((), args[0].dtype), *args[1:], **others)

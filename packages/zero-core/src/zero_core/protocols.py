@@ -61,7 +61,8 @@ __all__ = [
 class StateTier(Protocol):
     """Where master weights and optimizer state live, and who updates them.
 
-    See [Note: the local flat space] for offsets. Nothing here is a collective.
+    See [Note: the local flat space] for offsets. Nothing here is a collective, but for ``step`` of
+    `zero_core.matrices`, which is never offered by another package.
 
     If an attribute ``keeps_grads`` is true, `offer_grad` copies: the engine then offers gradients
     in the dtype in which they travel, and keeps none of its own from one unit to the next.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,13 +19,26 @@ from zero_core.parked import Held, is_parked, park
 from zero_core.tape import Recording, storage_of
 from zero_core.topology import find_ranks
 
-__all__ = ["shard_module", "sharded_init"]
+__all__ = ["Made", "shard_module", "sharded_init"]
+
+
+@dataclass(frozen=True)
+class Made:
+    """What is made within `sharded_init`.
+
+    Attributes:
+        modules: in order of making; those that are gone are left out.
+        params: those that are parked, in that order; empty before the end.
+    """
+
+    modules: Mapping[nn.Module, None]
+    params: list[nn.Parameter]
 
 
 @contextmanager
 def sharded_init(
     process_group: dist.ProcessGroup | None = None, *, dtype: torch.dtype | None = None
-) -> Iterator[list[nn.Parameter]]:
+) -> Iterator[Made]:
     """Within, modules are made without memory; at the end their parameters are parked.
 
     As `zero_core.deferred_init`, but parameters can be read and changed before the engine is made:
@@ -37,16 +51,16 @@ def sharded_init(
         dtype: what floating parameters are cast to at the end; default: they are left as made.
 
     Yields:
-        A list that holds the parked parameters, in order of making, once the block has ended.
+        What has been made so far.
 
     Raises:
         ConfigError: torch.distributed is not initialised where several ranks were started.
         RuntimeError: as `zero_core.deferred_init`.
     """
     make_held = _holder(process_group)
-    parked: list[nn.Parameter] = []
     with recorded() as (recording, modules):
-        yield parked
+        made = Made(modules, [])
+        yield made
     for module in modules:
         for param in module._parameters.values():
             if type(param) is nn.Parameter and recording.knows(param):
@@ -55,7 +69,7 @@ def sharded_init(
                 park(param, held)
                 if dtype is not None and param.is_floating_point():
                     param.data = param.to(dtype)
-                parked.append(param)
+                made.params.append(param)
     _give_the_rest(recording, modules)
 
 

@@ -15,6 +15,7 @@ generator. That operations are replayed per tensor is the idea of torchdistx's d
 from __future__ import annotations
 
 import mmap
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -26,7 +27,9 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 __all__ = ["Entry", "Recording", "Ref", "storage_of", "zeroed"]
 
-_MAPPED_BYTES = 1 << 20
+_MAPPED_BYTES = 1 << 15
+# Private: the system merges neighbours, of which it has a limited number otherwise.
+_PRIVATE = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if sys.platform != "win32" else {}
 
 
 @dataclass(frozen=True)
@@ -106,7 +109,8 @@ def zeroed(nbytes: int) -> torch.UntypedStorage:
     """
     if nbytes < _MAPPED_BYTES:
         return torch.zeros(nbytes, dtype=torch.uint8).untyped_storage()
-    return torch.frombuffer(mmap.mmap(-1, nbytes), dtype=torch.uint8).untyped_storage()
+    mapped = mmap.mmap(-1, nbytes, **_PRIVATE)
+    return torch.frombuffer(mapped, dtype=torch.uint8).untyped_storage()
 
 
 class Recording:

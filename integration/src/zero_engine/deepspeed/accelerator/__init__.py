@@ -1,4 +1,4 @@
-"""Stands for ``deepspeed.accelerator``: the device that ranks compute on, over torch.accelerator."""
+"""Stands for ``deepspeed.accelerator``: what ranks compute on, over torch.accelerator."""
 
 from zero_engine.deepspeed.accelerator.real_accelerator import (
     get_accelerator,

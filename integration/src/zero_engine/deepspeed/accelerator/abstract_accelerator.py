@@ -102,7 +102,7 @@ class DeepSpeedAccelerator:
     def range_push(self, msg: str, domain: object = None, category: object = None) -> None:
         """Open a range, named ``msg`` in the trace of `torch.profiler`."""
         opened = torch.profiler.record_function(msg)
-        opened.__enter__()
+        opened.__enter__()  # type: ignore[no-untyped-call]
         self._ranges.append(opened)
 
     def range_pop(self, domain: object = None) -> None:

@@ -6,8 +6,8 @@ import functools
 import os
 
 import torch
-from zero_core.errors import ConfigError
 
+from zero_core.errors import ConfigError
 from zero_engine.deepspeed.accelerator.abstract_accelerator import DeepSpeedAccelerator
 from zero_engine.deepspeed.accelerator.cpu_accelerator import CpuAccelerator
 from zero_engine.deepspeed.accelerator.torch_accelerator import TorchAccelerator

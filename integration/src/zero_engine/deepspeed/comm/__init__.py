@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup, ReduceOp
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from zero_comm.torch_compat import all_gather_single, reduce_scatter_single
 from zero_engine.deepspeed.accelerator import get_accelerator
 from zero_engine.deepspeed.distributed import init_distributed
 from zero_engine.monitoring.communication import log_summary
@@ -96,12 +97,10 @@ def _as_torch(function: Callable[..., Any], **renamed: str) -> Callable[..., Any
 
 
 all_gather = _as_torch(dist.all_gather)
-all_gather_into_tensor = _as_torch(dist.all_gather_into_tensor, tensor="input_tensor")
 all_gather_object = _as_torch(dist.all_gather_object)
 all_reduce = _as_torch(dist.all_reduce)
 all_to_all = _as_torch(dist.all_to_all)
 all_to_all_single = _as_torch(dist.all_to_all_single, tensor="input")
-allgather_fn = _as_torch(dist.all_gather_into_tensor)
 barrier = _as_torch(dist.barrier)
 batch_isend_irecv = _as_torch(dist.batch_isend_irecv)
 broadcast = _as_torch(dist.broadcast)
@@ -114,10 +113,49 @@ monitored_barrier = _as_torch(dist.monitored_barrier)
 recv = _as_torch(dist.recv)
 reduce = _as_torch(dist.reduce)
 reduce_scatter = _as_torch(dist.reduce_scatter)
-reduce_scatter_tensor = _as_torch(dist.reduce_scatter_tensor, tensor="input")
-reduce_scatter_fn = reduce_scatter_tensor
 scatter = _as_torch(dist.scatter)
 send = _as_torch(dist.send)
+
+
+def all_gather_into_tensor(
+    output_tensor: Tensor,
+    tensor: Tensor,
+    group: ProcessGroup | None = None,
+    async_op: bool = False,
+    prof: bool = False,
+    log_name: str = "all_gather_into_tensor",
+    debug: str | None = None,
+) -> Any:
+    """Every rank's ``tensor``, one after the other, in ``output_tensor`` on every rank."""
+    return all_gather_single(output_tensor, tensor, group, async_op=async_op)
+
+
+def allgather_fn(
+    output_tensor: Tensor,
+    input_tensor: Tensor,
+    group: ProcessGroup | None = None,
+    async_op: bool = False,
+    debug: str | None = None,
+) -> Any:
+    """`all_gather_into_tensor`."""
+    return all_gather_single(output_tensor, input_tensor, group, async_op=async_op)
+
+
+def reduce_scatter_tensor(
+    output_tensor: Tensor,
+    tensor: Tensor,
+    op: Any = ReduceOp.SUM,
+    group: ProcessGroup | None = None,
+    async_op: bool = False,
+    prof: bool = False,
+    log_name: str = "reduce_scatter_tensor",
+    debug: str | None = None,
+) -> Any:
+    """This rank's part of the reduction of all ranks' ``tensor``, in ``output_tensor``."""
+    return reduce_scatter_single(output_tensor, tensor, op, group, async_op=async_op)
+
+
+reduce_scatter_fn = reduce_scatter_tensor
 
 
 def get_local_rank() -> int:
@@ -140,7 +178,9 @@ def get_all_ranks_from_group(group: ProcessGroup | None = None) -> list[int]:
     return dist.get_process_group_ranks(group)
 
 
-def initialize_mesh_device(mesh_shape: tuple[int, ...], mesh_dim_names: tuple[str, ...]) -> DeviceMesh:
+def initialize_mesh_device(
+    mesh_shape: tuple[int, ...], mesh_dim_names: tuple[str, ...]
+) -> DeviceMesh:
     """A mesh of all ranks. Every rank calls it."""
     device_type = get_accelerator().device_type
     return init_device_mesh(device_type, mesh_shape, mesh_dim_names=mesh_dim_names)
@@ -163,9 +203,9 @@ def all_gather_coalesced(
     group: ProcessGroup | None = None,
     async_op: bool = False,
 ) -> Any:
-    """Gather each of ``input_tensors`` into the output of its place, of world size times its size."""
+    """Gather each of ``input_tensors`` into its output, world size times as large."""
     works = [
-        dist.all_gather_into_tensor(whole, part, group, async_op)
+        all_gather_single(whole, part, group, async_op=async_op)
         for whole, part in zip(output_tensors, input_tensors, strict=True)
     ]
     return _Works(works) if async_op else None

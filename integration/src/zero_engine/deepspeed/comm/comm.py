@@ -1,3 +1,3 @@
-"""Stands for ``deepspeed.comm.comm``, where DeepSpeed defines what `zero_engine.deepspeed.comm` has."""
+"""Stands for ``deepspeed.comm.comm``, where DeepSpeed defines what ``deepspeed.comm`` has."""
 
 from zero_engine.deepspeed.comm import *  # noqa: F403

@@ -15,15 +15,16 @@ import logging
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from types import TracebackType
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from zero_core import Engine, engine_of
+from zero_core.deferred import is_recorded_innermost
 from zero_core.parked import held_of, is_parked, unparked
-from zero_core.sharded_init import shard_module, sharded_init
+from zero_core.sharded_init import Made, shard_module, sharded_init
 from zero_engine.deepspeed.accelerator import get_accelerator
 from zero_engine.deepspeed.distributed import init_distributed
 from zero_engine.deepspeed.errors import NotServedError
@@ -105,11 +106,13 @@ def describe(params: Iterable[nn.Parameter]) -> None:
 class Init:
     """Within, modules are made without memory; at the end their parameters are sharded.
 
-    See `zero_core.sharded_init.sharded_init`. Every rank must enter it. Nested ones count as one.
-    torch.distributed is started if it isn't yet.
+    See `zero_core.sharded_init.sharded_init`. Every rank must enter it. torch.distributed is
+    started if it isn't yet. One within another counts as part of it; but if that one has made
+    nothing yet, it leaves all to the inner one: transformers enters one of its own, and loads
+    values after it.
     """
 
-    _depth = 0
+    _active: ClassVar[Init | None] = None
 
     def __init__(
         self,
@@ -166,8 +169,8 @@ class Init:
         self._dtype = dtype
         group = mpu.get_data_parallel_group() if mpu is not None else None
         self._group = data_parallel_group if data_parallel_group is not None else group
-        self._recorder: AbstractContextManager[list[nn.Parameter]] | None = None
-        self._made: list[nn.Parameter] = []
+        self._recorder: AbstractContextManager[Made] | None = None
+        self._made: Made | None = None
         if enabled:
             init_distributed()
             if module is not None:
@@ -176,15 +179,18 @@ class Init:
     @classmethod
     def is_active(cls) -> bool:
         """Whether a model is being made within one now."""
-        return cls._depth > 0
+        return cls._active is not None
 
     def __enter__(self) -> None:
         """Begin."""
-        if self._is_enabled:
-            if not Init.is_active():
-                self._recorder = sharded_init(self._group, dtype=self._dtype)
-                self._made = self._recorder.__enter__()
-            Init._depth += 1
+        if not self._is_enabled:
+            return
+        if Init._active is not None and Init._active._has_made_nothing():
+            Init._active.__exit__(None, None, None)
+        if Init._active is None:
+            Init._active = self
+            self._recorder = sharded_init(self._group, dtype=self._dtype)
+            self._made = self._recorder.__enter__()
 
     def __exit__(
         self,
@@ -192,14 +198,17 @@ class Init:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Park what was made within, where this is the outermost one."""
-        if not self._is_enabled:
-            return
-        Init._depth -= 1
-        if self._recorder is not None:
-            recorder, self._recorder = self._recorder, None
+        """Park what was made within, where this is the one that counts."""
+        if Init._active is self:
+            Init._active = None
+            recorder, made = self._recorder, self._made
+            assert recorder is not None, "it was entered"
+            assert made is not None, "it was entered"
             recorder.__exit__(kind, error, trace)
-            describe(self._made)
+            describe(made.params)
+
+    def _has_made_nothing(self) -> bool:
+        return self._made is not None and not self._made.modules and is_recorded_innermost()
 
 
 class GatheredParameters:
@@ -242,7 +251,7 @@ class GatheredParameters:
         if Init.is_active():
             self._check_recorded(parked)
             return
-        parked.sort(key=lambda p: p.ds_id)  # type: ignore[attr-defined]
+        describe(parked)  # a copy is new
         with ExitStack() as stack:
             stack.callback(describe, parked)  # a shape may have changed
             stack.enter_context(unparked(parked, modifier_rank=self._modifier_rank))

@@ -1,0 +1,127 @@
+"""A stand-alone DeepSpeed script: it uses ``deepspeed`` alone, and runs under either engine.
+
+Arguments: stage, dtype ("fp32", "bf16"), folder, and what --deepspeed_config takes. Rank 0 writes
+``result.json`` into the folder: what a script can see of a training.
+"""
+
+import argparse
+import json
+import warnings
+from pathlib import Path
+
+import deepspeed
+import torch
+from deepspeed.utils import (
+    safe_get_full_fp32_param,
+    safe_get_full_grad,
+    safe_get_full_optimizer_state,
+)
+from torch import nn
+
+STEPS, ACCUMULATION = 4, 2
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(6, 12), nn.Linear(12, 6)])
+        self.head = nn.Linear(6, 1, bias=False)
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return self.head(x).float().square().mean()
+
+
+def make_config(stage, dtype):
+    return {
+        "train_micro_batch_size_per_gpu": 3,
+        "gradient_accumulation_steps": ACCUMULATION,
+        "optimizer": {
+            "type": "AdamW",
+            "params": {"lr": 1e-2, "weight_decay": 0.01, "torch_adam": True},
+        },
+        "scheduler": {
+            "type": "WarmupLR",
+            "params": {"warmup_min_lr": 1e-3, "warmup_max_lr": 1e-2, "warmup_num_steps": 3},
+        },
+        "bf16": {"enabled": dtype == "bf16"},
+        "zero_optimization": {"stage": stage},
+        "zero_allow_untested_optimizer": True,
+        "steps_per_print": 1000000,
+    }
+
+
+def numbers(tensor):
+    return None if tensor is None else tensor.detach().float().flatten().tolist()
+
+
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("stage", type=int)
+    parser.add_argument("dtype")
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--local_rank", type=int, default=-1)
+    args = deepspeed.add_config_arguments(parser).parse_args()
+    warnings.simplefilter("ignore")
+    deepspeed.init_distributed()
+    torch.manual_seed(0)
+    model = Model()
+    engine, _, _, scheduler = deepspeed.initialize(
+        args=args,
+        model=model,
+        model_parameters=model.parameters(),
+        config=make_config(args.stage, args.dtype),
+    )
+    rank, dtype = deepspeed.comm.get_rank(), torch.bfloat16 if args.dtype == "bf16" else None
+    seen = {"losses": [], "returned": [], "norms": [], "rates": [], "grads": [], "counts": []}
+    for number in range(STEPS * ACCUMULATION):
+        generator = torch.Generator().manual_seed(10 * number + rank)
+        inputs = torch.randn(3, 6, generator=generator).to(dtype)
+        loss = engine(inputs.to(engine.device))
+        seen["returned"].append(engine.backward(loss).item())
+        seen["losses"].append(loss.item())
+        is_boundary = engine.is_gradient_accumulation_boundary()
+        if is_boundary and args.stage > 0:
+            seen["grads"].append(numbers(safe_get_full_grad(model.layers[0].weight)))
+        engine.step()
+        counts = [engine.micro_steps, engine.global_steps, engine.global_samples]
+        seen["counts"].append([is_boundary, *counts, engine.skipped_steps])
+        if is_boundary:
+            seen["norms"].append(float(engine.get_global_grad_norm()))
+            seen["rates"].append([*engine.get_lr(), *scheduler.get_last_lr()])
+    if args.stage > 0:
+        weight = model.layers[1].weight
+        seen["master"] = numbers(safe_get_full_fp32_param(weight))
+        seen["moment"] = numbers(safe_get_full_optimizer_state(weight, "exp_avg"))
+    engine.save_checkpoint(str(args.folder / "saved"), client_state={"epoch": 3})
+    path, client_state = engine.load_checkpoint(str(args.folder / "saved"))
+    seen["tag"] = (args.folder / "saved" / "latest").read_text()
+    seen["loaded"] = [path is not None, client_state["epoch"]]
+    seen["missing"] = list(engine.load_checkpoint(str(args.folder / "nowhere")))
+    seen["facts"] = [
+        engine.train_batch_size(),
+        engine.train_micro_batch_size_per_gpu(),
+        engine.gradient_accumulation_steps(),
+        engine.zero_optimization_stage(),
+        engine.zero_optimization_partition_gradients(),
+        engine.zero_optimization_partition_weights(),
+        engine.bfloat16_enabled(),
+        engine.fp16_enabled(),
+        engine.gradient_clipping(),
+        engine.get_mom(),
+        engine.optimizer_name(),
+        engine.scheduler_name(),
+        engine.scheduler_params(),
+        [name for name, _ in engine.named_parameters()],
+        engine.dp_world_size,
+        engine.zero_allow_untested_optimizer(),
+        [list(p.shape) if args.stage < 3 else None for p in engine.parameters()],
+    ]
+    if rank == 0:
+        (args.folder / "result.json").write_text(json.dumps(seen))
+    engine.destroy()
+    torch.distributed.destroy_process_group()
+
+
+main()

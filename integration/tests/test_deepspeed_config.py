@@ -1,0 +1,219 @@
+"""`read` takes DeepSpeed's configurations as DeepSpeed does, wherever they come from."""
+
+from __future__ import annotations
+
+import base64
+import gc
+import json
+import logging
+
+import pytest
+import torch
+from torch import nn
+
+from zero_core.config import load_config
+from zero_core.errors import ConfigError
+from zero_engine import deepspeed
+from zero_engine.deepspeed.announcing import apply, describe
+from zero_engine.deepspeed.config import Settings, read
+
+BASE = {"train_batch_size": 4}
+
+
+def _zero(**keys) -> dict:
+    return read({**BASE, "zero_optimization": keys}).core["zero_optimization"]
+
+
+def _notes(settings: Settings) -> dict[str, str]:
+    return {note.path: note.text for note in settings.notes}
+
+
+def test_a_configuration_comes_as_a_dict_a_file_a_text_or_base64(tmp_path):
+    config = {**BASE, "zero_optimization": {"stage": 2, "reduce_bucket_size": 5e8}}
+    text = json.dumps(config)
+    path = tmp_path / "ds.json"
+    path.write_text(text)
+    encoded = base64.urlsafe_b64encode(text.encode()).decode()
+    found = [read(source) for source in (config, path, str(path), text, encoded)]
+    assert found[0].raw is config
+    assert all(one.core == found[0].core and one.raw == config for one in found)
+    assert found[0].zero_stage == 2
+
+
+def test_a_file_may_have_comments_and_trailing_commas(tmp_path):
+    path = tmp_path / "ds.json"
+    path.write_text(
+        '{ // as of Monday\n "train_batch_size": 4, # ranks * 2\n'
+        ' /* not\n yet */ "wandb": {"enabled": false, "project": "a // b, }", },\n}'
+    )
+    settings = read(path)
+    assert settings.core["train_batch_size"] == 4
+    assert settings.monitors.wandb.project == "a // b, }"
+
+
+@pytest.mark.parametrize(
+    ("source", "match"),
+    [
+        ("nowhere.json", "neither a file"),
+        ('{"a": 1, "a": 2}', "duplicate key 'a'"),
+        ('{"a": ', "is not JSON"),
+        (base64.urlsafe_b64encode(b"[1]").decode(), "expected a JSON object"),
+        ({**BASE, "wandb": {"enabled": True, "projekt": "x"}}, "wandb.projekt: unknown key"),
+        ({**BASE, "wandb": True}, "wandb: expected a block"),
+        ({**BASE, "dump_state": 1}, "dump_state: expected true or false"),
+        ({**BASE, "log_level": "loud"}, "log_level: expected one of DEBUG"),
+        ({**BASE, "bf16": {}, "bfloat16": {}}, "are the same key"),
+        (
+            {**BASE, "zero_optimization": {"cpu_offload": True, "offload_optimizer": {}}},
+            "say the same",
+        ),
+    ],
+)
+def test_what_cannot_be_read_is_refused_with_what_is_wrong(source, match):
+    with pytest.raises(ConfigError, match=match):
+        read(source)
+
+
+def test_defaults_are_those_of_deepspeed():
+    core = read(BASE).core
+    assert core["gradient_clipping"] == 1.0
+    assert core["broadcast_buffers"] is False
+    assert read({**BASE, "gradient_clipping": 0}).core["gradient_clipping"] == 0
+    lion = read({**BASE, "optimizer": {"type": "Lion", "params": {"weight_decay": 0.1}}}).core
+    assert lion["optimizer"]["params"] == {"lr": 1e-3, "betas": (0.9, 0.999), "weight_decay": 0.1}
+    resolved = load_config({**core, "bf16": {"enabled": True}}, world_size=1)
+    assert (resolved.compute_dtype, resolved.buffer_dtype) == (torch.bfloat16, None)
+
+
+def test_auto_that_nobody_filled_in_is_the_default_and_is_told():
+    settings = read(
+        {
+            "train_batch_size": "auto",
+            "train_micro_batch_size_per_gpu": 3,
+            "gradient_clipping": "auto",
+            "fp16": {"enabled": "auto"},
+            "optimizer": {"type": "AdamW", "params": {"lr": "auto", "betas": [0.8, 0.9]}},
+            "zero_optimization": {"stage": 3, "reduce_bucket_size": "auto", "offload_param": None},
+        }
+    )
+    assert settings.core["gradient_clipping"] == 1.0
+    assert settings.core["optimizer"]["params"] == {"betas": [0.8, 0.9]}
+    assert settings.core["zero_optimization"] == {"stage": 3}
+    assert load_config(settings.core, world_size=2).train_batch_size == 6
+    assert {k for k, v in _notes(settings).items() if "the default holds" in v} == {
+        "train_batch_size",
+        "gradient_clipping",
+        "fp16.enabled",
+        "optimizer.params.lr",
+        "zero_optimization.reduce_bucket_size",
+    }
+
+
+def test_an_automatic_ratio_is_this_engines_own_and_stays():
+    offload = {"device": "cpu", "ratio": "auto"}
+    assert _zero(stage=2, offload_optimizer=offload)["offload_optimizer"] == offload
+
+
+def test_old_names_and_forms_become_todays():
+    assert _zero(stage=3, cpu_offload=True, cpu_offload_use_pin_memory=False) == {
+        "stage": 3,
+        "offload_optimizer": {"device": "cpu", "pin_memory": False},
+    }
+    assert _zero(stage=3, cpu_offload_param=True)["offload_param"] == {"device": "cpu"}
+    assert _zero(stage=2, cpu_offload=False) == {"stage": 2}
+    assert _zero(max_live_parameters=1e9) == {"stage3_max_live_parameters": 1e9}
+    assert _zero(stage3_gather_fp16_weights_on_model_save=True) == {
+        "stage3_gather_16bit_weights_on_model_save": True
+    }
+    assert _zero(zero_hpz_partition_size=0) == {"zero_hpz_partition_size": 1}
+    for given, stage in ((True, 1), (False, 0)):
+        assert read({**BASE, "zero_optimization": given}).zero_stage == stage
+    both = {"max_live_parameters": 1, "stage3_max_live_parameters": 2}
+    with pytest.raises(ConfigError, match="are the same key"):
+        _zero(**both)
+
+
+def test_what_accelerate_adds_is_taken():
+    settings = read(
+        {
+            **BASE,
+            "steps_per_print": float("inf"),
+            "zero_allow_untested_optimizer": True,
+            "fp16": {"enabled": True, "auto_cast": True},
+            "bf16": {"enabled": False},
+            "zero_optimization": {
+                "stage": 2,
+                "offload_optimizer": {"device": "none", "nvme_path": None},
+                "offload_param": {"device": "none", "nvme_path": None},
+                "stage3_gather_16bit_weights_on_model_save": False,
+            },
+        }
+    )
+    assert settings.steps_per_print is None
+    assert settings.fp16_auto_cast
+    assert load_config(settings.core, world_size=1).compute_dtype == torch.float16
+
+
+def test_an_unknown_key_at_the_top_is_told_and_one_in_a_checked_block_refused():
+    settings = read({**BASE, "_comment": "x", "gradient_cliping": 2.0, "aio": {"depth": 8}})
+    told = {note.path: note.text for note in settings.notes if note.is_warning}
+    assert set(told) == {"_comment", "gradient_cliping", "aio.depth"}
+    assert "did you mean 'gradient_clipping'?" in told["gradient_cliping"]
+    with pytest.raises(ConfigError, match="did you mean 'stage'"):
+        load_config(read({**BASE, "zero_optimization": {"stag": 1}}).core, world_size=1)
+
+
+def test_the_block_of_activation_checkpointing_turns_nothing_on_by_itself():
+    block = {"cpu_checkpointing": True, "partition_activations": True}
+    settings = read({**BASE, "activation_checkpointing": block})
+    assert settings.activation_checkpointing.cpu_checkpointing
+    assert load_config(settings.core, world_size=1).activation_checkpointing is None
+    own = read({**BASE, "activation_checkpointing": {**block, "enabled": True}})
+    again = load_config(own.core, world_size=1).activation_checkpointing
+    assert again is not None
+    assert again.cpu_checkpointing
+
+
+def test_the_configuration_in_effect_is_told_once_with_what_has_no_effect(capsys):
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": 3,
+        "optimizer": {"type": "AdamW", "params": {"lr": 0.5}},
+        "zero_optimization": {"stage": 1, "overlap_comm": False},
+        "vocabulary_size": 7,
+    }
+    engine, *_ = deepspeed.initialize(model=nn.Linear(2, 2), config=config)
+    told = capsys.readouterr().err
+    assert told.count("configuration in effect") == 1
+    assert "batch: 6 samples a step = 2 a rank and micro-step * 3 micro-steps * 1 ranks" in told
+    for line in (
+        "zero_optimization.stage = 1",
+        'optimizer.params = {"lr": 0.5}',
+        "gradient_clipping = 1.0",
+        "vocabulary_size = 7: DeepSpeed only warns",
+        "overlap_comm = false: communication always overlaps",
+    ):
+        assert line in told
+    assert "fp16" not in told
+    dumped = describe(read({**config, "dump_state": True}), engine.core.config, 1)
+    assert '"initial_scale_power": 16' in dumped
+
+
+def test_a_secret_is_not_told():
+    settings = read({**BASE, "comet": {"enabled": True, "api_key": "hidden"}})
+    told = describe(settings, load_config(settings.core, world_size=1), 1)
+    assert "comet.enabled = true" in told
+    assert "hidden" not in told
+
+
+def test_what_is_asked_of_the_process_is_done():
+    names = ("DeepSpeed", "zero_core", "zero_comm", "zero_engine", "zero_offload")
+    levels = {name: logging.getLogger(name).level for name in names}
+    try:
+        apply(read({**BASE, "log_level": "error", "disable_python_gc": True}))
+        assert not gc.isenabled()
+        assert {logging.getLogger(name).level for name in names} == {logging.ERROR}
+    finally:
+        gc.enable()
+        for name, level in levels.items():
+            logging.getLogger(name).setLevel(level)

@@ -1,0 +1,339 @@
+"""docs/deepspeed-config.md says of every key what is true, and has every key there is."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.metadata
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from pydantic import BaseModel
+
+from zero_core.config import Config, load_config
+from zero_core.config_rules import UNNEEDED as UNNEEDED_BY_CORE
+from zero_core.errors import ConfigError
+from zero_core.lr_schedules import SCHEDULERS, make_scheduler
+from zero_core.muon import tag_matrices
+from zero_core.optimizer import make_optimizer
+from zero_engine.deepspeed.announcing import describe
+from zero_engine.deepspeed.config import Settings, read
+from zero_engine.deepspeed.config_keys import HONOURED, REFUSED, UNNEEDED
+
+TABLE = Path(__file__).parents[2] / "docs" / "deepspeed-config.md"
+SCRIPT = Path(__file__).parent / "scripts" / "deepspeed_keys.py"
+BARE = {"train_batch_size": 4}
+OPTIMIZER, SCHEDULER = {"type": "AdamW"}, {"type": "WarmupLR"}
+
+
+class Row(NamedTuple):
+    key: str
+    default: str
+    here: str
+    why: str
+
+
+def _rows() -> list[Row]:
+    pattern = r"^\| `([a-z_0-9A-Z.]+)` \| (.*?) \| (honoured|unneeded|refused) \| (.*) \|$"
+    return [Row(*found) for found in re.findall(pattern, TABLE.read_text(), re.MULTILINE)]
+
+
+class Type(NamedTuple):
+    name: str
+    here: str
+
+
+def _types(block: str) -> list[Type]:
+    """The rows of the table of an optimizer's or a scheduler's types."""
+    _, _, table = TABLE.read_text().partition(f"| `{block}.type` | here |")
+    pattern = r"^\| `(\w+)` \| (honoured|refused) \| .* \|$"
+    table = table.partition("\n\n")[0]
+    return [Type(*found) for found in re.findall(pattern, table, re.MULTILINE)]
+
+
+ROWS = _rows()
+TYPES = {block: _types(block) for block in ("optimizer", "scheduler")}
+
+# What a row is tried with, where no value other than the default can be guessed.
+EXAMPLES: dict[str, Any] = {
+    "communication_data_type": "FP32",
+    "log_level": "error",
+    "data_parallel_size": 1,
+    "datastates_ckpt": {"host_cache_size": 16},
+    "gradient_allreduce_op": "sum",
+    "seq_parallel_communication_data_type": "bf16",
+    "sequence_parallel_size": 2,
+    "steps_per_print": 5,
+    "train_batch_size": 12,
+    "train_micro_batch_size_per_gpu": 2,
+    "gradient_accumulation_steps": 2,
+    "tensor_parallel": {"autotp_size": 2},
+    "expert_parallel": {"enabled": True, "autoep_size": 2},
+    "pipeline": {"stages": 2},
+    "hybrid_engine": {"enabled": True},
+    "autotuning": {"enabled": True},
+    "compression_training": {"weight_quantization": {"shared_parameters": {"enabled": True}}},
+    "sparse_attention": {"mode": "fixed"},
+    "graph_harvesting": True,
+    "sparse_gradients": True,
+    "zero_optimization.stage": 2,
+    "zero_optimization.overlap_comm": True,
+    "zero_optimization.offload_optimizer": {"device": "cpu"},
+    "zero_optimization.offload_param": {"device": "cpu"},
+    "zero_optimization.zenflow": {"topk_ratio": 0.1},
+    "zero_optimization.cpu_offload": True,
+    "zero_optimization.cpu_offload_param": True,
+    "zero_optimization.cpu_offload_use_pin_memory": False,
+    "zero_optimization.leaf_module.classes": ["Experts"],
+    "zero_optimization.leaf_module.names": ["blocks.0"],
+    "zero_optimization.leaf_module.name_suffixes": ["experts"],
+    "zero_optimization.mics_shard_size": 4,
+    "zero_optimization.mics_hierarchical_params_gather": True,
+    "zero_optimization.zeropp_loco_param": {"err_beta": 0.5},
+    "zero_optimization.zero_quantized_weights_format": "int4",
+    "zero_optimization.zero_quantized_gradients_within_node": "int8",
+    "zero_optimization.zero_quantized_gradients_between_nodes": "int8",
+    "zero_optimization.zero_quantized_gradients_hadamard": True,
+    "zero_optimization.zero_quantized_stochastic_rounding": True,
+    "zero_optimization.zero_quantized_checksum": True,
+    "zero_optimization.offload_optimizer.device": "cpu",
+    "zero_optimization.offload_optimizer.nvme_path": "/elsewhere",
+    "zero_optimization.offload_optimizer.ratio": 0.5,
+    "zero_optimization.offload_optimizer.cpuadam_cores_perc": 0.5,
+    "zero_optimization.offload_optimizer.parameters": ["*.weight"],
+    "zero_optimization.offload_optimizer.device_budget": 1000,
+    "zero_optimization.offload_optimizer.pin_memory_bytes": 1000,
+    "zero_optimization.offload_optimizer.update_in_backward": False,
+    "zero_optimization.offload_optimizer.state_dtype": "int8",
+    "zero_optimization.offload_optimizer.numa": False,
+    "zero_optimization.offload_param.device": "cpu",
+    "zero_optimization.offload_param.nvme_path": "/elsewhere",
+    "bfloat16": {"enabled": True},
+    "data_types.grad_accum_dtype": "bf16",
+    "data_types.buffer_dtype": "bf16",
+    "data_types.param_dtype": "bf16",
+    "data_types.keep_in_fp32_modules": ["norm"],
+    "optimizer.type": "Adagrad",
+    "optimizer.params": {"lr": 0.5},
+    "optimizer.params.max_grad_norm": 1.0,
+    "scheduler.type": "WarmupLR",
+    "scheduler.params": {"warmup_num_steps": 7},
+    "activation_checkpointing.number_checkpoints": 4,
+    "activation_checkpointing.enabled": True,
+    "checkpoint.tag_validation": "Fail",
+    "checkpoint.parallel_write": {"pipeline_stage": True},
+    "checkpoint.writer": {"type": "fast"},
+    "compile.passes": ["prefetch"],
+    "comms_logger.prof_ops": ["all_gather_into_tensor"],
+    "comet.mode": "create",
+    "comet.online": False,
+    "seed": 3,
+    "broadcast_buffers": True,
+    "check_grad_overflow": False,
+}
+NVME = {"device": "nvme", "nvme_path": "/nvme"}
+# What a row needs beside it to be of use: its own entry, or that of the longest block.
+BESIDE: dict[str, dict[str, Any]] = {
+    "zero_optimization.stage": {},
+    "zero_optimization.": {"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}},
+    "zero_optimization.offload_param": {"zero_optimization": {"stage": 3}},
+    "zero_optimization.offload_param.device": {"zero_optimization": {"stage": 3}},
+    "zero_optimization.offload_param.": {"zero_optimization": {"stage": 3, "offload_param": NVME}},
+    "zero_optimization.cpu_offload_param": {"zero_optimization": {"stage": 3}},
+    "zero_optimization.cpu_offload_use_pin_memory": {"zero_optimization": {"cpu_offload": True}},
+    "zero_optimization.offload_optimizer.": {"zero_optimization": {"offload_optimizer": NVME}},
+    "zero_optimization.offload_optimizer.device": {},
+    "zero_optimization.zeropp_loco_param": {
+        "zero_optimization": {"zero_quantized_gradients": True}
+    },
+    "fp16.": {"fp16": {"enabled": True}},
+    "fp16.enabled": {},
+    "bf16.": {"bf16": {"enabled": True}},
+    "bf16.enabled": {},
+    "data_types.param_dtype": {"bf16": {"enabled": True}},
+    "optimizer.": {"optimizer": OPTIMIZER},
+    "scheduler.params": {"optimizer": OPTIMIZER, "scheduler": SCHEDULER},
+    "scheduler.type": {"optimizer": OPTIMIZER},
+}
+# Honoured, but what they say must hold anyway.
+CHECKED_ONLY = {"data_types.param_dtype": "fp16"}
+
+
+def _example(row: Row) -> Any:
+    if row.key in EXAMPLES:
+        return EXAMPLES[row.key]
+    default = None if row.default == "-" else json.loads(row.default.strip("`"))
+    if isinstance(default, bool):
+        return not default
+    if isinstance(default, int | float):
+        return default - 1 if default > 10**15 else default + 1
+    return "something" if isinstance(default, str) or default is None else {"enabled": True}
+
+
+def _beside(key: str) -> dict[str, Any]:
+    blocks = [f"{key[: end.start()]}." for end in re.finditer(r"\.", key)]
+    fits = [one for one in (key, *blocks) if one in BESIDE]
+    found = {**BARE, **(BESIDE[max(fits, key=len)] if fits else {})}
+    return json.loads(json.dumps(found))
+
+
+def _with(config: dict[str, Any], key: str, value: Any) -> dict[str, Any]:
+    config = json.loads(json.dumps(config))
+    *parents, name = key.split(".")
+    block = config
+    for parent in parents:
+        block = block.setdefault(parent, {})
+    block[name] = value
+    return config
+
+
+def _resolved(config: dict[str, Any]) -> tuple[Settings, Config]:
+    settings = read(config)
+    return settings, load_config(settings.core, world_size=1)
+
+
+def _effect(config: dict[str, Any]) -> object:
+    settings, core = _resolved(config)
+    return dataclasses.replace(settings, raw={}, core={}, notes=()), core
+
+
+def _of(here: str) -> list[Any]:
+    return [pytest.param(row, id=row.key) for row in ROWS if row.here == here]
+
+
+@pytest.mark.parametrize("row", _of("honoured"))
+def test_an_honoured_key_changes_the_configuration_in_effect(row):
+    beside = _beside(row.key)
+    given = _with(beside, row.key, _example(row))
+    if row.key in CHECKED_ONLY:
+        assert _effect(given) == _effect(beside)
+        with pytest.raises(ConfigError, match=re.escape(row.key)):
+            _effect(_with(beside, row.key, CHECKED_ONLY[row.key]))
+    else:
+        assert _effect(given) != _effect(beside)
+
+
+@pytest.mark.parametrize("row", _of("unneeded"))
+def test_an_unneeded_key_is_told_with_the_reason(row):
+    value = _example(row)
+    settings, core = _resolved(_with(_beside(row.key), row.key, value))
+    told = describe(settings, core, 1)
+    assert f"{row.key} = {json.dumps(value)}: {row.why}\n" in f"{told}\n"
+
+
+@pytest.mark.parametrize("row", _of("refused"))
+def test_a_refused_key_raises_and_its_default_passes(row):
+    beside = _beside(row.key)
+    with pytest.raises(ConfigError) as caught:
+        _resolved(_with(beside, row.key, _example(row)))
+    assert row.key in str(caught.value)
+    if row.key in REFUSED:
+        assert row.why in str(caught.value)
+    default = None if row.default == "-" else json.loads(row.default.strip("`"))
+    _resolved(_with(beside, row.key, default))
+
+
+def _optimizer(name: str) -> torch.optim.Optimizer:
+    core = read({**BARE, "optimizer": {"type": name}}).core
+    config = load_config(core, world_size=1).optimizer
+    assert config is not None
+    model = torch.nn.Linear(2, 2)
+    tag_matrices(model.named_parameters())
+    return make_optimizer(config, list(model.parameters()))
+
+
+@pytest.mark.parametrize("row", [pytest.param(row, id=row.name) for row in TYPES["optimizer"]])
+def test_an_optimizer_of_the_table_is_made_or_refused_by_name(row):
+    if row.here == "honoured":
+        expected = "AdamW" if row.name == "Adam" else row.name
+        assert type(_optimizer(row.name)).__name__ == expected
+    else:
+        with pytest.raises(ConfigError, match=f"optimizer.type = '{row.name}'"):
+            _optimizer(row.name)
+
+
+NEEDED = {
+    "WarmupDecayLR": {"total_num_steps": 9},
+    "WarmupCosineLR": {"total_num_steps": 9},
+    "OneCycle": {"cycle_min_lr": 0.1, "cycle_max_lr": 0.2},
+    "OneCycleLR": {"max_lr": 0.1, "total_steps": 9},
+    "CosineAnnealingLR": {"T_max": 9},
+    "StepLR": {"step_size": 3},
+}
+
+
+@pytest.mark.parametrize("row", [pytest.param(row, id=row.name) for row in TYPES["scheduler"]])
+def test_a_schedule_of_the_table_is_made_or_refused_by_name(row):
+    optimizer = _optimizer("AdamW")
+    if row.here == "honoured":
+        made = make_scheduler(optimizer, row.name, NEEDED.get(row.name, {}))
+        assert type(made).__name__ == row.name
+    else:
+        with pytest.raises(ConfigError, match=f"scheduler.type = '{row.name}'"):
+            make_scheduler(optimizer, row.name, {})
+
+
+def _fields(model: type[BaseModel], path: str = "") -> set[str]:
+    found = set()
+    for name, field in model.model_fields.items():
+        kinds = [field.annotation, *getattr(field.annotation, "__args__", ())]
+        inner = [k for k in kinds if isinstance(k, type) and issubclass(k, BaseModel)]
+        found.add(f"{path}{name}")
+        if inner and name != "zeropp_loco_param":
+            found.remove(f"{path}{name}")
+            found |= _fields(inner[0], f"{path}{name}.")
+    return found
+
+
+def test_every_key_that_is_read_has_one_row():
+    keys = [row.key for row in ROWS]
+    assert all(TYPES.values())
+    assert len(keys) == len(set(keys))
+    named = {row.name for row in TYPES["scheduler"]}
+    assert set(SCHEDULERS) <= named
+    known = {*_fields(Config), *UNNEEDED, *UNNEEDED_BY_CORE, *REFUSED}
+    known |= {key for key in HONOURED if not any(k.startswith(f"{key}.") for k in keys)}
+    assert known <= set(keys), known - set(keys)
+
+
+def _deepspeed_keys() -> dict[str, Any]:
+    try:
+        importlib.metadata.version("deepspeed")
+    except importlib.metadata.PackageNotFoundError:
+        pytest.skip("DeepSpeed is not installed: its keys cannot be compared")
+    environment = {**os.environ, "DS_ACCELERATOR": "cpu", "PYTHONWARNINGS": "ignore"}
+    done = subprocess.run(
+        [sys.executable, str(SCRIPT)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=150,
+        check=False,
+    )
+    lines = [line for line in done.stdout.splitlines() if line.startswith("KEYS ")]
+    assert lines, done.stdout + done.stderr
+    found: dict[str, Any] = json.loads(lines[-1].removeprefix("KEYS "))
+    return found
+
+
+def test_every_key_of_the_installed_deepspeed_has_a_row_and_its_default():
+    found = _deepspeed_keys()
+    rows = {row.key: row for row in ROWS}
+    blocks = {".".join(key.split(".")[: i + 1]) for key in rows for i in range(key.count("."))}
+    asked = set(found["asked"]) | set(found["models"])
+    assert asked <= rows.keys() | blocks, asked - rows.keys() - blocks
+    for key, default in found["models"].items():
+        if key in rows and rows[key].default != "-":
+            assert json.loads(rows[key].default.strip("`")) == default, key
+    names = {row.name.lower() for row in TYPES["optimizer"]}
+    assert set(found["optimizers"]) <= names
+    assert set(found["schedules"]) <= {row.name for row in TYPES["scheduler"]}
+    ours = {key for key, row in rows.items() if row.default != "-"}
+    of_models = {key for key in ours if key.rpartition(".")[0] in {"fp16", "wandb", "comet"}}
+    assert of_models <= set(found["models"]), "a row's key is gone from DeepSpeed"

@@ -1,0 +1,185 @@
+"""zero.GatheredParameters with and without an engine, and what scripts read off parameters."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import zero_core
+from zero_core.testing import spawn
+
+
+def _model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 7), nn.Linear(7, 3, bias=False))
+
+
+def _config(stage: int) -> dict[str, Any]:
+    return {
+        "train_micro_batch_size_per_gpu": 1,
+        "bf16": {"enabled": True},
+        "zero_optimization": {"stage": stage},
+        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+    }
+
+
+def _use(rank: int, world_size: int) -> None:
+    for check in (_before_the_engine, _with_an_engine, _inside_init, _on_other_things):
+        check(rank, world_size)
+
+
+def _before_the_engine(rank: int, world_size: int) -> None:
+    from zero_engine.deepspeed import zero
+    from zero_engine.deepspeed.runtime.zero.partition_parameters import is_zero_param
+
+    with zero.Init(config_dict_or_path=_config(3)):
+        inner = nn.Linear(2, 2)
+        with zero.Init():  # a part of the outer one
+            model = _model()
+        assert not is_zero_param(inner.weight)
+    params = [*model.parameters(), *inner.parameters()]
+    assert all(map(is_zero_param, params))
+    assert len({p.ds_id for p in params}) == len(params)
+    weight = model[0].weight
+    assert (weight.ds_shape, weight.ds_numel) == (torch.Size([7, 5]), 35)
+    assert weight.ds_status == zero.ZeroParamStatus.NOT_AVAILABLE
+    source = world_size - 1
+    with zero.GatheredParameters(model[0].parameters(), modifier_rank=source):
+        assert weight.ds_status == zero.ZeroParamStatus.AVAILABLE
+        assert torch.equal(weight, _model()[0].weight)
+        if rank == source:
+            nn.init.constant_(weight, 2.0)
+    assert weight.ds_status == zero.ZeroParamStatus.NOT_AVAILABLE
+    with zero.GatheredParameters(weight, enabled=False):
+        assert weight.isnan().all()
+    with zero.GatheredParameters(weight):
+        assert torch.equal(weight, torch.full((7, 5), 2.0))
+    whole = nn.Linear(3, 3)
+    value = whole.weight.detach().clone()
+    zero.Init(module=whole, dtype=torch.bfloat16)
+    with zero.GatheredParameters({whole.weight, whole.bias}):
+        if rank == 0:
+            assert torch.equal(whole.weight, value.bfloat16())
+
+
+def _with_an_engine(rank: int, world_size: int) -> None:
+    from zero_engine.deepspeed import zero
+
+    for stage in (1, 3):
+        with zero.Init():
+            model = _model()
+        engine = zero_core.build(model, _config(stage))
+        expected = _model()
+        weight = model[1].weight
+        with zero.GatheredParameters([model[2].weight, weight], modifier_rank=0):
+            assert torch.equal(weight, expected[1].weight.bfloat16())
+            if rank == 0:
+                weight.data[0] = 1.5
+        with torch.no_grad():
+            expected[1].weight[0] = 1.5
+        # What was not changed keeps the bits that bf16 has not.
+        assert torch.equal(engine.states.get_full("1.weight", "master_weight"), expected[1].weight)
+        with zero.GatheredParameters(model[1].weight):
+            assert torch.equal(weight, expected[1].weight.bfloat16())
+        engine.close()
+
+
+def _inside_init(rank: int, world_size: int) -> None:
+    from zero_engine.deepspeed import NotServedError, zero
+
+    class Normalised(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+            with zero.GatheredParameters(self.linear.weight, modifier_rank=0):
+                self.linear = nn.utils.parametrizations.weight_norm(self.linear)
+            zero.register_external_parameter(self, self.linear.bias)
+
+    torch.manual_seed(1)
+    expected = Normalised()
+    torch.manual_seed(1)
+    with zero.Init():
+        model = Normalised()
+    with zero.GatheredParameters(model.parameters()):
+        for ours, theirs in zip(model.parameters(), expected.parameters(), strict=True):
+            assert torch.equal(ours, theirs)
+    with zero.Init(), pytest.raises(NotServedError, match=r"leave zero\.Init first"):
+        zero.GatheredParameters(model.parameters()).__enter__()
+
+
+def _on_other_things(rank: int, world_size: int) -> None:
+    from zero_engine.deepspeed import NotServedError, zero
+
+    plain, buffer = nn.Parameter(torch.ones(2)), torch.ones(2)
+    for given in ([], None, plain, [None, plain, buffer], iter([plain])):
+        with zero.GatheredParameters(given, modifier_rank=0):
+            assert torch.equal(plain, torch.ones(2))
+    with zero.Init(enabled=False):
+        assert not nn.Linear(2, 2).weight.isnan().any()
+    with pytest.raises(NotServedError, match="param_swapper"):
+        zero.Init(param_swapper=object())
+    with pytest.raises(NotServedError, match="TiledLinear"):
+        zero.TiledLinear(2, 2)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_parameters_are_whole_within_and_changes_stay(world_size: int) -> None:
+    spawn(_use, world_size)
+
+
+class _Reader(nn.Module):
+    """Uses the weight of the block before it."""
+
+    def __init__(self, other: nn.Linear) -> None:
+        super().__init__()
+        from zero_engine.deepspeed import zero
+
+        self.own = nn.Linear(4, 4)
+        self.__dict__["other"] = other
+        zero.register_external_parameter(self, other.weight)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.own(x) @ self.__dict__["other"].weight
+
+
+class _Chain(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        first = nn.Linear(4, 4)
+        self.blocks = nn.ModuleList([first, _Reader(first)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x.square().sum()
+
+
+def _read_elsewhere(rank: int, world_size: int) -> None:
+    from zero_engine.deepspeed import NotServedError, zero
+
+    torch.manual_seed(0)
+    model, batch = _Chain(), torch.randn(2, 4)
+    torch.manual_seed(0)
+    expected = _Chain()
+    optimizer = torch.optim.SGD(expected.parameters(), lr=0.1)
+    config = {**_config(3), "bf16": {"enabled": False}}
+    engine = zero_core.build(model, config)
+    for _ in range(2):
+        loss = engine(batch)
+        engine.backward(loss)
+        engine.step()
+        wanted = expected(batch)
+        wanted.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        torch.testing.assert_close(loss, wanted)
+    with pytest.raises(NotServedError, match="after initialize"):
+        zero.register_external_parameter(model.blocks[0], model.blocks[1].own.weight)
+    engine.close()
+
+
+def test_a_weight_that_another_block_reads_trains_as_in_torch() -> None:
+    spawn(_read_elsewhere, 2)

@@ -1,0 +1,342 @@
+"""What a run tells: monitors write what DeepSpeed writes; times, operations, bytes are right."""
+
+from __future__ import annotations
+
+import csv
+import importlib.util
+import re
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from scripts.deepspeed_monitors import train
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from torch import nn
+
+from zero_core.errors import ConfigError
+from zero_core.testing import spawn
+from zero_engine import deepspeed
+from zero_engine.deepspeed.config import read
+from zero_engine.deepspeed.observing import Watch
+from zero_engine.monitoring import MemoryBreakdown, Scalars, StepFacts, WallClock
+
+SCRIPT = Path(__file__).parent / "scripts" / "deepspeed_monitors.py"
+LR_BY_DEEPSPEED = "step,lr\r\n4,0.0\r\n8,0.00430676558073393\r\n12,0.006826061944859854\r\n"
+"""``Train_Samples_lr.csv`` as DeepSpeed 0.19.8 writes it for the script."""
+PARTS = ("forward", "backward", "step")
+
+
+def _config(**more: Any) -> dict[str, Any]:
+    optimizer = {"type": "SGD", "params": {"lr": 0.1}}
+    return {"train_micro_batch_size_per_gpu": 2, "optimizer": optimizer, **more}
+
+
+def _train(config: dict[str, Any], steps: int = 2, model: nn.Module | None = None) -> Any:
+    model = nn.Linear(3, 4) if model is None else model
+    engine, *_ = deepspeed.initialize(model=model, config=config)
+    for _ in range(steps):
+        engine.backward(engine(torch.ones(2, 3)).square().mean())
+        engine.step()
+    return engine
+
+
+def _csv(folder: Path) -> dict[str, list[list[str]]]:
+    return {p.name: list(csv.reader(p.open(newline=""))) for p in folder.glob("csv/*.csv")}
+
+
+def _board(folder: Path) -> dict[str, list[tuple[int, float]]]:
+    board = EventAccumulator(str(folder / "board")).Reload()
+    return {tag: [(e.step, e.value) for e in board.Scalars(tag)] for tag in board.Tags()["scalars"]}
+
+
+def test_files_are_those_that_deepspeed_writes(tmp_path, capsys):
+    train(deepspeed, str(tmp_path))
+    assert (tmp_path / "csv" / "Train_Samples_lr.csv").read_bytes().decode() == LR_BY_DEEPSPEED
+    found = _csv(tmp_path)
+    assert found.keys() == {
+        "Train_Samples_lr.csv",
+        *(f"Train_Samples_elapsed_time_ms_{part}.csv" for part in PARTS),
+    }
+    for part in PARTS:
+        head, *rows = found[f"Train_Samples_elapsed_time_ms_{part}.csv"]
+        assert head == ["step", f"elapsed_time_ms_{part}"]
+        assert [row[0] for row in rows] == ["4", "8", "12"]
+    board = _board(tmp_path)
+    assert board.keys() == {
+        "Train/Samples/lr",
+        *(f"Train/Samples/elapsed_time_ms_{p}" for p in PARTS),
+    }
+    lr = [(int(s), float(v)) for s, v in found["Train_Samples_lr.csv"][1:]]
+    assert board["Train/Samples/lr"] == [(s, pytest.approx(v)) for s, v in lr]
+    lines = re.findall(
+        r"time \(ms\) \| fwd: [\d.]+ \| bwd: [\d.]+ \| step: [\d.]+", capsys.readouterr().out
+    )
+    assert len(lines) == 3
+
+
+def _free_port() -> int:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        return int(taken.getsockname()[1])
+
+
+@pytest.mark.skipif(not importlib.util.find_spec("deepspeed"), reason="DeepSpeed is not installed")
+def test_files_beside_the_installed_deepspeed(tmp_path, capsys):
+    theirs, ours = tmp_path / "theirs", tmp_path / "ours"
+    done = subprocess.run(
+        [sys.executable, str(SCRIPT), str(theirs), str(_free_port())],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    train(deepspeed, str(ours))
+    expected, found = _csv(theirs), _csv(ours)
+    assert found["Train_Samples_lr.csv"] == expected["Train_Samples_lr.csv"]
+    # Reductions run beside backward here: it has no inner part and no reduction of its own.
+    assert found.keys() == {name for name in expected if "backward_" not in name}
+    for name, rows in found.items():
+        assert rows[0] == expected[name][0]
+        assert [row[0] for row in rows] == [row[0] for row in expected[name]]
+    assert _board(ours)["Train/Samples/lr"] == _board(theirs)["Train/Samples/lr"]
+    assert set(_board(ours)) == {tag for tag in _board(theirs) if "backward_" not in tag}
+
+
+def test_the_loss_scale_is_monitored_with_fp16_only(tmp_path):
+    monitor = {"csv_monitor": {"enabled": True, "output_path": str(tmp_path), "job_name": "csv"}}
+    _train(_config(**monitor, fp16={"enabled": True, "loss_scale": 64.0, "auto_cast": True}))
+    assert _csv(tmp_path)["Train_Samples_loss_scale.csv"] == [
+        ["step", "loss_scale"],
+        ["2", "64.0"],
+        ["4", "64.0"],
+    ]
+    _train(_config(csv_monitor={**monitor["csv_monitor"], "job_name": "other/csv"}))
+    assert _csv(tmp_path / "other").keys() == {"Train_Samples_lr.csv"}
+
+
+class _Told:
+    """Stands for wandb, comet_ml and an experiment: remembers its calls."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, Any]] = []
+
+    def __getattr__(self, name: str) -> Any:
+        def call(*args: Any, **kwargs: Any) -> _Told:
+            self.calls.append((name, args or kwargs))
+            return self
+
+        return call
+
+
+def test_wandb_and_comet_are_given_the_scalars(monkeypatch):
+    wandb, comet = _Told(), _Told()
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    monkeypatch.setitem(sys.modules, "comet_ml", comet)
+    blocks = {
+        "wandb": {"enabled": True, "project": "p", "group": "g", "team": "t"},
+        "comet": {"enabled": True, "samples_log_interval": 4, "experiment_name": "n"},
+    }
+    _train(_config(**blocks), steps=4)
+    assert wandb.calls[0] == ("init", {"project": "p", "group": "g", "entity": "t"})
+    logged = [args for name, args in wandb.calls if name == "log"]
+    assert logged == [({"Train/Samples/lr": 0.1},)] * 4
+    assert comet.calls[0][0] == "start"
+    assert comet.calls[1] == ("set_name", ("n",))
+    # Two samples a step, and one value per four of them.
+    steps = [kwargs["step"] for name, kwargs in comet.calls if name == "log_metric"]
+    assert steps == [2, 6]
+
+
+@pytest.mark.parametrize(
+    ("block", "module", "command"),
+    [
+        ("wandb", "wandb", 'pip install "wandb"'),
+        ("comet", "comet_ml", 'pip install "comet_ml>=3.41.0"'),
+        ("tensorboard", "torch.utils.tensorboard", 'pip install "tensorboard"'),
+    ],
+)
+def test_a_monitor_without_its_package_says_what_to_install(monkeypatch, block, module, command):
+    monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(ConfigError, match=re.escape(command)):
+        _train(_config(**{block: {"enabled": True}}))
+
+
+class _Slow(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        time.sleep(0.03)
+        return super().forward(x)
+
+
+def test_times_add_up_over_the_micro_steps_of_a_step(capsys):
+    config = _config(wall_clock_breakdown=True, gradient_accumulation_steps=2)
+    engine = _train(config, steps=4, model=_Slow(3, 4))
+    clock = next(one for one in engine._watch.observers if isinstance(one, WallClock))
+    assert set(clock.last_ms) == {"fwd", "bwd", "step"}
+    # Two sleeps, not four: each step's times are its own. The host may be busy, never early.
+    assert clock.last_ms["fwd"] >= 60.0
+    assert all(ms > 0.0 for ms in clock.last_ms.values())
+    fwd = [float(ms) for ms in re.findall(r"fwd: ([\d.]+)", capsys.readouterr().out)]
+    assert len(fwd) == 2
+    assert fwd[1] == pytest.approx(clock.last_ms["fwd"], abs=0.01)
+
+
+def test_evaluation_counts_in_no_time_and_a_failed_forward_ends_its_own():
+    engine = _train(_config(wall_clock_breakdown=True), steps=1, model=_Slow(3, 4))
+    engine.eval()
+    for _ in range(10):
+        engine(torch.ones(2, 3))
+    engine.train()
+    with pytest.raises(RuntimeError, match="mat1 and mat2"):
+        engine(torch.ones(2, 7))
+    engine.backward(engine(torch.ones(2, 3)).square().mean())
+    engine.step()
+    assert engine._watch.last_ms["fwd"] < 300.0
+
+
+def test_a_script_may_make_the_monitors_itself(tmp_path):
+    block = {"enabled": True, "output_path": str(tmp_path), "job_name": "csv"}
+    config = deepspeed.monitor.config.get_monitor_config({**_config(), "csv_monitor": block})
+    master = deepspeed.monitor.monitor.MonitorMaster(config)
+    assert master.enabled
+    master.write_events([("Eval/my loss", 0.5, 3), ("Eval/my loss", 0.25, 6)])
+    assert _csv(tmp_path) == {
+        "Eval_my_loss.csv": [["step", "my loss"], ["3", "0.5"], ["6", "0.25"]]
+    }
+
+
+def test_nothing_watches_unless_it_is_asked_for():
+    engine = _train(_config(), steps=1)
+    assert engine._watch.observers == []
+    assert not engine.monitor.enabled
+    engine.monitor.write_events([("a", 1.0, 1)])
+
+
+def test_operations_are_counted_in_the_step_that_is_asked_for(tmp_path, capsys):
+    path = tmp_path / "folder" / "flops.txt"
+    block = {"enabled": True, "profile_step": 1, "output_file": str(path), "top_modules": 2}
+    model = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 7))
+    config = _config(
+        flops_profiler=block, gradient_accumulation_steps=2, zero_optimization={"stage": 3}
+    )
+    _train(config, steps=2, model=model)
+    assert not path.exists()
+    _train(config, steps=4, model=nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 7)))
+    text = path.read_text()
+    # A product of [2, k] and [k, n] is 2 * 2 * k * n operations; there are two micro-steps.
+    first, second = 2 * (4 * 3 * 5), 2 * (4 * 5 * 7)
+    assert f"forward:  {first + second:,}\n" in text
+    # Each weight's gradient, and the one of the second layer's input.
+    assert f"backward: {first + 2 * second:,}\n" in text
+    assert f"Sequential.0 {first:,}" in text
+    assert f"most at depth 1: Sequential.1 {second:,} (70.0%), Sequential.0 {first:,}" in text
+    assert "floating" not in capsys.readouterr().out
+
+
+def test_a_report_of_operations_is_as_deep_as_is_asked(capsys):
+    block = {"enabled": True, "profile_step": 0, "module_depth": 0, "detailed": False}
+    _train(_config(flops_profiler=block), model=nn.Sequential(nn.Linear(3, 5)))
+    out = capsys.readouterr().out
+    assert "most at depth 0: Sequential" in out
+    assert "depth 1" not in out
+    assert "time (ms)" in out  # as in DeepSpeed, the profiler tells times, too
+
+
+def test_memory_is_told_after_each_part(capsys):
+    _train(_config(memory_breakdown=True), steps=1)
+    lines = capsys.readouterr().out.splitlines()
+    told = [line for line in lines if line.startswith("memory after")]
+    assert [line.split()[2] for line in told] == ["forward", "backward", "step"]
+    held = [float(line.split()[-1]) for line in told]
+    assert all(0.05 < gigabytes < 64.0 for gigabytes in held)
+
+
+def test_samples_per_second_are_told_every_so_many_steps(capsys):
+    _train(_config(steps_per_print=2), steps=5, model=_Slow(3, 4))
+    told = re.findall(r"step (\d+): ([\d.e+]+) samples/s", capsys.readouterr().out)
+    assert [step for step, _ in told] == ["2", "4"]
+    assert all(float(rate) < 2 / 0.03 for _, rate in told)
+    off = _config(steps_per_print=2, timers={"throughput": {"enabled": False}})
+    _train(off, steps=2)
+    assert "samples/s" not in capsys.readouterr().out
+
+
+def _logs_communication(rank: int, world_size: int) -> None:
+    block = {"enabled": True, "verbose": True, "debug": True}
+    engine = _train(_config(comms_logger=block, zero_optimization={"stage": 2}), steps=0)
+    expected: dict[str, list[int]] = {}
+    for _ in range(3):
+        engine.backward(engine(torch.ones(2, 3)).square().mean())
+        engine.step()
+        for row in engine.core.comm_report():
+            total = expected.setdefault(f"{row.collective} ({row.content})", [0, 0, 0])
+            total[0] += row.num_calls
+            total[1] += row.within_node_bytes
+            total[2] += row.between_nodes_bytes
+    found = deepspeed.comm.log_summary(return_dict=True)["summary"]
+    assert {name: list(row.values()) for name, row in found.items()} == expected
+    assert expected["reduce_scatter (gradients)"][1] > 0
+
+
+def test_bytes_sent_add_up_to_the_engines_own_report():
+    spawn(_logs_communication, 2)
+
+
+def test_the_summary_of_communication_is_a_table_of_what_was_asked_for(capsys):
+    with pytest.raises(ValueError, match="show_straggler"):
+        deepspeed.comm.log_summary(show_straggler=True)
+    traffic = [
+        SimpleNamespace(
+            collective=name,
+            content="x",
+            num_calls=2,
+            within_node_bytes=30,
+            between_nodes_bytes=4,
+        )
+        for name in ("all_gather", "reduce_scatter")
+    ]
+    engine = SimpleNamespace(
+        rank=0,
+        world_size=2,
+        device=torch.device("cpu"),
+        module=nn.Linear(1, 1),
+        comm_report=lambda: tuple(traffic),
+    )
+    block = {"enabled": True, "prof_all": False, "prof_ops": ["reduce_scatter_tensor"]}
+    watch = Watch(read(_config(comms_logger=block)), engine)
+    for step in (1, 2):
+        watch.step_done(StepFacts(step, 2 * step, [0.1], None))
+    assert capsys.readouterr().out == "", "only verbose tells each step"
+    deepspeed.comm.log_summary()
+    out = capsys.readouterr().out
+    assert "reduce_scatter" in out
+    assert "all_gather" not in out
+    assert "4" in out.split()
+    assert "60" in out.split()
+    assert "8" in out.split()
+    assert "2 steps, rank 0" in out
+
+
+def test_other_ranks_than_0_write_and_print_nothing(tmp_path, capsys):
+    engine = SimpleNamespace(
+        rank=1, world_size=2, device=torch.device("cpu"), module=nn.Linear(1, 1)
+    )
+    config = _config(
+        csv_monitor={"enabled": True, "output_path": str(tmp_path)},
+        wall_clock_breakdown=True,
+        memory_breakdown=True,
+    )
+    watch = Watch(read(config), engine)
+    kinds = [type(one) for one in watch.observers]
+    assert kinds == [Scalars, WallClock, MemoryBreakdown]
+    with watch.part("step"):
+        pass
+    watch.step_done(StepFacts(1, 2, [0.1], None))
+    assert capsys.readouterr().out == ""
+    assert not list(tmp_path.iterdir())

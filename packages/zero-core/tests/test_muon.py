@@ -1,0 +1,200 @@
+"""Muon over slices of matrices: torch's own Muon and AdamW under DDP are the oracle."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import zero_core
+from zero_core import ConfigError
+from zero_core.muon import Muon, split_groups, tag_matrices
+from zero_core.testing import batch, make_model, spawn
+
+STEPS = 4
+OPTIONS = {"muon_lr": 0.02, "adam_lr": 3e-3, "weight_decay": 0.1, "momentum": 0.9}
+MUON = {"type": "Muon", "params": {**OPTIONS, "betas": [0.9, 0.99], "eps": 1e-8}}
+
+
+def config_of(stage, **more):
+    config = {"train_micro_batch_size_per_gpu": 1, "optimizer": MUON}
+    return {**config, "zero_optimization": {"stage": stage}, **more}
+
+
+def whole(model):
+    """Torch's optimizers for the same parameters."""
+    tag_matrices(model.named_parameters())
+    params = [p for p in model.parameters() if p.requires_grad]
+    muon = torch.optim.Muon(
+        [p for p in params if p.use_muon], lr=0.02, weight_decay=0.1, momentum=0.9
+    )
+    rest = [p for p in params if not p.use_muon]
+    betas = (0.9, 0.99)
+    adamw = torch.optim.AdamW(rest, lr=3e-3, weight_decay=0.1, betas=betas, fused=True)
+    return muon, adamw
+
+
+def train_whole(rank):
+    model = make_model()
+    optimizers = whole(model)
+    wrapped = DistributedDataParallel(model, find_unused_parameters=True)
+    for step in range(STEPS):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        wrapped(**batch(step, 0, rank))["loss"].backward()
+        for optimizer in optimizers:
+            optimizer.step()
+    return {name: p.detach() for name, p in model.named_parameters()}
+
+
+def train(engine, rank, steps):
+    for step in steps:
+        engine.backward(engine(**batch(step, 0, rank))["loss"])
+        engine.step()
+    return engine
+
+
+def compare(engine, expected):
+    found = engine.full_state_dict(dtype=torch.float32)
+    start = make_model().state_dict()
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-5, msg=name)
+    moved = {name for name in expected if not torch.allclose(found[name], start[name], atol=1e-3)}
+    assert sum(start[name].ndim == 2 for name in moved) > 3
+
+
+def _is_torchs(rank, world_size):
+    expected = train_whole(rank)
+    for stage in range(4):
+        engine = train(zero_core.build(make_model(), config_of(stage)), rank, range(STEPS))
+        compare(engine, expected)
+        sent = [row for row in engine.comm_report() if row.content == "momenta of matrices"]
+        assert bool(sent) == (stage > 0 and world_size > 1)
+
+
+@pytest.mark.parametrize("adjust_lr_fn", ["original", "match_rms_adamw"])
+@pytest.mark.parametrize("shape", [(7, 3), (3, 7), (1, 5)])
+def test_alone_it_is_torchs_muon_bit_by_bit(shape, adjust_lr_fn):
+    torch.manual_seed(0)
+    mine = nn.Parameter(torch.randn(shape))
+    theirs = nn.Parameter(mine.detach().clone())
+    options = {"lr": 0.02, "momentum": 0.9, "weight_decay": 0.1, "adjust_lr_fn": adjust_lr_fn}
+    both = Muon([mine], **options), torch.optim.Muon([theirs], **options)
+    for _ in range(5):
+        grad = torch.randn(shape)
+        for param, optimizer in zip((mine, theirs), both, strict=True):
+            param.grad = grad.clone()
+            optimizer.step()
+    assert torch.equal(mine, theirs)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_update_is_that_of_torchs_muon_and_adamw_at_every_stage(world_size):
+    spawn(_is_torchs, world_size)
+
+
+def _resumes(rank, world_size, folder, is_second):
+    engine = zero_core.build(make_model(), config_of(3 if is_second else 1))
+    if not is_second:
+        train(engine, rank, range(2))
+        engine.save_checkpoint(folder)
+        return
+    engine.load_checkpoint(folder)
+    expected = zero_core.build(make_model(), config_of(0))
+    expected.load_checkpoint(folder)
+    train(engine, rank, range(2, STEPS))
+    train(expected, rank, range(2, STEPS))
+    compare(engine, expected.full_state_dict(dtype=torch.float32))
+    params = make_model().named_parameters()
+    names = [name for name, p in params if p.ndim == 2 and p.requires_grad]
+    momentum = engine.states.get_full(names[-1], "exp_avg")
+    assert float(momentum.norm()) > 0
+
+
+def test_checkpoint_goes_on_with_other_ranks_and_another_stage(tmp_path):
+    spawn(_resumes, 2, str(tmp_path), False)
+    spawn(_resumes, 3, str(tmp_path), True)
+
+
+class Branches(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList([nn.Linear(5, 5), nn.Linear(5, 5)])
+
+    def forward(self, x, num_blocks):
+        for block in self.blocks[:num_blocks]:
+            x = block(x)
+        return x.square().sum()
+
+
+def _leaves_alone(rank, world_size, stage):
+    engine = zero_core.build(Branches(), config_of(stage))
+    engine.backward(engine(torch.ones(1, 5), 2))
+    engine.step()
+    before = engine.full_state_dict()
+    engine.backward(engine(torch.ones(1, 5), 1))
+    engine.step()
+    after = engine.full_state_dict()
+    assert torch.equal(after["blocks.1.weight"], before["blocks.1.weight"])
+    assert not torch.equal(after["blocks.0.weight"], before["blocks.0.weight"])
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_matrix_without_a_gradient_is_left_alone_by_ranks_that_hold_little_else(stage):
+    spawn(_leaves_alone, 3, stage)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "more", "match"),
+    [
+        (MUON, {"offload_optimizer": {"device": "cpu"}}, "with Muon is not served"),
+        ({"type": "Muon", "params": {"rate": 1}}, {}, "rate: unknown key; Muon takes"),
+        ({"type": "Muon", "params": {"ns_method": "gram"}}, {}, "only 'standard'"),
+        ({"type": "Muon", "params": {"per_head_muon": True}}, {}, "per_head_muon = True"),
+        ({"type": "Muon", "params": {"lr": -1}}, {}, "lr must not be negative"),
+        ({"type": "Lamb"}, {}, "norm of whole parameters"),
+    ],
+)
+def test_what_cannot_be_served_is_refused(optimizer, more, match):
+    config = {"train_batch_size": 1, "optimizer": optimizer}
+    with pytest.raises(ConfigError, match=match):
+        zero_core.build(nn.Linear(3, 2), {**config, "zero_optimization": {"stage": 1, **more}})
+
+
+def test_marked_parameter_that_is_no_matrix_is_refused():
+    model = nn.Conv1d(2, 2, 3)
+    model.weight.use_muon = True
+    with pytest.raises(ConfigError, match=r"weight of shape .* is no matrix"):
+        zero_core.build(model, config_of(0))
+
+
+def test_groups_are_split_and_keep_what_they_set():
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+    tag_matrices(model.named_parameters())
+    weights, biases = [m.weight for m in model], [m.bias for m in model]
+    first, second = [weights[0], biases[0]], [weights[1], biases[1]]
+    given = [{"params": first, "lr": 0.5}, {"params": second, "weight_decay": 0.0}]
+    found = split_groups(given, {"lr": 0.1, "adam_lr": 0.2, "weight_decay": 0.3})
+    kept = [(g["use_muon"], g["lr"], g["weight_decay"], len(g["params"])) for g in found]
+    assert kept == [
+        (True, 0.5, 0.3, 1),
+        (False, 0.5, 0.3, 1),
+        (True, 0.1, 0, 1),
+        (False, 0.2, 0, 1),
+    ]
+
+
+def test_embeddings_and_heads_are_no_matrices_unless_they_say_so():
+    model = nn.ModuleDict(
+        {"embed": nn.Embedding(3, 2), "lm_head": nn.Linear(2, 3), "up": nn.Linear(2, 2)}
+    )
+    model["lm_head"].weight.use_muon = True
+    tag_matrices(model.named_parameters())
+    assert {n for n, p in model.named_parameters() if p.use_muon} == {"lm_head.weight", "up.weight"}
+
+
+def test_parameters_that_do_not_say_what_they_are_are_refused():
+    with pytest.raises(ValueError, match=r"shapes \[\(2, 3\)\] do not say"):
+        split_groups([nn.Parameter(torch.ones(2, 3))], {})
