@@ -95,6 +95,21 @@ def test_ranks_communicate_and_the_exit_code_is_the_failing_ranks() -> None:
     assert len(done.stdout.splitlines()) == 2, done.stdout
 
 
+def test_script_runs_in_place_where_the_process_is_a_rank_already(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import os, importlib.metadata as m\nprint(os.getpid(), m.version('deepspeed'))"
+    )
+    started = subprocess.Popen(
+        [sys.executable, "-m", "zero_engine", "run", str(script)],
+        env={**environment(), "RANK": "0", "WORLD_SIZE": "1"},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    output, _ = started.communicate(timeout=150)
+    assert output.split() == [str(started.pid), "0.19.8"]
+
+
 def test_process_without_the_hook_is_untouched() -> None:
     spec = importlib.util.find_spec("deepspeed")
     assert spec is None or "zero_engine" not in str(spec.origin)
