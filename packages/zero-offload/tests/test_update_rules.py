@@ -28,6 +28,34 @@ from zero_offload.kernel_stepper import KernelStepper
 from zero_offload.rules import resolve_rule
 from zero_offload.twin import TwinTier
 
+
+class NamedAdamW(optim.AdamW):
+    """A class of somebody's that says what its update is."""
+
+    is_elementwise = True
+    update_rule = "adam"
+
+
+class NamedSGD(optim.SGD):
+    """The same for SGD."""
+
+    is_elementwise = True
+    update_rule = "sgd"
+
+
+class NamedAdagrad(optim.Adagrad):
+    """The same for Adagrad."""
+
+    is_elementwise = True
+    update_rule = "adagrad"
+
+
+class Unknown(optim.AdamW):
+    """Names a rule that there is not."""
+
+    update_rule = "shampoo"
+
+
 SGD_FULL = {"lr": 0.1, "momentum": 0.9, "dampening": 0.3, "weight_decay": 0.01}
 ADAGRAD_FULL = {"lr": 0.1, "lr_decay": 0.1, "weight_decay": 0.01, "initial_accumulator_value": 0.1}
 RULES = [
@@ -37,6 +65,8 @@ RULES = [
     pytest.param(optim.SGD, {"lr": 0.1, "momentum": 0.9, "maximize": True}, id="sgd-maximize"),
     pytest.param(optim.Adagrad, {"lr": 0.1}, id="adagrad"),
     pytest.param(optim.Adagrad, {**ADAGRAD_FULL, "maximize": True}, id="adagrad-full"),
+    pytest.param(NamedSGD, {"lr": 0.1, "momentum": 0.9}, id="named-sgd"),
+    pytest.param(NamedAdagrad, {"lr": 0.1}, id="named-adagrad"),
     pytest.param(NamedLion, {"lr": 1e-2, "weight_decay": 0.1}, id="lion"),
 ]
 
@@ -66,7 +96,7 @@ def test_kernel_gives_torchs_numbers_and_the_same_bits_at_every_ratio(
     covered = space.covered()
     # Adagrad: torch's square root is an ulp off now and then. The others use each operation of
     # torch's, in its order; fp32 weights around 1 are then equal.
-    exact = cls is not optim.Adagrad
+    exact = not issubclass(cls, optim.Adagrad)
     torch.testing.assert_close(
         whole["master_weight"][covered],
         expected[covered],
@@ -95,6 +125,16 @@ def test_state_crosses_between_kernel_and_torch(cls: Any, settings: dict[str, An
     train(tier, space, groups, range(4, 6))
     train(other, resumed, groups, range(4, 6))
     assert_same(snapshot(other, resumed), snapshot(tier, space))
+
+
+def test_a_class_that_names_adams_rule_has_that_of_its_base() -> None:
+    group = group_of(NamedAdamW, weight_decay=0.1)
+    named = resolve_rule(ReferenceKernel(), NamedAdamW, [group])
+    known = resolve_rule(ReferenceKernel(), optim.AdamW, [group])
+    assert named is not None
+    assert known is not None
+    assert type(named) is type(known)
+    assert named.hyper(group, 1) == known.hyper(group, 1)  # decoupled weight decay, too
 
 
 def test_state_dict_of_a_piece_never_updated_holds_its_master_alone() -> None:
@@ -126,6 +166,7 @@ def test_a_kernel_without_the_function_leaves_the_update_to_torch() -> None:
     assert resolve_rule(ReferenceAdam(), optim.SGD, groups) is None
     assert resolve_rule(None, optim.AdamW, [group_of(optim.AdamW)]) is None
     assert resolve_rule(ReferenceKernel(), Lion, [group_of(Lion)]) is None  # it names no rule
+    assert resolve_rule(ReferenceKernel(), Unknown, [group_of(Unknown)]) is None
     assert resolve_rule(ReferenceKernel(), optim.Adam, [group_of(optim.Adam, amsgrad=True)]) is None
     late = [group_of(optim.SGD, dampening=0.5), group_of(optim.SGD, momentum=0.9, dampening=0.5)]
     assert resolve_rule(ReferenceKernel(), optim.SGD, late) is None
