@@ -12,6 +12,8 @@
     kernels    cpu-adam's kernels without Python: here, sanitized, and on an emulated Arm processor
     sanitize   cpu-adam's tests under AddressSanitizer and UBSan; arguments go to pytest
     matrix     the tests of everything, for a torch release and a Python version
+    hugging_face  the tests that take transformers and accelerate, with the newest releases of both
+               and with those before
 
 Environments are kept; ``-R`` also skips installing into them, for a quick second run.
 """
@@ -56,6 +58,18 @@ TORCH_CUDA = {
     "2.14.0": "13.0",
     "2.15.0": "13.2",
 }
+# The two newest minor releases.
+HUGGING_FACE = (("5.23.0", "1.15.0"), ("5.22.2", "1.14.0"))
+HUGGING_FACE_TESTS = (
+    "test_accelerate.py",
+    "test_accelerate_launch.py",
+    "test_gathered_parameters.py",
+    "test_hf_arguments.py",
+    "test_hf_trainer.py",
+    "test_hugging_face.py",
+    "test_sharded_hugging_face.py",
+    "test_trainer_script.py",
+)
 PYTHONS = ("3.11", "3.12", "3.13", "3.14")
 
 
@@ -196,6 +210,20 @@ def matrix(session: nox.Session, torch: str) -> None:
     run_integration_tests(session)
     for package in PACKAGES:
         run_package_tests(session, package)
+
+
+@nox.session
+@nox.parametrize(
+    ("transformers", "accelerate"),
+    [nox.param(*pair, id=f"transformers-{pair[0]}") for pair in HUGGING_FACE],
+)
+def hugging_face(session: nox.Session, transformers: str, accelerate: str) -> None:
+    """Test what goes into transformers and accelerate with a pair of their releases."""
+    install_everything(session, *TEST_TOOLS, extras="[test]")
+    session.install(*PIP_FLAGS, f"transformers=={transformers}", f"accelerate=={accelerate}")
+    with session.chdir("integration"):
+        files = [f"tests/{name}" for name in HUGGING_FACE_TESTS]
+        session.run("python", "-m", "pytest", "-q", *IN_PARALLEL, *files)
 
 
 def test_alone(session: nox.Session, package: str) -> None:

@@ -62,6 +62,7 @@ class ZeroTrainer(Trainer):
         """
         self.engine: Engine | None = None
         self._given = read_zero(zero)
+        self._whole: dict[str, Tensor] | None = None  # the state dict, while it is being saved
         super().__init__(*args, **kwargs)
         if "optimizer" in self._given and self.optimizer is not None:
             raise ConfigError(
@@ -168,14 +169,21 @@ class ZeroTrainer(Trainer):
 
     # ----------------------------------------------------------------- keeping
 
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """As the Trainer's; every rank must call it, as weights are gathered."""
+        if self.engine is not None:
+            rank = None if self.args.save_on_each_node else 0
+            self._whole = self.engine.full_state_dict(rank=rank)
+        try:
+            super().save_model(output_dir, _internal_call)
+        finally:
+            self._whole = None
+
     def _save(
         self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None
     ) -> None:
-        """As the Trainer's, which asks one rank alone; every rank must be here."""
-        if state_dict is None and self.engine is not None:
-            rank = None if self.args.save_on_each_node else 0
-            state_dict = self.engine.full_state_dict(rank=rank)
-        super()._save(output_dir, state_dict=state_dict)
+        """As the Trainer's, which some releases call on one rank and others on all."""
+        super()._save(output_dir, state_dict=self._whole if state_dict is None else state_dict)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         """The engine's checkpoint, for any stage and world size, with the schedule in it."""
