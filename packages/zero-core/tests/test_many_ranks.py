@@ -63,7 +63,7 @@ def test_a_step_among_1024_ranks_holds_what_was_planned(rank: int, stage: int) -
 
     held = {kind: nbytes for kind, nbytes in engine.memory_report().items() if nbytes}
     assert held == {kind: planned[kind] for kind in held}
-    for values in (v for unit in engine._flow._units for v in unit.values):
+    for values in (v for unit in engine._flow.units for v in unit.values):
         segment = values.segment
         assert segment.padded_numel == WORLD_SIZE * segment.shard_numel
         assert values.shard.shape == (segment.shard_numel,)
