@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from zero_core import Engine
+from zero_engine.deepspeed.averaging import Averaging
 from zero_engine.deepspeed.checkpointing_io import Checkpoints
 from zero_engine.deepspeed.config import Settings
 from zero_engine.deepspeed.errors import NotServedError
@@ -86,6 +87,10 @@ class DeepSpeedEngine(Checkpoints, nn.Module):
         self.global_samples = 0
         self._was_step_applied = False
         self._watch = Watch(settings, core)
+        self._averaging = Averaging(
+            (core.module.get_parameter(p.name) for p in core.layout.params if p.is_trainable),
+            self.gradient_accumulation_steps,
+        )
         self._is_compiled = False
         self.training_dataloader = (
             None if training_data is None else self.deepspeed_io(training_data)
@@ -122,6 +127,8 @@ class DeepSpeedEngine(Checkpoints, nn.Module):
     ) -> Tensor:
         """Backward of ``loss``, a scalar; every rank must call it.
 
+        A plain ``loss.backward()`` does the same, but for the loss scale of fp16: see `scale`.
+
         Args:
             loss: the mean over this rank's micro-batch.
             retain_graph: as in `torch.Tensor.backward`.
@@ -134,12 +141,12 @@ class DeepSpeedEngine(Checkpoints, nn.Module):
         if loss.numel() != 1:
             raise ValueError(f"backward() takes a scalar, found a loss of shape {loss.shape}")
         steps = self.gradient_accumulation_steps() if scale_wrt_gas else 1
-        with self._watch.part("backward"):
+        with self._watch.part("backward"), Averaging.done():
             self.core.backward(loss, over=steps, retain_graph=retain_graph)
         return loss / steps if steps > 1 else loss
 
     def scale(self, loss: Tensor) -> Tensor:
-        """``loss`` times the loss scale, for a plain ``backward()`` of it."""
+        """``loss`` times the loss scale, for a plain ``backward()`` of it, which averages."""
         self._check_training("scale")
         return self.core.scale(loss, over=1)
 
@@ -224,6 +231,7 @@ class DeepSpeedEngine(Checkpoints, nn.Module):
 
     def destroy(self) -> None:
         """Take the engine's hooks off the model."""
+        self._averaging.close()
         self.core.close()
 
     def empty_partition_cache(self) -> None:
