@@ -18,8 +18,8 @@ __all__ = ["announce", "apply", "describe"]
 
 _BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 _STAGE_0 = (
-    "  stage 0: the parameters' .grad stays None after backward, as the engine keeps gradients: clip "
-    "by gradient_clipping or engine.core.clip_grad_norm_(), read by safe_get_full_grad()"
+    "  stage 0: the parameters' .grad stays None after backward, as the engine keeps gradients: "
+    "clip by gradient_clipping or engine.core.clip_grad_norm_(), read by safe_get_full_grad()"
 )
 _LOGGERS = ("DeepSpeed", "zero_core", "zero_comm", "zero_engine", "zero_offload")
 
@@ -41,7 +41,7 @@ def announce(settings: Settings, config: Config, *, rank: int, world_size: int) 
 
 
 def describe(settings: Settings, config: Config, world_size: int) -> str:
-    """The batch, what differs from the defaults, which keys have no effect and why; gradients' place.
+    """The batch, what differs from the defaults, which keys have no effect and why, and notes.
 
     Args:
         settings: as read.

@@ -164,13 +164,22 @@ class Checkpoints(Facts):
         strict: bool = True,
         custom_load_fn: Callable[..., Any] | None = None,
         fetch_z3_params: bool = False,
+        z3_params_to_fetch: Any = None,
+        allowed_missing_keys: Any = None,
     ) -> None:
         """Give the model the state dict ``checkpoint["module"]`` of rank 0.
 
-        Every rank must call it. It takes the memory of the whole model.
+        Every rank must call it. It takes the memory of the whole model, all of which is fetched
+        whatever ``fetch_z3_params`` and ``z3_params_to_fetch`` say.
+
+        Raises:
+            NotServedError: for ``custom_load_fn`` and ``allowed_missing_keys``.
         """
         if custom_load_fn is not None:
             raise NotServedError("load_module_state_dict(custom_load_fn=...)")
+        if allowed_missing_keys is not None:
+            what = "load_module_state_dict(allowed_missing_keys=...)"
+            raise NotServedError(what, "use strict=False")
         with self.core.gathered(modifier_rank=0) as module:
             module.load_state_dict(checkpoint["module"], strict=strict)
 

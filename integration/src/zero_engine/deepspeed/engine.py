@@ -22,25 +22,10 @@ from zero_engine.deepspeed.observing import Watch
 from zero_engine.deepspeed.optimizer import DeepSpeedOptimizer
 from zero_engine.deepspeed.runtime.dataloader import DeepSpeedDataLoader
 from zero_engine.deepspeed.stepping import Arguments
+from zero_engine.deepspeed.unserved import UNSERVED
 from zero_engine.monitoring import Monitor, StepFacts
 
 __all__ = ["DeepSpeedEngine"]
-
-_UNSERVED = frozenset(
-    {
-        "offload_states",
-        "reload_states",
-        "random_ltd_initialize",
-        "set_custom_curriculum_learning_schedule",
-        "allreduce_bucket",
-        "buffered_allreduce_fallback",
-        "sparse_allreduce",
-        "coalesce_grad_reduction",
-        "set_train_micro_batch_size",
-        "set_data_post_process_func",
-        "get_wall_clock_timers",
-    }
-)
 
 
 class DeepSpeedEngine(Checkpoints, nn.Module):
@@ -106,7 +91,7 @@ class DeepSpeedEngine(Checkpoints, nn.Module):
         try:
             return getattr(self.module, name)
         except AttributeError:
-            if name in _UNSERVED:
+            if name in UNSERVED:
                 raise NotServedError(f"DeepSpeedEngine.{name}") from None
             text = f"{type(self).__name__!r} object has no attribute {name!r}"
             raise AttributeError(text) from None
@@ -219,9 +204,22 @@ class DeepSpeedEngine(Checkpoints, nn.Module):
         self.core.gradient_accumulation_steps = train_batch_size // per_micro_step
 
     def compile(
-        self, backend: Any = "inductor", compile_kwargs: Mapping[str, Any] | None = None
+        self,
+        backend: Any = "inductor",
+        compile_kwargs: Mapping[str, Any] | None = None,
+        schedule: Any = None,
+        compiled_autograd_enabled: bool = False,
     ) -> None:
-        """Compile the model in place with torch.compile."""
+        """Compile the model in place with torch.compile.
+
+        Raises:
+            NotServedError: for a ``schedule`` of DeepCompile's passes, or compiled autograd.
+        """
+        if schedule is not None:
+            raise NotServedError("compile(schedule=...), DeepCompile's,", "leave it out")
+        if compiled_autograd_enabled:
+            what = "compile(compiled_autograd_enabled=True), under which hooks see no gradients,"
+            raise NotServedError(what, "leave it out")
         self.module.compile(backend=backend, **(compile_kwargs or {}))
         self._is_compiled = True
 
