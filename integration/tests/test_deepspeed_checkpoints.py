@@ -154,14 +154,121 @@ def test_load_without_latest_returns_nothing_and_changes_nothing(tmp_path: Path)
     engine.destroy()
 
 
-def test_client_state_that_is_not_json_is_named(tmp_path: Path) -> None:
+def test_client_state_that_is_neither_json_nor_tensor_is_named(tmp_path: Path) -> None:
     engine = _engine(0)
-    state = {"epoch": 1, "history": [{"mean": torch.ones(1)}]}
-    with pytest.raises(CheckpointError, match=r"client_state\['history'\]\[0\]\['mean'\] is a Te"):
+    state = {"epoch": 1, "history": [{"mean": {1, 2}}]}
+    with pytest.raises(CheckpointError, match=r"client_state\.history\[0\]\.mean is a set"):
         engine.save_checkpoint(tmp_path, client_state=state)
+    with pytest.raises(CheckpointError, match=r"client_state\.ema is a tensor of shape \(70000,\)"):
+        engine.save_checkpoint(tmp_path, client_state={"ema": torch.zeros(70_000)})
     assert not list(tmp_path.iterdir())
     with pytest.raises(ValueError, match="needs a directory"):
         engine.save_checkpoint("")
+    engine.destroy()
+
+
+def test_small_tensors_of_a_client_state_come_back(tmp_path: Path) -> None:
+    state = {
+        "best": torch.tensor(0.1, dtype=torch.float64),
+        "seen": [torch.tensor([[1, 2]]), (True, torch.zeros(0))],
+        "half": {3: torch.tensor([1.5, float("inf")], dtype=torch.bfloat16)},
+    }
+    engine = _engine(0)
+    engine.save_checkpoint(tmp_path, client_state=state)
+    _, found = engine.load_checkpoint(tmp_path)
+    torch.testing.assert_close(found, state, rtol=0, atol=0)
+    assert found["best"].dtype == torch.float64
+    assert found["half"][3].dtype == torch.bfloat16
+    engine.destroy()
+
+
+def test_scheduler_whose_state_holds_a_tensor_goes_on(tmp_path: Path) -> None:
+    class Average:
+        """As a script's own: steps by an average that it keeps as a tensor."""
+
+        def __init__(self) -> None:
+            self.mean = torch.zeros(2)
+
+        def step(self) -> None:
+            self.mean = 0.5 * self.mean + 1.0
+
+        def state_dict(self) -> dict[str, Any]:
+            return {"mean": self.mean}
+
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            self.mean = state["mean"]
+
+    engine, other = _engine(1), _engine(1)
+    engine.core.lr_scheduler, other.core.lr_scheduler = Average(), Average()
+    _train(engine, range(2))
+    engine.save_checkpoint(tmp_path)
+    other.load_checkpoint(tmp_path)
+    assert torch.equal(other.lr_scheduler.mean, torch.full((2,), 1.5))
+    assert isinstance(engine.lr_scheduler, Average)
+    for made in (engine, other):
+        made.destroy()
+
+
+# ------------------------------------------------------ in the middle of a step
+
+
+def _save_within_a_step(rank: int, world_size: int, folder: str) -> None:
+    accumulation = {"gradient_accumulation_steps": 2}
+    for stage in (0, 2, 3):
+        place = f"{folder}/{stage}"
+        expected, engine = (_engine(stage, **accumulation) for _ in range(2))
+        losses = _train(expected, range(8))
+        found = _train(engine, range(5))
+        engine.save_checkpoint(place)
+        other = _engine(stage, seed=1, **accumulation)
+        other.load_checkpoint(place)
+        assert (other.global_steps, other.micro_steps) == (2, 4)
+        # One goes on where it was; of the other, the half step begins anew.
+        assert found + _train(engine, range(5, 8)) == losses
+        assert _train(other, range(4, 8)) == losses[4:]
+        for made in (expected, engine, other):
+            made.destroy()
+
+
+def test_checkpoint_within_an_accumulation_holds_the_step_before_it(tmp_path: Path) -> None:
+    spawn(_save_within_a_step, 2, str(tmp_path))
+
+
+def test_checkpoint_within_an_accumulation_warns_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = _engine(2, gradient_accumulation_steps=4)
+    _train(engine, range(4))
+    engine.save_checkpoint(tmp_path)
+    assert "gradient so far" not in caplog.text
+    _train(engine, range(2))
+    engine.save_checkpoint(tmp_path)
+    engine.save_checkpoint(tmp_path)
+    assert caplog.text.count("after micro-step 6, the number 2 of 4 of its step") == 1
+    with pytest.raises(CheckpointError, match="in the middle of an accumulation"):
+        engine.core.save_checkpoint(tmp_path)
+    engine.destroy()
+
+
+# ------------------------------------------------------------ DeepSpeed's own
+
+
+@pytest.mark.parametrize(
+    "name", ["mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_model_states.pt"]
+)
+def test_checkpoint_of_deepspeed_itself_is_told_with_the_way_over(
+    name: str, tmp_path: Path
+) -> None:
+    (tmp_path / "global_step3").mkdir()
+    (tmp_path / "global_step3" / name).write_bytes(b"")
+    (tmp_path / "latest").write_text("global_step3")
+    engine = _engine(2)
+    match = f"written by DeepSpeed itself .it holds {name}.*zero_to_fp32.*load_pretrained"
+    for tag in (None, "global_step3"):
+        with pytest.raises(CheckpointError, match=match):
+            engine.load_checkpoint(tmp_path, tag)
+        with pytest.raises(CheckpointError, match=match):
+            zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint(tmp_path, tag)
     engine.destroy()
 
 

@@ -217,3 +217,10 @@ def test_what_is_asked_of_the_process_is_done():
         gc.enable()
         for name, level in levels.items():
             logging.getLogger(name).setLevel(level)
+
+
+def test_place_of_gradients_is_told_at_stage_0_alone():
+    for stage in (0, 1, 2, 3):
+        settings = read({"train_batch_size": 4, "zero_optimization": {"stage": stage}})
+        told = describe(settings, load_config(settings.core, world_size=1), 1)
+        assert ("safe_get_full_grad" in told) is (stage == 0)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import ast
 import contextlib
+import importlib.util
 import itertools
 import math
 from pathlib import Path
@@ -19,7 +21,9 @@ from torch.utils.data import TensorDataset
 from zero_core import ConfigError
 from zero_core.testing import Case, batch, make_model, run_ddp, spawn
 from zero_engine import deepspeed
+from zero_engine.deepspeed.block_facts import BlockFacts
 from zero_engine.deepspeed.errors import NotServedError
+from zero_engine.deepspeed.unserved import UNSERVED
 
 STEPS = 4
 DEFAULT_CLIPPING = 1.0
@@ -266,6 +270,63 @@ def test_facts_of_the_configuration_are_methods() -> None:
     assert engine.gradient_clipping() == DEFAULT_CLIPPING
     assert not engine.fp16_enabled()
     assert engine.config is config
+    engine.destroy()
+
+
+def test_single_keys_are_methods_too() -> None:
+    config = _config(3, flops_profiler={"enabled": True, "module_depth": 2}, memory_breakdown=True)
+    config["zero_optimization"].update(reduce_bucket_size=4096, contiguous_gradients=False)
+    config["fp16"] = {"enabled": True, "initial_scale_power": 3, "loss_scale_window": 7}
+    engine = _engine(config)
+    assert engine.zero_reduce_bucket_size() == 4096
+    assert engine.zero_contiguous_gradients() is False
+    assert engine.zero_hpz_partition_size() == 1
+    assert engine.communication_data_type == torch.float16
+    assert engine.dynamic_loss_scale_args() == {
+        "init_scale": 8,
+        "scale_window": 7,
+        "delayed_shift": 2,
+        "consecutive_hysteresis": False,
+        "min_scale": 1,
+    }
+    assert engine.memory_breakdown()
+    assert engine.flops_profiler_enabled()
+    assert engine.flops_profiler_module_depth() == 2
+    assert engine.get_model_parallel_rank() == 0
+    assert engine.torch_autocast_enabled() is False
+    for path in _all_facts():
+        getattr(engine, path)()
+    engine.destroy()
+
+
+def _all_facts() -> list[str]:
+    names = vars(BlockFacts)
+    return [n for n in names if callable(names[n]) and not n.startswith("_")]
+
+
+def test_every_public_method_of_deepspeeds_engine_is_there_or_refused() -> None:
+    found = importlib.util.find_spec("deepspeed")
+    if found is None or found.origin is None:
+        pytest.skip("DeepSpeed is not installed: its methods cannot be compared")
+    tree = ast.parse((Path(found.origin).parent / "runtime" / "engine.py").read_text())
+    classes = [node for node in tree.body if isinstance(node, ast.ClassDef)]
+    methods = next(c for c in classes if c.name == "DeepSpeedEngine").body
+    names = {m.name for m in methods if isinstance(m, ast.FunctionDef) and m.name[0] != "_"}
+    own = {name for name in names if hasattr(deepspeed.DeepSpeedEngine, name)}
+    assert names - own == UNSERVED
+
+
+def test_arguments_that_are_not_served_are_refused() -> None:
+    engine = _engine()
+    for arguments in ({"schedule": [(0, [])]}, {"compiled_autograd_enabled": True}):
+        with pytest.raises(NotServedError, match=next(iter(arguments))):
+            engine.compile(backend="eager", **arguments)
+    assert not engine.is_compiled
+    state = {"module": {k: v.clone() for k, v in _linear(1).state_dict().items()}}
+    with pytest.raises(NotServedError, match="allowed_missing_keys"):
+        engine.load_module_state_dict(state, allowed_missing_keys=["0.bias"])
+    engine.load_module_state_dict(state, fetch_z3_params=True, z3_params_to_fetch=[])
+    assert torch.equal(engine.core.full_state_dict()["0.weight"], state["module"]["0.weight"])
     engine.destroy()
 
 

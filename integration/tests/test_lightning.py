@@ -21,7 +21,7 @@ import zero_core
 import zero_engine.lightning
 from zero_core.testing import spawn
 from zero_engine.lightning import ZeroStrategy
-from zero_engine.lightning.saved import pack, unpack
+from zero_engine.packing import pack, unpack
 
 WIDTH, NUM_SAMPLES, BATCH = 13, 20, 2  # on two ranks: 5 batches an epoch
 EPOCHS = 2

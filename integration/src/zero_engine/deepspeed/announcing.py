@@ -17,6 +17,10 @@ from zero_engine.deepspeed.settings import Settings
 __all__ = ["announce", "apply", "describe"]
 
 _BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+_STAGE_0 = (
+    "  stage 0: the parameters' .grad stays None after backward, as the engine keeps gradients: "
+    "clip by gradient_clipping or engine.core.clip_grad_norm_(), read by safe_get_full_grad()"
+)
 _LOGGERS = ("DeepSpeed", "zero_core", "zero_comm", "zero_engine", "zero_offload")
 
 
@@ -37,7 +41,7 @@ def announce(settings: Settings, config: Config, *, rank: int, world_size: int) 
 
 
 def describe(settings: Settings, config: Config, world_size: int) -> str:
-    """The batch, what differs from the defaults, and which keys have no effect and why.
+    """The batch, what differs from the defaults, which keys have no effect and why, and notes.
 
     Args:
         settings: as read.
@@ -52,6 +56,8 @@ def describe(settings: Settings, config: Config, world_size: int) -> str:
         *(f"  {path} = {json.dumps(value)}" for path, value in _differences(settings, config)),
         *_without_effect(settings, config),
     ]
+    if config.zero_optimization.stage == 0:
+        lines.append(_STAGE_0)
     if settings.dump_state:
         lines += ["  all of it:", config.model_dump_json(indent=2)]
     return "\n".join(lines)

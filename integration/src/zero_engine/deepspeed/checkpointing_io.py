@@ -1,7 +1,7 @@
 """Checkpoints under DeepSpeed's names: ``global_step{N}``, ``latest``, a client state.
 
 What is in the folder is `zero_core.checkpoint`'s: safetensors and a manifest, for any stage and
-number of ranks. Nothing is pickled, so a client state must be JSON.
+number of ranks. Nothing is pickled: a client state is JSON and small tensors.
 """
 
 from __future__ import annotations
@@ -20,8 +20,11 @@ from zero_core import CheckpointError
 from zero_core.checkpoint_files import find, read_manifest
 from zero_engine.deepspeed.errors import NotServedError
 from zero_engine.deepspeed.facts import Facts
+from zero_engine.deepspeed.foreign import refuse_foreign
+from zero_engine.deepspeed.scheduler_state import PackedScheduler
+from zero_engine.packing import pack, unpack
 
-__all__ = ["Checkpoints", "check_json"]
+__all__ = ["Checkpoints"]
 
 _log = logging.getLogger(__name__)
 _OWN = "zero_engine.deepspeed"
@@ -45,6 +48,8 @@ class Checkpoints(Facts):
 
     module: nn.Module
     global_samples: int
+    _accumulated = 0  # micro-steps that a step under way has ended
+    _has_told_partial = False
 
     def save_checkpoint(
         self,
@@ -56,7 +61,9 @@ class Checkpoints(Facts):
     ) -> bool:
         """Write everything needed to go on, as ``save_dir/global_step{N}`` unless ``tag`` is given.
 
-        Every rank must call it. ``client_state`` must be JSON.
+        Every rank must call it. ``client_state`` must be JSON and small tensors. In the middle of
+        an accumulation what it has added up so far is left out, with a warning: after a load, the
+        step begins anew.
         """
         return _save(
             self,
@@ -157,13 +164,22 @@ class Checkpoints(Facts):
         strict: bool = True,
         custom_load_fn: Callable[..., Any] | None = None,
         fetch_z3_params: bool = False,
+        z3_params_to_fetch: Any = None,
+        allowed_missing_keys: Any = None,
     ) -> None:
         """Give the model the state dict ``checkpoint["module"]`` of rank 0.
 
-        Every rank must call it. It takes the memory of the whole model.
+        Every rank must call it. It takes the memory of the whole model, all of which is fetched
+        whatever ``fetch_z3_params`` and ``z3_params_to_fetch`` say.
+
+        Raises:
+            NotServedError: for ``custom_load_fn`` and ``allowed_missing_keys``.
         """
         if custom_load_fn is not None:
             raise NotServedError("load_module_state_dict(custom_load_fn=...)")
+        if allowed_missing_keys is not None:
+            what = "load_module_state_dict(allowed_missing_keys=...)"
+            raise NotServedError(what, "use strict=False")
         with self.core.gathered(modifier_rank=0) as module:
             module.load_state_dict(checkpoint["module"], strict=strict)
 
@@ -181,20 +197,24 @@ def _save(
 
     Raises:
         ValueError: ``directory`` is empty.
-        CheckpointError: a value of the client state isn't JSON, or a step is under way.
+        CheckpointError: a value of the client state is neither JSON nor a small tensor, or it is
+            called between the last backward of a step and ``step``, where that has begun to update.
     """
     if not str(directory):
         raise ValueError("save_checkpoint() needs a directory, found ''")
-    check_json(client_state, "client_state")
+    kept = pack(client_state, "client_state")
     name = f"global_step{engine.global_steps}" if tag is None else str(tag)
     _check_tag(engine, name)
-    engine.core.save_checkpoint(
-        directory,
-        name,
-        {**client_state, _OWN: {"global_samples": engine.global_samples}},
-        has_frozen=not exclude_frozen,
-        is_latest=save_latest,
-    )
+    _tell_partial(engine)
+    with PackedScheduler(engine.core):
+        engine.core.save_checkpoint(
+            directory,
+            name,
+            {**kept, _OWN: {"global_samples": engine.global_samples}},
+            has_frozen=not exclude_frozen,
+            is_latest=save_latest,
+            drops_partial=True,
+        )
     if engine.core.rank == 0:
         Path(directory, "zero_to_fp32.py").write_text(_SCRIPT, encoding="utf-8")
     return True
@@ -217,23 +237,41 @@ def _load(
     if tag is None and not (Path(directory) / "latest").is_file():
         _log.warning("%s holds no checkpoint: there is no file 'latest' in it", directory)
         return None, None
+    refuse_foreign(directory, tag)
     left_out = {
         "frozen": not is_strict and not _has_frozen(Path(directory), tag),
         "optimizer": not with_optimizer,
         "lr_scheduler": not with_scheduler,
         "progress": not with_progress,
     }
-    place, client_state = engine.core.load_checkpoint(
-        directory,
-        None if tag is None else str(tag),
-        without=[part for part, is_out in left_out.items() if is_out],
-    )
+    with PackedScheduler(engine.core):
+        place, client_state = engine.core.load_checkpoint(
+            directory,
+            None if tag is None else str(tag),
+            without=[part for part, is_out in left_out.items() if is_out],
+        )
     own = client_state.pop(_OWN, {})
     if with_progress:
         samples = engine.global_steps * engine.train_batch_size()
         engine.global_samples = own.get("global_samples", samples)
+        engine._accumulated = 0
     engine.core.publish()
-    return str(place), client_state
+    return str(place), unpack(client_state)
+
+
+def _tell_partial(engine: Checkpoints) -> None:
+    """Warn, once, that a step is under way whose gradient so far is not saved."""
+    done = engine._accumulated
+    if done and not engine._has_told_partial:
+        engine._has_told_partial = True
+        _log.warning(
+            "checkpoint after micro-step %d, the number %d of %d of its step: the gradient so far "
+            "is not kept, and after a load the step begins anew; save after a whole step to lose "
+            "nothing",
+            engine.micro_steps,
+            done,
+            engine.gradient_accumulation_steps(),
+        )
 
 
 def _check_tag(engine: Checkpoints, tag: str) -> None:
@@ -253,27 +291,6 @@ def _check_tag(engine: Checkpoints, tag: str) -> None:
 def _has_frozen(directory: Path, tag: Any) -> bool:
     manifest = read_manifest(find(directory, None if tag is None else str(tag)))
     return bool(manifest.get("has_frozen", True))
-
-
-def check_json(value: Any, path: str) -> None:
-    """Refuse what a checkpoint cannot keep, naming the key.
-
-    Raises:
-        CheckpointError: something in ``value`` is no number, string, list or mapping.
-    """
-    if value is None or isinstance(value, bool | int | float | str):
-        return
-    if isinstance(value, Mapping):
-        for key, inner in value.items():
-            check_json(inner, f"{path}[{key!r}]")
-    elif isinstance(value, list | tuple):
-        for index, inner in enumerate(value):
-            check_json(inner, f"{path}[{index}]")
-    else:
-        raise CheckpointError(
-            f"{path} is a {type(value).__name__}: a checkpoint keeps numbers, strings, lists and "
-            "mappings of them; pass its numbers, or save it to a file of its own"
-        )
 
 
 def _consolidated(engine: Checkpoints, *, exclude_frozen: bool = False) -> dict[str, Tensor] | None:

@@ -17,7 +17,7 @@ from zero_core.optimizer import make_optimizer
 from zero_engine.deepspeed.announcing import announce, apply
 from zero_engine.deepspeed.config import Settings, read
 from zero_engine.deepspeed.config_source import Source
-from zero_engine.deepspeed.distributed import init_distributed
+from zero_engine.deepspeed.distributed import choose_device, init_distributed
 from zero_engine.deepspeed.engine import DeepSpeedEngine
 from zero_engine.deepspeed.errors import NotServedError
 from zero_engine.deepspeed.optimizer import DeepSpeedOptimizer
@@ -54,7 +54,8 @@ def initialize(
 
     Args:
         args: the parsed command line: its ``deepspeed_config`` is the configuration, if none is
-            given here, and its ``local_rank`` is set.
+            given here, and its ``local_rank`` is set. ``device_rank``, if it has one, is the
+            index of the accelerator to use, else the environment's ``LOCAL_RANK`` is.
         model: any module.
         optimizer: a torch optimizer, or what makes one out of ``model_parameters``; wins over the
             configuration's.
@@ -83,6 +84,7 @@ def initialize(
     if mesh_param is not None:
         raise NotServedError("initialize(mesh_param=...), sequence parallelism,")
     init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
+    choose_device(getattr(args, "device_rank", None))
     settings = read(_find_config(args, config if config is not None else config_params))
     apply(settings)
     if getattr(args, "local_rank", None) is not None:

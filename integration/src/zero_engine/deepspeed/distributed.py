@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-__all__ = ["init_distributed"]
+__all__ = ["choose_device", "init_distributed"]
 
 
 def init_distributed(
@@ -24,7 +24,11 @@ def init_distributed(
     rank: int = -1,
     world_size: int = -1,
 ) -> None:
-    """Start torch.distributed, if it isn't yet; without a launcher, as one rank alone."""
+    """Start torch.distributed, if it isn't yet; without a launcher, as one rank alone.
+
+    The rank's accelerator is chosen in any case: see `choose_device`.
+    """
+    choose_device()
     if dist.is_initialized() or dist_init_required is False:
         return
     backend = dist_backend or default_backend()
@@ -33,12 +37,22 @@ def init_distributed(
         store = torch._C._distributed_c10d.HashStore()
         dist.init_process_group(backend, store=store, rank=0, world_size=1, **options)
         return
-    if torch.accelerator.is_available():
-        torch.accelerator.set_device_index(int(os.environ.get("LOCAL_RANK", "0")))
     os.environ.setdefault("MASTER_PORT", str(distributed_port))
     dist.init_process_group(
         backend, init_method=init_method, rank=rank, world_size=world_size, **options
     )
+
+
+def choose_device(index: int | None = None) -> None:
+    """Make accelerator ``index`` this process's current one; None is that of ``LOCAL_RANK``.
+
+    Without a launcher, which sets that variable, the current one stays.
+    """
+    local_rank = os.environ.get("LOCAL_RANK")
+    if index is None and local_rank is not None:
+        index = int(local_rank)
+    if index is not None and index >= 0 and torch.accelerator.is_available():
+        torch.accelerator.set_device_index(index)
 
 
 def default_backend() -> str:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from zero_core import Engine
+from zero_engine.deepspeed.averaging import Averaging
 from zero_engine.deepspeed.checkpointing_io import Checkpoints
 from zero_engine.deepspeed.config import Settings
 from zero_engine.deepspeed.errors import NotServedError
@@ -21,25 +22,10 @@ from zero_engine.deepspeed.observing import Watch
 from zero_engine.deepspeed.optimizer import DeepSpeedOptimizer
 from zero_engine.deepspeed.runtime.dataloader import DeepSpeedDataLoader
 from zero_engine.deepspeed.stepping import Arguments
+from zero_engine.deepspeed.unserved import UNSERVED
 from zero_engine.monitoring import Monitor, StepFacts
 
 __all__ = ["DeepSpeedEngine"]
-
-_UNSERVED = frozenset(
-    {
-        "offload_states",
-        "reload_states",
-        "random_ltd_initialize",
-        "set_custom_curriculum_learning_schedule",
-        "allreduce_bucket",
-        "buffered_allreduce_fallback",
-        "sparse_allreduce",
-        "coalesce_grad_reduction",
-        "set_train_micro_batch_size",
-        "set_data_post_process_func",
-        "get_wall_clock_timers",
-    }
-)
 
 
 class DeepSpeedEngine(Checkpoints, nn.Module):
@@ -86,6 +72,10 @@ class DeepSpeedEngine(Checkpoints, nn.Module):
         self.global_samples = 0
         self._was_step_applied = False
         self._watch = Watch(settings, core)
+        self._averaging = Averaging(
+            (core.module.get_parameter(p.name) for p in core.layout.params if p.is_trainable),
+            self.gradient_accumulation_steps,
+        )
         self._is_compiled = False
         self.training_dataloader = (
             None if training_data is None else self.deepspeed_io(training_data)
@@ -101,7 +91,7 @@ class DeepSpeedEngine(Checkpoints, nn.Module):
         try:
             return getattr(self.module, name)
         except AttributeError:
-            if name in _UNSERVED:
+            if name in UNSERVED:
                 raise NotServedError(f"DeepSpeedEngine.{name}") from None
             text = f"{type(self).__name__!r} object has no attribute {name!r}"
             raise AttributeError(text) from None
@@ -122,6 +112,8 @@ class DeepSpeedEngine(Checkpoints, nn.Module):
     ) -> Tensor:
         """Backward of ``loss``, a scalar; every rank must call it.
 
+        A plain ``loss.backward()`` does the same, but for the loss scale of fp16: see `scale`.
+
         Args:
             loss: the mean over this rank's micro-batch.
             retain_graph: as in `torch.Tensor.backward`.
@@ -134,12 +126,12 @@ class DeepSpeedEngine(Checkpoints, nn.Module):
         if loss.numel() != 1:
             raise ValueError(f"backward() takes a scalar, found a loss of shape {loss.shape}")
         steps = self.gradient_accumulation_steps() if scale_wrt_gas else 1
-        with self._watch.part("backward"):
+        with self._watch.part("backward"), Averaging.done():
             self.core.backward(loss, over=steps, retain_graph=retain_graph)
         return loss / steps if steps > 1 else loss
 
     def scale(self, loss: Tensor) -> Tensor:
-        """``loss`` times the loss scale, for a plain ``backward()`` of it."""
+        """``loss`` times the loss scale, for a plain ``backward()`` of it, which averages."""
         self._check_training("scale")
         return self.core.scale(loss, over=1)
 
@@ -155,6 +147,7 @@ class DeepSpeedEngine(Checkpoints, nn.Module):
             self.core.step()
             if is_boundary:
                 self.core.publish()
+        self._accumulated = 0 if is_boundary else self._accumulated + 1
         self._was_step_applied = is_boundary and self.core.skipped_steps == skipped
         if is_boundary:
             self._end_step()
@@ -211,9 +204,22 @@ class DeepSpeedEngine(Checkpoints, nn.Module):
         self.core.gradient_accumulation_steps = train_batch_size // per_micro_step
 
     def compile(
-        self, backend: Any = "inductor", compile_kwargs: Mapping[str, Any] | None = None
+        self,
+        backend: Any = "inductor",
+        compile_kwargs: Mapping[str, Any] | None = None,
+        schedule: Any = None,
+        compiled_autograd_enabled: bool = False,
     ) -> None:
-        """Compile the model in place with torch.compile."""
+        """Compile the model in place with torch.compile.
+
+        Raises:
+            NotServedError: for a ``schedule`` of DeepCompile's passes, or compiled autograd.
+        """
+        if schedule is not None:
+            raise NotServedError("compile(schedule=...), DeepCompile's,", "leave it out")
+        if compiled_autograd_enabled:
+            what = "compile(compiled_autograd_enabled=True), under which hooks see no gradients,"
+            raise NotServedError(what, "leave it out")
         self.module.compile(backend=backend, **(compile_kwargs or {}))
         self._is_compiled = True
 
@@ -224,6 +230,7 @@ class DeepSpeedEngine(Checkpoints, nn.Module):
 
     def destroy(self) -> None:
         """Take the engine's hooks off the model."""
+        self._averaging.close()
         self.core.close()
 
     def empty_partition_cache(self) -> None:

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from zero_core import Config, Engine
+from zero_engine.deepspeed.block_facts import BlockFacts
 from zero_engine.deepspeed.config import Settings
 from zero_engine.deepspeed.utils.groups import get_data_parallel_group
 
@@ -17,7 +18,7 @@ __all__ = ["Facts"]
 _OWN_OPTIMIZERS = {"adagrad", "adam", "adamw", "lamb", "lion", "muadam", "muadamw", "musgd", "muon"}
 
 
-class Facts:
+class Facts(BlockFacts):
     """Answers from the resolved configuration and the engine's counters; a base of the engine.
 
     Attributes:

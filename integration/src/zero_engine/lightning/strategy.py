@@ -373,4 +373,4 @@ def _check_trainer(trainer: pl.Trainer) -> None:
             )
     for owner in (trainer.lightning_module, getattr(trainer, "datamodule", None)):
         if owner is not None:
-            saved.pack(dict(owner.hparams), "hyper_parameters")
+            saved.check(dict(owner.hparams), "hyper_parameters")

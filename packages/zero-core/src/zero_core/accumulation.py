@@ -34,13 +34,13 @@ class Accumulation:
         self.count = 0
         self.override: bool | None = None
 
-    def check_ended(self) -> None:
-        """Refuse to save in the middle of a step.
+    def check_ended(self, *, or_dropped: bool = False) -> None:
+        """Refuse to save in the middle of a step, ``or_dropped``: unless its part is left out.
 
         Raises:
             CheckpointError: a step is under way.
         """
-        if self.count:
+        if self.count and not or_dropped:
             raise CheckpointError(
                 f"micro-step {self.micro_steps} is in the middle of an accumulation, of which "
                 f"{self.count} are done: save after a step"

@@ -296,11 +296,12 @@ class Engine:
     ) -> Path:
         """Write everything needed to go on, for any stage, world size, ratio and tier.
 
-        Every rank must call it, at a step boundary. ``client_state`` must be JSON; ``options``: see
+        Every rank must call it, at a step boundary; or ``drops_partial=True`` leaves out what a
+        step has accumulated. ``client_state`` must be JSON; other ``options``: see
         `zero_core.checkpoint.save`. The previous checkpoint stays whole until the new one is.
         """
         self._early.check_none("save_checkpoint() between backward and step")
-        self._accumulation.check_ended()
+        self._accumulation.check_ended(or_dropped=options.pop("drops_partial", False))
         self._forget_values()
         return checkpoint.save(
             self._state,

@@ -18,6 +18,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from zero_core.checkpoint_files import read_buffers, read_weights
+from zero_engine.deepspeed.foreign import refuse_foreign
 
 __all__ = [
     "convert_zero_checkpoint_to_fp32_state_dict",
@@ -46,7 +47,7 @@ def get_fp32_state_dict_from_zero_checkpoint(
         lazy_mode: accepted; tensors are read one at a time anyway.
 
     Raises:
-        CheckpointError: there is no such checkpoint.
+        CheckpointError: there is no such checkpoint, or DeepSpeed itself wrote it.
     """
     return _read(checkpoint_dir, tag, exclude_frozen_parameters, torch.float32)
 
@@ -126,6 +127,7 @@ def convert_zero_checkpoint_to_state_dict(
 def _read(
     directory: str | Path, tag: str | None, exclude_frozen: bool, dtype: torch.dtype
 ) -> dict[str, Tensor]:
+    refuse_foreign(directory, tag)
     folder, chosen = Path(directory), None if tag is None else str(tag)
     state = {
         name: value.to(dtype) if value.is_floating_point() else value

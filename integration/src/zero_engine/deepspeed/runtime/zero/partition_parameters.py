@@ -216,7 +216,12 @@ class GatheredParameters:
 
     Of parameters that no engine has yet, see `zero_core.parked.unparked`; of an engine's, see
     `zero_core.Engine.gathered`: there what changes reaches the master weights, too. What is
-    neither (None, buffers, ordinary parameters) is left alone. Every rank must enter it.
+    neither (None, buffers, ordinary parameters) is left alone.
+
+    Every rank must enter it, with the same parameters, at stages 0 to 2 too: changes of the
+    modifier rank are sent to the others there as well, and a rank that enters alone waits for them
+    until the process group's timeout. So not within ``if rank == 0``; but within it, for the code
+    that one rank alone is to run.
     """
 
     def __init__(
