@@ -10,12 +10,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
+from torch.distributed.elastic.utils import macros
 from torch.distributed.run import get_args_parser
 
 from zero_core.errors import ConfigError
 from zero_engine.machine import available_cores
 from zero_engine.ranks import is_under_launcher
 from zero_engine.script.environment import hooked
+from zero_engine.script.local_rank import OPTION, declares_local_rank, source_of
 from zero_engine.torchrun import local_address_only, run_ranks
 
 __all__ = ["run_program"]
@@ -28,8 +30,8 @@ LAUNCHER_MODULES = (
     "torch.distributed.run",
     "torch.distributed.launch",
 )
-PROGRAM = ("module", "no_python", "training_script", "training_script_args")
-"""What torchrun's parser reads besides its options."""
+PROGRAM = ("module", "no_python", "training_script", "training_script_args", "local_rank")
+"""What the parser reads besides torchrun's options."""
 
 
 def run_program(arguments: Sequence[str]) -> int:
@@ -46,7 +48,10 @@ def run_program(arguments: Sequence[str]) -> int:
     os.environ.update(hooked(os.environ))
     if is_under_launcher() or _is_launcher(parsed):
         _refuse_options(parser, parsed)
+        if not _is_launcher(parsed):
+            _give_local_rank(parsed, os.environ.get("LOCAL_RANK", "0"))
         _become(parsed)
+    _give_local_rank(parsed, macros.local_rank)  # torchrun replaces it by each rank's own
     if parsed.nnodes in ("1", "1:1") and parsed.rdzv_endpoint == parser.get_default(
         "rdzv_endpoint"
     ):
@@ -65,7 +70,32 @@ def _parser() -> ArgumentParser:
     parser.prog = "zero-engine run"
     if "PET_NPROC_PER_NODE" not in os.environ:
         parser.set_defaults(nproc_per_node=str(max(1, torch.accelerator.device_count())))
+    parser.set_defaults(local_rank=None)
+    for names, is_given, text in (
+        (("--local-rank",), True, "give the script --local_rank=N, as DeepSpeed's launcher does"),
+        (("--no-local-rank", "--no_local_rank"), False, "never do"),
+    ):
+        parser.add_argument(
+            *names,
+            dest="local_rank",
+            action="store_const",
+            const=is_given,
+            help=f"{text}; default: where the script declares that option",
+        )
     return parser
+
+
+def _give_local_rank(parsed: Namespace, local_rank: str) -> None:
+    """Put ``--local_rank=local_rank`` before the script's arguments, if it is to have it."""
+    arguments = parsed.training_script_args
+    if any(argument.partition("=")[0] == OPTION for argument in arguments):
+        return
+    should_give = parsed.local_rank
+    if should_give is None:
+        script = source_of(parsed.training_script, is_module=parsed.module)
+        should_give = not parsed.no_python and script is not None and declares_local_rank(script)
+    if should_give:
+        parsed.training_script_args = [f"{OPTION}={local_rank}", *arguments]
 
 
 def _is_launcher(parsed: Namespace) -> bool:
