@@ -9,6 +9,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from zero_engine.started_ranks import rank_variables
+
 __all__ = ["init_distributed"]
 
 
@@ -24,9 +26,19 @@ def init_distributed(
     rank: int = -1,
     world_size: int = -1,
 ) -> None:
-    """Start torch.distributed, if it isn't yet; without a launcher, as one rank alone."""
+    """Start torch.distributed, if it isn't yet; without a launcher, as one rank alone.
+
+    Args:
+        auto_mpi_discovery: take ranks from the variables of mpirun and srun, where RANK isn't set.
+        distributed_port: where rank 0 listens, if MASTER_PORT isn't set.
+
+    Raises:
+        ConfigError: srun or mpirun started several ranks, and rank 0's address isn't known.
+    """
     if dist.is_initialized() or dist_init_required is False:
         return
+    if auto_mpi_discovery and rank < 0:
+        os.environ.update(rank_variables(os.environ, port=distributed_port))
     backend = dist_backend or default_backend()
     options: dict[str, Any] = {} if timeout is None else {"timeout": timeout}
     if "RANK" not in os.environ and rank < 0:

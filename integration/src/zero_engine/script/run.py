@@ -18,6 +18,7 @@ from zero_engine.machine import available_cores
 from zero_engine.ranks import is_under_launcher
 from zero_engine.script.environment import hooked
 from zero_engine.script.local_rank import OPTION, declares_local_rank, source_of
+from zero_engine.started_ranks import LOOPBACK, rank_variables
 from zero_engine.torchrun import local_address_only, run_ranks
 
 __all__ = ["run_program"]
@@ -38,16 +39,20 @@ def run_program(arguments: Sequence[str]) -> int:
     """Run ``[torchrun options] script.py arguments`` with the hook; the exit code.
 
     Does not return, but becomes the program, where no ranks are to be started: in a process that
-    is a rank already, or for a launcher, which starts them itself.
+    is a rank already, or for a launcher, which starts them itself. A process is a rank if it has a
+    launcher's variables, or, without options for torchrun, if srun or mpirun started several.
 
     Raises:
-        ConfigError: options for torchrun, where no ranks are started.
+        ConfigError: options for torchrun, where no ranks are started; or see `rank_variables`.
     """
     parser = _parser()
     parsed = parser.parse_args(list(arguments))
     os.environ.update(hooked(os.environ))
+    given = _options_given(parser, parsed)
+    if not given and not _is_launcher(parsed):  # with options, a task of SLURM's starts a node's
+        _become_started_rank()
     if is_under_launcher() or _is_launcher(parsed):
-        _refuse_options(parser, parsed)
+        _refuse_options(parsed, given)
         if not _is_launcher(parsed):
             _give_local_rank(parsed, os.environ.get("LOCAL_RANK", "0"))
         _become(parsed)
@@ -105,17 +110,31 @@ def _is_launcher(parsed: Namespace) -> bool:
     return program.name in LAUNCHERS and program.suffix == "" and not program.is_dir()
 
 
-def _refuse_options(parser: ArgumentParser, parsed: Namespace) -> None:
-    """Options would have no effect: nothing is started that they could be passed on to."""
-    given = [
-        name
+def _options_given(parser: ArgumentParser, parsed: Namespace) -> list[str]:
+    """torchrun's options that aren't at their defaults."""
+    return [
+        f"--{name.replace('_', '-')}"
         for name, value in vars(parsed).items()
         if name not in PROGRAM and value != parser.get_default(name)
     ]
+
+
+def _become_started_rank() -> None:
+    """Take over the rank that srun or mpirun gave this process, if they started several."""
+    variables = rank_variables(os.environ)
+    os.environ.update(variables)
+    if variables.get("MASTER_ADDR") == LOOPBACK:
+        _set_defaults(local_address_only())
+    if variables.get("RANK") == "0":
+        ranks = variables["WORLD_SIZE"]
+        print(f"zero-engine run: srun or mpirun started the {ranks} ranks", file=sys.stderr)
+
+
+def _refuse_options(parsed: Namespace, given: list[str]) -> None:
+    """Options would have no effect: nothing is started that they could be passed on to."""
     if given:
-        option = f"--{given[0].replace('_', '-')}"
         raise ConfigError(
-            f"{option} was given, but 'zero-engine run' starts no ranks here: this process is a "
+            f"{given[0]} was given, but 'zero-engine run' starts no ranks here: this process is a "
             f"rank already, or {parsed.training_script} starts them; give the option there"
         )
 
