@@ -27,7 +27,7 @@ from zero_engine.deepspeed.runtime import zero
 from zero_engine.deepspeed.runtime.config import DeepSpeedConfigError
 from zero_engine.deepspeed.runtime.dataloader import DeepSpeedDataLoader
 from zero_engine.deepspeed.utils import OnDevice, log_dist, logger
-from zero_engine.script.refusal import refused_name
+from zero_engine.script.refusal import refuse_other_names, refused_name
 
 __all__ = [
     "DeepSpeedConfig",
@@ -88,3 +88,5 @@ DeepSpeedHybridEngine = refused_name("DeepSpeedHybridEngine")
 DeepSpeedTransformerLayer = refused_name("DeepSpeedTransformerLayer")
 DeepSpeedTransformerConfig = refused_name("DeepSpeedTransformerConfig")
 DeepSpeedConfig = Unserved("DeepSpeedConfig", "read the JSON file, or ask the engine's methods")
+
+refuse_other_names(__name__)

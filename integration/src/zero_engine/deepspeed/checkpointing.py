@@ -9,6 +9,7 @@ from zero_engine.deepspeed.runtime.activation_checkpointing.checkpointing import
     non_reentrant_checkpoint,
     reset,
 )
+from zero_engine.script.refusal import refuse_other_names
 
 __all__ = [
     "checkpoint",
@@ -19,3 +20,5 @@ __all__ = [
     "non_reentrant_checkpoint",
     "reset",
 ]
+
+refuse_other_names(__name__, "runtime.activation_checkpointing.checkpointing")

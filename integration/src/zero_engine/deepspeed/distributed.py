@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
+
+from zero_core import ConfigError
+from zero_engine.started_ranks import rank_variables
 
 __all__ = ["choose_device", "init_distributed"]
 
@@ -27,12 +31,26 @@ def init_distributed(
     """Start torch.distributed, if it isn't yet; without a launcher, as one rank alone.
 
     The rank's accelerator is chosen in any case: see `choose_device`.
+
+    Args:
+        timeout: of collectives; default: DEEPSPEED_TIMEOUT, in minutes, or else torch's.
+        auto_mpi_discovery: take ranks from the variables of mpirun and srun, where RANK isn't set.
+        distributed_port: where rank 0 listens, if MASTER_PORT isn't set.
+
+    Raises:
+        ConfigError: srun or mpirun started several ranks, and rank 0's address isn't known;
+            DEEPSPEED_TIMEOUT is no number of minutes.
     """
+    is_started = dist.is_initialized() or dist_init_required is False
+    if auto_mpi_discovery and rank < 0 and not is_started:
+        os.environ.update(rank_variables(os.environ, port=distributed_port))
     choose_device()
-    if dist.is_initialized() or dist_init_required is False:
+    if is_started:
         return
     backend = dist_backend or default_backend()
-    options: dict[str, Any] = {} if timeout is None else {"timeout": timeout}
+    limit = timeout or _environments_timeout()
+    options: dict[str, Any] = {} if limit is None else {"timeout": limit}
+    atexit.register(_leave)
     if "RANK" not in os.environ and rank < 0:
         store = torch._C._distributed_c10d.HashStore()
         dist.init_process_group(backend, store=store, rank=0, world_size=1, **options)
@@ -53,6 +71,25 @@ def choose_device(index: int | None = None) -> None:
         index = int(local_rank)
     if index is not None and index >= 0 and torch.accelerator.is_available():
         torch.accelerator.set_device_index(index)
+
+
+def _environments_timeout() -> timedelta | None:
+    minutes = os.environ.get("DEEPSPEED_TIMEOUT")
+    if minutes is None:
+        return None
+    if not minutes.isdecimal() or int(minutes) < 1:
+        raise ConfigError(f"DEEPSPEED_TIMEOUT = {minutes!r}: expected minutes, 1 or more")
+    return timedelta(minutes=int(minutes))
+
+
+def _leave() -> None:
+    """At the process's end: leave the ranks, if the script hasn't.
+
+    gloo's threads, still running when the process tears itself down, may abort it (torch 2.13).
+    Not of NCCL's groups, whose end may wait for a rank that has died.
+    """
+    if dist.is_initialized() and dist.get_backend() == "gloo":
+        dist.destroy_process_group()
 
 
 def default_backend() -> str:

@@ -2,13 +2,44 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from zero_core import Engine
 
-__all__ = ["DeepSpeedOptimizer"]
+__all__ = ["DeepSpeedOptimizer", "ParameterOffload"]
+
+
+class ParameterOffload:
+    """What programs take stage 3's hooks from, to generate with whole parameters, and put back.
+
+    TRL's ``unwrap_model_for_generation`` does, within `GatheredParameters`. The engine needs no
+    such care: its hooks leave gathered parameters alone. So there are none to take.
+
+    Attributes:
+        module: the model.
+        forward_hooks: empty.
+        backward_hooks: empty.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        """Say that ``module`` has no hooks to take."""
+        self.module = module
+        self.forward_hooks: list[RemovableHandle] = []
+        self.backward_hooks: list[RemovableHandle] = []
+        module.ds_external_parameters = _no_parameters  # type: ignore[assignment]
+
+    def _register_deepspeed_module(self, module: nn.Module, count: Any = None) -> None:
+        """Put hooks back: there is nothing to do."""
+
+
+def _no_parameters() -> Iterator[tuple[str, nn.Parameter]]:
+    """External parameters, by name, that a module has besides its own."""
+    return iter(())
 
 
 class DeepSpeedOptimizer(torch.optim.Optimizer):
@@ -16,6 +47,7 @@ class DeepSpeedOptimizer(torch.optim.Optimizer):
 
     Attributes:
         optimizer: the one that was given, or made as the configuration says.
+        parameter_offload: see `ParameterOffload`; at stage 3 alone, as in DeepSpeed.
     """
 
     def __init__(self, core: Engine) -> None:
@@ -25,6 +57,8 @@ class DeepSpeedOptimizer(torch.optim.Optimizer):
         self.param_groups = given.param_groups
         self.optimizer = given
         self._core = core
+        if core.config.zero_optimization.stage == 3:
+            self.parameter_offload = ParameterOffload(core.module)
 
     @property
     def overflow(self) -> bool:

@@ -10,7 +10,6 @@ the loss, and asks for a step at the end, also of an epoch that ends midway.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -28,6 +27,7 @@ from lightning.pytorch.utilities import GradClipAlgorithmType, rank_zero_warn
 
 import zero_core
 from zero_core import CheckpointError, ConfigError, Engine
+from zero_engine.deepspeed.config_source import load
 from zero_engine.lightning import saved
 from zero_engine.lightning.precision import ZeroPrecision
 
@@ -69,7 +69,7 @@ class ZeroStrategy(DDPStrategy):
             raise ConfigError(
                 f"ZeroStrategy has no DistributedDataParallel to pass {sorted(process_options)} to"
             )
-        self._config = _without_trainers(_read(config))
+        self._config = _without_trainers(dict(load(config)))
         self._engine: Engine | None = None
 
     @property
@@ -322,15 +322,6 @@ def _zero_block(stage: int, *, has_offload: bool) -> dict[str, Any]:
         if stage == 3:
             block["offload_param"] = {"device": "cpu"}
     return block
-
-
-def _read(config: Mapping[str, Any] | str | Path) -> dict[str, Any]:
-    if isinstance(config, Mapping):
-        return dict(config)
-    try:
-        return dict(json.loads(Path(config).read_text(encoding="utf-8")))
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"ZeroStrategy: cannot read {config}: {error}") from error
 
 
 def _without_trainers(config: dict[str, Any]) -> dict[str, Any]:

@@ -6,13 +6,17 @@ subclass, an attribute) raises one error that says what to do.
 
 from __future__ import annotations
 
+import json
+import sys
+from functools import cache
+from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from zero_engine.deepspeed.errors import Unserved
 
-__all__ = ["RefusedModule", "reason_to_refuse", "refused_name"]
+__all__ = ["RefusedModule", "reason_to_refuse", "refuse_other_names", "refused_name"]
 
 PIPELINE = "there is no pipeline parallelism here; stage 3 with offload_param holds large models"
 EXPERTS = "there is no expert parallelism here; a model's own experts are sharded at stage 3"
@@ -103,6 +107,39 @@ def refused_name(name: str) -> Unserved:
     if reason is None:
         raise AttributeError(f"module 'deepspeed' has no attribute {name!r}")
     return _unserved(name, reason)
+
+
+def refuse_other_names(module: str, deepspeeds: str | None = None) -> None:
+    """Let ``module`` have every public name of DeepSpeed's; those that it lacks are `Unserved`.
+
+    Called at the end of a served module: what is missing halfway through is a mistake in an import.
+
+    Args:
+        module: ``zero_engine.deepspeed.x``.
+        deepspeeds: DeepSpeed's module, without "deepspeed.", where it has another name there.
+    """
+    served = module.removeprefix("zero_engine.deepspeed").removeprefix(".")
+
+    def find(name: str) -> Unserved:
+        if name not in _names_of(served if deepspeeds is None else deepspeeds):
+            raise AttributeError(f"module {module!r} has no attribute {name!r}")
+        dotted = f"{served}.{name}".removeprefix(".")
+        return _unserved(dotted, reason_to_refuse(dotted) or INNER)
+
+    vars(sys.modules[module])["__getattr__"] = find
+
+
+@cache
+def _table() -> dict[str, list[str]]:
+    """Public names of DeepSpeed 0.19.8 by module; tests/deepspeed_names.py writes it."""
+    path = Path(__file__).parent / "deepspeed_names.json"
+    table: dict[str, list[str]] = json.loads(path.read_text(encoding="utf-8"))
+    return table
+
+
+@cache
+def _names_of(module: str) -> frozenset[str]:
+    return frozenset(_table()[module])
 
 
 def _unserved(name: str, reason: str) -> Unserved:

@@ -10,12 +10,15 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
+from torch.distributed.elastic.utils import macros
 from torch.distributed.run import get_args_parser
 
 from zero_core.errors import ConfigError
 from zero_engine.machine import available_cores
 from zero_engine.ranks import is_under_launcher
 from zero_engine.script.environment import hooked
+from zero_engine.script.local_rank import OPTION, declares_local_rank, source_of
+from zero_engine.started_ranks import LOOPBACK, rank_variables
 from zero_engine.torchrun import local_address_only, run_ranks
 
 __all__ = ["run_program"]
@@ -28,25 +31,32 @@ LAUNCHER_MODULES = (
     "torch.distributed.run",
     "torch.distributed.launch",
 )
-PROGRAM = ("module", "no_python", "training_script", "training_script_args")
-"""What torchrun's parser reads besides its options."""
+PROGRAM = ("module", "no_python", "training_script", "training_script_args", "local_rank")
+"""What the parser reads besides torchrun's options."""
 
 
 def run_program(arguments: Sequence[str]) -> int:
     """Run ``[torchrun options] script.py arguments`` with the hook; the exit code.
 
     Does not return, but becomes the program, where no ranks are to be started: in a process that
-    is a rank already, or for a launcher, which starts them itself.
+    is a rank already, or for a launcher, which starts them itself. A process is a rank if it has a
+    launcher's variables, or, without options for torchrun, if srun or mpirun started several.
 
     Raises:
-        ConfigError: options for torchrun, where no ranks are started.
+        ConfigError: options for torchrun, where no ranks are started; or see `rank_variables`.
     """
     parser = _parser()
     parsed = parser.parse_args(list(arguments))
     os.environ.update(hooked(os.environ))
+    given = _options_given(parser, parsed)
+    if not given and not _is_launcher(parsed):  # with options, a task of SLURM's starts a node's
+        _become_started_rank()
     if is_under_launcher() or _is_launcher(parsed):
-        _refuse_options(parser, parsed)
+        _refuse_options(parsed, given)
+        if not _is_launcher(parsed):
+            _give_local_rank(parsed, os.environ.get("LOCAL_RANK", "0"))
         _become(parsed)
+    _give_local_rank(parsed, macros.local_rank)  # torchrun replaces it by each rank's own
     if parsed.nnodes in ("1", "1:1") and parsed.rdzv_endpoint == parser.get_default(
         "rdzv_endpoint"
     ):
@@ -65,7 +75,32 @@ def _parser() -> ArgumentParser:
     parser.prog = "zero-engine run"
     if "PET_NPROC_PER_NODE" not in os.environ:
         parser.set_defaults(nproc_per_node=str(max(1, torch.accelerator.device_count())))
+    parser.set_defaults(local_rank=None)
+    for names, is_given, text in (
+        (("--local-rank",), True, "give the script --local_rank=N, as DeepSpeed's launcher does"),
+        (("--no-local-rank", "--no_local_rank"), False, "never do"),
+    ):
+        parser.add_argument(
+            *names,
+            dest="local_rank",
+            action="store_const",
+            const=is_given,
+            help=f"{text}; default: where the script declares that option",
+        )
     return parser
+
+
+def _give_local_rank(parsed: Namespace, local_rank: str) -> None:
+    """Put ``--local_rank=local_rank`` before the script's arguments, if it is to have it."""
+    arguments = parsed.training_script_args
+    if any(argument.partition("=")[0] == OPTION for argument in arguments):
+        return
+    should_give = parsed.local_rank
+    if should_give is None:
+        script = source_of(parsed.training_script, is_module=parsed.module)
+        should_give = not parsed.no_python and script is not None and declares_local_rank(script)
+    if should_give:
+        parsed.training_script_args = [f"{OPTION}={local_rank}", *arguments]
 
 
 def _is_launcher(parsed: Namespace) -> bool:
@@ -75,17 +110,31 @@ def _is_launcher(parsed: Namespace) -> bool:
     return program.name in LAUNCHERS and program.suffix == "" and not program.is_dir()
 
 
-def _refuse_options(parser: ArgumentParser, parsed: Namespace) -> None:
-    """Options would have no effect: nothing is started that they could be passed on to."""
-    given = [
-        name
+def _options_given(parser: ArgumentParser, parsed: Namespace) -> list[str]:
+    """torchrun's options that aren't at their defaults."""
+    return [
+        f"--{name.replace('_', '-')}"
         for name, value in vars(parsed).items()
         if name not in PROGRAM and value != parser.get_default(name)
     ]
+
+
+def _become_started_rank() -> None:
+    """Take over the rank that srun or mpirun gave this process, if they started several."""
+    variables = rank_variables(os.environ)
+    os.environ.update(variables)
+    if variables.get("MASTER_ADDR") == LOOPBACK:
+        _set_defaults(local_address_only())
+    if variables.get("RANK") == "0":
+        ranks = variables["WORLD_SIZE"]
+        print(f"zero-engine run: srun or mpirun started the {ranks} ranks", file=sys.stderr)
+
+
+def _refuse_options(parsed: Namespace, given: list[str]) -> None:
+    """Options would have no effect: nothing is started that they could be passed on to."""
     if given:
-        option = f"--{given[0].replace('_', '-')}"
         raise ConfigError(
-            f"{option} was given, but 'zero-engine run' starts no ranks here: this process is a "
+            f"{given[0]} was given, but 'zero-engine run' starts no ranks here: this process is a "
             f"rank already, or {parsed.training_script} starts them; give the option there"
         )
 

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from zero_engine.script.refusal import refuse_other_names
+
 __all__ = ["DeepSpeedAccelerator"]
 
 
@@ -124,3 +126,6 @@ class DeepSpeedAccelerator:
     def get_compile_backend(self) -> str:
         """torch.compile's backend."""
         return "inductor"
+
+
+refuse_other_names(__name__)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from zero_engine.deepspeed.accelerator.abstract_accelerator import DeepSpeedAccelerator
 from zero_engine.machine import memory_limit_bytes, used_bytes
+from zero_engine.script.refusal import refuse_other_names
 
 __all__ = ["CpuAccelerator"]
 
@@ -108,3 +109,6 @@ class CpuAccelerator(DeepSpeedAccelerator):
     def available_memory(self, device_index: int | None = None) -> int:
         """Bytes that are left of it."""
         return max(0, self.total_memory() - self.memory_allocated())
+
+
+refuse_other_names(__name__)

@@ -11,6 +11,7 @@ from zero_core.errors import ConfigError
 from zero_engine.deepspeed.accelerator.abstract_accelerator import DeepSpeedAccelerator
 from zero_engine.deepspeed.accelerator.cpu_accelerator import CpuAccelerator
 from zero_engine.deepspeed.accelerator.torch_accelerator import TorchAccelerator
+from zero_engine.script.refusal import refuse_other_names
 
 __all__ = ["get_accelerator", "is_current_accelerator_supported"]
 
@@ -36,3 +37,6 @@ def get_accelerator() -> DeepSpeedAccelerator:
 def is_current_accelerator_supported() -> bool:
     """True: what torch supports is supported."""
     return True
+
+
+refuse_other_names(__name__)

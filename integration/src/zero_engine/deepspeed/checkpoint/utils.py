@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from zero_engine.script.refusal import refuse_other_names
+
 __all__ = ["clone_tensors_for_torch_save"]
 
 _CPU = torch.device("cpu")
@@ -26,3 +28,6 @@ def clone_tensors_for_torch_save(item: Any, device: torch.device | str = _CPU) -
     if isinstance(item, dict):
         return type(item)({k: clone_tensors_for_torch_save(v, device) for k, v in item.items()})
     return item
+
+
+refuse_other_names(__name__)

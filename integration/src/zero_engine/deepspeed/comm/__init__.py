@@ -20,6 +20,7 @@ from zero_comm.torch_compat import all_gather_single, reduce_scatter_single
 from zero_engine.deepspeed.accelerator import get_accelerator
 from zero_engine.deepspeed.distributed import init_distributed
 from zero_engine.monitoring.communication import log_summary
+from zero_engine.script.refusal import refuse_other_names
 
 __all__ = [
     "ProcessGroup",
@@ -245,3 +246,6 @@ class _Works:
     def is_completed(self) -> bool:
         """Whether all have ended."""
         return all(work.is_completed() for work in self._works)
+
+
+refuse_other_names(__name__)

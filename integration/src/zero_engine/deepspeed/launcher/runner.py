@@ -7,6 +7,7 @@ from typing import NoReturn
 
 from zero_engine.deepspeed.errors import NotServedError
 from zero_engine.script.environment import no_launcher
+from zero_engine.script.refusal import refuse_other_names
 
 __all__ = ["DEEPSPEED_ENVIRONMENT_NAME", "main"]
 
@@ -21,3 +22,6 @@ def main(args: list[str] | None = None) -> NoReturn:
         NotServedError: always; ranks are started by ``zero-engine run``.
     """
     raise NotServedError("its launcher", no_launcher())
+
+
+refuse_other_names(__name__)

@@ -13,6 +13,7 @@ from zero_engine.monitoring.settings import (
     TensorBoardSettings,
     WandbSettings,
 )
+from zero_engine.script.refusal import refuse_other_names
 
 __all__ = [
     "CSVConfig",
@@ -37,3 +38,6 @@ def get_monitor_config(param_dict: Mapping[str, Any]) -> MonitorSettings:
         ConfigError: a block has a key or a value that it may not have.
     """
     return read_monitors(param_dict)
+
+
+refuse_other_names(__name__)

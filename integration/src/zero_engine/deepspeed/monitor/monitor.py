@@ -6,6 +6,7 @@ import torch.distributed as dist
 
 from zero_engine.monitoring.monitors import Monitor, sinks_of
 from zero_engine.monitoring.settings import MonitorSettings
+from zero_engine.script.refusal import refuse_other_names
 
 __all__ = ["MonitorMaster"]
 
@@ -16,3 +17,6 @@ class MonitorMaster(Monitor):
     def __init__(self, monitor_config: MonitorSettings) -> None:
         rank = dist.get_rank() if dist.is_initialized() else 0
         super().__init__(sinks_of(monitor_config, rank=rank), enabled=monitor_config.enabled)
+
+
+refuse_other_names(__name__)

@@ -7,6 +7,8 @@ from typing import Any
 
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
+from zero_engine.script.refusal import refuse_other_names
+
 __all__ = ["DeepSpeedDataLoader", "RepeatingLoader"]
 
 
@@ -85,3 +87,6 @@ class RepeatingLoader:
         except StopIteration:
             self.data_iter = iter(self.loader)
             return next(self.data_iter)
+
+
+refuse_other_names(__name__)

@@ -12,6 +12,7 @@ from typing import Any
 from zero_core.lr_schedules import LRRangeTest, OneCycle, WarmupCosineLR, WarmupDecayLR, WarmupLR
 from zero_core.schedule import set_rates as update_lr
 from zero_core.schedule import torch_optimizer as get_torch_optimizer
+from zero_engine.script.refusal import refuse_other_names
 
 __all__ = [
     "VALID_LR_SCHEDULES",
@@ -201,3 +202,6 @@ def _override(args: Any, params: MutableMapping[str, Any], names: Iterable[str])
         value = getattr(args, name, None)
         if value is not None:
             params[name] = value
+
+
+refuse_other_names(__name__)

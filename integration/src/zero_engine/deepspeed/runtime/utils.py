@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch.nn.utils import clip_grad_norm_
 
 from zero_engine.deepspeed.utils.logging import logger
+from zero_engine.script.refusal import refuse_other_names
 
 __all__ = ["clip_grad_norm_", "see_memory_usage", "set_random_seed"]
 
@@ -32,3 +33,6 @@ def set_random_seed(seed: int) -> None:
     """Seed Python's and torch's generators."""
     random.seed(seed)
     torch.manual_seed(seed)
+
+
+refuse_other_names(__name__)

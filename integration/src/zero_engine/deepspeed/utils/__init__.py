@@ -35,6 +35,7 @@ from zero_engine.deepspeed.utils.z3_leaf_module import (
     z3_leaf_module,
     z3_leaf_parameter,
 )
+from zero_engine.script.refusal import refuse_other_names
 
 __all__ = [
     "OnDevice",
@@ -67,3 +68,5 @@ __all__ = [
     "z3_leaf_module",
     "z3_leaf_parameter",
 ]
+
+refuse_other_names(__name__)

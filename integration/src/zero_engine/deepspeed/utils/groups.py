@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch.distributed as dist
 
+from zero_engine.script.refusal import refuse_other_names
+
 __all__ = [
     "get_data_parallel_group",
     "get_data_parallel_rank",
@@ -52,3 +54,6 @@ _get_sequence_parallel_rank = get_model_parallel_rank
 
 def _get_sequence_parallel_group() -> None:
     """There is none."""
+
+
+refuse_other_names(__name__)

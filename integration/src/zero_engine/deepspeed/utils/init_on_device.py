@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from zero_engine.script.refusal import refuse_other_names
+
 __all__ = ["OnDevice"]
 
 
@@ -29,3 +31,6 @@ class OnDevice:
         if self.enabled:
             self.device.__exit__(*error)
             torch.set_default_dtype(self._before)
+
+
+refuse_other_names(__name__)

@@ -8,6 +8,8 @@ from collections.abc import Iterable
 
 import torch.distributed as dist
 
+from zero_engine.script.refusal import refuse_other_names
+
 __all__ = ["log_dist", "log_dist_once", "logger", "set_log_level_from_string", "warning_once"]
 
 logger = logging.getLogger("DeepSpeed")
@@ -51,3 +53,6 @@ def set_log_level_from_string(log_level_str: str, custom_logger: object = None) 
         raise ValueError(f"log level {log_level_str!r}: expected one of {names}")
     target = custom_logger if isinstance(custom_logger, logging.Logger) else logger
     target.setLevel(level)
+
+
+refuse_other_names(__name__)

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from zero_core import Engine, engine_of
+from zero_engine.script.refusal import refuse_other_names
 
 __all__ = [
     "safe_get_full_fp32_param",
@@ -147,3 +148,6 @@ def _name(engine: Engine, param: nn.Parameter) -> str:
     name = engine.owns(param)
     assert name is not None, "engine_of found it"
     return name
+
+
+refuse_other_names(__name__)

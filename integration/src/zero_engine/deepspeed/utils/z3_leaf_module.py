@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterable, Sequence
 
 from torch import nn
 
+from zero_engine.script.refusal import refuse_other_names
+
 __all__ = [
     "get_z3_leaf_modules",
     "set_z3_leaf_module",
@@ -123,3 +125,6 @@ def _set_by_name(
 def _set_all(modules: Iterable[nn.Module], flag: bool) -> None:
     for module in modules:
         set_z3_leaf_module(module, flag)
+
+
+refuse_other_names(__name__)

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from zero_core.checkpoint_files import read_buffers, read_weights
 from zero_engine.deepspeed.foreign import refuse_foreign
+from zero_engine.script.refusal import refuse_other_names
 
 __all__ = [
     "convert_zero_checkpoint_to_fp32_state_dict",
@@ -187,6 +188,8 @@ def main() -> None:
     options = parser.parse_args()
     convert_zero_checkpoint_to_fp32_state_dict(**vars(options))
 
+
+refuse_other_names(__name__)
 
 if __name__ == "__main__":
     main()

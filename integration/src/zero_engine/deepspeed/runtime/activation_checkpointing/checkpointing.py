@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from zero_engine.deepspeed.config import read
 from zero_engine.deepspeed.config_source import Source
 from zero_engine.deepspeed.errors import NotServedError
+from zero_engine.script.refusal import refuse_other_names
 
 __all__ = [
     "checkpoint",
@@ -119,3 +120,6 @@ def get_cuda_rng_tracker() -> _Tracker:
 def model_parallel_cuda_manual_seed(seed: int) -> None:
     """Seed every generator: there is one model-parallel rank."""
     torch.manual_seed(seed)
+
+
+refuse_other_names(__name__)

@@ -12,6 +12,7 @@ from zero_engine.deepspeed.runtime.zero.partition_parameters import (
     ZeroParamType,
     unwrap_model_for_generation,
 )
+from zero_engine.script.refusal import refuse_other_names
 
 __all__ = [
     "GatheredParameters",
@@ -28,3 +29,5 @@ __all__ = [
 _TILED = "use torch.nn.Linear: stage 3 gathers a block at a time"
 TiledLinear = Unserved("zero.TiledLinear", _TILED)
 TiledLinearReturnBias = Unserved("zero.TiledLinearReturnBias", _TILED)
+
+refuse_other_names(__name__)

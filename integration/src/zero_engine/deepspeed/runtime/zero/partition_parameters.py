@@ -32,6 +32,7 @@ from zero_engine.deepspeed.runtime.zero.external import (
     register_external_parameter,
     unregister_external_parameter,
 )
+from zero_engine.script.refusal import refuse_other_names
 
 __all__ = [
     "GatheredParameters",
@@ -319,3 +320,6 @@ def unwrap_model_for_generation(model: nn.Module) -> Iterator[nn.Module]:
     assert isinstance(inner, nn.Module), "model is an engine"
     with GatheredParameters(inner.parameters()):
         yield inner
+
+
+refuse_other_names(__name__)

@@ -13,6 +13,7 @@ import torch
 
 import cpu_adam
 from zero_engine.deepspeed.errors import NotServedError
+from zero_engine.script.refusal import refuse_other_names
 
 __all__ = [
     "ALL_OPS",
@@ -113,3 +114,5 @@ _BUILDERS: tuple[type[OpBuilder], ...] = (
 ALL_OPS: dict[str, OpBuilder] = {builder.NAME: builder() for builder in _BUILDERS}
 SERVED = frozenset(name for name, builder in ALL_OPS.items() if builder.is_compatible())
 """Names of the operations that `OpBuilder.load` gives."""
+
+refuse_other_names(__name__)

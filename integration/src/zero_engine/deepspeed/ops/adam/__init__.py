@@ -9,6 +9,7 @@ import torch
 from cpu_adam import CPUAdam
 from zero_core.adam import Adam
 from zero_engine.deepspeed.ops.options import check_fp32_states, refuse_amsgrad
+from zero_engine.script.refusal import refuse_other_names
 
 __all__ = ["DeepSpeedCPUAdam", "FusedAdam"]
 
@@ -125,3 +126,6 @@ class FusedAdam(Adam):
     def zero_grad(self, set_to_none: bool | None = None) -> None:
         """As torch's; the default is ``set_grad_none``."""
         super().zero_grad(self.set_grad_none if set_to_none is None else set_to_none)
+
+
+refuse_other_names(__name__)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from zero_engine.deepspeed.errors import Unserved
+from zero_engine.script.refusal import refuse_other_names
 
 __all__ = ["FusedLamb"]
 
@@ -11,3 +12,5 @@ FusedLamb = Unserved(
     "its step depends on the norm of whole parameters, and the engine updates slices: use "
     "FusedAdam or FusedLion",
 )
+
+refuse_other_names(__name__)

@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 import torch
 
 from zero_engine.deepspeed.ops.options import check_fp32_states, refuse_amsgrad
+from zero_engine.script.refusal import refuse_other_names
 
 __all__ = ["DeepSpeedCPUAdagrad"]
 
@@ -46,3 +47,6 @@ class DeepSpeedCPUAdagrad(torch.optim.Adagrad):
         refuse_amsgrad("DeepSpeedCPUAdagrad", amsgrad)
         super().__init__(model_params, lr=lr, eps=eps, weight_decay=weight_decay)
         self.fp32_optimizer_states = fp32_optimizer_states
+
+
+refuse_other_names(__name__)

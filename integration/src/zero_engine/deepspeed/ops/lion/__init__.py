@@ -6,6 +6,7 @@ from typing import Any, ClassVar
 
 from zero_core.lion import Lion
 from zero_engine.deepspeed.ops.options import check_fp32_states
+from zero_engine.script.refusal import refuse_other_names
 
 __all__ = ["DeepSpeedCPULion", "FusedLion"]
 
@@ -70,3 +71,6 @@ class FusedLion(Lion):
     def zero_grad(self, set_to_none: bool | None = None) -> None:
         """As torch's; the default is ``set_grad_none``."""
         super().zero_grad(self.set_grad_none if set_to_none is None else set_to_none)
+
+
+refuse_other_names(__name__)

@@ -1,0 +1,110 @@
+"""The public names of DeepSpeed's modules, read from its source without importing it.
+
+``python deepspeed_names.py`` writes the table that `zero_engine.script.refusal` reads.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import json
+from functools import cache
+from pathlib import Path
+
+HOME = Path(__file__).parents[1] / "src" / "zero_engine"
+TABLE = HOME / "script" / "deepspeed_names.json"
+
+
+def served_modules() -> list[str]:
+    """Dotted names, without "deepspeed.", of the modules that are served; "" is the package."""
+    root = HOME / "deepspeed"
+    return sorted(_dotted(path, root) for path in root.rglob("*.py"))
+
+
+def deepspeeds_folder() -> Path | None:
+    """Where DeepSpeed itself lies; None if it is not installed."""
+    spec = importlib.util.find_spec("deepspeed")
+    return None if spec is None or spec.origin is None else Path(spec.origin).parent
+
+
+def public_names(root: Path) -> dict[str, list[str]]:
+    """For each module that is served and that DeepSpeed has: the names that it has there.
+
+    Not its submodules: a module that had them as names would keep Python from importing them.
+    """
+    found = {name: _file(root, name) for name in served_modules()}
+    return {
+        name: sorted(n for n in _names(root, file) if not _is_module(root, name, n))
+        for name, file in found.items()
+        if file is not None
+    }
+
+
+def _dotted(path: Path, root: Path) -> str:
+    parts = path.relative_to(root).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def _file(root: Path, dotted: str) -> Path | None:
+    at = root.joinpath(*filter(None, dotted.split(".")))
+    files = (at / "__init__.py", at.with_name(f"{at.name}.py"))
+    return next((file for file in files if file.is_file()), None)
+
+
+def _is_module(root: Path, package: str, name: str) -> bool:
+    return any(_file(top, f"{package}.{name}".strip(".")) for top in (root, HOME / "deepspeed"))
+
+
+@cache
+def _names(root: Path, file: Path) -> frozenset[str]:
+    tree = ast.parse(file.read_bytes())
+    found: set[str] = set()
+    for node in _at_the_top(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            found.add(node.name)
+        elif isinstance(node, ast.Assign):
+            found |= {n.id for t in node.targets for n in ast.walk(t) if isinstance(n, ast.Name)}
+        elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+            found.add(node.target.id)
+        elif isinstance(node, ast.ImportFrom):
+            found |= _passed_on(root, file, node)
+    if file.parent.name == "op_builder" and file.stem == "__init__":  # it collects them as it runs
+        others = [_names(root, other) for other in file.parent.glob("*.py") if other != file]
+        found |= {name for names in others for name in names if name.endswith("Builder")}
+    return frozenset(name for name in found if not name.startswith("_"))
+
+
+def _at_the_top(tree: ast.AST) -> list[ast.AST]:
+    """Statements of the module, those within if, try and with too."""
+    found: list[ast.AST] = []
+    left = list(ast.iter_child_nodes(tree))
+    while left:
+        node = left.pop()
+        if isinstance(node, ast.If | ast.Try | ast.With | ast.ExceptHandler):
+            left += ast.iter_child_nodes(node)
+        else:
+            found.append(node)
+    return found
+
+
+def _passed_on(root: Path, file: Path, node: ast.ImportFrom) -> set[str]:
+    """Names that come from another module of DeepSpeed's."""
+    if node.level:
+        base = file.parents[node.level - 1]
+        dotted = ".".join(base.relative_to(root).parts)
+        source = f"{dotted}.{node.module}".strip(".") if node.module else dotted
+    elif node.module and f"{node.module}.".startswith("deepspeed."):
+        source = node.module.removeprefix("deepspeed").strip(".")
+    else:
+        return set()
+    names = {alias.asname or alias.name for alias in node.names}
+    if "*" in names:
+        other = _file(root, source)
+        names = (names - {"*"}) | (set(_names(root, other)) if other else set())
+    return names
+
+
+if __name__ == "__main__":
+    folder = deepspeeds_folder()
+    assert folder is not None, "DeepSpeed is not installed"
+    TABLE.write_text(json.dumps(public_names(folder), indent=0) + "\n", encoding="utf-8")

@@ -1,0 +1,92 @@
+"""The process group that ``init_distributed`` makes: its end with the process, and its timeout."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+from conftest import environment, run_program
+
+from zero_core import ConfigError
+from zero_engine import deepspeed
+
+# Without an end of its groups, torch often has a rank killed by SIGABRT.
+LEAVES_WITHOUT_A_WORD = """
+import sys, torch, torch.distributed as dist
+import deepspeed
+deepspeed.init_distributed()
+groups = [dist.new_group() for _ in range(3)]
+for step in range(30):
+    dist.all_reduce(torch.ones(4), group=groups[step % 3])
+"""
+ONE_DIES = """
+import os, torch, torch.distributed as dist
+import deepspeed
+deepspeed.init_distributed()
+dist.barrier()
+if dist.get_rank() == 1:
+    os._exit(9)
+dist.all_reduce(torch.ones(4))
+"""
+
+
+def _script(folder: Path, text: str) -> str:
+    path = folder / "script.py"
+    path.write_text(text, encoding="utf-8")
+    return str(path)
+
+
+def test_ranks_that_leave_without_a_word_end_with_code_zero(tmp_path: Path) -> None:
+    script = _script(tmp_path, LEAVES_WITHOUT_A_WORD)
+    for _ in range(2):
+        run_program("run", "--nproc-per-node=2", script)
+
+
+def test_rank_that_dies_does_not_keep_the_others_from_ending(tmp_path: Path) -> None:
+    script = _script(tmp_path, ONE_DIES)
+    done = subprocess.run(
+        [sys.executable, "-m", "zero_engine", "run", "--nproc-per-node=2", script],
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode in (1, 9), done.stderr
+
+
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, object]]:
+    """The options of each process group that is asked for; none is made."""
+    found: list[dict[str, object]] = []
+    monkeypatch.setattr(dist, "init_process_group", lambda *_args, **options: found.append(options))
+    monkeypatch.delenv("RANK", raising=False)
+    return found
+
+
+def test_timeout_is_the_environments_in_minutes(
+    made: list[dict[str, object]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DEEPSPEED_TIMEOUT", "7")
+    deepspeed.init_distributed()
+    deepspeed.init_distributed(timeout=timedelta(seconds=5))
+    monkeypatch.delenv("DEEPSPEED_TIMEOUT")
+    deepspeed.init_distributed()
+    assert [options.get("timeout") for options in made] == [
+        timedelta(minutes=7),
+        timedelta(seconds=5),
+        None,
+    ]
+
+
+def test_timeout_that_is_no_number_is_refused(
+    made: list[dict[str, object]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DEEPSPEED_TIMEOUT", "soon")
+    with pytest.raises(ConfigError, match="DEEPSPEED_TIMEOUT = 'soon'"):
+        deepspeed.init_distributed()
+    assert not made
