@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -113,3 +114,48 @@ def test_number_of_micro_steps_changes_between_steps_only() -> None:
     with pytest.raises(ValueError, match="expected 1 or more"):
         engine.gradient_accumulation_steps = 0
     engine.close()
+
+
+_OLDER = {"base_lrs": [1e-2], "last_epoch": 3, "_step_count": 4, "lr_lambdas": [None]}
+"""A schedule's state after 3 steps in the form of torch's LambdaLR, which these once were."""
+
+
+def _rewrite_schedule(folder: Path, state: dict[str, Any]) -> None:
+    manifest = folder / "step-3" / "manifest.json"
+    content = json.loads(manifest.read_text())
+    content["progress"]["lr_scheduler"] = state
+    manifest.write_text(json.dumps(content))
+
+
+def test_schedule_saved_in_torchs_form_goes_on_at_the_same_step(tmp_path: Path) -> None:
+    first = _build(0)
+    _train(first, 3)
+    first.save_checkpoint(tmp_path)
+    _rewrite_schedule(tmp_path, _OLDER)
+    second = _build(0)
+    second.load_checkpoint(tmp_path)
+    _train(first, 1)
+    _train(second, 1)
+    rates = [e.optimizer.param_groups[0]["lr"] for e in (first, second)]
+    assert rates[0] == rates[1]
+    assert second.lr_scheduler is not None
+    assert second.lr_scheduler.state_dict() == {"last_batch_iteration": 3}
+
+
+@pytest.mark.parametrize("kind", ["WarmupLR", "StepLR"])
+def test_schedule_that_does_not_fit_is_refused_before_anything_is_written(
+    tmp_path: Path, kind: str
+) -> None:
+    first = _build(0)
+    _train(first, 3)
+    first.save_checkpoint(tmp_path)
+    _rewrite_schedule(tmp_path, {"num_bad_epochs": 0})
+    params = {"warmup_num_steps": 10} if kind == "WarmupLR" else {"step_size": 2}
+    second = _build(0, scheduler={"type": kind, "params": params})
+    before = _values(second)
+    with pytest.raises(CheckpointError, match=r'without=\("lr_scheduler",\)'):
+        second.load_checkpoint(tmp_path)
+    assert second.global_steps == 0
+    assert all(torch.equal(v, before[n]) for n, v in _values(second).items())
+    second.load_checkpoint(tmp_path, without=("lr_scheduler",))
+    assert second.global_steps == 3

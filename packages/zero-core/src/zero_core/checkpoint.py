@@ -18,7 +18,7 @@ import random
 import shutil
 import zlib
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -104,11 +104,17 @@ def save(
 
 
 def load(
-    state: ShardedState, directory: Path, tag: str | None, *, without: Collection[str] = ()
+    state: ShardedState,
+    directory: Path,
+    tag: str | None,
+    *,
+    without: Collection[str] = (),
+    check: Callable[[Mapping[str, Any]], None] = lambda progress: None,
 ) -> tuple[Path, dict[str, Any], dict[str, Any]]:
     """Restore a checkpoint; its folder, the progress and the client state.
 
-    Of what is ``without`` (`PARTS`), nothing is restored.
+    Of what is ``without`` (`PARTS`), nothing is restored. ``check`` is given the progress before
+    anything is written, and may raise.
     """
     found: list[tuple[Path, dict[str, Any]]] = []
 
@@ -118,6 +124,7 @@ def load(
         manifest = read_manifest(place)
         _match(state, manifest, place)
         _check_frozen(manifest, place, without)
+        check(_decode(manifest["progress"]))
         found.append((place, manifest))
 
     state.control.together("checkpoint: find", look)

@@ -13,13 +13,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from zero_core import checkpoint, export
+from zero_core import checkpoint, export, progress
 from zero_core.access import StateAccess
 from zero_core.accumulation import Accumulation
 from zero_core.buffers import BufferSync
@@ -35,7 +36,6 @@ from zero_core.layout import Layout
 from zero_core.optimizer import EngineOptimizer
 from zero_core.owners import names_by_id, refuse_stale_state_dicts, register
 from zero_core.precision import LossScaler, cast_floats, clip_factor
-from zero_core.progress import read_progress, restore_progress, tell_progress, tell_skipped
 from zero_core.protocols import Collectives, StateTier
 from zero_core.schedule import Schedule
 from zero_core.segment_grads import SegmentGrads
@@ -206,7 +206,7 @@ class Engine:
         self.global_steps += 1
         self._meter.end_step()
         self._end_micro_step()
-        tell_progress(self)
+        progress.tell_progress(self)
 
     def is_gradient_accumulation_boundary(self) -> bool:
         """Whether the current micro-step is the last one of its step."""
@@ -306,7 +306,7 @@ class Engine:
             self._state,
             Path(directory),
             f"step-{self.global_steps}" if tag is None else tag,
-            progress=read_progress(self),
+            progress=progress.read_progress(self),
             client_state=client_state or {},
             **options,
         )
@@ -324,8 +324,9 @@ class Engine:
             CheckpointCorruptError: its bytes are not what was written.
         """
         with self._rewriting():
-            loaded = checkpoint.load(self._state, Path(directory), tag, without=without)
-            restore_progress(self, loaded[1], without)
+            check = partial(progress.check_progress, self, without=without)
+            loaded = checkpoint.load(self._state, Path(directory), tag, without=without, check=check)
+            progress.restore_progress(self, loaded[1], without)
         return loaded[0], loaded[2]
 
     def _on_replaced(self) -> None:
@@ -481,7 +482,7 @@ class Engine:
         scale = self._scaler.scale
         self._scaler.update(is_overflow=True)
         getattr(self._collectives, "forget_errors", lambda: None)()
-        tell_skipped(self, self._facts.explain_nonfinite(), scale)
+        progress.tell_skipped(self, self._facts.explain_nonfinite(), scale)
 
     def _discard_grads(self) -> None:
         self._early.check_none("dropping gradients")
