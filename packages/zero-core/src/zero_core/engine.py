@@ -374,7 +374,7 @@ class Engine:
         return self._meter.report()
 
     def close(self) -> None:
-        """Take the engine's hooks off the module; its parameters stay as they are."""
+        """Take the engine's hooks off; parameters stay as they are: see `zero_core.give_back`."""
         self._tier.wait_params(0, max((p.stop for p in self._pieces), default=0))
         self._flow.detach()
         self._buffers.detach()

@@ -1,8 +1,8 @@
 """An engine for evaluation alone: a model too large for one rank, without anything to train it.
 
 It keeps parameters as the configuration says, in shards at stage 3, and neither gradients nor
-master weights nor optimizer state; the model is not changed otherwise, and may be trained by
-another engine later.
+master weights nor optimizer state. At stage 3 the model's values are in the engine's shards: end it
+with `zero_core.give_back`, which leaves them in the model, before another engine trains it.
 """
 
 from __future__ import annotations
