@@ -218,8 +218,6 @@ class Engine:
         None: the count says, as at first. Every rank must call it, before the backward concerned.
         """
         self._accumulation.override = is_boundary
-        if is_boundary is False and self.world_size == 1:
-            self._flow.hold_gradients()  # nothing is reduced before the boundary: add up unrounded
 
     def get_global_grad_norm(self) -> float | None:
         """2-norm of the last step's gradient, unscaled, before clipping; None before a step."""
