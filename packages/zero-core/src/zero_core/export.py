@@ -25,6 +25,8 @@ def full_state_dict(
     state: ShardedState, *, dtype: torch.dtype | None, rank: int | None
 ) -> dict[str, Tensor]:
     """See `zero_core.Engine.full_state_dict`."""
+    if rank is not None and not 0 <= rank < state.control.world_size:
+        raise ValueError(f"rank = {rank}: expected a rank below {state.control.world_size}")
     by_name: dict[str, Tensor] = {}
     is_wanted = rank in (None, state.control.rank)
     for spec, tensor in state.full_params():  # a collective: every rank goes on to the end
