@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import zero_core
+from zero_core import RankMismatchError
 from zero_core.testing import Case, batch, make_model, spawn
 
 
@@ -213,6 +214,13 @@ def _is_refused(rank: int, world_size: int) -> None:
         ):
             pass
         with engine.gathered(params=[], modifier_rank=0):
+            pass
+        model = engine.module
+        different = [model.blocks[0].up.weight] if rank == 0 else [model.blocks[2].up.weight, gain]
+        with (
+            pytest.raises(RankMismatchError, match=rf"rank {rank}: .*blocks\.{2 * rank}\.up"),
+            engine.gathered(params=different, modifier_rank=0),
+        ):
             pass
         _train(engine, rank, range(1))  # whatever was refused, all goes on
 
