@@ -98,6 +98,36 @@ def _read(rank: int, world_size: int) -> None:
     _check_built(model, expected)
 
 
+def _closes_as_it_was(rank: int, world_size: int) -> None:
+    model, expected = _make_sharded(), _make()
+    weight, bias = model.blocks[0].weight, model.blocks[0].bias
+    with unparked([weight]):  # read only
+        weight.data = torch.ones(6, 3)
+    assert is_parked(weight)
+    assert weight.shape == (5, 5)
+    with suppress(ZeroDivisionError), unparked([weight], modifier_rank=0):
+        weight.data = torch.ones(6, 3)
+        raise ZeroDivisionError
+    with unparked([weight]):
+        assert torch.equal(weight, expected.blocks[0].weight)
+    scale = copy.deepcopy(model.scale)  # parked last, and opened last
+    with torch.no_grad():
+        torch._foreach_zero_([scale])  # of one element, and past what refuses writes
+    with pytest.raises(RuntimeError, match="written to"), unparked([weight, bias, scale]):
+        pass
+    assert is_parked(weight)
+    assert is_parked(bias)
+    with unparked([weight], modifier_rank=0):
+        weight.data = torch.ones(6, 3)
+    with unparked([weight]):
+        assert torch.equal(weight, torch.ones(6, 3))
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_it_closes_as_it_was_whatever_was_done_while_open(world_size: int) -> None:
+    spawn(_closes_as_it_was, world_size)
+
+
 def _change(rank: int, world_size: int) -> None:
     model, expected = _make_sharded(), _make()
     source = world_size - 1
