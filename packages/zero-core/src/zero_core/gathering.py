@@ -146,7 +146,10 @@ class Gathering:
             yield from (Whole(v, i, v.params[i].data) for v, i in wanted.values())
             return
         held = [Whole(v, i, v.held[i]) for v, i in wanted.values() if i in v.held]
-        yield from held
+        for whole in held:  # by another context, which may end before this one
+            whole.values.hold(whole.position, whole.tensor)
+            copies.append(whole)
+            yield whole
         missing = [(v, i) for v, i in wanted.values() if i not in v.held]
         if missing:
             self._flow.release(unit)
