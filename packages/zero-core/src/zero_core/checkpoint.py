@@ -338,6 +338,7 @@ def _match(
 
 _HINT = '; load without=("optimizer",) for the weights alone'
 
+
 def _check_parts(without: Collection[str]) -> None:
     unknown = sorted(set(without) - set(PARTS))
     if unknown:

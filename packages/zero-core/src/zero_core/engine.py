@@ -261,6 +261,7 @@ class Engine:
         For reading; but what rank ``modifier_rank`` changes in place reaches all shards and master
         weights at the end. Every rank must enter it, with the same ones. It takes the memory of
         what is gathered (of ``params``, and one unit at a time), on the modifier twice. It nests.
+        Within its own forward or backward a unit has that one's values: with qwZ, quantized.
 
         Raises:
             ValueError: there is no such rank, or one of ``params`` is not this engine's.
@@ -323,9 +324,9 @@ class Engine:
         """
         with self._rewriting():
             check = partial(progress.check_progress, self, without=without)
-            loaded = checkpoint.load(self._state, Path(directory), tag, without=without, check=check)
-            progress.restore_progress(self, loaded[1], without)
-        return loaded[0], loaded[2]
+            found = checkpoint.load(self._state, Path(directory), tag, without=without, check=check)
+            progress.restore_progress(self, found[1], without)
+        return found[0], found[2]
 
     def _on_replaced(self) -> None:
         """Values were written from outside of a step, on all ranks."""
@@ -366,8 +367,9 @@ class Engine:
     def comm_report(self) -> tuple[Traffic, ...]:
         """What this rank sent in the last step, by collective and link; empty before a step.
 
-        Rows are those of ``plan().traffic``, without the host link. What is sent between two steps
-        counts for the second. Only what goes through the engine's own collectives is seen.
+        Rows are those of ``plan().traffic``, without the host link, and Muon's gather, which a plan
+        lacks. What is sent between two steps counts for the second. Only what goes through the
+        engine's own collectives is seen.
         """
         return self._meter.report()
 
