@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 import torch.distributed as dist
@@ -110,10 +110,9 @@ def shard_module(
     return parked
 
 
-def _can_park(param: object) -> bool:
+def _can_park(param: object) -> TypeGuard[nn.Parameter]:
     """Whether ``param`` is of torch's own class, not parked, and has a NaN to be replaced by."""
-    is_plain = type(param) is nn.Parameter
-    return is_plain and (param.is_floating_point() or param.is_complex())
+    return type(param) is nn.Parameter and (param.is_floating_point() or param.is_complex())
 
 
 def _holder(process_group: dist.ProcessGroup | None) -> Any:
