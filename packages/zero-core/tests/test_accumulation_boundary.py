@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 import zero_core
 from zero_core.errors import CheckpointError
 from zero_core.testing import LR, WEIGHT_DECAY, Case, batch, make_model, spawn
+from zero_core.tier import DeviceTier
 
 EPOCHS = (3, 3, 2, 3, 1)
 """Micro-steps of each step where 3 are configured: two epochs that do not divide."""
@@ -141,3 +142,44 @@ def test_a_loss_over_no_micro_steps_is_refused():
     assert engine.scale(torch.ones(()), over=1) == 1.0
     assert engine.scale(torch.ones(()), over=4) == 0.25
     assert engine.scale(torch.ones(())) == 0.5
+
+
+class _Keeper(DeviceTier):
+    """Keeps gradients itself, so that the engine has none but those on their way to it."""
+
+    keeps_grads = True
+
+    def offer_grad(self, start: int, grad: Tensor) -> None:
+        super().offer_grad(start, grad.float() if grad.dtype is torch.bfloat16 else grad.clone())
+
+
+def _keeper(
+    *, config: object, adam_kernel: object, device_tier: object, names: object, **kept: Any
+) -> _Keeper:
+    return _Keeper(**kept)
+
+
+def _rounds_alike(rank: int, world_size: int) -> None:
+    """A number of micro-steps that is set, or declared, is as good as one that is configured."""
+    for tier in (None, _keeper):
+        for stage in (2, 3):
+            found = []
+            for how in ("config", "setter", "declared"):
+                accumulation = 4 if how == "config" else 1
+                config = Case(stage, "bf16", accumulation=accumulation).config()
+                engine = zero_core.build(make_model(), config, state_tier=tier)
+                if how == "setter":
+                    engine.gradient_accumulation_steps = 4
+                for micro in range(8):
+                    if how == "declared":
+                        engine.set_gradient_accumulation_boundary(micro % 4 == 3)
+                    engine.backward(engine(**batch(0, micro, rank))["loss"], over=4)
+                    engine.step()
+                assert engine.global_steps == 2
+                found.append(engine.full_state_dict(dtype=torch.float32))
+            for other in found[1:]:
+                torch.testing.assert_close(other, found[0], rtol=0.0, atol=0.0)
+
+
+def test_micro_steps_of_one_rank_add_up_unrounded_however_their_number_is_given():
+    spawn(_rounds_alike, 1)

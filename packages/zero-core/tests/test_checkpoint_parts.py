@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -113,3 +114,105 @@ def test_number_of_micro_steps_changes_between_steps_only() -> None:
     with pytest.raises(ValueError, match="expected 1 or more"):
         engine.gradient_accumulation_steps = 0
     engine.close()
+
+
+_OLDER = {"base_lrs": [1e-2], "last_epoch": 3, "_step_count": 4, "lr_lambdas": [None]}
+"""A schedule's state after 3 steps in the form of torch's LambdaLR, which these once were."""
+
+
+def _rewrite_schedule(folder: Path, state: dict[str, Any]) -> None:
+    manifest = folder / "step-3" / "manifest.json"
+    content = json.loads(manifest.read_text())
+    content["progress"]["lr_scheduler"] = state
+    manifest.write_text(json.dumps(content))
+
+
+def test_schedule_saved_in_torchs_form_goes_on_at_the_same_step(tmp_path: Path) -> None:
+    first = _build(0)
+    _train(first, 3)
+    first.save_checkpoint(tmp_path)
+    _rewrite_schedule(tmp_path, _OLDER)
+    second = _build(0)
+    second.load_checkpoint(tmp_path)
+    _train(first, 1)
+    _train(second, 1)
+    rates = [e.optimizer.param_groups[0]["lr"] for e in (first, second)]
+    assert rates[0] == rates[1]
+    assert second.lr_scheduler is not None
+    assert second.lr_scheduler.state_dict() == {"last_batch_iteration": 3}
+
+
+@pytest.mark.parametrize("kind", ["WarmupLR", "StepLR"])
+def test_schedule_that_does_not_fit_is_refused_before_anything_is_written(
+    tmp_path: Path, kind: str
+) -> None:
+    first = _build(0)
+    _train(first, 3)
+    first.save_checkpoint(tmp_path)
+    _rewrite_schedule(tmp_path, {"num_bad_epochs": 0})
+    params = {"warmup_num_steps": 10} if kind == "WarmupLR" else {"step_size": 2}
+    second = _build(0, scheduler={"type": kind, "params": params})
+    before = _values(second)
+    with pytest.raises(CheckpointError, match=r'without=\("lr_scheduler",\)'):
+        second.load_checkpoint(tmp_path)
+    assert second.global_steps == 0
+    assert all(torch.equal(v, before[n]) for n, v in _values(second).items())
+    second.load_checkpoint(tmp_path, without=("lr_scheduler",))
+    assert second.global_steps == 3
+
+
+def _weights_alone(rank: int, world_size: int, folder: str) -> None:
+    first = _build(3)
+    _train(first, 2)
+    first.save_checkpoint(folder)
+    expected = _values(first)
+    other = _build(2, optimizer={"type": "Lion", "params": {"lr": 1e-3}})
+    with pytest.raises(CheckpointError, match=r'the same optimizer; load without=\("optimizer",\)'):
+        other.load_checkpoint(folder)
+    other.load_checkpoint(folder, without=("optimizer",))
+    assert all(torch.equal(v, expected[n]) for n, v in _values(other).items())
+    assert other.optimizer.param_groups[0]["lr"] != first.optimizer.param_groups[0]["lr"]
+    _train(other, 1)
+    model = make_model()  # the other way round: what was frozen is trained, and the reverse
+    for name, param in model.named_parameters():
+        param.requires_grad_(name.startswith("frozen"))
+    tuned = zero_core.build(model, Case(3).config())
+    with pytest.raises(CheckpointError, match=r'is_trainable.*load without=\("optimizer",\)'):
+        tuned.load_checkpoint(folder)
+    tuned.load_checkpoint(folder, without=("optimizer",))
+    assert all(torch.equal(v, expected[n]) for n, v in _values(tuned).items())
+    for stage, dtype in ((0, "fp32"), (3, "bf16")):
+        config = Case(stage, dtype).config()
+        evaluated = zero_core.build(make_model(), config, is_training=False)
+        state = torch.get_rng_state()
+        evaluated.load_checkpoint(folder)
+        assert torch.equal(torch.get_rng_state(), state)
+        rounded = first.full_state_dict(dtype=evaluated.layout.params[0].dtype)
+        found = evaluated.full_state_dict()
+        assert all(torch.equal(v, rounded[n]) for n, v in found.items())
+        loss = evaluated(**batch(0, 0, rank))["loss"]
+        if dtype == "fp32":
+            with torch.no_grad():
+                assert torch.equal(loss, first(**batch(0, 0, rank))["loss"])
+
+
+def test_weights_alone_go_to_another_optimizer_other_frozen_parameters_and_an_evaluation(
+    tmp_path: Path,
+) -> None:
+    spawn(_weights_alone, 2, str(tmp_path))
+
+
+def test_weights_without_elements_are_read_and_a_rank_that_is_none_is_refused(
+    tmp_path: Path,
+) -> None:
+    model = torch.nn.Linear(3, 3)
+    model.register_parameter("empty", torch.nn.Parameter(torch.empty(0, 3)))
+    model.register_parameter("low", torch.nn.Parameter(torch.empty(0).half(), requires_grad=False))
+    engine = zero_core.build(model, Case().config())
+    engine.save_checkpoint(tmp_path)
+    by_name = {w.names[0]: w.value for w in read_weights(tmp_path)}
+    assert by_name["empty"].shape == (0, 3)
+    assert by_name["low"].dtype is torch.float16
+    assert by_name.keys() == {"weight", "bias", "empty", "low"}
+    with pytest.raises(ValueError, match="rank = 7: expected a rank below 1"):
+        engine.full_state_dict(rank=7)

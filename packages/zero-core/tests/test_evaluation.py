@@ -6,6 +6,7 @@ import logging
 
 import pytest
 import torch
+from torch import nn
 
 import zero_core
 from zero_core import ConfigError
@@ -84,3 +85,55 @@ def test_keys_that_only_a_training_uses_are_told_and_objects_refused(caplog):
     optimizer = torch.optim.AdamW(model.parameters())
     with pytest.raises(ConfigError, match="uses no optimizer"):
         zero_core.build(model, config, optimizer=optimizer, is_training=False)
+
+
+def _built_again(rank: int, world_size: int) -> None:
+    expected = make_model().state_dict()
+    for stage in (0, 3):
+        model = make_model()
+        evaluated = zero_core.build(model, _config(stage), is_training=False)
+        params = list(model.parameters())
+        assert zero_core.give_back(evaluated) is model
+        found = dict(model.state_dict())
+        torch.testing.assert_close(found, dict(expected), rtol=0.0, atol=0.0)
+        assert all(a is b for a, b in zip(model.parameters(), params, strict=True))
+        assert model.head.weight is model.embed.weight
+        engine = zero_core.build(model, Case(stage).config())
+        for step in range(2):
+            engine.backward(engine(**batch(step, 0, rank))["loss"])
+            engine.step()
+        trained = engine.full_state_dict()
+        zero_core.give_back(engine)
+        torch.testing.assert_close(dict(model.state_dict()), trained, rtol=0.0, atol=0.0)
+        assert not torch.equal(trained["embed.weight"], expected["embed.weight"])
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_model_given_back_is_whole_and_trained_by_the_next_engine(world_size):
+    spawn(_built_again, world_size)
+
+
+def test_values_are_given_back_unrounded_where_asked():
+    engine = zero_core.build(make_model(), Case(3, "bf16").config())
+    expected = engine.full_state_dict(dtype=torch.float32)
+    model = zero_core.give_back(engine, dtype=torch.float32)
+    torch.testing.assert_close(dict(model.state_dict()), expected, rtol=0.0, atol=0.0)
+
+
+def _refused(rank: int, world_size: int) -> None:
+    model = make_model()
+    zero_core.build(model, _config(3), is_training=False).close()
+    with pytest.raises(ConfigError, match=r"sometimes holds no value.*give_back"):
+        zero_core.build(model, Case(0).config())
+
+
+def test_a_model_whose_values_went_with_a_closed_engine_is_refused():
+    spawn(_refused, 2)
+
+
+def test_a_parameter_that_repeats_one_value_is_no_empty_one():
+    constant = nn.Linear(2, 2)
+    constant.weight.data = torch.tensor(0.5).expand(2, 2)
+    config = {"train_micro_batch_size_per_gpu": 1}
+    engine = zero_core.build(constant, config, is_training=False)
+    assert engine.full_state_dict()["weight"].tolist() == [[0.5, 0.5]] * 2

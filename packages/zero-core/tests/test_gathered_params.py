@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import zero_core
+from zero_core import RankMismatchError
 from zero_core.testing import Case, batch, make_model, spawn
 
 
@@ -190,6 +191,25 @@ def test_within_a_forward_it_takes_nothing_away():
     spawn(_within_forward, 2)
 
 
+def _overlapping(rank: int, world_size: int) -> None:
+    engine = zero_core.build(make_model(), Case(3).config())
+    weight, bias = engine.module.blocks[0].up.weight, engine.module.blocks[0].up.bias
+    expected = engine.full_state_dict()["blocks.0.up.weight"]
+    first, second = engine.gathered(params=[weight]), engine.gathered(params=[bias, weight])
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    assert torch.equal(weight, expected)
+    assert not bias.isnan().any()
+    second.__exit__(None, None, None)
+    assert weight.isnan().all()
+    assert bias.isnan().all()
+
+
+def test_contexts_that_overlap_hold_their_parameters_to_their_own_end():
+    spawn(_overlapping, 2)
+
+
 def _is_refused(rank: int, world_size: int) -> None:
     for stage in (0, 3):
         engine = zero_core.build(make_model(), Case(stage).config())
@@ -213,6 +233,13 @@ def _is_refused(rank: int, world_size: int) -> None:
         ):
             pass
         with engine.gathered(params=[], modifier_rank=0):
+            pass
+        model = engine.module
+        different = [model.blocks[0].up.weight] if rank == 0 else [model.blocks[2].up.weight, gain]
+        with (
+            pytest.raises(RankMismatchError, match=rf"rank {rank}: .*blocks\.{2 * rank}\.up"),
+            engine.gathered(params=different, modifier_rank=0),
+        ):
             pass
         _train(engine, rank, range(1))  # whatever was refused, all goes on
 

@@ -74,6 +74,11 @@ def _check_built(model: nn.Module, expected: nn.Module) -> None:
     engine.close()
 
 
+def _is_all_parked(model: nn.Module) -> bool:
+    """Integers are not: there is no NaN that would tell."""
+    return all(is_parked(p) == p.is_floating_point() for p in model.parameters())
+
+
 def _read(rank: int, world_size: int) -> None:
     expected = _make()
     generator_state = torch.get_rng_state()
@@ -81,21 +86,54 @@ def _read(rank: int, world_size: int) -> None:
         model = _make(seed=0 if rank == 0 else 100 + rank)  # rank 0's values count
     if rank == 0:
         assert torch.equal(torch.get_rng_state(), generator_state)
-    assert sorted(map(id, made.params)) == sorted(map(id, model.parameters()))
+    assert sorted(map(id, made.params)) == sorted(
+        id(p) for p in model.parameters() if p.is_floating_point()
+    )
     assert model.head.weight is model.embed.weight
     assert [p.shape for p in model.parameters()] == [p.shape for p in expected.parameters()]
     assert all(p.isnan().all() for p in model.parameters() if p.is_floating_point())
+    assert model.codes.tolist() == list(range(6))
     for _ in range(2):  # first they are recorded, then in parts
         with unparked([*model.parameters(), None, model.table, nn.Parameter(torch.ones(1))]):
             _check_values(model, expected)
             _check_values(copy.deepcopy(model), expected)
-        assert all(map(is_parked, model.parameters()))
+        assert _is_all_parked(model)
     assert model.same is model.table
     if rank == 0:
         assert torch.equal(model.table, expected.table)
         assert torch.equal(model.lists[0], expected.lists[0])
         assert torch.equal(model.lists[1]["key"], expected.lists[1]["key"])
     _check_built(model, expected)
+
+
+def _closes_as_it_was(rank: int, world_size: int) -> None:
+    model, expected = _make_sharded(), _make()
+    weight, bias = model.blocks[0].weight, model.blocks[0].bias
+    with unparked([weight]):  # read only
+        weight.data = torch.ones(6, 3)
+    assert is_parked(weight)
+    assert weight.shape == (5, 5)
+    with suppress(ZeroDivisionError), unparked([weight], modifier_rank=0):
+        weight.data = torch.ones(6, 3)
+        raise ZeroDivisionError
+    with unparked([weight]):
+        assert torch.equal(weight, expected.blocks[0].weight)
+    scale = copy.deepcopy(model.scale)  # parked last, and opened last
+    with torch.no_grad():
+        torch._foreach_zero_([scale])  # of one element, and past what refuses writes
+    with pytest.raises(RuntimeError, match="written to"), unparked([weight, bias, scale]):
+        pass
+    assert is_parked(weight)
+    assert is_parked(bias)
+    with unparked([weight], modifier_rank=0):
+        weight.data = torch.ones(6, 3)
+    with unparked([weight]):
+        assert torch.equal(weight, torch.ones(6, 3))
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_it_closes_as_it_was_whatever_was_done_while_open(world_size: int) -> None:
+    spawn(_closes_as_it_was, world_size)
 
 
 def _change(rank: int, world_size: int) -> None:
@@ -128,7 +166,7 @@ def _convert(rank: int, world_size: int) -> None:
     with unparked([model.blocks[0].weight]):  # one in parts, the others recorded
         pass
     model.half().to("cpu").to(dtype=torch.float32, memory_format=torch.preserve_format)
-    assert all(map(is_parked, model.parameters()))
+    assert _is_all_parked(model)
     with unparked(model.parameters()):
         _check_values(model, expected)
     with sharded_init(dtype=torch.bfloat16):
@@ -142,7 +180,7 @@ def _copy(rank: int, world_size: int) -> None:
     with unparked([model.blocks[0].weight]):  # one in parts, the others recorded
         pass
     copied = copy.deepcopy(model)
-    assert all(map(is_parked, copied.parameters()))
+    assert _is_all_parked(copied)
     assert copied.head.weight is copied.embed.weight is not model.embed.weight
     with unparked(set(copied.parameters()), modifier_rank=0):  # in an order of the rank's own
         for param in copied.parameters():
@@ -199,7 +237,7 @@ def _shard_existing(rank: int, world_size: int) -> None:
     model = _make(seed=rank)
     for _ in range(2):  # again: nothing left to do
         shard_module(model)
-    assert all(map(is_parked, model.parameters()))
+    assert _is_all_parked(model)
     with unparked(model.parameters()):
         _check_values(model, _make())
     low = _make(seed=rank)

@@ -13,6 +13,7 @@ from zero_core.errors import (
     RankMismatchError,
     ZeroError,
 )
+from zero_core.export import give_back
 from zero_core.layout import Layout
 from zero_core.lion import Lion
 from zero_core.owners import engine_of
@@ -37,6 +38,7 @@ __all__ = [
     "build",
     "deferred_init",
     "engine_of",
+    "give_back",
     "load_config",
     "load_pretrained",
     "plan",

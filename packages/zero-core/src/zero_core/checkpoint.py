@@ -18,7 +18,7 @@ import random
 import shutil
 import zlib
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -41,8 +41,9 @@ from zero_core.state import MASTER, ShardedState, load_buffers
 __all__ = ["PARTS", "load", "read_client_state", "save"]
 
 PARTS = ("frozen", "optimizer", "lr_scheduler", "progress")
-"""What a checkpoint can be loaded without; "frozen" are the values of frozen parameters,
-"progress" the counters, the loss scale and the states of random generators."""
+"""What a checkpoint can be loaded without; "frozen" are the values of parameters that were frozen,
+"optimizer" its states and hyperparameters: the engine may then have another one, and other frozen
+parameters. "progress" are the counters, the loss scale and the states of random generators."""
 
 
 def save(
@@ -104,11 +105,17 @@ def save(
 
 
 def load(
-    state: ShardedState, directory: Path, tag: str | None, *, without: Collection[str] = ()
+    state: ShardedState,
+    directory: Path,
+    tag: str | None,
+    *,
+    without: Collection[str] = (),
+    check: Callable[[Mapping[str, Any]], None] = lambda progress: None,
 ) -> tuple[Path, dict[str, Any], dict[str, Any]]:
     """Restore a checkpoint; its folder, the progress and the client state.
 
-    Of what is ``without`` (`PARTS`), nothing is restored.
+    Of what is ``without`` (`PARTS`), nothing is restored. ``check`` is given the progress before
+    anything is written, and may raise.
     """
     found: list[tuple[Path, dict[str, Any]]] = []
 
@@ -116,8 +123,9 @@ def load(
         _check_parts(without)
         place = find(directory, tag)
         manifest = read_manifest(place)
-        _match(state, manifest, place)
+        _match(state, manifest, place, without)
         _check_frozen(manifest, place, without)
+        check(_decode(manifest["progress"]))
         found.append((place, manifest))
 
     state.control.together("checkpoint: find", look)
@@ -301,10 +309,15 @@ def _sync_folder(path: Path) -> None:
 # ------------------------------------------------------------------------- read
 
 
-def _match(state: ShardedState, manifest: Mapping[str, Any], place: Path) -> None:
+def _match(
+    state: ShardedState, manifest: Mapping[str, Any], place: Path, without: Collection[str]
+) -> None:
     """Refuse a checkpoint of another model, naming the first difference."""
-    saved = {p["name"]: (tuple(p["shape"]), p["is_trainable"]) for p in manifest["params"]}
-    own = {p.name: (p.shape, p.is_trainable) for p in state.layout.params}
+    is_any = "optimizer" in without  # trained or frozen, by whatever optimizer
+    saved = {
+        p["name"]: (tuple(p["shape"]), p["is_trainable"] or is_any) for p in manifest["params"]
+    }
+    own = {p.name: (p.shape, p.is_trainable or is_any) for p in state.layout.params}
     missing, extra = sorted(set(own) - set(saved)), sorted(set(saved) - set(own))
     if missing or extra:
         raise CheckpointError(
@@ -314,13 +327,16 @@ def _match(state: ShardedState, manifest: Mapping[str, Any], place: Path) -> Non
         if saved[name] != mine:
             raise CheckpointError(
                 f"{place}: parameter {name} has (shape, is_trainable) {saved[name]} there and "
-                f"{mine} in the model"
+                f"{mine} in the model" + _HINT * (saved[name][0] == mine[0])
             )
-    if manifest["optimizer"] != state.optimizer:
+    if not is_any and manifest["optimizer"] != state.optimizer:
         raise CheckpointError(
             f"{place} was trained by {manifest['optimizer']}, this engine has {state.optimizer}: "
-            "build it with the same optimizer"
+            "build it with the same optimizer" + _HINT
         )
+
+
+_HINT = '; load without=("optimizer",) for the weights alone'
 
 
 def _check_parts(without: Collection[str]) -> None:
@@ -360,22 +376,26 @@ def _verify(state: ShardedState, place: Path, manifest: Mapping[str, Any]) -> No
 def _restore(
     state: ShardedState, reader: Reader, manifest: Mapping[str, Any], without: Collection[str]
 ) -> None:
+    sources = {p["name"]: MASTER if p["is_trainable"] else VALUE for p in manifest["params"]}
     names = [MASTER] if "optimizer" in without else manifest["states"]
     for name in names:
         for piece in state.pieces:
             spec = state.layout.params[piece.param]
             if name != MASTER and manifest["scalars"][spec.name]["num_steps"] == 0:
                 continue  # never updated: it has no such state
+            source = sources[spec.name] if name == MASTER else name
+            if source == VALUE and "frozen" in without:
+                continue
             stop = piece.offset + piece.stop - piece.start
-            values = reader.read(name, spec.name, piece.offset, stop)
+            values = reader.read(source, spec.name, piece.offset, stop)
             state.tier.write_state(name, piece.start, values)
     if "optimizer" not in without:
         for index, piece in enumerate(state.pieces):
             saved = manifest["scalars"][state.layout.params[piece.param].name]
             state.tier.write_scalars(index, saved)
-    if "frozen" not in without:
-        for store, name, low, high in state.frozen_parts():
-            store(reader.read(VALUE, name, low, high))
+    for store, name, low, high in state.frozen_parts():
+        if sources[name] == MASTER or "frozen" not in without:
+            store(reader.read(sources[name], name, low, high))
     buffers = reader.open("buffers.safetensors")
     load_buffers(state.module, {key: buffers.get_tensor(key) for key in buffers.keys()})  # noqa: SIM118
     if "progress" not in without and manifest["world_size"] == state.control.world_size:

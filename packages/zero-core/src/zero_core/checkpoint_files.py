@@ -112,6 +112,8 @@ class Reader:
             file = self.open(f"{state}-{rank:05d}.safetensors")
             parts.append(file.get_slice(str(place.segment))[offset : offset + end - low])
             low = end
+        if not parts:  # of an empty parameter, its dtype is still that of the file
+            parts.append(self.open(f"{state}-00000.safetensors").get_slice(str(place.segment))[:0])
         return torch.cat(parts)
 
     def open(self, name: str) -> Any:

@@ -13,13 +13,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from zero_core import checkpoint, export
+from zero_core import checkpoint, export, progress
 from zero_core.access import StateAccess
 from zero_core.accumulation import Accumulation
 from zero_core.buffers import BufferSync
@@ -35,7 +36,6 @@ from zero_core.layout import Layout
 from zero_core.optimizer import EngineOptimizer
 from zero_core.owners import names_by_id, refuse_stale_state_dicts, register
 from zero_core.precision import LossScaler, cast_floats, clip_factor
-from zero_core.progress import read_progress, restore_progress, tell_progress, tell_skipped
 from zero_core.protocols import Collectives, StateTier
 from zero_core.schedule import Schedule
 from zero_core.segment_grads import SegmentGrads
@@ -206,7 +206,7 @@ class Engine:
         self.global_steps += 1
         self._meter.end_step()
         self._end_micro_step()
-        tell_progress(self)
+        progress.tell_progress(self)
 
     def is_gradient_accumulation_boundary(self) -> bool:
         """Whether the current micro-step is the last one of its step."""
@@ -218,8 +218,6 @@ class Engine:
         None: the count says, as at first. Every rank must call it, before the backward concerned.
         """
         self._accumulation.override = is_boundary
-        if is_boundary is False and self.world_size == 1:
-            self._flow.hold_gradients()  # nothing is reduced before the boundary: add up unrounded
 
     def get_global_grad_norm(self) -> float | None:
         """2-norm of the last step's gradient, unscaled, before clipping; None before a step."""
@@ -263,6 +261,7 @@ class Engine:
         For reading; but what rank ``modifier_rank`` changes in place reaches all shards and master
         weights at the end. Every rank must enter it, with the same ones. It takes the memory of
         what is gathered (of ``params``, and one unit at a time), on the modifier twice. It nests.
+        Within its own forward or backward a unit has that one's values: with qwZ, quantized.
 
         Raises:
             ValueError: there is no such rank, or one of ``params`` is not this engine's.
@@ -307,7 +306,7 @@ class Engine:
             self._state,
             Path(directory),
             f"step-{self.global_steps}" if tag is None else tag,
-            progress=read_progress(self),
+            progress=progress.read_progress(self),
             client_state=client_state or {},
             **options,
         )
@@ -325,9 +324,10 @@ class Engine:
             CheckpointCorruptError: its bytes are not what was written.
         """
         with self._rewriting():
-            loaded = checkpoint.load(self._state, Path(directory), tag, without=without)
-            restore_progress(self, loaded[1], without)
-        return loaded[0], loaded[2]
+            check = partial(progress.check_progress, self, without=without)
+            found = checkpoint.load(self._state, Path(directory), tag, without=without, check=check)
+            progress.restore_progress(self, found[1], without)
+        return found[0], found[2]
 
     def _on_replaced(self) -> None:
         """Values were written from outside of a step, on all ranks."""
@@ -368,13 +368,14 @@ class Engine:
     def comm_report(self) -> tuple[Traffic, ...]:
         """What this rank sent in the last step, by collective and link; empty before a step.
 
-        Rows are those of ``plan().traffic``, without the host link. What is sent between two steps
-        counts for the second. Only what goes through the engine's own collectives is seen.
+        Rows are those of ``plan().traffic``, without the host link, and Muon's gather, which a plan
+        lacks. What is sent between two steps counts for the second. Only what goes through the
+        engine's own collectives is seen.
         """
         return self._meter.report()
 
     def close(self) -> None:
-        """Take the engine's hooks off the module; its parameters stay as they are."""
+        """Take the engine's hooks off; parameters stay as they are: see `zero_core.give_back`."""
         self._tier.wait_params(0, max((p.stop for p in self._pieces), default=0))
         self._flow.detach()
         self._buffers.detach()
@@ -482,7 +483,7 @@ class Engine:
         scale = self._scaler.scale
         self._scaler.update(is_overflow=True)
         getattr(self._collectives, "forget_errors", lambda: None)()
-        tell_skipped(self, self._facts.explain_nonfinite(), scale)
+        progress.tell_skipped(self, self._facts.explain_nonfinite(), scale)
 
     def _discard_grads(self) -> None:
         self._early.check_none("dropping gradients")

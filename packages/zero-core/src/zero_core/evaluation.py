@@ -1,13 +1,15 @@
 """An engine for evaluation alone: a model too large for one rank, without anything to train it.
 
 It keeps parameters as the configuration says, in shards at stage 3, and neither gradients nor
-master weights nor optimizer state; the model is not changed otherwise, and may be trained by
-another engine later.
+master weights nor optimizer state. At stage 3 the model's values are in the engine's shards: end it
+with `zero_core.give_back`, which leaves them in the model, before another engine trains it.
 """
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Collection
+from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
@@ -46,6 +48,13 @@ class EvaluationEngine(Engine):
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> NoReturn:
         """Raise RuntimeError."""
         raise RuntimeError(f"clip_grad_norm_(): {_HINT}")
+
+    def load_checkpoint(
+        self, directory: str | Path, tag: str | None = None, *, without: Collection[str] = ()
+    ) -> tuple[Path, dict[str, Any]]:
+        """As `Engine.load_checkpoint`, of the values and buffers alone, trained ones rounded."""
+        training = {"optimizer", "lr_scheduler", "progress"}
+        return super().load_checkpoint(directory, tag, without={*without, *training})
 
     def save_checkpoint(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Raise RuntimeError: there is no training to go on with."""

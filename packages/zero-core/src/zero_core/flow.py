@@ -83,7 +83,6 @@ class Flow:
         """Parameters that got a gradient on this rank since the last step."""
         self.units = list(units)
         """The root first, then blocks in the order of the module tree."""
-        self._root = self.units[0]
         self._blocks = self.units[1:]
         self._collectives = collectives
         self._rank = rank
@@ -402,6 +401,8 @@ class Flow:
         self._on_backward()
         self._is_backward_open = True
         self._is_reducing = self._will_reduce()
+        if not self._is_reducing:
+            self.hold_gradients()  # more is to come before anything is reduced: add up unrounded
         self._entered = None
         self._recomputed.clear()
         self._arrivals.begin()

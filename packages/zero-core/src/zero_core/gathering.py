@@ -8,6 +8,7 @@ segment at a time, and these are given back at once: what is held is the paramet
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
@@ -15,6 +16,7 @@ import torch
 from torch import nn
 
 from zero_core.edit import Edit, Whole
+from zero_core.errors import RankMismatchError
 from zero_core.flow import Flow
 from zero_core.segment_values import SegmentValues
 from zero_core.state import ShardedState
@@ -66,8 +68,11 @@ class Gathering:
 
         Raises:
             ValueError: one of them is not the engine's.
+            RankMismatchError: they are to be changed, and other ranks gather others.
         """
         places = self._find(params)
+        if modifier_rank is not None:
+            self._check_same([place for _, wanted in places for place in wanted.values()])
         copies: list[Whole] = []
         try:
             wholes = [w for unit, wanted in places for w in self._gather(unit, wanted, copies)]
@@ -96,6 +101,18 @@ class Gathering:
         finally:
             for whole in wholes:
                 whole.point()
+
+    def _check_same(self, places: list[tuple[SegmentValues, int]]) -> None:
+        """A rank that gathers something else would wait for what never comes."""
+        control = self._state.control
+        numbers = [values.segment.slots[position].param for values, position in places]
+        described = torch.tensor([zlib.crc32(repr(numbers).encode())])
+        if len(set(control.gather(described).tolist())) > 1:
+            names = [self._state.layout.params[number].name for number in numbers]
+            raise RankMismatchError(
+                f"rank {control.rank}: gathered(modifier_rank=...) was entered with different "
+                f"parameters (here {names[:4]}): gather the same on every rank"
+            )
 
     def _find(
         self, params: Iterable[nn.Parameter]
@@ -129,7 +146,10 @@ class Gathering:
             yield from (Whole(v, i, v.params[i].data) for v, i in wanted.values())
             return
         held = [Whole(v, i, v.held[i]) for v, i in wanted.values() if i in v.held]
-        yield from held
+        for whole in held:  # by another context, which may end before this one
+            whole.values.hold(whole.position, whole.tensor)
+            copies.append(whole)
+            yield whole
         missing = [(v, i) for v, i in wanted.values() if i not in v.held]
         if missing:
             self._flow.release(unit)

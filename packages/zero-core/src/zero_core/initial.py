@@ -55,14 +55,24 @@ class InitialValues:
 
         Raises:
             ConfigError: a tensor is on the meta device and nothing recorded it, or it was changed
-                after it was recorded.
+                after it was recorded; or its value is in the shards of another engine.
         """
         for path, module in self._model.named_modules():
             kept = set(module._buffers) - module._non_persistent_buffers_set
             for name, tensor in (*module._parameters.items(), *module._buffers.items()):
                 is_in_file = has_pretrained and (name in module._parameters or name in kept)
-                if tensor is not None and tensor.is_meta and not is_in_file:
-                    self._check_one(f"{path}.{name}" if path else name, tensor)
+                if tensor is None or is_in_file:
+                    continue
+                whole_name = f"{path}.{name}" if path else name
+                if tensor.is_meta:
+                    self._check_one(whole_name, tensor)
+                elif not is_parked(tensor) and _is_left_over(tensor):
+                    raise ConfigError(
+                        f"{whole_name} holds no value: an engine that keeps it in shards has the "
+                        "model, or had it when it was closed. Give the model its values with "
+                        "zero_core.give_back(engine) in place of engine.close(), or have them read "
+                        "from a file: build(..., pretrained=path)"
+                    )
 
     def _check_one(self, name: str, tensor: Tensor) -> None:
         known = [r for r in self._recordings if r.knows(tensor)]
@@ -94,3 +104,12 @@ class InitialValues:
                     continue
                 if any(is_deferred(leaf) for leaf in pytree.tree_leaves(value)):
                     vars(module)[name] = pytree.tree_map(give, value)
+
+
+def _is_left_over(tensor: Tensor) -> bool:
+    """Whether it is one NaN in the shape of a parameter, as a sharding engine leaves it."""
+    can_tell = tensor.numel() > 1 and (tensor.is_floating_point() or tensor.is_complex())
+    if not can_tell or tensor.layout is not torch.strided or any(tensor.stride()):
+        return False
+    value = tensor.detach()[(0,) * tensor.ndim].item()
+    return bool(value != value)  # NaN alone

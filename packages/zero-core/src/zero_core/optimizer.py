@@ -126,8 +126,11 @@ def make_optimizer(
         if options.get("bias_correction") is False:
             optimizer_class = Adam
             options["decoupled_weight_decay"] = is_adamw
-            if options.get("amsgrad") is False:
-                del options["amsgrad"]
+            if options.pop("amsgrad", False):
+                raise ConfigError(
+                    "optimizer.params.bias_correction = false with amsgrad = true is not served: "
+                    "leave one of them out"
+                )
         else:
             options.pop("bias_correction", None)
     if optimizer_class is None:

@@ -52,6 +52,7 @@ class Held:
         part: this rank's slice.
         casts: dtypes that what is recorded goes through, in order.
         is_changed: while open, whether what the parameter holds is to be kept.
+        shape: while open, that of the value, whatever shape the parameter is given.
         number: in the order of parking, which is that of every rank.
     """
 
@@ -61,6 +62,7 @@ class Held:
     part: Tensor | None = None
     casts: list[torch.dtype] = field(default_factory=list)
     is_changed: bool = False
+    shape: tuple[int, ...] = ()
     number: int = field(default_factory=itertools.count().__next__)
 
     def whole(self, param: Tensor) -> Tensor:
@@ -223,10 +225,12 @@ def unparked(params: Iterable[object], *, modifier_rank: int | None = None) -> I
     unique = {id(p): p for p in params}.values()  # tensors compare by value
     found = [p for p in unique if isinstance(p, nn.Parameter) and held_of(p) is not None]
     found.sort(key=lambda p: p._held.number)  # type: ignore[attr-defined]
-    opened = [param for param in found if is_parked(param)]
-    for param in opened:
-        _open(param)
+    opened: list[nn.Parameter] = []
     try:
+        for param in found:
+            if is_parked(param):
+                _open(param)
+                opened.append(param)
         yield
         if modifier_rank is not None:
             _publish([param for param in found if held_of(param) is not None], modifier_rank)
@@ -245,6 +249,7 @@ def _open(param: nn.Parameter) -> None:
     if held.recorded is not None:
         held.keep(value)
     held.is_changed = False
+    held.shape = value.shape
     param.__class__ = nn.Parameter
     param.data = value
 
@@ -279,8 +284,9 @@ def _close(param: nn.Parameter, *, is_kept: bool) -> None:
         return  # an engine has taken it meanwhile
     if held.is_changed and is_kept:
         held.keep(param.data)
+        held.shape = param.shape
     assert held.part is not None, "what was open lies in parts"
-    param.data = _placeholder(param.shape, held.part.dtype)
+    param.data = _placeholder(held.shape, held.part.dtype)
     param.__class__ = Parked
 
 

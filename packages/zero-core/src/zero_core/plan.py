@@ -53,7 +53,8 @@ def plan(
 
     Bytes of long-lived memory are exact: they come from the code that allocates it. Not counted are
     temporaries within an operation or an optimizer's step, and what torch, the
-    communication library and the allocator keep for themselves.
+    communication library and the allocator keep for themselves. Of Muon's step neither the memory
+    nor the traffic of its gather of momenta is counted.
 
     Args:
         model: a module on any device, best on the meta device; or a Hugging Face configuration

@@ -8,10 +8,13 @@ import logging
 from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
+from zero_core.errors import CheckpointError
+from zero_core.schedule import check_state
+
 if TYPE_CHECKING:
     from zero_core.engine import Engine
 
-__all__ = ["read_progress", "restore_progress", "tell_progress", "tell_skipped"]
+__all__ = ["check_progress", "read_progress", "restore_progress", "tell_progress", "tell_skipped"]
 
 _log = logging.getLogger(__name__)
 
@@ -27,6 +30,26 @@ def read_progress(engine: Engine) -> dict[str, Any]:
         "param_groups": engine.optimizer.hyperparameters(),
         "lr_scheduler": None if scheduler is None else scheduler.state_dict(),
     }
+
+
+def check_progress(
+    engine: Engine, progress: Mapping[str, Any], without: Collection[str] = ()
+) -> None:
+    """Refuse what `restore_progress` could not take over, before anything is written.
+
+    Raises:
+        CheckpointError: the schedule's state is not one that the engine's can go on from.
+    """
+    scheduler, saved = engine.lr_scheduler, progress["lr_scheduler"]
+    if scheduler is None or saved is None or "lr_scheduler" in without:
+        return
+    try:
+        check_state(scheduler, saved)
+    except ValueError as error:
+        raise CheckpointError(
+            f"the schedule that was saved does not fit {type(scheduler).__name__}: {error}; "
+            'build with the schedule of the saved training, or load without=("lr_scheduler",)'
+        ) from error
 
 
 def restore_progress(

@@ -19,6 +19,7 @@ __all__ = [
     "IterationSchedule",
     "Rate",
     "Schedule",
+    "check_state",
     "per_group",
     "set_rates",
     "torch_optimizer",
@@ -85,8 +86,14 @@ class IterationSchedule(ABC):
         return {"last_batch_iteration": self.last_batch_iteration}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Take over the count; `get_last_lr` is then what the groups hold."""
-        self.last_batch_iteration = state_dict["last_batch_iteration"]
+        """Take over the count; `get_last_lr` is then what the groups hold.
+
+        ``last_epoch`` does as well: torch's count, which is one ahead of this one.
+
+        Raises:
+            ValueError: there is neither.
+        """
+        self.last_batch_iteration = _count_of(state_dict)
         self._last_lr = [group["lr"] for group in self.optimizer.param_groups]
 
     def _advance(self, iteration: int | None) -> None:
@@ -98,6 +105,27 @@ class IterationSchedule(ABC):
 
     def _set(self, rates: Sequence[Rate]) -> None:
         self._last_lr = set_rates(self.optimizer.param_groups, rates)
+
+
+def check_state(schedule: Schedule, saved: Mapping[str, Any]) -> None:
+    """Refuse a state that ``schedule`` cannot go on from, before anything is changed.
+
+    Raises:
+        ValueError: it lacks the count.
+    """
+    if isinstance(schedule, IterationSchedule):
+        _count_of(saved)
+    elif "last_epoch" in schedule.state_dict() and "last_epoch" not in saved:
+        raise ValueError(f"its state has no 'last_epoch', only {sorted(saved)}")
+
+
+def _count_of(saved: Mapping[str, Any]) -> int:
+    """See [Note: the count]; what has stepped n times is at n - 1 here, at n in torch's terms."""
+    if "last_batch_iteration" in saved:
+        return int(saved["last_batch_iteration"])
+    if "last_epoch" in saved:
+        return int(saved["last_epoch"]) - 1
+    raise ValueError(f"its state has no 'last_batch_iteration', only {sorted(saved)}")
 
 
 def set_rates(groups: Sequence[dict[str, Any]], rates: Sequence[Rate]) -> list[Rate]:

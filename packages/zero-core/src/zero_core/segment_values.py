@@ -72,6 +72,7 @@ class SegmentValues:
         hole = torch.zeros((), dtype=segment.dtype, device=device)
         if segment.dtype.is_floating_point:
             hole.fill_(float("nan"))
+        self._num_holders: dict[int, int] = {}
         self.held: dict[int, Tensor] = {}
         """Copies that parameters point at while sharded, by position; see zero_core.gathering."""
         self._placeholders = [hole.expand(p.shape) for p in self.params]
@@ -220,13 +221,22 @@ class SegmentValues:
             self._point_at_placeholders()
 
     def hold(self, position: int, copy: Tensor) -> None:
-        """While sharded, let the parameter at ``position`` point at ``copy``, of its values."""
+        """While sharded, let the parameter at ``position`` point at ``copy``, of its values.
+
+        Where it is held already, it points at the copy of then: this is one holder more.
+        """
+        self._num_holders[position] = self._num_holders.get(position, 0) + 1
+        if position in self.held:
+            return
         self.held[position] = copy
         if not self._is_pointed_at:
             self.params[position].data = copy
 
     def let_go(self, position: int) -> None:
-        """Forget the copy that `hold` was given."""
+        """Forget the copy that `hold` was given, once nobody holds it any more."""
+        self._num_holders[position] -= 1
+        if self._num_holders[position]:
+            return
         del self.held[position]
         if not self._is_pointed_at:
             self.params[position].data = self._placeholders[position]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 import torch.distributed as dist
@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 from zero_core.collectives import ControlGroup
 from zero_core.deferred import recorded
 from zero_core.errors import ConfigError
-from zero_core.parked import Held, is_parked, park
+from zero_core.parked import Held, park
 from zero_core.tape import Recording, storage_of
 from zero_core.topology import find_ranks
 
@@ -44,7 +44,8 @@ def sharded_init(
     As `zero_core.deferred_init`, but parameters can be read and changed before the engine is made:
     within `zero_core.parked.unparked`. Their values are rank 0's; buffers and other tensors get
     their values at the end, each rank its own (`zero_core.build` takes rank 0's). Every rank must
-    enter it and make the same modules. Parameters of a class of their own stay whole.
+    enter it and make the same modules. Parameters of a class of their own stay whole, and so do
+    integers: no value of theirs would be loud.
 
     Args:
         process_group: the ranks to share parameters among; default: all, or one rank alone.
@@ -63,7 +64,7 @@ def sharded_init(
         yield made
     for module in modules:
         for param in module._parameters.values():
-            if type(param) is nn.Parameter and recording.knows(param):
+            if _can_park(param) and recording.knows(param):
                 held = make_held()
                 held.recorded = (recording, param.detach())
                 park(param, held)
@@ -96,7 +97,7 @@ def shard_module(
                 f"{name} is on the meta device and has no value to shard: make the module within "
                 "sharded_init() (zero.Init() of DeepSpeed's interface)"
             )
-        if type(param) is not nn.Parameter or is_parked(param):
+        if not _can_park(param):
             continue
         held = make_held()
         value = param.detach().cpu().contiguous()
@@ -107,6 +108,11 @@ def shard_module(
         park(param, held)
         parked.append(param)
     return parked
+
+
+def _can_park(param: object) -> TypeGuard[nn.Parameter]:
+    """Whether ``param`` is of torch's own class, not parked, and has a NaN to be replaced by."""
+    return type(param) is nn.Parameter and (param.is_floating_point() or param.is_complex())
 
 
 def _holder(process_group: dist.ProcessGroup | None) -> Any:
