@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from torch.distributed.elastic.utils import macros
+from torch.distributed.elastic.utils.api import macros
 from torch.distributed.run import get_args_parser
 
 from zero_core.errors import ConfigError
