@@ -200,12 +200,16 @@ def test_a_tag_that_is_no_folder_name_is_refused(tmp_path, tag):
         _build(0).save_checkpoint(tmp_path, tag=tag)
 
 
-def test_saving_within_an_accumulation_is_refused(tmp_path):
+def test_saving_within_an_accumulation_is_refused_unless_its_part_may_be_left_out(tmp_path):
     engine = _build(0, gradient_accumulation_steps=2)
     engine.backward(engine(**batch(0, 0, 0))["loss"])
     engine.step()
     with pytest.raises(CheckpointError, match="in the middle of an accumulation"):
         engine.save_checkpoint(tmp_path)
+    engine.save_checkpoint(tmp_path, drops_partial=True)
+    other = _build(0, gradient_accumulation_steps=2)
+    other.load_checkpoint(tmp_path)
+    assert (other.global_steps, other.micro_steps) == (0, 0)
 
 
 def test_nothing_in_a_checkpoint_is_a_pickle(tmp_path):
