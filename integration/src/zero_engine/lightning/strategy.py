@@ -118,7 +118,7 @@ class ZeroStrategy(DDPStrategy):
         if trainer.state.fn == TrainerFn.FITTING:
             _check_trainer(trainer)
             if self._engine is not None:
-                _give_back(self._engine)
+                zero_core.give_back(self._engine, dtype=torch.float32)
             if self._layer_sync is not None:
                 self.model = self._layer_sync.apply(self.lightning_module)
             self.setup_optimizers(trainer)
@@ -305,14 +305,6 @@ class ZeroStrategy(DDPStrategy):
 def _engine_of(module: pl.LightningModule) -> Engine | None:
     param = next(module.parameters(), None)
     return None if param is None else zero_core.engine_of(param)
-
-
-def _give_back(engine: Engine) -> None:
-    """Give the module of an earlier ``fit`` its values; it takes the memory of all of them."""
-    values = engine.full_state_dict(dtype=torch.float32)
-    engine.close()
-    for name, param in engine.module.named_parameters():
-        param.data = values[name]
 
 
 def _zero_block(stage: int, *, has_offload: bool) -> dict[str, Any]:
