@@ -45,7 +45,7 @@ RUNNER = "pytest-xdist>=3.6"
 TEST_TOOLS = ("pytest>=8.3", "hypothesis>=6.100", RUNNER)
 # Files of tests go to several processes: most tests start ranks, which wait for each other more
 # than they compute. A file stays together, for what its tests share.
-IN_PARALLEL = ("--numprocesses=auto", "--maxprocesses=4", "--dist=loadfile")
+IN_PARALLEL = ("--numprocesses=auto", "--maxprocesses=4", "--dist=loadfile", "--durations=15")
 LINT_TOOLS = ("ruff>=0.15,<0.18", "clang-format>=20")
 TYPE_TOOLS = ("mypy>=1.19", "pybind11")
 
