@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from accelerate.utils import DeepSpeedEngineWrapper
+from accelerate.utils.deepspeed import DeepSpeedEngineWrapper
 from conftest import run_program
 from safetensors.torch import load_file
 from torch import nn

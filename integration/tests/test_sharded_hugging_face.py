@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -45,6 +46,10 @@ def _serve_deepspeed() -> None:
 
     sys.path.insert(0, str(ON_PATH))
     install()
+    # transformers asks once, at import, whether there is a deepspeed; the ranks' server had none.
+    module = sys.modules.get("transformers.integrations.deepspeed")
+    if module is not None:
+        importlib.reload(module)
 
 
 def _flows(folder: Path) -> dict[str, Make]:
