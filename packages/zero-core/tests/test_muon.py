@@ -116,7 +116,7 @@ def _resumes(rank, world_size, folder, is_second):
     engine.load_checkpoint(folder)
     expected = zero_core.build(make_model(), config_of(0))
     expected.load_checkpoint(folder)
-    saved = torch.load(f"{folder}/states.pt")
+    saved = torch.load(f"{folder}/states.pt", weights_only=True)
     assert all(saved[name, "exp_avg"].any() for name, _ in saved if name != "never")
     for found in (states_of(engine), states_of(expected)):
         torch.testing.assert_close(found, saved, rtol=0.0, atol=0.0)
