@@ -388,10 +388,11 @@ def _damage(tier: TwinTier, record: int) -> str:
 
 def _assert_dead(tier: TwinTier, space: Space, kind: type[StorageError], match: str) -> None:
     for call in (
+        # First what waits for the step's end: its last writes go on when weights are published.
+        lambda: tier.read_state("master_weight", 0, 1),
         lambda: tier.wait_params(0, space.numel),
         lambda: tier.step(GROUPS, [], grad_scale=1.0),
         lambda: tier.offer_grad(0, space.grad(0)),
-        lambda: tier.read_state("master_weight", 0, 1),
         lambda: tier.read_scalars(0),
     ):
         with pytest.raises(OffloadError, match=match) as caught:
