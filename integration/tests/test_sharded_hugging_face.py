@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import importlib
 import sys
 from collections.abc import Callable
@@ -195,6 +196,7 @@ class _Peak:
     """Within, how far the process's own memory rises; files that it maps are not counted."""
 
     def __enter__(self) -> _Peak:
+        gc.collect()  # a model before, which is in cycles, would make room meanwhile
         self._before = self._highest = _own_bytes()
         self._has_ended = Event()
         self._watcher = Thread(target=self._watch)
