@@ -21,10 +21,12 @@ Environments are kept; ``-R`` also skips installing into them, for a quick secon
 from __future__ import annotations
 
 import ast
+import hashlib
 import os
 import shlex
 import shutil
 import sys
+import tempfile
 from pathlib import Path
 
 import nox
@@ -33,9 +35,14 @@ nox.needs_version = ">=2025.2.9"
 nox.options.default_venv_backend = "venv"
 nox.options.reuse_existing_virtualenvs = True
 nox.options.sessions = ["tests"]
+# Of what is installed little is imported: its bytecode is made then, not before (a third of pip's
+# time). In pip's settings the name of the option stands for what it turns off.
+os.environ.setdefault("PIP_NO_COMPILE", "0")
 
 PACKAGES = ("cpu-adam", "zero-core", "zero-comm", "zero-offload")
+NATIVE = ("cpu-adam", "zero-comm")
 EVERYTHING = ("packages/cpu-adam[torch]", *(f"packages/{name}" for name in PACKAGES[1:]))
+WHEELS = Path(".nox", "wheels")
 SOURCES = (*(f"packages/{name}/src" for name in PACKAGES), "integration/src")
 NATIVE_FOLDERS = ("cpu-adam/native", "cpu-adam/tests/native", "zero-comm/native")
 CHECKED = ("noxfile.py", "packages", "integration")
@@ -228,12 +235,12 @@ def hugging_face(session: nox.Session, transformers: str, accelerate: str) -> No
 
 def test_alone(session: nox.Session, package: str) -> None:
     """Install one package with nothing but what it declares, and run its tests."""
-    session.install(*PIP_FLAGS, *CONSTRAINTS, f"packages/{package}[test]", RUNNER)
+    install(session, f"packages/{package}[test]", RUNNER)
     refuse_siblings(session, package)
     if package == "cpu-adam":  # torch is optional: first without, then with it
         refuse(session, ["torch"])
         run_package_tests(session, package)
-        session.install(*PIP_FLAGS, *CONSTRAINTS, f"packages/{package}[torch,test]")
+        install(session, f"packages/{package}[torch,test]")
     run_package_tests(session, package)
 
 
@@ -249,7 +256,49 @@ def test_together(session: nox.Session) -> None:
 
 def install_everything(session: nox.Session, *further: str, extras: str = "") -> None:
     """Install the five packages of this repository, and ``further`` requirements."""
-    session.install(*PIP_FLAGS, *CONSTRAINTS, *EVERYTHING, f"./integration{extras}", *further)
+    install(session, *EVERYTHING, f"./integration{extras}", *further)
+
+
+def install(session: nox.Session, *requirements: str) -> None:
+    """Install ``requirements``; a package with compiled code is compiled once for all sessions."""
+    wheels, others = [], []
+    for requirement in requirements:
+        name, bracket, extras = requirement.removeprefix("packages/").partition("[")
+        if name in NATIVE:
+            wheels.append(str(wheel(session, name)))
+            others.append(name + bracket + extras)
+        else:
+            others.append(requirement)
+    if wheels:  # by force: pip takes a wheel of the same version for the one that is there
+        session.install(*PIP_FLAGS, "--no-deps", "--force-reinstall", *wheels)
+    session.install(*PIP_FLAGS, *CONSTRAINTS, *others)
+
+
+def wheel(session: nox.Session, package: str) -> Path:
+    """The wheel of ``package``: of an earlier session, if what it is made from is the same."""
+    folder = Path("packages", package)
+    made_from = sorted(path for path in folder.rglob("*") if is_source(path.relative_to(folder)))
+    digest = hashlib.sha256(sys.version.encode())
+    for path in made_from:
+        digest.update(f"{path.as_posix()} {path.stat().st_size} ".encode() + path.read_bytes())
+    kept = WHEELS / digest.hexdigest()[:16]
+    if not kept.exists():
+        WHEELS.mkdir(parents=True, exist_ok=True)
+        made = Path(tempfile.mkdtemp(dir=WHEELS))
+        pip_wheel = ("python", "-m", "pip", "wheel", *PIP_FLAGS, "--no-deps", f"--wheel-dir={made}")
+        session.run(*pip_wheel, str(folder))
+        try:
+            made.rename(kept)
+        except OSError:  # a run beside this one was first
+            shutil.rmtree(made)
+    (found,) = kept.glob("*.whl")
+    return found
+
+
+def is_source(path: Path) -> bool:
+    """Whether a file of a package goes into its wheel, ``path`` being relative to the package."""
+    is_cache = any(part.startswith(".") or part == "__pycache__" for part in path.parts)
+    return bool(path.suffix) and path.suffix != ".so" and path.parts[0] != "tests" and not is_cache
 
 
 def run_package_tests(session: nox.Session, package: str, *options: str) -> None:

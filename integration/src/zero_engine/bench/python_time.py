@@ -1,7 +1,7 @@
 """One rank's measurement of what the engine itself costs, apart from compute and communication.
 
 Started by `zero_engine.bench.engine` as
-``python -m zero_engine.bench.python_time STAGE STORE RANK RESULT``.
+``python -m zero_engine.bench.python_time STAGE STEPS STORE RANK RESULT``.
 
 [Note: what is measured]
 overhead  processor time of forward and backward by the engine's main thread less that of the bare
@@ -33,7 +33,7 @@ import zero_core
 from zero_engine.bench.workload import Workload
 
 SMALL = Workload(
-    layers=12, width=64, context=8, micro_batch=1, ranks=2, threads=1, steps=60, warmup=10
+    layers=12, width=64, context=8, micro_batch=1, ranks=2, threads=1, steps=0, warmup=10
 )
 NUM_SHOWN = 12
 NUM_CALIBRATION = 20_000
@@ -54,18 +54,18 @@ class _Silent:
         return None
 
 
-def measure(stage: int, store: str, rank: int) -> dict[str, Any]:
-    """Microseconds per unit and pass; see [Note: what is measured]."""
+def measure(stage: int, steps: int, store: str, rank: int) -> dict[str, Any]:
+    """Microseconds per unit and pass over ``steps`` steps; see [Note: what is measured]."""
     torch.set_num_threads(1)
     ranks = dist.FileStore(store, SMALL.ranks)  # type: ignore[attr-defined]
     dist.init_process_group("gloo", store=ranks, rank=rank, world_size=SMALL.ranks)
-    found = _measure(stage, rank)
+    found = _measure(stage, steps, rank)
     gc.collect()
     dist.destroy_process_group()
     return found
 
 
-def _measure(stage: int, rank: int) -> dict[str, Any]:
+def _measure(stage: int, steps: int, rank: int) -> dict[str, Any]:
     config = {
         "train_micro_batch_size_per_gpu": SMALL.micro_batch,
         "zero_optimization": {"stage": stage},
@@ -87,7 +87,7 @@ def _measure(stage: int, rank: int) -> dict[str, Any]:
     gc.freeze()  # the collector's time is not the engine's
     passes = 2 * len(engine.layout.units)
     times: dict[Callable[[Tensor], None], list[float]] = {run_bare: [], run_engine: []}
-    for turn in range(SMALL.warmup + SMALL.steps):
+    for turn in range(SMALL.warmup + steps):
         ids = next(batches)
         for run, found in times.items():
             started_at = time.thread_time()
@@ -97,13 +97,13 @@ def _measure(stage: int, rank: int) -> dict[str, Any]:
         engine.step()
         bare.zero_grad()
     profile = cProfile.Profile()
-    for _ in range(SMALL.steps):
+    for _ in range(steps):
         ids = next(batches)
         profile.enable()
         run_engine(ids)
         profile.disable()
         engine.step()
-    functions = _own_times(pstats.Stats(profile), SMALL.steps * passes)
+    functions = _own_times(pstats.Stats(profile), steps * passes)
     medians = {run: statistics.median(found) for run, found in times.items()}
     return {
         "overhead_us": (medians[run_engine] - medians[run_bare]) / passes * 1e6,
@@ -160,8 +160,8 @@ def _calibrate() -> tuple[float, float, float]:
 
 def main() -> None:
     """Read the command line, measure, write the result."""
-    stage, store, rank, result = sys.argv[1:]
-    measured = measure(int(stage), store, int(rank))
+    stage, steps, store, rank, result = sys.argv[1:]
+    measured = measure(int(stage), int(steps), store, int(rank))
     Path(result).write_text(json.dumps(measured), encoding="utf-8")
 
 
