@@ -26,7 +26,6 @@ import os
 import shlex
 import shutil
 import sys
-import tempfile
 from pathlib import Path
 
 import nox
@@ -261,11 +260,12 @@ def install_everything(session: nox.Session, *further: str, extras: str = "") ->
 
 def install(session: nox.Session, *requirements: str) -> None:
     """Install ``requirements``; a package with compiled code is compiled once for all sessions."""
-    wheels, others = [], []
+    wheels: list[str] = []
+    others = []
     for requirement in requirements:
         name, bracket, extras = requirement.removeprefix("packages/").partition("[")
         if name in NATIVE:
-            wheels.append(str(wheel(session, name)))
+            wheels += find_wheel(session, name)
             others.append(name + bracket + extras)
         else:
             others.append(requirement)
@@ -274,8 +274,11 @@ def install(session: nox.Session, *requirements: str) -> None:
     session.install(*PIP_FLAGS, *CONSTRAINTS, *others)
 
 
-def wheel(session: nox.Session, package: str) -> Path:
-    """The wheel of ``package``: of an earlier session, if what it is made from is the same."""
+def find_wheel(session: nox.Session, package: str) -> list[str]:
+    """The wheel of ``package``: of an earlier session, if what it is made from is the same.
+
+    Empty where there is none and nox was told to install nothing.
+    """
     folder = Path("packages", package)
     made_from = sorted(path for path in folder.rglob("*") if is_source(path.relative_to(folder)))
     digest = hashlib.sha256(sys.version.encode())
@@ -283,16 +286,14 @@ def wheel(session: nox.Session, package: str) -> Path:
         digest.update(f"{path.as_posix()} {path.stat().st_size} ".encode() + path.read_bytes())
     kept = WHEELS / digest.hexdigest()[:16]
     if not kept.exists():
-        WHEELS.mkdir(parents=True, exist_ok=True)
-        made = Path(tempfile.mkdtemp(dir=WHEELS))
+        made = kept.with_suffix(f".{os.getpid()}")
         pip_wheel = ("python", "-m", "pip", "wheel", *PIP_FLAGS, "--no-deps", f"--wheel-dir={made}")
-        session.run(*pip_wheel, str(folder))
+        session.run_install(*pip_wheel, str(folder))
         try:
             made.rename(kept)
-        except OSError:  # a run beside this one was first
-            shutil.rmtree(made)
-    (found,) = kept.glob("*.whl")
-    return found
+        except OSError:  # nothing was made, or a run beside this one was first
+            shutil.rmtree(made, ignore_errors=True)
+    return [str(path) for path in kept.glob("*.whl")]
 
 
 def is_source(path: Path) -> bool:
