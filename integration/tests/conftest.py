@@ -10,8 +10,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from filelock import FileLock
+from typer.testing import CliRunner
 
 from zero_core.testing import preload
+from zero_engine.cli import app
 from zero_engine.settings import RunFolder
 
 # What ranks of several test files import, and what takes seconds.
@@ -64,6 +67,13 @@ def run_program(*arguments: str, expected_code: int = 0) -> subprocess.Completed
     return done
 
 
+def run_here(*arguments: str, expected_code: int = 0) -> str:
+    """What ``zero-engine ARGUMENTS`` prints, by this process: for what starts no ranks."""
+    done = CliRunner().invoke(app, arguments)
+    assert done.exit_code == expected_code, done.output
+    return done.stdout
+
+
 @pytest.fixture(scope="session")
 def text_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A few hundred kilobytes of text."""
@@ -84,7 +94,12 @@ def tiny_options(text_file: Path) -> tuple[str, ...]:
 def finished_run(
     tmp_path_factory: pytest.TempPathFactory, tiny_options: tuple[str, ...]
 ) -> tuple[RunFolder, str]:
-    """A run that went through without a stop, and what it printed."""
-    root = tmp_path_factory.mktemp("runs") / "straight"
-    done = run_program("train", *tiny_options, f"--output={root}")
-    return RunFolder(root), done.stdout + done.stderr
+    """A run without a stop, and what it printed; made once for all of xdist's workers."""
+    base = tmp_path_factory.getbasetemp()
+    shared = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+    root, said = shared / "finished run", shared / "finished run.txt"
+    with FileLock(shared / "finished run.lock"):
+        if not said.exists():
+            done = run_program("train", *tiny_options, f"--output={root}")
+            said.write_text(done.stdout + done.stderr, encoding="utf-8")
+    return RunFolder(root), said.read_text(encoding="utf-8")

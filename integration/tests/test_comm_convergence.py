@@ -38,9 +38,9 @@ JOBS = [
 # Percent from the unquantized run. Measured in bf16 with seeds 0, 1 and 2: held-out loss at most
 # 0.8 away for qgZ and all three, 0.4 for 4 bits, 0.03 for qwZ; of the early steps, where runs have
 # not drifted apart by chance yet, 0.4 for qgZ and for 4 bits.
-# What a fault does to the early steps (made by hand, seed 0, in runs of 80 steps): 4-bit codes of 2 bits, qgZ 14 and the
-# 4-bit mode 4.1; every block decoded with its neighbour's scale, qgZ 1.3; so with qwZ, 50 to the
-# held-out loss. An error that differences lose does not show in so few steps: see
+# What a fault does to the early steps (made by hand, seed 0, in runs of 80 steps): 4-bit codes of
+# 2 bits, qgZ 14 and the 4-bit mode 4.1; every block decoded with its neighbour's scale, qgZ 1.3; so
+# with qwZ, 50 to the held-out loss. An error that differences lose does not show in so few steps: see
 # test_secondary_shards.py.
 HELD_OUT_BOUND = {"qwZ": 1.0, "qgZ": 2.0, "all three": 2.0, "4-bit": 2.0}
 EARLY, EARLY_BOUND = slice(10, 30), 0.8

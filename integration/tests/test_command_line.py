@@ -7,7 +7,7 @@ import json
 import shutil
 
 import pytest
-from conftest import run_program
+from conftest import run_here
 from typer.testing import CliRunner
 
 import zero_engine
@@ -16,7 +16,7 @@ from zero_engine.launch import rank_environment
 
 
 def test_config_prints_the_default_configuration() -> None:
-    config = json.loads(run_program("config").stdout)
+    config = json.loads(run_here("config"))
     assert config["zero_optimization"] == {
         "stage": 3,
         "offload_optimizer": {"device": "cpu", "ratio": 0.5},

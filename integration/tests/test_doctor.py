@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import run_program
+from conftest import run_here
 
 from zero_engine import doctor
 from zero_engine.machine import available_cores, cache_bytes, memory_limit_bytes
@@ -95,9 +95,9 @@ def test_locked_memory_says_what_it_means_for_pin_memory(
 
 
 def test_json_and_table_show_the_same_names() -> None:
-    findings = json.loads(run_program("doctor", "--json").stdout)
+    findings = json.loads(run_here("doctor", "--json"))
     assert {"topic", "name", "value", "state", "advice"} == set(findings[0])
-    table = run_program("doctor").stdout
+    table = run_here("doctor")
     for finding in findings:
         assert finding["name"] in table
 

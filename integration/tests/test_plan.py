@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import run_program
+from conftest import run_here, run_program
 from torch import Tensor, nn
 from transformers import (
     BertConfig,
@@ -160,7 +160,7 @@ def test_a_hugging_face_configuration_is_planned_as_its_model() -> None:
 def test_program_prints_tables_and_writes_json_and_a_picture(tmp_path: Path) -> None:
     GPT2.save_pretrained(tmp_path)
     (tmp_path / "zero.json").write_text(json.dumps(make_config(0, "bf16")))
-    done = run_program(
+    said = run_here(
         "plan",
         f"--model={tmp_path}",
         f"--config={tmp_path / 'zero.json'}",
@@ -174,19 +174,19 @@ def test_program_prints_tables_and_writes_json_and_a_picture(tmp_path: Path) -> 
     content = json.loads((tmp_path / "plan.json").read_text())
     assert content["device_memory"] == 24 * 2**30
     for kind in content["memory"]["device"]:
-        assert kind in done.stdout
+        assert kind in said
     assert [choice["name"] for choice in content["traffic_choices"]] == [
         "as configured",
         "zero_quantized_gradients",
     ]
-    assert "Traffic choices" in done.stdout
-    assert content["advice"].split(":")[0] in " ".join(done.stdout.split())
+    assert "Traffic choices" in said
+    assert content["advice"].split(":")[0] in " ".join(said.split())
     assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_program_ends_with_1_where_nothing_fits() -> None:
-    done = run_program("plan", "--ranks=2", "--device-memory=1MB", expected_code=1)
-    assert "nothing fits 1 MB of device memory" in " ".join(done.stdout.split())
+    said = run_here("plan", "--ranks=2", "--device-memory=1MB", expected_code=1)
+    assert "nothing fits 1 MB of device memory" in " ".join(said.split())
 
 
 @pytest.mark.parametrize(

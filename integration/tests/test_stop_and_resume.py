@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import signal
 import subprocess
 import time
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 from conftest import TIME_LIMIT_S, command, environment, run_program
 
+from zero_engine.launch import default_ranks
 from zero_engine.metrics import read_metrics
 from zero_engine.settings import RunFolder, read_resolved
 
@@ -81,15 +83,15 @@ def test_resumed_run_ends_with_the_same_weights(
 
 
 def test_resumed_run_has_as_many_ranks_as_before(
-    tmp_path: Path, tiny_options: tuple[str, ...]
+    tmp_path: Path, finished_run: tuple[RunFolder, str]
 ) -> None:
-    folder = RunFolder(tmp_path / "three")
-    run_program("train", *tiny_options, "--steps=2", "--ranks=3", f"--output={folder.root}")
-    run_program("train", "--resume", "--steps=3", f"--output={folder.root}")
-    assert read_resolved(folder)["world_size"] == 3
-    assert read_resolved(folder)["run"]["steps"] == 3
-    done = run_program("train", "--resume", "--steps=4", "--ranks=2", f"--output={folder.root}")
-    assert "the run had 3 ranks and goes on with 2" in done.stderr
+    folder = RunFolder(shutil.copytree(finished_run[0].root, tmp_path / "copy"))
+    before = read_resolved(folder)["world_size"]
+    done = run_program("train", "--resume", "--steps=161", "--ranks=1", f"--output={folder.root}")
+    assert f"the run had {before} ranks and goes on with 1" in done.stderr
+    run_program("train", "--resume", "--steps=162", f"--output={folder.root}")
+    assert read_resolved(folder)["world_size"] == 1 != default_ranks()
+    assert read_resolved(folder)["run"]["steps"] == 162
 
 
 def test_resume_refuses_fewer_steps_than_were_taken(
