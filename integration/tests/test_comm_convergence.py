@@ -40,8 +40,8 @@ JOBS = [
 # not drifted apart by chance yet, 0.4 for qgZ and for 4 bits.
 # What a fault does to the early steps (made by hand, seed 0, in runs of 80 steps): 4-bit codes of
 # 2 bits, qgZ 14 and the 4-bit mode 4.1; every block decoded with its neighbour's scale, qgZ 1.3; so
-# with qwZ, 50 to the held-out loss. An error that differences lose does not show in so few steps: see
-# test_secondary_shards.py.
+# with qwZ, 50 to the held-out loss. An error that differences lose does not show in so few steps:
+# see test_secondary_shards.py.
 HELD_OUT_BOUND = {"qwZ": 1.0, "qgZ": 2.0, "all three": 2.0, "4-bit": 2.0}
 EARLY, EARLY_BOUND = slice(10, 30), 0.8
 LEARNED = 3.4
