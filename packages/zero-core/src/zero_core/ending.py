@@ -33,7 +33,9 @@ def close(engine: Engine) -> None:
         module.register_state_dict_pre_hook(_refuse_left_over)  # type: ignore[no-untyped-call]
 
 
-def give_back(engine: Engine, *, dtype: torch.dtype | None = None) -> nn.Module:
+def give_back(
+    engine: Engine, *, dtype: torch.dtype | None = None, drops_partial: bool = False
+) -> nn.Module:
     """Close ``engine`` and leave its model with every value whole, for what comes after it.
 
     Another engine, say; `Engine.close` alone leaves a model without the values that this rank does
@@ -44,14 +46,18 @@ def give_back(engine: Engine, *, dtype: torch.dtype | None = None) -> nn.Module:
     Args:
         engine: every rank must call it, between two steps.
         dtype: of floating values, which come from the master weights; None: as they are computed.
+        drops_partial: whether gradients that a step has accumulated so far are dropped.
 
     Returns:
         The model.
 
     Raises:
-        RuntimeError: parameters are in use, or gradients wait for a step.
+        RuntimeError: within ``gathered``, or gradients wait for a step and are not to be dropped.
     """
-    _check_between_steps(engine)
+    if engine._gathering.is_open:
+        raise RuntimeError("give_back() within gathered(): call it after that has ended")
+    if not drops_partial:
+        _check_between_steps(engine)
     values = engine.full_state_dict(dtype=dtype)
     _detach(engine)
     for name, param in engine.module.named_parameters():
@@ -73,15 +79,11 @@ def _detach(engine: Engine) -> None:
 
 
 def _check_between_steps(engine: Engine) -> None:
-    if engine._gathering.is_open or engine._flow.is_running:
-        raise RuntimeError(
-            "give_back() within gathered(), a forward or a backward: call it after they have ended"
-        )
     has_gradient = torch.tensor([float(bool(engine._flow.fired))], device=engine.device)
     if engine._control.sum(has_gradient).item() > 0:
         raise RuntimeError(
             "give_back() between a backward and its step(), whose gradient would be lost: step "
-            "first, or drop it by engine.optimizer.zero_grad()"
+            "first, or drop it by drops_partial=True"
         )
 
 
