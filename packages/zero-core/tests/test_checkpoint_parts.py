@@ -17,7 +17,6 @@ from zero_core.checkpoint_files import read_weights
 from zero_core.lr_schedules import WarmupLR
 from zero_core.testing import Case, batch, make_model, spawn
 
-
 WEIGHTS_ALONE = ("optimizer", "lr_scheduler", "progress")
 
 
@@ -244,7 +243,7 @@ def _weights_alone(rank: int, world_size: int, folder: str) -> None:
     first.save_checkpoint(folder)
     expected = _values(first)
     other = _build(2, optimizer={"type": "Lion", "params": {"lr": 1e-3}})
-    with pytest.raises(CheckpointError, match=r'the same optimizer; load without=\("optimizer", "lr'):
+    with pytest.raises(CheckpointError, match=r'same optimizer; load without=\("optimizer", "lr'):
         other.load_checkpoint(folder)
     other.load_checkpoint(folder, without=WEIGHTS_ALONE)
     assert all(torch.equal(v, expected[n]) for n, v in _values(other).items())
