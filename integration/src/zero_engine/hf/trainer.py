@@ -27,7 +27,7 @@ from zero_core.checkpoint import read_client_state
 from zero_core.config import SchedulerConfig
 from zero_core.evaluation import EvaluationEngine
 from zero_core.lr_schedules import make_scheduler
-from zero_core.schedule import check_state
+from zero_core.schedule import Schedule, check_state
 from zero_engine.hf.accelerator import ZeroAccelerator, ZeroOptimizer, take_over
 from zero_engine.hf.arguments import check_arguments, fill_config, fill_schedule
 from zero_engine.hf.presets import read_zero
@@ -210,13 +210,13 @@ class ZeroTrainer(Trainer):
         assert self.engine is not None
         if checkpoint is None or not _has_state(checkpoint):
             return
-        saved = read_client_state(Path(checkpoint)).get(_SCHEDULE)
-        is_used = self.lr_scheduler is not None and saved is not None
-        if is_used:
-            _check_schedule(checkpoint, self.lr_scheduler, saved)
+        saved: Any = read_client_state(Path(checkpoint)).get(_SCHEDULE)
+        schedule: Schedule | None = None if saved is None else self.lr_scheduler
+        if schedule is not None:
+            _check_schedule(checkpoint, schedule, saved)
         self.engine.load_checkpoint(checkpoint)
-        if is_used:
-            self.lr_scheduler.load_state_dict(saved)
+        if schedule is not None:
+            schedule.load_state_dict(saved)
 
     def _load_best_model(self) -> None:
         """From the engine's checkpoint, shard by shard; from the weights if they are alone."""
@@ -272,7 +272,7 @@ class ZeroSeq2SeqTrainer(ZeroTrainer, Seq2SeqTrainer):
         )
 
 
-def _check_schedule(checkpoint: str, schedule: Any, saved: Mapping[str, Any]) -> None:
+def _check_schedule(checkpoint: str, schedule: Schedule, saved: Any) -> None:
     """Refuse a checkpoint whose schedule the Trainer's cannot go on from, before it is loaded."""
     try:
         check_state(schedule, saved)
