@@ -21,26 +21,25 @@ def _step(engine: zero_core.Engine, rank: int) -> None:
 
 
 def _closed(rank: int, world_size: int) -> None:
-    for stage in (1, 2, 3):
+    for stage in (1, 2):
         model = make_model()
         engine = zero_core.build(model, Case(stage).config())
         frozen = model.frozen[0].up.weight.detach().clone()
         _step(engine, rank)
         engine.close()
         assert model.blocks[0].up.weight.isnan().all()
-        assert torch.equal(model.frozen[0].up.weight, frozen) == (stage < 3)
+        assert torch.equal(model.frozen[0].up.weight, frozen)
         with pytest.raises(RuntimeError, match=r"sometimes holds no value.*give_back"):
             model.state_dict()
         with pytest.raises(ConfigError, match="holds no value"):
             zero_core.build(model, Case(stage).config())
-    for stage in (0, 1, 2):  # with its values whole on every rank
-        engine = zero_core.build(make_model(), Case(stage).config())
-        _step(engine, rank)
-        expected = engine.full_state_dict()
-        engine.publish()
-        engine.close()
-        found = dict(engine.module.state_dict())
-        torch.testing.assert_close(found, expected, rtol=0.0, atol=0.0)
+    engine = zero_core.build(make_model(), Case(1).config())
+    _step(engine, rank)
+    expected = engine.full_state_dict()
+    engine.publish()  # its values are whole on every rank
+    engine.close()
+    found = dict(engine.module.state_dict())
+    torch.testing.assert_close(found, expected, rtol=0.0, atol=0.0)
     engine = zero_core.build(make_model(), Case(2).config())
     _step(engine, rank)
     if rank == 0:
@@ -52,7 +51,7 @@ def test_a_rank_that_closes_waits_for_no_other_and_leaves_no_mixture_of_values()
 
 
 def _given_back(rank: int, world_size: int) -> None:
-    for stage in (1, 2, 3):
+    for stage in (1, 2):
         engine = zero_core.build(make_model(), Case(stage).config())
         _step(engine, rank)
         expected = engine.full_state_dict()
