@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import peft
+import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
@@ -28,6 +29,7 @@ from transformers import (
     TrainingArguments,
 )
 
+from zero_core import CheckpointError
 from zero_core.early import updates_in_backward
 from zero_engine.hf import ZeroSeq2SeqTrainer, ZeroTrainer
 
@@ -186,7 +188,13 @@ def resume(rank: int, world_size: int, folder: str) -> None:
     trainer = ZeroTrainer(
         model=gpt2(), args=arguments(f"{folder}/again"), train_dataset=rows(20), zero="stage1"
     )
-    trainer.train(resume_from_checkpoint=f"{folder}/run/checkpoint-{SAVED_STEP}")
+    saved = f"{folder}/run/checkpoint-{SAVED_STEP}"
+    trainer.train(resume_from_checkpoint=saved)
+    num_steps = trainer.engine.global_steps
+    trainer.lr_scheduler = torch.optim.lr_scheduler.StepLR(trainer.optimizer, 2)
+    with pytest.raises(CheckpointError, match="StepLR needs 'gamma'"):
+        trainer._load_optimizer_and_scheduler(saved)
+    assert trainer.engine.global_steps == num_steps > SAVED_STEP  # nothing was loaded
     place = Path(folder) / "resumed"
     place.mkdir()
     write(str(place), rank, history(trainer))

@@ -43,6 +43,22 @@ class _Model(nn.Module):
         return y.square().mean()
 
 
+class _Average:
+    """As a script's own: steps by an average that it keeps as a tensor."""
+
+    def __init__(self) -> None:
+        self.mean = torch.zeros(2)
+
+    def step(self) -> None:
+        self.mean = 0.5 * self.mean + 1.0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"mean": self.mean}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.mean = state["mean"]
+
+
 def _engine(stage: int, seed: int = 0, **more: Any) -> Any:
     config = {
         "train_micro_batch_size_per_gpu": 3,
@@ -50,9 +66,8 @@ def _engine(stage: int, seed: int = 0, **more: Any) -> Any:
         "zero_optimization": {"stage": stage},
         **more,
     }
-    engine, *_ = deepspeed.initialize(
-        model=_Model(seed), config=config, lr_scheduler=lambda o: StepLR(o, 2, gamma=0.5)
-    )
+    schedule = None if "scheduler" in more else lambda o: StepLR(o, 2, gamma=0.5)
+    engine, *_ = deepspeed.initialize(model=_Model(seed), config=config, lr_scheduler=schedule)
     return engine
 
 
@@ -183,28 +198,13 @@ def test_small_tensors_of_a_client_state_come_back(tmp_path: Path) -> None:
 
 
 def test_scheduler_whose_state_holds_a_tensor_goes_on(tmp_path: Path) -> None:
-    class Average:
-        """As a script's own: steps by an average that it keeps as a tensor."""
-
-        def __init__(self) -> None:
-            self.mean = torch.zeros(2)
-
-        def step(self) -> None:
-            self.mean = 0.5 * self.mean + 1.0
-
-        def state_dict(self) -> dict[str, Any]:
-            return {"mean": self.mean}
-
-        def load_state_dict(self, state: dict[str, Any]) -> None:
-            self.mean = state["mean"]
-
     engine, other = _engine(1), _engine(1)
-    engine.core.lr_scheduler, other.core.lr_scheduler = Average(), Average()
+    engine.core.lr_scheduler, other.core.lr_scheduler = _Average(), _Average()
     _train(engine, range(2))
     engine.save_checkpoint(tmp_path)
     other.load_checkpoint(tmp_path)
     assert torch.equal(other.lr_scheduler.mean, torch.full((2,), 1.5))
-    assert isinstance(engine.lr_scheduler, Average)
+    assert isinstance(engine.lr_scheduler, _Average)
     for made in (engine, other):
         made.destroy()
 
@@ -308,7 +308,32 @@ def test_optimizer_or_scheduler_can_be_left_out(part: str, tmp_path: Path) -> No
     has_moments = deepspeed.utils.safe_get_full_optimizer_state(weight, "exp_avg") is not None
     assert has_moments == (part != "optimizer")
     assert engine.lr_scheduler.last_epoch == (3 if part == "optimizer" else 0)
+    assert engine.get_lr() == [5e-3]  # of either
     engine.destroy()
+
+
+@pytest.mark.parametrize("kind", ["WarmupLR", "StepLR"])
+def test_schedule_that_does_not_fit_is_refused_with_deepspeeds_advice(
+    kind: str, tmp_path: Path
+) -> None:
+    first = _engine(0)
+    first.core.lr_scheduler = _Average()
+    first.save_checkpoint(tmp_path)
+    first.destroy()
+    params = {"step_size": 2} if kind == "StepLR" else {"warmup_num_steps": 10}
+    engine = _engine(0, scheduler={"type": kind, "params": params})
+    _train(engine, range(1))
+    with pytest.raises(CheckpointError, match=f"{kind} needs.*load load_lr_scheduler_states=False"):
+        engine.load_checkpoint(tmp_path)
+    assert engine.global_steps == 1
+    engine.load_checkpoint(tmp_path, load_lr_scheduler_states=False)
+    assert engine.global_steps == 0
+    engine.destroy()
+    other = _engine(0, optimizer={"type": "Lion", "params": {"lr": 1e-2}})
+    with pytest.raises(CheckpointError, match="load load_module_only=True for the weights alone"):
+        other.load_checkpoint(tmp_path)
+    other.load_checkpoint(tmp_path, load_module_only=True)
+    other.destroy()
 
 
 def test_frozen_parameters_can_be_left_out(tmp_path: Path) -> None:
@@ -316,7 +341,7 @@ def test_frozen_parameters_can_be_left_out(tmp_path: Path) -> None:
     assert not list((tmp_path / "global_step3").glob("value-*"))
     engine = _engine(2, seed=1)
     own = engine.module.frozen.weight.detach().clone()
-    with pytest.raises(CheckpointError, match="saved without the values of frozen parameters"):
+    with pytest.raises(CheckpointError, match=r"values of frozen .*load_module_strict=False"):
         engine.load_checkpoint(tmp_path)
     assert engine.load_checkpoint(tmp_path, load_module_strict=False)[0] is not None
     found = engine.core.full_state_dict()

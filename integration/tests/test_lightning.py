@@ -6,6 +6,7 @@ import logging
 import subprocess
 import sys
 import warnings
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from torch.utils.data import DataLoader, Dataset
 
 import zero_core
 import zero_engine.lightning
+from zero_core.checkpoint_files import Reader
 from zero_core.testing import spawn
 from zero_engine.lightning import ZeroStrategy
 from zero_engine.packing import pack, unpack
@@ -235,17 +237,31 @@ def _has_named_optimizer(rank: int, world_size: int, folder: str) -> None:
             _fit(strategy, world_size, folder, module)
 
 
+class _Watching(_Module):
+    """Sees that the engine of an earlier fit is gone before the next one is built."""
+
+    earlier: Any = None
+
+    def configure_optimizers(self) -> Any:
+        assert self.earlier is None or self.earlier() is None
+        return super().configure_optimizers()
+
+
 def _fits_twice(rank: int, world_size: int, folder: str) -> None:
     """The second fit starts from the first one's weights; a test in between sees them, too."""
     _quiet()
     runs = []
     for strategy in (DDPStrategy(), "zero_stage_3"):
-        module, _, trainer = _fit(strategy, world_size, folder)
+        module, _, trainer = _fit(strategy, world_size, folder, _Watching())
         metrics = trainer.test(module, _loader(), verbose=False)
+        if strategy == "zero_stage_3":
+            module.earlier = weakref.ref(trainer.strategy.engine)
         second = _fit(_another(strategy), world_size, folder, module)
         runs.append((metrics, second))
     assert runs[0][0] == [pytest.approx(runs[1][0][0], abs=2e-6)]
     _check_same(runs[1][1], runs[0][1], 2e-6)
+    with pytest.raises(RuntimeError, match="until the next fit"):
+        assert trainer.strategy.engine
 
 
 def _another(strategy: Any) -> Any:
@@ -292,6 +308,16 @@ def _resumes(rank: int, world_size: int, folder: str) -> None:
     assert again.train_losses == straight[0].train_losses[half:]
     assert trainer.checkpoint_callback.best_model_score == straight[2].callback_metrics["loss"]
     assert trainer.global_step == straight[2].global_step
+    # An engine that only evaluates reads its shard of the weights, and no more.
+    numel = sum(value.numel() for value in values.values())
+    counted: list[int] = []
+    original = Reader.read
+    Reader.read = lambda *args: (counted.append(args[4] - args[3]), original(*args))[1]
+    _trainer("zero_stage_3", world_size, folder).test(
+        _Module(), _loader(), ckpt_path=place, verbose=False
+    )
+    Reader.read = original
+    assert 0 < sum(counted) < 0.75 * numel  # half, and padding
     # The best one, for a test.
     (tested,) = trainer.test(again, _loader(), ckpt_path="best", verbose=False)
     best = float(trainer.checkpoint_callback.best_model_score)

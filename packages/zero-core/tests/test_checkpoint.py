@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import resource
 import shutil
 from pathlib import Path
 
@@ -299,6 +300,21 @@ def test_a_large_export_is_split_and_indexed(tmp_path, monkeypatch):
         assert torch.equal(load_file(tmp_path / file)[name], full[name])
 
 
+def test_an_export_that_finds_no_room_for_a_part_names_it_and_leaves_none(tmp_path, monkeypatch):
+    monkeypatch.setattr("zero_core.export.MAX_FILE_BYTES", 3000)
+    engine = _build(0)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2000, limits[1]))  # as a full disk
+    try:
+        # "export failed on": every rank has come as far as that, and hears of it.
+        with pytest.raises(CheckpointError, match=r"export failed on rank 0.*part-\d.tmp"):
+            engine.export_safetensors(tmp_path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert not list(tmp_path.iterdir())
+    engine.export_safetensors(tmp_path)
+
+
 class _WithBuffer(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -319,3 +335,27 @@ def test_buffers_come_back(tmp_path):
     assert torch.equal(other.module.norm.running_mean, engine.module.norm.running_mean)
     assert int(other.module.norm.num_batches_tracked) == 1
     shutil.rmtree(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "saved", "own", "message"),
+    [
+        ("extra", 3, None, r"lacks the buffers \[\] and has \['extra'\]"),
+        ("extra", None, 3, r"lacks the buffers \['extra'\] and has \[\]"),
+        ("extra", 3, 4, r"buffer extra has shape \(3,\) there and \(4,\) in the model"),
+    ],
+)
+def test_buffers_that_do_not_match_are_refused_before_anything_is_written(
+    tmp_path, name, saved, own, message
+):
+    engines = []
+    for numel, bias in ((saved, 1.0), (own, 2.0)):
+        model = nn.Linear(3, 3)
+        nn.init.constant_(model.bias, bias)
+        if numel is not None:
+            model.register_buffer(name, torch.ones(numel))
+        engines.append(zero_core.build(model, Case().config()))
+    engines[0].save_checkpoint(tmp_path)
+    with pytest.raises(CheckpointError, match=message):
+        engines[1].load_checkpoint(tmp_path)
+    assert engines[1].full_state_dict()["bias"].tolist() == [2.0] * 3

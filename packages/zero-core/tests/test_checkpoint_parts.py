@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, SequentialLR, StepLR
 
 import zero_core
 from zero_core import CheckpointError
 from zero_core.checkpoint_files import read_weights
+from zero_core.lr_schedules import WarmupLR
 from zero_core.testing import Case, batch, make_model, spawn
+
+WEIGHTS_ALONE = ("optimizer", "lr_scheduler", "progress")
 
 
 def _build(stage: int, accumulation: int = 1, **top: Any) -> zero_core.Engine:
@@ -37,9 +42,10 @@ def _check_parts(rank: int, world_size: int, folder: str) -> None:
     first.save_checkpoint(folder, "whole")
     first.save_checkpoint(folder, "light", has_frozen=False, is_latest=False)
     expected = _values(first)
+    saved_rate = first.optimizer.param_groups[0]["lr"]
     first.close()
     moments = {}
-    for without in ((), ("optimizer",), ("lr_scheduler",), ("progress",)):
+    for without in ((), ("optimizer",), ("lr_scheduler",), ("progress",), WEIGHTS_ALONE):
         engine = _build(2)
         _train(engine, 1)
         rate = engine.optimizer.param_groups[0]["lr"]
@@ -47,7 +53,9 @@ def _check_parts(rank: int, world_size: int, folder: str) -> None:
         assert place.name == "whole"
         assert all(torch.equal(v, expected[n]) for n, v in _values(engine).items()), without
         assert engine.global_steps == (1 if "progress" in without else 3)
-        assert (engine.optimizer.param_groups[0]["lr"] == rate) == ("optimizer" in without)
+        assert rate != saved_rate
+        expected_rate = rate if without == WEIGHTS_ALONE else saved_rate
+        assert engine.optimizer.param_groups[0]["lr"] == expected_rate
         assert engine.lr_scheduler is not None
         count = engine.lr_scheduler.state_dict()["last_batch_iteration"]
         assert count == (0 if "lr_scheduler" in without else 2)
@@ -142,16 +150,41 @@ def test_schedule_saved_in_torchs_form_goes_on_at_the_same_step(tmp_path: Path) 
     assert second.lr_scheduler.state_dict() == {"last_batch_iteration": 3}
 
 
-@pytest.mark.parametrize("kind", ["WarmupLR", "StepLR"])
+def _build_with(make_schedule: Callable[[torch.optim.Optimizer], Any]) -> zero_core.Engine:
+    model = make_model()
+    trainable = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(trainable, lr=1e-2)
+    schedule = make_schedule(optimizer)
+    return zero_core.build(model, Case().config(), optimizer=optimizer, lr_scheduler=schedule)
+
+
+_STEPS = {"step_size": 2, "gamma": 0.1, "base_lrs": [1e-2], "last_epoch": 3}
+"""A state of torch's StepLR."""
+
+
+@pytest.mark.parametrize(
+    ("make_schedule", "saved"),
+    [
+        (lambda o: WarmupLR(o, warmup_num_steps=10), {"num_bad_epochs": 0}),
+        (lambda o: StepLR(o, 2), {"num_bad_epochs": 0}),
+        (lambda o: StepLR(o, 2), {**_STEPS, "base_lrs": [1e-2, 1e-3]}),
+        (lambda o: LambdaLR(o, lambda step: 1 / (step + 1)), _STEPS),
+        (lambda o: SequentialLR(o, [StepLR(o, 3), StepLR(o, 5)], [4]), _STEPS),
+        (
+            lambda o: SequentialLR(o, [StepLR(o, 3), CosineAnnealingLR(o, 5)], [4]),
+            {"last_epoch": 3, "_schedulers": [_STEPS, _STEPS]},
+        ),
+    ],
+    ids=["warm-up", "steps", "groups", "lambda", "parts", "within-parts"],
+)
 def test_schedule_that_does_not_fit_is_refused_before_anything_is_written(
-    tmp_path: Path, kind: str
+    tmp_path: Path, make_schedule: Callable[[torch.optim.Optimizer], Any], saved: dict[str, Any]
 ) -> None:
-    first = _build(0)
+    first = _build_with(lambda o: WarmupLR(o, warmup_num_steps=10))
     _train(first, 3)
     first.save_checkpoint(tmp_path)
-    _rewrite_schedule(tmp_path, {"num_bad_epochs": 0})
-    params = {"warmup_num_steps": 10} if kind == "WarmupLR" else {"step_size": 2}
-    second = _build(0, scheduler={"type": kind, "params": params})
+    _rewrite_schedule(tmp_path, saved)
+    second = _build_with(make_schedule)
     before = _values(second)
     with pytest.raises(CheckpointError, match=r'without=\("lr_scheduler",\)'):
         second.load_checkpoint(tmp_path)
@@ -161,25 +194,69 @@ def test_schedule_that_does_not_fit_is_refused_before_anything_is_written(
     assert second.global_steps == 3
 
 
+@pytest.mark.parametrize(
+    "scheduler",
+    [
+        {"type": "WarmupDecayLR", "params": {"total_num_steps": 9, "warmup_num_steps": 4}},
+        {"type": "OneCycle", "params": {"cycle_min_lr": 1e-3, "cycle_max_lr": 1e-2}},
+        {"type": "CosineAnnealingLR", "params": {"T_max": 12}},
+    ],
+    ids=lambda scheduler: scheduler["type"],
+)
+def test_schedule_goes_on_with_its_rates_where_the_optimizer_starts_anew(
+    tmp_path: Path, scheduler: dict[str, Any]
+) -> None:
+    straight = _build(0, scheduler=scheduler)
+    _train(straight, 3)
+    straight.save_checkpoint(tmp_path)
+    lion = {"type": "Lion", "params": {"lr": 1e-2}}
+    resumed = _build(0, scheduler=scheduler, optimizer=lion)
+    resumed.load_checkpoint(tmp_path, without=("optimizer",))
+    for _ in range(3):
+        groups = [engine.optimizer.param_groups[0] for engine in (straight, resumed)]
+        assert groups[1]["lr"] == groups[0]["lr"]
+        if scheduler["type"] == "OneCycle":
+            assert groups[1]["betas"] == groups[0]["betas"]
+        for engine in (straight, resumed):
+            _train(engine, 1)
+
+
+def test_a_schedule_that_only_the_checkpoint_or_the_engine_has_is_told_of(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    engines = [_build(0, scheduler=None), _build(0)]
+    for number, told in ((0, "stays where it is: none was saved"), (1, "the engine has none")):
+        place = tmp_path / str(number)
+        engines[number].save_checkpoint(place)
+        for loading in engines:
+            loading.load_checkpoint(place)
+        (line,) = caplog.messages  # of the engine that differs, and not of the other
+        assert told in line
+        caplog.clear()
+        engines[1 - number].load_checkpoint(place, without=("lr_scheduler",))
+        assert not caplog.messages
+
+
 def _weights_alone(rank: int, world_size: int, folder: str) -> None:
     first = _build(3)
     _train(first, 2)
     first.save_checkpoint(folder)
     expected = _values(first)
     other = _build(2, optimizer={"type": "Lion", "params": {"lr": 1e-3}})
-    with pytest.raises(CheckpointError, match=r'the same optimizer; load without=\("optimizer",\)'):
+    with pytest.raises(CheckpointError, match=r'same optimizer; load without=\("optimizer", "lr'):
         other.load_checkpoint(folder)
-    other.load_checkpoint(folder, without=("optimizer",))
+    other.load_checkpoint(folder, without=WEIGHTS_ALONE)
     assert all(torch.equal(v, expected[n]) for n, v in _values(other).items())
     assert other.optimizer.param_groups[0]["lr"] != first.optimizer.param_groups[0]["lr"]
+    assert other.global_steps == 0
     _train(other, 1)
     model = make_model()  # the other way round: what was frozen is trained, and the reverse
     for name, param in model.named_parameters():
         param.requires_grad_(name.startswith("frozen"))
     tuned = zero_core.build(model, Case(3).config())
-    with pytest.raises(CheckpointError, match=r'is_trainable.*load without=\("optimizer",\)'):
+    with pytest.raises(CheckpointError, match=r'is_trainable.*load without=\("optimizer", "lr'):
         tuned.load_checkpoint(folder)
-    tuned.load_checkpoint(folder, without=("optimizer",))
+    tuned.load_checkpoint(folder, without=WEIGHTS_ALONE)
     assert all(torch.equal(v, expected[n]) for n, v in _values(tuned).items())
     for stage, dtype in ((0, "fp32"), (3, "bf16")):
         config = Case(stage, dtype).config()

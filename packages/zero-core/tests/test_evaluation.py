@@ -137,3 +137,11 @@ def test_a_parameter_that_repeats_one_value_is_no_empty_one():
     config = {"train_micro_batch_size_per_gpu": 1}
     engine = zero_core.build(constant, config, is_training=False)
     assert engine.full_state_dict()["weight"].tolist() == [[0.5, 0.5]] * 2
+
+
+def test_a_parameter_that_starts_with_nan_is_no_empty_one():
+    model = nn.Linear(2, 2)
+    with torch.no_grad():
+        model.weight[0, 0] = torch.nan
+    engine = zero_core.build(model, {"train_micro_batch_size_per_gpu": 1}, is_training=False)
+    assert torch.equal(engine.full_state_dict()["bias"], model.bias)

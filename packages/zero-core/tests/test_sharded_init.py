@@ -147,12 +147,25 @@ def _change(rank: int, world_size: int) -> None:
     with unparked([weight, model.scale]):  # read only
         weight.data.zero_()
         model.scale.data = torch.ones(())
-    with unparked([weight]), unparked([weight], modifier_rank=0):
-        weight.data[1] = 5.0 + rank
+    with unparked([weight]):
+        with unparked([weight], modifier_rank=0):
+            weight.data[1] = 5.0 + rank
+        weight.data.fill_(10.0 + rank)  # after the inner one: read only
     with suppress(ZeroDivisionError), unparked([weight], modifier_rank=0):
         weight.data.zero_()
         raise ZeroDivisionError
+    bias = model.blocks[0].bias
+    with suppress(ZeroDivisionError), unparked([bias]):
+        with unparked([bias], modifier_rank=0):
+            bias.data = torch.full((2, 3), 2.0)
+        bias.data = torch.zeros(5)
+        raise ZeroDivisionError
+    assert bias.shape == (2, 3)
+    with unparked([bias], modifier_rank=0):
+        assert torch.equal(bias, torch.full((2, 3), 2.0))
+        bias.data = torch.full((5,), 2.0)
     with torch.no_grad():
+        expected.blocks[0].bias.fill_(2.0)
         expected.blocks[0].weight[2] = 7.0
         expected.scale.fill_(3.0 + source)
         expected.blocks[0].weight[1] = 5.0
@@ -276,7 +289,8 @@ def _refuse(rank: int, world_size: int) -> None:
             action()
     unknown = pytest.raises(ValueError, match=f"expected a rank below {world_size}")
     with unknown, unparked([weight], modifier_rank=world_size):
-        pass
+        raise AssertionError("it is refused before its body has run")
+    assert is_parked(weight)
     scale.data.fill_(1.0)  # torch lets it through: it is seen when the value is wanted
     with pytest.raises(RuntimeError, match="written to while it is sharded"), unparked([scale]):
         pass

@@ -7,7 +7,8 @@ number of ranks. Nothing is pickled: a client state is JSON and small tensors.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -244,7 +245,7 @@ def _load(
         "lr_scheduler": not with_scheduler,
         "progress": not with_progress,
     }
-    with PackedScheduler(engine.core):
+    with PackedScheduler(engine.core), _in_deepspeeds_words():
         place, client_state = engine.core.load_checkpoint(
             directory,
             None if tag is None else str(tag),
@@ -257,6 +258,26 @@ def _load(
         engine._accumulated = 0
     engine.core.publish()
     return str(place), unpack(client_state)
+
+
+@contextmanager
+def _in_deepspeeds_words() -> Iterator[None]:
+    """Within, a checkpoint that is refused is so with the arguments that are here."""
+    try:
+        yield
+    except CheckpointError as error:
+        text = str(error)
+        for core, deepspeeds in _WORDS.items():
+            text = text.replace(core, deepspeeds)
+        raise type(error)(text) from error
+
+
+_WORDS = {
+    'without=("optimizer", "lr_scheduler", "progress")': "load_module_only=True",
+    'without=("lr_scheduler",)': "load_lr_scheduler_states=False",
+    "load without 'frozen'": "load with load_module_strict=False",
+}
+"""What advises to leave a part of a checkpoint out."""
 
 
 def _tell_partial(engine: Checkpoints) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from zero_core import Engine
+from zero_core.schedule import check_state, resume_rates
 from zero_engine.packing import pack, unpack
 
 __all__ = ["PackedScheduler"]
@@ -26,6 +27,16 @@ class PackedScheduler:
         """Called by the engine that saves."""
         assert self._scheduler is not None
         return pack(self._scheduler.state_dict(), "lr_scheduler")
+
+    def check_state(self, state: Any) -> None:
+        """Called before anything is loaded."""
+        assert self._scheduler is not None
+        check_state(self._scheduler, unpack(state))
+
+    def resume_rates(self) -> None:
+        """Called by the engine that loads no optimizer."""
+        assert self._scheduler is not None
+        resume_rates(self._scheduler)
 
     def load_state_dict(self, state: Any) -> None:
         """Called by the engine that loads."""

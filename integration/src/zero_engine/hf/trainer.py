@@ -22,10 +22,12 @@ from torch.utils.data import DataLoader
 from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments, Trainer
 
 import zero_core
-from zero_core import ConfigError, Engine
+from zero_core import CheckpointError, ConfigError, Engine
+from zero_core.checkpoint import read_client_state
 from zero_core.config import SchedulerConfig
 from zero_core.evaluation import EvaluationEngine
 from zero_core.lr_schedules import make_scheduler
+from zero_core.schedule import Schedule, check_state
 from zero_engine.hf.accelerator import ZeroAccelerator, ZeroOptimizer, take_over
 from zero_engine.hf.arguments import check_arguments, fill_config, fill_schedule
 from zero_engine.hf.presets import read_zero
@@ -132,7 +134,8 @@ class ZeroTrainer(Trainer):
         elif training and isinstance(engine, EvaluationEngine):
             raise RuntimeError(
                 "train() after evaluate() of a ZeroTrainer without train_dataset: its engine only "
-                "evaluates; give it train_dataset, or make another trainer and model"
+                "evaluates; give it train_dataset when it is made, or free the model by "
+                "zero_core.give_back(trainer.engine) and make another trainer with it"
             )
         elif training:
             engine.optimizer.zero_grad()  # what a training that broke off has left
@@ -207,9 +210,13 @@ class ZeroTrainer(Trainer):
         assert self.engine is not None
         if checkpoint is None or not _has_state(checkpoint):
             return
-        _, client_state = self.engine.load_checkpoint(checkpoint)
-        if self.lr_scheduler is not None and client_state.get(_SCHEDULE) is not None:
-            self.lr_scheduler.load_state_dict(client_state[_SCHEDULE])
+        saved: Any = read_client_state(Path(checkpoint)).get(_SCHEDULE)
+        schedule: Schedule | None = None if saved is None else self.lr_scheduler
+        if schedule is not None:
+            _check_schedule(checkpoint, schedule, saved)
+        self.engine.load_checkpoint(checkpoint)
+        if schedule is not None:
+            schedule.load_state_dict(saved)
 
     def _load_best_model(self) -> None:
         """From the engine's checkpoint, shard by shard; from the weights if they are alone."""
@@ -263,6 +270,17 @@ class ZeroSeq2SeqTrainer(ZeroTrainer, Seq2SeqTrainer):
         return super().prediction_step(
             model, inputs, prediction_loss_only, ignore_keys=ignore_keys, **gen_kwargs
         )
+
+
+def _check_schedule(checkpoint: str, schedule: Schedule, saved: Any) -> None:
+    """Refuse a checkpoint whose schedule the Trainer's cannot go on from, before it is loaded."""
+    try:
+        check_state(schedule, saved)
+    except ValueError as error:
+        raise CheckpointError(
+            f"{checkpoint}: the schedule that was saved does not fit: {error}; resume with the "
+            "schedule of the saved training, or load the weights alone into the model"
+        ) from error
 
 
 def _has_state(checkpoint: str) -> bool:

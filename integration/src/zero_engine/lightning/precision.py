@@ -50,8 +50,8 @@ class ZeroPrecision(Precision):
         """The block of the engine's configuration that is to be enabled, if any."""
         return _BLOCK_OF[str(self.precision)]
 
-    def attach(self, engine: Engine) -> None:
-        """Work on ``engine`` from now on."""
+    def attach(self, engine: Engine | None) -> None:
+        """Work on ``engine`` from now on; None: it is gone."""
         self._engine = engine
 
     @property

@@ -9,12 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from zero_core import CheckpointError, Engine
-from zero_core.checkpoint import read_client_state
-from zero_core.checkpoint_files import read_buffers, read_weights
-from zero_core.evaluation import EvaluationEngine
+from zero_core import Engine
 from zero_engine import packing
 
 __all__ = ["check", "read", "write"]
@@ -35,11 +30,7 @@ def read(engine: Engine, folder: Path) -> dict[str, Any]:
 
     Every rank must call it.
     """
-    if isinstance(engine, EvaluationEngine):
-        _read_values(engine, folder)
-        client_state = read_client_state(folder, TAG)
-    else:
-        _, client_state = engine.load_checkpoint(folder, TAG)
+    _, client_state = engine.load_checkpoint(folder, TAG)
     return dict(packing.unpack(client_state["lightning"]))
 
 
@@ -50,20 +41,3 @@ def check(value: Any, where: str) -> None:
         CheckpointError: something in it is no JSON, or a large tensor.
     """
     packing.pack(value, where, _ADVICE)
-
-
-@torch.no_grad()
-def _read_values(engine: Engine, folder: Path) -> None:
-    """Parameters one at a time, and buffers; rank 0's count."""
-    params = dict(engine.module.named_parameters(remove_duplicate=False))
-    for weight in read_weights(folder, TAG):
-        param = params.get(weight.names[0])
-        if param is None or param.shape != weight.value.shape:
-            raise CheckpointError(
-                f"{folder} belongs to another model: it has {weight.names[0]} of shape "
-                f"{tuple(weight.value.shape)}"
-            )
-        with engine.gathered(params=[param], modifier_rank=0):
-            param.copy_(weight.value)
-    for name, value in read_buffers(folder, TAG).items():
-        engine.module.get_buffer(name).copy_(value)

@@ -10,10 +10,12 @@ the loss, and asks for a step at the end, also of an epoch that ends midway.
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary, WeakSet
 
 import lightning.pytorch as pl
 import torch
@@ -77,11 +79,13 @@ class ZeroStrategy(DDPStrategy):
         """The engine: gathered values, states by name, memory and traffic.
 
         Raises:
-            RuntimeError: the Trainer has not set the strategy up yet.
+            RuntimeError: the Trainer has not set the strategy up yet, or another one has trained
+                the module since.
         """
         if self._engine is None:
             raise RuntimeError(
-                "there is no engine yet: it is built by Trainer.fit(), after configure_optimizers()"
+                "there is no engine: it is built by Trainer.fit(), after configure_optimizers(), "
+                "and lasts until the next fit() of the module"
             )
         return self._engine
 
@@ -117,8 +121,7 @@ class ZeroStrategy(DDPStrategy):
         self._engine = _engine_of(self.lightning_module)
         if trainer.state.fn == TrainerFn.FITTING:
             _check_trainer(trainer)
-            if self._engine is not None:
-                zero_core.give_back(self._engine, dtype=torch.float32)
+            self._free_engine()
             if self._layer_sync is not None:
                 self.model = self._layer_sync.apply(self.lightning_module)
             self.setup_optimizers(trainer)
@@ -127,6 +130,7 @@ class ZeroStrategy(DDPStrategy):
                 self.lightning_module, self._resolved(), is_training=False
             )
         self._precision.attach(self.engine)
+        _HOLDERS.setdefault(self.engine, WeakSet()).add(self)
 
     def setup_optimizers(self, trainer: pl.Trainer) -> None:
         """Make the module's optimizer, and the engine that drives it."""
@@ -144,6 +148,17 @@ class ZeroStrategy(DDPStrategy):
             self.lightning_module, self._resolved(), optimizer=None if is_named else given
         )
         self.optimizers = [self._engine.optimizer]
+
+    def _free_engine(self) -> None:
+        """End the engine of an earlier ``fit``: its memory is needed for the next one."""
+        if self._engine is None:
+            return
+        zero_core.give_back(self._engine, dtype=torch.float32, drops_partial=True)
+        for strategy in (*_HOLDERS.pop(self._engine, ()), self):
+            strategy._engine = None
+            strategy._precision.attach(None)
+            strategy.optimizers, strategy.lr_scheduler_configs = [], []
+        gc.collect()  # its parts refer to each other
 
     @property
     def _precision(self) -> ZeroPrecision:
@@ -300,6 +315,10 @@ class ZeroStrategy(DDPStrategy):
                 text = f"ZeRO stage {stage}" + (" with offload to host memory" * has_offload)
                 config = {"zero_optimization": _zero_block(stage, has_offload=has_offload)}
                 strategy_registry.register(name, cls, description=text, config=config)
+
+
+_HOLDERS: WeakKeyDictionary[Engine, WeakSet[ZeroStrategy]] = WeakKeyDictionary()
+"""The strategies that each engine was set up for; their Trainers may outlive it."""
 
 
 def _engine_of(module: pl.LightningModule) -> Engine | None:

@@ -19,6 +19,7 @@ import shutil
 import zlib
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -132,12 +133,14 @@ def load(
     ((place, manifest),) = found
     state.control.together("checkpoint: verify", lambda: _verify(state, place, manifest))
     reader = Reader(place, manifest)
-    state.quiesce()
 
     def restore() -> None:
         _restore(state, reader, manifest, without)
 
     try:
+        match = partial(_match_buffers, state, reader, place)
+        state.control.together("checkpoint: buffers", match)
+        state.quiesce()
         state.control.together("checkpoint: restore", restore)
     finally:
         reader.close()
@@ -336,7 +339,27 @@ def _match(
         )
 
 
-_HINT = '; load without=("optimizer",) for the weights alone'
+_HINT = '; load without=("optimizer", "lr_scheduler", "progress") for the weights alone'
+
+
+def _match_buffers(state: ShardedState, reader: Reader, place: Path) -> None:
+    """Refuse buffers that the model lacks, lacks itself, or has in another shape."""
+    file = reader.open("buffers.safetensors")
+    saved = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+    buffers = state.module.named_buffers(remove_duplicate=False)
+    own = {name: tuple(buffer.shape) for name, buffer in buffers}
+    kept = own.keys() & set(state.names())
+    missing, extra = sorted(kept - saved.keys()), sorted(saved.keys() - own.keys())
+    if missing or extra:
+        raise CheckpointError(
+            f"{place} belongs to another model: it lacks the buffers {missing[:3]} and has "
+            f"{extra[:3]} besides"
+        )
+    for name, shape in saved.items():
+        if own[name] != shape:
+            raise CheckpointError(
+                f"{place}: buffer {name} has shape {shape} there and {own[name]} in the model"
+            )
 
 
 def _check_parts(without: Collection[str]) -> None:

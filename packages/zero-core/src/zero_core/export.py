@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 from safetensors.torch import save_file
-from torch import Tensor, nn
+from torch import Tensor
 
+from zero_core.errors import CheckpointError
 from zero_core.state import ShardedState
 
-if TYPE_CHECKING:
-    from zero_core.engine import Engine
-
-__all__ = ["export_safetensors", "full_state_dict", "give_back"]
+__all__ = ["export_safetensors", "full_state_dict"]
 
 MAX_FILE_BYTES = 5 * 1000**3
 INDEX = "model.safetensors.index.json"
@@ -55,26 +52,6 @@ def export_safetensors(state: ShardedState, directory: Path, *, dtype: torch.dty
     return directory
 
 
-def give_back(engine: Engine, *, dtype: torch.dtype | None = None) -> nn.Module:
-    """Close ``engine`` and leave its model with every value whole, for what comes after it.
-
-    Another engine, say; `Engine.close` alone leaves a model of stage 3 without values. Parameters
-    stay the same objects; each rank then holds all of them in its CPU memory.
-
-    Args:
-        engine: every rank must call it, between two steps.
-        dtype: of floating values, which come from the master weights; None: as they are computed.
-
-    Returns:
-        The model.
-    """
-    values = engine.full_state_dict(dtype=dtype)
-    engine.close()
-    for name, param in engine.module.named_parameters():
-        param.data = values[name]
-    return engine.module
-
-
 class _Writer:
     """Collects tensors into files of at most `MAX_FILE_BYTES`; errors wait for `finish`."""
 
@@ -82,7 +59,7 @@ class _Writer:
         self._directory = directory
         self._files: list[dict[str, int]] = []  # bytes by tensor name
         self._batch: dict[str, Tensor] = {}
-        self._error: OSError | None = None
+        self._error: Exception | None = None
 
     def add(self, name: str, value: Tensor) -> None:
         if self._error is not None:
@@ -90,31 +67,45 @@ class _Writer:
         if self._batch and _nbytes(self._batch) + value.nbytes > MAX_FILE_BYTES:
             try:
                 self._flush()
-            except OSError as error:
-                self._error = error
+            except Exception as error:  # safetensors' own too: the other ranks are on their way
+                self._error, self._batch = error, {}
+                return
         self._batch[name] = value
 
     def finish(self, buffers: dict[str, Tensor]) -> None:
-        if self._error is not None:
-            raise self._error
-        self._batch |= buffers
-        self._flush()
-        _name_files(self._directory, self._files)
+        try:
+            if self._error is not None:
+                raise self._error
+            self._batch |= buffers
+            self._flush()
+            _name_files(self._directory, self._files)
+        except Exception:
+            for part in self._directory.glob("part-*.tmp"):
+                part.unlink()
+            raise
 
     def _flush(self) -> None:
+        path = _part(self._directory, len(self._files))
         self._directory.mkdir(parents=True, exist_ok=True)
         # Tied weights are stored once: the readers tie them again.
-        save_file(
-            {name: t.contiguous() for name, t in self._batch.items()},
-            self._directory / f"part-{len(self._files)}.tmp",
-            metadata={"format": "pt"},
-        )
+        tensors = {name: t.contiguous() for name, t in self._batch.items()}
+        try:
+            save_file(tensors, path, metadata={"format": "pt"})
+        except Exception as error:
+            raise CheckpointError(
+                f"{path} could not be written ({error}): make room there, or give another folder"
+            ) from error
         self._files.append({name: t.nbytes for name, t in self._batch.items()})
         self._batch = {}
 
 
 def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     return tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+
+def _part(directory: Path, number: int) -> Path:
+    """A file until all are there, and their number is known."""
+    return directory / f"part-{number}.tmp"
 
 
 def _nbytes(batch: dict[str, Tensor]) -> int:
@@ -127,11 +118,11 @@ def _name_files(directory: Path, files: list[dict[str, int]]) -> None:
     for old in (*directory.glob("model*.safetensors"), directory / INDEX):
         old.unlink(missing_ok=True)
     if len(files) == 1:
-        (directory / "part-0.tmp").replace(directory / "model.safetensors")
+        _part(directory, 0).replace(directory / "model.safetensors")
         return
     names = [f"model-{i + 1:05d}-of-{len(files):05d}.safetensors" for i in range(len(files))]
     for index, name in enumerate(names):
-        (directory / f"part-{index}.tmp").replace(directory / name)
+        _part(directory, index).replace(directory / name)
     index_text = json.dumps(
         {
             "metadata": {"total_size": sum(sum(f.values()) for f in files)},

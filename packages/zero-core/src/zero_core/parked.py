@@ -51,8 +51,7 @@ class Held:
         recorded: what computes the value, and the deferred tensor that it is the value of.
         part: this rank's slice.
         casts: dtypes that what is recorded goes through, in order.
-        is_changed: while open, whether what the parameter holds is to be kept.
-        shape: while open, that of the value, whatever shape the parameter is given.
+        shape: while open, that of the value that is kept, whatever shape the parameter is given.
         number: in the order of parking, which is that of every rank.
     """
 
@@ -61,7 +60,6 @@ class Held:
     recorded: tuple[Recording, Tensor] | None = None
     part: Tensor | None = None
     casts: list[torch.dtype] = field(default_factory=list)
-    is_changed: bool = False
     shape: tuple[int, ...] = ()
     number: int = field(default_factory=itertools.count().__next__)
 
@@ -216,15 +214,17 @@ def unparked(params: Iterable[object], *, modifier_rank: int | None = None) -> I
 
     On the CPU of every rank, those parameters alone. At the end they have the values that rank
     ``modifier_rank`` holds; by default they are read only: what was changed in them is lost, as
-    it is when the body raises. May be nested. Every rank must enter it with the same parameters;
-    what is not parked is left alone.
+    it is when the body raises. May be nested: what an inner one brought to all ranks stays. Every
+    rank must enter it with the same parameters; what is not parked is left alone.
 
     Raises:
+        ValueError: there is no rank ``modifier_rank``.
         RankMismatchError: at the end, ranks hold different shapes or dtypes.
     """
     unique = {id(p): p for p in params}.values()  # tensors compare by value
     found = [p for p in unique if isinstance(p, nn.Parameter) and held_of(p) is not None]
     found.sort(key=lambda p: p._held.number)  # type: ignore[attr-defined]
+    _check_rank(found, modifier_rank)
     opened: list[nn.Parameter] = []
     try:
         for param in found:
@@ -234,12 +234,16 @@ def unparked(params: Iterable[object], *, modifier_rank: int | None = None) -> I
         yield
         if modifier_rank is not None:
             _publish([param for param in found if held_of(param) is not None], modifier_rank)
-    except BaseException:
+    finally:
         for param in opened:
-            _close(param, is_kept=False)
-        raise
-    for param in opened:
-        _close(param, is_kept=True)
+            _close(param)
+
+
+def _check_rank(params: Sequence[nn.Parameter], rank: int | None) -> None:
+    for param in params:
+        world_size = param._held.control.world_size  # type: ignore[attr-defined]
+        if rank is not None and not 0 <= rank < world_size:
+            raise ValueError(f"modifier_rank = {rank}: expected a rank below {world_size}")
 
 
 @torch.no_grad()
@@ -248,7 +252,6 @@ def _open(param: nn.Parameter) -> None:
     value = held.whole(param)
     if held.recorded is not None:
         held.keep(value)
-    held.is_changed = False
     held.shape = value.shape
     param.__class__ = nn.Parameter
     param.data = value
@@ -260,8 +263,6 @@ def _publish(params: Sequence[nn.Parameter], source: int) -> None:
     if not params:
         return
     control = params[0]._held.control  # type: ignore[attr-defined]
-    if not 0 <= source < control.world_size:
-        raise ValueError(f"modifier_rank = {source}: expected a rank below {control.world_size}")
     described = zlib.crc32(repr([(tuple(p.shape), p.dtype) for p in params]).encode())
     if len(set(control.gather(torch.tensor([described])).tolist())) > 1:
         raise RankMismatchError(
@@ -274,17 +275,15 @@ def _publish(params: Sequence[nn.Parameter], source: int) -> None:
         value = param.data.contiguous()
         held.send(value, source=source)
         param.data = value
-        held.is_changed = True
+        held.keep(value)
+        held.shape = value.shape
 
 
 @torch.no_grad()
-def _close(param: nn.Parameter, *, is_kept: bool) -> None:
+def _close(param: nn.Parameter) -> None:
     held = held_of(param)
     if held is None:
         return  # an engine has taken it meanwhile
-    if held.is_changed and is_kept:
-        held.keep(param.data)
-        held.shape = param.shape
     assert held.part is not None, "what was open lies in parts"
     param.data = _placeholder(held.shape, held.part.dtype)
     param.__class__ = Parked

@@ -9,7 +9,7 @@ from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
 from zero_core.errors import CheckpointError
-from zero_core.schedule import check_state
+from zero_core.schedule import check_state, resume_rates
 
 if TYPE_CHECKING:
     from zero_core.engine import Engine
@@ -17,6 +17,10 @@ if TYPE_CHECKING:
 __all__ = ["check_progress", "read_progress", "restore_progress", "tell_progress", "tell_skipped"]
 
 _log = logging.getLogger(__name__)
+
+_MEANT = '; if that is meant, leave "lr_scheduler" out of the load'
+_NO_SAVED = "the engine's schedule stays where it is: none was saved" + _MEANT
+_NO_OWN = "the schedule that was saved is not used: the engine has none" + _MEANT
 
 
 def read_progress(engine: Engine) -> dict[str, Any]:
@@ -41,13 +45,17 @@ def check_progress(
         CheckpointError: the schedule's state is not one that the engine's can go on from.
     """
     scheduler, saved = engine.lr_scheduler, progress["lr_scheduler"]
-    if scheduler is None or saved is None or "lr_scheduler" in without:
+    if "lr_scheduler" in without:
+        return
+    if scheduler is None or saved is None:
+        if (scheduler is None) != (saved is None) and engine.rank == 0:
+            _log.warning(_NO_SAVED if saved is None else _NO_OWN)
         return
     try:
         check_state(scheduler, saved)
     except ValueError as error:
         raise CheckpointError(
-            f"the schedule that was saved does not fit {type(scheduler).__name__}: {error}; "
+            f"the schedule that was saved does not fit: {error}; "
             'build with the schedule of the saved training, or load without=("lr_scheduler",)'
         ) from error
 
@@ -67,6 +75,8 @@ def restore_progress(
     scheduler, saved = engine.lr_scheduler, progress["lr_scheduler"]
     if scheduler is not None and saved is not None and "lr_scheduler" not in without:
         scheduler.load_state_dict(saved)
+        if "optimizer" in without:
+            resume_rates(scheduler)
 
 
 def tell_progress(engine: Engine) -> None:

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.optim.lr_scheduler import LRScheduler
 
 __all__ = [
     "IterationSchedule",
@@ -21,6 +22,7 @@ __all__ = [
     "Schedule",
     "check_state",
     "per_group",
+    "resume_rates",
     "set_rates",
     "torch_optimizer",
     "whole",
@@ -30,7 +32,10 @@ Rate = float | Tensor
 
 
 class Schedule(Protocol):
-    """What the engine asks of a schedule: those of torch.optim.lr_scheduler and of this package."""
+    """What the engine asks of a schedule: those of torch.optim.lr_scheduler and of this package.
+
+    One that knows better than the functions `check_state` and `resume_rates` has them as methods.
+    """
 
     def step(self) -> None:
         """Set the rates for the next optimizer step; called after one that was taken."""
@@ -68,8 +73,8 @@ class IterationSchedule(ABC):
         """The rate of each group at ``last_batch_iteration``."""
 
     @abstractmethod
-    def step(self) -> None:
-        """Go to the next iteration and set its rates; after the optimizer's step."""
+    def step(self, iteration: int | None = None, /) -> None:
+        """Go to the next iteration, or to the given one, and set its rates."""
 
     def get_last_lr(self) -> list[Rate]:
         """The rates that were set last.
@@ -93,8 +98,28 @@ class IterationSchedule(ABC):
         Raises:
             ValueError: there is neither.
         """
-        self.last_batch_iteration = _count_of(state_dict)
+        self.last_batch_iteration = self._count_of(state_dict)
         self._last_lr = [group["lr"] for group in self.optimizer.param_groups]
+
+    def check_state(self, state_dict: Mapping[str, Any]) -> None:
+        """See the function `check_state`."""
+        self._count_of(state_dict)
+
+    def resume_rates(self) -> None:
+        """See the function `resume_rates`; those of the engine that is made are those of -1."""
+        if self.last_batch_iteration >= 0:
+            self.step(self.last_batch_iteration)
+
+    def _count_of(self, saved: Mapping[str, Any]) -> int:
+        """See [Note: the count]; what has stepped n times is at n - 1 here, at n for torch."""
+        if "last_batch_iteration" in saved:
+            return int(saved["last_batch_iteration"])
+        if "last_epoch" in saved:
+            return int(saved["last_epoch"]) - 1
+        raise ValueError(
+            f"{type(self).__name__} needs 'last_batch_iteration', the state has only "
+            f"{sorted(saved)}"
+        )
 
     def _advance(self, iteration: int | None) -> None:
         """Go to ``iteration``, by default the next, and set its rates."""
@@ -111,21 +136,42 @@ def check_state(schedule: Schedule, saved: Mapping[str, Any]) -> None:
     """Refuse a state that ``schedule`` cannot go on from, before anything is changed.
 
     Raises:
-        ValueError: it lacks the count.
+        ValueError: it lacks what the schedule's own has, or is of another number of groups.
     """
-    if isinstance(schedule, IterationSchedule):
-        _count_of(saved)
-    elif "last_epoch" in schedule.state_dict() and "last_epoch" not in saved:
-        raise ValueError(f"its state has no 'last_epoch', only {sorted(saved)}")
+    own_check = getattr(schedule, "check_state", None)
+    if own_check is not None:
+        own_check(saved)
+    else:
+        _check_alike(type(schedule).__name__, schedule.state_dict(), saved)
 
 
-def _count_of(saved: Mapping[str, Any]) -> int:
-    """See [Note: the count]; what has stepped n times is at n - 1 here, at n in torch's terms."""
-    if "last_batch_iteration" in saved:
-        return int(saved["last_batch_iteration"])
-    if "last_epoch" in saved:
-        return int(saved["last_epoch"]) - 1
-    raise ValueError(f"its state has no 'last_batch_iteration', only {sorted(saved)}")
+def _check_alike(kind: str, own: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
+    """Other names with an underscore differ between releases of torch, and are made anew."""
+    needed = {k for k in own if not k.startswith("_") or k == _PARTS}
+    missing = sorted(needed - saved.keys())
+    if missing:
+        raise ValueError(f"{kind} needs {missing[0]!r}, the state has only {sorted(saved)}")
+    for key in ("base_lrs", "_last_lr", _PARTS):
+        if key in own and key in saved and len(own[key]) != len(saved[key]):
+            raise ValueError(f"{kind} has {len(own[key])} {key}, the state {len(saved[key])}")
+    for number, mine in enumerate(own.get(_PARTS, ())):
+        _check_alike(f"{kind}'s schedule {number}", mine, saved[_PARTS][number])
+
+
+_PARTS = "_schedulers"
+"""Where torch's SequentialLR and ChainedScheduler keep the states of those they consist of."""
+
+
+def resume_rates(schedule: Schedule) -> None:
+    """Set the rates that ``schedule`` has come to, where only its own state was loaded.
+
+    Rates belong to the optimizer's groups, and come back with its state.
+    """
+    own_resume = getattr(schedule, "resume_rates", None)
+    if own_resume is not None:
+        own_resume()
+    elif isinstance(schedule, LRScheduler):
+        set_rates(schedule.optimizer.param_groups, schedule.get_last_lr())
 
 
 def set_rates(groups: Sequence[dict[str, Any]], rates: Sequence[Rate]) -> list[Rate]:
