@@ -11,7 +11,7 @@ import ctypes
 import json
 import zlib
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -21,6 +21,8 @@ from zero_core.errors import CheckpointCorruptError, CheckpointError, Collective
 from zero_core.protocols import Work
 
 __all__ = ["ControlGroup", "all_gather_single", "call_named", "sum_in_rank_order", "wait"]
+
+_T = TypeVar("_T")
 
 # torch 2.13 renamed the tensor collectives; the old names warn there.
 all_gather_single: Callable[..., Any] = getattr(
@@ -50,10 +52,10 @@ def wait(work: Work, what: Callable[[], str]) -> None:
     call_named(work.wait, what)
 
 
-def call_named(act: Callable[[], object], what: Callable[[], str]) -> None:
-    """Do ``act``, a part of a collective; a failure says ``what()`` it was."""
+def call_named(act: Callable[[], _T], what: Callable[[], str]) -> _T:
+    """What ``act``, a part of a collective, returns; a failure says ``what()`` it was."""
     try:
-        act()
+        return act()
     except RuntimeError as error:
         raise CollectiveError(
             f"{what()} failed or timed out: {error}. If the ranks took different branches or one "

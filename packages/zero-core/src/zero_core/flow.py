@@ -306,8 +306,11 @@ class Flow:
             self._start_unshard(following, backward=backward)
 
     def _start_unshard(self, unit: Unit, *, backward: bool, is_exact: bool = False) -> None:
+        how = {"backward": backward, "is_exact": is_exact}
         for v in unit.values:
-            v.start_unshard(self._collectives, self.tier, backward=backward, is_exact=is_exact)
+            v.start_unshard(
+                self._collectives, self.tier, lambda: self._what("all_gather", unit), **how
+            )
 
     def _finish_unshard(self, unit: Unit) -> None:
         if unit.index in self._ready:
@@ -420,7 +423,7 @@ class Flow:
         # One unit's reduction is under way while the next unit is computed.
         self._finish_reduces()
         for grads in unit.grads:
-            grads.start_reduce(self._collectives)
+            grads.start_reduce(self._collectives, lambda: self._what("reduce_scatter", unit))
             self._in_flight.append((unit, grads))
 
     def _finish_reduces(self) -> None:

@@ -139,7 +139,7 @@ class SegmentGrads:
                 "offload_optimizer.update_in_backward to false, and go on from a checkpoint"
             )
 
-    def start_reduce(self, collectives: Collectives) -> None:
+    def start_reduce(self, collectives: Collectives, what: Callable[[], str]) -> None:
         """Start to reduce what was taken; parameters without a gradient count as zero."""
         if self._full_grad is None:
             self._open()
@@ -154,8 +154,9 @@ class SegmentGrads:
             return
         self._has_grad = [False] * len(self.params)
         self._reduced = self._landing()
-        self._work = collectives.reduce_scatter(
-            self._reduced, self._full_grad, unit=self.segment.index
+        out, full = self._reduced, self._full_grad
+        self._work = call_named(
+            lambda: collectives.reduce_scatter(out, full, unit=self.segment.index), what
         )
 
     def _landing(self) -> Tensor:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from zero_core.arena import BufferPool
-from zero_core.collectives import wait
+from zero_core.collectives import call_named, wait
 from zero_core.layout import Segment
 from zero_core.protocols import EXACT_PARAMETERS, Collectives, StateTier, Work
 from zero_core.resting import Lane, RestingShard
@@ -81,12 +81,14 @@ class SegmentValues:
         self,
         collectives: Collectives,
         tier: StateTier | None,
+        what: Callable[[], str],
         *,
         backward: bool,
         is_exact: bool = False,
     ) -> None:
         """Start to make ``full`` hold the current values, if it does not.
 
+        A peer that is gone may be noticed here already: a failure says ``what()`` it was.
         ``is_exact``: unquantized. Other gathers are as the collectives do them.
         """
         if self.full is not None and self._full_version == self.version:
@@ -101,23 +103,25 @@ class SegmentValues:
                 tier.wait_params(*self.local_span)
             if is_gathered:
                 version = EXACT_PARAMETERS if is_exact else self.version
-                self._gather = self._start_gather(collectives, version, backward=backward)
+                self._gather = self._start_gather(collectives, version, what, backward=backward)
         self._full_version = self.version
 
     def _queue(self) -> AbstractContextManager[None]:
         """Where the gather is launched; see [Note: the lane] in zero_core.resting."""
         return self.lane if isinstance(self.shard, RestingShard) else nullcontext()
 
-    def _start_gather(self, collectives: Collectives, version: int, *, backward: bool) -> Work:
-        assert self.full is not None
-        if isinstance(self.shard, RestingShard):
-            return self.shard.gather(self.full, collectives, version=version, backward=backward)
-        return collectives.all_gather(
-            self.full,
-            self.shard,
-            unit=self.segment.index,
-            version=version,
-            backward=backward,
+    def _start_gather(
+        self, collectives: Collectives, version: int, what: Callable[[], str], *, backward: bool
+    ) -> Work:
+        full, shard, unit = self.full, self.shard, self.segment.index
+        assert full is not None
+        if isinstance(shard, RestingShard):
+            return shard.gather(full, collectives, version=version, backward=backward)
+        return call_named(
+            lambda: collectives.all_gather(
+                full, shard, unit=unit, version=version, backward=backward
+            ),
+            what,
         )
 
     def finish_gather(self, what: Callable[[], str]) -> None:
