@@ -36,8 +36,12 @@ def chosen(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[list[int
 class _Torch:
     """Stands for torch where the device is chosen."""
 
-    def __init__(self, found: list[int]) -> None:
-        self.accelerator = Namespace(is_available=lambda: True, set_device_index=found.append)
+    def __init__(self, found: list[int], visible: int = 8) -> None:
+        self.accelerator = Namespace(
+            is_available=lambda: True,
+            device_count=lambda: visible,
+            set_device_index=found.append,
+        )
 
 
 def _initialize(**arguments: object) -> None:
@@ -54,6 +58,15 @@ def test_initialize_takes_the_launchers_accelerator(
         _initialize(**arguments)
         assert chosen
         assert set(chosen) == {3}
+
+
+def test_only_accelerator_that_a_rank_sees_is_its_own(
+    chosen: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    monkeypatch.setattr("zero_engine.deepspeed.distributed.torch", _Torch(chosen, visible=1))
+    deepspeed.init_distributed()
+    assert chosen == [0]
 
 
 def test_device_rank_of_the_arguments_wins(
