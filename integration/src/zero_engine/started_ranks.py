@@ -5,8 +5,8 @@
     MPICH, Intel MPI       PMI_RANK, PMI_SIZE                        MPI_LOCALRANKID
     SLURM's srun           SLURM_PROCID, SLURM_STEP_NUM_TASKS        SLURM_LOCALID
 
-The script of a batch job has SLURM's variables too, and is not a task of srun's. SLURM's plugin pmi2
-sets PMI_RANK and PMI_SIZE beside them, but not MPI_LOCALRANKID: who tells it all is asked.
+The script of a batch job has SLURM's variables too, and is not a task of srun's. SLURM's plugin
+pmi2 sets PMI_RANK and PMI_SIZE beside them, but not MPI_LOCALRANKID: who tells it all is asked.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def first_host(nodes: str) -> str:
 
 
 def _starter(environment: Mapping[str, str]) -> _Starter | None:
-    """Who started this process as one of several; first one that tells the rank in the machine."""
+    """Who started this process as one of several; if it can be, one that tells the local rank."""
     found = [starter for starter in (*MPI, SLURM) if _has_started(environment, starter)]
     whole = [starter for starter in found if starter.local_rank in environment]
     return next(iter(whole + found), None)
