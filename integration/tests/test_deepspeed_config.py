@@ -6,6 +6,7 @@ import base64
 import gc
 import json
 import logging
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from zero_core.errors import ConfigError
 from zero_engine import deepspeed
 from zero_engine.deepspeed.announcing import apply, describe
 from zero_engine.deepspeed.config import Settings, read
+from zero_engine.deepspeed.utils.logging import log_dist, logger, set_log_level_from_string
 
 BASE = {"train_batch_size": 4}
 
@@ -206,17 +208,53 @@ def test_a_secret_is_not_told():
     assert "hidden" not in told
 
 
-def test_what_is_asked_of_the_process_is_done():
+@pytest.fixture
+def loggers() -> Iterator[tuple[str, ...]]:
+    """The project's loggers, which are as before after the test."""
     names = ("DeepSpeed", "zero_core", "zero_comm", "zero_engine", "zero_offload")
-    levels = {name: logging.getLogger(name).level for name in names}
+    found = [logging.getLogger(name) for name in (*names, "zero_core.progress")]
+    before = [(one.level, one.propagate, [*one.handlers]) for one in found]
+    yield names
+    for one, (level, propagate, handlers) in zip(found, before, strict=True):
+        one.setLevel(level)
+        one.propagate, one.handlers = propagate, handlers
+
+
+def test_what_is_asked_of_the_process_is_done(loggers):
     try:
         apply(read({**BASE, "log_level": "error", "disable_python_gc": True}))
         assert not gc.isenabled()
-        assert {logging.getLogger(name).level for name in names} == {logging.ERROR}
+        assert {logging.getLogger(name).level for name in loggers} == {logging.ERROR}
     finally:
         gc.enable()
-        for name, level in levels.items():
-            logging.getLogger(name).setLevel(level)
+
+
+@pytest.mark.parametrize("asked", [{"log_level": "info"}, {"steps_per_print": 1}])
+def test_what_loggers_are_asked_to_tell_is_on_stdout_once(asked, loggers, capsys):
+    apply(read({**BASE, **asked}))
+    is_info = "log_level" in asked
+    logging.getLogger("zero_core.progress").info("the step")
+    log_dist("of one rank", ranks=[0])
+    logger.warning("of a script")
+    told = capsys.readouterr().out
+    assert told.count("the step") == 1
+    assert told.count("of one rank") == is_info
+    assert told.count("of a script") == 1
+    assert "[WARNING] [test_deepspeed_config.py:" in told
+
+
+def test_level_of_deepspeeds_logger_is_set_by_name(loggers, capsys):
+    set_log_level_from_string("warning")
+    logger.info("too low")
+    set_log_level_from_string("info")
+    logger.info("high enough")
+    for _ in range(2):
+        logger.warning_once("a warning of this test")
+        logger.log_dist_once("a line of this test", ranks=[0])
+    told = capsys.readouterr().out
+    assert "too low" not in told
+    for text in ("high enough", "a warning of this test", "a line of this test"):
+        assert told.count(text) == 1
 
 
 def test_place_of_gradients_is_told_at_stage_0_alone():

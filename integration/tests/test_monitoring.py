@@ -257,9 +257,11 @@ def test_memory_is_told_after_each_part(capsys):
     assert all(0.05 < gigabytes < 64.0 for gigabytes in held)
 
 
-def test_samples_per_second_are_told_every_so_many_steps(capsys):
+def test_step_and_samples_per_second_are_told_every_so_many_steps(capsys):
     _train(_config(steps_per_print=2), steps=5, model=_Slow(3, 4))
-    told = re.findall(r"step (\d+): ([\d.e+]+) samples/s", capsys.readouterr().out)
+    out = capsys.readouterr().out
+    assert re.findall(r"step (\d+), skipped 0, lr \[0\.1\], loss scale 1,", out) == ["2", "4"]
+    told = re.findall(r"step (\d+): ([\d.e+]+) samples/s", out)
     assert [step for step, _ in told] == ["2", "4"]
     assert all(float(rate) < 2 / 0.03 for _, rate in told)
     off = _config(steps_per_print=2, timers={"throughput": {"enabled": False}})

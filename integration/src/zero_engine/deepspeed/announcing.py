@@ -13,6 +13,7 @@ from pydantic import BaseModel
 from zero_core.config import Config
 from zero_core.config_rules import find_unneeded
 from zero_engine.deepspeed.settings import Settings
+from zero_engine.deepspeed.utils.logging import speak
 
 __all__ = ["announce", "apply", "describe"]
 
@@ -25,10 +26,12 @@ _LOGGERS = ("DeepSpeed", "zero_core", "zero_comm", "zero_engine", "zero_offload"
 
 
 def apply(settings: Settings) -> None:
-    """Do what is asked of the process: the level of loggers, Python's garbage collector."""
+    """Do what is asked of the process: what loggers tell, Python's garbage collector."""
+    if settings.steps_per_print is not None:
+        speak("zero_core.progress", logging.INFO)
     if settings.log_level is not None:
         for name in _LOGGERS:
-            logging.getLogger(name).setLevel(settings.log_level.upper())
+            speak(name, settings.log_level.upper())
     if settings.disable_python_gc:
         gc.collect()
         gc.disable()
