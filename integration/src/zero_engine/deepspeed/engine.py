@@ -105,7 +105,8 @@ class DeepSpeedEngine(Checkpoints, nn.Module):
             with torch.no_grad():
                 return call(*args, **kwargs)
         with self._watch.part("forward") if self.training else nullcontext():
-            return call(*args, **kwargs)
+            outputs = call(*args, **kwargs)
+        return self._watch.followed(outputs)
 
     def backward(
         self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True
