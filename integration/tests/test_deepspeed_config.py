@@ -156,6 +156,31 @@ def test_what_accelerate_adds_is_taken():
     assert load_config(settings.core, world_size=1).compute_dtype == torch.float16
 
 
+def test_key_that_asks_for_what_holds_passes():
+    core = read({**BASE, "zero_optimization": {"mics_hierarchical_params_gather": False}}).core
+    load_config(core, world_size=1)
+
+
+def test_key_without_effect_beside_another_one_is_told():
+    def told(**more):
+        settings = read({**BASE, **more})
+        return describe(settings, load_config(settings.core, world_size=1), 1)
+
+    off = told(bf16={"enabled": False, "check_grad_overflow": False})
+    assert "  bf16.check_grad_overflow = false: used with bf16.enabled only" in off
+    on = told(bf16={"enabled": True, "check_grad_overflow": False})
+    assert "bf16.check_grad_overflow" not in on
+    assert "  check_grad_overflow = false" in on
+    names = ["all_gather_into_tensor", "broadcst"]
+    logged = {"enabled": True, "prof_ops": names}
+    assert 'prof_ops = ["all_gather_into_tensor", "broadcst"]: prof_all is true' in told(
+        comms_logger=logged
+    )
+    assert 'comms_logger.prof_ops = ["broadcst"]: no collective of the engine\'s' in told(
+        comms_logger={**logged, "prof_all": False}
+    )
+
+
 def test_an_unknown_key_at_the_top_is_told_and_one_in_a_checked_block_refused():
     settings = read({**BASE, "_comment": "x", "gradient_cliping": 2.0, "aio": {"depth": 8}})
     told = {note.path: note.text for note in settings.notes if note.is_warning}
