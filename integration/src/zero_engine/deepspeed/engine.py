@@ -147,7 +147,6 @@ class DeepSpeedEngine(Checkpoints, nn.Module):
             self.core.step()
             if is_boundary:
                 self.core.publish()
-        self._accumulated = 0 if is_boundary else self._accumulated + 1
         self._was_step_applied = is_boundary and self.core.skipped_steps == skipped
         if is_boundary:
             self._end_step()
