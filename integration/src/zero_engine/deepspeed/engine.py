@@ -72,10 +72,8 @@ class DeepSpeedEngine(Checkpoints, nn.Module):
         self.global_samples = 0
         self._was_step_applied = False
         self._watch = Watch(settings, core)
-        self._averaging = Averaging(
-            (core.module.get_parameter(p.name) for p in core.layout.params if p.is_trainable),
-            self.gradient_accumulation_steps,
-        )
+        trained = (core.module.get_parameter(p.name) for p in core.layout.params if p.is_trainable)
+        core.adopt_hooks(Averaging(trained, self.gradient_accumulation_steps).handles)
         self._is_compiled = False
         self.training_dataloader = (
             None if training_data is None else self.deepspeed_io(training_data)
@@ -229,7 +227,6 @@ class DeepSpeedEngine(Checkpoints, nn.Module):
 
     def destroy(self) -> None:
         """Take the engine's hooks off the model."""
-        self._averaging.close()
         self.core.close()
 
     def empty_partition_cache(self) -> None:
