@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from zero_core import Engine
+from zero_core.ending import leave_parked
 from zero_engine.deepspeed.averaging import Averaging
 from zero_engine.deepspeed.checkpointing_io import Checkpoints
 from zero_engine.deepspeed.config import Settings
@@ -226,8 +227,12 @@ class DeepSpeedEngine(Checkpoints, nn.Module):
         return self._is_compiled
 
     def destroy(self) -> None:
-        """Take the engine's hooks off the model."""
-        self.core.close()
+        """Take the engine's hooks off the model, which keeps its values; on this rank alone.
+
+        Where they lie in shards they do so still, as within `zero.Init`: `GatheredParameters` has
+        them whole, `initialize` makes another engine of them.
+        """
+        leave_parked(self.core)
 
     def empty_partition_cache(self) -> None:
         """Nothing to do: gathered parameters are released as soon as their unit is computed."""
@@ -296,6 +301,11 @@ class DeepSpeedEngine(Checkpoints, nn.Module):
             raise RuntimeError(
                 f"{what}() of an engine without an optimizer: give initialize() one, or name one "
                 "in the configuration"
+            )
+        if not any(map(self.core.owns, self.module.parameters())):
+            raise RuntimeError(
+                f"{what}() of an engine that was ended, by destroy() or by another initialize() of "
+                "its model: use the newer one"
             )
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> DeepSpeedEngine:
