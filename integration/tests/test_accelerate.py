@@ -34,9 +34,7 @@ def _plain(ranks: int) -> dict[str, list[float]]:
     return record
 
 
-def _train_plain(
-    model: nn.Module, ranks: int, epochs: int, record: dict[str, list[float]]
-) -> None:
+def _train_plain(model: nn.Module, ranks: int, epochs: int, record: dict[str, list[float]]) -> None:
     data = torch.randn(32, 3, generator=torch.Generator().manual_seed(1))
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)

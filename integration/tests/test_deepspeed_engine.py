@@ -507,7 +507,9 @@ def _train_with_further_engines(model: nn.Module, reference: nn.Module) -> None:
             with pytest.raises(RuntimeError, match="another initialize"):
                 left.step()
         _train(engine, 1, first=stage)
-        torch.stack([reference(_inputs(stage, r)).square().mean() for r in (0, 1)]).mean().backward()
+        torch.stack(
+            [reference(_inputs(stage, r)).square().mean() for r in (0, 1)]
+        ).mean().backward()
         optimizer.step()
         optimizer.zero_grad()
         engine.backward(engine(_inputs(9)).mean())

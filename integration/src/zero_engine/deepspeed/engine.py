@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from zero_core import Engine
-from zero_core.ending import leave_parked
+from zero_core.ending import leave_parked, remove_at_end
 from zero_engine.deepspeed.averaging import Averaging
 from zero_engine.deepspeed.checkpointing_io import Checkpoints
 from zero_engine.deepspeed.config import Settings
@@ -74,7 +74,7 @@ class DeepSpeedEngine(Checkpoints, nn.Module):
         self._was_step_applied = False
         self._watch = Watch(settings, core)
         trained = (core.module.get_parameter(p.name) for p in core.layout.params if p.is_trainable)
-        core.adopt_hooks(Averaging(trained, self.gradient_accumulation_steps).handles)
+        remove_at_end(core, Averaging(trained, self.gradient_accumulation_steps).handles)
         self._is_compiled = False
         self.training_dataloader = (
             None if training_data is None else self.deepspeed_io(training_data)

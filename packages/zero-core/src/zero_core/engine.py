@@ -284,10 +284,6 @@ class Engine:
         """The name of ``param``, its first one, if it is one of this engine's; else None."""
         return self._names.get(id(param))
 
-    def adopt_hooks(self, handles: Iterable[Any]) -> None:
-        """Have the engine's end, however it ends, remove ``handles`` of others' hooks, too."""
-        self._hooks += handles
-
     # ---------------------------------------------------------------- keeping
 
     def save_checkpoint(

@@ -95,9 +95,7 @@ class Held:
             self.control.gather_into(rows.view(torch.uint8), self.part.view(torch.uint8))
         return rows[: param.numel()].view(param.shape)
 
-    def _joined(
-        self, param: Tensor, spans: Sequence[tuple[int, int]], part: Tensor
-    ) -> Tensor:
+    def _joined(self, param: Tensor, spans: Sequence[tuple[int, int]], part: Tensor) -> Tensor:
         """The value where parts are of different lengths, many of them empty."""
         value = apart(param.numel(), param.dtype)
         for rank, (low, high) in enumerate(spans):
@@ -148,9 +146,7 @@ class Held:
         part = None
         if self.part is not None:
             part = apart(self.part.numel(), self.part.dtype).copy_(self.part)
-        return Held(
-            self.control, self.device, self.recorded, self.spans, part, list(self.casts)
-        )
+        return Held(self.control, self.device, self.recorded, self.spans, part, list(self.casts))
 
     def _check_unwritten(self, param: Tensor) -> None:
         if param.dtype.is_floating_point and not bool(param.data.reshape(-1)[:1].isnan().all()):
