@@ -1,8 +1,9 @@
-"""How an engine ends: closed by a rank alone, or leaving its model with every value.
+"""How an engine ends: closed, its values left in shards, or its model given back with all whole.
 
 A rank that closes may be one that failed, so it waits for no other. It cannot gather what others
 have, and a part of the current values beside a part of older ones would look like a model: such
-parameters hold none then, as at stage 3 all the time.
+parameters hold none then, as at stage 3 all the time. They may be parked in place of that: see
+[Note: parked parameters] in `zero_core.parked`.
 """
 
 from __future__ import annotations
@@ -95,10 +96,11 @@ def _park(values: SegmentValues, engine: Engine) -> None:
     shard = values.read_shard().detach()
     ranges = [segment.shard_range(rank) for rank in range(control.world_size)]
     for slot, param in zip(segment.slots, values.params, strict=True):
-        held = Held(control, engine.device, spans=[_common(slot, *each) for each in ranges])
-        first, last = held.spans[control.rank]
+        spans = [_common(slot, *each) for each in ranges]
+        first, last = spans[control.rank]
         low = ranges[control.rank][0] - slot.start
-        held.part = apart(last - first, shard.dtype).copy_(shard[first - low : last - low])
+        part = apart(last - first, shard.dtype).copy_(shard[first - low : last - low])
+        held = Held(control, engine.device, spans=spans, part=part)
         if can_park(param):
             park(param, held)
         else:
