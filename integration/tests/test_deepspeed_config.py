@@ -226,6 +226,34 @@ def test_the_configuration_in_effect_is_told_once_with_what_has_no_effect(capsys
     assert '"initial_scale_power": 16' in dumped
 
 
+def test_every_key_that_is_honoured_outside_of_the_core_is_told_as_such():
+    gathers = "stage3_gather_16bit_weights_on_model_save"
+    config = {
+        **BASE,
+        "activation_checkpointing": {"cpu_checkpointing": True},
+        "checkpoint": {"tag_validation": "Fail"},
+        "csv_monitor": {"enabled": True},
+        "disable_python_gc": True,
+        "fp16": {"enabled": True, "auto_cast": True},
+        "timers": {"throughput": {"enabled": False}},
+        "zero_optimization": {"stage": 3, gathers: True},
+    }
+    settings = read(config)
+    told = describe(settings, load_config(settings.core, world_size=1), 1)
+    for line in (
+        "activation_checkpointing.cpu_checkpointing = true",
+        'checkpoint.tag_validation = "FAIL"',
+        "csv_monitor.enabled = true",
+        "disable_python_gc = true",
+        "fp16.auto_cast = true",
+        "fp16.enabled = true",
+        "timers.throughput.enabled = false",
+        f"zero_optimization.{gathers} = true",
+    ):
+        assert told.splitlines().count(f"  {line}") == 1, line
+    assert told.count(gathers) == 1
+
+
 def test_a_secret_is_not_told():
     settings = read({**BASE, "comet": {"enabled": True, "api_key": "hidden"}})
     told = describe(settings, load_config(settings.core, world_size=1), 1)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import tempfile
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
 
 import zero_core
 from zero_core.testing import Case, batch, make_model, spawn
@@ -66,3 +68,58 @@ def _both(rank: int, world_size: int, folder: str) -> None:
 def test_values_that_rest_in_a_file_are_gathered_changed_and_evaluated(world_size):
     with tempfile.TemporaryDirectory() as folder:
         spawn(_both, world_size, folder)
+
+
+class _Block(nn.Module):
+    """A frozen layer, whose values rest, and a smaller trained one, whose values are kept."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base = nn.Linear(9, 9).requires_grad_(False)
+        self.adapter = nn.Linear(9, 9, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.base(x) + self.adapter(x))
+
+
+class _Adapted(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(_Block() for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x.square().mean()
+
+
+def test_a_unit_that_rests_in_part_trains_on_after_it_was_gathered(tmp_path: Path) -> None:
+    x = torch.randn(4, 9, generator=torch.Generator().manual_seed(1))
+    plain = _Adapted()
+    optimizer = torch.optim.SGD([p for p in plain.parameters() if p.requires_grad], lr=0.5)
+    zero = {
+        "offload_param": {"device": "nvme", "nvme_path": str(tmp_path)},
+        "stage3_param_persistence_threshold": 85,
+    }
+    sgd = {"type": "SGD", "params": {"lr": 0.5}}
+    engine = zero_core.build(_Adapted(), Case(3, zero=zero, top={"optimizer": sgd}).config())
+    model = engine.module
+    for step in range(4):
+        expected, found = plain(x), engine(x)
+        torch.testing.assert_close(found, expected)
+        expected.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        engine.backward(found)
+        engine.step()
+        for params in (list(model.parameters()), [model.blocks[1].adapter.weight]):
+            with engine.gathered(params=params, modifier_rank=0 if step == 2 else None):
+                assert not any(p.isnan().any() for p in params)
+                if step == 2:
+                    params[-1].data[3] = 0.25
+        assert model.blocks[0].base.weight.isnan().all()
+        assert not model.blocks[0].adapter.weight.isnan().any()
+        if step == 2:
+            plain.blocks[1].adapter.weight.data[3] = 0.25
+    engine.close()

@@ -183,3 +183,30 @@ def _rounds_alike(rank: int, world_size: int) -> None:
 
 def test_micro_steps_of_one_rank_add_up_unrounded_however_their_number_is_given():
     spawn(_rounds_alike, 1)
+
+
+def test_a_load_within_a_step_begins_it_again_and_a_refused_one_changes_nothing(tmp_path):
+    def micro_step(engine: zero_core.Engine, micro: int) -> None:
+        engine.backward(engine(**batch(0, micro, 0))["loss"])
+        engine.step()
+
+    engine = zero_core.build(make_model(), Case(accumulation=2).config())
+    engine.save_checkpoint(tmp_path)
+    micro_step(engine, 0)
+    with pytest.raises(CheckpointError, match="nowhere"):
+        engine.load_checkpoint(tmp_path / "nowhere")
+    micro_step(engine, 1)
+    assert engine.global_steps == 1
+    expected, norm = engine.full_state_dict(), engine.get_global_grad_norm()
+    oracle = _ddp(0, 1, (2,))
+    for without in ((), ("progress",)):
+        micro_step(engine, 0)
+        done = engine.global_steps
+        engine.load_checkpoint(tmp_path, without=without)
+        for micro in range(2):
+            micro_step(engine, micro)
+        assert engine.global_steps == (1 if not without else done + 1)
+        assert engine.micro_steps == 2 * engine.global_steps
+        assert engine.get_global_grad_norm() == norm
+        torch.testing.assert_close(engine.full_state_dict(), expected, rtol=0.0, atol=0.0)
+        assert all(torch.equal(expected[name], value) for name, value in oracle.items())

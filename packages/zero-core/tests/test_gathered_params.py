@@ -204,6 +204,18 @@ def _overlapping(rank: int, world_size: int) -> None:
     second.__exit__(None, None, None)
     assert weight.isnan().all()
     assert bias.isnan().all()
+    for given in ((None, None), (None, [weight]), ([weight], None)):  # None: the whole model
+        first, second = (engine.gathered(params=params) for params in given)
+        first.__enter__()
+        second.__enter__()
+        first.__exit__(None, None, None)
+        with torch.no_grad():
+            engine(**batch(0, 0, rank))
+        assert torch.equal(weight, expected)
+        second.__exit__(None, None, None)
+        with torch.no_grad():
+            engine(**batch(0, 0, rank))
+        assert all(p.isnan().all() for p in engine.module.parameters())  # sharded as before
 
 
 def test_contexts_that_overlap_hold_their_parameters_to_their_own_end():
@@ -236,11 +248,19 @@ def _is_refused(rank: int, world_size: int) -> None:
             pass
         model = engine.module
         different = [model.blocks[0].up.weight] if rank == 0 else [model.blocks[2].up.weight, gain]
-        with (
-            pytest.raises(RankMismatchError, match=rf"rank {rank}: .*blocks\.{2 * rank}\.up"),
-            engine.gathered(params=different, modifier_rank=0),
+        mixed = [gain] if rank == 0 else [stranger]
+        own_rank = f"rank {rank}: .*modifier_rank \\(here {rank}\\)"
+        for params, modifier, said in (
+            (different, 0, rf"rank {rank}: .*blocks\.{2 * rank}\.up"),
+            (mixed, 0, rf"rank {rank}: .*{('gain', 'not this engine')[rank]}"),
+            ([gain], rank, own_rank),
+            (None, rank, own_rank),
         ):
-            pass
+            with (
+                pytest.raises(RankMismatchError, match=said),
+                engine.gathered(params=params, modifier_rank=modifier),
+            ):
+                pass
         _train(engine, rank, range(1))  # whatever was refused, all goes on
 
 

@@ -3,6 +3,7 @@
 from zero_core.build import build
 from zero_core.config import Config, load_config
 from zero_core.deferred import deferred_init
+from zero_core.ending import give_back
 from zero_core.engine import Engine
 from zero_core.errors import (
     CheckpointCorruptError,
@@ -13,7 +14,6 @@ from zero_core.errors import (
     RankMismatchError,
     ZeroError,
 )
-from zero_core.export import give_back
 from zero_core.layout import Layout
 from zero_core.lion import Lion
 from zero_core.owners import engine_of

@@ -72,6 +72,10 @@ class Accumulation:
         """The step under way, ``what`` in words, begins again, as its last backward did not end."""
         text = "%s starts again from its first micro-step, as the last backward did not end"
         _log.warning(text + " (%d micro-steps were done)", what, self.count)
+        self.forget()
+
+    def forget(self) -> None:
+        """The gradients of the step under way were dropped: it begins again."""
         self.micro_steps -= self.count
         self.count = 0
 

@@ -45,11 +45,6 @@ class Whole:
         """Where it lies in its segment."""
         return self.values.segment.slots[self.position]
 
-    def point(self) -> None:
-        """Let the parameter point at ``tensor`` again, if its ``data`` was replaced."""
-        if self.param.data_ptr() != self.tensor.data_ptr():
-            self.param.data = self.tensor
-
 
 class Edit:
     """From when parameters are gathered until `publish`, rank ``rank`` may change them."""

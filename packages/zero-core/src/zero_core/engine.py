@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zero_core import checkpoint, export, progress
+from zero_core import checkpoint, ending, export, progress
 from zero_core.access import StateAccess
 from zero_core.accumulation import Accumulation
 from zero_core.buffers import BufferSync
@@ -142,8 +142,7 @@ class Engine:
         if config.broadcast_buffers:
             self._buffers.attach()
         self._frozen = FrozenGuard(layout, self._state.values)
-        self._hooks = [self._frozen.watch(module)]
-        self._hooks += refuse_stale_state_dicts(module, self._flow)
+        self._hooks = [self._frozen.watch(module), *refuse_stale_state_dicts(module, self._flow)]
         register(self)
 
     # ------------------------------------------------------------------ using
@@ -259,12 +258,14 @@ class Engine:
         """Within, every parameter, or each of ``params`` alone, holds its exact value.
 
         For reading; but what rank ``modifier_rank`` changes in place reaches all shards and master
-        weights at the end. Every rank must enter it, with the same ones. It takes the memory of
-        what is gathered (of ``params``, and one unit at a time), on the modifier twice. It nests.
-        Within its own forward or backward a unit has that one's values: with qwZ, quantized.
+        weights at the end. Every rank must enter it, with the same ones: of those that only read
+        this is not checked, they would wait for each other. It takes the memory of what is gathered
+        (of ``params``, and one unit at a time), on the modifier twice. It nests. Within its own
+        forward or backward a unit has that one's values: with qwZ, quantized.
 
         Raises:
             ValueError: there is no such rank, or one of ``params`` is not this engine's.
+            RankMismatchError: a change was announced with different parameters or ranks.
             RuntimeError: parameters are to be changed within a forward or backward.
         """
         if params is None:
@@ -274,9 +275,8 @@ class Engine:
     def publish(self) -> None:
         """Have the parameters hold the current values now, where each rank has room for them all.
 
-        At stages 0 to 2 a step leaves that to the next forward; after this ``module.state_dict()``
-        works on any rank alone. At stage 3 they rest as shards: see `gathered`. Every rank must
-        call it.
+        At stages 0 to 2 a step leaves it to the next forward; then ``module.state_dict()`` works on
+        any rank alone. At stage 3 they rest as shards: see `gathered`. Every rank must call it.
         """
         self._gathering.publish()
 
@@ -336,10 +336,11 @@ class Engine:
 
     @contextmanager
     def _rewriting(self) -> Iterator[None]:
-        """Within, values are written from outside; gradients so far are dropped."""
-        self._forget_gradient()
+        """Within, values are written from outside; once they are, gradients so far are dropped."""
         self._flow.release_all()
         yield
+        self._forget_gradient()
+        self._accumulation.forget()
         self._on_replaced()
 
     def full_state_dict(
@@ -375,13 +376,12 @@ class Engine:
         return self._meter.report()
 
     def close(self) -> None:
-        """Take the engine's hooks off; parameters stay as they are: see `zero_core.give_back`."""
-        self._tier.wait_params(0, max((p.stop for p in self._pieces), default=0))
-        self._flow.detach()
-        self._buffers.detach()
-        self._names.clear()
-        while self._hooks:
-            self._hooks.pop().remove()
+        """Take the engine's hooks off, on this rank alone: it waits for no other.
+
+        Parameters of whose current values other ranks have a part hold none then: at stage 3 and,
+        after a step, at 1 and 2. `zero_core.give_back` ends an engine with all of them whole.
+        """
+        ending.close(self)
 
     # ------------------------------------------------------------------ facts
 
@@ -473,9 +473,8 @@ class Engine:
         )
 
     def _update(self, groups: Sequence[Mapping[str, Any]]) -> None:
-        plain = [{k: v for k, v in g.items() if k != "params"} for g in groups]
         active = self._early.rest(self._active, self.optimizer)
-        self._tier.step(plain, active, grad_scale=self._grad_scale)
+        self._tier.step(groups, active, grad_scale=self._grad_scale)
         self._flow.values_changed()
 
     def _skip(self) -> None:

@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 from safetensors.torch import save_file
-from torch import Tensor, nn
+from torch import Tensor
 
 from zero_core.state import ShardedState
 
-if TYPE_CHECKING:
-    from zero_core.engine import Engine
-
-__all__ = ["export_safetensors", "full_state_dict", "give_back"]
+__all__ = ["export_safetensors", "full_state_dict"]
 
 MAX_FILE_BYTES = 5 * 1000**3
 INDEX = "model.safetensors.index.json"
@@ -53,26 +49,6 @@ def export_safetensors(state: ShardedState, directory: Path, *, dtype: torch.dty
 
     state.control.together("export", finish)
     return directory
-
-
-def give_back(engine: Engine, *, dtype: torch.dtype | None = None) -> nn.Module:
-    """Close ``engine`` and leave its model with every value whole, for what comes after it.
-
-    Another engine, say; `Engine.close` alone leaves a model of stage 3 without values. Parameters
-    stay the same objects; each rank then holds all of them in its CPU memory.
-
-    Args:
-        engine: every rank must call it, between two steps.
-        dtype: of floating values, which come from the master weights; None: as they are computed.
-
-    Returns:
-        The model.
-    """
-    values = engine.full_state_dict(dtype=dtype)
-    engine.close()
-    for name, param in engine.module.named_parameters():
-        param.data = values[name]
-    return engine.module
 
 
 class _Writer:

@@ -77,8 +77,8 @@ class Flow:
         self.tier: StateTier | None = None
         self.should_sync = True
         """False within ``no_sync``: gradients stay unreduced."""
-        self.is_held = False
-        """True within ``gathered``: nothing is released."""
+        self.num_wholes = 0
+        """How many ``gathered`` of the whole model are open: within any, nothing is released."""
         self.fired: set[int] = set()
         """Parameters that got a gradient on this rank since the last step."""
         self.units = list(units)
@@ -324,7 +324,7 @@ class Flow:
 
     def release(self, unit: Unit) -> None:
         """Give the gathered values of ``unit`` back, unless they are kept or held."""
-        if not self._has_sharded_params or self.is_held:
+        if not self._has_sharded_params or self.num_wholes:
             return
         if unit is self._current:
             self._current = None
@@ -353,7 +353,7 @@ class Flow:
     def is_needed(self, unit: Unit) -> bool:
         """Whether ``unit`` is gathered for somebody who is not done with it."""
         is_used = is_in_backward() or any(u is unit for u, _ in self._running)
-        return self.is_held or (is_used and unit.is_in_use)
+        return self.num_wholes > 0 or (is_used and unit.is_in_use)
 
     # --------------------------------------------------------------- backward
 

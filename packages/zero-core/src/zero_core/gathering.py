@@ -3,17 +3,19 @@
 [Note: whole parameters]
 What is kept whole for good, and what a forward, a backward or another ``gathered`` needs right now,
 is whole where it lies. At stage 3 a few parameters are copied out of their gathered segments, one
-segment at a time, and these are given back at once: what is held is the parameters alone.
+unit at a time, and these are given back at once: what is held is the parameters alone. While a
+context of the whole model is open nothing is released; one of a few parameters that was entered
+within it, and so copied none, keeps it all whole to its own end.
 """
 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from zero_core.edit import Edit, Whole
 from zero_core.errors import RankMismatchError
@@ -33,7 +35,13 @@ class Gathering:
         self._flow = flow
         self._state = state
         self._on_replaced = on_replaced
+        self._num_open = 0
         self._places = {id(p): (v, i) for v in state.values for i, p in enumerate(v.params)}
+
+    @property
+    def is_open(self) -> bool:
+        """Whether parameters are held whole now."""
+        return self._num_open > 0
 
     def publish(self) -> None:
         """Have the parameters whose values are kept whole hold the current ones."""
@@ -44,21 +52,28 @@ class Gathering:
     @contextmanager
     def all_params(self, modifier_rank: int | None) -> Iterator[nn.Module]:
         """Within, every parameter is whole, and a forward releases none."""
-        flow = self._flow
-        flow.release_all()
-        before, flow.is_held = flow.is_held, True
-        try:
-            for unit in flow.units:
-                flow.gather(unit)
+        if modifier_rank is not None:
+            self._check_same(modifier_rank, [])
+        self._flow.release_all()
+        with self._nothing_released():
+            for unit in self._flow.units:
+                self._flow.gather(unit)
             wholes = [
                 Whole(v, i, p.data) for v in self._state.values for i, p in enumerate(v.params)
             ]
             with self._editing(wholes, modifier_rank):
                 yield self._state.module
+
+    @contextmanager
+    def _nothing_released(self) -> Iterator[None]:
+        """Within, what is gathered stays; contexts may end in any order."""
+        self._flow.num_wholes += 1
+        try:
+            yield
         finally:
-            flow.is_held = before
-            if not before:
-                flow.release_all()
+            self._flow.num_wholes -= 1
+            if not self._flow.num_wholes:
+                self._flow.release_all()
 
     @contextmanager
     def some_params(
@@ -70,17 +85,19 @@ class Gathering:
             ValueError: one of them is not the engine's.
             RankMismatchError: they are to be changed, and other ranks gather others.
         """
-        places = self._find(params)
+        wanted = list(params)
         if modifier_rank is not None:
-            self._check_same([place for _, wanted in places for place in wanted.values()])
+            self._check_same(modifier_rank, wanted)
+        places = self._find(wanted)
         copies: list[Whole] = []
-        try:
-            wholes = [w for unit, wanted in places for w in self._gather(unit, wanted, copies)]
-            with self._editing(wholes, modifier_rank):
-                yield self._state.module
-        finally:
-            for whole in copies:
-                whole.values.let_go(whole.position)
+        with self._nothing_released() if self._flow.num_wholes else nullcontext():
+            try:
+                wholes = [w for unit, own in places for w in self._gather(unit, own, copies)]
+                with self._editing(wholes, modifier_rank):
+                    yield self._state.module
+            finally:
+                for whole in copies:
+                    whole.values.let_go(whole.position)
 
     @contextmanager
     def _editing(self, wholes: list[Whole], modifier_rank: int | None) -> Iterator[None]:
@@ -93,29 +110,39 @@ class Gathering:
         if modifier_rank is not None:
             edit = Edit(self._state, modifier_rank, wholes)
             self._state.control.barrier()  # others may read this rank's slice until they are here
+        self._num_open += 1
         try:
             yield
             if edit is not None:
                 edit.publish()
                 self._on_replaced()
         finally:
+            self._num_open -= 1
             for whole in wholes:
-                whole.point()
+                whole.values.point(whole.position)
 
-    def _check_same(self, places: list[tuple[SegmentValues, int]]) -> None:
-        """A rank that gathers something else would wait for what never comes."""
+    def _check_same(self, modifier_rank: int, params: Sequence[nn.Parameter]) -> None:
+        """A rank that asks for something else would wait for what never comes."""
         control = self._state.control
-        numbers = [values.segment.slots[position].param for values, position in places]
-        described = torch.tensor([zlib.crc32(repr(numbers).encode())])
+        names = sorted({self._name(param) for param in params})
+        described = torch.tensor([zlib.crc32(repr((modifier_rank, names)).encode())])
         if len(set(control.gather(described).tolist())) > 1:
-            names = [self._state.layout.params[number].name for number in numbers]
             raise RankMismatchError(
-                f"rank {control.rank}: gathered(modifier_rank=...) was entered with different "
-                f"parameters (here {names[:4]}): gather the same on every rank"
+                f"rank {control.rank}: gathered() was entered with different parameters (here "
+                f"{names[:4] or 'all'}) or another modifier_rank (here {modifier_rank}): give the "
+                "same on every rank"
             )
 
+    def _name(self, param: nn.Parameter) -> str:
+        """The first name of ``param``, or that it has none here: `_find` refuses it."""
+        place = self._places.get(id(param))
+        if place is None:
+            return "one that is not this engine's"
+        values, position = place
+        return self._state.layout.params[values.segment.slots[position].param].name
+
     def _find(
-        self, params: Iterable[nn.Parameter]
+        self, params: Sequence[nn.Parameter]
     ) -> list[tuple[Unit, dict[int, tuple[SegmentValues, int]]]]:
         """The units that hold ``params``, and where in them these are, by their ``id``."""
         found: dict[int, dict[int, tuple[SegmentValues, int]]] = {}
@@ -139,25 +166,28 @@ class Gathering:
         wanted: dict[int, tuple[SegmentValues, int]],
         copies: list[Whole],
     ) -> Iterator[Whole]:
-        """Have the ``wanted`` parameters of ``unit`` whole; add to ``copies`` what was copied."""
-        is_in_place = self._flow.is_needed(unit) or all(v.is_kept for v, _ in wanted.values())
-        if is_in_place:
-            self._flow.gather(unit)
-            yield from (Whole(v, i, v.params[i].data) for v, i in wanted.values())
-            return
-        held = [Whole(v, i, v.held[i]) for v, i in wanted.values() if i in v.held]
-        for whole in held:  # by another context, which may end before this one
-            whole.values.hold(whole.position, whole.tensor)
-            copies.append(whole)
-            yield whole
-        missing = [(v, i) for v, i in wanted.values() if i not in v.held]
-        if missing:
-            self._flow.release(unit)
+        """Have the ``wanted`` parameters of ``unit`` whole; add to ``copies`` what was copied.
+
+        A unit that rests off the device may have segments that are kept: these are not copied.
+        """
+        is_needed = self._flow.is_needed(unit)
+        copied = {key for key, (v, _) in wanted.items() if not (is_needed or v.is_kept)}
+        # What another context holds, which may end before this one, is held once more.
+        missing = [key for key in copied if wanted[key][1] not in wanted[key][0].held]
+        new: dict[int, Tensor] = {}
+        if missing or len(copied) < len(wanted):
+            if not is_needed:
+                self._flow.release(unit)
             self._flow.gather(unit)
             with torch.inference_mode(False):  # they may serve an initialization
-                new = [Whole(v, i, v.params[i].data.clone()) for v, i in missing]
-            self._flow.release(unit)
-            for whole in new:
-                whole.values.hold(whole.position, whole.tensor)
-                copies.append(whole)
-                yield whole
+                new = {k: wanted[k][0].params[wanted[k][1]].data.clone() for k in missing}
+            if not is_needed:
+                self._flow.release(unit)
+        for key, (values, position) in wanted.items():
+            if key not in copied:
+                yield Whole(values, position, values.params[position].data)
+                continue
+            whole = Whole(values, position, new[key] if key in new else values.held[position])
+            values.hold(position, whole.tensor)
+            copies.append(whole)
+            yield whole

@@ -198,7 +198,7 @@ class EngineOptimizer(torch.optim.Optimizer):
         update: Callable[[Sequence[Mapping[str, Any]]], None],
         discard_grads: Callable[[], None],
     ) -> None:
-        """Drive ``update`` with the groups of ``given``; it must not be stepped itself."""
+        """Drive ``update`` with the `hyperparameters` of ``given``, which is not stepped itself."""
         super().__init__(given.param_groups, given.defaults)
         self.param_groups = given.param_groups
         self.given = given
@@ -206,8 +206,11 @@ class EngineOptimizer(torch.optim.Optimizer):
         self._update = update
         self._discard_grads = discard_grads
         self._may_step = False
-        if given is not self:
-            given.register_step_pre_hook(_refuse_step)
+        self._guard = given.register_step_pre_hook(_refuse_step)
+
+    def release(self) -> None:
+        """Let the optimizer that was given be stepped by others again."""
+        self._guard.remove()
 
     def engine_step(self) -> None:
         """Called by `Engine.step`: run ``step`` with all its hooks."""
@@ -223,10 +226,10 @@ class EngineOptimizer(torch.optim.Optimizer):
         """Refused outside the engine: gradients are in the engine, not on the parameters."""
         if not self._may_step or closure is not None:
             raise RuntimeError("call engine.step(): the engine drives its optimizer")
-        self._update(self.param_groups)
+        self._update(self.hyperparameters())
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget the gradients accumulated since the last step."""
+        """Forget the gradients accumulated since the last step, not the count of micro-steps."""
         self._discard_grads()
 
     def state_dict(self) -> dict[str, Any]:

@@ -220,6 +220,21 @@ class SegmentValues:
         else:
             self._point_at_placeholders()
 
+    def abandon(self) -> None:
+        """Let the parameters hold nothing, unless it is the current values; nobody gathers more."""
+        if not self.is_current:
+            self._point_at_placeholders()
+
+    def point(self, position: int) -> None:
+        """Let the parameter at ``position`` hold what it should, if its ``data`` was replaced."""
+        if self._is_pointed_at:
+            tensor = self._current_views()[position]
+        else:
+            tensor = self.held.get(position, self._placeholders[position])
+        found = self.params[position]
+        if (found.data_ptr(), found.shape) != (tensor.data_ptr(), tensor.shape):
+            found.data = tensor
+
     def hold(self, position: int, copy: Tensor) -> None:
         """While sharded, let the parameter at ``position`` point at ``copy``, of its values.
 

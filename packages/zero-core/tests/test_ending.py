@@ -1,0 +1,115 @@
+"""An engine ends: a rank closes it alone, or all give the model back; nothing looks like values
+that isn't.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import zero_core
+from zero_core import ConfigError
+from zero_core.testing import Case, batch, make_model, spawn
+
+
+def _step(engine: zero_core.Engine, rank: int) -> None:
+    engine.backward(engine(**batch(0, 0, rank))["loss"])
+    engine.step()
+
+
+def _closed(rank: int, world_size: int) -> None:
+    for stage in (1, 2, 3):
+        model = make_model()
+        engine = zero_core.build(model, Case(stage).config())
+        frozen = model.frozen[0].up.weight.detach().clone()
+        _step(engine, rank)
+        engine.close()
+        assert model.blocks[0].up.weight.isnan().all()
+        assert torch.equal(model.frozen[0].up.weight, frozen) == (stage < 3)
+        with pytest.raises(RuntimeError, match=r"sometimes holds no value.*give_back"):
+            model.state_dict()
+        with pytest.raises(ConfigError, match="holds no value"):
+            zero_core.build(model, Case(stage).config())
+    for stage in (0, 1, 2):  # with its values whole on every rank
+        engine = zero_core.build(make_model(), Case(stage).config())
+        _step(engine, rank)
+        expected = engine.full_state_dict()
+        engine.publish()
+        engine.close()
+        found = dict(engine.module.state_dict())
+        torch.testing.assert_close(found, expected, rtol=0.0, atol=0.0)
+    engine = zero_core.build(make_model(), Case(2).config())
+    _step(engine, rank)
+    if rank == 0:
+        engine.close()  # the others have gone
+
+
+def test_a_rank_that_closes_waits_for_no_other_and_leaves_no_mixture_of_values():
+    spawn(_closed, 2)
+
+
+def _given_back(rank: int, world_size: int) -> None:
+    for stage in (1, 2, 3):
+        engine = zero_core.build(make_model(), Case(stage).config())
+        _step(engine, rank)
+        expected = engine.full_state_dict()
+        model = zero_core.give_back(engine)
+        engine.close()  # a second time
+        torch.testing.assert_close(dict(model.state_dict()), expected, rtol=0.0, atol=0.0)
+        again = zero_core.build(model, Case(stage).config())
+        torch.testing.assert_close(again.full_state_dict(), expected, rtol=0.0, atol=0.0)
+        gathered: tuple[dict[str, Any], ...] = ({}, {"params": [again.module.gain]})
+        for options in gathered:
+            with (
+                pytest.raises(RuntimeError, match=r"give_back\(\) within gathered"),
+                again.gathered(**options),
+            ):
+                zero_core.give_back(again)
+        again.backward(again(**batch(0, 0, rank))["loss"])
+        with pytest.raises(RuntimeError, match=r"step first, or drop it by .*zero_grad"):
+            zero_core.give_back(again)
+        again.optimizer.zero_grad()
+        torch.testing.assert_close(
+            dict(zero_core.give_back(again).state_dict()), expected, rtol=0.0, atol=0.0
+        )
+
+
+def test_a_trained_model_is_given_back_between_two_steps_alone():
+    spawn(_given_back, 2)
+
+
+class _Far(Tensor):
+    """Stands for a buffer on an accelerator."""
+
+    def cpu(self, *args: Any, **kwargs: Any) -> Tensor:
+        return torch.full((3,), 2.0)
+
+
+def test_optimizer_and_buffers_serve_a_plain_loop_after_the_engine():
+    def make() -> tuple[nn.Module, torch.optim.Optimizer]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1))
+        return model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+    x = torch.ones(2, 3)
+    expected, oracle = make()
+    for _ in range(2):
+        expected(x).square().mean().backward()
+        oracle.step()
+        oracle.zero_grad()
+    model, optimizer = make()
+    config = {"train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": 3}}
+    engine = zero_core.build(model, config, optimizer=optimizer)
+    engine.backward(engine(x).square().mean())
+    engine.step()
+    with pytest.raises(RuntimeError, match=r"call engine\.step"):
+        optimizer.step()
+    model.register_buffer("scale", torch.ones(3).as_subclass(_Far))
+    zero_core.give_back(engine)
+    assert torch.equal(model.scale, torch.full((3,), 2.0))
+    model(x).square().mean().backward()
+    optimizer.step()
+    torch.testing.assert_close(list(model.parameters()), list(expected.parameters()))
