@@ -26,13 +26,19 @@ def _make_model() -> nn.Module:
 
 
 def _plain(ranks: int) -> dict[str, list[float]]:
-    """Two epochs of the same batches in one process of plain torch."""
-    data = torch.randn(32, 3, generator=torch.Generator().manual_seed(1))
+    """Two epochs of the same batches in one process of plain torch, and one with all but it new."""
     model = _make_model()
+    record: dict[str, list[float]] = {"losses": [], "norms": []}
+    for epochs in (2, 1):
+        _train_plain(model, ranks, epochs, record)
+    return record
+
+
+def _train_plain(model: nn.Module, ranks: int, epochs: int, record: dict[str, list[float]]) -> None:
+    data = torch.randn(32, 3, generator=torch.Generator().manual_seed(1))
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
-    record: dict[str, list[float]] = {"losses": [], "norms": []}
-    batches = data.split(MICRO * ranks) * 2
+    batches = data.split(MICRO * ranks) * epochs
     for number, inputs in enumerate(batches, start=1):
         loss = model(inputs).square().mean()
         (loss / ACCUMULATION).backward()
@@ -43,7 +49,6 @@ def _plain(ranks: int) -> dict[str, list[float]]:
             optimizer.step()
             scheduler.step()
             optimizer.zero_grad()
-    return record
 
 
 @pytest.mark.parametrize(("stage", "ranks"), [(1, 2), (3, 2)])
@@ -55,8 +60,8 @@ def test_loop_trains_saves_and_goes_on_as_in_plain_torch(
     expected = _plain(ranks)
     assert found["processes"] == ranks
     for key in ("losses", "norms"):
-        both = found["first"][key] + found["second"][key]
-        assert both == pytest.approx(expected[key], rel=1e-4)
+        all_three = found["first"][key] + found["second"][key] + found["anew"][key]
+        assert all_three == pytest.approx(expected[key], rel=1e-4)
     assert found["again"]["losses"] == pytest.approx(found["second"]["losses"], rel=1e-6)
     assert found["again"]["rates"] == found["second"]["rates"]
     assert found["first"]["rates"][-1] < LR

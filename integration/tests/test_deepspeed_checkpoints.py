@@ -121,7 +121,8 @@ def test_training_goes_on_as_if_it_had_not_stopped_at_any_stage(
 def _save(rank: int, world_size: int, folder: str) -> None:
     engine = _engine(3)
     _train(engine, range(2))
-    engine.save_checkpoint(folder)
+    engine.save_checkpoint(folder, tag=f"of_rank_{rank}")  # the first one's is taken
+    assert Path(folder, "latest").read_text() == "of_rank_0"
     engine.destroy()
 
 
@@ -240,13 +241,24 @@ def test_checkpoint_within_an_accumulation_warns_once(
     engine = _engine(2, gradient_accumulation_steps=4)
     _train(engine, range(4))
     engine.save_checkpoint(tmp_path)
-    assert "gradient so far" not in caplog.text
+    assert not caplog.records
     _train(engine, range(2))
     engine.save_checkpoint(tmp_path)
     engine.save_checkpoint(tmp_path)
-    assert caplog.text.count("after micro-step 6, the number 2 of 4 of its step") == 1
+    assert caplog.text.count("after step 1 and in the middle of the next one") == 1
     with pytest.raises(CheckpointError, match="in the middle of an accumulation"):
         engine.core.save_checkpoint(tmp_path)
+    engine.destroy()
+
+
+def test_gradient_is_missed_where_step_is_called_at_boundaries_alone(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = _engine(2, gradient_accumulation_steps=2)  # accelerate drives it so
+    engine.set_gradient_accumulation_boundary(False)
+    engine.backward(engine(torch.arange(3)))
+    engine.save_checkpoint(tmp_path)
+    assert "after step 0 and in the middle of the next one" in caplog.text
     engine.destroy()
 
 

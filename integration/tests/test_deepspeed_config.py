@@ -6,6 +6,7 @@ import base64
 import gc
 import json
 import logging
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from zero_core.errors import ConfigError
 from zero_engine import deepspeed
 from zero_engine.deepspeed.announcing import apply, describe
 from zero_engine.deepspeed.config import Settings, read
+from zero_engine.deepspeed.utils.logging import log_dist, logger, set_log_level_from_string
 
 BASE = {"train_batch_size": 4}
 
@@ -154,6 +156,31 @@ def test_what_accelerate_adds_is_taken():
     assert load_config(settings.core, world_size=1).compute_dtype == torch.float16
 
 
+def test_key_that_asks_for_what_holds_passes():
+    core = read({**BASE, "zero_optimization": {"mics_hierarchical_params_gather": False}}).core
+    load_config(core, world_size=1)
+
+
+def test_key_without_effect_beside_another_one_is_told():
+    def told(**more):
+        settings = read({**BASE, **more})
+        return describe(settings, load_config(settings.core, world_size=1), 1)
+
+    off = told(bf16={"enabled": False, "check_grad_overflow": False})
+    assert "  bf16.check_grad_overflow = false: used with bf16.enabled only" in off
+    on = told(bf16={"enabled": True, "check_grad_overflow": False})
+    assert "bf16.check_grad_overflow" not in on
+    assert "  check_grad_overflow = false" in on
+    names = ["all_gather_into_tensor", "broadcst"]
+    logged = {"enabled": True, "prof_ops": names}
+    assert 'prof_ops = ["all_gather_into_tensor", "broadcst"]: prof_all is true' in told(
+        comms_logger=logged
+    )
+    assert 'comms_logger.prof_ops = ["broadcst"]: no collective of the engine\'s' in told(
+        comms_logger={**logged, "prof_all": False}
+    )
+
+
 def test_an_unknown_key_at_the_top_is_told_and_one_in_a_checked_block_refused():
     settings = read({**BASE, "_comment": "x", "gradient_cliping": 2.0, "aio": {"depth": 8}})
     told = {note.path: note.text for note in settings.notes if note.is_warning}
@@ -199,6 +226,34 @@ def test_the_configuration_in_effect_is_told_once_with_what_has_no_effect(capsys
     assert '"initial_scale_power": 16' in dumped
 
 
+def test_every_key_that_is_honoured_outside_of_the_core_is_told_as_such():
+    gathers = "stage3_gather_16bit_weights_on_model_save"
+    config = {
+        **BASE,
+        "activation_checkpointing": {"cpu_checkpointing": True},
+        "checkpoint": {"tag_validation": "Fail"},
+        "csv_monitor": {"enabled": True},
+        "disable_python_gc": True,
+        "fp16": {"enabled": True, "auto_cast": True},
+        "timers": {"throughput": {"enabled": False}},
+        "zero_optimization": {"stage": 3, gathers: True},
+    }
+    settings = read(config)
+    told = describe(settings, load_config(settings.core, world_size=1), 1)
+    for line in (
+        "activation_checkpointing.cpu_checkpointing = true",
+        'checkpoint.tag_validation = "FAIL"',
+        "csv_monitor.enabled = true",
+        "disable_python_gc = true",
+        "fp16.auto_cast = true",
+        "fp16.enabled = true",
+        "timers.throughput.enabled = false",
+        f"zero_optimization.{gathers} = true",
+    ):
+        assert told.splitlines().count(f"  {line}") == 1, line
+    assert told.count(gathers) == 1
+
+
 def test_a_secret_is_not_told():
     settings = read({**BASE, "comet": {"enabled": True, "api_key": "hidden"}})
     told = describe(settings, load_config(settings.core, world_size=1), 1)
@@ -206,17 +261,53 @@ def test_a_secret_is_not_told():
     assert "hidden" not in told
 
 
-def test_what_is_asked_of_the_process_is_done():
+@pytest.fixture
+def loggers() -> Iterator[tuple[str, ...]]:
+    """The project's loggers, which are as before after the test."""
     names = ("DeepSpeed", "zero_core", "zero_comm", "zero_engine", "zero_offload")
-    levels = {name: logging.getLogger(name).level for name in names}
+    found = [logging.getLogger(name) for name in (*names, "zero_core.progress")]
+    before = [(one.level, one.propagate, [*one.handlers]) for one in found]
+    yield names
+    for one, (level, propagate, handlers) in zip(found, before, strict=True):
+        one.setLevel(level)
+        one.propagate, one.handlers = propagate, handlers
+
+
+def test_what_is_asked_of_the_process_is_done(loggers):
     try:
         apply(read({**BASE, "log_level": "error", "disable_python_gc": True}))
         assert not gc.isenabled()
-        assert {logging.getLogger(name).level for name in names} == {logging.ERROR}
+        assert {logging.getLogger(name).level for name in loggers} == {logging.ERROR}
     finally:
         gc.enable()
-        for name, level in levels.items():
-            logging.getLogger(name).setLevel(level)
+
+
+@pytest.mark.parametrize("asked", [{"log_level": "info"}, {"steps_per_print": 1}])
+def test_what_loggers_are_asked_to_tell_is_on_stdout_once(asked, loggers, capsys):
+    apply(read({**BASE, **asked}))
+    is_info = "log_level" in asked
+    logging.getLogger("zero_core.progress").info("the step")
+    log_dist("of one rank", ranks=[0])
+    logger.warning("of a script")
+    told = capsys.readouterr().out
+    assert told.count("the step") == 1
+    assert told.count("of one rank") == is_info
+    assert told.count("of a script") == 1
+    assert "[WARNING] [test_deepspeed_config.py:" in told
+
+
+def test_level_of_deepspeeds_logger_is_set_by_name(loggers, capsys):
+    set_log_level_from_string("warning")
+    logger.info("too low")
+    set_log_level_from_string("info")
+    logger.info("high enough")
+    for _ in range(2):
+        logger.warning_once("a warning of this test")
+        logger.log_dist_once("a line of this test", ranks=[0])
+    told = capsys.readouterr().out
+    assert "too low" not in told
+    for text in ("high enough", "a warning of this test", "a line of this test"):
+        assert told.count(text) == 1
 
 
 def test_place_of_gradients_is_told_at_stage_0_alone():

@@ -26,6 +26,8 @@ _CONFIG = {
 def chosen(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[list[int]]:
     """Indices that were chosen, by a script that made the process group itself."""
     found: list[int] = []
+    if dist.is_initialized():  # by an earlier test's initialize()
+        dist.destroy_process_group()
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     # None of them is there for anything else: build() goes on with the CPU.
     monkeypatch.setattr("zero_engine.deepspeed.distributed.torch", _Torch(found))
@@ -36,8 +38,12 @@ def chosen(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[list[int
 class _Torch:
     """Stands for torch where the device is chosen."""
 
-    def __init__(self, found: list[int]) -> None:
-        self.accelerator = Namespace(is_available=lambda: True, set_device_index=found.append)
+    def __init__(self, found: list[int], visible: int = 8) -> None:
+        self.accelerator = Namespace(
+            is_available=lambda: True,
+            device_count=lambda: visible,
+            set_device_index=found.append,
+        )
 
 
 def _initialize(**arguments: object) -> None:
@@ -54,6 +60,15 @@ def test_initialize_takes_the_launchers_accelerator(
         _initialize(**arguments)
         assert chosen
         assert set(chosen) == {3}
+
+
+def test_only_accelerator_that_a_rank_sees_is_its_own(
+    chosen: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    monkeypatch.setattr("zero_engine.deepspeed.distributed.torch", _Torch(chosen, visible=1))
+    deepspeed.init_distributed()
+    assert chosen == [0]
 
 
 def test_device_rank_of_the_arguments_wins(

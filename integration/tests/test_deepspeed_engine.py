@@ -479,7 +479,8 @@ def _evaluate(rank: int, world_size: int) -> None:
     reference = _linear()
     config = _config(3, scheduler={"type": "WarmupLR", "params": {}})
     del config["optimizer"]
-    engine, optimizer, _, scheduler = deepspeed.initialize(model=_linear(), config=config)
+    model = _linear()
+    engine, optimizer, _, scheduler = deepspeed.initialize(model=model, config=config)
     assert optimizer is None
     assert scheduler is None
     with torch.no_grad():
@@ -491,8 +492,31 @@ def _evaluate(rank: int, world_size: int) -> None:
         engine.backward(found.mean())
     with pytest.raises(RuntimeError, match="without an optimizer"):
         engine.step()
+    _train_with_further_engines(model, reference)
+
+
+def _train_with_further_engines(model: nn.Module, reference: nn.Module) -> None:
+    """Each makes one step of SGD, and is left in the middle of the next one, not destroyed."""
+    optimizer = torch.optim.SGD(reference.parameters(), lr=0.1)
+    sgd = {"type": "SGD", "params": {"lr": 0.1}}
+    left = None
+    for stage in (3, 2, 3, 0):
+        config = _config(stage, gradient_clipping=0.0, optimizer=sgd)
+        engine, *_ = deepspeed.initialize(model=model, config=config)
+        if left is not None:
+            with pytest.raises(RuntimeError, match="another initialize"):
+                left.step()
+        _train(engine, 1, first=stage)
+        torch.stack(
+            [reference(_inputs(stage, r)).square().mean() for r in (0, 1)]
+        ).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        engine.backward(engine(_inputs(9)).mean())
+        left = engine
+    torch.testing.assert_close(engine.core.full_state_dict(), dict(reference.state_dict()))
     engine.destroy()
 
 
-def test_engine_without_an_optimizer_evaluates() -> None:
+def test_engine_without_an_optimizer_evaluates_and_further_ones_train_its_model() -> None:
     spawn(_evaluate, 2)

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import importlib
 import json
+from typing import Optional, Union
 
 import pytest
 from deepspeed_names import TABLE, deepspeeds_folder, public_names
 
+from zero_engine import deepspeed
 from zero_engine.deepspeed.errors import NotServedError, Unserved
+from zero_engine.deepspeed.runtime.base_optimizer import DeepSpeedOptimizer
 
 NAMES: dict[str, list[str]] = json.loads(TABLE.read_text(encoding="utf-8"))
 
@@ -58,6 +61,49 @@ def test_class_that_is_not_served_cannot_be_subclassed() -> None:
     lines = "from zero_engine.deepspeed.runtime.zero import DeepSpeedZeRoOffload as Base"
     with pytest.raises(NotServedError, match=r"runtime\.zero\.DeepSpeedZeRoOffload"):
         exec(f"{lines}\nclass Mine(Base): pass", {})
+
+
+CONSTANT = "from zero_engine.deepspeed.runtime.config import ADAM_OPTIMIZER as constant\n"
+STAGE_3 = """
+from zero_engine.script.refusal import INNER, RefusedModule
+stage3 = RefusedModule("stage3", "runtime.zero.stage3", INNER)
+Optimizer = stage3.DeepSpeedZeroOptimizer_Stage3
+"""
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        *(
+            f"{CONSTANT}{use}"
+            for use in ("constant == 'adam'", "'adam' != constant", "not constant")
+        ),
+        *(f"{CONSTANT}{use}" for use in ("f'{constant}'", "'adam' in constant", "constant + 1")),
+        *(f"{CONSTANT}{use}" for use in ("[*constant]", "constant['a']", "constant < 2")),
+        f"{STAGE_3}Optimizer.step = print",
+        f"{STAGE_3}stage3.DeepSpeedZeroOptimizer_Stage3 = dict",
+        f"{STAGE_3}isinstance(3, Optimizer)",
+        f"{STAGE_3}issubclass(dict, (int, Optimizer))",
+        f"{STAGE_3}dict == Optimizer",
+    ],
+)
+def test_any_use_of_a_name_that_is_not_served_is_refused(use: str) -> None:
+    with pytest.raises(NotServedError, match=r"(ADAM_OPTIMIZER|_Stage3) is not served"):
+        exec(use, {})
+
+
+def test_name_that_is_not_served_may_be_looked_at_and_annotated() -> None:
+    found = deepspeed.PipelineModule
+    assert found is not None
+    assert not isinstance(3, found)
+    assert not issubclass(dict, found)
+    assert "deepspeed.PipelineModule" in repr(found)
+    assert (found | None) == (None | found) == Optional[found] == Union[None, found]  # noqa: UP007, UP045
+    assert found in (int, found)
+
+
+def test_optimizer_of_an_engine_is_of_deepspeeds_class() -> None:
+    assert DeepSpeedOptimizer is deepspeed.DeepSpeedOptimizer
 
 
 def test_table_has_the_names_of_deepspeed_itself() -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from conftest import environment, run_program
 
-from zero_engine.script.local_rank import declares_local_rank, source_of
+from zero_engine.script.local_rank import Source, declares_local_rank, source_of
 
 # As DeepSpeed-Chat's programs begin.
 DECLARES = """
@@ -36,11 +36,11 @@ def _write(folder: Path, text: str, name: str = "script.py") -> Path:
     return path
 
 
-def _run_as_rank(*arguments: str) -> subprocess.CompletedProcess[str]:
-    """``zero-engine run`` in a process that is rank 5, the second of its machine."""
+def _run_as_rank(*arguments: str, rank: str = "5") -> subprocess.CompletedProcess[str]:
+    """``zero-engine run`` in a process that is a rank, the second of its machine."""
     return subprocess.run(
         [sys.executable, "-m", "zero_engine", "run", *arguments],
-        env={**environment(), "RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1"},
+        env={**environment(), "RANK": rank, "WORLD_SIZE": "8", "LOCAL_RANK": "1"},
         capture_output=True,
         text=True,
         timeout=150,
@@ -52,15 +52,19 @@ def test_each_rank_is_given_its_own_number(tmp_path: Path) -> None:
     script = _write(tmp_path, DECLARES)
     done = run_program("run", "--nproc-per-node=2", str(script), "--epochs", "3")
     assert sorted(done.stdout.splitlines()) == ["0 0 3", "1 1 3"]
+    assert done.stderr.count("script.py declares --local_rank and is given it") == 1
 
 
 def test_script_in_a_process_that_is_a_rank_is_given_its_number(tmp_path: Path) -> None:
-    assert _run_as_rank(str(_write(tmp_path, DECLARES))).stdout == "1 1 None\n"
+    done = _run_as_rank(str(_write(tmp_path, DECLARES)))
+    assert done.stdout == "1 1 None\n"
+    assert "local_rank" not in done.stderr, "rank 0 alone tells"
 
 
 def test_script_that_does_not_declare_it_is_not_given_it(tmp_path: Path) -> None:
-    done = _run_as_rank(str(_write(tmp_path, DOES_NOT)), "--epochs=3")
+    done = _run_as_rank(str(_write(tmp_path, DOES_NOT)), "--epochs=3", rank="0")
     assert done.stdout == "3\n", done.stderr
+    assert "script.py is not given --local_rank" in done.stderr
 
 
 @pytest.mark.parametrize(
@@ -78,11 +82,16 @@ def test_number_that_the_user_gives_is_kept(tmp_path: Path) -> None:
     assert done.stdout == "1 7 None\n"
 
 
+def _declares(script: Path) -> bool:
+    return declares_local_rank(Source(script, script.parent))
+
+
 @pytest.mark.parametrize(
     ("line", "file"),
     [
         ("from options import parser", "options.py"),
         ("import package.options", "package/options.py"),
+        ("import package.options", "package/__init__.py"),
         ("from package import options", "package/options.py"),
         ("from package import parser", "package/__init__.py"),
     ],
@@ -91,14 +100,51 @@ def test_option_may_be_declared_by_a_module_beside_the_script(
     tmp_path: Path, line: str, file: str
 ) -> None:
     script = _write(tmp_path, line)
-    assert not declares_local_rank(script)
+    assert not _declares(script)
     _write(tmp_path, DECLARES, file)
-    assert declares_local_rank(script)
+    assert _declares(script)
+
+
+@pytest.mark.parametrize(
+    ("line", "file"),
+    [
+        ("from .options import parser", "package/options.py"),
+        ("from . import options", "package/options.py"),
+        ("from ..options import parser", "options.py"),
+        ("from ..other import parser", "other/__init__.py"),
+    ],
+)
+def test_relative_import_is_of_the_package_of_its_module(
+    tmp_path: Path, line: str, file: str
+) -> None:
+    script = _write(tmp_path, "import package")
+    _write(tmp_path, line, "package/__init__.py")
+    _write(tmp_path, DOES_NOT, "package/unused.py")
+    assert not _declares(script)
+    _write(tmp_path, DECLARES, file)
+    assert _declares(script)
+
+
+# As a program of transformers' HfArgumentParser.
+FIELDS = """
+import dataclasses, os
+@dataclasses.dataclass(frozen=True)
+class Options:
+    local_rank: int = -1
+"""
+
+
+def test_field_of_a_dataclass_is_an_option_of_hugging_faces_parser(tmp_path: Path) -> None:
+    script = _write(tmp_path, "from options import Options")
+    _write(tmp_path, FIELDS, "options.py")
+    assert not _declares(script), "nobody makes an option of it"
+    _write(tmp_path, "from options import Options\nhf.HfArgumentParser(Options)")
+    assert _declares(script)
 
 
 def test_module_beside_the_script_that_is_not_imported_does_not_count(tmp_path: Path) -> None:
     _write(tmp_path, DECLARES, "other.py")
-    assert not declares_local_rank(_write(tmp_path, DOES_NOT))
+    assert not _declares(_write(tmp_path, DOES_NOT))
 
 
 def test_module_is_found_as_python_finds_it(
@@ -106,5 +152,5 @@ def test_module_is_found_as_python_finds_it(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     program = _write(tmp_path, DECLARES, "package/__main__.py")
-    assert source_of("package", is_module=True) == program
+    assert source_of("package", is_module=True) == Source(program, tmp_path)
     assert source_of("package.missing", is_module=True) is None

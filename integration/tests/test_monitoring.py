@@ -187,6 +187,47 @@ def test_times_add_up_over_the_micro_steps_of_a_step(capsys):
     assert fwd[1] == pytest.approx(clock.last_ms["fwd"], abs=0.01)
 
 
+class _SlowBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        time.sleep(0.03)
+        return grad
+
+
+class _Outputs(nn.Linear):
+    """Two outputs, of whose backwards both take their time, one before any parameter's gradient."""
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        y = super().forward(x)
+        return {"loss": _SlowBackward.apply(y).sum(), "logits": y}
+
+
+def test_backward_that_the_script_calls_itself_is_measured_alike(capsys):
+    block = {"enabled": True, "profile_step": 0}
+    config = _config(memory_breakdown=True, flops_profiler=block, gradient_accumulation_steps=2)
+    engine, *_ = deepspeed.initialize(model=_Outputs(3, 4), config=config)
+    with pytest.raises(RuntimeError, match="does not require grad"):
+        (engine(torch.ones(2, 3))["loss"].detach()).backward()
+    for _ in range(2):
+        found = engine(torch.ones(2, 3))
+        (found["loss"] + found["logits"].square().sum()).backward()
+        engine.step()
+    # From the first gradient of an output on, that is, before those of parameters.
+    assert engine._watch.last_ms["bwd"] >= 60.0
+    out = capsys.readouterr().out
+    # Each backward is watched once, however many outputs it begins at.
+    assert out.count("memory after backward") == 2
+    assert "backward: not counted: call engine.backward(loss)" in out
+    for _ in range(2):
+        engine.module(torch.ones(2, 3))["loss"].backward()
+        engine.step()
+    assert re.search(r"fwd: not measured \| bwd: not measured \| step: \d", capsys.readouterr().out)
+
+
 def test_evaluation_counts_in_no_time_and_a_failed_forward_ends_its_own():
     engine = _train(_config(wall_clock_breakdown=True), steps=1, model=_Slow(3, 4))
     engine.eval()
@@ -257,9 +298,11 @@ def test_memory_is_told_after_each_part(capsys):
     assert all(0.05 < gigabytes < 64.0 for gigabytes in held)
 
 
-def test_samples_per_second_are_told_every_so_many_steps(capsys):
+def test_step_and_samples_per_second_are_told_every_so_many_steps(capsys):
     _train(_config(steps_per_print=2), steps=5, model=_Slow(3, 4))
-    told = re.findall(r"step (\d+): ([\d.e+]+) samples/s", capsys.readouterr().out)
+    out = capsys.readouterr().out
+    assert re.findall(r"step (\d+), skipped 0, lr \[0\.1\], loss scale 1,", out) == ["2", "4"]
+    told = re.findall(r"step (\d+): ([\d.e+]+) samples/s", out)
     assert [step for step, _ in told] == ["2", "4"]
     assert all(float(rate) < 2 / 0.03 for _, rate in told)
     off = _config(steps_per_print=2, timers={"throughput": {"enabled": False}})

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from zero_core import give_back
 from zero_core.testing import spawn
 from zero_engine import deepspeed
 
@@ -169,9 +170,10 @@ def test_backward_without_the_loss_scale_is_still_refused() -> None:
     engine.destroy()
 
 
-def test_closed_engine_divides_no_gradient() -> None:
+@pytest.mark.parametrize("end", [lambda e: e.destroy(), lambda e: give_back(e.core)])
+def test_ended_engine_divides_no_gradient(end: Callable[[Any], Any]) -> None:
     engine = _make(0)
-    engine.destroy()
+    end(engine)
     engine.module.second.bias.register_hook(seen := _Seen())
     engine.module(torch.ones(2, 3))["logits"].sum().backward()
     assert seen.grad is not None

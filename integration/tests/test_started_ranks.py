@@ -42,14 +42,24 @@ dist.destroy_process_group()
 """
 
 
-def test_slurms_task_is_a_rank() -> None:
-    assert rank_variables(SLURM) == {
+# SLURM's pmi2 plugin, MpiDefault at some sites, sets variables of MPI's, too.
+PMI2 = {**SLURM, "PMI_FD": "7", "PMI_JOBID": "40007.0", "PMI_RANK": "5", "PMI_SIZE": "8"}
+
+
+@pytest.mark.parametrize("environment", [SLURM, PMI2])
+def test_slurms_task_is_a_rank(environment: dict[str, str]) -> None:
+    assert rank_variables(environment) == {
         "RANK": "5",
         "WORLD_SIZE": "8",
         "LOCAL_RANK": "1",
         "MASTER_ADDR": "node07",
         "MASTER_PORT": "20007",
     }
+
+
+def test_given_port_wins_over_the_one_of_slurms_job() -> None:
+    assert rank_variables(SLURM, port=29501)["MASTER_PORT"] == "29501"
+    assert rank_variables({**SLURM, "MASTER_PORT": "77"}, port=29501)["MASTER_PORT"] == "77"
 
 
 def test_mpiruns_process_on_one_machine_is_a_rank() -> None:

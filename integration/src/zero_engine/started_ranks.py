@@ -5,7 +5,8 @@
     MPICH, Intel MPI       PMI_RANK, PMI_SIZE                        MPI_LOCALRANKID
     SLURM's srun           SLURM_PROCID, SLURM_STEP_NUM_TASKS        SLURM_LOCALID
 
-The script of a batch job has SLURM's variables too, and is not a task of srun's.
+The script of a batch job has SLURM's variables too, and is not a task of srun's. SLURM's plugin
+pmi2 sets PMI_RANK and PMI_SIZE beside them, but not MPI_LOCALRANKID: who tells it all is asked.
 """
 
 from __future__ import annotations
@@ -56,7 +57,8 @@ def rank_variables(environment: Mapping[str, str], *, port: int = PORT) -> dict[
 
     Args:
         environment: of this process.
-        port: where rank 0 listens, without a job number of SLURM's to choose one by.
+        port: where rank 0 listens. `PORT`, the default, becomes one chosen by the number of SLURM's
+            job, where there is one: jobs may share a machine.
 
     Returns:
         The variables; none, if neither srun nor mpirun started several processes here, or if
@@ -94,13 +96,16 @@ def first_host(nodes: str) -> str:
 
 
 def _starter(environment: Mapping[str, str]) -> _Starter | None:
-    """Who started this process as one of several."""
-    for starter in (*MPI, SLURM):
-        if starter is SLURM and _is_batch_script(environment):
-            continue
-        if starter.rank in environment and int(_size(environment, starter) or "1") > 1:
-            return starter
-    return None
+    """Who started this process as one of several; if it can be, one that tells the local rank."""
+    found = [starter for starter in (*MPI, SLURM) if _has_started(environment, starter)]
+    whole = [starter for starter in found if starter.local_rank in environment]
+    return next(iter(whole + found), None)
+
+
+def _has_started(environment: Mapping[str, str], starter: _Starter) -> bool:
+    if starter is SLURM and _is_batch_script(environment):
+        return False
+    return starter.rank in environment and int(_size(environment, starter) or "1") > 1
 
 
 def _is_batch_script(environment: Mapping[str, str]) -> bool:
@@ -123,5 +128,5 @@ def _address(environment: Mapping[str, str], starter: _Starter) -> str:
 
 def _port(environment: Mapping[str, str], starter: _Starter, port: int) -> int:
     job = environment.get("SLURM_JOB_ID", "")
-    # Jobs may share a machine.
-    return 20000 + int(job) % 20000 if starter is SLURM and job.isdecimal() else port
+    is_chosen_by_job = port == PORT and starter is SLURM and job.isdecimal()
+    return 20000 + int(job) % 20000 if is_chosen_by_job else port

@@ -76,12 +76,21 @@ def main():
     again = train(accelerator, model, optimizer, scheduler, loader, 1)
     state = accelerator.get_state_dict(model)
     accelerator.save_model(model, str(folder / "model"))
+    accelerator.free_memory()
+    # The same model with an optimizer and a schedule that are new, as for a smaller batch.
+    optimizer = torch.optim.AdamW(bare.parameters(), lr=LR)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2 * accelerator.num_processes, 0.5)
+    model, optimizer, loader, scheduler = accelerator.prepare(
+        bare, optimizer, DataLoader(TensorDataset(make_data()), batch_size=MICRO), scheduler
+    )
+    anew = train(accelerator, model, optimizer, scheduler, loader, 1)
     if accelerator.is_main_process:
         result = {
             "processes": accelerator.num_processes,
             "first": first,
             "second": second,
             "again": again,
+            "anew": anew,
             "state": {name: value.tolist() for name, value in state.items()},
         }
         (folder / "result.json").write_text(json.dumps(result))

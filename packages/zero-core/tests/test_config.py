@@ -300,6 +300,14 @@ def test_check_grad_overflow_is_taken_from_deepspeeds_place():
     assert not load_config(config, world_size=1).check_grad_overflow
 
 
+def test_check_grad_overflow_of_bf16_that_is_off_is_told_to_have_no_effect(caplog):
+    config = {**SMALL, "bf16": {"enabled": False, "check_grad_overflow": False}}
+    with caplog.at_level("INFO", "zero_core"):
+        assert load_config(config, world_size=1).check_grad_overflow
+    assert "bf16.check_grad_overflow = False has no effect" in caplog.text
+    assert config["bf16"] == {"enabled": False, "check_grad_overflow": False}
+
+
 def test_whole_floats_are_whole_numbers():
     """Much used files say 5e8 and 1e9."""
     config = load_config(

@@ -290,6 +290,16 @@ def test_pretrained_weights_do_not_fill_a_meta_buffer_that_no_file_holds(tmp_pat
         zero_core.build(model, Case().config(), pretrained=tmp_path)
 
 
+def test_a_model_that_the_files_did_not_fit_can_be_built_again(tmp_path: Path) -> None:
+    model, weights = _fresh("real"), _weights(_source())
+    save_file(dict(list(weights.items())[1:]), tmp_path / "model.safetensors")
+    with pytest.raises(zero_core.CheckpointError, match=r"missing \[gain\]"):
+        zero_core.build(model, Case().config(), pretrained=tmp_path)
+    save_file(weights, tmp_path / "model.safetensors")
+    engine = zero_core.build(model, Case().config(), pretrained=tmp_path)
+    assert torch.equal(engine.full_state_dict()["gain"], weights["gain"])
+
+
 def _fail_on_one_rank(rank: int, world_size: int, folder: str) -> None:
     engine = zero_core.build(_fresh("real"), Case(stage=3).config())
     mine = Path(folder) / ("whole" if rank == 0 else "damaged")

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 import zero_core
+from zero_core.ending import leave_parked
 from zero_core.parked import is_parked, unparked
 from zero_core.sharded_init import shard_module, sharded_init
 from zero_core.testing import spawn
@@ -263,6 +264,34 @@ def _shard_existing(rank: int, world_size: int) -> None:
         shard_module(bare)
 
 
+def _left_by_engines(rank: int, world_size: int) -> None:
+    """Whole where every rank has all of them, else as they lay in shards; the next takes them."""
+    model = _make()
+    for stage in (3, 1, 0, 3):
+        config = {**CONFIG, "zero_optimization": {"stage": stage}}
+        engine = zero_core.build(model, config)
+        engine.backward(engine(torch.tensor([1 + stage, 4, 10])))
+        engine.step()
+        values = engine.full_state_dict()
+        leave_parked(engine)
+        leave_parked(engine)  # nothing left to do
+        assert zero_core.engine_of(model.scale) is None
+        is_whole = world_size == 1 or stage == 0
+        floating = [p for p in model.parameters() if p.is_floating_point()]
+        assert all(is_parked(p) != is_whole for p in floating)
+        for each in (copy.deepcopy(model), model):
+            with unparked(each.parameters()):
+                for name, param in each.named_parameters(remove_duplicate=False):
+                    assert param.dtype == values[name].dtype
+                    assert torch.equal(param, values[name]), (stage, name)
+    with unparked([model.blocks[0].weight], modifier_rank=world_size - 1):
+        model.blocks[0].weight.data.fill_(rank)
+    engine = zero_core.build(model, CONFIG)
+    values["blocks.0.weight"].fill_(world_size - 1)
+    assert all(torch.equal(value, values[name]) for name, value in engine.full_state_dict().items())
+    engine.close()
+
+
 def _refuse(rank: int, world_size: int) -> None:
     model = _make_sharded()
     weight, scale = model.blocks[0].weight, model.scale
@@ -317,8 +346,9 @@ def test_parameters_sharded_from_the_start(world_size: int) -> None:
 
 
 def _all_of_it(rank: int, world_size: int) -> None:
-    for check in (_read, _change, _convert, _copy, _mix, _train, _shard_existing, _refuse):
+    for check in (_read, _change, _convert, _copy, _mix, _train, _shard_existing, _left_by_engines):
         check(rank, world_size)
+    _refuse(rank, world_size)
     if world_size > 1:
         _disagree(rank, world_size)
 

@@ -7,12 +7,15 @@ import json
 import logging
 import sys
 from collections.abc import Iterator
+from dataclasses import fields, is_dataclass
+from typing import Any
 
 from pydantic import BaseModel
 
 from zero_core.config import Config
 from zero_core.config_rules import find_unneeded
-from zero_engine.deepspeed.settings import Settings
+from zero_engine.deepspeed.settings import PATHS, Settings
+from zero_engine.deepspeed.utils.logging import speak
 
 __all__ = ["announce", "apply", "describe"]
 
@@ -21,14 +24,19 @@ _STAGE_0 = (
     "  stage 0: the parameters' .grad stays None after backward, as the engine keeps gradients: "
     "clip by gradient_clipping or engine.core.clip_grad_norm_(), read by safe_get_full_grad()"
 )
+_NO_KEYS = ("raw", "core", "notes", "steps_per_print")
+"""Fields of `Settings` that are no keys, or told with the engine's own configuration."""
+_DEFAULTS = Settings(raw={}, core={})
 _LOGGERS = ("DeepSpeed", "zero_core", "zero_comm", "zero_engine", "zero_offload")
 
 
 def apply(settings: Settings) -> None:
-    """Do what is asked of the process: the level of loggers, Python's garbage collector."""
+    """Do what is asked of the process: what loggers tell, Python's garbage collector."""
+    if settings.steps_per_print is not None:
+        speak("zero_core.progress", logging.INFO)
     if settings.log_level is not None:
         for name in _LOGGERS:
-            logging.getLogger(name).setLevel(settings.log_level.upper())
+            speak(name, settings.log_level.upper())
     if settings.disable_python_gc:
         gc.collect()
         gc.disable()
@@ -64,38 +72,45 @@ def describe(settings: Settings, config: Config, world_size: int) -> str:
 
 
 def _differences(settings: Settings, config: Config) -> Iterator[tuple[str, object]]:
+    own = _own_paths()
     idle = {path for path, _, _ in find_unneeded(settings.core, config)}
-    yield from (pair for pair in _changed(config, "") if pair[0] not in {*_BATCH, *idle})
-    own = {
-        **{k: getattr(settings.monitors, k) for k in ("tensorboard", "csv_monitor", "wandb")},
-        "comet": settings.monitors.comet,
-        "flops_profiler": settings.flops_profiler,
-        "comms_logger": settings.comms_logger,
-        "timers.throughput": settings.throughput,
-    }
-    for path, block in own.items():
-        yield from ((p, v) for p, v in _changed(block, f"{path}.") if not p.endswith("api_key"))
-    defaults = Settings(raw={}, core={})
-    for name in ("wall_clock_breakdown", "memory_breakdown", "dataloader_drop_last", "log_level"):
-        if getattr(settings, name) != getattr(defaults, name):
-            yield name, getattr(settings, name)
+    for path, value in _leaves("", config, None):
+        if path not in {*_BATCH, *idle, *own}:
+            yield path, value
+    for path, name in own.items():
+        for leaf, value in _leaves(path, getattr(settings, name), getattr(_DEFAULTS, name)):
+            if not leaf.endswith("api_key"):
+                yield leaf, value
 
 
-def _changed(block: BaseModel, path: str) -> Iterator[tuple[str, object]]:
-    """What is not the default in ``block``, to the leaves."""
-    for name, field in type(block).model_fields.items():
-        value, default = getattr(block, name), field.get_default(call_default_factory=True)
-        if value == default:
-            continue
-        if isinstance(value, BaseModel):
-            yield from _changed(value, f"{path}{name}.")
-        else:
-            yield f"{path}{name}", value
+def _own_paths() -> dict[str, str]:
+    """The fields of `Settings` that hold what was asked for, by path in a configuration."""
+    names = [field.name for field in fields(Settings) if field.name not in _NO_KEYS]
+    return {PATHS.get(name, name): name for name in names}
+
+
+def _leaves(path: str, value: Any, default: Any) -> Iterator[tuple[str, object]]:
+    """What is not the default at ``path``, to the leaves."""
+    if value == default:
+        return
+    inner: dict[str, Any]
+    if isinstance(value, BaseModel):
+        of_block = type(value).model_fields.items()
+        inner = {n: field.get_default(call_default_factory=True) for n, field in of_block}
+    elif is_dataclass(value):
+        inner = {field.name: getattr(default, field.name) for field in fields(value)}
+    else:
+        yield path, value
+        return
+    for name, its_default in inner.items():
+        below = f"{path}.{name}" if path else name
+        yield from _leaves(below, getattr(value, name), its_default)
 
 
 def _without_effect(settings: Settings, config: Config) -> Iterator[str]:
     found = [(note.path, note.value, note.text) for note in settings.notes]
-    found += find_unneeded(settings.core, config)
+    own = _own_paths()
+    found += [row for row in find_unneeded(settings.core, config) if row[0] not in own]
     if found:
         yield "  keys without effect, or with another name:"
     for path, value, text in found:

@@ -20,14 +20,18 @@ __all__ = ["Averaging"]
 
 
 class Averaging:
-    """Divides what plain backwards leave; see [Note: divided once]."""
+    """Divides what plain backwards leave; see [Note: divided once].
+
+    Attributes:
+        handles: of its hooks, for whoever takes them off.
+    """
 
     _running = 0  # backwards of engines, which divide their loss; in all threads, as autograd's
 
     def __init__(self, params: Iterable[nn.Parameter], steps: Callable[[], int]) -> None:
         """Hook ``params``, some of which may be frozen for now; ``steps`` is asked each time."""
         self._steps = steps
-        self._handles = [self._hook(param) for param in params]
+        self.handles = [self._hook(param) for param in params]
 
     @classmethod
     @contextmanager
@@ -38,11 +42,6 @@ class Averaging:
             yield
         finally:
             Averaging._running -= 1
-
-    def close(self) -> None:
-        """Take the hooks off."""
-        while self._handles:
-            self._handles.pop().remove()
 
     def _hook(self, param: nn.Parameter) -> Any:
         is_required = param.requires_grad

@@ -49,7 +49,6 @@ class Checkpoints(Facts):
 
     module: nn.Module
     global_samples: int
-    _accumulated = 0  # micro-steps that a step under way has ended
     _has_told_partial = False
 
     def save_checkpoint(
@@ -64,7 +63,8 @@ class Checkpoints(Facts):
 
         Every rank must call it. ``client_state`` must be JSON and small tensors. In the middle of
         an accumulation what it has added up so far is left out, with a warning: after a load, the
-        step begins anew.
+        step begins anew. Where ranks give different tags, ``checkpoint.tag_validation`` says what
+        is done about it: by default rank 0's is taken, with a warning.
         """
         return _save(
             self,
@@ -205,7 +205,7 @@ def _save(
         raise ValueError("save_checkpoint() needs a directory, found ''")
     kept = pack(client_state, "client_state")
     name = f"global_step{engine.global_steps}" if tag is None else str(tag)
-    _check_tag(engine, name)
+    name = _agreed_tag(engine, name)
     _tell_partial(engine)
     with PackedScheduler(engine.core):
         engine.core.save_checkpoint(
@@ -255,7 +255,6 @@ def _load(
     if with_progress:
         samples = engine.global_steps * engine.train_batch_size()
         engine.global_samples = own.get("global_samples", samples)
-        engine._accumulated = 0
     engine.core.publish()
     return str(place), unpack(client_state)
 
@@ -282,31 +281,33 @@ _WORDS = {
 
 def _tell_partial(engine: Checkpoints) -> None:
     """Warn, once, that a step is under way whose gradient so far is not saved."""
-    done = engine._accumulated
-    if done and not engine._has_told_partial:
+    if engine.core.states.holds_gradient and not engine._has_told_partial:
         engine._has_told_partial = True
         _log.warning(
-            "checkpoint after micro-step %d, the number %d of %d of its step: the gradient so far "
-            "is not kept, and after a load the step begins anew; save after a whole step to lose "
-            "nothing",
-            engine.micro_steps,
-            done,
-            engine.gradient_accumulation_steps(),
+            "checkpoint after step %d and in the middle of the next one, of which there is a "
+            "gradient already: that is not kept, and after a load the step begins anew; save after "
+            "a whole step to lose nothing",
+            engine.global_steps,
         )
 
 
-def _check_tag(engine: Checkpoints, tag: str) -> None:
-    """As ``checkpoint.tag_validation`` says; rank 0's tag is the one that is used."""
+def _agreed_tag(engine: Checkpoints, tag: str) -> str:
+    """``tag``, or rank 0's where ``checkpoint.tag_validation`` has the ranks compare theirs.
+
+    Raises:
+        CheckpointError: they differ, and it is "FAIL".
+    """
     validation = engine.settings.tag_validation
     if validation == "IGNORE" or engine.world_size == 1:
-        return
+        return tag
     tags: list[Any] = [None] * engine.world_size
     dist.all_gather_object(tags, tag)
     if len(set(tags)) > 1:
         text = f"the ranks save a checkpoint under different tags: {tags}; pass the same to all"
         if validation == "FAIL":
             raise CheckpointError(text)
-        _log.warning("%s", text)
+        _log.warning("%s. %r, rank 0's, is taken", text, tags[0])
+    return str(tags[0])
 
 
 def _has_frozen(directory: Path, tag: Any) -> bool:

@@ -19,10 +19,11 @@ from zero_core.config import Config
 from zero_core.errors import ConfigError
 from zero_engine.deepspeed.config_core import core_config
 from zero_engine.deepspeed.config_keys import HONOURED, REFUSED, UNNEEDED, check_refused
-from zero_engine.deepspeed.config_names import modernise, without_auto
+from zero_engine.deepspeed.config_names import Tell, modernise, without_auto
 from zero_engine.deepspeed.config_source import Source, load
 from zero_engine.deepspeed.settings import ActivationSettings, Note, Settings, TagValidation
 from zero_engine.monitoring.settings import (
+    COLLECTIVES,
     CometSettings,
     CommsLoggerSettings,
     CsvSettings,
@@ -65,13 +66,15 @@ def read(config: Source) -> Settings:
     core, own = core_config(sorter.core, sorter.tell), sorter.own
     zero = core.get("zero_optimization", {})
     flops = _parse(FlopsProfilerSettings, own, "flops_profiler")
+    comms = _parse(CommsLoggerSettings, own, "comms_logger")
+    _tell_operations(comms, sorter.tell)
     return Settings(
         raw=raw,
         core=core,
         monitors=read_monitors(own),
         wall_clock_breakdown=own.get("wall_clock_breakdown", False) or flops.enabled,
         memory_breakdown=own.get("memory_breakdown", False),
-        comms_logger=_parse(CommsLoggerSettings, own, "comms_logger"),
+        comms_logger=comms,
         flops_profiler=flops,
         throughput=_parse(ThroughputSettings, own, "timers.throughput"),
         steps_per_print=core.get("steps_per_print"),
@@ -180,6 +183,19 @@ def _checked(path: str, value: Any) -> Any:
     if path in _CHOICES and str(value).upper() not in _CHOICES[path]:
         raise ConfigError(f"{path}: expected one of {', '.join(_CHOICES[path])}, found {value!r}")
     return value
+
+
+def _tell_operations(comms: CommsLoggerSettings, tell: Tell) -> None:
+    """Take note of names that choose nothing of what is logged."""
+    if not comms.enabled or not comms.prof_ops:
+        return
+    unknown = [name for name in comms.prof_ops if not name.startswith(COLLECTIVES)]
+    if comms.prof_all:
+        text = "prof_all is true, which is the default: all collectives are logged"
+        tell("comms_logger.prof_ops", list(comms.prof_ops), text)
+    elif unknown:
+        text = f"no collective of the engine's, which are {', '.join(COLLECTIVES)}"
+        tell("comms_logger.prof_ops", unknown, text)
 
 
 def _mapping(path: str, value: Any) -> Mapping[str, Any]:

@@ -11,7 +11,9 @@ import torch
 from torch import nn
 
 import zero_core
+from zero_core import engine_of
 from zero_core.config import OptimizerConfig
+from zero_core.ending import leave_parked
 from zero_core.muon import tag_matrices
 from zero_core.optimizer import make_optimizer
 from zero_engine.deepspeed.announcing import announce, apply
@@ -50,7 +52,8 @@ def initialize(
     """Make an engine out of a model, as ``deepspeed.initialize`` does.
 
     Every rank must call it, with the same model and configuration. The model's parameters move to
-    the engine's memory; see `zero_core.build`.
+    the engine's memory; see `zero_core.build`. An engine that has them already is ended first, as
+    by its ``destroy()``: values stay, and gradients that wait for a step are dropped.
 
     Args:
         args: the parsed command line: its ``deepspeed_config`` is the configuration, if none is
@@ -89,6 +92,7 @@ def initialize(
     apply(settings)
     if getattr(args, "local_rank", None) is not None:
         args.local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    _end_earlier(model)
     given = _make_optimizer(settings, model, optimizer, model_parameters)
     is_training = given is not None or "optimizer" in settings.core
     left_out = {"optimizer"} if given is not None else set()
@@ -130,6 +134,14 @@ def _find_config(args: Any, given: Any) -> Any:
     if found is None:
         raise ValueError("no configuration: pass config=... or --deepspeed_config FILE")
     return found
+
+
+def _end_earlier(model: nn.Module) -> None:
+    """End the engines that have parameters of ``model``."""
+    found = [engine_of(param) for param in model.parameters()]
+    for engine in {id(one): one for one in found if one is not None}.values():
+        _log.info("initialize() of a model that has an engine: that one is ended, as by destroy()")
+        leave_parked(engine)
 
 
 def _make_optimizer(

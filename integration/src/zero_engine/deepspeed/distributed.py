@@ -35,7 +35,8 @@ def init_distributed(
     Args:
         timeout: of collectives; default: DEEPSPEED_TIMEOUT, in minutes, or else torch's.
         auto_mpi_discovery: take ranks from the variables of mpirun and srun, where RANK isn't set.
-        distributed_port: where rank 0 listens, if MASTER_PORT isn't set.
+        distributed_port: where rank 0 listens, if MASTER_PORT isn't set; under srun the default
+            becomes one of the job's own.
 
     Raises:
         ConfigError: srun or mpirun started several ranks, and rank 0's address isn't known;
@@ -64,12 +65,15 @@ def init_distributed(
 def choose_device(index: int | None = None) -> None:
     """Make accelerator ``index`` this process's current one; None is that of ``LOCAL_RANK``.
 
-    Without a launcher, which sets that variable, the current one stays.
+    Without a launcher, which sets that variable, the current one stays. Where a process sees one
+    accelerator alone (srun's ``--gpus-per-task=1``), its number is 0 whatever the rank is.
     """
-    local_rank = os.environ.get("LOCAL_RANK")
-    if index is None and local_rank is not None:
-        index = int(local_rank)
-    if index is not None and index >= 0 and torch.accelerator.is_available():
+    if not torch.accelerator.is_available():
+        return
+    if index is None and "LOCAL_RANK" in os.environ:
+        is_only_one = torch.accelerator.device_count() == 1
+        index = 0 if is_only_one else int(os.environ["LOCAL_RANK"])
+    if index is not None and index >= 0:
         torch.accelerator.set_device_index(index)
 
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from zero_core import Engine
+from zero_core.ending import leave_parked, remove_at_end
 from zero_engine.deepspeed.averaging import Averaging
 from zero_engine.deepspeed.checkpointing_io import Checkpoints
 from zero_engine.deepspeed.config import Settings
@@ -72,10 +73,8 @@ class DeepSpeedEngine(Checkpoints, nn.Module):
         self.global_samples = 0
         self._was_step_applied = False
         self._watch = Watch(settings, core)
-        self._averaging = Averaging(
-            (core.module.get_parameter(p.name) for p in core.layout.params if p.is_trainable),
-            self.gradient_accumulation_steps,
-        )
+        trained = (core.module.get_parameter(p.name) for p in core.layout.params if p.is_trainable)
+        remove_at_end(core, Averaging(trained, self.gradient_accumulation_steps).handles)
         self._is_compiled = False
         self.training_dataloader = (
             None if training_data is None else self.deepspeed_io(training_data)
@@ -105,7 +104,8 @@ class DeepSpeedEngine(Checkpoints, nn.Module):
             with torch.no_grad():
                 return call(*args, **kwargs)
         with self._watch.part("forward") if self.training else nullcontext():
-            return call(*args, **kwargs)
+            outputs = call(*args, **kwargs)
+        return self._watch.followed(outputs)
 
     def backward(
         self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True
@@ -147,7 +147,6 @@ class DeepSpeedEngine(Checkpoints, nn.Module):
             self.core.step()
             if is_boundary:
                 self.core.publish()
-        self._accumulated = 0 if is_boundary else self._accumulated + 1
         self._was_step_applied = is_boundary and self.core.skipped_steps == skipped
         if is_boundary:
             self._end_step()
@@ -229,9 +228,12 @@ class DeepSpeedEngine(Checkpoints, nn.Module):
         return self._is_compiled
 
     def destroy(self) -> None:
-        """Take the engine's hooks off the model."""
-        self._averaging.close()
-        self.core.close()
+        """Take the engine's hooks off the model, which keeps its values; on this rank alone.
+
+        Where they lie in shards they do so still, as within `zero.Init`: `GatheredParameters` has
+        them whole, `initialize` makes another engine of them.
+        """
+        leave_parked(self.core)
 
     def empty_partition_cache(self) -> None:
         """Nothing to do: gathered parameters are released as soon as their unit is computed."""
@@ -300,6 +302,11 @@ class DeepSpeedEngine(Checkpoints, nn.Module):
             raise RuntimeError(
                 f"{what}() of an engine without an optimizer: give initialize() one, or name one "
                 "in the configuration"
+            )
+        if not any(map(self.core.owns, self.module.parameters())):
+            raise RuntimeError(
+                f"{what}() of an engine that was ended, by destroy() or by another initialize() of "
+                "its model: use the newer one"
             )
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> DeepSpeedEngine:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Union
 
 from zero_core import ZeroError
 
 __all__ = ["NotServedError", "Unserved"]
+
+_DATA = (str, bytes, int, float, list, tuple, dict, set, frozenset)
 
 
 class NotServedError(ZeroError, AttributeError):
@@ -22,23 +24,24 @@ class NotServedError(ZeroError, AttributeError):
 
 
 class Unserved:
-    """Stands where a class or function would be imported from; fails when it is called or used."""
+    """Stands where a class, function or constant would be imported from; fails when it is used.
 
-    def __init__(self, name: str, instead: str = "") -> None:
-        """Remember the dotted ``name`` for the message."""
-        self.__dict__["_name"] = name
-        self.__dict__["_instead"] = instead
+    A script may import such a name, look whether it is None, and write it in an annotation.
+    """
 
-    def _refuse(self) -> NoReturn:
+    def __init__(self, name: str, instead: str = "", *, could_be_ours: bool = False) -> None:
+        """Remember the dotted ``name`` for the message.
+
+        Args:
+            name: without "deepspeed.".
+            instead: what to do.
+            could_be_ours: whether DeepSpeed's own engine would have objects of this class, so that
+                ``isinstance`` has no true answer here. Nothing is ever one of the others.
+        """
+        self.__dict__.update(_name=name, _instead=instead, _could_be_ours=could_be_ours)
+
+    def _refuse(self, *_args: Any, **_kwargs: Any) -> NoReturn:
         raise NotServedError(self._name, self._instead)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Refused."""
-        self._refuse()
-
-    def __mro_entries__(self, bases: tuple[Any, ...]) -> NoReturn:
-        """Refused: a class cannot be derived from it."""
-        self._refuse()
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):  # what imports, copies and inspection ask of anything
@@ -46,5 +49,34 @@ class Unserved:
         self._refuse()
 
     def __instancecheck__(self, instance: object) -> bool:
-        """Nothing is one: ``isinstance(model, PipelineModule)`` is asked before any use."""
-        return False
+        """False of a model part: ``isinstance(model, PipelineModule)`` is asked before any use."""
+        return self._refuse() if self._could_be_ours else False
+
+    __subclasscheck__ = __instancecheck__
+
+    def __repr__(self) -> str:
+        return f"<deepspeed.{self._name}, not served by zero-engine>"
+
+    def __or__(self, other: Any) -> Any:
+        """As in an annotation: ``PipelineModule | None``."""
+        return Union[self, other]  # noqa: UP007
+
+    def __ror__(self, other: Any) -> Any:
+        return self | other
+
+    def __eq__(self, other: object) -> bool:
+        """Refused of data, which it may be for a script; typing compares with its own forms."""
+        is_class = isinstance(other, type) and other is not Any
+        if isinstance(other, _DATA) or (is_class and self._could_be_ours):
+            self._refuse()
+        return self is other
+
+    __hash__ = object.__hash__
+    # A class cannot be derived from it, and nothing in it can be replaced.
+    __call__ = __mro_entries__ = __setattr__ = __delattr__ = _refuse
+    # Nor is it the constant that a script expects.
+    __lt__ = __le__ = __gt__ = __ge__ = _refuse
+    __bool__ = __len__ = __iter__ = __contains__ = __getitem__ = __setitem__ = _refuse
+    __str__ = __format__ = __fspath__ = __int__ = __float__ = __index__ = _refuse
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = _refuse
+    __mod__ = __rmod__ = __enter__ = __exit__ = _refuse

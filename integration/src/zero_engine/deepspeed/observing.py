@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Literal, Protocol
+from typing import Literal, Protocol, TypeVar
 
 import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from zero_engine.deepspeed.settings import Settings
 from zero_engine.monitoring import (
@@ -26,6 +28,7 @@ from zero_engine.monitoring import (
 __all__ = ["Watch", "make_observers"]
 
 _Part = Literal["forward", "backward", "step"]
+_Outputs = TypeVar("_Outputs")
 
 
 class _Engine(Observed, Protocol):
@@ -48,17 +51,42 @@ class Watch:
         """
         self.monitor = make_monitor(settings.monitors, rank=engine.rank)
         self.observers = make_observers(settings, engine, self.monitor)
+        self._is_in_backward = False
 
     @contextmanager
     def part(self, name: _Part) -> Iterator[None]:
         """Within, a part of a micro-step runs."""
+        self._is_in_backward = name == "backward"
         for observer in self.observers:
             getattr(observer, f"begin_{name}")()
         try:
             yield
         finally:
+            self._is_in_backward = False
             for observer in self.observers:
                 getattr(observer, f"end_{name}")()
+
+    def followed(self, outputs: _Outputs) -> _Outputs:
+        """``outputs`` of a forward, from which a plain ``backward()`` is watched, too."""
+        self._is_in_backward = False  # one that failed has not told its end
+        for leaf in pytree.tree_leaves(outputs) if self.observers else ():
+            if isinstance(leaf, Tensor) and leaf.grad_fn is not None:
+                leaf.register_hook(self._enter_backward)  # type: ignore[no-untyped-call]
+        return outputs
+
+    def _enter_backward(self, _grad: Tensor) -> None:
+        if self._is_in_backward:
+            return
+        self._is_in_backward = True
+        for observer in self.observers:
+            observer.begin_plain_backward()
+        # Called back after all that was queued meanwhile: the engine waits for reductions there.
+        _at_the_end_of_backward(lambda: _at_the_end_of_backward(self._leave_backward))
+
+    def _leave_backward(self) -> None:
+        self._is_in_backward = False
+        for observer in self.observers:
+            observer.end_plain_backward()
 
     def step_done(self, facts: StepFacts) -> None:
         """A step has ended."""
@@ -92,6 +120,10 @@ def make_observers(settings: Settings, engine: _Engine, monitor: Monitor) -> lis
     if settings.throughput.enabled and settings.steps_per_print is not None:
         found.append(Throughput(engine.device, settings.steps_per_print, say=say))
     return found
+
+
+def _at_the_end_of_backward(call: Callable[[], None]) -> None:
+    torch.autograd.Variable._execution_engine.queue_callback(call)
 
 
 def _nothing(text: str) -> None:

@@ -13,9 +13,20 @@ from zero_engine.monitoring.settings import (
     ThroughputSettings,
 )
 
-__all__ = ["ActivationSettings", "Note", "Settings", "TagValidation"]
+__all__ = ["PATHS", "ActivationSettings", "Note", "Settings", "TagValidation"]
 
 TagValidation = Literal["IGNORE", "WARN", "FAIL"]
+
+PATHS: Mapping[str, str] = {
+    "fp16_auto_cast": "fp16.auto_cast",
+    "gather_16bit_weights_on_model_save": (
+        "zero_optimization.stage3_gather_16bit_weights_on_model_save"
+    ),
+    "monitors": "",
+    "tag_validation": "checkpoint.tag_validation",
+    "throughput": "timers.throughput",
+}
+"""Where in a configuration fields of `Settings` come from; "" is the top."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +50,8 @@ class ActivationSettings:
 @dataclass(frozen=True, slots=True)
 class Settings:
     """A configuration, sorted.
+
+    A field is named as its key is, unless `PATHS` has another path for it.
 
     Attributes:
         raw: as given; the very dict, if it was one.

@@ -1,7 +1,7 @@
 """``flops_profiler``: the floating-point operations of one step, counted by torch.
 
 `torch.utils.flop_counter.FlopCounterMode` counts what matrix products, convolutions and attention
-do, in forward by module; backward is counted too, recomputation included.
+do, in forward by module; a backward of the engine's is counted too, recomputation included.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ class FlopsProfiler(Observer):
         """Operations by module's name."""
         self.backward = 0
         """Operations."""
+        self._is_backward_counted = True
 
     def begin_forward(self) -> None:
         """Start to count."""
@@ -51,6 +52,14 @@ class FlopsProfiler(Observer):
         """Add what was counted."""
         self.backward += sum(self._end().get(_ALL, {}).values())
 
+    def begin_plain_backward(self) -> None:
+        """Not counted: a counter cannot be put under a backward that runs already."""
+        if self._step == self._settings.profile_step:
+            self._is_backward_counted = False
+
+    def end_plain_backward(self) -> None:
+        """Nothing was begun."""
+
     def step_done(self, facts: StepFacts) -> None:
         """Tell, after the step that was counted."""
         if self._step == self._settings.profile_step:
@@ -60,10 +69,15 @@ class FlopsProfiler(Observer):
     def report(self) -> str:
         """What was counted, as text."""
         total = self.forward[_ALL]
+        backward = (
+            f"{self.backward:,}"
+            if self._is_backward_counted
+            else "not counted: call engine.backward(loss) in place of loss.backward()"
+        )
         lines = [
             f"floating-point operations of step {self._settings.profile_step} on this rank",
             f"forward:  {total:,}",
-            f"backward: {self.backward:,}",
+            f"backward: {backward}",
         ]
         names = sorted(name for name in self.forward if name != _ALL)
         kept = [name for name in names if self._is_shown(name)]

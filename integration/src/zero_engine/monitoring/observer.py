@@ -44,6 +44,12 @@ class StepObserver(Protocol):
     def end_backward(self) -> None:
         """After it."""
 
+    def begin_plain_backward(self) -> None:
+        """Within a backward that the script calls itself, at the first gradient of an output."""
+
+    def end_plain_backward(self) -> None:
+        """At its end, still within it; not called if it has failed."""
+
     def begin_step(self) -> None:
         """Before ``step`` of a micro-step, whether it updates or not."""
 
@@ -68,6 +74,14 @@ class Observer:
 
     def end_backward(self) -> None:
         """Nothing."""
+
+    def begin_plain_backward(self) -> None:
+        """As of any other backward."""
+        self.begin_backward()
+
+    def end_plain_backward(self) -> None:
+        """As of any other backward."""
+        self.end_backward()
 
     def begin_step(self) -> None:
         """Nothing."""

@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt
 
 __all__ = [
+    "COLLECTIVES",
     "CometSettings",
     "CommsLoggerSettings",
     "CsvSettings",
@@ -16,6 +17,10 @@ __all__ = [
     "ThroughputSettings",
     "WandbSettings",
 ]
+
+
+COLLECTIVES = ("all_gather", "reduce_scatter", "all_to_all", "all_reduce")
+"""Names in ``comm_report()``. DeepSpeed's say more: all_gather_into_tensor."""
 
 
 class _Block(BaseModel):
@@ -102,7 +107,7 @@ class CommsLoggerSettings(_Block):
     prof_all: bool = True
     """All collectives; else those of ``prof_ops``."""
     prof_ops: tuple[str, ...] = ()
-    """Names as in ``comm_report()``: all_gather, reduce_scatter, all_to_all, all_reduce."""
+    """Names that begin with one of `COLLECTIVES`."""
     verbose: bool = False
     """A line per collective after each step."""
     debug: bool = False

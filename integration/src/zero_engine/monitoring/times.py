@@ -28,6 +28,7 @@ class Stopwatch:
         self._begun: torch.Event | float | None = None
         self._pairs: list[tuple[torch.Event, torch.Event]] = []
         self._host_ms = 0.0
+        self._was_used = False
 
     def begin(self) -> None:
         """Start; one that was not ended is forgotten."""
@@ -36,14 +37,21 @@ class Stopwatch:
     def end(self) -> None:
         """Stop."""
         begun, self._begun = self._begun, None
+        self._was_used = True
         now = self._now()
         if isinstance(begun, float) and isinstance(now, float):
             self._host_ms += 1e3 * (now - begun)
         elif isinstance(begun, torch.Event) and isinstance(now, torch.Event):
             self._pairs.append((begun, now))
 
-    def take(self) -> float:
-        """The sum so far, which begins again at 0; on an accelerator, waits for the last event."""
+    def take(self) -> float | None:
+        """The sum so far, which begins again; None if nothing ended since.
+
+        On an accelerator, waits for the last event.
+        """
+        was_used, self._was_used = self._was_used, False
+        if not was_used:
+            return None
         total, self._host_ms = self._host_ms, 0.0
         pairs, self._pairs = self._pairs, []
         if pairs:
@@ -62,7 +70,7 @@ class WallClock(Observer):
     """Tells the times of every step on rank 0, and monitors them.
 
     A time is the sum over the micro-steps of a step. Reductions run beside backward, so backward
-    has no parts of its own.
+    has no parts of its own. What did not go through the engine is not measured, and no 0.
     """
 
     def __init__(
@@ -105,7 +113,8 @@ class WallClock(Observer):
 
     def step_done(self, facts: StepFacts) -> None:
         """Tell the step's times."""
-        times = {name: watch.take() for name, watch in self._watches.items()}
+        taken = {name: watch.take() for name, watch in self._watches.items()}
+        times = {name: ms for name, ms in taken.items() if ms is not None}
         self.last_ms = {_NAMES[name]: ms for name, ms in times.items()}
         if self._monitor.enabled:
             self._monitor.write_events(
@@ -114,8 +123,9 @@ class WallClock(Observer):
                     for name, ms in times.items()
                 ]
             )
-        parts = "".join(f" | {name}: {ms:.2f}" for name, ms in self.last_ms.items())
-        self._say(f"time (ms){parts}")
+        told = dict.fromkeys(_NAMES.values(), "not measured")
+        told |= {name: f"{ms:.2f}" for name, ms in self.last_ms.items()}
+        self._say("time (ms)" + "".join(f" | {name}: {text}" for name, text in told.items()))
 
 
 class Throughput(Observer):

@@ -1,37 +1,52 @@
 """``--local_rank=N``, which DeepSpeed's launcher puts before the arguments of every script.
 
 A script that doesn't declare the option ends at it. So here only one that does is given it: the
-script itself, or a module in its folder that it imports, has the string ``"--local_rank"`` in its
-code. Scripts of Hugging Face's Trainer don't: they find their rank in the environment.
+script itself, or a module that it imports from where it lies, has the string ``"--local_rank"`` in
+its code, or a dataclass with the field ``local_rank`` beside the name of `HfArgumentParser`, which
+makes options of fields. Scripts of Hugging Face's Trainer don't: they find their rank in the
+environment. Folders that a script puts on sys.path itself are not searched.
 """
 
 from __future__ import annotations
 
 import ast
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
-__all__ = ["OPTION", "declares_local_rank", "source_of"]
+__all__ = ["OPTION", "Source", "declares_local_rank", "source_of"]
 
 OPTION = "--local_rank"
+FIELD = "local_rank"
+PARSER_OF_FIELDS = "HfArgumentParser"
 
 
-def source_of(program: str, *, is_module: bool) -> Path | None:
-    """The file that ``python program``, or ``python -m program``, runs; None: it isn't Python's."""
+class Source(NamedTuple):
+    """Where a program's code is."""
+
+    file: Path
+    folder: Path
+    """Where Python looks first for what the program imports."""
+
+
+def source_of(program: str, *, is_module: bool) -> Source | None:
+    """What ``python program``, or ``python -m program``, runs; None: it isn't Python's."""
     if not is_module:
         path = Path(program)
-        return path if path.is_file() else None
+        return Source(path, path.parent) if path.is_file() else None
     inner = Path(*program.split("."))
     files = (inner.with_suffix(".py"), inner / "__main__.py")
     folders = (Path.cwd(), *(Path(entry) for entry in sys.path if entry))
-    return next((f / file for f in folders for file in files if (f / file).is_file()), None)
+    places = (Source(f / file, f) for f in folders for file in files)
+    return next((place for place in places if place.file.is_file()), None)
 
 
-def declares_local_rank(script: Path) -> bool:
-    """Whether ``script``, or what it imports from its own folder, names `OPTION` in its code."""
+def declares_local_rank(source: Source) -> bool:
+    """Whether the program, or what it imports from its own folder, declares `OPTION`."""
     seen: set[Path] = set()
-    left = [script]
+    left = [source.file]
+    has_field = has_parser_of_fields = False
     while left:
         path = left.pop()
         if path in seen:
@@ -41,24 +56,49 @@ def declares_local_rank(script: Path) -> bool:
             tree = ast.parse(path.read_bytes())
         except (OSError, SyntaxError, ValueError):
             continue  # Python itself will tell
-        if any(isinstance(node, ast.Constant) and node.value == OPTION for node in ast.walk(tree)):
+        nodes = list(ast.walk(tree))
+        has_field |= any(map(_is_field, nodes))
+        has_parser_of_fields |= any(map(_is_parser_of_fields, nodes))
+        is_named = any(isinstance(node, ast.Constant) and node.value == OPTION for node in nodes)
+        if is_named or (has_field and has_parser_of_fields):
             return True
-        left += _beside(script.parent, _imported(tree))
+        for node in nodes:
+            left += _imported(node, path, source.folder)
     return False
 
 
-def _imported(tree: ast.AST) -> Iterator[str]:
-    """Dotted names that may be modules; of relative ones, as if from the script's folder."""
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            base = f"{node.module}." if node.module else ""
-            yield from ([node.module] if node.module else [])
-            yield from (f"{base}{alias.name}" for alias in node.names)
+def _is_field(node: ast.AST) -> bool:
+    """A dataclass with the field."""
+    if not isinstance(node, ast.ClassDef):
+        return False
+    decorators = [ast.unparse(one).partition("(")[0] for one in node.decorator_list]
+    return any(name.endswith("dataclass") for name in decorators) and any(
+        isinstance(one, ast.AnnAssign) and ast.unparse(one.target) == FIELD for one in node.body
+    )
 
 
-def _beside(folder: Path, names: Iterator[str] | Sequence[str]) -> list[Path]:
-    inner = [folder / Path(*name.split(".")) for name in names if name != "*"]
-    files = [file for at in inner for file in (at.with_name(f"{at.name}.py"), at / "__init__.py")]
-    return [file for file in files if file.is_file()]
+def _is_parser_of_fields(node: ast.AST) -> bool:
+    found = node.attr if isinstance(node, ast.Attribute) else getattr(node, "id", None)
+    return found == PARSER_OF_FIELDS
+
+
+def _imported(node: ast.AST, importer: Path, folder: Path) -> Iterator[Path]:
+    """Files of the modules that ``node``, a statement in ``importer``, may import."""
+    if isinstance(node, ast.Import):
+        for alias in node.names:
+            yield from _files(folder, alias.name)
+    elif isinstance(node, ast.ImportFrom):
+        if node.level:  # relative: the package that the importer is in has been run, too
+            folder = next(iter(importer.absolute().parents[node.level - 1 :]), folder)
+            yield folder / "__init__.py"
+        module = [node.module] if node.module else []
+        for alias in node.names:
+            yield from _files(folder, ".".join([*module, alias.name]))
+
+
+def _files(folder: Path, dotted: str) -> Iterator[Path]:
+    """Of the module ``dotted`` below ``folder``, and of the packages that it is in."""
+    for name in dotted.split("."):
+        yield folder / f"{name}.py"
+        folder = folder / name
+        yield folder / "__init__.py"

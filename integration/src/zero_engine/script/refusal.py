@@ -1,7 +1,7 @@
 """What stands in place of the parts of DeepSpeed that are not served.
 
 A script may import such a part and never use it, so importing works. The first use (a call, a
-subclass, an attribute) raises one error that says what to do.
+subclass, an attribute, a comparison) raises one error that says what to do.
 """
 
 from __future__ import annotations
@@ -87,6 +87,13 @@ class RefusedModule(ModuleType):
             raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
         return _unserved(f"{self._served_name}.{name}", self._reason)
 
+    def __setattr__(self, name: str, value: object) -> None:
+        """Refused: nothing here would go by it."""
+        is_imports = name.startswith("_") or isinstance(value, ModuleType)
+        if not is_imports:
+            _unserved(f"{self._served_name}.{name}", self._reason)()
+        super().__setattr__(name, value)
+
 
 def reason_to_refuse(name: str) -> str | None:
     """Why DeepSpeed's ``name`` (dotted, without "deepspeed.") is refused; None: it isn't its."""
@@ -146,4 +153,4 @@ def _unserved(name: str, reason: str) -> Unserved:
     # Not at the top: zero_engine.deepspeed imports this module.
     from zero_engine.deepspeed.errors import Unserved
 
-    return Unserved(name, reason)
+    return Unserved(name, reason, could_be_ours=reason == INNER)

@@ -98,9 +98,25 @@ def _give_local_rank(parsed: Namespace, local_rank: str) -> None:
     should_give = parsed.local_rank
     if should_give is None:
         script = source_of(parsed.training_script, is_module=parsed.module)
-        should_give = not parsed.no_python and script is not None and declares_local_rank(script)
+        if parsed.no_python or script is None:
+            return
+        should_give = declares_local_rank(script)
+        _tell_local_rank(parsed, is_given=should_give)
     if should_give:
         parsed.training_script_args = [f"{OPTION}={local_rank}", *arguments]
+
+
+def _tell_local_rank(parsed: Namespace, *, is_given: bool) -> None:
+    """Tell once what was decided: a script whose option stays at -1 may train on all data alone."""
+    if os.environ.get("RANK", "0") != "0" or parsed.node_rank not in (0, "0"):
+        return
+    told = (
+        f"declares {OPTION} and is given it (--no-local-rank before it: it is not)"
+        if is_given
+        else f"is not given {OPTION}, which neither it nor what it imports from its folder "
+        "declares (--local-rank before it: it is)"
+    )
+    print(f"zero-engine run: {Path(parsed.training_script).name} {told}", file=sys.stderr)
 
 
 def _is_launcher(parsed: Namespace) -> bool:

@@ -68,6 +68,11 @@ class StateAccess:
         has_any = torch.tensor([float(self._facts.is_whole())], device=self._state.device)
         return self._state.control.sum(has_any).item() > 0
 
+    @property
+    def holds_gradient(self) -> bool:
+        """Whether this rank has a gradient of the step to come, or of a part of its micro-steps."""
+        return self._facts.has_any
+
     def get_full(self, name: str, what: str = MASTER) -> Tensor:
         """``what`` of parameter ``name``, whole; every rank must call it.
 

@@ -34,6 +34,7 @@ from zero_core.muon import Muon
 from zero_core.native import make_collectives, make_native, private_bytes, share_memory
 from zero_core.offload_share import check_patterns
 from zero_core.optimizer import has_kernel_rule
+from zero_core.owners import engine_of
 from zero_core.parked import make_ordinary
 from zero_core.parts import KERNELS, PARAM_TIERS, TIERS, has_part, load_part
 from zero_core.pretrained import load_pretrained
@@ -99,7 +100,7 @@ def build(
 
     Raises:
         ConfigError: the configuration is wrong or does not fit the model, or the model is on the
-            meta device and its values are not known.
+            meta device and its values are not known, or it has an engine that has not ended.
         CheckpointError: ``pretrained`` does not fit the model.
         MissingPartError: it asks for a package that is not installed.
         RankMismatchError: the ranks have different models or configurations.
@@ -110,6 +111,7 @@ def build(
         torch.manual_seed(resolved.seed)
     if not is_training:
         resolved = for_evaluation(resolved, optimizer, lr_scheduler)
+    _check_is_free(model)
     drawn = Blueprint.draw(model, resolved, ranks.size, optimizer, is_training=is_training)
     found, layout, optimizer = drawn.found, drawn.layout, drawn.optimizer
     initial = InitialValues(model)
@@ -165,8 +167,22 @@ def build(
         meter=meter,
     )
     if pretrained is not None:
-        load_pretrained(engine, pretrained)
+        try:
+            load_pretrained(engine, pretrained)
+        except Exception:
+            engine.close()  # another build() may follow, from the right file
+            raise
     return engine
+
+
+def _check_is_free(model: nn.Module) -> None:
+    """Refuse a model of which another engine has a parameter: it would take its gradient."""
+    for name, param in model.named_parameters():
+        if engine_of(param) is not None:
+            raise ConfigError(
+                f"{name} belongs to an engine already, the one that zero_core.engine_of(param) "
+                "tells: end that one first, by zero_core.give_back(engine)"
+            )
 
 
 def _check_ranks_agree(control: ControlGroup, layout: Layout, config: Config) -> None:

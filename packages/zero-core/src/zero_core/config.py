@@ -79,10 +79,11 @@ def load_config(source: Mapping[str, Any] | str | Path, *, world_size: int) -> C
         ConfigError: with the path of the key, what was found, and what to do.
     """
     raw = dict(source) if isinstance(source, Mapping) else _read_json(Path(source))
-    raw = _without_nulls(raw)
+    given = raw = _without_nulls(raw)
     # bf16.check_grad_overflow is DeepSpeed's place for it; here it holds at every precision.
     bf16 = raw.get("bf16")
     if isinstance(bf16, dict) and "check_grad_overflow" in bf16:
+        raw = {**raw}
         raw["bf16"] = {k: v for k, v in bf16.items() if k != "check_grad_overflow"}
         if bf16.get("enabled"):
             raw.setdefault("check_grad_overflow", bf16["check_grad_overflow"])
@@ -94,7 +95,7 @@ def load_config(source: Mapping[str, Any] | str | Path, *, world_size: int) -> C
     except pydantic.ValidationError as error:
         raise ConfigError("\n".join(_explain(e) for e in error.errors())) from None
     check_rules(config, world_size)
-    tell_unneeded(raw, config)
+    tell_unneeded(given, config)
     return config
 
 

@@ -204,6 +204,7 @@ class ZeroConfig(_Block):
     zeropp_loco_param: LocoConfig | None = None
     """Error feedback of quantized gradients; None is off."""
     mics_shard_size: int = -1
+    mics_hierarchical_params_gather: bool = False
     zenflow: dict[str, Any] | None = None
     leaf_module: LeafModuleConfig | None = None
     contiguous_gradients: bool = True

@@ -244,6 +244,10 @@ def _unserved(config: Config) -> Iterator[_Rule]:
             f"activation_checkpointing.{key} is not served: leave it out",
         )
     yield zero.mics_shard_size > 0, "zero_optimization.mics_shard_size is not served"
+    yield (
+        zero.mics_hierarchical_params_gather,
+        "zero_optimization.mics_hierarchical_params_gather is not served: leave it out",
+    )
     yield zero.zenflow is not None, "zero_optimization.zenflow is not served"
     yield (
         zero.offload_optimizer.super_offload,
@@ -298,6 +302,10 @@ def _unneeded(config: Config) -> dict[str, str]:
         ),
     ]
     found = dict(UNNEEDED)
+    if not config.bf16.enabled:
+        found["bf16.check_grad_overflow"] = (
+            "used with bf16.enabled only; check_grad_overflow at the top holds at every precision"
+        )
     for is_pointless, keys, why in pointless:
         if is_pointless:
             found |= {f"zero_optimization.{key}": why for key in keys}

@@ -1,23 +1,33 @@
-"""How an engine ends: closed by a rank alone, or giving its model back with every value whole.
+"""How an engine ends: closed, its values left in shards, or its model given back with all whole.
 
 A rank that closes may be one that failed, so it waits for no other. It cannot gather what others
 have, and a part of the current values beside a part of older ones would look like a model: such
-parameters hold none then, as at stage 3 all the time.
+parameters hold none then, as at stage 3 all the time. They may be parked in place of that: see
+[Note: parked parameters] in `zero_core.parked`.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from zero_core.initial import _is_left_over
+from zero_core.layout import Slot
+from zero_core.parked import Held, apart, can_park, park
+from zero_core.segment_values import SegmentValues
 
 if TYPE_CHECKING:
     from zero_core.engine import Engine
 
-__all__ = ["close", "give_back"]
+__all__ = ["close", "give_back", "leave_parked", "remove_at_end"]
+
+
+def remove_at_end(engine: Engine, handles: Iterable[Any]) -> None:
+    """Have ``handles``, of hooks that others put on the model, removed when ``engine`` ends."""
+    engine._hooks += handles
 
 
 def close(engine: Engine) -> None:
@@ -66,6 +76,47 @@ def give_back(
         for name, buffer in module._buffers.items():
             module._buffers[name] = None if buffer is None else buffer.cpu()
     return engine.module
+
+
+@torch.no_grad()
+def leave_parked(engine: Engine) -> None:
+    """Close ``engine`` and leave its model the values that there are, for what comes after it.
+
+    At stages 0 to 2 parameters keep their values where every rank has them all, as after
+    `Engine.publish`. Else they are parked, each rank keeping in host memory what it has of them:
+    `zero_core.parked.unparked` makes them whole, ``build`` takes them one at a time. As `close`, it
+    waits for no other rank; but where there are parameters that can't be parked, integers and those
+    of a class of their own, these are gathered, and every rank must call it.
+    """
+    if not engine._hooks:
+        return
+    _detach(engine)
+    of_segments = engine._state.values
+    if engine._flow.has_stale_values or not all(values.is_kept for values in of_segments):
+        for values in of_segments:
+            _park(values, engine)
+
+
+def _park(values: SegmentValues, engine: Engine) -> None:
+    control, segment = engine._control, values.segment
+    shard = values.read_shard().detach()
+    ranges = [segment.shard_range(rank) for rank in range(control.world_size)]
+    for slot, param in zip(segment.slots, values.params, strict=True):
+        spans = [_common(slot, *each) for each in ranges]
+        first, last = spans[control.rank]
+        low = ranges[control.rank][0] - slot.start
+        part = apart(last - first, shard.dtype).copy_(shard[first - low : last - low])
+        held = Held(control, engine.device, spans=spans, part=part)
+        if can_park(param):
+            park(param, held)
+        else:
+            param.data = held.whole(param)
+
+
+def _common(slot: Slot, low: int, high: int) -> tuple[int, int]:
+    """Which elements of a parameter lie between ``low`` and ``high`` of its segment."""
+    first = min(max(low, slot.start), slot.stop)
+    return first - slot.start, max(first, min(high, slot.stop)) - slot.start
 
 
 def _detach(engine: Engine) -> None:

@@ -70,9 +70,14 @@ class GradientFacts:
         self.norm = math.sqrt(float(facts[0]))
         self.used = facts[2:].tolist()
 
+    @property
+    def has_any(self) -> bool:
+        """Whether this rank has a gradient of the step to come."""
+        return bool(self._flow.fired)
+
     def is_whole(self) -> bool:
         """Whether this rank has a gradient of the step to come, and none will be added to it."""
-        return bool(self._flow.fired) and self._flow.is_boundary() and self._flow.should_sync
+        return self.has_any and self._flow.is_boundary() and self._flow.should_sync
 
     def p_norm(self, p: float) -> float:
         """``p``-norm of the whole model's gradient, after `complete`; every rank must call it."""

@@ -6,7 +6,8 @@ parked      the parameter's ``data`` is one NaN expanded to its shape, on the CP
             parameter stays the same object throughout
 value       what the parameter would hold. At first it may be only *recorded*, and rank 0 computes
             it when it is asked for; from then on it lies in parts
-part        [ceil(numel / world size)], CPU: this rank's slice of the flat value
+part        [ceil(numel / world size)], CPU: this rank's slice of the flat value; of one that an
+            engine has left, what lay in this rank's shard
 open        within `unparked` the parameter is an ordinary one that holds the whole value, on the
             CPU of every rank
 
@@ -23,7 +24,7 @@ import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -32,7 +33,17 @@ from zero_core.collectives import ControlGroup
 from zero_core.errors import RankMismatchError
 from zero_core.tape import Recording, zeroed
 
-__all__ = ["Held", "Parked", "held_of", "is_parked", "make_ordinary", "park", "unparked"]
+__all__ = [
+    "Held",
+    "Parked",
+    "apart",
+    "can_park",
+    "held_of",
+    "is_parked",
+    "make_ordinary",
+    "park",
+    "unparked",
+]
 
 _CASTS = {"bfloat16", "cpu", "cuda", "double", "float", "half", "to", "type", "xpu"}
 _WRITES = {"__setitem__"} | {
@@ -49,6 +60,7 @@ class Held:
         control: the ranks that share it.
         device: where their collectives run.
         recorded: what computes the value, and the deferred tensor that it is the value of.
+        spans: which elements of the flat value each rank's part has; None: slices of one length.
         part: this rank's slice.
         casts: dtypes that what is recorded goes through, in order.
         shape: while open, that of the value that is kept, whatever shape the parameter is given.
@@ -58,6 +70,7 @@ class Held:
     control: ControlGroup
     device: torch.device
     recorded: tuple[Recording, Tensor] | None = None
+    spans: Sequence[tuple[int, int]] | None = None
     part: Tensor | None = None
     casts: list[torch.dtype] = field(default_factory=list)
     shape: tuple[int, ...] = ()
@@ -68,15 +81,26 @@ class Held:
         self._check_unwritten(param)
         if self.recorded is not None:
             is_mine = self.control.rank == 0
-            value = self.computed() if is_mine else _apart(param.numel(), param.dtype)
+            value = self.computed() if is_mine else apart(param.numel(), param.dtype)
             value = value.view(param.shape)
             self.send(value, source=0)
             return value
         assert self.part is not None, "it is recorded or lies in parts"
-        rows = _apart(self.part.numel() * self.control.world_size, param.dtype)
+        if self.spans is not None:
+            return self._joined(param, self.spans, self.part)
+        rows = apart(self.part.numel() * self.control.world_size, param.dtype)
         if param.numel() > 0:
             self.control.gather_into(rows.view(torch.uint8), self.part.view(torch.uint8))
         return rows[: param.numel()].view(param.shape)
+
+    def _joined(self, param: Tensor, spans: Sequence[tuple[int, int]], part: Tensor) -> Tensor:
+        """The value where parts are of different lengths, many of them empty."""
+        value = apart(param.numel(), param.dtype)
+        for rank, (low, high) in enumerate(spans):
+            if rank == self.control.rank:
+                value[low:high].copy_(part)
+            self.send(value[low:high], source=rank)
+        return value.view(param.shape)
 
     @torch.no_grad()
     def computed(self) -> Tensor:
@@ -102,16 +126,16 @@ class Held:
         """``value`` is the parameter's from now on; of it this rank's slice is kept."""
         numel = -(-value.numel() // self.control.world_size)
         if self.part is None or self.part.numel() != numel or self.part.dtype != value.dtype:
-            self.part = _apart(numel, value.dtype)
+            self.part = apart(numel, value.dtype)
         low = self.control.rank * numel
         mine = value.detach().reshape(-1)[low : low + numel]
         self.part[: mine.numel()].copy_(mine)
-        self.recorded, self.casts = None, []
+        self.recorded, self.casts, self.spans = None, [], None
 
     def cast(self, dtype: torch.dtype) -> None:
         """The value goes to ``dtype``."""
         if self.part is not None:
-            self.part = _apart(self.part.numel(), dtype).copy_(self.part)
+            self.part = apart(self.part.numel(), dtype).copy_(self.part)
         else:
             self.casts.append(dtype)
 
@@ -119,8 +143,8 @@ class Held:
         """The same value for another parameter."""
         part = None
         if self.part is not None:
-            part = _apart(self.part.numel(), self.part.dtype).copy_(self.part)
-        return Held(self.control, self.device, self.recorded, part, list(self.casts))
+            part = apart(self.part.numel(), self.part.dtype).copy_(self.part)
+        return Held(self.control, self.device, self.recorded, self.spans, part, list(self.casts))
 
     def _check_unwritten(self, param: Tensor) -> None:
         if param.dtype.is_floating_point and not bool(param.data.reshape(-1)[:1].isnan().all()):
@@ -181,15 +205,19 @@ def held_of(param: object) -> Held | None:
     return getattr(param, "_held", None) if isinstance(param, nn.Parameter) else None
 
 
-def park(param: nn.Parameter, held: Held) -> None:
-    """Take the value out of ``param``; ``held`` says where it is.
+def can_park(param: object) -> TypeGuard[nn.Parameter]:
+    """Whether ``param`` is of torch's own class, not parked, and has a NaN to be replaced by."""
+    return type(param) is nn.Parameter and (param.is_floating_point() or param.is_complex())
 
-    ``param`` must be of torch's own class.
-    """
-    assert type(param) is nn.Parameter, "what a class of its own does is not known"
-    stand_in = nn.Parameter(_placeholder(param.shape, param.dtype), param.requires_grad)
-    # Not through ``data``: a tensor on the meta device does not take that of another device.
-    torch._C._swap_tensor_impl(param, stand_in)
+
+def park(param: nn.Parameter, held: Held) -> None:
+    """Take the value out of ``param``, which can be parked; ``held`` says where it is."""
+    assert can_park(param), "what a class of its own does is not known"
+    hole = _placeholder(param.shape, param.dtype)
+    if param.is_meta:  # it does not take the data of another device
+        torch._C._swap_tensor_impl(param, nn.Parameter(hole, param.requires_grad))
+    else:
+        param.data = hole
     param.__class__ = Parked
     param._held = held  # type: ignore[attr-defined]
 
@@ -303,7 +331,7 @@ def _placeholder(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     return torch.tensor(fill).to(dtype).expand(shape)
 
 
-def _apart(numel: int, dtype: torch.dtype) -> Tensor:
+def apart(numel: int, dtype: torch.dtype) -> Tensor:
     """Memory apart from the heap: it is the system's again when it is freed.
 
     Parts would settle in the holes that whole values leave there, and each gather take new memory.

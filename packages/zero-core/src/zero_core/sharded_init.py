@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, TypeGuard
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 from zero_core.collectives import ControlGroup
 from zero_core.deferred import recorded
 from zero_core.errors import ConfigError
-from zero_core.parked import Held, park
+from zero_core.parked import Held, can_park, park
 from zero_core.tape import Recording, storage_of
 from zero_core.topology import find_ranks
 
@@ -64,7 +64,7 @@ def sharded_init(
         yield made
     for module in modules:
         for param in module._parameters.values():
-            if _can_park(param) and recording.knows(param):
+            if can_park(param) and recording.knows(param):
                 held = make_held()
                 held.recorded = (recording, param.detach())
                 park(param, held)
@@ -97,7 +97,7 @@ def shard_module(
                 f"{name} is on the meta device and has no value to shard: make the module within "
                 "sharded_init() (zero.Init() of DeepSpeed's interface)"
             )
-        if not _can_park(param):
+        if not can_park(param):
             continue
         held = make_held()
         value = param.detach().cpu().contiguous()
@@ -108,11 +108,6 @@ def shard_module(
         park(param, held)
         parked.append(param)
     return parked
-
-
-def _can_park(param: object) -> TypeGuard[nn.Parameter]:
-    """Whether ``param`` is of torch's own class, not parked, and has a NaN to be replaced by."""
-    return type(param) is nn.Parameter and (param.is_floating_point() or param.is_complex())
 
 
 def _holder(process_group: dist.ProcessGroup | None) -> Any:

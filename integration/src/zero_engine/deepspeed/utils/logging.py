@@ -1,18 +1,56 @@
-"""``deepspeed.utils.logging``: a logger, and lines of some ranks only."""
+"""``deepspeed.utils.logging``: a logger that writes to stdout, and lines of some ranks only."""
 
 from __future__ import annotations
 
 import functools
 import logging
 from collections.abc import Iterable
+from typing import Any
 
 import torch.distributed as dist
 
 from zero_engine.script.refusal import refuse_other_names
 
-__all__ = ["log_dist", "log_dist_once", "logger", "set_log_level_from_string", "warning_once"]
+__all__ = [
+    "log_dist",
+    "log_dist_once",
+    "logger",
+    "set_log_level_from_string",
+    "speak",
+    "warning_once",
+]
 
-logger = logging.getLogger("DeepSpeed")
+_FORM = "[%(asctime)s] [%(levelname)s] [%(filename)s:%(lineno)d:%(funcName)s] %(message)s"
+
+
+class _Stdout(logging.Handler):
+    """Writes to what is stdout then, in DeepSpeed's form."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.setFormatter(logging.Formatter(_FORM))
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            print(self.format(record), flush=True)
+        except Exception:
+            self.handleError(record)
+
+
+def speak(name: str, level: int | str) -> logging.Logger:
+    """Have the logger ``name`` write to stdout at ``level``, and to no handler of its parents.
+
+    As DeepSpeed's own logger: what was asked for is seen, however the script has set up logging.
+    """
+    found = logging.getLogger(name)
+    found.setLevel(level)
+    found.propagate = False
+    if not any(isinstance(handler, _Stdout) for handler in found.handlers):
+        found.addHandler(_Stdout())
+    return found
+
+
+logger = speak("DeepSpeed", logging.WARNING)
 
 
 def log_dist(message: str, ranks: Iterable[int] | None = None, level: int = logging.INFO) -> None:
@@ -36,9 +74,13 @@ def log_dist_once(
 
 
 @functools.lru_cache(None)
-def warning_once(message: str) -> None:
+def warning_once(message: str, *args: Any) -> None:
     """Log a warning the first time."""
-    logger.warning(message)
+    logger.warning(message, *args)
+
+
+# Scripts and libraries call them on the logger.
+vars(logger).update(log_dist_once=log_dist_once, warning_once=warning_once)
 
 
 def set_log_level_from_string(log_level_str: str, custom_logger: object = None) -> None:
@@ -53,6 +95,8 @@ def set_log_level_from_string(log_level_str: str, custom_logger: object = None) 
         raise ValueError(f"log level {log_level_str!r}: expected one of {names}")
     target = custom_logger if isinstance(custom_logger, logging.Logger) else logger
     target.setLevel(level)
+    for handler in target.handlers:
+        handler.setLevel(level)
 
 
 refuse_other_names(__name__)
