@@ -41,6 +41,7 @@ def spawn(worker: Callable[..., None], world_size: int, *args: Any) -> None:
 def _run_rank(
     rank: int, worker: Callable[..., None], world_size: int, store: str, args: tuple[Any, ...]
 ) -> None:
+    gc.freeze()  # the collector need not look at what the server has imported
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size)
     try:

@@ -91,6 +91,7 @@ def _run_rank(
     ranks_per_node: int | None,
     args: tuple[Any, ...],
 ) -> None:
+    gc.freeze()  # the collector need not look at what the server has imported (0.2 s each time)
     torch.set_num_threads(1)
     os.environ["LOCAL_RANK"] = str(rank % (ranks_per_node or world_size))
     if ranks_per_node is not None:
