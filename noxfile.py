@@ -34,9 +34,9 @@ nox.needs_version = ">=2025.2.9"
 nox.options.default_venv_backend = "venv"
 nox.options.reuse_existing_virtualenvs = True
 nox.options.sessions = ["tests"]
-# Of what is installed little is imported, so its bytecode is written then, not before (most of pip's
-# time). In pip's settings the name of the option stands for what it turns off. Where bytecode is
-# not to be written at all, every process would compile torch again: not in nox's environments.
+# Of what is installed little is imported, so its bytecode is written then, not before (most of
+# pip's time). In pip's settings the name of the option stands for what it turns off. Where bytecode
+# is not to be written at all, every process would compile torch again: not in nox's environments.
 os.environ.setdefault("PIP_NO_COMPILE", "0")
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
