@@ -154,26 +154,3 @@ def test_module_is_found_as_python_finds_it(
     program = _write(tmp_path, DECLARES, "package/__main__.py")
     assert source_of("package", is_module=True) == Source(program, tmp_path)
     assert source_of("package.missing", is_module=True) is None
-
-
-def test_of_an_installed_module_its_own_package_alone_counts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    folder = tmp_path / "installed"
-    folder.mkdir()
-    _write(folder, "import other, package.options", "package/__main__.py")
-    _write(folder, DECLARES, "other/__init__.py")
-
-    def declares() -> bool:
-        source = source_of("package", is_module=True)
-        assert source is not None
-        return declares_local_rank(source)
-
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(str(folder))
-    assert not declares()
-    monkeypatch.chdir(folder)  # the program's own folder
-    assert declares()
-    monkeypatch.chdir(tmp_path)
-    _write(folder, DECLARES, "package/options.py")
-    assert declares()

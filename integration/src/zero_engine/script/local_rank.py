@@ -4,14 +4,12 @@ A script that doesn't declare the option ends at it. So here only one that does 
 script itself, or a module that it imports from where it lies, has the string ``"--local_rank"`` in
 its code, or a dataclass with the field ``local_rank`` beside the name of `HfArgumentParser`, which
 makes options of fields. Scripts of Hugging Face's Trainer don't: they find their rank in the
-environment. Folders that a script puts on sys.path itself are not searched, and of an installed
-module's neighbours only those of its package.
+environment. Folders that a script puts on sys.path itself are not searched.
 """
 
 from __future__ import annotations
 
 import ast
-import itertools
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -30,8 +28,6 @@ class Source(NamedTuple):
     file: Path
     folder: Path
     """Where Python looks first for what the program imports."""
-    package: str | None = None
-    """The one package whose modules count; None: whatever lies in the folder."""
 
 
 def source_of(program: str, *, is_module: bool) -> Source | None:
@@ -41,11 +37,8 @@ def source_of(program: str, *, is_module: bool) -> Source | None:
         return Source(path, path.parent) if path.is_file() else None
     inner = Path(*program.split("."))
     files = (inner.with_suffix(".py"), inner / "__main__.py")
-    here = [Source(Path.cwd() / file, Path.cwd()) for file in files]
-    # Beside an installed module lie all the others, torch's too.
-    others = (Path(entry) for entry in sys.path if entry)
-    installed = (Source(other / file, other, inner.parts[0]) for other in others for file in files)
-    places = itertools.chain(here, installed)
+    folders = (Path.cwd(), *(Path(entry) for entry in sys.path if entry))
+    places = (Source(f / file, f) for f in folders for file in files)
     return next((place for place in places if place.file.is_file()), None)
 
 
@@ -70,7 +63,7 @@ def declares_local_rank(source: Source) -> bool:
         if is_named or (has_field and has_parser_of_fields):
             return True
         for node in nodes:
-            left += _imported(node, path, source)
+            left += _imported(node, path, source.folder)
     return False
 
 
@@ -89,22 +82,18 @@ def _is_parser_of_fields(node: ast.AST) -> bool:
     return found == PARSER_OF_FIELDS
 
 
-def _imported(node: ast.AST, importer: Path, source: Source) -> Iterator[Path]:
+def _imported(node: ast.AST, importer: Path, folder: Path) -> Iterator[Path]:
     """Files of the modules that ``node``, a statement in ``importer``, may import."""
-    folder, package = source.folder, source.package
-    names: list[str] = []
     if isinstance(node, ast.Import):
-        names = [alias.name for alias in node.names]
+        for alias in node.names:
+            yield from _files(folder, alias.name)
     elif isinstance(node, ast.ImportFrom):
         if node.level:  # relative: the package that the importer is in has been run, too
             folder = next(iter(importer.absolute().parents[node.level - 1 :]), folder)
-            package = None
             yield folder / "__init__.py"
         module = [node.module] if node.module else []
-        names = [".".join([*module, alias.name]) for alias in node.names]
-    for name in names:
-        if package in (None, name.partition(".")[0]):
-            yield from _files(folder, name)
+        for alias in node.names:
+            yield from _files(folder, ".".join([*module, alias.name]))
 
 
 def _files(folder: Path, dotted: str) -> Iterator[Path]:
