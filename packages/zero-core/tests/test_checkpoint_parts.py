@@ -232,6 +232,7 @@ def test_a_schedule_that_only_the_checkpoint_or_the_engine_has_is_told_of(
             loading.load_checkpoint(place)
         (line,) = caplog.messages  # of the engine that differs, and not of the other
         assert told in line
+        assert line.endswith("load without the schedule"), "front ends name arguments otherwise"
         caplog.clear()
         engines[1 - number].load_checkpoint(place, without=("lr_scheduler",))
         assert not caplog.messages

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import zero_core
 from zero_core import ConfigError
+from zero_core.initial import is_left_over
 from zero_core.testing import Case, batch, make_model, spawn
 
 
@@ -46,8 +47,30 @@ def _closed(rank: int, world_size: int) -> None:
         engine.close()  # the others have gone
 
 
+def _closed_twice(rank: int, world_size: int) -> None:
+    model = make_model()
+    config = Case(3, zero={"stage3_param_persistence_threshold": 0}).config()
+    num_hooks = []
+    for _ in range(2):
+        for param, first in zip(model.parameters(), make_model().parameters(), strict=True):
+            param.data = first.data
+        engine = zero_core.build(model, config)
+        assert any(is_left_over(p) for p in model.parameters())
+        with pytest.raises(RuntimeError, match=r"engine\.full_state_dict\(\)"):
+            model.state_dict()
+        engine.close()
+        with pytest.raises(RuntimeError, match="holds no value"):
+            model.state_dict()
+        num_hooks.append(len(model._state_dict_pre_hooks))
+    assert num_hooks[0] == num_hooks[1]
+
+
 def test_a_rank_that_closes_waits_for_no_other_and_leaves_no_mixture_of_values():
     spawn(_closed, 2)
+
+
+def test_the_next_engine_of_a_closed_model_tells_of_itself():
+    spawn(_closed_twice, 2)
 
 
 def _given_back(rank: int, world_size: int) -> None:
@@ -72,6 +95,11 @@ def _given_back(rank: int, world_size: int) -> None:
             zero_core.give_back(again)
         zero_core.give_back(again, drops_partial=True)
         torch.testing.assert_close(dict(model.state_dict()), expected, rtol=0.0, atol=0.0)
+        with torch.no_grad():
+            model.gain.fill_(5.0)  # as a plain loop after the engine does
+        with pytest.raises(RuntimeError, match="engine that has ended"):
+            zero_core.give_back(again, drops_partial=True)
+        assert (model.gain == 5.0).all()
 
 
 def test_a_trained_model_is_given_back_between_two_steps_alone():

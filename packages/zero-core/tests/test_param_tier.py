@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +17,10 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import zero_core
+from zero_core.arena import BufferPool, allocator
+from zero_core.layout import Segment
 from zero_core.protocols import ParamTier
+from zero_core.resting import Lane, RestingShard
 from zero_core.testing import Case, Hard, batch, make_model, run_ddp, run_engine, spawn
 
 EVERYTHING = {"stage3_param_persistence_threshold": 0}
@@ -372,6 +376,37 @@ def test_a_shard_that_cannot_be_read_fails_the_forward_with_the_tiers_error() ->
     shelf.fetch = fail  # type: ignore[method-assign]
     with pytest.raises(OSError, match="/some/file"):
         engine(torch.ones(2, 7))
+
+
+def test_a_gather_that_cannot_start_is_named_and_keeps_no_staging_buffer() -> None:
+    cpu = torch.device("cpu")
+    staging = BufferPool(allocator(cpu), 12)
+    segment = Segment(0, 4, torch.float32, is_trainable=True, slots=(), shard_numel=3, world_size=2)
+    shelf = Shelf([(0, 3, torch.float32)], has_homes=False)
+    shard = RestingShard(segment, shelf, Lane(cpu), staging=staging)
+
+    def fail(*args: Any, **keys: Any) -> Any:
+        raise RuntimeError("Connection closed by peer")
+
+    peer = SimpleNamespace(all_gather=fail)
+
+    def gather() -> None:
+        shard.gather(
+            torch.empty(6),
+            peer,  # type: ignore[arg-type]
+            lambda: "all_gather of unit 4",
+            version=1,
+            backward=False,
+        )
+
+    for _ in range(2):
+        with pytest.raises(zero_core.CollectiveError, match=r"unit 4 failed.*Connection closed"):
+            gather()
+    shelf.fetch = fail  # type: ignore[method-assign]
+    with pytest.raises(RuntimeError) as error:
+        gather()
+    assert error.type is RuntimeError, "the tier's own"
+    assert staging.allocated_bytes == 12, "one buffer, used again"
 
 
 def test_a_param_tier_below_stage_3_is_refused() -> None:

@@ -49,6 +49,10 @@ class Model(nn.Module):
         return self.head(self.norm(hidden)).sum() + self.low.sum() + 0 * self.none.sum()
 
 
+class _Own(nn.Parameter):
+    """A parameter of a class of its own can't be parked."""
+
+
 def _make(seed: int = 0) -> Model:
     torch.manual_seed(seed)
     return Model()
@@ -267,6 +271,7 @@ def _shard_existing(rank: int, world_size: int) -> None:
 def _left_by_engines(rank: int, world_size: int) -> None:
     """Whole where every rank has all of them, else as they lay in shards; the next takes them."""
     model = _make()
+    model.own = _Own(torch.linspace(0, 1, 3))
     for stage in (3, 1, 0, 3):
         config = {**CONFIG, "zero_optimization": {"stage": stage}}
         engine = zero_core.build(model, config)
@@ -277,8 +282,10 @@ def _left_by_engines(rank: int, world_size: int) -> None:
         leave_parked(engine)  # nothing left to do
         assert zero_core.engine_of(model.scale) is None
         is_whole = world_size == 1 or stage == 0
-        floating = [p for p in model.parameters() if p.is_floating_point()]
-        assert all(is_parked(p) != is_whole for p in floating)
+        for param in model.parameters():
+            can = param.is_floating_point() and param is not model.own
+            assert is_parked(param) == (can and not is_whole)
+        assert type(model.own) is _Own
         for each in (copy.deepcopy(model), model):
             with unparked(each.parameters()):
                 for name, param in each.named_parameters(remove_duplicate=False):

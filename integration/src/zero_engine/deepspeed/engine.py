@@ -230,8 +230,8 @@ class DeepSpeedEngine(Checkpoints, nn.Module):
     def destroy(self) -> None:
         """Take the engine's hooks off the model, which keeps its values; on this rank alone.
 
-        Where they lie in shards they do so still, as within `zero.Init`: `GatheredParameters` has
-        them whole, `initialize` makes another engine of them.
+        What lies in shards stays so, as within `zero.Init`, for `GatheredParameters` and the next
+        `initialize`; but integers and classes of their own are gathered: every rank must call it.
         """
         leave_parked(self.core)
 

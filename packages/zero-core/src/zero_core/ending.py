@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from zero_core.initial import _is_left_over
+from zero_core.initial import is_left_over
 from zero_core.layout import Slot
+from zero_core.owners import engine_of
 from zero_core.parked import Held, apart, can_park, park
 from zero_core.segment_values import SegmentValues
 
@@ -40,7 +41,8 @@ def close(engine: Engine) -> None:
     for values in engine._state.values:
         values.abandon()
     for module in engine.module.modules():
-        module.register_state_dict_pre_hook(_refuse_left_over)  # type: ignore[no-untyped-call]
+        if _refuse_left_over not in module._state_dict_pre_hooks.values():
+            module.register_state_dict_pre_hook(_refuse_left_over)  # type: ignore[no-untyped-call]
 
 
 def give_back(
@@ -62,8 +64,14 @@ def give_back(
         The model.
 
     Raises:
-        RuntimeError: within ``gathered``, or gradients wait for a step and are not to be dropped.
+        RuntimeError: within ``gathered``, or gradients wait for a step and are not to be dropped;
+            or the engine has ended before.
     """
+    if not engine._hooks:
+        raise RuntimeError(
+            "give_back() of an engine that has ended: its model may have other values since, so "
+            "go on with the model as it is"
+        )
     if engine._gathering.is_open:
         raise RuntimeError("give_back() within gathered(): call it after that has ended")
     if not drops_partial:
@@ -110,7 +118,7 @@ def _park(values: SegmentValues, engine: Engine) -> None:
         if can_park(param):
             park(param, held)
         else:
-            param.data = held.whole(param)
+            param.data = held.joined(param, spans, part)
 
 
 def _common(slot: Slot, low: int, high: int) -> tuple[int, int]:
@@ -140,7 +148,7 @@ def _check_between_steps(engine: Engine) -> None:
 
 def _refuse_left_over(module: nn.Module, prefix: str, keep_vars: bool) -> None:
     for name, param in module._parameters.items():
-        if param is not None and _is_left_over(param):
+        if param is not None and is_left_over(param) and engine_of(param) is None:
             raise RuntimeError(
                 f"{prefix}{name} holds no value: it went with an engine that was closed. End one "
                 "with zero_core.give_back(engine) in place of engine.close()"

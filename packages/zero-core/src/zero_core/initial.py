@@ -12,7 +12,7 @@ from zero_core.deferred import recordings_of
 from zero_core.errors import ConfigError
 from zero_core.parked import held_of, is_parked
 
-__all__ = ["InitialValues"]
+__all__ = ["InitialValues", "is_left_over"]
 
 
 class InitialValues:
@@ -66,7 +66,7 @@ class InitialValues:
                 whole_name = f"{path}.{name}" if path else name
                 if tensor.is_meta:
                     self._check_one(whole_name, tensor)
-                elif not is_parked(tensor) and _is_left_over(tensor):
+                elif not is_parked(tensor) and is_left_over(tensor):
                     raise ConfigError(
                         f"{whole_name} holds no value: an engine that keeps it in shards has the "
                         "model, or had it when it was closed. Give the model its values with "
@@ -106,7 +106,7 @@ class InitialValues:
                     vars(module)[name] = pytree.tree_map(give, value)
 
 
-def _is_left_over(tensor: Tensor) -> bool:
+def is_left_over(tensor: Tensor) -> bool:
     """Whether it is one NaN in the shape of a parameter, as a sharding engine leaves it."""
     can_tell = tensor.numel() > 1 and (tensor.is_floating_point() or tensor.is_complex())
     if not can_tell or tensor.layout is not torch.strided or any(tensor.stride()):

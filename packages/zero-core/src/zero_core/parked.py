@@ -87,14 +87,14 @@ class Held:
             return value
         assert self.part is not None, "it is recorded or lies in parts"
         if self.spans is not None:
-            return self._joined(param, self.spans, self.part)
+            return self.joined(param, self.spans, self.part)
         rows = apart(self.part.numel() * self.control.world_size, param.dtype)
         if param.numel() > 0:
             self.control.gather_into(rows.view(torch.uint8), self.part.view(torch.uint8))
         return rows[: param.numel()].view(param.shape)
 
-    def _joined(self, param: Tensor, spans: Sequence[tuple[int, int]], part: Tensor) -> Tensor:
-        """The value where parts are of different lengths, many of them empty."""
+    def joined(self, param: Tensor, spans: Sequence[tuple[int, int]], part: Tensor) -> Tensor:
+        """The value of which each rank has a part; they differ in length, many are empty."""
         value = apart(param.numel(), param.dtype)
         for rank, (low, high) in enumerate(spans):
             if rank == self.control.rank:

@@ -18,7 +18,7 @@ __all__ = ["check_progress", "read_progress", "restore_progress", "tell_progress
 
 _log = logging.getLogger(__name__)
 
-_MEANT = '; if that is meant, leave "lr_scheduler" out of the load'
+_MEANT = "; if that is meant, load without the schedule"
 _NO_SAVED = "the engine's schedule stays where it is: none was saved" + _MEANT
 _NO_OWN = "the schedule that was saved is not used: the engine has none" + _MEANT
 

@@ -29,6 +29,7 @@ import torch
 from torch import Tensor
 
 from zero_core.arena import Allocate, BufferPool
+from zero_core.collectives import call_named
 from zero_core.config import Config
 from zero_core.layout import Layout, Segment
 from zero_core.protocols import Collectives, ParamTier, Work
@@ -138,17 +139,38 @@ class RestingShard:
         self._staging = staging
 
     def gather(
-        self, full: Tensor, collectives: Collectives, *, version: int, backward: bool
+        self,
+        full: Tensor,
+        collectives: Collectives,
+        what: Callable[[], str],
+        *,
+        version: int,
+        backward: bool,
     ) -> Work:
-        """Start to fill ``full`` with the unit's values; the lane must be entered."""
+        """Start to fill ``full`` with the unit's values; the lane must be entered.
+
+        A collective that fails says ``what()`` it was; a fetch raises the tier's own error.
+        """
         index = self._segment.index
         if self._segment.world_size == 1:
             return self._tier.fetch(index, full)
         # Not into this rank's slice of full: collectives that are not exact refuse that.
         staged = self._staging.acquire(self._segment.shard_numel, self._segment.dtype)
-        self._tier.fetch(index, staged).wait()  # 3: the lane waits for the fetch
-        work = collectives.all_gather(full, staged, unit=index, version=version, backward=backward)
-        return _Gather(work, lambda: self._staging.release(staged, self.lane.after_readers()))
+        try:
+            self._tier.fetch(index, staged).wait()  # 3: the lane waits for the fetch
+            work = call_named(
+                lambda: collectives.all_gather(
+                    full, staged, unit=index, version=version, backward=backward
+                ),
+                what,
+            )
+        except Exception:
+            self._release(staged)
+            raise
+        return _Gather(work, lambda: self._release(staged))
+
+    def _release(self, staged: Tensor) -> None:
+        self._staging.release(staged, self.lane.after_readers())
 
     def read(self) -> Tensor:
         """The values: [shard_numel], on the CPU, not to be changed."""

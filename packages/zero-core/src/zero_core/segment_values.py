@@ -116,7 +116,7 @@ class SegmentValues:
         full, shard, unit = self.full, self.shard, self.segment.index
         assert full is not None
         if isinstance(shard, RestingShard):
-            return shard.gather(full, collectives, version=version, backward=backward)
+            return shard.gather(full, collectives, what, version=version, backward=backward)
         return call_named(
             lambda: collectives.all_gather(
                 full, shard, unit=unit, version=version, backward=backward
