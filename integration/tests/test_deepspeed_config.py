@@ -296,6 +296,13 @@ def test_what_loggers_are_asked_to_tell_is_on_stdout_once(asked, loggers, capsys
     assert "[WARNING] [test_deepspeed_config.py:" in told
 
 
+def test_configuration_is_told_to_tell_more_than_a_level_set_by_name(loggers, capsys):
+    set_log_level_from_string("error")
+    apply(read({**BASE, "log_level": "info"}))
+    logger.info("asked for")
+    assert capsys.readouterr().out.count("asked for") == 1
+
+
 def test_level_of_deepspeeds_logger_is_set_by_name(loggers, capsys):
     set_log_level_from_string("warning")
     logger.info("too low")

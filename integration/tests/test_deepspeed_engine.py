@@ -472,6 +472,26 @@ def test_wrong_optimizer_name_is_a_configuration_error() -> None:
         _engine(config)
 
 
+def test_refused_initialize_leaves_the_earlier_engine_stepping() -> None:
+    engine, undisturbed = _engine(), _engine()
+    for one in (engine, undisturbed):
+        one.backward(one(_inputs(0)).square().mean())
+    model = engine.module
+    some = torch.optim.LBFGS(model[0].parameters())  # not elementwise
+    for config, given in (
+        (_config(optimizer={"type": "NoSuch", "params": {}}), None),
+        (_config(train_batch_size=7), None),
+        (_config(), some),
+    ):
+        with pytest.raises(ConfigError):
+            deepspeed.initialize(model=model, optimizer=given, config=config)
+    for one in (engine, undisturbed):
+        one.step()
+    assert _train(engine, 2, first=1) == _train(undisturbed, 2, first=1)
+    engine.destroy()
+    undisturbed.destroy()
+
+
 # --------------------------------------------------------------------- evaluation
 
 

@@ -154,3 +154,16 @@ def test_module_is_found_as_python_finds_it(
     program = _write(tmp_path, DECLARES, "package/__main__.py")
     assert source_of("package", is_module=True) == Source(program, tmp_path)
     assert source_of("package.missing", is_module=True) is None
+
+
+def test_of_an_installed_module_its_own_package_alone_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    _write(tmp_path, DECLARES, "unrelated.py")
+    _write(tmp_path, "import unrelated, package.options", "package/__main__.py")
+    source = source_of("package", is_module=True)
+    assert source is not None
+    assert not declares_local_rank(source)
+    _write(tmp_path, DECLARES, "package/options.py")
+    assert declares_local_rank(source)

@@ -9,9 +9,11 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from conftest import environment
 
 from zero_core.errors import ConfigError
+from zero_engine.ranks import join_ranks
 from zero_engine.started_ranks import first_host, rank_variables
 
 SLURM = {
@@ -83,6 +85,23 @@ def test_address_is_asked_for_where_mpirun_does_not_tell_it() -> None:
 def test_rank_within_the_machine_is_asked_for_where_it_is_not_told() -> None:
     with pytest.raises(ConfigError, match="set LOCAL_RANK"):
         rank_variables({"PMI_RANK": "1", "PMI_SIZE": "4", "MASTER_ADDR": "host1"})
+
+
+@pytest.mark.parametrize("of_mpi", [{"PMI_SIZE": "16"}, {"PMI_RANK": "6"}])
+def test_slurm_is_not_asked_where_mpiruns_proxies_are_its_tasks(of_mpi: dict[str, str]) -> None:
+    with pytest.raises(ConfigError, match="set LOCAL_RANK"):
+        rank_variables({**PMI2, **of_mpi})
+
+
+def test_only_gpu_that_a_rank_sees_is_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen: list[torch.device] = []
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    for visible, index in ((1, 0), (8, 3)):
+        monkeypatch.setattr(torch.cuda, "device_count", lambda visible=visible: visible)
+        assert join_ranks() == chosen.pop() == torch.device("cuda", index)
 
 
 @pytest.mark.parametrize(

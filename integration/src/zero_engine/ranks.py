@@ -24,6 +24,8 @@ import torch._dynamo
 import torch.distributed as dist
 from torch import Tensor
 
+from zero_engine.started_ranks import device_index
+
 __all__ = [
     "StopRequest",
     "fail",
@@ -47,8 +49,10 @@ def join_ranks() -> torch.device:
     the process is a single rank and no group is made. Every rank calls it.
     """
     has_gpu = torch.cuda.is_available()
-    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if has_gpu else None
-    if device is not None:
+    device: torch.device | None = None
+    if has_gpu:
+        index = device_index(os.environ, num_visible=torch.cuda.device_count())
+        device = torch.device("cuda", index or 0)
         torch.cuda.set_device(device)
     if is_under_launcher():
         # Not device_id=: the group is made on first use, so that a rank that fails before that

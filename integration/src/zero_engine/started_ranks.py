@@ -6,7 +6,8 @@
     SLURM's srun           SLURM_PROCID, SLURM_STEP_NUM_TASKS        SLURM_LOCALID
 
 The script of a batch job has SLURM's variables too, and is not a task of srun's. SLURM's plugin
-pmi2 sets PMI_RANK and PMI_SIZE beside them, but not MPI_LOCALRANKID: who tells it all is asked.
+pmi2 sets PMI_RANK and PMI_SIZE beside them, but not MPI_LOCALRANKID: SLURM is asked, if it tells
+the same rank and number. It doesn't where an mpirun started its proxies by srun.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from dataclasses import dataclass
 
 from zero_core.errors import ConfigError
 
-__all__ = ["LOOPBACK", "PORT", "first_host", "rank_variables"]
+__all__ = ["LOOPBACK", "PORT", "device_index", "first_host", "rank_variables"]
 
 PORT = 29500
 """Where rank 0 listens, if nothing says otherwise; torch's own default."""
@@ -88,6 +89,18 @@ def rank_variables(environment: Mapping[str, str], *, port: int = PORT) -> dict[
     return variables
 
 
+def device_index(environment: Mapping[str, str], *, num_visible: int) -> int | None:
+    """The number of this process's accelerator by ``LOCAL_RANK``; None without a launcher.
+
+    Where a process sees one accelerator alone (srun's ``--gpus-per-task=1``), it is 0 whatever the
+    rank is.
+    """
+    local_rank = environment.get("LOCAL_RANK")
+    if local_rank is None:
+        return None
+    return 0 if num_visible == 1 else int(local_rank)
+
+
 def first_host(nodes: str) -> str:
     """The first host of SLURM's list: ``"node[07-9,12],login1"`` begins with node07."""
     first = re.match(r"(?:\[[^\]]*\]|[^,\[])*", nodes)
@@ -98,7 +111,12 @@ def first_host(nodes: str) -> str:
 def _starter(environment: Mapping[str, str]) -> _Starter | None:
     """Who started this process as one of several; if it can be, one that tells the local rank."""
     found = [starter for starter in (*MPI, SLURM) if _has_started(environment, starter)]
-    whole = [starter for starter in found if starter.local_rank in environment]
+    told = [(environment[starter.rank], _size(environment, starter)) for starter in found]
+    whole = [
+        starter
+        for starter, its in zip(found, told, strict=True)
+        if its == told[0] and starter.local_rank in environment
+    ]
     return next(iter(whole + found), None)
 
 

@@ -12,10 +12,11 @@ from torch import nn
 
 import zero_core
 from zero_core import engine_of
-from zero_core.config import OptimizerConfig
+from zero_core.config import OptimizerConfig, load_config
 from zero_core.ending import leave_parked
 from zero_core.muon import tag_matrices
-from zero_core.optimizer import make_optimizer
+from zero_core.optimizer import check_elementwise, make_optimizer
+from zero_core.topology import find_ranks
 from zero_engine.deepspeed.announcing import announce, apply
 from zero_engine.deepspeed.config import Settings, read
 from zero_engine.deepspeed.config_source import Source
@@ -53,7 +54,8 @@ def initialize(
 
     Every rank must call it, with the same model and configuration. The model's parameters move to
     the engine's memory; see `zero_core.build`. An engine that has them already is ended first, as
-    by its ``destroy()``: values stay, and gradients that wait for a step are dropped.
+    by its ``destroy()``: values stay, and gradients that wait for a step are dropped. A wrong
+    configuration or optimizer is refused before that.
 
     Args:
         args: the parsed command line: its ``deepspeed_config`` is the configuration, if none is
@@ -92,18 +94,23 @@ def initialize(
     apply(settings)
     if getattr(args, "local_rank", None) is not None:
         args.local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-    _end_earlier(model)
     given = _make_optimizer(settings, model, optimizer, model_parameters)
     is_training = given is not None or "optimizer" in settings.core
     left_out = {"optimizer"} if given is not None else set()
     if lr_scheduler is not None or not is_training:
         left_out.add("scheduler")
+    of_core = {k: v for k, v in settings.core.items() if k not in left_out}
+    group = _data_parallel_group(mpu)
+    earlier = _earlier(model)
+    if earlier:
+        _check(of_core, given, world_size=find_ranks(group, None).size)
+    for one in earlier:
+        _log.info("initialize() of a model that has an engine: that one is ended, as by destroy()")
+        leave_parked(one)
+    if given is not None:
+        _freeze_others(model, given)
     core = zero_core.build(
-        model,
-        {k: v for k, v in settings.core.items() if k not in left_out},
-        optimizer=given,
-        process_group=_data_parallel_group(mpu),
-        is_training=is_training,
+        model, of_core, optimizer=given, process_group=group, is_training=is_training
     )
     if core.config.zero_optimization.stage == 3:
         describe(model.parameters())
@@ -136,12 +143,25 @@ def _find_config(args: Any, given: Any) -> Any:
     return found
 
 
-def _end_earlier(model: nn.Module) -> None:
-    """End the engines that have parameters of ``model``."""
+def _earlier(model: nn.Module) -> list[zero_core.Engine]:
+    """The engines that have parameters of ``model``."""
     found = [engine_of(param) for param in model.parameters()]
-    for engine in {id(one): one for one in found if one is not None}.values():
-        _log.info("initialize() of a model that has an engine: that one is ended, as by destroy()")
-        leave_parked(engine)
+    return list({id(one): one for one in found if one is not None}.values())
+
+
+def _check(config: dict[str, Any], given: torch.optim.Optimizer | None, *, world_size: int) -> None:
+    """Refuse what `zero_core.build` would refuse of them, while the earlier engine still goes on.
+
+    Raises:
+        ConfigError: the configuration or the optimizer is wrong.
+    """
+    resolved = load_config(config, world_size=world_size)
+    if given is not None:
+        check_elementwise(type(given))
+    elif resolved.optimizer is not None:
+        tried = nn.Parameter(torch.empty(1, 1))  # Adagrad makes its state here: a small one
+        tag_matrices([("weight", tried)])
+        make_optimizer(resolved.optimizer, [tried])
 
 
 def _make_optimizer(
@@ -165,8 +185,6 @@ def _make_optimizer(
         if named.type.lower() == "muon":
             tag_matrices(model.named_parameters())
         optimizer = make_optimizer(named, groups)
-    if optimizer is not None:
-        _freeze_others(model, optimizer)
     return optimizer
 
 

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from zero_core import ConfigError
-from zero_engine.started_ranks import rank_variables
+from zero_engine.started_ranks import device_index, rank_variables
 
 __all__ = ["choose_device", "init_distributed"]
 
@@ -63,16 +63,14 @@ def init_distributed(
 
 
 def choose_device(index: int | None = None) -> None:
-    """Make accelerator ``index`` this process's current one; None is that of ``LOCAL_RANK``.
+    """Make accelerator ``index`` this process's current one; None is `device_index`'s.
 
-    Without a launcher, which sets that variable, the current one stays. Where a process sees one
-    accelerator alone (srun's ``--gpus-per-task=1``), its number is 0 whatever the rank is.
+    Without a launcher the current one stays.
     """
     if not torch.accelerator.is_available():
         return
-    if index is None and "LOCAL_RANK" in os.environ:
-        is_only_one = torch.accelerator.device_count() == 1
-        index = 0 if is_only_one else int(os.environ["LOCAL_RANK"])
+    if index is None:
+        index = device_index(os.environ, num_visible=torch.accelerator.device_count())
     if index is not None and index >= 0:
         torch.accelerator.set_device_index(index)
 

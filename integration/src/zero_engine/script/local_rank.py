@@ -4,7 +4,8 @@ A script that doesn't declare the option ends at it. So here only one that does 
 script itself, or a module that it imports from where it lies, has the string ``"--local_rank"`` in
 its code, or a dataclass with the field ``local_rank`` beside the name of `HfArgumentParser`, which
 makes options of fields. Scripts of Hugging Face's Trainer don't: they find their rank in the
-environment. Folders that a script puts on sys.path itself are not searched.
+environment. Folders that a script puts on sys.path itself are not searched, and of the folder that
+``-m`` finds an installed module in, only the package that it is in.
 """
 
 from __future__ import annotations
@@ -28,6 +29,8 @@ class Source(NamedTuple):
     file: Path
     folder: Path
     """Where Python looks first for what the program imports."""
+    package: str | None = None
+    """Of what lies there, the package that the program is in; None: all of it is the program's."""
 
 
 def source_of(program: str, *, is_module: bool) -> Source | None:
@@ -37,8 +40,9 @@ def source_of(program: str, *, is_module: bool) -> Source | None:
         return Source(path, path.parent) if path.is_file() else None
     inner = Path(*program.split("."))
     files = (inner.with_suffix(".py"), inner / "__main__.py")
-    folders = (Path.cwd(), *(Path(entry) for entry in sys.path if entry))
-    places = (Source(f / file, f) for f in folders for file in files)
+    installed = [folder for entry in sys.path if (folder := Path(entry).absolute()) != Path.cwd()]
+    places = [Source(Path.cwd() / file, Path.cwd()) for file in files]
+    places += [Source(f / file, f, inner.parts[0]) for f in installed for file in files]
     return next((place for place in places if place.file.is_file()), None)
 
 
@@ -63,7 +67,7 @@ def declares_local_rank(source: Source) -> bool:
         if is_named or (has_field and has_parser_of_fields):
             return True
         for node in nodes:
-            left += _imported(node, path, source.folder)
+            left += _imported(node, path, source)
     return False
 
 
@@ -82,18 +86,24 @@ def _is_parser_of_fields(node: ast.AST) -> bool:
     return found == PARSER_OF_FIELDS
 
 
-def _imported(node: ast.AST, importer: Path, folder: Path) -> Iterator[Path]:
-    """Files of the modules that ``node``, a statement in ``importer``, may import."""
+def _imported(node: ast.AST, importer: Path, source: Source) -> Iterator[Path]:
+    """Files of the program's modules that ``node``, a statement in ``importer``, may import."""
+    folder = source.folder
     if isinstance(node, ast.Import):
-        for alias in node.names:
-            yield from _files(folder, alias.name)
+        names = [alias.name for alias in node.names]
     elif isinstance(node, ast.ImportFrom):
-        if node.level:  # relative: the package that the importer is in has been run, too
-            folder = next(iter(importer.absolute().parents[node.level - 1 :]), folder)
-            yield folder / "__init__.py"
         module = [node.module] if node.module else []
-        for alias in node.names:
-            yield from _files(folder, ".".join([*module, alias.name]))
+        names = [".".join([*module, alias.name]) for alias in node.names]
+    else:
+        return
+    if isinstance(node, ast.ImportFrom) and node.level:
+        # relative: the package that the importer is in has been run, too
+        folder = next(iter(importer.absolute().parents[node.level - 1 :]), folder)
+        yield folder / "__init__.py"
+    elif source.package is not None:
+        names = [name for name in names if name.partition(".")[0] == source.package]
+    for name in names:
+        yield from _files(folder, name)
 
 
 def _files(folder: Path, dotted: str) -> Iterator[Path]:

@@ -45,8 +45,9 @@ def speak(name: str, level: int | str) -> logging.Logger:
     found = logging.getLogger(name)
     found.setLevel(level)
     found.propagate = False
-    if not any(isinstance(handler, _Stdout) for handler in found.handlers):
-        found.addHandler(_Stdout())
+    handler = next((one for one in found.handlers if isinstance(one, _Stdout)), _Stdout())
+    handler.setLevel(logging.NOTSET)  # an earlier set_log_level_from_string may hide more
+    found.addHandler(handler)
     return found
 
 
