@@ -262,6 +262,9 @@ def _fits_twice(rank: int, world_size: int, folder: str) -> None:
     _check_same(runs[1][1], runs[0][1], 2e-6)
     with pytest.raises(RuntimeError, match="until the next fit"):
         assert trainer.strategy.engine
+    zero_core.give_back(runs[1][1][2].strategy.engine)
+    module.earlier = None
+    _fit("zero_stage_3", world_size, folder, module)  # though the script has ended its engine
 
 
 def _another(strategy: Any) -> Any:

@@ -153,7 +153,9 @@ class ZeroStrategy(DDPStrategy):
         """End the engine of an earlier ``fit``: its memory is needed for the next one."""
         if self._engine is None:
             return
-        zero_core.give_back(self._engine, dtype=torch.float32, drops_partial=True)
+        if any(zero_core.engine_of(p) is self._engine for p in self._engine.module.parameters()):
+            zero_core.give_back(self._engine, dtype=torch.float32, drops_partial=True)
+        # else the script has ended it
         for strategy in (*_HOLDERS.pop(self._engine, ()), self):
             strategy._engine = None
             strategy._precision.attach(None)
