@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-__all__ = ["Gpt", "GptShape", "GptWithSmallLogits"]
+__all__ = ["Gpt", "GptShape", "GptWithCheckpoints", "GptWithSmallLogits"]
 
 INITIAL_STD = 0.02
 
@@ -71,8 +71,13 @@ class Gpt(nn.Module):
         """Mean cross-entropy of each token from those before; ``ids``: int64, [batch, length]."""
         x = self.embed(ids) + self.positions(torch.arange(ids.shape[1], device=ids.device))
         for block in self.blocks:
-            x = block(x)
+            x = self.run_block(block, x)
         return self.loss(self.norm(x), ids)
+
+    def run_block(self, block: nn.Module, x: Tensor) -> Tensor:
+        """A block's output."""
+        y: Tensor = block(x)
+        return y
 
     def loss(self, x: Tensor, ids: Tensor) -> Tensor:
         """The loss, fp32, from the last block's output ``x``: [batch, length, width]."""
@@ -92,3 +97,15 @@ class GptWithSmallLogits(Gpt):
         rows = zip(torch.split(x, 1), torch.split(ids, 1), strict=True)
         losses = [checkpoint(of_one, *row, use_reentrant=False) for row in rows]
         return torch.stack(losses).mean()
+
+
+class GptWithCheckpoints(GptWithSmallLogits):
+    """The same, with blocks computed again in backward by torch's own checkpointing.
+
+    For comparisons in which every side must do the same.
+    """
+
+    def run_block(self, block: nn.Module, x: Tensor) -> Tensor:
+        """As `Gpt.run_block`."""
+        y: Tensor = checkpoint(block, x, use_reentrant=False)
+        return y

@@ -33,6 +33,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import zero_core
+from zero_core.topology import find_ranks
 
 __all__ = [
     "Case",
@@ -65,19 +66,24 @@ def preload(*modules: str) -> None:
 
 
 def spawn(
-    worker: Callable[..., None], world_size: int, *args: Any, ranks_per_node: int | None = None
+    worker: Callable[..., None],
+    world_size: int,
+    *args: Any,
+    ranks_per_node: int | None = None,
+    backend: str = "gloo",
 ) -> None:
     """Run ``worker(rank, world_size, *args)`` on gloo ranks; raises if one of them does.
 
     ``worker`` is a module-level function. The ranks meet over a file, not a port. They are forked
     from a server that has imported torch once and run nothing, which saves seconds per call.
     With ``ranks_per_node`` the engine takes so many of them for a node, as torchrun would tell it.
+    With ``backend="cpu:gloo,cuda:gloo"``, say, they compute on one accelerator, which they share.
     """
     multiprocessing.set_forkserver_preload(_PRELOADED)
     with tempfile.TemporaryDirectory() as folder:
         mp.start_processes(  # type: ignore[attr-defined,no-untyped-call]
             _run_rank,
-            (worker, world_size, str(Path(folder) / "store"), ranks_per_node, args),
+            (worker, world_size, str(Path(folder) / "store"), ranks_per_node, backend, args),
             world_size,
             start_method="forkserver",
         )
@@ -89,6 +95,7 @@ def _run_rank(
     world_size: int,
     store: str,
     ranks_per_node: int | None,
+    backend: str,
     args: tuple[Any, ...],
 ) -> None:
     gc.freeze()  # the collector need not look at what the server has imported (0.2 s each time)
@@ -96,7 +103,9 @@ def _run_rank(
     os.environ["LOCAL_RANK"] = str(rank % (ranks_per_node or world_size))
     if ranks_per_node is not None:
         os.environ["LOCAL_WORLD_SIZE"] = str(ranks_per_node)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size)
+    dist.init_process_group(
+        backend, init_method=f"file://{store}", rank=rank, world_size=world_size
+    )
     try:
         worker(rank, world_size, *args)
     finally:
@@ -210,13 +219,23 @@ class Trace:
 
 
 def batch(step: int, micro: int, rank: int) -> dict[str, Any]:
-    """The input of one micro-step of one rank: a pure function of its arguments."""
+    """The input of one micro-step of one rank, on the CPU: a pure function of its arguments."""
     generator = torch.Generator().manual_seed(1000 * step + 10 * micro + rank)
     return {
         "ids": torch.randint(0, 37, (2, 9), generator=generator),
         "use_sometimes": step % 3 == 1,
         "use_side": (step + rank) % 2 == 0 if step != 4 else rank == 0,
     }
+
+
+def _batch_on(device: torch.device, step: int, micro: int, rank: int) -> dict[str, Any]:
+    inputs = batch(step, micro, rank)
+    return {**inputs, "ids": inputs["ids"].to(device)}
+
+
+def _device() -> torch.device:
+    """Where the ranks of this process's group compute, as the engine finds it."""
+    return find_ranks(None, None).device
 
 
 def make_model(width: int = 11) -> Hard:
@@ -232,7 +251,8 @@ def run_ddp(case: Case, rank: int, steps: int) -> Trace:
     micro-steps are added up. With one rank, the module itself is trained.
     """
     trace = Trace()
-    model = make_model(case.width)
+    device = _device()
+    model = make_model(case.width).to(device)
     masters = {n: p.detach().clone() for n, p in model.named_parameters() if p.requires_grad}
     if case.dtype == "bf16":
         model.to(torch.bfloat16)
@@ -247,7 +267,7 @@ def run_ddp(case: Case, rank: int, steps: int) -> Trace:
             is_last = micro == case.accumulation - 1
             is_quiet = case.is_local and not is_last and not is_alone
             with ddp.no_sync() if is_quiet else nullcontext():  # type: ignore[operator]
-                loss = ddp(**batch(step, micro, rank))["loss"]
+                loss = ddp(**_batch_on(device, step, micro, rank))["loss"]
                 (loss / case.accumulation).backward()
             trace.losses.append(loss.item())
             if case.is_local and not is_last:
@@ -264,7 +284,7 @@ def run_ddp(case: Case, rank: int, steps: int) -> Trace:
         with torch.no_grad():
             for name, param in params.items():
                 param.copy_(copies[name])
-    trace.values = {n: c.detach().clone() for n, c in copies.items()}
+    trace.values = {n: c.detach().cpu().clone() for n, c in copies.items()}
     return trace
 
 
@@ -286,19 +306,20 @@ def _torch_optimizer(case: Case, params: list[nn.Parameter]) -> torch.optim.Opti
 def run_engine(case: Case, rank: int, steps: int, **build_kwargs: Any) -> Trace:
     """Train the same model on the same batches with the engine."""
     trace = Trace()
+    device = _device()
     engine = zero_core.build(make_model(case.width), case.config(), **build_kwargs)
     for step in range(steps):
         for micro in range(case.accumulation):
             is_quiet = case.is_local and micro < case.accumulation - 1
             with engine.no_sync() if is_quiet else nullcontext():
                 for _ in range(case.num_backwards):
-                    loss = engine(**batch(step, micro, rank))["loss"]
+                    loss = engine(**_batch_on(device, step, micro, rank))["loss"]
                     engine.backward(loss / case.num_backwards)
             engine.step()
             trace.losses.append(loss.item())
     full = engine.full_state_dict(dtype=torch.float32)
     names = [n for n, p in engine.module.named_parameters() if p.requires_grad]
-    trace.values = {name: full[name] for name in names}
+    trace.values = {name: full[name].cpu() for name in names}
     trace.num_skipped = engine.skipped_steps
     engine.close()
     return trace

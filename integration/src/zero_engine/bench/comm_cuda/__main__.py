@@ -5,9 +5,6 @@ from __future__ import annotations
 import importlib.metadata
 import importlib.util
 import json
-import os
-import sys
-import warnings
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -15,9 +12,9 @@ from typing import Annotated, Any
 import torch
 import typer
 
-from zero_comm.backend import Backend, find_backend
-from zero_comm.reference import TorchBackend
+from zero_comm.backend import Backend
 from zero_engine.bench.comm_cuda import __doc__ as about
+from zero_engine.bench.comm_cuda.backends import find_accelerator, interpreted, on_device
 from zero_engine.bench.comm_cuda.jobs import jobs
 from zero_engine.bench.comm_cuda.measure import measure
 from zero_engine.bench.comm_cuda.report import markdown, picture, verdict
@@ -50,8 +47,11 @@ def main(
         numels=tuple(numel for numel in settings.numels if numel <= largest_mi * MI),
         rounds=rounds or settings.rounds,
     )
-    device = torch.device("cpu") if dry_run else _find_accelerator()
-    backend = _interpreted() if dry_run else _on_device(device)
+    try:
+        device = torch.device("cpu") if dry_run else find_accelerator()
+        backend = interpreted() if dry_run else on_device(device)
+    except LookupError as error:
+        raise typer.BadParameter(str(error)) from error
     print(f"{backend.name} backend on {_describe(device)}", flush=True)
     _run(settings, backend, device, output, is_dry_run=dry_run)
 
@@ -78,39 +78,6 @@ def _run(
     (output / "comm_cuda.md").write_text(table, encoding="utf-8")
     picture(rows, output / "comm_cuda.png")
     print(f"written to {output}\n\n{table}", end="")
-
-
-def _find_accelerator() -> torch.device:
-    found = torch.accelerator.current_accelerator(check_available=True)
-    if found is None:
-        raise typer.BadParameter(
-            "torch finds no accelerator; --dry-run is the same program on the CPU"
-        )
-    return torch.device(found.type, torch.accelerator.current_device_index())
-
-
-def _on_device(device: torch.device) -> Backend:
-    backend = find_backend(device)
-    if backend.name != "triton":
-        raise typer.BadParameter(
-            f"the {backend.name} backend serves {device}, and Triton's kernels are what is "
-            "measured: install triton, unset ZERO_COMM_BACKEND"
-        )
-    return backend
-
-
-def _interpreted() -> Backend:
-    """The kernels in Triton's interpreter, or the torch backend where there is no triton."""
-    if importlib.util.find_spec("triton") is None:
-        return TorchBackend()
-    if "triton" in sys.modules and os.environ.get("TRITON_INTERPRET") != "1":
-        raise RuntimeError("triton was imported before it could be told to interpret")
-    os.environ["TRITON_INTERPRET"] = "1"  # triton reads it as it is imported
-    from zero_comm.triton_kernels import BACKEND
-
-    # NumPy, which interprets, warns of overflow that is meant.
-    warnings.filterwarnings("ignore", category=RuntimeWarning, module="triton")
-    return BACKEND
 
 
 def _describe(device: torch.device) -> str:

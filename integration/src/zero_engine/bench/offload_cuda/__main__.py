@@ -16,8 +16,7 @@ from rich.console import Console
 
 from zero_engine.bench.offload_cuda import __doc__ as about
 from zero_engine.bench.offload_cuda.capacity import capacity
-from zero_engine.bench.offload_cuda.jobs import Clock, Runner
-from zero_engine.bench.offload_cuda.rank import find_device
+from zero_engine.bench.offload_cuda.jobs import Clock, Runner, find_device
 from zero_engine.bench.offload_cuda.report import picture, show
 from zero_engine.bench.offload_cuda.settings import DRY, GIB, REAL, Settings
 from zero_engine.bench.offload_cuda.speed import speed, speed_jobs

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from zero_engine.bench.offload_cuda.rank import find_device
+from zero_engine.bench.offload_cuda.jobs import find_device
 
 __all__ = ["host_bytes_per_s", "pinned_copy_bytes_per_s"]
 

@@ -17,7 +17,7 @@ from zero_engine.bench.offload_cuda.host_memory import available_bytes
 from zero_engine.bench.offload_cuda.jobs import Job, Runner
 from zero_engine.bench.offload_cuda.settings import GIB, Settings
 
-__all__ = ["capacity", "capacity_jobs"]
+__all__ = ["capacity", "capacity_jobs", "planned_bytes"]
 
 Row = dict[str, Any]
 
@@ -58,7 +58,7 @@ def capacity(settings: Settings, runner: Runner, console: Console) -> Row:
 
 def _row(job: Job, host_limit: int | None, runner: Runner, console: Console) -> Row:
     try:
-        planned = _plan(job)
+        planned = planned_bytes(job)
     except zero_core.ZeroError as error:
         return {"failure": str(error)}
     needed, there = planned["planned_host_bytes"], available_bytes()
@@ -80,8 +80,8 @@ def _row(job: Job, host_limit: int | None, runner: Runner, console: Console) -> 
     return row
 
 
-def _plan(job: Job) -> dict[str, int]:
-    """Bytes of what lives as long as the engine."""
+def planned_bytes(job: Job) -> dict[str, int]:
+    """Of this engine's job: bytes of what lives as long as the engine."""
     with torch.device("meta"):
         model = Gpt(job.shape)
     memory = zero_core.plan(model, job.config(), 1).memory

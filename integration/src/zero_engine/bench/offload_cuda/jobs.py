@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 import zero_core
-from zero_engine.bench.gpt import Gpt, GptShape, GptWithSmallLogits
+from zero_engine.bench.gpt import Gpt, GptShape, GptWithCheckpoints, GptWithSmallLogits
 from zero_engine.bench.processes import CPU_ALONE, RankError, run_ranks
 
-__all__ = ["ADAMW", "Clock", "Job", "Runner"]
+__all__ = ["ADAMW", "Clock", "Job", "Runner", "find_device"]
 
 ADAMW: Mapping[str, Any] = {
     "lr": 1e-4,
@@ -53,6 +53,9 @@ class Job:
     device_limit_bytes: int | None = None
     is_large: bool = False
     """Deferred construction, activation checkpointing, and logits of one sample at a time."""
+    is_lean: bool = False
+    """Blocks and logits are computed again in backward, by the model itself and so on every side;
+    its values are drawn on the device, which is faster."""
     is_repeating: bool = False
     """Every step sees the same samples, so that the loss has to fall."""
 
@@ -69,6 +72,8 @@ class Job:
     def model(self) -> Gpt:
         """The model, fp32 on the CPU; a large one has its values only when it is built."""
         torch.manual_seed(0)
+        if self.is_lean:
+            return _drawn_on(find_device(), self.shape)
         if not self.is_large:
             return Gpt(self.shape)
         with zero_core.deferred_init():
@@ -110,6 +115,16 @@ class Job:
                 yield ids
 
 
+def _drawn_on(device: torch.device, shape: GptShape) -> Gpt:
+    """A lean model on the CPU; what it took on the device while it was drawn is given back."""
+    with device:
+        model = GptWithCheckpoints(shape).cpu()
+    if device.type != "cpu":
+        torch.accelerator.empty_cache()
+        torch.accelerator.reset_peak_memory_stats(device)
+    return model
+
+
 class Clock:
     """How much of the time limit is left."""
 
@@ -120,6 +135,14 @@ class Clock:
     def left_s(self) -> float:
         """Seconds; 0 when the time is over."""
         return max(0.0, self._end - time.monotonic())
+
+
+def find_device() -> torch.device:
+    """The accelerator, or the CPU if there is none."""
+    found = torch.accelerator.current_accelerator(check_available=True)
+    if found is None:
+        return torch.device("cpu")
+    return torch.device(found.type, torch.accelerator.current_device_index())
 
 
 class Runner:
@@ -133,7 +156,7 @@ class Runner:
         """What the job found, or ``failure`` or ``skipped`` with the reason."""
         return self.start("zero_engine.bench.offload_cuda.rank", job.to_json())
 
-    def start(self, module: str, argument: str) -> dict[str, Any]:
+    def start(self, module: str, *arguments: str) -> dict[str, Any]:
         """The same for any module that writes a JSON object to its last argument."""
         left_s = self.clock.left_s()
         if not left_s:
@@ -141,7 +164,7 @@ class Runner:
         # On the CPU nothing may find an accelerator that is there; else all is as it is found.
         environment = CPU_ALONE if self.device_type == "cpu" else {}
         try:
-            (found,) = run_ranks(module, [argument], 1, environment, limit_s=left_s)
+            (found,) = run_ranks(module, arguments, 1, environment, limit_s=left_s)
         except RankError as error:
             return {"failure": str(error)}
         return found

@@ -20,20 +20,12 @@ import torch
 import torch.distributed as dist
 
 from zero_engine.bench.offload_cuda.host_memory import HostWatch
-from zero_engine.bench.offload_cuda.jobs import Job
+from zero_engine.bench.offload_cuda.jobs import Job, find_device
 from zero_engine.bench.offload_cuda.sides import SIDES
 from zero_engine.bench.offload_cuda.tracing import trace_busy_seconds
 from zero_engine.machine import processor_name
 
-__all__ = ["find_device", "measure"]
-
-
-def find_device() -> torch.device:
-    """The accelerator, or the CPU if there is none."""
-    found = torch.accelerator.current_accelerator(check_available=True)
-    if found is None:
-        return torch.device("cpu")
-    return torch.device(found.type, torch.accelerator.current_device_index())
+__all__ = ["device_name", "device_peaks", "measure", "timed"]
 
 
 def measure(job: Job, store: str) -> dict[str, Any]:
@@ -50,7 +42,7 @@ def measure(job: Job, store: str) -> dict[str, Any]:
         if side.kept.ratio_report() is not None:
             break
         losses.append(side.step(next(batches)))
-    step_s = _timed(lambda: losses.append(side.step(next(batches))), job.steps, device)
+    step_s = timed(lambda: losses.append(side.step(next(batches))), job.steps, device)
     before = side.kept.bytes_moved()
     losses.append(side.step(next(batches)))
     after = side.kept.bytes_moved()
@@ -62,7 +54,7 @@ def measure(job: Job, store: str) -> dict[str, Any]:
     busy_s = trace_busy_seconds(traced_steps, device) if job.num_traced else None
     tokens = job.micro_batch * job.shape.context
     return {
-        "device": _name(device),
+        "device": device_name(device),
         "num_parameters": job.shape.numel,
         "build_s": build_s,
         "step_s": step_s,
@@ -74,18 +66,19 @@ def measure(job: Job, store: str) -> dict[str, Any]:
         "moved_bytes": {name: value - before[name] for name, value in after.items()},
         "device_busy_s": None if busy_s is None else busy_s / job.num_traced,
         "device_limit_bytes": limit,
-        **_device_peaks(device),
+        **device_peaks(device),
         "host_peak_bytes": watch.stop(),
     }
 
 
-def _name(device: torch.device) -> str:
+def device_name(device: torch.device) -> str:
+    """Of the accelerator, or of the processor."""
     if device.type == "cpu":
         return processor_name()
     return str(torch.get_device_module(device).get_device_name(device))
 
 
-def _device_peaks(device: torch.device) -> dict[str, int | None]:
+def device_peaks(device: torch.device) -> dict[str, int | None]:
     """The most that tensors took, and the most that torch's allocator took for them."""
     if device.type == "cpu":
         return {"device_peak_bytes": None, "device_reserved_bytes": None}
@@ -95,7 +88,7 @@ def _device_peaks(device: torch.device) -> dict[str, int | None]:
     }
 
 
-def _timed(run: Callable[[], object], steps: int, device: torch.device) -> float:
+def timed(run: Callable[[], object], steps: int, device: torch.device) -> float:
     """Seconds per call."""
     _synchronize(device)
     started_at = time.perf_counter()

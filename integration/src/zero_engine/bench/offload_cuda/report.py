@@ -13,7 +13,7 @@ from rich.table import Table
 
 from zero_engine.bench.offload_cuda.settings import GIB
 
-__all__ = ["picture", "show"]
+__all__ = ["draw_timeline", "picture", "show"]
 
 Row = Mapping[str, Any]
 Cells = Callable[[Row], Iterable[str]]
@@ -116,7 +116,8 @@ def _draw_speed(axes: Axes, rows: Mapping[str, Row]) -> None:
     axes.set_xlabel("tokens per second")
 
 
-def _draw_timeline(axes: Axes, rows: Mapping[str, Row]) -> None:
+def draw_timeline(axes: Axes, rows: Mapping[str, Row]) -> None:
+    """Bars of a step and its bounds, ms, for each row."""
     parts = ("step_s", "device_busy_s", "bus_s", "host_s")
     height = 0.8 / len(parts)
     for number, part in enumerate(parts):
@@ -138,7 +139,7 @@ def _draw_capacity(axes: Axes, rows: Mapping[str, Row]) -> None:
 
 _DRAWN: Mapping[str, Callable[[Axes, Mapping[str, Row]], None]] = {
     "speed": _draw_speed,
-    "timeline": _draw_timeline,
+    "timeline": draw_timeline,
     "capacity": _draw_capacity,
 }
 

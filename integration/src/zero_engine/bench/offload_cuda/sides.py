@@ -20,7 +20,7 @@ import zero_core
 from zero_engine.bench.kept_tier import KeptTier
 from zero_engine.bench.offload_cuda.jobs import ADAMW, Job
 
-__all__ = ["NEEDS", "SIDES", "Side"]
+__all__ = ["NEEDS", "SIDES", "Side", "engine_loop", "init_group"]
 
 Step = Callable[[Tensor], Tensor]
 
@@ -41,12 +41,12 @@ def zero(job: Job, device: torch.device, store: str) -> Side:
     """This engine, without a process group."""
     kept = KeptTier()
     engine = zero_core.build(job.model(), job.config(), state_tier=kept)
-    return Side(_engine_loop(engine), kept, lambda: engine.skipped_steps)
+    return Side(engine_loop(engine), kept, lambda: engine.skipped_steps)
 
 
 def fsdp2(job: Job, device: torch.device, store: str) -> Side:
     """`fully_shard` on every block and on the whole, with CPUOffloadPolicy and a fused AdamW."""
-    _init_group(device, store)
+    init_group(device, store)
     model = job.model()
     settings: dict[str, Any] = {
         "mesh": init_device_mesh(device.type, (1,)),
@@ -71,11 +71,11 @@ def fsdp2(job: Job, device: torch.device, store: str) -> Side:
 def deepspeed(job: Job, device: torch.device, store: str) -> Side:
     """DeepSpeed's ZeRO-Offload; it compiles its Adam where it has not yet."""
     package: Any = importlib.import_module("deepspeed")
-    _init_group(device, store)
+    init_group(device, store)
     engine, *_ = package.initialize(
         model=job.model(), config=job.deepspeed_config(), dist_init_required=False
     )
-    return Side(_engine_loop(engine))
+    return Side(engine_loop(engine))
 
 
 SIDES: dict[str, Callable[[Job, torch.device, str], Side]] = {
@@ -87,7 +87,9 @@ NEEDS = {"deepspeed": "deepspeed"}
 """What else has to be installed for a side."""
 
 
-def _engine_loop(engine: Any) -> Step:
+def engine_loop(engine: Any) -> Step:
+    """A step of an engine of this project or of DeepSpeed."""
+
     def step(ids: Tensor) -> Tensor:
         loss: Tensor = engine(ids)
         engine.backward(loss)
@@ -97,7 +99,7 @@ def _engine_loop(engine: Any) -> Step:
     return step
 
 
-def _init_group(device: torch.device, store: str) -> None:
+def init_group(device: torch.device, store: str) -> None:
     """A group of this process alone, for those who cannot do without one."""
     backend = "gloo"
     if device.type != "cpu":

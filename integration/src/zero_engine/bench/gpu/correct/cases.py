@@ -1,0 +1,68 @@
+"""What each group runs; see [Note: groups] of the package. Bars are those of the CPU's tests."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from zero_core.testing import Case
+
+__all__ = ["LOSS_BAR", "QUANTIZED", "QUANTIZED_BAR", "delay_cases", "engine_cases", "offload_cases"]
+
+STAGES = (0, 1, 2, 3)
+LOSS_BAR = {"fp32": 1e-4, "bf16": 0.1}
+"""Of a loss of about 3.6, for cases whose arithmetic is not the oracle's: the sum of ranks or of a
+norm in another order, or a kernel on the host. Adam turns an ulp of an all but zero gradient into a
+step."""
+QUANTIZED_BAR = 0.03
+"""Of a loss, relative, with quantized collectives."""
+QUANTIZED: Mapping[str, Mapping[str, Any]] = {
+    "qwZ": {"zero_quantized_weights": True},
+    "qgZ": {"zero_quantized_gradients": True},
+    "both": {"zero_quantized_weights": True, "zero_quantized_gradients": True},
+}
+
+
+def engine_cases(*, is_dry_run: bool) -> list[Case]:
+    """Without offload, bit for bit the same at every stage."""
+    accumulations, clippings = ((1,), (0.0,)) if is_dry_run else ((1, 3), (0.0, 0.5))
+    return [
+        Case(stage=stage, dtype=dtype, accumulation=accumulation, clipping=clipping)
+        for dtype, accumulation, clipping, stage in itertools.product(
+            ("fp32", "bf16"), accumulations, clippings, STAGES
+        )
+    ]
+
+
+def offload_cases(*, is_dry_run: bool) -> list[list[Case]]:
+    """A list for each ratio, all, none, and cut within a parameter.
+
+    Within a list no bit may differ. On an accelerator ratios differ by what its kernel and the
+    host's round differently.
+    """
+    cases = [case for case in engine_cases(is_dry_run=is_dry_run) if case.stage > 0]
+    ratios = (0.3,) if is_dry_run else (1.0, 0.3, 0.0)
+    return [[replace(case, zero=_offload(ratio=ratio)) for case in cases] for ratio in ratios]
+
+
+def delay_cases(*, is_dry_run: bool) -> dict[str, Case]:
+    """By name; everything that has a stream of its own."""
+    stages = (3,) if is_dry_run else (1, 2, 3)
+    found = {f"stage {stage}": Case(stage=stage, dtype="bf16") for stage in stages}
+    ratios = (0.5,) if is_dry_run else (1.0, 0.5)
+    for stage, ratio in itertools.product(stages, ratios):
+        case = Case(stage=stage, dtype="bf16", zero=_offload(ratio=ratio))
+        found[f"stage {stage}, ratio {ratio}"] = case
+        # Nothing may call a step off: units are updated while backward still runs.
+        early = replace(case, top={"check_grad_overflow": False})
+        found[f"stage {stage}, ratio {ratio}, in backward"] = early
+    if not is_dry_run:  # on the CPU parameters lie in host memory as it is
+        zero = {**_offload(ratio=1.0), "offload_param": {"device": "cpu"}}
+        found["stage 3, parameters too"] = Case(stage=3, dtype="bf16", zero=zero)
+    return found
+
+
+def _offload(**keys: Any) -> dict[str, Any]:
+    return {"offload_optimizer": {"device": "cpu", **keys}}

@@ -1,0 +1,217 @@
+"""One group of cases in a fresh process.
+
+Started as ``python -m zero_engine.bench.gpu.correct.rank GROUP SIZE STORE RANK RESULT``; SIZE is
+"real", on the accelerator, or "dry", on the CPU.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tempfile
+import threading
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import cpu_adam
+from zero_core.testing import (
+    Case,
+    Trace,
+    compare_with_ddp,
+    preload,
+    read_gaps,
+    run_engine,
+    spawn,
+)
+from zero_engine.bench.gpu.correct.cases import (
+    LOSS_BAR,
+    QUANTIZED,
+    QUANTIZED_BAR,
+    delay_cases,
+    engine_cases,
+    offload_cases,
+)
+from zero_engine.bench.gpu.correct.delays import delayed
+from zero_engine.bench.gpu.part import Row
+from zero_engine.bench.offload_cuda.jobs import find_device
+
+STEPS = 5
+NUMEL, KERNEL_STEPS = (1 << 20) + 77, 10
+KERNEL_BAR = 2.0
+"""Units in the last place, per step."""
+DELAY_SHARE = 0.2
+SEEDS = (1, 2, 3)
+
+
+def with_ddp(
+    cases: list[Case], num_ranks: int, backend: str, *, is_offloaded: bool
+) -> dict[str, Row]:
+    """A row per case: how far the losses are from DDP's; no bit may differ across stages."""
+    with tempfile.TemporaryDirectory() as folder:
+        spawn(_compare, num_ranks, cases, folder, STEPS, backend=backend)
+        gaps = read_gaps(folder, num_ranks)
+    rows = {}
+    for index, case in enumerate(cases):
+        # One rank adds nothing up, and without clipping there is no norm to add up either.
+        is_exact = num_ranks == 1 and not case.clipping and not is_offloaded
+        bar = 0.0 if is_exact else LOSS_BAR[case.dtype]
+        gap = gaps[index]
+        is_met = gap.loss <= bar and gap.across_stages == 0.0
+        rows[_name(case)] = {"found": gap.loss, "bar": bar, "is_met": is_met, **asdict(gap)}
+    return rows
+
+
+def quantized(num_ranks: int, backend: str) -> dict[str, Row]:
+    """Stage 3 with quantized collectives against stage 3 without: relative, of any loss."""
+    with tempfile.TemporaryDirectory() as folder:
+        spawn(_train_quantized, num_ranks, folder, backend=backend)
+        found = [
+            json.loads(Path(folder, f"{rank}.json").read_text(encoding="utf-8"))
+            for rank in range(num_ranks)
+        ]
+    rows = {}
+    for name in QUANTIZED:
+        gap = max(
+            abs(a - b) / b
+            for losses in found
+            for a, b in zip(losses[name], losses["plain"], strict=True)
+        )
+        rows[name] = {"found": gap, "bar": QUANTIZED_BAR, "is_met": gap <= QUANTIZED_BAR}
+    return rows
+
+
+def under_delays(device: torch.device, *, is_dry_run: bool) -> dict[str, Row]:
+    """A row per case: how many values differ from those of a run without delays; one that plants a
+    race, which the delays have to show."""
+    rows = {"a planted race": _planted_race(device)}
+    for name, case in delay_cases(is_dry_run=is_dry_run).items():
+        plain = run_engine(case, 0, STEPS)
+        worst, num_late = 0, 0
+        for seed in SEEDS[:1] if is_dry_run else SEEDS:
+            with delayed(device, seed=seed, share=DELAY_SHARE) as late:
+                worst = max(worst, _num_different(run_engine(case, 0, STEPS), plain))
+            num_late += late()
+        is_met = worst == 0 and num_late > 0
+        rows[name] = {"found": worst, "bar": 0, "is_met": is_met, "num_late": num_late}
+    return rows
+
+
+def host_kernel(device: torch.device) -> dict[str, Row]:
+    """cpu-adam's flat step on the host and torch's fused AdamW on the device, from equal values."""
+    generator = torch.Generator().manual_seed(0)
+    start = torch.randn(NUMEL, generator=generator)
+    grads = [torch.randn(NUMEL, generator=generator) for _ in range(KERNEL_STEPS)]
+    hyper = {"lr": 1e-2, "eps": 1e-8, "weight_decay": 0.1}
+    there = torch.nn.Parameter(start.to(device))
+    optimizer = torch.optim.AdamW([there], fused=True, betas=(0.9, 0.95), **hyper)
+    here = torch.nn.Parameter(start.clone())
+    host = cpu_adam.CPUAdam([here], betas=(0.9, 0.95), **hyper)
+    for grad in grads:
+        there.grad, here.grad = grad.to(device), grad.clone()
+        optimizer.step()
+        host.step()
+    ulps = _ulps(here.detach(), there.detach().cpu())
+    bar = KERNEL_BAR * KERNEL_STEPS
+    return {f"{KERNEL_STEPS} steps": {"found": ulps, "bar": bar, "is_met": ulps <= bar}}
+
+
+def _compare(rank: int, world_size: int, cases: list[Case], folder: str, steps: int) -> None:
+    _be_deterministic()
+    compare_with_ddp(rank, world_size, cases, folder, steps)
+
+
+def _train_quantized(rank: int, world_size: int, folder: str) -> None:
+    _be_deterministic()
+    kinds = {"plain": {}, **QUANTIZED}
+    losses = {
+        name: run_engine(Case(3, zero=zero), rank, STEPS).losses for name, zero in kinds.items()
+    }
+    Path(folder, f"{rank}.json").write_text(json.dumps(losses), encoding="utf-8")
+
+
+def _be_deterministic() -> None:
+    os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # CUDA's condition for it
+    torch.use_deterministic_algorithms(True)
+
+
+def _name(case: Case) -> str:
+    ratio = case.zero.get("offload_optimizer", {}).get("ratio")
+    offload = "" if ratio is None else f", ratio {ratio}"
+    clip = ", clipped" if case.clipping else ""
+    return f"stage {case.stage}, {case.dtype}, {case.accumulation} micro-steps{clip}{offload}"
+
+
+def _num_different(trace: Trace, plain: Trace) -> int:
+    """Losses and elements of final values that are not equal bit by bit."""
+    num_losses = sum(a != b for a, b in zip(trace.losses, plain.losses, strict=True))
+    return num_losses + sum(
+        int((trace.values[name] != value).sum()) for name, value in plain.values.items()
+    )
+
+
+def _planted_race(device: torch.device) -> Row:
+    """Something that writes a value, and something that reads it without waiting: found is 1 if the
+    reader came too soon."""
+    value = torch.zeros(1, device=device)
+    with delayed(device, seed=0, share=1.0):
+        wait = _write_beside(value)
+        seen = value.clone()
+        wait()
+    is_early = int(seen.item() == 0.0)
+    return {"found": is_early, "bar": 1, "is_met": is_early == 1}
+
+
+def _write_beside(value: Tensor) -> Callable[[], None]:
+    """Set ``value`` to 1 on a stream of its own; on a host, in a thread of its own."""
+    if value.device.type == "cpu":
+        thread = threading.Thread(target=lambda: value.fill_(1.0))
+        thread.start()
+        return thread.join
+    stream = torch.Stream(value.device)
+    torch.accelerator.synchronize(value.device)
+    with stream:
+        for _ in range(20):  # each of them late
+            value.fill_(1.0)
+    return stream.synchronize
+
+
+def _ulps(a: Tensor, b: Tensor) -> float:
+    """The largest difference in units in the last place of ``b`` (fp32)."""
+    spacing = (torch.nextafter(b.abs(), torch.tensor(torch.inf)) - b.abs()).double()
+    return float(((a.double() - b.double()).abs() / spacing).max())
+
+
+def _group(name: str, *, is_dry_run: bool) -> dict[str, Row]:
+    device = find_device()
+    backend = "gloo" if device.type == "cpu" else f"cpu:gloo,{device.type}:gloo"
+    kind, _, ranks = name.partition(" ")
+    if kind == "engine":
+        cases = engine_cases(is_dry_run=is_dry_run)
+        return with_ddp(cases, int(ranks), backend, is_offloaded=False)
+    if kind == "offload":
+        rows: dict[str, Row] = {}
+        for cases in offload_cases(is_dry_run=is_dry_run):
+            rows |= with_ddp(cases, int(ranks), backend, is_offloaded=True)
+        return rows
+    if kind == "comm":
+        return quantized(int(ranks), backend)
+    _be_deterministic()
+    return under_delays(device, is_dry_run=is_dry_run) if kind == "delays" else host_kernel(device)
+
+
+def main() -> None:
+    """Read the command line, run the group, write the result."""
+    name, size, _, _, result = sys.argv[1:]
+    preload("cpu_adam", "zero_offload", "zero_comm")
+    rows: dict[str, Any] = _group(name, is_dry_run=size == "dry")
+    Path(result).write_text(json.dumps({"rows": rows}), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Training with nothing offloaded, by whoever is compared: for single and fragmentation."""
