@@ -1,0 +1,342 @@
+"""The program for accelerators runs whole on the CPU, and what it says is what it found."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+
+from zero_engine.bench.gpt import Gpt, GptShape, GptWithCheckpoints
+from zero_engine.bench.gpu.__main__ import PARTS
+from zero_engine.bench.gpu.correct.delays import delayed
+from zero_engine.bench.gpu.document import document
+from zero_engine.bench.gpu.fragmentation import judged as judged_fragments
+from zero_engine.bench.gpu.largest import with_plan
+from zero_engine.bench.gpu.part import Context
+from zero_engine.bench.gpu.results import Results, provenance
+from zero_engine.bench.gpu.roofline import with_idle
+from zero_engine.bench.gpu.single import judged as judged_speeds
+from zero_engine.bench.gpu.training.job import Job
+from zero_engine.bench.gpu.training.race import race
+from zero_engine.bench.gpu.twin_flow import verdicts
+from zero_engine.bench.offload_cuda.capacity import capacity_jobs
+from zero_engine.bench.offload_cuda.jobs import Clock, Runner
+from zero_engine.bench.offload_cuda.settings import DRY
+
+ROOT = Path(__file__).parents[2]
+MEASURED = ("correct", "twin_flow_1b", "roofline", "largest", "single", "quantizers")
+SHAPE = GptShape(layers=2, width=32, heads=2, vocab=50, context=12)
+
+
+def run_program(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "zero_engine.bench.gpu", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
+
+
+@pytest.fixture(scope="module")
+def dry_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """The folder of a run of most parts, and what it printed."""
+    folder = tmp_path_factory.mktemp("gpu")
+    done = run_program("--dry-run", *(f"--only={name}" for name in MEASURED), f"--out={folder}")
+    assert done.returncode == 0, done.stdout + done.stderr
+    return folder, done.stdout
+
+
+@pytest.fixture(scope="module")
+def parts(dry_run: tuple[Path, str]) -> Any:
+    return json.loads((dry_run[0] / "gpu.json").read_text())["parts"]
+
+
+def test_dry_run_writes_a_picture_and_prints_short_tables_last(dry_run: tuple[Path, str]) -> None:
+    folder, said = dry_run
+    assert (folder / "gpu.png").stat().st_size > 0
+    after = said.partition("written to")[2]
+    for words in ("correct", "tokens per second", "bounds", "large models", "kernels", "stage 3"):
+        assert words in after, words
+    assert len(after.splitlines()) < 120
+
+
+def test_every_row_has_figures(parts: Any) -> None:
+    assert list(parts) == list(MEASURED)
+    for part in parts.values():
+        for name, row in part["rows"].items():
+            assert not {"failure", "skipped"} & set(row), (name, row)
+
+
+def test_each_part_says_when_and_of_what(parts: Any) -> None:
+    for part in parts.values():
+        measured = part["measured"]
+        assert measured["is_dry_run"] is True
+        assert measured["device"] == "CPU"
+        assert measured["versions"]["torch"] == torch.__version__
+        assert measured["date"].startswith("20")
+
+
+def test_all_cases_are_correct_on_the_cpu_and_the_planted_race_is_seen(parts: Any) -> None:
+    rows = parts["correct"]["rows"]
+    missed = {name: row for name, row in rows.items() if row["is_met"] is not True}
+    assert missed == {}
+    late = [row["num_late"] for name, row in rows.items() if "num_late" in row]
+    assert min(late) > 10
+    assert rows["delays: a planted race"]["found"] == 1
+    assert rows["comm 2: both"]["found"] > 0  # something was quantized
+    assert {name.partition(":")[0] for name in rows} == {
+        "offload 2",
+        "delays",
+        "host_kernel",
+        "comm 2",
+    }
+
+
+def test_ratios_train_the_same_numbers_and_fsdp2_much_the_same(parts: Any) -> None:
+    rows = parts["twin_flow_1b"]["rows"]
+    ours = [rows[f"batch 2, ratio {ratio}"] for ratio in ("1.0", "0.4")]
+    assert ours[0]["losses"] == ours[1]["losses"]
+    theirs = rows["batch 2, fsdp2"]["losses"]
+    assert theirs == pytest.approx(ours[0]["losses"][: len(theirs)], rel=1e-3)
+    for row, ratio in zip(ours, (1.0, 0.4), strict=True):
+        assert row["host_share"] == pytest.approx(ratio, abs=1e-3)
+        moved = 2 * ratio * row["num_parameters"]  # 16 bits each, once down and once up
+        expected = {"bytes_d2h": moved, "bytes_h2d": moved}
+        assert row["moved_bytes"] == pytest.approx(expected, rel=1e-2)
+    found = parts["twin_flow_1b"]["verdicts"]["batch 2"]
+    assert found["ratio 1 to best peer"]["found"] > 0
+    assert found["ratio 1 to best peer"]["is_met"] is None  # of a CPU it says nothing
+
+
+def test_roofline_is_null_where_only_an_accelerator_tells(parts: Any) -> None:
+    bandwidth = parts["roofline"]["bandwidth_bytes_per_s"]
+    assert bandwidth["pinned"] is None
+    assert 1e8 < bandwidth["host"] < 1e13
+    row = parts["roofline"]["rows"]["ratio 0.6"]
+    numel = row["host_share"] * row["num_parameters"]
+    assert row["host_s"] == pytest.approx(28 * numel / bandwidth["host"])
+    assert row["why_null"] == "not measured on this device: device, bus"
+    for key in ("device_busy_s", "device_idle_s", "bus_s", "bound", "step_to_bound", "is_met"):
+        assert row[key] is None
+
+
+@pytest.mark.parametrize("name", ["tutorial, bf16", "tutorial, fp16", "wide, bf16, int8 states"])
+def test_large_model_is_planned_and_learns(parts: Any, name: str) -> None:
+    row = parts["largest"]["rows"][name]
+    assert row["losses"][-1] < row["losses"][0]
+    assert row["is_falling"] is True
+    assert row["skipped_steps"] == 0
+    assert row["planned_peak_bytes"] > row["planned_device_bytes"]  # activations
+    assert row["peak_to_plan"] is None
+    if "int8" not in name:
+        assert row["planned_host_bytes"] >= 12 * row["num_parameters"]
+        assert row["is_met"] is None  # the CPU has no limit to be within
+
+
+def test_stages_train_the_same_numbers_and_torch_much_the_same(parts: Any) -> None:
+    rows = parts["single"]["rows"]
+    assert rows["bf16: stage 0"]["losses"] == rows["bf16: stage 3"]["losses"]
+    for name in ("torch", "fsdp2", "torch, all in bf16"):
+        expected = pytest.approx(rows["bf16: stage 0"]["losses"], rel=2e-3)
+        assert rows[f"bf16: {name}"]["losses"] == expected, name
+    speed = rows["bf16: stage 3"]["tokens_per_s"]
+    ratio = speed / rows["bf16: torch"]["tokens_per_s"]
+    assert rows["bf16: stage 3"]["to_torch"] == pytest.approx(ratio)
+
+
+def test_a_later_run_keeps_the_other_parts(dry_run: tuple[Path, str], tmp_path: Path) -> None:
+    before = json.loads((dry_run[0] / "gpu.json").read_text())
+    (tmp_path / "gpu.json").write_text(json.dumps(before))
+    done = run_program("--dry-run", "--only=fragmentation", f"--out={tmp_path}")
+    assert done.returncode == 0, done.stdout + done.stderr
+    after = json.loads((tmp_path / "gpu.json").read_text())["parts"]
+    assert list(after) == [*MEASURED, "fragmentation"]
+    assert {name: after[name] for name in MEASURED} == before["parts"]
+    rows = after["fragmentation"]["rows"]
+    assert list(rows) == ["stage 3", "torch"]
+    for row in rows.values():
+        assert row["tokens_per_s"] > 0
+        assert row["is_met"] is None
+        assert "does not tell" in row["why_null"]
+
+
+def test_time_that_is_over_skips_what_is_left_and_says_so(tmp_path: Path) -> None:
+    done = run_program("--dry-run", "--minutes=0", "--only=single", f"--out={tmp_path}")
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = json.loads((tmp_path / "gpu.json").read_text())["parts"]["single"]["rows"]
+    assert {row["skipped"] for row in rows.values()} == {"the time limit of 0 s is over"}
+    assert "single: bf16: torch: skipped: the time limit" in done.stdout
+    assert not (tmp_path / "gpu.png").exists()
+
+
+def test_unknown_part_is_refused_with_the_known_ones(tmp_path: Path) -> None:
+    done = run_program("--dry-run", "--only=speed", f"--out={tmp_path}")
+    assert done.returncode == 2
+    assert "unknown part 'speed'" in done.stderr
+    assert all(part.name in done.stderr for part in PARTS)
+
+
+def test_file_of_another_program_is_not_overwritten(tmp_path: Path) -> None:
+    (tmp_path / "gpu.json").write_text("[1, 2]")
+    with pytest.raises(ValueError, match="move it away"):
+        Results(tmp_path)
+    assert (tmp_path / "gpu.json").read_text() == "[1, 2]"
+
+
+def test_contender_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
+    job = Job("peer", "deepspeed", "bf16", 3, SHAPE, micro_batch=1, steps=1, warmup=0)
+    runner = Runner(Clock(60.0), device_type="cpu")
+    context = Context(torch.device("cpu"), True, runner, Console(quiet=True))
+    found = race([job], 2, context)
+    assert found == {"peer": {"failure": "deepspeed is not installed: pip install deepspeed"}}
+
+
+def test_contender_that_fails_is_a_row_and_is_not_tried_again() -> None:
+    wrong = Job("wrong", "zero", "bf16", 7, SHAPE, micro_batch=1, steps=1, warmup=0)
+    runner = Runner(Clock(120.0), device_type="cpu")
+    context = Context(torch.device("cpu"), True, runner, Console(quiet=True))
+    (row,) = race([wrong], 3, context).values()
+    assert set(row) == {"failure"}
+    assert "zero_optimization.stage" in row["failure"]
+
+
+def test_verdicts_take_the_best_peer_and_the_best_fixed_ratio() -> None:
+    speeds = {"ratio 1.0": 100.0, "ratio 0.4": 330.0, "ratio auto": 300.0, "fsdp2": 40.0}
+    rows: dict[str, Any] = {name: {"tokens_per_s": speed} for name, speed in speeds.items()}
+    rows |= {"deepspeed-2": {"tokens_per_s": 55.0}, "deepspeed-3": {"failure": "no"}}
+    rows["deepspeed-3 ratio 0.4"] = {"tokens_per_s": 500.0}  # not all of it offloaded
+    found = verdicts(rows)
+    assert found["ratio 1 to best peer"]["found"] == pytest.approx(100 / 55)
+    assert found["ratio 1 to best peer"]["is_met"] is False
+    assert found["best ratio to best peer"] == {"found": 6.0, "bar": 6.0, "is_met": True}
+    assert found["auto to best ratio"]["is_met"] is False
+    assert verdicts({})["auto to best ratio"]["found"] is None
+
+
+@pytest.mark.parametrize(
+    ("bound", "chosen", "idle_s", "is_met"),
+    [
+        ("device", None, 0.02, True),
+        ("device", None, 0.2, False),
+        ("host", None, 0.2, None),
+        ("host", {"ratio": 0.5}, 0.2, False),
+    ],
+)
+def test_idle_time_is_judged_where_nothing_else_bounds_the_step(
+    bound: str, chosen: Any, idle_s: float, is_met: bool | None
+) -> None:
+    row = {"step_s": 1.0, "device_idle_s": idle_s, "bound": bound, "ratio_report": chosen}
+    found = with_idle(row)
+    assert found["idle_share"] == idle_s
+    assert found["is_idle_met"] is is_met
+    assert with_idle({"failure": "no"}) == {"failure": "no"}
+
+
+def test_peak_is_held_against_the_plan_within_5_percent() -> None:
+    job = next(job for job in capacity_jobs(DRY) if job.name == "tutorial, bf16")
+    planned = with_plan({"step_s": 1.0, "device_peak_bytes": None}, job)["planned_peak_bytes"]
+    for factor, is_met in ((1.04, True), (0.96, True), (1.06, False), (0.94, False)):
+        row = with_plan({"step_s": 1.0, "device_peak_bytes": factor * planned}, job)
+        assert row["is_plan_met"] is is_met, factor
+
+
+def test_stages_are_held_against_torch_in_the_same_dtype() -> None:
+    rows = {
+        "bf16: torch": {"tokens_per_s": 100.0},
+        "bf16: stage 0": {"tokens_per_s": 97.0},
+        "bf16: stage 3": {"tokens_per_s": 96.0},
+        "fp32: stage 3": {"tokens_per_s": 96.0},
+        "bf16: fsdp2": {"tokens_per_s": 50.0},
+    }
+    found = judged_speeds(rows, is_judged=True)
+    assert found["bf16: stage 0"]["is_met"] is False
+    assert found["bf16: stage 3"]["is_met"] is True
+    assert found["bf16: fsdp2"]["to_torch"] == 0.5
+    assert found["bf16: fsdp2"]["is_met"] is None
+    assert "to_torch" not in found["fp32: stage 3"]  # nothing to compare it with
+
+
+def test_only_this_engine_is_judged_by_its_fragments() -> None:
+    rows = {name: {"step_s": 1.0, "reserved_to_allocated": 1.2} for name in ("stage 3", "torch")}
+    found = judged_fragments(rows)
+    assert found["stage 3"]["is_met"] is False
+    assert found["torch"]["is_met"] is None
+
+
+def test_checkpointed_blocks_give_the_loss_and_gradients_of_plain_ones() -> None:
+    plain, lean = Gpt(SHAPE).double(), GptWithCheckpoints(SHAPE).double()
+    lean.load_state_dict(plain.state_dict())
+    ids = torch.randint(SHAPE.vocab, (3, SHAPE.context), generator=torch.Generator().manual_seed(0))
+    losses = [model(ids) for model in (plain, lean)]
+    for loss in losses:
+        loss.backward()
+    torch.testing.assert_close(losses[1], losses[0])
+    for mine, theirs in zip(lean.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-4, atol=1e-7)
+
+
+@pytest.mark.parametrize("start", [lambda run: run(), lambda run: _in_thread(run)])
+def test_operations_of_all_threads_are_late_and_no_value_changes(
+    start: Callable[[Callable[[], None]], None],
+) -> None:
+    x = torch.arange(6.0)
+    seen = []
+    with delayed(torch.device("cpu"), seed=3, share=0.5) as late:
+        start(lambda: seen.extend((x * i).sum().item() for i in range(20)))
+        assert 5 < late() < 55  # of at least 40
+    assert seen == [15.0 * i for i in range(20)]
+    num_late = late()
+    x.add_(1)
+    assert late() == num_late  # over
+
+
+def _in_thread(run: Callable[[], None]) -> None:
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+
+
+def test_documentation_has_the_tables_of_the_results() -> None:
+    folder = ROOT / "integration" / "benchmarks" / "results"
+    text = (ROOT / "docs" / "benchmarks.md").read_text(encoding="utf-8")
+    section = text.partition("<!-- gpu results: begin -->\n")[2].partition("<!-- gpu results: end")[
+        0
+    ]
+    expected = "No results yet: nothing here has run on an accelerator.\n"
+    if (folder / "gpu.json").exists():
+        expected = document(Results(folder))
+    assert section == expected
+
+
+def test_document_has_figures_of_accelerators_alone(parts: Any, tmp_path: Path) -> None:
+    results = Results(tmp_path)
+    measured = provenance(torch.device("cpu"), is_dry_run=True)
+    results.add("single", parts["single"], measured)
+    assert document(results) == ""
+    on_device = {**measured, "is_dry_run": False, "device": "Some GPU", "driver": "1.2"}
+    results.add("single", {k: v for k, v in parts["single"].items() if k != "measured"}, on_device)
+    text = document(Results(tmp_path))
+    assert "Some GPU, driver 1.2" in text
+    assert "| bf16: stage 3 |" in text
+
+
+def test_without_an_accelerator_the_program_says_what_to_do(tmp_path: Path) -> None:
+    if torch.accelerator.is_available():
+        pytest.skip("there is an accelerator")
+    done = run_program(f"--out={tmp_path}")
+    assert done.returncode == 2
+    assert "--dry-run" in done.stderr
+
+
+def test_rank_programs_need_no_library_beyond_torch_and_this_project() -> None:
+    text = (
+        "import sys; sys.modules['transformers'] = sys.modules['deepspeed'] = None\n"
+        "import zero_engine.bench.gpu.__main__, zero_engine.bench.gpu.training.rank\n"
+        "import zero_engine.bench.gpu.correct.rank, zero_engine.bench.comm_cuda.rows"
+    )
+    subprocess.run([sys.executable, "-c", text], check=True, timeout=120)
