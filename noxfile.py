@@ -53,7 +53,7 @@ RUNNER = "pytest-xdist>=3.6"
 TEST_TOOLS = ("pytest>=8.3", "hypothesis>=6.100", RUNNER)
 # Files of tests go to several processes: most tests start ranks, which wait for each other more
 # than they compute. A file stays together, for what its tests share.
-IN_PARALLEL = ("--numprocesses=auto", "--maxprocesses=4", "--dist=loadfile", "--durations=25")
+IN_PARALLEL = ("--numprocesses=auto", "--maxprocesses=3", "--dist=loadfile", "--durations=25")
 # There are more processes than cores: a thread that spins until others come takes theirs away.
 NO_SPINNING = {"OMP_WAIT_POLICY": "passive"}
 LINT_TOOLS = ("ruff>=0.15,<0.18", "clang-format>=20")
@@ -244,6 +244,10 @@ def test_alone(session: nox.Session, package: str) -> None:
         refuse(session, ["torch"])
         run_package_tests(session, package)
         install(session, f"packages/{package}[torch,test]")
+        files = sorted(Path("packages", package, "tests").glob("test_*.py"))
+        with_torch = [f"tests/{f.name}" for f in files if "torch" in f.read_text(encoding="utf-8")]
+        run_package_tests(session, package, *with_torch)
+        return
     run_package_tests(session, package)
 
 

@@ -53,7 +53,7 @@ def test_offload_bench_sets_states_off_the_device_beside_the_bare_model(tmp_path
     names = ("bare", "zero-2-offload", "zero-3-offload")
     done = subprocess.run(
         [
-            *(sys.executable, "-m", "zero_engine.bench", "offload", *TINY),
+            *(sys.executable, "-m", "zero_engine.bench", "offload", *TINY, "--ranks=1"),
             *(*(f"--only={name}" for name in names), f"--output={tmp_path}"),
         ],
         capture_output=True,

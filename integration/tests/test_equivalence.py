@@ -22,8 +22,8 @@ def _offload(ratio: float) -> dict[str, object]:
 
 CASES = [  # every ratio with everything else: see test_offload_grid.py
     Case(stage, dtype, accumulation, clipping, zero=_offload((1.0, 0.4)[stage % 2]))
-    for dtype, accumulation, clipping, stage in itertools.product(
-        ("fp32", "bf16"), (1, 3), (0.0, 0.5), (0, 1, 2, 3)
+    for dtype, (accumulation, clipping), stage in itertools.product(
+        ("fp32", "bf16"), ((1, 0.5), (3, 0.0)), (0, 1, 2, 3)
     )
 ]
 

@@ -2,6 +2,7 @@
 cluster, its outcomes kept for the tests to judge.
 """
 
+import gc
 import multiprocessing
 import os
 import tempfile
@@ -20,6 +21,7 @@ import torch
 import torch._dynamo
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from filelock import FileLock
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -34,6 +36,14 @@ NUM_STEPS = 20
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 TARGET = torch.randn(33, 7, generator=torch.Generator().manual_seed(7)) / 33**0.5
 Outcomes = dict[str, Any]
+
+
+_kept_in: list[Path] = []
+
+
+def keep_in(folder: Path) -> None:
+    """Where the processes of a test session share what ranks saw."""
+    _kept_in.append(folder)
 
 
 def outcomes_of(world_size: int, ranks_per_node: int) -> list[Outcomes]:
@@ -53,16 +63,25 @@ def _outcomes_or_error(world_size: int, ranks_per_node: int) -> list[Outcomes] |
 
 
 def _run_ranks(world_size: int, ranks_per_node: int) -> list[Outcomes]:
+    folder = _kept_in[-1] / f"outcomes of {world_size} ranks, {ranks_per_node} per node"
+    paths = [folder / f"rank{rank}.pt" for rank in range(world_size)]
+    with FileLock(f"{folder}.lock"):  # whoever comes first starts the ranks
+        if not folder.exists():
+            scratch = tempfile.mkdtemp(dir=folder.parent)
+            _start_ranks(world_size, ranks_per_node, scratch)
+            Path(scratch).rename(folder)  # whole, or not at all
+    return [torch.load(path, weights_only=True) for path in paths]
+
+
+def _start_ranks(world_size: int, ranks_per_node: int, folder: str) -> None:
     multiprocessing.set_forkserver_preload([__name__])
-    with tempfile.TemporaryDirectory() as folder:
-        mp.start_processes(  # type: ignore[attr-defined,no-untyped-call]
-            _run, (world_size, ranks_per_node, folder), world_size, start_method="forkserver"
-        )
-        paths = [Path(folder) / f"rank{rank}.pt" for rank in range(world_size)]
-        return [torch.load(path, weights_only=True) for path in paths]
+    mp.start_processes(  # type: ignore[attr-defined,no-untyped-call]
+        _run, (world_size, ranks_per_node, folder), world_size, start_method="forkserver"
+    )
 
 
 def _run(rank: int, world_size: int, ranks_per_node: int, folder: str) -> None:
+    gc.freeze()  # the collector need not look at what the server has imported
     warnings.simplefilter("error")
     os.environ |= {"GLOO_SOCKET_IFNAME": "lo", "LOCAL_WORLD_SIZE": str(ranks_per_node)}
     torch.set_num_threads(1)

@@ -18,6 +18,13 @@ CASES = [
         ("fp32", "bf16"), ((1, False), (3, False), (3, True)), (0.0, 0.5), (0, 1, 2, 3)
     )
 ]
+# Three ranks differ from two in sums of three and in uneven shards, whatever the rest of the step:
+# there each way to accumulate is run with or without clipping, not with both.
+CASES_OF = {
+    1: CASES,
+    2: CASES,
+    3: [c for c in CASES if (c.clipping == 0.0) == (c.accumulation == 3 and not c.is_local)],
+}
 
 # fp32: clipping and three ranks add in another order than DDP; a few ulps, grown over ten steps.
 # bf16: DDP adds the ranks' gradients in bf16, the engine in fp32: half an ulp of 8 bits, of
@@ -26,11 +33,11 @@ FP32_LOSS, FP32_VALUE = 4e-6, 1e-6
 BF16_LOSS, BF16_VALUE = 0.07, 0.04
 
 
-@pytest.fixture(scope="module", params=[1, 2, 3], ids=lambda n: f"{n}ranks")
+@pytest.fixture(scope="module")
 def grid(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory):
     world_size = request.param
     folder = tmp_path_factory.mktemp("gaps")
-    spawn(compare_with_ddp, world_size, CASES, str(folder), STEPS)
+    spawn(compare_with_ddp, world_size, CASES_OF[world_size], str(folder), STEPS)
     return world_size, read_gaps(folder, world_size)
 
 
@@ -40,10 +47,19 @@ def _name(case: Case) -> str:
     return f"stage{case.stage}-{case.dtype}-{case.accumulation}{how}-{clip}"
 
 
-@pytest.mark.parametrize("index", range(len(CASES)), ids=[_name(c) for c in CASES])
+@pytest.mark.parametrize(
+    ("grid", "index"),
+    [
+        pytest.param(world_size, index, id=f"{world_size}ranks-{_name(case)}")
+        for world_size, cases in CASES_OF.items()
+        for index, case in enumerate(cases)
+    ],
+    indirect=["grid"],
+    scope="module",
+)
 def test_ten_steps_follow_ddp(grid: tuple[int, dict[int, Gap]], index: int) -> None:
     world_size, gaps = grid
-    case, gap = CASES[index], gaps[index]
+    case, gap = CASES_OF[world_size][index], gaps[index]
     assert gap.across_stages == 0.0, "a stage must not change a bit"
     if case.dtype == "fp32" and world_size <= 2 and not case.clipping:
         assert gap.loss == 0.0

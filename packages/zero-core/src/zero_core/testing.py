@@ -45,6 +45,7 @@ __all__ = [
     "make_model",
     "preload",
     "read_gaps",
+    "run_alone",
     "run_ddp",
     "run_engine",
     "spawn",
@@ -87,6 +88,20 @@ def spawn(
             world_size,
             start_method="forkserver",
         )
+
+
+def run_alone(worker: Callable[..., None], *args: Any) -> None:
+    """Run ``worker(*args)`` in one process forked as `spawn`'s are, without a process group."""
+    multiprocessing.set_forkserver_preload(_PRELOADED)
+    mp.start_processes(  # type: ignore[attr-defined,no-untyped-call]
+        _run_alone, (worker, args), 1, start_method="forkserver"
+    )
+
+
+def _run_alone(index: int, worker: Callable[..., None], args: tuple[Any, ...]) -> None:
+    gc.freeze()
+    torch.set_num_threads(1)
+    worker(*args)
 
 
 def _run_rank(
