@@ -22,7 +22,7 @@ from zero_engine.bench.offload_cuda.settings import DRY, GIB, REAL
 from zero_engine.bench.offload_cuda.timeline import bounds
 from zero_engine.bench.offload_cuda.tracing import busy_seconds, trace_busy_seconds
 
-RATIOS = ("ratio 1.0", "ratio 0.6")
+RATIOS = ("ratio 0.6",)
 SHAPE = GptShape(layers=2, width=32, heads=2, vocab=50, context=12)
 
 
@@ -33,9 +33,9 @@ def run_program(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.fixture(scope="module")
 def dry_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
-    """The folder of a run of the part speed, and what it printed; test_gpu_bench.py has the others."""
+    """The folder of a run of speed, and what it printed; test_gpu_bench.py has the other parts."""
     folder = tmp_path_factory.mktemp("offload_cuda")
-    contenders = [f"--contender={name}" for name in (*RATIOS, "fsdp2")]
+    contenders = [f"--contender={name}" for name in RATIOS]
     done = run_program("--only=speed", *contenders, f"--output={folder}")
     assert done.returncode == 0, done.stdout + done.stderr
     return folder, done.stdout
@@ -50,20 +50,7 @@ def test_dry_run_writes_a_picture_and_prints_a_table_last(dry_run: tuple[Path, s
     folder, said = dry_run
     assert (folder / "offload_cuda.png").stat().st_size > 0
     after = said.partition("written to")[2]
-    assert all(name in after for name in ("speed", "fsdp2", *RATIOS))
-
-
-def test_ratios_lose_the_same_bits_and_fsdp2_much_the_same(parts: Any) -> None:
-    rows = parts["speed"]["rows"]
-    losses = [rows[name]["losses"] for name in RATIOS]
-    assert losses[0] == losses[1]
-    assert parts["speed"]["loss_spread"] == 0.0
-    assert len(set(losses[0])) == len(losses[0]) == DRY.warmup + DRY.steps + 1
-    compared = losses[0][: len(rows["fsdp2"]["losses"])]
-    assert rows["fsdp2"]["losses"] == pytest.approx(compared, rel=1e-3)  # bf16 all the same
-    for name in (*RATIOS, "fsdp2"):
-        tokens = DRY.micro_batch * DRY.shape.context
-        assert rows[name]["tokens_per_s"] * rows[name]["step_s"] == pytest.approx(tokens)
+    assert all(name in after for name in ("speed", *RATIOS))
 
 
 def test_bytes_over_the_bus_follow_the_ratio(parts: Any) -> None:
@@ -74,6 +61,14 @@ def test_bytes_over_the_bus_follow_the_ratio(parts: Any) -> None:
             moved = 2 * ratio * row["num_parameters"]  # 16 bits each, once down and once up
             expected = {"bytes_d2h": moved, "bytes_h2d": moved}
             assert row["moved_bytes"] == pytest.approx(expected, rel=1e-3)
+
+
+def test_spread_of_losses_is_the_largest_at_any_step() -> None:
+    losses = {"ratio 1.0": [4.0, 2.0, 9.0], "ratio 0.6": [4.0, 2.1], "fsdp2": [8.0, 8.0]}
+    rows: dict[str, Any] = {name: {"step_s": 1, "losses": row} for name, row in losses.items()}
+    rows["ratio auto"] = {"failure": "no"}
+    assert racing._loss_spread(rows) == pytest.approx(0.05)
+    assert racing._loss_spread({}) is None
 
 
 def test_every_row_has_figures_or_says_why_not(parts: Any) -> None:

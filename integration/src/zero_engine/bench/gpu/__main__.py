@@ -96,7 +96,8 @@ def _show(part: Part, results: Results, console: Console) -> None:
                 console.print(f"{part.name}: {name}: {kind}: {row[kind]}")
 
 
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+app.command(help=about)(main)
+
 if __name__ == "__main__":
-    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-    app.command(help=about)(main)
     app()

@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
 import zero_core
 from zero_engine.bench.kept_tier import KeptTier
@@ -46,6 +45,9 @@ def zero(job: Job, device: torch.device, store: str) -> Side:
 
 def fsdp2(job: Job, device: torch.device, store: str) -> Side:
     """`fully_shard` on every block and on the whole, with CPUOffloadPolicy and a fused AdamW."""
+    # Here, as it takes half a second that no other side needs.
+    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+
     init_group(device, store)
     model = job.model()
     settings: dict[str, Any] = {

@@ -16,8 +16,9 @@ LOSS_BAR = {"fp32": 1e-4, "bf16": 0.1}
 """Of a loss of about 3.6, for cases whose arithmetic is not the oracle's: the sum of ranks or of a
 norm in another order, or a kernel on the host. Adam turns an ulp of an all but zero gradient into a
 step."""
-QUANTIZED_BAR = 0.03
-"""Of a loss, relative, with quantized collectives."""
+QUANTIZED_BAR = 0.08
+"""Of a loss, relative, with quantized collectives: twice the largest difference on the CPU, of a
+model so small that every block of a quantizer holds several parameters."""
 QUANTIZED: Mapping[str, Mapping[str, Any]] = {
     "qwZ": {"zero_quantized_weights": True},
     "qgZ": {"zero_quantized_gradients": True},

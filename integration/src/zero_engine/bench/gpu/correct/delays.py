@@ -35,9 +35,9 @@ def delayed(device: torch.device, *, seed: int, share: float) -> Iterator[Callab
     lateness = _Lateness(device, seed, share)
     run_thread = threading.Thread.run
 
-    def run(thread: threading.Thread) -> None:
+    def run(self: threading.Thread) -> None:
         with _Delays(lateness):  # a mode is a thread's own
-            run_thread(thread)
+            run_thread(self)
 
     threading.Thread.run = run  # type: ignore[method-assign]
     try:
@@ -75,11 +75,11 @@ class _Lateness:
             torch.mm(self._busy, self._busy, out=self._product)
 
 
-class _Delays(TorchDispatchMode):
+class _Delays(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """One thread's part in it."""
 
     def __init__(self, lateness: _Lateness) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._lateness = lateness
 
     def __torch_dispatch__(

@@ -107,7 +107,7 @@ def host_kernel(device: torch.device) -> dict[str, Row]:
     generator = torch.Generator().manual_seed(0)
     start = torch.randn(NUMEL, generator=generator)
     grads = [torch.randn(NUMEL, generator=generator) for _ in range(KERNEL_STEPS)]
-    hyper = {"lr": 1e-2, "eps": 1e-8, "weight_decay": 0.1}
+    hyper: dict[str, Any] = {"lr": 1e-2, "eps": 1e-8, "weight_decay": 0.1}
     there = torch.nn.Parameter(start.to(device))
     optimizer = torch.optim.AdamW([there], fused=True, betas=(0.9, 0.95), **hyper)
     here = torch.nn.Parameter(start.clone())
@@ -169,15 +169,20 @@ def _planted_race(device: torch.device) -> Row:
 
 def _write_beside(value: Tensor) -> Callable[[], None]:
     """Set ``value`` to 1 on a stream of its own; on a host, in a thread of its own."""
+
+    def write() -> None:
+        for _ in range(20):  # each of them late: all of them later than what reads
+            value.fill_(0.0)
+        value.fill_(1.0)
+
     if value.device.type == "cpu":
-        thread = threading.Thread(target=lambda: value.fill_(1.0))
+        thread = threading.Thread(target=write)
         thread.start()
         return thread.join
     stream = torch.Stream(value.device)
     torch.accelerator.synchronize(value.device)
     with stream:
-        for _ in range(20):  # each of them late
-            value.fill_(1.0)
+        write()
     return stream.synchronize
 
 

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import zero_core
 from zero_engine.bench.gpt import Gpt
@@ -35,6 +34,9 @@ def plain_low(job: Job, device: torch.device, store: str) -> Step:
 
 def fsdp2(job: Job, device: torch.device, store: str) -> Step:
     """`fully_shard` on every block and on the whole."""
+    # Here, as it takes half a second that no other side needs.
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
     init_group(device, store)
     model = job.model()
     low = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
