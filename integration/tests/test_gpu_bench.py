@@ -131,7 +131,10 @@ def test_roofline_is_null_where_only_an_accelerator_tells(parts: Any) -> None:
         assert row[key] is None
 
 
-@pytest.mark.parametrize("name", ["tutorial, bf16", "tutorial, fp16", "wide, bf16, int8 states"])
+@pytest.mark.parametrize(
+    "name",
+    ["tutorial, bf16", "tutorial, fp16", "tutorial, bf16, int8 states", "wide, bf16, int8 states"],
+)
 def test_large_model_is_planned_and_learns(parts: Any, name: str) -> None:
     row = parts["largest"]["rows"][name]
     assert row["losses"][-1] < row["losses"][0]

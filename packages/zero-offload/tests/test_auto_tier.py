@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -214,6 +215,24 @@ def test_a_cpu_sets_no_bound_and_its_clock_counts_the_calls() -> None:
             time.sleep(0.01)
     assert 0.02 <= clock.take() < 0.2
     assert clock.take() == 0.0
+
+
+@pytest.mark.parametrize(
+    ("fraction", "expected"),
+    [(1.0, (60, 20, 80)), (0.75, (60, 20, 60)), (0.4, (32, 20, 32)), (None, (60, 20, 80))],
+)
+def test_room_is_what_this_process_may_take_of_the_device(
+    monkeypatch: pytest.MonkeyPatch, fraction: float | None, expected: tuple[int, int, int]
+) -> None:
+    module = SimpleNamespace()
+    if fraction is not None:
+        module.get_per_process_memory_fraction = lambda _: fraction
+    monkeypatch.setattr(torch, "get_device_module", lambda _: module)
+    monkeypatch.setattr(torch.accelerator, "get_memory_info", lambda _: (50, 80))
+    monkeypatch.setattr(torch.accelerator, "memory_reserved", lambda _: 10)
+    monkeypatch.setattr(torch.accelerator, "max_memory_allocated", lambda _: 20)
+    found = read_memory(torch.device("cuda", 0))
+    assert found == MemoryReading(*expected)
 
 
 @given(

@@ -22,9 +22,10 @@ class MemoryReading:
     """Bytes of one device's memory as this process sees them.
 
     Attributes:
-        available: held by torch's allocator, used or not, and free on the device.
+        available: held by torch's allocator, used or not, and free on the device; no more than this
+            process may take (``set_per_process_memory_fraction``).
         peak: the most that tensors have taken at once so far.
-        total: of the device.
+        total: of the device, or what this process may take of it.
     """
 
     available: int
@@ -53,7 +54,17 @@ def read_memory(device: torch.device) -> MemoryReading | None:
     except (AttributeError, RuntimeError) as error:  # torch 2.10's, or a backend without it
         _tell_unbounded(str(error))
         return None
-    return MemoryReading(free + reserved, peak, total)
+    allowed = round(_allowed_fraction(device) * total)
+    return MemoryReading(min(free + reserved, allowed), peak, min(total, allowed))
+
+
+def _allowed_fraction(device: torch.device) -> float:
+    """The share of the device's memory that torch's allocator may take; 1 without a limit."""
+    module = torch.get_device_module(device)
+    fraction: Callable[[torch.device], float] | None = getattr(
+        module, "get_per_process_memory_fraction", None
+    )
+    return 1.0 if fraction is None else fraction(device)
 
 
 class DeviceRoom:
