@@ -107,12 +107,13 @@ def test_job_that_fails_is_a_row_with_its_failure() -> None:
         offload={"ratio": 1.5},
     )
     row = Runner(Clock(120.0), device_type="cpu").run(job)
-    assert set(row) == {"failure"}
+    assert set(row) == {"failure", "log"}
+    assert "Traceback" in row["log"]
     assert "offload_optimizer.ratio" in row["failure"]
 
 
 def test_side_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(racing.importlib.util, "find_spec", lambda _: None)
+    monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
     jobs = [job for job in racing.speed_jobs(DRY) if job.name == "deepspeed-3 ratio 0.4"]
     runner = Runner(Clock(60.0), device_type="cpu")
     found = racing.speed(jobs, DRY, runner, Console(quiet=True))
@@ -126,8 +127,8 @@ def test_model_that_the_host_cannot_hold_is_skipped_with_both_numbers(
 ) -> None:
     monkeypatch.setattr(large, "available_bytes", lambda: 2 * GIB)
     jobs = [job for job in large.capacity_jobs(REAL) if job.name == "tutorial, bf16"]
-    monkeypatch.setattr(large, "capacity_jobs", lambda _: jobs)
-    found = large.capacity(REAL, Runner(Clock(60.0), device_type="cpu"), Console(quiet=True))
+    runner = Runner(Clock(60.0), device_type="cpu")
+    found = large.capacity(jobs, REAL, runner, Console(quiet=True))
     row = found["rows"]["tutorial, bf16"]
     assert row["planned_host_bytes"] > 12 * 10e9
     needed = row["planned_host_bytes"] / GIB

@@ -4,17 +4,29 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import signal
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-__all__ = ["CPU_ALONE", "RankError", "own_environment", "run_ranks", "run_together"]
+__all__ = [
+    "CPU_ALONE",
+    "RankError",
+    "own_environment",
+    "run_ranks",
+    "run_together",
+    "write_result",
+]
 
 TIME_LIMIT_S = 600.0
+ERROR = re.compile(r"[\w.]*(Error|Exception)\b")
+"""How the last line of a traceback begins; libraries may say something after it."""
 CPU_ALONE: Mapping[str, str] = {
     "CUDA_VISIBLE_DEVICES": "",
     "DS_ACCELERATOR": "cpu",
@@ -24,11 +36,17 @@ CPU_ALONE: Mapping[str, str] = {
 
 
 class RankError(RuntimeError):
-    """A rank ended with a failure; the message is its last line, ``log`` everything said."""
+    """A rank ended with a failure; the message is its error, ``log`` everything said.
+
+    Attributes:
+        log: what all ranks said.
+        found: by rank, what was in its RESULT by then; None where there was nothing whole.
+    """
 
     def __init__(self, message: str, log: str) -> None:
         super().__init__(message)
         self.log = log
+        self.found: list[dict[str, Any] | None] = []
 
 
 def run_ranks(
@@ -65,8 +83,27 @@ def run_ranks(
         environments = [
             {**_environment(rank, num_ranks), **environment} for rank in range(num_ranks)
         ]
-        run_together(commands, environments, logs, limit_s=limit_s)
+        try:
+            run_together(commands, environments, logs, limit_s=limit_s)
+        except RankError as error:
+            error.found = [_read(file) for file in files]
+            raise
         return [json.loads(file.read_text(encoding="utf-8")) for file in files]
+
+
+def write_result(path: str | Path, found: Mapping[str, Any]) -> None:
+    """Put ``found`` into a RESULT; whoever ends this process meanwhile finds that of before."""
+    beside = Path(f"{path}.partial")
+    beside.write_text(json.dumps(found), encoding="utf-8")
+    beside.replace(path)
+
+
+def _read(file: Path) -> dict[str, Any] | None:
+    try:
+        found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return found
 
 
 def run_together(
@@ -97,7 +134,12 @@ def _start(
 ) -> subprocess.Popen[str]:
     with log.open("w", encoding="utf-8") as file:
         return subprocess.Popen(
-            command, env=environment, stdout=file, stderr=subprocess.STDOUT, text=True
+            command,
+            env=environment,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,  # its own children end with it
         )
 
 
@@ -109,19 +151,32 @@ def _wait(ranks: Sequence[subprocess.Popen[str]], limit_s: float) -> bool:
     """
     limit = time.monotonic() + limit_s
     is_late = False
-    while any(rank.poll() is None for rank in ranks):
-        has_failed = any(rank.poll() for rank in ranks)
-        is_late |= not has_failed and time.monotonic() > limit
-        if has_failed or is_late:
-            for rank in ranks:
-                rank.kill()
-        time.sleep(0.1)
+    try:
+        while any(rank.poll() is None for rank in ranks):
+            has_failed = any(rank.poll() for rank in ranks)
+            is_late |= not has_failed and time.monotonic() > limit
+            if has_failed or is_late:
+                _end(ranks)
+            time.sleep(0.1)
+    finally:
+        _end(ranks)  # a Ctrl-C does not reach sessions of their own
     return is_late
 
 
+def _end(ranks: Sequence[subprocess.Popen[str]]) -> None:
+    """End the ranks and whatever they have started."""
+    for rank in ranks:
+        with suppress(ProcessLookupError):
+            os.killpg(rank.pid, signal.SIGKILL)
+    for rank in ranks:
+        rank.wait()
+
+
 def _last_words(ranks: Sequence[subprocess.Popen[str]], said: str) -> str:
-    """The last line that was said; of a rank that a signal ended (no memory: 9), that too."""
-    lines = [line for line in said.splitlines() if line.strip()][-1:]
+    """The last error that was said, or the last line; of a rank that a signal ended (no memory: 9),
+    that too."""
+    all_lines = [line for line in said.splitlines() if line.strip()]
+    lines = ([line for line in all_lines if ERROR.match(line)] or all_lines)[-1:]
     killed = next((-rank.returncode for rank in ranks if rank.returncode < 0), 0)
     # The others are killed when one fails by itself: then that one's words count.
     if killed and not any(rank.returncode > 0 for rank in ranks):

@@ -15,7 +15,7 @@ from rich.table import Table
 from zero_engine.bench.gpt import GptShape
 from zero_engine.bench.gpu.part import Context, Part, Row
 from zero_engine.bench.gpu.training.job import Job
-from zero_engine.bench.gpu.training.race import race
+from zero_engine.bench.gpu.training.start import train_in_turns
 from zero_engine.bench.offload_cuda.settings import DRY, GIB
 
 __all__ = ["PART", "fragmentation_jobs", "judged"]
@@ -59,7 +59,7 @@ def judged(rows: Mapping[str, Row]) -> dict[str, Row]:
 
 
 def _run(context: Context) -> Row:
-    rows = race(fragmentation_jobs(is_dry_run=context.is_dry_run), 1, context)
+    rows = train_in_turns(fragmentation_jobs(is_dry_run=context.is_dry_run), 1, context)
     return {"rows": judged(rows)}
 
 

@@ -5,6 +5,7 @@ What `python -m zero_engine.bench.comm_cuda` measures, in a process of its own a
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -24,18 +25,20 @@ MEASURING = 0.8
 def _run(context: Context) -> Row:
     """A row per operation, kind, dtype and size."""
     size = "dry" if context.is_dry_run else "real"
-    # It stops by itself before it would be ended, and what it has found is kept.
-    limit_s = MEASURING * context.runner.clock.left_s()
-    found = context.runner.start("zero_engine.bench.comm_cuda.rows", size, f"{limit_s:.1f}")
-    if "rows" not in found:
-        return {"bar": BAR, "rows": {"all": found}}
-    named = {
-        f"{row['operation']} {row['kind']} {row['dtype']} {row['numel']}": row
-        for row in found["rows"]
-    }
-    if found["num_left"]:
-        named["others"] = {"skipped": f"{found['num_left']} rows: the time was over"}
-    return {"bar": BAR, "backend": found["backend"], "rows": named}
+    # It stops by itself before it would be ended.
+    deadline = time.time() + MEASURING * context.runner.clock.left_s()
+    found = context.runner.start("zero_engine.bench.comm_cuda.rows", size, f"{deadline:.1f}")
+    rows: dict[str, Row] = {_name(row): row for row in found.pop("rows", ())}
+    if found.get("num_left"):
+        rows["others"] = {"skipped": f"{found['num_left']} rows: the time was over"}
+    rows |= {"all": found} if {"failure", "skipped"} & set(found) else {}
+    return {"bar": BAR, "backend": found.get("backend"), "rows": rows}
+
+
+def _name(row: Row) -> str:
+    if "name" in row:
+        return str(row["name"])
+    return f"{row['operation']} {row['kind']} {row['dtype']} {row['numel']}"
 
 
 def _table(found: Mapping[str, Any]) -> Table:

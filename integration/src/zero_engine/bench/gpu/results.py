@@ -47,13 +47,29 @@ class Results:
     def _json(self) -> Path:
         return self._folder / "gpu.json"
 
-    def add(self, name: str, found: Mapping[str, Any], measured: Mapping[str, Any]) -> None:
-        """Write what a part found, in place of what the file says of it."""
+    def refuse_dry_run(self, names: Iterable[str]) -> None:
+        """Raises ValueError if one of the parts has figures of an accelerator."""
+        kept = [n for n in names if n in self.parts and not self.parts[n]["measured"]["is_dry_run"]]
+        if kept:
+            raise ValueError(
+                f"{self._json} has figures of an accelerator for {', '.join(kept)}, and a dry run "
+                "would replace them; give another --out"
+            )
+
+    def add(self, name: str, found: Mapping[str, Any], measured: Mapping[str, Any]) -> bool:
+        """Write what a part found, in place of what the file says of it.
+
+        Returns:
+            Whether it was written: a part that found no figures leaves those of an earlier run.
+        """
+        if has_figures(self.parts.get(name)) and not has_figures(found):
+            return False
         self.parts[name] = {"measured": dict(measured), **found}
         # In one step: a run that is ended here leaves the file of before, or this one.
         beside = self._json.with_suffix(".partial")
         beside.write_text(json.dumps({"parts": self.parts}, indent=2) + "\n", encoding="utf-8")
         beside.replace(self._json)
+        return True
 
     def draw(self, parts: Iterable[Part]) -> None:
         """One picture of all parts that have rows with figures; none if there are none."""
@@ -76,10 +92,19 @@ def has_figures(found: Mapping[str, Any] | None) -> bool:
 
 
 def provenance(device: torch.device, *, is_dry_run: bool) -> dict[str, Any]:
-    """When, where and of what: plain values for the file."""
+    """When, where and of what: plain values for the file.
+
+    Raises:
+        ValueError: nothing tells of which commit figures of an accelerator would be.
+    """
+    commit = _commit()
+    if commit is None and not is_dry_run:
+        raise ValueError(
+            f"the sources lie in no repository: set {COMMIT_VARIABLE} to the commit measured"
+        )
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "commit": _commit(),
+        "commit": commit,
         "is_dry_run": is_dry_run,
         "device": "CPU" if device.type == "cpu" else _told_by_driver("name"),
         "driver": None if device.type == "cpu" else _told_by_driver("driver_version"),

@@ -15,16 +15,18 @@ from rich.table import Table
 from zero_engine.bench.gpu.part import Context, Part, Row
 from zero_engine.bench.offload_cuda.report import draw_timeline
 from zero_engine.bench.offload_cuda.settings import DRY, REAL
-from zero_engine.bench.offload_cuda.timeline import BOUND_GOAL, timeline
+from zero_engine.bench.offload_cuda.timeline import BOUND_GOAL, RATIOS, timeline
 
 __all__ = ["PART", "with_idle"]
 
 IDLE_BAR = 0.1
+DRY_RATIOS = (0.6,)
 
 
 def _run(context: Context) -> Row:
     settings = DRY if context.is_dry_run else replace(REAL, micro_batch=8)
-    found = timeline(settings, context.runner, context.console)
+    ratios = DRY_RATIOS if context.is_dry_run else RATIOS
+    found = timeline(settings, context.runner, context.console, ratios)
     return {**found, "rows": {name: with_idle(row) for name, row in found["rows"].items()}}
 
 
@@ -77,7 +79,7 @@ def _draw(axes: Axes, found: Mapping[str, Any]) -> None:
 PART = Part(
     name="roofline",
     about="an offloaded step over the slowest of device, bus and host",
-    share=4.0,
+    share=5.0,
     run=_run,
     table=_table,
     draw=_draw,

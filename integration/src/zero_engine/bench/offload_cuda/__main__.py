@@ -15,7 +15,7 @@ import typer
 from rich.console import Console
 
 from zero_engine.bench.offload_cuda import __doc__ as about
-from zero_engine.bench.offload_cuda.capacity import capacity
+from zero_engine.bench.offload_cuda.capacity import capacity, capacity_jobs
 from zero_engine.bench.offload_cuda.jobs import Clock, Runner, find_device
 from zero_engine.bench.offload_cuda.report import picture, show
 from zero_engine.bench.offload_cuda.settings import DRY, GIB, REAL, Settings
@@ -82,7 +82,7 @@ def main(
     parts: dict[str, Callable[[], dict[str, Any]]] = {
         "speed": lambda: speed(jobs, settings, runner, console),
         "timeline": lambda: timeline(settings, runner, console),
-        "capacity": lambda: capacity(settings, runner, console),
+        "capacity": lambda: capacity(capacity_jobs(settings), settings, runner, console),
     }
     report: dict[str, Any] = {
         "is_dry_run": dry_run,

@@ -15,7 +15,7 @@ import zero_core
 from zero_engine.bench.gpt import Gpt, GptShape, GptWithCheckpoints, GptWithSmallLogits
 from zero_engine.bench.processes import CPU_ALONE, RankError, run_ranks
 
-__all__ = ["ADAMW", "Clock", "Job", "Runner", "find_device"]
+__all__ = ["ADAMW", "Clock", "Job", "Runner", "drawn_on_device", "find_device"]
 
 ADAMW: Mapping[str, Any] = {
     "lr": 1e-4,
@@ -24,6 +24,8 @@ ADAMW: Mapping[str, Any] = {
     "weight_decay": 0.1,
 }
 """Hyperparameters of everyone's AdamW."""
+LOG_LENGTH = 4000
+"""Characters of the end of what a process said that are kept if it fails."""
 
 
 @dataclass(frozen=True)
@@ -54,8 +56,7 @@ class Job:
     is_large: bool = False
     """Deferred construction, activation checkpointing, and logits of one sample at a time."""
     is_lean: bool = False
-    """Blocks and logits are computed again in backward, by the model itself and so on every side;
-    its values are drawn on the device, which is faster."""
+    """Blocks and logits are computed again in backward, by the model itself on every side."""
     is_repeating: bool = False
     """Every step sees the same samples, so that the loss has to fall."""
 
@@ -70,14 +71,12 @@ class Job:
         return json.dumps(asdict(self))
 
     def model(self) -> Gpt:
-        """The model, fp32 on the CPU; a large one has its values only when it is built."""
-        torch.manual_seed(0)
-        if self.is_lean:
-            return _drawn_on(find_device(), self.shape)
-        if not self.is_large:
-            return Gpt(self.shape)
-        with zero_core.deferred_init():
-            return GptWithSmallLogits(self.shape)
+        """The model, fp32 on the CPU, the same on every side; a large one has no values yet."""
+        if self.is_large:
+            torch.manual_seed(0)
+            with zero_core.deferred_init():
+                return GptWithSmallLogits(self.shape)
+        return drawn_on_device(GptWithCheckpoints if self.is_lean else Gpt, self.shape)
 
     def config(self) -> dict[str, Any]:
         """This engine's configuration."""
@@ -115,10 +114,15 @@ class Job:
                 yield ids
 
 
-def _drawn_on(device: torch.device, shape: GptShape) -> Gpt:
-    """A lean model on the CPU; what it took on the device while it was drawn is given back."""
+def drawn_on_device(model_class: type[Gpt], shape: GptShape) -> Gpt:
+    """The model on the CPU, its values drawn on the device, which is faster.
+
+    What it took there is given back, and is no part of the peaks that are measured.
+    """
+    device = find_device()
+    torch.manual_seed(0)
     with device:
-        model = GptWithCheckpoints(shape).cpu()
+        model = model_class(shape).cpu()
     if device.type != "cpu":
         torch.accelerator.empty_cache()
         torch.accelerator.reset_peak_memory_stats(device)
@@ -166,5 +170,7 @@ class Runner:
         try:
             (found,) = run_ranks(module, arguments, 1, environment, limit_s=left_s)
         except RankError as error:
-            return {"failure": str(error)}
+            # What it had found by then, if it told; and what it said, to find out why.
+            rest = (error.found[0] if error.found else None) or {}
+            return {**rest, "failure": str(error), "log": error.log[-LOG_LENGTH:]}
         return found

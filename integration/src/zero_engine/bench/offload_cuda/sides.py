@@ -19,7 +19,7 @@ import zero_core
 from zero_engine.bench.kept_tier import KeptTier
 from zero_engine.bench.offload_cuda.jobs import ADAMW, Job
 
-__all__ = ["NEEDS", "SIDES", "Side", "engine_loop", "init_group"]
+__all__ = ["SIDES", "Side", "engine_loop", "init_group"]
 
 Step = Callable[[Tensor], Tensor]
 
@@ -44,7 +44,10 @@ def zero(job: Job, device: torch.device, store: str) -> Side:
 
 
 def fsdp2(job: Job, device: torch.device, store: str) -> Side:
-    """`fully_shard` on every block and on the whole, with CPUOffloadPolicy and a fused AdamW."""
+    """`fully_shard` on every block and on the whole, with CPUOffloadPolicy and a fused AdamW.
+
+    At stage 2 a unit stays whole from forward to backward, at stage 3 it is fetched twice.
+    """
     # Here, as it takes half a second that no other side needs.
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
@@ -54,6 +57,7 @@ def fsdp2(job: Job, device: torch.device, store: str) -> Side:
         "mesh": init_device_mesh(device.type, (1,)),
         "offload_policy": CPUOffloadPolicy(pin_memory=device.type != "cpu"),
         "mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16),
+        "reshard_after_forward": job.stage == 3,
     }
     for block in model.blocks:
         fully_shard(block, **settings)
@@ -85,8 +89,6 @@ SIDES: dict[str, Callable[[Job, torch.device, str], Side]] = {
     "fsdp2": fsdp2,
     "deepspeed": deepspeed,
 }
-NEEDS = {"deepspeed": "deepspeed"}
-"""What else has to be installed for a side."""
 
 
 def engine_loop(engine: Any) -> Step:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -11,7 +9,7 @@ from rich.console import Console
 
 from zero_engine.bench.offload_cuda.jobs import Job, Runner
 from zero_engine.bench.offload_cuda.settings import Settings
-from zero_engine.bench.offload_cuda.sides import NEEDS
+from zero_engine.bench.turns import take_turns
 
 __all__ = ["speed", "speed_jobs"]
 
@@ -39,7 +37,8 @@ def speed_jobs(settings: Settings) -> list[Job]:
 
     return [
         *(job(f"ratio {ratio}", "zero", ratio=ratio) for ratio in RATIOS),
-        job("fsdp2", "fsdp2"),
+        job("fsdp2", "fsdp2", stage=3),
+        job("fsdp2, units kept", "fsdp2", stage=2),
         job("deepspeed-2", "deepspeed", stage=2),
         job("deepspeed-3", "deepspeed", stage=3),
         *(
@@ -51,38 +50,12 @@ def speed_jobs(settings: Settings) -> list[Job]:
 
 def speed(jobs: Sequence[Job], settings: Settings, runner: Runner, console: Console) -> Row:
     """A row per contender: medians over the rounds, or why there are none."""
-    found: dict[str, list[Row]] = {job.name: [] for job in jobs}
-    for number in range(settings.rounds):
-        for job in jobs:
-            rows = found[job.name]
-            if rows and "step_s" not in rows[-1]:
-                continue
-            console.print(f"speed: round {number + 1}/{settings.rounds}: {job.name}")
-            missing = _missing(job)
-            rows.append({"failure": missing} if missing else runner.run(job))
-    rows_by_name = {name: _median(rows) for name, rows in found.items()}
-    return {"rows": rows_by_name, "loss_spread": _loss_spread(rows_by_name)}
 
+    def say(line: str) -> None:
+        console.print(f"speed: {line}")
 
-def _missing(job: Job) -> str:
-    needed = NEEDS.get(job.side)
-    if needed is None or importlib.util.find_spec(needed) is not None:
-        return ""
-    return f"{needed} is not installed: pip install {needed}"
-
-
-def _median(rows: Sequence[Row]) -> Row:
-    """The rounds of one contender as one row; its losses are those of the first."""
-    measured = [row for row in rows if "step_s" in row]
-    if not measured:
-        return rows[-1]
-    steps_s = [row["step_s"] for row in measured]
-    return {
-        **measured[0],
-        "steps_s": steps_s,
-        "step_s": statistics.median(steps_s),
-        "tokens_per_s": statistics.median(row["tokens_per_s"] for row in measured),
-    }
+    rows = take_turns(jobs, settings.rounds, runner.run, say)
+    return {"rows": rows, "loss_spread": _loss_spread(rows)}
 
 
 def _loss_spread(rows: Mapping[str, Row]) -> float | None:

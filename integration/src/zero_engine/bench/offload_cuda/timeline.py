@@ -11,7 +11,7 @@ bound   the largest of the three; a step that overlaps perfectly takes no longer
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich.console import Console
@@ -19,7 +19,7 @@ from rich.console import Console
 from zero_engine.bench.offload_cuda.jobs import Job, Runner
 from zero_engine.bench.offload_cuda.settings import Settings
 
-__all__ = ["BOUND_GOAL", "bounds", "timeline"]
+__all__ = ["BOUND_GOAL", "RATIOS", "bounds", "timeline"]
 
 BOUND_GOAL = 1.15
 HOST_BYTES = 28
@@ -27,12 +27,17 @@ RATIOS: tuple[float | str, ...] = (1.0, 0.6, "auto")
 Row = dict[str, Any]
 
 
-def timeline(settings: Settings, runner: Runner, console: Console) -> Row:
+def timeline(
+    settings: Settings,
+    runner: Runner,
+    console: Console,
+    ratios: Sequence[float | str] = RATIOS,
+) -> Row:
     """A row per ratio, and the bandwidths that they are held against."""
     console.print("timeline: bandwidth")
     bandwidth = runner.start("zero_engine.bench.offload_cuda.bandwidth", str(settings.triad_numel))
     rows = {}
-    for ratio in RATIOS:
+    for ratio in ratios:
         job = Job(
             name=f"ratio {ratio}",
             side="zero",

@@ -1,8 +1,8 @@
 """Delays on every stream: what is enqueued comes later, and who did not wait reads too soon.
 
 A dispatch mode sees every operation, whatever stream is current. On an accelerator some are
-preceded by other work on that stream, on the CPU by a pause. Threads that start meanwhile do the
-same.
+preceded by other work on that stream; those on host tensors alone by a pause. Threads that start
+meanwhile do the same.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 __all__ = ["delayed"]
 
@@ -62,12 +63,12 @@ class _Lateness:
             torch.accelerator.synchronize(device)  # whatever stream uses it finds it made
         self.num_late = 0
 
-    def maybe_wait(self) -> None:
+    def maybe_wait(self, *, is_on_host: bool) -> None:
         """Enqueue work on the current stream, or pause; or do nothing."""
         if self._random.random() >= self._share:
             return
         self.num_late += 1
-        if self._busy is None:
+        if self._busy is None or is_on_host:
             time.sleep(self._random.random() * LONGEST_PAUSE_S)
             return
         for _ in range(self._random.randint(1, MOST_PRODUCTS)):
@@ -89,5 +90,6 @@ class _Delays(TorchDispatchMode):  # type: ignore[no-untyped-call]
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        self._lateness.maybe_wait()
+        tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        self._lateness.maybe_wait(is_on_host=all(x.device.type == "cpu" for x in tensors))
         return func(*args, **(kwargs or {}))

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from zero_engine.bench.gpt import Gpt, GptShape
-from zero_engine.bench.offload_cuda.jobs import ADAMW
+from zero_engine.bench.offload_cuda.jobs import ADAMW, drawn_on_device
 
 __all__ = ["Job"]
 
@@ -53,8 +53,7 @@ class Job:
 
     def model(self) -> Gpt:
         """The model, fp32, on the CPU; with the same values for every side."""
-        torch.manual_seed(0)
-        return Gpt(self.shape)
+        return drawn_on_device(Gpt, self.shape)
 
     def config(self) -> dict[str, Any]:
         """What an engine is given, this project's or DeepSpeed's."""

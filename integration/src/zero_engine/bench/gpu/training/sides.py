@@ -16,7 +16,7 @@ from zero_engine.bench.gpu.training.job import Job
 from zero_engine.bench.offload_cuda.jobs import ADAMW
 from zero_engine.bench.offload_cuda.sides import engine_loop, init_group
 
-__all__ = ["NEEDS", "SIDES"]
+__all__ = ["SIDES"]
 
 Step = Callable[[Tensor], Tensor]
 
@@ -24,6 +24,30 @@ Step = Callable[[Tensor], Tensor]
 def plain(job: Job, device: torch.device, store: str) -> Step:
     """The bare model and torch's fused AdamW on fp32 weights; in bf16 by autocast."""
     return _torch_loop(job.model().to(device), device, is_autocast=job.dtype == "bf16")
+
+
+def plain_masters(job: Job, device: torch.device, store: str) -> Step:
+    """Weights and gradients in the job's dtype, fp32 master weights by hand: as the engine."""
+    dtype = torch.bfloat16 if job.dtype == "bf16" else torch.float32
+    model = job.model().to(device)
+    masters = [torch.nn.Parameter(p.detach().clone()) for p in model.parameters()]
+    model.to(dtype)
+    weights: list[Tensor] = list(model.parameters())
+    optimizer = torch.optim.AdamW(masters, fused=True, **ADAMW)
+
+    def step(ids: Tensor) -> Tensor:
+        loss: Tensor = model(ids)
+        torch.autograd.backward(loss)
+        for master, weight in zip(masters, weights, strict=True):
+            assert weight.grad is not None
+            master.grad, weight.grad = weight.grad.float(), None
+        optimizer.step()
+        with torch.no_grad():
+            torch._foreach_copy_(weights, list[Tensor](masters))
+        optimizer.zero_grad()
+        return loss.detach()
+
+    return step
 
 
 def plain_low(job: Job, device: torch.device, store: str) -> Step:
@@ -68,13 +92,12 @@ def zero(job: Job, device: torch.device, store: str) -> Step:
 
 SIDES: dict[str, Callable[[Job, torch.device, str], Step]] = {
     "torch": plain,
+    "torch_masters": plain_masters,
     "torch_low": plain_low,
     "fsdp2": fsdp2,
     "deepspeed": deepspeed,
     "zero": zero,
 }
-NEEDS = {"deepspeed": "deepspeed"}
-"""What else has to be installed for a side."""
 
 
 def _torch_loop(model: Gpt, device: torch.device, *, is_autocast: bool) -> Step:
