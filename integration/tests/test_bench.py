@@ -17,13 +17,13 @@ from zero_engine.bench import cpu_adam as host_adam
 from zero_engine.bench import measured, offload, processes
 from zero_engine.bench.workload import Workload
 
-TINY = ("--rounds=1", "--steps=1", "--warmup=1", "--size=1x64", "--ranks=2", "--context=16")
+TINY = ("--rounds=1", "--steps=1", "--warmup=1", "--size=1x64", "--ranks=1", "--context=16")
 
 
 def test_bench_writes_figures_that_agree(tmp_path: Path) -> None:
     done = subprocess.run(
         [
-            *(sys.executable, "-m", "zero_engine.bench", "engine", *TINY, "--ranks=1"),
+            *(sys.executable, "-m", "zero_engine.bench", "engine", *TINY),
             *("--only=ddp", "--only=zero-3", "--stage=3", f"--output={tmp_path}"),
         ],
         capture_output=True,
@@ -53,7 +53,7 @@ def test_offload_bench_sets_states_off_the_device_beside_the_bare_model(tmp_path
     names = ("bare", "zero-2-offload", "zero-3-offload")
     done = subprocess.run(
         [
-            *(sys.executable, "-m", "zero_engine.bench", "offload", *TINY, "--ranks=1"),
+            *(sys.executable, "-m", "zero_engine.bench", "offload", *TINY),
             *(*(f"--only={name}" for name in names), f"--output={tmp_path}"),
         ],
         capture_output=True,
