@@ -299,6 +299,47 @@ def _left_by_engines(rank: int, world_size: int) -> None:
     engine.close()
 
 
+class _DrawsItsChildren(nn.Module):
+    """As transformers' models and many others: a module draws the values of its children."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(3, 5), nn.Linear(5, 3, bias=False)
+        nn.init.normal_(self.down.weight, std=0.02)
+        nn.init.zeros_(tensor=self.up.bias)
+        nn.init.xavier_uniform_(self.up.weight)
+
+
+def _initialize(rank: int, world_size: int) -> None:
+    def make() -> nn.Module:
+        torch.manual_seed(5 + rank)  # rank 0's count
+        return _DrawsItsChildren()
+
+    torch.manual_seed(5)
+    expected = _DrawsItsChildren()
+    with sharded_init():
+        model = make()
+    assert _is_all_parked(model)
+    _check_built(model, expected)
+    torch.manual_seed(5)
+    again = make()  # and of what is sharded later
+    shard_module(again)
+    for draw in (nn.init.normal_, nn.init.xavier_uniform_, nn.init.zeros_, nn.init.kaiming_normal_):
+        torch.manual_seed(9)
+        drawn = draw(torch.empty(3, 5))
+        torch.manual_seed(9 + rank)
+        with torch.no_grad():
+            assert draw(again.down.weight) is again.down.weight
+        assert _is_all_parked(again)
+        with unparked([again.down.weight]):
+            assert torch.equal(again.down.weight, drawn)
+
+
+def _draw_within(opened: nn.Parameter, drawn: nn.Parameter) -> None:
+    with unparked([opened], modifier_rank=0):
+        nn.init.normal_(drawn)
+
+
 def _refuse(rank: int, world_size: int) -> None:
     model = _make_sharded()
     weight, scale = model.blocks[0].weight, model.scale
@@ -312,7 +353,7 @@ def _refuse(rank: int, world_size: int) -> None:
 
     actions: list[Callable[[], object]] = [
         lambda: pickle.dumps(weight),
-        lambda: nn.init.normal_(weight),
+        lambda: _draw_within(scale, weight),
         lambda: weight.detach().normal_(),
         lambda: scale.__setitem__((), 1.0),
         lambda: torch.add(torch.ones(5, 5), 1, out=weight),
@@ -355,6 +396,7 @@ def test_parameters_sharded_from_the_start(world_size: int) -> None:
 def _all_of_it(rank: int, world_size: int) -> None:
     for check in (_read, _change, _convert, _copy, _mix, _train, _shard_existing, _left_by_engines):
         check(rank, world_size)
+    _initialize(rank, world_size)
     _refuse(rank, world_size)
     if world_size > 1:
         _disagree(rank, world_size)

@@ -11,7 +11,12 @@ part        [ceil(numel / world size)], CPU: this rank's slice of the flat value
 open        within `unparked` the parameter is an ordinary one that holds the whole value, on the
             CPU of every rank
 
-Opening is collective: ranks open the same parameters at the same place. A copy (``deepcopy``) of a
+Opening is collective: ranks open the same parameters at the same place. So is drawing
+new values for a parked parameter (by `torch.nn.init`, mostly), as modules do for their children's:
+rank 0's values count. Where anything is open that is refused: what surrounds it may be for one rank
+alone.
+
+A copy (``deepcopy``) of a
 parked parameter is another parked one. What `zero_core.build` finds parked it takes one parameter
 at a time. These are the partitioned parameters of ZeRO-3 (Rajbhandari et al., arXiv 1910.02054,
 section 5.3), before there is an engine.
@@ -46,10 +51,14 @@ __all__ = [
 ]
 
 _CASTS = {"bfloat16", "cpu", "cuda", "double", "float", "half", "to", "type", "xpu"}
+_DRAWS = {"fill_", "normal_", "uniform_", "zero_"}
 _WRITES = {"__setitem__"} | {
     f"__i{name}__"
     for name in ("add", "and", "floordiv", "mod", "mul", "or", "pow", "sub", "truediv", "xor")
 }
+
+_num_open: list[int] = []
+"""For each `unparked` that this process is in, of how many parameters."""
 
 
 @dataclass
@@ -180,6 +189,8 @@ class Parked(nn.Parameter):
                 refuse(f"changed by {name}", kwargs["out"])
             if not is_parked(target):
                 return func(*args, **kwargs)
+            if _is_draw(func, name) and not _num_open:
+                return _initialize(func, target, args, kwargs)
             if _is_write(name):
                 refuse(f"changed by {name}", target)
             if func == Tensor.data.__set__:  # type: ignore[attr-defined]
@@ -187,6 +198,13 @@ class Parked(nn.Parameter):
             if name == "full_like":  # Adagrad, when it is made: its state is not what is used
                 return _small(func, args, kwargs).expand(target.shape)
             return _cast(func, args, kwargs) if name in _CASTS else func(*args, **kwargs)
+
+
+def _initialize(func: Any, param: nn.Parameter, args: tuple[Any, ...], kwargs: Any) -> nn.Parameter:
+    """Draw the parameter's values on every rank, and take rank 0's."""
+    with unparked([param], modifier_rank=0):
+        func(*args, **kwargs)
+    return param
 
 
 class _Absent(Tensor):
@@ -254,6 +272,7 @@ def unparked(params: Iterable[object], *, modifier_rank: int | None = None) -> I
     found.sort(key=lambda p: p._held.number)  # type: ignore[attr-defined]
     _check_rank(found, modifier_rank)
     opened: list[nn.Parameter] = []
+    _num_open.append(len(found))
     try:
         for param in found:
             if is_parked(param):
@@ -263,6 +282,7 @@ def unparked(params: Iterable[object], *, modifier_rank: int | None = None) -> I
         if modifier_rank is not None:
             _publish([param for param in found if held_of(param) is not None], modifier_rank)
     finally:
+        _num_open.pop()
         for param in opened:
             _close(param)
 
@@ -338,6 +358,11 @@ def apart(numel: int, dtype: torch.dtype) -> Tensor:
     """
     storage = zeroed(numel * dtype.itemsize)
     return torch.empty(0, dtype=dtype).set_(storage, 0, (numel,))  # type: ignore[call-overload, no-any-return]
+
+
+def _is_draw(func: Any, name: str) -> bool:
+    """Whether ``func`` gives a parameter values that owe nothing to those of before."""
+    return name in _DRAWS or getattr(func, "__module__", "") == "torch.nn.init"
 
 
 def _is_write(name: str) -> bool:
