@@ -14,6 +14,7 @@ from rich.table import Table
 
 from zero_engine.bench.gpt import GptShape
 from zero_engine.bench.gpu.part import Context, Part, Row
+from zero_engine.bench.gpu.tables import steps_of, table_of_steps
 from zero_engine.bench.gpu.training.job import Job
 from zero_engine.bench.gpu.training.start import train_in_turns
 from zero_engine.bench.offload_cuda.settings import DRY, GIB
@@ -64,14 +65,13 @@ def _run(context: Context) -> Row:
 
 
 def _table(found: Mapping[str, Any]) -> Table:
-    table = Table(title="random lengths", caption=f"GiB, at the most; bar: {BAR}")
-    table.add_column("")
-    for heading in ("allocated", "reserved", "ratio", "tokens/s"):
-        table.add_column(heading, justify="right")
-    for name, row in found["rows"].items():
-        if "step_s" in row:
-            table.add_row(name, *_cells(row))
-    return table
+    return table_of_steps(
+        found,
+        _cells,
+        ("allocated", "reserved", "ratio", "tokens/s"),
+        title="random lengths",
+        caption=f"GiB, at the most; bar: {BAR}",
+    )
 
 
 def _cells(row: Row) -> Iterable[str]:
@@ -83,7 +83,7 @@ def _cells(row: Row) -> Iterable[str]:
 
 
 def _draw(axes: Axes, found: Mapping[str, Any]) -> None:
-    rows = {name: row for name, row in found["rows"].items() if "step_s" in row}
+    rows = steps_of(found)
     values = [row["reserved_to_allocated"] or 0.0 for row in rows.values()]
     axes.barh(list(rows), values)
     axes.axvline(BAR, color="black", linewidth=0.8)

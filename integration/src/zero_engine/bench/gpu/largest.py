@@ -17,6 +17,7 @@ import zero_core
 from zero_core.errors import ZeroError
 from zero_engine.bench.gpt import GptWithSmallLogits
 from zero_engine.bench.gpu.part import Context, Part, Row
+from zero_engine.bench.gpu.tables import steps_of, table_of_steps
 from zero_engine.bench.offload_cuda.capacity import capacity, capacity_jobs
 from zero_engine.bench.offload_cuda.jobs import Job
 from zero_engine.bench.offload_cuda.settings import DRY, GIB, REAL
@@ -65,14 +66,13 @@ def _planned_peak_bytes(job: Job) -> int:
 
 
 def _table(found: Mapping[str, Any]) -> Table:
-    table = Table(title="large models", caption="GiB; bar of the peak: within 5% of the plan")
-    table.add_column("")
-    for heading in ("10^9", "s/step", "device", "plan", "to plan", "limit", "host", "loss"):
-        table.add_column(heading, justify="right")
-    for name, row in found["rows"].items():
-        if "step_s" in row:
-            table.add_row(name, *_cells(row))
-    return table
+    return table_of_steps(
+        found,
+        _cells,
+        ("10^9", "s/step", "device", "plan", "to plan", "limit", "host", "loss"),
+        title="large models",
+        caption="GiB; bar of the peak: within 5% of the plan",
+    )
 
 
 def _cells(row: Row) -> Iterable[str]:
@@ -88,7 +88,7 @@ def _cells(row: Row) -> Iterable[str]:
 
 
 def _draw(axes: Axes, found: Mapping[str, Any]) -> None:
-    rows = {name: row for name, row in found["rows"].items() if "step_s" in row}
+    rows = steps_of(found)
     height = 0.4
     for number, key in enumerate(("device_peak_bytes", "planned_peak_bytes")):
         places = [place + number * height for place in range(len(rows))]

@@ -13,6 +13,7 @@ from matplotlib.axes import Axes
 from rich.table import Table
 
 from zero_engine.bench.gpu.part import Context, Part, Row
+from zero_engine.bench.gpu.tables import steps_of, table_of_steps
 from zero_engine.bench.offload_cuda.report import draw_timeline
 from zero_engine.bench.offload_cuda.settings import DRY, REAL
 from zero_engine.bench.offload_cuda.timeline import BOUND_GOAL, RATIOS, timeline
@@ -50,17 +51,13 @@ def with_idle(row: Row) -> Row:
 
 
 def _table(found: Mapping[str, Any]) -> Table:
-    table = Table(
+    return table_of_steps(
+        found,
+        _cells,
+        ("step", "device", "bus", "host", "step to slowest", "idle"),
         title="a step and its bounds",
         caption=f"ms; bars: at most {BOUND_GOAL} of the slowest, idle below {IDLE_BAR:.0%}",
     )
-    table.add_column("")
-    for heading in ("step", "device", "bus", "host", "step to slowest", "idle"):
-        table.add_column(heading, justify="right")
-    for name, row in found["rows"].items():
-        if "step_s" in row:
-            table.add_row(name, *_cells(row))
-    return table
 
 
 def _cells(row: Row) -> Iterable[str]:
@@ -72,7 +69,7 @@ def _cells(row: Row) -> Iterable[str]:
 
 
 def _draw(axes: Axes, found: Mapping[str, Any]) -> None:
-    draw_timeline(axes, {name: row for name, row in found["rows"].items() if "step_s" in row})
+    draw_timeline(axes, steps_of(found))
     axes.invert_yaxis()
 
 

@@ -16,6 +16,7 @@ from rich.table import Table
 
 from zero_engine.bench.gpt import GptShape
 from zero_engine.bench.gpu.part import Context, Part, Row
+from zero_engine.bench.gpu.tables import draw_speeds, table_of_steps
 from zero_engine.bench.gpu.training.job import Job
 from zero_engine.bench.gpu.training.start import train_in_turns
 from zero_engine.bench.offload_cuda.settings import DRY, GIB
@@ -76,16 +77,13 @@ def _run(context: Context) -> Row:
 
 
 def _table(found: Mapping[str, Any]) -> Table:
-    table = Table(
-        title="nothing offloaded", caption="medians over rounds; bars: 0.98, stage 3 0.95"
+    return table_of_steps(
+        found,
+        _cells,
+        ("tokens/s", "ms", "to torch", "device GiB", "last loss"),
+        title="nothing offloaded",
+        caption="medians over rounds; bars: 0.98, stage 3 0.95",
     )
-    table.add_column("")
-    for heading in ("tokens/s", "ms", "to torch", "device GiB", "last loss"):
-        table.add_column(heading, justify="right")
-    for name, row in found["rows"].items():
-        if "step_s" in row:
-            table.add_row(name, *_cells(row))
-    return table
 
 
 def _cells(row: Row) -> Iterable[str]:
@@ -98,11 +96,7 @@ def _cells(row: Row) -> Iterable[str]:
 
 
 def _draw(axes: Axes, found: Mapping[str, Any]) -> None:
-    rows = {name: row for name, row in found["rows"].items() if "step_s" in row}
-    colors = ["tab:green" if ": stage" in name else "tab:gray" for name in rows]
-    axes.barh(list(rows), [row["tokens_per_s"] for row in rows.values()], color=colors)
-    axes.invert_yaxis()
-    axes.set_xlabel("tokens per second")
+    draw_speeds(axes, found, ours=": stage")
 
 
 PART = Part(

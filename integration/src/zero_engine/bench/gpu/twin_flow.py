@@ -17,6 +17,7 @@ from rich.table import Table
 from zero_core.errors import ZeroError
 from zero_engine.bench.gpt import GptShape
 from zero_engine.bench.gpu.part import Context, Part, Row
+from zero_engine.bench.gpu.tables import draw_speeds, table_of_steps
 from zero_engine.bench.offload_cuda.capacity import planned_bytes
 from zero_engine.bench.offload_cuda.host_memory import available_bytes
 from zero_engine.bench.offload_cuda.jobs import Job
@@ -154,17 +155,13 @@ def _table(found: Mapping[str, Any]) -> Table:
         for name, verdict in verdicts_of.items()
         if verdict["found"] is not None
     ]
-    table = Table(
+    return table_of_steps(
+        found,
+        _cells,
+        ("tokens/s", "ms", "host's share", "device GiB", "host GiB"),
         title=f"tokens per second, at most {limit:.0f} GB of device memory",
         caption="\n".join(lines),
     )
-    table.add_column("")
-    for heading in ("tokens/s", "ms", "host's share", "device GiB", "host GiB"):
-        table.add_column(heading, justify="right")
-    for name, row in found["rows"].items():
-        if "step_s" in row:
-            table.add_row(name, *_cells(row))
-    return table
 
 
 def _without(verdict: Row) -> str:
@@ -181,11 +178,7 @@ def _cells(row: Row) -> Iterable[str]:
 
 
 def _draw(axes: Axes, found: Mapping[str, Any]) -> None:
-    rows = {name: row for name, row in found["rows"].items() if "step_s" in row}
-    colors = ["tab:green" if ", ratio" in name else "tab:gray" for name in rows]
-    axes.barh(list(rows), [row["tokens_per_s"] for row in rows.values()], color=colors)
-    axes.invert_yaxis()
-    axes.set_xlabel("tokens per second")
+    draw_speeds(axes, found, ours=", ratio")
 
 
 def _part(name: str, about: str, model: _Model) -> Part:
