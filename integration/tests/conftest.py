@@ -38,7 +38,7 @@ TINY = (
     "--save-every=50",
     "--ranks=2",
 )
-TIME_LIMIT_S = 150
+TIME_LIMIT_S = 600
 
 Program = Callable[..., "subprocess.CompletedProcess[str]"]
 

@@ -28,7 +28,7 @@ def test_bench_writes_figures_that_agree(tmp_path: Path) -> None:
         ],
         capture_output=True,
         text=True,
-        timeout=150,
+        timeout=600,
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
@@ -58,7 +58,7 @@ def test_offload_bench_sets_states_off_the_device_beside_the_bare_model(tmp_path
         ],
         capture_output=True,
         text=True,
-        timeout=150,
+        timeout=600,
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
@@ -173,7 +173,7 @@ def test_convergence_bench_sets_narrow_states_beside_wide_ones(tmp_path: Path) -
         ],
         capture_output=True,
         text=True,
-        timeout=150,
+        timeout=600,
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr

@@ -61,7 +61,7 @@ def test_slurm_script_trains_on_two_nodes(tmp_path: Path) -> None:
         env=environment,
         capture_output=True,
         text=True,
-        timeout=200,
+        timeout=600,
         check=False,
     )
     assert done.returncode == 0, done.stderr

@@ -30,7 +30,7 @@ BYTES_ONLY = 257
 """Vocabulary without merges: bytes are learned fastest."""
 QUANTIZED = ("qwZ", "qgZ", "all three", "4-bit")
 JOBS = [
-    *(Job(name, "fp32", 0, STEPS) for name in (PLAIN, *QUANTIZED)),
+    *(Job(name, "fp32", 0, STEPS) for name in (PLAIN, "all three", "4-bit")),
     *(Job(name, "bf16", 0, STEPS) for name in (PLAIN, "hpZ", *QUANTIZED)),
     *(Job(name, "fp16", 0, STEPS) for name in (PLAIN, "all three")),
 ]

@@ -313,7 +313,7 @@ def _deepspeed_keys() -> dict[str, Any]:
         env=environment,
         capture_output=True,
         text=True,
-        timeout=150,
+        timeout=600,
         check=False,
     )
     lines = [line for line in done.stdout.splitlines() if line.startswith("KEYS ")]

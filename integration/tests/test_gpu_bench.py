@@ -99,13 +99,13 @@ def test_all_cases_are_correct_on_the_cpu_and_the_planted_race_is_seen(parts: An
     late = [row["num_late"] for name, row in rows.items() if "num_late" in row]
     assert min(late) > 10
     assert rows["delays: a planted race of threads"]["found"] == 1
-    assert rows["comm 2: both"]["found"] > 0  # something was quantized
+    assert rows["comm 4: all three"]["found"] > 0  # something was quantized
     assert {name.partition(":")[0] for name in rows} == {
         "engine 1",
         "offload 2",
         "delays",
         "host_kernel",
-        "comm 2",
+        "comm 4",
     }
 
 
@@ -417,4 +417,4 @@ def test_rank_programs_need_no_library_beyond_torch_and_this_project() -> None:
         "import zero_engine.bench.gpu.__main__, zero_engine.bench.gpu.training.rank\n"
         "import zero_engine.bench.gpu.correct.rank, zero_engine.bench.comm_cuda.rows"
     )
-    subprocess.run([sys.executable, "-c", text], check=True, timeout=120)
+    subprocess.run([sys.executable, "-c", text], check=True, timeout=600)

@@ -34,7 +34,7 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         env={**mine, "PYTHONPATH": path},
         capture_output=True,
         text=True,
-        timeout=150,
+        timeout=600,
         check=False,
     )
     assert done.returncode == 0, done.stderr
@@ -106,7 +106,7 @@ def test_script_runs_in_place_where_the_process_is_a_rank_already(tmp_path: Path
         stdout=subprocess.PIPE,
         text=True,
     )
-    output, _ = started.communicate(timeout=150)
+    output, _ = started.communicate(timeout=600)
     assert output.split() == [str(started.pid), "0.19.8"]
 
 

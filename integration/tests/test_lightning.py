@@ -445,7 +445,7 @@ def test_a_missing_lightning_is_named_with_its_cure() -> None:
         "except ImportError as error:\n    print(error)"
     )
     done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=120
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=600
     )
     assert "pip install 'zero-engine[lightning]'" in done.stdout
 

@@ -43,7 +43,7 @@ def _run_as_rank(*arguments: str, rank: str = "5") -> subprocess.CompletedProces
         env={**environment(), "RANK": rank, "WORLD_SIZE": "8", "LOCAL_RANK": "1"},
         capture_output=True,
         text=True,
-        timeout=150,
+        timeout=600,
         check=False,
     )
 

@@ -7,6 +7,7 @@ oracle is the engine at stage 3 without it, which zero-core's tests hold against
 
 from __future__ import annotations
 
+import itertools
 import os
 import random
 import time
@@ -228,18 +229,20 @@ def _outcome(
     return losses, values
 
 
-def _changes_no_bit(rank: int, world_size: int, name: str, folder: str) -> None:
+def _changes_no_bit(rank: int, world_size: int, name: str, dtype: str, folder: str) -> None:
     _choose_nodes(rank)
     scenario, top = SCENARIOS[name]
-    for dtype in DTYPES:
-        plain = _outcome(scenario, {}, dtype, Path(folder, f"plain-{dtype}"), **top)
-        ours = _outcome(scenario, HPZ, dtype, Path(folder, f"hpz-{dtype}"), **top)
-        torch.testing.assert_close(ours, plain, rtol=0.0, atol=0.0)
+    plain = _outcome(scenario, {}, dtype, Path(folder, "plain"), **top)
+    ours = _outcome(scenario, HPZ, dtype, Path(folder, "hpz"), **top)
+    torch.testing.assert_close(ours, plain, rtol=0.0, atol=0.0)
 
 
-@pytest.mark.parametrize("name", SCENARIOS)
-def test_secondary_shards_change_no_bit_when_a_run(name: str, tmp_path: Path) -> None:
-    spawn(_changes_no_bit, RANKS, name, str(tmp_path))
+# The first in both dtypes, of the others every second one in bf16.
+@pytest.mark.parametrize(
+    ("name", "dtype"), [("trains", "bf16"), *zip(SCENARIOS, itertools.cycle(DTYPES))]
+)
+def test_secondary_shards_change_no_bit_when_a_run(name: str, dtype: str, tmp_path: Path) -> None:
+    spawn(_changes_no_bit, RANKS, name, dtype, str(tmp_path))
 
 
 KEPT = {

@@ -155,7 +155,7 @@ def _start_both(script: Path, variables: dict[str, str], rank: str, local: str) 
         )
         for number in range(2)
     ]
-    return sorted(process.communicate(timeout=150)[0] for process in started)
+    return sorted(process.communicate(timeout=600)[0] for process in started)
 
 
 @pytest.mark.parametrize(
@@ -190,7 +190,7 @@ def test_task_with_torchruns_options_starts_the_ranks_of_its_node(tmp_path: Path
         env={**environment(), **SLURM, "PATH": os.environ["PATH"]},
         capture_output=True,
         text=True,
-        timeout=150,
+        timeout=600,
         check=False,
     )
     assert done.stdout == "0 1\n", done.stderr

@@ -31,6 +31,8 @@ import zero_comm
 from zero_comm import BlockFormat, fsdp2, quantized_nbytes
 from zero_comm.torch_collectives import TorchCollectives
 
+PRELOADED = ["torch._dynamo", "torch.distributed.fsdp", "zero_comm"]
+"""What the server that ranks are forked from imports; modules of this folder it does not find."""
 SHAPES = ((1, 1), (2, 2), (3, 1), (4, 2))  # ranks, ranks per node
 NUM_STEPS = 20
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -74,7 +76,7 @@ def _run_ranks(world_size: int, ranks_per_node: int) -> list[Outcomes]:
 
 
 def _start_ranks(world_size: int, ranks_per_node: int, folder: str) -> None:
-    multiprocessing.set_forkserver_preload([__name__])
+    multiprocessing.set_forkserver_preload(PRELOADED)
     mp.start_processes(  # type: ignore[attr-defined,no-untyped-call]
         _run, (world_size, ranks_per_node, folder), world_size, start_method="forkserver"
     )

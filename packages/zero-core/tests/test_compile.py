@@ -118,10 +118,15 @@ def _follows_ddp(rank: int, world_size: int, again: dict[str, Any] | None) -> No
             assert counters["stats"]["unique_graphs"] == 2
 
 
+RECOMPUTED = {"saved": None, "recomputed": {}, "recomputed from the host": ON_HOST}
+
+
 @pytest.mark.parametrize(
-    "again", [None, {}, ON_HOST], ids=["saved", "recomputed", "recomputed-from-the-host"]
+    ("world_size", "again"),
+    # A third rank is another sum, not another graph.
+    [*((size, again) for size in (1, 2) for again in RECOMPUTED.values()), (3, None)],
+    ids=[*(f"{size}-{name}" for size in (1, 2) for name in RECOMPUTED), "3-saved"],
 )
-@pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_compiled_blocks_follow_ddp_without_a_graph_break(world_size, again):
     spawn(_follows_ddp, world_size, again)
 

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import gc
+import logging
+import os
+import resource
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -97,30 +102,116 @@ def test_gradients_stay_until_the_slowest_rank_has_read_them() -> None:
     spawn(_refill, 3)
 
 
-def _look_at_what_is_gone(rank: int, world_size: int) -> None:
+def _ends_first(rank: int, world_size: int, folder: str) -> None:
+    """Rank 1 has done its part of a gather and is gone when rank 0 looks at the bytes."""
     direct, shared = _connect(rank, world_size, set())
-    place = shared.locate(shared.zeros(NUMEL, torch.float32))
-    assert place is not None
-    told = torch.tensor(place)
-    works = [dist.isend(told, 1 - rank), dist.irecv(theirs := torch.empty_like(told), 1 - rank)]
-    for work in works:
-        assert work is not None
-        work.wait()
+    shard = shared.zeros(NUMEL, torch.float32).fill_(rank + 1.0)
+    out = torch.zeros(world_size * NUMEL)
+    work = direct.all_gather(out, shard, unit=0, version=0, backward=False)
+    own_pid = Path(folder, "pid")
     if rank == 1:
-        del direct, shared  # its number may be another file's from now on
-        with Path("/dev/zero").open("rb"):
-            dist.barrier()
-            dist.barrier()
+        own_pid.write_text(str(os.getpid()))
+        work.wait()
+        os._exit(0)
+    while not own_pid.exists() or _is_alive(own_pid.read_text()):
+        time.sleep(0.01)
+    work.wait()
+    assert torch.equal(out, torch.tensor([1.0, 2.0]).repeat_interleave(NUMEL))
+
+
+def _is_alive(pid: str) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, IndexError):
+        return False
+    return state != "Z"  # nobody has taken note of its end yet
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="ranks share memory on Linux only")
+def test_bytes_can_be_read_when_their_rank_has_ended(tmp_path: Path) -> None:
+    spawn(_ends_first, 2, str(tmp_path))
+
+
+def _frees_first(rank: int, world_size: int) -> None:
+    """Rank 1 drops its memory, and takes new memory, before rank 0 looks."""
+    direct, shared = _connect(rank, world_size, set())
+    shard = shared.zeros(NUMEL, torch.float32).fill_(rank + 1.0)
+    out = torch.zeros(world_size * NUMEL)
+    work = direct.all_gather(out, shard, unit=0, version=0, backward=False)
+    if rank == 1:
+        work.wait()
+        del direct, shared, shard, work
+        gc.collect()
+        kept = [torch.full((NUMEL,), 7.0) for _ in range(50)]
+        dist.barrier()
+        del kept
         return
     dist.barrier()
-    descriptor, offset = theirs.tolist()
-    with pytest.raises(CollectiveError, match=r"memory of rank 1.*has probably ended"):
-        shared.at(1, (descriptor, offset), NUMEL, torch.float32)
+    work.wait()
+    assert torch.equal(out, torch.tensor([1.0, 2.0]).repeat_interleave(NUMEL))
+
+
+def test_bytes_can_be_read_when_their_rank_has_freed_them() -> None:
+    spawn(_frees_first, 2)
+
+
+def _keeps_one(rank: int, world_size: int) -> None:
+    direct, shared = _connect(rank, world_size, set())
+    assert len(_mapped()) > world_size
+    kept, dropped = (shared.zeros(NUMEL, torch.float32) for _ in range(2))
+    dist.barrier()
+    del direct, shared, dropped
+    gc.collect()
+    (line,) = _mapped()
+    first, last = (int(address, 16) for address in line.split()[0].split("-"))
+    assert first <= kept.data_ptr() < last
     dist.barrier()
 
 
-def test_memory_that_is_gone_is_named() -> None:
-    spawn(_look_at_what_is_gone, 2)
+def _mapped() -> list[str]:
+    """The lines of ``/proc/self/maps`` with memory of this rank or of a peer."""
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    return [line for line in lines if "/memfd:zero_core" in line]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="ranks share memory on Linux only")
+def test_memory_that_outlives_the_rest_keeps_none_of_it() -> None:
+    spawn(_keeps_one, 3)
+
+
+def _is_limited(rank: int, world_size: int) -> None:
+    """Rank 1 may not reserve addresses: nobody shares memory with it, and it says why."""
+    records: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("zero_core").addHandler(handler)
+    if rank == 1:
+        resource.setrlimit(resource.RLIMIT_AS, (16 * 2**30, resource.RLIM_INFINITY))
+    control = ControlGroup(None, rank=rank, world_size=world_size, device=torch.device("cpu"))
+    shared = SharedMemory(control)
+    assert shared.peers == {0, 1, 2} - {1, rank} if rank != 1 else not shared.peers
+    assert ["ulimit -v unlimited" in record for record in records] == [True] * (rank == 1)
+    out = torch.zeros(world_size * NUMEL)
+    direct = DirectCollectives(None, rank=rank, world_size=world_size, shared=shared)
+    shard = direct.zeros(NUMEL, torch.float32, torch.device("cpu")).fill_(rank)
+    direct.all_gather(out, shard, unit=0, version=0, backward=False).wait()
+    assert torch.equal(out, torch.arange(3.0).repeat_interleave(NUMEL))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="ranks share memory on Linux only")
+def test_rank_that_cannot_share_memory_says_why_and_takes_part() -> None:
+    spawn(_is_limited, 3)
+
+
+def _asks_for_too_much(rank: int, world_size: int) -> None:
+    _, shared = _connect(rank, world_size, set())
+    with pytest.raises(CollectiveError, match="no more shared memory"):
+        shared.zeros(2**47, torch.uint8)
+    assert shared.zeros(3, torch.int16).tolist() == [0, 0, 0]
+
+
+def test_more_shared_memory_than_there_is_is_refused() -> None:
+    spawn(_asks_for_too_much, 2)
 
 
 def _run(engine: zero_core.Engine) -> dict[str, Tensor]:

@@ -97,7 +97,7 @@ def _follows_ddp(rank: int, world_size: int, accumulation: int) -> None:
     case = Case(accumulation=accumulation, is_local=True)
     expected = _reference(case, rank, world_size, phases=4)
     for stage in (0, 1, 2, 3):
-        for again in (None, {}):
+        for again in (None, {}) if accumulation == 1 else (None,):
             config = Case(stage, accumulation=accumulation).config()
             engine = _build(config | {"activation_checkpointing": again})
             for phase in range(4):

@@ -253,7 +253,7 @@ def test_ranks_that_skip_several_blocks_get_an_error_not_wrong_weights(tmp_path,
     environment = {**os.environ, "SKIP_STORE": str(tmp_path / "store")}
     command = [sys.executable, str(path), str(Path(__file__).parent)]
     done = subprocess.run(
-        command, env=environment, capture_output=True, text=True, timeout=120, check=False
+        command, env=environment, capture_output=True, text=True, timeout=600, check=False
     )
     assert done.returncode == 0, done.stderr[-2000:]
 

@@ -236,7 +236,7 @@ def test_importing_and_stepping_loads_no_sibling_package() -> None:
         "z.OffloadedOptimizer(torch.optim.AdamW, [p], ratio=0.5).step()\n"
         "assert not {'zero_core', 'zero_comm', 'cpu_adam'} & set(sys.modules)\n"
     )
-    subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=600)
 
 
 def test_no_thread_is_started_before_the_first_step() -> None:

@@ -5,16 +5,25 @@ kernel, and wake-ups. Here a rank tells its peers only where its bytes lie, and 
 there. The memory is a memfd, an anonymous file that no file system holds and no ``/dev/shm``
 limits, and that ends with the processes; peers open it through ``/proc/PID/fd``. Which ranks can do
 that with each other (one host, one user, one namespace of processes) is tried out, not guessed.
+
+[Note: reservations]
+A rank has a few memfds, each as long as anything it may ever hold, and its peers map all of them
+when they meet. Pages take memory only once they are written. So whoever is told of bytes can read
+them: also when their rank has freed them meanwhile, or come to the end of its program. A memfd
+lives as long as something in it does; allocations have one each while there are any left, so that
+parameters that outlive an engine do not keep its gradients.
 """
 
 from __future__ import annotations
 
 import errno
 import json
+import logging
 import mmap
 import os
 import secrets
 import sys
+import threading
 import warnings
 from pathlib import Path
 
@@ -26,10 +35,17 @@ from zero_core.errors import CollectiveError
 
 __all__ = ["Place", "SharedMemory"]
 
+_log = logging.getLogger(__name__)
+
 _NAME = "zero_core"
+_MOST_ADDRESSES = 2**46
+"""Bytes of reservations in one process, its own and the peers'; processes have 2^47 or more."""
+_MOST_FILES = 256
+"""Memfds in one process, its own and the peers': it may often open 1024 files."""
+_MOST_RESERVATIONS = 8
 
 Place = tuple[int, int]
-"""Where bytes lie in a rank's shared memory: the number of the memfd, the offset in bytes."""
+"""Where bytes lie in a rank's shared memory: the number of the reservation, the offset in bytes."""
 
 
 class SharedMemory:
@@ -45,126 +61,159 @@ class SharedMemory:
         Only ranks of one node do: of ``ranks_per_node`` consecutive ones, or of all if None.
         """
         self._rank = control.rank
-        self._buffers: list[tuple[Tensor, int]] = []  # with the number of the memfd
+        self._lock = threading.Lock()
+        self._own: list[_Reservation] = []
+        self._num_taken = 0
         self._places: dict[int, Place] = {}  # by address
-        self._mapped: dict[tuple[int, int], Tensor] = {}  # by rank and number of the memfd
-        self._pids: list[int] = []
+        self._mapped: dict[int, list[Tensor]] = {}  # by rank
         self.peers: frozenset[int] = frozenset()
         if sys.platform == "linux" and control.world_size > 1:
             self._meet(control, ranks_per_node or control.world_size)
 
     def zeros(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """A 1-D tensor in shared memory, which lives as long as this object: peers know it.
+        """A 1-D tensor that peers can read, in ordinary memory if there are none.
+
+        It stays taken as long as this object lives: peers know it.
 
         Raises:
-            CollectiveError: no file descriptor or memory is left.
+            CollectiveError: more than a reservation has, twice the host's memory.
         """
-        nbytes = max(numel, 1) * dtype.itemsize
-        try:
-            descriptor = os.memfd_create(_NAME)
-        except OSError as error:
+        if not self._own:
+            return torch.zeros(numel, dtype=dtype)
+        with self._lock:
+            found = self._own[min(self._num_taken, len(self._own) - 1)].take(numel, dtype)
+            self._num_taken += found is not None
+        if found is None:
             raise CollectiveError(
-                f"rank {self._rank}: no more shared memory: {error}; {_advice(error)}"
-            ) from error
-        os.ftruncate(descriptor, nbytes)
-        buffer = torch.frombuffer(mmap.mmap(descriptor, nbytes), dtype=dtype)
-        self._buffers.append((buffer, descriptor))
-        return buffer[:numel]
+                f"rank {self._rank}: no more shared memory: {numel * dtype.itemsize} bytes were "
+                f"asked for, which this host does not have"
+            )
+        return found
 
     def locate(self, tensor: Tensor) -> Place | None:
         """Where ``tensor`` begins, if it lies in this rank's shared memory."""
         address = tensor.data_ptr()
         place = self._places.get(address)
         if place is None:
-            for buffer, descriptor in self._buffers:
-                offset = address - buffer.data_ptr()
-                if 0 <= offset < buffer.nbytes:
-                    self._places[address] = place = (descriptor, offset)
+            for number, reservation in enumerate(self._own):
+                offset = address - reservation.base
+                if 0 <= offset < reservation.used:
+                    self._places[address] = place = (number, offset)
         return place
 
     def at(self, peer: int, place: Place, numel: int, dtype: torch.dtype) -> Tensor:
-        """``numel`` elements of rank ``peer``, at a place that it has told; not to be written.
-
-        Raises:
-            CollectiveError: the peer has ended before its memory was looked at.
-        """
-        descriptor, offset = place
-        memory = self._mapped.get((peer, descriptor))
-        if memory is None:
-            try:
-                memory = _map(self._pids[peer], descriptor, offset + numel * dtype.itemsize)
-            except OSError as error:
-                raise CollectiveError(
-                    f"rank {self._rank}: cannot read the memory of rank {peer} (process "
-                    f"{self._pids[peer]}): {error}; {_advice(error)}"
-                ) from error
-            self._mapped[peer, descriptor] = memory
+        """``numel`` elements of rank ``peer``, at a place that it has told; not to be written."""
+        number, offset = place
+        memory = self._mapped[peer][number]
         return memory[offset : offset + numel * dtype.itemsize].view(dtype)
 
-    def __del__(self) -> None:
-        for _, descriptor in self._buffers:  # what is mapped stays mapped
-            os.close(descriptor)
-
     def _meet(self, control: ControlGroup, per_node: int) -> None:
-        """Try to read a secret of every other rank; share with those where it works both ways."""
+        """Try to map the memory of every other rank; share with those where it works both ways."""
         secret = secrets.token_hex(16)
-        probe = self.zeros(len(secret), torch.uint8)
-        probe.copy_(torch.frombuffer(bytearray(secret.encode()), dtype=torch.uint8))
-        (_, descriptor), *_ = self._buffers
-        card = json.dumps([os.getpid(), descriptor, secret, _namespace()]).encode()
-        cards = [json.loads(row) for row in control.gather_bytes(card)]
-        self._pids = [pid for pid, *_ in cards]
-        own, node = _namespace(), self._rank // per_node
-        is_read = [
-            rank // per_node == node and place == own and _reads(pid, number, hidden)
-            for rank, (pid, number, hidden, place) in enumerate(cards)
-        ]
-        table = [json.loads(row) for row in control.gather_bytes(json.dumps(is_read).encode())]
-        others = (rank for rank in range(control.world_size) if rank != control.rank)
-        self.peers = frozenset(r for r in others if is_read[r] and table[r][control.rank])
+        descriptors = self._reserve(per_node)
+        try:
+            if self._own:
+                self.zeros(len(secret), torch.uint8).copy_(_bytes_of(secret))
+                self._num_taken = 0  # what follows has that reservation
+            card = [os.getpid(), descriptors, secret, _namespace()]
+            cards = [json.loads(row) for row in control.gather_bytes(json.dumps(card).encode())]
+            for rank, (pid, numbers, hidden, namespace) in enumerate(cards):
+                is_of_node = rank // per_node == self._rank // per_node and namespace == card[-1]
+                if is_of_node and pid != os.getpid() and numbers and self._own:
+                    memory = _map(pid, numbers, hidden)
+                    if memory is not None:
+                        self._mapped[rank] = memory
+            known = json.dumps(sorted(self._mapped)).encode()
+            table = [json.loads(row) for row in control.gather_bytes(known)]
+        finally:
+            for descriptor in descriptors:  # everybody has mapped what it can
+                os.close(descriptor)
+        self.peers = frozenset(rank for rank in self._mapped if self._rank in table[rank])
+
+    def _reserve(self, num_ranks: int) -> list[int]:
+        """Map this rank's memory; its memfds, none if the system does not allow it."""
+        count = max(1, min(_MOST_RESERVATIONS, _MOST_FILES // num_ranks))
+        host_pages = os.sysconf("SC_PHYS_PAGES")
+        num_pages = min(2 * host_pages, _MOST_ADDRESSES // (count * num_ranks) // mmap.PAGESIZE)
+        descriptors: list[int] = []
+        try:
+            for _ in range(count):
+                descriptors.append(os.memfd_create(_NAME))
+                os.ftruncate(descriptors[-1], num_pages * mmap.PAGESIZE)
+                self._own.append(_Reservation(mmap.mmap(descriptors[-1], 0)))
+        except OSError as error:
+            _tell(error)
+            self._own.clear()
+            for descriptor in descriptors:
+                os.close(descriptor)
+            return []
+        return descriptors
 
 
-def _advice(error: OSError) -> str:
-    if error.errno in (errno.EMFILE, errno.ENFILE):
-        return "this process may open more files after 'ulimit -n 65536'"
-    return "the other process has probably ended, or memory has"
+class _Reservation:
+    """One memfd of this rank.
+
+    Attributes:
+        base: its address.
+        used: how many of its bytes are taken, from the start.
+    """
+
+    def __init__(self, memory: mmap.mmap) -> None:
+        self._memory = memory
+        self.base = torch.frombuffer(memory, dtype=torch.uint8, count=1).data_ptr()
+        self.used = 0
+
+    def take(self, numel: int, dtype: torch.dtype) -> Tensor | None:
+        """The next bytes, from a page's start on; None if there are not so many."""
+        count = max(numel, 1)
+        num_pages = -(-count * dtype.itemsize // mmap.PAGESIZE)
+        start, stop = self.used, self.used + num_pages * mmap.PAGESIZE
+        if stop > len(self._memory):
+            return None
+        self.used = stop
+        return torch.frombuffer(self._memory, dtype=dtype, count=count, offset=start)[:numel]
 
 
-def _open(pid: int, descriptor: int, nbytes: int) -> int:
-    """A process's memfd, opened for reading; OSError if there is none of that size."""
-    path = f"/proc/{pid}/fd/{descriptor}"
-    if not os.readlink(path).startswith(f"/memfd:{_NAME}"):
-        raise OSError(errno.ENOENT, "that is another file by now", path)
-    opened = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
-    if os.fstat(opened).st_size < nbytes:
-        os.close(opened)
-        raise OSError(errno.ENOENT, "that is another memory by now", path)
-    return opened
-
-
-def _map(pid: int, descriptor: int, nbytes: int) -> Tensor:
-    """A process's memfd, read-only, as bytes."""
-    opened = _open(pid, descriptor, nbytes)
+def _map(pid: int, descriptors: list[int], secret: str) -> list[Tensor] | None:
+    """Another process's memfds, read-only, as bytes; None if they cannot be read or are others."""
+    found = []
     try:
-        mapped = mmap.mmap(opened, 0, prot=mmap.PROT_READ)
-    finally:
-        os.close(opened)
+        for descriptor in descriptors:
+            path = f"/proc/{pid}/fd/{descriptor}"
+            if not os.readlink(path).startswith(f"/memfd:{_NAME}"):
+                return None
+            opened = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+            try:
+                found.append(mmap.mmap(opened, 0, prot=mmap.PROT_READ))
+            finally:
+                os.close(opened)
+    except OSError as error:
+        if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOMEM):  # else: not of this host
+            _tell(error)
+        return None
+    if found[0][: len(secret)] != secret.encode():
+        return None
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch has no read-only tensors
-        return torch.frombuffer(mapped, dtype=torch.uint8)
+        return [torch.frombuffer(memory, dtype=torch.uint8) for memory in found]
 
 
-def _reads(pid: int, descriptor: int, secret: str) -> bool:
-    if pid == os.getpid():
-        return False  # not another process: nobody reads it when it waits
-    try:
-        opened = _open(pid, descriptor, len(secret))
-    except OSError:
-        return False
-    try:
-        return os.read(opened, len(secret)) == secret.encode()
-    finally:
-        os.close(opened)
+def _tell(error: OSError) -> None:
+    advice = ""
+    if error.errno in (errno.EMFILE, errno.ENFILE):
+        advice = "; this process may open more files after 'ulimit -n 65536'"
+    if error.errno == errno.ENOMEM:
+        advice = "; it takes addresses, not memory: allow them by 'ulimit -v unlimited'"
+    _log.warning(
+        "no memory is shared with other ranks of this node, what they exchange travels through "
+        "torch.distributed, which is slower: %s%s",
+        error,
+        advice,
+    )
+
+
+def _bytes_of(text: str) -> Tensor:
+    return torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
 
 
 def _namespace() -> str:

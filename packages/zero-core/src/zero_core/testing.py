@@ -184,7 +184,7 @@ class Case:
 
     Attributes:
         stage: ZeRO stage.
-        dtype: "fp32", "bf16", or "fp16" (which has no oracle here).
+        dtype: "fp32", "bf16", or "fp16", whose first steps overflow the largest loss scale.
         accumulation: micro-steps per step.
         clipping: largest gradient norm; 0 is off.
         is_local: whether micro-steps before the last run within ``no_sync``.
@@ -211,7 +211,7 @@ class Case:
             "gradient_accumulation_steps": self.accumulation,
             "gradient_clipping": self.clipping,
             "bf16": {"enabled": self.dtype == "bf16"},
-            "fp16": {"enabled": self.dtype == "fp16"},
+            "fp16": {"enabled": self.dtype == "fp16", "hysteresis": 1},  # as torch's GradScaler
             "optimizer": {"type": "AdamW", "params": {"lr": LR, "weight_decay": WEIGHT_DECAY}},
             "zero_optimization": {"stage": self.stage, **self.zero},
             **self.top,
@@ -260,7 +260,8 @@ def make_model(width: int = 11) -> Hard:
 
 
 def run_ddp(case: Case, rank: int, steps: int) -> Trace:
-    """Train with DDP and torch's optimizer; low precision over fp32 master weights.
+    """Train with DDP and torch's optimizer, in low precision over fp32 master weights, in fp16 with
+    torch's ``GradScaler``.
 
     Accumulation: within ``no_sync`` if ``case.is_local``, else the reduced gradients of the
     micro-steps are added up. With one rank, the module itself is trained.
@@ -269,13 +270,14 @@ def run_ddp(case: Case, rank: int, steps: int) -> Trace:
     device = _device()
     model = make_model(case.width).to(device)
     masters = {n: p.detach().clone() for n, p in model.named_parameters() if p.requires_grad}
-    if case.dtype == "bf16":
-        model.to(torch.bfloat16)
+    if case.dtype != "fp32":
+        model.to({"bf16": torch.bfloat16, "fp16": torch.float16}[case.dtype])
     is_alone = dist.get_world_size() == 1
     ddp = model if is_alone else DistributedDataParallel(model, find_unused_parameters=True)
     params = {n: p for n, p in model.named_parameters() if p.requires_grad}
     copies = {n: nn.Parameter(m) for n, m in masters.items()}
     optimizer = _torch_optimizer(case, list(copies.values()))
+    scaler = _torch_scaler(case, device)
     for step in range(steps):
         sums: dict[str, Tensor] = {}
         for micro in range(case.accumulation):
@@ -283,7 +285,7 @@ def run_ddp(case: Case, rank: int, steps: int) -> Trace:
             is_quiet = case.is_local and not is_last and not is_alone
             with ddp.no_sync() if is_quiet else nullcontext():  # type: ignore[operator]
                 loss = ddp(**_batch_on(device, step, micro, rank))["loss"]
-                (loss / case.accumulation).backward()
+                scaler.scale(loss / case.accumulation).backward()
             trace.losses.append(loss.item())
             if case.is_local and not is_last:
                 continue
@@ -293,14 +295,29 @@ def run_ddp(case: Case, rank: int, steps: int) -> Trace:
                     sums[name] = sums[name] + grad if name in sums else grad.clone()
         for name, copy in copies.items():
             copy.grad = sums.get(name)
+        scaler.unscale_(optimizer)
         if case.clipping:
             nn.utils.clip_grad_norm_(copies.values(), case.clipping)
-        optimizer.step()
+        before = scaler.get_scale()
+        scaler.step(optimizer)  # or not
+        scaler.update()
+        trace.num_skipped += scaler.get_scale() < before
         with torch.no_grad():
             for name, param in params.items():
                 param.copy_(copies[name])
     trace.values = {n: c.detach().cpu().clone() for n, c in copies.items()}
     return trace
+
+
+def _torch_scaler(case: Case, device: torch.device) -> torch.amp.GradScaler:
+    """What the case's configuration names, of torch's own; does nothing but for fp16."""
+    named = case.config()["fp16"]
+    return torch.amp.GradScaler(
+        device.type,
+        init_scale=2.0 ** named.get("initial_scale_power", 16),
+        growth_interval=named.get("loss_scale_window", 1000),
+        enabled=named["enabled"],
+    )
 
 
 def _torch_optimizer(case: Case, params: list[nn.Parameter]) -> torch.optim.Optimizer:
@@ -386,6 +403,8 @@ def read_gaps(folder: str | Path, world_size: int) -> dict[int, Gap]:
 
 
 def _distance(a: Trace, b: Trace) -> tuple[float, float]:
+    if a.num_skipped != b.num_skipped:
+        return math.inf, math.inf
     loss = max(abs(x - y) for x, y in zip(a.losses, b.losses, strict=True))
     value = max((a.values[k] - b.values[k]).abs().max().item() for k in b.values)
     if not (math.isfinite(loss) and math.isfinite(value)):
