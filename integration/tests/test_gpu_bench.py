@@ -70,6 +70,9 @@ def parts(dry_run: tuple[Path, str]) -> Any:
 def test_dry_run_writes_a_picture_and_prints_short_tables_last(dry_run: tuple[Path, str]) -> None:
     folder, said = dry_run
     assert (folder / "gpu.png").stat().st_size > 0
+    traces = {str(path.relative_to(folder / "traces")) for path in folder.glob("traces/*/*")}
+    names = ("roofline/ratio 0.6", "single/bf16: stage 3", "single/bf16: torch")
+    assert traces == {f"{name}.json.gz" for name in names}
     after = said.partition("written to")[2]
     for words in ("correct", "tokens per second", "bounds", "large models", "kernels", "stage 3"):
         assert words in after, words
@@ -248,19 +251,21 @@ def test_file_of_another_program_is_not_overwritten(tmp_path: Path) -> None:
     assert (tmp_path / "gpu.json").read_text() == "[1, 2]"
 
 
-def test_contender_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_contender_that_is_not_installed_is_named(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
     job = Job("peer", "deepspeed", "bf16", 3, SHAPE, micro_batch=1, steps=1, warmup=0)
     runner = Runner(Clock(60.0), device_type="cpu")
-    context = Context(torch.device("cpu"), True, runner, Console(quiet=True))
+    context = Context(torch.device("cpu"), True, runner, Console(quiet=True), tmp_path)
     found = train_in_turns([job], 2, context)
     assert found == {"peer": {"failure": "deepspeed is not installed: pip install deepspeed"}}
 
 
-def test_contender_that_fails_is_a_row_and_is_not_tried_again() -> None:
+def test_contender_that_fails_is_a_row_and_is_not_tried_again(tmp_path: Path) -> None:
     wrong = Job("wrong", "zero", "bf16", 7, SHAPE, micro_batch=1, steps=1, warmup=0)
     runner = Runner(Clock(120.0), device_type="cpu")
-    context = Context(torch.device("cpu"), True, runner, Console(quiet=True))
+    context = Context(torch.device("cpu"), True, runner, Console(quiet=True), tmp_path)
     (row,) = train_in_turns([wrong], 3, context).values()
     assert set(row) == {"failure", "log"}
     assert "zero_optimization.stage" in row["failure"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import subprocess
 import sys
@@ -20,7 +21,7 @@ from zero_engine.bench.offload_cuda import speed as racing
 from zero_engine.bench.offload_cuda.jobs import Clock, Job, Runner
 from zero_engine.bench.offload_cuda.settings import DRY, GIB, REAL
 from zero_engine.bench.offload_cuda.timeline import bounds
-from zero_engine.bench.offload_cuda.tracing import busy_seconds, trace_busy_seconds
+from zero_engine.bench.offload_cuda.tracing import busy_seconds, summary, trace
 
 RATIOS = ("ratio 0.6",)
 SHAPE = GptShape(layers=2, width=32, heads=2, vocab=50, context=12)
@@ -158,26 +159,43 @@ def test_small_logits_give_the_loss_and_the_gradients_of_large_ones() -> None:
         torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-4, atol=1e-7)
 
 
-def kernel(start: float, duration: float, category: str = "kernel") -> dict[str, Any]:
-    return {"ph": "X", "cat": category, "ts": start, "dur": duration}
+def event(name: str, start: float, duration: float, category: str = "kernel") -> dict[str, Any]:
+    return {"ph": "X", "cat": category, "name": name, "ts": start, "dur": duration}
 
 
-def test_busy_time_is_the_union_of_kernels_on_all_streams() -> None:
+def test_summary_of_a_trace_is_per_step_and_over_all_streams() -> None:
     events = [
-        kernel(100.0, 50.0),
-        kernel(120.0, 10.0),  # within the first, on another stream
-        kernel(140.0, 30.0),  # overlaps its end by 10
-        kernel(400.0, 5.0),
-        kernel(200.0, 100.0, "gpu_memcpy"),
-        kernel(0.0, 1000.0, "cpu_op"),
+        event("gemm", 100.0, 50.0),
+        event("adam", 120.0, 10.0),  # within the first, on another stream
+        event("gemm", 140.0, 30.0),  # overlaps its end by 10
+        event("norm" * 50, 400.0, 5.0),
+        event("Memcpy DtoH (Device -> Pinned)", 200.0, 100.0, "gpu_memcpy"),
+        event("Memcpy HtoD (Pinned -> Device)", 210.0, 40.0, "gpu_memcpy"),
+        event("Memcpy HtoD (Pinned -> Device)", 240.0, 20.0, "gpu_memcpy"),
+        event("aten::mm", 0.0, 1000.0, "cpu_op"),
         {"ph": "M", "name": "process_name"},
     ]
-    assert busy_seconds(events) == pytest.approx(75e-6)
+    found = summary(events, 2)
+    assert found is not None
+    kernels = found.pop("kernels")
+    expected = {"busy_s": 75e-6, "d2h_s": 100e-6, "h2d_s": 50e-6, "num_kernels": 4}
+    assert found == pytest.approx({name: value / 2 for name, value in expected.items()})
+    assert [kernel["name"] for kernel in kernels] == ["gemm", "adam", "norm" * 25]
+    assert kernels[0] == {"name": "gemm", "s": pytest.approx(40e-6), "calls": 1.0}
+    assert summary(events[-2:], 2) is None
     assert busy_seconds([]) == 0.0
 
 
-def test_busy_time_of_the_cpu_is_not_told() -> None:
-    assert trace_busy_seconds(lambda: torch.ones(3).sum(), torch.device("cpu")) is None
+def test_trace_of_the_cpu_is_kept_and_tells_nothing_of_a_device(tmp_path: Path) -> None:
+    cpu, calls = torch.device("cpu"), []
+    assert trace(lambda: calls.append(torch.ones(3).sum()), 2, cpu) is None
+    assert calls == []
+    file = tmp_path / "new" / "t.json.gz"
+    assert trace(lambda: calls.append(torch.ones(3).sum()), 2, cpu, keep=str(file)) is None
+    assert len(calls) == 2
+    with gzip.open(file, "rt") as opened:
+        names = [e.get("name") for e in json.load(opened)["traceEvents"]]
+    assert "aten::sum" in names
 
 
 @pytest.mark.parametrize(

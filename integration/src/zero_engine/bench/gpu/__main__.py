@@ -36,7 +36,7 @@ def main(
     minutes: Annotated[
         float, typer.Option(min=0, help="Time for everything; what is left then is skipped.")
     ] = 9.0,
-    out: Annotated[Path, typer.Option(help="Folder for gpu.json and gpu.png.")] = Path(
+    out: Annotated[Path, typer.Option(help="Folder for gpu.json, gpu.png and traces.")] = Path(
         "integration/benchmarks/results"
     ),
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Tiny, on the CPU.")] = False,
@@ -64,7 +64,8 @@ def main(
         left_s = clock.left_s() * part.share / sum(p.share for p in parts[place:])
         console.print(f"{part.name}: {part.about} ({left_s:.0f} s)")
         runner = Runner(Clock(left_s), device_type=device.type)
-        found[part.name] = _run(part, Context(device, dry_run, runner, console))
+        context = Context(device, dry_run, runner, console, out.resolve() / "traces" / part.name)
+        found[part.name] = _run(part, context)
         if not results.add(part.name, found[part.name], measured):
             console.print(f"{part.name}: no figures; those of an earlier run stay")
     console.print(f"written to {out}")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -33,12 +34,14 @@ class Context:
         is_dry_run: tiny sizes, on the CPU.
         runner: starts processes within the part's time, and makes a row of what becomes of them.
         console: for a line per case, as it begins.
+        traces: folder for what torch.profiler recorded, a subfolder per part.
     """
 
     device: torch.device
     is_dry_run: bool
     runner: Runner
     console: Console
+    traces: Path
 
 
 @dataclass(frozen=True)

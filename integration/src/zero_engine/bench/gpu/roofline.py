@@ -27,7 +27,7 @@ DRY_RATIOS = (0.6,)
 def _run(context: Context) -> Row:
     settings = DRY if context.is_dry_run else replace(REAL, micro_batch=8)
     ratios = DRY_RATIOS if context.is_dry_run else RATIOS
-    found = timeline(settings, context.runner, context.console, ratios)
+    found = timeline(settings, context.runner, context.console, ratios, traces=context.traces)
     return {**found, "rows": {name: with_idle(row) for name, row in found["rows"].items()}}
 
 

@@ -34,8 +34,9 @@ BARS = {0: 0.98, 1: 0.98, 2: 0.98, 3: 0.95}
 def single_jobs(*, is_dry_run: bool) -> list[Job]:
     """Every contender, in turns: those that are compared stand beside each other."""
     size: dict[str, Any] = {"shape": SHAPE, "micro_batch": 8, "steps": 20, "warmup": 5}
+    size["num_traced"] = 2
     if is_dry_run:
-        size = {"shape": DRY.shape, "micro_batch": 2, "steps": 2, "warmup": 1}
+        size |= {"shape": DRY.shape, "micro_batch": 2, "steps": 2, "warmup": 1}
     jobs = []
     for dtype in ("bf16",) if is_dry_run else ("bf16", "fp32"):
         sides = [("torch", "torch", 0), *((f"stage {s}", "zero", s) for s in BARS)]

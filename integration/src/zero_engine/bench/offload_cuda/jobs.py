@@ -52,6 +52,8 @@ class Job:
     """"bf16" or "fp16"."""
     num_traced: int = 0
     """Steps after the timed ones whose kernels are traced."""
+    trace_file: str | None = None
+    """Where that trace is kept; None: only what it comes to."""
     device_limit_bytes: int | None = None
     is_large: bool = False
     """Deferred construction, activation checkpointing, and logits of one sample at a time."""

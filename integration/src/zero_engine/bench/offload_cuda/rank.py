@@ -22,7 +22,7 @@ import torch.distributed as dist
 from zero_engine.bench.offload_cuda.host_memory import HostWatch
 from zero_engine.bench.offload_cuda.jobs import Job, find_device
 from zero_engine.bench.offload_cuda.sides import SIDES
-from zero_engine.bench.offload_cuda.tracing import trace_busy_seconds
+from zero_engine.bench.offload_cuda.tracing import trace
 from zero_engine.machine import processor_name
 
 __all__ = ["device_name", "device_peaks", "measure", "timed"]
@@ -48,12 +48,7 @@ def measure(job: Job, store: str) -> dict[str, Any]:
     before = side.kept.bytes_moved()
     losses.append(side.step(next(ready)))
     after = side.kept.bytes_moved()
-
-    def traced_steps() -> None:
-        for _ in range(job.num_traced):
-            side.step(next(ready))
-
-    busy_s = trace_busy_seconds(traced_steps, device) if job.num_traced else None
+    traced = trace(lambda: side.step(next(ready)), job.num_traced, device, keep=job.trace_file)
     tokens = job.micro_batch * job.shape.context
     return {
         "device": device_name(device),
@@ -66,7 +61,8 @@ def measure(job: Job, store: str) -> dict[str, Any]:
         "host_share": side.kept.host_share(),
         "ratio_report": side.kept.ratio_report(),
         "moved_bytes": {name: value - before[name] for name, value in after.items()},
-        "device_busy_s": None if busy_s is None else busy_s / job.num_traced,
+        "device_busy_s": None if traced is None else traced["busy_s"],
+        "trace": traced,
         "device_limit_bytes": limit,
         **device_peaks(device),
         "host_peak_bytes": watch.stop(),

@@ -12,6 +12,7 @@ bound   the largest of the three; a step that overlaps perfectly takes no longer
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -32,8 +33,18 @@ def timeline(
     runner: Runner,
     console: Console,
     ratios: Sequence[float | str] = RATIOS,
+    *,
+    traces: Path | None = None,
 ) -> Row:
-    """A row per ratio, and the bandwidths that they are held against."""
+    """A row per ratio, and the bandwidths that they are held against.
+
+    Args:
+        settings: sizes.
+        runner: starts the processes.
+        console: for a line per row.
+        ratios: of the optimizer's state, on the host.
+        traces: folder in which their traces are kept.
+    """
     console.print("timeline: bandwidth")
     bandwidth = runner.start("zero_engine.bench.offload_cuda.bandwidth", str(settings.triad_numel))
     rows = {}
@@ -49,6 +60,7 @@ def timeline(
             stage=settings.stage,
             offload={"ratio": ratio},
             num_traced=settings.num_traced,
+            trace_file=None if traces is None else str(traces / f"ratio {ratio}.json.gz"),
         )
         console.print(f"timeline: {job.name}")
         row = runner.run(job)

@@ -38,6 +38,10 @@ class Job:
     """Timed."""
     warmup: int
     """Untimed, before them."""
+    num_traced: int = 0
+    """Steps after the timed ones whose kernels are traced."""
+    trace_file: str | None = None
+    """Where that trace is kept; None: only what it comes to."""
     is_random_length: bool = False
     """Whether the samples of each step have a length of their own."""
 

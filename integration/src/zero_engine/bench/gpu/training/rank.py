@@ -20,6 +20,7 @@ from zero_engine.bench.gpu.training.job import Job
 from zero_engine.bench.gpu.training.sides import SIDES
 from zero_engine.bench.offload_cuda.jobs import find_device
 from zero_engine.bench.offload_cuda.rank import device_name, device_peaks, timed
+from zero_engine.bench.offload_cuda.tracing import trace
 
 __all__ = ["measure"]
 
@@ -37,12 +38,13 @@ def measure(job: Job, store: str) -> dict[str, Any]:
     batches = job.batches(device)
     losses = [step(next(batches)) for _ in range(job.warmup)]
     # Made before: a copy to the device would wait for the step before it.
-    ready = [next(batches) for _ in range(job.steps)]
-    num_tokens = sum(ids.numel() for ids in ready)
+    ready = [next(batches) for _ in range(job.steps + job.num_traced)]
+    num_tokens = sum(ids.numel() for ids in ready[: job.steps])
     _forget_the_past(device)
     following = iter(ready)
     step_s = timed(lambda: losses.append(step(next(following))), job.steps, device)
     peaks = device_peaks(device)
+    traced = trace(lambda: step(next(following)), job.num_traced, device, keep=job.trace_file)
     reserved, allocated = peaks["device_reserved_bytes"], peaks["device_peak_bytes"]
     return {
         "device": device_name(device),
@@ -51,6 +53,7 @@ def measure(job: Job, store: str) -> dict[str, Any]:
         "step_s": step_s,
         "tokens_per_s": num_tokens / (step_s * job.steps),
         "losses": _few(losses),
+        "trace": traced,
         **peaks,
         "reserved_to_allocated": None if not reserved or not allocated else reserved / allocated,
     }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from zero_engine.bench.gpu.part import Context, Row
 from zero_engine.bench.gpu.training.job import Job
@@ -12,9 +13,11 @@ __all__ = ["train_in_turns"]
 
 
 def train_in_turns(jobs: Sequence[Job], rounds: int, context: Context) -> dict[str, Row]:
-    """A row per contender; see `zero_engine.bench.turns.take_turns`."""
+    """A row per contender; see `zero_engine.bench.turns.take_turns`. The last round is traced."""
 
     def run(job: Job) -> Row:
+        file = str(context.traces / f"{job.name}.json.gz") if job.num_traced else None
+        job = replace(job, trace_file=file)
         return context.runner.start("zero_engine.bench.gpu.training.rank", job.to_json())
 
     return take_turns(jobs, rounds, run, context.console.print)
