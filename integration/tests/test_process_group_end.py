@@ -23,6 +23,24 @@ groups = [dist.new_group() for _ in range(3)]
 for step in range(30):
     dist.all_reduce(torch.ones(4), group=groups[step % 3])
 """
+# Its threads are looked at last of all, after what ends the group: neither an optimizer, for which
+# torch imports its compiler, nor something in a cycle may keep it.
+LEAVES_A_CYCLE = """
+import atexit, pathlib, torch, torch.distributed as dist
+
+def look():
+    for path in pathlib.Path("/proc/self/task").glob("*/comm"):
+        print("thread", path.read_text().strip())
+
+atexit.register(look)
+import deepspeed
+deepspeed.init_distributed()
+torch.optim.SGD([torch.zeros(1, requires_grad=True)])
+cycle = [dist.group.WORLD]
+cycle.append(cycle)
+del cycle
+dist.all_reduce(torch.ones(4))
+"""
 ONE_DIES = """
 import os, torch, torch.distributed as dist
 import deepspeed
@@ -44,6 +62,13 @@ def test_ranks_that_leave_without_a_word_end_with_code_zero(tmp_path: Path) -> N
     script = _script(tmp_path, LEAVES_WITHOUT_A_WORD)
     for _ in range(2):
         run_program("run", "--nproc-per-node=2", script)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_no_thread_of_the_group_is_left_when_the_process_ends(tmp_path: Path) -> None:
+    done = run_program("run", "--nproc-per-node=2", _script(tmp_path, LEAVES_A_CYCLE))
+    assert done.stdout.count("thread python") == 2
+    assert "runloop" not in done.stdout
 
 
 def test_rank_that_dies_does_not_keep_the_others_from_ending(tmp_path: Path) -> None:

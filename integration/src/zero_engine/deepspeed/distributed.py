@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import atexit
+import gc
+import importlib
 import os
 from datetime import timedelta
 from typing import Any
@@ -48,6 +50,9 @@ def init_distributed(
     choose_device()
     if is_started:
         return
+    # The first torch optimizer imports it. Imported while a process group exists, it keeps the group
+    # alive past destroy_process_group (torch 2.13), whose threads may then abort the process.
+    importlib.import_module("torch._dynamo")
     backend = dist_backend or default_backend()
     limit = timeout or _environments_timeout()
     options: dict[str, Any] = {} if limit is None else {"timeout": limit}
@@ -91,6 +96,7 @@ def _leave() -> None:
     Not of NCCL's groups, whose end may wait for a rank that has died.
     """
     if dist.is_initialized() and dist.get_backend() == "gloo":
+        gc.collect()  # an engine in a cycle still holds the group
         dist.destroy_process_group()
 
 
