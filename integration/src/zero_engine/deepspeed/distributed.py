@@ -50,8 +50,8 @@ def init_distributed(
     choose_device()
     if is_started:
         return
-    # The first torch optimizer imports it. Imported while a process group exists, it keeps the group
-    # alive past destroy_process_group (torch 2.13), whose threads may then abort the process.
+    # The first torch optimizer imports it. Imported while a group exists, it keeps the group alive
+    # past destroy_process_group (torch 2.13), whose threads may then abort the process at exit.
     importlib.import_module("torch._dynamo")
     backend = dist_backend or default_backend()
     limit = timeout or _environments_timeout()
