@@ -6,14 +6,16 @@ import os
 import subprocess
 import sys
 import sysconfig
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from filelock import FileLock
+from torch.multiprocessing import ProcessExitedException
 from typer.testing import CliRunner
 
-from zero_core.testing import preload
+from zero_core.testing import preload, run_alone
 from zero_engine.cli import app
 from zero_engine.settings import RunFolder
 
@@ -72,6 +74,25 @@ def run_here(*arguments: str, expected_code: int = 0) -> str:
     done = CliRunner().invoke(app, arguments)
     assert done.exit_code == expected_code, done.output
     return done.stdout
+
+
+def refusal_of(*arguments: str) -> str:
+    """What ``zero-engine ARGUMENTS`` says to standard error as it ends with code 2.
+
+    In a process forked from one that has imported everything: for what is refused before ranks are
+    started.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        said = Path(folder, "stderr")
+        with pytest.raises(ProcessExitedException) as ended:
+            run_alone(_say_into, str(said), arguments)
+        assert ended.value.exit_code == 2, said.read_text(encoding="utf-8")
+        return said.read_text(encoding="utf-8")
+
+
+def _say_into(path: str, arguments: tuple[str, ...]) -> None:
+    os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT), sys.stderr.fileno())
+    app(arguments)
 
 
 @pytest.fixture(scope="session")

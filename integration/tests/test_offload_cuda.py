@@ -198,6 +198,13 @@ def test_trace_of_the_cpu_is_kept_and_tells_nothing_of_a_device(tmp_path: Path) 
     assert "aten::sum" in names
 
 
+def test_trace_that_fails_says_why(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    found = trace(lambda: None, 1, torch.device("cpu"), keep=str(tmp_path / "file" / "t.json.gz"))
+    assert found is not None
+    assert "file" in found["failure"]
+
+
 @pytest.mark.parametrize(
     ("busy_s", "bound", "bound_s"), [(0.5, "device", 0.5), (0.3, "bus", 0.4), (0.1, "bus", 0.4)]
 )

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import run_here, run_program
+from conftest import refusal_of, run_here
 from torch import Tensor, nn
 from transformers import (
     BertConfig,
@@ -198,7 +198,7 @@ def test_program_ends_with_1_where_nothing_fits() -> None:
     ],
 )
 def test_program_refuses_wrong_options(arguments: list[str], message: str) -> None:
-    assert message in run_program("plan", *arguments, expected_code=2).stderr
+    assert message in refusal_of("plan", *arguments)
 
 
 @pytest.mark.parametrize(

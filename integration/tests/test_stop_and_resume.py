@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
-from conftest import TIME_LIMIT_S, command, environment, run_program
+from conftest import TIME_LIMIT_S, command, environment, refusal_of, run_program
 
 from zero_engine.launch import default_ranks
 from zero_engine.metrics import read_metrics
@@ -99,24 +99,24 @@ def test_resume_refuses_fewer_steps_than_were_taken(
 ) -> None:
     folder, _ = finished_run
     before = folder.resolved_config.read_text()
-    done = run_program("train", "--resume", "--steps=5", f"--output={folder.root}", expected_code=2)
-    assert "--steps 5: the run has taken 160 already" in done.stderr
+    said = refusal_of("train", "--resume", "--steps=5", f"--output={folder.root}")
+    assert "--steps 5: the run has taken 160 already" in said
     assert folder.resolved_config.read_text() == before
 
 
 def test_resume_refuses_another_setting(finished_run: tuple[RunFolder, str]) -> None:
     folder, _ = finished_run
-    done = run_program("train", "--resume", "--seed=7", f"--output={folder.root}", expected_code=2)
-    assert "--seed 7 contradicts the run, which has 0" in done.stderr
+    said = refusal_of("train", "--resume", "--seed=7", f"--output={folder.root}")
+    assert "--seed 7 contradicts the run, which has 0" in said
 
 
 def test_resume_refuses_a_folder_without_checkpoint(tmp_path: Path) -> None:
-    done = run_program("train", "--resume", f"--output={tmp_path}", expected_code=2)
-    assert "no checkpoint to continue from" in done.stderr
+    said = refusal_of("train", "--resume", f"--output={tmp_path}")
+    assert "no checkpoint to continue from" in said
 
 
 def test_new_run_refuses_the_folder_of_another(finished_run: tuple[RunFolder, str]) -> None:
     folder, _ = finished_run
-    done = run_program("train", f"--output={folder.root}", expected_code=2)
-    assert "holds a run already" in done.stderr
-    assert "--resume" in done.stderr
+    said = refusal_of("train", f"--output={folder.root}")
+    assert "holds a run already" in said
+    assert "--resume" in said

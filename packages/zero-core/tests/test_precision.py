@@ -11,7 +11,7 @@ from torch import nn
 import zero_core
 from zero_core.config import Fp16Config
 from zero_core.precision import LossScaler, clip_factor
-from zero_core.testing import Case, batch, make_model, spawn
+from zero_core.testing import Case, batch, make_model, run_ddp, run_engine, spawn
 
 
 def _scaler(**keys) -> LossScaler:
@@ -90,6 +90,20 @@ def _overflow(rank: int, world_size: int) -> None:
 
 def test_fp16_overflow_skips_on_all_ranks_and_training_goes_on():
     spawn(_overflow, 2)
+
+
+def _as_grad_scaler(rank: int, world_size: int) -> None:
+    """With a window so short that the scale grows until it overflows again, and again."""
+    keys = {"fp16": {"enabled": True, "hysteresis": 1, "loss_scale_window": 2}}
+    case = Case(stage=3, dtype="fp16", top=keys)
+    ours, torchs = run_engine(case, rank, 16), run_ddp(case, rank, 16)
+    assert ours.num_skipped == torchs.num_skipped > 5
+    assert ours.losses == torchs.losses
+    assert all(torch.equal(ours.values[k], v) for k, v in torchs.values.items())
+
+
+def test_fp16_skips_and_scales_as_torchs_grad_scaler() -> None:
+    spawn(_as_grad_scaler, 1)
 
 
 class _Product(nn.Module):

@@ -50,10 +50,11 @@ def init_distributed(
     choose_device()
     if is_started:
         return
-    # The first torch optimizer imports it. Imported while a group exists, it keeps the group alive
-    # past destroy_process_group (torch 2.13), whose threads may then abort the process at exit.
-    importlib.import_module("torch._dynamo")
     backend = dist_backend or default_backend()
+    if "gloo" in backend:
+        # The first torch optimizer imports it. Imported while a group exists, it keeps the group
+        # alive past destroy_process_group (torch 2.13): see _leave.
+        importlib.import_module("torch._dynamo")
     limit = timeout or _environments_timeout()
     options: dict[str, Any] = {} if limit is None else {"timeout": limit}
     atexit.register(_leave)

@@ -6,12 +6,12 @@ there. The memory is a memfd, an anonymous file that no file system holds and no
 limits, and that ends with the processes; peers open it through ``/proc/PID/fd``. Which ranks can do
 that with each other (one host, one user, one namespace of processes) is tried out, not guessed.
 
-[Note: reservations]
-A rank has a few memfds, each as long as anything it may ever hold, and its peers map all of them
-when they meet. Pages take memory only once they are written. So whoever is told of bytes can read
-them: also when their rank has freed them meanwhile, or come to the end of its program. A memfd
-lives as long as something in it does; allocations have one each while there are any left, so that
-parameters that outlive an engine do not keep its gradients.
+[Note: who has looked]
+A peer opens a memfd when it first reads from it, which may be late: in the last gather of a program
+its owner may be done long before. What is mapped stays readable, so the owner must only not free
+its memory, or end, before that. Every rank counts on a page that all its peers have mapped how many
+memfds it has opened of each of them. An owner that ends waits until each peer has opened as many as
+it was told of; or has ended, or says on its page that it will not look any more.
 """
 
 from __future__ import annotations
@@ -24,8 +24,12 @@ import os
 import secrets
 import sys
 import threading
+import time
 import warnings
+import weakref
+from collections.abc import Mapping
 from pathlib import Path
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -38,14 +42,16 @@ __all__ = ["Place", "SharedMemory"]
 _log = logging.getLogger(__name__)
 
 _NAME = "zero_core"
-_MOST_ADDRESSES = 2**46
-"""Bytes of reservations in one process, its own and the peers'; processes have 2^47 or more."""
-_MOST_FILES = 256
-"""Memfds in one process, its own and the peers': it may often open 1024 files."""
-_MOST_RESERVATIONS = 8
+_SECRET_BYTES = 16
+"""How a page begins; its counts follow, 8 bytes each."""
+_NO_MORE = 2**62
+"""The count of a rank that has ended."""
+_PATIENCE_S = 60.0
+"""How long an end waits for a peer that is alive and does not look: it may have failed."""
 
+_Counts: TypeAlias = "memoryview[int]"  # of int64
 Place = tuple[int, int]
-"""Where bytes lie in a rank's shared memory: the number of the reservation, the offset in bytes."""
+"""Where bytes lie in a rank's shared memory: the number of the memfd, the offset in bytes."""
 
 
 class SharedMemory:
@@ -61,159 +67,208 @@ class SharedMemory:
         Only ranks of one node do: of ``ranks_per_node`` consecutive ones, or of all if None.
         """
         self._rank = control.rank
-        self._lock = threading.Lock()
-        self._own: list[_Reservation] = []
-        self._num_taken = 0
+        self._buffers: list[tuple[Tensor, int]] = []  # with the number of the memfd
         self._places: dict[int, Place] = {}  # by address
-        self._mapped: dict[int, list[Tensor]] = {}  # by rank
+        self._mapped: dict[tuple[int, int], Tensor] = {}  # by rank and number of the memfd
+        self._told: dict[int, set[int]] = {}  # numbers of memfds, by rank
+        self._pages: dict[int, _Counts] = {}  # of every peer, by rank; see [Note: who has looked]
+        self._page: _Counts | None = None
+        self._pids: list[int] = []
+        self._lock = threading.Lock()
         self.peers: frozenset[int] = frozenset()
-        if sys.platform == "linux" and control.world_size > 1:
-            self._meet(control, ranks_per_node or control.world_size)
+        per_node = ranks_per_node or control.world_size
+        if per_node > 1:
+            self._meet(control, per_node)
 
     def zeros(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """A 1-D tensor that peers can read, in ordinary memory if there are none.
-
-        It stays taken as long as this object lives: peers know it.
+        """A 1-D tensor in shared memory, which lives as long as this object: peers know it.
 
         Raises:
-            CollectiveError: more than a reservation has, twice the host's memory.
+            CollectiveError: no file descriptor or memory is left.
         """
-        if not self._own:
-            return torch.zeros(numel, dtype=dtype)
-        with self._lock:
-            found = self._own[min(self._num_taken, len(self._own) - 1)].take(numel, dtype)
-            self._num_taken += found is not None
-        if found is None:
+        nbytes = max(numel, 1) * dtype.itemsize
+        try:
+            descriptor = os.memfd_create(_NAME)
+        except OSError as error:
             raise CollectiveError(
-                f"rank {self._rank}: no more shared memory: {numel * dtype.itemsize} bytes were "
-                f"asked for, which this host does not have"
-            )
-        return found
+                f"rank {self._rank}: no more shared memory: {error}; {_advice(error)}"
+            ) from error
+        os.ftruncate(descriptor, nbytes)
+        buffer = torch.frombuffer(mmap.mmap(descriptor, nbytes), dtype=dtype)
+        self._buffers.append((buffer, descriptor))
+        return buffer[:numel]
 
     def locate(self, tensor: Tensor) -> Place | None:
         """Where ``tensor`` begins, if it lies in this rank's shared memory."""
         address = tensor.data_ptr()
         place = self._places.get(address)
         if place is None:
-            for number, reservation in enumerate(self._own):
-                offset = address - reservation.base
-                if 0 <= offset < reservation.used:
-                    self._places[address] = place = (number, offset)
+            for buffer, descriptor in self._buffers:
+                offset = address - buffer.data_ptr()
+                if 0 <= offset < buffer.nbytes:
+                    self._places[address] = place = (descriptor, offset)
         return place
 
+    def tell(self, peer: int, place: Place) -> None:
+        """Take note that rank ``peer`` is told of a place, and may look at it from now on."""
+        self._told.setdefault(peer, set()).add(place[0])
+
     def at(self, peer: int, place: Place, numel: int, dtype: torch.dtype) -> Tensor:
-        """``numel`` elements of rank ``peer``, at a place that it has told; not to be written."""
-        number, offset = place
-        memory = self._mapped[peer][number]
-        return memory[offset : offset + numel * dtype.itemsize].view(dtype)
+        """``numel`` elements of rank ``peer``, at a place that it has told; not to be written.
+
+        Raises:
+            CollectiveError: the peer has ended before its memory was looked at.
+        """
+        descriptor, offset = place
+        stop = offset + numel * dtype.itemsize
+        memory = self._mapped.get((peer, descriptor))
+        if memory is None:
+            with self._lock:
+                memory = self._mapped.get((peer, descriptor))
+                if memory is None:
+                    memory = self._look(peer, descriptor, stop)
+        return memory[offset:stop].view(dtype)
+
+    def _look(self, peer: int, descriptor: int, nbytes: int) -> Tensor:
+        try:
+            memory = _map(self._pids[peer], descriptor, nbytes)
+        except OSError as error:
+            raise CollectiveError(
+                f"rank {self._rank}: cannot read the memory of rank {peer} (process "
+                f"{self._pids[peer]}): {error}; {_advice(error)}"
+            ) from error
+        found = self._mapped[peer, descriptor] = _as_bytes(memory)
+        assert self._page is not None
+        self._page[peer] += 1
+        return found
 
     def _meet(self, control: ControlGroup, per_node: int) -> None:
-        """Try to map the memory of every other rank; share with those where it works both ways."""
-        secret = secrets.token_hex(16)
-        descriptors = self._reserve(per_node)
-        try:
-            if self._own:
-                self.zeros(len(secret), torch.uint8).copy_(_bytes_of(secret))
-                self._num_taken = 0  # what follows has that reservation
-            card = [os.getpid(), descriptors, secret, _namespace()]
-            cards = [json.loads(row) for row in control.gather_bytes(json.dumps(card).encode())]
-            for rank, (pid, numbers, hidden, namespace) in enumerate(cards):
-                is_of_node = rank // per_node == self._rank // per_node and namespace == card[-1]
-                if is_of_node and pid != os.getpid() and numbers and self._own:
-                    memory = _map(pid, numbers, hidden)
-                    if memory is not None:
-                        self._mapped[rank] = memory
-            known = json.dumps(sorted(self._mapped)).encode()
-            table = [json.loads(row) for row in control.gather_bytes(known)]
-        finally:
-            for descriptor in descriptors:  # everybody has mapped what it can
-                os.close(descriptor)
-        self.peers = frozenset(rank for rank in self._mapped if self._rank in table[rank])
+        """Try to map a page of every other rank; share with those where it works both ways."""
+        secret = secrets.token_bytes(_SECRET_BYTES)
+        descriptor = self._make_page(secret, control.world_size)
+        card = json.dumps([os.getpid(), descriptor, secret.hex(), _namespace()]).encode()
+        cards = [json.loads(row) for row in control.gather_bytes(card)]
+        self._pids += [pid for pid, *_ in cards]
+        own, node = _namespace(), self._rank // per_node
+        for rank, (pid, number, hidden, place) in enumerate(cards):
+            is_near = rank // per_node == node and place == own and pid != os.getpid()
+            if is_near and number is not None and descriptor is not None:
+                page = _page_of(pid, number, bytes.fromhex(hidden), control.world_size)
+                if page is not None:
+                    self._pages[rank] = page
+        known = json.dumps(sorted(self._pages)).encode()
+        table = [json.loads(row) for row in control.gather_bytes(known)]
+        for rank in list(self._pages):
+            if self._rank not in table[rank]:
+                del self._pages[rank]
+        self.peers = frozenset(self._pages)
 
-    def _reserve(self, num_ranks: int) -> list[int]:
-        """Map this rank's memory; its memfds, none if the system does not allow it."""
-        count = max(1, min(_MOST_RESERVATIONS, _MOST_FILES // num_ranks))
-        host_pages = os.sysconf("SC_PHYS_PAGES")
-        num_pages = min(2 * host_pages, _MOST_ADDRESSES // (count * num_ranks) // mmap.PAGESIZE)
-        descriptors: list[int] = []
-        try:
-            for _ in range(count):
-                descriptors.append(os.memfd_create(_NAME))
-                os.ftruncate(descriptors[-1], num_pages * mmap.PAGESIZE)
-                self._own.append(_Reservation(mmap.mmap(descriptors[-1], 0)))
-        except OSError as error:
-            _tell(error)
-            self._own.clear()
-            for descriptor in descriptors:
-                os.close(descriptor)
-            return []
-        return descriptors
-
-
-class _Reservation:
-    """One memfd of this rank.
-
-    Attributes:
-        base: its address.
-        used: how many of its bytes are taken, from the start.
-    """
-
-    def __init__(self, memory: mmap.mmap) -> None:
-        self._memory = memory
-        self.base = torch.frombuffer(memory, dtype=torch.uint8, count=1).data_ptr()
-        self.used = 0
-
-    def take(self, numel: int, dtype: torch.dtype) -> Tensor | None:
-        """The next bytes, from a page's start on; None if there are not so many."""
-        count = max(numel, 1)
-        num_pages = -(-count * dtype.itemsize // mmap.PAGESIZE)
-        start, stop = self.used, self.used + num_pages * mmap.PAGESIZE
-        if stop > len(self._memory):
+    def _make_page(self, secret: bytes, world_size: int) -> int | None:
+        """See [Note: who has looked]; the number of its memfd, None where there are none."""
+        if sys.platform != "linux" or not hasattr(os, "memfd_create"):  # some builds of Python
             return None
-        self.used = stop
-        return torch.frombuffer(self._memory, dtype=dtype, count=count, offset=start)[:numel]
+        page = self.zeros(_SECRET_BYTES + 8 * world_size, torch.uint8)
+        (_, descriptor), *_ = self._buffers
+        memory = mmap.mmap(descriptor, page.numel())
+        memory[:_SECRET_BYTES] = secret
+        self._page = _counts(memory)
+        # What is called at the end may not hold this object.
+        state = (self._buffers, self._page, self._told, self._pages, self._pids)
+        weakref.finalize(self, _end, self._rank, os.getpid(), *state)
+        return descriptor
 
 
-def _map(pid: int, descriptors: list[int], secret: str) -> list[Tensor] | None:
-    """Another process's memfds, read-only, as bytes; None if they cannot be read or are others."""
-    found = []
+def _end(
+    rank: int,
+    pid: int,
+    buffers: list[tuple[Tensor, int]],
+    page: _Counts,
+    told: Mapping[int, set[int]],
+    pages: Mapping[int, _Counts],
+    pids: list[int],
+) -> None:
+    """Wait as [Note: who has looked] says, then close the memfds: what is mapped stays mapped."""
+    if os.getpid() == pid:  # a process forked from it may end when it likes
+        for other in range(len(page)):
+            page[other] = _NO_MORE
+        limit = time.monotonic() + _PATIENCE_S
+        for peer, descriptors in told.items():
+            _await_look(rank, peer, len(descriptors), pages[peer], pids[peer], limit)
+    for _, descriptor in buffers:
+        os.close(descriptor)
+
+
+def _await_look(rank: int, peer: int, count: int, page: _Counts, pid: int, limit: float) -> None:
+    while page[rank] < count and _is_alive(pid):
+        if time.monotonic() > limit:
+            _log.warning(
+                "rank %d ends, and rank %d has not read for %.0f s what it was sent: it will not "
+                "find it any more",
+                rank,
+                peer,
+                _PATIENCE_S,
+            )
+            return
+        time.sleep(0.001)
+
+
+def _advice(error: OSError) -> str:
+    if error.errno in (errno.EMFILE, errno.ENFILE):
+        return "this process may open more files after 'ulimit -n 65536'"
+    return "the other process has probably ended, or memory has"
+
+
+def _open(pid: int, descriptor: int, nbytes: int) -> int:
+    """A process's memfd, opened for reading; OSError if there is none of that size."""
+    path = f"/proc/{pid}/fd/{descriptor}"
+    if not os.readlink(path).startswith(f"/memfd:{_NAME}"):
+        raise OSError(errno.ENOENT, "that is another file by now", path)
+    opened = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    if os.fstat(opened).st_size < nbytes:
+        os.close(opened)
+        raise OSError(errno.ENOENT, "that is another memory by now", path)
+    return opened
+
+
+def _map(pid: int, descriptor: int, nbytes: int) -> mmap.mmap:
+    """A process's memfd, read-only."""
+    opened = _open(pid, descriptor, nbytes)
     try:
-        for descriptor in descriptors:
-            path = f"/proc/{pid}/fd/{descriptor}"
-            if not os.readlink(path).startswith(f"/memfd:{_NAME}"):
-                return None
-            opened = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
-            try:
-                found.append(mmap.mmap(opened, 0, prot=mmap.PROT_READ))
-            finally:
-                os.close(opened)
-    except OSError as error:
-        if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOMEM):  # else: not of this host
-            _tell(error)
-        return None
-    if found[0][: len(secret)] != secret.encode():
-        return None
+        return mmap.mmap(opened, 0, prot=mmap.PROT_READ)
+    finally:
+        os.close(opened)
+
+
+def _as_bytes(memory: mmap.mmap) -> Tensor:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch has no read-only tensors
-        return [torch.frombuffer(memory, dtype=torch.uint8) for memory in found]
+        return torch.frombuffer(memory, dtype=torch.uint8)
 
 
-def _tell(error: OSError) -> None:
-    advice = ""
-    if error.errno in (errno.EMFILE, errno.ENFILE):
-        advice = "; this process may open more files after 'ulimit -n 65536'"
-    if error.errno == errno.ENOMEM:
-        advice = "; it takes addresses, not memory: allow them by 'ulimit -v unlimited'"
-    _log.warning(
-        "no memory is shared with other ranks of this node, what they exchange travels through "
-        "torch.distributed, which is slower: %s%s",
-        error,
-        advice,
-    )
+def _counts(memory: mmap.mmap) -> _Counts:
+    """Those of a page."""
+    return memoryview(memory)[_SECRET_BYTES:].cast("q")
 
 
-def _bytes_of(text: str) -> Tensor:
-    return torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
+def _page_of(pid: int, descriptor: int, secret: bytes, world_size: int) -> _Counts | None:
+    """Another process's counts; None if they cannot be read, or are not what they were said to
+    be."""
+    try:
+        memory = _map(pid, descriptor, _SECRET_BYTES + 8 * world_size)
+    except OSError as error:
+        if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOMEM):  # else: not of this host
+            _log.warning("cannot share memory with process %d: %s; %s", pid, error, _advice(error))
+        return None
+    return _counts(memory) if memory[:_SECRET_BYTES] == secret else None
+
+
+def _is_alive(pid: int) -> bool:
+    """Whether the process is there, and not merely its exit code."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return False
+    return state.rpartition(")")[2].split()[0] not in ("Z", "X")
 
 
 def _namespace() -> str:

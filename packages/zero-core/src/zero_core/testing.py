@@ -226,11 +226,13 @@ class Trace:
         losses: of every micro-step, on this rank.
         values: final values by name.
         num_skipped: steps that were skipped as their gradient was not finite.
+        between_nodes_bytes: what this rank's engine sent to other nodes in the last step.
     """
 
     losses: list[float] = field(default_factory=list)
     values: dict[str, Tensor] = field(default_factory=dict)
     num_skipped: int = 0
+    between_nodes_bytes: int = 0
 
 
 def batch(step: int, micro: int, rank: int) -> dict[str, Any]:
@@ -353,6 +355,7 @@ def run_engine(case: Case, rank: int, steps: int, **build_kwargs: Any) -> Trace:
     names = [n for n, p in engine.module.named_parameters() if p.requires_grad]
     trace.values = {name: full[name].cpu() for name in names}
     trace.num_skipped = engine.skipped_steps
+    trace.between_nodes_bytes = sum(row.between_nodes_bytes for row in engine.comm_report())
     engine.close()
     return trace
 
@@ -405,8 +408,8 @@ def read_gaps(folder: str | Path, world_size: int) -> dict[int, Gap]:
 def _distance(a: Trace, b: Trace) -> tuple[float, float]:
     if a.num_skipped != b.num_skipped:
         return math.inf, math.inf
-    loss = max(abs(x - y) for x, y in zip(a.losses, b.losses, strict=True))
-    value = max((a.values[k] - b.values[k]).abs().max().item() for k in b.values)
-    if not (math.isfinite(loss) and math.isfinite(value)):
-        return math.inf, math.inf  # a NaN would pass every comparison by max
-    return loss, value
+    losses = [abs(x - y) for x, y in zip(a.losses, b.losses, strict=True)]
+    values = [(a.values[k] - b.values[k]).abs().max().item() for k in b.values]
+    if not all(math.isfinite(gap) for gap in (*losses, *values)):
+        return math.inf, math.inf  # max passes over a NaN that is not the first
+    return max(losses), max(values)

@@ -85,7 +85,7 @@ class Wire:
         self._group = group
         self._shared = shared
         self._channel = _next_channel(group)
-        self._tokens: dict[tuple[int, int, int], Tensor] = {}
+        self._tokens: dict[tuple[int, int, int, int], Tensor] = {}
         self._nod = torch.zeros(1, dtype=torch.uint8)
 
     def among(self, ranks: Sequence[int]) -> Wire:
@@ -109,9 +109,12 @@ class Wire:
         if place is None or peer not in self.near:
             works = self.swap(given, into, peer, kind, unit)
             return partial(arrived, works, into)
-        mine = self._tokens.get((*place, given.nbytes))
+        key = (peer, *place, given.nbytes)
+        mine = self._tokens.get(key)
         if mine is None:
-            mine = self._tokens[*place, given.nbytes] = torch.tensor((*place, given.nbytes))
+            assert self._shared is not None
+            self._shared.tell(self.members[peer], place)
+            mine = self._tokens[key] = torch.tensor(key[1:])
         theirs = torch.empty(3, dtype=torch.int64)
         works = self.swap(mine, theirs, peer, kind, unit)
         return partial(self._look, works, theirs, peer, into.numel(), into.dtype)

@@ -61,7 +61,7 @@ def measure(job: Job, store: str) -> dict[str, Any]:
         "host_share": side.kept.host_share(),
         "ratio_report": side.kept.ratio_report(),
         "moved_bytes": {name: value - before[name] for name, value in after.items()},
-        "device_busy_s": None if traced is None else traced["busy_s"],
+        "device_busy_s": None if traced is None else traced.get("busy_s"),
         "trace": traced,
         "device_limit_bytes": limit,
         **device_peaks(device),

@@ -39,7 +39,8 @@ def trace(
             too, which has no kernels.
 
     Returns:
-        None if torch's profiler sees no kernels of the device (the CPU has none).
+        None if torch's profiler sees no kernels of the device (the CPU has none); ``failure`` with
+        the reason if it fails: what else was measured is not lost by that.
     """
     supported = supported_activities()  # type: ignore[no-untyped-call]
     activity = getattr(ProfilerActivity, device.type.upper(), ProfilerActivity.CPU)
@@ -47,6 +48,22 @@ def trace(
     is_seen = activities > {ProfilerActivity.CPU}
     if not num_steps or not (is_seen or keep):
         return None
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(keep or Path(folder, "trace.json.gz"))
+            events = _record(step, num_steps, device, activities, path)
+    except Exception as error:
+        return {"failure": f"{type(error).__name__}: {error}"}
+    return summary(events, num_steps) if is_seen else None
+
+
+def _record(
+    step: Callable[[], object],
+    num_steps: int,
+    device: torch.device,
+    activities: Iterable[ProfilerActivity],
+    path: Path,
+) -> Events:
     if device.type != "cpu":
         torch.accelerator.synchronize(device)  # what was enqueued before is not counted
     with profile(activities=activities) as traced:
@@ -54,15 +71,11 @@ def trace(
             step()
         if device.type != "cpu":
             torch.accelerator.synchronize(device)
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(keep or Path(folder, "trace.json.gz"))
-        path.parent.mkdir(parents=True, exist_ok=True)
-        traced.export_chrome_trace(str(path))
-        if not is_seen:
-            return None
-        with gzip.open(path, "rt", encoding="utf-8") as file:
-            events = json.load(file)["traceEvents"]
-    return summary(events, num_steps)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    traced.export_chrome_trace(str(path))
+    with gzip.open(path, "rt", encoding="utf-8") as file:
+        events: Events = json.load(file)["traceEvents"]
+    return events
 
 
 def summary(events: Events, num_steps: int) -> dict[str, Any] | None:

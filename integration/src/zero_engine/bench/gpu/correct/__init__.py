@@ -63,7 +63,9 @@ def _table(found: Mapping[str, Any]) -> Table:
         rows = {n: row for n, row in measured.items() if n.partition(":")[0] == group}
         num_met = sum(row["is_met"] for row in rows.values())
         largest = max(row["found"] for row in rows.values())
-        table.add_row(group, str(len(rows)), str(num_met), f"{largest:.2g}")
+        is_cut = {"failure", "skipped"} & set(found["rows"].get(group, {}))
+        label = f"{group} (cut off)" if is_cut else group
+        table.add_row(label, str(len(rows)), str(num_met), f"{largest:.2g}")
         for name, row in rows.items():
             if not row["is_met"]:
                 table.add_row(f"  missed: {name}", "", f"bar {row['bar']:g}", f"{row['found']:.3g}")

@@ -13,11 +13,15 @@ __all__ = ["train_in_turns"]
 
 
 def train_in_turns(jobs: Sequence[Job], rounds: int, context: Context) -> dict[str, Row]:
-    """A row per contender; see `zero_engine.bench.turns.take_turns`. The last round is traced."""
+    """A row per contender; see `zero_engine.bench.turns.take_turns`. The first round is traced."""
+    traced = set()
 
     def run(job: Job) -> Row:
-        file = str(context.traces / f"{job.name}.json.gz") if job.num_traced else None
-        job = replace(job, trace_file=file)
+        if job.name in traced:
+            job = replace(job, num_traced=0)
+        elif job.num_traced:
+            traced.add(job.name)
+            job = replace(job, trace_file=str(context.traces / f"{job.name}.json.gz"))
         return context.runner.start("zero_engine.bench.gpu.training.rank", job.to_json())
 
     return take_turns(jobs, rounds, run, context.console.print)
