@@ -110,7 +110,7 @@ def _start_gather(direct: DirectCollectives, shared: SharedMemory) -> tuple[Work
     return direct.all_gather(out, shard, unit=0, version=0, backward=False), out
 
 
-def _ends_first(rank: int, world_size: int, how: str, folder: str) -> None:
+def _ends_first(rank: int, world_size: int, how: str) -> None:
     """Rank 1 has done its part of a gather, and ends or drops its memory, while rank 0 is late."""
     direct, shared = _connect(rank, world_size, set())
     work, out = _start_gather(direct, shared)
@@ -119,9 +119,10 @@ def _ends_first(rank: int, world_size: int, how: str, folder: str) -> None:
         del work, direct, shared
         gc.collect()
         if how == "drops":
-            kept = [torch.full((NUMEL,), 7.0) for _ in range(50)]
+            again = [os.memfd_create("zero_core-0") for _ in range(9)]  # the same numbers
             dist.barrier()
-            del kept
+            for descriptor in again:
+                os.close(descriptor)
         return
     time.sleep(0.5)
     work.wait()
@@ -130,46 +131,112 @@ def _ends_first(rank: int, world_size: int, how: str, folder: str) -> None:
         dist.barrier()
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="ranks share memory on Linux only")
 @pytest.mark.parametrize("how", ["ends", "drops"])
-def test_bytes_can_be_read_by_a_rank_that_is_late(how: str, tmp_path: Path) -> None:
-    spawn(_ends_first, 2, how, str(tmp_path))
+def test_bytes_can_be_read_by_a_rank_that_is_late(how: str) -> None:
+    spawn(_ends_first, 2, how)
 
 
-# A whole process: rank 0 reads late, rank 1 comes to the end of its program.
+# Whole processes: rank 0 reads when rank 1 has come to the end of its program, or is gone.
 ENDS_AS_A_PROGRAM = """
-import sys, time
+import atexit, multiprocessing, sys, time
 import torch, torch._dynamo, torch.distributed as dist
+atexit.register(lambda: dist.is_initialized() and dist.destroy_process_group())
 import zero_core
 from zero_core import shared_memory
 from zero_core.testing import Case, make_model
 
-rank, store = int(sys.argv[1]), dist.FileStore(sys.argv[2], 2)
-dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
-engine = zero_core.build(make_model(), Case(stage=3).config())
 look = shared_memory.SharedMemory._look
-def look_late(*args):
-    time.sleep(1.0)
-    return look(*args)
-if rank == 0:
-    shared_memory.SharedMemory._look = look_late
-with torch.no_grad():
-    print(engine.module.embed(torch.arange(5)).sum().item())  # one gather, the first
+
+def look_late(shared, peer, number, nbytes):
+    own = shared._own
+    while own.pages[1][0] < shared_memory._NO_MORE and shared_memory._is_alive(own.pids[1]):
+        time.sleep(0.01)
+    return look(shared, peer, number, nbytes)
+
+def run(rank):
+    store = dist.FileStore(sys.argv[2], 2)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+    engine = zero_core.build(make_model(), Case(stage=3).config())
+    if rank == 0:
+        shared_memory.SharedMemory._look = look_late
+    with torch.no_grad():
+        found = engine.module.embed(torch.arange(5)).sum().item()  # one gather, the first
+    print("found", found, flush=True)
+
+if sys.argv[1] != "forked":
+    run(int(sys.argv[1]))
+else:
+    ranks = [multiprocessing.get_context("fork").Process(target=run, args=(r,)) for r in range(2)]
+    for rank in ranks:
+        rank.start()
+    for rank in ranks:
+        rank.join()
+    sys.exit(max(rank.exitcode != 0 for rank in ranks))
 """
 
 
-def test_program_that_ends_with_a_gather_ends_well_on_all_ranks(tmp_path: Path) -> None:
-    ranks = [
+@pytest.mark.skipif(sys.platform != "linux", reason="ranks share memory on Linux only")
+@pytest.mark.parametrize("names", [("0", "1"), ("forked",)], ids=["programs", "forked"])
+def test_program_that_ends_with_a_gather_ends_well_on_all_ranks(
+    names: tuple[str, ...], tmp_path: Path
+) -> None:
+    command = [sys.executable, "-c", ENDS_AS_A_PROGRAM]
+    started = [
         subprocess.Popen(
-            [sys.executable, "-c", ENDS_AS_A_PROGRAM, str(rank), str(tmp_path / "store")],
+            [*command, name, str(tmp_path / "store")],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
         )
-        for rank in range(2)
+        for name in names
     ]
-    said = [rank.communicate(timeout=600) for rank in ranks]
-    assert [rank.returncode for rank in ranks] == [0, 0], said
-    assert said[0][0] == said[1][0] != ""
+    try:
+        said = [process.communicate(timeout=600) for process in started]
+    finally:
+        for process in started:
+            process.kill()
+    assert [process.returncode for process in started] == [0] * len(names), said
+    first, second = "".join(out for out, _ in said).splitlines()
+    assert first == second
+    assert first.startswith("found ")
+
+
+def _is_gone(rank: int, world_size: int) -> None:
+    """Rank 1 is killed after it has told of memory, before anybody has looked."""
+    direct, shared = _connect(rank, world_size, set())
+    pid = shared._own.pids[1]
+    work, _ = _start_gather(direct, shared)
+    if rank == 1:
+        work.wait()
+        os._exit(0)
+    while shared_memory._is_alive(pid):
+        time.sleep(0.01)
+    with pytest.raises(CollectiveError, match=r"memory of rank 1.*has probably ended"):
+        work.wait()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="ranks share memory on Linux only")
+def test_memory_of_a_rank_that_was_killed_is_named() -> None:
+    spawn(_is_gone, 2)
+
+
+def _is_another(rank: int, world_size: int) -> None:
+    """A number of memory that is gone, whose descriptor has come again."""
+    _, shared = _connect(rank, world_size, set())
+    number, offset = shared.locate(shared.zeros(NUMEL, torch.float32)) or (0, 0)
+    told = torch.tensor([number + 7 * shared_memory._MOST_DESCRIPTORS])
+    numbers = [torch.empty_like(told) for _ in range(world_size)]
+    dist.all_gather(numbers, told)
+    peer = 1 - rank
+    with pytest.raises(CollectiveError, match="that is another file by now"):
+        shared.at(peer, (int(numbers[peer]), offset), NUMEL, torch.float32)
+    dist.barrier()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="ranks share memory on Linux only")
+def test_memory_that_has_come_in_place_of_other_memory_is_not_taken_for_it() -> None:
+    spawn(_is_another, 2)
 
 
 def _nobody_looks(rank: int, world_size: int, how: str) -> None:

@@ -10,16 +10,19 @@ that with each other (one host, one user, one namespace of processes) is tried o
 A peer opens a memfd when it first reads from it, which may be late: in the last gather of a program
 its owner may be done long before. What is mapped stays readable, so the owner must only not free
 its memory, or end, before that. Every rank counts on a page that all its peers have mapped how many
-memfds it has opened of each of them. An owner that ends waits until each peer has opened as many as
-it was told of; or has ended, or says on its page that it will not look any more.
+memfds it has opened, or tried to, of each of them. An owner that ends waits until each peer has
+opened as many as it was told of; or has ended, or says on its page that it will not look any more.
 """
 
 from __future__ import annotations
 
+import atexit
 import errno
+import itertools
 import json
 import logging
 import mmap
+import multiprocessing.util
 import os
 import secrets
 import sys
@@ -27,7 +30,6 @@ import threading
 import time
 import warnings
 import weakref
-from collections.abc import Mapping
 from pathlib import Path
 from typing import TypeAlias
 
@@ -48,10 +50,14 @@ _NO_MORE = 2**62
 """The count of a rank that has ended."""
 _PATIENCE_S = 60.0
 """How long an end waits for a peer that is alive and does not look: it may have failed."""
+_MOST_DESCRIPTORS = 2**24
+_serials = itertools.count()
 
 _Counts: TypeAlias = "memoryview[int]"  # of int64
 Place = tuple[int, int]
-"""Where bytes lie in a rank's shared memory: the number of the memfd, the offset in bytes."""
+"""Where bytes lie in a rank's shared memory: the number of the memfd, the offset in bytes. Numbers
+do not come again, as those of descriptors do: the serial number, and the descriptor in the last 24
+bits."""
 
 
 class SharedMemory:
@@ -67,13 +73,10 @@ class SharedMemory:
         Only ranks of one node do: of ``ranks_per_node`` consecutive ones, or of all if None.
         """
         self._rank = control.rank
-        self._buffers: list[tuple[Tensor, int]] = []  # with the number of the memfd
+        self._own = _Own(control.rank)
+        weakref.finalize(self, _end, self._own).atexit = False  # then all end at once
         self._places: dict[int, Place] = {}  # by address
         self._mapped: dict[tuple[int, int], Tensor] = {}  # by rank and number of the memfd
-        self._told: dict[int, set[int]] = {}  # numbers of memfds, by rank
-        self._pages: dict[int, _Counts] = {}  # of every peer, by rank; see [Note: who has looked]
-        self._page: _Counts | None = None
-        self._pids: list[int] = []
         self._lock = threading.Lock()
         self.peers: frozenset[int] = frozenset()
         per_node = ranks_per_node or control.world_size
@@ -88,14 +91,13 @@ class SharedMemory:
         """
         nbytes = max(numel, 1) * dtype.itemsize
         try:
-            descriptor = os.memfd_create(_NAME)
+            number, memory = self._own.make(nbytes)
         except OSError as error:
             raise CollectiveError(
                 f"rank {self._rank}: no more shared memory: {error}; {_advice(error)}"
             ) from error
-        os.ftruncate(descriptor, nbytes)
-        buffer = torch.frombuffer(mmap.mmap(descriptor, nbytes), dtype=dtype)
-        self._buffers.append((buffer, descriptor))
+        buffer = torch.frombuffer(memory, dtype=dtype)
+        self._own.buffers.append((buffer, number))
         return buffer[:numel]
 
     def locate(self, tensor: Tensor) -> Place | None:
@@ -103,15 +105,15 @@ class SharedMemory:
         address = tensor.data_ptr()
         place = self._places.get(address)
         if place is None:
-            for buffer, descriptor in self._buffers:
+            for buffer, number in self._own.buffers:
                 offset = address - buffer.data_ptr()
                 if 0 <= offset < buffer.nbytes:
-                    self._places[address] = place = (descriptor, offset)
+                    self._places[address] = place = (number, offset)
         return place
 
     def tell(self, peer: int, place: Place) -> None:
         """Take note that rank ``peer`` is told of a place, and may look at it from now on."""
-        self._told.setdefault(peer, set()).add(place[0])
+        self._own.told.setdefault(peer, set()).add(place[0])
 
     def at(self, peer: int, place: Place, numel: int, dtype: torch.dtype) -> Tensor:
         """``numel`` elements of rank ``peer``, at a place that it has told; not to be written.
@@ -119,97 +121,155 @@ class SharedMemory:
         Raises:
             CollectiveError: the peer has ended before its memory was looked at.
         """
-        descriptor, offset = place
+        number, offset = place
         stop = offset + numel * dtype.itemsize
-        memory = self._mapped.get((peer, descriptor))
+        memory = self._mapped.get((peer, number))
         if memory is None:
             with self._lock:
-                memory = self._mapped.get((peer, descriptor))
+                memory = self._mapped.get((peer, number))
                 if memory is None:
-                    memory = self._look(peer, descriptor, stop)
+                    memory = self._look(peer, number, stop)
         return memory[offset:stop].view(dtype)
 
-    def _look(self, peer: int, descriptor: int, nbytes: int) -> Tensor:
+    def _look(self, peer: int, number: int, nbytes: int) -> Tensor:
+        pid = self._own.pids[peer]
         try:
-            memory = _map(self._pids[peer], descriptor, nbytes)
+            memory = _map(pid, number, nbytes)
         except OSError as error:
             raise CollectiveError(
-                f"rank {self._rank}: cannot read the memory of rank {peer} (process "
-                f"{self._pids[peer]}): {error}; {_advice(error)}"
+                f"rank {self._rank}: cannot read the memory of rank {peer} (process {pid}): "
+                f"{error}; {_advice(error)}"
             ) from error
-        found = self._mapped[peer, descriptor] = _as_bytes(memory)
-        assert self._page is not None
-        self._page[peer] += 1
+        finally:
+            self._own.count_look(peer)
+        found = self._mapped[peer, number] = _as_bytes(memory)
         return found
 
     def _meet(self, control: ControlGroup, per_node: int) -> None:
         """Try to map a page of every other rank; share with those where it works both ways."""
         secret = secrets.token_bytes(_SECRET_BYTES)
-        descriptor = self._make_page(secret, control.world_size)
-        card = json.dumps([os.getpid(), descriptor, secret.hex(), _namespace()]).encode()
+        own = self._own
+        number = own.make_page(secret, control.world_size)
+        card = json.dumps([os.getpid(), number, secret.hex(), _namespace()]).encode()
         cards = [json.loads(row) for row in control.gather_bytes(card)]
-        self._pids += [pid for pid, *_ in cards]
-        own, node = _namespace(), self._rank // per_node
-        for rank, (pid, number, hidden, place) in enumerate(cards):
-            is_near = rank // per_node == node and place == own and pid != os.getpid()
-            if is_near and number is not None and descriptor is not None:
-                page = _page_of(pid, number, bytes.fromhex(hidden), control.world_size)
+        own.pids += [pid for pid, *_ in cards]
+        place, node = _namespace(), self._rank // per_node
+        for rank, (pid, of_page, hidden, where) in enumerate(cards):
+            is_near = rank // per_node == node and where == place and pid != os.getpid()
+            if is_near and of_page is not None and number is not None:
+                page = _page_of(pid, of_page, bytes.fromhex(hidden), control.world_size)
                 if page is not None:
-                    self._pages[rank] = page
-        known = json.dumps(sorted(self._pages)).encode()
+                    own.pages[rank] = page
+        known = json.dumps(sorted(own.pages)).encode()
         table = [json.loads(row) for row in control.gather_bytes(known)]
-        for rank in list(self._pages):
+        for rank in list(own.pages):
             if self._rank not in table[rank]:
-                del self._pages[rank]
-        self.peers = frozenset(self._pages)
+                del own.pages[rank]
+        self.peers = frozenset(own.pages)
 
-    def _make_page(self, secret: bytes, world_size: int) -> int | None:
+
+class _Own:
+    """What a rank has shared: more than `SharedMemory` lives, until others have looked.
+
+    Attributes:
+        buffers: memory, with the numbers of the memfds.
+        told: numbers of memfds, by the rank that was told of them.
+        pages: of every peer, by rank.
+        pids: of all ranks.
+    """
+
+    def __init__(self, rank: int) -> None:
+        self.buffers: list[tuple[Tensor, int]] = []
+        self.told: dict[int, set[int]] = {}
+        self.pages: dict[int, _Counts] = {}
+        self.pids: list[int] = []
+        self._rank = rank
+        self._page: _Counts | None = None
+        self._descriptors: list[int] = []
+        self._pid = os.getpid()
+
+    def make(self, nbytes: int) -> tuple[int, mmap.mmap]:
+        """A memfd's number and memory."""
+        serial = next(_serials)
+        descriptor = os.memfd_create(f"{_NAME}-{serial}")
+        self._descriptors.append(descriptor)
+        os.ftruncate(descriptor, nbytes)
+        return serial * _MOST_DESCRIPTORS + descriptor, mmap.mmap(descriptor, nbytes)
+
+    def make_page(self, secret: bytes, world_size: int) -> int | None:
         """See [Note: who has looked]; the number of its memfd, None where there are none."""
         if sys.platform != "linux" or not hasattr(os, "memfd_create"):  # some builds of Python
             return None
-        page = self.zeros(_SECRET_BYTES + 8 * world_size, torch.uint8)
-        (_, descriptor), *_ = self._buffers
-        memory = mmap.mmap(descriptor, page.numel())
+        number, memory = self.make(_SECRET_BYTES + 8 * world_size)
         memory[:_SECRET_BYTES] = secret
         self._page = _counts(memory)
-        # What is called at the end may not hold this object.
-        state = (self._buffers, self._page, self._told, self._pages, self._pids)
-        weakref.finalize(self, _end, self._rank, os.getpid(), *state)
-        return descriptor
+        _live.add(self)
+        _end_with_process()
+        return number
+
+    def count_look(self, peer: int) -> None:
+        """One more memfd of that rank was looked at, or tried to."""
+        assert self._page is not None
+        self._page[peer] += 1
+
+    def look_no_more(self) -> None:
+        """Tell those who wait for this rank."""
+        if self._page is not None and os.getpid() == self._pid:
+            for peer in range(len(self._page)):
+                self._page[peer] = _NO_MORE
+
+    def end(self, limit: float) -> None:
+        """Wait as [Note: who has looked] says, then close the memfds: what is mapped stays."""
+        _live.discard(self)
+        try:
+            # A process forked from this one may end when it likes.
+            for peer, numbers in list(self.told.items()) if os.getpid() == self._pid else ():
+                self._await_look(peer, len(numbers), limit)
+        finally:
+            self.told.clear()
+            while self._descriptors:
+                os.close(self._descriptors.pop())
+
+    def _await_look(self, peer: int, count: int, limit: float) -> None:
+        while self.pages[peer][self._rank] < count and _is_alive(self.pids[peer]):
+            if time.monotonic() > limit:
+                _log.warning(
+                    "rank %d ends, and rank %d has not read for %.0f s what it was sent: it will "
+                    "not find it any more",
+                    self._rank,
+                    peer,
+                    _PATIENCE_S,
+                )
+                return
+            time.sleep(0.001)
 
 
-def _end(
-    rank: int,
-    pid: int,
-    buffers: list[tuple[Tensor, int]],
-    page: _Counts,
-    told: Mapping[int, set[int]],
-    pages: Mapping[int, _Counts],
-    pids: list[int],
-) -> None:
-    """Wait as [Note: who has looked] says, then close the memfds: what is mapped stays mapped."""
-    if os.getpid() == pid:  # a process forked from it may end when it likes
-        for other in range(len(page)):
-            page[other] = _NO_MORE
-        limit = time.monotonic() + _PATIENCE_S
-        for peer, descriptors in told.items():
-            _await_look(rank, peer, len(descriptors), pages[peer], pids[peer], limit)
-    for _, descriptor in buffers:
-        os.close(descriptor)
+_live: set[_Own] = set()
+_ends_with_process: set[int] = set()
+"""Processes, as `_end_all` is of no use to one that was forked from this one."""
 
 
-def _await_look(rank: int, peer: int, count: int, page: _Counts, pid: int, limit: float) -> None:
-    while page[rank] < count and _is_alive(pid):
-        if time.monotonic() > limit:
-            _log.warning(
-                "rank %d ends, and rank %d has not read for %.0f s what it was sent: it will not "
-                "find it any more",
-                rank,
-                peer,
-                _PATIENCE_S,
-            )
-            return
-        time.sleep(0.001)
+def _end(own: _Own) -> None:
+    own.look_no_more()
+    own.end(time.monotonic() + _PATIENCE_S)
+
+
+@atexit.register
+def _end_all() -> None:
+    """At the end of the process. All say first that they look no more, so that none waits for one
+    that waits, too."""
+    limit = time.monotonic() + _PATIENCE_S
+    for own in list(_live):
+        own.look_no_more()
+    for own in list(_live):
+        own.end(limit)
+
+
+def _end_with_process() -> None:
+    """Processes that multiprocessing has forked end without `atexit`."""
+    if os.getpid() not in _ends_with_process:
+        _ends_with_process.add(os.getpid())
+        multiprocessing.util.Finalize(None, _end_all, exitpriority=0)
 
 
 def _advice(error: OSError) -> str:
@@ -218,10 +278,11 @@ def _advice(error: OSError) -> str:
     return "the other process has probably ended, or memory has"
 
 
-def _open(pid: int, descriptor: int, nbytes: int) -> int:
+def _open(pid: int, number: int, nbytes: int) -> int:
     """A process's memfd, opened for reading; OSError if there is none of that size."""
+    serial, descriptor = divmod(number, _MOST_DESCRIPTORS)
     path = f"/proc/{pid}/fd/{descriptor}"
-    if not os.readlink(path).startswith(f"/memfd:{_NAME}"):
+    if os.readlink(path) != f"/memfd:{_NAME}-{serial} (deleted)":
         raise OSError(errno.ENOENT, "that is another file by now", path)
     opened = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     if os.fstat(opened).st_size < nbytes:
@@ -230,9 +291,9 @@ def _open(pid: int, descriptor: int, nbytes: int) -> int:
     return opened
 
 
-def _map(pid: int, descriptor: int, nbytes: int) -> mmap.mmap:
+def _map(pid: int, number: int, nbytes: int) -> mmap.mmap:
     """A process's memfd, read-only."""
-    opened = _open(pid, descriptor, nbytes)
+    opened = _open(pid, number, nbytes)
     try:
         return mmap.mmap(opened, 0, prot=mmap.PROT_READ)
     finally:
@@ -250,11 +311,11 @@ def _counts(memory: mmap.mmap) -> _Counts:
     return memoryview(memory)[_SECRET_BYTES:].cast("q")
 
 
-def _page_of(pid: int, descriptor: int, secret: bytes, world_size: int) -> _Counts | None:
+def _page_of(pid: int, number: int, secret: bytes, world_size: int) -> _Counts | None:
     """Another process's counts; None if they cannot be read, or are not what they were said to
     be."""
     try:
-        memory = _map(pid, descriptor, _SECRET_BYTES + 8 * world_size)
+        memory = _map(pid, number, _SECRET_BYTES + 8 * world_size)
     except OSError as error:
         if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOMEM):  # else: not of this host
             _log.warning("cannot share memory with process %d: %s; %s", pid, error, _advice(error))

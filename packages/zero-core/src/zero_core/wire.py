@@ -145,14 +145,14 @@ class Wire:
         self, works: Sequence[Work], token: Tensor, peer: int, numel: int, dtype: torch.dtype
     ) -> Tensor:
         assert self._shared is not None
-        descriptor, offset, nbytes = arrived(works, token).tolist()
+        number, offset, nbytes = arrived(works, token).tolist()
         member, own = self.members[peer], self.members[self.rank]
         if nbytes != numel * dtype.itemsize:
             raise CollectiveError(
                 f"rank {own} expects {numel * dtype.itemsize} bytes of rank {member}, which "
                 f"has {nbytes}: the ranks exchange different dtypes or units"
             )
-        return self._shared.at(member, (descriptor, offset), numel, dtype)
+        return self._shared.at(member, (number, offset), numel, dtype)
 
     def _send(self, tensor: Tensor, peer: int, tag: int) -> Work:
         work = dist.isend(tensor, group=self._group, group_dst=self.members[peer], tag=tag)

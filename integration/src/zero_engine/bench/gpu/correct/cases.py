@@ -29,6 +29,10 @@ model so small that every block of a quantizer holds several parameters."""
 RANKS_PER_NODE = 2
 _QWZ, _QGZ = {"zero_quantized_weights": True}, {"zero_quantized_gradients": True}
 _HPZ = {"zero_hpz_partition_size": RANKS_PER_NODE}
+PARAMETERS_TOO: Mapping[str, Any] = {
+    "offload_optimizer": {"device": "cpu", "ratio": 1.0},
+    "offload_param": {"device": "cpu"},
+}
 COLLECTIVES: Mapping[int, Mapping[str, Mapping[str, Any]]] = {
     2: {"qwZ": _QWZ, "qgZ": _QGZ},
     4: {"hpZ": _HPZ, "all three": {**_QWZ, **_QGZ, **_HPZ}},
@@ -52,17 +56,21 @@ def engine_cases(*, is_dry_run: bool) -> list[list[Case]]:
 
 
 def offload_cases(*, is_dry_run: bool) -> list[list[Case]]:
-    """A list for each dtype and ratio: all, none, and cut within a parameter.
+    """A list for each dtype and ratio: all, none, and cut within a parameter; with all, a list in
+    which parameters rest on the host, too.
 
     Within a list no bit may differ. On an accelerator ratios differ by what its kernel and the
     host's round differently.
     """
     ratios = (0.3,) if is_dry_run else (1.0, 0.3, 0.0)
-    return [
-        [replace(case, zero=_offload(ratio=ratio)) for case in cases if case.stage > 0]
-        for cases in engine_cases(is_dry_run=is_dry_run)
-        for ratio in ratios
-    ]
+    found = []
+    for cases in engine_cases(is_dry_run=is_dry_run):
+        for ratio in ratios:
+            zero = _offload(ratio=ratio)
+            found.append([replace(case, zero=zero) for case in cases if case.stage > 0])
+        if not is_dry_run:  # on the CPU parameters lie in host memory as it is
+            found.append([replace(case, zero=PARAMETERS_TOO) for case in cases if case.stage == 3])
+    return found
 
 
 def delay_cases(*, is_dry_run: bool) -> dict[str, Case]:
@@ -76,9 +84,8 @@ def delay_cases(*, is_dry_run: bool) -> dict[str, Case]:
         # Nothing may call a step off: units are updated while backward still runs.
         early = replace(case, top={"check_grad_overflow": False})
         found[f"stage {stage}, ratio {ratio}, in backward"] = early
-    if not is_dry_run:  # on the CPU parameters lie in host memory as it is
-        zero = {**_offload(ratio=1.0), "offload_param": {"device": "cpu"}}
-        found["stage 3, parameters too"] = Case(stage=3, dtype="bf16", zero=zero)
+    if not is_dry_run:
+        found["stage 3, parameters too"] = Case(stage=3, dtype="bf16", zero=PARAMETERS_TOO)
     return found
 
 

@@ -177,6 +177,7 @@ def _be_deterministic() -> None:
 def _name(case: Case) -> str:
     ratio = case.zero.get("offload_optimizer", {}).get("ratio")
     offload = "" if ratio is None else f", ratio {ratio}"
+    offload += ", parameters too" if "offload_param" in case.zero else ""
     clip = ", clipped" if case.clipping else ""
     return f"stage {case.stage}, {case.dtype}, {case.accumulation} micro-steps{clip}{offload}"
 
