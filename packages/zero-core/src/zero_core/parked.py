@@ -11,15 +11,13 @@ part        [ceil(numel / world size)], CPU: this rank's slice of the flat value
 open        within `unparked` the parameter is an ordinary one that holds the whole value, on the
             CPU of every rank
 
-Opening is collective: ranks open the same parameters at the same place. So is drawing
-new values for a parked parameter (by `torch.nn.init`, mostly), as modules do for their children's:
-rank 0's values count. Where anything is open that is refused: what surrounds it may be for one rank
-alone.
+Opening is collective: ranks open the same parameters at the same place. So is drawing new values
+for a parked parameter (by `torch.nn.init`, mostly), as modules do for their children's: rank 0's
+values count. Where anything is open that is refused: what surrounds it may be for one rank alone.
 
-A copy (``deepcopy``) of a
-parked parameter is another parked one. What `zero_core.build` finds parked it takes one parameter
-at a time. These are the partitioned parameters of ZeRO-3 (Rajbhandari et al., arXiv 1910.02054,
-section 5.3), before there is an engine.
+A copy (``deepcopy``) of a parked parameter is another parked one. What `zero_core.build` finds
+parked it takes one parameter at a time. These are the partitioned parameters of ZeRO-3 (Rajbhandari
+et al., arXiv 1910.02054, section 5.3), before there is an engine.
 """
 
 from __future__ import annotations
@@ -57,8 +55,8 @@ _WRITES = {"__setitem__"} | {
     for name in ("add", "and", "floordiv", "mod", "mul", "or", "pow", "sub", "truediv", "xor")
 }
 
-_num_open: list[int] = []
-"""For each `unparked` that this process is in, of how many parameters."""
+_num_open = 0
+"""In how many `unparked` this process is."""
 
 
 @dataclass
@@ -267,12 +265,13 @@ def unparked(params: Iterable[object], *, modifier_rank: int | None = None) -> I
         ValueError: there is no rank ``modifier_rank``.
         RankMismatchError: at the end, ranks hold different shapes or dtypes.
     """
+    global _num_open
     unique = {id(p): p for p in params}.values()  # tensors compare by value
     found = [p for p in unique if isinstance(p, nn.Parameter) and held_of(p) is not None]
     found.sort(key=lambda p: p._held.number)  # type: ignore[attr-defined]
     _check_rank(found, modifier_rank)
     opened: list[nn.Parameter] = []
-    _num_open.append(len(found))
+    _num_open += 1
     try:
         for param in found:
             if is_parked(param):
@@ -282,7 +281,7 @@ def unparked(params: Iterable[object], *, modifier_rank: int | None = None) -> I
         if modifier_rank is not None:
             _publish([param for param in found if held_of(param) is not None], modifier_rank)
     finally:
-        _num_open.pop()
+        _num_open -= 1
         for param in opened:
             _close(param)
 

@@ -16,7 +16,6 @@ opened as many as it was told of; or has ended, or says on its page that it will
 
 from __future__ import annotations
 
-import atexit
 import errno
 import itertools
 import json
@@ -254,7 +253,6 @@ def _end(own: _Own) -> None:
     own.end(time.monotonic() + _PATIENCE_S)
 
 
-@atexit.register
 def _end_all() -> None:
     """At the end of the process. All say first that they look no more, so that none waits for one
     that waits, too."""
@@ -266,7 +264,8 @@ def _end_all() -> None:
 
 
 def _end_with_process() -> None:
-    """Processes that multiprocessing has forked end without `atexit`."""
+    """By multiprocessing's own exit function, which those run, too, that it has forked: they end
+    without `atexit`."""
     if os.getpid() not in _ends_with_process:
         _ends_with_process.add(os.getpid())
         multiprocessing.util.Finalize(None, _end_all, exitpriority=0)

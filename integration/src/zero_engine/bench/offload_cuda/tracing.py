@@ -51,10 +51,10 @@ def trace(
     try:
         with tempfile.TemporaryDirectory() as folder:
             path = Path(keep or Path(folder, "trace.json.gz"))
-            events = _record(step, num_steps, device, activities, path)
+            _record(step, num_steps, device, activities, path)
+            return summary(_events(path), num_steps) if is_seen else None
     except Exception as error:
         return {"failure": f"{type(error).__name__}: {error}"}
-    return summary(events, num_steps) if is_seen else None
 
 
 def _record(
@@ -63,7 +63,7 @@ def _record(
     device: torch.device,
     activities: Iterable[ProfilerActivity],
     path: Path,
-) -> Events:
+) -> None:
     if device.type != "cpu":
         torch.accelerator.synchronize(device)  # what was enqueued before is not counted
     with profile(activities=activities) as traced:
@@ -73,6 +73,9 @@ def _record(
             torch.accelerator.synchronize(device)
     path.parent.mkdir(parents=True, exist_ok=True)
     traced.export_chrome_trace(str(path))
+
+
+def _events(path: Path) -> Events:
     with gzip.open(path, "rt", encoding="utf-8") as file:
         events: Events = json.load(file)["traceEvents"]
     return events
