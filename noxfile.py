@@ -1,11 +1,11 @@
 """Everything that is run on this repository: ``python -m nox -s SESSION -- ARGUMENTS``.
 
     train      trains a model: arguments go to ``zero-engine train``
-    tests      every package alone, then all together; arguments name parts to limit it to
-    lint       ruff and clang-format
+    tests      lint, every package alone, then all together; arguments name parts to limit it to
+    lint       ruff, clang-format, docstrings, structure of the imports
     typecheck  mypy --strict
     examples   the programs in integration/examples, as they say; arguments name some of them
-    bench      benchmarks: arguments go to ``python -m zero_engine.bench``
+    bench      benchmarks: arguments go to ``python integration/benchmarks/run.py``
     compat     the same script with DeepSpeed itself and with ``zero-engine run``; see
                ``integration/compat/compare.py``, which arguments go to
     wheels     cpu-adam's wheel and sdist, tested where there is no compiler
@@ -41,12 +41,16 @@ os.environ.setdefault("PIP_NO_COMPILE", "0")
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 PACKAGES = ("cpu-adam", "zero-core", "zero-comm", "zero-offload")
+PARTS = ("lint", *PACKAGES, "together")
 NATIVE = ("cpu-adam", "zero-comm")
 EVERYTHING = ("packages/cpu-adam[torch]", *(f"packages/{name}" for name in PACKAGES[1:]))
 WHEELS = Path(".nox", "wheels")
-SOURCES = (*(f"packages/{name}/src" for name in PACKAGES), "integration/src")
+SOURCES = (
+    *(f"packages/{name}/src" for name in PACKAGES),
+    *("integration/src", "integration/benchmarks"),
+)
 NATIVE_FOLDERS = ("cpu-adam/native", "cpu-adam/tests/native", "zero-comm/native")
-CHECKED = ("noxfile.py", "packages", "integration")
+CHECKED = ("noxfile.py", ".ci", "packages", "integration")
 CONSTRAINTS = ("--constraint", "constraints.txt")
 PIP_FLAGS = ("--quiet", "--progress-bar=off")
 RUNNER = "pytest-xdist>=3.6"
@@ -97,15 +101,17 @@ def train(session: nox.Session) -> None:
 
 
 @nox.session
-@nox.parametrize("part", [nox.param(part, id=part) for part in (*PACKAGES, "together")])
+@nox.parametrize("part", [nox.param(part, id=part) for part in PARTS])
 def tests(session: nox.Session, part: str) -> None:
-    """Test one package alone, or all of them together with lint and types."""
+    """Lint, test one package alone, or check the types of all packages and test them together."""
     if session.posargs and part not in session.posargs:
-        unknown = set(session.posargs) - {*PACKAGES, "together"}
+        unknown = set(session.posargs) - {*PARTS}
         if unknown:
-            session.error(f"unknown part {unknown.pop()!r}: choose {(*PACKAGES, 'together')}")
+            session.error(f"unknown part {unknown.pop()!r}: choose {PARTS}")
         session.skip("not asked for")
-    if part == "together":
+    if part == "lint":
+        lint(session)
+    elif part == "together":
         test_together(session)
     else:
         test_alone(session, part)
@@ -113,9 +119,16 @@ def tests(session: nox.Session, part: str) -> None:
 
 @nox.session
 def lint(session: nox.Session) -> None:
-    """Run ruff and clang-format, which change nothing."""
+    """Check Python, C++, docstrings and the structure of the imports; change nothing."""
     session.install(*PIP_FLAGS, *LINT_TOOLS)
-    run_lint(session)
+    session.run("ruff", "check", *CHECKED)
+    session.run("ruff", "format", "--check", *CHECKED)
+    folders = [Path("packages", folder) for folder in NATIVE_FOLDERS]
+    files = (path for folder in folders for path in folder.rglob("*"))
+    found = sorted(path for path in files if path.suffix in {".cpp", ".h", ".inl"})
+    session.run("clang-format", "--dry-run", "-Werror", *(str(path) for path in found))
+    session.run("python", ".ci/structure.py")
+    session.run("python", ".ci/docstrings.py")
 
 
 @nox.session
@@ -142,7 +155,7 @@ def examples(session: nox.Session) -> None:
 def bench(session: nox.Session) -> None:
     """Run a benchmark, e.g. ``nox -s bench -- engine``; DeepSpeed is installed to compare with."""
     install_everything(session, extras="[bench]")
-    session.run("python", "-m", "zero_engine.bench", *session.posargs)
+    session.run("python", "integration/benchmarks/run.py", *session.posargs)
 
 
 @nox.session
@@ -151,7 +164,11 @@ def compat(session: nox.Session) -> None:
     install_everything(session, "pytest>=8.3", extras="[bench,test]")
     # That each of its modules is served or refused can be told only where it is installed.
     session.run("python", "-m", "pytest", "-q", "integration/tests/test_import_hook.py")
-    session.run("python", "integration/compat/compare.py", *session.posargs)
+    # It takes what starts and measures ranks from the benchmarks' harness.
+    found = os.environ.get("PYTHONPATH")
+    paths = [str(Path("integration").resolve()), *([found] if found else [])]
+    path = {"PYTHONPATH": os.pathsep.join(paths)}
+    session.run("python", "integration/compat/compare.py", *session.posargs, env=path)
 
 
 @nox.session
@@ -252,9 +269,8 @@ def test_alone(session: nox.Session, package: str) -> None:
 
 
 def test_together(session: nox.Session) -> None:
-    """Lint, types, conformance and end-to-end tests, in one environment."""
-    install_everything(session, *LINT_TOOLS, *TYPE_TOOLS, *TEST_TOOLS, extras="[test]")
-    run_lint(session)
+    """Types, conformance and end-to-end tests, in one environment."""
+    install_everything(session, *TYPE_TOOLS, *TEST_TOOLS, extras="[test]")
     run_typecheck(session)
     run_integration_tests(session)
     # Those of its tests that take cpu-adam, which was not there when it was tested alone.
@@ -320,16 +336,6 @@ def run_integration_tests(session: nox.Session) -> None:
     """Run conformance and the end-to-end tests."""
     with session.chdir("integration"):
         session.run("python", "-m", "pytest", "-q", *IN_PARALLEL, env=NO_SPINNING)
-
-
-def run_lint(session: nox.Session) -> None:
-    """Ruff on all Python, clang-format on all C++."""
-    session.run("ruff", "check", *CHECKED)
-    session.run("ruff", "format", "--check", *CHECKED)
-    folders = [Path("packages", folder) for folder in NATIVE_FOLDERS]
-    files = (path for folder in folders for path in folder.rglob("*"))
-    found = sorted(path for path in files if path.suffix in {".cpp", ".h", ".inl"})
-    session.run("clang-format", "--dry-run", "-Werror", *(str(path) for path in found))
 
 
 def run_typecheck(session: nox.Session) -> None:

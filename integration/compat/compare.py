@@ -19,7 +19,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from zero_engine.bench.processes import CPU_ALONE, own_environment, run_together
+from benchmarks.harness.ranks import CPU_ALONE, own_environment, run_together
 
 HERE = Path(__file__).parent
 TESTS = HERE.parent / "tests"
@@ -103,7 +103,7 @@ def run_side(side: str, zero: dict[str, Any], model: Path) -> Run:
             "COMPAT_RESULTS": scratch,
             "GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo",
         }
-        run_together([command], [environment], [root / "log"])
+        run_together([command], [environment], root)
         ranks = [json.loads(file.read_text()) for file in sorted(root.glob("rank*.json"))]
         state = json.loads((output / "trainer_state.json").read_text(encoding="utf-8"))
     assert [rank["deepspeed"] for rank in ranks] == [side] * RANKS

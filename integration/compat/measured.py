@@ -19,7 +19,7 @@ import deepspeed
 import torch
 import transformers
 
-from zero_engine.bench.resident import peak_bytes, resident_bytes, restart_peak
+from benchmarks.harness.memory import peak_bytes, resident_bytes, restart_peak
 from zero_engine.script.accelerate_cpu import mend
 
 

@@ -14,27 +14,39 @@ from typing import Any
 import cpu_adam
 from zero_comm import create_collectives
 from zero_comm.collectives import QuantizedCollectives
-from zero_comm.native import NativeCollectives as CommNative
-from zero_core.direct import DirectCollectives
-from zero_core.library import LibraryCollectives
+from zero_comm.footprint import CommFootprint, comm_footprint
+from zero_comm.transport.protocol import TransportCollectives as CommTransport
+from zero_core.comm.device import DeviceCollectives
+from zero_core.comm.host import HostCollectives
+from zero_core.optim.device_tier import DeviceTier
+from zero_core.plan.footprints import (
+    CollectivesFootprint,
+    CollectivesFootprintFactory,
+    ParamFootprintFactory,
+    TierFootprint,
+    TierFootprintFactory,
+)
 from zero_core.protocols import (
     AdamKernel,
     Collectives,
     CollectivesFactory,
     DeviceTierFactory,
-    NativeCollectives,
     ParamStore,
     ParamTier,
     ParamTierFactory,
+    PartitionedParam,
+    StatefulCollectives,
     StateTier,
     StateTierFactory,
+    TransportCollectives,
     Work,
 )
-from zero_core.resting import LocalStore
-from zero_core.tier import DeviceTier
+from zero_core.sharded.param_offload import LocalStore
+from zero_engine.deepspeed.zero.partitioned import Partitioned
 from zero_offload import create_param_tier, create_tier
-from zero_offload.auto_tier import AutoTier
-from zero_offload.param_tier import RestingParams
+from zero_offload.footprint import TierFootprint as OffloadFootprint
+from zero_offload.footprint import param_footprint, tier_footprint
+from zero_offload.param_tier import OffloadedParams
 from zero_offload.protocols import (
     AdagradKernel,
     Bf16AdamKernel,
@@ -47,32 +59,36 @@ from zero_offload.protocols import DeviceTierFactory as OffloadDeviceTierFactory
 from zero_offload.protocols import ParamStore as OffloadParamStore
 from zero_offload.protocols import StateTier as OffloadStateTier
 from zero_offload.protocols import Work as OffloadWork
-from zero_offload.twin import TwinTier
+from zero_offload.tiers.auto_tier import AutoTier
+from zero_offload.tiers.twin import TwinTier
 
 __all__ = ["FACTORIES", "MODULES", "TYPES"]
 
 
 def prove_instances(
-    direct: DirectCollectives,
-    library: LibraryCollectives,
+    host: HostCollectives,
+    device: DeviceCollectives,
     quantized: QuantizedCollectives,
     device_tier: DeviceTier,
     twin_tier: TwinTier,
     auto_tier: AutoTier,
-    resting_params: RestingParams,
+    offloaded_params: OffloadedParams,
     local_store: LocalStore,
+    partitioned: Partitioned,
 ) -> None:
     """For mypy: instances of each part may stand where the engine asks for its protocol."""
-    natives: list[NativeCollectives] = [direct, library]
-    collectives: list[Collectives] = [*natives, quantized]
+    transports: list[TransportCollectives] = [host, device]
+    collectives: list[Collectives] = [*transports, quantized]
+    stateful: StatefulCollectives = quantized
     tiers: list[StateTier] = [device_tier, twin_tier, auto_tier]
-    param_tier: ParamTier = resting_params
+    param_tier: ParamTier = offloaded_params
     store: ParamStore = local_store
-    del natives, collectives, tiers, param_tier, store
+    param: PartitionedParam = partitioned
+    del transports, collectives, stateful, tiers, param_tier, store, param
 
 
 def prove_what_is_handed_over(
-    native: NativeCollectives,
+    transport: TransportCollectives,
     tier: StateTier,
     kernel: AdamKernel,
     factory: DeviceTierFactory,
@@ -80,7 +96,7 @@ def prove_what_is_handed_over(
     work: OffloadWork,
 ) -> None:
     """For mypy: what the engine hands to a part fits the part's own idea of it."""
-    comm: CommNative = native
+    comm: CommTransport = transport
     offload: OffloadStateTier = tier
     offload_kernel: OffloadKernel = kernel
     offload_factory: OffloadDeviceTierFactory = factory
@@ -97,24 +113,33 @@ collectives_factory: CollectivesFactory = create_collectives
 state_tier_factory: StateTierFactory = create_tier
 device_tier_factory: DeviceTierFactory = DeviceTier
 param_tier_factory: ParamTierFactory = create_param_tier
+collectives_footprint_factory: CollectivesFootprintFactory = comm_footprint
+tier_footprint_factory: TierFootprintFactory = tier_footprint
+param_footprint_factory: ParamFootprintFactory = param_footprint
 
 FACTORIES: dict[str, tuple[Callable[..., Any], type]] = {
     "zero_comm.create_collectives": (create_collectives, CollectivesFactory),
     "zero_offload.create_tier": (create_tier, StateTierFactory),
     "zero_offload.create_param_tier": (create_param_tier, ParamTierFactory),
-    "zero_core.tier.DeviceTier": (DeviceTier, DeviceTierFactory),
+    "zero_comm.footprint.comm_footprint": (comm_footprint, CollectivesFootprintFactory),
+    "zero_offload.footprint.tier_footprint": (tier_footprint, TierFootprintFactory),
+    "zero_offload.footprint.param_footprint": (param_footprint, ParamFootprintFactory),
+    "zero_core.optim.device_tier.DeviceTier": (DeviceTier, DeviceTierFactory),
 }
 """Callables and the protocol whose ``__call__`` each satisfies."""
 
 TYPES: dict[str, tuple[type, type]] = {
-    "zero_core.direct.DirectCollectives": (DirectCollectives, NativeCollectives),
-    "zero_core.library.LibraryCollectives": (LibraryCollectives, NativeCollectives),
-    "zero_comm.collectives.QuantizedCollectives": (QuantizedCollectives, Collectives),
-    "zero_core.tier.DeviceTier": (DeviceTier, StateTier),
-    "zero_offload.twin.TwinTier": (TwinTier, StateTier),
-    "zero_offload.auto_tier.AutoTier": (AutoTier, StateTier),
-    "zero_offload.param_tier.RestingParams": (RestingParams, ParamTier),
-    "zero_core.resting.LocalStore": (LocalStore, ParamStore),
+    "zero_core.comm.host.HostCollectives": (HostCollectives, TransportCollectives),
+    "zero_core.comm.device.DeviceCollectives": (DeviceCollectives, TransportCollectives),
+    "zero_comm.collectives.QuantizedCollectives": (QuantizedCollectives, StatefulCollectives),
+    "zero_core.optim.device_tier.DeviceTier": (DeviceTier, StateTier),
+    "zero_offload.tiers.twin.TwinTier": (TwinTier, StateTier),
+    "zero_offload.tiers.auto_tier.AutoTier": (AutoTier, StateTier),
+    "zero_offload.param_tier.OffloadedParams": (OffloadedParams, ParamTier),
+    "zero_core.sharded.param_offload.LocalStore": (LocalStore, ParamStore),
+    "zero_comm.footprint.CommFootprint": (CommFootprint, CollectivesFootprint),
+    "zero_offload.footprint.TierFootprint": (OffloadFootprint, TierFootprint),
+    "zero_engine.deepspeed.zero.partitioned.Partitioned": (Partitioned, PartitionedParam),
 }
 """Classes and the protocol that their instances satisfy."""
 

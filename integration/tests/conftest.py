@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 import sysconfig
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -17,7 +19,8 @@ from typer.testing import CliRunner
 
 from zero_core.testing import preload, run_alone
 from zero_engine.cli import app
-from zero_engine.settings import RunFolder
+from zero_engine.launch.torchrun import local_address_only
+from zero_engine.train.settings import RunFolder
 
 # What ranks of several test files import, and what takes seconds.
 preload(
@@ -26,6 +29,7 @@ preload(
     "transformers.models.llama.modeling_llama",
     "transformers.models.t5.modeling_t5",
     "transformers.trainer_seq2seq",
+    "zero_engine.train.program",
 )
 
 # Small enough that a run is mostly start-up.
@@ -40,6 +44,7 @@ TINY = (
     "--save-every=50",
     "--ranks=2",
 )
+STEPS = 80
 TIME_LIMIT_S = 600
 
 Program = Callable[..., "subprocess.CompletedProcess[str]"]
@@ -95,6 +100,43 @@ def _say_into(path: str, arguments: tuple[str, ...]) -> None:
     app(arguments)
 
 
+def run_forked(
+    *arguments: str, more: Mapping[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
+    """Run ``zero-engine ARGUMENTS`` in a forked process, as `refusal_of`, with ``more`` set."""
+    with tempfile.TemporaryDirectory() as folder:
+        code = 0
+        try:
+            run_alone(_run_into, folder, arguments, {**environment(), **(more or {})})
+        except ProcessExitedException as ended:
+            code = ended.exit_code
+        output, errors = (Path(folder, n).read_text(encoding="utf-8") for n in ("out", "err"))
+    return subprocess.CompletedProcess(arguments, code, output, errors)
+
+
+def _run_into(folder: str, arguments: tuple[str, ...], variables: dict[str, str]) -> None:
+    for number, name in ((1, "out"), (2, "err")):
+        os.dup2(os.open(f"{folder}/{name}", os.O_WRONLY | os.O_CREAT), number)
+    os.environ.update(variables)
+    app(arguments)
+
+
+def train_forked(*arguments: str, ranks: int = 2) -> None:
+    """Run ``zero-engine train ARGUMENTS`` on forked ranks."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), **local_address_only()}
+
+    def train(rank: int) -> None:
+        own = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks)}
+        done = run_forked("train", *arguments, more={**shared, **own})
+        assert done.returncode == 0, done.stdout + done.stderr
+
+    with ThreadPoolExecutor(ranks) as pool:
+        list(pool.map(train, range(ranks)))
+
+
 @pytest.fixture(scope="session")
 def text_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A few hundred kilobytes of text."""
@@ -108,7 +150,7 @@ def text_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def tiny_options(text_file: Path) -> tuple[str, ...]:
     """Options of a tiny run with the default configuration: stage 3, Twin-Flow, qwZ."""
-    return (*TINY, f"--data={text_file}", "--steps=160")
+    return (*TINY, f"--data={text_file}", f"--steps={STEPS}")
 
 
 @pytest.fixture(scope="session")

@@ -1,6 +1,6 @@
 """The public names of DeepSpeed's modules, read from its source without importing it.
 
-``python deepspeed_names.py`` writes the table that `zero_engine.script.refusal` reads.
+``python deepspeed_names.py`` writes the table that `zero_engine.deepspeed.refusal` reads.
 """
 
 from __future__ import annotations
@@ -11,14 +11,17 @@ import json
 from functools import cache
 from pathlib import Path
 
+from zero_engine.deepspeed.served import ALIASES
+
 HOME = Path(__file__).parents[1] / "src" / "zero_engine"
-TABLE = HOME / "script" / "deepspeed_names.json"
+TABLE = HOME / "deepspeed" / "deepspeed_names.json"
 
 
+@cache
 def served_modules() -> list[str]:
     """Dotted names, without "deepspeed.", of the modules that are served; "" is the package."""
     root = HOME / "deepspeed"
-    return sorted(_dotted(path, root) for path in root.rglob("*.py"))
+    return sorted({*ALIASES, *(_dotted(path, root) for path in root.rglob("*.py"))})
 
 
 def deepspeeds_folder() -> Path | None:
@@ -52,7 +55,8 @@ def _file(root: Path, dotted: str) -> Path | None:
 
 
 def _is_module(root: Path, package: str, name: str) -> bool:
-    return any(_file(top, f"{package}.{name}".strip(".")) for top in (root, HOME / "deepspeed"))
+    dotted = f"{package}.{name}".strip(".")
+    return _file(root, dotted) is not None or dotted in served_modules()
 
 
 @cache

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 from accelerate.utils.deepspeed import DeepSpeedEngineWrapper
-from conftest import run_program
 from safetensors.torch import load_file
+from script_server import run_script
 from torch import nn
 
 from zero_core.testing import spawn
@@ -55,7 +55,7 @@ def _train_plain(model: nn.Module, ranks: int, epochs: int, record: dict[str, li
 def test_loop_trains_saves_and_goes_on_as_in_plain_torch(
     stage: int, ranks: int, tmp_path: Path
 ) -> None:
-    run_program("run", f"--nproc-per-node={ranks}", str(SCRIPT), str(stage), str(tmp_path))
+    run_script(SCRIPT, str(stage), str(tmp_path), ranks=ranks)
     found: dict[str, Any] = json.loads((tmp_path / "result.json").read_text())
     expected = _plain(ranks)
     assert found["processes"] == ranks

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 import zero_engine
 from zero_engine.cli import app
-from zero_engine.launch import rank_environment
+from zero_engine.train.launch import rank_environment
 
 
 def test_config_prints_the_default_configuration() -> None:
@@ -41,6 +41,6 @@ def test_contradictory_options_are_refused(flags: list[str]) -> None:
 
 
 def test_threads_are_shared_among_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("zero_engine.launch.available_cores", lambda: 8)
+    monkeypatch.setattr("zero_engine.train.launch.available_cores", lambda: 8)
     assert rank_environment(2)["OMP_NUM_THREADS"] == "4"
     assert rank_environment(16)["OMP_NUM_THREADS"] == "1"

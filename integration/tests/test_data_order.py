@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from zero_engine.data import Corpus, prepare_corpus
+from zero_engine.train.data import Corpus, prepare_corpus
 
 
 @pytest.fixture(scope="module")

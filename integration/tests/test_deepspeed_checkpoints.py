@@ -18,7 +18,7 @@ from torch.optim.lr_scheduler import StepLR
 from zero_core import CheckpointError
 from zero_core.testing import spawn
 from zero_engine import deepspeed
-from zero_engine.deepspeed.checkpoint.utils import clone_tensors_for_torch_save
+from zero_engine.deepspeed.checkpoint import clone_tensors_for_torch_save
 from zero_engine.deepspeed.utils import zero_to_fp32
 
 

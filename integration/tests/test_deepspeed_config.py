@@ -12,11 +12,11 @@ import pytest
 import torch
 from torch import nn
 
-from zero_core.config import load_config
+from zero_core.config.schema import load_config
 from zero_core.errors import ConfigError
 from zero_engine import deepspeed
-from zero_engine.deepspeed.announcing import apply, describe
-from zero_engine.deepspeed.config import Settings, read
+from zero_engine.deepspeed.config.announce import apply, describe
+from zero_engine.deepspeed.config.reader import Settings, read
 from zero_engine.deepspeed.utils.logging import log_dist, logger, set_log_level_from_string
 
 BASE = {"train_batch_size": 4}
@@ -265,7 +265,7 @@ def test_a_secret_is_not_told():
 def loggers() -> Iterator[tuple[str, ...]]:
     """The project's loggers, which are as before after the test."""
     names = ("DeepSpeed", "zero_core", "zero_comm", "zero_engine", "zero_offload")
-    found = [logging.getLogger(name) for name in (*names, "zero_core.progress")]
+    found = [logging.getLogger(name) for name in (*names, "zero_core.step.train_state")]
     before = [(one.level, one.propagate, [*one.handlers]) for one in found]
     yield names
     for one, (level, propagate, handlers) in zip(found, before, strict=True):
@@ -286,7 +286,7 @@ def test_what_is_asked_of_the_process_is_done(loggers):
 def test_what_loggers_are_asked_to_tell_is_on_stdout_once(asked, loggers, capsys):
     apply(read({**BASE, **asked}))
     is_info = "log_level" in asked
-    logging.getLogger("zero_core.progress").info("the step")
+    logging.getLogger("zero_core.step.train_state").info("the step")
     log_dist("of one rank", ranks=[0])
     logger.warning("of a script")
     told = capsys.readouterr().out

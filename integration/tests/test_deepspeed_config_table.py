@@ -16,15 +16,15 @@ import pytest
 import torch
 from pydantic import BaseModel
 
-from zero_core.config import Config, load_config
-from zero_core.config_rules import UNNEEDED as UNNEEDED_BY_CORE
+from zero_core.config.rules import UNNEEDED as UNNEEDED_BY_CORE
+from zero_core.config.schema import Config, load_config
 from zero_core.errors import ConfigError
-from zero_core.lr_schedules import SCHEDULERS, make_scheduler
-from zero_core.muon import tag_matrices
-from zero_core.optimizer import make_optimizer
-from zero_engine.deepspeed.announcing import describe
-from zero_engine.deepspeed.config import Settings, read
-from zero_engine.deepspeed.config_keys import HONOURED, REFUSED, UNNEEDED
+from zero_core.optim.factory import make_optimizer
+from zero_core.optim.muon import tag_matrices
+from zero_core.optim.schedules.factory import SCHEDULERS, make_scheduler
+from zero_engine.deepspeed.config.announce import describe
+from zero_engine.deepspeed.config.keys import HONOURED, REFUSED, UNNEEDED
+from zero_engine.deepspeed.config.reader import Settings, read
 
 TABLE = Path(__file__).parents[2] / "docs" / "deepspeed-config.md"
 SCRIPT = Path(__file__).parent / "scripts" / "deepspeed_keys.py"
@@ -111,7 +111,7 @@ EXAMPLES: dict[str, Any] = {
     "zero_optimization.offload_optimizer.pin_memory_bytes": 1000,
     "zero_optimization.offload_optimizer.update_in_backward": False,
     "zero_optimization.offload_optimizer.state_dtype": "int8",
-    "zero_optimization.offload_optimizer.numa": False,
+    "zero_optimization.offload_optimizer.numa": True,
     "zero_optimization.offload_param.device": "cpu",
     "zero_optimization.offload_param.nvme_path": "/elsewhere",
     "bfloat16": {"enabled": True},

@@ -21,9 +21,9 @@ from torch.utils.data import TensorDataset
 from zero_core import ConfigError
 from zero_core.testing import Case, batch, make_model, run_ddp, spawn
 from zero_engine import deepspeed
-from zero_engine.deepspeed.block_facts import BlockFacts
+from zero_engine.deepspeed.engine.facts import Facts
+from zero_engine.deepspeed.engine.unserved import UNSERVED
 from zero_engine.deepspeed.errors import NotServedError
-from zero_engine.deepspeed.unserved import UNSERVED
 
 STEPS = 4
 DEFAULT_CLIPPING = 1.0
@@ -300,7 +300,7 @@ def test_single_keys_are_methods_too() -> None:
 
 
 def _all_facts() -> list[str]:
-    names = vars(BlockFacts)
+    names = vars(Facts)
     return [n for n in names if callable(names[n]) and not n.startswith("_")]
 
 

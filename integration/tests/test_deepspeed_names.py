@@ -8,10 +8,10 @@ from typing import Optional, Union
 
 import pytest
 from deepspeed_names import TABLE, deepspeeds_folder, public_names
+from zero_engine.deepspeed.runtime.base_optimizer import DeepSpeedOptimizer
 
 from zero_engine import deepspeed
 from zero_engine.deepspeed.errors import NotServedError, Unserved
-from zero_engine.deepspeed.runtime.base_optimizer import DeepSpeedOptimizer
 
 NAMES: dict[str, list[str]] = json.loads(TABLE.read_text(encoding="utf-8"))
 
@@ -65,7 +65,7 @@ def test_class_that_is_not_served_cannot_be_subclassed() -> None:
 
 CONSTANT = "from zero_engine.deepspeed.runtime.config import ADAM_OPTIMIZER as constant\n"
 STAGE_3 = """
-from zero_engine.script.refusal import INNER, RefusedModule
+from zero_engine.deepspeed.refusal import INNER, RefusedModule
 stage3 = RefusedModule("stage3", "runtime.zero.stage3", INNER)
 Optimizer = stage3.DeepSpeedZeroOptimizer_Stage3
 """

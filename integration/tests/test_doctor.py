@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,8 +12,6 @@ from conftest import run_here
 
 from zero_engine import doctor
 from zero_engine.machine import available_cores, cache_bytes, memory_limit_bytes
-from zero_offload import numa
-from zero_offload.numa import Placement
 
 
 def by_name() -> dict[str, doctor.Finding]:
@@ -51,29 +48,27 @@ def test_package_that_does_not_import_is_reported(monkeypatch: pytest.MonkeyPatc
     assert "ModuleNotFoundError" in finding.value
 
 
-def test_numa_nodes_and_what_is_bound_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    nodes = {0: frozenset({0, 1, 2, 8}), 1: frozenset({4})}
-    found = Placement("cuda:0", 0, "sysfs", nodes[0], "")
-    monkeypatch.setattr(numa, "node_cpus", lambda: nodes)
-    monkeypatch.setattr(numa, "open_libnuma", lambda: None)
-    monkeypatch.setattr(numa, "locate", lambda device: found)
-    told = by_name()
-    assert told["NUMA nodes"].value == "0: CPUs 0-2,8; 1: CPUs 4"
-    assert told["NUMA of cuda:0"].value == "node 0; the host's update is bound to CPUs 0-2,8"
-    assert (told["libnuma"].state, "CAP_SYS_NICE" in told["libnuma"].advice) == ("note", True)
-
-
-def test_why_nothing_is_bound_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = Placement("cpu", None, "sysfs", frozenset(), "the machine has one NUMA node")
-    monkeypatch.setattr(numa, "locate", lambda device: found)
-    value = "unknown node; nothing is bound: the machine has one NUMA node"
-    assert by_name()["NUMA of cpu"].value == value
-
-
-def test_numa_is_unknown_without_zero_offload(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "zero_offload.numa", None)
+def test_numa_nodes_are_listed_with_the_way_to_bind_ranks(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(doctor, "_NODES", tmp_path)
+    assert by_name()["NUMA nodes"].value == "the system lists none"
+    for node, cpus in enumerate(("0-2,8", "4")):
+        (tmp_path / f"node{node}").mkdir()
+        (tmp_path / f"node{node}" / "cpulist").write_text(f"{cpus}\n")
     finding = by_name()["NUMA nodes"]
-    assert (finding.state, finding.advice) == ("missing", "pip install zero-offload")
+    assert finding.value == "0: CPUs 0-2,8; 1: CPUs 4"
+    assert (finding.state, "torchrun --numa-binding" in finding.advice) == ("note", True)
+
+
+def test_numa_nodes_that_cannot_be_read_are_a_note(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(doctor, "_NODES", tmp_path)
+    (tmp_path / "node0" / "cpulist").mkdir(parents=True)  # for root, too, it is not readable
+    finding = by_name()["NUMA nodes"]
+    assert finding.value.startswith("not readable: ")
+    assert finding.state == "note"
 
 
 @pytest.mark.parametrize(

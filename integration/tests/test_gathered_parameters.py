@@ -33,7 +33,7 @@ def _use(rank: int, world_size: int) -> None:
 
 def _before_the_engine(rank: int, world_size: int) -> None:
     from zero_engine.deepspeed import zero
-    from zero_engine.deepspeed.runtime.zero.partition_parameters import is_zero_param
+    from zero_engine.deepspeed.zero.partition_parameters import is_zero_param
 
     with zero.Init(config_dict_or_path=_config(3)):
         inner = nn.Linear(2, 2)

@@ -18,14 +18,14 @@ from torch.optim.lr_scheduler import LambdaLR
 
 import zero_core
 from zero_core import ConfigError
+from zero_core.optim.device_tier import DeviceTier
 from zero_core.protocols import StateTier
 from zero_core.testing import Case, batch, make_model, spawn
-from zero_core.tier import DeviceTier
 from zero_offload import create_tier
-from zero_offload.auto_ratio import AutoRatio, Sample
-from zero_offload.geometry import Geometry
-from zero_offload.intervals import Intervals
-from zero_offload.twin import TwinTier
+from zero_offload.flat.geometry import Geometry
+from zero_offload.flat.intervals import Intervals
+from zero_offload.tiers.auto_ratio import AutoRatio, Sample
+from zero_offload.tiers.twin import TwinTier
 
 STAGES = (1, 2, 3)
 SCRIPT = (0.5, 0.25, 0.999, 0.0, 1.0, 0.3)
@@ -38,6 +38,9 @@ SHARES: dict[str, dict[str, Any]] = {
     "names": {"parameters": ["blocks.1.*", "*.norm.bias", "embed.weight"]},
     "budget": {"device_budget": 5_000},
 }
+
+
+STATIC = tuple(share for share in SHARES if share not in ("all", "auto"))
 
 
 class Scripted(AutoRatio):
@@ -59,11 +62,9 @@ def _build(
     config = Case(stage, dtype, clipping=0.5, zero=zero).config()
     if optimizer is not None:
         config["optimizer"] = optimizer
-    engine = zero_core.build(make_model(), config)
-    tier: Any = engine._tier
-    if share == "auto":
-        tier._controller = Scripted()
-    return engine
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("zero_offload.tiers.auto_tier.AutoRatio", Scripted)
+        return zero_core.build(make_model(), config)
 
 
 def _halves(step: int) -> float:
@@ -82,11 +83,11 @@ def _train(engine: zero_core.Engine, rank: int, steps: range) -> list[float]:
 
 def _everything(engine: zero_core.Engine) -> dict[str, torch.Tensor]:
     """Every number of this rank's optimizer state, and the whole model's weights."""
-    tier, found = engine._tier, dict(engine.full_state_dict(dtype=torch.float32))
+    tier, found = engine.sharded_state.tier, dict(engine.full_state_dict(dtype=torch.float32))
     numel = engine.layout.local_numel(is_sharded=True)
     for name in tier.state_names():
         found[f"state {name}"] = tier.read_state(name, 0, numel)
-    for i in range(len(engine._pieces)):
+    for i in range(len(engine.sharded_state.pieces)):
         scalars = tier.read_scalars(i)
         found[f"scalars {i}"] = torch.tensor([scalars[k] for k in sorted(scalars)])
     return found
@@ -100,17 +101,18 @@ def _assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tenso
 
 def _compare_shares(rank: int, world_size: int, dtype: str) -> None:
     expected: tuple[list[float], dict[str, torch.Tensor]] | None = None
-    for stage in STAGES:
-        for share in SHARES:
+    for stage in STAGES:  # each of the static shares at two stages
+        static = [share for n, share in enumerate(STATIC) if n % len(STAGES) != stage - 1]
+        for share in ("all", "auto", *static):
             engine = _build(stage, share, dtype)
             schedule = LambdaLR(engine.optimizer, _halves)
             engine.lr_scheduler = schedule
-            tier: Any = engine._tier
+            tier: Any = engine.sharded_state.tier
             losses = _train(engine, rank, range(STEPS))
             if share == "auto":
-                assert not tier._controller.left, "every ratio of the script was taken"
+                assert not tier.controller.left, "every ratio of the script was taken"
             elif share != "all":
-                assert 0 < tier.cut < tier.geometry.numel
+                assert 0 < tier.host_numel < tier.geometry.numel
             found = (losses, _everything(engine))
             expected = found if expected is None else expected
             assert found[0] == expected[0], (stage, share)
@@ -182,8 +184,8 @@ def _choose_alone(rank: int, world_size: int) -> None:
     expected = _build(3, "all")
     losses = _train(expected, rank, range(STEPS))
     engine = _build(3, "auto")
-    tier: Any = engine._tier
-    tier._controller.left = [abs(ratio - rank / 3) for ratio in SCRIPT]
+    tier: Any = engine.sharded_state.tier
+    tier.controller.left = [abs(ratio - rank / 3) for ratio in SCRIPT]
     assert _train(engine, rank, range(STEPS)) == losses
     _assert_same(_everything(engine), _everything(expected))
     for each in (engine, expected):
@@ -199,15 +201,15 @@ def test_a_real_search_settles_and_reports(caplog: pytest.LogCaptureFixture) -> 
     zero = {"offload_optimizer": {"device": "cpu", "ratio": "auto"}}
     engine = zero_core.build(make_model(), Case(2, zero=zero).config())
     _train(engine, 0, range(60))
-    tier: Any = engine._tier
+    tier: Any = engine.sharded_state.tier
     assert tier.ratio_report is not None
-    assert tier.cut == round(tier._controller.ratio * tier.geometry.numel)
+    assert tier.host_numel == round(tier.controller.ratio * tier.geometry.numel)
     assert any("settled on ratio" in record.message for record in caplog.records)
     engine.close()
 
 
 class _Space:
-    """Two shards, three parameters with padding after each; tiers over it by hand."""
+    """Two shards, three parameters with padding after each; a factory of tiers over it."""
 
     numel = 96
     pieces = ((0, 37, 0), (48, 60, 0), (64, 95, 0))
@@ -224,18 +226,12 @@ class _Space:
         return Geometry(self.numel, self.pieces, [(0, self.shards[0]), (48, self.shards[1])], 1)
 
     def make(self, host: Intervals, engine_tier: bool) -> TwinTier:
-        make_device = self._make_engines if engine_tier else self._make_own
-        tier = TwinTier(
-            self.geometry,
-            self.groups,
-            host,
-            make_host=self._make_own,
-            make_device=make_device,
-        )
+        self._engine_tier = engine_tier
+        tier = TwinTier(self.geometry, self.groups, host, self)
         tier.write_state("master_weight", 0, self.initial)
         return tier
 
-    def _make_own(self, part: Geometry, share: Intervals, groups: Any) -> StateTier:
+    def make_host(self, part: Geometry, share: Intervals, groups: Any) -> StateTier:
         return create_tier(
             **self._described(part, groups),
             config={},
@@ -243,7 +239,9 @@ class _Space:
             device_tier=DeviceTier,
         )
 
-    def _make_engines(self, part: Geometry, share: Intervals, groups: Any) -> StateTier:
+    def make_device(self, part: Geometry, share: Intervals, groups: Any) -> StateTier:
+        if not self._engine_tier:
+            return self.make_host(part, share, groups)
         return DeviceTier(**self._described(part, groups))
 
     def _described(self, part: Geometry, groups: Any) -> dict[str, Any]:
@@ -268,7 +266,9 @@ class _Space:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("cls", [torch.optim.AdamW, torch.optim.NAdam, torch.optim.Adagrad])
-def test_the_engines_own_device_tier_is_cut_and_moved_as_well(cls: Any, dtype: torch.dtype) -> None:
+def test_the_engines_own_device_tier_is_split_and_migrated_as_well(
+    cls: Any, dtype: torch.dtype
+) -> None:
     """It is what an accelerator's part is made of."""
     results = []
     for host, cuts in (
@@ -281,7 +281,7 @@ def test_the_engines_own_device_tier_is_cut_and_moved_as_well(cls: Any, dtype: t
         for step in range(7):
             space.step(tier, step)
             if step < len(cuts):
-                tier.recut(cuts[step])
+                tier.resplit(cuts[step])
         found = {name: tier.read_state(name, 0, 96) for name in tier.state_names()}
         found["params"] = torch.cat(space.shards)
         for i in range(3):

@@ -20,9 +20,10 @@ from torch.utils.data import DataLoader, Dataset
 
 import zero_core
 import zero_engine.lightning
-from zero_core.checkpoint_files import Reader
+from zero_core.checkpoint.files import Reader
 from zero_core.testing import spawn
 from zero_engine.lightning import ZeroStrategy
+from zero_engine.lightning.strategy import renamed_for
 from zero_engine.packing import pack, unpack
 
 WIDTH, NUM_SAMPLES, BATCH = 13, 20, 2  # on two ranks: 5 batches an epoch
@@ -262,7 +263,7 @@ def _fits_twice(rank: int, world_size: int, folder: str) -> None:
     _check_same(runs[1][1], runs[0][1], 2e-6)
     with pytest.raises(RuntimeError, match="until the next fit"):
         assert trainer.strategy.engine
-    zero_core.give_back(runs[1][1][2].strategy.engine)
+    runs[1][1][2].strategy.engine.unwrap()
     module.earlier = None
     _fit("zero_stage_3", world_size, folder, module)  # though the script has ended its engine
 
@@ -464,3 +465,13 @@ def test_configuration_may_be_a_file_with_comments(tmp_path: Path) -> None:
         ZeroStrategy(path)
     with pytest.raises(zero_core.ConfigError, match="neither a file that exists"):
         ZeroStrategy(tmp_path / "missing.json")
+
+
+def test_values_by_plain_names_load_into_a_module_with_compiled_parts() -> None:
+    module = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.BatchNorm1d(3))
+    plain = {name: value.clone() for name, value in module.state_dict().items()}
+    module[1] = torch.compile(module[1], backend="eager")
+    renamed = renamed_for(module, plain)
+    assert list(renamed) == list(module.state_dict())
+    module.load_state_dict(renamed)
+    assert renamed_for(module, renamed) == renamed

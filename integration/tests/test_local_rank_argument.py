@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from conftest import environment, run_program
+from conftest import run_forked, run_program
 
 from zero_engine.script.local_rank import Source, declares_local_rank, source_of
 
@@ -38,14 +37,7 @@ def _write(folder: Path, text: str, name: str = "script.py") -> Path:
 
 def _run_as_rank(*arguments: str, rank: str = "5") -> subprocess.CompletedProcess[str]:
     """``zero-engine run`` in a process that is a rank, the second of its machine."""
-    return subprocess.run(
-        [sys.executable, "-m", "zero_engine", "run", *arguments],
-        env={**environment(), "RANK": rank, "WORLD_SIZE": "8", "LOCAL_RANK": "1"},
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
-    )
+    return run_forked("run", *arguments, more={"RANK": rank, "WORLD_SIZE": "8", "LOCAL_RANK": "1"})
 
 
 def test_each_rank_is_given_its_own_number(tmp_path: Path) -> None:

@@ -22,8 +22,8 @@ from torch import nn
 from zero_core.errors import ConfigError
 from zero_core.testing import spawn
 from zero_engine import deepspeed
-from zero_engine.deepspeed.config import read
-from zero_engine.deepspeed.observing import Watch
+from zero_engine.deepspeed.config.reader import read
+from zero_engine.deepspeed.engine.observing import Watch
 from zero_engine.monitoring import MemoryBreakdown, Scalars, StepFacts, WallClock
 
 SCRIPT = Path(__file__).parent / "scripts" / "deepspeed_monitors.py"
@@ -177,7 +177,7 @@ class _Slow(nn.Linear):
 def test_times_add_up_over_the_micro_steps_of_a_step(capsys):
     config = _config(wall_clock_breakdown=True, gradient_accumulation_steps=2)
     engine = _train(config, steps=4, model=_Slow(3, 4))
-    clock = next(one for one in engine._watch.observers if isinstance(one, WallClock))
+    clock = next(one for one in engine.watch.observers if isinstance(one, WallClock))
     assert set(clock.last_ms) == {"fwd", "bwd", "step"}
     # Two sleeps, not four: each step's times are its own. The host may be busy, never early.
     assert clock.last_ms["fwd"] >= 60.0
@@ -217,7 +217,7 @@ def test_backward_that_the_script_calls_itself_is_measured_alike(capsys):
         (found["loss"] + found["logits"].square().sum()).backward()
         engine.step()
     # From the first gradient of an output on, that is, before those of parameters.
-    assert engine._watch.last_ms["bwd"] >= 60.0
+    assert engine.watch.last_ms["bwd"] >= 60.0
     out = capsys.readouterr().out
     # Each backward is watched once, however many outputs it begins at.
     assert out.count("memory after backward") == 2
@@ -238,7 +238,7 @@ def test_evaluation_counts_in_no_time_and_a_failed_forward_ends_its_own():
         engine(torch.ones(2, 7))
     engine.backward(engine(torch.ones(2, 3)).square().mean())
     engine.step()
-    assert engine._watch.last_ms["fwd"] < 300.0
+    assert engine.watch.last_ms["fwd"] < 300.0
 
 
 def test_a_script_may_make_the_monitors_itself(tmp_path):
@@ -254,7 +254,7 @@ def test_a_script_may_make_the_monitors_itself(tmp_path):
 
 def test_nothing_watches_unless_it_is_asked_for():
     engine = _train(_config(), steps=1)
-    assert engine._watch.observers == []
+    assert engine.watch.observers == []
     assert not engine.monitor.enabled
     engine.monitor.write_events([("a", 1.0, 1)])
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import logging
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -12,9 +11,8 @@ import torch
 from torch import nn
 
 import zero_core
+from zero_core import plugins
 from zero_core.testing import Case, batch, make_model, spawn
-from zero_offload.kernel_stepper import KernelStepper
-from zero_offload.torch_stepper import TorchStepper
 
 Make = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
@@ -75,9 +73,10 @@ def _of_object(make: Make, stage: int, dtype: str) -> zero_core.Engine:
     return _build(stage, dtype, model=model, optimizer=optimizer)
 
 
-def _steppers(engine: zero_core.Engine) -> set[type]:
-    tier: Any = engine._tier
-    return {type(part.tier._stepper) for part in tier._parts}
+def _kernels(engine: zero_core.Engine) -> set[bool]:
+    """Whether a kernel computes the update of each part, and not torch."""
+    tier: Any = engine.sharded_state.tier
+    return {part.tier.has_kernel for part in tier.report()}
 
 
 def _values(engine: zero_core.Engine, rank: int, counts: tuple[int, ...] = (1, 1, 1)) -> Any:
@@ -93,7 +92,7 @@ def _as_named(rank: int, world_size: int) -> None:
     for make, named in OBJECTS.values():
         for stage, dtype in ((1, "fp32"), (3, "bf16")):
             engine = _of_object(make, stage, dtype)
-            assert _steppers(engine) == {KernelStepper}
+            assert _kernels(engine) == {True}
             expected = _values(_build(stage, dtype, named=named), rank)
             torch.testing.assert_close(_values(engine, rank), expected, rtol=0.0, atol=0.0)
 
@@ -109,7 +108,7 @@ def test_an_object_has_the_bits_of_the_same_optimizer_by_name(world_size):
     ids=["a subclass", "amsgrad"],
 )
 def test_what_no_kernel_is_known_to_compute_is_torchs(make):
-    assert _steppers(_of_object(make, 1, "fp32")) == {TorchStepper}
+    assert _kernels(_of_object(make, 1, "fp32")) == {False}
 
 
 def _adds_up(rank: int, world_size: int) -> None:
@@ -137,9 +136,8 @@ def test_declared_micro_steps_add_up_where_none_are_configured(world_size):
 
 
 def test_without_a_kernel_torch_computes_an_object_and_the_log_says_so(monkeypatch, caplog):
-    module = importlib.import_module("zero_core.build")  # not the function of that name
-    monkeypatch.setattr(module, "has_part", lambda group, name: False)
+    monkeypatch.setattr(plugins, "has_part", lambda group, name: False)
     with caplog.at_level(logging.INFO, "zero_core"):
         engine = _of_object(_adamw(torch.optim.AdamW), 1, "fp32")
-    assert _steppers(engine) == {TorchStepper}
+    assert _kernels(engine) == {False}
     assert "'cpu' with an object of AdamW: torch's own update runs on the host" in caplog.text

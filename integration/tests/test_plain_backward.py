@@ -16,7 +16,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from zero_core import give_back
 from zero_core.testing import spawn
 from zero_engine import deepspeed
 
@@ -170,7 +169,7 @@ def test_backward_without_the_loss_scale_is_still_refused() -> None:
     engine.destroy()
 
 
-@pytest.mark.parametrize("end", [lambda e: e.destroy(), lambda e: give_back(e.core)])
+@pytest.mark.parametrize("end", [lambda e: e.destroy(), lambda e: e.core.unwrap()])
 def test_ended_engine_divides_no_gradient(end: Callable[[Any], Any]) -> None:
     engine = _make(0)
     end(engine)

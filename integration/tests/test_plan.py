@@ -25,7 +25,7 @@ from transformers import (
 
 import zero_core
 from zero_core.blueprint import Blueprint
-from zero_core.config import load_config
+from zero_core.config.schema import load_config
 from zero_core.errors import ConfigError
 from zero_core.testing import spawn
 from zero_engine.planning import parse_bytes
@@ -54,34 +54,19 @@ def train_steps(engine: zero_core.Engine) -> None:
         ids = torch.arange(64).view(2, 32)
         engine.backward(engine(input_ids=ids, labels=ids).loss)
         engine.step()
-    engine._tier.wait_params(0, engine.layout.local_numel(is_sharded=engine.layout.world_size > 1))
+    engine.sharded_state.tier.wait_params(
+        0, engine.layout.local_numel(is_sharded=engine.layout.world_size > 1)
+    )
 
 
 def memory_of_tier(engine: zero_core.Engine) -> dict[str, dict[str, int]]:
     """Bytes of zero-offload's two halves by kind."""
-    tier: Any = engine._tier
+    tier: Any = engine.sharded_state.tier
     found: dict[str, dict[str, int]] = {"host": {}, "device": {}}
-    for part in tier._parts:
-        stepper, mover = part.tier._stepper, part.tier._mover
-        landing = [t for parts in getattr(mover, "_landing", {}).values() for _, t in parts]
-        if part.landing is not None:
-            landing += part.landing._memory.values()
-        kinds = {
-            "master weights": stepper.master_bytes - bytes_in_shards(stepper),
-            "optimizer states": stepper.state_bytes,
-            "gradient copies": sum(t.nbytes for t in landing),
-        }
+    for part in tier.report():
         place = "host" if part.is_host else "device"
-        found[place] = {kind: n for kind, n in kinds.items() if n}
+        found[place] = {kind: n for kind, n in part.tier.memory.items() if n}
     return found
-
-
-def bytes_in_shards(stepper: Any) -> int:
-    """Of the master weights: shards that are their own, and those that are an upper half."""
-    masters = [stepper.master(a, b) for a, b, _ in stepper.geometry.overlaps(0, 1 << 62)]
-    shards = [t for _, t in stepper.geometry.shards]
-    pairs = zip(masters, shards, strict=True)
-    return sum(shard.nbytes for master, shard in pairs if master.data_ptr() == shard.data_ptr())
 
 
 TIER_KINDS = ("master weights", "optimizer states", "gradient copies")
@@ -124,9 +109,9 @@ def test_offload_takes_what_was_planned(world_size: int, tmp_path: Path) -> None
 
 
 def test_parameters_on_their_way_back_take_what_was_planned() -> None:
-    from zero_offload.geometry import Geometry
-    from zero_offload.host_memory import HostMemory
-    from zero_offload.transfer import HostMover
+    from zero_offload.flat.geometry import Geometry
+    from zero_offload.memory.host_memory import HostMemory
+    from zero_offload.tiers.transfer import HostMover
 
     config = make_config(3, "bf16", offload_optimizer={"device": "cpu", "pin_memory": False})
     planned = zero_core.plan(GPT2, config, 2).memory

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import subprocess
 import sys
 from datetime import timedelta
@@ -9,10 +10,12 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
-from conftest import environment, run_program
+from conftest import environment
 
 from zero_core import ConfigError
 from zero_engine import deepspeed
+from zero_engine.launch.torchrun import local_address_only
+from zero_engine.script.environment import hooked
 
 # Without an end of its groups, torch often has a rank killed by SIGABRT.
 LEAVES_WITHOUT_A_WORD = """
@@ -58,17 +61,36 @@ def _script(folder: Path, text: str) -> str:
     return str(path)
 
 
+def _run_ranks(script: str) -> str:
+    """Run two Python processes as a launcher starts ranks; what they print."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    shared |= {**hooked(environment()), **local_address_only()}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, script],
+            env={**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    output = "".join(rank.communicate(timeout=600)[0] for rank in ranks)
+    assert [rank.returncode for rank in ranks] == [0, 0], output
+    return output
+
+
 def test_ranks_that_leave_without_a_word_end_with_code_zero(tmp_path: Path) -> None:
-    script = _script(tmp_path, LEAVES_WITHOUT_A_WORD)
-    for _ in range(2):
-        run_program("run", "--nproc-per-node=2", script)
+    _run_ranks(_script(tmp_path, LEAVES_WITHOUT_A_WORD))
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_no_thread_of_the_group_is_left_when_the_process_ends(tmp_path: Path) -> None:
-    done = run_program("run", "--nproc-per-node=2", _script(tmp_path, LEAVES_A_CYCLE))
-    assert done.stdout.count("thread python") == 2
-    assert "runloop" not in done.stdout
+    output = _run_ranks(_script(tmp_path, LEAVES_A_CYCLE))
+    assert output.count("thread python") == 2
+    assert "runloop" not in output
 
 
 def test_rank_that_dies_does_not_keep_the_others_from_ending(tmp_path: Path) -> None:

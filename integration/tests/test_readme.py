@@ -1,4 +1,4 @@
-"""Every Python example of the README runs as it stands, on one process."""
+"""Every Python example of the READMEs and of docs/ runs as it stands, on one process."""
 
 from __future__ import annotations
 
@@ -12,8 +12,12 @@ from zero_core.testing import run_alone
 
 ROOT = Path(__file__).parents[2]
 BLOCKS = [
-    pytest.param(match.group(1), id=f"{path.parent.name or 'root'}-{number}")
-    for path in (ROOT / "README.md", ROOT / "integration" / "README.md")
+    pytest.param(match.group(1), id=f"{path.parent.name}-{path.stem}-{number}")
+    for path in (
+        ROOT / "README.md",
+        ROOT / "integration" / "README.md",
+        *sorted((ROOT / "docs").glob("*.md")),
+    )
     for number, match in enumerate(
         re.finditer(r"^```python\n(.*?)^```", path.read_text(encoding="utf-8"), re.M | re.S)
     )

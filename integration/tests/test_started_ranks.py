@@ -6,15 +6,16 @@ import os
 import socket
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import environment
+from conftest import environment, run_forked
 
 from zero_core.errors import ConfigError
-from zero_engine.ranks import join_ranks
-from zero_engine.started_ranks import first_host, rank_variables
+from zero_engine.launch.ranks import join_ranks
+from zero_engine.launch.started_ranks import first_host, rank_variables
 
 SLURM = {
     "SLURM_JOB_ID": "40007",
@@ -139,23 +140,14 @@ def _start_both(script: Path, variables: dict[str, str], rank: str, local: str) 
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    started = [
-        subprocess.Popen(
-            [sys.executable, "-m", "zero_engine", "run", str(script)],
-            env={
-                **environment(),
-                **variables,
-                rank: str(number),
-                local: str(number),
-                "MASTER_PORT": str(port),
-                "GLOO_SOCKET_IFNAME": "lo",
-            },
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for number in range(2)
-    ]
-    return sorted(process.communicate(timeout=600)[0] for process in started)
+
+    def start(number: int) -> str:
+        own = {rank: str(number), local: str(number), "MASTER_PORT": str(port)}
+        more = {**variables, **own, "GLOO_SOCKET_IFNAME": "lo"}
+        return run_forked("run", str(script), more=more).stdout
+
+    with ThreadPoolExecutor(2) as pool:
+        return sorted(pool.map(start, range(2)))
 
 
 @pytest.mark.parametrize(

@@ -9,11 +9,11 @@ import time
 from pathlib import Path
 
 import pytest
-from conftest import TIME_LIMIT_S, command, environment, refusal_of, run_program
+from conftest import STEPS, TIME_LIMIT_S, command, environment, refusal_of, train_forked
 
-from zero_engine.launch import default_ranks
-from zero_engine.metrics import read_metrics
-from zero_engine.settings import RunFolder, read_resolved
+from zero_engine.train.launch import check_request, default_ranks
+from zero_engine.train.metrics import read_metrics
+from zero_engine.train.settings import RunFolder, read_resolved
 
 TIMING = {"tokens_per_s", "memory_bytes"}
 
@@ -61,8 +61,8 @@ def interrupted_run(
     assert "stopped by SIGINT, checkpoint saved" in output
     assert "Traceback" not in output
     steps = [entry["step"] for entry in numbers(folder)]
-    assert steps[-1] != 160, "both signals came too late to interrupt anything"
-    run_program("train", "--resume", f"--output={folder.root}")
+    assert steps[-1] != STEPS, "both signals came too late to interrupt anything"
+    train_forked("--resume", f"--output={folder.root}")
     return folder
 
 
@@ -70,7 +70,7 @@ def test_resumed_run_logs_the_same_numbers(
     interrupted_run: RunFolder, finished_run: tuple[RunFolder, str]
 ) -> None:
     straight = numbers(finished_run[0])
-    assert len(straight) == 160 + 9  # steps, and evaluations at 0, 20, ..., 160
+    assert len(straight) == STEPS + 5  # steps, and evaluations at 0, 20, ..., 80
     assert numbers(interrupted_run) == straight
 
 
@@ -83,15 +83,18 @@ def test_resumed_run_ends_with_the_same_weights(
 
 
 def test_resumed_run_has_as_many_ranks_as_before(
-    tmp_path: Path, finished_run: tuple[RunFolder, str]
+    tmp_path: Path, finished_run: tuple[RunFolder, str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = RunFolder(shutil.copytree(finished_run[0].root, tmp_path / "copy"))
-    before = read_resolved(folder)["world_size"]
-    done = run_program("train", "--resume", "--steps=161", "--ranks=1", f"--output={folder.root}")
-    assert f"the run had {before} ranks and goes on with 1" in done.stderr
-    run_program("train", "--resume", "--steps=162", f"--output={folder.root}")
+    before, last = read_resolved(folder)["world_size"], STEPS + 1
+    asked = {"output": str(folder.root), "steps": last}
+    assert check_request(asked, ["--resume"], 1) == 1
+    assert f"the run had {before} ranks and goes on with 1" in capsys.readouterr().err
+    train_forked("--resume", f"--steps={last}", f"--output={folder.root}", ranks=1)
     assert read_resolved(folder)["world_size"] == 1 != default_ranks()
-    assert read_resolved(folder)["run"]["steps"] == 162
+    assert read_resolved(folder)["run"]["steps"] == last
+    assert check_request({**asked, "steps": last + 1}, ["--resume"], None) == 1
+    assert not capsys.readouterr().err
 
 
 def test_resume_refuses_fewer_steps_than_were_taken(
@@ -100,7 +103,7 @@ def test_resume_refuses_fewer_steps_than_were_taken(
     folder, _ = finished_run
     before = folder.resolved_config.read_text()
     said = refusal_of("train", "--resume", "--steps=5", f"--output={folder.root}")
-    assert "--steps 5: the run has taken 160 already" in said
+    assert f"--steps 5: the run has taken {STEPS} already" in said
     assert folder.resolved_config.read_text() == before
 
 

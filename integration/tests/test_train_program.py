@@ -8,13 +8,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import TINY, run_program
+from conftest import STEPS, TINY, train_forked
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from zero_engine.data import Corpus
-from zero_engine.metrics import read_metrics
-from zero_engine.settings import RunFolder
+import zero_engine.train
+from zero_engine.train import program
+from zero_engine.train.data import Corpus
+from zero_engine.train.metrics import read_metrics
+from zero_engine.train.settings import RunFolder
 
 PNG_START = b"\x89PNG\r\n\x1a\n"
 
@@ -49,7 +51,7 @@ def test_held_out_loss_falls(finished_run: tuple[RunFolder, str]) -> None:
 
 def test_plain_output_has_a_line_of_figures(finished_run: tuple[RunFolder, str]) -> None:
     _, output = finished_run
-    (line,) = [line for line in output.splitlines() if line.startswith("step 50/160")]
+    (line,) = [line for line in output.splitlines() if line.startswith(f"step 50/{STEPS}")]
     for figure in ("loss", "tokens/s", "MiB per rank", "lr", "scale"):
         assert figure in line
 
@@ -67,7 +69,7 @@ def test_resolved_config_spells_defaults_out(finished_run: tuple[RunFolder, str]
     assert zero["offload_optimizer"]["ratio"] == 0.5
     assert zero["offload_optimizer"]["pin_memory"] is True  # a default
     assert resolved["engine"]["train_batch_size"] == 8
-    assert resolved["engine"]["scheduler"]["params"]["total_num_steps"] == 160
+    assert resolved["engine"]["scheduler"]["params"]["total_num_steps"] == STEPS
     assert resolved["run"]["seed"] == 0
     assert resolved["model"]["n_layer"] == 2
     assert resolved["world_size"] == 2
@@ -80,7 +82,7 @@ def test_tensorboard_reads_the_same_losses(finished_run: tuple[RunFolder, str]) 
     logged = [event.value for event in board.Scalars("train/loss")]
     losses = [entry["loss"] for entry in read_metrics(folder.metrics) if "loss" in entry]
     assert logged == pytest.approx(losses)
-    assert len(losses) == 160
+    assert len(losses) == STEPS
     assert {"train/learning_rate", "train/tokens_per_s", "memory_mib/rank1", "held_out/loss"} <= (
         set(board.Tags()["scalars"])
     )
@@ -113,7 +115,7 @@ def test_own_config_without_quantization_exports_the_computed_weights(
     )
     folder = RunFolder(tmp_path / "run")
     options = (f"--config={config}", f"--data={text_file}", "--steps=6", f"--output={folder.root}")
-    run_program("train", *TINY, *options)
+    train_forked(*TINY, *options)
     assert loss_of_exported_model(folder, num_windows=16) == pytest.approx(
         held_out_losses(folder)[-1], rel=1e-5
     )
@@ -123,9 +125,15 @@ def test_own_config_without_quantization_exports_the_computed_weights(
 
 
 def test_default_text_is_the_standard_library() -> None:
-    from zero_engine.data import read_text
+    from zero_engine.train.data import read_text
 
     text, root = read_text(None), Path(sysconfig.get_path("stdlib"))
     sources = [path.read_text(encoding="utf-8") for path in sorted(root.glob("[a-c]*.py"))]
     assert sum(source in text for source in sources) > len(sources) / 4  # the rest is cut off
     assert text == read_text(None)
+
+
+def test_program_is_called_by_the_packages_name() -> None:
+    assert zero_engine.train.train is program.train
+    with pytest.raises(AttributeError, match="has no attribute 'nonsense'"):
+        _ = zero_engine.train.nonsense

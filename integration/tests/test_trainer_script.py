@@ -6,18 +6,20 @@ The oracle is the same script as one process with plain torch and all ranks' sam
 from __future__ import annotations
 
 import json
+import runpy
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from conftest import TIME_LIMIT_S, environment, run_program
 from lm_models import save_models
 from safetensors.torch import load_file
+from script_server import run_script
 from transformers import AutoModelForCausalLM
+
+from zero_core.testing import run_alone
 
 SCRIPT = Path(__file__).parent / "scripts" / "run_lm.py"
 # 44 samples are 11 micro-batches of 4: the last accumulation of an epoch has two, not three. The
@@ -38,14 +40,12 @@ LORA = (*T5, "--lora")
 OPTIONS = {"gpt2": (), "t5": T5, "lora": LORA}
 STEPS = range(1, 9)
 
-# Runs the script once per list of arguments, to import transformers once.
-IN_TURN = """
-import json, runpy, sys
-script, lists = sys.argv[1], json.loads(sys.argv[2])
-for arguments in lists:
-    sys.argv = [script, *arguments]
-    runpy.run_path(script, run_name="__main__")
-"""
+
+def _run_in_turn(lists: list[list[str]]) -> None:
+    """Run the script once per list of arguments."""
+    for arguments in lists:
+        sys.argv = [str(SCRIPT), *arguments]
+        runpy.run_path(str(SCRIPT), run_name="__main__")
 
 
 @pytest.fixture(scope="module")
@@ -67,20 +67,17 @@ def plain(tmp_path_factory: pytest.TempPathFactory, models: dict[str, Path]) -> 
         ]
         for kind, options in OPTIONS.items()
     ]
-    done = subprocess.run(
-        [sys.executable, "-c", IN_TURN, str(SCRIPT), json.dumps(lists)],
-        env=environment(),
-        capture_output=True,
-        text=True,
-        timeout=TIME_LIMIT_S,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
+    run_alone(_run_in_turn, lists)
     return {kind: root / kind for kind in OPTIONS}
 
 
 def _run(
-    folder: Path, model: Path, zero: dict[str, Any], *options: str, ranks: int = 2, **more: Any
+    folder: Path,
+    model: Path,
+    zero: dict[str, Any],
+    *options: str,
+    ranks: int = 2,
+    **more: Any,
 ) -> Path:
     """Run the script on ``ranks`` ranks with this ``zero_optimization``; the folder it left."""
     config = {
@@ -97,11 +94,11 @@ def _run(
     }
     file = folder.with_suffix(".json")
     file.write_text(json.dumps(config), encoding="utf-8")
-    run_program(
-        *("run", f"--nproc-per-node={ranks}", str(SCRIPT), *COMMON, *options),
-        *(f"--model_name_or_path={model}", f"--deepspeed={file}", f"--output_dir={folder}"),
-        f"--per_device_train_batch_size={4 // ranks}",
+    arguments = (
+        *(*COMMON, *options, f"--model_name_or_path={model}", f"--deepspeed={file}"),
+        *(f"--output_dir={folder}", f"--per_device_train_batch_size={4 // ranks}"),
     )
+    run_script(SCRIPT, *arguments, ranks=ranks)
     return folder
 
 

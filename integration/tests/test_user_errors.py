@@ -8,8 +8,8 @@ import pytest
 from conftest import refusal_of, run_program
 
 from zero_core.errors import ConfigError
-from zero_engine.data import prepare_corpus, read_text
-from zero_engine.settings import RunSettings, engine_config, fill_auto, fresh_run
+from zero_engine.train.data import prepare_corpus, read_text
+from zero_engine.train.settings import RunSettings, engine_config, fill_auto, fresh_run
 
 
 def test_missing_data_file_is_named(tmp_path: Path) -> None:

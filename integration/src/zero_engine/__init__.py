@@ -1,4 +1,4 @@
-"""The whole engine put together: the train program, the doctor, the benchmarks."""
+"""The whole engine put together: the train program and the doctor."""
 
 from importlib.metadata import version
 

@@ -85,23 +85,23 @@ def train(
 
 
 def run_train(options: dict[str, str | int | None], flags: list[str], ranks: int | None) -> None:
-    """Check what was asked; then train on this rank, or start the ranks that do.
+    """Check the request, then train on this rank, or start the ranks that train.
 
     Never returns; the process ends with the exit code of the run.
     """
     # torch and transformers take seconds to import: only the commands that need them pay.
     from zero_core.errors import ZeroError
-    from zero_engine.ranks import fail, is_under_launcher
+    from zero_engine.launch.ranks import fail, is_under_launcher
 
     try:
         if is_under_launcher():
-            from zero_engine.train import train as train_on_this_rank
+            from zero_engine.train.program import train as train_on_this_rank
 
             code = train_on_this_rank(
                 options, should_resume="--resume" in flags, should_overwrite="--overwrite" in flags
             )
         else:
-            from zero_engine.launch import check_request, launch
+            from zero_engine.train.launch import check_request, launch
 
             num_ranks = check_request(options, flags, ranks)
             arguments = [
@@ -133,7 +133,7 @@ def run(
     with the exit code of the script.
     """
     from zero_core.errors import ZeroError
-    from zero_engine.ranks import fail
+    from zero_engine.launch.ranks import fail
     from zero_engine.script.run import run_program
 
     try:
@@ -168,13 +168,15 @@ def plan(
     json_file: Annotated[_Text, _option("Write the plan as JSON there.")] = None,
     png: Annotated[_Text, _option("Draw the memory as a picture there.")] = None,
 ) -> None:
-    """Say what a run will take, and what to change so that it fits; nothing is allocated.
+    """Forecast the memory and traffic of a run, and the smallest change that makes it fit.
+
+    Nothing is allocated.
 
     Ends with code 1 if nothing fits the memory that was given.
     """
     from zero_core.errors import ZeroError
+    from zero_engine.launch.ranks import fail
     from zero_engine.planning import make_plan, read_model, show_plan, write_plan
-    from zero_engine.ranks import fail
 
     sizes = {
         "n_layer": layers,
@@ -219,7 +221,7 @@ def doctor(
 @app.command()
 def config() -> None:
     """Print the default configuration, to save and change."""
-    from zero_engine.settings import default_config_text
+    from zero_engine.train.settings import default_config_text
 
     print(default_config_text(), end="")
 

@@ -1,4 +1,4 @@
-"""What is installed, what the machine offers, and what to do about what is missing."""
+"""Report of installed packages, of the machine, and of cures for missing parts."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ import importlib
 import importlib.metadata
 import platform
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -35,11 +36,12 @@ ENTRY_POINTS = {
     "zero_core.adam_kernels": "cpu-adam",
 }
 GIB = 2**30
+_NODES = Path("/sys/devices/system/node")
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of the report."""
+    """A line of the report."""
 
     topic: str
     name: str
@@ -49,7 +51,7 @@ class Finding:
     """What to do; empty where nothing needs doing."""
 
     def as_dict(self) -> dict[str, str]:
-        """The finding as plain builtins."""
+        """Return the finding as plain builtins."""
         return asdict(self)
 
 
@@ -59,7 +61,7 @@ def examine() -> list[Finding]:
 
 
 def as_table(findings: list[Finding]) -> Table:
-    """The findings as a table for the terminal."""
+    """Format the findings as a table for the terminal."""
     table = Table(title="zero-engine doctor")
     for heading in ("", "what"):
         table.add_column(heading, no_wrap=True)
@@ -159,7 +161,7 @@ def _machine() -> Iterator[Finding]:
 
 
 def _lockable() -> Finding:
-    """``ulimit -l``, and what it means for ``offload_optimizer.pin_memory``."""
+    """Report ``ulimit -l``, and its effect on ``offload_optimizer.pin_memory``."""
     limit = locked_memory_limit_bytes()
     shown = "unlimited" if limit is None else f"{limit / GIB:.3g} GiB"
     if not torch.cuda.is_available():
@@ -173,41 +175,16 @@ def _lockable() -> Finding:
 
 
 def _numa() -> Iterator[Finding]:
-    """NUMA nodes, the devices' nodes, and what ``offload_optimizer.numa`` binds there."""
+    """Report the machine's NUMA nodes and, with several, how ranks are bound to them."""
+    lists = sorted(_NODES.glob("node[0-9]*/cpulist"), key=lambda path: int(path.parent.name[4:]))
     try:
-        numa: Any = importlib.import_module("zero_offload.numa")
-    except Exception as error:  # told above: the package is missing or broken
-        value = f"unknown ({type(error).__name__})"
-        yield Finding("machine", "NUMA nodes", value, "missing", "pip install zero-offload")
+        nodes = [f"{path.parent.name[4:]}: CPUs {path.read_text().strip()}" for path in lists]
+    except OSError as error:
+        yield Finding("machine", "NUMA nodes", f"not readable: {error}", "note")
         return
-    nodes = numa.node_cpus()
-    told = [f"{node}: CPUs {_ranges(cpus)}" for node, cpus in nodes.items()]
-    yield Finding("machine", "NUMA nodes", "; ".join(told) or "the system tells of none")
-    if len(nodes) > 1 and numa.open_libnuma() is None:
-        value = "none: host memory is placed by first touch alone"
-        advice = "install libnuma (libnuma1, numactl-libs); a container needs CAP_SYS_NICE"
-        yield Finding("machine", "libnuma", value, "note", advice)
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    for device in [torch.device("cuda", i) for i in range(count)] or [torch.device("cpu")]:
-        yield _placement(numa.locate(device))
-
-
-def _placement(placement: Any) -> Finding:
-    """Where one device is, and what the offloading thread would be bound to."""
-    name = f"NUMA of {placement.device}"
-    node = "unknown node" if placement.node is None else f"node {placement.node}"
-    if placement.cpus:
-        cpus = _ranges(placement.cpus)
-        return Finding("machine", name, f"{node}; the host's update is bound to CPUs {cpus}")
-    return Finding("machine", name, f"{node}; nothing is bound: {placement.reason}")
-
-
-def _ranges(cpus: Iterable[int]) -> str:
-    """CPU numbers as the kernel writes them: ``0-3,8``."""
-    ends: list[list[int]] = []
-    for cpu in sorted(cpus):
-        if ends and ends[-1][1] == cpu - 1:
-            ends[-1][1] = cpu
-        else:
-            ends.append([cpu, cpu])
-    return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in ends) or "none"
+    value = "; ".join(nodes) or "the system lists none"
+    if len(nodes) < 2:
+        yield Finding("machine", "NUMA nodes", value)
+        return
+    advice = "start ranks with torchrun --numa-binding=node, to keep each beside its device"
+    yield Finding("machine", "NUMA nodes", value, "note", advice)

@@ -1,4 +1,4 @@
-"""What the machine grants this process: cores, memory, and how much of it is in use.
+"""Resources that the machine grants this process: cores, memory, and the memory in use.
 
 A container's limits (cgroup v2 and v1) count for more than what the hardware has, because they
 are what a training run hits first.
@@ -30,7 +30,7 @@ CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
 
 
 def available_cores(root: Path = CGROUP) -> int:
-    """Cores that this process may use: its CPU affinity, capped by the cgroup's quota; >= 1."""
+    """Return the cores of this process's affinity, capped by the cgroup's quota, at least 1."""
     if hasattr(os, "sched_getaffinity"):
         cores = len(os.sched_getaffinity(0))
     else:
@@ -52,7 +52,7 @@ def memory_limit_bytes(root: Path = CGROUP) -> int | None:
 
 
 def locked_memory_limit_bytes() -> int | None:
-    """Bytes that may be page-locked by ``mlock`` (``ulimit -l``); CUDA's pinning is not counted.
+    """Return the bytes that ``mlock`` may lock (``ulimit -l``). CUDA's pinning is not counted.
 
     None means that there is no limit.
     """
@@ -72,21 +72,21 @@ def used_bytes(device: torch.device) -> int:
 
 
 def processor_name() -> str:
-    """Model name of the processor, as the system tells it."""
+    """Return the model name of the processor."""
     lines = _read(Path("/proc/cpuinfo")).splitlines()
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return names[0] if names else platform.processor()
 
 
 def cache_bytes(root: Path = CACHES) -> int:
-    """Size of the processor's largest cache; 0 where the system does not tell (Linux does)."""
+    """Return the size of the processor's largest cache, 0 where the system does not know it."""
     units = {"K": 2**10, "M": 2**20, "G": 2**30}
     sizes = [_read(path) for path in root.glob("index*/size")]
     return max((int(size[:-1]) * units[size[-1]] for size in sizes if size), default=0)
 
 
 def _cpu_quota(root: Path) -> float | None:
-    """The cgroup's CPU limit in cores, or None where there is none."""
+    """Return the cgroup's CPU limit in cores, or None where there is none."""
     fields = _read(root / "cpu.max").split()  # version 2: "QUOTA PERIOD" or "max PERIOD"
     if not fields:  # version 1: two files, -1 for no quota
         fields = [_read(root / f"cpu/cpu.cfs_{name}_us") for name in ("quota", "period")]

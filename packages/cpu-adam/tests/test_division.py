@@ -36,15 +36,15 @@ def hard_pairs(divisors, shift, distance):
 @pytest.mark.parametrize("shift", [24, 25])
 @pytest.mark.parametrize("distance", [-3, -1, 1, 3])
 def test_quotients_closest_to_a_middle_are_rounded_correctly(shift, distance):
-    divisors = np.random.default_rng(shift).integers(2**22, 2**23, 400_000) * 2 + 1
+    divisors = np.random.default_rng(shift).integers(2**22, 2**23, 100_000) * 2 + 1
     num_pairs = 0
     for a, b in hard_pairs(divisors, shift, distance):
         np.testing.assert_array_equal(divide(a, b), a / b)
         num_pairs += a.size
-    assert num_pairs > 10_000
+    assert num_pairs > 2_500
 
 
 def test_other_quotients_are_rounded_correctly():
     random = np.random.default_rng(0)
-    a, b = random.integers(2**23, 2**24, (2, 1_000_000)).astype(np.float32)
+    a, b = random.integers(2**23, 2**24, (2, 250_000)).astype(np.float32)
     np.testing.assert_array_equal(divide(a, b), a / b)

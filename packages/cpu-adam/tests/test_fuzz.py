@@ -29,7 +29,7 @@ try:
 except ImportError:  # then NumPy and DLPack alone
     torch = None
 
-NUM_CALLS = int(os.environ.get("CPU_ADAM_FUZZ_CALLS", "4000"))
+NUM_CALLS = int(os.environ.get("CPU_ADAM_FUZZ_CALLS", "2000"))
 FIRST_SEED = int(os.environ.get("CPU_ADAM_FUZZ_SEED", "0"))
 
 ADAM = {"master": "f4", "exp_avg": "f4", "exp_avg_sq": "f4"}

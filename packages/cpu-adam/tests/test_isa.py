@@ -33,6 +33,10 @@ def test_scalar_is_always_available_and_the_best_is_active():
 @pytest.mark.parametrize("isa", cpu_adam.available_isas())
 def test_the_environment_variable_forces_an_instruction_set(isa):
     assert run_with(isa).stdout.strip() == isa
+
+
+def test_the_environment_variable_ignores_case_and_spaces():
+    isa = cpu_adam.available_isas()[0]
     assert run_with(f" {isa.upper()} ").stdout.strip() == isa
 
 
@@ -48,5 +52,5 @@ def test_a_known_instruction_set_that_the_machine_lacks_is_refused(isa, monkeypa
     from cpu_adam import _isa, _kernels
 
     monkeypatch.setattr(_kernels, "available_isas", lambda: ["scalar"])
-    with pytest.raises(ValueError, match="not supported by this machine"):
-        _isa._choose(isa)
+    with pytest.raises(ValueError, match="not supported by this machine"), _isa.use_isa(isa):
+        pass

@@ -19,9 +19,9 @@ from kernel_cases import (
     make_arrays,
     run_kernel,
 )
+from rule_cases import narrow
 
 import cpu_adam
-from cpu_adam import _threads, reference
 
 # Several grains of work, the last one odd.
 NUMEL = 300_001
@@ -51,23 +51,22 @@ def test_many_threads_match_the_reference(big, hyper):
 
 
 @pytest.mark.parametrize("out_dtype", [np.float32, np.float16, np.uint16])
-@pytest.mark.parametrize("shift", [0, 1])
-def test_a_copy_too_large_for_the_caches_is_the_same(isa, out_dtype, shift, hyper):
-    """Such a copy is written past the caches, where its alignment allows."""
+def test_a_copy_too_large_for_the_caches_is_the_same(isa, out_dtype, hyper):
+    """Such a copy is written past the caches where it is aligned, and ordinarily elsewhere."""
     numel = 4 * 2**20 + 5
-    ones = np.ones(numel, np.float32)
-    arrays = {name: ones.copy() for name in ("master", "grad", "exp_avg", "exp_avg_sq")}
+    arrays = {name: np.ones(numel, np.float32) for name in ("master", "exp_avg", "exp_avg_sq")}
+    arrays["grad"] = np.ones(numel, np.float16)
     arrays["master"] *= np.arange(numel, dtype=np.float32)
     out = np.zeros(numel + 64, out_dtype)
-    start = -(out.ctypes.data // out.itemsize) % (64 // out.itemsize) + shift
-    view = out[start : start + numel]
-    run_kernel(arrays, view, num_threads=2, **hyper)
-    master = arrays["master"]
-    with np.errstate(over="ignore"):
-        rounded = reference.float32_to_bfloat16(master) if out_dtype is np.uint16 else master
-        assert_same_bits(view, rounded.astype(out_dtype))
-    assert not out[:start].any()
-    assert not out[start + numel :].any()
+    aligned = -(out.ctypes.data // out.itemsize) % (64 // out.itemsize)
+    for start in (aligned, aligned + 1):
+        out[:] = 0
+        view = out[start : start + numel]
+        run_kernel(arrays, view, num_threads=2, **hyper)
+        expected = narrow(arrays["master"], out_dtype)
+        assert view.tobytes() == expected.tobytes()
+        assert not out[:start].any()
+        assert not out[start + numel :].any()
 
 
 @pytest.mark.parametrize("num_threads", [2, 3, 5, 16, 64])
@@ -136,7 +135,7 @@ def test_a_forked_child_gets_threads_of_its_own(big, expected, hyper, depth):
 
 
 def test_the_gil_is_released(hyper):
-    arrays = make_arrays(4_000_000)
+    arrays = make_arrays(1_000_000)
     ticks, stop = [0], threading.Event()
 
     def tick():
@@ -146,30 +145,18 @@ def test_the_gil_is_released(hyper):
 
     ticker = threading.Thread(target=tick)
     ticker.start()
+    most = 0
     try:
-        before = ticks[0]
         deadline = time.monotonic() + 20
-        # One call holding the lock would let the ticker run only between calls.
-        while ticks[0] < before + 50 and time.monotonic() < deadline:
+        # A call that held the lock would let the ticker run before and after it, not meanwhile.
+        while most < 20 and time.monotonic() < deadline:
+            before = ticks[0]
             run_kernel(arrays, num_threads=1, **hyper)
-        assert ticks[0] >= before + 50
+            most = max(most, ticks[0] - before)
     finally:
         stop.set()
         ticker.join()
-
-
-def test_the_default_is_the_number_of_usable_cpus_without_torch():
-    code = (
-        "import os, cpu_adam._threads as t; import sys; assert 'torch' not in sys.modules; "
-        "n = len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count();"
-        "assert t.default_num_threads() == n"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True)
-
-
-def test_the_default_is_torchs_count_with_torch():
-    torch = pytest.importorskip("torch", reason="torch is an extra")
-    assert _threads.default_num_threads() == torch.get_num_threads()
+    assert most >= 20
 
 
 def test_no_openmp_runtime_is_loaded():
@@ -184,43 +171,6 @@ def test_no_openmp_runtime_is_loaded():
         "assert 'libgomp' not in maps and 'libomp' not in maps and 'libiomp' not in maps"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
-
-
-def test_the_package_is_importable_and_usable_without_torch():
-    code = (
-        "import sys; sys.modules['torch'] = None\n"
-        "import numpy as np, cpu_adam\n"
-        "a = np.ones((4, 5), np.float32)\n"
-        "cpu_adam.adam_step(*a, step=1, lr=0.1, beta1=0.9, beta2=0.9, eps=0.1, weight_decay=0)\n"
-        "try: cpu_adam.CPUAdam\n"
-        "except ImportError as e: assert \"pip install 'cpu-adam[torch]'\" in str(e), e\n"
-        "else: raise AssertionError\n"
-        "try: cpu_adam.nothing\n"
-        "except AttributeError: pass\n"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True)
-
-
-def test_importing_the_package_does_not_load_torch():
-    code = "import sys, cpu_adam; assert 'torch' not in sys.modules"
-    subprocess.run([sys.executable, "-c", code], check=True)
-
-
-def test_flush_to_zero_of_the_caller_holds_on_every_thread(hyper):
-    torch = pytest.importorskip("torch", reason="torch sets the mode")
-    arrays = make_arrays(NUMEL)
-    arrays["exp_avg"][:] = 1e-39  # subnormal, and stays so in the default mode
-    arrays["grad"][:] = 0
-    kept, flushed = copies(arrays), copies(arrays)
-    run_kernel(kept, num_threads=4, **hyper)
-    if not torch.set_flush_denormal(True):
-        pytest.skip("the CPU has no such mode")
-    try:
-        run_kernel(flushed, num_threads=4, **hyper)
-    finally:
-        torch.set_flush_denormal(False)
-    assert (kept["exp_avg"] != 0).all()
-    assert (flushed["exp_avg"].view(np.uint32) << 1 == 0).all()
 
 
 def test_available_isas_is_a_tuple():

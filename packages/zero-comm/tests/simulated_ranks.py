@@ -1,7 +1,7 @@
-"""Many ranks in one process: a thread each, and collectives that carry tensors between them.
+"""Simulated ranks: one thread each, with collectives that copy tensors between them.
 
-What each rank sends is counted, by whether it leaves the node, so that the traffic of many nodes
-can be told without having them. Bytes travel as copies made when a collective starts.
+The network counts what each rank sends within its node and to others, so that the traffic of many
+nodes is measured without having them. Tensors are copied when a collective starts.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ TIMEOUT_S = 60.0
 
 
 class Deferred:
-    """A work whose effect happens at its first ``wait``."""
+    """Work whose effect happens at the first ``wait``."""
 
     def __init__(self, effect: Callable[[], None]) -> None:
         self._effect: Callable[[], None] | None = effect
@@ -59,13 +59,13 @@ class Network:
         return box.get(timeout=TIMEOUT_S)
 
 
-class SimulatedNative:
-    """`zero_comm.native.NativeCollectives` of one simulated rank; jobs run at once."""
+class SimulatedTransport:
+    """`TransportCollectives` of one simulated rank. Jobs run at once."""
 
-    has_retire = False
+    reduces_in_place = False
 
     def __init__(self, network: Network, ranks: Sequence[int], me: int) -> None:
-        self._network = network
+        self.network = network
         self._ranks = list(ranks)
         self._me = me
 
@@ -98,8 +98,8 @@ class SimulatedNative:
 
         return Deferred(finish)
 
-    def subgroup(self, ranks: Sequence[int]) -> SimulatedNative:
-        return SimulatedNative(self._network, [self._ranks[r] for r in ranks], self._me)
+    def subgroup(self, ranks: Sequence[int]) -> SimulatedTransport:
+        return SimulatedTransport(self.network, [self._ranks[r] for r in ranks], self._me)
 
     def zeros(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         with torch.inference_mode(False):
@@ -113,30 +113,30 @@ class SimulatedNative:
         self, name: str, unit: int, rows: Tensor, given: Sequence[Tensor] | Tensor
     ) -> Deferred:
         if self._me == 0:
-            self._network.calls[name] += 1
+            self.network.calls[name] += 1
         key = (name, unit, tuple(self._ranks))
         rows[self.rank].copy_(given[self.rank])
         for place, peer in enumerate(self._ranks):
             if peer != self._me:
-                self._network.send(key, self._me, peer, given[place])
+                self.network.send(key, self._me, peer, given[place])
 
         def finish() -> None:
             for place, peer in enumerate(self._ranks):
                 if peer != self._me:
-                    rows[place].copy_(self._network.receive(key, peer, self._me))
+                    rows[place].copy_(self.network.receive(key, peer, self._me))
 
         return Deferred(finish)
 
 
-def run_ranks(network: Network, program: Callable[[SimulatedNative], Any]) -> list[Any]:
-    """What ``program`` returns on every rank; the first error, if there is one."""
+def run_ranks(network: Network, program: Callable[[SimulatedTransport], Any]) -> list[Any]:
+    """Return the results of ``program`` on every rank, or raise the first error."""
     results: list[Any] = [None] * network.world_size
     errors: list[BaseException] = []
 
     def run(rank: int) -> None:
-        native = SimulatedNative(network, range(network.world_size), rank)
+        transport = SimulatedTransport(network, range(network.world_size), rank)
         try:
-            results[rank] = program(native)
+            results[rank] = program(transport)
         except BaseException as error:  # handed to the caller
             errors.append(error)
 

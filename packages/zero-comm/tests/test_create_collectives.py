@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from simulated_ranks import Network, SimulatedNative, run_ranks
+from simulated_ranks import Network, SimulatedTransport, run_ranks
 
 import zero_comm
 from zero_comm import create_collectives
-from zero_comm.collectives import QuantizedCollectives
-from zero_comm.message import Packing
+from zero_comm.collectives.quantized import QuantizedCollectives
+from zero_comm.quantizer.message import Packing
 
 QWZ = {"zero_quantized_weights": True}
 QGZ = {"zero_quantized_gradients": True}
@@ -22,29 +22,29 @@ QGZ = {"zero_quantized_gradients": True}
 def make(
     config: dict[str, Any], *, rank: int = 0, world_size: int = 4, ranks_per_node: int = 2
 ) -> tuple[Any, Any]:
-    native = SimulatedNative(Network(world_size, 1), range(world_size), 0)
+    transport = SimulatedTransport(Network(world_size, 1), range(world_size), 0)
     made = create_collectives(
-        native,
+        transport,
         rank=rank,
         world_size=world_size,
         config=config,
         ranks_per_node=ranks_per_node,
         frozen=(),
     )
-    return native, made
+    return transport, made
 
 
 def sent_nbytes(config: dict[str, Any], numel: int = 4096) -> tuple[int, int]:
     """What a rank of two sends to the other in a gather and in a reduction."""
     network = Network(2, 1)
 
-    def program(native: SimulatedNative) -> None:
+    def program(transport: SimulatedTransport) -> None:
         made = create_collectives(
-            native, rank=native.rank, world_size=2, config=config, ranks_per_node=1, frozen=()
+            transport, rank=transport.rank, world_size=2, config=config, ranks_per_node=1, frozen=()
         )
         out = torch.empty(2 * numel)
         made.all_gather(out, torch.randn(numel), unit=0, version=0, backward=False).wait()
-        if native.rank == 0:
+        if transport.rank == 0:
             gathered.append(network.between[0])
         made.reduce_scatter(torch.empty(numel), torch.randn(2 * numel), unit=0).wait()
 
@@ -90,18 +90,18 @@ def test_a_full_block_with_everything_else_off_is_accepted() -> None:
 
 
 def test_one_rank_gets_the_native_collectives() -> None:
-    native, collectives = make(
+    transport, collectives = make(
         {**QWZ, **QGZ, "zero_hpz_partition_size": 2}, world_size=1, ranks_per_node=1
     )
-    assert collectives is native
+    assert collectives is transport
 
 
 @pytest.mark.parametrize(
     "config", [{}, {"zero_quantized_weights": False}, {"zero_quantized_checksum": True}]
 )
 def test_a_config_that_asks_for_nothing_gets_the_native_collectives(config: dict[str, Any]) -> None:
-    native, collectives = make(config)
-    assert collectives is native
+    transport, collectives = make(config)
+    assert collectives is transport
 
 
 @pytest.mark.parametrize(

@@ -1,34 +1,195 @@
 """Quantized gradients in DistributedDataParallel, against plain DDP of the same run.
 
-Bounds are twice what was measured, or more; see docs/decisions.md.
+Bounds are twice what was measured, or more; see docs/benchmarks.md.
 """
 
 import multiprocessing
+import os
+from collections.abc import Sequence
+from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
-from plugin_ranks import (
-    DTYPES,
-    HOOKS,
-    SHAPES,
-    WAYS,
-    Outcomes,
-    gap,
-    message,
-    outcomes_of,
-    train_until_a_rank_dies,
-    values_of,
-)
+import torch.distributed as dist
+from real_ranks import DTYPES, SHAPES, Outcomes, Scenario, counted, message, outcomes_of, values_of
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from toy_training import batch, gap, gradients, make_model, train, weights
 
-from zero_comm import ddp_comm_hook
+from zero_comm import BlockFormat, LocoSettings, ddp_comm_hook
 
 LOSS_BOUND = 0.03  # of any step's loss, against plain DDP's at that step
 
 
+def ddp(model: nn.Module, hook: Any = None, **kwargs: Any) -> DistributedDataParallel:
+    wrapped = DistributedDataParallel(model, bucket_cap_mb=0.05, **kwargs)
+    if hook is not None:
+        wrapped.register_comm_hook(None, hook)
+    return wrapped
+
+
+HOOKS: dict[str, dict[str, Any]] = {
+    "exact gather": {"gathered": None},
+    "int8, checksums": {"gradients": "int8", "has_checksum": True},
+    "error feedback": {"error_feedback": LocoSettings(), "is_stochastic": True},
+}
+WAYS: dict[str, dict[str, Any]] = {
+    "bucket views": {"gradient_as_bucket_view": True},
+    "static graph": {"static_graph": True},
+    "unused": {"find_unused_parameters": True},
+}
+
+
+def train_ddp(rank: int, world_size: int) -> Outcomes:
+    found: Outcomes = {"plain": train(ddp(make_model()), rank)}
+    model = make_model()
+    found["default"] = train(ddp(model, ddp_comm_hook()), rank)
+    found["default: weights"] = weights(model)
+    return found
+
+
+def train_ddp_with_settings(rank: int, world_size: int) -> Outcomes:
+    found: Outcomes = {}
+    for name, settings in HOOKS.items():
+        found[name] = train(ddp(make_model(), ddp_comm_hook(**settings)), rank)
+    for name, kwargs in WAYS.items():
+        model = make_model()
+        if name == "unused":
+            model.register_parameter("spare", nn.Parameter(torch.ones(9)))
+        found[name] = train(ddp(model, ddp_comm_hook(), **kwargs), rank)
+    for dtype in (torch.bfloat16, torch.float16):
+        found[f"plain {dtype}"] = train(ddp(make_model(dtype)), rank)
+        found[f"quantized {dtype}"] = train(ddp(make_model(dtype), ddp_comm_hook()), rank)
+    return found
+
+
+def ddp_gradients(rank: int, world_size: int) -> Outcomes:
+    """Of one step, and of one that accumulates two batches."""
+    found: Outcomes = {}
+    for name, hook in (("plain", None), ("quantized", ddp_comm_hook())):
+        model = ddp(make_model(), hook)
+        for step in range(2):  # DDP makes its buckets anew after the first
+            model.zero_grad()
+            x, y = batch(step, rank, torch.float32)
+            (model(x) - y).square().mean().backward()
+            found[f"{name} {step}"] = gradients(model)
+        model.zero_grad()
+        with model.no_sync():
+            x, y = batch(2, rank, torch.float32)
+            (model(x) - y).square().mean().backward()
+        x, y = batch(3, rank, torch.float32)
+        (model(x) - y).square().mean().backward()
+        found[f"{name} accumulated"] = gradients(model)
+    return found
+
+
+def bucket_of(values: Tensor, parameters: Sequence[Tensor] = ()) -> Any:
+    """What a hook is given, without DDP."""
+    return SimpleNamespace(index=lambda: 0, buffer=lambda: values, parameters=lambda: parameters)
+
+
+def average_single_buckets(rank: int, world_size: int) -> Outcomes:
+    found: Outcomes = {}
+    hook = ddp_comm_hook()
+    for numel in (1, 7, 1000, 4099):
+        for dtype in DTYPES:
+            values = values_of(rank, numel, dtype)
+            found[f"{numel} {dtype}"] = hook(None, bucket_of(values)).wait()
+    values = torch.complex(values_of(rank, 9), values_of(rank, 9))
+    found["complex"] = hook(None, bucket_of(values)).wait()
+    return found
+
+
+def buckets_made_anew(rank: int, world_size: int) -> Outcomes:
+    """The average of the same gradients, at first, again, and in a bucket of other parameters."""
+    hook = ddp_comm_hook(error_feedback=LocoSettings())
+    one, other = torch.ones(4099), torch.ones(4099)
+    parameters = {"first": [one], "again": [one], "anew": [other]}
+    return {
+        name: hook(None, bucket_of(values_of(rank, 4099), held)).wait()
+        for name, held in parameters.items()
+    }
+
+
+def overlap_with_a_late_rank(rank: int, world_size: int) -> Outcomes:
+    """The first rank goes on while the others haven't started."""
+    hook = ddp_comm_hook()
+    late = torch.zeros(1)
+    if rank == 0:
+        future = hook(None, bucket_of(values_of(rank, 4096)))
+        was_done = future.done()
+        dist.broadcast(late, src=0)  # only now may the others start
+    else:
+        dist.broadcast(late, src=0)
+        future = hook(None, bucket_of(values_of(rank, 4096)))
+        was_done = False
+    future.wait()
+    return {"was done": was_done}
+
+
+def count_ddp(rank: int, world_size: int) -> Outcomes:
+    hook = ddp_comm_hook()
+    hook(None, bucket_of(torch.ones(50000))).wait()  # the topology is found once
+    with counted() as sent:
+        hook(None, bucket_of(torch.ones(50000, dtype=torch.bfloat16))).wait()
+    return dict(sent)
+
+
+def fail_in_the_hook(rank: int, world_size: int) -> Outcomes:
+    """Messages of other settings than the receiver's: all ranks see the error."""
+    if world_size == 1:
+        return {}
+    fmt = BlockFormat("int8" if rank % 2 else "e4m3", 256)
+    model = ddp(make_model(), ddp_comm_hook(fmt))
+    x, y = batch(0, rank, torch.float32)
+    try:
+        (model(x) - y).square().mean().backward()
+    except RuntimeError as error:
+        return {"error": str(error)}
+    return {}
+
+
+def train_until_a_rank_dies(rank: int, folder: str) -> None:
+    """Two ranks; the second ends in the middle, the first writes down what it sees of that."""
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    store = dist.FileStore(f"{folder}/store", 2)  # type: ignore[attr-defined]
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+    model = ddp(make_model(), ddp_comm_hook(timeout=timedelta(seconds=20)))
+    for step in range(3):
+        x, y = batch(step, rank, torch.float32)
+        loss = (model(x) - y).square().mean()
+        if (rank, step) == (1, 2):
+            os._exit(3)
+        try:
+            loss.backward()
+        except RuntimeError as error:
+            Path(folder, "error").write_text(f"step {step}: {error}")
+            os._exit(0)  # the group cannot be destroyed in good order any more
+
+
+SCENARIOS = (
+    train_ddp,
+    ddp_gradients,
+    average_single_buckets,
+    buckets_made_anew,
+    overlap_with_a_late_rank,
+    count_ddp,
+    fail_in_the_hook,
+)
+MORE: dict[int, tuple[Scenario, ...]] = {2: (train_ddp_with_settings,)}
+
+
+def ranks_of(world_size: int, ranks_per_node: int) -> list[Outcomes]:
+    """Run all scenarios of a shape once."""
+    return outcomes_of((*SCENARIOS, *MORE.get(world_size, ())), world_size, ranks_per_node)
+
+
 @pytest.fixture(scope="module", params=SHAPES)
 def ranks(request: pytest.FixtureRequest) -> list[Outcomes]:
-    return outcomes_of(*request.param)
+    return ranks_of(*request.param)
 
 
 def test_losses_are_those_of_plain_ddp(ranks: list[Outcomes]) -> None:
@@ -38,14 +199,14 @@ def test_losses_are_those_of_plain_ddp(ranks: list[Outcomes]) -> None:
 
 @pytest.mark.parametrize("name", [*HOOKS, *WAYS])
 def test_losses_are_those_of_plain_ddp_in_every_setting(name: str) -> None:
-    outcomes = outcomes_of(2, 2)[0]
+    outcomes = ranks_of(2, 2)[0]
     plain = outcomes["train_ddp"]["plain"]
     assert gap(outcomes["train_ddp_with_settings"][name], plain) <= LOSS_BOUND
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_losses_are_those_of_plain_ddp_in_16_bit(dtype: torch.dtype) -> None:
-    got = outcomes_of(2, 2)[0]["train_ddp_with_settings"]
+    got = ranks_of(2, 2)[0]["train_ddp_with_settings"]
     assert gap(got[f"quantized {dtype}"], got[f"plain {dtype}"]) <= LOSS_BOUND
 
 
@@ -95,13 +256,13 @@ def test_complex_gradients_are_averaged_exactly(ranks: list[Outcomes]) -> None:
 
 @pytest.mark.parametrize("shape", SHAPES[1:])
 def test_the_hook_returns_before_other_ranks_have_come(shape: tuple[int, int]) -> None:
-    assert outcomes_of(*shape)[0]["overlap_with_a_late_rank"]["was done"] is False
+    assert ranks_of(*shape)[0]["overlap_with_a_late_rank"]["was done"] is False
 
 
 @pytest.mark.parametrize(("size", "per_node"), SHAPES[1:])
 def test_traffic_is_that_of_the_formula(size: int, per_node: int) -> None:
     nodes, numel = size // per_node, -(-50000 // size)
-    for outcomes in outcomes_of(size, per_node):
+    for outcomes in ranks_of(size, per_node):
         sent = outcomes["count_ddp"]
         hop_1 = (per_node - 1) * nodes * message(numel, "int4")
         hop_2 = (nodes - 1) * message(numel, "int4")
@@ -116,7 +277,7 @@ def test_traffic_is_that_of_the_formula(size: int, per_node: int) -> None:
 @pytest.mark.parametrize("shape", SHAPES[1:])
 def test_an_error_in_an_exchange_ends_backward_with_its_reason(shape: tuple[int, int]) -> None:
     size, per_node = shape
-    for rank, outcomes in enumerate(outcomes_of(*shape)):
+    for rank, outcomes in enumerate(ranks_of(*shape)):
         error = outcomes["fail_in_the_hook"]["error"]
         first_hop = range(size) if per_node == 1 else range(rank & -per_node, size)
         sender = next(peer for peer in first_hop if peer % 2 != rank % 2)

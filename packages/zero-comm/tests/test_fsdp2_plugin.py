@@ -1,20 +1,206 @@
 """Quantized weights and gradients in FSDP2, against plain FSDP2 of the same run.
 
-Bounds are twice what was measured, or more; see docs/decisions.md.
+Bounds are twice what was measured, or more; see docs/benchmarks.md.
 """
+
+from typing import Any
 
 import pytest
 import torch
-from plugin_ranks import PLUGINS, SHAPES, Outcomes, gap, message, outcomes_of
+from real_ranks import SHAPES, Outcomes, Scenario, counted, message, outcomes_of
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from toy_training import batch, gap, make_model, train, weights
 
 import zero_comm
+from zero_comm import fsdp2
 
 LOSS_BOUND = 0.03  # of any step's loss, against plain FSDP2's at that step
 
 
+def fsdp(model: nn.Sequential, **kwargs: Any) -> nn.Sequential:
+    fully_shard(model[0], **kwargs)
+    fully_shard(model[2], **kwargs)
+    fully_shard(model, **kwargs)
+    return model
+
+
+def full_weights(model: nn.Module) -> Tensor:
+    return torch.cat([p.full_tensor().detach().flatten() for p in model.parameters()])  # type: ignore[operator]
+
+
+PLUGINS: dict[str, dict[str, Any]] = {
+    "weights alone": {"gradients": None},
+    "gradients alone": {"weights": None},
+    "8 bits, checksums": {"weights": "e4m3", "gradients": "int8", "has_checksum": True},
+    "error feedback": {"error_feedback": zero_comm.LocoSettings(), "is_stochastic": True},
+}
+
+
+def train_fsdp(rank: int, world_size: int) -> Outcomes:
+    found: Outcomes = {"plain": train(fsdp(make_model()), rank)}
+    model = fsdp(make_model())
+    fsdp2.apply(model)
+    found["default"] = train(model, rank)
+    return found
+
+
+def train_fsdp_with_settings(rank: int, world_size: int) -> Outcomes:
+    found: Outcomes = {}
+    for name, settings in PLUGINS.items():
+        model = fsdp(make_model())
+        fsdp2.apply(model, **settings)
+        found[name] = train(model, rank)
+    for dtype in (torch.bfloat16, torch.float16):
+        for name in ("plain", "quantized"):
+            model = fsdp(make_model(), mp_policy=MixedPrecisionPolicy(dtype, dtype))
+            if name == "quantized":
+                fsdp2.apply(model)
+            found[f"{name} {dtype}"] = train(model, rank)
+    return found
+
+
+def change_and_restore(rank: int, world_size: int) -> Outcomes:
+    """Plain, quantized and then plain again; and plain beside it, from the same weights."""
+    model = fsdp(make_model())
+    fsdp2.apply(model)
+    fsdp2.apply(model, weights="int4", gradients="int8")
+    train(model, rank, num_steps=2)
+    fsdp2.apply(model, weights=None, gradients=None)
+    other = fsdp(make_model())
+    other.load_state_dict(model.state_dict())
+    return {
+        "restored": train(model, rank, num_steps=3),
+        "plain": train(other, rank, num_steps=3),
+        "restored weights": full_weights(model),
+        "plain weights": full_weights(other),
+    }
+
+
+def step_of(model: nn.Module, rank: int, dtype: torch.dtype = torch.float32) -> None:
+    x, y = batch(0, rank, dtype)
+    (model(x) - y).square().mean().backward()
+
+
+def fsdp_gradients(rank: int, world_size: int) -> Outcomes:
+    """Of one step with exact weights, in each way that FSDP2 can be told to divide."""
+    found: Outcomes = {}
+    for name, factor, is_summed in (
+        ("average", None, False),
+        ("own factor", 3.0, False),
+        ("own factor by sums", 3.0, True),
+    ):
+        for kind in ("plain", "quantized"):
+            if kind == "plain" and name == "own factor":
+                continue  # gloo has no PREMUL_SUM
+            model = fsdp(make_model())
+            for part in (model[0], model[2], model):
+                assert isinstance(part, fsdp2.FSDPModule)
+                if factor is not None:
+                    part.set_gradient_divide_factor(factor)
+                part.set_force_sum_reduction_for_comms(is_summed)
+            if kind == "quantized":
+                fsdp2.apply(model, weights=None, gradients="int8")
+            step_of(model, rank)
+            shards = [p.grad.full_tensor().flatten() for p in model.parameters()]  # type: ignore[union-attr]
+            found[f"{kind} {name}"] = torch.cat(shards)
+    return found
+
+
+def unshard_ahead(rank: int, world_size: int) -> Outcomes:
+    """Asynchronous gathers give the weights that waiting ones give; shards keep every bit."""
+    model = fsdp(make_model())
+    before = full_weights(model)
+    fsdp2.apply(model)
+    found: Outcomes = {}
+    for is_async in (False, True):
+        handles = [m.unshard(async_op=is_async) for m in model.modules() if _is_fsdp(m)]
+        for handle in handles:
+            if handle is not None:
+                handle.wait()
+        found[f"{is_async}"] = weights(model)
+        for m in model.modules():
+            if isinstance(m, fsdp2.FSDPModule):
+                m.reshard()
+    found["kept"] = torch.equal(full_weights(model), before)
+    found["exact"] = before
+    return found
+
+
+def _is_fsdp(module: nn.Module) -> bool:
+    return isinstance(module, fsdp2.FSDPModule)
+
+
+class TwoTypes(nn.Module):
+    """Parameters of two dtypes in one group, which FSDP2 gathers as bytes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.wide = nn.Linear(33, 64)
+        self.narrow = nn.Linear(64, 7, dtype=torch.bfloat16).requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.narrow(self.wide(x).bfloat16())  # type: ignore[no-any-return]
+
+
+def gather_two_dtypes(rank: int, world_size: int) -> Outcomes:
+    x, _ = batch(0, rank, torch.float32)
+    expected = TwoTypes()(x).detach()
+    model = TwoTypes()
+    fully_shard(model)
+    fsdp2.apply(model)
+    out = model(x)
+    out.float().sum().backward()
+    return {"equal": torch.equal(out.detach(), expected)}
+
+
+def count_fsdp(rank: int, world_size: int) -> Outcomes:
+    """A step of 16-bit parameters, plain and quantized."""
+    found: Outcomes = {}
+    for name in ("plain", "quantized"):
+        model = nn.Sequential(nn.Linear(256, 512, bias=False, dtype=torch.bfloat16))
+        fully_shard(model)
+        if name == "quantized":
+            fsdp2.apply(model)
+        x = torch.ones(4, 256, dtype=torch.bfloat16)
+        model(x).sum().backward()
+        with counted() as sent:
+            model(x).sum().backward()
+        found[name] = dict(sent)
+    return found
+
+
+def train_with_replicas(rank: int, world_size: int) -> Outcomes:
+    """HSDP: two replicas of two shards each."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    found: Outcomes = {"plain": train(fsdp(make_model(), mesh=mesh), rank)}
+    model = fsdp(make_model(), mesh=mesh)
+    fsdp2.apply(model)
+    found["quantized"] = train(model, rank)
+    return found
+
+
+SCENARIOS = (
+    train_fsdp,
+    change_and_restore,
+    fsdp_gradients,
+    unshard_ahead,
+    gather_two_dtypes,
+    count_fsdp,
+)
+MORE: dict[int, tuple[Scenario, ...]] = {2: (train_fsdp_with_settings,), 4: (train_with_replicas,)}
+
+
+def ranks_of(world_size: int, ranks_per_node: int) -> list[Outcomes]:
+    """Run all scenarios of a shape once."""
+    return outcomes_of((*SCENARIOS, *MORE.get(world_size, ())), world_size, ranks_per_node)
+
+
 @pytest.fixture(scope="module", params=SHAPES)
 def ranks(request: pytest.FixtureRequest) -> list[Outcomes]:
-    return outcomes_of(*request.param)
+    return ranks_of(*request.param)
 
 
 def test_losses_are_those_of_plain_fsdp2(ranks: list[Outcomes]) -> None:
@@ -24,7 +210,7 @@ def test_losses_are_those_of_plain_fsdp2(ranks: list[Outcomes]) -> None:
 
 @pytest.mark.parametrize("name", PLUGINS)
 def test_losses_are_those_of_plain_fsdp2_in_every_setting(name: str) -> None:
-    outcomes = outcomes_of(2, 2)[0]
+    outcomes = ranks_of(2, 2)[0]
     plain = outcomes["train_fsdp"]["plain"]
     losses = outcomes["train_fsdp_with_settings"][name]
     assert gap(losses, plain) <= LOSS_BOUND
@@ -33,12 +219,12 @@ def test_losses_are_those_of_plain_fsdp2_in_every_setting(name: str) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_losses_are_those_of_plain_fsdp2_in_16_bit(dtype: torch.dtype) -> None:
-    got = outcomes_of(2, 2)[0]["train_fsdp_with_settings"]
+    got = ranks_of(2, 2)[0]["train_fsdp_with_settings"]
     assert gap(got[f"quantized {dtype}"], got[f"plain {dtype}"]) <= LOSS_BOUND
 
 
 def test_losses_are_those_of_plain_fsdp2_with_replicas() -> None:
-    got = outcomes_of(4, 2)[0]["train_with_replicas"]
+    got = ranks_of(4, 2)[0]["train_with_replicas"]
     assert gap(got["quantized"], got["plain"]) <= LOSS_BOUND
     assert got["quantized"] != got["plain"]
 
@@ -85,7 +271,7 @@ def test_parameters_of_several_dtypes_are_gathered_exactly(ranks: list[Outcomes]
 def test_traffic_is_that_of_the_formula(size: int, per_node: int) -> None:
     nodes = size // per_node
     numel = -(-512 // size) * 256  # FSDP2 pads rows to a multiple of the ranks
-    for outcomes in outcomes_of(size, per_node):
+    for outcomes in ranks_of(size, per_node):
         plain, sent = (outcomes["count_fsdp"][name] for name in ("plain", "quantized"))
         exact = [(size - 1) * numel * 2, (size - per_node) * numel * 2]
         assert plain == {"all_gather": exact, "reduce_scatter": exact}

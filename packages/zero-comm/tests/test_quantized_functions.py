@@ -1,18 +1,112 @@
 """`quantized_all_gather` and `quantized_reduce_scatter` between real processes."""
 
+import os
+
 import pytest
 import torch
-from plugin_ranks import DTYPES, SHAPES, Outcomes, message, outcomes_of, values_of
+import torch.distributed as dist
+from real_ranks import DTYPES, SHAPES, Outcomes, counted, message, outcomes_of, values_of
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from zero_comm import dequantize, quantize, quantized_all_gather, quantized_reduce_scatter
+from zero_comm import (
+    TorchCollectives,
+    create_collectives,
+    dequantize,
+    quantize,
+    quantized_all_gather,
+    quantized_reduce_scatter,
+)
 
 PER_NODE = dict(SHAPES)
 
 
+def carry_an_engines_collectives(rank: int, world_size: int) -> Outcomes:
+    """qwZ, hpZ and qgZ of `create_collectives`, carried by torch.distributed."""
+    per_node = int(os.environ["LOCAL_WORLD_SIZE"])
+    config = {
+        "zero_quantized_weights": True,
+        "zero_hpz_partition_size": per_node,
+        "zero_quantized_gradients": True,
+    }
+    collectives = create_collectives(
+        TorchCollectives(),
+        rank=rank,
+        world_size=world_size,
+        config=config,
+        ranks_per_node=per_node,
+        frozen=(),
+    )
+    shard = values_of(rank, 1001)
+    gathered, again = torch.empty(2, 1001 * world_size)
+    collectives.all_gather(gathered, shard, unit=0, version=1, backward=False).wait()
+    with counted() as sent:
+        collectives.all_gather(again, shard, unit=0, version=1, backward=True).wait()
+    total = torch.empty(1001)
+    full = values_of(rank, 1001 * world_size)
+    collectives.reduce_scatter(total, full, unit=0).wait()
+    between = sum(nbytes for _, nbytes in sent.values())
+    return {"gathered": gathered, "again": again, "between": between, "total": total}
+
+
+def gather_with_the_function(rank: int, world_size: int) -> Outcomes:
+    matrix = values_of(rank, 1001, torch.bfloat16).view(143, 7)
+    return {
+        "int8": quantized_all_gather(matrix),
+        "int4": quantized_all_gather(matrix, "int4", group=dist.group.WORLD),
+        "small": quantized_all_gather(torch.tensor([rank + 0.1])),
+        "integers": quantized_all_gather(torch.tensor([[rank, 3]])),
+    }
+
+
+def reduce_with_the_function(rank: int, world_size: int) -> Outcomes:
+    reduce = quantized_reduce_scatter
+    found: Outcomes = {}
+    for dtype in DTYPES:
+        full = values_of(rank, 1001 * world_size, dtype)
+        found[f"int4 {dtype}"] = reduce(full)
+        found[f"int8 e4m3 {dtype}"] = reduce(full, "int8", between="e4m3", op="sum")
+    matrix = values_of(rank, 700 * world_size).view(100 * world_size, 7)
+    found["matrix"] = reduce(matrix, "int8")
+    found["small"] = reduce(values_of(rank, world_size))
+    found["one hop"] = reduce(matrix, ranks_per_node=1)
+    found["seeds"] = [reduce(matrix, seed=seed) for seed in (1, 1, 2)]
+    found["huge"] = reduce(torch.full((512 * world_size,), 6e4, dtype=torch.float16))
+    poisoned = values_of(rank, 512 * world_size)
+    if rank == world_size - 1:
+        poisoned[0] = torch.nan
+    found["poisoned"] = reduce(poisoned)
+    return found
+
+
+def take_nodes_from_a_mesh(rank: int, world_size: int) -> Outcomes:
+    """Hop 1 among ranks 0 1 and 2 3, told in three ways; and meshes that don't fit."""
+    mesh = init_device_mesh("cpu", (2, 2))
+    full = values_of(rank, 4 * 1001)
+    reduce = quantized_reduce_scatter
+    found: Outcomes = {
+        "environment": reduce(full),
+        "number": reduce(full, ranks_per_node=2),
+        "mesh": reduce(full, ranks_per_node=mesh),
+        "one per node": reduce(full, ranks_per_node=1),
+    }
+    for name, shape in (("flat", (4,)), ("crossed", (2, 2))):
+        other = init_device_mesh("cpu", shape)
+        if name == "crossed":
+            other = DeviceMesh("cpu", [[0, 2], [1, 3]])
+        try:
+            reduce(full, ranks_per_node=other)
+        except ValueError as error:
+            found[name] = str(error)
+    return found
+
+
+SCENARIOS = (carry_an_engines_collectives, gather_with_the_function, reduce_with_the_function)
+
+
 @pytest.fixture(scope="module", params=SHAPES)
 def ranks(request: pytest.FixtureRequest) -> list[Outcomes]:
-    return outcomes_of(*request.param)
+    return outcomes_of(SCENARIOS, *request.param)
 
 
 def as_received(values: Tensor, kind: str, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -140,3 +234,19 @@ def test_an_argument_that_does_not_fit_is_refused(arguments: dict[str, object], 
 def test_a_scalar_is_not_gathered() -> None:
     with pytest.raises(ValueError, match="shard must have at least one dimension"):
         quantized_all_gather(torch.tensor(1.0))
+
+
+def test_environment_number_and_mesh_mean_the_same_nodes() -> None:
+    for outcomes in outcomes_of((*SCENARIOS, take_nodes_from_a_mesh), 4, 2):
+        got = outcomes["take_nodes_from_a_mesh"]
+        assert got["environment"].equal(got["number"])
+        assert got["environment"].equal(got["mesh"])
+        assert not got["environment"].equal(got["one per node"])
+
+
+@pytest.mark.parametrize("name", ["flat", "crossed"])
+def test_a_mesh_that_does_not_fit_the_group_is_refused(name: str) -> None:
+    for outcomes in outcomes_of((*SCENARIOS, take_nodes_from_a_mesh), 4, 2):
+        error = outcomes["take_nodes_from_a_mesh"][name]
+        assert "must have 2 dimensions" in error
+        assert "[0, 1, 2, 3]" in error

@@ -6,8 +6,8 @@ from quantizer_cases import Case, all_bytes, cases, differences, formats, long_c
 from quantizer_cases import value_differences as differences_of_values
 
 from zero_comm import BlockFormat, dequantize_sum, quantize, quantize_rows
-from zero_comm.backend import Backend, find_backend
-from zero_comm.reference import TorchBackend
+from zero_comm.quantizer.backend import Backend, find_backend
+from zero_comm.quantizer.torch_backend import TorchBackend
 
 if not torch.accelerator.is_available():
     pytest.skip("torch finds no accelerator", allow_module_level=True)

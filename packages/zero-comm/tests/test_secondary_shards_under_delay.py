@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from simulated_ranks import TIMEOUT_S, Deferred, Network, SimulatedNative, run_ranks
+from simulated_ranks import TIMEOUT_S, Deferred, Network, SimulatedTransport, run_ranks
 from torch import Tensor
 
 from zero_comm import create_collectives
@@ -28,7 +28,7 @@ class _Job:
         self._future.result(TIMEOUT_S)
 
 
-class LateNative(SimulatedNative):
+class LateTransport(SimulatedTransport):
     """Jobs run in threads of their own; every exchange sleeps before and after it travels.
 
     What lies in ``zeros`` memory is handed over where it lies, as ranks with shared memory
@@ -38,15 +38,15 @@ class LateNative(SimulatedNative):
     def __init__(self, network: Network, ranks: Sequence[int], me: int, seed: int = 0) -> None:
         super().__init__(network, ranks, me)
         self._random = random.Random(seed * 1000 + me)
-        self._lanes = [ThreadPoolExecutor(1), ThreadPoolExecutor(1)]
+        self._queues = [ThreadPoolExecutor(1), ThreadPoolExecutor(1)]
 
-    def subgroup(self, ranks: Sequence[int]) -> SimulatedNative:
-        return LateNative(self._network, [self._ranks[r] for r in ranks], self._me, 1)
+    def subgroup(self, ranks: Sequence[int]) -> SimulatedTransport:
+        return LateTransport(self.network, [self._ranks[r] for r in ranks], self._me, 1)
 
     def zeros(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         found = super().zeros(numel, dtype, device)
-        assert isinstance(self._network, InPlace)
-        self._network.shared.add(found.untyped_storage().data_ptr())
+        assert isinstance(self.network, InPlace)
+        self.network.shared.add(found.untyped_storage().data_ptr())
         return found
 
     def launch(self, job: Callable[[], None], *, is_reduction: bool) -> Any:
@@ -54,7 +54,7 @@ class LateNative(SimulatedNative):
             self._sleep()
             job()
 
-        return _Job(self._lanes[is_reduction].submit(late))
+        return _Job(self._queues[is_reduction].submit(late))
 
     def _exchange(self, name: str, unit: int, rows: Tensor, given: Any) -> Deferred:
         self._sleep()
@@ -107,20 +107,20 @@ QWZ = {"zero_quantized_weights": True}
 def test_no_stale_or_half_written_shard_is_served(config: dict[str, Any], seed: int) -> None:
     exchange_of_all_ranks = threading.Barrier(WORLD_SIZE)
 
-    def program(bare: SimulatedNative) -> int:
-        native = LateNative(bare._network, range(WORLD_SIZE), bare.rank, seed)
+    def program(bare: SimulatedTransport) -> int:
+        transport = LateTransport(bare.network, range(WORLD_SIZE), bare.rank, seed)
         collectives = create_collectives(
-            native,
-            rank=native.rank,
+            transport,
+            rank=transport.rank,
             world_size=WORLD_SIZE,
             config=config,
             ranks_per_node=PER_NODE,
             frozen=(),
         )
-        order = random.Random(seed + 17 * native.rank)
-        shards = [native.zeros(NUMEL, torch.float32, CPU) for _ in range(NUM_UNITS)]
+        order = random.Random(seed + 17 * transport.rank)
+        shards = [transport.zeros(NUMEL, torch.float32, CPU) for _ in range(NUM_UNITS)]
         for unit, shard in enumerate(shards):
-            shard.copy_(shard_of(native.rank, unit, 0))
+            shard.copy_(shard_of(transport.rank, unit, 0))
         num_right = 0
         for version in range(NUM_STEPS):
             for backward in (False, True):
@@ -145,7 +145,7 @@ def test_no_stale_or_half_written_shard_is_served(config: dict[str, Any], seed: 
                     num_right += bool(error <= (0.0 if config == HPZ else 0.01) * LARGEST)
             exchange_of_all_ranks.wait(TIMEOUT_S)
             for unit, shard in enumerate(shards):
-                shard.copy_(shard_of(native.rank, unit, version + 1))
+                shard.copy_(shard_of(transport.rank, unit, version + 1))
         return num_right
 
     found = run_ranks(InPlace(WORLD_SIZE, PER_NODE), program)

@@ -6,10 +6,9 @@ import socket
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from plugin_ranks import outcomes_of
 
 from zero_comm import TorchCollectives
-from zero_comm.topology import check_ranks_per_node, node_key, ranks_per_node_of
+from zero_comm.transport.topology import check_ranks_per_node, node_key, ranks_per_node_of
 
 SLURM = {"SLURM_NODEID": "3", "SLURM_PROCID": "12"}
 
@@ -65,19 +64,3 @@ def test_groups_are_the_largest_that_lie_within_nodes(sizes: list[int]) -> None:
 def test_a_number_that_does_not_divide_the_group_is_refused(number: int) -> None:
     with pytest.raises(ValueError, match=f"divisor of the group's 1 ranks, got {number}"):
         check_ranks_per_node(TorchCollectives(), number)
-
-
-def test_environment_number_and_mesh_mean_the_same_nodes() -> None:
-    for outcomes in outcomes_of(4, 2):
-        got = outcomes["take_nodes_from_a_mesh"]
-        assert got["environment"].equal(got["number"])
-        assert got["environment"].equal(got["mesh"])
-        assert not got["environment"].equal(got["one per node"])
-
-
-@pytest.mark.parametrize("name", ["flat", "crossed"])
-def test_a_mesh_that_does_not_fit_the_group_is_refused(name: str) -> None:
-    for outcomes in outcomes_of(4, 2):
-        error = outcomes["take_nodes_from_a_mesh"][name]
-        assert "must have 2 dimensions" in error
-        assert "[0, 1, 2, 3]" in error

@@ -2,15 +2,50 @@
 
 import pytest
 import torch
-from plugin_ranks import DTYPES, SHAPES, Outcomes, outcomes_of, values_of
+from real_ranks import DTYPES, SHAPES, Outcomes, outcomes_of, values_of
 
 from zero_comm import TorchCollectives
-from zero_comm.native import NativeCollectives
+from zero_comm.transport.protocol import TransportCollectives
+
+
+def exchange(rank: int, world_size: int) -> Outcomes:
+    everyone = TorchCollectives()
+    found: Outcomes = {}
+    for dtype in (*DTYPES, torch.int64, torch.bool, torch.complex64):
+        mine = (torch.arange(3 * world_size) + 10 * rank).to(dtype)
+        parts = torch.empty_like(mine)
+        everyone.all_to_all(parts, mine, unit=0).wait()
+        gathered = mine.new_empty(world_size * len(mine))
+        everyone.all_gather(gathered, mine, unit=0, version=0, backward=False).wait()
+        found[str(dtype)] = (parts, gathered)
+    return found
+
+
+def exchange_in_subgroups(rank: int, world_size: int) -> Outcomes:
+    """Even ranks among themselves, and odd ones; then each half of either."""
+    everyone = TorchCollectives()
+    ranks = list(range(rank % 2, world_size, 2))
+    group = everyone.subgroup(ranks)
+    mine = torch.arange(2 * len(ranks)) + 100 * rank
+    parts, gathered = torch.empty_like(mine), mine.new_empty(len(mine) * len(ranks))
+    group.all_to_all(parts, mine, unit=0).wait()
+    group.all_gather(gathered, mine, unit=0, version=0, backward=False).wait()
+    alone = group.subgroup([group.rank])
+    copied = torch.empty_like(mine)
+    alone.all_to_all(copied, mine, unit=0).wait()
+    return {"ranks": ranks, "parts": parts, "gathered": gathered, "copied": copied}
+
+
+def sum_exactly(rank: int, world_size: int) -> Outcomes:
+    out = torch.empty(5, dtype=torch.bfloat16)
+    full = values_of(rank, 5 * world_size, torch.bfloat16)
+    TorchCollectives().reduce_scatter(out, full, unit=0).wait()
+    return {"out": out}
 
 
 @pytest.fixture(scope="module", params=SHAPES)
 def ranks(request: pytest.FixtureRequest) -> list[Outcomes]:
-    return outcomes_of(*request.param)
+    return outcomes_of((exchange, exchange_in_subgroups, sum_exactly), *request.param)
 
 
 def test_every_dtype_is_exchanged_and_gathered(ranks: list[Outcomes]) -> None:
@@ -44,7 +79,7 @@ def test_the_exact_sum_is_taken_in_fp32_in_rank_order(ranks: list[Outcomes]) -> 
 
 
 def test_it_is_what_the_collectives_ask_of_a_carrier() -> None:
-    assert isinstance(TorchCollectives(), NativeCollectives)
+    assert isinstance(TorchCollectives(), TransportCollectives)
 
 
 def test_without_a_process_group_this_process_is_the_only_rank() -> None:

@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zero_comm.torch_compat import all_gather_single, premultiplier, reduce_scatter_single
+from zero_comm.transport.torch_compat import all_gather_single, premultiplier, reduce_scatter_single
 
 GATHERS = ("all_gather_single", "all_gather_into_tensor")
 REDUCTIONS = ("reduce_scatter_single", "reduce_scatter_tensor")

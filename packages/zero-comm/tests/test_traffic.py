@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from simulated_ranks import Network, SimulatedNative, run_ranks
+from simulated_ranks import Network, SimulatedTransport, run_ranks
 
 from zero_comm import create_collectives
 
@@ -38,21 +38,21 @@ def bytes_between_nodes(config: dict[str, Any], world_size: int, per_node: int) 
     network = Network(world_size, per_node)
     after_first = [0] * world_size
 
-    def program(native: SimulatedNative) -> None:
+    def program(transport: SimulatedTransport) -> None:
         collectives = create_collectives(
-            native,
-            rank=native.rank,
+            transport,
+            rank=transport.rank,
             world_size=world_size,
             config=config,
             ranks_per_node=per_node,
             frozen=(),
         )
-        generator = torch.Generator().manual_seed(native.rank)
+        generator = torch.Generator().manual_seed(transport.rank)
         shard = torch.randn(NUMEL, generator=generator).bfloat16()
         full = torch.empty(world_size * NUMEL, dtype=torch.bfloat16)
         reduced = torch.empty(NUMEL)
         for step in range(2):
-            after_first[native.rank] = network.between[native.rank]
+            after_first[transport.rank] = network.between[transport.rank]
             for backward in (False, True):
                 collectives.all_gather(full, shard, unit=0, version=step, backward=backward).wait()
             collectives.reduce_scatter(reduced, full, unit=0).wait()
@@ -80,7 +80,7 @@ CONFIGS: dict[str, Any] = {
         ("all three", 4, 2, 3.8),
         ("all three", 64, 16, 3.8),
         ("4-bit mode", 4, 2, 5.8),
-        ("4-bit mode", 64, 16, 5.8),
+        ("4-bit mode", 16, 4, 5.8),
     ],
 )
 def test_bytes_between_nodes_are_so_many_times_fewer(

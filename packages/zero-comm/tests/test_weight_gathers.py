@@ -4,11 +4,11 @@ from typing import Any
 
 import pytest
 import torch
-from simulated_ranks import Network, SimulatedNative, run_ranks
+from simulated_ranks import Network, SimulatedTransport, run_ranks
 from torch import Tensor
 
 from zero_comm import create_collectives, dequantize, quantize
-from zero_comm.message import Packing
+from zero_comm.quantizer.message import Packing
 
 LAYOUTS = [(2, 2), (3, 1), (4, 2), (6, 2), (6, 3)]
 QWZ = {"zero_quantized_weights": True}
@@ -19,11 +19,11 @@ def hpz(size: int) -> dict[str, Any]:
     return {"zero_hpz_partition_size": size}
 
 
-def make(native: SimulatedNative, config: dict[str, Any], per_node: int, **more: Any) -> Any:
+def make(transport: SimulatedTransport, config: dict[str, Any], per_node: int, **more: Any) -> Any:
     return create_collectives(
-        native,
-        rank=native.rank,
-        world_size=native.world_size,
+        transport,
+        rank=transport.rank,
+        world_size=transport.world_size,
         config=config,
         ranks_per_node=per_node,
         **{"frozen": (), **more},
@@ -47,10 +47,10 @@ def gather_on_ranks(
 ) -> tuple[list[Tensor], Network]:
     network = Network(world_size, per_node)
 
-    def program(native: SimulatedNative) -> Tensor:
-        shard = shard_of(native.rank, numel, dtype)
+    def program(transport: SimulatedTransport) -> Tensor:
+        shard = shard_of(transport.rank, numel, dtype)
         before = shard.clone()
-        out = gather(make(native, config, per_node), shard, world_size)
+        out = gather(make(transport, config, per_node), shard, world_size)
         assert torch.equal(shard, before)
         return out
 
@@ -99,7 +99,9 @@ def versions_on_ranks(
     config: dict[str, Any], program: Any, world_size: int = 4, per_node: int = 2
 ) -> tuple[list[Any], Network]:
     network = Network(world_size, per_node)
-    run = run_ranks(network, lambda native: program(make(native, config, per_node), native))
+    run = run_ranks(
+        network, lambda transport: program(make(transport, config, per_node), transport)
+    )
     return run, network
 
 
@@ -108,14 +110,14 @@ def test_a_version_crosses_nodes_once_and_a_new_one_is_never_missed(config: Any)
     numel, dtype = 4096, torch.bfloat16
     crossed: list[int] = []
 
-    def program(collectives: Any, native: SimulatedNative) -> list[Tensor]:
+    def program(collectives: Any, transport: SimulatedTransport) -> list[Tensor]:
         outs = []
         for version in (0, 1, 2):
-            shard = shard_of(native.rank, numel, dtype) + version
+            shard = shard_of(transport.rank, numel, dtype) + version
             for backward in (False, True, False):
                 out = gather(collectives, shard, 4, version=version, backward=backward)
-                if native.rank == 0:
-                    crossed.append(native._network.between[0])
+                if transport.rank == 0:
+                    crossed.append(transport.network.between[0])
                 outs.append(out)
         return outs
 
@@ -138,14 +140,14 @@ def test_differences_follow_the_weights_to_within_half_a_step_of_the_change() ->
     torch.manual_seed(0)
     changes = 1e-3 * torch.randn(20, world_size, numel)
 
-    def program(collectives: Any, native: SimulatedNative) -> list[float]:
-        weights = shard_of(native.rank, numel, torch.float32)
+    def program(collectives: Any, transport: SimulatedTransport) -> list[float]:
+        weights = shard_of(transport.rank, numel, torch.float32)
         everyone = torch.cat([shard_of(r, numel, torch.float32) for r in range(world_size)])
         errors = []
         for version, change in enumerate(changes):
             out = gather(collectives, weights, world_size, version=version)
             errors.append(float((out - everyone).abs().max()))
-            weights = weights + change[native.rank]
+            weights = weights + change[transport.rank]
             everyone = everyone + change.view(-1)
         return errors
 
@@ -158,7 +160,7 @@ def test_differences_follow_the_weights_to_within_half_a_step_of_the_change() ->
 
 
 def _difference_format() -> Any:
-    from zero_comm.block_format import BlockFormat
+    from zero_comm.quantizer.block_format import BlockFormat
 
     return BlockFormat("int4", 256)
 
@@ -167,14 +169,14 @@ def _difference_format() -> Any:
 def test_forgetting_starts_from_the_weights_themselves(config: Any) -> None:
     numel = 2048
 
-    def program(collectives: Any, native: SimulatedNative) -> list[Tensor]:
+    def program(collectives: Any, transport: SimulatedTransport) -> list[Tensor]:
         outs = []
         for version in (0, 1):
-            shard = shard_of(native.rank, numel, torch.float32, version)
+            shard = shard_of(transport.rank, numel, torch.float32, version)
             gather(collectives, shard, 4, version=version)
         collectives.forget_values()
         # The same version number with other weights: nothing of the old ones may be served.
-        shard = shard_of(native.rank, numel, torch.float32, 7)
+        shard = shard_of(transport.rank, numel, torch.float32, 7)
         outs.append(gather(collectives, shard, 4, version=1))
         return outs
 
@@ -190,8 +192,8 @@ def test_forgetting_starts_from_the_weights_themselves(config: Any) -> None:
 def test_evaluation_may_come_before_training(config: Any) -> None:
     """What is made for the first gather, in inference mode, serves those outside of it."""
 
-    def program(collectives: Any, native: SimulatedNative) -> bool:
-        shards = [shard_of(native.rank, 2048, torch.float32, v) for v in (0, 1)]
+    def program(collectives: Any, transport: SimulatedTransport) -> bool:
+        shards = [shard_of(transport.rank, 2048, torch.float32, v) for v in (0, 1)]
         with torch.inference_mode():
             gather(collectives, shards[0], 4, version=0)
         out = gather(collectives, shards[1], 4, version=1)
@@ -204,9 +206,9 @@ def test_frozen_weights_alone_are_quantized_if_asked() -> None:
     config = {"zero_quantized_nontrainable_weights": True}
     numel = 1024
 
-    def program(native: SimulatedNative) -> list[bool]:
-        collectives = make(native, config, 2, frozen=[1])
-        shard = shard_of(native.rank, numel, torch.float32)
+    def program(transport: SimulatedTransport) -> list[bool]:
+        collectives = make(transport, config, 2, frozen=[1])
+        shard = shard_of(transport.rank, numel, torch.float32)
         expected = torch.cat([shard_of(r, numel, torch.float32) for r in range(4)])
         return [torch.equal(gather(collectives, shard, 4, unit=u), expected) for u in (0, 1)]
 
@@ -217,17 +219,17 @@ def test_frozen_weights_cross_once_until_they_are_replaced() -> None:
     network = Network(4, 2)
     crossed = []
 
-    def program(native: SimulatedNative) -> list[bool]:
-        collectives = make(native, hpz(2), 2, frozen=[0])
+    def program(transport: SimulatedTransport) -> list[bool]:
+        collectives = make(transport, hpz(2), 2, frozen=[0])
         found = []
         for version in range(4):
             if version == 3:
                 collectives.forget_values()
-            shard = shard_of(native.rank, 100, torch.float32, version // 3)
+            shard = shard_of(transport.rank, 100, torch.float32, version // 3)
             expected = [shard_of(r, 100, torch.float32, version // 3) for r in range(4)]
             out = gather(collectives, shard, 4, version=version)
             found.append(torch.equal(out, torch.cat(expected)))
-            if native.rank == 0:
+            if transport.rank == 0:
                 crossed.append(network.between[0])
         return found
 
@@ -254,10 +256,10 @@ def test_bytes_are_those_of_the_closed_form(config: Any, within: Any, between: A
 
 
 def test_negative_versions_are_carried_exactly_and_never_kept() -> None:
-    def program(collectives: Any, native: SimulatedNative) -> list[Tensor]:
+    def program(collectives: Any, transport: SimulatedTransport) -> list[Tensor]:
         outs = []
         for round_ in range(2):
-            values = shard_of(native.rank, 512, torch.float32, round_)
+            values = shard_of(transport.rank, 512, torch.float32, round_)
             outs.append(gather(collectives, values, 4, version=-1))
         return outs
 
@@ -268,10 +270,10 @@ def test_negative_versions_are_carried_exactly_and_never_kept() -> None:
 
 
 def test_a_shard_that_overlaps_the_output_is_refused() -> None:
-    native = SimulatedNative(Network(2, 1), [0, 1], 0)
+    transport = SimulatedTransport(Network(2, 1), [0, 1], 0)
     out = torch.randn(8192)
     with pytest.raises(ValueError, match="must not overlap out"):
-        make(native, QWZ, 1).all_gather(out, out[:4096], unit=0, version=0, backward=False)
+        make(transport, QWZ, 1).all_gather(out, out[:4096], unit=0, version=0, backward=False)
 
 
 def test_a_damaged_message_is_refused_by_the_senders_name() -> None:
@@ -285,8 +287,8 @@ def test_a_damaged_message_is_refused_by_the_senders_name() -> None:
     with pytest.raises(RuntimeError, match=r"message of rank [13] is damaged"):
         run_ranks(
             network,
-            lambda native: gather(
-                make(native, QWZ, 2), shard_of(native.rank, 999, torch.float32), 4
+            lambda transport: gather(
+                make(transport, QWZ, 2), shard_of(transport.rank, 999, torch.float32), 4
             ),
         )
 
@@ -295,11 +297,11 @@ def test_memory_is_told_by_kind() -> None:
     config = {**QWZ, **hpz(2), "zero_quantized_gradients": True, "zeropp_loco_param": {}}
     numel = 4096
 
-    def program(native: SimulatedNative) -> dict[str, int]:
-        collectives = make(native, config, 2)
-        gather(collectives, shard_of(native.rank, numel, torch.bfloat16), 4)
+    def program(transport: SimulatedTransport) -> dict[str, int]:
+        collectives = make(transport, config, 2)
+        gather(collectives, shard_of(transport.rank, numel, torch.bfloat16), 4)
         out = torch.empty(numel)
-        full = shard_of(native.rank, 4 * numel, torch.bfloat16)
+        full = shard_of(transport.rank, 4 * numel, torch.bfloat16)
         collectives.reduce_scatter(out, full, unit=0).wait()
         return dict(collectives.private_nbytes)
 

@@ -11,7 +11,8 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from zero_comm import BlockFormat, triton_kernels, triton_tiles
+from zero_comm import BlockFormat
+from zero_comm.quantizer import triton_backend, triton_tiles
 
 CUDA, HIP = GPUTarget("cuda", 80, 32), GPUTarget("hip", "gfx942", 64)
 POINTER = {"fp32": "*fp32", "bf16": "*i16", "fp16": "*fp16"}
@@ -27,7 +28,7 @@ def assembly(
 ) -> str:
     """PTX, or that of an AMD GPU, with pointers and strides known to be aligned."""
     constants = dict(constants)
-    options = {**triton_kernels.LAUNCH_OPTIONS, "num_warps": constants.pop("num_warps")}
+    options = {**triton_backend.LAUNCH_OPTIONS, "num_warps": constants.pop("num_warps")}
     signature = {**arguments, **dict.fromkeys(constants, "constexpr")}
     names = list(kernel.arg_names)
     aligned = {
@@ -51,7 +52,7 @@ def encode(fmt: BlockFormat, dtype: str, target: GPUTarget, *, is_stochastic: bo
     return assembly(
         triton_tiles.encode_kernel,
         {"x_ptr": POINTER[dtype], "out_ptr": "*u8", **strides},
-        {**triton_kernels.constants_of(fmt), **encoding},
+        {**triton_backend.constants_of(fmt), **encoding},
         target,
     )
 
@@ -61,7 +62,7 @@ def decode(fmt: BlockFormat, dtype: str) -> str:
     return assembly(
         triton_tiles.decode_kernel,
         {"rows_ptr": "*u8", "out_ptr": POINTER[dtype], **strides},
-        {**triton_kernels.constants_of(fmt), "DTYPE": dtype},
+        {**triton_backend.constants_of(fmt), "DTYPE": dtype},
         CUDA,
     )
 
@@ -76,7 +77,7 @@ def decode_sum(fmt: BlockFormat) -> str:
             "rows_stride": "i32",
             "num_rows": "i32",
         },
-        triton_kernels.constants_of(fmt),
+        triton_backend.constants_of(fmt),
         CUDA,
     )
 

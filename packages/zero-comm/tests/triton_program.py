@@ -20,7 +20,7 @@ from quantizer_cases import (
 )
 
 from zero_comm import BlockFormat
-from zero_comm.triton_kernels import BACKEND, LARGEST_BLOCK_SIZE
+from zero_comm.quantizer.triton_backend import BACKEND, LARGEST_BLOCK_SIZE
 
 CPU = torch.device("cpu")
 

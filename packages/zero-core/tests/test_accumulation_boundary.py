@@ -12,8 +12,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import zero_core
 from zero_core.errors import CheckpointError
+from zero_core.optim.device_tier import DeviceTier
 from zero_core.testing import LR, WEIGHT_DECAY, Case, batch, make_model, spawn
-from zero_core.tier import DeviceTier
 
 EPOCHS = (3, 3, 2, 3, 1)
 """Micro-steps of each step where 3 are configured: two epochs that do not divide."""
@@ -147,7 +147,7 @@ def test_a_loss_over_no_micro_steps_is_refused():
 class _Keeper(DeviceTier):
     """Keeps gradients itself, so that the engine has none but those on their way to it."""
 
-    keeps_grads = True
+    owns_grads = True
 
     def offer_grad(self, start: int, grad: Tensor) -> None:
         super().offer_grad(start, grad.float() if grad.dtype is torch.bfloat16 else grad.clone())

@@ -8,7 +8,7 @@ from torch import nn
 
 import zero_core
 from zero_core import ConfigError
-from zero_core.adam import Adam
+from zero_core.optim.adam import Adam
 
 LR, BETAS, EPS, DECAY = 1e-2, (0.9, 0.99), 1e-8, 0.1
 

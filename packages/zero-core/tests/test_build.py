@@ -8,7 +8,8 @@ from torch import nn
 
 import zero_core
 from zero_core import ConfigError, MissingPartError
-from zero_core.discovery import discover
+from zero_core.layout.discovery import discover
+from zero_core.protocols import StateTier
 from zero_core.testing import batch, make_model
 
 BASE = {"train_micro_batch_size_per_gpu": 2}
@@ -61,7 +62,7 @@ def test_a_sequential_model_is_cut_into_its_layers():
     ],
 )
 def test_a_part_that_is_not_installed_is_named_with_its_cure(monkeypatch, block, match):
-    monkeypatch.setattr("zero_core.parts.entry_points", lambda **kwargs: ())
+    monkeypatch.setattr("zero_core.plugins.entry_points", lambda **kwargs: ())
     with pytest.raises(MissingPartError, match=f"zero_optimization.*pip install {match}"):
         zero_core.build(make_model(), {**BASE, **ADAMW, **block})
 
@@ -79,6 +80,29 @@ def test_a_state_tier_is_told_the_name_of_each_piece(stage):
     sizes = {n: p.shape.numel() for n, p in make_model().named_parameters() if p.requires_grad}
     assert {n: b - a for n, (a, b, _) in zip(told["names"], told["pieces"], strict=True)} == sizes
     engine.close()
+
+
+class _FormerTier:
+    """A tier of the protocol of before, with every member but ``owns_grads``."""
+
+    keeps_grads = True
+
+    def __init__(self, tier: StateTier) -> None:
+        for name in vars(StateTier):
+            if not name.startswith("_") and name != "owns_grads":
+                setattr(self, name, getattr(tier, name))
+
+
+def test_a_state_tier_that_lacks_members_is_refused_with_their_names():
+    def former(*, names, config, adam_kernel, device_tier, **further):
+        return _FormerTier(device_tier(**further))
+
+    config = {**BASE, **ADAMW}
+    named = "_FormerTier lacks members of .*StateTier: owns_grads .`keeps_grads` is `owns_grads` no"
+    with pytest.raises(ConfigError, match=named):
+        zero_core.build(make_model(), config, state_tier=former)
+    with pytest.raises(ConfigError, match=r"object lacks .*: owns_grads, offer_grad, .*scalars$"):
+        zero_core.build(make_model(), config, state_tier=lambda **_: object())
 
 
 def test_a_pattern_without_a_trainable_parameter_is_refused_with_names_near_it():

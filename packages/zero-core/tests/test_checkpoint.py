@@ -14,7 +14,7 @@ from torch import nn
 
 import zero_core
 from zero_core import CheckpointCorruptError, CheckpointError
-from zero_core.checkpoint import read_client_state
+from zero_core.checkpoint.load import read_client_state
 from zero_core.testing import Case, Hard, batch, make_model, spawn
 
 
@@ -34,7 +34,7 @@ def _build(stage: int, dtype: str = "fp32", **keys: object) -> zero_core.Engine:
 
 def _everything(engine: zero_core.Engine) -> dict[str, torch.Tensor]:
     """Master weights and moments of every trainable parameter, whole."""
-    state = engine._state
+    state = engine.sharded_state
     found = {}
     for segment in state.layout.segments:
         if not segment.is_trainable:
@@ -115,7 +115,7 @@ def test_a_save_that_dies_leaves_the_previous_checkpoint_whole(tmp_path, monkeyp
     def die(*args: object) -> None:
         raise OSError("No space left on device")
 
-    monkeypatch.setattr("zero_core.checkpoint.save_file", die)
+    monkeypatch.setattr("zero_core.checkpoint.save.save_file", die)
     with pytest.raises(CheckpointError, match="rank 0: OSError: No space left"):
         engine.save_checkpoint(tmp_path, tag="second")
     monkeypatch.undo()
@@ -290,7 +290,7 @@ def test_export_is_read_by_safetensors_and_full_state_dict_by_the_model(tmp_path
 
 
 def test_a_large_export_is_split_and_indexed(tmp_path, monkeypatch):
-    monkeypatch.setattr("zero_core.export.MAX_FILE_BYTES", 1500)
+    monkeypatch.setattr("zero_core.checkpoint.export.MAX_FILE_BYTES", 1500)
     engine = _build(0)
     engine.export_safetensors(tmp_path)
     index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
@@ -301,7 +301,7 @@ def test_a_large_export_is_split_and_indexed(tmp_path, monkeypatch):
 
 
 def test_an_export_that_finds_no_room_for_a_part_names_it_and_leaves_none(tmp_path, monkeypatch):
-    monkeypatch.setattr("zero_core.export.MAX_FILE_BYTES", 3000)
+    monkeypatch.setattr("zero_core.checkpoint.export.MAX_FILE_BYTES", 3000)
     engine = _build(0)
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (2000, limits[1]))  # as a full disk

@@ -13,8 +13,8 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, SequentialLR, 
 
 import zero_core
 from zero_core import CheckpointError
-from zero_core.checkpoint_files import read_weights
-from zero_core.lr_schedules import WarmupLR
+from zero_core.checkpoint.files import read_weights
+from zero_core.optim.schedules.factory import WarmupLR
 from zero_core.testing import Case, batch, make_model, spawn
 
 WEIGHTS_ALONE = ("optimizer", "lr_scheduler", "progress")

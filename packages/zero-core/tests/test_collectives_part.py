@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 import zero_core
-import zero_core.parts
+import zero_core.plugins
 from zero_core import CollectiveError, ConfigError, MissingPartError
-from zero_core.protocols import NativeCollectives, Work
+from zero_core.protocols import TransportCollectives, Work
 from zero_core.testing import batch, make_model, spawn
 
 CONFIG = {
@@ -28,7 +28,7 @@ class _Part:
 
     private_nbytes = {"secondary shards": 4711}  # noqa: RUF012
 
-    def __init__(self, native: NativeCollectives) -> None:
+    def __init__(self, native: TransportCollectives) -> None:
         self.native = native
         self.num_forgotten = 0
         self.failure: Exception | None = None
@@ -50,11 +50,14 @@ class _Part:
     def forget_values(self) -> None:
         self.num_forgotten += 1
 
+    def forget_errors(self) -> None:
+        pass
+
 
 def _build(**further: Any) -> tuple[zero_core.Engine, _Part, dict[str, Any]]:
     told: dict[str, Any] = {}
 
-    def factory(native: NativeCollectives, **given: Any) -> _Part:
+    def factory(native: TransportCollectives, **given: Any) -> _Part:
         told.update(given, part=_Part(native))
         return told["part"]
 
@@ -160,14 +163,14 @@ def test_a_failure_within_a_lane_is_the_error_that_names_rank_and_unit() -> None
 def test_each_key_that_needs_the_package_is_named_where_it_is_missing(
     zero: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("zero_core.parts.entry_points", lambda **kwargs: ())
+    monkeypatch.setattr("zero_core.plugins.entry_points", lambda **kwargs: ())
     key = list(zero)[1]
     with pytest.raises(MissingPartError, match=f"zero_optimization.{key} .*pip install zero-comm"):
         zero_core.build(make_model(), {**CONFIG, "zero_optimization": zero})
 
 
 def _secondary(rank: int, world_size: int) -> None:
-    zero_core.parts.entry_points = lambda **kwargs: ()
+    zero_core.plugins.entry_points = lambda **kwargs: ()
     zero = {"stage": 3, "zero_hpz_partition_size": 2}
     with pytest.raises(MissingPartError, match=r"zero_hpz_partition_size .*pip install zero-comm"):
         zero_core.build(make_model(), {**CONFIG, "zero_optimization": zero})
@@ -178,8 +181,24 @@ def test_secondary_shards_need_the_package_too() -> None:
 
 
 def test_what_a_part_refuses_is_an_error_of_the_configuration() -> None:
-    def factory(native: NativeCollectives, **given: Any) -> _Part:
+    def factory(native: TransportCollectives, **given: Any) -> _Part:
         raise ValueError("zero_optimization.zero_quantized_weights_format: no such format")
 
     with pytest.raises(ConfigError, match="no such format"):
         zero_core.build(make_model(), CONFIG, collectives=factory)
+
+
+class _HalfStateful:
+    """Collectives with a part of `StatefulCollectives`."""
+
+    def __init__(self, native: TransportCollectives, **_: Any) -> None:
+        self.all_gather = native.all_gather
+        self.reduce_scatter = native.reduce_scatter
+
+    def forget_values(self) -> None:
+        raise AssertionError("not reached")
+
+
+def test_collectives_are_refused_when_they_keep_values_and_not_all_of_the_protocol() -> None:
+    with pytest.raises(ConfigError, match="_HalfStateful have forget_values alone"):
+        zero_core.build(make_model(), CONFIG, collectives=_HalfStateful)

@@ -12,9 +12,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import zero_core
-import zero_core.native
+import zero_core.comm.factory
+from zero_core.comm.links import Traffic
 from zero_core.testing import spawn
-from zero_core.traffic import Traffic
 
 
 class _Net(nn.Module):
@@ -110,7 +110,7 @@ def _check(rank: int, world_size: int, per_node: int) -> None:
 
 
 def _check_on_the_wire(rank: int, world_size: int, per_node: int) -> None:
-    zero_core.native.SharedMemory = _NothingShared  # or bytes would not travel
+    zero_core.comm.factory.SharedMemory = _NothingShared  # or bytes would not travel
     postman = _Postman(rank, per_node)
     for stage in range(4):
         engine = zero_core.build(_Net(), _config(stage, **VARIANTS[0]))

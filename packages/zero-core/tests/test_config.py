@@ -7,7 +7,7 @@ import json
 import pytest
 
 from zero_core import ConfigError, load_config
-from zero_core.config import UNNEEDED, ActivationCheckpointingConfig, Config, LocoConfig
+from zero_core.config.schema import UNNEEDED, ActivationCheckpointingConfig, Config, LocoConfig
 
 SMALL = {"train_micro_batch_size_per_gpu": 2}
 
@@ -90,7 +90,7 @@ def offload(stage: int = 0, **block):
     return {"zero_optimization": {"stage": stage, "offload_optimizer": block}}
 
 
-def few_bits(stage: int = 3, **keys):
+def quantized(stage: int = 3, **keys):
     return {"zero_optimization": {"stage": stage, **keys}}
 
 
@@ -131,16 +131,16 @@ def few_bits(stage: int = 3, **keys):
                 ("zero_hpz_partition_size", 2),
             )
         ],
-        (few_bits(zero_hpz_partition_size=4), "= 4 must divide the number of ranks, 2"),
-        (few_bits(zero_hpz_partition_size=0), "zero_hpz_partition_size"),
-        (few_bits(zero_quantized_weights_format="int6"), "'int8', 'int4', .*'int4_difference'"),
-        (few_bits(zero_quantized_weight_format="int4"), "did you mean 'zero_quantized_weights_f"),
-        (few_bits(zero_quantized_gradients_between_nodes="int4_difference"), "found 'int4_diff"),
-        (few_bits(zero_quantized_gradients_hadamard=1), "hadamard"),
-        (few_bits(zeropp_loco_param={}), "needs zero_quantized_gradients, whose error"),
-        (few_bits(zeropp_loco_param={"err_beta": 1.5}), "zeropp_loco_param.err_beta"),
-        (few_bits(zeropp_loco_param={"reset_T": 0}), "zeropp_loco_param.reset_T"),
-        (few_bits(zeropp_loco_param={"reset_t": 9}), "did you mean 'reset_T'"),
+        (quantized(zero_hpz_partition_size=4), "= 4 must divide the number of ranks, 2"),
+        (quantized(zero_hpz_partition_size=0), "zero_hpz_partition_size"),
+        (quantized(zero_quantized_weights_format="int6"), "'int8', 'int4', .*'int4_difference'"),
+        (quantized(zero_quantized_weight_format="int4"), "did you mean 'zero_quantized_weights_f"),
+        (quantized(zero_quantized_gradients_between_nodes="int4_difference"), "found 'int4_diff"),
+        (quantized(zero_quantized_gradients_hadamard=1), "hadamard"),
+        (quantized(zeropp_loco_param={}), "needs zero_quantized_gradients, whose error"),
+        (quantized(zeropp_loco_param={"err_beta": 1.5}), "zeropp_loco_param.err_beta"),
+        (quantized(zeropp_loco_param={"reset_T": 0}), "zeropp_loco_param.reset_T"),
+        (quantized(zeropp_loco_param={"reset_t": 9}), "did you mean 'reset_T'"),
         ({"activation_checkpointing": {"profile": True}}, "profile is not served"),
         (
             {"activation_checkpointing": {"synchronize_checkpoint_boundary": True}},
@@ -223,7 +223,7 @@ def test_nvme_keys_are_told_only_where_they_have_no_effect(caplog):
     assert config.zero_optimization.offload_optimizer.nvme_path == "/nvme"
 
 
-def test_keys_of_few_bits_are_told_where_nothing_is_quantized(caplog):
+def test_keys_of_quantization_are_logged_where_nothing_is_quantized(caplog):
     weights = {"zero_quantized_weights_format": "e4m3"}
     gradients = {
         "zero_quantized_gradients_within_node": "int8",
@@ -247,8 +247,8 @@ def test_keys_of_few_bits_are_told_where_nothing_is_quantized(caplog):
 
 
 @pytest.mark.parametrize("stage", range(4))
-def test_gradients_of_few_bits_are_served_at_every_stage(stage):
-    block = few_bits(stage, zero_quantized_gradients=True, zeropp_loco_param={"err_beta": 1})
+def test_quantized_gradients_are_served_at_every_stage(stage):
+    block = quantized(stage, zero_quantized_gradients=True, zeropp_loco_param={"err_beta": 1})
     zero = load_config({**SMALL, **block}, world_size=3).zero_optimization
     assert zero.zero_quantized_gradients
     assert zero.zeropp_loco_param == LocoConfig(err_beta=1.0, reset_T=1024)
@@ -256,7 +256,7 @@ def test_gradients_of_few_bits_are_served_at_every_stage(stage):
 
 @pytest.mark.parametrize(("partition", "world_size"), [(1, 6), (2, 6), (3, 6), (6, 6), (4, 1)])
 def test_a_partition_that_divides_the_ranks_is_served(partition, world_size):
-    block = few_bits(zero_hpz_partition_size=partition)
+    block = quantized(zero_hpz_partition_size=partition)
     zero = load_config({**SMALL, **block}, world_size=world_size).zero_optimization
     assert zero.zero_hpz_partition_size == partition
 
@@ -271,7 +271,6 @@ def test_the_resolved_configuration_spells_out_every_default_and_loads_again():
     text = config.model_dump_json()
     dumped = json.loads(text)
     assert dumped["zero_optimization"]["offload_optimizer"]["ratio"] == 1.0
-    assert dumped["zero_optimization"]["offload_optimizer"]["numa"] is True
     assert Config.model_validate_json(text) == config
 
 

@@ -11,8 +11,6 @@ from safetensors.torch import save_file
 from torch import nn
 
 import zero_core
-from zero_core.parked import unparked
-from zero_core.sharded_init import sharded_init
 from zero_core.testing import spawn
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="peak memory is read from /proc")
@@ -88,34 +86,6 @@ def _measure(rank: int, world_size: int, folder: str) -> None:
 def test_no_rank_holds_more_than_its_shards_and_a_unit(tmp_path: Path) -> None:
     save_file(_model().state_dict(), tmp_path / "model.safetensors")
     spawn(_measure, 3, str(tmp_path))
-
-
-def _measure_sharded(rank: int, world_size: int) -> None:
-    """Values are written between construction and build, one module at a time."""
-    _warm_up()
-    with _Peak() as peak:
-        with sharded_init():
-            model = _model()
-        for number, layer in enumerate(model):
-            with unparked(layer.parameters(), modifier_rank=0):
-                if rank == 0:
-                    layer.weight.data.fill_(number)
-    parts = MODEL_BYTES / world_size
-    assert peak.nbytes >= parts * 0.9, "the measurement sees what is there"
-    bound = parts + 2 * UNIT_BYTES + SLACK_BYTES
-    assert bound < parts + MODEL_BYTES / 3, "a whole model would be seen"
-    assert peak.nbytes <= bound, ("written", rank, peak.nbytes, bound)
-
-    with _Peak() as peak:
-        engine = zero_core.build(model, CONFIG)
-    kept = engine.memory_report()["parameters"]
-    assert peak.nbytes <= kept + 2 * UNIT_BYTES + SLACK_BYTES, ("built", rank, peak.nbytes, kept)
-    with engine.gathered():
-        assert all(bool((x.weight == number).all()) for number, x in enumerate(model))
-
-
-def test_no_rank_holds_more_when_values_are_written_before_there_is_an_engine() -> None:
-    spawn(_measure_sharded, 3)
 
 
 def _measure_ordinary(rank: int, world_size: int) -> None:

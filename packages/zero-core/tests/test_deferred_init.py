@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 import zero_core
-from zero_core.initial import InitialValues
+from zero_core.init.values import InitialValues
+from zero_core.optim.device_tier import DeviceTier
 from zero_core.testing import Case, make_model, run_engine, spawn
-from zero_core.tier import DeviceTier
 
 
 class Odd(nn.Module):
@@ -162,8 +162,10 @@ def _build_both(rank: int, world_size: int) -> None:
                 ):
                     assert name == other
                     assert torch.equal(a, b), (stage, dtype, name)
-                for a, b in zip(ordinary._state.values, engine._state.values, strict=True):
-                    assert torch.equal(a.shard, b.shard)
+                for a, b in zip(
+                    ordinary.sharded_state.params, engine.sharded_state.params, strict=True
+                ):
+                    assert torch.equal(a.read_shard(), b.read_shard())
                 for a, b in zip(ordinary.module.buffers(), model.buffers(), strict=True):
                     assert torch.equal(a, b)
 

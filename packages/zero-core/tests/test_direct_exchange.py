@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-import logging
+import mmap
 import os
 import subprocess
 import sys
@@ -17,25 +17,29 @@ import torch.distributed as dist
 from torch import Tensor
 
 import zero_core
-from zero_core import shared_memory
-from zero_core.collectives import ControlGroup
-from zero_core.direct import DirectCollectives
+from zero_core.comm.control import ProcessControlGroup
+from zero_core.comm.host import HostCollectives
+from zero_core.comm.p2p import ProcessMessages
+from zero_core.comm.shared_memory import SharedMemory
 from zero_core.errors import CollectiveError
 from zero_core.protocols import Work
-from zero_core.shared_memory import SharedMemory
 from zero_core.testing import batch, make_model, spawn
 
 NUMEL = 96  # of a shard
+CPU = torch.device("cpu")
 
 
-def _connect(rank: int, world_size: int, far: set[int]) -> tuple[DirectCollectives, SharedMemory]:
+def _connect(rank: int, world_size: int, far: set[int]) -> tuple[HostCollectives, SharedMemory]:
     """Collectives; ranks in ``far`` share memory with nobody, as if they were on other hosts."""
-    control = ControlGroup(None, rank=rank, world_size=world_size, device=torch.device("cpu"))
+    control = ProcessControlGroup(
+        None, rank=rank, world_size=world_size, device=torch.device("cpu")
+    )
     shared = SharedMemory(control)
     assert shared.peers == set(range(world_size)) - {rank}
     near = shared.peers - far if rank not in far else frozenset[int]()
     shared.peers = frozenset(near)
-    return DirectCollectives(None, rank=rank, world_size=world_size, shared=shared), shared
+    messages = ProcessMessages(None)
+    return HostCollectives(messages, rank=rank, world_size=world_size, shared=shared), shared
 
 
 def _values(numel: int, dtype: torch.dtype, seed: int) -> Tensor:
@@ -73,7 +77,7 @@ def _exchange(rank: int, world_size: int, far: set[int]) -> None:
             work.wait()
             parts = list(work.contributions)
             assert torch.equal(sum(part.to(wide) for part in parts), mine)
-            work.retire()()
+            work.acknowledge().wait()
             full.zero_()
             assert torch.equal(mine, expected.view(world_size, -1)[rank])
 
@@ -96,14 +100,14 @@ def _refill(rank: int, world_size: int) -> None:
             time.sleep(0.05)  # the others are done, and would write over what this rank reads
         work.wait()
         assert torch.equal(out, torch.full((NUMEL,), float(world_size * (turn + 1))))
-        work.retire()()
+        work.acknowledge().wait()
 
 
 def test_gradients_stay_until_the_slowest_rank_has_read_them() -> None:
     spawn(_refill, 3)
 
 
-def _start_gather(direct: DirectCollectives, shared: SharedMemory) -> tuple[Work, Tensor]:
+def _start_gather(direct: HostCollectives, shared: SharedMemory) -> tuple[Work, Tensor]:
     """A gather of two ranks, and where it ends up; its memory has not been read from before."""
     shard = shared.zeros(NUMEL, torch.float32).fill_(direct.rank + 1.0)
     out = torch.zeros(2 * NUMEL)
@@ -111,55 +115,71 @@ def _start_gather(direct: DirectCollectives, shared: SharedMemory) -> tuple[Work
 
 
 def _ends_first(rank: int, world_size: int, how: str) -> None:
-    """Rank 1 has done its part of a gather, and ends or drops its memory, while rank 0 is late."""
+    """Rank 1 has done its part of a gather and goes, before rank 0 reads its memory."""
     direct, shared = _connect(rank, world_size, set())
+    pids = [torch.empty(1, dtype=torch.int64) for _ in range(world_size)]
+    dist.all_gather(pids, torch.tensor([os.getpid()]))
     work, out = _start_gather(direct, shared)
     if rank == 1:
         work.wait()
+        if how == "is killed":
+            os._exit(0)
+        started_at = time.monotonic()
         del work, direct, shared
         gc.collect()
+        assert time.monotonic() - started_at < 0.4  # it waits for no reader
         if how == "drops":
-            again = [os.memfd_create("zero_core-0") for _ in range(9)]  # the same numbers
             dist.barrier()
-            for descriptor in again:
-                os.close(descriptor)
         return
-    time.sleep(0.5)
+    if how == "drops":
+        time.sleep(0.5)
+    elif how == "is killed":
+        while Path(f"/proc/{pids[1].item()}").exists() and _is_alive(int(pids[1])):
+            time.sleep(0.01)
     work.wait()
     assert torch.equal(out, torch.tensor([1.0, 2.0]).repeat_interleave(NUMEL))
     if how == "drops":
         dist.barrier()
 
 
+def _is_alive(pid: int) -> bool:
+    state = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+    return state.rpartition(")")[2].split()[0] not in ("Z", "X")
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="ranks share memory on Linux only")
-@pytest.mark.parametrize("how", ["ends", "drops"])
-def test_bytes_can_be_read_by_a_rank_that_is_late(how: str) -> None:
+@pytest.mark.parametrize("how", ["drops", "ends", "is killed"])
+def test_bytes_can_be_read_by_a_late_rank_when_their_owner(how: str) -> None:
     spawn(_ends_first, 2, how)
 
 
-# Whole processes: rank 0 reads when rank 1 has come to the end of its program, or is gone.
+# Whole processes: rank 0 reads when rank 1 has ended, or is gone.
 ENDS_AS_A_PROGRAM = """
-import atexit, multiprocessing, sys, time
+import atexit, multiprocessing, os, sys, time
+from pathlib import Path
 import torch, torch._dynamo, torch.distributed as dist
 atexit.register(lambda: dist.is_initialized() and dist.destroy_process_group())
 import zero_core
-from zero_core import shared_memory
+from zero_core.comm.shared_memory import SharedMemory
 from zero_core.testing import Case, make_model
 
-look = shared_memory.SharedMemory._look
-
-def look_late(shared, peer, number, nbytes):
-    own = shared._own
-    while own.pages[1][0] < shared_memory._NO_MORE and shared_memory._is_alive(own.pids[1]):
-        time.sleep(0.01)
-    return look(shared, peer, number, nbytes)
+read = SharedMemory.at
 
 def run(rank):
     store = dist.FileStore(sys.argv[2], 2)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
     engine = zero_core.build(make_model(), Case(stage=3).config())
+    pids = [torch.empty(1, dtype=torch.int64) for _ in range(2)]
+    dist.all_gather(pids, torch.tensor([os.getpid()]))
+
+    def read_late(shared, peer, offset, numel, dtype):
+        stat = Path(f"/proc/{pids[1].item()}/stat")
+        while stat.exists() and stat.read_text().rpartition(")")[2].split()[0] not in "ZX":
+            time.sleep(0.01)
+        return read(shared, peer, offset, numel, dtype)
+
     if rank == 0:
-        shared_memory.SharedMemory._look = look_late
+        SharedMemory.at = read_late
     with torch.no_grad():
         found = engine.module.embed(torch.arange(5)).sum().item()  # one gather, the first
     print("found", found, flush=True)
@@ -202,91 +222,41 @@ def test_program_that_ends_with_a_gather_ends_well_on_all_ranks(
     assert first.startswith("found ")
 
 
-def _is_gone(rank: int, world_size: int) -> None:
-    """Rank 1 is killed after it has told of memory, before anybody has looked."""
+def _keeps_descriptors(rank: int, world_size: int) -> None:
+    """A mapped window keeps one descriptor; buffers carved from it need none."""
     direct, shared = _connect(rank, world_size, set())
-    pid = shared._own.pids[1]
-    work, _ = _start_gather(direct, shared)
-    if rank == 1:
+    for _ in range(3):
+        work, out = _start_gather(direct, shared)
         work.wait()
-        os._exit(0)
-    while shared_memory._is_alive(pid):
-        time.sleep(0.01)
-    with pytest.raises(CollectiveError, match=r"memory of rank 1.*has probably ended"):
-        work.wait()
+        assert torch.equal(out, torch.tensor([1.0, 2.0]).repeat_interleave(NUMEL))
+    links = [os.path.realpath(f"/proc/self/fd/{name}") for name in os.listdir("/proc/self/fd")]
+    assert sum("memfd:zero_core" in link for link in links) == world_size
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="ranks share memory on Linux only")
-def test_memory_of_a_rank_that_was_killed_is_named() -> None:
-    spawn(_is_gone, 2)
+def test_buffers_need_no_descriptor_of_their_own_when_windows_are_mapped() -> None:
+    spawn(_keeps_descriptors, 2)
 
 
-def _is_another(rank: int, world_size: int) -> None:
-    """A number of memory that is gone, whose descriptor has come again."""
+def _asks_too_much(rank: int, world_size: int) -> None:
     _, shared = _connect(rank, world_size, set())
-    number, offset = shared.locate(shared.zeros(NUMEL, torch.float32)) or (0, 0)
-    told = torch.tensor([number + 7 * shared_memory._MOST_DESCRIPTORS])
-    numbers = [torch.empty_like(told) for _ in range(world_size)]
-    dist.all_gather(numbers, told)
-    peer = 1 - rank
-    with pytest.raises(CollectiveError, match="that is another file by now"):
-        shared.at(peer, (int(numbers[peer]), offset), NUMEL, torch.float32)
-    dist.barrier()
+    with pytest.raises(CollectiveError, match=r"rank \d: no more shared memory: \d+ bytes asked"):
+        shared.zeros(2**46, torch.float32)
+    small = shared.zeros(3, torch.float32)
+    assert small.untyped_storage().nbytes() < mmap.PAGESIZE  # what torch.save would write
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="ranks share memory on Linux only")
-def test_memory_that_has_come_in_place_of_other_memory_is_not_taken_for_it() -> None:
-    spawn(_is_another, 2)
-
-
-def _nobody_looks(rank: int, world_size: int, how: str) -> None:
-    """Rank 1 is told of memory that it never reads from: it says so, or dies."""
-    direct, shared = _connect(rank, world_size, set())
-    work, _ = _start_gather(direct, shared)
-    if rank == 0:
-        work.wait()
-    else:
-        time.sleep(0.5)
-        if how == "dies":
-            os._exit(0)
-    started = time.monotonic()
-    del work, direct, shared
-    gc.collect()
-    assert time.monotonic() - started < 30  # and not a minute
-
-
-@pytest.mark.parametrize("how", ["says so", "dies"])
-def test_rank_that_will_not_look_is_not_waited_for(how: str) -> None:
-    spawn(_nobody_looks, 2, how)
-
-
-def _is_patient_in_vain(rank: int, world_size: int) -> None:
-    direct, shared = _connect(rank, world_size, set())
-    work, _ = _start_gather(direct, shared)
-    if rank == 1:
-        dist.barrier()
-        return  # it has not looked all the time
-    work.wait()
-    records: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("zero_core").addHandler(handler)
-    shared_memory._PATIENCE_S = 0.2
-    del work, direct, shared
-    gc.collect()
-    assert len(records) == 1
-    assert records[0].startswith("rank 0 ends, and rank 1 has not read for 0 s")
-    dist.barrier()
-
-
-def test_rank_that_may_have_failed_is_waited_for_so_long_and_named() -> None:
-    spawn(_is_patient_in_vain, 2)
+def test_memory_is_refused_in_words_when_a_window_is_full() -> None:
+    spawn(_asks_too_much, 2)
 
 
 def _has_no_memfd(rank: int, world_size: int) -> None:
     if rank == 1:
         del os.memfd_create
-    control = ControlGroup(None, rank=rank, world_size=world_size, device=torch.device("cpu"))
+    control = ProcessControlGroup(
+        None, rank=rank, world_size=world_size, device=torch.device("cpu")
+    )
     assert SharedMemory(control).peers == ({0, 2} - {rank} if rank != 1 else set())
 
 
@@ -308,7 +278,7 @@ def _without_shared_memory(rank: int, world_size: int) -> None:
             "zero_optimization": {"stage": stage},
             "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
         }
-        far = DirectCollectives(None, rank=rank, world_size=world_size)
+        far = HostCollectives(ProcessMessages(None), rank=rank, world_size=world_size)
         expected = _run(zero_core.build(make_model(), config, collectives=far))
         for name, value in _run(zero_core.build(make_model(), config)).items():
             assert torch.equal(value, expected[name]), name

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import zero_core
 from zero_core import ConfigError
-from zero_core.initial import is_left_over
+from zero_core.sharded.params import is_placeholder
 from zero_core.testing import Case, batch, make_model, spawn
 
 
@@ -30,7 +30,7 @@ def _closed(rank: int, world_size: int) -> None:
         engine.close()
         assert model.blocks[0].up.weight.isnan().all()
         assert torch.equal(model.frozen[0].up.weight, frozen)
-        with pytest.raises(RuntimeError, match=r"sometimes holds no value.*give_back"):
+        with pytest.raises(RuntimeError, match=r"sometimes holds no value.*unwrap"):
             model.state_dict()
         with pytest.raises(ConfigError, match="holds no value"):
             zero_core.build(model, Case(stage).config())
@@ -55,7 +55,7 @@ def _closed_twice(rank: int, world_size: int) -> None:
         for param, first in zip(model.parameters(), make_model().parameters(), strict=True):
             param.data = first.data
         engine = zero_core.build(model, config)
-        assert any(is_left_over(p) for p in model.parameters())
+        assert any(is_placeholder(p) for p in model.parameters())
         with pytest.raises(RuntimeError, match=r"engine\.full_state_dict\(\)"):
             model.state_dict()
         engine.close()
@@ -78,7 +78,7 @@ def _given_back(rank: int, world_size: int) -> None:
         engine = zero_core.build(make_model(), Case(stage).config())
         _step(engine, rank)
         expected = engine.full_state_dict()
-        model = zero_core.give_back(engine)
+        model = engine.unwrap()
         engine.close()  # a second time
         torch.testing.assert_close(dict(model.state_dict()), expected, rtol=0.0, atol=0.0)
         again = zero_core.build(model, Case(stage).config())
@@ -86,19 +86,19 @@ def _given_back(rank: int, world_size: int) -> None:
         gathered: tuple[dict[str, Any], ...] = ({}, {"params": [again.module.gain]})
         for options in gathered:
             with (
-                pytest.raises(RuntimeError, match=r"give_back\(\) within gathered"),
+                pytest.raises(RuntimeError, match=r"unwrap\(\) within gathered"),
                 again.gathered(**options),
             ):
-                zero_core.give_back(again)
+                again.unwrap()
         again.backward(again(**batch(0, 0, rank))["loss"])
         with pytest.raises(RuntimeError, match="step first, or drop it by drops_partial=True"):
-            zero_core.give_back(again)
-        zero_core.give_back(again, drops_partial=True)
+            again.unwrap()
+        again.unwrap(drops_partial=True)
         torch.testing.assert_close(dict(model.state_dict()), expected, rtol=0.0, atol=0.0)
         with torch.no_grad():
             model.gain.fill_(5.0)  # as a plain loop after the engine does
         with pytest.raises(RuntimeError, match="engine that has ended"):
-            zero_core.give_back(again, drops_partial=True)
+            again.unwrap(drops_partial=True)
         assert (model.gain == 5.0).all()
 
 
@@ -133,8 +133,16 @@ def test_optimizer_and_buffers_serve_a_plain_loop_after_the_engine():
     with pytest.raises(RuntimeError, match=r"call engine\.step"):
         optimizer.step()
     model.register_buffer("scale", torch.ones(3).as_subclass(_Far))
-    zero_core.give_back(engine)
+    engine.unwrap()
     assert torch.equal(model.scale, torch.full((3,), 2.0))
     model(x).square().mean().backward()
     optimizer.step()
     torch.testing.assert_close(list(model.parameters()), list(expected.parameters()))
+
+
+def test_the_old_name_of_unwrap_warns_and_works():
+    model = make_model()
+    engine = zero_core.build(model, Case(3).config())
+    with pytest.warns(DeprecationWarning, match=r"give_back\(engine\) is now engine\.unwrap\(\)"):
+        assert zero_core.give_back(engine) is model
+    assert engine.owns(model.gain) is None

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import zero_core
-from zero_core import ConfigError
+from zero_core import ConfigError, EvaluationOnlyError
 from zero_core.testing import Case, batch, make_model, spawn
 
 
@@ -60,14 +60,23 @@ def test_what_trains_is_refused(tmp_path):
     for refused in (
         lambda: engine.backward(loss),
         lambda: engine.scale(loss),
-        engine.step,
+        lambda: engine.step(),
         lambda: engine.clip_grad_norm_(1.0),
         lambda: engine.save_checkpoint(tmp_path),
     ):
         with pytest.raises(RuntimeError, match=r"is_training=True"):
             refused()
+    assert not hasattr(engine, "step")
     with pytest.raises(RuntimeError, match="requires a gradient now"):
         engine.module(**batch(0, 0, 0))  # with gradients, past the engine
+
+
+def test_a_missing_attribute_of_an_engine_that_trains_is_a_plain_attribute_error():
+    engine = zero_core.build(make_model(), Case(0, "fp32").config())
+    del engine.optimizer
+    with pytest.raises(AttributeError, match="'Engine' object has no attribute") as error:
+        _ = engine.optimizer
+    assert not isinstance(error.value, EvaluationOnlyError)
 
 
 def test_a_model_with_nothing_to_train_can_be_evaluated():
@@ -93,7 +102,7 @@ def _built_again(rank: int, world_size: int) -> None:
         model = make_model()
         evaluated = zero_core.build(model, _config(stage), is_training=False)
         params = list(model.parameters())
-        assert zero_core.give_back(evaluated) is model
+        assert evaluated.unwrap() is model
         found = dict(model.state_dict())
         torch.testing.assert_close(found, dict(expected), rtol=0.0, atol=0.0)
         assert all(a is b for a, b in zip(model.parameters(), params, strict=True))
@@ -103,7 +112,7 @@ def _built_again(rank: int, world_size: int) -> None:
             engine.backward(engine(**batch(step, 0, rank))["loss"])
             engine.step()
         trained = engine.full_state_dict()
-        zero_core.give_back(engine)
+        engine.unwrap()
         torch.testing.assert_close(dict(model.state_dict()), trained, rtol=0.0, atol=0.0)
         assert not torch.equal(trained["embed.weight"], expected["embed.weight"])
 
@@ -116,14 +125,14 @@ def test_a_model_given_back_is_whole_and_trained_by_the_next_engine(world_size):
 def test_values_are_given_back_unrounded_where_asked():
     engine = zero_core.build(make_model(), Case(3, "bf16").config())
     expected = engine.full_state_dict(dtype=torch.float32)
-    model = zero_core.give_back(engine, dtype=torch.float32)
+    model = engine.unwrap(dtype=torch.float32)
     torch.testing.assert_close(dict(model.state_dict()), expected, rtol=0.0, atol=0.0)
 
 
 def _refused(rank: int, world_size: int) -> None:
     model = make_model()
     zero_core.build(model, _config(3), is_training=False).close()
-    with pytest.raises(ConfigError, match=r"sometimes holds no value.*give_back"):
+    with pytest.raises(ConfigError, match=r"sometimes holds no value.*unwrap"):
         zero_core.build(model, Case(0).config())
 
 

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zero_core.layout import Layout, ParamSpec
+from zero_core.layout.arithmetic import Layout, ParamSpec
 
 sizes = st.lists(
     st.lists(

@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import zero_core
 from zero_core import ConfigError
+from zero_core.layout.discovery import discover, note_reader
 from zero_core.testing import LR, WEIGHT_DECAY, Case, spawn
 
 
@@ -122,3 +123,21 @@ def _follows_ddp(rank: int, world_size: int) -> None:
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_the_numbers_are_those_of_ddp(world_size):
     spawn(_follows_ddp, world_size)
+
+
+def test_a_parameter_that_another_block_reads_is_gathered_with_the_root():
+    model = nn.ModuleDict({"blocks": nn.ModuleList(nn.Linear(5, 5) for _ in range(2))})
+    weight, reader = model["blocks"][0].weight, model["blocks"][1]
+
+    def unit_of_weight() -> str:
+        found = discover(model)
+        number = next(n for n, p in enumerate(found.params) if p is weight)
+        return next(name for name, _, members in found.units if number in members)
+
+    assert unit_of_weight() == "blocks.0"
+    assert not note_reader(reader, weight)
+    assert unit_of_weight() == ""
+    assert note_reader(reader, weight, is_reader=False)
+    assert unit_of_weight() == "blocks.0"
+    note_reader(model["blocks"][0], weight)  # it does so anyway
+    assert unit_of_weight() == "blocks.0"

@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 import zero_core
-from zero_core import weight_files
+from zero_core.checkpoint import safetensors_files as weight_files
 from zero_core.testing import Case, Hard, batch, make_model, spawn
 
 
@@ -338,7 +338,9 @@ def _read_little(rank: int, world_size: int, file: str) -> None:
     finally:
         weight_files.StoredTensor.read = read_range
     buffers = 4
-    assert read[0] <= sum(v.shard.numel() for v in engine._state.values) + buffers
+    assert (
+        read[0] <= sum(flat.segment.shard_numel for flat in engine.sharded_state.params) + buffers
+    )
 
 
 def test_a_rank_reads_no_more_than_its_shards(tmp_path: Path) -> None:

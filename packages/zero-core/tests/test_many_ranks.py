@@ -63,17 +63,18 @@ def test_a_step_among_1024_ranks_holds_what_was_planned(rank: int, stage: int) -
 
     held = {kind: nbytes for kind, nbytes in engine.memory_report().items() if nbytes}
     assert held == {kind: planned[kind] for kind in held}
-    for values in (v for unit in engine._flow.units for v in unit.values):
+    for values in engine.sharded_state.params:
         segment = values.segment
         assert segment.padded_numel == WORLD_SIZE * segment.shard_numel
-        assert values.shard.shape == (segment.shard_numel,)
+        assert values.read_shard().shape == (segment.shard_numel,)
     numel = sum(s.shard_numel for s in engine.layout.segments)
     assert held["gradient shards"] == 4 * numel
     assert planned["optimizer states"] == 8 * numel
     owned = engine.layout.pieces(rank, is_sharded=True)
     assert bool(owned) == (rank == 0)  # the last rank's shards are padding
-    names = engine._tier.state_names()[1:]
-    states = [engine._tier.read_state(name, 0, numel) for name in names]
+    tier = engine.sharded_state.tier
+    names = tier.state_names()[1:]
+    states = [tier.read_state(name, 0, numel) for name in names]
     assert sum(t.nbytes for t in states) == (planned["optimizer states"] if owned else 0)
-    assert all(engine._tier.read_scalars(i)["num_steps"] == 2.0 for i in range(len(owned)))
+    assert all(tier.read_scalars(i)["num_steps"] == 2.0 for i in range(len(owned)))
     engine.close()

@@ -9,7 +9,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import zero_core
 from zero_core import ConfigError
-from zero_core.muon import Muon, split_groups, tag_matrices
+from zero_core.optim.muon import Muon, split_groups, tag_matrices
 from zero_core.testing import batch, make_model, spawn
 
 STEPS = 4

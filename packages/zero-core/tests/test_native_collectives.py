@@ -15,34 +15,40 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zero_core.collectives import ControlGroup, wait
-from zero_core.direct import DirectCollectives
+from zero_core.comm.communicator import Communicator
+from zero_core.comm.control import ProcessControlGroup
+from zero_core.comm.device import DeviceCollectives
+from zero_core.comm.host import HostCollectives
+from zero_core.comm.links import Links
+from zero_core.comm.p2p import ProcessMessages
+from zero_core.comm.queues import HostQueues
+from zero_core.comm.shared_memory import SharedMemory
 from zero_core.errors import CollectiveError
-from zero_core.lanes import HostLanes
-from zero_core.library import LibraryCollectives
-from zero_core.protocols import NativeCollectives, Work
-from zero_core.shared_memory import SharedMemory
+from zero_core.protocols import TransportCollectives, Work
 from zero_core.testing import spawn
-from zero_core.traffic import Links
 
 NUMEL = 37  # of a shard: odd, and divides by nothing
 DTYPES = (torch.float32, torch.bfloat16, torch.float64, torch.uint8)
 CPU = torch.device("cpu")
 
 
-def _connect(rank: int, world_size: int, per_node: int) -> DirectCollectives:
-    control = ControlGroup(None, rank=rank, world_size=world_size, device=CPU)
+def _connect(rank: int, world_size: int, per_node: int) -> HostCollectives:
+    control = ProcessControlGroup(None, rank=rank, world_size=world_size, device=CPU)
     shared = SharedMemory(control, ranks_per_node=per_node)
     node = rank // per_node * per_node
     assert shared.peers == set(range(node, node + per_node)) - {rank}
-    return DirectCollectives(
-        None, rank=rank, world_size=world_size, shared=shared, ranks_per_node=per_node
+    return HostCollectives(
+        ProcessMessages(None),
+        rank=rank,
+        world_size=world_size,
+        shared=shared,
+        ranks_per_node=per_node,
     )
 
 
-def _library(rank: int, world_size: int, per_node: int) -> LibraryCollectives:
+def _library(rank: int, world_size: int, per_node: int) -> DeviceCollectives:
     links = Links(world_size, per_node, is_ring=True)
-    return LibraryCollectives(None, rank=rank, links=links, lanes=HostLanes())
+    return DeviceCollectives(None, rank=rank, links=links, queues=HostQueues())
 
 
 def _values(numel: int, dtype: torch.dtype, seed: int) -> Tensor:
@@ -50,7 +56,7 @@ def _values(numel: int, dtype: torch.dtype, seed: int) -> Tensor:
     return torch.randint(0, 100, (numel,), generator=generator).to(dtype)
 
 
-def _gathers(native: NativeCollectives, seed: int) -> None:
+def _gathers(native: TransportCollectives, seed: int) -> None:
     """Two units at once, of shared and of ordinary memory, waited for in the other order."""
     size = native.world_size
     for turn, dtype in enumerate(DTYPES):
@@ -71,7 +77,7 @@ def _gathers(native: NativeCollectives, seed: int) -> None:
             assert torch.equal(out, torch.cat(parts)), (dtype, unit)
 
 
-def _swaps(native: NativeCollectives, seed: int) -> None:
+def _swaps(native: TransportCollectives, seed: int) -> None:
     """all_to_all: slice ``k`` of rank ``r`` is ``_values`` of (r, k)."""
     size = native.world_size
     for dtype in DTYPES:
@@ -86,7 +92,7 @@ def _swaps(native: NativeCollectives, seed: int) -> None:
             assert torch.equal(out, torch.cat(expected)), (dtype, is_shared)
 
 
-def _late_readers(native: NativeCollectives) -> None:
+def _late_readers(native: TransportCollectives) -> None:
     """Parts are overwritten as soon as ``wait`` returns, while one rank has not yet read them."""
     size, rank = native.world_size, native.rank
     parts, out = native.zeros(size * NUMEL, torch.float32, CPU), torch.empty(size * NUMEL)
@@ -101,7 +107,7 @@ def _late_readers(native: NativeCollectives) -> None:
         assert torch.equal(out, expected)
 
 
-def _sums(native: NativeCollectives) -> None:
+def _sums(native: TransportCollectives) -> None:
     size = native.world_size
     full = native.zeros(size * NUMEL, torch.bfloat16, CPU)
     full.copy_(_values(size * NUMEL, torch.float32, native.rank))
@@ -113,7 +119,7 @@ def _sums(native: NativeCollectives) -> None:
     assert torch.equal(out, expected.view(size, -1)[native.rank])
 
 
-def _jobs(native: NativeCollectives) -> None:
+def _jobs(native: TransportCollectives) -> None:
     """Both lanes and the caller exchange at once, in several subgroups."""
     size, rank = native.world_size, native.rank
     stride = 2 if size % 2 == 0 else size
@@ -124,13 +130,13 @@ def _jobs(native: NativeCollectives) -> None:
     assert turned.rank == size - 1 - rank
     found: dict[str, Tensor] = {}
 
-    def gather(group: NativeCollectives, name: str) -> None:
+    def gather(group: TransportCollectives, name: str) -> None:
         out = torch.empty(group.world_size * NUMEL)
         shard = group.zeros(NUMEL, torch.float32, CPU).fill_(float(rank))
         group.all_gather(out, shard, unit=0, version=1, backward=False).wait()
         found[name] = out.view(-1, NUMEL).mean(1)
 
-    def swap(group: NativeCollectives, name: str) -> None:
+    def swap(group: TransportCollectives, name: str) -> None:
         parts, out = torch.full((group.world_size,), float(rank)), torch.empty(group.world_size)
         group.all_to_all(out, parts, unit=0).wait()
         found[name] = out
@@ -160,7 +166,7 @@ def _jobs(native: NativeCollectives) -> None:
         assert torch.equal(found[f"turned {turn}"], whole.flip(0))
 
 
-def _refusals(native: NativeCollectives) -> None:
+def _refusals(native: TransportCollectives) -> None:
     size = native.world_size
     for ranks in ([], [native.rank, native.rank], [native.rank, size], [native.rank + 1]):
         with pytest.raises(ValueError, match=r"subgroup: \[.*different ranks below"):
@@ -232,7 +238,9 @@ def test_groups_that_do_not_fit_the_nodes_exchange_the_same() -> None:
 
 def _late_twins(rank: int, world_size: int) -> None:
     """Two sets of collectives over one group, of which one is late on rank 0."""
-    twins = [DirectCollectives(None, rank=rank, world_size=world_size) for _ in range(2)]
+    twins = [
+        HostCollectives(ProcessMessages(None), rank=rank, world_size=world_size) for _ in range(2)
+    ]
     outs = [torch.empty(world_size) for _ in twins]
     order = (1, 0) if rank == 0 else (0, 1)
     works = {}
@@ -250,18 +258,23 @@ def test_two_engines_over_one_group_do_not_take_each_others_bytes() -> None:
 
 def _one_does_not_come(rank: int, world_size: int) -> None:
     group = dist.new_group(timeout=timedelta(seconds=2))
-    shared = SharedMemory(
-        ControlGroup(group, rank=rank, world_size=world_size, device=CPU), ranks_per_node=2
-    )
-    native = DirectCollectives(
-        group, rank=rank, world_size=world_size, shared=shared, ranks_per_node=2
+    control = ProcessControlGroup(group, rank=rank, world_size=world_size, device=CPU)
+    shared = SharedMemory(control, ranks_per_node=2)
+    native = HostCollectives(
+        ProcessMessages(group),
+        rank=rank,
+        world_size=world_size,
+        shared=shared,
+        ranks_per_node=2,
     )
     if rank != 3:
         out, shard = torch.empty(world_size * NUMEL), torch.zeros(NUMEL)
-        work = native.all_gather(out, shard, unit=5, version=0, backward=False)
+        communicator = Communicator(native, control, {5: "unit 5 (blocks.4)"})
+        work = communicator.all_gather(out, shard, 5, version=0, backward=False)
         started = time.monotonic()
-        with pytest.raises(CollectiveError, match=r"all_gather of unit 5 failed or timed out: .*"):
-            wait(work, lambda: f"rank {rank}: all_gather of unit 5")
+        named = rf"rank {rank}: all_gather of unit 5 \(blocks.4\) failed or timed out: .*"
+        with pytest.raises(CollectiveError, match=named):
+            work.wait()
         assert time.monotonic() - started < 60
         with pytest.raises(RuntimeError, match="of this rank's own making"):
             native.launch(_fail, is_reduction=False).wait()  # the lane goes on

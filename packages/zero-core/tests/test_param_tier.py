@@ -17,10 +17,11 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import zero_core
-from zero_core.arena import BufferPool, allocator
-from zero_core.layout import Segment
+from zero_core.comm.communicator import Communicator
+from zero_core.layout.arithmetic import Segment
 from zero_core.protocols import ParamTier
-from zero_core.resting import Lane, RestingShard
+from zero_core.sharded.param_offload import CopyStream, OffloadedShard
+from zero_core.sharded.pool import BufferPool, allocator
 from zero_core.testing import Case, Hard, batch, make_model, run_ddp, run_engine, spawn
 
 EVERYTHING = {"stage3_param_persistence_threshold": 0}
@@ -196,7 +197,7 @@ def _memory(rank: int, world_size: int) -> None:
     assert report["gathered units"] == 2 * (root.padded_numel + 2 * block.padded_numel)
     staged = 2 * (root.shard_numel + block.shard_numel) if world_size > 1 else 0
     assert report["fetched shards"] == staged
-    assert engine._tier._published.chunks[0][1].is_meta
+    assert engine.sharded_state.tier._published.chunks[0][1].is_meta
     assert all(p.untyped_storage().nbytes() == 2 for p in engine.module.blocks.parameters())
 
 
@@ -383,24 +384,32 @@ def test_a_gather_that_cannot_start_is_named_and_keeps_no_staging_buffer() -> No
     staging = BufferPool(allocator(cpu), 12)
     segment = Segment(0, 4, torch.float32, is_trainable=True, slots=(), shard_numel=3, world_size=2)
     shelf = Shelf([(0, 3, torch.float32)], has_homes=False)
-    shard = RestingShard(segment, shelf, Lane(cpu), staging=staging)
 
     def fail(*args: Any, **keys: Any) -> Any:
         raise RuntimeError("Connection closed by peer")
 
-    peer = SimpleNamespace(all_gather=fail)
+    control = SimpleNamespace(rank=1, world_size=2)
+    transport = SimpleNamespace(all_gather=fail, reduce_scatter=fail)
+    names = {segment.index: "unit 4 (blocks.3)"}
+    communicator = Communicator(transport, control, names)  # type: ignore[arg-type]
+    shard = OffloadedShard(
+        segment,
+        shelf,
+        CopyStream(cpu),
+        staging=staging,
+        communicator=communicator,
+        tier=SimpleNamespace(),  # type: ignore[arg-type]
+        span=None,
+    )
 
     def gather() -> None:
-        shard.gather(
-            torch.empty(6),
-            peer,  # type: ignore[arg-type]
-            lambda: "all_gather of unit 4",
-            version=1,
-            backward=False,
-        )
+        shard.gather(torch.empty(6), version=1, backward=False)
 
     for _ in range(2):
-        with pytest.raises(zero_core.CollectiveError, match=r"unit 4 failed.*Connection closed"):
+        with pytest.raises(
+            zero_core.CollectiveError,
+            match=r"rank 1: all_gather of unit 4 \(blocks.3\) failed.*Connection",
+        ):
             gather()
     shelf.fetch = fail  # type: ignore[method-assign]
     with pytest.raises(RuntimeError) as error:
@@ -505,13 +514,12 @@ def _planned(rank: int, world_size: int) -> None:
                 engine.backward(engine(torch.ones(2, 7)))
                 engine.step()
             held = {k: n for k, n in engine.memory_report().items() if n}
-            host = held.pop("host parameters")
+            del held["host parameters"]
             assert held == {k: plan.memory.device[k] for k in held}
-            masters = [t for _, t in engine._tier._masters.chunks]
-            kept = {t.data_ptr() for _, t in engine._tier._published.chunks}
+            masters = [t for _, t in engine.sharded_state.tier._masters.chunks]
+            kept = {t.data_ptr() for _, t in engine.sharded_state.tier._published.chunks}
             own = sum(t.nbytes for t in masters if t.data_ptr() not in kept)
             assert plan.memory.device.get("master weights", 0) == own
-            assert plan.memory.host["parameters"] == host
 
             zero = {**zero, "offload_param": {"device": "cpu"}}
             config = Case(stage=3, dtype=dtype, zero=zero).config()
@@ -527,19 +535,3 @@ def _planned(rank: int, world_size: int) -> None:
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_a_plan_counts_what_rests_and_what_travels(world_size: int) -> None:
     spawn(_planned, world_size)
-
-
-def test_a_plan_counts_max_in_cpu_and_the_buffers_of_the_file() -> None:
-    def host(**keys: Any) -> Mapping[str, int]:
-        zero = {**EVERYTHING, "offload_param": {"nvme_path": "/nowhere", **keys}}
-        config = Case(stage=3, dtype="bf16", zero=zero).config()
-        return zero_core.plan(_Tower(), config, 1).memory.host
-
-    root, block = 64, 96  # elements with padding
-    assert host(device="cpu") == {"parameters": 2 * (root + 5 * block)}
-    limited = host(device="nvme", max_in_cpu=root + 2 * block, buffer_count=2)
-    assert limited == {
-        "parameters": 2 * (root + 2 * block),
-        "parameter buffers": 2 * (2 + 2) * block,
-    }
-    assert host(device="nvme", max_in_cpu=10**6) == host(device="cpu")

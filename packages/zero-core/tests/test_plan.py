@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from dataclasses import dataclass
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
@@ -15,10 +15,8 @@ from torch import Tensor, nn
 
 import zero_core
 from zero_core import ConfigError, MissingPartError
-from zero_core.plan_result import format_bytes
-from zero_core.protocols import Collectives, Work
-from zero_core.testing import batch, make_model, spawn
-from zero_core.traffic import Traffic
+from zero_core.plan.result import format_bytes
+from zero_core.testing import batch, make_model, spawn, wide_blocks
 
 VOCAB, WIDTH = 53, 24
 
@@ -77,70 +75,31 @@ CONFIGS = [
 PASSING = {"parameter gradient", "micro-step gradient"}  # freed before a step ends
 
 
-@dataclass
-class Counting:
-    """The engine's own collectives, and what they were asked to send."""
-
-    has_retire: ClassVar[bool] = True  # works are the engine's own
-
-    native: Collectives
-    world_size: int
-    sent: dict[str, int]
-    calls: dict[str, int]
-
-    def _count(self, kind: str, shard_bytes: int) -> None:
-        self.sent[kind] = self.sent.get(kind, 0) + (self.world_size - 1) * shard_bytes
-        self.calls[kind] = self.calls.get(kind, 0) + 1
-
-    def all_gather(
-        self, out: Tensor, shard: Tensor, *, unit: int, version: int, backward: bool
-    ) -> Work:
-        content = "gradients" if version < 0 else "parameters"
-        self._count(f"all_gather of {content}", shard.nbytes)
-        return self.native.all_gather(out, shard, unit=unit, version=version, backward=backward)
-
-    def reduce_scatter(self, out: Tensor, full: Tensor, *, unit: int) -> Work:
-        self._count("reduce_scatter of gradients", full.nbytes // self.world_size)
-        return self.native.reduce_scatter(out, full, unit=unit)
-
-
-def measure(config: dict[str, Any], rank: int) -> dict[str, dict[str, int]]:
-    """Bytes that an engine holds after three steps, and what it sent in the third."""
+def measure(config: dict[str, Any], rank: int) -> dict[str, Any]:
+    """Return the bytes that an engine holds after three steps, and what it sent in the third."""
     torch.manual_seed(0)
-    counting: list[Counting] = []
+    transports: list[Any] = []
 
-    def factory(native: Any, *, world_size: int, **further: Any) -> Counting:
-        counting.append(Counting(native, world_size, {}, {}))
-        return counting[0]
+    def factory(transport: Any, **further: Any) -> Any:
+        transports.append(transport)
+        return transport
 
     engine = zero_core.build(Plain(), config, collectives=factory)
-    add_up = engine._control.sum
-
-    def counted_sum(values: Tensor) -> Tensor:
-        # Both halves of an all-reduce pass on this rank's part to every other rank.
-        counting[0]._count(
-            "all_reduce of facts of the step", 2 * values.nbytes // engine.world_size
-        )
-        return add_up(values)
-
-    engine._control.sum = counted_sum  # type: ignore[method-assign]
     generator = torch.Generator().manual_seed(rank)
     for _ in range(3):
-        counting[0].sent.clear()
-        counting[0].calls.clear()
         for _ in range(engine.gradient_accumulation_steps):
             ids = torch.randint(0, VOCAB, (2, 9), generator=generator)
             engine.backward(engine(ids))
             engine.step()
     memory = {**engine.memory_report(), **_tier_bytes(engine)}
     memory["model buffers"] = sum(b.nbytes for b in engine.module.buffers())
-    scratch = counting[0].native._scratch.values()
+    scratch = transports[0]._scratch.values()
     memory["exchange buffers"] = sum(t.nbytes for free in scratch for t in free)
-    return {"memory": memory, "sent": counting[0].sent, "calls": counting[0].calls}
+    return {"memory": memory, "sent": [asdict(row) for row in engine.comm_report()]}
 
 
 def _tier_bytes(engine: zero_core.Engine) -> dict[str, int]:
-    tier = engine._tier
+    tier = engine.sharded_state.tier
     published = {t.untyped_storage().data_ptr() for _, t in tier._published.chunks}
     masters = [
         t for _, t in tier._masters.chunks if t.untyped_storage().data_ptr() not in published
@@ -170,13 +129,7 @@ def test_plan_is_what_a_real_engine_holds_and_sends(world_size: int, tmp_path: P
             kept = {k: n for k, n in planned.memory.device.items() if k not in PASSING}
             assert kept == held, config
             assert planned.memory.host == {}
-            if world_size > 1:
-                assert {name(t): t.sent_bytes for t in planned.traffic} == row["sent"], config
-                assert {name(t): t.num_calls for t in planned.traffic} == row["calls"], config
-
-
-def name(traffic: Traffic) -> str:
-    return f"{traffic.collective} of {traffic.content}"
+            assert [asdict(t) for t in planned.traffic] == row["sent"], config
 
 
 @pytest.mark.parametrize("stage", range(4))
@@ -244,57 +197,22 @@ def test_attention_saves_what_a_fused_kernel_saves(dtype: str) -> None:
     assert planned.memory.device["activations"] == saved_by_autograd(model, {"x": x})
 
 
-class Wide(nn.Module):
-    """12 width^2 parameters, as a transformer block has."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.mix = nn.Linear(width, 4 * width, bias=False)
-        self.up = nn.Linear(width, 4 * width, bias=False)
-        self.down = nn.Linear(4 * width, width, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.down(self.up(self.mix(x)[..., : x.shape[-1]]))
-        return y
-
-
-def big_model(depth: int, width: int) -> nn.Module:
-    with torch.device("meta"):
-        return nn.Sequential(*[Wide(width) for _ in range(depth)])
-
-
 @pytest.mark.parametrize("stage", range(4))
-@pytest.mark.parametrize("ratio", [0.0, 0.25, 1.0])
-def test_closed_forms_of_zero(stage: int, ratio: float) -> None:
-    """2 bytes per parameter, 2 per gradient and 12 of state; the paper's section 5.
-
-    With offload the state tier keeps the gradients, and three units' pass through.
-    """
+def test_closed_forms_of_zero(stage: int) -> None:
+    """2 bytes per parameter, 2 per gradient and 12 of state; the paper's section 5."""
     depth, width, ranks = 10, 4096, 64
     psi = 12 * width * width * depth
     config = make_config(stage, "bf16", data_types={"grad_accum_dtype": "bf16"})
-    if ratio:
-        offload = {"device": "cpu", "ratio": ratio, "pin_memory": False}
-        config["zero_optimization"] = {"stage": stage, "offload_optimizer": offload}
-    planned = zero_core.plan(big_model(depth, width), config, ranks)
-    device, host = planned.memory.device, planned.memory.host
-    own = psi // ranks
+    planned = zero_core.plan(wide_blocks(depth, width), config, ranks)
+    device, own = planned.memory.device, psi // ranks
     state = own if stage >= 1 else psi
     assert planned.num_parameters == planned.num_trainable == psi
     assert device["parameters"] == 2 * (own if stage >= 3 else psi)
     whole = 0 if stage >= 2 else 2 * psi
-    unit = own // depth
-    kept = 3 * 2 * unit if ratio and stage else 2 * own
-    assert device["gradient shards"] + device.get("gradients", 0) == kept + whole
-    cut = round(ratio * state)
-    assert device.get("master weights", 0) == 4 * (state - cut)
-    assert device.get("optimizer states", 0) == 8 * (state - cut)
-    assert host.get("master weights", 0) == 4 * cut
-    assert host.get("optimizer states", 0) == 8 * cut
-    assert host.get("gradient copies", 0) == 2 * cut
-    assert device.get("gradient copies", 0) == (2 * (state - cut) if ratio else 0)
-    sent = min(unit if stage else psi // depth, 2**24)  # two buffers of at most 16 Mi elements
-    assert host.get("parameter copies", 0) == (2 * 2 * sent if ratio else 0)
+    assert device["gradient shards"] + device.get("gradients", 0) == 2 * own + whole
+    assert device["master weights"] == 4 * state
+    assert device["optimizer states"] == 8 * state
+    assert not planned.memory.host
 
 
 @pytest.mark.parametrize("stage", range(4))
@@ -303,7 +221,7 @@ def test_traffic_is_that_of_the_paper(stage: int) -> None:
     depth, width, ranks = 40, 1024, 64
     size = 2 * 12 * width * width * depth
     config = make_config(stage, "bf16", data_types={"grad_accum_dtype": "bf16"})
-    planned = zero_core.plan(big_model(depth, width), config, ranks, ranks_per_node=8)
+    planned = zero_core.plan(wide_blocks(depth, width), config, ranks, ranks_per_node=8)
     sent = sum(t.sent_bytes for t in planned.traffic if t.collective != "all_reduce")
     share = size * (ranks - 1) // ranks
     assert sent == (2 * share if stage < 3 else 3 * share - share // depth)
@@ -320,11 +238,12 @@ sys.path.insert(0, {str(Path(__file__).parent)!r})
 import torch
 torch.set_num_threads(1)
 import zero_core
-from test_plan import big_model, make_config
+from test_plan import make_config
+from zero_core.testing import wide_blocks
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 start = time.perf_counter()
 planned = zero_core.plan(
-    big_model(128, 25600), make_config(0, "bf16"), 4096, device_memory=141 * 10**9,
+    wide_blocks(128, 25600), make_config(0, "bf16"), 4096, device_memory=141 * 10**9,
     host_memory=2 * 10**12,
 )
 print(json.dumps({{
@@ -334,7 +253,7 @@ print(json.dumps({{
     "best": str(planned.best),
     "advice": planned.advice,
     "gradients": planned.memory.device["gradients"],
-    "shard": zero_core.plan(big_model(128, 25600), make_config(1, "bf16"), 4096).memory.device[
+    "shard": zero_core.plan(wide_blocks(128, 25600), make_config(1, "bf16"), 4096).memory.device[
         "gradient shards"
     ],
 }}))
@@ -356,63 +275,14 @@ def test_a_trillion_parameters_on_4096_ranks_are_planned_within_a_gigabyte() -> 
     assert found["best"] == "stage 3"
 
 
-def test_best_choice_needs_the_least_offload_that_fits() -> None:
-    model = big_model(4, 1024)
-    needed = zero_core.plan(model, make_config(3, "bf16"), 2).memory
-    limit = needed.device_bytes - int(0.365 * needed.device["optimizer states"] * 1.5)
-    planned = zero_core.plan(model, make_config(0, "bf16"), 2, device_memory=limit)
-    best = planned.best
-    assert best is not None
-    assert best.is_fitting
-    assert 0 < best.ratio < 1
-    assert best.device_bytes <= limit
-    tighter = make_config(best.stage, "bf16")
-    tighter["zero_optimization"]["offload_optimizer"] = {
-        "device": "cpu",
-        "ratio": best.ratio - 0.01,
-    }
-    less = zero_core.plan(model, tighter, 2, device_memory=limit)
-    assert not less.configured.is_fitting
-    assert less.best == best
-    assert f"Stage {best.stage} with ratio {best.ratio:.2f} fits" in planned.advice
-
-
-def _plan_offloaded(model: nn.Module, **block: Any) -> zero_core.Plan:
-    config = make_config(2, "bf16")
-    config["zero_optimization"]["offload_optimizer"] = {"device": "cpu", **block}
-    return zero_core.plan(model, config, 4)
-
-
-def test_a_budget_is_planned_to_the_element() -> None:
-    """14 bytes per element: an fp32 master, two moments and a 16-bit gradient."""
-    model = big_model(2, 256)
-    numel = 2 * 12 * 256 * 256 // 4
-    for num_on_device in (0, 1000, numel // 2, numel):
-        memory = _plan_offloaded(model, device_budget=14 * num_on_device).memory
-        found = memory.device.get("optimizer states", 0) / 8
-        assert num_on_device - numel / 1e6 - 1 <= found <= num_on_device
-        assert memory.device.get("master weights", 0) == 4 * found
-
-
-def test_names_are_planned_by_their_share_and_auto_by_where_it_begins() -> None:
-    model = big_model(4, 256)
-    everything = _plan_offloaded(model).configured
-    half = _plan_offloaded(model, parameters=["0.*", "2.*"]).configured
-    assert half.ratio == 0.5
-    assert _plan_offloaded(model, ratio=0.5).configured == half
-    assert _plan_offloaded(model, ratio="auto").configured == everything
-    with pytest.raises(ConfigError, match=r"'9\.\*' matches no trainable parameter"):
-        _plan_offloaded(model, parameters=["9.*"])
-
-
 def test_what_fits_as_configured_is_not_changed() -> None:
-    planned = zero_core.plan(big_model(2, 256), make_config(1), 2, device_memory=10**9)
+    planned = zero_core.plan(wide_blocks(2, 256), make_config(1), 2, device_memory=10**9)
     assert planned.best == planned.configured
     assert planned.advice.startswith("stage 1 fits 1 GB of device memory as configured")
 
 
 def test_raising_the_stage_comes_before_offload() -> None:
-    model = big_model(8, 256)
+    model = wide_blocks(8, 256)
     whole = zero_core.plan(model, make_config(0), 4)
     planned = zero_core.plan(model, make_config(0), 4, device_memory=whole.memory.device_bytes - 1)
     assert planned.best is not None
@@ -420,7 +290,7 @@ def test_raising_the_stage_comes_before_offload() -> None:
 
 
 def test_what_cannot_fit_says_so_with_numbers() -> None:
-    planned = zero_core.plan(big_model(4, 1024), make_config(0), 2, device_memory=10**6)
+    planned = zero_core.plan(wide_blocks(4, 1024), make_config(0), 2, device_memory=10**6)
     assert planned.best is None
     assert not any(choice.is_fitting for choice in planned.choices)
     least = min(choice.device_bytes for choice in planned.choices)
@@ -428,39 +298,18 @@ def test_what_cannot_fit_says_so_with_numbers() -> None:
     assert format_bytes(least) in planned.advice
 
 
-def test_host_memory_is_shared_by_the_ranks_of_a_node() -> None:
-    model, config = big_model(4, 512), make_config(3)
-    config["zero_optimization"]["offload_optimizer"] = {"device": "cpu"}
-    use = zero_core.plan(model, config, 4).memory
-    enough = 4 * use.host_bytes
-    for limit, is_fitting in ((enough, True), (enough - 1, False)):
-        planned = zero_core.plan(model, config, 4, host_memory=limit)
-        assert planned.configured.is_fitting is is_fitting
-    spread = zero_core.plan(model, config, 4, host_memory=enough // 2, ranks_per_node=2)
-    assert spread.configured.is_fitting
-
-
-def test_page_locked_buffers_are_powers_of_two() -> None:
-    config = make_config(3, "bf16")
-    config["zero_optimization"]["offload_optimizer"] = {"device": "cpu"}
-    host = zero_core.plan(big_model(1, 160), config, 2).memory.host
-    numel = 12 * 160 * 160 // 2
-    assert host["gradient copies"] == 2 * numel  # as powers of two
-    assert host["parameter copies"] == 2 * 2**19 > 2 * 2 * numel > 2 * 2**18
-
-
 def test_on_a_cpu_everything_counts_as_host_memory() -> None:
-    use = zero_core.plan(big_model(2, 256), make_config(3), 2, device_type="cpu").memory
+    use = zero_core.plan(wide_blocks(2, 256), make_config(3), 2, device_type="cpu").memory
     enough = 2 * use.device_bytes
     for limit, is_fitting in ((enough, True), (enough - 1, False)):
         planned = zero_core.plan(
-            big_model(2, 256), make_config(3), 2, device_type="cpu", host_memory=limit
+            wide_blocks(2, 256), make_config(3), 2, device_type="cpu", host_memory=limit
         )
         assert planned.configured.is_fitting is is_fitting
 
 
 def test_json_and_tables_hold_the_same_plan() -> None:
-    planned = zero_core.plan(big_model(2, 256), make_config(3), 4, device_memory=10**9)
+    planned = zero_core.plan(wide_blocks(2, 256), make_config(3), 4, device_memory=10**9)
     content = json.loads(planned.to_json())
     assert content["memory"]["device"] == planned.memory.device
     assert content["best"]["stage"] == 3
@@ -487,7 +336,7 @@ def test_json_and_tables_hold_the_same_plan() -> None:
     ],
 )
 def test_wrong_arguments_are_refused(arguments: dict[str, Any], message: str) -> None:
-    model = arguments.pop("model", big_model(1, 32))
+    model = arguments.pop("model", wide_blocks(1, 32))
     with pytest.raises(ConfigError, match=message):
         zero_core.plan(model, make_config(1), **arguments)
 
@@ -498,3 +347,55 @@ def test_a_hugging_face_configuration_without_transformers_names_the_package(
     monkeypatch.setitem(sys.modules, "transformers", None)
     with pytest.raises(MissingPartError, match="pip install transformers"):
         zero_core.plan({"model_type": "gpt2"}, make_config(1), 2)
+
+
+@pytest.fixture
+def _nothing_else_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("zero_core.plugins.entry_points", lambda **kwargs: ())
+
+
+@pytest.mark.usefixtures("_nothing_else_installed")
+def test_offloaded_state_without_the_package_is_named_and_not_counted() -> None:
+    config = make_config(2, "bf16")
+    alone = zero_core.plan(wide_blocks(2, 256), config, 4, device_memory=10**9)
+    config["zero_optimization"]["offload_optimizer"] = {"device": "cpu"}
+    planned = zero_core.plan(wide_blocks(2, 256), config, 4, device_memory=10**9)
+    (missing,) = planned.missing
+    assert "offload_optimizer.device = 'cpu' needs the package zero-offload" in missing
+    assert missing.endswith("pip install zero-offload")
+    kinds = ("master weights", "optimizer states", "gradient copies")
+    assert not any(kind in planned.memory.device for kind in kinds)
+    assert not planned.memory.host
+    assert {c.ratio for c in alone.choices} == {0.0}
+    assert not planned.configured.is_fitting
+    assert planned.best == alone.configured
+    assert not any(t.collective == "to_host" for t in planned.traffic)
+
+
+@pytest.mark.usefixtures("_nothing_else_installed")
+def test_resting_parameters_without_the_package_are_named_and_not_counted() -> None:
+    config = make_config(3, "bf16")
+    config["zero_optimization"]["offload_param"] = {"device": "cpu"}
+    planned = zero_core.plan(wide_blocks(2, 256), config, 4)
+    assert "offload_param.device = 'cpu' needs the package zero-offload" in planned.missing[0]
+    assert not planned.memory.host
+    assert not planned.configured.is_fitting
+
+
+@pytest.mark.usefixtures("_nothing_else_installed")
+def test_quantized_collectives_without_the_package_are_named_and_not_counted() -> None:
+    config = make_config(3, "bf16")
+    config["zero_optimization"]["zero_quantized_weights"] = True
+    planned = zero_core.plan(wide_blocks(2, 256), config, 8, ranks_per_node=4)
+    (missing,) = [text for text in planned.missing if "zero-comm" in text]
+    assert "zero_optimization.zero_quantized_weights needs the package zero-comm" in missing
+    assert {t.collective for t in planned.traffic} == {"all_reduce"}
+    assert planned.traffic_choices == ()
+    assert "message buffers" not in planned.memory.device
+
+
+@pytest.mark.usefixtures("_nothing_else_installed")
+def test_a_plan_of_what_is_installed_counts_everything() -> None:
+    planned = zero_core.plan(wide_blocks(2, 256), make_config(3), 1, device_type="cpu")
+    assert planned.configured.is_fitting
+    assert planned.memory.device["optimizer states"] == 8 * planned.num_parameters

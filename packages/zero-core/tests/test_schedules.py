@@ -10,7 +10,7 @@ from torch import nn
 
 import zero_core
 from zero_core.errors import ConfigError
-from zero_core.lr_schedules import SCHEDULERS, OneCycle, make_scheduler
+from zero_core.optim.schedules.factory import SCHEDULERS, OneCycle, make_scheduler
 
 TORCH_BY_NAME = {
     "StepLR": {"step_size": 2, "gamma": 0.5},

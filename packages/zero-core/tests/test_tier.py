@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from zero_core.tier import DeviceTier
+from zero_core.optim.device_tier import DeviceTier
 
 OPTIMIZERS = [
     (torch.optim.AdamW, {"lr": 1e-2, "weight_decay": 0.1}),

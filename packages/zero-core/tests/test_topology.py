@@ -13,9 +13,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import zero_core
 from zero_core import ConfigError
-from zero_core.collectives import ControlGroup
+from zero_core.comm.control import ProcessControlGroup
+from zero_core.comm.topology import count_per_node, find_ranks, fold
 from zero_core.testing import spawn
-from zero_core.topology import count_per_node, find_ranks, fold
 
 CONFIG = {
     "train_micro_batch_size_per_gpu": 1,
@@ -71,7 +71,7 @@ def _count(environment: dict[str, str]) -> int:
         os.environ.pop(name, None)
     os.environ.update(environment)
     ranks = find_ranks(None, None)
-    control = ControlGroup(None, rank=ranks.rank, world_size=ranks.size, device=ranks.device)
+    control = ProcessControlGroup(None, rank=ranks.rank, world_size=ranks.size, device=ranks.device)
     return count_per_node(control, ranks)
 
 

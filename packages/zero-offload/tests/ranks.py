@@ -5,7 +5,9 @@ from __future__ import annotations
 import gc
 import multiprocessing
 import tempfile
+import traceback
 from collections.abc import Callable
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,6 @@ import torch
 # alive past destroy_process_group, whose threads may then abort the process at exit.
 import torch._dynamo
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import Tensor, nn, optim
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -23,31 +24,79 @@ from torch.distributed.tensor import DTensor
 
 RATIOS = (0.0, 0.3, 1.0)
 WORLD_SIZES = (1, 3)
+TIMEOUT_S = 300.0
+PRELOADED = [
+    "pytest",
+    "torch._dynamo",
+    "torch.distributed.fsdp",
+    "torch.distributed.checkpoint.state_dict",
+    "zero_offload",
+]
+"""Modules that the server imports once for all ranks."""
+
+
+class _Rank:
+    """A process that runs one job after another, so that torch is imported once for all tests."""
+
+    def __init__(self) -> None:
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(PRELOADED)
+        self.pipe, theirs = context.Pipe()
+        self.process = context.Process(target=_serve, args=(theirs,), daemon=True)
+        self.process.start()
+        theirs.close()
+
+
+_POOL: list[_Rank] = []
 
 
 def spawn(worker: Callable[..., None], world_size: int, *args: Any) -> None:
-    """Run ``worker(rank, world_size, *args)`` on gloo ranks that meet over a file; raises if one
-    of them does. ``worker`` is a module-level function."""
-    multiprocessing.set_forkserver_preload(["torch", "torch._dynamo"])
+    """Run ``worker(rank, world_size, *args)`` on gloo ranks and raise if one of them does.
+
+    The ranks meet over a file. ``worker`` is a module-level function.
+    """
+    _POOL.extend(_Rank() for _ in range(world_size - len(_POOL)))
     with tempfile.TemporaryDirectory() as folder:
-        mp.start_processes(  # type: ignore[attr-defined,no-untyped-call]
-            _run_rank,
-            (worker, world_size, str(Path(folder) / "store"), args),
-            world_size,
-            start_method="forkserver",
-        )
+        store = str(Path(folder) / "store")
+        waiting = {}
+        for rank in range(world_size):
+            _POOL[rank].pipe.send((rank, worker, world_size, store, args))
+            waiting[_POOL[rank].pipe] = rank
+        while waiting:
+            ready = wait(list(waiting), timeout=TIMEOUT_S)
+            failed = [] if ready else [f"ranks {list(waiting.values())} hang"]
+            for pipe in ready:
+                rank = waiting.pop(pipe)  # type: ignore[call-overload]
+                message = pipe.recv()  # type: ignore[union-attr]
+                failed += [f"rank {rank}: {message}"] if message else []
+            if failed:
+                for rank_process in _POOL:  # the others may wait for it for ever
+                    rank_process.process.terminate()
+                _POOL.clear()
+                raise AssertionError("\n".join(failed))
+
+
+def _serve(pipe: Connection) -> None:
+    torch.set_num_threads(1)
+    gc.freeze()  # the collector need not look at what the server has imported
+    while True:
+        rank, worker, world_size, store, args = pipe.recv()
+        try:
+            _run_rank(rank, worker, world_size, store, args)
+        except BaseException:
+            pipe.send(traceback.format_exc())
+        else:
+            pipe.send("")
 
 
 def _run_rank(
     rank: int, worker: Callable[..., None], world_size: int, store: str, args: tuple[Any, ...]
 ) -> None:
-    gc.freeze()  # the collector need not look at what the server has imported
-    torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size)
     try:
         worker(rank, world_size, *args)
     finally:
-        gc.collect()  # whoever still holds the group would end its threads only at exit
+        gc.collect()  # an object that still holds the group would end its threads only at exit
         dist.destroy_process_group()
 
 

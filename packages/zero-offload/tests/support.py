@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+import os
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn, optim
 
-from zero_offload import codes
-from zero_offload.flat_tier import DeviceTier
 from zero_offload.protocols import StateTier
+from zero_offload.rules import codes
 from zero_offload.tier import create_tier, make_device_tier
-from zero_offload.twin import TwinTier
+from zero_offload.tiers.flat_tier import DeviceTier
+from zero_offload.tiers.twin import TwinTier
 
 CPU = torch.device("cpu")
 RATIOS = (0.0, 0.001, 0.3, 0.5, 0.999, 1.0)
@@ -278,6 +281,27 @@ class Space:
         for start, stop, _ in self.pieces:
             mask[start:stop] = True
         return mask
+
+
+def workers() -> set[threading.Thread]:
+    """Threads of host tiers that are alive."""
+    return {t for t in threading.enumerate() if t.name.startswith("zero-offload")}
+
+
+def wait_until(condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
+    """Return once ``condition`` holds; fails if it does not in time."""
+    end = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < end, "it did not happen in time"
+        time.sleep(0.001)
+
+
+def is_closed(fd: int) -> bool:
+    try:
+        os.fstat(fd)
+    except OSError:
+        return True
+    return False
 
 
 def group_of(cls: type[torch.optim.Optimizer], **settings: Any) -> dict[str, Any]:

@@ -16,9 +16,12 @@ from support import CPU, ReferenceAdam, Space, assert_same, group_of, make_tier,
 from torch import nn, optim
 
 from zero_offload import OffloadedOptimizer
-from zero_offload.auto_ratio import STEPS_PER_PROBE, AutoRatio, Sample
-from zero_offload.auto_tier import AutoTier
-from zero_offload.device_room import DeviceClock, DeviceRoom, MemoryReading, read_memory
+from zero_offload.flat.geometry import Geometry
+from zero_offload.settings import OffloadSettings
+from zero_offload.tier import OffloadTiers, make_device_tier
+from zero_offload.tiers.auto_ratio import STEPS_PER_PROBE, AutoRatio, Sample
+from zero_offload.tiers.auto_tier import AutoTier
+from zero_offload.tiers.device_room import DeviceClock, DeviceRoom, MemoryReading, read_memory
 
 GROUPS = [group_of(optim.AdamW, lr=1e-2, weight_decay=0.1)]
 RATIOS = (0.5, 0.25, 0.9, 0.0, 1.0, 0.999, 0.3)
@@ -38,9 +41,21 @@ class Scripted(AutoRatio):
         return self.ratio
 
 
-def make_auto(space: Space, cls: Any, groups: Any, kernel: Any = None) -> AutoTier:
-    tier = make_tier(space, cls, groups, ratio="auto", kernel=kernel)  # type: ignore[arg-type]
-    assert isinstance(tier, AutoTier)
+def make_auto(
+    space: Space, cls: Any, groups: Any, kernel: Any = None, script: AutoRatio | None = None
+) -> AutoTier:
+    geometry = Geometry(space.numel, space.pieces, space.params, len(groups))
+    tiers = OffloadTiers.of(
+        geometry,
+        OffloadSettings(ratio="auto"),
+        device=CPU,
+        optimizer_class=cls,
+        groups=groups,
+        adam_kernel=kernel,
+        device_tier=make_device_tier,
+    )
+    tier = AutoTier(geometry, groups, tiers, device=CPU, element_bytes=12, controller=script)
+    tier.write_state("master_weight", 0, space.initial)
     return tier
 
 
@@ -51,17 +66,23 @@ def test_whatever_it_chooses_no_bit_changes(route: str, dtype: torch.dtype) -> N
     kernel = ReferenceAdam() if route == "kernel" else None
     groups = [group_of(cls, lr=1e-2)]
     space, same = Space(dtype=dtype), Space(dtype=dtype)
-    tier = make_auto(space, cls, groups, kernel)
-    tier._controller = script = Scripted(RATIOS)
+    script = Scripted(RATIOS)
+    tier = make_auto(space, cls, groups, kernel, script)
     expected = make_tier(same, cls, groups, kernel=kernel)
     cuts = []
     for step in range(len(RATIOS) + 1):
         for each, its_space in ((tier, space), (expected, same)):
             train(each, its_space, groups, range(step, step + 1))
-        cuts.append(tier.cut)
+        cuts.append(tier.host_numel)
     assert_same(snapshot(tier, space), snapshot(expected, same))
     assert cuts == [360, *(round(ratio * 360) for ratio in RATIOS)]
     assert len(script.samples) == len(RATIOS)
+
+
+def test_ratio_auto_in_a_config_makes_a_tier_that_searches() -> None:
+    tier = make_tier(Space(), optim.AdamW, GROUPS, ratio="auto")  # type: ignore[arg-type]
+    assert isinstance(tier, AutoTier)
+    assert tier.ratio_report is None
 
 
 def test_each_step_is_measured() -> None:
@@ -75,8 +96,8 @@ def test_each_step_is_measured() -> None:
             super().adam_step(*args, **kwargs)
 
     space = Space()
-    tier = make_auto(space, optim.AdamW, GROUPS, Slow())
-    tier._controller = script = Scripted((1.0, 0.5, 0.5))
+    script = Scripted((1.0, 0.5, 0.5))
+    tier = make_auto(space, optim.AdamW, GROUPS, Slow(), script)
     train(tier, space, GROUPS, range(4), active=[0, 1, 2])  # one run
     whole, _, half = script.samples
     assert (whole.host_numel, whole.device_numel) == (253, 0)
@@ -92,15 +113,15 @@ def test_each_step_is_measured() -> None:
 def test_a_stall_is_the_hosts_lateness_alone() -> None:
     """A caller that comes later than the host is done waits for nothing."""
     space = Space()
-    tier = make_auto(space, optim.AdamW, GROUPS, ReferenceAdam())
-    tier._controller = script = Scripted(())
+    script = Scripted(())
+    tier = make_auto(space, optim.AdamW, GROUPS, ReferenceAdam(), script)
     train(tier, space, GROUPS, range(1))
     for step in range(1, 8):
         grad = space.grad(step)
         tier.offer_grad(0, grad[:256])
         tier.offer_grad(256, grad[256:])
         tier.step(GROUPS, range(5), grad_scale=1.0)
-        tier._parts[0].tier._progress.drain()  # type: ignore[attr-defined]
+        tier.parts[0].drain()
         tier.wait_params(0, space.numel)
     train(tier, space, GROUPS, range(8, 9))
     # Of several, as others may take the core away in between.
@@ -110,8 +131,8 @@ def test_a_stall_is_the_hosts_lateness_alone() -> None:
 def test_units_updated_one_by_one_are_one_step() -> None:
     """Updates within backward: each unit is offered and stepped before the next one comes."""
     space, same = Space(), Space()
-    tier = make_auto(space, optim.AdamW, GROUPS, ReferenceAdam())
-    tier._controller = script = Scripted((0.5, 0.2, 0.9))
+    script = Scripted((0.5, 0.2, 0.9))
+    tier = make_auto(space, optim.AdamW, GROUPS, ReferenceAdam(), script)
     expected = make_tier(same, optim.AdamW, GROUPS, kernel=ReferenceAdam())
     train(expected, same, GROUPS, range(4))
     for step in range(4):
@@ -126,8 +147,8 @@ def test_units_updated_one_by_one_are_one_step() -> None:
 
 def test_a_skipped_step_is_not_measured_twice() -> None:
     space = Space()
-    tier = make_auto(space, optim.AdamW, GROUPS, ReferenceAdam())
-    tier._controller = script = Scripted((0.5, 0.3))
+    script = Scripted((0.5, 0.3))
+    tier = make_auto(space, optim.AdamW, GROUPS, ReferenceAdam(), script)
     train(tier, space, GROUPS, range(1))
     for _ in range(3):
         tier.offer_grad(0, space.grad(1)[:256])
@@ -140,8 +161,8 @@ def test_a_skipped_step_is_not_measured_twice() -> None:
 def test_a_parameter_that_comes_first_and_had_no_gradient_before_is_not_lost() -> None:
     """The step in which it comes is noticed after its gradient is in: nothing moves then."""
     space, same = Space(), Space()
-    tier = make_auto(space, optim.AdamW, GROUPS, ReferenceAdam())
-    tier._controller = script = Scripted(RATIOS)
+    script = Scripted(RATIOS)
+    tier = make_auto(space, optim.AdamW, GROUPS, ReferenceAdam(), script)
     expected = make_tier(same, optim.AdamW, GROUPS, kernel=ReferenceAdam())
     for step in range(6):
         for each, its_space in ((tier, space), (expected, same)):
@@ -174,7 +195,7 @@ def test_a_host_that_is_always_late_gives_all_to_the_device(
     train(tier, space, GROUPS, range(10 * (STEPS_PER_PROBE + 1)))
     report = tier.ratio_report
     assert report is not None
-    assert tier.cut == round(report.ratio * 360) == 0
+    assert tier.host_numel == round(report.ratio * 360) == 0
     (record,) = caplog.records
     assert record.levelno == logging.INFO
     assert record.message == f"offload_optimizer settled on {report}"
@@ -204,12 +225,12 @@ def test_a_rank_without_elements_may_choose_too() -> None:
     for _ in range(5):
         tier.step(GROUPS, [], grad_scale=1.0)
         tier.wait_params(0, 0)
-    assert tier.cut == 0
+    assert tier.host_numel == 0
 
 
 def test_a_cpu_sets_no_bound_and_its_clock_counts_the_calls() -> None:
     assert read_memory(CPU) is None
-    assert DeviceRoom(100, 12, lambda: None).least_ratio(0) == 0.0
+    assert DeviceRoom(100, 12, CPU).least_ratio(0) == 0.0
     clock = DeviceClock(CPU)
     for _ in range(2):
         with clock.measure():
@@ -247,15 +268,11 @@ def test_room_is_what_the_peak_without_the_state_leaves(
     """A device with ``total`` bytes on which a step takes some, and the state 14 per element."""
     numel, element_bytes = 10**7, 14
     peak = others = 0
-
-    def read() -> MemoryReading:
-        return MemoryReading(available=total, peak=peak, total=total)
-
-    room = DeviceRoom(numel, element_bytes, read)
+    room = DeviceRoom(numel, element_bytes, CPU)
     for taken, share in steps:
         device_numel = round(share * numel)
         if taken + device_numel * element_bytes > peak:
             peak, others = taken + device_numel * element_bytes, taken
-        found = room.least_ratio(device_numel)
+        found = room.bound(MemoryReading(total, peak, total), device_numel)
         fitting = (0.95 * total - others) / element_bytes
         assert found == pytest.approx(min(max(1 - fitting / numel, 0.0), 1.0), abs=1e-9)

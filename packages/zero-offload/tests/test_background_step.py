@@ -8,13 +8,22 @@ from typing import Any
 
 import pytest
 import torch
-from support import ReferenceAdam, Space, assert_same, group_of, make_tier, offer, snapshot, train
+from support import (
+    ReferenceAdam,
+    Space,
+    assert_same,
+    group_of,
+    make_tier,
+    offer,
+    snapshot,
+    train,
+    workers,
+)
 from torch import optim
 
 from zero_offload import OffloadError
-from zero_offload.adam_rules import AdamRule
-from zero_offload.progress import Progress
-from zero_offload.twin import TwinTier
+from zero_offload.tiers.progress import Progress
+from zero_offload.tiers.twin import TwinTier
 
 GROUPS = [group_of(optim.AdamW, lr=1e-2)]
 TIMEOUT_S = 20.0
@@ -168,22 +177,21 @@ def test_what_is_offered_can_be_read_back_until_a_step_uses_it() -> None:
 
 def test_host_and_device_step_at_the_same_time() -> None:
     """The device's half finishes in the caller's thread while the host's is held back."""
-    space, kernel = Space(), GatedAdam(gate_at=0)
-    tier = make_tier(space, optim.AdamW, GROUPS, ratio=0.5, kernel=kernel)
-    barrier = threading.Event()
+    space, caller = Space(), threading.current_thread().name
 
-    class Half(ReferenceAdam):
+    class Halves(GatedAdam):
         def adam_step(self, *args: Any, **kwargs: Any) -> None:
-            kernel.reached.wait(TIMEOUT_S)
-            super().adam_step(*args, **kwargs)
-            barrier.set()
+            if threading.current_thread().name == caller:
+                assert self.reached.wait(TIMEOUT_S)
+                ReferenceAdam.adam_step(device, *args, **kwargs)
+            else:
+                super().adam_step(*args, **kwargs)
 
-    device = tier._parts[1].tier
-    for store in device._stepper._stores:  # type: ignore[attr-defined]
-        store.rule = AdamRule.of(Half(), optim.AdamW)
+    kernel, device = Halves(gate_at=0), ReferenceAdam()
+    tier = make_tier(space, optim.AdamW, GROUPS, ratio=0.5, kernel=kernel)
     offer(tier, space, 0)
     tier.step(GROUPS, range(5), grad_scale=1.0)
-    assert barrier.is_set()
+    assert device.calls
     tier.wait_params(180, space.numel)
     assert not kernel.calls
     kernel.gate.set()
@@ -256,7 +264,7 @@ def test_a_half_without_its_gradient_holds_back_the_other(missing: int) -> None:
     space = Space()
     tier = make_tier(space, optim.AdamW, GROUPS, ratio=0.6, kernel=ReferenceAdam())
     before = snapshot(tier, space)
-    start, stop = ((tier.cut, space.numel), (0, tier.cut))[missing]
+    start, stop = ((tier.host_numel, space.numel), (0, tier.host_numel))[missing]
     tier.offer_grad(start, space.grad(0)[start:stop])
     with pytest.raises(ValueError, match="no gradient was offered"):
         tier.step(GROUPS, range(5), grad_scale=1.0)
@@ -265,11 +273,10 @@ def test_a_half_without_its_gradient_holds_back_the_other(missing: int) -> None:
 
 
 def test_the_worker_ends_with_its_tier() -> None:
-    space = Space()
+    space, before = Space(), workers()
     tier = make_tier(space, optim.AdamW, GROUPS, kernel=ReferenceAdam())
     train(tier, space, GROUPS, range(1))
-    (worker,) = tier._parts[0].tier._worker._threads  # type: ignore[attr-defined]
-    assert worker.is_alive()
+    (worker,) = workers() - before
     del tier
     worker.join(TIMEOUT_S)
     assert not worker.is_alive()

@@ -10,10 +10,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support import wait_until
 from torch import Tensor
 
-from zero_offload.block_pipeline import BlockPipeline
-from zero_offload.storage import BlockFile, StorageError
+from zero_offload.errors import StorageError
+from zero_offload.memory.block_pipeline import BlockPipeline
+from zero_offload.memory.storage import BlockFile
 
 pytestmark = pytest.mark.filterwarnings("ignore:the file system of .* has no direct I/O")
 TIMEOUT_S = 20.0
@@ -36,11 +38,11 @@ class LoggedFile(BlockFile):
         job(block, t)
         self.log.append(f"end {name}")
 
-    def _read(self, block: int, tensor: Tensor) -> None:
-        self._logged(super()._read, "read", block, tensor)
+    def read_block(self, block: int, tensor: Tensor) -> None:
+        self._logged(super().read_block, "read", block, tensor)
 
-    def _write(self, block: int, tensor: Tensor) -> None:
-        self._logged(super()._write, "write", block, tensor)
+    def write_block(self, block: int, tensor: Tensor) -> None:
+        self._logged(super().write_block, "write", block, tensor)
 
 
 def _sizes(num_blocks: int) -> list[int]:
@@ -90,10 +92,9 @@ def test_what_followed_last_time_is_read_before_it_is_announced(tmp_path: Path) 
     for order in ([3, 1, 4, 0, 2], [3, 1, 4, 0, 2]):
         _add_one(pipeline, order)
         pipeline.flush()
-        pipeline.foresee()
-    assert list(pipeline._foreseen) == [3, 1, 4]
-    for buffer in pipeline._foreseen.values():
-        buffer.wait()
+        pipeline.prefetch()
+    assert pipeline.prefetched == [3, 1, 4]
+    wait_until(lambda: sum(entry.startswith("end read") for entry in file.log) >= 10 + 6 + 4 + 6)
     file.log.clear()
     _add_one(pipeline, [3, 1, 4, 0, 2])
     pipeline.flush()
@@ -105,13 +106,13 @@ def test_what_followed_last_time_is_read_before_it_is_announced(tmp_path: Path) 
         assert found.eq(3).all()
 
 
-def test_what_was_foreseen_is_given_up_for_what_is_announced(tmp_path: Path) -> None:
+def test_prefetched_blocks_make_room_for_announced_ones(tmp_path: Path) -> None:
     file = LoggedFile(tmp_path, _sizes(5))
     pipeline = BlockPipeline(file, NUM_PARTS, 2)
     _add_one(pipeline, [0, 1, 2, 0])
     pipeline.flush()
-    pipeline.foresee()
-    assert list(pipeline._foreseen) == [1, 2]
+    pipeline.prefetch()
+    assert pipeline.prefetched == [1, 2]
     _add_one(pipeline, [4, 3, 1])
     pipeline.flush()
     expected = [2, 2, 1, 1, 1]
@@ -133,17 +134,14 @@ def test_next_is_read_and_last_is_written_while_one_is_held(tmp_path: Path) -> N
     pipeline.take(0)
     pipeline.put(0)
     pipeline.take(1)
-    reads = pipeline._reading[2]
-    for transfer in reads.transfers:
-        transfer.wait()
-    assert {"end read 4", "end read 5"} <= set(file.log)
+    wait_until(lambda: {"end read 4", "end read 5"} <= set(file.log))
     assert not [entry for entry in file.log if entry.startswith("end write")]
-    assert 3 not in pipeline._reading  # all three buffers are in use
+    assert 3 not in pipeline.reading  # all three buffers are in use
     for gate in file.gates.values():
         gate.set()
     pipeline.flush()
     pipeline.put(1)
-    assert 3 in pipeline._reading
+    assert 3 in pipeline.reading
     for block in (2, 3):
         pipeline.take(block)
         pipeline.drop(block)
@@ -189,7 +187,7 @@ def test_a_failed_write_is_raised_by_the_next_flush(
     def full(*_: object) -> int:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("zero_offload.direct_io.os.pwritev", full)
+    monkeypatch.setattr("zero_offload.memory.direct_io.os.pwritev", full)
     pipeline.announce([0])
     pipeline.take(0)
     with pytest.raises(StorageError, match="No space left on device: writing"):

@@ -22,13 +22,16 @@ from support import (
 )
 from torch import optim
 
-from zero_offload import OffloadedOptimizer, codes
-from zero_offload.adam_rules import EightBitAdamRule
-from zero_offload.flat_tier import HostTier
-from zero_offload.geometry import Geometry
-from zero_offload.host_memory import HostMemory
-from zero_offload.kernel_stepper import KernelStepper
-from zero_offload.transfer import HostMover
+from zero_offload import OffloadedOptimizer
+from zero_offload.flat.geometry import Geometry
+from zero_offload.memory.host_memory import HostMemory
+from zero_offload.rules import codes
+from zero_offload.rules.adam import Bf16AdamRule, EightBitAdamRule
+from zero_offload.rules.resolve import resolve_rule
+from zero_offload.steppers.block_store import MemoryStore
+from zero_offload.steppers.rule_stepper import RuleStepper
+from zero_offload.tiers.flat_tier import HostTier
+from zero_offload.tiers.transfer import HostMover
 
 COMPACT = ["int8", "bfloat16"]
 GROUPS = [group_of(optim.AdamW, lr=1e-2)]
@@ -197,16 +200,17 @@ def test_staging_copy_is_the_upper_half_on_the_way_to_a_device(
     geometry = Geometry(space.numel, space.pieces, space.params, 1)
     mover = HostMover(geometry, CPU, HostMemory(should_pin=False), is_staged=True)
     other = make_tier(plain, optim.AdamW, GROUPS, kernel=kernel, state_dtype=state_dtype)
-    rule = other._parts[0].tier._stepper._rule  # type: ignore[attr-defined]
-    stepper = KernelStepper(geometry, rule, GROUPS, is_in_place=False, upper=mover.hold)
-    tier = HostTier(geometry, stepper, mover)
+    rule = resolve_rule(kernel, optim.AdamW, GROUPS, state_dtype)
+    assert rule is not None
+    store = MemoryStore(geometry, rule, is_in_place=False, upper=mover.hold)
+    tier = HostTier(geometry, RuleStepper(store, GROUPS), mover)
     tier.write_state("master_weight", 0, space.initial)
     train(tier, space, GROUPS)
     train(other, plain, GROUPS)
     assert_same(snapshot(tier, space), snapshot(other, plain))
     assert mover.out(0, 256).data_ptr() != space.params[0][1].data_ptr()
     assert torch.equal(mover.out(0, 256), space.params[0][1])
-    assert tier.host_bytes == other.host_bytes
+    assert tier.report().host_bytes == other.host_bytes
 
 
 def test_mixed_dtypes_split_the_bf16_parameters_alone() -> None:
@@ -248,8 +252,6 @@ def test_float64_parameters_are_refused_by_name() -> None:
 
 def test_rounding_of_16_bit_moments_starts_again_at_each_block(monkeypatch: Any) -> None:
     """A stretch that starts at a block gets the bits that it gets within the whole."""
-    from zero_offload.adam_rules import Bf16AdamRule
-
     monkeypatch.setattr(Bf16AdamRule, "block", 64)
     rule = Bf16AdamRule.of(ReferenceKernel(), optim.AdamW)
     grad, hyper = torch.randn(200), rule.hyper(GROUPS[0], 1)

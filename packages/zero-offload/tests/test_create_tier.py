@@ -10,12 +10,13 @@ from typing import Any
 
 import pytest
 import torch
-from support import CPU, ReferenceAdam, Space, group_of, make_tier
+from support import CPU, ReferenceAdam, Space, group_of, make_tier, workers
 from torch import Tensor, nn, optim
 
+import zero_offload
 from zero_offload import ELEMENTWISE, OffloadedOptimizer, create_tier
-from zero_offload.kernels import GROUP, resolve_kernel
 from zero_offload.protocols import StateTier
+from zero_offload.rules.kernels import GROUP, resolve_kernel
 from zero_offload.settings import OffloadSettings
 from zero_offload.tier import make_device_tier
 
@@ -29,21 +30,41 @@ def test_deepspeeds_block_is_read() -> None:
         device="cpu",
         ratio=0.4,
         pin_memory=False,
-        numa=False,
         nvme_path=None,
         buffer_count=4,
         pipeline_read=False,
         pipeline_write=False,
         fast_init=False,
     )
-    assert settings == OffloadSettings(ratio=0.4, pin_memory=False, numa=False)
+    assert settings == OffloadSettings(ratio=0.4, pin_memory=False)
+
+
+def test_numa_binding_asked_for_is_answered_with_the_advice() -> None:
+    with pytest.warns(DeprecationWarning, match=r"offload_optimizer\.numa .*torchrun --numa-bind"):
+        assert _block(numa=True) == OffloadSettings()
+    with pytest.warns(DeprecationWarning, match="numa has no effect: .*torchrun --numa-binding"):
+        OffloadedOptimizer(optim.SGD, [nn.Parameter(torch.ones(2))], lr=0.1, numa=True)
+    assert _block(numa=False) == OffloadSettings()
+
+
+@pytest.mark.parametrize("value", ["yes", "", 0, 1, []])
+def test_a_numa_switch_that_is_no_boolean_is_refused(value: Any) -> None:
+    with pytest.raises(ValueError, match=r"offload_optimizer\.numa must be true or false"):
+        _block(numa=value)
+    with pytest.raises(ValueError, match="numa must be true or false"):
+        OffloadedOptimizer(optim.SGD, [nn.Parameter(torch.ones(2))], lr=0.1, numa=value)
+
+
+def test_numa_locate_binds_nothing_and_gives_the_advice() -> None:
+    with pytest.warns(DeprecationWarning, match="torchrun --numa-binding"):
+        found = zero_offload.numa.locate(CPU)
+    assert (found.node, found.cpus) == (None, frozenset())
+    assert "numactl" in found.reason
 
 
 @pytest.mark.parametrize("config", [{}, {"offload_optimizer": None}])
 def test_a_missing_block_means_the_defaults(config: dict[str, Any]) -> None:
-    assert OffloadSettings.from_config(config) == OffloadSettings(
-        ratio=1.0, pin_memory=True, numa=True
-    )
+    assert OffloadSettings.from_config(config) == OffloadSettings(ratio=1.0, pin_memory=True)
     assert _block(device="none") == OffloadSettings()
 
 
@@ -67,7 +88,6 @@ def test_a_missing_block_means_the_defaults(config: dict[str, Any]) -> None:
         ({"pin_memory": 1}, r"offload_optimizer\.pin_memory"),
         ({"state_dtype": "int4"}, r"offload_optimizer\.state_dtype"),
         ({"state_dtype": "int8"}, r"offload_optimizer\.state_dtype.*not SGD"),
-        ({"numa": "yes"}, r"offload_optimizer\.numa"),
         ({"state_dtype": "int8"}, r"offload_optimizer\.state_dtype"),
     ],
 )
@@ -143,7 +163,7 @@ def test_kernels_are_found_by_name_object_or_auto(monkeypatch: pytest.MonkeyPatc
     broken = importlib.metadata.EntryPoint("zzz_broken", "no_such_module:kernel", GROUP)
     installed = importlib.metadata.EntryPoints([broken, entry])
     monkeypatch.setattr(
-        "zero_offload.kernels.entry_points", lambda **wanted: installed.select(**wanted)
+        "zero_offload.rules.kernels.entry_points", lambda **wanted: installed.select(**wanted)
     )
     kernel = ReferenceAdam()
     assert resolve_kernel(kernel, optim.Adam) is kernel
@@ -162,7 +182,7 @@ def test_kernels_are_found_by_name_object_or_auto(monkeypatch: pytest.MonkeyPatc
 
 
 def test_auto_without_an_installed_kernel_is_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("zero_offload.kernels.entry_points", lambda **_: ())
+    monkeypatch.setattr("zero_offload.rules.kernels.entry_points", lambda **_: ())
     assert resolve_kernel("auto", optim.Adam) is None
 
 
@@ -220,7 +240,7 @@ def test_layouts_that_do_not_fit_are_refused(
 def test_tiers_have_the_protocols_methods(ratio: float) -> None:
     tier = make_tier(Space(), optim.SGD, [group_of(optim.SGD)], ratio=ratio)
     assert isinstance(tier, StateTier)
-    for part in tier._parts:
+    for part in tier.parts:
         assert isinstance(part.tier, StateTier)
 
 
@@ -241,5 +261,18 @@ def test_importing_and_stepping_loads_no_sibling_package() -> None:
 
 def test_no_thread_is_started_before_the_first_step() -> None:
     """An optimizer made and dropped starts no thread."""
-    optimizer = OffloadedOptimizer(optim.SGD, [nn.Parameter(torch.ones(2))], lr=0.1)
-    assert not optimizer.tier._parts[0].tier._worker._threads  # type: ignore[attr-defined]
+    before = workers()
+    optimizer = OffloadedOptimizer(optim.SGD, [weight := nn.Parameter(torch.ones(2))], lr=0.1)
+    assert workers() == before
+    weight.grad = torch.ones(2)
+    optimizer.step()
+    assert len(workers() - before) == 1
+
+
+@pytest.mark.parametrize("other", [torch.float32, torch.bfloat16])
+def test_float64_parameters_beside_others_are_refused_by_dtype(other: torch.dtype) -> None:
+    space = Space()
+    (first, values), (second, rest) = space.params
+    space.params = [(first, values.double()), (second, rest.to(other))]
+    with pytest.raises(ValueError, match=rf"torch\.float64 parameters beside \['{other}'\]"):
+        make_tier(space, optim.AdamW, [group_of(optim.AdamW)])

@@ -8,9 +8,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zero_offload.geometry import Geometry, plan_runs
-from zero_offload.grads import GradLedger
-from zero_offload.intervals import Intervals
+from zero_offload.flat.geometry import Geometry, plan_runs
+from zero_offload.flat.grads import GradLedger
+from zero_offload.flat.intervals import Intervals
 
 
 @st.composite

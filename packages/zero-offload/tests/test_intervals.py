@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zero_offload.intervals import Intervals
+from zero_offload.flat.intervals import Intervals
 
 NUMEL = 24
 ENDS = st.tuples(st.integers(0, NUMEL), st.integers(0, NUMEL))

@@ -8,7 +8,6 @@ import os
 import threading
 import time
 from collections.abc import Callable
-from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -22,20 +21,27 @@ from support import (
     Space,
     assert_same,
     group_of,
+    is_closed,
     make_tier,
     snapshot,
     train,
+    wait_until,
 )
 from torch import optim
 
 from zero_offload import OffloadError
-from zero_offload.block_layout import BlockLayout
-from zero_offload.geometry import Geometry
-from zero_offload.grads import GradLedger
-from zero_offload.nvme_stepper import NvmeStepper
+from zero_offload.errors import StorageCorruptError, StorageError
+from zero_offload.flat.geometry import Geometry
+from zero_offload.flat.grads import GradLedger
+from zero_offload.memory.block_pipeline import BlockPipeline
+from zero_offload.memory.storage import BlockFile
+from zero_offload.rules.adam import AdamRule
+from zero_offload.rules.resolve import resolve_rule
 from zero_offload.settings import NvmeSettings, OffloadSettings
-from zero_offload.storage import StorageCorruptError, StorageError
-from zero_offload.twin import TwinTier
+from zero_offload.steppers.block_layout import BlockLayout
+from zero_offload.steppers.file_store import FileStore
+from zero_offload.steppers.rule_stepper import RuleStepper
+from zero_offload.tiers.twin import TwinTier
 
 pytestmark = pytest.mark.filterwarnings("ignore:the file system of .* has no direct I/O")
 TIMEOUT_S = 20.0
@@ -49,8 +55,7 @@ def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _set_block_numel(monkeypatch: pytest.MonkeyPatch, numel: int) -> None:
-    small = partial(NvmeStepper, block_numel=numel)
-    monkeypatch.setattr("zero_offload.tier.NvmeStepper", small)
+    monkeypatch.setattr("zero_offload.steppers.file_store.BLOCK_NUMEL", numel)
 
 
 def _make(space: Space, folder: Path, *, kernel: Any = None, **block: Any) -> TwinTier:
@@ -63,9 +68,10 @@ def _host(space: Space, **block: Any) -> TwinTier:
     return make_tier(space, optim.AdamW, GROUPS, kernel=ReferenceAdam(), **block)
 
 
-def _stepper(tier: TwinTier) -> NvmeStepper:
-    stepper: NvmeStepper = tier._parts[0].tier._stepper  # type: ignore[attr-defined]
-    return stepper
+def _file(tier: TwinTier) -> BlockFile:
+    file = tier.file
+    assert file is not None
+    return file
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -138,23 +144,15 @@ def test_every_rule_gives_the_bits_of_host_memory(
     _assert_same_pieces(snapshot(late, spaces[2]), expected, spaces[0])
 
 
-def test_compact_states_take_as_much_of_the_disk_as_they_would_of_memory(tmp_path: Path) -> None:
+def test_compact_states_take_as_much_of_the_disk_as_they_would_of_memory() -> None:
+    numel = 1 << 20
+    shard = torch.empty(numel, dtype=torch.bfloat16)
+    geometry = Geometry(numel, [(0, numel, 0)], [(0, shard)], 1)
     for state_dtype, num_bytes in (("float32", 12.0), ("bfloat16", 8.0), ("int8", 6.0625)):
-        tier = make_tier(
-            Space(dtype=torch.bfloat16),
-            optim.AdamW,
-            GROUPS,
-            kernel=ReferenceKernel(),
-            device="nvme",
-            nvme_path=str(tmp_path),
-            state_dtype=state_dtype,
-        )
-        layout = BlockLayout(
-            Geometry(1 << 20, [(0, 1 << 20, 0)], [(0, torch.empty(1 << 20).bfloat16())], 1),
-            _stepper(tier)._rule,
-            1 << 20,
-        )
-        assert sum(layout.record_bytes) == num_bytes * (1 << 20)
+        rule = resolve_rule(ReferenceKernel(), optim.AdamW, GROUPS, state_dtype)
+        assert rule is not None
+        layout = BlockLayout(geometry, [rule.for_params(torch.bfloat16)], numel)
+        assert sum(layout.record_bytes) == num_bytes * numel
 
 
 @pytest.mark.parametrize("buffer_count", [1, 2, 3, 9])
@@ -247,20 +245,22 @@ def test_memory_is_that_of_the_buffers(tmp_path: Path) -> None:
     space = Space(num_groups=2)
     tier = _make(space, tmp_path, buffer_count=4)
     train(tier, space, GROUPS, range(1))
-    stepper = _stepper(tier)
     assert tier.host_bytes == 4 * BLOCK_NUMEL * 3 * 4  # 4 buffers, 3 fp32 parts
-    held = [v for v in vars(stepper).values() if isinstance(v, torch.Tensor)]
-    assert not held  # no master weights or moments beside them
-    assert stepper.file.num_bytes >= 360 * 12
+    (part,) = tier.report()
+    assert part.tier is not None
+    assert part.tier.memory["master weights"] == 0  # beside them
+    assert part.tier.memory["optimizer states"] == tier.host_bytes
+    assert _file(tier).num_bytes >= 360 * 12
 
 
-def test_bytes_moved_per_step_are_those_of_the_touched_blocks(tmp_path: Path) -> None:
+def test_bytes_moved_per_step_are_those_of_the_touched_blocks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(BlockPipeline, "prefetch", lambda self: None)  # of the next step
     space = Space(num_groups=2)
     tier = _make(space, tmp_path)
-    _stepper(tier)._pipeline.foresee = lambda: None  # what is read for the next step
     train(tier, space, GROUPS, range(1))
-    file = tier.file
-    assert file is not None
+    file = _file(tier)
     tier.read_scalars(0)
     before = file.bytes_read, file.bytes_written
     train(tier, space, GROUPS, range(1, 2), active=[3])  # element 260, in one block of 50
@@ -269,21 +269,29 @@ def test_bytes_moved_per_step_are_those_of_the_touched_blocks(tmp_path: Path) ->
     assert moved == (50 * 12, 50 * 12)
 
 
-def test_steps_that_queue_up_are_one_stream_of_blocks(tmp_path: Path) -> None:
+def test_steps_that_queue_up_are_one_stream_of_blocks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Two steps are planned before the first is run; only the last one waits for the file."""
+    flushes: list[list[int]] = []
+    flush = BlockPipeline.flush
+
+    def noted(pipeline: BlockPipeline) -> None:
+        flushes.append(pipeline.reading)
+        flush(pipeline)
+
     space = Space()
-    tier = _make(space, tmp_path)
-    stepper, grads, flushes = _stepper(tier), GradLedger(), []
+    geometry = Geometry(space.numel, space.pieces, space.params, 1)
+    rule = AdamRule.of(ReferenceAdam(), optim.AdamW)
+    store = FileStore(geometry, rule, folder=tmp_path, buffer_count=16)
+    stepper, grads = RuleStepper(store, GROUPS), GradLedger()
+    stepper.write("master_weight", 0, space.initial)
+    monkeypatch.setattr(BlockPipeline, "flush", noted)
     grads.add(0, space.numel, space.grad(0), 0)
     steps = [stepper.plan(active, GROUPS, grads) for active in ([0, 1, 2], [3, 4])]
-    pipeline = stepper._pipeline
-    flush = pipeline.flush
-    pipeline.flush = lambda: (flushes.append(1), flush())[1]  # type: ignore[method-assign]
     for number, chunks in enumerate(steps):
         for chunk in chunks:
             stepper.update(chunk, grads, 1.0, space_view(space))
-        if number == 0:
-            assert pipeline._reading  # the first blocks of the second step
         stepper.settle()
         assert len(flushes) == number
     host = _host(expected := Space())
@@ -321,25 +329,28 @@ class _WatchingAdam(ReferenceAdam):
         super().adam_step(*args, **kwargs)
 
 
-def test_next_block_is_read_and_last_one_written_during_an_update(tmp_path: Path) -> None:
+def test_next_block_is_read_and_last_one_written_during_an_update(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The update of each block waits for its neighbours' transfers: without overlap, for ever."""
     space, kernel = Space(), _WatchingAdam()
     tier = _make(space, tmp_path, kernel=kernel)
     train(tier, space, GROUPS, range(1))  # moments never written are not read
-    file = _stepper(tier).file
-    read, write = file._read, file._write
+    tier.read_scalars(0)
+    read, write = BlockFile.read_block, BlockFile.write_block
     kernel.calls.clear()
     kernel.is_watching = True
 
-    def noted_read(record: int, tensor: torch.Tensor) -> None:
-        read(record, tensor)
+    def noted_read(file: BlockFile, record: int, tensor: torch.Tensor) -> None:
+        read(file, record, tensor)
         kernel.note("read", record)
 
-    def noted_write(record: int, tensor: torch.Tensor) -> None:
-        write(record, tensor)
+    def noted_write(file: BlockFile, record: int, tensor: torch.Tensor) -> None:
+        write(file, record, tensor)
         kernel.note("write", record)
 
-    file._read, file._write = noted_read, noted_write  # type: ignore[method-assign]
+    monkeypatch.setattr(BlockFile, "read_block", noted_read)
+    monkeypatch.setattr(BlockFile, "write_block", noted_write)
     train(tier, space, GROUPS, range(1, 2), active=[0, 1, 2])
     tier.read_scalars(0)
     assert kernel.calls == [50, 50, 50, 50, 50, 3]
@@ -357,8 +368,8 @@ def test_a_slow_update_hides_the_disk(tmp_path: Path, monkeypatch: pytest.Monkey
     train(tier, space, GROUPS, range(1))
     tier.read_scalars(0)
     for call in ("preadv", "pwritev"):
-        monkeypatch.setattr(f"zero_offload.direct_io.os.{call}", _delayed(getattr(os, call)))
-    file = _stepper(tier).file
+        monkeypatch.setattr(f"zero_offload.memory.direct_io.os.{call}", _delayed(getattr(os, call)))
+    file = _file(tier)
     shares = []
     for step in (1, 4, 7):  # of several, as others may take the core away in between
         io_s, waited_s = file.io_s, file.waited_s
@@ -381,9 +392,9 @@ def _delayed(call: Any) -> Any:
 
 def _damage(tier: TwinTier, record: int) -> str:
     """Write garbage over a record's bytes; the path that messages name."""
-    file = _stepper(tier).file
-    plain = os.open(f"/proc/self/fd/{file._scratch.fd}", os.O_RDWR)
-    os.pwrite(plain, b"garbage", file._offsets[record])
+    file = _file(tier)
+    plain = os.open(f"/proc/self/fd/{file.fileno()}", os.O_RDWR)
+    os.pwrite(plain, b"garbage", file.offset(record))
     os.fsync(plain)
     os.close(plain)
     return file.path
@@ -445,9 +456,9 @@ def test_a_full_disk_stops_the_step_and_the_checkpoint_goes_on(
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     with monkeypatch.context() as patch:
-        patch.setattr("zero_offload.direct_io.os.pwritev", full)
+        patch.setattr("zero_offload.memory.direct_io.os.pwritev", full)
         _offer_and_step(tier, space, 2)
-        path = _stepper(tier).file.path
+        path = _file(tier).path
         _assert_dead(tier, space, StorageError, f"{path}: No space left on device: writing")
     _assert_dead(tier, space, StorageError, "No space left")  # though there is room again
     again = _make(other, tmp_path)
@@ -469,7 +480,7 @@ def test_the_last_write_of_a_step_is_heard_of_without_a_further_step(
     def broken(*_: Any) -> int:
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
-    monkeypatch.setattr("zero_offload.direct_io.os.pwritev", broken)
+    monkeypatch.setattr("zero_offload.memory.direct_io.os.pwritev", broken)
     tier.offer_grad(0, space.grad(0))
     tier.step(GROUPS, [4], grad_scale=1.0)  # one block: nothing comes after it
     with pytest.raises(OffloadError, match="Input/output error"):
@@ -481,13 +492,10 @@ def test_nothing_is_left_in_the_folder_and_the_file_closes_with_its_tier(tmp_pat
     tier = _make(space, tmp_path)
     train(tier, space, GROUPS, range(1))
     assert list(tmp_path.iterdir()) == []
-    fd, threads = _stepper(tier).file._scratch.fd, list(_stepper(tier).file._threads._threads)
+    fd = _file(tier).fileno()
     del tier
     gc.collect()
-    for thread in threads:
-        thread.join(TIMEOUT_S)
-    with pytest.raises(OSError, match="Bad file descriptor"):
-        os.fstat(fd)
+    wait_until(lambda: is_closed(fd))
 
 
 def test_the_device_part_alone_makes_no_file(tmp_path: Path) -> None:

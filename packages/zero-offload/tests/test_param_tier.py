@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import threading
 import warnings
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +14,8 @@ from support import CPU, ReferenceAdam, Space, assert_same, group_of, make_tier,
 from torch import Tensor, optim
 
 from zero_offload import OffloadError, create_param_tier, create_tier
-from zero_offload.host_arena import HostArena
-from zero_offload.param_tier import RestingParams
-from zero_offload.storage import StorageCorruptError, StorageError
+from zero_offload.errors import StorageCorruptError, StorageError
+from zero_offload.param_tier import OffloadedParams
 from zero_offload.tier import make_device_tier
 
 SHARDS = [(7, 96, torch.bfloat16), (3, 4128, torch.float32), (4, 65, torch.float16)]
@@ -31,7 +29,7 @@ def _no_direct_io_is_fine() -> Any:
         yield
 
 
-def _make(folder: Path | None, **block: Any) -> RestingParams:
+def _make(folder: Path | None, **block: Any) -> OffloadedParams:
     block = {"device": "cpu"} if folder is None else _on_file(folder, **block)
     return create_param_tier(shards=SHARDS, device=CPU, config={"offload_param": block})
 
@@ -46,7 +44,7 @@ def _values(segment: int, version: int = 0) -> Tensor:
     return torch.randn(numel, generator=generator).to(dtype)
 
 
-def _fetch(tier: RestingParams, segment: int) -> Tensor:
+def _fetch(tier: OffloadedParams, segment: int) -> Tensor:
     out = torch.full_like(_values(segment), float("nan"))
     tier.fetch(segment, out).wait()
     return out
@@ -61,11 +59,11 @@ KINDS: list[dict[str, Any] | None] = [
 
 
 @pytest.fixture(params=KINDS, ids=["cpu", "nvme", "one-buffer", "some-in-cpu"])
-def tier(request: pytest.FixtureRequest, tmp_path: Path) -> RestingParams:
+def tier(request: pytest.FixtureRequest, tmp_path: Path) -> OffloadedParams:
     return _make(None if request.param is None else tmp_path, **(request.param or {}))
 
 
-def test_what_is_written_is_fetched_whatever_was_expected(tier: RestingParams) -> None:
+def test_what_is_written_is_fetched_whatever_was_expected(tier: OffloadedParams) -> None:
     segments = [s for s, _, _ in SHARDS]
     for segment in segments:
         tier.write(segment, 0, _values(segment))
@@ -80,7 +78,7 @@ def test_what_is_written_is_fetched_whatever_was_expected(tier: RestingParams) -
     assert tier.bytes_fetched == 5 * sum(n * d.itemsize for _, n, d in SHARDS)
 
 
-def test_parts_of_a_shard_join_what_it_held(tier: RestingParams) -> None:
+def test_parts_of_a_shard_join_what_it_held(tier: OffloadedParams) -> None:
     for segment, _, _ in SHARDS:
         tier.write(segment, 0, _values(segment))
     for segment, numel, _ in SHARDS:
@@ -118,7 +116,7 @@ def test_reads_ahead_take_as_many_buffers_as_are_configured(tmp_path: Path) -> N
         for _ in range(3):
             for at, segment in enumerate(segments):
                 tier.expect(segments[at:])
-                assert list(tier.file._read) == segments[at : at + count]
+                assert tier.file.read_ahead == segments[at : at + count]
                 _fetch(tier, segment)
         assert tier.file.num_buffer_bytes == writes + count * 4 * 4128
         read = tier.file.blocks.bytes_read - read
@@ -149,11 +147,11 @@ def test_an_update_in_another_thread_writes_while_shards_are_read(tmp_path: Path
         worker.join()
 
 
-def _damage(tier: RestingParams, segment: int) -> None:
+def _damage(tier: OffloadedParams, segment: int) -> None:
     assert tier.file is not None
     blocks = tier.file.blocks
-    offset = blocks._offsets[tier.file._block[segment]]
-    path = f"/proc/self/fd/{blocks._scratch.fd}"
+    offset = blocks.offset(tier.file.block_of(segment))
+    path = f"/proc/self/fd/{blocks.fileno()}"
     descriptor = os.open(path, os.O_WRONLY)
     try:
         os.pwrite(descriptor, b"\xff" * 8, offset + 16)
@@ -177,16 +175,18 @@ def test_a_damaged_file_fails_the_fetch_and_is_named(tmp_path: Path, is_expected
     assert torch.equal(_fetch(tier, 8), _values(8, 1))
 
 
-def test_a_disk_that_fails_stops_the_update_or_the_fetch(tmp_path: Path) -> None:
+def test_a_disk_that_fails_stops_the_update_or_the_fetch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     tier = _make(tmp_path)
     assert tier.file is not None
 
-    def fail(*args: object) -> None:
+    def fail(*args: object) -> int:
         raise OSError(28, "No space left on device")
 
     tier.write(3, 0, _values(3))
     _fetch(tier, 3)
-    tier.file.blocks._scratch.write = fail  # type: ignore[method-assign]
+    monkeypatch.setattr("zero_offload.memory.direct_io.os.pwritev", fail)
     tier.write(3, 0, _values(3, 1))
     with pytest.raises(StorageError, match="No space left"):
         _fetch(tier, 3)
@@ -220,39 +220,6 @@ def test_a_shard_larger_than_a_buffer_is_refused_by_key(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"offload_param.buffer_size = 4127 .* 4128"):
         _make(tmp_path, buffer_size=4127)
     _make(tmp_path, buffer_size=4128)
-
-
-def test_pinned_chunks_waste_little_of_a_power_of_two(monkeypatch: pytest.MonkeyPatch) -> None:
-    taken: list[int] = []
-
-    def aligned(num_bytes: int, *, pin_memory: bool = False) -> Tensor:
-        assert pin_memory
-        taken.append(1 << (num_bytes + 4096 - 1).bit_length())  # what torch page-locks
-        return torch.empty(num_bytes, dtype=torch.uint8)
-
-    monkeypatch.setattr("zero_offload.host_arena.aligned_empty", aligned)
-    shapes = [(3 * 10**5 + 7 * i, torch.bfloat16) for i in range(100)]
-    tensors = HostArena(pin_memory=True).tensors(shapes)
-    assert [(t.numel(), t.dtype) for t in tensors] == shapes
-    assert sum(taken) <= 1.2 * sum(t.nbytes for t in tensors)
-    spans = sorted((t.data_ptr(), t.data_ptr() + t.nbytes) for t in tensors)
-    assert all(a[1] <= b[0] for a, b in pairwise(spans))
-
-
-def test_memory_that_cannot_be_pinned_is_pageable_with_one_warning(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def refuse(num_bytes: int, *, pin_memory: bool = False) -> Tensor:
-        if pin_memory:
-            raise RuntimeError("locked-memory limit")
-        return torch.empty(num_bytes, dtype=torch.uint8)
-
-    monkeypatch.setattr("zero_offload.host_arena.aligned_empty", refuse)
-    arena = HostArena(pin_memory=True)
-    with pytest.warns(RuntimeWarning, match="locked-memory limit") as caught:
-        buffers = [arena.buffer(100) for _ in range(2)]
-    assert len(caught) == 1
-    assert [b.numel() for b in buffers] == [100, 100]
 
 
 class _Store:

@@ -106,7 +106,7 @@ def test_large_fused_step_is_cut_without_a_trace(ratio: float) -> None:
         space = _large_space()
         groups = [group_of(optim.AdamW, lr=1e-2, fused=True)]
         tier = make_tier(space, optim.AdamW, groups, ratio=share)
-        assert 0 <= round(share * space.numel) - tier.cut < 16
+        assert 0 <= round(share * space.numel) - tier.host_numel < 16
         train(tier, space, groups)
         results.append(snapshot(tier, space))
     assert_same(results[0], results[1])
@@ -131,7 +131,7 @@ def test_compact_states_give_the_same_bits_at_every_ratio(
     for result in results:
         assert_same(result, results[0])
     if state_dtype == "int8":
-        assert tier.cut == 42 + 128  # of 252, in the piece [42, 253)
+        assert tier.host_numel == 42 + 128  # of 252, in the piece [42, 253)
 
 
 def _covered(space: Space, values: Tensor) -> Tensor:
@@ -148,7 +148,7 @@ def test_large_odd_space_is_cut_at_an_element_without_a_trace(kernel: Any, ratio
         space = _large_space()
         groups = [group_of(optim.AdamW, lr=1e-2)]
         tier = make_tier(space, optim.AdamW, groups, ratio=share, kernel=kernel)
-        assert tier.cut == round(share * space.numel)
+        assert tier.host_numel == round(share * space.numel)
         train(tier, space, groups)
         results.append(snapshot(tier, space))
     assert_same(results[0], results[1])

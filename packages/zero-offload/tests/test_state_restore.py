@@ -9,7 +9,7 @@ import torch
 from support import RATIOS, ReferenceAdam, Space, assert_same, group_of, make_tier, snapshot, train
 from torch import optim
 
-from zero_offload.twin import TwinTier
+from zero_offload.tiers.twin import TwinTier
 
 CASES = [
     pytest.param(optim.AdamW, {"lr": 1e-2}, True, id="adamw-kernel"),

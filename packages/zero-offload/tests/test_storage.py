@@ -17,10 +17,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support import is_closed, wait_until
 from torch import Tensor
 
-from zero_offload.direct_io import ALIGNMENT, aligned_empty, bytes_of
-from zero_offload.storage import BlockFile, StorageCorruptError, StorageError, _Meter
+from zero_offload.errors import StorageCorruptError, StorageError
+from zero_offload.memory.direct_io import ALIGNMENT, aligned_empty, bytes_of
+from zero_offload.memory.storage import BlockFile, TransferMeter
 
 pytestmark = pytest.mark.filterwarnings("ignore:the file system of .* has no direct I/O")
 TIMEOUT_S = 20.0
@@ -46,7 +48,7 @@ def _refuse_direct(monkeypatch: pytest.MonkeyPatch) -> None:
             raise OSError(errno.EINVAL, "Invalid argument")
         return real(fd, command, argument)
 
-    monkeypatch.setattr("zero_offload.direct_io.fcntl.fcntl", fcntl_without_direct)
+    monkeypatch.setattr("zero_offload.memory.direct_io.fcntl.fcntl", fcntl_without_direct)
 
 
 @pytest.mark.parametrize("shift", [0, 1, 64])
@@ -115,7 +117,7 @@ def test_direct_io_is_used_where_the_file_system_has_it(tmp_path: Path) -> None:
         pytest.skip("the file system of the temporary folder has no direct I/O")
     file = BlockFile(tmp_path, [10])
     assert file.is_direct
-    assert fcntl.fcntl(file._scratch.fd, fcntl.F_GETFL) & os.O_DIRECT
+    assert fcntl.fcntl(file.fileno(), fcntl.F_GETFL) & os.O_DIRECT
 
 
 def test_a_file_system_without_direct_io_gives_one_warning(
@@ -131,33 +133,28 @@ def test_a_file_system_without_direct_io_gives_one_warning(
 def test_the_file_has_no_name_and_its_room_is_given_back(tmp_path: Path) -> None:
     file = BlockFile(tmp_path, [5000, 3000])
     assert list(tmp_path.iterdir()) == []
-    status = os.fstat(file._scratch.fd)
+    status = os.fstat(file.fileno())
     assert file.num_bytes == status.st_size == 3 * ALIGNMENT
     assert status.st_blocks * 512 >= file.num_bytes
-    fd = file._scratch.fd
+    fd = file.fileno()
     file.close()
     file.close()
-    with pytest.raises(OSError, match="Bad file descriptor"):
-        os.fstat(fd)
+    assert is_closed(fd)
 
 
 def test_a_dropped_file_closes_itself(tmp_path: Path) -> None:
     file = BlockFile(tmp_path, [100])
     file.write(0, _random(100)).wait()
-    fd, threads = file._scratch.fd, list(file._threads._threads)
+    fd = file.fileno()
     del file
-    for thread in threads:
-        thread.join(TIMEOUT_S)
-        assert not thread.is_alive()
-    with pytest.raises(OSError, match="Bad file descriptor"):
-        os.fstat(fd)
+    wait_until(lambda: is_closed(fd))
 
 
 def test_a_killed_process_leaves_nothing_behind(tmp_path: Path) -> None:
     program = (
         "import os, signal, sys, torch, warnings\n"
         "warnings.simplefilter('ignore')\n"
-        "from zero_offload.storage import BlockFile\n"
+        "from zero_offload.memory.storage import BlockFile\n"
         "file = BlockFile(sys.argv[1], [1 << 20])\n"
         "file.write(0, torch.ones(1 << 18)).wait()\n"
         "os.kill(os.getpid(), signal.SIGKILL)\n"
@@ -184,7 +181,7 @@ def test_damage_on_the_disk_is_found(tmp_path: Path) -> None:
     for block, size in enumerate(sizes):
         file.write(block, _random(size)).wait()
     at = ALIGNMENT + (4 << 20) + 5  # in the second stretch of the second block
-    plain = os.open(f"/proc/self/fd/{file._scratch.fd}", os.O_RDWR)
+    plain = os.open(f"/proc/self/fd/{file.fileno()}", os.O_RDWR)
     byte = os.pread(plain, 1, at)
     os.pwrite(plain, bytes([byte[0] ^ 1]), at)
     os.fsync(plain)
@@ -230,7 +227,7 @@ def test_errors_of_the_disk_surface_at_wait(
     def fail(*_: Any) -> int:
         raise OSError(code, os.strerror(code))
 
-    monkeypatch.setattr(f"zero_offload.direct_io.os.{call}", fail)
+    monkeypatch.setattr(f"zero_offload.memory.direct_io.os.{call}", fail)
     start = file.read if call == "preadv" else file.write
     transfer = start(0, _random(100))
     for _ in range(2):
@@ -260,7 +257,7 @@ def test_short_reads_and_writes_are_continued(
 
     file = BlockFile(tmp_path, [40_000])
     for name in counts:
-        monkeypatch.setattr(f"zero_offload.direct_io.os.{name}", limited(name))
+        monkeypatch.setattr(f"zero_offload.memory.direct_io.os.{name}", limited(name))
     file.write(0, _aligned(_random(40_000))).wait()
     found = _aligned(torch.zeros(40_000, dtype=torch.uint8))
     file.read(0, found).wait()
@@ -271,7 +268,7 @@ def test_short_reads_and_writes_are_continued(
 def test_a_file_that_was_cut_off_is_an_error(tmp_path: Path) -> None:
     file = BlockFile(tmp_path, [3 * ALIGNMENT])
     file.write(0, _random(3 * ALIGNMENT)).wait()
-    os.truncate(file._scratch.fd, ALIGNMENT)
+    os.truncate(file.fileno(), ALIGNMENT)
     with pytest.raises(StorageError, match="before all bytes were moved: reading block 0"):
         file.read(0, torch.empty(3 * ALIGNMENT, dtype=torch.uint8)).wait()
 
@@ -297,7 +294,7 @@ def test_a_folder_without_write_permission_is_refused(
 ) -> None:
     tmp_path.chmod(0o500)
     if os.access(tmp_path, os.W_OK):  # root may do anything: the answer of access() is replaced
-        monkeypatch.setattr("zero_offload.direct_io.os.access", lambda *_: False)
+        monkeypatch.setattr("zero_offload.memory.direct_io.os.access", lambda *_: False)
     with pytest.raises(ValueError, match="not writable"):
         BlockFile(tmp_path, [10])
     tmp_path.chmod(0o700)
@@ -322,7 +319,7 @@ def test_one_block_has_one_transfer_at_a_time(
         assert gate.wait(TIMEOUT_S)
         return real(fd, views, at)
 
-    monkeypatch.setattr("zero_offload.direct_io.os.pwritev", gated)
+    monkeypatch.setattr("zero_offload.memory.direct_io.os.pwritev", gated)
     first = file.write(0, _random(100))
     other = file.write(1, _random(100))
     assert not first.is_done
@@ -337,8 +334,8 @@ def test_one_block_has_one_transfer_at_a_time(
 def test_running_time_is_counted_once_however_many_run(monkeypatch: pytest.MonkeyPatch) -> None:
     """From 1 to 4 and from 2 to 7 somebody runs for 6 seconds."""
     times = iter([1.0, 7.0])  # the clock is asked by the first to come and the last to go
-    monkeypatch.setattr("zero_offload.storage.time.perf_counter", lambda: next(times))
-    meter = _Meter()
+    monkeypatch.setattr("zero_offload.memory.storage.time.perf_counter", lambda: next(times))
+    meter = TransferMeter()
     first, second = meter.running(), meter.running()
     first.__enter__()
     second.__enter__()
@@ -355,7 +352,7 @@ def test_only_who_has_to_wait_is_counted(tmp_path: Path, monkeypatch: pytest.Mon
         assert gate.wait(TIMEOUT_S)
         return real(fd, views, at)
 
-    monkeypatch.setattr("zero_offload.direct_io.os.pwritev", gated)
+    monkeypatch.setattr("zero_offload.memory.direct_io.os.pwritev", gated)
     transfer = file.write(0, _random(100))
     threading.Timer(0.05, gate.set).start()
     transfer.wait()

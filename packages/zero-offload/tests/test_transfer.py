@@ -11,6 +11,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any, cast
 
 import pytest
@@ -18,14 +19,15 @@ import torch
 from support import CPU, RATIOS, ReferenceAdam, Space, group_of, make_tier, train
 from torch import Tensor, optim
 
-from zero_offload.adam_rules import AdamRule
-from zero_offload.flat_tier import HostTier
-from zero_offload.geometry import Geometry
-from zero_offload.grads import GradLedger
-from zero_offload.host_memory import HostMemory
-from zero_offload.kernel_stepper import KernelStepper
-from zero_offload.streams import HostStreams
-from zero_offload.transfer import HostMover
+from zero_offload.flat.geometry import Geometry
+from zero_offload.flat.grads import GradLedger
+from zero_offload.memory.host_memory import HostMemory
+from zero_offload.memory.streams import HostStreams
+from zero_offload.rules.adam import AdamRule
+from zero_offload.steppers.block_store import MemoryStore
+from zero_offload.steppers.rule_stepper import RuleStepper
+from zero_offload.tiers.flat_tier import HostTier
+from zero_offload.tiers.transfer import HostMover
 
 GROUPS = [group_of(optim.AdamW, lr=1e-2)]
 
@@ -79,10 +81,10 @@ class LateStreams(HostStreams):
 def _late_tier(space: Space, streams: LateStreams) -> HostTier:
     geometry = Geometry(space.numel, space.pieces, space.params, 1)
     rule = AdamRule.of(ReferenceAdam(), optim.AdamW)
-    stepper = KernelStepper(geometry, rule, GROUPS, is_in_place=False)
+    store = MemoryStore(geometry, rule, is_in_place=False, upper=geometry.view)
     memory = HostMemory(should_pin=False)
     mover = HostMover(geometry, CPU, memory, streams=streams, is_staged=True)
-    tier = HostTier(geometry, stepper, mover)
+    tier = HostTier(geometry, RuleStepper(store, GROUPS), mover)
     tier.write_state("master_weight", 0, space.initial)
     return tier
 
@@ -189,7 +191,7 @@ def test_pinned_landing_memory_is_no_larger_than_it_must_be(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """torch rounds each locked tensor up to a power of two."""
-    monkeypatch.setattr("zero_offload.host_memory._SMALL_BYTES", 64)
+    monkeypatch.setattr("zero_offload.memory.host_memory.SMALL_BYTES", 64)
     locked = _refuse_to_lock(monkeypatch, limit=1 << 20)
     space, ledger = Space(dtype=torch.bfloat16), GradLedger()
     geometry = Geometry(space.numel, space.pieces, space.params, 1)
@@ -233,16 +235,39 @@ def test_a_budget_of_pinned_bytes_is_kept_with_one_warning(monkeypatch: pytest.M
     assert sum(locked) == 20
 
 
+def test_packed_tensors_waste_little_of_a_power_of_two(monkeypatch: pytest.MonkeyPatch) -> None:
+    locked = _refuse_to_lock(monkeypatch, limit=1 << 30)
+    shapes = [(3 * 10**5 + 7 * i, torch.bfloat16) for i in range(100)]
+    tensors = HostMemory(should_pin=True).tensors(shapes)
+    assert [(t.numel(), t.dtype) for t in tensors] == shapes
+    taken = sum(1 << (nbytes - 1).bit_length() for nbytes in locked)  # what torch page-locks
+    assert taken <= 1.2 * sum(t.nbytes for t in tensors)
+    spans = sorted((t.data_ptr(), t.data_ptr() + t.nbytes) for t in tensors)
+    assert all(a[1] <= b[0] for a, b in pairwise(spans))
+
+
+def test_buffers_for_direct_io_that_cannot_be_pinned_are_pageable_with_one_warning(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    _refuse_to_lock(monkeypatch)
+    memory = HostMemory(should_pin=True)
+    with pytest.warns(RuntimeWarning, match="cannot lock") as caught:
+        buffers = [memory.buffer(100) for _ in range(2)]
+    assert len(caught) == 1
+    assert [b.numel() for b in buffers] == [100, 100]
+    assert memory.num_bytes == 200
+
+
 def test_staging_is_two_buffers_of_the_largest_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in ("geometry", "transfer"):
+    for module in ("flat.geometry", "tiers.transfer"):
         monkeypatch.setattr(f"zero_offload.{module}.PUBLISHED_NUMEL", 50)
     space, streams = Space(dtype=torch.bfloat16), LateStreams()
     geometry = Geometry(space.numel, space.pieces, space.params, 1)
     rule = AdamRule.of(ReferenceAdam(), optim.AdamW)
-    stepper = KernelStepper(geometry, rule, GROUPS, is_in_place=False)
+    store = MemoryStore(geometry, rule, is_in_place=False, upper=geometry.view)
     memory = HostMemory(should_pin=False)
     mover = HostMover(geometry, CPU, memory, streams=streams, is_staged=True)
-    tier = HostTier(geometry, stepper, mover)
+    tier = HostTier(geometry, RuleStepper(store, GROUPS), mover)
     for step in range(3):
         tier.offer_grad(0, space.grad(step))
         tier.step(GROUPS, range(5), grad_scale=1.0)

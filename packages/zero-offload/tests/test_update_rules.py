@@ -24,9 +24,7 @@ from support import (
 from torch import optim
 
 from zero_offload import OffloadedOptimizer
-from zero_offload.kernel_stepper import KernelStepper
-from zero_offload.rules import resolve_rule
-from zero_offload.twin import TwinTier
+from zero_offload.rules.resolve import resolve_rule
 
 
 class NamedAdamW(optim.AdamW):
@@ -71,17 +69,13 @@ RULES = [
 ]
 
 
-def _steppers(tier: TwinTier) -> list[Any]:
-    return [part.tier._stepper for part in tier._parts]  # type: ignore[attr-defined]
-
-
 def _run(
     cls: Any, settings: dict[str, Any], kernel: Any, ratio: float, dtype: torch.dtype
 ) -> tuple[Space, dict[str, torch.Tensor]]:
     space = Space(dtype=dtype)
     groups = [group_of(cls, **settings)]
     tier = make_tier(space, cls, groups, ratio=ratio, kernel=kernel)
-    assert all(isinstance(stepper, KernelStepper) for stepper in _steppers(tier))
+    assert all(part.tier is not None and part.tier.has_kernel for part in tier.report())
     train(tier, space, groups, range(6), grad_scale=0.5)
     return space, snapshot(tier, space)
 

@@ -1,9 +1,35 @@
-"""Benchmarks: every contender in one run, on one machine, with one model.
+"""Old commands of the benchmarks, which are in ``integration/benchmarks`` of the repository now."""
 
-``python -m zero_engine.bench engine`` compares this engine with DDP, FSDP2 and DeepSpeed.
-``python -m zero_engine.bench offload`` compares it, with states off the device, with DeepSpeed's
-ZeRO-Offload on the CPU; ``python -m zero_engine.bench.offload_cuda`` does on an accelerator.
-``python -m zero_engine.bench comm`` compares ZeRO++ with FSDP2 and DeepSpeed over a slow link.
-``python -m zero_engine.bench cpu_adam`` compares cpu-adam with torch's, DeepSpeed's, torchao's and
-bitsandbytes' optimizers on the CPU.
-"""
+from __future__ import annotations
+
+import runpy
+import sys
+import warnings
+from pathlib import Path
+
+__all__ = ["run"]
+
+PROGRAM = Path("integration", "benchmarks", "run.py")
+"""Relative to the root of a checkout."""
+
+
+def run(*arguments: str) -> None:
+    """Run a checkout's program with ``arguments`` first.
+
+    The checkout is the one that this package or the working directory is in. Without one it exits
+    with a message, as the benchmarks are not in the wheel.
+    """
+    command = " ".join((f"python {PROGRAM}", *arguments))
+    warnings.warn(
+        f"zero_engine.bench will be removed: use {command!r}", DeprecationWarning, stacklevel=2
+    )
+    here = Path.cwd()
+    folders = (*Path(__file__).resolve().parents, here, *here.parents)
+    found = next((path for f in folders if (path := f / PROGRAM).exists()), None)
+    if found is None:
+        sys.exit(
+            f"the benchmarks are not part of the installed package, and there is no {PROGRAM} in "
+            f"{here} or above it: clone the repository and run {command!r} in it"
+        )
+    sys.argv = [str(found), *arguments, *sys.argv[1:]]
+    runpy.run_path(str(found), run_name="__main__")

@@ -1,15 +1,24 @@
-"""``deepspeed.checkpointing``: the same as ``deepspeed.runtime.activation_checkpointing``'s."""
+"""``deepspeed.checkpointing``: recompute what the model asks for, by torch.utils.checkpoint.
 
-from zero_engine.deepspeed.runtime.activation_checkpointing.checkpointing import (
-    checkpoint,
-    configure,
-    get_cuda_rng_tracker,
-    is_configured,
-    model_parallel_cuda_manual_seed,
-    non_reentrant_checkpoint,
-    reset,
-)
-from zero_engine.script.refusal import refuse_other_names
+`configure` sets what holds for all calls of `checkpoint`; the configuration's block
+``activation_checkpointing`` recomputes nothing by itself, as in DeepSpeed.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.autograd.graph import save_on_cpu
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
+
+from zero_engine.deepspeed.config.reader import read
+from zero_engine.deepspeed.config.source import Source
+from zero_engine.deepspeed.errors import NotServedError
 
 __all__ = [
     "checkpoint",
@@ -21,4 +30,92 @@ __all__ = [
     "reset",
 ]
 
-refuse_other_names(__name__, "runtime.activation_checkpointing.checkpointing")
+_log = logging.getLogger(__name__)
+
+
+@dataclass
+class _State:
+    is_configured: bool = False
+    is_on_cpu: bool = False
+
+
+_state = _State()
+
+
+def configure(
+    mpu_: Any,
+    deepspeed_config: Source | None = None,
+    partition_activations: bool | None = None,
+    contiguous_checkpointing: bool | None = None,
+    num_checkpoints: int | None = None,
+    checkpoint_in_cpu: bool | None = None,
+    synchronize: bool | None = None,
+    profile: bool | None = None,
+) -> None:
+    """Set how `checkpoint` works. Arguments of None are taken from the configuration's block.
+
+    Args:
+        mpu_: not used: there are no model-parallel ranks.
+        deepspeed_config: a configuration with a block ``activation_checkpointing``.
+        partition_activations: has no effect without model-parallel ranks.
+        contiguous_checkpointing: has no effect: what is kept are the inputs alone.
+        num_checkpoints: has no effect: every call is one.
+        checkpoint_in_cpu: keep the inputs in host memory until backward.
+        synchronize: has no effect on results; torch orders the streams.
+        profile: not served.
+    """
+    without_effect = {
+        "partition_activations": partition_activations,
+        "contiguous_checkpointing": contiguous_checkpointing,
+        "num_checkpoints": num_checkpoints,
+    }
+    if profile:
+        raise NotServedError("checkpointing.configure(profile=True)", "use torch.profiler")
+    for key, value in without_effect.items():
+        if value:
+            _log.info("checkpointing.configure: %s = %r has no effect here", key, value)
+    if deepspeed_config is not None:
+        _state.is_on_cpu = read(deepspeed_config).activation_checkpointing.cpu_checkpointing
+    if checkpoint_in_cpu is not None:
+        _state.is_on_cpu = checkpoint_in_cpu
+    _state.is_configured = True
+
+
+def is_configured() -> bool:
+    """Whether `configure` was called."""
+    return _state.is_configured
+
+
+def reset() -> None:
+    """Do nothing: nothing is kept between steps."""
+
+
+def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call ``function``, and compute it again in backward (Chen et al., arXiv 1604.06174).
+
+    Tensors among ``args`` are kept, in host memory if so configured.
+    """
+    is_pinned = torch.accelerator.is_available()
+    with save_on_cpu(is_pinned) if _state.is_on_cpu else nullcontext():
+        return torch_checkpoint(function, *args, use_reentrant=False, **kwargs)
+
+
+non_reentrant_checkpoint = checkpoint
+
+
+class _Tracker:
+    """Random state of model-parallel ranks: there is one rank, whose state torch keeps."""
+
+    def fork(self, name: str = "model-parallel-rng") -> Any:
+        """Return a context that does nothing."""
+        return nullcontext()
+
+
+def get_cuda_rng_tracker() -> _Tracker:
+    """Return the tracker that Megatron's layers fork for dropout."""
+    return _Tracker()
+
+
+def model_parallel_cuda_manual_seed(seed: int) -> None:
+    """Seed every generator: there is one model-parallel rank."""
+    torch.manual_seed(seed)

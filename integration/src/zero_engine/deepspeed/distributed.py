@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from zero_core import ConfigError
-from zero_engine.started_ranks import device_index, rank_variables
+from zero_engine.launch.started_ranks import device_index, rank_variables
 
 __all__ = ["choose_device", "init_distributed"]
 
@@ -30,7 +30,7 @@ def init_distributed(
     rank: int = -1,
     world_size: int = -1,
 ) -> None:
-    """Start torch.distributed, if it isn't yet; without a launcher, as one rank alone.
+    """Start torch.distributed if it isn't yet, without a launcher as one rank alone.
 
     The rank's accelerator is chosen in any case: see `choose_device`.
 
@@ -69,7 +69,7 @@ def init_distributed(
 
 
 def choose_device(index: int | None = None) -> None:
-    """Make accelerator ``index`` this process's current one; None is `device_index`'s.
+    """Make accelerator ``index`` this process's current one. None: `device_index` decides.
 
     Without a launcher the current one stays.
     """
@@ -91,7 +91,7 @@ def _environments_timeout() -> timedelta | None:
 
 
 def _leave() -> None:
-    """At the process's end: leave the ranks, if the script hasn't.
+    """Leave the process group at the process's end if the script hasn't.
 
     gloo's threads, still running when the process tears itself down, may abort it (torch 2.13).
     Not of NCCL's groups, whose end may wait for a rank that has died.
@@ -102,7 +102,7 @@ def _leave() -> None:
 
 
 def default_backend() -> str:
-    """The backend of the accelerator that is there; gloo on the CPU."""
+    """Return the backend of the accelerator that is there, gloo on the CPU."""
     if not torch.accelerator.is_available():
         return "gloo"
     device = torch.accelerator.current_accelerator()

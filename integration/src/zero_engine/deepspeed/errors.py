@@ -1,4 +1,4 @@
-"""What DeepSpeed has and this engine doesn't: one clear error at its first use."""
+"""The error for parts of DeepSpeed that are not served, raised at their first use."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class NotServedError(ZeroError, AttributeError):
 
 
 class Unserved:
-    """Stands where a class, function or constant would be imported from; fails when it is used.
+    """Stand-in for a class, function or constant that is not served. Any use raises.
 
     A script may import such a name, look whether it is None, and write it in an annotation.
     """
@@ -49,7 +49,7 @@ class Unserved:
         self._refuse()
 
     def __instancecheck__(self, instance: object) -> bool:
-        """False of a model part: ``isinstance(model, PipelineModule)`` is asked before any use."""
+        """Return False for a model part: ``isinstance(model, PipelineModule)`` is no use."""
         return self._refuse() if self._could_be_ours else False
 
     __subclasscheck__ = __instancecheck__
@@ -58,14 +58,14 @@ class Unserved:
         return f"<deepspeed.{self._name}, not served by zero-engine>"
 
     def __or__(self, other: Any) -> Any:
-        """As in an annotation: ``PipelineModule | None``."""
+        """Return a union, as in an annotation ``PipelineModule | None``."""
         return Union[self, other]  # noqa: UP007
 
     def __ror__(self, other: Any) -> Any:
         return self | other
 
     def __eq__(self, other: object) -> bool:
-        """Refused of data, which it may be for a script; typing compares with its own forms."""
+        """Refuse comparison with data, which the script may take it for."""
         is_class = isinstance(other, type) and other is not Any
         if isinstance(other, _DATA) or (is_class and self._could_be_ours):
             self._refuse()

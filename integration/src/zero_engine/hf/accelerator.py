@@ -16,7 +16,7 @@ from accelerate import Accelerator  # type: ignore[import-untyped]
 from accelerate.optimizer import AcceleratedOptimizer  # type: ignore[import-untyped]
 from torch import Tensor, nn
 
-from zero_core import Engine
+from zero_core import Engine, ShardedModel
 
 __all__ = ["ZeroAccelerator", "ZeroOptimizer", "take_over"]
 
@@ -32,7 +32,7 @@ class ZeroOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
         self._is_accelerate_prepared = True
 
     def step(self, closure: Any = None) -> None:
-        """End the step; within an accumulation, do nothing.
+        """End the step. Within an accumulation, do nothing.
 
         Raises:
             ValueError: there is a closure: the gradient is computed once per step.
@@ -49,12 +49,12 @@ class ZeroOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
 
 
 class ZeroAccelerator(Accelerator):  # type: ignore[misc]
-    """An Accelerator of one model, which an engine trains; made by `take_over`."""
+    """An Accelerator of one model that an engine trains. Made by `take_over`."""
 
-    engine: Engine | None = None
+    engine: ShardedModel | None = None
 
-    def adopt(self, engine: Engine) -> None:
-        """Drive ``engine`` from now on; its module counts as prepared."""
+    def adopt(self, engine: ShardedModel) -> None:
+        """Drive ``engine`` from now on. Its module counts as prepared."""
         self.engine = engine
         engine.module._is_accelerate_prepared = True  # type: ignore[assignment]
         self._models.append(engine.module)
@@ -81,7 +81,7 @@ class ZeroAccelerator(Accelerator):  # type: ignore[misc]
 
     @contextmanager
     def no_sync(self, model: nn.Module) -> Iterator[None]:
-        """Within, a backward is not reduced where gradients are whole anyway (stages 0 and 1)."""
+        """Leave backwards unreduced in this context where gradients are whole (stages 0 and 1)."""
         engine = self._engine()
         if engine.config.zero_optimization.stage >= 2:
             yield
@@ -92,6 +92,8 @@ class ZeroAccelerator(Accelerator):  # type: ignore[misc]
     def _engine(self) -> Engine:
         if self.engine is None:
             raise RuntimeError("there is no engine yet: call ZeroTrainer.train() or evaluate()")
+        if not isinstance(self.engine, Engine):
+            raise RuntimeError("the engine only evaluates: call ZeroTrainer.train() to train")
         return self.engine
 
 

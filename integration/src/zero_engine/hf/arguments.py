@@ -1,4 +1,4 @@
-"""What TrainingArguments say, brought into the engine's configuration.
+"""TrainingArguments, carried over into the engine's configuration.
 
 TrainingArguments lead: a key that they decide may be left out or be "auto", and must agree with
 them if it is given. [Note: who does what] The Trainer divides the loss over the micro-steps, makes
@@ -16,7 +16,7 @@ import pydantic
 from transformers import TrainingArguments
 
 from zero_core import ConfigError
-from zero_core.config import SchedulerConfig
+from zero_core.config.schema import SchedulerConfig
 
 __all__ = ["check_arguments", "fill_config", "fill_schedule"]
 
@@ -52,7 +52,7 @@ def check_arguments(args: TrainingArguments) -> None:
 
 
 def fill_config(config: Mapping[str, Any], args: TrainingArguments) -> dict[str, Any]:
-    """``config`` with everything filled in that ``args`` decide; without ``scheduler``.
+    """Return ``config`` with the keys that ``args`` decide filled in, without ``scheduler``.
 
     Raises:
         ConfigError: it says otherwise than ``args`` somewhere, all such keys being named; or its
@@ -86,7 +86,7 @@ def fill_config(config: Mapping[str, Any], args: TrainingArguments) -> dict[str,
 def fill_schedule(
     params: Mapping[str, Any], args: TrainingArguments, num_steps: int
 ) -> dict[str, Any]:
-    """``scheduler.params`` with "auto" filled in, for a training of ``num_steps`` steps."""
+    """Return ``scheduler.params`` with "auto" filled in, for a training of ``num_steps`` steps."""
     known = {
         "warmup_min_lr": 0.0,
         "warmup_max_lr": args.learning_rate,
@@ -129,7 +129,7 @@ def _optimizer(args: TrainingArguments) -> dict[str, Any]:
 def _fill(
     block: dict[str, Any], path: str, value: Any, differences: list[str], prefix: str = ""
 ) -> None:
-    """Set ``path``, a key or block and key, to ``value``; or note that it is another already."""
+    """Set ``path``, a key or block and key, to ``value``, or note that it differs."""
     *outer, key = path.split(".")
     for name in outer:
         block = block.setdefault(name, {})
@@ -145,6 +145,6 @@ def _plain(value: Any) -> Any:
 
 
 def _ranks_of_node(world_size: int) -> int:
-    """How many ranks share a node, where there are several nodes, as the launcher says; else 1."""
+    """Return the number of ranks that share a node, by the launcher's word, or 1 on one node."""
     of_node = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
     return of_node if of_node < world_size else 1

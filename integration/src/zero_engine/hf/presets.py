@@ -1,4 +1,4 @@
-"""Configurations by name, and where else a configuration may come from."""
+"""Configurations by name, and the other forms of ``zero=...``."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from zero_core import ConfigError
-from zero_engine.deepspeed.config_source import load
+from zero_engine.deepspeed.config.source import load
 
 __all__ = ["PRESETS", "read_zero"]
 
@@ -31,12 +31,12 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
     "stage3-zeropp": {"stage": 3, **_ZEROPP},
 }
 """``zero_optimization`` by name: what is sharded, and what rests in host memory. ``zeropp`` is
-ZeRO++ (Wang et al., arXiv 2306.10209): weights and gradients travel in few bits, and each node
-keeps a second copy of the weights."""
+ZeRO++ (Wang et al., arXiv 2306.10209): weights and gradients are quantized to send them, and each
+node keeps a second copy of the weights."""
 
 
 def read_zero(zero: str | Path | Mapping[str, Any]) -> dict[str, Any]:
-    """The configuration that ``zero`` means: a preset's name, a JSON file's path, or itself.
+    """Return the configuration of ``zero``: a preset's name, a JSON file's path, or itself.
 
     "auto" values are still in it.
 

@@ -22,12 +22,11 @@ from torch.utils.data import DataLoader
 from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments, Trainer
 
 import zero_core
-from zero_core import CheckpointError, ConfigError, Engine
-from zero_core.checkpoint import read_client_state
-from zero_core.config import SchedulerConfig
-from zero_core.evaluation import EvaluationEngine
-from zero_core.lr_schedules import make_scheduler
-from zero_core.schedule import Schedule, check_state
+from zero_core import CheckpointError, ConfigError, Engine, ShardedModel
+from zero_core.checkpoint.load import read_client_state
+from zero_core.config.schema import SchedulerConfig
+from zero_core.optim.schedules.base import Schedule, check_state
+from zero_core.optim.schedules.factory import make_scheduler
 from zero_engine.hf.accelerator import ZeroAccelerator, ZeroOptimizer, take_over
 from zero_engine.hf.arguments import check_arguments, fill_config, fill_schedule
 from zero_engine.hf.presets import read_zero
@@ -62,7 +61,7 @@ class ZeroTrainer(Trainer):
             ConfigError: it is none of these, differs from TrainingArguments, or these ask for
                 another engine.
         """
-        self.engine: Engine | None = None
+        self.engine: ShardedModel | None = None
         self._given = read_zero(zero)
         self._whole: dict[str, Tensor] | None = None  # the state dict, while it is being saved
         super().__init__(*args, **kwargs)
@@ -74,7 +73,7 @@ class ZeroTrainer(Trainer):
     # ---------------------------------------------------------------- building
 
     def create_accelerator_and_postprocess(self) -> None:
-        """As the Trainer's, of arguments that fit; its Accelerator becomes the engine's."""
+        """Check the arguments, and turn the Trainer's Accelerator into the engine's."""
         check_arguments(self.args)
         self._config = fill_config(self._given, self.args)
         super().create_accelerator_and_postprocess()
@@ -89,16 +88,16 @@ class ZeroTrainer(Trainer):
             self.args._n_gpu = 1
 
     def _build_accelerator_args(self, **kwargs: Any) -> dict[str, Any]:
-        """As the Trainer's; low precision is the engine's."""
+        """Return the Trainer's arguments, without mixed precision, which is the engine's."""
         return {**super()._build_accelerator_args(**kwargs), "mixed_precision": "no"}
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
-        """Nothing: the engine places the model, sharded, where it computes."""
+        """Do nothing: the engine places the model, sharded, on its device."""
 
     def create_optimizer(  # type: ignore[override]
         self, model: nn.Module | None = None
     ) -> torch.optim.Optimizer | None:
-        """As the Trainer's; None until the engine has made what the configuration names."""
+        """Make the Trainer's optimizer, unless the configuration names one for the engine."""
         if "optimizer" in self._given:
             return self.optimizer
         return super().create_optimizer(model)
@@ -106,7 +105,7 @@ class ZeroTrainer(Trainer):
     def create_scheduler(
         self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None
     ) -> LRScheduler:
-        """As the Trainer's, unless the configuration names a schedule."""
+        """Make the schedule that the configuration names, else the Trainer's."""
         if "scheduler" in self._given and self.lr_scheduler is None:
             block = SchedulerConfig.model_validate(self._given["scheduler"])
             params = fill_schedule(block.params, self.args, num_training_steps)
@@ -117,27 +116,28 @@ class ZeroTrainer(Trainer):
         return super().create_scheduler(num_training_steps, optimizer)
 
     def _get_learning_rate(self) -> float:
-        """The rate of the first group, which a schedule of DeepSpeed's may not have set yet."""
+        """Return the rate of the first group, which a schedule may not have set yet."""
         assert self.optimizer is not None
         return float(self.optimizer.param_groups[0]["lr"])
 
     def _wrap_model(
         self, model: nn.Module, training: bool = True, dataloader: DataLoader[Any] | None = None
     ) -> nn.Module:
-        """The model itself, with the engine in it.
+        """Return the model itself, after building the engine on it.
 
         One that evaluates alone, without optimizer state, if there is nothing to train on.
         """
         engine = self.engine
         if engine is None or engine.module is not self.model:
             self._start_engine(is_training=training or self.train_dataset is not None)
-        elif training and isinstance(engine, EvaluationEngine):
+        elif training and not isinstance(engine, Engine):
             raise RuntimeError(
                 "train() after evaluate() of a ZeroTrainer without train_dataset: its engine only "
                 "evaluates; give it train_dataset when it is made, or free the model by "
-                "zero_core.give_back(trainer.engine) and make another trainer with it"
+                "trainer.engine.unwrap() and make another trainer with it"
             )
         elif training:
+            assert isinstance(engine, Engine)
             engine.optimizer.zero_grad()  # what a training that broke off has left
         return model
 
@@ -148,15 +148,16 @@ class ZeroTrainer(Trainer):
         self._config = fill_config(self._given, self.args)  # a search changes the arguments
         if is_training:
             self.create_optimizer()
-            engine = zero_core.build(self.model, self._config, optimizer=self.optimizer)
-            self.optimizer = ZeroOptimizer(engine)
+            trained = zero_core.build(self.model, self._config, optimizer=self.optimizer)
+            self.optimizer = ZeroOptimizer(trained)
+            engine: ShardedModel = trained
         else:
             engine = zero_core.build(self.model, self._config, is_training=False)
         self._check_device(engine)
         self.accelerator.adopt(engine)
         self.engine = engine
 
-    def _check_device(self, engine: Engine) -> None:
+    def _check_device(self, engine: ShardedModel) -> None:
         if engine.device.type != self.args.device.type:
             raise ConfigError(
                 f"TrainingArguments place the data on {self.args.device} and the engine computes "
@@ -164,7 +165,7 @@ class ZeroTrainer(Trainer):
             )
 
     def _prepare_input(self, data: Any) -> Any:
-        """As the Trainer's; floating inputs get the dtype that the model is computed in."""
+        """Prepare inputs as the Trainer, with floating ones in the compute dtype."""
         data = super()._prepare_input(data)
         if isinstance(data, Tensor) and data.is_floating_point() and self.engine is not None:
             return data.to(self.engine.config.compute_dtype or data.dtype)
@@ -173,7 +174,7 @@ class ZeroTrainer(Trainer):
     # ----------------------------------------------------------------- keeping
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """As the Trainer's; every rank must call it, as weights are gathered."""
+        """Save as the Trainer. Every rank must call it, as weights are gathered."""
         if self.engine is not None:
             rank = None if self.args.save_on_each_node else 0
             self._whole = self.engine.full_state_dict(rank=rank)
@@ -185,12 +186,12 @@ class ZeroTrainer(Trainer):
     def _save(
         self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None
     ) -> None:
-        """As the Trainer's, which some releases call on one rank and others on all."""
+        """Save as the Trainer, which some releases call on one rank and others on all."""
         super()._save(output_dir, state_dict=self._whole if state_dict is None else state_dict)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        """The engine's checkpoint, for any stage and world size, with the schedule in it."""
-        assert self.engine is not None
+        """Save the engine's checkpoint, for any stage and world size, with the schedule in it."""
+        assert isinstance(self.engine, Engine)
         schedule = None if self.lr_scheduler is None else self.lr_scheduler.state_dict()
         tag = f"global_step{self.state.global_step}"
         self.engine.save_checkpoint(output_dir, tag, {_SCHEDULE: schedule})
@@ -198,7 +199,7 @@ class ZeroTrainer(Trainer):
     def _load_from_checkpoint(
         self, resume_from_checkpoint: str, model: nn.Module | None = None
     ) -> None:
-        """As the Trainer's, but nothing where the engine's checkpoint holds the weights, too."""
+        """Load weights as the Trainer, unless the engine's checkpoint holds them."""
         if _has_state(resume_from_checkpoint):
             return
         _log.warning("%s holds weights alone: the optimizer starts anew", resume_from_checkpoint)
@@ -206,8 +207,8 @@ class ZeroTrainer(Trainer):
             super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        """The engine's checkpoint, weights included, and the schedule."""
-        assert self.engine is not None
+        """Load the engine's checkpoint, weights included, and the schedule."""
+        assert isinstance(self.engine, Engine)
         if checkpoint is None or not _has_state(checkpoint):
             return
         saved: Any = read_client_state(Path(checkpoint)).get(_SCHEDULE)
@@ -219,10 +220,10 @@ class ZeroTrainer(Trainer):
             schedule.load_state_dict(saved)
 
     def _load_best_model(self) -> None:
-        """From the engine's checkpoint, shard by shard; from the weights if they are alone."""
+        """Load the best weights from the engine's checkpoint, or from a file of weights alone."""
         best = self.state.best_model_checkpoint
         assert best is not None
-        assert self.engine is not None
+        assert isinstance(self.engine, Engine)
         if _has_state(best):
             self.engine.load_checkpoint(best, without=("optimizer", "lr_scheduler", "progress"))
             return
@@ -230,7 +231,7 @@ class ZeroTrainer(Trainer):
             super()._load_best_model()
 
     def _writable(self) -> AbstractContextManager[object]:
-        """Within, the whole model may be written, alike on every rank."""
+        """Return a context in which the whole model may be written, alike on every rank."""
         if self.engine is None or self.engine.module is not self.model:
             return nullcontext()
         return self.engine.gathered(modifier_rank=0)
@@ -238,7 +239,7 @@ class ZeroTrainer(Trainer):
     # ----------------------------------------------------------------- telling
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """As the Trainer's, with the gradient's norm and fp16's loss scale."""
+        """Log as the Trainer, with the gradient's norm and fp16's loss scale."""
         engine = self.engine
         if engine is not None and "loss" in logs:
             norm = engine.get_global_grad_norm()
@@ -250,7 +251,7 @@ class ZeroTrainer(Trainer):
 
 
 class ZeroSeq2SeqTrainer(ZeroTrainer, Seq2SeqTrainer):
-    """transformers' Seq2SeqTrainer, whose model the engine trains; as `ZeroTrainer`."""
+    """transformers' Seq2SeqTrainer on the engine, as `ZeroTrainer`."""
 
     args: Seq2SeqTrainingArguments
 
@@ -262,7 +263,7 @@ class ZeroSeq2SeqTrainer(ZeroTrainer, Seq2SeqTrainer):
         ignore_keys: list[str] | None = None,
         **gen_kwargs: Any,
     ) -> tuple[float | None, Tensor | None, Tensor | None]:
-        """As the Trainer's; at stage 3 ranks generate in step, as they gather together."""
+        """Predict as the Trainer. At stage 3 ranks generate in step, as they gather together."""
         if self.args.predict_with_generate and not prediction_loss_only:
             gen_kwargs = gen_kwargs or dict(getattr(self, "_gen_kwargs", {}))
             is_sharded = self._config["zero_optimization"].get("stage") == 3
@@ -273,7 +274,7 @@ class ZeroSeq2SeqTrainer(ZeroTrainer, Seq2SeqTrainer):
 
 
 def _check_schedule(checkpoint: str, schedule: Schedule, saved: Any) -> None:
-    """Refuse a checkpoint whose schedule the Trainer's cannot go on from, before it is loaded."""
+    """Refuse a checkpoint whose schedule does not fit the Trainer's, before it is loaded."""
     try:
         check_state(schedule, saved)
     except ValueError as error:

@@ -1,4 +1,4 @@
-"""What Lightning leaves to a precision plugin: the engine's own backward, clipping and step."""
+"""Lightning's precision plugin for the engine's own backward, clipping and step."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.plugins.precision import Precision
 from torch import Tensor
 
-from zero_core import ConfigError, Engine
+from zero_core import ConfigError, Engine, ShardedModel
 
 __all__ = ["ZeroPrecision"]
 
@@ -43,20 +43,20 @@ class ZeroPrecision(Precision):
                 f"choose one of {sorted(_BLOCK_OF)}"
             )
         self.precision = precision
-        self._engine: Engine | None = None
+        self._engine: ShardedModel | None = None
 
     @property
     def block(self) -> str | None:
         """The block of the engine's configuration that is to be enabled, if any."""
         return _BLOCK_OF[str(self.precision)]
 
-    def attach(self, engine: Engine | None) -> None:
-        """Work on ``engine`` from now on; None: it is gone."""
+    def attach(self, engine: ShardedModel | None) -> None:
+        """Work on ``engine`` from now on. None: there is none any more."""
         self._engine = engine
 
     @property
     def _attached(self) -> Engine:
-        assert self._engine is not None, "the strategy attaches its engine in setup()"
+        assert isinstance(self._engine, Engine), "the strategy attaches its engine in setup()"
         return self._engine
 
     def backward(  # type: ignore[override]

@@ -1,4 +1,4 @@
-"""What Lightning keeps in a checkpoint, in the engine's folder of shards.
+"""Lightning's own part of a checkpoint, in the engine's folder of shards.
 
 What stands beside the model is written as JSON; see `zero_engine.packing`.
 """
@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from zero_core import Engine
+from zero_core import Engine, ShardedModel
 from zero_engine import packing
 
 __all__ = ["check", "read", "write"]
@@ -19,14 +19,15 @@ TAG = "checkpoint"
 _ADVICE = "leave it out (save_hyperparameters(ignore=[...]) for an argument)"
 
 
-def write(engine: Engine, folder: Path, checkpoint: Mapping[str, Any]) -> None:
-    """Write the engine's shards, and ``checkpoint`` beside them; every rank must call it."""
+def write(engine: ShardedModel, folder: Path, checkpoint: Mapping[str, Any]) -> None:
+    """Write the engine's shards, and ``checkpoint`` beside them. Every rank must call it."""
     state = {"lightning": packing.pack(checkpoint, "checkpoint", _ADVICE)}
+    assert isinstance(engine, Engine), "Lightning saves in fit(), whose engine trains"
     engine.save_checkpoint(folder, TAG, client_state=state)
 
 
-def read(engine: Engine, folder: Path) -> dict[str, Any]:
-    """Restore what `write` wrote, its values alone if ``engine`` only evaluates; what was beside.
+def read(engine: ShardedModel, folder: Path) -> dict[str, Any]:
+    """Restore what `write` wrote, values alone if ``engine`` only evaluates. Returns the rest.
 
     Every rank must call it.
     """
@@ -35,7 +36,7 @@ def read(engine: Engine, folder: Path) -> dict[str, Any]:
 
 
 def check(value: Any, where: str) -> None:
-    """Refuse what `write` could not keep; ``where`` it stands is for messages.
+    """Refuse values that `write` could not keep. ``where`` is for messages.
 
     Raises:
         CheckpointError: something in it is no JSON, or a large tensor.

@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Generator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from itertools import chain
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
@@ -26,14 +27,16 @@ from lightning.pytorch.plugins.precision import HalfPrecision, MixedPrecision, P
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import GradClipAlgorithmType, rank_zero_warn
+from torch import nn
 
 import zero_core
-from zero_core import CheckpointError, ConfigError, Engine
-from zero_engine.deepspeed.config_source import load
+from zero_core import CheckpointError, ConfigError, Engine, ShardedModel
+from zero_core.layout.discovery import plain_name
+from zero_engine.deepspeed.config.source import load
 from zero_engine.lightning import saved
 from zero_engine.lightning.precision import ZeroPrecision
 
-__all__ = ["ZeroStrategy"]
+__all__ = ["ZeroStrategy", "renamed_for"]
 
 _OF_TRAINER = {
     "train_batch_size": "the batch size of the DataLoader",
@@ -52,7 +55,7 @@ class ZeroStrategy(DDPStrategy):
     strategy_name = "zero"
 
     def __init__(self, config: Mapping[str, Any] | str | Path, **process_options: Any) -> None:
-        """Keep the configuration; the engine is built when the Trainer starts.
+        """Keep the configuration. The engine is built when the Trainer starts.
 
         Args:
             config: the engine's configuration, or the path of its JSON file; without what the
@@ -72,10 +75,10 @@ class ZeroStrategy(DDPStrategy):
                 f"ZeroStrategy has no DistributedDataParallel to pass {sorted(process_options)} to"
             )
         self._config = _without_trainers(dict(load(config)))
-        self._engine: Engine | None = None
+        self._engine: ShardedModel | None = None
 
     @property
-    def engine(self) -> Engine:
+    def engine(self) -> ShardedModel:
         """The engine: gathered values, states by name, memory and traffic.
 
         Raises:
@@ -91,7 +94,7 @@ class ZeroStrategy(DDPStrategy):
 
     @property
     def precision_plugin(self) -> Precision:
-        """What the Trainer's ``precision`` became."""
+        """Plugin that the Trainer's ``precision`` became."""
         return super().precision_plugin
 
     @precision_plugin.setter
@@ -109,12 +112,12 @@ class ZeroStrategy(DDPStrategy):
 
     @contextmanager
     def model_sharded_context(self) -> Generator[None, None, None]:
-        """What ``configure_model`` makes takes no memory until the engine has its share of it."""
+        """Make modules of ``configure_model`` without memory until the engine has its share."""
         with zero_core.deferred_init():
             yield
 
     def setup(self, trainer: pl.Trainer) -> None:
-        """Build the engine; to evaluate, take the one of an earlier ``fit`` of this module."""
+        """Build the engine. To evaluate, take the one of an earlier ``fit`` of this module."""
         assert self.accelerator is not None
         assert self.lightning_module is not None
         self.accelerator.setup(trainer)
@@ -154,7 +157,7 @@ class ZeroStrategy(DDPStrategy):
         if self._engine is None:
             return
         if any(zero_core.engine_of(p) is self._engine for p in self._engine.module.parameters()):
-            zero_core.give_back(self._engine, dtype=torch.float32, drops_partial=True)
+            self._engine.unwrap(dtype=torch.float32, drops_partial=True)
         # else the script has ended it
         for strategy in (*_HOLDERS.pop(self._engine, ()), self):
             strategy._engine = None
@@ -169,7 +172,7 @@ class ZeroStrategy(DDPStrategy):
         return plugin
 
     def _resolved(self) -> dict[str, Any]:
-        """The configuration with what the Trainer has decided."""
+        """Return the configuration completed by the Trainer's settings."""
         config = dict(self._config)
         config.setdefault("train_micro_batch_size_per_gpu", 1)  # the loader knows; it's only told
         block = self._precision.block
@@ -178,14 +181,14 @@ class ZeroStrategy(DDPStrategy):
         return config
 
     def model_to_device(self) -> None:
-        """The engine has brought it there."""
+        """Do nothing: the engine has moved it."""
 
     def on_train_end(self) -> None:
-        """Where each rank has room for the whole module, have it hold the trained values."""
+        """Publish the trained values where each rank has room for the whole module."""
         self.engine.publish()
 
     def teardown(self) -> None:
-        """End Lightning's part; the engine stays on the module, for a test after ``fit``."""
+        """End Lightning's part. The engine stays on the module, for a test after ``fit``."""
         assert self.cluster_environment is not None
         assert self.accelerator is not None
         self.cluster_environment.teardown()
@@ -196,19 +199,19 @@ class ZeroStrategy(DDPStrategy):
     # ------------------------------------------------------------------ steps
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's ``training_step`` as the engine's forward."""
+        """Run the module's ``training_step`` as the engine's forward."""
         return self._forward("training_step", *args, **kwargs)
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's ``validation_step`` as the engine's forward."""
+        """Run the module's ``validation_step`` as the engine's forward."""
         return self._forward("validation_step", *args, **kwargs)
 
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's ``test_step`` as the engine's forward."""
+        """Run the module's ``test_step`` as the engine's forward."""
         return self._forward("test_step", *args, **kwargs)
 
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's ``predict_step`` as the engine's forward."""
+        """Run the module's ``predict_step`` as the engine's forward."""
         return self._forward("predict_step", *args, **kwargs)
 
     @contextmanager
@@ -217,7 +220,7 @@ class ZeroStrategy(DDPStrategy):
         if self.engine.config.zero_optimization.stage > 1:
             yield  # each is, into the shards: within no_sync, gradients would be whole
             return
-        with self.engine.no_sync():
+        with self.engine.no_sync() if isinstance(self.engine, Engine) else nullcontext():
             yield
 
     def _forward(self, method: str, *args: Any, **kwargs: Any) -> Any:
@@ -238,17 +241,17 @@ class ZeroStrategy(DDPStrategy):
         return False
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
-        """Nothing: the engine saves it, in shards."""
+        """Return nothing: the engine saves it, in shards."""
         return {}
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Nothing: the engine saves it, in shards; see `save_checkpoint`."""
+        """Return nothing: the engine saves it, in shards, in `save_checkpoint`."""
         return {}
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None
     ) -> None:
-        """Write a folder of shards; or, of weights only, one file that any strategy reads.
+        """Write a folder of shards or, of weights only, one file that any strategy reads.
 
         Every rank must call it. The file (``Trainer.save_checkpoint(path, weights_only=True)``,
         ``ModelCheckpoint(save_weights_only=True)``) is Lightning's own, for
@@ -259,7 +262,8 @@ class ZeroStrategy(DDPStrategy):
             TypeError: ``storage_options`` for a folder of shards.
         """
         if "optimizer_states" not in checkpoint:
-            checkpoint["state_dict"] = self.engine.full_state_dict(rank=0)
+            values = self.engine.full_state_dict(rank=0)
+            checkpoint["state_dict"] = renamed_for(self.engine.module, values)
             super().save_checkpoint(checkpoint, filepath, storage_options=storage_options)
             return
         if storage_options is not None:
@@ -275,7 +279,7 @@ class ZeroStrategy(DDPStrategy):
     def load_checkpoint(
         self, checkpoint_path: Any, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """Read a folder that this strategy wrote, on any number of ranks; or a file of weights.
+        """Read a folder that this strategy wrote, on any number of ranks, or a file of weights.
 
         Raises:
             CheckpointError: to go on with training from another strategy's file, whose optimizer
@@ -295,11 +299,11 @@ class ZeroStrategy(DDPStrategy):
         return loaded
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Take the weights of a file; those of a folder have been read."""
+        """Load the weights of a file. Those of a folder have been read."""
         values = checkpoint["state_dict"]
         if values:
             with self.engine.gathered(modifier_rank=0) as module:
-                module.load_state_dict(values, strict=strict)
+                module.load_state_dict(renamed_for(module, values), strict=strict)
 
     def _is_accumulating(self) -> bool:
         assert self.lightning_module is not None
@@ -310,7 +314,7 @@ class ZeroStrategy(DDPStrategy):
 
     @classmethod
     def register_strategies(cls, strategy_registry: _StrategyRegistry) -> None:
-        """``zero_stage_1``, ``_2``, ``_3``, and each with ``_offload``."""
+        """Register ``zero_stage_1``, ``_2``, ``_3``, and each with ``_offload``."""
         for stage in (1, 2, 3):
             for has_offload in (False, True):
                 name = f"zero_stage_{stage}" + ("_offload" if has_offload else "")
@@ -319,11 +323,19 @@ class ZeroStrategy(DDPStrategy):
                 strategy_registry.register(name, cls, description=text, config=config)
 
 
-_HOLDERS: WeakKeyDictionary[Engine, WeakSet[ZeroStrategy]] = WeakKeyDictionary()
+_HOLDERS: WeakKeyDictionary[ShardedModel, WeakSet[ZeroStrategy]] = WeakKeyDictionary()
 """The strategies that each engine was set up for; their Trainers may outlive it."""
 
 
-def _engine_of(module: pl.LightningModule) -> Engine | None:
+def renamed_for(module: nn.Module, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return ``values`` under the names that ``module`` loads: compiled parts have longer ones."""
+    params = module.named_parameters(remove_duplicate=False)
+    named = chain(params, module.named_buffers(remove_duplicate=False))
+    own = {plain_name(n): n.replace("_checkpoint_wrapped_module.", "") for n, _ in named}
+    return {own.get(plain_name(name), name): value for name, value in values.items()}
+
+
+def _engine_of(module: pl.LightningModule) -> ShardedModel | None:
     param = next(module.parameters(), None)
     return None if param is None else zero_core.engine_of(param)
 
@@ -338,7 +350,7 @@ def _zero_block(stage: int, *, has_offload: bool) -> dict[str, Any]:
 
 
 def _without_trainers(config: dict[str, Any]) -> dict[str, Any]:
-    """``config`` without the "auto" of keys that the Trainer decides; a value there is refused."""
+    """Return ``config`` without the Trainer's keys. Values other than "auto" are refused."""
     for key, place in _OF_TRAINER.items():
         name, _, inner = key.partition(".")
         block = config.get(name) if inner else config
@@ -354,7 +366,7 @@ def _without_trainers(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _as_engines(plugin: Precision) -> ZeroPrecision:
-    """The engine's precision for one that the Trainer made of its ``precision``."""
+    """Return the engine's precision for the plugin that the Trainer made of its ``precision``."""
     if isinstance(plugin, ZeroPrecision):
         return plugin
     if type(plugin) in (Precision, MixedPrecision, HalfPrecision):
@@ -375,6 +387,7 @@ def _check_trainer(trainer: pl.Trainer) -> None:
                 f"{type(callback).__name__} copies the whole module, which is sharded here: "
                 "leave it out, or average the weights of checkpoints after training"
             )
-    for owner in (trainer.lightning_module, getattr(trainer, "datamodule", None)):
+    data = getattr(trainer, "datamodule", None)  # foreign: Lightning sets it where there is one
+    for owner in (trainer.lightning_module, data):
         if owner is not None:
             saved.check(dict(owner.hparams), "hyper_parameters")

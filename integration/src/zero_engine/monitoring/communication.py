@@ -10,7 +10,7 @@ import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from zero_core.traffic import Traffic
+from zero_core.comm.links import Traffic
 from zero_engine.monitoring.observer import Observed, Observer, StepFacts
 from zero_engine.monitoring.settings import CommsLoggerSettings
 
@@ -20,7 +20,7 @@ _logs: weakref.WeakSet[CommunicationLog] = weakref.WeakSet()
 
 
 class CommunicationLog(Observer):
-    """Adds up what this rank sends; see `log_summary`."""
+    """Sums of what this rank sends. See `log_summary`."""
 
     def __init__(
         self, engine: Observed, settings: CommsLoggerSettings, *, say: Callable[[str], None]
@@ -34,7 +34,7 @@ class CommunicationLog(Observer):
         _logs.add(self)
 
     def step_done(self, facts: StepFacts) -> None:
-        """Add the step's rows; with ``verbose``, tell them."""
+        """Add the step's rows. With ``verbose``, print them."""
         self.steps += 1
         for row in self._engine.comm_report():
             if self._is_asked_for(row.collective):
@@ -58,12 +58,12 @@ class CommunicationLog(Observer):
             )
 
     def summary(self) -> dict[str, dict[str, int]]:
-        """By collective: calls, and bytes that this rank has sent within and between nodes."""
+        """Return calls, and bytes sent within and between nodes, by collective."""
         keys = ("count", "within_node_bytes", "between_nodes_bytes")
         return {name: dict(zip(keys, row, strict=True)) for name, row in self._rows.items()}
 
     def table(self) -> str:
-        """The summary as text."""
+        """Return the summary as text."""
         lines = [
             f"{'Comm. Op': <34}{'Count': >12}{'Sent in node (B)': >20}{'Between nodes (B)': >20}"
         ]
@@ -79,7 +79,7 @@ class CommunicationLog(Observer):
 
 
 def log_summary(show_straggler: bool = False, return_dict: bool = False) -> dict[str, Any] | None:
-    """``deepspeed.comm.log_summary``: print what was sent so far, on rank 0.
+    """Print the bytes sent so far, on rank 0 (``deepspeed.comm.log_summary``).
 
     Args:
         show_straggler: not served: nothing is timed.

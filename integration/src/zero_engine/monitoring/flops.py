@@ -22,7 +22,7 @@ _ALL = "Global"
 
 
 class FlopsProfiler(Observer):
-    """Counts the micro-steps of step ``profile_step`` on this rank, and tells at its end."""
+    """Counter of the micro-steps of step ``profile_step`` on this rank, printed at its end."""
 
     def __init__(self, settings: FlopsProfilerSettings, *, say: Callable[[str], None]) -> None:
         self._settings = settings
@@ -40,7 +40,7 @@ class FlopsProfiler(Observer):
         self._begin()
 
     def end_forward(self) -> None:
-        """Add what was counted to each module."""
+        """Add the count of each module."""
         for module, by_operator in self._end().items():
             self.forward[module] += sum(by_operator.values())
 
@@ -49,25 +49,25 @@ class FlopsProfiler(Observer):
         self._begin()
 
     def end_backward(self) -> None:
-        """Add what was counted."""
+        """Add the count."""
         self.backward += sum(self._end().get(_ALL, {}).values())
 
     def begin_plain_backward(self) -> None:
-        """Not counted: a counter cannot be put under a backward that runs already."""
+        """Note that it is not counted: no counter can be put under a backward that runs already."""
         if self._step == self._settings.profile_step:
             self._is_backward_counted = False
 
     def end_plain_backward(self) -> None:
-        """Nothing was begun."""
+        """Do nothing: no count was started."""
 
     def step_done(self, facts: StepFacts) -> None:
-        """Tell, after the step that was counted."""
+        """Print the report after the step that was counted."""
         if self._step == self._settings.profile_step:
-            self._tell(self.report())
+            self._write(self.report())
         self._step = facts.global_steps
 
     def report(self) -> str:
-        """What was counted, as text."""
+        """Return the counts as text."""
         total = self.forward[_ALL]
         backward = (
             f"{self.backward:,}"
@@ -109,7 +109,7 @@ class FlopsProfiler(Observer):
         counter.__exit__(None, None, None)  # type: ignore[no-untyped-call]
         return dict(counter.get_flop_counts())
 
-    def _tell(self, text: str) -> None:
+    def _write(self, text: str) -> None:
         if self._settings.output_file is None:
             self._say(text)
         else:

@@ -16,25 +16,25 @@ _HOST = torch.device("cpu")
 
 
 class MemoryBreakdown(Observer):
-    """Tells what the device's allocator and this process hold after each part of a micro-step."""
+    """Printer of the memory that device and process hold after each part of a micro-step."""
 
     def __init__(self, device: torch.device, *, say: Callable[[str], None]) -> None:
         self._device = device
         self._say = say
 
     def end_forward(self) -> None:
-        """Tell it."""
-        self._tell("forward")
+        """Print the memory after forward."""
+        self._print("forward")
 
     def end_backward(self) -> None:
-        """Tell it."""
-        self._tell("backward")
+        """Print the memory after backward."""
+        self._print("backward")
 
     def end_step(self) -> None:
-        """Tell it."""
-        self._tell("step")
+        """Print the memory after step."""
+        self._print("step")
 
-    def _tell(self, part: str) -> None:
+    def _print(self, part: str) -> None:
         held = [f"host {used_bytes(_HOST) / _GB:.3f}"]
         if self._device.type != "cpu":
             now = torch.accelerator.memory_allocated(self._device)

@@ -1,4 +1,4 @@
-"""Where scalars go: TensorBoard, CSV files, Weights & Biases, Comet; as DeepSpeed writes them.
+"""Sinks of scalars, as DeepSpeed writes them: TensorBoard, CSV files, Weights & Biases, Comet.
 
 Names, files and folders are DeepSpeed's, so that what reads its logs reads these. A scalar is a
 name ("Train/Samples/lr"), a value, and the number of samples so far.
@@ -29,14 +29,14 @@ Event = tuple[str, Any, int]
 
 
 class Sink(Protocol):
-    """One place where events go."""
+    """A destination of events."""
 
     def write(self, events: Sequence[Event]) -> None:
         """Write them."""
 
 
 class Monitor:
-    """Hands events to every sink; ``engine.monitor`` is one.
+    """Writer of events to every sink. ``engine.monitor`` is one.
 
     Attributes:
         enabled: whether the configuration asks for any, on this rank or another.
@@ -47,13 +47,13 @@ class Monitor:
         self._sinks = tuple(sinks)
 
     def write_events(self, event_list: Sequence[Event]) -> None:
-        """Write (name, value, samples) to every sink; nothing on ranks that have none."""
+        """Write (name, value, samples) to every sink. Ranks without sinks write nothing."""
         for sink in self._sinks:
             sink.write(event_list)
 
 
 def make_monitor(settings: MonitorSettings, *, rank: int) -> Monitor:
-    """What ``settings`` asks for; rank 0 alone writes.
+    """Make the monitor that ``settings`` asks for. Rank 0 alone writes.
 
     Raises:
         ConfigError: a block asks for a library that is not installed.
@@ -62,7 +62,7 @@ def make_monitor(settings: MonitorSettings, *, rank: int) -> Monitor:
 
 
 def sinks_of(settings: MonitorSettings, *, rank: int) -> list[Sink]:
-    """The sinks of a `Monitor` on ``rank``."""
+    """Return the sinks of a `Monitor` on ``rank``."""
     sinks: list[Sink] = []
     if rank == 0:
         if settings.tensorboard.enabled:
@@ -132,7 +132,7 @@ class _Wandb:
 
 
 class _Comet:
-    """An experiment of Comet; of each name a value per ``samples_log_interval`` samples."""
+    """An experiment of Comet, with a value of each name per ``samples_log_interval`` samples."""
 
     def __init__(self, settings: CometSettings) -> None:
         comet = _library("comet_ml", "comet", "comet_ml>=3.41.0")

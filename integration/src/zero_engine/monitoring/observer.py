@@ -1,4 +1,4 @@
-"""What watches the steps of an engine: the interface, and what is told at the end of a step.
+"""Interface of observers of an engine's steps, and the facts of a finished step.
 
 An engine owns a list of observers and calls each at the borders of forward, backward and step, in
 the order of the list. Observers read; none changes a number of the training.
@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from zero_core.traffic import Traffic
+from zero_core.comm.links import Traffic
 
 __all__ = ["Observed", "Observer", "StepFacts", "StepObserver"]
 
@@ -33,72 +33,59 @@ class StepObserver(Protocol):
     """Called by the engine on every rank. An ``end_`` is called even if what it ends has failed."""
 
     def begin_forward(self) -> None:
-        """Before a forward in training mode."""
+        """Called before a forward in training mode."""
 
     def end_forward(self) -> None:
-        """After it."""
+        """Called when a forward in training mode has ended."""
 
     def begin_backward(self) -> None:
-        """Before the backward of a micro-step."""
+        """Called before the backward of a micro-step."""
 
     def end_backward(self) -> None:
-        """After it."""
+        """Called when the backward of a micro-step has ended."""
 
     def begin_plain_backward(self) -> None:
-        """Within a backward that the script calls itself, at the first gradient of an output."""
+        """Called within the script's own backward, at the first gradient of an output."""
 
     def end_plain_backward(self) -> None:
-        """At its end, still within it; not called if it has failed."""
+        """Called at the end of that backward, still within it, unless it has failed."""
 
     def begin_step(self) -> None:
-        """Before ``step`` of a micro-step, whether it updates or not."""
+        """Called before ``step`` of a micro-step, whether it updates or not."""
 
     def end_step(self) -> None:
-        """After it."""
+        """Called when ``step`` of a micro-step has ended."""
 
     def step_done(self, facts: StepFacts) -> None:
-        """After ``end_step`` of a micro-step that ends a step."""
+        """Called after ``end_step`` of a micro-step that ends a step."""
 
 
 class Observer:
-    """A `StepObserver` that does nothing: a base for those that need a few calls only."""
+    """A `StepObserver` that does nothing: a base of observers that need few of the calls."""
 
-    def begin_forward(self) -> None:
-        """Nothing."""
+    def _ignore(self) -> None:
+        pass
 
-    def end_forward(self) -> None:
-        """Nothing."""
+    begin_forward = end_forward = begin_backward = end_backward = begin_step = end_step = _ignore
 
-    def begin_backward(self) -> None:
-        """Nothing."""
-
-    def end_backward(self) -> None:
-        """Nothing."""
+    def step_done(self, facts: StepFacts) -> None:
+        """Do nothing."""
 
     def begin_plain_backward(self) -> None:
-        """As of any other backward."""
+        """Call `begin_backward`."""
         self.begin_backward()
 
     def end_plain_backward(self) -> None:
-        """As of any other backward."""
+        """Call `end_backward`."""
         self.end_backward()
-
-    def begin_step(self) -> None:
-        """Nothing."""
-
-    def end_step(self) -> None:
-        """Nothing."""
-
-    def step_done(self, facts: StepFacts) -> None:
-        """Nothing."""
 
 
 class Observed(Protocol):
-    """What observers ask of an engine; `zero_core.Engine` has it."""
+    """Members that observers read from an engine. `zero_core.Engine` has them."""
 
     @property
     def rank(self) -> int:
-        """This rank."""
+        """Rank within the data-parallel group."""
 
     def comm_report(self) -> tuple[Traffic, ...]:
-        """What this rank sent in the last step."""
+        """Return the traffic of this rank in the last step."""

@@ -1,4 +1,4 @@
-"""The blocks of DeepSpeed's JSON that say what a run tells; names and defaults are DeepSpeed's."""
+"""Blocks of DeepSpeed's JSON about monitoring. Names and defaults are DeepSpeed's."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class CometSettings(_Block):
 
 
 class MonitorSettings(_Block):
-    """Where scalars go; several at once are possible."""
+    """Monitors of scalars. Several at once are possible."""
 
     tensorboard: TensorBoardSettings = TensorBoardSettings()
     csv_monitor: CsvSettings = CsvSettings()

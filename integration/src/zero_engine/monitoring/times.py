@@ -1,4 +1,4 @@
-"""``wall_clock_breakdown``: how long forward, backward and step take; and samples per second.
+"""``wall_clock_breakdown``: times of forward, backward and step, and samples per second.
 
 On an accelerator times are those of events on the current stream, read at the end of a step: the
 host waits for the device then, once a step, and only if times were asked for.
@@ -31,7 +31,7 @@ class Stopwatch:
         self._was_used = False
 
     def begin(self) -> None:
-        """Start; one that was not ended is forgotten."""
+        """Start the watch. An interval that was not ended is dropped."""
         self._begun = self._now()
 
     def end(self) -> None:
@@ -45,7 +45,7 @@ class Stopwatch:
             self._pairs.append((begun, now))
 
     def take(self) -> float | None:
-        """The sum so far, which begins again; None if nothing ended since.
+        """Return the sum so far and reset it. None if nothing has ended since.
 
         On an accelerator, waits for the last event.
         """
@@ -67,7 +67,7 @@ class Stopwatch:
 
 
 class WallClock(Observer):
-    """Tells the times of every step on rank 0, and monitors them.
+    """Times of every step, printed on rank 0 and monitored.
 
     A time is the sum over the micro-steps of a step. Reductions run beside backward, so backward
     has no parts of its own. What did not go through the engine is not measured, and no 0.
@@ -80,7 +80,7 @@ class WallClock(Observer):
         *,
         say: Callable[[str], None],
     ) -> None:
-        """Measure on ``device``; ``say`` prints a line, or nothing on other ranks than 0."""
+        """Measure on ``device``. ``say`` prints a line, on rank 0 alone."""
         self._watches = {name: Stopwatch(device) for name in _NAMES}
         self._monitor = monitor
         self._say = say
@@ -112,7 +112,7 @@ class WallClock(Observer):
         self._watches["step"].end()
 
     def step_done(self, facts: StepFacts) -> None:
-        """Tell the step's times."""
+        """Print the step's times."""
         taken = {name: watch.take() for name, watch in self._watches.items()}
         times = {name: ms for name, ms in taken.items() if ms is not None}
         self.last_ms = {_NAMES[name]: ms for name, ms in times.items()}
@@ -129,7 +129,7 @@ class WallClock(Observer):
 
 
 class Throughput(Observer):
-    """Tells samples per second every ``every`` steps, over the steps since the last line."""
+    """Samples per second, printed every ``every`` steps over the steps since the last line."""
 
     def __init__(self, device: torch.device, every: int, *, say: Callable[[str], None]) -> None:
         self._device = device
@@ -138,7 +138,7 @@ class Throughput(Observer):
         self._since: tuple[float, int] | None = None  # when, and samples then
 
     def step_done(self, facts: StepFacts) -> None:
-        """The first step, which is a warm-up, begins the first interval."""
+        """Start the first interval after the first step, a warm-up. Later, print the rate."""
         if self._since is None:
             self._since = self._now(), facts.global_samples
         elif facts.global_steps % self._every == 0:

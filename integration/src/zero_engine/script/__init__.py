@@ -2,7 +2,6 @@
 
     on_path/        the folder put on PYTHONPATH: metadata, and what starts the hook in a process
     hook            serves ``deepspeed.*`` as the modules ``zero_engine.deepspeed.*``
-    refusal         what stands in place of the parts of DeepSpeed that are not served
     accelerate_cpu  lets accelerate see all ranks where there is no accelerator
     local_rank      which scripts are given --local_rank
     environment     the variables by which processes get the hook

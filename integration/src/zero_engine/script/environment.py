@@ -12,7 +12,7 @@ ON_PATH = Path(__file__).parent / "on_path"
 
 
 def hooked(environment: Mapping[str, str]) -> dict[str, str]:
-    """``environment`` with the hook's folders in front of PYTHONPATH and PATH."""
+    """Return ``environment`` with the hook's folders in front of PYTHONPATH and PATH."""
     return {
         **environment,
         "PYTHONPATH": _in_front(str(ON_PATH), environment.get("PYTHONPATH", "")),
@@ -22,7 +22,7 @@ def hooked(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def no_launcher() -> str:
-    """What to do where DeepSpeed's own launcher is wanted."""
+    """Return the advice for those who want DeepSpeed's own launcher."""
     return (ON_PATH / "no_launcher.txt").read_text(encoding="utf-8")
 
 

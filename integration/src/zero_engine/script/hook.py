@@ -1,8 +1,7 @@
 """Serves ``deepspeed`` and ``deepspeed.*`` as the modules ``zero_engine.deepspeed.*``.
 
     alias    ``deepspeed.x`` is ``zero_engine.deepspeed.x``: one module object under both names
-    refused  a module of DeepSpeed that isn't served; `zero_engine.script.refusal`
-    mended   a module of somebody else's that is changed once it has been imported
+    mended   a module of another project that is changed once it has been imported
 
 Installed by ``on_path/sitecustomize.py`` in every Python process, long before it is clear whether
 deepspeed will be imported at all: nothing but the standard library is imported here at the top.
@@ -29,7 +28,6 @@ def install() -> None:
     if any(isinstance(finder, _Served) for finder in sys.meta_path):
         return
     sys.meta_path.insert(0, _Served())
-    sys.meta_path.append(_NotServed())  # asked for what nobody else has found
 
 
 class _Served(MetaPathFinder):
@@ -70,38 +68,6 @@ class _Alias(Loader):
         module.__spec__ = self._spec  # the import system has put the alias' there
 
 
-class _NotServed(MetaPathFinder):
-    """Finds ``zero_engine.deepspeed.x`` where x is DeepSpeed's and isn't there. Asked last."""
-
-    def find_spec(
-        self,
-        fullname: str,
-        _path: Sequence[str] | None = None,
-        _target: ModuleType | None = None,
-    ) -> ModuleSpec | None:
-        if not fullname.startswith(f"{HOME}."):
-            return None
-        from zero_engine.script.refusal import reason_to_refuse
-
-        reason = reason_to_refuse(fullname.removeprefix(f"{HOME}."))
-        return ModuleSpec(fullname, _Refusing(reason), is_package=True) if reason else None
-
-
-class _Refusing(Loader):
-    """Makes a module whose every name is refused."""
-
-    def __init__(self, reason: str) -> None:
-        self._reason = reason
-
-    def create_module(self, spec: ModuleSpec) -> ModuleType:
-        from zero_engine.script.refusal import RefusedModule
-
-        return RefusedModule(spec.name, spec.name.removeprefix(f"{HOME}."), self._reason)
-
-    def exec_module(self, module: ModuleType) -> None:
-        """Nothing is in it."""
-
-
 def _spec_of(home: str) -> ModuleSpec | None:
     try:
         return importlib.util.find_spec(home)
@@ -114,7 +80,8 @@ def _spec_of(home: str) -> ModuleSpec | None:
 def _mended(
     fullname: str, path: Sequence[str] | None, target: ModuleType | None
 ) -> ModuleSpec | None:
-    """The module's own spec, whose loader mends the module once it has run."""
+    """Return the module's own spec, whose loader mends the module once it has run."""
+    # foreign: finders of other projects; old ones have no find_spec.
     others = (f for f in sys.meta_path if not isinstance(f, _Served) and hasattr(f, "find_spec"))
     found = (finder.find_spec(fullname, path, target) for finder in others)
     spec = next(filter(None, found), None)

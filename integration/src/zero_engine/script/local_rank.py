@@ -24,7 +24,7 @@ PARSER_OF_FIELDS = "HfArgumentParser"
 
 
 class Source(NamedTuple):
-    """Where a program's code is."""
+    """Location of a program's code."""
 
     file: Path
     folder: Path
@@ -34,7 +34,7 @@ class Source(NamedTuple):
 
 
 def source_of(program: str, *, is_module: bool) -> Source | None:
-    """What ``python program``, or ``python -m program``, runs; None: it isn't Python's."""
+    """Return the code that ``python program`` or ``python -m program`` runs, else None."""
     if not is_module:
         path = Path(program)
         return Source(path, path.parent) if path.is_file() else None
@@ -72,7 +72,7 @@ def declares_local_rank(source: Source) -> bool:
 
 
 def _is_field(node: ast.AST) -> bool:
-    """A dataclass with the field."""
+    """Whether ``node`` is a dataclass with the field."""
     if not isinstance(node, ast.ClassDef):
         return False
     decorators = [ast.unparse(one).partition("(")[0] for one in node.decorator_list]
@@ -82,8 +82,9 @@ def _is_field(node: ast.AST) -> bool:
 
 
 def _is_parser_of_fields(node: ast.AST) -> bool:
-    found = node.attr if isinstance(node, ast.Attribute) else getattr(node, "id", None)
-    return found == PARSER_OF_FIELDS
+    if isinstance(node, ast.Attribute):
+        return node.attr == PARSER_OF_FIELDS
+    return isinstance(node, ast.Name) and node.id == PARSER_OF_FIELDS
 
 
 def _imported(node: ast.AST, importer: Path, source: Source) -> Iterator[Path]:
@@ -107,7 +108,7 @@ def _imported(node: ast.AST, importer: Path, source: Source) -> Iterator[Path]:
 
 
 def _files(folder: Path, dotted: str) -> Iterator[Path]:
-    """Of the module ``dotted`` below ``folder``, and of the packages that it is in."""
+    """Yield the files of the module ``dotted`` below ``folder``, and of its packages."""
     for name in dotted.split("."):
         yield folder / f"{name}.py"
         folder = folder / name

@@ -14,12 +14,12 @@ from torch.distributed.elastic.utils.api import macros
 from torch.distributed.run import get_args_parser
 
 from zero_core.errors import ConfigError
+from zero_engine.launch.ranks import is_under_launcher
+from zero_engine.launch.started_ranks import LOOPBACK, rank_variables
+from zero_engine.launch.torchrun import local_address_only, run_ranks
 from zero_engine.machine import available_cores
-from zero_engine.ranks import is_under_launcher
 from zero_engine.script.environment import hooked
 from zero_engine.script.local_rank import OPTION, declares_local_rank, source_of
-from zero_engine.started_ranks import LOOPBACK, rank_variables
-from zero_engine.torchrun import local_address_only, run_ranks
 
 __all__ = ["run_program"]
 
@@ -36,7 +36,7 @@ PROGRAM = ("module", "no_python", "training_script", "training_script_args", "lo
 
 
 def run_program(arguments: Sequence[str]) -> int:
-    """Run ``[torchrun options] script.py arguments`` with the hook; the exit code.
+    """Run ``[torchrun options] script.py arguments`` with the hook. Returns the exit code.
 
     Does not return, but becomes the program, where no ranks are to be started: in a process that
     is a rank already, or for a launcher, which starts them itself. A process is a rank if it has a
@@ -101,13 +101,13 @@ def _give_local_rank(parsed: Namespace, local_rank: str) -> None:
         if parsed.no_python or script is None:
             return
         should_give = declares_local_rank(script)
-        _tell_local_rank(parsed, is_given=should_give)
+        _print_local_rank(parsed, is_given=should_give)
     if should_give:
         parsed.training_script_args = [f"{OPTION}={local_rank}", *arguments]
 
 
-def _tell_local_rank(parsed: Namespace, *, is_given: bool) -> None:
-    """Tell once what was decided: a script whose option stays at -1 may train on all data alone."""
+def _print_local_rank(parsed: Namespace, *, is_given: bool) -> None:
+    """Print the decision once: a script whose option stays at -1 may train on all data alone."""
     if os.environ.get("RANK", "0") != "0" or parsed.node_rank not in (0, "0"):
         return
     told = (
@@ -136,7 +136,7 @@ def _options_given(parser: ArgumentParser, parsed: Namespace) -> list[str]:
 
 
 def _become_started_rank() -> None:
-    """Take over the rank that srun or mpirun gave this process, if they started several."""
+    """Adopt the rank that srun or mpirun gave this process, if they started several."""
     variables = rank_variables(os.environ)
     os.environ.update(variables)
     if variables.get("MASTER_ADDR") == LOOPBACK:
@@ -172,7 +172,7 @@ def _become(parsed: Namespace) -> None:
 
 
 def _executable(program: str) -> str:
-    """Where the launcher lies: beside this interpreter, which is to run it, or on PATH."""
+    """Return the path of the launcher, beside this interpreter or on PATH."""
     beside = Path(sys.executable).parent / program
     found = str(beside) if beside.is_file() else shutil.which(program)
     if found is None:

@@ -6,8 +6,8 @@
 - `adagrad_step`, `lion_step`, `sgd_step`: other update rules.
 - `grad_norm_sq`: squared norm of a gradient, and whether it is finite.
 - `CPUAdam`: a ``torch.optim.Optimizer`` over the same kernels (needs torch).
-- `convert_state`: its state, or a state dict, with other moments and masters (needs torch).
-- `active_isa`, `available_isas`: the instruction set in use, and those that work here.
+- `convert_state`: converts its state, or a state dict, to other moments and masters (needs torch).
+- `active_isa`, `available_isas`: the instruction set in use, and those that are supported.
 - `cpu_adam.reference`: the kernels' definition in plain NumPy.
 
 The module itself satisfies ``zero_core``'s ``AdamKernel`` protocol, by shape alone.
@@ -56,7 +56,7 @@ __all__ = [
 __version__ = _version("cpu-adam")
 
 
-# What needs torch, and where it is.
+# Names that need torch, and their modules.
 _LAZY = {"CPUAdam": "cpu_adam.optimizer", "convert_state": "cpu_adam._convert"}
 
 

@@ -1,4 +1,4 @@
-"""`convert_state`: an optimizer, or its state dict, with states of another form."""
+"""`convert_state`: conversion of an optimizer's states to another form."""
 
 from __future__ import annotations
 
@@ -29,23 +29,23 @@ OptimizerOrState = TypeVar("OptimizerOrState", CPUAdam, dict[str, Any])
 def convert_state(
     optimizer_or_state: OptimizerOrState, dtype: str, master_dtype: str | None = None
 ) -> OptimizerOrState:
-    """Store the moments as ``dtype``: 8 bits to fp32 and back, and bf16; and masters otherwise.
+    """Convert the moments to another width, and master weights to another form.
 
-    bf16 to fp32 is exact. 8 bits to fp32 is exact but for the second moment, the rounded square of
-    the root that is kept. The other ways round to nearest. Step counts are left as they are, and so
-    are master weights, whole or split, without a ``master_dtype``: every form of them goes with
-    every ``dtype``.
+    Moments from bf16 to fp32 are exact. From 8 bits to fp32 they are exact but for the second
+    moment, the rounded square of the root that is kept. Other conversions round to nearest. Step
+    counts do not change, nor do master weights without a ``master_dtype``: either form of them is
+    valid with every ``dtype``.
 
-    Between the two forms nothing is lost, but that a master that is a tie (one value in 131,072)
+    Converting a master weight loses nothing, except that one that is a tie (one value in 131,072)
     moves by one unit in the last place of fp32 when it is split. A state dict has no parameters:
-    splitting takes all its parameters for bf16 ones, rounded from their master as `CPUAdam` leaves
-    them, and joining is left to an optimizer, which has the other halves.
+    splitting assumes that all are bf16 and rounded from their master, as `CPUAdam` leaves them.
+    Joining needs an optimizer, which has the other halves.
 
     Args:
-        optimizer_or_state: a `CPUAdam`, changed in place, or what its ``state_dict()`` returned
-            (also torch.optim.AdamW's), which is left alone.
+        optimizer_or_state: a `CPUAdam`, changed in place, or the result of its ``state_dict()``
+            (also of torch.optim.AdamW's), which is not changed.
         dtype: ``"float32"``, ``"bfloat16"`` or ``"int8"``.
-        master_dtype: ``"float32"`` or ``"split"``, of all groups; None to leave masters alone.
+        master_dtype: ``"float32"`` or ``"split"``, of all groups; None to keep masters.
 
     Returns:
         The optimizer, or a new state dict that shares what did not change.
@@ -94,7 +94,7 @@ def _convert_optimizer(optimizer: CPUAdam, settings: dict[str, str]) -> None:
 def _convert(
     state: dict[str, Any], param: Tensor | None, dtype: str, master_dtype: str | None
 ) -> dict[str, Any]:
-    """A state of other moments and another master; ``param`` is None if it is not at hand."""
+    """Convert the state of one parameter, which is None in a state dict."""
     state = _convert_moments(state, dtype)
     if master_dtype == "split" and MASTER in state:
         state[REMAINDER] = _split(state.pop(MASTER), param)
@@ -104,7 +104,7 @@ def _convert(
 
 
 def _split(master: Tensor, param: Tensor | None) -> Tensor:
-    """The remainder of a master weight beyond its bf16 parameter.
+    """Return the remainder of a master weight beyond its bf16 parameter.
 
     A tie that was rounded down is 32768 away from its parameter, more than an int16 holds. NaNs,
     and zeros, have the remainder zero whatever their bits.
@@ -126,7 +126,7 @@ def _split(master: Tensor, param: Tensor | None) -> Tensor:
 
 
 def _join(remainder: Tensor, param: Tensor | None) -> Tensor:
-    """The master weight of a bf16 parameter and its remainder."""
+    """Return the master weight of a bf16 parameter and its remainder."""
     if param is None:
         raise ValueError(
             "master_dtype: a state dict has the remainder alone, not the parameter that it "
@@ -150,7 +150,7 @@ def _convert_moments(state: dict[str, Any], dtype: str) -> dict[str, Any]:
         kept.update({name: values[name] for name in SCALES})
     else:
         exp_avg_sq = torch.from_numpy(root * root)
-        if state["exp_avg_sq"].dtype is not torch.uint8:  # without the detour of a root
+        if state["exp_avg_sq"].dtype is not torch.uint8:  # the root would round it
             exp_avg_sq = _memory_order(state["exp_avg_sq"])
         values = {"exp_avg": torch.from_numpy(exp_avg), "exp_avg_sq": exp_avg_sq}
     for name, kind in STATE_DTYPES[dtype].items():
@@ -159,18 +159,18 @@ def _convert_moments(state: dict[str, Any], dtype: str) -> dict[str, Any]:
 
 
 def _memory_order(tensor: Tensor) -> Tensor:
-    """A dense tensor's elements in the order in which they lie in memory, 1-D."""
+    """View a dense tensor as 1-D, in memory order."""
     local = local_of(tensor).detach()
     return torch.as_strided(local, (local.numel(),), (1,))
 
 
 def _bits(param: Tensor) -> Any:
-    """A bf16 tensor's elements as unsigned integers, in memory order."""
+    """View a bf16 tensor as 1-D unsigned integers, in memory order."""
     return _memory_order(param).view(torch.int16).numpy().view(np.uint16)
 
 
 def _read(state: dict[str, Any]) -> tuple[Any, Any]:
-    """The first moment and the root of the second, as 1-D fp32 arrays in memory order."""
+    """Return the first moment and the root of the second as 1-D fp32 arrays, in memory order."""
     exp_avg, exp_avg_sq = (_memory_order(state[name]) for name in ("exp_avg", "exp_avg_sq"))
     if exp_avg_sq.dtype is torch.uint8:
         scale, root_scale = (state[name].numpy() for name in SCALES)
@@ -183,7 +183,7 @@ def _read(state: dict[str, Any]) -> tuple[Any, Any]:
 
 
 def _like(old: Tensor, values: Tensor, dtype: torch.dtype) -> Tensor:
-    """``values``, given in memory order, as a tensor of the shape and strides of ``old``."""
+    """Copy ``values``, in memory order, into a tensor of the shape and strides of ``old``."""
     new = torch.zeros_like(old, dtype=dtype)
     _memory_order(new).copy_(values)
     return new

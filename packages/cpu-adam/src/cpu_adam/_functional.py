@@ -1,9 +1,8 @@
-"""One update of flat memory by one call, for training loops that keep their own state."""
+"""Optimizer updates of flat memory as functions, for loops that keep their own state."""
 
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple, Unpack
 
@@ -21,6 +20,7 @@ from cpu_adam._memory import (
     Block,
     check_disjoint,
     describe,
+    loaded_torch,
 )
 from cpu_adam._scalars import (
     AdamHyper,
@@ -73,7 +73,7 @@ def adam_step(
     Adam: Kingma and Ba, 2015, algorithm 1. AdamW: Loshchilov and Hutter, 2019, algorithm 2.
     Every argument may be a torch tensor, a NumPy array, or anything in host memory with
     ``__dlpack__``; all have one shape and are contiguous. Autograd does not see the update. The
-    result for an element does not depend on the instruction set, the thread count, or its place.
+    result for an element does not depend on the instruction set, the thread count, or its index.
 
     Args:
         master: fp32 weights; updated.
@@ -90,7 +90,7 @@ def adam_step(
         bias_correction: divide the moments by ``1 - beta ** step``.
         grad_scale: factor on the gradient (unscale and clip in one), applied in fp32.
         out: fp32, bf16 or fp16; receives the new master weights, rounded to nearest even.
-        num_threads: how many threads may work; None for torch's count if torch is loaded, else
+        num_threads: number of threads; None for torch's count if torch is loaded, else
             the number of CPUs that this process may use.
 
     Raises:
@@ -166,10 +166,9 @@ def adam_step_8bit(
     elements, each moment relative to the block's largest. The first moment's codes are nearly its
     square roots, with its sign. The second moment's are the first 8 bits of a floating-point number
     that is its root, with 16 codes for each power of two. `cpu_adam.reference` defines them. Start
-    from zeros. With a bf16 ``param`` and its
-    ``remainder``, 6.0625 bytes per element are kept: the fp32 master weight that is updated is
-    made of the two, bit by bit. A gradient that is not finite spoils its whole block; see
-    `grad_norm_sq`. Arguments not listed are those of `adam_step`.
+    from zeros. With a bf16 ``param`` and its ``remainder``, which together are the fp32 master
+    weight bit by bit, 6.0625 bytes per element are kept. A gradient that is not finite invalidates
+    its whole block; see `grad_norm_sq`. Arguments not listed are those of `adam_step`.
 
     Args:
         param: bf16 parameter with a ``remainder``, or fp32 weights without; updated.
@@ -207,7 +206,7 @@ def adam_step_bf16(
 ) -> None:
     """Apply one Adam update in place, with both moments in bf16, stochastically rounded.
 
-    The random numbers are a function of ``seed``, ``step`` and an element's place in the array:
+    The random numbers are a function of ``seed``, ``step`` and an element's index in the array:
     the same arguments give the same bits. Arguments not listed are those of `adam_step`.
 
     Args:
@@ -251,9 +250,9 @@ def adagrad_step(
     out: Any = None,
     num_threads: int | None = None,
 ) -> None:
-    """Apply one Adagrad update in place (Duchi, Hazan and Singer, 2011; as torch.optim does it).
+    """Apply one Adagrad update in place, as torch.optim.Adagrad does.
 
-    Arguments not listed, and errors, are those of `adam_step`.
+    Duchi, Hazan and Singer, 2011. Arguments not listed, and errors, are those of `adam_step`.
 
     Args:
         master: fp32 weights; updated.
@@ -321,7 +320,7 @@ def sgd_step(
     out: Any = None,
     num_threads: int | None = None,
 ) -> None:
-    """Apply one update of stochastic gradient descent in place, as torch.optim.SGD does it.
+    """Apply one update of stochastic gradient descent in place, as torch.optim.SGD does.
 
     Arguments not listed, and errors, are those of `adam_step`.
 
@@ -354,7 +353,7 @@ def sgd_step(
 
 
 class GradNorm(NamedTuple):
-    """What `grad_norm_sq` found.
+    """Result of `grad_norm_sq`.
 
     Attributes:
         norm_sq: the sum of the squares; not finite if an element is not.
@@ -366,7 +365,7 @@ class GradNorm(NamedTuple):
 
 
 def grad_norm_sq(grad: Any, *, grad_scale: float = 1.0, num_threads: int | None = None) -> GradNorm:
-    """The squared norm of ``grad_scale * grad``, and whether all of it is finite, in one pass.
+    """Return the squared norm of ``grad_scale * grad`` and whether it is finite, in one pass.
 
     Summed in double precision, in chunks of 32 Ki elements that are added in order: the same bits
     for every thread count and instruction set. A finite gradient never overflows the sum.
@@ -389,7 +388,7 @@ def grad_norm_sq(grad: Any, *, grad_scale: float = 1.0, num_threads: int | None 
 
 
 def _describe(types: tuple[int, ...], **values: Any) -> dict[str, Block]:
-    """Arrays that are written to, by name, all of one of the element types."""
+    """Describe arrays that are written to, all of one of the element types."""
     return {
         name: describe(name, value, is_written=True, types=types) for name, value in values.items()
     }
@@ -400,7 +399,7 @@ def _describe_out(out: Any) -> dict[str, Block]:
 
 
 def _describe_master(param: Any, remainder: Any, out: Any) -> dict[str, Block]:
-    """The master weight of a step with compact states: fp32, or split in two."""
+    """Describe the master weight of a step with compact states: fp32, or split in two."""
     blocks = _describe((FLOAT32, BFLOAT16), param=param)
     if blocks["param"].type == FLOAT32:
         if remainder is not None:
@@ -414,7 +413,7 @@ def _describe_master(param: Any, remainder: Any, out: Any) -> dict[str, Block]:
 
 
 def _describe_scales(numel: int, **scales: Any) -> dict[str, Block]:
-    """The scales of 8-bit states of ``numel`` elements."""
+    """Describe the scales of 8-bit states of ``numel`` elements."""
     blocks = _describe(_ONLY_FLOAT32, **scales)
     expected = (-(-numel // _kernels.BLOCK_NUMEL),)
     for name, block in blocks.items():
@@ -437,15 +436,15 @@ def _update(
     stream: tuple[int, ...] = (),
     options: tuple[int, ...] = (),
 ) -> None:
-    """Check how the arrays of an update go together, and run it.
+    """Check the arrays of an update against each other, and run it.
 
     Args:
         kernel: function of `_kernels`.
         scalars: of the rule.
-        written: the master weight first; its states in the kernel's order; and what it is copied
-            to (``out``) or its lower half (``remainder``), anywhere. All of one shape.
+        written: the master weight first, its states in the kernel's order, and its copy (``out``)
+            or lower half (``remainder``) anywhere. All of one shape.
         grad: the gradient, of that shape.
-        scales: states of a shape of their own, which follow the others.
+        scales: further states, of another shape.
         stream: the kernel's last number of an item, if it has one.
         options: the kernel's arguments after the scalars.
     """
@@ -457,7 +456,7 @@ def _update(
     source = read["grad"]
     item = [*_addresses(written, source), source.numel, *stream]
     kernel(active_isa_index(), source.type, _out_type(written), item, scalars, *options, threads)
-    _tell_autograd(written)
+    _mark_changed(written)
 
 
 def _out_type(written: dict[str, Block]) -> int:
@@ -467,7 +466,7 @@ def _out_type(written: dict[str, Block]) -> int:
 
 
 def _addresses(written: dict[str, Block], grad: Block) -> list[int]:
-    """In the kernels' order: master, gradient, states, and the copy or the remainder."""
+    """Return addresses in the kernels' order: master, gradient, states, copy or remainder."""
     master, *states = (
         block.address for name, block in written.items() if name not in ("out", "remainder")
     )
@@ -483,10 +482,10 @@ def _check_shapes(blocks: dict[str, Block]) -> None:
             raise ValueError(f"{name}: must have {first}'s shape {shape}, got {block.shape}")
 
 
-def _tell_autograd(written: dict[str, Block]) -> None:
-    """Let autograd notice that saved tensors changed, as torch's own in-place functions do."""
-    torch = sys.modules.get("torch")
-    if torch is None or not hasattr(torch, "autograd"):
+def _mark_changed(written: dict[str, Block]) -> None:
+    """Mark tensors as changed for autograd, as torch's own in-place functions do."""
+    torch = loaded_torch()
+    if torch is None:
         return
     for block in written.values():
         if isinstance(block.owner, torch.Tensor):

@@ -1,6 +1,6 @@
-"""Which instruction set the kernels use.
+"""Choice of the kernels' instruction set.
 
-The best that the CPU and the operating system can run, unless the environment variable
+The best that the CPU and the operating system support is used, unless the environment variable
 ``CPU_ADAM_ISA`` names another. All give the same bits.
 """
 
@@ -19,23 +19,23 @@ _active: int | None = None
 
 
 def available_isas() -> tuple[str, ...]:
-    """Instruction sets that work here, plainest first; of scalar, avx2, avx512 and neon."""
+    """Return those of scalar, avx2, avx512 and neon that this machine supports, plainest first."""
     return tuple(_kernels.available_isas())
 
 
 def active_isa() -> str:
-    """Name of the instruction set in use: the best there is, or what ``CPU_ADAM_ISA`` says.
+    """Return the name of the instruction set in use: the best, or the one in ``CPU_ADAM_ISA``.
 
     The variable is read once, at the first use.
 
     Raises:
-        ValueError: ``CPU_ADAM_ISA`` names no instruction set, or one that does not work here.
+        ValueError: ``CPU_ADAM_ISA`` names no instruction set, or one that this machine lacks.
     """
     return available_isas()[active_isa_index()]
 
 
 def active_isa_index() -> int:
-    """Index of `active_isa` in `available_isas`, as the kernels want it."""
+    """Return the index of `active_isa` in `available_isas`, the kernels' first argument."""
     global _active
     if _active is None:
         _active = _choose(os.environ.get(_VARIABLE, ""))
@@ -58,7 +58,7 @@ def _choose(wanted: str) -> int:
 
 @contextmanager
 def use_isa(name: str) -> Iterator[None]:
-    """Within the block, all threads use instruction set ``name``. For tests and benchmarks."""
+    """Use instruction set ``name`` in all threads within the block, for tests and benchmarks."""
     global _active
     previous = _active
     _active = _choose(name)

@@ -1,6 +1,6 @@
-"""Where an argument's memory is: torch tensors, NumPy arrays, and whatever speaks DLPack.
+"""Memory of arguments: torch tensors, NumPy arrays, and objects that support DLPack.
 
-Everything is checked here, before a kernel sees an address.
+Everything is checked here, before a kernel receives an address.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ __all__ = [
     "Block",
     "check_disjoint",
     "describe",
+    "loaded_torch",
     "torch_address",
 ]
 
@@ -60,13 +61,19 @@ _torch_types: dict[Any, int] = {}
 
 
 class Block(NamedTuple):
-    """Contiguous host memory of one argument; valid while ``owner`` lives."""
+    """Contiguous host memory of one argument, valid while ``owner`` exists."""
 
     address: int
     shape: tuple[int, ...]
     numel: int
     type: int
     owner: object
+
+
+def loaded_torch() -> Any | None:
+    """Return torch if it has been imported, else None: this package alone does not import it."""
+    torch = sys.modules.get("torch")
+    return torch if hasattr(torch, "autograd") else None  # foreign: torch, perhaps half imported
 
 
 def describe(name: str, value: Any, *, is_written: bool, types: tuple[int, ...]) -> Block:
@@ -82,11 +89,12 @@ def describe(name: str, value: Any, *, is_written: bool, types: tuple[int, ...])
         TypeError: not an array, or of an element type that is not allowed.
         ValueError: not in host memory, not contiguous, or to be written and read-only.
     """
-    torch = sys.modules.get("torch")
-    if torch is not None and isinstance(value, getattr(torch, "Tensor", ())):
+    torch = loaded_torch()
+    if torch is not None and isinstance(value, torch.Tensor):
         return _describe_torch(name, value, torch, types)
     if isinstance(value, np.ndarray):
         return _describe_numpy(name, value, is_written=is_written, types=types)
+    # foreign: any library's array.
     if hasattr(value, "__dlpack__") and hasattr(value, "__dlpack_device__"):
         return _describe_dlpack(name, value, is_written=is_written, types=types)
     raise TypeError(
@@ -109,7 +117,7 @@ def _read_only(name: str) -> ValueError:
 
 
 def torch_address(name: str, tensor: Any) -> int:
-    """Address of the first element of a torch CPU tensor that has memory behind every element.
+    """Return the address of a torch CPU tensor, checked to have memory for every element.
 
     Raises:
         ValueError: it is a wrapper without memory (a fake tensor, a functorch level), or its

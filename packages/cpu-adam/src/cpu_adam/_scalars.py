@@ -31,7 +31,7 @@ _FLOAT32_MAX = 3.4028234663852886e38
 
 
 class AdamHyper(TypedDict):
-    """The hyperparameters of `cpu_adam.adam_step`, as keywords of the functions akin to it."""
+    """The hyperparameters of `cpu_adam.adam_step`, as keywords of its variants."""
 
     step: int
     lr: float
@@ -45,7 +45,7 @@ class AdamHyper(TypedDict):
 
 
 class AdamScalars(NamedTuple):
-    """What one update needs besides the arrays, in the order of the compiled kernel's argument.
+    """Scalars of one Adam update, in the order of the compiled kernel's argument.
 
     ``decay`` multiplies the master weight, ``l2`` times the master weight joins the gradient; one
     of the two is neutral. The learning rate and ``bias_correction1`` are in ``neg_step_size``.
@@ -63,7 +63,7 @@ class AdamScalars(NamedTuple):
 
 
 def finite_number(name: str, value: Any) -> float:
-    """``value`` as a finite float that fp32 can hold as well."""
+    """Return ``value`` as a float that is finite in fp32 as well."""
     if type(value) is float and -_FLOAT32_MAX <= value <= _FLOAT32_MAX:
         return value  # the rest takes longer than all else that a small step does
     if isinstance(value, str | bytes):
@@ -186,7 +186,7 @@ def _clamp(value: float) -> float:
 
 
 def compact_adam_scalars(**hyper: Unpack[AdamHyper]) -> CompactAdamScalars:
-    """What `adam_scalars` gives, in the form that the kernels with compact states want."""
+    """Scalars of `adam_scalars` in the form that the kernels with compact states take."""
     s = adam_scalars(**hyper)
     if s.neg_step_size == 0.0:  # an infinite denominator: the quotient is zero
         scale, offset = 0.0, -math.inf
@@ -207,7 +207,7 @@ def compact_adam_scalars(**hyper: Unpack[AdamHyper]) -> CompactAdamScalars:
 
 
 def check_seed(seed: Any) -> int:
-    """``seed`` as an integer of 64 bits.
+    """Return ``seed`` as an integer of 64 bits.
 
     Raises:
         TypeError: it is not an integer.
@@ -223,14 +223,14 @@ def check_seed(seed: Any) -> int:
 
 
 def random_key(seed: int, step: int) -> int:
-    """The 64-bit key of the random numbers of update number ``step``."""
+    """Return the 64-bit key of the random numbers of update number ``step``."""
     number = operator.index(step) % 2**64  # NumPy's integers would overflow
     words = check_seed(seed).to_bytes(8, "little") + number.to_bytes(8, "little")
     return int.from_bytes(hashlib.blake2b(words, digest_size=8).digest(), "little")
 
 
 class AdagradScalars(NamedTuple):
-    """What an Adagrad update needs besides the arrays, in the order of the kernel's argument."""
+    """Scalars of an Adagrad update, in the order of the kernel's argument."""
 
     grad_scale: float
     l2: float
@@ -247,7 +247,7 @@ def adagrad_scalars(
     weight_decay: float,
     grad_scale: float,
 ) -> AdagradScalars:
-    """Check Adagrad's hyperparameters and derive its scalars; errors as in `adam_scalars`."""
+    """Check Adagrad's hyperparameters and derive its scalars, with the errors of `adam_scalars`."""
     step = _step(step)
     lr = _not_negative("lr", lr)
     lr_decay = _not_negative("lr_decay", lr_decay)
@@ -260,7 +260,7 @@ def adagrad_scalars(
 
 
 class LionScalars(NamedTuple):
-    """What a Lion update needs besides the arrays, in the order of the kernel's argument."""
+    """Scalars of a Lion update, in the order of the kernel's argument."""
 
     grad_scale: float
     decay: float
@@ -274,7 +274,7 @@ class LionScalars(NamedTuple):
 def lion_scalars(
     *, lr: float, beta1: float, beta2: float, weight_decay: float, grad_scale: float
 ) -> LionScalars:
-    """Check Lion's hyperparameters and derive its scalars; errors as in `adam_scalars`."""
+    """Check Lion's hyperparameters and derive its scalars, with the errors of `adam_scalars`."""
     lr = _not_negative("lr", lr)
     beta1 = _beta("beta1", beta1)
     beta2 = _beta("beta2", beta2)
@@ -293,7 +293,7 @@ def lion_scalars(
 
 
 class SgdScalars(NamedTuple):
-    """What an SGD update needs besides the arrays, in the order of the kernel's argument.
+    """Scalars of an SGD update, in the order of the kernel's argument.
 
     The momentum buffer becomes ``buffer_decay`` times itself plus ``grad_weight`` times the
     gradient: at the first step, the gradient.
@@ -317,7 +317,7 @@ def sgd_scalars(
     nesterov: bool,
     grad_scale: float,
 ) -> SgdScalars:
-    """Check SGD's hyperparameters and derive its scalars; errors as in `adam_scalars`.
+    """Check SGD's hyperparameters and derive its scalars, with the errors of `adam_scalars`.
 
     Raises:
         ValueError: also for ``nesterov`` without momentum or with dampening.

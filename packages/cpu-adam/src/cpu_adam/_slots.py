@@ -1,12 +1,12 @@
-"""Where one parameter's memory is: looked up and verified once.
+"""Verified memory of one parameter and its state.
 
-A `Slot` remembers what was verified (dtype, shape, strides, storage) together with the addresses it
-was verified for; `cpu_adam._tables` compares those at every step.
+A `Slot` keeps what was verified (dtype, shape, strides, storage) together with the addresses it was
+verified for. `cpu_adam._tables` compares them at every step.
 
 [Note: extents]
-A tensor's extent is what decides which memory it may use: the address of its first element, dtype,
-numel, storage offset, and the bytes of the storage. An address alone says little: a storage can
-shrink in place, and the allocator gives the address of one that was freed to a smaller one.
+A tensor's extent determines the memory that it may use: the address of its first element, dtype,
+numel, storage offset, and the bytes of the storage. An address alone is not enough: a storage can
+shrink in place, and the allocator reuses the address of a freed one for a smaller one.
 """
 
 from __future__ import annotations
@@ -61,11 +61,11 @@ MASTER_DTYPES = {"float32": MASTER, "split": REMAINDER}
 
 
 def check_name(argument: str, name: Any, names: Iterable[str]) -> str:
-    """``name`` if it is one of ``names``.
+    """Return ``name`` if it is one of ``names``.
 
     Raises:
         TypeError: it is no string.
-        ValueError: it is another one.
+        ValueError: it is none of them.
     """
     if not isinstance(name, str):
         raise TypeError(f"{argument}: expected a name, got {type(name).__name__}")
@@ -75,7 +75,7 @@ def check_name(argument: str, name: Any, names: Iterable[str]) -> str:
 
 
 def local_of(tensor: Tensor) -> Tensor:
-    """The tensor whose memory this rank holds: a DTensor's local part, or the tensor itself."""
+    """Return a DTensor's local part, or any other tensor itself."""
     if type(tensor) in (Tensor, torch.nn.Parameter):
         return tensor
     dtensor: Any = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", ())
@@ -87,13 +87,13 @@ def local_of(tensor: Tensor) -> Tensor:
 
 
 Extents = list[tuple[Any, ...]]
-"""Of some tensors, a column for each part of an extent."""
+"""Extents of several tensors: one column for each part of an extent."""
 
 _dtype = attrgetter("dtype")
 
 
 def extents_of(tensors: list[Tensor]) -> Extents:
-    """The extents of the tensors as they are now; see [Note: extents]."""
+    """Return the current extents of the tensors. See [Note: extents]."""
     return [
         tuple(map(Tensor.data_ptr, tensors)),
         tuple(map(_dtype, tensors)),
@@ -108,9 +108,9 @@ class Watched(NamedTuple):
 
     Attributes:
         name: the entry's key.
-        value: what is there; None: nothing may be there.
+        value: the entry; None if there must be none.
         part: the local tensor.
-        extent: of ``part``, as it was verified.
+        extent: extent of ``part`` when it was verified.
     """
 
     name: str
@@ -165,15 +165,15 @@ class Slot:
     Attributes:
         param: the parameter.
         state: the dictionary with its state.
-        settings: the group's ``state_dtype`` and ``master_dtype``, by which it was verified.
+        settings: the group's ``state_dtype`` and ``master_dtype`` when it was verified.
         local: the parameter, or the local part of a DTensor.
-        local_address: where that is.
-        extent: of the local part; see [Note: extents].
-        dtype, shape, stride, numel, is_contiguous: what it is.
-        watched: what has been verified of the state.
+        local_address: its address.
+        extent: its extent; see [Note: extents].
+        dtype, shape, stride, numel, is_contiguous: its form.
+        watched: the verified entries of the state.
         out_type: element type of the parameter if it is written as a copy of the master weight.
         addresses: the kernel's arguments besides the gradient: master, states, out.
-        step_address: where the number of updates so far is, one fp32 number.
+        step_address: address of the number of updates so far, in fp32.
     """
 
     __slots__ = (
@@ -242,7 +242,10 @@ class Slot:
         return address
 
     def grad_memory(self, grad: Tensor) -> tuple[Tensor, int, int]:
-        """The gradient in the parameter's layout: a tensor to keep alive, its address, its type."""
+        """Return the gradient in the parameter's layout, its address and its type.
+
+        The tensor may be a copy, which the caller keeps alive.
+        """
         grad = local_of(grad)
         if not grad.is_cpu:
             raise ValueError(f"gradient: must be in host memory, got a tensor on {grad.device}")

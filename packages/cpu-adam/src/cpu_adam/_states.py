@@ -1,4 +1,4 @@
-"""Which parameters are taken, and the state that one has from its first step on."""
+"""Checks of parameters, and creation of their states at the first step."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ __all__ = ["check_master", "check_param", "fill_state"]
 
 
 def check_master(param: Tensor, master_dtype: str | None) -> None:
-    """Refuse a parameter whose master weight cannot be kept as ``master_dtype`` says."""
+    """Refuse a parameter whose master weight cannot have the form ``master_dtype``."""
     if master_dtype == "split" and param.dtype is torch.float16:
         raise ValueError(
             "master_dtype: 'split' is for bf16 parameters, which are the upper half of an fp32 "
@@ -53,7 +53,7 @@ def check_param(param: Tensor, master_dtype: str | None) -> None:
 def fill_state(
     param: Tensor, state: dict[str, Any], state_dtype: str, master_dtype: str | None
 ) -> None:
-    """Create what is missing; and accept a step count in any form."""
+    """Create missing states, and convert a step count of any type."""
     step = state.get("step", 0.0)
     if not isinstance(step, Tensor) or step.dtype is not torch.float32 or not step.is_cpu:
         number = finite_number("state 'step'", step)

@@ -1,14 +1,14 @@
-"""Many parameters side by side: what a step compares of all of them, and hands to the kernel.
+"""Columns of the slots of many parameters, compared at every step and passed to the kernel.
 
 A step over many small parameters is bound by Python, not by memory. So everything that is done for
-each of them at every step is done a column at a time, by `map` and its kin, without a line of
-Python per parameter.
+each of them at every step is done a column at a time, by `map` and similar functions, without a
+line of Python per parameter.
 
-[Note: what a step looks at]
-A `Slot` is one parameter's memory, verified. A `Snapshot` of slots says whether all that they were
-verified for is still there. A `Table` of slots has the kernel's arguments in columns, and looks at
-the gradients, which are new ones at every step. A `Roster` has a group's slots, with a snapshot of
-them all and a table of those that have a gradient. All live as long as nothing is replaced.
+[Note: checks of a step]
+A `Slot` is one parameter's verified memory. A `Snapshot` of slots checks that everything they were
+verified for is unchanged. A `Table` of slots has the kernel's arguments in columns, and checks the
+gradients, which are new at every step. A `Roster` has a group's slots, with a snapshot of them all
+and a table of those that have a gradient. All are kept until something is replaced.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ Settings = tuple[str, str | None]
 _dtype = attrgetter("dtype")
 _kind = attrgetter("__class__", "dtype", "layout", "is_cpu")
 
-# What the gradients of a step may be together, to be looked at in columns.
+# Kinds of gradients that can be checked in columns.
 _PLAIN = frozenset((Tensor, dtype, torch.strided, True) for dtype in TYPES)
 
 
 def _are_same(found: Iterable[object], expected: Sequence[object]) -> bool:
-    """Whether they are the same objects, one by one: ``==`` asks tensors for something else."""
+    """Whether the objects are identical, one by one: ``==`` compares tensors by element."""
     return all(map(is_, found, expected))
 
 
 class Snapshot:
-    """What some parameters and their states were when they were verified."""
+    """Record of parameters and their states when they were verified."""
 
     def __init__(self, slots: Sequence[Slot]) -> None:
         watched = [entry for slot in slots for entry in slot.watched]
@@ -54,13 +54,13 @@ class Snapshot:
         self._names = [entry.name for entry in watched]
         self._values = [entry.value for entry in watched]
         self._parts = [entry.part for entry in watched]
-        # Of the memory when it was verified: what it is by now may be something else.
+        # Extents at verification: by now they may differ.
         extents = [entry.extent for entry in watched] + [slot.extent for slot in slots]
         self._extents = list(zip(*extents, strict=True))
         self._strides = [slot.stride for slot in slots]
 
     def is_current(self, states: States) -> bool:
-        """Whether all is as it was; ``states`` has the dictionary of every parameter."""
+        """Whether nothing changed. ``states`` has the dictionary of every parameter."""
         local = self._params if self._is_local else list(map(local_of, self._params))
         return (
             _are_same(map(states.__getitem__, self._params), self._states)
@@ -95,7 +95,7 @@ class Table:
         self._num_empty = self.numels.count(0)
 
     def gradient_memory(self, grads: list[Tensor]) -> tuple[list[Tensor], list[int], list[int]]:
-        """The gradients in their parameters' layout, their addresses and their element types."""
+        """Return the gradients in their parameters' layout, their addresses and element types."""
         grads = [grad if type(grad) is Tensor else local_of(grad) for grad in grads]
         if _PLAIN.issuperset(map(_kind, grads)):
             types = list(map(TYPES.__getitem__, map(_dtype, grads)))
@@ -107,7 +107,7 @@ class Table:
         return [grad for grad, _, _ in found], [at for _, at, _ in found], [t for *_, t in found]
 
     def _are_ready(self, grads: list[Tensor], types: list[int], addresses: list[int]) -> bool:
-        """Whether no gradient needs to be looked at by itself: to be converted, or refused."""
+        """Whether no gradient has to be converted or refused on its own."""
         return (
             list(map(Tensor.numel, grads)) == self.numels
             and self._are_laid_out(grads)
@@ -125,7 +125,7 @@ class Table:
         )
 
     def _are_in_storage(self, grads: list[Tensor], types: list[int]) -> bool:
-        """Whether the storages, which can be freed under a tensor, reach as far as the tensors."""
+        """Whether the storages, which can be freed under a tensor, contain the tensors."""
         stops = map(add, map(Tensor.storage_offset, grads), self.numels)
         sizes = map(torch.UntypedStorage.nbytes, map(Tensor.untyped_storage, grads))
         return all(map(le, stops, map(floordiv, sizes, map(ITEM_BYTES.__getitem__, types))))
@@ -161,7 +161,7 @@ class Roster:
             settings: the group's ``state_dtype`` and ``master_dtype``.
             states: has a dictionary for every parameter.
             has_grad: for each parameter, whether it has a gradient.
-            known: an earlier one; of it, what is still current need not be verified again.
+            known: an earlier roster, whose current slots need not be verified again.
         """
         old = {} if known is None else {s.param: s for s in known._slots if s is not None}
         slots: list[Slot | None] = []
@@ -184,7 +184,7 @@ class Roster:
         states: States,
         has_grad: Sequence[bool],
     ) -> bool:
-        """Whether every parameter with a gradient is here, and all is what was verified."""
+        """Whether it has every parameter with a gradient, and nothing changed since."""
         return (
             settings == self._settings
             and len(params) == len(self._params)
@@ -194,7 +194,7 @@ class Roster:
         )
 
     def table_of(self, has_grad: list[bool]) -> Table:
-        """The table of the parameters that have a gradient: most often the last step's."""
+        """Return the table of the parameters that have a gradient, usually the last step's."""
         if self._table is None or self._has_row != has_grad:
             slots = compress(self._slots, has_grad)
             self._table = Table([slot for slot in slots if slot is not None])
@@ -203,7 +203,7 @@ class Roster:
 
 
 def _is_current(slot: Slot, states: States) -> bool:
-    # Most often the parameter has new memory, and that is seen without a snapshot for it alone.
+    # Usually the parameter has new memory, which this comparison detects without a snapshot.
     if local_of(slot.param).data_ptr() != slot.local_address:
         return False
     return Snapshot([slot]).is_current(states)

@@ -1,10 +1,11 @@
-"""How many threads a call uses when it does not say."""
+"""Default and checked thread counts."""
 
 from __future__ import annotations
 
 import operator
 import os
-import sys
+
+from cpu_adam._memory import loaded_torch
 
 __all__ = ["default_num_threads", "resolve_num_threads"]
 
@@ -13,18 +14,17 @@ _MAX_THREADS = 512
 
 
 def default_num_threads() -> int:
-    """torch's thread count if torch is loaded, else the number of CPUs this process may use."""
-    torch = sys.modules.get("torch")
-    count = getattr(torch, "get_num_threads", None)
-    if count is not None:
-        return int(count())
+    """Return torch's thread count if torch is loaded, else the process's usable CPUs."""
+    torch = loaded_torch()
+    if torch is not None:
+        return int(torch.get_num_threads())
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
 
 def resolve_num_threads(num_threads: int | None) -> int:
-    """The thread count to use for the argument ``num_threads``.
+    """Return the thread count for the argument ``num_threads``.
 
     Raises:
         TypeError: it is neither None nor an integer.

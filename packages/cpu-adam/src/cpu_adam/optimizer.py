@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping
 from itertools import chain, compress, count, zip_longest
-from typing import Any, overload
+from types import ModuleType
+from typing import Any, ClassVar, overload
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from cpu_adam import _kernels
+from cpu_adam import _functional, _kernels
 from cpu_adam._isa import active_isa_index
 from cpu_adam._scalars import (
     adam_scalars,
@@ -46,18 +47,18 @@ class CPUAdam(Optimizer):
     (a 0-d fp32 tensor), ``exp_avg`` and ``exp_avg_sq`` (fp32), so that for fp32 parameters each
     loads the other's ``state_dict``.
 
-    The master weight is kept as ``master_dtype`` says. ``"float32"``: a copy in the state
+    ``master_dtype`` is the form of the master weight. ``"float32"``: a copy in the state
     (``master_weight``). ``"split"``, for bf16 parameters alone: the parameter is the upper half,
-    and the state has the lower one (``remainder``, int16), so that two bytes per element do for
-    four; see `cpu_adam.adam_step_split`. The default is ``"split"`` where bf16 parameters meet
-    8- or 16-bit moments, and ``"float32"`` otherwise.
+    and the state has the lower one (``remainder``, int16), which takes two bytes per element
+    instead of four; see `cpu_adam.adam_step_split`. The default is ``"split"`` for bf16 parameters
+    with 8- or 16-bit moments, and ``"float32"`` otherwise.
 
     With ``state_dtype="int8"`` or ``"bfloat16"`` the moments take less memory; see
     `cpu_adam.adam_step_8bit` and `cpu_adam.adam_step_bf16`: with a split master, 6.0625 or 8 bytes
     per element in all. 8-bit moments come with ``exp_avg_scale`` and ``exp_avg_sq_scale``, fp32,
     one number per 128 elements in memory (of a DTensor's local part: convert to fp32 before
-    resharding). `cpu_adam.convert_state` changes the width and the master; a loaded state dict
-    brings its own.
+    resharding). `cpu_adam.convert_state` changes the width and the master. A loaded state dict
+    keeps its own.
 
     A DTensor parameter is updated through its local part; its state is made of DTensors too.
     ``GradScaler`` leaves unscaling, and skipping after an overflow, to this class.
@@ -72,8 +73,8 @@ class CPUAdam(Optimizer):
         bias_correction: divide the moments by ``1 - beta ** step``.
         adamw_mode: decoupled weight decay; the default, unlike ``torch.optim.Adam``.
         state_dtype: of the moments: ``"float32"``, ``"bfloat16"`` or ``"int8"``.
-        master_dtype: how master weights are kept: ``"float32"``, ``"split"`` or None, the default;
-            of no account for fp32 parameters.
+        master_dtype: form of master weights: ``"float32"``, ``"split"`` or None, the default;
+            fp32 parameters have none.
         seed: of the stochastic rounding of bf16 moments, in [0, 2**64).
         num_threads: threads for a step; None for torch's count.
 
@@ -89,7 +90,10 @@ class CPUAdam(Optimizer):
     num_threads: int | None
 
     is_elementwise = True
-    """Any slice may be updated by itself: what offloading and partitioning engines ask."""
+    """Any slice may be updated by itself, as offloading and partitioning engines require."""
+
+    host_kernel: ClassVar[ModuleType] = _functional
+    """The functions that compute this update for an engine that keeps the state itself."""
 
     def __init__(
         self,
@@ -185,7 +189,7 @@ class CPUAdam(Optimizer):
         """Load what ``state_dict`` of this class or of torch's Adam or AdamW returned.
 
         The base class casts state to the parameter's dtype, which would round a 16-bit
-        parameter's master weight and moments away; here they stay what they were.
+        parameter's master weight and moments. Here they keep their dtype.
 
         Raises:
             TypeError: a moment, a scale or a master that is not a tensor; nothing has been loaded.
@@ -223,7 +227,7 @@ class CPUAdam(Optimizer):
         super().__setstate__(state)
         self._rosters = []
         for group in self.param_groups:
-            # A group that torch's Adam saved says it in its own words.
+            # A group saved by torch's Adam has another key for it.
             decoupled = group.get("decoupled_weight_decay", self.defaults["adamw_mode"])
             group.setdefault("adamw_mode", decoupled)
             group.setdefault("bias_correction", self.defaults["bias_correction"])
@@ -231,7 +235,7 @@ class CPUAdam(Optimizer):
             group.setdefault("state_dtype", "float32")
             group.setdefault("seed", self.defaults.get("seed", 0))
             if "master_dtype" not in group:
-                # Masters that were saved stay what they are; for those to come, what was asked.
+                # Saved masters keep their form; new ones get the requested one.
                 saved = chain.from_iterable(self.state.get(p, ()) for p in group["params"])
                 is_free = set(MASTER_DTYPES.values()).isdisjoint(saved)
                 group["master_dtype"] = self.defaults.get("master_dtype") if is_free else None
@@ -244,7 +248,7 @@ class _Update:
     """One group's step: the memory to update, gathered and checked, then updated in `run`.
 
     Attributes:
-        roster: what to remember of the group for the next step.
+        roster: the group's verified memory, kept for the next step.
     """
 
     def __init__(
@@ -305,7 +309,7 @@ _Call = tuple[Callable[..., None], tuple[Any, ...]]
 def _batches(
     keys: list[tuple[int, int, float]], columns: list[list[int]]
 ) -> Iterable[tuple[tuple[int, int, float], list[int]]]:
-    """For each different key, the numbers of its rows one after another: one call's items."""
+    """Group rows by key. Returns for each key the items of one call: its rows, flattened."""
     rows = zip(*columns, strict=True)
     if keys.count(keys[0]) == len(keys):
         return [(keys[0], list(chain.from_iterable(rows)))]
@@ -332,7 +336,7 @@ def _check_group(group: dict[str, Any]) -> None:
 
 
 def _inverse(grad_scale: Any) -> float:
-    """What unscales gradients of a loss that was multiplied by ``grad_scale``."""
+    """Return the factor that unscales gradients of a loss multiplied by ``grad_scale``."""
     scale = finite_number("grad_scale", grad_scale)
     if scale == 0.0:
         raise ValueError("grad_scale: must not be zero: gradients are divided by it")
@@ -340,7 +344,7 @@ def _inverse(grad_scale: Any) -> float:
 
 
 def _check_loaded(state: Any) -> None:
-    """Refuse a parameter's state that is of no use, before it is loaded."""
+    """Refuse an unusable parameter's state before it is loaded."""
     if not isinstance(state, Mapping):
         raise TypeError(
             "state_dict: a parameter's state must be a dictionary by name, "
@@ -353,7 +357,7 @@ def _check_loaded(state: Any) -> None:
 
 
 def _loaded_dtype(name: str, value: Tensor) -> torch.dtype:
-    """What a loaded state is kept as: itself if it can be, else fp32."""
+    """Return the dtype that a loaded state is kept in: its own if possible, else fp32."""
     kept = {STATE_DTYPES[kind].get(name) for kind in STATE_DTYPES} | {torch.int16}
     is_known = name not in (MASTER, *SCALES) and value.dtype in kept
     return value.dtype if is_known else torch.float32

@@ -1,4 +1,4 @@
-"""The kernels' definition, in plain NumPy: every compiled kernel gives these bits.
+"""Definition of the kernels in plain NumPy: every compiled kernel gives these bits.
 
 [Note: the order of operations]
 The formulas are those of torch.optim's for-loop (``foreach=False``), operation by operation, each
@@ -63,7 +63,7 @@ Float32Array = npt.NDArray[np.float32]
 
 
 def fma(a: Any, b: Any, c: Any) -> Float32Array:
-    """``a * b + c`` of fp32 values, rounded once.
+    """Return ``a * b + c`` of fp32 values, rounded once.
 
     The product is exact in double precision. The sum is rounded to odd, so that rounding it to
     fp32 gives the right result (Boldo and Melquiond, 2008); the sum's error is Knuth's TwoSum.
@@ -81,12 +81,12 @@ def fma(a: Any, b: Any, c: Any) -> Float32Array:
 
 
 def bfloat16_to_float32(bits: npt.NDArray[np.uint16]) -> Float32Array:
-    """bf16 values, given as their 16 bits, in fp32."""
+    """Convert bf16 values, given as their 16 bits, to fp32."""
     return (bits.astype(np.uint32) << 16).view(np.float32)
 
 
 def float32_to_bfloat16(values: Float32Array) -> npt.NDArray[np.uint16]:
-    """fp32 values rounded to the nearest bf16, ties to even; as 16 bits. NaN stays NaN."""
+    """Round fp32 values to the nearest bf16, ties to even, as 16 bits. NaN stays NaN."""
     bits = values.view(np.uint32)
     rounded = bits + np.uint32(0x7FFF) + (bits >> 16 & 1)
     quiet = bits | np.uint32(0x00400000)
@@ -110,7 +110,7 @@ def adam_step(
     grad_scale: float = 1.0,
     out: Array | None = None,
 ) -> None:
-    """What `cpu_adam.adam_step` computes, on NumPy arrays of one shape.
+    """Compute `cpu_adam.adam_step` on NumPy arrays of one shape.
 
     Args as there, but bf16 arrays (``grad``, ``out``) are given as ``uint16``. Slow.
     """
@@ -150,7 +150,7 @@ def adam_step(
 
 
 def _widen(values: Array) -> Float32Array:
-    """16-bit values in fp32; uint16 stands for bf16."""
+    """Convert 16-bit values to fp32, with uint16 for bf16."""
     if values.dtype == np.uint16:
         return bfloat16_to_float32(values)
     return values.astype(np.float32)
@@ -163,7 +163,7 @@ def _write_out(out: Array | None, values: Array) -> None:
 
 
 def combine_master(param: npt.NDArray[np.uint16], remainder: npt.NDArray[np.int16]) -> Float32Array:
-    """The fp32 master weight of a bf16 parameter and its remainder.
+    """Return the fp32 master weight of a bf16 parameter and its remainder.
 
     As 32-bit integers, it is the parameter with 16 zeros behind, plus the remainder; but a zero
     remains a zero.
@@ -177,7 +177,7 @@ def combine_master(param: npt.NDArray[np.uint16], remainder: npt.NDArray[np.int1
 def split_master(
     master: Float32Array,
 ) -> tuple[npt.NDArray[np.uint16], npt.NDArray[np.int16]]:
-    """A bf16 parameter, the nearest to the master weight, and the remainder.
+    """Split a master weight into the nearest bf16 parameter and the remainder.
 
     Of two that are as near, the parameter is the one of the greater magnitude. Then the remainder
     is the lower half of the master's bits, and `combine_master` gives the master back, bit by bit;
@@ -197,7 +197,7 @@ def adam_step_split(
     exp_avg_sq: Float32Array,
     **hyper: Any,
 ) -> None:
-    """What `cpu_adam.adam_step_split` computes; uint16 stands for bf16."""
+    """Compute `cpu_adam.adam_step_split`, with uint16 for bf16."""
     master = combine_master(param, remainder)
     adam_step(master, grad, exp_avg, exp_avg_sq, **hyper)
     param[...], remainder[...] = split_master(master)
@@ -206,7 +206,7 @@ def adam_step_split(
 def _compact_adam(
     p: Any, g: Any, m: Any, v: Any, f: Any
 ) -> tuple[Float32Array, Float32Array, Float32Array, Float32Array]:
-    """Adam's formulas for compact states: p, m, v and the square root of v, in fp32.
+    """Apply Adam's formulas for compact states. Returns p, m, v and the root of v, in fp32.
 
     The moments come times their decay; the scalars ``f`` are in fp32.
     """
@@ -244,12 +244,12 @@ def _store_master(
 
 
 def _in_blocks(values: Array) -> Array:
-    """Rows of BLOCK_NUMEL elements, the last one filled up with zeros."""
+    """Reshape to rows of BLOCK_NUMEL elements, the last one padded with zeros."""
     return np.pad(values.reshape(-1), (0, -values.size % BLOCK_NUMEL)).reshape(-1, BLOCK_NUMEL)
 
 
 def _compress(values: Float32Array) -> Float32Array:
-    """Nearly the square root, of numbers that are not negative.
+    """Return nearly the square root of numbers that are not negative.
 
     Half the exponent, and linear in between: within 6.1% of the square root, monotone, and with an
     exact inverse.
@@ -258,21 +258,21 @@ def _compress(values: Float32Array) -> Float32Array:
 
 
 def _expand(values: Float32Array) -> Float32Array:
-    """The inverse of `_compress`; of zero, zero."""
+    """Invert `_compress`. Zero gives zero."""
     bits: Array = values.view(np.int32) - np.int32(_HALF_OF_ONE)
     expanded: Float32Array = (np.maximum(bits, 0) << 1).view(np.float32)
     return expanded
 
 
 def _times_units(values: Array, units: Float32Array, codes: Array) -> Float32Array:
-    """Rows of ``values``, each times its unit, in the shape of ``codes``."""
+    """Multiply each row of ``values`` by its unit, in the shape of ``codes``."""
     return (units[:, None] * values).reshape(-1)[: codes.size].reshape(codes.shape)
 
 
 def dequantize_exp_avg(
     codes: npt.NDArray[np.int8], scales: Float32Array, decay: Any = 1
 ) -> Float32Array:
-    """The first moment of its codes, times ``decay``, which multiplies the scales."""
+    """Decode the first moment, times ``decay``, which multiplies the scales."""
     units = (scales * _EXP_AVG_UNIT) * np.float32(decay)
     magnitudes = _expand(np.abs(_in_blocks(codes).astype(np.float32)))
     return np.copysign(_times_units(magnitudes, units, codes), codes.astype(np.float32))
@@ -281,13 +281,13 @@ def dequantize_exp_avg(
 def dequantize_exp_avg_sq_root(
     codes: npt.NDArray[np.uint8], scales: Float32Array, decay: Any = 1
 ) -> Float32Array:
-    """The square root of the second moment of its codes, times ``decay``."""
+    """Decode the square root of the second moment, times ``decay``."""
     bits = (_in_blocks(codes).astype(np.uint32) << _ROOT_SHIFT) + _ROOT_BASE
     return _times_units(bits.view(np.float32), scales * np.float32(decay), codes)
 
 
 def _root_codes(ratios: Float32Array) -> Array:
-    """The codes of square roots, of ratios to the largest one of their block.
+    """Encode square roots, as ratios to the largest one of their block.
 
     The first bits of an fp32 number: 16 codes for each power of two, from 255, which is 1, down to
     0, which is ``17 / 2**20`` and stands for all that is less as well.
@@ -297,7 +297,7 @@ def _root_codes(ratios: Float32Array) -> Array:
 
 
 def _block_scales(magnitudes: Float32Array, top: np.float32) -> tuple[Float32Array, Float32Array]:
-    """Each row's scale, and the factor that maps its largest value to ``top``."""
+    """Return each row's scale, and the factor that maps its largest value to ``top``."""
     largest = magnitudes.max(axis=1)  # of NaN and anything, NaN
     is_zero = largest < np.float32(2.0**-100)
     scale = np.where(is_zero, np.float32(0), largest).astype(np.float32)
@@ -308,7 +308,7 @@ def _block_scales(magnitudes: Float32Array, top: np.float32) -> tuple[Float32Arr
 def quantize_moments(
     exp_avg: Float32Array, exp_avg_sq_root: Float32Array
 ) -> tuple[npt.NDArray[np.int8], npt.NDArray[np.uint8], Float32Array, Float32Array]:
-    """8-bit codes of the first moment and of the second's square root, and their scales.
+    """Encode the first moment and the second's square root in 8 bits, with their scales.
 
     Blocks of 128 elements share a scale, their largest magnitude. A code of the first moment is the
     integer nearest to ``_compress(value * top / scale)``, with its sign; one of a square root is
@@ -344,7 +344,7 @@ def adam_step_8bit(
     out: Array | None = None,
     **hyper: Any,
 ) -> None:
-    """What `cpu_adam.adam_step_8bit` computes; uint16 stands for bf16."""
+    """Compute `cpu_adam.adam_step_8bit`, with uint16 for bf16."""
     f: Any = CompactAdamScalars(*_in_float32(compact_adam_scalars(**hyper)))
     with np.errstate(all="ignore"):
         m = dequantize_exp_avg(exp_avg, exp_avg_scale, f.beta1)
@@ -360,7 +360,7 @@ def adam_step_8bit(
 
 
 def random_bits(numel: int, key: int, stream: int = 0) -> npt.NDArray[np.uint32]:
-    """32 random bits for each of ``numel`` elements: a scrambled counter.
+    """Return 32 random bits for each of ``numel`` elements: a scrambled counter.
 
     Two rounds of multiply and xor-shift, with the multipliers of MurmurHash3's finalizer.
     """
@@ -381,7 +381,7 @@ def random_bits(numel: int, key: int, stream: int = 0) -> npt.NDArray[np.uint32]
 def round_stochastically(
     values: Float32Array, random16: npt.NDArray[np.uint32]
 ) -> npt.NDArray[np.uint16]:
-    """The bf16 above or below in magnitude, as bits; ``random16`` is below ``2**16``.
+    """Round to the bf16 above or below in magnitude, as bits. ``random16`` is below ``2**16``.
 
     The chance of the one is the distance to the other. Infinities and NaNs stay what they are.
     """
@@ -402,7 +402,7 @@ def adam_step_bf16(
     out: Array | None = None,
     **hyper: Any,
 ) -> None:
-    """What `cpu_adam.adam_step_bf16` computes; uint16 stands for bf16."""
+    """Compute `cpu_adam.adam_step_bf16`, with uint16 for bf16."""
     f: Any = CompactAdamScalars(*_in_float32(compact_adam_scalars(**hyper)))
     key = random_key(seed, hyper["step"])
     random: Any = random_bits(param.size, key, stream).reshape(param.shape)
@@ -432,7 +432,7 @@ def adagrad_step(
     grad_scale: float = 1.0,
     out: Array | None = None,
 ) -> None:
-    """What `cpu_adam.adagrad_step` computes; uint16 stands for bf16."""
+    """Compute `cpu_adam.adagrad_step`, with uint16 for bf16."""
     scalars = adagrad_scalars(
         step=step,
         lr=lr,
@@ -463,7 +463,7 @@ def lion_step(
     grad_scale: float = 1.0,
     out: Array | None = None,
 ) -> None:
-    """What `cpu_adam.lion_step` computes; uint16 stands for bf16."""
+    """Compute `cpu_adam.lion_step`, with uint16 for bf16."""
     scalars = lion_scalars(
         lr=lr, beta1=beta1, beta2=beta2, weight_decay=weight_decay, grad_scale=grad_scale
     )
@@ -492,7 +492,7 @@ def sgd_step(
     grad_scale: float = 1.0,
     out: Array | None = None,
 ) -> None:
-    """What `cpu_adam.sgd_step` computes; uint16 stands for bf16."""
+    """Compute `cpu_adam.sgd_step`, with uint16 for bf16."""
     scalars = sgd_scalars(
         step=step,
         lr=lr,
@@ -516,7 +516,7 @@ def sgd_step(
 
 
 def grad_norm_sq(grad: Array, *, grad_scale: float = 1.0) -> tuple[float, bool]:
-    """What `cpu_adam.grad_norm_sq` computes; uint16 stands for bf16.
+    """Compute `cpu_adam.grad_norm_sq`, with uint16 for bf16.
 
     Within a chunk, sixteen sums in double precision, of every sixteenth element each; then the
     second half of them is added to the first, until one is left. The chunks are added in order.

@@ -1,4 +1,4 @@
-"""Compiled kernels; addresses are those of checked memory, see `native_backend`."""
+"""Compiled kernels. `native_backend` checks the memory behind every address."""
 
 # (kind, block_size, is_symmetric, has_rotation, dtype, elements of a row)
 _Shape = tuple[int, int, bool, bool, int, int]

@@ -1,11 +1,11 @@
 """Quantized gradients for torch's DistributedDataParallel, as a communication hook.
 
-[Note: a bucket's way]
+[Note: reduction of a bucket]
 A bucket has ``numel`` gradients of one dtype. It is padded to a slice of equal length for every
-rank; slices are reduced in two quantized hops (`zero_comm.two_hop`), so that every rank has the
-average of its own; and these are gathered, quantized by default. Every rank dequantizes the same
-messages, its own too, so all ranks get the same bits. Beside an all-reduce, whose rings send each
-gradient twice, this sends it once in the reduction's format and once in the gather's.
+rank. Slices are reduced in two quantized hops (`zero_comm.collectives.two_hop`), so that every rank
+has the average of its own, and the averages are gathered, quantized by default. Every rank
+dequantizes the same messages, its own included, so all ranks get the same bits. A ring all-reduce
+sends each gradient twice; this sends it once in the reduction's format and once in the gather's.
 """
 
 # Annotations are evaluated here, unlike elsewhere: DDP compares those of a hook with its own types.
@@ -19,13 +19,13 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.futures import Future
 
-from zero_comm.block_format import BlockFormat
-from zero_comm.feedback import LocoSettings
-from zero_comm.lanes import Lane, open_lane
-from zero_comm.message import Packing
-from zero_comm.reduction import GradientFormat, SliceReducer
-from zero_comm.topology import check_ranks_per_node, find_ranks_per_node
-from zero_comm.torch_collectives import TorchCollectives
+from zero_comm.collectives.feedback import LocoSettings
+from zero_comm.collectives.slice_reducer import GradientFormat, SliceReducer
+from zero_comm.quantizer.block_format import BlockFormat
+from zero_comm.quantizer.message import Packing
+from zero_comm.transport.queues import CommQueue, open_queue
+from zero_comm.transport.topology import check_ranks_per_node, find_ranks_per_node
+from zero_comm.transport.torch_collectives import TorchCollectives
 
 __all__ = ["ddp_comm_hook"]
 
@@ -46,11 +46,11 @@ def ddp_comm_hook(
 ) -> Hook:
     """Make a hook that averages DDP's gradients in quantized form (ZeRO++, arXiv 2306.10209: qgZ).
 
-    Every rank calls it, and gives the result to ``ddp.register_comm_hook(None, hook)``, one hook
+    Every rank calls it, and passes the result to ``ddp.register_comm_hook(None, hook)``, one hook
     for each DDP module. Buckets are exchanged beside backward: in a thread on hosts, on a stream
-    of their own on accelerators. See [Note: a bucket's way]. A bucket so small that its messages
-    would be no shorter is averaged exactly. NaN and Inf arrive as NaN in their whole block, on
-    all ranks.
+    of their own on accelerators. See [Note: reduction of a bucket]. A bucket so small that its
+    messages would be no shorter is averaged exactly. NaN and Inf arrive as NaN in their whole
+    block, on all ranks.
 
     Args:
         gradients: format of the gradients that are reduced: "int8", "int4", "e4m3", "e5m2" or a
@@ -58,16 +58,16 @@ def ddp_comm_hook(
         between: their format between nodes; None: the same.
         gathered: format of the reduced gradients; None: exact.
         group: DDP's process group; None for the default one. The hook makes one of its own with
-            the same ranks, so that its exchanges don't meet DDP's. For a subgroup its ranks alone
-            make it: they must all have made equally many groups with torch's
-            ``use_local_synchronization`` before, as torch numbers groups so, or they wait for each
+            the same ranks, so that its exchanges don't mix with DDP's. The group of a subgroup is
+            made by its ranks alone: torch numbers such groups, so all of these ranks must have
+            made equally many with ``use_local_synchronization`` before, or they wait for each
             other until the timeout.
         ranks_per_node: consecutive ranks of the group that share a node; or a 2-D DeviceMesh
             whose last dimension lies within a node; None asks the launcher's environment.
         is_stochastic: whether gradients are rounded stochastically.
-        error_feedback: `LocoSettings` to give what quantizing took from a bucket, in the two hops
-            of the reduction, to the next one of the same parameters. The gather has none: what
-            ``gathered`` rounds away is lost.
+        error_feedback: `LocoSettings` to add the quantization error of a bucket's reduction to the
+            next bucket of the same parameters. The gather has none: what ``gathered`` rounds away
+            is lost.
         has_checksum: whether messages carry a checksum.
         timeout: of an exchange, for the hook's own group; None: torch's default.
 
@@ -92,7 +92,7 @@ def ddp_comm_hook(
 
 
 def _own_group(group: dist.ProcessGroup | None, timeout: timedelta | None) -> dist.ProcessGroup:
-    """A new process group of the same ranks. A collective over them."""
+    """Make a new process group of the same ranks. A collective over them."""
     if group is None or group is dist.group.WORLD:
         own = dist.new_group(timeout=timeout)
     else:
@@ -105,7 +105,7 @@ def _own_group(group: dist.ProcessGroup | None, timeout: timedelta | None) -> di
 
 
 class _BucketAverager:
-    """Averages buckets on a lane, one after another."""
+    """Averages buckets on a queue, one after another."""
 
     def __init__(
         self,
@@ -118,7 +118,7 @@ class _BucketAverager:
         self._format = fmt
         self._gathered = gathered
         self._given = check_ranks_per_node(self._collectives, ranks_per_node)
-        self._lane: Lane | None = None
+        self._queue: CommQueue | None = None
         self._reducer: SliceReducer | None = None
         self._parameters: dict[int, tuple[int, ...]] = {}
 
@@ -128,9 +128,9 @@ class _BucketAverager:
             future: Future[Tensor] = Future()
             future.set_result(values)
             return future
-        if self._lane is None:
-            self._lane = open_lane(values.device)
-        return self._lane.run(lambda: self._average(index, parameters, values))
+        if self._queue is None:
+            self._queue = open_queue(values.device)
+        return self._queue.run(lambda: self._average(index, parameters, values))
 
     def _average(self, index: int, parameters: tuple[int, ...], values: Tensor) -> Tensor:
         world_size = self._collectives.world_size
@@ -143,7 +143,7 @@ class _BucketAverager:
             full[: values.numel()].copy_(values)
         reducer = self._reducer_on(values.device)
         if self._parameters.setdefault(index, parameters) != parameters:
-            # DDP makes its buckets anew after the first step: what is kept is of other gradients.
+            # DDP rebuilds its buckets after the first step: the kept errors are of other gradients.
             reducer.forget_errors()
             self._parameters[index] = parameters
         reducer.reduce(average, full, scale=1 / world_size, key=index)

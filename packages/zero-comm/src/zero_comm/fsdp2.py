@@ -3,21 +3,21 @@
     model = fully_shard(model)
     zero_comm.fsdp2.apply(model, weights="int8", gradients="int4")
 
-[Note: what FSDP2 hands over]
-All-gather: FSDP2 copies a group's shards into its own slice of the gather's output and gives that
-slice as the input. Here it is quantized into a buffer of its own, messages are gathered, and all of
+[Note: FSDP2's buffers]
+All-gather: FSDP2 copies a group's shards into its own slice of the gather's output and passes that
+slice as the input. Here it is quantized into a separate buffer, messages are gathered, and all of
 the output is dequantized, this rank's slice too: every rank computes with the same weights, while
 the sharded parameters, which the optimizer updates, keep every bit. Where parameters of several
-dtypes are gathered together, FSDP2 hands over bytes; these travel as they are.
+dtypes are gathered together, FSDP2 passes bytes, which are sent unquantized.
 
-Reduce-scatter: one flat buffer of gradients in the reduce dtype, a slice for every rank; reduced in
-two hops (`zero_comm.two_hop`).
+Reduce-scatter: one flat buffer of gradients in the reduce dtype, a slice for every rank, reduced in
+two hops (`zero_comm.collectives.two_hop`).
 
-Both run on the streams on which FSDP2 calls them and use the process group that comes with the
-call, the shard group: with a replicate dimension (HSDP) the all-reduce across it is still FSDP2's.
-Each root has a stream of its own to reduce on, so what a reducer keeps in memory is kept for each
-stream: two roots over one group never write the same bytes at the same time.
-Nothing is set up among ranks beforehand, see [Note: one order] in `zero_comm.torch_collectives`.
+Both run on the streams on which FSDP2 calls them and use the process group passed with the call,
+the shard group: with a replicate dimension (HSDP) the all-reduce across it is still FSDP2's. Each
+root has a stream of its own to reduce on, so a reducer's memory is kept for each stream: two roots
+over one group never write the same bytes at the same time. Nothing is set up among ranks
+beforehand, see [Note: one order] in `zero_comm.transport.torch_collectives`.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
-from zero_comm.block_format import BlockFormat
-from zero_comm.feedback import LocoSettings
-from zero_comm.message import Packing
-from zero_comm.reduction import GradientFormat, SliceReducer
-from zero_comm.topology import check_ranks_per_node, find_ranks_per_node
-from zero_comm.torch_collectives import TorchCollectives
-from zero_comm.torch_compat import all_gather_single, premultiplier, reduce_scatter_single
+from zero_comm.collectives.feedback import LocoSettings
+from zero_comm.collectives.slice_reducer import GradientFormat, SliceReducer
+from zero_comm.quantizer.block_format import BlockFormat
+from zero_comm.quantizer.message import Packing
+from zero_comm.transport.topology import check_ranks_per_node, find_ranks_per_node
+from zero_comm.transport.torch_collectives import TorchCollectives
+from zero_comm.transport.torch_compat import all_gather_single, premultiplier, reduce_scatter_single
 
 __all__ = ["apply"]
 
-# Modules whose gathers or reductions were replaced here and may be asked to be as before.
+# Modules whose gathers or reductions were replaced here and may be restored.
 _GATHERING: WeakSet[nn.Module] = WeakSet()
 _REDUCING: WeakSet[nn.Module] = WeakSet()
 
@@ -61,10 +61,10 @@ def apply(
 ) -> None:
     """Let FSDP2 gather weights and reduce gradients in quantized form (ZeRO++, arXiv 2306.10209).
 
-    Applies to every FSDPModule in the tree of ``module``; to be called on every rank, after
-    ``fully_shard`` and outside of forward and backward. Again, it changes the settings; with
-    ``weights=None, gradients=None`` both are as without it. See [Note: what FSDP2 hands over].
-    What would not get shorter travels exactly. With one rank in a shard group FSDP2 has nothing
+    Applies to every FSDPModule in the tree of ``module``. Every rank calls it, after
+    ``fully_shard`` and outside of forward and backward. A further call changes the settings;
+    ``weights=None, gradients=None`` restores FSDP2's own. See [Note: FSDP2's buffers]. Shards that
+    quantizing would not shorten are sent exactly. With one rank in a shard group FSDP2 has nothing
     to send and nothing changes.
 
     Args:
@@ -77,8 +77,8 @@ def apply(
             over its ranks whose last dimension lies within a node; None asks the launcher's
             environment. Checked when gradients are first reduced.
         is_stochastic: whether gradients are rounded stochastically.
-        error_feedback: `LocoSettings` to give what quantizing took from a group's gradients to
-            the next ones.
+        error_feedback: `LocoSettings` to add the quantization error of a group's gradients to the
+            next ones.
         has_checksum: whether messages carry a checksum.
 
     Raises:
@@ -105,23 +105,26 @@ def apply(
 
 
 def _set_gathers(modules: Sequence[FSDPModule], packing: Packing | None) -> None:
-    for module in _to_change(modules, _GATHERING, is_quantized=packing is not None):
+    for module in _update_record(modules, _GATHERING, is_quantized=packing is not None):
         # By shape: the base class that FSDP2's stubs ask for has no public name.
         comm: Any = _PlainGather() if packing is None else _Gather(packing)
         module.set_custom_all_gather(comm)
 
 
 def _set_reductions(modules: Sequence[FSDPModule], reducers: _Reducers | None) -> None:
-    to_change = _to_change(modules, _REDUCING, is_quantized=reducers is not None)
+    to_change = _update_record(modules, _REDUCING, is_quantized=reducers is not None)
     for index, module in enumerate(to_change):
         comm: Any = _PlainReduceScatter() if reducers is None else _ReduceScatter(reducers, index)
         module.set_custom_reduce_scatter(comm)
 
 
-def _to_change(
+def _update_record(
     modules: Sequence[FSDPModule], changed: WeakSet[nn.Module], *, is_quantized: bool
 ) -> Iterator[FSDPModule]:
-    """All modules; or, to have things as before, those in ``changed``, which is kept up to date."""
+    """Yield the modules to change, and record in ``changed`` which are.
+
+    To restore FSDP2's own collectives, only those that were changed are yielded.
+    """
     for module in modules:
         assert isinstance(module, nn.Module)
         if is_quantized:
@@ -133,15 +136,15 @@ def _to_change(
 
 
 class _Comm:
-    """What FSDP2 asks of both: its buffers, of ordinary memory."""
+    """Base of both collectives: allocates FSDP2's buffers in ordinary memory."""
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """A new tensor of this shape."""
+        """Return a new, uninitialised tensor of this shape."""
         return torch.empty(*size, dtype=dtype, device=device)
 
 
 class _PlainGather(_Comm):
-    """FSDP2's own gather: what it does where none is set."""
+    """FSDP2's default gather."""
 
     def __call__(
         self,
@@ -154,7 +157,7 @@ class _PlainGather(_Comm):
 
 
 class _PlainReduceScatter(_Comm):
-    """FSDP2's own reduction: what it does where none is set."""
+    """FSDP2's default reduction."""
 
     def __call__(
         self,
@@ -168,7 +171,7 @@ class _PlainReduceScatter(_Comm):
 
 
 class _Gather(_PlainGather):
-    """Gathers messages. See [Note: what FSDP2 hands over]."""
+    """Gathers messages. See [Note: FSDP2's buffers]."""
 
     def __init__(self, packing: Packing) -> None:
         self._packing = packing
@@ -195,7 +198,7 @@ class _Gather(_PlainGather):
 
 
 class _Arrival(dist.Work):
-    """Messages on their way into the output, which is whole after the first wait.
+    """Work of a gather of messages: the first ``wait`` dequantizes them into the output.
 
     FSDP2 waits where it reads the output: on an accelerator its current stream waits for the
     gather, and dequantizes.
@@ -222,7 +225,7 @@ class _Arrival(dist.Work):
 
 
 class _Reducers:
-    """One reducer for each process group and stream, shared by the modules that reduce there."""
+    """Reducers of each process group and stream, shared by the modules that reduce there."""
 
     def __init__(self, fmt: GradientFormat, ranks_per_node: int | DeviceMesh | None) -> None:
         self._format = fmt
@@ -230,7 +233,7 @@ class _Reducers:
         self._reducers: dict[tuple[dist.ProcessGroup, object], SliceReducer] = {}
 
     def over(self, group: dist.ProcessGroup, device: torch.device) -> SliceReducer:
-        """The reducer for a group here; the first time, all of its ranks must call it."""
+        """Return the group's reducer. All ranks of the group must make the first call."""
         on_host = device.type == "cpu"
         place = (group, None if on_host else torch.accelerator.current_stream(device))
         if place not in self._reducers:
@@ -245,7 +248,7 @@ class _Reducers:
 
 
 class _ReduceScatter(_Comm):
-    """Reduces messages. See [Note: what FSDP2 hands over]."""
+    """Reduces messages. See [Note: FSDP2's buffers]."""
 
     def __init__(self, reducers: _Reducers, index: int) -> None:
         self._reducers = reducers
@@ -271,7 +274,7 @@ class _ReduceScatter(_Comm):
 
 
 def _scale_of(op: Any, world_size: int) -> float:
-    """What the sum is multiplied by."""
+    """Return the factor that ``op`` applies to a sum."""
     if op == dist.ReduceOp.AVG:
         return 1 / world_size
     if op == dist.ReduceOp.SUM:

@@ -9,12 +9,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from zero_comm.block_format import BlockFormat
-from zero_comm.message import Packing
-from zero_comm.quantizer import QUANTIZABLE_DTYPES
-from zero_comm.reduction import GradientFormat, SliceReducer
-from zero_comm.topology import check_ranks_per_node, find_ranks_per_node
-from zero_comm.torch_collectives import TorchCollectives
+from zero_comm.collectives.slice_reducer import GradientFormat, SliceReducer
+from zero_comm.quantizer.block_format import BlockFormat
+from zero_comm.quantizer.message import Packing
+from zero_comm.quantizer.quantize import QUANTIZABLE_DTYPES
+from zero_comm.transport.topology import check_ranks_per_node, find_ranks_per_node
+from zero_comm.transport.torch_collectives import TorchCollectives
 
 __all__ = ["quantized_all_gather", "quantized_reduce_scatter"]
 
@@ -29,8 +29,8 @@ def quantized_all_gather(
     """Gather every rank's shard, sending quantized bytes (ZeRO++, arXiv 2306.10209: qwZ).
 
     Every rank of the group must call it, with a shard of the same shape and dtype. All ranks get
-    identical results, because a rank sees its own shard as the others do: quantized. A shard that
-    is not floating point, or so small that quantizing would not shorten it, is gathered as it is.
+    identical results, because a rank quantizes and dequantizes its own shard too. A shard that is
+    not floating point, or that quantizing would not shorten, is gathered exactly.
 
     Args:
         shard: at least one-dimensional; read, never changed. Gradients don't flow through.
@@ -80,16 +80,16 @@ def quantized_reduce_scatter(
 ) -> Tensor:
     """Reduce this rank's slice of every rank's tensor in two quantized hops.
 
-    qgZ (ZeRO++, arXiv 2306.10209, section 3.3), see [Note: the two hops] in `zero_comm.two_hop`.
-    Every rank of the group must call it, with a tensor of the same shape and dtype and the same
-    other arguments. Sums are taken in fp32 in rank order, so the result is the same in every run.
-    A slice so small that quantizing would not shorten it is reduced exactly.
+    qgZ (ZeRO++, arXiv 2306.10209, section 3.3), see [Note: the two hops] in
+    `zero_comm.collectives.two_hop`. Every rank of the group must call it, with a tensor of the same
+    shape and dtype and the same other arguments. Sums are taken in fp32 in rank order, so the
+    result is the same in every run. A slice that quantizing would not shorten is reduced exactly.
 
     Args:
         full: fp32, bf16, fp16 or fp64; its first dimension is divisible by the ranks; read, never
             changed. Gradients don't flow through.
         format: a kind ("int8", "int4", "e4m3", "e5m2") or a whole format.
-        between: format between nodes; None: the same.
+        between: format between nodes; None: the same as within a node.
         op: "avg" or "sum".
         group: the process group; None for the default one. With no process group initialised,
             the calling process is the only rank.

@@ -1,25 +1,27 @@
-"""ZeRO stages 0 to 3 for PyTorch on one code path; see README.md and docs/how-it-works.md."""
+"""ZeRO stages 0 to 3 for PyTorch on one code path."""
 
+from zero_core import _aliases
+from zero_core._aliases import give_back
 from zero_core.build import build
-from zero_core.config import Config, load_config
-from zero_core.deferred import deferred_init
-from zero_core.ending import give_back
+from zero_core.checkpoint.pretrained import Loaded, load_pretrained
+from zero_core.config.schema import Config, load_config
 from zero_core.engine import Engine
 from zero_core.errors import (
     CheckpointCorruptError,
     CheckpointError,
     CollectiveError,
     ConfigError,
+    EvaluationOnlyError,
     MissingPartError,
     RankMismatchError,
     ZeroError,
 )
-from zero_core.layout import Layout
-from zero_core.lion import Lion
-from zero_core.owners import engine_of
-from zero_core.plan import plan
-from zero_core.plan_result import Plan
-from zero_core.pretrained import Loaded, load_pretrained
+from zero_core.init.deferred import deferred_init
+from zero_core.layout.arithmetic import Layout
+from zero_core.optim.lion import Lion
+from zero_core.plan.plan import plan
+from zero_core.plan.result import Plan
+from zero_core.sharded_model import ShardedModel, engine_of
 
 __all__ = [
     "CheckpointCorruptError",
@@ -28,12 +30,14 @@ __all__ = [
     "Config",
     "ConfigError",
     "Engine",
+    "EvaluationOnlyError",
     "Layout",
     "Lion",
     "Loaded",
     "MissingPartError",
     "Plan",
     "RankMismatchError",
+    "ShardedModel",
     "ZeroError",
     "build",
     "deferred_init",
@@ -45,3 +49,5 @@ __all__ = [
 ]
 
 __version__ = "0.1.0"
+
+_aliases.install()

@@ -1,7 +1,9 @@
-"""What `build` and `plan` work out before anything is allocated: units, optimizer, layout."""
+"""Description of a model before anything is allocated: its units, optimizer and layout."""
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -9,23 +11,24 @@ from typing import Any
 import torch
 from torch import nn
 
-from zero_core.config import Config
-from zero_core.discovery import Discovered, LeafRule, compute_dtype, discover
-from zero_core.errors import ConfigError
-from zero_core.layout import Layout, ParamSpec
-from zero_core.muon import tag_matrices
-from zero_core.optimizer import check_elementwise, make_optimizer
+from zero_core.comm.control import ControlGroup
+from zero_core.config.schema import Config
+from zero_core.errors import ConfigError, RankMismatchError
+from zero_core.layout.arithmetic import Layout, ParamSpec
+from zero_core.layout.discovery import Discovered, LeafRule, compute_dtype, discover, plain_name
+from zero_core.optim.factory import check_elementwise, make_optimizer
+from zero_core.optim.muon import tag_matrices
 
 __all__ = ["Blueprint"]
 
 
 @dataclass(frozen=True)
 class Blueprint:
-    """A model, taken apart for one world size.
+    """Description of a model for one world size.
 
     Attributes:
         found: its parameters and units.
-        layout: where every element lives.
+        layout: the place of every element.
         optimizer: the one that was given, or the configuration's, over the model's parameters.
         given: the one that was given, or None.
         group_of: the optimizer group of each trainable parameter, by the parameter's number.
@@ -47,15 +50,18 @@ class Blueprint:
         *,
         is_training: bool = True,
     ) -> Blueprint:
-        """Take ``model`` apart; it may be on the meta device, and is not changed.
+        """Describe ``model``, which may be on the meta device and is not changed.
 
         Without ``is_training`` every parameter is frozen, and the optimizer has none.
 
         Raises:
             ConfigError: there is no optimizer, or it does not fit the model.
         """
-        found = discover(model, LeafRule.of(config))
+        found = discover(model, _leaf_rule(config))
         given = optimizer
+        _check_real(found)
+        if is_training:
+            _check_max_norm(model, config, world_size)
         if not is_training:
             optimizer = torch.optim.SGD([{"params": []}], lr=0.0)
         elif optimizer is None:
@@ -68,13 +74,72 @@ class Blueprint:
         units = [(name, members) for name, _, members in found.units]
         return cls(found, Layout.build(specs, units, world_size), optimizer, group_of, given)
 
+    def check_ranks_agree(self, control: ControlGroup, config: Config) -> None:
+        """Refuse a model or a configuration that is not the same on every rank.
+
+        Raises:
+            RankMismatchError: with the ranks that differ, and in what.
+        """
+        described = json.dumps(
+            [
+                [
+                    [p.name, p.shape, str(p.dtype), p.is_trainable, p.aliases]
+                    for p in self.layout.params
+                ],
+                [[u.name, [s.slots[0].param for s in u.segments]] for u in self.layout.units],
+            ]
+        )
+        settings = config.model_dump_json()
+        hashes = [hashlib.sha256(text.encode()).digest() for text in (described, settings)]
+        for rank, theirs in enumerate(control.gather_bytes(b"".join(hashes))):
+            for what, mine, other in (
+                ("model (parameter names, shapes, dtypes, order)", hashes[0], theirs[:32]),
+                ("configuration", hashes[1], theirs[32:]),
+            ):
+                if mine != other:
+                    raise RankMismatchError(
+                        f"rank {control.rank} and rank {rank} were built with a different {what}: "
+                        "every rank must pass the same to build()"
+                    )
+
     @property
     def groups(self) -> list[dict[str, Any]]:
-        """The optimizer's groups without their parameters."""
+        """Parameter groups of the optimizer without their parameters."""
         return [
             {k: v for k, v in group.items() if k != "params"}
             for group in self.optimizer.param_groups
         ]
+
+
+def _check_real(found: Discovered) -> None:
+    for param, names in zip(found.params, found.names, strict=True):
+        if param.is_complex():
+            raise ConfigError(
+                f"parameter {names[0]} is complex ({param.dtype}), which is not served: keep its "
+                "real and imaginary parts in one real parameter, and use torch.view_as_complex() "
+                "in forward"
+            )
+
+
+def _check_max_norm(model: nn.Module, config: Config, world_size: int) -> None:
+    """Refuse embeddings whose forward changes weights in place, where that would be lost."""
+    zero = config.zero_optimization
+    is_sharded = zero.stage >= 1 and (world_size > 1 or zero.offload_param.device != "none")
+    for name, module in model.named_modules():
+        has_max_norm = isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm
+        if is_sharded and has_max_norm and module.weight.requires_grad:
+            raise ConfigError(
+                f"{plain_name(name) or 'the model'} is an embedding with max_norm = "
+                f"{module.max_norm}: its forward changes weights in place, each rank other rows, "
+                f"which is lost at zero_optimization.stage {zero.stage}. Set max_norm = None and "
+                "scale the rows that are looked up, or clamp the weights between steps within "
+                "engine.gathered(modifier_rank=0); or use stage 0, where it acts as in DDP"
+            )
+
+
+def _leaf_rule(config: Config) -> LeafRule:
+    leaf = config.zero_optimization.leaf_module
+    return LeafRule() if leaf is None else LeafRule(**leaf.model_dump())
 
 
 def _optimizer_of(config: Config, found: Discovered) -> torch.optim.Optimizer:
@@ -92,7 +157,7 @@ def _optimizer_of(config: Config, found: Discovered) -> torch.optim.Optimizer:
 
 
 def _groups_of(found: Discovered, optimizer: torch.optim.Optimizer) -> dict[int, int]:
-    """The optimizer group of each parameter that is in one, by the parameter's number."""
+    """Return the optimizer group of each parameter that is in one, by the parameter's number."""
     # Adagrad has state from the start; its count of steps tells.
     if any(float(state.get("step", 1)) > 0 for state in optimizer.state.values()):
         raise ConfigError(
@@ -123,7 +188,7 @@ def _check_all_grouped(found: Discovered, group_of: Mapping[int, int]) -> None:
 
 
 def _describe(found: Discovered, group_of: Mapping[int, int], config: Config) -> list[ParamSpec]:
-    """Every parameter's description. See zero_core.freezing for what is trainable."""
+    """Describe every parameter. `zero_core.runtime.trainable` explains which are trainable."""
     return [
         ParamSpec(
             name=names[0],
@@ -137,4 +202,4 @@ def _describe(found: Discovered, group_of: Mapping[int, int], config: Config) ->
 
 
 def _can_have_gradient(param: nn.Parameter) -> bool:
-    return param.is_floating_point() or param.is_complex()  # quantized weights cannot
+    return param.is_floating_point()  # integers (quantized weights) cannot

@@ -7,6 +7,7 @@ __all__ = [
     "CheckpointError",
     "CollectiveError",
     "ConfigError",
+    "EvaluationOnlyError",
     "MissingPartError",
     "RankMismatchError",
     "ZeroError",
@@ -18,7 +19,7 @@ class ZeroError(Exception):
 
 
 class ConfigError(ZeroError, ValueError):
-    """The configuration is wrong; the message carries the path of the key."""
+    """The configuration is wrong. The message carries the path of the key."""
 
 
 class MissingPartError(ConfigError):
@@ -30,7 +31,7 @@ class RankMismatchError(ZeroError, RuntimeError):
 
 
 class CollectiveError(ZeroError, RuntimeError):
-    """A collective failed or timed out; names the rank, the unit and the collective."""
+    """A collective failed or timed out. The message names the rank, the unit and the collective."""
 
 
 class CheckpointError(ZeroError, RuntimeError):
@@ -39,3 +40,7 @@ class CheckpointError(ZeroError, RuntimeError):
 
 class CheckpointCorruptError(CheckpointError):
     """A checkpoint is there, but its bytes are not what was written."""
+
+
+class EvaluationOnlyError(ZeroError, RuntimeError, AttributeError):
+    """A member of a training engine was used on one that was built for evaluation."""

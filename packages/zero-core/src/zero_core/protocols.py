@@ -1,4 +1,4 @@
-"""What the engine asks of the parts it is composed from.
+"""Protocols of the parts that the engine is composed from.
 
 Every protocol here is shaped by its one caller, the engine, and uses only builtins and torch
 types in its signatures, so that a part satisfies it by shape alone and never has to import this
@@ -13,6 +13,8 @@ entry-point group          object                 asked for by the config key
 ``zero_core.param_tiers``  `ParamTierFactory`     ``zero_optimization.offload_param``
 ``zero_core.adam_kernels`` `AdamKernel`           ``offload_optimizer`` with Adam, AdamW,
                                                   Adagrad, SGD or Lion
+``zero_core.footprints``   factories of           a plan, for what collectives and tiers send
+                           `plan.footprints`      and keep
 =========================  =====================  =========================================
 
 [Note: the local flat space]
@@ -26,20 +28,12 @@ padding. All of ``start`` and ``stop`` below are element offsets into this space
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
-
-from zero_core.comm_protocols import (
-    EXACT_GRADIENTS,
-    EXACT_PARAMETERS,
-    Collectives,
-    CollectivesFactory,
-    NativeCollectives,
-    Work,
-)
 
 __all__ = [
     "EXACT_GRADIENTS",
@@ -47,33 +41,271 @@ __all__ = [
     "AdamKernel",
     "Collectives",
     "CollectivesFactory",
-    "NativeCollectives",
+    "DeviceTierFactory",
+    "InPlaceCollectives",
+    "InPlaceReduction",
     "ParamStore",
     "ParamTier",
     "ParamTierFactory",
+    "PartitionedParam",
+    "Reduction",
     "StateTier",
     "StateTierFactory",
+    "StatefulCollectives",
+    "TransportCollectives",
     "Work",
 ]
 
 
+EXACT_GRADIENTS, EXACT_PARAMETERS = -1, -2
+"""Versions of what must arrive exact."""
+
+
 @runtime_checkable
-class StateTier(Protocol):
-    """Where master weights and optimizer state live, and who updates them.
+class Work(Protocol):
+    """A collective under way. `torch.distributed.Work` is one."""
 
-    See [Note: the local flat space] for offsets. Nothing here is a collective, but for ``step`` of
-    `zero_core.matrices`, which is never offered by another package.
+    def wait(self) -> object:
+        """Block until the result may be read by the caller (on CUDA: by its current stream)."""
+        ...
 
-    If an attribute ``keeps_grads`` is true, `offer_grad` copies: the engine then offers gradients
-    in the dtype in which they travel, and keeps none of its own from one unit to the next.
+
+@runtime_checkable
+class Reduction(Work, Protocol):
+    """A reduction that shows each rank's part of the sum.
+
+    With it the engine names the rank whose gradient is not finite.
     """
 
+    @property
+    def contributions(self) -> Sequence[Tensor]:
+        """Each rank's part, in rank order, readable after ``wait``. Empty if it is not known."""
+        ...
+
+
+@runtime_checkable
+class InPlaceReduction(Reduction, Protocol):
+    """A reduction whose input other ranks read where it is, in shared memory."""
+
+    def acknowledge(self) -> Work:
+        """Report to the other ranks that this rank has read their parts.
+
+        The engine calls it once, after ``wait``, when it no longer reads ``contributions``. It
+        waits for the result before it writes to the reduction's input again: until then other
+        ranks may be reading that.
+        """
+        ...
+
+
+@runtime_checkable
+class Collectives(Protocol):
+    """Gathers of shards into units, and reductions of unit gradients into shards.
+
+    Every rank of the group calls the same methods in the same order. Buffers belong to the caller
+    and may be read or reused only after ``wait``. More than that, a ``shard`` is changed only after
+    an exchange with all ranks that each of them entered after its ``wait``, so that a rank may read
+    another's shard in place.
+
+    `StatefulCollectives` and `InPlaceCollectives` declare what collectives may offer besides.
+    """
+
+    def all_gather(
+        self, out: Tensor, shard: Tensor, *, unit: int, version: int, backward: bool
+    ) -> Work:
+        """Start to fill ``out`` with every rank's ``shard``, in rank order.
+
+        Args:
+            out: 1-D, contiguous, ``world_size * shard.numel()`` elements, dtype of ``shard``.
+            shard: 1-D, contiguous, any dtype (bytes too). It may be a view of this rank's slice
+                of ``out``; it is never changed otherwise.
+            unit: index of the segment it belongs to (a unit has one per dtype and
+                trainability): a stable key for private buffers.
+            version: grows whenever the values of ``shard`` may have changed. Negative: they must
+                arrive exact; `EXACT_GRADIENTS` (reduced ones, at stage 0) or `EXACT_PARAMETERS`
+                (to be read, not to be trained with).
+            backward: whether the gather serves a backward pass.
+        """
+        ...
+
+    def reduce_scatter(self, out: Tensor, full: Tensor, *, unit: int) -> Work:
+        """Start to sum this rank's slice of every rank's ``full`` into ``out``.
+
+        The sum is taken in rank order in fp32 (float64 for float64 input). Gradients are already
+        divided by the world size. The result may be a `Reduction` or an `InPlaceReduction`.
+
+        Args:
+            out: 1-D, contiguous, floating point (what gradients accumulate in); overwritten.
+            full: 1-D, contiguous, ``world_size * out.numel()`` elements, floating point; its
+                contents are undefined afterwards.
+            unit: index of the segment it belongs to.
+        """
+        ...
+
+
+@runtime_checkable
+class StatefulCollectives(Collectives, Protocol):
+    """Collectives that keep values or errors from one call to the next."""
+
+    @property
+    def private_nbytes(self) -> Mapping[str, int]:
+        """Bytes held on this rank, by kind, as `Engine.memory_report` shows them."""
+        ...
+
+    def forget_values(self) -> None:
+        """Drop everything that is kept of the weights and gradients.
+
+        All ranks call it when weights were replaced from outside of a step (a checkpoint or files
+        loaded, values edited, states written) and when a checkpoint is saved. The next gather of
+        each unit starts from the exact values, so that a resumed run equals one that continued.
+        """
+        ...
+
+    def forget_errors(self) -> None:
+        """Drop what is kept of a skipped step's gradients.
+
+        All ranks call it when a step is skipped, after its reductions.
+        """
+        ...
+
+
+@runtime_checkable
+class InPlaceCollectives(Collectives, Protocol):
+    """Collectives that may read gradients in the other ranks' memory."""
+
+    @property
+    def reduces_in_place(self) -> bool:
+        """Whether ``reduce_scatter`` returns `InPlaceReduction` for shared memory.
+
+        If so, the engine shares its gradient buffers with the ranks of the node. If not, or where
+        this is not declared, its buffers are private.
+        """
+        ...
+
+
+class TransportCollectives(InPlaceCollectives, Protocol):
+    """The engine's own collectives, over which a plug-in sends its bytes.
+
+    A rank is numbered within the group of the instance. Methods may be called from any thread, but
+    the ranks call those of one instance in the same order, seen by each thread alone, and two
+    threads never use the same method and ``unit`` of an instance.
+    """
+
+    @property
+    def rank(self) -> int:
+        """This rank within the group."""
+        ...
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks of the group."""
+        ...
+
+    def all_to_all(self, out: Tensor, parts: Tensor, *, unit: int) -> Work:
+        """Start to fill slice ``k`` of ``out`` with slice ``rank`` of rank ``k``'s ``parts``.
+
+        When ``wait`` returns, ``out`` holds the bytes and ``parts`` may be overwritten: ranks that
+        read it in place have done so. (A gather promises less; see `Collectives`.)
+
+        Args:
+            out: 1-D, contiguous, any dtype; ``world_size`` equal slices.
+            parts: of the length and dtype of ``out``; must not overlap it.
+            unit: index of the segment it belongs to.
+
+        Raises:
+            ValueError: they differ, or do not divide by the number of ranks.
+        """
+        ...
+
+    def subgroup(self, ranks: Sequence[int]) -> TransportCollectives:
+        """Return collectives among ``ranks`` of this group, renumbered in that order.
+
+        Every rank calls it equally often, in the same order, each with the subgroup that it is
+        in. What different subgroups exchange does not disturb each other, and `launch` is the same
+        for all.
+
+        Raises:
+            ValueError: this rank is not among ``ranks``, or one is given twice or does not exist.
+        """
+        ...
+
+    def zeros(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Allocate 1-D memory that is sent best: on hosts, shared with the ranks of the node.
+
+        It is held as long as the collectives. Other ranks read what is gathered from it in place:
+        see `Collectives` for when it may be overwritten.
+        """
+        ...
+
+    def launch(self, job: Callable[[], None], *, is_reduction: bool) -> Work:
+        """Run ``job`` beside the caller, after the earlier jobs of the same queue.
+
+        There are two queues, for gathers and for reductions. Within a job works are waited for: a
+        second hop starts when the first has arrived, whatever the caller does meanwhile. On hosts
+        a queue is a thread, in which the caller's grad and inference modes hold. On an accelerator
+        it is a stream: the job runs at once, on the host, and what it enqueues is ordered after
+        what the caller's current stream holds. ``wait`` of the result returns (on an accelerator:
+        lets the current stream go on) when the job is done, and raises what it raised. A job
+        launched by a job of the same queue runs at once. What a job allocates on an accelerator is
+        reused in the order of the queue's stream: a reader on another stream keeps it until that
+        is done.
+        """
+        ...
+
+
+class CollectivesFactory(Protocol):
+    """Entry point of ``zero_core.collectives``: decorates the engine's own collectives."""
+
+    def __call__(
+        self,
+        native: TransportCollectives,
+        *,
+        rank: int,
+        world_size: int,
+        config: Mapping[str, Any],
+        ranks_per_node: int,
+        frozen: Collection[int],
+    ) -> Collectives:
+        """Make collectives that carry their bytes over ``native``.
+
+        Args:
+            native: works on any dtype, ``torch.uint8`` included.
+            rank: this rank.
+            world_size: number of ranks.
+            config: the resolved ``zero_optimization`` block as plain builtins.
+            ranks_per_node: ranks ``[n * ranks_per_node, (n + 1) * ranks_per_node)`` share node
+                ``n``; divides ``world_size``.
+            frozen: indices of the segments that are never trained.
+
+        Raises:
+            ValueError: a setting that it refuses, by name.
+        """
+        ...
+
+
+@runtime_checkable
+class StateTier(Protocol):
+    """Keeper and updater of master weights and optimizer state.
+
+    See [Note: the local flat space] for offsets. Nothing here is a collective, but for ``step`` of
+    `zero_core.optim.muon_tier`, which is never offered by another package.
+
+    """
+
+    @property
+    def owns_grads(self) -> bool:
+        """Whether `offer_grad` copies the gradient into memory of the tier.
+
+        The engine then offers gradients in the communication dtype, and keeps none of its own from
+        one unit to the next.
+        """
+        ...
+
     def offer_grad(self, start: int, grad: Tensor) -> Callable[[], None] | None:
-        """Take the final gradient of ``[start, start + grad.numel())`` for a step to come.
+        """Take the final gradient of ``[start, start + grad.numel())`` for the next step.
 
         Called in backward as each segment is reduced. ``grad`` is 1-D, contiguous, floating
         point, on the engine's device, and belongs to the engine. It stays valid until a ``step``
-        that uses it or ``discard_grads`` has returned; if the tier ``keeps_grads``, until what is
+        that uses it or ``discard_grads`` has returned; if the tier ``owns_grads``, until what is
         returned has been called, or not at all if that is None. A range may be offered again (a
         second backward in the same micro-step): the last offer holds. ``step`` may overwrite what
         was offered.
@@ -91,7 +323,7 @@ class StateTier(Protocol):
     def step(
         self, groups: Sequence[Mapping[str, Any]], active: Sequence[int], *, grad_scale: float
     ) -> None:
-        """Update the pieces listed in ``active`` (sorted indices); leave all others alone.
+        """Update the pieces listed in ``active`` (sorted indices). Leave all others alone.
 
         A piece left alone gets no weight decay, no moment update and no step count.
         ``groups`` are the optimizer's ``param_groups`` without ``params``. Gradients are
@@ -187,7 +419,8 @@ class StateTierFactory(Protocol):
             groups: its ``param_groups`` without ``params`` (every default filled in).
             config: the resolved ``zero_optimization`` block as plain builtins.
             adam_kernel: the host kernel; given for Adam, AdamW, Adagrad, SGD and Lion, and for
-                classes that say they have one (`zero_core.optimizer.has_kernel_rule`); else None.
+                classes that say they have one (`zero_core.optim.factory.has_kernel_rule`); else
+                None.
             device_tier: makes a tier on the compute device out of torch's own optimizer.
             names: of the parameters, one per piece; the engine always gives them.
             param_store: takes the new values of shards on the meta device; None if there are none.
@@ -212,13 +445,13 @@ class DeviceTierFactory(Protocol):
         groups: Sequence[Mapping[str, Any]],
         param_store: ParamStore | None = None,
     ) -> StateTier:
-        """As `StateTierFactory`; ``pieces`` and ``params`` in coordinates of ``[0, numel)``."""
+        """Make a tier. ``pieces`` and ``params`` are in coordinates of ``[0, numel)``."""
         ...
 
 
 @runtime_checkable
 class ParamTier(Protocol):
-    """Where this rank's parameter shards rest while no unit needs them; the memory is its own.
+    """Keeper of this rank's parameter shards while no unit needs them, in memory of its own.
 
     ZeRO-Infinity (Rajbhandari et al., arXiv 2104.07857), section 5.1. A shard is named by the index
     of its segment. Nothing here is a collective.
@@ -254,7 +487,7 @@ class ParamTier(Protocol):
         ...
 
     def home(self, segment: int) -> Tensor | None:
-        """The shard itself, 1-D, on the CPU, if it rests where it may be read and written; or None.
+        """Return the shard, 1-D, on the CPU, if it may be used in place, or None.
 
         It is written only while no fetch of it is under way.
         """
@@ -316,7 +549,7 @@ class AdamKernel(Protocol):
         out: Any = None,
         num_threads: int | None = None,
     ) -> None:
-        """Apply one Adam update (Kingma and Ba 2015; AdamW: Loshchilov and Hutter 2019) in place.
+        """Apply one Adam update (Kingma and Ba 2015, AdamW: Loshchilov and Hutter 2019) in place.
 
         Args:
             master: fp32, 1-D, contiguous, host memory; updated.
@@ -336,3 +569,34 @@ class AdamKernel(Protocol):
             num_threads: None for the default.
         """
         ...
+
+
+@runtime_checkable
+class PartitionedParam(Protocol):
+    """A parameter without memory of its own, whose value ``build`` asks for when it needs it.
+
+    It is an ``nn.Parameter`` of the value's shape and dtype whose class has these members, as
+    made by DeepSpeed's ``zero.Init``. ``build`` asks for one value at a time.
+    """
+
+    @property
+    def is_deferred(self) -> bool:
+        """Whether rank 0 alone computes the value."""
+
+    def full_value(self) -> Tensor:
+        """Return the whole value on the CPU. Unless `is_deferred`, every rank must call it."""
+
+    def make_ordinary(self) -> None:
+        """Forget the value: become a plain ``nn.Parameter`` on the CPU without memory."""
+
+
+def __getattr__(name: str) -> Any:
+    if name != "NativeCollectives":
+        raise AttributeError(f"module 'zero_core.protocols' has no attribute {name!r}")
+    warnings.warn(
+        "zero_core.protocols.NativeCollectives is now zero_core.protocols.TransportCollectives; "
+        "the old name goes with the next release",
+        DeprecationWarning,
+        stacklevel=2,
+    )
+    return TransportCollectives

@@ -1,21 +1,30 @@
 """Optimizer state on the host: ZeRO-Offload and an element-exact Twin-Flow, for any torch loop.
 
-`OffloadedOptimizer` works by itself; `create_tier` is what an engine asks for.
+`OffloadedOptimizer` works by itself. An engine calls `create_tier` and `create_param_tier`.
 """
 
-from zero_offload import numa
-from zero_offload.elementwise import ELEMENTWISE
+from importlib import import_module
+from typing import Any
+
+from zero_offload.errors import OffloadError, StorageCorruptError, StorageError
 from zero_offload.optimizer import OffloadedOptimizer
 from zero_offload.param_tier import create_param_tier
-from zero_offload.progress import OffloadError
+from zero_offload.rules.elementwise import ELEMENTWISE
 from zero_offload.tier import create_tier
 
 __all__ = [
     "ELEMENTWISE",
     "OffloadError",
     "OffloadedOptimizer",
+    "StorageCorruptError",
+    "StorageError",
     "create_param_tier",
     "create_tier",
-    "numa",
 ]
 __version__ = "0.1.0"
+
+
+def __getattr__(name: str) -> Any:
+    if name == "numa":  # deprecated: imported only where it is still asked for
+        return import_module("zero_offload.numa")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,19 +1,20 @@
 """`OffloadedOptimizer`: an elementwise torch optimizer with part of its state on the host.
 
-For any torch loop, without an engine: on one device, under DDP, under FSDP2. The parameters, in the
-order of their groups, form one flat space, of DTensors the local parts; a `TwinTier` over it does
-the work.
+It serves any torch loop without an engine: on one device, under DDP, under FSDP2. The parameters in
+the order of their groups form one flat space, with the local parts of DTensors. A `TwinTier` over
+that space does the work.
 
 [Note: the state dictionary]
 State lives in the tier alone. ``optimizer.state`` has, for each parameter that was updated, the
-names of its state and None for each: what only asks whether there is state, and which, as
-``torch.distributed.checkpoint`` does, gets its answer, and nothing is kept twice.
+names of its state with None as values. So ``torch.distributed.checkpoint`` finds which state there
+is, and nothing is kept twice.
 
 [Note: changed parameters]
-Others write into parameters too: ``load_state_dict``, DDP's first broadcast, a clamp after each
-step. torch's optimizers update whatever is there; here the master weights have to follow. A write
-moves the version counter that autograd keeps of a tensor. Where it moved, elements that are not
-their master's rounded value become the new master weight, and the others keep all their bits.
+Other code writes into parameters too: ``load_state_dict``, DDP's first broadcast, a clamp after
+each step. torch's optimizers update the current values, so the master weights have to follow here.
+A write increments the version counter that autograd keeps of a tensor. Where it has changed,
+elements that are not their master's rounded value become the new master weight. The others keep all
+bits.
 """
 
 from __future__ import annotations
@@ -25,31 +26,31 @@ from typing import Any, Literal, overload
 import torch
 from torch import Tensor
 
-from zero_offload.geometry import Geometry
-from zero_offload.intervals import Intervals
-from zero_offload.local_parts import check_not_replicated, common_device, lay_out
-from zero_offload.numa import locate
+from zero_offload.flat.geometry import Geometry
+from zero_offload.flat.intervals import Intervals
 from zero_offload.protocols import AdamKernel
+from zero_offload.rules.rule import MASTER
 from zero_offload.settings import OffloadSettings
-from zero_offload.share import check_patterns, host_share
-from zero_offload.stepper import MASTER
-from zero_offload.tier import make_device_tier, make_twin
-from zero_offload.twin import TwinTier
-from zero_offload.updates import Update
+from zero_offload.tier import OffloadTiers, make_device_tier, make_twin
+from zero_offload.tiers.share import check_patterns, host_share
+from zero_offload.tiers.twin import TwinTier
+from zero_offload.torch_loop.host_update import resolve_update
+from zero_offload.torch_loop.local_parts import check_not_replicated, common_device, lay_out
 
 __all__ = ["OffloadedOptimizer"]
 
 
 class OffloadedOptimizer(torch.optim.Optimizer):
-    """``optimizer_class`` with a share of its state in host memory: all of it, by default.
+    """Optimizer with a share of its state in host memory: all of it, by default.
 
-    Parameters stay where they are, in any floating dtype. The fp32 master weights and optimizer
+    Parameters stay on their device, in any floating dtype. The fp32 master weights and optimizer
     state of some elements live on the host, those of the rest on the parameters' device. Host and
     device update at the same time (ZeRO-Offload, arXiv 2101.06840; Twin-Flow, DeepSpeed
-    ZeRO-Offload++). ``step`` returns with all parameters in place. ``param_groups`` are the real
-    ones: schedulers work as ever. Under FSDP2 each rank updates the local part of its DTensors, and
-    ``state_dict`` gives DTensors in the same placements. ``GradScaler`` leaves unscaling, and
-    skipping after an overflow, to this class. Which elements, one of three arguments says.
+    ZeRO-Offload++). ``step`` returns with all parameters updated. ``param_groups`` are the real
+    ones, so schedulers work. Under FSDP2 each rank updates the local part of its DTensors, and
+    ``state_dict`` returns DTensors in the same placements. ``GradScaler`` leaves unscaling, and
+    skipping after an overflow, to this class. One of ``ratio``, ``parameters`` and
+    ``device_budget`` selects the host's elements.
 
     Args:
         optimizer_class: an elementwise torch optimizer, see `zero_offload.ELEMENTWISE`; or an Adam
@@ -58,20 +59,20 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             on one device.
         ratio: the host has the first ``round(ratio * numel)`` of this process's elements, in the
             order of the groups; "auto" measures which ratio is the fastest that fits, see
-            `zero_offload.auto_ratio`.
+            `zero_offload.tiers.auto_ratio`.
         parameters: the host has these parameters: a collection of them, or of patterns of names
             (`fnmatch`), for which ``params`` must be named.
-        device_budget: the host has what is left when master weights, states and landed gradients
-            of the last elements have taken so many bytes on the device.
+        device_budget: the host has the elements beyond this many bytes of master weights, states
+            and gradients on the device.
         pin_memory: page-lock transfer buffers when the parameters are on an accelerator.
         pin_memory_bytes: most bytes to lock; None for no limit. The rest is pageable.
         adam_kernel: a host kernel for Adam, AdamW and, where it has the functions, Adagrad, SGD and
             Lion: an object with ``adam_step``, the name of an installed one, ``"auto"`` for one if
             installed, or None for torch's own update.
-        state_dtype: what the host keeps Adam's moments in: ``"float32"``, ``"bfloat16"`` or
+        state_dtype: of Adam's moments on the host: ``"float32"``, ``"bfloat16"`` or
             ``"int8"``; the last two need an ``adam_kernel`` and, for bf16 parameters, keep the
             master weight as the parameter and an int16 remainder.
-        numa: keep the host's thread and memory on the device's NUMA node, see `zero_offload.numa`.
+        numa: deprecated and without effect; start with ``torchrun --numa-binding`` instead.
         **optimizer_kwargs: passed on to ``optimizer_class``.
 
     Attributes:
@@ -94,12 +95,12 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         device_budget: int | None = None,
         pin_memory: bool = True,
         pin_memory_bytes: int | None = None,
-        numa: bool = True,
+        numa: bool = False,
         adam_kernel: AdamKernel | str | None = None,
         state_dtype: str = "float32",
         **optimizer_kwargs: Any,
     ) -> None:
-        self._update = Update.of(optimizer_class, optimizer_kwargs, adam_kernel)
+        self._update = resolve_update(optimizer_class, optimizer_kwargs, adam_kernel)
         super().__init__(params, dict(self._update.defaults))
         self._parts, pieces = lay_out(self.param_groups)
         numel = pieces[-1][1] if pieces else 0
@@ -115,39 +116,37 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             "numa": numa,
             "state_dtype": state_dtype,
         }
-        host = self._share(asked, parameters, geometry)
+        settings, host = self._settings(asked, parameters, geometry)
         if host is None and device.type != "cpu":
             check_not_replicated(self._parts)
         is_all = host is not None and host.numel == numel
         self._is_host_alone = device.type == "cpu" or is_all
-        self.tier: TwinTier = make_twin(
+        groups = self._tier_groups()
+        tiers = OffloadTiers.of(
             geometry,
-            host,
-            pin_memory=pin_memory,
-            pin_memory_bytes=pin_memory_bytes,
-            placement=locate(device) if numa else None,
+            settings,
             device=device,
             optimizer_class=self._update.torch_class,
-            groups=self._tier_groups(),
+            groups=groups,
             adam_kernel=self._update.kernel,
             device_tier=make_device_tier,
-            state_dtype=state_dtype,
         )
+        self.tier: TwinTier = make_twin(geometry, host, groups, tiers)
         self._note_versions()
 
-    def _share(
+    def _settings(
         self,
         asked: Mapping[str, Any],
         parameters: Collection[str] | Collection[Tensor] | None,
         geometry: Geometry,
-    ) -> Intervals | None:
-        """What the host holds; None if measurements are to choose."""
+    ) -> tuple[OffloadSettings, Intervals | None]:
+        """The settings and the host's elements, None if measurements choose."""
         chosen = {id(p) for p in parameters or () if isinstance(p, Tensor)}
         if chosen:
             found = [i for i, part in enumerate(self._parts) if id(part.param) in chosen]
-            OffloadSettings.check({**asked, "parameters": ["*"]})  # alone, and nothing beside it
+            settings = OffloadSettings.check({**asked, "parameters": ["*"]})  # refuses a second key
             _check_members(self.param_groups, chosen)
-            return geometry.padded_spans(found)
+            return settings, geometry.padded_spans(found)
         is_list = isinstance(parameters, Collection) and not isinstance(parameters, str)
         patterns = list(parameters) if is_list and parameters is not None else parameters
         settings = OffloadSettings.check({**asked, "parameters": patterns})
@@ -156,13 +155,13 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             check_patterns(settings.parameters, [name for name, _ in named])
         names = [name for name, param in named if param.numel()]
         groups = self._update.groups(self.param_groups, is_host_alone=True)
-        return host_share(settings, geometry, names, self._update.torch_class, groups)
+        return settings, host_share(settings, geometry, names, self._update.torch_class, groups)
 
     def _tier_groups(self) -> Sequence[Mapping[str, Any]]:
         return self._update.groups(self.param_groups, is_host_alone=self._is_host_alone)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Only for the constructor: the flat space is laid out once."""
+        """Add a group, in the constructor only: the flat space is laid out once."""
         if hasattr(self, "tier"):
             raise ValueError(
                 "an OffloadedOptimizer cannot grow; make a new one and load the state_dict"
@@ -177,10 +176,11 @@ class OffloadedOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """Update every parameter that has a gradient; all new values are in place on return.
+        """Update every parameter that has a gradient. All new values are in place on return.
 
         With ``grad_scale`` and ``found_inf`` set on this object, as ``torch.amp.GradScaler`` does,
-        gradients are divided by the one, and nothing is updated if the other is not zero.
+        gradients are divided by ``grad_scale``, and nothing is updated if ``found_inf`` is not
+        zero.
 
         Raises:
             RuntimeError: a parameter's memory was replaced since construction.
@@ -189,12 +189,11 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        found_inf = getattr(self, "found_inf", None)
+        found_inf, scale = (vars(self).get(name) for name in ("found_inf", "grad_scale"))
         if found_inf is not None and float(found_inf) != 0.0:
             return loss
         self._follow_params()
         active, release = self._offer_grads()
-        scale = getattr(self, "grad_scale", None)
         grad_scale = 1.0 if scale is None else 1.0 / float(scale)
         self.tier.step(self._tier_groups(), active, grad_scale=grad_scale)
         if release is not None:  # gradients may be overwritten as soon as this returns
@@ -205,7 +204,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         return loss
 
     def _offer_grads(self) -> tuple[list[int], Callable[[], None] | None]:
-        """The parts that have a gradient, and what their memory waits for: the last says all."""
+        """Offer all gradients. Returns the parts that have one, and the release of the last."""
         active, release = [], None
         for i, part in enumerate(self._parts):
             if part.param.grad is not None:
@@ -220,7 +219,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def _follow_params(self) -> None:
-        """Take over what others wrote into the parameters; see [Note: changed parameters]."""
+        """Update masters of parameters that were written to. See [Note: changed parameters]."""
         for part, version in zip(self._parts, self._versions, strict=True):
             if part.version() != version:
                 values = part.shard.to("cpu", copy=True)
@@ -231,7 +230,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         self._note_versions()
 
     def _note_state(self, indices: Iterable[int]) -> None:
-        """See [Note: the state dictionary]."""
+        """Note the names of the parts' state. See [Note: the state dictionary]."""
         for i in indices:
             if not self.state.get(self._parts[i].param):
                 names = (*self.tier.state_names(), *self.tier.read_scalars(i))
@@ -239,9 +238,9 @@ class OffloadedOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def sync_from_params(self) -> None:
-        """Take the parameters' current values as master weights, after they were set past autograd.
+        """Set the master weights to the parameters' current values.
 
-        Needed after writes through ``param.data`` alone; others are noticed.
+        Needed only after writes through ``param.data``, which autograd does not count.
         """
         for i in range(len(self._parts)):
             self._take_param(i)
@@ -253,11 +252,12 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         self.tier.write_state(MASTER, part.start, part.shard.clone())
 
     def state_dict(self) -> dict[str, Any]:
-        """As torch's: ``state`` holds for each parameter its fp32 ``master_weight``, its moments
-        in the parameter's shape, on the CPU, and its scalars with ``num_steps``.
+        """Return a dictionary of torch's form.
 
-        A DTensor's are DTensors in its placements, with CPU memory for their local parts. What is
-        there does not depend on the ratio.
+        ``state`` holds for each parameter its fp32 ``master_weight``, its moments in the
+        parameter's shape, on the CPU, and its scalars with ``num_steps``. Those of a DTensor are
+        DTensors in its placements, with CPU memory for their local parts. The contents do not
+        depend on the ratio.
         """
         self._follow_params()
         noted = self.state
@@ -279,10 +279,10 @@ class OffloadedOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what `state_dict` gave at any ratio, or a plain ``optimizer_class``'s state_dict.
+        """Load the result of `state_dict` at any ratio, or that of a plain ``optimizer_class``.
 
-        A plain one has no master weights: the parameters' values are taken, so load the model
-        first. Where it counts no steps, as SGD's, the count starts at 1.
+        A plain one has no master weights. The parameters' values are used, so load the model first.
+        Where it counts no steps, as that of SGD, the count starts at 1.
 
         Raises:
             ValueError: it has other groups, or another optimizer's state.
@@ -297,7 +297,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         self._note_versions()
 
     def _load_entry(self, index: int, entry: Mapping[str, Any]) -> bool:
-        """Whether the entry was of a parameter that has been updated."""
+        """Load one entry. Returns whether its parameter has been updated before."""
         part = self._parts[index]
         found = {k: v for k, v in entry.items() if v is not None}
         names = [name for name in self.tier.state_names() if name in found]
@@ -313,7 +313,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         return bool(scalars["num_steps"])
 
     def __getstate__(self) -> dict[str, Any]:
-        """Refuse copies: the state is not in this object alone."""
+        """Refuse to be copied or pickled: the state is not in this object alone."""
         raise TypeError("an OffloadedOptimizer is not copied or pickled; use its state_dict")
 
 
@@ -324,7 +324,7 @@ def _number(name: str, value: Any) -> float:
 
 
 def _named(group: Mapping[str, Any]) -> list[tuple[str, Tensor]]:
-    """A group's parameters with their names; none if they were given without."""
+    """A group's parameters with their names. None if they were passed without."""
     names = group.get("param_names")
     return [] if names is None else list(zip(names, group["params"], strict=True))
 

@@ -1,9 +1,8 @@
-"""Parameter shards in host memory or in a file: the entry point ``host`` of
-``zero_core.param_tiers``.
+"""Factory of parameter tiers: the entry point ``host`` of ``zero_core.param_tiers``.
 
 ZeRO-Infinity (arXiv 2104.07857), section 5.1: a parameter shard is on the device only while its
-unit is computed. Host memory holds the first ``max_in_cpu`` elements in the order of use, a file
-the rest.
+unit is computed. Host memory holds the first ``max_in_cpu`` elements in the order of use, and a
+file the rest.
 """
 
 from __future__ import annotations
@@ -15,12 +14,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zero_offload.copying import start_copy
-from zero_offload.host_arena import HostArena
-from zero_offload.param_file import FileShards
+from zero_offload.memory.copying import start_copy
+from zero_offload.memory.host_memory import HostMemory
+from zero_offload.params.param_file import FileShards
 from zero_offload.protocols import Work
 
-__all__ = ["HostShards", "ParamSettings", "RestingParams", "create_param_tier"]
+__all__ = [
+    "HostShards",
+    "OffloadedParams",
+    "ParamSettings",
+    "create_param_tier",
+    "num_in_host_memory",
+]
 
 _BLOCK = "offload_param"
 
@@ -29,13 +34,13 @@ Shards = Sequence[tuple[int, int, torch.dtype]]
 
 @dataclass(frozen=True, slots=True)
 class ParamSettings:
-    """What the block ``offload_param`` asks for.
+    """Settings of the block ``offload_param``.
 
     Attributes:
         nvme_path: folder of the file; None keeps everything in host memory.
-        max_in_cpu: elements that rest in host memory though there is a file.
-        buffer_count: host buffers that shards are read into ahead of use.
-        buffer_size: elements of the largest shard that such a buffer may have to hold.
+        max_in_cpu: elements that stay in host memory although there is a file.
+        buffer_count: host buffers for reads ahead of use.
+        buffer_size: most elements of a shard in such a buffer.
         pin_memory: page-lock host memory if the device is an accelerator.
     """
 
@@ -72,8 +77,8 @@ class ParamSettings:
 
 def create_param_tier(
     *, shards: Shards, device: torch.device, config: Mapping[str, Any]
-) -> RestingParams:
-    """Make the memory that parameter shards rest in.
+) -> OffloadedParams:
+    """Create the memory of offloaded parameter shards.
 
     Args:
         shards: ``(segment, numel, dtype)`` of each, in the order in which they are used.
@@ -84,24 +89,26 @@ def create_param_tier(
         ValueError: a setting that it cannot serve, by name.
     """
     settings = ParamSettings.from_config(config)
-    num_host = len(shards) if settings.nvme_path is None else _num_within(shards, settings)
-    arena = HostArena(pin_memory=settings.pin_memory and device.type != "cpu")
-    host = HostShards(shards[:num_host], arena)
+    num_host = num_in_host_memory(shards, settings)
+    should_pin = settings.pin_memory and device.type != "cpu"
+    host = HostShards(shards[:num_host], HostMemory(should_pin=should_pin))
     file = None
     if num_host < len(shards):
-        assert settings.nvme_path is not None, "without a file all rest in host memory"
+        assert settings.nvme_path is not None, "without a file all are in host memory"
         _check_buffer_size(shards[num_host:], settings)
         file = FileShards(
             shards[num_host:],
             settings.nvme_path,
             num_buffers=settings.buffer_count,
-            pin_memory=settings.pin_memory and device.type != "cpu",
+            pin_memory=should_pin,
         )
-    return RestingParams(host, file)
+    return OffloadedParams(host, file)
 
 
-def _num_within(shards: Shards, settings: ParamSettings) -> int:
-    """How many of the first shards are within ``max_in_cpu``."""
+def num_in_host_memory(shards: Shards, settings: ParamSettings) -> int:
+    """Return how many of the first shards are in host memory. The others are in the file."""
+    if settings.nvme_path is None:
+        return len(shards)
     total = 0
     for count, (_, numel, _) in enumerate(shards):
         total += numel
@@ -115,21 +122,21 @@ def _check_buffer_size(shards: Shards, settings: ParamSettings) -> None:
     if largest > settings.buffer_size:
         raise ValueError(
             f"{_BLOCK}.buffer_size = {settings.buffer_size} elements, but the largest shard that "
-            f"rests in the file has {largest}: raise it to that"
+            f"is kept in the file has {largest}: raise it to that"
         )
 
 
 class HostShards:
-    """Shards in host memory, where a state tier may write them itself.
+    """Parameter shards in host memory, which a state tier may write itself.
 
     Args:
         shards: see `create_param_tier`.
-        arena: gives the memory.
+        memory: allocates it.
     """
 
-    def __init__(self, shards: Shards, arena: HostArena) -> None:
-        memory = arena.tensors([(numel, dtype) for _, numel, dtype in shards])
-        self.tensors = {s: t for (s, _, _), t in zip(shards, memory, strict=True)}
+    def __init__(self, shards: Shards, memory: HostMemory) -> None:
+        tensors = memory.tensors([(numel, dtype) for _, numel, dtype in shards])
+        self.tensors = {s: t for (s, _, _), t in zip(shards, tensors, strict=True)}
 
     @property
     def num_bytes(self) -> int:
@@ -141,8 +148,8 @@ class HostShards:
         return start_copy(out, self.tensors[segment])
 
 
-class RestingParams:
-    """Each shard in one of the two: host memory or a file.
+class OffloadedParams:
+    """Parameter shards off the device, each in host memory or in a file.
 
     Attributes:
         bytes_fetched: bytes of shards copied to their buffers so far.
@@ -155,19 +162,19 @@ class RestingParams:
 
     @property
     def file(self) -> FileShards | None:
-        """The part in the file, if there is one."""
+        """The shards in the file, if there is one."""
         return self._file
 
     def expect(self, segments: Sequence[int]) -> None:
-        """These are going to be fetched next: the file's are read into host buffers ahead."""
+        """Announce the shards that are fetched next. Those in the file are read ahead."""
         if self._file is not None:
             self._file.expect([s for s in segments if s not in self._host.tensors])
 
     def fetch(self, segment: int, out: Tensor) -> Work:
-        """Start to copy a shard to ``out`` (1-D, its length and dtype) on the current stream.
+        """Start to copy a shard to ``out`` (1-D, of its length and dtype) on the current stream.
 
         Raises:
-            StorageError: it could not be read from the file, or never reached it.
+            StorageError: it could not be read from the file, or was not written to it.
         """
         self.bytes_fetched += out.numel() * out.element_size()
         if segment in self._host.tensors:
@@ -176,7 +183,7 @@ class RestingParams:
         return self._file.fetch(segment, out)
 
     def write(self, segment: int, start: int, values: Tensor) -> None:
-        """Overwrite elements from ``start`` on; ``values`` is free when it returns."""
+        """Overwrite elements from ``start`` on. ``values`` may be reused when it returns."""
         if segment in self._host.tensors:
             self._host.tensors[segment][start : start + values.numel()].copy_(values)
         else:
@@ -184,11 +191,11 @@ class RestingParams:
             self._file.write(segment, start, values)
 
     def home(self, segment: int) -> Tensor | None:
-        """The shard's host memory; None if it rests in the file."""
+        """Return the shard's host memory, or None if it is in the file."""
         return self._host.tensors.get(segment)
 
     def report(self) -> Mapping[str, int]:
-        """Bytes off the device by kind; those in the file are on the disk."""
+        """Return the bytes off the device by kind. Those in the file are on the disk."""
         found = {"host parameters": self._host.num_bytes}
         if self._file is not None:
             found["host buffers of parameters"] = self._file.num_buffer_bytes

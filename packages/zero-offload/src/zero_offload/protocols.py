@@ -1,7 +1,7 @@
-"""The shapes of the objects that this package is handed and hands out.
+"""Protocols of the objects that this package receives and returns.
 
-Structural types only: whoever has these methods fits, and nobody imports this module to do so.
-They repeat the part of the engine's protocols that is used here, under the same names.
+They are structural: an object with these methods satisfies them without importing this module. They
+repeat the part of the engine's protocols that is used here, under the same names.
 """
 
 from __future__ import annotations
@@ -18,8 +18,11 @@ __all__ = [
     "Bf16AdamKernel",
     "DeviceTierFactory",
     "EightBitAdamKernel",
+    "ElementwiseOptimizer",
+    "HostKernelOptimizer",
     "LionKernel",
     "ParamStore",
+    "RuledOptimizer",
     "SgdKernel",
     "StateTier",
     "Work",
@@ -27,31 +30,32 @@ __all__ = [
 
 
 class Work(Protocol):
-    """A copy under way."""
+    """Handle of a copy under way."""
 
     def wait(self) -> object:
-        """Make the caller's current stream wait for it; on a CPU, block until it is done."""
+        """Make the caller's current stream wait for it, or on a CPU block until it is done."""
         ...
 
 
 @runtime_checkable
 class ParamStore(Protocol):
-    """Takes new values of parameter shards that rest where a tier cannot write itself."""
+    """Writer of new values to parameter shards that a tier cannot write itself."""
 
     def write(self, start: int, values: Tensor) -> None:
-        """Store ``[start, start + values.numel())`` of the flat space; any thread, one at a time.
+        """Store ``[start, start + values.numel())`` of the flat space.
 
-        ``values`` is 1-D, in the shard's dtype, within one shard, and free when it returns.
+        It is called from any thread, one at a time. ``values`` is 1-D, in the shard's dtype, within
+        one shard, and may be reused when it returns.
         """
         ...
 
 
 @runtime_checkable
 class AdamKernel(Protocol):
-    """One pass over flat host memory: gradient in, master and moments updated, copy out.
+    """Adam in one pass over flat host memory.
 
-    All that a kernel needs. The protocols below are functions that it may have as well; without
-    one, torch's own update does that work.
+    It is all that a kernel needs. The protocols below are functions that it may have as well.
+    Without one, torch's own update computes that optimizer.
     """
 
     def adam_step(
@@ -100,10 +104,10 @@ class EightBitAdamKernel(Protocol):
         num_threads: int | None = None,
         **hyper: Any,
     ) -> None:
-        """Apply one Adam update in place; ``hyper`` is as in `AdamKernel.adam_step`.
+        """Apply one Adam update in place, with ``hyper`` as in `AdamKernel.adam_step`.
 
         ``exp_avg`` (int8), ``exp_avg_sq`` (uint8) and their fp32 scales, one per 128 elements, are
-        the codes of [Note: 8-bit codes] in `zero_offload.codes`. ``param`` is fp32 without
+        the codes of [Note: 8-bit codes] in `zero_offload.rules.codes`. ``param`` is fp32 without
         ``remainder``, or bf16 with an int16 one: see [Note: split master] there; ``out`` goes with
         an fp32 ``param`` alone.
         """
@@ -127,7 +131,9 @@ class Bf16AdamKernel(Protocol):
         num_threads: int | None = None,
         **hyper: Any,
     ) -> None:
-        """As `EightBitAdamKernel.adam_step_8bit`, with bf16 moments, stochastically rounded.
+        """Apply one Adam update in place, with stochastically rounded bf16 moments.
+
+        The other arguments are those of `EightBitAdamKernel.adam_step_8bit`.
 
         The random numbers are a function of ``seed``, the step and an element's place.
         """
@@ -136,7 +142,7 @@ class Bf16AdamKernel(Protocol):
 
 @runtime_checkable
 class AdagradKernel(Protocol):
-    """A kernel that knows Adagrad."""
+    """A kernel with a function for Adagrad."""
 
     def adagrad_step(
         self,
@@ -153,13 +159,13 @@ class AdagradKernel(Protocol):
         out: Any = None,
         num_threads: int | None = None,
     ) -> None:
-        """Apply one update in place, as torch.optim.Adagrad; arguments as in `AdamKernel`."""
+        """Apply one update in place, as torch.optim.Adagrad, with arguments as in `AdamKernel`."""
         ...
 
 
 @runtime_checkable
 class SgdKernel(Protocol):
-    """A kernel that knows stochastic gradient descent."""
+    """A kernel with a function for stochastic gradient descent."""
 
     def sgd_step(
         self,
@@ -177,7 +183,7 @@ class SgdKernel(Protocol):
         out: Any = None,
         num_threads: int | None = None,
     ) -> None:
-        """Apply one update in place, as torch.optim.SGD; arguments as in `AdamKernel`.
+        """Apply one update in place, as torch.optim.SGD, with arguments as in `AdamKernel`.
 
         ``momentum_buffer`` is None without momentum; step 1 fills it with the gradient.
         """
@@ -186,7 +192,7 @@ class SgdKernel(Protocol):
 
 @runtime_checkable
 class LionKernel(Protocol):
-    """A kernel that knows Lion (Chen et al., 2023, arXiv 2302.06675)."""
+    """A kernel with a function for Lion (Chen et al., 2023, arXiv 2302.06675)."""
 
     def lion_step(
         self,
@@ -202,34 +208,63 @@ class LionKernel(Protocol):
         out: Any = None,
         num_threads: int | None = None,
     ) -> None:
-        """Apply one update in place, weight decay decoupled; arguments as in `AdamKernel`."""
+        """Apply one update in place with decoupled weight decay, arguments as in `AdamKernel`."""
         ...
 
 
 @runtime_checkable
+class ElementwiseOptimizer(Protocol):
+    """An optimizer class whose update of an element depends on that element alone."""
+
+    is_elementwise: bool
+
+
+@runtime_checkable
+class RuledOptimizer(Protocol):
+    """An optimizer class that declares its update rule.
+
+    ``update_rule`` is "adam", "adagrad", "sgd" or "lion", and the ``param_groups`` have the
+    settings of that optimizer.
+    """
+
+    update_rule: str
+
+
+@runtime_checkable
+class HostKernelOptimizer(Protocol):
+    """An optimizer class over an Adam kernel that declares the kernel, as ``cpu_adam.CPUAdam``.
+
+    Its ``param_groups`` have the settings ``lr``, ``betas``, ``eps``, ``weight_decay``,
+    ``adamw_mode`` and ``bias_correction``.
+    """
+
+    host_kernel: AdamKernel
+
+
+@runtime_checkable
 class StateTier(Protocol):
-    """Where master weights and optimizer state live, and who updates them.
+    """Master weights and optimizer state of one flat space, and their update.
 
     Offsets are elements of the local flat space ``[0, numel)``; a piece is the part of one
     parameter that lies in it.
     """
 
     def offer_grad(self, start: int, grad: Tensor) -> Callable[[], None] | None:
-        """Take the final gradient of ``[start, start + grad.numel())`` for a step to come."""
+        """Accept the final gradient of ``[start, start + grad.numel())``."""
         ...
 
     def read_grad(self, start: int, stop: int) -> Tensor:
-        """A copy of what is offered for ``[start, stop)``: 1-D, on the CPU."""
+        """Return a copy of the gradient offered for ``[start, stop)``, 1-D, on the CPU."""
         ...
 
     def discard_grads(self) -> None:
-        """Forget what was offered and no step has used."""
+        """Discard the gradients that no step has used."""
         ...
 
     def step(
         self, groups: Sequence[Mapping[str, Any]], active: Sequence[int], *, grad_scale: float
     ) -> None:
-        """Update the pieces listed in ``active``; may return before it is done."""
+        """Update the pieces listed in ``active``, possibly in the background."""
         ...
 
     def wait_params(self, start: int, stop: int) -> None:
@@ -237,15 +272,15 @@ class StateTier(Protocol):
         ...
 
     def are_params_ready(self, start: int, stop: int) -> bool:
-        """Whether `wait_params` would return at once, and make no stream wait."""
+        """Return whether `wait_params` returns at once and makes no stream wait."""
         ...
 
     def state_names(self) -> Sequence[str]:
-        """Names of the elementwise states, ``master_weight`` first."""
+        """Return the names of the elementwise states, ``master_weight`` first."""
         ...
 
     def read_state(self, name: str, start: int, stop: int) -> Tensor:
-        """A copy of one state over ``[start, stop)``: 1-D, on the CPU."""
+        """Return a copy of one state over ``[start, stop)``, 1-D, on the CPU."""
         ...
 
     def write_state(self, name: str, start: int, values: Tensor) -> None:
@@ -253,16 +288,16 @@ class StateTier(Protocol):
         ...
 
     def read_scalars(self, piece: int) -> Mapping[str, float]:
-        """Per-piece scalars, ``num_steps`` among them."""
+        """Return the scalars of a piece, with ``num_steps``."""
         ...
 
     def write_scalars(self, piece: int, scalars: Mapping[str, float]) -> None:
-        """Restore what `read_scalars` gave."""
+        """Restore the result of `read_scalars`."""
         ...
 
 
 class DeviceTierFactory(Protocol):
-    """Makes a tier on the compute device out of torch's own optimizer."""
+    """Factory of a tier on the compute device with torch's own optimizer."""
 
     def __call__(
         self,
@@ -275,5 +310,5 @@ class DeviceTierFactory(Protocol):
         groups: Sequence[Mapping[str, Any]],
         param_store: ParamStore | None = None,
     ) -> StateTier:
-        """Make a tier for ``[0, numel)``; ``pieces`` and ``params`` in its coordinates."""
+        """Create a tier for ``[0, numel)``, with ``pieces`` and ``params`` in its coordinates."""
         ...

@@ -1,23 +1,26 @@
-"""``offload_optimizer`` of a DeepSpeed-style config, as far as this package serves it.
+"""Settings of the block ``offload_optimizer`` of a DeepSpeed-style config.
 
 Keys that only concern NVMe (``buffer_count``, ``nvme_path``) are accepted without effect on
-``"device": "cpu"``, as in DeepSpeed; ``update_in_backward`` is served by the engine. Four more of
-DeepSpeed's keys say what holds anyway, whatever their value: ``pipeline_read`` and
-``pipeline_write``, because reads and writes always overlap with the update, ``fast_init``,
-because states that start at zero are never written before their first update, and
-``cpuadam_cores_perc``, which belongs to ``super_offload``. A key that is
-switched on and not served is refused.
+``"device": "cpu"``, as in DeepSpeed. The engine serves ``update_in_backward``. Four more of
+DeepSpeed's keys have no effect: ``pipeline_read`` and ``pipeline_write``, because reads and writes
+always overlap with the update, ``fast_init``, because states that start at zero are never written
+before their first update, and ``cpuadam_cores_perc``, which belongs to ``super_offload``. A key
+that is switched on and not served is refused.
 """
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from zero_offload.rules import STATE_DTYPES
+from zero_offload.numa import ADVICE
 
-__all__ = ["NvmeSettings", "OffloadSettings", "check_ratio", "check_state_dtype"]
+__all__ = ["STATE_DTYPES", "NvmeSettings", "OffloadSettings", "check_ratio", "check_state_dtype"]
+
+STATE_DTYPES = ("float32", "bfloat16", "int8")
+"""What ``offload_optimizer.state_dtype`` may be."""
 
 _BLOCK = "offload_optimizer"
 _SERVED = frozenset(
@@ -25,7 +28,6 @@ _SERVED = frozenset(
         "buffer_count",
         "device",
         "device_budget",
-        "numa",
         "nvme_path",
         "parameters",
         "pin_memory",
@@ -35,6 +37,8 @@ _SERVED = frozenset(
         "update_in_backward",
     }
 )
+_NO_LONGER_SERVED = {"numa": ADVICE}
+"""Switches of an earlier release and what to use instead of one that is on."""
 _SHARES = ("ratio", "parameters", "device_budget")
 _WITHOUT_EFFECT = frozenset(
     {"cpuadam_cores_perc", "fast_init", "pipeline", "pipeline_read", "pipeline_write"}
@@ -42,7 +46,7 @@ _WITHOUT_EFFECT = frozenset(
 
 
 def check_ratio(value: Any, name: str = "ratio") -> float | Literal["auto"]:
-    """``value`` as a float in [0, 1], or "auto"; ValueError naming it otherwise."""
+    """Return ``value`` as a float in [0, 1], or "auto", or raise ValueError."""
     if value == "auto":
         return "auto"
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
@@ -54,7 +58,7 @@ def check_ratio(value: Any, name: str = "ratio") -> float | Literal["auto"]:
 
 
 def check_state_dtype(value: Any, name: str = "state_dtype") -> str:
-    """``value`` if optimizer state can be kept in it; ValueError naming it otherwise."""
+    """Return ``value`` if it is one of `STATE_DTYPES`, or raise ValueError."""
     if value not in STATE_DTYPES:
         raise ValueError(f"{name} must be one of {STATE_DTYPES}, got {value!r}")
     return str(value)
@@ -62,7 +66,7 @@ def check_state_dtype(value: Any, name: str = "state_dtype") -> str:
 
 @dataclass(frozen=True, slots=True)
 class NvmeSettings:
-    """Where the host's part of the state lies if not in memory.
+    """File for the host's part of the state.
 
     Attributes:
         path: a folder on the NVMe disk; the ranks of a host may share it.
@@ -75,7 +79,7 @@ class NvmeSettings:
 
     @classmethod
     def from_block(cls, block: Mapping[str, Any]) -> NvmeSettings:
-        """Read ``nvme_path`` and ``buffer_count``; ValueError naming the one that is wrong."""
+        """Read ``nvme_path`` and ``buffer_count``, or raise ValueError that names a wrong one."""
         path, count = block.get("nvme_path"), block.get("buffer_count", 16)
         if not isinstance(path, str) or not path:
             raise ValueError(
@@ -89,7 +93,7 @@ class NvmeSettings:
 
 @dataclass(frozen=True, slots=True)
 class OffloadSettings:
-    """What the block asks for; of ``ratio``, ``parameters`` and ``device_budget`` one at most.
+    """Settings of the host's part, with at most one of the keys that select its elements.
 
     Attributes:
         ratio: share of the elements, from the first on, that the host updates, or "auto" for the
@@ -97,11 +101,10 @@ class OffloadSettings:
         pin_memory: page-lock the host's transfer buffers.
         pin_memory_bytes: most bytes to lock on this rank; None for no limit.
         nvme: keep the host's part of the state in a file; None keeps it in host memory.
-        state_dtype: what the host keeps Adam's moments in: one of `STATE_DTYPES`.
-        numa: keep the host's thread and memory on the device's NUMA node.
+        state_dtype: of Adam's moments on the host, one of `STATE_DTYPES`.
         parameters: the host updates the parameters whose names match one of these patterns.
-        device_budget: the host updates what is left when the state of the other elements has
-            taken this many bytes of device memory.
+        device_budget: the host updates the elements beyond this many bytes of state in device
+            memory.
     """
 
     ratio: float | Literal["auto"] = 1.0
@@ -109,7 +112,6 @@ class OffloadSettings:
     pin_memory_bytes: int | None = None
     nvme: NvmeSettings | None = None
     state_dtype: str = "float32"
-    numa: bool = True
     parameters: tuple[str, ...] | None = None
     device_budget: int | None = None
 
@@ -117,8 +119,8 @@ class OffloadSettings:
     def from_config(cls, config: Mapping[str, Any]) -> OffloadSettings:
         """Read the block from a resolved ``zero_optimization`` config.
 
-        Whoever calls has chosen this tier, so a missing block means its defaults, and so does
-        ``"device": "none"``, which is what configs resolve to that leave the block out.
+        The caller has chosen this tier, so a missing block means the defaults. So does ``"device":
+        "none"``, to which configs without the block resolve.
 
         Raises:
             ValueError: a key has a value that is not served.
@@ -127,30 +129,34 @@ class OffloadSettings:
         if not isinstance(block, Mapping):
             raise ValueError(f"zero_optimization.{_BLOCK} must be a block of keys, got {block!r}")
         _check_device(block.get("device"))
-        for key in sorted(set(block) - _SERVED - _WITHOUT_EFFECT):
+        for key in sorted(set(block) - _SERVED - _WITHOUT_EFFECT - set(_NO_LONGER_SERVED)):
             if block[key]:
                 raise ValueError(f"{_BLOCK}.{key} = {block[key]!r} is not served by zero-offload")
-        settings = cls.check({key: block.get(key) for key in _SERVED}, f"{_BLOCK}.")
+        keys = (*_SERVED, *_NO_LONGER_SERVED)
+        settings = cls.check({key: block.get(key) for key in keys}, f"{_BLOCK}.")
         if block.get("device") != "nvme":
             return settings
         return replace(settings, nvme=NvmeSettings.from_block(block))
 
     @classmethod
     def check(cls, keys: Mapping[str, Any], prefix: str = "") -> OffloadSettings:
-        """Settings out of their keys; one that is None or missing is not given.
+        """Check keys and return the settings. A key of None counts as missing.
 
         Raises:
             ValueError: two keys say which elements, or one has a value that is not served.
         """
         given = {key: value for key, value in keys.items() if value is not None}
+        for key, advice in _NO_LONGER_SERVED.items():
+            if _boolean(given, key, prefix, default=False):
+                message = f"{prefix}{key} has no effect: {advice}"
+                warnings.warn(message, DeprecationWarning, stacklevel=3)
         shares = [f"{prefix}{key}" for key in _SHARES if key in given]
         if len(shares) > 1:
             raise ValueError(f"{' and '.join(shares)} each say what the host updates: give one")
         names, budget = f"{prefix}parameters", f"{prefix}device_budget"
         return cls(
             ratio=check_ratio(given.get("ratio", 1.0), f"{prefix}ratio"),
-            pin_memory=_boolean(given, "pin_memory", prefix),
-            numa=_boolean(given, "numa", prefix),
+            pin_memory=_boolean(given, "pin_memory", prefix, default=True),
             pin_memory_bytes=_check_bytes(
                 given.get("pin_memory_bytes"), f"{prefix}pin_memory_bytes"
             ),
@@ -162,8 +168,8 @@ class OffloadSettings:
         )
 
 
-def _boolean(given: Mapping[str, Any], key: str, prefix: str) -> bool:
-    value = given.get(key, True)
+def _boolean(given: Mapping[str, Any], key: str, prefix: str, *, default: bool) -> bool:
+    value = given.get(key, default)
     if not isinstance(value, bool):
         raise ValueError(f"{prefix}{key} must be true or false, got {value!r}")
     return value

@@ -1,4 +1,4 @@
-"""What scripts ask an accelerator: the part that is the same on every device."""
+"""The accelerator's interface as scripts call it: the part that is the same on every device."""
 
 from __future__ import annotations
 
@@ -9,8 +9,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-
-from zero_engine.script.refusal import refuse_other_names
 
 __all__ = ["DeepSpeedAccelerator"]
 
@@ -28,15 +26,15 @@ class DeepSpeedAccelerator:
         return self.device_type
 
     def device_name(self, device_index: int | None = None) -> str:
-        """The device as torch writes it, e.g. "cuda:1"; without an index, the kind alone."""
+        """Return torch's name of the device, such as "cuda:1", or the kind without an index."""
         return self.device_type if device_index is None else f"{self.device_type}:{device_index}"
 
     def communication_backend_name(self) -> str:
-        """The backend of torch.distributed for this device."""
+        """Return the backend of torch.distributed for this device."""
         return self._communication_backend_name
 
     def on_accelerator(self, tensor: Tensor) -> bool:
-        """Whether ``tensor`` lies on this kind of device."""
+        """Whether ``tensor`` is on this kind of device."""
         return tensor.device.type == self.device_type
 
     def is_synchronized_device(self) -> bool:
@@ -60,7 +58,7 @@ class DeepSpeedAccelerator:
     manual_seed_all = manual_seed
 
     def initial_seed(self) -> int:
-        """What the host's generator was seeded with."""
+        """Return the seed of the host's generator."""
         return torch.initial_seed()
 
     # Numbers
@@ -78,7 +76,7 @@ class DeepSpeedAccelerator:
         return self.device_type != "mps"
 
     def supported_dtypes(self) -> list[torch.dtype]:
-        """The types a model may have."""
+        """Return the dtypes that a model may have."""
         return [torch.float32, torch.float16, torch.bfloat16]
 
     def is_triton_supported(self) -> bool:
@@ -88,7 +86,7 @@ class DeepSpeedAccelerator:
     # Memory of the host
 
     def pin_memory(self, tensor: Tensor, align_bytes: int = 1) -> Tensor:
-        """A page-locked copy of ``tensor``; the tensor itself where no device would gain by it."""
+        """Return a page-locked copy of ``tensor``, or ``tensor`` itself on the CPU."""
         return tensor if self.device_type == "cpu" else tensor.pin_memory()
 
     def is_pinned(self, tensor: Tensor) -> bool:
@@ -112,7 +110,7 @@ class DeepSpeedAccelerator:
         self._ranges.pop().__exit__(None, None, None)
 
     def stream(self, stream: torch.Stream | None) -> AbstractContextManager[Any]:
-        """A context in which work goes to ``stream``; None changes nothing."""
+        """Return a context in which work is queued on ``stream``. None changes nothing."""
         return nullcontext() if stream is None else stream
 
     def export_envs(self) -> list[str]:
@@ -126,6 +124,3 @@ class DeepSpeedAccelerator:
     def get_compile_backend(self) -> str:
         """torch.compile's backend."""
         return "inductor"
-
-
-refuse_other_names(__name__)

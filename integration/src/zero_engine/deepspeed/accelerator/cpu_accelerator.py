@@ -11,7 +11,6 @@ from torch import Tensor
 
 from zero_engine.deepspeed.accelerator.abstract_accelerator import DeepSpeedAccelerator
 from zero_engine.machine import memory_limit_bytes, used_bytes
-from zero_engine.script.refusal import refuse_other_names
 
 __all__ = ["CpuAccelerator"]
 
@@ -19,7 +18,7 @@ CPU = torch.device("cpu")
 
 
 class CpuAccelerator(DeepSpeedAccelerator):
-    """One device without a number; memory is the process's resident set, in bytes."""
+    """The CPU as one device without an index. Memory is the process's resident set, in bytes."""
 
     Stream = None
     Event = None
@@ -28,15 +27,15 @@ class CpuAccelerator(DeepSpeedAccelerator):
         super().__init__("cpu", "gloo")
 
     def device_name(self, device_index: int | None = None) -> str:
-        """ "cpu", whatever the index."""
+        """Return "cpu", whatever the index."""
         return "cpu"
 
     def current_device_name(self) -> str:
-        """ "cpu"."""
+        """Return "cpu"."""
         return "cpu"
 
     def current_device(self) -> int:
-        """This rank's number on its machine."""
+        """Return this rank's number on its machine."""
         return int(os.environ.get("LOCAL_RANK", "0"))
 
     def device_count(self) -> int:
@@ -44,21 +43,21 @@ class CpuAccelerator(DeepSpeedAccelerator):
         return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
     def device(self, device_index: int | None = None) -> torch.device:
-        """The CPU, which as a context manager is the default device."""
+        """Return the CPU, which as a context manager is the default device."""
         return CPU
 
     def set_device(self, device_index: int) -> None:
-        """Nothing: there is one."""
+        """Do nothing: there is one device."""
 
     def is_available(self) -> bool:
-        """True."""
+        """Whether the CPU is there: True."""
         return True
 
     def synchronize(self, device_index: int | None = None) -> None:
-        """Nothing: calls return when their work is done."""
+        """Do nothing: calls return when their work is done."""
 
     def current_stream(self, device_index: int | None = None) -> None:
-        """None: there are no streams."""
+        """Return None: there are no streams."""
 
     default_stream = current_stream
 
@@ -75,7 +74,7 @@ class CpuAccelerator(DeepSpeedAccelerator):
         return torch.default_generator
 
     def empty_cache(self) -> None:
-        """Nothing: torch keeps no freed host memory."""
+        """Do nothing: torch keeps no freed host memory."""
 
     def memory_allocated(self, device_index: int | None = None) -> int:
         """Bytes resident now."""
@@ -84,14 +83,14 @@ class CpuAccelerator(DeepSpeedAccelerator):
     memory_reserved = memory_cached = memory_allocated
 
     def max_memory_allocated(self, device_index: int | None = None) -> int:
-        """The most bytes resident since the process started."""
+        """Return the largest resident set since the process started, in bytes."""
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         return peak if sys.platform == "darwin" else peak * 1024
 
     max_memory_reserved = max_memory_cached = max_memory_allocated
 
     def reset_peak_memory_stats(self, device_index: int | None = None) -> None:
-        """Nothing: the system's peak is that of the whole process."""
+        """Do nothing: the system's peak is that of the whole process."""
 
     reset_max_memory_allocated = reset_max_memory_cached = reset_peak_memory_stats
 
@@ -103,12 +102,9 @@ class CpuAccelerator(DeepSpeedAccelerator):
         }
 
     def total_memory(self, device_index: int | None = None) -> int:
-        """Bytes that this machine, or its container, has; 0 if unknown."""
+        """Return the bytes that this machine or its container has, 0 if unknown."""
         return memory_limit_bytes() or 0
 
     def available_memory(self, device_index: int | None = None) -> int:
         """Bytes that are left of it."""
         return max(0, self.total_memory() - self.memory_allocated())
-
-
-refuse_other_names(__name__)

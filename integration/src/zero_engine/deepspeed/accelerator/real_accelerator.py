@@ -11,14 +11,13 @@ from zero_core.errors import ConfigError
 from zero_engine.deepspeed.accelerator.abstract_accelerator import DeepSpeedAccelerator
 from zero_engine.deepspeed.accelerator.cpu_accelerator import CpuAccelerator
 from zero_engine.deepspeed.accelerator.torch_accelerator import TorchAccelerator
-from zero_engine.script.refusal import refuse_other_names
 
 __all__ = ["get_accelerator", "is_current_accelerator_supported"]
 
 
 @functools.cache
 def get_accelerator() -> DeepSpeedAccelerator:
-    """The accelerator that torch has found, else the CPU.
+    """Return the accelerator that torch has found, else the CPU.
 
     Raises:
         ConfigError: the variable DS_ACCELERATOR asks for another; torch decides which one is there.
@@ -35,8 +34,5 @@ def get_accelerator() -> DeepSpeedAccelerator:
 
 
 def is_current_accelerator_supported() -> bool:
-    """True: what torch supports is supported."""
+    """Whether torch supports the accelerator: True."""
     return True
-
-
-refuse_other_names(__name__)

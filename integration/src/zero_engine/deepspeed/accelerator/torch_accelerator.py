@@ -14,7 +14,7 @@ __all__ = ["TorchAccelerator"]
 
 
 class TorchAccelerator(DeepSpeedAccelerator):
-    """All devices of one kind. Memory is in bytes; an index of None is the current device."""
+    """All devices of one kind. Memory is in bytes, and an index of None is the current device."""
 
     Stream = torch.Stream
     Event = torch.Event
@@ -24,7 +24,7 @@ class TorchAccelerator(DeepSpeedAccelerator):
         self._module: Any = torch.get_device_module(kind)
 
     def current_device_name(self) -> str:
-        """This rank's device as torch writes it."""
+        """Return torch's name of this rank's device."""
         return self.device_name(self.current_device())
 
     def current_device(self) -> int:
@@ -36,7 +36,7 @@ class TorchAccelerator(DeepSpeedAccelerator):
         return torch.accelerator.device_count()
 
     def device(self, device_index: int | None = None) -> Any:
-        """A context in which that device is the current one."""
+        """Return a context in which that device is the current one."""
         return torch.accelerator.device_index(device_index)
 
     def set_device(self, device_index: int) -> None:
@@ -52,11 +52,11 @@ class TorchAccelerator(DeepSpeedAccelerator):
         torch.accelerator.synchronize(device_index)
 
     def current_stream(self, device_index: int | None = None) -> torch.Stream:
-        """The stream that work goes to."""
+        """Return the current stream."""
         return torch.accelerator.current_stream(device_index)
 
     def default_stream(self, device_index: int | None = None) -> Any:
-        """The stream that work goes to if nothing else was asked for."""
+        """Return the default stream."""
         return self._module.default_stream(device_index)
 
     def get_rng_state(self, device_index: int | None = None) -> Tensor:
@@ -69,7 +69,7 @@ class TorchAccelerator(DeepSpeedAccelerator):
         self._module.set_rng_state(new_state, *_given(device_index))
 
     def default_generator(self, device_index: int) -> torch.Generator:
-        """The device's generator."""
+        """Return the device's generator."""
         generator: torch.Generator = self._module.default_generators[device_index]
         return generator
 
@@ -82,7 +82,7 @@ class TorchAccelerator(DeepSpeedAccelerator):
         return torch.accelerator.memory_allocated(device_index)
 
     def max_memory_allocated(self, device_index: int | None = None) -> int:
-        """The most bytes in tensors since `reset_peak_memory_stats`."""
+        """Return the most bytes in tensors since `reset_peak_memory_stats`."""
         return torch.accelerator.max_memory_allocated(device_index)
 
     def memory_reserved(self, device_index: int | None = None) -> int:
@@ -90,7 +90,7 @@ class TorchAccelerator(DeepSpeedAccelerator):
         return torch.accelerator.memory_reserved(device_index)
 
     def max_memory_reserved(self, device_index: int | None = None) -> int:
-        """The most bytes that torch held since `reset_peak_memory_stats`."""
+        """Return the most bytes that torch held since `reset_peak_memory_stats`."""
         return torch.accelerator.max_memory_reserved(device_index)
 
     def reset_peak_memory_stats(self, device_index: int | None = None) -> None:
@@ -102,7 +102,7 @@ class TorchAccelerator(DeepSpeedAccelerator):
     max_memory_cached = max_memory_reserved
 
     def memory_stats(self, device_index: int | None = None) -> dict[str, Any]:
-        """What torch's allocator counts."""
+        """Return the counters of torch's allocator."""
         return dict(torch.accelerator.memory_stats(device_index))
 
     def total_memory(self, device_index: int | None = None) -> int:
@@ -115,5 +115,5 @@ class TorchAccelerator(DeepSpeedAccelerator):
 
 
 def _given(device_index: int | None) -> tuple[int, ...]:
-    """The index as an argument, left out if it is None: torch's default has another form."""
+    """Return the index as an argument, left out if it is None: torch's default has another form."""
     return () if device_index is None else (device_index,)

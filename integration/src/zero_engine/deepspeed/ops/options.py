@@ -1,4 +1,4 @@
-"""What DeepSpeed's optimizers take and this engine refuses, in words."""
+"""Options of DeepSpeed's optimizers that this engine refuses."""
 
 from __future__ import annotations
 

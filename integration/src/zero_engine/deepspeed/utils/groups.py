@@ -1,10 +1,8 @@
-"""``deepspeed.utils.groups``: all ranks are data-parallel; other groups have one rank each."""
+"""``deepspeed.utils.groups``: all ranks are data-parallel, and other groups have one rank each."""
 
 from __future__ import annotations
 
 import torch.distributed as dist
-
-from zero_engine.script.refusal import refuse_other_names
 
 __all__ = [
     "get_data_parallel_group",
@@ -18,7 +16,7 @@ __all__ = [
 
 
 def get_data_parallel_group() -> dist.ProcessGroup | None:
-    """All ranks; None before torch.distributed is initialised."""
+    """Return the group of all ranks, None before torch.distributed is initialised."""
     return dist.group.WORLD if dist.is_initialized() else None
 
 
@@ -28,12 +26,12 @@ def get_data_parallel_world_size() -> int:
 
 
 def get_data_parallel_rank() -> int:
-    """This rank."""
+    """Return this rank."""
     return dist.get_rank() if dist.is_initialized() else 0
 
 
 def get_model_parallel_world_size() -> int:
-    """One: no layer is split."""
+    """Return 1: no layer is split."""
     return 1
 
 
@@ -53,7 +51,4 @@ _get_sequence_parallel_rank = get_model_parallel_rank
 
 
 def _get_sequence_parallel_group() -> None:
-    """There is none."""
-
-
-refuse_other_names(__name__)
+    """Return None: there is no such group."""

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import torch
 
-from zero_engine.script.refusal import refuse_other_names
-
 __all__ = ["OnDevice"]
 
 
 class OnDevice:
-    """Within, tensors and modules are made on ``device``, floating ones in ``dtype`` by default."""
+    """A context that makes tensors on ``device``, floating ones in ``dtype`` by default."""
 
     def __init__(
         self, dtype: torch.dtype, device: str | torch.device = "meta", enabled: bool = True
     ) -> None:
-        """Prepare; with ``enabled`` false nothing happens."""
+        """Prepare the context. With ``enabled`` false it changes nothing."""
         self.dtype = dtype
         self.enabled = enabled
         self.device = torch.device(device)
@@ -31,6 +29,3 @@ class OnDevice:
         if self.enabled:
             self.device.__exit__(*error)
             torch.set_default_dtype(self._before)
-
-
-refuse_other_names(__name__)

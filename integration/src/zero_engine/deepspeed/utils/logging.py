@@ -9,8 +9,6 @@ from typing import Any
 
 import torch.distributed as dist
 
-from zero_engine.script.refusal import refuse_other_names
-
 __all__ = [
     "log_dist",
     "log_dist_once",
@@ -55,7 +53,7 @@ logger = speak("DeepSpeed", logging.WARNING)
 
 
 def log_dist(message: str, ranks: Iterable[int] | None = None, level: int = logging.INFO) -> None:
-    """Log ``message`` on ``ranks``; on all, if there are none or -1 is among them."""
+    """Log ``message`` on ``ranks``, on all if there are none or -1 is among them."""
     rank = dist.get_rank() if dist.is_initialized() else 0
     wanted = list(ranks or [])
     if not wanted or -1 in wanted or rank in wanted:
@@ -70,7 +68,7 @@ def _log_once(message: str, ranks: tuple[int, ...], level: int) -> None:
 def log_dist_once(
     message: str, ranks: Iterable[int] | None = None, level: int = logging.INFO
 ) -> None:
-    """As `log_dist`, the first time that it is called so."""
+    """Log as `log_dist`, the first time that it is called with these arguments."""
     _log_once(message, tuple(ranks or ()), level)
 
 
@@ -98,6 +96,3 @@ def set_log_level_from_string(log_level_str: str, custom_logger: object = None) 
     target.setLevel(level)
     for handler in target.handlers:
         handler.setLevel(level)
-
-
-refuse_other_names(__name__)

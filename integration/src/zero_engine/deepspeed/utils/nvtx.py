@@ -8,8 +8,6 @@ from typing import ParamSpec, TypeVar
 
 import torch
 
-from zero_engine.script.refusal import refuse_other_names
-
 __all__ = ["instrument_w_nvtx"]
 
 _P = ParamSpec("_P")
@@ -25,6 +23,3 @@ def instrument_w_nvtx(func: Callable[_P, _R]) -> Callable[_P, _R]:
             return func(*args, **kwargs)
 
     return wrapped
-
-
-refuse_other_names(__name__)

@@ -15,8 +15,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, nn
 
-from zero_core import Engine, engine_of
-from zero_engine.script.refusal import refuse_other_names
+from zero_core import ShardedModel, engine_of
 
 __all__ = [
     "safe_get_full_fp32_param",
@@ -39,17 +38,17 @@ _GRAD = "grad"
 
 
 def safe_get_full_fp32_param(param: nn.Parameter) -> Tensor | None:
-    """The master weight of ``param``, whole."""
+    """Return the whole master weight of ``param``."""
     return _get(param, _MASTER)
 
 
 def safe_get_full_grad(param: nn.Parameter) -> Tensor | None:
-    """The gradient of ``param``, whole."""
+    """Return the whole gradient of ``param``."""
     return _get(param, _GRAD)
 
 
 def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> Tensor | None:
-    """State ``optim_state_key`` ("exp_avg", ...) of ``param``, whole; None before its first step.
+    """Return the whole state ``optim_state_key`` ("exp_avg", ...), None before the first step.
 
     Every rank gets the same answer.
     """
@@ -57,49 +56,49 @@ def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> 
 
 
 def safe_get_local_fp32_param(param: nn.Parameter) -> Tensor | None:
-    """This rank's part of the master weight."""
+    """Return this rank's part of the master weight."""
     return _get(param, _MASTER, is_local=True)
 
 
 def safe_get_local_grad(param: nn.Parameter) -> Tensor | None:
-    """This rank's part of the gradient; every rank must call it."""
+    """Return this rank's part of the gradient. Every rank must call it."""
     return _get(param, _GRAD, is_local=True)
 
 
 def safe_get_local_optimizer_state(param: nn.Parameter, optim_state_key: str) -> Tensor | None:
-    """This rank's part of state ``optim_state_key``."""
+    """Return this rank's part of state ``optim_state_key``."""
     return _get(param, optim_state_key, is_local=True)
 
 
 def safe_set_full_fp32_param(param: nn.Parameter, value: Tensor) -> None:
-    """Set the master weight of ``param``; every rank must call it, with the same ``value``."""
+    """Set the master weight of ``param``. Every rank must call it, with the same ``value``."""
     _set(param, value, _MASTER)
 
 
 def safe_set_full_grad(param: nn.Parameter, value: Tensor) -> None:
-    """Set the gradient of the step to come; every rank must call it, with the same ``value``."""
+    """Set the gradient of the next step. Every rank must call it, with the same ``value``."""
     _set(param, value, _GRAD)
 
 
 def safe_set_full_optimizer_state(param: nn.Parameter, value: Tensor, optim_state_key: str) -> None:
-    """Set state ``optim_state_key``; every rank must call it, with the same ``value``."""
+    """Set state ``optim_state_key``. Every rank must call it, with the same ``value``."""
     _set(param, value, optim_state_key)
 
 
 def safe_set_local_fp32_param(param: nn.Parameter, value: Tensor) -> None:
-    """Set this rank's part of the master weight; every rank must call it."""
+    """Set this rank's part of the master weight. Every rank must call it."""
     _set(param, value, _MASTER, is_local=True)
 
 
 def safe_set_local_grad(param: nn.Parameter, value: Tensor) -> None:
-    """Set this rank's part of the gradient; every rank must call it."""
+    """Set this rank's part of the gradient. Every rank must call it."""
     _set(param, value, _GRAD, is_local=True)
 
 
 def safe_set_local_optimizer_state(
     param: nn.Parameter, value: Tensor, optim_state_key: str
 ) -> None:
-    """Set this rank's part of state ``optim_state_key``; every rank must call it."""
+    """Set this rank's part of state ``optim_state_key``. Every rank must call it."""
     _set(param, value, optim_state_key, is_local=True)
 
 
@@ -107,7 +106,7 @@ def safe_update_full_grad_vectorized(
     param_list: Sequence[nn.Parameter],
     update_func: Callable[[Tensor, nn.Parameter], Tensor],
 ) -> None:
-    """Replace each gradient by ``update_func(gradient, parameter)``; every rank must call it."""
+    """Replace each gradient by ``update_func(gradient, parameter)``. Every rank must call it."""
     for param in param_list:
         grad = safe_get_full_grad(param)
         if grad is not None:
@@ -144,10 +143,7 @@ def _set(param: nn.Parameter, value: Tensor, what: str, *, is_local: bool = Fals
     write(name, value.detach().to("cpu", torch.float32), what)
 
 
-def _name(engine: Engine, param: nn.Parameter) -> str:
+def _name(engine: ShardedModel, param: nn.Parameter) -> str:
     name = engine.owns(param)
     assert name is not None, "engine_of found it"
     return name
-
-
-refuse_other_names(__name__)

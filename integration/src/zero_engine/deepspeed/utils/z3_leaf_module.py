@@ -9,8 +9,6 @@ from collections.abc import Callable, Iterable, Sequence
 
 from torch import nn
 
-from zero_engine.script.refusal import refuse_other_names
-
 __all__ = [
     "get_z3_leaf_modules",
     "set_z3_leaf_module",
@@ -33,11 +31,11 @@ def z3_leaf_module(model: nn.Module) -> bool:
 
 def z3_leaf_parameter(model: nn.Parameter) -> bool:
     """Whether the parameter is marked: none ever is."""
-    return hasattr(model, "ds_z3_leaf_module")
+    return "ds_z3_leaf_module" in vars(model)
 
 
 def get_z3_leaf_modules(model: nn.Module) -> list[nn.Module]:
-    """The marked modules of ``model``."""
+    """Return the marked modules of ``model``."""
     return [module for module in model.modules() if z3_leaf_module(module)]
 
 
@@ -52,7 +50,7 @@ def set_z3_leaf_modules(
     leaf_module_classes: Sequence[type | str],
     raise_if_not_found: bool = True,
 ) -> list[nn.Module]:
-    """Mark the modules of these classes, given as such or by name; those found.
+    """Mark the modules of these classes, given as such or by name. Returns those found.
 
     Raises:
         ValueError: there is none.
@@ -65,7 +63,7 @@ def unset_z3_leaf_modules(
     leaf_module_classes: Sequence[type | str],
     raise_if_not_found: bool = True,
 ) -> list[nn.Module]:
-    """Take the marks of modules of these classes away; see `set_z3_leaf_modules`."""
+    """Remove the marks of modules of these classes. Returns those found."""
     return _set_by_class(model, leaf_module_classes, False, raise_if_not_found)
 
 
@@ -75,7 +73,7 @@ def set_z3_leaf_modules_by_name(
     flag: bool = True,
     raise_if_not_found: bool = True,
 ) -> tuple[list[nn.Module], list[str]]:
-    """Mark modules by their full names; those found, and the names without one."""
+    """Mark modules by their full names. Returns those found, and the names without one."""
     return _set_by_name(model, module_names, flag, raise_if_not_found, str.__eq__)
 
 
@@ -85,7 +83,7 @@ def set_z3_leaf_modules_by_suffix(
     flag: bool = True,
     raise_if_not_found: bool = True,
 ) -> tuple[list[nn.Module], list[str]]:
-    """Mark modules by the ends of their names; those found, and the ends without one."""
+    """Mark modules by suffixes of their names. Returns those found, and other suffixes."""
     return _set_by_name(model, module_name_suffixes, flag, raise_if_not_found, str.endswith)
 
 
@@ -125,6 +123,3 @@ def _set_by_name(
 def _set_all(modules: Iterable[nn.Module], flag: bool) -> None:
     for module in modules:
         set_z3_leaf_module(module, flag)
-
-
-refuse_other_names(__name__)

@@ -1,4 +1,4 @@
-"""``deepspeed.utils.zero_to_fp32``: the model in fp32, out of a checkpoint; no ranks are needed.
+"""``deepspeed.utils.zero_to_fp32``: a checkpoint's model in fp32, read without ranks.
 
 Checkpoints are those that the engine wrote, of any stage and number of ranks. As a program:
 
@@ -17,9 +17,9 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from zero_core.checkpoint_files import read_buffers, read_weights
-from zero_engine.deepspeed.foreign import refuse_foreign
-from zero_engine.script.refusal import refuse_other_names
+from zero_core.checkpoint.files import read_buffers, read_weights
+from zero_engine.deepspeed.checkpoint import refuse_foreign
+from zero_engine.deepspeed.refusal import refuse_other_names
 
 __all__ = [
     "convert_zero_checkpoint_to_fp32_state_dict",
@@ -39,7 +39,7 @@ def get_fp32_state_dict_from_zero_checkpoint(
     exclude_frozen_parameters: bool = False,
     lazy_mode: bool = False,
 ) -> dict[str, Tensor]:
-    """The whole state dict in fp32 on the CPU; tied names share a tensor.
+    """Return the whole state dict in fp32 on the CPU. Tied names share a tensor.
 
     Args:
         checkpoint_dir: the folder that `save_checkpoint` was given.
@@ -56,7 +56,7 @@ def get_fp32_state_dict_from_zero_checkpoint(
 def load_state_dict_from_zero_checkpoint(
     model: _M, checkpoint_dir: str | Path, tag: str | None = None
 ) -> _M:
-    """Move ``model`` to the CPU and give it the checkpoint's fp32 values; the same model."""
+    """Move ``model`` to the CPU and load the checkpoint's fp32 values. Returns ``model``."""
     model.cpu()
     model.load_state_dict(get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag), False)
     return model
@@ -70,7 +70,7 @@ def convert_zero_checkpoint_to_fp32_state_dict(
     tag: str | None = None,
     exclude_frozen_parameters: bool = False,
 ) -> None:
-    """`convert_zero_checkpoint_to_state_dict` in fp32."""
+    """Write the state dict in fp32 by `convert_zero_checkpoint_to_state_dict`."""
     convert_zero_checkpoint_to_state_dict(
         checkpoint_dir,
         output_dir,
@@ -143,7 +143,7 @@ def _read(
 
 
 def _without_ties(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Each tensor once, under its first name: the format has no ties, readers make them again."""
+    """Return each tensor once, under its first name: the format has no ties."""
     once: dict[int, str] = {}
     for name, value in state.items():
         once.setdefault(id(value), name)
@@ -177,7 +177,7 @@ def _bytes(size: str | int | None) -> int | None:
 
 
 def main() -> None:
-    """The program."""
+    """Run the program."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
     parser.add_argument("checkpoint_dir")
     parser.add_argument("output_dir")
@@ -189,7 +189,7 @@ def main() -> None:
     convert_zero_checkpoint_to_fp32_state_dict(**vars(options))
 
 
-refuse_other_names(__name__)
-
 if __name__ == "__main__":
     main()
+else:
+    refuse_other_names("utils.zero_to_fp32", "utils.zero_to_fp32")

@@ -1,0 +1,47 @@
+"""The command line: a benchmark's name, then its own options."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+
+import typer
+
+PROGRAM = "python integration/benchmarks/run.py"
+EXPERIMENTS = {
+    "engine": "step time and memory beside DDP, FSDP2 and DeepSpeed",
+    "offload": "optimizer state in host memory and in files, beside DeepSpeed's ZeRO-Offload",
+    "memory": "memory and start-up against formula and plan",
+    "comm": "ZeRO++ over a slow link between two network namespaces; needs root",
+    "comm_convergence": "the loss of a small GPT with quantized communication; hours",
+    "cpu_adam": "one optimizer step on host memory, beside other libraries' kernels",
+    "cpu_adam_convergence": "the loss of a GPT-2 with 8- and 16-bit optimizer states",
+    "gpu": "one accelerator, part by part: correct, and how fast",
+    "offload_cuda": "optimizer state off one accelerator: speed, bounds of a step, capacity",
+    "comm_cuda": "the quantizer's Triton kernels against the bandwidth of a copy",
+    "document": "the results of `gpu` as Markdown",
+}
+MODULES = {"comm": "comm.race", "comm_cuda": "comm_cuda.program", "gpu": "gpu.program"}
+"""Of `benchmarks.experiments`, where an experiment is a folder."""
+
+
+def command(name: str) -> typer.Typer:
+    """Return the program of an experiment, which alone is imported."""
+    module = importlib.import_module(f"benchmarks.experiments.{MODULES.get(name, name)}")
+    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+    app.command(help=module.__doc__)(module.main)
+    return app
+
+
+def main() -> None:
+    """Run the experiment that the first argument names."""
+    name = sys.argv[1] if len(sys.argv) > 1 else "--help"
+    if name not in EXPERIMENTS:
+        listed = "\n".join(f"  {known:22}{about}" for known, about in EXPERIMENTS.items())
+        print(f"usage: {PROGRAM} NAME [OPTIONS], or NAME --help\n\n{listed}")
+        sys.exit(0 if name == "--help" else f"no benchmark is named {name!r}")
+    command(name)(sys.argv[2:], prog_name=f"{PROGRAM} {name}")
+
+
+if __name__ == "__main__":
+    main()

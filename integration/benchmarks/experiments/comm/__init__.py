@@ -1,0 +1,1 @@
+"""Training over a slow link: two network namespaces on one machine."""

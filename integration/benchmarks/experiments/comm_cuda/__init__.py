@@ -1,0 +1,1 @@
+"""zero-comm's Triton kernels against copy bandwidth."""

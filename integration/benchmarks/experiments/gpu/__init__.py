@@ -1,0 +1,1 @@
+"""One accelerator, part by part."""

@@ -1,0 +1,291 @@
+"""Peak memory against ZeRO's formula and against the plan, growth, start-up. Linux.
+
+[Note: comparisons]
+formula   peak of a rank against ZeRO's closed form (arXiv 1910.02054, sections 3 and 5), at most
+          two gathered units, and "passing": two units' gradients under way, a buffer to exchange
+          them in, one parameter's gradient; where activations are negligible
+growth    resident memory after 500 steps against after 50; samples of one length, or of random ones
+start-up  seconds of `zero_core.build`, and how they grow with the model
+plan      peak of a rank against `zero_core.plan`, activations included
+
+The ranks run with glibc's ``MALLOC_MMAP_THRESHOLD_`` at 64 KiB, so that freed tensors return to the
+system. By default glibc keeps up to 32 MiB per block between objects that stay; the table of
+formulas has a line for that.
+
+Measured is resident memory, and its peak (`benchmarks.harness.memory`), over that before the model
+was made. By then the process has trained a small engine with the same configuration, so that
+libraries, kernels' code and the process group's own buffers are there already.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Annotated, Any
+
+import torch
+import torch.distributed as dist
+import typer
+from rich.table import Table
+
+import zero_core
+from benchmarks.harness.job import Job
+from benchmarks.harness.memory import peak_bytes, resident_bytes, restart_peak
+from benchmarks.harness.models import GptShape
+from benchmarks.harness.options import RESULTS, Output, choose
+from benchmarks.harness.ranks import CPU_ALONE, Place, Row, run_ranks, write_json
+from benchmarks.harness.report import Axes, empty_table, machine, make_console, save_panels, word
+from benchmarks.harness.sides import engine_loop, torch_loop
+from zero_engine.train.metrics import MIB
+
+RETURN_FREED = {"MALLOC_MMAP_THRESHOLD_": str(64 * 1024)}
+FORMULA_BAR, PLAN_BAR, FRAGMENTS_BAR, START_BAR_S = 0.03, 0.05, 0.05, 2.0
+WARM_STEPS = 2
+GROWTH_STEPS = (50, 500)
+
+LARGE = Job(
+    *("", "zero", GptShape(layers=64, width=400, heads=8, vocab=256, context=4)),
+    micro_batch=1,
+    steps=3,
+    warmup=0,
+    dtype="bf16",
+    ranks=2,
+)
+MIDDLE = replace(LARGE, shape=GptShape(8, 512, heads=8, vocab=1024, context=256), micro_batch=2)
+SMALL = replace(LARGE, shape=GptShape(6, 256, heads=4, vocab=256, context=32), dtype="fp32")
+OFFLOAD = {"offload_optimizer": {"device": "cpu"}}
+
+
+def formula_rows() -> Iterator[Row]:
+    """Yield each stage's peak, and stage 3's with glibc's own settings."""
+    cases: list[tuple[int, Mapping[str, str], str]] = [(s, RETURN_FREED, "") for s in range(4)]
+    for stage, environment, note in [*cases, (3, {}, "glibc's own settings")]:
+        job = replace(LARGE, stage=stage)
+        found = _run(job, environment)
+        numel = found[0]["num_parameters"]
+        gathered = 2 * 2 * (numel // job.shape.layers) if stage == 3 else 0  # two units of bf16
+        planned = _plan(job).memory.device
+        kinds = ("gradients under way", "exchange buffers", "parameter gradient", "activations")
+        passing = sum(planned.get(kind, 0) for kind in kinds)
+        peak = _most(found, "peak_bytes")
+        ours = round(_bytes_per_parameter(stage, job.ranks, 4) * numel) + gathered
+        yield {
+            "case": f"stage {stage}{', ' * bool(note)}{note}",
+            "num_parameters": numel,
+            "paper_bytes": round(_bytes_per_parameter(stage, job.ranks, None) * numel) + gathered,
+            "formula_bytes": ours,
+            "passing_bytes": passing,
+            "build_peak_bytes": _most(found, "build_peak_bytes"),
+            "peak_bytes": peak,
+            "ratio": peak / (ours + passing),
+            "is_met": None if note else peak <= (1 + FORMULA_BAR) * (ours + passing),
+        }
+
+
+def _bytes_per_parameter(stage: int, ranks: int, accumulated: int | None) -> float:
+    """Return the bytes of bf16 weights and gradients, fp32 master weights and two moments.
+
+    ``accumulated`` is the width in which gradients accumulate, if they do so beside the 16-bit ones
+    that are reduced (the engine's default: 4); None is the paper's formula, where they do not.
+    """
+    shard = 1 / ranks
+    weights = 2 * (shard if stage == 3 else 1)
+    states = 12 * (shard if stage >= 1 else 1)
+    if accumulated is None:
+        return weights + 2 * (shard if stage >= 2 else 1) + states
+    whole = 2 if stage < 2 else 0
+    return weights + whole + accumulated * (shard if stage >= 1 else 1) + states
+
+
+def growth_rows() -> Iterator[Row]:
+    """Yield resident memory after 50 and 500 steps of every stage, and of random lengths."""
+    jobs = [replace(SMALL, stage=stage) for stage in range(4)]
+    random = replace(SMALL, stage=3, shape=replace(SMALL.shape, context=128), shortest=2)
+    for job in [*jobs, random, replace(random, side="torch", ranks=1)]:
+        job = replace(job, steps=GROWTH_STEPS[-1])
+        found = _run(job, RETURN_FREED, GROWTH_STEPS)
+        is_bare = job.side == "torch"
+        if is_bare:
+            held = 16 * found[0]["num_parameters"]
+        else:
+            held = sum(found[0]["held_bytes"].values())
+            held += _plan(job).memory.device["optimizer states"]
+        early, late = (max(f["resident_bytes"][str(mark)] for f in found) for mark in GROWTH_STEPS)
+        name = "the bare model, 1 rank" if is_bare else f"stage {job.stage}"
+        yield {
+            "case": f"{name}, random lengths" if job.shortest else name,
+            "held_bytes": held,
+            "early_bytes": early,
+            "late_bytes": late,
+            "ratio": (late - early) / held,
+            "is_met": None if is_bare else late - early <= FRAGMENTS_BAR * held,
+        }
+
+
+def start_rows() -> Iterator[Row]:
+    """Yield the seconds of build on four ranks, by the number of parameters."""
+    for layers in (16, 32, 64):
+        shape = replace(LARGE.shape, layers=layers)
+        found = _run(replace(LARGE, shape=shape, ranks=4, stage=3, steps=0), {})
+        seconds = _most(found, "build_s")
+        numel = found[0]["num_parameters"]
+        cpu_s = sum(f["build_cpu_s"] for f in found)
+        yield {
+            "case": f"{numel / 1e6:.0f} M parameters, 4 ranks",
+            "num_parameters": numel,
+            "build_s": seconds,
+            "cpu_s_of_all_ranks": cpu_s,
+            "ratio": cpu_s / numel * 1e9,  # CPU seconds per 1e9 parameters
+            "is_met": seconds < START_BAR_S,
+        }
+
+
+def plan_rows() -> Iterator[Row]:
+    """Yield the measured over the planned peak: stage, dtype, offload, world size."""
+    for ranks in (1, 2, 3):
+        for stage in range(4) if ranks > 1 else (0,):  # one rank has nothing to shard
+            for dtype in ("fp32", "bf16"):
+                for offload in ("none", "cpu"):
+                    zero = OFFLOAD if offload == "cpu" else {}
+                    job = replace(MIDDLE, ranks=ranks, stage=stage, dtype=dtype, zero=zero)
+                    use = _plan(job).memory
+                    planned = use.device_bytes + use.host_bytes
+                    peak = _most(_run(job, RETURN_FREED), "peak_bytes")
+                    yield {
+                        "case": f"{ranks} ranks, stage {stage}, {dtype}, offload {offload}",
+                        "planned_bytes": planned,
+                        "peak_bytes": peak,
+                        "ratio": peak / planned,
+                        "is_met": abs(peak / planned - 1) <= PLAN_BAR,
+                    }
+
+
+PARTS = {"formula": formula_rows, "growth": growth_rows, "start": start_rows, "plan": plan_rows}
+"""The measurements by name. Each yields rows with ``case``, ``ratio`` and ``is_met``."""
+TITLES = {
+    "formula": "peak over the formula and what is passing (bar 1.03)",
+    "growth": "growth from step 50 to 500, of what is held (bar 0.05)",
+    "start": "CPU seconds of build, all ranks, per 10^9 parameters",
+    "plan": "peak over the plan (bar 0.95 to 1.05)",
+}
+
+
+def main(
+    only: Annotated[list[str] | None, typer.Option(help=f"Of: {', '.join(PARTS)}.")] = None,
+    output: Output = RESULTS,
+) -> None:
+    """Measure, print a table per part, write ``memory.json`` and ``memory.png``."""
+    console = make_console()
+    started_at = time.perf_counter()
+    parts: dict[str, list[Row]] = {}
+    for part in choose(only, PARTS, "part", "--only"):
+        parts[part] = []
+        for row in PARTS[part]():
+            parts[part].append(row)
+            console.print(f"{part}: {row['case']}: {row['ratio']:.3f}")
+        console.print(table(part, parts[part]))
+    seconds = time.perf_counter() - started_at
+    output.mkdir(parents=True, exist_ok=True)
+    report = {"machine": machine(), "parts": parts, "seconds": seconds}
+    write_json(output / "memory.json", report)
+    save_panels(
+        output / "memory.png",
+        [
+            (TITLES[part], len(rows) + 3, lambda axes, rows=rows: _draw(axes, rows))  # type: ignore[misc]
+            for part, rows in parts.items()
+        ],
+    )
+    console.print(f"written to {output} after {seconds:.0f} s")
+
+
+def table(part: str, rows: Sequence[Row]) -> Table:
+    worst = max(rows, key=lambda row: float(row["ratio"]))
+    caption = f"MiB; furthest: {worst['case']}, {worst['ratio']:.3f}"
+    headings = [key.replace("_bytes", "").replace("_", " ") for key in rows[0]]
+    found = empty_table(headings, title=part, caption=caption)
+    for row in rows:
+        found.add_row(*(_cell(key, value) for key, value in row.items()))
+    return found
+
+
+def _cell(key: str, value: Any) -> str:
+    if key == "is_met":
+        return word(value)
+    if key.endswith("_bytes"):
+        return f"{value / MIB:.1f}"
+    return f"{value:.3f}" if isinstance(value, float) else str(value)
+
+
+def _draw(axes: Axes, rows: Sequence[Row]) -> None:
+    colors = ["tab:red" if row["is_met"] is False else "tab:blue" for row in rows]
+    axes.barh([row["case"] for row in rows], [row["ratio"] for row in rows], color=colors)
+    axes.invert_yaxis()
+
+
+def _most(found: Sequence[Row], key: str) -> float:
+    return max(float(of_rank[key]) for of_rank in found)
+
+
+def _plan(job: Job) -> zero_core.Plan:
+    model = job.meta_model()
+    ids = torch.zeros(job.micro_batch, job.shape.context, dtype=torch.int64)
+    return zero_core.plan(model, job.config(), job.ranks, device_type="cpu", example_inputs=[ids])
+
+
+def _run(job: Job, environment: Mapping[str, str], marks: Sequence[int] = ()) -> list[Row]:
+    arguments = {"job": job, "marks": list(marks)}
+    environment = {**CPU_ALONE, **environment}
+    return run_ranks("benchmarks.experiments.memory:measure", arguments, job.ranks, environment)
+
+
+def measure(place: Place, job: Mapping[str, Any], marks: Sequence[int]) -> Row:
+    """Train on this rank. Return seconds, and bytes over those before the model was made.
+
+    Args:
+        place: of the rank.
+        job: what is trained.
+        marks: steps after which resident memory is noted too.
+    """
+    what = Job.of(job)
+    torch.set_num_threads(1)
+    place.join()
+    tiny = replace(what.shape, layers=2, width=64, heads=1)
+    _train(replace(what, shape=tiny, steps=WARM_STEPS), place, ())
+    return _train(what, place, marks)
+
+
+def _train(job: Job, place: Place, marks: Sequence[int]) -> Row:
+    gc.collect()
+    before = resident_bytes()
+    model = job.make_model()
+    restart_peak()
+    dist.barrier()
+    started_at = time.perf_counter()
+    cpu_at = time.process_time()
+    engine = zero_core.build(model, job.config()) if job.side == "zero" else None
+    step = torch_loop(job, model).step if engine is None else engine_loop(engine)
+    found: Row = {
+        "build_s": time.perf_counter() - started_at,
+        "build_cpu_s": time.process_time() - cpu_at,
+        "build_peak_bytes": peak_bytes() - before,
+        "built_bytes": resident_bytes() - before,
+        "num_parameters": job.shape.numel,
+    }
+    dist.barrier()
+    restart_peak()
+    inputs = job.batches(place.rank)
+    resident = {}
+    for number in range(1, job.steps + 1):
+        step(next(inputs))
+        if number in marks:
+            resident[number] = resident_bytes() - before
+    dist.barrier()
+    found |= {
+        "peak_bytes": peak_bytes() - before,
+        "resident_bytes": resident,
+        "held_bytes": {} if engine is None else engine.memory_report(),
+    }
+    dist.barrier()  # nobody ends while another still measures
+    return found

@@ -1,0 +1,14 @@
+"""The harness under all experiments, bottom up.
+
+[Note: harness]
+models   the models that are trained
+job      a contender with one model, as plain data
+ranks    fresh rank processes and their results; `rank` is the program that each runs
+sides    the contenders' code: this engine, plain torch, DDP, FSDP2, DeepSpeed
+memory   resident and device memory
+tracing  the device's part of a step, from torch.profiler
+train    the measuring loops
+rounds   contenders in turn, round by round
+report   rows as JSON, tables, Markdown and pictures
+options  command-line options that several experiments share
+"""

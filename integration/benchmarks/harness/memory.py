@@ -1,0 +1,125 @@
+"""Memory of a process, of its machine and of its device.
+
+Ranks of one host read each other's shards in shared memory, and the kernel counts such a page as
+resident in every process that has touched it. So read-only maps of other ranks' memory are taken
+off. Page-locked memory is missing from a process's own count: `HostWatch` measures the machine's.
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+from pathlib import Path
+
+import torch
+
+from zero_engine.machine import memory_limit_bytes
+
+GIB = 2**30
+INTERVAL_S = 0.1
+_PEERS = re.compile(r"^\S+ r--s .*/memfd:zero_core")
+_HEADER = re.compile(r"^[0-9a-f]+-[0-9a-f]+ ")
+
+
+def resident_bytes() -> int:
+    return _field("self/status", "VmRSS") - _peers_bytes()
+
+
+def peak_bytes() -> int:
+    """Return the largest resident memory since `restart_peak`.
+
+    Maps of peers are taken off as they are now. All of them exist before an optimizer's first step,
+    in which the peak of a training falls; of an earlier peak too much would be taken off.
+    """
+    return _field("self/status", "VmHWM") - _peers_bytes()
+
+
+def restart_peak() -> None:
+    Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
+
+
+def available_bytes() -> int:
+    """Return the machine's available memory: the kernel's estimate, within the cgroup's limit."""
+    available, limit = machine_available_bytes(), memory_limit_bytes()
+    return available if limit is None else min(limit, available)
+
+
+def machine_available_bytes() -> int:
+    return _field("meminfo", "MemAvailable")
+
+
+class HostWatch:
+    """The largest drop of the machine's available memory since the construction.
+
+    Other processes count too, so the machine should be idle. A thread measures every 0.1 s until
+    `stop`.
+    """
+
+    def __init__(self) -> None:
+        self._before = self._least = machine_available_bytes()
+        self._is_over = threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+        self._thread.start()
+
+    def stop(self) -> int:
+        """Stop watching and return the drop in bytes."""
+        self._is_over.set()
+        self._thread.join()
+        self._update()
+        return self._before - self._least
+
+    def _watch(self) -> None:
+        while not self._is_over.wait(INTERVAL_S):
+            self._update()
+
+    def _update(self) -> None:
+        self._least = min(self._least, machine_available_bytes())
+
+
+def device_peaks(device: torch.device) -> dict[str, int | None]:
+    """Return the peaks of tensors' memory and of what torch's allocator reserved for them."""
+    if device.type == "cpu":
+        return {"device_peak_bytes": None, "device_reserved_bytes": None}
+    return {
+        "device_peak_bytes": torch.accelerator.max_memory_allocated(device),
+        "device_reserved_bytes": torch.accelerator.max_memory_reserved(device),
+    }
+
+
+def limit_device(limit_bytes: int | None, device: torch.device) -> int | None:
+    """Limit torch's allocator and return the limit, or None where nothing was limited.
+
+    Raises:
+        RuntimeError: the device has less, or its module cannot limit it.
+    """
+    if limit_bytes is None or device.type == "cpu":
+        return None
+    module = torch.get_device_module(device)
+    if not hasattr(module, "set_per_process_memory_fraction"):  # foreign: torch
+        raise RuntimeError(
+            f"torch.{device.type} has no set_per_process_memory_fraction: its memory cannot be "
+            f"limited to {limit_bytes} bytes"
+        )
+    _, total = torch.accelerator.get_memory_info(device)
+    if total < limit_bytes:
+        raise RuntimeError(f"the device has {total} bytes, less than the limit of {limit_bytes}")
+    module.set_per_process_memory_fraction(limit_bytes / total, device)
+    return limit_bytes
+
+
+def _field(file: str, name: str) -> int:
+    for line in Path("/proc", file).read_text(encoding="ascii").splitlines():
+        key, _, value = line.partition(":")
+        if key == name:
+            return int(value.split()[0]) * 1024
+    raise RuntimeError(f"/proc/{file} has no {name}: memory is measured on Linux only")
+
+
+def _peers_bytes() -> int:
+    total, is_peers = 0, False
+    for line in Path("/proc/self/smaps").read_text(encoding="utf-8").splitlines():
+        if _HEADER.match(line):
+            is_peers = _PEERS.match(line) is not None
+        elif is_peers and line.startswith("Rss:"):
+            total += int(line.split()[1]) * 1024
+    return total

@@ -1,0 +1,149 @@
+"""GPT-2 in plain torch, in three memory footprints, and Hugging Face's."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+import zero_core
+
+INITIAL_STD = 0.02
+
+
+@dataclass(frozen=True)
+class GptShape:
+    """Size of a model, in layers, elements and tokens."""
+
+    layers: int
+    width: int
+    heads: int
+    vocab: int
+    context: int
+    """Most tokens per sample."""
+
+    @property
+    def numel(self) -> int:
+        """Elements of all parameters, tied ones counted once."""
+        block = 12 * self.width**2 + 13 * self.width
+        return self.layers * block + (self.vocab + self.context + 2) * self.width
+
+
+class _Block(nn.Module):
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norms = nn.ModuleList([nn.LayerNorm(width), nn.LayerNorm(width)])
+        self.qkv = nn.Linear(width, 3 * width)
+        self.out = nn.Linear(width, width)
+        self.up = nn.Linear(width, 4 * width)
+        self.down = nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        parts = self.qkv(self.norms[0](x)).unflatten(-1, (3, self.heads, -1)).unbind(2)
+        query, key, value = (part.transpose(1, 2) for part in parts)
+        mixed = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+        x = x + self.out(mixed.transpose(1, 2).flatten(2))
+        y: Tensor = x + self.down(functional.gelu(self.up(self.norms[1](x))))
+        return y
+
+
+class Gpt(nn.Module):
+    """A GPT with learned positions and tied embeddings. Its forward gives the loss."""
+
+    def __init__(self, shape: GptShape) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(shape.vocab, shape.width)
+        self.positions = nn.Embedding(shape.context, shape.width)
+        for table in (self.embed, self.positions):
+            nn.init.normal_(table.weight, std=INITIAL_STD)
+        self.blocks = nn.ModuleList(_Block(shape.width, shape.heads) for _ in range(shape.layers))
+        self.norm = nn.LayerNorm(shape.width)
+        self.head = nn.Linear(shape.width, shape.vocab, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """Return the mean cross-entropy of next tokens of ``ids``: int64, [batch, length]."""
+        x = self.embed(ids) + self.positions(torch.arange(ids.shape[1], device=ids.device))
+        for block in self.blocks:
+            x = self.run_block(block, x)
+        return self.loss(self.norm(x), ids)
+
+    def run_block(self, block: nn.Module, x: Tensor) -> Tensor:
+        y: Tensor = block(x)
+        return y
+
+    def loss(self, x: Tensor, ids: Tensor) -> Tensor:
+        """Return the loss, fp32, from the last block's output ``x``: [batch, length, width]."""
+        logits = self.head(x[:, :-1]).flatten(0, 1).float()
+        return functional.cross_entropy(logits, ids[:, 1:].flatten())
+
+
+class GptWithSmallLogits(Gpt):
+    """The same up to the order of a sum, with logits recomputed in backward, sample by sample.
+
+    Logits of 10 x 1024 tokens over 50257 words, with their gradients, would take 8 GB.
+    """
+
+    def loss(self, x: Tensor, ids: Tensor) -> Tensor:
+        of_one = super().loss
+        rows = zip(torch.split(x, 1), torch.split(ids, 1), strict=True)
+        losses = [checkpoint(of_one, *row, use_reentrant=False) for row in rows]
+        return torch.stack(losses).mean()
+
+
+class GptWithCheckpoints(GptWithSmallLogits):
+    """The same with torch's activation checkpointing, which every side can use."""
+
+    def run_block(self, block: nn.Module, x: Tensor) -> Tensor:
+        y: Tensor = checkpoint(block, x, use_reentrant=False)
+        return y
+
+
+MODELS = {
+    "plain": "benchmarks.harness.models:Gpt",
+    "small_logits": "benchmarks.harness.models:GptWithSmallLogits",
+    "checkpointed": "benchmarks.harness.models:GptWithCheckpoints",
+    "gpt2": "benchmarks.harness.gpt2:Gpt2",
+}
+"""Each has ``blocks``, and its forward gives the loss."""
+
+
+def model_class(name: str) -> Callable[[GptShape], Any]:
+    """Return a class of `MODELS`, imported where it was not yet."""
+    module, _, of = MODELS[name].partition(":")
+    found: Callable[[GptShape], Any] = getattr(importlib.import_module(module), of)
+    return found
+
+
+def find_device() -> torch.device:
+    """Return the accelerator, or the CPU if there is none."""
+    found = torch.accelerator.current_accelerator(check_available=True)
+    if found is None:
+        return torch.device("cpu")
+    return torch.device(found.type, torch.accelerator.current_device_index())
+
+
+def make_model(name: str, shape: GptShape, *, is_deferred: bool = False) -> Any:
+    """Make a model of `MODELS` on the CPU, fp32, with the same values in every process.
+
+    Values are drawn on the device, which is faster; its peak memory is counted from the end on. A
+    deferred model has no values yet.
+    """
+    torch.manual_seed(0)
+    if is_deferred:
+        with zero_core.deferred_init():
+            return model_class(name)(shape)
+    device = find_device()
+    with device:
+        model = model_class(name)(shape).cpu()
+    if device.type != "cpu":
+        torch.accelerator.empty_cache()
+        torch.accelerator.reset_peak_memory_stats(device)
+    return model

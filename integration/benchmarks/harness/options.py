@@ -1,0 +1,74 @@
+"""Command-line options that several experiments share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+
+from benchmarks.harness.models import GptShape
+
+RESULTS = Path("integration/benchmarks/results")
+HEAD_WIDTH = 64
+
+Rounds = Annotated[int, typer.Option(min=1, help="Times that every contender runs.")]
+Steps = Annotated[int, typer.Option(min=1, help="Timed steps per round.")]
+Warmup = Annotated[int, typer.Option(min=0, help="Untimed steps before them.")]
+Ranks = Annotated[list[int] | None, typer.Option(min=1, help="Ranks, on the CPU.")]
+Threads = Annotated[int, typer.Option(min=1, help="Threads per rank.")]
+AllThreads = Annotated[int, typer.Option(min=0, help="For everyone; 0 for torch's count.")]
+Sizes = Annotated[
+    list[str] | None,
+    typer.Option("--size", help="LAYERSxWIDTH of the GPT-2, the width a multiple of 64."),
+]
+Context = Annotated[int, typer.Option(min=2, help="Tokens per sample.")]
+MicroBatch = Annotated[int, typer.Option(min=1, help="Samples per rank.")]
+Output = Annotated[Path, typer.Option(help="Folder for the results, as JSON and pictures.")]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Tiny, on the CPU.")]
+
+
+def choose(names: Sequence[str] | None, known: Iterable[str], kind: str, option: str) -> list[str]:
+    """Return the names that were given, or all.
+
+    Raises:
+        typer.BadParameter: one is unknown.
+    """
+    known = list(known)
+    for name in names or ():
+        if name not in known:
+            raise typer.BadParameter(
+                f"unknown {kind} {name!r}; known: {', '.join(known)}", param_hint=option
+            )
+    return list(dict.fromkeys(names or known))
+
+
+def parse_size(size: str, *, vocab: int, context: int) -> GptShape:
+    """Return the shape of ``LAYERSxWIDTH``, with heads of 64 elements."""
+    layers, _, width = size.partition("x")
+    if not (layers.isdigit() and width.isdigit()) or int(layers) < 1 or int(width) < HEAD_WIDTH:
+        raise typer.BadParameter(f"{size!r}: expected LAYERSxWIDTH, as 6x512", param_hint="--size")
+    if int(width) % HEAD_WIDTH:
+        raise typer.BadParameter(
+            f"{size!r}: the width must be a multiple of {HEAD_WIDTH}", param_hint="--size"
+        )
+    heads = int(width) // HEAD_WIDTH
+    return GptShape(int(layers), int(width), heads=heads, vocab=vocab, context=context)
+
+
+def find_device_type(*, is_dry_run: bool) -> torch.device:
+    """Return the device without its number: asking for that takes memory on it.
+
+    Raises:
+        typer.BadParameter: there is no accelerator, and this is no dry run.
+    """
+    if is_dry_run:
+        return torch.device("cpu")
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if accelerator is None:
+        raise typer.BadParameter(
+            "torch finds no accelerator; --dry-run is the same program on the CPU"
+        )
+    return torch.device(accelerator.type)

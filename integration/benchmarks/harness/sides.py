@@ -1,0 +1,274 @@
+"""The sides of a comparison: each makes a function that takes one training step.
+
+All compute in the job's dtype over fp32 master weights, but for "torch_low". Everyone has the
+fastest AdamW for its device: torch's fused one, DeepSpeed's, or the engine's own.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import cpu_adam
+import zero_core
+import zero_offload
+from benchmarks.harness.job import Job
+from benchmarks.harness.ranks import Place
+from zero_core.protocols import StateTier
+
+Step = Callable[[Tensor], Tensor]
+"""Takes a rank's token ids, updates the model, returns the loss without waiting for it."""
+
+
+class _File(Protocol):
+    """The file of a tier's states."""
+
+    @property
+    def io_s(self) -> float: ...
+
+    @property
+    def waited_s(self) -> float: ...
+
+
+class HostTier(StateTier, Protocol):
+    """The figures of the tier that `zero_offload.create_tier` makes."""
+
+    @property
+    def host_numel(self) -> int: ...
+
+    @property
+    def bytes_d2h(self) -> int: ...
+
+    @property
+    def bytes_h2d(self) -> int: ...
+
+    @property
+    def stall_s(self) -> float: ...
+
+    @property
+    def file(self) -> _File | None: ...
+
+
+@runtime_checkable
+class _ChoosesRatio(Protocol):
+    """A tier with ``"ratio": "auto"``."""
+
+    @property
+    def ratio_report(self) -> Any: ...
+
+
+class KeptTier:
+    """A `zero_core.protocols.StateTierFactory` that keeps the tier in reach.
+
+    Makes the tier with the kernel that ``"device": "cpu"`` names.
+
+    Attributes:
+        tier: the tier, or None before it was made.
+    """
+
+    def __init__(self) -> None:
+        self.tier: HostTier | None = None
+        self._numel = 0
+
+    def __call__(self, **parts: Any) -> HostTier:
+        self._numel = parts["numel"]
+        self.tier = zero_offload.create_tier(**{**parts, "adam_kernel": cpu_adam})
+        return self.tier
+
+    def moved_bytes(self) -> dict[str, int]:
+        """Return the bytes so far: ``bytes_d2h`` of gradients, ``bytes_h2d`` of parameters.
+
+        Waits for an update under way, so that it is counted.
+        """
+        if self.tier is None:
+            return {"bytes_d2h": 0, "bytes_h2d": 0}
+        self.tier.wait_params(0, self._numel)
+        return {"bytes_d2h": self.tier.bytes_d2h, "bytes_h2d": self.tier.bytes_h2d}
+
+    def ratio_report(self) -> dict[str, Any] | None:
+        """Return the choice of ``"ratio": "auto"`` with its reason, or None."""
+        tier: object = self.tier
+        if not isinstance(tier, _ChoosesRatio) or tier.ratio_report is None:
+            return None
+        return asdict(tier.ratio_report)
+
+    def host_share(self) -> float | None:
+        """Return the share of the elements that the host updates now."""
+        if self.tier is None:
+            return None
+        return self.tier.host_numel / self._numel if self._numel else 0.0
+
+    def io_seconds(self) -> dict[str, float]:
+        """Return seconds of file access so far, nothing if the tier has no file.
+
+        ``io_s``: a file was read or written; ``waited_s``: updates waited for that; ``stall_s``:
+        the caller was blocked because an update was not done.
+        """
+        tier = self.tier
+        if tier is None or (file := tier.file) is None:
+            return {}
+        return {"io_s": file.io_s, "waited_s": file.waited_s, "stall_s": tier.stall_s}
+
+
+@dataclass
+class Side:
+    """A contender that is ready to train."""
+
+    step: Step
+    engine: zero_core.Engine | None = None
+    """This project's. Others have none."""
+    kept: KeptTier = field(default_factory=KeptTier)
+
+
+def bare(job: Job, device: torch.device, place: Place) -> Side:
+    """Forward and backward alone: no engine can be faster."""
+    model = job.make_model().to(device, _dtype(job))
+
+    def step(ids: Tensor) -> Tensor:
+        loss: Tensor = model(ids)
+        torch.autograd.backward(loss)
+        model.zero_grad()
+        return loss.detach()
+
+    return Side(step)
+
+
+def ddp(job: Job, device: torch.device, place: Place) -> Side:
+    place.join(device)
+    model = job.make_model().to(device)
+    return torch_loop(job, nn.parallel.DistributedDataParallel(model))
+
+
+def plain(job: Job, device: torch.device, place: Place) -> Side:
+    """The bare model with fp32 weights, in bf16 by autocast."""
+    return torch_loop(job, job.make_model().to(device), autocast=device.type)
+
+
+def plain_low(job: Job, device: torch.device, place: Place) -> Side:
+    """Weights, moments and all in the job's dtype: no master weights, so other numbers."""
+    return torch_loop(job, job.make_model().to(device, _dtype(job)))
+
+
+def plain_masters(job: Job, device: torch.device, place: Place) -> Side:
+    """Weights and gradients in the job's dtype, fp32 master weights by hand: as the engine."""
+    model = job.make_model().to(device)
+    masters = [nn.Parameter(p.detach().clone()) for p in model.parameters()]
+    model.to(_dtype(job))
+    weights: list[Tensor] = list(model.parameters())
+    optimizer = torch.optim.AdamW(masters, fused=True, **job.adamw)
+
+    def step(ids: Tensor) -> Tensor:
+        loss: Tensor = model(ids)
+        torch.autograd.backward(loss)
+        for master, weight in zip(masters, weights, strict=True):
+            assert weight.grad is not None
+            master.grad, weight.grad = weight.grad.float(), None
+        optimizer.step()
+        with torch.no_grad():
+            torch._foreach_copy_(weights, list[Tensor](masters))
+        optimizer.zero_grad()
+        return loss.detach()
+
+    return Side(step)
+
+
+def fsdp2(job: Job, device: torch.device, place: Place) -> Side:
+    """`fully_shard` on every block and on the whole, offloaded by CPUOffloadPolicy.
+
+    Offloaded at stage 2, a unit stays whole from forward to backward; at stage 3 it is gathered
+    twice.
+    """
+    # Imported here: it takes half a second that no other side needs.
+    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+
+    place.join(device)
+    model = job.make_model()
+    settings: dict[str, Any] = {"mesh": init_device_mesh(device.type, (place.world_size,))}
+    if job.dtype != "fp32":
+        settings["mp_policy"] = MixedPrecisionPolicy(param_dtype=_dtype(job))
+    if job.is_offloaded:
+        settings["offload_policy"] = CPUOffloadPolicy(pin_memory=device.type != "cpu")
+        settings["reshard_after_forward"] = job.stage == 3
+    for block in model.blocks:
+        fully_shard(block, **settings)
+    fully_shard(model, **settings)
+    return torch_loop(job, model)
+
+
+def deepspeed(job: Job, device: torch.device, place: Place) -> Side:
+    """DeepSpeed from the package index. It compiles its Adam where it has not yet.
+
+    On the CPU it is given its own Adam if the states are offloaded, torch's fused one else.
+    """
+    package: Any = importlib.import_module("deepspeed")
+    place.join(device)
+    model, optimizer, config = job.make_model(), None, job.deepspeed_config()
+    if device.type == "cpu":
+        del config["optimizer"]
+        config["zero_allow_untested_optimizer"] = True
+        if job.is_offloaded:
+            adam: Any = importlib.import_module("deepspeed.ops.adam")
+            optimizer = adam.DeepSpeedCPUAdam(model.parameters(), adamw_mode=True, **job.adamw)
+        else:
+            optimizer = torch.optim.AdamW(model.parameters(), fused=True, **job.adamw)
+    engine, *_ = package.initialize(
+        model=model, optimizer=optimizer, config=config, dist_init_required=False
+    )
+    return Side(engine_loop(engine))
+
+
+def zero(job: Job, device: torch.device, place: Place) -> Side:
+    """This engine, in a single process without a group."""
+    kept = KeptTier()
+    tier = kept if job.is_offloaded else None
+    engine = zero_core.build(job.make_model(), job.config(), state_tier=tier)
+    return Side(engine_loop(engine), engine, kept)
+
+
+SIDES: Mapping[str, Callable[[Job, torch.device, Place], Side]] = {
+    "bare": bare,
+    "ddp": ddp,
+    "torch": plain,
+    "torch_masters": plain_masters,
+    "torch_low": plain_low,
+    "fsdp2": fsdp2,
+    "deepspeed": deepspeed,
+    "zero": zero,
+}
+NEEDS = {"deepspeed": "deepspeed"}
+"""Packages that a side needs besides this project's."""
+
+
+def _dtype(job: Job) -> torch.dtype:
+    return {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[job.dtype]
+
+
+def torch_loop(job: Job, model: nn.Module, autocast: str = "") -> Side:
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True, **job.adamw)
+    is_autocast = bool(autocast) and job.dtype != "fp32"
+
+    def step(ids: Tensor) -> Tensor:
+        with torch.autocast(autocast or "cpu", torch.bfloat16, enabled=is_autocast):
+            loss: Tensor = model(ids)
+        torch.autograd.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    return Side(step)
+
+
+def engine_loop(engine: Any) -> Step:
+    def step(ids: Tensor) -> Tensor:
+        loss: Tensor = engine(ids)
+        engine.backward(loss)
+        engine.step()
+        return loss.detach()
+
+    return step

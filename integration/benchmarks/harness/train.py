@@ -1,0 +1,169 @@
+"""The measuring loops, each a target of `benchmarks.harness.ranks`.
+
+[Note: how a step is timed]
+on the CPU          step by step, from the moment all ranks begin it to the moment all begin the
+                    next: updates in the background count, wherever they fall
+on an accelerator   all timed steps together over their number: nothing waits in between, so what a
+                    contender still does after ``step`` has returned overlaps with the next step
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from benchmarks.harness.job import Job
+from benchmarks.harness.memory import (
+    HostWatch,
+    device_peaks,
+    limit_device,
+    peak_bytes,
+    resident_bytes,
+    restart_peak,
+)
+from benchmarks.harness.models import find_device, model_class
+from benchmarks.harness.ranks import Place, Row
+from benchmarks.harness.sides import SIDES
+from benchmarks.harness.tracing import trace
+from zero_engine.machine import processor_name
+
+NUM_LOSSES = 20
+
+
+def on_cpu(place: Place, job: Mapping[str, Any]) -> Row:
+    """Measure one rank of a job: ``times_s``, ``losses``, memory in bytes, the tier's counters."""
+    what = Job.of(job)
+    torch.set_num_threads(what.threads)
+    place.join()
+    # Imports are no part of a contender's memory.
+    importlib.import_module("torch.distributed.fsdp")
+    model_class(what.model)
+    batches = what.batches(place.rank)
+    restart_peak()
+    before = resident_bytes()
+    side = SIDES[what.side](what, torch.device("cpu"), place)
+    losses = [float(side.step(next(batches))) for _ in range(what.warmup)]
+    counted = side.kept.io_seconds()
+    dist.barrier()
+    times = timed_apart(lambda: losses.append(float(side.step(next(batches)))), what.steps)
+    after = side.kept.io_seconds()
+    peak = peak_bytes()
+    dist.barrier()  # nobody ends while another still measures
+    return {
+        "times_s": times,
+        "losses": losses,
+        "before_bytes": before,
+        "peak_bytes": peak,
+        "counted": {name: value - counted[name] for name, value in after.items()},
+    }
+
+
+def on_device(place: Place, job: Mapping[str, Any]) -> Row:
+    """Measure a job on one device, with null for figures that it does not have.
+
+    Without offload, peaks are those of the timed steps, what is held in between included.
+    """
+    what = Job.of(job)
+    if not what.is_offloaded:
+        torch.set_float32_matmul_precision("high")  # TF32 where there is some, on every side
+    device = find_device()
+    limit = limit_device(what.device_limit_bytes, device)
+    watch = HostWatch()
+    started_at = time.perf_counter()
+    side = SIDES[what.side](what, device, place)
+    build_s = time.perf_counter() - started_at
+    batches = what.batches(place.rank, device)
+    losses = [side.step(next(batches)) for _ in range(what.warmup)]
+    for _ in range(what.settling):
+        if side.kept.ratio_report() is not None:
+            break
+        losses.append(side.step(next(batches)))
+    # Made before: a copy to the device would wait for the step before it.
+    num_counted = 1 if what.is_offloaded else 0
+    ready = [next(batches) for _ in range(what.steps + num_counted + what.num_traced)]
+    num_tokens = sum(ids.numel() for ids in ready[: what.steps])
+    if not what.is_offloaded:
+        _restart_device_peak(device)
+    following = iter(ready)
+    step_s = timed_together(lambda: losses.append(side.step(next(following))), what.steps, device)
+    peaks = device_peaks(device)
+    before = side.kept.moved_bytes()
+    losses += [side.step(next(following)) for _ in range(num_counted)]
+    after = side.kept.moved_bytes()
+    traced = trace(
+        lambda: side.step(next(following)), what.num_traced, device, keep=what.trace_file
+    )
+    if what.is_offloaded:
+        peaks = device_peaks(device)
+    allocated, reserved = peaks["device_peak_bytes"], peaks["device_reserved_bytes"]
+    return {
+        "device": device_name(device),
+        "num_parameters": what.shape.numel,
+        "build_s": build_s,
+        "step_s": step_s,
+        "tokens_per_s": num_tokens / (step_s * what.steps),
+        "losses": [float(loss) for loss in (losses if what.is_offloaded else _few(losses))],
+        "skipped_steps": 0 if side.engine is None else side.engine.skipped_steps,
+        "host_share": side.kept.host_share(),
+        "ratio_report": side.kept.ratio_report(),
+        "moved_bytes": {name: value - before[name] for name, value in after.items()},
+        "device_busy_s": None if traced is None else traced.get("busy_s"),
+        "trace": traced,
+        "device_limit_bytes": limit,
+        **peaks,
+        "reserved_to_allocated": reserved / allocated if reserved and allocated else None,
+        "host_peak_bytes": watch.stop(),
+    }
+
+
+def device_name(device: torch.device) -> str:
+    """Return the name of the accelerator, or of the processor."""
+    if device.type == "cpu":
+        return processor_name()
+    return str(torch.get_device_module(device).get_device_name(device))
+
+
+def timed_apart(run: Callable[[], object], steps: int) -> list[float]:
+    """Return the seconds of each call, all ranks beginning together."""
+    times = []
+    for _ in range(steps):
+        started_at = time.perf_counter()
+        run()
+        dist.barrier()
+        times.append(time.perf_counter() - started_at)
+    return times
+
+
+def timed_together(run: Callable[[], object], steps: int, device: torch.device) -> float:
+    """Return the seconds per call."""
+    _synchronize(device)
+    started_at = time.perf_counter()
+    for _ in range(steps):
+        run()
+    _synchronize(device)
+    return (time.perf_counter() - started_at) / steps
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
+
+
+def _restart_device_peak(device: torch.device) -> None:
+    gc.collect()
+    if device.type != "cpu":
+        torch.accelerator.empty_cache()
+        torch.accelerator.reset_peak_memory_stats(device)
+
+
+def _few(losses: list[Tensor]) -> list[Tensor]:
+    """Return about `NUM_LOSSES` of them, the last among them."""
+    every = max(1, len(losses) // NUM_LOSSES)
+    return losses[::-1][::every][::-1][-NUM_LOSSES:]

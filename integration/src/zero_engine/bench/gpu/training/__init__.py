@@ -1,1 +1,0 @@
-"""Training with nothing offloaded, by whoever is compared: for single and fragmentation."""

@@ -1,0 +1,56 @@
+"""``deepspeed.checkpoint``: copies for ``torch.save``, and checkpoints that DeepSpeed wrote."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zero_core import CheckpointError
+
+__all__ = ["clone_tensors_for_torch_save", "refuse_foreign"]
+
+_CPU = torch.device("cpu")
+_FILES = "*mp_rank_*_states.pt"
+"""``mp_rank_00_model_states.pt``, ``zero_pp_rank_0_mp_rank_00_optim_states.pt`` and the like."""
+
+
+def clone_tensors_for_torch_save(item: Any, device: torch.device | str = _CPU) -> Any:
+    """Copy ``item`` with every tensor in it, in lists, tuples and dicts too, to ``device``.
+
+    Parameters are slices of large buffers here; torch.save writes a whole buffer for a slice.
+    """
+    if isinstance(item, Tensor):
+        return item.detach().to(device, copy=True)
+    if isinstance(item, list):
+        return [clone_tensors_for_torch_save(v, device) for v in item]
+    if isinstance(item, tuple):
+        return tuple(clone_tensors_for_torch_save(v, device) for v in item)
+    if isinstance(item, dict):
+        return type(item)({k: clone_tensors_for_torch_save(v, device) for k, v in item.items()})
+    return item
+
+
+def refuse_foreign(directory: str | Path, tag: object = None) -> None:
+    """Raise if ``directory`` holds a checkpoint that DeepSpeed wrote, under ``tag`` or the newest.
+
+    Raises:
+        CheckpointError: it does.
+    """
+    latest = Path(directory, "latest")
+    if tag is None and latest.is_file():
+        tag = latest.read_text(encoding="utf-8").strip()
+    place = Path(directory) if tag is None else Path(directory, str(tag))
+    found = min((path.name for path in place.glob(_FILES)), default=None)
+    if found is not None:
+        raise CheckpointError(
+            f"{place} was written by DeepSpeed itself (it holds {found}): its pickled optimizer "
+            "state is not read here, but the weights can be taken over. With DeepSpeed installed "
+            f"and without zero-engine run, call `python {Path(directory, 'zero_to_fp32.py')} "
+            f"{directory} WEIGHTS --safe_serialization`, then "
+            "zero_core.load_pretrained(engine.core, 'WEIGHTS') on a new engine; a checkpoint of "
+            "stage 0 has the whole model as the entry 'module' of its file, for "
+            "engine.load_module_state_dict()"
+        )

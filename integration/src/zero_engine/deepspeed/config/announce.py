@@ -1,0 +1,122 @@
+"""The configuration in effect, printed once, on rank 0, when an engine is made."""
+
+from __future__ import annotations
+
+import gc
+import json
+import logging
+import sys
+from collections.abc import Iterator
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+from pydantic import BaseModel
+
+from zero_core.config.rules import find_unneeded
+from zero_core.config.schema import Config
+from zero_engine.deepspeed.config.settings import PATHS, Settings
+from zero_engine.deepspeed.utils.logging import speak
+
+__all__ = ["announce", "apply", "describe"]
+
+_BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+_STAGE_0 = (
+    "  stage 0: the parameters' .grad stays None after backward, as the engine keeps gradients: "
+    "clip by gradient_clipping or engine.core.clip_grad_norm_(), read by safe_get_full_grad()"
+)
+_NO_KEYS = ("raw", "core", "notes", "steps_per_print")
+"""Fields of `Settings` that are no keys, or told with the engine's own configuration."""
+_DEFAULTS = Settings(raw={}, core={})
+_LOGGERS = ("DeepSpeed", "zero_core", "zero_comm", "zero_engine", "zero_offload")
+
+
+def apply(settings: Settings) -> None:
+    """Apply the settings of the process: levels of loggers, and Python's garbage collector."""
+    if settings.steps_per_print is not None:
+        speak("zero_core.step.train_state", logging.INFO)
+    if settings.log_level is not None:
+        for name in _LOGGERS:
+            speak(name, settings.log_level.upper())
+    if settings.disable_python_gc:
+        gc.collect()
+        gc.disable()
+
+
+def announce(settings: Settings, config: Config, *, rank: int, world_size: int) -> None:
+    """Print the configuration in effect on rank 0, to stderr."""
+    if rank == 0:
+        print(describe(settings, config, world_size), file=sys.stderr, flush=True)
+
+
+def describe(settings: Settings, config: Config, world_size: int) -> str:
+    """Describe the batch, values that differ from the defaults, keys without effect, and notes.
+
+    Args:
+        settings: as read.
+        config: as resolved by zero-core.
+        world_size: number of ranks.
+    """
+    total, micro, steps = (getattr(config, key) for key in _BATCH)
+    lines = [
+        "zero-engine: configuration in effect; every other key has its default",
+        f"  batch: {total} samples a step = {micro} a rank and micro-step * {steps} micro-steps "
+        f"* {world_size} ranks",
+        *(f"  {path} = {json.dumps(value)}" for path, value in _differences(settings, config)),
+        *_without_effect(settings, config),
+    ]
+    if config.zero_optimization.stage == 0:
+        lines.append(_STAGE_0)
+    if settings.dump_state:
+        lines += ["  all of it:", config.model_dump_json(indent=2)]
+    return "\n".join(lines)
+
+
+def _differences(settings: Settings, config: Config) -> Iterator[tuple[str, object]]:
+    own = _own_paths()
+    idle = {path for path, _, _ in find_unneeded(settings.core, config)}
+    for path, value in _leaves("", config, None):
+        if path not in {*_BATCH, *idle, *own}:
+            yield path, value
+    for path, name in own.items():
+        for leaf, value in _leaves(path, getattr(settings, name), getattr(_DEFAULTS, name)):
+            if not leaf.endswith("api_key"):
+                yield leaf, value
+
+
+def _own_paths() -> dict[str, str]:
+    """Return the fields of `Settings` that hold keys, by path in a configuration."""
+    names = [field.name for field in fields(Settings) if field.name not in _NO_KEYS]
+    return {PATHS.get(name, name): name for name in names}
+
+
+def _leaves(path: str, value: Any, default: Any) -> Iterator[tuple[str, object]]:
+    """Yield the values below ``path`` that differ from the default, leaf by leaf."""
+    if value == default:
+        return
+    inner: dict[str, Any]
+    if isinstance(value, BaseModel):
+        of_block = type(value).model_fields.items()
+        inner = {n: field.get_default(call_default_factory=True) for n, field in of_block}
+    elif is_dataclass(value):
+        inner = {field.name: getattr(default, field.name) for field in fields(value)}
+    else:
+        yield path, value
+        return
+    for name, its_default in inner.items():
+        below = f"{path}.{name}" if path else name
+        yield from _leaves(below, getattr(value, name), its_default)
+
+
+def _without_effect(settings: Settings, config: Config) -> Iterator[str]:
+    found = [(note.path, note.value, note.text) for note in settings.notes]
+    own = _own_paths()
+    found += [row for row in find_unneeded(settings.core, config) if row[0] not in own]
+    if found:
+        yield "  keys without effect, or with another name:"
+    for path, value, text in found:
+        yield f"    {path} = {_short(value)}: {text}"
+
+
+def _short(value: object) -> str:
+    text = json.dumps(value, default=str)
+    return text if len(text) <= 60 else f"{text[:57]}..."

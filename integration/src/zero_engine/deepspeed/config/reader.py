@@ -1,0 +1,220 @@
+"""DeepSpeed's JSON, read as DeepSpeed reads it.
+
+`read` sorts a configuration into what `zero_core.build` takes and what the DeepSpeed engine serves
+itself. Defaults are DeepSpeed's. No key is ignored silently. A key without effect becomes a `Note`,
+which `zero_engine.deepspeed.config.announce` prints with the configuration in effect. A key that
+asks for a part that is not served is refused. As in DeepSpeed, an unknown key is refused in the
+blocks that DeepSpeed checks, and has no effect elsewhere.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+import pydantic
+
+from zero_core.config.schema import Config
+from zero_core.errors import ConfigError
+from zero_engine.deepspeed.config.defaults import core_config
+from zero_engine.deepspeed.config.keys import HONOURED, REFUSED, UNNEEDED, check_refused
+from zero_engine.deepspeed.config.names import Tell, modernise, without_auto
+from zero_engine.deepspeed.config.settings import ActivationSettings, Note, Settings, TagValidation
+from zero_engine.deepspeed.config.source import Source, load
+from zero_engine.monitoring.settings import (
+    COLLECTIVES,
+    CometSettings,
+    CommsLoggerSettings,
+    CsvSettings,
+    FlopsProfilerSettings,
+    MonitorSettings,
+    TensorBoardSettings,
+    ThroughputSettings,
+    WandbSettings,
+)
+
+__all__ = ["ActivationSettings", "Note", "Settings", "TagValidation", "read", "read_monitors"]
+
+_SHARED = ("data_types", "optimizer")
+"""Blocks of which zero-core reads what is not in the tables."""
+_BLOCKS = frozenset(
+    path.partition(".")[0] for path in (*HONOURED, *UNNEEDED, *REFUSED) if "." in path
+)
+"""Blocks whose keys are in the tables one by one."""
+_VALIDATIONS: Mapping[str, TagValidation] = {"IGNORE": "IGNORE", "WARN": "WARN", "FAIL": "FAIL"}
+_CHOICES: Mapping[str, tuple[str, ...]] = {
+    "checkpoint.tag_validation": tuple(_VALIDATIONS),
+    "log_level": ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"),
+}
+
+_Parsed = TypeVar("_Parsed", bound=pydantic.BaseModel)
+
+
+def read(config: Source) -> Settings:
+    """Read DeepSpeed's configuration: a dict, a file's path, a JSON text, or base64 of one.
+
+    Nothing is printed, and ``config`` is not changed. `zero_core.build` resolves the batch triple,
+    because it knows the number of ranks.
+
+    Raises:
+        ConfigError: a key has a value that is not served; the message says what to do.
+    """
+    raw = load(config)
+    sorter = _Sorter()
+    sorter.sort(modernise(without_auto(raw, sorter.tell), sorter.tell))
+    core, own = core_config(sorter.core, sorter.tell), sorter.own
+    zero = core.get("zero_optimization", {})
+    flops = _parse(FlopsProfilerSettings, own, "flops_profiler")
+    comms = _parse(CommsLoggerSettings, own, "comms_logger")
+    _tell_operations(comms, sorter.tell)
+    return Settings(
+        raw=raw,
+        core=core,
+        monitors=read_monitors(own),
+        wall_clock_breakdown=own.get("wall_clock_breakdown", False) or flops.enabled,
+        memory_breakdown=own.get("memory_breakdown", False),
+        comms_logger=comms,
+        flops_profiler=flops,
+        throughput=_parse(ThroughputSettings, own, "timers.throughput"),
+        steps_per_print=core.get("steps_per_print"),
+        dataloader_drop_last=own.get("dataloader_drop_last", False),
+        tag_validation=_VALIDATIONS[own.get("checkpoint.tag_validation", "WARN").upper()],
+        gather_16bit_weights_on_model_save=bool(
+            zero.get("stage3_gather_16bit_weights_on_model_save", False)
+        ),
+        activation_checkpointing=ActivationSettings(
+            cpu_checkpointing=own.get("activation_checkpointing.cpu_checkpointing", False)
+        ),
+        fp16_auto_cast=bool(sorter.core.get("fp16", {}).get("auto_cast", False)),
+        dump_state=own.get("dump_state", False),
+        log_level=own.get("log_level"),
+        disable_python_gc=own.get("disable_python_gc", False),
+        notes=tuple(sorter.notes),
+    )
+
+
+def read_monitors(blocks: Mapping[str, Any]) -> MonitorSettings:
+    """Return the monitors among ``blocks``.
+
+    Raises:
+        ConfigError: a block has a key or a value that it may not have.
+    """
+    return MonitorSettings(
+        tensorboard=_parse(TensorBoardSettings, blocks, "tensorboard"),
+        csv_monitor=_parse(CsvSettings, blocks, "csv_monitor"),
+        wandb=_parse(WandbSettings, blocks, "wandb"),
+        comet=_parse(CometSettings, blocks, "comet"),
+    )
+
+
+class _Sorter:
+    """Takes a configuration apart: ``core`` for zero-core, ``own`` by path, and ``notes``."""
+
+    def __init__(self) -> None:
+        self.core: dict[str, Any] = {}
+        self.own: dict[str, Any] = {}
+        self.notes: list[Note] = []
+
+    def tell(self, path: str, value: Any, text: str, *, is_warning: bool = False) -> None:
+        """Take note of a key and what became of it."""
+        self.notes.append(Note(path, value, text, is_warning))
+
+    def sort(self, given: Mapping[str, Any]) -> None:
+        """Dispose of every key."""
+        for key, value in given.items():
+            if key == "activation_checkpointing" and "enabled" in _mapping(key, value):
+                self.core[key] = value  # this engine's own form: every block is computed again
+            elif self._dispose(key, value):
+                continue
+            elif key in _BLOCKS:
+                self._sort_block(key, _mapping(key, value))
+            elif key in Config.model_fields:
+                self.core[key] = value
+            else:
+                self._unknown(key, value)
+
+    def _sort_block(self, block: str, keys: Mapping[str, Any]) -> None:
+        left = {k: v for k, v in keys.items() if not self._dispose(f"{block}.{k}", v)}
+        if block in _SHARED:
+            self.core[block] = left
+            return
+        for key, value in left.items():
+            self._unknown(f"{block}.{key}", value)
+
+    def _dispose(self, path: str, value: Any) -> bool:
+        """Whether ``path`` is in the tables, and if so do what they say."""
+        if path in HONOURED:
+            self.own[path] = _checked(path, value)
+            for key, inner in value.items() if isinstance(value, Mapping) else ():
+                if f"{path}.{key}" in UNNEEDED:
+                    self._dispose(f"{path}.{key}", inner)
+        elif path in UNNEEDED:
+            self.tell(path, value, UNNEEDED[path])
+        elif path in REFUSED:
+            check_refused(path, value)
+        else:
+            return False
+        return True
+
+    def _unknown(self, path: str, value: Any) -> None:
+        known = {*Config.model_fields, *HONOURED, *UNNEEDED, *REFUSED}
+        close = difflib.get_close_matches(path, known, n=1, cutoff=0.8)
+        hint = f": did you mean {close[0]!r}?" if close else ""
+        self.tell(path, value, f"not a key of DeepSpeed's{hint}", is_warning=True)
+
+
+_FLAGS = frozenset(
+    {
+        "activation_checkpointing.cpu_checkpointing",
+        "dataloader_drop_last",
+        "disable_python_gc",
+        "dump_state",
+        "memory_breakdown",
+        "wall_clock_breakdown",
+    }
+)
+
+
+def _checked(path: str, value: Any) -> Any:
+    """Return the value of an honoured key if it is of the right kind."""
+    if path in _FLAGS and not isinstance(value, bool):
+        raise ConfigError(f"{path}: expected true or false, found {value!r}")
+    if path in _CHOICES and str(value).upper() not in _CHOICES[path]:
+        raise ConfigError(f"{path}: expected one of {', '.join(_CHOICES[path])}, found {value!r}")
+    return value
+
+
+def _tell_operations(comms: CommsLoggerSettings, tell: Tell) -> None:
+    """Take note of names that choose nothing of what is logged."""
+    if not comms.enabled or not comms.prof_ops:
+        return
+    unknown = [name for name in comms.prof_ops if not name.startswith(COLLECTIVES)]
+    if comms.prof_all:
+        text = "prof_all is true, which is the default: all collectives are logged"
+        tell("comms_logger.prof_ops", list(comms.prof_ops), text)
+    elif unknown:
+        text = f"no collective of the engine's, which are {', '.join(COLLECTIVES)}"
+        tell("comms_logger.prof_ops", unknown, text)
+
+
+def _mapping(path: str, value: Any) -> Mapping[str, Any]:
+    if not isinstance(value, Mapping):
+        raise ConfigError(f"{path}: expected a block of keys, found {value!r}")
+    return value
+
+
+def _parse(kind: type[_Parsed], own: Mapping[str, Any], path: str) -> _Parsed:
+    """Parse the block at ``path``. Unknown keys are refused, as in DeepSpeed."""
+    try:
+        return kind.model_validate(_mapping(path, own.get(path, {})))
+    except pydantic.ValidationError as error:
+        lines = [_explain(path, kind, e) for e in error.errors()]
+        raise ConfigError("\n".join(lines)) from None
+
+
+def _explain(path: str, kind: type[pydantic.BaseModel], error: Any) -> str:
+    name = ".".join([path, *map(str, error["loc"])])
+    if error["type"] == "extra_forbidden":
+        return f"{name}: unknown key; known keys: {', '.join(sorted(kind.model_fields))}"
+    return f"{name}: {error['msg']}, found {error['input']!r}"

@@ -1,0 +1,100 @@
+"""A DeepSpeed configuration, sorted into zero-core's part and the DeepSpeed engine's."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from zero_engine.monitoring.settings import (
+    CommsLoggerSettings,
+    FlopsProfilerSettings,
+    MonitorSettings,
+    ThroughputSettings,
+)
+
+__all__ = ["PATHS", "ActivationSettings", "Note", "Settings", "TagValidation"]
+
+TagValidation = Literal["IGNORE", "WARN", "FAIL"]
+
+PATHS: Mapping[str, str] = {
+    "fp16_auto_cast": "fp16.auto_cast",
+    "gather_16bit_weights_on_model_save": (
+        "zero_optimization.stage3_gather_16bit_weights_on_model_save"
+    ),
+    "monitors": "",
+    "tag_validation": "checkpoint.tag_validation",
+    "throughput": "timers.throughput",
+}
+"""Where in a configuration fields of `Settings` come from; "" is the top."""
+
+
+@dataclass(frozen=True, slots=True)
+class Note:
+    """A key that was given and has no effect, or another effect than one might expect."""
+
+    path: str
+    value: Any
+    text: str
+    is_warning: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ActivationSettings:
+    """``activation_checkpointing``: how `deepspeed.checkpointing.checkpoint` works when called."""
+
+    cpu_checkpointing: bool = False
+    """Keep the inputs in host memory until backward."""
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """A configuration, sorted.
+
+    A field is named as its key is, unless `PATHS` has another path for it.
+
+    Attributes:
+        raw: as given; the very dict, if it was one.
+        core: for `zero_core.build`, with DeepSpeed's defaults where zero-core has others.
+        monitors: where scalars go.
+        wall_clock_breakdown: tell the times of forward, backward and step.
+        memory_breakdown: tell the memory at the borders of forward, backward and step.
+        comms_logger: tell what is sent.
+        flops_profiler: count one step's floating-point operations.
+        throughput: tell samples per second every ``steps_per_print`` steps.
+        steps_per_print: None is never.
+        dataloader_drop_last: leave out the last batch of `deepspeed_io` if it is short.
+        tag_validation: what to do if the ranks save a checkpoint under different tags.
+        gather_16bit_weights_on_model_save: at stage 3, whether the 16-bit model may be gathered.
+        activation_checkpointing: for calls of `deepspeed.checkpointing`.
+        fp16_auto_cast: cast floating inputs of the model; otherwise they go in as they are.
+        dump_state: print the whole configuration, not only what was asked for.
+        log_level: for this project's loggers, or None.
+        disable_python_gc: switch Python's cyclic garbage collector off.
+        notes: keys without effect, each with the reason.
+    """
+
+    raw: dict[str, Any]
+    core: dict[str, Any]
+    monitors: MonitorSettings = field(default_factory=MonitorSettings)
+    wall_clock_breakdown: bool = False
+    memory_breakdown: bool = False
+    comms_logger: CommsLoggerSettings = field(default_factory=CommsLoggerSettings)
+    flops_profiler: FlopsProfilerSettings = field(default_factory=FlopsProfilerSettings)
+    throughput: ThroughputSettings = field(default_factory=ThroughputSettings)
+    steps_per_print: int | None = None
+    dataloader_drop_last: bool = False
+    tag_validation: TagValidation = "WARN"
+    gather_16bit_weights_on_model_save: bool = False
+    activation_checkpointing: ActivationSettings = field(default_factory=ActivationSettings)
+    fp16_auto_cast: bool = False
+    dump_state: bool = False
+    log_level: str | None = None
+    disable_python_gc: bool = False
+    notes: tuple[Note, ...] = ()
+
+    @property
+    def zero_stage(self) -> int:
+        """``zero_optimization.stage``."""
+        zero: Mapping[str, Any] = self.core.get("zero_optimization", {})
+        return int(zero.get("stage", 0))

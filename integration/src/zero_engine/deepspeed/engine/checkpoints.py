@@ -1,0 +1,301 @@
+"""Checkpoints under DeepSpeed's names: ``global_step{N}``, ``latest``, a client state.
+
+What is in the folder is `zero_core.checkpoint`'s: safetensors and a manifest, for any stage and
+number of ranks. Nothing is pickled: a client state is JSON and small tensors.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from zero_core import CheckpointError
+from zero_core.checkpoint.files import find, read_manifest
+from zero_engine.deepspeed.checkpoint import refuse_foreign
+from zero_engine.deepspeed.engine.facts import Facts
+from zero_engine.deepspeed.engine.schedulers import PackedScheduler
+from zero_engine.deepspeed.errors import NotServedError
+from zero_engine.packing import pack, unpack
+
+__all__ = ["Checkpoints"]
+
+_log = logging.getLogger(__name__)
+_OWN = "zero_engine.deepspeed"
+"""Key of the client state under which the DeepSpeed engine's own counters are kept."""
+_SCRIPT = '''"""Writes a checkpoint's model in fp32: python zero_to_fp32.py . OUTPUT_DIR"""
+
+from zero_engine.deepspeed.utils.zero_to_fp32 import main
+
+main()
+'''
+"""Laid beside the checkpoints, as DeepSpeed does."""
+
+
+class Checkpoints(Facts):
+    """Saving and loading. A base of the engine.
+
+    Attributes:
+        module: the model itself.
+        global_samples: samples of all steps so far.
+    """
+
+    module: nn.Module
+    global_samples: int
+    _has_warned_of_partial = False
+
+    def save_checkpoint(
+        self,
+        save_dir: str | Path,
+        tag: Any = None,
+        client_state: Mapping[str, Any] | None = None,
+        save_latest: bool = True,
+        exclude_frozen_parameters: bool = False,
+    ) -> bool:
+        """Write a complete checkpoint, as ``save_dir/global_step{N}`` unless ``tag`` is given.
+
+        Every rank must call it. ``client_state`` must be JSON and small tensors. In the middle of
+        an accumulation what it has added up so far is left out, with a warning: after a load, the
+        step begins anew. Where ranks give different tags, ``checkpoint.tag_validation`` says what
+        is done about it: by default rank 0's is taken, with a warning. A program
+        ``zero_to_fp32.py`` is written beside the checkpoint.
+
+        Raises:
+            ValueError: ``save_dir`` is empty.
+            CheckpointError: a value of the client state is neither JSON nor a small tensor, or it
+                is called between the last backward of a step and ``step``, where that has begun to
+                update.
+        """
+        if not str(save_dir):
+            raise ValueError("save_checkpoint() needs a directory, found ''")
+        kept = pack(client_state or {}, "client_state")
+        name = _agreed_tag(self, f"global_step{self.global_steps}" if tag is None else str(tag))
+        self._warn_partial()
+        with PackedScheduler(self.core):
+            self._training_core("save_checkpoint").save_checkpoint(
+                save_dir,
+                name,
+                {**kept, _OWN: {"global_samples": self.global_samples}},
+                has_frozen=not exclude_frozen_parameters,
+                is_latest=save_latest,
+                drops_partial=True,
+            )
+        if self.core.rank == 0:
+            Path(save_dir, "zero_to_fp32.py").write_text(_SCRIPT, encoding="utf-8")
+        return True
+
+    def _warn_partial(self) -> None:
+        """Warn once that the gradient of the step in progress is not saved."""
+        if self.core.states.holds_gradient and not self._has_warned_of_partial:
+            self._has_warned_of_partial = True
+            _log.warning(
+                "checkpoint after step %d and in the middle of the next one, of which there is a "
+                "gradient already: that is not kept, and after a load the step begins anew; save "
+                "after a whole step to lose nothing",
+                self.global_steps,
+            )
+
+    def load_checkpoint(
+        self,
+        load_dir: str | Path,
+        tag: Any = None,
+        load_module_strict: bool = True,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+        load_module_only: bool = False,
+        custom_load_fn: Callable[..., Any] | None = None,
+    ) -> tuple[str | None, dict[str, Any] | None]:
+        """Restore a checkpoint. Returns its folder and the client state, or (None, None).
+
+        Every rank must call it.
+
+        Args:
+            load_dir: what `save_checkpoint` was given.
+            tag: of the checkpoint; None is the newest.
+            load_module_strict: False lets frozen parameters keep their values where the checkpoint
+                was saved without them.
+            load_optimizer_states: False leaves the optimizer's state and groups alone.
+            load_lr_scheduler_states: False leaves the scheduler alone.
+            load_module_only: True loads parameters and buffers alone.
+            custom_load_fn: not served.
+
+        Raises:
+            CheckpointError: there is none of that tag, or it does not fit the model.
+            CheckpointCorruptError: its bytes are not what was written.
+        """
+        if custom_load_fn is not None:
+            raise NotServedError("load_checkpoint(custom_load_fn=...)")
+        if tag is None and not (Path(load_dir) / "latest").is_file():
+            _log.warning("%s holds no checkpoint: there is no file 'latest' in it", load_dir)
+            return None, None
+        refuse_foreign(load_dir, tag)
+        name = None if tag is None else str(tag)
+        left_out = {
+            "frozen": not load_module_strict and not _has_frozen(Path(load_dir), name),
+            "optimizer": load_module_only or not load_optimizer_states,
+            "lr_scheduler": load_module_only or not load_lr_scheduler_states,
+            "progress": load_module_only,
+        }
+        without = [part for part, is_out in left_out.items() if is_out]
+        with PackedScheduler(self.core), _in_deepspeeds_words():
+            place, client_state = self.core.load_checkpoint(load_dir, name, without=without)
+        own = client_state.pop(_OWN, {})
+        if not load_module_only:
+            samples = self.global_steps * self.train_batch_size()
+            self.global_samples = own.get("global_samples", samples)
+        self.core.publish()
+        return str(place), unpack(client_state)
+
+    def save_16bit_model(
+        self,
+        save_dir: str | Path,
+        save_filename: str = "pytorch_model.bin",
+        exclude_frozen_parameters: bool = False,
+    ) -> bool:
+        """Write the whole model, in the compute dtype, as one file. Return whether it was written.
+
+        Every rank must call it. A name that ends in ``.safetensors`` gets that format, any other
+        one torch's, of tensors alone: read it by ``torch.load(..., weights_only=True)``. At stage 3
+        nothing is written unless ``stage3_gather_16bit_weights_on_model_save`` is true, as in
+        DeepSpeed.
+        """
+        path = Path(save_dir, save_filename)
+        is_sharded = self.zero_optimization_partition_weights()
+        if is_sharded and not self.settings.gather_16bit_weights_on_model_save:
+            _log.warning(
+                "%s is not written: at stage 3 that needs "
+                "zero_optimization.stage3_gather_16bit_weights_on_model_save = true",
+                path,
+            )
+            return False
+        state = self._zero3_consolidated_16bit_state_dict(exclude_frozen_parameters)
+        if state is not None:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            _write(state, path)
+        if self.world_size > 1:
+            dist.barrier()
+        return True
+
+    save_fp16_model = save_16bit_model
+
+    def _zero3_consolidated_16bit_state_dict(
+        self, exclude_frozen_parameters: bool = False
+    ) -> dict[str, Tensor] | None:
+        """Return the whole model, in the compute dtype, on rank 0's CPU, else None.
+
+        Every rank must call it. Tied names share a tensor.
+        """
+        state = self.core.full_state_dict(rank=0)
+        if self.core.rank != 0:
+            return None
+        if exclude_frozen_parameters:
+            for spec in self.core.layout.params:
+                for name in () if spec.is_trainable else (spec.name, *spec.aliases):
+                    state.pop(name, None)
+        return state
+
+    _consolidated_16bit_state_dict = _zero3_consolidated_16bit_state_dict
+
+    def module_state_dict(
+        self,
+        destination: Any = None,
+        prefix: str = "",
+        keep_vars: bool = False,
+        exclude_frozen_parameters: bool = False,
+    ) -> dict[str, Any]:
+        """Return the model's own ``state_dict``. At stage 3 gather it first."""
+        state: dict[str, Any] = self.module.state_dict(
+            destination=destination, prefix=prefix, keep_vars=keep_vars
+        )
+        if exclude_frozen_parameters:
+            for name, param in self.module.named_parameters():
+                if not param.requires_grad:
+                    state.pop(prefix + name, None)
+        return state
+
+    def load_module_state_dict(
+        self,
+        checkpoint: Mapping[str, Any],
+        strict: bool = True,
+        custom_load_fn: Callable[..., Any] | None = None,
+        fetch_z3_params: bool = False,
+        z3_params_to_fetch: Any = None,
+        allowed_missing_keys: Any = None,
+    ) -> None:
+        """Give the model the state dict ``checkpoint["module"]`` of rank 0.
+
+        Every rank must call it. It takes the memory of the whole model, all of which is fetched
+        whatever ``fetch_z3_params`` and ``z3_params_to_fetch`` say.
+
+        Raises:
+            NotServedError: for ``custom_load_fn`` and ``allowed_missing_keys``.
+        """
+        if custom_load_fn is not None:
+            raise NotServedError("load_module_state_dict(custom_load_fn=...)")
+        if allowed_missing_keys is not None:
+            what = "load_module_state_dict(allowed_missing_keys=...)"
+            raise NotServedError(what, "use strict=False")
+        with self.core.gathered(modifier_rank=0) as module:
+            module.load_state_dict(checkpoint["module"], strict=strict)
+
+
+@contextmanager
+def _in_deepspeeds_words() -> Iterator[None]:
+    """Rename zero-core's arguments to DeepSpeed's in the messages of refused checkpoints."""
+    try:
+        yield
+    except CheckpointError as error:
+        text = str(error)
+        for core, deepspeeds in _WORDS.items():
+            text = text.replace(core, deepspeeds)
+        raise type(error)(text) from error
+
+
+_WORDS = {
+    'without=("optimizer", "lr_scheduler", "progress")': "load_module_only=True",
+    'without=("lr_scheduler",)': "load_lr_scheduler_states=False",
+    "load without 'frozen'": "load with load_module_strict=False",
+}
+"""What advises to leave a part of a checkpoint out."""
+
+
+def _agreed_tag(engine: Checkpoints, tag: str) -> str:
+    """Return ``tag``, or rank 0's where ``checkpoint.tag_validation`` has the ranks compare theirs.
+
+    Raises:
+        CheckpointError: they differ, and it is "FAIL".
+    """
+    validation = engine.settings.tag_validation
+    if validation == "IGNORE" or engine.world_size == 1:
+        return tag
+    tags: list[Any] = [None] * engine.world_size
+    dist.all_gather_object(tags, tag)
+    if len(set(tags)) > 1:
+        text = f"the ranks save a checkpoint under different tags: {tags}; pass the same to all"
+        if validation == "FAIL":
+            raise CheckpointError(text)
+        _log.warning("%s. %r, rank 0's, is taken", text, tags[0])
+    return str(tags[0])
+
+
+def _has_frozen(directory: Path, tag: str | None) -> bool:
+    manifest = read_manifest(find(directory, tag))
+    return bool(manifest.get("has_frozen", True))
+
+
+def _write(state: dict[str, Tensor], path: Path) -> None:
+    if path.suffix != ".safetensors":
+        torch.save(state, path)
+        return
+    once: dict[int, str] = {}  # tied names share a tensor; the format has each once
+    for name, value in state.items():
+        once.setdefault(value.data_ptr() if value.numel() else id(value), name)
+    kept = {name: state[name].contiguous() for name in once.values()}
+    save_file(kept, path, metadata={"format": "pt"})

@@ -1,0 +1,309 @@
+"""`DeepSpeedEngine`: a `zero_core.Engine` with DeepSpeed's methods around it.
+
+It trains nothing by itself: forward, backward and step are the engine's. What it adds is the
+order in which DeepSpeed counts and boundaries are set from outside.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from zero_core import Engine, ShardedModel
+from zero_engine.deepspeed.config.reader import Settings
+from zero_engine.deepspeed.dataloader import DeepSpeedDataLoader
+from zero_engine.deepspeed.engine.averaging import Averaging
+from zero_engine.deepspeed.engine.checkpoints import Checkpoints
+from zero_engine.deepspeed.engine.observing import Watch
+from zero_engine.deepspeed.engine.optimizer import DeepSpeedOptimizer
+from zero_engine.deepspeed.engine.schedulers import SteppedWith
+from zero_engine.deepspeed.engine.unserved import UNSERVED
+from zero_engine.deepspeed.errors import NotServedError
+from zero_engine.deepspeed.zero.partitioned import leave_partitioned
+from zero_engine.monitoring import Monitor, StepFacts
+
+__all__ = ["DeepSpeedEngine"]
+
+
+class DeepSpeedEngine(Checkpoints, nn.Module):
+    """A model under training, with DeepSpeed's interface. Made by `initialize`.
+
+    What it doesn't have itself is looked up in the model.
+
+    Attributes:
+        core: the engine that trains.
+        module: the model itself.
+        config: the configuration as it was given.
+        optimizer: real ``param_groups``; None, if the engine only evaluates.
+        client_optimizer: what `initialize` was given as one, or None.
+        client_lr_scheduler: what it was given as the scheduler, or None.
+        lr_scheduler: stepped at each optimizer step that is taken, or None.
+        training_dataloader: of ``training_data``, or None.
+        global_samples: samples of all steps so far.
+        watch: the observers of its steps, and the last step's times.
+    """
+
+    module: nn.Module
+    optimizer: DeepSpeedOptimizer | None
+
+    def __init__(
+        self,
+        core: ShardedModel,
+        settings: Settings,
+        *,
+        client_optimizer: Any = None,
+        client_lr_scheduler: Any = None,
+        training_data: Any = None,
+        collate_fn: Callable[[Any], Any] | None = None,
+    ) -> None:
+        """Called by `initialize`."""
+        super().__init__()
+        self.core = core
+        self.settings = settings
+        self.config = settings.raw
+        self.module = core.module
+        self.client_optimizer = client_optimizer
+        self.client_lr_scheduler = client_lr_scheduler
+        self.collate_fn = collate_fn
+        self.optimizer = DeepSpeedOptimizer(core) if isinstance(core, Engine) else None
+        self.global_samples = 0
+        self._was_step_applied = False
+        self.watch = Watch(settings, core)
+        trained = (core.module.get_parameter(p.name) for p in core.layout.params if p.is_trainable)
+        core.remove_at_end(Averaging(trained, self.gradient_accumulation_steps).handles)
+        self._is_compiled = False
+        self.training_dataloader = (
+            None if training_data is None else self.deepspeed_io(training_data)
+        )
+
+    def __getattr__(self, name: str) -> Any:
+        """Return the model's attribute where the engine has none of that name."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name == "module":
+                raise
+        try:
+            return getattr(self.module, name)
+        except AttributeError:
+            if name in UNSERVED:
+                raise NotServedError(f"DeepSpeedEngine.{name}") from None
+            text = f"{type(self).__name__!r} object has no attribute {name!r}"
+            raise AttributeError(text) from None
+
+    # ---------------------------------------------------------------- training
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the model. Inputs are cast only under ``fp16.auto_cast``, as in DeepSpeed."""
+        call = self.core if self.fp16_auto_cast() else self.module
+        if self.optimizer is None:
+            with torch.no_grad():
+                return call(*args, **kwargs)
+        with self.watch.part("forward") if self.training else nullcontext():
+            outputs = call(*args, **kwargs)
+        return self.watch.followed(outputs)
+
+    def backward(
+        self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True
+    ) -> Tensor:
+        """Run backward of ``loss``, a scalar. Every rank must call it.
+
+        A plain ``loss.backward()`` does the same, but for the loss scale of fp16: see `scale`.
+
+        Args:
+            loss: the mean over this rank's micro-batch.
+            retain_graph: as in `torch.Tensor.backward`.
+            scale_wrt_gas: divide by the micro-steps of a step.
+
+        Returns:
+            ``loss``, divided, without the loss scale.
+        """
+        core = self._live_core("backward")
+        if loss.numel() != 1:
+            raise ValueError(f"backward() takes a scalar, found a loss of shape {loss.shape}")
+        steps = self.gradient_accumulation_steps() if scale_wrt_gas else 1
+        with self.watch.part("backward"), Averaging.done():
+            core.backward(loss, over=steps, retain_graph=retain_graph)
+        return loss / steps if steps > 1 else loss
+
+    def scale(self, loss: Tensor) -> Tensor:
+        """Return ``loss`` times the loss scale, for a plain ``backward()``, which averages."""
+        return self._live_core("scale").scale(loss, over=1)
+
+    def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
+        """End a micro-step and, at an accumulation boundary, update the parameters.
+
+        Every rank must call it. ``lr_kwargs`` go to the scheduler's ``step``.
+        """
+        core = self._live_core("step")
+        is_boundary = self.is_gradient_accumulation_boundary()
+        skipped = self.core.skipped_steps
+        with self.watch.part("step"), SteppedWith(self.core, lr_kwargs or {}):
+            core.step()
+            if is_boundary:
+                self.core.publish()
+        self._was_step_applied = is_boundary and self.core.skipped_steps == skipped
+        if is_boundary:
+            self._end_step()
+
+    def _end_step(self) -> None:
+        assert self.optimizer is not None
+        self.optimizer.stepped()
+        self.global_samples += self.train_batch_size()
+        facts = StepFacts(
+            global_steps=self.global_steps,
+            global_samples=self.global_samples,
+            lr=[float(lr) for lr in self.get_lr()],
+            loss_scale=self.core.loss_scale if self.fp16_enabled() else None,
+        )
+        self.watch.step_done(facts)
+
+    def was_step_applied(self) -> bool:
+        """Whether the last ``step`` changed the parameters."""
+        return self._was_step_applied
+
+    def is_gradient_accumulation_boundary(self) -> bool:
+        """Whether the current micro-step is the last one of its step."""
+        return self.core.is_gradient_accumulation_boundary()
+
+    def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
+        """Say whether the next backward is the last one of its step, until said otherwise."""
+        if isinstance(self.core, Engine):
+            self.core.set_gradient_accumulation_boundary(is_boundary)
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Keep gradients on the rank in this context. ``step`` must be called outside."""
+        with self.core.no_sync() if isinstance(self.core, Engine) else nullcontext():
+            yield
+
+    def get_global_grad_norm(self) -> float | None:
+        """Return the 2-norm of the last step's gradient, unscaled, before clipping."""
+        return self.core.get_global_grad_norm()
+
+    def allreduce_gradients(self, bucket_size: int = 0) -> None:
+        """Do nothing: gradients are reduced as they become complete."""
+
+    def set_train_batch_size(self, train_batch_size: int) -> None:
+        """Change the samples per step, by the number of micro-steps, at a step boundary.
+
+        Raises:
+            ValueError: it is no multiple of the samples per micro-step of all ranks.
+        """
+        per_micro_step = self.train_micro_batch_size_per_gpu() * self.core.world_size
+        if train_batch_size < 1 or train_batch_size % per_micro_step:
+            raise ValueError(
+                f"train_batch_size = {train_batch_size} must be a multiple of {per_micro_step}, "
+                "the samples of all ranks per micro-step"
+            )
+        self.core.gradient_accumulation_steps = train_batch_size // per_micro_step
+
+    def compile(
+        self,
+        backend: Any = "inductor",
+        compile_kwargs: Mapping[str, Any] | None = None,
+        schedule: Any = None,
+        compiled_autograd_enabled: bool = False,
+    ) -> None:
+        """Compile the model in place with torch.compile.
+
+        Raises:
+            NotServedError: for a ``schedule`` of DeepCompile's passes, or compiled autograd.
+        """
+        if schedule is not None:
+            raise NotServedError("compile(schedule=...), DeepCompile's,", "leave it out")
+        if compiled_autograd_enabled:
+            what = "compile(compiled_autograd_enabled=True), under which hooks see no gradients,"
+            raise NotServedError(what, "leave it out")
+        self.module.compile(backend=backend, **(compile_kwargs or {}))
+        self._is_compiled = True
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether `compile` was called."""
+        return self._is_compiled
+
+    def destroy(self) -> None:
+        """Remove the engine's hooks from the model, on this rank alone. The model keeps its values.
+
+        What lies in shards stays so, as within `zero.Init`, for `GatheredParameters` and the next
+        `initialize`; but integers and classes of their own are gathered: every rank must call it.
+        """
+        leave_partitioned(self.core)
+
+    def empty_partition_cache(self) -> None:
+        """Do nothing: gathered parameters are released as soon as their unit is computed."""
+
+    def deepspeed_io(
+        self,
+        dataset: Any,
+        batch_size: int | None = None,
+        route: str = "train",
+        pin_memory: bool = True,
+        data_sampler: Any = None,
+        collate_fn: Callable[[Any], Any] | None = None,
+        num_local_io_workers: int | None = None,
+    ) -> DeepSpeedDataLoader:
+        """Return a loader of this rank's part of ``dataset``, in micro-batches."""
+        if route not in ("train", "eval", "predict"):
+            raise ValueError(f"route: expected 'train', 'eval' or 'predict', found {route!r}")
+        return DeepSpeedDataLoader(
+            dataset,
+            batch_size or self.train_micro_batch_size_per_gpu(),
+            rank=self.core.rank,
+            world_size=self.core.world_size,
+            is_shuffled=route == "train",
+            pin_memory=pin_memory and self.device.type != "cpu",
+            data_sampler=data_sampler,
+            collate_fn=collate_fn or self.collate_fn,
+            num_workers=num_local_io_workers,
+            drop_last=self.dataloader_drop_last(),
+        )
+
+    # ------------------------------------------------------------------- facts
+
+    @property
+    def monitor(self) -> Monitor:
+        """Monitor of scalars: ``monitor.write_events([(name, value, samples)])``."""
+        return self.watch.monitor
+
+    @property
+    def lr_scheduler(self) -> Any:
+        """Scheduler that is stepped at each optimizer step that is taken, or None."""
+        return self.core.lr_scheduler
+
+    @property
+    def basic_optimizer(self) -> torch.optim.Optimizer | None:
+        """The optimizer that was given, or made as the configuration says."""
+        return None if self.optimizer is None else self.optimizer.optimizer
+
+    def get_lr(self) -> list[Any]:
+        """Learning rate of every group."""
+        return self._of_groups("lr")
+
+    def get_mom(self) -> list[Any]:
+        """Momentum of every group, or its betas."""
+        return self._of_groups("momentum", "betas")
+
+    def get_type(self) -> list[Any]:
+        """Return ``type`` of every group, where there is one."""
+        return self._of_groups("type")
+
+    def _of_groups(self, *keys: str) -> list[Any]:
+        groups = [] if self.optimizer is None else self.optimizer.param_groups
+        return [next((g[k] for k in keys if k in g), 0.0) for g in groups]
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> DeepSpeedEngine:
+        """Serve ``to``, ``half``, ``cuda`` and the like where they change nothing."""
+        for param in self.parameters():
+            probe = torch.empty(0, dtype=param.dtype, device=param.device)
+            if (fn(probe).dtype, fn(probe).device) != (probe.dtype, probe.device):
+                raise RuntimeError(
+                    f"the engine owns the parameters' memory ({probe.dtype} on {probe.device}): "
+                    "set the precision in the configuration, and leave the device to it"
+                )
+        return self

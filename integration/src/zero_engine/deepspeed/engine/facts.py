@@ -1,0 +1,339 @@
+"""Facts that scripts ask a DeepSpeed engine for, by methods of DeepSpeed's names."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from functools import reduce
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from zero_core import Config, Engine, ShardedModel
+from zero_engine.deepspeed.config.settings import Settings
+from zero_engine.deepspeed.utils.groups import get_data_parallel_group
+
+__all__ = ["Facts"]
+
+_DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+_OWN_OPTIMIZERS = {"adagrad", "adam", "adamw", "lamb", "lion", "muadam", "muadamw", "musgd", "muon"}
+_Method = Callable[[Any], Any]
+
+
+def _value_of(start: str, path: str) -> _Method:
+    def method(self: Facts) -> Any:
+        return reduce(getattr, f"{start}.{path}".split("."), self)
+
+    method.__doc__ = f"Return ``{path}``."
+    return method
+
+
+def _key(path: str) -> _Method:
+    """Return a method that reads the configuration in effect under ``path``."""
+    return _value_of("core.config", path)
+
+
+def _setting(path: str) -> _Method:
+    """Return a method that reads a setting outside zero-core's configuration."""
+    return _value_of("settings", path)
+
+
+def _fact(name: str) -> property:
+    """Return a property that reads ``core``'s attribute."""
+    return property(_value_of("core", name))
+
+
+def _always(value: Any, why: str) -> _Method:
+    """Return a method that returns ``value``. ``why`` becomes its docstring."""
+
+    def method(self: Facts) -> Any:
+        return value
+
+    method.__doc__ = f"Return {value}: {why}."
+    return method
+
+
+class Facts:
+    """Values of the configuration in effect and the engine's counters. A base of the engine.
+
+    Attributes:
+        core: the engine that trains.
+        settings: what was asked for beside its configuration.
+        module: the model itself.
+        client_optimizer: what was given as the optimizer, or None.
+    """
+
+    core: ShardedModel
+    settings: Settings
+    module: nn.Module
+    client_optimizer: Any
+
+    def _training_core(self, what: str) -> Engine:
+        """Return the core if it trains. ``what`` is asked of it.
+
+        Raises:
+            RuntimeError: there is no optimizer.
+        """
+        if not isinstance(self.core, Engine):
+            raise RuntimeError(
+                f"{what}() of an engine without an optimizer: give initialize() one, or name one "
+                "in the configuration"
+            )
+        return self.core
+
+    def _live_core(self, what: str) -> Engine:
+        """Return the core if it trains and has not ended. ``what`` is asked of it.
+
+        Raises:
+            RuntimeError: there is no optimizer, or the engine was ended.
+        """
+        core = self._training_core(what)
+        if not any(map(core.owns, core.module.parameters())):
+            raise RuntimeError(
+                f"{what}() of an engine that was ended, by destroy() or by another initialize() of "
+                "its model: use the newer one"
+            )
+        return core
+
+    # -------------------------------------------------------------- the engine
+
+    global_steps = _fact("global_steps")
+    micro_steps = _fact("micro_steps")
+    skipped_steps = _fact("skipped_steps")
+    device = _fact("device")
+    global_rank = _fact("rank")
+    world_size = dp_world_size = _fact("world_size")
+    get_data_parallel_rank = _value_of("core", "rank")
+    train_micro_batch_size_per_gpu = _value_of("core", "train_micro_batch_size_per_gpu")
+    gradient_accumulation_steps = _value_of("core", "gradient_accumulation_steps")
+
+    def train_batch_size(self) -> int:
+        """Return the samples per step, of all ranks."""
+        steps, ranks = self.core.gradient_accumulation_steps, self.core.world_size
+        return self.core.train_micro_batch_size_per_gpu * steps * ranks
+
+    def get_batch_info(self) -> tuple[int, int, int]:
+        """Return samples per step, samples per rank and micro-step, micro-steps per step."""
+        micro, steps = (
+            self.core.train_micro_batch_size_per_gpu,
+            self.core.gradient_accumulation_steps,
+        )
+        return self.train_batch_size(), micro, steps
+
+    @property
+    def local_rank(self) -> int:
+        """Number of this rank on its node."""
+        return int(os.environ.get("LOCAL_RANK", "0"))
+
+    @property
+    def data_parallel_group(self) -> dist.ProcessGroup | None:
+        """Process group of all ranks."""
+        return get_data_parallel_group()
+
+    @property
+    def mp_world_size(self) -> int:
+        """Number of model-parallel ranks: one."""
+        return 1
+
+    # ------------------------------------------------------------------- ZeRO
+
+    zero_reduce_scatter = _key("zero_optimization.reduce_scatter")
+    zero_overlap_comm = _key("zero_optimization.overlap_comm")
+    zero_sub_group_size = _key("zero_optimization.sub_group_size")
+    zero_reduce_bucket_size = _key("zero_optimization.reduce_bucket_size")
+    zero_multi_rank_bucket_allreduce = _key("zero_optimization.use_multi_rank_bucket_allreduce")
+    zero_allgather_bucket_size = _key("zero_optimization.allgather_bucket_size")
+    zero_allgather_partitions = _key("zero_optimization.allgather_partitions")
+    zero_allgather_sequential = _key("zero_optimization.stage3_allgather_sequential")
+    zero_compute_grad_norm = _key("zero_optimization.compute_grad_norm")
+    zero_contiguous_gradients = _key("zero_optimization.contiguous_gradients")
+    zero_load_from_fp32_weights = _key("zero_optimization.load_from_fp32_weights")
+    zero_elastic_checkpoint = _key("zero_optimization.elastic_checkpoint")
+    zero_max_live_parameters = _key("zero_optimization.stage3_max_live_parameters")
+    zero_max_reuse_distance = _key("zero_optimization.stage3_max_reuse_distance")
+    zero_prefetch_bucket_size = _key("zero_optimization.stage3_prefetch_bucket_size")
+    zero_module_granularity_threshold = _key(
+        "zero_optimization.stage3_module_granularity_threshold"
+    )
+    zero_param_persistence_threshold = _key("zero_optimization.stage3_param_persistence_threshold")
+    zero_model_persistence_threshold = _key("zero_optimization.stage3_model_persistence_threshold")
+    zero_legacy_stage1 = _key("zero_optimization.legacy_stage1")
+    zero_ignore_unused_parameters = _key("zero_optimization.ignore_unused_parameters")
+    zero_round_robin_gradients = _key("zero_optimization.round_robin_gradients")
+    zero_parameter_alignment = _key("zero_optimization.parameter_alignment")
+    zero_hpz_partition_size = _key("zero_optimization.zero_hpz_partition_size")
+    zero_quantized_weights = _key("zero_optimization.zero_quantized_weights")
+    zero_quantized_nontrainable_weights = _key(
+        "zero_optimization.zero_quantized_nontrainable_weights"
+    )
+    zero_quantized_gradients = _key("zero_optimization.zero_quantized_gradients")
+    zero_partial_offload = _key("zero_optimization.offload_optimizer.ratio")
+
+    zero_optimization_stage = _key("zero_optimization.stage")
+
+    def zero_optimization(self) -> bool:
+        """Whether anything is sharded."""
+        return self.core.config.zero_optimization.stage > 0
+
+    def zero_optimization_partition_gradients(self) -> bool:
+        """Whether gradients are sharded."""
+        return self.core.config.zero_optimization.stage >= 2
+
+    def zero_optimization_partition_weights(self) -> bool:
+        """Whether parameters are sharded."""
+        return self.core.config.zero_optimization.stage == 3
+
+    is_first_weights_partition_group = zero_optimization_partition_weights
+
+    def zero_offload_optimizer(self) -> Any:
+        """Return the block ``offload_optimizer``, None where the state is on the device."""
+        block = self.core.config.zero_optimization.offload_optimizer
+        return None if block.device == "none" else block
+
+    def zero_offload_param(self) -> Any:
+        """Return the block ``offload_param``, None where parameters are on the device."""
+        block = self.core.config.zero_optimization.offload_param
+        return None if block.device == "none" else block
+
+    def zero_use_cpu_optimizer(self) -> bool:
+        """Whether the host updates."""
+        return self.zero_offload_optimizer() is not None
+
+    def zero_cpu_offload(self) -> bool:
+        """Whether optimizer state is in host memory."""
+        return self.core.config.zero_optimization.offload_optimizer.device == "cpu"
+
+    def zero_nvme_offload_optimizer(self) -> bool:
+        """Whether optimizer state is in files."""
+        return self.core.config.zero_optimization.offload_optimizer.device == "nvme"
+
+    zero_gather_16bit_weights_on_model_save = _setting("gather_16bit_weights_on_model_save")
+    zero_allow_untested_optimizer = _always(True, "any elementwise optimizer is served")
+
+    def zero_force_ds_cpu_optimizer(self) -> bool:
+        """Whether ``zero_force_ds_cpu_optimizer`` is left on."""
+        return bool(self._given("zero_force_ds_cpu_optimizer", True))
+
+    # -------------------------------------------------------------- precision
+
+    fp16_enabled = _key("fp16.enabled")
+    bfloat16_enabled = _key("bf16.enabled")
+    loss_scale = _key("fp16.loss_scale")
+    gradient_clipping = _key("gradient_clipping")
+    fp16_auto_cast = _setting("fp16_auto_cast")
+    fp16_master_weights_and_gradients = _key("fp16.fp16_master_weights_and_grads")
+    bf16_master_weights_and_gradients = _key("bf16.bf16_master_weights_and_grads")
+    bf16_optimizer_states = _key("bf16.bf16_optimizer_states")
+    torch_autocast_enabled = _always(False, "call the model under torch.autocast yourself")
+    torch_autocast_dtype = _always(None, "see torch_autocast_enabled")
+
+    @property
+    def communication_data_type(self) -> torch.dtype:
+        """Dtype in which gradients are reduced: the configuration's, or that of the parameters."""
+        config: Config = self.core.config
+        named = config.communication_data_type
+        return _DTYPES[named] if named is not None else config.compute_dtype or torch.float32
+
+    def dynamic_loss_scale_args(self) -> dict[str, Any]:
+        """Return the dynamic loss scale's parameters, under DeepSpeed's names."""
+        fp16 = self.core.config.fp16
+        return {
+            "init_scale": 2**fp16.initial_scale_power,
+            "scale_window": fp16.loss_scale_window,
+            "delayed_shift": fp16.hysteresis,
+            "consecutive_hysteresis": fp16.consecutive_hysteresis,
+            "min_scale": fp16.min_loss_scale,
+        }
+
+    def dynamic_loss_scale(self) -> bool:
+        """Whether the loss scale adapts itself."""
+        return self.core.config.fp16.loss_scale == 0.0
+
+    def initial_dynamic_scale(self) -> float:
+        """Return the dynamic loss scale's first value."""
+        return float(2.0**self.core.config.fp16.initial_scale_power)
+
+    def get_data_types(self) -> tuple[torch.dtype, torch.dtype]:
+        """Dtype of the parameters and of gradients as they are accumulated."""
+        names = {"fp16": torch.float16, "bf16": torch.bfloat16}
+        grads = names.get(self.core.config.data_types.grad_accum_dtype or "", torch.float32)
+        return self.core.config.compute_dtype or torch.float32, grads
+
+    # --------------------------------------------------------------- watching
+
+    steps_per_print = _setting("steps_per_print")
+    wall_clock_breakdown = _setting("wall_clock_breakdown")
+    dump_state = _setting("dump_state")
+    dataloader_drop_last = _setting("dataloader_drop_last")
+    memory_breakdown = _setting("memory_breakdown")
+    log_level = _setting("log_level")
+    flops_profiler_enabled = _setting("flops_profiler.enabled")
+    flops_profiler_recompute_fwd_factor = _setting("flops_profiler.recompute_fwd_factor")
+    flops_profiler_profile_step = _setting("flops_profiler.profile_step")
+    flops_profiler_module_depth = _setting("flops_profiler.module_depth")
+    flops_profiler_top_modules = _setting("flops_profiler.top_modules")
+    flops_profiler_detailed = _setting("flops_profiler.detailed")
+    flops_profiler_output_file = _setting("flops_profiler.output_file")
+
+    def checkpoint_tag_validation_enabled(self) -> bool:
+        """Whether the ranks' tags are compared when they save."""
+        return self.settings.tag_validation != "IGNORE"
+
+    def checkpoint_tag_validation_fail(self) -> bool:
+        """Whether different tags are an error."""
+        return self.settings.tag_validation == "FAIL"
+
+    # ------------------------------------------------------- what there is not
+
+    get_model_parallel_rank = _always(0, "every rank is a data-parallel one")
+    get_tensor_parallel_rank = _always(0, "every rank is a data-parallel one")
+    get_sequence_parallel_group = _always(None, "every rank is a data-parallel one")
+    autotp_size = _always(0, "no layer is split")
+    managed_gradient_accumulation = _always(True, "unless a boundary is declared")
+    postscale_gradients = _always(True, "sums are in fp32, either order gives the same")
+    gradient_predivide_factor = _always(1.0, "sums are in fp32")
+    load_universal_checkpoint = _always(False, "every checkpoint is for any number of ranks")
+    use_node_local_storage = _always(False, "a checkpoint is one folder")
+    autotuning_enabled = _always(False, "zero-engine plan says what fits")
+    autotuning_profile_model_info = _always(False, "zero-engine plan says what fits")
+    curriculum_learning_enabled = _always(False, "give a sampler of your own")
+    data_efficiency_enabled = _always(False, "give a sampler of your own")
+    data_sampling_enabled = _always(False, "give a sampler of your own")
+    random_ltd_enabled = _always(False, "it is not served")
+    super_offload = _always(False, "it is not served")
+    compile_autosp = _always(False, "DeepCompile is not served")
+    compile_autotp = _always(False, "DeepCompile is not served")
+    is_deepcompile_enabled = _always(False, "DeepCompile is not served")
+    is_deepcompile_active = _always(False, "DeepCompile is not served")
+
+    # ------------------------------------------------- the configuration as given
+
+    def optimizer_name(self) -> str | None:
+        """Return ``optimizer.type``, in DeepSpeed's spelling, or the class of the one given."""
+        if self.client_optimizer is not None:
+            return type(self.client_optimizer).__name__
+        name: str | None = self._block("optimizer").get("type")
+        is_own = name is not None and name.lower() in _OWN_OPTIMIZERS
+        return name.lower() if name is not None and is_own else name
+
+    def optimizer_params(self) -> dict[str, Any] | None:
+        """Return ``optimizer.params`` of the configuration."""
+        return self._block("optimizer").get("params")
+
+    def scheduler_name(self) -> str | None:
+        """Return ``scheduler.type`` of the configuration."""
+        return self._block("scheduler").get("type")
+
+    def scheduler_params(self) -> dict[str, Any] | None:
+        """Return ``scheduler.params`` of the configuration."""
+        return self._block("scheduler").get("params")
+
+    def _given(self, key: str, default: Any) -> Any:
+        value = self.settings.raw.get(key, default)
+        return default if value in (None, "auto") else value
+
+    def _block(self, key: str) -> dict[str, Any]:
+        block: dict[str, Any] = self._given(key, {})
+        return block

@@ -1,0 +1,132 @@
+"""Observers of the DeepSpeed engine's steps, as the configuration asks for them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Literal, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from zero_engine.deepspeed.config.settings import Settings
+from zero_engine.monitoring import (
+    CommunicationLog,
+    FlopsProfiler,
+    MemoryBreakdown,
+    Monitor,
+    Observed,
+    Scalars,
+    StepFacts,
+    StepObserver,
+    Throughput,
+    WallClock,
+    make_monitor,
+)
+
+__all__ = ["Watch", "make_observers"]
+
+_Part = Literal["forward", "backward", "step"]
+_Outputs = TypeVar("_Outputs")
+
+
+class _Engine(Observed, Protocol):
+    @property
+    def device(self) -> torch.device:
+        """The device that computes the model."""
+
+
+class Watch:
+    """Everything that watches an engine's steps.
+
+    Attributes:
+        monitor: where scalars go; ``engine.monitor``.
+        observers: called in this order.
+    """
+
+    def __init__(self, settings: Settings, engine: _Engine) -> None:
+        """Watch ``engine``, a `zero_core.Engine`.
+
+        Raises:
+            ConfigError: a monitor needs a library that is not installed.
+        """
+        self.monitor = make_monitor(settings.monitors, rank=engine.rank)
+        self.observers = make_observers(settings, engine, self.monitor)
+        self._is_in_backward = False
+
+    @contextmanager
+    def part(self, name: _Part) -> Iterator[None]:
+        """Notify the observers of one part of a micro-step."""
+        self._is_in_backward = name == "backward"
+        for observer in self.observers:
+            getattr(observer, f"begin_{name}")()
+        try:
+            yield
+        finally:
+            self._is_in_backward = False
+            for observer in self.observers:
+                getattr(observer, f"end_{name}")()
+
+    def followed(self, outputs: _Outputs) -> _Outputs:
+        """Return ``outputs`` of a forward, from which a plain ``backward()`` is observed, too."""
+        self._is_in_backward = False  # one that failed has not told its end
+        for leaf in pytree.tree_leaves(outputs) if self.observers else ():
+            if isinstance(leaf, Tensor) and leaf.grad_fn is not None:
+                leaf.register_hook(self._enter_backward)  # type: ignore[no-untyped-call]
+        return outputs
+
+    def _enter_backward(self, _grad: Tensor) -> None:
+        if self._is_in_backward:
+            return
+        self._is_in_backward = True
+        for observer in self.observers:
+            observer.begin_plain_backward()
+        # Called back after all that was queued meanwhile: the engine waits for reductions there.
+        _at_the_end_of_backward(lambda: _at_the_end_of_backward(self._leave_backward))
+
+    def _leave_backward(self) -> None:
+        self._is_in_backward = False
+        for observer in self.observers:
+            observer.end_plain_backward()
+
+    def step_done(self, facts: StepFacts) -> None:
+        """Notify the observers that a step has ended."""
+        for observer in self.observers:
+            observer.step_done(facts)
+
+    @property
+    def last_ms(self) -> dict[str, float]:
+        """Times of the last step in milliseconds, empty where they are not taken."""
+        clocks = [one for one in self.observers if isinstance(one, WallClock)]
+        return dict(clocks[0].last_ms) if clocks else {}
+
+
+def make_observers(settings: Settings, engine: _Engine, monitor: Monitor) -> list[StepObserver]:
+    """Make the observers of ``engine``, a `zero_core.Engine`, in DeepSpeed's order of output.
+
+    Rank 0 prints. Times and bytes are taken on every rank, so that ranks stay alike.
+    """
+    say: Callable[[str], None] = print if engine.rank == 0 else _nothing
+    found: list[StepObserver] = []
+    if monitor.enabled:
+        found.append(Scalars(monitor))
+    if settings.flops_profiler.enabled and engine.rank == 0:
+        found.append(FlopsProfiler(settings.flops_profiler, say=say))
+    if settings.wall_clock_breakdown:
+        found.append(WallClock(engine.device, monitor, say=say))
+    if settings.memory_breakdown:
+        found.append(MemoryBreakdown(engine.device, say=say))
+    if settings.comms_logger.enabled:
+        found.append(CommunicationLog(engine, settings.comms_logger, say=say))
+    if settings.throughput.enabled and settings.steps_per_print is not None:
+        found.append(Throughput(engine.device, settings.steps_per_print, say=say))
+    return found
+
+
+def _at_the_end_of_backward(call: Callable[[], None]) -> None:
+    torch.autograd.Variable._execution_engine.queue_callback(call)
+
+
+def _nothing(text: str) -> None:
+    """Other ranks than 0 print nothing."""

@@ -1,0 +1,259 @@
+"""`initialize`: what scripts call to turn a model into an engine."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+import zero_core
+from zero_core import engine_of
+from zero_core.comm.topology import find_ranks
+from zero_core.config.schema import OptimizerConfig, load_config
+from zero_core.optim.factory import check_elementwise, make_optimizer
+from zero_core.optim.muon import tag_matrices
+from zero_engine.deepspeed.config.announce import announce, apply
+from zero_engine.deepspeed.config.reader import Settings, read
+from zero_engine.deepspeed.config.source import Source
+from zero_engine.deepspeed.dataloader import DeepSpeedDataLoader
+from zero_engine.deepspeed.distributed import choose_device, init_distributed
+from zero_engine.deepspeed.engine.engine import DeepSpeedEngine
+from zero_engine.deepspeed.engine.optimizer import DeepSpeedOptimizer
+from zero_engine.deepspeed.errors import NotServedError
+from zero_engine.deepspeed.zero.partition_parameters import describe
+from zero_engine.deepspeed.zero.partitioned import leave_partitioned
+
+__all__ = ["DeepSpeedConfigError", "add_config_arguments", "initialize"]
+
+DeepSpeedConfigError = zero_core.ConfigError
+_log = logging.getLogger(__name__)
+
+OptimizerOrFactory = torch.optim.Optimizer | Callable[[list[Any]], torch.optim.Optimizer]
+_Made = tuple[DeepSpeedEngine, DeepSpeedOptimizer | None, DeepSpeedDataLoader | None, Any]
+
+
+def initialize(
+    args: Any = None,
+    model: nn.Module | None = None,
+    optimizer: OptimizerOrFactory | None = None,
+    model_parameters: Iterable[Any] | None = None,
+    training_data: Any = None,
+    lr_scheduler: Any = None,
+    distributed_port: int = 29500,
+    mpu: Any = None,
+    dist_init_required: bool | None = None,
+    collate_fn: Callable[[Any], Any] | None = None,
+    config: Source | None = None,
+    mesh_param: Any = None,
+    config_params: Source | None = None,
+) -> _Made:
+    """Make an engine out of a model, as ``deepspeed.initialize`` does.
+
+    Every rank must call it, with the same model and configuration. The model's parameters move to
+    the engine's memory; see `zero_core.build`. An engine that has them already is ended first, as
+    by its ``destroy()``: values stay, and gradients that wait for a step are dropped. A wrong
+    configuration or optimizer is refused before that.
+
+    Args:
+        args: the parsed command line: its ``deepspeed_config`` is the configuration, if none is
+            given here, and its ``local_rank`` is set. ``device_rank``, if it has one, is the
+            index of the accelerator to use, else the environment's ``LOCAL_RANK`` is.
+        model: any module.
+        optimizer: a torch optimizer, or what makes one out of ``model_parameters``; wins over the
+            configuration's.
+        model_parameters: what to train: parameters or groups; default: all that require a gradient.
+        training_data: a dataset, of which the third value returned is a loader.
+        lr_scheduler: a scheduler, or what makes one out of the optimizer; wins over the
+            configuration's.
+        distributed_port: of rank 0, if the environment names none.
+        mpu: Megatron's parallel state; only with one model-parallel rank.
+        dist_init_required: False leaves torch.distributed alone.
+        collate_fn: of the loader.
+        config: the configuration: a mapping, the path of its JSON file, or base64 of it.
+        mesh_param: not served.
+        config_params: the same as ``config``.
+
+    Returns:
+        The engine, its optimizer, the loader of ``training_data`` and the scheduler, each of the
+        last three None if there is none. Without an optimizer the engine evaluates alone.
+
+    Raises:
+        ConfigError: the configuration is wrong or does not fit the model.
+        NotServedError: model parallelism is asked for.
+    """
+    if model is None:
+        raise ValueError("initialize() needs a model")
+    if mesh_param is not None:
+        raise NotServedError("initialize(mesh_param=...), sequence parallelism,")
+    init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
+    choose_device(_option(args, "device_rank"))
+    settings = read(_find_config(args, config if config is not None else config_params))
+    apply(settings)
+    if _option(args, "local_rank") is not None:
+        args.local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    given = _make_optimizer(settings, model, optimizer, model_parameters)
+    is_training = given is not None or "optimizer" in settings.core
+    left_out = {"optimizer"} if given is not None else set()
+    if lr_scheduler is not None or not is_training:
+        left_out.add("scheduler")
+    of_core = {k: v for k, v in settings.core.items() if k not in left_out}
+    group = _data_parallel_group(mpu)
+    earlier = _earlier(model)
+    if earlier:
+        _check(of_core, given, world_size=find_ranks(group, None).size)
+    for one in earlier:
+        _log.info("initialize() of a model that has an engine: that one is ended, as by destroy()")
+        leave_partitioned(one)
+    if given is not None:
+        _freeze_others(model, given)
+    core = zero_core.build(
+        model, of_core, optimizer=given, process_group=group, is_training=is_training
+    )
+    if core.config.zero_optimization.stage == 3:
+        describe(model.parameters())
+    announce(settings, core.config, rank=core.rank, world_size=core.world_size)
+    if lr_scheduler is not None and isinstance(core, zero_core.Engine):
+        core.lr_scheduler = _make_scheduler(lr_scheduler, core.optimizer.given)
+    engine = DeepSpeedEngine(
+        core,
+        settings,
+        client_optimizer=optimizer,
+        client_lr_scheduler=lr_scheduler,
+        training_data=training_data,
+        collate_fn=collate_fn,
+    )
+    return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
+
+
+def _find_config(args: Any, given: Any) -> Any:
+    from_args = _option(args, "deepspeed_config") or _option(args, "deepscale_config")
+    if from_args is not None and given is not None:
+        raise ValueError(
+            "a configuration was given to initialize() and another one as args.deepspeed_config "
+            f"({from_args!r}): give one"
+        )
+    found = given if given is not None else from_args
+    if found is None:
+        raise ValueError("no configuration: pass config=... or --deepspeed_config FILE")
+    return found
+
+
+def _option(args: Any, name: str) -> Any:
+    # foreign: the script's parsed command line, which may be of any class.
+    return getattr(args, name, None)
+
+
+def _earlier(model: nn.Module) -> list[zero_core.ShardedModel]:
+    """Return the engines that have parameters of ``model``."""
+    found = [engine_of(param) for param in model.parameters()]
+    return list({id(one): one for one in found if one is not None}.values())
+
+
+def _check(config: dict[str, Any], given: torch.optim.Optimizer | None, *, world_size: int) -> None:
+    """Refuse what `zero_core.build` would refuse, while the earlier engine can still continue.
+
+    Raises:
+        ConfigError: the configuration or the optimizer is wrong.
+    """
+    resolved = load_config(config, world_size=world_size)
+    if given is not None:
+        check_elementwise(type(given))
+    elif resolved.optimizer is not None:
+        tried = nn.Parameter(torch.empty(1, 1))  # Adagrad makes its state here: a small one
+        tag_matrices([("weight", tried)])
+        make_optimizer(resolved.optimizer, [tried])
+
+
+def _make_optimizer(
+    settings: Settings,
+    model: nn.Module,
+    given: OptimizerOrFactory | None,
+    model_parameters: Iterable[Any] | None,
+) -> torch.optim.Optimizer | None:
+    """Return the optimizer to build with, None if the configuration's covers all parameters."""
+    groups = None if model_parameters is None else _without_empty(list(model_parameters))
+    optimizer: torch.optim.Optimizer | None = None
+    if isinstance(given, torch.optim.Optimizer):
+        given.param_groups[:] = _without_empty(given.param_groups)
+        optimizer = given
+    elif given is not None:
+        optimizer = given(groups if groups is not None else _trainable(model))
+    elif groups is not None and "optimizer" in settings.core:
+        if _are_all(groups, model):
+            return None
+        named = OptimizerConfig.model_validate(settings.core["optimizer"])
+        if named.type.lower() == "muon":
+            tag_matrices(model.named_parameters())
+        optimizer = make_optimizer(named, groups)
+    return optimizer
+
+
+def _without_empty(groups: Sequence[Any]) -> list[Any]:
+    """Return ``groups``, or parameters, without empty groups."""
+    found = []
+    for group in groups:
+        if isinstance(group, dict):
+            params = group["params"]
+            group["params"] = [params] if isinstance(params, torch.Tensor) else list(params)
+            if not group["params"]:
+                continue
+        found.append(group)
+    return found
+
+
+def _trainable(model: nn.Module) -> list[nn.Parameter]:
+    return [p for p in model.parameters() if p.requires_grad]
+
+
+def _are_all(groups: Sequence[Any], model: nn.Module) -> bool:
+    wanted = {id(p) for p in _trainable(model)}
+    return wanted == {id(p) for p in groups if isinstance(p, nn.Parameter) and p.requires_grad}
+
+
+def _freeze_others(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Parameters in no group are not trained: they need no gradient."""
+    covered = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    left = [n for n, p in model.named_parameters() if p.requires_grad and id(p) not in covered]
+    for name in left:
+        model.get_parameter(name).requires_grad_(False)
+    if left:
+        _log.warning(
+            "%d parameters are in no optimizer group and will not be trained: %s",
+            len(left),
+            ", ".join(left[:5]),
+        )
+
+
+def _make_scheduler(given: Any, optimizer: torch.optim.Optimizer) -> Any:
+    return given(optimizer) if callable(given) else given
+
+
+def _data_parallel_group(mpu: Any) -> Any:
+    if mpu is None:
+        return None
+    for kind in ("model", "tensor_model", "pipeline_model"):
+        ask = getattr(mpu, f"get_{kind}_parallel_world_size", None)
+        if ask is not None and ask() > 1:
+            raise NotServedError(f"an mpu of {ask()} {kind.replace('_', ' ')} parallel ranks")
+    return mpu.get_data_parallel_group()
+
+
+def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Add ``--deepspeed`` and ``--deepspeed_config``, and their old names. Returns ``parser``."""
+    group = parser.add_argument_group("DeepSpeed", "DeepSpeed configurations")
+    for name in ("deepspeed", "deepscale"):
+        group.add_argument(
+            f"--{name}",
+            default=False,
+            action="store_true",
+            help="for the script's own use; the engine does not read it",
+        )
+        group.add_argument(
+            f"--{name}_config", default=None, type=str, help="path of the JSON configuration"
+        )
+    return parser

@@ -1,1 +1,0 @@
-"""Stands for ``deepspeed.launcher``."""

@@ -1,0 +1,147 @@
+"""The ranks of one job: joining, doing something on one of them, stopping all of them together.
+
+A **stop request** is a signal (Ctrl-C's SIGINT, or the SIGTERM of a scheduler). It may reach one
+rank a step earlier than another, so the ranks compare what they received at every step's end and
+stop at the same one.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from types import FrameType
+from typing import NoReturn
+
+import torch
+
+# The first torch optimizer imports it. Imported while a process group exists, it keeps the group
+# alive past destroy_process_group (torch 2.13), whose threads may then abort the process at exit.
+import torch._dynamo
+import torch.distributed as dist
+from torch import Tensor
+
+from zero_engine.launch.started_ranks import device_index
+
+__all__ = [
+    "StopRequest",
+    "fail",
+    "is_under_launcher",
+    "join_ranks",
+    "leave_ranks",
+    "on_first_rank",
+    "sum_over_ranks",
+]
+
+
+def is_under_launcher() -> bool:
+    """Whether torchrun, or another launcher that speaks its variables, started this process."""
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+def join_ranks() -> torch.device:
+    """Join the process group that the launcher's variables describe. Returns this rank's device.
+
+    NCCL and one GPU per rank where there is a GPU, else gloo and the CPU. Without a launcher
+    the process is a single rank and no group is made. Every rank calls it.
+    """
+    has_gpu = torch.cuda.is_available()
+    device: torch.device | None = None
+    if has_gpu:
+        index = device_index(os.environ, num_visible=torch.cuda.device_count())
+        device = torch.device("cuda", index or 0)
+        torch.cuda.set_device(device)
+    if is_under_launcher():
+        # Not device_id=: the group is made on first use, so that a rank that fails before that
+        # does not leave the others waiting in here.
+        dist.init_process_group("nccl" if has_gpu else "gloo")
+    return device or torch.device("cpu")
+
+
+def leave_ranks() -> None:
+    """Undo `join_ranks`. Every rank calls it, once nothing refers to its engine any more."""
+    gc.collect()  # an object that still held the group would end its threads only at exit
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def on_first_rank(action: Callable[[], None], device: torch.device) -> None:
+    """Run ``action`` on rank 0 while the others wait. Every rank calls it.
+
+    Raises:
+        Exception: on rank 0, what ``action`` raised.
+        SystemExit: on the other ranks in that case; rank 0 tells what happened.
+    """
+    error: Exception | None = None
+    if _rank() == 0:
+        try:
+            action()
+        except Exception as caught:
+            error = caught
+    failed = torch.tensor([error is not None], dtype=torch.int32, device=device)
+    if dist.is_initialized():
+        dist.broadcast(failed, src=0)
+    if error is not None:
+        raise error
+    if failed.item():
+        _let_first_rank_speak()
+        sys.exit(2)
+
+
+def sum_over_ranks(values: Tensor) -> Tensor:
+    """Sum ``values`` over all ranks, in place. Every rank calls it."""
+    if dist.is_initialized():
+        dist.all_reduce(values)
+    return values
+
+
+def fail(error: Exception) -> NoReturn:
+    """Print a mistake of the user's and end this process with code 2.
+
+    Every rank may run into the same mistake, and it is to be said once: another rank than 0 is
+    heard only if rank 0 has nothing to say.
+    """
+    rank = os.environ.get("RANK", "0")
+    if rank != "0":
+        _let_first_rank_speak()
+    print(f"error: {error}" if rank == "0" else f"error on rank {rank}: {error}", file=sys.stderr)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Not sys.exit: threads of a process group that is still there may abort an ordered end.
+    os._exit(2)
+
+
+class StopRequest:
+    """Remembers the signal that asked this process to stop, in place of dying from it."""
+
+    HANDLED = (signal.SIGINT, signal.SIGTERM)
+
+    def __init__(self) -> None:
+        self._received: int | None = None
+        for signum in self.HANDLED:
+            signal.signal(signum, self._remember)
+
+    def _remember(self, signum: int, _frame: FrameType | None) -> None:
+        self._received = self._received or signum
+
+    def as_flags(self) -> list[float]:
+        """Return one flag per handled signal, to be summed over the ranks."""
+        return [float(self._received == signum) for signum in self.HANDLED]
+
+    @classmethod
+    def from_flags(cls, sums: list[float]) -> signal.Signals | None:
+        """Return the signal that any rank received, given the sum of every rank's flags."""
+        return next((s for s, total in zip(cls.HANDLED, sums, strict=True) if total > 0), None)
+
+
+def _let_first_rank_speak() -> None:
+    """Wait for the launcher to end this rank, as it does once rank 0 has failed with a message."""
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    time.sleep(3)
+
+
+def _rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0

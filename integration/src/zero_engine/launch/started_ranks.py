@@ -1,0 +1,150 @@
+"""Ranks that srun or mpirun has started: torchrun's variables, from theirs.
+
+    who                    rank, number of ranks                     among those of its machine
+    Open MPI's mpirun      OMPI_COMM_WORLD_RANK, _SIZE               OMPI_COMM_WORLD_LOCAL_RANK
+    MPICH, Intel MPI       PMI_RANK, PMI_SIZE                        MPI_LOCALRANKID
+    SLURM's srun           SLURM_PROCID, SLURM_STEP_NUM_TASKS        SLURM_LOCALID
+
+The script of a batch job has SLURM's variables too, and is not a task of srun's. SLURM's plugin
+pmi2 sets PMI_RANK and PMI_SIZE beside them, but not MPI_LOCALRANKID: SLURM is asked, if it tells
+the same rank and number. It doesn't where an mpirun started its proxies by srun.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from zero_core.errors import ConfigError
+
+__all__ = ["LOOPBACK", "PORT", "device_index", "first_host", "rank_variables"]
+
+PORT = 29500
+"""Where rank 0 listens, if nothing says otherwise; torch's own default."""
+LOOPBACK = "127.0.0.1"
+"""Rank 0's address where all ranks are on one machine."""
+
+
+@dataclass(frozen=True)
+class _Starter:
+    name: str
+    rank: str
+    size: str
+    local_rank: str
+    local_size: str
+
+
+MPI = (
+    _Starter(
+        "mpirun",
+        "OMPI_COMM_WORLD_RANK",
+        "OMPI_COMM_WORLD_SIZE",
+        "OMPI_COMM_WORLD_LOCAL_RANK",
+        "OMPI_COMM_WORLD_LOCAL_SIZE",
+    ),
+    _Starter("mpirun", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+)
+SLURM = _Starter("srun", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "")
+STEP = ("SLURM_STEP_ID", "SLURM_STEPID", "SLURM_STEP_NUM_TASKS")
+"""What srun sets, and a batch job's own script doesn't have."""
+
+
+def rank_variables(environment: Mapping[str, str], *, port: int = PORT) -> dict[str, str]:
+    """RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT of this process.
+
+    Those that ``environment`` has already keep their value. Without SLURM's list of nodes, rank 0's
+    address is known only where all ranks are on one machine.
+
+    Args:
+        environment: of this process.
+        port: where rank 0 listens. `PORT`, the default, becomes one chosen by the number of SLURM's
+            job, where there is one: jobs may share a machine.
+
+    Returns:
+        The variables; none, if neither srun nor mpirun started several processes here, or if
+        RANK is there.
+
+    Raises:
+        ConfigError: MASTER_ADDR is needed, or the rank within the machine is unknown.
+    """
+    starter = _starter(environment)
+    if starter is None or "RANK" in environment:
+        return {}
+    found = {
+        "RANK": environment[starter.rank],
+        "WORLD_SIZE": _size(environment, starter),
+        "LOCAL_RANK": environment.get(starter.local_rank, ""),
+        "MASTER_ADDR": _address(environment, starter),
+        "MASTER_PORT": str(_port(environment, starter, port)),
+    }
+    variables = {name: environment.get(name) or value for name, value in found.items()}
+    for name, value in variables.items():
+        if not value:
+            raise ConfigError(
+                f"{starter.name} started {variables['WORLD_SIZE']} ranks, but {name} can't be told "
+                f"from its variables: set {name}"
+                + (" to the address of rank 0's machine" if name == "MASTER_ADDR" else "")
+            )
+    return variables
+
+
+def device_index(environment: Mapping[str, str], *, num_visible: int) -> int | None:
+    """Return the index of this process's accelerator by ``LOCAL_RANK``, None without a launcher.
+
+    Where a process sees one accelerator alone (srun's ``--gpus-per-task=1``), it is 0 whatever the
+    rank is.
+    """
+    local_rank = environment.get("LOCAL_RANK")
+    if local_rank is None:
+        return None
+    return 0 if num_visible == 1 else int(local_rank)
+
+
+def first_host(nodes: str) -> str:
+    """Return the first host of SLURM's list: node07 of ``"node[07-9,12],login1"``."""
+    first = re.match(r"(?:\[[^\]]*\]|[^,\[])*", nodes)
+    assert first is not None, "the expression matches the empty text"
+    return re.sub(r"\[([^\],-]*)[^\]]*\]", r"\1", first.group())
+
+
+def _starter(environment: Mapping[str, str]) -> _Starter | None:
+    """Return the starter of this process as one of several, one with local ranks if possible."""
+    found = [starter for starter in (*MPI, SLURM) if _has_started(environment, starter)]
+    told = [(environment[starter.rank], _size(environment, starter)) for starter in found]
+    whole = [
+        starter
+        for starter, its in zip(found, told, strict=True)
+        if its == told[0] and starter.local_rank in environment
+    ]
+    return next(iter(whole + found), None)
+
+
+def _has_started(environment: Mapping[str, str], starter: _Starter) -> bool:
+    if starter is SLURM and _is_batch_script(environment):
+        return False
+    return starter.rank in environment and int(_size(environment, starter) or "1") > 1
+
+
+def _is_batch_script(environment: Mapping[str, str]) -> bool:
+    return "SLURM_JOB_ID" in environment and not any(name in environment for name in STEP)
+
+
+def _size(environment: Mapping[str, str], starter: _Starter) -> str:
+    size = environment.get(starter.size, "")
+    return size or (environment.get("SLURM_NTASKS", "") if starter is SLURM else "")
+
+
+def _address(environment: Mapping[str, str], starter: _Starter) -> str:
+    if starter is not SLURM:
+        is_one_machine = environment.get(starter.local_size) == environment[starter.size]
+        return LOOPBACK if is_one_machine else ""
+    nodes = environment.get("SLURM_STEP_NODELIST") or environment.get("SLURM_JOB_NODELIST", "")
+    is_one_machine = environment.get("SLURM_STEP_NUM_NODES", environment.get("SLURM_NNODES")) == "1"
+    return LOOPBACK if is_one_machine else first_host(nodes)
+
+
+def _port(environment: Mapping[str, str], starter: _Starter, port: int) -> int:
+    job = environment.get("SLURM_JOB_ID", "")
+    is_chosen_by_job = port == PORT and starter is SLURM and job.isdecimal()
+    return 20000 + int(job) % 20000 if is_chosen_by_job else port

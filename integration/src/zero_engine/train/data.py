@@ -1,0 +1,230 @@
+"""Text in, batches of token ids out.
+
+The text is cut in two: the last part is **held out**, the rest is trained on. Each part becomes
+**windows** of ``context`` tokens. Rank 0 prepares both once and leaves them in the run's folder;
+every rank maps that file, and so does a resumed run, whatever became of the original text.
+
+Which windows a rank sees is a pure function of (seed, step, rank): resuming needs no sampler
+state, only the step's number.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import sysconfig
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from torch import Tensor
+
+from zero_core.errors import ConfigError
+
+__all__ = ["END_OF_TEXT", "Corpus", "prepare_corpus", "read_text"]
+
+END_OF_TEXT = "<|endoftext|>"
+HELD_OUT_FRACTION = 0.05
+# What is read and learned from is capped, so that start-up stays in seconds on any machine.
+MAX_STDLIB_CHARS = 6_000_000
+MAX_BPE_CHARS = 2_000_000
+# Folders of the standard library that are not written like the rest of it.
+SKIPPED_FOLDERS = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
+
+
+def read_text(path: str | None) -> str:
+    """Return the text to train on: the file at ``path``, or the Python standard library's source.
+
+    Raises:
+        ConfigError: the file is missing, a folder, empty, or not UTF-8.
+    """
+    return _read_stdlib() if path is None else _read_file(Path(path))
+
+
+def _read_file(path: Path) -> str:
+    if not path.is_file():
+        found = "a folder" if path.is_dir() else "nothing"
+        raise ConfigError(f"--data {path}: expected a text file, found {found} there")
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ConfigError(
+            f"--data {path}: not UTF-8 text (byte {error.start}: {error.reason}); "
+            "convert it first, e.g. with iconv -t UTF-8"
+        ) from None
+    except OSError as error:
+        raise ConfigError(f"--data {path}: cannot be read: {error.strerror}") from None
+    if not text.strip():
+        raise ConfigError(f"--data {path}: the file is empty; give one with text in it")
+    return text
+
+
+def _read_stdlib() -> str:
+    """Python's own source, in an order that depends on nothing but the file names."""
+    root = Path(sysconfig.get_path("stdlib"))
+    files = [
+        path
+        for path in root.rglob("*.py")
+        if not SKIPPED_FOLDERS.intersection(path.relative_to(root).parts)
+    ]
+    # By a hash of the name: the held-out end is then a mixture of modules, as the rest is.
+    files.sort(key=lambda path: _digest(path.relative_to(root).as_posix()))
+    texts: list[str] = []
+    num_chars = 0
+    for path in files:
+        texts.append(path.read_text(encoding="utf-8", errors="replace"))
+        num_chars += len(texts[-1])
+        if num_chars >= MAX_STDLIB_CHARS:
+            break
+    if not texts:
+        raise ConfigError(f"no Python source found under {root}; name a text file with --data")
+    return "\n".join(texts)[:MAX_STDLIB_CHARS]
+
+
+def train_tokenizer(text: str, vocab_size: int) -> Tokenizer:
+    """Train a byte-level BPE (GPT-2's kind): any text round-trips, no unknown token is needed."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[END_OF_TEXT],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(_pieces(text[:MAX_BPE_CHARS]), trainer)
+    return tokenizer
+
+
+def prepare_corpus(text: str, folder: Path, *, vocab_size: int, context: int) -> None:
+    """Train the tokenizer, encode ``text`` and write both to ``folder``. Rank 0 calls it.
+
+    Raises:
+        ConfigError: the text gives fewer than two windows of ``context`` tokens.
+    """
+    tokenizer = train_tokenizer(text, vocab_size)
+    tokens = _encode(tokenizer, text)
+    num_windows = tokens.numel() // context
+    if num_windows < 2:
+        raise ConfigError(
+            f"the text has {tokens.numel()} tokens: too short for one window of {context} to "
+            f"train on and one to hold out; give more text or a smaller --context"
+        )
+    windows = tokens[: num_windows * context].view(num_windows, context)
+    num_held_out = max(1, int(num_windows * HELD_OUT_FRACTION))
+    folder.mkdir(parents=True, exist_ok=True)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    save_file(
+        {
+            "train": windows[:-num_held_out].contiguous(),
+            "held_out": windows[-num_held_out:].contiguous(),
+        },
+        folder / "tokens.safetensors",
+        metadata={"sha256_of_text": _digest(text), "vocab_size": str(tokenizer.get_vocab_size())},
+    )
+
+
+def _encode(tokenizer: Tokenizer, text: str) -> Tensor:
+    """Return the token ids of ``text``: int32, 1-D."""
+    encoded = []
+    for pieces in _batched(_pieces(text), 256):  # the encoder shares a batch among threads
+        encodings = tokenizer.encode_batch_fast(pieces, add_special_tokens=False)
+        encoded += [torch.tensor(encoding.ids, dtype=torch.int32) for encoding in encodings]
+    return torch.cat(encoded)
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """The windows of one run.
+
+    ``train`` and ``held_out``: int32, ``[num_windows, context]``, on the CPU.
+    """
+
+    train: Tensor
+    held_out: Tensor
+    vocab_size: int
+    sha256_of_text: str
+    seed: int
+
+    @classmethod
+    def open(cls, folder: Path, *, seed: int) -> Corpus:
+        """Map what `prepare_corpus` left in ``folder``."""
+        with safe_open(folder / "tokens.safetensors", framework="pt") as file:
+            about = file.metadata()
+            return cls(
+                train=file.get_tensor("train"),
+                held_out=file.get_tensor("held_out"),
+                vocab_size=int(about["vocab_size"]),
+                sha256_of_text=about["sha256_of_text"],
+                seed=seed,
+            )
+
+    def batch(
+        self, micro_step: int, *, rank: int, world_size: int, micro_batch_size: int
+    ) -> Tensor:
+        """Return the token ids of one micro-batch: int64, ``[micro_batch_size, context]``.
+
+        ``micro_step`` counts micro-batches from the start of the run. Every epoch visits each
+        window once, in an order of its own.
+        """
+        first = (micro_step * world_size + rank) * micro_batch_size
+        rows = [self._row(index) for index in range(first, first + micro_batch_size)]
+        return self.train[rows].long()
+
+    def _row(self, index: int) -> int:
+        epoch, place = divmod(index, len(self.train))
+        return int(_permutation(len(self.train), self.seed, epoch)[place])
+
+    def held_out_batches(
+        self, max_windows: int, *, rank: int, world_size: int, micro_batch_size: int
+    ) -> Iterator[Tensor]:
+        """Yield this rank's part of the first ``max_windows`` held-out windows, as int64 batches.
+
+        Every rank gets equally many batches, since each forward is a collective; where the
+        windows do not divide, the last ones are taken twice by going round.
+        """
+        num_windows = min(max_windows, len(self.held_out))
+        num_batches = -(-num_windows // (world_size * micro_batch_size))
+        for batch in range(num_batches):
+            first = (batch * world_size + rank) * micro_batch_size
+            rows = [index % num_windows for index in range(first, first + micro_batch_size)]
+            yield self.held_out[rows].long()
+
+
+_last_permutation: dict[tuple[int, int, int], Tensor] = {}
+
+
+def _permutation(length: int, seed: int, epoch: int) -> Tensor:
+    key = (length, seed, epoch)
+    if key not in _last_permutation:
+        generator = torch.Generator().manual_seed(seed * 1_000_003 + epoch)
+        _last_permutation.clear()
+        _last_permutation[key] = torch.randperm(length, generator=generator)
+    return _last_permutation[key]
+
+
+def _pieces(text: str, target_chars: int = 20_000) -> Iterator[str]:
+    """Yield ``text`` in order, in pieces of whole lines."""
+    piece: list[str] = []
+    num_chars = 0
+    for line in text.splitlines(keepends=True):
+        piece.append(line)
+        num_chars += len(line)
+        if num_chars >= target_chars:
+            yield "".join(piece)
+            piece, num_chars = [], 0
+    if piece:
+        yield "".join(piece)
+
+
+def _batched(items: Iterator[str], size: int) -> Iterator[list[str]]:
+    while batch := list(islice(items, size)):
+        yield batch
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode("utf-8", errors="surrogatepass")).hexdigest()

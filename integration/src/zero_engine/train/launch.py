@@ -1,0 +1,90 @@
+"""Start the train program on every rank of this machine, with torchrun."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.run import parse_args
+
+from zero_core.config.schema import load_config
+from zero_core.errors import ConfigError
+from zero_engine.launch.torchrun import local_address_only, run_ranks
+from zero_engine.machine import available_cores
+from zero_engine.train.data import read_text
+from zero_engine.train.settings import (
+    RunFolder,
+    engine_config,
+    fill_auto,
+    fresh_run,
+    read_resolved,
+    resumed_run,
+)
+
+__all__ = ["CPU_RANKS", "check_request", "launch", "rank_environment"]
+
+CPU_RANKS = 2
+"""Ranks on a machine without a GPU."""
+
+
+def default_ranks() -> int:
+    """Return one rank per GPU, or `CPU_RANKS` where there is none."""
+    return torch.cuda.device_count() or CPU_RANKS
+
+
+def rank_environment(num_ranks: int) -> dict[str, str]:
+    """Environment variables for the ranks of one machine, for what the user left open."""
+    return {
+        # Else every rank starts a thread per core, and they are in each other's way.
+        "OMP_NUM_THREADS": str(max(1, available_cores() // num_ranks)),
+        **local_address_only(),
+        # Without it, cuBLAS may choose differently from run to run, and a resumed run would too.
+        "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
+    }
+
+
+def check_request(options: Mapping[str, Any], flags: Sequence[str], num_ranks: int | None) -> int:
+    """Check the user's request before any rank is started. Returns the number of ranks to start.
+
+    Raises:
+        ConfigError: as the ranks would, in a second where they take ten.
+    """
+    num_gpus = torch.cuda.device_count()
+    if num_ranks is not None and 0 < num_gpus < num_ranks:
+        raise ConfigError(f"--ranks {num_ranks}: this machine has {num_gpus} GPUs, one per rank")
+    if "--resume" in flags:
+        settings = resumed_run(options)
+        saved = read_resolved(RunFolder(Path(settings.output)))
+        config, before = saved["config"], int(saved["world_size"])
+        num_ranks = num_ranks or before
+        if num_ranks != before:
+            print(
+                f"the run had {before} ranks and goes on with {num_ranks}: other samples make a "
+                "step, so the numbers will differ from those of an uninterrupted run",
+                file=sys.stderr,
+            )
+    else:
+        num_ranks = num_ranks or default_ranks()
+        settings = fresh_run(options, should_overwrite="--overwrite" in flags)
+        config = engine_config(settings)
+        if settings.data is not None:
+            read_text(settings.data)
+    load_config(fill_auto(config, settings.steps), world_size=num_ranks)
+    return num_ranks
+
+
+def launch(arguments: Sequence[str], *, num_ranks: int) -> int:
+    """Run ``zero-engine ARGUMENTS`` on every rank and wait for the end.
+
+    Returns:
+        The exit code: 0, 128 + signal if the run was asked to stop, else that of the rank that
+        failed first.
+    """
+    for name, value in rank_environment(num_ranks).items():
+        os.environ.setdefault(name, value)
+    command = ["--standalone", f"--nproc-per-node={num_ranks}", "-m", "zero_engine", *arguments]
+    return run_ranks(parse_args(command))  # type: ignore[no-untyped-call]

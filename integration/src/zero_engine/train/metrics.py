@@ -1,0 +1,131 @@
+"""Output of a run in progress: a progress bar, TensorBoard, and a JSON log.
+
+Rank 0 has a `Reporter`; the other ranks have none. A resumed run cuts both logs off at the step
+it continues from, so that they read as if the run had never stopped.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, cast
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from torch.utils.tensorboard import SummaryWriter
+
+from zero_engine.train.settings import RunFolder, RunSettings
+
+__all__ = ["Reporter", "StepRecord", "read_metrics"]
+
+MIB = 2**20
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """Values of one optimizer step, over all ranks."""
+
+    step: int
+    """Steps completed, this one included."""
+    loss: float
+    """Mean over ranks and micro-batches, in nats per token."""
+    learning_rate: float
+    """The rate that this step was taken with."""
+    grad_norm: float | None
+    """Global 2-norm before clipping, where the engine computed it."""
+    loss_scale: float
+    tokens_per_s: float
+    memory_bytes: Sequence[int]
+    """Held by each rank after the step."""
+
+
+class Reporter:
+    """Writer of records to the screen and to the logs. A context manager."""
+
+    def __init__(self, folder: RunFolder, settings: RunSettings, *, first_step: int) -> None:
+        self._settings = settings
+        _cut_log(folder.metrics, first_step)
+        self._log = folder.metrics.open("a", encoding="utf-8")
+        self._board = SummaryWriter(
+            str(folder.tensorboard), purge_step=first_step + 1 if first_step else None
+        )
+        self._console = Console()
+        self._held_out = float("nan")
+        self._progress = Progress(
+            TextColumn("step {task.completed}/{task.total}"),
+            BarColumn(),
+            TextColumn("{task.description}"),
+            TimeRemainingColumn(),
+            console=self._console,
+            disable=not self._console.is_terminal,
+        )
+        self._task = self._progress.add_task("", total=settings.steps, completed=first_step)
+
+    def __enter__(self) -> Reporter:
+        self._progress.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._progress.stop()
+        self._log.close()
+        self._board.close()
+
+    def say(self, text: str) -> None:
+        """Print one line, above the progress bar if there is one."""
+        self._console.print(text, highlight=False, markup=False, soft_wrap=True)
+
+    def step(self, record: StepRecord) -> None:
+        """Log one step and show it."""
+        self._write(asdict(record))
+        for name in ("loss", "learning_rate", "grad_norm", "loss_scale", "tokens_per_s"):
+            value = getattr(record, name)
+            if value is not None:
+                self._scalar(f"train/{name}", value, record.step)
+        for rank, num_bytes in enumerate(record.memory_bytes):
+            self._scalar(f"memory_mib/rank{rank}", num_bytes / MIB, record.step)
+        line = _describe(record)
+        self._progress.update(self._task, completed=record.step, description=line)
+        is_due = record.step % self._settings.log_every == 0
+        if not self._console.is_terminal and is_due:
+            self.say(f"step {record.step}/{self._settings.steps}  {line}")
+
+    def held_out(self, step: int, loss: float) -> None:
+        """Log an evaluation on held-out text and show it."""
+        self._write({"step": step, "held_out_loss": loss})
+        self._scalar("held_out/loss", loss, step)
+        self.say(f"step {step}/{self._settings.steps}  held-out loss {loss:.4f}")
+
+    def _scalar(self, name: str, value: float, step: int) -> None:
+        self._board.add_scalar(name, value, step)
+
+    def _write(self, entry: Mapping[str, Any]) -> None:
+        self._log.write(json.dumps(entry) + "\n")
+        self._log.flush()
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """Return the entries of a JSON log, in order, without a last line that was cut short."""
+    entries: list[dict[str, Any]] = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        try:
+            entries.append(cast("dict[str, Any]", json.loads(line)))
+        except ValueError:  # the process died while it wrote this line
+            break
+    return entries
+
+
+def _cut_log(path: Path, last_step: int) -> None:
+    """Drop what was logged after ``last_step``."""
+    if path.exists():
+        kept = [entry for entry in read_metrics(path) if entry["step"] <= last_step]
+        path.write_text("".join(json.dumps(entry) + "\n" for entry in kept), encoding="utf-8")
+
+
+def _describe(record: StepRecord) -> str:
+    memory = "/".join(f"{num_bytes / MIB:.0f}" for num_bytes in record.memory_bytes)
+    return (
+        f"loss {record.loss:.3f}  {record.tokens_per_s:,.0f} tokens/s  "
+        f"{memory} MiB per rank  lr {record.learning_rate:.2e}  scale {record.loss_scale:g}"
+    )

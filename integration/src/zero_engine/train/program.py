@@ -1,0 +1,275 @@
+"""Train a GPT-2 on plain text. Copy this file as the start of your own program.
+
+The copy still imports data, settings, metrics and plots from `zero_engine.train`, and ranks and
+memory from `zero_engine`, which stays installed.
+
+Everything that concerns ZeRO is in six calls: `zero_core.build`, then ``engine(...)``,
+``engine.backward``, ``engine.step``, ``engine.save_checkpoint`` and ``engine.load_checkpoint``.
+The model is an ordinary transformers model and knows nothing of it.
+
+Start it with ``zero-engine train``, which runs it under torchrun on every rank.
+"""
+
+from __future__ import annotations
+
+import os
+
+# Nothing is fetched from a model hub: the model is made from a config, the tokenizer from the text.
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import shlex
+import signal
+import sys
+import time
+from collections.abc import Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel
+
+import zero_core
+from zero_engine.launch.ranks import (
+    StopRequest,
+    join_ranks,
+    leave_ranks,
+    on_first_rank,
+    sum_over_ranks,
+)
+from zero_engine.machine import used_bytes
+from zero_engine.train.artifacts import clear_run, export_for_transformers, plot_run, write_sample
+from zero_engine.train.data import Corpus, prepare_corpus, read_text
+from zero_engine.train.metrics import Reporter, StepRecord
+from zero_engine.train.settings import (
+    RunFolder,
+    RunSettings,
+    engine_config,
+    fill_auto,
+    fresh_run,
+    read_resolved,
+    resumed_run,
+    write_resolved,
+)
+
+
+def train(
+    options: Mapping[str, Any], *, should_resume: bool = False, should_overwrite: bool = False
+) -> int:
+    """Run the whole program on this rank. Every rank calls it.
+
+    Args:
+        options: fields of `RunSettings`; None, or left out, means the default.
+        should_resume: continue from the latest checkpoint in the output folder.
+        should_overwrite: replace the run that the output folder holds.
+
+    Returns:
+        The exit code: 0, or 128 + signal if a signal ended the run early.
+
+    Raises:
+        ZeroError: a setting, the data or a checkpoint is not usable.
+    """
+    device = join_ranks()
+    request = StopRequest()  # from now on a signal waits for the next step's end
+    folder = RunFolder(Path(options.get("output") or RunSettings.output))
+
+    def prepare() -> None:
+        settings = fresh_run(options, should_overwrite=should_overwrite)
+        config, text = engine_config(settings), read_text(settings.data)
+        clear_run(folder)
+        write_resolved(folder, settings, config=config)
+        prepare_corpus(text, folder.data, vocab_size=settings.vocab, context=settings.context)
+
+    if should_resume:
+        settings = resumed_run(options)
+    else:
+        on_first_rank(prepare, device)
+        settings = RunSettings(**read_resolved(folder)["run"])
+    stop = train_in(folder, settings, device, request, should_resume=should_resume)
+    leave_ranks()
+    return 0 if stop is None else 128 + stop
+
+
+def train_in(
+    folder: RunFolder,
+    settings: RunSettings,
+    device: torch.device,
+    request: StopRequest,
+    *,
+    should_resume: bool,
+) -> signal.Signals | None:
+    """Train the run that is prepared in ``folder``, and leave the results there.
+
+    Returns:
+        The signal that ended the run early, if one did.
+    """
+    config = read_resolved(folder)["config"]
+    corpus = Corpus.open(folder.data, seed=settings.seed)
+
+    make_deterministic(settings.seed, device)
+    model = build_model(settings, corpus.vocab_size)
+    engine = zero_core.build(model, fill_auto(config, settings.steps))
+    first_step = 0
+    if should_resume:
+        _, client_state = engine.load_checkpoint(folder.checkpoint)
+        first_step = int(client_state["step"])
+        if settings.steps < first_step:
+            raise zero_core.ConfigError(
+                f"--steps {settings.steps}: the run has taken {first_step} already"
+            )
+
+    with ExitStack() as stack:
+        reporter = None
+        if engine.rank == 0:
+            write_resolved(
+                folder,
+                settings,
+                config=config,
+                engine=engine.config.model_dump(mode="json"),
+                model=model.config.to_dict(),
+                world_size=engine.world_size,
+                sha256_of_text=corpus.sha256_of_text,
+            )
+            reporter = stack.enter_context(Reporter(folder, settings, first_step=first_step))
+        stop = run_steps(engine, corpus, settings, reporter, folder, request, first_step)
+        if stop is None:
+            export_for_transformers(engine, model, folder)
+            write_sample(engine, model, corpus, folder)
+        if reporter:
+            plot_run(folder)
+            reporter.say(farewell(folder, stop))
+    return stop
+
+
+def run_steps(
+    engine: zero_core.Engine,
+    corpus: Corpus,
+    settings: RunSettings,
+    reporter: Reporter | None,
+    folder: RunFolder,
+    request: StopRequest,
+    step: int,
+) -> signal.Signals | None:
+    """Train from ``step`` to the end or to a stop request, and save a checkpoint there.
+
+    Returns:
+        The signal that ended the run early, if one did.
+    """
+    stop = None
+    if step == 0:
+        evaluate(engine, corpus, settings, reporter, step)
+    while step < settings.steps and stop is None:
+        started_at, learning_rate = time.perf_counter(), engine.optimizer.param_groups[0]["lr"]
+        loss = take_step(engine, corpus, step)
+        step += 1
+        # One small sum carries all that the ranks tell each other after a step.
+        memory = [0.0] * engine.world_size
+        memory[engine.rank] = float(used_bytes(engine.device))
+        shared = [loss / engine.world_size, *request.as_flags(), *memory]
+        sums = torch.tensor(shared, dtype=torch.float64, device=engine.device)
+        loss, *sums_of_flags_and_memory = sum_over_ranks(sums).tolist()
+        stop = StopRequest.from_flags(sums_of_flags_and_memory[: len(StopRequest.HANDLED)])
+        if reporter:
+            num_tokens = engine.config.train_batch_size * settings.context
+            record = StepRecord(
+                step=step,
+                loss=loss,
+                learning_rate=learning_rate,
+                grad_norm=engine.get_global_grad_norm(),
+                loss_scale=engine.loss_scale,
+                tokens_per_s=num_tokens / (time.perf_counter() - started_at),
+                memory_bytes=[int(m) for m in sums_of_flags_and_memory[-engine.world_size :]],
+            )
+            reporter.step(record)
+        if step % settings.eval_every == 0 or step == settings.steps:
+            evaluate(engine, corpus, settings, reporter, step)
+        if step % settings.save_every == 0 or step == settings.steps or stop is not None:
+            engine.save_checkpoint(folder.checkpoint, client_state={"step": step})
+    return stop if step < settings.steps else None  # a run that is complete was not stopped
+
+
+def take_step(engine: zero_core.Engine, corpus: Corpus, step: int) -> float:
+    """Take one optimizer step. Returns the mean loss of this rank's micro-batches."""
+    total = 0.0
+    for micro_step in range(engine.gradient_accumulation_steps):
+        ids = corpus.batch(
+            step * engine.gradient_accumulation_steps + micro_step,
+            rank=engine.rank,
+            world_size=engine.world_size,
+            micro_batch_size=engine.train_micro_batch_size_per_gpu,
+        ).to(engine.device)
+        loss = engine(input_ids=ids, labels=ids, use_cache=False).loss
+        engine.backward(loss)
+        engine.step()  # updates the weights after the last micro-batch, counts the others
+        total += loss.detach().item()
+    return total / engine.gradient_accumulation_steps
+
+
+@torch.no_grad()
+def evaluate(
+    engine: zero_core.Engine,
+    corpus: Corpus,
+    settings: RunSettings,
+    reporter: Reporter | None,
+    step: int,
+) -> None:
+    """Report the mean loss on held-out text. Every rank takes a part of it."""
+    engine.eval()
+    sums = torch.zeros(2, dtype=torch.float64, device=engine.device)
+    for ids in corpus.held_out_batches(
+        settings.eval_windows,
+        rank=engine.rank,
+        world_size=engine.world_size,
+        micro_batch_size=engine.train_micro_batch_size_per_gpu,
+    ):
+        ids = ids.to(engine.device)
+        sums[0] += engine(input_ids=ids, labels=ids, use_cache=False).loss
+        sums[1] += 1
+    loss, num_batches = sum_over_ranks(sums).tolist()
+    engine.train()
+    if reporter:
+        reporter.held_out(step, loss / num_batches)
+
+
+def build_model(settings: RunSettings, vocab_size: int) -> GPT2LMHeadModel:
+    """Make a GPT-2 of the given size with random weights. Token 0 is the end of a text."""
+    config = GPT2Config(
+        vocab_size=vocab_size,
+        n_positions=settings.context,
+        n_embd=settings.width,
+        n_layer=settings.layers,
+        n_head=settings.heads,
+        resid_pdrop=0.0,  # a short run sees each text once: there is nothing to overfit
+        embd_pdrop=0.0,
+        attn_pdrop=0.0,
+        bos_token_id=0,
+        eos_token_id=0,
+        pad_token_id=0,
+        architectures=[GPT2LMHeadModel.__name__],
+    )
+    model = GPT2LMHeadModel(config)
+    model.loss_type = "ForCausalLM"  # what transformers falls back to, with a warning
+    return model
+
+
+def make_deterministic(seed: int, device: torch.device) -> None:
+    """Let equal runs give equal bits: what a resumed run is held to."""
+    torch.manual_seed(seed)  # on every rank, so that all start from the same weights
+    if device.type == "cuda":
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        # Deterministic mode fills new memory with NaN: that costs time and changes nothing here.
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+
+
+def farewell(folder: RunFolder, stop: signal.Signals | None) -> str:
+    """Return the last line of a run's output."""
+    if stop is None:
+        return f"done; results are in {folder.root}"
+    return (
+        f"stopped by {stop.name}, checkpoint saved; continue with: "
+        f"zero-engine train --resume --output {shlex.quote(str(folder.root))}"
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(train({}))

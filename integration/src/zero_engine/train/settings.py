@@ -1,0 +1,260 @@
+"""Settings of the train program, and the paths of its results.
+
+`RunSettings` is what a user may set; `RunFolder` names what a run leaves behind. Both are written
+to ``config.resolved.json``, and a resumed run reads its settings back from there.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields, replace
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from zero_core.config.schema import parse_json
+from zero_core.errors import ConfigError
+
+__all__ = [
+    "RunFolder",
+    "RunSettings",
+    "default_config_text",
+    "engine_config",
+    "fill_auto",
+    "fresh_run",
+    "read_resolved",
+    "resumed_run",
+    "write_resolved",
+]
+
+DEFAULT_CONFIG = "default_config.json"
+AUTO = "auto"
+
+
+@dataclass(frozen=True)
+class RunSettings:
+    """Settings of one run. The defaults finish within three minutes on two cores."""
+
+    output: str = "runs/stdlib-gpt2"
+    """Folder for everything that the run leaves behind."""
+    data: str | None = None
+    """Text file to learn from; None is the Python standard library's source."""
+    config: str | None = None
+    """DeepSpeed-style JSON file; None is the one that ``zero-engine config`` prints."""
+    steps: int = 600
+    """Optimizer steps in all."""
+    layers: int = 3
+    width: int = 128
+    heads: int = 4
+    context: int = 128
+    """Tokens per sample."""
+    vocab: int = 512
+    """Upper bound of the tokenizer's vocabulary, its 256 bytes included."""
+    eval_every: int = 100
+    """Steps between evaluations on held-out text."""
+    eval_windows: int = 64
+    """Held-out samples per evaluation."""
+    save_every: int = 250
+    """Steps between checkpoints."""
+    log_every: int = 10
+    """Steps between lines where there is no terminal to draw a progress bar on."""
+    seed: int = 0
+
+    def check(self) -> RunSettings:
+        """Self, if every value makes sense.
+
+        Raises:
+            ConfigError: names the option and what it must be.
+        """
+        for name in ("steps", "layers", "width", "heads", "eval_every", "eval_windows"):
+            self._at_least(name, 1)
+        for name in ("save_every", "log_every"):
+            self._at_least(name, 1)
+        self._at_least("context", 2)
+        self._at_least("vocab", 257)
+        self._at_least("seed", 0)
+        if self.width % self.heads:
+            raise ConfigError(f"--width {self.width} must be a multiple of --heads {self.heads}")
+        return self
+
+    def _at_least(self, name: str, smallest: int) -> None:
+        if getattr(self, name) < smallest:
+            option = name.replace("_", "-")
+            raise ConfigError(f"--{option} {getattr(self, name)}: must be at least {smallest}")
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """Paths of one run's results."""
+
+    root: Path
+
+    @property
+    def resolved_config(self) -> Path:
+        """Settings of the run and of the engine, defaults spelled out."""
+        return self.root / "config.resolved.json"
+
+    @property
+    def data(self) -> Path:
+        """The tokenizer and the encoded text."""
+        return self.root / "data"
+
+    @property
+    def metrics(self) -> Path:
+        """JSON log of what TensorBoard's log holds, one object per line."""
+        return self.root / "metrics.jsonl"
+
+    @property
+    def tensorboard(self) -> Path:
+        """TensorBoard's event files."""
+        return self.root / "tensorboard"
+
+    @property
+    def checkpoint(self) -> Path:
+        """Checkpoint that ``--resume`` continues from."""
+        return self.root / "checkpoint"
+
+    @property
+    def has_checkpoint(self) -> bool:
+        """Whether there is something to continue from: a run worth keeping."""
+        return (self.checkpoint / "latest").is_file()
+
+    @property
+    def hf(self) -> Path:
+        """Model and tokenizer for ``AutoModelForCausalLM`` and ``AutoTokenizer``."""
+        return self.root / "hf"
+
+    @property
+    def loss_plot(self) -> Path:
+        """Training and held-out loss over steps."""
+        return self.root / "loss.png"
+
+    @property
+    def memory_plot(self) -> Path:
+        """Memory of each rank over steps."""
+        return self.root / "memory.png"
+
+    @property
+    def sample(self) -> Path:
+        """Text written by the trained model."""
+        return self.root / "sample.txt"
+
+
+def fresh_run(options: Mapping[str, Any], *, should_overwrite: bool) -> RunSettings:
+    """Return the settings of a new run: ``options`` that are not None, over the defaults.
+
+    Raises:
+        ConfigError: a value makes no sense, or the folder holds a run already.
+    """
+    given = {k: _canonical(k, v) for k, v in options.items() if v is not None}
+    settings = RunSettings(**given).check()
+    folder = RunFolder(Path(settings.output))
+    if folder.root.exists() and not folder.root.is_dir():
+        raise ConfigError(f"--output {folder.root}: there is a file of that name")
+    is_free = not folder.root.is_dir() or not any(folder.root.iterdir())
+    is_ours = folder.resolved_config.is_file()
+    if is_free or (is_ours and (should_overwrite or not folder.has_checkpoint)):
+        return settings
+    if not is_ours:
+        raise ConfigError(
+            f"--output {folder.root}: the folder is not empty and holds no run; choose another"
+        )
+    raise ConfigError(
+        f"--output {folder.root} holds a run already: continue it with --resume, replace it "
+        "with --overwrite, or choose another folder"
+    )
+
+
+def resumed_run(options: Mapping[str, Any]) -> RunSettings:
+    """Return the settings that the run in ``options["output"]`` was started with.
+
+    Only ``steps`` may be changed; ``data`` and ``config`` are not read again.
+
+    Raises:
+        ConfigError: there is nothing to continue, or an option contradicts the run.
+    """
+    given = {k: v for k, v in options.items() if v is not None}
+    folder = RunFolder(Path(given.get("output", RunSettings.output)))
+    if not folder.has_checkpoint:
+        raise ConfigError(
+            f"--resume: {folder.checkpoint} has no checkpoint to continue from; "
+            "start the run without --resume"
+        )
+    saved = RunSettings(**read_resolved(folder)["run"])
+    for name, value in given.items():
+        if name not in ("output", "steps") and _canonical(name, value) != getattr(saved, name):
+            raise ConfigError(
+                f"--resume: --{name.replace('_', '-')} {value} contradicts the run, which has "
+                f"{getattr(saved, name)}; leave the option out, or start a new run"
+            )
+    return replace(saved, output=str(folder.root), steps=given.get("steps", saved.steps)).check()
+
+
+def engine_config(settings: RunSettings) -> dict[str, Any]:
+    """Return the engine's configuration as the user wrote it, "auto" values included.
+
+    Raises:
+        ConfigError: the file cannot be read or is no JSON object.
+    """
+    if settings.config is None:
+        text = default_config_text()
+    else:
+        try:
+            text = Path(settings.config).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"--config {settings.config}: cannot be read: {error}") from None
+    return parse_json(text, f"--config {settings.config}")
+
+
+def fill_auto(config: dict[str, Any], steps: int) -> dict[str, Any]:
+    """Return ``config`` with the schedule's "auto" values taken from the number of steps."""
+    scheduler = config.get("scheduler")
+    params = scheduler.get("params") if isinstance(scheduler, dict) else None
+    if not isinstance(scheduler, dict) or not isinstance(params, dict):
+        return config
+    values = {"total_num_steps": steps, "warmup_num_steps": max(1, steps // 5)}
+    filled = {k: values.get(k, v) if v == AUTO else v for k, v in params.items()}
+    return {**config, "scheduler": {**scheduler, "params": filled}}
+
+
+def default_config_text() -> str:
+    """Return the JSON that is used where no ``--config`` is given."""
+    return resources.files("zero_engine.train").joinpath(DEFAULT_CONFIG).read_text(encoding="utf-8")
+
+
+def write_resolved(folder: RunFolder, settings: RunSettings, **parts: Any) -> None:
+    """Write ``config.resolved.json``: the run's settings and ``parts``, each plain builtins.
+
+    Raises:
+        ConfigError: the folder cannot be made or written to.
+    """
+    text = json.dumps({"run": asdict(settings), **parts}, indent=2) + "\n"
+    aside = folder.resolved_config.with_suffix(".tmp")
+    try:
+        folder.root.mkdir(parents=True, exist_ok=True)
+        aside.write_text(text, encoding="utf-8")
+        os.replace(aside, folder.resolved_config)
+    except OSError as error:
+        raise ConfigError(f"--output {folder.root}: cannot be written: {error.strerror}") from None
+
+
+def read_resolved(folder: RunFolder) -> dict[str, Any]:
+    """Return the content that `write_resolved` wrote.
+
+    Raises:
+        ConfigError: the file is missing or is not one of ours.
+    """
+    try:
+        content = json.loads(folder.resolved_config.read_text(encoding="utf-8"))
+        known = {field.name for field in fields(RunSettings)}
+        if set(content["run"]) == known:
+            return dict(content)
+    except (OSError, ValueError, KeyError, TypeError):
+        pass  # one message for every way of not being ours
+    raise ConfigError(f"{folder.resolved_config} is missing or was not written by this version")
+
+
+def _canonical(name: str, value: Any) -> Any:
+    return str(Path(value).resolve()) if name in ("data", "config") else value

@@ -1,0 +1,411 @@
+"""Parameters that are sharded from the start can be read and changed before there is an engine."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from contextlib import suppress
+
+import pytest
+import torch
+from torch import nn
+
+import zero_core
+from zero_core.testing import spawn
+from zero_engine.deepspeed.zero.partitioned import (
+    gathered_params,
+    is_partitioned,
+    leave_partitioned,
+    value_of,
+)
+from zero_engine.deepspeed.zero.partitioned_init import partition_module, partitioned_init
+
+CONFIG = {
+    "train_micro_batch_size_per_gpu": 1,
+    "zero_optimization": {"stage": 3},
+    "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+}
+
+
+class Model(nn.Module):
+    """Odd sizes, one element, tied weights, shared buffers, a low dtype, integers, nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(11, 5)
+        self.blocks = nn.ModuleList(nn.Linear(5, 5) for _ in range(2))
+        self.norm = nn.BatchNorm1d(5)
+        self.head = nn.Linear(5, 11, bias=False)
+        self.head.weight = self.embed.weight
+        self.scale = nn.Parameter(torch.rand(()))
+        self.low = nn.Parameter(torch.randn(7).bfloat16())
+        self.codes = nn.Parameter(torch.arange(6), requires_grad=False)
+        self.none = nn.Parameter(torch.empty(0, 3))
+        self.register_buffer("table", torch.linspace(0, 1, 4).cos())
+        self.same = self.table
+        self.lists = [torch.rand(2), {"key": torch.arange(3)}]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.embed(x)
+        for block in self.blocks:
+            hidden = hidden + block(hidden) * self.scale
+        return self.head(self.norm(hidden)).sum() + self.low.sum() + 0 * self.none.sum()
+
+
+class _Own(nn.Parameter):
+    """A parameter of a class of its own can't be partitioned."""
+
+
+def _make(seed: int = 0) -> Model:
+    torch.manual_seed(seed)
+    return Model()
+
+
+def _make_sharded(seed: int = 0) -> Model:
+    with partitioned_init():
+        return _make(seed)
+
+
+def _check_values(model: nn.Module, expected: nn.Module) -> None:
+    found = dict(model.named_parameters(remove_duplicate=False))
+    for name, param in expected.named_parameters(remove_duplicate=False):
+        assert found[name].dtype == param.dtype, name
+        assert torch.equal(found[name], param), name
+
+
+def _check_built(model: nn.Module, expected: nn.Module) -> None:
+    engine = zero_core.build(model, CONFIG)
+    assert all(type(p) is nn.Parameter for p in model.parameters())
+    found = engine.full_state_dict()
+    for name, value in expected.state_dict().items():
+        assert torch.equal(found[name], value), name
+    engine.close()
+
+
+def _is_all_partitioned(model: nn.Module) -> bool:
+    """Integers are not: there is no NaN that would tell."""
+    return all(is_partitioned(p) == p.is_floating_point() for p in model.parameters())
+
+
+def _read(rank: int, world_size: int) -> None:
+    expected = _make()
+    generator_state = torch.get_rng_state()
+    with partitioned_init() as made:
+        model = _make(seed=0 if rank == 0 else 100 + rank)  # rank 0's values count
+    if rank == 0:
+        assert torch.equal(torch.get_rng_state(), generator_state)
+    assert sorted(map(id, made.params)) == sorted(
+        id(p) for p in model.parameters() if p.is_floating_point()
+    )
+    assert model.head.weight is model.embed.weight
+    assert [p.shape for p in model.parameters()] == [p.shape for p in expected.parameters()]
+    assert all(p.isnan().all() for p in model.parameters() if p.is_floating_point())
+    assert model.codes.tolist() == list(range(6))
+    for _ in range(2):  # first they are recorded, then in parts
+        with gathered_params([*model.parameters(), None, model.table, nn.Parameter(torch.ones(1))]):
+            _check_values(model, expected)
+            _check_values(copy.deepcopy(model), expected)
+        assert _is_all_partitioned(model)
+    assert model.same is model.table
+    if rank == 0:
+        assert torch.equal(model.table, expected.table)
+        assert torch.equal(model.lists[0], expected.lists[0])
+        assert torch.equal(model.lists[1]["key"], expected.lists[1]["key"])
+    _check_built(model, expected)
+
+
+def _closes_as_it_was(rank: int, world_size: int) -> None:
+    model, expected = _make_sharded(), _make()
+    weight, bias = model.blocks[0].weight, model.blocks[0].bias
+    with gathered_params([weight]):  # read only
+        weight.data = torch.ones(6, 3)
+    assert is_partitioned(weight)
+    assert weight.shape == (5, 5)
+    with suppress(ZeroDivisionError), gathered_params([weight], modifier_rank=0):
+        weight.data = torch.ones(6, 3)
+        raise ZeroDivisionError
+    with gathered_params([weight]):
+        assert torch.equal(weight, expected.blocks[0].weight)
+    scale = copy.deepcopy(model.scale)  # parked last, and opened last
+    with torch.no_grad():
+        torch._foreach_zero_([scale])  # of one element, and past what refuses writes
+    with pytest.raises(RuntimeError, match="written to"), gathered_params([weight, bias, scale]):
+        pass
+    assert is_partitioned(weight)
+    assert is_partitioned(bias)
+    with gathered_params([weight], modifier_rank=0):
+        weight.data = torch.ones(6, 3)
+    with gathered_params([weight]):
+        assert torch.equal(weight, torch.ones(6, 3))
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_it_closes_as_it_was_whatever_was_done_while_open(world_size: int) -> None:
+    spawn(_closes_as_it_was, world_size)
+
+
+def _change(rank: int, world_size: int) -> None:
+    model, expected = _make_sharded(), _make()
+    source = world_size - 1
+    weight = model.blocks[0].weight
+    with gathered_params([weight, model.scale], modifier_rank=source):
+        weight.data[2] = 7.0 if rank == source else -1.0
+        with torch.no_grad():
+            model.scale.fill_(3.0 + rank)
+    with gathered_params([weight, model.scale]):  # read only
+        weight.data.zero_()
+        model.scale.data = torch.ones(())
+    with gathered_params([weight]):
+        with gathered_params([weight], modifier_rank=0):
+            weight.data[1] = 5.0 + rank
+        weight.data.fill_(10.0 + rank)  # after the inner one: read only
+    with suppress(ZeroDivisionError), gathered_params([weight], modifier_rank=0):
+        weight.data.zero_()
+        raise ZeroDivisionError
+    bias = model.blocks[0].bias
+    with suppress(ZeroDivisionError), gathered_params([bias]):
+        with gathered_params([bias], modifier_rank=0):
+            bias.data = torch.full((2, 3), 2.0)
+        bias.data = torch.zeros(5)
+        raise ZeroDivisionError
+    assert bias.shape == (2, 3)
+    with gathered_params([bias], modifier_rank=0):
+        assert torch.equal(bias, torch.full((2, 3), 2.0))
+        bias.data = torch.full((5,), 2.0)
+    with torch.no_grad():
+        expected.blocks[0].bias.fill_(2.0)
+        expected.blocks[0].weight[2] = 7.0
+        expected.scale.fill_(3.0 + source)
+        expected.blocks[0].weight[1] = 5.0
+    with gathered_params(model.parameters()):
+        _check_values(model, expected)
+    _check_built(model, expected)
+
+
+def _convert(rank: int, world_size: int) -> None:
+    model, expected = _make_sharded(), _make().half().float()
+    with gathered_params([model.blocks[0].weight]):  # one in parts, the others recorded
+        pass
+    model.half().to("cpu").to(dtype=torch.float32, memory_format=torch.preserve_format)
+    assert _is_all_partitioned(model)
+    with gathered_params(model.parameters()):
+        _check_values(model, expected)
+    with partitioned_init(dtype=torch.bfloat16):
+        model = _make()
+    with gathered_params(model.parameters()):
+        _check_values(model, _make().bfloat16())
+
+
+def _copy(rank: int, world_size: int) -> None:
+    model, expected = _make_sharded(), _make()
+    with gathered_params([model.blocks[0].weight]):  # one in parts, the others recorded
+        pass
+    copied = copy.deepcopy(model)
+    assert _is_all_partitioned(copied)
+    assert copied.head.weight is copied.embed.weight is not model.embed.weight
+    with gathered_params(
+        set(copied.parameters()), modifier_rank=0
+    ):  # in an order of the rank's own
+        for param in copied.parameters():
+            param.data.zero_()
+    with gathered_params(model.parameters()):
+        _check_values(model, expected)
+    with gathered_params(copied.parameters()):
+        assert not any(p.any() for p in copied.parameters())
+
+
+def _mix(rank: int, world_size: int) -> None:
+    """Sharded parameters beside ordinary ones in one unit; some replaced or taken away again."""
+    model, expected = _make_sharded(), _make()
+    with gathered_params([model.blocks[1].weight]):
+        pass
+    for each in (model, expected):
+        torch.manual_seed(4)
+        each.blocks[1].bias = nn.Parameter(torch.randn(5))
+        each.blocks[1].low_rank = nn.Parameter(
+            torch.randn(2, 3) if rank == 0 or each is expected else torch.zeros(2, 3)
+        )
+        each.head.weight = nn.Parameter(torch.randn(11, 5))
+    _check_built(model, expected)
+
+
+def _train(rank: int, world_size: int) -> None:
+    """With an optimizer that fills its state when it is made."""
+    model, expected = _make_sharded().float(), _make().float()
+    model.codes.requires_grad_(False)
+    optimizers = [
+        torch.optim.Adagrad(
+            [p for p in m.parameters() if p.requires_grad], lr=0.1, initial_accumulator_value=0.5
+        )
+        for m in (model, expected)
+    ]
+    for state in optimizers[0].state.values():
+        assert state["sum"].untyped_storage().nbytes() <= 4, "it takes no memory"
+    config = {k: v for k, v in CONFIG.items() if k != "optimizer"}
+    engine = zero_core.build(model, config, optimizer=optimizers[0])
+    batch = torch.tensor([[1, 4], [3, 3], [10, 0]])[:, 0]
+    for _ in range(2):
+        loss = engine(batch)
+        engine.backward(loss)
+        engine.step()
+        wanted = expected(batch)
+        wanted.backward()
+        optimizers[1].step()
+        optimizers[1].zero_grad()
+        torch.testing.assert_close(loss, wanted)
+    engine.close()
+
+
+def _shard_existing(rank: int, world_size: int) -> None:
+    model = _make(seed=rank)
+    for _ in range(2):  # again: nothing left to do
+        partition_module(model)
+    assert _is_all_partitioned(model)
+    with gathered_params(model.parameters()):
+        _check_values(model, _make())
+    low = _make(seed=rank)
+    partition_module(low, dtype=torch.float16)
+    with gathered_params(low.parameters()):
+        _check_values(low, _make().half())
+    with torch.device("meta"):
+        bare = nn.Linear(2, 2)
+    with pytest.raises(zero_core.ConfigError, match="weight is on the meta device"):
+        partition_module(bare)
+
+
+def _left_by_engines(rank: int, world_size: int) -> None:
+    """Whole where every rank has all of them, else as they lay in shards; the next takes them."""
+    model = _make()
+    model.own = _Own(torch.linspace(0, 1, 3))
+    for stage in (3, 1, 0, 3):
+        config = {**CONFIG, "zero_optimization": {"stage": stage}}
+        engine = zero_core.build(model, config)
+        engine.backward(engine(torch.tensor([1 + stage, 4, 10])))
+        engine.step()
+        values = engine.full_state_dict()
+        leave_partitioned(engine)
+        leave_partitioned(engine)  # nothing left to do
+        assert zero_core.engine_of(model.scale) is None
+        is_whole = world_size == 1 or stage == 0
+        for param in model.parameters():
+            can = param.is_floating_point() and param is not model.own
+            assert is_partitioned(param) == (can and not is_whole)
+        assert type(model.own) is _Own
+        for each in (copy.deepcopy(model), model):
+            with gathered_params(each.parameters()):
+                for name, param in each.named_parameters(remove_duplicate=False):
+                    assert param.dtype == values[name].dtype
+                    assert torch.equal(param, values[name]), (stage, name)
+    with gathered_params([model.blocks[0].weight], modifier_rank=world_size - 1):
+        model.blocks[0].weight.data.fill_(rank)
+    engine = zero_core.build(model, CONFIG)
+    values["blocks.0.weight"].fill_(world_size - 1)
+    assert all(torch.equal(value, values[name]) for name, value in engine.full_state_dict().items())
+    engine.close()
+
+
+class _DrawsItsChildren(nn.Module):
+    """As transformers' models and many others: a module draws the values of its children."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(3, 5), nn.Linear(5, 3, bias=False)
+        nn.init.normal_(self.down.weight, std=0.02)
+        nn.init.zeros_(tensor=self.up.bias)
+        nn.init.xavier_uniform_(self.up.weight)
+
+
+def _initialize(rank: int, world_size: int) -> None:
+    def make() -> nn.Module:
+        torch.manual_seed(5 + rank)  # rank 0's count
+        return _DrawsItsChildren()
+
+    torch.manual_seed(5)
+    expected = _DrawsItsChildren()
+    with partitioned_init():
+        model = make()
+    assert _is_all_partitioned(model)
+    _check_built(model, expected)
+    torch.manual_seed(5)
+    again = make()  # and of what is sharded later
+    partition_module(again)
+    for draw in (nn.init.normal_, nn.init.xavier_uniform_, nn.init.zeros_, nn.init.kaiming_normal_):
+        torch.manual_seed(9)
+        drawn = draw(torch.empty(3, 5))
+        torch.manual_seed(9 + rank)
+        with torch.no_grad():
+            assert draw(again.down.weight) is again.down.weight
+        assert _is_all_partitioned(again)
+        with gathered_params([again.down.weight]):
+            assert torch.equal(again.down.weight, drawn)
+
+
+def _draw_within(opened: nn.Parameter, drawn: nn.Parameter) -> None:
+    with gathered_params([opened], modifier_rank=0):
+        nn.init.normal_(drawn)
+
+
+def _refuse(rank: int, world_size: int) -> None:
+    model = _make_sharded()
+    weight, scale = model.blocks[0].weight, model.scale
+
+    def add_in_place() -> None:
+        nonlocal weight
+        weight += 1
+
+    def assign() -> None:
+        weight.data = torch.zeros(5, 5)
+
+    actions: list[Callable[[], object]] = [
+        lambda: pickle.dumps(weight),
+        lambda: _draw_within(scale, weight),
+        lambda: weight.detach().normal_(),
+        lambda: scale.__setitem__((), 1.0),
+        lambda: torch.add(torch.ones(5, 5), 1, out=weight),
+        add_in_place,
+        assign,
+    ]
+    for number, action in enumerate(actions):
+        expected = "single memory location" if number == 2 else "while it is sharded"
+        with torch.no_grad(), pytest.raises(RuntimeError, match=expected):
+            action()
+    unknown = pytest.raises(ValueError, match=f"expected a rank below {world_size}")
+    with unknown, gathered_params([weight], modifier_rank=world_size):
+        raise AssertionError("it is refused before its body has run")
+    assert is_partitioned(weight)
+    scale.data.fill_(1.0)  # torch lets it through: it is seen when the value is wanted
+    with (
+        pytest.raises(RuntimeError, match="written to while it is sharded"),
+        gathered_params([scale]),
+    ):
+        pass
+
+
+def _disagree(rank: int, world_size: int) -> None:
+    model = _make_sharded()
+    differ = pytest.raises(zero_core.RankMismatchError, match="different shapes")
+    with differ, gathered_params([model.low], modifier_rank=0):
+        model.low.data = torch.zeros(7 if rank == 0 else 8)
+    model = _make()
+    if rank == 0:
+        with partitioned_init():
+            model = _make()
+        for param in filter(is_partitioned, model.parameters()):
+            value_of(param).keep(torch.zeros(param.shape, dtype=param.dtype))
+    with pytest.raises(zero_core.RankMismatchError, match="sharded before build"):
+        zero_core.build(model, CONFIG)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_parameters_sharded_from_the_start(world_size: int) -> None:
+    spawn(_all_of_it, world_size)
+
+
+def _all_of_it(rank: int, world_size: int) -> None:
+    for check in (_read, _change, _convert, _copy, _mix, _train, _shard_existing, _left_by_engines):
+        check(rank, world_size)
+    _initialize(rank, world_size)
+    _refuse(rank, world_size)
+    if world_size > 1:
+        _disagree(rank, world_size)

@@ -1,0 +1,347 @@
+"""Quantized collectives of a sharded-training engine: qwZ, hpZ, qgZ and weight differences.
+
+They wrap the engine's own collectives, which carry the bytes (`zero_comm.transport.protocol`), and
+offer the same methods. This module chooses how each segment is sent;
+`zero_comm.collectives.weight_gathers` and `zero_comm.collectives.two_hop` send weights and
+gradients. Nothing here imports an engine.
+
+[Note: what is sent exactly]
+Values that are not floating point; a shard so small that its message would be no shorter; and
+values of a negative version, which are no weights (an engine may gather reduced gradients so). The
+choice depends on dtype, length and version alone, so all ranks make the same.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from torch import Tensor
+
+from zero_comm.collectives.feedback import ErrorFeedback
+from zero_comm.collectives.grid import Grid
+from zero_comm.collectives.refresh import DifferenceRefresh, ExactRefresh, QuantizedRefresh
+from zero_comm.collectives.settings import DIFFERENCE, CommSettings
+from zero_comm.collectives.two_hop import Rounding, TwoHopReduce
+from zero_comm.collectives.weight_gathers import MessageGather, SecondaryGather, WeightGather
+from zero_comm.quantizer.message import Packing
+from zero_comm.transport.protocol import InPlaceCollectives, TransportCollectives, Work
+from zero_comm.transport.scratch import Scratch
+from zero_comm.transport.torch_collectives import DoneWork
+
+__all__ = ["QuantizedCollectives", "create_collectives"]
+
+_log = logging.getLogger(__name__)
+
+
+def create_collectives(
+    native: TransportCollectives,
+    *,
+    rank: int,
+    world_size: int,
+    config: Mapping[str, Any],
+    ranks_per_node: int,
+    frozen: Collection[int],
+) -> TransportCollectives | QuantizedCollectives:
+    """Make the collectives that a configuration asks for, on top of the ``native`` ones.
+
+    The entry point ``quantized`` of the group ``zero_core.collectives``. ZeRO++ (arXiv
+    2306.10209); SDP4Bit (arXiv 2410.15526) for differences and rotation. Every rank calls it.
+
+    Args:
+        native: the transport collectives, which carry the bytes.
+        rank: this process's rank in ``native``'s group.
+        world_size: size of that group.
+        config: the resolved ``zero_optimization`` block; see `CommSettings` for the keys.
+        ranks_per_node: ranks of a node, which are consecutive; divides ``world_size``.
+        frozen: units whose weights are never trained.
+
+    Returns:
+        A `QuantizedCollectives`, or ``native`` itself when the config asks for no compression or
+        there is only one rank.
+
+    Raises:
+        ValueError: a setting is out of range; the message names its key.
+    """
+    if not 0 <= rank < world_size:
+        raise ValueError(f"rank must be within [0, {world_size}), got {rank}")
+    if ranks_per_node < 1 or world_size % ranks_per_node:
+        raise ValueError(f"ranks_per_node must divide the {world_size} ranks, got {ranks_per_node}")
+    settings = CommSettings.from_config(config)
+    if world_size == 1:
+        return native  # nothing is sent
+    if settings.partition_size > world_size or world_size % settings.partition_size:
+        raise ValueError(
+            f"zero_optimization.zero_hpz_partition_size must divide the {world_size} ranks, got "
+            f"{settings.partition_size}"
+        )
+    if settings == CommSettings(has_checksum=settings.has_checksum):
+        return native
+    if rank == 0:
+        _log_limits(settings, world_size, ranks_per_node)
+    return QuantizedCollectives(
+        native, settings, ranks_per_node=ranks_per_node, frozen=frozenset(frozen)
+    )
+
+
+class QuantizedCollectives:
+    """Collectives that compress weights and gradients. `create_collectives` makes them.
+
+    Several exchanges may run at once and may be waited for in any order. Not to be used by several
+    threads at the same moment.
+
+    Args:
+        transport: carries the bytes.
+        settings: formats and options.
+        ranks_per_node: ranks of a node.
+        frozen: units whose weights are never trained.
+    """
+
+    def __init__(
+        self,
+        transport: TransportCollectives,
+        settings: CommSettings,
+        *,
+        ranks_per_node: int,
+        frozen: Collection[int] = frozenset(),
+    ) -> None:
+        self._transport = transport
+        self._settings = settings
+        self._frozen = frozen
+        self._rounding = Rounding(rank=transport.rank, is_stochastic=settings.is_stochastic)
+        self._feedback = None if settings.loco is None else ErrorFeedback(settings.loco)
+        self._scratch = Scratch()
+        formats = {settings.weights, settings.frozen_weights}
+        self._packings = {kind: settings.weight_packing(kind) for kind in formats if kind}
+        self._gathers = self._make_gathers(ranks_per_node)
+        self._reduction: TwoHopReduce | None = None
+        self._gradient_packings: list[Packing] = []
+        if settings.intra_node is not None and settings.inter_node is not None:
+            intra_node = settings.gradient_packing(settings.intra_node)
+            inter_node = settings.gradient_packing(settings.inter_node)
+            self._gradient_packings = [intra_node, inter_node]
+            self._reduction = TwoHopReduce(
+                transport,
+                ranks_per_node=ranks_per_node,
+                intra_node=intra_node,
+                inter_node=inter_node,
+                rounding=self._rounding,
+                feedback=self._feedback,
+            )
+
+    def all_gather(
+        self, out: Tensor, shard: Tensor, *, unit: int, version: int, backward: bool
+    ) -> Work:
+        """Start to gather weights. A collective. See also [Note: what is sent exactly].
+
+        A block with NaN or Inf arrives as NaN on every rank, if it is quantized.
+
+        Args:
+            out: 1-D, contiguous, ``world_size * shard.numel()`` elements of ``shard``'s dtype,
+                on its device; filled when ``wait`` of the result returns.
+            shard: 1-D, contiguous; never written to.
+            unit: key of the messages or secondary shards that are kept.
+            version: must grow whenever the values of any rank's shard may have changed; negative
+                for values that are no weights. Frozen weights have one version until
+                `forget_values`.
+            backward: whether the gather serves a backward pass; passed on.
+
+        Raises:
+            ValueError: ``out`` doesn't match ``shard``, or overlaps one that is to be quantized:
+                the exact weights would be overwritten by rounded ones.
+        """
+        _check(out, shard, self._transport.world_size)
+        gather = None if version < 0 else self._gather_for(shard, unit)
+        if gather is None:
+            return self._transport.all_gather(
+                out, shard, unit=unit, version=version, backward=backward
+            )
+        if _overlap(out, shard):
+            raise ValueError(
+                "shard must not overlap out in a gather that quantizes or keeps weights: out would "
+                "replace the exact weights by rounded ones; gather into a buffer of its own"
+            )
+
+        current = 0 if unit in self._frozen else version
+
+        def job() -> None:
+            gather.gather(out, shard, unit=unit, version=current, backward=backward)
+
+        return _Exchange(self._transport.launch(job, is_reduction=False), self._packings.values())
+
+    def reduce_scatter(self, out: Tensor, full: Tensor, *, unit: int) -> Work:
+        """Start to sum this rank's slice of every rank's ``full`` into ``out``. A collective.
+
+        Args:
+            out: 1-D, contiguous, floating point; overwritten.
+            full: 1-D, contiguous, ``world_size * out.numel()`` elements, floating point.
+            unit: key of the error feedback.
+        """
+        reduction = self._reduction
+        if reduction is None or not reduction.shortens(full.dtype, out.numel()):
+            return self._transport.reduce_scatter(out, full, unit=unit)
+
+        def job() -> None:
+            reduction.reduce(out, full, unit=unit)
+
+        return _Exchange(self._transport.launch(job, is_reduction=True), self._gradient_packings)
+
+    @property
+    def reduces_in_place(self) -> bool:
+        """Whether works of reductions have ``acknowledge``, as those of the transport then do."""
+        return isinstance(self._transport, InPlaceCollectives) and self._transport.reduces_in_place
+
+    def forget_values(self) -> None:
+        """Invalidate kept weights and errors, since weights changed or a checkpoint is written.
+
+        All ranks call it, between the same exchanges. The next gather of each unit starts from the
+        exact weights and gradient errors are dropped, so that a run continued after a checkpoint
+        equals one started from it.
+        """
+        # In the queue: a gather that is still running must not record its version afterwards.
+        self._transport.launch(self._forget_weights, is_reduction=False).wait()
+        self._transport.launch(self._forget_gradients, is_reduction=True).wait()
+
+    def forget_errors(self) -> None:
+        """Drop the errors of gradients after a skipped step.
+
+        They belong to gradients that overflowed, or to another loss scale. All ranks call it, after
+        their reductions.
+        """
+        if self._feedback is not None:
+            self._transport.launch(self._feedback.forget, is_reduction=True).wait()
+
+    def _forget_weights(self) -> None:
+        for gather in self._gathers.values():
+            gather.forget()
+
+    def _forget_gradients(self) -> None:
+        self._rounding.restart()
+        if self._feedback is not None:
+            self._feedback.forget()
+
+    @property
+    def private_nbytes(self) -> dict[str, int]:
+        """Bytes held between exchanges, by kind."""
+        found = {
+            "secondary shards": 0,
+            "quantized weights": 0,
+            "error feedback": 0 if self._feedback is None else self._feedback.nbytes,
+            "message buffers": self._scratch.nbytes,
+        }
+        for gather in self._gathers.values():
+            is_secondary = isinstance(gather, SecondaryGather)
+            found["secondary shards" if is_secondary else "quantized weights"] += gather.nbytes
+        if self._reduction is not None:
+            found["message buffers"] += self._reduction.nbytes
+        return {kind: nbytes for kind, nbytes in found.items() if nbytes}
+
+    def _make_gathers(self, ranks_per_node: int) -> dict[str | None, WeightGather]:
+        """Make the gather of each format, with the key None for exact values."""
+        transport, scratch = self._transport, self._scratch
+        partition_size = self._settings.partition_size
+        group_size = partition_size if partition_size > 1 else ranks_per_node
+        is_one_group = group_size == transport.world_size
+        gathers: dict[str | None, WeightGather] = {}
+        if is_one_group and not self._packings:
+            return gathers
+        has_secondary = partition_size > 1 and not is_one_group
+        grid = Grid(transport, group_size)
+        for kind, packing in self._packings.items():
+            if kind == DIFFERENCE:
+                if not is_one_group:  # else there is no other group to send differences to
+                    difference = DifferenceRefresh(grid, packing, scratch)
+                    gathers[kind] = SecondaryGather(transport, grid, difference, scratch)
+            elif has_secondary:
+                quantized = QuantizedRefresh(grid, packing, scratch)
+                gathers[kind] = SecondaryGather(transport, grid, quantized, scratch)
+            else:
+                gathers[kind] = MessageGather(transport, grid, packing, scratch)
+        if has_secondary:
+            gathers[None] = SecondaryGather(transport, grid, ExactRefresh(grid), scratch)
+        return gathers
+
+    def _gather_for(self, shard: Tensor, unit: int) -> WeightGather | None:
+        """Choose the gather of this shard, or None for the transport's."""
+        settings = self._settings
+        kind = settings.frozen_weights if unit in self._frozen else settings.weights
+        if kind is not None and self._packings[kind].shortens(shard.dtype, shard.numel()):
+            return self._gathers.get(kind)
+        return self._gathers.get(None)
+
+
+class _Exchange:
+    """Work of an exchange. A reduction's ``full`` may be reused after ``wait``."""
+
+    contributions = ()
+
+    def __init__(self, work: Work, packings: Collection[Packing]) -> None:
+        self._work = work
+        self._packings = packings
+
+    def wait(self) -> None:
+        """Block until ``out`` is filled (on CUDA: for the caller's current stream)."""
+        self._work.wait()
+        for packing in self._packings:
+            packing.check_deferred()
+
+    def acknowledge(self) -> Work:
+        """Return a work that is done: no other rank reads ``full``, only its messages."""
+        return DoneWork()
+
+
+def _check(out: Tensor, shard: Tensor, world_size: int) -> None:
+    for name, tensor in (("out", out), ("shard", shard)):
+        if tensor.dim() != 1 or not tensor.is_contiguous():
+            raise ValueError(f"{name} must be 1-D and contiguous, got shape {tuple(tensor.shape)}")
+    if out.dtype != shard.dtype or out.device != shard.device:
+        raise ValueError(
+            f"out must have shard's dtype and device, {shard.dtype} on {shard.device}, "
+            f"got {out.dtype} on {out.device}"
+        )
+    if out.numel() != world_size * shard.numel():
+        raise ValueError(
+            f"out must have world_size * shard.numel() = {world_size} * {shard.numel()} elements, "
+            f"got {out.numel()}"
+        )
+
+
+def _overlap(a: Tensor, b: Tensor) -> bool:
+    """Whether two contiguous tensors share a byte of memory."""
+    return (
+        a.device == b.device
+        and a.data_ptr() < b.data_ptr() + b.nbytes
+        and b.data_ptr() < a.data_ptr() + a.nbytes
+    )
+
+
+def _log_limits(settings: CommSettings, world_size: int, ranks_per_node: int) -> None:
+    """Log settings that have less effect here than their names promise."""
+    size = settings.partition_size
+    if size > 1 and size == world_size:
+        _log.warning(
+            "zero_optimization.zero_hpz_partition_size = %d has no effect: it is all ranks, and "
+            "their shards are gathered within the partition anyway",
+            size,
+        )
+    elif ranks_per_node % size:
+        _log.warning(
+            "zero_optimization.zero_hpz_partition_size = %d does not divide the %d ranks of a "
+            "node: backward's gathers leave the node",
+            size,
+            ranks_per_node,
+        )
+    if settings.weights == DIFFERENCE:
+        group = size if size > 1 else ranks_per_node
+        if group == world_size:
+            _log.warning(
+                "zero_optimization.zero_quantized_weights_format = %r has no effect with one group "
+                "of ranks: weights travel exactly within it",
+                DIFFERENCE,
+            )
+        elif size == 1:
+            _log.info(
+                "differences need a published copy of the weights: 1/%d of the model on each rank",
+                group,
+            )

@@ -1,0 +1,127 @@
+"""Settings of the collectives, read from the ``zero_optimization`` block.
+
+The block arrives resolved, as plain builtins under DeepSpeed's names. Keys that concern other
+packages are ignored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+from zero_comm.collectives.feedback import LocoSettings
+from zero_comm.quantizer.block_format import BlockFormat
+from zero_comm.quantizer.message import Packing
+
+__all__ = ["DIFFERENCE", "CommSettings"]
+
+KINDS: Final = ("int8", "int4", "e4m3", "e5m2")
+DIFFERENCE: Final = "int4_difference"
+_BLOCK: Final = "zero_optimization"
+# A block of differences is longer than one of 4-bit weights: changes of neighbouring weights are
+# of one size (each is a learning rate times about one), so few outliers cost their neighbours.
+_DIFFERENCE_FORMAT: Final = BlockFormat("int4", 256)
+
+
+@dataclass(frozen=True, slots=True)
+class CommSettings:
+    """Formats and options of an engine's collectives.
+
+    Args:
+        weights: format of gathered weights (qwZ): a kind or "int4_difference"; None: exact.
+        frozen_weights: format of gathered weights that are never trained.
+        partition_size: ranks of a group with secondary shards (hpZ); 1: there are none.
+        intra_node: format of gradients within a node (qgZ); None: reduced exactly.
+        inter_node: format of gradients between nodes.
+        has_rotation: whether gradients are rotated before they are quantized.
+        is_stochastic: whether gradients are rounded stochastically.
+        loco: error feedback of gradients, if any.
+        has_checksum: whether messages carry a checksum.
+    """
+
+    weights: str | None = None
+    frozen_weights: str | None = None
+    partition_size: int = 1
+    intra_node: str | None = None
+    inter_node: str | None = None
+    has_rotation: bool = False
+    is_stochastic: bool = False
+    loco: LocoSettings | None = None
+    has_checksum: bool = False
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any]) -> CommSettings:
+        """Read a resolved ``zero_optimization`` block. Missing keys have DeepSpeed's defaults.
+
+        Raises:
+            ValueError: a value that is out of range, by key.
+        """
+        read = _Reader(config)
+        has_weights = read.flag("zero_quantized_weights")
+        has_frozen = read.flag("zero_quantized_nontrainable_weights")
+        has_gradients = read.flag("zero_quantized_gradients")
+        weights = read.choice("zero_quantized_weights_format", (*KINDS, DIFFERENCE), "int8")
+        # Frozen weights have no differences: they are sent in each gather, in 8 bits.
+        frozen = "int8" if weights == DIFFERENCE else weights
+        intra_node = read.choice("zero_quantized_gradients_within_node", KINDS, "int4")
+        inter_node = read.choice("zero_quantized_gradients_between_nodes", KINDS, "int4")
+        return cls(
+            weights=weights if has_weights else None,
+            frozen_weights=frozen if has_weights or has_frozen else None,
+            partition_size=read.count("zero_hpz_partition_size"),
+            intra_node=intra_node if has_gradients else None,
+            inter_node=inter_node if has_gradients else None,
+            has_rotation=read.flag("zero_quantized_gradients_hadamard"),
+            is_stochastic=read.flag("zero_quantized_stochastic_rounding"),
+            loco=read.loco() if has_gradients else None,
+            has_checksum=read.flag("zero_quantized_checksum"),
+        )
+
+    def weight_packing(self, kind: str) -> Packing:
+        """Return the packing of weights in format ``kind``, `DIFFERENCE` included."""
+        fmt = _DIFFERENCE_FORMAT if kind == DIFFERENCE else BlockFormat.make(kind)
+        return Packing(fmt, has_checksum=self.has_checksum, defers=True)
+
+    def gradient_packing(self, kind: str) -> Packing:
+        """Return the packing of gradients in format ``kind``."""
+        size = BlockFormat.make(kind).block_size
+        fmt = BlockFormat(kind, size, has_rotation=self.has_rotation)
+        return Packing(fmt, has_checksum=self.has_checksum, defers=True)
+
+
+class _Reader:
+    """Typed access to a block of builtins."""
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        self._config = config
+
+    def flag(self, key: str) -> bool:
+        value = self._config.get(key)
+        if value is not None and not isinstance(value, bool):
+            raise ValueError(f"{_BLOCK}.{key} must be true or false, got {value!r}")
+        return bool(value)
+
+    def choice(self, key: str, allowed: tuple[str, ...], default: str) -> str:
+        value = self._config.get(key)
+        if value is not None and value not in allowed:
+            raise ValueError(f"{_BLOCK}.{key} must be one of {', '.join(allowed)}, got {value!r}")
+        return default if value is None else str(value)
+
+    def count(self, key: str) -> int:
+        value = self._config.get(key)
+        if value is not None and (type(value) is not int or value < 1):
+            raise ValueError(f"{_BLOCK}.{key} must be a positive integer, got {value!r}")
+        return 1 if value is None else int(value)
+
+    def loco(self) -> LocoSettings | None:
+        value = self._config.get("zeropp_loco_param")
+        if value is None:
+            return None
+        key = f"{_BLOCK}.zeropp_loco_param"
+        if not isinstance(value, Mapping) or set(value) - {"err_beta", "reset_T"}:
+            raise ValueError(f"{key} must have the keys err_beta and reset_T, got {value!r}")
+        try:
+            return LocoSettings(**value)
+        except ValueError as error:
+            raise ValueError(f"{key}.{error}") from error

@@ -1,0 +1,220 @@
+"""Closed forms of what quantized collectives send and keep, for plans that allocate nothing.
+
+Entry point ``collectives`` of the group ``zero_core.footprints``. `zero_comm.create_collectives`
+serves the same configuration for real. ZeRO++ (arXiv 2306.10209), sections 3.1 to 3.3; weight
+differences: SDP4Bit (arXiv 2410.15526).
+
+[Note: phases and hops]
+W ranks, R of them per node, N = W / R nodes. Each rank holds a shard of s elements of a segment.
+
+Weights are gathered in two **phases** by groups of G consecutive ranks: hpZ's partition, or else a
+node. Phase 1 runs **across** the W / G groups, among ranks of equal place; phase 2 runs **within**
+the group. With secondary shards phase 1 runs once per version of the weights, its result of
+W / G * s elements is kept, and phase 2 carries exact elements. Without them both phases carry
+messages. Where all ranks form one group there is no phase 1 and no secondary shard.
+
+Gradients are reduced in two **hops**: within the node each rank sends N messages to each of its
+R - 1 neighbours; across nodes it sends one message to the rank of equal place in each other node.
+
+A shard that no message would shorten travels exactly.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from zero_comm.collectives.feedback import STORED
+from zero_comm.collectives.settings import DIFFERENCE, CommSettings
+
+__all__ = ["CommFootprint", "GatherFootprint", "ReduceFootprint", "comm_footprint"]
+
+_FP32_NBYTES = torch.float32.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class GatherFootprint:
+    """Bytes of one segment's gather. See [Note: phases and hops].
+
+    Attributes:
+        across_nbytes: bytes that a rank hands into phase 1.
+        within_nbytes: bytes that a rank hands into phase 2.
+        format: format of phase 1's messages; None if it carries exact elements.
+        is_kept: whether phase 2 starts from a secondary shard.
+    """
+
+    across_nbytes: int
+    within_nbytes: int
+    format: str | None
+    is_kept: bool
+
+
+@dataclass(frozen=True, slots=True)
+class ReduceFootprint:
+    """Bytes of one message in each hop of a reduction."""
+
+    within_nbytes: int
+    across_nbytes: int
+
+
+def comm_footprint(
+    *, config: Mapping[str, Any], world_size: int, ranks_per_node: int
+) -> CommFootprint:
+    """Return the closed forms of the collectives that a configuration asks for.
+
+    Args:
+        config: the resolved ``zero_optimization`` block.
+        world_size: number of ranks.
+        ranks_per_node: ranks of a node, which are consecutive; divides ``world_size``.
+
+    Raises:
+        ValueError: a setting that makes no sense, by key.
+    """
+    return CommFootprint(CommSettings.from_config(config), world_size, ranks_per_node)
+
+
+class CommFootprint:
+    """Phases, hops and memory of one configuration's collectives.
+
+    Attributes:
+        group_size: G of [Note: phases and hops].
+        num_groups: W / G.
+    """
+
+    def __init__(self, settings: CommSettings, world_size: int, ranks_per_node: int) -> None:
+        self._settings = settings
+        self._world_size = world_size
+        self._per_node = ranks_per_node
+        self._num_nodes = world_size // ranks_per_node
+        self._has_partition = settings.partition_size > 1
+        self.group_size = settings.partition_size if self._has_partition else ranks_per_node
+        self.num_groups = world_size // self.group_size
+
+    def gather(
+        self, numel: int, dtype: torch.dtype, *, is_trainable: bool
+    ) -> GatherFootprint | None:
+        """Return a shard's gather, or None if the engine's own collective serves it.
+
+        Args:
+            numel: elements of the shard.
+            dtype: of its weights.
+            is_trainable: whether the weights ever change.
+        """
+        if self._world_size == 1:
+            return None
+        kind = self._weight_kind(numel, dtype, is_trainable=is_trainable)
+        is_one_group = self.num_groups == 1
+        is_kept = not is_one_group and (self._has_partition or kind == DIFFERENCE)
+        if is_one_group and kind == DIFFERENCE:
+            kind = None  # there is no other group that needs the change
+        if kind is None and not is_kept:
+            return None
+        exact = numel * dtype.itemsize
+        across = exact if kind is None else self._settings.weight_packing(kind).nbytes(numel)
+        return GatherFootprint(
+            across, self.num_groups * (exact if is_kept else across), kind, is_kept
+        )
+
+    def reduction(self, numel: int, dtype: torch.dtype) -> ReduceFootprint | None:
+        """Return the reduction, or None if the engine's own collective serves it.
+
+        Args:
+            numel: elements of the shard that a rank receives.
+            dtype: that gradients are communicated in.
+        """
+        settings = self._settings
+        if self._world_size == 1 or settings.intra_node is None or settings.inter_node is None:
+            return None
+        within = settings.gradient_packing(settings.intra_node)
+        across = settings.gradient_packing(settings.inter_node)
+        taken = [within] * (self._per_node > 1) + [across] * (self._num_nodes > 1)
+        if not all(packing.shortens(dtype, numel) for packing in taken):
+            return None
+        return ReduceFootprint(within.nbytes(numel), across.nbytes(numel))
+
+    def memory(
+        self,
+        shards: Iterable[tuple[int, torch.dtype, bool]],
+        reduced: Iterable[tuple[int, torch.dtype, torch.dtype]],
+    ) -> dict[str, int]:
+        """Return the bytes that a rank holds between exchanges, by `QuantizedCollectives`' kinds.
+
+        Args:
+            shards: elements, dtype and trainability of each segment's shard of weights.
+            reduced: elements, communicated dtype and summed dtype of each segment's gradients.
+        """
+        kept: Counter[str] = Counter()
+        buffers: Counter[object] = Counter()  # by purpose, each as long as its longest use
+        for numel, dtype, is_trainable in shards:
+            gather = self.gather(numel, dtype, is_trainable=is_trainable)
+            if gather is not None:
+                kind = "secondary shards" if gather.is_kept else "quantized weights"
+                kept[kind] += gather.within_nbytes if gather.is_kept else gather.across_nbytes
+                buffers |= self._gather_buffers(numel, dtype, gather)
+        for numel, dtype, summed in reduced:
+            reduction = self.reduction(numel, dtype)
+            if reduction is not None:
+                kept["error feedback"] += self._error_nbytes(numel)
+                buffers |= self._reduce_buffers(numel, summed, reduction)
+        found = {**kept, "message buffers": sum(buffers.values())}
+        return {kind: nbytes for kind, nbytes in found.items() if nbytes}
+
+    def _weight_kind(self, numel: int, dtype: torch.dtype, *, is_trainable: bool) -> str | None:
+        settings = self._settings
+        kind = settings.weights if is_trainable else settings.frozen_weights
+        if kind is None or not settings.weight_packing(kind).shortens(dtype, numel):
+            return None
+        return kind
+
+    def _gather_buffers(
+        self, numel: int, dtype: torch.dtype, gather: GatherFootprint
+    ) -> Counter[object]:
+        """Return the buffers of one gather, since gathers run one after another."""
+        size, groups = self.group_size, self.num_groups
+        found: Counter[object] = Counter()
+        if gather.format is not None and groups > 1:
+            found["messages"] = groups * gather.across_nbytes
+        if not gather.is_kept:
+            found["all messages"] = size * groups * gather.across_nbytes
+            return found
+        if gather.format is not None:
+            found["message"] = gather.across_nbytes
+        if gather.format == DIFFERENCE:
+            found["change"] = numel * _FP32_NBYTES
+        if size > 1:  # slices of the groups are interleaved in the gathered buffer
+            found["values", dtype] = size * gather.within_nbytes
+        return found
+
+    def _error_nbytes(self, numel: int) -> int:
+        """Return the bytes of error feedback: what each hop lost, in 8 bits."""
+        nodes, near = self._num_nodes, self._per_node
+        if self._settings.loco is None:
+            return 0
+        within = nodes * STORED.nbytes(near * numel) if near > 1 else 0
+        return within + (STORED.nbytes(nodes * numel) if nodes > 1 else 0)
+
+    def _reduce_buffers(
+        self, numel: int, summed: torch.dtype, reduction: ReduceFootprint
+    ) -> Counter[object]:
+        """Return the buffers of one reduction, since reductions run one after another."""
+        nodes, near = self._num_nodes, self._per_node
+        found: Counter[object] = Counter()
+        if near > 1:
+            found["sent within the node"] = found["received within the node"] = (
+                near * nodes * reduction.within_nbytes
+            )
+            found["node's sums"] = nodes * numel * _FP32_NBYTES if nodes > 1 else 0
+        if nodes > 1:
+            found["sent between nodes"] = found["received between nodes"] = (
+                nodes * reduction.across_nbytes
+            )
+        if summed != torch.float32:
+            found["sum"] = numel * _FP32_NBYTES
+        if self._settings.loco is not None:
+            longest = max(near if near > 1 else 0, nodes if nodes > 1 else 0)
+            found["compensated"] = found["arrived"] = longest * numel * _FP32_NBYTES
+        return found

@@ -1,0 +1,124 @@
+"""Quantizer backends and the choice of one for a device.
+
+All produce the bytes and values of [Note: the quantized buffer] in `block_format`:
+
+    torch     plain torch operations, everywhere; the definition
+    native    a compiled kernel for host memory, a part of the wheel
+    triton    kernels for accelerators that Triton supports
+
+A device is served by the fastest backend available: native on the host, triton elsewhere, else
+torch. The environment variable ``ZERO_COMM_BACKEND`` forces one and is read at every call. Forcing
+one that is not available is an error.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from functools import cache
+from importlib import import_module
+from importlib.util import find_spec
+from types import MappingProxyType
+from typing import Final, Protocol, cast
+
+import torch
+from torch import Tensor
+
+from zero_comm.quantizer.block_format import BlockFormat
+from zero_comm.quantizer.torch_backend import TorchBackend
+
+__all__ = ["Backend", "backend", "find_backend"]
+
+_VARIABLE: Final = "ZERO_COMM_BACKEND"
+
+
+class Backend(Protocol):
+    """Quantizes and dequantizes rows. Callers check arguments and disable gradients.
+
+    ``x`` and ``out`` are k rows of n elements each, contiguous, fp32, bf16, fp16 or fp64, k and n
+    possibly 0; their addresses are multiples of their element's size alone. ``rows`` is uint8, k
+    rows of ``fmt.nbytes(n)`` bytes, each contiguous and starting at a multiple of 16. Bytes between
+    rows are left unchanged. All are on one device and don't overlap.
+    """
+
+    @property
+    def name(self) -> str:
+        """Name in ``ZERO_COMM_BACKEND``."""
+        ...
+
+    def encode(self, x: Tensor, rows: Tensor, fmt: BlockFormat, seed: int | None) -> bool | None:
+        """Quantize row by row into every byte of ``rows``, the padding included.
+
+        Args:
+            x: read, never changed.
+            rows: receives the bytes.
+            fmt: the format.
+            seed: 0 to 2**32 - 1 for stochastic rounding; None rounds to the nearest.
+
+        Returns:
+            Whether ``x`` has NaN or Inf; None where knowing would synchronize with a device.
+        """
+        ...
+
+    def decode(self, rows: Tensor, out: Tensor, fmt: BlockFormat) -> None:
+        """Dequantize row by row to fp32, and round to ``out``'s dtype."""
+        ...
+
+    def decode_sum(self, rows: Tensor, out: Tensor, fmt: BlockFormat) -> None:
+        """Fill 1-D fp32 ``out`` with row 0 + row 1 + ..., in this order. k is at least 1."""
+        ...
+
+
+def backend(device: torch.device | str = "cpu") -> str:
+    """Return the name of the backend for tensors on ``device``: "torch", "native" or "triton".
+
+    Raises:
+        ValueError: ``ZERO_COMM_BACKEND`` names one that doesn't exist or isn't available.
+    """
+    return find_backend(torch.device(device)).name
+
+
+def find_backend(device: torch.device) -> Backend:
+    """Return the backend for tensors on ``device``. Raises the errors of `backend`."""
+    forced = os.environ.get(_VARIABLE, "").strip().lower()
+    if forced:
+        return _forced_backend(forced)
+    found = _load("native" if device.type == "cpu" else "triton")
+    return found if found is not None else _TORCH
+
+
+def _forced_backend(name: str) -> Backend:
+    if name not in _LOADERS:
+        raise ValueError(f"{_VARIABLE} must be one of {', '.join(_LOADERS)}, got {name!r}")
+    found = _load(name)
+    if found is None:
+        raise ValueError(f"{_VARIABLE} is {name!r}, but {_MISSING[name]}; unset it, or set 'torch'")
+    return found
+
+
+@cache
+def _load(name: str) -> Backend | None:
+    """Load a backend, or return None where its requirements aren't installed."""
+    return _LOADERS[name]()
+
+
+def _load_native() -> Backend | None:
+    if find_spec("zero_comm._kernels") is None:
+        return None
+    return cast(Backend, import_module("zero_comm.quantizer.native_backend").BACKEND)
+
+
+def _load_triton() -> Backend | None:
+    if find_spec("triton") is None or find_spec("zero_comm.quantizer.triton_backend") is None:
+        return None
+    return cast(Backend, import_module("zero_comm.quantizer.triton_backend").BACKEND)
+
+
+_TORCH: Final = TorchBackend()
+_LOADERS: Final[Mapping[str, Callable[[], Backend | None]]] = MappingProxyType(
+    {"torch": lambda: _TORCH, "native": _load_native, "triton": _load_triton}
+)
+_MISSING: Final = {
+    "native": "the compiled module zero_comm._kernels isn't there (install the package)",
+    "triton": "triton isn't installed",
+}

@@ -1,0 +1,257 @@
+"""Encoding and decoding of whole blocks in plain torch operations: the executable definition.
+
+Every function takes matrices with one row per block, and works in place on fp32 where it can. Terms
+and formulas are those of the notes in `block_format`.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from zero_comm.quantizer.block_format import ROTATION_SIZE, BlockFormat
+
+__all__ = ["LARGEST_MAX", "decode_blocks", "encode_blocks", "uniform"]
+
+# Maxima are kept above zero, so that a block of zeros needs no special case, and far enough from
+# the ends that no step or reciprocal is subnormal.
+_SMALLEST_MAX: Final = 2.0**-100
+_SMALLEST_STEP: Final = 2.0**-107
+_BFLOAT16_MAX: Final = torch.finfo(torch.bfloat16).max
+# The largest bfloat16 that the input's dtype can hold: 65504 would round up to Inf in float16.
+LARGEST_MAX: Final = {
+    torch.float32: _BFLOAT16_MAX,
+    torch.bfloat16: _BFLOAT16_MAX,
+    torch.float16: 65280.0,
+    torch.float64: _BFLOAT16_MAX,
+}
+# Smallest normal exponent and mantissa bits of the fp8 types.
+_FLOAT8: Final = {"e4m3": (-6, 3, torch.float8_e4m3fn), "e5m2": (-14, 2, torch.float8_e5m2)}
+_EXPONENT_BITS: Final = 0x7F800000
+
+
+def encode_blocks(
+    source: Tensor,
+    codes: Tensor,
+    scales: Tensor,
+    work: Tensor,
+    fmt: BlockFormat,
+    *,
+    dtype: torch.dtype,
+    num_valid: int,
+    noise: Tensor | None,
+) -> None:
+    """Encode whole blocks.
+
+    Args:
+        source: fp32 blocks, changed by a rotation; may be ``work``.
+        codes: receives the codes; int8, ``block_nbytes`` columns.
+        scales: receives the scales; bf16 with one column, or fp32 with two (asymmetric).
+        work: fp32, overwritten, shaped like ``source``.
+        fmt: the format.
+        dtype: what the tensor's elements were before they became fp32.
+        num_valid: columns that aren't padding.
+        noise: ``u`` of stochastic rounding, shaped like ``source``; None to round to the nearest.
+    """
+    if fmt.has_rotation:
+        source = rotate(work if source is work else work.copy_(source))
+        dtype, num_valid = torch.float32, fmt.block_size
+    if fmt.is_symmetric:
+        levels = _encode_symmetric(source, scales, work, fmt, dtype, noise)
+    else:
+        levels = _encode_asymmetric(source[:, :num_valid], source, scales, fmt, dtype, noise)
+    _zero_rows(levels, scales[:, :1].isnan())
+    _pack(levels, codes, fmt)
+
+
+def decode_blocks(codes: Tensor, scales: Tensor, out: Tensor, fmt: BlockFormat) -> None:
+    """Decode whole blocks into contiguous fp32 ``out``. Arguments are those of `encode_blocks`."""
+    _unpack(codes, out, fmt)
+    if fmt.is_symmetric:
+        out.mul_(_divide(scales.to(torch.float32), fmt.top_level))
+    else:
+        lo, hi = scales[:, :1], scales[:, 1:]
+        is_zero = out == 0
+        _value_of(out.sub_(1), lo, hi, _asymmetric_step(lo, hi, fmt), fmt, out=out)
+        torch.where(is_zero, lo - lo, out, out=out)  # zero, or NaN
+    if fmt.has_rotation:
+        rotate(out)
+
+
+def rotate(x: Tensor) -> Tensor:
+    """Multiply contiguous groups of 64 by the Hadamard matrix, in place. See [Note: rotation]."""
+    x.mul_(0.125)
+    source, target = x, torch.empty_like(x)
+    h = 1
+    while h < ROTATION_SIZE:
+        a, b = source.view(-1, 2, h).unbind(1)
+        sums, differences = target.view(-1, 2, h).unbind(1)
+        torch.add(a, b, out=sums)
+        torch.sub(a, b, out=differences)
+        source, target = target, source
+        h *= 2
+    assert source is x, "an even number of passes ends where it began"
+    return x
+
+
+def uniform(seed: int, start: int, shape: torch.Size, device: torch.device) -> Tensor:
+    """Return fp32 ``u`` of [Note: stochastic rounding] for elements from ``start`` on."""
+    index = torch.arange(start, start + shape.numel(), dtype=torch.int64, device=device)
+    mixed = _mix(torch.tensor([seed], dtype=torch.int64, device=device))
+    index = _mix(index.add_(mixed).bitwise_and_(0xFFFFFFFF))
+    return index.bitwise_right_shift_(8).to(torch.float32).mul_(2.0**-24).view(shape)
+
+
+def _mix(x: Tensor) -> Tensor:
+    """Compute lowbias32 of int64 numbers below 2**32, in place."""
+    for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B)):
+        x.bitwise_xor_(x >> shift).mul_(factor).bitwise_and_(0xFFFFFFFF)
+    return x.bitwise_xor_(x >> 16)
+
+
+def _round(x: Tensor, noise: Tensor | None) -> Tensor:
+    return x.round_() if noise is None else x.add_(noise).floor_()
+
+
+def _divide(x: Tensor, divisor: float) -> Tensor:
+    """Divide in place."""
+    # By a tensor: CUDA multiplies by the rounded reciprocal of a number.
+    return x.div_(torch.full((), divisor, dtype=x.dtype, device=x.device))
+
+
+def _zero_rows(x: Tensor, is_zeroed: Tensor) -> None:
+    """Fill the marked rows of ``x`` with zeros."""
+    # On a CPU the pass is skipped where no row needs it. Elsewhere asking would synchronize.
+    if x.device.type != "cpu" or bool(is_zeroed.any()):
+        x.masked_fill_(is_zeroed, 0)
+
+
+def _encode_symmetric(
+    source: Tensor,
+    scales: Tensor,
+    work: Tensor,
+    fmt: BlockFormat,
+    dtype: torch.dtype,
+    noise: Tensor | None,
+) -> Tensor:
+    """Fill ``scales``, and return the levels in ``work``."""
+    # Two reductions are several times faster than one `aminmax` or `abs`.
+    largest = source.amax(1, keepdim=True)
+    largest = torch.maximum(largest, source.amin(1, keepdim=True).neg_(), out=largest)
+    poison = largest - largest  # 0, or NaN where the block holds NaN or Inf
+    largest.clamp_(_SMALLEST_MAX, LARGEST_MAX[dtype]).add_(poison)
+    scales.copy_(largest)
+    # From the rounded maximum, by the same operations as in decoding: one grid for both.
+    steps = _divide(largest.copy_(scales), fmt.top_level)
+    torch.mul(source, steps.reciprocal_(), out=work)
+    if fmt.is_float:
+        return _round_to_float8(work, fmt, noise)
+    _round(work, noise)
+    return work if noise is None else work.clamp_(-fmt.top_level, fmt.top_level)
+
+
+def _round_to_float8(v: Tensor, fmt: BlockFormat, noise: Tensor | None) -> Tensor:
+    """Put ``v`` on the fp8 grid, in place."""
+    smallest_exponent, mantissa_bits, _ = _FLOAT8[fmt.kind]
+    v.clamp_(-fmt.top_level, fmt.top_level)
+    unit = v.view(torch.int32).bitwise_and(_EXPONENT_BITS).view(torch.float32)
+    unit.clamp_(min=2.0**smallest_exponent).mul_(2.0**-mantissa_bits)
+    if noise is None:
+        v.div_(unit).round_().mul_(unit)
+    else:
+        magnitude = _round(v.abs().div_(unit), noise).mul_(unit)
+        torch.copysign(magnitude.clamp_(max=fmt.top_level), v, out=v)
+    return v.add_(0.0)  # -0 becomes +0
+
+
+def _encode_asymmetric(
+    valid: Tensor,
+    source: Tensor,
+    scales: Tensor,
+    fmt: BlockFormat,
+    dtype: torch.dtype,
+    noise: Tensor | None,
+) -> Tensor:
+    """Fill ``scales`` from the ``valid`` columns, and return the codes of all columns in fp32."""
+    torch.amin(valid, 1, keepdim=True, out=scales[:, :1])
+    torch.amax(valid, 1, keepdim=True, out=scales[:, 1:])
+    lo, hi = scales[:, :1], scales[:, 1:]
+    poison = (lo - lo).add_(hi - hi)  # 0, or NaN; and -0 + 0 is +0
+    lo.add_(poison)
+    hi.add_(poison)
+    step = _asymmetric_step(lo, hi, fmt)
+    k = (source * 0.5).sub_(lo * 0.5).mul_(step.reciprocal().mul_(2.0))
+    _round(k, noise).clamp_(0, fmt.top_index)
+    if noise is None and not fmt.has_rotation:
+        k = _keep_exact(k, source, lo, hi, step, fmt, dtype)
+    return k.add_(1).masked_fill_(source == 0, 0)
+
+
+def _keep_exact(
+    k: Tensor,
+    source: Tensor,
+    lo: Tensor,
+    hi: Tensor,
+    step: Tensor,
+    fmt: BlockFormat,
+    dtype: torch.dtype,
+) -> Tensor:
+    """Move to the neighbour that gives ``source`` back exactly, where ``k`` does not."""
+
+    def is_exact(index: Tensor) -> Tensor:
+        return _value_of(index, lo, hi, step, fmt).to(dtype) == source
+
+    is_wrong = ~is_exact(k)
+    for neighbour in ((k + 1).clamp_(max=fmt.top_index), (k - 1).clamp_(min=0)):
+        k = torch.where(is_wrong & is_exact(neighbour), neighbour, k)
+    return k
+
+
+def _asymmetric_step(lo: Tensor, hi: Tensor, fmt: BlockFormat) -> Tensor:
+    half_range = (hi * 0.5).sub_(lo * 0.5)
+    return _divide(half_range, fmt.top_index / 2).clamp_(min=_SMALLEST_STEP)
+
+
+def _value_of(
+    k: Tensor, lo: Tensor, hi: Tensor, step: Tensor, fmt: BlockFormat, out: Tensor | None = None
+) -> Tensor:
+    is_bottom, is_top = k == 0, k == fmt.top_index
+    value = torch.mul(k, step * 0.5, out=out).add_(lo * 0.5).mul_(2.0)
+    torch.where(is_bottom, lo, value, out=value)
+    return torch.where(is_top, hi, value, out=value)
+
+
+def _pack(levels: Tensor, codes: Tensor, fmt: BlockFormat) -> None:
+    """Write fp32 ``levels`` as ``codes``. Overwrites ``levels``."""
+    if fmt.is_float:
+        codes.copy_(levels.to(_FLOAT8[fmt.kind][2]).view(torch.int8))
+        return
+    if fmt.bits == 4:
+        half = fmt.block_size // 2
+        levels = levels[:, :half].add_(levels[:, half:], alpha=16)
+    if fmt.is_symmetric:
+        codes.copy_(levels)  # through int8: torch doesn't vectorize the conversion to uint8
+    else:
+        codes.view(torch.uint8).copy_(levels)
+
+
+def _unpack(codes: Tensor, out: Tensor, fmt: BlockFormat) -> None:
+    """Read ``codes`` into fp32 ``out``."""
+    half = fmt.block_size // 2
+    if fmt.is_float:
+        out.copy_(codes.view(_FLOAT8[fmt.kind][2]))
+    elif not fmt.is_symmetric:
+        unsigned = codes.view(torch.uint8)
+        if fmt.bits == 8:
+            out.copy_(unsigned)
+        else:
+            out[:, :half].copy_(unsigned.bitwise_and(15))
+            out[:, half:].copy_(unsigned.bitwise_right_shift(4))
+    elif fmt.bits == 4:
+        hi = codes.add(8).bitwise_right_shift_(4)
+        out[:, :half].copy_(codes.sub(hi, alpha=16))
+        out[:, half:].copy_(hi)
+    else:
+        out.copy_(codes)

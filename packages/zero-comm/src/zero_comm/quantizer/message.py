@@ -1,0 +1,251 @@
+"""Messages of quantized values: a header and a block buffer, checked on receipt.
+
+[Note: the message]
+A message carries the quantized buffer of one row of elements (see
+`zero_comm.quantizer.block_format`) after a header of 32 bytes, in native byte order::
+
+    0   2  the letters ZQ
+    2   1  version of this layout: 1
+    3   1  kind of the format, its symmetry and rotation
+    4   4  elements per block
+    8   8  elements
+    16  8  flags: 1 a block may hold NaN, 2 there is a checksum
+    24  8  checksum of the buffer, or 0
+
+The **checksum** is a sum of 64-bit words, each times an odd number that depends on its position,
+modulo 2**64. It detects every changed word and nearly every exchange of two, and it is integer
+arithmetic that runs on the device that holds the bytes.
+
+On a host every message is checked before it is used: the header, and every block's scale (finite
+and positive; NaN only if the header allows it). On an accelerator a check waits for the device.
+There messages are checked only if they have a checksum, and an engine's collectives defer it until
+their result is waited for: a host that waits while it launches could wait for a rank that waits
+for it.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from zero_comm.quantizer.block_format import BlockFormat
+from zero_comm.quantizer.quantize import (
+    QUANTIZABLE_DTYPES,
+    dequantize_rows,
+    dequantize_sum,
+    quantize_rows,
+)
+
+__all__ = ["HEADER_NBYTES", "CorruptMessageError", "Packing"]
+
+HEADER_NBYTES: Final = 32
+_FIXED_NBYTES: Final = 16
+_FLAGS_AT: Final = 16
+_CHECKSUM_AT: Final = 24
+_MAY_HOLD_NAN: Final = 1
+_HAS_CHECKSUM: Final = 2
+_LAYOUT: Final = "=2sBBIq"
+_WORDS_PER_RUN: Final = 1024
+
+
+class CorruptMessageError(RuntimeError):
+    """A received message differs from what its sender must have sent."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Evidence:
+    """Results of checking messages, on their device, and what they were checked against.
+
+    ``headers`` are uint8 [messages, 32], the others bool [messages].
+    """
+
+    headers: Tensor
+    has_good_scales: Tensor
+    has_good_sum: Tensor
+    numel: int
+    senders: Sequence[int]
+
+
+class Packing:
+    """Packs rows of elements into messages of one format, and unpacks what arrives.
+
+    Args:
+        format: a kind ("int8", "int4", "e4m3", "e5m2") or a whole format.
+        has_checksum: whether each message carries one, and is checked on accelerators too.
+        defers: whether checks on accelerators are left to `check_deferred`, because the host must
+            not wait while it launches.
+    """
+
+    def __init__(
+        self, format: str | BlockFormat, *, has_checksum: bool = False, defers: bool = False
+    ) -> None:
+        self.format = BlockFormat.make(format)
+        self.has_checksum = has_checksum
+        self._defers = defers
+        self._deferred: list[_Evidence] = []
+        self._headers: dict[int, bytes] = {}
+        self._templates: dict[tuple[int, bool, torch.device], Tensor] = {}
+        self._weights: dict[torch.device, Tensor] = {}
+
+    def nbytes(self, numel: int) -> int:
+        """Return the bytes of a message of ``numel`` elements, a multiple of 16."""
+        return HEADER_NBYTES + self.format.nbytes(numel)
+
+    def shortens(self, dtype: torch.dtype, numel: int) -> bool:
+        """Whether ``numel`` elements of ``dtype`` become fewer bytes, alike on every rank."""
+        return dtype in QUANTIZABLE_DTYPES and self.nbytes(numel) < numel * dtype.itemsize
+
+    def pack(self, values: Tensor, rows: Tensor, *, seed: int | None = None) -> None:
+        """Quantize ``values`` into messages.
+
+        Args:
+            values: flat, contiguous, floating point; as many equal rows as there are messages.
+            rows: uint8, [messages, `nbytes`], rows contiguous; overwritten.
+            seed: rounds stochastically; None: to the nearest.
+        """
+        numel = values.numel() // len(rows)
+        has_nan = quantize_rows(values, self.format, rows[:, HEADER_NBYTES:], seed=seed)
+        rows[:, :HEADER_NBYTES] = self._template(numel, rows.device, has_nan is not False)
+        if self.has_checksum:
+            _words(rows)[:, _CHECKSUM_AT // 8] = self._checksums(rows)
+
+    def unpack(self, rows: Tensor, out: Tensor, *, senders: Sequence[int]) -> None:
+        """Dequantize messages one after another into flat ``out``, of any floating dtype.
+
+        Raises:
+            CorruptMessageError: a message is damaged; it names the sender.
+        """
+        numel = out.numel() // len(rows)
+        self._check(rows, numel, senders)
+        dequantize_rows(rows[:, HEADER_NBYTES:], numel, self.format, out)
+
+    def unpack_sum(self, rows: Tensor, out: Tensor, *, senders: Sequence[int]) -> None:
+        """Fill fp32 ``out`` with the sum of all messages' values, from the first to the last.
+
+        Raises:
+            CorruptMessageError: a message is damaged; it names the sender.
+        """
+        self._check(rows, out.numel(), senders)
+        dequantize_sum(rows[:, HEADER_NBYTES:], out.numel(), self.format, out)
+
+    def _template(self, numel: int, device: torch.device, may_hold_nan: bool) -> Tensor:
+        key = (numel, may_hold_nan, device)
+        if key not in self._templates:
+            flags = may_hold_nan * _MAY_HOLD_NAN + self.has_checksum * _HAS_CHECKSUM
+            header = self._fixed(numel) + struct.pack("=qq", flags, 0)
+            host = torch.frombuffer(bytearray(header), dtype=torch.uint8)
+            self._templates[key] = host.to(device)
+        return self._templates[key]
+
+    def _fixed(self, numel: int) -> bytes:
+        """Return the part of the header that sender and receiver must agree on."""
+        if numel not in self._headers:
+            fmt = self.format
+            self._headers[numel] = struct.pack(
+                _LAYOUT, b"ZQ", 1, _code_of(fmt), fmt.block_size, numel
+            )
+        return self._headers[numel]
+
+    def _check(self, rows: Tensor, numel: int, senders: Sequence[int]) -> None:
+        if rows.shape != (len(senders), self.nbytes(numel)):
+            raise CorruptMessageError(
+                f"messages of {numel} elements from ranks {list(senders)} must be "
+                f"{len(senders)} x {self.nbytes(numel)} bytes, found {list(rows.shape)}"
+            )
+        if rows.is_cpu or self.has_checksum:
+            evidence = self._inspect(rows, numel, senders)
+            if rows.is_cpu or not self._defers:
+                self._verify(evidence)
+            else:
+                self._deferred.append(evidence)
+
+    def check_deferred(self) -> None:
+        """Check the messages whose checks were deferred. The host waits for the device.
+
+        Raises:
+            CorruptMessageError: one of them was damaged; it names the sender.
+        """
+        while self._deferred:
+            self._verify(self._deferred.pop(0))
+
+    def _inspect(self, rows: Tensor, numel: int, senders: Sequence[int]) -> _Evidence:
+        """Compute the evidence on the messages' device, without waiting for it."""
+        fmt, headers = self.format, rows[:, :HEADER_NBYTES].clone()
+        start, stop = (HEADER_NBYTES + at(numel) for at in (fmt.codes_nbytes, fmt.used_nbytes))
+        if fmt.is_symmetric:
+            maxima = rows[:, start:stop].view(torch.bfloat16)
+            good, nan = (maxima > 0) & (maxima < torch.inf), maxima.isnan()
+        else:
+            low, high = rows[:, start:stop].view(torch.float32).view(len(rows), -1, 2).unbind(2)
+            good = (low <= high) & low.isfinite() & high.isfinite()
+            nan = low.isnan() & high.isnan()
+        may_hold_nan = (headers[:, _FLAGS_AT] & _MAY_HOLD_NAN).bool()
+        has_good_scales = (good | (nan & may_hold_nan[:, None])).all(1)
+        sums = torch.ones_like(has_good_scales)
+        if self.has_checksum:
+            sums = _words(rows)[:, _CHECKSUM_AT // 8] == self._checksums(rows)
+        return _Evidence(headers, has_good_scales, sums, numel, senders)
+
+    def _verify(self, evidence: _Evidence) -> None:
+        for sender, header in zip(evidence.senders, evidence.headers.cpu(), strict=True):
+            self._verify_header(bytes(header.tolist()), evidence.numel, sender)
+        for is_right, what in (
+            (evidence.has_good_scales, "a block's scale is not finite or not positive"),
+            (evidence.has_good_sum, "its checksum does not match its bytes"),
+        ):
+            wrong = torch.nonzero(~is_right).flatten().tolist()
+            if wrong:
+                raise _damaged(evidence.senders[wrong[0]], what)
+
+    def _verify_header(self, header: bytes, numel: int, sender: int) -> None:
+        if header[:_FIXED_NBYTES] != self._fixed(numel):
+            letters, layout, code, block_size, their_numel = struct.unpack(
+                _LAYOUT, header[:_FIXED_NBYTES]
+            )
+            raise _damaged(
+                sender,
+                f"its header says {letters!r} layout {layout}, format code {code}, blocks of "
+                f"{block_size}, {their_numel} elements; expected b'ZQ' layout 1, "
+                f"{_code_of(self.format)}, {self.format.block_size}, {numel}",
+            )
+        (flags,) = struct.unpack_from("=q", header, _FLAGS_AT)
+        if flags not in ((2, 3) if self.has_checksum else (0, 1)):
+            raise _damaged(sender, f"its flags are {flags:#x}, unknown to this rank's settings")
+
+    def _checksums(self, rows: Tensor) -> Tensor:
+        """Return the checksum of each message's buffer. See [Note: the message]."""
+        words = _words(rows)[:, HEADER_NBYTES // 8 :]
+        odd = self._odd_numbers(rows.device)
+        total = torch.zeros(len(rows), dtype=torch.int64, device=rows.device)
+        for run, start in enumerate(range(0, words.shape[1], _WORDS_PER_RUN)):
+            part = words[:, start : start + _WORDS_PER_RUN]
+            total += (part * odd[: part.shape[1]]).sum(1) * (2 * run + 1)
+        return total
+
+    def _odd_numbers(self, device: torch.device) -> Tensor:
+        if device not in self._weights:
+            count = torch.arange(_WORDS_PER_RUN, dtype=torch.int64, device=device)
+            # An odd number with mixed bits for each place (the golden ratio's fraction in 64 bits).
+            self._weights[device] = (count * -7046029254386353131) | 1
+        return self._weights[device]
+
+
+def _words(rows: Tensor) -> Tensor:
+    return rows.view(torch.int64)
+
+
+def _code_of(fmt: BlockFormat) -> int:
+    kinds = ("int8", "int4", "e4m3", "e5m2")
+    return kinds.index(fmt.kind) + 16 * (not fmt.is_symmetric) + 32 * fmt.has_rotation
+
+
+def _damaged(sender: int, what: str) -> CorruptMessageError:
+    return CorruptMessageError(
+        f"the quantized message of rank {sender} is damaged or of other settings: {what}. If all "
+        "ranks have the same versions and settings, suspect memory or the network"
+    )

@@ -1,0 +1,117 @@
+"""Backend of compiled kernels for host memory: one pass over the data, torch's thread count.
+
+It uses the best instruction set that the processor and the operating system support, unless the
+environment variable ``ZERO_COMM_ISA`` (read once, at the first use) names "generic", "avx2" or
+"avx512". All give the same bytes.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from zero_comm import _kernels
+from zero_comm.quantizer.block_format import BlockFormat
+
+__all__ = ["BACKEND", "NativeBackend", "available_isas", "use_isa"]
+
+_VARIABLE: Final = "ZERO_COMM_ISA"
+# As the enumerations in native/kernels.h.
+_KINDS: Final = {"int8": 0, "int4": 1, "e4m3": 2, "e5m2": 3}
+_DTYPES: Final = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+
+_active: int | None = None
+
+
+class NativeBackend:
+    """Compiled `zero_comm.quantizer.backend.Backend`. fp64 is copied to and from fp32."""
+
+    name = "native"
+
+    def encode(self, x: Tensor, rows: Tensor, fmt: BlockFormat, seed: int | None) -> bool | None:
+        """Quantize each row of ``x`` into the same row of ``rows``."""
+        x = _on_host(x if x.dtype in _DTYPES else x.to(torch.float32))
+        shape, threads = _shape(fmt, x.dtype, x.shape[1]), torch.get_num_threads()
+        return _kernels.encode(_isa(), shape, x.data_ptr(), *_place(rows), seed, threads)
+
+    def decode(self, rows: Tensor, out: Tensor, fmt: BlockFormat) -> None:
+        """Dequantize each row of ``rows`` into the same row of ``out``."""
+        values = _on_host(out)
+        if out.dtype not in _DTYPES:
+            values = torch.empty(out.shape, dtype=torch.float32)
+        shape, threads = _shape(fmt, values.dtype, out.shape[1]), torch.get_num_threads()
+        _kernels.decode(_isa(), shape, *_place(rows), values.data_ptr(), threads)
+        if values is not out:
+            out.copy_(values)
+
+    def decode_sum(self, rows: Tensor, out: Tensor, fmt: BlockFormat) -> None:
+        """Dequantize all rows and add them up in ``out``, in order."""
+        shape, threads = _shape(fmt, out.dtype, out.numel()), torch.get_num_threads()
+        _kernels.decode_sum(_isa(), shape, *_place(rows), _on_host(out).data_ptr(), threads)
+
+
+def available_isas() -> tuple[str, ...]:
+    """Return the instruction sets that this machine supports, plainest first."""
+    return tuple(_kernels.available_isas())
+
+
+@contextmanager
+def use_isa(name: str) -> Iterator[None]:
+    """Use instruction set ``name`` in all threads within the block, for tests and benchmarks."""
+    global _active
+    previous = _active
+    _active = _choose(name)
+    try:
+        yield
+    finally:
+        _active = previous
+
+
+def _isa() -> int:
+    global _active
+    if _active is None:
+        _active = _choose(os.environ.get(_VARIABLE, ""))
+    return _active
+
+
+def _choose(wanted: str) -> int:
+    usable = _kernels.available_isas()
+    name = wanted.strip().lower()
+    if not name:
+        return len(usable) - 1
+    if name in usable:
+        return usable.index(name)
+    known = name in _kernels.known_isas()
+    problem = "is not supported by this machine" if known else "is no instruction set"
+    raise ValueError(
+        f"{_VARIABLE}={wanted!r} {problem}; unset it, or use one of: {', '.join(usable)}"
+    )
+
+
+def _shape(
+    fmt: BlockFormat, dtype: torch.dtype, numel: int
+) -> tuple[int, int, bool, bool, int, int]:
+    kind = _KINDS[fmt.kind]
+    return kind, fmt.block_size, fmt.is_symmetric, fmt.has_rotation, _DTYPES[dtype], numel
+
+
+def _place(rows: Tensor) -> tuple[int, int, int]:
+    """Return the address, stride in bytes and number of rows."""
+    return _on_host(rows).data_ptr(), rows.stride(0), len(rows)
+
+
+def _on_host(tensor: Tensor) -> Tensor:
+    if tensor.device.type != "cpu":
+        raise ValueError(
+            f"the native backend reads host memory, but a tensor is on {tensor.device}; unset "
+            f"ZERO_COMM_BACKEND"
+        )
+    return tensor
+
+
+BACKEND: Final = NativeBackend()

@@ -1,0 +1,276 @@
+"""Codes and scales in Triton: the formulas of `block_format`, bit for bit.
+
+Every function takes one **tile**, fp32 ``[blocks, columns]``, a row per block; columns beyond the
+block size hold zeros. What must be exact is written so that it is exact in Triton's interpreter
+and on any GPU:
+
+- Division is `tl.div_rn`: ``/`` may be approximate. Compiled without fused multiply-add.
+- Non-finite blocks are found in the magnitude's bits, as integers: a float maximum may drop NaN.
+- Integers are rounded by adding ``1.5 * 2**23``, whose last bit is worth one; the low bits of the
+  sum are then the integer, and no conversion instruction is needed.
+- bf16 and fp8 go through integer arithmetic: not every GPU, nor the interpreter, converts them.
+"""
+
+# No `from __future__ import annotations`: Triton reads the annotations of the kernels.
+import triton
+import triton.language as tl
+
+__all__ = [
+    "asymmetric_codes",
+    "asymmetric_values",
+    "bfloat16_bits",
+    "float8_value",
+    "rotate",
+    "symmetric_codes",
+    "symmetric_step",
+    "uniform",
+]
+
+
+@triton.jit
+def rotate(x: tl.tensor, BLOCKS: tl.constexpr, COLUMNS: tl.constexpr) -> tl.tensor:
+    """Multiply groups of 64 elements of a tile by the Hadamard matrix. See [Note: rotation]."""
+    NUMEL: tl.constexpr = BLOCKS * COLUMNS
+    x = x * 0.125
+    for stage in tl.static_range(6):
+        pairs = tl.reshape(x, [NUMEL // (2 << stage), 2, 1 << stage])
+        # The other of the two: the sum of both less this one, as integers, which wrap around. A
+        # reduction over two lanes is a shuffle at most; no memory is involved.
+        bits = pairs.to(tl.int32, bitcast=True)
+        other = (tl.sum(bits, axis=1, keep_dims=True) - bits).to(tl.float32, bitcast=True)
+        is_second = tl.arange(0, 2)[None, :, None] == 1
+        x = tl.where(is_second, other - pairs, pairs + other)
+    return tl.reshape(x, [BLOCKS, COLUMNS])
+
+
+@triton.jit
+def uniform(index: tl.tensor, seed: tl.tensor, row: tl.tensor) -> tl.tensor:
+    """Return ``u`` of [Note: stochastic rounding] for uint32 indices of a row's elements."""
+    row_seed = seed.to(tl.uint32) + row.to(tl.uint32) * 0x9E3779B9
+    h = _mix(index + _mix(row_seed))
+    return (h >> 8).to(tl.float32) * (2.0**-24)
+
+
+@triton.jit
+def _mix(x: tl.tensor) -> tl.tensor:
+    """Compute lowbias32."""
+    x = x ^ (x >> 16)
+    x = x * 0x7FEB352D
+    x = x ^ (x >> 15)
+    x = x * 0x846CA68B
+    return x ^ (x >> 16)
+
+
+@triton.jit
+def _integer(v: tl.tensor) -> tl.tensor:
+    """Round fp32 below 2**22 to the nearest int32, ties to even."""
+    return (v + 12582912.0).to(tl.int32, bitcast=True) - 0x4B400000
+
+
+@triton.jit
+def _round(v: tl.tensor, noise: tl.tensor, IS_STOCHASTIC: tl.constexpr) -> tl.tensor:
+    if IS_STOCHASTIC:  # floor; tl.floor takes a subnormal below zero for zero on some GPUs
+        sum = v + noise
+        nearest = _integer(sum)
+        return tl.where(nearest.to(tl.float32) > sum, nearest - 1, nearest)
+    else:
+        return _integer(v)
+
+
+@triton.jit
+def _largest_magnitude_bits(x: tl.tensor) -> tl.tensor:
+    """Return the bits of each block's largest magnitude: 0x7f800000 or more with NaN or Inf."""
+    return tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=1)
+
+
+@triton.jit
+def bfloat16_bits(x: tl.tensor) -> tl.tensor:
+    """Round fp32 ``x`` to bfloat16, ties to even, and return its 16 bits in an int32."""
+    bits = x.to(tl.int32, bitcast=True)
+    rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+    return tl.where(x == x, rounded, 0x7FC0)  # or NaN's bits might carry over into zero
+
+
+@triton.jit
+def symmetric_step(maximum: tl.tensor, KIND: tl.constexpr) -> tl.tensor:
+    """Return the fp32 steps of maxima that are bfloat16 bits in an int32."""
+    value = (maximum << 16).to(tl.float32, bitcast=True)
+    if KIND == "int8":
+        return tl.div_rn(value, tl.full(value.shape, 127.0, tl.float32))
+    elif KIND == "int4":
+        return tl.div_rn(value, tl.full(value.shape, 7.0, tl.float32))
+    elif KIND == "e4m3":
+        return tl.div_rn(value, tl.full(value.shape, 448.0, tl.float32))
+    else:
+        return tl.div_rn(value, tl.full(value.shape, 57344.0, tl.float32))
+
+
+@triton.jit
+def symmetric_codes(
+    x: tl.tensor,
+    noise: tl.tensor,
+    LARGEST_BITS: tl.constexpr,
+    KIND: tl.constexpr,
+    IS_STOCHASTIC: tl.constexpr,
+) -> tl.tensor:
+    """Return the int32 codes of a tile, and each block's maximum as bfloat16 bits in an int32.
+
+    ``LARGEST_BITS`` is the largest maximum, as fp32 bits.
+    """
+    largest = _largest_magnitude_bits(x)
+    is_finite = largest < 0x7F800000
+    # Between 2**-100 and the largest, then to bfloat16: magnitudes are in the order of their bits.
+    largest = tl.minimum(tl.maximum(largest, 0x0D800000), LARGEST_BITS)
+    maximum = tl.where(is_finite, (largest + 0x7FFF + ((largest >> 16) & 1)) >> 16, 0x7FC0)
+    step = symmetric_step(maximum, KIND)
+    v = x * tl.div_rn(tl.full(step.shape, 1.0, tl.float32), step)[:, None]
+    if KIND == "int8":
+        codes = _signed_codes(v, noise, 127, IS_STOCHASTIC)
+    elif KIND == "int4":
+        codes = _signed_codes(v, noise, 7, IS_STOCHASTIC)
+    else:
+        codes = _float8_codes(v, noise, KIND, IS_STOCHASTIC)
+    return tl.where(is_finite[:, None], codes, 0), maximum
+
+
+@triton.jit
+def _signed_codes(
+    v: tl.tensor, noise: tl.tensor, TOP: tl.constexpr, IS_STOCHASTIC: tl.constexpr
+) -> tl.tensor:
+    codes = _round(v, noise, IS_STOCHASTIC)
+    if IS_STOCHASTIC:  # to the nearest, |v| is never half a step above the top
+        codes = tl.minimum(tl.maximum(codes, -TOP), TOP)
+    return codes
+
+
+@triton.jit
+def _float8_codes(
+    v: tl.tensor, noise: tl.tensor, KIND: tl.constexpr, IS_STOCHASTIC: tl.constexpr
+) -> tl.tensor:
+    """Return the fp8 bytes of ``v``.
+
+    ``|v| / q`` is rounded to an integer, and q's exponent counts from emin. Their sum is the byte,
+    also where the integer was rounded up into the next exponent, and for subnormals, which have no
+    leading bit.
+    """
+    MANTISSA: tl.constexpr = 3 if KIND == "e4m3" else 2
+    SMALLEST_EXPONENT: tl.constexpr = -6 if KIND == "e4m3" else -14
+    TOP_CODE: tl.constexpr = 0x7E if KIND == "e4m3" else 0x7B
+    TOP: tl.constexpr = 448.0 if KIND == "e4m3" else 57344.0
+    magnitude = tl.minimum(tl.abs(v), TOP)
+    exponent = (magnitude.to(tl.int32, bitcast=True) >> 23) - 127
+    exponent = tl.maximum(exponent, SMALLEST_EXPONENT)
+    per_unit = ((127 + MANTISSA - exponent) << 23).to(tl.float32, bitcast=True)
+    levels = _round(magnitude * per_unit, noise, IS_STOCHASTIC)
+    codes = tl.minimum(((exponent - SMALLEST_EXPONENT) << MANTISSA) + levels, TOP_CODE)
+    is_negative = (v.to(tl.int32, bitcast=True) < 0) & (codes > 0)  # zero has no sign
+    return tl.where(is_negative, codes | 0x80, codes)
+
+
+@triton.jit
+def float8_value(byte: tl.tensor, KIND: tl.constexpr) -> tl.tensor:
+    """Return the fp32 values of fp8 bytes in an int32, including NaN and Inf, which no code is."""
+    MANTISSA: tl.constexpr = 3 if KIND == "e4m3" else 2
+    BIAS: tl.constexpr = 7 if KIND == "e4m3" else 15
+    TOP_CODE: tl.constexpr = 0x7E if KIND == "e4m3" else 0x7B
+    magnitude = byte & 0x7F
+    exponent = magnitude >> MANTISSA
+    fraction = magnitude & ((1 << MANTISSA) - 1)
+    levels = tl.where(exponent > 0, fraction + (1 << MANTISSA), fraction)
+    unit = (tl.maximum(exponent, 1) + (127 - BIAS - MANTISSA)) << 23
+    bits = (levels.to(tl.float32) * unit.to(tl.float32, bitcast=True)).to(tl.int32, bitcast=True)
+    if KIND == "e4m3":
+        special = 0x7FC00000
+    else:
+        special = tl.where(fraction > 0, 0x7FC00000, 0x7F800000)
+    bits = tl.where(magnitude > TOP_CODE, special, bits) | ((byte & 0x80) << 24)
+    return bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def asymmetric_codes(
+    x: tl.tensor,
+    is_counted: tl.tensor,
+    noise: tl.tensor,
+    TOP_INDEX: tl.constexpr,
+    IS_STOCHASTIC: tl.constexpr,
+    KEPT_DTYPE: tl.constexpr,
+) -> tl.tensor:
+    """Return the int32 codes of a tile, and the bits of each block's extreme elements.
+
+    ``is_counted`` marks the elements that the extremes are taken from. ``KEPT_DTYPE`` is the dtype
+    in which values that were dequantized before stay unchanged, or "none".
+    """
+    is_finite = _largest_magnitude_bits(x) < 0x7F800000
+    lo = tl.min(tl.where(is_counted, x, float("inf")), axis=1)
+    hi = tl.max(tl.where(is_counted, x, float("-inf")), axis=1)
+    lo = tl.where(is_finite, tl.where(lo == 0, 0.0, lo), float("nan"))  # zero has no sign
+    hi = tl.where(is_finite, tl.where(hi == 0, 0.0, hi), float("nan"))
+    step = _asymmetric_step(lo, hi, TOP_INDEX)
+    per_step = tl.div_rn(tl.full(step.shape, 1.0, tl.float32), step) * 2.0
+    v = (x * 0.5 - (lo * 0.5)[:, None]) * per_step[:, None]
+    index = tl.minimum(tl.maximum(_round(v, noise, IS_STOCHASTIC), 0), TOP_INDEX)
+    if KEPT_DTYPE != "none":
+        index = _keep_exact(index, x, lo, hi, step, TOP_INDEX, KEPT_DTYPE)
+    codes = tl.where((x == 0) | (is_finite == 0)[:, None], 0, index + 1)
+    lo_bits = tl.where(is_finite, lo.to(tl.int32, bitcast=True), 0x7FC00000)
+    hi_bits = tl.where(is_finite, hi.to(tl.int32, bitcast=True), 0x7FC00000)
+    return codes, lo_bits, hi_bits
+
+
+@triton.jit
+def asymmetric_values(
+    codes: tl.tensor, lo: tl.tensor, hi: tl.tensor, TOP_INDEX: tl.constexpr
+) -> tl.tensor:
+    """Return the fp32 values of int32 codes. ``lo`` and ``hi`` are fp32, one per block."""
+    step = _asymmetric_step(lo, hi, TOP_INDEX)
+    values = _value_of(codes - 1, lo, hi, step, TOP_INDEX)
+    return tl.where(codes == 0, (lo - lo)[:, None], values)  # zero, or NaN
+
+
+@triton.jit
+def _asymmetric_step(lo: tl.tensor, hi: tl.tensor, TOP_INDEX: tl.constexpr) -> tl.tensor:
+    half_range = hi * 0.5 - lo * 0.5
+    step = tl.div_rn(half_range, tl.full(half_range.shape, TOP_INDEX / 2, tl.float32))
+    return tl.where(step < 2.0**-107, 2.0**-107, step)  # keeps NaN
+
+
+@triton.jit
+def _value_of(
+    index: tl.tensor, lo: tl.tensor, hi: tl.tensor, step: tl.tensor, TOP_INDEX: tl.constexpr
+) -> tl.tensor:
+    # In halves: a number of steps may be beyond fp32 where the value is not.
+    halves = index.to(tl.float32) * (step * 0.5)[:, None] + (lo * 0.5)[:, None]
+    values = tl.where(index == 0, lo[:, None], halves * 2.0)
+    return tl.where(index == TOP_INDEX, hi[:, None], values)
+
+
+@triton.jit
+def _keep_exact(
+    index: tl.tensor,
+    x: tl.tensor,
+    lo: tl.tensor,
+    hi: tl.tensor,
+    step: tl.tensor,
+    TOP_INDEX: tl.constexpr,
+    DTYPE: tl.constexpr,
+) -> tl.tensor:
+    """Move to the neighbour that gives ``x`` back exactly, where ``index`` does not."""
+    above = tl.minimum(index + 1, TOP_INDEX)
+    below = tl.maximum(index - 1, 0)
+    is_wrong = _cast(_value_of(index, lo, hi, step, TOP_INDEX), DTYPE) != x
+    is_above = _cast(_value_of(above, lo, hi, step, TOP_INDEX), DTYPE) == x
+    is_below = _cast(_value_of(below, lo, hi, step, TOP_INDEX), DTYPE) == x
+    moved = tl.where(is_below, below, tl.where(is_above, above, index))
+    return tl.where(is_wrong, moved, index)
+
+
+@triton.jit
+def _cast(x: tl.tensor, DTYPE: tl.constexpr) -> tl.tensor:
+    """Round fp32 to ``DTYPE``, and return it as fp32."""
+    if DTYPE == "bf16":
+        return (bfloat16_bits(x) << 16).to(tl.float32, bitcast=True)
+    elif DTYPE == "fp16":
+        return x.to(tl.float16).to(tl.float32)
+    else:
+        return x

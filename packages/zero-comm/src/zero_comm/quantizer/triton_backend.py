@@ -1,0 +1,150 @@
+"""Backend of Triton kernels for CUDA, ROCm and XPU, or Triton's interpreter on a CPU.
+
+It gives the bytes and values of `zero_comm.quantizer.torch_backend`, and never waits for the
+device. `triton_tiles` has the kernels, `triton_arithmetic` their arithmetic.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from types import MappingProxyType
+from typing import Any, Final
+
+import torch
+import triton
+from torch import Tensor
+
+from zero_comm.quantizer.block_format import BlockFormat
+from zero_comm.quantizer.triton_tiles import decode_kernel, decode_sum_kernel, encode_kernel
+
+__all__ = ["BACKEND", "LARGEST_BLOCK_SIZE", "LAUNCH_OPTIONS", "TritonBackend", "constants_of"]
+
+LARGEST_BLOCK_SIZE: Final = 1 << 15  # elements: 64 per thread of the largest program
+_TILE_NUMEL: Final = 1 << 12  # 32 elements per thread keep enough loads in flight
+_WARPS: Final = 4
+_DTYPE_NAME: Final = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+# A multiply and an add fused into one rounding would give other bytes than the definition.
+LAUNCH_OPTIONS: Final[Mapping[str, Any]] = MappingProxyType({"enable_fp_fusion": False})
+# As fp32 bits: the top of bfloat16, or of what it and float16 both hold.
+_LARGEST_BITS: Final = {"fp32": 0x7F7F0000, "bf16": 0x7F7F0000, "fp16": 0x477F0000}
+
+
+class TritonBackend:
+    """Launches the kernels on the tensors' device and its current stream."""
+
+    name = "triton"
+
+    def encode(self, x: Tensor, rows: Tensor, fmt: BlockFormat, seed: int | None) -> None:
+        """Quantize all rows in one launch.
+
+        Args:
+            x: ``[rows, numel]``, contiguous rows; fp32, bf16, fp16 or fp64.
+            rows: uint8 ``[rows, nbytes]``, contiguous rows, any distance apart.
+            fmt: the format.
+            seed: of stochastic rounding; None to round to the nearest.
+
+        Returns:
+            None: only the device knows whether all values were finite.
+        """
+        if not rows.numel():
+            return
+        if x.dtype == torch.float64:
+            x = x.to(torch.float32)
+        dtype = _DTYPE_NAME[x.dtype]
+        constants = constants_of(fmt)
+        grid = (len(x) * _num_tiles(x.shape[1], fmt, constants["BLOCKS"]),)
+        with _on(x.device):
+            encode_kernel[grid](
+                _typed(x),
+                rows,
+                x.shape[1],
+                _row_stride(x),
+                _row_stride(rows),
+                _signed(seed or 0),
+                DTYPE=dtype,
+                LARGEST_BITS=_LARGEST_BITS["fp32" if fmt.has_rotation else dtype],
+                IS_STOCHASTIC=seed is not None,
+                **constants,
+                **LAUNCH_OPTIONS,
+            )
+
+    def decode(self, rows: Tensor, out: Tensor, fmt: BlockFormat) -> None:
+        """Fill ``out``, ``[rows, numel]`` of fp32, bf16, fp16 or fp64, from uint8 ``rows``."""
+        if not out.numel():
+            return
+        if out.dtype == torch.float64:
+            narrow = torch.empty_like(out, dtype=torch.float32)
+            self.decode(rows, narrow, fmt)
+            out.copy_(narrow)
+            return
+        constants = constants_of(fmt)
+        grid = (len(out) * _num_tiles(out.shape[1], fmt, constants["BLOCKS"]),)
+        with _on(out.device):
+            decode_kernel[grid](
+                rows,
+                _typed(out),
+                out.shape[1],
+                _row_stride(rows),
+                _row_stride(out),
+                DTYPE=_DTYPE_NAME[out.dtype],
+                **constants,
+                **LAUNCH_OPTIONS,
+            )
+
+    def decode_sum(self, rows: Tensor, out: Tensor, fmt: BlockFormat) -> None:
+        """Fill fp32 ``out``, ``[numel]``, with row 0 + row 1 + ..., left to right."""
+        if not out.numel():
+            return
+        constants = constants_of(fmt)
+        grid = (_num_tiles(len(out), fmt, constants["BLOCKS"]),)
+        with _on(out.device):
+            decode_sum_kernel[grid](
+                rows, out, len(out), _row_stride(rows), len(rows), **constants, **LAUNCH_OPTIONS
+            )
+
+
+def constants_of(fmt: BlockFormat) -> dict[str, Any]:
+    """Return the constants of all kernels for a format, and the number of warps."""
+    if fmt.block_size > LARGEST_BLOCK_SIZE:
+        raise ValueError(
+            f"the triton backend takes blocks of up to {LARGEST_BLOCK_SIZE} elements, got "
+            f"block_size {fmt.block_size}: choose a smaller one, or set ZERO_COMM_BACKEND=torch"
+        )
+    columns = triton.next_power_of_2(fmt.block_size)
+    return {
+        "BLOCK": fmt.block_size,
+        "BLOCKS": max(1, _TILE_NUMEL // columns),
+        "COLUMNS": columns,
+        "KIND": fmt.kind,
+        "IS_SYMMETRIC": fmt.is_symmetric,
+        "HAS_ROTATION": fmt.has_rotation,
+        "num_warps": min(16, _WARPS * max(1, columns // _TILE_NUMEL)),
+    }
+
+
+def _num_tiles(numel: int, fmt: BlockFormat, blocks: int) -> int:
+    return -(-fmt.num_blocks(numel) // blocks)
+
+
+def _typed(x: Tensor) -> Tensor:
+    """View bfloat16 as int16: the kernels convert it themselves."""
+    return x.view(torch.int16) if x.dtype == torch.bfloat16 else x
+
+
+def _row_stride(rows: Tensor) -> int:
+    """Return the stride of rows in elements, or 0 for a single row, which compiles as aligned."""
+    return rows.stride(0) if len(rows) > 1 else 0
+
+
+def _signed(seed: int) -> int:
+    """Return the same 32 bits as an int32, so that all seeds use one compiled kernel."""
+    return seed - 2**32 if seed >= 2**31 else seed
+
+
+def _on(device: torch.device) -> AbstractContextManager[Any]:
+    """Make the tensors' device the current one, on which Triton launches."""
+    return nullcontext() if device.type == "cpu" else torch.accelerator.device_index(device.index)
+
+
+BACKEND: Final = TritonBackend()

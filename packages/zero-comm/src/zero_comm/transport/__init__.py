@@ -1,0 +1,1 @@
+"""Exchange of bytes between ranks, and the ranks' places on nodes."""

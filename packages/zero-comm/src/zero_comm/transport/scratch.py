@@ -1,0 +1,48 @@
+"""Reusable buffers for the jobs of one queue."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from zero_comm.transport.protocol import TransportCollectives
+
+__all__ = ["Scratch"]
+
+
+class Scratch:
+    """One buffer per purpose, dtype and device, grown to the largest size requested.
+
+    For jobs that run strictly one after another: a tensor from `take` is valid until the same
+    purpose is requested again.
+
+    Args:
+        transport: allocates the buffers and holds them for good; None for ordinary memory.
+    """
+
+    def __init__(self, transport: TransportCollectives | None = None) -> None:
+        self._transport = transport
+        self._outgrown_nbytes = 0
+        self._buffers: dict[tuple[str, torch.dtype, torch.device], Tensor] = {}
+
+    def take(self, purpose: str, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Return a flat tensor of ``numel`` elements with undefined contents."""
+        key = (purpose, dtype, device)
+        buffer = self._buffers.get(key)
+        if buffer is None or buffer.numel() < numel:
+            outgrown = self._buffers.pop(key, None)
+            if outgrown is not None and self._transport is not None:
+                self._outgrown_nbytes += outgrown.nbytes
+            buffer = self._buffers[key] = self._allocate(numel, dtype, device)
+        return buffer[:numel]
+
+    def _allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        if self._transport is not None:
+            return self._transport.zeros(numel, dtype, device)
+        with torch.inference_mode(False):  # a buffer first used in evaluation serves training too
+            return torch.empty(numel, dtype=dtype, device=device)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held, outgrown buffers of a transport included: it never frees them."""
+        return self._outgrown_nbytes + sum(b.nbytes for b in tuple(self._buffers.values()))

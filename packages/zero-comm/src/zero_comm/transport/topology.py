@@ -1,0 +1,141 @@
+"""Discovery of the ranks that share a node.
+
+A **node key** is equal for the ranks of one node and differs between neighbouring nodes. Every rank
+reads its own from the launcher's environment; one small exchange collects the others'. Collectives
+with two hops need nodes of one size whose ranks are consecutive; `ranks_per_node_of` computes that
+size.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import math
+import os
+import socket
+from collections.abc import Mapping, Sequence
+from itertools import groupby
+from typing import TYPE_CHECKING
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+
+from zero_comm.transport.torch_collectives import TorchCollectives
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+__all__ = ["check_ranks_per_node", "find_ranks_per_node", "node_key", "ranks_per_node_of"]
+
+_log = logging.getLogger(__name__)
+
+# Result of each group: the launcher's environment doesn't change, and asking costs a collective.
+_FOUND: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
+
+
+def node_key(env: Mapping[str, str], rank: int) -> str:
+    """Return the key of this process's node, from the launcher's variables or the host's name.
+
+    torchrun sets ``GROUP_RANK``; with ``LOCAL_WORLD_SIZE`` alone, ranks are taken in runs of that
+    many. SLURM sets ``SLURM_NODEID``. Open MPI numbers no nodes and may deal ranks out in turn, so
+    the host's name is used.
+
+    Args:
+        env: the process's environment.
+        rank: its rank in the default group.
+    """
+    if "LOCAL_WORLD_SIZE" in env:
+        if "GROUP_RANK" in env:
+            return f"torchrun {env['GROUP_RANK']}"
+        return f"torchrun {rank // int(env['LOCAL_WORLD_SIZE'])}"
+    if "SLURM_NODEID" in env:
+        return f"slurm {env['SLURM_NODEID']}"
+    return f"host {socket.gethostname()}"
+
+
+def ranks_per_node_of(keys: Sequence[object]) -> int:
+    """Return the largest group size that divides every node's ranks.
+
+    This is the greatest common divisor of the nodes' sizes, or 1 where a node's ranks aren't
+    consecutive.
+
+    Args:
+        keys: the node key of each rank, in rank order.
+    """
+    runs = [(key, len(list(run))) for key, run in groupby(keys)]
+    if len({key for key, _ in runs}) < len(runs):
+        _log.warning("the ranks of a node are not consecutive; every rank counts as a node")
+        return 1
+    sizes = [size for _, size in runs]
+    common = math.gcd(*sizes)
+    if len(set(sizes)) > 1:
+        _log.warning("nodes have %s ranks; groups of %d are used within each", sizes, common)
+    return common
+
+
+def check_ranks_per_node(
+    collectives: TorchCollectives, given: int | DeviceMesh | None
+) -> int | None:
+    """Return the number of consecutive ranks per node that the caller gave, checked.
+
+    Args:
+        collectives: the group's.
+        given: the number itself, which must divide the group; or a 2-D DeviceMesh over the
+            group's ranks in their order, whose last dimension lies within a node.
+
+    Raises:
+        ValueError: a number or mesh that doesn't fit the group.
+    """
+    if given is None:
+        return None
+    if not isinstance(given, int):
+        return _size_within(given, collectives)
+    if given < 1 or collectives.world_size % given:
+        raise ValueError(
+            f"ranks_per_node must be a positive divisor of the group's {collectives.world_size} "
+            f"ranks, got {given}"
+        )
+    return given
+
+
+def find_ranks_per_node(
+    collectives: TorchCollectives, given: int | None, device: torch.device
+) -> int:
+    """Return the number of consecutive ranks per node, as given or else discovered.
+
+    Discovery is a collective: unless the number is given, all ranks of the group must make the
+    first call for it.
+
+    Args:
+        collectives: the group's.
+        given: the result of `check_ranks_per_node`.
+        device: a device on which the group's backend exchanges tensors.
+    """
+    group = collectives.group
+    if given is not None or group is None:
+        return given or 1
+    if group not in _FOUND:
+        _FOUND[group] = ranks_per_node_of(_exchange_keys(collectives, device))
+    return _FOUND[group]
+
+
+def _exchange_keys(collectives: TorchCollectives, device: torch.device) -> list[int]:
+    key = node_key(os.environ, dist.get_rank())
+    digest = hashlib.blake2b(key.encode(), digest_size=8).digest()
+    own = torch.tensor([int.from_bytes(digest, "little", signed=True)], device=device)
+    keys = own.new_empty(collectives.world_size)
+    collectives.all_gather(keys, own, unit=-1, version=-1, backward=False).wait()
+    found: list[int] = keys.tolist()
+    return found
+
+
+def _size_within(mesh: DeviceMesh, collectives: TorchCollectives) -> int:
+    group = collectives.group
+    own = [0] if group is None else dist.get_process_group_ranks(group)
+    if mesh.ndim != 2 or mesh.mesh.flatten().tolist() != own:
+        raise ValueError(
+            f"a DeviceMesh for ranks_per_node must have 2 dimensions, nodes and the ranks of each, "
+            f"and hold the group's ranks {own} in this order, got {mesh.mesh.tolist()}"
+        )
+    return int(mesh.size(-1))

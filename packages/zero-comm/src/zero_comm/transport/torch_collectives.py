@@ -1,0 +1,220 @@
+"""`TransportCollectives` over plain torch.distributed.
+
+[Note: one order]
+A process group matches collectives by the order in which its ranks start them. Here everything is
+started by the thread that asks for it, at once: `TorchCollectives.launch` runs its job before it
+returns. So there is one order on every rank, and a **subgroup** needs no process group of its own:
+its exchanges are all-to-alls of the whole group in which the parts for the others are empty. NCCL
+sends nothing for an empty part, gloo an empty message.
+
+The alternative, ``dist.new_group``, must be called by every rank of the job in the same order, or
+with ``use_local_synchronization`` names a group after the number of groups that a rank has been in
+before; and NCCL splits a communicator with all of its ranks. Where ranks reach their first
+reduction at different times, as pipeline stages do, either hangs.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from zero_comm.transport.protocol import Work
+from zero_comm.transport.torch_compat import all_gather_single
+
+__all__ = ["DoneWork", "TorchCollectives"]
+
+
+class DoneWork:
+    """Work of an operation that was complete when it returned."""
+
+    def wait(self) -> None:
+        """Return at once."""
+
+
+class _SumWork:
+    """Work of a reduction: the first ``wait`` sums the received rows into ``out``."""
+
+    def __init__(self, work: Work, out: Tensor, rows: Tensor) -> None:
+        self._work = work
+        self._out = out
+        self._rows: Tensor | None = rows
+
+    def wait(self) -> None:
+        """Wait for the bytes, then sum them in rank order."""
+        self._work.wait()
+        if self._rows is not None:
+            _sum_rows(self._out, self._rows)
+            self._rows = None
+
+
+class TorchCollectives:
+    """`zero_comm.transport.protocol.TransportCollectives` over a process group of any backend.
+
+    Tensors are flat, contiguous and of any dtype: they travel as bytes. All ranks of the group
+    call the same methods in the same order; see [Note: one order].
+
+    Args:
+        group: None for the default group. With no process group initialised, the calling process
+            is the only rank.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+        if group is None and dist.is_available() and dist.is_initialized():
+            group = dist.group.WORLD
+        self.group = group
+        world_size = 1 if group is None else dist.get_world_size(group)
+        rank = 0 if group is None else dist.get_rank(group)
+        if rank < 0:
+            raise ValueError("this process is not a member of the process group that was given")
+        self._set_members(tuple(range(world_size)), rank)
+
+    def _set_members(self, members: tuple[int, ...], rank: int) -> None:
+        """Take ranks of the process group as the ranks 0, 1, ... of these collectives."""
+        self._members = members
+        self.rank = rank
+        self.world_size = len(members)
+
+    def subgroup(self, ranks: Sequence[int]) -> TorchCollectives:
+        """Return collectives among some of the ranks. See [Note: one order].
+
+        Every rank of this group calls it, and later the methods of what it returns, equally
+        often, each with the ranks of the subgroup that it is in.
+
+        Args:
+            ranks: ranks of this group, ascending, this one among them.
+
+        Raises:
+            ValueError: ``ranks`` are not of this kind.
+        """
+        ranks = tuple(ranks)
+        if self.rank not in ranks or not set(ranks) <= set(range(self.world_size)):
+            raise ValueError(
+                f"ranks of a subgroup must be ranks below {self.world_size}, {self.rank} among "
+                f"them, got {[*ranks]}"
+            )
+        if list(ranks) != sorted(set(ranks)):
+            raise ValueError(f"ranks of a subgroup must be ascending, got {[*ranks]}")
+        part = copy.copy(self)
+        part._set_members(tuple(self._members[r] for r in ranks), ranks.index(self.rank))
+        return part
+
+    def all_gather(
+        self, out: Tensor, shard: Tensor, *, unit: int, version: int, backward: bool
+    ) -> Work:
+        """Start to fill ``out`` with every rank's ``shard``, in rank order.
+
+        In a subgroup the shard is copied once per rank.
+
+        Args:
+            out: ``world_size * shard.numel()`` elements of ``shard``'s dtype and device.
+            shard: may be this rank's own slice of ``out``, but not in a subgroup.
+            unit: unused, like ``version`` and ``backward``: all gathers are alike here.
+            version: unused.
+            backward: unused.
+        """
+        self._check("out", out, shard.numel() * self.world_size, shard.dtype)
+        if self._is_silent(shard):
+            return _copied(out, shard)
+        if self._is_part:
+            return self.all_to_all(out, shard.repeat(self.world_size), unit=unit)
+        return _started(
+            all_gather_single(_as_bytes(out), _as_bytes(shard), self.group, async_op=True)
+        )
+
+    def all_to_all(self, out: Tensor, parts: Tensor, *, unit: int) -> Work:
+        """Start an exchange: slice ``k`` of ``out`` is slice ``rank`` of rank ``k``'s ``parts``.
+
+        Args:
+            out: as many elements as ``parts``, of its dtype and device; no overlap with it.
+            parts: ``world_size`` slices of equal length; may be overwritten after ``wait``.
+            unit: unused.
+        """
+        self._check("out", out, parts.numel(), parts.dtype)
+        if parts.numel() % self.world_size:
+            raise ValueError(
+                f"parts must be slices of equal length for {self.world_size} ranks, got "
+                f"{parts.numel()} elements"
+            )
+        if self._is_silent(parts):
+            return _copied(out, parts)
+        sizes = self._sizes(parts.nbytes // self.world_size) if self._is_part else None
+        return _started(
+            dist.all_to_all_single(
+                _as_bytes(out), _as_bytes(parts), sizes, sizes, group=self.group, async_op=True
+            )
+        )
+
+    def reduce_scatter(self, out: Tensor, full: Tensor, *, unit: int) -> Work:
+        """Start to sum this rank's slice of every rank's ``full`` into ``out``.
+
+        The sum is taken in ``wait``, in fp32 (fp64 for fp64 input) and in rank order, so that the
+        result depends on neither the backend nor the run.
+
+        Args:
+            out: ``full.numel() / world_size`` elements of a float dtype.
+            full: ``world_size`` slices of equal length, of a float dtype.
+            unit: unused.
+        """
+        received = torch.empty_like(full)
+        work = self.all_to_all(received, full, unit=unit)
+        return _SumWork(work, out, received.view(self.world_size, -1))
+
+    def zeros(self, numel: int, dtype: torch.dtype, device: torch.device | str) -> Tensor:
+        """Allocate ordinary memory, zeroed: torch.distributed sends from any."""
+        return torch.zeros(numel, dtype=dtype, device=device)
+
+    def launch(self, job: Callable[[], None], *, is_reduction: bool) -> Work:
+        """Run ``job`` at once, on the current stream. See [Note: one order]."""
+        job()
+        return DoneWork()
+
+    @property
+    def _is_part(self) -> bool:
+        return self.group is not None and self.world_size < dist.get_world_size(self.group)
+
+    def _is_silent(self, values: Tensor) -> bool:
+        """Whether no rank has anything to send. Other subgroups may send beside one of one rank."""
+        return not self._is_part and (self.world_size == 1 or values.numel() == 0)
+
+    def _sizes(self, nbytes: int) -> list[int]:
+        """Return the length in bytes of the part for each rank of the whole group."""
+        sizes = [0] * dist.get_world_size(self.group)
+        for member in self._members:
+            sizes[member] = nbytes
+        return sizes
+
+    def _check(self, name: str, tensor: Tensor, numel: int, dtype: torch.dtype) -> None:
+        if tensor.numel() != numel or tensor.dtype != dtype:
+            raise ValueError(
+                f"{name} must have {numel} elements of {dtype} with {self.world_size} ranks, got "
+                f"{tensor.numel()} of {tensor.dtype}"
+            )
+
+
+def _as_bytes(tensor: Tensor) -> Tensor:
+    """View a flat tensor's memory as uint8."""
+    return tensor.detach().view(torch.uint8)
+
+
+def _started(work: dist.Work | None) -> Work:
+    """Assert that torch returned a work, as it does to every member of the group."""
+    assert work is not None
+    return work
+
+
+def _copied(out: Tensor, values: Tensor) -> Work:
+    if out.data_ptr() != values.data_ptr():
+        out.copy_(values)
+    return DoneWork()
+
+
+def _sum_rows(out: Tensor, rows: Tensor) -> None:
+    """Sum from the first row to the last."""
+    total = rows[0].to(torch.promote_types(rows.dtype, torch.float32), copy=True)
+    for row in rows[1:]:
+        total.add_(row)
+    out.copy_(total)

@@ -1,0 +1,41 @@
+"""Names of torch.distributed that differ between releases (torch 2.10 and newer).
+
+torch 2.13 renamed ``all_gather_into_tensor`` to ``all_gather_single`` and ``reduce_scatter_tensor``
+to ``reduce_scatter_single``. An old name warns, or will some day, so it is used only where the new
+one is missing. ``all_to_all_single`` has kept its name.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+__all__ = ["all_gather_single", "premultiplier", "reduce_scatter_single"]
+
+
+def all_gather_single(
+    out: Tensor, shard: Tensor, group: dist.ProcessGroup | None, *, async_op: bool = False
+) -> dist.Work | None:
+    """Gather equal, contiguous shards into ``out`` in rank order."""
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    work: dist.Work | None = gather(out, shard, group=group, async_op=async_op)
+    return work
+
+
+def reduce_scatter_single(
+    out: Tensor, full: Tensor, op: Any, group: dist.ProcessGroup | None, *, async_op: bool = False
+) -> dist.Work | None:
+    """Reduce this rank's slice of every rank's ``full`` into ``out``."""
+    reduce = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    work: dist.Work | None = reduce(out, full, op=op, group=group, async_op=async_op)
+    return work
+
+
+def premultiplier(op: Any) -> float:
+    """Return the factor of a ``ReduceOp.PREMUL_SUM``.
+
+    torch's only public access to it is the pair that a ReduceOp is pickled as.
+    """
+    return float(op.__getstate__()[1])

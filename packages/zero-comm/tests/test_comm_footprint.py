@@ -1,0 +1,90 @@
+"""Closed forms of `zero_comm.footprint` against what real collectives send and keep."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from simulated_ranks import Network, SimulatedTransport, run_ranks
+
+import zero_comm
+from zero_comm.footprint import comm_footprint
+from zero_comm.quantizer.message import HEADER_NBYTES
+
+WORLD_SIZE = 4
+PER_NODE = 2
+QWZ = {"zero_quantized_weights": True}
+QGZ = {"zero_quantized_gradients": True}
+LOCO = {"zeropp_loco_param": {}}
+
+
+@pytest.mark.parametrize("numel", [255, 256, 1000, 4096])
+@pytest.mark.parametrize("format", ["int8", "int4", "e4m3", "e5m2"])
+def test_message_bytes_are_those_of_a_quantized_buffer(format: str, numel: int) -> None:
+    config = {
+        **QGZ,
+        "zero_quantized_gradients_within_node": format,
+        "zero_quantized_gradients_between_nodes": format,
+    }
+    if format != "int4":
+        config = {**config, **QWZ, "zero_quantized_weights_format": format}
+    form = comm_footprint(config=config, world_size=WORLD_SIZE, ranks_per_node=PER_NODE)
+    expected = HEADER_NBYTES + len(zero_comm.quantize(torch.ones(numel), format))
+    reduction = form.reduction(numel, torch.float32)
+    assert reduction is not None
+    assert (reduction.within_nbytes, reduction.across_nbytes) == (expected, expected)
+    if format != "int4":
+        gather = form.gather(numel, torch.float32, is_trainable=True)
+        assert gather is not None
+        assert (gather.format, gather.across_nbytes) == (format, expected)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {**QWZ, **QGZ},
+        {**QWZ, **QGZ, **LOCO, "zero_hpz_partition_size": 2},
+        {**QGZ, "zero_hpz_partition_size": 2},
+        {**QWZ, **QGZ, "zero_quantized_weights_format": "int4_difference"},
+    ],
+)
+def test_bytes_sent_and_kept_are_those_of_real_collectives(config: dict[str, Any]) -> None:
+    numel, dtype = 4096, torch.bfloat16
+    network = Network(WORLD_SIZE, PER_NODE)
+
+    def sent(rank: int) -> tuple[int, int]:
+        return network.between[rank], network.within[rank]
+
+    def program(transport: SimulatedTransport) -> tuple[list[tuple[int, int]], dict[str, int]]:
+        made = zero_comm.create_collectives(
+            transport,
+            rank=transport.rank,
+            world_size=WORLD_SIZE,
+            config=config,
+            ranks_per_node=PER_NODE,
+            frozen=(),
+        )
+        full = torch.ones(WORLD_SIZE * numel, dtype=dtype)
+        shard = torch.ones(numel, dtype=dtype)
+        for version in range(2):  # a difference needs an earlier version
+            counts = [sent(transport.rank)]
+            made.all_gather(full, shard, unit=0, version=version, backward=False).wait()
+            counts.append(sent(transport.rank))
+            made.reduce_scatter(torch.empty(numel), full, unit=0).wait()
+            counts.append(sent(transport.rank))
+        return counts, dict(made.private_nbytes)
+
+    (before, between, after), kept = run_ranks(network, program)[0]
+    form = comm_footprint(config=config, world_size=WORLD_SIZE, ranks_per_node=PER_NODE)
+    gather = form.gather(numel, dtype, is_trainable=True)
+    reduction = form.reduction(numel, dtype)
+    assert gather is not None
+    assert reduction is not None
+    # Two groups of two ranks, two nodes: one peer in each phase and in each hop.
+    gathered = tuple(b - a for a, b in zip(before, between, strict=True))
+    assert gathered == (gather.across_nbytes, gather.within_nbytes)
+    reduced = tuple(b - a for a, b in zip(between, after, strict=True))
+    assert reduced == (reduction.across_nbytes, 2 * reduction.within_nbytes)
+    shards, gradients = [(numel, dtype, True)], [(numel, dtype, torch.float32)]
+    assert kept == form.memory(shards, gradients)

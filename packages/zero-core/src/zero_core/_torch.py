@@ -1,0 +1,84 @@
+"""Names of torch that are private or have been renamed, in one place.
+
+[Note: hooks and torch.compile]
+A compiled block is the forward between its hooks, whether it was compiled before or after the
+engine was built: a hook that is disabled makes torch compile the forward by itself. Within a
+forward that is compiled no hook may stand, disabled or not: it would break the graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch._C import DisableTorchFunction
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import _disable_current_modes as disable_current_modes
+from torch.utils._python_dispatch import _get_current_dispatch_mode as current_dispatch_mode
+
+__all__ = [
+    "DisableTorchFunction",
+    "call_at_end_of_backward",
+    "current_dispatch_mode",
+    "disable_current_modes",
+    "is_in_backward",
+    "is_own_graph",
+    "mark_stepped",
+    "outside_graphs",
+    "pytree",
+    "requires_grad",
+    "swap_tensor",
+    "unless_compiling",
+]
+
+_Hook = TypeVar("_Hook", bound=Callable[..., None])
+
+
+def is_in_backward() -> bool:
+    """Whether a backward is running on this thread."""
+    return bool(torch._C._current_graph_task_id() != -1)
+
+
+def call_at_end_of_backward(callback: Callable[[], None]) -> None:
+    """Call ``callback`` when the backward that is running ends."""
+    torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
+def requires_grad(output: object) -> bool:
+    """Whether a tensor in ``output``, of any nesting, requires a gradient."""
+    if isinstance(output, Tensor):
+        return output.requires_grad
+    return any(isinstance(t, Tensor) and t.requires_grad for t in pytree.tree_leaves(output))
+
+
+def outside_graphs(hook: _Hook) -> _Hook:
+    """Return ``hook`` as one that runs in Python around compiled modules, not within them."""
+    disabled: _Hook = torch.compiler.disable(hook)  # type: ignore[no-untyped-call]
+    return disabled
+
+
+def unless_compiling(hook: Callable[[nn.Module, Any], None]) -> Callable[[nn.Module, Any], None]:
+    """Return ``hook`` left out of a graph that is compiled around it and has a hook of its own."""
+
+    def hooked(module: nn.Module, args: Any) -> None:
+        if not torch.compiler.is_compiling():
+            hook(module, args)
+
+    return hooked
+
+
+def is_own_graph(module: nn.Module) -> bool:
+    """Whether `torch.compile` or ``module.compile()`` made one graph of it with all its parts."""
+    return module._compiled_call_impl is not None or "_orig_mod" in module._modules
+
+
+def swap_tensor(param: nn.Parameter, new: nn.Parameter) -> None:
+    """Exchange what is behind two parameters. Both stay the same objects."""
+    torch._C._swap_tensor_impl(param, new)
+
+
+def mark_stepped(optimizer: torch.optim.Optimizer) -> None:
+    """Set the sign by which a schedule knows that its optimizer has stepped."""
+    optimizer._opt_called = True  # type: ignore[attr-defined]

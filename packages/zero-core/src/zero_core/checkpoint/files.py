@@ -1,0 +1,224 @@
+"""Format of a checkpoint's folder, and readers that need no engine.
+
+`read_weights` reads the model in a program without ranks.
+"""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from zero_core.errors import CheckpointCorruptError, CheckpointError
+from zero_core.layout.discovery import plain_name
+from zero_core.sharded.sharded_state import MASTER
+
+__all__ = [
+    "FORMAT",
+    "MANIFEST",
+    "VALUE",
+    "VERSION",
+    "Progress",
+    "Reader",
+    "Weight",
+    "find",
+    "fingerprint",
+    "read_buffers",
+    "read_manifest",
+    "read_weights",
+]
+
+FORMAT = "zero-checkpoint"
+VERSION = 1
+MANIFEST = "manifest.json"
+VALUE = "value"
+"""Name of frozen parameters' values, which have no master weight."""
+
+
+class Progress(Protocol):
+    """State of a training besides the model, as `zero_core.step.train_state` has it."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state as JSON."""
+        ...
+
+    def check(self, saved: Mapping[str, Any], without: Collection[str]) -> None:
+        """Refuse a state that `load_state_dict` could not restore."""
+        ...
+
+    def load_state_dict(self, saved: Mapping[str, Any], without: Collection[str]) -> None:
+        """Restore the state, except for the parts ``without``."""
+        ...
+
+
+def find(directory: Path, tag: str | None) -> Path:
+    """Return the folder of checkpoint ``tag``, or of the newest one.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    if tag is None:
+        try:
+            tag = (directory / "latest").read_text(encoding="utf-8").strip()
+        except FileNotFoundError:
+            raise CheckpointError(
+                f"{directory} holds no checkpoint (no file 'latest'): check the path, or leave "
+                "the resuming out to start from scratch"
+            ) from None
+    # A save that was killed between its two renames leaves the checkpoint under the old name.
+    for place in (directory / tag, directory / f".{tag}.old"):
+        if (place / MANIFEST).is_file():
+            return place
+    raise CheckpointError(f"{directory / tag} is not a checkpoint: there is no {MANIFEST} in it")
+
+
+def read_manifest(place: Path) -> dict[str, Any]:
+    """Return the manifest of the checkpoint in folder ``place``.
+
+    Raises:
+        CheckpointError: it is of another format.
+        CheckpointCorruptError: it cannot be read.
+    """
+    try:
+        manifest = json.loads((place / MANIFEST).read_bytes())
+        is_known = manifest["format"] == FORMAT and manifest["version"] == VERSION
+    except (ValueError, KeyError, TypeError) as error:
+        raise CheckpointCorruptError(f"{place / MANIFEST} is not readable: {error}") from error
+    if not is_known:
+        raise CheckpointError(
+            f"{place} has format {manifest['format']!r} version {manifest['version']!r}; this "
+            f"package reads {FORMAT!r} version {VERSION}"
+        )
+    return _with_plain_names(manifest)
+
+
+def _with_plain_names(manifest: Mapping[str, Any]) -> dict[str, Any]:
+    """Return ``manifest`` without wrappers' parts in names: versions before wrote them."""
+    params = [
+        {**p, "name": plain_name(p["name"]), "aliases": [plain_name(n) for n in p["aliases"]]}
+        for p in manifest["params"]
+    ]
+    segments = [
+        {**s, "slots": [[plain_name(name), *span] for name, *span in s["slots"]]}
+        for s in manifest["segments"]
+    ]
+    scalars = {plain_name(name): values for name, values in manifest["scalars"].items()}
+    return {**manifest, "params": params, "segments": segments, "scalars": scalars}
+
+
+def fingerprint(path: Path) -> dict[str, int]:
+    """Return size and CRC-32 of a file."""
+    crc, size = 0, 0
+    with path.open("rb") as file:
+        while block := file.read(1 << 22):
+            crc = zlib.crc32(block, crc)
+            size += len(block)
+    return {"bytes": size, "crc32": crc}
+
+
+@dataclass(frozen=True)
+class _Place:
+    segment: int
+    start: int
+    shard_numel: int
+
+
+class Reader:
+    """Reader of ranges of parameters' states from the slices that the writing ranks stored."""
+
+    def __init__(self, place: Path, manifest: Mapping[str, Any]) -> None:
+        """Read from folder ``place`` with the result of `read_manifest`."""
+        self.folder = place
+        self._files: dict[str, Any] = {}
+        self._places = {
+            name: _Place(index, start, segment["shard_numel"])
+            for index, segment in enumerate(manifest["segments"])
+            for name, start, _ in segment["slots"]
+        }
+
+    def read(self, state: str, param: str, start: int, stop: int) -> Tensor:
+        """Return elements ``[start, stop)`` of a parameter's ``state``, 1-D, on the CPU."""
+        place = self._places[param]
+        low, high = place.start + start, place.start + stop
+        parts = []
+        while low < high:
+            rank, offset = divmod(low, place.shard_numel)
+            end = min(high, (rank + 1) * place.shard_numel)
+            file = self.open(f"{state}-{rank:05d}.safetensors")
+            parts.append(file.get_slice(str(place.segment))[offset : offset + end - low])
+            low = end
+        if not parts:  # of an empty parameter, its dtype is still that of the file
+            parts.append(self.open(f"{state}-00000.safetensors").get_slice(str(place.segment))[:0])
+        return torch.cat(parts)
+
+    def open(self, name: str) -> Any:
+        """Return the safetensors file ``name`` of the folder."""
+        if name not in self._files:
+            file = safe_open(self.folder / name, framework="pt")
+            self._files[name] = file.__enter__()  # type: ignore[no-untyped-call]
+        return self._files[name]
+
+    def close(self) -> None:
+        """Close the opened files."""
+        for file in self._files.values():
+            file.__exit__(None, None, None)
+        self._files.clear()
+
+
+@dataclass(frozen=True)
+class Weight:
+    """Parameter of a checkpoint.
+
+    Attributes:
+        names: its name and the names tied to it.
+        value: the whole value on the CPU, unrounded if it is trained, else in its own dtype.
+        dtype: compute dtype.
+        is_trainable: whether it is trained.
+    """
+
+    names: tuple[str, ...]
+    value: Tensor
+    dtype: torch.dtype
+    is_trainable: bool
+
+
+def read_weights(directory: Path, tag: str | None = None) -> Iterator[Weight]:
+    """Yield every parameter of checkpoint ``tag``, or of the newest, on one process.
+
+    Values of frozen parameters are left out where the checkpoint was saved without them.
+
+    Raises:
+        CheckpointError: there is no such checkpoint.
+        CheckpointCorruptError: it cannot be read.
+    """
+    place = find(directory, tag)
+    manifest = read_manifest(place)
+    with closing(Reader(place, manifest)) as reader:
+        for spec in manifest["params"]:
+            if not spec["is_trainable"] and not manifest.get("has_frozen", True):
+                continue
+            state = MASTER if spec["is_trainable"] else VALUE
+            numel = torch.Size(spec["shape"]).numel()
+            flat = reader.read(state, spec["name"], 0, numel)
+            yield Weight(
+                names=(spec["name"], *spec["aliases"]),
+                value=flat.view(spec["shape"]),
+                dtype=getattr(torch, spec["dtype"]),
+                is_trainable=spec["is_trainable"],
+            )
+
+
+def read_buffers(directory: Path, tag: str | None = None) -> dict[str, Tensor]:
+    """Return the persistent buffers of checkpoint ``tag``, or of the newest."""
+    place = find(directory, tag)
+    with closing(Reader(place, read_manifest(place))) as reader:
+        file = reader.open("buffers.safetensors")
+        return {plain_name(key): file.get_tensor(key) for key in file.keys()}  # noqa: SIM118

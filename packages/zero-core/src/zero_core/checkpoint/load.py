@@ -1,0 +1,207 @@
+"""Loading of the checkpoints of `zero_core.checkpoint.save` at any stage and world size."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Collection, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from zero_core.checkpoint.files import VALUE, Progress, Reader, find, fingerprint, read_manifest
+from zero_core.checkpoint.json_values import decode
+from zero_core.errors import CheckpointCorruptError, CheckpointError
+from zero_core.layout.discovery import plain_name
+from zero_core.sharded.sharded_state import MASTER, ShardedState, load_buffers, named_buffers
+
+__all__ = ["PARTS", "load_checkpoint", "read_client_state"]
+
+PARTS = ("frozen", "optimizer", "lr_scheduler", "progress")
+"""Parts of a checkpoint that may be left out in loading. "frozen" are values of parameters that
+were frozen, "optimizer" states and hyperparameters: the engine may then have another optimizer and
+other frozen parameters. "progress" are the counters, the loss scale and the states of random
+generators."""
+
+_HINT = '; load without=("optimizer", "lr_scheduler", "progress") for the weights alone'
+
+
+def load_checkpoint(
+    state: ShardedState,
+    directory: Path,
+    tag: str | None,
+    progress: Progress,
+    *,
+    without: Collection[str] = (),
+) -> tuple[Path, dict[str, Any]]:
+    """Restore a checkpoint, and return its folder and the client state.
+
+    Args:
+        state: the sharded model and optimizer state, overwritten.
+        directory: folder of all checkpoints.
+        tag: name of the checkpoint; None for the newest.
+        progress: the training's further state, overwritten.
+        without: parts that are not restored, of `PARTS`.
+
+    Raises:
+        CheckpointError: there is none, it does not fit, or a rank failed.
+        CheckpointCorruptError: it is damaged.
+    """
+    found: list[tuple[Path, dict[str, Any]]] = []
+
+    def look() -> None:
+        _check_parts(without)
+        place = find(directory, tag)
+        manifest = read_manifest(place)
+        _match(state, manifest, place, without)
+        _check_frozen(manifest, place, without)
+        progress.check(decode(manifest["progress"]), without)
+        found.append((place, manifest))
+
+    state.control.together("checkpoint: find", look)
+    ((place, manifest),) = found
+    state.control.together("checkpoint: verify", lambda: _verify(state, place, manifest))
+    reader = Reader(place, manifest)
+
+    def restore() -> None:
+        _restore(state, reader, manifest, without)
+
+    try:
+        match = partial(_match_buffers, state, reader, place)
+        state.control.together("checkpoint: buffers", match)
+        state.quiesce()
+        state.control.together("checkpoint: restore", restore)
+    finally:
+        reader.close()
+    progress.load_state_dict(decode(manifest["progress"]), without)
+    return place, decode(manifest["client_state"])
+
+
+def read_client_state(directory: Path, tag: str | None = None) -> dict[str, Any]:
+    """Return the client state of checkpoint ``tag``, or of the newest, on one process.
+
+    Raises:
+        CheckpointError: there is no such checkpoint.
+        CheckpointCorruptError: it cannot be read.
+    """
+    return dict(decode(read_manifest(find(directory, tag))["client_state"]))
+
+
+def _match(
+    state: ShardedState, manifest: Mapping[str, Any], place: Path, without: Collection[str]
+) -> None:
+    """Refuse a checkpoint of another model, naming the first difference."""
+    is_any = "optimizer" in without  # trained or frozen, by whatever optimizer
+    saved = {
+        p["name"]: (tuple(p["shape"]), p["is_trainable"] or is_any) for p in manifest["params"]
+    }
+    own = {p.name: (p.shape, p.is_trainable or is_any) for p in state.layout.params}
+    missing, extra = sorted(set(own) - set(saved)), sorted(set(saved) - set(own))
+    if missing or extra:
+        raise CheckpointError(
+            f"{place} belongs to another model: it lacks {missing[:3]} and has {extra[:3]} besides"
+        )
+    for name, mine in own.items():
+        if saved[name] != mine:
+            raise CheckpointError(
+                f"{place}: parameter {name} has (shape, is_trainable) {saved[name]} there and "
+                f"{mine} in the model" + _HINT * (saved[name][0] == mine[0])
+            )
+    if not is_any and manifest["optimizer"] != state.optimizer:
+        raise CheckpointError(
+            f"{place} was trained by {manifest['optimizer']}, this engine has {state.optimizer}: "
+            "build it with the same optimizer" + _HINT
+        )
+
+
+def _match_buffers(state: ShardedState, reader: Reader, place: Path) -> None:
+    """Refuse buffers that the model lacks, lacks itself, or has in another shape."""
+    file = reader.open("buffers.safetensors")
+    shapes = {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118
+    saved = {plain_name(name): tuple(shape) for name, shape in shapes.items()}
+    own = {name: tuple(buffer.shape) for name, buffer in named_buffers(state.module).items()}
+    kept = own.keys() & set(state.names())
+    missing, extra = sorted(kept - saved.keys()), sorted(saved.keys() - own.keys())
+    if missing or extra:
+        raise CheckpointError(
+            f"{place} belongs to another model: it lacks the buffers {missing[:3]} and has "
+            f"{extra[:3]} besides"
+        )
+    for name, shape in saved.items():
+        if own[name] != shape:
+            raise CheckpointError(
+                f"{place}: buffer {name} has shape {shape} there and {own[name]} in the model"
+            )
+
+
+def _check_parts(without: Collection[str]) -> None:
+    unknown = sorted(set(without) - set(PARTS))
+    if unknown:
+        raise CheckpointError(f"without {unknown[0]!r}: a checkpoint's parts are {PARTS}")
+
+
+def _check_frozen(manifest: Mapping[str, Any], place: Path, without: Collection[str]) -> None:
+    is_complete = manifest.get("has_frozen", True) or all(
+        p["is_trainable"] for p in manifest["params"]
+    )
+    if not is_complete and "frozen" not in without:
+        raise CheckpointError(
+            f"{place} was saved without the values of frozen parameters: give the model its own "
+            "first, and load without 'frozen'"
+        )
+
+
+def _verify(state: ShardedState, place: Path, manifest: Mapping[str, Any]) -> None:
+    """Check this rank's share of the files against their fingerprints."""
+    control = state.control
+    for index, (name, expected) in enumerate(sorted(manifest["files"].items())):
+        if index % control.world_size != control.rank:
+            continue
+        try:
+            found = fingerprint(place / name)
+        except OSError as error:
+            raise CheckpointCorruptError(f"{place / name} cannot be read: {error}") from error
+        if found != expected:
+            raise CheckpointCorruptError(
+                f"{place / name} is damaged: expected {expected}, found {found}; "
+                "load an older checkpoint by its tag"
+            )
+
+
+def _restore(
+    state: ShardedState, reader: Reader, manifest: Mapping[str, Any], without: Collection[str]
+) -> None:
+    sources = {p["name"]: MASTER if p["is_trainable"] else VALUE for p in manifest["params"]}
+    names = [MASTER] if "optimizer" in without else manifest["states"]
+    for name in names:
+        for piece in state.pieces:
+            spec = state.layout.params[piece.param]
+            if name != MASTER and manifest["scalars"][spec.name]["num_steps"] == 0:
+                continue  # never updated: it has no such state
+            source = sources[spec.name] if name == MASTER else name
+            if source == VALUE and "frozen" in without:
+                continue
+            stop = piece.offset + piece.stop - piece.start
+            values = reader.read(source, spec.name, piece.offset, stop)
+            state.tier.write_state(name, piece.start, values)
+    if "optimizer" not in without:
+        for index, piece in enumerate(state.pieces):
+            saved = manifest["scalars"][state.layout.params[piece.param].name]
+            state.tier.write_scalars(index, saved)
+    for store, name, low, high in state.frozen_parts():
+        if sources[name] == MASTER or "frozen" not in without:
+            store(reader.read(sources[name], name, low, high))
+    buffers = reader.open("buffers.safetensors")
+    load_buffers(state.module, {key: buffers.get_tensor(key) for key in buffers.keys()})  # noqa: SIM118
+    if "progress" not in without and manifest["world_size"] == state.control.world_size:
+        _restore_rng(state, reader, manifest)
+
+
+def _restore_rng(state: ShardedState, reader: Reader, manifest: Mapping[str, Any]) -> None:
+    file = reader.open(f"rng-{state.control.rank:05d}.safetensors")
+    torch.set_rng_state(file.get_tensor("torch"))
+    if "cuda" in file.keys() and torch.cuda.is_available():  # noqa: SIM118
+        torch.cuda.set_rng_state(file.get_tensor("cuda"))
+    version, numbers, gauss = manifest["python_rng"][state.control.rank]
+    random.setstate((version, tuple(numbers), gauss))

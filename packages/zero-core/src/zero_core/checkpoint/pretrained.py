@@ -1,0 +1,229 @@
+"""Pretrained weights: every rank reads its own ranges of safetensors files into an engine."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from torch import nn
+
+from zero_core.checkpoint.safetensors_files import StoredTensor, find_tensors
+from zero_core.errors import CheckpointError
+from zero_core.layout.discovery import plain_name
+from zero_core.sharded.sharded_state import MASTER, ShardedState, load_buffers, named_buffers
+
+__all__ = ["Loaded", "load_pretrained"]
+
+_CHUNK_NUMEL = 1 << 22
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """Names that did not match.
+
+    Attributes:
+        missing: names of the model that the files lack.
+        unexpected: names of the files that the model lacks.
+    """
+
+    missing: tuple[str, ...]
+    unexpected: tuple[str, ...]
+
+
+class Loadable(Protocol):
+    """Engine as `load_pretrained` uses it."""
+
+    @property
+    def micro_steps(self) -> int:
+        """Micro-steps trained so far."""
+        ...
+
+    @property
+    def sharded_state(self) -> ShardedState:
+        """Parameters and states to write."""
+        ...
+
+    def rewriting(self) -> AbstractContextManager[None]:
+        """Allow writes to shards and states in the context, on all ranks."""
+        ...
+
+
+def load_pretrained(
+    engine: Loadable, source: str | Path | Sequence[str | Path], *, strict: bool = True
+) -> Loaded:
+    """Load the weights of safetensors files into the engine, and return the unmatched names.
+
+    Every rank must call it, and must see the files; each reads the ranges that it keeps. Master
+    weights take the file's precision; parameters and buffers are cast to their dtype. A tied weight
+    may be in the file by any of its names. Names with and without Hugging Face's
+    ``base_model_prefix`` are matched, and what the model declares in
+    ``_keys_to_ignore_on_load_missing`` and ``..._unexpected`` is ignored. All names,
+    shapes and files are checked before anything is changed. Gradients of a backward without a step
+    are dropped.
+
+    Args:
+        engine: fresh from `zero_core.build`: moments of other weights would be wrong for these.
+        source: a safetensors file, several, or a folder with ``model.safetensors`` or
+            ``model.safetensors.index.json``.
+        strict: whether every parameter and persistent buffer must be there, and nothing else.
+
+    Raises:
+        CheckpointError: names or shapes do not fit, the engine has run a step, or a rank failed; if
+            it failed to read after the checks, the values are undefined: build the engine anew.
+        CheckpointCorruptError: a file is not whole.
+    """
+    if engine.micro_steps:
+        raise CheckpointError(
+            f"load_pretrained() after {engine.micro_steps} micro-steps: the optimizer's state "
+            "belongs to other weights; load into a fresh engine, or set weights by engine.states"
+        )
+    state = engine.sharded_state
+    matched: list[_Match] = []
+    digest = hashlib.sha256()
+
+    def check() -> None:
+        stored = find_tensors(source)
+        digest.update(repr([(n, t.shape, t.dtype, t.start) for n, t in stored.items()]).encode())
+        matched.append(_match(state, stored))
+        if strict:
+            _refuse_gaps(matched[0], source)
+
+    state.control.together("load_pretrained: check", check)
+    if len(set(state.control.gather_bytes(digest.digest()))) > 1:
+        raise CheckpointError(f"load_pretrained: ranks see different files at {source}")
+    (match,) = matched
+    with engine.rewriting():
+        state.quiesce()
+        state.control.together("load_pretrained: read", lambda: _restore(state, match))
+    return Loaded(match.missing, match.unexpected)
+
+
+@dataclass(frozen=True)
+class _Match:
+    """Stored tensors of parameters (by their first name) and of buffers, and unmatched names."""
+
+    params: dict[str, StoredTensor]
+    buffers: dict[str, StoredTensor]
+    missing: tuple[str, ...]
+    unexpected: tuple[str, ...]
+
+
+def _match(state: ShardedState, stored: dict[str, StoredTensor]) -> _Match:
+    first_of = {n: s.name for s in state.layout.params for n in (s.name, *s.aliases)}
+    kept = set(state.names())
+    buffers = {n: buffer for n, buffer in named_buffers(state.module).items() if n in kept}
+    by_target: dict[str, dict[str, StoredTensor]] = {}
+    unexpected = []
+    # foreign: transformers' models name their inner model
+    prefix = str(getattr(state.module, "base_model_prefix", ""))
+    prefix = f"{prefix}." if prefix else ""
+    for name, tensor in stored.items():
+        plain = plain_name(name)
+        spellings = (plain, prefix + plain, plain.removeprefix(prefix))
+        target = next((n for n in spellings if n in first_of or n in buffers), None)
+        if target is None:
+            unexpected.append(name)
+        elif target in by_target.setdefault(first_of.get(target, target), {}):
+            raise CheckpointError(f"the files hold {target} twice, with {prefix!r} and without")
+        else:
+            by_target[first_of.get(target, target)][target] = tensor
+    params = {}
+    for spec in state.layout.params:
+        if spec.name in by_target:
+            for name, tensor in by_target[spec.name].items():
+                _check_fits(name, tensor, spec.shape, spec.dtype)
+            params[spec.name] = _the_one(state, spec.name, by_target[spec.name])
+    for name, buffer in buffers.items():
+        if name in by_target:
+            _check_fits(name, by_target[name][name], tuple(buffer.shape), buffer.dtype)
+    missing = [n for n in (*(s.name for s in state.layout.params), *buffers) if n not in by_target]
+    return _Match(
+        params,
+        {name: by_target[name][name] for name in buffers if name in by_target},
+        _not_ignored(state.module, "_keys_to_ignore_on_load_missing", missing),
+        _not_ignored(state.module, "_keys_to_ignore_on_load_unexpected", unexpected),
+    )
+
+
+def _not_ignored(module: nn.Module, attribute: str, names: list[str]) -> tuple[str, ...]:
+    """Return the names that no pattern of a Hugging Face model's ``attribute`` matches."""
+    patterns = getattr(module, attribute, None) or ()
+    return tuple(n for n in names if not any(re.search(pattern, n) for pattern in patterns))
+
+
+def _check_fits(
+    name: str, tensor: StoredTensor, shape: tuple[int, ...], dtype: torch.dtype
+) -> None:
+    if tensor.shape != shape:
+        raise CheckpointError(
+            f"{name} has shape {tensor.shape} in {tensor.path} and {shape} in the model"
+        )
+    is_fp8 = tensor.dtype.is_floating_point and tensor.dtype.itemsize == 1  # has scales beside it
+    if tensor.dtype.is_floating_point != dtype.is_floating_point or (
+        is_fp8 and tensor.dtype != dtype
+    ):
+        raise CheckpointError(
+            f"{name} is {tensor.dtype} in {tensor.path} and {dtype} in the model: quantized "
+            "weights must be dequantized first"
+        )
+
+
+def _the_one(state: ShardedState, first: str, found: dict[str, StoredTensor]) -> StoredTensor:
+    """Return the values of a tied weight, after a check that all its copies in the files agree."""
+    name, tensor = first, found.get(first)
+    if tensor is None:
+        name, tensor = next(iter(found.items()))
+    numel, rank, size = (
+        torch.Size(tensor.shape).numel(),
+        state.control.rank,
+        state.control.world_size,
+    )
+    low, high = numel * rank // size, numel * (rank + 1) // size  # each rank looks at a part
+    for other, copy in found.items():
+        for start in range(low, high, _CHUNK_NUMEL) if copy is not tensor else ():
+            stop = min(start + _CHUNK_NUMEL, high)
+            if not torch.equal(copy.read(start, stop), tensor.read(start, stop)):
+                raise CheckpointError(
+                    f"{name} and {other} are one weight in the model and two in the files: untie "
+                    "them in the model"
+                )
+    return tensor
+
+
+def _refuse_gaps(match: _Match, source: object) -> None:
+    if match.missing or match.unexpected:
+        raise CheckpointError(
+            f"{source} does not fit the model: missing {_some(match.missing)}, unexpected "
+            f"{_some(match.unexpected)}; strict=False leaves both as they are"
+        )
+
+
+def _some(names: tuple[str, ...]) -> str:
+    if len(names) <= 10:
+        return f"[{', '.join(names)}]"
+    return f"[{', '.join(names[:10])}, ... ({len(names)} in all)]"
+
+
+def _restore(state: ShardedState, match: _Match) -> None:
+    for piece in state.pieces:
+        tensor = match.params.get(state.layout.params[piece.param].name)
+        if tensor is not None:
+            values = tensor.read(piece.offset, piece.offset + piece.stop - piece.start)
+            state.tier.write_state(MASTER, piece.start, values)
+    for store, name, low, high in state.frozen_parts():
+        tensor = match.params.get(name)
+        if tensor is not None:
+            store(tensor.read(low, high))
+    load_buffers(
+        state.module,
+        {
+            name: tensor.read(0, torch.Size(tensor.shape).numel()).view(tensor.shape)
+            for name, tensor in match.buffers.items()
+        },
+    )

@@ -1,0 +1,216 @@
+"""Saving of checkpoints: safetensors and one JSON manifest, for any stage and world size.
+
+A checkpoint is a folder. Each rank writes, per state (``master_weight``, ``exp_avg``, ...), one
+safetensors file with its slice of every segment. ``manifest.json`` holds the position of every
+parameter and everything that is not a tensor. A reader takes the ranges it needs by parameter name,
+so that stage, world size, Twin-Flow's ratio and tier may all differ from the writer's.
+
+The folder is written under a hidden name beside its place, synced, then renamed: a killed save
+leaves the previous checkpoint whole. ``latest`` names the newest one. The manifest holds a CRC-32
+of each file, checked before anything is restored. Nothing is pickled.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from zero_core.checkpoint.files import FORMAT, MANIFEST, VALUE, VERSION, Progress, fingerprint
+from zero_core.checkpoint.json_values import encode
+from zero_core.errors import CheckpointError
+from zero_core.sharded.sharded_state import ShardedState
+
+__all__ = ["save_checkpoint"]
+
+
+def save_checkpoint(
+    state: ShardedState,
+    directory: Path,
+    tag: str,
+    progress: Progress,
+    *,
+    client_state: Mapping[str, Any],
+    has_frozen: bool = True,
+    is_latest: bool = True,
+) -> Path:
+    """Write checkpoint ``tag``, as `zero_core.Engine.save_checkpoint` describes.
+
+    Args:
+        state: the sharded model and optimizer state.
+        directory: folder of all checkpoints.
+        tag: name of this one.
+        progress: the training's further state.
+        client_state: a JSON object, returned by `zero_core.checkpoint.load.load_checkpoint`.
+        has_frozen: whether values of frozen parameters are written.
+        is_latest: whether the file ``latest`` names this checkpoint.
+
+    Raises:
+        CheckpointError: ``tag`` or ``client_state`` cannot be stored, or a rank failed.
+    """
+    aside, place = directory / f".{tag}.saving", directory / tag
+    kept = progress.state_dict()
+    control = state.control
+
+    def prepare() -> None:
+        if not tag or tag.startswith(".") or os.sep in tag or tag == "latest":
+            raise CheckpointError(f"a tag must be a plain folder name, found {tag!r}")
+        encode([kept, client_state])
+        if control.rank == 0:
+            directory.mkdir(parents=True, exist_ok=True)
+            shutil.rmtree(aside, ignore_errors=True)
+            aside.mkdir()
+
+    control.together("checkpoint: prepare", prepare)
+    names = _all_state_names(state)
+    written: dict[str, dict[str, int]] = {}
+    control.together(
+        "checkpoint: write",
+        lambda: written.update(_write_tensors(state, aside, names, has_frozen=has_frozen)),
+    )
+    scalars = {
+        spec.name: dict(state.tier.read_scalars(index)) for index, spec in state.owned_params()
+    }
+    rows = control.gather_bytes(json.dumps([written, scalars, _python_rng()]).encode())
+
+    def finish() -> None:
+        if control.rank != 0:
+            return
+        gathered = [json.loads(row) for row in rows]
+        manifest = _manifest(state, gathered, names, kept, client_state)
+        manifest["has_frozen"] = has_frozen
+        _write_synced(aside / MANIFEST, json.dumps(manifest).encode())
+        _sync_folder(aside)
+        _swap_in(aside, place)
+        if is_latest:
+            _write_synced(directory / ".latest.saving", tag.encode())
+            (directory / ".latest.saving").replace(directory / "latest")
+        _sync_folder(directory)
+
+    control.together("checkpoint: finish", finish)
+    return place
+
+
+def _all_state_names(state: ShardedState) -> list[str]:
+    """Return the states of any rank's tier. A tier without updates may have fewer."""
+    rows = state.control.gather_bytes(json.dumps(list(state.tier.state_names())).encode())
+    return list(dict.fromkeys(name for row in rows for name in json.loads(row)))
+
+
+def _write_tensors(
+    state: ShardedState, folder: Path, names: list[str], *, has_frozen: bool
+) -> dict[str, dict[str, int]]:
+    """Write this rank's files, and return size and CRC of each."""
+    rank = state.control.rank
+    trainable = [s.index for s in state.layout.segments if s.is_trainable]
+    frozen = [s.index for s in state.layout.segments if not s.is_trainable]
+    written: dict[str, dict[str, int]] = {}
+    for name in names:
+        # One state at a time: the copies of only one are in memory.
+        tensors = {str(s): state.own_state(s, name) for s in trainable}
+        written |= _write_file(folder, f"{name}-{rank:05d}.safetensors", tensors)
+    if has_frozen:
+        tensors = {str(s): state.own_slice(s) for s in frozen}
+        written |= _write_file(folder, f"{VALUE}-{rank:05d}.safetensors", tensors)
+    written |= _write_file(folder, f"rng-{rank:05d}.safetensors", _rng_states())
+    if rank == 0:
+        written |= _write_file(folder, "buffers.safetensors", state.buffers())
+    return written
+
+
+def _write_file(folder: Path, name: str, tensors: dict[str, Tensor]) -> dict[str, dict[str, int]]:
+    path = folder / name
+    save_file({key: t.contiguous() for key, t in tensors.items()}, path)
+    with path.open("rb+") as file:
+        os.fsync(file.fileno())
+    return {name: fingerprint(path)}
+
+
+def _manifest(
+    state: ShardedState,
+    rows: list[Any],
+    names: list[str],
+    progress: Mapping[str, Any],
+    client_state: Mapping[str, Any],
+) -> dict[str, Any]:
+    layout = state.layout
+    files: dict[str, Any] = {}
+    scalars: dict[str, Any] = {}
+    for written, owned, _ in rows:
+        files |= written
+        scalars |= owned
+    return {
+        "format": FORMAT,
+        "version": VERSION,
+        "world_size": layout.world_size,
+        "optimizer": state.optimizer,
+        "states": names,
+        "params": [
+            {
+                "name": p.name,
+                "aliases": list(p.aliases),
+                "shape": list(p.shape),
+                "dtype": str(p.dtype).removeprefix("torch."),
+                "is_trainable": p.is_trainable,
+            }
+            for p in layout.params
+        ],
+        "segments": [
+            {
+                "is_trainable": s.is_trainable,
+                "shard_numel": s.shard_numel,
+                "slots": [[layout.params[x.param].name, x.start, x.stop] for x in s.slots],
+            }
+            for s in layout.segments
+        ],
+        "scalars": scalars,
+        "python_rng": [rng for _, _, rng in rows],
+        "files": files,
+        "progress": encode(progress),
+        "client_state": encode(client_state),
+    }
+
+
+def _swap_in(aside: Path, place: Path) -> None:
+    """Rename ``aside`` to ``place``, whose old content stays readable until then."""
+    old = place.with_name(f".{place.name}.old")
+    if place.exists():
+        shutil.rmtree(old, ignore_errors=True)
+        place.rename(old)
+    aside.rename(place)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def _write_synced(path: Path, data: bytes) -> None:
+    with path.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _sync_folder(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _rng_states() -> dict[str, Tensor]:
+    states = {"torch": torch.get_rng_state()}
+    if torch.cuda.is_available():
+        states["cuda"] = torch.cuda.get_rng_state()
+    return states
+
+
+def _python_rng() -> list[Any]:
+    version, numbers, gauss = random.getstate()
+    return [version, list(numbers), gauss]

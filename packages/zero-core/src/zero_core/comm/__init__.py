@@ -1,0 +1,1 @@
+"""Everything that sends: transports, groups of ranks, queues, and the meter."""

@@ -1,0 +1,176 @@
+"""Collectives of an engine's data path, which name the unit and rank in every failure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import Tensor
+
+from zero_core.comm.control import ControlGroup
+from zero_core.errors import CollectiveError, ConfigError
+from zero_core.protocols import (
+    Collectives,
+    InPlaceCollectives,
+    InPlaceReduction,
+    Reduction,
+    StatefulCollectives,
+    Work,
+)
+
+__all__ = ["Communicator", "NamedWork", "collective_error"]
+
+
+def collective_error(what: str, error: RuntimeError) -> CollectiveError:
+    """Return the error that says which collective failed."""
+    return CollectiveError(
+        f"{what} failed or timed out: {error}. If the ranks took different branches or one "
+        "of them died, the first rank to report another error is the cause"
+    )
+
+
+class NamedWork:
+    """A collective under way whose failure says which one it was."""
+
+    __slots__ = ("_owner", "_segment", "_verb", "_work")
+
+    def __init__(self, owner: Communicator, work: Work, verb: str, segment: int) -> None:
+        self._owner = owner
+        self._work = work
+        self._verb = verb
+        self._segment = segment
+
+    def wait(self) -> None:
+        """Wait for the collective.
+
+        Raises:
+            CollectiveError: it failed or timed out.
+        """
+        try:
+            self._work.wait()
+        except RuntimeError as error:
+            raise self._owner.error(self._verb, self._segment, error) from error
+
+
+class NamedReduction(NamedWork):
+    """A reduction under way. It has what `zero_core.protocols.InPlaceReduction` may have."""
+
+    __slots__ = ()
+
+    def contributions(self) -> tuple[Tensor, ...]:
+        """Return each rank's part of the sum, in rank order. Empty if they are not shown."""
+        work = self._work
+        if not self._owner.kind_of(work)[0]:
+            return ()
+        assert isinstance(work, Reduction)
+        return tuple(work.contributions)
+
+    def acknowledge(self) -> NamedWork | None:
+        """Report that the other ranks' parts were read. None if nobody waits for that."""
+        work = self._work
+        if not self._owner.kind_of(work)[1]:
+            return None
+        assert isinstance(work, InPlaceReduction)
+        verb = f"acknowledgement of the {self._verb}"
+        try:
+            return NamedWork(self._owner, work.acknowledge(), verb, self._segment)
+        except RuntimeError as error:
+            raise self._owner.error(verb, self._segment, error) from error
+
+
+class Communicator:
+    """Collectives over segments of a layout, and the control group beside them.
+
+    Attributes:
+        transport: the collectives that carry the bytes.
+        control: the small exchanges of the same ranks.
+    """
+
+    def __init__(
+        self, transport: Collectives, control: ControlGroup, names: Mapping[int, str]
+    ) -> None:
+        """Prepare. ``names`` say in messages of which unit each segment is.
+
+        Raises:
+            ConfigError: the collectives have some members of `StatefulCollectives` and not all.
+        """
+        self.transport = transport
+        self.control = control
+        self.rank = control.rank
+        self.world_size = control.world_size
+        self._all_gather = transport.all_gather
+        self._reduce_scatter = transport.reduce_scatter
+        self._stateful = transport if isinstance(transport, StatefulCollectives) else None
+        self._names = dict(names)
+        self._kinds: dict[type, tuple[bool, bool]] = {}
+        optional = {"forget_values", "forget_errors", "private_nbytes"}
+        found = sorted(optional.intersection(dir(transport)))
+        if found and self._stateful is None:
+            raise ConfigError(
+                f"collectives of {type(transport).__name__} have {', '.join(found)} alone: "
+                "zero_core.protocols.StatefulCollectives asks for forget_values, forget_errors and "
+                "private_nbytes together"
+            )
+
+    def all_gather(
+        self, out: Tensor, shard: Tensor, segment: int, *, version: int, backward: bool
+    ) -> NamedWork:
+        """Start to fill ``out`` with every rank's ``shard`` of a segment.
+
+        See `zero_core.protocols.Collectives.all_gather`. A peer that has ended may be noticed here
+        already.
+
+        Raises:
+            CollectiveError: it failed to start.
+        """
+        try:
+            work = self._all_gather(out, shard, unit=segment, version=version, backward=backward)
+        except RuntimeError as error:
+            raise self.error("all_gather", segment, error) from error
+        return NamedWork(self, work, "all_gather", segment)
+
+    def reduce_scatter(self, out: Tensor, full: Tensor, segment: int) -> NamedReduction:
+        """Start to sum this rank's slice of every rank's ``full`` into ``out``.
+
+        See `zero_core.protocols.Collectives.reduce_scatter`.
+
+        Raises:
+            CollectiveError: it failed to start.
+        """
+        try:
+            work = self._reduce_scatter(out, full, unit=segment)
+        except RuntimeError as error:
+            raise self.error("reduce_scatter", segment, error) from error
+        return NamedReduction(self, work, "reduce_scatter", segment)
+
+    def error(self, verb: str, segment: int, error: RuntimeError) -> CollectiveError:
+        """Return the error that says which collective of which unit failed."""
+        return collective_error(f"rank {self.rank}: {verb} of {self._names[segment]}", error)
+
+    def kind_of(self, work: Work) -> tuple[bool, bool]:
+        """Whether ``work`` is a `Reduction` and an `InPlaceReduction`. Checked once per class."""
+        found = self._kinds.get(type(work))
+        if found is None:
+            found = isinstance(work, Reduction), isinstance(work, InPlaceReduction)
+            self._kinds[type(work)] = found
+        return found
+
+    @property
+    def reduces_in_place(self) -> bool:
+        """Whether other ranks may read this rank's gradients in place."""
+        transport = self.transport
+        return isinstance(transport, InPlaceCollectives) and transport.reduces_in_place
+
+    @property
+    def private_nbytes(self) -> Mapping[str, int]:
+        """Bytes that the collectives hold on this rank, by kind."""
+        return {} if self._stateful is None else self._stateful.private_nbytes
+
+    def forget_values(self) -> None:
+        """See `zero_core.protocols.StatefulCollectives.forget_values`."""
+        if self._stateful is not None:
+            self._stateful.forget_values()
+
+    def forget_errors(self) -> None:
+        """See `zero_core.protocols.StatefulCollectives.forget_errors`."""
+        if self._stateful is not None:
+            self._stateful.forget_errors()

@@ -1,0 +1,181 @@
+"""Control group: small exchanges between ranks, beside the collectives of the data path.
+
+On an accelerator the library's all-gather and all-to-all are used (`zero_core.comm.device`), among
+hosts the direct exchange of `zero_core.comm.host`. Either way a reduction is an exchange and a
+local sum in rank order in fp32, so that its value depends neither on the backend's ring nor on the
+stage.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import zlib
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from zero_core.errors import CheckpointCorruptError, CheckpointError
+
+__all__ = [
+    "ControlGroup",
+    "ProcessControlGroup",
+    "all_gather_single",
+    "sum_in_rank_order",
+]
+
+# torch 2.13 renamed the tensor collectives; the old names warn there.
+all_gather_single: Callable[..., Any] = getattr(
+    dist, "all_gather_single", dist.all_gather_into_tensor
+)
+"""The library's all-gather of 1-D tensors."""
+
+
+def sum_in_rank_order(out: Tensor, slices: Sequence[Tensor]) -> None:
+    """``out = slices[0] + slices[1] + ...`` from left to right, in fp32 (float64 for float64)."""
+    wide = torch.float64 if slices[0].dtype == torch.float64 else torch.float32
+    total = out if out.dtype == wide else torch.empty_like(out, dtype=wide)
+    if len(slices) > 1 and slices[0].dtype == wide:
+        torch.add(slices[0], slices[1], out=total)
+        rest = slices[2:]
+    else:
+        total.copy_(slices[0])
+        rest = slices[1:]
+    for part in rest:
+        total.add_(part)
+    if total is not out:
+        out.copy_(total)
+
+
+class ControlGroup(Protocol):
+    """Small exchanges beside the data path: statistics of a step, names, checksums.
+
+    Bytes and numbers only, because object collectives would unpickle a peer's data. An
+    implementation provides the first three methods, over processes (`ProcessControlGroup`) or over
+    simulated ranks of one process. The others follow from them.
+
+    Attributes:
+        rank: this rank within the group.
+        world_size: number of ranks.
+    """
+
+    rank: int
+    world_size: int
+
+    @abstractmethod
+    def sum(self, values: Tensor) -> Tensor:
+        """Sum every rank's ``values`` in place. The result has the same bits on every rank."""
+        ...
+
+    @abstractmethod
+    def broadcast(self, tensor: Tensor, *, source: int = 0) -> None:
+        """Overwrite ``tensor`` with rank ``source``'s."""
+        ...
+
+    @abstractmethod
+    def gather_on_device(self, tensor: Tensor) -> Tensor:
+        """Return every rank's 1-D ``tensor`` (equally long), in rank order, on the device.
+
+        With one rank that is ``tensor`` itself.
+        """
+        ...
+
+    def gather(self, tensor: Tensor) -> Tensor:
+        """Return every rank's 1-D ``tensor`` (equally long), in rank order, on the CPU."""
+        return self.gather_on_device(tensor).cpu()
+
+    def gather_into(self, out: Tensor, tensor: Tensor) -> None:
+        """Gather every rank's 1-D ``tensor`` (equally long), in rank order, into ``out``.
+
+        Both are on the CPU.
+        """
+        out.copy_(self.gather_on_device(tensor))
+
+    def gather_bytes(self, data: bytes) -> list[bytes]:
+        """Return every rank's ``data``, in rank order, on every rank."""
+        if self.world_size == 1:
+            return [data]
+        lengths = self.gather(torch.tensor([len(data)], dtype=torch.int64)).tolist()
+        padded = torch.zeros(max(max(lengths), 1), dtype=torch.uint8)
+        if data:
+            padded[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        rows = self.gather(padded).view(self.world_size, -1)
+        return [bytes(row[:n].tolist()) for row, n in zip(rows, lengths, strict=True)]
+
+    def equalize(self, tensor: Tensor) -> None:
+        """Broadcast ``tensor`` from rank 0, unless every rank has the same values already.
+
+        The check is a checksum, on hosts only: there it costs less than sending.
+        """
+        if self.world_size > 1 and tensor.is_cpu:
+            content = (ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())
+            sums = self.gather(torch.tensor([zlib.crc32(content)]))
+            if bool((sums == sums[0]).all()):
+                return
+        self.broadcast(tensor)
+
+    def barrier(self) -> None:
+        """Wait for every rank."""
+        self.gather_bytes(b"")
+
+    def together(self, what: str, act: Callable[[], object]) -> None:
+        """Run ``act`` on every rank. If it fails on one, raise on all, instead of a hang.
+
+        Raises:
+            CheckpointCorruptError: that is what it was on some rank.
+            CheckpointError: anything else.
+        """
+        failure: list[str] = []
+        try:
+            act()
+        except Exception as error:  # whatever it is, the other ranks must hear of it
+            failure = [type(error).__name__, str(error)]
+        rows = [json.loads(row) for row in self.gather_bytes(json.dumps(failure).encode())]
+        failed = [f"rank {r}: {': '.join(row)}" for r, row in enumerate(rows) if row]
+        if failed:
+            is_corrupt = any(row and row[0] == CheckpointCorruptError.__name__ for row in rows)
+            kind = CheckpointCorruptError if is_corrupt else CheckpointError
+            raise kind(f"{what} failed on {'; '.join(failed)}")
+
+
+class ProcessControlGroup(ControlGroup):
+    """Control group over the processes of torch.distributed."""
+
+    def __init__(
+        self, group: dist.ProcessGroup | None, *, rank: int, world_size: int, device: torch.device
+    ) -> None:
+        self.rank = rank
+        self.world_size = world_size
+        self._group = group
+        self._device = device
+
+    def sum(self, values: Tensor) -> Tensor:
+        """Sum by the library's all-reduce."""
+        if self.world_size > 1:
+            dist.all_reduce(values, group=self._group)
+        return values
+
+    def broadcast(self, tensor: Tensor, *, source: int = 0) -> None:
+        """Broadcast by the library."""
+        if self.world_size > 1:
+            dist.broadcast(tensor, group=self._group, group_src=source)
+
+    def gather_on_device(self, tensor: Tensor) -> Tensor:
+        """Gather by the library. What is elsewhere moves to the group's device first."""
+        if self.world_size == 1:
+            return tensor
+        local = tensor.to(self._device)
+        out = torch.empty(self.world_size * local.numel(), dtype=local.dtype, device=self._device)
+        all_gather_single(out, local, group=self._group)
+        return out
+
+    def gather_into(self, out: Tensor, tensor: Tensor) -> None:
+        """Gather by the library, on hosts without a copy in between."""
+        if self.world_size > 1 and self._device == out.device:
+            all_gather_single(out, tensor.to(self._device), group=self._group)
+        else:
+            super().gather_into(out, tensor)

@@ -1,0 +1,283 @@
+"""Collectives among hosts, by direct exchange between each pair of ranks.
+
+gloo's own all-gather is a ring of copies and its reduce-scatter a whole all-reduce. A direct
+exchange moves the same bytes in about a third of the time. [Note: near and far]
+in `zero_core.comm.p2p` explains what is sent.
+
+[Note: once per node]
+Where there are several nodes of several ranks, a shard is sent to each other node once, to the rank
+in the same place there, which passes it on within its node: (N - 1) shards between nodes instead of
+(N - 1) R, on the narrower link. Passing on needs the shard to be there, so the gather is a job of
+the queue of gathers. Reductions stay direct, W - R slices between nodes: a sum taken within the
+node first would be another sum.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from zero_core.comm.control import sum_in_rank_order
+from zero_core.comm.links import Links
+from zero_core.comm.meter import GRADIENTS, PARAMETERS, Meter
+from zero_core.comm.p2p import Kind, Messages, Parcel, PeerToPeer, wait_all
+from zero_core.comm.queues import CommQueues, HostQueues
+from zero_core.comm.shared_memory import SharedMemory
+from zero_core.protocols import EXACT_GRADIENTS, Work
+
+__all__ = ["HostCollectives", "check_all_to_all", "check_subgroup"]
+
+
+class HostCollectives:
+    """`zero_core.protocols.TransportCollectives` among hosts. See there for the contract."""
+
+    reduces_in_place = True
+
+    def __init__(
+        self,
+        messages: Messages,
+        *,
+        rank: int,
+        world_size: int,
+        shared: SharedMemory | None = None,
+        ranks_per_node: int | None = None,
+        queues: CommQueues | None = None,
+        meter: Meter | None = None,
+    ) -> None:
+        """Every rank makes one.
+
+        Args:
+            messages: carries bytes between single ranks.
+            rank: this rank.
+            world_size: number of ranks.
+            shared: memory that some of them read from each other.
+            ranks_per_node: how many consecutive ranks share a node; None: all.
+            queues: where jobs run; threads, if not given.
+            meter: counts what is sent.
+        """
+        self._set_up(
+            PeerToPeer(messages, range(world_size), rank=rank, shared=shared),
+            Links(world_size, ranks_per_node or world_size, is_ring=False),
+            HostQueues() if queues is None else queues,
+            Meter() if meter is None else meter,
+            shared,
+        )
+
+    def _set_up(
+        self,
+        wire: PeerToPeer,
+        links: Links,
+        queues: CommQueues,
+        meter: Meter,
+        shared: SharedMemory | None,
+    ) -> None:
+        self.rank = wire.rank
+        self.world_size = len(wire.members)
+        self._wire = wire
+        self._links = links
+        self._is_once_per_node = 1 < links.ranks_per_node < links.world_size
+        self._queues = queues
+        self._meter = meter
+        self._shared = shared
+        self._scratch: dict[tuple[int, torch.dtype], list[Tensor]] = {}
+
+    def subgroup(self, ranks: Sequence[int]) -> HostCollectives:
+        """See `zero_core.protocols.TransportCollectives.subgroup`."""
+        check_subgroup(ranks, self.rank, self.world_size)
+        found = HostCollectives.__new__(HostCollectives)
+        wire, links = self._wire.among(ranks), self._links.among(ranks)
+        found._set_up(wire, links, self._queues, self._meter, self._shared)
+        return found
+
+    def zeros(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """See `zero_core.protocols.TransportCollectives.zeros`."""
+        with torch.inference_mode(False):  # it serves training too
+            if self._shared is not None and device.type == "cpu":
+                return self._shared.zeros(numel, dtype)
+            return torch.zeros(numel, dtype=dtype, device=device)
+
+    def launch(self, job: Callable[[], None], *, is_reduction: bool) -> Work:
+        """See `zero_core.protocols.TransportCollectives.launch`."""
+        return self._queues.launch(job, is_reduction=is_reduction)
+
+    def all_gather(
+        self, out: Tensor, shard: Tensor, *, unit: int, version: int, backward: bool
+    ) -> Work:
+        """See `zero_core.protocols.Collectives.all_gather`."""
+        self._count("all_gather", version, self._links.gather(shard.nbytes))
+        slices = out.view(self.world_size, -1)
+        own = slices[self.rank]
+        if own.data_ptr() != shard.data_ptr():
+            own.copy_(shard)
+        if self._is_once_per_node:
+            return self._gather_once_per_node(out, shard, unit)
+        return _Exchange(self._start_gather(slices, shard, self._wire.peers, unit))
+
+    def _start_gather(
+        self, slices: Tensor, shard: Tensor, peers: Sequence[int], unit: int
+    ) -> list[Parcel]:
+        """Exchange ``shard`` with ``peers``, theirs into ``slices``."""
+        wire = self._wire
+        offset = wire.locate(shard)
+        return [wire.exchange(shard, offset, slices[p], p, Kind.GATHER, unit) for p in peers]
+
+    def _gather_once_per_node(self, out: Tensor, shard: Tensor, unit: int) -> Work:
+        """See [Note: once per node]."""
+        per_node, wire = self._links.ranks_per_node, self._wire
+        rows = out.view(-1, per_node, shard.numel())
+        node, place = divmod(self.rank, per_node)
+        others = [(node + k) % len(rows) for k in range(1, len(rows))]
+        within = [p for p in wire.peers if p // per_node == node]
+        parcels = self._start_gather(out.view(self.world_size, -1), shard, within, unit)
+        remote = {
+            n: wire.swap(shard, rows[n, place], n * per_node + place, Kind.GATHER, unit)
+            for n in others
+        }
+
+        def pass_on() -> None:
+            works = []
+            for n in others:
+                wait_all(remote[n])
+                for peer in within:
+                    into = rows[n, peer % per_node]
+                    works += wire.swap(rows[n, place], into, peer, Kind.SPREAD, unit)
+            for parcel in parcels:
+                parcel.receive_into()
+            wait_all(works)
+
+        return self._queues.launch(pass_on, is_reduction=False)
+
+    def reduce_scatter(self, out: Tensor, full: Tensor, *, unit: int) -> Work:
+        """See `zero_core.protocols.Collectives.reduce_scatter`."""
+        wire = self._wire
+        slices = full.view(self.world_size, -1)
+        self._count("reduce_scatter", EXACT_GRADIENTS, self._links.direct(slices[0].nbytes))
+        is_near = wire.locate(full) is not None
+        received = None if is_near and not wire.has_far else self._borrow(full)
+        parts = slices if received is None else received.view(self.world_size, -1)
+        parcels = self._exchange_slices(slices, parts, Kind.REDUCE, unit)
+        return _HostReduction(self, out, list(slices), parcels, received, unit, is_near=is_near)
+
+    def all_to_all(self, out: Tensor, parts: Tensor, *, unit: int) -> Work:
+        """See `zero_core.protocols.TransportCollectives.all_to_all`."""
+        check_all_to_all(out, parts, self.world_size)
+        given, slices = parts.view(self.world_size, -1), out.view(self.world_size, -1)
+        self._count("all_to_all", EXACT_GRADIENTS, self._links.direct(given[0].nbytes))
+        parcels = self._exchange_slices(given, slices, Kind.SWAP, unit)
+        slices[self.rank].copy_(given[self.rank])
+        is_near = self._wire.locate(parts) is not None
+        return _Exchange(list(parcels.values()), self._wire if is_near else None, unit)
+
+    def _exchange_slices(
+        self, given: Tensor, into: Tensor, kind: Kind, unit: int
+    ) -> dict[int, Parcel]:
+        """Exchange a slice with each peer, by peer."""
+        wire = self._wire
+        return {
+            p: wire.exchange(given[p], wire.locate(given[p]), into[p], p, kind, unit)
+            for p in wire.peers
+        }
+
+    def _count(self, collective: str, version: int, sent: tuple[int, int]) -> None:
+        if self.world_size > 1:
+            content = GRADIENTS if version == EXACT_GRADIENTS else PARAMETERS
+            self._meter.add(collective, content, sent)
+
+    def _borrow(self, like: Tensor) -> Tensor:
+        free = self._scratch.setdefault((like.numel(), like.dtype), [])
+        try:
+            return free.pop()  # another thread may have taken the last one
+        except IndexError:
+            return torch.empty_like(like)
+
+    def acknowledge(self, received: Tensor | None, unit: int, *, is_near: bool) -> Work:
+        """End a reduction: its scratch buffer is free, its near parts were read."""
+        if received is not None:
+            self._scratch[received.numel(), received.dtype].append(received)
+        return self._wire.acknowledge(Kind.REDUCE_READ, unit) if is_near else _DONE
+
+
+class _Done:
+    def wait(self) -> None:
+        return None
+
+
+_DONE = _Done()
+
+
+class _Exchange:
+    """A gather or an all-to-all under way. The latter acknowledges over ``wire``."""
+
+    def __init__(
+        self, parcels: Sequence[Parcel], wire: PeerToPeer | None = None, unit: int = 0
+    ) -> None:
+        self._parcels = parcels
+        self._wire = wire
+        self._unit = unit
+
+    def wait(self) -> None:
+        """Bring every peer's bytes to their place. Once."""
+        parcels, self._parcels = self._parcels, ()
+        for parcel in parcels:
+            parcel.receive_into()
+        wire, self._wire = self._wire, None
+        if wire is not None:
+            wire.acknowledge(Kind.SWAP_READ, self._unit).wait()
+
+
+class _HostReduction:
+    """A reduction under way: `zero_core.protocols.InPlaceReduction`."""
+
+    def __init__(
+        self,
+        owner: HostCollectives,
+        out: Tensor,
+        sources: list[Tensor],
+        parcels: dict[int, Parcel],
+        received: Tensor | None,
+        unit: int,
+        *,
+        is_near: bool,
+    ) -> None:
+        self.contributions: Sequence[Tensor] = sources
+        self._owner = owner
+        self._out = out
+        self._sources = sources
+        self._parcels = parcels
+        self._received = received
+        self._unit = unit
+        self._is_near = is_near
+
+    def wait(self) -> None:
+        """Sum in rank order. Once."""
+        if self._sources:
+            sources, self._sources = self._sources, []
+            for peer, parcel in self._parcels.items():
+                sources[peer] = parcel.receive()
+            sum_in_rank_order(self._out, sources)
+
+    def acknowledge(self) -> Work:
+        """See `zero_core.protocols.InPlaceReduction`. After ``wait``, once."""
+        self.contributions = ()
+        return self._owner.acknowledge(self._received, self._unit, is_near=self._is_near)
+
+
+def check_all_to_all(out: Tensor, parts: Tensor, world_size: int) -> None:
+    """Refuse buffers that do not make ``world_size`` equal slices."""
+    if out.numel() != parts.numel() or out.dtype != parts.dtype or parts.numel() % world_size:
+        raise ValueError(
+            f"all_to_all: out has {out.numel()} elements of {out.dtype}, parts {parts.numel()} of "
+            f"{parts.dtype}: both must have the same dtype and {world_size} equal slices"
+        )
+
+
+def check_subgroup(ranks: Sequence[int], rank: int, world_size: int) -> None:
+    """Refuse ``ranks`` that are no subgroup with ``rank`` in it."""
+    is_sound = len(set(ranks)) == len(ranks) and all(0 <= r < world_size for r in ranks)
+    if not is_sound or rank not in ranks:
+        raise ValueError(
+            f"subgroup: {list(ranks)} must be different ranks below {world_size}, with rank {rank} "
+            "among them: every rank gives the subgroup that it is in"
+        )

@@ -1,0 +1,252 @@
+"""Point-to-point exchange between hosts: bytes for far peers, addresses for near ones.
+
+[Note: near and far]
+A **far** peer gets the bytes themselves, point to point over torch.distributed. A **near** peer
+shares memory (`zero_core.comm.shared_memory`) and gets a **token**: the offset of the bytes, which
+it reads in place when it waits. So a gather costs one copy and a reduction none. Ordinary memory
+(a plug-in's buffers) is sent as to a far peer; all ranks use the same kind in the same call.
+
+Near bytes must not change while a peer may still read them. Reductions and all-to-alls therefore
+end with an **acknowledgement**. Gathers have none: shards change only after an exchange in which
+every rank takes part once it has waited for its gathers (in a step: the sum of the gradient's
+statistics; see `zero_core.protocols.Collectives`).
+
+[Note: channels and threads]
+A message is found by its sender and its tag: the channel (one per subgroup, and other ones for
+every engine over a process group), the unit and the kind of exchange. So engines, subgroups, units
+and queues may interleave in any way, as long as the messages of one tag are sent and received in
+the same order. gloo's pairs lock themselves, so any thread may send and receive. The cache below
+is a dictionary whose entries, once made, do not change.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from enum import IntEnum
+from itertools import count
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from zero_core.comm.shared_memory import SharedMemory
+from zero_core.errors import CollectiveError
+from zero_core.protocols import Work
+
+__all__ = ["Kind", "Messages", "Parcel", "PeerToPeer", "ProcessMessages", "wait_all"]
+
+_NUM_CHANNELS = 4096
+
+_numbers: dict[str, Iterator[int]] = {}
+"""Channel numbers of each process group, so that two engines over one group share none."""
+
+
+class Kind(IntEnum):
+    """Purpose of a message. Messages of different kinds never share a tag."""
+
+    GATHER = 0
+    SPREAD = 1
+    """A shard of another node, passed on within the node."""
+    REDUCE = 2
+    REDUCE_READ = 3
+    """The acknowledgement of a reduction."""
+    SWAP = 4
+    SWAP_READ = 5
+
+
+class Messages(Protocol):
+    """Messages between single ranks of a group, found by their sender and tag."""
+
+    def isend(self, tensor: Tensor, target: int, tag: int) -> Work:
+        """Start to send a CPU tensor, which must not change until the work is done."""
+        ...
+
+    def irecv(self, tensor: Tensor, source: int, tag: int) -> Work:
+        """Start to receive into a CPU tensor of the size that ``source`` sends."""
+        ...
+
+    def next_channel(self) -> int:
+        """Return a number that no other user of the group has. Every rank must call it."""
+        ...
+
+
+class ProcessMessages:
+    """`Messages` between processes, by torch.distributed.
+
+    ``group`` None is the default group, or none at all for a single rank.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None) -> None:
+        self._group = group
+
+    def isend(self, tensor: Tensor, target: int, tag: int) -> Work:
+        """See `Messages`."""
+        work = dist.isend(tensor, group=self._group, group_dst=target, tag=tag)
+        assert work is not None
+        return work
+
+    def irecv(self, tensor: Tensor, source: int, tag: int) -> Work:
+        """See `Messages`."""
+        work = dist.irecv(tensor, group=self._group, group_src=source, tag=tag)
+        assert work is not None
+        return work
+
+    def next_channel(self) -> int:
+        """See `Messages`. Numbers repeat after 4096 others."""
+        name = ""
+        if dist.is_available() and dist.is_initialized():
+            known = dist.group.WORLD if self._group is None else self._group
+            assert known is not None
+            name = known.group_name
+        return next(_numbers.setdefault(name, count())) % _NUM_CHANNELS
+
+
+class Parcel:
+    """One peer's bytes on their way: `receive` waits for them."""
+
+    __slots__ = ("_into", "_peer", "_token", "_wire", "_works")
+
+    def __init__(
+        self,
+        wire: PeerToPeer,
+        works: Sequence[Work],
+        into: Tensor,
+        peer: int,
+        token: Tensor | None = None,
+    ) -> None:
+        self._wire = wire
+        self._works = works
+        self._into = into
+        self._peer = peer
+        self._token = token
+
+    def receive(self) -> Tensor:
+        """Wait, and return the peer's bytes: far ones in ``into``, near ones in place."""
+        wait_all(self._works)
+        if self._token is None:
+            return self._into
+        return self._wire.read(self._peer, self._token, self._into)
+
+    def receive_into(self) -> None:
+        """Wait, and copy the peer's bytes to ``into`` if they are not there."""
+        found = self.receive()
+        if found.data_ptr() != self._into.data_ptr():
+            self._into.copy_(found)
+
+
+class Acknowledgement:
+    """The messages by which the near ranks report that they have read each other's bytes."""
+
+    __slots__ = ("_buffers", "_works")
+
+    def __init__(self, works: Sequence[Work], buffers: Tensor) -> None:
+        self._works = works
+        self._buffers = buffers  # receives write to it until they are done
+
+    def wait(self) -> None:
+        """Wait until every near peer has reported."""
+        wait_all(self._works)
+
+
+class PeerToPeer:
+    """Connections of this rank with the members of a group.
+
+    Attributes:
+        rank: this rank within the group.
+        members: the group's ranks, as ``messages`` numbers them.
+        peers: the other ranks, from this one's right neighbour on, so that no rank is everybody's
+            first target.
+        near: those of the peers that share memory.
+    """
+
+    def __init__(
+        self,
+        messages: Messages,
+        members: Sequence[int],
+        *,
+        rank: int,
+        shared: SharedMemory | None,
+    ) -> None:
+        """Every rank makes the connections of a process group in one order."""
+        self.rank = rank
+        self.members = list(members)
+        size = len(self.members)
+        self.peers = [(rank + k) % size for k in range(1, size)]
+        near = frozenset[int]() if shared is None else shared.peers
+        self.near = frozenset(peer for peer in self.peers if self.members[peer] in near)
+        self.has_far = len(self.near) < len(self.peers)
+        self._messages = messages
+        self._shared = shared
+        self._channel = messages.next_channel()
+        self._tokens: dict[tuple[int, int], Tensor] = {}
+        self._nod = torch.zeros(1, dtype=torch.uint8)
+
+    def among(self, ranks: Sequence[int]) -> PeerToPeer:
+        """Return the connections of a subgroup that this rank is in."""
+        rank = list(ranks).index(self.rank)
+        members = [self.members[r] for r in ranks]
+        return PeerToPeer(self._messages, members, rank=rank, shared=self._shared)
+
+    def locate(self, tensor: Tensor) -> int | None:
+        """Return the offset at which near peers read ``tensor``. None if it is not shared."""
+        return None if self._shared is None else self._shared.locate(tensor)
+
+    def exchange(
+        self, given: Tensor, offset: int | None, into: Tensor, peer: int, kind: Kind, unit: int
+    ) -> Parcel:
+        """Start to exchange bytes with one peer.
+
+        ``given`` and ``into`` have the same number of elements and dtype; ``offset`` is that of
+        ``given`` in shared memory, if any.
+        """
+        if offset is None or peer not in self.near:
+            return Parcel(self, self.swap(given, into, peer, kind, unit), into, peer)
+        key = (offset, given.nbytes)
+        mine = self._tokens.get(key)
+        if mine is None:
+            mine = self._tokens[key] = torch.tensor(key)
+        theirs = torch.empty(2, dtype=torch.int64)
+        return Parcel(self, self.swap(mine, theirs, peer, kind, unit), into, peer, theirs)
+
+    def swap(self, given: Tensor, into: Tensor, peer: int, kind: Kind, unit: int) -> list[Work]:
+        """Start to send ``given`` to a peer and to receive as much from it."""
+        tag = self._tag(kind, unit)
+        messages, member = self._messages, self.members[peer]
+        return [messages.irecv(into, member, tag), messages.isend(given, member, tag)]
+
+    def read(self, peer: int, token: Tensor, like: Tensor) -> Tensor:
+        """Return a near peer's bytes, in place, with the length and dtype of ``like``.
+
+        Raises:
+            CollectiveError: the peer's token is of another number of bytes.
+        """
+        assert self._shared is not None
+        offset, nbytes = token.tolist()
+        if nbytes != like.nbytes:
+            raise CollectiveError(
+                f"rank {self.members[self.rank]} expects {like.nbytes} bytes of rank "
+                f"{self.members[peer]}, which has {nbytes}: the ranks exchange different dtypes or "
+                "units"
+            )
+        return self._shared.at(self.members[peer], offset, like.numel(), like.dtype)
+
+    def acknowledge(self, kind: Kind, unit: int) -> Acknowledgement:
+        """Report to the near peers that their bytes were read. Waiting waits for their reports."""
+        tag = self._tag(kind, unit)
+        near = [self.members[peer] for peer in self.peers if peer in self.near]
+        nods = torch.empty(len(near), dtype=torch.uint8)
+        messages = self._messages
+        works = [messages.irecv(nods[i : i + 1], member, tag) for i, member in enumerate(near)]
+        works += [messages.isend(self._nod, member, tag) for member in near]
+        return Acknowledgement(works, nods)
+
+    def _tag(self, kind: Kind, unit: int) -> int:
+        # Ranks that gather different units must not take one for the other.
+        return (unit * len(Kind) + kind) * _NUM_CHANNELS + self._channel
+
+
+def wait_all(works: Sequence[Work]) -> None:
+    """Wait for each of ``works``."""
+    for work in works:
+        work.wait()

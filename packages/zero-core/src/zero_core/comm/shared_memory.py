@@ -1,0 +1,175 @@
+"""Memory that the ranks of one host read from each other, without a copy through a socket.
+
+Between processes of one machine gloo sends bytes through the loopback interface: two copies in the
+kernel, and wake-ups. Here a rank sends its peers only the offset of its bytes, and they read them
+in place.
+
+[Note: one window per rank]
+Each rank has a **window**: one memfd, an anonymous file that no file system holds and no
+``/dev/shm`` limits. It is as large as the host's memory, and costs nothing until it is written to:
+pages exist from their first write on. All peers map the whole window when the engine is built,
+through ``/proc/PID/fd``; ranks that cannot (another host, user or namespace of processes) share no
+memory. Buffers are then carved from the window in order, and an offset in it means the same to
+every rank.
+
+What is mapped stays readable until the reader drops it. So nobody waits for anybody at the end: a
+rank may end, drop its engine or be killed while a slower peer still reads its last gather.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import logging
+import mmap
+import os
+import secrets
+import sys
+import warnings
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from zero_core.comm.control import ControlGroup
+from zero_core.errors import CollectiveError
+
+__all__ = ["SharedMemory"]
+
+_log = logging.getLogger(__name__)
+
+_NAME = "zero_core"
+_SECRET_BYTES = 16
+"""Each window begins with its secret, by which peers recognize it."""
+_MAX_BYTES_PER_NODE = 2**45
+"""Address space that the windows of a node may take in each process, of the 2**47 there are."""
+
+
+class SharedMemory:
+    """This rank's window and the peers' ones. See [Note: one window per rank].
+
+    Attributes:
+        peers: the other ranks with which memory is shared, both ways.
+    """
+
+    def __init__(self, control: ControlGroup, *, ranks_per_node: int | None = None) -> None:
+        """Map the peers' windows. Every rank must call it.
+
+        Only ranks of one node share: of ``ranks_per_node`` consecutive ones, or of all if None.
+        """
+        self._rank = control.rank
+        self._window: mmap.mmap | None = None
+        self._base = 0  # address of the window
+        self._nbytes = 0
+        self._stop = mmap.PAGESIZE  # of what is carved from it
+        self._buffers: list[Tensor] = []  # live as long as this object: peers read them
+        self._mapped: dict[int, Tensor] = {}  # whole windows, by rank
+        self.peers: frozenset[int] = frozenset()
+        self._meet(control, ranks_per_node or control.world_size)
+
+    def zeros(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """Return a 1-D tensor in shared memory, which lives as long as this object.
+
+        Raises:
+            CollectiveError: the window is full, or there is none.
+        """
+        start = self._stop
+        stop = start + numel * dtype.itemsize
+        if self._window is None or stop > self._nbytes:
+            raise CollectiveError(
+                f"rank {self._rank}: no more shared memory: {numel * dtype.itemsize} bytes asked, "
+                f"{max(self._nbytes - start, 0)} left of this host's memory"
+            )
+        self._stop = -(-max(stop, start + 1) // mmap.PAGESIZE) * mmap.PAGESIZE
+        # Each buffer has a storage of its own: whoever saves a tensor saves its storage.
+        buffer = torch.frombuffer(self._window, dtype=dtype, count=max(numel, 1), offset=start)
+        self._buffers.append(buffer)
+        return buffer[:numel]
+
+    def locate(self, tensor: Tensor) -> int | None:
+        """Return the offset of ``tensor`` in this rank's window. None if it is not there."""
+        offset = tensor.data_ptr() - self._base
+        return offset if 0 <= offset < self._nbytes else None
+
+    def at(self, peer: int, offset: int, numel: int, dtype: torch.dtype) -> Tensor:
+        """Return ``numel`` elements of rank ``peer``'s window, in place. Not to be written."""
+        return self._mapped[peer][offset : offset + numel * dtype.itemsize].view(dtype)
+
+    def _meet(self, control: ControlGroup, per_node: int) -> None:
+        """Map the windows of the node's other ranks. Share with those where it works both ways."""
+        secret = secrets.token_bytes(_SECRET_BYTES)
+        descriptor = self._open_window(secret, per_node)
+        try:
+            place, node = _namespace(), self._rank // per_node
+            card = json.dumps([os.getpid(), descriptor, self._nbytes, secret.hex(), place])
+            cards = [json.loads(row) for row in control.gather_bytes(card.encode())]
+            for rank, (pid, theirs, nbytes, hidden, where) in enumerate(cards):
+                is_near = rank // per_node == node and where == place and pid != os.getpid()
+                if is_near and theirs is not None and descriptor is not None:
+                    window = _map(pid, theirs, nbytes, bytes.fromhex(hidden))
+                    if window is not None:
+                        self._mapped[rank] = window
+            known = json.dumps(sorted(self._mapped)).encode()
+            # Once all ranks are here, they have mapped what they can.
+            table = [json.loads(row) for row in control.gather_bytes(known)]
+        finally:
+            if descriptor is not None:
+                os.close(descriptor)
+        for rank in list(self._mapped):
+            if self._rank not in table[rank]:
+                del self._mapped[rank]
+        self.peers = frozenset(self._mapped)
+
+    def _open_window(self, secret: bytes, per_node: int) -> int | None:
+        """Make this rank's window. Return its descriptor, None where there can be none."""
+        if sys.platform != "linux" or not hasattr(os, "memfd_create"):  # some builds of Python
+            return None
+        host_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        nbytes = min(host_bytes, _MAX_BYTES_PER_NODE // per_node)
+        try:
+            descriptor = os.memfd_create(_NAME)
+            os.ftruncate(descriptor, nbytes)
+            window = mmap.mmap(descriptor, nbytes)
+        except OSError as error:
+            _log.warning("cannot make shared memory: %s; %s", error, _advice(error))
+            return None
+        window[:_SECRET_BYTES] = secret
+        self._window, self._nbytes = window, nbytes
+        self._base = torch.frombuffer(window, dtype=torch.uint8, count=1).data_ptr()
+        return descriptor
+
+
+def _advice(error: OSError) -> str:
+    if error.errno in (errno.EMFILE, errno.ENFILE):
+        return "this process may open more files after 'ulimit -n 65536'"
+    return "what the ranks exchange travels through torch.distributed"
+
+
+def _map(pid: int, descriptor: int, nbytes: int, secret: bytes) -> Tensor | None:
+    """Map another process's window, read-only. None if it cannot be read or is another file."""
+    try:
+        opened = os.open(f"/proc/{pid}/fd/{descriptor}", os.O_RDONLY | os.O_NONBLOCK)
+        try:
+            if os.fstat(opened).st_size != nbytes:
+                return None
+            window = mmap.mmap(opened, nbytes, prot=mmap.PROT_READ)
+        finally:
+            os.close(opened)
+    except OSError as error:
+        if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOMEM):  # else: not of this host
+            _log.warning("cannot share memory with process %d: %s; %s", pid, error, _advice(error))
+        return None
+    if window[:_SECRET_BYTES] != secret:
+        return None
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch has no read-only tensors
+        return torch.frombuffer(window, dtype=torch.uint8)
+
+
+def _namespace() -> str:
+    """Return what processes must have in common for their numbers to mean the same."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+        return f"{boot} {os.readlink('/proc/self/ns/pid')}"
+    except OSError:
+        return ""

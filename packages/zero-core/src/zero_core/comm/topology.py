@@ -1,0 +1,174 @@
+"""Placement of ranks: the group that trains, its device, and the ranks of a node.
+
+[Note: who says how many]
+``build(mesh=...)`` of two dimensions does: the last one is within the node. Otherwise each rank
+tells its node, by the first of these that its launcher has set: torchrun's ``LOCAL_WORLD_SIZE``
+(with ``GROUP_RANK``, the node's number), SLURM's ``SLURM_NODEID``; else its host's name, as under
+Open MPI, which numbers no nodes and may deal ranks out in turn. The host's name also decides if the
+ranks do not agree on whom to ask. Two nodes of a launcher may well be one machine: they are treated
+as two.
+
+Nodes have equally many, consecutive ranks here. Where they are of different size, the greatest
+common divisor of the sizes is taken, so that several groups lie in a node; where a node's ranks are
+not consecutive, every rank counts as a node.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from zero_core.comm.control import ControlGroup, ProcessControlGroup
+from zero_core.comm.p2p import Messages, ProcessMessages
+from zero_core.errors import ConfigError
+
+__all__ = ["Ranks", "count_per_node", "find_ranks"]
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """The data-parallel ranks, seen from one of them.
+
+    Attributes:
+        group: None means the default group, or none at all if ``size`` is 1.
+        rank: this rank within the group.
+        size: number of ranks.
+        device: where this rank computes.
+        per_node: ranks of a node, if a mesh has told.
+    """
+
+    group: dist.ProcessGroup | None
+    rank: int
+    size: int
+    device: torch.device
+    per_node: int | None = None
+
+    def connect(self) -> ControlGroup:
+        """Return the control group of these ranks."""
+        return ProcessControlGroup(
+            self.group, rank=self.rank, world_size=self.size, device=self.device
+        )
+
+    def messages(self) -> Messages:
+        """Return what carries bytes between single ranks, where they are hosts."""
+        return ProcessMessages(self.group)
+
+
+def find_ranks(group: dist.ProcessGroup | Ranks | None, mesh: DeviceMesh | None) -> Ranks:
+    """Find the ranks of ``group`` or ``mesh``, or all. Every rank of them must call it.
+
+    Raises:
+        ConfigError: both are given; the mesh does not serve; torch.distributed is not initialised
+            where several ranks were started.
+    """
+    if mesh is not None:
+        if group is not None:
+            raise ConfigError("build() takes process_group or mesh, found both: pass the mesh")
+        group = _group_of(mesh)
+    if isinstance(group, Ranks):
+        return group
+    if dist.is_available() and dist.is_initialized():
+        is_on_host = dist.get_backend(group) == "gloo"
+        device = torch.device("cpu") if is_on_host else accelerator()
+        per_node = mesh.size(1) if mesh is not None and mesh.ndim == 2 else None
+        return Ranks(group, dist.get_rank(group), dist.get_world_size(group), device, per_node)
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise ConfigError(
+            f"WORLD_SIZE is {os.environ['WORLD_SIZE']} but torch.distributed is not initialised: "
+            "call torch.distributed.init_process_group() before zero_core.build()"
+        )
+    return Ranks(None, 0, 1, accelerator())
+
+
+def accelerator() -> torch.device:
+    """The current accelerator, or the CPU."""
+    if not torch.accelerator.is_available():
+        return torch.device("cpu")
+    found = torch.accelerator.current_accelerator()
+    assert found is not None
+    return torch.device(found.type, torch.accelerator.current_device_index())
+
+
+def _group_of(mesh: DeviceMesh) -> dist.ProcessGroup | None:
+    """The process group of all ranks of a mesh, in its order."""
+    if mesh.ndim == 1:
+        return mesh.get_group()
+    ranks: list[int] = mesh.mesh.flatten().tolist()
+    if mesh.ndim != 2 or ranks != sorted(ranks):
+        raise ConfigError(
+            f"build(mesh=...): expected one dimension (ranks) or two (nodes, ranks of a node) with "
+            f"ascending ranks, found {mesh}"
+        )
+    if ranks == list(range(dist.get_world_size())):
+        return None
+    group: dist.ProcessGroup = dist.new_group(ranks, use_local_synchronization=True)
+    return group
+
+
+def count_per_node(control: ControlGroup, ranks: Ranks) -> int:
+    """Ranks of a node. Every rank must call it. See [Note: who says how many].
+
+    Raises:
+        ConfigError: a mesh says something else on another rank.
+    """
+    if ranks.size == 1:
+        return 1
+    card = json.dumps([ranks.per_node, *_launched_node(), socket.gethostname()])
+    cards = [json.loads(row) for row in control.gather_bytes(card.encode())]
+    told = {card[0] for card in cards}
+    if len(told) > 1:
+        raise ConfigError(f"build(mesh=...): ranks of a node differ between ranks, found {told}")
+    if ranks.per_node is not None:
+        return ranks.per_node
+    has_one_source = len({card[1] for card in cards}) == 1
+    nodes = [f"{card[2] if has_one_source else card[3]}" for card in cards]
+    return fold(nodes, is_told=ranks.rank == 0)
+
+
+def fold(nodes: Sequence[str], *, is_told: bool = False) -> int:
+    """Count the consecutive ranks that share a node, given each rank's node.
+
+    Args:
+        nodes: the node of each rank.
+        is_told: whether to log what had to be given up.
+    """
+    sizes = [len(list(run)) for _, run in groupby(nodes)]
+    if len(sizes) > len(set(nodes)):
+        if is_told:
+            _log.warning(
+                "the ranks of a node are not consecutive (%s): every rank counts as a node of its "
+                "own; number the ranks node by node",
+                ", ".join(nodes),
+            )
+        return 1
+    per_node = math.gcd(*sizes)
+    if is_told and len(set(sizes)) > 1:
+        _log.warning(
+            "nodes have %s ranks: they count as nodes of %d, the greatest common divisor",
+            ", ".join(map(str, sizes)),
+            per_node,
+        )
+    return per_node
+
+
+def _launched_node() -> tuple[str, str]:
+    """Return the launcher of this rank and the node that it names, or the host's name."""
+    found = os.environ
+    if "LOCAL_WORLD_SIZE" in found:
+        node = int(found.get("RANK", dist.get_rank())) // int(found["LOCAL_WORLD_SIZE"])
+        return "torchrun", found.get("GROUP_RANK", str(node))
+    if "SLURM_NODEID" in found:
+        return "SLURM", found["SLURM_NODEID"]
+    return "host", socket.gethostname()

@@ -1,0 +1,37 @@
+"""DeepSpeed's JSON configuration, typed."""
+
+from zero_core.config.schema import (
+    DTYPES,
+    UNNEEDED,
+    ActivationCheckpointingConfig,
+    Bf16Config,
+    Config,
+    DataTypesConfig,
+    Fp16Config,
+    LeafModuleConfig,
+    LocoConfig,
+    OffloadOptimizerConfig,
+    OffloadParamConfig,
+    OptimizerConfig,
+    SchedulerConfig,
+    ZeroConfig,
+    load_config,
+)
+
+__all__ = [
+    "DTYPES",
+    "UNNEEDED",
+    "ActivationCheckpointingConfig",
+    "Bf16Config",
+    "Config",
+    "DataTypesConfig",
+    "Fp16Config",
+    "LeafModuleConfig",
+    "LocoConfig",
+    "OffloadOptimizerConfig",
+    "OffloadParamConfig",
+    "OptimizerConfig",
+    "SchedulerConfig",
+    "ZeroConfig",
+    "load_config",
+]

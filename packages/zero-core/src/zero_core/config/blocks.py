@@ -1,0 +1,366 @@
+"""Blocks of the configuration: every key with its type, its range and its default.
+
+Names and defaults are DeepSpeed's, except for keys marked as not in DeepSpeed's configuration.
+`zero_core.config.schema` reads a configuration; `zero_core.config.rules` checks its keys against
+each other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, get_args
+
+import pydantic
+import torch
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt
+
+__all__ = [
+    "DTYPES",
+    "ActivationCheckpointingConfig",
+    "Bf16Config",
+    "Config",
+    "DataTypesConfig",
+    "Fp16Config",
+    "LeafModuleConfig",
+    "LocoConfig",
+    "OffloadOptimizerConfig",
+    "OffloadParamConfig",
+    "OptimizerConfig",
+    "SchedulerConfig",
+    "ZeroConfig",
+    "as_whole",
+]
+
+BlockKind = Literal["int8", "int4", "e4m3", "e5m2"]
+"""Format of quantized blocks: integers of 8 or 4 bits, or 8-bit floating point."""
+WeightFormat = Literal["int8", "int4", "e4m3", "e5m2", "int4_difference"]
+
+
+def as_whole(value: Any) -> Any:
+    """Return ``value``, converted to int if it is a whole float."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+def _is_whole(annotation: Any) -> bool:
+    """Return whether a key takes whole numbers alone."""
+    kinds = {annotation}
+    while any(get_args(kind) for kind in kinds):
+        kinds = {part for kind in kinds for part in get_args(kind) or (kind,)}
+    return int in kinds and float not in kinds
+
+
+class _Block(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, strict=True)
+
+    @pydantic.model_validator(mode="before")
+    @classmethod
+    def _take_whole_floats(cls, block: Any) -> Any:
+        """Accept whole floats: JSON's 5e8 is a float in Python."""
+        if not isinstance(block, Mapping):
+            return block
+        fields = cls.model_fields
+        return {
+            k: as_whole(v) if k in fields and _is_whole(fields[k].annotation) else v
+            for k, v in block.items()
+        }
+
+
+class OffloadOptimizerConfig(_Block):
+    """``zero_optimization.offload_optimizer``: placement and update of optimizer state."""
+
+    device: Literal["none", "cpu", "nvme"] = "none"
+    ratio: Annotated[float, Field(ge=0.0, le=1.0)] | Literal["auto"] | None = 1.0
+    """Share of the elements that the host updates (Twin-Flow), exact to the element. "auto" finds
+    the fastest share that fits by measurement. None if one of the next two keys replaces it."""
+    parameters: tuple[str, ...] | None = None
+    """Patterns (`fnmatch`) of the names of the parameters that the host updates."""
+    device_budget: NonNegativeInt | None = None
+    """Bytes per rank that master weights, states and copied gradients may take on the device. The
+    host updates the elements that do not fit."""
+    pin_memory: bool = True
+    pin_memory_bytes: NonNegativeInt | None = None
+    """Most host bytes that a rank page-locks for transfers. None sets no limit."""
+    update_in_backward: bool | None = None
+    """Update each unit in backward. None does so where nothing can cancel the step."""
+    state_dtype: Literal["float32", "bfloat16", "int8"] = "float32"
+    """Dtype of Adam's moments on the host. Not in DeepSpeed's configuration."""
+    numa: bool = False
+    """Deprecated, without effect: start the ranks with ``torchrun --numa-binding``."""
+    nvme_path: str | None = None
+    """Folder on the NVMe disk, for device nvme. The ranks of a host may share it."""
+    buffer_count: PositiveInt = 16
+    """Host buffers of 1 Mi elements of state each, for reads ahead with device nvme. DeepSpeed's 4
+    buffers hold a whole parameter each."""
+    fast_init: bool = False
+    pipeline_read: bool = False
+    pipeline_write: bool = False
+    super_offload: bool = False
+    cpuadam_cores_perc: Annotated[float, Field(ge=0.0, le=1.0)] = 0.8
+
+    @pydantic.model_validator(mode="before")
+    @classmethod
+    def _say_it_once(cls, block: Any) -> Any:
+        """Drop the default ``ratio`` where ``parameters`` or ``device_budget`` replaces it."""
+        if isinstance(block, Mapping) and (block.keys() & {"parameters", "device_budget"}):
+            others = (block.get("parameters"), block.get("device_budget"))
+            if any(value is not None for value in others):
+                return {"ratio": None, **block}
+        return block
+
+    @pydantic.field_validator("ratio", mode="before")
+    @classmethod
+    def _check_ratio(cls, value: Any) -> Any:
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if value in (None, "auto") or (is_number and 0.0 <= value <= 1.0):
+            return value
+        raise ValueError('expected a number from 0 to 1, or "auto"')
+
+    @pydantic.field_validator("parameters", mode="before")
+    @classmethod
+    def _check_patterns(cls, value: Any) -> Any:
+        if value is None:
+            return None
+        is_list = isinstance(value, list | tuple) and len(value) > 0
+        if not is_list or not all(isinstance(pattern, str) for pattern in value):
+            raise ValueError("expected a list of patterns of parameter names")
+        return tuple(value)
+
+
+class OffloadParamConfig(_Block):
+    """``zero_optimization.offload_param``: placement of parameter shards at stage 3."""
+
+    device: Literal["none", "cpu", "nvme"] = "none"
+    nvme_path: str | None = None
+    buffer_count: PositiveInt = 5
+    """Host buffers for shards that are read ahead of use, with device ``nvme``."""
+    buffer_size: PositiveInt = 100_000_000
+    """Elements of the largest shard that such a buffer may have to hold."""
+    max_in_cpu: NonNegativeInt = 1_000_000_000
+    """Elements that rest in host memory with device ``nvme``, the first ones in order of use."""
+    pin_memory: bool = True
+
+
+class LocoConfig(_Block):
+    """``zero_optimization.zeropp_loco_param``: error feedback of quantized gradients.
+
+    The quantization error of a gradient is added to the next one (LoCo, arXiv 2407.04480).
+    """
+
+    err_beta: Annotated[float, Field(ge=0.0, le=1.0)] = 0.8
+    """Decay of the running mean of the error."""
+    reset_T: PositiveInt = 1024
+    """Steps after which the error is reset."""
+
+
+class LeafModuleConfig(_Block):
+    """``zero_optimization.leaf_module``: modules that are one unit each, with everything in them.
+
+    A module with ``_is_zero_leaf = True`` is one, too. DeepSpeed's default classes (the experts of
+    some models) are within units in any case.
+    """
+
+    classes: tuple[str, ...] = ()
+    """Names of their classes, with or without the Python module."""
+    names: tuple[str, ...] = ()
+    """As in ``named_modules``."""
+    name_suffixes: tuple[str, ...] = ()
+
+    @pydantic.field_validator("*", mode="before")
+    @classmethod
+    def _check_strings(cls, value: Any) -> Any:
+        values = [value] if isinstance(value, str) else value
+        if isinstance(values, list | tuple) and all(isinstance(v, str) for v in values):
+            return tuple(values)
+        raise ValueError("expected a list of strings")
+
+
+class ZeroConfig(_Block):
+    """``zero_optimization``."""
+
+    stage: Literal[0, 1, 2, 3] = 0
+    offload_optimizer: OffloadOptimizerConfig = OffloadOptimizerConfig()
+    offload_param: OffloadParamConfig = OffloadParamConfig()
+    zero_quantized_weights: bool = False
+    """Gather quantized weights (qwZ), at stage 3."""
+    zero_quantized_nontrainable_weights: bool = False
+    """Quantize frozen weights alone, at stage 3."""
+    zero_quantized_weights_format: WeightFormat = "int8"
+    """Format of quantized weights. "int4_difference" sends the change since the last gather
+    (SDP4Bit, arXiv 2410.15526, section 3.1), and frozen weights as "int8". Not in DeepSpeed's
+    configuration."""
+    zero_hpz_partition_size: PositiveInt = 1
+    """Ranks of a group, usually a node, that keep gathered weights in secondary shards (hpZ), at
+    stage 3. It divides the number of ranks."""
+    zero_quantized_gradients: bool = False
+    """Reduce quantized gradients in two hops (qgZ), within a node and between nodes."""
+    zero_quantized_gradients_within_node: BlockKind = "int4"
+    """Format of the first hop. Not in DeepSpeed's configuration."""
+    zero_quantized_gradients_between_nodes: BlockKind = "int4"
+    """Format of the second hop. Not in DeepSpeed's configuration."""
+    zero_quantized_gradients_hadamard: bool = False
+    """Rotate gradients before they are quantized, which spreads outliers over their block. Not in
+    DeepSpeed's configuration."""
+    zero_quantized_stochastic_rounding: bool = False
+    """Round gradients stochastically, unbiased. Not in DeepSpeed's configuration."""
+    zero_quantized_checksum: bool = False
+    """Checksum every quantized message. Not in DeepSpeed's configuration."""
+    zeropp_loco_param: LocoConfig | None = None
+    """Error feedback of quantized gradients. None disables it."""
+    mics_shard_size: int = -1
+    mics_hierarchical_params_gather: bool = False
+    zenflow: dict[str, Any] | None = None
+    leaf_module: LeafModuleConfig | None = None
+    contiguous_gradients: bool = True
+    reduce_scatter: bool = True
+    reduce_bucket_size: PositiveInt = 500_000_000
+    allgather_partitions: bool = True
+    allgather_bucket_size: PositiveInt = 500_000_000
+    overlap_comm: bool | None = None
+    load_from_fp32_weights: bool = True
+    elastic_checkpoint: bool = False
+    sub_group_size: PositiveInt = 1_000_000_000
+    stage3_prefetch_bucket_size: NonNegativeInt = 50_000_000
+    stage3_param_persistence_threshold: NonNegativeInt = 100_000
+    stage3_model_persistence_threshold: NonNegativeInt = 2**63 - 1
+    stage3_max_live_parameters: NonNegativeInt = 1_000_000_000
+    stage3_max_reuse_distance: NonNegativeInt = 1_000_000_000
+    stage3_gather_16bit_weights_on_model_save: bool = False
+    ignore_unused_parameters: bool = True
+    round_robin_gradients: bool = False
+    memory_efficient_linear: bool = True
+    use_multi_rank_bucket_allreduce: bool = True
+    compute_grad_norm: bool = True
+    stage3_module_granularity_threshold: NonNegativeInt = 0
+    stage3_use_all_reduce_for_fetch_params: bool = False
+    stage3_allgather_sequential: bool = False
+    legacy_stage1: bool = False
+    parameter_alignment: bool = False
+    pipeline_loading_checkpoint: bool = False
+    override_module_apply: bool = True
+    log_trace_cache_warnings: bool = False
+    enable_sanity_checks: bool = False
+    save_muon_momentum_buffer_in_memory: bool = False
+
+    @property
+    def quantized_key(self) -> str | None:
+        """Path of the first key that asks for quantized collectives or secondary shards."""
+        keys = {
+            "zero_quantized_weights": self.zero_quantized_weights,
+            "zero_quantized_nontrainable_weights": self.zero_quantized_nontrainable_weights,
+            "zero_quantized_gradients": self.zero_quantized_gradients,
+            "zero_hpz_partition_size": self.zero_hpz_partition_size > 1,
+        }
+        return next((f"zero_optimization.{key}" for key, is_set in keys.items() if is_set), None)
+
+
+class Fp16Config(_Block):
+    """``fp16``: half precision with a loss scale (Micikevicius et al., arXiv 1710.03740)."""
+
+    enabled: bool = False
+    loss_scale: Annotated[float, Field(ge=0.0)] = 0.0
+    """Static loss scale. 0 selects a dynamic one."""
+    initial_scale_power: NonNegativeInt = 16
+    loss_scale_window: PositiveInt = 1000
+    hysteresis: PositiveInt = 2
+    consecutive_hysteresis: bool = False
+    min_loss_scale: Annotated[float, Field(gt=0.0)] = 1.0
+    auto_cast: bool = False
+    fp16_master_weights_and_grads: bool = False
+
+
+class Bf16Config(_Block):
+    """``bf16``: bfloat16 compute over fp32 master weights."""
+
+    enabled: bool = False
+    immediate_grad_update: bool = False
+    bf16_master_weights_and_grads: bool = False
+    bf16_optimizer_states: bool = False
+
+
+class DataTypesConfig(_Block):
+    """``data_types``: dtypes other than the compute dtype."""
+
+    grad_accum_dtype: Literal["fp32", "fp16", "bf16"] | None = None
+    """Dtype in which gradients accumulate. None selects fp32."""
+    buffer_dtype: Literal["fp32", "fp16", "bf16", "as_made"] | None = None
+    """Dtype of floating buffers. None selects the compute dtype; "as_made" keeps each buffer's own.
+    DeepSpeed has no such value and keeps each buffer's own where the key is missing."""
+
+
+class ActivationCheckpointingConfig(_Block):
+    """``activation_checkpointing``: recompute every block in backward."""
+
+    enabled: bool = True
+    cpu_checkpointing: bool = False
+    """Keep the blocks' inputs in host memory until backward."""
+    partition_activations: bool = False
+    contiguous_memory_optimization: bool = False
+    number_checkpoints: PositiveInt | None = None
+    synchronize_checkpoint_boundary: bool = False
+    profile: bool = False
+
+
+class OptimizerConfig(_Block):
+    """``optimizer``: an optimizer by name, with the ``params`` of `zero_core.optim.factory`."""
+
+    type: str
+    params: dict[str, Any] = Field(default_factory=dict)
+
+
+class SchedulerConfig(_Block):
+    """``scheduler``: a schedule by name, as `zero_core.optim.schedules.factory` makes it."""
+
+    type: str
+    params: dict[str, Any] = Field(default_factory=dict)
+
+
+class Config(_Block):
+    """Resolved configuration."""
+
+    train_batch_size: PositiveInt
+    train_micro_batch_size_per_gpu: PositiveInt
+    gradient_accumulation_steps: PositiveInt
+    zero_optimization: ZeroConfig = ZeroConfig()
+    optimizer: OptimizerConfig | None = None
+    scheduler: SchedulerConfig | None = None
+    gradient_clipping: Annotated[float, Field(ge=0.0)] = 0.0
+    """Largest global 2-norm of the gradient. 0 disables clipping."""
+    check_grad_overflow: bool = True
+    """Skip a step with a non-finite gradient, at every precision."""
+    fp16: Fp16Config = Fp16Config()
+    bf16: Bf16Config = Bf16Config()
+    data_types: DataTypesConfig = DataTypesConfig()
+    activation_checkpointing: ActivationCheckpointingConfig | None = None
+    communication_data_type: Literal["fp32", "fp16", "bf16"] | None = None
+    gradient_allreduce_op: Literal["mean", "sum"] = "mean"
+    """Reduction of the ranks' gradients, at every stage."""
+    prescale_gradients: bool = False
+    gradient_predivide_factor: Annotated[float, Field(gt=0.0)] = 1.0
+    broadcast_buffers: bool = True
+    """Broadcast rank 0's buffers before a forward, as DDP does."""
+    seed: NonNegativeInt | None = None
+    """Seed of torch on every rank before the first step."""
+    steps_per_print: PositiveInt | None = None
+    """Steps between log lines of step, loss scale and learning rate. None disables them."""
+
+    @property
+    def compute_dtype(self) -> torch.dtype | None:
+        """Dtype that floating parameters are cast to, or None to keep each one's own."""
+        if self.bf16.enabled:
+            return torch.bfloat16
+        return torch.float16 if self.fp16.enabled else None
+
+    @property
+    def buffer_dtype(self) -> torch.dtype | None:
+        """Dtype that floating buffers are cast to, or None to keep each one's own."""
+        name = self.data_types.buffer_dtype
+        if name == "as_made":
+            return None
+        return self.compute_dtype if name is None else DTYPES[name]
+
+
+DTYPES: Mapping[str, torch.dtype] = {
+    "fp32": torch.float32,
+    "fp16": torch.float16,
+    "bf16": torch.bfloat16,
+}

@@ -1,0 +1,336 @@
+"""Rules between the keys of a configuration, and the keys that have no effect.
+
+A key is honoured, or accepted because this engine does not need it (`UNNEEDED` gives the reason),
+or refused with a `ConfigError`. None is accepted and ignored in silence.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from zero_core.config.blocks import Config, ZeroConfig
+from zero_core.errors import ConfigError
+
+__all__ = ["UNNEEDED", "check_rules", "drop_further_keys", "find_unneeded", "log_unneeded"]
+
+_log = logging.getLogger(__name__)
+
+UNNEEDED: Mapping[str, str] = {
+    "zero_optimization.contiguous_gradients": "gradients are always in flat buffers",
+    "zero_optimization.reduce_scatter": "a reduction always delivers just the shard",
+    "zero_optimization.reduce_bucket_size": "a unit is the bucket",
+    "zero_optimization.allgather_partitions": "a unit is always gathered in one collective",
+    "zero_optimization.allgather_bucket_size": "a unit is the bucket",
+    "zero_optimization.overlap_comm": "communication always overlaps with compute",
+    "zero_optimization.load_from_fp32_weights": "checkpoints always hold the fp32 master weights",
+    "zero_optimization.elastic_checkpoint": "checkpoints always load at any world size",
+    "zero_optimization.sub_group_size": "the host update runs unit by unit",
+    "zero_optimization.stage3_prefetch_bucket_size": "the next unit is always prefetched",
+    "zero_optimization.stage3_max_live_parameters": "at most two units and the root are gathered",
+    "zero_optimization.stage3_max_reuse_distance": "units are released in the order of execution",
+    "zero_optimization.stage3_gather_16bit_weights_on_model_save": (
+        "full_state_dict and export_safetensors gather on request"
+    ),
+    "zero_optimization.ignore_unused_parameters": "unused parameters are always allowed",
+    "zero_optimization.round_robin_gradients": "shards are slices of units, already balanced",
+    "zero_optimization.memory_efficient_linear": "saved weights are always kept by reference",
+    "zero_optimization.use_multi_rank_bucket_allreduce": "a unit is the bucket",
+    "zero_optimization.compute_grad_norm": "the norm comes with the check for overflow",
+    "zero_optimization.stage3_module_granularity_threshold": "a block is always gathered whole",
+    "zero_optimization.stage3_use_all_reduce_for_fetch_params": "a unit is gathered at once",
+    "zero_optimization.stage3_allgather_sequential": "a unit is gathered at once",
+    "zero_optimization.legacy_stage1": "all stages are one code path",
+    "zero_optimization.parameter_alignment": "slices are split at any element",
+    "zero_optimization.pipeline_loading_checkpoint": "each rank reads the ranges that it keeps",
+    "zero_optimization.override_module_apply": (
+        "while a model is made, apply() sees whole parameters"
+    ),
+    "zero_optimization.log_trace_cache_warnings": "there is no trace: a unit fetches the next one",
+    "zero_optimization.enable_sanity_checks": "checks are always on",
+    "zero_optimization.save_muon_momentum_buffer_in_memory": (
+        "offload_optimizer says where states are kept"
+    ),
+    "zero_optimization.offload_optimizer.numa": (
+        "no thread is bound; start the ranks with torchrun --numa-binding=node"
+    ),
+    "zero_optimization.offload_optimizer.cpuadam_cores_perc": "used with super_offload only",
+    "zero_optimization.offload_optimizer.fast_init": (
+        "states that start at zero are never written to NVMe before their first update"
+    ),
+    "zero_optimization.offload_optimizer.pipeline_read": (
+        "reads from NVMe always overlap with the update"
+    ),
+    "zero_optimization.offload_optimizer.pipeline_write": (
+        "writes to NVMe always overlap with the update"
+    ),
+    "activation_checkpointing.partition_activations": "there are no model-parallel ranks",
+    "activation_checkpointing.contiguous_memory_optimization": "a block keeps its inputs alone",
+    "activation_checkpointing.number_checkpoints": "every block is one",
+    "prescale_gradients": "gradients are divided first and summed in fp32",
+    "gradient_predivide_factor": "gradients are divided first and summed in fp32",
+    "fp16.auto_cast": "floating inputs are always cast",
+    "bf16.immediate_grad_update": "a gradient is handed on as soon as it is there",
+}
+"""Keys that are accepted without effect, and the reason."""
+
+_OF_PARAM_OFFLOAD = (
+    "offload_param.pin_memory",
+    "stage3_param_persistence_threshold",
+    "stage3_model_persistence_threshold",
+)
+_OF_PARAM_NVME = tuple(
+    f"offload_param.{key}" for key in ("nvme_path", "buffer_count", "buffer_size", "max_in_cpu")
+)
+_OF_WEIGHTS = ("zero_quantized_weights", "zero_quantized_nontrainable_weights")
+_OF_GRADIENTS = tuple(
+    f"zero_quantized_{key}"
+    for key in (
+        "gradients_within_node",
+        "gradients_between_nodes",
+        "gradients_hadamard",
+        "stochastic_rounding",
+    )
+)
+_OF_LOW_MASTERS = (
+    ("fp16", "fp16_master_weights_and_grads"),
+    ("bf16", "bf16_master_weights_and_grads"),
+    ("bf16", "bf16_optimizer_states"),
+)
+_OF_OPTIMIZER_NVME = ("offload_optimizer.nvme_path", "offload_optimizer.buffer_count")
+
+
+_REFUSED_UNLESS: Mapping[str, Any] = {
+    "sparse_gradients": False,
+    "wall_clock_breakdown": False,
+    "memory_breakdown": False,
+    "dump_state": False,
+    "amp": {"enabled": False},
+    "tensorboard": {"enabled": False},
+    "csv_monitor": {"enabled": False},
+    "wandb": {"enabled": False},
+    "comet": {"enabled": False},
+    "flops_profiler": {"enabled": False},
+    "comms_logger": {"enabled": False},
+    "zero_allow_untested_optimizer": True,
+    "zero_force_ds_cpu_optimizer": True,
+}
+"""DeepSpeed's further top-level keys, each with the value that describes this engine."""
+
+
+def drop_further_keys(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """Drop DeepSpeed's further keys at the values that describe this engine.
+
+    Raises:
+        ConfigError: a key asks for more.
+    """
+    for key, same in _REFUSED_UNLESS.items():
+        value = raw.get(key, same)
+        is_off = value.get("enabled") is False if isinstance(value, Mapping) else False
+        if value != same and not is_off and value != {}:
+            raise ConfigError(
+                f"{key} = {value!r} is not served; leave the key out (same as {same!r})"
+            )
+    return {k: v for k, v in raw.items() if k not in _REFUSED_UNLESS}
+
+
+def check_rules(config: Config, world_size: int) -> None:
+    """Refuse combinations that are wrong, and features that are not served.
+
+    Raises:
+        ConfigError: with the path of the key, what it needs, and what to do.
+    """
+    rules = (
+        *_of_precision(config),
+        *_of_optimizer_offload(config),
+        *_of_param_offload(config.zero_optimization),
+        *_of_quantized(config.zero_optimization, world_size),
+        *_unserved(config),
+    )
+    for is_broken, message in rules:
+        if is_broken:
+            raise ConfigError(message)
+
+
+_Rule = tuple[bool, str]
+"""Whether a rule is broken, and the error message."""
+
+
+def _of_precision(config: Config) -> Iterator[_Rule]:
+    yield (
+        config.fp16.enabled and config.bf16.enabled,
+        "fp16.enabled and bf16.enabled: only one of them can be true",
+    )
+
+
+def _of_optimizer_offload(config: Config) -> Iterator[_Rule]:
+    zero, offload = config.zero_optimization, config.zero_optimization.offload_optimizer
+    where = "zero_optimization.offload_optimizer"
+    shares = ("ratio", "parameters", "device_budget")
+    given = [k for k in shares if k in offload.model_fields_set and getattr(offload, k) is not None]
+    yield (
+        offload.device == "nvme" and not offload.nvme_path,
+        f"{where}.device = 'nvme' needs {where}.nvme_path, a folder on the NVMe disk",
+    )
+    yield (
+        bool(offload.update_in_backward) and offload.device == "none",
+        f"{where}.update_in_backward needs device 'cpu' or 'nvme'",
+    )
+    yield (
+        bool(offload.update_in_backward)
+        and bool(config.gradient_clipping or config.fp16.enabled or config.check_grad_overflow),
+        f"{where}.update_in_backward: a step must not be called off any more once a unit is "
+        "updated, so leave gradient_clipping and fp16 out and set check_grad_overflow to false",
+    )
+    yield (
+        offload.device == "none" and len(given) > 0,
+        f"{where}.{next(iter(given), '')} needs device 'cpu' or 'nvme'",
+    )
+    yield (
+        len(given) > 1,
+        f"{where}: {' and '.join(given)} each say what the host updates: give one",
+    )
+    yield (
+        offload.ratio == "auto" and zero.stage == 0,
+        f"{where}.ratio = 'auto' needs stage 1 or more: at stage 0 every rank updates every "
+        "element, and ranks that choose different ratios may round one differently",
+    )
+    yield (
+        offload.device == "none" and "state_dtype" in offload.model_fields_set,
+        f"{where}.state_dtype needs device 'cpu' or 'nvme': moments of 16 or 8 bits are kept by a "
+        "host's kernel (cpu-adam); on the device the optimizer is torch's, with fp32 states",
+    )
+
+
+def _of_param_offload(zero: ZeroConfig) -> Iterator[_Rule]:
+    params = zero.offload_param
+    yield (
+        params.device != "none" and zero.stage != 3,
+        f"zero_optimization.offload_param.device = {params.device!r} needs stage 3, found "
+        f"{zero.stage}: at lower stages every rank holds all parameters",
+    )
+    yield (
+        params.device == "nvme" and params.nvme_path is None,
+        "zero_optimization.offload_param.device = 'nvme' needs nvme_path: name a folder on "
+        "the NVMe disk",
+    )
+
+
+def _of_quantized(zero: ZeroConfig, world_size: int) -> Iterator[_Rule]:
+    for key in ("zero_quantized_weights", "zero_quantized_nontrainable_weights"):
+        yield (
+            getattr(zero, key) and zero.stage != 3,
+            f"zero_optimization.{key} needs stage 3, found {zero.stage}: at lower stages the "
+            "gathered weights are the master weights; leave the key out or set stage to 3",
+        )
+    partition = zero.zero_hpz_partition_size
+    yield (
+        partition > 1 and zero.stage != 3,
+        f"zero_optimization.zero_hpz_partition_size = {partition} needs stage 3, found "
+        f"{zero.stage}: at lower stages every rank holds all parameters; leave the key out or "
+        "set stage to 3",
+    )
+    yield (  # one rank gathers nothing
+        world_size > 1 and world_size % partition > 0,
+        f"zero_optimization.zero_hpz_partition_size = {partition} must divide the number of "
+        f"ranks, {world_size}: give the number of ranks of a node",
+    )
+    yield (
+        zero.zeropp_loco_param is not None and not zero.zero_quantized_gradients,
+        "zero_optimization.zeropp_loco_param needs zero_quantized_gradients, whose error it feeds "
+        "back: set that to true or leave the block out",
+    )
+
+
+def _unserved(config: Config) -> Iterator[_Rule]:
+    zero, again = config.zero_optimization, config.activation_checkpointing
+    for key in ("profile", "synchronize_checkpoint_boundary"):
+        yield (
+            again is not None and getattr(again, key),
+            f"activation_checkpointing.{key} is not served: leave it out",
+        )
+    yield zero.mics_shard_size > 0, "zero_optimization.mics_shard_size is not served"
+    yield (
+        zero.mics_hierarchical_params_gather,
+        "zero_optimization.mics_hierarchical_params_gather is not served: leave it out",
+    )
+    yield zero.zenflow is not None, "zero_optimization.zenflow is not served"
+    yield (
+        zero.offload_optimizer.super_offload,
+        "zero_optimization.offload_optimizer.super_offload is not served: see ratio = 'auto' and "
+        "update_in_backward",
+    )
+    for block, key in _OF_LOW_MASTERS:
+        yield (
+            getattr(getattr(config, block), key),
+            f"{block}.{key} is not served: master weights and gradients are fp32; "
+            "offload_optimizer.state_dtype takes 16 or 8 bits for the host's moments",
+        )
+
+
+def _unneeded(config: Config) -> dict[str, str]:
+    """Return `UNNEEDED` and the keys that this configuration makes pointless."""
+    zero = config.zero_optimization
+    device = zero.offload_param.device
+    has_quantized_weights = any(getattr(zero, key) for key in _OF_WEIGHTS)
+    pointless = [
+        (device == "none", _OF_PARAM_OFFLOAD, "used with offload_param only"),
+        (device != "nvme", _OF_PARAM_NVME, "used with offload_param.device 'nvme' only"),
+        (
+            zero.offload_optimizer.device != "nvme",
+            _OF_OPTIMIZER_NVME,
+            "used with offload_optimizer.device 'nvme' only",
+        ),
+        (
+            zero.offload_optimizer.device == "none",
+            [f"offload_optimizer.{key}" for key in ("pin_memory", "pin_memory_bytes")],
+            "used with offload_optimizer only",
+        ),
+        (
+            not has_quantized_weights,
+            ("zero_quantized_weights_format",),
+            "used with zero_quantized_weights or zero_quantized_nontrainable_weights only",
+        ),
+        (
+            zero.zero_quantized_weights,
+            ("zero_quantized_nontrainable_weights",),
+            "zero_quantized_weights covers frozen weights too",
+        ),
+        (
+            not zero.zero_quantized_gradients,
+            _OF_GRADIENTS,
+            "used with zero_quantized_gradients only",
+        ),
+        (
+            not has_quantized_weights and not zero.zero_quantized_gradients,
+            ("zero_quantized_checksum",),
+            "used with quantized weights or gradients only",
+        ),
+    ]
+    found = dict(UNNEEDED)
+    if not config.bf16.enabled:
+        found["bf16.check_grad_overflow"] = (
+            "used with bf16.enabled only; check_grad_overflow at the top holds at every precision"
+        )
+    for is_pointless, keys, why in pointless:
+        if is_pointless:
+            found |= {f"zero_optimization.{key}": why for key in keys}
+    return found
+
+
+def find_unneeded(raw: Mapping[str, Any], config: Config) -> Iterator[tuple[str, Any, str]]:
+    """Yield path, value and reason of the keys of ``raw`` that have no effect in ``config``."""
+    for path, reason in _unneeded(config).items():
+        block: Any = raw
+        *parents, key = path.split(".")
+        for parent in parents:
+            block = block.get(parent) or {}
+        if key in block:
+            yield path, block[key], reason
+
+
+def log_unneeded(raw: Mapping[str, Any], config: Config) -> None:
+    """Log, once per build, the keys that were given and have no effect here."""
+    for path, value, reason in find_unneeded(raw, config):
+        _log.info("%s = %r has no effect: %s", path, value, reason)

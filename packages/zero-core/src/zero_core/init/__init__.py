@@ -1,0 +1,1 @@
+"""Parameter values before there is an engine."""

@@ -1,0 +1,268 @@
+"""Construction without memory: a model's ``__init__`` is recorded and replayed later.
+
+See [Note: recording] in zero_core.init.tape. Each random operation is run once while it is
+recorded, on memory that is freed at once, so that the generator advances as in an ordinary
+construction, and the state before each operation is known. Values that Python reads during
+construction (a number, a shape that depends on values) are computed at once. Deferred tensors are
+on the meta device. During construction they claim to be on the CPU, because ``torch.nn.init`` skips
+meta tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules import module as module_hooks
+from torch.overrides import TorchFunctionMode, _get_current_function_mode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from zero_core._torch import DisableTorchFunction, current_dispatch_mode, pytree
+from zero_core.init.tape import Entry, Recording, Ref, storage_of
+
+__all__ = ["deferred_init", "is_recorded_innermost", "recorded", "recordings_of"]
+
+_META = torch.device("meta")
+_OVERWRITES = {
+    *("bernoulli_", "cauchy_", "copy_", "exponential_", "fill_", "geometric_", "log_normal_"),
+    *("normal_", "random_", "uniform_", "zero_"),
+}
+# What deferred tensors say of themselves while they are under construction.
+_PRETENDED = {
+    Tensor.device.__get__: torch.device("cpu"),
+    Tensor.is_cpu.__get__: True,  # type: ignore[attr-defined]
+    Tensor.is_meta.__get__: False,  # type: ignore[attr-defined]
+}
+_READS = (Tensor.tolist, Tensor.numpy, Tensor.__array__)
+_ALLOCATIONS = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
+
+# The modules made under deferred_init(), each with what was recorded of it.
+_recordings: WeakKeyDictionary[nn.Module, Recording] = WeakKeyDictionary()
+
+
+@contextmanager
+def deferred_init() -> Iterator[None]:
+    """Construct modules without memory in the context. `zero_core.build` computes their values.
+
+    Parameters and buffers are on the meta device. Their values will be those of an ordinary
+    construction on the CPU from the same seed, bit for bit. The default generator ends in the state
+    of such a construction. It takes the time of the construction and the memory of one tensor.
+    Values from elsewhere (NumPy, files) are kept as long as the model. Changes of values (``init``,
+    ``to(dtype)``, adapters) belong in the context. Ranks need neither enter it together nor agree:
+    `build` takes rank 0's values.
+
+    Raises:
+        RuntimeError: a tensor was requested on another device than the CPU, or an operation on a
+            deferred tensor cannot be recorded; it is named.
+    """
+    with recorded() as (recording, modules):
+        yield
+    for module in modules:
+        recording.note_versions(module)
+        _recordings[module] = recording
+
+
+@contextmanager
+def recorded() -> Iterator[tuple[Recording, Mapping[nn.Module, None]]]:
+    """Record constructions in the context, and yield the recording and the modules in order."""
+    recording = Recording()
+    seen: WeakKeyDictionary[nn.Module, None] = WeakKeyDictionary()
+
+    def note(module: nn.Module, name: str, value: object) -> None:
+        seen[module] = None
+
+    handles = [
+        register(note)
+        for register in (
+            module_hooks.register_module_parameter_registration_hook,
+            module_hooks.register_module_buffer_registration_hook,
+            module_hooks.register_module_module_registration_hook,
+        )
+    ]
+    try:
+        with _Recorder(recording), _OnCpu(recording):
+            yield recording, seen
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def is_recorded_innermost() -> bool:
+    """Return whether `recorded` is the innermost of torch's modes, and so can be left now."""
+    is_last = isinstance(current_dispatch_mode(), _Recorder)
+    return is_last and isinstance(_get_current_function_mode(), _OnCpu)  # type: ignore[no-untyped-call]
+
+
+def recordings_of(model: nn.Module) -> list[Recording]:
+    """Return the recordings of ``model`` and its parts."""
+    found = {id(r): r for m in model.modules() if (r := _recordings.get(m)) is not None}
+    return list(found.values())
+
+
+class _Recorder(TorchDispatchMode):
+    """Mode that creates tensors on the meta device and writes the tape."""
+
+    def __init__(self, recording: Recording) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._recording = recording
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        with DisableTorchFunction():  # here, what is on the meta device says so
+            return self._dispatch(func, args, dict(kwargs or {}))
+
+    def _dispatch(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        tensors = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+        has_device = any(a.name == "device" for a in func._schema.arguments)
+        is_factory = has_device and not tensors
+        if not is_factory and not any(t.is_meta for t in tensors):
+            return func(*args, **kwargs)
+        _check_device(func, kwargs.get("device"))
+        if any(t.is_meta and not self._recording.knows(t) for t in tensors):
+            raise RuntimeError(
+                f"deferred_init(): {func} was given a tensor on the meta device that was not made "
+                "within: make the whole model under one deferred_init()"
+            )
+        written = _written(func, args, kwargs)
+        has_result = any("Tensor" in str(r.type) for r in func._schema.returns)
+        if not has_result or any(not t.is_meta for t in written):
+            return self._run(func, args, kwargs, written)
+        on_meta = {}
+        if is_factory or kwargs.get("device") is not None:
+            kwargs["device"], on_meta = torch.device("cpu"), {"device": _META}
+        sizes = [t.untyped_storage().nbytes() for t in written]
+        try:
+            out = func(*_on_meta(args), **(_on_meta(kwargs) | on_meta))
+        except NotImplementedError:  # its shape depends on values
+            return self._run(func, args, kwargs, written)
+        if sizes != [t.untyped_storage().nbytes() for t in written]:
+            raise RuntimeError(
+                f"deferred_init(): {func} resizes a tensor, which cannot be deferred"
+            )
+        self._record(func, args, kwargs, tensors, written, pytree.tree_leaves(out))
+        return out
+
+    def _record(
+        self,
+        func: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        tensors: list[Tensor],
+        written: list[Tensor],
+        results: list[Any],
+    ) -> None:
+        given = {storage_of(t) for t in tensors if t.is_meta}
+        made = tuple(
+            Ref.of(r) if isinstance(r, Tensor) and storage_of(r) not in given else None
+            for r in results
+        )
+        for ref, result in zip(made, results, strict=True):
+            if ref is not None:
+                self._recording.add_storage(result)
+        name = func._schema.name.removeprefix("aten::")
+        if name in _ALLOCATIONS or not (written or any(made)):
+            return
+        overwritten = [t for t in written if name in _OVERWRITES and _is_whole(t)]
+        generator = kwargs.get("generator") or torch.default_generator
+        is_random = torch.Tag.nondeterministic_seeded in func.tags
+        state = generator.get_state() if is_random else None
+        if is_random:  # on memory of its own: only the generator moves on
+            func(*self._real(args, overwritten), **self._real(kwargs, overwritten))
+        stored_args, stored_kwargs = pytree.tree_map_only(Tensor, _stored, (args, kwargs))
+        overwrites = frozenset(storage_of(t) for t in overwritten)
+        entry = Entry(
+            func,
+            stored_args,
+            stored_kwargs,
+            made,
+            frozenset(given - overwrites),
+            overwrites | {r.storage for r in made if r is not None},
+            generator,
+            state,
+            torch.get_default_dtype(),
+        )
+        self._recording.add(entry, written)
+
+    def _run(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], written: list[Tensor]
+    ) -> Any:
+        """Run ``func`` for real, because its result is needed now."""
+        if any(t.is_meta for t in written):
+            raise RuntimeError(
+                f"deferred_init(): {func} changes a tensor in a way that cannot be deferred: do it "
+                "on a tensor made outside, and copy_() the result"
+            )
+        return func(*self._real(args), **self._real(kwargs))
+
+    def _real(self, tree: Any, overwritten: Sequence[Tensor] = ()) -> Any:
+        """Replace deferred tensors by their values, and overwritten ones by blanks."""
+
+        def real(tensor: Tensor) -> Tensor:
+            if any(tensor is t for t in overwritten):
+                return self._recording.blank(tensor)
+            return self._recording.value(tensor) if tensor.is_meta else tensor
+
+        return pytree.tree_map_only(Tensor, real, tree)
+
+
+class _OnCpu(TorchFunctionMode):
+    """Mode in which deferred tensors claim to be on the CPU and Python reads their values."""
+
+    def __init__(self, recording: Recording) -> None:
+        super().__init__()
+        self._recording = recording
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if args and isinstance(args[0], Tensor) and self._recording.knows(args[0]):
+            if func in _PRETENDED:
+                return _PRETENDED[func]
+            if func is Tensor.data_ptr:
+                raise RuntimeError(
+                    "deferred_init(): a deferred tensor has no address: compare tensors by `is`"
+                )
+            if func in _READS:
+                found = func(self._recording.value(args[0]), *args[1:], **(kwargs or {}))
+                if func is not Tensor.tolist:
+                    found.flags.writeable = False  # what NumPy writes is not recorded
+                return found
+        elif kwargs:
+            _check_device(func, kwargs.get("device"))  # before torch looks for the device
+        return func(*args, **(kwargs or {}))
+
+
+def _check_device(func: object, device: Any) -> None:
+    if device is not None and torch.device(device).type not in ("cpu", "meta"):
+        name = getattr(func, "__name__", func)  # foreign: functions of torch
+        raise RuntimeError(
+            f"deferred_init(): {name} asks for device {device}; a "
+            "deferred model is made on the CPU, and build() moves it: leave the device out"
+        )
+
+
+def _is_whole(tensor: Tensor) -> bool:
+    """Return whether ``tensor`` covers its whole storage."""
+    nbytes = tensor.numel() * tensor.element_size()
+    return tensor.is_contiguous() and nbytes == tensor.untyped_storage().nbytes()
+
+
+def _on_meta(tree: Any) -> Any:
+    return pytree.tree_map_only(Tensor, lambda t: t if t.is_meta else t.to(_META), tree)
+
+
+def _stored(tensor: Tensor) -> object:
+    return Ref.of(tensor) if tensor.is_meta else tensor.detach().clone()
+
+
+def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+    """Return the tensors among the arguments that ``func`` writes."""
+    given = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | kwargs
+    changed = [a.name for a in func._schema.arguments if a.alias_info and a.alias_info.is_write]
+    leaves = pytree.tree_leaves([given.get(name) for name in changed])
+    return [t for t in leaves if isinstance(t, Tensor)]

@@ -1,0 +1,132 @@
+"""Initial values on their way from the model to the engine's memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from zero_core._libc import release_free_pages
+from zero_core.comm.control import ControlGroup
+from zero_core.errors import ConfigError, RankMismatchError
+from zero_core.init.values import InitialValues, make_ordinary
+from zero_core.layout.arithmetic import Layout, Segment
+from zero_core.layout.discovery import Discovered, compute_dtype
+from zero_core.protocols import StateTier
+from zero_core.sharded.params import FlatParams
+from zero_core.sharded.pool import BufferPool, allocator
+
+__all__ = ["adopt", "adopt_buffers", "check_values", "fill"]
+
+
+@torch.no_grad()
+def fill(
+    found: Discovered,
+    layout: Layout,
+    all_params: Sequence[FlatParams],
+    tier: StateTier,
+    control: ControlGroup,
+    initial: InitialValues,
+) -> None:
+    """Write rank 0's values to the engine's memory, unrounded ones to the master weights."""
+    dtypes = [_widest([found.params[x.param] for x in s.slots], s) for s in layout.segments]
+    sizes = [s.padded_numel * d.itemsize for s, d in zip(layout.segments, dtypes, strict=True)]
+    # One buffer for all: the heap stays whole.
+    pool = BufferPool(allocator(all_params[0].device), max(sizes))
+    is_deferred = _is_any_recorded(found, control, initial)
+    for segment, of_segment, dtype in zip(layout.segments, all_params, dtypes, strict=True):
+        params = [found.params[slot.param] for slot in segment.slots]
+        flat = pool.acquire(segment.padded_numel, dtype)
+        for low, high in segment.gaps():
+            flat[low:high].zero_()
+        in_parts = [initial.is_in_parts(param) for param in params]
+        for slot, param, is_shared in zip(segment.slots, params, in_parts, strict=True):
+            if is_shared or control.rank == 0 or not is_deferred:
+                flat[slot.start : slot.stop].copy_(initial.of(param).reshape(-1))
+        if not all(in_parts):
+            (control.broadcast if is_deferred else control.equalize)(flat)
+        of_segment.write(0, flat)
+        adopt(of_segment)
+        if of_segment.local_span is not None:
+            start, stop = of_segment.local_span
+            low, high = layout.state_range(
+                segment, control.rank, is_sharded=stop - start == segment.shard_numel
+            )
+            tier.write_state("master_weight", start, flat[low:high])
+        pool.release(flat)
+    release_free_pages()  # what the parameters' own storage left
+
+
+def _is_any_recorded(found: Discovered, control: ControlGroup, initial: InitialValues) -> bool:
+    """Whether a value has to be computed first on some rank: then rank 0 alone does so.
+
+    Ranks need not have recorded alike. Partitioned parameters must be so on all of them.
+
+    Raises:
+        RankMismatchError: it does not.
+    """
+    num_recorded = sum(initial.is_recorded(p) for p in found.params)
+    num_in_parts = sum(initial.is_in_parts(p) for p in found.params)
+    rows = control.gather(torch.tensor([num_recorded, num_in_parts])).view(-1, 2)
+    if bool((rows[:, 1] != rows[0, 1]).any()):
+        raise RankMismatchError(
+            f"ranks have {rows[:, 1].tolist()} parameters that were sharded before build(): make "
+            "and load the model in the same way on every rank"
+        )
+    return bool((rows[:, 0] > 0).any())
+
+
+def adopt(flat: FlatParams) -> None:
+    """Make a segment's parameters drop their own storage."""
+    for param in flat.params:
+        make_ordinary(param)
+    flat.adopt()
+
+
+def _widest(params: Sequence[nn.Parameter], segment: Segment) -> torch.dtype:
+    """Return the dtype in which the original values of a segment lose nothing."""
+    dtype = segment.dtype
+    for param in params:
+        dtype = torch.promote_types(dtype, param.dtype)
+    return dtype
+
+
+def adopt_buffers(
+    model: nn.Module,
+    dtype: torch.dtype | None,
+    device: torch.device,
+    control: ControlGroup,
+    initial: InitialValues,
+) -> None:
+    """Move buffers to ``device`` and rank 0's values to them. Cast floating ones to ``dtype``."""
+    adopted: dict[int, Tensor] = {}  # modules may share one
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is None:
+                continue
+            moved = adopted.get(id(buffer))
+            if moved is None:
+                moved = initial.of(buffer).to(device, compute_dtype(buffer, dtype)).contiguous()
+                control.broadcast(moved)
+                adopted[id(buffer)] = adopted[id(moved)] = moved
+            module._buffers[name] = moved
+
+
+def check_values(control: ControlGroup, initial: InitialValues, *, has_pretrained: bool) -> None:
+    """Refuse on all ranks a model whose values are not known on one of them.
+
+    Raises:
+        ConfigError: as `InitialValues.check`.
+    """
+    failure: ConfigError | None = None
+    try:
+        initial.check(has_pretrained=has_pretrained)
+    except ConfigError as error:
+        failure = error
+    rows = control.gather_bytes(str(failure or "").encode())
+    if failure is not None:
+        raise failure
+    for rank, row in enumerate(rows):
+        if row:
+            raise ConfigError(f"rank {rank}: {row.decode()}")

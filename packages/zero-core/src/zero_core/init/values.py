@@ -1,0 +1,117 @@
+"""Initial values of a model: its own, recorded ones, or those of partitioned parameters."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from zero_core._torch import pytree, swap_tensor
+from zero_core.errors import ConfigError
+from zero_core.init.deferred import recordings_of
+from zero_core.protocols import PartitionedParam
+from zero_core.sharded.params import is_placeholder
+
+__all__ = ["InitialValues", "make_ordinary"]
+
+
+class InitialValues:
+    """Values of a model's tensors, computed one at a time."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._recordings = recordings_of(model)
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """Return the value of ``tensor``: itself, or the recorded value, computed on the CPU.
+
+        Zeros for one on the meta device that nothing is known of. Every rank must ask for one
+        that `is_in_parts`.
+        """
+        if isinstance(tensor, PartitionedParam):
+            return tensor.full_value()
+        if not tensor.is_meta:
+            return tensor.detach()
+        for recording in self._recordings:
+            if recording.knows(tensor):
+                return recording.value(tensor)
+        return torch.zeros(tensor.shape, dtype=tensor.dtype)
+
+    def is_recorded(self, tensor: Tensor) -> bool:
+        """Return whether the value is recorded and has yet to be computed."""
+        return tensor.is_deferred if isinstance(tensor, PartitionedParam) else tensor.is_meta
+
+    def is_in_parts(self, tensor: Tensor) -> bool:
+        """Return whether the ranks hold slices of the value."""
+        return isinstance(tensor, PartitionedParam) and not tensor.is_deferred
+
+    def check(self, *, has_pretrained: bool) -> None:
+        """Refuse a model with unknown values.
+
+        Args:
+            has_pretrained: whether a file gives the parameters and the persistent buffers.
+
+        Raises:
+            ConfigError: a tensor is on the meta device and nothing recorded it, or it was changed
+                after it was recorded; or its value is in the shards of another engine.
+        """
+        for path, module in self._model.named_modules():
+            kept = set(module._buffers) - module._non_persistent_buffers_set
+            for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+                is_in_file = has_pretrained and (name in module._parameters or name in kept)
+                if tensor is None or is_in_file:
+                    continue
+                whole_name = f"{path}.{name}" if path else name
+                if tensor.is_meta:
+                    self._check_one(whole_name, tensor)
+                elif not isinstance(tensor, PartitionedParam) and is_placeholder(tensor):
+                    raise ConfigError(
+                        f"{whole_name} holds no value: an engine that keeps it in shards has the "
+                        "model, or had it when it was closed. Give the model its values with "
+                        "engine.unwrap() in place of engine.close(), or have them read "
+                        "from a file: build(..., pretrained=path)"
+                    )
+
+    def _check_one(self, name: str, tensor: Tensor) -> None:
+        known = [r for r in self._recordings if r.knows(tensor)]
+        if not known:
+            raise ConfigError(
+                f"{name} is on the meta device and its values are not known: make the model under "
+                "zero_core.deferred_init() instead of torch.device('meta'), or, for parameters and "
+                "persistent buffers, give their file: build(..., pretrained=path)"
+            )
+        if known[0].is_changed(tensor):
+            raise ConfigError(
+                f"{name} was changed after deferred_init(), where nothing is recorded: initialise "
+                "and change the model within it, or use zero_core.load_pretrained() after build()"
+            )
+
+    def give_attributes(self) -> None:
+        """Compute the values of deferred tensors in plain attributes, on the CPU."""
+
+        def is_deferred(value: object) -> bool:
+            is_plain = isinstance(value, Tensor) and not isinstance(value, nn.Parameter)
+            return is_plain and any(r.knows(value) for r in self._recordings)  # type: ignore[arg-type]
+
+        def give(value: Any) -> Any:
+            return self.of(value) if is_deferred(value) else value
+
+        for module in self._model.modules():
+            for name, value in vars(module).items():
+                if name in ("_parameters", "_buffers", "_modules"):
+                    continue
+                if any(is_deferred(leaf) for leaf in pytree.tree_leaves(value)):
+                    vars(module)[name] = pytree.tree_map(give, value)
+
+
+def make_ordinary(param: nn.Parameter) -> None:
+    """Make ``param``, the same object, an ordinary CPU tensor of its shape without memory.
+
+    Nothing to do where it has memory of its own.
+    """
+    if isinstance(param, PartitionedParam):
+        param.make_ordinary()
+    if param.is_meta:
+        stand_in = torch.empty((), dtype=param.dtype).expand(param.shape)
+        swap_tensor(param, nn.Parameter(stand_in, param.requires_grad))

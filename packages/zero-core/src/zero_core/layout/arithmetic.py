@@ -1,0 +1,246 @@
+"""Layout of every element in flat buffers: pure arithmetic, without torch.distributed or storage.
+
+[Note: layout terms]
+parameter   one tensor of the model, counted once however many names (aliases) it has
+unit        a block of the module tree that is gathered, computed and reduced together. Unit 0 is
+            the root: parameters that belong to no block or to several
+segment     the parameters of one unit that share dtype and trainability, consecutive in one flat
+            buffer. Each start is aligned; the end is padded to ``world_size * shard_numel``
+slot        one parameter's ``[start, stop)`` within its segment
+shard       the r-th of ``world_size`` equal slices of a segment, owned by rank r
+local flat  the trainable slices that a rank's optimizer state covers, concatenated
+space       (see zero_core.protocols)
+piece       one parameter's part of the local flat space
+
+Every other offset (gather, reduce, optimizer slices, Twin-Flow's split, checkpoint chunks,
+resharding) is an intersection of these intervals. Partitioning: ZeRO (Rajbhandari et
+al., arXiv 1910.02054), section 5; flat units: FSDP (Zhao et al., arXiv 2304.11277), section 3.2.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+
+__all__ = ["ALIGNMENT", "Layout", "ParamSpec", "Piece", "Segment", "Slot", "UnitLayout"]
+
+ALIGNMENT = 32
+"""Elements to which slots and shards are aligned: 64 bytes at 16 bits, a cache line and a vector
+register. An unaligned weight would slow down the matrix kernels."""
+
+
+@dataclass(frozen=True)
+class ParamSpec:
+    """One parameter, described without its storage.
+
+    Attributes:
+        name: first name in the module tree.
+        shape: shape of the whole parameter.
+        dtype: compute dtype.
+        is_trainable: whether an optimizer may update it; see zero_core.runtime.trainable.
+        aliases: further names (tied weights).
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    is_trainable: bool
+    aliases: tuple[str, ...] = ()
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True)
+class Slot:
+    """Parameter number ``param`` takes ``[start, stop)`` of its segment."""
+
+    param: int
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True)
+class Segment:
+    """The parameters of one unit with one dtype and trainability, flat.
+
+    Attributes:
+        index: number of the segment over the whole layout.
+        unit: index of its unit.
+        dtype: compute dtype.
+        is_trainable: whether gradients are reduced for it.
+        slots: its parameters in order.
+        shard_numel: elements per rank, padding included.
+        world_size: number of shards.
+    """
+
+    index: int
+    unit: int
+    dtype: torch.dtype
+    is_trainable: bool
+    slots: tuple[Slot, ...]
+    shard_numel: int
+    world_size: int
+
+    @property
+    def padded_numel(self) -> int:
+        """Elements of the gathered segment, padding included."""
+        return self.shard_numel * self.world_size
+
+    def shard_range(self, rank: int) -> tuple[int, int]:
+        """``[start, stop)`` of ``rank``'s shard within the segment."""
+        return rank * self.shard_numel, (rank + 1) * self.shard_numel
+
+    def gaps(self) -> Iterator[tuple[int, int]]:
+        """Yield the spans that belong to no parameter."""
+        end = 0
+        for slot in self.slots:
+            if slot.start > end:
+                yield end, slot.start
+            end = slot.stop
+        if self.padded_numel > end:
+            yield end, self.padded_numel
+
+
+@dataclass(frozen=True)
+class UnitLayout:
+    """A unit: its name in the module tree ("" for the root) and its segments."""
+
+    index: int
+    name: str
+    segments: tuple[Segment, ...]
+
+
+@dataclass(frozen=True)
+class Piece:
+    """``[start, stop)`` of the local flat space holds ``param`` from ``offset`` on."""
+
+    start: int
+    stop: int
+    param: int
+    offset: int
+    segment: int
+
+
+def _round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The whole model's arithmetic for one world size.
+
+    Attributes:
+        world_size: number of ranks that share each segment.
+        params: every parameter, once.
+        units: the root unit, then the blocks in the order of the module tree.
+        alignment: elements to which slots and shards are aligned.
+    """
+
+    world_size: int
+    params: tuple[ParamSpec, ...]
+    units: tuple[UnitLayout, ...]
+    alignment: int
+
+    @classmethod
+    def build(
+        cls,
+        params: Sequence[ParamSpec],
+        units: Sequence[tuple[str, Sequence[int]]],
+        world_size: int,
+        *,
+        alignment: int = ALIGNMENT,
+    ) -> Layout:
+        """Compute the layout of ``units``, each a name and the numbers of its parameters.
+
+        Raises:
+            ValueError: a parameter is in no unit or in two, or world_size or alignment < 1.
+        """
+        if world_size < 1 or alignment < 1:
+            raise ValueError(
+                f"world_size and alignment must be >= 1, got {world_size}, {alignment}"
+            )
+        placed = sorted(p for _, members in units for p in members)
+        if placed != list(range(len(params))):
+            raise ValueError("every parameter must be in exactly one unit")
+        laid: list[UnitLayout] = []
+        count = 0
+        for index, (name, members) in enumerate(units):
+            segments = []
+            for key in dict.fromkeys((params[p].dtype, params[p].is_trainable) for p in members):
+                same = [p for p in members if (params[p].dtype, params[p].is_trainable) == key]
+                slots, end = _place(params, same, alignment)
+                shard = _round_up(-(-max(end, 1) // world_size), alignment)
+                segments.append(Segment(count, index, *key, slots, shard, world_size))
+                count += 1
+            laid.append(UnitLayout(index, name, tuple(segments)))
+        return cls(world_size, tuple(params), tuple(laid), alignment)
+
+    @cached_property
+    def segments(self) -> tuple[Segment, ...]:
+        """All segments in the order of their ``index``."""
+        return tuple(s for unit in self.units for s in unit.segments)
+
+    def describe_segments(self) -> dict[int, str]:
+        """Say for each segment of which unit it is: "unit 3 (blocks.2)"."""
+        return {
+            segment.index: f"unit {unit.index} ({unit.name or 'root'})"
+            for unit in self.units
+            for segment in unit.segments
+        }
+
+    def state_range(self, segment: Segment, rank: int, *, is_sharded: bool) -> tuple[int, int]:
+        """Return the part of ``segment`` that ``rank``'s optimizer state covers."""
+        return segment.shard_range(rank) if is_sharded else (0, segment.padded_numel)
+
+    def local_starts(self, *, is_sharded: bool) -> dict[int, int]:
+        """Return each trainable segment's start in the local flat space, by segment index."""
+        starts, end = {}, 0
+        for segment in self.segments:
+            if segment.is_trainable:
+                starts[segment.index] = end
+                end += segment.shard_numel if is_sharded else segment.padded_numel
+        return starts
+
+    def local_numel(self, *, is_sharded: bool) -> int:
+        """Return the length of the local flat space with padding, which is equal on all ranks."""
+        return sum(
+            s.shard_numel if is_sharded else s.padded_numel for s in self.segments if s.is_trainable
+        )
+
+    def pieces(self, rank: int, *, is_sharded: bool) -> tuple[Piece, ...]:
+        """Return the non-empty pieces of ``rank``'s local flat space in order."""
+        starts = self.local_starts(is_sharded=is_sharded)
+        found = []
+        for segment in self.segments:
+            if not segment.is_trainable:
+                continue
+            low, high = self.state_range(segment, rank, is_sharded=is_sharded)
+            base = starts[segment.index] - low
+            for slot in segment.slots:
+                first, last = max(slot.start, low), min(slot.stop, high)
+                if first < last:
+                    found.append(
+                        Piece(
+                            base + first, base + last, slot.param, first - slot.start, segment.index
+                        )
+                    )
+        return tuple(found)
+
+
+def _place(
+    params: Sequence[ParamSpec], members: Sequence[int], alignment: int
+) -> tuple[tuple[Slot, ...], int]:
+    """Place parameters one after another at aligned starts, and return the slots and the end."""
+    slots, end = [], 0
+    for p in members:
+        start = _round_up(end, alignment)
+        end = start + params[p].numel
+        slots.append(Slot(p, start, end))
+    return tuple(slots), end

@@ -1,0 +1,199 @@
+"""Discovery of a model's units: which modules are blocks, and which parameters belong to them.
+
+A block is a child of an ``nn.ModuleList`` or ``nn.Sequential`` that has parameters and a forward
+of its own. Blocks are not searched for further blocks. A parameter that only one block uses
+belongs to that block. Everything else (embeddings, heads, weights tied across blocks) belongs to
+the root unit, which stays gathered from the start of forward to the end of backward. `note_reader`
+records that a module reads a parameter of another one.
+
+A *leaf* is a module that is one unit with everything in it, at any depth of the module tree. It
+has ``_is_zero_leaf = True``, or ``zero_optimization.leaf_module`` names it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import nn
+
+from zero_core.errors import ConfigError
+
+__all__ = ["Discovered", "LeafRule", "discover", "note_reader", "plain_name"]
+
+_log = logging.getLogger(__name__)
+
+_WRAPPERS = ("_checkpoint_wrapped_module", "_orig_mod")
+_CONTAINERS = (nn.ModuleList, nn.Sequential)
+_read: WeakKeyDictionary[nn.Module, dict[int, nn.Parameter]] = WeakKeyDictionary()
+
+
+@dataclass(frozen=True)
+class Discovered:
+    """Parameters and units of a model.
+
+    Attributes:
+        params: each parameter once, in the order of the module tree.
+        names: all names of each parameter, the first one first. See `plain_name`.
+        units: ``(name, module, parameter numbers)``. Unit 0 is the root.
+    """
+
+    params: tuple[nn.Parameter, ...]
+    names: tuple[tuple[str, ...], ...]
+    units: tuple[tuple[str, nn.Module, tuple[int, ...]], ...]
+
+
+def plain_name(name: str) -> str:
+    """Return ``name`` as the model has it without the wrappers of checkpointing and compilation.
+
+    Those of `torch.distributed.algorithms._checkpoint.checkpoint_wrapper` and of `torch.compile`,
+    as in `torch.distributed.checkpoint.state_dict`.
+    """
+    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+
+
+def note_reader(module: nn.Module, param: nn.Parameter, *, is_reader: bool = True) -> bool:
+    """Record whether ``module`` reads ``param``, which belongs to another module.
+
+    Returns:
+        Whether it was recorded as a reader before.
+    """
+    noted = _read.setdefault(module, {})
+    found = noted.pop(id(param), None)
+    if is_reader:
+        noted[id(param)] = param
+    return found is not None
+
+
+def _can_be_called(module: nn.Module) -> bool:
+    # A ModuleList or ModuleDict has no forward, so hooks on it would never fire. A module that
+    # torch.compile wrapped has its forward on the object.
+    has_forward = type(module).forward is not nn.Module.forward or "forward" in vars(module)
+    return has_forward and not isinstance(module, nn.ModuleList | nn.ModuleDict)
+
+
+@dataclass(frozen=True)
+class LeafRule:
+    """Selection of leaves, besides the modules that are marked as such.
+
+    Attributes:
+        classes: names of classes, with or without the Python module.
+        names: paths as in ``named_modules``.
+        name_suffixes: ends of such paths.
+    """
+
+    classes: tuple[str, ...] = ()
+    names: tuple[str, ...] = ()
+    name_suffixes: tuple[str, ...] = ()
+
+    def is_leaf(self, path: str, module: nn.Module) -> bool:
+        """Return whether ``module``, at ``path``, is a leaf.
+
+        Raises:
+            ConfigError: it is, but has no forward, and so cannot be a unit.
+        """
+        is_named = path in self.names or path.endswith(self.name_suffixes)
+        is_named = is_named or not _names_of(type(module)).isdisjoint(self.classes)
+        # foreign: DeepSpeed's models carry this attribute
+        if not (is_named or getattr(module, "_is_zero_leaf", False)):
+            return False
+        if not _can_be_called(module):
+            raise ConfigError(
+                f"leaf module {path!r} ({type(module).__name__}) has no forward, so that it cannot "
+                "be gathered when it is called: name the module that calls its parts"
+            )
+        return True
+
+    def warn_missing(self, model: nn.Module) -> None:
+        """Log a warning about names that no module has."""
+        paths = [path for path, _ in model.named_modules(remove_duplicate=False)]
+        classes = {name for module in model.modules() for name in _names_of(type(module))}
+        missing = [name for name in self.classes if name not in classes]
+        missing += [name for name in self.names if name not in paths]
+        for suffix in self.name_suffixes:
+            missing += [] if any(path.endswith(suffix) for path in paths) else [suffix]
+        if missing:
+            _log.warning("zero_optimization.leaf_module names what the model lacks: %s", missing)
+
+
+def _names_of(kind: type[nn.Module]) -> set[str]:
+    return {kind.__name__, f"{kind.__module__}.{kind.__qualname__}"}
+
+
+def _blocks(prefix: str, module: nn.Module, rule: LeafRule) -> Iterator[tuple[str, nn.Module]]:
+    is_container = isinstance(module, _CONTAINERS)
+    for name, child in module.named_children():
+        path = f"{prefix}{name}"
+        if next(child.parameters(), None) is None:
+            continue
+        if rule.is_leaf(path, child) or (is_container and _can_be_called(child)):
+            yield path, child
+        else:
+            yield from _blocks(path + ".", child, rule)
+
+
+def _owner(name: str, paths: dict[str, str]) -> str:
+    """Return the block that contains the parameter ``name``, or "" for the root."""
+    parts = name.split(".")
+    for length in range(1, len(parts)):
+        block = paths.get(".".join(parts[:length]))
+        if block is not None:
+            return block
+    return ""
+
+
+def discover(model: nn.Module, rule: LeafRule | None = None) -> Discovered:
+    """Find the parameters, their names, and the units of ``model``.
+
+    ``rule`` selects leaves besides the modules that are marked as such.
+    """
+    rule = rule or LeafRule()
+    rule.warn_missing(model)
+    numbers: dict[int, int] = {}
+    params: list[nn.Parameter] = []
+    names: list[list[str]] = []
+    for name, param in model.named_parameters(remove_duplicate=False):
+        if id(param) not in numbers:
+            numbers[id(param)] = len(params)
+            params.append(param)
+            names.append([])
+        names[numbers[id(param)]].append(name)
+
+    blocks: dict[int, tuple[str, nn.Module]] = {}
+    below: Iterable[tuple[str, nn.Module]]
+    below = () if rule.is_leaf("", model) else _blocks("", model, rule)
+    for path, module in below:
+        blocks.setdefault(id(module), (path, module))  # the same block twice in a list: one unit
+    # Every path to a block, for a block or a part of it may stand in several places.
+    paths = {
+        path: blocks[id(module)][0]
+        for path, module in model.named_modules(remove_duplicate=False)
+        if id(module) in blocks
+    }
+    owners = {n: {_owner(name, paths) for name in names[n]} for n in range(len(params))}
+    for path, module in model.named_modules(remove_duplicate=False):
+        for key in _read.get(module, ()):
+            if key in numbers:
+                owners[numbers[key]].add(_owner(f"{path}.read", paths))
+
+    members: dict[str, list[int]] = {"": [], **{path: [] for path, _ in blocks.values()}}
+    for number, owned in owners.items():
+        members[next(iter(owned)) if len(owned) == 1 else ""].append(number)
+    modules = {"": model, **dict(blocks.values())}
+    units = tuple(
+        (path, modules[path], tuple(numbers_))
+        for path, numbers_ in members.items()
+        if numbers_ or path == ""
+    )
+    plain = tuple(tuple(plain_name(name) for name in found) for found in names)
+    return Discovered(tuple(params), plain, units)
+
+
+def compute_dtype(param: torch.Tensor, low_precision: torch.dtype | None) -> torch.dtype:
+    """Return the compute dtype of ``param`` where floating parameters go to ``low_precision``."""
+    if low_precision is not None and param.is_floating_point():
+        return low_precision
+    return param.dtype

@@ -1,0 +1,190 @@
+"""Ownership of a model's parameters by an engine, from ``build`` until the engine ends.
+
+A rank that closes its engine may be one that failed, so it waits for no other. It cannot gather the
+slices of others, and current values beside older ones would look like a model. Such parameters
+therefore hold no value after `Ownership.close`, as at stage 3 between two uses.
+`Ownership.leave_shards` gives this rank's slices to a caller that keeps them elsewhere, such as
+DeepSpeed's ``zero.Init``.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Iterator, Mapping
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from zero_core.comm.control import ControlGroup
+from zero_core.errors import ConfigError
+from zero_core.layout.arithmetic import Slot
+from zero_core.sharded.params import FlatParams, is_placeholder
+from zero_core.sharded.sharded_state import ShardedState
+
+__all__ = ["LeftShard", "Ownership", "Removable", "check_is_free", "owner_of"]
+
+
+class LeftShard(NamedTuple):
+    """This rank's elements of one parameter of an engine that has ended.
+
+    Attributes:
+        param: the parameter.
+        control: the ranks that share it.
+        spans: which elements of the flat value each rank has; they do not overlap.
+        values: this rank's, in the engine's memory.
+    """
+
+    param: nn.Parameter
+    control: ControlGroup
+    spans: list[tuple[int, int]]
+    values: Tensor
+
+
+class Removable(Protocol):
+    """The handle of a hook."""
+
+    def remove(self) -> None:
+        """Remove the hook."""
+        ...
+
+
+class Ownership:
+    """The parameters of one model and the hooks on it, as long as an engine owns them."""
+
+    def __init__(self, owner: object, state: ShardedState) -> None:
+        """Own the parameters of ``state`` for ``owner``, until one of the methods that end it.
+
+        Args:
+            owner: found by `owner_of`; held weakly.
+            state: the parameters and the memory behind them.
+        """
+        self._owner = weakref.ref(owner)
+        self._state = state
+        self.is_ended = False
+        """Whether the engine has ended; the model may have other values since."""
+        self.hooks = self._refuse_stale_state_dicts()
+        """Hooks on the model that are removed at the end."""
+        _alive[:] = [ref for ref in _alive if ref() is not None]
+        _alive.append(weakref.ref(self))
+
+    def owner_of(self, param: nn.Parameter) -> object | None:
+        """Return the owner if ``param`` is one of its parameters."""
+        return None if self.name_of(param) is None else self._owner()
+
+    def name_of(self, param: nn.Parameter) -> str | None:
+        """Return the first name of ``param`` if it is owned."""
+        return None if self.is_ended else self._state.param_names.get(id(param))
+
+    def remove_at_end(self, hooks: Iterable[Removable]) -> None:
+        """Remove ``hooks`` that others put on the model when the engine ends."""
+        self.hooks += hooks
+
+    def close(self) -> None:
+        """End, on this rank alone. Parameters that are not whole here hold no value then."""
+        if self.is_ended:
+            return
+        self._end()
+        if not self._state.has_stale_values:
+            return
+        for values in self._state.params:
+            values.abandon()
+        for module in self._state.module.modules():
+            if _refuse_left_over not in module._state_dict_pre_hooks.values():
+                module.register_state_dict_pre_hook(_refuse_left_over)  # type: ignore[no-untyped-call]
+
+    def leave_shards(self) -> Iterator[LeftShard]:
+        """End, on this rank alone, and return its part of each parameter that is not whole.
+
+        At stages 0 to 2 parameters keep their values where every rank has them all, as after
+        `zero_core.Engine.publish`, and nothing is returned.
+        """
+        if self.is_ended:
+            return iter(())
+        self._end()
+        values = self._state.params
+        if not self._state.has_stale_values and all(v.is_kept for v in values):
+            return iter(())
+        return (shard for v in values for shard in _local_shards(v, self._state.control))
+
+    def leave_values(self, full: Mapping[str, Tensor]) -> None:
+        """End with the ``full`` values by name in the parameters, and with buffers on the CPU."""
+        self._end()
+        module = self._state.module
+        for name, param in module.named_parameters():
+            param.data = full[name]
+        for part in module.modules():
+            for name, buffer in part._buffers.items():
+                part._buffers[name] = None if buffer is None else buffer.cpu()
+
+    def _end(self) -> None:
+        state = self._state
+        state.tier.wait_params(0, max((p.stop for p in state.pieces), default=0))
+        while self.hooks:
+            self.hooks.pop().remove()
+        self.is_ended = True
+
+    def _refuse_stale_state_dicts(self) -> list[Removable]:
+        """Make ``state_dict`` raise where parameters do not hold the current values."""
+        state = self._state
+
+        def refuse(module: nn.Module, prefix: str, keep_vars: bool) -> None:
+            if state.has_stale_values:
+                raise RuntimeError(
+                    "the module's parameters do not hold the current values here: use "
+                    "engine.full_state_dict(), or state_dict() within engine.gathered()"
+                )
+
+        modules = state.module.modules()
+        return [m.register_state_dict_pre_hook(refuse) for m in modules]  # type: ignore[no-untyped-call]
+
+
+_alive: list[weakref.ref[Ownership]] = []  # the newest last
+
+
+def owner_of(param: nn.Parameter) -> object | None:
+    """Return the engine that owns ``param``, the newest if there are several, or None."""
+    alive = (ref() for ref in reversed(_alive))
+    owners = (one.owner_of(param) for one in alive if one is not None)
+    return next((owner for owner in owners if owner is not None), None)
+
+
+def check_is_free(model: nn.Module) -> None:
+    """Refuse a model of which another engine owns a parameter: both would take its gradient.
+
+    Raises:
+        ConfigError: with the name of the first one.
+    """
+    for name, param in model.named_parameters():
+        if owner_of(param) is not None:
+            raise ConfigError(
+                f"{name} belongs to an engine already, the one that zero_core.engine_of(param) "
+                "tells: end that one first, by engine.unwrap()"
+            )
+
+
+@torch.no_grad()
+def _local_shards(values: FlatParams, control: ControlGroup) -> Iterator[LeftShard]:
+    segment = values.segment
+    shard = values.read_shard().detach()
+    ranges = [segment.shard_range(rank) for rank in range(control.world_size)]
+    low = ranges[control.rank][0]
+    for slot, param in zip(segment.slots, values.params, strict=True):
+        spans = [_common(slot, *each) for each in ranges]
+        first, last = (slot.start + x - low for x in spans[control.rank])
+        yield LeftShard(param, control, spans, shard[first:last])
+
+
+def _common(slot: Slot, low: int, high: int) -> tuple[int, int]:
+    """Return the elements of a parameter in ``[low, high)`` of its segment."""
+    first = min(max(low, slot.start), slot.stop)
+    return first - slot.start, max(first, min(high, slot.stop)) - slot.start
+
+
+def _refuse_left_over(module: nn.Module, prefix: str, keep_vars: bool) -> None:
+    for name, param in module._parameters.items():
+        if param is not None and is_placeholder(param) and owner_of(param) is None:
+            raise RuntimeError(
+                f"{prefix}{name} holds no value: it went with an engine that was closed. End one "
+                "with engine.unwrap() in place of engine.close()"
+            )

@@ -1,0 +1,136 @@
+"""Adam and AdamW with optional bias correction, which torch's own always apply."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch.optim.adam import adam
+
+from zero_core.optim.base import BaseOptimizer, check_settings
+
+__all__ = ["Adam", "corrected_update", "moments_of"]
+
+
+class Adam(BaseOptimizer):
+    """Adam (Kingma and Ba, 2015, arXiv 1412.6980) or AdamW (arXiv 1711.05101), fused.
+
+    With bias correction the update is `torch.optim.Adam`'s or ``AdamW``'s, by the same kernel.
+    Without, the moments are used as they are: ``p -= lr * exp_avg / (sqrt(exp_avg_sq) + eps)``,
+    which is larger in the first steps. State of a parameter, as torch's: ``step`` (0-d, fp32),
+    ``exp_avg`` and ``exp_avg_sq`` of its shape and dtype.
+
+    Args:
+        params: parameters or groups of them; dense.
+        lr: learning rate.
+        betas: decay of the first and second moment, in [0, 1).
+        eps: added to the denominator.
+        weight_decay: decoupled, or L2.
+        bias_correction: divide the moments by ``1 - beta ** step``.
+        decoupled_weight_decay: AdamW.
+        maximize: maximize the objective instead.
+        fused: torch's fused kernel, which reads ``step`` on the parameter's device.
+
+    Attributes:
+        is_elementwise: an element's update depends on that element alone.
+        has_host_kernel: an offloaded tier may compute it by a kernel.
+        update_rule: the name by which it finds that kernel.
+
+    Raises:
+        ValueError: a setting that is out of range, by name.
+        RuntimeError: in ``step``, a gradient is sparse.
+    """
+
+    is_elementwise: ClassVar[bool] = True
+    has_host_kernel: ClassVar[bool] = True
+    update_rule: ClassVar[str] = "adam"
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        *,
+        bias_correction: bool = True,
+        decoupled_weight_decay: bool = True,
+        maximize: bool = False,
+        fused: bool = True,
+    ) -> None:
+        check_settings(betas, lr=float(lr), eps=eps, weight_decay=weight_decay)
+        defaults = {
+            "lr": lr,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "bias_correction": bias_correction,
+            "decoupled_weight_decay": decoupled_weight_decay,
+            "maximize": maximize,
+            "fused": fused,
+        }
+        super().__init__(params, defaults)
+
+    def _update(self) -> None:
+        for group in self.param_groups:
+            params = [p for p in group["params"] if p.grad is not None]
+            if any(p.grad.is_sparse for p in params):
+                raise RuntimeError("Adam does not take sparse gradients")
+            is_fused = bool(group["fused"])
+            states = [moments_of(self.state[p], p, is_fused=is_fused) for p in params]
+            (corrected_update if group["bias_correction"] else _uncorrected)(group, params, states)
+
+
+def moments_of(state: dict[str, Tensor], param: Tensor, *, is_fused: bool) -> dict[str, Tensor]:
+    """Return ``state`` of ``param``, created if it is empty."""
+    if "exp_avg_sq" not in state:
+        device = param.device if is_fused else torch.device("cpu")
+        state["step"] = torch.zeros((), dtype=torch.float32, device=device)
+        for name in ("exp_avg", "exp_avg_sq"):
+            state[name] = torch.zeros_like(param, memory_format=torch.preserve_format)
+    return state
+
+
+def corrected_update(
+    group: dict[str, Any], params: list[Tensor], states: list[dict[str, Tensor]]
+) -> None:
+    """Update ``params`` by torch's own kernel, with the settings of ``group``."""
+    beta1, beta2 = group["betas"]
+    adam(
+        params,
+        [p.grad for p in params if p.grad is not None],
+        [s["exp_avg"] for s in states],
+        [s["exp_avg_sq"] for s in states],
+        [],
+        [s["step"] for s in states],
+        foreach=False,
+        fused=bool(group["fused"]),
+        decoupled_weight_decay=group["decoupled_weight_decay"],
+        amsgrad=False,
+        beta1=beta1,
+        beta2=beta2,
+        lr=group["lr"],
+        weight_decay=group["weight_decay"],
+        eps=group["eps"],
+        maximize=group["maximize"],
+    )
+
+
+def _uncorrected(
+    group: dict[str, Any], params: list[Tensor], states: list[dict[str, Tensor]]
+) -> None:
+    beta1, beta2 = group["betas"]
+    lr, decay = group["lr"], group["weight_decay"]
+    for param, state in zip(params, states, strict=True):
+        assert param.grad is not None
+        grad = -param.grad if group["maximize"] else param.grad
+        if group["decoupled_weight_decay"]:
+            param.mul_(1 - lr * decay)
+        else:
+            grad = grad.add(param, alpha=decay)
+        state["step"] += 1
+        state["exp_avg"].lerp_(grad, 1 - beta1)
+        state["exp_avg_sq"].mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
+        denominator = state["exp_avg_sq"].sqrt().add_(group["eps"])
+        param.sub_(state["exp_avg"] / denominator * lr)

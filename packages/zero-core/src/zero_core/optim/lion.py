@@ -1,0 +1,70 @@
+"""Lion: the sign of an interpolated momentum, as a torch optimizer."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from zero_core.optim.base import BaseOptimizer, check_settings
+
+__all__ = ["Lion"]
+
+
+class Lion(BaseOptimizer):
+    """Lion (Chen et al., 2023, arXiv 2302.06675, algorithm 2), with decoupled weight decay.
+
+    With the momentum ``m`` and the gradient ``g``: ``p -= lr * (sign(beta1 * m + (1 - beta1) * g) +
+    weight_decay * p)``, then ``m = beta2 * m + (1 - beta2) * g``. One fp32 state of a parameter's
+    shape, ``exp_avg``. The operations and their order are those of a fused host kernel, so that on
+    CPUs with FMA fp32 results are equal to its, bit by bit.
+
+    Args:
+        params: parameters or groups of them; dense.
+        lr: learning rate, not negative; the paper advises a third to a tenth of AdamW's.
+        betas: weight of the momentum in the direction, and decay of the momentum; in [0, 1).
+        weight_decay: decoupled, not negative; the paper advises three to ten times AdamW's.
+        maximize: maximize the objective instead.
+
+    Attributes:
+        is_elementwise: an element's update depends on that element alone.
+        update_rule: the name by which an offloaded tier finds a kernel for this update.
+
+    Raises:
+        ValueError: a setting that is out of range, by name; in ``step``, a sparse gradient.
+    """
+
+    is_elementwise: ClassVar[bool] = True
+    update_rule: ClassVar[str] = "lion"
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-4,
+        betas: tuple[float, float] = (0.9, 0.99),
+        weight_decay: float = 0.0,
+        *,
+        maximize: bool = False,
+    ) -> None:
+        check_settings(betas, lr=lr, weight_decay=weight_decay)
+        defaults = {"lr": lr, "betas": betas, "weight_decay": weight_decay, "maximize": maximize}
+        super().__init__(params, defaults)
+
+    def _update(self) -> None:
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    self._update_param(param, param.grad, group)
+
+    def _update_param(self, param: Tensor, grad: Tensor, group: dict[str, Any]) -> None:
+        if grad.is_sparse:
+            raise ValueError("Lion does not take sparse gradients")
+        grad = -grad if group["maximize"] else grad
+        state = self.state[param]
+        if "exp_avg" not in state:
+            state["exp_avg"] = torch.zeros_like(param, memory_format=torch.preserve_format)
+        exp_avg, lr, (beta1, beta2) = state["exp_avg"], group["lr"], group["betas"]
+        direction = exp_avg.mul(beta1).add_(grad, alpha=1 - beta1).sign_()
+        param.mul_(1 - lr * group["weight_decay"]).add_(direction, alpha=-lr)
+        exp_avg.mul_(beta2).add_(grad, alpha=1 - beta2)

@@ -1,0 +1,198 @@
+"""Muon for matrices and AdamW for the rest, in one optimizer.
+
+[Note: whole matrices]
+The direction of a matrix is its momentum, made orthogonal. It depends on the whole matrix, while
+the rest of the update is elementwise. `Muon` computes the elementwise part on its parameters,
+whatever they are, and asks its attribute ``directions`` for the direction. By default these are
+directions of whole matrices. `zero_core.optim.muon_tier` computes them across ranks, where each
+parameter is a slice of a matrix.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from zero_core.optim.adam import corrected_update, moments_of
+from zero_core.optim.base import BaseOptimizer, check_settings
+
+__all__ = ["Direction", "Muon", "direction_of", "split_groups", "tag_matrices"]
+
+_COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+_SMALLEST_NORM = 1e-7
+_NOT_MATRICES = ("embed", "lm_head")
+
+
+class Direction(NamedTuple):
+    """Direction of a step: bf16 ``values`` of a parameter's shape, and a factor on the rate."""
+
+    values: Tensor
+    factor: float
+
+
+class Muon(BaseOptimizer):
+    """Muon (Jordan et al., 2024) as `torch.optim.Muon` has it, and AdamW, by group.
+
+    In a group with ``use_muon`` the parameters are matrices, and with the gradient ``g``:
+    ``m = momentum * m + (1 - momentum) * g``, then ``p -= lr * weight_decay * p + lr * factor *
+    O``, where ``O`` is ``m``, or ``(1 - momentum) * g + momentum * m`` if ``nesterov``, made
+    orthogonal by five Newton-Schulz iterations in bf16. The other groups are AdamW's. ``exp_avg``
+    is ``m`` in the former, and the first moment in the latter.
+
+    Args:
+        params: groups of parameters, each with ``use_muon``.
+        lr: learning rate, of groups that have none of their own, as all that follows.
+        weight_decay: decoupled.
+        momentum: decay of ``m``.
+        nesterov: see above.
+        adjust_lr_fn: "original": ``factor = sqrt(max(1, rows / columns))``; "match_rms_adamw":
+            ``0.2 * sqrt(max(rows, columns))``.
+        betas: AdamW's.
+        eps: AdamW's.
+        use_muon: whether the parameters are matrices.
+
+    Attributes:
+        needs_matrices: the engine gives it whole matrices; see [Note: whole matrices].
+    """
+
+    needs_matrices: ClassVar[bool] = True
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 0.02,
+        weight_decay: float = 0.0,
+        momentum: float = 0.95,
+        *,
+        nesterov: bool = True,
+        adjust_lr_fn: str = "original",
+        betas: tuple[float, float] = (0.9, 0.95),
+        eps: float = 1e-10,
+        use_muon: bool = True,
+    ) -> None:
+        check_settings((), lr=lr, weight_decay=weight_decay, momentum=momentum, eps=eps)
+        if adjust_lr_fn not in ("original", "match_rms_adamw"):
+            raise ValueError(
+                f"adjust_lr_fn must be 'original' or 'match_rms_adamw', found {adjust_lr_fn!r}"
+            )
+        defaults = {
+            "lr": lr,
+            "weight_decay": weight_decay,
+            "momentum": momentum,
+            "nesterov": nesterov,
+            "adjust_lr_fn": adjust_lr_fn,
+            "betas": betas,
+            "eps": eps,
+            "use_muon": use_muon,
+            "fused": True,
+            "decoupled_weight_decay": True,
+            "maximize": False,
+        }
+        super().__init__(params, defaults)
+        self.directions: Callable[[Sequence[_Update]], list[Direction]] = _whole_directions
+
+    def _update(self) -> None:
+        updates: list[_Update] = []
+        for group in self.param_groups:
+            params = [p for p in group["params"] if p.grad is not None]
+            if group["use_muon"]:
+                updates += [_Update(p, self._momentum(p, group), group) for p in params]
+            else:
+                states = [moments_of(self.state[p], p, is_fused=True) for p in params]
+                corrected_update(group, params, states)
+        # Called without matrices too: other ranks may have some.
+        for update, direction in zip(updates, self.directions(updates), strict=True):
+            rate, decay = update.group["lr"], update.group["weight_decay"]
+            update.param.mul_(1 - rate * decay)
+            update.param.add_(direction.values, alpha=-rate * direction.factor)
+
+    def _momentum(self, param: Tensor, group: Mapping[str, Any]) -> Tensor:
+        """Update the momentum, and return the one from which the direction is computed."""
+        assert param.grad is not None
+        state = self.state[param]
+        if "exp_avg" not in state:
+            state["exp_avg"] = torch.zeros_like(param, memory_format=torch.preserve_format)
+        average: Tensor = state["exp_avg"].lerp_(param.grad, 1 - group["momentum"])
+        return param.grad.lerp(average, group["momentum"]) if group["nesterov"] else average
+
+
+class _Update(NamedTuple):
+    param: Tensor
+    momentum: Tensor
+    group: Mapping[str, Any]
+
+
+def direction_of(matrix: Tensor, group: Mapping[str, Any]) -> Direction:
+    """Orthogonalize ``matrix`` [rows, columns] in bf16, as `torch.optim.Muon` does.
+
+    Quintic Newton-Schulz iterations on a matrix of norm 1 or less bring singular values near 1.
+    """
+    rows, columns = matrix.shape
+    a, b, c = _COEFFICIENTS
+    x = matrix.bfloat16()
+    x = x.T if rows > columns else x
+    x = x / x.norm().clamp(min=_SMALLEST_NORM)
+    for _ in range(5):
+        gram = x @ x.T
+        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    if group["adjust_lr_fn"] == "original":
+        factor = math.sqrt(max(1, rows / columns))
+    else:
+        factor = 0.2 * math.sqrt(max(rows, columns))
+    return Direction(x.T if rows > columns else x, factor)
+
+
+def _whole_directions(updates: Sequence[_Update]) -> list[Direction]:
+    """Return the directions of whole matrices. A parameter of one dimension is a row."""
+    found = []
+    for update in updates:
+        direction = direction_of(update.momentum.view(-1, update.param.shape[-1]), update.group)
+        found.append(Direction(direction.values.view_as(update.param), direction.factor))
+    return found
+
+
+def tag_matrices(named: Iterable[tuple[str, nn.Parameter]]) -> None:
+    """Set ``use_muon`` on every parameter without it, as DeepSpeed does.
+
+    It is true for matrices, except those with "embed" or "lm_head" in their name.
+    """
+    for name, param in named:
+        if not hasattr(param, "use_muon"):  # foreign: DeepSpeed's mark on a torch parameter
+            is_other = any(word in name.lower() for word in _NOT_MATRICES)
+            param.use_muon = param.ndim == 2 and not is_other  # type: ignore[attr-defined]
+
+
+def split_groups(params: Sequence[Any], options: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Split each group into its matrices and the rest, by ``use_muon``.
+
+    Args:
+        params: parameters with the attribute ``use_muon``, or groups of them.
+        options: ``optimizer.params``; ``muon_lr`` and ``adam_lr`` win over ``lr``.
+
+    Raises:
+        ValueError: a parameter does not say whether it is a matrix.
+    """
+    groups = [g for g in params if isinstance(g, dict)]
+    loose = [p for p in params if not isinstance(p, dict)]
+    everything = [*loose, *(p for group in groups for p in group["params"])]
+    # foreign: DeepSpeed's mark on a torch parameter
+    unmarked = [tuple(p.shape) for p in everything if not hasattr(p, "use_muon")]
+    if unmarked:
+        raise ValueError(
+            f"Muon: parameters of shapes {unmarked[:3]} do not say whether they are matrices: call "
+            "zero_core.optim.muon.tag_matrices(model.named_parameters())"
+        )
+    shared = {k: v for k, v in options.items() if k not in ("lr", "muon_lr", "adam_lr")}
+    found = []
+    for group in [{"params": loose}, *groups]:
+        for use_muon, own, default in ((True, "muon_lr", 0.02), (False, "adam_lr", 3e-4)):
+            members = [p for p in group["params"] if p.use_muon is use_muon]
+            rate = options.get(own, options.get("lr", default))
+            if members:
+                found.append({"lr": rate, **shared, **group, "use_muon": use_muon})
+                found[-1]["params"] = members
+    return found

@@ -1,0 +1,93 @@
+"""Learning-rate schedules by name: DeepSpeed's, and those of torch.optim.lr_scheduler.
+
+DeepSpeed's names are the classes of `zero_core.optim.schedules.warmup` and
+`zero_core.optim.schedules.one_cycle`, whose parameters and values are DeepSpeed's. Any other name
+is a class of torch.optim.lr_scheduler, spelled as there.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch.optim import lr_scheduler
+
+from zero_core.errors import ConfigError
+from zero_core.optim.schedules.base import IterationSchedule, Schedule
+from zero_core.optim.schedules.one_cycle import LRRangeTest, OneCycle
+from zero_core.optim.schedules.warmup import WarmupCosineLR, WarmupDecayLR, WarmupLR
+
+__all__ = [
+    "SCHEDULERS",
+    "IterationSchedule",
+    "LRRangeTest",
+    "OneCycle",
+    "Schedule",
+    "WarmupCosineLR",
+    "WarmupDecayLR",
+    "WarmupLR",
+    "make_scheduler",
+]
+
+_TorchSchedule = lr_scheduler.LRScheduler
+
+SCHEDULERS: Mapping[str, type[IterationSchedule]] = {
+    "LRRangeTest": LRRangeTest,
+    "OneCycle": OneCycle,
+    "WarmupLR": WarmupLR,
+    "WarmupDecayLR": WarmupDecayLR,
+    "WarmupCosineLR": WarmupCosineLR,
+}
+"""DeepSpeed's schedules, by their names in the configuration."""
+
+_NEEDS_OBJECTS = {
+    "LambdaLR": "it takes functions",
+    "MultiplicativeLR": "it takes functions",
+    "ChainedScheduler": "it takes other schedulers",
+    "SequentialLR": "it takes other schedulers",
+    "ReduceLROnPlateau": "its step takes a measured value, which the engine does not have",
+}
+"""Of torch's, what a configuration cannot describe, and why."""
+
+
+def make_scheduler(
+    optimizer: torch.optim.Optimizer, name: str, params: Mapping[str, Any]
+) -> Schedule:
+    """Make the schedule that the configuration names.
+
+    Raises:
+        ConfigError: an unknown name or parameter, a missing one, or one that is out of range.
+    """
+    factory = _find(name)
+    known = [p for p in inspect.signature(factory).parameters if p != "optimizer"]
+    unknown = sorted(set(params) - set(known))
+    if unknown:
+        raise ConfigError(f"scheduler.params.{unknown[0]}: unknown key; {name} takes {known}")
+    try:
+        return factory(optimizer, **params)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"scheduler.params: {error}") from error
+
+
+def _find(name: str) -> Callable[..., Schedule]:
+    own = SCHEDULERS.get(name)
+    if own is not None:
+        return own
+    if name in _NEEDS_OBJECTS:
+        raise ConfigError(
+            f"scheduler.type = {name!r} cannot be given in a configuration: "
+            f"{_NEEDS_OBJECTS[name]}; pass lr_scheduler=... to build() or step it yourself"
+        )
+    found = getattr(lr_scheduler, name, None)
+    if (
+        isinstance(found, type)
+        and issubclass(found, _TorchSchedule)
+        and found is not _TorchSchedule
+    ):
+        return found
+    raise ConfigError(
+        f"scheduler.type = {name!r} is not served; known: {sorted(SCHEDULERS)}, and any class "
+        "of torch.optim.lr_scheduler, spelled as there"
+    )

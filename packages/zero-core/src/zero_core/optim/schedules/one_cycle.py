@@ -1,0 +1,210 @@
+"""The 1cycle policy and the range test that finds its bounds, as DeepSpeed has them.
+
+Smith, 2018 (arXiv 1803.09820): sections 3 and 4. The curves are DeepSpeed's value for value. With
+``k`` the count (see zero_core.optim.schedules.base), the position is ``b = k + 1``.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from typing import Any
+
+from zero_core.optim.schedules.base import IterationSchedule, per_group, set_rates, whole
+
+__all__ = ["LRRangeTest", "OneCycle"]
+
+_log = logging.getLogger(__name__)
+
+_BETA2 = 0.99
+"""The second beta of every group while momentum is cycled."""
+
+
+class LRRangeTest(IterationSchedule):
+    """``lr = min_lr * (1 + step_rate * b / step_size)``: up, to see where the loss diverges.
+
+    Args:
+        optimizer: a torch optimizer, or an object that has one as ``optimizer``.
+        lr_range_test_min_lr: rate of the first step; one for all groups or a list.
+        lr_range_test_step_size: steps per ``lr_range_test_step_rate``; at least 1.
+        lr_range_test_step_rate: what a step adds, in ``min_lr``.
+        lr_range_test_staircase: count whole steps alone.
+        last_batch_iteration: the count to resume from; other than -1, `step` sets the first rate.
+
+    Raises:
+        TypeError: no torch optimizer.
+        ValueError: a setting, by name.
+    """
+
+    def __init__(
+        self,
+        optimizer: Any,
+        lr_range_test_min_lr: float | list[float] = 1e-3,
+        lr_range_test_step_size: int = 2000,
+        lr_range_test_step_rate: float = 1.0,
+        lr_range_test_staircase: bool = False,
+        last_batch_iteration: int = -1,
+    ) -> None:
+        super().__init__(optimizer, last_batch_iteration)
+        self.min_lr = per_group(self.optimizer, "lr_range_test_min_lr", lr_range_test_min_lr)
+        self.step_size = whole("lr_range_test_step_size", lr_range_test_step_size, least=1)
+        self.step_rate = lr_range_test_step_rate
+        self.staircase = lr_range_test_staircase
+        if last_batch_iteration == -1:
+            self._set(self.min_lr)
+
+    def get_lr(self) -> list[Any]:
+        """Return the rate of each group at ``last_batch_iteration``."""
+        interval = float(self.last_batch_iteration + 1) / self.step_size
+        factor = 1 + self.step_rate * (math.floor(interval) if self.staircase else interval)
+        return [low * factor for low in self.min_lr]
+
+    def step(self, batch_iteration: int | None = None) -> None:
+        """Advance to the next iteration, or to the given one, and set its rates."""
+        self._advance(batch_iteration)
+
+
+class OneCycle(IterationSchedule):
+    """Rates up and down once, momentum down and up, then both decay.
+
+    In the cycle, of ``A + B`` steps, ``lr = min + (max - min) * s`` and ``beta1 = max_mom -
+    (max_mom - min_mom) * s``, where ``s`` goes from 0 to 1 in ``A`` steps and back in ``B``. After
+    it, ``d`` steps on, ``lr = min / (1 + decay_lr_rate * d / decay_step_size)`` and ``beta1 =
+    max_mom * (1 + decay_mom_rate * d / decay_step_size)``. The second beta is 0.99 throughout. The
+    first step of all runs at ``min_lr`` and ``min_mom``.
+
+    Args:
+        optimizer: a torch optimizer, or an object that has one as ``optimizer``.
+        cycle_min_lr: lowest rate; one for all groups or a list, as the next and the momenta.
+        cycle_max_lr: highest rate.
+        decay_lr_rate: of the rate after the cycle, per ``decay_step_size`` steps; 0: constant.
+        cycle_first_step_size: ``A``, steps up; positive.
+        cycle_second_step_size: ``B``, steps down; not negative; None: ``A``.
+        cycle_first_stair_count: stairs on the way up; 0: none.
+        cycle_second_stair_count: stairs on the way down; None: as many as up.
+        decay_step_size: see above; 0: no decay.
+        cycle_momentum: cycle the first beta; off, with a warning, if the optimizer has no betas.
+        cycle_min_mom: lowest beta1.
+        cycle_max_mom: highest beta1.
+        decay_mom_rate: of beta1 after the cycle; 0: constant.
+        last_batch_iteration: where to go on; other than -1, nothing is set before `step`.
+
+    Raises:
+        TypeError: no torch optimizer.
+        ValueError: a setting, by name.
+    """
+
+    def __init__(
+        self,
+        optimizer: Any,
+        cycle_min_lr: float | list[float],
+        cycle_max_lr: float | list[float],
+        decay_lr_rate: float = 0.0,
+        cycle_first_step_size: float = 2000,
+        cycle_second_step_size: float | None = None,
+        cycle_first_stair_count: int = 0,
+        cycle_second_stair_count: int | None = None,
+        decay_step_size: float = 0,
+        cycle_momentum: bool = True,
+        cycle_min_mom: float | list[float] = 0.8,
+        cycle_max_mom: float | list[float] = 0.9,
+        decay_mom_rate: float = 0.0,
+        last_batch_iteration: int = -1,
+    ) -> None:
+        super().__init__(optimizer, last_batch_iteration)
+        self.min_lrs = per_group(self.optimizer, "cycle_min_lr", cycle_min_lr)
+        self.max_lrs = per_group(self.optimizer, "cycle_max_lr", cycle_max_lr)
+        self.decay_lr_rate = decay_lr_rate
+        self.decay_mom_rate = decay_mom_rate
+        self.decay_step_size = decay_step_size
+        self._set_shape(cycle_first_step_size, cycle_second_step_size)
+        self.first_stair_count = cycle_first_stair_count
+        self.second_stair_count = (
+            cycle_first_stair_count
+            if cycle_second_stair_count is None
+            else cycle_second_stair_count
+        )
+        self.cycle_momentum = cycle_momentum and self._has_betas()
+        if self.cycle_momentum:
+            self._min_moms = per_group(self.optimizer, "cycle_min_mom", cycle_min_mom)
+            self._max_moms = per_group(self.optimizer, "cycle_max_mom", cycle_max_mom)
+        if last_batch_iteration == -1:
+            # As in DeepSpeed, `get_last_lr` knows nothing before the first step.
+            set_rates(self.optimizer.param_groups, self.min_lrs)
+            if self.cycle_momentum:
+                self._set_betas([(low, _BETA2) for low in self._min_moms])
+
+    def step(self, batch_iteration: int | None = None) -> None:
+        """Advance to the next iteration, or to the given one, and set its rates and betas."""
+        self._advance(batch_iteration)
+        momenta = self.get_mom()
+        if momenta is not None:
+            self._set_betas(momenta)
+
+    def get_lr(self) -> list[Any]:
+        """Return the rate of each group at ``last_batch_iteration``."""
+        bounds = zip(self.min_lrs, self.max_lrs, strict=True)
+        if self.last_batch_iteration < self.total_size:
+            part = self._part()
+            return [low + (high - low) * part for low, high in bounds]
+        factor = 1 + self._decay(self.decay_lr_rate)
+        return [low / factor for low in self.min_lrs]
+
+    def get_mom(self) -> list[tuple[float, float]] | None:
+        """Return the betas of each group at ``last_batch_iteration``, or None if not cycled."""
+        if not self.cycle_momentum:
+            return None
+        if self.last_batch_iteration < self.total_size:
+            part = self._part()
+            bounds = zip(self._min_moms, self._max_moms, strict=True)
+            return [(high - (high - low) * part, _BETA2) for low, high in bounds]
+        factor = 1 + self._decay(self.decay_mom_rate)
+        return [(high * factor, _BETA2) for high in self._max_moms]
+
+    def _set_shape(self, first: float, second: float | None) -> None:
+        self.first_step_size = float(first)
+        self.second_step_size = self.first_step_size if second is None else float(second)
+        if self.first_step_size <= 0:
+            raise ValueError(f"cycle_first_step_size must be positive, found {first}")
+        if self.second_step_size < 0:
+            raise ValueError(f"cycle_second_step_size must not be negative, found {second}")
+        self.total_size = self.first_step_size + self.second_step_size
+
+    def _has_betas(self) -> bool:
+        if "betas" in self.optimizer.defaults:
+            return True
+        _log.warning(
+            "OneCycle: %s has no betas, so momentum is not cycled (cycle_momentum = false says so)",
+            type(self.optimizer).__name__,
+        )
+        return False
+
+    def _set_betas(self, betas: list[tuple[float, float]]) -> None:
+        for group, pair in zip(self.optimizer.param_groups, betas, strict=True):
+            group["betas"] = pair
+
+    def _part(self) -> float:
+        """Return the position within the cycle: 0 at its ends, 1 at its top."""
+        position = self.last_batch_iteration + 1
+        turns = 1.0 + position / self.total_size
+        x, top = turns - math.floor(turns), self.first_step_size / self.total_size
+        is_rising = x <= top
+        num_stairs = self.first_stair_count if is_rising else self.second_stair_count
+        if num_stairs > 0:
+            return self._stair(position % self.total_size, num_stairs)
+        return x / top if is_rising else (x - 1) / (top - 1)
+
+    def _stair(self, position: float, num_stairs: int) -> float:
+        """Return `_part` in stairs, counted from the exact position."""
+        if position <= self.first_step_size:
+            height = position * num_stairs / self.first_step_size
+        else:
+            height = (self.total_size - position) * num_stairs / self.second_step_size
+        return math.floor(height) / num_stairs
+
+    def _decay(self, rate: float) -> float:
+        """Return what is added to 1 after the cycle."""
+        if math.isclose(rate, 0) or math.isclose(self.decay_step_size, 0):
+            return 0.0
+        steps = self.last_batch_iteration - self.total_size + 1
+        return rate * (steps / self.decay_step_size)

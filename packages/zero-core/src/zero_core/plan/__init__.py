@@ -1,0 +1,1 @@
+"""Memory and traffic of a run, predicted before anything is allocated."""

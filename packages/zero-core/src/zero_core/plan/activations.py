@@ -1,0 +1,145 @@
+"""Bytes that autograd saves for backward, found by a forward on the meta device."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+
+from zero_core._torch import pytree
+from zero_core.config.schema import Config
+from zero_core.errors import ConfigError
+from zero_core.layout.discovery import compute_dtype
+
+__all__ = ["trace_activations"]
+
+_META = torch.device("meta")
+
+
+def trace_activations(
+    model: nn.Module, config: Config, inputs: Mapping[str, Any] | Sequence[Any]
+) -> int:
+    """Return the bytes that autograd saves for backward, parameters and buffers not counted.
+
+    One forward runs on the meta device, in the compute dtype, in the model's current mode
+    (train or eval). The model is not changed.
+
+    Args:
+        model: the module, on any device.
+        config: the resolved configuration.
+        inputs: keyword or positional arguments of one micro-batch; tensors on any device.
+
+    Raises:
+        ConfigError: the forward does not run on the meta device.
+    """
+
+    def cast(value: Any, dtype: torch.dtype | None) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        meta = torch.empty_like(value, dtype=compute_dtype(value, dtype), device=_META)
+        return meta.requires_grad_(value.requires_grad)
+
+    def to_meta(value: Any) -> Any:
+        return cast(value, config.compute_dtype)
+
+    values = {name: to_meta(param) for name, param in model.named_parameters()}
+    values |= {name: cast(buffer, config.buffer_dtype) for name, buffer in model.named_buffers()}
+    known = {_storage_key(t) for t in values.values()}
+    saved: dict[int, torch.UntypedStorage] = {}  # alive, so that no address is reused
+
+    def pack(tensor: Tensor) -> Tensor:
+        if _storage_key(tensor) not in known:
+            saved[_storage_key(tensor)] = tensor.untyped_storage()
+        return tensor
+
+    args, kwargs = ((), dict(inputs)) if isinstance(inputs, Mapping) else (tuple(inputs), {})
+    args, kwargs = pytree.tree_map(to_meta, (args, kwargs))
+    try:
+        hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t)
+        with torch.enable_grad(), hooks, _FusedAttention(), _Unpadded():
+            torch.func.functional_call(model, values, args, kwargs)
+    except (RuntimeError, TypeError, ValueError) as error:
+        raise ConfigError(
+            f"the model's forward does not run on the meta device ({error}): plan without "
+            "example_inputs, and add the activations yourself"
+        ) from error
+    return sum(storage.nbytes() for storage in saved.values())
+
+
+def _storage_key(tensor: Tensor) -> int:
+    # Meta tensors have no address; their storage object has one.
+    return int(tensor.untyped_storage()._cdata)
+
+
+class _FusedAttention(TorchFunctionMode):
+    """Mode in which attention saves what its fused kernels save.
+
+    On the meta device torch decomposes attention and saves its matrix. Fused kernels on
+    accelerators and CPUs save query, key, value, output and a number per row instead.
+    """
+
+    def __torch_function__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        if func is functional.scaled_dot_product_attention:
+            return _attention(*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+
+class _Unpadded(TorchFunctionMode):
+    """Mode in which reductions of masks and positions have a truth value without data.
+
+    ``mask.all()`` is true and ``mask.any()`` false: inputs without padding take the most memory.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._known: dict[int, tuple[Tensor, bool]] = {}  # alive, so that no id is reused
+
+    def __torch_function__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        if func is Tensor.__bool__ and id(args[0]) in self._known:
+            return self._known[id(args[0])][1]
+        result = func(*args, **(kwargs or {}))
+        if func in _ALL or func in _ANY:
+            self._known[id(result)] = (result, func in _ALL)
+        return result
+
+
+_ALL, _ANY = (torch.all, Tensor.all), (torch.any, Tensor.any)
+
+
+def _attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """Compute the shapes of a fused `torch.nn.functional.scaled_dot_product_attention`."""
+    is_mask_trained = attn_mask is not None and attn_mask.requires_grad
+    if query.dim() != 4 or query.shape[-1] != value.shape[-1] or is_mask_trained:
+        return functional.scaled_dot_product_attention(
+            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+        )
+    if attn_mask is not None:
+        attn_mask = attn_mask.to(query.dtype)
+    fused = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    output: Tensor = fused(query, key, value, 0.0, is_causal, attn_mask=attn_mask, scale=scale)[0]
+    return output

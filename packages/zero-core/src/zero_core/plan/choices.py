@@ -1,0 +1,101 @@
+"""Savings between nodes by quantized collectives and secondary shards.
+
+Each choice is the configuration with a few keys changed; nothing else about the run changes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from zero_core.comm.links import Links
+from zero_core.config.schema import Config
+from zero_core.layout.arithmetic import Layout
+from zero_core.plan.footprints import Footprints
+from zero_core.plan.forecast import collectives_memory
+from zero_core.plan.traffic import step_traffic
+
+__all__ = ["TrafficChoice", "traffic_choices"]
+
+_WEIGHTS = {"zero_quantized_weights": True}
+_GRADIENTS = {"zero_quantized_gradients": True}
+_PLAIN = {
+    "zero_quantized_weights": False,
+    "zero_quantized_nontrainable_weights": False,
+    "zero_hpz_partition_size": 1,
+    "zero_quantized_gradients": False,
+    "zeropp_loco_param": None,
+}
+_FOUR_BIT = {
+    "zero_quantized_weights_format": "int4_difference",
+    "zero_quantized_gradients_within_node": "int8",
+    "zero_quantized_gradients_between_nodes": "int4",
+    "zero_quantized_gradients_hadamard": True,
+}
+"""SDP4Bit (arXiv 2410.15526): differences of weights, gradients in 8 and 4 bits, rotated."""
+
+
+@dataclass(frozen=True)
+class TrafficChoice:
+    """One configuration of the traffic, per rank and optimizer step.
+
+    Attributes:
+        name: "as configured", "plain", or what is turned on.
+        settings: keys of ``zero_optimization`` that make it, on top of the configuration.
+        between_nodes_bytes: bytes that a rank sends to other nodes.
+        kept_bytes: memory for it: secondary shards, messages and errors.
+    """
+
+    name: str
+    settings: Mapping[str, Any]
+    between_nodes_bytes: int
+    kept_bytes: int
+
+
+def traffic_choices(
+    layout: Layout, config: Config, stage: int, links: Links, footprints: Footprints
+) -> tuple[TrafficChoice, ...]:
+    """Return the configuration as it is, and with each key that would change its traffic.
+
+    Args:
+        layout: the model's arithmetic.
+        config: the resolved configuration.
+        stage: the stage in effect; below 3 only gradients have a choice.
+        links: where the ranks are; on one node there is nothing to choose.
+        footprints: closed forms of other packages; choices that need a missing one are left out.
+    """
+    if links.num_nodes == 1:
+        return ()
+    found = []
+    for name, settings in _choices(stage, links.ranks_per_node):
+        zero = config.zero_optimization.model_copy(update=settings)
+        changed = config.model_copy(update={"zero_optimization": zero})
+        if settings and changed == config:
+            continue
+        footprint = None
+        if zero.quantized_key is not None:
+            footprint = footprints.collectives(
+                changed, layout.world_size, links.ranks_per_node, asked_by=zero.quantized_key
+            )
+            if footprint is None:
+                continue
+        sent = step_traffic(layout, changed, stage, links, footprint)
+        kept = collectives_memory(footprint, layout, changed)
+        between = sum(t.between_nodes_bytes for t in sent)
+        found.append(TrafficChoice(name, settings, between, sum(kept.values())))
+    return tuple(found) if len(found) > 1 else ()
+
+
+def _choices(stage: int, ranks_per_node: int) -> Iterator[tuple[str, dict[str, Any]]]:
+    partition = {"zero_hpz_partition_size": ranks_per_node}
+    yield "as configured", {}
+    yield "plain", _PLAIN
+    if stage == 3:
+        if ranks_per_node > 1:
+            yield f"zero_hpz_partition_size {ranks_per_node}", partition
+        yield "zero_quantized_weights", _WEIGHTS
+    yield "zero_quantized_gradients", _GRADIENTS
+    if stage == 3:
+        yield "all of these", {**partition, **_WEIGHTS, **_GRADIENTS}
+        yield "4-bit mode", {**partition, **_WEIGHTS, **_GRADIENTS, **_FOUR_BIT}

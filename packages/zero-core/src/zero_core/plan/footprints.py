@@ -1,0 +1,236 @@
+"""Closed forms of other packages' memory and traffic, as a plan asks for them.
+
+A package that serves a part of the configuration announces its closed forms under the entry point
+group ``zero_core.footprints``. Names, arguments and results are builtins and torch types.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from zero_core.config.schema import Config
+from zero_core.errors import ConfigError, MissingPartError
+from zero_core.plugins import FOOTPRINTS, load_part
+
+__all__ = [
+    "CollectivesFootprint",
+    "CollectivesFootprintFactory",
+    "Footprints",
+    "GatherFootprint",
+    "ParamFootprintFactory",
+    "ReduceFootprint",
+    "TierFootprint",
+    "TierFootprintFactory",
+]
+
+
+class GatherFootprint(Protocol):
+    """Bytes of one segment's gather in two phases: across groups of ranks, then within a group."""
+
+    @property
+    def across_nbytes(self) -> int:
+        """Bytes that a rank hands into the first phase."""
+        ...
+
+    @property
+    def within_nbytes(self) -> int:
+        """Bytes that a rank hands into the second phase."""
+        ...
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether the first phase runs once per version of the weights: its result is kept."""
+        ...
+
+
+class ReduceFootprint(Protocol):
+    """Bytes of one message of a reduction in two hops: within a node, then between nodes."""
+
+    @property
+    def within_nbytes(self) -> int:
+        """Bytes of a message to a rank of the same node."""
+        ...
+
+    @property
+    def across_nbytes(self) -> int:
+        """Bytes of a message to a rank of another node."""
+        ...
+
+
+class CollectivesFootprint(Protocol):
+    """Bytes that the collectives of a configuration send and keep on each rank."""
+
+    group_size: int
+    """Consecutive ranks that form a group of the second phase."""
+    num_groups: int
+    """Number of groups."""
+
+    def gather(
+        self, numel: int, dtype: torch.dtype, *, is_trainable: bool
+    ) -> GatherFootprint | None:
+        """Return the bytes of a shard's gather, or None if the engine's collective does it."""
+        ...
+
+    def reduction(self, numel: int, dtype: torch.dtype) -> ReduceFootprint | None:
+        """Return the bytes of a shard's reduction, or None if the engine's collective does it."""
+        ...
+
+    def memory(
+        self,
+        shards: Iterable[tuple[int, torch.dtype, bool]],
+        reduced: Iterable[tuple[int, torch.dtype, torch.dtype]],
+    ) -> dict[str, int]:
+        """Return the bytes held between exchanges, by kind.
+
+        Args:
+            shards: elements, dtype and trainability of each segment's shard of weights.
+            reduced: elements, communicated dtype and summed dtype of each segment's gradients.
+        """
+        ...
+
+
+class CollectivesFootprintFactory(Protocol):
+    """The entry point ``collectives``."""
+
+    def __call__(
+        self, *, config: Mapping[str, Any], world_size: int, ranks_per_node: int
+    ) -> CollectivesFootprint:
+        """Return the footprint of a resolved ``zero_optimization`` block.
+
+        Raises:
+            ValueError: a setting that makes no sense, by key.
+        """
+        ...
+
+
+class TierFootprint(Protocol):
+    """Bytes that one rank's state tier keeps and moves, for any ratio of elements on the host."""
+
+    def planned_ratio(self, params: Sequence[tuple[str, int]]) -> float:
+        """Return the share of the elements that the configuration gives to the host.
+
+        Args:
+            params: name and number of elements of each trainable parameter of the whole model.
+        """
+        ...
+
+    def split_point(self, ratio: float) -> int:
+        """Return the first element that the device keeps."""
+        ...
+
+    def host_bytes(self, ratio: float) -> dict[str, int]:
+        """Return the bytes of host memory by kind."""
+        ...
+
+    def device_bytes(self, ratio: float) -> dict[str, int]:
+        """Return the bytes on the device by kind.
+
+        On an accelerator the engine's own tier holds the device's part of the state: it is left
+        out here.
+        """
+        ...
+
+    def link_bytes(self, ratio: float) -> tuple[int, int]:
+        """Return the bytes per step from the device to the host and back."""
+        ...
+
+
+class TierFootprintFactory(Protocol):
+    """The entry point ``state_tier``."""
+
+    def __call__(
+        self,
+        *,
+        numel: int,
+        pieces: Sequence[tuple[int, int, int]],
+        params: Sequence[tuple[int, Tensor]],
+        grad_dtypes: Sequence[torch.dtype],
+        resting: Collection[int],
+        is_accelerated: bool,
+        optimizer_class: type[torch.optim.Optimizer],
+        groups: Sequence[Mapping[str, Any]],
+        config: Mapping[str, Any],
+        has_kernel: bool,
+    ) -> TierFootprint:
+        """Return the footprint of the tier that a `zero_core.protocols.StateTierFactory` makes.
+
+        Args:
+            numel: length of the local flat space in elements, padding included.
+            pieces: ``(start, stop, group)`` of each parameter's part, sorted and disjoint.
+            params: ``(start, tensor)``: 1-D parameter shards on the meta device.
+            grad_dtypes: dtype of the gradients offered for each of ``params``.
+            resting: indices of ``params`` that rest off the device.
+            is_accelerated: whether the compute device is another one than the host.
+            optimizer_class: an elementwise torch optimizer.
+            groups: its ``param_groups`` without ``params``.
+            config: the resolved ``zero_optimization`` block.
+            has_kernel: whether a host kernel computes the update.
+
+        Raises:
+            ValueError: a setting or an optimizer that it cannot serve, by name.
+        """
+        ...
+
+
+class ParamFootprintFactory(Protocol):
+    """The entry point ``param_tier``."""
+
+    def __call__(
+        self, *, shards: Sequence[tuple[int, int, torch.dtype]], config: Mapping[str, Any]
+    ) -> dict[str, int]:
+        """Return the host bytes by kind of parameter shards that rest off the device.
+
+        Args:
+            shards: ``(segment, numel, dtype)`` of each, in the order in which they are used.
+            config: the resolved ``zero_optimization`` block.
+        """
+        ...
+
+
+class Footprints:
+    """Loads the closed forms of installed packages and notes which packages are missing.
+
+    Attributes:
+        missing: what is not counted and why, by distribution.
+    """
+
+    def __init__(self) -> None:
+        self.missing: dict[str, str] = {}
+
+    def collectives(
+        self, config: Config, world_size: int, ranks_per_node: int, *, asked_by: str
+    ) -> CollectivesFootprint | None:
+        """Return the footprint of the collectives, or None without zero-comm.
+
+        Raises:
+            ConfigError: zero-comm does not serve a setting.
+        """
+        make: CollectivesFootprintFactory | None = self._load("collectives", asked_by, "zero-comm")
+        if make is None:
+            return None
+        block = config.zero_optimization.model_dump(mode="json")
+        try:
+            return make(config=block, world_size=world_size, ranks_per_node=ranks_per_node)
+        except ValueError as error:
+            raise ConfigError(str(error)) from error
+
+    def state_tier(self, *, asked_by: str) -> TierFootprintFactory | None:
+        """Return the factory of state tiers' footprints, or None without zero-offload."""
+        found: TierFootprintFactory | None = self._load("state_tier", asked_by, "zero-offload")
+        return found
+
+    def param_tier(self, *, asked_by: str) -> ParamFootprintFactory | None:
+        """Return the closed form of resting parameters, or None without zero-offload."""
+        found: ParamFootprintFactory | None = self._load("param_tier", asked_by, "zero-offload")
+        return found
+
+    def _load(self, name: str, asked_by: str, distribution: str) -> Any:
+        try:
+            return load_part(FOOTPRINTS, name, asked_by=asked_by, distribution=distribution)
+        except MissingPartError as error:
+            self.missing.setdefault(distribution, f"not counted: {error}")
+            return None

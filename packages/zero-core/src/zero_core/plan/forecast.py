@@ -1,0 +1,328 @@
+"""Memory of a configuration, worked out on the meta device.
+
+[Note: where the numbers come from]
+Parameters, gradients and pools: `zero_core.sharded.memory` itself, run on the meta device. Master
+weights and states on the device: the rules of `zero_core.optim.device_tier` over the same layout,
+with the states that the optimizer makes in a step on two elements. Offloaded state, offloaded
+parameters and quantized collectives: the closed forms of the packages that serve them; see
+`zero_core.plan.footprints`. Activations: `zero_core.plan.activations`.
+
+All byte counts are per rank. The rank planned for is rank 0; all ranks are alike but for padding.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from zero_core.blueprint import Blueprint
+from zero_core.config.schema import Config
+from zero_core.errors import ConfigError
+from zero_core.layout.arithmetic import Layout, Segment
+from zero_core.layout.discovery import compute_dtype
+from zero_core.optim.device_tier import optimizer_options, probe_states
+from zero_core.optim.factory import has_kernel_rule
+from zero_core.plan.footprints import CollectivesFootprint, Footprints, TierFootprint
+from zero_core.protocols import Work
+from zero_core.sharded.gradient_plan import accumulated_dtype, communicated_dtype, offered_dtype
+from zero_core.sharded.memory import Memory
+from zero_core.sharded.param_offload import OffloadedSegments, offloaded_segments
+
+__all__ = ["Forecast", "MemoryUse", "buffer_bytes", "collectives_memory", "num_gathers"]
+
+_META, _CPU = torch.device("meta"), torch.device("cpu")
+_WIDE = (torch.float32, torch.float64)
+
+
+@dataclass(frozen=True)
+class MemoryUse:
+    """Bytes of one rank by kind.
+
+    Attributes:
+        device: bytes on the compute device.
+        host: bytes of host memory that the rank takes besides.
+    """
+
+    device: Mapping[str, int]
+    host: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def device_bytes(self) -> int:
+        """Sum of the bytes on the compute device."""
+        return sum(self.device.values())
+
+    @property
+    def host_bytes(self) -> int:
+        """Sum of the bytes of host memory."""
+        return sum(self.host.values())
+
+
+class Forecast:
+    """One configuration's bytes per rank, for any ratio of its optimizer state on the host.
+
+    Attributes:
+        stage: the ZeRO stage in effect; 0 where one rank has nothing to shard.
+        collectives: closed forms of quantized collectives, if the configuration asks for them.
+        tier: closed forms of the offloaded state, if the configuration asks for it.
+    """
+
+    def __init__(
+        self,
+        drawn: Blueprint,
+        config: Config,
+        footprints: Footprints,
+        *,
+        is_accelerated: bool,
+        ranks_per_node: int,
+        other_bytes: Mapping[str, int],
+    ) -> None:
+        """Compute the layout and every size on the meta device.
+
+        Args:
+            drawn: units, optimizer and layout of the model.
+            config: the resolved configuration.
+            footprints: closed forms of other packages.
+            is_accelerated: whether the compute device is another one than the host.
+            ranks_per_node: ranks that share a node; divides the number of ranks.
+            other_bytes: device bytes that no configuration changes (model buffers, activations).
+
+        Raises:
+            ConfigError: a package does not serve a setting.
+        """
+        self._layout = drawn.layout
+        self._config = config
+        self._is_accelerated = is_accelerated
+        zero, world_size = config.zero_optimization, drawn.layout.world_size
+        self._has_shared_memory = ranks_per_node == world_size and not is_accelerated
+        kind = zero.offload_param.device
+        is_apart = kind == "nvme" or (kind == "cpu" and is_accelerated)
+        self._resting = offloaded_segments(drawn.layout, config, is_apart=is_apart)
+        self._is_offloaded = zero.offload_optimizer.device != "none"
+        memory = Memory(
+            drawn.found,
+            drawn.layout,
+            config,
+            rank=0,
+            device=_META,
+            is_accelerated=is_accelerated,
+            offloaded=OffloadedSegments(self._resting, _Nowhere()) if self._resting else None,
+        )
+        memory.allocate_gradients(owns_grads=self._is_offloaded)
+        self.stage = memory.stage
+        self._numel = drawn.layout.local_numel(is_sharded=memory.has_sharded_state)
+        self._spans = [
+            (*span, drawn.layout.segments[index]) for index, span in memory.spans.items()
+        ]
+        self._state_bytes = _state_bytes_per_element(drawn)
+        self.collectives: CollectivesFootprint | None = None
+        if zero.quantized_key is not None:
+            self.collectives = footprints.collectives(
+                config, world_size, ranks_per_node, asked_by=zero.quantized_key
+            )
+        self.tier: TierFootprint | None = None
+        if self._is_offloaded:
+            self.tier = self._tier_footprint(drawn, memory, footprints)
+        self._resting_bytes: Mapping[str, int] | None = {}
+        if self._resting:
+            self._resting_bytes = self._param_footprint(footprints)
+        self._fixed = {
+            **memory.expected_report(),
+            "exchange buffers": self._exchange_bytes(),
+            "micro-step gradient": self._further_shard_bytes(),
+            "parameter gradient": self._largest_gradient_bytes(),
+            **collectives_memory(self.collectives, self._layout, config),
+            **other_bytes,
+        }
+
+    def _tier_footprint(
+        self, drawn: Blueprint, memory: Memory, footprints: Footprints
+    ) -> TierFootprint | None:
+        zero = self._config.zero_optimization
+        asked = f"zero_optimization.offload_optimizer.device = {zero.offload_optimizer.device!r}"
+        make = footprints.state_tier(asked_by=asked)
+        if make is None:
+            return None
+        pieces = drawn.layout.pieces(0, is_sharded=memory.has_sharded_state)
+        segments = [segment for _, _, segment in self._spans]
+        try:
+            return make(
+                numel=self._numel,
+                pieces=[(p.start, p.stop, drawn.group_of[p.param]) for p in pieces],
+                params=[
+                    (start, torch.empty(stop - start, dtype=segment.dtype, device=_META))
+                    for start, stop, segment in self._spans
+                ],
+                grad_dtypes=[offered_dtype(s, self._config, owns_grads=True) for s in segments],
+                resting={i for i, segment in enumerate(segments) if segment in self._resting},
+                is_accelerated=self._is_accelerated,
+                optimizer_class=type(drawn.optimizer),
+                groups=drawn.groups,
+                config=zero.model_dump(mode="json"),
+                has_kernel=has_kernel_rule(self._config, drawn.given),
+            )
+        except ValueError as error:
+            raise ConfigError(str(error)) from error
+
+    def _param_footprint(self, footprints: Footprints) -> Mapping[str, int] | None:
+        zero = self._config.zero_optimization
+        asked = f"zero_optimization.offload_param.device = {zero.offload_param.device!r}"
+        find = footprints.param_tier(asked_by=asked)
+        if find is None:
+            return None
+        shards = [(s.index, s.shard_numel, s.dtype) for s in self._resting]
+        return find(shards=shards, config=zero.model_dump(mode="json"))
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether every package that the configuration asks for is installed."""
+        zero = self._config.zero_optimization
+        return (
+            (self.collectives is not None or zero.quantized_key is None)
+            and (self.tier is not None or not self._is_offloaded)
+            and self._resting_bytes is not None
+        )
+
+    def memory(self, ratio: float) -> MemoryUse:
+        """Return the bytes by kind with the first ``ratio`` of the optimizer state on the host.
+
+        Bytes of a package that is not installed are left out; see `is_complete`.
+        """
+        host: dict[str, int] = {}
+        kept = {"master weights": 0, "optimizer states": 0}  # in this order
+        if self.tier is not None:
+            kept |= self.tier.device_bytes(ratio)
+            host = {**self.tier.host_bytes(ratio)}
+        if self.tier is not None and self._is_accelerated:
+            kept |= self._own_tier_bytes(self.tier.split_point(ratio))
+        if not self._is_offloaded:
+            kept |= self._own_tier_bytes(0)
+        return MemoryUse(
+            _without_zeros({**self._fixed, **kept}),
+            _without_zeros({**host, **(self._resting_bytes or {})}),
+        )
+
+    def _own_tier_bytes(self, start: int) -> dict[str, int]:
+        """Return the bytes of `zero_core.optim.device_tier` over ``[start, numel)``."""
+        masters = sum(
+            (stop - max(low, start)) * max(s.dtype.itemsize, 4)
+            for low, stop, s in self._spans
+            if stop > start and (s.dtype not in _WIDE or s in self._resting)
+        )
+        states = (self._numel - start) * self._state_bytes
+        return {"master weights": masters, "optimizer states": states}
+
+    def host_link_bytes(self, ratio: float) -> tuple[int, int]:
+        """Return the bytes per step from the device to the host and back.
+
+        To the host: gradients, and new values of parameters that rest there. Back: new values, and
+        resting shards as often as they are gathered.
+        """
+        down, up = (0, 0) if self.tier is None else self.tier.link_bytes(ratio)
+        if self.tier is None:
+            down += sum(
+                (stop - low) * s.dtype.itemsize
+                for low, stop, s in self._spans
+                if s in self._resting
+            )
+        steps, num_units = self._config.gradient_accumulation_steps, len(self._layout.units)
+        return down, up + sum(
+            s.shard_numel * s.dtype.itemsize * num_gathers(s, num_units, self.stage, steps)
+            for s in self._resting
+        )
+
+    def _exchange_bytes(self) -> int:
+        """Return the bytes of receive buffers: for a unit's segments at once, kept by size."""
+        if self._layout.world_size == 1 or self._has_shared_memory:
+            return 0
+        largest: Counter[tuple[int, torch.dtype]] = Counter()
+        for unit in self._layout.units:
+            trainable = [s for s in unit.segments if s.is_trainable and self._is_reduced_here(s)]
+            largest |= Counter(
+                (s.padded_numel, communicated_dtype(s, self._config)) for s in trainable
+            )
+        return sum(n * numel * dtype.itemsize for (numel, dtype), n in largest.items())
+
+    def _is_reduced_here(self, segment: Segment) -> bool:
+        """Whether the engine's own collective reduces the segment."""
+        dtype = communicated_dtype(segment, self._config)
+        footprint = self.collectives
+        return footprint is None or footprint.reduction(segment.shard_numel, dtype) is None
+
+    def _further_shard_bytes(self) -> int:
+        """Return the bytes that a unit's shards take before they are added to earlier ones."""
+        if self._layout.world_size == 1 or self._config.gradient_accumulation_steps == 1:
+            return 0
+        units: Counter[int] = Counter()
+        for s in self._layout.segments:
+            if s.is_trainable:
+                units[s.unit] += s.shard_numel * accumulated_dtype(s, self._config).itemsize
+        return max(units.values(), default=0)
+
+    def _largest_gradient_bytes(self) -> int:
+        """Return the bytes of autograd's gradient of a parameter before it joins its unit's."""
+        params = (p for p in self._layout.params if p.is_trainable)
+        return max((p.numel * p.dtype.itemsize for p in params), default=0)
+
+
+def num_gathers(segment: Segment, num_units: int, stage: int, steps: int) -> int:
+    """Return how often the segment's parameters are gathered in one optimizer step."""
+    if stage < 3:  # after an update of other ranks' slices
+        return int(stage > 0 and segment.is_trainable)
+    is_once = segment.unit in (0, num_units - 1)  # backward begins with the last unit
+    return steps * (1 if is_once else 2)
+
+
+class _Nowhere:
+    """Stand-in for a `zero_core.protocols.ParamTier`: a forecast calls nothing of it."""
+
+    def expect(self, segments: Sequence[int]) -> None:
+        raise AssertionError("a forecast runs nothing")
+
+    def fetch(self, segment: int, out: Tensor) -> Work:
+        raise AssertionError("a forecast runs nothing")
+
+    def write(self, segment: int, start: int, values: Tensor) -> None:
+        raise AssertionError("a forecast runs nothing")
+
+    def home(self, segment: int) -> Tensor | None:
+        raise AssertionError("a forecast runs nothing")
+
+    def report(self) -> Mapping[str, int]:
+        raise AssertionError("a forecast runs nothing")
+
+
+def collectives_memory(
+    footprint: CollectivesFootprint | None, layout: Layout, config: Config
+) -> dict[str, int]:
+    """Return the bytes that quantized collectives keep by kind, none without ``footprint``."""
+    if footprint is None:
+        return {}
+    segments = layout.segments
+    return footprint.memory(
+        [(s.shard_numel, s.dtype, s.is_trainable) for s in segments],
+        [
+            (s.shard_numel, communicated_dtype(s, config), accumulated_dtype(s, config))
+            for s in segments
+            if s.is_trainable
+        ],
+    )
+
+
+def _state_bytes_per_element(drawn: Blueprint) -> int:
+    kind = type(drawn.optimizer)
+    states = probe_states(kind, drawn.groups, optimizer_options(kind, drawn.groups), _CPU)
+    return sum(dtype.itemsize for dtype in states.values())
+
+
+def _without_zeros(kinds: Mapping[str, int]) -> dict[str, int]:
+    return {kind: nbytes for kind, nbytes in kinds.items() if nbytes}
+
+
+def buffer_bytes(model: nn.Module, config: Config) -> int:
+    """Return the bytes of the model's buffers once the engine has cast them."""
+    buffers = (b for module in model.modules() for b in module.buffers(recurse=False))
+    return sum(b.numel() * compute_dtype(b, config.buffer_dtype).itemsize for b in buffers)

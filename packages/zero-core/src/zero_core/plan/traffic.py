@@ -1,0 +1,158 @@
+"""Bytes that a rank sends in one optimizer step, by collective and by the links that they cross.
+
+Counted are the calls that `zero_core.runtime.runtime` makes when every unit is used once per
+micro-step, in the order of the module tree, with gradients up to the first unit. ZeRO (arXiv
+1910.02054), section 7: at stage 3 parameters are gathered once for forward and once for backward,
+those of the last unit and of the root once in all; gradients are reduced once per micro-step. A
+quantized gather or reduction counts as a call per phase or hop; see `zero_core.plan.footprints`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+
+from zero_core.comm.links import Links, Traffic
+from zero_core.config.schema import Config
+from zero_core.layout.arithmetic import Layout, Segment
+from zero_core.plan.footprints import CollectivesFootprint
+from zero_core.plan.forecast import num_gathers
+from zero_core.sharded.gradient_plan import accumulated_dtype, communicated_dtype
+
+__all__ = ["step_traffic"]
+
+
+class _Grid:
+    """Bytes of gathers in two phases, as the mean over all ranks.
+
+    Ranks of equal place in their group exchange in phase 1, the ranks of a group in phase 2.
+    """
+
+    def __init__(self, links: Links, group_size: int) -> None:
+        size, world_size = group_size, links.world_size
+        places = [range(place, world_size, size) for place in range(size)]
+        groups = [range(start, start + size) for start in range(0, world_size, size)]
+        self._across = Counter(links.among(ranks) for ranks in places)
+        self._within = Counter(links.among(ranks) for ranks in groups)
+
+    def across(self, nbytes: int) -> tuple[int, int]:
+        """Return phase 1's bytes of a rank that hands in ``nbytes``."""
+        return _mean(self._across, nbytes)
+
+    def within(self, nbytes: int) -> tuple[int, int]:
+        """Return phase 2's bytes of a rank that hands in ``nbytes``."""
+        return _mean(self._within, nbytes)
+
+
+def _mean(groups: Mapping[Links, int], nbytes: int) -> tuple[int, int]:
+    num_ranks = sum(links.world_size * count for links, count in groups.items())
+    weights = [links.world_size * count for links, count in groups.items()]
+    sent = [links.gather(nbytes) for links in groups]
+    near = sum(weight * x for weight, (x, _) in zip(weights, sent, strict=True))
+    far = sum(weight * y for weight, (_, y) in zip(weights, sent, strict=True))
+    return near // num_ranks, far // num_ranks
+
+
+def step_traffic(
+    layout: Layout,
+    config: Config,
+    stage: int,
+    links: Links,
+    footprint: CollectivesFootprint | None,
+    host_link: tuple[int, int] = (0, 0),
+) -> tuple[Traffic, ...]:
+    """Return every transfer of one optimizer step.
+
+    Args:
+        layout: the model's arithmetic.
+        config: the resolved configuration.
+        stage: the stage in effect.
+        links: where the ranks are.
+        footprint: of quantized collectives; without it those that they carry are left out.
+        host_link: bytes to the host and back, with offload.
+    """
+    found: list[Traffic] = []
+    if layout.world_size > 1:
+        if footprint is not None or config.zero_optimization.quantized_key is None:
+            found += _collectives(layout, config, stage, links, footprint)
+        # Both halves of an all-reduce: 2 / world_size of the whole to everyone. See Engine._decide.
+        facts = 2 * 8 * (2 + len(layout.params)) // layout.world_size
+        found += _sum("all_reduce", "facts of the step", [links.ring(facts)])
+    down, up = host_link
+    if down or up:
+        found.append(Traffic("to_host", "gradients", 1, host_link_bytes=down))
+        found.append(Traffic("to_device", "parameters", 1, host_link_bytes=up))
+    return tuple(found)
+
+
+def _collectives(
+    layout: Layout,
+    config: Config,
+    stage: int,
+    links: Links,
+    footprint: CollectivesFootprint | None,
+) -> Iterator[Traffic]:
+    yield from _sum("all_gather", "parameters", _gathers(layout, config, stage, links, footprint))
+    steps = config.gradient_accumulation_steps
+    trainable = [s for s in layout.segments if s.is_trainable]
+    exact: list[tuple[int, int]] = []
+    quantized: list[tuple[int, int]] = []
+    for segment in trainable:
+        dtype = communicated_dtype(segment, config)
+        hops = None if footprint is None else footprint.reduction(segment.shard_numel, dtype)
+        if hops is None:
+            exact.append(links.direct(_shard_bytes(segment, dtype)))
+            continue
+        near, nodes = links.ranks_per_node - 1, links.num_nodes
+        if near:
+            quantized.append((near * nodes * hops.within_nbytes, 0))
+        if nodes > 1:
+            quantized.append((0, (nodes - 1) * hops.across_nbytes))
+    yield from _sum("reduce_scatter", "gradients", exact * steps)
+    yield from _sum("all_to_all", "gradients", quantized * steps)
+    if stage == 0:
+        whole = [links.gather(_shard_bytes(s, accumulated_dtype(s, config))) for s in trainable]
+        yield from _sum("all_gather", "gradients", whole)
+
+
+def _gathers(
+    layout: Layout,
+    config: Config,
+    stage: int,
+    links: Links,
+    footprint: CollectivesFootprint | None,
+) -> list[tuple[int, int]]:
+    """Return each call that gathers parameters, all micro-steps included."""
+    steps = config.gradient_accumulation_steps
+    grid = None if footprint is None else _Grid(links, footprint.group_size)
+    found = []
+    for segment in layout.segments:
+        uses = num_gathers(segment, len(layout.units), stage, steps)
+        gather = None
+        if footprint is not None:
+            numel, is_trainable = segment.shard_numel, segment.is_trainable
+            gather = footprint.gather(numel, segment.dtype, is_trainable=is_trainable)
+        if footprint is None or grid is None or gather is None:
+            found += [links.gather(_shard_bytes(segment, segment.dtype))] * uses
+            continue
+        if footprint.num_groups > 1:
+            # Without a secondary shard every use gathers the version anew. With one, a step's new
+            # version is gathered once, and frozen weights never again.
+            anew = int(segment.is_trainable) if gather.is_kept else uses
+            found += [grid.across(gather.across_nbytes)] * anew
+        if footprint.group_size > 1:
+            found += [grid.within(gather.within_nbytes)] * uses
+    return found
+
+
+def _shard_bytes(segment: Segment, dtype: torch.dtype) -> int:
+    return segment.shard_numel * dtype.itemsize
+
+
+def _sum(collective: str, content: str, calls: Sequence[tuple[int, int]]) -> Iterator[Traffic]:
+    """Yield the row of these calls, if there are any."""
+    if calls:
+        near, far = (sum(sent) for sent in zip(*calls, strict=True))
+        yield Traffic(collective, content, len(calls), near, far)

@@ -1,0 +1,276 @@
+"""Plug-ins: collectives, state tier and parameter tier, as the caller or the configuration chooses.
+
+What is given to ``build`` wins over an entry point that the configuration asks for, which wins over
+the engine's own. Only entry points that are asked for are loaded.
+"""
+
+from __future__ import annotations
+
+import logging
+from importlib.metadata import entry_points
+from typing import Any, cast
+
+import torch
+
+from zero_core.blueprint import Blueprint
+from zero_core.comm.control import ControlGroup
+from zero_core.comm.meter import Meter
+from zero_core.config.schema import Config
+from zero_core.errors import ConfigError, MissingPartError
+from zero_core.layout.arithmetic import Layout
+from zero_core.optim.device_tier import DeviceTier
+from zero_core.optim.factory import has_kernel_rule
+from zero_core.optim.muon import Muon
+from zero_core.optim.muon_tier import MatrixTier
+from zero_core.optim.offload_share import check_patterns
+from zero_core.protocols import (
+    Collectives,
+    CollectivesFactory,
+    ParamTierFactory,
+    StateTier,
+    StateTierFactory,
+    TransportCollectives,
+)
+from zero_core.sharded.memory import Memory
+from zero_core.sharded.param_offload import OffloadedSegments, offloaded_segments
+
+__all__ = [
+    "COLLECTIVES",
+    "FOOTPRINTS",
+    "KERNELS",
+    "PARAM_TIERS",
+    "TIERS",
+    "has_part",
+    "load_part",
+    "make_collectives",
+    "make_param_tier",
+    "make_state_tier",
+]
+
+_log = logging.getLogger(__name__)
+
+COLLECTIVES = "zero_core.collectives"
+TIERS = "zero_core.state_tiers"
+PARAM_TIERS = "zero_core.param_tiers"
+KERNELS = "zero_core.adam_kernels"
+FOOTPRINTS = "zero_core.footprints"
+
+
+def has_part(group: str, name: str) -> bool:
+    """Whether a plug-in of that name is installed."""
+    return bool(entry_points(group=group, name=name))
+
+
+def load_part(group: str, name: str, *, asked_by: str, distribution: str) -> Any:
+    """Load the object behind entry point ``name`` of ``group``.
+
+    Args:
+        group: entry-point group.
+        name: entry point.
+        asked_by: the configuration key that asks for it, for the message.
+        distribution: the package that provides it, for the message.
+
+    Raises:
+        MissingPartError: it is not installed, or does not import.
+    """
+    found = list(entry_points(group=group, name=name))
+    if not found:
+        raise MissingPartError(
+            f"{asked_by} needs the package {distribution}, which is not installed: "
+            f"pip install {distribution}"
+        )
+    try:
+        return found[0].load()
+    except ImportError as error:
+        raise MissingPartError(
+            f"{asked_by} needs the package {distribution}, which is installed but does not "
+            f"import: {error}; try: pip install --force-reinstall {distribution}"
+        ) from error
+
+
+def make_collectives(
+    given: Collectives | CollectivesFactory | None,
+    transport: TransportCollectives,
+    config: Config,
+    layout: Layout,
+    per_node: int,
+) -> Collectives:
+    """Return the collectives that are given or that the configuration asks for, over ``transport``.
+
+    Raises:
+        MissingPartError: the configuration asks for a package that is not installed.
+        ConfigError: it does not serve a setting.
+    """
+    if isinstance(given, Collectives):
+        return given
+    zero = config.zero_optimization
+    if given is None:
+        asked = zero.quantized_key
+        if asked is None:
+            return transport
+        if transport.world_size == 1:
+            _log.warning("%s has no effect with one rank: nothing is sent", asked)
+        given = load_part(COLLECTIVES, "quantized", asked_by=asked, distribution="zero-comm")
+    make = cast(CollectivesFactory, given)
+    try:
+        return make(
+            transport,
+            rank=transport.rank,
+            world_size=transport.world_size,
+            config=zero.model_dump(mode="json"),
+            ranks_per_node=per_node,
+            frozen=frozenset(s.index for s in layout.segments if not s.is_trainable),
+        )
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+
+
+def make_state_tier(
+    factory: StateTierFactory | None,
+    memory: Memory,
+    drawn: Blueprint,
+    config: Config,
+    control: ControlGroup,
+    meter: Meter,
+) -> StateTier:
+    """Make the state tier that is given or that the configuration asks for.
+
+    Args:
+        factory: given to ``build``, or None.
+        memory: has the parameter shards that the tier writes to.
+        drawn: the layout and the optimizer.
+        config: the configuration.
+        control: gathers matrices for Muon.
+        meter: counts that.
+
+    Raises:
+        ConfigError: the optimizer or a setting is not served.
+        MissingPartError: a package is not installed.
+    """
+    zero = config.zero_optimization
+    layout, is_sharded = drawn.layout, memory.has_sharded_state
+    check_patterns(zero.offload_optimizer.parameters or (), layout)
+    placed = layout.pieces(control.rank, is_sharded=is_sharded)
+    own: dict[str, Any] = {
+        "numel": layout.local_numel(is_sharded=is_sharded),
+        "pieces": [(p.start, p.stop, drawn.group_of[p.param]) for p in placed],
+        "params": memory.update_targets(),
+        "device": memory.device,
+        "optimizer_class": type(drawn.optimizer),
+        "groups": drawn.groups,
+        "param_store": memory.store(),
+    }
+    is_here = factory is None and zero.offload_optimizer.device == "none"
+    if isinstance(drawn.optimizer, Muon):
+        _check_muon(factory, zero.offload_optimizer.device, is_served=is_here)
+        make: Any = MatrixTier
+        own |= {"layout": layout, "control": control, "meter": meter}
+        own |= {"is_sharded": zero.stage >= 1, "group_of": drawn.group_of}
+    elif is_here:
+        make = DeviceTier
+    else:
+        key = f"zero_optimization.offload_optimizer.device = {zero.offload_optimizer.device!r}"
+        make = factory or load_part(TIERS, "host", asked_by=key, distribution="zero-offload")
+        own |= {
+            "config": zero.model_dump(mode="json"),
+            "adam_kernel": None if factory else _load_kernel(config, drawn.given, key),
+            "device_tier": DeviceTier,
+            "names": [layout.params[p.param].name for p in placed],
+        }
+    try:
+        tier: StateTier = make(**own)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    _check_members(tier)
+    return tier
+
+
+def _check_members(tier: object) -> None:
+    """Refuse a state tier without a member of its protocol.
+
+    Raises:
+        ConfigError: with the members that it lacks.
+    """
+    members = [name for name in vars(StateTier) if not name.startswith("_")]
+    missing = [name for name in members if not hasattr(tier, name)]
+    if not missing:
+        return
+    is_former = "owns_grads" in missing and "keeps_grads" in dir(tier)
+    raise ConfigError(
+        f"the state tier {type(tier).__name__} lacks members of zero_core.protocols.StateTier: "
+        + ", ".join(missing)
+        + " (`keeps_grads` is `owns_grads` now)" * is_former
+    )
+
+
+def _check_muon(factory: StateTierFactory | None, device: str, *, is_served: bool) -> None:
+    """Refuse to keep the state of Muon elsewhere.
+
+    Raises:
+        ConfigError: with what asked for it.
+    """
+    if not is_served:
+        asked = "state_tier" if factory is not None else f"offload_optimizer.device = {device!r}"
+        raise ConfigError(
+            f"{asked} with Muon is not served: its step needs whole matrices, which the engine's "
+            "own tier alone gathers; leave it out, or use AdamW or Lion"
+        )
+
+
+def _load_kernel(config: Config, given: torch.optim.Optimizer | None, key: str) -> Any:
+    """Return the host kernel for the optimizer, or None if torch's own update does it."""
+    if not has_kernel_rule(config, given):
+        return None
+    if given is not None and not has_part(KERNELS, "cpu"):
+        _log.info(
+            "%s with an object of %s: torch's own update runs on the host; for a faster one: "
+            "pip install cpu-adam",
+            key,
+            type(given).__name__,
+        )
+        return None
+    named = config.optimizer.type if given is None and config.optimizer else type(given).__name__
+    asked = (
+        f"{key} with optimizer.type = {named!r}"
+        if given is None
+        else f"{key} with an object of {named}"
+    )
+    return load_part(KERNELS, "cpu", asked_by=asked, distribution="cpu-adam")
+
+
+def make_param_tier(
+    factory: ParamTierFactory | None, layout: Layout, config: Config, device: torch.device
+) -> OffloadedSegments | None:
+    """Make what holds parameter shards off the device, if the configuration or the caller asks.
+
+    Raises:
+        ConfigError: a setting is not served.
+        MissingPartError: a package is not installed.
+    """
+    zero = config.zero_optimization
+    kind = zero.offload_param.device
+    is_apart = factory is not None or kind == "nvme" or device.type != "cpu"
+    if factory is None and kind == "none":
+        return None
+    if zero.stage < 3:
+        raise ConfigError(f"param_tier needs zero_optimization.stage 3, found {zero.stage}")
+    if not is_apart:
+        _log.info(
+            "zero_optimization.offload_param.device = 'cpu': the model is computed on the CPU, so "
+            "its shards are in host memory already and are used there"
+        )
+    segments = offloaded_segments(layout, config, is_apart=is_apart)
+    if not segments:
+        return None
+    if factory is None:
+        asked = f"zero_optimization.offload_param.device = {kind!r}"
+        factory = load_part(PARAM_TIERS, "host", asked_by=asked, distribution="zero-offload")
+    try:
+        tier = factory(
+            shards=[(s.index, s.shard_numel, s.dtype) for s in segments],
+            device=device,
+            config=zero.model_dump(mode="json"),
+        )
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    return OffloadedSegments(segments, tier)

@@ -1,0 +1,1 @@
+"""Gathers, releases and reductions of units, and the hooks that trigger them."""

@@ -1,0 +1,73 @@
+"""The model's buffers: taken from rank 0 when the engine is built, and again before forwards.
+
+[Note: when buffers are broadcast]
+As in torch's DistributedDataParallel: before each forward of the model, unless the forward before
+it ran without gradients or within ``no_sync``, for then no rank has changed them in a step that the
+others share. So evaluation after a training forward sees rank 0's running statistics on every rank.
+Every rank must run such a forward. A buffer that only a submodule called by itself updates waits
+for the model's next forward.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from zero_core._torch import is_in_backward, outside_graphs
+from zero_core.comm.control import ControlGroup
+from zero_core.runtime.runtime import Runtime
+
+__all__ = ["BufferSync"]
+
+
+class BufferSync:
+    """Brings rank 0's buffers to every rank. See [Note: when buffers are broadcast]."""
+
+    def __init__(self, model: nn.Module, control: ControlGroup, runtime: Runtime) -> None:
+        """Prepare. ``runtime`` knows whether this is within ``no_sync``."""
+        self._model = model
+        self._control = control
+        self._runtime = runtime
+        self._is_due = True
+        self.handles: list[Any] = []
+        """Handles of the hooks that `attach` put on the model."""
+
+    def attach(self) -> None:
+        """Hook the model, if there is more than one rank."""
+        if self._control.world_size > 1:
+            before, after = outside_graphs(self._pre_forward), outside_graphs(self._post_forward)
+            self.handles.append(self._model.register_forward_pre_hook(before, prepend=True))
+            self.handles.append(self._model.register_forward_hook(after))
+
+    def remove(self) -> None:
+        """Remove the hooks."""
+        while self.handles:
+            self.handles.pop().remove()
+
+    def _pre_forward(self, module: nn.Module, args: Any) -> None:
+        if self._is_due and not is_in_backward():  # no recomputation
+            self._broadcast()
+
+    def _post_forward(self, module: nn.Module, args: Any, output: Any) -> None:
+        if not is_in_backward():
+            self._is_due = torch.is_grad_enabled() and self._runtime.should_sync
+
+    def _broadcast(self) -> None:
+        by_dtype: dict[torch.dtype, list[Tensor]] = {}
+        for buffer in self._model.buffers():  # looked up each time: a module may replace its own
+            by_dtype.setdefault(buffer.dtype, []).append(buffer)
+        for same in by_dtype.values():
+            flat = torch.cat([buffer.detach().reshape(-1) for buffer in same])
+            self._control.broadcast(flat)
+            if self._control.rank != 0:
+                _copy_back(flat, same)
+
+
+def _copy_back(flat: Tensor, buffers: list[Tensor]) -> None:
+    parts = torch.split(flat, [buffer.numel() for buffer in buffers])
+    for buffer, part in zip(buffers, parts, strict=True):
+        # Through .data: what an earlier forward saved of a buffer counts as unchanged, as it does
+        # where batch normalisation updates its statistics; two forwards may precede a backward.
+        buffer.data.copy_(part.view_as(buffer))

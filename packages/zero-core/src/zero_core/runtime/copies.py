@@ -1,0 +1,97 @@
+"""Copies of the engine's model, and of its parts, that are free of the engine.
+
+The engine's hooks lie in the modules' own dictionaries, so that `copy.deepcopy` would take them
+along: a copy would gather on behalf of the engine. While a copy is made they are taken off.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any
+
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from zero_core.runtime.recompute import Recompute
+from zero_core.sharded.sharded_state import ShardedState
+
+__all__ = ["ModelCopies"]
+
+_KEY = "__deepcopy__"  # looked up on the object by `copy.deepcopy`
+
+
+class ModelCopies:
+    """Has `copy.deepcopy` of a module make a plain copy, or refuse to where values are missing."""
+
+    def __init__(
+        self,
+        state: ShardedState,
+        handles: Sequence[Sequence[Any]],
+    ) -> None:
+        """Replace the copying of the model and of every module in it, until `remove`.
+
+        Args:
+            state: the engine's model and the memory behind its parameters.
+            handles: lists of everything of the engine that is on the modules.
+        """
+        self._places = {
+            id(p): (flat, i) for flat in state.params for i, p in enumerate(flat.params)
+        }
+        self._state = state
+        self._handles = tuple(handles)
+        self._modules = list(state.module.modules())
+        self._attach()
+
+    def remove(self) -> None:
+        """Leave copying to the modules again."""
+        for module in self._modules:
+            vars(module).pop(_KEY, None)
+
+    def _attach(self) -> None:
+        for module in self._modules:  # not by setattr: compiled modules pass it on
+            vars(module)[_KEY] = partial(self._copy, module)
+
+    def _copy(self, module: nn.Module, memo: dict[int, Any]) -> nn.Module:
+        self._check_has_values(module)
+        with self._taken_off():
+            return copy.deepcopy(module, memo)
+
+    def _check_has_values(self, module: nn.Module) -> None:
+        self._state.refresh()
+        for param in module.parameters():
+            flat, position = self._places.get(id(param), (None, 0))
+            if flat is not None and not flat.has_values_of(position):
+                name = self._state.param_names[id(param)]
+                raise RuntimeError(
+                    f"parameter {name} does not hold its current values here, so "
+                    "that a copy of the module would not either: copy within engine.gathered(), on "
+                    "every rank, or at stages 0 to 2 after engine.publish()"
+                )
+
+    @contextmanager
+    def _taken_off(self) -> Iterator[None]:
+        handles = [handle for some in self._handles for handle in some]
+        dicts = {id(d): d for d in map(_dict_of, handles) if d is not None}
+        before = [(d, list(d.items())) for d in dicts.values()]
+        self.remove()
+        try:
+            with ExitStack() as stack:
+                for handle in handles:
+                    if (own := _dict_of(handle)) is not None:
+                        own.pop(handle.id, None)
+                    elif isinstance(handle, Recompute):
+                        stack.enter_context(handle.suspended())
+                yield
+        finally:
+            for own, items in before:  # in the order that they had
+                own.clear()
+                own.update(items)
+            self._attach()
+
+
+def _dict_of(handle: Any) -> dict[int, Any] | None:
+    """The dictionary that a hook stands in, while that is there."""
+    return handle.hooks_dict_ref() if isinstance(handle, RemovableHandle) else None

@@ -1,0 +1,302 @@
+"""Parameters that hold their full values for a while, and one rank's changes to them.
+
+[Note: full parameters]
+What is kept for good, and what a forward, a backward or another ``gathered`` needs right now, is
+full where it is. At stage 3 a few parameters are copied out of their gathered segments, one unit at
+a time, and the unit is released at once: the context takes the memory of the parameters alone.
+While a context of the whole model is open nothing is released; one of a few parameters that was
+entered within it, and so copied none, keeps it all gathered to its own end.
+
+[Note: edits]
+One rank's changes reach all shards and master weights. Of master weights only the elements that
+were changed are overwritten: one that was not touched keeps the bits that its rounded copy lacks.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from zero_core.errors import RankMismatchError
+from zero_core.layout.arithmetic import Slot
+from zero_core.runtime.runtime import Runtime
+from zero_core.sharded.params import FlatParams
+from zero_core.sharded.sharded_state import MASTER, ShardedState
+from zero_core.sharded.unit import Unit
+
+__all__ = ["GatheredParams"]
+
+_SAME, _CHANGED, _RESHAPED = 0.0, 1.0, 2.0
+
+
+@dataclass(frozen=True)
+class _FullParam:
+    """One parameter while it is gathered.
+
+    Attributes:
+        flat: the flat parameters of its segment.
+        position: which of the segment's slots it has.
+        tensor: the values, in the parameter's shape, which it is a view of.
+    """
+
+    flat: FlatParams
+    position: int
+    tensor: Tensor
+
+    @property
+    def param(self) -> nn.Parameter:
+        """The model's parameter."""
+        return self.flat.params[self.position]
+
+    @property
+    def slot(self) -> Slot:
+        """The slot of the parameter in its segment."""
+        return self.flat.segment.slots[self.position]
+
+
+class GatheredParams:
+    """Implementation of `zero_core.Engine.gathered` and ``publish``."""
+
+    def __init__(self, runtime: Runtime, state: ShardedState) -> None:
+        self._runtime = runtime
+        self._state = state
+        self._num_open = 0
+        self._places = {
+            id(param): (flat, position)
+            for flat in state.params
+            for position, param in enumerate(flat.params)
+        }
+
+    @property
+    def is_open(self) -> bool:
+        """Whether parameters are held full now."""
+        return self._num_open > 0
+
+    def publish(self) -> None:
+        """Make the parameters whose values are kept hold the current ones."""
+        for unit in self._runtime.units:
+            if all(flat.is_kept for flat in unit.params):
+                self._runtime.gather_exact(unit)
+
+    @contextmanager
+    def all_params(self, modifier_rank: int | None) -> Iterator[nn.Module]:
+        """Gather every parameter within. A forward releases none."""
+        if modifier_rank is not None:
+            self._check_same(modifier_rank, [])
+        self._runtime.release_all()
+        with self._runtime.full_params():
+            for unit in self._runtime.units:
+                self._runtime.gather_exact(unit)
+            full = [
+                _FullParam(flat, position, param.data)
+                for flat in self._state.params
+                for position, param in enumerate(flat.params)
+            ]
+            with self._open(full, modifier_rank):
+                yield self._state.module
+
+    @contextmanager
+    def some_params(
+        self, params: Iterable[nn.Parameter], modifier_rank: int | None
+    ) -> Iterator[nn.Module]:
+        """Gather ``params`` within.
+
+        Raises:
+            ValueError: one of them is not the engine's.
+            RankMismatchError: they are to be changed, and other ranks gather others.
+        """
+        wanted = list(params)
+        if modifier_rank is not None:
+            self._check_same(modifier_rank, wanted)
+        places = self._find(wanted)
+        copies: list[_FullParam] = []
+        runtime = self._runtime
+        with runtime.full_params() if runtime.has_full_params else nullcontext():
+            try:
+                full = [p for unit, own in places for p in self._gather(unit, own, copies)]
+                with self._open(full, modifier_rank):
+                    yield self._state.module
+            finally:
+                for copied in copies:
+                    copied.flat.drop(copied.position)
+
+    @contextmanager
+    def _open(self, full: list[_FullParam], modifier_rank: int | None) -> Iterator[None]:
+        if modifier_rank is not None and self._runtime.is_running:
+            raise RuntimeError(
+                "gathered(modifier_rank=...) within a forward or backward: change parameters "
+                "between steps"
+            )
+        edit = None
+        if modifier_rank is not None:
+            edit = _Edit(self._state, modifier_rank, full)
+            self._state.control.barrier()  # others may read this rank's slice until they are here
+        self._num_open += 1
+        try:
+            yield
+            if edit is not None:
+                edit.publish()
+                self._runtime.values_replaced()
+        finally:
+            self._num_open -= 1
+            for param in full:
+                param.flat.restore(param.position)
+
+    def _check_same(self, modifier_rank: int, params: Sequence[nn.Parameter]) -> None:
+        """Refuse ranks that gather something else: they would wait for each other."""
+        control = self._state.control
+        names = sorted({self._name(param) for param in params})
+        described = torch.tensor([zlib.crc32(repr((modifier_rank, names)).encode())])
+        if len(set(control.gather(described).tolist())) > 1:
+            raise RankMismatchError(
+                f"rank {control.rank}: gathered() was entered with different parameters (here "
+                f"{names[:4] or 'all'}) or another modifier_rank (here {modifier_rank}): give the "
+                "same on every rank"
+            )
+
+    def _name(self, param: nn.Parameter) -> str:
+        """Return the first name of ``param``. One that has none here is refused by `_find`."""
+        place = self._places.get(id(param))
+        if place is None:
+            return "one that is not this engine's"
+        flat, position = place
+        return self._state.layout.params[flat.segment.slots[position].param].name
+
+    def _find(
+        self, params: Sequence[nn.Parameter]
+    ) -> list[tuple[Unit, list[tuple[FlatParams, int]]]]:
+        """Return the units that hold ``params``, each with their places in it, in order."""
+        wanted: set[int] = set()
+        for param in params:
+            if id(param) not in self._places:
+                raise ValueError(
+                    f"a parameter of shape {tuple(param.shape)} is not this engine's: gather "
+                    "those of engine.module"
+                )
+            wanted.add(id(param))
+        found: dict[int, list[tuple[FlatParams, int]]] = {}
+        for key, place in self._places.items():
+            if key in wanted:
+                found.setdefault(place[0].segment.unit, []).append(place)
+        return [(self._runtime.units[unit], found[unit]) for unit in sorted(found)]
+
+    def _gather(
+        self,
+        unit: Unit,
+        wanted: list[tuple[FlatParams, int]],
+        copies: list[_FullParam],
+    ) -> Iterator[_FullParam]:
+        """Gather the ``wanted`` parameters of ``unit``. Add to ``copies`` what was copied.
+
+        A unit that is offloaded may have segments that are kept: these are not copied.
+        """
+        is_needed = self._runtime.is_needed(unit)
+        copied = [not (is_needed or flat.is_kept) for flat, _ in wanted]
+        # A copy of another context is held once more: that one may end before this one.
+        missing = [
+            is_copied and flat.copy_of(position) is None
+            for (flat, position), is_copied in zip(wanted, copied, strict=True)
+        ]
+        new: list[Tensor | None] = [None] * len(wanted)
+        if any(missing) or not all(copied):
+            if not is_needed:
+                self._runtime.release(unit)
+            self._runtime.gather_exact(unit)
+            with torch.inference_mode(False):  # they may serve an initialization
+                for n, (flat, position) in enumerate(wanted):
+                    if missing[n]:
+                        new[n] = flat.params[position].data.clone()
+            if not is_needed:
+                self._runtime.release(unit)
+        for (flat, position), is_copied, copy in zip(wanted, copied, new, strict=True):
+            if not is_copied:
+                yield _FullParam(flat, position, flat.params[position].data)
+                continue
+            found = _FullParam(flat, position, flat.hold(position, copy))
+            copies.append(found)
+            yield found
+
+
+class _Edit:
+    """Changes by rank ``rank``, from now until `publish`. See [Note: edits]."""
+
+    def __init__(self, state: ShardedState, rank: int, params: Sequence[_FullParam]) -> None:
+        """Remember the values on ``rank``. Takes their memory there once more.
+
+        Raises:
+            ValueError: there is no such rank.
+        """
+        if not 0 <= rank < state.control.world_size:
+            raise ValueError(
+                f"modifier_rank = {rank}: expected a rank below {state.control.world_size}"
+            )
+        self._state = state
+        self._rank = rank
+        self._params = list(params)
+        self._is_own = state.control.rank == rank
+        self._before = [p.tensor.clone() for p in self._params] if self._is_own else []
+        self._pieces = {piece.param: piece for piece in state.pieces}
+
+    @torch.no_grad()
+    def publish(self) -> None:
+        """Broadcast the values of ``rank``. Every rank must call it.
+
+        Raises:
+            ValueError: a parameter was given another shape, on all ranks.
+        """
+        self._state.quiesce()  # others may still be gathering the old values
+        if not self._params:
+            return
+        found = torch.tensor([self._compare(i) for i in range(len(self._params))])
+        found = found.to(self._state.device)
+        self._state.control.broadcast(found, source=self._rank)
+        for full, change in zip(self._params, found.tolist(), strict=True):
+            if change == _RESHAPED:
+                name = self._state.layout.params[full.slot.param].name
+                raise ValueError(
+                    f"{name} was given another shape within gathered(), on rank {self._rank}: "
+                    f"expected {tuple(full.tensor.shape)}; change shapes before build()"
+                )
+        for index, change in enumerate(found.tolist()):
+            self._spread(index, is_changed=change == _CHANGED)
+
+    def _compare(self, index: int) -> float:
+        if not self._is_own:
+            return _SAME
+        now, before = self._params[index].param.data, self._before[index]
+        if now.shape != before.shape:
+            return _RESHAPED
+        # What replaced ``data`` may have another dtype and device.
+        return _CHANGED if bool(_differs(now.to(before), before).any()) else _SAME
+
+    def _spread(self, index: int, *, is_changed: bool) -> None:
+        full = self._params[index]
+        mask = torch.zeros_like(full.tensor, dtype=torch.uint8)
+        if self._is_own:
+            full.tensor.copy_(full.param.data)
+            mask.copy_(_differs(full.tensor, self._before[index]))
+        # Unchanged ones too: other ranks may have written to theirs.
+        self._state.control.broadcast(full.tensor, source=self._rank)
+        values = full.tensor.reshape(-1)
+        full.flat.write(full.slot.start, values)
+        if is_changed and full.flat.local_span is not None:
+            self._state.control.broadcast(mask, source=self._rank)
+            self._write_master(full.slot, values, mask.reshape(-1).bool())
+
+    def _write_master(self, slot: Slot, values: Tensor, mask: Tensor) -> None:
+        piece = self._pieces.get(slot.param)
+        if piece is None:  # other ranks update all of it
+            return
+        own = slice(piece.offset, piece.offset + piece.stop - piece.start)
+        old = self._state.tier.read_state(MASTER, piece.start, piece.stop)
+        new = values[own].cpu().to(old.dtype)
+        self._state.tier.write_state(MASTER, piece.start, torch.where(mask[own].cpu(), new, old))
+
+
+def _differs(now: Tensor, before: Tensor) -> Tensor:
+    return (now != before) & ~(now.isnan() & before.isnan())

@@ -1,0 +1,127 @@
+"""Hooks on the model's modules and parameters that call the runtime. They have no state.
+
+[Note: the engine's hooks and others]
+Hooks that others put on a unit's module (weight normalisation is one) may read its parameters. So a
+unit is gathered before any of them and released after all of them: the engine's pre-forward hook is
+the first, and its forward hook is moved behind those that came later, at each forward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from zero_core._torch import (
+    is_in_backward,
+    is_own_graph,
+    outside_graphs,
+    requires_grad,
+    unless_compiling,
+)
+from zero_core.config.schema import ActivationCheckpointingConfig
+from zero_core.runtime.recompute import Recompute
+from zero_core.runtime.runtime import Runtime
+from zero_core.sharded.grads import FlatGrads
+from zero_core.sharded.unit import Unit
+
+__all__ = ["install"]
+
+
+def install(
+    runtime: Runtime,
+    modules: Sequence[nn.Module],
+    checkpointing: ActivationCheckpointingConfig | None = None,
+) -> list[Any]:
+    """Hook the units' modules and their trainable parameters.
+
+    Args:
+        runtime: is called.
+        modules: of its units, in their order, the model first.
+        checkpointing: of activations; blocks are wrapped if it asks for that.
+
+    Returns:
+        Handles, each with ``remove``.
+    """
+    handles: list[Any] = []
+    if checkpointing is not None and checkpointing.enabled:
+        handles.append(Recompute(modules[1:], runtime, is_on_cpu=checkpointing.cpu_checkpointing))
+    for unit, module in zip(runtime.units, modules, strict=True):
+        handles += _hook_unit(runtime, unit, module)
+        for grads in unit.grads:
+            for position, param in enumerate(grads.params):
+                handles.append(_hook_gradient(runtime, unit, grads, position, param))
+    return handles + _hook_parts(runtime, modules)
+
+
+def _hook_unit(runtime: Runtime, unit: Unit, module: nn.Module) -> list[RemovableHandle]:
+    """See [Note: the engine's hooks and others]."""
+
+    def release(module: nn.Module, args: Any, output: Any) -> None:
+        if not is_in_backward():
+            runtime.leave_forward(unit, needs_grad=requires_grad(output))
+
+    last = module.register_forward_hook(outside_graphs(release), always_call=True)
+
+    def gather(module: nn.Module, args: Any) -> None:
+        others = last.hooks_dict_ref()
+        assert others is not None, "the module that is called holds its hooks"
+        if next(reversed(others)) != last.id:
+            others.move_to_end(last.id)
+        if is_in_backward():  # activation checkpointing computes the block again
+            runtime.enter_recompute(unit)
+        else:
+            runtime.enter_forward(unit)
+
+    return [module.register_forward_pre_hook(outside_graphs(gather), prepend=True), last]
+
+
+def _hook_gradient(
+    runtime: Runtime, unit: Unit, grads: FlatGrads, position: int, param: nn.Parameter
+) -> Any:
+    def take(param: nn.Parameter) -> None:
+        grad = param.grad
+        assert grad is not None
+        param.grad = None
+        runtime.gradient_ready(unit, grads, position, grad)
+
+    is_required = param.requires_grad
+    param.requires_grad_(True)  # torch hooks no other; the hook stays when it is switched off
+    handle = param.register_post_accumulate_grad_hook(take)  # type: ignore[no-untyped-call]
+    param.requires_grad_(is_required)
+    return handle
+
+
+def _hook_parts(runtime: Runtime, modules: Sequence[nn.Module]) -> list[RemovableHandle]:
+    """Hook the modules that hold a unit's parameters, for when they are called by themselves.
+
+    Activation checkpointing of a part of a block does that in backward, a model that calls
+    ``block.attention`` in its own forward.
+    """
+    handles = []
+    unit_of = {id(p): u.index for u in runtime.units for flat in u.params for p in flat.params}
+    for module in modules[0].modules():
+        own = {unit_of[id(p)] for p in module.parameters(recurse=False)}
+        is_one_graph = False
+        if is_own_graph(module):  # one graph with all its parts
+            within = {unit_of[id(p)] for p in module.parameters()}
+            if len(within) == 1:
+                own, is_one_graph = within, True
+        for index in own:
+            if module is not modules[index]:
+                hook = _part_hook(runtime, runtime.units[index])
+                hook = outside_graphs(hook) if is_one_graph else unless_compiling(hook)
+                handles.append(module.register_forward_pre_hook(hook, prepend=True))
+    return handles
+
+
+def _part_hook(runtime: Runtime, unit: Unit) -> Any:
+    index, ready = unit.index, runtime.ready
+
+    def gather(module: nn.Module, args: Any) -> None:
+        if index not in ready:
+            runtime.enter_part(unit)
+
+    return gather

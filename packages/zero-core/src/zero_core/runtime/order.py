@@ -1,0 +1,211 @@
+"""Order in which units are reduced, and gathered, in a backward.
+
+Units are numbers here: 0 is the root, then blocks in the order of the module tree.
+
+[Note: order of reductions]
+Units are reduced in the reverse order of the module tree, the root last, whatever order gradients
+become ready in, so that every rank launches the same reductions in the same order. A unit is
+*complete* when each gradient that is required is ready, or when backward has *left* it for good.
+Where the branch of a rank left a parameter out, its gradient never becomes ready. Waiting to the
+end of backward would do for the numbers, but at stage 3 a peer that waits for the reduction gathers
+nothing, and this rank needs its shards to reach that end.
+A gradient that is ready after its unit was complete is *late*, and reduced in a second round.
+
+[Note: trails]
+A forward leaves a *trail*, the units in the order in which it used them; backward follows it from
+its end to its start. Units behind are left, unless an older forward that is still alive used them
+too (two losses, one backward). Activation checkpointing computes several units again, in the order
+of forward, before backward goes through the last of them: what is recomputed is followed only once
+a gradient of it is ready.
+A unit that backward passes over (it returned its input, say) is *skipped*: other ranks may need it,
+and this rank gathers it in the same order.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+
+__all__ = ["BackwardOrder", "Forward"]
+
+
+_NUM_KEPT = 16
+"""Trails kept of forwards of which no saved weight is left; those of recomputed units are."""
+
+
+class Forward:
+    """A token for one forward of the model, alive while a weight that it saved is."""
+
+    __slots__ = ("__weakref__",)
+
+
+class _Trail:
+    """Units that a forward used. See [Note: trails].
+
+    Attributes:
+        forward: a weak reference to it.
+        units: those that backward has not reached yet, in forward order.
+        is_pending: whether no backward has begun since the forward did.
+    """
+
+    def __init__(self, forward: Forward) -> None:
+        self.forward = weakref.ref(forward)
+        self.units: list[int] = []
+        self.is_pending = True
+
+    def last_position(self, unit: int) -> int | None:
+        """Return the position at which backward reaches ``unit`` next."""
+        for position in range(len(self.units) - 1, -1, -1):
+            if self.units[position] == unit:
+                return position
+        return None
+
+
+class BackwardOrder:
+    """Order of reductions and gathers. See the notes above."""
+
+    def __init__(self, trainable: Sequence[int]) -> None:
+        """``trainable``: the units that have gradients, ascending."""
+        self._order = [unit for unit in reversed(trainable) if unit != 0]
+        self._order += [unit for unit in trainable if unit == 0]
+        self._next = 0  # into _order
+        self._num_missing: dict[int, int] = {}  # gradients that are not ready, by unit
+        self._trails: list[_Trail] = []
+        self._followed: _Trail | None = None  # in this backward, last
+        self._entered: set[int] = set()  # in this backward
+        # What is being computed again: which positions of which trail; whether a gradient of it is
+        # ready.
+        self._recomputed: tuple[_Trail, list[int]] | None = None
+        self._is_recomputed_ready = False
+
+    # ---------------------------------------------------------------- forward
+
+    def begin_forward(self) -> Forward:
+        """Begin a forward with gradients. What it saves must hold the result."""
+        forward = Forward()
+        old = self._trails[:-_NUM_KEPT]  # where nobody steps, they would pile up
+        self._trails = [t for t in old if t.forward() is not None] + self._trails[-_NUM_KEPT:]
+        self._trails.append(_Trail(forward))
+        return forward
+
+    def use(self, unit: int) -> None:
+        """Note that the forward that began last went into ``unit``."""
+        if self._trails:
+            units = self._trails[-1].units
+            if not units or units[-1] != unit:
+                units.append(unit)
+
+    def drop(self, unit: int) -> None:
+        """Note that the output of ``unit`` in the forward that began last needs no gradient."""
+        if self._trails:
+            units = self._trails[-1].units
+            if units and units[-1] == unit:
+                units.pop()
+
+    # --------------------------------------------------------------- backward
+
+    def begin_backward(self, num_missing: Mapping[int, int]) -> None:
+        """Begin a backward, which brings so many gradients of each unit."""
+        for trail in self._trails:
+            trail.is_pending = False
+        self._followed = None
+        self._entered.clear()
+        self._num_missing = {unit: num_missing[unit] for unit in self._order}
+        self._recomputed = None
+        self._next = 0
+
+    def enter(self, unit: int, forward: Forward | None) -> list[int]:
+        """Enter ``unit`` in backward, for what ``forward`` saved. None: to compute it again.
+
+        Returns:
+            The units that backward has skipped.
+        """
+        self._entered.add(unit)
+        trail = self._trail_of(unit, forward)
+        if trail is None or trail.last_position(unit) is None:
+            return []
+        self._followed = trail
+        self._leave_recomputed()
+        position = trail.last_position(unit)
+        if position is None:
+            return []
+        if forward is not None:
+            self._recomputed = None
+            return self._follow(trail, position + 1)
+        if self._recomputed is None or self._recomputed[0] is not trail:
+            self._recomputed, self._is_recomputed_ready = (trail, [position]), False
+        else:
+            self._recomputed[1].append(position)
+        return []
+
+    def gradient_ready(self, unit: int) -> int:
+        """Note that a gradient of ``unit`` is ready.
+
+        Returns:
+            How many are missing; below 0 if it is late.
+        """
+        if self._recomputed is not None and not self._is_recomputed_ready:
+            trail, positions = self._recomputed
+            self._is_recomputed_ready = unit in [trail.units[p] for p in positions]
+        self._num_missing[unit] = missing = self._num_missing[unit] - 1
+        return missing
+
+    def ready_units(self) -> Iterator[int]:
+        """Yield the units to be reduced now, each once."""
+        order = self._order
+        while self._next < len(order) and self._num_missing[order[self._next]] <= 0:
+            self._next += 1
+            yield order[self._next - 1]
+
+    def skipped_last(self) -> Iterator[int]:
+        """Yield the units between those that backward entered and the start of the forward."""
+        trail = self._followed or next(reversed(self._trails), None)
+        if trail is not None:
+            self._leave_recomputed()
+            while trail.units:
+                yield from self._follow(trail, len(trail.units) - 1)
+
+    def end_backward(self) -> list[int]:
+        """End the backward and return the units that have not been ready in it."""
+        rest, self._next = self._order[self._next :], 0
+        return rest
+
+    def forget(self) -> None:
+        """End a step or drop its gradients. Forwards that wait for their backward stay."""
+        self._next = 0
+        self._recomputed = None
+        self._trails = [trail for trail in self._trails if trail.is_pending]
+
+    def _trail_of(self, unit: int, forward: Forward | None) -> _Trail | None:
+        for trail in reversed(self._trails):
+            is_it = unit in trail.units if forward is None else trail.forward() is forward
+            if is_it:
+                return trail
+        return None
+
+    def _leave_recomputed(self) -> None:
+        """Follow the trail to its start, if backward has gone through what was computed again."""
+        if self._recomputed is not None and self._is_recomputed_ready:
+            trail, positions = self._recomputed
+            self._follow(trail, min(positions))
+            self._recomputed = None
+
+    def _follow(self, trail: _Trail, stop: int) -> list[int]:
+        """Mark the units at positions >= ``stop`` of the trail as finished.
+
+        Returns:
+            Those that backward never entered.
+        """
+        skipped = []
+        older: list[_Trail] | None = None
+        while len(trail.units) > stop:
+            unit = trail.units.pop()
+            if unit not in self._entered:
+                self._entered.add(unit)
+                skipped.append(unit)
+            if self._num_missing.get(unit, 0) > 0 and unit not in trail.units:
+                if older is None:
+                    older = self._trails[: self._trails.index(trail)]
+                if not any(unit in t.units for t in older if t.forward() is not None):
+                    self._num_missing[unit] = 0
+        return skipped

@@ -1,0 +1,142 @@
+"""Checks that the model still has the parameters that the engine was built over.
+
+[Note: what a model may not do after build()]
+The engine keeps a parameter's values in memory of its own and its gradient hook on the object. A
+parameter that is replaced, added or tied to another name later is followed by nobody; one whose
+memory is replaced (``module.double()``, ``param.data = ...``) no longer follows the engine. Both
+are errors at the next forward with gradients, or at the next step. What keeps the objects and their
+memory is allowed: ``requires_grad_``, ``module.to`` of the same device and dtype, in-place writes
+within `gathered`, wrappers around modules, modules without parameters. A forward may be given other
+tensors for a while by `torch.func.functional_call`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from zero_core._torch import outside_graphs
+from zero_core.layout.discovery import plain_name
+from zero_core.sharded.params import FlatParams
+
+__all__ = ["ParamGuard"]
+
+_ADVICE = (
+    "Write values within engine.gathered(modifier_rank=...); to change the model itself, end the "
+    "engine by engine.unwrap() and build another one"
+)
+
+
+class ParamGuard:
+    """Refuses what [Note: what a model may not do after build()] names, and unfreezing."""
+
+    def __init__(
+        self, model: nn.Module, values: Sequence[FlatParams], names: Mapping[int, str]
+    ) -> None:
+        """Remember the parameters of ``model``, their memory and their places.
+
+        ``names`` are those of the parameters, by ``id``.
+        """
+        self._model = model
+        self._values = list(values)
+        self._name_of = names
+        self._frozen = [p for v in values if not v.segment.is_trainable for p in v.params]
+        self._num_names = Counter(id(param) for param in _named(model).values())
+        self._remember_places()
+
+    def watch(self) -> Any:
+        """Check before each forward of the model with gradients. Returns the hook's handle."""
+
+        def hook(module: nn.Module, args: Any) -> None:
+            if torch.is_grad_enabled():
+                self._check_places(has_substitutes=True)
+                self._check_memory()
+                self._check_frozen()
+
+        return self._model.register_forward_pre_hook(outside_graphs(hook), prepend=True)
+
+    def check(self) -> None:
+        """Raise if the model has other parameters than at first, or one was unfrozen.
+
+        Raises:
+            RuntimeError: with the parameter's name.
+        """
+        self._check_places(has_substitutes=False)
+        self._check_frozen()
+
+    def _check_memory(self) -> None:
+        for values in self._values:
+            if (position := values.misplaced()) is not None:
+                param = values.params[position]
+                raise RuntimeError(
+                    f"parameter {self._name_of[id(param)]} was given other memory after build() "
+                    f"({param.dtype} on {param.device}, {values.segment.dtype} on {values.device} "
+                    "expected), as by module.to(), module.double() or param.data = ...: the engine "
+                    f"would not follow it. Cast and move a model before build(). {_ADVICE}"
+                )
+
+    def _check_frozen(self) -> None:
+        for param in self._frozen:
+            if param.requires_grad:
+                raise RuntimeError(
+                    f"parameter {self._name_of[id(param)]} requires a gradient now, but was in no "
+                    "optimizer group when the engine was built: nothing would update it. Freeze it "
+                    "again; or build the engine while it requires a gradient (or with an optimizer "
+                    "over it), and freeze it after build() until it is to be trained"
+                )
+
+    def _check_places(self, *, has_substitutes: bool) -> None:
+        """Compare the model's entries with those at construction.
+
+        With ``has_substitutes`` tensors may stand in parameters' places.
+        """
+        # Called at each forward: two passes over dictionaries in C, no names.
+        if any(self._empty) or list(map(id, self._entries())) != self._places:
+            self._check_names(has_substitutes=has_substitutes)
+
+    def _entries(self) -> chain[Any]:
+        return chain.from_iterable(map(dict.values, self._dicts))
+
+    def _remember_places(self) -> None:
+        modules = list(self._model.modules())
+        dicts: list[dict[str, Any]] = [m._parameters for m in modules]
+        dicts += [m._modules for m in modules]
+        self._dicts = [d for d in dicts if d]
+        self._empty = [d for d in dicts if not d]
+        self._places = list(map(id, self._entries()))
+
+    def _check_names(self, *, has_substitutes: bool) -> None:
+        named = _named(self._model)
+        known = set(self._name_of.values())
+        for name, param in named.items():
+            if id(param) not in self._name_of:
+                if has_substitutes and not isinstance(param, nn.Parameter):
+                    continue
+                what = "was replaced" if plain_name(name) in known else "was added to the model"
+                raise RuntimeError(
+                    f"parameter {name} {what} after build(): nothing would train or save it. "
+                    f"{_ADVICE}"
+                )
+        num_names = Counter(map(id, named.values()))
+        for key, name in self._name_of.items():
+            if num_names[key] > self._num_names[key]:
+                raise RuntimeError(
+                    f"parameter {name} was tied to a further place after build(), where it would "
+                    f"not be gathered. {_ADVICE}"
+                )
+            if not num_names[key] and not has_substitutes:
+                raise RuntimeError(
+                    f"parameter {name} was removed from the model after build(): nothing would "
+                    f"train it, and it would still be saved. {_ADVICE}"
+                )
+        if len(num_names) == len(self._name_of):
+            self._remember_places()  # modules were wrapped, or ones without parameters changed
+
+
+def _named(model: nn.Module) -> dict[str, Tensor]:
+    return dict(model.named_parameters(remove_duplicate=False))

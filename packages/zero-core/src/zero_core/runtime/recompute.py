@@ -1,0 +1,87 @@
+"""Activation checkpointing of every block, as the configuration asks for it.
+
+Each block keeps its inputs alone and is computed again in backward (Chen et al., arXiv
+1604.06174), by torch's non-reentrant `torch.utils.checkpoint`. With ``cpu_checkpointing`` the
+positional inputs wait in host memory. Only the block's ``forward`` is wrapped, on the object:
+names, class and hooks stay.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.graph import save_on_cpu
+from torch.utils.checkpoint import checkpoint
+
+from zero_core.runtime.runtime import Runtime
+from zero_core.sharded.unit import Unit
+
+__all__ = ["Recompute"]
+
+
+class Recompute:
+    """Wraps the forwards of blocks until `remove`."""
+
+    def __init__(self, blocks: Sequence[nn.Module], runtime: Runtime, *, is_on_cpu: bool) -> None:
+        """Wrap.
+
+        Args:
+            blocks: modules of the runtime's units but the root, in their order.
+            runtime: is called in backward before a block is computed again.
+            is_on_cpu: whether a block's inputs wait in host memory.
+        """
+        self._is_on_cpu = is_on_cpu
+        self._is_pinned = torch.accelerator.is_available()
+        self._runtime = runtime
+        # A forward that was set on the object must come back; the class's shows by itself.
+        self._before = [(module, module.__dict__.get("forward")) for module in blocks]
+        self._attach()
+
+    def _attach(self) -> None:
+        for unit, (module, _) in zip(self._runtime.units[1:], self._before, strict=True):
+            module.forward = self._wrap(unit, module.forward)
+
+    @contextmanager
+    def suspended(self) -> Iterator[None]:
+        """Restore the blocks' own forwards for a while."""
+        self.remove()
+        try:
+            yield
+        finally:
+            self._attach()
+
+    def remove(self) -> None:
+        """Restore the blocks' own forwards."""
+        for module, forward in self._before:
+            if forward is None:
+                del module.forward
+            else:
+                module.forward = forward
+
+    def _wrap(self, unit: Unit, forward: Callable[..., Any]) -> Callable[..., Any]:
+        def contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+            return nullcontext(), self._recomputing(unit)
+
+        @functools.wraps(forward)
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            if not torch.is_grad_enabled():
+                return forward(*args, **kwargs)
+            if torch.compiler.is_compiling() and not self._is_on_cpu:
+                # The compiled backward recomputes; the weights that it saved tell when it begins.
+                return checkpoint(forward, *args, use_reentrant=False, **kwargs)
+            with save_on_cpu(self._is_pinned) if self._is_on_cpu else nullcontext():
+                return checkpoint(
+                    forward, *args, use_reentrant=False, context_fn=contexts, **kwargs
+                )
+
+        return wrapped
+
+    @contextmanager
+    def _recomputing(self, unit: Unit) -> Iterator[None]:
+        self._runtime.enter_recompute(unit)
+        yield

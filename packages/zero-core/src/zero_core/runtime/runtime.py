@@ -1,0 +1,529 @@
+"""Gathers, releases and reductions of all units: which unit, and when.
+
+`zero_core.runtime.hooks` calls in here; nothing in the model changes.
+
+[Note: order]
+Units are gathered forward in the order of the module tree and backward in reverse; reductions run
+in that reverse order, the root last (`zero_core.runtime.order`). So every rank launches the same
+collectives in the same order even where ranks take different branches within a block.
+
+[Note: saved tensors]
+Autograd saves the weights that a forward used. At stage 3 their buffer is reused for other units,
+so what is saved of a pool buffer is only (segment, offset, shape): `torch.autograd.graph`'s hooks
+pack it when it is saved, and gather the unit again when backward unpacks it. The first unpacking,
+or the first recomputation by activation checkpointing, marks the beginning of a unit's backward.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from zero_core._torch import call_at_end_of_backward, is_in_backward
+from zero_core.comm.communicator import Communicator
+from zero_core.runtime.order import BackwardOrder, Forward
+from zero_core.sharded.grads import FlatGrads
+from zero_core.sharded.params import FlatParams
+from zero_core.sharded.unit import Unit
+
+__all__ = ["GradientSink", "Runtime"]
+
+
+_Packed = tuple[Unit, FlatParams, int, torch.Size, tuple[int, ...], int, Forward]
+"""A weight that autograd saved: unit, segment, offset, shape, strides, version, and the forward. A
+plain tuple, as there is one for each use of a weight, and a test for each saved tensor."""
+
+
+class GradientSink(Protocol):
+    """Takes reduced gradients and knows where in a step the training is.
+
+    Attributes:
+        params_with_grad: parameters that got a gradient on this rank since the last step; the
+            runtime adds to it.
+    """
+
+    params_with_grad: set[int]
+
+    @property
+    def is_boundary(self) -> bool:
+        """Whether the current micro-step is the last one of its step."""
+        ...
+
+    @property
+    def is_reduced(self) -> bool:
+        """Whether every segment's gradient has been added."""
+        ...
+
+    def begin_backward(self) -> None:
+        """Check, at the first sign of a backward, that it may add to the gradient. May raise."""
+        ...
+
+    def add(self, grads: FlatGrads) -> bool:
+        """Take a segment's gradient. Returns whether the segment has been updated with it."""
+        ...
+
+    def broken(self) -> None:
+        """Restart the step: a forward found that the last backward did not end. May raise."""
+        ...
+
+    def agree(self, *, has_unreduced: bool) -> bool:
+        """Exchange statistics. Returns whether any rank ``has_unreduced``. Collective."""
+        ...
+
+    def clear(self) -> None:
+        """Drop the gradient and start a new step."""
+        ...
+
+
+class Runtime:
+    """Drives all units. See the notes at the top of this file.
+
+    Attributes:
+        units: the root first, then blocks in the order of the module tree.
+        rank: this rank.
+        ready: indices of the units whose parameters hold the current values.
+    """
+
+    def __init__(
+        self,
+        units: Sequence[Unit],
+        communicator: Communicator,
+        sink: GradientSink,
+        *,
+        has_sharded_params: bool,
+    ) -> None:
+        """Prepare. `zero_core.runtime.hooks.install` makes the model call it.
+
+        Args:
+            units: the root first, then blocks in the order of the module tree.
+            communicator: of the ranks among which gradients are reduced.
+            sink: takes reduced gradients.
+            has_sharded_params: whether gathered values are released after use (stage 3).
+        """
+        self.units = tuple(units)
+        self.rank = communicator.rank
+        self.ready: set[int] = set()
+        self._communicator = communicator
+        self._sink = sink
+        self._params_with_grad = sink.params_with_grad
+        self._has_sharded_params = has_sharded_params
+        # One rank has nothing to reduce before the boundary.
+        self._is_reduced_per_backward = communicator.world_size > 1
+        self._should_sync = True
+        self._full_params_depth = 0  # within any `full_params`, nothing is released
+        self._by_storage: dict[int, tuple[Unit, FlatParams]] = {}
+        self._current: Unit | None = None  # the block in use
+        self._entered: Unit | None = None  # the block that backward is in
+        self._ahead: Unit | None = None  # gathered before it is needed
+        # Units recomputed in this backward: gradients to come since the last recomputation.
+        self._recomputed: dict[int, int] = {}
+        self._order = BackwardOrder([u.index for u in self.units if u.grads])
+        self._forward: Forward | None = None  # the one that is running with gradients
+        self._in_flight: tuple[FlatGrads, ...] = ()  # under reduction
+        self._is_backward_open = False
+        # Whether the open backward reduces (not in no_sync; one rank: at the boundary only).
+        self._is_reducing = False
+        # The hooked modules whose forward is running, and the saved-tensor hooks that each entered.
+        self._running: list[tuple[Unit, AbstractContextManager[Any] | None]] = []
+        # Addresses between which the buffers of gathered units lie, of those seen so far.
+        self._low, self._high = sys.maxsize, 0
+
+    # ---------------------------------------------------------------- forward
+
+    def enter_forward(self, unit: Unit) -> None:
+        """Gather ``unit`` for its forward."""
+        context: AbstractContextManager[Any] | None = None
+        if not self._running:
+            if self._is_backward_open:
+                self._sink.broken()
+                self.discard()
+                self.release_all()
+            if torch.is_grad_enabled():
+                self._forward = self._order.begin_forward()
+                if self._has_sharded_params:
+                    context = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
+                    context.__enter__()
+        self._running.append((unit, context))
+        self._use(unit, backward=False)
+
+    def leave_forward(self, unit: Unit, *, needs_grad: bool) -> None:
+        """Release ``unit`` after its forward, whose output ``needs_grad`` or not."""
+        if self._forward is not None and not needs_grad:
+            self._order.drop(unit.index)
+        running = self._running
+        if running and running[-1][0] is unit:  # else its pre-forward raised before it got here
+            _, context = running.pop()
+            if not running:
+                self._forward = None
+            if context is not None:
+                context.__exit__(None, None, None)
+            if unit.is_root and not running and not torch.is_grad_enabled():
+                self.release_all()
+        # The last block stays gathered: backward begins with it.
+        if not unit.is_root and not (unit is self.units[-1] and torch.is_grad_enabled()):
+            self.release(unit)
+
+    def enter_part(self, unit: Unit) -> None:
+        """Gather ``unit``, of which a part is called by itself.
+
+        Raises:
+            RuntimeError: with gradients, outside of a forward of the model.
+        """
+        if is_in_backward():
+            self.enter_recompute(unit)
+        elif self._has_sharded_params and not self._running and torch.is_grad_enabled():
+            raise RuntimeError(
+                f"rank {self.rank}: a part of {unit!r} was called by itself, with gradients: "
+                "call the engine (or its module), or use engine.gathered() without gradients"
+            )
+        else:
+            self._use(unit, backward=False)
+
+    def _pack(self, tensor: Tensor) -> object:
+        found = None
+        if self._low <= tensor.data_ptr() < self._high:
+            found = self._by_storage.get(tensor.untyped_storage().data_ptr())
+        if found is None:  # most by far: activations
+            # Detached: a node that saves its own output would otherwise keep itself alive if no
+            # backward comes.
+            return tensor if tensor.is_leaf else tensor.detach()
+        unit, flat = found
+        layout = (tensor.storage_offset(), tensor.shape, tensor.stride())
+        assert self._forward is not None
+        return (unit, flat, *layout, flat.version, self._forward)
+
+    def _unpack(self, packed: Tensor | _Packed) -> Tensor:
+        if type(packed) is not tuple:
+            return packed  # type: ignore[return-value]
+        unit, flat, offset, shape, stride, version, forward = packed
+        if version != flat.version:
+            raise RuntimeError(
+                f"backward of a forward that ran before the last step or load: the weights of "
+                f"{unit!r} have changed since; run the forward again"
+            )
+        if unit is not self._entered:
+            self.enter_backward(unit, forward)
+        assert flat.full is not None
+        saved = flat.full.as_strided(shape, stride, offset)
+        # create_graph: nodes of this backward save the tensor without our hooks and outlive the
+        # buffer: copy.
+        return saved.clone() if torch.is_grad_enabled() else saved
+
+    def _use(self, unit: Unit, *, backward: bool) -> None:
+        """Gather ``unit`` and its successor. Release its predecessor."""
+        index = unit.index
+        if index:
+            previous, self._current = self._current, unit
+            if previous is not unit:
+                if previous is not None:
+                    self.release(previous)
+                if not backward and self._forward is not None:
+                    self._order.use(index)
+        if self._ahead is not None and self._ahead is not unit:
+            self.release(self._ahead)  # the order is not that of the module tree
+        self._ahead = None
+        if index not in self.ready:
+            unit.gather(backward=backward)
+        if unit.hints is not None:
+            unit.hints.announce(index, backward=backward)
+        self._wait(unit)
+        ahead = index - 1 if backward else index + 1
+        if 0 < ahead < len(self.units) and ahead not in self.ready:
+            following = self.units[ahead]
+            if not following.is_exchanged and not following.is_updated():
+                return  # gathering ahead would block here until the tier has updated the next unit
+            self._ahead = following
+            following.gather(backward=backward)
+
+    def _wait(self, unit: Unit) -> None:
+        index = unit.index
+        if index in self.ready:
+            return
+        for flat in unit.params:
+            flat.wait()
+            if self._has_sharded_params and not flat.is_kept:
+                assert flat.full is not None
+                address = flat.address
+                self._by_storage[address] = (unit, flat)
+                if not self._low <= address < self._high:
+                    self._low = min(self._low, address)
+                    self._high = max(self._high, address + flat.full.untyped_storage().nbytes())
+        self.ready.add(index)
+
+    def release(self, unit: Unit) -> None:
+        """Release the gathered values of ``unit``, outside of `full_params`."""
+        if not self._has_sharded_params or self._full_params_depth:
+            return
+        if unit is self._current:
+            self._current = None
+        self.ready.discard(unit.index)
+        for flat in unit.params:
+            if flat.full is not None and not flat.is_kept:
+                self._by_storage.pop(flat.address, None)
+                flat.release()
+
+    def release_all(self) -> None:
+        """Release every unit, the root included."""
+        self._current = self._ahead = self._entered = None
+        for unit in self.units:
+            self.release(unit)
+
+    # --------------------------------------------------------------- backward
+
+    def enter_backward(self, unit: Unit, forward: Forward | None) -> None:
+        """Gather ``unit`` for its backward.
+
+        Args:
+            unit: backward needs its values.
+            forward: used and saved them; None if the unit is computed again.
+        """
+        if unit is self._entered:
+            return
+        if not self._is_backward_open:
+            self._open_backward()
+        if unit.is_root:
+            unit.gather(backward=True)
+            self._wait(unit)
+            return
+        previous = self._current
+        if previous is not None and previous is not unit and self._must_stay(previous):
+            self._current = None  # it is released at the end of backward
+        self._entered = unit
+        for skipped in self._order.enter(unit.index, forward):
+            self._gather_skipped(skipped)
+        self._use(unit, backward=True)
+        if self._is_reducing:
+            self._reduce_ready_units()
+
+    def enter_recompute(self, unit: Unit) -> None:
+        """Gather ``unit``, whose forward activation checkpointing computes again in backward."""
+        self.enter_backward(unit, None)
+        self._recomputed[unit.index] = unit.count_trainable()
+
+    def gradient_ready(self, unit: Unit, grads: FlatGrads, position: int, grad: Tensor) -> None:
+        """Take the gradient of parameter ``position`` of a segment of ``unit``."""
+        if not self._is_backward_open:
+            self._open_backward()
+        index = unit.index
+        if index in self._recomputed:
+            self._recomputed[index] -= 1
+        num_missing = self._order.gradient_ready(index)
+        # late: this unit's reduction has started. Finish it; the gradient opens a second one.
+        if num_missing < 0:
+            self._finish_reductions()
+        grads.add(position, grad)
+        self._params_with_grad.add(grads.param_numbers[position])
+        if num_missing == 0 and self._is_reducing:
+            self._reduce_ready_units()
+
+    def _gather_skipped(self, skipped: int) -> None:
+        """Gather a unit that backward skips here, because other ranks may go into it."""
+        if self._has_sharded_params:
+            self._use(self.units[skipped], backward=True)
+            if self._is_reducing:
+                self._reduce_ready_units()
+
+    def _must_stay(self, unit: Unit) -> bool:
+        # A recomputed forward saved raw views; they are used until the unit's gradients are there.
+        # A unit without trainable parameters never has one: it stays until backward ends.
+        num_missing = self._recomputed.get(unit.index)
+        return num_missing is not None and (num_missing > 0 or unit.count_trainable() == 0)
+
+    def _open_backward(self) -> None:
+        """Begin a backward at its first sign, and be called at its end."""
+        self._sink.begin_backward()
+        self._is_backward_open = True
+        self._is_reducing = self._will_reduce()
+        if not self._is_reducing:
+            self._accumulate_locally()  # more is to come before anything is reduced
+        self._entered = None
+        self._recomputed.clear()
+        self._order.begin_backward({u.index: u.count_trainable() for u in self.units})
+        call_at_end_of_backward(self.end_backward)
+
+    def _will_reduce(self) -> bool:
+        return self._should_sync and (self._is_reduced_per_backward or self._sink.is_boundary)
+
+    def _reduce_ready_units(self) -> None:
+        for index in self._order.ready_units():
+            self._reduce(self.units[index])
+
+    def _reduce(self, unit: Unit) -> None:
+        # One unit's reduction is under way while the next unit is computed.
+        self._finish_reductions()
+        for grads in unit.grads:
+            grads.reduce()
+            self._in_flight += (grads,)
+
+    def _finish_reductions(self) -> None:
+        in_flight = self._in_flight
+        if in_flight:
+            for grads in in_flight:
+                grads.finish()
+                if self._sink.is_boundary:
+                    self._offer(grads)
+            self._in_flight = ()
+
+    def _offer(self, grads: FlatGrads) -> None:
+        """Offer a reduced gradient to the sink. If it updates the segment, its values are stale."""
+        if self._sink.add(grads):
+            unit = grads.segment.unit
+            for flat in self.units[unit].params:
+                if flat.segment is grads.segment:
+                    flat.invalidate()
+            self.ready.discard(unit)
+
+    def end_backward(self) -> None:
+        """Reduce what is left, wait for everything, release every unit.
+
+        Autograd calls it when a backward ends; `complete_gradient` does when a backward touched no
+        parameter.
+        """
+        if self._is_backward_open:
+            for skipped in self._order.skipped_last():
+                self._gather_skipped(skipped)
+        if self._will_reduce():
+            for index in self._order.end_backward():
+                self._reduce(self.units[index])
+            self._finish_reductions()
+        self.release_all()
+        self._is_backward_open = False
+
+    # ----------------------------------------------------------- accumulation
+
+    @property
+    def should_sync(self) -> bool:
+        """Whether backwards reduce gradients: False within `no_sync`."""
+        return self._should_sync
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Keep gradients of backwards unreduced within. Every rank must enter it."""
+        before, self._should_sync = self._should_sync, False
+        self._accumulate_locally()
+        try:
+            yield
+        finally:
+            self._should_sync = before
+
+    def _accumulate_locally(self) -> None:
+        for unit in self.units:
+            for grads in unit.grads:
+                grads.accumulate_locally()
+
+    @property
+    def is_last_backward(self) -> bool:
+        """Whether no backward of a later micro-step will add to the step's gradient."""
+        return self._sink.is_boundary and self._should_sync
+
+    # ------------------------------------------------------------------- step
+
+    def complete_gradient(self) -> None:
+        """Have all of the step's gradient reduced and agreed on. Every rank must call it.
+
+        Raises:
+            RuntimeError: not at an accumulation boundary, or within ``no_sync``, or after a
+                backward that did not end.
+        """
+        if self._is_backward_open:
+            raise RuntimeError(
+                "the last backward did not end: run the forward and backward of this step again"
+            )
+        if not self.is_last_backward:
+            raise RuntimeError(
+                "the gradient is not whole yet: call this outside no_sync(), between the last "
+                "backward of a step and step()"
+            )
+        if not self._sink.is_reduced:
+            # No parameter was used on this rank, or the last backward ran within no_sync.
+            self.end_backward()
+        if self._sink.agree(has_unreduced=self._has_unreduced()):
+            # On some rank, gradients came after their unit's reduction.
+            self.end_backward()
+            self._sink.agree(has_unreduced=self._has_unreduced())
+
+    def _has_unreduced(self) -> bool:
+        """Whether gradients were added that no reduction has carried yet.
+
+        They came within ``no_sync``, or after their unit had been reduced (reentrant activation
+        checkpointing of a block that is used twice).
+        """
+        return any(grads.has_unreduced for unit in self.units for grads in unit.grads)
+
+    def gradient_replaced(self, grads: FlatGrads, param: int) -> None:
+        """Pass on the gradient of a segment again: that of parameter number ``param`` was set."""
+        self._params_with_grad.add(param)
+        self._offer(grads)
+
+    def discard(self) -> None:
+        """Drop all gradients and start a new step.
+
+        Wait for reductions under way. Gathered units stay.
+        """
+        for grads in self._in_flight:
+            grads.finish()
+        self._in_flight = ()
+        self._is_backward_open = False
+        self._order.forget()
+        for unit in self.units:
+            for grads in unit.grads:
+                grads.clear()
+        self._sink.clear()
+
+    # ----------------------------------------------------------------- values
+
+    @contextmanager
+    def full_params(self) -> Iterator[None]:
+        """Release nothing that is gathered within. Contexts may end in any order."""
+        self._full_params_depth += 1
+        try:
+            yield
+        finally:
+            self._full_params_depth -= 1
+            if not self._full_params_depth:
+                self.release_all()
+
+    @property
+    def has_full_params(self) -> bool:
+        """Whether a `full_params` is open."""
+        return self._full_params_depth > 0
+
+    def gather_exact(self, unit: Unit) -> None:
+        """Gather ``unit`` now, unquantized, unless its current values are gathered already.
+
+        Then they may be quantized: release it first.
+        """
+        if unit.index not in self.ready:
+            unit.gather(exact=True)
+            self._wait(unit)
+
+    @property
+    def is_running(self) -> bool:
+        """Whether a forward or a backward is under way."""
+        return bool(self._running) or is_in_backward()
+
+    def is_needed(self, unit: Unit) -> bool:
+        """Whether ``unit`` is gathered for a forward, backward or context that has not ended."""
+        is_used = is_in_backward() or any(u is unit for u, _ in self._running)
+        return self._full_params_depth > 0 or (is_used and unit.is_current)
+
+    def values_changed(self) -> None:
+        """Note that the shards hold new values: what is gathered of them is stale from now on."""
+        self.ready.clear()
+        for unit in self.units:
+            for flat in unit.params:
+                flat.invalidate()
+
+    def values_replaced(self) -> None:
+        """Note that values were written from outside of a step, on all ranks."""
+        self.values_changed()
+        self.forget_values()
+
+    def forget_values(self) -> None:
+        """Have the collectives drop what they keep of the values."""
+        self._communicator.forget_values()

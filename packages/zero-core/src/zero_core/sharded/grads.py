@@ -1,0 +1,391 @@
+"""Flat gradients: those of one segment, from backward to the state tier.
+
+See [Note: the tensors of a segment] in `zero_core.sharded.unit`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from zero_core.comm.communicator import Communicator, NamedReduction, NamedWork
+from zero_core.layout.arithmetic import Segment
+from zero_core.protocols import EXACT_GRADIENTS, StateTier
+from zero_core.sharded.gradient_plan import GradientCase, GradientPlan
+from zero_core.sharded.params import slot_views
+from zero_core.sharded.pool import BufferPool
+
+_STRIDED = torch.strided
+
+__all__ = ["FlatGrads", "GradientBuffers", "ReducedGrad"]
+
+
+@dataclass(frozen=True)
+class GradientBuffers:
+    """Memory of one segment's gradient, as its plan says.
+
+    Attributes:
+        plan: which buffers there are.
+        full: ``full_grad`` if it is kept, else None.
+        shard: ``grad_shard``; None if the gradient is passed on.
+        total: ``grad_sum`` at stage 0 with several ranks, else None.
+        full_pools: lend ``full_grad`` otherwise, by dtype.
+        shard_pool: lends what is reduced into if there is no ``grad_shard``.
+    """
+
+    plan: GradientPlan
+    full: Tensor | None
+    shard: Tensor | None
+    total: Tensor | None
+    full_pools: Mapping[torch.dtype, BufferPool]
+    shard_pool: BufferPool
+
+
+@dataclass(frozen=True, slots=True)
+class ReducedGrad:
+    """The reduced gradient of a segment, for the state tier.
+
+    Attributes:
+        shard: what the tier is offered: 1-D, in the offered dtype.
+        norm: 2-norm of this rank's shard of the gradient, in fp32 or wider.
+    """
+
+    shard: Tensor
+    norm: Tensor
+
+
+class FlatGrads:
+    """The gradients of one trainable segment.
+
+    Attributes:
+        segment: the arithmetic.
+        params: the model's parameters, in the order of the slots.
+        param_numbers: their numbers in the layout.
+        plan: which buffers there are.
+
+    One backward: `add` for each parameter, `reduce`, `finish`. At an accumulation boundary then
+    `result`, which the state tier is offered, and `release`. `clear` starts a new step.
+    """
+
+    def __init__(
+        self,
+        segment: Segment,
+        params: Sequence[nn.Parameter],
+        buffers: GradientBuffers,
+        communicator: Communicator,
+        tier: StateTier,
+        span: tuple[int, int],
+    ) -> None:
+        """Prepare for the gradients of ``params``.
+
+        Args:
+            segment: the arithmetic.
+            params: the model's parameters, in the order of the slots.
+            buffers: where gradients are.
+            communicator: reduces.
+            tier: reads back what it was offered, if it owns gradients.
+            span: this rank's part of the local flat space.
+        """
+        self.segment = segment
+        self.params = list(params)
+        self.plan = buffers.plan
+        self.param_numbers = [slot.param for slot in segment.slots]
+        self._buffers = buffers
+        self._communicator = communicator
+        self._tier = tier
+        self._span = span
+        self._predivide = buffers.plan.predivide
+        self._shard = buffers.shard
+        self._has_one_rank = segment.world_size == 1
+        self._full: Tensor | None = None
+        self._slots: list[Tensor] = []  # views of full, one per parameter
+        self._gaps: list[Tensor] = []  # views of what belongs to no parameter
+        self._views: dict[tuple[int, torch.dtype], tuple[list[Tensor], list[Tensor]]] = {}
+        self._no_grad = [False] * len(self.params)
+        self._has_grad = self._no_grad.copy()
+        self._is_wide = False
+        self._work: NamedReduction | None = None
+        self._target: Tensor | None = None  # of the reduction under way
+        # The reduced gradient where there is no grad_shard.
+        self._borrowed_grad: Tensor | None = None
+        self._lent: tuple[BufferPool, Tensor] | None = None  # the pool buffer behind it
+        self._is_empty = True  # nothing accumulated since the last step
+        self._norm: Tensor | None = None  # of the shard, where it is known already
+        # Wait until the other ranks have read full_grad.
+        self._until_read: NamedWork | None = None
+        # Wait until the state tier has copied grad_shard.
+        self._until_copied: _Copying | None = None
+        self._nonfinite: Tensor | None = None  # bool, [world_size]
+        self._is_updated = False  # an update in this step has used the gradient
+
+    # ----------------------------------------------------------- one backward
+
+    @property
+    def has_unreduced(self) -> bool:
+        """Whether gradients were added that no reduction has carried yet."""
+        return self._full is not None
+
+    def accumulate_locally(self) -> None:
+        """Let gradients of the following backwards add up until the next reduction (``no_sync``).
+
+        Every rank must call it, those without a gradient too: it decides the dtype that is reduced.
+        """
+        self._is_wide = True
+
+    def add(self, position: int, grad: Tensor) -> None:
+        """Add the gradient of parameter ``position`` of the segment to ``full_grad``.
+
+        Raises:
+            ValueError: it is sparse.
+            RuntimeError: the segment has been updated in this backward already.
+        """
+        if grad.layout is not _STRIDED:
+            raise ValueError(
+                "sparse gradients are not supported: use sparse=False in the embedding"
+            )
+        if self._full is None:
+            self._check_not_updated()
+            self._open()
+        view = self._slots[position]
+        if self._has_grad[position]:
+            view.add_(grad, alpha=self._predivide)
+        else:
+            if grad.dtype is not view.dtype:
+                # Divided in the wider dtype of the two: no bit is lost before it must be.
+                grad = grad.to(torch.promote_types(grad.dtype, view.dtype))
+            torch.mul(grad, self._predivide, out=view)
+            self._has_grad[position] = True
+
+    def reduce(self) -> None:
+        """Start to reduce what was added. Parameters without a gradient count as zero."""
+        if self._full is None:
+            self._open()
+        full = self._full
+        assert full is not None
+        if False in self._has_grad:
+            for view, has_grad in zip(self._slots, self._has_grad, strict=True):
+                if not has_grad:
+                    view.zero_()
+        for gap in self._gaps:
+            gap.zero_()
+        if self._has_one_rank:  # full_grad is grad_shard: later gradients add to it
+            self._has_grad = [True] * len(self.params)
+            return
+        self._has_grad = self._no_grad.copy()
+        self._target = self._find_target()
+        self._work = self._communicator.reduce_scatter(self._target, full, self.segment.index)
+
+    def finish(self) -> None:
+        """Wait for the reduction and add it to the step's gradient."""
+        if self._work is not None:
+            work, self._work = self._work, None
+            work.wait()
+            reduced, self._target = self._target, None
+            assert reduced is not None
+            self._norm = norm = _norm(reduced)
+            # The norm is free to read on a host: finite means no search. On a device reading would
+            # synchronize, so look at the contributions instead.
+            if not (norm.is_cpu and math.isfinite(norm.item())):
+                self._note_nonfinite(work)
+            self._until_read = work.acknowledge()
+            if self._shard is None:
+                self._set_step_gradient(reduced)
+            elif reduced is not self._shard:
+                self._shard.add_(reduced)
+                self._norm = None
+        elif self._shard is None and self._full is not None:
+            full, self._full = self._full, None  # one rank: it is the shard
+            self._lent = self._buffers.full_pools[full.dtype], full
+            self._has_grad = self._no_grad.copy()
+            self._set_step_gradient(full)
+        self._is_empty = False
+        self._close()
+
+    def _find_target(self) -> Tensor:
+        """Return what the reduction writes to: [shard_numel], accumulated dtype."""
+        shard = self._shard
+        if shard is None:
+            if self._lent is not None:  # holds what an earlier backward of the step reduced
+                return torch.empty_like(self._lent[1])
+            pool = self._buffers.shard_pool
+            target = pool.acquire(self.segment.shard_numel, self.plan.accumulated)
+            self._lent = pool, target
+            return target
+        if not self._is_empty:
+            return torch.empty_like(shard)
+        self._wait_until_copied()
+        return shard
+
+    def _set_step_gradient(self, reduced: Tensor) -> None:
+        """Make ``reduced`` the step's gradient, with that of earlier backwards, if any."""
+        if self._borrowed_grad is not None:
+            reduced = self._borrowed_grad.add_(reduced)
+            self._norm = None
+        elif not self._is_empty:
+            reduced = self.values().to(self.plan.accumulated, copy=True).add_(reduced)
+            self._norm = None
+        self._borrowed_grad = reduced
+
+    # ---------------------------------------------------- the step's gradient
+
+    def result(self) -> ReducedGrad:
+        """Return the step's gradient for the state tier.
+
+        At stage 0 that is a collective, and the same on every rank.
+        """
+        shard, total, dtype = self.values(), self._buffers.total, self.plan.offered
+        rounded = shard
+        if total is None or dtype is torch.float16:
+            rounded = shard.to(dtype)
+        if dtype is torch.float16 and rounded is not shard:
+            self._norm = _norm(rounded)  # fp16 may overflow in this cast: take the norm after it
+        if total is not None:
+            self._wait_until_read()  # total may be the memory of full_grad
+            self._communicator.all_gather(
+                total, shard, self.segment.index, version=EXACT_GRADIENTS, backward=True
+            ).wait()
+            rounded = total.to(dtype)
+        return ReducedGrad(rounded, self.norm())
+
+    def release(self, until_copied: Callable[[], None] | None) -> None:
+        """Free what the state tier was offered.
+
+        ``until_copied`` blocks until the tier has copied it. It is called before the memory is used
+        again.
+        """
+        copying = None if until_copied is None else _Copying(until_copied)
+        if self._shard is not None:
+            self._until_copied = copying
+        self._return_lent(copying)
+
+    def values(self) -> Tensor:
+        """Return this rank's shard of the reduced gradient, [shard_numel]. Not to be written to."""
+        if self._borrowed_grad is not None:
+            return self._borrowed_grad
+        if self._shard is not None:
+            return self._shard
+        return self._tier.read_grad(*self._span).to(self.params[0].device)
+
+    def covered(self) -> Tensor:
+        """Return the reduced gradient of all elements that this rank's optimizer state covers."""
+        total = self._buffers.total
+        return self.values() if total is None else total
+
+    def replace(self, start: int, values: Tensor) -> None:
+        """Overwrite a part of the shard from outside."""
+        self._norm = None
+        if self._shard is None:
+            self._borrowed_grad = self.values().to(self.plan.accumulated, copy=True)
+            shard = self._borrowed_grad
+        else:
+            self._wait_until_copied()
+            shard = self._shard
+        shard[start : start + values.numel()].copy_(values)
+
+    def norm(self, p: float = 2.0) -> Tensor:
+        """Return the ``p``-norm of the shard, in fp32 or wider."""
+        if p == 2.0 and self._norm is not None:
+            return self._norm
+        return _norm(self.values(), p)
+
+    def nonfinite_ranks(self) -> list[int] | None:
+        """Return the ranks whose own gradients made this shard not finite in this step.
+
+        None if their parts have not been seen: the collectives do not show them, or it was the sum
+        over micro-steps that overflowed.
+        """
+        if self._has_one_rank:
+            return [0]
+        if self._nonfinite is None:
+            return None
+        ranks: list[int] = torch.nonzero(self._nonfinite).flatten().tolist()
+        return ranks
+
+    def mark_updated(self) -> None:
+        """Note that an update has used the gradient: no more may be added in this step."""
+        self._is_updated = True
+
+    def clear(self) -> None:
+        """Start a new step: nothing accumulated."""
+        self._is_empty = True
+        self._is_updated = False
+        self._has_grad = self._no_grad.copy()
+        self._work = self._target = self._norm = self._nonfinite = None
+        self._close()
+        self._return_lent(None)
+
+    def _check_not_updated(self) -> None:
+        if self._is_updated:
+            raise RuntimeError(
+                "a gradient came after its unit was updated during backward, as of a block that is "
+                "used twice under reentrant activation checkpointing: set zero_optimization."
+                "offload_optimizer.update_in_backward to false, and go on from a checkpoint"
+            )
+
+    def _note_nonfinite(self, work: NamedReduction) -> None:
+        parts = work.contributions()
+        if parts:
+            found = torch.stack([~torch.isfinite(part).all() for part in parts])
+            self._nonfinite = found if self._nonfinite is None else self._nonfinite | found
+
+    def _wait_until_read(self) -> None:
+        if self._until_read is not None:
+            until_read, self._until_read = self._until_read, None
+            until_read.wait()
+
+    def _wait_until_copied(self) -> None:
+        if self._until_copied is not None:
+            until_copied, self._until_copied = self._until_copied, None
+            until_copied.wait()
+
+    def _return_lent(self, copying: _Copying | None) -> None:
+        self._borrowed_grad = None
+        if self._lent is not None:
+            (pool, buffer), self._lent = self._lent, None
+            pool.release(buffer, copying)
+
+    def _open(self) -> None:
+        """Begin a reduction's ``full_grad``."""
+        plan, kept = self.plan, self._buffers.full
+        dtype = plan.accumulated if self._is_wide else plan.communicated
+        if plan.case is GradientCase.ALONE:
+            self._wait_until_copied()
+            full = self._shard
+            assert full is not None
+        elif kept is not None and kept.dtype == dtype:
+            self._wait_until_read()
+            full = kept
+        else:
+            full = self._buffers.full_pools[dtype].acquire(self.segment.padded_numel, dtype)
+        self._full = full
+        key = (full.data_ptr(), dtype)
+        views = self._views.get(key)
+        if views is None:
+            gaps = [full[low:high] for low, high in self.segment.gaps()]
+            views = self._views[key] = slot_views(full, self.segment, self.params), gaps
+        self._slots, self._gaps = views
+
+    def _close(self) -> None:
+        self._is_wide = False
+        full, self._full = self._full, None
+        if full is None or full is self._buffers.full or full is self._shard:
+            return
+        until_read, self._until_read = self._until_read, None
+        self._buffers.full_pools[full.dtype].release(full, until_read)
+
+
+class _Copying:
+    """The state tier's copy of what it was offered. It is done when ``wait`` returns."""
+
+    def __init__(self, wait: Callable[[], None]) -> None:
+        self.wait = wait
+
+
+def _norm(values: Tensor, p: float = 2.0) -> Tensor:
+    wide = torch.float64 if values.dtype == torch.float64 else torch.float32
+    norm: Tensor = torch.linalg.vector_norm(values, p, dtype=wide)
+    return norm

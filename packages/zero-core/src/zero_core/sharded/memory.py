@@ -1,0 +1,404 @@
+"""Allocation of all of an engine's buffers. `pool.py` explains long-lived and borrowed memory.
+
+On the meta device the same code allocates nothing and still knows every size: that is how
+`zero_core.plan` counts bytes.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+
+import torch
+from torch import Tensor, nn
+
+from zero_core.comm.communicator import Communicator
+from zero_core.config.schema import Config
+from zero_core.layout.arithmetic import Layout, Segment
+from zero_core.layout.discovery import Discovered
+from zero_core.protocols import StateTier
+from zero_core.sharded.gradient_plan import GradientPlan, plan_segment_gradient
+from zero_core.sharded.grads import FlatGrads, GradientBuffers
+from zero_core.sharded.param_offload import (
+    CopyStream,
+    LocalStore,
+    OffloadedSegments,
+    OffloadedShard,
+    PrefetchHints,
+)
+from zero_core.sharded.params import DeviceShard, FlatParams, ShardSource
+from zero_core.sharded.pool import Allocate, Arena, BufferPool, allocator
+from zero_core.sharded.unit import Unit
+
+__all__ = ["Memory"]
+
+NUM_SPARE = 2
+"""Buffers whose copies to the host may still be under way when the next one is needed."""
+
+
+class Memory:
+    """Allocates parameters, gradients and pools, and makes the units on top of them.
+
+    Attributes:
+        stage: the stage that makes a difference: one rank has nothing to shard, but may offload.
+        has_sharded_state: whether each rank updates its shard alone.
+        has_sharded_params: whether values are gathered for each use.
+        device: where memory is allocated.
+        spans: each trainable segment's part of the local flat space, by segment.
+    """
+
+    def __init__(
+        self,
+        found: Discovered,
+        layout: Layout,
+        config: Config,
+        *,
+        rank: int,
+        device: torch.device,
+        exchanged: Allocate | None = None,
+        is_accelerated: bool,
+        offloaded: OffloadedSegments | None = None,
+    ) -> None:
+        """Allocate values for ``rank`` on ``device``. The model's parameters stay as they are.
+
+        Args:
+            found: the model's parameters.
+            layout: the model's arithmetic.
+            config: the resolved configuration.
+            rank: this rank.
+            device: where memory is allocated.
+            exchanged: allocates what other ranks read (shards and gradients), if that is special.
+            is_accelerated: whether the compute device is another one than the host.
+            offloaded: the segments whose shards are not on the device, if there are any.
+        """
+        self._has_peers = layout.world_size > 1
+        self._offloaded = () if offloaded is None else offloaded.segments
+        self._offloaded_indices = frozenset(s.index for s in self._offloaded)
+        self._param_tier = None if offloaded is None else offloaded.tier
+        has_stage = self._has_peers or bool(self._offloaded)
+        self.stage = config.zero_optimization.stage if has_stage else 0
+        self.has_sharded_state = self.stage >= 1
+        self.has_sharded_params = self.stage >= 3
+        self._config = config
+        self._rank = rank
+        self.device = device
+        self._stream = CopyStream(device if self._offloaded else torch.device("cpu"))
+        self._private = allocator(device)
+        self._exchanged = exchanged or self._private
+        self._arena = Arena(self._exchanged)
+        self._found = found
+        self._layout = layout
+        self._pools: list[tuple[str, BufferPool, int]] = []
+        # Copies to other memory are under way on an accelerator while the next unit is reduced.
+        self._num_spare = NUM_SPARE if is_accelerated else 0
+        self._shards: dict[int, Tensor] = {}  # by segment, but for offloaded ones
+        self._kept: dict[int, Tensor] = {}  # whole segments that are kept for good
+        self._allocate_params()
+        self._full_pools = [
+            self._pool(
+                "gathered units",
+                [s.padded_numel * s.dtype.itemsize for s in part],
+                [s for s in part if self._is_gathered(s)],
+                self._stream.filled_by(self._private),
+                queue=self._stream,
+            )
+            for part in _split(layout.segments)
+        ]
+        self._staging_pools = [
+            self._pool(
+                "fetched shards",
+                [s.shard_numel * s.dtype.itemsize for s in part],
+                _largest_unit(part) if self._has_peers else [],
+                self._private,
+                queue=self._stream,
+            )
+            for part in (_split(self._offloaded) if self._offloaded else ())
+        ]
+        self.spans: dict[int, tuple[int, int]] = {}
+        for index, start in layout.local_starts(is_sharded=self.has_sharded_state).items():
+            low, high = layout.state_range(
+                layout.segments[index], rank, is_sharded=self.has_sharded_state
+            )
+            self.spans[index] = (start, start + high - low)
+
+    # ------------------------------------------------------- for the state tier
+
+    def update_targets(self) -> list[tuple[int, Tensor]]:
+        """Return what the state tier writes new values to, by start in the local flat space.
+
+        An offloaded shard is where its tier holds it, or on the meta device: see `store`.
+        """
+        return [(span[0], self._update_target(index)) for index, span in self.spans.items()]
+
+    def _update_target(self, index: int) -> Tensor:
+        segment = self._layout.segments[index]
+        if index in self._offloaded_indices:
+            assert self._param_tier is not None
+            home = self._param_tier.home(index)
+            if home is not None:
+                return home
+            return torch.empty(segment.shard_numel, dtype=segment.dtype, device="meta")
+        start, stop = self.spans[index]
+        is_shard = stop - start == segment.shard_numel
+        return self._shards[index] if is_shard else self._kept[index]
+
+    def store(self) -> LocalStore | None:
+        """Return what takes the new values of offloaded shards. None if there are none."""
+        if self._param_tier is None:
+            return None
+        spans = [(s[0], i) for i, s in self.spans.items() if i in self._offloaded_indices]
+        return LocalStore(self._param_tier, spans)
+
+    # ------------------------------------------------------------------- units
+
+    def make_units(self, tier: StateTier, communicator: Communicator) -> list[Unit]:
+        """Allocate what gradients need, and make the units.
+
+        Args:
+            tier: updates the shards.
+            communicator: gathers and reduces.
+        """
+        segments = self._layout.segments
+        params = {s.index: self._flat_params(s, tier, communicator) for s in segments}
+        buffers = self.allocate_gradients(owns_grads=tier.owns_grads)
+        grads = {
+            index: FlatGrads(
+                segments[index],
+                self._params_of(segments[index]),
+                of_segment,
+                communicator,
+                tier,
+                self.spans[index],
+            )
+            for index, of_segment in buffers.items()
+        }
+        hints = self._prefetch_hints()
+        return [
+            Unit(
+                unit.index,
+                unit.name,
+                [params[s.index] for s in unit.segments],
+                [grads[s.index] for s in unit.segments if s.is_trainable],
+                hints,
+            )
+            for unit in self._layout.units
+        ]
+
+    def _flat_params(
+        self, segment: Segment, tier: StateTier, communicator: Communicator
+    ) -> FlatParams:
+        index = segment.index
+        return FlatParams(
+            segment,
+            self._params_of(segment),
+            rank=self._rank,
+            device=self.device,
+            source=self._source(segment, tier, communicator),
+            kept=self._kept.get(index),
+            pool=self._full_pools[min(segment.unit, 1)],
+            has_remote_updates=self._has_peers and self.has_sharded_state and segment.is_trainable,
+        )
+
+    def _source(self, segment: Segment, tier: StateTier, communicator: Communicator) -> ShardSource:
+        index = segment.index
+        span = self.spans.get(index)
+        if index not in self._offloaded_indices:
+            return DeviceShard(index, self._shards[index], communicator, tier, span)
+        assert self._param_tier is not None
+        return OffloadedShard(
+            segment,
+            self._param_tier,
+            self._stream,
+            staging=self._staging_pools[min(segment.unit, 1)],
+            communicator=communicator,
+            tier=tier,
+            span=span,
+        )
+
+    def _prefetch_hints(self) -> PrefetchHints | None:
+        if self._param_tier is None:
+            return None
+        units = self._layout.units
+        return PrefetchHints(
+            self._param_tier,
+            [[s.index for s in u.segments if s.index in self._offloaded_indices] for u in units],
+        )
+
+    # ------------------------------------------------------------------ reports
+
+    def report(self) -> dict[str, int]:
+        """Return bytes by kind, on this rank, without the state tier's."""
+        found = self._report([pool.allocated_bytes for _, pool, _ in self._pools])
+        return found if self._param_tier is None else {**found, **self._param_tier.report()}
+
+    def expected_report(self) -> dict[str, int]:
+        """Return what `report` says after steps in which units ran in the module tree's order.
+
+        Two units are there at once: one in use and the next one arriving, or one whose gradients
+        come in and the last one under reduction. The root's segments are there all the time.
+        """
+        return self._report([expected * pool.buffer_bytes for _, pool, expected in self._pools])
+
+    def _report(self, pool_bytes: Sequence[int]) -> dict[str, int]:
+        report = self._arena.report()
+        for (kind, _, _), nbytes in zip(self._pools, pool_bytes, strict=True):
+            report[kind] = report.get(kind, 0) + nbytes
+        return report
+
+    # --------------------------------------------------------------- allocation
+
+    def _params_of(self, segment: Segment) -> list[nn.Parameter]:
+        return [self._found.params[slot.param] for slot in segment.slots]
+
+    def _pool(
+        self,
+        kind: str,
+        nbytes: Sequence[int],
+        users: Sequence[Segment],
+        allocate: Allocate,
+        *,
+        num_spare: int = 0,
+        queue: CopyStream | None = None,
+    ) -> BufferPool:
+        """Make a pool for requests of ``nbytes``, of which ``users`` will make some."""
+        pool = BufferPool(allocate, max(nbytes, default=0), num_spare=num_spare, queue=queue)
+        self._pools.append((kind, pool, _num_at_once(users) + num_spare * bool(users)))
+        return pool
+
+    def _is_gathered(self, segment: Segment) -> bool:
+        """Whether the segment's values are gathered for each use, and not kept for good."""
+        is_whole = not self._has_peers and segment.index not in self._offloaded_indices
+        return self.has_sharded_params and not is_whole
+
+    def _allocate_params(self) -> None:
+        segments = [s for s in self._layout.segments if s.index not in self._offloaded_indices]
+        for dtype in dict.fromkeys(s.dtype for s in segments):
+            same = [s for s in segments if s.dtype == dtype]
+            sizes = [s.shard_numel if self._is_gathered(s) else s.padded_numel for s in same]
+            parts = self._arena.allocate("parameters", dtype, sizes)
+            for s, t in zip(same, parts, strict=True):
+                if self._is_gathered(s):
+                    self._shards[s.index] = t
+                else:
+                    self._kept[s.index] = t
+                    self._shards[s.index] = t[slice(*s.shard_range(self._rank))]
+
+    def allocate_gradients(self, *, owns_grads: bool) -> dict[int, GradientBuffers]:
+        """Allocate what gradients need, by trainable segment.
+
+        Args:
+            owns_grads: whether the state tier copies gradients. Then there are no gradient shards,
+                unless gradients add up over micro-steps.
+        """
+        segments = [s for s in self._layout.segments if s.is_trainable]
+        plans = {
+            s.index: plan_segment_gradient(s, self._config, stage=self.stage, owns_grads=owns_grads)
+            for s in segments
+        }
+        communicated = {i: p.communicated for i, p in plans.items()}
+        accumulated = {i: p.accumulated for i, p in plans.items()}
+        full = self._by_dtype(
+            "gradients",
+            [s for s in segments if plans[s.index].is_full_kept],
+            communicated,
+            is_full=True,
+        )
+        # A reduction leaves the kept gradients free: they hold the sum, if it fits.
+        total = {i: full[i] for i, p in plans.items() if p.is_sum_in_full}
+        shards: dict[int, Tensor] = {}
+        if self._has_peers and self.stage == 0:
+            rest = [s for s in segments if s.index not in total]
+            own = self._by_dtype("gradients", rest, accumulated, is_full=True)
+            # The sum that is gathered into begins as this rank's slice of it.
+            shards = {s.index: own[s.index][slice(*s.shard_range(self._rank))] for s in rest}
+            total |= own
+        apart = [s for s in segments if s.index not in shards and plans[s.index].is_shard_kept]
+        shards |= self._by_dtype("gradient shards", apart, accumulated, is_full=False)
+        full_pools = self._full_grad_pools(segments, plans)
+        shard_pools = [
+            self._pool(
+                "gradient shards",
+                [s.shard_numel * accumulated[s.index].itemsize for s in part],
+                _largest_unit([s for s in part if not plans[s.index].is_shard_kept])
+                if self._has_peers
+                else [],
+                self._exchanged,
+                num_spare=self._num_spare,
+            )
+            for part in _split(segments)
+        ]
+        return {
+            s.index: GradientBuffers(
+                plans[s.index],
+                full.get(s.index),
+                shards.get(s.index),
+                total.get(s.index),
+                full_pools[min(s.unit, 1)],
+                shard_pools[min(s.unit, 1)],
+            )
+            for s in segments
+        }
+
+    def _full_grad_pools(
+        self, segments: Sequence[Segment], plans: Mapping[int, GradientPlan]
+    ) -> list[dict[torch.dtype, BufferPool]]:
+        """Make the pools of whole gradients, of the root and of the blocks, by dtype."""
+        is_passed_on = any(not plan.is_shard_kept for plan in plans.values())
+        # One rank that passes gradients on: the only buffer is what the tier reads.
+        num_spare = self._num_spare if is_passed_on and not self._has_peers else 0
+        plan_dtypes = [(p.communicated, p.accumulated) for p in plans.values()]
+        dtypes = {c for c, _ in plan_dtypes} | {a for _, a in plan_dtypes}
+        return [
+            {
+                dtype: self._pool(
+                    "gradients under way",
+                    [s.padded_numel * dtype.itemsize for s in part],
+                    [s for s in part if self._is_borrowed(plans[s.index], dtype)],
+                    self._exchanged,
+                    num_spare=num_spare,
+                )
+                for dtype in dtypes
+            }
+            for part in _split(segments)
+        ]
+
+    def _is_borrowed(self, plan: GradientPlan, dtype: torch.dtype) -> bool:
+        """Whether each backward borrows a buffer of ``dtype`` for the gradients."""
+        is_borrowed = not plan.is_full_kept if self._has_peers else not plan.is_shard_kept
+        return is_borrowed and plan.communicated == dtype
+
+    def _by_dtype(
+        self,
+        kind: str,
+        segments: Sequence[Segment],
+        dtypes: Mapping[int, torch.dtype],
+        *,
+        is_full: bool,
+    ) -> dict[int, Tensor]:
+        found: dict[int, Tensor] = {}
+        for dtype in dict.fromkeys(dtypes[s.index] for s in segments):
+            same = [s for s in segments if dtypes[s.index] == dtype]
+            sizes = [s.padded_numel if is_full else s.shard_numel for s in same]
+            for s, t in zip(same, self._arena.allocate(kind, dtype, sizes), strict=True):
+                found[s.index] = t
+        return found
+
+
+def _split(segments: Sequence[Segment]) -> list[list[Segment]]:
+    """Split the root's segments from the blocks': their buffers are in use for different times."""
+    return [[s for s in segments if s.unit == 0], [s for s in segments if s.unit != 0]]
+
+
+def _largest_unit(segments: Sequence[Segment]) -> list[Segment]:
+    """Return the segments of the unit that has the most of them."""
+    by_unit: dict[int, list[Segment]] = {}
+    for segment in segments:
+        by_unit.setdefault(segment.unit, []).append(segment)
+    return max(by_unit.values(), key=len, default=[])
+
+
+def _num_at_once(segments: Sequence[Segment]) -> int:
+    """Return the most segments of two consecutive units. Of the one unit, if there is but one."""
+    counts = list(Counter(s.unit for s in segments).values())
+    return max(map(sum, pairwise(counts)), default=sum(counts))

@@ -1,0 +1,250 @@
+"""Offloaded parameter shards, and their copies to the device ahead of use.
+
+ZeRO-Infinity (Rajbhandari et al., arXiv 2104.07857), section 5.1: at stage 3 a shard is needed on
+the device only while its unit is gathered. A `zero_core.protocols.ParamTier` holds it in between,
+in host memory or in a file.
+
+[Note: the copy stream]
+On an accelerator offloaded values arrive on a stream of their own, the *copy stream*, while the
+caller's current stream computes the unit before.
+1. The copy stream waits for the update of the shard (`StateTier.wait_params`, called on it).
+2. It waits for the last reader of the buffer that it fills (`CopyStream.after_readers`).
+3. The gather is launched on it: it waits for the fetch and for nothing else.
+4. The caller's stream waits for the gather (`Work.wait`), as for any other.
+5. New values overwrite a shard on the host after its fetches. An update does, because the gradient
+   that it needs was computed from what was fetched and has reached the host. All other writes do,
+   because `CopyStream.synchronize` precedes them.
+On a CPU there are no streams: a fetch has ended when its ``wait`` returns.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import chain, islice
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zero_core.comm.communicator import Communicator
+from zero_core.config.schema import Config
+from zero_core.layout.arithmetic import Layout, Segment
+from zero_core.protocols import ParamTier, StateTier, Work
+from zero_core.sharded.params import ShardUpdates
+from zero_core.sharded.pool import Allocate, BufferPool
+
+__all__ = [
+    "CopyStream",
+    "LocalStore",
+    "OffloadedSegments",
+    "OffloadedShard",
+    "PrefetchHints",
+    "offloaded_segments",
+]
+
+_MAX_EXPECTED_UNITS = 16
+
+
+def offloaded_segments(layout: Layout, config: Config, *, is_apart: bool) -> tuple[Segment, ...]:
+    """Return the segments whose shards are offloaded, in the order of their use.
+
+    Small ones are not: those of at most ``stage3_param_persistence_threshold`` elements, up to
+    ``stage3_model_persistence_threshold`` elements in all.
+
+    Args:
+        layout: the model's arithmetic.
+        config: the resolved configuration.
+        is_apart: whether there is memory for them other than the device's.
+    """
+    zero = config.zero_optimization
+    if not is_apart or zero.stage < 3:
+        return ()
+    offloaded, num_kept = [], 0
+    for segment in layout.segments:
+        numel = sum(slot.stop - slot.start for slot in segment.slots)
+        is_small = numel <= zero.stage3_param_persistence_threshold
+        if is_small and num_kept + numel <= zero.stage3_model_persistence_threshold:
+            num_kept += numel
+        else:
+            offloaded.append(segment)
+    return tuple(offloaded)
+
+
+@dataclass(frozen=True)
+class OffloadedSegments:
+    """The segments whose shards are offloaded, and the tier that holds them."""
+
+    segments: tuple[Segment, ...]
+    tier: ParamTier
+
+
+class CopyStream:
+    """The stream of copies to a device, as a context. See [Note: the copy stream]."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        has_streams = device.type not in ("cpu", "meta")
+        self._stream = torch.Stream(device) if has_streams else None
+
+    def __enter__(self) -> None:
+        if self._stream is not None:
+            self._stream.__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        if self._stream is not None:
+            self._stream.__exit__(*error)
+
+    def after_readers(self) -> Work | None:
+        """Return what makes this stream wait for what the current stream holds by now."""
+        if self._stream is None:
+            return None
+        event = torch.accelerator.current_stream(self._device).record_event()
+        return _Readers(self._stream, event)
+
+    def filled_by(self, allocate: Allocate) -> Allocate:
+        """Return ``allocate`` for memory that this stream writes to and the current one reads."""
+
+        def act(numel: int, dtype: torch.dtype) -> Tensor:
+            tensor = allocate(numel, dtype)
+            past_users = self.after_readers()  # the memory may have had other users
+            if past_users is not None:
+                past_users.wait()
+            return tensor
+
+        return act
+
+    def synchronize(self) -> None:
+        """Block until everything on this stream is done."""
+        if self._stream is not None:
+            self._stream.synchronize()
+
+
+class _Readers:
+    """Readers of a buffer, for which a stream can wait."""
+
+    def __init__(self, stream: torch.Stream, event: torch.Event) -> None:
+        self._stream = stream
+        self._event = event
+
+    def wait(self) -> None:
+        self._stream.wait_event(self._event)
+
+
+class OffloadedShard(ShardUpdates):
+    """This rank's shard of one segment in a `ParamTier`: `zero_core.sharded.params.ShardSource`."""
+
+    def __init__(
+        self,
+        segment: Segment,
+        param_tier: ParamTier,
+        stream: CopyStream,
+        *,
+        staging: BufferPool,
+        communicator: Communicator,
+        tier: StateTier,
+        span: tuple[int, int] | None,
+    ) -> None:
+        """Prepare.
+
+        Args:
+            segment: the arithmetic.
+            param_tier: holds the shard.
+            stream: copies it to the device.
+            staging: lends the memory on the device from which it is gathered with other ranks'.
+            communicator: gathers.
+            tier: updates it.
+            span: see `zero_core.sharded.params.ShardSource`.
+        """
+        super().__init__(tier, span)
+        self._segment = segment
+        self._param_tier = param_tier
+        self._stream = stream
+        self._staging = staging
+        self._communicator = communicator
+
+    def gather(self, full: Tensor, *, version: int, backward: bool) -> Work:
+        """See `zero_core.sharded.params.ShardSource`. A fetch raises the tier's own error."""
+        with self._stream:
+            self.wait_update()
+            index = self._segment.index
+            if self._segment.world_size == 1:
+                return self._param_tier.fetch(index, full)
+            # Not into this rank's slice of full: collectives that are not exact refuse that.
+            staged = self._staging.acquire(self._segment.shard_numel, self._segment.dtype)
+            try:
+                self._param_tier.fetch(index, staged).wait()  # 3: the stream waits for the fetch
+                work = self._communicator.all_gather(
+                    full, staged, index, version=version, backward=backward
+                )
+            except Exception:
+                self._staging.release(staged)
+                raise
+            return _StagedGather(work, self._staging, staged)
+
+    def read(self) -> Tensor:
+        """See `zero_core.sharded.params.ShardSource`. On the CPU."""
+        index = self._segment.index
+        home = self._param_tier.home(index)
+        if home is None:
+            home = torch.empty(self._segment.shard_numel, dtype=self._segment.dtype, device="cpu")
+            self._param_tier.fetch(index, home).wait()
+        return home
+
+    def write(self, start: int, values: Tensor) -> None:
+        """See `zero_core.sharded.params.ShardSource`."""
+        self._stream.synchronize()
+        self._param_tier.write(self._segment.index, start, values)
+
+    def synchronize(self) -> None:
+        """See `zero_core.sharded.params.ShardSource`."""
+        self._stream.synchronize()
+
+
+class _StagedGather:
+    """A gather under way, whose staging buffer is free when it ends."""
+
+    def __init__(self, work: Work, staging: BufferPool, staged: Tensor) -> None:
+        self._work = work
+        self._staging = staging
+        self._staged = staged
+
+    def wait(self) -> None:
+        self._work.wait()
+        self._staging.release(self._staged)
+
+
+class LocalStore:
+    """`zero_core.protocols.ParamStore` over the shards of a tier."""
+
+    def __init__(self, tier: ParamTier, spans: Sequence[tuple[int, int]]) -> None:
+        """``spans``: start in the local flat space and segment of each shard, sorted."""
+        self._tier = tier
+        self._spans = list(spans)
+        self._starts = [start for start, _ in spans]
+
+    def write(self, start: int, values: Tensor) -> None:
+        """See the protocol."""
+        first, segment = self._spans[bisect_right(self._starts, start) - 1]
+        self._tier.write(segment, start - first, values)
+
+
+class PrefetchHints:
+    """Hints to a tier on what is fetched next, in the order of the module tree."""
+
+    def __init__(self, tier: ParamTier, segments_of: Sequence[Sequence[int]]) -> None:
+        """``segments_of``: the offloaded segments of each unit, the root first."""
+        self._tier = tier
+        self._segments_of = [list(segments) for segments in segments_of]
+
+    def announce(self, unit: int, *, backward: bool) -> None:
+        """Hint at the units after ``unit``, which is in use."""
+        last = len(self._segments_of) - 1
+        back_from = unit if backward else last
+        to_come = range(0) if backward else range(unit + 1, last + 1)
+        has_backward = backward or torch.is_grad_enabled()
+        # Backward begins with the last unit, which is still gathered then; the root is, too.
+        returning = range(back_from - 1, 0, -1) if has_backward else range(0)
+        units = islice(chain(to_come, returning), _MAX_EXPECTED_UNITS)
+        self._tier.expect([s for u in units for s in self._segments_of[u]])

@@ -1,0 +1,440 @@
+"""Flat parameters: the values of one segment, sharded or gathered.
+
+See [Note: the tensors of a segment] in `zero_core.sharded.unit`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import Enum
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from zero_core.comm.communicator import Communicator
+from zero_core.layout.arithmetic import Segment
+from zero_core.protocols import EXACT_PARAMETERS, StateTier, Work
+from zero_core.sharded.pool import BufferPool
+
+__all__ = [
+    "DeviceShard",
+    "FlatParams",
+    "ParamState",
+    "ShardSource",
+    "ShardUpdates",
+    "is_placeholder",
+    "slot_views",
+]
+
+_NO_VERSION = -1
+# One pass in C, as it runs for every parameter of every gather.
+_set_data = Tensor.data.__set__  # type: ignore[attr-defined]
+
+
+class ParamState(Enum):
+    """State of flat parameters: which memory holds the values, and who owns it."""
+
+    SHARDED = "sharded"
+    """Only the shard holds values, in the memory of its `ShardSource`. Parameters are
+    placeholders (NaN, or 0 for integer dtypes), but for those of which somebody holds a copy
+    (`FlatParams.hold`)."""
+    GATHERING = "gathering"
+    """A collective writes to ``full``, a buffer lent by the pool. Nobody else may read it.
+    Set while the first gather into a borrowed buffer is under way. A gather of newer values into a
+    buffer that is held does not change the state: see `FlatParams.is_current`."""
+    UNSHARDED = "unsharded"
+    """``full``, a buffer lent by the pool until `FlatParams.release`, holds the values; the
+    parameters are views of it."""
+    KEPT = "kept"
+    """``full`` is in the arena for good, and the shard is a view of it. The parameters are views,
+    too; a gather overwrites the other ranks' slices with their updates."""
+
+
+class ShardSource(Protocol):
+    """This rank's shard of a segment: on the device (`DeviceShard`) or offloaded.
+
+    Attributes:
+        span: the part of the local flat space whose update by the state tier the values wait for;
+            None if they are frozen.
+    """
+
+    span: tuple[int, int] | None
+
+    def is_updated(self) -> bool:
+        """Whether no update of the shard is under way."""
+        ...
+
+    def wait_update(self) -> None:
+        """Wait until the shard holds its updated values."""
+        ...
+
+    def gather(self, full: Tensor, *, version: int, backward: bool) -> Work:
+        """Start to fill ``full`` ([padded_numel]) with every rank's updated shard.
+
+        ``version``, ``backward``: see `zero_core.protocols.Collectives.all_gather`.
+        """
+        ...
+
+    def read(self) -> Tensor:
+        """Return the shard, [shard_numel], not to be changed. Where it rests, so maybe a view."""
+        ...
+
+    def write(self, start: int, values: Tensor) -> None:
+        """Overwrite elements from ``start`` on, while nothing reads them."""
+        ...
+
+    def synchronize(self) -> None:
+        """Block until no copy from the shard is under way."""
+        ...
+
+
+class ShardUpdates:
+    """The state tier's updates of one shard: the base of sources."""
+
+    def __init__(self, tier: StateTier, span: tuple[int, int] | None) -> None:
+        self.span = span
+        self._tier = tier
+
+    def is_updated(self) -> bool:
+        """See `ShardSource`."""
+        return self.span is None or self._tier.are_params_ready(*self.span)
+
+    def wait_update(self) -> None:
+        """See `ShardSource`."""
+        if self.span is not None:
+            self._tier.wait_params(*self.span)
+
+
+class DeviceShard(ShardUpdates):
+    """`ShardSource` of a shard in device memory."""
+
+    def __init__(
+        self,
+        segment: int,
+        shard: Tensor,
+        communicator: Communicator,
+        tier: StateTier,
+        span: tuple[int, int] | None,
+    ) -> None:
+        super().__init__(tier, span)
+        self._segment = segment
+        self._shard = shard
+        self._communicator = communicator
+
+    def gather(self, full: Tensor, *, version: int, backward: bool) -> Work:
+        """See `ShardSource`."""
+        self.wait_update()
+        return self._communicator.all_gather(
+            full, self._shard, self._segment, version=version, backward=backward
+        )
+
+    def read(self) -> Tensor:
+        """See `ShardSource`."""
+        return self._shard
+
+    def write(self, start: int, values: Tensor) -> None:
+        """See `ShardSource`."""
+        self._shard[start : start + values.numel()].copy_(values)
+
+    def synchronize(self) -> None:
+        """See `ShardSource`: nothing is copied elsewhere."""
+
+
+class FlatParams:
+    """The values of one segment. See [Note: the tensors of a segment] in `unit`.
+
+    Attributes:
+        segment: the arithmetic.
+        params: the model's parameters, in the order of the slots.
+        full: [padded_numel], or None while SHARDED.
+        address: of ``full``, in memory.
+        version: grows when values may have changed, as far as this rank knows.
+        is_kept: whether ``full`` is in the arena for good.
+        is_exchanged: whether a gather is an exchange with other ranks.
+        local_span: see `ShardSource.span`.
+    """
+
+    def __init__(
+        self,
+        segment: Segment,
+        params: Sequence[nn.Parameter],
+        *,
+        rank: int,
+        device: torch.device,
+        source: ShardSource,
+        kept: Tensor | None,
+        pool: BufferPool,
+        has_remote_updates: bool,
+    ) -> None:
+        """Manage ``params``, one per slot. `adopt` then takes their storage over.
+
+        Args:
+            segment: the arithmetic.
+            params: the model's parameters, in the order of the slots.
+            rank: this rank.
+            device: where the values are used.
+            source: this rank's shard.
+            kept: ``full`` if it is in the arena for good, else None.
+            pool: lends ``full`` otherwise.
+            has_remote_updates: whether other ranks update slices of it.
+        """
+        self.segment = segment
+        self.params = list(params)
+        self.device = device
+        self.full = kept
+        self.address = 0 if kept is None else kept.data_ptr()
+        self.is_kept = kept is not None
+        self._numel, self._dtype = segment.padded_numel, segment.dtype
+        self.version = 0
+        self.local_span = source.span
+        self._rank = rank
+        self._source = source
+        self._pool = pool
+        self._is_gathered = not self.is_kept or has_remote_updates
+        self.is_exchanged = self._is_gathered and segment.world_size > 1
+        self._full_version = 0 if self.is_kept else _NO_VERSION
+        self._work: Work | None = None
+        self._are_views_set = False
+        self._views: dict[int, list[Tensor]] = {}  # by address of full
+        self._addresses: dict[int, list[int]] = {}  # of the same views
+        hole = torch.zeros((), dtype=segment.dtype, device=device)
+        if segment.dtype.is_floating_point:
+            hole.fill_(float("nan"))
+        self._placeholders = [hole.expand(p.shape) for p in self.params]
+        self._hole_addresses = list(map(Tensor.data_ptr, self._placeholders))
+        # Copies that parameters are views of while SHARDED, and their holders, by position.
+        self._copies: dict[int, Tensor] = {}
+        self._num_holders: dict[int, int] = {}
+
+    # ----------------------------------------------------------------- states
+
+    def gather(self, *, exact: bool = False, backward: bool = False) -> None:
+        """Start to gather the current values into ``full``, unless it holds them.
+
+        Args:
+            exact: unquantized, whatever the collectives do otherwise.
+            backward: whether the gather serves a backward pass.
+
+        Raises:
+            CollectiveError: a peer has ended.
+        """
+        if self._full_version == self.version:
+            return
+        self.finish_gather()  # an older gather, started ahead and never used, may still write
+        if self._is_gathered:
+            if self.full is None:
+                self.full = self._pool.acquire(self._numel, self._dtype)
+                self.address = self.full.data_ptr()
+            # a negative version asks for exact values
+            version = EXACT_PARAMETERS if exact else self.version
+            self._work = self._source.gather(self.full, version=version, backward=backward)
+        else:
+            self._source.wait_update()
+        self._full_version = self.version
+
+    def wait(self) -> None:
+        """Wait for the gather, and make the parameters views of ``full``."""
+        self.finish_gather()
+        if not self._are_views_set:
+            list(map(_set_data, self.params, self._current_views()))
+            self._are_views_set = True
+
+    def finish_gather(self) -> None:
+        """Wait for the gather that is under way, if one is."""
+        if self._work is not None:
+            work, self._work = self._work, None
+            work.wait()
+
+    def release(self) -> None:
+        """Return ``full`` to the pool, unless it is kept."""
+        full = self.full
+        if self.is_kept or full is None:
+            return
+        self.finish_gather()
+        self._set_placeholders()
+        self._pool.release(full)
+        self.full = None
+        self._full_version = _NO_VERSION
+
+    def invalidate(self) -> None:
+        """Note that shards have new values: what is gathered is stale from now on."""
+        self.version += 1
+
+    # ---------------------------------------------------------------- queries
+
+    @property
+    def state(self) -> ParamState:
+        """See `ParamState`."""
+        if self.is_kept:
+            return ParamState.KEPT
+        if self.full is None:
+            return ParamState.SHARDED
+        return ParamState.UNSHARDED if self._are_views_set else ParamState.GATHERING
+
+    @property
+    def is_current(self) -> bool:
+        """Whether the parameters hold the current values."""
+        return self._are_views_set and self._full_version == self.version and self._work is None
+
+    def is_updated(self) -> bool:
+        """Whether no update of this rank's shard is under way."""
+        return self._source.is_updated()
+
+    def has_values_of(self, position: int) -> bool:
+        """Whether the parameter at ``position`` holds its current values."""
+        return self.is_current or (not self._are_views_set and position in self._copies)
+
+    def misplaced(self) -> int | None:
+        """Return the position of a parameter whose ``data`` other code has replaced, or None."""
+        found = list(map(Tensor.data_ptr, self.params))
+        expected = self._expected_addresses()
+        if found == expected:
+            return None
+        return next(i for i, address in enumerate(expected) if found[i] != address)
+
+    def _expected_addresses(self) -> list[int]:
+        if self._are_views_set:
+            return self._addresses[self.address]
+        if not self._copies:
+            return self._hole_addresses
+        kept = [self._copies.get(i, hole) for i, hole in enumerate(self._placeholders)]
+        return list(map(Tensor.data_ptr, kept))
+
+    def refresh(self) -> None:
+        """Bring kept values up to date where no gather is needed: wait for the tier's update."""
+        if not self._is_gathered:
+            self._source.wait_update()
+            self._full_version = self.version
+
+    @property
+    def stored(self) -> tuple[int, int]:
+        """The part of the segment that this rank stores."""
+        if self.is_kept:
+            return 0, self.segment.padded_numel
+        return self.segment.shard_range(self._rank)
+
+    # ---------------------------------------------------------- from outside
+
+    def read_shard(self) -> Tensor:
+        """Return this rank's slice of the values, [shard_numel]. Not to be changed."""
+        return self._source.read()
+
+    def write(self, start: int, values: Tensor) -> None:
+        """Overwrite values from element ``start`` of the segment on, where this rank has them.
+
+        The caller makes sure that no rank gathers, and calls `invalidate` if need be.
+
+        Args:
+            start: offset in the segment, in elements.
+            values: 1-D, any dtype and device, the same on every rank that stores any of them.
+        """
+        stop = start + values.numel()
+        if self.full is not None:
+            self.full[start:stop].copy_(values)
+        for position, copy in self._copies.items():
+            slot = self.segment.slots[position]
+            first, last = max(start, slot.start), min(stop, slot.stop)
+            if first < last:
+                part = copy.view(-1)[first - slot.start : last - slot.start]
+                part.copy_(values[first - start : last - start])
+        low, high = self.segment.shard_range(self._rank)
+        first, last = max(low, start), min(high, stop)
+        if first < last and not self.is_kept:  # what is kept holds the shard
+            self._source.write(first - low, values[first - start : last - start])
+
+    def synchronize(self) -> None:
+        """Block until nothing on this rank reads the shard."""
+        self.finish_gather()
+        self._source.synchronize()
+
+    def adopt(self) -> None:
+        """Replace the storage that the parameters were built with."""
+        for param in self.params:
+            param.grad = None  # what an earlier backward left would be added to the first gradient
+        if self.is_kept:
+            self.wait()
+        else:
+            self._set_placeholders()
+
+    def abandon(self) -> None:
+        """Make the parameters placeholders, unless they hold the current values. It is the end."""
+        if not self.is_current:
+            self._set_placeholders()
+
+    def restore(self, position: int) -> None:
+        """Make the parameter at ``position`` a view again, if its ``data`` was replaced."""
+        if self._are_views_set:
+            tensor = self._current_views()[position]
+        else:
+            tensor = self._copies.get(position, self._placeholders[position])
+        found = self.params[position]
+        if (found.data_ptr(), found.shape) != (tensor.data_ptr(), tensor.shape):
+            found.data = tensor
+
+    # ----------------------------------------------------------------- copies
+
+    def copy_of(self, position: int) -> Tensor | None:
+        """Return the copy that the parameter at ``position`` is while SHARDED, if there is one."""
+        return self._copies.get(position)
+
+    def hold(self, position: int, copy: Tensor | None) -> Tensor:
+        """Make the parameter at ``position`` the ``copy`` of its values while SHARDED.
+
+        Holders are counted: where there is a copy already, that one stays, and ``copy`` may be
+        None.
+
+        Returns:
+            The copy that is in use.
+        """
+        self._num_holders[position] = self._num_holders.get(position, 0) + 1
+        if position not in self._copies:
+            assert copy is not None, "the first holder has the values"
+            self._copies[position] = copy
+            if not self._are_views_set:
+                self.params[position].data = copy
+        return self._copies[position]
+
+    def drop(self, position: int) -> None:
+        """End one `hold`. The copy goes with its last holder."""
+        self._num_holders[position] -= 1
+        if self._num_holders[position]:
+            return
+        del self._copies[position]
+        if not self._are_views_set:
+            self.params[position].data = self._placeholders[position]
+
+    def _set_placeholders(self) -> None:
+        if self._copies:
+            for position, hole in enumerate(self._placeholders):
+                self.params[position].data = self._copies.get(position, hole)
+        else:
+            list(map(_set_data, self.params, self._placeholders))
+        self._are_views_set = False
+
+    def _current_views(self) -> list[Tensor]:
+        assert self.full is not None
+        views = self._views.get(self.address)
+        if views is None:
+            with torch.inference_mode(False):  # they serve training too
+                views = slot_views(self.full, self.segment, self.params)
+            self._views[self.address] = views
+            self._addresses[self.address] = list(map(Tensor.data_ptr, views))
+        return views
+
+
+def slot_views(flat: Tensor, segment: Segment, params: Sequence[nn.Parameter]) -> list[Tensor]:
+    """Return each parameter's part of ``flat`` ([padded_numel]), in its shape."""
+    return [
+        flat[slot.start : slot.stop].view(param.shape)
+        for slot, param in zip(segment.slots, params, strict=True)
+    ]
+
+
+def is_placeholder(tensor: Tensor) -> bool:
+    """Whether ``tensor`` is a NaN placeholder that an engine left after its end."""
+    can_tell = tensor.numel() > 1 and (tensor.is_floating_point() or tensor.is_complex())
+    if not can_tell or tensor.layout is not torch.strided or any(tensor.stride()):
+        return False
+    value = tensor.detach()[(0,) * tensor.ndim].item()
+    return bool(value != value)  # NaN alone

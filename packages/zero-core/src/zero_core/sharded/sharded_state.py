@@ -1,0 +1,175 @@
+"""Sharded state of an engine, as checkpoints, exports and access by name see it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cached_property, partial
+
+import torch
+from torch import Tensor, nn
+
+from zero_core.comm.control import ControlGroup
+from zero_core.layout.arithmetic import Layout, ParamSpec, Piece
+from zero_core.layout.discovery import plain_name
+from zero_core.protocols import StateTier
+from zero_core.sharded.params import FlatParams
+
+__all__ = ["MASTER", "ShardedState", "load_buffers", "named_buffers"]
+
+MASTER = "master_weight"
+
+
+@dataclass(frozen=True)
+class ShardedState:
+    """Shards, master weights and optimizer state of a model on one rank.
+
+    Attributes:
+        module: the model, for its names and buffers.
+        layout: the place of every element.
+        params: the flat parameters of every segment, by segment index.
+        tier: the master weights and optimizer state.
+        control: the group for small exchanges.
+        pieces: this rank's part of each trainable parameter.
+        optimizer: its kind and number of groups, in words.
+    """
+
+    module: nn.Module
+    layout: Layout
+    params: tuple[FlatParams, ...]
+    tier: StateTier
+    control: ControlGroup
+    pieces: tuple[Piece, ...]
+    optimizer: str
+
+    def own_slice(self, segment: int) -> Tensor:
+        """Return this rank's [shard_numel] of the master weights, or of frozen values, on the CPU.
+
+        One slice per rank, whatever the stage: where every rank holds the whole segment, it is
+        that rank's part of it.
+        """
+        values = self.params[segment]
+        if values.local_span is None:
+            return values.read_shard().detach().cpu()
+        return self.own_state(segment, MASTER)
+
+    def own_state(self, segment: int, name: str) -> Tensor:
+        """Return this rank's [shard_numel] of state ``name`` of a trainable segment, on the CPU.
+
+        It is a copy, of zeros if the tier of this rank does not know the state.
+        """
+        start, stop = self.own_span(segment)
+        if name not in self.tier.state_names():
+            is_wide = self.layout.segments[segment].dtype == torch.float64
+            return torch.zeros(stop - start, dtype=torch.float64 if is_wide else torch.float32)
+        return self.tier.read_state(name, start, stop)
+
+    def own_span(self, segment: int) -> tuple[int, int]:
+        """Return the span of this rank's slice of a trainable segment in the local flat space."""
+        span = self.params[segment].local_span
+        assert span is not None
+        layout = self.layout.segments[segment]
+        if span[1] - span[0] == layout.shard_numel:
+            return span
+        low, high = layout.shard_range(self.control.rank)
+        return span[0] + low, span[0] + high
+
+    def covered(self, segment: int) -> tuple[int, int]:
+        """Return the part of a trainable segment that this rank's optimizer state covers."""
+        span = self.params[segment].local_span
+        assert span is not None
+        layout = self.layout.segments[segment]
+        is_sharded = span[1] - span[0] == layout.shard_numel
+        return self.layout.state_range(layout, self.control.rank, is_sharded=is_sharded)
+
+    @cached_property
+    def param_names(self) -> dict[int, str]:
+        """First name of each parameter, by its ``id``."""
+        return {
+            id(param): self.layout.params[slot.param].name
+            for flat in self.params
+            for slot, param in zip(flat.segment.slots, flat.params, strict=True)
+        }
+
+    @property
+    def device(self) -> torch.device:
+        """Device that computes the model."""
+        return self.params[0].device
+
+    def refresh(self) -> None:
+        """Wait for the state tier, where only its update is missing of kept values."""
+        for flat in self.params:
+            flat.refresh()
+
+    @property
+    def has_stale_values(self) -> bool:
+        """Whether parameters of the module do not hold the current values on this rank."""
+        self.refresh()
+        return not all(flat.is_current for flat in self.params)
+
+    def quiesce(self) -> None:
+        """Wait until no rank reads any shard, before shards are written from outside of a step.
+
+        Every rank must call it.
+        """
+        for flat in self.params:
+            flat.synchronize()
+        self.control.barrier()
+
+    def frozen_parts(self) -> Iterator[tuple[Callable[[Tensor], None], str, int, int]]:
+        """Yield a writer of frozen values, the parameter's name and its ``[low, high)`` here."""
+        for segment in self.layout.segments:
+            if segment.is_trainable:
+                continue
+            values = self.params[segment.index]
+            low, high = values.stored
+            for slot in segment.slots:
+                first, last = max(low, slot.start), min(high, slot.stop)
+                if first < last:
+                    name = self.layout.params[slot.param].name
+                    store = partial(values.write, first)
+                    yield store, name, first - slot.start, last - slot.start
+
+    def full_params(self) -> Iterator[tuple[ParamSpec, Tensor]]:
+        """Yield every parameter whole on the CPU, unrounded. Every rank must iterate to the end."""
+        for segment in self.layout.segments:
+            full = self.control.gather(self.own_slice(segment.index))
+            for slot in segment.slots:
+                spec = self.layout.params[slot.param]
+                yield spec, full[slot.start : slot.stop].view(spec.shape).clone()
+
+    def names(self) -> list[str]:
+        """Return the keys of the unwrapped model's state dict, in order, tied names included."""
+        found = []
+        for prefix, module in self.module.named_modules(remove_duplicate=False):
+            path = f"{prefix}." if prefix else ""
+            kept = [n for n in module._buffers if n not in module._non_persistent_buffers_set]
+            own = [n for n in (*module._parameters, *kept) if getattr(module, n) is not None]
+            found += [plain_name(path + name) for name in own]
+        return found
+
+    def buffers(self) -> dict[str, Tensor]:
+        """Return the persistent buffers of the model, on the CPU."""
+        kept = set(self.names())
+        buffers = named_buffers(self.module).items()
+        return {name: b.detach().cpu().clone() for name, b in buffers if name in kept}
+
+    def owned_params(self) -> Iterator[tuple[int, ParamSpec]]:
+        """Yield piece and parameter where this rank covers the parameter's first element."""
+        for index, piece in enumerate(self.pieces):
+            if piece.offset == 0:
+                yield index, self.layout.params[piece.param]
+
+
+def named_buffers(module: nn.Module) -> dict[str, Tensor]:
+    """Return every buffer of ``module`` by each of its names in the unwrapped model."""
+    found = module.named_buffers(remove_duplicate=False)
+    return {plain_name(name): buffer for name, buffer in found}
+
+
+def load_buffers(module: nn.Module, saved: dict[str, Tensor]) -> None:
+    """Copy ``saved`` buffers into the model's, in place."""
+    own = named_buffers(module)
+    with torch.no_grad():
+        for name, value in saved.items():
+            own[plain_name(name)].copy_(value)

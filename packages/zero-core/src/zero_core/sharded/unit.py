@@ -1,0 +1,105 @@
+"""A unit at run time: its flat parameters and flat gradients.
+
+A unit is a block of the model that is gathered, computed and reduced together. Its parameters are
+laid out one after another in *segments*: one per dtype and trainability. This glossary names every
+tensor of a segment; the rest of the code uses these names. ``shard_numel`` is ``padded_numel`` over
+the world size.
+
+[Note: the tensors of a segment]
+shard       [shard_numel], compute dtype: this rank's slice of the values. In the arena, or
+            offloaded to a parameter tier.
+full        [padded_numel], compute dtype: the gathered values. At stages 0 to 2 it is in the arena
+            for good, and ``shard`` is a view of it. At stage 3 it is borrowed from a pool while the
+            unit is in use.
+views       one per parameter, into ``full``, in the parameter's shape: ``param.data`` while
+            gathered.
+placeholder one NaN (0 for integer dtypes), expanded to the parameter's shape: ``param.data`` while
+            sharded, so that a read of a released parameter shows up as NaN.
+full_grad   [padded_numel], communication dtype: this rank's own gradients, before their reduction.
+            Already multiplied by ``predivide`` (1 / world size, or 1 for a sum). Accumulation dtype
+            if they add up over several backwards.
+grad_shard  [shard_numel], accumulation dtype, arena: the reduced gradients of the micro-steps so
+            far. Absent where the state tier copies gradients and a step has one micro-step.
+grad_sum    [padded_numel], accumulation dtype: at stage 0, all ranks' ``grad_shard``, gathered.
+
+Which of the gradients' tensors exist, and in what memory, is a `GradientPlan`: see
+`zero_core.sharded.gradient_plan`. The state tier gets ``grad_shard`` or ``grad_sum``, in the
+accumulation dtype; a tier that owns gradients gets them in the communication dtype.
+
+The *arena* is memory allocated once and kept; a *pool* lends equal buffers for short use
+(`zero_core.sharded.pool`). The *state tier* holds master weights and optimizer states and runs the
+update, on the device, the host or NVMe. It *owns gradients* if it copies them as they are offered.
+A *parameter tier* holds shards outside the device. Slot, piece, local flat space: see
+`zero_core.layout.arithmetic` and `zero_core.protocols`. A *gap* is padding between and after slots.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from operator import attrgetter
+
+from zero_core.sharded.grads import FlatGrads
+from zero_core.sharded.param_offload import PrefetchHints
+from zero_core.sharded.params import FlatParams
+
+__all__ = ["Unit"]
+
+_requires_grad = attrgetter("requires_grad")
+
+
+class Unit:
+    """One unit.
+
+    Attributes:
+        index: 0 for the root, which holds what belongs to no block; then blocks in the order of
+            the module tree.
+        name: its module's, for messages.
+        params: the flat parameters of its segments.
+        grads: the flat gradients of its trainable segments.
+        is_root: whether it is the root.
+        is_exchanged: whether its values come from other ranks. All ranks must then gather it at
+            the same place in the order of collectives.
+        hints: announces to the parameter tier which units come next; None if nothing is
+            offloaded.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        name: str,
+        params: Sequence[FlatParams],
+        grads: Sequence[FlatGrads],
+        hints: PrefetchHints | None = None,
+    ) -> None:
+        self.index = index
+        self.name = name
+        self.params = tuple(params)
+        self.grads = tuple(grads)
+        self.is_root = index == 0
+        self.is_exchanged = any(p.is_exchanged for p in params)
+        self.hints = hints
+        self._trainable = [p for g in grads for p in g.params]
+
+    def gather(self, *, exact: bool = False, backward: bool = False) -> None:
+        """Start to gather the current values. See `FlatParams.gather`."""
+        for flat in self.params:
+            flat.gather(exact=exact, backward=backward)
+
+    def count_trainable(self) -> int:
+        """Count the parameters that require a gradient now.
+
+        A backward brings one gradient for each.
+        """
+        return sum(map(_requires_grad, self._trainable))
+
+    def is_updated(self) -> bool:
+        """Whether the state tier has no update of its values under way."""
+        return all(flat.is_updated() for flat in self.params)
+
+    @property
+    def is_current(self) -> bool:
+        """Whether its parameters hold the current values."""
+        return all(flat.is_current for flat in self.params)
+
+    def __repr__(self) -> str:
+        return f"unit {self.index} ({self.name or 'root'})"

@@ -1,0 +1,404 @@
+"""A model whose parameters may be in shards: call it, read its values, export them.
+
+``zero_core.build(..., is_training=False)`` makes one, for a model too large for one rank, without
+gradients, master weights and optimizer state. `zero_core.Engine` adds the verbs of a training. At
+stage 3 the model's values are in the engine's shards: end it with `ShardedModel.unwrap`, which
+leaves them in the model, before another engine trains it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn, Self
+
+import torch
+from torch import Tensor, nn
+
+from zero_core.checkpoint import export
+from zero_core.checkpoint.load import load_checkpoint
+from zero_core.comm.communicator import Communicator
+from zero_core.comm.links import Traffic
+from zero_core.comm.meter import Meter
+from zero_core.config.schema import Config, OffloadOptimizerConfig
+from zero_core.errors import ConfigError, EvaluationOnlyError
+from zero_core.layout.arithmetic import Layout
+from zero_core.lifecycle import LeftShard, Ownership, Removable, owner_of
+from zero_core.optim.schedules.base import Schedule
+from zero_core.runtime.buffers import BufferSync
+from zero_core.runtime.copies import ModelCopies
+from zero_core.runtime.gathered import GatheredParams
+from zero_core.runtime.param_guard import ParamGuard
+from zero_core.runtime.runtime import Runtime
+from zero_core.sharded.memory import Memory
+from zero_core.sharded.sharded_state import ShardedState
+from zero_core.step.loss_scale import cast_floats
+from zero_core.step.states import StateAccess
+from zero_core.step.train_state import TrainState
+
+__all__ = ["ShardedModel", "engine_of", "for_evaluation"]
+
+_log = logging.getLogger(__name__)
+
+_TRAINING_VERBS = frozenset(
+    {
+        *("backward", "clip_grad_norm_", "no_sync", "optimizer", "save_checkpoint", "scale"),
+        *("set_gradient_accumulation_boundary", "step"),
+    }
+)
+"""Members of `zero_core.Engine` alone."""
+_TRAINING_PARTS = ("optimizer", "lr_scheduler", "progress")
+"""Parts of a checkpoint that an evaluation does not load."""
+
+
+class ShardedModel:
+    """The reading half of an engine.
+
+    Attributes:
+        config: the resolved configuration.
+        sharded_state: the model, its layout, and the shards and states of this rank.
+        states: master weights, gradients and moments by name, to read and to set.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        state: ShardedState,
+        runtime: Runtime,
+        states: StateAccess,
+        train: TrainState,
+        memory: Memory,
+        communicator: Communicator,
+        meter: Meter,
+    ) -> None:
+        """Called by `zero_core.build`."""
+        self.config = config
+        self.sharded_state = state
+        self.states = states
+        self._train = train
+        self._runtime = runtime
+        self._memory = memory
+        self._communicator = communicator
+        self._meter = meter
+        self._gathering = GatheredParams(runtime, state)
+        buffers = BufferSync(state.module, state.control, runtime)
+        if config.broadcast_buffers:
+            buffers.attach()
+        self._guard = ParamGuard(state.module, state.params, state.param_names)
+        self._ownership = Ownership(self, state)
+        self.remove_at_end([buffers, self._guard.watch()])
+        handles = (buffers.handles, self._ownership.hooks)
+        self.remove_at_end([ModelCopies(state, handles)])
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> NoReturn:
+            """Say how to make an engine that trains, where one is needed."""
+            if name in _TRAINING_VERBS and type(self) is ShardedModel:
+                is_save = name == "save_checkpoint"
+                raise EvaluationOnlyError(
+                    f"{name}: this engine was built for evaluation: build(is_training=True) makes "
+                    "one that trains" + "; export_safetensors() writes the values alone" * is_save
+                )
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+    # ------------------------------------------------------------------ using
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the module without gradients. Floating inputs are cast to the compute dtype."""
+        args, kwargs = cast_floats((args, kwargs), self.config.compute_dtype)
+        with torch.no_grad():
+            return self.module(*args, **kwargs)
+
+    def train(self, mode: bool = True) -> Self:
+        """Set the training mode, as `torch.nn.Module.train`."""
+        self.module.train(mode)
+        return self
+
+    def eval(self) -> Self:
+        """Set the evaluation mode, as `torch.nn.Module.eval`."""
+        return self.train(False)
+
+    def gathered(
+        self, *, modifier_rank: int | None = None, params: Iterable[nn.Parameter] | None = None
+    ) -> AbstractContextManager[nn.Module]:
+        """Gather the exact values of all parameters, or of ``params`` alone, within a context.
+
+        By default values are only read. Changes that rank ``modifier_rank`` makes in place reach
+        all shards and master weights at the end. Every rank must enter it with the same parameters.
+        For read-only use this is not checked: a mismatch hangs. It takes the memory of what is
+        gathered (of ``params``, and one unit at a time), on the modifier twice. It nests. Within
+        its own forward or backward a unit has that one's values: with qwZ, quantized.
+
+        Raises:
+            ValueError: there is no such rank, or one of ``params`` is not this engine's.
+            RankMismatchError: a change was announced with different parameters or ranks.
+            RuntimeError: parameters are to be changed within a forward or backward.
+        """
+        if params is None:
+            return self._gathering.all_params(modifier_rank)
+        return self._gathering.some_params(params, modifier_rank)
+
+    def publish(self) -> None:
+        """Make parameters hold the current values now, where each rank has room for them all.
+
+        At stages 0 to 2 a step leaves it to the next forward; then ``module.state_dict()`` works on
+        any rank alone. At stage 3 they rest as shards: see `gathered`. Every rank must call it.
+        """
+        self._gathering.publish()
+
+    def owns(self, param: nn.Parameter) -> str | None:
+        """Return the first name of ``param`` if it is one of this engine's, or None."""
+        return self._ownership.name_of(param)
+
+    # ---------------------------------------------------------------- keeping
+
+    def full_state_dict(
+        self, *, dtype: torch.dtype | None = None, rank: int | None = None
+    ) -> dict[str, Tensor]:
+        """Return the whole model's state dict, on the CPU, on every rank or on ``rank`` alone.
+
+        Values come from the master weights, in the compute dtype or in ``dtype``; tied names share
+        a tensor. Every rank must call it.
+        """
+        return export.full_state_dict(self.sharded_state, dtype=dtype, rank=rank)
+
+    def export_safetensors(
+        self, directory: str | Path, *, dtype: torch.dtype | None = None
+    ) -> Path:
+        """Write ``model.safetensors`` (several and an index, if large) as Hugging Face reads it.
+
+        Every rank must call it; rank 0 writes. Returns the folder.
+        """
+        return export.export_safetensors(self.sharded_state, Path(directory), dtype=dtype)
+
+    def load_checkpoint(
+        self, directory: str | Path, tag: str | None = None, *, without: Collection[str] = ()
+    ) -> tuple[Path, dict[str, Any]]:
+        """Restore the values and buffers of a checkpoint, trained ones rounded.
+
+        See `zero_core.Engine.load_checkpoint`.
+        """
+        return self._load_checkpoint(directory, tag, {*without, *_TRAINING_PARTS})
+
+    def _load_checkpoint(
+        self, directory: str | Path, tag: str | None, without: Collection[str]
+    ) -> tuple[Path, dict[str, Any]]:
+        with self.rewriting():
+            return load_checkpoint(
+                self.sharded_state, Path(directory), tag, self._train, without=without
+            )
+
+    @contextmanager
+    def rewriting(self) -> Iterator[None]:
+        """Allow shards and states to be written in this context, on all ranks.
+
+        Gradients so far are dropped.
+        """
+        self._runtime.release_all()
+        yield
+        self._runtime.discard()
+        self._train.accumulation.forget()
+        self._runtime.values_replaced()
+
+    # ----------------------------------------------------------------- ending
+
+    def close(self) -> None:
+        """Remove the engine's hooks, on this rank alone: it waits for no other.
+
+        Parameters of whose current values other ranks have a part hold none then: at stage 3 and,
+        after a step, at 1 and 2. `unwrap` ends an engine with all of them whole.
+        """
+        self._ownership.close()
+
+    def unwrap(self, *, dtype: torch.dtype | None = None, drops_partial: bool = False) -> nn.Module:
+        """End the engine and return its model with every value whole.
+
+        Another engine may follow; `close` alone leaves a model without the values that this rank
+        does not have. Parameters stay the same objects; each rank then holds all of them in its CPU
+        memory, and the buffers too. An optimizer that was given to ``build`` may be stepped again;
+        its states are those that it came with. Every rank must call it, between two steps.
+
+        Args:
+            dtype: of floating values, which come from the master weights; None: the compute dtype.
+            drops_partial: whether gradients that a step has accumulated so far are dropped.
+
+        Raises:
+            RuntimeError: within ``gathered``, or gradients wait for a step and are not to be
+                dropped; or the engine has ended before.
+        """
+        if self._ownership.is_ended:
+            raise RuntimeError(
+                "unwrap() of an engine that has ended: its model may have other values since, so "
+                "go on with the model as it is"
+            )
+        if self._gathering.is_open:
+            raise RuntimeError("unwrap() within gathered(): call it after that has ended")
+        if not drops_partial and self.states.has_any_gradient():
+            raise RuntimeError(
+                "unwrap() between a backward and its step(), whose gradient would be lost: step "
+                "first, or drop it by drops_partial=True"
+            )
+        self._ownership.leave_values(self.full_state_dict(dtype=dtype))
+        return self.module
+
+    def leave_shards(self) -> Iterator[LeftShard]:
+        """End the engine and return this rank's part of each parameter that is not whole.
+
+        At stages 0 to 2 parameters keep their values where every rank has them all, as after
+        `publish`, and nothing is returned. As `close`, it waits for no other rank.
+        """
+        return self._ownership.leave_shards()
+
+    def remove_at_end(self, hooks: Iterable[Removable]) -> None:
+        """Remove ``hooks`` that others put on the model when the engine ends."""
+        self._ownership.remove_at_end(hooks)
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        """Refuse `copy.deepcopy`, `copy.copy` and pickle."""
+        raise TypeError(
+            "an engine cannot be copied or pickled: its state is sharded over ranks. Copy the "
+            "model by copy.deepcopy(engine.module) within engine.gathered(); keep a training by "
+            "engine.save_checkpoint(), and weights by engine.full_state_dict()"
+        )
+
+    # ------------------------------------------------------------------ facts
+
+    @property
+    def module(self) -> nn.Module:
+        """The model itself."""
+        return self.sharded_state.module
+
+    @property
+    def layout(self) -> Layout:
+        """The place of every element."""
+        return self.sharded_state.layout
+
+    @property
+    def device(self) -> torch.device:
+        """The device that computes the model."""
+        return self.sharded_state.device
+
+    @property
+    def rank(self) -> int:
+        """This rank within the data-parallel group."""
+        return self.sharded_state.control.rank
+
+    @property
+    def world_size(self) -> int:
+        """Number of data-parallel ranks."""
+        return self.sharded_state.control.world_size
+
+    @property
+    def train_micro_batch_size_per_gpu(self) -> int:
+        """Samples per rank and micro-step."""
+        return self.config.train_micro_batch_size_per_gpu
+
+    @property
+    def lr_scheduler(self) -> Schedule | None:
+        """Schedule that is stepped at each optimizer step that is taken. It may be set."""
+        return self._train.lr_scheduler
+
+    @lr_scheduler.setter
+    def lr_scheduler(self, scheduler: Schedule | None) -> None:
+        self._train.lr_scheduler = scheduler
+
+    @property
+    def global_steps(self) -> int:
+        """Optimizer steps so far, skipped ones included."""
+        return self._train.global_steps
+
+    @property
+    def skipped_steps(self) -> int:
+        """Steps skipped because a gradient was not finite."""
+        return self._train.skipped_steps
+
+    @property
+    def micro_steps(self) -> int:
+        """Calls of ``step`` so far. After a load, as many as the steps so far would have."""
+        return self._train.accumulation.micro_steps
+
+    @property
+    def loss_scale(self) -> float:
+        """Factor on the loss, 1 without fp16."""
+        return self._train.scaler.scale
+
+    @property
+    def gradient_accumulation_steps(self) -> int:
+        """Micro-steps per step. The number may be set between two steps, on every rank."""
+        return self._train.accumulation.steps
+
+    @gradient_accumulation_steps.setter
+    def gradient_accumulation_steps(self, steps: int) -> None:
+        self._train.accumulation.set_steps(steps)
+
+    def is_gradient_accumulation_boundary(self) -> bool:
+        """Whether the current micro-step is the last one of its step."""
+        return self._train.accumulation.is_boundary()
+
+    def get_global_grad_norm(self) -> float | None:
+        """2-norm of the last step's gradient, unscaled, before clipping, or None before a step."""
+        return self._train.grad_norm
+
+    def memory_report(self) -> dict[str, int]:
+        """Return bytes on this rank by kind, without activations and the state tier's memory."""
+        return {**self._memory.report(), **self._communicator.private_nbytes}
+
+    def comm_report(self) -> tuple[Traffic, ...]:
+        """Return what this rank sent in the last step, by collective and link.
+
+        There are no rows before a step. Rows are those of ``plan().traffic``, without the host
+        link, and Muon's gather, which a plan lacks. What is sent between two steps counts for the
+        second. Only what goes through the engine's own collectives is seen.
+        """
+        return self._meter.report()
+
+
+def engine_of(param: nn.Parameter) -> ShardedModel | None:
+    """Return the engine that owns ``param``, the newest if there are several, or None."""
+    found = owner_of(param)
+    assert found is None or isinstance(found, ShardedModel)
+    return found
+
+
+def for_evaluation(
+    config: Config,
+    optimizer: torch.optim.Optimizer | None,
+    lr_scheduler: Schedule | None,
+) -> Config:
+    """Return ``config`` without what only a training uses, and log which keys these are.
+
+    Raises:
+        ConfigError: an optimizer or scheduler was given all the same.
+    """
+    if optimizer is not None or lr_scheduler is not None:
+        raise ConfigError(
+            "build(is_training=False) uses no optimizer and no lr_scheduler: leave them out, or "
+            "build for training"
+        )
+    offload = config.zero_optimization.offload_optimizer
+    unused = [
+        key
+        for key, is_there in (
+            ("optimizer", config.optimizer is not None),
+            ("scheduler", config.scheduler is not None),
+            ("zero_optimization.offload_optimizer", offload.device != "none"),
+            ("activation_checkpointing", config.activation_checkpointing is not None),
+        )
+        if is_there
+    ]
+    if unused:
+        _log.info("evaluation alone: %s not used", ", ".join(unused))
+    zero = config.zero_optimization.model_copy(
+        update={"offload_optimizer": OffloadOptimizerConfig()}
+    )
+    return config.model_copy(
+        update={
+            "optimizer": None,
+            "scheduler": None,
+            "activation_checkpointing": None,
+            "zero_optimization": zero,
+        }
+    )

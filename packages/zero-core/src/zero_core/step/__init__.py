@@ -1,0 +1,1 @@
+"""The path from the reduced gradient to the decided step."""

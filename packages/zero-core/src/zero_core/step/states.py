@@ -1,0 +1,208 @@
+"""Master weights, gradients and optimizer states by parameter name, to read and to set.
+
+[Note: full and local]
+full    the whole parameter in its shape; every rank must call
+local   the part that this rank's optimizer state covers, 1-D: at stage 0 the whole parameter, else
+        a slice, which may be empty
+
+Every rank must set its part of a state; parts that overlap (stage 0) must agree. ``"grad"`` is the
+step's gradient between the last backward and ``step``: unscaled, and clipped as far as it has been.
+All values are on the CPU, in fp32 (float64 for float64).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from zero_core.layout.arithmetic import Segment, Slot
+from zero_core.layout.discovery import plain_name
+from zero_core.sharded.sharded_state import MASTER, ShardedState
+from zero_core.step.gradient import GradientSource, StepGradient
+
+__all__ = ["GRAD", "StateAccess"]
+
+GRAD = "grad"
+
+
+class StateAccess:
+    """Access by parameter name, as ``engine.states``."""
+
+    def __init__(
+        self, state: ShardedState, gradient: StepGradient, runtime: GradientSource
+    ) -> None:
+        """Give access to what ``state`` has sharded, and to the ``gradient`` of a step."""
+        self._state = state
+        self._gradient = gradient
+        self._runtime = runtime
+        self._piece_of = {piece.param: index for index, piece in enumerate(state.pieces)}
+        self._home: dict[str, tuple[Segment, Slot]] = {}
+        for segment in state.layout.segments:
+            for slot in segment.slots:
+                spec = state.layout.params[slot.param]
+                self._home |= dict.fromkeys((spec.name, *spec.aliases), (segment, slot))
+
+    def has_gradient(self) -> bool:
+        """Whether "grad" can be read and set, after a step's last backward. Every rank must call.
+
+        It cannot within ``no_sync`` and where gradients have been dropped.
+        """
+        return self._is_any(self.holds_gradient and self._runtime.is_last_backward)
+
+    def has_any_gradient(self) -> bool:
+        """Whether any rank `holds_gradient`. Every rank must call it."""
+        return self._is_any(self.holds_gradient)
+
+    @property
+    def holds_gradient(self) -> bool:
+        """Whether this rank has a gradient, of the whole step or of some of its micro-steps."""
+        return bool(self._gradient.params_with_grad)
+
+    def _is_any(self, is_here: bool) -> bool:
+        found = torch.tensor([float(is_here)], device=self._state.device)
+        return self._state.control.sum(found).item() > 0
+
+    def get_full(self, name: str, what: str = MASTER) -> Tensor:
+        """Return ``what`` of parameter ``name`` as a whole. Every rank must call it.
+
+        Args:
+            name: as in ``named_parameters``, tied names included.
+            what: "master_weight", "grad", or a state of the optimizer: "exp_avg", "exp_avg_sq", ...
+
+        Raises:
+            KeyError: no such parameter or state, or a frozen parameter's gradient or state.
+            RuntimeError: the gradient is not complete here.
+        """
+        segment, slot = self._find(name, what)
+        if what == GRAD:
+            factor = self._complete_gradient()
+            own = _widened(self._gradient.grads_of(segment.index).values().cpu()) * factor
+        elif what == MASTER:
+            own = _widened(self._state.own_slice(segment.index))
+        else:
+            self._check_known(what)
+            own = _widened(self._state.own_state(segment.index, what))
+        full = self._state.control.gather(own)
+        return full[slot.start : slot.stop].view(self._state.layout.params[slot.param].shape)
+
+    def get_local(self, name: str, what: str = MASTER) -> Tensor:
+        """Return this rank's part of ``what``, 1-D. For "grad" every rank must call it."""
+        segment, slot = self._find(name, what, is_local=True)
+        factor = self._complete_gradient() if what == GRAD else 1.0
+        if slot.param not in self._piece_of:
+            return torch.empty(0)
+        piece = self._state.pieces[self._piece_of[slot.param]]
+        if what == GRAD:
+            final = self._gradient.grads_of(segment.index).covered()
+            low = piece.offset + slot.start - self._state.covered(segment.index)[0]
+            return _widened(final[low : low + piece.stop - piece.start].cpu()) * factor
+        if what not in self._state.tier.state_names():
+            raise KeyError(_unknown(what))
+        return _widened(self._state.tier.read_state(what, piece.start, piece.stop))
+
+    @torch.no_grad()
+    def set_full(self, name: str, value: Tensor, what: str = MASTER) -> None:
+        """Set ``what`` of parameter ``name``. Every rank must call it, with the same ``value``.
+
+        Raises:
+            ValueError: ``value`` does not have the parameter's shape.
+            KeyError, RuntimeError: as in `get_full`; or the parameter has no such state before its
+                first step.
+        """
+        segment, slot = self._find(name, what)
+        shape = self._state.layout.params[slot.param].shape
+        if value.shape != shape:
+            raise ValueError(f"{name} has shape {shape}, found {tuple(value.shape)}")
+        flat = value.detach().reshape(-1)
+        if not segment.is_trainable:
+            self._set_frozen(segment, slot, flat)
+        else:
+            index = self._piece_of.get(slot.param)
+            piece = None if index is None else self._state.pieces[index]
+            part = flat[:0] if piece is None else flat[piece.offset :][: piece.stop - piece.start]
+            self._set_part(segment, slot, part, what)
+
+    @torch.no_grad()
+    def set_local(self, name: str, values: Tensor, what: str = MASTER) -> None:
+        """Set this rank's part of ``what``. Every rank must call it, some with an empty part."""
+        segment, slot = self._find(name, what, is_local=True)
+        index = self._piece_of.get(slot.param)
+        piece = None if index is None else self._state.pieces[index]
+        numel = 0 if piece is None else piece.stop - piece.start
+        if values.shape != (numel,):
+            raise ValueError(
+                f"rank {self._state.control.rank} has {numel} elements of {name}, found shape "
+                f"{tuple(values.shape)}"
+            )
+        self._set_part(segment, slot, values.detach(), what)
+
+    def _complete_gradient(self) -> float:
+        """Have the gradient reduced. Return the factor that brings it to its true scale."""
+        self._gradient.check_not_updated("reading, setting or clipping gradients")
+        self._runtime.complete_gradient()
+        return self._gradient.factor
+
+    def _find(self, name: str, what: str, *, is_local: bool = False) -> tuple[Segment, Slot]:
+        plain = plain_name(name)
+        if plain not in self._home:
+            raise KeyError(f"no parameter {name!r}")
+        segment, slot = self._home[plain]
+        if not segment.is_trainable and (is_local or what != MASTER):
+            raise KeyError(
+                f"{name} is frozen: it has a value, for get_full() and set_full(), and no {what}"
+            )
+        return segment, slot
+
+    def _check_known(self, what: str) -> None:
+        """Refuse a state that no rank knows. A rank that owns no element knows none."""
+        is_known = torch.tensor([float(what in self._state.tier.state_names())])
+        if self._state.control.sum(is_known.to(self._state.device)).item() == 0:
+            raise KeyError(_unknown(what))
+
+    def _set_part(self, segment: Segment, slot: Slot, part: Tensor, what: str) -> None:
+        if what == GRAD:
+            self._set_gradient(segment, slot, part)
+            return
+        if what == MASTER:
+            self._state.quiesce()  # others may still be gathering the old values
+        else:
+            self._check_known(what)
+            self._check_stepped(slot.param)
+        if part.numel():
+            piece = self._state.pieces[self._piece_of[slot.param]]
+            self._state.tier.write_state(what, piece.start, part)
+        if what == MASTER:
+            self._runtime.values_replaced()
+
+    def _check_stepped(self, param: int) -> None:
+        steps = torch.zeros(1, device=self._state.device)
+        if param in self._piece_of:
+            steps += self._state.tier.read_scalars(self._piece_of[param])["num_steps"]
+        if self._state.control.sum(steps).item() == 0:
+            name = self._state.layout.params[param].name
+            raise RuntimeError(f"{name} has no optimizer state before its first step")
+
+    def _set_gradient(self, segment: Segment, slot: Slot, part: Tensor) -> None:
+        """Set the gradient's shard, which may be smaller than ``part``, the span of the state."""
+        factor = self._complete_gradient()
+        grads = self._gradient.grads_of(segment.index)
+        base, _ = segment.shard_range(self._state.control.rank)
+        low, high = max(slot.start, base), min(slot.stop, base + segment.shard_numel)
+        if low < high:
+            first = max(slot.start, self._state.covered(segment.index)[0])
+            grads.replace(low - base, _widened(part[low - first : high - first]) / factor)
+        self._runtime.gradient_replaced(grads, slot.param)
+
+    def _set_frozen(self, segment: Segment, slot: Slot, flat: Tensor) -> None:
+        values = self._state.params[segment.index]
+        self._state.quiesce()  # others may still be gathering the old values
+        values.write(slot.start, flat)
+        self._runtime.values_replaced()
+
+
+def _widened(values: Tensor) -> Tensor:
+    return values if values.dtype == torch.float64 else values.to(torch.float32)
+
+
+def _unknown(what: str) -> str:
+    return f"no state {what!r}: the optimizer has none of that name, or none before its first step"

@@ -1,0 +1,37 @@
+"""Helpers for tests: ranks on one machine, a model with every difficulty in it, the DDP oracle."""
+
+from zero_core.testing.models import Hard, batch, make_model, wide_blocks
+from zero_core.testing.oracle import (
+    LR,
+    WEIGHT_DECAY,
+    Case,
+    Gap,
+    Trace,
+    compare_with_ddp,
+    read_gaps,
+    run_ddp,
+    run_engine,
+)
+from zero_core.testing.ranks import preload, run_alone, spawn
+from zero_core.testing.simulated import SimulatedRanks, simulate
+
+__all__ = [
+    "LR",
+    "WEIGHT_DECAY",
+    "Case",
+    "Gap",
+    "Hard",
+    "SimulatedRanks",
+    "Trace",
+    "batch",
+    "compare_with_ddp",
+    "make_model",
+    "preload",
+    "read_gaps",
+    "run_alone",
+    "run_ddp",
+    "run_engine",
+    "simulate",
+    "spawn",
+    "wide_blocks",
+]

@@ -1,0 +1,103 @@
+"""Toy models that several tests share: one with everything that makes partitioning hard."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+__all__ = ["Hard", "batch", "make_model", "wide_blocks"]
+
+_GENERATOR = threading.Lock()
+"""Held while a model is drawn: threads share torch's global generator."""
+
+
+class _Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up = nn.Linear(width, 2 * width + 1)
+        self.down = nn.Linear(2 * width + 1, width, bias=False)
+        self.side = nn.Linear(width, width)
+
+    def forward(self, x: Tensor, *, use_side: bool) -> Tensor:
+        y = self.norm(x)
+        y = self.down(torch.nn.functional.gelu(self.up(y)))
+        if use_side:
+            y = y + self.side(x)
+        total: Tensor = x + y
+        return total
+
+
+class Hard(nn.Module):
+    """Language model with tied weights, a frozen block, a block called twice, branches that differ
+    between ranks and steps, odd sizes, and a parameter smaller than the world."""
+
+    def __init__(self, width: int = 11, vocab: int = 37, depth: int = 3) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(vocab, width)
+        self.gain = nn.Parameter(torch.ones(1))
+        self.blocks = nn.ModuleList(_Block(width) for _ in range(depth))
+        self.frozen = nn.ModuleList([_Block(width)])
+        self.sometimes = nn.Parameter(torch.full((width,), 0.1))
+        self.never = nn.Parameter(torch.full((5,), 0.5))
+        self.head = nn.Linear(width, vocab, bias=False)
+        self.head.weight = self.embed.weight
+        self.frozen.requires_grad_(False)
+
+    def forward(self, ids: Tensor, *, use_sometimes: bool, use_side: bool) -> dict[str, Tensor]:
+        """Loss of predicting each symbol from the one before.
+
+        Args:
+            ids: int64, [batch, length].
+            use_sometimes: whether the parameter ``sometimes`` takes part.
+            use_side: whether each block's side branch takes part (may differ between ranks).
+        """
+        x = self.embed(ids[:, :-1]) * self.gain
+        for block in (*self.blocks, *self.frozen, self.blocks[0]):
+            x = block(x, use_side=use_side)
+        if use_sometimes:
+            x = x + self.sometimes
+        logits = self.head(x)
+        loss = nn.functional.cross_entropy(logits.flatten(0, 1).float(), ids[:, 1:].flatten())
+        return {"loss": loss, "logits": logits}
+
+
+def make_model(width: int = 11) -> Hard:
+    """Make the same `Hard` every time."""
+    with _GENERATOR:
+        torch.manual_seed(0)
+        return Hard(width)
+
+
+def batch(step: int, micro: int, rank: int) -> dict[str, Any]:
+    """Return the input of one micro-step of one rank, drawn from the arguments alone."""
+    generator = torch.Generator().manual_seed(1000 * step + 10 * micro + rank)
+    return {
+        "ids": torch.randint(0, 37, (2, 9), generator=generator),
+        "use_sometimes": step % 3 == 1,
+        "use_side": (step + rank) % 2 == 0 if step != 4 else rank == 0,
+    }
+
+
+class _WideBlock(nn.Module):
+    """A block of ``12 * width**2`` parameters, as a transformer block has."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.mix = nn.Linear(width, 4 * width, bias=False)
+        self.up = nn.Linear(width, 4 * width, bias=False)
+        self.down = nn.Linear(4 * width, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return [..., width] for [..., width]."""
+        y: Tensor = self.down(self.up(self.mix(x)[..., : x.shape[-1]]))
+        return y
+
+
+def wide_blocks(depth: int, width: int) -> nn.Sequential:
+    """Return ``depth`` blocks of ``12 * width**2`` parameters each, on the meta device."""
+    with torch.device("meta"):
+        return nn.Sequential(*[_WideBlock(width) for _ in range(depth)])

@@ -1,0 +1,259 @@
+"""The DDP oracle: the same training by DistributedDataParallel and by the engine, compared.
+
+`run_ddp` trains `Hard` with DistributedDataParallel and a torch optimizer, `run_engine` with the
+engine. Both return a `Trace` of what can be compared.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import zero_core
+from zero_core.comm.topology import find_ranks
+from zero_core.testing.models import batch, make_model
+
+__all__ = [
+    "LR",
+    "WEIGHT_DECAY",
+    "Case",
+    "Gap",
+    "Trace",
+    "compare_with_ddp",
+    "read_gaps",
+    "run_ddp",
+    "run_engine",
+]
+
+LR, WEIGHT_DECAY = 1e-2, 0.1
+
+
+@dataclass(frozen=True)
+class Case:
+    """One point of the equivalence grid.
+
+    Attributes:
+        stage: ZeRO stage.
+        dtype: "fp32", "bf16", or "fp16", whose first steps overflow the largest loss scale.
+        accumulation: micro-steps per step.
+        clipping: largest gradient norm; 0 is off.
+        is_local: whether micro-steps before the last run within ``no_sync``.
+        zero: further keys of ``zero_optimization``.
+        top: further keys of the configuration, and others for some.
+        num_backwards: backwards per micro-step, each of an equal part of the loss.
+        width: of the model; odd unless given.
+    """
+
+    stage: int = 0
+    dtype: str = "fp32"
+    accumulation: int = 1
+    clipping: float = 0.0
+    is_local: bool = False
+    zero: Mapping[str, Any] = field(default_factory=dict)
+    top: Mapping[str, Any] = field(default_factory=dict)
+    num_backwards: int = 1
+    width: int = 11
+
+    def config(self) -> dict[str, Any]:
+        """The engine's configuration."""
+        return {
+            "train_micro_batch_size_per_gpu": 2,
+            "gradient_accumulation_steps": self.accumulation,
+            "gradient_clipping": self.clipping,
+            "bf16": {"enabled": self.dtype == "bf16"},
+            "fp16": {"enabled": self.dtype == "fp16", "hysteresis": 1},  # as torch's GradScaler
+            "optimizer": {"type": "AdamW", "params": {"lr": LR, "weight_decay": WEIGHT_DECAY}},
+            "zero_optimization": {"stage": self.stage, **self.zero},
+            **self.top,
+        }
+
+
+@dataclass
+class Trace:
+    """The comparable results of a run.
+
+    Attributes:
+        losses: of every micro-step, on this rank.
+        values: final values by name.
+        num_skipped: steps that were skipped as their gradient was not finite.
+        between_nodes_bytes: what this rank's engine sent to other nodes in the last step.
+    """
+
+    losses: list[float] = field(default_factory=list)
+    values: dict[str, Tensor] = field(default_factory=dict)
+    num_skipped: int = 0
+    between_nodes_bytes: int = 0
+
+
+def _batch_on(device: torch.device, step: int, micro: int, rank: int) -> dict[str, Any]:
+    inputs = batch(step, micro, rank)
+    return {**inputs, "ids": inputs["ids"].to(device)}
+
+
+def _device() -> torch.device:
+    """Return the device that the engine would choose for this rank."""
+    return find_ranks(None, None).device
+
+
+def run_ddp(case: Case, rank: int, steps: int) -> Trace:
+    """Train with DDP and torch's optimizer, in low precision over fp32 master weights, in fp16 with
+    torch's ``GradScaler``.
+
+    Accumulation: within ``no_sync`` if ``case.is_local``, else the reduced gradients of the
+    micro-steps are added up. With one rank, the module itself is trained.
+    """
+    trace = Trace()
+    device = _device()
+    model = make_model(case.width).to(device)
+    masters = {n: p.detach().clone() for n, p in model.named_parameters() if p.requires_grad}
+    if case.dtype != "fp32":
+        model.to({"bf16": torch.bfloat16, "fp16": torch.float16}[case.dtype])
+    is_alone = dist.get_world_size() == 1
+    ddp = model if is_alone else DistributedDataParallel(model, find_unused_parameters=True)
+    params = {n: p for n, p in model.named_parameters() if p.requires_grad}
+    copies = {n: nn.Parameter(m) for n, m in masters.items()}
+    optimizer = _torch_optimizer(case, list(copies.values()))
+    scaler = _torch_scaler(case, device)
+    for step in range(steps):
+        sums: dict[str, Tensor] = {}
+        for micro in range(case.accumulation):
+            is_last = micro == case.accumulation - 1
+            is_quiet = case.is_local and not is_last and not is_alone
+            with ddp.no_sync() if is_quiet else nullcontext():  # type: ignore[operator]
+                loss = ddp(**_batch_on(device, step, micro, rank))["loss"]
+                scaler.scale(loss / case.accumulation).backward()
+            trace.losses.append(loss.item())
+            if case.is_local and not is_last:
+                continue
+            for name, param in params.items():
+                if param.grad is not None:
+                    grad, param.grad = param.grad.float(), None
+                    sums[name] = sums[name] + grad if name in sums else grad.clone()
+        for name, copy in copies.items():
+            copy.grad = sums.get(name)
+        scaler.unscale_(optimizer)
+        if case.clipping:
+            nn.utils.clip_grad_norm_(copies.values(), case.clipping)
+        before = scaler.get_scale()
+        scaler.step(optimizer)  # or not
+        scaler.update()
+        trace.num_skipped += scaler.get_scale() < before
+        with torch.no_grad():
+            for name, param in params.items():
+                param.copy_(copies[name])
+    trace.values = {n: c.detach().cpu().clone() for n, c in copies.items()}
+    return trace
+
+
+def _torch_scaler(case: Case, device: torch.device) -> torch.amp.GradScaler:
+    """Make torch's gradient scaler of a case, disabled except in fp16."""
+    named = case.config()["fp16"]
+    return torch.amp.GradScaler(
+        device.type,
+        init_scale=2.0 ** named.get("initial_scale_power", 16),
+        growth_interval=named.get("loss_scale_window", 1000),
+        enabled=named["enabled"],
+    )
+
+
+def _torch_optimizer(case: Case, params: list[nn.Parameter]) -> torch.optim.Optimizer:
+    """Make torch's optimizer of a case, AdamW as one fused kernel."""
+    named = case.config()["optimizer"]
+    options = dict(named["params"])
+    kind = named["type"]
+    if kind == "Adam" and options.pop("adam_w_mode", True):
+        kind = "AdamW"
+    if kind == "AdamW":
+        return torch.optim.AdamW(params, fused=True, **options)
+    if kind == "Lion":
+        return zero_core.Lion(params, **options)
+    optimizer_class: type[torch.optim.Optimizer] = getattr(torch.optim, kind)
+    return optimizer_class(params, **options)
+
+
+def run_engine(case: Case, rank: int, steps: int, **build_kwargs: Any) -> Trace:
+    """Train the same model on the same batches with the engine."""
+    trace = Trace()
+    device = _device()
+    engine = zero_core.build(make_model(case.width), case.config(), **build_kwargs)
+    for step in range(steps):
+        for micro in range(case.accumulation):
+            is_quiet = case.is_local and micro < case.accumulation - 1
+            with engine.no_sync() if is_quiet else nullcontext():
+                for _ in range(case.num_backwards):
+                    loss = engine(**_batch_on(device, step, micro, rank))["loss"]
+                    engine.backward(loss / case.num_backwards)
+            engine.step()
+            trace.losses.append(loss.item())
+    full = engine.full_state_dict(dtype=torch.float32)
+    names = [n for n, p in engine.module.named_parameters() if p.requires_grad]
+    trace.values = {name: full[name].cpu() for name in names}
+    trace.num_skipped = engine.skipped_steps
+    trace.between_nodes_bytes = sum(row.between_nodes_bytes for row in engine.comm_report())
+    engine.close()
+    return trace
+
+
+@dataclass(frozen=True)
+class Gap:
+    """Distance of an engine run from DDP and from the first stage of the same case.
+
+    Attributes:
+        loss: largest difference of a loss from DDP's on this rank.
+        value: largest difference of a final value from DDP's.
+        across_stages: largest difference of a loss or value from the first engine run of a case
+            that differs only in its stage and ``zero`` keys.
+    """
+
+    loss: float
+    value: float
+    across_stages: float
+
+
+def compare_with_ddp(
+    rank: int, world_size: int, cases: list[Case], folder: str, steps: int
+) -> None:
+    """Run every case with the engine and with DDP, and write ``{index: Gap}`` per rank."""
+    references: dict[tuple[Any, ...], Trace] = {}
+    firsts: dict[tuple[Any, ...], Trace] = {}
+    gaps: dict[int, dict[str, float]] = {}
+    for index, case in enumerate(cases):
+        key = (case.dtype, case.accumulation, case.clipping, case.is_local)
+        if key not in references:
+            references[key] = run_ddp(case, rank, steps)
+        trace = run_engine(case, rank, steps)
+        first = firsts.setdefault(key, trace)
+        loss, value = _distance(trace, references[key])
+        gaps[index] = asdict(Gap(loss, value, max(_distance(trace, first))))
+    (Path(folder) / f"gaps-{world_size}-{rank}.json").write_text(json.dumps(gaps))
+
+
+def read_gaps(folder: str | Path, world_size: int) -> dict[int, Gap]:
+    """Read what `compare_with_ddp` wrote: the largest gaps over the ranks, by case."""
+    worst: dict[int, Gap] = {}
+    for rank in range(world_size):
+        rows = json.loads((Path(folder) / f"gaps-{world_size}-{rank}.json").read_text())
+        for key, row in rows.items():
+            before = asdict(worst.get(int(key), Gap(0.0, 0.0, 0.0)))
+            worst[int(key)] = Gap(**{k: max(v, before[k]) for k, v in row.items()})
+    return worst
+
+
+def _distance(a: Trace, b: Trace) -> tuple[float, float]:
+    if a.num_skipped != b.num_skipped:
+        return math.inf, math.inf
+    losses = [abs(x - y) for x, y in zip(a.losses, b.losses, strict=True)]
+    values = [(a.values[k] - b.values[k]).abs().max().item() for k in b.values]
+    if not all(math.isfinite(gap) for gap in (*losses, *values)):
+        return math.inf, math.inf  # max passes over a NaN that is not the first
+    return max(losses), max(values)

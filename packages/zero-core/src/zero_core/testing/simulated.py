@@ -1,0 +1,243 @@
+"""Simulated ranks: threads of one process in place of processes, for tests of partitioning.
+
+A rank is a thread that builds an engine over `SimulatedRanks`. The engine's own transport, layout,
+runtime and optimizer run as they are. Only what carries bytes between ranks is replaced: messages
+between single ranks (`zero_core.comm.p2p.Messages`) and the control group. Memory shared between
+processes, process groups and signals are not simulated; tests of those start processes (`spawn`).
+
+Threads share torch's global generator, so a program draws its model in one thread at a time
+(`zero_core.testing.make_model` does).
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import defaultdict, deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from zero_core.comm.control import ControlGroup
+from zero_core.comm.p2p import Messages
+from zero_core.comm.topology import Ranks
+from zero_core.errors import CollectiveError
+from zero_core.protocols import Work
+
+__all__ = ["SimulatedRanks", "simulate"]
+
+_T = TypeVar("_T")
+
+TIMEOUT_S = 120.0
+"""Longest wait for another rank."""
+
+
+class _Network:
+    """Mailboxes between the ranks, by sender, receiver and tag.
+
+    Attributes:
+        world_size: number of ranks.
+    """
+
+    def __init__(self, world_size: int) -> None:
+        self.world_size = world_size
+        self._changed = threading.Condition()
+        self._boxes: dict[tuple[int, int, Any], deque[Tensor]] = defaultdict(deque)
+        self._failed: int | None = None
+
+    def send(self, source: int, target: int, tag: Any, tensor: Tensor) -> None:
+        """Put a copy of ``tensor`` into a mailbox."""
+        with torch.inference_mode(False):
+            copy = tensor.detach().clone()
+        with self._changed:
+            self._boxes[source, target, tag].append(copy)
+            self._changed.notify_all()
+
+    def receive(self, source: int, target: int, tag: Any) -> Tensor:
+        """Take the oldest tensor out of a mailbox.
+
+        Raises:
+            CollectiveError: another rank has failed, or nothing was sent within `TIMEOUT_S`.
+        """
+        with self._changed:
+            box = self._boxes[source, target, tag]
+            is_there = self._changed.wait_for(
+                lambda: bool(box) or self._failed is not None, TIMEOUT_S
+            )
+            if box:
+                return box.popleft()
+        if is_there:
+            raise CollectiveError(
+                f"rank {target} waits for rank {source}: rank {self._failed} failed"
+            )
+        raise CollectiveError(
+            f"rank {target} got nothing from rank {source} under tag {tag} in {TIMEOUT_S:.0f} s: "
+            "the ranks took different branches"
+        )
+
+    def fail(self, rank: int) -> None:
+        """Wake every rank that waits, because ``rank`` has failed."""
+        with self._changed:
+            if self._failed is None:
+                self._failed = rank
+            self._changed.notify_all()
+
+    @property
+    def failed(self) -> int | None:
+        """The rank that failed first."""
+        return self._failed
+
+
+class _Sent:
+    def wait(self) -> None:
+        """Return at once: the network has a copy."""
+
+
+class _Receipt:
+    """A message to arrive in ``into``."""
+
+    def __init__(self, network: _Network, source: int, target: int, tag: int, into: Tensor) -> None:
+        self._network = network
+        self._address = source, target, tag
+        self._into: Tensor | None = into
+
+    def wait(self) -> None:
+        """Wait for the message and copy it, at the first call."""
+        into, self._into = self._into, None
+        if into is None:
+            return
+        found = self._network.receive(*self._address)
+        if found.nbytes != into.nbytes:
+            raise CollectiveError(f"expected a message of {into.nbytes} bytes, got {found.nbytes}")
+        into.view(-1).view(torch.uint8).copy_(found.view(-1).view(torch.uint8))
+
+
+class _SimulatedMessages:
+    """`zero_core.comm.p2p.Messages` of one simulated rank."""
+
+    def __init__(self, network: _Network, rank: int) -> None:
+        self._network = network
+        self._rank = rank
+        self._num_channels = 0
+
+    def isend(self, tensor: Tensor, target: int, tag: int) -> Work:
+        """See `Messages`."""
+        self._network.send(self._rank, target, tag, tensor)
+        return _Sent()
+
+    def irecv(self, tensor: Tensor, source: int, tag: int) -> Work:
+        """See `Messages`."""
+        return _Receipt(self._network, source, self._rank, tag, tensor)
+
+    def next_channel(self) -> int:
+        """See `Messages`."""
+        self._num_channels += 1
+        return self._num_channels
+
+
+class _SimulatedControlGroup(ControlGroup):
+    """`zero_core.comm.control.ControlGroup` of one simulated rank."""
+
+    def __init__(self, network: _Network, rank: int, number: int) -> None:
+        self.rank = rank
+        self.world_size = network.world_size
+        self._network = network
+        self._tag = ("control", number)
+
+    def sum(self, values: Tensor) -> Tensor:
+        """See `ControlGroup`. The sum is taken in rank order."""
+        rows = self._exchange(values)
+        values.copy_(rows[0])
+        for row in rows[1:]:
+            values.add_(row)
+        return values
+
+    def broadcast(self, tensor: Tensor, *, source: int = 0) -> None:
+        """See `ControlGroup`."""
+        if self.rank != source:
+            tensor.copy_(self._network.receive(source, self.rank, self._tag))
+            return
+        for peer in range(self.world_size):
+            if peer != source:
+                self._network.send(source, peer, self._tag, tensor)
+
+    def gather_on_device(self, tensor: Tensor) -> Tensor:
+        """See `ControlGroup`."""
+        return tensor if self.world_size == 1 else torch.cat(self._exchange(tensor))
+
+    def _exchange(self, tensor: Tensor) -> list[Tensor]:
+        """Return every rank's tensor, in rank order."""
+        peers = [peer for peer in range(self.world_size) if peer != self.rank]
+        for peer in peers:
+            self._network.send(self.rank, peer, self._tag, tensor)
+        rows = {peer: self._network.receive(peer, self.rank, self._tag) for peer in peers}
+        rows[self.rank] = tensor.clone()
+        return [rows[rank] for rank in range(self.world_size)]
+
+
+@dataclass(frozen=True)
+class SimulatedRanks(Ranks):
+    """The ranks of a simulation, seen from one of them: ``build(..., process_group=ranks)``."""
+
+    network: _Network = field(kw_only=True)
+    carrier: _SimulatedMessages = field(kw_only=True)
+
+    def connect(self) -> ControlGroup:
+        """See `Ranks`."""
+        return _SimulatedControlGroup(self.network, self.rank, self.carrier.next_channel())
+
+    def messages(self) -> Messages:
+        """See `Ranks`."""
+        return self.carrier
+
+
+def simulate(
+    program: Callable[..., _T], world_size: int, *args: Any, ranks_per_node: int | None = None
+) -> list[_T]:
+    """Run ``program(ranks, *args)`` on simulated ranks and return their results in order.
+
+    Args:
+        program: gets the `SimulatedRanks` of its rank.
+        world_size: number of ranks.
+        args: passed on to every rank; ranks must not change them.
+        ranks_per_node: consecutive ranks that share a node; None: all.
+
+    Raises:
+        BaseException: of the rank that failed first.
+    """
+    network = _Network(world_size)
+    results: dict[int, _T] = {}
+    errors: dict[int, BaseException] = {}
+
+    def run(rank: int) -> None:
+        ranks = SimulatedRanks(
+            None,
+            rank,
+            world_size,
+            torch.device("cpu"),
+            ranks_per_node or world_size,
+            network=network,
+            carrier=_SimulatedMessages(network, rank),
+        )
+        torch.set_num_threads(1)  # as `spawn`: a sum's rounding depends on the threads
+        try:
+            results[rank] = program(ranks, *args)
+        except BaseException as error:  # raised in the caller's thread
+            errors[rank] = error
+            network.fail(rank)
+
+    threads = [
+        threading.Thread(target=run, args=(rank,), name=f"simulated rank {rank}", daemon=True)
+        for rank in range(world_size)
+    ]
+    num_threads = torch.get_num_threads()
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    torch.set_num_threads(num_threads)
+    if network.failed is not None:
+        raise errors[network.failed]
+    return [results[rank] for rank in range(world_size)]

@@ -1,0 +1,63 @@
+"""A backward that raises leaves a partial gradient, which no step may take."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import zero_core
+from zero_core.testing import Case, SimulatedRanks, simulate
+
+
+class _Tower(nn.Module):
+    """Four blocks. While ``is_broken``, backward raises between the second and the third."""
+
+    is_broken = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(1)
+        self.blocks = nn.ModuleList(nn.Linear(6, 6) for _ in range(4))
+        for param in self.parameters():
+            param.data = torch.randn(param.shape, generator=generator)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for index, block in enumerate(self.blocks):
+            x = torch.tanh(block(x))
+            if index == 1 and self.is_broken:
+                x.register_hook(self._raise)
+        return x.square().mean()
+
+    def _raise(self, grad: Tensor) -> None:
+        raise ArithmeticError("the backward breaks off")
+
+
+def _train(ranks: SimulatedRanks, case: Case, breaks: bool) -> list[float]:
+    model = _Tower()
+    engine = zero_core.build(model, case.config(), process_group=ranks)
+    losses = []
+    for step in range(3):
+        generator = torch.Generator().manual_seed(10 * step + ranks.rank)
+        data = torch.randn(5, 6, generator=generator)
+        if breaks and step == 1:
+            model.is_broken = True
+            with pytest.raises(ArithmeticError, match="breaks off"):
+                engine.backward(engine(data))
+            for take in (engine.step, lambda: engine.clip_grad_norm_(1.0)):
+                with pytest.raises(RuntimeError, match="the last backward did not end"):
+                    take()
+            model.is_broken = False
+        loss = engine(data)
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    assert engine.global_steps == 3
+    return losses
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_step_refuses_the_gradient_when_backward_raised(stage: int, world_size: int) -> None:
+    case = Case(stage=stage)
+    assert simulate(_train, world_size, case, True) == simulate(_train, world_size, case, False)

@@ -1,0 +1,286 @@
+"""A model that is changed after build() is refused by the parameter's name, or followed."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+import zero_core
+from zero_core import ConfigError
+from zero_core.testing import Case, spawn
+
+STAGES = (0, 1, 2, 3)
+
+
+class _Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Linear(6, 6)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(6, 7), nn.Tanh(), nn.Linear(7, 6)) for _ in range(3)
+        )
+        self.frozen = nn.Linear(6, 6, bias=False).requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x.to(self.first.weight.dtype))
+        for block in self.blocks:
+            x = x + block(x)
+        return self.frozen(x).float().square().mean()
+
+
+def _x(step: int, rank: int) -> Tensor:
+    return torch.randn(5, 6, generator=torch.Generator().manual_seed(10 * step + rank))
+
+
+def _train(engine: zero_core.Engine, rank: int, steps: range) -> list[float]:
+    losses = []
+    for step in steps:
+        loss = engine(_x(step, rank))
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    return losses
+
+
+# ------------------------------------------------------------------ refused
+
+
+def _replace(engine: zero_core.Engine) -> None:
+    engine.module.blocks[1][0].weight = nn.Parameter(torch.zeros(7, 6))
+
+
+def _replace_frozen(engine: zero_core.Engine) -> None:
+    engine.module.frozen.weight = nn.Parameter(torch.zeros(6, 6), requires_grad=False)
+
+
+def _replace_module(engine: zero_core.Engine) -> None:
+    engine.module.blocks[2] = nn.Linear(6, 6)
+
+
+def _replace_by_a_tensor(engine: zero_core.Engine) -> None:
+    del engine.module.first.bias
+    engine.module.first.bias = torch.zeros(6)
+
+
+def _add(engine: zero_core.Engine) -> None:
+    engine.module.blocks[0].register_parameter("scale", nn.Parameter(torch.ones(1)))
+
+
+def _add_block(engine: zero_core.Engine) -> None:
+    engine.module.blocks.append(nn.Linear(6, 6))
+
+
+def _tie(engine: zero_core.Engine) -> None:
+    engine.module.blocks[0][2].register_parameter("gain", engine.module.first.bias)
+
+
+def _double(engine: zero_core.Engine) -> None:
+    engine.module.double()
+
+
+def _half_a_part(engine: zero_core.Engine) -> None:
+    engine.module.blocks[1][2].half()
+
+
+def _to_dtype(engine: zero_core.Engine) -> None:
+    engine.module.to(torch.bfloat16)
+
+
+def _double_frozen(engine: zero_core.Engine) -> None:
+    engine.module.frozen.double()
+
+
+def _assign_data(engine: zero_core.Engine) -> None:
+    engine.module.first.weight.data = torch.zeros(6, 6)
+
+
+def _swap(engine: zero_core.Engine) -> None:
+    torch.utils.swap_tensors(engine.module.first.bias, nn.Parameter(torch.zeros(6)))
+
+
+def _add_group(engine: zero_core.Engine) -> None:
+    engine.optimizer.add_param_group({"params": engine.module.frozen.weight})
+
+
+def _add_group_to_given(engine: zero_core.Engine) -> None:
+    engine.optimizer.given.add_param_group({"params": [engine.module.frozen.weight], "lr": 1.0})
+
+
+def _add_unknown_group(engine: zero_core.Engine) -> None:
+    engine.optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(3))]})
+
+
+def _extend_group(engine: zero_core.Engine) -> None:
+    engine.optimizer.param_groups[0]["params"].append(engine.module.frozen.weight)
+
+
+REFUSED: dict[str, tuple[Callable[[zero_core.Engine], None], str]] = {
+    "replaced": (_replace, r"blocks\.1\.0\.weight was replaced after build"),
+    "replaced and frozen": (_replace_frozen, r"frozen\.weight was replaced after build"),
+    "module replaced": (_replace_module, r"blocks\.2\.weight was added to the model after build"),
+    "made a tensor": (_replace_by_a_tensor, r"first\.bias was removed from the model after build"),
+    "added": (_add, r"blocks\.0\.scale was added to the model after build"),
+    "block added": (_add_block, r"blocks\.3\.weight was added to the model after build"),
+    "tied": (_tie, r"first\.bias was tied to a further place after build"),
+    "double": (_double, r"first\.weight was given other memory .*float64 .*float32.* expected"),
+    "part to half": (_half_a_part, r"blocks\.1\.2\.weight was given other memory .*float16"),
+    "to dtype": (_to_dtype, r"first\.weight was given other memory .*bfloat16"),
+    "frozen to double": (_double_frozen, r"frozen\.weight was given other memory .*float64"),
+    "data assigned": (_assign_data, r"first\.weight was given other memory"),
+    "swapped": (_swap, r"first\.bias was given other memory"),
+    "group added": (
+        _add_group,
+        r"groups were changed after build\(\) \(parameter frozen\.weight\)",
+    ),
+    "group added to given": (_add_group_to_given, r"\(parameter frozen\.weight\)"),
+    "unknown group": (_add_unknown_group, r"\(parameter of shape \(3,\), which the model did not"),
+    "group extended": (_extend_group, r"\(parameter frozen\.weight\)"),
+}
+
+
+def _change_and_train(
+    engine: zero_core.Engine, change: Callable[[zero_core.Engine], None], rank: int
+) -> None:
+    change(engine)
+    _train(engine, rank, range(1, 2))
+
+
+def _are_refused(rank: int, world_size: int, stages: tuple[int, ...]) -> None:
+    for stage in stages:
+        for change, message in REFUSED.values():
+            for has_stepped in (False, True):
+                engine = zero_core.build(_Net(), Case(stage).config())
+                _train(engine, rank, range(int(has_stepped)))
+                with pytest.raises(RuntimeError, match=message):
+                    _change_and_train(engine, change, rank)
+                engine.close()
+
+
+@pytest.mark.parametrize("stages", [(0, 1), (2, 3)])
+def test_parameters_that_change_after_build_are_refused_by_name(stages):
+    spawn(_are_refused, 2, stages)
+
+
+def test_parameters_that_change_after_build_are_refused_by_name_on_three_ranks():
+    spawn(_are_refused, 3, (3,))
+
+
+def test_a_change_between_backward_and_step_is_refused_at_the_step():
+    engine = zero_core.build(_Net(), Case().config())
+    engine.backward(engine(_x(0, 0)))
+    _replace(engine)
+    with pytest.raises(RuntimeError, match=r"blocks\.1\.0\.weight was replaced"):
+        engine.step()
+
+
+def test_complex_parameters_are_refused_by_name():
+    model = _Net()
+    model.blocks[0].register_parameter("phase", nn.Parameter(torch.ones(3, dtype=torch.complex64)))
+    with pytest.raises(ConfigError, match=r"blocks\.0\.phase is complex \(torch\.complex64\)"):
+        zero_core.build(model, Case().config())
+    with pytest.raises(ConfigError, match=r"blocks\.0\.phase is complex"):
+        zero_core.plan(model, Case().config(), 4)
+
+
+@pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
+def test_trained_embeddings_with_max_norm_are_refused_where_their_change_is_lost(kind):
+    model = nn.Sequential(nn.Sequential(kind(5, 6, max_norm=1.0)), nn.Linear(6, 6))
+    for stage in (1, 2, 3):
+        with pytest.raises(ConfigError, match=rf"0\.0 is an embedding .* lost at .*stage {stage}"):
+            zero_core.plan(model, Case(stage).config(), 2)
+    zero_core.plan(model, Case(0).config(), 2)
+    zero_core.plan(model, Case(2).config(), 1)
+    model[0].requires_grad_(False)
+    zero_core.plan(model, Case(3).config(), 2)
+
+
+@pytest.mark.parametrize("how", [copy.deepcopy, copy.copy, pickle.dumps])
+def test_copies_of_the_engine_are_refused_with_what_to_do(how):
+    engine = zero_core.build(_Net(), Case().config())
+    with pytest.raises(TypeError, match=r"cannot be copied or pickled.*save_checkpoint"):
+        how(engine)
+
+
+# ------------------------------------------------------------------ followed
+
+
+class _Wrapped(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x)
+
+
+def _same_place(engine: zero_core.Engine) -> None:
+    engine.module.to("cpu")
+    engine.module.to(torch.float32)
+    engine.module.float()
+    engine.module.first.weight = engine.module.first.weight
+    engine.module.zero_grad()
+
+
+def _toggle(engine: zero_core.Engine) -> None:
+    engine.module.requires_grad_(False)
+    for name, param in engine.module.named_parameters():
+        param.requires_grad_("frozen" not in name)
+
+
+def _other_activation(engine: zero_core.Engine) -> None:
+    for block in engine.module.blocks:
+        block[1] = nn.Tanh()
+    engine.module.extra = nn.Dropout()
+
+
+def _wrap(engine: zero_core.Engine) -> None:
+    engine.module.blocks[1] = _Wrapped(engine.module.blocks[1])
+
+
+def _evaluate_others(engine: zero_core.Engine) -> None:
+    """Exchange values for an evaluation, and put the old ones back."""
+    with engine.gathered(), torch.no_grad():
+        before = [p.data for p in engine.module.parameters()]
+        for param in engine.module.parameters():
+            param.data = torch.zeros_like(param)
+        assert engine(_x(0, 0)).item() == 0.0
+        for param, data in zip(engine.module.parameters(), before, strict=True):
+            param.data = data
+
+
+def _substitute(engine: zero_core.Engine) -> None:
+    others = {n: torch.zeros(p.shape) for n, p in engine.module.named_parameters()}
+    assert functional_call(engine.module, others, (_x(0, 0),)).item() == 0.0
+
+
+FOLLOWED = {
+    "same place": _same_place,
+    "requires_grad": _toggle,
+    "modules without parameters": _other_activation,
+    "wrapped": _wrap,
+    "other values for an evaluation": _evaluate_others,
+    "functional_call": _substitute,
+}
+
+
+def _are_followed(rank: int, world_size: int) -> None:
+    for stage in STAGES:
+        engine = zero_core.build(_Net(), Case(stage).config())
+        expected = _train(engine, rank, range(4))
+        for name, change in FOLLOWED.items():
+            engine = zero_core.build(_Net(), Case(stage).config())
+            found = _train(engine, rank, range(2))
+            change(engine)
+            assert found + _train(engine, rank, range(2, 4)) == expected, (stage, name)
+            engine.close()
+
+
+def test_changes_that_keep_parameters_and_their_memory_are_followed():
+    spawn(_are_followed, 2)

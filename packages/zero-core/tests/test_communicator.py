@@ -1,0 +1,99 @@
+"""Failures of collectives say which collective of which unit it was, on which rank."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from zero_core.comm.communicator import Communicator
+from zero_core.errors import CollectiveError
+
+EMPTY = torch.empty(0)
+
+
+class _Work:
+    def __init__(self, error: Exception | None = None) -> None:
+        self._error = error
+
+    def wait(self) -> None:
+        if self._error is not None:
+            raise self._error
+
+
+class _Reduction(_Work):
+    contributions = (torch.ones(1), torch.zeros(1))
+
+
+class _InPlaceReduction(_Reduction):
+    def acknowledge(self) -> _Work:
+        return _Work(RuntimeError("Connection reset"))
+
+
+def _communicator(work: Any) -> Communicator:
+    def start(*args: Any, **keys: Any) -> Any:
+        if isinstance(work, Exception):
+            raise work
+        return work
+
+    transport: Any = SimpleNamespace(all_gather=start, reduce_scatter=start)
+    control: Any = SimpleNamespace(rank=1, world_size=2)
+    return Communicator(transport, control, {7: "unit 3 (blocks.2)"})
+
+
+def _gather(communicator: Communicator) -> Any:
+    return communicator.all_gather(EMPTY, EMPTY, 7, version=1, backward=False)
+
+
+def test_a_failure_is_named_when_it_is_waited_for() -> None:
+    work = _gather(_communicator(_Work(RuntimeError("Connection closed"))))
+    named = r"rank 1: all_gather of unit 3 \(blocks.2\) failed or timed out: Connection closed"
+    for _ in range(2):
+        with pytest.raises(CollectiveError, match=named):
+            work.wait()
+
+
+@pytest.mark.parametrize("verb", ["all_gather", "reduce_scatter"])
+def test_a_failure_is_named_when_the_collective_cannot_start(verb: str) -> None:
+    communicator = _communicator(RuntimeError("Connection closed"))
+    options = {"version": 1, "backward": False} if verb == "all_gather" else {}
+    start = getattr(communicator, verb)
+    with pytest.raises(CollectiveError, match=rf"rank 1: {verb} of unit 3"):
+        start(EMPTY, EMPTY, 7, **options)
+
+
+def test_errors_that_are_not_of_the_transport_stay_what_they_are() -> None:
+    work = _gather(_communicator(_Work(ValueError("message of rank 0: its scale is not finite"))))
+    with pytest.raises(ValueError, match="message of rank 0"):
+        work.wait()
+
+
+def test_an_acknowledgement_that_fails_is_named() -> None:
+    work = _communicator(_InPlaceReduction()).reduce_scatter(EMPTY, EMPTY, 7)
+    reading = work.acknowledge()
+    assert reading is not None
+    with pytest.raises(CollectiveError, match="acknowledgement of the reduce_scatter of unit 3"):
+        reading.wait()
+
+
+@pytest.mark.parametrize(
+    ("work", "num_parts", "is_in_place"),
+    [(_Work(), 0, False), (_Reduction(), 2, False), (_InPlaceReduction(), 2, True)],
+    ids=lambda given: type(given).__name__,
+)
+def test_works_have_what_their_protocol_declares(
+    work: Any, num_parts: int, is_in_place: bool
+) -> None:
+    reduction = _communicator(work).reduce_scatter(EMPTY, EMPTY, 7)
+    assert len(reduction.contributions()) == num_parts
+    assert (reduction.acknowledge() is not None) == is_in_place
+
+
+def test_collectives_without_state_have_nothing_to_forget() -> None:
+    communicator = _communicator(_Work())
+    communicator.forget_values()
+    communicator.forget_errors()
+    assert communicator.private_nbytes == {}
+    assert not communicator.reduces_in_place

@@ -1,0 +1,194 @@
+"""States of flat parameters, and what each of them lets happen."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from zero_core.layout.arithmetic import Segment, Slot
+from zero_core.protocols import EXACT_PARAMETERS
+from zero_core.sharded.params import FlatParams, ParamState
+from zero_core.sharded.pool import BufferPool, allocator
+
+CPU = torch.device("cpu")
+SEGMENT = Segment(
+    0, 1, torch.float32, True, (Slot(0, 0, 4), Slot(1, 4, 7)), shard_numel=4, world_size=2
+)
+
+
+class _Source:
+    """A shard of rank 0 whose gathers bring 0, 1, 2, ...; plus 10 per version."""
+
+    span: tuple[int, int] | None = (0, 4)
+
+    def __init__(self) -> None:
+        self.gathers: list[tuple[int, bool]] = []
+        self.waits = 0
+        self.shard = torch.zeros(4)
+        self.full: Tensor | None = None
+
+    def is_updated(self) -> bool:
+        return True
+
+    def wait_update(self) -> None:
+        self.waits += 1
+
+    def gather(self, full: Tensor, *, version: int, backward: bool) -> Any:
+        self.gathers.append((version, backward))
+        self.full, self._brought = full, torch.arange(8.0) + 10 * max(version, 0)
+        return self
+
+    def wait(self) -> None:
+        assert self.full is not None
+        self.full.copy_(self._brought)
+
+    def read(self) -> Tensor:
+        return self.shard
+
+    def write(self, start: int, values: Tensor) -> None:
+        self.shard[start : start + values.numel()] = values
+
+    def synchronize(self) -> None:
+        self.waits += 1
+
+
+def _make(*, is_kept: bool = False, has_remote_updates: bool = True) -> tuple[FlatParams, _Source]:
+    source = _Source()
+    flat = FlatParams(
+        SEGMENT,
+        [nn.Parameter(torch.zeros(2, 2)), nn.Parameter(torch.zeros(3))],
+        rank=0,
+        device=CPU,
+        source=source,
+        kept=torch.zeros(8) if is_kept else None,
+        pool=BufferPool(allocator(CPU), 32),
+        has_remote_updates=has_remote_updates,
+    )
+    flat.adopt()
+    return flat, source
+
+
+def test_parameters_are_placeholders_while_sharded() -> None:
+    flat, _ = _make()
+    assert flat.state is ParamState.SHARDED
+    assert flat.full is None
+    assert not flat.is_current
+    assert [p.shape for p in flat.params] == [(2, 2), (3,)]
+    assert all(p.isnan().all() for p in flat.params)
+
+
+def test_states_follow_gather_wait_and_release() -> None:
+    flat, source = _make()
+    flat.gather()
+    assert flat.state is ParamState.GATHERING
+    assert not flat.is_current
+    flat.wait()
+    assert flat.state is ParamState.UNSHARDED
+    assert flat.is_current
+    assert flat.params[1].tolist() == [4.0, 5.0, 6.0]
+    flat.release()
+    assert flat.state is ParamState.SHARDED
+    assert flat.params[1].isnan().all()
+    flat.gather(backward=True)
+    flat.release()  # gathered ahead and not needed
+    assert flat.state is ParamState.SHARDED
+    assert source.gathers == [(0, False), (0, True)]
+
+
+def test_nothing_is_gathered_when_the_values_are_there() -> None:
+    flat, source = _make()
+    flat.gather()
+    flat.gather(backward=True)
+    flat.wait()
+    flat.gather(exact=True)
+    assert source.gathers == [(0, False)]
+
+
+@pytest.mark.parametrize("is_kept", [False, True])
+def test_stale_values_are_gathered_again_into_the_same_memory(is_kept: bool) -> None:
+    flat, source = _make(is_kept=is_kept)
+    flat.gather()
+    flat.wait()
+    full = flat.full
+    flat.invalidate()
+    assert not flat.is_current
+    flat.gather()
+    flat.wait()
+    assert flat.full is full
+    assert source.gathers[-1] == (1, False)
+    assert flat.params[1].tolist() == [14.0, 15.0, 16.0]
+
+
+def test_a_gather_is_marked_when_it_must_be_exact() -> None:
+    flat, source = _make()
+    flat.gather(exact=True)
+    assert source.gathers == [(EXACT_PARAMETERS, False)]
+
+
+def test_kept_values_are_never_released() -> None:
+    flat, _ = _make(is_kept=True)
+    flat.release()
+    assert flat.state is ParamState.KEPT
+    assert flat.is_current
+    flat.invalidate()
+    flat.gather()
+    assert flat.state is ParamState.KEPT
+    flat.wait()
+    flat.release()
+    assert flat.full is not None
+
+
+def test_kept_values_wait_for_the_state_tier_when_no_rank_updates_a_part() -> None:
+    flat, source = _make(is_kept=True, has_remote_updates=False)
+    assert not flat.is_exchanged
+    flat.invalidate()
+    flat.gather()
+    assert (source.gathers, source.waits) == ([], 1)
+    flat.wait()
+    assert flat.is_current
+    flat.invalidate()
+    flat.refresh()
+    assert flat.is_current
+
+
+def test_written_values_reach_shard_copies_and_full() -> None:
+    flat, source = _make()
+    copy = flat.hold(0, torch.zeros(2, 2))
+    flat.write(2, torch.tensor([1.0, 2.0, 3.0]))
+    assert source.shard.tolist() == [0.0, 0.0, 1.0, 2.0]
+    assert copy.tolist() == [[0.0, 0.0], [1.0, 2.0]]
+    flat.gather()
+    flat.wait()
+    flat.write(4, torch.tensor([7.0]))
+    assert flat.params[1].tolist() == [7.0, 5.0, 6.0]
+
+
+def test_a_copy_goes_with_its_last_holder() -> None:
+    flat, _ = _make()
+    copy = flat.hold(1, torch.ones(3))
+    assert flat.hold(1, None) is copy
+    assert flat.params[1].tolist() == [1.0, 1.0, 1.0]
+    assert flat.has_values_of(1)
+    flat.drop(1)
+    flat.gather()
+    flat.wait()
+    assert flat.params[1].tolist() == [4.0, 5.0, 6.0]  # the gathered values come first
+    flat.release()
+    assert flat.params[1].tolist() == [1.0, 1.0, 1.0]
+    flat.drop(1)
+    assert flat.params[1].isnan().all()
+
+
+def test_replaced_data_is_found_and_restored() -> None:
+    flat, _ = _make()
+    flat.gather()
+    flat.wait()
+    assert flat.misplaced() is None
+    flat.params[1].data = torch.zeros(3)
+    assert flat.misplaced() == 1
+    flat.restore(1)
+    assert flat.misplaced() is None
+    assert flat.params[1].tolist() == [4.0, 5.0, 6.0]

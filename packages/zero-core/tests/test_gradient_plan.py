@@ -1,0 +1,189 @@
+"""The plan of a gradient's memory, as a table, and flat gradients that follow it."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from zero_core.layout.arithmetic import Segment, Slot
+from zero_core.sharded.gradient_plan import GradientCase, GradientPlan, plan_gradient
+from zero_core.sharded.grads import FlatGrads, GradientBuffers
+from zero_core.sharded.pool import BufferPool, allocator
+
+FP32, BF16 = torch.float32, torch.bfloat16
+
+
+def _plan(**changed: Any) -> GradientPlan:
+    given: dict[str, Any] = {
+        "stage": 3,
+        "world_size": 2,
+        "is_accumulated": False,
+        "owns_grads": False,
+        "is_summed": False,
+        "communicated": BF16,
+        "accumulated": FP32,
+    }
+    return plan_gradient(**{**given, **changed})
+
+
+@pytest.mark.parametrize(
+    ("given", "case", "is_full_kept", "is_shard_kept"),
+    [
+        ({"stage": 0}, GradientCase.WHOLE_SUM, True, True),
+        ({"stage": 1}, GradientCase.FULL_THEN_SHARD, True, True),
+        ({"stage": 2}, GradientCase.SHARD, False, True),
+        ({"stage": 3}, GradientCase.SHARD, False, True),
+        ({"stage": 0, "owns_grads": True}, GradientCase.WHOLE_SUM, True, True),
+        ({"stage": 1, "owns_grads": True}, GradientCase.PASS_ON, True, False),
+        ({"stage": 2, "owns_grads": True}, GradientCase.PASS_ON, False, False),
+        ({"stage": 3, "owns_grads": True}, GradientCase.PASS_ON, False, False),
+        ({"owns_grads": True, "is_accumulated": True}, GradientCase.SHARD, False, True),
+        ({"world_size": 1, "stage": 0}, GradientCase.ALONE, False, True),
+        ({"world_size": 1, "stage": 3}, GradientCase.ALONE, False, True),
+        ({"world_size": 1, "owns_grads": True}, GradientCase.PASS_ON, False, False),
+        (
+            {"world_size": 1, "owns_grads": True, "is_accumulated": True},
+            GradientCase.ALONE,
+            False,
+            True,
+        ),
+    ],
+    ids=str,
+)
+def test_buffers_are_kept_or_borrowed_when(
+    given: dict[str, Any], case: GradientCase, is_full_kept: bool, is_shard_kept: bool
+) -> None:
+    plan = _plan(**given)
+    assert (plan.case, plan.is_full_kept, plan.is_shard_kept) == (case, is_full_kept, is_shard_kept)
+
+
+@pytest.mark.parametrize(
+    ("given", "is_sum_in_full", "offered"),
+    [
+        ({"stage": 0}, False, FP32),
+        ({"stage": 0, "communicated": FP32}, True, FP32),
+        ({"stage": 1, "communicated": FP32}, False, FP32),
+        ({"stage": 0, "owns_grads": True}, False, BF16),
+        ({"stage": 3, "owns_grads": True}, False, BF16),
+    ],
+    ids=str,
+)
+def test_the_sum_takes_the_memory_of_the_gradient_when_dtypes_agree(
+    given: dict[str, Any], is_sum_in_full: bool, offered: torch.dtype
+) -> None:
+    plan = _plan(**given)
+    assert (plan.is_sum_in_full, plan.offered) == (is_sum_in_full, offered)
+
+
+@pytest.mark.parametrize(
+    ("is_summed", "world_size", "factor"), [(False, 4, 0.25), (True, 4, 1.0), (False, 1, 1.0)]
+)
+def test_gradients_are_divided_by_the_ranks_when_the_mean_is_asked(
+    is_summed: bool, world_size: int, factor: float
+) -> None:
+    assert _plan(is_summed=is_summed, world_size=world_size).predivide == factor
+
+
+def _segment(world_size: int) -> Segment:
+    slots = (Slot(0, 0, 4), Slot(1, 4, 7))
+    return Segment(0, 0, FP32, True, slots, shard_numel=-(-7 // world_size), world_size=world_size)
+
+
+class _Mirror:
+    """A communicator of two ranks that both have this rank's gradient; rank 0."""
+
+    def reduce_scatter(self, out: Tensor, full: Tensor, segment: int) -> Any:
+        half = full[: out.numel()].to(out.dtype)
+        out.copy_(half + half)
+        return SimpleNamespace(
+            wait=lambda: None, contributions=lambda: (half, half), acknowledge=lambda: None
+        )
+
+
+def _grads(plan: GradientPlan, tier: Any = None) -> FlatGrads:
+    segment = _segment(1 if plan.case is GradientCase.ALONE else 2)
+    params = [nn.Parameter(torch.zeros(2, 2)), nn.Parameter(torch.zeros(3))]
+    dtypes = {plan.communicated, plan.accumulated}
+    buffers = GradientBuffers(
+        plan,
+        None,
+        torch.empty(segment.shard_numel) if plan.is_shard_kept else None,
+        None,
+        {d: BufferPool(allocator(torch.device("cpu")), 8 * d.itemsize) for d in dtypes},
+        BufferPool(allocator(torch.device("cpu")), 4 * segment.shard_numel),
+    )
+    return FlatGrads(segment, params, buffers, _Mirror(), tier, (0, 4))  # type: ignore[arg-type]
+
+
+def _backward(grads: FlatGrads, first: float, second: float | None) -> None:
+    grads.add(0, torch.full((2, 2), first))
+    if second is not None:
+        grads.add(1, torch.full((3,), second))
+    grads.reduce()
+    grads.finish()
+
+
+@pytest.mark.parametrize("case", ["shard", "pass on"])
+def test_micro_steps_add_up_and_a_missing_gradient_counts_as_zero(case: str) -> None:
+    grads = _grads(_plan(communicated=FP32, owns_grads=case == "pass on"))
+    assert grads.plan.case is GradientCase(case)
+    _backward(grads, 1.0, 2.0)
+    _backward(grads, 3.0, None)
+    result = grads.result()
+    assert result.shard.tolist() == [4.0] * 4
+    assert result.norm.item() == 8.0
+    grads.release(None)
+    grads.clear()
+    _backward(grads, 5.0, 1.0)
+    assert grads.result().shard.tolist() == [5.0] * 4
+
+
+def test_gradients_of_one_rank_add_up_in_their_shard() -> None:
+    grads = _grads(_plan(world_size=1, communicated=FP32))
+    _backward(grads, 1.0, None)
+    _backward(grads, 1.0, 2.0)
+    assert grads.result().shard.tolist() == [2.0] * 4 + [2.0] * 3
+
+
+def test_unreduced_gradients_add_up_in_the_accumulation_dtype() -> None:
+    grads = _grads(_plan())
+    grads.accumulate_locally()
+    grads.add(0, torch.full((2, 2), 1.0))
+    grads.add(0, torch.full((2, 2), 2.0**-10))  # lost in bf16
+    assert grads.has_unreduced
+    grads.reduce()
+    grads.finish()
+    assert not grads.has_unreduced
+    assert grads.result().shard.tolist() == [1.0 + 2.0**-10] * 4
+
+
+def test_ranks_with_nonfinite_gradients_are_named_when_their_parts_are_shown() -> None:
+    grads = _grads(_plan(communicated=FP32))
+    _backward(grads, float("inf"), 1.0)
+    assert grads.nonfinite_ranks() == [0, 1]
+    grads.clear()
+    _backward(grads, 1.0, 1.0)
+    assert grads.nonfinite_ranks() is None
+
+
+def test_a_gradient_is_refused_after_its_segment_was_updated() -> None:
+    grads = _grads(_plan(communicated=FP32))
+    _backward(grads, 1.0, 1.0)
+    grads.mark_updated()
+    with pytest.raises(RuntimeError, match="update_in_backward to false"):
+        grads.add(0, torch.ones(2, 2))
+
+
+def test_the_tier_is_asked_when_it_owns_what_was_offered() -> None:
+    tier = SimpleNamespace(read_grad=lambda start, stop: torch.arange(start, stop).float())
+    grads = _grads(_plan(communicated=FP32, owns_grads=True), tier)
+    _backward(grads, 1.0, 1.0)
+    grads.result()
+    grads.release(None)
+    assert grads.values().tolist() == [0.0, 1.0, 2.0, 3.0]
+    _backward(grads, 1.0, 1.0)  # a second backward of the step
+    assert grads.result().shard.tolist() == [1.0, 2.0, 3.0, 4.0]

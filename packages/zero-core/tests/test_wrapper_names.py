@@ -1,0 +1,130 @@
+"""Names are those of the unwrapped model, under checkpoint wrappers and `torch.compile`."""
+
+from __future__ import annotations
+
+import json
+import zlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+import zero_core
+from zero_core.testing import Case, spawn
+
+STAGES = (0, 1, 2, 3)
+
+
+class _Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(6, 6)
+        self.register_buffer("shift", torch.full((6,), 0.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.inner(x) + self.shift)
+
+
+class _Net(nn.Module):
+    def __init__(self, how: str = "plain") -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        blocks: list[nn.Module] = [_Block() for _ in range(3)]
+        if how == "checkpoint":
+            blocks = [checkpoint_wrapper(block) for block in blocks]
+        if how in ("compile", "both"):
+            blocks = [torch.compile(block, backend="eager") for block in blocks]
+        if how == "both":
+            blocks = [checkpoint_wrapper(block) for block in blocks]
+        self.blocks = nn.ModuleList(blocks)
+        self.last = nn.Linear(6, 6)
+        self.frozen = nn.Linear(6, 6, bias=False).requires_grad_(False)
+        if how == "parts":
+            self.last = checkpoint_wrapper(self.last)
+            self.frozen = torch.compile(self.frozen, backend="eager")
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = x + block(x)
+        return self.frozen(self.last(x)).square().mean()
+
+
+def _x(step: int, rank: int) -> Tensor:
+    return torch.randn(5, 6, generator=torch.Generator().manual_seed(10 * step + rank))
+
+
+def _train(engine: zero_core.Engine, rank: int, steps: range) -> None:
+    for step in steps:
+        engine.backward(engine(_x(step, rank)))
+        engine.step()
+
+
+def _assert_equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert list(found) == list(expected)
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, rtol=0.0, atol=0.0, msg=name)
+
+
+def _wrapped(rank: int, world_size: int, how: str, folder: str) -> None:
+    for stage in STAGES:
+        config = Case(stage).config()
+        engine, plain = (zero_core.build(_Net(h), config) for h in (how, "plain"))
+        for each in (engine, plain):
+            _train(each, rank, range(2))
+        state = engine.full_state_dict()
+        _Net().load_state_dict(state)
+        plain.save_checkpoint(f"{folder}/{how}/plain-{stage}")
+        engine.load_checkpoint(f"{folder}/{how}/plain-{stage}")
+        _assert_equal(state, plain.full_state_dict())
+        engine.save_checkpoint(f"{folder}/{how}/{stage}")
+        engine.export_safetensors(f"{folder}/{how}/export-{stage}")
+        assert load_file(f"{folder}/{how}/export-{stage}/model.safetensors").keys() == state.keys()
+        other = zero_core.build(_Net(), config)
+        other.load_checkpoint(f"{folder}/{how}/{stage}")
+        _assert_equal(other.full_state_dict(), engine.full_state_dict())
+        fresh = zero_core.build(_Net(how), config, pretrained=f"{folder}/{how}/export-{stage}")
+        _assert_equal(fresh.full_state_dict(), engine.full_state_dict())
+        for name, param in engine.module.named_parameters():  # wrappers' names are known, too
+            own = zero_core.engine_of(param).owns(param)
+            assert torch.equal(engine.states.get_full(name), state[own])
+
+
+@pytest.mark.parametrize("how", ["checkpoint", "compile", "both", "parts"])
+def test_wrapped_models_have_the_names_of_the_model(how, tmp_path: Path):
+    spawn(_wrapped, 2, how, str(tmp_path))
+
+
+def _with_prefixes(place: Path) -> None:
+    """Give a checkpoint of three blocks the names that versions before wrote."""
+
+    def wrapped(name: str) -> str:
+        parts = name.split(".")
+        return name if parts[0] != "blocks" else ".".join([*parts[:2], "_orig_mod", *parts[2:]])
+
+    path = place / "manifest.json"
+    manifest: dict[str, Any] = json.loads(path.read_text())
+    for param in manifest["params"]:
+        param["name"] = wrapped(param["name"])
+    for segment in manifest["segments"]:
+        segment["slots"] = [[wrapped(name), *span] for name, *span in segment["slots"]]
+    manifest["scalars"] = {wrapped(k): v for k, v in manifest["scalars"].items()}
+    buffers = place / "buffers.safetensors"
+    save_file({wrapped(k): v for k, v in load_file(buffers).items()}, buffers)
+    data = buffers.read_bytes()
+    manifest["files"][buffers.name] = {"bytes": len(data), "crc32": zlib.crc32(data)}
+    path.write_text(json.dumps(manifest))
+
+
+@pytest.mark.parametrize("how", ["plain", "compile", "checkpoint"])
+def test_a_checkpoint_with_wrappers_in_its_names_still_loads(how, tmp_path: Path):
+    config = Case().config()
+    engine = zero_core.build(_Net(), config)
+    _train(engine, 0, range(2))
+    _with_prefixes(engine.save_checkpoint(tmp_path))
+    other = zero_core.build(_Net(how), config)
+    other.load_checkpoint(tmp_path)
+    _assert_equal(other.full_state_dict(), engine.full_state_dict())

@@ -1,0 +1,1 @@
+"""The flat space: intervals, pieces and shards, and the gradients offered for it."""

@@ -1,0 +1,106 @@
+"""Sets of elements of a flat space, as sorted disjoint intervals. Pure arithmetic.
+
+A part of a flat space (the host's share, for example) is such a set. Its elements without the gaps
+between them are the part's own flat space. `Intervals.local` maps the one to the other and keeps
+the order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from zero_offload.flat.span_map import SpanMap
+
+__all__ = ["Intervals"]
+
+
+class Intervals:
+    """An immutable set of elements, made of ``[a, b)`` pairs that may touch or overlap.
+
+    Attributes:
+        spans: the same elements as sorted pairs that neither touch nor overlap.
+        numel: number of elements.
+
+    Raises:
+        ValueError: a pair is negative or ends before it starts.
+    """
+
+    __slots__ = ("_bases", "_elements", "numel", "spans")
+
+    def __init__(self, pairs: Iterable[tuple[int, int]] = ()) -> None:
+        self.spans = _merged(sorted(pairs))
+        self.numel = 0
+        bases = []
+        for start, stop in self.spans:
+            bases.append((start, stop, self.numel))
+            self.numel += stop - start
+        self._bases = SpanMap(bases)
+        self._elements = SpanMap((base, base + b - a, a) for a, b, base in bases)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Intervals) and self.spans == other.spans
+
+    def __hash__(self) -> int:
+        return hash(self.spans)
+
+    def __bool__(self) -> bool:
+        return bool(self.spans)
+
+    def __repr__(self) -> str:
+        return f"Intervals({list(self.spans)})"
+
+    def local(self, element: int) -> int:
+        """Return the place of ``element`` in the compacted space: the number of elements below."""
+        found = self._bases.last_from(element)
+        if found is None:
+            return 0
+        start, stop, base = found
+        return base + min(element, stop) - start
+
+    def element(self, local: int) -> int:
+        """Return the element at place ``local`` of the compacted space, the inverse of `local`."""
+        found = self._elements.last_from(local)
+        assert found is not None, "an empty set has no elements"
+        base, _, start = found
+        return start + local - base
+
+    def overlaps(self, start: int, stop: int) -> Iterator[tuple[int, int]]:
+        """Yield the spans ``(a, b)`` of ``[start, stop)`` that are in the set, in order."""
+        return ((a, b) for a, b, _ in self._bases.overlaps(start, stop))
+
+    def covers(self, start: int, stop: int) -> bool:
+        """Return whether every element of ``[start, stop)`` is in the set."""
+        return self.local(stop) - self.local(start) == max(stop - start, 0)
+
+    def complement(self, numel: int) -> Intervals:
+        """Return the elements of ``[0, numel)`` that are not in the set."""
+        ends = [0, *(stop for _, stop in self.spans)]
+        starts = [*(min(start, numel) for start, _ in self.spans), numel]
+        return Intervals((a, b) for a, b in zip(ends, starts, strict=True) if a < b)
+
+    def intersection(self, other: Intervals) -> Intervals:
+        """Return the elements of both sets."""
+        return Intervals(pair for span in other.spans for pair in self.overlaps(*span))
+
+    def union(self, other: Intervals) -> Intervals:
+        """Return the elements of either set."""
+        return Intervals((*self.spans, *other.spans))
+
+    def difference(self, other: Intervals) -> Intervals:
+        """Return the elements that are not in ``other``."""
+        end = self.spans[-1][1] if self.spans else 0
+        return self.intersection(other.complement(end))
+
+
+def _merged(pairs: list[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
+    spans: list[tuple[int, int]] = []
+    for start, stop in pairs:
+        if not 0 <= start <= stop:
+            raise ValueError(f"[{start}, {stop}) is no interval of a flat space")
+        if start == stop:
+            continue
+        if spans and start <= spans[-1][1]:
+            spans[-1] = (spans[-1][0], max(stop, spans[-1][1]))
+        else:
+            spans.append((start, stop))
+    return tuple(spans)

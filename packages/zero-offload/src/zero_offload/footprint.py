@@ -1,0 +1,314 @@
+"""Closed forms of the memory that offloaded state and parameters take, for plans.
+
+Entry points ``state_tier`` and ``param_tier`` of the group ``zero_core.footprints``.
+`zero_offload.create_tier` and `zero_offload.create_param_tier` serve the same configuration for
+real. Nothing is allocated: parameter shards are given on the meta device.
+
+[Note: planned bytes]
+host part     the elements ``[0, split)``: master weights and states in host memory or on NVMe,
+copies
+              of offered gradients, and buffers through which new parameters reach the device
+device part   the elements ``[split, numel)``. On a CPU it is this package's own tier. On an
+              accelerator the engine's tier holds its state: then only copies of gradients count
+split master  a bf16 parameter whose fp32 master weight is kept as the parameter and its lower half
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from zero_offload.flat.geometry import PUBLISHED_NUMEL, Geometry
+from zero_offload.memory.host_memory import packed
+from zero_offload.param_tier import ParamSettings, num_in_host_memory
+from zero_offload.params.param_file import NUM_WRITE_BUFFERS
+from zero_offload.rules.adam import Bf16AdamRule, EightBitAdamRule
+from zero_offload.rules.rule import KERNEL_DTYPES, PARAM, REMAINDER, Rule
+from zero_offload.settings import OffloadSettings
+from zero_offload.steppers.file_store import BLOCK_NUMEL
+from zero_offload.steppers.torch_stepper import FUSED_ALIGNMENT
+from zero_offload.tiers.share import state_bytes, within_budget
+
+__all__ = ["TierFootprint", "param_footprint", "tier_footprint"]
+
+
+@dataclass(frozen=True, slots=True)
+class _Span:
+    """Elements ``[start, stop)`` of one parameter shard.
+
+    Attributes:
+        start: first element in the flat space.
+        stop: end in the flat space.
+        dtype: of the parameters.
+        grad_dtype: of the gradients that are offered.
+        is_offloaded: whether the shard is kept off the device.
+    """
+
+    start: int
+    stop: int
+    dtype: torch.dtype
+    grad_dtype: torch.dtype
+    is_offloaded: bool
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return self.stop - self.start
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the parameters."""
+        return self.numel * self.dtype.itemsize
+
+
+def tier_footprint(
+    *,
+    numel: int,
+    pieces: Sequence[tuple[int, int, int]],
+    params: Sequence[tuple[int, Tensor]],
+    grad_dtypes: Sequence[torch.dtype],
+    resting: Collection[int],
+    is_accelerated: bool,
+    optimizer_class: type[torch.optim.Optimizer],
+    groups: Sequence[Mapping[str, Any]],
+    config: Mapping[str, Any],
+    has_kernel: bool,
+) -> TierFootprint:
+    """Return the closed forms of the tier that `zero_offload.create_tier` makes.
+
+    Args:
+        numel: length of the local flat space in elements, padding included.
+        pieces: ``(start, stop, group)`` of each parameter's part, sorted and disjoint.
+        params: ``(start, tensor)``: 1-D parameter shards on the meta device.
+        grad_dtypes: dtype of the gradients offered for each of ``params``.
+        resting: indices of the offloaded shards.
+        is_accelerated: whether the compute device is another one than the host.
+        optimizer_class: an elementwise torch optimizer.
+        groups: its ``param_groups`` without ``params``.
+        config: the resolved ``zero_optimization`` block.
+        has_kernel: whether a host kernel computes the update.
+
+    Raises:
+        ValueError: a setting or an optimizer that the tier cannot serve, by name.
+    """
+    spans = [
+        _Span(start, start + tensor.numel(), tensor.dtype, dtype, index in resting)
+        for index, ((start, tensor), dtype) in enumerate(zip(params, grad_dtypes, strict=True))
+    ]
+    return TierFootprint(
+        Geometry(numel, pieces, params, len(groups)),
+        spans,
+        OffloadSettings.from_config(config),
+        is_accelerated=is_accelerated,
+        optimizer_class=optimizer_class,
+        groups=groups,
+        has_kernel=has_kernel,
+    )
+
+
+class TierFootprint:
+    """Bytes of one rank's tier for any ratio on the host, see [Note: planned bytes]."""
+
+    def __init__(
+        self,
+        geometry: Geometry,
+        spans: Sequence[_Span],
+        settings: OffloadSettings,
+        *,
+        is_accelerated: bool,
+        optimizer_class: type[torch.optim.Optimizer],
+        groups: Sequence[Mapping[str, Any]],
+        has_kernel: bool,
+    ) -> None:
+        self._geometry = geometry
+        self._spans = spans
+        self._settings = settings
+        self._is_accelerated = is_accelerated
+        self._state_bytes = state_bytes(optimizer_class, groups, geometry.master_dtype())
+        self._rule = _compact_rule(settings.state_dtype)
+        is_plain = not has_kernel or any(group.get("amsgrad") for group in groups)
+        is_fused = any(group.get("fused") for group in groups)
+        self._alignment = 1
+        if not is_accelerated:
+            usual = FUSED_ALIGNMENT if is_fused and is_plain else 1
+            self._alignment = usual if self._rule is None else self._rule.block
+
+    def planned_ratio(self, params: Sequence[tuple[str, int]]) -> float:
+        """Return the share of the elements that the settings give to the host.
+
+        ``"auto"`` counts as 1, where its search begins. With ``parameters`` it is the share of
+        their elements, as if they came first.
+
+        Args:
+            params: name and number of elements of each trainable parameter of the whole model.
+        """
+        settings = self._settings
+        if settings.parameters is not None:
+            patterns = settings.parameters
+            named = [n for name, n in params if any(fnmatchcase(name, p) for p in patterns)]
+            return sum(named) / max(sum(n for _, n in params), 1)
+        if settings.device_budget is not None:
+            host = within_budget(self._geometry, settings.device_budget, self._state_bytes)
+            return host.numel / max(self._geometry.numel, 1)
+        return 1.0 if settings.ratio == "auto" else settings.ratio
+
+    def split_point(self, ratio: float) -> int:
+        """Return the first element that the device keeps."""
+        return self._geometry.align_down(round(ratio * self._geometry.numel), self._alignment)
+
+    def host_bytes(self, ratio: float) -> dict[str, int]:
+        """Return the bytes of host memory by kind."""
+        split = self.split_point(ratio)
+        part = self._clipped(0, split)
+        # Where the device is the host, full-precision shards are their own master weights.
+        masters = self._masters(part, needs_copy=self._is_accelerated)
+        kept = {"master weights": masters, "optimizer states": self._states(0, split)}
+        if self._settings.nvme is not None:
+            count = self._settings.nvme.buffer_count
+            kept = {"NVMe buffers": _nvme_buffer_bytes(part, sum(kept.values()), count)}
+        return {
+            **kept,
+            "gradient copies": self._grad_bytes(part, split),
+            "parameter copies": self._staging_bytes(part),
+        }
+
+    def device_bytes(self, ratio: float) -> dict[str, int]:
+        """Return the bytes on the compute device by kind. See [Note: planned bytes]."""
+        split, numel = self.split_point(ratio), self._geometry.numel
+        part = self._clipped(split, numel)
+        grad_dtypes = {span.grad_dtype for span in part}
+        found = {"gradient copies": sum((numel - split) * d.itemsize for d in grad_dtypes)}
+        if not self._is_accelerated:
+            found["master weights"] = self._masters(part, needs_copy=False)
+            found["optimizer states"] = self._states(split, numel)
+        return found
+
+    def link_bytes(self, ratio: float) -> tuple[int, int]:
+        """Return the bytes per step to the host (gradients, resting parameters) and back."""
+        split = self.split_point(ratio)
+        part, rest = self._clipped(0, split), self._clipped(split, self._geometry.numel)
+        down = sum(span.numel * span.grad_dtype.itemsize for span in part)
+        down += sum(span.nbytes for span in rest if span.is_offloaded)
+        return down, sum(span.nbytes for span in part if not span.is_offloaded)
+
+    def _clipped(self, start: int, stop: int) -> list[_Span]:
+        """Return the parts of the shards within ``[start, stop)``."""
+        return [
+            _Span(max(s.start, start), min(s.stop, stop), s.dtype, s.grad_dtype, s.is_offloaded)
+            for s in self._spans
+            if max(s.start, start) < min(s.stop, stop)
+        ]
+
+    def _kept(self, start: int, stop: int) -> Iterator[tuple[str, int]]:
+        """Yield name and bytes of each buffer that compact state in a range takes."""
+        assert self._rule is not None, "only compact state has a rule"
+        geometry = self._geometry
+        for piece, shard in zip(geometry.pieces, geometry.piece_shards, strict=True):
+            numel = min(piece.stop, stop) - max(piece.start, start)
+            if numel > 0:
+                rule = self._rule.for_params(geometry.shards[shard][1].dtype)
+                for name, (dtype, length) in rule.stored(numel).items():
+                    yield name, length * dtype.itemsize
+
+    def _states(self, start: int, stop: int) -> int:
+        if self._rule is None:
+            return (stop - start) * self._state_bytes
+        halves = (PARAM, REMAINDER)
+        return sum(nbytes for name, nbytes in self._kept(start, stop) if name not in halves)
+
+    def _masters(self, part: Sequence[_Span], *, needs_copy: bool) -> int:
+        """Return the bytes of master weights beside the parameters. All spans have one dtype."""
+        whole = self._whole(part)
+        width = self._geometry.master_dtype().itemsize
+        needs_copy |= any(s.dtype.itemsize != width or s.is_offloaded for s in whole)
+        lower = 0
+        if self._rule is not None and part:
+            kept = self._kept(part[0].start, part[-1].stop)
+            lower = sum(nbytes for name, nbytes in kept if name == REMAINDER)
+        return lower + (_numel(whole) * width if needs_copy else 0)
+
+    def _whole(self, part: Sequence[_Span]) -> list[_Span]:
+        """Return the spans whose master weights are not split."""
+        rule = self._rule
+        if rule is None:
+            return list(part)
+        return [span for span in part if not rule.for_params(span.dtype).is_master_split]
+
+    def _grad_bytes(self, part: Sequence[_Span], numel: int) -> int:
+        """Return the bytes of gradient staging: one over the whole part for each dtype."""
+        wide = self._geometry.master_dtype()
+        dtypes = {s.grad_dtype if s.grad_dtype in KERNEL_DTYPES else wide for s in part}
+        return sum(numel * dtype.itemsize for dtype in dtypes)
+
+    def _staging_bytes(self, part: Sequence[_Span]) -> int:
+        """Return the bytes through which new parameters go: staging, or all of a split master."""
+        if not self._is_accelerated:
+            return 0
+        part = [span for span in part if not span.is_offloaded]  # those are written in place
+        whole = self._whole(part)
+        largest = min(max((span.numel for span in whole), default=0), PUBLISHED_NUMEL)
+        dtypes = {span.dtype for span in whole}
+        staged = sum(2 * self._pinned(largest * dtype.itemsize) for dtype in dtypes)
+        return staged + self._packed([span.nbytes for span in part if span not in whole])
+
+    def _packed(self, sizes: Sequence[int]) -> int:
+        """Return the bytes of the buffers in which `HostMemory` packs tensors of these sizes."""
+        buffers = packed(sizes, should_pin=self._settings.pin_memory)
+        return sum(self._pinned(sum(buffer)) for buffer in buffers)
+
+    def _pinned(self, nbytes: int) -> int:
+        """Return the bytes that torch page-locks for ``nbytes``: a power of two."""
+        is_rounded = self._settings.pin_memory and nbytes > 0
+        return 1 << (nbytes - 1).bit_length() if is_rounded else nbytes
+
+
+def _nvme_buffer_bytes(part: Sequence[_Span], nbytes: int, buffer_count: int) -> int:
+    """Return the host memory through which ``nbytes`` of master weights and states on NVMe pass.
+
+    Close where blocks are alike; each buffer has room for the longest.
+    """
+    num_blocks = sum(-(-span.numel // BLOCK_NUMEL) for span in part)
+    longest = min(max((span.numel for span in part), default=0), BLOCK_NUMEL)
+    return -(-min(buffer_count, num_blocks) * longest * nbytes // max(_numel(part), 1))
+
+
+def _numel(spans: Sequence[_Span]) -> int:
+    return sum(span.numel for span in spans)
+
+
+def _compact_rule(state_dtype: str) -> Rule | None:
+    """Return the rule that keeps moments in fewer than 32 bits. None for fp32.
+
+    What a rule keeps depends neither on its kernel nor on the kind of weight decay.
+    """
+    rules = {"int8": EightBitAdamRule, "bfloat16": Bf16AdamRule}
+    kind = rules.get(state_dtype)
+    return None if kind is None else kind(cast(Any, None), is_decoupled=True)
+
+
+def param_footprint(
+    *, shards: Sequence[tuple[int, int, torch.dtype]], config: Mapping[str, Any]
+) -> dict[str, int]:
+    """Return the host bytes by kind of offloaded parameter shards.
+
+    Args:
+        shards: ``(segment, numel, dtype)`` of each, in the order in which they are used.
+        config: the resolved ``zero_optimization`` block.
+
+    Raises:
+        ValueError: a setting that the tier cannot serve, by name.
+    """
+    settings = ParamSettings.from_config(config)
+    num_host = num_in_host_memory(shards, settings)
+    sizes = [numel * dtype.itemsize for _, numel, dtype in shards]
+    in_file = sizes[num_host:]
+    num_buffers = min(settings.buffer_count, len(in_file)) + NUM_WRITE_BUFFERS if in_file else 0
+    return {
+        "parameters": sum(sizes[:num_host]),
+        "parameter buffers": num_buffers * max(in_file, default=0),
+    }

@@ -1,0 +1,1 @@
+"""Host memory, files, and the copies between them and the compute device."""

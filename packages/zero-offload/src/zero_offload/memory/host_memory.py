@@ -1,0 +1,151 @@
+"""Host buffers, page-locked within a budget.
+
+An accelerator copies to and from page-locked ("pinned") memory at full speed, beside compute. A
+machine that locks too much memory runs out of it. So there is one budget for all of a tier's
+buffers, and memory beyond it, or that cannot be locked, is pageable.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from zero_offload.memory.direct_io import aligned_empty
+
+__all__ = ["HostMemory", "packed"]
+
+_NUM_PACKED = 8
+"""Room of one buffer, in tensors as large as the largest. Less than a tenth of it is wasted."""
+SMALL_BYTES = 1 << 20
+"""Most bytes that may be rounded up to the next power of two."""
+_ALIGNMENT = 64
+
+
+class HostMemory:
+    """Allocates host tensors, page-locked or pageable.
+
+    Args:
+        should_pin: page-lock them; of no use where the compute device is the CPU.
+        limit_bytes: most bytes to lock; None for no limit.
+
+    Attributes:
+        pinned_bytes: bytes locked so far.
+        pageable_bytes: bytes not locked so far.
+    """
+
+    def __init__(self, *, should_pin: bool, limit_bytes: int | None = None) -> None:
+        self.pinned_bytes = 0
+        self.pageable_bytes = 0
+        self._should_pin = should_pin
+        self._limit_bytes = limit_bytes
+        self._has_warned = False
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes allocated so far."""
+        return self.pinned_bytes + self.pageable_bytes
+
+    def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """Return an uninitialised 1-D tensor on the CPU.
+
+        Warns once, when memory that should be locked is not.
+        """
+
+        def make(*, pin_memory: bool) -> Tensor:
+            return torch.empty(numel, dtype=dtype, device="cpu", pin_memory=pin_memory)
+
+        return self._allocate(numel * dtype.itemsize, make)
+
+    def buffer(self, num_bytes: int) -> Tensor:
+        """Return uninitialised uint8 memory that direct I/O reads and writes in place."""
+
+        def make(*, pin_memory: bool) -> Tensor:
+            return aligned_empty(num_bytes, pin_memory=pin_memory)
+
+        return self._allocate(num_bytes, make)
+
+    def parts(self, numel: int, dtype: torch.dtype) -> list[Tensor]:
+        """Return tensors that hold ``numel`` elements together, in order.
+
+        torch page-locks memory in powers of two, so that one tensor could take twice its bytes.
+        The tensors have powers of two of elements, except for a small last one.
+        """
+        found: list[Tensor] = []
+        while numel:
+            largest = 1 << (numel.bit_length() - 1)
+            is_last = not self._should_pin or numel * dtype.itemsize <= SMALL_BYTES
+            found.append(self.empty(numel if is_last else largest, dtype))
+            numel -= found[-1].numel()
+        return found
+
+    def tensors(self, shapes: Sequence[tuple[int, torch.dtype]]) -> list[Tensor]:
+        """Return uninitialised 1-D tensors of ``(numel, dtype)``, packed into few buffers.
+
+        One page-locked buffer for all could waste as much as it holds (see `parts`). Several, each
+        with room for some of the largest tensors, waste little.
+        """
+        sizes = [numel * dtype.itemsize for numel, dtype in shapes]
+        found: list[Tensor] = []
+        for group in packed(sizes, should_pin=self._should_pin):
+            buffer, at = self.empty(sum(group), torch.uint8), 0
+            for size in group:
+                numel, dtype = shapes[len(found)]
+                found.append(buffer[at : at + numel * dtype.itemsize].view(dtype))
+                at += size
+        return found
+
+    def _allocate(self, num_bytes: int, make: Callable[..., Tensor]) -> Tensor:
+        if self._should_pin and self._fits(num_bytes):
+            try:
+                pinned = make(pin_memory=True)
+            except RuntimeError as error:
+                self._should_pin = False  # it would fail again
+                self._warn(
+                    f"could not pin {num_bytes} bytes of host memory ({error}): the machine, or "
+                    f"its container, has no more to lock. Raise the locked-memory limit, set "
+                    f"pin_memory_bytes, or set pin_memory to false"
+                )
+            else:
+                self.pinned_bytes += num_bytes
+                return pinned
+        self.pageable_bytes += num_bytes
+        return make(pin_memory=False)
+
+    def _fits(self, num_bytes: int) -> bool:
+        limit = self._limit_bytes
+        if limit is None or self.pinned_bytes + num_bytes <= limit:
+            return True
+        self._warn(
+            f"{num_bytes} bytes more than the {self.pinned_bytes} pinned so far exceed "
+            f"pin_memory_bytes = {limit}: raise it if the machine has the memory"
+        )
+        return False
+
+    def _warn(self, why: str) -> None:
+        if not self._has_warned:
+            self._has_warned = True
+            warnings.warn(
+                f"{why}. Transfers go through pageable memory and are slower",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+
+
+def packed(sizes: Sequence[int], *, should_pin: bool) -> list[list[int]]:
+    """Return the buffers that `HostMemory.tensors` packs tensors of these bytes into.
+
+    Returns:
+        For each buffer the aligned bytes of its tensors, in order.
+    """
+    aligned = [-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes]
+    largest = max(aligned, default=0)
+    limit = 1 << (_NUM_PACKED * max(largest, 1) - 1).bit_length() if should_pin else sum(aligned)
+    buffers: list[list[int]] = []
+    for size in aligned:
+        if not buffers or (any(buffers[-1]) and sum(buffers[-1]) + size > limit):
+            buffers.append([])
+        buffers[-1].append(size)
+    return buffers

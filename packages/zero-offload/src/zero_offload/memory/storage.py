@@ -1,0 +1,282 @@
+"""Blocks of memory in a scratch file, transferred asynchronously and checksummed.
+
+ZeRO-Infinity (arXiv 2104.07857, section 6.1, the infinity offload engine) keeps on NVMe what device
+and host have no room for, and hides the transfers behind the work. `BlockFile` is that engine. Its
+blocks are any memory: optimizer state or parameter shards.
+
+[Note: terms]
+block       a span of the file of a length fixed at construction, moved as a whole.
+transfer    one block's read or write under way, in one of a few threads of the file's own.
+checksum    CRC-32 of a block as it was last written, kept in memory and compared on each read: a
+            disk that returns other bytes than it was given is detected before they are used.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+import time
+import weakref
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager
+from pathlib import Path
+
+from torch import Tensor
+
+from zero_offload.errors import StorageCorruptError, StorageError
+from zero_offload.memory.direct_io import bytes_of, open_scratch, round_up
+
+__all__ = ["BlockFile", "StorageCorruptError", "StorageError", "Transfer", "TransferMeter"]
+
+_SPAN_BYTES = 4 << 20
+"""Bytes per system call: few enough that the checksum finds them in a processor's cache."""
+
+
+class TransferMeter:
+    """Counters of bytes and seconds, see the properties of `BlockFile`."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._num_running = 0
+        self._since = 0.0
+        self.bytes_read = 0
+        self.bytes_written = 0
+        self.io_s = 0.0
+        self.waited_s = 0.0
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Count the time within as ``io_s``, once however many transfers run."""
+        with self._lock:
+            if not self._num_running:
+                self._since = time.perf_counter()
+            self._num_running += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._num_running -= 1
+                if not self._num_running:
+                    self.io_s += time.perf_counter() - self._since
+
+    def count(self, *, num_read: int = 0, num_written: int = 0) -> None:
+        """Add bytes."""
+        with self._lock:
+            self.bytes_read += num_read
+            self.bytes_written += num_written
+
+    def waited(self, seconds: float) -> None:
+        """Add seconds that a caller was blocked."""
+        with self._lock:
+            self.waited_s += seconds
+
+
+class Transfer:
+    """Handle of a read or write under way. The tensor is the file's until `wait` returns."""
+
+    def __init__(self, future: Future[None], meter: TransferMeter) -> None:
+        self._future = future
+        self._meter = meter
+
+    @property
+    def is_done(self) -> bool:
+        """Whether `wait` returns, or raises, at once."""
+        return self._future.done()
+
+    def wait(self) -> None:
+        """Block until the transfer is over. The tensor is the caller's again.
+
+        Raises:
+            StorageError: it failed, or, reading, the block is not what was written.
+        """
+        if not self._future.done():
+            begin = time.perf_counter()
+            try:
+                self._future.result()
+            finally:
+                self._meter.waited(time.perf_counter() - begin)
+        self._future.result()
+
+    def settle(self) -> None:
+        """Block until the transfer is over, and ignore whether it failed."""
+        wait([self._future])
+
+
+class BlockFile:
+    """Blocks of fixed lengths in one preallocated file, read and written in the background.
+
+    The file is unlinked when it is created, so that nothing is left on the disk however the process
+    ends. It is allocated at construction, so that a full disk is reported then. Direct I/O is used
+    where the file system has it, with one warning where it has not.
+
+    A block that was never written reads as zeros, without a transfer. Transfers of different blocks
+    run at the same time and in no order; of one block only one may be under way.
+
+    Args:
+        folder: an existing, writable folder on the disk to use.
+        block_bytes: length of each block, in bytes.
+        name: of the file in messages.
+        num_threads: transfers that run at the same time.
+
+    Attributes:
+        path: the name that the file had.
+        num_bytes: room taken on the disk.
+        is_direct: whether transfers bypass the page cache.
+
+    Raises:
+        ValueError: the folder is missing, no folder, or not writable.
+        StorageError: the disk has not the room.
+    """
+
+    def __init__(
+        self,
+        folder: str | Path,
+        block_bytes: Sequence[int],
+        *,
+        name: str = "blocks",
+        num_threads: int = 4,
+    ) -> None:
+        self.block_bytes = tuple(block_bytes)
+        self._offsets: list[int] = []
+        self.num_bytes = 0
+        for length in self.block_bytes:
+            self._offsets.append(self.num_bytes)
+            self.num_bytes += round_up(length)
+        self._meter = TransferMeter()
+        self._checksums: list[int | None] = [None] * len(self.block_bytes)
+        self._lost: dict[int, StorageError] = {}
+        self._current: dict[int, Future[None]] = {}
+        try:
+            self._scratch = open_scratch(folder, name, self.num_bytes)
+        except OSError as error:
+            raise StorageError(error.errno, str(error.strerror), str(error.filename)) from error
+        self.path = self._scratch.path
+        self.is_direct = self._scratch.is_direct
+        # A running transfer holds the file, so nobody reads from a closed descriptor.
+        self._closer = weakref.finalize(self, os.close, self._scratch.fd)
+        self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix=f"storage-{name}")
+
+    @property
+    def bytes_read(self) -> int:
+        """Bytes of blocks read from the file so far."""
+        return self._meter.bytes_read
+
+    @property
+    def bytes_written(self) -> int:
+        """Bytes of blocks written to the file so far."""
+        return self._meter.bytes_written
+
+    @property
+    def io_s(self) -> float:
+        """Seconds during which at least one transfer was running."""
+        return self._meter.io_s
+
+    @property
+    def waited_s(self) -> float:
+        """Seconds that callers spent in `Transfer.wait`. ``io_s`` less this was hidden."""
+        return self._meter.waited_s
+
+    def read(self, block: int, tensor: Tensor) -> Transfer:
+        """Start to fill ``tensor`` with a block.
+
+        Args:
+            block: index into ``block_bytes``.
+            tensor: on the CPU, contiguous, of the block's length in bytes; any dtype. Memory of
+                `direct_io.aligned_empty` is filled in place, other memory through a copy.
+        """
+        return self._start(self.read_block, block, tensor)
+
+    def write(self, block: int, tensor: Tensor) -> Transfer:
+        """Start to write ``tensor``, as `read` takes it, to a block.
+
+        Should that fail, the block is lost: reading it raises the same error.
+        """
+        return self._start(self.write_block, block, tensor)
+
+    def fileno(self) -> int:
+        """Return the file descriptor."""
+        return self._scratch.fd
+
+    def offset(self, block: int) -> int:
+        """Return the offset of a block in the file, in bytes."""
+        return self._offsets[block]
+
+    def close(self) -> None:
+        """Wait for the transfers under way and free the disk space. May be called again."""
+        self._threads.shutdown()
+        self._closer()
+
+    def _start(self, job: Callable[[int, Tensor], None], block: int, tensor: Tensor) -> Transfer:
+        num_bytes = tensor.numel() * tensor.element_size()
+        if num_bytes != self.block_bytes[block]:
+            raise ValueError(
+                f"block {block} of {self.path} has {self.block_bytes[block]} bytes, the tensor "
+                f"has {num_bytes}"
+            )
+        current = self._current.get(block)
+        if current is not None and not current.done():
+            raise ValueError(f"block {block} of {self.path} is under way: wait for that first")
+        future = self._threads.submit(job, block, tensor)
+        self._current[block] = future
+        return Transfer(future, self._meter)
+
+    def read_block(self, block: int, tensor: Tensor) -> None:
+        """Fill ``tensor`` with a block in the calling thread. `read` does so in another one."""
+        if block in self._lost:
+            raise self._lost[block]
+        expected = self._checksums[block]
+        if expected is None:
+            tensor.zero_()
+            return
+        with self._meter.running(), self._explained("reading", block):
+            found = 0
+            for span, address, offset in self._spans(block, tensor):
+                self._scratch.read(span, address, offset)
+                found = zlib.crc32(span, found)
+        self._meter.count(num_read=self.block_bytes[block])
+        if found != expected:
+            raise StorageCorruptError(
+                errno.EIO,
+                f"block {block} at offset {self._offsets[block]} has CRC-32 {found:#010x}, was "
+                f"written with {expected:#010x}: the disk or its driver damages data. Load a "
+                f"checkpoint into a new run and name an nvme_path on another disk",
+                self.path,
+            )
+
+    def write_block(self, block: int, tensor: Tensor) -> None:
+        """Write ``tensor`` to a block in the calling thread. `write` does so in another one."""
+        self._checksums[block] = None
+        written = 0
+        try:
+            with self._meter.running(), self._explained("writing", block):
+                for span, address, offset in self._spans(block, tensor):
+                    written = zlib.crc32(span, written)
+                    self._scratch.write(span, address, offset)
+        except StorageError as error:
+            self._lost[block] = error
+            raise
+        self._lost.pop(block, None)
+        self._checksums[block] = written
+        self._meter.count(num_written=self.block_bytes[block])
+
+    def _spans(self, block: int, tensor: Tensor) -> Iterator[tuple[memoryview, int, int]]:
+        """Memory, address and file offset of each system call's share of a block."""
+        view, address, offset = bytes_of(tensor), tensor.data_ptr(), self._offsets[block]
+        for at in range(0, len(view), _SPAN_BYTES):
+            yield view[at : at + _SPAN_BYTES], address + at, offset + at
+
+    @contextmanager
+    def _explained(self, action: str, block: int) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise StorageError(
+                error.errno,
+                f"{error.strerror}: {action} block {block} ({self.block_bytes[block]} bytes at "
+                f"offset {self._offsets[block]}). Make room or check the disk (dmesg), then "
+                f"load a checkpoint into a new run",
+                self.path,
+            ) from error

@@ -1,0 +1,1 @@
+"""Parameter shards that stay off the compute device between uses."""

@@ -1,0 +1,119 @@
+"""Update rules: the state, its stored form, and one step in one kernel pass.
+
+[Note: rules]
+rule      the computation of an optimizer's update on flat host memory. It owns no memory: the
+          caller passes master weights, gradient and state, in RAM or in a buffer that was just
+          read from a disk.
+state     the form in a checkpoint: one number per element, under torch's name.
+stored    the form in memory: the same, or 8-bit codes with scales, or a split master weight.
+span      the elements of one call. A rule with ``block`` 1 updates any span, across pieces too.
+          Another counts blocks from a piece's first element. A span is then in one piece and
+          starts at a multiple of ``block`` from there, and each block is in one span. So the
+          result for an element depends on its piece alone, not on its neighbours.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Hashable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["KERNEL_DTYPES", "MASTER", "PARAM", "REMAINDER", "Rule", "Stored", "setting"]
+
+KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+"""Dtypes of gradients and parameters that host kernels read and write."""
+MASTER = "master_weight"
+PARAM = "param"
+REMAINDER = "remainder"
+
+Stored = Mapping[str, Tensor]
+"""The 1-D host buffers of one span, by the names of `Rule.stored`."""
+
+
+class Rule(ABC):
+    """One update rule over flat host memory.
+
+    Attributes:
+        states: names and dtypes of the elementwise states that a checkpoint has, without the
+            master weight.
+        scalars: what torch keeps for each parameter beside them: ``("step",)``, or nothing.
+        block: see [Note: rules].
+        is_master_split: whether the master weight is in ``stored``, as the bf16 ``param`` and its
+            int16 ``remainder``; ``decode`` and ``encode`` then know the name ``master_weight``.
+    """
+
+    states: Mapping[str, torch.dtype]
+    scalars: tuple[str, ...] = ()
+    block: int = 1
+    is_master_split: bool = False
+
+    def for_params(self, dtype: torch.dtype) -> Rule:
+        """Return the rule for parameters of ``dtype``: itself, or one with split master weights."""
+        return self
+
+    def stored(self, numel: int) -> Mapping[str, tuple[torch.dtype, int]]:
+        """Return dtype and length of each buffer of a span of ``numel`` elements."""
+        return {name: (dtype, numel) for name, dtype in self.states.items()}
+
+    def initial(self, name: str, group: Mapping[str, Any]) -> float:
+        """Return the value of a state before the first update."""
+        return 0.0
+
+    @abstractmethod
+    def hyper(self, group: Mapping[str, Any], step: int) -> Hashable:
+        """Return the settings of update number ``step`` (from 1). Equal ones may share a call.
+
+        Raises:
+            ValueError: the rule cannot serve a setting, by name.
+        """
+
+    @abstractmethod
+    def update(
+        self,
+        master: Tensor | None,
+        grad: Tensor,
+        stored: Stored,
+        hyper: Any,
+        grad_scale: float,
+        out: Tensor | None,
+    ) -> None:
+        """Update one span in place.
+
+        Args:
+            master: fp32 master weights, 1-D, contiguous; None if the rule keeps them split.
+            grad: fp32, bf16 or fp16, same length; multiplied by ``grad_scale`` first.
+            stored: the span's buffers.
+            hyper: the result of `hyper`.
+            grad_scale: factor on the gradient: unscale and clip.
+            out: fp32, bf16 or fp16: receives the new values, rounded; None if they are not needed.
+        """
+
+    def decode(self, name: str, stored: Stored, start: int, stop: int) -> Tensor:
+        """Return a copy of one state over elements ``[start, stop)`` of the span, fp32, 1-D."""
+        return stored[name][start:stop].to(torch.float32, copy=True)
+
+    def encode(self, name: str, stored: Stored, start: int, values: Tensor) -> None:
+        """Overwrite one state from element ``start`` of the span on.
+
+        The result of `decode` for whole blocks is stored as it was, to the bit.
+        """
+        stored[name][start : start + values.numel()].copy_(values)
+
+
+def setting(group: Mapping[str, Any], name: str, *, default: float | None = None) -> float:
+    """Return one of the group's settings as a finite number that is not negative.
+
+    Raises:
+        ValueError: it is none. torch's own update may accept it, the kernels do not.
+    """
+    value = float(group[name] if default is None else group.get(name, default))
+    if not math.isfinite(value) or value < 0:
+        raise ValueError(
+            f"{name} = {value} cannot be served by a host kernel, which takes finite numbers from "
+            f"0 up; pass adam_kernel=None for torch's own update"
+        )
+    return value

@@ -1,0 +1,1 @@
+"""Steppers: master weights and optimizer state in one kind of storage, and their update."""

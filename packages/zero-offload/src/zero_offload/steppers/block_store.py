@@ -1,0 +1,176 @@
+"""Storage of a rule stepper's blocks: the interface, and the store in host memory."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from zero_offload.flat.geometry import Geometry, Run, split_runs
+from zero_offload.memory.storage import BlockFile
+from zero_offload.rules.rule import MASTER, PARAM, REMAINDER, Rule
+from zero_offload.steppers.block_layout import Block, BlockLayout
+from zero_offload.steppers.stepper import Chunk, ShardMasters
+
+__all__ = ["BlockStore", "MemoryStore"]
+
+_WINDOW_NUMEL = 1 << 15
+"""Elements that are converted at once. A window is whole blocks, its temporaries fit a cache, and
+torch gives it one thread, because a dozen short operations would mostly wait for other threads."""
+
+
+class BlockStore(ABC):
+    """Master weights and state of a flat space under one rule, block by block.
+
+    Attributes:
+        geometry: the flat space.
+        rule: the update, before its ``for_params``.
+        layout: the blocks, see [Note: blocks].
+        is_in_place: whether the shards are the master weights.
+        master_bytes: host memory of the master weights, including shards that are their own.
+        master_copy_bytes: of these, the bytes that are not the memory of a shard.
+        state_bytes: host memory of the state.
+        file: the file of the blocks, if they are not in memory.
+    """
+
+    geometry: Geometry
+    rule: Rule
+    layout: BlockLayout
+    is_in_place: bool
+    master_bytes: int
+    master_copy_bytes: int
+    state_bytes: int
+    file: BlockFile | None
+
+    @abstractmethod
+    def chunks(self, runs: Sequence[Run]) -> list[Chunk]:
+        """Divide a step into chunks, whose blocks are then taken in this order."""
+
+    @abstractmethod
+    def take(self, index: int) -> dict[str, Tensor]:
+        """Return the buffers of a block, the caller's until `put`."""
+
+    @abstractmethod
+    def put(self, index: int) -> None:
+        """Store the updated buffers of a block that was taken."""
+
+    @abstractmethod
+    def settle(self) -> None:
+        """Complete the transfers of a step after its last chunk."""
+
+    @abstractmethod
+    def master(self, start: int, stop: int) -> Tensor:
+        """Return master weights of a range inside one shard, to be rounded into the shard."""
+
+    @abstractmethod
+    def read(self, name: str, start: int, stop: int) -> Tensor:
+        """Return a copy of a state or of the master weights, zero outside of blocks."""
+
+    @abstractmethod
+    def write(self, name: str, start: int, values: Tensor) -> None:
+        """Overwrite a state or the master weights over the blocks of a range."""
+
+
+class MemoryStore(BlockStore):
+    """`BlockStore` in host memory: one block per shard, or per piece under a rule with blocks.
+
+    Args:
+        geometry: the flat space; shards of fp32, bf16 or fp16.
+        rule: the update.
+        is_in_place: see `ShardMasters`.
+        upper: returns host memory for the parameters of a range inside one shard, which lasts as
+            long as the store. A split master weight has its upper half there.
+    """
+
+    file = None
+
+    def __init__(
+        self,
+        geometry: Geometry,
+        rule: Rule,
+        *,
+        is_in_place: bool,
+        upper: Callable[[int, int], Tensor],
+    ) -> None:
+        self.geometry = geometry
+        self.rule = rule
+        # An offloaded shard is no place for the upper half of a split master weight.
+        shards = [shard for _, shard in geometry.shards]
+        rules = [rule if t.is_meta else rule.for_params(t.dtype) for t in shards]
+        self.layout = BlockLayout(geometry, rules)
+        halves = {
+            i: upper(start, start + shard.numel())
+            for i, (start, shard) in enumerate(geometry.shards)
+            if rules[i].is_master_split
+        }
+        self._masters = ShardMasters(
+            geometry, torch.device("cpu"), is_in_place=is_in_place, upper_halves=halves
+        )
+        self.is_in_place = self._masters.is_in_place
+        self._buffers = {n: self._make(n) for n in self.layout.names if n not in (MASTER, PARAM)}
+        bytes_of = {name: sum(t.nbytes for t in found) for name, found in self._buffers.items()}
+        lower_bytes = bytes_of.pop(REMAINDER, 0)
+        self.state_bytes = sum(bytes_of.values())
+        self.master_bytes = self._masters.num_bytes + lower_bytes
+        self.master_copy_bytes = self._masters.num_copy_bytes + lower_bytes
+
+    def _make(self, name: str) -> Sequence[Tensor]:
+        """One flat buffer of zeros, divided among the blocks."""
+        kept = [block.kept.get(name) for block in self.layout.blocks]
+        sizes = [0 if found is None else found[1] for found in kept]
+        dtype = next((found[0] for found in kept if found is not None), torch.uint8)
+        return torch.split(torch.zeros(sum(sizes), dtype=dtype, device="cpu"), sizes)
+
+    def chunks(self, runs: Sequence[Run]) -> list[Chunk]:
+        """One chunk per run, so that each is published as soon as it is updated."""
+        return [Chunk((run,)) for run in (split_runs(runs) if self.rule.block == 1 else runs)]
+
+    def take(self, index: int) -> dict[str, Tensor]:
+        """Return the block's own memory."""
+        block = self.layout.blocks[index]
+        stored = {name: found[index] for name, found in self._buffers.items() if name in block.kept}
+        master = PARAM if block.rule.is_master_split else MASTER
+        return {master: self._masters.view(block.start, block.stop), **stored}
+
+    def put(self, index: int) -> None:
+        """Return at once: `take` gave the memory itself."""
+
+    def settle(self) -> None:
+        """Return at once: memory has no transfers."""
+
+    def master(self, start: int, stop: int) -> Tensor:
+        """Return master weights of a range inside one shard."""
+        return self._masters.view(start, stop)
+
+    def read(self, name: str, start: int, stop: int) -> Tensor:
+        """Return a copy. Padding of a split master weight has no lower half."""
+        if name == MASTER:
+            values = self._masters.read(start, stop)
+        else:
+            values = torch.zeros(stop - start, dtype=self.rule.states[name], device="cpu")
+        for block, stored, a, b in self._windows(name, start, stop):
+            values[a - start : b - start].copy_(block.decode(stored, name, a, b))
+        return values
+
+    def write(self, name: str, start: int, values: Tensor) -> None:
+        """Overwrite a state or the master weights."""
+        if name == MASTER:
+            self._masters.write(start, values)
+        for block, stored, a, b in self._windows(name, start, start + values.numel()):
+            block.encode(stored, name, a, values[a - start : b - start])
+
+    def _windows(
+        self, name: str, start: int, stop: int
+    ) -> Iterator[tuple[Block, dict[str, Tensor], int, int]]:
+        """The blocks in a range that are coded. Whole master weights are not."""
+        for index, low, high in self.layout.overlaps(start, stop):
+            block = self.layout.blocks[index]
+            if name == MASTER and not block.rule.is_master_split:
+                continue
+            stored = self.take(index)
+            while low < high:
+                end = min(high, low + _WINDOW_NUMEL - (low - block.start) % _WINDOW_NUMEL)
+                yield block, stored, low, end
+                low = end

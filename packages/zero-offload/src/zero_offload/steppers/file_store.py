@@ -1,0 +1,150 @@
+"""Master weights and optimizer state in a file on NVMe.
+
+ZeRO-Infinity (arXiv 2104.07857, sections 5.1 and 6.3): optimizer state that the host has no room
+for lies on NVMe, and an update streams it through a few buffers of host memory. Gradients and
+parameters are transferred as for the host tier.
+
+One chunk of a step is one block of the file. It is read, updated in host memory where active pieces
+lie in it, and written back, while the next blocks are read and the last ones written (see
+`zero_offload.memory.block_pipeline`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from zero_offload.flat.geometry import Geometry, Run
+from zero_offload.memory.block_pipeline import BlockPipeline
+from zero_offload.memory.storage import BlockFile
+from zero_offload.rules.rule import KERNEL_DTYPES, MASTER, Rule
+from zero_offload.steppers.block_layout import Block, BlockLayout
+from zero_offload.steppers.block_store import BlockStore
+from zero_offload.steppers.stepper import Chunk
+
+__all__ = ["BLOCK_NUMEL", "FileStore"]
+
+BLOCK_NUMEL = 1 << 20
+"""Elements of a block: requests of 4 MiB, and for Adam 12 MiB of host memory per buffer."""
+
+
+class FileStore(BlockStore):
+    """`BlockStore` in a file.
+
+    Args:
+        geometry: the flat space; shards of fp32, bf16 or fp16.
+        rule: the update, before its ``for_params``.
+        folder: on the NVMe disk; see `BlockFile`.
+        buffer_count: blocks in host memory at once; 3 or more read, update and write together.
+
+    Raises:
+        ValueError: the folder or a shard's dtype cannot be served.
+        StorageError: the disk has not the room.
+    """
+
+    is_in_place = False
+    master_bytes = master_copy_bytes = 0
+
+    def __init__(
+        self, geometry: Geometry, rule: Rule, *, folder: str | Path, buffer_count: int
+    ) -> None:
+        _check_served(geometry)
+        self.geometry = geometry
+        self.rule = rule
+        rules = [rule.for_params(tensor.dtype) for _, tensor in geometry.shards]
+        self.layout = BlockLayout(geometry, rules, BLOCK_NUMEL)
+        self.file: BlockFile = BlockFile(folder, self.layout.record_bytes, name="optimizer-state")
+        self._pipeline = BlockPipeline(self.file, len(self.layout.names), buffer_count)
+        # Host memory that blocks pass through is all that the state takes of it.
+        self.state_bytes = self._pipeline.buffer_bytes
+        with torch.no_grad():
+            for start, shard in geometry.shards:
+                if not shard.is_meta:  # the values of an offloaded shard come with the first write
+                    self.write(MASTER, start, shard)
+
+    def chunks(self, runs: Sequence[Run]) -> list[Chunk]:
+        """One chunk per block that has active pieces. The blocks are announced to the pipeline."""
+        work: dict[int, list[Run]] = {}
+        for run in runs:
+            for index, a, b in self.layout.overlaps(run.start, run.stop):
+                work.setdefault(index, []).append(Run(a, b, run.pieces, run.key))
+        self._pipeline.announce(work)
+        return [Chunk(tuple(found)) for found in work.values()]
+
+    def take(self, index: int) -> dict[str, Tensor]:
+        """Wait until the block is read and return its buffers."""
+        kept = self.layout.blocks[index].kept
+        named = zip(self.layout.names, self._pipeline.take(index), strict=True)
+        return {name: part.view(kept[name][0]) for name, part in named if name in kept}
+
+    def put(self, index: int) -> None:
+        """Start to write the block."""
+        self._pipeline.put(index)
+
+    def settle(self) -> None:
+        """Unless a further step waits, complete the writes and read ahead for the next step."""
+        if self._pipeline.is_idle:
+            self._pipeline.flush()
+            self._pipeline.prefetch()
+
+    def master(self, start: int, stop: int) -> Tensor:
+        """Return master weights of a range inside one shard."""
+        return self.read(MASTER, start, stop)
+
+    def read(self, name: str, start: int, stop: int) -> Tensor:
+        """Return a copy of a state or of the master weights."""
+        found = torch.zeros(stop - start, dtype=torch.float32, device="cpu")
+        spans = list(self.layout.overlaps(start, stop))
+        with self._pass(name, spans, is_read=True) as blocks:
+            for index, a, b, block, stored in blocks:
+                found[a - start : b - start] = block.decode(stored, name, a, b)
+                self._pipeline.drop(index)
+        return found
+
+    def write(self, name: str, start: int, values: Tensor) -> None:
+        """Overwrite the blocks of a range. Those that it replaces entirely are not read first."""
+        spans = list(self.layout.overlaps(start, start + values.numel()))
+        replaced = [span for span in spans if self._is_replaced(name, *span)]
+        changed = [span for span in spans if not self._is_replaced(name, *span)]
+        for some, is_read in ((replaced, False), (changed, True)):
+            with self._pass(name, some, is_read=is_read) as blocks:
+                for index, a, b, block, stored in blocks:
+                    block.encode(stored, name, a, values[a - start : b - start])
+                    self._pipeline.put(index, self.layout.parts_of(index, name))
+
+    @contextmanager
+    def _pass(
+        self, name: str, spans: Sequence[tuple[int, int, int]], *, is_read: bool
+    ) -> Iterator[Iterator[tuple[int, int, int, Block, dict[str, Tensor]]]]:
+        """``(index, a, b, block, buffers)`` for each span, one after another.
+
+        The buffers of the state are read before if ``is_read``, and everything that was put is in
+        the file after.
+        """
+        for index, _, _ in spans:
+            self._pipeline.announce([index], self.layout.parts_of(index, name) if is_read else ())
+        try:
+            yield ((i, a, b, self.layout.blocks[i], self.take(i)) for i, a, b in spans)
+            self._pipeline.flush()
+        except BaseException:
+            self._pipeline.abandon()
+            raise
+
+    def _is_replaced(self, name: str, index: int, start: int, stop: int) -> bool:
+        """Whether a write to the range leaves nothing of the buffers that it is written to."""
+        block = self.layout.blocks[index]
+        is_alone = name == MASTER or block.rule.block == 1
+        return is_alone and (start, stop) == (block.start, block.stop)
+
+
+def _check_served(geometry: Geometry) -> None:
+    unserved = sorted({str(t.dtype) for _, t in geometry.shards if t.dtype not in KERNEL_DTYPES})
+    if unserved:
+        raise ValueError(
+            f'offload_optimizer.device = "nvme" serves parameters of fp32, bf16 and fp16, not of '
+            f'{", ".join(unserved)}: use device "cpu"'
+        )

@@ -1,0 +1,219 @@
+"""Interface between a tier and its stepper, which owns master weights and state and updates them.
+
+A stepper works on one kind of storage (host memory, device memory, a file) and knows nothing of
+transfers, threads or streams. `Stepper.plan` runs in the caller's thread and raises for everything
+that can be refused. `Stepper.update` then runs chunk by chunk, on the host tier in its worker.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zero_offload.flat.geometry import Geometry, Run
+from zero_offload.flat.grads import GradLedger
+from zero_offload.memory.storage import BlockFile
+
+__all__ = ["Chunk", "ShardMasters", "Stepper", "check_num_steps"]
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Runs that are updated in one go, then published one by one.
+
+    ``settings`` belongs to the stepper.
+    """
+
+    runs: tuple[Run, ...]
+    settings: Any = None
+
+
+class ShardMasters:
+    """Master weights of a flat space in one memory, shard by shard.
+
+    Args:
+        geometry: the flat space.
+        device: the memory.
+        is_in_place: the shards lie on ``device`` too. If all have the master's dtype, they are
+            their own master weights, and no second copy is kept.
+        upper_halves: by shard, memory in the shard's dtype that holds the upper half of a master
+            weight that is kept split; it is filled from the shard.
+
+    Attributes:
+        is_in_place: whether all whole master weights are the shards themselves.
+    """
+
+    def __init__(
+        self,
+        geometry: Geometry,
+        device: torch.device,
+        *,
+        is_in_place: bool,
+        upper_halves: Mapping[int, Tensor] | None = None,
+    ) -> None:
+        self._geometry = geometry
+        self._device = device
+        upper = upper_halves or {}
+        whole = [shard for i, (_, shard) in enumerate(geometry.shards) if i not in upper]
+        self.is_in_place = is_in_place and all(
+            shard.dtype == geometry.master_dtype() and shard.device.type == device.type
+            for shard in whole
+        )
+        self._memory = [
+            upper[i].copy_(shard) if i in upper else self._make(shard)
+            for i, (_, shard) in enumerate(geometry.shards)
+        ]
+
+    def _make(self, shard: Tensor) -> Tensor:
+        dtype = self._geometry.master_dtype()
+        if shard.is_meta:  # an offloaded shard: its values come with the first write
+            return torch.zeros(shard.numel(), dtype=dtype, device=self._device)
+        return shard if self.is_in_place else shard.to(self._device, dtype, copy=True)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the master weights, including shards that are their own."""
+        return sum(master.nbytes for master in self._memory)
+
+    @property
+    def num_copy_bytes(self) -> int:
+        """Bytes of the master weights that are not the memory of a shard."""
+        pairs = zip(self._memory, self._geometry.shards, strict=True)
+        return sum(m.nbytes for m, (_, t) in pairs if t.is_meta or m.data_ptr() != t.data_ptr())
+
+    def view(self, start: int, stop: int) -> Tensor:
+        """Return the memory of a range inside one shard. Of a split master, the upper half."""
+        index = self._geometry.shard_at(start)
+        base = self._geometry.shards[index][0]
+        return self._memory[index][start - base : stop - base]
+
+    def read(self, start: int, stop: int) -> Tensor:
+        """Return a copy of any range on the CPU, zero between shards."""
+        dtype = self._geometry.master_dtype()
+        values = torch.zeros(stop - start, dtype=dtype, device="cpu")
+        for a, b, _ in self._geometry.overlaps(start, stop):
+            values[a - start : b - start].copy_(self.view(a, b))
+        return values
+
+    def write(self, start: int, values: Tensor) -> None:
+        """Overwrite a range. In place, the shards hold the values with that."""
+        for a, b, _ in self._geometry.overlaps(start, start + values.numel()):
+            self.view(a, b).copy_(values[a - start : b - start])
+
+
+class Stepper(ABC):
+    """Master weights and optimizer state of one flat space, and their update.
+
+    Args:
+        geometry: the flat space.
+        device: the memory of master weights and state.
+
+    Attributes:
+        dtype: of the master weights: fp32, or float64 when a shard is.
+        num_steps: updates applied so far, for each piece.
+        file: the file of master weights and state, if they are not in memory.
+    """
+
+    def __init__(self, geometry: Geometry, device: torch.device) -> None:
+        self.geometry = geometry
+        self.device = device
+        self.dtype = geometry.master_dtype()
+        self.num_steps = [0] * len(geometry.pieces)
+        self.file: BlockFile | None = None
+
+    @property
+    @abstractmethod
+    def is_in_place(self) -> bool:
+        """Whether the shards are the master weights: an update writes nothing more to them."""
+
+    @property
+    @abstractmethod
+    def has_kernel(self) -> bool:
+        """Whether a host kernel computes the update, and not torch."""
+
+    @property
+    @abstractmethod
+    def master_bytes(self) -> int:
+        """Bytes of the master weights, including shards that are their own."""
+
+    @property
+    @abstractmethod
+    def master_copy_bytes(self) -> int:
+        """Bytes of the master weights that are not the memory of a shard."""
+
+    @property
+    @abstractmethod
+    def state_bytes(self) -> int:
+        """Bytes of the optimizer's elementwise state, in the form that is kept."""
+
+    @abstractmethod
+    def plan(
+        self, active: Sequence[int], groups: Sequence[Mapping[str, Any]], grads: GradLedger
+    ) -> list[Chunk]:
+        """Return the chunks of a step in ascending order.
+
+        Raises:
+            ValueError: a gradient is missing, or a setting is refused.
+        """
+
+    @abstractmethod
+    def update(
+        self,
+        chunk: Chunk,
+        grads: GradLedger,
+        grad_scale: float,
+        out: Callable[[int, int], Tensor],
+    ) -> None:
+        """Update a chunk and write each run's rounded values to ``out(run.start, run.stop)``.
+
+        In place nothing is written: the shards have been updated.
+        """
+
+    @abstractmethod
+    def state_dtypes(self) -> Mapping[str, torch.dtype]:
+        """Return names and dtypes of the elementwise states, without the master weight."""
+
+    @abstractmethod
+    def master(self, start: int, stop: int) -> Tensor:
+        """Return master weights of a range inside one shard, to be rounded into the shard."""
+
+    @abstractmethod
+    def read(self, name: str, start: int, stop: int) -> Tensor:
+        """Return a copy of a known state or of ``master_weight`` over any range.
+
+        It is 1-D, on the CPU, and zero where there is none.
+        """
+
+    @abstractmethod
+    def write(self, name: str, start: int, values: Tensor) -> None:
+        """Overwrite a known state or ``master_weight`` from ``start`` on."""
+
+    @abstractmethod
+    def read_scalars(self, piece: int) -> dict[str, float]:
+        """Return ``num_steps`` and the optimizer's own scalars of one piece."""
+
+    @abstractmethod
+    def write_scalars(self, piece: int, scalars: Mapping[str, float]) -> None:
+        """Restore `read_scalars`. The piece's elementwise state counts from then on."""
+
+    def settle(self) -> None:
+        """Complete transfers after a step's last chunk, in the thread that updates."""
+        return  # memory has no transfers
+
+    def count(self, active: Sequence[int]) -> None:
+        """Count one more update of the active pieces, once it has been planned."""
+        for i in active:
+            self.num_steps[i] += 1
+
+
+def check_num_steps(scalars: Mapping[str, float]) -> int:
+    """Return ``num_steps`` of scalars to be restored, or raise ValueError if it is no count."""
+    found = scalars.get("num_steps")
+    if found is None or found < 0 or found != int(found):
+        raise ValueError(f"scalars need a whole, non-negative num_steps, got {dict(scalars)}")
+    return int(found)

@@ -1,0 +1,263 @@
+"""Any elementwise torch optimizer over flat memory, on the host or on a device.
+
+[Note: pieces as parameters]
+Each piece is an ``nn.Parameter`` that views the master weights, and torch's own optimizer steps
+those. torch creates the state (SGD's first momentum is the gradient itself, not a zero to be
+averaged with). Right after that it is moved into flat buffers, one per state name, and the entries
+in ``optimizer.state`` become views of them. So torch computes every update, and each state can be
+read and written by any range of elements.
+
+On a CPU torch's for-loop and foreach implementations give an element the same bits wherever it
+lies in its tensor. ``fused=True`` does not: its kernel rounds the last ``numel % 16`` elements of a
+tensor another way. So a parameter is split at a multiple of `FUSED_ALIGNMENT` of its elements.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from zero_offload.flat.geometry import Geometry, Run, plan_runs
+from zero_offload.flat.grads import GradLedger
+from zero_offload.rules.elementwise import check_elementwise
+from zero_offload.rules.rule import MASTER
+from zero_offload.steppers.state_entry import (
+    EntryTemplate,
+    is_elementwise,
+    make_optimizer,
+    probe_entry,
+)
+from zero_offload.steppers.stepper import Chunk, ShardMasters, Stepper, check_num_steps
+
+__all__ = ["FUSED_ALIGNMENT", "TorchStepper"]
+
+FUSED_ALIGNMENT = 16
+"""Elements of a vector in torch's fused CPU kernels, or a multiple of it."""
+
+_HOST_CHUNK_NUMEL = 1 << 20
+"""Elements per optimizer call on the host: bounds the fp32 copy of 16-bit gradients to 4 MiB."""
+_DEVICE_CHUNK_NUMEL = 1 << 26
+"""The same on a device, where few launches matter more than 256 MiB."""
+
+
+class TorchStepper(Stepper):
+    """Stepper that lets ``optimizer_class`` update the pieces of a flat space.
+
+    Args:
+        geometry: the flat space.
+        device: of master weights and state.
+        optimizer_class: an elementwise torch optimizer.
+        groups: its ``param_groups`` without ``params``, every default filled in.
+        is_in_place: see `ShardMasters`.
+
+    Raises:
+        ValueError: the optimizer's update is not elementwise, or it refuses a setting.
+    """
+
+    has_kernel = False
+
+    def __init__(
+        self,
+        geometry: Geometry,
+        device: torch.device,
+        optimizer_class: type[torch.optim.Optimizer],
+        groups: Sequence[Mapping[str, Any]],
+        *,
+        is_in_place: bool,
+    ) -> None:
+        check_elementwise(optimizer_class)
+        groups = _served(groups, device)
+        super().__init__(geometry, device)
+        self._masters = ShardMasters(geometry, device, is_in_place=is_in_place)
+        self._chunk_numel = _HOST_CHUNK_NUMEL if device.type == "cpu" else _DEVICE_CHUNK_NUMEL
+        self._templates: list[EntryTemplate] = [
+            probe_entry(optimizer_class, group, device, self.dtype) for group in groups
+        ]
+        self._dtypes: dict[str, torch.dtype] = {}
+        for template in self._templates:
+            self._dtypes.update(template.elementwise())
+        self._buffers: dict[str, Tensor] = {}
+        self._params = [nn.Parameter(self.master(p.start, p.stop)) for p in geometry.pieces]
+        self._optimizer = self._make_optimizer(optimizer_class, groups)
+        for i in range(len(self._params)):
+            self._start(i)
+
+    @property
+    def is_in_place(self) -> bool:
+        """Whether the shards are the master weights."""
+        return self._masters.is_in_place
+
+    @property
+    def master_bytes(self) -> int:
+        """Bytes of the master weights, including shards that are their own."""
+        return self._masters.num_bytes
+
+    @property
+    def master_copy_bytes(self) -> int:
+        """Bytes of the master weights that are not the memory of a shard."""
+        return self._masters.num_copy_bytes
+
+    def _make_optimizer(
+        self, optimizer_class: type[torch.optim.Optimizer], groups: Sequence[Mapping[str, Any]]
+    ) -> torch.optim.Optimizer | None:
+        members = self._members(range(len(self._params)), groups)
+        return make_optimizer(optimizer_class, members) if members else None
+
+    def _members(
+        self, pieces: Sequence[int], groups: Sequence[Mapping[str, Any]]
+    ) -> list[dict[str, Any]]:
+        """``param_groups`` of the given pieces alone. Groups without any are left out."""
+        params: dict[int, list[nn.Parameter]] = {}
+        for i in pieces:
+            params.setdefault(self.geometry.pieces[i].group, []).append(self._params[i])
+        return [{**groups[g], "params": members} for g, members in sorted(params.items())]
+
+    def plan(
+        self, active: Sequence[int], groups: Sequence[Mapping[str, Any]], grads: GradLedger
+    ) -> list[Chunk]:
+        """Return whole runs, as many per chunk as fit its element count."""
+        groups = _served(groups, self.device)
+        chunks: list[Chunk] = []
+        pending: list[Run] = []
+        numel = 0
+        for run in plan_runs(self.geometry, active):
+            grads.segments(run.start, run.stop)  # refuses a missing gradient before any update
+            pending.append(run)
+            numel += run.stop - run.start
+            if numel >= self._chunk_numel:
+                chunks.append(Chunk(tuple(pending), groups))
+                pending, numel = [], 0
+        return [*chunks, Chunk(tuple(pending), groups)] if pending else chunks
+
+    def update(
+        self,
+        chunk: Chunk,
+        grads: GradLedger,
+        grad_scale: float,
+        out: Callable[[int, int], Tensor],
+    ) -> None:
+        """Call ``optimizer.step()`` once, on the chunk's pieces alone."""
+        assert self._optimizer is not None, "a chunk without pieces"
+        pieces = [i for run in chunk.runs for i in run.pieces]
+        for run in chunk.runs:
+            self._set_grads(run, grads, grad_scale)
+        self._optimizer.param_groups = self._members(pieces, chunk.settings)
+        self._optimizer.step()
+        for i in pieces:
+            self._params[i].grad = None
+            self._home(i)
+        for run in chunk.runs:
+            if not self.is_in_place:
+                out(run.start, run.stop).copy_(self.master(run.start, run.stop))
+
+    def _set_grads(self, run: Run, grads: GradLedger, grad_scale: float) -> None:
+        grad = grads.gather(run.start, run.stop, self.dtype, grad_scale)
+        for i in run.pieces:
+            piece = self.geometry.pieces[i]
+            self._params[i].grad = grad[piece.start - run.start : piece.stop - run.start]
+
+    def _start(self, piece: int) -> None:
+        """Create the state that a piece has before its first update, if any."""
+        template = self._templates[self.geometry.pieces[piece].group]
+        if self._optimizer is not None and template.initial:
+            param = self._params[piece]
+            self._optimizer.state[param] = template.fresh(param.numel())
+            self._home(piece)
+
+    def _home(self, piece: int) -> None:
+        """Move elementwise states that torch allocated into the flat buffers."""
+        if self._optimizer is None or self._params[piece] not in self._optimizer.state:
+            return
+        entry = self._optimizer.state[self._params[piece]]
+        for name, value in entry.items():
+            if is_elementwise(value, self._params[piece].numel()):
+                home = self._elements(piece, name, value.dtype)
+                if home.data_ptr() != value.data_ptr():
+                    entry[name] = home.copy_(value)
+
+    def _elements(self, piece: int, name: str, dtype: torch.dtype) -> Tensor:
+        """A piece's range of a state's flat buffer, which is made on first use."""
+        self._dtypes.setdefault(name, dtype)
+        span = self.geometry.pieces[piece]
+        return self._buffer(name)[span.start : span.stop]
+
+    def master(self, start: int, stop: int) -> Tensor:
+        """Return master weights of a range inside one shard."""
+        return self._masters.view(start, stop)
+
+    def state_dtypes(self) -> Mapping[str, torch.dtype]:
+        """Return every state that the optimizer has with these groups, stored yet or not."""
+        return self._dtypes
+
+    def _buffer(self, name: str) -> Tensor:
+        """The flat buffer of one state, made of zeros on first use."""
+        if name not in self._buffers:
+            self._buffers[name] = torch.zeros(
+                self.geometry.numel, dtype=self._dtypes[name], device=self.device
+            )
+        return self._buffers[name]
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of the elementwise state."""
+        return sum(buffer.nbytes for buffer in self._buffers.values())
+
+    def read(self, name: str, start: int, stop: int) -> Tensor:
+        """Return a copy of a state or of the master weights."""
+        if name == MASTER:
+            return self._masters.read(start, stop)
+        if name not in self._buffers:
+            return torch.zeros(stop - start, dtype=self._dtypes[name], device="cpu")
+        return self._buffers[name][start:stop].to("cpu", copy=True)
+
+    def write(self, name: str, start: int, values: Tensor) -> None:
+        """Overwrite a state or the master weights."""
+        if name == MASTER:
+            self._masters.write(start, values)
+            return
+        self._buffer(name)[start : start + values.numel()].copy_(values)
+
+    def read_scalars(self, piece: int) -> dict[str, float]:
+        """Return ``num_steps`` and every single number in the piece's state entry."""
+        scalars: dict[str, float] = {"num_steps": self.num_steps[piece]}
+        if self.num_steps[piece] and self._optimizer is not None:
+            param = self._params[piece]
+            for name, value in self._optimizer.state.get(param, {}).items():
+                if value is not None and not is_elementwise(value, param.numel()):
+                    scalars[name] = float(value)
+        return scalars
+
+    def write_scalars(self, piece: int, scalars: Mapping[str, float]) -> None:
+        """Build the piece's state entry over what the buffers hold, or drop it at 0."""
+        assert self._optimizer is not None, "a piece index without pieces"
+        count = check_num_steps(scalars)
+        param = self._params[piece]
+        template = self._templates[self.geometry.pieces[piece].group]
+        self._optimizer.state.pop(param, None)
+        if count == 0:
+            self._clear(piece)
+            self._start(piece)
+            return
+        self._optimizer.state[param] = template.restored(
+            scalars, lambda name, dtype: self._elements(piece, name, dtype)
+        )
+        self.num_steps[piece] = count
+
+    def _clear(self, piece: int) -> None:
+        """Zero a piece's elementwise state and its count."""
+        span = self.geometry.pieces[piece]
+        for buffer in self._buffers.values():
+            buffer[span.start : span.stop].zero_()
+        self.num_steps[piece] = 0
+
+
+def _served(
+    groups: Sequence[Mapping[str, Any]], device: torch.device
+) -> Sequence[Mapping[str, Any]]:
+    """The groups, without ``capturable`` on a CPU: it is about device graphs, not numbers."""
+    if device.type != "cpu":
+        return groups
+    return [{**g, "capturable": False} if g.get("capturable") else g for g in groups]

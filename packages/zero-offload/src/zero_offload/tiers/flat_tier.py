@@ -1,0 +1,309 @@
+"""State tiers over one kind of memory: a stepper, a mover, and a thread.
+
+`HostTier` keeps master weights and state in host memory and updates them in a worker thread.
+`DeviceTier` keeps them on the compute device and updates them in the caller's thread. Everything
+else is the same code.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zero_offload.flat.geometry import PUBLISHED_NUMEL, Geometry, check_active, freeze_groups
+from zero_offload.flat.grads import GradLedger
+from zero_offload.memory.storage import BlockFile
+from zero_offload.rules.rule import MASTER
+from zero_offload.steppers.stepper import Chunk, Stepper
+from zero_offload.tiers.progress import Progress
+from zero_offload.tiers.transfer import Mover
+
+__all__ = ["DeviceTier", "FlatTier", "HostTier", "TierReport"]
+
+
+@dataclass(frozen=True, slots=True)
+class TierReport:
+    """Counters and sizes of one tier so far.
+
+    Attributes:
+        has_kernel: whether a host kernel computes the update, and not torch.
+        bytes_d2h: gradient bytes copied to the host.
+        bytes_h2d: parameter bytes brought back to the compute device.
+        stall_s: seconds that callers were blocked because a step was not done.
+        host_bytes: host memory of master weights and states, transfer buffers apart. Parameter
+            shards that are master weights, or the upper halves of some, count.
+        memory: bytes in the tier's memory by kind, without parameter shards: "master weights",
+            "optimizer states" and "gradient copies".
+    """
+
+    has_kernel: bool
+    bytes_d2h: int
+    bytes_h2d: int
+    stall_s: float
+    host_bytes: int
+    memory: Mapping[str, int]
+
+
+class FlatTier(ABC):
+    """A StateTier with master weights and state in one memory.
+
+    Reading and writing state first waits for the steps under way. A gradient may be offered as soon
+    as the last one of its range was used. After a step that failed in the background every call
+    raises `OffloadError`.
+
+    Args:
+        geometry: the flat space.
+        stepper: owns master weights and state.
+        mover: copies gradients and parameters.
+    """
+
+    def __init__(self, geometry: Geometry, stepper: Stepper, mover: Mover) -> None:
+        self.geometry = geometry
+        self._stepper = stepper
+        self._mover = mover
+        self._grads = GradLedger()
+        self._progress = Progress()
+        self._update_s = 0.0
+        self._stall_s = 0.0
+
+    @abstractmethod
+    def _launch(self, job: Callable[[], None]) -> None:
+        """Run the step's work, now or in the background."""
+
+    def report(self) -> TierReport:
+        """Return counters and sizes, without waiting for a step."""
+        stepper = self._stepper
+        is_on_host = stepper.device.type == "cpu"
+        return TierReport(
+            has_kernel=stepper.has_kernel,
+            bytes_d2h=self._mover.bytes_d2h,
+            bytes_h2d=self._mover.bytes_h2d,
+            stall_s=self._stall_s,
+            host_bytes=stepper.master_bytes + stepper.state_bytes if is_on_host else 0,
+            memory={
+                "master weights": stepper.master_copy_bytes,
+                "optimizer states": stepper.state_bytes,
+                "gradient copies": self._mover.grad_bytes,
+            },
+        )
+
+    @property
+    def file(self) -> BlockFile | None:
+        """The file of master weights and state, if they are not in memory, with its counters."""
+        return self._stepper.file
+
+    def drain(self) -> float:
+        """Wait for the steps under way.
+
+        Returns:
+            Seconds spent on updates so far, without waiting for gradients.
+        """
+        self._progress.drain()
+        return self._update_s
+
+    def offer_grad(self, start: int, grad: Tensor) -> Callable[[], None] | None:
+        """Accept the gradient of ``[start, start + grad.numel())``.
+
+        Args:
+            start: offset in the flat space, in elements.
+            grad: 1-D, contiguous, floating point, on the compute device. `HostTier` copies it,
+                `DeviceTier` uses it where it lies until ``step`` or ``discard_grads`` returns. A
+                later offer of the same range replaces it.
+
+        Returns:
+            None, or what the caller must call before it writes to the memory of ``grad`` again.
+        """
+        if grad.dim() != 1 or not grad.is_contiguous() or not grad.is_floating_point():
+            raise ValueError(
+                f"a gradient must be 1-D, contiguous and floating point; got {grad.dtype} of "
+                f"shape {tuple(grad.shape)} at {start}"
+            )
+        stop = start + grad.numel()
+        self.geometry.check_range(start, stop)
+        self._wait(start, stop)  # a step may still read the last gradient of this range
+        return self._mover.offer(start, grad, self._grads)
+
+    def read_grad(self, start: int, stop: int) -> Tensor:
+        """Return a copy of the gradient offered for a range, 1-D, on the CPU, in its dtype.
+
+        Raises:
+            ValueError: a part of it was not offered, or was used by a step.
+        """
+        self.geometry.check_range(start, stop)
+        self._mover.close_grads()()
+        parts = self._grads.segments(start, stop)
+        return torch.cat([part.cpu() for _, _, part in parts]) if parts else torch.empty(0)
+
+    def discard_grads(self) -> None:
+        """Discard the gradients that no step has used."""
+        self._progress.check()
+        self._mover.close_grads()
+        self._grads = GradLedger()
+
+    def step(
+        self, groups: Sequence[Mapping[str, Any]], active: Sequence[int], *, grad_scale: float
+    ) -> None:
+        """Update the pieces in ``active`` with the offered gradients times ``grad_scale``.
+
+        Settings are copied, so that a scheduler may change ``groups`` right after. Errors in the
+        arguments are raised before anything is updated. The gradients used are no longer offered.
+        Others stay, for a further step over other pieces.
+
+        Raises:
+            ValueError: ``active`` is not sorted or names no piece, or a gradient is missing.
+        """
+        self._progress.check()
+        indices = check_active(self.geometry, active)
+        if not indices:
+            return
+        chunks = self._stepper.plan(indices, freeze_groups(groups), self._grads)
+        self._stepper.count(indices)
+        spans = [(run.start, run.stop) for chunk in chunks for run in chunk.runs]
+        grads = self._grads.take(spans)
+        wait_for_grads = self._mover.close_grads()
+        self._mover.open_params()
+        self._progress.begin(spans)
+        self._launch(partial(self._run, chunks, grads, grad_scale, wait_for_grads))
+
+    def _run(
+        self,
+        chunks: list[Chunk],
+        grads: GradLedger,
+        grad_scale: float,
+        wait_for_grads: Callable[[], None],
+    ) -> None:
+        """Run a step. Grad mode is per thread, so it is set here."""
+        if self._progress.has_failed:
+            return
+        try:
+            with torch.no_grad():
+                wait_for_grads()
+                started = perf_counter()
+                for chunk in chunks:
+                    self._mover.open_spans([(run.start, run.stop) for run in chunk.runs])
+                    self._stepper.update(chunk, grads, grad_scale, self._mover.out)
+                    for run in chunk.runs:
+                        self._progress.advance(self._mover.publish(run.start, run.stop))
+                self._stepper.settle()
+                self._update_s += perf_counter() - started
+        except BaseException as error:
+            self._progress.fail(error)  # the next call raises it, whatever it is
+            raise
+        self._progress.finish()
+
+    def wait_params(self, start: int, stop: int) -> None:
+        """Return once the parameter shards in ``[start, stop)`` hold their new values.
+
+        On an accelerator: once the current stream is ordered after their arrival.
+        """
+        for event in self._wait(start, stop):
+            self._mover.arrive(event)
+
+    def _wait(self, start: int, stop: int) -> list[torch.Event]:
+        started = perf_counter()
+        events = self._progress.wait(start, stop)
+        self._stall_s += perf_counter() - started
+        return events
+
+    def are_params_ready(self, start: int, stop: int) -> bool:
+        """Return whether `wait_params` returns at once and makes no stream wait."""
+        return self._progress.is_over(start, stop)
+
+    def state_names(self) -> Sequence[str]:
+        """Return ``master_weight``, then every elementwise state that the optimizer has."""
+        return (MASTER, *self._stepper.state_dtypes())
+
+    def _check_name(self, name: str) -> None:
+        known = self._stepper.state_dtypes()
+        if name != MASTER and name not in known:
+            raise KeyError(f"the optimizer has no state {name!r}, only {[MASTER, *known]}")
+
+    def read_state(self, name: str, start: int, stop: int) -> Tensor:
+        """Return a copy of one state over a range, 1-D, on the CPU, zero where there is none.
+
+        Raises:
+            KeyError: the optimizer has no such state.
+        """
+        self._progress.drain()
+        self.geometry.check_range(start, stop)
+        self._check_name(name)
+        return self._stepper.read(name, start, stop)
+
+    def write_state(self, name: str, start: int, values: Tensor) -> None:
+        """Overwrite one state. ``master_weight`` is rounded into the parameter shards as well.
+
+        Args:
+            name: one of `state_names`; KeyError otherwise.
+            start: offset in the flat space, in elements.
+            values: 1-D, any device, cast to the stored dtype.
+        """
+        self._progress.drain()
+        stop = start + values.numel()
+        self.geometry.check_range(start, stop)
+        self._check_name(name)
+        with torch.no_grad():
+            self._stepper.write(name, start, values)
+            if name == MASTER:
+                self._publish_master(start, stop)
+
+    def _publish_master(self, start: int, stop: int) -> None:
+        self._mover.open_params()
+        for low, high, _ in self.geometry.overlaps(start, stop):
+            for a in range(low, high, PUBLISHED_NUMEL):
+                self._publish_span(a, min(a + PUBLISHED_NUMEL, high))
+
+    def _publish_span(self, start: int, stop: int) -> None:
+        self._mover.open_spans([(start, stop)])
+        if not self._stepper.is_in_place:
+            self._mover.out(start, stop).copy_(self._stepper.master(start, stop))
+        event = self._mover.publish(start, stop)
+        if event is not None:
+            self._mover.arrive(event)
+
+    def read_scalars(self, piece: int) -> Mapping[str, float]:
+        """Return ``num_steps`` (updates applied to the piece) and the optimizer's own scalars."""
+        self._progress.drain()
+        return self._stepper.read_scalars(piece)
+
+    def write_scalars(self, piece: int, scalars: Mapping[str, float]) -> None:
+        """Restore the result of `read_scalars`. ``num_steps`` of 0 clears the piece's state.
+
+        Raises:
+            ValueError: ``num_steps`` is missing, or the scalars are another optimizer's.
+        """
+        self._progress.drain()
+        self._stepper.write_scalars(piece, scalars)
+
+
+class HostTier(FlatTier):
+    """Master weights and state in host memory, updated in one background thread.
+
+    ``step`` returns at once, and may be called again before the last one is done: steps queue up.
+    Each publishes its parameters run by run, in ascending order.
+    """
+
+    def __init__(self, geometry: Geometry, stepper: Stepper, mover: Mover) -> None:
+        super().__init__(geometry, stepper, mover)
+        self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="zero-offload")
+
+    def _launch(self, job: Callable[[], None]) -> None:
+        try:
+            self._worker.submit(job)
+        except RuntimeError as error:  # no thread can be started: the interpreter is closing
+            self._progress.fail(error)
+            raise
+
+
+class DeviceTier(FlatTier):
+    """Master weights and state on the compute device, updated in the caller's thread."""
+
+    def _launch(self, job: Callable[[], None]) -> None:
+        job()

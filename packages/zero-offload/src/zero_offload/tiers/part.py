@@ -1,0 +1,120 @@
+"""Part of a flat space that one tier holds, and the factory of its tier."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from zero_offload.flat.geometry import Geometry
+from zero_offload.flat.intervals import Intervals
+from zero_offload.protocols import StateTier
+from zero_offload.rules.rule import MASTER
+from zero_offload.tiers.flat_tier import FlatTier, HostTier, TierReport
+
+__all__ = ["GradStaging", "Part", "PartReport", "TierFactory"]
+
+
+class TierFactory(Protocol):
+    """Creates the tiers of the parts, at first and when the split point moves."""
+
+    def make_host(
+        self, part: Geometry, share: Intervals, groups: Sequence[Mapping[str, Any]]
+    ) -> StateTier:
+        """Return the host's tier, whose ``step`` returns before the update is done.
+
+        Args:
+            part: the part's flat space.
+            share: the elements of the whole space in it.
+            groups: ``param_groups`` that its optimizer starts with.
+        """
+        ...
+
+    def make_device(
+        self, part: Geometry, share: Intervals, groups: Sequence[Mapping[str, Any]]
+    ) -> StateTier:
+        """Return the device's tier. Arguments as for `make_host`."""
+        ...
+
+
+class GradStaging:
+    """Device memory for the gradients of the device's part, so that the caller's may be reused.
+
+    Copies and the update are enqueued on the caller's stream, in order.
+
+    Attributes:
+        num_bytes: bytes allocated.
+    """
+
+    def __init__(self, numel: int) -> None:
+        self._numel = numel
+        self._memory: dict[torch.dtype, Tensor] = {}
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes allocated so far."""
+        return sum(memory.nbytes for memory in self._memory.values())
+
+    def copy(self, start: int, grad: Tensor) -> Tensor:
+        """Return a lasting copy of the gradient of ``[start, start + grad.numel())``."""
+        if grad.dtype not in self._memory:
+            self._memory[grad.dtype] = grad.new_empty(self._numel)
+        return self._memory[grad.dtype][start : start + grad.numel()].copy_(grad)
+
+
+@dataclass(frozen=True, slots=True)
+class PartReport:
+    """Elements of one part and what its tier reports.
+
+    Attributes:
+        is_host: whether the host updates it.
+        spans: its elements, as sorted ``(start, stop)`` pairs.
+        tier: None for a tier of another package.
+    """
+
+    is_host: bool
+    spans: tuple[tuple[int, int], ...]
+    tier: TierReport | None
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A tier over some elements of a flat space.
+
+    Attributes:
+        tier: has coordinates of its own, `Intervals.local`.
+        geometry: its flat space.
+        share: the elements.
+        local: the tier's piece indices by those of the whole space.
+        is_host: whether the tier is the host's, which updates in the background.
+        staging: copies of gradients, for a tier that does not copy them itself.
+    """
+
+    tier: StateTier
+    geometry: Geometry
+    share: Intervals
+    local: Mapping[int, tuple[int, ...]]
+    is_host: bool
+    staging: GradStaging | None
+
+    def write_state(self, name: str, start: int, values: Tensor) -> None:
+        """Overwrite a state. Padding alone has no optimizer and no states but master weights."""
+        if self.local or name == MASTER:
+            self.tier.write_state(name, start, values)
+
+    def drain(self) -> float:
+        """Wait for the host's steps and return the seconds of its updates so far, or 0."""
+        return self.tier.drain() if isinstance(self.tier, HostTier) else 0.0
+
+    def report(self) -> PartReport:
+        """Return the part's elements and the tier's counters and sizes."""
+        if not isinstance(self.tier, FlatTier):
+            return PartReport(self.is_host, self.share.spans, None)
+        found = self.tier.report()
+        if self.staging is not None:
+            copies = found.memory["gradient copies"] + self.staging.num_bytes
+            found = replace(found, memory={**found.memory, "gradient copies": copies})
+        return PartReport(self.is_host, self.share.spans, found)

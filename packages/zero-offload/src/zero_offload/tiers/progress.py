@@ -1,0 +1,117 @@
+"""Progress of the steps under way, for callers that wait for a range of them.
+
+A step publishes its runs in ascending order, and queued steps do so one after another. A caller
+that needs a range waits until every run that overlaps it is published, and no longer.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from zero_offload.errors import OffloadError
+from zero_offload.flat.span_map import SpanMap
+
+__all__ = ["Progress"]
+
+
+@dataclass(slots=True)
+class _Run:
+    start: int
+    stop: int
+    is_published: bool = False
+    event: torch.Event | None = None
+
+
+class Progress:
+    """Runs of all steps under way, published in order by one thread and awaited by others."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._runs: list[_Run] = []  # in the order of publication
+        self._num_published = 0
+        self._num_open = 0
+        self._error: BaseException | None = None
+
+    def begin(self, runs: Sequence[tuple[int, int]]) -> None:
+        """Add a step with these ascending runs, after those that are under way."""
+        new = SpanMap((start, stop, None) for start, stop in runs)
+        with self._changed:
+
+            def is_replaced(old: _Run) -> bool:
+                found = new.last_from(old.start)
+                return old.is_published and found is not None and old.stop <= found[1]
+
+            self._runs = [old for old in self._runs if not is_replaced(old)]
+            self._num_published = sum(old.is_published for old in self._runs)
+            self._runs += [_Run(*run) for run in runs]
+            self._num_open += 1
+
+    def advance(self, event: torch.Event | None) -> None:
+        """Mark the next run as published. ``event`` fires when its values have arrived."""
+        with self._changed:
+            run = self._runs[self._num_published]
+            run.event, run.is_published = event, True
+            self._num_published += 1
+            self._changed.notify_all()
+
+    def finish(self) -> None:
+        """End the oldest step, which uses nothing of the tier any more."""
+        with self._changed:
+            self._num_open -= 1
+            self._changed.notify_all()
+
+    def fail(self, error: BaseException) -> None:
+        """End the oldest step with an error, for all present and later callers."""
+        with self._changed:
+            self._error = self._error or error
+            self._num_open -= 1
+            self._changed.notify_all()
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether a step failed. Steps that queue behind it must not run."""
+        return self._error is not None
+
+    def wait(self, start: int, stop: int) -> list[torch.Event]:
+        """Block until every run that overlaps a range is published, and return their events.
+
+        Raises:
+            OffloadError: a step failed.
+        """
+        with self._changed:
+            hits = [run for run in self._runs if run.start < stop and start < run.stop]
+            self._changed.wait_for(
+                lambda: self._error is not None or all(run.is_published for run in hits)
+            )
+        self.check()
+        return [run.event for run in hits if run.event is not None]
+
+    def is_over(self, start: int, stop: int) -> bool:
+        """Return whether every run that overlaps ``[start, stop)`` is published and has arrived."""
+        with self._changed:
+            hits = [run for run in self._runs if run.start < stop and start < run.stop]
+            return all(
+                run.is_published and (run.event is None or run.event.query()) for run in hits
+            )
+
+    def drain(self) -> None:
+        """Block until no step is under way.
+
+        Raises:
+            OffloadError: a step failed.
+        """
+        with self._changed:
+            self._changed.wait_for(lambda: self._error is not None or self._num_open <= 0)
+        self.check()
+
+    def check(self) -> None:
+        """Raise OffloadError if a step failed."""
+        if self._error is not None:
+            raise OffloadError(
+                f"an optimizer step failed midway ({self._error!r}), so master weights and state "
+                f"are partly updated; load a checkpoint into a new tier"
+            ) from self._error

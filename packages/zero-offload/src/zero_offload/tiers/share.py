@@ -1,0 +1,116 @@
+"""Elements that the host holds, by ratio, parameter names or device budget."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping, Sequence
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+
+from zero_offload.flat.geometry import Geometry
+from zero_offload.flat.intervals import Intervals
+from zero_offload.rules.elementwise import check_elementwise
+from zero_offload.settings import OffloadSettings
+from zero_offload.steppers.state_entry import probe_entry
+
+__all__ = ["check_patterns", "device_bytes", "host_share", "state_bytes"]
+
+
+def host_share(
+    settings: OffloadSettings,
+    geometry: Geometry,
+    names: Sequence[str],
+    optimizer_class: type[torch.optim.Optimizer],
+    groups: Sequence[Mapping[str, Any]],
+) -> Intervals | None:
+    """Return the elements that the host updates, or None if measurements choose (``"auto"``).
+
+    Raises:
+        ValueError: names are needed and missing, or the optimizer cannot be offloaded.
+    """
+    if settings.parameters is not None:
+        return named_elements(geometry, names, settings.parameters)
+    if settings.device_budget is not None:
+        nbytes = state_bytes(optimizer_class, groups, geometry.master_dtype())
+        return within_budget(geometry, settings.device_budget, nbytes)
+    if settings.ratio == "auto":
+        return None
+    return Intervals([(0, round(settings.ratio * geometry.numel))])
+
+
+def named_elements(geometry: Geometry, names: Sequence[str], patterns: Sequence[str]) -> Intervals:
+    """Return the pieces whose parameter's name matches a pattern, each with the padding after it.
+
+    Args:
+        geometry: the flat space.
+        names: one per piece.
+        patterns: as `fnmatch` reads them, case-sensitive; ``*`` matches dots too.
+
+    Raises:
+        ValueError: there are no names.
+    """
+    if len(names) != len(geometry.pieces):
+        raise ValueError(
+            f"parameters needs the name of each of the {len(geometry.pieces)} "
+            f"pieces, got {len(names)}: pass names to the factory, or named parameters "
+            f"(model.named_parameters()) to the optimizer"
+        )
+    found = [i for i, name in enumerate(names) if any(fnmatchcase(name, p) for p in patterns)]
+    return geometry.padded_spans(found)
+
+
+def check_patterns(patterns: Sequence[str], names: Sequence[str]) -> None:
+    """Raise ValueError for a pattern that matches none of all the parameters' names."""
+    for pattern in patterns:
+        if not any(fnmatchcase(name, pattern) for name in names):
+            near = difflib.get_close_matches(pattern, names, n=3, cutoff=0.4) or names[:3]
+            raise ValueError(
+                f"parameters: {pattern!r} matches no parameter; near it are {list(near)}"
+            )
+
+
+def within_budget(geometry: Geometry, budget: int, element_state_bytes: int) -> Intervals:
+    """Return as few first elements as leave no more than ``budget`` bytes on the device.
+
+    Args:
+        geometry: the flat space, shards in the compute dtype.
+        budget: bytes of device memory for the rest.
+        element_state_bytes: of an element's optimizer states, see `state_bytes`.
+    """
+    low, high = 0, geometry.numel
+    while low < high:  # fewer on the host are more bytes on the device
+        middle = (low + high) // 2
+        if device_bytes(geometry, middle, element_state_bytes) <= budget:
+            high = middle
+        else:
+            low = middle + 1
+    return Intervals([(0, low)])
+
+
+def device_bytes(geometry: Geometry, split: int, element_state_bytes: int) -> int:
+    """Return the bytes of ``[split, numel)`` on the device: states, master weights, one gradient.
+
+    Master weights take nothing if all shards there are their own. A gradient has its shard's dtype.
+    """
+    rest = [view for _, _, view in geometry.overlaps(split, geometry.numel)]
+    numel, master = geometry.numel - split, geometry.master_dtype()
+    is_in_place = all(view.dtype == master for view in rest)
+    grads = sum(view.numel() * view.element_size() for view in rest)
+    return numel * (element_state_bytes + (0 if is_in_place else master.itemsize)) + grads
+
+
+def state_bytes(
+    optimizer_class: type[torch.optim.Optimizer],
+    groups: Sequence[Mapping[str, Any]],
+    dtype: torch.dtype,
+) -> int:
+    """Return the bytes of one element's optimizer states, without its master weight."""
+    check_elementwise(optimizer_class)
+    dtypes: dict[str, torch.dtype] = {}
+    for group in groups:
+        on_host = {**group, "capturable": False} if group.get("capturable") else group
+        entry = probe_entry(optimizer_class, on_host, torch.device("cpu"), dtype)
+        dtypes.update(entry.elementwise())
+    return sum(found.itemsize for found in dtypes.values())

@@ -1,0 +1,330 @@
+"""Copies of gradients into a tier's memory and of updated parameters back to their shards.
+
+[Note: buffers]
+gradient staging   host buffers that cover ``[0, numel)`` once per gradient dtype, allocated when a
+                   gradient of that dtype first arrives. Gradients keep their dtype: 16 bits stay
+                   16.
+parameter staging  two small host buffers per parameter dtype, in which rounded parameters wait for
+                   their copy to the device. One is filled while the other is sent. A parameter
+                   shard in host memory needs none: the update writes the rounded values into it.
+held               a lasting host copy of a parameter shard, in place of staging, where the update
+                   needs the 16-bit parameter itself (a master weight that is split in two).
+
+ZeRO-Offload (arXiv 2101.06840, section 4): per parameter and step one 16-bit gradient goes down
+and one 16-bit parameter goes up, the least that an offloaded optimizer state allows. A test
+compares the byte counters here with that. If the compute device is the CPU, they count the bytes
+that are handed over.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from zero_offload.flat.geometry import PUBLISHED_NUMEL, Geometry
+from zero_offload.flat.grads import GradLedger
+from zero_offload.flat.span_map import SpanMap
+from zero_offload.memory.host_memory import HostMemory
+from zero_offload.memory.streams import HostStreams, open_streams
+from zero_offload.rules.rule import KERNEL_DTYPES
+from zero_offload.tiers.offloaded_shard import OffloadedShards
+
+__all__ = ["DeviceMover", "HostMover", "Mover"]
+
+Release = Callable[[], None]
+"""To be called before the memory of an offered gradient is written again."""
+
+
+class Mover(ABC):
+    """Copies gradients into a tier's memory and updated parameters back to their shards.
+
+    Attributes:
+        bytes_d2h: gradient bytes copied from the compute device to the host so far.
+        bytes_h2d: parameter bytes brought from the host to the compute device so far.
+        grad_bytes: bytes of the gradient staging.
+    """
+
+    bytes_d2h: int = 0
+    bytes_h2d: int = 0
+    grad_bytes: int = 0
+
+    @abstractmethod
+    def offer(self, start: int, grad: Tensor, ledger: GradLedger) -> Release | None:
+        """Record a gradient in ``ledger``. Returns a release if it is being copied."""
+
+    @abstractmethod
+    def close_grads(self) -> Release:
+        """End the offers for a step.
+
+        Returns:
+            A call that waits until they have arrived, for the thread that updates.
+        """
+
+    @abstractmethod
+    def open_params(self) -> None:
+        """Order the writes of new parameters after the caller's reads so far."""
+
+    @abstractmethod
+    def open_spans(self, spans: Sequence[tuple[int, int]]) -> None:
+        """Block the updating thread until there is memory for the values of ``spans``.
+
+        Each span lies in one shard.
+        """
+
+    @abstractmethod
+    def out(self, start: int, stop: int) -> Tensor:
+        """Return memory for the rounded values of ``[start, stop)``, one of the open spans."""
+
+    @abstractmethod
+    def publish(self, start: int, stop: int) -> torch.Event | None:
+        """Copy what was written to `out` to the shards. Returns an event if that takes time."""
+
+    @abstractmethod
+    def arrive(self, event: torch.Event) -> None:
+        """Make the caller's current stream wait for a `publish`."""
+
+
+class _Staging:
+    """One of the two buffers of [Note: buffers]: filled run by run, then sent."""
+
+    def __init__(self) -> None:
+        self._memory: dict[torch.dtype, Tensor] = {}
+        self._used: dict[torch.dtype, int] = {}
+        self._places: dict[int, Tensor] = {}
+        self.sent: list[torch.Event] = []
+
+    def open(self, needs: dict[torch.dtype, int], memory: HostMemory) -> None:
+        """Start again, with memory for ``needs`` elements of each dtype."""
+        for dtype, numel in needs.items():
+            if dtype not in self._memory or self._memory[dtype].numel() < numel:
+                self._memory.pop(dtype, None)  # before its successor is allocated
+                self._memory[dtype] = memory.empty(numel, dtype)
+        self._used, self._places, self.sent = {}, {}, []
+
+    def place(self, start: int, numel: int, dtype: torch.dtype) -> Tensor:
+        """Return the memory of the run that begins at ``start``, the same at every call."""
+        if start not in self._places:
+            low = self._used.get(dtype, 0)
+            self._used[dtype] = low + numel
+            self._places[start] = self._memory[dtype][low : low + numel]
+        return self._places[start]
+
+
+class HostMover(Mover):
+    """Copies gradients to host buffers and parameters back.
+
+    Args:
+        geometry: the flat space; its shards lie on ``device``, or off it.
+        device: the compute device.
+        memory: allocates the host buffers.
+        offloaded: the shards off the device; found from ``geometry`` by default.
+        streams: for another kind of device; found from ``device`` by default.
+        is_staged: whether shards in host memory are staged too, as those of an accelerator.
+    """
+
+    def __init__(
+        self,
+        geometry: Geometry,
+        device: torch.device,
+        memory: HostMemory,
+        *,
+        offloaded: OffloadedShards | None = None,
+        streams: HostStreams | None = None,
+        is_staged: bool = False,
+    ) -> None:
+        self._geometry = geometry
+        self._memory = memory
+        self._offloaded = offloaded or OffloadedShards(geometry, device)
+        self._streams = open_streams(device) if streams is None else streams
+        self._is_staged = is_staged
+        self._grads: dict[torch.dtype, SpanMap[tuple[int, Tensor]]] = {}
+        self._arrivals: list[torch.Event] = []
+        self._staging = (_Staging(), _Staging())
+        self._held: dict[int, Tensor] = {}  # by shard
+        self._sent: list[tuple[int, int, torch.Event]] = []  # from held memory
+
+    def offer(self, start: int, grad: Tensor, ledger: GradLedger) -> Release | None:
+        """Start the one copy down, into the staging of the gradient's dtype."""
+        event = None
+        for a, b, (base, buffer) in self._staging_of(grad.dtype).overlaps(
+            start, start + grad.numel()
+        ):
+            target, source = buffer[a - base : b - base], grad[a - start : b - start]
+            event = self._streams.to_host(target, source)
+            ledger.add(a, b, buffer, base)
+        self.bytes_d2h += grad.numel() * grad.element_size()
+        if event is None:
+            return None
+        self._arrivals = [event]  # copies down are in order: the last event stands for all
+        return partial(self._streams.release, event)
+
+    def _staging_of(self, dtype: torch.dtype) -> SpanMap[tuple[int, Tensor]]:
+        kept = dtype if dtype in KERNEL_DTYPES else self._geometry.master_dtype()
+        if kept not in self._grads:
+            parts = self._memory.parts(self._geometry.numel, kept)
+            starts = accumulate((part.numel() for part in parts), initial=0)
+            based = zip(starts, parts, strict=False)
+            self._grads[kept] = SpanMap((a, a + part.numel(), (a, part)) for a, part in based)
+            self.grad_bytes += sum(part.nbytes for part in parts)
+        return self._grads[kept]
+
+    def close_grads(self) -> Release:
+        """Return the wait for all copies down. The caller's stream goes on."""
+        arrivals = list(self._arrivals)
+
+        def wait() -> None:
+            for event in arrivals:
+                self._streams.wait(event)
+
+        return wait
+
+    def open_params(self) -> None:
+        """Make copies up wait for the caller's stream."""
+        self._streams.open_targets()
+
+    def open_spans(self, spans: Sequence[tuple[int, int]]) -> None:
+        """Wait for the copies up of the spans before the last."""
+        self._staging = self._staging[::-1]
+        current = self._staging[0]
+        for event in current.sent:
+            self._streams.wait(event)
+        current.open(self._staged_numel(spans), self._memory)
+        for start, stop in spans:
+            self._wait_until_sent(start, stop)
+
+    def _wait_until_sent(self, start: int, stop: int) -> None:
+        """Wait until the last values of a held span are sent, before it is overwritten."""
+        for a, b, event in self._sent:
+            if a < stop and start < b:
+                self._streams.wait(event)
+        self._sent = [sent for sent in self._sent if sent[0] >= stop or start >= sent[1]]
+
+    def _staged_numel(self, spans: Sequence[tuple[int, int]]) -> dict[torch.dtype, int]:
+        """Elements to be staged by dtype. No less than other spans need, so that memory stays."""
+        needs: dict[torch.dtype, int] = {}
+        for start, stop in spans:
+            view = self._geometry.view(start, stop)
+            if self._must_stage(view) and self._geometry.shard_at(start) not in self._held:
+                needs[view.dtype] = needs.get(view.dtype, 0) + stop - start
+        for index, (_, shard) in enumerate(self._geometry.shards):
+            if shard.dtype in needs and self._must_stage(shard) and index not in self._held:
+                usual = min(shard.numel(), PUBLISHED_NUMEL)
+                needs[shard.dtype] = max(needs[shard.dtype], usual)
+        return needs
+
+    def _must_stage(self, shard: Tensor) -> bool:
+        return (self._is_staged or not shard.is_cpu) and not shard.is_meta
+
+    def hold(self, start: int, stop: int) -> Tensor:
+        """Return lasting host memory for the values of ``[start, stop)``, inside one shard.
+
+        It is the shard itself where that is host memory, else memory that `publish` sends from.
+        """
+        view = self._geometry.view(start, stop)
+        if not self._must_stage(view):
+            return view
+        index = self._geometry.shard_at(start)
+        if index not in self._held:
+            self._hold_all(view.dtype)
+        base, _ = self._geometry.shards[index]
+        return self._held[index][start - base : stop - base]
+
+    def _hold_all(self, dtype: torch.dtype) -> None:
+        shards = list(enumerate(self._geometry.shards))
+        own = [(i, t.numel()) for i, (_, t) in shards if t.dtype == dtype and self._must_stage(t)]
+        memory = self._memory.tensors([(numel, dtype) for _, numel in own])
+        self._held.update(zip((i for i, _ in own), memory, strict=True))
+
+    def out(self, start: int, stop: int) -> Tensor:
+        """Return staging memory, held memory, or the shard itself where it is host memory."""
+        own = self._offloaded.out(start, stop)
+        if own is not None:
+            return own
+        view = self._geometry.view(start, stop)
+        if not self._must_stage(view) or self._geometry.shard_at(start) in self._held:
+            return self.hold(start, stop)
+        return self._staging[0].place(start, stop - start, view.dtype)
+
+    def publish(self, start: int, stop: int) -> torch.Event | None:
+        """Start the one copy up. An offloaded shard needs none."""
+        if self._offloaded.publish(start, stop):
+            return None
+        view = self._geometry.view(start, stop)
+        self.bytes_h2d += view.numel() * view.element_size()
+        if not self._must_stage(view):
+            return None
+        event = self._streams.to_device(view, self.out(start, stop))
+        if event is not None:
+            self._staging[0].sent = [event]  # copies up are in order
+            if self._geometry.shard_at(start) in self._held:
+                self._sent.append((start, stop, event))
+        return event
+
+    def arrive(self, event: torch.Event) -> None:
+        """Make the caller's stream wait for the copy up."""
+        self._streams.arrive(event)
+
+
+class DeviceMover(Mover):
+    """Uses gradients in place and writes parameters directly.
+
+    On an accelerator everything is enqueued on the caller's current stream. Gradients may come
+    from other streams and parameters be read on them; events order those.
+
+    Args:
+        geometry: the flat space.
+        device: the compute device.
+        offloaded: the shards off the device; found from ``geometry`` by default.
+    """
+
+    def __init__(
+        self, geometry: Geometry, device: torch.device, offloaded: OffloadedShards | None = None
+    ) -> None:
+        self._geometry = geometry
+        self._device = device
+        self._offloaded = offloaded or OffloadedShards(geometry, device)
+        self._offered: list[torch.Event] = []
+
+    def _record(self) -> torch.Event | None:
+        if self._device.type == "cpu":
+            return None
+        return torch.accelerator.current_stream(self._device).record_event()
+
+    def offer(self, start: int, grad: Tensor, ledger: GradLedger) -> Release | None:
+        """Record the gradient itself, which stays valid until the step returns."""
+        event = self._record()
+        if event is not None:
+            self._offered.append(event)
+        ledger.add(start, start + grad.numel(), grad, start)
+        return None
+
+    def close_grads(self) -> Release:
+        """Make the stepping stream wait for the streams that produced the gradients."""
+        for event in self._offered:
+            self.arrive(event)
+        self._offered.clear()
+        return lambda: None
+
+    def open_params(self) -> None:
+        """Return at once: old and new values are in order on the caller's stream."""
+
+    def open_spans(self, spans: Sequence[tuple[int, int]]) -> None:
+        """Return at once: values are written to the shards."""
+
+    def out(self, start: int, stop: int) -> Tensor:
+        """Return the shard, or for an offloaded one memory that a blocking copy writes."""
+        own = self._offloaded.out(start, stop)
+        return self._geometry.view(start, stop) if own is None else own
+
+    def publish(self, start: int, stop: int) -> torch.Event | None:
+        """Record the point on the stepping stream after which the values are in place."""
+        return None if self._offloaded.publish(start, stop) else self._record()
+
+    def arrive(self, event: torch.Event) -> None:
+        """Make the caller's current stream wait for the event."""
+        torch.accelerator.current_stream(self._device).wait_event(event)

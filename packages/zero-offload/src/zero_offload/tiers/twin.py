@@ -1,0 +1,380 @@
+"""Twin-Flow: one optimizer state, updated on the host and on the device at the same time.
+
+The host holds and updates a share of the elements, the device the rest (DeepSpeed ZeRO-Offload++,
+Twin-Flow). The share is a set of elements: the first ``k``, or those of some parameters. A piece
+that it splits is one parameter in several parts whose scalars stay equal, so that a checkpoint does
+not depend on the share and loads at any other.
+
+[Note: resplit]
+`TwinTier.resplit` makes new tiers and migrates the state from the old ones, a block at a time. The
+device never holds two tiers: state that stays there waits in host memory until the old tier has
+been freed. Meanwhile host memory holds the host's old share and its new one, or one of them and the
+waiting state.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from operator import itemgetter
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zero_offload.errors import OffloadError
+from zero_offload.flat.geometry import Geometry, check_active
+from zero_offload.flat.intervals import Intervals
+from zero_offload.memory.storage import BlockFile
+from zero_offload.tiers.flat_tier import FlatTier, TierReport
+from zero_offload.tiers.migrate import HeldState, migrate
+from zero_offload.tiers.part import GradStaging, Part, PartReport, TierFactory
+
+__all__ = ["TwinTier"]
+
+
+class TwinTier:
+    """A StateTier made of a host tier over a share of the elements and a device tier over the rest.
+
+    It keeps its own copy of every gradient, on the host or on the device.
+
+    Args:
+        geometry: the whole flat space.
+        groups: ``param_groups``, every default filled in; their ``params`` are ignored.
+        host: the host's share; where the space is empty the host has it.
+        factory: creates the tiers.
+        alignment: a split point within a parameter lies at a multiple of so many of its elements.
+    """
+
+    owns_grads = True
+
+    def __init__(
+        self,
+        geometry: Geometry,
+        groups: Sequence[Mapping[str, Any]],
+        host: Intervals,
+        factory: TierFactory,
+        *,
+        alignment: int = 1,
+    ) -> None:
+        self.geometry = geometry
+        self._alignment = alignment
+        self._groups = groups
+        self._factory = factory
+        self._offered = Intervals()  # and not updated yet
+        self._fresh = Intervals()  # offered since the last call of step
+        self._closed = Intervals()  # offered for this optimizer step before that call
+        self._replaced: list[TierReport] = []  # of host tiers before a resplit
+        self._has_dropped = False  # a tier, in the resplit under way
+        self._lost: BaseException | None = None
+        self._host = host
+        self._parts: list[Part] = []
+        if host or not geometry.numel:
+            self._parts.append(self._make_part(host, is_host=True))
+        if rest := host.complement(geometry.numel):
+            self._parts.append(self._make_part(rest, is_host=False))
+
+    def _make_part(self, share: Intervals, *, is_host: bool) -> Part:
+        geometry, local = self.geometry.part(share)
+        make = self._factory.make_host if is_host else self._factory.make_device
+        staging = None if is_host else GradStaging(geometry.numel)
+        return Part(make(geometry, share, self._groups), geometry, share, local, is_host, staging)
+
+    @property
+    def parts(self) -> Sequence[Part]:
+        """The host's part and the device's, of which one may be missing.
+
+        Raises:
+            OffloadError: a resplit failed midway.
+        """
+        if self._lost is not None:
+            raise OffloadError(
+                f"moving optimizer state between host and device failed ({self._lost!r}), so a "
+                f"part of it is lost; load a checkpoint into a new tier"
+            ) from self._lost
+        return self._parts
+
+    @property
+    def host_numel(self) -> int:
+        """Number of elements that the host holds. With a ratio, the split point."""
+        return self._host.numel
+
+    @property
+    def bytes_d2h(self) -> int:
+        """Gradient bytes copied to the host so far."""
+        return sum(report.bytes_d2h for report in self._reports())
+
+    @property
+    def bytes_h2d(self) -> int:
+        """Parameter bytes brought from the host so far. Complete after ``wait_params``."""
+        return sum(report.bytes_h2d for report in self._reports())
+
+    @property
+    def stall_s(self) -> float:
+        """Seconds that callers were blocked so far because the host was not done."""
+        own = [p.report().tier for p in self._parts if p.is_host]
+        return sum(report.stall_s for report in (*self._replaced, *own) if report is not None)
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of host memory of master weights and states, transfer buffers apart."""
+        return sum(r.tier.host_bytes for r in self.report() if r.tier is not None)
+
+    @property
+    def file(self) -> BlockFile | None:
+        """The file of the host's master weights and state, if there is one, with its counters."""
+        tiers = (part.tier for part in self._parts)
+        return next((t.file for t in tiers if isinstance(t, FlatTier) and t.file), None)
+
+    def report(self) -> tuple[PartReport, ...]:
+        """Return the elements, counters and sizes of each part."""
+        return tuple(part.report() for part in self._parts)
+
+    def _reports(self) -> list[TierReport]:
+        return [*self._replaced, *(r.tier for r in self.report() if r.tier is not None)]
+
+    def offer_grad(self, start: int, grad: Tensor) -> Callable[[], None] | None:
+        """Copy the gradient of ``[start, start + grad.numel())``, to each part its share.
+
+        Returns:
+            None, or a call to make before the memory of ``grad`` is written again, because the
+            copy may still be under way.
+        """
+        stop = start + grad.numel()
+        self.geometry.check_range(start, stop)
+        if any(self._closed.overlaps(start, stop)):
+            self._closed, self._offered = Intervals(), self._fresh
+            self.begin_round()
+        release = None  # the host's copies are in order: the last release stands for all
+        for part in self.parts:
+            for a, b in part.share.overlaps(start, stop):
+                at, own = part.share.local(a), grad[a - start : b - start]
+                own = own if part.staging is None else part.staging.copy(at, own)
+                release = part.tier.offer_grad(at, own) or release
+        offer = Intervals([(start, stop)])
+        self._offered, self._fresh = self._offered.union(offer), self._fresh.union(offer)
+        return release
+
+    def read_grad(self, start: int, stop: int) -> Tensor:
+        """Return a copy of the gradient offered for ``[start, stop)``, 1-D, on the CPU.
+
+        Raises:
+            ValueError: a part of it was not offered, or was used by a step.
+        """
+        found: list[tuple[int, Tensor]] = []
+        for part in self.parts:
+            for a, b in part.share.overlaps(start, stop):
+                low, high = part.share.local(a), part.share.local(b)
+                found.append((a, part.tier.read_grad(low, high)))
+        return torch.cat([values for _, values in sorted(found, key=itemgetter(0))])
+
+    def begin_round(self) -> None:
+        """Begin a new optimizer step, when a gradient is offered again. For subclasses.
+
+        ``step`` may be called several times for one optimizer step, with other pieces each time.
+        """
+
+    @property
+    def has_fresh_grads(self) -> bool:
+        """Whether gradients were offered since the last call of ``step``."""
+        return bool(self._fresh)
+
+    def discard_grads(self) -> None:
+        """Discard the gradients that no step has used."""
+        self._offered = self._fresh = Intervals()
+        for part in self.parts:
+            part.tier.discard_grads()
+
+    def step(
+        self, groups: Sequence[Mapping[str, Any]], active: Sequence[int], *, grad_scale: float
+    ) -> None:
+        """Update the pieces in ``active``: the host starts first, in its worker, then the device.
+
+        Raises:
+            ValueError: ``active`` is not sorted or names no piece, or a gradient is missing.
+        """
+        indices = check_active(self.geometry, active)
+        self._check_offered(indices)  # no part may be updated when another one refuses
+        updated = self.geometry.padded_spans(indices)
+        self._offered = self._offered.difference(updated)
+        self._closed, self._fresh = self._closed.union(self._fresh), Intervals()
+        self._groups = groups
+        for part in self.parts:
+            local = [own for i in indices for own in part.local.get(i, ())]
+            self.step_part(part, local, grad_scale)
+
+    def step_part(self, part: Part, active: Sequence[int], grad_scale: float) -> None:
+        """Update the part's own pieces in ``active``. For subclasses."""
+        part.tier.step(self._groups, active, grad_scale=grad_scale)
+
+    def _check_offered(self, indices: Sequence[int]) -> None:
+        for i in indices:
+            piece = self.geometry.pieces[i]
+            if not self._offered.covers(piece.start, piece.stop):
+                missing = Intervals([(piece.start, piece.stop)]).difference(self._offered)
+                start, stop = missing.spans[0]
+                raise ValueError(
+                    f"no gradient was offered for [{start}, {stop}), which a piece listed in "
+                    f"`active` needs; call offer_grad before step"
+                )
+
+    def wait_params(self, start: int, stop: int) -> None:
+        """Return once the parameter shards in ``[start, stop)`` hold their new values."""
+        for part in self.parts:
+            a, b = part.share.local(start), part.share.local(stop)
+            if a < b:
+                self.wait_part(part, a, b)
+
+    def wait_part(self, part: Part, start: int, stop: int) -> None:
+        """Wait for the part's own range ``[start, stop)``. For subclasses."""
+        part.tier.wait_params(start, stop)
+
+    def are_params_ready(self, start: int, stop: int) -> bool:
+        """Return whether `wait_params` returns at once and makes no stream wait."""
+        spans = [(p, p.share.local(start), p.share.local(stop)) for p in self.parts]
+        return all(p.tier.are_params_ready(a, b) for p, a, b in spans if a < b)
+
+    def state_names(self) -> Sequence[str]:
+        """Return ``master_weight``, then each elementwise state that either part has."""
+        return tuple(dict.fromkeys(n for part in self.parts for n in part.tier.state_names()))
+
+    def read_state(self, name: str, start: int, stop: int) -> Tensor:
+        """Return a copy of one state over ``[start, stop)``, 1-D, on the CPU, zero without state.
+
+        Raises:
+            KeyError: neither part has such a state.
+        """
+        self.geometry.check_range(start, stop)
+        owners = [part for part in self.parts if name in part.tier.state_names()]
+        if not owners:
+            raise KeyError(f"the optimizer has no state {name!r}, only {self.state_names()}")
+        spans = [(p.share.local(start), p.share.local(stop)) for p in owners]
+        found = [p.tier.read_state(name, *span) for p, span in zip(owners, spans, strict=True)]
+        for values in found:
+            if values.numel() == stop - start:
+                return values
+        whole = torch.zeros(stop - start, dtype=found[0].dtype, device="cpu")
+        for part, (base, _), values in zip(owners, spans, found, strict=True):
+            for a, b in part.share.overlaps(start, stop):
+                at = part.share.local(a) - base
+                whole[a - start : b - start] = values[at : at + b - a]
+        return whole
+
+    def write_state(self, name: str, start: int, values: Tensor) -> None:
+        """Overwrite one state. ``master_weight`` is rounded into the parameter shards as well.
+
+        Raises:
+            KeyError: the optimizer has no such state.
+        """
+        stop = start + values.numel()
+        self.geometry.check_range(start, stop)
+        for part in self.parts:
+            for a, b in part.share.overlaps(start, stop):
+                part.write_state(name, part.share.local(a), values[a - start : b - start])
+
+    def read_scalars(self, piece: int) -> Mapping[str, float]:
+        """Return ``num_steps`` and the optimizer's scalars. The parts of a split piece agree."""
+        part = next(part for part in self.parts if piece in part.local)
+        return part.tier.read_scalars(part.local[piece][0])
+
+    def write_scalars(self, piece: int, scalars: Mapping[str, float]) -> None:
+        """Restore the result of `read_scalars`, in every part of a split piece."""
+        for part in self.parts:
+            for own in part.local.get(piece, ()):
+                part.tier.write_scalars(own, scalars)
+
+    @property
+    def cut(self) -> int:
+        """Deprecated name of `host_numel`."""
+        _warn_renamed("cut", "host_numel")
+        return self.host_numel
+
+    def recut(self, cut: int) -> None:
+        """Move the split point. Deprecated name of `resplit`."""
+        _warn_renamed("recut", "resplit")
+        self.resplit(cut)
+
+    @torch.no_grad()
+    def resplit(self, split: int) -> None:
+        """Let the host hold ``[0, split)`` from now on, and the device the rest.
+
+        To be called between steps; it waits for one under way. No result changes but the byte
+        counters, in which master weights that are published again count. See [Note: resplit].
+
+        Raises:
+            ValueError: ``split`` is outside the flat space, or the host's share is not ``[0, k)``.
+            RuntimeError: gradients have been offered for a step that has not been taken.
+        """
+        self.geometry.check_range(0, split)
+        split = self.geometry.align_down(split, self._alignment)
+        if self._host != Intervals([(0, self.host_numel)]):
+            raise ValueError(f"the host's share is not [0, k) but chosen by name: {self._host}")
+        if self._fresh:
+            raise RuntimeError("a resplit between offer_grad and step: step or discard first")
+        if split == self.host_numel:
+            return
+        self.wait_params(0, self.geometry.numel)
+        scalars = [self.read_scalars(i) for i in range(len(self.geometry.pieces))]
+        before, self._has_dropped = self._host, False
+        try:
+            self._replace_parts(Intervals([(0, split)]), is_growing=split > self.host_numel)
+            for i, values in enumerate(scalars):
+                self.write_scalars(i, values)
+        except BaseException as error:
+            if self._has_dropped:
+                self._lost = error
+            else:
+                self._host = before  # no room for the new share; the old one is whole
+            raise
+
+    def _replace_parts(self, host: Intervals, *, is_growing: bool) -> None:
+        self._host = host
+        if is_growing:  # the host's new tier is filled from the device's old one
+            self._replace_host(host)
+            self._replace_device(host.complement(self.geometry.numel))
+        else:
+            self._replace_device(host.complement(self.geometry.numel))
+            self._replace_host(host)
+
+    def _replace_host(self, share: Intervals) -> None:
+        """Fill a new host tier from all old ones, then drop the host's old one."""
+        new = self._make_part(share, is_host=True) if share else None
+        if new is not None:
+            self._migrate_to(new.write_state, share)
+        self._drop(is_host=True)
+        if new is not None:
+            self._parts.insert(0, new)
+
+    def _replace_device(self, share: Intervals) -> None:
+        """Drop the device's old tier before the new one is made, and fill that from the host."""
+        host = next((part.share for part in self._parts if part.is_host), Intervals())
+        kept = share.difference(host)
+        held = HeldState(kept.numel)
+        self._migrate_to(held.write_state, kept)
+        self._drop(is_host=False)
+        if not share:
+            return
+        new = self._make_part(share, is_host=False)
+        migrate(held, kept, new.write_state, share)
+        self._migrate_to(new.write_state, share)
+        self._parts.append(new)
+
+    def _migrate_to(
+        self, write_state: Callable[[str, int, Tensor], None], share: Intervals
+    ) -> None:
+        for part in self._parts:
+            migrate(part.tier, part.share, write_state, share)
+
+    def _drop(self, *, is_host: bool) -> None:
+        """Drop the host's tier or the device's. The host's counters stay."""
+        for part in [part for part in self._parts if part.is_host == is_host]:
+            report = part.report().tier
+            if is_host and report is not None:
+                self._replaced.append(report)
+            self._has_dropped = True
+            self._parts.remove(part)
+
+
+def _warn_renamed(old: str, new: str) -> None:
+    message = f"TwinTier.{old} is now {new}; the old name is removed in the next release"
+    warnings.warn(message, DeprecationWarning, stacklevel=3)

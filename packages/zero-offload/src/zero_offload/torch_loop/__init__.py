@@ -1,0 +1,1 @@
+"""Parts of `OffloadedOptimizer`, for torch loops without an engine."""

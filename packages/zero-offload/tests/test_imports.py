@@ -1,0 +1,50 @@
+"""The package's own imports: folders in layers, no circle, no sibling package."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import zero_offload
+
+SOURCE = Path(zero_offload.__file__).parent
+LAYERS = [
+    {"numa", "errors", "protocols"},
+    {"settings", "flat", "memory"},
+    {"rules"},
+    {"steppers", "params"},
+    {"tiers", "torch_loop"},
+    {"tier", "param_tier", "storage"},
+    {"optimizer", "footprint"},
+    {"__init__"},
+]
+"""Folders and files on top, each above those that it imports."""
+
+
+def _imports(path: Path) -> Iterator[str]:
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ImportFrom) and node.module:
+            yield node.module
+        elif isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+
+
+def _layer_of(name: str) -> int:
+    (found,) = (i for i, names in enumerate(LAYERS) if name in names)
+    return found
+
+
+def test_every_import_goes_down_or_stays_in_its_folder() -> None:
+    for path in SOURCE.rglob("*.py"):
+        own = path.relative_to(SOURCE).with_suffix("").parts[0]
+        for module in _imports(path):
+            package, _, rest = module.partition(".")
+            assert package not in {"zero_core", "zero_comm", "cpu_adam"}, (path, module)
+            if package == "zero_offload" and rest and rest.split(".")[0] != own:
+                assert _layer_of(rest.split(".")[0]) < _layer_of(own), (path, module)
+
+
+def test_a_folder_has_at_most_14_files() -> None:
+    folders = {path.parent for path in SOURCE.rglob("*.py")}
+    assert max(len(list(folder.glob("*.py"))) for folder in folders) <= 14

@@ -1,0 +1,250 @@
+"""The split point moves between steps, and not a bit changes."""
+
+from __future__ import annotations
+
+import errno
+import gc
+import threading
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from support import (
+    CPU,
+    ReferenceAdam,
+    Space,
+    assert_same,
+    group_of,
+    make_tier,
+    offer,
+    snapshot,
+    train,
+)
+from torch import optim
+
+from zero_offload import OffloadError
+from zero_offload.flat.geometry import Geometry
+from zero_offload.flat.intervals import Intervals
+from zero_offload.protocols import StateTier
+from zero_offload.settings import OffloadSettings
+from zero_offload.tier import OffloadTiers, create_tier, make_device_tier
+from zero_offload.tiers.flat_tier import HostTier
+from zero_offload.tiers.twin import TwinTier
+
+SPLITS = (180, 41, 0, 360, 255, 1, 359)
+GROUPS = [group_of(optim.AdamW, lr=1e-2)]
+ROUTES = [
+    pytest.param(optim.AdamW, {"lr": 1e-2, "weight_decay": 0.1}, True, id="kernel"),
+    pytest.param(optim.AdamW, {"lr": 1e-2}, False, id="adamw"),
+    pytest.param(optim.NAdam, {"lr": 1e-2}, False, id="nadam"),
+    pytest.param(optim.ASGD, {"t0": 2}, False, id="asgd"),
+    pytest.param(optim.Adagrad, {"initial_accumulator_value": 0.1}, False, id="adagrad"),
+    pytest.param(optim.SGD, {"lr": 0.1, "momentum": 0.9, "dampening": 0.3}, False, id="sgd"),
+]
+
+
+@pytest.fixture(autouse=True)
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """State moves in several blocks."""
+    monkeypatch.setattr("zero_offload.tiers.migrate.BLOCK_NUMEL", 50)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("cls", "settings", "has_kernel"), ROUTES)
+def test_a_moving_split_point_changes_no_bit(
+    cls: Any, settings: dict[str, Any], has_kernel: bool, dtype: torch.dtype
+) -> None:
+    """Pieces that were never updated move too: the second is left out of the first steps."""
+    groups = [group_of(cls, **settings)]
+    results = []
+    for moves in (False, True):
+        space = Space(dtype=dtype)
+        kernel = ReferenceAdam() if has_kernel else None
+        tier = make_tier(space, cls, groups, ratio=1.0, kernel=kernel)
+        for step, split in enumerate(SPLITS):
+            active = [0, 2, 3, 4] if step < 3 else range(5)
+            train(tier, space, groups, range(step, step + 1), active=active, grad_scale=0.5)
+            if moves:
+                before = snapshot(tier, space)
+                tier.resplit(split)
+                assert tier.host_numel == split
+                assert_same(snapshot(tier, space), before)
+        train(tier, space, groups, range(7, 9))
+        results.append(snapshot(tier, space))
+    assert_same(results[1], results[0])
+
+
+def test_the_host_updates_what_is_below_the_split_point_and_no_more() -> None:
+    space, kernel = Space(), ReferenceAdam()
+    groups = [group_of(optim.AdamW, lr=1e-2)]
+    tier = make_tier(space, optim.AdamW, groups, kernel=kernel)
+    for split in (100, 300, 0):
+        tier.resplit(split)
+        before = tier.bytes_d2h
+        train(tier, space, groups, range(1))
+        assert tier.bytes_d2h - before == 4 * split
+
+
+def test_a_resplit_waits_for_the_step_under_way() -> None:
+    gate = threading.Event()
+
+    class Gated(ReferenceAdam):
+        def adam_step(self, *args: Any, **kwargs: Any) -> None:
+            assert gate.wait(20)
+            super().adam_step(*args, **kwargs)
+
+    space, same = Space(), Space()
+    groups = [group_of(optim.AdamW, lr=1e-2)]
+    tier = make_tier(space, optim.AdamW, groups, kernel=Gated())
+    expected = make_tier(same, optim.AdamW, groups, kernel=ReferenceAdam())
+    train(expected, same, groups, range(1))
+    offer(tier, space, 0)
+    tier.step(groups, range(5), grad_scale=1.0)
+    threading.Timer(0.1, gate.set).start()
+    tier.resplit(180)
+    assert_same(snapshot(tier, space), snapshot(expected, same))
+
+
+def test_offered_gradients_forbid_a_resplit() -> None:
+    space = Space()
+    groups = [group_of(optim.SGD, lr=0.1)]
+    tier = make_tier(space, optim.SGD, groups, ratio=0.5)
+    offer(tier, space, 0)
+    with pytest.raises(RuntimeError, match="between offer_grad and step"):
+        tier.resplit(3)
+    tier.discard_grads()
+    tier.resplit(3)
+    train(tier, space, groups, range(1))
+    tier.resplit(4)
+    with pytest.raises(ValueError, match="not within the flat space"):
+        tier.resplit(361)
+
+
+def test_settings_switched_on_since_construction_are_kept() -> None:
+    """Momentum from 0 to 0.9: the tiers that a resplit makes must know its state."""
+    results = []
+    for moves in (False, True):
+        space = Space()
+        groups = [group_of(optim.SGD, lr=0.1, momentum=0.5)]
+        tier = make_tier(space, optim.SGD, groups)
+        train(tier, space, groups, range(2))
+        groups[0] = {**groups[0], "momentum": 0.9, "nesterov": True, "lr": 0.3}
+        train(tier, space, groups, range(2, 4))
+        if moves:
+            tier.resplit(100)
+        train(tier, space, groups, range(4, 6))
+        results.append(snapshot(tier, space))
+    assert_same(results[1], results[0])
+
+
+class WatchedTiers:
+    """The real factory; it notes whether an old device tier is alive, and fails when told to."""
+
+    def __init__(self, tiers: OffloadTiers) -> None:
+        self.tiers = tiers
+        self.error: Exception | None = None
+        self.devices: list[weakref.ref[StateTier]] = []
+        self.alive: list[bool] = []
+
+    def make_host(self, part: Geometry, share: Intervals, groups: Any) -> HostTier:
+        if isinstance(self.error, OSError):
+            raise self.error
+        return self.tiers.make_host(part, share, groups)
+
+    def make_device(self, part: Geometry, share: Intervals, groups: Any) -> StateTier:
+        if isinstance(self.error, torch.OutOfMemoryError):
+            raise self.error
+        gc.collect()
+        self.alive.append(any(device() is not None for device in self.devices))
+        made = self.tiers.make_device(part, share, groups)
+        self.devices.append(weakref.ref(made))
+        return made
+
+
+def _watched(space: Space, split: int) -> tuple[TwinTier, WatchedTiers]:
+    geometry = Geometry(space.numel, space.pieces, space.params, 1)
+    tiers = OffloadTiers.of(
+        geometry,
+        OffloadSettings(),
+        device=CPU,
+        optimizer_class=optim.AdamW,
+        groups=GROUPS,
+        adam_kernel=ReferenceAdam(),
+        device_tier=make_device_tier,
+    )
+    watched = WatchedTiers(tiers)
+    tier = TwinTier(geometry, GROUPS, Intervals([(0, split)]), watched)
+    tier.write_state("master_weight", 0, space.initial)
+    return tier, watched
+
+
+def test_the_old_tiers_are_gone_before_the_device_has_a_new_one() -> None:
+    """Their memory is the device's: two at once might not fit."""
+    space = Space()
+    tier, watched = _watched(space, 180)
+    train(tier, space, GROUPS, range(2))
+    for split in (250, 100):
+        tier.resplit(split)
+    assert watched.alive == [False, False, False]
+
+
+def test_state_lost_on_the_way_is_never_read_as_zeros() -> None:
+    space = Space()
+    tier, watched = _watched(space, 180)
+    train(tier, space, GROUPS, range(2))
+    watched.error = torch.OutOfMemoryError("no room")
+    with pytest.raises(torch.OutOfMemoryError):
+        tier.resplit(100)
+    for use in (
+        lambda: tier.read_state("master_weight", 0, 360),
+        lambda: tier.read_scalars(0),
+        lambda: tier.wait_params(0, 360),
+        lambda: offer(tier, space, 2),
+    ):
+        with pytest.raises(OffloadError, match="load a checkpoint into a new tier"):
+            use()
+
+
+def test_a_share_chosen_by_name_is_not_split() -> None:
+    space = Space()
+    tier = create_tier(
+        numel=space.numel,
+        pieces=space.pieces,
+        params=space.params,
+        device=CPU,
+        optimizer_class=optim.SGD,
+        groups=[group_of(optim.SGD)],
+        config={"offload_optimizer": {"parameters": ["b"]}},
+        adam_kernel=None,
+        device_tier=make_device_tier,
+        names="abcde",
+    )
+    with pytest.raises(ValueError, match="chosen by name"):
+        tier.resplit(3)
+
+
+def test_a_resplit_without_room_for_the_new_share_leaves_the_old_one() -> None:
+    space = Space()
+    tier, watched = _watched(space, 108)
+    train(tier, space, GROUPS, range(2))
+    before = snapshot(tier, space)
+    watched.error = OSError(errno.ENOSPC, "no room")
+    with pytest.raises(OSError, match="no room"):
+        tier.resplit(300)
+    assert_same(snapshot(tier, space), before)
+    watched.error = None
+    tier.resplit(300)
+    train(tier, space, GROUPS, range(2, 4))
+    plain = Space()
+    other = make_tier(plain, optim.AdamW, GROUPS, ratio=0.3, kernel=ReferenceAdam())
+    train(other, plain, GROUPS, range(4))
+    assert torch.equal(space.flat_params(), plain.flat_params())
+
+
+def test_former_names_of_a_resplit_work_and_warn() -> None:
+    tier = make_tier(Space(), optim.AdamW, GROUPS)
+    with pytest.warns(DeprecationWarning, match="recut is now resplit"):
+        tier.recut(100)
+    with pytest.warns(DeprecationWarning, match="cut is now host_numel"):
+        assert tier.cut == 100
