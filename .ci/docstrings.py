@@ -3,8 +3,11 @@
 A first line is an imperative sentence (functions) or a noun phrase (classes, modules, properties).
 Three marks tell that it is not: it begins like a relative clause or a fragment ("What ...",
 "Whose ...", "Of ..."), it chains two facts by a semicolon, or it uses a homely verb for a technical
-one ("tell", "lie", "come", "look", "let go"). The exit code is 1 if `MAX_SHARE` or more of
-the first lines have a mark.
+one ("tell", "lie", "come", "look", "let go").
+
+What a package exports at its top must have docstrings, with every public method. Elsewhere a
+function whose name says it needs none. The exit code is 1 if an exported name has none, or if
+`MAX_SHARE` or more of the first lines have a mark.
 """
 
 from __future__ import annotations
@@ -58,6 +61,34 @@ def read_first_lines(folder: Path) -> Iterator[tuple[str, str]]:
                     yield f"{path}:{place}", description.split("\n")[0]
 
 
+def find_undocumented(source: Path) -> Iterator[str]:
+    """Yield the names that the package at ``source`` exports at its top without a docstring."""
+    for node in ast.parse((source / "__init__.py").read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            path = source.parent.joinpath(*node.module.split("."))
+            path = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+            names = {alias.name for alias in node.names}
+            if path.exists():
+                for found in ast.parse(path.read_text(encoding="utf-8")).body:
+                    if isinstance(found, _DOCUMENTED) and found.name in names:
+                        yield from _undocumented_parts(path, found)
+
+
+_DOCUMENTED = (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+_SAYS_IT_ELSEWHERE = {"override", "overload", "setter"}
+
+
+def _undocumented_parts(path: Path, node: ast.ClassDef | ast.FunctionDef) -> Iterator[str]:
+    decorators = [d.attr if isinstance(d, ast.Attribute) else d for d in node.decorator_list]
+    names = {d.id if isinstance(d, ast.Name) else d for d in decorators}
+    if not ast.get_docstring(node) and not names & _SAYS_IT_ELSEWHERE:
+        yield f"{path}:{node.lineno}: {node.name} is public and has no docstring"
+    if isinstance(node, ast.ClassDef):
+        for part in node.body:
+            if isinstance(part, _DOCUMENTED) and not part.name.startswith("_"):
+                yield from _undocumented_parts(path, part)
+
+
 def main(arguments: Sequence[str]) -> int:
     """Print every marked first line, and the share of them."""
     root = Path(__file__).parents[1]
@@ -66,11 +97,18 @@ def main(arguments: Sequence[str]) -> int:
     marked = [(place, text, find_marks(text)) for place, text in lines if find_marks(text)]
     for place, text, marks in marked:
         print(f"{place}: {', '.join(marks)}: {text}")
+    missing = [
+        name
+        for folder in folders
+        for top in folder.glob("*/__init__.py")
+        for name in find_undocumented(top.parent)
+    ]
+    print(*missing, sep="\n", end="\n" if missing else "")
     share = len(marked) / max(len(lines), 1)
     print(
         f"{len(marked)} of {len(lines)} first lines ({share:.1%}); fewer than {MAX_SHARE:.0%} pass"
     )
-    return int(share >= MAX_SHARE)
+    return int(share >= MAX_SHARE or bool(missing))
 
 
 if __name__ == "__main__":

@@ -57,6 +57,16 @@ def test_first_lines_of_docstrings_are_sentences_or_noun_phrases() -> None:
     assert docstrings.main([]) == 0
 
 
+def test_what_a_package_exports_is_documented(tmp_path: Path) -> None:
+    source = tmp_path / "part"
+    source.mkdir()
+    (source / "__init__.py").write_text("from part.a import Thing, run", encoding="utf-8")
+    thing = 'class Thing:\n  """A thing."""\n  def go(self): ...\n  def _stop(self): ...\n'
+    (source / "a.py").write_text(thing + "def run(): ...\ndef inner(): ...", encoding="utf-8")
+    found = [line.split(": ", 1)[1].split()[0] for line in docstrings.find_undocumented(source)]
+    assert found == ["go", "run"]
+
+
 @pytest.mark.parametrize(
     ("title", "files"),
     [

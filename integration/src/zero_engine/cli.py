@@ -12,8 +12,6 @@ from rich.console import Console
 
 import zero_engine
 
-__all__ = ["main"]
-
 app = typer.Typer(
     help="Train with ZeRO: sharded, offloaded, quantized.",
     add_completion=False,

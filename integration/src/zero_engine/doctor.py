@@ -18,8 +18,6 @@ from rich.text import Text
 
 from zero_engine.machine import available_cores, locked_memory_limit_bytes, memory_limit_bytes
 
-__all__ = ["Finding", "as_table", "examine"]
-
 State = Literal["ok", "note", "missing"]
 
 PACKAGES = {

@@ -16,15 +16,6 @@ from pathlib import Path
 
 import torch
 
-__all__ = [
-    "available_cores",
-    "cache_bytes",
-    "locked_memory_limit_bytes",
-    "memory_limit_bytes",
-    "processor_name",
-    "used_bytes",
-]
-
 CGROUP = Path("/sys/fs/cgroup")
 CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
 

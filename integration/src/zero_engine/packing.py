@@ -15,8 +15,6 @@ from torch import Tensor
 
 from zero_core import CheckpointError
 
-__all__ = ["MAX_NUMEL", "pack", "unpack"]
-
 MAX_NUMEL = 65536
 """Elements of the largest tensor."""
 _TENSOR = "__tensor__"

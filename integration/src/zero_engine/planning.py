@@ -17,8 +17,6 @@ import zero_core
 from zero_core.errors import ConfigError
 from zero_engine.train.settings import AUTO, RunSettings, engine_config
 
-__all__ = ["draw_plan", "make_plan", "parse_bytes", "read_model", "show_plan", "write_plan"]
-
 UNITS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
 GB = 10**9
 

@@ -55,13 +55,17 @@ def test_a_failure_is_named_when_it_is_waited_for() -> None:
             work.wait()
 
 
-@pytest.mark.parametrize("verb", ["all_gather", "reduce_scatter"])
-def test_a_failure_is_named_when_the_collective_cannot_start(verb: str) -> None:
+def test_a_failure_is_named_when_the_reduction_cannot_start() -> None:
     communicator = _communicator(RuntimeError("Connection closed"))
-    options = {"version": 1, "backward": False} if verb == "all_gather" else {}
-    start = getattr(communicator, verb)
-    with pytest.raises(CollectiveError, match=rf"rank 1: {verb} of unit 3"):
-        start(EMPTY, EMPTY, 7, **options)
+    with pytest.raises(CollectiveError, match=r"rank 1: reduce_scatter of unit 3"):
+        communicator.reduce_scatter(EMPTY, EMPTY, 7)
+
+
+def test_a_gather_that_cannot_start_fails_where_its_values_are_needed() -> None:
+    work = _gather(_communicator(RuntimeError("Connection closed")))
+    for _ in range(2):
+        with pytest.raises(CollectiveError, match=r"rank 1: all_gather of unit 3"):
+            work.wait()
 
 
 def test_errors_that_are_not_of_the_transport_stay_what_they_are() -> None:

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from zero_core.errors import CollectiveError
 from zero_core.layout.arithmetic import Segment, Slot
 from zero_core.protocols import EXACT_PARAMETERS
 from zero_core.sharded.params import FlatParams, ParamState
@@ -29,6 +30,7 @@ class _Source:
         self.waits = 0
         self.shard = torch.zeros(4)
         self.full: Tensor | None = None
+        self.failure: CollectiveError | None = None
 
     def is_updated(self) -> bool:
         return True
@@ -43,6 +45,8 @@ class _Source:
 
     def wait(self) -> None:
         assert self.full is not None
+        if self.failure is not None:
+            raise self.failure
         self.full.copy_(self._brought)
 
     def read(self) -> Tensor:
@@ -192,3 +196,30 @@ def test_replaced_data_is_found_and_restored() -> None:
     flat.restore(1)
     assert flat.misplaced() is None
     assert flat.params[1].tolist() == [4.0, 5.0, 6.0]
+
+
+def test_a_failed_gather_leaves_no_values_behind() -> None:
+    flat, source = _make()
+    source.failure = CollectiveError("rank 0: all_gather of unit 0 failed")
+    for _ in range(2):
+        flat.gather()
+        with pytest.raises(CollectiveError, match="unit 0 failed"):
+            flat.wait()
+        assert not flat.is_current
+        assert all(p.isnan().all() for p in flat.params)
+    source.failure = None
+    flat.gather()
+    flat.wait()
+    assert flat.is_current
+    assert torch.equal(flat.params[1], torch.arange(4.0, 7.0))
+
+
+def test_a_failed_gather_that_nobody_needed_is_told_and_ends_there(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    flat, source = _make()
+    source.failure = CollectiveError("rank 0: all_gather of unit 0 failed")
+    flat.gather()
+    flat.release()
+    assert flat.state is ParamState.SHARDED
+    assert "all_gather of unit 0 failed" in caplog.text

@@ -18,8 +18,6 @@ from torch import Tensor, nn
 
 from zero_core import Engine, ShardedModel
 
-__all__ = ["ZeroAccelerator", "ZeroOptimizer", "take_over"]
-
 
 class ZeroOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
     """The engine's optimizer, with real ``param_groups``, as the Trainer steps it."""

@@ -18,8 +18,6 @@ from transformers import TrainingArguments
 from zero_core import ConfigError
 from zero_core.config.schema import SchedulerConfig
 
-__all__ = ["check_arguments", "fill_config", "fill_schedule"]
-
 _AUTO = "auto"
 _LEFT_TO_ENGINE = (
     "reduce_bucket_size",

@@ -11,8 +11,6 @@ from typing import Any
 from zero_core import ConfigError
 from zero_engine.deepspeed.config.source import load
 
-__all__ = ["PRESETS", "read_zero"]
-
 _OFFLOAD = {"offload_optimizer": {"device": "cpu"}}
 _ZEROPP = {
     "zero_quantized_weights": True,

@@ -31,8 +31,6 @@ from zero_engine.hf.accelerator import ZeroAccelerator, ZeroOptimizer, take_over
 from zero_engine.hf.arguments import check_arguments, fill_config, fill_schedule
 from zero_engine.hf.presets import read_zero
 
-__all__ = ["ZeroSeq2SeqTrainer", "ZeroTrainer"]
-
 _log = logging.getLogger(__name__)
 
 _SCHEDULE = "lr_scheduler"

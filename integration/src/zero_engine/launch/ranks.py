@@ -26,16 +26,6 @@ from torch import Tensor
 
 from zero_engine.launch.started_ranks import device_index
 
-__all__ = [
-    "StopRequest",
-    "fail",
-    "is_under_launcher",
-    "join_ranks",
-    "leave_ranks",
-    "on_first_rank",
-    "sum_over_ranks",
-]
-
 
 def is_under_launcher() -> bool:
     """Whether torchrun, or another launcher that speaks its variables, started this process."""

@@ -18,8 +18,6 @@ from dataclasses import dataclass
 
 from zero_core.errors import ConfigError
 
-__all__ = ["LOOPBACK", "PORT", "device_index", "first_host", "rank_variables"]
-
 PORT = 29500
 """Where rank 0 listens, if nothing says otherwise; torch's own default."""
 LOOPBACK = "127.0.0.1"

@@ -16,8 +16,6 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.run import run
 
-__all__ = ["GRACE_PERIOD_S", "local_address_only", "run_ranks"]
-
 GRACE_PERIOD_S = 300
 """How long ranks may take to save. torch 2.10 and 2.11 have 30 s, which cannot be changed."""
 

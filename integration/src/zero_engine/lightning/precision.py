@@ -12,8 +12,6 @@ from torch import Tensor
 
 from zero_core import ConfigError, Engine, ShardedModel
 
-__all__ = ["ZeroPrecision"]
-
 _BLOCK_OF: Mapping[str, str | None] = {
     "32-true": None,
     "bf16-mixed": "bf16",

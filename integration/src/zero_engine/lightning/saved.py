@@ -12,8 +12,6 @@ from typing import Any
 from zero_core import Engine, ShardedModel
 from zero_engine import packing
 
-__all__ = ["check", "read", "write"]
-
 TAG = "checkpoint"
 """The engine's folder within a checkpoint of Lightning's."""
 _ADVICE = "leave it out (save_hyperparameters(ignore=[...]) for an argument)"

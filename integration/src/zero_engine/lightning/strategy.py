@@ -36,8 +36,6 @@ from zero_engine.deepspeed.config.source import load
 from zero_engine.lightning import saved
 from zero_engine.lightning.precision import ZeroPrecision
 
-__all__ = ["ZeroStrategy", "renamed_for"]
-
 _OF_TRAINER = {
     "train_batch_size": "the batch size of the DataLoader",
     "gradient_accumulation_steps": "Trainer(accumulate_grad_batches=...)",

@@ -14,8 +14,6 @@ from zero_core.comm.links import Traffic
 from zero_engine.monitoring.observer import Observed, Observer, StepFacts
 from zero_engine.monitoring.settings import CommsLoggerSettings
 
-__all__ = ["CommunicationLog", "log_summary"]
-
 _logs: weakref.WeakSet[CommunicationLog] = weakref.WeakSet()
 
 

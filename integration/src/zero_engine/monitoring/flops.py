@@ -15,8 +15,6 @@ from torch.utils.flop_counter import FlopCounterMode
 from zero_engine.monitoring.observer import Observer, StepFacts
 from zero_engine.monitoring.settings import FlopsProfilerSettings
 
-__all__ = ["FlopsProfiler"]
-
 _ALL = "Global"
 """What torch calls the sum over modules."""
 

@@ -9,8 +9,6 @@ import torch
 from zero_engine.machine import used_bytes
 from zero_engine.monitoring.observer import Observer
 
-__all__ = ["MemoryBreakdown"]
-
 _GB = 1e9
 _HOST = torch.device("cpu")
 

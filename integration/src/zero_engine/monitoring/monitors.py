@@ -22,8 +22,6 @@ from zero_engine.monitoring.settings import (
     WandbSettings,
 )
 
-__all__ = ["Event", "Monitor", "Sink", "make_monitor", "sinks_of"]
-
 Event = tuple[str, Any, int]
 """Name, value, samples so far."""
 

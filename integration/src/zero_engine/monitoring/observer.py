@@ -12,8 +12,6 @@ from typing import Protocol
 
 from zero_core.comm.links import Traffic
 
-__all__ = ["Observed", "Observer", "StepFacts", "StepObserver"]
-
 
 @dataclass(frozen=True, slots=True)
 class StepFacts:

@@ -5,8 +5,6 @@ from __future__ import annotations
 from zero_engine.monitoring.monitors import Event, Monitor
 from zero_engine.monitoring.observer import Observer, StepFacts
 
-__all__ = ["Scalars"]
-
 
 class Scalars(Observer):
     """Writes ``Train/Samples/lr`` and, with fp16, ``Train/Samples/loss_scale``, as DeepSpeed."""

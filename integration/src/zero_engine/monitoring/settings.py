@@ -6,19 +6,6 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt
 
-__all__ = [
-    "COLLECTIVES",
-    "CometSettings",
-    "CommsLoggerSettings",
-    "CsvSettings",
-    "FlopsProfilerSettings",
-    "MonitorSettings",
-    "TensorBoardSettings",
-    "ThroughputSettings",
-    "WandbSettings",
-]
-
-
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_to_all", "all_reduce")
 """Names in ``comm_report()``. DeepSpeed's say more: all_gather_into_tensor."""
 

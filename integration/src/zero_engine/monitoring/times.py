@@ -14,8 +14,6 @@ import torch
 from zero_engine.monitoring.monitors import Monitor
 from zero_engine.monitoring.observer import Observer, StepFacts
 
-__all__ = ["Stopwatch", "Throughput", "WallClock"]
-
 _NAMES: Mapping[str, str] = {"forward": "fwd", "backward": "bwd", "step": "step"}
 """What monitors call a part of a step, and what DeepSpeed's lines call it."""
 

@@ -13,8 +13,6 @@ import os
 from types import ModuleType
 from typing import Any
 
-__all__ = ["mend"]
-
 logger = logging.getLogger("zero_engine")
 
 

@@ -6,8 +6,6 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
-__all__ = ["ON_PATH", "hooked", "no_launcher"]
-
 ON_PATH = Path(__file__).parent / "on_path"
 
 

@@ -17,8 +17,6 @@ from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 
-__all__ = ["install"]
-
 SERVED = "deepspeed"
 HOME = "zero_engine.deepspeed"
 

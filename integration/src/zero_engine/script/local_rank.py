@@ -16,8 +16,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-__all__ = ["OPTION", "Source", "declares_local_rank", "source_of"]
-
 OPTION = "--local_rank"
 FIELD = "local_rank"
 PARSER_OF_FIELDS = "HfArgumentParser"

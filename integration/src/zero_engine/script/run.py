@@ -21,8 +21,6 @@ from zero_engine.machine import available_cores
 from zero_engine.script.environment import hooked
 from zero_engine.script.local_rank import OPTION, declares_local_rank, source_of
 
-__all__ = ["run_program"]
-
 LAUNCHERS = ("accelerate", "torchrun")
 """Programs that start ranks themselves."""
 LAUNCHER_MODULES = (

@@ -15,8 +15,6 @@ from zero_engine.train.metrics import read_metrics
 from zero_engine.train.plots import plot_loss, plot_memory
 from zero_engine.train.settings import RunFolder
 
-__all__ = ["clear_run", "export_for_transformers", "plot_run", "write_sample"]
-
 
 def clear_run(folder: RunFolder) -> None:
     """Remove what an earlier run left in ``folder``, and nothing else."""

@@ -25,8 +25,6 @@ from torch import Tensor
 
 from zero_core.errors import ConfigError
 
-__all__ = ["END_OF_TEXT", "Corpus", "prepare_corpus", "read_text"]
-
 END_OF_TEXT = "<|endoftext|>"
 HELD_OUT_FRACTION = 0.05
 # What is read and learned from is capped, so that start-up stays in seconds on any machine.

@@ -25,8 +25,6 @@ from zero_engine.train.settings import (
     resumed_run,
 )
 
-__all__ = ["CPU_RANKS", "check_request", "launch", "rank_environment"]
-
 CPU_RANKS = 2
 """Ranks on a machine without a GPU."""
 

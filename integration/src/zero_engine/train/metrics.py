@@ -18,8 +18,6 @@ from torch.utils.tensorboard import SummaryWriter
 
 from zero_engine.train.settings import RunFolder, RunSettings
 
-__all__ = ["Reporter", "StepRecord", "read_metrics"]
-
 MIB = 2**20
 
 

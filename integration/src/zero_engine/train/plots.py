@@ -11,8 +11,6 @@ from matplotlib.figure import Figure
 
 from zero_engine.train.metrics import MIB
 
-__all__ = ["plot_loss", "plot_memory"]
-
 
 def plot_loss(entries: Sequence[dict[str, Any]], path: Path) -> None:
     """Training and held-out loss over steps, as a PNG at ``path``."""

@@ -17,18 +17,6 @@ from typing import Any
 from zero_core.config.schema import parse_json
 from zero_core.errors import ConfigError
 
-__all__ = [
-    "RunFolder",
-    "RunSettings",
-    "default_config_text",
-    "engine_config",
-    "fill_auto",
-    "fresh_run",
-    "read_resolved",
-    "resumed_run",
-    "write_resolved",
-]
-
 DEFAULT_CONFIG = "default_config.json"
 AUTO = "auto"
 

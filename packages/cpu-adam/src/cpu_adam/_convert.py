@@ -21,8 +21,6 @@ from cpu_adam._slots import (
 from cpu_adam._states import check_master
 from cpu_adam.optimizer import CPUAdam
 
-__all__ = ["convert_state"]
-
 OptimizerOrState = TypeVar("OptimizerOrState", CPUAdam, dict[str, Any])
 
 

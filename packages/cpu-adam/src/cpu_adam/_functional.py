@@ -34,18 +34,6 @@ from cpu_adam._scalars import (
 )
 from cpu_adam._threads import resolve_num_threads
 
-__all__ = [
-    "GradNorm",
-    "adagrad_step",
-    "adam_step",
-    "adam_step_8bit",
-    "adam_step_bf16",
-    "adam_step_split",
-    "grad_norm_sq",
-    "lion_step",
-    "sgd_step",
-]
-
 _ONLY_FLOAT32 = (FLOAT32,)
 _ANY_FLOAT = (FLOAT32, BFLOAT16, FLOAT16)
 

@@ -12,8 +12,6 @@ from contextlib import contextmanager
 
 from cpu_adam import _kernels
 
-__all__ = ["active_isa", "active_isa_index", "available_isas", "use_isa"]
-
 _VARIABLE = "CPU_ADAM_ISA"
 _active: int | None = None
 

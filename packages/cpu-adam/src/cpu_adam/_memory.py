@@ -14,22 +14,6 @@ import numpy as np
 
 from cpu_adam import _kernels
 
-__all__ = [
-    "BFLOAT16",
-    "FLOAT16",
-    "FLOAT32",
-    "INT8",
-    "INT16",
-    "NO_OUT",
-    "SPLIT",
-    "UINT8",
-    "Block",
-    "check_disjoint",
-    "describe",
-    "loaded_torch",
-    "torch_address",
-]
-
 # Numbers of the element types, shared with native/kernels.h.
 # SPLIT stands for a split master in the place of a copy's type. The integers only matter here.
 FLOAT32, BFLOAT16, FLOAT16, NO_OUT, SPLIT, INT8, UINT8, INT16 = range(8)

@@ -10,23 +10,6 @@ import math
 import operator
 from typing import Any, NamedTuple, NotRequired, TypedDict, Unpack
 
-__all__ = [
-    "AdagradScalars",
-    "AdamHyper",
-    "AdamScalars",
-    "CompactAdamScalars",
-    "LionScalars",
-    "SgdScalars",
-    "adagrad_scalars",
-    "adam_scalars",
-    "check_seed",
-    "compact_adam_scalars",
-    "finite_number",
-    "lion_scalars",
-    "random_key",
-    "sgd_scalars",
-]
-
 _FLOAT32_MAX = 3.4028234663852886e38
 
 

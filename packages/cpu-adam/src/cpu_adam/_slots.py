@@ -22,21 +22,6 @@ from torch import Tensor
 from cpu_adam import _kernels
 from cpu_adam._memory import BFLOAT16, FLOAT16, FLOAT32, NO_OUT, SPLIT, torch_address
 
-__all__ = [
-    "MASTER",
-    "MASTER_DTYPES",
-    "REMAINDER",
-    "SCALES",
-    "STATE_DTYPES",
-    "TYPES",
-    "Extents",
-    "Slot",
-    "Watched",
-    "check_name",
-    "extents_of",
-    "local_of",
-]
-
 TYPES = {torch.float32: FLOAT32, torch.bfloat16: BFLOAT16, torch.float16: FLOAT16}
 
 # Name of the fp32 copy that a 16-bit parameter is updated through.

@@ -19,8 +19,6 @@ from cpu_adam._slots import (
     local_of,
 )
 
-__all__ = ["check_master", "check_param", "fill_state"]
-
 
 def check_master(param: Tensor, master_dtype: str | None) -> None:
     """Refuse a parameter whose master weight cannot have the form ``master_dtype``."""

@@ -25,8 +25,6 @@ from cpu_adam._memory import ITEM_BYTES
 from cpu_adam._slots import TYPES, Slot, extents_of, local_of
 from cpu_adam._states import check_param, fill_state
 
-__all__ = ["Roster"]
-
 States = Mapping[Tensor, dict[str, Any]]
 Settings = tuple[str, str | None]
 

@@ -7,8 +7,6 @@ import os
 
 from cpu_adam._memory import loaded_torch
 
-__all__ = ["default_num_threads", "resolve_num_threads"]
-
 # More threads than this never help, and a typing error must not start a million of them.
 _MAX_THREADS = 512
 

@@ -33,8 +33,6 @@ from cpu_adam._states import check_master, check_param
 from cpu_adam._tables import Roster
 from cpu_adam._threads import resolve_num_threads
 
-__all__ = ["CPUAdam"]
-
 _STATES = ("exp_avg", "exp_avg_sq", *SCALES, MASTER, REMAINDER)
 
 

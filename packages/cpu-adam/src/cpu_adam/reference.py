@@ -27,27 +27,6 @@ from cpu_adam._scalars import (
     sgd_scalars,
 )
 
-__all__ = [
-    "adagrad_step",
-    "adam_step",
-    "adam_step_8bit",
-    "adam_step_bf16",
-    "adam_step_split",
-    "bfloat16_to_float32",
-    "combine_master",
-    "dequantize_exp_avg",
-    "dequantize_exp_avg_sq_root",
-    "float32_to_bfloat16",
-    "fma",
-    "grad_norm_sq",
-    "lion_step",
-    "quantize_moments",
-    "random_bits",
-    "round_stochastically",
-    "sgd_step",
-    "split_master",
-]
-
 BLOCK_NUMEL = 128
 CHUNK_NUMEL = 32 * 1024
 

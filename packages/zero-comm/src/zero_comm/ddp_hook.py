@@ -27,8 +27,6 @@ from zero_comm.transport.queues import CommQueue, open_queue
 from zero_comm.transport.topology import check_ranks_per_node, find_ranks_per_node
 from zero_comm.transport.torch_collectives import TorchCollectives
 
-__all__ = ["ddp_comm_hook"]
-
 Hook = Callable[[object, Any], Future[Tensor]]  # torch's stubs leave dist.GradBucket out
 
 

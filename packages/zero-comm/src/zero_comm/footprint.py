@@ -31,8 +31,6 @@ import torch
 from zero_comm.collectives.feedback import STORED
 from zero_comm.collectives.settings import DIFFERENCE, CommSettings
 
-__all__ = ["CommFootprint", "GatherFootprint", "ReduceFootprint", "comm_footprint"]
-
 _FP32_NBYTES = torch.float32.itemsize
 
 

@@ -41,8 +41,6 @@ from zero_comm.transport.topology import check_ranks_per_node, find_ranks_per_no
 from zero_comm.transport.torch_collectives import TorchCollectives
 from zero_comm.transport.torch_compat import all_gather_single, premultiplier, reduce_scatter_single
 
-__all__ = ["apply"]
-
 # Modules whose gathers or reductions were replaced here and may be restored.
 _GATHERING: WeakSet[nn.Module] = WeakSet()
 _REDUCING: WeakSet[nn.Module] = WeakSet()

@@ -16,8 +16,6 @@ from zero_comm.quantizer.quantize import QUANTIZABLE_DTYPES
 from zero_comm.transport.topology import check_ranks_per_node, find_ranks_per_node
 from zero_comm.transport.torch_collectives import TorchCollectives
 
-__all__ = ["quantized_all_gather", "quantized_reduce_scatter"]
-
 
 def quantized_all_gather(
     shard: Tensor,

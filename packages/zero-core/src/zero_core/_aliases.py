@@ -16,8 +16,6 @@ from torch import nn
 
 from zero_core.sharded_model import ShardedModel
 
-__all__ = ["give_back", "install"]
-
 _PARTITIONED = "zero_engine.deepspeed.zero.partitioned"
 
 _SAME_NAMES = (

@@ -5,8 +5,6 @@ from __future__ import annotations
 import ctypes
 import sys
 
-__all__ = ["release_free_pages"]
-
 
 def release_free_pages() -> None:
     """Return host memory that was freed to the system, where the C library keeps it.

@@ -19,8 +19,6 @@ from zero_core.layout.discovery import Discovered, LeafRule, compute_dtype, disc
 from zero_core.optim.factory import check_elementwise, make_optimizer
 from zero_core.optim.muon import tag_matrices
 
-__all__ = ["Blueprint"]
-
 
 @dataclass(frozen=True)
 class Blueprint:

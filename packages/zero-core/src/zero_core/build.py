@@ -42,8 +42,6 @@ from zero_core.step.optimizer import EngineOptimizer
 from zero_core.step.states import StateAccess
 from zero_core.step.train_state import TrainState
 
-__all__ = ["build"]
-
 
 @overload
 def build(

@@ -31,8 +31,6 @@ from zero_core.step.optimizer import EngineOptimizer
 from zero_core.step.states import StateAccess
 from zero_core.step.train_state import TrainState
 
-__all__ = ["Engine"]
-
 
 class Engine(ShardedModel):
     """A model under training. Made by `zero_core.build`.

@@ -2,17 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = [
-    "CheckpointCorruptError",
-    "CheckpointError",
-    "CollectiveError",
-    "ConfigError",
-    "EvaluationOnlyError",
-    "MissingPartError",
-    "RankMismatchError",
-    "ZeroError",
-]
-
 
 class ZeroError(Exception):
     """Root of everything that this package raises on purpose."""

@@ -22,8 +22,6 @@ from zero_core.layout.arithmetic import Slot
 from zero_core.sharded.params import FlatParams, is_placeholder
 from zero_core.sharded.sharded_state import ShardedState
 
-__all__ = ["LeftShard", "Ownership", "Removable", "check_is_free", "owner_of"]
-
 
 class LeftShard(NamedTuple):
     """This rank's elements of one parameter of an engine that has ended.

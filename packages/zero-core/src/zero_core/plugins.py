@@ -34,19 +34,6 @@ from zero_core.protocols import (
 from zero_core.sharded.memory import Memory
 from zero_core.sharded.param_offload import OffloadedSegments, offloaded_segments
 
-__all__ = [
-    "COLLECTIVES",
-    "FOOTPRINTS",
-    "KERNELS",
-    "PARAM_TIERS",
-    "TIERS",
-    "has_part",
-    "load_part",
-    "make_collectives",
-    "make_param_tier",
-    "make_state_tier",
-]
-
 _log = logging.getLogger(__name__)
 
 COLLECTIVES = "zero_core.collectives"

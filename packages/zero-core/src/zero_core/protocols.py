@@ -35,28 +35,6 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-__all__ = [
-    "EXACT_GRADIENTS",
-    "EXACT_PARAMETERS",
-    "AdamKernel",
-    "Collectives",
-    "CollectivesFactory",
-    "DeviceTierFactory",
-    "InPlaceCollectives",
-    "InPlaceReduction",
-    "ParamStore",
-    "ParamTier",
-    "ParamTierFactory",
-    "PartitionedParam",
-    "Reduction",
-    "StateTier",
-    "StateTierFactory",
-    "StatefulCollectives",
-    "TransportCollectives",
-    "Work",
-]
-
-
 EXACT_GRADIENTS, EXACT_PARAMETERS = -1, -2
 """Versions of what must arrive exact."""
 

@@ -38,8 +38,6 @@ from zero_core.step.loss_scale import cast_floats
 from zero_core.step.states import StateAccess
 from zero_core.step.train_state import TrainState
 
-__all__ = ["ShardedModel", "engine_of", "for_evaluation"]
-
 _log = logging.getLogger(__name__)
 
 _TRAINING_VERBS = frozenset(

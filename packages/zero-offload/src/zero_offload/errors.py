@@ -1,7 +1,5 @@
 """Errors of this package that a caller may want to catch."""
 
-__all__ = ["OffloadError", "StorageCorruptError", "StorageError"]
-
 
 class OffloadError(RuntimeError):
     """A step or a migration of state failed midway, mostly in the background.

@@ -34,8 +34,6 @@ from zero_offload.steppers.file_store import BLOCK_NUMEL
 from zero_offload.steppers.torch_stepper import FUSED_ALIGNMENT
 from zero_offload.tiers.share import state_bytes, within_budget
 
-__all__ = ["TierFootprint", "param_footprint", "tier_footprint"]
-
 
 @dataclass(frozen=True, slots=True)
 class _Span:

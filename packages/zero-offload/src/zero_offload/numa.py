@@ -7,8 +7,6 @@ from dataclasses import dataclass
 
 import torch
 
-__all__ = ["ADVICE", "Placement", "locate"]
-
 ADVICE = (
     "zero-offload no longer binds threads or memory to a NUMA node: start the ranks with "
     "torchrun --numa-binding=node, or with numactl"

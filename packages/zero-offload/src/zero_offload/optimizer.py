@@ -37,8 +37,6 @@ from zero_offload.tiers.twin import TwinTier
 from zero_offload.torch_loop.host_update import resolve_update
 from zero_offload.torch_loop.local_parts import check_not_replicated, common_device, lay_out
 
-__all__ = ["OffloadedOptimizer"]
-
 
 class OffloadedOptimizer(torch.optim.Optimizer):
     """Optimizer with a share of its state in host memory: all of it, by default.

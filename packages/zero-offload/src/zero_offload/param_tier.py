@@ -19,14 +19,6 @@ from zero_offload.memory.host_memory import HostMemory
 from zero_offload.params.param_file import FileShards
 from zero_offload.protocols import Work
 
-__all__ = [
-    "HostShards",
-    "OffloadedParams",
-    "ParamSettings",
-    "create_param_tier",
-    "num_in_host_memory",
-]
-
 _BLOCK = "offload_param"
 
 Shards = Sequence[tuple[int, int, torch.dtype]]

@@ -12,22 +12,6 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-__all__ = [
-    "AdagradKernel",
-    "AdamKernel",
-    "Bf16AdamKernel",
-    "DeviceTierFactory",
-    "EightBitAdamKernel",
-    "ElementwiseOptimizer",
-    "HostKernelOptimizer",
-    "LionKernel",
-    "ParamStore",
-    "RuledOptimizer",
-    "SgdKernel",
-    "StateTier",
-    "Work",
-]
-
 
 class Work(Protocol):
     """Handle of a copy under way."""

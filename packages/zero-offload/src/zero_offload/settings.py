@@ -17,8 +17,6 @@ from typing import Any, Literal
 
 from zero_offload.numa import ADVICE
 
-__all__ = ["STATE_DTYPES", "NvmeSettings", "OffloadSettings", "check_ratio", "check_state_dtype"]
-
 STATE_DTYPES = ("float32", "bfloat16", "int8")
 """What ``offload_optimizer.state_dtype`` may be."""
 

@@ -29,8 +29,6 @@ from zero_offload.tiers.share import device_bytes, host_share, state_bytes
 from zero_offload.tiers.transfer import DeviceMover, HostMover
 from zero_offload.tiers.twin import TwinTier
 
-__all__ = ["OffloadTiers", "create_tier", "make_device_tier", "make_twin"]
-
 _CPU = torch.device("cpu")
 
 

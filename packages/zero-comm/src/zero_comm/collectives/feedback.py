@@ -17,8 +17,6 @@ from torch import Tensor
 from zero_comm.quantizer.block_format import BlockFormat
 from zero_comm.quantizer.quantize import dequantize, quantize
 
-__all__ = ["STORED", "ErrorFeedback", "LocoSettings"]
-
 STORED = BlockFormat.make("int8")
 """Format of kept errors."""
 

@@ -15,8 +15,6 @@ from torch import Tensor
 from zero_comm.transport.protocol import TransportCollectives
 from zero_comm.transport.scratch import Scratch
 
-__all__ = ["Grid"]
-
 
 class Grid:
     """Ranks in groups of equal size. Every rank must construct it. See [Note: the two phases].

@@ -30,8 +30,6 @@ from zero_comm.transport.protocol import InPlaceCollectives, TransportCollective
 from zero_comm.transport.scratch import Scratch
 from zero_comm.transport.torch_collectives import DoneWork
 
-__all__ = ["QuantizedCollectives", "create_collectives"]
-
 _log = logging.getLogger(__name__)
 
 

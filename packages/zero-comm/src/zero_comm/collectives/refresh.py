@@ -16,8 +16,6 @@ from zero_comm.collectives.grid import Grid
 from zero_comm.quantizer.message import Packing
 from zero_comm.transport.scratch import Scratch
 
-__all__ = ["DifferenceRefresh", "ExactRefresh", "QuantizedRefresh", "SecondaryRefresh"]
-
 
 class SecondaryRefresh(Protocol):
     """Brings secondary shards up to date."""

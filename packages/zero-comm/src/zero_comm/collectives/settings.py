@@ -14,8 +14,6 @@ from zero_comm.collectives.feedback import LocoSettings
 from zero_comm.quantizer.block_format import BlockFormat
 from zero_comm.quantizer.message import Packing
 
-__all__ = ["DIFFERENCE", "CommSettings"]
-
 KINDS: Final = ("int8", "int4", "e4m3", "e5m2")
 DIFFERENCE: Final = "int4_difference"
 _BLOCK: Final = "zero_optimization"

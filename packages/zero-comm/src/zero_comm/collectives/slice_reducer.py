@@ -16,8 +16,6 @@ from zero_comm.quantizer.block_format import BlockFormat
 from zero_comm.quantizer.message import Packing
 from zero_comm.transport.torch_collectives import TorchCollectives
 
-__all__ = ["GradientFormat", "SliceReducer"]
-
 
 @dataclass(frozen=True, slots=True)
 class GradientFormat:

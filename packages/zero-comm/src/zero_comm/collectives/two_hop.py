@@ -29,8 +29,6 @@ from zero_comm.quantizer.message import Packing
 from zero_comm.transport.protocol import TransportCollectives
 from zero_comm.transport.scratch import Scratch
 
-__all__ = ["Rounding", "TwoHopReduce"]
-
 _SEED_STEP = 0x9E3779B1  # odd: seeds of successive packings differ
 
 

@@ -28,8 +28,6 @@ from zero_comm.quantizer.message import Packing
 from zero_comm.transport.protocol import TransportCollectives
 from zero_comm.transport.scratch import Scratch
 
-__all__ = ["MessageGather", "SecondaryGather", "WeightGather"]
-
 
 class WeightGather(Protocol):
     """Gathers weights. Its jobs run one after another, on the queue of gathers."""

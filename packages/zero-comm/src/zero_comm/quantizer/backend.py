@@ -27,8 +27,6 @@ from torch import Tensor
 from zero_comm.quantizer.block_format import BlockFormat
 from zero_comm.quantizer.torch_backend import TorchBackend
 
-__all__ = ["Backend", "backend", "find_backend"]
-
 _VARIABLE: Final = "ZERO_COMM_BACKEND"
 
 

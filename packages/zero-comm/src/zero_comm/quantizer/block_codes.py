@@ -13,8 +13,6 @@ from torch import Tensor
 
 from zero_comm.quantizer.block_format import ROTATION_SIZE, BlockFormat
 
-__all__ = ["LARGEST_MAX", "decode_blocks", "encode_blocks", "uniform"]
-
 # Maxima are kept above zero, so that a block of zeros needs no special case, and far enough from
 # the ends that no step or reciprocal is subnormal.
 _SMALLEST_MAX: Final = 2.0**-100

@@ -74,8 +74,6 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Final
 
-__all__ = ["DEFAULT_BLOCK_SIZE", "ROTATION_SIZE", "BlockFormat", "quantized_nbytes"]
-
 ALIGNMENT: Final = 16  # bytes
 ROTATION_SIZE: Final = 64  # elements
 

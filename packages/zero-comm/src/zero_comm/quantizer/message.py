@@ -41,8 +41,6 @@ from zero_comm.quantizer.quantize import (
     quantize_rows,
 )
 
-__all__ = ["HEADER_NBYTES", "CorruptMessageError", "Packing"]
-
 HEADER_NBYTES: Final = 32
 _FIXED_NBYTES: Final = 16
 _FLAGS_AT: Final = 16

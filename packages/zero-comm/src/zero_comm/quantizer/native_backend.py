@@ -18,8 +18,6 @@ from torch import Tensor
 from zero_comm import _kernels
 from zero_comm.quantizer.block_format import BlockFormat
 
-__all__ = ["BACKEND", "NativeBackend", "available_isas", "use_isa"]
-
 _VARIABLE: Final = "ZERO_COMM_ISA"
 # As the enumerations in native/kernels.h.
 _KINDS: Final = {"int8": 0, "int4": 1, "e4m3": 2, "e5m2": 3}

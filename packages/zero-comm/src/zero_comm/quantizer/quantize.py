@@ -24,15 +24,6 @@ from torch import Tensor
 from zero_comm.quantizer.backend import find_backend
 from zero_comm.quantizer.block_format import ALIGNMENT, BlockFormat
 
-__all__ = [
-    "QUANTIZABLE_DTYPES",
-    "dequantize",
-    "dequantize_rows",
-    "dequantize_sum",
-    "quantize",
-    "quantize_rows",
-]
-
 QUANTIZABLE_DTYPES: Final = frozenset({torch.float32, torch.bfloat16, torch.float16, torch.float64})
 
 

@@ -17,8 +17,6 @@ from torch import Tensor
 from zero_comm.quantizer.block_codes import decode_blocks, encode_blocks, uniform
 from zero_comm.quantizer.block_format import BlockFormat
 
-__all__ = ["TorchBackend"]
-
 # 1 MiB of fp32: the best of 2**14 to 2**19 when measured; below it, the cost of a call shows.
 _CPU_CHUNK_NUMEL: Final = 1 << 18
 _DEVICE_CHUNK_NUMEL: Final = 1 << 25  # bounds the workspace to 128 MiB

@@ -15,17 +15,6 @@ and on any GPU:
 import triton
 import triton.language as tl
 
-__all__ = [
-    "asymmetric_codes",
-    "asymmetric_values",
-    "bfloat16_bits",
-    "float8_value",
-    "rotate",
-    "symmetric_codes",
-    "symmetric_step",
-    "uniform",
-]
-
 
 @triton.jit
 def rotate(x: tl.tensor, BLOCKS: tl.constexpr, COLUMNS: tl.constexpr) -> tl.tensor:

@@ -18,8 +18,6 @@ from torch import Tensor
 from zero_comm.quantizer.block_format import BlockFormat
 from zero_comm.quantizer.triton_tiles import decode_kernel, decode_sum_kernel, encode_kernel
 
-__all__ = ["BACKEND", "LARGEST_BLOCK_SIZE", "LAUNCH_OPTIONS", "TritonBackend", "constants_of"]
-
 LARGEST_BLOCK_SIZE: Final = 1 << 15  # elements: 64 per thread of the largest program
 _TILE_NUMEL: Final = 1 << 12  # 32 elements per thread keep enough loads in flight
 _WARPS: Final = 4

@@ -22,8 +22,6 @@ from zero_comm.quantizer.triton_arithmetic import (
     uniform,
 )
 
-__all__ = ["decode_kernel", "decode_sum_kernel", "encode_kernel"]
-
 
 @triton.jit(do_not_specialize=["numel", "seed"])
 def encode_kernel(

@@ -12,8 +12,6 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-__all__ = ["InPlaceCollectives", "TransportCollectives", "Work"]
-
 
 @runtime_checkable
 class Work(Protocol):

@@ -18,8 +18,6 @@ import torch
 from torch import Tensor
 from torch.futures import Future
 
-__all__ = ["CommQueue", "HostQueue", "StreamQueue", "open_queue"]
-
 
 class HostQueue:
     """Jobs of one thread, which ends with this object.

@@ -7,8 +7,6 @@ from torch import Tensor
 
 from zero_comm.transport.protocol import TransportCollectives
 
-__all__ = ["Scratch"]
-
 
 class Scratch:
     """One buffer per purpose, dtype and device, grown to the largest size requested.

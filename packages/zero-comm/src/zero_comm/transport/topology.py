@@ -26,8 +26,6 @@ from zero_comm.transport.torch_collectives import TorchCollectives
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["check_ranks_per_node", "find_ranks_per_node", "node_key", "ranks_per_node_of"]
-
 _log = logging.getLogger(__name__)
 
 # Result of each group: the launcher's environment doesn't change, and asking costs a collective.

@@ -25,8 +25,6 @@ from torch import Tensor
 from zero_comm.transport.protocol import Work
 from zero_comm.transport.torch_compat import all_gather_single
 
-__all__ = ["DoneWork", "TorchCollectives"]
-
 
 class DoneWork:
     """Work of an operation that was complete when it returned."""

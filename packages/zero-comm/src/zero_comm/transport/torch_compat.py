@@ -12,8 +12,6 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-__all__ = ["all_gather_single", "premultiplier", "reduce_scatter_single"]
-
 
 def all_gather_single(
     out: Tensor, shard: Tensor, group: dist.ProcessGroup | None, *, async_op: bool = False

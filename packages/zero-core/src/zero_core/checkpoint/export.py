@@ -12,8 +12,6 @@ from torch import Tensor
 from zero_core.errors import CheckpointError
 from zero_core.sharded.sharded_state import ShardedState
 
-__all__ = ["export_safetensors", "full_state_dict"]
-
 MAX_FILE_BYTES = 5 * 1000**3
 INDEX = "model.safetensors.index.json"
 

@@ -21,21 +21,6 @@ from zero_core.errors import CheckpointCorruptError, CheckpointError
 from zero_core.layout.discovery import plain_name
 from zero_core.sharded.sharded_state import MASTER
 
-__all__ = [
-    "FORMAT",
-    "MANIFEST",
-    "VALUE",
-    "VERSION",
-    "Progress",
-    "Reader",
-    "Weight",
-    "find",
-    "fingerprint",
-    "read_buffers",
-    "read_manifest",
-    "read_weights",
-]
-
 FORMAT = "zero-checkpoint"
 VERSION = 1
 MANIFEST = "manifest.json"

@@ -8,8 +8,6 @@ from typing import Any
 
 from zero_core.errors import CheckpointError
 
-__all__ = ["decode", "encode"]
-
 
 def encode(value: Any) -> Any:
     """Return ``value`` as JSON from which `decode` restores it exactly.

@@ -16,8 +16,6 @@ from zero_core.errors import CheckpointCorruptError, CheckpointError
 from zero_core.layout.discovery import plain_name
 from zero_core.sharded.sharded_state import MASTER, ShardedState, load_buffers, named_buffers
 
-__all__ = ["PARTS", "load_checkpoint", "read_client_state"]
-
 PARTS = ("frozen", "optimizer", "lr_scheduler", "progress")
 """Parts of a checkpoint that may be left out in loading. "frozen" are values of parameters that
 were frozen, "optimizer" states and hyperparameters: the engine may then have another optimizer and

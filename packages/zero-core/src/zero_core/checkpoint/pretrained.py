@@ -18,8 +18,6 @@ from zero_core.errors import CheckpointError
 from zero_core.layout.discovery import plain_name
 from zero_core.sharded.sharded_state import MASTER, ShardedState, load_buffers, named_buffers
 
-__all__ = ["Loaded", "load_pretrained"]
-
 _CHUNK_NUMEL = 1 << 22
 
 

@@ -18,8 +18,6 @@ from torch import Tensor
 from zero_core.checkpoint.export import INDEX
 from zero_core.errors import CheckpointCorruptError, CheckpointError
 
-__all__ = ["StoredTensor", "find_tensors"]
-
 _SINGLE = "model.safetensors"
 _DTYPES = {
     "F64": torch.float64,

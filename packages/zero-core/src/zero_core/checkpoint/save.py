@@ -29,8 +29,6 @@ from zero_core.checkpoint.json_values import encode
 from zero_core.errors import CheckpointError
 from zero_core.sharded.sharded_state import ShardedState
 
-__all__ = ["save_checkpoint"]
-
 
 def save_checkpoint(
     state: ShardedState,

@@ -17,8 +17,6 @@ from zero_core.protocols import (
     Work,
 )
 
-__all__ = ["Communicator", "NamedWork", "collective_error"]
-
 
 def collective_error(what: str, error: RuntimeError) -> CollectiveError:
     """Return the error that says which collective failed."""
@@ -26,6 +24,16 @@ def collective_error(what: str, error: RuntimeError) -> CollectiveError:
         f"{what} failed or timed out: {error}. If the ranks took different branches or one "
         "of them died, the first rank to report another error is the cause"
     )
+
+
+class _NotStarted:
+    """A collective that could not start. It fails where it is waited for."""
+
+    def __init__(self, error: RuntimeError) -> None:
+        self._error = error
+
+    def wait(self) -> None:
+        raise self._error
 
 
 class NamedWork:
@@ -116,16 +124,13 @@ class Communicator:
     ) -> NamedWork:
         """Start to fill ``out`` with every rank's ``shard`` of a segment.
 
-        See `zero_core.protocols.Collectives.all_gather`. A peer that has ended may be noticed here
-        already.
-
-        Raises:
-            CollectiveError: it failed to start.
+        See `zero_core.protocols.Collectives.all_gather`. If it cannot start, as a peer has ended,
+        waiting raises: values gathered ahead may never be needed.
         """
         try:
             work = self._all_gather(out, shard, unit=segment, version=version, backward=backward)
         except RuntimeError as error:
-            raise self.error("all_gather", segment, error) from error
+            work = _NotStarted(error)
         return NamedWork(self, work, "all_gather", segment)
 
     def reduce_scatter(self, out: Tensor, full: Tensor, segment: int) -> NamedReduction:

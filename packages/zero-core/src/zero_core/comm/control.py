@@ -21,13 +21,6 @@ from torch import Tensor
 
 from zero_core.errors import CheckpointCorruptError, CheckpointError
 
-__all__ = [
-    "ControlGroup",
-    "ProcessControlGroup",
-    "all_gather_single",
-    "sum_in_rank_order",
-]
-
 # torch 2.13 renamed the tensor collectives; the old names warn there.
 all_gather_single: Callable[..., Any] = getattr(
     dist, "all_gather_single", dist.all_gather_into_tensor

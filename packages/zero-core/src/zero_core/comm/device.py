@@ -20,8 +20,6 @@ from zero_core.comm.p2p import ProcessMessages
 from zero_core.comm.queues import CommQueues
 from zero_core.protocols import EXACT_GRADIENTS, TransportCollectives, Work
 
-__all__ = ["DeviceCollectives"]
-
 
 class DeviceCollectives:
     """`zero_core.protocols.TransportCollectives` of an accelerator. See there for the contract."""

@@ -14,8 +14,6 @@ from zero_core.comm.shared_memory import SharedMemory
 from zero_core.comm.topology import Ranks
 from zero_core.protocols import TransportCollectives
 
-__all__ = ["make_transport", "share_memory"]
-
 _log = logging.getLogger(__name__)
 
 

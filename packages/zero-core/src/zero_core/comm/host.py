@@ -27,8 +27,6 @@ from zero_core.comm.queues import CommQueues, HostQueues
 from zero_core.comm.shared_memory import SharedMemory
 from zero_core.protocols import EXACT_GRADIENTS, Work
 
-__all__ = ["HostCollectives", "check_all_to_all", "check_subgroup"]
-
 
 class HostCollectives:
     """`zero_core.protocols.TransportCollectives` among hosts. See there for the contract."""

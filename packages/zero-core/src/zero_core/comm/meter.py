@@ -11,8 +11,6 @@ import threading
 
 from zero_core.comm.links import Links, Traffic
 
-__all__ = ["FACTS", "GRADIENTS", "MATRICES", "PARAMETERS", "Meter"]
-
 PARAMETERS, GRADIENTS, FACTS = "parameters", "gradients", "facts of the step"
 MATRICES = "momenta of matrices"
 _ORDER = [

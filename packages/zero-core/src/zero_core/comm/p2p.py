@@ -34,8 +34,6 @@ from zero_core.comm.shared_memory import SharedMemory
 from zero_core.errors import CollectiveError
 from zero_core.protocols import Work
 
-__all__ = ["Kind", "Messages", "Parcel", "PeerToPeer", "ProcessMessages", "wait_all"]
-
 _NUM_CHANNELS = 4096
 
 _numbers: dict[str, Iterator[int]] = {}

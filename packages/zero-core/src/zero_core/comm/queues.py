@@ -20,8 +20,6 @@ import torch
 
 from zero_core.protocols import Work
 
-__all__ = ["CommQueues", "HostQueues", "StreamQueues", "queues_of"]
-
 _Job = Callable[[], None]
 
 

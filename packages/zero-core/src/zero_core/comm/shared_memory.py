@@ -34,8 +34,6 @@ from torch import Tensor
 from zero_core.comm.control import ControlGroup
 from zero_core.errors import CollectiveError
 
-__all__ = ["SharedMemory"]
-
 _log = logging.getLogger(__name__)
 
 _NAME = "zero_core"

@@ -32,8 +32,6 @@ from zero_core.comm.control import ControlGroup, ProcessControlGroup
 from zero_core.comm.p2p import Messages, ProcessMessages
 from zero_core.errors import ConfigError
 
-__all__ = ["Ranks", "count_per_node", "find_ranks"]
-
 _log = logging.getLogger(__name__)
 
 

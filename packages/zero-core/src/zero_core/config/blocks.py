@@ -14,23 +14,6 @@ import pydantic
 import torch
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt
 
-__all__ = [
-    "DTYPES",
-    "ActivationCheckpointingConfig",
-    "Bf16Config",
-    "Config",
-    "DataTypesConfig",
-    "Fp16Config",
-    "LeafModuleConfig",
-    "LocoConfig",
-    "OffloadOptimizerConfig",
-    "OffloadParamConfig",
-    "OptimizerConfig",
-    "SchedulerConfig",
-    "ZeroConfig",
-    "as_whole",
-]
-
 BlockKind = Literal["int8", "int4", "e4m3", "e5m2"]
 """Format of quantized blocks: integers of 8 or 4 bits, or 8-bit floating point."""
 WeightFormat = Literal["int8", "int4", "e4m3", "e5m2", "int4_difference"]

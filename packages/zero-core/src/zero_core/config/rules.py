@@ -13,8 +13,6 @@ from typing import Any
 from zero_core.config.blocks import Config, ZeroConfig
 from zero_core.errors import ConfigError
 
-__all__ = ["UNNEEDED", "check_rules", "drop_further_keys", "find_unneeded", "log_unneeded"]
-
 _log = logging.getLogger(__name__)
 
 UNNEEDED: Mapping[str, str] = {

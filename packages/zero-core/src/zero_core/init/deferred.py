@@ -24,8 +24,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from zero_core._torch import DisableTorchFunction, current_dispatch_mode, pytree
 from zero_core.init.tape import Entry, Recording, Ref, storage_of
 
-__all__ = ["deferred_init", "is_recorded_innermost", "recorded", "recordings_of"]
-
 _META = torch.device("meta")
 _OVERWRITES = {
     *("bernoulli_", "cauchy_", "copy_", "exponential_", "fill_", "geometric_", "log_normal_"),

@@ -17,8 +17,6 @@ from zero_core.protocols import StateTier
 from zero_core.sharded.params import FlatParams
 from zero_core.sharded.pool import BufferPool, allocator
 
-__all__ = ["adopt", "adopt_buffers", "check_values", "fill"]
-
 
 @torch.no_grad()
 def fill(

@@ -25,8 +25,6 @@ from torch import Tensor, nn
 
 from zero_core._torch import DisableTorchFunction, disable_current_modes, pytree
 
-__all__ = ["Entry", "Recording", "Ref", "storage_of", "zeroed"]
-
 _MAPPED_BYTES = 1 << 15
 # Private: the system merges neighbours, of which it has a limited number otherwise.
 _PRIVATE = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if sys.platform != "win32" else {}

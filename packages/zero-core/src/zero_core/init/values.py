@@ -13,8 +13,6 @@ from zero_core.init.deferred import recordings_of
 from zero_core.protocols import PartitionedParam
 from zero_core.sharded.params import is_placeholder
 
-__all__ = ["InitialValues", "make_ordinary"]
-
 
 class InitialValues:
     """Values of a model's tensors, computed one at a time."""

@@ -26,8 +26,6 @@ from functools import cached_property
 
 import torch
 
-__all__ = ["ALIGNMENT", "Layout", "ParamSpec", "Piece", "Segment", "Slot", "UnitLayout"]
-
 ALIGNMENT = 32
 """Elements to which slots and shards are aligned: 64 bytes at 16 bits, a cache line and a vector
 register. An unaligned weight would slow down the matrix kernels."""

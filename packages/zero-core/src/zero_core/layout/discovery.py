@@ -22,8 +22,6 @@ from torch import nn
 
 from zero_core.errors import ConfigError
 
-__all__ = ["Discovered", "LeafRule", "discover", "note_reader", "plain_name"]
-
 _log = logging.getLogger(__name__)
 
 _WRAPPERS = ("_checkpoint_wrapped_module", "_orig_mod")

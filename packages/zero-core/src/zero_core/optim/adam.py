@@ -10,8 +10,6 @@ from torch.optim.adam import adam
 
 from zero_core.optim.base import BaseOptimizer, check_settings
 
-__all__ = ["Adam", "corrected_update", "moments_of"]
-
 
 class Adam(BaseOptimizer):
     """Adam (Kingma and Ba, 2015, arXiv 1412.6980) or AdamW (arXiv 1711.05101), fused.

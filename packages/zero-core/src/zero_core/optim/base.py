@@ -8,8 +8,6 @@ from typing import overload
 
 import torch
 
-__all__ = ["BaseOptimizer", "check_settings"]
-
 
 class BaseOptimizer(torch.optim.Optimizer, ABC):
     """Torch optimizer that evaluates a closure before its update."""

@@ -23,8 +23,6 @@ from torch import Tensor, nn
 from zero_core._libc import release_free_pages
 from zero_core.protocols import ParamStore
 
-__all__ = ["DeviceTier", "make_optimizer", "optimizer_options", "probe_states"]
-
 MASTER = "master_weight"
 _WIDE = (torch.float32, torch.float64)
 

@@ -15,8 +15,6 @@ from zero_core.optim.adam import Adam
 from zero_core.optim.lion import Lion
 from zero_core.optim.muon import Muon, split_groups
 
-__all__ = ["check_elementwise", "has_kernel_rule", "make_optimizer"]
-
 _BY_NAME: Mapping[str, type[torch.optim.Optimizer]] = {
     "adam": torch.optim.Adam,
     "adamw": torch.optim.AdamW,

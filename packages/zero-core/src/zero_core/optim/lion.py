@@ -9,8 +9,6 @@ from torch import Tensor
 
 from zero_core.optim.base import BaseOptimizer, check_settings
 
-__all__ = ["Lion"]
-
 
 class Lion(BaseOptimizer):
     """Lion (Chen et al., 2023, arXiv 2302.06675, algorithm 2), with decoupled weight decay.

@@ -20,8 +20,6 @@ from torch import Tensor, nn
 from zero_core.optim.adam import corrected_update, moments_of
 from zero_core.optim.base import BaseOptimizer, check_settings
 
-__all__ = ["Direction", "Muon", "direction_of", "split_groups", "tag_matrices"]
-
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 _SMALLEST_NORM = 1e-7
 _NOT_MATRICES = ("embed", "lm_head")

@@ -24,8 +24,6 @@ from zero_core.layout.arithmetic import Layout, Segment
 from zero_core.optim.device_tier import DeviceTier
 from zero_core.optim.muon import Direction, Muon, direction_of
 
-__all__ = ["MatrixTier"]
-
 
 class MatrixTier(DeviceTier):
     """`zero_core.protocols.StateTier` on the compute device, for `zero_core.optim.muon.Muon`."""

@@ -9,8 +9,6 @@ from fnmatch import fnmatchcase
 from zero_core.errors import ConfigError
 from zero_core.layout.arithmetic import Layout
 
-__all__ = ["check_patterns"]
-
 
 def check_patterns(patterns: Sequence[str], layout: Layout) -> None:
     """Refuse a pattern that matches no trainable parameter of the whole model.

@@ -15,8 +15,6 @@ from zero_core.config.schema import Config
 from zero_core.errors import ConfigError
 from zero_core.layout.discovery import compute_dtype
 
-__all__ = ["trace_activations"]
-
 _META = torch.device("meta")
 
 

@@ -16,8 +16,6 @@ from zero_core.plan.footprints import Footprints
 from zero_core.plan.forecast import collectives_memory
 from zero_core.plan.traffic import step_traffic
 
-__all__ = ["TrafficChoice", "traffic_choices"]
-
 _WEIGHTS = {"zero_quantized_weights": True}
 _GRADIENTS = {"zero_quantized_gradients": True}
 _PLAIN = {

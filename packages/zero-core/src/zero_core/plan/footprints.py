@@ -16,17 +16,6 @@ from zero_core.config.schema import Config
 from zero_core.errors import ConfigError, MissingPartError
 from zero_core.plugins import FOOTPRINTS, load_part
 
-__all__ = [
-    "CollectivesFootprint",
-    "CollectivesFootprintFactory",
-    "Footprints",
-    "GatherFootprint",
-    "ParamFootprintFactory",
-    "ReduceFootprint",
-    "TierFootprint",
-    "TierFootprintFactory",
-]
-
 
 class GatherFootprint(Protocol):
     """Bytes of one segment's gather in two phases: across groups of ranks, then within a group."""

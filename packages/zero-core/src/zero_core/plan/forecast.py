@@ -32,8 +32,6 @@ from zero_core.sharded.gradient_plan import accumulated_dtype, communicated_dtyp
 from zero_core.sharded.memory import Memory
 from zero_core.sharded.param_offload import OffloadedSegments, offloaded_segments
 
-__all__ = ["Forecast", "MemoryUse", "buffer_bytes", "collectives_memory", "num_gathers"]
-
 _META, _CPU = torch.device("meta"), torch.device("cpu")
 _WIDE = (torch.float32, torch.float64)
 

@@ -33,8 +33,6 @@ from zero_core.plan.forecast import Forecast, MemoryUse, buffer_bytes
 from zero_core.plan.result import Choice, Plan, format_bytes
 from zero_core.plan.traffic import step_traffic
 
-__all__ = ["plan"]
-
 GPUS_PER_NODE = 8
 """Ranks per node unless they are given."""
 PERCENT = 100

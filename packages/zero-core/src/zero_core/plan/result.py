@@ -9,8 +9,6 @@ from zero_core.comm.links import Traffic
 from zero_core.plan.choices import TrafficChoice
 from zero_core.plan.forecast import MemoryUse
 
-__all__ = ["Choice", "Plan", "Table", "format_bytes"]
-
 
 @dataclass(frozen=True)
 class Choice:

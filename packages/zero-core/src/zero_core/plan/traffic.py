@@ -21,8 +21,6 @@ from zero_core.plan.footprints import CollectivesFootprint
 from zero_core.plan.forecast import num_gathers
 from zero_core.sharded.gradient_plan import accumulated_dtype, communicated_dtype
 
-__all__ = ["step_traffic"]
-
 
 class _Grid:
     """Bytes of gathers in two phases, as the mean over all ranks.

@@ -19,8 +19,6 @@ from zero_core._torch import is_in_backward, outside_graphs
 from zero_core.comm.control import ControlGroup
 from zero_core.runtime.runtime import Runtime
 
-__all__ = ["BufferSync"]
-
 
 class BufferSync:
     """Brings rank 0's buffers to every rank. See [Note: when buffers are broadcast]."""

@@ -18,8 +18,6 @@ from torch.utils.hooks import RemovableHandle
 from zero_core.runtime.recompute import Recompute
 from zero_core.sharded.sharded_state import ShardedState
 
-__all__ = ["ModelCopies"]
-
 _KEY = "__deepcopy__"  # looked up on the object by `copy.deepcopy`
 
 

@@ -29,8 +29,6 @@ from zero_core.sharded.params import FlatParams
 from zero_core.sharded.sharded_state import MASTER, ShardedState
 from zero_core.sharded.unit import Unit
 
-__all__ = ["GatheredParams"]
-
 _SAME, _CHANGED, _RESHAPED = 0.0, 1.0, 2.0
 
 

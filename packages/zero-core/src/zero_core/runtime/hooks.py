@@ -27,8 +27,6 @@ from zero_core.runtime.runtime import Runtime
 from zero_core.sharded.grads import FlatGrads
 from zero_core.sharded.unit import Unit
 
-__all__ = ["install"]
-
 
 def install(
     runtime: Runtime,

@@ -26,9 +26,6 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 
-__all__ = ["BackwardOrder", "Forward"]
-
-
 _NUM_KEPT = 16
 """Trails kept of forwards of which no saved weight is left; those of recomputed units are."""
 

@@ -24,8 +24,6 @@ from zero_core._torch import outside_graphs
 from zero_core.layout.discovery import plain_name
 from zero_core.sharded.params import FlatParams
 
-__all__ = ["ParamGuard"]
-
 _ADVICE = (
     "Write values within engine.gathered(modifier_rank=...); to change the model itself, end the "
     "engine by engine.unwrap() and build another one"

@@ -21,8 +21,6 @@ from torch.utils.checkpoint import checkpoint
 from zero_core.runtime.runtime import Runtime
 from zero_core.sharded.unit import Unit
 
-__all__ = ["Recompute"]
-
 
 class Recompute:
     """Wraps the forwards of blocks until `remove`."""

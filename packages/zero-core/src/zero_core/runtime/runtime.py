@@ -31,9 +31,6 @@ from zero_core.sharded.grads import FlatGrads
 from zero_core.sharded.params import FlatParams
 from zero_core.sharded.unit import Unit
 
-__all__ = ["GradientSink", "Runtime"]
-
-
 _Packed = tuple[Unit, FlatParams, int, torch.Size, tuple[int, ...], int, Forward]
 """A weight that autograd saved: unit, segment, offset, shape, strides, version, and the forward. A
 plain tuple, as there is one for each use of a weight, and a test for each saved tensor."""

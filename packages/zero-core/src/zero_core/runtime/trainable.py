@@ -19,8 +19,6 @@ from torch import nn
 
 from zero_core.layout.arithmetic import Layout
 
-__all__ = ["warn_frozen"]
-
 _log = logging.getLogger(__name__)
 
 

@@ -13,16 +13,6 @@ import torch
 from zero_core.config.schema import DTYPES, Config
 from zero_core.layout.arithmetic import Segment
 
-__all__ = [
-    "GradientCase",
-    "GradientPlan",
-    "accumulated_dtype",
-    "communicated_dtype",
-    "offered_dtype",
-    "plan_gradient",
-    "plan_segment_gradient",
-]
-
 
 class GradientCase(Enum):
     """Way of a gradient from backward to the state tier."""

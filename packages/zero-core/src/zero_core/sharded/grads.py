@@ -21,8 +21,6 @@ from zero_core.sharded.pool import BufferPool
 
 _STRIDED = torch.strided
 
-__all__ = ["FlatGrads", "GradientBuffers", "ReducedGrad"]
-
 
 @dataclass(frozen=True)
 class GradientBuffers:

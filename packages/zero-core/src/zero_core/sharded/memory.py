@@ -31,8 +31,6 @@ from zero_core.sharded.params import DeviceShard, FlatParams, ShardSource
 from zero_core.sharded.pool import Allocate, Arena, BufferPool, allocator
 from zero_core.sharded.unit import Unit
 
-__all__ = ["Memory"]
-
 NUM_SPARE = 2
 """Buffers whose copies to the host may still be under way when the next one is needed."""
 

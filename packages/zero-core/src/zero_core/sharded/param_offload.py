@@ -35,15 +35,6 @@ from zero_core.protocols import ParamTier, StateTier, Work
 from zero_core.sharded.params import ShardUpdates
 from zero_core.sharded.pool import Allocate, BufferPool
 
-__all__ = [
-    "CopyStream",
-    "LocalStore",
-    "OffloadedSegments",
-    "OffloadedShard",
-    "PrefetchHints",
-    "offloaded_segments",
-]
-
 _MAX_EXPECTED_UNITS = 16
 
 

@@ -5,6 +5,7 @@ See [Note: the tensors of a segment] in `zero_core.sharded.unit`.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from enum import Enum
 from typing import Protocol
@@ -13,20 +14,12 @@ import torch
 from torch import Tensor, nn
 
 from zero_core.comm.communicator import Communicator
+from zero_core.errors import CollectiveError
 from zero_core.layout.arithmetic import Segment
 from zero_core.protocols import EXACT_PARAMETERS, StateTier, Work
 from zero_core.sharded.pool import BufferPool
 
-__all__ = [
-    "DeviceShard",
-    "FlatParams",
-    "ParamState",
-    "ShardSource",
-    "ShardUpdates",
-    "is_placeholder",
-    "slot_views",
-]
-
+_log = logging.getLogger(__name__)
 _NO_VERSION = -1
 # One pass in C, as it runs for every parameter of every gather.
 _set_data = Tensor.data.__set__  # type: ignore[attr-defined]
@@ -215,9 +208,6 @@ class FlatParams:
         Args:
             exact: unquantized, whatever the collectives do otherwise.
             backward: whether the gather serves a backward pass.
-
-        Raises:
-            CollectiveError: a peer has ended.
         """
         if self._full_version == self.version:
             return
@@ -241,17 +231,28 @@ class FlatParams:
             self._are_views_set = True
 
     def finish_gather(self) -> None:
-        """Wait for the gather that is under way, if one is."""
+        """Wait for the gather that is under way, if one is.
+
+        Raises:
+            CollectiveError: it failed. ``full`` does not hold the values then.
+        """
         if self._work is not None:
             work, self._work = self._work, None
-            work.wait()
+            try:
+                work.wait()
+            except BaseException:
+                self._full_version = _NO_VERSION
+                raise
 
     def release(self) -> None:
         """Return ``full`` to the pool, unless it is kept."""
         full = self.full
         if self.is_kept or full is None:
             return
-        self.finish_gather()
+        try:
+            self.finish_gather()
+        except CollectiveError as error:  # what needs the values will raise
+            _log.warning("not used, so training goes on: %s", error)
         self._set_placeholders()
         self._pool.release(full)
         self.full = None

@@ -17,8 +17,6 @@ from torch import Tensor
 
 from zero_core.protocols import Work
 
-__all__ = ["Allocate", "Arena", "BufferPool", "CopyQueue", "allocator"]
-
 Allocate = Callable[[int, torch.dtype], Tensor]
 """Allocates a 1-D tensor of a number of elements, uninitialised."""
 

@@ -15,8 +15,6 @@ from zero_core.layout.discovery import plain_name
 from zero_core.protocols import StateTier
 from zero_core.sharded.params import FlatParams
 
-__all__ = ["MASTER", "ShardedState", "load_buffers", "named_buffers"]
-
 MASTER = "master_weight"
 
 

@@ -42,8 +42,6 @@ from zero_core.sharded.grads import FlatGrads
 from zero_core.sharded.param_offload import PrefetchHints
 from zero_core.sharded.params import FlatParams
 
-__all__ = ["Unit"]
-
 _requires_grad = attrgetter("requires_grad")
 
 

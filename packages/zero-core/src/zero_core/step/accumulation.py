@@ -12,8 +12,6 @@ from torch import Tensor
 
 from zero_core.errors import CheckpointError
 
-__all__ = ["Accumulation"]
-
 _log = logging.getLogger(__name__)
 
 

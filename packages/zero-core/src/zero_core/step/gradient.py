@@ -31,8 +31,6 @@ from zero_core.step.loss_scale import clip_factor
 from zero_core.step.nonfinite import explain_nonfinite
 from zero_core.step.train_state import TrainState
 
-__all__ = ["GradientSource", "StepDecision", "StepGradient", "updates_in_backward"]
-
 
 def updates_in_backward(config: Config) -> bool:
     """Whether units are updated in backward, as configured.

@@ -13,8 +13,6 @@ from torch import Tensor
 from zero_core._torch import pytree
 from zero_core.config.schema import Fp16Config
 
-__all__ = ["LossScaler", "cast_floats", "clip_factor"]
-
 _log = logging.getLogger(__name__)
 
 

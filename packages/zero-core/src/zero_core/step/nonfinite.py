@@ -11,8 +11,6 @@ from zero_core.comm.control import ControlGroup
 from zero_core.layout.arithmetic import Layout
 from zero_core.sharded.grads import FlatGrads
 
-__all__ = ["explain_nonfinite"]
-
 _MAX_NAMED = 3
 _MAX_RANKS = 8
 

@@ -16,8 +16,6 @@ from zero_core._torch import mark_stepped
 from zero_core.step.gradient import GradientSource, StepGradient
 from zero_core.step.train_state import TrainState
 
-__all__ = ["EngineOptimizer"]
-
 
 class EngineOptimizer(torch.optim.Optimizer):
     """Optimizer over the groups of the one that was given, stepped by the engine alone.

@@ -20,8 +20,6 @@ from zero_core.layout.discovery import plain_name
 from zero_core.sharded.sharded_state import MASTER, ShardedState
 from zero_core.step.gradient import GradientSource, StepGradient
 
-__all__ = ["GRAD", "StateAccess"]
-
 GRAD = "grad"
 
 

@@ -14,8 +14,6 @@ from zero_core.optim.schedules.base import Schedule, check_state, resume_rates
 from zero_core.step.accumulation import Accumulation
 from zero_core.step.loss_scale import LossScaler
 
-__all__ = ["TrainState"]
-
 _log = logging.getLogger(__name__)
 
 _MEANT = "; if that is meant, load without the schedule"

@@ -8,8 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = ["Hard", "batch", "make_model", "wide_blocks"]
-
 _GENERATOR = threading.Lock()
 """Held while a model is drawn: threads share torch's global generator."""
 

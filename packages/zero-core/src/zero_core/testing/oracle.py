@@ -23,18 +23,6 @@ import zero_core
 from zero_core.comm.topology import find_ranks
 from zero_core.testing.models import batch, make_model
 
-__all__ = [
-    "LR",
-    "WEIGHT_DECAY",
-    "Case",
-    "Gap",
-    "Trace",
-    "compare_with_ddp",
-    "read_gaps",
-    "run_ddp",
-    "run_engine",
-]
-
 LR, WEIGHT_DECAY = 1e-2, 0.1
 
 

@@ -18,8 +18,6 @@ import torch._dynamo
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-__all__ = ["preload", "run_alone", "spawn"]
-
 # The oracle imports all that a rank of a test takes.
 _PRELOADED = [__name__, "zero_core.testing.oracle"]
 

@@ -26,8 +26,6 @@ from zero_core.comm.topology import Ranks
 from zero_core.errors import CollectiveError
 from zero_core.protocols import Work
 
-__all__ = ["SimulatedRanks", "simulate"]
-
 _T = TypeVar("_T")
 
 TIMEOUT_S = 120.0

@@ -26,17 +26,6 @@ from torch import Tensor
 from zero_offload.flat.intervals import Intervals
 from zero_offload.flat.span_map import SpanMap
 
-__all__ = [
-    "PUBLISHED_NUMEL",
-    "Geometry",
-    "Piece",
-    "Run",
-    "check_active",
-    "freeze_groups",
-    "plan_runs",
-    "split_runs",
-]
-
 PUBLISHED_NUMEL = 1 << 24
 """Most elements that are published at once. Large enough to cost nothing, small enough that the
 update, the copy to the device and the wait for it overlap."""

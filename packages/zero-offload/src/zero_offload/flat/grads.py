@@ -13,8 +13,6 @@ from torch import Tensor
 
 from zero_offload.flat.span_map import SpanMap
 
-__all__ = ["GradLedger"]
-
 _Source = tuple[Tensor, int]
 """A tensor and the element of the flat space at its first element."""
 

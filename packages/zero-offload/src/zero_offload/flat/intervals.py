@@ -11,8 +11,6 @@ from collections.abc import Iterable, Iterator
 
 from zero_offload.flat.span_map import SpanMap
 
-__all__ = ["Intervals"]
-
 
 class Intervals:
     """An immutable set of elements, made of ``[a, b)`` pairs that may touch or overlap.

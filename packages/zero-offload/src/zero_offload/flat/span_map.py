@@ -6,8 +6,6 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator
 from typing import Generic, TypeVar
 
-__all__ = ["SpanMap"]
-
 T = TypeVar("T")
 
 

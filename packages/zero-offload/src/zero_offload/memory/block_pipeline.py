@@ -28,8 +28,6 @@ from torch import Tensor
 from zero_offload.memory.direct_io import aligned_empty
 from zero_offload.memory.storage import BlockFile, Transfer
 
-__all__ = ["BlockPipeline"]
-
 
 @dataclass(slots=True)
 class _Buffer:

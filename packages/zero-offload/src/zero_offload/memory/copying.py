@@ -5,8 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["Copy", "start_copy"]
-
 
 class Copy:
     """A copy enqueued on the stream that was current then. See `start_copy`."""

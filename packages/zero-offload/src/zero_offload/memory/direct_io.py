@@ -29,16 +29,6 @@ from torch import Tensor
 if sys.platform == "linux":
     import fcntl
 
-__all__ = [
-    "ALIGNMENT",
-    "Scratch",
-    "aligned_empty",
-    "bytes_of",
-    "check_folder",
-    "open_scratch",
-    "round_up",
-]
-
 ALIGNMENT = 4096
 """Bytes that direct I/O is aligned to."""
 _BOUNCE_BYTES = 1 << 20

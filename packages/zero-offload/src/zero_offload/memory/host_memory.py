@@ -15,8 +15,6 @@ from torch import Tensor
 
 from zero_offload.memory.direct_io import aligned_empty
 
-__all__ = ["HostMemory", "packed"]
-
 _NUM_PACKED = 8
 """Room of one buffer, in tensors as large as the largest. Less than a tenth of it is wasted."""
 SMALL_BYTES = 1 << 20

@@ -23,8 +23,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["AcceleratorStreams", "HostStreams", "open_streams"]
-
 
 class HostStreams:
     """Copies on a CPU: immediate, without events."""

@@ -30,8 +30,6 @@ from zero_offload.memory.copying import Copy, start_copy
 from zero_offload.memory.host_memory import HostMemory
 from zero_offload.memory.storage import BlockFile, Transfer
 
-__all__ = ["NUM_WRITE_BUFFERS", "FileShards"]
-
 NUM_WRITE_BUFFERS = 2
 """Buffers in which new values of a shard are collected and sent to the file."""
 

@@ -20,8 +20,6 @@ from zero_offload.protocols import AdamKernel, Bf16AdamKernel, EightBitAdamKerne
 from zero_offload.rules import codes
 from zero_offload.rules.rule import MASTER, PARAM, REMAINDER, Rule, Stored, setting
 
-__all__ = ["AdamRule", "Bf16AdamRule", "EightBitAdamRule"]
-
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 _SCALES = {"exp_avg": "exp_avg_scale", "exp_avg_sq": "exp_avg_sq_scale"}
 _RANDOM_BLOCK = 1 << 20

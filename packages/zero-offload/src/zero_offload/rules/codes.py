@@ -24,16 +24,6 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-__all__ = [
-    "BLOCK_NUMEL",
-    "decode_exp_avg",
-    "decode_exp_avg_sq",
-    "encode_exp_avg",
-    "encode_exp_avg_sq",
-    "join_master",
-    "split_master",
-]
-
 BLOCK_NUMEL = 128
 
 _HALF_OF_ONE = 0x3F800000 // 2

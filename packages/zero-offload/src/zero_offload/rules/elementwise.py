@@ -12,8 +12,6 @@ from torch import optim
 
 from zero_offload.protocols import ElementwiseOptimizer
 
-__all__ = ["ELEMENTWISE", "check_elementwise"]
-
 ELEMENTWISE: frozenset[type[optim.Optimizer]] = frozenset(
     {
         optim.ASGD,

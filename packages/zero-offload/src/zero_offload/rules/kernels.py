@@ -14,8 +14,6 @@ from torch import optim
 from zero_offload.protocols import AdamKernel
 from zero_offload.rules.resolve import check_kernel_class, has_rule
 
-__all__ = ["GROUP", "resolve_kernel"]
-
 GROUP = "zero_core.adam_kernels"
 
 

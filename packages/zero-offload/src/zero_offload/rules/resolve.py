@@ -27,12 +27,6 @@ from zero_offload.rules.adam import AdamRule, Bf16AdamRule, EightBitAdamRule
 from zero_offload.rules.rule import Rule, Stored, setting
 from zero_offload.settings import STATE_DTYPES
 
-__all__ = [
-    "check_kernel_class",
-    "has_rule",
-    "resolve_rule",
-]
-
 _KNOWN: dict[type[optim.Optimizer], str] = {
     optim.Adam: "adam",
     optim.AdamW: "adam",

@@ -22,8 +22,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["KERNEL_DTYPES", "MASTER", "PARAM", "REMAINDER", "Rule", "Stored", "setting"]
-
 KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 """Dtypes of gradients and parameters that host kernels read and write."""
 MASTER = "master_weight"

@@ -20,8 +20,6 @@ from zero_offload.flat.geometry import Geometry
 from zero_offload.flat.span_map import SpanMap
 from zero_offload.rules.rule import MASTER, PARAM, REMAINDER, Rule, Stored
 
-__all__ = ["Block", "BlockLayout"]
-
 _Kept = Mapping[str, tuple[torch.dtype, int]]
 
 

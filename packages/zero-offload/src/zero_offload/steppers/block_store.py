@@ -14,8 +14,6 @@ from zero_offload.rules.rule import MASTER, PARAM, REMAINDER, Rule
 from zero_offload.steppers.block_layout import Block, BlockLayout
 from zero_offload.steppers.stepper import Chunk, ShardMasters
 
-__all__ = ["BlockStore", "MemoryStore"]
-
 _WINDOW_NUMEL = 1 << 15
 """Elements that are converted at once. A window is whole blocks, its temporaries fit a cache, and
 torch gives it one thread, because a dozen short operations would mostly wait for other threads."""

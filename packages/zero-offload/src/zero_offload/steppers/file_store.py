@@ -26,8 +26,6 @@ from zero_offload.steppers.block_layout import Block, BlockLayout
 from zero_offload.steppers.block_store import BlockStore
 from zero_offload.steppers.stepper import Chunk
 
-__all__ = ["BLOCK_NUMEL", "FileStore"]
-
 BLOCK_NUMEL = 1 << 20
 """Elements of a block: requests of 4 MiB, and for Adam 12 MiB of host memory per buffer."""
 

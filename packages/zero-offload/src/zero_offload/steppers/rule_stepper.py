@@ -21,8 +21,6 @@ from zero_offload.steppers.block_layout import Block
 from zero_offload.steppers.block_store import BlockStore
 from zero_offload.steppers.stepper import Chunk, Stepper, check_num_steps
 
-__all__ = ["RuleStepper", "can_serve"]
-
 
 def can_serve(geometry: Geometry) -> bool:
     """Return whether every shard has a dtype that kernels read and write."""

@@ -16,8 +16,6 @@ from torch import Tensor, nn
 
 from zero_offload.steppers.stepper import check_num_steps
 
-__all__ = ["EntryTemplate", "make_optimizer", "probe_entry"]
-
 _PROBE_NUMEL = 2
 
 

@@ -19,8 +19,6 @@ from zero_offload.flat.geometry import Geometry, Run
 from zero_offload.flat.grads import GradLedger
 from zero_offload.memory.storage import BlockFile
 
-__all__ = ["Chunk", "ShardMasters", "Stepper", "check_num_steps"]
-
 
 @dataclass(frozen=True, slots=True)
 class Chunk:

@@ -32,8 +32,6 @@ from zero_offload.steppers.state_entry import (
 )
 from zero_offload.steppers.stepper import Chunk, ShardMasters, Stepper, check_num_steps
 
-__all__ = ["FUSED_ALIGNMENT", "TorchStepper"]
-
 FUSED_ALIGNMENT = 16
 """Elements of a vector in torch's fused CPU kernels, or a multiple of it."""
 

@@ -23,8 +23,6 @@ from dataclasses import dataclass
 from math import ceil
 from statistics import median
 
-__all__ = ["AutoRatio", "RatioReport", "Sample"]
-
 STEPS_PER_PROBE = 3
 """Steps whose median is one probe."""
 RESOLUTION = 1 / 64

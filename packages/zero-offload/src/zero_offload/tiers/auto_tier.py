@@ -22,8 +22,6 @@ from zero_offload.tiers.device_room import DeviceClock, DeviceRoom
 from zero_offload.tiers.part import Part, TierFactory
 from zero_offload.tiers.twin import TwinTier
 
-__all__ = ["AutoTier"]
-
 _log = logging.getLogger(__name__)
 
 

@@ -12,8 +12,6 @@ from typing import Protocol, runtime_checkable
 
 import torch
 
-__all__ = ["DeviceClock", "DeviceRoom", "MemoryReading", "read_memory"]
-
 MARGIN = 0.05
 """Share of the device's memory that is kept free for fragmentation and libraries."""
 

@@ -26,8 +26,6 @@ from zero_offload.steppers.stepper import Chunk, Stepper
 from zero_offload.tiers.progress import Progress
 from zero_offload.tiers.transfer import Mover
 
-__all__ = ["DeviceTier", "FlatTier", "HostTier", "TierReport"]
-
 
 @dataclass(frozen=True, slots=True)
 class TierReport:

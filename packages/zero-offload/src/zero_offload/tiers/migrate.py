@@ -14,8 +14,6 @@ from torch import Tensor
 
 from zero_offload.flat.intervals import Intervals
 
-__all__ = ["HeldState", "StateSource", "migrate"]
-
 BLOCK_NUMEL = 1 << 22
 """Elements of one state that are copied at once: 16 MiB of fp32."""
 

@@ -14,8 +14,6 @@ from zero_offload.flat.geometry import Geometry
 from zero_offload.flat.intervals import Intervals
 from zero_offload.protocols import ParamStore
 
-__all__ = ["OffloadedShards", "store_of_part"]
-
 
 class OffloadedShards:
     """The shards of a flat space that are kept off the device.

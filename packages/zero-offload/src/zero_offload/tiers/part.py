@@ -15,8 +15,6 @@ from zero_offload.protocols import StateTier
 from zero_offload.rules.rule import MASTER
 from zero_offload.tiers.flat_tier import FlatTier, HostTier, TierReport
 
-__all__ = ["GradStaging", "Part", "PartReport", "TierFactory"]
-
 
 class TierFactory(Protocol):
     """Creates the tiers of the parts, at first and when the split point moves."""

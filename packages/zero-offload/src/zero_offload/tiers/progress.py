@@ -15,8 +15,6 @@ import torch
 from zero_offload.errors import OffloadError
 from zero_offload.flat.span_map import SpanMap
 
-__all__ = ["Progress"]
-
 
 @dataclass(slots=True)
 class _Run:

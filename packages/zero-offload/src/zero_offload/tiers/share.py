@@ -15,8 +15,6 @@ from zero_offload.rules.elementwise import check_elementwise
 from zero_offload.settings import OffloadSettings
 from zero_offload.steppers.state_entry import probe_entry
 
-__all__ = ["check_patterns", "device_bytes", "host_share", "state_bytes"]
-
 
 def host_share(
     settings: OffloadSettings,

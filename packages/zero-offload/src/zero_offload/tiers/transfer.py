@@ -34,8 +34,6 @@ from zero_offload.memory.streams import HostStreams, open_streams
 from zero_offload.rules.rule import KERNEL_DTYPES
 from zero_offload.tiers.offloaded_shard import OffloadedShards
 
-__all__ = ["DeviceMover", "HostMover", "Mover"]
-
 Release = Callable[[], None]
 """To be called before the memory of an offered gradient is written again."""
 

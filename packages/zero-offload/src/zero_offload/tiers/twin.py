@@ -30,8 +30,6 @@ from zero_offload.tiers.flat_tier import FlatTier, TierReport
 from zero_offload.tiers.migrate import HeldState, migrate
 from zero_offload.tiers.part import GradStaging, Part, PartReport, TierFactory
 
-__all__ = ["TwinTier"]
-
 
 class TwinTier:
     """A StateTier made of a host tier over a share of the elements and a device tier over the rest.

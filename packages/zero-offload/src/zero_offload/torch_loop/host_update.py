@@ -19,8 +19,6 @@ from torch import nn, optim
 from zero_offload.protocols import AdamKernel, HostKernelOptimizer
 from zero_offload.rules.kernels import resolve_kernel
 
-__all__ = ["HostUpdate", "resolve_update"]
-
 _KEPT = ("lr", "betas", "eps", "weight_decay")
 _ONLY_SERVED = {"state_dtype": ("float32",), "master_dtype": (None, "float32")}
 

@@ -21,8 +21,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["LocalPart", "check_not_replicated", "common_device", "lay_out"]
-
 
 class LocalPart:
     """The local part of one parameter and its place ``[start, stop)`` in the flat space.

@@ -16,19 +16,6 @@ import torch
 from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler
 
-__all__ = [
-    "IterationSchedule",
-    "Rate",
-    "ResumableSchedule",
-    "Schedule",
-    "check_state",
-    "per_group",
-    "resume_rates",
-    "set_rates",
-    "torch_optimizer",
-    "whole",
-]
-
 Rate = float | Tensor
 
 

@@ -12,8 +12,6 @@ from typing import Any
 
 from zero_core.optim.schedules.base import IterationSchedule, per_group, set_rates, whole
 
-__all__ = ["LRRangeTest", "OneCycle"]
-
 _log = logging.getLogger(__name__)
 
 _BETA2 = 0.99

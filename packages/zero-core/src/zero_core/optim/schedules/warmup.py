@@ -16,8 +16,6 @@ import torch
 
 from zero_core.optim.schedules.base import IterationSchedule, per_group, whole
 
-__all__ = ["WarmupCosineLR", "WarmupDecayLR", "WarmupLR"]
-
 _log = logging.getLogger(__name__)
 
 
