@@ -26,7 +26,7 @@ from zero_offload import OffloadedOptimizer
 from zero_offload.flat.geometry import Geometry
 from zero_offload.memory.host_memory import HostMemory
 from zero_offload.rules import codes
-from zero_offload.rules.adam import Bf16AdamRule, EightBitAdamRule
+from zero_offload.rules.compact import Bf16AdamRule, EightBitAdamRule
 from zero_offload.rules.resolve import resolve_rule
 from zero_offload.steppers.block_store import MemoryStore
 from zero_offload.steppers.rule_stepper import RuleStepper

@@ -16,7 +16,7 @@ from torch import Tensor, nn, optim
 import zero_offload
 from zero_offload import ELEMENTWISE, OffloadedOptimizer, create_tier
 from zero_offload.protocols import StateTier
-from zero_offload.rules.kernels import GROUP, resolve_kernel
+from zero_offload.rules.resolve import GROUP, resolve_kernel
 from zero_offload.settings import OffloadSettings
 from zero_offload.tier import make_device_tier
 
@@ -163,7 +163,7 @@ def test_kernels_are_found_by_name_object_or_auto(monkeypatch: pytest.MonkeyPatc
     broken = importlib.metadata.EntryPoint("zzz_broken", "no_such_module:kernel", GROUP)
     installed = importlib.metadata.EntryPoints([broken, entry])
     monkeypatch.setattr(
-        "zero_offload.rules.kernels.entry_points", lambda **wanted: installed.select(**wanted)
+        "zero_offload.rules.resolve.entry_points", lambda **wanted: installed.select(**wanted)
     )
     kernel = ReferenceAdam()
     assert resolve_kernel(kernel, optim.Adam) is kernel
@@ -182,7 +182,7 @@ def test_kernels_are_found_by_name_object_or_auto(monkeypatch: pytest.MonkeyPatc
 
 
 def test_auto_without_an_installed_kernel_is_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("zero_offload.rules.kernels.entry_points", lambda **_: ())
+    monkeypatch.setattr("zero_offload.rules.resolve.entry_points", lambda **_: ())
     assert resolve_kernel("auto", optim.Adam) is None
 
 

@@ -35,7 +35,7 @@ from zero_offload.flat.geometry import Geometry
 from zero_offload.flat.grads import GradLedger
 from zero_offload.memory.block_pipeline import BlockPipeline
 from zero_offload.memory.storage import BlockFile
-from zero_offload.rules.adam import AdamRule
+from zero_offload.rules.plain import AdamRule
 from zero_offload.rules.resolve import resolve_rule
 from zero_offload.settings import NvmeSettings, OffloadSettings
 from zero_offload.steppers.block_layout import BlockLayout

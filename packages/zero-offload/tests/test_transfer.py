@@ -23,7 +23,7 @@ from zero_offload.flat.geometry import Geometry
 from zero_offload.flat.grads import GradLedger
 from zero_offload.memory.host_memory import HostMemory
 from zero_offload.memory.streams import HostStreams
-from zero_offload.rules.adam import AdamRule
+from zero_offload.rules.plain import AdamRule
 from zero_offload.steppers.block_store import MemoryStore
 from zero_offload.steppers.rule_stepper import RuleStepper
 from zero_offload.tiers.flat_tier import HostTier

@@ -27,7 +27,7 @@ from zero_offload.flat.geometry import PUBLISHED_NUMEL, Geometry
 from zero_offload.memory.host_memory import packed
 from zero_offload.param_tier import ParamSettings, num_in_host_memory
 from zero_offload.params.param_file import NUM_WRITE_BUFFERS
-from zero_offload.rules.adam import Bf16AdamRule, EightBitAdamRule
+from zero_offload.rules.compact import Bf16AdamRule, EightBitAdamRule
 from zero_offload.rules.rule import KERNEL_DTYPES, PARAM, REMAINDER, Rule
 from zero_offload.settings import OffloadSettings
 from zero_offload.steppers.file_store import BLOCK_NUMEL

@@ -1,18 +1,16 @@
-"""Rules of Adagrad, SGD and Lion, and the choice of the rule for an optimizer class.
+"""Choice of an installed kernel and of the rule for an optimizer class.
 
-Each rule calls one function of the kernel. A kernel needs `adam_step` alone. Optimizers whose
-function it has not are updated by torch.
+Kernels announce themselves under the entry-point group ``zero_core.adam_kernels``. One is loaded
+only when it is asked for, and no other with it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from types import MappingProxyType
+from collections.abc import Mapping, Sequence
+from importlib.metadata import entry_points
 from typing import Any
 
-import torch
-from torch import Tensor, optim
+from torch import optim
 
 from zero_offload.protocols import (
     AdagradKernel,
@@ -23,10 +21,12 @@ from zero_offload.protocols import (
     RuledOptimizer,
     SgdKernel,
 )
-from zero_offload.rules.adam import AdamRule, Bf16AdamRule, EightBitAdamRule
-from zero_offload.rules.rule import Rule, Stored, setting
-from zero_offload.settings import STATE_DTYPES
+from zero_offload.rules.compact import Bf16AdamRule, EightBitAdamRule
+from zero_offload.rules.plain import AdagradRule, AdamRule, LionRule, SgdRule
+from zero_offload.rules.rule import Rule
+from zero_offload.settings import check_state_dtype
 
+GROUP = "zero_core.adam_kernels"
 _KNOWN: dict[type[optim.Optimizer], str] = {
     optim.Adam: "adam",
     optim.AdamW: "adam",
@@ -38,163 +38,44 @@ _KINDS = ("adam", "adagrad", "sgd", "lion")
 """Values of the class attribute ``update_rule``."""
 
 
-@dataclass(frozen=True, slots=True)
-class _AdagradHyper:
-    step: int
-    lr: float
-    lr_decay: float
-    eps: float
-    weight_decay: float
-
-
-class AdagradRule(Rule):
-    """Adagrad as torch.optim does it, by ``kernel.adagrad_step`` (Duchi et al., 2011)."""
-
-    states = MappingProxyType({"sum": torch.float32})
-    scalars = ("step",)
-
-    def __init__(self, kernel: AdagradKernel) -> None:
-        self._kernel = kernel
-
-    def initial(self, name: str, group: Mapping[str, Any]) -> float:
-        """Return ``initial_accumulator_value``."""
-        return float(group.get("initial_accumulator_value", 0.0))
-
-    def hyper(self, group: Mapping[str, Any], step: int) -> Hashable:
-        """Return the settings."""
-        names = ("lr", "lr_decay", "eps", "weight_decay")
-        numbers = {name: setting(group, name) for name in names}
-        return _AdagradHyper(step=step, **numbers), _sign(group)
-
-    def update(
-        self,
-        master: Tensor | None,
-        grad: Tensor,
-        stored: Stored,
-        hyper: Any,
-        grad_scale: float,
-        out: Tensor | None,
-    ) -> None:
-        """Update one span by one kernel pass."""
-        numbers, sign = hyper
-        self._kernel.adagrad_step(
-            master, grad, stored["sum"], out=out, **_call(sign * grad_scale), **asdict(numbers)
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class _SgdHyper:
-    step: int
-    lr: float
-    momentum: float
-    dampening: float
-    weight_decay: float
-    nesterov: bool
-
-
-class SgdRule(Rule):
-    """Stochastic gradient descent as torch.optim.SGD does it, by ``kernel.sgd_step``.
+def resolve_kernel(
+    kernel: AdamKernel | str | None, optimizer_class: type[optim.Optimizer]
+) -> AdamKernel | None:
+    """Return the kernel for an optimizer class, or None for torch's own update.
 
     Args:
-        kernel: see `SgdKernel`.
-        has_momentum: keep a momentum buffer.
+        kernel: an object or module with ``adam_step``; the name of an entry point; ``"auto"`` for
+            an installed kernel (the first by name) if a kernel can compute the class; or None.
+        optimizer_class: the update wanted.
+
+    Raises:
+        ValueError: no kernel of that name is installed, the object is none, or no kernel computes
+            the class.
     """
+    if kernel is None:
+        return None
+    if kernel == "auto":
+        found = sorted(entry_points(group=GROUP), key=lambda entry: entry.name)
+        return _checked(found[0].load()) if found and _kind(optimizer_class) else None
+    check_kernel_class(optimizer_class)
+    return _named(kernel) if isinstance(kernel, str) else _checked(kernel)
 
-    def __init__(self, kernel: SgdKernel, *, has_momentum: bool) -> None:
-        self._kernel = kernel
-        self.states = {"momentum_buffer": torch.float32} if has_momentum else {}
 
-    def hyper(self, group: Mapping[str, Any], step: int) -> Hashable:
-        """Return the settings, in which only the first step differs."""
-        momentum = setting(group, "momentum")
-        if momentum and not self.states:
-            raise ValueError(
-                "momentum was 0 when the optimizer was made, so there is no momentum_buffer; "
-                "start with the momentum that is wanted, or pass adam_kernel=None"
-            )
-        hyper = _SgdHyper(
-            step=min(step, 2),
-            lr=setting(group, "lr"),
-            momentum=momentum,
-            dampening=float(group["dampening"]),
-            weight_decay=setting(group, "weight_decay"),
-            nesterov=bool(group["nesterov"]),
+def _named(name: str) -> AdamKernel:
+    matches = tuple(entry_points(group=GROUP, name=name))
+    if not matches:
+        installed = sorted(entry.name for entry in entry_points(group=GROUP))
+        raise ValueError(
+            f"no Adam kernel {name!r} is installed, only {installed}; "
+            f"`pip install zero-offload[cpu-adam]` brings one"
         )
-        return hyper, _sign(group)
-
-    def update(
-        self,
-        master: Tensor | None,
-        grad: Tensor,
-        stored: Stored,
-        hyper: Any,
-        grad_scale: float,
-        out: Tensor | None,
-    ) -> None:
-        """Update one span by one kernel pass."""
-        numbers, sign = hyper
-        buffer = stored["momentum_buffer"] if numbers.momentum else None
-        self._kernel.sgd_step(
-            master, grad, buffer, out=out, **_call(sign * grad_scale), **asdict(numbers)
-        )
+    return _checked(matches[0].load())
 
 
-@dataclass(frozen=True, slots=True)
-class _LionHyper:
-    lr: float
-    beta1: float
-    beta2: float
-    weight_decay: float
-
-
-class LionRule(Rule):
-    """Lion by ``kernel.lion_step`` (Chen et al., 2023, arXiv 2302.06675, algorithm 2)."""
-
-    states = MappingProxyType({"exp_avg": torch.float32})
-
-    def __init__(self, kernel: LionKernel) -> None:
-        self._kernel = kernel
-
-    def hyper(self, group: Mapping[str, Any], step: int) -> Hashable:
-        """Return the settings, which do not depend on the step."""
-        beta1, beta2 = group["betas"]
-        hyper = _LionHyper(
-            lr=setting(group, "lr"),
-            beta1=float(beta1),
-            beta2=float(beta2),
-            weight_decay=setting(group, "weight_decay", default=0.0),
-        )
-        return hyper, _sign(group)
-
-    def update(
-        self,
-        master: Tensor | None,
-        grad: Tensor,
-        stored: Stored,
-        hyper: Any,
-        grad_scale: float,
-        out: Tensor | None,
-    ) -> None:
-        """Update one span by one kernel pass."""
-        numbers, sign = hyper
-        self._kernel.lion_step(
-            master,
-            grad,
-            stored["exp_avg"],
-            out=out,
-            **_call(sign * grad_scale),
-            **asdict(numbers),
-        )
-
-
-def _call(grad_scale: float) -> dict[str, Any]:
-    """Keywords that differ from call to call."""
-    return {"grad_scale": grad_scale, "num_threads": torch.get_num_threads()}
-
-
-def _sign(group: Mapping[str, Any]) -> float:
-    """The factor on the gradient that ``maximize`` means: exact, in every rule."""
-    return -1.0 if group.get("maximize", False) else 1.0
+def _checked(kernel: Any) -> AdamKernel:
+    if not isinstance(kernel, AdamKernel):
+        raise ValueError(f"an Adam kernel needs a function adam_step; {kernel!r} has none")
+    return kernel
 
 
 def _kind(optimizer_class: type[optim.Optimizer]) -> str | None:
@@ -207,14 +88,9 @@ def _kind(optimizer_class: type[optim.Optimizer]) -> str | None:
     return None
 
 
-def has_rule(optimizer_class: type[optim.Optimizer]) -> bool:
-    """Return whether some kernel can compute the class's update."""
-    return _kind(optimizer_class) is not None
-
-
 def check_kernel_class(optimizer_class: type[optim.Optimizer]) -> None:
     """Raise ValueError unless some kernel can compute the class's update."""
-    if not has_rule(optimizer_class):
+    if _kind(optimizer_class) is None:
         raise ValueError(
             f"an adam_kernel computes torch.optim.Adam, AdamW, Adagrad and SGD, and classes whose "
             f"update_rule is one of {_KINDS}, not {optimizer_class.__qualname__}; pass "
@@ -245,9 +121,7 @@ def resolve_rule(
     Raises:
         ValueError: no such ``state_dtype``, or it cannot be served; by name.
     """
-    if state_dtype not in STATE_DTYPES:
-        raise ValueError(f"state_dtype must be one of {STATE_DTYPES}, got {state_dtype!r}")
-    if state_dtype != "float32":
+    if check_state_dtype(state_dtype) != "float32":
         return _compact_rule(kernel, optimizer_class, groups, state_dtype)
     kind = _kind(optimizer_class)
     if kind == "adam" and isinstance(kernel, AdamKernel) and not _has_amsgrad(groups):

@@ -62,14 +62,28 @@ class Rule(ABC):
         return 0.0
 
     @abstractmethod
-    def hyper(self, group: Mapping[str, Any], step: int) -> Hashable:
-        """Return the settings of update number ``step`` (from 1). Equal ones may share a call.
+    def keywords(self, group: Mapping[str, Any], step: int) -> dict[str, Any]:
+        """Return the kernel's keywords for update number ``step`` (from 1).
 
         Raises:
             ValueError: the rule cannot serve a setting, by name.
         """
 
     @abstractmethod
+    def call(self, master: Tensor | None, grad: Tensor, stored: Stored, **kw: Any) -> None:
+        """Call the kernel for one span, see `update`. ``kw`` are its keywords, with ``out``."""
+
+    def hyper(self, group: Mapping[str, Any], step: int) -> Hashable:
+        """Return the settings of update number ``step`` (from 1). Equal ones may share a call.
+
+        They are the kernel's keywords and the factor on the gradient that ``maximize`` means.
+
+        Raises:
+            ValueError: the rule cannot serve a setting, by name.
+        """
+        sign = -1.0 if group.get("maximize", False) else 1.0  # exact, in every rule
+        return tuple(self.keywords(group, step).items()), sign
+
     def update(
         self,
         master: Tensor | None,
@@ -79,7 +93,7 @@ class Rule(ABC):
         grad_scale: float,
         out: Tensor | None,
     ) -> None:
-        """Update one span in place.
+        """Update one span in place by one kernel pass.
 
         Args:
             master: fp32 master weights, 1-D, contiguous; None if the rule keeps them split.
@@ -89,6 +103,16 @@ class Rule(ABC):
             grad_scale: factor on the gradient: unscale and clip.
             out: fp32, bf16 or fp16: receives the new values, rounded; None if they are not needed.
         """
+        keywords, sign = hyper
+        self.call(
+            master,
+            grad,
+            stored,
+            out=out,
+            grad_scale=sign * grad_scale,
+            num_threads=torch.get_num_threads(),
+            **dict(keywords),
+        )
 
     def decode(self, name: str, stored: Stored, start: int, stop: int) -> Tensor:
         """Return a copy of one state over elements ``[start, stop)`` of the span, fp32, 1-D."""

@@ -17,7 +17,7 @@ import torch
 from torch import nn, optim
 
 from zero_offload.protocols import AdamKernel, HostKernelOptimizer
-from zero_offload.rules.kernels import resolve_kernel
+from zero_offload.rules.resolve import resolve_kernel
 
 _KEPT = ("lr", "betas", "eps", "weight_decay")
 _ONLY_SERVED = {"state_dtype": ("float32",), "master_dtype": (None, "float32")}
