@@ -8,7 +8,7 @@ from simulated_ranks import Network, SimulatedTransport, run_ranks
 from torch import Tensor
 
 from zero_comm.collectives.feedback import ErrorFeedback, LocoSettings
-from zero_comm.collectives.two_hop import Rounding, TwoHopReduce
+from zero_comm.collectives.two_hop import GradientFormat, TwoHopReduce
 from zero_comm.quantizer.block_format import BlockFormat
 from zero_comm.quantizer.message import Packing
 
@@ -32,13 +32,10 @@ def reduce_on_ranks(
     out_dtype: torch.dtype = torch.float32,
     has_checksum: bool = False,
 ) -> list[Tensor]:
+    fmt = GradientFormat.make(intra_node, inter_node, has_checksum=has_checksum)
+
     def program(transport: SimulatedTransport) -> Tensor:
-        reduction = TwoHopReduce(
-            transport,
-            ranks_per_node=network.ranks_per_node,
-            intra_node=Packing(intra_node, has_checksum=has_checksum),
-            inter_node=Packing(inter_node, has_checksum=has_checksum),
-        )
+        reduction = TwoHopReduce(transport, fmt, ranks_per_node=network.ranks_per_node)
         out = torch.full((numel,), 9.0, dtype=out_dtype)
         full = make_full(transport.rank).to(dtype)  # type: ignore[operator]
         reduction.reduce(out, full, unit=0)
@@ -190,16 +187,10 @@ def test_a_flipped_bit_is_found_by_the_checksum_only() -> None:
 def repeated_sums(loco: LocoSettings | None, *, is_stochastic: bool, steps: int) -> Tensor:
     """The mean over steps of what one unchanging gradient is reduced to."""
     numel, network = 256, Network(4, 2)
+    fmt = GradientFormat.make("int4", None, is_stochastic=is_stochastic, error_feedback=loco)
 
     def program(transport: SimulatedTransport) -> Tensor:
-        reduction = TwoHopReduce(
-            transport,
-            ranks_per_node=2,
-            intra_node=Packing("int4"),
-            inter_node=Packing("int4"),
-            rounding=Rounding(rank=transport.rank, is_stochastic=is_stochastic),
-            feedback=None if loco is None else ErrorFeedback(loco),
-        )
+        reduction = TwoHopReduce(transport, fmt, ranks_per_node=2)
         full, total, out = (
             gradient(transport.rank, 4 * numel),
             torch.zeros(numel),

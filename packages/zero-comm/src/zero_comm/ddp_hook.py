@@ -20,11 +20,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.futures import Future
 
 from zero_comm.collectives.feedback import LocoSettings
-from zero_comm.collectives.slice_reducer import GradientFormat, SliceReducer
+from zero_comm.collectives.slices import SliceReducer, gather_slices
+from zero_comm.collectives.two_hop import GradientFormat
 from zero_comm.quantizer.block_format import BlockFormat
 from zero_comm.quantizer.message import Packing
 from zero_comm.transport.queues import CommQueue, open_queue
-from zero_comm.transport.topology import check_ranks_per_node, find_ranks_per_node
 from zero_comm.transport.torch_collectives import TorchCollectives
 
 Hook = Callable[[object, Any], Future[Tensor]]  # torch's stubs leave dist.GradBucket out
@@ -113,11 +113,9 @@ class _BucketAverager:
         ranks_per_node: int | DeviceMesh | None,
     ) -> None:
         self._collectives = TorchCollectives(group)
-        self._format = fmt
+        self._reducer = SliceReducer(self._collectives, fmt, ranks_per_node=ranks_per_node)
         self._gathered = gathered
-        self._given = check_ranks_per_node(self._collectives, ranks_per_node)
         self._queue: CommQueue | None = None
-        self._reducer: SliceReducer | None = None
         self._parameters: dict[int, tuple[int, ...]] = {}
 
     def start(self, index: int, parameters: tuple[int, ...], values: Tensor) -> Future[Tensor]:
@@ -139,37 +137,12 @@ class _BucketAverager:
         if numel * world_size > values.numel():
             full = values.new_zeros(numel * world_size)
             full[: values.numel()].copy_(values)
-        reducer = self._reducer_on(values.device)
         if self._parameters.setdefault(index, parameters) != parameters:
             # DDP rebuilds its buckets after the first step: the kept errors are of other gradients.
-            reducer.forget_errors()
+            self._reducer.forget_errors()
             self._parameters[index] = parameters
-        reducer.reduce(average, full, scale=1 / world_size, key=index)
-        self._gather(full, average)
+        self._reducer.reduce(average, full, scale=1 / world_size, key=index)
+        gather_slices(self._collectives, self._gathered, full, average)
         if full is not values:
             values.copy_(full[: values.numel()])
         return values
-
-    def _gather(self, full: Tensor, average: Tensor) -> None:
-        """Fill ``full`` with every rank's slice, as messages if that is shorter."""
-        packing = self._gathered
-        if packing is None or not packing.shortens(full.dtype, average.numel()):
-            self._all_gather(full, average.to(full.dtype))
-            return
-        nbytes, world_size = packing.nbytes(average.numel()), self._collectives.world_size
-        own = torch.empty(nbytes, dtype=torch.uint8, device=full.device)
-        packing.pack(average, own.view(1, nbytes))
-        rows = own.new_empty(world_size * nbytes)
-        self._all_gather(rows, own)
-        packing.unpack(rows.view(world_size, nbytes), full, senders=range(world_size))
-
-    def _all_gather(self, out: Tensor, own: Tensor) -> None:
-        self._collectives.all_gather(out, own, unit=-1, version=-1, backward=True).wait()
-
-    def _reducer_on(self, device: torch.device) -> SliceReducer:
-        if self._reducer is None:
-            ranks_per_node = find_ranks_per_node(self._collectives, self._given, device)
-            self._reducer = SliceReducer(
-                self._collectives, self._format, ranks_per_node=ranks_per_node
-            )
-        return self._reducer

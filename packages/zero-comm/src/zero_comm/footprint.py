@@ -30,6 +30,7 @@ import torch
 
 from zero_comm.collectives.feedback import STORED
 from zero_comm.collectives.settings import DIFFERENCE, CommSettings
+from zero_comm.quantizer.message import Packing
 
 _FP32_NBYTES = torch.float32.itemsize
 
@@ -104,7 +105,10 @@ class CommFootprint:
         """
         if self._world_size == 1:
             return None
-        kind = self._weight_kind(numel, dtype, is_trainable=is_trainable)
+        settings = self._settings
+        kind = settings.weights if is_trainable else settings.frozen_weights
+        if kind is not None and not settings.weight_packing(kind).shortens(dtype, numel):
+            kind = None
         is_one_group = self.num_groups == 1
         is_kept = not is_one_group and (self._has_partition or kind == DIFFERENCE)
         if is_one_group and kind == DIFFERENCE:
@@ -112,7 +116,7 @@ class CommFootprint:
         if kind is None and not is_kept:
             return None
         exact = numel * dtype.itemsize
-        across = exact if kind is None else self._settings.weight_packing(kind).nbytes(numel)
+        across = exact if kind is None else settings.weight_packing(kind).nbytes(numel)
         return GatherFootprint(
             across, self.num_groups * (exact if is_kept else across), kind, is_kept
         )
@@ -124,11 +128,10 @@ class CommFootprint:
             numel: elements of the shard that a rank receives.
             dtype: that gradients are communicated in.
         """
-        settings = self._settings
-        if self._world_size == 1 or settings.intra_node is None or settings.inter_node is None:
+        fmt = self._settings.gradients
+        if self._world_size == 1 or fmt is None:
             return None
-        within = settings.gradient_packing(settings.intra_node)
-        across = settings.gradient_packing(settings.inter_node)
+        within, across = Packing(fmt.intra_node), Packing(fmt.inter_node)
         taken = [within] * (self._per_node > 1) + [across] * (self._num_nodes > 1)
         if not all(packing.shortens(dtype, numel) for packing in taken):
             return None
@@ -156,17 +159,11 @@ class CommFootprint:
         for numel, dtype, summed in reduced:
             reduction = self.reduction(numel, dtype)
             if reduction is not None:
-                kept["error feedback"] += self._error_nbytes(numel)
-                buffers |= self._reduce_buffers(numel, summed, reduction)
+                used, error_nbytes = self._reduce_buffers(numel, summed, reduction)
+                kept["error feedback"] += error_nbytes
+                buffers |= used
         found = {**kept, "message buffers": sum(buffers.values())}
         return {kind: nbytes for kind, nbytes in found.items() if nbytes}
-
-    def _weight_kind(self, numel: int, dtype: torch.dtype, *, is_trainable: bool) -> str | None:
-        settings = self._settings
-        kind = settings.weights if is_trainable else settings.frozen_weights
-        if kind is None or not settings.weight_packing(kind).shortens(dtype, numel):
-            return None
-        return kind
 
     def _gather_buffers(
         self, numel: int, dtype: torch.dtype, gather: GatherFootprint
@@ -187,32 +184,27 @@ class CommFootprint:
             found["values", dtype] = size * gather.within_nbytes
         return found
 
-    def _error_nbytes(self, numel: int) -> int:
-        """Return the bytes of error feedback: what each hop lost, in 8 bits."""
-        nodes, near = self._num_nodes, self._per_node
-        if self._settings.loco is None:
-            return 0
-        within = nodes * STORED.nbytes(near * numel) if near > 1 else 0
-        return within + (STORED.nbytes(nodes * numel) if nodes > 1 else 0)
-
     def _reduce_buffers(
         self, numel: int, summed: torch.dtype, reduction: ReduceFootprint
-    ) -> Counter[object]:
-        """Return the buffers of one reduction, since reductions run one after another."""
+    ) -> tuple[Counter[object], int]:
+        """Return the buffers of one reduction, and the bytes of its error feedback."""
         nodes, near = self._num_nodes, self._per_node
         found: Counter[object] = Counter()
-        if near > 1:
-            found["sent within the node"] = found["received within the node"] = (
-                near * nodes * reduction.within_nbytes
-            )
-            found["node's sums"] = nodes * numel * _FP32_NBYTES if nodes > 1 else 0
-        if nodes > 1:
-            found["sent between nodes"] = found["received between nodes"] = (
-                nodes * reduction.across_nbytes
-            )
+        longest = error_nbytes = 0
+        for hop, num_parts, num_ranks, nbytes in (
+            ("within the node", nodes, near, reduction.within_nbytes),
+            ("between nodes", 1, nodes, reduction.across_nbytes),
+        ):
+            if num_ranks > 1:
+                found[f"sent {hop}"] = found[f"received {hop}"] = num_ranks * num_parts * nbytes
+                longest = max(longest, num_ranks)
+                error_nbytes += num_parts * STORED.nbytes(num_ranks * numel)
+        if near > 1 and nodes > 1:
+            found["node's sums"] = nodes * numel * _FP32_NBYTES
         if summed != torch.float32:
             found["sum"] = numel * _FP32_NBYTES
-        if self._settings.loco is not None:
-            longest = max(near if near > 1 else 0, nodes if nodes > 1 else 0)
-            found["compensated"] = found["arrived"] = longest * numel * _FP32_NBYTES
-        return found
+        fmt = self._settings.gradients
+        if fmt is None or fmt.error_feedback is None:
+            return found, 0
+        found["compensated"] = found["arrived"] = longest * numel * _FP32_NBYTES
+        return found, error_nbytes

@@ -34,10 +34,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
 from zero_comm.collectives.feedback import LocoSettings
-from zero_comm.collectives.slice_reducer import GradientFormat, SliceReducer
+from zero_comm.collectives.slices import SliceReducer
+from zero_comm.collectives.two_hop import GradientFormat
 from zero_comm.quantizer.block_format import BlockFormat
 from zero_comm.quantizer.message import Packing
-from zero_comm.transport.topology import check_ranks_per_node, find_ranks_per_node
 from zero_comm.transport.torch_collectives import TorchCollectives
 from zero_comm.transport.torch_compat import all_gather_single, premultiplier, reduce_scatter_single
 
@@ -88,32 +88,25 @@ def apply(
         raise ValueError(
             "module holds no FSDPModule; call torch.distributed.fsdp.fully_shard on it first"
         )
-    _set_gathers(modules, None if weights is None else Packing(weights, has_checksum=has_checksum))
-    if gradients is None:
-        _set_reductions(modules, None)
-        return
-    fmt = GradientFormat.make(
-        gradients,
-        between,
-        is_stochastic=is_stochastic,
-        error_feedback=error_feedback,
-        has_checksum=has_checksum,
-    )
-    _set_reductions(modules, _Reducers(fmt, ranks_per_node))
-
-
-def _set_gathers(modules: Sequence[FSDPModule], packing: Packing | None) -> None:
-    for module in _update_record(modules, _GATHERING, is_quantized=packing is not None):
-        # By shape: the base class that FSDP2's stubs ask for has no public name.
-        comm: Any = _PlainGather() if packing is None else _Gather(packing)
-        module.set_custom_all_gather(comm)
-
-
-def _set_reductions(modules: Sequence[FSDPModule], reducers: _Reducers | None) -> None:
-    to_change = _update_record(modules, _REDUCING, is_quantized=reducers is not None)
-    for index, module in enumerate(to_change):
-        comm: Any = _PlainReduceScatter() if reducers is None else _ReduceScatter(reducers, index)
-        module.set_custom_reduce_scatter(comm)
+    packing = None if weights is None else Packing(weights, has_checksum=has_checksum)
+    reducers = None
+    if gradients is not None:
+        fmt = GradientFormat.make(
+            gradients,
+            between,
+            is_stochastic=is_stochastic,
+            error_feedback=error_feedback,
+            has_checksum=has_checksum,
+        )
+        reducers = _Reducers(fmt, ranks_per_node)
+    # By shape: the base classes that FSDP2's stubs ask for have no public name.
+    for part in _update_record(modules, _GATHERING, is_quantized=packing is not None):
+        gather: Any = _Gather(packing)
+        part.set_custom_all_gather(gather)
+    reducing = _update_record(modules, _REDUCING, is_quantized=reducers is not None)
+    for index, part in enumerate(reducing):
+        reduction: Any = _ReduceScatter(reducers, index)
+        part.set_custom_reduce_scatter(reduction)
 
 
 def _update_record(
@@ -141,37 +134,10 @@ class _Comm:
         return torch.empty(*size, dtype=dtype, device=device)
 
 
-class _PlainGather(_Comm):
-    """FSDP2's default gather."""
+class _Gather(_Comm):
+    """Gathers messages, see [Note: FSDP2's buffers]; without a packing as FSDP2 does by default."""
 
-    def __call__(
-        self,
-        output_tensor: Tensor,
-        input_tensor: Tensor,
-        group: dist.ProcessGroup,
-        async_op: bool = False,
-    ) -> dist.Work | None:
-        return all_gather_single(output_tensor, input_tensor, group, async_op=async_op)
-
-
-class _PlainReduceScatter(_Comm):
-    """FSDP2's default reduction."""
-
-    def __call__(
-        self,
-        output_tensor: Tensor,
-        input_tensor: Tensor,
-        group: dist.ProcessGroup,
-        op: Any,
-        async_op: bool = False,
-    ) -> dist.Work | None:
-        return reduce_scatter_single(output_tensor, input_tensor, op, group, async_op=async_op)
-
-
-class _Gather(_PlainGather):
-    """Gathers messages. See [Note: FSDP2's buffers]."""
-
-    def __init__(self, packing: Packing) -> None:
+    def __init__(self, packing: Packing | None) -> None:
         self._packing = packing
 
     def __call__(
@@ -181,14 +147,15 @@ class _Gather(_PlainGather):
         group: dist.ProcessGroup,
         async_op: bool = False,
     ) -> dist.Work | None:
-        if not self._packing.shortens(input_tensor.dtype, input_tensor.numel()):
-            return super().__call__(output_tensor, input_tensor, group, async_op)
-        nbytes = self._packing.nbytes(input_tensor.numel())
+        packing, numel = self._packing, input_tensor.numel()
+        if packing is None or not packing.shortens(input_tensor.dtype, numel):
+            return all_gather_single(output_tensor, input_tensor, group, async_op=async_op)
+        nbytes = packing.nbytes(numel)
         own = torch.empty(nbytes, dtype=torch.uint8, device=input_tensor.device)
-        self._packing.pack(input_tensor, own.view(1, nbytes))
+        packing.pack(input_tensor, own.view(1, nbytes))
         rows = own.new_empty(group.size(), nbytes)
         work = all_gather_single(rows.view(-1), own, group, async_op=async_op)
-        arrival = _Arrival(work, self._packing, rows, output_tensor)
+        arrival = _Arrival(work, packing, rows, output_tensor)
         if async_op:
             return arrival
         arrival.wait()
@@ -235,20 +202,16 @@ class _Reducers:
         on_host = device.type == "cpu"
         place = (group, None if on_host else torch.accelerator.current_stream(device))
         if place not in self._reducers:
-            collectives = TorchCollectives(group)
-            given = check_ranks_per_node(collectives, self._ranks_per_node)
             self._reducers[place] = SliceReducer(
-                collectives,
-                self._format,
-                ranks_per_node=find_ranks_per_node(collectives, given, device),
+                TorchCollectives(group), self._format, ranks_per_node=self._ranks_per_node
             )
         return self._reducers[place]
 
 
 class _ReduceScatter(_Comm):
-    """Reduces messages. See [Note: FSDP2's buffers]."""
+    """Reduces messages, see [Note: FSDP2's buffers]; without reducers as FSDP2 does by default."""
 
-    def __init__(self, reducers: _Reducers, index: int) -> None:
+    def __init__(self, reducers: _Reducers | None, index: int) -> None:
         self._reducers = reducers
         self._index = index
 
@@ -260,6 +223,8 @@ class _ReduceScatter(_Comm):
         op: Any,
         async_op: bool = False,
     ) -> dist.Work | None:
+        if self._reducers is None:
+            return reduce_scatter_single(output_tensor, input_tensor, op, group, async_op=async_op)
         if async_op:
             raise ValueError(
                 "async_op=True was asked of a reduction; FSDP2 reduces on a stream of its own, "

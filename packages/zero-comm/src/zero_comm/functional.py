@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from typing import Literal
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from zero_comm.collectives.slice_reducer import GradientFormat, SliceReducer
+from zero_comm.collectives.slices import SliceReducer, gather_slices
+from zero_comm.collectives.two_hop import GradientFormat
 from zero_comm.quantizer.block_format import BlockFormat
 from zero_comm.quantizer.message import Packing
 from zero_comm.quantizer.quantize import QUANTIZABLE_DTYPES
-from zero_comm.transport.topology import check_ranks_per_node, find_ranks_per_node
 from zero_comm.transport.torch_collectives import TorchCollectives
 
 
@@ -50,18 +49,8 @@ def quantized_all_gather(
         raise ValueError("shard must have at least one dimension, got a scalar")
     shard = shard.detach().contiguous()
     collectives = TorchCollectives(group)
-    world_size = collectives.world_size
-    out = shard.new_empty(world_size * shard.shape[0], *shard.shape[1:])
-    flat_out, flat_shard = out.view(-1), shard.view(-1)
-    if not packing.shortens(shard.dtype, shard.numel()):
-        _all_gather(collectives, flat_out, flat_shard)
-        return out
-    nbytes = packing.nbytes(shard.numel())
-    message = torch.empty(nbytes, dtype=torch.uint8, device=shard.device)
-    packing.pack(flat_shard, message.view(1, nbytes))
-    gathered = message.new_empty(world_size * nbytes)
-    _all_gather(collectives, gathered, message)
-    packing.unpack(gathered.view(world_size, nbytes), flat_out, senders=range(world_size))
+    out = shard.new_empty(collectives.world_size * shard.shape[0], *shard.shape[1:])
+    gather_slices(collectives, packing, out.view(-1), shard.view(-1))
     return out
 
 
@@ -110,11 +99,7 @@ def quantized_reduce_scatter(
     if full.dtype not in QUANTIZABLE_DTYPES:
         raise ValueError(f"full must be fp32, bf16, fp16 or fp64, got {full.dtype}")
     fmt = GradientFormat.make(
-        format,
-        between,
-        is_stochastic=seed is not None,
-        error_feedback=None,
-        has_checksum=has_checksum,
+        format, between, is_stochastic=seed is not None, has_checksum=has_checksum
     )
     collectives = TorchCollectives(group)
     world_size = collectives.world_size
@@ -124,18 +109,8 @@ def quantized_reduce_scatter(
             f"{tuple(full.shape)}"
         )
     full = full.detach().contiguous()
-    given = check_ranks_per_node(collectives, ranks_per_node)
-    reducer = SliceReducer(
-        collectives,
-        fmt,
-        ranks_per_node=find_ranks_per_node(collectives, given, full.device),
-        seed=seed or 0,
-    )
+    reducer = SliceReducer(collectives, fmt, ranks_per_node=ranks_per_node, seed=seed or 0)
     out = full.new_empty(full.shape[0] // world_size, *full.shape[1:])
     scale = 1 / world_size if op == "avg" else 1.0
-    reducer.reduce(out.view(-1), full.view(-1), scale=scale, key=None)
+    reducer.reduce(out.view(-1), full.view(-1), scale=scale)
     return out
-
-
-def _all_gather(collectives: TorchCollectives, out: Tensor, shard: Tensor) -> None:
-    collectives.all_gather(out, shard, unit=-1, version=-1, backward=False).wait()

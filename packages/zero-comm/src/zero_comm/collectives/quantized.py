@@ -14,17 +14,15 @@ choice depends on dtype, length and version alone, so all ranks make the same.
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Collection, Mapping
 from typing import Any
 
 from torch import Tensor
 
-from zero_comm.collectives.feedback import ErrorFeedback
-from zero_comm.collectives.grid import Grid
-from zero_comm.collectives.refresh import DifferenceRefresh, ExactRefresh, QuantizedRefresh
 from zero_comm.collectives.settings import DIFFERENCE, CommSettings
-from zero_comm.collectives.two_hop import Rounding, TwoHopReduce
-from zero_comm.collectives.weight_gathers import MessageGather, SecondaryGather, WeightGather
+from zero_comm.collectives.two_hop import TwoHopReduce
+from zero_comm.collectives.weight_gathers import Grid, MessageGather, SecondaryGather, WeightGather
 from zero_comm.quantizer.message import Packing
 from zero_comm.transport.protocol import InPlaceCollectives, TransportCollectives, Work
 from zero_comm.transport.scratch import Scratch
@@ -107,25 +105,14 @@ class QuantizedCollectives:
         self._transport = transport
         self._settings = settings
         self._frozen = frozen
-        self._rounding = Rounding(rank=transport.rank, is_stochastic=settings.is_stochastic)
-        self._feedback = None if settings.loco is None else ErrorFeedback(settings.loco)
         self._scratch = Scratch()
         formats = {settings.weights, settings.frozen_weights}
         self._packings = {kind: settings.weight_packing(kind) for kind in formats if kind}
         self._gathers = self._make_gathers(ranks_per_node)
         self._reduction: TwoHopReduce | None = None
-        self._gradient_packings: list[Packing] = []
-        if settings.intra_node is not None and settings.inter_node is not None:
-            intra_node = settings.gradient_packing(settings.intra_node)
-            inter_node = settings.gradient_packing(settings.inter_node)
-            self._gradient_packings = [intra_node, inter_node]
+        if settings.gradients is not None:
             self._reduction = TwoHopReduce(
-                transport,
-                ranks_per_node=ranks_per_node,
-                intra_node=intra_node,
-                inter_node=inter_node,
-                rounding=self._rounding,
-                feedback=self._feedback,
+                transport, settings.gradients, ranks_per_node=ranks_per_node, defers=True
             )
 
     def all_gather(
@@ -183,7 +170,7 @@ class QuantizedCollectives:
         def job() -> None:
             reduction.reduce(out, full, unit=unit)
 
-        return _Exchange(self._transport.launch(job, is_reduction=True), self._gradient_packings)
+        return _Exchange(self._transport.launch(job, is_reduction=True), reduction.packings)
 
     @property
     def reduces_in_place(self) -> bool:
@@ -199,7 +186,8 @@ class QuantizedCollectives:
         """
         # In the queue: a gather that is still running must not record its version afterwards.
         self._transport.launch(self._forget_weights, is_reduction=False).wait()
-        self._transport.launch(self._forget_gradients, is_reduction=True).wait()
+        if self._reduction is not None:
+            self._transport.launch(self._reduction.forget, is_reduction=True).wait()
 
     def forget_errors(self) -> None:
         """Drop the errors of gradients after a skipped step.
@@ -207,32 +195,24 @@ class QuantizedCollectives:
         They belong to gradients that overflowed, or to another loss scale. All ranks call it, after
         their reductions.
         """
-        if self._feedback is not None:
-            self._transport.launch(self._feedback.forget, is_reduction=True).wait()
+        feedback = None if self._reduction is None else self._reduction.feedback
+        if feedback is not None:
+            self._transport.launch(feedback.forget, is_reduction=True).wait()
 
     def _forget_weights(self) -> None:
         for gather in self._gathers.values():
             gather.forget()
 
-    def _forget_gradients(self) -> None:
-        self._rounding.restart()
-        if self._feedback is not None:
-            self._feedback.forget()
-
     @property
     def private_nbytes(self) -> dict[str, int]:
         """Bytes held between exchanges, by kind."""
-        found = {
-            "secondary shards": 0,
-            "quantized weights": 0,
-            "error feedback": 0 if self._feedback is None else self._feedback.nbytes,
-            "message buffers": self._scratch.nbytes,
-        }
+        found = Counter({"message buffers": self._scratch.nbytes})
         for gather in self._gathers.values():
-            is_secondary = isinstance(gather, SecondaryGather)
-            found["secondary shards" if is_secondary else "quantized weights"] += gather.nbytes
+            found[gather.kept_kind] += gather.nbytes
         if self._reduction is not None:
             found["message buffers"] += self._reduction.nbytes
+            if self._reduction.feedback is not None:
+                found["error feedback"] = self._reduction.feedback.nbytes
         return {kind: nbytes for kind, nbytes in found.items() if nbytes}
 
     def _make_gathers(self, ranks_per_node: int) -> dict[str | None, WeightGather]:
@@ -247,17 +227,15 @@ class QuantizedCollectives:
         has_secondary = partition_size > 1 and not is_one_group
         grid = Grid(transport, group_size)
         for kind, packing in self._packings.items():
-            if kind == DIFFERENCE:
-                if not is_one_group:  # else there is no other group to send differences to
-                    difference = DifferenceRefresh(grid, packing, scratch)
-                    gathers[kind] = SecondaryGather(transport, grid, difference, scratch)
-            elif has_secondary:
-                quantized = QuantizedRefresh(grid, packing, scratch)
-                gathers[kind] = SecondaryGather(transport, grid, quantized, scratch)
-            else:
-                gathers[kind] = MessageGather(transport, grid, packing, scratch)
+            is_difference = kind == DIFFERENCE
+            if has_secondary or (is_difference and not is_one_group):
+                gathers[kind] = SecondaryGather(
+                    transport, grid, scratch, packing, sends_differences=is_difference
+                )
+            elif not is_difference:  # in one group there is nobody to send differences to
+                gathers[kind] = MessageGather(transport, grid, scratch, packing)
         if has_secondary:
-            gathers[None] = SecondaryGather(transport, grid, ExactRefresh(grid), scratch)
+            gathers[None] = SecondaryGather(transport, grid, scratch)
         return gathers
 
     def _gather_for(self, shard: Tensor, unit: int) -> WeightGather | None:

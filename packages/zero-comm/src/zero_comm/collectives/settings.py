@@ -11,10 +11,11 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from zero_comm.collectives.feedback import LocoSettings
-from zero_comm.quantizer.block_format import BlockFormat
+from zero_comm.collectives.two_hop import GradientFormat
+from zero_comm.quantizer.block_format import DEFAULT_BLOCK_SIZE, BlockFormat
 from zero_comm.quantizer.message import Packing
 
-KINDS: Final = ("int8", "int4", "e4m3", "e5m2")
+KINDS: Final = tuple(DEFAULT_BLOCK_SIZE)
 DIFFERENCE: Final = "int4_difference"
 _BLOCK: Final = "zero_optimization"
 # A block of differences is longer than one of 4-bit weights: changes of neighbouring weights are
@@ -30,22 +31,14 @@ class CommSettings:
         weights: format of gathered weights (qwZ): a kind or "int4_difference"; None: exact.
         frozen_weights: format of gathered weights that are never trained.
         partition_size: ranks of a group with secondary shards (hpZ); 1: there are none.
-        intra_node: format of gradients within a node (qgZ); None: reduced exactly.
-        inter_node: format of gradients between nodes.
-        has_rotation: whether gradients are rotated before they are quantized.
-        is_stochastic: whether gradients are rounded stochastically.
-        loco: error feedback of gradients, if any.
-        has_checksum: whether messages carry a checksum.
+        gradients: format of gradients (qgZ); None: reduced exactly.
+        has_checksum: whether messages of weights carry a checksum.
     """
 
     weights: str | None = None
     frozen_weights: str | None = None
     partition_size: int = 1
-    intra_node: str | None = None
-    inter_node: str | None = None
-    has_rotation: bool = False
-    is_stochastic: bool = False
-    loco: LocoSettings | None = None
+    gradients: GradientFormat | None = None
     has_checksum: bool = False
 
     @classmethod
@@ -59,32 +52,36 @@ class CommSettings:
         has_weights = read.flag("zero_quantized_weights")
         has_frozen = read.flag("zero_quantized_nontrainable_weights")
         has_gradients = read.flag("zero_quantized_gradients")
+        has_checksum = read.flag("zero_quantized_checksum")
+        has_rotation = read.flag("zero_quantized_gradients_hadamard")
         weights = read.choice("zero_quantized_weights_format", (*KINDS, DIFFERENCE), "int8")
         # Frozen weights have no differences: they are sent in each gather, in 8 bits.
         frozen = "int8" if weights == DIFFERENCE else weights
-        intra_node = read.choice("zero_quantized_gradients_within_node", KINDS, "int4")
-        inter_node = read.choice("zero_quantized_gradients_between_nodes", KINDS, "int4")
+        intra_node, inter_node = (
+            BlockFormat(kind, DEFAULT_BLOCK_SIZE[kind], has_rotation=has_rotation)
+            for kind in (
+                read.choice("zero_quantized_gradients_within_node", KINDS, "int4"),
+                read.choice("zero_quantized_gradients_between_nodes", KINDS, "int4"),
+            )
+        )
+        gradients = GradientFormat(
+            intra_node,
+            inter_node,
+            is_stochastic=read.flag("zero_quantized_stochastic_rounding"),
+            error_feedback=read.loco() if has_gradients else None,
+            has_checksum=has_checksum,
+        )
         return cls(
             weights=weights if has_weights else None,
             frozen_weights=frozen if has_weights or has_frozen else None,
             partition_size=read.count("zero_hpz_partition_size"),
-            intra_node=intra_node if has_gradients else None,
-            inter_node=inter_node if has_gradients else None,
-            has_rotation=read.flag("zero_quantized_gradients_hadamard"),
-            is_stochastic=read.flag("zero_quantized_stochastic_rounding"),
-            loco=read.loco() if has_gradients else None,
-            has_checksum=read.flag("zero_quantized_checksum"),
+            gradients=gradients if has_gradients else None,
+            has_checksum=has_checksum,
         )
 
     def weight_packing(self, kind: str) -> Packing:
         """Return the packing of weights in format ``kind``, `DIFFERENCE` included."""
         fmt = _DIFFERENCE_FORMAT if kind == DIFFERENCE else BlockFormat.make(kind)
-        return Packing(fmt, has_checksum=self.has_checksum, defers=True)
-
-    def gradient_packing(self, kind: str) -> Packing:
-        """Return the packing of gradients in format ``kind``."""
-        size = BlockFormat.make(kind).block_size
-        fmt = BlockFormat(kind, size, has_rotation=self.has_rotation)
         return Packing(fmt, has_checksum=self.has_checksum, defers=True)
 
 

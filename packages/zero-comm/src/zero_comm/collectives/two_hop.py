@@ -24,7 +24,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from zero_comm.collectives.feedback import ErrorFeedback
+from zero_comm.collectives.feedback import ErrorFeedback, LocoSettings
+from zero_comm.quantizer.block_format import BlockFormat
 from zero_comm.quantizer.message import Packing
 from zero_comm.transport.protocol import TransportCollectives
 from zero_comm.transport.scratch import Scratch
@@ -32,33 +33,45 @@ from zero_comm.transport.scratch import Scratch
 _SEED_STEP = 0x9E3779B1  # odd: seeds of successive packings differ
 
 
-class Rounding:
-    """Sequence of seeds for stochastic rounding, different for every rank and use.
+@dataclass(frozen=True, slots=True)
+class GradientFormat:
+    """Formats and options of gradient messages.
 
-    Seeds are None, which rounds to the nearest, unless ``is_stochastic``.
+    Args:
+        intra_node: format of messages within a node.
+        inter_node: format of messages between nodes.
+        is_stochastic: whether they are rounded stochastically.
+        error_feedback: settings of error feedback; None for none.
+        has_checksum: whether messages carry a checksum.
     """
 
-    def __init__(self, *, rank: int, is_stochastic: bool) -> None:
-        self._first = (rank * 0x85EBCA6B + 1) % 2**32
-        self._is_stochastic = is_stochastic
-        self._num_seeds = 0
+    intra_node: BlockFormat
+    inter_node: BlockFormat
+    is_stochastic: bool = False
+    error_feedback: LocoSettings | None = None
+    has_checksum: bool = False
 
-    def next(self) -> int | None:
-        """Return the seed of the next packing."""
-        if not self._is_stochastic:
-            return None
-        self._num_seeds += 1
-        return (self._first + self._num_seeds * _SEED_STEP) % 2**32
-
-    def restart(self) -> None:
-        """Begin the sequence again."""
-        self._num_seeds = 0
+    @classmethod
+    def make(
+        cls,
+        intra_node: str | BlockFormat,
+        inter_node: str | BlockFormat | None,
+        *,
+        is_stochastic: bool = False,
+        error_feedback: LocoSettings | None = None,
+        has_checksum: bool = False,
+    ) -> GradientFormat:
+        """Make a format in which ``inter_node`` defaults to ``intra_node``."""
+        near = BlockFormat.make(intra_node)
+        far = near if inter_node is None else BlockFormat.make(inter_node)
+        return cls(near, far, is_stochastic, error_feedback, has_checksum)
 
 
 @dataclass(frozen=True, slots=True)
 class _Hop:
     """One exchange: its ranks and its format."""
 
+    name: str
     transport: TransportCollectives
     packing: Packing
     senders: Sequence[int]
@@ -73,37 +86,44 @@ class TwoHopReduce:
 
     Args:
         transport: carries the bytes.
+        fmt: formats of the messages.
         ranks_per_node: divides the number of ranks; those of a node are consecutive.
-        intra_node: packs messages within a node.
-        inter_node: packs messages between nodes.
-        rounding: seeds of the codes' rounding.
-        feedback: keeps quantization errors; None for no error feedback.
+        seed: of stochastic rounding, equal on all ranks.
+        defers: as of `Packing`.
     """
 
     def __init__(
         self,
         transport: TransportCollectives,
+        fmt: GradientFormat,
         *,
         ranks_per_node: int,
-        intra_node: Packing,
-        inter_node: Packing,
-        rounding: Rounding | None = None,
-        feedback: ErrorFeedback | None = None,
+        seed: int = 0,
+        defers: bool = False,
     ) -> None:
         rank, per_node = transport.rank, ranks_per_node
         self._rank = rank
         self._num_nodes = transport.world_size // per_node
         self._per_node = per_node
         node, local_rank = divmod(rank, per_node)
-        near = [node * per_node + i for i in range(per_node)]
-        far = [n * per_node + local_rank for n in range(self._num_nodes)]
+        self.packings = [
+            Packing(kind, has_checksum=fmt.has_checksum, defers=defers)
+            for kind in (fmt.intra_node, fmt.inter_node)
+        ]
         self._intra_node = self._inter_node = None
         if per_node > 1:
-            self._intra_node = _Hop(transport.subgroup(near), intra_node, near)
+            near = [node * per_node + i for i in range(per_node)]
+            self._intra_node = _Hop(
+                "within the node", transport.subgroup(near), self.packings[0], near
+            )
         if self._num_nodes > 1:
-            self._inter_node = _Hop(transport.subgroup(far), inter_node, far)
-        self._rounding = rounding or Rounding(rank=rank, is_stochastic=False)
-        self._feedback = feedback
+            far = [n * per_node + local_rank for n in range(self._num_nodes)]
+            self._inter_node = _Hop("between nodes", transport.subgroup(far), self.packings[1], far)
+        self.feedback = None if fmt.error_feedback is None else ErrorFeedback(fmt.error_feedback)
+        # Seeds of stochastic rounding differ for every rank, use, and ``seed``.
+        stream = seed * transport.world_size + rank
+        self._first_seed = (stream * 0x85EBCA6B + 1) % 2**32 if fmt.is_stochastic else None
+        self._num_seeds = 0
         self._sent = Scratch(transport)
         self._scratch = Scratch()
 
@@ -125,64 +145,61 @@ class TwoHopReduce:
         Raises:
             CorruptMessageError: a message is damaged; it names the sender.
         """
+        numel, num_nodes = out.numel(), self._num_nodes
         wide = out
         if out.dtype != torch.float32:
-            wide = self._scratch.take("sum", out.numel(), torch.float32, out.device)
-        slices = full.view(self._num_nodes, self._per_node, -1)
+            wide = self._scratch.take("sum", numel, torch.float32, out.device)
+        total = wide.view(1, numel)
+        slices = full.view(num_nodes, self._per_node, numel)
         if self._intra_node is not None:
-            slices = self._sum_intra_node(self._intra_node, slices, wide, unit)
+            sums = total
+            if self._inter_node is not None:
+                size = num_nodes * numel
+                sums = self._scratch.take("node's sums", size, torch.float32, out.device)
+            self._sum(self._intra_node, slices, sums.view(num_nodes, numel), unit)
+            slices = sums
         if self._inter_node is not None:
-            self._sum_inter_node(self._inter_node, slices.view(self._num_nodes, -1), wide, unit)
+            self._sum(self._inter_node, slices.view(1, num_nodes, numel), total, unit)
         if self._intra_node is None and self._inter_node is None:
             wide.copy_(full)
         if wide is not out:
             out.copy_(wide)
 
-    def _sum_intra_node(self, hop: _Hop, slices: Tensor, wide: Tensor, unit: int) -> Tensor:
-        """Return this node's sum of slices [nodes, ranks per node, s], as fp32 [nodes, s]."""
-        num_nodes, per_node, numel = slices.shape
-        shape = (per_node, num_nodes, hop.packing.nbytes(numel))
-        sent = self._bytes(self._sent, "sent within the node", shape, slices.device)
-        for node in range(num_nodes):  # re-ordered: [node, local rank] goes to [local rank, node]
-            self._pack(hop, slices[node].reshape(-1), sent[:, node], key=(unit, "intra_node", node))
-        received = self._bytes(self._scratch, "received within the node", shape, slices.device)
-        hop.transport.all_to_all(received.view(-1), sent.view(-1), unit=unit).wait()
-        partial = wide.view(1, -1)
-        if num_nodes > 1:
-            size = num_nodes * numel
-            flat = self._scratch.take("node's sums", size, torch.float32, slices.device)
-            partial = flat.view(num_nodes, numel)
-        for node in range(num_nodes):
-            hop.packing.unpack_sum(received[:, node], partial[node], senders=hop.senders)
-        return partial
+    def _sum(self, hop: _Hop, slices: Tensor, sums: Tensor, unit: int) -> None:
+        """Sum ``slices``, [parts, ranks of the hop, s], over these ranks to fp32 [parts, s]."""
+        num_parts, num_ranks, numel = slices.shape
+        shape = (num_ranks, num_parts, hop.packing.nbytes(numel))
+        size, device = math.prod(shape), slices.device
+        sent = self._sent.take(f"sent {hop.name}", size, torch.uint8, device)
+        received = self._scratch.take(f"received {hop.name}", size, torch.uint8, device)
+        for part, values in enumerate(slices):  # re-ordered: a rank's messages are adjacent
+            rows = sent.view(shape)[:, part]
+            self._pack(hop.packing, values.reshape(-1), rows, key=(unit, hop.name, part))
+        hop.transport.all_to_all(received, sent, unit=unit).wait()
+        for part, total in enumerate(sums):
+            hop.packing.unpack_sum(received.view(shape)[:, part], total, senders=hop.senders)
 
-    def _sum_inter_node(self, hop: _Hop, slices: Tensor, wide: Tensor, unit: int) -> None:
-        """Sum slices [nodes, s] of the ranks with this local rank into ``wide``."""
-        shape = (len(slices), hop.packing.nbytes(wide.numel()))
-        sent = self._bytes(self._sent, "sent between nodes", shape, slices.device)
-        self._pack(hop, slices.reshape(-1), sent, key=(unit, "inter_node", 0))
-        received = self._bytes(self._scratch, "received between nodes", shape, slices.device)
-        hop.transport.all_to_all(received.view(-1), sent.view(-1), unit=unit).wait()
-        hop.packing.unpack_sum(received, wide, senders=hop.senders)
-
-    def _pack(self, hop: _Hop, values: Tensor, rows: Tensor, *, key: object) -> None:
-        seed = self._rounding.next()
-        if self._feedback is None:
-            hop.packing.pack(values, rows, seed=seed)
+    def _pack(self, packing: Packing, values: Tensor, rows: Tensor, *, key: object) -> None:
+        seed = None
+        if self._first_seed is not None:
+            self._num_seeds += 1
+            seed = (self._first_seed + self._num_seeds * _SEED_STEP) % 2**32
+        if self.feedback is None:
+            packing.pack(values, rows, seed=seed)
             return
         numel, device = values.numel(), values.device
         compensated = self._scratch.take("compensated", numel, torch.float32, device).copy_(values)
-        self._feedback.compensate(key, compensated)
-        hop.packing.pack(compensated, rows, seed=seed)
+        self.feedback.compensate(key, compensated)
+        packing.pack(compensated, rows, seed=seed)
         arrived = self._scratch.take("arrived", numel, torch.float32, device)
-        hop.packing.unpack(rows, arrived, senders=[self._rank] * len(rows))
-        self._feedback.update(key, compensated, arrived)
+        packing.unpack(rows, arrived, senders=[self._rank] * len(rows))
+        self.feedback.update(key, compensated, arrived)
 
-    @staticmethod
-    def _bytes(
-        scratch: Scratch, purpose: str, shape: tuple[int, ...], device: torch.device
-    ) -> Tensor:
-        return scratch.take(purpose, math.prod(shape), torch.uint8, device).view(shape)
+    def forget(self) -> None:
+        """Begin anew: the seeds of stochastic rounding, and without errors."""
+        self._num_seeds = 0
+        if self.feedback is not None:
+            self.feedback.forget()
 
     @property
     def nbytes(self) -> int:

@@ -1,7 +1,13 @@
 """Gathers of a unit's weights: quantized (qwZ), from secondary shards (hpZ), or both.
 
-See [Note: the two phases] in `zero_comm.collectives.grid`. ZeRO++ (arXiv 2306.10209), sections 3.1
-and 3.2.
+ZeRO++ (arXiv 2306.10209), sections 3.1 and 3.2.
+
+[Note: the two phases]
+W ranks are split into groups of G consecutive ones: nodes, or hpZ's partitions. A unit's buffer has
+a slice of s elements for each rank: [groups, G, s]. **Phase 1**, inter-group: the ranks with the
+same position in their groups gather their slices among themselves, W / G of them. Each slice enters
+every group once. **Phase 2**, intra-group: the ranks of a group exchange what phase 1 brought, and
+everything is put in place.
 
 [Note: secondary shards]
 After phase 1 a rank holds 1/G of the unit: its **secondary shard**. hpZ keeps it, with the version
@@ -12,149 +18,70 @@ asks for the one it needs: a stale or half-written shard is never served. All ra
 alike, so all refresh in the same call. Other ranks of the group may read a secondary shard in
 place; it is overwritten only when a new version is gathered, which is after an exchange of all
 ranks that each entered after its earlier gathers (see `zero_comm.transport.protocol`).
+
+[Note: differences]
+SDP4Bit (Jia et al., arXiv 2410.15526), section 3.1: weights change little from step to step, so
+the change needs fewer bits than the weights. A rank sends the quantized difference between its
+shard and what it published before, and adds the messages that it sends to its own copy as well. So
+it knows the others' values exactly, and the rounding error of a message is part of the next
+difference. Where there is no earlier version the shard is sent exactly, once.
 """
 
 from __future__ import annotations
 
+import math
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from zero_comm.collectives.grid import Grid
-from zero_comm.collectives.refresh import SecondaryRefresh
 from zero_comm.quantizer.message import Packing
 from zero_comm.transport.protocol import TransportCollectives
 from zero_comm.transport.scratch import Scratch
 
 
-class WeightGather(Protocol):
-    """Gathers weights. Its jobs run one after another, on the queue of gathers."""
-
-    def gather(
-        self, out: Tensor, shard: Tensor, *, unit: int, version: int, backward: bool
-    ) -> None:
-        """Fill flat ``out`` with the weights of all ranks' ``shard``. A collective."""
-        ...
-
-    def forget(self) -> None:
-        """Invalidate what is kept. All ranks call it, between the same gathers."""
-        ...
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes kept between gathers."""
-        ...
-
-
-class _UnitCache:
-    """Memory for each unit, with the version of the weights in it."""
-
-    def __init__(self, transport: TransportCollectives) -> None:
-        self._transport = transport
-        self._entries: dict[int, _Entry] = {}
-
-    def _entry(self, unit: int, numel: int, dtype: torch.dtype, device: torch.device) -> _Entry:
-        """Return the unit's entry, or a new one of no version if its form has changed."""
-        entry = self._entries.get(unit)
-        if entry is None or not entry.has_form(numel, dtype, device):
-            entry = self._entries[unit] = _Entry(self._transport.zeros(numel, dtype, device))
-        return entry
-
-    def forget(self) -> None:
-        """Invalidate every entry."""
-        for entry in self._entries.values():
-            entry.version = None
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all entries."""
-        return sum(entry.values.nbytes for entry in tuple(self._entries.values()))
-
-
-class MessageGather(_UnitCache):
-    """Gathers quantized messages in both phases. A shard is quantized once per version.
+class Grid:
+    """Ranks in groups of equal size. Every rank must construct it. See [Note: the two phases].
 
     Args:
-        transport: allocates the memory that messages are kept in.
-        grid: the nodes.
-        packing: the format.
-        scratch: buffers for received messages.
+        transport: carries the bytes.
+        group_size: G; divides the number of ranks.
     """
 
-    def __init__(
-        self, transport: TransportCollectives, grid: Grid, packing: Packing, scratch: Scratch
-    ) -> None:
-        super().__init__(transport)
-        self._grid = grid
-        self._packing = packing
-        self._scratch = scratch
+    def __init__(self, transport: TransportCollectives, group_size: int) -> None:
+        rank, size = transport.rank, group_size
+        self.num_groups = transport.world_size // size
+        self.group_size = size
+        self.group, position = divmod(rank, size)
+        self.peers = [g * size + position for g in range(self.num_groups)]
+        """Ranks at this rank's position in every group."""
+        self._inter_group = transport.subgroup(self.peers) if self.num_groups > 1 else None
+        own_group = [self.group * size + i for i in range(size)]
+        self._intra_group = transport.subgroup(own_group) if size > 1 else None
 
-    def gather(
-        self, out: Tensor, shard: Tensor, *, unit: int, version: int, backward: bool
-    ) -> None:
-        """Fill ``out`` with dequantized weights, this rank's own slice included."""
-        message = self._message(shard, unit=unit, version=version)
-        groups, size, nbytes = self._grid.num_groups, self._grid.group_size, message.numel()
-        rows = message.view(1, -1)
-        if groups > 1:
-            rows = self._take("messages", groups * nbytes, shard).view(groups, nbytes)
-            self._grid.gather_inter_group(rows, message, unit=unit, backward=backward)
-        everything = self._take("all messages", size * groups * nbytes, shard)
-        everything = everything.view(size, groups, nbytes)
-        self._grid.gather_intra_group(everything, rows, unit=unit, backward=backward)
-        for group, values in enumerate(out.view(groups, -1)):
-            senders = range(group * size, (group + 1) * size)
-            self._packing.unpack(everything[:, group], values, senders=senders)
+    def gather_inter_group(self, rows: Tensor, row: Tensor, *, unit: int, backward: bool) -> None:
+        """Fill ``rows`` ([groups, n], any dtype) with the ``row`` of every group: phase 1."""
+        _gather(self._inter_group, rows, row, unit=unit, backward=backward)
 
-    def _message(self, shard: Tensor, *, unit: int, version: int) -> Tensor:
-        nbytes = self._packing.nbytes(shard.numel())
-        entry = self._entry(unit, nbytes, torch.uint8, shard.device)
-        if entry.version != version:
-            entry.version = None
-            self._packing.pack(shard, entry.values.view(1, -1))
-            entry.version = version
-        return entry.values
-
-    def _take(self, purpose: str, nbytes: int, like: Tensor) -> Tensor:
-        return self._scratch.take(purpose, nbytes, torch.uint8, like.device)
+    def gather_intra_group(self, out: Tensor, rows: Tensor, *, unit: int, backward: bool) -> None:
+        """Fill ``out`` ([G, groups, n]) with the ``rows`` of every rank of the group: phase 2."""
+        _gather(self._intra_group, out, rows, unit=unit, backward=backward)
 
 
-class SecondaryGather(_UnitCache):
-    """Gathers weights from secondary shards. See [Note: secondary shards].
-
-    Args:
-        transport: allocates the secondary shards.
-        grid: the groups.
-        refresh: brings them up to date.
-        scratch: buffers for received values.
-    """
-
-    def __init__(
-        self,
-        transport: TransportCollectives,
-        grid: Grid,
-        refresh: SecondaryRefresh,
-        scratch: Scratch,
-    ) -> None:
-        super().__init__(transport)
-        self._grid = grid
-        self._refresh = refresh
-        self._scratch = scratch
-
-    def gather(
-        self, out: Tensor, shard: Tensor, *, unit: int, version: int, backward: bool
-    ) -> None:
-        """Refresh the secondary shard if the version is new, then gather within the group."""
-        numel = self._grid.num_groups * shard.numel()
-        entry = self._entry(unit, numel, shard.dtype, shard.device)
-        secondary = entry.values.view(self._grid.num_groups, -1)
-        if entry.version != version:
-            is_void, entry.version = entry.version is None, None
-            self._refresh.refresh(secondary, shard, is_void=is_void, unit=unit, backward=backward)
-            entry.version = version
-        self._grid.gather_values(out, secondary, self._scratch, unit=unit, backward=backward)
+def _gather(
+    transport: TransportCollectives | None,
+    out: Tensor,
+    own: Tensor,
+    *,
+    unit: int,
+    backward: bool,
+) -> None:
+    if transport is None:  # this rank is alone
+        out.view(-1).copy_(own.view(-1))
+        return
+    flat_out, flat = out.view(-1), own.view(-1)
+    transport.all_gather(flat_out, flat, unit=unit, version=0, backward=backward).wait()
 
 
 @dataclass(slots=True)
@@ -164,7 +91,157 @@ class _Entry:
     values: Tensor
     version: int | None = None
 
-    def has_form(self, numel: int, dtype: torch.dtype, device: torch.device) -> bool:
-        """Whether ``values`` has this length, dtype and device."""
-        mine = self.values
-        return (mine.numel(), mine.dtype, mine.device) == (numel, dtype, device)
+
+class WeightGather(ABC):
+    """Gathers weights, and keeps memory for each unit with the version of the weights in it.
+
+    Its jobs run one after another, on the queue of gathers.
+
+    Args:
+        transport: allocates the memory that is kept.
+        grid: the groups.
+        scratch: buffers for what is sent and received.
+    """
+
+    kept_kind: str
+    """Kind of the memory that is kept, as in `QuantizedCollectives.private_nbytes`."""
+
+    def __init__(self, transport: TransportCollectives, grid: Grid, scratch: Scratch) -> None:
+        self._transport = transport
+        self._grid = grid
+        self._scratch = scratch
+        self._entries: dict[int, _Entry] = {}
+
+    @abstractmethod
+    def gather(
+        self, out: Tensor, shard: Tensor, *, unit: int, version: int, backward: bool
+    ) -> None:
+        """Fill flat ``out`` with the weights of all ranks' ``shard``. A collective."""
+
+    def forget(self) -> None:
+        """Invalidate what is kept. All ranks call it, between the same gathers."""
+        for entry in self._entries.values():
+            entry.version = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes kept between gathers."""
+        return sum(entry.values.nbytes for entry in tuple(self._entries.values()))
+
+    def _entry(self, unit: int, numel: int, dtype: torch.dtype, device: torch.device) -> _Entry:
+        """Return the unit's entry, or a new one of no version if its form has changed."""
+        entry = self._entries.get(unit)
+        if entry is not None:
+            kept = entry.values
+            if (kept.numel(), kept.dtype, kept.device) == (numel, dtype, device):
+                return entry
+        entry = self._entries[unit] = _Entry(self._transport.zeros(numel, dtype, device))
+        return entry
+
+    def _take_bytes(self, purpose: str, shape: tuple[int, ...], device: torch.device) -> Tensor:
+        return self._scratch.take(purpose, math.prod(shape), torch.uint8, device).view(shape)
+
+
+class MessageGather(WeightGather):
+    """Gathers quantized messages in both phases. A shard is quantized once per version."""
+
+    kept_kind = "quantized weights"
+
+    def __init__(
+        self, transport: TransportCollectives, grid: Grid, scratch: Scratch, packing: Packing
+    ) -> None:
+        super().__init__(transport, grid, scratch)
+        self._packing = packing
+
+    def gather(
+        self, out: Tensor, shard: Tensor, *, unit: int, version: int, backward: bool
+    ) -> None:
+        nbytes, device = self._packing.nbytes(shard.numel()), shard.device
+        entry = self._entry(unit, nbytes, torch.uint8, device)
+        if entry.version != version:
+            entry.version = None
+            self._packing.pack(shard, entry.values.view(1, -1))
+            entry.version = version
+        groups, size = self._grid.num_groups, self._grid.group_size
+        rows = entry.values.view(1, nbytes)
+        if groups > 1:
+            rows = self._take_bytes("messages", (groups, nbytes), device)
+            self._grid.gather_inter_group(rows, entry.values, unit=unit, backward=backward)
+        everything = self._take_bytes("all messages", (size, groups, nbytes), device)
+        self._grid.gather_intra_group(everything, rows, unit=unit, backward=backward)
+        for group, values in enumerate(out.view(groups, -1)):
+            senders = range(group * size, (group + 1) * size)
+            self._packing.unpack(everything[:, group], values, senders=senders)
+
+
+class SecondaryGather(WeightGather):
+    """Gathers weights from secondary shards. See [Note: secondary shards].
+
+    Args:
+        transport: allocates the secondary shards.
+        grid: the groups.
+        scratch: buffers for what is sent and received.
+        packing: format of phase 1; None: it carries exact values, as phase 2 does.
+        sends_differences: whether phase 1 carries differences, see [Note: differences].
+    """
+
+    kept_kind = "secondary shards"
+
+    def __init__(
+        self,
+        transport: TransportCollectives,
+        grid: Grid,
+        scratch: Scratch,
+        packing: Packing | None = None,
+        *,
+        sends_differences: bool = False,
+    ) -> None:
+        super().__init__(transport, grid, scratch)
+        self._packing = packing
+        self._sends_differences = sends_differences
+
+    def gather(
+        self, out: Tensor, shard: Tensor, *, unit: int, version: int, backward: bool
+    ) -> None:
+        grid = self._grid
+        entry = self._entry(unit, grid.num_groups * shard.numel(), shard.dtype, shard.device)
+        secondary = entry.values.view(grid.num_groups, -1)
+        if entry.version != version:
+            is_void, entry.version = entry.version is None, None
+            self._refresh(secondary, shard, is_void=is_void, unit=unit, backward=backward)
+            entry.version = version
+        if grid.group_size == 1:  # in the order of ranks already
+            grid.gather_intra_group(out, secondary, unit=unit, backward=backward)
+            return
+        shape = (grid.group_size, grid.num_groups, shard.numel())
+        arrived = self._scratch.take("values", out.numel(), out.dtype, out.device).view(shape)
+        grid.gather_intra_group(arrived, secondary, unit=unit, backward=backward)
+        out.view(grid.num_groups, grid.group_size, -1).copy_(arrived.transpose(0, 1))
+
+    def _refresh(
+        self, secondary: Tensor, shard: Tensor, *, is_void: bool, unit: int, backward: bool
+    ) -> None:
+        """Fill ``secondary``, [groups, s], with the current shards of its groups: phase 1.
+
+        ``is_void`` says, alike on all ranks, that it holds no earlier values of this unit.
+        """
+        packing, grid, device = self._packing, self._grid, shard.device
+        if packing is None or (self._sends_differences and is_void):
+            grid.gather_inter_group(secondary, shard, unit=unit, backward=backward)
+            return
+        sent = shard
+        if self._sends_differences:
+            sent = self._scratch.take("change", shard.numel(), torch.float32, device)
+            sent.copy_(shard).sub_(secondary[grid.group])
+        nbytes = packing.nbytes(shard.numel())
+        message = self._take_bytes("message", (1, nbytes), device)
+        packing.pack(sent, message)
+        rows = self._take_bytes("messages", (grid.num_groups, nbytes), device)
+        grid.gather_inter_group(rows, message, unit=unit, backward=backward)
+        if not self._sends_differences:
+            packing.unpack(rows, secondary.view(-1), senders=grid.peers)
+            return
+        for row, published, sender in zip(rows, secondary, grid.peers, strict=True):
+            packing.unpack(row.view(1, -1), sent, senders=[sender])
+            # The sum in fp32 and one rounding: the same bits in every group.
+            published.copy_(sent.add_(published))

@@ -1,0 +1,117 @@
+"""Quantized slices of a process group for DDP, FSDP2 and the plain functions.
+
+Reductions are a thin layer over `zero_comm.collectives.two_hop`: what the caller chose, one reducer
+per process group. What no message would shorten travels exactly.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from zero_comm.collectives.two_hop import GradientFormat, TwoHopReduce
+from zero_comm.quantizer.message import Packing
+from zero_comm.transport.topology import check_ranks_per_node, find_ranks_per_node
+from zero_comm.transport.torch_collectives import TorchCollectives
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+
+class SliceReducer:
+    """Sums slices of gradients over a group (qgZ), in two hops where nodes have several ranks.
+
+    Every rank of the group constructs it alike and calls it in the same order; the first reduction
+    may ask all ranks for their nodes. Not to be called by several threads at once.
+
+    Args:
+        collectives: the group's.
+        fmt: formats of the messages.
+        ranks_per_node: as of `check_ranks_per_node`; None asks the launcher's environment.
+        seed: of stochastic rounding, equal on all ranks.
+
+    Raises:
+        ValueError: ``ranks_per_node`` doesn't fit the group.
+    """
+
+    def __init__(
+        self,
+        collectives: TorchCollectives,
+        fmt: GradientFormat,
+        *,
+        ranks_per_node: int | DeviceMesh | None,
+        seed: int = 0,
+    ) -> None:
+        self._collectives = collectives
+        self._format = fmt
+        self._given = check_ranks_per_node(collectives, ranks_per_node)
+        self._seed = seed
+        self._two_hop: TwoHopReduce | None = None
+        self._units: dict[tuple[object, int], int] = {}
+
+    def reduce(self, out: Tensor, full: Tensor, *, scale: float, key: object = None) -> None:
+        """Fill ``out`` with ``scale`` times the sum of this rank's slice over all ranks.
+
+        The sum is taken and scaled in fp32 (fp64 where a slice travels exactly in it), so that
+        fp16 doesn't overflow before an average is taken.
+
+        Args:
+            out: flat, contiguous, any floating dtype.
+            full: flat, contiguous, ``world_size * out.numel()`` elements; read.
+            scale: 1 / ranks for the average.
+            key: identifies gradients that are reduced repeatedly. Error feedback keeps an error
+                for each key and length.
+
+        Raises:
+            CorruptMessageError: a message arrived damaged; it names the sender.
+        """
+        if self._two_hop is None:
+            ranks_per_node = find_ranks_per_node(self._collectives, self._given, full.device)
+            self._two_hop = TwoHopReduce(
+                self._collectives, self._format, ranks_per_node=ranks_per_node, seed=self._seed
+            )
+        unit = self._units.setdefault((key, full.numel()), len(self._units))
+        if self._two_hop.shortens(full.dtype, out.numel()):
+            total = torch.empty_like(out, dtype=torch.float32)
+            self._two_hop.reduce(total, full, unit=unit)
+        else:
+            wide = torch.promote_types(full.dtype, torch.float32)
+            total = torch.empty_like(out, dtype=wide)
+            self._collectives.reduce_scatter(total, full, unit=unit).wait()
+        out.copy_(total.mul_(scale))
+
+    def forget_errors(self) -> None:
+        """Drop the errors that feedback keeps. Every rank calls it alike."""
+        if self._two_hop is not None and self._two_hop.feedback is not None:
+            self._two_hop.feedback.forget()
+
+
+def gather_slices(
+    collectives: TorchCollectives, packing: Packing | None, out: Tensor, own: Tensor
+) -> None:
+    """Fill ``out`` with every rank's slice, as messages if they are shorter in ``out``'s dtype.
+
+    Args:
+        collectives: the group's.
+        packing: packs the messages; None to gather exactly.
+        out: flat, contiguous, ``world_size * own.numel()`` elements.
+        own: this rank's slice, flat and contiguous, of ``out``'s dtype or a wider one.
+
+    Raises:
+        CorruptMessageError: a message arrived damaged; it names the sender.
+    """
+
+    def gather(gathered: Tensor, sent: Tensor) -> None:
+        collectives.all_gather(gathered, sent, unit=-1, version=-1, backward=False).wait()
+
+    if packing is None or not packing.shortens(out.dtype, own.numel()):
+        gather(out, own.to(out.dtype))
+        return
+    world_size, nbytes = collectives.world_size, packing.nbytes(own.numel())
+    message = torch.empty(nbytes, dtype=torch.uint8, device=own.device)
+    packing.pack(own, message.view(1, nbytes))
+    rows = message.new_empty(world_size, nbytes)
+    gather(rows.view(-1), message)
+    packing.unpack(rows, out, senders=range(world_size))
