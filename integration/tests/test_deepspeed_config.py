@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from zero_core.config.schema import load_config
+from zero_core.config import load_config
 from zero_core.errors import ConfigError
 from zero_engine import deepspeed
 from zero_engine.deepspeed.config.announce import apply, describe

@@ -16,8 +16,8 @@ import pytest
 import torch
 from pydantic import BaseModel
 
-from zero_core.config.rules import UNNEEDED as UNNEEDED_BY_CORE
-from zero_core.config.schema import Config, load_config
+from zero_core.config import UNNEEDED as UNNEEDED_BY_CORE
+from zero_core.config import Config, load_config
 from zero_core.errors import ConfigError
 from zero_core.optim.factory import make_optimizer
 from zero_core.optim.muon import tag_matrices

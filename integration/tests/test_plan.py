@@ -25,7 +25,7 @@ from transformers import (
 
 import zero_core
 from zero_core.blueprint import Blueprint
-from zero_core.config.schema import load_config
+from zero_core.config import load_config
 from zero_core.errors import ConfigError
 from zero_core.testing import spawn
 from zero_engine.planning import parse_bytes

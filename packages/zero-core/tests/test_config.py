@@ -7,7 +7,7 @@ import json
 import pytest
 
 from zero_core import ConfigError, load_config
-from zero_core.config.schema import UNNEEDED, ActivationCheckpointingConfig, Config, LocoConfig
+from zero_core.config import UNNEEDED, ActivationCheckpointingConfig, Config, LocoConfig
 
 SMALL = {"train_micro_batch_size_per_gpu": 2}
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import zero_core
-from zero_core.config.schema import Fp16Config
+from zero_core.config import Fp16Config
 from zero_core.step.loss_scale import LossScaler, clip_factor
 from zero_core.testing import Case, batch, make_model, run_ddp, run_engine, spawn
 

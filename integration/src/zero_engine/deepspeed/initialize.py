@@ -14,7 +14,7 @@ from torch import nn
 import zero_core
 from zero_core import engine_of
 from zero_core.comm.topology import find_ranks
-from zero_core.config.schema import OptimizerConfig, load_config
+from zero_core.config import OptimizerConfig, load_config
 from zero_core.optim.factory import check_elementwise, make_optimizer
 from zero_core.optim.muon import tag_matrices
 from zero_engine.deepspeed.config.announce import announce, apply

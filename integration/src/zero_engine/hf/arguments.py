@@ -16,7 +16,7 @@ import pydantic
 from transformers import TrainingArguments
 
 from zero_core import ConfigError
-from zero_core.config.schema import SchedulerConfig
+from zero_core.config import SchedulerConfig
 
 _AUTO = "auto"
 _LEFT_TO_ENGINE = (

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.distributed.run import parse_args
 
-from zero_core.config.schema import load_config
+from zero_core.config import load_config
 from zero_core.errors import ConfigError
 from zero_engine.launch.torchrun import local_address_only, run_ranks
 from zero_engine.machine import available_cores

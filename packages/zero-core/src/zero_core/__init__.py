@@ -4,7 +4,7 @@ from zero_core import _aliases
 from zero_core._aliases import give_back
 from zero_core.build import build
 from zero_core.checkpoint.pretrained import Loaded, load_pretrained
-from zero_core.config.schema import Config, load_config
+from zero_core.config import Config, load_config
 from zero_core.engine import Engine
 from zero_core.errors import (
     CheckpointCorruptError,

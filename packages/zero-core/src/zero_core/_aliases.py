@@ -48,7 +48,8 @@ _SAME_NAMES = (
         "LeafModuleConfig LocoConfig OffloadOptimizerConfig OffloadParamConfig "
         "OptimizerConfig SchedulerConfig ZeroConfig as_whole",
     ),
-    ("config_rules", "config.rules", "UNNEEDED check_rules find_unneeded"),
+    ("config_rules", "config.blocks", "UNNEEDED"),
+    ("config_rules", "config.rules", "check_rules find_unneeded"),
     ("deferred", "init.deferred", "deferred_init is_recorded_innermost recorded recordings_of"),
     ("discovery", "layout.discovery", "Discovered LeafRule discover note_reader"),
     ("early", "step.gradient", "updates_in_backward"),

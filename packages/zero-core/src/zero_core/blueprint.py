@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from zero_core.comm.control import ControlGroup
-from zero_core.config.schema import Config
+from zero_core.config import Config
 from zero_core.errors import ConfigError, RankMismatchError
 from zero_core.layout.arithmetic import Layout, ParamSpec
 from zero_core.layout.discovery import Discovered, LeafRule, compute_dtype, discover, plain_name

@@ -17,7 +17,7 @@ from zero_core.comm.communicator import Communicator
 from zero_core.comm.factory import make_transport, share_memory
 from zero_core.comm.meter import Meter
 from zero_core.comm.topology import Ranks, count_per_node, find_ranks
-from zero_core.config.schema import load_config
+from zero_core.config import load_config
 from zero_core.engine import Engine
 from zero_core.init.fill import adopt, adopt_buffers, check_values, fill
 from zero_core.init.values import InitialValues

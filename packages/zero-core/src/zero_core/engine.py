@@ -20,7 +20,7 @@ from torch import Tensor
 from zero_core.checkpoint.save import save_checkpoint
 from zero_core.comm.communicator import Communicator
 from zero_core.comm.meter import Meter
-from zero_core.config.schema import Config
+from zero_core.config import Config
 from zero_core.runtime.runtime import Runtime
 from zero_core.sharded.memory import Memory
 from zero_core.sharded.sharded_state import ShardedState

@@ -15,7 +15,7 @@ import torch
 from zero_core.blueprint import Blueprint
 from zero_core.comm.control import ControlGroup
 from zero_core.comm.meter import Meter
-from zero_core.config.schema import Config
+from zero_core.config import Config
 from zero_core.errors import ConfigError, MissingPartError
 from zero_core.layout.arithmetic import Layout
 from zero_core.optim.device_tier import DeviceTier

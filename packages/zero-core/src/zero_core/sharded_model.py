@@ -22,7 +22,7 @@ from zero_core.checkpoint.load import load_checkpoint
 from zero_core.comm.communicator import Communicator
 from zero_core.comm.links import Traffic
 from zero_core.comm.meter import Meter
-from zero_core.config.schema import Config, OffloadOptimizerConfig
+from zero_core.config import Config, OffloadOptimizerConfig
 from zero_core.errors import ConfigError, EvaluationOnlyError
 from zero_core.layout.arithmetic import Layout
 from zero_core.lifecycle import LeftShard, Ownership, Removable, owner_of

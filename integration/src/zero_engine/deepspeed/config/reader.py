@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 import pydantic
 
-from zero_core.config.schema import Config
+from zero_core.config import Config
 from zero_core.errors import ConfigError
 from zero_engine.deepspeed.config.defaults import core_config
 from zero_engine.deepspeed.config.keys import HONOURED, REFUSED, UNNEEDED, check_refused

@@ -1,6 +1,6 @@
 """DeepSpeed's JSON configuration, typed."""
 
-from zero_core.config.schema import (
+from zero_core.config.blocks import (
     DTYPES,
     UNNEEDED,
     ActivationCheckpointingConfig,
@@ -15,8 +15,8 @@ from zero_core.config.schema import (
     OptimizerConfig,
     SchedulerConfig,
     ZeroConfig,
-    load_config,
 )
+from zero_core.config.schema import load_config
 
 __all__ = [
     "DTYPES",

@@ -2,17 +2,18 @@
 
 Names and defaults are DeepSpeed's, except for keys marked as not in DeepSpeed's configuration.
 `zero_core.config.schema` reads a configuration; `zero_core.config.rules` checks its keys against
-each other.
+each other. A key that this engine does not need has its default and the reason in `unneeded`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal, get_args
 
 import pydantic
 import torch
-from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic.fields import FieldInfo
 
 BlockKind = Literal["int8", "int4", "e4m3", "e5m2"]
 """Format of quantized blocks: integers of 8 or 4 bits, or 8-bit floating point."""
@@ -24,28 +25,19 @@ def as_whole(value: Any) -> Any:
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
-def _is_whole(annotation: Any) -> bool:
-    """Return whether a key takes whole numbers alone."""
-    kinds = {annotation}
-    while any(get_args(kind) for kind in kinds):
-        kinds = {part for kind in kinds for part in get_args(kind) or (kind,)}
-    return int in kinds and float not in kinds
+# JSON's 5e8 is a float in Python.
+_WholeFloat = BeforeValidator(as_whole)
+NonNegativeInt = Annotated[pydantic.NonNegativeInt, _WholeFloat]
+PositiveInt = Annotated[pydantic.PositiveInt, _WholeFloat]
+
+
+def unneeded(default: Any, why: str) -> Any:
+    """Return the field of a key that is accepted without effect."""
+    return Field(default, json_schema_extra={"no effect": why})
 
 
 class _Block(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, strict=True)
-
-    @pydantic.model_validator(mode="before")
-    @classmethod
-    def _take_whole_floats(cls, block: Any) -> Any:
-        """Accept whole floats: JSON's 5e8 is a float in Python."""
-        if not isinstance(block, Mapping):
-            return block
-        fields = cls.model_fields
-        return {
-            k: as_whole(v) if k in fields and _is_whole(fields[k].annotation) else v
-            for k, v in block.items()
-        }
 
 
 class OffloadOptimizerConfig(_Block):
@@ -67,28 +59,33 @@ class OffloadOptimizerConfig(_Block):
     """Update each unit in backward. None does so where nothing can cancel the step."""
     state_dtype: Literal["float32", "bfloat16", "int8"] = "float32"
     """Dtype of Adam's moments on the host. Not in DeepSpeed's configuration."""
-    numa: bool = False
+    numa: bool = unneeded(
+        False, "no thread is bound; start the ranks with torchrun --numa-binding=node"
+    )
     """Deprecated, without effect: start the ranks with ``torchrun --numa-binding``."""
     nvme_path: str | None = None
     """Folder on the NVMe disk, for device nvme. The ranks of a host may share it."""
     buffer_count: PositiveInt = 16
     """Host buffers of 1 Mi elements of state each, for reads ahead with device nvme. DeepSpeed's 4
     buffers hold a whole parameter each."""
-    fast_init: bool = False
-    pipeline_read: bool = False
-    pipeline_write: bool = False
+    fast_init: bool = unneeded(
+        False, "states that start at zero are never written to NVMe before their first update"
+    )
+    pipeline_read: bool = unneeded(False, "reads from NVMe always overlap with the update")
+    pipeline_write: bool = unneeded(False, "writes to NVMe always overlap with the update")
     super_offload: bool = False
-    cpuadam_cores_perc: Annotated[float, Field(ge=0.0, le=1.0)] = 0.8
+    cpuadam_cores_perc: Annotated[float, Field(ge=0.0, le=1.0)] = unneeded(
+        0.8, "used with super_offload only"
+    )
 
     @pydantic.model_validator(mode="before")
     @classmethod
     def _say_it_once(cls, block: Any) -> Any:
         """Drop the default ``ratio`` where ``parameters`` or ``device_budget`` replaces it."""
-        if isinstance(block, Mapping) and (block.keys() & {"parameters", "device_budget"}):
-            others = (block.get("parameters"), block.get("device_budget"))
-            if any(value is not None for value in others):
-                return {"ratio": None, **block}
-        return block
+        is_replaced = isinstance(block, Mapping) and any(
+            block.get(key) is not None for key in ("parameters", "device_budget")
+        )
+        return {"ratio": None, **block} if is_replaced else block
 
     @pydantic.field_validator("ratio", mode="before")
     @classmethod
@@ -160,7 +157,7 @@ class LeafModuleConfig(_Block):
 class ZeroConfig(_Block):
     """``zero_optimization``."""
 
-    stage: Literal[0, 1, 2, 3] = 0
+    stage: Annotated[Literal[0, 1, 2, 3], _WholeFloat] = 0
     offload_optimizer: OffloadOptimizerConfig = OffloadOptimizerConfig()
     offload_param: OffloadParamConfig = OffloadParamConfig()
     zero_quantized_weights: bool = False
@@ -189,40 +186,56 @@ class ZeroConfig(_Block):
     """Checksum every quantized message. Not in DeepSpeed's configuration."""
     zeropp_loco_param: LocoConfig | None = None
     """Error feedback of quantized gradients. None disables it."""
-    mics_shard_size: int = -1
+    mics_shard_size: Annotated[int, _WholeFloat] = -1
     mics_hierarchical_params_gather: bool = False
     zenflow: dict[str, Any] | None = None
     leaf_module: LeafModuleConfig | None = None
-    contiguous_gradients: bool = True
-    reduce_scatter: bool = True
-    reduce_bucket_size: PositiveInt = 500_000_000
-    allgather_partitions: bool = True
-    allgather_bucket_size: PositiveInt = 500_000_000
-    overlap_comm: bool | None = None
-    load_from_fp32_weights: bool = True
-    elastic_checkpoint: bool = False
-    sub_group_size: PositiveInt = 1_000_000_000
-    stage3_prefetch_bucket_size: NonNegativeInt = 50_000_000
+    contiguous_gradients: bool = unneeded(True, "gradients are always in flat buffers")
+    reduce_scatter: bool = unneeded(True, "a reduction always delivers just the shard")
+    reduce_bucket_size: PositiveInt = unneeded(500_000_000, "a unit is the bucket")
+    allgather_partitions: bool = unneeded(True, "a unit is always gathered in one collective")
+    allgather_bucket_size: PositiveInt = unneeded(500_000_000, "a unit is the bucket")
+    overlap_comm: bool | None = unneeded(None, "communication always overlaps with compute")
+    load_from_fp32_weights: bool = unneeded(True, "checkpoints always hold the fp32 master weights")
+    elastic_checkpoint: bool = unneeded(False, "checkpoints always load at any world size")
+    sub_group_size: PositiveInt = unneeded(1_000_000_000, "the host update runs unit by unit")
+    stage3_prefetch_bucket_size: NonNegativeInt = unneeded(
+        50_000_000, "the next unit is always prefetched"
+    )
     stage3_param_persistence_threshold: NonNegativeInt = 100_000
     stage3_model_persistence_threshold: NonNegativeInt = 2**63 - 1
-    stage3_max_live_parameters: NonNegativeInt = 1_000_000_000
-    stage3_max_reuse_distance: NonNegativeInt = 1_000_000_000
-    stage3_gather_16bit_weights_on_model_save: bool = False
-    ignore_unused_parameters: bool = True
-    round_robin_gradients: bool = False
-    memory_efficient_linear: bool = True
-    use_multi_rank_bucket_allreduce: bool = True
-    compute_grad_norm: bool = True
-    stage3_module_granularity_threshold: NonNegativeInt = 0
-    stage3_use_all_reduce_for_fetch_params: bool = False
-    stage3_allgather_sequential: bool = False
-    legacy_stage1: bool = False
-    parameter_alignment: bool = False
-    pipeline_loading_checkpoint: bool = False
-    override_module_apply: bool = True
-    log_trace_cache_warnings: bool = False
-    enable_sanity_checks: bool = False
-    save_muon_momentum_buffer_in_memory: bool = False
+    stage3_max_live_parameters: NonNegativeInt = unneeded(
+        1_000_000_000, "at most two units and the root are gathered"
+    )
+    stage3_max_reuse_distance: NonNegativeInt = unneeded(
+        1_000_000_000, "units are released in the order of execution"
+    )
+    stage3_gather_16bit_weights_on_model_save: bool = unneeded(
+        False, "full_state_dict and export_safetensors gather on request"
+    )
+    ignore_unused_parameters: bool = unneeded(True, "unused parameters are always allowed")
+    round_robin_gradients: bool = unneeded(False, "shards are slices of units, already balanced")
+    memory_efficient_linear: bool = unneeded(True, "saved weights are always kept by reference")
+    use_multi_rank_bucket_allreduce: bool = unneeded(True, "a unit is the bucket")
+    compute_grad_norm: bool = unneeded(True, "the norm comes with the check for overflow")
+    stage3_module_granularity_threshold: NonNegativeInt = unneeded(
+        0, "a block is always gathered whole"
+    )
+    stage3_use_all_reduce_for_fetch_params: bool = unneeded(False, "a unit is gathered at once")
+    stage3_allgather_sequential: bool = unneeded(False, "a unit is gathered at once")
+    legacy_stage1: bool = unneeded(False, "all stages are one code path")
+    parameter_alignment: bool = unneeded(False, "slices are split at any element")
+    pipeline_loading_checkpoint: bool = unneeded(False, "each rank reads the ranges that it keeps")
+    override_module_apply: bool = unneeded(
+        True, "while a model is made, apply() sees whole parameters"
+    )
+    log_trace_cache_warnings: bool = unneeded(
+        False, "there is no trace: a unit fetches the next one"
+    )
+    enable_sanity_checks: bool = unneeded(False, "checks are always on")
+    save_muon_momentum_buffer_in_memory: bool = unneeded(
+        False, "offload_optimizer says where states are kept"
+    )
 
     @property
     def quantized_key(self) -> str | None:
@@ -247,7 +260,7 @@ class Fp16Config(_Block):
     hysteresis: PositiveInt = 2
     consecutive_hysteresis: bool = False
     min_loss_scale: Annotated[float, Field(gt=0.0)] = 1.0
-    auto_cast: bool = False
+    auto_cast: bool = unneeded(False, "floating inputs are always cast")
     fp16_master_weights_and_grads: bool = False
 
 
@@ -255,7 +268,7 @@ class Bf16Config(_Block):
     """``bf16``: bfloat16 compute over fp32 master weights."""
 
     enabled: bool = False
-    immediate_grad_update: bool = False
+    immediate_grad_update: bool = unneeded(False, "a gradient is handed on as soon as it is there")
     bf16_master_weights_and_grads: bool = False
     bf16_optimizer_states: bool = False
 
@@ -276,9 +289,9 @@ class ActivationCheckpointingConfig(_Block):
     enabled: bool = True
     cpu_checkpointing: bool = False
     """Keep the blocks' inputs in host memory until backward."""
-    partition_activations: bool = False
-    contiguous_memory_optimization: bool = False
-    number_checkpoints: PositiveInt | None = None
+    partition_activations: bool = unneeded(False, "there are no model-parallel ranks")
+    contiguous_memory_optimization: bool = unneeded(False, "a block keeps its inputs alone")
+    number_checkpoints: PositiveInt | None = unneeded(None, "every block is one")
     synchronize_checkpoint_boundary: bool = False
     profile: bool = False
 
@@ -317,8 +330,10 @@ class Config(_Block):
     communication_data_type: Literal["fp32", "fp16", "bf16"] | None = None
     gradient_allreduce_op: Literal["mean", "sum"] = "mean"
     """Reduction of the ranks' gradients, at every stage."""
-    prescale_gradients: bool = False
-    gradient_predivide_factor: Annotated[float, Field(gt=0.0)] = 1.0
+    prescale_gradients: bool = unneeded(False, "gradients are divided first and summed in fp32")
+    gradient_predivide_factor: Annotated[float, Field(gt=0.0)] = unneeded(
+        1.0, "gradients are divided first and summed in fp32"
+    )
     broadcast_buffers: bool = True
     """Broadcast rank 0's buffers before a forward, as DDP does."""
     seed: NonNegativeInt | None = None
@@ -341,6 +356,24 @@ class Config(_Block):
             return None
         return self.compute_dtype if name is None else DTYPES[name]
 
+
+def block_of(key: FieldInfo) -> type[BaseModel] | None:
+    """Return the type of the block that ``key`` holds, or None if it holds a value."""
+    kinds = [key.annotation, *get_args(key.annotation)]
+    return next((k for k in kinds if isinstance(k, type) and issubclass(k, BaseModel)), None)
+
+
+def _find_unneeded(block: type[BaseModel], path: str = "") -> Iterator[tuple[str, str]]:
+    for name, key in block.model_fields.items():
+        if isinstance(key.json_schema_extra, dict):
+            yield f"{path}{name}", str(key.json_schema_extra["no effect"])
+        inner = block_of(key)
+        if inner is not None:
+            yield from _find_unneeded(inner, f"{path}{name}.")
+
+
+UNNEEDED: Mapping[str, str] = dict(_find_unneeded(Config))
+"""Keys that are accepted without effect, and the reason."""
 
 DTYPES: Mapping[str, torch.dtype] = {
     "fp32": torch.float32,

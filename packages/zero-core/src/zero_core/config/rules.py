@@ -6,98 +6,11 @@ or refused with a `ConfigError`. None is accepted and ignored in silence.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from zero_core.config.blocks import Config, ZeroConfig
+from zero_core.config.blocks import UNNEEDED, Config, ZeroConfig
 from zero_core.errors import ConfigError
-
-_log = logging.getLogger(__name__)
-
-UNNEEDED: Mapping[str, str] = {
-    "zero_optimization.contiguous_gradients": "gradients are always in flat buffers",
-    "zero_optimization.reduce_scatter": "a reduction always delivers just the shard",
-    "zero_optimization.reduce_bucket_size": "a unit is the bucket",
-    "zero_optimization.allgather_partitions": "a unit is always gathered in one collective",
-    "zero_optimization.allgather_bucket_size": "a unit is the bucket",
-    "zero_optimization.overlap_comm": "communication always overlaps with compute",
-    "zero_optimization.load_from_fp32_weights": "checkpoints always hold the fp32 master weights",
-    "zero_optimization.elastic_checkpoint": "checkpoints always load at any world size",
-    "zero_optimization.sub_group_size": "the host update runs unit by unit",
-    "zero_optimization.stage3_prefetch_bucket_size": "the next unit is always prefetched",
-    "zero_optimization.stage3_max_live_parameters": "at most two units and the root are gathered",
-    "zero_optimization.stage3_max_reuse_distance": "units are released in the order of execution",
-    "zero_optimization.stage3_gather_16bit_weights_on_model_save": (
-        "full_state_dict and export_safetensors gather on request"
-    ),
-    "zero_optimization.ignore_unused_parameters": "unused parameters are always allowed",
-    "zero_optimization.round_robin_gradients": "shards are slices of units, already balanced",
-    "zero_optimization.memory_efficient_linear": "saved weights are always kept by reference",
-    "zero_optimization.use_multi_rank_bucket_allreduce": "a unit is the bucket",
-    "zero_optimization.compute_grad_norm": "the norm comes with the check for overflow",
-    "zero_optimization.stage3_module_granularity_threshold": "a block is always gathered whole",
-    "zero_optimization.stage3_use_all_reduce_for_fetch_params": "a unit is gathered at once",
-    "zero_optimization.stage3_allgather_sequential": "a unit is gathered at once",
-    "zero_optimization.legacy_stage1": "all stages are one code path",
-    "zero_optimization.parameter_alignment": "slices are split at any element",
-    "zero_optimization.pipeline_loading_checkpoint": "each rank reads the ranges that it keeps",
-    "zero_optimization.override_module_apply": (
-        "while a model is made, apply() sees whole parameters"
-    ),
-    "zero_optimization.log_trace_cache_warnings": "there is no trace: a unit fetches the next one",
-    "zero_optimization.enable_sanity_checks": "checks are always on",
-    "zero_optimization.save_muon_momentum_buffer_in_memory": (
-        "offload_optimizer says where states are kept"
-    ),
-    "zero_optimization.offload_optimizer.numa": (
-        "no thread is bound; start the ranks with torchrun --numa-binding=node"
-    ),
-    "zero_optimization.offload_optimizer.cpuadam_cores_perc": "used with super_offload only",
-    "zero_optimization.offload_optimizer.fast_init": (
-        "states that start at zero are never written to NVMe before their first update"
-    ),
-    "zero_optimization.offload_optimizer.pipeline_read": (
-        "reads from NVMe always overlap with the update"
-    ),
-    "zero_optimization.offload_optimizer.pipeline_write": (
-        "writes to NVMe always overlap with the update"
-    ),
-    "activation_checkpointing.partition_activations": "there are no model-parallel ranks",
-    "activation_checkpointing.contiguous_memory_optimization": "a block keeps its inputs alone",
-    "activation_checkpointing.number_checkpoints": "every block is one",
-    "prescale_gradients": "gradients are divided first and summed in fp32",
-    "gradient_predivide_factor": "gradients are divided first and summed in fp32",
-    "fp16.auto_cast": "floating inputs are always cast",
-    "bf16.immediate_grad_update": "a gradient is handed on as soon as it is there",
-}
-"""Keys that are accepted without effect, and the reason."""
-
-_OF_PARAM_OFFLOAD = (
-    "offload_param.pin_memory",
-    "stage3_param_persistence_threshold",
-    "stage3_model_persistence_threshold",
-)
-_OF_PARAM_NVME = tuple(
-    f"offload_param.{key}" for key in ("nvme_path", "buffer_count", "buffer_size", "max_in_cpu")
-)
-_OF_WEIGHTS = ("zero_quantized_weights", "zero_quantized_nontrainable_weights")
-_OF_GRADIENTS = tuple(
-    f"zero_quantized_{key}"
-    for key in (
-        "gradients_within_node",
-        "gradients_between_nodes",
-        "gradients_hadamard",
-        "stochastic_rounding",
-    )
-)
-_OF_LOW_MASTERS = (
-    ("fp16", "fp16_master_weights_and_grads"),
-    ("bf16", "bf16_master_weights_and_grads"),
-    ("bf16", "bf16_optimizer_states"),
-)
-_OF_OPTIMIZER_NVME = ("offload_optimizer.nvme_path", "offload_optimizer.buffer_count")
-
 
 _REFUSED_UNLESS: Mapping[str, Any] = {
     "sparse_gradients": False,
@@ -259,7 +172,11 @@ def _unserved(config: Config) -> Iterator[_Rule]:
         "zero_optimization.offload_optimizer.super_offload is not served: see ratio = 'auto' and "
         "update_in_backward",
     )
-    for block, key in _OF_LOW_MASTERS:
+    for block, key in (
+        ("fp16", "fp16_master_weights_and_grads"),
+        ("bf16", "bf16_master_weights_and_grads"),
+        ("bf16", "bf16_optimizer_states"),
+    ):
         yield (
             getattr(getattr(config, block), key),
             f"{block}.{key} is not served: master weights and gradients are fp32; "
@@ -270,39 +187,51 @@ def _unserved(config: Config) -> Iterator[_Rule]:
 def _unneeded(config: Config) -> dict[str, str]:
     """Return `UNNEEDED` and the keys that this configuration makes pointless."""
     zero = config.zero_optimization
-    device = zero.offload_param.device
-    has_quantized_weights = any(getattr(zero, key) for key in _OF_WEIGHTS)
+    optimizer, param = zero.offload_optimizer.device, zero.offload_param.device
+    has_weights = zero.zero_quantized_weights or zero.zero_quantized_nontrainable_weights
+    has_gradients = zero.zero_quantized_gradients
     pointless = [
-        (device == "none", _OF_PARAM_OFFLOAD, "used with offload_param only"),
-        (device != "nvme", _OF_PARAM_NVME, "used with offload_param.device 'nvme' only"),
         (
-            zero.offload_optimizer.device != "nvme",
-            _OF_OPTIMIZER_NVME,
+            param == "none",
+            "offload_param.pin_memory stage3_param_persistence_threshold "
+            "stage3_model_persistence_threshold",
+            "used with offload_param only",
+        ),
+        (
+            param != "nvme",
+            "offload_param.nvme_path offload_param.buffer_count offload_param.buffer_size "
+            "offload_param.max_in_cpu",
+            "used with offload_param.device 'nvme' only",
+        ),
+        (
+            optimizer != "nvme",
+            "offload_optimizer.nvme_path offload_optimizer.buffer_count",
             "used with offload_optimizer.device 'nvme' only",
         ),
         (
-            zero.offload_optimizer.device == "none",
-            [f"offload_optimizer.{key}" for key in ("pin_memory", "pin_memory_bytes")],
+            optimizer == "none",
+            "offload_optimizer.pin_memory offload_optimizer.pin_memory_bytes",
             "used with offload_optimizer only",
         ),
         (
-            not has_quantized_weights,
-            ("zero_quantized_weights_format",),
+            not has_weights,
+            "zero_quantized_weights_format",
             "used with zero_quantized_weights or zero_quantized_nontrainable_weights only",
         ),
         (
             zero.zero_quantized_weights,
-            ("zero_quantized_nontrainable_weights",),
+            "zero_quantized_nontrainable_weights",
             "zero_quantized_weights covers frozen weights too",
         ),
         (
-            not zero.zero_quantized_gradients,
-            _OF_GRADIENTS,
+            not has_gradients,
+            "zero_quantized_gradients_within_node zero_quantized_gradients_between_nodes "
+            "zero_quantized_gradients_hadamard zero_quantized_stochastic_rounding",
             "used with zero_quantized_gradients only",
         ),
         (
-            not has_quantized_weights and not zero.zero_quantized_gradients,
-            ("zero_quantized_checksum",),
+            not (has_weights or has_gradients),
+            "zero_quantized_checksum",
             "used with quantized weights or gradients only",
         ),
     ]
@@ -313,7 +242,7 @@ def _unneeded(config: Config) -> dict[str, str]:
         )
     for is_pointless, keys, why in pointless:
         if is_pointless:
-            found |= {f"zero_optimization.{key}": why for key in keys}
+            found |= {f"zero_optimization.{key}": why for key in keys.split()}
     return found
 
 
@@ -326,9 +255,3 @@ def find_unneeded(raw: Mapping[str, Any], config: Config) -> Iterator[tuple[str,
             block = block.get(parent) or {}
         if key in block:
             yield path, block[key], reason
-
-
-def log_unneeded(raw: Mapping[str, Any], config: Config) -> None:
-    """Log, once per build, the keys that were given and have no effect here."""
-    for path, value, reason in find_unneeded(raw, config):
-        _log.info("%s = %r has no effect: %s", path, value, reason)

@@ -14,50 +14,19 @@ from __future__ import annotations
 
 import difflib
 import json
+import logging
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import pydantic
 from pydantic import BaseModel
 
-from zero_core.config.blocks import (
-    DTYPES,
-    ActivationCheckpointingConfig,
-    Bf16Config,
-    Config,
-    DataTypesConfig,
-    Fp16Config,
-    LeafModuleConfig,
-    LocoConfig,
-    OffloadOptimizerConfig,
-    OffloadParamConfig,
-    OptimizerConfig,
-    SchedulerConfig,
-    ZeroConfig,
-    as_whole,
-)
-from zero_core.config.rules import UNNEEDED, check_rules, drop_further_keys, log_unneeded
+from zero_core.config.blocks import Config, as_whole, block_of
+from zero_core.config.rules import check_rules, drop_further_keys, find_unneeded
 from zero_core.errors import ConfigError
 
-__all__ = [
-    "DTYPES",
-    "UNNEEDED",
-    "ActivationCheckpointingConfig",
-    "Bf16Config",
-    "Config",
-    "DataTypesConfig",
-    "Fp16Config",
-    "LeafModuleConfig",
-    "LocoConfig",
-    "OffloadOptimizerConfig",
-    "OffloadParamConfig",
-    "OptimizerConfig",
-    "SchedulerConfig",
-    "ZeroConfig",
-    "load_config",
-    "parse_json",
-]
+_log = logging.getLogger(__name__)
 
 _OWN_AUTO = "zero_optimization.offload_optimizer.ratio"
 """Key at which "auto" is a value of this engine's own."""
@@ -96,7 +65,8 @@ def load_config(source: Mapping[str, Any] | str | Path, *, world_size: int) -> C
     except pydantic.ValidationError as error:
         raise ConfigError("\n".join(_explain(e) for e in error.errors())) from None
     check_rules(config, world_size)
-    log_unneeded(given, config)
+    for path, value, reason in find_unneeded(given, config):
+        _log.info("%s = %r has no effect: %s", path, value, reason)
     return config
 
 
@@ -172,7 +142,7 @@ def _resolve_batch(raw: Mapping[str, Any], world_size: int) -> dict[str, int]:
     if steps is None:
         steps = 1 if total is None else _divide(total, micro * world_size, given, world_size)
     product = micro * steps * world_size
-    if total is not None and total != product:
+    if total not in (None, product):
         raise _batch_error(given, world_size)
     return dict(zip(_BATCH, (product, micro, steps), strict=True))
 
@@ -194,14 +164,10 @@ def _batch_error(given: Mapping[str, int], world_size: int) -> ConfigError:
 
 def _block_at(path: tuple[int | str, ...]) -> type[BaseModel] | None:
     """Return the block in which the last element of ``path`` would be a key."""
-    block: type[BaseModel] = Config
+    block: type[BaseModel] | None = Config
     for key in path[:-1]:
-        field = block.model_fields.get(str(key))
-        kinds = [] if field is None else [field.annotation, *get_args(field.annotation)]
-        inner = [k for k in kinds if isinstance(k, type) and issubclass(k, BaseModel)]
-        if not inner:
-            return None
-        block = inner[0]
+        field = None if block is None else block.model_fields.get(str(key))
+        block = None if field is None else block_of(field)
     return block
 
 

@@ -9,7 +9,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import nn
 
-from zero_core.config.schema import Config, OptimizerConfig
+from zero_core.config import Config, OptimizerConfig
 from zero_core.errors import ConfigError
 from zero_core.optim.adam import Adam
 from zero_core.optim.lion import Lion

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from zero_core.comm.links import Links
-from zero_core.config.schema import Config
+from zero_core.config import Config
 from zero_core.layout.arithmetic import Layout
 from zero_core.plan.footprints import Footprints
 from zero_core.plan.forecast import collectives_memory

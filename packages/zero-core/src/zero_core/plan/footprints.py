@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from zero_core.config.schema import Config
+from zero_core.config import Config
 from zero_core.errors import ConfigError, MissingPartError
 from zero_core.plugins import FOOTPRINTS, load_part
 

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from zero_core.blueprint import Blueprint
-from zero_core.config.schema import Config
+from zero_core.config import Config
 from zero_core.errors import ConfigError
 from zero_core.layout.arithmetic import Layout, Segment
 from zero_core.layout.discovery import compute_dtype

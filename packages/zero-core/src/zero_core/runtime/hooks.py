@@ -21,7 +21,7 @@ from zero_core._torch import (
     requires_grad,
     unless_compiling,
 )
-from zero_core.config.schema import ActivationCheckpointingConfig
+from zero_core.config import ActivationCheckpointingConfig
 from zero_core.runtime.recompute import Recompute
 from zero_core.runtime.runtime import Runtime
 from zero_core.sharded.grads import FlatGrads

@@ -10,7 +10,7 @@ from enum import Enum
 
 import torch
 
-from zero_core.config.schema import DTYPES, Config
+from zero_core.config import DTYPES, Config
 from zero_core.layout.arithmetic import Segment
 
 

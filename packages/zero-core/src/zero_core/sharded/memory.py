@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from zero_core.comm.communicator import Communicator
-from zero_core.config.schema import Config
+from zero_core.config import Config
 from zero_core.layout.arithmetic import Layout, Segment
 from zero_core.layout.discovery import Discovered
 from zero_core.protocols import StateTier

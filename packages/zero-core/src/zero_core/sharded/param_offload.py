@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from zero_core.comm.communicator import Communicator
-from zero_core.config.schema import Config
+from zero_core.config import Config
 from zero_core.layout.arithmetic import Layout, Segment
 from zero_core.protocols import ParamTier, StateTier, Work
 from zero_core.sharded.params import ShardUpdates

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from zero_core.comm.communicator import Communicator
 from zero_core.comm.meter import FACTS, Meter
-from zero_core.config.schema import Config
+from zero_core.config import Config
 from zero_core.sharded.grads import FlatGrads
 from zero_core.sharded.sharded_state import ShardedState
 from zero_core.step.loss_scale import clip_factor

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from zero_core._torch import pytree
-from zero_core.config.schema import Fp16Config
+from zero_core.config import Fp16Config
 
 _log = logging.getLogger(__name__)
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from zero_core.config.schema import Config
+from zero_core.config import Config
 from zero_core.errors import CheckpointError
 from zero_core.optim.schedules.base import Schedule, check_state, resume_rates
 from zero_core.step.accumulation import Accumulation
