@@ -11,7 +11,7 @@ import torch
 
 import zero_core
 from zero_core.testing import Case, Gap, batch, compare_with_ddp, make_model, read_gaps, spawn
-from zero_offload.steppers import file_store
+from zero_offload.steppers import file_stepper
 
 STEPS = 6
 # As in test_equivalence.py: the host kernel and DDP round in another order.
@@ -49,7 +49,7 @@ def _cases(folder: Path) -> list[Case]:
 
 def _use_small_blocks() -> None:
     """In a process of this test's own."""
-    file_store.BLOCK_NUMEL = BLOCK_NUMEL
+    file_stepper.BLOCK_NUMEL = BLOCK_NUMEL
 
 
 def _compare(rank: int, world_size: int, cases: list[Case], folder: str) -> None:

@@ -28,8 +28,7 @@ from zero_offload.memory.host_memory import HostMemory
 from zero_offload.rules import codes
 from zero_offload.rules.compact import Bf16AdamRule, EightBitAdamRule
 from zero_offload.rules.resolve import resolve_rule
-from zero_offload.steppers.block_store import MemoryStore
-from zero_offload.steppers.rule_stepper import RuleStepper
+from zero_offload.steppers.memory_stepper import MemoryStepper
 from zero_offload.tiers.flat_tier import HostTier
 from zero_offload.tiers.transfer import HostMover
 
@@ -202,8 +201,8 @@ def test_staging_copy_is_the_upper_half_on_the_way_to_a_device(
     other = make_tier(plain, optim.AdamW, GROUPS, kernel=kernel, state_dtype=state_dtype)
     rule = resolve_rule(kernel, optim.AdamW, GROUPS, state_dtype)
     assert rule is not None
-    store = MemoryStore(geometry, rule, is_in_place=False, upper=mover.hold)
-    tier = HostTier(geometry, RuleStepper(store, GROUPS), mover)
+    stepper = MemoryStepper(geometry, rule, GROUPS, is_in_place=False, upper=mover.hold)
+    tier = HostTier(geometry, stepper, mover)
     tier.write_state("master_weight", 0, space.initial)
     train(tier, space, GROUPS)
     train(other, plain, GROUPS)

@@ -39,8 +39,7 @@ from zero_offload.rules.plain import AdamRule
 from zero_offload.rules.resolve import resolve_rule
 from zero_offload.settings import NvmeSettings, OffloadSettings
 from zero_offload.steppers.block_layout import BlockLayout
-from zero_offload.steppers.file_store import FileStore
-from zero_offload.steppers.rule_stepper import RuleStepper
+from zero_offload.steppers.file_stepper import FileStepper
 from zero_offload.tiers.twin import TwinTier
 
 pytestmark = pytest.mark.filterwarnings("ignore:the file system of .* has no direct I/O")
@@ -55,7 +54,7 @@ def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _set_block_numel(monkeypatch: pytest.MonkeyPatch, numel: int) -> None:
-    monkeypatch.setattr("zero_offload.steppers.file_store.BLOCK_NUMEL", numel)
+    monkeypatch.setattr("zero_offload.steppers.file_stepper.BLOCK_NUMEL", numel)
 
 
 def _make(space: Space, folder: Path, *, kernel: Any = None, **block: Any) -> TwinTier:
@@ -283,8 +282,8 @@ def test_steps_that_queue_up_are_one_stream_of_blocks(
     space = Space()
     geometry = Geometry(space.numel, space.pieces, space.params, 1)
     rule = AdamRule.of(ReferenceAdam(), optim.AdamW)
-    store = FileStore(geometry, rule, folder=tmp_path, buffer_count=16)
-    stepper, grads = RuleStepper(store, GROUPS), GradLedger()
+    stepper = FileStepper(geometry, rule, GROUPS, folder=tmp_path, buffer_count=16)
+    grads = GradLedger()
     stepper.write("master_weight", 0, space.initial)
     monkeypatch.setattr(BlockPipeline, "flush", noted)
     grads.add(0, space.numel, space.grad(0), 0)

@@ -24,8 +24,7 @@ from zero_offload.flat.grads import GradLedger
 from zero_offload.memory.host_memory import HostMemory
 from zero_offload.memory.streams import HostStreams
 from zero_offload.rules.plain import AdamRule
-from zero_offload.steppers.block_store import MemoryStore
-from zero_offload.steppers.rule_stepper import RuleStepper
+from zero_offload.steppers.memory_stepper import MemoryStepper
 from zero_offload.tiers.flat_tier import HostTier
 from zero_offload.tiers.transfer import HostMover
 
@@ -81,10 +80,10 @@ class LateStreams(HostStreams):
 def _late_tier(space: Space, streams: LateStreams) -> HostTier:
     geometry = Geometry(space.numel, space.pieces, space.params, 1)
     rule = AdamRule.of(ReferenceAdam(), optim.AdamW)
-    store = MemoryStore(geometry, rule, is_in_place=False, upper=geometry.view)
+    stepper = MemoryStepper(geometry, rule, GROUPS, is_in_place=False, upper=geometry.view)
     memory = HostMemory(should_pin=False)
     mover = HostMover(geometry, CPU, memory, streams=streams, is_staged=True)
-    tier = HostTier(geometry, RuleStepper(store, GROUPS), mover)
+    tier = HostTier(geometry, stepper, mover)
     tier.write_state("master_weight", 0, space.initial)
     return tier
 
@@ -264,10 +263,10 @@ def test_staging_is_two_buffers_of_the_largest_chunk(monkeypatch: pytest.MonkeyP
     space, streams = Space(dtype=torch.bfloat16), LateStreams()
     geometry = Geometry(space.numel, space.pieces, space.params, 1)
     rule = AdamRule.of(ReferenceAdam(), optim.AdamW)
-    store = MemoryStore(geometry, rule, is_in_place=False, upper=geometry.view)
+    stepper = MemoryStepper(geometry, rule, GROUPS, is_in_place=False, upper=geometry.view)
     memory = HostMemory(should_pin=False)
     mover = HostMover(geometry, CPU, memory, streams=streams, is_staged=True)
-    tier = HostTier(geometry, RuleStepper(store, GROUPS), mover)
+    tier = HostTier(geometry, stepper, mover)
     for step in range(3):
         tier.offer_grad(0, space.grad(step))
         tier.step(GROUPS, range(5), grad_scale=1.0)

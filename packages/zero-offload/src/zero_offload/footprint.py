@@ -30,7 +30,7 @@ from zero_offload.params.param_file import NUM_WRITE_BUFFERS
 from zero_offload.rules.compact import Bf16AdamRule, EightBitAdamRule
 from zero_offload.rules.rule import KERNEL_DTYPES, PARAM, REMAINDER, Rule
 from zero_offload.settings import OffloadSettings
-from zero_offload.steppers.file_store import BLOCK_NUMEL
+from zero_offload.steppers.file_stepper import BLOCK_NUMEL
 from zero_offload.steppers.torch_stepper import FUSED_ALIGNMENT
 from zero_offload.tiers.share import state_bytes, within_budget
 

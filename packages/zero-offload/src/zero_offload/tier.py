@@ -17,9 +17,9 @@ from zero_offload.rules.elementwise import check_elementwise
 from zero_offload.rules.resolve import check_kernel_class, resolve_rule
 from zero_offload.rules.rule import Rule
 from zero_offload.settings import OffloadSettings
-from zero_offload.steppers.block_store import MemoryStore
-from zero_offload.steppers.file_store import FileStore
-from zero_offload.steppers.rule_stepper import RuleStepper, can_serve
+from zero_offload.steppers.file_stepper import FileStepper
+from zero_offload.steppers.memory_stepper import MemoryStepper
+from zero_offload.steppers.rule_stepper import can_serve
 from zero_offload.steppers.stepper import Stepper
 from zero_offload.steppers.torch_stepper import FUSED_ALIGNMENT, TorchStepper
 from zero_offload.tiers.auto_tier import AutoTier
@@ -205,8 +205,8 @@ class OffloadTiers:
             stepper = self._make_stepper(part, groups, is_in_place=is_on_cpu, upper=mover.hold)
         else:
             assert self.rule is not None, "refused by `of`"
-            store = FileStore(part, self.rule, folder=nvme.path, buffer_count=nvme.buffer_count)
-            stepper = RuleStepper(store, freeze_groups(groups))
+            frozen, count = freeze_groups(groups), nvme.buffer_count
+            stepper = FileStepper(part, self.rule, frozen, folder=nvme.path, buffer_count=count)
         return HostTier(part, stepper, mover)
 
     def make_device(
@@ -241,8 +241,7 @@ class OffloadTiers:
         if self.rule is None:
             cpu = torch.device("cpu")
             return TorchStepper(part, cpu, self.optimizer_class, frozen, is_in_place=is_in_place)
-        store = MemoryStore(part, self.rule, is_in_place=is_in_place, upper=upper)
-        return RuleStepper(store, frozen)
+        return MemoryStepper(part, self.rule, frozen, is_in_place=is_in_place, upper=upper)
 
 
 def make_device_tier(

@@ -64,12 +64,12 @@ class _CompactAdamRule(AdamRule):
         """Call the kernel for ``param``: master weights, or upper halves with a ``remainder``."""
 
     def decode(self, name: str, stored: Stored, start: int, stop: int) -> Tensor:
-        if name == MASTER:
+        if name == MASTER and self.is_master_split:
             return codes.join_master(stored[PARAM][start:stop], stored[REMAINDER][start:stop])
         return super().decode(name, stored, start, stop)
 
     def encode(self, name: str, stored: Stored, start: int, values: Tensor) -> None:
-        if name == MASTER:
+        if name == MASTER and self.is_master_split:
             param, remainder = codes.split_master(values.float())
             stop = start + values.numel()
             stored[PARAM][start:stop].copy_(param)

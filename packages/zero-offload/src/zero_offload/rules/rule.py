@@ -41,7 +41,7 @@ class Rule(ABC):
         scalars: what torch keeps for each parameter beside them: ``("step",)``, or nothing.
         block: see [Note: rules].
         is_master_split: whether the master weight is in ``stored``, as the bf16 ``param`` and its
-            int16 ``remainder``; ``decode`` and ``encode`` then know the name ``master_weight``.
+            int16 ``remainder``, which ``decode`` joins and ``encode`` splits.
     """
 
     states: Mapping[str, torch.dtype]
@@ -115,11 +115,14 @@ class Rule(ABC):
         )
 
     def decode(self, name: str, stored: Stored, start: int, stop: int) -> Tensor:
-        """Return a copy of one state over elements ``[start, stop)`` of the span, fp32, 1-D."""
-        return stored[name][start:stop].to(torch.float32, copy=True)
+        """Return a state, or whole master weights, of elements ``[start, stop)`` of the span.
+
+        It is fp32, 1-D, and the stored memory itself where that is fp32.
+        """
+        return stored[name][start:stop].float()
 
     def encode(self, name: str, stored: Stored, start: int, values: Tensor) -> None:
-        """Overwrite one state from element ``start`` of the span on.
+        """Overwrite a state, or whole master weights, from element ``start`` of the span on.
 
         The result of `decode` for whole blocks is stored as it was, to the bit.
         """

@@ -42,16 +42,11 @@ class Block:
 
     def decode(self, stored: Stored, name: str, start: int, stop: int) -> Tensor:
         """Return a state, or the master weights, of a range of the block."""
-        if name == MASTER and not self.rule.is_master_split:
-            return stored[MASTER][start - self.start : stop - self.start]
         return self.rule.decode(name, stored, start - self.start, stop - self.start)
 
     def encode(self, stored: Stored, name: str, start: int, values: Tensor) -> None:
         """Overwrite a state, or the master weights, from element ``start`` on."""
-        if name == MASTER and not self.rule.is_master_split:
-            stored[MASTER][start - self.start :][: values.numel()].copy_(values)
-        else:
-            self.rule.encode(name, stored, start - self.start, values.to("cpu"))
+        self.rule.encode(name, stored, start - self.start, values.to("cpu"))
 
 
 class BlockLayout:

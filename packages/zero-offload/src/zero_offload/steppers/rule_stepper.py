@@ -8,17 +8,17 @@ host memory again.
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from zero_offload.flat.geometry import Geometry, plan_runs
+from zero_offload.flat.geometry import Geometry, Run, plan_runs
 from zero_offload.flat.grads import GradLedger
-from zero_offload.rules.rule import KERNEL_DTYPES, MASTER
-from zero_offload.steppers.block_layout import Block
-from zero_offload.steppers.block_store import BlockStore
+from zero_offload.rules.rule import KERNEL_DTYPES, MASTER, Rule
+from zero_offload.steppers.block_layout import Block, BlockLayout
 from zero_offload.steppers.stepper import Chunk, Stepper, check_num_steps
 
 
@@ -28,44 +28,47 @@ def can_serve(geometry: Geometry) -> bool:
 
 
 class RuleStepper(Stepper):
-    """Stepper whose update is a `Rule`, over a store in host memory or in a file.
+    """Stepper whose update is a `Rule`. A subclass has the blocks in its memory.
 
     Args:
-        store: master weights and state.
+        geometry: the flat space.
+        rule: the update, before its ``for_params``.
+        layout: the blocks, see [Note: blocks].
         groups: the optimizer's ``param_groups``, for the initial values of states.
     """
 
     has_kernel = True
 
-    def __init__(self, store: BlockStore, groups: Sequence[Mapping[str, Any]]) -> None:
-        super().__init__(store.geometry, torch.device("cpu"))
-        self.file = store.file
-        self._store = store
-        self._rule = rule = store.rule
+    def __init__(
+        self,
+        geometry: Geometry,
+        rule: Rule,
+        layout: BlockLayout,
+        groups: Sequence[Mapping[str, Any]],
+    ) -> None:
+        super().__init__(geometry, torch.device("cpu"))
+        self.rule = rule
+        self.layout = layout
+        self.states = rule.states
         self._initial = [{name: rule.initial(name, g) for name in rule.states} for g in groups]
-        with torch.no_grad():
-            for i in range(len(self.geometry.pieces)):
-                self._fill(i, is_fresh=True)
 
-    @property
-    def is_in_place(self) -> bool:
-        """Whether the shards are the master weights."""
-        return self._store.is_in_place
+    @abstractmethod
+    def chunks(self, runs: Sequence[Run]) -> list[Chunk]:
+        """Divide a step into chunks, whose blocks are then taken in this order."""
 
-    @property
-    def master_bytes(self) -> int:
-        """Bytes of the master weights, including shards that are their own."""
-        return self._store.master_bytes
+    @abstractmethod
+    def take(self, index: int) -> dict[str, Tensor]:
+        """Return the buffers of a block, the caller's until `put`."""
 
-    @property
-    def master_copy_bytes(self) -> int:
-        """Bytes of the master weights that are not the memory of a shard."""
-        return self._store.master_copy_bytes
+    @abstractmethod
+    def put(self, index: int) -> None:
+        """Store the updated buffers of a block that was taken."""
 
-    @property
-    def state_bytes(self) -> int:
-        """Bytes of the elementwise state."""
-        return self._store.state_bytes
+    @torch.no_grad()
+    def fill_fresh(self) -> None:
+        """Write the initial values of all states. To be called once there is memory."""
+        for i in range(len(self.geometry.pieces)):
+            self._fill(i, is_fresh=True)
 
     def _fill(self, piece: int, *, is_fresh: bool) -> None:
         """Write the initial values of a piece's states. Fresh storage is zero already."""
@@ -78,15 +81,15 @@ class RuleStepper(Stepper):
     def plan(
         self, active: Sequence[int], groups: Sequence[Mapping[str, Any]], grads: GradLedger
     ) -> list[Chunk]:
-        """Merge pieces with equal settings into runs, and let the store divide them."""
+        """Merge pieces with equal settings into runs, and divide these into chunks."""
         pieces = self.geometry.pieces
         keys: dict[int, Hashable] = {
-            i: self._rule.hyper(groups[pieces[i].group], self.num_steps[i] + 1) for i in active
+            i: self.rule.hyper(groups[pieces[i].group], self.num_steps[i] + 1) for i in active
         }
         runs = plan_runs(self.geometry, active, keys)
         for run in runs:
             grads.segments(run.start, run.stop)  # refuses a missing gradient before any update
-        return self._store.chunks(runs)
+        return self.chunks(runs)
 
     def update(
         self,
@@ -99,10 +102,10 @@ class RuleStepper(Stepper):
         taken: dict[int, dict[str, Tensor]] = {}
         for run in chunk.runs:
             rounded = None if self.is_in_place else out(run.start, run.stop)
-            for index, start, stop in self._store.layout.overlaps(run.start, run.stop):
-                block = self._store.layout.blocks[index]
+            for index, start, stop in self.layout.overlaps(run.start, run.stop):
+                block = self.layout.blocks[index]
                 if index not in taken:
-                    taken[index] = self._store.take(index)
+                    taken[index] = self.take(index)
                 for a, b, grad in _grads_of(block, start, stop, grads):
                     stored = block.clip(taken[index], a, b)
                     block.rule.update(
@@ -114,32 +117,12 @@ class RuleStepper(Stepper):
                         None if rounded is None else rounded[a - run.start : b - run.start],
                     )
         for index in taken:
-            self._store.put(index)
-
-    def settle(self) -> None:
-        """Complete the transfers of a step."""
-        self._store.settle()
-
-    def state_dtypes(self) -> Mapping[str, torch.dtype]:
-        """Return the rule's states in the dtypes that a checkpoint holds."""
-        return self._rule.states
-
-    def master(self, start: int, stop: int) -> Tensor:
-        """Return master weights of a range inside one shard."""
-        return self._store.master(start, stop)
-
-    def read(self, name: str, start: int, stop: int) -> Tensor:
-        """Return a copy of a state or of the master weights."""
-        return self._store.read(name, start, stop)
-
-    def write(self, name: str, start: int, values: Tensor) -> None:
-        """Overwrite a state or the master weights."""
-        self._store.write(name, start, values)
+            self.put(index)
 
     def read_scalars(self, piece: int) -> dict[str, float]:
         """Return the count, also under the name that torch's optimizer has for it, if any."""
         count = self.num_steps[piece]
-        own = dict.fromkeys(self._rule.scalars, float(count)) if count else {}
+        own = dict.fromkeys(self.rule.scalars, float(count)) if count else {}
         return {"num_steps": count, **own}
 
     def write_scalars(self, piece: int, scalars: Mapping[str, float]) -> None:
@@ -148,7 +131,7 @@ class RuleStepper(Stepper):
         unknown = sorted(set(scalars) - {"num_steps", "step"})
         if unknown:
             raise ValueError(
-                f"{type(self._rule).__name__} has no scalars {unknown}; the state is another "
+                f"{type(self.rule).__name__} has no scalars {unknown}; the state is another "
                 f"optimizer's"
             )
         if count == 0:

@@ -104,6 +104,21 @@ class ShardMasters:
             self.view(a, b).copy_(values[a - start : b - start])
 
 
+@dataclass(frozen=True, slots=True)
+class StateBytes:
+    """Bytes that a stepper's master weights and state take, in the memory that it works in.
+
+    Attributes:
+        masters: of the master weights, including shards that are their own.
+        master_copies: of these, the bytes that are not the memory of a shard.
+        states: of the elementwise state, in the form that is kept.
+    """
+
+    masters: int
+    master_copies: int
+    states: int
+
+
 class Stepper(ABC):
     """Master weights and optimizer state of one flat space, and their update.
 
@@ -112,42 +127,26 @@ class Stepper(ABC):
         device: the memory of master weights and state.
 
     Attributes:
-        dtype: of the master weights: fp32, or float64 when a shard is.
-        num_steps: updates applied so far, for each piece.
+        has_kernel: whether a host kernel computes the update, and not torch.
+        is_in_place: whether the shards are the master weights: an update writes nothing more to
+            them.
+        states: names and dtypes of the elementwise states, without the master weight.
+        num_steps: updates of each piece.
         file: the file of master weights and state, if they are not in memory.
     """
+
+    has_kernel: bool
+    is_in_place: bool
+    states: Mapping[str, torch.dtype]
+    file: BlockFile | None = None
 
     def __init__(self, geometry: Geometry, device: torch.device) -> None:
         self.geometry = geometry
         self.device = device
-        self.dtype = geometry.master_dtype()
         self.num_steps = [0] * len(geometry.pieces)
-        self.file: BlockFile | None = None
 
-    @property
     @abstractmethod
-    def is_in_place(self) -> bool:
-        """Whether the shards are the master weights: an update writes nothing more to them."""
-
-    @property
-    @abstractmethod
-    def has_kernel(self) -> bool:
-        """Whether a host kernel computes the update, and not torch."""
-
-    @property
-    @abstractmethod
-    def master_bytes(self) -> int:
-        """Bytes of the master weights, including shards that are their own."""
-
-    @property
-    @abstractmethod
-    def master_copy_bytes(self) -> int:
-        """Bytes of the master weights that are not the memory of a shard."""
-
-    @property
-    @abstractmethod
-    def state_bytes(self) -> int:
-        """Bytes of the optimizer's elementwise state, in the form that is kept."""
+    def num_bytes(self) -> StateBytes: ...
 
     @abstractmethod
     def plan(
@@ -171,10 +170,6 @@ class Stepper(ABC):
 
         In place nothing is written: the shards have been updated.
         """
-
-    @abstractmethod
-    def state_dtypes(self) -> Mapping[str, torch.dtype]:
-        """Return names and dtypes of the elementwise states, without the master weight."""
 
     @abstractmethod
     def master(self, start: int, stop: int) -> Tensor:

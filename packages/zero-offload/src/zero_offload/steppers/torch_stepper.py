@@ -30,7 +30,13 @@ from zero_offload.steppers.state_entry import (
     make_optimizer,
     probe_entry,
 )
-from zero_offload.steppers.stepper import Chunk, ShardMasters, Stepper, check_num_steps
+from zero_offload.steppers.stepper import (
+    Chunk,
+    ShardMasters,
+    StateBytes,
+    Stepper,
+    check_num_steps,
+)
 
 FUSED_ALIGNMENT = 16
 """Elements of a vector in torch's fused CPU kernels, or a multiple of it."""
@@ -69,34 +75,26 @@ class TorchStepper(Stepper):
         check_elementwise(optimizer_class)
         groups = _served(groups, device)
         super().__init__(geometry, device)
+        self._dtype = geometry.master_dtype()
         self._masters = ShardMasters(geometry, device, is_in_place=is_in_place)
+        self.is_in_place = self._masters.is_in_place
         self._chunk_numel = _HOST_CHUNK_NUMEL if device.type == "cpu" else _DEVICE_CHUNK_NUMEL
         self._templates: list[EntryTemplate] = [
-            probe_entry(optimizer_class, group, device, self.dtype) for group in groups
+            probe_entry(optimizer_class, group, device, self._dtype) for group in groups
         ]
         self._dtypes: dict[str, torch.dtype] = {}
         for template in self._templates:
             self._dtypes.update(template.elementwise())
+        self.states = self._dtypes  # stored yet or not
         self._buffers: dict[str, Tensor] = {}
         self._params = [nn.Parameter(self.master(p.start, p.stop)) for p in geometry.pieces]
         self._optimizer = self._make_optimizer(optimizer_class, groups)
         for i in range(len(self._params)):
             self._start(i)
 
-    @property
-    def is_in_place(self) -> bool:
-        """Whether the shards are the master weights."""
-        return self._masters.is_in_place
-
-    @property
-    def master_bytes(self) -> int:
-        """Bytes of the master weights, including shards that are their own."""
-        return self._masters.num_bytes
-
-    @property
-    def master_copy_bytes(self) -> int:
-        """Bytes of the master weights that are not the memory of a shard."""
-        return self._masters.num_copy_bytes
+    def num_bytes(self) -> StateBytes:
+        states = sum(buffer.nbytes for buffer in self._buffers.values())
+        return StateBytes(self._masters.num_bytes, self._masters.num_copy_bytes, states)
 
     def _make_optimizer(
         self, optimizer_class: type[torch.optim.Optimizer], groups: Sequence[Mapping[str, Any]]
@@ -152,7 +150,7 @@ class TorchStepper(Stepper):
                 out(run.start, run.stop).copy_(self.master(run.start, run.stop))
 
     def _set_grads(self, run: Run, grads: GradLedger, grad_scale: float) -> None:
-        grad = grads.gather(run.start, run.stop, self.dtype, grad_scale)
+        grad = grads.gather(run.start, run.stop, self._dtype, grad_scale)
         for i in run.pieces:
             piece = self.geometry.pieces[i]
             self._params[i].grad = grad[piece.start - run.start : piece.stop - run.start]
@@ -183,12 +181,7 @@ class TorchStepper(Stepper):
         return self._buffer(name)[span.start : span.stop]
 
     def master(self, start: int, stop: int) -> Tensor:
-        """Return master weights of a range inside one shard."""
         return self._masters.view(start, stop)
-
-    def state_dtypes(self) -> Mapping[str, torch.dtype]:
-        """Return every state that the optimizer has with these groups, stored yet or not."""
-        return self._dtypes
 
     def _buffer(self, name: str) -> Tensor:
         """The flat buffer of one state, made of zeros on first use."""
@@ -198,13 +191,7 @@ class TorchStepper(Stepper):
             )
         return self._buffers[name]
 
-    @property
-    def state_bytes(self) -> int:
-        """Bytes of the elementwise state."""
-        return sum(buffer.nbytes for buffer in self._buffers.values())
-
     def read(self, name: str, start: int, stop: int) -> Tensor:
-        """Return a copy of a state or of the master weights."""
         if name == MASTER:
             return self._masters.read(start, stop)
         if name not in self._buffers:
@@ -212,7 +199,6 @@ class TorchStepper(Stepper):
         return self._buffers[name][start:stop].to("cpu", copy=True)
 
     def write(self, name: str, start: int, values: Tensor) -> None:
-        """Overwrite a state or the master weights."""
         if name == MASTER:
             self._masters.write(start, values)
             return

@@ -78,17 +78,17 @@ class FlatTier(ABC):
 
     def report(self) -> TierReport:
         """Return counters and sizes, without waiting for a step."""
-        stepper = self._stepper
+        stepper, num_bytes = self._stepper, self._stepper.num_bytes()
         is_on_host = stepper.device.type == "cpu"
         return TierReport(
             has_kernel=stepper.has_kernel,
             bytes_d2h=self._mover.bytes_d2h,
             bytes_h2d=self._mover.bytes_h2d,
             stall_s=self._stall_s,
-            host_bytes=stepper.master_bytes + stepper.state_bytes if is_on_host else 0,
+            host_bytes=num_bytes.masters + num_bytes.states if is_on_host else 0,
             memory={
-                "master weights": stepper.master_copy_bytes,
-                "optimizer states": stepper.state_bytes,
+                "master weights": num_bytes.master_copies,
+                "optimizer states": num_bytes.states,
                 "gradient copies": self._mover.grad_bytes,
             },
         )
@@ -217,10 +217,10 @@ class FlatTier(ABC):
 
     def state_names(self) -> Sequence[str]:
         """Return ``master_weight``, then every elementwise state that the optimizer has."""
-        return (MASTER, *self._stepper.state_dtypes())
+        return (MASTER, *self._stepper.states)
 
     def _check_name(self, name: str) -> None:
-        known = self._stepper.state_dtypes()
+        known = self._stepper.states
         if name != MASTER and name not in known:
             raise KeyError(f"the optimizer has no state {name!r}, only {[MASTER, *known]}")
 

@@ -1,118 +1,60 @@
-"""Storage of a rule stepper's blocks: the interface, and the store in host memory."""
+"""Master weights and optimizer state in host memory."""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from zero_offload.flat.geometry import Geometry, Run, split_runs
-from zero_offload.memory.storage import BlockFile
 from zero_offload.rules.rule import MASTER, PARAM, REMAINDER, Rule
 from zero_offload.steppers.block_layout import Block, BlockLayout
-from zero_offload.steppers.stepper import Chunk, ShardMasters
+from zero_offload.steppers.rule_stepper import RuleStepper
+from zero_offload.steppers.stepper import Chunk, ShardMasters, StateBytes
 
 _WINDOW_NUMEL = 1 << 15
 """Elements that are converted at once. A window is whole blocks, its temporaries fit a cache, and
 torch gives it one thread, because a dozen short operations would mostly wait for other threads."""
 
 
-class BlockStore(ABC):
-    """Master weights and state of a flat space under one rule, block by block.
-
-    Attributes:
-        geometry: the flat space.
-        rule: the update, before its ``for_params``.
-        layout: the blocks, see [Note: blocks].
-        is_in_place: whether the shards are the master weights.
-        master_bytes: host memory of the master weights, including shards that are their own.
-        master_copy_bytes: of these, the bytes that are not the memory of a shard.
-        state_bytes: host memory of the state.
-        file: the file of the blocks, if they are not in memory.
-    """
-
-    geometry: Geometry
-    rule: Rule
-    layout: BlockLayout
-    is_in_place: bool
-    master_bytes: int
-    master_copy_bytes: int
-    state_bytes: int
-    file: BlockFile | None
-
-    @abstractmethod
-    def chunks(self, runs: Sequence[Run]) -> list[Chunk]:
-        """Divide a step into chunks, whose blocks are then taken in this order."""
-
-    @abstractmethod
-    def take(self, index: int) -> dict[str, Tensor]:
-        """Return the buffers of a block, the caller's until `put`."""
-
-    @abstractmethod
-    def put(self, index: int) -> None:
-        """Store the updated buffers of a block that was taken."""
-
-    @abstractmethod
-    def settle(self) -> None:
-        """Complete the transfers of a step after its last chunk."""
-
-    @abstractmethod
-    def master(self, start: int, stop: int) -> Tensor:
-        """Return master weights of a range inside one shard, to be rounded into the shard."""
-
-    @abstractmethod
-    def read(self, name: str, start: int, stop: int) -> Tensor:
-        """Return a copy of a state or of the master weights, zero outside of blocks."""
-
-    @abstractmethod
-    def write(self, name: str, start: int, values: Tensor) -> None:
-        """Overwrite a state or the master weights over the blocks of a range."""
-
-
-class MemoryStore(BlockStore):
-    """`BlockStore` in host memory: one block per shard, or per piece under a rule with blocks.
+class MemoryStepper(RuleStepper):
+    """`RuleStepper` over one block per shard, or per piece under a rule with blocks.
 
     Args:
         geometry: the flat space; shards of fp32, bf16 or fp16.
-        rule: the update.
+        rule: the update, before its ``for_params``.
+        groups: see `RuleStepper`.
         is_in_place: see `ShardMasters`.
         upper: returns host memory for the parameters of a range inside one shard, which lasts as
-            long as the store. A split master weight has its upper half there.
+            long as the stepper. A split master weight has its upper half there.
     """
-
-    file = None
 
     def __init__(
         self,
         geometry: Geometry,
         rule: Rule,
+        groups: Sequence[Mapping[str, Any]],
         *,
         is_in_place: bool,
         upper: Callable[[int, int], Tensor],
     ) -> None:
-        self.geometry = geometry
-        self.rule = rule
         # An offloaded shard is no place for the upper half of a split master weight.
         shards = [shard for _, shard in geometry.shards]
         rules = [rule if t.is_meta else rule.for_params(t.dtype) for t in shards]
-        self.layout = BlockLayout(geometry, rules)
+        super().__init__(geometry, rule, BlockLayout(geometry, rules), groups)
         halves = {
             i: upper(start, start + shard.numel())
             for i, (start, shard) in enumerate(geometry.shards)
             if rules[i].is_master_split
         }
         self._masters = ShardMasters(
-            geometry, torch.device("cpu"), is_in_place=is_in_place, upper_halves=halves
+            geometry, self.device, is_in_place=is_in_place, upper_halves=halves
         )
         self.is_in_place = self._masters.is_in_place
         self._buffers = {n: self._make(n) for n in self.layout.names if n not in (MASTER, PARAM)}
-        bytes_of = {name: sum(t.nbytes for t in found) for name, found in self._buffers.items()}
-        lower_bytes = bytes_of.pop(REMAINDER, 0)
-        self.state_bytes = sum(bytes_of.values())
-        self.master_bytes = self._masters.num_bytes + lower_bytes
-        self.master_copy_bytes = self._masters.num_copy_bytes + lower_bytes
+        self.fill_fresh()
 
     def _make(self, name: str) -> Sequence[Tensor]:
         """One flat buffer of zeros, divided among the blocks."""
@@ -121,12 +63,18 @@ class MemoryStore(BlockStore):
         dtype = next((found[0] for found in kept if found is not None), torch.uint8)
         return torch.split(torch.zeros(sum(sizes), dtype=dtype, device="cpu"), sizes)
 
+    def num_bytes(self) -> StateBytes:
+        bytes_of = {name: sum(t.nbytes for t in found) for name, found in self._buffers.items()}
+        lower = bytes_of.pop(REMAINDER, 0)
+        masters, copies = self._masters.num_bytes + lower, self._masters.num_copy_bytes + lower
+        return StateBytes(masters, copies, sum(bytes_of.values()))
+
     def chunks(self, runs: Sequence[Run]) -> list[Chunk]:
         """One chunk per run, so that each is published as soon as it is updated."""
-        return [Chunk((run,)) for run in (split_runs(runs) if self.rule.block == 1 else runs)]
+        is_any_span = self.rule.block == 1
+        return [Chunk((run,)) for run in (split_runs(runs) if is_any_span else runs)]
 
     def take(self, index: int) -> dict[str, Tensor]:
-        """Return the block's own memory."""
         block = self.layout.blocks[index]
         stored = {name: found[index] for name, found in self._buffers.items() if name in block.kept}
         master = PARAM if block.rule.is_master_split else MASTER
@@ -135,11 +83,7 @@ class MemoryStore(BlockStore):
     def put(self, index: int) -> None:
         """Return at once: `take` gave the memory itself."""
 
-    def settle(self) -> None:
-        """Return at once: memory has no transfers."""
-
     def master(self, start: int, stop: int) -> Tensor:
-        """Return master weights of a range inside one shard."""
         return self._masters.view(start, stop)
 
     def read(self, name: str, start: int, stop: int) -> Tensor:
@@ -153,7 +97,6 @@ class MemoryStore(BlockStore):
         return values
 
     def write(self, name: str, start: int, values: Tensor) -> None:
-        """Overwrite a state or the master weights."""
         if name == MASTER:
             self._masters.write(start, values)
         for block, stored, a, b in self._windows(name, start, start + values.numel()):

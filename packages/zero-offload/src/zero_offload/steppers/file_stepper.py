@@ -11,9 +11,10 @@ lie in it, and written back, while the next blocks are read and the last ones wr
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,48 +22,55 @@ from torch import Tensor
 from zero_offload.flat.geometry import Geometry, Run
 from zero_offload.memory.block_pipeline import BlockPipeline
 from zero_offload.memory.storage import BlockFile
-from zero_offload.rules.rule import KERNEL_DTYPES, MASTER, Rule
+from zero_offload.rules.rule import MASTER, Rule
 from zero_offload.steppers.block_layout import Block, BlockLayout
-from zero_offload.steppers.block_store import BlockStore
-from zero_offload.steppers.stepper import Chunk
+from zero_offload.steppers.rule_stepper import RuleStepper
+from zero_offload.steppers.stepper import Chunk, StateBytes
 
 BLOCK_NUMEL = 1 << 20
 """Elements of a block: requests of 4 MiB, and for Adam 12 MiB of host memory per buffer."""
 
 
-class FileStore(BlockStore):
-    """`BlockStore` in a file.
+class FileStepper(RuleStepper):
+    """`RuleStepper` over blocks of a file.
 
     Args:
         geometry: the flat space; shards of fp32, bf16 or fp16.
         rule: the update, before its ``for_params``.
+        groups: see `RuleStepper`.
         folder: on the NVMe disk; see `BlockFile`.
         buffer_count: blocks in host memory at once; 3 or more read, update and write together.
 
     Raises:
-        ValueError: the folder or a shard's dtype cannot be served.
+        ValueError: the folder cannot be served.
         StorageError: the disk has not the room.
     """
 
     is_in_place = False
-    master_bytes = master_copy_bytes = 0
 
     def __init__(
-        self, geometry: Geometry, rule: Rule, *, folder: str | Path, buffer_count: int
+        self,
+        geometry: Geometry,
+        rule: Rule,
+        groups: Sequence[Mapping[str, Any]],
+        *,
+        folder: str | Path,
+        buffer_count: int,
     ) -> None:
-        _check_served(geometry)
-        self.geometry = geometry
-        self.rule = rule
         rules = [rule.for_params(tensor.dtype) for _, tensor in geometry.shards]
-        self.layout = BlockLayout(geometry, rules, BLOCK_NUMEL)
-        self.file: BlockFile = BlockFile(folder, self.layout.record_bytes, name="optimizer-state")
-        self._pipeline = BlockPipeline(self.file, len(self.layout.names), buffer_count)
-        # Host memory that blocks pass through is all that the state takes of it.
-        self.state_bytes = self._pipeline.buffer_bytes
+        layout = BlockLayout(geometry, rules, BLOCK_NUMEL)
+        super().__init__(geometry, rule, layout, groups)
+        self.file = BlockFile(folder, layout.record_bytes, name="optimizer-state")
+        self._pipeline = BlockPipeline(self.file, len(layout.names), buffer_count)
         with torch.no_grad():
             for start, shard in geometry.shards:
                 if not shard.is_meta:  # the values of an offloaded shard come with the first write
                     self.write(MASTER, start, shard)
+        self.fill_fresh()
+
+    def num_bytes(self) -> StateBytes:
+        """Return the buffers that blocks pass through, all that the state takes of the host."""
+        return StateBytes(0, 0, self._pipeline.buffer_bytes)
 
     def chunks(self, runs: Sequence[Run]) -> list[Chunk]:
         """One chunk per block that has active pieces. The blocks are announced to the pipeline."""
@@ -74,13 +82,11 @@ class FileStore(BlockStore):
         return [Chunk(tuple(found)) for found in work.values()]
 
     def take(self, index: int) -> dict[str, Tensor]:
-        """Wait until the block is read and return its buffers."""
         kept = self.layout.blocks[index].kept
         named = zip(self.layout.names, self._pipeline.take(index), strict=True)
         return {name: part.view(kept[name][0]) for name, part in named if name in kept}
 
     def put(self, index: int) -> None:
-        """Start to write the block."""
         self._pipeline.put(index)
 
     def settle(self) -> None:
@@ -90,11 +96,9 @@ class FileStore(BlockStore):
             self._pipeline.prefetch()
 
     def master(self, start: int, stop: int) -> Tensor:
-        """Return master weights of a range inside one shard."""
         return self.read(MASTER, start, stop)
 
     def read(self, name: str, start: int, stop: int) -> Tensor:
-        """Return a copy of a state or of the master weights."""
         found = torch.zeros(stop - start, dtype=torch.float32, device="cpu")
         spans = list(self.layout.overlaps(start, stop))
         with self._pass(name, spans, is_read=True) as blocks:
@@ -137,12 +141,3 @@ class FileStore(BlockStore):
         block = self.layout.blocks[index]
         is_alone = name == MASTER or block.rule.block == 1
         return is_alone and (start, stop) == (block.start, block.stop)
-
-
-def _check_served(geometry: Geometry) -> None:
-    unserved = sorted({str(t.dtype) for _, t in geometry.shards if t.dtype not in KERNEL_DTYPES})
-    if unserved:
-        raise ValueError(
-            f'offload_optimizer.device = "nvme" serves parameters of fp32, bf16 and fp16, not of '
-            f'{", ".join(unserved)}: use device "cpu"'
-        )
