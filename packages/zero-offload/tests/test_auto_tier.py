@@ -18,10 +18,11 @@ from torch import nn, optim
 from zero_offload import OffloadedOptimizer
 from zero_offload.flat.geometry import Geometry
 from zero_offload.settings import OffloadSettings
-from zero_offload.tier import OffloadTiers, make_device_tier
+from zero_offload.tier import make_device_tier
 from zero_offload.tiers.auto_ratio import STEPS_PER_PROBE, AutoRatio, Sample
 from zero_offload.tiers.auto_tier import AutoTier
 from zero_offload.tiers.device_room import DeviceClock, DeviceRoom, MemoryReading, read_memory
+from zero_offload.tiers.factory import OffloadTiers
 
 GROUPS = [group_of(optim.AdamW, lr=1e-2, weight_decay=0.1)]
 RATIOS = (0.5, 0.25, 0.9, 0.0, 1.0, 0.999, 0.3)
@@ -45,7 +46,7 @@ def make_auto(
     space: Space, cls: Any, groups: Any, kernel: Any = None, script: AutoRatio | None = None
 ) -> AutoTier:
     geometry = Geometry(space.numel, space.pieces, space.params, len(groups))
-    tiers = OffloadTiers.of(
+    tiers = OffloadTiers(
         geometry,
         OffloadSettings(ratio="auto"),
         device=CPU,

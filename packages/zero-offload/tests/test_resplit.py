@@ -28,7 +28,8 @@ from zero_offload.flat.geometry import Geometry
 from zero_offload.flat.intervals import Intervals
 from zero_offload.protocols import StateTier
 from zero_offload.settings import OffloadSettings
-from zero_offload.tier import OffloadTiers, create_tier, make_device_tier
+from zero_offload.tier import create_tier, make_device_tier
+from zero_offload.tiers.factory import OffloadTiers
 from zero_offload.tiers.flat_tier import HostTier
 from zero_offload.tiers.twin import TwinTier
 
@@ -164,7 +165,7 @@ class WatchedTiers:
 
 def _watched(space: Space, split: int) -> tuple[TwinTier, WatchedTiers]:
     geometry = Geometry(space.numel, space.pieces, space.params, 1)
-    tiers = OffloadTiers.of(
+    tiers = OffloadTiers(
         geometry,
         OffloadSettings(),
         device=CPU,

@@ -31,7 +31,8 @@ from zero_offload.flat.intervals import Intervals
 from zero_offload.protocols import AdamKernel
 from zero_offload.rules.rule import MASTER
 from zero_offload.settings import OffloadSettings
-from zero_offload.tier import OffloadTiers, make_device_tier, make_twin
+from zero_offload.tier import make_device_tier, make_twin
+from zero_offload.tiers.factory import OffloadTiers
 from zero_offload.tiers.share import check_patterns, host_share
 from zero_offload.tiers.twin import TwinTier
 from zero_offload.torch_loop.host_update import resolve_update
@@ -120,7 +121,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         is_all = host is not None and host.numel == numel
         self._is_host_alone = device.type == "cpu" or is_all
         groups = self._tier_groups()
-        tiers = OffloadTiers.of(
+        tiers = OffloadTiers(
             geometry,
             settings,
             device=device,

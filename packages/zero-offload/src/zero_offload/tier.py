@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,25 +10,15 @@ from torch import Tensor
 
 from zero_offload.flat.geometry import Geometry, freeze_groups
 from zero_offload.flat.intervals import Intervals
-from zero_offload.memory.host_memory import HostMemory
-from zero_offload.protocols import AdamKernel, DeviceTierFactory, ParamStore, StateTier
-from zero_offload.rules.elementwise import check_elementwise
-from zero_offload.rules.resolve import check_kernel_class, resolve_rule
-from zero_offload.rules.rule import Rule
+from zero_offload.protocols import AdamKernel, DeviceTierFactory, ParamStore
 from zero_offload.settings import OffloadSettings
-from zero_offload.steppers.file_stepper import FileStepper
-from zero_offload.steppers.memory_stepper import MemoryStepper
-from zero_offload.steppers.rule_stepper import can_serve
-from zero_offload.steppers.stepper import Stepper
-from zero_offload.steppers.torch_stepper import FUSED_ALIGNMENT, TorchStepper
+from zero_offload.steppers.torch_stepper import TorchStepper
 from zero_offload.tiers.auto_tier import AutoTier
-from zero_offload.tiers.flat_tier import DeviceTier, HostTier
-from zero_offload.tiers.offloaded_shard import OffloadedShards, store_of_part
+from zero_offload.tiers.factory import OffloadTiers
+from zero_offload.tiers.flat_tier import DeviceTier
 from zero_offload.tiers.share import device_bytes, host_share, state_bytes
-from zero_offload.tiers.transfer import DeviceMover, HostMover
+from zero_offload.tiers.transfer import DeviceMover
 from zero_offload.tiers.twin import TwinTier
-
-_CPU = torch.device("cpu")
 
 
 def create_tier(
@@ -80,7 +69,7 @@ def create_tier(
     settings = OffloadSettings.from_config(config)
     geometry = Geometry(numel, pieces, params, len(groups))
     _check_one_width(params)
-    tiers = OffloadTiers.of(
+    tiers = OffloadTiers(
         geometry,
         settings,
         device=device,
@@ -125,125 +114,6 @@ def _aligned(host: Intervals, geometry: Geometry, alignment: int) -> Intervals:
     return Intervals([(0, geometry.align_down(host.numel, alignment))])
 
 
-@dataclass(frozen=True, slots=True)
-class OffloadTiers:
-    """Factory of the tiers of the host's and the device's part.
-
-    Attributes:
-        device: the compute device.
-        optimizer_class: an elementwise torch optimizer.
-        rule: the update by a kernel; None for torch's own.
-        settings: of the host's part.
-        device_tier: makes the device's part on an accelerator.
-        param_store: takes new values of shards on the meta device.
-    """
-
-    device: torch.device
-    optimizer_class: type[torch.optim.Optimizer]
-    rule: Rule | None
-    settings: OffloadSettings
-    device_tier: DeviceTierFactory
-    param_store: ParamStore | None = None
-
-    @classmethod
-    def of(
-        cls,
-        geometry: Geometry,
-        settings: OffloadSettings,
-        *,
-        device: torch.device,
-        optimizer_class: type[torch.optim.Optimizer],
-        groups: Sequence[Mapping[str, Any]],
-        adam_kernel: AdamKernel | None,
-        device_tier: DeviceTierFactory,
-        param_store: ParamStore | None = None,
-    ) -> OffloadTiers:
-        """Return the factory for an optimizer. Arguments as for `create_tier`.
-
-        Raises:
-            ValueError: an optimizer or a setting that cannot be served.
-        """
-        check_elementwise(optimizer_class)
-        if adam_kernel is not None:
-            check_kernel_class(optimizer_class)
-        frozen = freeze_groups(groups)
-        rule = _resolve(optimizer_class, frozen, adam_kernel, settings.state_dtype, geometry)
-        if rule is None and settings.nvme is not None:
-            raise ValueError(
-                f'offload_optimizer.device = "nvme" does not serve {optimizer_class.__qualname__} '
-                f"with these settings: its update is not one of an installed host kernel. Use "
-                f"Adam, AdamW, Adagrad, SGD or Lion by name with cpu-adam installed (pip install "
-                f'zero-offload[cpu-adam]) and without amsgrad or float64, or device "cpu"'
-            )
-        return cls(device, optimizer_class, rule, settings, device_tier, param_store)
-
-    def alignment(self, groups: Sequence[Mapping[str, Any]]) -> int:
-        """Return of how many elements of a parameter a split point must be a multiple.
-
-        At such multiples a split changes no bit on a CPU.
-        """
-        if self.device.type != "cpu":
-            return 1
-        if self.rule is not None:
-            return self.rule.block
-        return FUSED_ALIGNMENT if any(group.get("fused") for group in groups) else 1
-
-    def make_host(
-        self, part: Geometry, share: Intervals, groups: Sequence[Mapping[str, Any]]
-    ) -> HostTier:
-        """Create a tier in host memory with a worker of its own."""
-        is_on_cpu = self.device.type == "cpu"
-        memory = HostMemory(
-            should_pin=self.settings.pin_memory and not is_on_cpu,
-            limit_bytes=self.settings.pin_memory_bytes,
-        )
-        offloaded = OffloadedShards(part, self.device, store_of_part(self.param_store, share))
-        mover = HostMover(part, self.device, memory, offloaded=offloaded)
-        nvme = self.settings.nvme
-        if nvme is None:
-            # A split master weight has its upper half in the memory that is sent to the device.
-            stepper = self._make_stepper(part, groups, is_in_place=is_on_cpu, upper=mover.hold)
-        else:
-            assert self.rule is not None, "refused by `of`"
-            frozen, count = freeze_groups(groups), nvme.buffer_count
-            stepper = FileStepper(part, self.rule, frozen, folder=nvme.path, buffer_count=count)
-        return HostTier(part, stepper, mover)
-
-    def make_device(
-        self, part: Geometry, share: Intervals, groups: Sequence[Mapping[str, Any]]
-    ) -> StateTier:
-        """Create a tier on the compute device. On a CPU its update is that of the host's."""
-        store = store_of_part(self.param_store, share)
-        if self.device.type == "cpu":
-            stepper = self._make_stepper(part, groups, is_in_place=True, upper=part.view)
-            offloaded = OffloadedShards(part, self.device, store)
-            return DeviceTier(part, stepper, DeviceMover(part, self.device, offloaded))
-        return self.device_tier(
-            numel=part.numel,
-            pieces=[(p.start, p.stop, p.group) for p in part.pieces],
-            params=part.shards,
-            device=self.device,
-            optimizer_class=self.optimizer_class,
-            groups=[{k: v for k, v in group.items() if k != "params"} for group in groups],
-            param_store=store,
-        )
-
-    def _make_stepper(
-        self,
-        part: Geometry,
-        groups: Sequence[Mapping[str, Any]],
-        *,
-        is_in_place: bool,
-        upper: Callable[[int, int], Tensor],
-    ) -> Stepper:
-        """The update in host memory: by the kernel where it can serve, else by torch."""
-        frozen = freeze_groups(groups)
-        if self.rule is None:
-            cpu = torch.device("cpu")
-            return TorchStepper(part, cpu, self.optimizer_class, frozen, is_in_place=is_in_place)
-        return MemoryStepper(part, self.rule, frozen, is_in_place=is_in_place, upper=upper)
-
-
 def make_device_tier(
     *,
     numel: int,
@@ -258,8 +128,7 @@ def make_device_tier(
     geometry = Geometry(numel, pieces, params, len(groups))
     frozen = freeze_groups(groups)
     stepper = TorchStepper(geometry, device, optimizer_class, frozen, is_in_place=True)
-    mover = DeviceMover(geometry, device, OffloadedShards(geometry, device, param_store))
-    return DeviceTier(geometry, stepper, mover)
+    return DeviceTier(geometry, stepper, DeviceMover(geometry, device, param_store))
 
 
 def _check_one_width(params: Sequence[tuple[int, Tensor]]) -> None:
@@ -273,22 +142,3 @@ def _check_one_width(params: Sequence[tuple[int, Tensor]]) -> None:
             'trainable parameters one dtype, or leave the optimizer state on the device ("device": '
             '"none"), which keeps each dtype apart'
         )
-
-
-def _resolve(
-    optimizer_class: type[torch.optim.Optimizer],
-    groups: Sequence[Mapping[str, Any]],
-    adam_kernel: AdamKernel | None,
-    state_dtype: str,
-    geometry: Geometry,
-) -> Rule | None:
-    """The rule by which a kernel updates in host memory. None for torch's own update."""
-    rule = resolve_rule(adam_kernel, optimizer_class, groups, state_dtype)
-    if rule is None or can_serve(geometry):
-        return rule
-    if state_dtype != "float32":
-        raise ValueError(
-            f"offload_optimizer.state_dtype = {state_dtype!r} is not served for float64 "
-            f'parameters: use "float32"'
-        )
-    return None

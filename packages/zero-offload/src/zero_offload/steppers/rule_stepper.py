@@ -22,11 +22,6 @@ from zero_offload.steppers.block_layout import Block, BlockLayout
 from zero_offload.steppers.stepper import Chunk, Stepper, check_num_steps
 
 
-def can_serve(geometry: Geometry) -> bool:
-    """Return whether every shard has a dtype that kernels read and write."""
-    return all(tensor.dtype in KERNEL_DTYPES for _, tensor in geometry.shards)
-
-
 class RuleStepper(Stepper):
     """Stepper whose update is a `Rule`. A subclass has the blocks in its memory.
 

@@ -19,7 +19,8 @@ from zero_offload.flat.geometry import Geometry
 from zero_offload.flat.intervals import Intervals
 from zero_offload.tiers.auto_ratio import AutoRatio, RatioReport, Sample
 from zero_offload.tiers.device_room import DeviceClock, DeviceRoom
-from zero_offload.tiers.part import Part, TierFactory
+from zero_offload.tiers.factory import OffloadTiers
+from zero_offload.tiers.part import Part
 from zero_offload.tiers.twin import TwinTier
 
 _log = logging.getLogger(__name__)
@@ -42,7 +43,7 @@ class AutoTier(TwinTier):
         self,
         geometry: Geometry,
         groups: Sequence[Mapping[str, Any]],
-        factory: TierFactory,
+        factory: OffloadTiers,
         *,
         device: torch.device,
         element_bytes: int,

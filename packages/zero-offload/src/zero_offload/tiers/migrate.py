@@ -7,27 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from zero_offload.flat.intervals import Intervals
+from zero_offload.protocols import StateTier
 
 BLOCK_NUMEL = 1 << 22
 """Elements of one state that are copied at once: 16 MiB of fp32."""
-
-
-class StateSource(Protocol):
-    """Source of state. Every StateTier is one."""
-
-    def state_names(self) -> Sequence[str]:
-        """Return the names of the elementwise states."""
-        ...
-
-    def read_state(self, name: str, start: int, stop: int) -> Tensor:
-        """Return a copy of one state over ``[start, stop)``, 1-D, on the CPU."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +41,7 @@ class HeldState:
 
 
 def migrate(
-    source: StateSource,
+    source: StateTier | HeldState,
     source_share: Intervals,
     write_state: Callable[[str, int, Tensor], None],
     share: Intervals,

@@ -1,10 +1,9 @@
-"""Part of a flat space that one tier holds, and the factory of its tier."""
+"""Part of a flat space that one tier holds."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -14,28 +13,6 @@ from zero_offload.flat.intervals import Intervals
 from zero_offload.protocols import StateTier
 from zero_offload.rules.rule import MASTER
 from zero_offload.tiers.flat_tier import FlatTier, HostTier, TierReport
-
-
-class TierFactory(Protocol):
-    """Creates the tiers of the parts, at first and when the split point moves."""
-
-    def make_host(
-        self, part: Geometry, share: Intervals, groups: Sequence[Mapping[str, Any]]
-    ) -> StateTier:
-        """Return the host's tier, whose ``step`` returns before the update is done.
-
-        Args:
-            part: the part's flat space.
-            share: the elements of the whole space in it.
-            groups: ``param_groups`` that its optimizer starts with.
-        """
-        ...
-
-    def make_device(
-        self, part: Geometry, share: Intervals, groups: Sequence[Mapping[str, Any]]
-    ) -> StateTier:
-        """Return the device's tier. Arguments as for `make_host`."""
-        ...
 
 
 class GradStaging:

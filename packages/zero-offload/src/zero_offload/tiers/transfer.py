@@ -7,6 +7,10 @@ gradient staging   host buffers that cover ``[0, numel)`` once per gradient dtyp
 parameter staging  two small host buffers per parameter dtype, in which rounded parameters wait for
                    their copy to the device. One is filled while the other is sent. A parameter
                    shard in host memory needs none: the update writes the rounded values into it.
+offloaded          a parameter shard that is kept off the device. In host memory the update writes
+                   its new values, without staging and without a copy. On the meta device it stands
+                   for one that only a `ParamStore` can write: its new values wait in a buffer of
+                   one run's length until the store has taken them.
 held               a lasting host copy of a parameter shard, in place of staging, where the update
                    needs the 16-bit parameter itself (a master weight that is split in two).
 
@@ -31,8 +35,8 @@ from zero_offload.flat.grads import GradLedger
 from zero_offload.flat.span_map import SpanMap
 from zero_offload.memory.host_memory import HostMemory
 from zero_offload.memory.streams import HostStreams, open_streams
+from zero_offload.protocols import ParamStore
 from zero_offload.rules.rule import KERNEL_DTYPES
-from zero_offload.tiers.offloaded_shard import OffloadedShards
 
 Release = Callable[[], None]
 """To be called before the memory of an offered gradient is written again."""
@@ -41,15 +45,36 @@ Release = Callable[[], None]
 class Mover(ABC):
     """Copies gradients into a tier's memory and updated parameters back to their shards.
 
+    Args:
+        geometry: the flat space; its shards lie on ``device``, on the CPU or on meta.
+        device: the compute device.
+        store: receives new values of shards on meta.
+
     Attributes:
         bytes_d2h: gradient bytes copied from the compute device to the host so far.
         bytes_h2d: parameter bytes brought from the host to the compute device so far.
         grad_bytes: bytes of the gradient staging.
+
+    Raises:
+        ValueError: there is a shard on meta and no store.
     """
 
     bytes_d2h: int = 0
     bytes_h2d: int = 0
     grad_bytes: int = 0
+
+    def __init__(
+        self, geometry: Geometry, device: torch.device, store: ParamStore | None = None
+    ) -> None:
+        self.geometry = geometry
+        self.device = device
+        self._store = store
+        self._rounded: dict[int, Tensor] = {}  # new values of a run on meta, by start
+        if store is None and any(t.is_meta for _, t in geometry.shards):
+            raise ValueError(
+                "params holds a shard on the meta device, which says that it is kept elsewhere: "
+                "pass param_store, which takes its new values"
+            )
 
     @abstractmethod
     def offer(self, start: int, grad: Tensor, ledger: GradLedger) -> Release | None:
@@ -74,13 +99,33 @@ class Mover(ABC):
         Each span lies in one shard.
         """
 
-    @abstractmethod
     def out(self, start: int, stop: int) -> Tensor:
         """Return memory for the rounded values of ``[start, stop)``, one of the open spans."""
+        view = self.geometry.view(start, stop)
+        if view.is_meta:
+            self._rounded[start] = torch.empty(stop - start, dtype=view.dtype, device="cpu")
+            return self._rounded[start]
+        return view if self._is_offloaded(view) else self.place(start, view)
 
-    @abstractmethod
     def publish(self, start: int, stop: int) -> torch.Event | None:
         """Copy what was written to `out` to the shards. Returns an event if that takes time."""
+        view = self.geometry.view(start, stop)
+        if view.is_meta:
+            assert self._store is not None, "checked at construction"
+            self._store.write(start, self._rounded.pop(start))
+        return None if self._is_offloaded(view) else self.send(start, view)
+
+    def _is_offloaded(self, shard: Tensor) -> bool:
+        """Whether a shard is off the device. In host memory an update writes it directly."""
+        return shard.is_meta or (shard.is_cpu and self.device.type != "cpu")
+
+    @abstractmethod
+    def place(self, start: int, view: Tensor) -> Tensor:
+        """Return memory for the new values of ``view``, the shard's elements from ``start`` on."""
+
+    @abstractmethod
+    def send(self, start: int, view: Tensor) -> torch.Event | None:
+        """Copy what was written to `place` to ``view``, as `publish`."""
 
     @abstractmethod
     def arrive(self, event: torch.Event) -> None:
@@ -104,7 +149,7 @@ class _Staging:
                 self._memory[dtype] = memory.empty(numel, dtype)
         self._used, self._places, self.sent = {}, {}, []
 
-    def place(self, start: int, numel: int, dtype: torch.dtype) -> Tensor:
+    def reserve(self, start: int, numel: int, dtype: torch.dtype) -> Tensor:
         """Return the memory of the run that begins at ``start``, the same at every call."""
         if start not in self._places:
             low = self._used.get(dtype, 0)
@@ -117,10 +162,10 @@ class HostMover(Mover):
     """Copies gradients to host buffers and parameters back.
 
     Args:
-        geometry: the flat space; its shards lie on ``device``, or off it.
-        device: the compute device.
+        geometry: see `Mover`.
+        device: see `Mover`.
         memory: allocates the host buffers.
-        offloaded: the shards off the device; found from ``geometry`` by default.
+        store: see `Mover`.
         streams: for another kind of device; found from ``device`` by default.
         is_staged: whether shards in host memory are staged too, as those of an accelerator.
     """
@@ -131,17 +176,16 @@ class HostMover(Mover):
         device: torch.device,
         memory: HostMemory,
         *,
-        offloaded: OffloadedShards | None = None,
+        store: ParamStore | None = None,
         streams: HostStreams | None = None,
         is_staged: bool = False,
     ) -> None:
-        self._geometry = geometry
+        super().__init__(geometry, device, store)
         self._memory = memory
-        self._offloaded = offloaded or OffloadedShards(geometry, device)
-        self._streams = open_streams(device) if streams is None else streams
+        self._streams = streams or open_streams(device)
         self._is_staged = is_staged
         self._grads: dict[torch.dtype, SpanMap[tuple[int, Tensor]]] = {}
-        self._arrivals: list[torch.Event] = []
+        self._arrived: torch.Event | None = None
         self._staging = (_Staging(), _Staging())
         self._held: dict[int, Tensor] = {}  # by shard
         self._sent: list[tuple[int, int, torch.Event]] = []  # from held memory
@@ -158,13 +202,13 @@ class HostMover(Mover):
         self.bytes_d2h += grad.numel() * grad.element_size()
         if event is None:
             return None
-        self._arrivals = [event]  # copies down are in order: the last event stands for all
+        self._arrived = event  # copies down are in order: the last event stands for all
         return partial(self._streams.release, event)
 
     def _staging_of(self, dtype: torch.dtype) -> SpanMap[tuple[int, Tensor]]:
-        kept = dtype if dtype in KERNEL_DTYPES else self._geometry.master_dtype()
+        kept = dtype if dtype in KERNEL_DTYPES else self.geometry.master_dtype()
         if kept not in self._grads:
-            parts = self._memory.parts(self._geometry.numel, kept)
+            parts = self._memory.parts(self.geometry.numel, kept)
             starts = accumulate((part.numel() for part in parts), initial=0)
             based = zip(starts, parts, strict=False)
             self._grads[kept] = SpanMap((a, a + part.numel(), (a, part)) for a, part in based)
@@ -173,16 +217,10 @@ class HostMover(Mover):
 
     def close_grads(self) -> Release:
         """Return the wait for all copies down. The caller's stream goes on."""
-        arrivals = list(self._arrivals)
-
-        def wait() -> None:
-            for event in arrivals:
-                self._streams.wait(event)
-
-        return wait
+        arrived = self._arrived
+        return (lambda: None) if arrived is None else partial(self._streams.wait, arrived)
 
     def open_params(self) -> None:
-        """Make copies up wait for the caller's stream."""
         self._streams.open_targets()
 
     def open_spans(self, spans: Sequence[tuple[int, int]]) -> None:
@@ -206,10 +244,10 @@ class HostMover(Mover):
         """Elements to be staged by dtype. No less than other spans need, so that memory stays."""
         needs: dict[torch.dtype, int] = {}
         for start, stop in spans:
-            view = self._geometry.view(start, stop)
-            if self._must_stage(view) and self._geometry.shard_at(start) not in self._held:
+            view = self.geometry.view(start, stop)
+            if self._must_stage(view) and self.geometry.shard_at(start) not in self._held:
                 needs[view.dtype] = needs.get(view.dtype, 0) + stop - start
-        for index, (_, shard) in enumerate(self._geometry.shards):
+        for index, (_, shard) in enumerate(self.geometry.shards):
             if shard.dtype in needs and self._must_stage(shard) and index not in self._held:
                 usual = min(shard.numel(), PUBLISHED_NUMEL)
                 needs[shard.dtype] = max(needs[shard.dtype], usual)
@@ -223,48 +261,40 @@ class HostMover(Mover):
 
         It is the shard itself where that is host memory, else memory that `publish` sends from.
         """
-        view = self._geometry.view(start, stop)
+        view = self.geometry.view(start, stop)
         if not self._must_stage(view):
             return view
-        index = self._geometry.shard_at(start)
+        index = self.geometry.shard_at(start)
         if index not in self._held:
             self._hold_all(view.dtype)
-        base, _ = self._geometry.shards[index]
+        base, _ = self.geometry.shards[index]
         return self._held[index][start - base : stop - base]
 
     def _hold_all(self, dtype: torch.dtype) -> None:
-        shards = list(enumerate(self._geometry.shards))
+        shards = list(enumerate(self.geometry.shards))
         own = [(i, t.numel()) for i, (_, t) in shards if t.dtype == dtype and self._must_stage(t)]
         memory = self._memory.tensors([(numel, dtype) for _, numel in own])
         self._held.update(zip((i for i, _ in own), memory, strict=True))
 
-    def out(self, start: int, stop: int) -> Tensor:
+    def place(self, start: int, view: Tensor) -> Tensor:
         """Return staging memory, held memory, or the shard itself where it is host memory."""
-        own = self._offloaded.out(start, stop)
-        if own is not None:
-            return own
-        view = self._geometry.view(start, stop)
-        if not self._must_stage(view) or self._geometry.shard_at(start) in self._held:
-            return self.hold(start, stop)
-        return self._staging[0].place(start, stop - start, view.dtype)
+        if not self._must_stage(view) or self.geometry.shard_at(start) in self._held:
+            return self.hold(start, start + view.numel())
+        return self._staging[0].reserve(start, view.numel(), view.dtype)
 
-    def publish(self, start: int, stop: int) -> torch.Event | None:
-        """Start the one copy up. An offloaded shard needs none."""
-        if self._offloaded.publish(start, stop):
-            return None
-        view = self._geometry.view(start, stop)
+    def send(self, start: int, view: Tensor) -> torch.Event | None:
+        """Start the one copy up."""
         self.bytes_h2d += view.numel() * view.element_size()
         if not self._must_stage(view):
             return None
-        event = self._streams.to_device(view, self.out(start, stop))
+        event = self._streams.to_device(view, self.place(start, view))
         if event is not None:
             self._staging[0].sent = [event]  # copies up are in order
-            if self._geometry.shard_at(start) in self._held:
-                self._sent.append((start, stop, event))
+            if self.geometry.shard_at(start) in self._held:
+                self._sent.append((start, start + view.numel(), event))
         return event
 
     def arrive(self, event: torch.Event) -> None:
-        """Make the caller's stream wait for the copy up."""
         self._streams.arrive(event)
 
 
@@ -273,25 +303,18 @@ class DeviceMover(Mover):
 
     On an accelerator everything is enqueued on the caller's current stream. Gradients may come
     from other streams and parameters be read on them; events order those.
-
-    Args:
-        geometry: the flat space.
-        device: the compute device.
-        offloaded: the shards off the device; found from ``geometry`` by default.
     """
 
     def __init__(
-        self, geometry: Geometry, device: torch.device, offloaded: OffloadedShards | None = None
+        self, geometry: Geometry, device: torch.device, store: ParamStore | None = None
     ) -> None:
-        self._geometry = geometry
-        self._device = device
-        self._offloaded = offloaded or OffloadedShards(geometry, device)
+        super().__init__(geometry, device, store)
         self._offered: list[torch.Event] = []
 
     def _record(self) -> torch.Event | None:
-        if self._device.type == "cpu":
+        if self.device.type == "cpu":
             return None
-        return torch.accelerator.current_stream(self._device).record_event()
+        return torch.accelerator.current_stream(self.device).record_event()
 
     def offer(self, start: int, grad: Tensor, ledger: GradLedger) -> Release | None:
         """Record the gradient itself, which stays valid until the step returns."""
@@ -314,15 +337,12 @@ class DeviceMover(Mover):
     def open_spans(self, spans: Sequence[tuple[int, int]]) -> None:
         """Return at once: values are written to the shards."""
 
-    def out(self, start: int, stop: int) -> Tensor:
-        """Return the shard, or for an offloaded one memory that a blocking copy writes."""
-        own = self._offloaded.out(start, stop)
-        return self._geometry.view(start, stop) if own is None else own
+    def place(self, start: int, view: Tensor) -> Tensor:
+        return view
 
-    def publish(self, start: int, stop: int) -> torch.Event | None:
+    def send(self, start: int, view: Tensor) -> torch.Event | None:
         """Record the point on the stepping stream after which the values are in place."""
-        return None if self._offloaded.publish(start, stop) else self._record()
+        return self._record()
 
     def arrive(self, event: torch.Event) -> None:
-        """Make the caller's current stream wait for the event."""
-        torch.accelerator.current_stream(self._device).wait_event(event)
+        torch.accelerator.current_stream(self.device).wait_event(event)

@@ -26,9 +26,10 @@ from zero_offload.errors import OffloadError
 from zero_offload.flat.geometry import Geometry, check_active
 from zero_offload.flat.intervals import Intervals
 from zero_offload.memory.storage import BlockFile
+from zero_offload.tiers.factory import OffloadTiers
 from zero_offload.tiers.flat_tier import FlatTier, TierReport
 from zero_offload.tiers.migrate import HeldState, migrate
-from zero_offload.tiers.part import GradStaging, Part, PartReport, TierFactory
+from zero_offload.tiers.part import GradStaging, Part, PartReport
 
 
 class TwinTier:
@@ -51,7 +52,7 @@ class TwinTier:
         geometry: Geometry,
         groups: Sequence[Mapping[str, Any]],
         host: Intervals,
-        factory: TierFactory,
+        factory: OffloadTiers,
         *,
         alignment: int = 1,
     ) -> None:

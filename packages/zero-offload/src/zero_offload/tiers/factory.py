@@ -1,0 +1,171 @@
+"""Factory of the tiers of the host's part and of the device's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zero_offload.flat.geometry import Geometry, freeze_groups
+from zero_offload.flat.intervals import Intervals
+from zero_offload.memory.host_memory import HostMemory
+from zero_offload.protocols import AdamKernel, DeviceTierFactory, ParamStore, StateTier
+from zero_offload.rules.elementwise import check_elementwise
+from zero_offload.rules.resolve import check_kernel_class, resolve_rule
+from zero_offload.rules.rule import KERNEL_DTYPES, Rule
+from zero_offload.settings import OffloadSettings
+from zero_offload.steppers.file_stepper import FileStepper
+from zero_offload.steppers.memory_stepper import MemoryStepper
+from zero_offload.steppers.stepper import Stepper
+from zero_offload.steppers.torch_stepper import FUSED_ALIGNMENT, TorchStepper
+from zero_offload.tiers.flat_tier import DeviceTier, HostTier
+from zero_offload.tiers.transfer import DeviceMover, HostMover
+
+
+class OffloadTiers:
+    """Creates the tiers of the parts, at first and when the split point moves.
+
+    Arguments as for `zero_offload.create_tier`.
+
+    Attributes:
+        rule: the update by a kernel; None for torch's own.
+
+    Raises:
+        ValueError: an optimizer or a setting that cannot be served.
+    """
+
+    def __init__(
+        self,
+        geometry: Geometry,
+        settings: OffloadSettings,
+        *,
+        device: torch.device,
+        optimizer_class: type[torch.optim.Optimizer],
+        groups: Sequence[Mapping[str, Any]],
+        adam_kernel: AdamKernel | None,
+        device_tier: DeviceTierFactory,
+        param_store: ParamStore | None = None,
+    ) -> None:
+        check_elementwise(optimizer_class)
+        if adam_kernel is not None:
+            check_kernel_class(optimizer_class)
+        self.device = device
+        self.optimizer_class = optimizer_class
+        self.rule = _resolve(
+            optimizer_class, freeze_groups(groups), adam_kernel, settings.state_dtype, geometry
+        )
+        if self.rule is None and settings.nvme is not None:
+            raise ValueError(
+                f'offload_optimizer.device = "nvme" does not serve {optimizer_class.__qualname__} '
+                f"with these settings: its update is not one of an installed host kernel. Use "
+                f"Adam, AdamW, Adagrad, SGD or Lion by name with cpu-adam installed (pip install "
+                f'zero-offload[cpu-adam]) and without amsgrad or float64, or device "cpu"'
+            )
+        self._settings = settings
+        self._device_tier = device_tier
+        self._param_store = param_store
+
+    def alignment(self, groups: Sequence[Mapping[str, Any]]) -> int:
+        """Return of how many elements of a parameter a split point must be a multiple.
+
+        At such multiples a split changes no bit on a CPU.
+        """
+        if self.device.type != "cpu":
+            return 1
+        if self.rule is not None:
+            return self.rule.block
+        return FUSED_ALIGNMENT if any(group.get("fused") for group in groups) else 1
+
+    def make_host(
+        self, part: Geometry, share: Intervals, groups: Sequence[Mapping[str, Any]]
+    ) -> HostTier:
+        """Create a tier in host memory with a worker of its own.
+
+        Args:
+            part: the part's flat space.
+            share: the elements of the whole space in it.
+            groups: ``param_groups`` that its optimizer starts with.
+        """
+        is_on_cpu = self.device.type == "cpu"
+        memory = HostMemory(
+            should_pin=self._settings.pin_memory and not is_on_cpu,
+            limit_bytes=self._settings.pin_memory_bytes,
+        )
+        mover = HostMover(part, self.device, memory, store=self._store_of(share))
+        nvme = self._settings.nvme
+        if nvme is None:
+            # A split master weight has its upper half in the memory that is sent to the device.
+            stepper = self._make_stepper(part, groups, is_in_place=is_on_cpu, upper=mover.hold)
+        else:
+            assert self.rule is not None, "refused by the constructor"
+            frozen, count = freeze_groups(groups), nvme.buffer_count
+            stepper = FileStepper(part, self.rule, frozen, folder=nvme.path, buffer_count=count)
+        return HostTier(part, stepper, mover)
+
+    def make_device(
+        self, part: Geometry, share: Intervals, groups: Sequence[Mapping[str, Any]]
+    ) -> StateTier:
+        """Create a tier on the compute device. On a CPU its update is that of the host's."""
+        store = self._store_of(share)
+        if self.device.type == "cpu":
+            stepper = self._make_stepper(part, groups, is_in_place=True, upper=part.view)
+            return DeviceTier(part, stepper, DeviceMover(part, self.device, store))
+        return self._device_tier(
+            numel=part.numel,
+            pieces=[(p.start, p.stop, p.group) for p in part.pieces],
+            params=part.shards,
+            device=self.device,
+            optimizer_class=self.optimizer_class,
+            groups=[{k: v for k, v in group.items() if k != "params"} for group in groups],
+            param_store=store,
+        )
+
+    def _store_of(self, share: Intervals) -> ParamStore | None:
+        return None if self._param_store is None else _PartStore(self._param_store, share)
+
+    def _make_stepper(
+        self,
+        part: Geometry,
+        groups: Sequence[Mapping[str, Any]],
+        *,
+        is_in_place: bool,
+        upper: Callable[[int, int], Tensor],
+    ) -> Stepper:
+        """The update in host memory: by the kernel where it can serve, else by torch."""
+        frozen = freeze_groups(groups)
+        if self.rule is None:
+            cpu = torch.device("cpu")
+            return TorchStepper(part, cpu, self.optimizer_class, frozen, is_in_place=is_in_place)
+        return MemoryStepper(part, self.rule, frozen, is_in_place=is_in_place, upper=upper)
+
+
+class _PartStore:
+    """`ParamStore` for the flat space of a part. A run there is in one span of the part."""
+
+    def __init__(self, store: ParamStore, share: Intervals) -> None:
+        self._store = store
+        self._share = share
+
+    def write(self, start: int, values: Tensor) -> None:
+        self._store.write(self._share.element(start), values)
+
+
+def _resolve(
+    optimizer_class: type[torch.optim.Optimizer],
+    groups: Sequence[Mapping[str, Any]],
+    adam_kernel: AdamKernel | None,
+    state_dtype: str,
+    geometry: Geometry,
+) -> Rule | None:
+    """The rule by which a kernel updates in host memory. None for torch's own update."""
+    rule = resolve_rule(adam_kernel, optimizer_class, groups, state_dtype)
+    if rule is None or all(shard.dtype in KERNEL_DTYPES for _, shard in geometry.shards):
+        return rule
+    if state_dtype != "float32":
+        raise ValueError(
+            f"offload_optimizer.state_dtype = {state_dtype!r} is not served for float64 "
+            f'parameters: use "float32"'
+        )
+    return None
