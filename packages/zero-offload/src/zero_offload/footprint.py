@@ -55,12 +55,10 @@ class _Span:
 
     @property
     def numel(self) -> int:
-        """Number of elements."""
         return self.stop - self.start
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the parameters."""
         return self.numel * self.dtype.itemsize
 
 
@@ -156,11 +154,9 @@ class TierFootprint:
         return 1.0 if settings.ratio == "auto" else settings.ratio
 
     def split_point(self, ratio: float) -> int:
-        """Return the first element that the device keeps."""
         return self._geometry.align_down(round(ratio * self._geometry.numel), self._alignment)
 
     def host_bytes(self, ratio: float) -> dict[str, int]:
-        """Return the bytes of host memory by kind."""
         split = self.split_point(ratio)
         part = self._clipped(0, split)
         # Where the device is the host, full-precision shards are their own master weights.
@@ -195,7 +191,6 @@ class TierFootprint:
         return down, sum(span.nbytes for span in part if not span.is_offloaded)
 
     def _clipped(self, start: int, stop: int) -> list[_Span]:
-        """Return the parts of the shards within ``[start, stop)``."""
         return [
             _Span(max(s.start, start), min(s.stop, stop), s.dtype, s.grad_dtype, s.is_offloaded)
             for s in self._spans

@@ -132,11 +132,9 @@ class HostShards:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all shards."""
         return sum(t.nbytes for t in self.tensors.values())
 
     def fetch(self, segment: int, out: Tensor) -> Work:
-        """Enqueue the copy on the current stream."""
         return start_copy(out, self.tensors[segment])
 
 

@@ -18,7 +18,6 @@ class Work(Protocol):
 
     def wait(self) -> object:
         """Make the caller's current stream wait for it, or on a CPU block until it is done."""
-        ...
 
 
 @runtime_checkable
@@ -31,7 +30,6 @@ class ParamStore(Protocol):
         It is called from any thread, one at a time. ``values`` is 1-D, in the shard's dtype, within
         one shard, and may be reused when it returns.
         """
-        ...
 
 
 @runtime_checkable
@@ -67,7 +65,6 @@ class AdamKernel(Protocol):
         ``grad`` is fp32, bf16 or fp16 and is multiplied by ``grad_scale`` first; ``out`` (fp32,
         bf16 or fp16) receives the rounded master; ``step`` counts this update, from 1.
         """
-        ...
 
 
 @runtime_checkable
@@ -95,7 +92,6 @@ class EightBitAdamKernel(Protocol):
         ``remainder``, or bf16 with an int16 one: see [Note: split master] there; ``out`` goes with
         an fp32 ``param`` alone.
         """
-        ...
 
 
 @runtime_checkable
@@ -121,7 +117,6 @@ class Bf16AdamKernel(Protocol):
 
         The random numbers are a function of ``seed``, the step and an element's place.
         """
-        ...
 
 
 @runtime_checkable
@@ -144,7 +139,6 @@ class AdagradKernel(Protocol):
         num_threads: int | None = None,
     ) -> None:
         """Apply one update in place, as torch.optim.Adagrad, with arguments as in `AdamKernel`."""
-        ...
 
 
 @runtime_checkable
@@ -171,7 +165,6 @@ class SgdKernel(Protocol):
 
         ``momentum_buffer`` is None without momentum; step 1 fills it with the gradient.
         """
-        ...
 
 
 @runtime_checkable
@@ -193,7 +186,6 @@ class LionKernel(Protocol):
         num_threads: int | None = None,
     ) -> None:
         """Apply one update in place with decoupled weight decay, arguments as in `AdamKernel`."""
-        ...
 
 
 @runtime_checkable
@@ -235,49 +227,38 @@ class StateTier(Protocol):
 
     def offer_grad(self, start: int, grad: Tensor) -> Callable[[], None] | None:
         """Accept the final gradient of ``[start, start + grad.numel())``."""
-        ...
 
     def read_grad(self, start: int, stop: int) -> Tensor:
         """Return a copy of the gradient offered for ``[start, stop)``, 1-D, on the CPU."""
-        ...
 
     def discard_grads(self) -> None:
         """Discard the gradients that no step has used."""
-        ...
 
     def step(
         self, groups: Sequence[Mapping[str, Any]], active: Sequence[int], *, grad_scale: float
     ) -> None:
         """Update the pieces listed in ``active``, possibly in the background."""
-        ...
 
     def wait_params(self, start: int, stop: int) -> None:
         """Return once the parameter shards within ``[start, stop)`` hold their new values."""
-        ...
 
     def are_params_ready(self, start: int, stop: int) -> bool:
         """Return whether `wait_params` returns at once and makes no stream wait."""
-        ...
 
     def state_names(self) -> Sequence[str]:
         """Return the names of the elementwise states, ``master_weight`` first."""
-        ...
 
     def read_state(self, name: str, start: int, stop: int) -> Tensor:
         """Return a copy of one state over ``[start, stop)``, 1-D, on the CPU."""
-        ...
 
     def write_state(self, name: str, start: int, values: Tensor) -> None:
         """Overwrite one state over ``[start, start + values.numel())``."""
-        ...
 
     def read_scalars(self, piece: int) -> Mapping[str, float]:
         """Return the scalars of a piece, with ``num_steps``."""
-        ...
 
     def write_scalars(self, piece: int, scalars: Mapping[str, float]) -> None:
         """Restore the result of `read_scalars`."""
-        ...
 
 
 class DeviceTierFactory(Protocol):
@@ -295,4 +276,3 @@ class DeviceTierFactory(Protocol):
         param_store: ParamStore | None = None,
     ) -> StateTier:
         """Create a tier for ``[0, numel)``, with ``pieces`` and ``params`` in its coordinates."""
-        ...

@@ -209,7 +209,6 @@ def plan_runs(
 
 
 def check_active(geometry: Geometry, active: Sequence[int]) -> tuple[int, ...]:
-    """Return ``active`` as a tuple, or raise ValueError unless sorted, unique and in range."""
     indices = tuple(active)
     bounds = (-1, *indices, len(geometry.pieces))
     if any(a >= b for a, b in pairwise(bounds)):

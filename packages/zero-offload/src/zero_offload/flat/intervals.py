@@ -67,7 +67,6 @@ class Intervals:
         return ((a, b) for a, b, _ in self._bases.overlaps(start, stop))
 
     def covers(self, start: int, stop: int) -> bool:
-        """Return whether every element of ``[start, stop)`` is in the set."""
         return self.local(stop) - self.local(start) == max(stop - start, 0)
 
     def complement(self, numel: int) -> Intervals:
@@ -77,15 +76,12 @@ class Intervals:
         return Intervals((a, b) for a, b in zip(ends, starts, strict=True) if a < b)
 
     def intersection(self, other: Intervals) -> Intervals:
-        """Return the elements of both sets."""
         return Intervals(pair for span in other.spans for pair in self.overlaps(*span))
 
     def union(self, other: Intervals) -> Intervals:
-        """Return the elements of either set."""
         return Intervals((*self.spans, *other.spans))
 
     def difference(self, other: Intervals) -> Intervals:
-        """Return the elements that are not in ``other``."""
         end = self.spans[-1][1] if self.spans else 0
         return self.intersection(other.complement(end))
 

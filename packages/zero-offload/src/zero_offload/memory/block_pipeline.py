@@ -46,7 +46,6 @@ class _Buffer:
         self.transfers.clear()
 
     def settle(self) -> None:
-        """Wait for the transfers, failed or not."""
         while self.transfers:
             self.transfers.pop().settle()
 
@@ -79,7 +78,6 @@ class BlockPipeline:
 
     @property
     def buffer_bytes(self) -> int:
-        """Host memory of all buffers."""
         places = (self._prefetched, self._reading, self._held, self._writing)
         num_buffers = len(self._free) + sum(len(place) for place in places)
         return num_buffers * sum(self._longest)
@@ -153,7 +151,6 @@ class BlockPipeline:
         self._read_ahead()
 
     def drop(self, block: int) -> None:
-        """Free the buffer of a taken block that is unchanged."""
         self._free.append(self._held.pop(block))
         self._read_ahead()
 

@@ -38,7 +38,6 @@ _Call = Callable[[int, list[memoryview], int], int]
 
 
 def round_up(num_bytes: int) -> int:
-    """Return the next multiple of `ALIGNMENT`."""
     return -(-num_bytes // ALIGNMENT) * ALIGNMENT
 
 

@@ -43,7 +43,6 @@ class HostMemory:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes allocated so far."""
         return self.pinned_bytes + self.pageable_bytes
 
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor:

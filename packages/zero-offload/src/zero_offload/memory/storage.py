@@ -63,13 +63,11 @@ class TransferMeter:
                     self.io_s += time.perf_counter() - self._since
 
     def count(self, *, num_read: int = 0, num_written: int = 0) -> None:
-        """Add bytes."""
         with self._lock:
             self.bytes_read += num_read
             self.bytes_written += num_written
 
     def waited(self, seconds: float) -> None:
-        """Add seconds that a caller was blocked."""
         with self._lock:
             self.waited_s += seconds
 
@@ -197,7 +195,6 @@ class BlockFile:
         return self._start(self.write_block, block, tensor)
 
     def fileno(self) -> int:
-        """Return the file descriptor."""
         return self._scratch.fd
 
     def offset(self, block: int) -> int:

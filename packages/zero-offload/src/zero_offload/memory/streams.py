@@ -73,11 +73,9 @@ class AcceleratorStreams(HostStreams):
         return self._down.record_event()
 
     def release(self, event: torch.Event) -> None:
-        """Make the caller's stream wait for down."""
         self._current().wait_event(event)  # 3: the caller waits for down
 
     def open_targets(self) -> None:
-        """Make up wait for the caller's stream."""
         self._up.wait_event(self._current().record_event())  # 4: up waits for the readers
 
     def wait(self, event: torch.Event) -> None:
@@ -92,10 +90,8 @@ class AcceleratorStreams(HostStreams):
         return self._up.record_event()
 
     def arrive(self, event: torch.Event) -> None:
-        """Make the caller's stream wait for one copy on up."""
         self._current().wait_event(event)  # 6: the caller waits for up
 
 
 def open_streams(device: torch.device) -> HostStreams:
-    """Return the streams for a compute device."""
     return HostStreams() if device.type == "cpu" else AcceleratorStreams(device)

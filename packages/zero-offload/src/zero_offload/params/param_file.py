@@ -102,7 +102,6 @@ class FileShards:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the file."""
         return self.blocks.num_bytes
 
     @property
@@ -116,7 +115,6 @@ class FileShards:
         return list(self._read)
 
     def block_of(self, segment: int) -> int:
-        """Return the index of a shard's block in `blocks`."""
         return self._block[segment]
 
     def expect(self, segments: Sequence[int]) -> None:
@@ -201,7 +199,6 @@ class FileShards:
         return None
 
     def _least_needed(self) -> _Buffer:
-        """The read buffer of the shard that was expected last."""
         segment = list(self._read)[-1]
         buffer, _ = self._read[segment]
         self._forget_read(segment)
@@ -220,7 +217,6 @@ class FileShards:
         return self._idle.pop(0)
 
     def _complete_write(self, segment: int) -> None:
-        """Wait until the file holds the shard's newest values."""
         if self._collected is not None and self._collected.segment == segment:
             self._send()
         transfer = self._written.pop(segment, None)

@@ -41,11 +41,9 @@ class Block:
         return dict(stored)
 
     def decode(self, stored: Stored, name: str, start: int, stop: int) -> Tensor:
-        """Return a state, or the master weights, of a range of the block."""
         return self.rule.decode(name, stored, start - self.start, stop - self.start)
 
     def encode(self, stored: Stored, name: str, start: int, values: Tensor) -> None:
-        """Overwrite a state, or the master weights, from element ``start`` on."""
         self.rule.encode(name, stored, start - self.start, values.to("cpu"))
 
 

@@ -75,7 +75,6 @@ class ShardMasters:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the master weights, including shards that are their own."""
         return sum(master.nbytes for master in self._memory)
 
     @property

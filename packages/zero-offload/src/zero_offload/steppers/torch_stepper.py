@@ -231,7 +231,6 @@ class TorchStepper(Stepper):
         self.num_steps[piece] = count
 
     def _clear(self, piece: int) -> None:
-        """Zero a piece's elementwise state and its count."""
         span = self.geometry.pieces[piece]
         for buffer in self._buffers.values():
             buffer[span.start : span.stop].zero_()

@@ -157,7 +157,6 @@ class AutoRatio:
             self._samples.clear()
 
     def _judge(self, probe: Sample, least_ratio: float) -> None:
-        """Halve the bracket by a probe at `ratio`."""
         self._probes[self.ratio] = probe
         if probe.device_numel:
             self._device_s = probe.device_s / probe.device_numel
@@ -223,7 +222,6 @@ class AutoRatio:
 
 
 def _median(samples: Sequence[Sample]) -> Sample:
-    """Each quantity's median."""
     return Sample(
         host_numel=round(median(s.host_numel for s in samples)),
         device_numel=round(median(s.device_numel for s in samples)),

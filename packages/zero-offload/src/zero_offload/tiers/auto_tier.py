@@ -70,7 +70,6 @@ class AutoTier(TwinTier):
         return self._controller.report
 
     def step_part(self, part: Part, active: Sequence[int], grad_scale: float) -> None:
-        """Update the part's pieces and measure the device's time."""
         pieces = part.geometry.pieces
         self._num_updated[part.is_host] += sum(pieces[i].stop - pieces[i].start for i in active)
         if part.is_host:
@@ -80,7 +79,6 @@ class AutoTier(TwinTier):
             super().step_part(part, active, grad_scale)
 
     def wait_part(self, part: Part, start: int, stop: int) -> None:
-        """Wait for the part's range and measure the stall."""
         started = perf_counter()
         super().wait_part(part, start, stop)
         if part.is_host:

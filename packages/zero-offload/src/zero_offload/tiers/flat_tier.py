@@ -141,7 +141,6 @@ class FlatTier(ABC):
         return torch.cat([part.cpu() for _, _, part in parts]) if parts else torch.empty(0)
 
     def discard_grads(self) -> None:
-        """Discard the gradients that no step has used."""
         self._progress.check()
         self._mover.close_grads()
         self._grads = GradLedger()
@@ -212,7 +211,6 @@ class FlatTier(ABC):
         return events
 
     def are_params_ready(self, start: int, stop: int) -> bool:
-        """Return whether `wait_params` returns at once and makes no stream wait."""
         return self._progress.is_over(start, stop)
 
     def state_names(self) -> Sequence[str]:

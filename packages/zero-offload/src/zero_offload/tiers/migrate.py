@@ -26,11 +26,9 @@ class HeldState:
     states: dict[str, Tensor] = field(default_factory=dict)
 
     def state_names(self) -> Sequence[str]:
-        """Return the names of the states written so far."""
         return tuple(self.states)
 
     def read_state(self, name: str, start: int, stop: int) -> Tensor:
-        """Return a view of one state."""
         return self.states[name][start:stop]
 
     def write_state(self, name: str, start: int, values: Tensor) -> None:

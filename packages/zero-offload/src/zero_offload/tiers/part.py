@@ -30,7 +30,6 @@ class GradStaging:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes allocated so far."""
         return sum(memory.nbytes for memory in self._memory.values())
 
     def copy(self, start: int, grad: Tensor) -> Tensor:
@@ -85,7 +84,6 @@ class Part:
         return self.tier.drain() if isinstance(self.tier, HostTier) else 0.0
 
     def report(self) -> PartReport:
-        """Return the part's elements and the tier's counters and sizes."""
         if not isinstance(self.tier, FlatTier):
             return PartReport(self.is_host, self.share.spans, None)
         found = self.tier.report()

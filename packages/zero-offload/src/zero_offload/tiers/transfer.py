@@ -283,7 +283,6 @@ class HostMover(Mover):
         return self._staging[0].reserve(start, view.numel(), view.dtype)
 
     def send(self, start: int, view: Tensor) -> torch.Event | None:
-        """Start the one copy up."""
         self.bytes_h2d += view.numel() * view.element_size()
         if not self._must_stage(view):
             return None

@@ -100,7 +100,6 @@ class TwinTier:
 
     @property
     def bytes_d2h(self) -> int:
-        """Gradient bytes copied to the host so far."""
         return sum(report.bytes_d2h for report in self._reports())
 
     @property
@@ -126,7 +125,6 @@ class TwinTier:
         return next((t.file for t in tiers if isinstance(t, FlatTier) and t.file), None)
 
     def report(self) -> tuple[PartReport, ...]:
-        """Return the elements, counters and sizes of each part."""
         return tuple(part.report() for part in self._parts)
 
     def _reports(self) -> list[TierReport]:
@@ -179,7 +177,6 @@ class TwinTier:
         return bool(self._fresh)
 
     def discard_grads(self) -> None:
-        """Discard the gradients that no step has used."""
         self._offered = self._fresh = Intervals()
         for part in self.parts:
             part.tier.discard_grads()
@@ -218,7 +215,6 @@ class TwinTier:
                 )
 
     def wait_params(self, start: int, stop: int) -> None:
-        """Return once the parameter shards in ``[start, stop)`` hold their new values."""
         for part in self.parts:
             a, b = part.share.local(start), part.share.local(stop)
             if a < b:
@@ -229,12 +225,10 @@ class TwinTier:
         part.tier.wait_params(start, stop)
 
     def are_params_ready(self, start: int, stop: int) -> bool:
-        """Return whether `wait_params` returns at once and makes no stream wait."""
         spans = [(p, p.share.local(start), p.share.local(stop)) for p in self.parts]
         return all(p.tier.are_params_ready(a, b) for p, a, b in spans if a < b)
 
     def state_names(self) -> Sequence[str]:
-        """Return ``master_weight``, then each elementwise state that either part has."""
         return tuple(dict.fromkeys(n for part in self.parts for n in part.tier.state_names()))
 
     def read_state(self, name: str, start: int, stop: int) -> Tensor:
@@ -277,7 +271,6 @@ class TwinTier:
         return part.tier.read_scalars(part.local[piece][0])
 
     def write_scalars(self, piece: int, scalars: Mapping[str, float]) -> None:
-        """Restore the result of `read_scalars`, in every part of a split piece."""
         for part in self.parts:
             for own in part.local.get(piece, ()):
                 part.tier.write_scalars(own, scalars)
@@ -365,7 +358,6 @@ class TwinTier:
             migrate(part.tier, part.share, write_state, share)
 
     def _drop(self, *, is_host: bool) -> None:
-        """Drop the host's tier or the device's. The host's counters stay."""
         for part in [part for part in self._parts if part.is_host == is_host]:
             report = part.report().tier
             if is_host and report is not None:

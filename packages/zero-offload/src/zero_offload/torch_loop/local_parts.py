@@ -164,7 +164,6 @@ def _is_dtensor(tensor: Tensor) -> bool:
 
 
 def _local_of(tensor: Tensor) -> Tensor:
-    """The tensor whose memory this process holds."""
     if not _is_dtensor(tensor):
         return tensor.detach()
     with torch.no_grad():
