@@ -3,9 +3,6 @@
 `OffloadedOptimizer` works by itself. An engine calls `create_tier` and `create_param_tier`.
 """
 
-from importlib import import_module
-from typing import Any
-
 from zero_offload.errors import OffloadError, StorageCorruptError, StorageError
 from zero_offload.optimizer import OffloadedOptimizer
 from zero_offload.param_tier import create_param_tier
@@ -22,9 +19,3 @@ __all__ = [
     "create_tier",
 ]
 __version__ = "0.1.0"
-
-
-def __getattr__(name: str) -> Any:
-    if name == "numa":  # deprecated: imported only where it is still asked for
-        return import_module("zero_offload.numa")
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

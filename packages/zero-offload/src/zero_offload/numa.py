@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -13,16 +13,8 @@ ADVICE = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Placement:
-    """NUMA placement of a device, of which nothing is bound.
-
-    Attributes:
-        device: the compute device.
-        node: always None: the node is not looked up.
-        cpus: always empty: nothing is bound.
-        reason: why nothing is bound, and what to use instead.
-    """
+class Placement(NamedTuple):
+    """NUMA placement of a device, of which nothing is looked up or bound."""
 
     device: str
     node: None = None

@@ -83,7 +83,9 @@ def create_param_tier(
     settings = ParamSettings.from_config(config)
     num_host = num_in_host_memory(shards, settings)
     should_pin = settings.pin_memory and device.type != "cpu"
-    host = HostShards(shards[:num_host], HostMemory(should_pin=should_pin))
+    memory = HostMemory(should_pin=should_pin)
+    tensors = memory.tensors([(numel, dtype) for _, numel, dtype in shards[:num_host]])
+    host = {segment: t for (segment, _, _), t in zip(shards, tensors, strict=False)}
     file = None
     if num_host < len(shards):
         assert settings.nvme_path is not None, "without a file all are in host memory"
@@ -118,47 +120,26 @@ def _check_buffer_size(shards: Shards, settings: ParamSettings) -> None:
         )
 
 
-class HostShards:
-    """Parameter shards in host memory, which a state tier may write itself.
-
-    Args:
-        shards: see `create_param_tier`.
-        memory: allocates it.
-    """
-
-    def __init__(self, shards: Shards, memory: HostMemory) -> None:
-        tensors = memory.tensors([(numel, dtype) for _, numel, dtype in shards])
-        self.tensors = {s: t for (s, _, _), t in zip(shards, tensors, strict=True)}
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(t.nbytes for t in self.tensors.values())
-
-    def fetch(self, segment: int, out: Tensor) -> Work:
-        return start_copy(out, self.tensors[segment])
-
-
 class OffloadedParams:
     """Parameter shards off the device, each in host memory or in a file.
+
+    Args:
+        host: the shards in host memory by segment, which a state tier may write itself.
+        file: the shards in the file, if there is one.
 
     Attributes:
         bytes_fetched: bytes of shards copied to their buffers so far.
     """
 
-    def __init__(self, host: HostShards, file: FileShards | None) -> None:
+    def __init__(self, host: Mapping[int, Tensor], file: FileShards | None) -> None:
         self.bytes_fetched = 0
+        self.file = file
         self._host = host
-        self._file = file
-
-    @property
-    def file(self) -> FileShards | None:
-        """The shards in the file, if there is one."""
-        return self._file
 
     def expect(self, segments: Sequence[int]) -> None:
         """Announce the shards that are fetched next. Those in the file are read ahead."""
-        if self._file is not None:
-            self._file.expect([s for s in segments if s not in self._host.tensors])
+        if self.file is not None:
+            self.file.expect([s for s in segments if s not in self._host])
 
     def fetch(self, segment: int, out: Tensor) -> Work:
         """Start to copy a shard to ``out`` (1-D, of its length and dtype) on the current stream.
@@ -167,27 +148,27 @@ class OffloadedParams:
             StorageError: it could not be read from the file, or was not written to it.
         """
         self.bytes_fetched += out.numel() * out.element_size()
-        if segment in self._host.tensors:
-            return self._host.fetch(segment, out)
-        assert self._file is not None, "a segment that the tier was not made for"
-        return self._file.fetch(segment, out)
+        if segment in self._host:
+            return start_copy(out, self._host[segment])
+        assert self.file is not None, "a segment that the tier was not made for"
+        return self.file.fetch(segment, out)
 
     def write(self, segment: int, start: int, values: Tensor) -> None:
         """Overwrite elements from ``start`` on. ``values`` may be reused when it returns."""
-        if segment in self._host.tensors:
-            self._host.tensors[segment][start : start + values.numel()].copy_(values)
+        if segment in self._host:
+            self._host[segment][start : start + values.numel()].copy_(values)
         else:
-            assert self._file is not None, "a segment that the tier was not made for"
-            self._file.write(segment, start, values)
+            assert self.file is not None, "a segment that the tier was not made for"
+            self.file.write(segment, start, values)
 
     def home(self, segment: int) -> Tensor | None:
         """Return the shard's host memory, or None if it is in the file."""
-        return self._host.tensors.get(segment)
+        return self._host.get(segment)
 
     def report(self) -> Mapping[str, int]:
         """Return the bytes off the device by kind. Those in the file are on the disk."""
-        found = {"host parameters": self._host.num_bytes}
-        if self._file is not None:
-            found["host buffers of parameters"] = self._file.num_buffer_bytes
-            found["file parameters"] = self._file.num_bytes
+        found = {"host parameters": sum(t.nbytes for t in self._host.values())}
+        if self.file is not None:
+            found["host buffers of parameters"] = self.file.num_buffer_bytes
+            found["file parameters"] = self.file.blocks.num_bytes
         return found

@@ -11,7 +11,7 @@ that is switched on and not served is refused.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -21,30 +21,16 @@ STATE_DTYPES = ("float32", "bfloat16", "int8")
 """What ``offload_optimizer.state_dtype`` may be."""
 
 _BLOCK = "offload_optimizer"
-_SERVED = frozenset(
-    {
-        "buffer_count",
-        "device",
-        "device_budget",
-        "nvme_path",
-        "parameters",
-        "pin_memory",
-        "pin_memory_bytes",
-        "ratio",
-        "state_dtype",
-        "update_in_backward",
-    }
-)
-_NO_LONGER_SERVED = {"numa": ADVICE}
-"""Switches of an earlier release and what to use instead of one that is on."""
-_SHARES = ("ratio", "parameters", "device_budget")
-_WITHOUT_EFFECT = frozenset(
-    {"cpuadam_cores_perc", "fast_init", "pipeline", "pipeline_read", "pipeline_write"}
-)
 
 
-def check_ratio(value: Any, name: str = "ratio") -> float | Literal["auto"]:
-    """Return ``value`` as a float in [0, 1], or "auto", or raise ValueError."""
+def check_state_dtype(value: Any, name: str = "state_dtype") -> str:
+    """Return ``value`` if it is one of `STATE_DTYPES`, or raise ValueError."""
+    if value not in STATE_DTYPES:
+        raise ValueError(f"{name} must be one of {STATE_DTYPES}, got {value!r}")
+    return str(value)
+
+
+def _ratio(value: Any, name: str) -> float | Literal["auto"]:
     if value == "auto":
         return "auto"
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
@@ -55,11 +41,46 @@ def check_ratio(value: Any, name: str = "ratio") -> float | Literal["auto"]:
     return float(value)
 
 
-def check_state_dtype(value: Any, name: str = "state_dtype") -> str:
-    """Return ``value`` if it is one of `STATE_DTYPES`, or raise ValueError."""
-    if value not in STATE_DTYPES:
-        raise ValueError(f"{name} must be one of {STATE_DTYPES}, got {value!r}")
-    return str(value)
+def _boolean(value: Any, name: str) -> bool:
+    if not isinstance(value, bool):
+        raise ValueError(f"{name} must be true or false, got {value!r}")
+    return value
+
+
+def _whole(value: Any, name: str, kind: str, *, least: int) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ValueError(f"{name} must be a whole {kind}, got {value!r}")
+    return value
+
+
+def _num_bytes(value: Any, name: str) -> int:
+    return _whole(value, name, "number of bytes", least=0)
+
+
+def _patterns(value: Any, name: str) -> tuple[str, ...]:
+    is_list = isinstance(value, Sequence) and not isinstance(value, str)
+    if not is_list or not value or not all(isinstance(item, str) for item in value):
+        raise ValueError(f"{name} must be a list of patterns of parameter names, got {value!r}")
+    return tuple(value)
+
+
+_CHECKS: Mapping[str, Callable[[Any, str], Any]] = {
+    "ratio": _ratio,
+    "parameters": _patterns,
+    "device_budget": _num_bytes,
+    "pin_memory": _boolean,
+    "pin_memory_bytes": _num_bytes,
+    "state_dtype": check_state_dtype,
+}
+"""Fields of `OffloadSettings` that are keys, and the check of each, called with value and name."""
+_SHARES = ("ratio", "parameters", "device_budget")
+_NO_LONGER_SERVED = {"numa": ADVICE}
+"""Switches of an earlier release and what to use instead of one that is on."""
+_KNOWN = {
+    *("device", "nvme_path", "buffer_count", "update_in_backward", *_CHECKS, *_NO_LONGER_SERVED),
+    # without effect
+    *("cpuadam_cores_perc", "fast_init", "pipeline", "pipeline_read", "pipeline_write"),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,9 +105,7 @@ class NvmeSettings:
                 f'{_BLOCK}.device = "nvme" needs {_BLOCK}.nvme_path, a folder on the NVMe disk; '
                 f"got {path!r}"
             )
-        if isinstance(count, bool) or not isinstance(count, int) or count < 1:
-            raise ValueError(f"{_BLOCK}.buffer_count must be a whole number >= 1, got {count!r}")
-        return cls(path, count)
+        return cls(path, _whole(count, f"{_BLOCK}.buffer_count", "number >= 1", least=1))
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,13 +145,16 @@ class OffloadSettings:
         block = config.get(_BLOCK) or {}
         if not isinstance(block, Mapping):
             raise ValueError(f"zero_optimization.{_BLOCK} must be a block of keys, got {block!r}")
-        _check_device(block.get("device"))
-        for key in sorted(set(block) - _SERVED - _WITHOUT_EFFECT - set(_NO_LONGER_SERVED)):
+        if (device := block.get("device")) not in (None, "none", "cpu", "nvme"):
+            raise ValueError(
+                f"{_BLOCK}.device = {device!r} is not served by zero-offload, which keeps "
+                f'optimizer state in host memory or on NVMe: use "cpu" or "nvme"'
+            )
+        for key in sorted(set(block) - _KNOWN):
             if block[key]:
                 raise ValueError(f"{_BLOCK}.{key} = {block[key]!r} is not served by zero-offload")
-        keys = (*_SERVED, *_NO_LONGER_SERVED)
-        settings = cls.check({key: block.get(key) for key in keys}, f"{_BLOCK}.")
-        if block.get("device") != "nvme":
+        settings = cls.check(block, f"{_BLOCK}.")
+        if device != "nvme":
             return settings
         return replace(settings, nvme=NvmeSettings.from_block(block))
 
@@ -145,54 +167,11 @@ class OffloadSettings:
         """
         given = {key: value for key, value in keys.items() if value is not None}
         for key, advice in _NO_LONGER_SERVED.items():
-            if _boolean(given, key, prefix, default=False):
+            if _boolean(given.get(key, False), f"{prefix}{key}"):
                 message = f"{prefix}{key} has no effect: {advice}"
                 warnings.warn(message, DeprecationWarning, stacklevel=3)
         shares = [f"{prefix}{key}" for key in _SHARES if key in given]
         if len(shares) > 1:
             raise ValueError(f"{' and '.join(shares)} each say what the host updates: give one")
-        names, budget = f"{prefix}parameters", f"{prefix}device_budget"
-        return cls(
-            ratio=check_ratio(given.get("ratio", 1.0), f"{prefix}ratio"),
-            pin_memory=_boolean(given, "pin_memory", prefix, default=True),
-            pin_memory_bytes=_check_bytes(
-                given.get("pin_memory_bytes"), f"{prefix}pin_memory_bytes"
-            ),
-            state_dtype=check_state_dtype(
-                given.get("state_dtype", "float32"), f"{prefix}state_dtype"
-            ),
-            parameters=_check_names(given.get("parameters"), names),
-            device_budget=_check_bytes(given.get("device_budget"), budget),
-        )
-
-
-def _boolean(given: Mapping[str, Any], key: str, prefix: str, *, default: bool) -> bool:
-    value = given.get(key, default)
-    if not isinstance(value, bool):
-        raise ValueError(f"{prefix}{key} must be true or false, got {value!r}")
-    return value
-
-
-def _check_device(device: Any) -> None:
-    if device not in (None, "none", "cpu", "nvme"):
-        raise ValueError(
-            f"{_BLOCK}.device = {device!r} is not served by zero-offload, which keeps optimizer "
-            f'state in host memory or on NVMe: use "cpu" or "nvme"'
-        )
-
-
-def _check_names(value: Any, name: str) -> tuple[str, ...] | None:
-    if value is None:
-        return None
-    is_list = isinstance(value, Sequence) and not isinstance(value, str)
-    if not is_list or not value or not all(isinstance(item, str) for item in value):
-        raise ValueError(f"{name} must be a list of patterns of parameter names, got {value!r}")
-    return tuple(value)
-
-
-def _check_bytes(value: Any, name: str) -> int | None:
-    if value is None:
-        return None
-    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-        raise ValueError(f"{name} must be a whole number of bytes, got {value!r}")
-    return value
+        names = [name for name in _CHECKS if name in given]
+        return cls(**{name: _CHECKS[name](given[name], f"{prefix}{name}") for name in names})

@@ -2,7 +2,8 @@
 
 import warnings
 
-from zero_offload.memory.storage import BlockFile, StorageCorruptError, StorageError, Transfer
+from zero_offload.errors import StorageCorruptError, StorageError
+from zero_offload.memory.storage import BlockFile, Transfer
 
 __all__ = ["BlockFile", "StorageCorruptError", "StorageError", "Transfer"]
 

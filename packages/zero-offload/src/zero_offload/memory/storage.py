@@ -29,14 +29,19 @@ from torch import Tensor
 from zero_offload.errors import StorageCorruptError, StorageError
 from zero_offload.memory.direct_io import bytes_of, open_scratch, round_up
 
-__all__ = ["BlockFile", "StorageCorruptError", "StorageError", "Transfer", "TransferMeter"]
-
 _SPAN_BYTES = 4 << 20
 """Bytes per system call: few enough that the checksum finds them in a processor's cache."""
 
 
 class TransferMeter:
-    """Counters of bytes and seconds, see the properties of `BlockFile`."""
+    """Counters of transfers, from any thread.
+
+    Attributes:
+        bytes_read: bytes of blocks read from the file so far.
+        bytes_written: bytes of blocks written to the file so far.
+        io_s: seconds during which at least one transfer was running.
+        waited_s: seconds that callers spent in `Transfer.wait`. ``io_s`` less this was hidden.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -103,7 +108,7 @@ class Transfer:
         wait([self._future])
 
 
-class BlockFile:
+class BlockFile(TransferMeter):
     """Blocks of fixed lengths in one preallocated file, read and written in the background.
 
     The file is unlinked when it is created, so that nothing is left on the disk however the process
@@ -137,13 +142,13 @@ class BlockFile:
         name: str = "blocks",
         num_threads: int = 4,
     ) -> None:
+        super().__init__()
         self.block_bytes = tuple(block_bytes)
         self._offsets: list[int] = []
         self.num_bytes = 0
         for length in self.block_bytes:
             self._offsets.append(self.num_bytes)
             self.num_bytes += round_up(length)
-        self._meter = TransferMeter()
         self._checksums: list[int | None] = [None] * len(self.block_bytes)
         self._lost: dict[int, StorageError] = {}
         self._current: dict[int, Future[None]] = {}
@@ -156,26 +161,6 @@ class BlockFile:
         # A running transfer holds the file, so nobody reads from a closed descriptor.
         self._closer = weakref.finalize(self, os.close, self._scratch.fd)
         self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix=f"storage-{name}")
-
-    @property
-    def bytes_read(self) -> int:
-        """Bytes of blocks read from the file so far."""
-        return self._meter.bytes_read
-
-    @property
-    def bytes_written(self) -> int:
-        """Bytes of blocks written to the file so far."""
-        return self._meter.bytes_written
-
-    @property
-    def io_s(self) -> float:
-        """Seconds during which at least one transfer was running."""
-        return self._meter.io_s
-
-    @property
-    def waited_s(self) -> float:
-        """Seconds that callers spent in `Transfer.wait`. ``io_s`` less this was hidden."""
-        return self._meter.waited_s
 
     def read(self, block: int, tensor: Tensor) -> Transfer:
         """Start to fill ``tensor`` with a block.
@@ -218,22 +203,21 @@ class BlockFile:
             raise ValueError(f"block {block} of {self.path} is under way: wait for that first")
         future = self._threads.submit(job, block, tensor)
         self._current[block] = future
-        return Transfer(future, self._meter)
+        return Transfer(future, self)
 
     def read_block(self, block: int, tensor: Tensor) -> None:
-        """Fill ``tensor`` with a block in the calling thread. `read` does so in another one."""
         if block in self._lost:
             raise self._lost[block]
         expected = self._checksums[block]
         if expected is None:
             tensor.zero_()
             return
-        with self._meter.running(), self._explained("reading", block):
+        with self.running(), self._explained("reading", block):
             found = 0
             for span, address, offset in self._spans(block, tensor):
                 self._scratch.read(span, address, offset)
                 found = zlib.crc32(span, found)
-        self._meter.count(num_read=self.block_bytes[block])
+        self.count(num_read=self.block_bytes[block])
         if found != expected:
             raise StorageCorruptError(
                 errno.EIO,
@@ -244,11 +228,10 @@ class BlockFile:
             )
 
     def write_block(self, block: int, tensor: Tensor) -> None:
-        """Write ``tensor`` to a block in the calling thread. `write` does so in another one."""
         self._checksums[block] = None
         written = 0
         try:
-            with self._meter.running(), self._explained("writing", block):
+            with self.running(), self._explained("writing", block):
                 for span, address, offset in self._spans(block, tensor):
                     written = zlib.crc32(span, written)
                     self._scratch.write(span, address, offset)
@@ -257,7 +240,7 @@ class BlockFile:
             raise
         self._lost.pop(block, None)
         self._checksums[block] = written
-        self._meter.count(num_written=self.block_bytes[block])
+        self.count(num_written=self.block_bytes[block])
 
     def _spans(self, block: int, tensor: Tensor) -> Iterator[tuple[memoryview, int, int]]:
         """Memory, address and file offset of each system call's share of a block."""

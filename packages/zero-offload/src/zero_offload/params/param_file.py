@@ -101,10 +101,6 @@ class FileShards:
         self._written: dict[int, Transfer] = {}  # on their way to the file
 
     @property
-    def num_bytes(self) -> int:
-        return self.blocks.num_bytes
-
-    @property
     def num_buffer_bytes(self) -> int:
         """Bytes of host memory of all buffers."""
         return self._memory.num_bytes + self._pageable.num_bytes
