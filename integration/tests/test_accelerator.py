@@ -9,9 +9,7 @@ import pytest
 import torch
 
 from zero_core.errors import ConfigError
-from zero_engine.deepspeed.accelerator import get_accelerator
-from zero_engine.deepspeed.accelerator.cpu_accelerator import CpuAccelerator
-from zero_engine.deepspeed.accelerator.torch_accelerator import TorchAccelerator
+from zero_engine.deepspeed.accelerator import CpuAccelerator, TorchAccelerator, get_accelerator
 
 pytestmark = pytest.mark.skipif(torch.accelerator.is_available(), reason="there is one here")
 

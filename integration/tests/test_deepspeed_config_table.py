@@ -24,7 +24,8 @@ from zero_core.optim.muon import tag_matrices
 from zero_core.optim.schedules.factory import SCHEDULERS, make_scheduler
 from zero_engine.deepspeed.config.announce import describe
 from zero_engine.deepspeed.config.keys import HONOURED, REFUSED, UNNEEDED
-from zero_engine.deepspeed.config.reader import Settings, read
+from zero_engine.deepspeed.config.reader import read
+from zero_engine.deepspeed.config.settings import Settings
 
 TABLE = Path(__file__).parents[2] / "docs" / "deepspeed-config.md"
 SCRIPT = Path(__file__).parent / "scripts" / "deepspeed_keys.py"

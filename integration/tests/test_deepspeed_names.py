@@ -51,6 +51,8 @@ def test_name_that_deepspeed_does_not_have_cannot_be_imported() -> None:
         "from zero_engine.deepspeed.checkpointing import CheckpointFunction",
         "from zero_engine.deepspeed.utils import groups, get_full_hp_param",
         "from zero_engine.deepspeed.utils.groups import get_tensor_model_parallel_group",
+        "from zero_engine.deepspeed.utils.nvtx import *; instrument_w_nvtx(print)",
+        "from zero_engine.deepspeed.runtime.lr_schedules import *; assert WARMUP_LR == 'WarmupLR'",
     ],
 )
 def test_scripts_line_of_imports_works(line: str) -> None:

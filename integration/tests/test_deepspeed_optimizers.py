@@ -7,15 +7,15 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from zero_engine.deepspeed.ops.adagrad import DeepSpeedCPUAdagrad
+from zero_engine.deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
 from zero_engine.deepspeed.ops.lamb import FusedLamb
+from zero_engine.deepspeed.ops.lion import DeepSpeedCPULion, FusedLion
 
 import zero_core
 from zero_core.testing import batch, make_model, spawn
 from zero_engine.deepspeed.errors import NotServedError
 from zero_engine.deepspeed.ops import __compatible_ops__
-from zero_engine.deepspeed.ops.adagrad import DeepSpeedCPUAdagrad
-from zero_engine.deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
-from zero_engine.deepspeed.ops.lion import DeepSpeedCPULion, FusedLion
 from zero_engine.deepspeed.ops.op_builder import CPUAdamBuilder, FusedLambBuilder
 
 STEPS = 4

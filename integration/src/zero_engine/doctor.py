@@ -49,7 +49,6 @@ class Finding:
     """What to do; empty where nothing needs doing."""
 
     def as_dict(self) -> dict[str, str]:
-        """Return the finding as plain builtins."""
         return asdict(self)
 
 
@@ -59,7 +58,6 @@ def examine() -> list[Finding]:
 
 
 def as_table(findings: list[Finding]) -> Table:
-    """Format the findings as a table for the terminal."""
     table = Table(title="zero-engine doctor")
     for heading in ("", "what"):
         table.add_column(heading, no_wrap=True)

@@ -63,7 +63,6 @@ def used_bytes(device: torch.device) -> int:
 
 
 def processor_name() -> str:
-    """Return the model name of the processor."""
     lines = _read(Path("/proc/cpuinfo")).splitlines()
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return names[0] if names else platform.processor()

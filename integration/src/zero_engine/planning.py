@@ -114,7 +114,6 @@ def _without_auto(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def show_plan(plan: zero_core.Plan, console: Console) -> None:
-    """Print the plan's tables and its advice."""
     for part in plan.tables():
         table = Table(title=part.title)
         for number, heading in enumerate(part.headings):

@@ -18,7 +18,7 @@ from zero_engine.deepspeed import (
     utils,
     zero,
 )
-from zero_engine.deepspeed.accelerator.real_accelerator import get_accelerator
+from zero_engine.deepspeed.accelerator import get_accelerator
 from zero_engine.deepspeed.dataloader import DeepSpeedDataLoader
 from zero_engine.deepspeed.distributed import init_distributed
 from zero_engine.deepspeed.engine.engine import DeepSpeedEngine
@@ -30,8 +30,8 @@ from zero_engine.deepspeed.initialize import (
     initialize,
 )
 from zero_engine.deepspeed.served import serve
-from zero_engine.deepspeed.utils.init_on_device import OnDevice
 from zero_engine.deepspeed.utils.logging import log_dist, logger
+from zero_engine.deepspeed.utils.usage import OnDevice
 
 __all__ = [
     "DeepSpeedConfigError",

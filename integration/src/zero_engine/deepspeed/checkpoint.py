@@ -10,8 +10,6 @@ from torch import Tensor
 
 from zero_core import CheckpointError
 
-__all__ = ["clone_tensors_for_torch_save", "refuse_foreign"]
-
 _CPU = torch.device("cpu")
 _FILES = "*mp_rank_*_states.pt"
 """``mp_rank_00_model_states.pt``, ``zero_pp_rank_0_mp_rank_00_optim_states.pt`` and the like."""

@@ -20,16 +20,6 @@ from zero_engine.deepspeed.config.reader import read
 from zero_engine.deepspeed.config.source import Source
 from zero_engine.deepspeed.errors import NotServedError
 
-__all__ = [
-    "checkpoint",
-    "configure",
-    "get_cuda_rng_tracker",
-    "is_configured",
-    "model_parallel_cuda_manual_seed",
-    "non_reentrant_checkpoint",
-    "reset",
-]
-
 _log = logging.getLogger(__name__)
 
 
@@ -82,7 +72,6 @@ def configure(
 
 
 def is_configured() -> bool:
-    """Whether `configure` was called."""
     return _state.is_configured
 
 

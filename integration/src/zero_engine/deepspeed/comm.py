@@ -7,66 +7,20 @@ nothing about the call.
 from __future__ import annotations
 
 import functools
+import inspect
 import os
 from collections.abc import Callable
 from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import ProcessGroup, ReduceOp
+from torch.distributed import ProcessGroup as ProcessGroup
+from torch.distributed import ReduceOp as ReduceOp
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from zero_comm.transport.torch_compat import all_gather_single, reduce_scatter_single
-from zero_engine.deepspeed.accelerator.real_accelerator import get_accelerator
-from zero_engine.deepspeed.distributed import init_distributed
-from zero_engine.monitoring.communication import log_summary
-
-__all__ = [
-    "ProcessGroup",
-    "ReduceOp",
-    "all_gather",
-    "all_gather_coalesced",
-    "all_gather_into_tensor",
-    "all_gather_object",
-    "all_reduce",
-    "all_reduce_coalesced",
-    "all_to_all",
-    "all_to_all_single",
-    "allgather_fn",
-    "barrier",
-    "batch_isend_irecv",
-    "broadcast",
-    "broadcast_object_list",
-    "destroy_process_group",
-    "gather",
-    "get_all_ranks_from_group",
-    "get_global_rank",
-    "get_local_rank",
-    "get_rank",
-    "get_world_group",
-    "get_world_size",
-    "has_all_gather_into_tensor",
-    "has_all_reduce_coalesced",
-    "has_coalescing_manager",
-    "has_reduce_scatter_tensor",
-    "inference_all_reduce",
-    "init_distributed",
-    "initialize_mesh_device",
-    "irecv",
-    "is_available",
-    "is_initialized",
-    "isend",
-    "log_summary",
-    "monitored_barrier",
-    "new_group",
-    "recv",
-    "reduce",
-    "reduce_scatter",
-    "reduce_scatter_fn",
-    "reduce_scatter_tensor",
-    "scatter",
-    "send",
-]
+from zero_engine.deepspeed.accelerator import get_accelerator as get_accelerator
+from zero_engine.deepspeed.distributed import init_distributed as init_distributed
+from zero_engine.monitoring.communication import log_summary as log_summary
 
 LOG_ARGUMENTS = ("prof", "log_name", "debug")
 
@@ -78,11 +32,12 @@ is_initialized = dist.is_initialized
 new_group = dist.new_group
 
 
-def _as_torch(function: Callable[..., Any], **renamed: str) -> Callable[..., Any]:
-    """torch's ``function`` with DeepSpeed's names of parameters: ``renamed`` maps them to torch's.
+def _as_torch(function: Callable[..., Any], *names: str) -> Callable[..., Any]:
+    """torch's ``function`` with DeepSpeed's ``names`` of its first parameters, where they differ.
 
     The parameters stand in the same order in both.
     """
+    renamed = dict(zip(names, inspect.signature(function).parameters, strict=False))
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -96,66 +51,34 @@ def _as_torch(function: Callable[..., Any], **renamed: str) -> Callable[..., Any
     return call
 
 
+# foreign: torch 2.13 has new names for the two, and the old ones will warn.
+_all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+# foreign: the same.
+_reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
 all_gather = _as_torch(dist.all_gather)
+all_gather_into_tensor = _as_torch(_all_gather_single, "output_tensor", "tensor")
 all_gather_object = _as_torch(dist.all_gather_object)
-all_reduce = _as_torch(dist.all_reduce)
+all_reduce = inference_all_reduce = _as_torch(dist.all_reduce)
 all_to_all = _as_torch(dist.all_to_all)
-all_to_all_single = _as_torch(dist.all_to_all_single, tensor="input")
+all_to_all_single = _as_torch(dist.all_to_all_single, "output", "tensor")
+allgather_fn = _as_torch(_all_gather_single, "output_tensor", "input_tensor")
 barrier = _as_torch(dist.barrier)
 batch_isend_irecv = _as_torch(dist.batch_isend_irecv)
 broadcast = _as_torch(dist.broadcast)
 broadcast_object_list = _as_torch(dist.broadcast_object_list)
 gather = _as_torch(dist.gather)
-inference_all_reduce = all_reduce
 irecv = _as_torch(dist.irecv)
 isend = _as_torch(dist.isend)
 monitored_barrier = _as_torch(dist.monitored_barrier)
 recv = _as_torch(dist.recv)
 reduce = _as_torch(dist.reduce)
 reduce_scatter = _as_torch(dist.reduce_scatter)
+reduce_scatter_fn = reduce_scatter_tensor = _as_torch(
+    _reduce_scatter_single, "output_tensor", "tensor"
+)
 scatter = _as_torch(dist.scatter)
 send = _as_torch(dist.send)
-
-
-def all_gather_into_tensor(
-    output_tensor: Tensor,
-    tensor: Tensor,
-    group: ProcessGroup | None = None,
-    async_op: bool = False,
-    prof: bool = False,
-    log_name: str = "all_gather_into_tensor",
-    debug: str | None = None,
-) -> Any:
-    """Gather every rank's ``tensor`` into ``output_tensor``, in rank order, on every rank."""
-    return all_gather_single(output_tensor, tensor, group, async_op=async_op)
-
-
-def allgather_fn(
-    output_tensor: Tensor,
-    input_tensor: Tensor,
-    group: ProcessGroup | None = None,
-    async_op: bool = False,
-    debug: str | None = None,
-) -> Any:
-    """Gather as `all_gather_into_tensor`."""
-    return all_gather_single(output_tensor, input_tensor, group, async_op=async_op)
-
-
-def reduce_scatter_tensor(
-    output_tensor: Tensor,
-    tensor: Tensor,
-    op: Any = ReduceOp.SUM,
-    group: ProcessGroup | None = None,
-    async_op: bool = False,
-    prof: bool = False,
-    log_name: str = "reduce_scatter_tensor",
-    debug: str | None = None,
-) -> Any:
-    """Reduce all ranks' ``tensor`` and write this rank's part into ``output_tensor``."""
-    return reduce_scatter_single(output_tensor, tensor, op, group, async_op=async_op)
-
-
-reduce_scatter_fn = reduce_scatter_tensor
 
 
 def get_local_rank() -> int:
@@ -164,17 +87,14 @@ def get_local_rank() -> int:
 
 
 def get_world_group() -> Any:
-    """Return the group of all ranks."""
     return dist.group.WORLD
 
 
 def get_global_rank(group: ProcessGroup | None = None, group_rank: int = 0) -> int:
-    """Return the global rank of rank ``group_rank`` of ``group``."""
     return group_rank if group is None else dist.get_global_rank(group, group_rank)
 
 
 def get_all_ranks_from_group(group: ProcessGroup | None = None) -> list[int]:
-    """Return the global ranks of ``group``."""
     return dist.get_process_group_ranks(group)
 
 
@@ -204,15 +124,12 @@ def all_gather_coalesced(
     async_op: bool = False,
 ) -> Any:
     """Gather each of ``input_tensors`` into its output, world size times as large."""
-    works = [
-        all_gather_single(whole, part, group, async_op=async_op)
-        for whole, part in zip(output_tensors, input_tensors, strict=True)
-    ]
+    pairs = zip(output_tensors, input_tensors, strict=True)
+    works = [_all_gather_single(whole, part, group, async_op) for whole, part in pairs]
     return _Works(works) if async_op else None
 
 
 def has_all_gather_into_tensor() -> bool:
-    """Whether torch has it: True."""
     return True
 
 
@@ -231,10 +148,8 @@ class _Works:
         self._works = works
 
     def wait(self) -> None:
-        """Wait for all of them."""
         for work in self._works:
             work.wait()
 
     def is_completed(self) -> bool:
-        """Whether all have ended."""
         return all(work.is_completed() for work in self._works)

@@ -7,8 +7,6 @@ from typing import Any
 
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
-__all__ = ["DeepSpeedDataLoader", "RepeatingLoader"]
-
 
 class DeepSpeedDataLoader:
     """Micro-batches of this rank's part of a dataset.
@@ -72,7 +70,6 @@ class RepeatingLoader:
     """Starts ``loader`` again at its end."""
 
     def __init__(self, loader: Any) -> None:
-        """Repeat ``loader``."""
         self.loader = loader
         self.data_iter = iter(loader)
 

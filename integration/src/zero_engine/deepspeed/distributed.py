@@ -15,8 +15,6 @@ import torch.distributed as dist
 from zero_core import ConfigError
 from zero_engine.launch.started_ranks import device_index, rank_variables
 
-__all__ = ["choose_device", "init_distributed"]
-
 
 def init_distributed(
     dist_backend: str | None = None,

@@ -6,8 +6,6 @@ from typing import Any, NoReturn, Union
 
 from zero_core import ZeroError
 
-__all__ = ["NotServedError", "Unserved"]
-
 _DATA = (str, bytes, int, float, list, tuple, dict, set, frozenset)
 
 
@@ -18,7 +16,6 @@ class NotServedError(ZeroError, AttributeError):
     """
 
     def __init__(self, what: str, instead: str = "") -> None:
-        """Say that ``what`` is missing, and what to do ``instead``."""
         hint = instead or "remove the call, or run the script with DeepSpeed itself"
         super().__init__(f"deepspeed: {what} is not served by zero-engine; {hint}")
 

@@ -18,7 +18,8 @@ from zero_core.config import OptimizerConfig, load_config
 from zero_core.optim.factory import check_elementwise, make_optimizer
 from zero_core.optim.muon import tag_matrices
 from zero_engine.deepspeed.config.announce import announce, apply
-from zero_engine.deepspeed.config.reader import Settings, read
+from zero_engine.deepspeed.config.reader import read
+from zero_engine.deepspeed.config.settings import Settings
 from zero_engine.deepspeed.config.source import Source
 from zero_engine.deepspeed.dataloader import DeepSpeedDataLoader
 from zero_engine.deepspeed.distributed import choose_device, init_distributed
@@ -27,8 +28,6 @@ from zero_engine.deepspeed.engine.optimizer import DeepSpeedOptimizer
 from zero_engine.deepspeed.errors import NotServedError
 from zero_engine.deepspeed.zero.partition_parameters import describe
 from zero_engine.deepspeed.zero.partitioned import leave_partitioned
-
-__all__ = ["DeepSpeedConfigError", "add_config_arguments", "initialize"]
 
 DeepSpeedConfigError = zero_core.ConfigError
 _log = logging.getLogger(__name__)

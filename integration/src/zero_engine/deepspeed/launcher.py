@@ -8,8 +8,6 @@ from typing import NoReturn
 from zero_engine.deepspeed.errors import NotServedError
 from zero_engine.script.environment import no_launcher
 
-__all__ = ["DEEPSPEED_ENVIRONMENT_NAME", "main"]
-
 DEEPSPEED_ENVIRONMENT_NAME = os.getenv("DS_ENV_FILE", ".deepspeed_env")
 """File with variables for other machines, which DeepSpeed's own launcher reads."""
 

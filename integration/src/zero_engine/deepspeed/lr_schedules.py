@@ -7,33 +7,18 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterable, Mapping, MutableMapping
+from functools import partial
 from typing import Any
 
-from zero_core.optim.schedules.base import set_rates as update_lr
-from zero_core.optim.schedules.base import torch_optimizer as get_torch_optimizer
-from zero_core.optim.schedules.factory import (
-    LRRangeTest,
-    OneCycle,
-    WarmupCosineLR,
-    WarmupDecayLR,
-    WarmupLR,
-)
+from zero_core.optim.schedules.base import set_rates, torch_optimizer
+from zero_core.optim.schedules.factory import LRRangeTest as LRRangeTest
+from zero_core.optim.schedules.factory import OneCycle as OneCycle
+from zero_core.optim.schedules.factory import WarmupCosineLR as WarmupCosineLR
+from zero_core.optim.schedules.factory import WarmupDecayLR as WarmupDecayLR
+from zero_core.optim.schedules.factory import WarmupLR as WarmupLR
 
-__all__ = [
-    "VALID_LR_SCHEDULES",
-    "LRRangeTest",
-    "OneCycle",
-    "WarmupCosineLR",
-    "WarmupDecayLR",
-    "WarmupLR",
-    "add_tuning_arguments",
-    "get_config_from_args",
-    "get_lr_from_config",
-    "get_torch_optimizer",
-    "override_params",
-    "parse_arguments",
-    "update_lr",
-]
+update_lr = set_rates
+get_torch_optimizer = torch_optimizer
 
 LR_SCHEDULE = "lr_schedule"
 LR_RANGE_TEST = "LRRangeTest"
@@ -156,24 +141,18 @@ def override_params(args: Any, params: MutableMapping[str, Any]) -> None:
         _override(args, params, names)
 
 
-def override_lr_range_test_params(args: Any, params: MutableMapping[str, Any]) -> None:
-    """Override ``params`` of LRRangeTest alone."""
-    _override(args, params, _NAMES_OF[LR_RANGE_TEST])
+def _override(args: Any, params: MutableMapping[str, Any], names: Iterable[str]) -> None:
+    for name in names:
+        value = getattr(args, name, None)
+        if value is not None:
+            params[name] = value
 
 
-def override_1cycle_params(args: Any, params: MutableMapping[str, Any]) -> None:
-    """Override ``params`` of OneCycle alone."""
-    _override(args, params, _NAMES_OF[ONE_CYCLE])
-
-
-def override_warmupLR_params(args: Any, params: MutableMapping[str, Any]) -> None:
-    """Override ``params`` of WarmupLR and WarmupDecayLR alone."""
-    _override(args, params, _WARMUP_NAMES)
-
-
-def override_warmupCosineLR_params(args: Any, params: MutableMapping[str, Any]) -> None:
-    """Override ``params`` of WarmupCosineLR alone."""
-    _override(args, params, _NAMES_OF[WARMUP_COSINE_LR])
+# Of one schedule alone.
+override_lr_range_test_params = partial(_override, names=_NAMES_OF[LR_RANGE_TEST])
+override_1cycle_params = partial(_override, names=_NAMES_OF[ONE_CYCLE])
+override_warmupLR_params = partial(_override, names=_WARMUP_NAMES)
+override_warmupCosineLR_params = partial(_override, names=_NAMES_OF[WARMUP_COSINE_LR])
 
 
 def get_config_from_args(args: Any) -> tuple[dict[str, Any] | None, str | None]:
@@ -200,10 +179,3 @@ def get_lr_from_config(config: Mapping[str, Any]) -> tuple[Any, str]:
         return None, f"{name} scales the optimizer's learning rate: its params define none"
     key = {LR_RANGE_TEST: LR_RANGE_TEST_MIN_LR, ONE_CYCLE: CYCLE_MAX_LR}.get(name, WARMUP_MAX_LR)
     return params[key], ""
-
-
-def _override(args: Any, params: MutableMapping[str, Any], names: Iterable[str]) -> None:
-    for name in names:
-        value = getattr(args, name, None)
-        if value is not None:
-            params[name] = value

@@ -17,16 +17,6 @@ from zero_engine.monitoring.settings import (
     WandbSettings,
 )
 
-__all__ = [
-    "CSVConfig",
-    "CometConfig",
-    "DeepSpeedMonitorConfig",
-    "MonitorMaster",
-    "TensorBoardConfig",
-    "WandbConfig",
-    "get_monitor_config",
-]
-
 DeepSpeedMonitorConfig = MonitorSettings
 TensorBoardConfig = TensorBoardSettings
 CSVConfig = CsvSettings

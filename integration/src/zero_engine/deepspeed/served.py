@@ -4,8 +4,8 @@
     aliases  `ALIASES` has the paths whose content stands elsewhere
     refused  any other module of DeepSpeed can be imported, and its first use raises
 
-Every served module has all of DeepSpeed's public names. The names that are not served are
-`Unserved`.
+A served module has all of DeepSpeed's public names, which ``deepspeed_names.json`` lists. The names
+that are not served are `Unserved`. So a module here needs no ``__all__``.
 """
 
 from __future__ import annotations
@@ -20,62 +20,59 @@ from typing import Any
 
 from zero_engine.deepspeed.refusal import (
     RefusedModule,
+    complete,
     names_by_module,
     reason_to_refuse,
-    refuse_other_names,
+    served_among,
 )
-
-__all__ = ["ALIASES", "serve"]
 
 _HOME = "zero_engine.deepspeed"
 _CHECKPOINTING = "runtime.activation_checkpointing"
 
 ALIASES: Mapping[str, str] = {
-    "checkpoint.utils": "checkpoint: clone_tensors_for_torch_save",
+    "utils": (
+        "dataloader utils.logging utils.tensor_fragment utils.usage "
+        "utils.z3_leaf_module:z3_leaf_module"
+    ),
+    "zero": "zero.partition_parameters:unregister_external_parameter",
+    "accelerator.abstract_accelerator": "accelerator",
+    "accelerator.cpu_accelerator": "accelerator:CpuAccelerator",
+    "accelerator.real_accelerator": "accelerator",
+    "checkpoint.utils": "checkpoint",
     "comm.comm": "comm",
     "launcher.runner": "launcher",
-    "monitor.config": (
-        "monitor: CSVConfig CometConfig DeepSpeedMonitorConfig TensorBoardConfig WandbConfig "
-        "get_monitor_config"
-    ),
-    "monitor.monitor": "monitor: MonitorMaster",
-    "ops.adagrad.cpu_adagrad": "ops.adagrad",
-    "ops.adam.cpu_adam": "ops.adam: DeepSpeedCPUAdam",
-    "ops.adam.fused_adam": "ops.adam: FusedAdam",
+    "monitor.config": "monitor",
+    "monitor.monitor": "monitor",
+    "ops.adagrad": "ops.optimizers",
+    "ops.adagrad.cpu_adagrad": "ops.optimizers",
+    "ops.adam": "ops.optimizers",
+    "ops.adam.cpu_adam": "ops.optimizers",
+    "ops.adam.fused_adam": "ops.optimizers",
     "ops.lamb": "",
     "ops.lamb.fused_lamb": "",
-    "ops.lion.cpu_lion": "ops.lion: DeepSpeedCPULion",
-    "ops.lion.fused_lion": "ops.lion: FusedLion",
-    "ops.op_builder.all_ops": "ops.op_builder: ALL_OPS",
-    "ops.op_builder.builder": "ops.op_builder: OpBuilder",
+    "ops.lion": "ops.optimizers",
+    "ops.lion.cpu_lion": "ops.optimizers",
+    "ops.lion.fused_lion": "ops.optimizers",
+    "ops.op_builder.all_ops": "ops.op_builder",
+    "ops.op_builder.builder": "ops.op_builder",
     "runtime": "",
     _CHECKPOINTING: "",
     f"{_CHECKPOINTING}.checkpointing": "checkpointing",
-    "runtime.base_optimizer": "engine.optimizer: DeepSpeedOptimizer",
-    "runtime.config": "initialize: DeepSpeedConfigError",
+    "runtime.base_optimizer": "engine.optimizer",
+    "runtime.config": "initialize",
     "runtime.dataloader": "dataloader",
     "runtime.engine": "engine.engine",
     "runtime.lr_schedules": "lr_schedules",
     "runtime.utils": "utils.usage",
-    "runtime.zero": "zero",
+    "runtime.zero": "zero:unregister_external_parameter",
     "runtime.zero.partition_parameters": "zero.partition_parameters",
+    "utils.init_on_device": "utils.usage",
+    "utils.nvtx": "utils.usage",
 }
-"""DeepSpeed's path, and the module that has its names (all of ``__all__``, or those given)."""
+"""DeepSpeed's path, and the modules that have its names.
 
-PACKAGES: Mapping[str, tuple[str, ...]] = {
-    "accelerator": ("accelerator.real_accelerator",),
-    "utils": (
-        *("dataloader: RepeatingLoader", "utils.init_on_device", "utils.nvtx"),
-        "utils.logging: log_dist log_dist_once logger set_log_level_from_string",
-        *("utils.tensor_fragment", "utils.z3_leaf_module"),
-    ),
-    "zero": (
-        "zero.external",
-        "zero.partition_parameters: GatheredParameters Init ZeroParamStatus ZeroParamType "
-        "unwrap_model_for_generation",
-    ),
-}
-"""Packages that have no names but those of these modules."""
+"module:name" adds a name that DeepSpeed's module does not have. A row may use those above it.
+"""
 
 _DEEPSPEEDS: Mapping[str, str] = {
     "checkpointing": f"{_CHECKPOINTING}.checkpointing",
@@ -87,32 +84,31 @@ _DEEPSPEEDS: Mapping[str, str] = {
 def serve() -> None:
     """Make the modules of `ALIASES`, and refuse the other modules and names of DeepSpeed."""
     sys.meta_path.append(_Refused())
-    for path, sources in PACKAGES.items():
-        _fill(importlib.import_module(f"{_HOME}.{path}"), sources)
-    for path, source in ALIASES.items():
-        _make(path, source)
+    for path, sources in ALIASES.items():
+        _fill(_module(path), names_by_module()[_DEEPSPEEDS.get(path, path)], sources)
     for path in (*names_by_module(), *_DEEPSPEEDS):
         if f"{_HOME}.{path}".removesuffix(".") in sys.modules:
-            refuse_other_names(path, _DEEPSPEEDS.get(path, path))
+            complete(path, _DEEPSPEEDS.get(path, path))
 
 
-def _make(path: str, source: str) -> None:
-    module = ModuleType(f"{_HOME}.{path}", f"``deepspeed.{path}``.")
-    module.__spec__ = ModuleSpec(module.__name__, None)
-    _fill(module, [source] if source else [])
-    sys.modules[module.__name__] = module
-    parent, _, name = module.__name__.rpartition(".")
-    _make_package(sys.modules[parent])
-    setattr(sys.modules[parent], name, module)
+def _module(path: str) -> ModuleType:
+    """Return the module that serves ``path``, made if there is no such file here."""
+    name = f"{_HOME}.{path}"
+    if name not in sys.modules:
+        sys.modules[name] = module = ModuleType(name, f"``deepspeed.{path}``.")
+        module.__spec__ = ModuleSpec(name, None)
+        parent, _, last = name.rpartition(".")
+        _make_package(sys.modules[parent])
+        setattr(sys.modules[parent], last, module)
+    return sys.modules[name]
 
 
-def _fill(module: ModuleType, sources: Sequence[str]) -> None:
-    """Give ``module`` the names of ``sources``."""
+def _fill(module: ModuleType, names: Sequence[str], sources: str) -> None:
+    """Give ``module`` those of ``names`` that ``sources`` have, and those that they add."""
     found: dict[str, Any] = {}
-    for source in sources:
-        home, _, names = source.partition(":")
-        content = importlib.import_module(f"{_HOME}.{home}")
-        found |= {name: getattr(content, name) for name in names.split() or content.__all__}
+    for source in sources.split():
+        home, _, added = source.partition(":")
+        found |= served_among([*names, added], importlib.import_module(f"{_HOME}.{home}"))
     vars(module).update(found, __all__=list(found))
 
 

@@ -23,7 +23,6 @@ class ZeroOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
     """The engine's optimizer, with real ``param_groups``, as the Trainer steps it."""
 
     def __init__(self, engine: Engine) -> None:
-        """Drive ``engine``."""
         super().__init__(engine.optimizer, device_placement=False)
         self.engine = engine
         # Accelerate leaves alone what it finds prepared.

@@ -87,11 +87,9 @@ class ZeroPrecision(Precision):
         return result
 
     def clip_grad_by_norm(self, optimizer: Any, clip_val: int | float) -> None:
-        """Clip by the norm over all ranks."""
         self._attached.clip_grad_norm_(float(clip_val))
 
     def clip_grad_by_value(self, optimizer: Any, clip_val: int | float) -> None:
-        """Refused: the engine clips by norm."""
         raise MisconfigurationException(
             "gradient_clip_algorithm='value' is not served by the ZeRO strategies: use 'norm'"
         )

@@ -92,7 +92,6 @@ class ZeroStrategy(DDPStrategy):
 
     @property
     def precision_plugin(self) -> Precision:
-        """Plugin that the Trainer's ``precision`` became."""
         return super().precision_plugin
 
     @precision_plugin.setter
@@ -197,19 +196,15 @@ class ZeroStrategy(DDPStrategy):
     # ------------------------------------------------------------------ steps
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module's ``training_step`` as the engine's forward."""
         return self._forward("training_step", *args, **kwargs)
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module's ``validation_step`` as the engine's forward."""
         return self._forward("validation_step", *args, **kwargs)
 
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module's ``test_step`` as the engine's forward."""
         return self._forward("test_step", *args, **kwargs)
 
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module's ``predict_step`` as the engine's forward."""
         return self._forward("predict_step", *args, **kwargs)
 
     @contextmanager

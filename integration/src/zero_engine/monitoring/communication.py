@@ -61,7 +61,6 @@ class CommunicationLog(Observer):
         return {name: dict(zip(keys, row, strict=True)) for name, row in self._rows.items()}
 
     def table(self) -> str:
-        """Return the summary as text."""
         lines = [
             f"{'Comm. Op': <34}{'Count': >12}{'Sent in node (B)': >20}{'Between nodes (B)': >20}"
         ]
@@ -72,7 +71,6 @@ class CommunicationLog(Observer):
         return "\n".join([*lines, f"{self.steps} steps, rank {self._engine.rank}"])
 
     def print(self) -> None:
-        """Print the table, where this rank prints."""
         self._say(self.table())
 
 

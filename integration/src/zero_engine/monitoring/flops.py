@@ -34,20 +34,16 @@ class FlopsProfiler(Observer):
         self._is_backward_counted = True
 
     def begin_forward(self) -> None:
-        """Start to count."""
         self._begin()
 
     def end_forward(self) -> None:
-        """Add the count of each module."""
         for module, by_operator in self._end().items():
             self.forward[module] += sum(by_operator.values())
 
     def begin_backward(self) -> None:
-        """Start to count."""
         self._begin()
 
     def end_backward(self) -> None:
-        """Add the count."""
         self.backward += sum(self._end().get(_ALL, {}).values())
 
     def begin_plain_backward(self) -> None:
@@ -56,16 +52,14 @@ class FlopsProfiler(Observer):
             self._is_backward_counted = False
 
     def end_plain_backward(self) -> None:
-        """Do nothing: no count was started."""
+        pass
 
     def step_done(self, facts: StepFacts) -> None:
-        """Print the report after the step that was counted."""
         if self._step == self._settings.profile_step:
             self._write(self.report())
         self._step = facts.global_steps
 
     def report(self) -> str:
-        """Return the counts as text."""
         total = self.forward[_ALL]
         backward = (
             f"{self.backward:,}"

@@ -21,15 +21,12 @@ class MemoryBreakdown(Observer):
         self._say = say
 
     def end_forward(self) -> None:
-        """Print the memory after forward."""
         self._print("forward")
 
     def end_backward(self) -> None:
-        """Print the memory after backward."""
         self._print("backward")
 
     def end_step(self) -> None:
-        """Print the memory after step."""
         self._print("step")
 
     def _print(self, part: str) -> None:

@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
+
 from zero_core.comm.links import Traffic
 
 
@@ -67,14 +69,12 @@ class Observer:
     begin_forward = end_forward = begin_backward = end_backward = begin_step = end_step = _ignore
 
     def step_done(self, facts: StepFacts) -> None:
-        """Do nothing."""
+        pass
 
     def begin_plain_backward(self) -> None:
-        """Call `begin_backward`."""
         self.begin_backward()
 
     def end_plain_backward(self) -> None:
-        """Call `end_backward`."""
         self.end_backward()
 
 
@@ -82,8 +82,10 @@ class Observed(Protocol):
     """Members that observers read from an engine. `zero_core.Engine` has them."""
 
     @property
-    def rank(self) -> int:
-        """Rank within the data-parallel group."""
+    def rank(self) -> int: ...
+
+    @property
+    def device(self) -> torch.device: ...
 
     def comm_report(self) -> tuple[Traffic, ...]:
         """Return the traffic of this rank in the last step."""

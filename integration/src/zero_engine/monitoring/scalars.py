@@ -13,7 +13,6 @@ class Scalars(Observer):
         self._monitor = monitor
 
     def step_done(self, facts: StepFacts) -> None:
-        """Write the step's."""
         events: list[Event] = [("Train/Samples/lr", facts.lr[0], facts.global_samples)]
         if facts.loss_scale is not None:
             events.append(("Train/Samples/loss_scale", facts.loss_scale, facts.global_samples))

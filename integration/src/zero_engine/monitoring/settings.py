@@ -64,7 +64,6 @@ class MonitorSettings(_Block):
 
     @property
     def enabled(self) -> bool:
-        """Whether there is any."""
         blocks = (self.tensorboard, self.csv_monitor, self.wandb, self.comet)
         return any(block.enabled for block in blocks)
 

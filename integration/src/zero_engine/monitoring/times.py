@@ -33,7 +33,6 @@ class Stopwatch:
         self._begun = self._now()
 
     def end(self) -> None:
-        """Stop."""
         begun, self._begun = self._begun, None
         self._was_used = True
         now = self._now()
@@ -78,7 +77,6 @@ class WallClock(Observer):
         *,
         say: Callable[[str], None],
     ) -> None:
-        """Measure on ``device``. ``say`` prints a line, on rank 0 alone."""
         self._watches = {name: Stopwatch(device) for name in _NAMES}
         self._monitor = monitor
         self._say = say
@@ -86,31 +84,24 @@ class WallClock(Observer):
         """The last step's times by DeepSpeed's names."""
 
     def begin_forward(self) -> None:
-        """Start."""
         self._watches["forward"].begin()
 
     def end_forward(self) -> None:
-        """Stop."""
         self._watches["forward"].end()
 
     def begin_backward(self) -> None:
-        """Start."""
         self._watches["backward"].begin()
 
     def end_backward(self) -> None:
-        """Stop."""
         self._watches["backward"].end()
 
     def begin_step(self) -> None:
-        """Start."""
         self._watches["step"].begin()
 
     def end_step(self) -> None:
-        """Stop."""
         self._watches["step"].end()
 
     def step_done(self, facts: StepFacts) -> None:
-        """Print the step's times."""
         taken = {name: watch.take() for name, watch in self._watches.items()}
         times = {name: ms for name, ms in taken.items() if ms is not None}
         self.last_ms = {_NAMES[name]: ms for name, ms in times.items()}

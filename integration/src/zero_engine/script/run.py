@@ -154,7 +154,6 @@ def _refuse_options(parsed: Namespace, given: list[str]) -> None:
 
 
 def _become(parsed: Namespace) -> None:
-    """Put the program in this process's place."""
     program = parsed.training_script
     if parsed.module:
         command = [sys.executable, "-m", program]

@@ -30,7 +30,6 @@ CPU_RANKS = 2
 
 
 def default_ranks() -> int:
-    """Return one rank per GPU, or `CPU_RANKS` where there is none."""
     return torch.cuda.device_count() or CPU_RANKS
 
 

@@ -75,7 +75,6 @@ class Reporter:
         self._console.print(text, highlight=False, markup=False, soft_wrap=True)
 
     def step(self, record: StepRecord) -> None:
-        """Log one step and show it."""
         self._write(asdict(record))
         for name in ("loss", "learning_rate", "grad_norm", "loss_scale", "tokens_per_s"):
             value = getattr(record, name)
@@ -90,7 +89,6 @@ class Reporter:
             self.say(f"step {record.step}/{self._settings.steps}  {line}")
 
     def held_out(self, step: int, loss: float) -> None:
-        """Log an evaluation on held-out text and show it."""
         self._write({"step": step, "held_out_loss": loss})
         self._scalar("held_out/loss", loss, step)
         self.say(f"step {step}/{self._settings.steps}  held-out loss {loss:.4f}")

@@ -262,7 +262,6 @@ def make_deterministic(seed: int, device: torch.device) -> None:
 
 
 def farewell(folder: RunFolder, stop: signal.Signals | None) -> str:
-    """Return the last line of a run's output."""
     if stop is None:
         return f"done; results are in {folder.root}"
     return (

@@ -17,8 +17,6 @@ from zero_core.config.rules import find_unneeded
 from zero_engine.deepspeed.config.settings import PATHS, Settings
 from zero_engine.deepspeed.utils.logging import speak
 
-__all__ = ["announce", "apply", "describe"]
-
 _BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 _STAGE_0 = (
     "  stage 0: the parameters' .grad stays None after backward, as the engine keeps gradients: "

@@ -10,8 +10,6 @@ from zero_core.errors import ConfigError
 from zero_engine.deepspeed.config.keys import REFUSED, UNNEEDED, check_refused
 from zero_engine.deepspeed.config.names import Tell
 
-__all__ = ["CLIPPING", "core_config"]
-
 CLIPPING = 1.0
 """``gradient_clipping`` where the key is missing."""
 _AS_MADE = "as_made"

@@ -11,8 +11,6 @@ from typing import Any, NamedTuple
 
 from zero_core.errors import ConfigError
 
-__all__ = ["HONOURED", "REFUSED", "UNNEEDED", "Refusal", "check_refused"]
-
 
 class Refusal(NamedTuple):
     """A key that is refused, but for the values that change nothing."""

@@ -7,8 +7,6 @@ from typing import Any
 
 from zero_core.errors import ConfigError
 
-__all__ = ["Tell", "modernise", "without_auto"]
-
 _ZERO = "zero_optimization"
 _OWN_AUTO = f"{_ZERO}.offload_optimizer.ratio"
 """Where "auto" is a value of zero-core's own: the fastest ratio that fits."""

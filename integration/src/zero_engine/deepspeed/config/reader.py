@@ -34,8 +34,6 @@ from zero_engine.monitoring.settings import (
     WandbSettings,
 )
 
-__all__ = ["ActivationSettings", "Note", "Settings", "TagValidation", "read", "read_monitors"]
-
 _SHARED = ("data_types", "optimizer")
 """Blocks of which zero-core reads what is not in the tables."""
 _BLOCKS = frozenset(
@@ -121,7 +119,6 @@ class _Sorter:
         self.notes.append(Note(path, value, text, is_warning))
 
     def sort(self, given: Mapping[str, Any]) -> None:
-        """Dispose of every key."""
         for key, value in given.items():
             if key == "activation_checkpointing" and "enabled" in _mapping(key, value):
                 self.core[key] = value  # this engine's own form: every block is computed again

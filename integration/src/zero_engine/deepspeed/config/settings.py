@@ -13,8 +13,6 @@ from zero_engine.monitoring.settings import (
     ThroughputSettings,
 )
 
-__all__ = ["PATHS", "ActivationSettings", "Note", "Settings", "TagValidation"]
-
 TagValidation = Literal["IGNORE", "WARN", "FAIL"]
 
 PATHS: Mapping[str, str] = {
@@ -95,6 +93,5 @@ class Settings:
 
     @property
     def zero_stage(self) -> int:
-        """``zero_optimization.stage``."""
         zero: Mapping[str, Any] = self.core.get("zero_optimization", {})
         return int(zero.get("stage", 0))

@@ -16,8 +16,6 @@ from typing import Any
 from zero_core.config.schema import parse_json
 from zero_core.errors import ConfigError
 
-__all__ = ["Source", "load"]
-
 Source = Mapping[str, Any] | str | PathLike[str]
 
 _STRING = r'"(?:\\.|[^"\\])*"'

@@ -16,8 +16,6 @@ from typing import Any
 
 from torch import Tensor, nn
 
-__all__ = ["Averaging"]
-
 
 class Averaging:
     """Division of the gradients of plain backwards. See [Note: divided once].

@@ -25,8 +25,6 @@ from zero_engine.deepspeed.engine.schedulers import PackedScheduler
 from zero_engine.deepspeed.errors import NotServedError
 from zero_engine.packing import pack, unpack
 
-__all__ = ["Checkpoints"]
-
 _log = logging.getLogger(__name__)
 _OWN = "zero_engine.deepspeed"
 """Key of the client state under which the DeepSpeed engine's own counters are kept."""

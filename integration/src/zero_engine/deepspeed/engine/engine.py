@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from zero_core import Engine, ShardedModel
-from zero_engine.deepspeed.config.reader import Settings
+from zero_engine.deepspeed.config.settings import Settings
 from zero_engine.deepspeed.dataloader import DeepSpeedDataLoader
 from zero_engine.deepspeed.engine.averaging import Averaging
 from zero_engine.deepspeed.engine.checkpoints import Checkpoints
@@ -25,8 +25,6 @@ from zero_engine.deepspeed.engine.unserved import UNSERVED
 from zero_engine.deepspeed.errors import NotServedError
 from zero_engine.deepspeed.zero.partitioned import leave_partitioned
 from zero_engine.monitoring import Monitor, StepFacts
-
-__all__ = ["DeepSpeedEngine"]
 
 
 class DeepSpeedEngine(Checkpoints, nn.Module):
@@ -142,7 +140,8 @@ class DeepSpeedEngine(Checkpoints, nn.Module):
         core = self._live_core("step")
         is_boundary = self.is_gradient_accumulation_boundary()
         skipped = self.core.skipped_steps
-        with self.watch.part("step"), SteppedWith(self.core, lr_kwargs or {}):
+        arguments = SteppedWith(self.core, lr_kwargs) if lr_kwargs else nullcontext()
+        with self.watch.part("step"), arguments:
             core.step()
             if is_boundary:
                 self.core.publish()
@@ -163,11 +162,9 @@ class DeepSpeedEngine(Checkpoints, nn.Module):
         self.watch.step_done(facts)
 
     def was_step_applied(self) -> bool:
-        """Whether the last ``step`` changed the parameters."""
         return self._was_step_applied
 
     def is_gradient_accumulation_boundary(self) -> bool:
-        """Whether the current micro-step is the last one of its step."""
         return self.core.is_gradient_accumulation_boundary()
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
@@ -224,7 +221,6 @@ class DeepSpeedEngine(Checkpoints, nn.Module):
 
     @property
     def is_compiled(self) -> bool:
-        """Whether `compile` was called."""
         return self._is_compiled
 
     def destroy(self) -> None:
@@ -282,7 +278,6 @@ class DeepSpeedEngine(Checkpoints, nn.Module):
         return None if self.optimizer is None else self.optimizer.optimizer
 
     def get_lr(self) -> list[Any]:
-        """Learning rate of every group."""
         return self._of_groups("lr")
 
     def get_mom(self) -> list[Any]:

@@ -15,8 +15,6 @@ from zero_core import Config, Engine, ShardedModel
 from zero_engine.deepspeed.config.settings import Settings
 from zero_engine.deepspeed.utils.groups import get_data_parallel_group
 
-__all__ = ["Facts"]
-
 _DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 _OWN_OPTIMIZERS = {"adagrad", "adam", "adamw", "lamb", "lion", "muadam", "muadamw", "musgd", "muon"}
 _Method = Callable[[Any], Any]
@@ -115,7 +113,6 @@ class Facts:
         return self.core.train_micro_batch_size_per_gpu * steps * ranks
 
     def get_batch_info(self) -> tuple[int, int, int]:
-        """Return samples per step, samples per rank and micro-step, micro-steps per step."""
         micro, steps = (
             self.core.train_micro_batch_size_per_gpu,
             self.core.gradient_accumulation_steps,
@@ -124,17 +121,14 @@ class Facts:
 
     @property
     def local_rank(self) -> int:
-        """Number of this rank on its node."""
         return int(os.environ.get("LOCAL_RANK", "0"))
 
     @property
     def data_parallel_group(self) -> dist.ProcessGroup | None:
-        """Process group of all ranks."""
         return get_data_parallel_group()
 
     @property
     def mp_world_size(self) -> int:
-        """Number of model-parallel ranks: one."""
         return 1
 
     # ------------------------------------------------------------------- ZeRO
@@ -174,15 +168,12 @@ class Facts:
     zero_optimization_stage = _key("zero_optimization.stage")
 
     def zero_optimization(self) -> bool:
-        """Whether anything is sharded."""
         return self.core.config.zero_optimization.stage > 0
 
     def zero_optimization_partition_gradients(self) -> bool:
-        """Whether gradients are sharded."""
         return self.core.config.zero_optimization.stage >= 2
 
     def zero_optimization_partition_weights(self) -> bool:
-        """Whether parameters are sharded."""
         return self.core.config.zero_optimization.stage == 3
 
     is_first_weights_partition_group = zero_optimization_partition_weights
@@ -198,22 +189,18 @@ class Facts:
         return None if block.device == "none" else block
 
     def zero_use_cpu_optimizer(self) -> bool:
-        """Whether the host updates."""
         return self.zero_offload_optimizer() is not None
 
     def zero_cpu_offload(self) -> bool:
-        """Whether optimizer state is in host memory."""
         return self.core.config.zero_optimization.offload_optimizer.device == "cpu"
 
     def zero_nvme_offload_optimizer(self) -> bool:
-        """Whether optimizer state is in files."""
         return self.core.config.zero_optimization.offload_optimizer.device == "nvme"
 
     zero_gather_16bit_weights_on_model_save = _setting("gather_16bit_weights_on_model_save")
     zero_allow_untested_optimizer = _always(True, "any elementwise optimizer is served")
 
     def zero_force_ds_cpu_optimizer(self) -> bool:
-        """Whether ``zero_force_ds_cpu_optimizer`` is left on."""
         return bool(self._given("zero_force_ds_cpu_optimizer", True))
 
     # -------------------------------------------------------------- precision
@@ -237,7 +224,6 @@ class Facts:
         return _DTYPES[named] if named is not None else config.compute_dtype or torch.float32
 
     def dynamic_loss_scale_args(self) -> dict[str, Any]:
-        """Return the dynamic loss scale's parameters, under DeepSpeed's names."""
         fp16 = self.core.config.fp16
         return {
             "init_scale": 2**fp16.initial_scale_power,
@@ -248,15 +234,12 @@ class Facts:
         }
 
     def dynamic_loss_scale(self) -> bool:
-        """Whether the loss scale adapts itself."""
         return self.core.config.fp16.loss_scale == 0.0
 
     def initial_dynamic_scale(self) -> float:
-        """Return the dynamic loss scale's first value."""
         return float(2.0**self.core.config.fp16.initial_scale_power)
 
     def get_data_types(self) -> tuple[torch.dtype, torch.dtype]:
-        """Dtype of the parameters and of gradients as they are accumulated."""
         names = {"fp16": torch.float16, "bf16": torch.bfloat16}
         grads = names.get(self.core.config.data_types.grad_accum_dtype or "", torch.float32)
         return self.core.config.compute_dtype or torch.float32, grads
@@ -278,11 +261,9 @@ class Facts:
     flops_profiler_output_file = _setting("flops_profiler.output_file")
 
     def checkpoint_tag_validation_enabled(self) -> bool:
-        """Whether the ranks' tags are compared when they save."""
         return self.settings.tag_validation != "IGNORE"
 
     def checkpoint_tag_validation_fail(self) -> bool:
-        """Whether different tags are an error."""
         return self.settings.tag_validation == "FAIL"
 
     # ------------------------------------------------------- what there is not
@@ -319,15 +300,12 @@ class Facts:
         return name.lower() if name is not None and is_own else name
 
     def optimizer_params(self) -> dict[str, Any] | None:
-        """Return ``optimizer.params`` of the configuration."""
         return self._block("optimizer").get("params")
 
     def scheduler_name(self) -> str | None:
-        """Return ``scheduler.type`` of the configuration."""
         return self._block("scheduler").get("type")
 
     def scheduler_params(self) -> dict[str, Any] | None:
-        """Return ``scheduler.params`` of the configuration."""
         return self._block("scheduler").get("params")
 
     def _given(self, key: str, default: Any) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Literal, Protocol, TypeVar
+from typing import Literal, TypeVar
 
 import torch
 from torch import Tensor
@@ -25,16 +25,7 @@ from zero_engine.monitoring import (
     make_monitor,
 )
 
-__all__ = ["Watch", "make_observers"]
-
-_Part = Literal["forward", "backward", "step"]
 _Outputs = TypeVar("_Outputs")
-
-
-class _Engine(Observed, Protocol):
-    @property
-    def device(self) -> torch.device:
-        """The device that computes the model."""
 
 
 class Watch:
@@ -45,7 +36,7 @@ class Watch:
         observers: called in this order.
     """
 
-    def __init__(self, settings: Settings, engine: _Engine) -> None:
+    def __init__(self, settings: Settings, engine: Observed) -> None:
         """Watch ``engine``, a `zero_core.Engine`.
 
         Raises:
@@ -56,8 +47,7 @@ class Watch:
         self._is_in_backward = False
 
     @contextmanager
-    def part(self, name: _Part) -> Iterator[None]:
-        """Notify the observers of one part of a micro-step."""
+    def part(self, name: Literal["forward", "backward", "step"]) -> Iterator[None]:
         self._is_in_backward = name == "backward"
         for observer in self.observers:
             getattr(observer, f"begin_{name}")()
@@ -91,7 +81,6 @@ class Watch:
             observer.end_plain_backward()
 
     def step_done(self, facts: StepFacts) -> None:
-        """Notify the observers that a step has ended."""
         for observer in self.observers:
             observer.step_done(facts)
 
@@ -102,12 +91,12 @@ class Watch:
         return dict(clocks[0].last_ms) if clocks else {}
 
 
-def make_observers(settings: Settings, engine: _Engine, monitor: Monitor) -> list[StepObserver]:
+def make_observers(settings: Settings, engine: Observed, monitor: Monitor) -> list[StepObserver]:
     """Make the observers of ``engine``, a `zero_core.Engine`, in DeepSpeed's order of output.
 
     Rank 0 prints. Times and bytes are taken on every rank, so that ranks stay alike.
     """
-    say: Callable[[str], None] = print if engine.rank == 0 else _nothing
+    say: Callable[[str], None] = print if engine.rank == 0 else lambda text: None
     found: list[StepObserver] = []
     if monitor.enabled:
         found.append(Scalars(monitor))
@@ -126,7 +115,3 @@ def make_observers(settings: Settings, engine: _Engine, monitor: Monitor) -> lis
 
 def _at_the_end_of_backward(call: Callable[[], None]) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(call)
-
-
-def _nothing(text: str) -> None:
-    """Other ranks than 0 print nothing."""

@@ -11,8 +11,6 @@ from torch.utils.hooks import RemovableHandle
 
 from zero_core import Engine
 
-__all__ = ["DeepSpeedOptimizer", "ParameterOffload"]
-
 
 class ParameterOffload:
     """Holder of stage 3's hooks, which programs remove to generate with whole parameters.
@@ -27,14 +25,13 @@ class ParameterOffload:
     """
 
     def __init__(self, module: nn.Module) -> None:
-        """Say that ``module`` has no hooks to take."""
         self.module = module
         self.forward_hooks: list[RemovableHandle] = []
         self.backward_hooks: list[RemovableHandle] = []
         module.ds_external_parameters = _no_parameters  # type: ignore[assignment]
 
     def _register_deepspeed_module(self, module: nn.Module, count: Any = None) -> None:
-        """Put hooks back: there is nothing to do."""
+        pass
 
 
 def _no_parameters() -> Iterator[tuple[str, nn.Parameter]]:
@@ -51,7 +48,6 @@ class DeepSpeedOptimizer(torch.optim.Optimizer):
     """
 
     def __init__(self, core: Engine) -> None:
-        """Show the optimizer of ``core``."""
         given = core.optimizer.given
         super().__init__(given.param_groups, given.defaults)
         self.param_groups = given.param_groups
@@ -70,20 +66,15 @@ class DeepSpeedOptimizer(torch.optim.Optimizer):
         """Factor on the loss, 1 without fp16."""
         return self._core.loss_scale
 
-    @property
-    def cur_scale(self) -> float:
-        """The same."""
-        return self._core.loss_scale
+    cur_scale = loss_scale
 
     @property
     def dynamic_loss_scale(self) -> bool:
-        """Whether the factor adapts itself."""
         fp16 = self._core.config.fp16
         return fp16.enabled and fp16.loss_scale == 0.0
 
     @property
     def is_gradient_accumulation_boundary(self) -> bool:
-        """Whether the current micro-step is the last one of its step."""
         return self._core.is_gradient_accumulation_boundary()
 
     @property
@@ -91,7 +82,6 @@ class DeepSpeedOptimizer(torch.optim.Optimizer):
         return self._core.get_global_grad_norm()
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Refused: gradients are in the engine."""
         raise RuntimeError("call engine.step() instead of optimizer.step()")
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -105,16 +95,15 @@ class DeepSpeedOptimizer(torch.optim.Optimizer):
         return float(self.param_groups[0]["lr"])
 
     def set_lr(self, lr: float) -> None:
-        """Set the learning rate of every group."""
         for group in self.param_groups:
             group["lr"] = lr
 
+    # The core's refuses both: the state is sharded.
+
     def state_dict(self) -> dict[str, Any]:
-        """Refused: the state is sharded."""
         return self._core.optimizer.state_dict()
 
     def load_state_dict(self, state_dict: Any) -> None:
-        """Refused: the state is sharded."""
         self._core.optimizer.load_state_dict(state_dict)
 
     def stepped(self) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ["UNSERVED"]
-
 _NAMES = """
     aio_config all_gather_scalar allreduce_and_copy allreduce_bucket allreduce_no_retain
     autotuning_end_profile_step autotuning_metric autotuning_metric_path

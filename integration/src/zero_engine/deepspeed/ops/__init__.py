@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from zero_engine.deepspeed.ops import adagrad, adam, lion, op_builder
-
-__all__ = ["__compatible_ops__", "adagrad", "adam", "lion", "op_builder"]
+from zero_engine.deepspeed.ops import op_builder
 
 __compatible_ops__ = {name: name in op_builder.SERVED for name in op_builder.ALL_OPS}
 """Which of DeepSpeed's operations have a kernel here."""

@@ -14,19 +14,6 @@ import torch
 import cpu_adam
 from zero_engine.deepspeed.errors import NotServedError
 
-__all__ = [
-    "ALL_OPS",
-    "SERVED",
-    "AsyncIOBuilder",
-    "CPUAdagradBuilder",
-    "CPUAdamBuilder",
-    "CPULionBuilder",
-    "FusedAdamBuilder",
-    "FusedLambBuilder",
-    "FusedLionBuilder",
-    "OpBuilder",
-]
-
 
 class OpBuilder:
     """Knows whether an operation is there, and its module.
@@ -40,7 +27,6 @@ class OpBuilder:
     module: ClassVar[ModuleType | None] = None
 
     def is_compatible(self, verbose: bool = False) -> bool:
-        """Whether `load` works."""
         return self.module is not None
 
     def load(self, verbose: bool = True) -> Any:
@@ -61,18 +47,16 @@ class CPUAdamBuilder(OpBuilder):
     module: ClassVar[ModuleType | None] = cpu_adam
 
 
-class CPUAdagradBuilder(OpBuilder):
+class CPUAdagradBuilder(CPUAdamBuilder):
     """Adagrad on the host: cpu_adam."""
 
     NAME = "cpu_adagrad"
-    module: ClassVar[ModuleType | None] = cpu_adam
 
 
-class CPULionBuilder(OpBuilder):
+class CPULionBuilder(CPUAdamBuilder):
     """Lion on the host: cpu_adam."""
 
     NAME = "cpu_lion"
-    module: ClassVar[ModuleType | None] = cpu_adam
 
 
 class FusedAdamBuilder(OpBuilder):

@@ -4,16 +4,6 @@ from __future__ import annotations
 
 import torch.distributed as dist
 
-__all__ = [
-    "get_data_parallel_group",
-    "get_data_parallel_rank",
-    "get_data_parallel_world_size",
-    "get_model_parallel_rank",
-    "get_model_parallel_world_size",
-    "get_tensor_model_parallel_rank",
-    "get_tensor_model_parallel_world_size",
-]
-
 
 def get_data_parallel_group() -> dist.ProcessGroup | None:
     """Return the group of all ranks, None before torch.distributed is initialised."""
@@ -21,12 +11,10 @@ def get_data_parallel_group() -> dist.ProcessGroup | None:
 
 
 def get_data_parallel_world_size() -> int:
-    """Number of ranks."""
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
 def get_data_parallel_rank() -> int:
-    """Return this rank."""
     return dist.get_rank() if dist.is_initialized() else 0
 
 
@@ -36,7 +24,6 @@ def get_model_parallel_world_size() -> int:
 
 
 def get_model_parallel_rank() -> int:
-    """Zero."""
     return 0
 
 
@@ -51,4 +38,4 @@ _get_sequence_parallel_rank = get_model_parallel_rank
 
 
 def _get_sequence_parallel_group() -> None:
-    """Return None: there is no such group."""
+    pass

@@ -9,15 +9,6 @@ from typing import Any
 
 import torch.distributed as dist
 
-__all__ = [
-    "log_dist",
-    "log_dist_once",
-    "logger",
-    "set_log_level_from_string",
-    "speak",
-    "warning_once",
-]
-
 _FORM = "[%(asctime)s] [%(levelname)s] [%(filename)s:%(lineno)d:%(funcName)s] %(message)s"
 
 

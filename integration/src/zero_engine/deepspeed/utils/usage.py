@@ -1,19 +1,22 @@
-"""``deepspeed.runtime.utils``: what of it scripts call."""
+"""Small parts of ``deepspeed.utils`` and ``deepspeed.runtime.utils`` that scripts call."""
 
 from __future__ import annotations
 
+import functools
 import random
 import resource
+from collections.abc import Callable
+from typing import ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch.nn.utils import clip_grad_norm_
+from torch.nn.utils import clip_grad_norm_ as clip_grad_norm_
 
 from zero_engine.deepspeed.utils.logging import logger
 
-__all__ = ["clip_grad_norm_", "see_memory_usage", "set_random_seed"]
-
 _GIB = 2**30
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
 
 
 def see_memory_usage(message: str, force: bool = False) -> None:
@@ -32,3 +35,40 @@ def set_random_seed(seed: int) -> None:
     """Seed Python's and torch's generators."""
     random.seed(seed)
     torch.manual_seed(seed)
+
+
+def instrument_w_nvtx(func: Callable[_P, _R]) -> Callable[_P, _R]:
+    """Have ``func`` show up by its name in torch's profiler, on any device."""
+
+    @functools.wraps(func)
+    def wrapped(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+        with torch.profiler.record_function(func.__qualname__):
+            return func(*args, **kwargs)
+
+    return wrapped
+
+
+class OnDevice:
+    """A context that makes tensors on ``device``, floating ones in ``dtype`` by default.
+
+    With ``enabled`` false it changes nothing.
+    """
+
+    def __init__(
+        self, dtype: torch.dtype, device: str | torch.device = "meta", enabled: bool = True
+    ) -> None:
+        self.dtype = dtype
+        self.enabled = enabled
+        self.device = torch.device(device)
+        self._before = torch.get_default_dtype()
+
+    def __enter__(self) -> None:
+        if self.enabled:
+            self._before = torch.get_default_dtype()
+            torch.set_default_dtype(self.dtype)
+            self.device.__enter__()
+
+    def __exit__(self, *error: object) -> None:
+        if self.enabled:
+            self.device.__exit__(*error)
+            torch.set_default_dtype(self._before)

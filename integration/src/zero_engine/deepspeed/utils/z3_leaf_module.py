@@ -9,23 +9,11 @@ from collections.abc import Callable, Iterable, Sequence
 
 from torch import nn
 
-__all__ = [
-    "get_z3_leaf_modules",
-    "set_z3_leaf_module",
-    "set_z3_leaf_modules",
-    "set_z3_leaf_modules_by_name",
-    "set_z3_leaf_modules_by_suffix",
-    "unset_z3_leaf_modules",
-    "z3_leaf_module",
-    "z3_leaf_parameter",
-]
-
 _MARKS = ("_z3_leaf", "_is_zero_leaf")
 """DeepSpeed's own, which scripts look at, and what `zero_core.build` looks at."""
 
 
 def z3_leaf_module(model: nn.Module) -> bool:
-    """Whether ``model`` itself is marked."""
     return bool(getattr(model, _MARKS[0], False))
 
 
@@ -35,7 +23,6 @@ def z3_leaf_parameter(model: nn.Parameter) -> bool:
 
 
 def get_z3_leaf_modules(model: nn.Module) -> list[nn.Module]:
-    """Return the marked modules of ``model``."""
     return [module for module in model.modules() if z3_leaf_module(module)]
 
 

@@ -19,14 +19,7 @@ from torch import Tensor, nn
 
 from zero_core.checkpoint.files import read_buffers, read_weights
 from zero_engine.deepspeed.checkpoint import refuse_foreign
-from zero_engine.deepspeed.refusal import refuse_other_names
-
-__all__ = [
-    "convert_zero_checkpoint_to_fp32_state_dict",
-    "convert_zero_checkpoint_to_state_dict",
-    "get_fp32_state_dict_from_zero_checkpoint",
-    "load_state_dict_from_zero_checkpoint",
-]
+from zero_engine.deepspeed.refusal import complete
 
 _M = TypeVar("_M", bound=nn.Module)
 _Write = Callable[[dict[str, Tensor], Path], Any]
@@ -177,7 +170,6 @@ def _bytes(size: str | int | None) -> int | None:
 
 
 def main() -> None:
-    """Run the program."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
     parser.add_argument("checkpoint_dir")
     parser.add_argument("output_dir")
@@ -192,4 +184,4 @@ def main() -> None:
 if __name__ == "__main__":
     main()
 else:
-    refuse_other_names("utils.zero_to_fp32", "utils.zero_to_fp32")
+    complete("utils.zero_to_fp32", "utils.zero_to_fp32")

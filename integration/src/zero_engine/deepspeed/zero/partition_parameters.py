@@ -15,7 +15,6 @@ import itertools
 import logging
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from types import TracebackType
 from typing import Any, ClassVar
 
 import torch
@@ -24,29 +23,12 @@ from torch import Tensor, nn
 
 from zero_core import ShardedModel, engine_of
 from zero_core.init.deferred import is_recorded_innermost
-from zero_engine.deepspeed.accelerator.real_accelerator import get_accelerator
+from zero_core.layout.discovery import note_reader
+from zero_engine.deepspeed.accelerator import get_accelerator as get_accelerator
 from zero_engine.deepspeed.distributed import init_distributed
 from zero_engine.deepspeed.errors import NotServedError
-from zero_engine.deepspeed.zero.external import (
-    register_external_parameter,
-    unregister_external_parameter,
-)
 from zero_engine.deepspeed.zero.partitioned import gathered_params, is_partitioned, value_of
 from zero_engine.deepspeed.zero.partitioned_init import Made, partition_module, partitioned_init
-
-__all__ = [
-    "GatheredParameters",
-    "Init",
-    "ZeroParamStatus",
-    "ZeroParamType",
-    "describe",
-    "get_accelerator",
-    "is_zero_param",
-    "register_external_parameter",
-    "unregister_external_parameter",
-    "unwrap_model_for_generation",
-    "zero_wrapper_for_fp_tensor_constructor",
-]
 
 _log = logging.getLogger(__name__)
 _orig_torch_arange = torch.arange
@@ -86,6 +68,36 @@ def zero_wrapper_for_fp_tensor_constructor(
     return construct
 
 
+def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
+    """Declare that ``module`` reads ``parameter`` in its forward, before the engine is made.
+
+    Raises:
+        NotServedError: an engine has the parameter already, and it isn't one of ``module``'s own.
+    """
+    if any(parameter is own for own in module.parameters()):
+        return
+    if engine_of(parameter) is not None:
+        raise NotServedError(
+            "zero.register_external_parameter() after initialize()",
+            "call it in the module's __init__, or read the parameter within "
+            "zero.GatheredParameters",
+        )
+    note_reader(module, parameter)
+
+
+def unregister_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
+    """Take back `register_external_parameter`.
+
+    Raises:
+        RuntimeError: it was not registered.
+    """
+    if not note_reader(module, parameter, is_reader=False):
+        raise RuntimeError(
+            f"a parameter of shape {tuple(parameter.shape)} is not registered as an external one "
+            f"of this {type(module).__name__}"
+        )
+
+
 def is_zero_param(parameter: object) -> bool:
     """Whether it was made within `Init`, or belongs to an engine of stage 3."""
     return isinstance(parameter, nn.Parameter) and "ds_id" in vars(parameter)
@@ -95,13 +107,14 @@ def describe(params: Iterable[nn.Parameter]) -> None:
     """Give sharded ``params`` the attributes by which scripts know them (``ds_id``, ...)."""
     for param in params:
         if not is_zero_param(param):
-            param.ds_id = next(_ids)  # type: ignore[attr-defined]
-            param.ds_status = ZeroParamStatus.NOT_AVAILABLE  # type: ignore[attr-defined]
-            param.ds_param_type = ZeroParamType.PARTITIONED  # type: ignore[attr-defined]
-            param.ds_persist = False  # type: ignore[attr-defined]
-            param.ds_active_sub_modules = set()  # type: ignore[attr-defined]
-        param.ds_shape = param.shape  # type: ignore[attr-defined]
-        param.ds_numel = param.numel()  # type: ignore[attr-defined]
+            vars(param).update(
+                ds_id=next(_ids),
+                ds_status=ZeroParamStatus.NOT_AVAILABLE,
+                ds_param_type=ZeroParamType.PARTITIONED,
+                ds_persist=False,
+                ds_active_sub_modules=set(),
+            )
+        vars(param).update(ds_shape=param.shape, ds_numel=param.numel())
 
 
 class Init:
@@ -178,11 +191,9 @@ class Init:
 
     @classmethod
     def is_active(cls) -> bool:
-        """Whether a model is being made within one now."""
         return cls._active is not None
 
     def __enter__(self) -> None:
-        """Begin."""
         if not self._is_enabled:
             return
         if Init._active is not None and Init._active._has_made_nothing():
@@ -192,19 +203,13 @@ class Init:
             self._recorder = partitioned_init(self._group, dtype=self._dtype)
             self._made = self._recorder.__enter__()
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        """Park what was made within, where this is the one that counts."""
+    def __exit__(self, *error: Any) -> None:
         if Init._active is self:
             Init._active = None
             recorder, made = self._recorder, self._made
             assert recorder is not None, "it was entered"
             assert made is not None, "it was entered"
-            recorder.__exit__(kind, error, trace)
+            recorder.__exit__(*error)
             describe(made.params)
 
     def _has_made_nothing(self) -> bool:
@@ -251,7 +256,6 @@ class GatheredParameters:
                     register_external_parameter(fwd_module, param)
 
     def __enter__(self) -> None:
-        """Gather them."""
         partitioned = [p for p in self._params if value_of(p) is not None]
         if Init.is_active():
             self._check_recorded(partitioned)
@@ -267,15 +271,9 @@ class GatheredParameters:
             stack.enter_context(_available(self._params))
             self._stack = stack.pop_all()
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        """Shard them again."""
+    def __exit__(self, *error: Any) -> None:
         stack, self._stack = self._stack, ExitStack()
-        stack.__exit__(kind, error, trace)
+        stack.__exit__(*error)
 
     def _check_recorded(self, partitioned: list[nn.Parameter]) -> None:
         """Check the use within `Init`, where nothing is sharded yet and rank 0's changes count."""

@@ -38,17 +38,6 @@ from zero_core import RankMismatchError, ShardedModel, engine_of
 from zero_core.comm.control import ControlGroup
 from zero_core.init.tape import Recording, zeroed
 
-__all__ = [
-    "Partitioned",
-    "PartitionedValue",
-    "can_partition",
-    "gathered_params",
-    "is_partitioned",
-    "leave_partitioned",
-    "partition",
-    "value_of",
-]
-
 _CASTS = {"bfloat16", "cpu", "cuda", "double", "float", "half", "to", "type", "xpu"}
 _DRAWS = {"fill_", "normal_", "uniform_", "zero_"}
 _WRITES = {"__setitem__"} | {
@@ -115,7 +104,6 @@ class PartitionedValue:
 
     @torch.no_grad()
     def computed(self) -> Tensor:
-        """Compute the recorded value on this rank alone."""
         assert self.recorded is not None, "only recorded values are computed"
         recording, tensor = self.recorded
         value = recording.value(tensor)
@@ -144,7 +132,6 @@ class PartitionedValue:
         self.recorded, self.casts, self.spans = None, [], None
 
     def cast(self, dtype: torch.dtype) -> None:
-        """Cast the value to ``dtype``."""
         if self.part is not None:
             self.part = _copy_off_heap(self.part, dtype)
         else:

@@ -18,8 +18,6 @@ from zero_core.init.deferred import recorded
 from zero_core.init.tape import Recording, storage_of
 from zero_engine.deepspeed.zero.partitioned import PartitionedValue, can_partition, partition
 
-__all__ = ["Made", "partition_module", "partitioned_init"]
-
 
 @dataclass(frozen=True)
 class Made:

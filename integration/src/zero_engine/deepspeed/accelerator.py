@@ -1,0 +1,290 @@
+"""``deepspeed.accelerator``: the devices that ranks compute on, over torch.accelerator.
+
+`get_accelerator` returns the one object that stands for this machine's accelerator, or its CPU.
+Memory is in bytes. A ``device_index`` of None is the current device.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import resource
+import sys
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from types import ModuleType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from zero_core.errors import ConfigError
+from zero_engine.machine import memory_limit_bytes, used_bytes
+
+CPU = torch.device("cpu")
+
+
+class DeepSpeedAccelerator:
+    """Questions about a kind of device, which has the name ``device_type`` in torch."""
+
+    def __init__(self, device_type: str, backend: str) -> None:
+        self.device_type = device_type
+        self._communication_backend_name = backend
+        self._ranges: list[torch.profiler.record_function] = []
+
+    @property
+    def _name(self) -> str:
+        return self.device_type
+
+    def device_name(self, device_index: int | None = None) -> str:
+        """Return torch's name of the device, such as "cuda:1", or the kind without an index."""
+        return self.device_type if device_index is None else f"{self.device_type}:{device_index}"
+
+    def communication_backend_name(self) -> str:
+        return self._communication_backend_name
+
+    def on_accelerator(self, tensor: Tensor) -> bool:
+        return tensor.device.type == self.device_type
+
+    def is_synchronized_device(self) -> bool:
+        """Whether an operation has ended when its call returns."""
+        return self.device_type == "cpu"
+
+    use_host_timers = resolves_data_dependency = handles_memory_backpressure = (
+        is_synchronized_device
+    )
+
+    def random(self) -> ModuleType:
+        return torch.random
+
+    def manual_seed(self, seed: int) -> None:
+        """Seed the generators of host and devices."""
+        torch.manual_seed(seed)
+
+    manual_seed_all = manual_seed
+
+    def initial_seed(self) -> int:
+        """Return the seed of the host's generator."""
+        return torch.initial_seed()
+
+    def is_bf16_supported(self) -> bool:
+        return True
+
+    is_fp16_supported = is_bf16_supported
+
+    def is_fp64_supported(self) -> bool:
+        return self.device_type != "mps"
+
+    def supported_dtypes(self) -> list[torch.dtype]:
+        """Return the dtypes that a model may have."""
+        return [torch.float32, torch.float16, torch.bfloat16]
+
+    def is_triton_supported(self) -> bool:
+        return self.device_type in ("cuda", "xpu")
+
+    def pin_memory(self, tensor: Tensor, align_bytes: int = 1) -> Tensor:
+        """Return a page-locked copy of ``tensor``, or ``tensor`` itself on the CPU."""
+        return tensor if self.device_type == "cpu" else tensor.pin_memory()
+
+    def is_pinned(self, tensor: Tensor) -> bool:
+        return tensor.is_pinned()
+
+    def lazy_call(self, callback: Callable[[], Any]) -> Any:
+        return callback()
+
+    def range_push(self, msg: str, domain: object = None, category: object = None) -> None:
+        """Open a range, named ``msg`` in the trace of `torch.profiler`."""
+        opened = torch.profiler.record_function(msg)
+        opened.__enter__()  # type: ignore[no-untyped-call]
+        self._ranges.append(opened)
+
+    def range_pop(self, domain: object = None) -> None:
+        """Close the range opened last."""
+        self._ranges.pop().__exit__(None, None, None)
+
+    def stream(self, stream: torch.Stream | None) -> AbstractContextManager[Any]:
+        """Return a context in which work is queued on ``stream``. None changes nothing."""
+        return nullcontext() if stream is None else stream
+
+    def export_envs(self) -> list[str]:
+        """Variables that a launcher would pass on."""
+        return []
+
+    def visible_devices_envs(self) -> list[str]:
+        """Variables that hide devices from a process."""
+        return []
+
+    def get_compile_backend(self) -> str:
+        return "inductor"
+
+
+class CpuAccelerator(DeepSpeedAccelerator):
+    """The CPU as one device without an index. Memory is the process's resident set.
+
+    What needs no device, such as `synchronize` and `empty_cache`, does nothing.
+    """
+
+    Stream = None
+    Event = None
+
+    def __init__(self) -> None:
+        super().__init__("cpu", "gloo")
+
+    def device_name(self, device_index: int | None = None) -> str:
+        return "cpu"
+
+    def current_device_name(self) -> str:
+        return "cpu"
+
+    def current_device(self) -> int:
+        """Return this rank's number on its machine."""
+        return int(os.environ.get("LOCAL_RANK", "0"))
+
+    def device_count(self) -> int:
+        """Return the ranks that the launcher started on this machine."""
+        return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+    def device(self, device_index: int | None = None) -> torch.device:
+        """Return the CPU, which as a context manager is the default device."""
+        return CPU
+
+    def is_available(self) -> bool:
+        return True
+
+    def _ignore(self, device_index: int | None = None) -> None:
+        pass
+
+    set_device = synchronize = current_stream = default_stream = empty_cache = _ignore
+    # The system's peak is that of the whole process.
+    reset_peak_memory_stats = reset_max_memory_allocated = reset_max_memory_cached = _ignore
+
+    def get_rng_state(self, device_index: int | None = None) -> Tensor:
+        return torch.get_rng_state()
+
+    def set_rng_state(self, new_state: Tensor, device_index: int | None = None) -> None:
+        torch.set_rng_state(new_state)
+
+    def default_generator(self, device_index: int | None = None) -> torch.Generator:
+        return torch.default_generator
+
+    def memory_allocated(self, device_index: int | None = None) -> int:
+        return used_bytes(CPU)
+
+    memory_reserved = memory_cached = memory_allocated
+
+    def max_memory_allocated(self, device_index: int | None = None) -> int:
+        """Return the largest resident set since the process started."""
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        return peak if sys.platform == "darwin" else peak * 1024
+
+    max_memory_reserved = max_memory_cached = max_memory_allocated
+
+    def memory_stats(self, device_index: int | None = None) -> dict[str, int]:
+        return {
+            "allocated_bytes.all.current": self.memory_allocated(),
+            "allocated_bytes.all.peak": self.max_memory_allocated(),
+        }
+
+    def total_memory(self, device_index: int | None = None) -> int:
+        """Return the memory of this machine or its container, 0 if unknown."""
+        return memory_limit_bytes() or 0
+
+    def available_memory(self, device_index: int | None = None) -> int:
+        return max(0, self.total_memory() - self.memory_allocated())
+
+
+def _of_device(name: str) -> Callable[..., Any]:
+    """Return a method that calls ``torch.accelerator``'s function ``name`` for a device."""
+
+    def method(self: TorchAccelerator, device_index: int | None = None) -> Any:
+        return getattr(torch.accelerator, name)(device_index)
+
+    method.__doc__ = f"See ``torch.accelerator.{name}``."
+    return method
+
+
+class TorchAccelerator(DeepSpeedAccelerator):
+    """All devices of one kind of torch's accelerators (CUDA, XPU, MPS, ...)."""
+
+    Stream = torch.Stream
+    Event = torch.Event
+
+    def __init__(self, kind: torch.device) -> None:
+        super().__init__(kind.type, dist.get_default_backend_for_device(kind))
+        self._module: Any = torch.get_device_module(kind)
+
+    def current_device_name(self) -> str:
+        return self.device_name(self.current_device())
+
+    def current_device(self) -> int:
+        return torch.accelerator.current_device_index()
+
+    def device_count(self) -> int:
+        return torch.accelerator.device_count()
+
+    def is_available(self) -> bool:
+        return torch.accelerator.is_available()
+
+    def empty_cache(self) -> None:
+        torch.accelerator.empty_cache()
+
+    device = _of_device("device_index")
+    set_device = _of_device("set_device_index")
+    synchronize = _of_device("synchronize")
+    current_stream = _of_device("current_stream")
+    memory_allocated = _of_device("memory_allocated")
+    max_memory_allocated = _of_device("max_memory_allocated")
+    memory_reserved = memory_cached = _of_device("memory_reserved")
+    max_memory_reserved = max_memory_cached = _of_device("max_memory_reserved")
+    memory_stats = _of_device("memory_stats")
+    reset_peak_memory_stats = _of_device("reset_peak_memory_stats")
+    reset_max_memory_allocated = reset_max_memory_cached = reset_peak_memory_stats
+
+    def default_stream(self, device_index: int | None = None) -> Any:
+        return self._module.default_stream(device_index)
+
+    def get_rng_state(self, device_index: int | None = None) -> Tensor:
+        """Return the state of the device's generator: uint8, on the CPU."""
+        state: Tensor = self._module.get_rng_state(*_given(device_index))
+        return state
+
+    def set_rng_state(self, new_state: Tensor, device_index: int | None = None) -> None:
+        self._module.set_rng_state(new_state, *_given(device_index))
+
+    def default_generator(self, device_index: int) -> torch.Generator:
+        generator: torch.Generator = self._module.default_generators[device_index]
+        return generator
+
+    def total_memory(self, device_index: int | None = None) -> int:
+        return torch.accelerator.get_memory_info(device_index)[1]
+
+    def available_memory(self, device_index: int | None = None) -> int:
+        return torch.accelerator.get_memory_info(device_index)[0]
+
+
+def _given(device_index: int | None) -> tuple[int, ...]:
+    """Return the index as an argument, left out if it is None: torch's default has another form."""
+    return () if device_index is None else (device_index,)
+
+
+@functools.cache
+def get_accelerator() -> DeepSpeedAccelerator:
+    """Return the accelerator that torch has found, else the CPU.
+
+    Raises:
+        ConfigError: the variable DS_ACCELERATOR asks for another; torch decides which one is there.
+    """
+    device = torch.accelerator.current_accelerator(check_available=True)
+    found = "cpu" if device is None else device.type
+    asked = os.environ.get("DS_ACCELERATOR", found)
+    if asked not in (found, "cpu") or (asked == "cpu" and found != "cpu"):
+        raise ConfigError(
+            f"DS_ACCELERATOR={asked}, but torch finds {found} here; unset it, or hide the "
+            "accelerator from torch (CUDA_VISIBLE_DEVICES=) to compute on the CPU"
+        )
+    return CpuAccelerator() if device is None else TorchAccelerator(device)
+
+
+def is_current_accelerator_supported() -> bool:
+    return True
