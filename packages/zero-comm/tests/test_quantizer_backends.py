@@ -28,9 +28,10 @@ from zero_comm import (
 
 HAS_NATIVE = importlib.util.find_spec("zero_comm._kernels") is not None
 if HAS_NATIVE:
-    from zero_comm.quantizer.native_backend import available_isas, use_isa
+    from zero_comm import _kernels
+    from zero_comm.quantizer.native_backend import use_isa
 
-    ISAS: tuple[str, ...] = available_isas()
+    ISAS: tuple[str, ...] = tuple(_kernels.available_isas())
 else:
     ISAS = ()
 
@@ -203,8 +204,6 @@ def test_the_environment_names_the_instruction_set(tmp_path: Path) -> None:
 def test_an_instruction_set_that_the_machine_lacks_is_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from zero_comm import _kernels
-
     monkeypatch.setattr(_kernels, "available_isas", lambda: ["generic"])
     with pytest.raises(ValueError, match="not supported by this machine"), use_isa("avx512"):
         pass

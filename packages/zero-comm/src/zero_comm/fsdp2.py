@@ -135,7 +135,7 @@ class _Comm:
 
 
 class _Gather(_Comm):
-    """Gathers messages, see [Note: FSDP2's buffers]; without a packing as FSDP2 does by default."""
+    """Gathers messages (see [Note: FSDP2's buffers]), or without a packing the exact shards."""
 
     def __init__(self, packing: Packing | None) -> None:
         self._packing = packing
@@ -209,7 +209,7 @@ class _Reducers:
 
 
 class _ReduceScatter(_Comm):
-    """Reduces messages, see [Note: FSDP2's buffers]; without reducers as FSDP2 does by default."""
+    """Reduces messages (see [Note: FSDP2's buffers]), or without reducers exact gradients."""
 
     def __init__(self, reducers: _Reducers | None, index: int) -> None:
         self._reducers = reducers

@@ -12,7 +12,7 @@ from zero_comm.collectives.slices import SliceReducer, gather_slices
 from zero_comm.collectives.two_hop import GradientFormat
 from zero_comm.quantizer.block_format import BlockFormat
 from zero_comm.quantizer.message import Packing
-from zero_comm.quantizer.quantize import QUANTIZABLE_DTYPES
+from zero_comm.quantizer.quantize import check_float
 from zero_comm.transport.torch_collectives import TorchCollectives
 
 
@@ -96,8 +96,7 @@ def quantized_reduce_scatter(
     """
     if op not in ("avg", "sum"):
         raise ValueError(f"op must be 'avg' or 'sum', got {op!r}")
-    if full.dtype not in QUANTIZABLE_DTYPES:
-        raise ValueError(f"full must be fp32, bf16, fp16 or fp64, got {full.dtype}")
+    check_float("full", full.dtype)
     fmt = GradientFormat.make(
         format, between, is_stochastic=seed is not None, has_checksum=has_checksum
     )

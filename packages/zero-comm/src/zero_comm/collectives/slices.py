@@ -6,18 +6,14 @@ per process group. What no message would shorten travels exactly.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from zero_comm.collectives.two_hop import GradientFormat, TwoHopReduce
 from zero_comm.quantizer.message import Packing
 from zero_comm.transport.topology import check_ranks_per_node, find_ranks_per_node
 from zero_comm.transport.torch_collectives import TorchCollectives
-
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
 
 
 class SliceReducer:

@@ -14,18 +14,16 @@ one that is not available is an error.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
-from types import MappingProxyType
-from typing import Final, Protocol, cast
+from typing import Final, Protocol
 
 import torch
 from torch import Tensor
 
 from zero_comm.quantizer.block_format import BlockFormat
-from zero_comm.quantizer.torch_backend import TorchBackend
+from zero_comm.quantizer.torch_backend import BACKEND
 
 _VARIABLE: Final = "ZERO_COMM_BACKEND"
 
@@ -42,7 +40,6 @@ class Backend(Protocol):
     @property
     def name(self) -> str:
         """Name in ``ZERO_COMM_BACKEND``."""
-        ...
 
     def encode(self, x: Tensor, rows: Tensor, fmt: BlockFormat, seed: int | None) -> bool | None:
         """Quantize row by row into every byte of ``rows``, the padding included.
@@ -56,15 +53,12 @@ class Backend(Protocol):
         Returns:
             Whether ``x`` has NaN or Inf; None where knowing would synchronize with a device.
         """
-        ...
 
     def decode(self, rows: Tensor, out: Tensor, fmt: BlockFormat) -> None:
         """Dequantize row by row to fp32, and round to ``out``'s dtype."""
-        ...
 
     def decode_sum(self, rows: Tensor, out: Tensor, fmt: BlockFormat) -> None:
         """Fill 1-D fp32 ``out`` with row 0 + row 1 + ..., in this order. k is at least 1."""
-        ...
 
 
 def backend(device: torch.device | str = "cpu") -> str:
@@ -79,44 +73,33 @@ def backend(device: torch.device | str = "cpu") -> str:
 def find_backend(device: torch.device) -> Backend:
     """Return the backend for tensors on ``device``. Raises the errors of `backend`."""
     forced = os.environ.get(_VARIABLE, "").strip().lower()
-    if forced:
-        return _forced_backend(forced)
-    found = _load("native" if device.type == "cpu" else "triton")
-    return found if found is not None else _TORCH
-
-
-def _forced_backend(name: str) -> Backend:
-    if name not in _LOADERS:
-        raise ValueError(f"{_VARIABLE} must be one of {', '.join(_LOADERS)}, got {name!r}")
-    found = _load(name)
+    if not forced:
+        found = _load("native" if device.type == "cpu" else "triton")
+        return found if found is not None else BACKEND
+    if forced not in _BACKENDS:
+        raise ValueError(f"{_VARIABLE} must be one of {', '.join(_BACKENDS)}, got {forced!r}")
+    found = _load(forced)
     if found is None:
-        raise ValueError(f"{_VARIABLE} is {name!r}, but {_MISSING[name]}; unset it, or set 'torch'")
+        problem = _BACKENDS[forced][1]
+        raise ValueError(f"{_VARIABLE} is {forced!r}, but {problem}; unset it, or set 'torch'")
     return found
+
+
+# The module that a backend requires, and the problem where that is missing.
+_BACKENDS: Final = {
+    "torch": ("torch", ""),
+    "native": (
+        "zero_comm._kernels",
+        "the compiled module zero_comm._kernels isn't there (install the package)",
+    ),
+    "triton": ("triton", "triton isn't installed"),
+}
 
 
 @cache
 def _load(name: str) -> Backend | None:
     """Load a backend, or return None where its requirements aren't installed."""
-    return _LOADERS[name]()
-
-
-def _load_native() -> Backend | None:
-    if find_spec("zero_comm._kernels") is None:
+    if find_spec(_BACKENDS[name][0]) is None:
         return None
-    return cast(Backend, import_module("zero_comm.quantizer.native_backend").BACKEND)
-
-
-def _load_triton() -> Backend | None:
-    if find_spec("triton") is None or find_spec("zero_comm.quantizer.triton_backend") is None:
-        return None
-    return cast(Backend, import_module("zero_comm.quantizer.triton_backend").BACKEND)
-
-
-_TORCH: Final = TorchBackend()
-_LOADERS: Final[Mapping[str, Callable[[], Backend | None]]] = MappingProxyType(
-    {"torch": lambda: _TORCH, "native": _load_native, "triton": _load_triton}
-)
-_MISSING: Final = {
-    "native": "the compiled module zero_comm._kernels isn't there (install the package)",
-    "triton": "triton isn't installed",
-}
+    loaded: Backend = import_module(f"zero_comm.quantizer.{name}_backend").BACKEND
+    return loaded

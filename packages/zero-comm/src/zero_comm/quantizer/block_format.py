@@ -82,10 +82,8 @@ ROTATION_SIZE: Final = 64  # elements
 DEFAULT_BLOCK_SIZE: Final[Mapping[str, int]] = MappingProxyType(
     {"int8": 256, "int4": 128, "e4m3": 128, "e5m2": 128}
 )
-_TOP_LEVEL: Final[Mapping[str, float]] = MappingProxyType(
-    {"int8": 127.0, "int4": 7.0, "e4m3": 448.0, "e5m2": 57344.0}
-)
-_TOP_INDEX: Final[Mapping[str, int]] = MappingProxyType({"int8": 254, "int4": 14})
+_TOP_LEVEL: Final = {"int8": 127.0, "int4": 7.0, "e4m3": 448.0, "e5m2": 57344.0}
+_TOP_INDEX: Final = {"int8": 254, "int4": 14}
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,7 +33,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from zero_comm.quantizer.block_format import BlockFormat
+from zero_comm.quantizer.block_format import DEFAULT_BLOCK_SIZE, BlockFormat
 from zero_comm.quantizer.quantize import (
     QUANTIZABLE_DTYPES,
     dequantize_rows,
@@ -86,7 +86,6 @@ class Packing:
         self.has_checksum = has_checksum
         self._defers = defers
         self._deferred: list[_Evidence] = []
-        self._headers: dict[int, bytes] = {}
         self._templates: dict[tuple[int, bool, torch.device], Tensor] = {}
         self._weights: dict[torch.device, Tensor] = {}
 
@@ -142,12 +141,8 @@ class Packing:
 
     def _fixed(self, numel: int) -> bytes:
         """Return the part of the header that sender and receiver must agree on."""
-        if numel not in self._headers:
-            fmt = self.format
-            self._headers[numel] = struct.pack(
-                _LAYOUT, b"ZQ", 1, _code_of(fmt), fmt.block_size, numel
-            )
-        return self._headers[numel]
+        fmt = self.format
+        return struct.pack(_LAYOUT, b"ZQ", 1, _code_of(fmt), fmt.block_size, numel)
 
     def _check(self, rows: Tensor, numel: int, senders: Sequence[int]) -> None:
         if rows.shape != (len(senders), self.nbytes(numel)):
@@ -238,8 +233,11 @@ def _words(rows: Tensor) -> Tensor:
 
 
 def _code_of(fmt: BlockFormat) -> int:
-    kinds = ("int8", "int4", "e4m3", "e5m2")
-    return kinds.index(fmt.kind) + 16 * (not fmt.is_symmetric) + 32 * fmt.has_rotation
+    return (
+        tuple(DEFAULT_BLOCK_SIZE).index(fmt.kind)
+        + 16 * (not fmt.is_symmetric)
+        + 32 * fmt.has_rotation
+    )
 
 
 def _damaged(sender: int, what: str) -> CorruptMessageError:

@@ -32,13 +32,11 @@ class NativeBackend:
     name = "native"
 
     def encode(self, x: Tensor, rows: Tensor, fmt: BlockFormat, seed: int | None) -> bool | None:
-        """Quantize each row of ``x`` into the same row of ``rows``."""
         x = _on_host(x if x.dtype in _DTYPES else x.to(torch.float32))
         shape, threads = _shape(fmt, x.dtype, x.shape[1]), torch.get_num_threads()
         return _kernels.encode(_isa(), shape, x.data_ptr(), *_place(rows), seed, threads)
 
     def decode(self, rows: Tensor, out: Tensor, fmt: BlockFormat) -> None:
-        """Dequantize each row of ``rows`` into the same row of ``out``."""
         values = _on_host(out)
         if out.dtype not in _DTYPES:
             values = torch.empty(out.shape, dtype=torch.float32)
@@ -48,14 +46,8 @@ class NativeBackend:
             out.copy_(values)
 
     def decode_sum(self, rows: Tensor, out: Tensor, fmt: BlockFormat) -> None:
-        """Dequantize all rows and add them up in ``out``, in order."""
         shape, threads = _shape(fmt, out.dtype, out.numel()), torch.get_num_threads()
         _kernels.decode_sum(_isa(), shape, *_place(rows), _on_host(out).data_ptr(), threads)
-
-
-def available_isas() -> tuple[str, ...]:
-    """Return the instruction sets that this machine supports, plainest first."""
-    return tuple(_kernels.available_isas())
 
 
 @contextmanager

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from zero_comm.quantizer.backend import find_backend
 from zero_comm.quantizer.block_format import ALIGNMENT, BlockFormat
+from zero_comm.quantizer.torch_backend import read_scales
 
 QUANTIZABLE_DTYPES: Final = frozenset({torch.float32, torch.bfloat16, torch.float16, torch.float64})
 
@@ -63,14 +64,14 @@ def quantize(
         ValueError: an argument that doesn't fit, by name, or a non-finite value to refuse.
     """
     fmt = BlockFormat.make(format)
-    _check_input(x)
+    check_float("x", x.dtype)
     if nonfinite not in ("carry", "refuse"):
         raise ValueError(f"nonfinite must be 'carry' or 'refuse', got {nonfinite!r}")
     x = x.detach().reshape(1, -1)
     nbytes = fmt.nbytes(x.numel())
     if out is None:
         out = torch.empty(nbytes, dtype=torch.uint8, device=x.device)
-    _check_buffer("out", out, nbytes, device=x.device)
+    _check_flat("out", out, nbytes, torch.uint8, x.device)
 
     row = out if _is_aligned(out) else torch.empty_like(out)
     with torch.no_grad():
@@ -109,12 +110,11 @@ def dequantize(
         ValueError: an argument that doesn't fit, by name.
     """
     fmt = BlockFormat.make(format)
-    if dtype not in QUANTIZABLE_DTYPES:
-        raise ValueError(f"dtype must be fp32, bf16, fp16 or fp64, got {dtype}")
-    _check_buffer("buffer", buffer, fmt.nbytes(numel))
+    check_float("dtype", dtype)
+    _check_flat("buffer", buffer, fmt.nbytes(numel), torch.uint8, buffer.device)
     if out is None:
         out = torch.empty(numel, dtype=dtype, device=buffer.device)
-    _check_values(out, numel, dtype, device=buffer.device)
+    _check_flat("out", out, numel, dtype, buffer.device)
     row = buffer if _is_aligned(buffer) else buffer.clone()
     with torch.no_grad():
         find_backend(out.device).decode(row.view(1, -1), out.detach().view(1, -1), fmt)
@@ -144,10 +144,14 @@ def quantize_rows(
         ValueError: an argument that doesn't fit, by name.
     """
     fmt = BlockFormat.make(format)
-    _check_input(x)
+    check_float("x", x.dtype)
     if out.dim() != 2:
         raise ValueError(f"out must have rows, got shape {tuple(out.shape)}")
-    numel = _row_numel(x, len(out))
+    if x.dim() != 1 or not x.is_contiguous():
+        raise ValueError(f"x must be 1-D and contiguous, got shape {tuple(x.shape)}")
+    numel, rest = divmod(x.numel(), max(len(out), 1))
+    if rest or (numel and not len(out)):
+        raise ValueError(f"x must be {len(out)} equal parts, got {x.numel()} elements")
     _check_rows("out", out, fmt.nbytes(numel), x.device)
     with torch.no_grad():
         values = x.detach().view(len(out), numel)
@@ -169,9 +173,8 @@ def dequantize_rows(rows: Tensor, numel: int, format: str | BlockFormat, out: Te
     """
     fmt = BlockFormat.make(format)
     _check_rows("rows", rows, fmt.nbytes(numel), out.device)
-    if out.dtype not in QUANTIZABLE_DTYPES:
-        raise ValueError(f"out must be fp32, bf16, fp16 or fp64, got {out.dtype}")
-    _check_values(out, len(rows) * numel, out.dtype, device=rows.device)
+    check_float("out", out.dtype)
+    _check_flat("out", out, len(rows) * numel, out.dtype, rows.device)
     with torch.no_grad():
         find_backend(out.device).decode(rows, out.detach().view(len(rows), numel), fmt)
 
@@ -194,26 +197,19 @@ def dequantize_sum(rows: Tensor, numel: int, format: str | BlockFormat, out: Ten
     _check_rows("rows", rows, fmt.nbytes(numel), out.device)
     if not len(rows):
         raise ValueError("rows must be one at least, got none")
-    _check_values(out, numel, torch.float32, device=rows.device)
+    _check_flat("out", out, numel, torch.float32, rows.device)
     with torch.no_grad():
         find_backend(out.device).decode_sum(rows, out.detach(), fmt)
 
 
-def _check_input(x: Tensor) -> None:
-    if x.dtype not in QUANTIZABLE_DTYPES:
-        raise ValueError(f"x must be fp32, bf16, fp16 or fp64, got {x.dtype}")
+def check_float(name: str, dtype: torch.dtype) -> None:
+    """Raise ValueError if ``dtype``, that of argument ``name``, is none that is quantized."""
+    if dtype not in QUANTIZABLE_DTYPES:
+        raise ValueError(f"{name} must be fp32, bf16, fp16 or fp64, got {dtype}")
 
 
 def _check_seed(seed: int | None) -> int | None:
     return None if seed is None else int(seed) % 2**32
-
-
-def _row_numel(x: Tensor, num_rows: int) -> int:
-    if x.dim() != 1 or not x.is_contiguous():
-        raise ValueError(f"x must be 1-D and contiguous, got shape {tuple(x.shape)}")
-    if x.numel() % max(num_rows, 1) or (num_rows == 0 and x.numel()):
-        raise ValueError(f"x must be {num_rows} equal parts, got {x.numel()} elements")
-    return x.numel() // max(num_rows, 1)
 
 
 def _check_rows(name: str, rows: Tensor, nbytes: int, device: torch.device) -> None:
@@ -237,35 +233,22 @@ def _is_aligned(buffer: Tensor) -> bool:
     return buffer.data_ptr() % ALIGNMENT == 0
 
 
-def _check_buffer(
-    name: str, buffer: Tensor, nbytes: int, *, device: torch.device | None = None
+def _check_flat(
+    name: str, tensor: Tensor, numel: int, dtype: torch.dtype, device: torch.device
 ) -> None:
-    if buffer.dtype != torch.uint8:
-        raise ValueError(f"{name} must be uint8, got {buffer.dtype}")
-    if buffer.dim() != 1 or not buffer.is_contiguous():
-        raise ValueError(f"{name} must be 1-D and contiguous, got shape {tuple(buffer.shape)}")
-    if buffer.numel() != nbytes:
-        raise ValueError(f"{name} must have {nbytes} bytes, got {buffer.numel()}")
-    if device is not None and buffer.device != device:
-        raise ValueError(f"{name} must be on {device}, got {buffer.device}")
-
-
-def _check_values(out: Tensor, numel: int, dtype: torch.dtype, *, device: torch.device) -> None:
-    if out.dtype != dtype:
-        raise ValueError(f"out must be {dtype}, got {out.dtype}")
-    if out.dim() != 1 or not out.is_contiguous():
-        raise ValueError(f"out must be 1-D and contiguous, got shape {tuple(out.shape)}")
-    if out.numel() != numel:
-        raise ValueError(f"out must have {numel} elements, got {out.numel()}")
-    if out.device != device:
-        raise ValueError(f"out must be on {device}, got {out.device}")
+    if tensor.dtype != dtype:
+        raise ValueError(f"{name} must be {dtype}, got {tensor.dtype}")
+    if tensor.dim() != 1 or not tensor.is_contiguous():
+        raise ValueError(f"{name} must be 1-D and contiguous, got shape {tuple(tensor.shape)}")
+    if tensor.numel() != numel:
+        raise ValueError(f"{name} must have {numel} elements, got {tensor.numel()}")
+    if tensor.device != device:
+        raise ValueError(f"{name} must be on {device}, got {tensor.device}")
 
 
 def _refuse_nonfinite(row: Tensor, numel: int, fmt: BlockFormat) -> None:
     """Raise if the scale of a block marks NaN or Inf."""
-    scales = row[fmt.codes_nbytes(numel) : fmt.used_nbytes(numel)]
-    dtype = torch.bfloat16 if fmt.is_symmetric else torch.float32
-    is_bad = scales.clone().view(dtype).view(fmt.num_blocks(numel), -1)[:, 0].isnan()
+    is_bad = read_scales(row, numel, fmt)[:, 0].isnan()
     bad = is_bad.nonzero().view(-1)
     if not len(bad):
         return

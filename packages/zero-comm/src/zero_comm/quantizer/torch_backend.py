@@ -29,30 +29,21 @@ class TorchBackend:
     name = "torch"
 
     def encode(self, x: Tensor, rows: Tensor, fmt: BlockFormat, seed: int | None) -> bool | None:
-        """Quantize each row of ``x`` into the same row of ``rows``."""
-        bad = [
-            _encode_row(values, row, fmt, _row_seed(seed, index))
-            for index, (values, row) in enumerate(zip(x, rows, strict=True))
-        ]
+        bad = []
+        for index, (values, row) in enumerate(zip(x, rows, strict=True)):
+            own_seed = None if seed is None else (seed + _SEED_STEP * index) % 2**32
+            bad.append(_encode_row(values, row, fmt, own_seed))
         return any(map(bool, bad)) if x.device.type == "cpu" else None
 
     def decode(self, rows: Tensor, out: Tensor, fmt: BlockFormat) -> None:
-        """Dequantize each row of ``rows`` into the same row of ``out``."""
         for row, values in zip(rows, out, strict=True):
-            scales = _read_scales(row, values.numel(), fmt)
-            for chunk in _chunks(values.numel(), fmt, values.device):
-                _decode_chunk(row, scales, chunk, values, fmt, is_added=False)
+            self.decode_sum(row.unsqueeze(0), values, fmt)
 
     def decode_sum(self, rows: Tensor, out: Tensor, fmt: BlockFormat) -> None:
-        """Dequantize all rows and add them up in ``out``, in order."""
-        scales = [_read_scales(row, out.numel(), fmt) for row in rows]
+        scales = [read_scales(row, out.numel(), fmt) for row in rows]
         for chunk in _chunks(out.numel(), fmt, out.device):
             for index, row in enumerate(rows):
                 _decode_chunk(row, scales[index], chunk, out, fmt, is_added=index > 0)
-
-
-def _row_seed(seed: int | None, row: int) -> int | None:
-    return None if seed is None else (seed + _SEED_STEP * row) % 2**32
 
 
 def _encode_row(x: Tensor, row: Tensor, fmt: BlockFormat, seed: int | None) -> Tensor:
@@ -136,10 +127,13 @@ def _codes_of(row: Tensor, numel: int, fmt: BlockFormat) -> Tensor:
     return codes.view(fmt.num_blocks(numel), fmt.block_nbytes)
 
 
-def _read_scales(row: Tensor, numel: int, fmt: BlockFormat) -> Tensor:
+def read_scales(row: Tensor, numel: int, fmt: BlockFormat) -> Tensor:
     """Copy the scales of a quantized row: one bf16 per block, or two fp32."""
     # Copied: a view as a wider type wants an aligned offset from the storage's start.
     data = row[fmt.codes_nbytes(numel) : fmt.used_nbytes(numel)].clone()
     if fmt.is_symmetric:
         return data.view(torch.bfloat16).view(-1, 1)
     return data.view(torch.float32).view(-1, 2)
+
+
+BACKEND: Final = TorchBackend()

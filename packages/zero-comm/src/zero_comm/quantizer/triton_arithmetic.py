@@ -83,15 +83,11 @@ def bfloat16_bits(x: tl.tensor) -> tl.tensor:
 @triton.jit
 def symmetric_step(maximum: tl.tensor, KIND: tl.constexpr) -> tl.tensor:
     """Return the fp32 steps of maxima that are bfloat16 bits in an int32."""
+    TOP_INTEGER: tl.constexpr = 127.0 if KIND == "int8" else 7.0
+    TOP_FLOAT: tl.constexpr = 448.0 if KIND == "e4m3" else 57344.0
+    TOP: tl.constexpr = TOP_INTEGER if KIND == "int8" or KIND == "int4" else TOP_FLOAT
     value = (maximum << 16).to(tl.float32, bitcast=True)
-    if KIND == "int8":
-        return tl.div_rn(value, tl.full(value.shape, 127.0, tl.float32))
-    elif KIND == "int4":
-        return tl.div_rn(value, tl.full(value.shape, 7.0, tl.float32))
-    elif KIND == "e4m3":
-        return tl.div_rn(value, tl.full(value.shape, 448.0, tl.float32))
-    else:
-        return tl.div_rn(value, tl.full(value.shape, 57344.0, tl.float32))
+    return tl.div_rn(value, tl.full(value.shape, TOP, tl.float32))
 
 
 @triton.jit

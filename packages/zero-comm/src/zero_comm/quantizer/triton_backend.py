@@ -34,41 +34,22 @@ class TritonBackend:
     name = "triton"
 
     def encode(self, x: Tensor, rows: Tensor, fmt: BlockFormat, seed: int | None) -> None:
-        """Quantize all rows in one launch.
-
-        Args:
-            x: ``[rows, numel]``, contiguous rows; fp32, bf16, fp16 or fp64.
-            rows: uint8 ``[rows, nbytes]``, contiguous rows, any distance apart.
-            fmt: the format.
-            seed: of stochastic rounding; None to round to the nearest.
-
-        Returns:
-            None: only the device knows whether all values were finite.
-        """
         if not rows.numel():
             return
         if x.dtype == torch.float64:
             x = x.to(torch.float32)
         dtype = _DTYPE_NAME[x.dtype]
-        constants = constants_of(fmt)
-        grid = (len(x) * _num_tiles(x.shape[1], fmt, constants["BLOCKS"]),)
-        with _on(x.device):
-            encode_kernel[grid](
-                _typed(x),
-                rows,
-                x.shape[1],
-                _row_stride(x),
-                _row_stride(rows),
-                _signed(seed or 0),
-                DTYPE=dtype,
-                LARGEST_BITS=_LARGEST_BITS["fp32" if fmt.has_rotation else dtype],
-                IS_STOCHASTIC=seed is not None,
-                **constants,
-                **LAUNCH_OPTIONS,
-            )
+        _launch(
+            encode_kernel,
+            fmt,
+            x,
+            (_typed(x), rows, x.shape[1], _row_stride(x), _row_stride(rows), _signed(seed or 0)),
+            DTYPE=dtype,
+            LARGEST_BITS=_LARGEST_BITS["fp32" if fmt.has_rotation else dtype],
+            IS_STOCHASTIC=seed is not None,
+        )
 
     def decode(self, rows: Tensor, out: Tensor, fmt: BlockFormat) -> None:
-        """Fill ``out``, ``[rows, numel]`` of fp32, bf16, fp16 or fp64, from uint8 ``rows``."""
         if not out.numel():
             return
         if out.dtype == torch.float64:
@@ -76,30 +57,28 @@ class TritonBackend:
             self.decode(rows, narrow, fmt)
             out.copy_(narrow)
             return
-        constants = constants_of(fmt)
-        grid = (len(out) * _num_tiles(out.shape[1], fmt, constants["BLOCKS"]),)
-        with _on(out.device):
-            decode_kernel[grid](
-                rows,
-                _typed(out),
-                out.shape[1],
-                _row_stride(rows),
-                _row_stride(out),
-                DTYPE=_DTYPE_NAME[out.dtype],
-                **constants,
-                **LAUNCH_OPTIONS,
-            )
+        _launch(
+            decode_kernel,
+            fmt,
+            out,
+            (rows, _typed(out), out.shape[1], _row_stride(rows), _row_stride(out)),
+            DTYPE=_DTYPE_NAME[out.dtype],
+        )
 
     def decode_sum(self, rows: Tensor, out: Tensor, fmt: BlockFormat) -> None:
-        """Fill fp32 ``out``, ``[numel]``, with row 0 + row 1 + ..., left to right."""
-        if not out.numel():
-            return
-        constants = constants_of(fmt)
-        grid = (_num_tiles(len(out), fmt, constants["BLOCKS"]),)
-        with _on(out.device):
-            decode_sum_kernel[grid](
-                rows, out, len(out), _row_stride(rows), len(rows), **constants, **LAUNCH_OPTIONS
-            )
+        if out.numel():
+            arguments = (rows, out, len(out), _row_stride(rows), len(rows))
+            _launch(decode_sum_kernel, fmt, out.view(1, -1), arguments)
+
+
+def _launch(
+    kernel: Any, fmt: BlockFormat, values: Tensor, arguments: tuple[Any, ...], **constants: Any
+) -> None:
+    """Launch a program for each tile of ``values``, [rows, numel], on the current stream."""
+    shared = constants_of(fmt)
+    num_tiles = -(-fmt.num_blocks(values.shape[1]) // shared["BLOCKS"])
+    with _on(values.device):
+        kernel[(len(values) * num_tiles,)](*arguments, **constants, **shared, **LAUNCH_OPTIONS)
 
 
 def constants_of(fmt: BlockFormat) -> dict[str, Any]:
@@ -119,10 +98,6 @@ def constants_of(fmt: BlockFormat) -> dict[str, Any]:
         "HAS_ROTATION": fmt.has_rotation,
         "num_warps": min(16, _WARPS * max(1, columns // _TILE_NUMEL)),
     }
-
-
-def _num_tiles(numel: int, fmt: BlockFormat, blocks: int) -> int:
-    return -(-fmt.num_blocks(numel) // blocks)
 
 
 def _typed(x: Tensor) -> Tensor:

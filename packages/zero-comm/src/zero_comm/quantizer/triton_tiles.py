@@ -55,10 +55,12 @@ def encode_kernel(
     num_inside = tl.minimum(numel - first, BLOCKS * BLOCK).to(tl.int32)
     is_inside = (offsets < num_inside) & (column < BLOCK)
     x_tile = x_ptr + row * x_stride + first
-    if num_inside == BLOCKS * BLOCK:
-        raw = _load_whole(x_tile + offsets, column < BLOCK, BLOCK, COLUMNS)
-    else:
+    if num_inside < BLOCKS * BLOCK:
         raw = tl.load(x_tile + offsets, mask=is_inside, other=0)
+    elif BLOCK == COLUMNS:
+        raw = tl.load(x_tile + offsets)
+    else:
+        raw = tl.load(x_tile + offsets, mask=column < BLOCK, other=0)
     if DTYPE == "bf16":
         x = (raw.to(tl.int32) << 16).to(tl.float32, bitcast=True)
     else:
@@ -163,16 +165,6 @@ def _place(numel: tl.tensor, BLOCK: tl.constexpr, BLOCKS: tl.constexpr) -> tl.te
     program = tl.program_id(0)  # divided in 32 bits: in 64, that alone is a hundred instructions
     row = program // num_tiles
     return row.to(tl.int64), (program - row * num_tiles).to(tl.int64)
-
-
-@triton.jit
-def _load_whole(
-    ptrs: tl.tensor, is_column: tl.tensor, BLOCK: tl.constexpr, COLUMNS: tl.constexpr
-) -> tl.tensor:
-    if BLOCK == COLUMNS:
-        return tl.load(ptrs)
-    else:
-        return tl.load(ptrs, mask=is_column, other=0)
 
 
 @triton.jit

@@ -19,7 +19,6 @@ class Work(Protocol):
 
     def wait(self) -> object:
         """Block until the result may be read by the caller (on CUDA: by its current stream)."""
-        ...
 
 
 @runtime_checkable
@@ -33,47 +32,39 @@ class TransportCollectives(Protocol):
     @property
     def rank(self) -> int:
         """This process's rank."""
-        ...
 
     @property
     def world_size(self) -> int:
         """Number of ranks."""
-        ...
 
     def all_gather(
         self, out: Tensor, shard: Tensor, *, unit: int, version: int, backward: bool
     ) -> Work:
         """Start to fill ``out`` with every rank's ``shard``, in rank order."""
-        ...
 
     def reduce_scatter(self, out: Tensor, full: Tensor, *, unit: int) -> Work:
         """Start to sum this rank's slice of every rank's ``full`` into ``out``, exactly."""
-        ...
 
     def all_to_all(self, out: Tensor, parts: Tensor, *, unit: int) -> Work:
         """Start to fill slice k of ``out`` with slice ``rank`` of rank k's ``parts``.
 
         After ``wait`` no other rank reads ``parts`` any more.
         """
-        ...
 
     def subgroup(self, ranks: Sequence[int]) -> TransportCollectives:
         """Return collectives among some of these ranks, renumbered in the given order.
 
         Every rank calls it equally often, each with the subgroup that it is in.
         """
-        ...
 
     def zeros(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Allocate a zeroed 1-D tensor in the memory that transfers are fastest from.
 
         It is held as long as the collectives.
         """
-        ...
 
     def launch(self, job: Callable[[], None], *, is_reduction: bool) -> Work:
         """Run ``job`` beside the caller, after earlier jobs of its kind. It may wait for works."""
-        ...
 
 
 @runtime_checkable
@@ -83,4 +74,3 @@ class InPlaceCollectives(TransportCollectives, Protocol):
     @property
     def reduces_in_place(self) -> bool:
         """Whether works of reductions have ``contributions`` and ``acknowledge``."""
-        ...

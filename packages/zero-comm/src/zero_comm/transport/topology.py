@@ -15,16 +15,13 @@ import os
 import socket
 from collections.abc import Mapping, Sequence
 from itertools import groupby
-from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from zero_comm.transport.torch_collectives import TorchCollectives
-
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
 
 _log = logging.getLogger(__name__)
 
@@ -87,14 +84,21 @@ def check_ranks_per_node(
     """
     if given is None:
         return None
-    if not isinstance(given, int):
-        return _size_within(given, collectives)
-    if given < 1 or collectives.world_size % given:
+    if isinstance(given, int):
+        if given < 1 or collectives.world_size % given:
+            raise ValueError(
+                f"ranks_per_node must be a positive divisor of the group's "
+                f"{collectives.world_size} ranks, got {given}"
+            )
+        return given
+    group = collectives.group
+    ranks = [0] if group is None else dist.get_process_group_ranks(group)
+    if given.ndim != 2 or given.mesh.flatten().tolist() != ranks:
         raise ValueError(
-            f"ranks_per_node must be a positive divisor of the group's {collectives.world_size} "
-            f"ranks, got {given}"
+            f"a DeviceMesh for ranks_per_node must have 2 dimensions, nodes and the ranks of each, "
+            f"and hold the group's ranks {ranks} in this order, got {given.mesh.tolist()}"
         )
-    return given
+    return int(given.size(-1))
 
 
 def find_ranks_per_node(
@@ -114,26 +118,10 @@ def find_ranks_per_node(
     if given is not None or group is None:
         return given or 1
     if group not in _FOUND:
-        _FOUND[group] = ranks_per_node_of(_exchange_keys(collectives, device))
+        key = node_key(os.environ, dist.get_rank())
+        digest = hashlib.blake2b(key.encode(), digest_size=8).digest()
+        own = torch.tensor([int.from_bytes(digest, "little", signed=True)], device=device)
+        keys = own.new_empty(collectives.world_size)
+        collectives.all_gather(keys, own, unit=-1, version=-1, backward=False).wait()
+        _FOUND[group] = ranks_per_node_of(keys.tolist())
     return _FOUND[group]
-
-
-def _exchange_keys(collectives: TorchCollectives, device: torch.device) -> list[int]:
-    key = node_key(os.environ, dist.get_rank())
-    digest = hashlib.blake2b(key.encode(), digest_size=8).digest()
-    own = torch.tensor([int.from_bytes(digest, "little", signed=True)], device=device)
-    keys = own.new_empty(collectives.world_size)
-    collectives.all_gather(keys, own, unit=-1, version=-1, backward=False).wait()
-    found: list[int] = keys.tolist()
-    return found
-
-
-def _size_within(mesh: DeviceMesh, collectives: TorchCollectives) -> int:
-    group = collectives.group
-    own = [0] if group is None else dist.get_process_group_ranks(group)
-    if mesh.ndim != 2 or mesh.mesh.flatten().tolist() != own:
-        raise ValueError(
-            f"a DeviceMesh for ranks_per_node must have 2 dimensions, nodes and the ranks of each, "
-            f"and hold the group's ranks {own} in this order, got {mesh.mesh.tolist()}"
-        )
-    return int(mesh.size(-1))

@@ -44,9 +44,12 @@ class _SumWork:
     def wait(self) -> None:
         """Wait for the bytes, then sum them in rank order."""
         self._work.wait()
-        if self._rows is not None:
-            _sum_rows(self._out, self._rows)
-            self._rows = None
+        rows, self._rows = self._rows, None
+        if rows is not None:
+            total = rows[0].to(torch.promote_types(rows.dtype, torch.float32), copy=True)
+            for row in rows[1:]:
+                total.add_(row)
+            self._out.copy_(total)
 
 
 class TorchCollectives:
@@ -89,13 +92,11 @@ class TorchCollectives:
             ValueError: ``ranks`` are not of this kind.
         """
         ranks = tuple(ranks)
-        if self.rank not in ranks or not set(ranks) <= set(range(self.world_size)):
+        if self.rank not in ranks or [*ranks] != sorted({*ranks} & {*range(self.world_size)}):
             raise ValueError(
-                f"ranks of a subgroup must be ranks below {self.world_size}, {self.rank} among "
-                f"them, got {[*ranks]}"
+                f"ranks of a subgroup must be ascending ranks below {self.world_size}, {self.rank} "
+                f"among them, got {[*ranks]}"
             )
-        if list(ranks) != sorted(set(ranks)):
-            raise ValueError(f"ranks of a subgroup must be ascending, got {[*ranks]}")
         part = copy.copy(self)
         part._set_members(tuple(self._members[r] for r in ranks), ranks.index(self.rank))
         return part
@@ -105,23 +106,21 @@ class TorchCollectives:
     ) -> Work:
         """Start to fill ``out`` with every rank's ``shard``, in rank order.
 
-        In a subgroup the shard is copied once per rank.
+        In a subgroup the shard is copied once per rank. ``unit``, ``version`` and ``backward`` are
+        unused: all gathers are alike here.
 
         Args:
             out: ``world_size * shard.numel()`` elements of ``shard``'s dtype and device.
             shard: may be this rank's own slice of ``out``, but not in a subgroup.
-            unit: unused, like ``version`` and ``backward``: all gathers are alike here.
-            version: unused.
-            backward: unused.
         """
-        self._check("out", out, shard.numel() * self.world_size, shard.dtype)
+        self._check_out(out, shard.numel() * self.world_size, shard.dtype)
         if self._is_silent(shard):
             return _copied(out, shard)
         if self._is_part:
             return self.all_to_all(out, shard.repeat(self.world_size), unit=unit)
-        return _started(
-            all_gather_single(_as_bytes(out), _as_bytes(shard), self.group, async_op=True)
-        )
+        work = all_gather_single(_as_bytes(out), _as_bytes(shard), self.group, async_op=True)
+        assert work is not None, "this rank is a member of the group"
+        return work
 
     def all_to_all(self, out: Tensor, parts: Tensor, *, unit: int) -> Work:
         """Start an exchange: slice ``k`` of ``out`` is slice ``rank`` of rank ``k``'s ``parts``.
@@ -129,9 +128,8 @@ class TorchCollectives:
         Args:
             out: as many elements as ``parts``, of its dtype and device; no overlap with it.
             parts: ``world_size`` slices of equal length; may be overwritten after ``wait``.
-            unit: unused.
         """
-        self._check("out", out, parts.numel(), parts.dtype)
+        self._check_out(out, parts.numel(), parts.dtype)
         if parts.numel() % self.world_size:
             raise ValueError(
                 f"parts must be slices of equal length for {self.world_size} ranks, got "
@@ -139,12 +137,15 @@ class TorchCollectives:
             )
         if self._is_silent(parts):
             return _copied(out, parts)
-        sizes = self._sizes(parts.nbytes // self.world_size) if self._is_part else None
-        return _started(
-            dist.all_to_all_single(
-                _as_bytes(out), _as_bytes(parts), sizes, sizes, group=self.group, async_op=True
-            )
+        sizes = None
+        if self._is_part:  # the parts for ranks outside are empty
+            nbytes = parts.nbytes // self.world_size
+            ranks = range(dist.get_world_size(self.group))
+            sizes = [nbytes if rank in self._members else 0 for rank in ranks]
+        work: Work = dist.all_to_all_single(
+            _as_bytes(out), _as_bytes(parts), sizes, sizes, group=self.group, async_op=True
         )
+        return work
 
     def reduce_scatter(self, out: Tensor, full: Tensor, *, unit: int) -> Work:
         """Start to sum this rank's slice of every rank's ``full`` into ``out``.
@@ -155,7 +156,6 @@ class TorchCollectives:
         Args:
             out: ``full.numel() / world_size`` elements of a float dtype.
             full: ``world_size`` slices of equal length, of a float dtype.
-            unit: unused.
         """
         received = torch.empty_like(full)
         work = self.all_to_all(received, full, unit=unit)
@@ -178,18 +178,11 @@ class TorchCollectives:
         """Whether no rank has anything to send. Other subgroups may send beside one of one rank."""
         return not self._is_part and (self.world_size == 1 or values.numel() == 0)
 
-    def _sizes(self, nbytes: int) -> list[int]:
-        """Return the length in bytes of the part for each rank of the whole group."""
-        sizes = [0] * dist.get_world_size(self.group)
-        for member in self._members:
-            sizes[member] = nbytes
-        return sizes
-
-    def _check(self, name: str, tensor: Tensor, numel: int, dtype: torch.dtype) -> None:
-        if tensor.numel() != numel or tensor.dtype != dtype:
+    def _check_out(self, out: Tensor, numel: int, dtype: torch.dtype) -> None:
+        if out.numel() != numel or out.dtype != dtype:
             raise ValueError(
-                f"{name} must have {numel} elements of {dtype} with {self.world_size} ranks, got "
-                f"{tensor.numel()} of {tensor.dtype}"
+                f"out must have {numel} elements of {dtype} with {self.world_size} ranks, got "
+                f"{out.numel()} of {out.dtype}"
             )
 
 
@@ -198,21 +191,7 @@ def _as_bytes(tensor: Tensor) -> Tensor:
     return tensor.detach().view(torch.uint8)
 
 
-def _started(work: dist.Work | None) -> Work:
-    """Assert that torch returned a work, as it does to every member of the group."""
-    assert work is not None
-    return work
-
-
 def _copied(out: Tensor, values: Tensor) -> Work:
     if out.data_ptr() != values.data_ptr():
         out.copy_(values)
     return DoneWork()
-
-
-def _sum_rows(out: Tensor, rows: Tensor) -> None:
-    """Sum from the first row to the last."""
-    total = rows[0].to(torch.promote_types(rows.dtype, torch.float32), copy=True)
-    for row in rows[1:]:
-        total.add_(row)
-    out.copy_(total)
