@@ -42,7 +42,6 @@ def is_in_backward() -> bool:
 
 
 def call_at_end_of_backward(callback: Callable[[], None]) -> None:
-    """Call ``callback`` when the backward that is running ends."""
     torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 

@@ -44,7 +44,6 @@ FOOTPRINTS = "zero_core.footprints"
 
 
 def has_part(group: str, name: str) -> bool:
-    """Whether a plug-in of that name is installed."""
     return bool(entry_points(group=group, name=name))
 
 

@@ -45,7 +45,6 @@ class Work(Protocol):
 
     def wait(self) -> object:
         """Block until the result may be read by the caller (on CUDA: by its current stream)."""
-        ...
 
 
 @runtime_checkable
@@ -58,7 +57,6 @@ class Reduction(Work, Protocol):
     @property
     def contributions(self) -> Sequence[Tensor]:
         """Each rank's part, in rank order, readable after ``wait``. Empty if it is not known."""
-        ...
 
 
 @runtime_checkable
@@ -72,7 +70,6 @@ class InPlaceReduction(Reduction, Protocol):
         waits for the result before it writes to the reduction's input again: until then other
         ranks may be reading that.
         """
-        ...
 
 
 @runtime_checkable
@@ -103,7 +100,6 @@ class Collectives(Protocol):
                 (to be read, not to be trained with).
             backward: whether the gather serves a backward pass.
         """
-        ...
 
     def reduce_scatter(self, out: Tensor, full: Tensor, *, unit: int) -> Work:
         """Start to sum this rank's slice of every rank's ``full`` into ``out``.
@@ -117,7 +113,6 @@ class Collectives(Protocol):
                 contents are undefined afterwards.
             unit: index of the segment it belongs to.
         """
-        ...
 
 
 @runtime_checkable
@@ -127,7 +122,6 @@ class StatefulCollectives(Collectives, Protocol):
     @property
     def private_nbytes(self) -> Mapping[str, int]:
         """Bytes held on this rank, by kind, as `Engine.memory_report` shows them."""
-        ...
 
     def forget_values(self) -> None:
         """Drop everything that is kept of the weights and gradients.
@@ -136,14 +130,12 @@ class StatefulCollectives(Collectives, Protocol):
         loaded, values edited, states written) and when a checkpoint is saved. The next gather of
         each unit starts from the exact values, so that a resumed run equals one that continued.
         """
-        ...
 
     def forget_errors(self) -> None:
         """Drop what is kept of a skipped step's gradients.
 
         All ranks call it when a step is skipped, after its reductions.
         """
-        ...
 
 
 @runtime_checkable
@@ -157,7 +149,6 @@ class InPlaceCollectives(Collectives, Protocol):
         If so, the engine shares its gradient buffers with the ranks of the node. If not, or where
         this is not declared, its buffers are private.
         """
-        ...
 
 
 class TransportCollectives(InPlaceCollectives, Protocol):
@@ -171,12 +162,10 @@ class TransportCollectives(InPlaceCollectives, Protocol):
     @property
     def rank(self) -> int:
         """This rank within the group."""
-        ...
 
     @property
     def world_size(self) -> int:
         """Number of ranks of the group."""
-        ...
 
     def all_to_all(self, out: Tensor, parts: Tensor, *, unit: int) -> Work:
         """Start to fill slice ``k`` of ``out`` with slice ``rank`` of rank ``k``'s ``parts``.
@@ -192,7 +181,6 @@ class TransportCollectives(InPlaceCollectives, Protocol):
         Raises:
             ValueError: they differ, or do not divide by the number of ranks.
         """
-        ...
 
     def subgroup(self, ranks: Sequence[int]) -> TransportCollectives:
         """Return collectives among ``ranks`` of this group, renumbered in that order.
@@ -204,7 +192,6 @@ class TransportCollectives(InPlaceCollectives, Protocol):
         Raises:
             ValueError: this rank is not among ``ranks``, or one is given twice or does not exist.
         """
-        ...
 
     def zeros(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Allocate 1-D memory that is sent best: on hosts, shared with the ranks of the node.
@@ -212,7 +199,6 @@ class TransportCollectives(InPlaceCollectives, Protocol):
         It is held as long as the collectives. Other ranks read what is gathered from it in place:
         see `Collectives` for when it may be overwritten.
         """
-        ...
 
     def launch(self, job: Callable[[], None], *, is_reduction: bool) -> Work:
         """Run ``job`` beside the caller, after the earlier jobs of the same queue.
@@ -227,7 +213,6 @@ class TransportCollectives(InPlaceCollectives, Protocol):
         reused in the order of the queue's stream: a reader on another stream keeps it until that
         is done.
         """
-        ...
 
 
 class CollectivesFactory(Protocol):
@@ -257,7 +242,6 @@ class CollectivesFactory(Protocol):
         Raises:
             ValueError: a setting that it refuses, by name.
         """
-        ...
 
 
 @runtime_checkable
@@ -276,7 +260,6 @@ class StateTier(Protocol):
         The engine then offers gradients in the communication dtype, and keeps none of its own from
         one unit to the next.
         """
-        ...
 
     def offer_grad(self, start: int, grad: Tensor) -> Callable[[], None] | None:
         """Take the final gradient of ``[start, start + grad.numel())`` for the next step.
@@ -288,15 +271,12 @@ class StateTier(Protocol):
         second backward in the same micro-step): the last offer holds. ``step`` may overwrite what
         was offered.
         """
-        ...
 
     def read_grad(self, start: int, stop: int) -> Tensor:
         """A copy of what is offered for ``[start, stop)``: 1-D, on the CPU, as it was offered."""
-        ...
 
     def discard_grads(self) -> None:
         """Forget what was offered and no ``step`` has used."""
-        ...
 
     def step(
         self, groups: Sequence[Mapping[str, Any]], active: Sequence[int], *, grad_scale: float
@@ -312,26 +292,21 @@ class StateTier(Protocol):
         offered and not updated yet: units are updated while backward goes on. What other pieces
         were offered stays. The engine ends a step with `discard_grads`.
         """
-        ...
 
     def wait_params(self, start: int, stop: int) -> None:
         """Return once the parameter shards within ``[start, stop)`` hold their new values."""
-        ...
 
     def are_params_ready(self, start: int, stop: int) -> bool:
         """Whether `wait_params` would return at once, and make no stream wait."""
-        ...
 
     def state_names(self) -> Sequence[str]:
         """Names of the elementwise states: ``master_weight`` first, then e.g. ``exp_avg``."""
-        ...
 
     def read_state(self, name: str, start: int, stop: int) -> Tensor:
         """A copy of one state over ``[start, stop)``: 1-D, on the CPU, in the stored dtype.
 
         Elements that have no state yet read as zero.
         """
-        ...
 
     def write_state(self, name: str, start: int, values: Tensor) -> None:
         """Overwrite one state over ``[start, start + values.numel())``.
@@ -340,15 +315,12 @@ class StateTier(Protocol):
         A name not in ``state_names`` yet becomes known, if the optimizer can have it (KeyError
         otherwise).
         """
-        ...
 
     def read_scalars(self, piece: int) -> Mapping[str, float]:
         """Per-parameter scalars: ``num_steps`` (updates applied) and e.g. ``mu_product``."""
-        ...
 
     def write_scalars(self, piece: int, scalars: Mapping[str, float]) -> None:
         """Restore what `read_scalars` gave. ``num_steps`` of 0 means that there is no state."""
-        ...
 
 
 @runtime_checkable
@@ -361,7 +333,6 @@ class ParamStore(Protocol):
         May be called from any thread, by one at a time. ``values`` is 1-D, on any device, in the
         compute dtype, within one shard; it is the caller's again when the call returns.
         """
-        ...
 
 
 class StateTierFactory(Protocol):
@@ -406,7 +377,6 @@ class StateTierFactory(Protocol):
         Raises:
             ValueError: a setting or an optimizer that it cannot serve, by name.
         """
-        ...
 
 
 class DeviceTierFactory(Protocol):
@@ -424,7 +394,6 @@ class DeviceTierFactory(Protocol):
         param_store: ParamStore | None = None,
     ) -> StateTier:
         """Make a tier. ``pieces`` and ``params`` are in coordinates of ``[0, numel)``."""
-        ...
 
 
 @runtime_checkable
@@ -440,7 +409,6 @@ class ParamTier(Protocol):
 
         A hint, repeated as the order moves on; what is fetched may differ.
         """
-        ...
 
     def fetch(self, segment: int, out: Tensor) -> Work:
         """Start to copy the current values of a shard to ``out``.
@@ -453,7 +421,6 @@ class ParamTier(Protocol):
             segment: one of those at construction.
             out: 1-D, contiguous, the shard's length and dtype, on the device or on the CPU.
         """
-        ...
 
     def write(self, segment: int, start: int, values: Tensor) -> None:
         """Overwrite elements ``[start, start + values.numel())`` of a shard.
@@ -462,18 +429,15 @@ class ParamTier(Protocol):
         for a shard that is being fetched. ``values`` is 1-D, on any device, cast to the shard's
         dtype, and the caller's again when the call returns.
         """
-        ...
 
     def home(self, segment: int) -> Tensor | None:
         """Return the shard, 1-D, on the CPU, if it may be used in place, or None.
 
         It is written only while no fetch of it is under way.
         """
-        ...
 
     def report(self) -> Mapping[str, int]:
         """Bytes that it holds outside of the device, by kind."""
-        ...
 
 
 class ParamTierFactory(Protocol):
@@ -496,7 +460,6 @@ class ParamTierFactory(Protocol):
         Raises:
             ValueError: a setting that it cannot serve, by name.
         """
-        ...
 
 
 class AdamKernel(Protocol):
@@ -546,7 +509,6 @@ class AdamKernel(Protocol):
             out: fp32, bf16 or fp16, same length: receives the rounded master in the same pass.
             num_threads: None for the default.
         """
-        ...
 
 
 @runtime_checkable

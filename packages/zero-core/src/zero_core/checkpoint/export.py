@@ -19,7 +19,6 @@ INDEX = "model.safetensors.index.json"
 def full_state_dict(
     state: ShardedState, *, dtype: torch.dtype | None, rank: int | None
 ) -> dict[str, Tensor]:
-    """See `zero_core.Engine.full_state_dict`."""
     if rank is not None and not 0 <= rank < state.control.world_size:
         raise ValueError(f"rank = {rank}: expected a rank below {state.control.world_size}")
     by_name: dict[str, Tensor] = {}
@@ -36,7 +35,6 @@ def full_state_dict(
 
 
 def export_safetensors(state: ShardedState, directory: Path, *, dtype: torch.dtype | None) -> Path:
-    """See `zero_core.Engine.export_safetensors`."""
     writer = _Writer(directory) if state.control.rank == 0 else None
     for spec, tensor in state.full_params():  # a collective: every rank goes on to the end
         if writer is not None:

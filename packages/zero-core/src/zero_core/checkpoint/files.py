@@ -6,17 +6,17 @@
 from __future__ import annotations
 
 import json
+import math
 import zlib
-from collections.abc import Collection, Iterator, Mapping
-from contextlib import closing
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
-from safetensors import safe_open
 from torch import Tensor
 
+from zero_core.checkpoint.safetensors_files import StoredTensor, read_header
 from zero_core.errors import CheckpointCorruptError, CheckpointError
 from zero_core.layout.discovery import plain_name
 from zero_core.sharded.sharded_state import MASTER
@@ -24,24 +24,9 @@ from zero_core.sharded.sharded_state import MASTER
 FORMAT = "zero-checkpoint"
 VERSION = 1
 MANIFEST = "manifest.json"
+BUFFERS = "buffers.safetensors"
 VALUE = "value"
 """Name of frozen parameters' values, which have no master weight."""
-
-
-class Progress(Protocol):
-    """State of a training besides the model, as `zero_core.step.train_state` has it."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state as JSON."""
-        ...
-
-    def check(self, saved: Mapping[str, Any], without: Collection[str]) -> None:
-        """Refuse a state that `load_state_dict` could not restore."""
-        ...
-
-    def load_state_dict(self, saved: Mapping[str, Any], without: Collection[str]) -> None:
-        """Restore the state, except for the parts ``without``."""
-        ...
 
 
 def find(directory: Path, tag: str | None) -> Path:
@@ -121,8 +106,8 @@ class Reader:
 
     def __init__(self, place: Path, manifest: Mapping[str, Any]) -> None:
         """Read from folder ``place`` with the result of `read_manifest`."""
-        self.folder = place
-        self._files: dict[str, Any] = {}
+        self._folder = place
+        self._files: dict[str, Mapping[str, StoredTensor]] = {}
         self._places = {
             name: _Place(index, start, segment["shard_numel"])
             for index, segment in enumerate(manifest["segments"])
@@ -133,29 +118,20 @@ class Reader:
         """Return elements ``[start, stop)`` of a parameter's ``state``, 1-D, on the CPU."""
         place = self._places[param]
         low, high = place.start + start, place.start + stop
-        parts = []
-        while low < high:
-            rank, offset = divmod(low, place.shard_numel)
+        parts: list[Tensor] = []
+        while low < high or not parts:  # an empty parameter has the dtype of the file
+            rank, offset = divmod(low, place.shard_numel) if low < high else (0, 0)
             end = min(high, (rank + 1) * place.shard_numel)
-            file = self.open(f"{state}-{rank:05d}.safetensors")
-            parts.append(file.get_slice(str(place.segment))[offset : offset + end - low])
+            file = self.tensors(f"{state}-{rank:05d}.safetensors")
+            parts.append(file[str(place.segment)].read(offset, offset + end - low))
             low = end
-        if not parts:  # of an empty parameter, its dtype is still that of the file
-            parts.append(self.open(f"{state}-00000.safetensors").get_slice(str(place.segment))[:0])
         return torch.cat(parts)
 
-    def open(self, name: str) -> Any:
-        """Return the safetensors file ``name`` of the folder."""
+    def tensors(self, name: str) -> Mapping[str, StoredTensor]:
+        """Return the tensors of the safetensors file ``name`` of the folder."""
         if name not in self._files:
-            file = safe_open(self.folder / name, framework="pt")
-            self._files[name] = file.__enter__()  # type: ignore[no-untyped-call]
+            self._files[name] = read_header(self._folder / name)
         return self._files[name]
-
-    def close(self) -> None:
-        """Close the opened files."""
-        for file in self._files.values():
-            file.__exit__(None, None, None)
-        self._files.clear()
 
 
 @dataclass(frozen=True)
@@ -186,24 +162,21 @@ def read_weights(directory: Path, tag: str | None = None) -> Iterator[Weight]:
     """
     place = find(directory, tag)
     manifest = read_manifest(place)
-    with closing(Reader(place, manifest)) as reader:
-        for spec in manifest["params"]:
-            if not spec["is_trainable"] and not manifest.get("has_frozen", True):
-                continue
-            state = MASTER if spec["is_trainable"] else VALUE
-            numel = torch.Size(spec["shape"]).numel()
-            flat = reader.read(state, spec["name"], 0, numel)
-            yield Weight(
-                names=(spec["name"], *spec["aliases"]),
-                value=flat.view(spec["shape"]),
-                dtype=getattr(torch, spec["dtype"]),
-                is_trainable=spec["is_trainable"],
-            )
+    reader = Reader(place, manifest)
+    for spec in manifest["params"]:
+        if not spec["is_trainable"] and not manifest.get("has_frozen", True):
+            continue
+        state = MASTER if spec["is_trainable"] else VALUE
+        flat = reader.read(state, spec["name"], 0, math.prod(spec["shape"]))
+        yield Weight(
+            names=(spec["name"], *spec["aliases"]),
+            value=flat.view(spec["shape"]),
+            dtype=getattr(torch, spec["dtype"]),
+            is_trainable=spec["is_trainable"],
+        )
 
 
 def read_buffers(directory: Path, tag: str | None = None) -> dict[str, Tensor]:
     """Return the persistent buffers of checkpoint ``tag``, or of the newest."""
-    place = find(directory, tag)
-    with closing(Reader(place, read_manifest(place))) as reader:
-        file = reader.open("buffers.safetensors")
-        return {plain_name(key): file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
+    stored = read_header(find(directory, tag) / BUFFERS)
+    return {plain_name(name): tensor.value() for name, tensor in stored.items()}

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import random
 from collections.abc import Collection, Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from zero_core.checkpoint.files import VALUE, Progress, Reader, find, fingerprint, read_manifest
+from zero_core.checkpoint.files import BUFFERS, VALUE, Reader, find, fingerprint, read_manifest
 from zero_core.checkpoint.json_values import decode
+from zero_core.comm.control import ControlGroup
 from zero_core.errors import CheckpointCorruptError, CheckpointError
 from zero_core.layout.discovery import plain_name
 from zero_core.sharded.sharded_state import MASTER, ShardedState, load_buffers, named_buffers
+from zero_core.step.train_state import TrainState
 
 PARTS = ("frozen", "optimizer", "lr_scheduler", "progress")
 """Parts of a checkpoint that may be left out in loading. "frozen" are values of parameters that
@@ -29,7 +30,7 @@ def load_checkpoint(
     state: ShardedState,
     directory: Path,
     tag: str | None,
-    progress: Progress,
+    progress: TrainState,
     *,
     without: Collection[str] = (),
 ) -> tuple[Path, dict[str, Any]]:
@@ -46,32 +47,23 @@ def load_checkpoint(
         CheckpointError: there is none, it does not fit, or a rank failed.
         CheckpointCorruptError: it is damaged.
     """
-    found: list[tuple[Path, dict[str, Any]]] = []
+    control = state.control
 
-    def look() -> None:
+    def look() -> tuple[Path, dict[str, Any]]:
         _check_parts(without)
         place = find(directory, tag)
         manifest = read_manifest(place)
         _match(state, manifest, place, without)
         _check_frozen(manifest, place, without)
         progress.check(decode(manifest["progress"]), without)
-        found.append((place, manifest))
+        return place, manifest
 
-    state.control.together("checkpoint: find", look)
-    ((place, manifest),) = found
-    state.control.together("checkpoint: verify", lambda: _verify(state, place, manifest))
+    place, manifest = control.together("checkpoint: find", look)
+    control.together("checkpoint: verify", lambda: _verify(control, place, manifest))
     reader = Reader(place, manifest)
-
-    def restore() -> None:
-        _restore(state, reader, manifest, without)
-
-    try:
-        match = partial(_match_buffers, state, reader, place)
-        state.control.together("checkpoint: buffers", match)
-        state.quiesce()
-        state.control.together("checkpoint: restore", restore)
-    finally:
-        reader.close()
+    control.together("checkpoint: buffers", lambda: _match_buffers(state, reader, place))
+    state.quiesce()
+    control.together("checkpoint: restore", lambda: _restore(state, reader, manifest, without))
     progress.load_state_dict(decode(manifest["progress"]), without)
     return place, decode(manifest["client_state"])
 
@@ -115,9 +107,7 @@ def _match(
 
 def _match_buffers(state: ShardedState, reader: Reader, place: Path) -> None:
     """Refuse buffers that the model lacks, lacks itself, or has in another shape."""
-    file = reader.open("buffers.safetensors")
-    shapes = {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118
-    saved = {plain_name(name): tuple(shape) for name, shape in shapes.items()}
+    saved = {plain_name(name): stored.shape for name, stored in reader.tensors(BUFFERS).items()}
     own = {name: tuple(buffer.shape) for name, buffer in named_buffers(state.module).items()}
     kept = own.keys() & set(state.names())
     missing, extra = sorted(kept - saved.keys()), sorted(saved.keys() - own.keys())
@@ -150,9 +140,8 @@ def _check_frozen(manifest: Mapping[str, Any], place: Path, without: Collection[
         )
 
 
-def _verify(state: ShardedState, place: Path, manifest: Mapping[str, Any]) -> None:
+def _verify(control: ControlGroup, place: Path, manifest: Mapping[str, Any]) -> None:
     """Check this rank's share of the files against their fingerprints."""
-    control = state.control
     for index, (name, expected) in enumerate(sorted(manifest["files"].items())):
         if index % control.world_size != control.rank:
             continue
@@ -190,16 +179,15 @@ def _restore(
     for store, name, low, high in state.frozen_parts():
         if sources[name] == MASTER or "frozen" not in without:
             store(reader.read(sources[name], name, low, high))
-    buffers = reader.open("buffers.safetensors")
-    load_buffers(state.module, {key: buffers.get_tensor(key) for key in buffers.keys()})  # noqa: SIM118
+    load_buffers(state.module, {key: t.value() for key, t in reader.tensors(BUFFERS).items()})
     if "progress" not in without and manifest["world_size"] == state.control.world_size:
         _restore_rng(state, reader, manifest)
 
 
 def _restore_rng(state: ShardedState, reader: Reader, manifest: Mapping[str, Any]) -> None:
-    file = reader.open(f"rng-{state.control.rank:05d}.safetensors")
-    torch.set_rng_state(file.get_tensor("torch"))
-    if "cuda" in file.keys() and torch.cuda.is_available():  # noqa: SIM118
-        torch.cuda.set_rng_state(file.get_tensor("cuda"))
+    stored = reader.tensors(f"rng-{state.control.rank:05d}.safetensors")
+    torch.set_rng_state(stored["torch"].value())
+    if "cuda" in stored and torch.cuda.is_available():
+        torch.cuda.set_rng_state(stored["cuda"].value())
     version, numbers, gauss = manifest["python_rng"][state.control.rank]
     random.setstate((version, tuple(numbers), gauss))

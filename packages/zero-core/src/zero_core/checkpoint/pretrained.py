@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import re
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
@@ -40,16 +41,13 @@ class Loadable(Protocol):
     @property
     def micro_steps(self) -> int:
         """Micro-steps trained so far."""
-        ...
 
     @property
     def sharded_state(self) -> ShardedState:
         """Parameters and states to write."""
-        ...
 
     def rewriting(self) -> AbstractContextManager[None]:
         """Allow writes to shards and states in the context, on all ranks."""
-        ...
 
 
 def load_pretrained(
@@ -82,20 +80,18 @@ def load_pretrained(
             "belongs to other weights; load into a fresh engine, or set weights by engine.states"
         )
     state = engine.sharded_state
-    matched: list[_Match] = []
-    digest = hashlib.sha256()
 
-    def check() -> None:
+    def check() -> tuple[_Match, bytes]:
         stored = find_tensors(source)
-        digest.update(repr([(n, t.shape, t.dtype, t.start) for n, t in stored.items()]).encode())
-        matched.append(_match(state, stored))
+        match = _match(state, stored)
         if strict:
-            _refuse_gaps(matched[0], source)
+            _refuse_gaps(match, source)
+        described = repr([(n, t.shape, t.dtype, t.start) for n, t in stored.items()])
+        return match, hashlib.sha256(described.encode()).digest()
 
-    state.control.together("load_pretrained: check", check)
-    if len(set(state.control.gather_bytes(digest.digest()))) > 1:
+    match, digest = state.control.together("load_pretrained: check", check)
+    if len(set(state.control.gather_bytes(digest))) > 1:
         raise CheckpointError(f"load_pretrained: ranks see different files at {source}")
-    (match,) = matched
     with engine.rewriting():
         state.quiesce()
         state.control.together("load_pretrained: read", lambda: _restore(state, match))
@@ -174,14 +170,10 @@ def _check_fits(
 
 def _the_one(state: ShardedState, first: str, found: dict[str, StoredTensor]) -> StoredTensor:
     """Return the values of a tied weight, after a check that all its copies in the files agree."""
-    name, tensor = first, found.get(first)
-    if tensor is None:
-        name, tensor = next(iter(found.items()))
-    numel, rank, size = (
-        torch.Size(tensor.shape).numel(),
-        state.control.rank,
-        state.control.world_size,
-    )
+    name = first if first in found else next(iter(found))
+    tensor = found[name]
+    numel = math.prod(tensor.shape)
+    rank, size = state.control.rank, state.control.world_size
     low, high = numel * rank // size, numel * (rank + 1) // size  # each rank looks at a part
     for other, copy in found.items():
         for start in range(low, high, _CHUNK_NUMEL) if copy is not tensor else ():
@@ -218,10 +210,4 @@ def _restore(state: ShardedState, match: _Match) -> None:
         tensor = match.params.get(name)
         if tensor is not None:
             store(tensor.read(low, high))
-    load_buffers(
-        state.module,
-        {
-            name: tensor.read(0, torch.Size(tensor.shape).numel()).view(tensor.shape)
-            for name, tensor in match.buffers.items()
-        },
-    )
+    load_buffers(state.module, {name: tensor.value() for name, tensor in match.buffers.items()})

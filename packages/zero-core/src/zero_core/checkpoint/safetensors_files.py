@@ -7,6 +7,7 @@ memory would hold its part twice.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,11 +27,17 @@ _DTYPES = {
     "BF16": torch.bfloat16,
     "F8_E4M3": torch.float8_e4m3fn,
     "F8_E5M2": torch.float8_e5m2,
+    "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
+    "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
     "I64": torch.int64,
     "I32": torch.int32,
     "I16": torch.int16,
     "I8": torch.int8,
+    "U64": torch.uint64,
+    "U32": torch.uint32,
+    "U16": torch.uint16,
     "U8": torch.uint8,
+    "C64": torch.complex64,
     "BOOL": torch.bool,
 }
 
@@ -59,6 +66,10 @@ class StoredTensor:
                 raise CheckpointCorruptError(f"{self.path} ends within a tensor")
         return torch.frombuffer(data, dtype=self.dtype)
 
+    def value(self) -> Tensor:
+        """Return the whole tensor, as `read` does."""
+        return self.read(0, math.prod(self.shape)).view(self.shape)
+
 
 def find_tensors(source: str | Path | Sequence[str | Path]) -> dict[str, StoredTensor]:
     """Return the tensors by name of a file, several files, or a Hugging Face folder.
@@ -69,7 +80,7 @@ def find_tensors(source: str | Path | Sequence[str | Path]) -> dict[str, StoredT
     """
     found: dict[str, StoredTensor] = {}
     for path in _files(source):
-        for name, tensor in _read_header(path).items():
+        for name, tensor in read_header(path).items():
             if name in found:
                 raise CheckpointError(
                     f"tensor {name} is in {found[name].path} and in {path}: name one of them"
@@ -105,7 +116,13 @@ def _files_of_index(index: Path) -> list[Path]:
     return [index.parent / name for name in names]
 
 
-def _read_header(path: Path) -> dict[str, StoredTensor]:
+def read_header(path: Path) -> dict[str, StoredTensor]:
+    """Return the tensors by name of one file.
+
+    Raises:
+        CheckpointError: there is no such file.
+        CheckpointCorruptError: it is not whole.
+    """
     if not path.is_file():
         raise CheckpointError(f"there is no file {path}")
     try:

@@ -24,17 +24,18 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from zero_core.checkpoint.files import FORMAT, MANIFEST, VALUE, VERSION, Progress, fingerprint
+from zero_core.checkpoint.files import BUFFERS, FORMAT, MANIFEST, VALUE, VERSION, fingerprint
 from zero_core.checkpoint.json_values import encode
 from zero_core.errors import CheckpointError
 from zero_core.sharded.sharded_state import ShardedState
+from zero_core.step.train_state import TrainState
 
 
 def save_checkpoint(
     state: ShardedState,
     directory: Path,
     tag: str,
-    progress: Progress,
+    progress: TrainState,
     *,
     client_state: Mapping[str, Any],
     has_frozen: bool = True,
@@ -69,10 +70,8 @@ def save_checkpoint(
 
     control.together("checkpoint: prepare", prepare)
     names = _all_state_names(state)
-    written: dict[str, dict[str, int]] = {}
-    control.together(
-        "checkpoint: write",
-        lambda: written.update(_write_tensors(state, aside, names, has_frozen=has_frozen)),
+    written = control.together(
+        "checkpoint: write", lambda: _write_tensors(state, aside, names, has_frozen=has_frozen)
     )
     scalars = {
         spec.name: dict(state.tier.read_scalars(index)) for index, spec in state.owned_params()
@@ -120,7 +119,7 @@ def _write_tensors(
         written |= _write_file(folder, f"{VALUE}-{rank:05d}.safetensors", tensors)
     written |= _write_file(folder, f"rng-{rank:05d}.safetensors", _rng_states())
     if rank == 0:
-        written |= _write_file(folder, "buffers.safetensors", state.buffers())
+        written |= _write_file(folder, BUFFERS, state.buffers())
     return written
 
 

@@ -13,13 +13,15 @@ import json
 import zlib
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from zero_core.errors import CheckpointCorruptError, CheckpointError
+
+_T = TypeVar("_T")
 
 # torch 2.13 renamed the tensor collectives; the old names warn there.
 all_gather_single: Callable[..., Any] = getattr(
@@ -115,16 +117,17 @@ class ControlGroup(Protocol):
         """Wait for every rank."""
         self.gather_bytes(b"")
 
-    def together(self, what: str, act: Callable[[], object]) -> None:
-        """Run ``act`` on every rank. If it fails on one, raise on all, instead of a hang.
+    def together(self, what: str, act: Callable[[], _T]) -> _T:
+        """Return ``act()`` on every rank. If it fails on one, raise on all, instead of a hang.
 
         Raises:
             CheckpointCorruptError: that is what it was on some rank.
             CheckpointError: anything else.
         """
         failure: list[str] = []
+        found: list[_T] = []
         try:
-            act()
+            found.append(act())
         except Exception as error:  # whatever it is, the other ranks must hear of it
             failure = [type(error).__name__, str(error)]
         rows = [json.loads(row) for row in self.gather_bytes(json.dumps(failure).encode())]
@@ -133,6 +136,7 @@ class ControlGroup(Protocol):
             is_corrupt = any(row and row[0] == CheckpointCorruptError.__name__ for row in rows)
             kind = CheckpointCorruptError if is_corrupt else CheckpointError
             raise kind(f"{what} failed on {'; '.join(failed)}")
+        return found[0]
 
 
 class ProcessControlGroup(ControlGroup):

@@ -96,7 +96,6 @@ def is_recorded_innermost() -> bool:
 
 
 def recordings_of(model: nn.Module) -> list[Recording]:
-    """Return the recordings of ``model`` and its parts."""
     found = {id(r): r for m in model.modules() if (r := _recordings.get(m)) is not None}
     return list(found.values())
 
@@ -245,7 +244,6 @@ def _check_device(func: object, device: Any) -> None:
 
 
 def _is_whole(tensor: Tensor) -> bool:
-    """Return whether ``tensor`` covers its whole storage."""
     nbytes = tensor.numel() * tensor.element_size()
     return tensor.is_contiguous() and nbytes == tensor.untyped_storage().nbytes()
 

@@ -42,7 +42,6 @@ class Ref:
 
     @classmethod
     def of(cls, tensor: Tensor) -> Ref:
-        """Return the position of a strided ``tensor``."""
         if tensor.layout != torch.strided or tensor.is_conj() or tensor.is_neg():
             raise RuntimeError(
                 "deferred_init(): sparse, conjugated and negated views cannot be deferred: call "
@@ -149,7 +148,6 @@ class Recording:
         return _Memory(self._nbytes).view(Ref.of(tensor))
 
     def add_storage(self, tensor: Tensor) -> None:
-        """Add the storage of a new deferred ``tensor``."""
         storage = tensor.untyped_storage()
         self._kept.append(storage)
         self._nbytes[storage_of(tensor)] = storage.nbytes()
@@ -182,5 +180,4 @@ class Recording:
 
 
 def storage_of(tensor: Tensor) -> int:
-    """Return the number of the tensor's storage."""
     return int(tensor.untyped_storage()._cdata)

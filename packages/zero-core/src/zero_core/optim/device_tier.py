@@ -71,7 +71,6 @@ class DeviceTier:
         groups: Sequence[Mapping[str, Any]],
         param_store: ParamStore | None = None,
     ) -> None:
-        """See `zero_core.protocols.DeviceTierFactory`."""
         self._numel = numel
         self._device = device
         # Some options count when the optimizer is made, not per group: Adagrad's initial sum.
@@ -98,22 +97,18 @@ class DeviceTier:
             )
 
     def offer_grad(self, start: int, grad: Tensor) -> None:
-        """See the protocol."""
         self._grads[start] = grad
 
     def read_grad(self, start: int, stop: int) -> Tensor:
-        """See the protocol."""
         grads = _Chunked([(s, self._grads[s]) for s in sorted(self._grads)])
         return torch.cat([part.cpu() for _, part in grads.parts(start, stop)])
 
     def discard_grads(self) -> None:
-        """See the protocol."""
         self._grads.clear()
 
     def step(
         self, groups: Sequence[Mapping[str, Any]], active: Sequence[int], *, grad_scale: float
     ) -> None:
-        """See the protocol."""
         if self._optimizer is None or not active:
             return
         grads = _Chunked([self._scaled(s, grad_scale) for s in self._starts_of(active)])
@@ -143,20 +138,16 @@ class DeviceTier:
         """Return at once: the update runs on the stream that will read it."""
 
     def are_params_ready(self, start: int, stop: int) -> bool:
-        """See the protocol."""
         return True
 
     def state_names(self) -> Sequence[str]:
-        """See the protocol."""
         return list(self._flat)
 
     def read_state(self, name: str, start: int, stop: int) -> Tensor:
-        """See the protocol."""
         parts = [part for _, part in self._flat[name].parts(start, stop)]
         return torch.cat([p.detach().cpu() for p in parts]) if parts else torch.empty(0)
 
     def write_state(self, name: str, start: int, values: Tensor) -> None:
-        """See the protocol."""
         if name not in self._flat:
             if not any(name in states for states in self._probe().values()):
                 raise KeyError(f"{self._optimizer_class} has no state {name!r}")
@@ -169,7 +160,6 @@ class DeviceTier:
             self._publish(start, stop)
 
     def read_scalars(self, piece: int) -> Mapping[str, float]:
-        """See the protocol."""
         state = self._state_of(piece)
         scalars = {
             name: float(value)
@@ -179,7 +169,6 @@ class DeviceTier:
         return {"num_steps": float(self._num_steps[piece]), **scalars}
 
     def write_scalars(self, piece: int, scalars: Mapping[str, float]) -> None:
-        """See the protocol."""
         self._num_steps[piece] = int(scalars["num_steps"])
         if self._optimizer is None:
             return
@@ -311,7 +300,6 @@ def make_optimizer(
     groups: Sequence[Mapping[str, Any]],
     options: Mapping[str, Any],
 ) -> torch.optim.Optimizer:
-    """Make an optimizer over ``groups``."""
     make: Any = optimizer_class  # each class types its own options
     optimizer: torch.optim.Optimizer = make(list(groups), **options)
     return optimizer

@@ -54,11 +54,11 @@ def trace_activations(
             saved[_storage_key(tensor)] = tensor.untyped_storage()
         return tensor
 
-    args, kwargs = ((), dict(inputs)) if isinstance(inputs, Mapping) else (tuple(inputs), {})
-    args, kwargs = pytree.tree_map(to_meta, (args, kwargs))
+    given = ((), dict(inputs)) if isinstance(inputs, Mapping) else (tuple(inputs), {})
+    args, kwargs = pytree.tree_map(to_meta, given)
     try:
         hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t)
-        with torch.enable_grad(), hooks, _FusedAttention(), _Unpadded():
+        with torch.enable_grad(), hooks, _WithoutData():
             torch.func.functional_call(model, values, args, kwargs)
     except (RuntimeError, TypeError, ValueError) as error:
         raise ConfigError(
@@ -73,29 +73,13 @@ def _storage_key(tensor: Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
-class _FusedAttention(TorchFunctionMode):
-    """Mode in which attention saves what its fused kernels save.
+class _WithoutData(TorchFunctionMode):
+    """Mode in which a forward on the meta device saves what it saves on a real one.
 
-    On the meta device torch decomposes attention and saves its matrix. Fused kernels on
-    accelerators and CPUs save query, key, value, output and a number per row instead.
-    """
-
-    def __torch_function__(
-        self,
-        func: Any,
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        if func is functional.scaled_dot_product_attention:
-            return _attention(*args, **(kwargs or {}))
-        return func(*args, **(kwargs or {}))
-
-
-class _Unpadded(TorchFunctionMode):
-    """Mode in which reductions of masks and positions have a truth value without data.
-
-    ``mask.all()`` is true and ``mask.any()`` false: inputs without padding take the most memory.
+    Attention saves what its fused kernels on accelerators and CPUs save: query, key, value, output
+    and a number per row. On the meta device torch decomposes it and saves its matrix. Reductions of
+    masks and positions have a truth value: ``mask.all()`` is true and ``mask.any()`` false, because
+    inputs without padding take the most memory.
     """
 
     def __init__(self) -> None:
@@ -109,6 +93,8 @@ class _Unpadded(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
+        if func is functional.scaled_dot_product_attention:
+            return _attention(*args, **(kwargs or {}))
         if func is Tensor.__bool__ and id(args[0]) in self._known:
             return self._known[id(args[0])][1]
         result = func(*args, **(kwargs or {}))

@@ -52,33 +52,28 @@ class TrafficChoice:
 
 
 def traffic_choices(
-    layout: Layout, config: Config, stage: int, links: Links, footprints: Footprints
+    layout: Layout, config: Config, links: Links, footprints: Footprints
 ) -> tuple[TrafficChoice, ...]:
     """Return the configuration as it is, and with each key that would change its traffic.
 
     Args:
         layout: the model's arithmetic.
-        config: the resolved configuration.
-        stage: the stage in effect; below 3 only gradients have a choice.
+        config: the resolved configuration; below stage 3 only gradients have a choice.
         links: where the ranks are; on one node there is nothing to choose.
         footprints: closed forms of other packages; choices that need a missing one are left out.
     """
     if links.num_nodes == 1:
         return ()
     found = []
-    for name, settings in _choices(stage, links.ranks_per_node):
+    for name, settings in _choices(config.zero_optimization.stage, links.ranks_per_node):
         zero = config.zero_optimization.model_copy(update=settings)
         changed = config.model_copy(update={"zero_optimization": zero})
         if settings and changed == config:
             continue
-        footprint = None
-        if zero.quantized_key is not None:
-            footprint = footprints.collectives(
-                changed, layout.world_size, links.ranks_per_node, asked_by=zero.quantized_key
-            )
-            if footprint is None:
-                continue
-        sent = step_traffic(layout, changed, stage, links, footprint)
+        footprint = footprints.collectives(changed, layout.world_size, links.ranks_per_node)
+        if footprint is None and zero.quantized_key is not None:
+            continue
+        sent = step_traffic(layout, changed, links, footprint)
         kept = collectives_memory(footprint, layout, changed)
         between = sum(t.between_nodes_bytes for t in sent)
         found.append(TrafficChoice(name, settings, between, sum(kept.values())))

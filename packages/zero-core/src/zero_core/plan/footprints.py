@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from zero_core.config import Config
+from zero_core.config import Config, ZeroConfig
 from zero_core.errors import ConfigError, MissingPartError
 from zero_core.plugins import FOOTPRINTS, load_part
 
@@ -23,17 +23,14 @@ class GatherFootprint(Protocol):
     @property
     def across_nbytes(self) -> int:
         """Bytes that a rank hands into the first phase."""
-        ...
 
     @property
     def within_nbytes(self) -> int:
         """Bytes that a rank hands into the second phase."""
-        ...
 
     @property
     def is_kept(self) -> bool:
         """Whether the first phase runs once per version of the weights: its result is kept."""
-        ...
 
 
 class ReduceFootprint(Protocol):
@@ -42,12 +39,10 @@ class ReduceFootprint(Protocol):
     @property
     def within_nbytes(self) -> int:
         """Bytes of a message to a rank of the same node."""
-        ...
 
     @property
     def across_nbytes(self) -> int:
         """Bytes of a message to a rank of another node."""
-        ...
 
 
 class CollectivesFootprint(Protocol):
@@ -62,11 +57,9 @@ class CollectivesFootprint(Protocol):
         self, numel: int, dtype: torch.dtype, *, is_trainable: bool
     ) -> GatherFootprint | None:
         """Return the bytes of a shard's gather, or None if the engine's collective does it."""
-        ...
 
     def reduction(self, numel: int, dtype: torch.dtype) -> ReduceFootprint | None:
         """Return the bytes of a shard's reduction, or None if the engine's collective does it."""
-        ...
 
     def memory(
         self,
@@ -79,7 +72,6 @@ class CollectivesFootprint(Protocol):
             shards: elements, dtype and trainability of each segment's shard of weights.
             reduced: elements, communicated dtype and summed dtype of each segment's gradients.
         """
-        ...
 
 
 class CollectivesFootprintFactory(Protocol):
@@ -93,7 +85,6 @@ class CollectivesFootprintFactory(Protocol):
         Raises:
             ValueError: a setting that makes no sense, by key.
         """
-        ...
 
 
 class TierFootprint(Protocol):
@@ -105,15 +96,12 @@ class TierFootprint(Protocol):
         Args:
             params: name and number of elements of each trainable parameter of the whole model.
         """
-        ...
 
     def split_point(self, ratio: float) -> int:
         """Return the first element that the device keeps."""
-        ...
 
     def host_bytes(self, ratio: float) -> dict[str, int]:
         """Return the bytes of host memory by kind."""
-        ...
 
     def device_bytes(self, ratio: float) -> dict[str, int]:
         """Return the bytes on the device by kind.
@@ -121,11 +109,9 @@ class TierFootprint(Protocol):
         On an accelerator the engine's own tier holds the device's part of the state: it is left
         out here.
         """
-        ...
 
     def link_bytes(self, ratio: float) -> tuple[int, int]:
         """Return the bytes per step from the device to the host and back."""
-        ...
 
 
 class TierFootprintFactory(Protocol):
@@ -162,7 +148,6 @@ class TierFootprintFactory(Protocol):
         Raises:
             ValueError: a setting or an optimizer that it cannot serve, by name.
         """
-        ...
 
 
 class ParamFootprintFactory(Protocol):
@@ -177,7 +162,6 @@ class ParamFootprintFactory(Protocol):
             shards: ``(segment, numel, dtype)`` of each, in the order in which they are used.
             config: the resolved ``zero_optimization`` block.
         """
-        ...
 
 
 class Footprints:
@@ -191,30 +175,36 @@ class Footprints:
         self.missing: dict[str, str] = {}
 
     def collectives(
-        self, config: Config, world_size: int, ranks_per_node: int, *, asked_by: str
+        self, config: Config, world_size: int, ranks_per_node: int
     ) -> CollectivesFootprint | None:
-        """Return the footprint of the collectives, or None without zero-comm.
+        """Return the footprint of the collectives, if they are asked for and zero-comm is there.
 
         Raises:
             ConfigError: zero-comm does not serve a setting.
         """
-        make: CollectivesFootprintFactory | None = self._load("collectives", asked_by, "zero-comm")
+        zero = config.zero_optimization
+        if zero.quantized_key is None:
+            return None
+        make: CollectivesFootprintFactory | None
+        make = self._load("collectives", zero.quantized_key, "zero-comm")
         if make is None:
             return None
-        block = config.zero_optimization.model_dump(mode="json")
+        block = zero.model_dump(mode="json")
         try:
             return make(config=block, world_size=world_size, ranks_per_node=ranks_per_node)
         except ValueError as error:
             raise ConfigError(str(error)) from error
 
-    def state_tier(self, *, asked_by: str) -> TierFootprintFactory | None:
+    def state_tier(self, zero: ZeroConfig) -> TierFootprintFactory | None:
         """Return the factory of state tiers' footprints, or None without zero-offload."""
-        found: TierFootprintFactory | None = self._load("state_tier", asked_by, "zero-offload")
+        asked = f"zero_optimization.offload_optimizer.device = {zero.offload_optimizer.device!r}"
+        found: TierFootprintFactory | None = self._load("state_tier", asked, "zero-offload")
         return found
 
-    def param_tier(self, *, asked_by: str) -> ParamFootprintFactory | None:
+    def param_tier(self, zero: ZeroConfig) -> ParamFootprintFactory | None:
         """Return the closed form of resting parameters, or None without zero-offload."""
-        found: ParamFootprintFactory | None = self._load("param_tier", asked_by, "zero-offload")
+        asked = f"zero_optimization.offload_param.device = {zero.offload_param.device!r}"
+        found: ParamFootprintFactory | None = self._load("param_tier", asked, "zero-offload")
         return found
 
     def _load(self, name: str, asked_by: str, distribution: str) -> Any:

@@ -13,11 +13,11 @@ All byte counts are per rank. The rank planned for is rank 0; all ranks are alik
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from zero_core.blueprint import Blueprint
 from zero_core.config import Config
@@ -27,7 +27,6 @@ from zero_core.layout.discovery import compute_dtype
 from zero_core.optim.device_tier import optimizer_options, probe_states
 from zero_core.optim.factory import has_kernel_rule
 from zero_core.plan.footprints import CollectivesFootprint, Footprints, TierFootprint
-from zero_core.protocols import Work
 from zero_core.sharded.gradient_plan import accumulated_dtype, communicated_dtype, offered_dtype
 from zero_core.sharded.memory import Memory
 from zero_core.sharded.param_offload import OffloadedSegments, offloaded_segments
@@ -50,12 +49,10 @@ class MemoryUse:
 
     @property
     def device_bytes(self) -> int:
-        """Sum of the bytes on the compute device."""
         return sum(self.device.values())
 
     @property
     def host_bytes(self) -> int:
-        """Sum of the bytes of host memory."""
         return sum(self.host.values())
 
 
@@ -63,9 +60,9 @@ class Forecast:
     """One configuration's bytes per rank, for any ratio of its optimizer state on the host.
 
     Attributes:
-        stage: the ZeRO stage in effect; 0 where one rank has nothing to shard.
         collectives: closed forms of quantized collectives, if the configuration asks for them.
         tier: closed forms of the offloaded state, if the configuration asks for it.
+        is_complete: whether every package that the configuration asks for is installed.
     """
 
     def __init__(
@@ -107,26 +104,26 @@ class Forecast:
             rank=0,
             device=_META,
             is_accelerated=is_accelerated,
-            offloaded=OffloadedSegments(self._resting, _Nowhere()) if self._resting else None,
+            offloaded=OffloadedSegments(self._resting, None) if self._resting else None,
         )
         memory.allocate_gradients(owns_grads=self._is_offloaded)
-        self.stage = memory.stage
         self._numel = drawn.layout.local_numel(is_sharded=memory.has_sharded_state)
         self._spans = [
             (*span, drawn.layout.segments[index]) for index, span in memory.spans.items()
         ]
-        self._state_bytes = _state_bytes_per_element(drawn)
-        self.collectives: CollectivesFootprint | None = None
-        if zero.quantized_key is not None:
-            self.collectives = footprints.collectives(
-                config, world_size, ranks_per_node, asked_by=zero.quantized_key
-            )
-        self.tier: TierFootprint | None = None
-        if self._is_offloaded:
-            self.tier = self._tier_footprint(drawn, memory, footprints)
-        self._resting_bytes: Mapping[str, int] | None = {}
-        if self._resting:
-            self._resting_bytes = self._param_footprint(footprints)
+        updater = type(drawn.optimizer)
+        options = optimizer_options(updater, drawn.groups)
+        states = probe_states(updater, drawn.groups, options, _CPU)
+        self._state_bytes = sum(dtype.itemsize for dtype in states.values())
+        self.collectives = footprints.collectives(config, world_size, ranks_per_node)
+        self.tier = self._tier_footprint(drawn, memory, footprints)
+        resting_bytes = self._resting_bytes_on_host(footprints)
+        self._resting_bytes = resting_bytes or {}
+        self.is_complete = (
+            (self.collectives is not None or zero.quantized_key is None)
+            and (self.tier is not None or not self._is_offloaded)
+            and resting_bytes is not None
+        )
         self._fixed = {
             **memory.expected_report(),
             "exchange buffers": self._exchange_bytes(),
@@ -140,8 +137,7 @@ class Forecast:
         self, drawn: Blueprint, memory: Memory, footprints: Footprints
     ) -> TierFootprint | None:
         zero = self._config.zero_optimization
-        asked = f"zero_optimization.offload_optimizer.device = {zero.offload_optimizer.device!r}"
-        make = footprints.state_tier(asked_by=asked)
+        make = footprints.state_tier(zero) if self._is_offloaded else None
         if make is None:
             return None
         pieces = drawn.layout.pieces(0, is_sharded=memory.has_sharded_state)
@@ -165,24 +161,14 @@ class Forecast:
         except ValueError as error:
             raise ConfigError(str(error)) from error
 
-    def _param_footprint(self, footprints: Footprints) -> Mapping[str, int] | None:
+    def _resting_bytes_on_host(self, footprints: Footprints) -> Mapping[str, int] | None:
+        """Return the bytes of offloaded parameters by kind, or None without their package."""
+        if not self._resting:
+            return {}
         zero = self._config.zero_optimization
-        asked = f"zero_optimization.offload_param.device = {zero.offload_param.device!r}"
-        find = footprints.param_tier(asked_by=asked)
-        if find is None:
-            return None
+        find = footprints.param_tier(zero)
         shards = [(s.index, s.shard_numel, s.dtype) for s in self._resting]
-        return find(shards=shards, config=zero.model_dump(mode="json"))
-
-    @property
-    def is_complete(self) -> bool:
-        """Whether every package that the configuration asks for is installed."""
-        zero = self._config.zero_optimization
-        return (
-            (self.collectives is not None or zero.quantized_key is None)
-            and (self.tier is not None or not self._is_offloaded)
-            and self._resting_bytes is not None
-        )
+        return None if find is None else find(shards=shards, config=zero.model_dump(mode="json"))
 
     def memory(self, ratio: float) -> MemoryUse:
         """Return the bytes by kind with the first ``ratio`` of the optimizer state on the host.
@@ -193,15 +179,13 @@ class Forecast:
         kept = {"master weights": 0, "optimizer states": 0}  # in this order
         if self.tier is not None:
             kept |= self.tier.device_bytes(ratio)
-            host = {**self.tier.host_bytes(ratio)}
-        if self.tier is not None and self._is_accelerated:
-            kept |= self._own_tier_bytes(self.tier.split_point(ratio))
-        if not self._is_offloaded:
+            host = self.tier.host_bytes(ratio)
+            if self._is_accelerated:
+                kept |= self._own_tier_bytes(self.tier.split_point(ratio))
+        elif not self._is_offloaded:
             kept |= self._own_tier_bytes(0)
-        return MemoryUse(
-            _without_zeros({**self._fixed, **kept}),
-            _without_zeros({**host, **(self._resting_bytes or {})}),
-        )
+        by_place = {**self._fixed, **kept}, {**host, **self._resting_bytes}
+        return MemoryUse(*({k: n for k, n in kinds.items() if n} for kinds in by_place))
 
     def _own_tier_bytes(self, start: int) -> dict[str, int]:
         """Return the bytes of `zero_core.optim.device_tier` over ``[start, numel)``."""
@@ -226,9 +210,8 @@ class Forecast:
                 for low, stop, s in self._spans
                 if s in self._resting
             )
-        steps, num_units = self._config.gradient_accumulation_steps, len(self._layout.units)
         return down, up + sum(
-            s.shard_numel * s.dtype.itemsize * num_gathers(s, num_units, self.stage, steps)
+            s.shard_numel * s.dtype.itemsize * num_gathers(s, self._layout, self._config)
             for s in self._resting
         )
 
@@ -266,31 +249,13 @@ class Forecast:
         return max((p.numel * p.dtype.itemsize for p in params), default=0)
 
 
-def num_gathers(segment: Segment, num_units: int, stage: int, steps: int) -> int:
+def num_gathers(segment: Segment, layout: Layout, config: Config) -> int:
     """Return how often the segment's parameters are gathered in one optimizer step."""
+    stage = config.zero_optimization.stage
     if stage < 3:  # after an update of other ranks' slices
         return int(stage > 0 and segment.is_trainable)
-    is_once = segment.unit in (0, num_units - 1)  # backward begins with the last unit
-    return steps * (1 if is_once else 2)
-
-
-class _Nowhere:
-    """Stand-in for a `zero_core.protocols.ParamTier`: a forecast calls nothing of it."""
-
-    def expect(self, segments: Sequence[int]) -> None:
-        raise AssertionError("a forecast runs nothing")
-
-    def fetch(self, segment: int, out: Tensor) -> Work:
-        raise AssertionError("a forecast runs nothing")
-
-    def write(self, segment: int, start: int, values: Tensor) -> None:
-        raise AssertionError("a forecast runs nothing")
-
-    def home(self, segment: int) -> Tensor | None:
-        raise AssertionError("a forecast runs nothing")
-
-    def report(self) -> Mapping[str, int]:
-        raise AssertionError("a forecast runs nothing")
+    is_once = segment.unit in (0, len(layout.units) - 1)  # backward begins with the last unit
+    return config.gradient_accumulation_steps * (1 if is_once else 2)
 
 
 def collectives_memory(
@@ -308,16 +273,6 @@ def collectives_memory(
             if s.is_trainable
         ],
     )
-
-
-def _state_bytes_per_element(drawn: Blueprint) -> int:
-    kind = type(drawn.optimizer)
-    states = probe_states(kind, drawn.groups, optimizer_options(kind, drawn.groups), _CPU)
-    return sum(dtype.itemsize for dtype in states.values())
-
-
-def _without_zeros(kinds: Mapping[str, int]) -> dict[str, int]:
-    return {kind: nbytes for kind, nbytes in kinds.items() if nbytes}
 
 
 def buffer_bytes(model: nn.Module, config: Config) -> int:

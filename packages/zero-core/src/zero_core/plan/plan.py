@@ -13,6 +13,7 @@ that needs less of it there; a stage is never lowered.
 from __future__ import annotations
 
 import importlib
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -74,7 +75,8 @@ def plan(
         ConfigError: an argument or the configuration is wrong, or does not fit the model.
         MissingPartError: a Hugging Face configuration without transformers.
     """
-    machine = _Machine.check(world_size, ranks_per_node, device_memory, host_memory, device_type)
+    per_node = min(world_size, GPUS_PER_NODE) if ranks_per_node is None else ranks_per_node
+    machine = _Machine(world_size, per_node, device_memory, host_memory, device_type)
     resolved = load_config(config, world_size=world_size)
     module = model if isinstance(model, nn.Module) else _model_of(model)
     other = {"model buffers": buffer_bytes(module, resolved)}
@@ -92,33 +94,41 @@ class _Machine:
     ranks_per_node: int
     device_memory: int | None
     host_memory: int | None
-    is_accelerated: bool
+    device_type: str
 
-    @classmethod
-    def check(
-        cls,
-        world_size: int,
-        ranks_per_node: int | None,
-        device_memory: int | None,
-        host_memory: int | None,
-        device_type: str,
-    ) -> _Machine:
-        per_node = min(world_size, GPUS_PER_NODE) if ranks_per_node is None else ranks_per_node
-        if world_size < 1:
-            raise ConfigError(f"world_size = {world_size}: must be at least 1")
-        if per_node < 1 or world_size % per_node:
+    def __post_init__(self) -> None:
+        if self.world_size < 1:
+            raise ConfigError(f"world_size = {self.world_size}: must be at least 1")
+        if self.ranks_per_node < 1 or self.world_size % self.ranks_per_node:
             raise ConfigError(
-                f"ranks_per_node = {per_node}: must divide world_size = {world_size}; "
-                "give the number of ranks that share a node"
+                f"ranks_per_node = {self.ranks_per_node}: must divide world_size = "
+                f"{self.world_size}; give the number of ranks that share a node"
             )
-        for name, value in (("device_memory", device_memory), ("host_memory", host_memory)):
+        for name, value in (
+            ("device_memory", self.device_memory),
+            ("host_memory", self.host_memory),
+        ):
             if value is not None and value <= 0:
                 raise ConfigError(f"{name} = {value}: must be a positive number of bytes")
-        if device_type not in ("accelerator", "cpu"):
-            raise ConfigError(f"device_type = {device_type!r}: must be 'accelerator' or 'cpu'")
-        if device_type == "cpu" and device_memory is not None:
+        if self.device_type not in ("accelerator", "cpu"):
+            raise ConfigError(f"device_type = {self.device_type!r}: must be 'accelerator' or 'cpu'")
+        if self.device_type == "cpu" and self.device_memory is not None:
             raise ConfigError("device_memory with device_type 'cpu': give host_memory alone")
-        return cls(world_size, per_node, device_memory, host_memory, device_type != "cpu")
+
+    @property
+    def is_accelerated(self) -> bool:
+        return self.device_type != "cpu"
+
+    @property
+    def limits(self) -> str:
+        """The given memory in words, empty if there is none."""
+        found = []
+        if self.device_memory is not None:
+            found.append(f"{format_bytes(self.device_memory)} of device memory")
+        if self.host_memory is not None:
+            memory = format_bytes(self.host_memory)
+            found.append(f"{memory} of host memory for {self.ranks_per_node} ranks")
+        return " and ".join(found)
 
     def has_room(self, use: MemoryUse) -> bool:
         """Return whether a rank's bytes fit, if its node's other ranks take as much."""
@@ -141,6 +151,7 @@ class _Planner:
         self._stage = config.zero_optimization.stage
         self._stages = range(4) if machine.world_size > 1 else [self._stage]
         self._device = config.zero_optimization.offload_optimizer.device
+        self._offloaded = "cpu" if self._device == "none" else self._device
         self._footprints = Footprints()
         self._forecasts: dict[tuple[int, str], Forecast] = {}
         self._ratio = self._planned_ratio()
@@ -173,7 +184,6 @@ class _Planner:
         return self._forecasts[stage, device]
 
     def make(self) -> Plan:
-        """Return the plan."""
         layout, machine, config = self._drawn.layout, self._machine, self._config
         forecast = self._forecast(self._stage, self._device)
         configured = self._choice(self._stage, self._ratio)
@@ -185,9 +195,12 @@ class _Planner:
             # Moving state from host memory to host memory helps nobody.
             if can_offload and machine.is_accelerated:
                 found.append(self._least_offload(stage))
-        choices = [c for c in found if c == configured or self._is_complete(c)]
-        fitting = [c for c in choices if c.is_fitting]
-        best = configured if configured.is_fitting else self._smallest_change(fitting)
+        choices = [
+            c for c in found if c == configured or self._forecast_of(c.stage, c.ratio).is_complete
+        ]
+        allowed = [c for c in choices if c.is_fitting and c.stage >= self._stage]
+        smallest_change = min(allowed, key=lambda c: (c.ratio, c.stage), default=None)
+        best = configured if configured.is_fitting else smallest_change
         links = Links(machine.world_size, machine.ranks_per_node, machine.is_accelerated)
         link_bytes = forecast.host_link_bytes(self._ratio) if machine.is_accelerated else (0, 0)
         by_key = {(c.stage, c.ratio): c for c in choices}
@@ -198,12 +211,8 @@ class _Planner:
             num_trainable=sum(p.numel for p in layout.params if p.is_trainable),
             configured=configured,
             memory=forecast.memory(self._ratio),
-            traffic=step_traffic(
-                layout, config, forecast.stage, links, forecast.collectives, link_bytes
-            ),
-            traffic_choices=traffic_choices(
-                layout, config, forecast.stage, links, self._footprints
-            ),
+            traffic=step_traffic(layout, config, links, forecast.collectives, link_bytes),
+            traffic_choices=traffic_choices(layout, config, links, self._footprints),
             choices=tuple(by_key[key] for key in sorted(by_key)),
             best=best,
             advice=self._advice(configured, best, choices),
@@ -215,21 +224,14 @@ class _Planner:
     def _can_offload(self) -> bool:
         """Whether an installed package can hold the optimizer's state on the host."""
         try:
-            offloaded = "cpu" if self._device == "none" else self._device
-            return self._forecast(self._stage, offloaded).tier is not None
+            return self._forecast(self._stage, self._offloaded).tier is not None
         except ConfigError:  # raised for the configuration itself before
             return False
 
     def _forecast_of(self, stage: int, ratio: float) -> Forecast:
-        offloaded = "cpu" if self._device == "none" else self._device
-        is_configured = (stage, ratio) == (self._stage, self._ratio)
-        return self._forecast(
-            stage, self._device if is_configured else offloaded if ratio else "none"
-        )
-
-    def _is_complete(self, choice: Choice) -> bool:
-        """Whether the packages that the choice needs are installed."""
-        return self._forecast_of(choice.stage, choice.ratio).is_complete
+        if (stage, ratio) == (self._stage, self._ratio):
+            return self._forecast(stage, self._device)
+        return self._forecast(stage, self._offloaded if ratio else "none")
 
     def _choice(self, stage: int, ratio: float) -> Choice:
         forecast = self._forecast_of(stage, ratio)
@@ -239,23 +241,16 @@ class _Planner:
 
     def _least_offload(self, stage: int) -> Choice:
         """Return the smallest ratio, in hundredths, with which ``stage`` fits the device."""
-        low, high = 0, PERCENT
         limit = self._machine.device_memory
-        while low < high:  # device bytes fall as the ratio grows
-            middle = (low + high) // 2
-            if limit is None or self._choice(stage, middle / PERCENT).device_bytes <= limit:
-                high = middle
-            else:
-                low = middle + 1
-        return self._choice(stage, low / PERCENT)
 
-    def _smallest_change(self, fitting: Sequence[Choice]) -> Choice | None:
-        allowed = [c for c in fitting if c.stage >= self._stage]
-        return min(allowed, key=lambda c: (c.ratio, c.stage), default=None)
+        def is_enough(percent: int) -> bool:  # device bytes fall as the ratio grows
+            choice = self._choice(stage, percent / PERCENT)
+            return limit is None or choice.device_bytes <= limit
+
+        return self._choice(stage, bisect_left(range(PERCENT), True, key=is_enough) / PERCENT)
 
     def _advice(self, configured: Choice, best: Choice | None, choices: Sequence[Choice]) -> str:
-        machine = self._machine
-        limits = _limits(machine)
+        limits = self._machine.limits
         if not limits:
             return f"{configured} takes {_needs(configured)}; no memory was given to fit it into"
         if best is configured:
@@ -279,17 +274,6 @@ def _needs(choice: Choice) -> str:
     return f"{device} on the device" + (
         f" and {host} on the host per rank" if choice.host_bytes else ""
     )
-
-
-def _limits(machine: _Machine) -> str:
-    found = []
-    if machine.device_memory is not None:
-        found.append(f"{format_bytes(machine.device_memory)} of device memory")
-    if machine.host_memory is not None:
-        found.append(
-            f"{format_bytes(machine.host_memory)} of host memory for {machine.ranks_per_node} ranks"
-        )
-    return " and ".join(found)
 
 
 def _with_choice(config: Config, stage: int, device: str) -> Config:

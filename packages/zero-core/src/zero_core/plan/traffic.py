@@ -10,7 +10,7 @@ quantized gather or reduction counts as a call per phase or hop; see `zero_core.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 
@@ -22,41 +22,9 @@ from zero_core.plan.forecast import num_gathers
 from zero_core.sharded.gradient_plan import accumulated_dtype, communicated_dtype
 
 
-class _Grid:
-    """Bytes of gathers in two phases, as the mean over all ranks.
-
-    Ranks of equal place in their group exchange in phase 1, the ranks of a group in phase 2.
-    """
-
-    def __init__(self, links: Links, group_size: int) -> None:
-        size, world_size = group_size, links.world_size
-        places = [range(place, world_size, size) for place in range(size)]
-        groups = [range(start, start + size) for start in range(0, world_size, size)]
-        self._across = Counter(links.among(ranks) for ranks in places)
-        self._within = Counter(links.among(ranks) for ranks in groups)
-
-    def across(self, nbytes: int) -> tuple[int, int]:
-        """Return phase 1's bytes of a rank that hands in ``nbytes``."""
-        return _mean(self._across, nbytes)
-
-    def within(self, nbytes: int) -> tuple[int, int]:
-        """Return phase 2's bytes of a rank that hands in ``nbytes``."""
-        return _mean(self._within, nbytes)
-
-
-def _mean(groups: Mapping[Links, int], nbytes: int) -> tuple[int, int]:
-    num_ranks = sum(links.world_size * count for links, count in groups.items())
-    weights = [links.world_size * count for links, count in groups.items()]
-    sent = [links.gather(nbytes) for links in groups]
-    near = sum(weight * x for weight, (x, _) in zip(weights, sent, strict=True))
-    far = sum(weight * y for weight, (_, y) in zip(weights, sent, strict=True))
-    return near // num_ranks, far // num_ranks
-
-
 def step_traffic(
     layout: Layout,
     config: Config,
-    stage: int,
     links: Links,
     footprint: CollectivesFootprint | None,
     host_link: tuple[int, int] = (0, 0),
@@ -66,7 +34,6 @@ def step_traffic(
     Args:
         layout: the model's arithmetic.
         config: the resolved configuration.
-        stage: the stage in effect.
         links: where the ranks are.
         footprint: of quantized collectives; without it those that they carry are left out.
         host_link: bytes to the host and back, with offload.
@@ -74,8 +41,8 @@ def step_traffic(
     found: list[Traffic] = []
     if layout.world_size > 1:
         if footprint is not None or config.zero_optimization.quantized_key is None:
-            found += _collectives(layout, config, stage, links, footprint)
-        # Both halves of an all-reduce: 2 / world_size of the whole to everyone. See Engine._decide.
+            found += _collectives(layout, config, links, footprint)
+        # Both halves of an all-reduce: 2 / world_size of the whole. See StepGradient.decide.
         facts = 2 * 8 * (2 + len(layout.params)) // layout.world_size
         found += _sum("all_reduce", "facts of the step", [links.ring(facts)])
     down, up = host_link
@@ -86,13 +53,9 @@ def step_traffic(
 
 
 def _collectives(
-    layout: Layout,
-    config: Config,
-    stage: int,
-    links: Links,
-    footprint: CollectivesFootprint | None,
+    layout: Layout, config: Config, links: Links, footprint: CollectivesFootprint | None
 ) -> Iterator[Traffic]:
-    yield from _sum("all_gather", "parameters", _gathers(layout, config, stage, links, footprint))
+    yield from _sum("all_gather", "parameters", _gathers(layout, config, links, footprint))
     steps = config.gradient_accumulation_steps
     trainable = [s for s in layout.segments if s.is_trainable]
     exact: list[tuple[int, int]] = []
@@ -110,39 +73,53 @@ def _collectives(
             quantized.append((0, (nodes - 1) * hops.across_nbytes))
     yield from _sum("reduce_scatter", "gradients", exact * steps)
     yield from _sum("all_to_all", "gradients", quantized * steps)
-    if stage == 0:
+    if config.zero_optimization.stage == 0:
         whole = [links.gather(_shard_bytes(s, accumulated_dtype(s, config))) for s in trainable]
         yield from _sum("all_gather", "gradients", whole)
 
 
 def _gathers(
-    layout: Layout,
-    config: Config,
-    stage: int,
-    links: Links,
-    footprint: CollectivesFootprint | None,
+    layout: Layout, config: Config, links: Links, footprint: CollectivesFootprint | None
 ) -> list[tuple[int, int]]:
     """Return each call that gathers parameters, all micro-steps included."""
-    steps = config.gradient_accumulation_steps
-    grid = None if footprint is None else _Grid(links, footprint.group_size)
     found = []
+    across, within = _phases(links, 1 if footprint is None else footprint.group_size)
     for segment in layout.segments:
-        uses = num_gathers(segment, len(layout.units), stage, steps)
+        uses = num_gathers(segment, layout, config)
         gather = None
         if footprint is not None:
             numel, is_trainable = segment.shard_numel, segment.is_trainable
             gather = footprint.gather(numel, segment.dtype, is_trainable=is_trainable)
-        if footprint is None or grid is None or gather is None:
+        if footprint is None or gather is None:
             found += [links.gather(_shard_bytes(segment, segment.dtype))] * uses
             continue
         if footprint.num_groups > 1:
             # Without a secondary shard every use gathers the version anew. With one, a step's new
             # version is gathered once, and frozen weights never again.
             anew = int(segment.is_trainable) if gather.is_kept else uses
-            found += [grid.across(gather.across_nbytes)] * anew
+            found += [_mean(across, gather.across_nbytes)] * anew
         if footprint.group_size > 1:
-            found += [grid.within(gather.within_nbytes)] * uses
+            found += [_mean(within, gather.within_nbytes)] * uses
     return found
+
+
+def _phases(links: Links, group_size: int) -> tuple[Counter[Links], Counter[Links]]:
+    """Return the links of a gather's two phases, each with the number of groups that have it.
+
+    Ranks of equal place in their group exchange in phase 1, the ranks of a group in phase 2.
+    """
+    places = [range(place, links.world_size, group_size) for place in range(group_size)]
+    starts = range(0, links.world_size, group_size)
+    groups = [range(start, start + group_size) for start in starts]
+    return Counter(map(links.among, places)), Counter(map(links.among, groups))
+
+
+def _mean(groups: Counter[Links], nbytes: int) -> tuple[int, int]:
+    """Return what a rank sends when each group, all equally large, gathers ``nbytes`` a rank."""
+    sent = [(count, *links.gather(nbytes)) for links, count in groups.items()]
+    near = sum(count * near for count, near, _ in sent)
+    far = sum(count * far for count, _, far in sent)
+    return near // groups.total(), far // groups.total()
 
 
 def _shard_bytes(segment: Segment, dtype: torch.dtype) -> int:

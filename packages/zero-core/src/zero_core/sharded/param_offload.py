@@ -65,10 +65,10 @@ def offloaded_segments(layout: Layout, config: Config, *, is_apart: bool) -> tup
 
 @dataclass(frozen=True)
 class OffloadedSegments:
-    """The segments whose shards are offloaded, and the tier that holds them."""
+    """The segments whose shards are offloaded, and the tier that holds them: none in a plan."""
 
     segments: tuple[Segment, ...]
-    tier: ParamTier
+    tier: ParamTier | None
 
 
 class CopyStream:

@@ -90,7 +90,6 @@ class _WideBlock(nn.Module):
         self.down = nn.Linear(4 * width, width, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return [..., width] for [..., width]."""
         y: Tensor = self.down(self.up(self.mix(x)[..., : x.shape[-1]]))
         return y
 

@@ -46,7 +46,6 @@ class _Network:
         self._failed: int | None = None
 
     def send(self, source: int, target: int, tag: Any, tensor: Tensor) -> None:
-        """Put a copy of ``tensor`` into a mailbox."""
         with torch.inference_mode(False):
             copy = tensor.detach().clone()
         with self._changed:
@@ -84,7 +83,6 @@ class _Network:
 
     @property
     def failed(self) -> int | None:
-        """The rank that failed first."""
         return self._failed
 
 
@@ -121,16 +119,13 @@ class _SimulatedMessages:
         self._num_channels = 0
 
     def isend(self, tensor: Tensor, target: int, tag: int) -> Work:
-        """See `Messages`."""
         self._network.send(self._rank, target, tag, tensor)
         return _Sent()
 
     def irecv(self, tensor: Tensor, source: int, tag: int) -> Work:
-        """See `Messages`."""
         return _Receipt(self._network, source, self._rank, tag, tensor)
 
     def next_channel(self) -> int:
-        """See `Messages`."""
         self._num_channels += 1
         return self._num_channels
 
@@ -153,7 +148,6 @@ class _SimulatedControlGroup(ControlGroup):
         return values
 
     def broadcast(self, tensor: Tensor, *, source: int = 0) -> None:
-        """See `ControlGroup`."""
         if self.rank != source:
             tensor.copy_(self._network.receive(source, self.rank, self._tag))
             return
@@ -162,7 +156,6 @@ class _SimulatedControlGroup(ControlGroup):
                 self._network.send(source, peer, self._tag, tensor)
 
     def gather_on_device(self, tensor: Tensor) -> Tensor:
-        """See `ControlGroup`."""
         return tensor if self.world_size == 1 else torch.cat(self._exchange(tensor))
 
     def _exchange(self, tensor: Tensor) -> list[Tensor]:
@@ -183,11 +176,9 @@ class SimulatedRanks(Ranks):
     carrier: _SimulatedMessages = field(kw_only=True)
 
     def connect(self) -> ControlGroup:
-        """See `Ranks`."""
         return _SimulatedControlGroup(self.network, self.rank, self.carrier.next_channel())
 
     def messages(self) -> Messages:
-        """See `Ranks`."""
         return self.carrier
 
 

@@ -24,15 +24,12 @@ class Schedule(Protocol):
 
     def step(self) -> None:
         """Set the rates of the next optimizer step. Called after each step that was taken."""
-        ...
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state that a checkpoint keeps, as JSON."""
-        ...
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore the result of `state_dict`."""
-        ...
 
 
 @runtime_checkable
@@ -45,11 +42,9 @@ class ResumableSchedule(Protocol):
         Raises:
             ValueError: with what is missing.
         """
-        ...
 
     def resume_rates(self) -> None:
         """Set the current rates, where only its own state was loaded."""
-        ...
 
 
 class IterationSchedule(ABC):
@@ -104,7 +99,6 @@ class IterationSchedule(ABC):
         self._last_lr = [group["lr"] for group in self.optimizer.param_groups]
 
     def check_state(self, state_dict: Mapping[str, Any]) -> None:
-        """See `ResumableSchedule`."""
         self._count_of(state_dict)
 
     def resume_rates(self) -> None:

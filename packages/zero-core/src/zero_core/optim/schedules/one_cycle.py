@@ -52,13 +52,11 @@ class LRRangeTest(IterationSchedule):
             self._set(self.min_lr)
 
     def get_lr(self) -> list[Any]:
-        """Return the rate of each group at ``last_batch_iteration``."""
         interval = float(self.last_batch_iteration + 1) / self.step_size
         factor = 1 + self.step_rate * (math.floor(interval) if self.staircase else interval)
         return [low * factor for low in self.min_lr]
 
     def step(self, batch_iteration: int | None = None) -> None:
-        """Advance to the next iteration, or to the given one, and set its rates."""
         self._advance(batch_iteration)
 
 
@@ -140,7 +138,6 @@ class OneCycle(IterationSchedule):
             self._set_betas(momenta)
 
     def get_lr(self) -> list[Any]:
-        """Return the rate of each group at ``last_batch_iteration``."""
         bounds = zip(self.min_lrs, self.max_lrs, strict=True)
         if self.last_batch_iteration < self.total_size:
             part = self._part()

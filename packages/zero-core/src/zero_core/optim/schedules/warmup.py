@@ -39,7 +39,6 @@ class _Warmup(IterationSchedule):
         self._inverse_log = 1.0 / math.log(self.warmup_num_steps)
 
     def step(self, last_batch_iteration: int | None = None) -> None:
-        """Advance to the next iteration, or to the given one, and set its rates."""
         self._advance(last_batch_iteration)
 
     def _start(self) -> None:
@@ -107,7 +106,6 @@ class WarmupLR(_Warmup):
         self._start()
 
     def get_lr(self) -> list[Any]:
-        """Return the rate of each group at ``last_batch_iteration``."""
         if self.last_batch_iteration < 0:
             return list(self.min_lrs)
         is_warming = self.last_batch_iteration < self.warmup_num_steps
@@ -192,7 +190,6 @@ class WarmupCosineLR(_Warmup):
         self._start()
 
     def get_lr_ratio(self) -> float:
-        """Return the factor at ``last_batch_iteration``."""
         if self.last_batch_iteration < 0:
             return 0.0
         if self.last_batch_iteration < self.warmup_num_steps:
@@ -203,7 +200,6 @@ class WarmupCosineLR(_Warmup):
         return max(0.0, self.cos_min_ratio + (1.0 - self.cos_min_ratio) * half_cosine)
 
     def get_lr(self) -> list[Any]:
-        """Return the rate of each group at ``last_batch_iteration``."""
         ratio = self.get_lr_ratio()
         return [rate * ratio for rate in self.org_lrs]
 
