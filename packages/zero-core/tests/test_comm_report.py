@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import zero_core
 import zero_core.comm.factory
-from zero_core.comm.links import Traffic
+from zero_core.comm.meter import Traffic
 from zero_core.testing import spawn
 
 

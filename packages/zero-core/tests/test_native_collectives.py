@@ -19,7 +19,7 @@ from zero_core.comm.communicator import Communicator
 from zero_core.comm.control import ProcessControlGroup
 from zero_core.comm.device import DeviceCollectives
 from zero_core.comm.host import HostCollectives
-from zero_core.comm.links import Links
+from zero_core.comm.meter import Links
 from zero_core.comm.p2p import ProcessMessages
 from zero_core.comm.queues import HostQueues
 from zero_core.comm.shared_memory import SharedMemory

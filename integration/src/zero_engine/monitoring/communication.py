@@ -10,7 +10,7 @@ import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from zero_core.comm.links import Traffic
+from zero_core.comm.meter import Traffic
 from zero_engine.monitoring.observer import Observed, Observer, StepFacts
 from zero_engine.monitoring.settings import CommsLoggerSettings
 

@@ -12,7 +12,7 @@ from typing import Protocol
 
 import torch
 
-from zero_core.comm.links import Traffic
+from zero_core.comm.meter import Traffic
 
 
 @dataclass(frozen=True, slots=True)

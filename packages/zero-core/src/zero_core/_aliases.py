@@ -20,7 +20,7 @@ _PARTITIONED = "zero_engine.deepspeed.zero.partitioned"
 
 _SAME_NAMES = (
     ("access", "step.states", "GRAD StateAccess"),
-    ("accumulation", "step.accumulation", "Accumulation"),
+    ("accumulation", "step.train_state", "Accumulation"),
     ("activations", "plan.activations", "trace_activations"),
     ("adam", "optim.adam", "Adam corrected_update moments_of"),
     ("arena", "sharded.pool", "Allocate Arena BufferPool allocator"),
@@ -74,7 +74,9 @@ _SAME_NAMES = (
     ("owners", "sharded_model", "engine_of"),
     ("parts", "plugins", "COLLECTIVES KERNELS PARAM_TIERS TIERS has_part load_part"),
     ("plan_result", "plan.result", "Choice Plan Table format_bytes"),
-    ("precision", "step.loss_scale", "LossScaler cast_floats clip_factor"),
+    ("precision", "step.train_state", "LossScaler"),
+    ("precision", "_torch", "cast_floats"),
+    ("precision", "step.gradient", "clip_factor"),
     ("pretrained", "checkpoint.pretrained", "Loaded load_pretrained"),
     ("recompute", "runtime.recompute", "Recompute"),
     ("resting", "sharded.param_offload", "LocalStore"),
@@ -90,7 +92,7 @@ _SAME_NAMES = (
     ("tape", "init.tape", "Entry Recording Ref storage_of zeroed"),
     ("tier", "optim.device_tier", "DeviceTier optimizer_options"),
     ("topology", "comm.topology", "Ranks count_per_node find_ranks"),
-    ("traffic", "comm.links", "Links Traffic"),
+    ("traffic", "comm.meter", "Links Traffic"),
     ("traffic_choices", "plan.choices", "TrafficChoice"),
     ("unit", "sharded.unit", "Unit"),
     ("warmup", "optim.schedules.warmup", "WarmupCosineLR WarmupDecayLR WarmupLR"),

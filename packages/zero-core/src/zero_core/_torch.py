@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode as current_d
 __all__ = [
     "DisableTorchFunction",
     "call_at_end_of_backward",
+    "cast_floats",
     "current_dispatch_mode",
     "disable_current_modes",
     "is_in_backward",
@@ -81,3 +82,12 @@ def swap_tensor(param: nn.Parameter, new: nn.Parameter) -> None:
 def mark_stepped(optimizer: torch.optim.Optimizer) -> None:
     """Set the sign by which a schedule knows that its optimizer has stepped."""
     optimizer._opt_called = True  # type: ignore[attr-defined]
+
+
+def cast_floats(inputs: Any, dtype: torch.dtype | None) -> Any:
+    """Cast floating tensors in nested ``inputs`` to ``dtype``, or none of them if it is None."""
+    if dtype is None:
+        return inputs
+    return pytree.tree_map_only(
+        Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t, inputs
+    )

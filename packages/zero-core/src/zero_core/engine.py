@@ -17,6 +17,7 @@ from typing import Any
 
 from torch import Tensor
 
+from zero_core._torch import cast_floats
 from zero_core.checkpoint.save import save_checkpoint
 from zero_core.comm.communicator import Communicator
 from zero_core.comm.meter import Meter
@@ -26,7 +27,6 @@ from zero_core.sharded.memory import Memory
 from zero_core.sharded.sharded_state import ShardedState
 from zero_core.sharded_model import ShardedModel
 from zero_core.step.gradient import StepGradient
-from zero_core.step.loss_scale import cast_floats
 from zero_core.step.optimizer import EngineOptimizer
 from zero_core.step.states import StateAccess
 from zero_core.step.train_state import TrainState
@@ -61,7 +61,7 @@ class Engine(ShardedModel):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the module. Floating inputs are cast to the compute dtype, if one is set."""
-        args, kwargs = cast_floats((args, kwargs), self.config.compute_dtype)
+        args, kwargs = cast_floats((args, kwargs), self._compute_dtype)
         return self.module(*args, **kwargs)
 
     def scale(self, loss: Tensor, *, over: int | None = None) -> Tensor:

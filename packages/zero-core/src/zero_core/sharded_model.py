@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING, Any, NoReturn, Self
 import torch
 from torch import Tensor, nn
 
+from zero_core._torch import cast_floats
 from zero_core.checkpoint import export
 from zero_core.checkpoint.load import load_checkpoint
 from zero_core.comm.communicator import Communicator
-from zero_core.comm.links import Traffic
-from zero_core.comm.meter import Meter
+from zero_core.comm.meter import Meter, Traffic
 from zero_core.config import Config, OffloadOptimizerConfig
 from zero_core.errors import ConfigError, EvaluationOnlyError
 from zero_core.layout.arithmetic import Layout
@@ -34,7 +34,6 @@ from zero_core.runtime.param_guard import ParamGuard
 from zero_core.runtime.runtime import Runtime
 from zero_core.sharded.memory import Memory
 from zero_core.sharded.sharded_state import ShardedState
-from zero_core.step.loss_scale import cast_floats
 from zero_core.step.states import StateAccess
 from zero_core.step.train_state import TrainState
 
@@ -73,6 +72,7 @@ class ShardedModel:
     ) -> None:
         """Called by `zero_core.build`."""
         self.config = config
+        self._compute_dtype = config.compute_dtype
         self.sharded_state = state
         self.states = states
         self._train = train
@@ -106,7 +106,7 @@ class ShardedModel:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the module without gradients. Floating inputs are cast to the compute dtype."""
-        args, kwargs = cast_floats((args, kwargs), self.config.compute_dtype)
+        args, kwargs = cast_floats((args, kwargs), self._compute_dtype)
         with torch.no_grad():
             return self.module(*args, **kwargs)
 

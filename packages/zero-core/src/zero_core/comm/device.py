@@ -14,8 +14,7 @@ from torch import Tensor
 
 from zero_core.comm.control import all_gather_single, sum_in_rank_order
 from zero_core.comm.host import HostCollectives, check_all_to_all, check_subgroup
-from zero_core.comm.links import Links
-from zero_core.comm.meter import GRADIENTS, PARAMETERS, Meter
+from zero_core.comm.meter import GRADIENTS, PARAMETERS, Links, Meter
 from zero_core.comm.p2p import ProcessMessages
 from zero_core.comm.queues import CommQueues
 from zero_core.protocols import EXACT_GRADIENTS, TransportCollectives, Work

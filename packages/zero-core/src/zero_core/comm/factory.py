@@ -7,8 +7,7 @@ import logging
 from zero_core.comm.control import ControlGroup
 from zero_core.comm.device import DeviceCollectives
 from zero_core.comm.host import HostCollectives
-from zero_core.comm.links import Links
-from zero_core.comm.meter import Meter
+from zero_core.comm.meter import Links, Meter
 from zero_core.comm.queues import queues_of
 from zero_core.comm.shared_memory import SharedMemory
 from zero_core.comm.topology import Ranks

@@ -1,4 +1,7 @@
-"""Meter of what a rank sends in a step, call by call: the measured side of `plan.traffic`.
+"""What a rank sends in a step: the links that a collective crosses, and a meter of its calls.
+
+`Links` gives the bytes of one collective, for a plan and for the meter alike. `Meter` counts call
+by call: the measured side of `zero_core.plan.traffic`.
 
 Each collective of the engine's own counts itself when it is called, in whatever thread. A rank
 that reads another's bytes in shared memory counts as one that is sent them, within the node.
@@ -8,8 +11,8 @@ Counting ends with the step: what comes after it (an evaluation, say) belongs to
 from __future__ import annotations
 
 import threading
-
-from zero_core.comm.links import Links, Traffic
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 PARAMETERS, GRADIENTS, FACTS = "parameters", "gradients", "facts of the step"
 MATRICES = "momenta of matrices"
@@ -22,6 +25,89 @@ _ORDER = [
     ("all_gather", MATRICES),
 ]
 """Of rows, as in a plan."""
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """One kind of transfer in one optimizer step, all micro-steps included.
+
+    Attributes:
+        collective: "all_gather", "reduce_scatter", "all_to_all", "all_reduce", "to_host" or
+            "to_device".
+        content: what is carried.
+        num_calls: calls per step.
+        within_node_bytes: bytes that a rank sends to ranks of its own node (mean over ranks).
+        between_nodes_bytes: bytes that it sends to other nodes.
+        host_link_bytes: bytes between its device and its host.
+    """
+
+    collective: str
+    content: str
+    num_calls: int
+    within_node_bytes: int = 0
+    between_nodes_bytes: int = 0
+    host_link_bytes: int = 0
+
+    @property
+    def sent_bytes(self) -> int:
+        """Bytes over every link."""
+        return self.within_node_bytes + self.between_nodes_bytes + self.host_link_bytes
+
+
+@dataclass(frozen=True)
+class Links:
+    """Layout of ranks over nodes, and the way of a gather.
+
+    Attributes:
+        world_size: number of ranks.
+        ranks_per_node: ranks of a node, which have consecutive numbers.
+        is_ring: gathers go round a ring, as NCCL's do; otherwise a shard is sent to each other node
+            once and handed on there, as the engine does on gloo.
+    """
+
+    world_size: int
+    ranks_per_node: int
+    is_ring: bool
+
+    @property
+    def num_nodes(self) -> int:
+        """Nodes."""
+        return self.world_size // self.ranks_per_node
+
+    def direct(self, slice_bytes: int) -> tuple[int, int]:
+        """Bytes sent (within the node, between nodes) when every other rank gets its own slice.
+
+        Reductions and all-to-alls always travel so.
+        """
+        near = self.ranks_per_node - 1
+        return near * slice_bytes, (self.world_size - 1 - near) * slice_bytes
+
+    def once_per_node(self, shard_bytes: int) -> tuple[int, int]:
+        """The same when a shard goes to one rank of each other node, of equal place in its node.
+
+        That rank hands on what arrived to the others there, besides its own shard.
+        """
+        near = self.ranks_per_node - 1
+        return near * self.num_nodes * shard_bytes, (self.num_nodes - 1) * shard_bytes
+
+    def ring(self, shard_bytes: int) -> tuple[int, int]:
+        """The same where shards go round: one rank of a node sends to the next node."""
+        total = (self.world_size - 1) * shard_bytes
+        between = total // self.ranks_per_node if self.ranks_per_node < self.world_size else 0
+        return total - between, between
+
+    def gather(self, shard_bytes: int) -> tuple[int, int]:
+        """An all-gather's bytes, as it travels on this device."""
+        return self.ring(shard_bytes) if self.is_ring else self.once_per_node(shard_bytes)
+
+    def among(self, ranks: Sequence[int]) -> Links:
+        """Return the links among ``ranks``. Spread unevenly, each rank counts as a node."""
+        nodes = [rank // self.ranks_per_node for rank in ranks]
+        size = nodes.count(nodes[0])
+        runs = [nodes[i : i + size] for i in range(0, len(nodes), size)]
+        is_even = all(len(run) == size and len(set(run)) == 1 for run in runs)
+        is_apart = len({run[0] for run in runs}) == len(runs)
+        return Links(len(ranks), size if is_even and is_apart else 1, self.is_ring)
 
 
 class Meter:

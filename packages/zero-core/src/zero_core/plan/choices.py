@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from zero_core.comm.links import Links
+from zero_core.comm.meter import Links
 from zero_core.config import Config
 from zero_core.layout.arithmetic import Layout
 from zero_core.plan.footprints import Footprints

@@ -23,7 +23,7 @@ import torch
 from torch import nn
 
 from zero_core.blueprint import Blueprint
-from zero_core.comm.links import Links
+from zero_core.comm.meter import Links
 from zero_core.config import Config, OffloadParamConfig, load_config
 from zero_core.errors import ConfigError, MissingPartError
 from zero_core.optim.offload_share import check_patterns

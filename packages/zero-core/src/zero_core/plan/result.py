@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass
 
-from zero_core.comm.links import Traffic
+from zero_core.comm.meter import Traffic
 from zero_core.plan.choices import TrafficChoice
 from zero_core.plan.forecast import MemoryUse
 

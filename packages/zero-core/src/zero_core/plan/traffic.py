@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from zero_core.comm.links import Links, Traffic
+from zero_core.comm.meter import Links, Traffic
 from zero_core.config import Config
 from zero_core.layout.arithmetic import Layout, Segment
 from zero_core.plan.footprints import CollectivesFootprint

@@ -98,6 +98,7 @@ class FlatGrads:
         self._span = span
         self._predivide = buffers.plan.predivide
         self._shard = buffers.shard
+        self._padded_numel = segment.padded_numel
         self._has_one_rank = segment.world_size == 1
         self._full: Tensor | None = None
         self._slots: list[Tensor] = []  # views of full, one per parameter
@@ -358,7 +359,7 @@ class FlatGrads:
             self._wait_until_read()
             full = kept
         else:
-            full = self._buffers.full_pools[dtype].acquire(self.segment.padded_numel, dtype)
+            full = self._buffers.full_pools[dtype].acquire(self._padded_numel, dtype)
         self._full = full
         key = (full.data_ptr(), dtype)
         views = self._views.get(key)

@@ -81,7 +81,7 @@ class Memory:
         self._config = config
         self._rank = rank
         self.device = device
-        self._stream = CopyStream(device if self._offloaded else torch.device("cpu"))
+        self._stream = CopyStream(device) if self._offloaded else None
         self._private = allocator(device)
         self._exchanged = exchanged or self._private
         self._arena = Arena(self._exchanged)
@@ -98,7 +98,7 @@ class Memory:
                 "gathered units",
                 [s.padded_numel * s.dtype.itemsize for s in part],
                 [s for s in part if self._is_gathered(s)],
-                self._stream.filled_by(self._private),
+                self._private if self._stream is None else self._stream.filled_by(self._private),
                 queue=self._stream,
             )
             for part in _split(layout.segments)
@@ -204,6 +204,7 @@ class Memory:
         if index not in self._offloaded_indices:
             return DeviceShard(index, self._shards[index], communicator, tier, span)
         assert self._param_tier is not None
+        assert self._stream is not None
         return OffloadedShard(
             segment,
             self._param_tier,

@@ -27,7 +27,6 @@ from zero_core.comm.meter import FACTS, Meter
 from zero_core.config import Config
 from zero_core.sharded.grads import FlatGrads
 from zero_core.sharded.sharded_state import ShardedState
-from zero_core.step.loss_scale import clip_factor
 from zero_core.step.nonfinite import explain_nonfinite
 from zero_core.step.train_state import TrainState
 
@@ -120,6 +119,7 @@ class StepGradient:
         self.decision: StepDecision | None = None
         self._state = state
         self._tier = state.tier
+        self._device = state.device
         self._communicator = communicator
         self._train = train
         self._config = config
@@ -197,7 +197,7 @@ class StepGradient:
         if self.params_with_grad:
             facts[2 + torch.tensor(sorted(self.params_with_grad))] = 1.0
         self._meter.add_all_reduce(FACTS, facts.nbytes)
-        facts = self._state.control.sum(facts.to(self._state.device)).cpu()
+        facts = self._state.control.sum(facts.to(self._device)).cpu()
         self._norm = math.sqrt(float(facts[0]))
         self._num_ranks_with_grad = facts[2:].tolist()
         return bool(facts[1] > 0)
@@ -236,7 +236,7 @@ class StepGradient:
         if p == 2.0:
             return self._norm
         state = self._state
-        norms = [g.norm(p).to(state.device, torch.float64) for g in self._grads.values()]
+        norms = [g.norm(p).to(self._device, torch.float64) for g in self._grads.values()]
         local = torch.linalg.vector_norm(torch.stack(norms), p)
         return float(torch.linalg.vector_norm(state.control.gather(local.view(1)), p))
 
@@ -310,3 +310,13 @@ class StepGradient:
                 "zero_optimization.offload_optimizer.update_in_backward to false; a step that "
                 "broke off midway can only be repeated from a checkpoint"
             )
+
+
+def clip_factor(norm: float, max_norm: float) -> float:
+    """Return the factor that brings a gradient's ``norm`` down to ``max_norm``, 1 if that is 0.
+
+    The formula of `torch.nn.utils.clip_grad_norm_`, with its epsilon of 1e-6.
+    """
+    if max_norm <= 0.0 or not math.isfinite(norm):
+        return 1.0
+    return min(1.0, max_norm / (norm + 1e-6))

@@ -8,17 +8,163 @@ from typing import Any
 
 from torch import Tensor
 
-from zero_core.config import Config
+from zero_core.config import Config, Fp16Config
 from zero_core.errors import CheckpointError
 from zero_core.optim.schedules.base import Schedule, check_state, resume_rates
-from zero_core.step.accumulation import Accumulation
-from zero_core.step.loss_scale import LossScaler
 
 _log = logging.getLogger(__name__)
 
 _MEANT = "; if that is meant, load without the schedule"
 _NO_SAVED = "the engine's schedule stays where it is: none was saved" + _MEANT
 _NO_OWN = "the schedule that was saved is not used: the engine has none" + _MEANT
+
+
+class Accumulation:
+    """Counter of micro-steps.
+
+    Attributes:
+        steps: micro-steps per step.
+        micro_steps: micro-steps that have ended.
+        count: those of the current step that have ended; 0 between two steps.
+        override: whether the current micro-step is the last one of its step. None: the count
+            decides.
+    """
+
+    def __init__(self, steps: int) -> None:
+        self.steps = steps
+        self.micro_steps = 0
+        self.count = 0
+        self.override: bool | None = None
+
+    def check_ended(self, *, or_dropped: bool = False) -> None:
+        """Refuse to save in the middle of a step, unless its part is ``or_dropped``.
+
+        Raises:
+            CheckpointError: a step is under way.
+        """
+        if self.count and not or_dropped:
+            raise CheckpointError(
+                f"micro-step {self.micro_steps} is in the middle of an accumulation, of which "
+                f"{self.count} are done: save after a step"
+            )
+
+    def set_steps(self, steps: int) -> None:
+        """Set the number of micro-steps per step.
+
+        Raises:
+            ValueError: it is below 1.
+            RuntimeError: a step is under way.
+        """
+        if steps < 1:
+            raise ValueError(f"gradient_accumulation_steps = {steps}: expected 1 or more")
+        if self.count:
+            raise RuntimeError(f"{self.count} micro-steps of a step are done: set it after step()")
+        self.steps = steps
+
+    def is_boundary(self) -> bool:
+        """Whether the current micro-step is the last one of its step."""
+        return self.count + 1 >= self.steps if self.override is None else self.override
+
+    def end_micro_step(self) -> None:
+        """Count a micro-step. At a boundary, start a new step."""
+        self.count = 0 if self.is_boundary() else self.count + 1
+        self.micro_steps += 1
+
+    def restart(self, what: str) -> None:
+        """Warn that the current step, described by ``what``, starts again, and `forget` it."""
+        text = "%s starts again from its first micro-step, as the last backward did not end"
+        _log.warning(text + " (%d micro-steps were done)", what, self.count)
+        self.forget()
+
+    def forget(self) -> None:
+        """Start the current step again, as its gradients were dropped."""
+        self.micro_steps -= self.count
+        self.count = 0
+
+    def resume(self, global_steps: int) -> None:
+        """Continue after ``global_steps`` whole steps."""
+        self.micro_steps, self.count = global_steps * self.steps, 0
+
+    def divide(self, loss: Tensor, over: int | None) -> Tensor:
+        """Divide ``loss`` by ``over`` micro-steps. None stands for `steps`.
+
+        Raises:
+            ValueError: ``over`` is below 1.
+        """
+        steps = self.steps if over is None else over
+        if steps < 1:
+            raise ValueError(f"over = {over}: expected a number of micro-steps, 1 or more")
+        return loss / steps if steps > 1 else loss
+
+
+class LossScaler:
+    """The loss scale: constant, or dynamic as of Micikevicius et al. (arXiv 1710.03740), 3.2.
+
+    Dynamic: doubled after ``loss_scale_window`` steps without overflow; an overflow first uses up
+    ``hysteresis``, then each one halves the scale, down to ``min_loss_scale``.
+
+    Attributes:
+        is_dynamic: whether the scale changes.
+        scale: factor on the loss; 1 without fp16.
+        is_applied: whether a loss of the current micro-step has been scaled.
+    """
+
+    def __init__(self, config: Fp16Config) -> None:
+        self._config = config
+        self.is_dynamic = config.enabled and config.loss_scale == 0.0
+        if not config.enabled:
+            self.scale = 1.0
+        elif self.is_dynamic:
+            self.scale = max(2.0**config.initial_scale_power, config.min_loss_scale)
+        else:
+            self.scale = config.loss_scale
+        self.is_applied = False
+        self._hysteresis_left = config.hysteresis
+        self._steps_since_change = 0
+
+    def scale_loss(self, loss: Tensor) -> Tensor:
+        """Return ``loss`` times the scale."""
+        self.is_applied = True
+        return loss if self.scale == 1.0 else loss * self.scale
+
+    def update(self, *, is_overflow: bool) -> None:
+        """Adapt the scale after a step that was taken, or skipped for an overflow."""
+        if not self.is_dynamic:
+            return
+        config = self._config
+        if is_overflow:
+            self._steps_since_change = 0
+            if self._hysteresis_left > 1:
+                self._hysteresis_left -= 1
+                return
+            if self.scale <= config.min_loss_scale:
+                _log.warning("overflow at the smallest loss scale %g", self.scale)
+            self.scale = max(self.scale / 2.0, config.min_loss_scale)
+            return
+        if config.consecutive_hysteresis:
+            self._hysteresis_left = config.hysteresis
+        self._steps_since_change += 1
+        if self._steps_since_change >= config.loss_scale_window:
+            self._steps_since_change = 0
+            self._hysteresis_left = config.hysteresis
+            self.scale *= 2.0
+
+    def state_dict(self) -> dict[str, float]:
+        """Return what a checkpoint keeps: nothing, if the scale is constant."""
+        if not self.is_dynamic:
+            return {}
+        return {
+            "scale": self.scale,
+            "hysteresis_left": self._hysteresis_left,
+            "steps_since_change": self._steps_since_change,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore `state_dict`. A constant scale stays what the configuration says."""
+        if self.is_dynamic and state:
+            self.scale = float(state["scale"])
+            self._hysteresis_left = int(state["hysteresis_left"])
+            self._steps_since_change = int(state["steps_since_change"])
 
 
 class TrainState:
