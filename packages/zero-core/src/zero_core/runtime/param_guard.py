@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from itertools import chain
+from operator import is_
 from typing import Any
 
 import torch
@@ -93,20 +94,21 @@ class ParamGuard:
 
         With ``has_substitutes`` tensors may stand in parameters' places.
         """
-        # Called at each forward: two passes over dictionaries in C, no names.
-        if any(self._empty) or list(map(id, self._entries())) != self._places:
+        # Called at each forward: passes over dictionaries in C that touch no entry.
+        if (
+            any(self._empty)
+            or sum(map(len, self._places)) != len(self._entries)
+            or not all(map(is_, chain.from_iterable(self._places), self._entries))
+        ):
             self._check_names(has_substitutes=has_substitutes)
-
-    def _entries(self) -> chain[Any]:
-        return chain.from_iterable(map(dict.values, self._dicts))
 
     def _remember_places(self) -> None:
         modules = list(self._model.modules())
         dicts: list[dict[str, Any]] = [m._parameters for m in modules]
         dicts += [m._modules for m in modules]
-        self._dicts = [d for d in dicts if d]
         self._empty = [d for d in dicts if not d]
-        self._places = list(map(id, self._entries()))
+        self._places = [d.values() for d in dicts if d]  # they follow the dictionaries
+        self._entries = list(chain.from_iterable(self._places))
 
     def _check_names(self, *, has_substitutes: bool) -> None:
         named = _named(self._model)
