@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from zero_core.errors import CollectiveError
 from zero_core.layout.arithmetic import Segment, Slot
 from zero_core.protocols import EXACT_PARAMETERS
-from zero_core.sharded.params import FlatParams, ParamState
+from zero_core.sharded.params import FlatParams, ParamState, SegmentViews
 from zero_core.sharded.pool import BufferPool, allocator
 
 CPU = torch.device("cpu")
@@ -61,15 +61,17 @@ class _Source:
 
 def _make(*, is_kept: bool = False, has_remote_updates: bool = True) -> tuple[FlatParams, _Source]:
     source = _Source()
+    params = [nn.Parameter(torch.zeros(2, 2)), nn.Parameter(torch.zeros(3))]
     flat = FlatParams(
         SEGMENT,
-        [nn.Parameter(torch.zeros(2, 2)), nn.Parameter(torch.zeros(3))],
+        params,
         rank=0,
         device=CPU,
         source=source,
         kept=torch.zeros(8) if is_kept else None,
         pool=BufferPool(allocator(CPU), 32),
         has_remote_updates=has_remote_updates,
+        views=SegmentViews(SEGMENT, params, CPU),
     )
     flat.adopt()
     return flat, source

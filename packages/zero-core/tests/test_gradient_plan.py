@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from zero_core.layout.arithmetic import Segment, Slot
 from zero_core.sharded.gradient_plan import GradientCase, GradientPlan, plan_gradient
 from zero_core.sharded.grads import FlatGrads, GradientBuffers
+from zero_core.sharded.params import SegmentViews
 from zero_core.sharded.pool import BufferPool, allocator
 
 FP32, BF16 = torch.float32, torch.bfloat16
@@ -116,7 +117,8 @@ def _grads(plan: GradientPlan, tier: Any = None) -> FlatGrads:
         {d: BufferPool(allocator(torch.device("cpu")), 8 * d.itemsize) for d in dtypes},
         BufferPool(allocator(torch.device("cpu")), 4 * segment.shard_numel),
     )
-    return FlatGrads(segment, params, buffers, _Mirror(), tier, (0, 4))  # type: ignore[arg-type]
+    views = SegmentViews(segment, params, torch.device("cpu"))
+    return FlatGrads(segment, params, buffers, _Mirror(), tier, (0, 4), views)  # type: ignore[arg-type]
 
 
 def _backward(grads: FlatGrads, first: float, second: float | None) -> None:

@@ -86,7 +86,6 @@ _SAME_NAMES = (
         "IterationSchedule Rate Schedule check_state per_group resume_rates set_rates "
         "torch_optimizer whole",
     ),
-    ("segment_values", "sharded.params", "slot_views"),
     ("shared_memory", "comm.shared_memory", "SharedMemory"),
     ("state", "sharded.sharded_state", "MASTER ShardedState"),
     ("tape", "init.tape", "Entry Recording Ref storage_of zeroed"),

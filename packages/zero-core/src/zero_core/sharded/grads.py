@@ -16,7 +16,7 @@ from zero_core.comm.communicator import Communicator, NamedReduction, NamedWork
 from zero_core.layout.arithmetic import Segment
 from zero_core.protocols import EXACT_GRADIENTS, StateTier
 from zero_core.sharded.gradient_plan import GradientCase, GradientPlan
-from zero_core.sharded.params import slot_views
+from zero_core.sharded.params import SegmentViews
 from zero_core.sharded.pool import BufferPool
 
 _STRIDED = torch.strided
@@ -77,6 +77,7 @@ class FlatGrads:
         communicator: Communicator,
         tier: StateTier,
         span: tuple[int, int],
+        views: SegmentViews,
     ) -> None:
         """Prepare for the gradients of ``params``.
 
@@ -87,6 +88,7 @@ class FlatGrads:
             communicator: reduces.
             tier: reads back what it was offered, if it owns gradients.
             span: this rank's part of the local flat space.
+            views: of this segment and those that are like it.
         """
         self.segment = segment
         self.params = list(params)
@@ -103,7 +105,7 @@ class FlatGrads:
         self._full: Tensor | None = None
         self._slots: list[Tensor] = []  # views of full, one per parameter
         self._gaps: list[Tensor] = []  # views of what belongs to no parameter
-        self._views: dict[tuple[int, torch.dtype], tuple[list[Tensor], list[Tensor]]] = {}
+        self._views = views
         self._no_grad = [False] * len(self.params)
         self._has_grad = self._no_grad.copy()
         self._is_wide = False
@@ -361,12 +363,7 @@ class FlatGrads:
         else:
             full = self._buffers.full_pools[dtype].acquire(self._padded_numel, dtype)
         self._full = full
-        key = (full.data_ptr(), dtype)
-        views = self._views.get(key)
-        if views is None:
-            gaps = [full[low:high] for low, high in self.segment.gaps()]
-            views = self._views[key] = slot_views(full, self.segment, self.params), gaps
-        self._slots, self._gaps = views
+        self._slots, self._gaps, _ = self._views.of(full)
 
     def _close(self) -> None:
         self._is_wide = False

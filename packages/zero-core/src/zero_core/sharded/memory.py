@@ -7,7 +7,7 @@ On the meta device the same code allocates nothing and still knows every size: t
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from itertools import pairwise
 
 import torch
@@ -27,7 +27,7 @@ from zero_core.sharded.param_offload import (
     OffloadedShard,
     PrefetchHints,
 )
-from zero_core.sharded.params import DeviceShard, FlatParams, ShardSource
+from zero_core.sharded.params import DeviceShard, FlatParams, SegmentViews, ShardSource
 from zero_core.sharded.pool import Allocate, Arena, BufferPool, allocator
 from zero_core.sharded.unit import Unit
 
@@ -87,6 +87,7 @@ class Memory:
         self._arena = Arena(self._exchanged)
         self._found = found
         self._layout = layout
+        self._views: dict[Hashable, SegmentViews] = {}
         self._pools: list[tuple[str, BufferPool, int]] = []
         # Copies to other memory are under way on an accelerator while the next unit is reduced.
         self._num_spare = NUM_SPARE if is_accelerated else 0
@@ -168,6 +169,7 @@ class Memory:
                 communicator,
                 tier,
                 self.spans[index],
+                self._views_of(segments[index]),
             )
             for index, of_segment in buffers.items()
         }
@@ -196,6 +198,7 @@ class Memory:
             kept=self._kept.get(index),
             pool=self._full_pools[min(segment.unit, 1)],
             has_remote_updates=self._has_peers and self.has_sharded_state and segment.is_trainable,
+            views=self._views_of(segment),
         )
 
     def _source(self, segment: Segment, tier: StateTier, communicator: Communicator) -> ShardSource:
@@ -214,6 +217,16 @@ class Memory:
             tier=tier,
             span=span,
         )
+
+    def _views_of(self, segment: Segment) -> SegmentViews:
+        params = self._params_of(segment)
+        slots = [
+            (slot.start, slot.stop, p.shape) for slot, p in zip(segment.slots, params, strict=True)
+        ]
+        key = (segment.dtype, segment.padded_numel, *slots)
+        if key not in self._views:
+            self._views[key] = SegmentViews(segment, params, self.device)
+        return self._views[key]
 
     def _prefetch_hints(self) -> PrefetchHints | None:
         if self._param_tier is None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from enum import Enum
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -134,6 +134,56 @@ class DeviceShard(ShardUpdates):
         """See `ShardSource`: nothing is copied elsewhere."""
 
 
+class BufferViews(NamedTuple):
+    """Views of one buffer.
+
+    Attributes:
+        slots: one per parameter, in its shape.
+        gaps: of what belongs to no parameter.
+        addresses: of the slots.
+    """
+
+    slots: list[Tensor]
+    gaps: list[Tensor]
+    addresses: list[int]
+
+
+class SegmentViews:
+    """Views of buffers and placeholders, for all segments of equal slots and shapes.
+
+    The units of a model are mostly alike, and use the same few buffers in turn. What they share is
+    in the processor's cache when the next one needs it.
+    """
+
+    def __init__(
+        self, segment: Segment, params: Sequence[nn.Parameter], device: torch.device
+    ) -> None:
+        """Prepare for buffers of ``segment``'s length, and make the placeholders on ``device``."""
+        self._slots = [
+            (slot.start, slot.stop, param.shape)
+            for slot, param in zip(segment.slots, params, strict=True)
+        ]
+        self._gaps = list(segment.gaps())
+        self._found: dict[tuple[int, torch.dtype], BufferViews] = {}
+        hole = torch.zeros((), dtype=segment.dtype, device=device)
+        if segment.dtype.is_floating_point:
+            hole.fill_(float("nan"))
+        holes = [hole.expand(param.shape) for param in params]
+        self.placeholders = BufferViews(holes, [], list(map(Tensor.data_ptr, holes)))
+
+    def of(self, full: Tensor) -> BufferViews:
+        """Return the views of ``full``, [padded_numel] of a buffer that lives as long as this."""
+        key = (full.data_ptr(), full.dtype)
+        found = self._found.get(key)
+        if found is None:
+            with torch.inference_mode(False):  # they serve training too
+                slots = [full[start:stop].view(shape) for start, stop, shape in self._slots]
+                gaps = [full[start:stop] for start, stop in self._gaps]
+            addresses = list(map(Tensor.data_ptr, slots))
+            found = self._found[key] = BufferViews(slots, gaps, addresses)
+        return found
+
+
 class FlatParams:
     """The values of one segment. See [Note: the tensors of a segment] in `unit`.
 
@@ -159,6 +209,7 @@ class FlatParams:
         kept: Tensor | None,
         pool: BufferPool,
         has_remote_updates: bool,
+        views: SegmentViews,
     ) -> None:
         """Manage ``params``, one per slot. `adopt` then takes their storage over.
 
@@ -171,6 +222,7 @@ class FlatParams:
             kept: ``full`` if it is in the arena for good, else None.
             pool: lends ``full`` otherwise.
             has_remote_updates: whether other ranks update slices of it.
+            views: of this segment and those that are like it.
         """
         self.segment = segment
         self.params = list(params)
@@ -189,13 +241,8 @@ class FlatParams:
         self._full_version = 0 if self.is_kept else _NO_VERSION
         self._work: Work | None = None
         self._are_views_set = False
-        self._views: dict[int, list[Tensor]] = {}  # by address of full
-        self._addresses: dict[int, list[int]] = {}  # of the same views
-        hole = torch.zeros((), dtype=segment.dtype, device=device)
-        if segment.dtype.is_floating_point:
-            hole.fill_(float("nan"))
-        self._placeholders = [hole.expand(p.shape) for p in self.params]
-        self._hole_addresses = list(map(Tensor.data_ptr, self._placeholders))
+        self._views = views
+        self._placeholders = views.placeholders
         # Copies that parameters are views of while SHARDED, and their holders, by position.
         self._copies: dict[int, Tensor] = {}
         self._num_holders: dict[int, int] = {}
@@ -227,7 +274,7 @@ class FlatParams:
         """Wait for the gather, and make the parameters views of ``full``."""
         self.finish_gather()
         if not self._are_views_set:
-            list(map(_set_data, self.params, self._current_views()))
+            list(map(_set_data, self.params, self._current_views().slots))
             self._are_views_set = True
 
     def finish_gather(self) -> None:
@@ -296,10 +343,10 @@ class FlatParams:
 
     def _expected_addresses(self) -> list[int]:
         if self._are_views_set:
-            return self._addresses[self.address]
+            return self._current_views().addresses
         if not self._copies:
-            return self._hole_addresses
-        kept = [self._copies.get(i, hole) for i, hole in enumerate(self._placeholders)]
+            return self._placeholders.addresses
+        kept = [self._copies.get(i, hole) for i, hole in enumerate(self._placeholders.slots)]
         return list(map(Tensor.data_ptr, kept))
 
     def refresh(self) -> None:
@@ -366,9 +413,9 @@ class FlatParams:
     def restore(self, position: int) -> None:
         """Make the parameter at ``position`` a view again, if its ``data`` was replaced."""
         if self._are_views_set:
-            tensor = self._current_views()[position]
+            tensor = self._current_views().slots[position]
         else:
-            tensor = self._copies.get(position, self._placeholders[position])
+            tensor = self._copies.get(position, self._placeholders.slots[position])
         found = self.params[position]
         if (found.data_ptr(), found.shape) != (tensor.data_ptr(), tensor.shape):
             found.data = tensor
@@ -403,33 +450,19 @@ class FlatParams:
             return
         del self._copies[position]
         if not self._are_views_set:
-            self.params[position].data = self._placeholders[position]
+            self.params[position].data = self._placeholders.slots[position]
 
     def _set_placeholders(self) -> None:
         if self._copies:
-            for position, hole in enumerate(self._placeholders):
+            for position, hole in enumerate(self._placeholders.slots):
                 self.params[position].data = self._copies.get(position, hole)
         else:
-            list(map(_set_data, self.params, self._placeholders))
+            list(map(_set_data, self.params, self._placeholders.slots))
         self._are_views_set = False
 
-    def _current_views(self) -> list[Tensor]:
+    def _current_views(self) -> BufferViews:
         assert self.full is not None
-        views = self._views.get(self.address)
-        if views is None:
-            with torch.inference_mode(False):  # they serve training too
-                views = slot_views(self.full, self.segment, self.params)
-            self._views[self.address] = views
-            self._addresses[self.address] = list(map(Tensor.data_ptr, views))
-        return views
-
-
-def slot_views(flat: Tensor, segment: Segment, params: Sequence[nn.Parameter]) -> list[Tensor]:
-    """Return each parameter's part of ``flat`` ([padded_numel]), in its shape."""
-    return [
-        flat[slot.start : slot.stop].view(param.shape)
-        for slot, param in zip(segment.slots, params, strict=True)
-    ]
+        return self._views.of(self.full)
 
 
 def is_placeholder(tensor: Tensor) -> bool:
