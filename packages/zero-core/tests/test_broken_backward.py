@@ -1,4 +1,4 @@
-"""A backward that raises leaves a partial gradient, which no step may take."""
+"""A backward that raises leaves a partial gradient, and Ctrl-C a forward without its end."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ class _Tower(nn.Module):
     """Four blocks. While ``is_broken``, backward raises between the second and the third."""
 
     is_broken = False
+    is_interrupted = False
 
     def __init__(self) -> None:
         super().__init__()
@@ -25,6 +26,8 @@ class _Tower(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         for index, block in enumerate(self.blocks):
             x = torch.tanh(block(x))
+            if index == 2 and self.is_interrupted:
+                raise KeyboardInterrupt
             if index == 1 and self.is_broken:
                 x.register_hook(self._raise)
         return x.square().mean()
@@ -61,3 +64,30 @@ def _train(ranks: SimulatedRanks, case: Case, breaks: bool) -> list[float]:
 def test_step_refuses_the_gradient_when_backward_raised(stage: int, world_size: int) -> None:
     case = Case(stage=stage)
     assert simulate(_train, world_size, case, True) == simulate(_train, world_size, case, False)
+
+
+def _train_after_interrupts(ranks: SimulatedRanks, case: Case, is_interrupted: bool) -> list[float]:
+    model = _Tower()
+    engine = zero_core.build(model, case.config(), process_group=ranks)
+    losses = []
+    for step in range(3):
+        generator = torch.Generator().manual_seed(10 * step + ranks.rank)
+        data = torch.randn(5, 6, generator=generator)
+        if is_interrupted and step:
+            model.is_interrupted = True
+            with pytest.raises(KeyboardInterrupt), torch.set_grad_enabled(step == 2):
+                engine.module(data)
+            model.is_interrupted = False
+        loss = engine(data)
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+@pytest.mark.parametrize("stage", [1, 3])
+def test_training_goes_on_after_ctrl_c_in_a_forward(stage: int, world_size: int) -> None:
+    case = Case(stage=stage)
+    found = simulate(_train_after_interrupts, world_size, case, True)
+    assert found == simulate(_train_after_interrupts, world_size, case, False)

@@ -8,7 +8,9 @@ forward that is compiled no hook may stand, disabled or not: it would break the 
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
+from types import FrameType
 from typing import Any, TypeVar
 
 import torch
@@ -24,6 +26,7 @@ __all__ = [
     "cast_floats",
     "current_dispatch_mode",
     "disable_current_modes",
+    "is_called_by_itself",
     "is_in_backward",
     "is_own_graph",
     "mark_stepped",
@@ -34,6 +37,7 @@ __all__ = [
     "unless_compiling",
 ]
 
+_CALL = nn.Module.__call__.__code__
 _Hook = TypeVar("_Hook", bound=Callable[..., None])
 
 
@@ -51,6 +55,16 @@ def requires_grad(output: object) -> bool:
     if isinstance(output, Tensor):
         return output.requires_grad
     return any(isinstance(t, Tensor) and t.requires_grad for t in pytree.tree_leaves(output))
+
+
+def is_called_by_itself(module: nn.Module) -> bool:
+    """Whether a call of ``module`` that has not returned led to the one that is running."""
+    num_calls = 0
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and num_calls < 2:
+        num_calls += frame.f_code is _CALL and frame.f_locals["self"] is module
+        frame = frame.f_back
+    return num_calls > 1
 
 
 def outside_graphs(hook: _Hook) -> _Hook:

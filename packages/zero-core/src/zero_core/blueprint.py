@@ -186,7 +186,7 @@ def _check_all_grouped(found: Discovered, group_of: Mapping[int, int]) -> None:
 
 
 def _describe(found: Discovered, group_of: Mapping[int, int], config: Config) -> list[ParamSpec]:
-    """Describe every parameter. `zero_core.runtime.trainable` explains which are trainable."""
+    """Describe every parameter. `zero_core.runtime.param_guard` explains which are trainable."""
     return [
         ParamSpec(
             name=names[0],

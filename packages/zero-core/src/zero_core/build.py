@@ -32,8 +32,8 @@ from zero_core.protocols import (
     StateTierFactory,
 )
 from zero_core.runtime import hooks
+from zero_core.runtime.param_guard import warn_frozen
 from zero_core.runtime.runtime import Runtime
-from zero_core.runtime.trainable import warn_frozen
 from zero_core.sharded.memory import Memory
 from zero_core.sharded.sharded_state import ShardedState
 from zero_core.sharded_model import ShardedModel, for_evaluation

@@ -42,9 +42,7 @@ class LeftShard(NamedTuple):
 class Removable(Protocol):
     """The handle of a hook."""
 
-    def remove(self) -> None:
-        """Remove the hook."""
-        ...
+    def remove(self) -> None: ...
 
 
 class Ownership:

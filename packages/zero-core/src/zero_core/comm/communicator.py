@@ -148,7 +148,6 @@ class Communicator:
         return NamedReduction(self, work, "reduce_scatter", segment)
 
     def error(self, verb: str, segment: int, error: RuntimeError) -> CollectiveError:
-        """Return the error that says which collective of which unit failed."""
         return collective_error(f"rank {self.rank}: {verb} of {self._names[segment]}", error)
 
     def kind_of(self, work: Work) -> tuple[bool, bool]:
@@ -171,11 +170,9 @@ class Communicator:
         return {} if self._stateful is None else self._stateful.private_nbytes
 
     def forget_values(self) -> None:
-        """See `zero_core.protocols.StatefulCollectives.forget_values`."""
         if self._stateful is not None:
             self._stateful.forget_values()
 
     def forget_errors(self) -> None:
-        """See `zero_core.protocols.StatefulCollectives.forget_errors`."""
         if self._stateful is not None:
             self._stateful.forget_errors()

@@ -114,7 +114,6 @@ class ControlGroup(Protocol):
         self.broadcast(tensor)
 
     def barrier(self) -> None:
-        """Wait for every rank."""
         self.gather_bytes(b"")
 
     def together(self, what: str, act: Callable[[], _T]) -> _T:
@@ -151,13 +150,11 @@ class ProcessControlGroup(ControlGroup):
         self._device = device
 
     def sum(self, values: Tensor) -> Tensor:
-        """Sum by the library's all-reduce."""
         if self.world_size > 1:
             dist.all_reduce(values, group=self._group)
         return values
 
     def broadcast(self, tensor: Tensor, *, source: int = 0) -> None:
-        """Broadcast by the library."""
         if self.world_size > 1:
             dist.broadcast(tensor, group=self._group, group_src=source)
 

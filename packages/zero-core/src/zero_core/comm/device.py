@@ -56,7 +56,6 @@ class DeviceCollectives:
         self._scratch: dict[tuple[int, torch.dtype], list[Tensor]] = {}
 
     def subgroup(self, ranks: Sequence[int]) -> TransportCollectives:
-        """See `zero_core.protocols.TransportCollectives.subgroup`."""
         check_subgroup(ranks, self.rank, self.world_size)
         if len(ranks) == 1:  # nothing to send
             return HostCollectives(
@@ -75,18 +74,15 @@ class DeviceCollectives:
         )
 
     def zeros(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """See `zero_core.protocols.TransportCollectives.zeros`."""
         with torch.inference_mode(False):  # it serves training too
             return torch.zeros(numel, dtype=dtype, device=device)
 
     def launch(self, job: Callable[[], None], *, is_reduction: bool) -> Work:
-        """See `zero_core.protocols.TransportCollectives.launch`."""
         return self._queues.launch(job, is_reduction=is_reduction)
 
     def all_gather(
         self, out: Tensor, shard: Tensor, *, unit: int, version: int, backward: bool
     ) -> Work:
-        """See `zero_core.protocols.Collectives.all_gather`."""
         content = GRADIENTS if version == EXACT_GRADIENTS else PARAMETERS
         self._meter.add("all_gather", content, self._links.gather(shard.nbytes))
         own = out.view(self.world_size, -1)[self.rank]
@@ -96,7 +92,6 @@ class DeviceCollectives:
         return cast(Work, work)
 
     def reduce_scatter(self, out: Tensor, full: Tensor, *, unit: int) -> Work:
-        """See `zero_core.protocols.Collectives.reduce_scatter`."""
         sent = self._links.direct(full.nbytes // self.world_size)
         self._meter.add("reduce_scatter", GRADIENTS, sent)
         free = self._scratch.setdefault((full.numel(), full.dtype), [])
@@ -107,7 +102,6 @@ class DeviceCollectives:
         return _DeviceReduction(work, out, received, parts, free)
 
     def all_to_all(self, out: Tensor, parts: Tensor, *, unit: int) -> Work:
-        """See `zero_core.protocols.TransportCollectives.all_to_all`."""
         check_all_to_all(out, parts, self.world_size)
         sent = self._links.direct(parts.nbytes // self.world_size)
         self._meter.add("all_to_all", GRADIENTS, sent)

@@ -81,7 +81,6 @@ class HostCollectives:
         self._scratch: dict[tuple[int, torch.dtype], list[Tensor]] = {}
 
     def subgroup(self, ranks: Sequence[int]) -> HostCollectives:
-        """See `zero_core.protocols.TransportCollectives.subgroup`."""
         check_subgroup(ranks, self.rank, self.world_size)
         found = HostCollectives.__new__(HostCollectives)
         wire, links = self._wire.among(ranks), self._links.among(ranks)
@@ -89,20 +88,17 @@ class HostCollectives:
         return found
 
     def zeros(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """See `zero_core.protocols.TransportCollectives.zeros`."""
         with torch.inference_mode(False):  # it serves training too
             if self._shared is not None and device.type == "cpu":
                 return self._shared.zeros(numel, dtype)
             return torch.zeros(numel, dtype=dtype, device=device)
 
     def launch(self, job: Callable[[], None], *, is_reduction: bool) -> Work:
-        """See `zero_core.protocols.TransportCollectives.launch`."""
         return self._queues.launch(job, is_reduction=is_reduction)
 
     def all_gather(
         self, out: Tensor, shard: Tensor, *, unit: int, version: int, backward: bool
     ) -> Work:
-        """See `zero_core.protocols.Collectives.all_gather`."""
         self._count("all_gather", version, self._links.gather(shard.nbytes))
         slices = out.view(self.world_size, -1)
         own = slices[self.rank]
@@ -121,7 +117,6 @@ class HostCollectives:
         return [wire.exchange(shard, offset, slices[p], p, Kind.GATHER, unit) for p in peers]
 
     def _gather_once_per_node(self, out: Tensor, shard: Tensor, unit: int) -> Work:
-        """See [Note: once per node]."""
         per_node, wire = self._links.ranks_per_node, self._wire
         rows = out.view(-1, per_node, shard.numel())
         node, place = divmod(self.rank, per_node)
@@ -147,7 +142,6 @@ class HostCollectives:
         return self._queues.launch(pass_on, is_reduction=False)
 
     def reduce_scatter(self, out: Tensor, full: Tensor, *, unit: int) -> Work:
-        """See `zero_core.protocols.Collectives.reduce_scatter`."""
         wire = self._wire
         slices = full.view(self.world_size, -1)
         self._count("reduce_scatter", EXACT_GRADIENTS, self._links.direct(slices[0].nbytes))
@@ -158,7 +152,6 @@ class HostCollectives:
         return _HostReduction(self, out, list(slices), parcels, received, unit, is_near=is_near)
 
     def all_to_all(self, out: Tensor, parts: Tensor, *, unit: int) -> Work:
-        """See `zero_core.protocols.TransportCollectives.all_to_all`."""
         check_all_to_all(out, parts, self.world_size)
         given, slices = parts.view(self.world_size, -1), out.view(self.world_size, -1)
         self._count("all_to_all", EXACT_GRADIENTS, self._links.direct(given[0].nbytes))
@@ -256,7 +249,6 @@ class _HostReduction:
             sum_in_rank_order(self._out, sources)
 
     def acknowledge(self) -> Work:
-        """See `zero_core.protocols.InPlaceReduction`. After ``wait``, once."""
         self.contributions = ()
         return self._owner.acknowledge(self._received, self._unit, is_near=self._is_near)
 

@@ -1,4 +1,4 @@
-"""What a rank sends in a step: the links that a collective crosses, and a meter of its calls.
+"""Bytes that a rank sends in a step: the links that a collective crosses, and their meter.
 
 `Links` gives the bytes of one collective, for a plan and for the meter alike. `Meter` counts call
 by call: the measured side of `zero_core.plan.traffic`.
@@ -50,7 +50,6 @@ class Traffic:
 
     @property
     def sent_bytes(self) -> int:
-        """Bytes over every link."""
         return self.within_node_bytes + self.between_nodes_bytes + self.host_link_bytes
 
 
@@ -71,7 +70,6 @@ class Links:
 
     @property
     def num_nodes(self) -> int:
-        """Nodes."""
         return self.world_size // self.ranks_per_node
 
     def direct(self, slice_bytes: int) -> tuple[int, int]:

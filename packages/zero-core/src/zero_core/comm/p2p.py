@@ -79,19 +79,16 @@ class ProcessMessages:
         self._group = group
 
     def isend(self, tensor: Tensor, target: int, tag: int) -> Work:
-        """See `Messages`."""
         work = dist.isend(tensor, group=self._group, group_dst=target, tag=tag)
         assert work is not None
         return work
 
     def irecv(self, tensor: Tensor, source: int, tag: int) -> Work:
-        """See `Messages`."""
         work = dist.irecv(tensor, group=self._group, group_src=source, tag=tag)
         assert work is not None
         return work
 
     def next_channel(self) -> int:
-        """See `Messages`. Numbers repeat after 4096 others."""
         name = ""
         if dist.is_available() and dist.is_initialized():
             known = dist.group.WORLD if self._group is None else self._group
@@ -245,6 +242,5 @@ class PeerToPeer:
 
 
 def wait_all(works: Sequence[Work]) -> None:
-    """Wait for each of ``works``."""
     for work in works:
         work.wait()

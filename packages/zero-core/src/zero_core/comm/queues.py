@@ -26,9 +26,7 @@ _Job = Callable[[], None]
 class CommQueues(Protocol):
     """Runs jobs beside the caller."""
 
-    def launch(self, job: _Job, *, is_reduction: bool) -> Work:
-        """See `zero_core.protocols.TransportCollectives.launch`."""
-        ...
+    def launch(self, job: _Job, *, is_reduction: bool) -> Work: ...
 
 
 def queues_of(device: torch.device) -> CommQueues:

@@ -39,7 +39,7 @@ class ParamSpec:
         name: first name in the module tree.
         shape: shape of the whole parameter.
         dtype: compute dtype.
-        is_trainable: whether an optimizer may update it; see zero_core.runtime.trainable.
+        is_trainable: whether an optimizer may update it; see zero_core.runtime.param_guard.
         aliases: further names (tied weights).
     """
 

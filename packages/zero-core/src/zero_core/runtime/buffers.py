@@ -40,7 +40,6 @@ class BufferSync:
             self.handles.append(self._model.register_forward_hook(after))
 
     def remove(self) -> None:
-        """Remove the hooks."""
         while self.handles:
             self.handles.pop().remove()
 

@@ -44,7 +44,6 @@ class ModelCopies:
         self._attach()
 
     def remove(self) -> None:
-        """Leave copying to the modules again."""
         for module in self._modules:
             vars(module).pop(_KEY, None)
 

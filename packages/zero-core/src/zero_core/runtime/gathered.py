@@ -48,12 +48,10 @@ class _FullParam:
 
     @property
     def param(self) -> nn.Parameter:
-        """The model's parameter."""
         return self.flat.params[self.position]
 
     @property
     def slot(self) -> Slot:
-        """The slot of the parameter in its segment."""
         return self.flat.segment.slots[self.position]
 
 
@@ -72,7 +70,6 @@ class GatheredParams:
 
     @property
     def is_open(self) -> bool:
-        """Whether parameters are held full now."""
         return self._num_open > 0
 
     def publish(self) -> None:

@@ -15,6 +15,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from zero_core._torch import (
+    is_called_by_itself,
     is_in_backward,
     is_own_graph,
     outside_graphs,
@@ -55,8 +56,6 @@ def install(
 
 
 def _hook_unit(runtime: Runtime, unit: Unit, module: nn.Module) -> list[RemovableHandle]:
-    """See [Note: the engine's hooks and others]."""
-
     def release(module: nn.Module, args: Any, output: Any) -> None:
         if not is_in_backward():
             runtime.leave_forward(unit, needs_grad=requires_grad(output))
@@ -71,6 +70,8 @@ def _hook_unit(runtime: Runtime, unit: Unit, module: nn.Module) -> list[Removabl
         if is_in_backward():  # activation checkpointing computes the block again
             runtime.enter_recompute(unit)
         else:
+            if unit.is_root and runtime.is_in_forward and not is_called_by_itself(module):
+                runtime.abandon_forward()
             runtime.enter_forward(unit)
 
     return [module.register_forward_pre_hook(outside_graphs(gather), prepend=True), last]

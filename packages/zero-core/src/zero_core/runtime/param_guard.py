@@ -8,10 +8,19 @@ are errors at the next forward with gradients, or at the next step. What keeps t
 memory is allowed: ``requires_grad_``, ``module.to`` of the same device and dtype, in-place writes
 within `gathered`, wrappers around modules, modules without parameters. A forward may be given other
 tensors for a while by `torch.func.functional_call`.
+
+[Note: trainable and frozen]
+A parameter is *trainable* if it is in a group of the optimizer when the engine is built, and not of
+integers: it has a gradient, a master weight and optimizer state in the layout. Its
+``requires_grad`` may be switched off and on between steps, on every rank alike: while it is off no
+gradient comes, and a step leaves the parameter and its state alone, as torch's optimizers leave one
+without ``.grad``. It keeps its memory, and travels with its unit as before.
+Every other parameter is frozen for good: it has values alone, and unfreezing it is an error.
 """
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from itertools import chain
@@ -22,9 +31,11 @@ import torch
 from torch import Tensor, nn
 
 from zero_core._torch import outside_graphs
+from zero_core.layout.arithmetic import Layout
 from zero_core.layout.discovery import plain_name
 from zero_core.sharded.params import FlatParams
 
+_log = logging.getLogger(__name__)
 _ADVICE = (
     "Write values within engine.gathered(modifier_rank=...); to change the model itself, end the "
     "engine by engine.unwrap() and build another one"
@@ -136,6 +147,25 @@ class ParamGuard:
                 )
         if len(num_names) == len(self._name_of):
             self._remember_places()  # modules were wrapped, or ones without parameters changed
+
+
+def warn_frozen(layout: Layout, params: Sequence[nn.Parameter]) -> None:
+    """Warn of memory kept for parameters that are frozen for now."""
+    found = [
+        spec
+        for spec, param in zip(layout.params, params, strict=True)
+        if spec.is_trainable and not param.requires_grad
+    ]
+    if found:
+        _log.warning(
+            "%d parameters (%d elements; the first is %s) require no gradient but are in an "
+            "optimizer group: memory is kept for their gradients, master weights and optimizer "
+            "states, so that they can be unfrozen. If they never will be, leave them out of the "
+            "optimizer",
+            len(found),
+            sum(spec.numel for spec in found),
+            found[0].name,
+        )
 
 
 def _named(model: nn.Module) -> dict[str, Tensor]:

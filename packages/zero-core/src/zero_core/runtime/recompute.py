@@ -54,7 +54,6 @@ class Recompute:
             self._attach()
 
     def remove(self) -> None:
-        """Restore the blocks' own forwards."""
         for module, forward in self._before:
             if forward is None:
                 del module.forward

@@ -165,6 +165,20 @@ class Runtime:
         if not unit.is_root and not (unit is self.units[-1] and torch.is_grad_enabled()):
             self.release(unit)
 
+    @property
+    def is_in_forward(self) -> bool:
+        """Whether a hooked module was entered and not left."""
+        return bool(self._running)
+
+    def abandon_forward(self) -> None:
+        """End a forward that was left without its hooks: torch runs none after Ctrl-C."""
+        while self._running:
+            _, context = self._running.pop()
+            if context is not None:
+                context.__exit__(None, None, None)
+        self._forward = None
+        self.release_all()
+
     def enter_part(self, unit: Unit) -> None:
         """Gather ``unit``, of which a part is called by itself.
 

@@ -277,7 +277,6 @@ class FlatGrads:
         return self.values() if total is None else total
 
     def replace(self, start: int, values: Tensor) -> None:
-        """Overwrite a part of the shard from outside."""
         self._norm = None
         if self._shard is None:
             self._borrowed_grad = self.values().to(self.plan.accumulated, copy=True)
@@ -350,7 +349,6 @@ class FlatGrads:
             pool.release(buffer, copying)
 
     def _open(self) -> None:
-        """Begin a reduction's ``full_grad``."""
         plan, kept = self.plan, self._buffers.full
         dtype = plan.accumulated if self._is_wide else plan.communicated
         if plan.case is GradientCase.ALONE:

@@ -107,7 +107,6 @@ class CopyStream:
         return act
 
     def synchronize(self) -> None:
-        """Block until everything on this stream is done."""
         if self._stream is not None:
             self._stream.synchronize()
 
@@ -156,7 +155,6 @@ class OffloadedShard(ShardUpdates):
         self._communicator = communicator
 
     def gather(self, full: Tensor, *, version: int, backward: bool) -> Work:
-        """See `zero_core.sharded.params.ShardSource`. A fetch raises the tier's own error."""
         with self._stream:
             self.wait_update()
             index = self._segment.index
@@ -175,7 +173,6 @@ class OffloadedShard(ShardUpdates):
             return _StagedGather(work, self._staging, staged)
 
     def read(self) -> Tensor:
-        """See `zero_core.sharded.params.ShardSource`. On the CPU."""
         index = self._segment.index
         home = self._param_tier.home(index)
         if home is None:
@@ -184,12 +181,10 @@ class OffloadedShard(ShardUpdates):
         return home
 
     def write(self, start: int, values: Tensor) -> None:
-        """See `zero_core.sharded.params.ShardSource`."""
         self._stream.synchronize()
         self._param_tier.write(self._segment.index, start, values)
 
     def synchronize(self) -> None:
-        """See `zero_core.sharded.params.ShardSource`."""
         self._stream.synchronize()
 
 
@@ -216,7 +211,6 @@ class LocalStore:
         self._starts = [start for start, _ in spans]
 
     def write(self, start: int, values: Tensor) -> None:
-        """See the protocol."""
         first, segment = self._spans[bisect_right(self._starts, start) - 1]
         self._tier.write(segment, start - first, values)
 

@@ -90,11 +90,9 @@ class ShardUpdates:
         self._tier = tier
 
     def is_updated(self) -> bool:
-        """See `ShardSource`."""
         return self.span is None or self._tier.are_params_ready(*self.span)
 
     def wait_update(self) -> None:
-        """See `ShardSource`."""
         if self.span is not None:
             self._tier.wait_params(*self.span)
 
@@ -116,18 +114,15 @@ class DeviceShard(ShardUpdates):
         self._communicator = communicator
 
     def gather(self, full: Tensor, *, version: int, backward: bool) -> Work:
-        """See `ShardSource`."""
         self.wait_update()
         return self._communicator.all_gather(
             full, self._shard, self._segment, version=version, backward=backward
         )
 
     def read(self) -> Tensor:
-        """See `ShardSource`."""
         return self._shard
 
     def write(self, start: int, values: Tensor) -> None:
-        """See `ShardSource`."""
         self._shard[start : start + values.numel()].copy_(values)
 
     def synchronize(self) -> None:
@@ -313,7 +308,6 @@ class FlatParams:
 
     @property
     def state(self) -> ParamState:
-        """See `ParamState`."""
         if self.is_kept:
             return ParamState.KEPT
         if self.full is None:
@@ -326,7 +320,6 @@ class FlatParams:
         return self._are_views_set and self._full_version == self.version and self._work is None
 
     def is_updated(self) -> bool:
-        """Whether no update of this rank's shard is under way."""
         return self._source.is_updated()
 
     def has_values_of(self, position: int) -> bool:
@@ -392,7 +385,6 @@ class FlatParams:
             self._source.write(first - low, values[first - start : last - start])
 
     def synchronize(self) -> None:
-        """Block until nothing on this rank reads the shard."""
         self.finish_gather()
         self._source.synchronize()
 

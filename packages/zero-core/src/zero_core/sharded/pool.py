@@ -114,7 +114,6 @@ class BufferPool:
 
     @property
     def buffer_bytes(self) -> int:
-        """Bytes of one buffer."""
         return self._buffer_bytes
 
     @property

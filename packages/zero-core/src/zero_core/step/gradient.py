@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -42,35 +42,6 @@ def updates_in_backward(config: Config) -> bool:
     return offload.device != "none" and not (
         config.gradient_clipping or config.fp16.enabled or config.check_grad_overflow
     )
-
-
-class GradientSource(Protocol):
-    """The runtime, as those who read, replace or drop a step's gradient use it."""
-
-    @property
-    def is_last_backward(self) -> bool:
-        """Whether no backward of a later micro-step will add to the step's gradient."""
-        ...
-
-    def complete_gradient(self) -> None:
-        """Have all of the gradient reduced and agreed on. Every rank must call it. May raise."""
-        ...
-
-    def gradient_replaced(self, grads: FlatGrads, param: int) -> None:
-        """Pass on a segment's gradient again, in which that of parameter ``param`` was set."""
-        ...
-
-    def discard(self) -> None:
-        """Drop the gradient."""
-        ...
-
-    def values_changed(self) -> None:
-        """Mark gathered values as stale: the state tier has updated the shards."""
-        ...
-
-    def values_replaced(self) -> None:
-        """Mark gathered values as stale: shards were written from outside of a step."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -143,12 +114,10 @@ class StepGradient:
 
     @property
     def is_boundary(self) -> bool:
-        """Whether the current micro-step is the last one of its step."""
         return self._train.accumulation.is_boundary()
 
     @property
     def is_reduced(self) -> bool:
-        """Whether every segment's gradient has been added."""
         return len(self._square_sums) == self._num_segments
 
     def begin_backward(self) -> None:
@@ -203,7 +172,6 @@ class StepGradient:
         return bool(facts[1] > 0)
 
     def clear(self) -> None:
-        """Start a new step."""
         self.params_with_grad.clear()
         self._tier.discard_grads()
         self._square_sums.clear()

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from zero_core._torch import mark_stepped
-from zero_core.step.gradient import GradientSource, StepGradient
+from zero_core.runtime.runtime import Runtime
+from zero_core.step.gradient import StepGradient
 from zero_core.step.train_state import TrainState
 
 
@@ -31,7 +32,7 @@ class EngineOptimizer(torch.optim.Optimizer):
         given: torch.optim.Optimizer,
         train: TrainState,
         gradient: StepGradient,
-        runtime: GradientSource,
+        runtime: Runtime,
         names: Mapping[int, str],
     ) -> None:
         """Take the groups of ``given``, which cannot be stepped itself from now on.
@@ -108,14 +109,12 @@ class EngineOptimizer(torch.optim.Optimizer):
         self._runtime.discard()
 
     def state_dict(self) -> dict[str, Any]:
-        """Refused: the state is sharded."""
         raise RuntimeError(
             "the optimizer state is sharded over ranks: use engine.save_checkpoint(), which "
             "stores it for any stage and world size"
         )
 
     def load_state_dict(self, state_dict: Any) -> None:
-        """Refused: the state is sharded."""
         raise RuntimeError("the optimizer state is sharded: use engine.load_checkpoint()")
 
 

@@ -17,8 +17,9 @@ from torch import Tensor
 
 from zero_core.layout.arithmetic import Segment, Slot
 from zero_core.layout.discovery import plain_name
+from zero_core.runtime.runtime import Runtime
 from zero_core.sharded.sharded_state import MASTER, ShardedState
-from zero_core.step.gradient import GradientSource, StepGradient
+from zero_core.step.gradient import StepGradient
 
 GRAD = "grad"
 
@@ -26,9 +27,7 @@ GRAD = "grad"
 class StateAccess:
     """Access by parameter name, as ``engine.states``."""
 
-    def __init__(
-        self, state: ShardedState, gradient: StepGradient, runtime: GradientSource
-    ) -> None:
+    def __init__(self, state: ShardedState, gradient: StepGradient, runtime: Runtime) -> None:
         """Give access to what ``state`` has sharded, and to the ``gradient`` of a step."""
         self._state = state
         self._gradient = gradient

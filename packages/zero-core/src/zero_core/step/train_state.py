@@ -123,7 +123,6 @@ class LossScaler:
         self._steps_since_change = 0
 
     def scale_loss(self, loss: Tensor) -> Tensor:
-        """Return ``loss`` times the scale."""
         self.is_applied = True
         return loss if self.scale == 1.0 else loss * self.scale
 
@@ -232,7 +231,6 @@ class TrainState:
             _log.info(text, *counts, self.scaler.scale, self.grad_norm)
 
     def end_micro_step(self) -> None:
-        """Count a micro-step."""
         self.accumulation.end_micro_step()
         self.scaler.is_applied = False
 
