@@ -266,7 +266,7 @@ def test_a_secret_is_not_told():
 def loggers() -> Iterator[tuple[str, ...]]:
     """The project's loggers, which are as before after the test."""
     names = ("DeepSpeed", "zero_core", "zero_comm", "zero_engine", "zero_offload")
-    found = [logging.getLogger(name) for name in (*names, "zero_core.step.train_state")]
+    found = [logging.getLogger(name) for name in (*names, "zero_core.optim.train_state")]
     before = [(one.level, one.propagate, [*one.handlers]) for one in found]
     yield names
     for one, (level, propagate, handlers) in zip(found, before, strict=True):
@@ -287,7 +287,7 @@ def test_what_is_asked_of_the_process_is_done(loggers):
 def test_what_loggers_are_asked_to_tell_is_on_stdout_once(asked, loggers, capsys):
     apply(read({**BASE, **asked}))
     is_info = "log_level" in asked
-    logging.getLogger("zero_core.step.train_state").info("the step")
+    logging.getLogger("zero_core.optim.train_state").info("the step")
     log_dist("of one rank", ranks=[0])
     logger.warning("of a script")
     told = capsys.readouterr().out

@@ -10,8 +10,8 @@ from torch import nn
 
 import zero_core
 from zero_core.config import Fp16Config
+from zero_core.optim.train_state import LossScaler
 from zero_core.step.gradient import clip_factor
-from zero_core.step.train_state import LossScaler
 from zero_core.testing import Case, batch, make_model, run_ddp, run_engine, spawn
 
 

@@ -20,7 +20,7 @@ _PARTITIONED = "zero_engine.deepspeed.zero.partitioned"
 
 _SAME_NAMES = (
     ("access", "step.states", "GRAD StateAccess"),
-    ("accumulation", "step.train_state", "Accumulation"),
+    ("accumulation", "optim.train_state", "Accumulation"),
     ("activations", "plan.activations", "trace_activations"),
     ("adam", "optim.adam", "Adam corrected_update moments_of"),
     ("arena", "sharded.pool", "Allocate Arena BufferPool allocator"),
@@ -74,7 +74,7 @@ _SAME_NAMES = (
     ("owners", "sharded_model", "engine_of"),
     ("parts", "plugins", "COLLECTIVES KERNELS PARAM_TIERS TIERS has_part load_part"),
     ("plan_result", "plan.result", "Choice Plan Table format_bytes"),
-    ("precision", "step.train_state", "LossScaler"),
+    ("precision", "optim.train_state", "LossScaler"),
     ("precision", "_torch", "cast_floats"),
     ("precision", "step.gradient", "clip_factor"),
     ("pretrained", "checkpoint.pretrained", "Loaded load_pretrained"),

@@ -24,6 +24,7 @@ from zero_core.init.values import InitialValues
 from zero_core.lifecycle import check_is_free
 from zero_core.optim.schedules.base import Schedule
 from zero_core.optim.schedules.factory import make_scheduler
+from zero_core.optim.train_state import TrainState
 from zero_core.plugins import make_collectives, make_param_tier, make_state_tier
 from zero_core.protocols import (
     Collectives,
@@ -40,7 +41,6 @@ from zero_core.sharded_model import ShardedModel, for_evaluation
 from zero_core.step.gradient import StepGradient
 from zero_core.step.optimizer import EngineOptimizer
 from zero_core.step.states import StateAccess
-from zero_core.step.train_state import TrainState
 
 
 @overload

@@ -22,6 +22,7 @@ from zero_core.checkpoint.save import save_checkpoint
 from zero_core.comm.communicator import Communicator
 from zero_core.comm.meter import Meter
 from zero_core.config import Config
+from zero_core.optim.train_state import TrainState
 from zero_core.runtime.runtime import Runtime
 from zero_core.sharded.memory import Memory
 from zero_core.sharded.sharded_state import ShardedState
@@ -29,7 +30,6 @@ from zero_core.sharded_model import ShardedModel
 from zero_core.step.gradient import StepGradient
 from zero_core.step.optimizer import EngineOptimizer
 from zero_core.step.states import StateAccess
-from zero_core.step.train_state import TrainState
 
 
 class Engine(ShardedModel):

@@ -27,6 +27,7 @@ from zero_core.errors import ConfigError, EvaluationOnlyError
 from zero_core.layout.arithmetic import Layout
 from zero_core.lifecycle import LeftShard, Ownership, Removable, owner_of
 from zero_core.optim.schedules.base import Schedule
+from zero_core.optim.train_state import TrainState
 from zero_core.runtime.buffers import BufferSync
 from zero_core.runtime.copies import ModelCopies
 from zero_core.runtime.gathered import GatheredParams
@@ -35,7 +36,6 @@ from zero_core.runtime.runtime import Runtime
 from zero_core.sharded.memory import Memory
 from zero_core.sharded.sharded_state import ShardedState
 from zero_core.step.states import StateAccess
-from zero_core.step.train_state import TrainState
 
 _log = logging.getLogger(__name__)
 

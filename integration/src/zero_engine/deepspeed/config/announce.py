@@ -31,7 +31,7 @@ _LOGGERS = ("DeepSpeed", "zero_core", "zero_comm", "zero_engine", "zero_offload"
 def apply(settings: Settings) -> None:
     """Apply the settings of the process: levels of loggers, and Python's garbage collector."""
     if settings.steps_per_print is not None:
-        speak("zero_core.step.train_state", logging.INFO)
+        speak("zero_core.optim.train_state", logging.INFO)
     if settings.log_level is not None:
         for name in _LOGGERS:
             speak(name, settings.log_level.upper())

@@ -14,8 +14,8 @@ from zero_core.checkpoint.json_values import decode
 from zero_core.comm.control import ControlGroup
 from zero_core.errors import CheckpointCorruptError, CheckpointError
 from zero_core.layout.discovery import plain_name
+from zero_core.optim.train_state import TrainState
 from zero_core.sharded.sharded_state import MASTER, ShardedState, load_buffers, named_buffers
-from zero_core.step.train_state import TrainState
 
 PARTS = ("frozen", "optimizer", "lr_scheduler", "progress")
 """Parts of a checkpoint that may be left out in loading. "frozen" are values of parameters that

@@ -27,8 +27,8 @@ from torch import Tensor
 from zero_core.checkpoint.files import BUFFERS, FORMAT, MANIFEST, VALUE, VERSION, fingerprint
 from zero_core.checkpoint.json_values import encode
 from zero_core.errors import CheckpointError
+from zero_core.optim.train_state import TrainState
 from zero_core.sharded.sharded_state import ShardedState
-from zero_core.step.train_state import TrainState
 
 
 def save_checkpoint(

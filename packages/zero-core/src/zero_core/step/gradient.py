@@ -25,10 +25,10 @@ from torch import Tensor
 from zero_core.comm.communicator import Communicator
 from zero_core.comm.meter import FACTS, Meter
 from zero_core.config import Config
+from zero_core.optim.train_state import TrainState
 from zero_core.sharded.grads import FlatGrads
 from zero_core.sharded.sharded_state import ShardedState
 from zero_core.step.nonfinite import explain_nonfinite
-from zero_core.step.train_state import TrainState
 
 
 def updates_in_backward(config: Config) -> bool:

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from zero_core._torch import mark_stepped
+from zero_core.optim.train_state import TrainState
 from zero_core.runtime.runtime import Runtime
 from zero_core.step.gradient import StepGradient
-from zero_core.step.train_state import TrainState
 
 
 class EngineOptimizer(torch.optim.Optimizer):
