@@ -17,7 +17,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from typing import Any, cast
 
 import torch
@@ -28,24 +27,16 @@ from zero_offload.memory.host_memory import packed
 from zero_offload.param_tier import ParamSettings, num_in_host_memory
 from zero_offload.params.param_file import NUM_WRITE_BUFFERS
 from zero_offload.rules.compact import Bf16AdamRule, EightBitAdamRule
-from zero_offload.rules.rule import KERNEL_DTYPES, PARAM, REMAINDER, Rule
+from zero_offload.rules.rule import KERNEL_DTYPES, PARAM, REMAINDER
 from zero_offload.settings import OffloadSettings
 from zero_offload.steppers.file_stepper import BLOCK_NUMEL
 from zero_offload.steppers.torch_stepper import FUSED_ALIGNMENT
-from zero_offload.tiers.share import state_bytes, within_budget
+from zero_offload.tiers.share import is_chosen, state_bytes, within_budget
 
 
 @dataclass(frozen=True, slots=True)
 class _Span:
-    """Elements ``[start, stop)`` of one parameter shard.
-
-    Attributes:
-        start: first element in the flat space.
-        stop: end in the flat space.
-        dtype: of the parameters.
-        grad_dtype: of the gradients that are offered.
-        is_offloaded: whether the shard is kept off the device.
-    """
+    """Elements ``[start, stop)`` of one parameter shard, on the device or off it."""
 
     start: int
     stop: int
@@ -62,20 +53,10 @@ class _Span:
         return self.numel * self.dtype.itemsize
 
 
-def tier_footprint(
-    *,
-    numel: int,
-    pieces: Sequence[tuple[int, int, int]],
-    params: Sequence[tuple[int, Tensor]],
-    grad_dtypes: Sequence[torch.dtype],
-    resting: Collection[int],
-    is_accelerated: bool,
-    optimizer_class: type[torch.optim.Optimizer],
-    groups: Sequence[Mapping[str, Any]],
-    config: Mapping[str, Any],
-    has_kernel: bool,
-) -> TierFootprint:
-    """Return the closed forms of the tier that `zero_offload.create_tier` makes.
+class TierFootprint:
+    """Bytes of the tier that `zero_offload.create_tier` makes on one rank, for any ratio.
+
+    See [Note: planned bytes].
 
     Args:
         numel: length of the local flat space in elements, padding included.
@@ -92,41 +73,33 @@ def tier_footprint(
     Raises:
         ValueError: a setting or an optimizer that the tier cannot serve, by name.
     """
-    spans = [
-        _Span(start, start + tensor.numel(), tensor.dtype, dtype, index in resting)
-        for index, ((start, tensor), dtype) in enumerate(zip(params, grad_dtypes, strict=True))
-    ]
-    return TierFootprint(
-        Geometry(numel, pieces, params, len(groups)),
-        spans,
-        OffloadSettings.from_config(config),
-        is_accelerated=is_accelerated,
-        optimizer_class=optimizer_class,
-        groups=groups,
-        has_kernel=has_kernel,
-    )
-
-
-class TierFootprint:
-    """Bytes of one rank's tier for any ratio on the host, see [Note: planned bytes]."""
 
     def __init__(
         self,
-        geometry: Geometry,
-        spans: Sequence[_Span],
-        settings: OffloadSettings,
         *,
+        numel: int,
+        pieces: Sequence[tuple[int, int, int]],
+        params: Sequence[tuple[int, Tensor]],
+        grad_dtypes: Sequence[torch.dtype],
+        resting: Collection[int],
         is_accelerated: bool,
         optimizer_class: type[torch.optim.Optimizer],
         groups: Sequence[Mapping[str, Any]],
+        config: Mapping[str, Any],
         has_kernel: bool,
     ) -> None:
-        self._geometry = geometry
-        self._spans = spans
-        self._settings = settings
+        self._spans = [
+            _Span(start, start + tensor.numel(), tensor.dtype, dtype, index in resting)
+            for index, ((start, tensor), dtype) in enumerate(zip(params, grad_dtypes, strict=True))
+        ]
+        self._geometry = geometry = Geometry(numel, pieces, params, len(groups))
+        self._settings = OffloadSettings.from_config(config)
         self._is_accelerated = is_accelerated
         self._state_bytes = state_bytes(optimizer_class, groups, geometry.master_dtype())
-        self._rule = _compact_rule(settings.state_dtype)
+        # What a rule keeps depends neither on its kernel nor on the kind of weight decay.
+        compact = {"int8": EightBitAdamRule, "bfloat16": Bf16AdamRule}
+        kind = compact.get(self._settings.state_dtype)
+        self._rule = None if kind is None else kind(cast(Any, None), is_decoupled=True)
         is_plain = not has_kernel or any(group.get("amsgrad") for group in groups)
         is_fused = any(group.get("fused") for group in groups)
         self._alignment = 1
@@ -145,8 +118,7 @@ class TierFootprint:
         """
         settings = self._settings
         if settings.parameters is not None:
-            patterns = settings.parameters
-            named = [n for name, n in params if any(fnmatchcase(name, p) for p in patterns)]
+            named = [n for name, n in params if is_chosen(name, settings.parameters)]
             return sum(named) / max(sum(n for _, n in params), 1)
         if settings.device_budget is not None:
             host = within_budget(self._geometry, settings.device_budget, self._state_bytes)
@@ -274,14 +246,8 @@ def _numel(spans: Sequence[_Span]) -> int:
     return sum(span.numel for span in spans)
 
 
-def _compact_rule(state_dtype: str) -> Rule | None:
-    """Return the rule that keeps moments in fewer than 32 bits. None for fp32.
-
-    What a rule keeps depends neither on its kernel nor on the kind of weight decay.
-    """
-    rules = {"int8": EightBitAdamRule, "bfloat16": Bf16AdamRule}
-    kind = rules.get(state_dtype)
-    return None if kind is None else kind(cast(Any, None), is_decoupled=True)
+tier_footprint = TierFootprint
+"""The entry point."""
 
 
 def param_footprint(

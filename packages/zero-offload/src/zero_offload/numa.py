@@ -14,7 +14,7 @@ ADVICE = (
 
 
 class Placement(NamedTuple):
-    """NUMA placement of a device, of which nothing is looked up or bound."""
+    """NUMA placement of a device, of which nothing is found or bound."""
 
     device: str
     node: None = None

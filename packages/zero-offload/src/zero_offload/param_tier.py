@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zero_offload.memory.copying import start_copy
 from zero_offload.memory.host_memory import HostMemory
+from zero_offload.memory.streams import start_copy
 from zero_offload.params.param_file import FileShards
 from zero_offload.protocols import Work
 

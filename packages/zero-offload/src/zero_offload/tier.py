@@ -93,8 +93,9 @@ def make_twin(
     frozen = freeze_groups(groups)
     alignment = tiers.alignment(frozen)
     if host is not None:
-        aligned = _aligned(host, geometry, alignment)
-        return TwinTier(geometry, frozen, aligned, tiers, alignment=alignment)
+        if host == Intervals([(0, host.numel)]):  # chosen parameters are whole anyway
+            host = Intervals([(0, geometry.align_down(host.numel, alignment))])
+        return TwinTier(geometry, frozen, host, tiers, alignment=alignment)
     per_element = state_bytes(tiers.optimizer_class, groups, geometry.master_dtype())
     whole = device_bytes(geometry, 0, per_element)
     return AutoTier(
@@ -105,13 +106,6 @@ def make_twin(
         element_bytes=-(-whole // max(geometry.numel, 1)),
         alignment=alignment,
     )
-
-
-def _aligned(host: Intervals, geometry: Geometry, alignment: int) -> Intervals:
-    """The first elements end where a split changes no bit. Chosen parameters are whole anyway."""
-    if host != Intervals([(0, host.numel)]):
-        return host
-    return Intervals([(0, geometry.align_down(host.numel, alignment))])
 
 
 def make_device_tier(

@@ -26,9 +26,9 @@ from torch import Tensor
 
 from zero_offload.errors import StorageError
 from zero_offload.flat.intervals import Intervals
-from zero_offload.memory.copying import Copy, start_copy
 from zero_offload.memory.host_memory import HostMemory
 from zero_offload.memory.storage import BlockFile, Transfer
+from zero_offload.memory.streams import Copy, start_copy
 
 NUM_WRITE_BUFFERS = 2
 """Buffers in which new values of a shard are collected and sent to the file."""
@@ -111,6 +111,7 @@ class FileShards:
         return list(self._read)
 
     def block_of(self, segment: int) -> int:
+        """Return the index of a shard's block in `blocks`."""
         return self._block[segment]
 
     def expect(self, segments: Sequence[int]) -> None:

@@ -44,6 +44,8 @@ class ShardMasters:
 
     Attributes:
         is_in_place: whether all whole master weights are the shards themselves.
+        num_bytes: bytes of the master weights.
+        num_copy_bytes: of these, the bytes that are not the memory of a shard.
     """
 
     def __init__(
@@ -54,53 +56,45 @@ class ShardMasters:
         is_in_place: bool,
         upper_halves: Mapping[int, Tensor] | None = None,
     ) -> None:
-        self._geometry = geometry
-        self._device = device
-        upper = upper_halves or {}
-        whole = [shard for i, (_, shard) in enumerate(geometry.shards) if i not in upper]
+        upper, dtype = upper_halves or {}, geometry.master_dtype()
         self.is_in_place = is_in_place and all(
-            shard.dtype == geometry.master_dtype() and shard.device.type == device.type
-            for shard in whole
-        )
-        self._memory = [
-            upper[i].copy_(shard) if i in upper else self._make(shard)
+            shard.dtype == dtype and shard.device.type == device.type
             for i, (_, shard) in enumerate(geometry.shards)
-        ]
-
-    def _make(self, shard: Tensor) -> Tensor:
-        dtype = self._geometry.master_dtype()
-        if shard.is_meta:  # an offloaded shard: its values come with the first write
-            return torch.zeros(shard.numel(), dtype=dtype, device=self._device)
-        return shard if self.is_in_place else shard.to(self._device, dtype, copy=True)
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(master.nbytes for master in self._memory)
-
-    @property
-    def num_copy_bytes(self) -> int:
-        """Bytes of the master weights that are not the memory of a shard."""
-        pairs = zip(self._memory, self._geometry.shards, strict=True)
-        return sum(m.nbytes for m, (_, t) in pairs if t.is_meta or m.data_ptr() != t.data_ptr())
+            if i not in upper
+        )
+        memory: list[Tensor] = []
+        for i, (_, shard) in enumerate(geometry.shards):
+            if i in upper:
+                memory.append(upper[i].copy_(shard))
+            elif shard.is_meta:  # an offloaded shard: its values come with the first write
+                memory.append(torch.zeros(shard.numel(), dtype=dtype, device=device))
+            else:
+                copy = shard if self.is_in_place else shard.to(device, dtype, copy=True)
+                memory.append(copy)
+        starts = [start for start, _ in geometry.shards]
+        masters = list(zip(starts, memory, strict=True))
+        self._space = Geometry(geometry.numel, (), masters, 0, master_dtype=dtype)
+        pairs = zip(memory, geometry.shards, strict=True)
+        self.num_bytes = sum(master.nbytes for master in memory)
+        self.num_copy_bytes = sum(
+            m.nbytes for m, (_, t) in pairs if t.is_meta or m.data_ptr() != t.data_ptr()
+        )
 
     def view(self, start: int, stop: int) -> Tensor:
         """Return the memory of a range inside one shard. Of a split master, the upper half."""
-        index = self._geometry.shard_at(start)
-        base = self._geometry.shards[index][0]
-        return self._memory[index][start - base : stop - base]
+        return self._space.view(start, stop)
 
     def read(self, start: int, stop: int) -> Tensor:
         """Return a copy of any range on the CPU, zero between shards."""
-        dtype = self._geometry.master_dtype()
-        values = torch.zeros(stop - start, dtype=dtype, device="cpu")
-        for a, b, _ in self._geometry.overlaps(start, stop):
-            values[a - start : b - start].copy_(self.view(a, b))
+        values = torch.zeros(stop - start, dtype=self._space.master_dtype(), device="cpu")
+        for a, b, master in self._space.overlaps(start, stop):
+            values[a - start : b - start].copy_(master)
         return values
 
     def write(self, start: int, values: Tensor) -> None:
         """Overwrite a range. In place, the shards hold the values with that."""
-        for a, b, _ in self._geometry.overlaps(start, start + values.numel()):
-            self.view(a, b).copy_(values[a - start : b - start])
+        for a, b, master in self._space.overlaps(start, start + values.numel()):
+            master.copy_(values[a - start : b - start])
 
 
 @dataclass(frozen=True, slots=True)

@@ -88,19 +88,17 @@ class TorchStepper(Stepper):
         self.states = self._dtypes  # stored yet or not
         self._buffers: dict[str, Tensor] = {}
         self._params = [nn.Parameter(self.master(p.start, p.stop)) for p in geometry.pieces]
-        self._optimizer = self._make_optimizer(optimizer_class, groups)
+        members = self._members(range(len(self._params)), groups)
+        self._optimizer = make_optimizer(optimizer_class, members) if members else None
+        self._entries: dict[Tensor, dict[str, Any]] = (
+            {} if self._optimizer is None else self._optimizer.state
+        )
         for i in range(len(self._params)):
             self._start(i)
 
     def num_bytes(self) -> StateBytes:
         states = sum(buffer.nbytes for buffer in self._buffers.values())
         return StateBytes(self._masters.num_bytes, self._masters.num_copy_bytes, states)
-
-    def _make_optimizer(
-        self, optimizer_class: type[torch.optim.Optimizer], groups: Sequence[Mapping[str, Any]]
-    ) -> torch.optim.Optimizer | None:
-        members = self._members(range(len(self._params)), groups)
-        return make_optimizer(optimizer_class, members) if members else None
 
     def _members(
         self, pieces: Sequence[int], groups: Sequence[Mapping[str, Any]]
@@ -139,7 +137,10 @@ class TorchStepper(Stepper):
         assert self._optimizer is not None, "a chunk without pieces"
         pieces = [i for run in chunk.runs for i in run.pieces]
         for run in chunk.runs:
-            self._set_grads(run, grads, grad_scale)
+            grad = grads.gather(run.start, run.stop, self._dtype, grad_scale)
+            for i in run.pieces:
+                piece = self.geometry.pieces[i]
+                self._params[i].grad = grad[piece.start - run.start : piece.stop - run.start]
         self._optimizer.param_groups = self._members(pieces, chunk.settings)
         self._optimizer.step()
         for i in pieces:
@@ -149,27 +150,20 @@ class TorchStepper(Stepper):
             if not self.is_in_place:
                 out(run.start, run.stop).copy_(self.master(run.start, run.stop))
 
-    def _set_grads(self, run: Run, grads: GradLedger, grad_scale: float) -> None:
-        grad = grads.gather(run.start, run.stop, self._dtype, grad_scale)
-        for i in run.pieces:
-            piece = self.geometry.pieces[i]
-            self._params[i].grad = grad[piece.start - run.start : piece.stop - run.start]
-
     def _start(self, piece: int) -> None:
         """Create the state that a piece has before its first update, if any."""
+        param = self._params[piece]
         template = self._templates[self.geometry.pieces[piece].group]
-        if self._optimizer is not None and template.initial:
-            param = self._params[piece]
-            self._optimizer.state[param] = template.fresh(param.numel())
+        if template.initial:
+            self._entries[param] = template.fresh(param.numel())
             self._home(piece)
 
     def _home(self, piece: int) -> None:
         """Move elementwise states that torch allocated into the flat buffers."""
-        if self._optimizer is None or self._params[piece] not in self._optimizer.state:
-            return
-        entry = self._optimizer.state[self._params[piece]]
+        param = self._params[piece]
+        entry = self._entries.get(param, {})
         for name, value in entry.items():
-            if is_elementwise(value, self._params[piece].numel()):
+            if is_elementwise(value, param.numel()):
                 home = self._elements(piece, name, value.dtype)
                 if home.data_ptr() != value.data_ptr():
                     entry[name] = home.copy_(value)
@@ -207,34 +201,27 @@ class TorchStepper(Stepper):
     def read_scalars(self, piece: int) -> dict[str, float]:
         """Return ``num_steps`` and every single number in the piece's state entry."""
         scalars: dict[str, float] = {"num_steps": self.num_steps[piece]}
-        if self.num_steps[piece] and self._optimizer is not None:
+        if self.num_steps[piece]:
             param = self._params[piece]
-            for name, value in self._optimizer.state.get(param, {}).items():
+            for name, value in self._entries.get(param, {}).items():
                 if value is not None and not is_elementwise(value, param.numel()):
                     scalars[name] = float(value)
         return scalars
 
     def write_scalars(self, piece: int, scalars: Mapping[str, float]) -> None:
         """Build the piece's state entry over what the buffers hold, or drop it at 0."""
-        assert self._optimizer is not None, "a piece index without pieces"
         count = check_num_steps(scalars)
-        param = self._params[piece]
-        template = self._templates[self.geometry.pieces[piece].group]
-        self._optimizer.state.pop(param, None)
+        param, span = self._params[piece], self.geometry.pieces[piece]
+        self._entries.pop(param, None)
         if count == 0:
-            self._clear(piece)
+            for buffer in self._buffers.values():
+                buffer[span.start : span.stop].zero_()
             self._start(piece)
-            return
-        self._optimizer.state[param] = template.restored(
-            scalars, lambda name, dtype: self._elements(piece, name, dtype)
-        )
+        else:
+            self._entries[param] = self._templates[span.group].restored(
+                scalars, lambda name, dtype: self._elements(piece, name, dtype)
+            )
         self.num_steps[piece] = count
-
-    def _clear(self, piece: int) -> None:
-        span = self.geometry.pieces[piece]
-        for buffer in self._buffers.values():
-            buffer[span.start : span.stop].zero_()
-        self.num_steps[piece] = 0
 
 
 def _served(

@@ -37,6 +37,9 @@ class AutoTier(TwinTier):
         element_bytes: bytes of an element's state on it.
         alignment: as for `TwinTier`.
         controller: chooses the ratios; an `AutoRatio` by default.
+
+    Attributes:
+        controller: the search for the fastest ratio.
     """
 
     def __init__(
@@ -52,7 +55,7 @@ class AutoTier(TwinTier):
     ) -> None:
         everything = Intervals([(0, geometry.numel)])
         super().__init__(geometry, groups, everything, factory, alignment=alignment)
-        self._controller = controller or AutoRatio()
+        self.controller = controller or AutoRatio()
         self._room = DeviceRoom(geometry.numel, element_bytes, device)
         self._clock = DeviceClock(device)
         self._host_s = 0.0  # as the host tier counted when the step began
@@ -60,14 +63,9 @@ class AutoTier(TwinTier):
         self._num_updated = {True: 0, False: 0}  # elements, on the host and on the device
 
     @property
-    def controller(self) -> AutoRatio:
-        """The search for the fastest ratio."""
-        return self._controller
-
-    @property
     def ratio_report(self) -> RatioReport | None:
         """The last settled ratio and its reason. None during the first search."""
-        return self._controller.report
+        return self.controller.report
 
     def step_part(self, part: Part, active: Sequence[int], grad_scale: float) -> None:
         pieces = part.geometry.pieces
@@ -87,12 +85,12 @@ class AutoTier(TwinTier):
     def begin_round(self) -> None:
         """Evaluate the last step, and resplit before the first gradient of the next is offered."""
         sample = self._take_sample()
-        if not self.has_fresh_grads:  # else a parameter without a gradient before came first
-            before = self._controller.report
+        if not self._fresh:  # else a parameter without a gradient before came first
+            before = self.controller.report
             least_ratio = self._room.least_ratio(self.geometry.numel - self.host_numel)
-            ratio = self._controller.observe(sample, least_ratio)
-            if self._controller.report is not before:
-                _log.info("offload_optimizer settled on %s", self._controller.report)
+            ratio = self.controller.observe(sample, least_ratio)
+            if self.controller.report is not before:
+                _log.info("offload_optimizer settled on %s", self.controller.report)
             self.resplit(round(ratio * self.geometry.numel))
         self._host_s = self._drain_host()
         self._round_stall_s = 0.0

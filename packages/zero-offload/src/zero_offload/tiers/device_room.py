@@ -53,7 +53,11 @@ def read_memory(device: torch.device) -> MemoryReading | None:
     except (AttributeError, RuntimeError) as error:  # torch 2.10's, or a backend without it
         _warn_unbounded(str(error))
         return None
-    allowed = round(_allowed_fraction(device) * total)
+    module: object = torch.get_device_module(device)
+    if isinstance(module, _FractionModule):
+        allowed = round(module.get_per_process_memory_fraction(device) * total)
+    else:
+        allowed = total
     return MemoryReading(min(free + reserved, allowed), peak, min(total, allowed))
 
 
@@ -62,14 +66,6 @@ class _FractionModule(Protocol):
     """A device module with a limit on this process's share of the memory, as ``torch.cuda``."""
 
     def get_per_process_memory_fraction(self, device: torch.device) -> float: ...
-
-
-def _allowed_fraction(device: torch.device) -> float:
-    """The share of the device's memory that torch's allocator may take, 1 without a limit."""
-    module: object = torch.get_device_module(device)
-    if isinstance(module, _FractionModule):
-        return module.get_per_process_memory_fraction(device)
-    return 1.0
 
 
 class DeviceRoom:

@@ -18,9 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zero_offload.flat.geometry import PUBLISHED_NUMEL, Geometry, check_active, freeze_groups
+from zero_offload.flat.geometry import Geometry, Run, check_active, freeze_groups, split_runs
 from zero_offload.flat.grads import GradLedger
-from zero_offload.memory.storage import BlockFile
 from zero_offload.rules.rule import MASTER
 from zero_offload.steppers.stepper import Chunk, Stepper
 from zero_offload.tiers.progress import Progress
@@ -61,10 +60,14 @@ class FlatTier(ABC):
         geometry: the flat space.
         stepper: owns master weights and state.
         mover: copies gradients and parameters.
+
+    Attributes:
+        file: of master weights and state, if they are not in memory, with its counters.
     """
 
     def __init__(self, geometry: Geometry, stepper: Stepper, mover: Mover) -> None:
         self.geometry = geometry
+        self.file = stepper.file
         self._stepper = stepper
         self._mover = mover
         self._grads = GradLedger()
@@ -92,11 +95,6 @@ class FlatTier(ABC):
                 "gradient copies": self._mover.grad_bytes,
             },
         )
-
-    @property
-    def file(self) -> BlockFile | None:
-        """The file of master weights and state, if they are not in memory, with its counters."""
-        return self._stepper.file
 
     def drain(self) -> float:
         """Wait for the steps under way.
@@ -192,7 +190,7 @@ class FlatTier(ABC):
                 self._stepper.settle()
                 self._update_s += perf_counter() - started
         except BaseException as error:
-            self._progress.fail(error)  # the next call raises it, whatever it is
+            self._progress.finish(error)  # the next call raises it, whatever it is
             raise
         self._progress.finish()
 
@@ -252,17 +250,15 @@ class FlatTier(ABC):
 
     def _publish_master(self, start: int, stop: int) -> None:
         self._mover.open_params()
-        for low, high, _ in self.geometry.overlaps(start, stop):
-            for a in range(low, high, PUBLISHED_NUMEL):
-                self._publish_span(a, min(a + PUBLISHED_NUMEL, high))
-
-    def _publish_span(self, start: int, stop: int) -> None:
-        self._mover.open_spans([(start, stop)])
-        if not self._stepper.is_in_place:
-            self._mover.out(start, stop).copy_(self._stepper.master(start, stop))
-        event = self._mover.publish(start, stop)
-        if event is not None:
-            self._mover.arrive(event)
+        covered = [Run(low, high, ()) for low, high, _ in self.geometry.overlaps(start, stop)]
+        for run in split_runs(covered):
+            span = (run.start, run.stop)
+            self._mover.open_spans([span])
+            if not self._stepper.is_in_place:
+                self._mover.out(*span).copy_(self._stepper.master(*span))
+            event = self._mover.publish(*span)
+            if event is not None:
+                self._mover.arrive(event)
 
     def read_scalars(self, piece: int) -> Mapping[str, float]:
         """Return ``num_steps`` (updates applied to the piece) and the optimizer's own scalars."""
@@ -294,7 +290,7 @@ class HostTier(FlatTier):
         try:
             self._worker.submit(job)
         except RuntimeError as error:  # no thread can be started: the interpreter is closing
-            self._progress.fail(error)
+            self._progress.finish(error)
             raise
 
 

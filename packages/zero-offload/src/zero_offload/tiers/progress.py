@@ -56,14 +56,8 @@ class Progress:
             self._num_published += 1
             self._changed.notify_all()
 
-    def finish(self) -> None:
-        """End the oldest step, which uses nothing of the tier any more."""
-        with self._changed:
-            self._num_open -= 1
-            self._changed.notify_all()
-
-    def fail(self, error: BaseException) -> None:
-        """End the oldest step with an error, for all present and later callers."""
+    def finish(self, error: BaseException | None = None) -> None:
+        """End the oldest step, with an error for all present and later callers if it failed."""
         with self._changed:
             self._error = self._error or error
             self._num_open -= 1
@@ -74,6 +68,9 @@ class Progress:
         """Whether a step failed. Steps that queue behind it must not run."""
         return self._error is not None
 
+    def _overlapping(self, start: int, stop: int) -> list[_Run]:
+        return [run for run in self._runs if run.start < stop and start < run.stop]
+
     def wait(self, start: int, stop: int) -> list[torch.Event]:
         """Block until every run that overlaps a range is published, and return their events.
 
@@ -81,20 +78,16 @@ class Progress:
             OffloadError: a step failed.
         """
         with self._changed:
-            hits = [run for run in self._runs if run.start < stop and start < run.stop]
-            self._changed.wait_for(
-                lambda: self._error is not None or all(run.is_published for run in hits)
-            )
+            hits = self._overlapping(start, stop)
+            self._changed.wait_for(lambda: self._error or all(run.is_published for run in hits))
         self.check()
         return [run.event for run in hits if run.event is not None]
 
     def is_over(self, start: int, stop: int) -> bool:
         """Return whether every run that overlaps ``[start, stop)`` is published and has arrived."""
         with self._changed:
-            hits = [run for run in self._runs if run.start < stop and start < run.stop]
-            return all(
-                run.is_published and (run.event is None or run.event.query()) for run in hits
-            )
+            hits = self._overlapping(start, stop)
+            return all(r.is_published and (r.event is None or r.event.query()) for r in hits)
 
     def drain(self) -> None:
         """Block until no step is under way.

@@ -55,8 +55,11 @@ def named_elements(geometry: Geometry, names: Sequence[str], patterns: Sequence[
             f"pieces, got {len(names)}: pass names to the factory, or named parameters "
             f"(model.named_parameters()) to the optimizer"
         )
-    found = [i for i, name in enumerate(names) if any(fnmatchcase(name, p) for p in patterns)]
-    return geometry.padded_spans(found)
+    return geometry.padded_spans([i for i, n in enumerate(names) if is_chosen(n, patterns)])
+
+
+def is_chosen(name: str, patterns: Sequence[str]) -> bool:
+    return any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
 def check_patterns(patterns: Sequence[str], names: Sequence[str]) -> None:

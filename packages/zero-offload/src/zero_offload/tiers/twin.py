@@ -110,8 +110,8 @@ class TwinTier:
     @property
     def stall_s(self) -> float:
         """Seconds that callers were blocked so far because the host was not done."""
-        own = [p.report().tier for p in self._parts if p.is_host]
-        return sum(report.stall_s for report in (*self._replaced, *own) if report is not None)
+        own = [r.tier.stall_s for r in self.report() if r.is_host and r.tier is not None]
+        return sum(own) + sum(report.stall_s for report in self._replaced)
 
     @property
     def host_bytes(self) -> int:
@@ -134,8 +134,7 @@ class TwinTier:
         """Copy the gradient of ``[start, start + grad.numel())``, to each part its share.
 
         Returns:
-            None, or a call to make before the memory of ``grad`` is written again, because the
-            copy may still be under way.
+            None, or a call to make before the memory of ``grad`` is written again.
         """
         stop = start + grad.numel()
         self.geometry.check_range(start, stop)
@@ -153,11 +152,6 @@ class TwinTier:
         return release
 
     def read_grad(self, start: int, stop: int) -> Tensor:
-        """Return a copy of the gradient offered for ``[start, stop)``, 1-D, on the CPU.
-
-        Raises:
-            ValueError: a part of it was not offered, or was used by a step.
-        """
         found: list[tuple[int, Tensor]] = []
         for part in self.parts:
             for a, b in part.share.overlaps(start, stop):
@@ -170,11 +164,6 @@ class TwinTier:
 
         ``step`` may be called several times for one optimizer step, with other pieces each time.
         """
-
-    @property
-    def has_fresh_grads(self) -> bool:
-        """Whether gradients were offered since the last call of ``step``."""
-        return bool(self._fresh)
 
     def discard_grads(self) -> None:
         self._offered = self._fresh = Intervals()
@@ -204,15 +193,14 @@ class TwinTier:
         part.tier.step(self._groups, active, grad_scale=grad_scale)
 
     def _check_offered(self, indices: Sequence[int]) -> None:
-        for i in indices:
-            piece = self.geometry.pieces[i]
-            if not self._offered.covers(piece.start, piece.stop):
-                missing = Intervals([(piece.start, piece.stop)]).difference(self._offered)
-                start, stop = missing.spans[0]
-                raise ValueError(
-                    f"no gradient was offered for [{start}, {stop}), which a piece listed in "
-                    f"`active` needs; call offer_grad before step"
-                )
+        pieces = (self.geometry.pieces[i] for i in indices)
+        missing = Intervals((p.start, p.stop) for p in pieces).difference(self._offered)
+        if missing:
+            start, stop = missing.spans[0]
+            raise ValueError(
+                f"no gradient was offered for [{start}, {stop}), which a piece listed in "
+                f"`active` needs; call offer_grad before step"
+            )
 
     def wait_params(self, start: int, stop: int) -> None:
         for part in self.parts:
@@ -241,24 +229,21 @@ class TwinTier:
         owners = [part for part in self.parts if name in part.tier.state_names()]
         if not owners:
             raise KeyError(f"the optimizer has no state {name!r}, only {self.state_names()}")
-        spans = [(p.share.local(start), p.share.local(stop)) for p in owners]
-        found = [p.tier.read_state(name, *span) for p, span in zip(owners, spans, strict=True)]
-        for values in found:
+        whole: Tensor | None = None
+        for part in owners:
+            low, high = part.share.local(start), part.share.local(stop)
+            values = part.tier.read_state(name, low, high)
             if values.numel() == stop - start:
                 return values
-        whole = torch.zeros(stop - start, dtype=found[0].dtype, device="cpu")
-        for part, (base, _), values in zip(owners, spans, found, strict=True):
+            if whole is None:
+                whole = torch.zeros(stop - start, dtype=values.dtype, device="cpu")
             for a, b in part.share.overlaps(start, stop):
-                at = part.share.local(a) - base
+                at = part.share.local(a) - low
                 whole[a - start : b - start] = values[at : at + b - a]
+        assert whole is not None, "there is an owner"
         return whole
 
     def write_state(self, name: str, start: int, values: Tensor) -> None:
-        """Overwrite one state. ``master_weight`` is rounded into the parameter shards as well.
-
-        Raises:
-            KeyError: the optimizer has no such state.
-        """
         stop = start + values.numel()
         self.geometry.check_range(start, stop)
         for part in self.parts:
