@@ -75,7 +75,7 @@ def test_a_part_has_the_master_dtype_of_the_whole() -> None:
     shards = [(0, torch.zeros(4)), (4, torch.zeros(4, dtype=torch.float64))]
     geometry = Geometry(8, [(0, 4, 0), (4, 8, 0)], shards, 1)
     part, _ = geometry.part(Intervals([(0, 3)]))
-    assert part.master_dtype() == torch.float64
+    assert part.master_dtype == torch.float64
 
 
 @given(geometries(), st.data())

@@ -95,7 +95,7 @@ class TierFootprint:
         self._geometry = geometry = Geometry(numel, pieces, params, len(groups))
         self._settings = OffloadSettings.from_config(config)
         self._is_accelerated = is_accelerated
-        self._state_bytes = state_bytes(optimizer_class, groups, geometry.master_dtype())
+        self._state_bytes = state_bytes(optimizer_class, groups, geometry.master_dtype)
         # What a rule keeps depends neither on its kernel nor on the kind of weight decay.
         compact = {"int8": EightBitAdamRule, "bfloat16": Bf16AdamRule}
         kind = compact.get(self._settings.state_dtype)
@@ -189,7 +189,7 @@ class TierFootprint:
     def _masters(self, part: Sequence[_Span], *, needs_copy: bool) -> int:
         """Return the bytes of master weights beside the parameters. All spans have one dtype."""
         whole = self._whole(part)
-        width = self._geometry.master_dtype().itemsize
+        width = self._geometry.master_dtype.itemsize
         needs_copy |= any(s.dtype.itemsize != width or s.is_offloaded for s in whole)
         lower = 0
         if self._rule is not None and part:
@@ -206,7 +206,7 @@ class TierFootprint:
 
     def _grad_bytes(self, part: Sequence[_Span], numel: int) -> int:
         """Return the bytes of gradient staging: one over the whole part for each dtype."""
-        wide = self._geometry.master_dtype()
+        wide = self._geometry.master_dtype
         dtypes = {s.grad_dtype if s.grad_dtype in KERNEL_DTYPES else wide for s in part}
         return sum(numel * dtype.itemsize for dtype in dtypes)
 

@@ -96,7 +96,7 @@ def make_twin(
         if host == Intervals([(0, host.numel)]):  # chosen parameters are whole anyway
             host = Intervals([(0, geometry.align_down(host.numel, alignment))])
         return TwinTier(geometry, frozen, host, tiers, alignment=alignment)
-    per_element = state_bytes(tiers.optimizer_class, groups, geometry.master_dtype())
+    per_element = state_bytes(tiers.optimizer_class, groups, geometry.master_dtype)
     whole = device_bytes(geometry, 0, per_element)
     return AutoTier(
         geometry,

@@ -54,11 +54,11 @@ class Geometry:
     """The checked layout of one flat space: its pieces and its shards.
 
     Args:
-        numel: length of the flat space in elements.
         pieces: ``(start, stop, group)``, sorted, disjoint, each inside one shard.
         params: ``(start, tensor)``, sorted, disjoint, 1-D and contiguous.
-        num_groups: number of parameter groups.
-        master_dtype: of the master weights; found from ``params`` by default.
+        master_dtype: of the master weights. By default float64 when a shard is, so that nothing is
+            lost, and float32 otherwise. A part has the dtype of the whole, because the split must
+            not change a bit.
 
     Raises:
         ValueError: when one of these does not hold, with the offending index.
@@ -77,7 +77,8 @@ class Geometry:
         self.pieces = tuple(Piece(*piece) for piece in pieces)
         self.shards = tuple(params)
         self._num_groups = num_groups
-        self._master_dtype = master_dtype
+        is_wide = any(tensor.dtype == torch.float64 for _, tensor in self.shards)
+        self.master_dtype = master_dtype or (torch.float64 if is_wide else torch.float32)
         self._check_shards()
         self._shards = SpanMap((a, a + t.numel(), i) for i, (a, t) in enumerate(self.shards))
         self._pieces = SpanMap((p.start, p.stop, i) for i, p in enumerate(self.pieces))
@@ -114,16 +115,6 @@ class Geometry:
         """Raise ValueError unless ``[start, stop)`` is within the flat space."""
         if not 0 <= start <= stop <= self.numel:
             raise ValueError(f"[{start}, {stop}) is not within the flat space [0, {self.numel})")
-
-    def master_dtype(self) -> torch.dtype:
-        """Return float64 when a shard is, so that nothing is lost, and float32 otherwise.
-
-        A part has the dtype of the whole, because the split must not change a bit.
-        """
-        if self._master_dtype is not None:
-            return self._master_dtype
-        wide = any(tensor.dtype == torch.float64 for _, tensor in self.shards)
-        return torch.float64 if wide else torch.float32
 
     def align_down(self, split: int, alignment: int) -> int:
         """Move a split point down to a multiple of ``alignment`` elements of its piece."""
@@ -174,9 +165,8 @@ class Geometry:
         shards = [
             (share.local(a), view) for span in share.spans for a, _, view in self.overlaps(*span)
         ]
-        dtype = self.master_dtype()
-        part = Geometry(share.numel, pieces, shards, self._num_groups, master_dtype=dtype)
-        return part, local
+        dtype, num_groups = self.master_dtype, self._num_groups
+        return Geometry(share.numel, pieces, shards, num_groups, master_dtype=dtype), local
 
 
 def split_runs(runs: Sequence[Run]) -> list[Run]:

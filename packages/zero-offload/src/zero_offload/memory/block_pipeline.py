@@ -57,7 +57,6 @@ class BlockPipeline:
 
     Args:
         file: its records are the parts of all blocks, see [Note: buffers].
-        num_parts: records per block.
         buffer_count: blocks in memory at once; fewer are used where there are fewer blocks.
     """
 

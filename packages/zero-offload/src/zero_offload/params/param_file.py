@@ -67,7 +67,6 @@ class FileShards:
 
     Args:
         shards: ``(segment, numel, dtype)`` of each.
-        folder: where the file is made.
         num_buffers: shards that are read ahead.
         pin_memory: page-lock the buffers for reads.
 

@@ -24,7 +24,6 @@ class AdamRule(Rule):
     Kingma and Ba, 2015 (arXiv 1412.6980); Loshchilov and Hutter, 2019 (arXiv 1711.05101).
 
     Args:
-        kernel: see `AdamKernel`.
         is_decoupled: AdamW's weight decay, unless a group says otherwise.
     """
 
@@ -80,12 +79,7 @@ class AdagradRule(Rule):
 
 
 class SgdRule(Rule):
-    """Stochastic gradient descent as torch.optim.SGD does it, by ``kernel.sgd_step``.
-
-    Args:
-        kernel: see `SgdKernel`.
-        has_momentum: keep a momentum buffer.
-    """
+    """Stochastic gradient descent as torch.optim.SGD does it, by ``kernel.sgd_step``."""
 
     def __init__(self, kernel: SgdKernel, *, has_momentum: bool) -> None:
         self._kernel = kernel

@@ -46,7 +46,6 @@ def resolve_kernel(
     Args:
         kernel: an object or module with ``adam_step``; the name of an entry point; ``"auto"`` for
             an installed kernel (the first by name) if a kernel can compute the class; or None.
-        optimizer_class: the update wanted.
 
     Raises:
         ValueError: no kernel of that name is installed, the object is none, or no kernel computes
@@ -111,7 +110,6 @@ def resolve_rule(
         optimizer_class: torch's ``Adam``, ``AdamW``, ``Adagrad`` or ``SGD``, or a class with the
             attribute ``update_rule`` of "adam", "adagrad", "sgd" or "lion", whose groups have that
             optimizer's settings.
-        groups: its ``param_groups``.
         state_dtype: ``"float32"``; ``"bfloat16"`` or ``"int8"`` for Adam and AdamW.
 
     Returns:

@@ -98,8 +98,6 @@ class Rule(ABC):
         Args:
             master: fp32 master weights, 1-D, contiguous; None if the rule keeps them split.
             grad: fp32, bf16 or fp16, same length; multiplied by ``grad_scale`` first.
-            stored: the span's buffers.
-            hyper: the result of `hyper`.
             grad_scale: factor on the gradient: unscale and clip.
             out: fp32, bf16 or fp16: receives the new values, rounded; None if they are not needed.
         """

@@ -51,7 +51,6 @@ class BlockLayout:
     """The blocks of a flat space, see [Note: blocks]. Pure arithmetic.
 
     Args:
-        geometry: the flat space.
         rules: the rule of each shard, after its ``for_params``; all count the same blocks.
         block_numel: most elements of a block, rounded up to the rule's own blocks; None for blocks
             of any length.

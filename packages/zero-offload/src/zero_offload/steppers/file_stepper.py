@@ -37,7 +37,6 @@ class FileStepper(RuleStepper):
     Args:
         geometry: the flat space; shards of fp32, bf16 or fp16.
         rule: the update, before its ``for_params``.
-        groups: see `RuleStepper`.
         folder: on the NVMe disk; see `BlockFile`.
         buffer_count: blocks in host memory at once; 3 or more read, update and write together.
 

@@ -25,7 +25,6 @@ class MemoryStepper(RuleStepper):
     Args:
         geometry: the flat space; shards of fp32, bf16 or fp16.
         rule: the update, before its ``for_params``.
-        groups: see `RuleStepper`.
         is_in_place: see `ShardMasters`.
         upper: returns host memory for the parameters of a range inside one shard, which lasts as
             long as the stepper. A split master weight has its upper half there.

@@ -26,9 +26,7 @@ class RuleStepper(Stepper):
     """Stepper whose update is a `Rule`. A subclass has the blocks in its memory.
 
     Args:
-        geometry: the flat space.
         rule: the update, before its ``for_params``.
-        layout: the blocks, see [Note: blocks].
         groups: the optimizer's ``param_groups``, for the initial values of states.
     """
 

@@ -35,8 +35,6 @@ class ShardMasters:
     """Master weights of a flat space in one memory, shard by shard.
 
     Args:
-        geometry: the flat space.
-        device: the memory.
         is_in_place: the shards lie on ``device`` too. If all have the master's dtype, they are
             their own master weights, and no second copy is kept.
         upper_halves: by shard, memory in the shard's dtype that holds the upper half of a master
@@ -44,7 +42,6 @@ class ShardMasters:
 
     Attributes:
         is_in_place: whether all whole master weights are the shards themselves.
-        num_bytes: bytes of the master weights.
         num_copy_bytes: of these, the bytes that are not the memory of a shard.
     """
 
@@ -56,7 +53,7 @@ class ShardMasters:
         is_in_place: bool,
         upper_halves: Mapping[int, Tensor] | None = None,
     ) -> None:
-        upper, dtype = upper_halves or {}, geometry.master_dtype()
+        upper, dtype = upper_halves or {}, geometry.master_dtype
         self.is_in_place = is_in_place and all(
             shard.dtype == dtype and shard.device.type == device.type
             for i, (_, shard) in enumerate(geometry.shards)
@@ -86,7 +83,7 @@ class ShardMasters:
 
     def read(self, start: int, stop: int) -> Tensor:
         """Return a copy of any range on the CPU, zero between shards."""
-        values = torch.zeros(stop - start, dtype=self._space.master_dtype(), device="cpu")
+        values = torch.zeros(stop - start, dtype=self._space.master_dtype, device="cpu")
         for a, b, master in self._space.overlaps(start, stop):
             values[a - start : b - start].copy_(master)
         return values
@@ -116,7 +113,6 @@ class Stepper(ABC):
     """Master weights and optimizer state of one flat space, and their update.
 
     Args:
-        geometry: the flat space.
         device: the memory of master weights and state.
 
     Attributes:

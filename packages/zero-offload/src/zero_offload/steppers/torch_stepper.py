@@ -51,7 +51,6 @@ class TorchStepper(Stepper):
     """Stepper that lets ``optimizer_class`` update the pieces of a flat space.
 
     Args:
-        geometry: the flat space.
         device: of master weights and state.
         optimizer_class: an elementwise torch optimizer.
         groups: its ``param_groups`` without ``params``, every default filled in.
@@ -75,7 +74,7 @@ class TorchStepper(Stepper):
         check_elementwise(optimizer_class)
         groups = _served(groups, device)
         super().__init__(geometry, device)
-        self._dtype = geometry.master_dtype()
+        self._dtype = geometry.master_dtype
         self._masters = ShardMasters(geometry, device, is_in_place=is_in_place)
         self.is_in_place = self._masters.is_in_place
         self._chunk_numel = _HOST_CHUNK_NUMEL if device.type == "cpu" else _DEVICE_CHUNK_NUMEL

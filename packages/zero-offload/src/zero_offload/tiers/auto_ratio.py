@@ -123,7 +123,6 @@ class AutoRatio:
         """Record one step at `ratio` and return the ratio for the next one.
 
         Args:
-            sample: its measurements.
             least_ratio: the smallest ratio that fits in device memory now, 0 to 1.
         """
         if least_ratio > self.ratio:

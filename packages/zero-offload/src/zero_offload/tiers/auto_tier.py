@@ -30,12 +30,7 @@ class AutoTier(TwinTier):
     """A StateTier whose host share starts with everything and ends where steps are fastest.
 
     Args:
-        geometry: the whole flat space.
-        groups: as for `TwinTier`.
-        factory: as for `TwinTier`.
-        device: the compute device.
         element_bytes: bytes of an element's state on it.
-        alignment: as for `TwinTier`.
         controller: chooses the ratios; an `AutoRatio` by default.
 
     Attributes:

@@ -74,9 +74,7 @@ class DeviceRoom:
     Everything else is the peak so far less the state that was on the device then.
 
     Args:
-        numel: elements of the flat space.
         element_bytes: bytes of an element's state on the device.
-        device: the compute device.
     """
 
     def __init__(self, numel: int, element_bytes: int, device: torch.device) -> None:

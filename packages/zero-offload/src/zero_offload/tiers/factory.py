@@ -84,9 +84,7 @@ class OffloadTiers:
         """Create a tier in host memory with a worker of its own.
 
         Args:
-            part: the part's flat space.
             share: the elements of the whole space in it.
-            groups: ``param_groups`` that its optimizer starts with.
         """
         is_on_cpu = self.device.type == "cpu"
         memory = HostMemory(

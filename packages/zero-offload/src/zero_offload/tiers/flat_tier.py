@@ -56,11 +56,6 @@ class FlatTier(ABC):
     as the last one of its range was used. After a step that failed in the background every call
     raises `OffloadError`.
 
-    Args:
-        geometry: the flat space.
-        stepper: owns master weights and state.
-        mover: copies gradients and parameters.
-
     Attributes:
         file: of master weights and state, if they are not in memory, with its counters.
     """

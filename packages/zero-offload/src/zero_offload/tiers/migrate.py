@@ -47,10 +47,8 @@ def migrate(
     """Copy every state of the elements that are in both shares.
 
     Args:
-        source: holds the elements of ``source_share``.
         source_share: in the whole space's coordinates.
         write_state: takes a name, an offset in ``share``'s own space, and values.
-        share: the target's elements.
     """
     common = source_share.intersection(share)
     for name in source.state_names():

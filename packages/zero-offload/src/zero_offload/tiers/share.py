@@ -31,7 +31,7 @@ def host_share(
     if settings.parameters is not None:
         return named_elements(geometry, names, settings.parameters)
     if settings.device_budget is not None:
-        nbytes = state_bytes(optimizer_class, groups, geometry.master_dtype())
+        nbytes = state_bytes(optimizer_class, groups, geometry.master_dtype)
         return within_budget(geometry, settings.device_budget, nbytes)
     if settings.ratio == "auto":
         return None
@@ -42,7 +42,6 @@ def named_elements(geometry: Geometry, names: Sequence[str], patterns: Sequence[
     """Return the pieces whose parameter's name matches a pattern, each with the padding after it.
 
     Args:
-        geometry: the flat space.
         names: one per piece.
         patterns: as `fnmatch` reads them, case-sensitive; ``*`` matches dots too.
 
@@ -96,7 +95,7 @@ def device_bytes(geometry: Geometry, split: int, element_state_bytes: int) -> in
     Master weights take nothing if all shards there are their own. A gradient has its shard's dtype.
     """
     rest = [view for _, _, view in geometry.overlaps(split, geometry.numel)]
-    numel, master = geometry.numel - split, geometry.master_dtype()
+    numel, master = geometry.numel - split, geometry.master_dtype
     is_in_place = all(view.dtype == master for view in rest)
     grads = sum(view.numel() * view.element_size() for view in rest)
     return numel * (element_state_bytes + (0 if is_in_place else master.itemsize)) + grads

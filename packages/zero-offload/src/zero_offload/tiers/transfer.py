@@ -47,8 +47,6 @@ class Mover(ABC):
 
     Args:
         geometry: the flat space; its shards lie on ``device``, on the CPU or on meta.
-        device: the compute device.
-        store: receives new values of shards on meta.
 
     Attributes:
         bytes_d2h: gradient bytes copied from the compute device to the host so far.
@@ -162,10 +160,6 @@ class HostMover(Mover):
     """Copies gradients to host buffers and parameters back.
 
     Args:
-        geometry: see `Mover`.
-        device: see `Mover`.
-        memory: allocates the host buffers.
-        store: see `Mover`.
         streams: for another kind of device; found from ``device`` by default.
         is_staged: whether shards in host memory are staged too, as those of an accelerator.
     """
@@ -206,7 +200,7 @@ class HostMover(Mover):
         return partial(self._streams.release, event)
 
     def _staging_of(self, dtype: torch.dtype) -> SpanMap[tuple[int, Tensor]]:
-        kept = dtype if dtype in KERNEL_DTYPES else self.geometry.master_dtype()
+        kept = dtype if dtype in KERNEL_DTYPES else self.geometry.master_dtype
         if kept not in self._grads:
             parts = self._memory.parts(self.geometry.numel, kept)
             starts = accumulate((part.numel() for part in parts), initial=0)

@@ -38,10 +38,8 @@ class TwinTier:
     It keeps its own copy of every gradient, on the host or on the device.
 
     Args:
-        geometry: the whole flat space.
         groups: ``param_groups``, every default filled in; their ``params`` are ignored.
         host: the host's share; where the space is empty the host has it.
-        factory: creates the tiers.
         alignment: a split point within a parameter lies at a multiple of so many of its elements.
     """
 

@@ -45,7 +45,6 @@ class HostUpdate:
         """Return ``param_groups`` with the settings of `torch_class`.
 
         Args:
-            groups: the optimizer's own.
             is_host_alone: no part is updated by torch on an accelerator.
 
         Raises:
