@@ -20,7 +20,7 @@ FLOAT32, BFLOAT16, FLOAT16, NO_OUT, SPLIT, INT8, UINT8, INT16 = range(8)
 
 ITEM_BYTES = (4, 2, 2, 0, 2, 1, 1, 2)
 
-_NUMPY_TYPES = {
+_TYPES = {
     "float32": FLOAT32,
     "bfloat16": BFLOAT16,
     "float16": FLOAT16,
@@ -28,7 +28,7 @@ _NUMPY_TYPES = {
     "uint8": UINT8,
     "int16": INT16,
 }
-_TYPE_NAMES = {code: name for name, code in _NUMPY_TYPES.items()}
+_TYPE_NAMES = {code: name for name, code in _TYPES.items()}
 
 # Numbers of the DLPack specification: (type code, bits), and devices whose memory the host reads.
 _DLPACK_TYPES = {
@@ -123,12 +123,7 @@ def torch_address(name: str, tensor: Any) -> int:
 
 def _describe_torch(name: str, tensor: Any, torch: Any, types: tuple[int, ...]) -> Block:
     if not _torch_types:
-        _torch_types[torch.float32] = FLOAT32
-        _torch_types[torch.bfloat16] = BFLOAT16
-        _torch_types[torch.float16] = FLOAT16
-        _torch_types[torch.int8] = INT8
-        _torch_types[torch.uint8] = UINT8
-        _torch_types[torch.int16] = INT16
+        _torch_types.update({getattr(torch, name): code for name, code in _TYPES.items()})
     if not tensor.is_cpu:
         raise ValueError(f"{name}: must be in host memory, got a tensor on {tensor.device}")
     if tensor.layout is not torch.strided:
@@ -146,7 +141,7 @@ def _describe_torch(name: str, tensor: Any, torch: Any, types: tuple[int, ...]) 
 
 def _describe_numpy(name: str, array: Any, *, is_written: bool, types: tuple[int, ...]) -> Block:
     dtype = array.dtype
-    code = _NUMPY_TYPES.get(dtype.name, -1) if dtype.isnative else -1
+    code = _TYPES.get(dtype.name, -1) if dtype.isnative else -1
     if code not in types:
         raise _wrong_type(name, dtype.str if not dtype.isnative else dtype.name, types)
     flags = array.flags

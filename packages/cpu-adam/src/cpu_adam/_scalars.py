@@ -225,10 +225,10 @@ def adagrad_scalars(
     *,
     step: int,
     lr: float,
-    lr_decay: float,
-    eps: float,
-    weight_decay: float,
-    grad_scale: float,
+    lr_decay: float = 0.0,
+    eps: float = 1e-10,
+    weight_decay: float = 0.0,
+    grad_scale: float = 1.0,
 ) -> AdagradScalars:
     """Check Adagrad's hyperparameters and derive its scalars, with the errors of `adam_scalars`."""
     step = _step(step)
@@ -255,7 +255,12 @@ class LionScalars(NamedTuple):
 
 
 def lion_scalars(
-    *, lr: float, beta1: float, beta2: float, weight_decay: float, grad_scale: float
+    *,
+    lr: float,
+    beta1: float = 0.9,
+    beta2: float = 0.99,
+    weight_decay: float = 0.0,
+    grad_scale: float = 1.0,
 ) -> LionScalars:
     """Check Lion's hyperparameters and derive its scalars, with the errors of `adam_scalars`."""
     lr = _not_negative("lr", lr)
@@ -294,11 +299,11 @@ def sgd_scalars(
     *,
     step: int,
     lr: float,
-    momentum: float,
-    dampening: float,
-    weight_decay: float,
-    nesterov: bool,
-    grad_scale: float,
+    momentum: float = 0.0,
+    dampening: float = 0.0,
+    weight_decay: float = 0.0,
+    nesterov: bool = False,
+    grad_scale: float = 1.0,
 ) -> SgdScalars:
     """Check SGD's hyperparameters and derive its scalars, with the errors of `adam_scalars`.
 

@@ -40,7 +40,6 @@ STATE_DTYPES = {
     "int8": {"exp_avg": torch.int8, "exp_avg_sq": torch.uint8},
 }
 
-
 # The two ways to keep the master weight of a 16-bit parameter, and the name of its state.
 MASTER_DTYPES = {"float32": MASTER, "split": REMAINDER}
 
@@ -160,24 +159,6 @@ class Slot:
         addresses: the kernel's arguments besides the gradient: master, states, out.
         step_address: address of the number of updates so far, in fp32.
     """
-
-    __slots__ = (
-        "addresses",
-        "dtype",
-        "extent",
-        "is_contiguous",
-        "local",
-        "local_address",
-        "numel",
-        "out_type",
-        "param",
-        "settings",
-        "shape",
-        "state",
-        "step_address",
-        "stride",
-        "watched",
-    )
 
     def __init__(
         self, param: Tensor, state: dict[str, Any], settings: tuple[str, str | None]

@@ -12,12 +12,13 @@ NaNs are equal whatever their sign and payload: those depend on the CPU.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Unpack
 
 import numpy as np
 import numpy.typing as npt
 
 from cpu_adam._scalars import (
+    AdamHyper,
     CompactAdamScalars,
     adagrad_scalars,
     adam_scalars,
@@ -78,34 +79,15 @@ def adam_step(
     exp_avg: Float32Array,
     exp_avg_sq: Float32Array,
     *,
-    step: int,
-    lr: float,
-    beta1: float,
-    beta2: float,
-    eps: float,
-    weight_decay: float,
-    adamw_mode: bool = True,
-    bias_correction: bool = True,
-    grad_scale: float = 1.0,
     out: Array | None = None,
+    **hyper: Unpack[AdamHyper],
 ) -> None:
     """Compute `cpu_adam.adam_step` on NumPy arrays of one shape.
 
     Args as there, but bf16 arrays (``grad``, ``out``) are given as ``uint16``. Slow.
     """
-    scalars = adam_scalars(
-        step=step,
-        lr=lr,
-        beta1=beta1,
-        beta2=beta2,
-        eps=eps,
-        weight_decay=weight_decay,
-        adamw_mode=adamw_mode,
-        bias_correction=bias_correction,
-        grad_scale=grad_scale,
-    )
-    (scale, decay, l2, weight1, b2, weight2, correction2_sqrt, epsilon, neg_step_size) = (
-        np.float32(value) for value in scalars
+    scale, decay, l2, weight1, b2, weight2, correction2_sqrt, epsilon, neg_step_size = _in_float32(
+        adam_scalars(**hyper)
     )
     with np.errstate(all="ignore"):
         g = _widen(grad) * scale
@@ -403,24 +385,11 @@ def adagrad_step(
     grad: Array,
     state_sum: Float32Array,
     *,
-    step: int,
-    lr: float,
-    lr_decay: float = 0.0,
-    eps: float = 1e-10,
-    weight_decay: float = 0.0,
-    grad_scale: float = 1.0,
     out: Array | None = None,
+    **hyper: Any,
 ) -> None:
     """Compute `cpu_adam.adagrad_step`, with uint16 for bf16."""
-    scalars = adagrad_scalars(
-        step=step,
-        lr=lr,
-        lr_decay=lr_decay,
-        eps=eps,
-        weight_decay=weight_decay,
-        grad_scale=grad_scale,
-    )
-    scale, l2, epsilon, neg_step_size = _in_float32(scalars)
+    scale, l2, epsilon, neg_step_size = _in_float32(adagrad_scalars(**hyper))
     with np.errstate(all="ignore"):
         g = fma(master, l2, _widen(grad) * scale)
         total = fma(g, g, state_sum)
@@ -435,18 +404,11 @@ def lion_step(
     grad: Array,
     exp_avg: Float32Array,
     *,
-    lr: float,
-    beta1: float = 0.9,
-    beta2: float = 0.99,
-    weight_decay: float = 0.0,
-    grad_scale: float = 1.0,
     out: Array | None = None,
+    **hyper: Any,
 ) -> None:
     """Compute `cpu_adam.lion_step`, with uint16 for bf16."""
-    scalars = lion_scalars(
-        lr=lr, beta1=beta1, beta2=beta2, weight_decay=weight_decay, grad_scale=grad_scale
-    )
-    scale, decay, b1, weight1, b2, weight2, neg_lr = _in_float32(scalars)
+    scale, decay, b1, weight1, b2, weight2, neg_lr = _in_float32(lion_scalars(**hyper))
     with np.errstate(all="ignore"):
         g = _widen(grad) * scale
         direction = fma(weight1, g, b1 * exp_avg)
@@ -462,26 +424,14 @@ def sgd_step(
     grad: Array,
     momentum_buffer: Float32Array | None = None,
     *,
-    step: int,
-    lr: float,
-    momentum: float = 0.0,
-    dampening: float = 0.0,
-    weight_decay: float = 0.0,
     nesterov: bool = False,
-    grad_scale: float = 1.0,
     out: Array | None = None,
+    **hyper: Any,
 ) -> None:
     """Compute `cpu_adam.sgd_step`, with uint16 for bf16."""
-    scalars = sgd_scalars(
-        step=step,
-        lr=lr,
-        momentum=momentum,
-        dampening=dampening,
-        weight_decay=weight_decay,
-        nesterov=nesterov,
-        grad_scale=grad_scale,
+    scale, l2, mu, buffer_decay, grad_weight, neg_lr = _in_float32(
+        sgd_scalars(nesterov=nesterov, **hyper)
     )
-    scale, l2, mu, buffer_decay, grad_weight, neg_lr = _in_float32(scalars)
     with np.errstate(all="ignore"):
         direction = g = fma(master, l2, _widen(grad) * scale)
         if momentum_buffer is not None:
