@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import difflib
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
@@ -53,9 +55,10 @@ class Blueprint:
         Without ``is_training`` every parameter is frozen, and the optimizer has none.
 
         Raises:
-            ConfigError: there is no optimizer, or it does not fit the model.
+            ConfigError: there is no optimizer, or the configuration does not fit the model.
         """
-        found = discover(model, _leaf_rule(config))
+        leaf = config.zero_optimization.leaf_module
+        found = discover(model, None if leaf is None else LeafRule(**leaf.model_dump()))
         given = optimizer
         _check_real(found)
         if is_training:
@@ -70,7 +73,10 @@ class Blueprint:
         specs = _describe(found, group_of, config)
         group_of = {n: g for n, g in group_of.items() if specs[n].is_trainable}
         units = [(name, members) for name, _, members in found.units]
-        return cls(found, Layout.build(specs, units, world_size), optimizer, group_of, given)
+        layout = Layout.build(specs, units, world_size)
+        if is_training:
+            check_patterns(config.zero_optimization.offload_optimizer.parameters or (), layout)
+        return cls(found, layout, optimizer, group_of, given)
 
     def check_ranks_agree(self, control: ControlGroup, config: Config) -> None:
         """Refuse a model or a configuration that is not the same on every rank.
@@ -135,11 +141,6 @@ def _check_max_norm(model: nn.Module, config: Config, world_size: int) -> None:
             )
 
 
-def _leaf_rule(config: Config) -> LeafRule:
-    leaf = config.zero_optimization.leaf_module
-    return LeafRule() if leaf is None else LeafRule(**leaf.model_dump())
-
-
 def _optimizer_of(config: Config, found: Discovered) -> torch.optim.Optimizer:
     if config.optimizer is None:
         raise ConfigError(
@@ -185,6 +186,21 @@ def _check_all_grouped(found: Discovered, group_of: Mapping[int, int]) -> None:
             )
 
 
+def check_patterns(patterns: Sequence[str], layout: Layout) -> None:
+    """Refuse a pattern that matches no trainable parameter of the whole model.
+
+    A tier sees the parameters of its rank alone and cannot check this.
+    """
+    names = [param.name for param in layout.params if param.is_trainable]
+    for pattern in patterns:
+        if not any(fnmatchcase(name, pattern) for name in names):
+            near = difflib.get_close_matches(pattern, names, n=3, cutoff=0.4) or names[:3]
+            raise ConfigError(
+                f"zero_optimization.offload_optimizer.parameters: {pattern!r} matches no "
+                f"trainable parameter; near it are {near}"
+            )
+
+
 def _describe(found: Discovered, group_of: Mapping[int, int], config: Config) -> list[ParamSpec]:
     """Describe every parameter. `zero_core.runtime.param_guard` explains which are trainable."""
     return [
@@ -192,12 +208,9 @@ def _describe(found: Discovered, group_of: Mapping[int, int], config: Config) ->
             name=names[0],
             shape=tuple(param.shape),
             dtype=compute_dtype(param, config.compute_dtype),
-            is_trainable=number in group_of and _can_have_gradient(param),
+            # Integers (quantized weights) cannot have a gradient.
+            is_trainable=number in group_of and param.is_floating_point(),
             aliases=names[1:],
         )
         for number, (param, names) in enumerate(zip(found.params, found.names, strict=True))
     ]
-
-
-def _can_have_gradient(param: nn.Parameter) -> bool:
-    return param.is_floating_point()  # integers (quantized weights) cannot

@@ -22,7 +22,6 @@ from zero_core.optim.device_tier import DeviceTier
 from zero_core.optim.factory import has_kernel_rule
 from zero_core.optim.muon import Muon
 from zero_core.optim.muon_tier import MatrixTier
-from zero_core.optim.offload_share import check_patterns
 from zero_core.protocols import (
     Collectives,
     CollectivesFactory,
@@ -121,13 +120,8 @@ def make_state_tier(
 ) -> StateTier:
     """Make the state tier that is given or that the configuration asks for.
 
-    Args:
-        factory: given to ``build``, or None.
-        memory: has the parameter shards that the tier writes to.
-        drawn: the layout and the optimizer.
-        config: the configuration.
-        control: gathers matrices for Muon.
-        meter: counts that.
+    It writes to the parameter shards of ``memory``. For Muon it gathers matrices by ``control``,
+    and ``meter`` counts that.
 
     Raises:
         ConfigError: the optimizer or a setting is not served.
@@ -135,7 +129,6 @@ def make_state_tier(
     """
     zero = config.zero_optimization
     layout, is_sharded = drawn.layout, memory.has_sharded_state
-    check_patterns(zero.offload_optimizer.parameters or (), layout)
     placed = layout.pieces(control.rank, is_sharded=is_sharded)
     own: dict[str, Any] = {
         "numel": layout.local_numel(is_sharded=is_sharded),
@@ -148,7 +141,13 @@ def make_state_tier(
     }
     is_here = factory is None and zero.offload_optimizer.device == "none"
     if isinstance(drawn.optimizer, Muon):
-        _check_muon(factory, zero.offload_optimizer.device, is_served=is_here)
+        if not is_here:
+            device = f"offload_optimizer.device = {zero.offload_optimizer.device!r}"
+            raise ConfigError(
+                f"{'state_tier' if factory is not None else device} with Muon is not served: its "
+                "step needs whole matrices, which the engine's own tier alone gathers; leave it "
+                "out, or use AdamW or Lion"
+            )
         make: Any = MatrixTier
         own |= {"layout": layout, "control": control, "meter": meter}
         own |= {"is_sharded": zero.stage >= 1, "group_of": drawn.group_of}
@@ -189,20 +188,6 @@ def _check_members(tier: object) -> None:
     )
 
 
-def _check_muon(factory: StateTierFactory | None, device: str, *, is_served: bool) -> None:
-    """Refuse to keep the state of Muon elsewhere.
-
-    Raises:
-        ConfigError: with what asked for it.
-    """
-    if not is_served:
-        asked = "state_tier" if factory is not None else f"offload_optimizer.device = {device!r}"
-        raise ConfigError(
-            f"{asked} with Muon is not served: its step needs whole matrices, which the engine's "
-            "own tier alone gathers; leave it out, or use AdamW or Lion"
-        )
-
-
 def _load_kernel(config: Config, given: torch.optim.Optimizer | None, key: str) -> Any:
     """Return the host kernel for the optimizer, or None if torch's own update does it."""
     if not has_kernel_rule(config, given):
@@ -215,13 +200,10 @@ def _load_kernel(config: Config, given: torch.optim.Optimizer | None, key: str) 
             type(given).__name__,
         )
         return None
-    named = config.optimizer.type if given is None and config.optimizer else type(given).__name__
-    asked = (
-        f"{key} with optimizer.type = {named!r}"
-        if given is None
-        else f"{key} with an object of {named}"
-    )
-    return load_part(KERNELS, "cpu", asked_by=asked, distribution="cpu-adam")
+    named = f"an object of {type(given).__name__}"
+    if given is None and config.optimizer is not None:
+        named = f"optimizer.type = {config.optimizer.type!r}"
+    return load_part(KERNELS, "cpu", asked_by=f"{key} with {named}", distribution="cpu-adam")
 
 
 def make_param_tier(

@@ -160,7 +160,8 @@ class DeviceTier:
             self._publish(start, stop)
 
     def read_scalars(self, piece: int) -> Mapping[str, float]:
-        state = self._state_of(piece)
+        assert self._optimizer is not None  # there is a piece
+        state = self._optimizer.state.get(self._pieces[piece], {})
         scalars = {
             name: float(value)
             for name, value in state.items()
@@ -169,9 +170,8 @@ class DeviceTier:
         return {"num_steps": float(self._num_steps[piece]), **scalars}
 
     def write_scalars(self, piece: int, scalars: Mapping[str, float]) -> None:
+        assert self._optimizer is not None  # there is a piece
         self._num_steps[piece] = int(scalars["num_steps"])
-        if self._optimizer is None:
-            return
         param = self._pieces[piece]
         if self._num_steps[piece] == 0:
             for name, flat in self._flat.items():
@@ -245,19 +245,12 @@ class DeviceTier:
                 elif shard.data_ptr() != master.data_ptr():
                     shard.copy_(master)  # to the host: there when it returns
 
-    def _state_of(self, piece: int) -> Mapping[str, Any]:
-        if self._optimizer is None:
-            return {}
-        state: Mapping[str, Any] = self._optimizer.state.get(self._pieces[piece], {})
-        return state
-
     def _is_elementwise(self, piece: int, value: object) -> bool:
         return isinstance(value, Tensor) and value.shape == self._pieces[piece].shape
 
     def _flatten_state(self, piece: int) -> None:
         """Move state that the optimizer has just made into the flat buffers."""
-        if self._optimizer is None:
-            return
+        assert self._optimizer is not None
         state = self._optimizer.state[self._pieces[piece]]
         for name, value in state.items():
             if not self._is_elementwise(piece, value):

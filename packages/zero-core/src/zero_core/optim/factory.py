@@ -28,9 +28,6 @@ _BY_NAME: Mapping[str, type[torch.optim.Optimizer]] = {
     "lion": Lion,
 }
 
-_KERNEL_TYPES = frozenset({"adam", "adamw", "adagrad", "sgd", "lion"})
-"""Lower-case names of the optimizers that a host kernel computes where the state is offloaded."""
-
 _KERNEL_CLASSES = (
     torch.optim.Adam,
     torch.optim.AdamW,
@@ -38,7 +35,8 @@ _KERNEL_CLASSES = (
     torch.optim.SGD,
     Lion,
 )
-"""Classes of the same. A subclass may update otherwise, and is none."""
+"""Optimizers that a host kernel computes where the state is offloaded. A subclass may update
+otherwise, and is none."""
 
 _FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
 """Optimizers whose fused kernels run on CPUs and accelerators alike. A slice that begins and ends
@@ -96,7 +94,7 @@ def has_kernel_rule(config: Config, given: torch.optim.Optimizer | None) -> bool
         return declared in _KERNEL_CLASSES or is_declared
     if config.optimizer is None or config.optimizer.params.get("torch_adam"):
         return False
-    return config.optimizer.type.lower() in _KERNEL_TYPES
+    return _BY_NAME.get(config.optimizer.type.lower()) in _KERNEL_CLASSES
 
 
 def make_optimizer(
@@ -111,10 +109,38 @@ def make_optimizer(
     Raises:
         ConfigError: an unknown type, or parameters that the optimizer does not take.
     """
-    kind = config.type.lower()
-    if kind == "muon":
-        return _make_muon(config.params, params)
     options = dict(config.params)
+    if config.type.lower() == "muon":
+        optimizer_class, known = _muon(options)
+    else:
+        optimizer_class, known = _elementwise(config.type, options)
+    unknown = sorted(set(options) - set(known))
+    if unknown:
+        raise ConfigError(
+            f"optimizer.params.{unknown[0]}: unknown key; {optimizer_class.__name__} takes {known}"
+        )
+    if isinstance(options.get("betas"), list):
+        options["betas"] = tuple(options["betas"])
+    try:
+        if optimizer_class is Muon:
+            return Muon(split_groups(params, options))
+        optimizer = optimizer_class(params, **options)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"optimizer.params: {error}") from error
+    if optimizer_class in _FUSED and not _OWN_KERNEL & options.keys():
+        # Not an argument: torch refuses it for parameters on the meta device.
+        for group in optimizer.param_groups:
+            group["fused"] = True
+    return optimizer
+
+
+_Choice = tuple[type[torch.optim.Optimizer], list[str]]
+"""An optimizer and the keys of ``optimizer.params`` that it takes."""
+
+
+def _elementwise(name: str, options: dict[str, Any]) -> _Choice:
+    """Choose an elementwise optimizer, and replace DeepSpeed's further keys in ``options``."""
+    kind = name.lower()
     options.pop("set_grad_none", None)  # gradients never stay on the parameters
     if not options.pop("fp32_optimizer_states", True):
         raise ConfigError(
@@ -145,30 +171,16 @@ def make_optimizer(
             options.pop("bias_correction", None)
     if optimizer_class is None:
         raise ConfigError(
-            f"optimizer.type = {config.type!r} is not served; known: {sorted(_BY_NAME)}; "
+            f"optimizer.type = {name!r} is not served; known: {sorted(_BY_NAME)}; "
             "any elementwise torch optimizer can be passed to build() as an object"
         )
-    if isinstance(options.get("betas"), list):
-        options["betas"] = tuple(options["betas"])
-    known = [p for p in inspect.signature(optimizer_class).parameters if p != "params"]
-    unknown = sorted(set(options) - set(known))
-    if unknown:
-        raise ConfigError(
-            f"optimizer.params.{unknown[0]}: unknown key; {optimizer_class.__name__} takes {known}"
-        )
-    try:
-        optimizer = optimizer_class(params, **options)
-    except (TypeError, ValueError) as error:
-        raise ConfigError(f"optimizer.params: {error}") from error
-    if optimizer_class in _FUSED and not _OWN_KERNEL & options.keys():
-        # Not an argument: torch refuses it for parameters on the meta device.
-        for group in optimizer.param_groups:
-            group["fused"] = True
-    return optimizer
+    return optimizer_class, [
+        p for p in inspect.signature(optimizer_class).parameters if p != "params"
+    ]
 
 
-def _make_muon(options: Mapping[str, Any], params: Sequence[Any]) -> torch.optim.Optimizer:
-    options = dict(options)
+def _muon(options: dict[str, Any]) -> _Choice:
+    """Choose Muon, and drop DeepSpeed's further keys from ``options`` at the values served."""
     for key, served, reason in (
         ("ns_method", "standard", "the iteration is torch.optim.Muon's"),
         ("per_head_muon", False, "a matrix is made orthogonal as a whole"),
@@ -179,15 +191,5 @@ def _make_muon(options: Mapping[str, Any], params: Sequence[Any]) -> torch.optim
             raise ConfigError(
                 f"optimizer.params.{key} = {found!r} is not served, only {served!r}: {reason}"
             )
-    known = ("lr", "muon_lr", "adam_lr", "weight_decay", "momentum", "nesterov", "adjust_lr_fn")
-    unknown = sorted(set(options) - {*known, "betas", "eps"})
-    if unknown:
-        raise ConfigError(
-            f"optimizer.params.{unknown[0]}: unknown key; Muon takes {[*known, 'betas', 'eps']}"
-        )
-    if isinstance(options.get("betas"), list):
-        options["betas"] = tuple(options["betas"])
-    try:
-        return Muon(split_groups(params, options))
-    except (TypeError, ValueError) as error:
-        raise ConfigError(f"optimizer.params: {error}") from error
+    keys = "lr muon_lr adam_lr weight_decay momentum nesterov adjust_lr_fn betas eps"
+    return Muon, keys.split()

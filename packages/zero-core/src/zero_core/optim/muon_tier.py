@@ -43,12 +43,11 @@ class MatrixTier(DeviceTier):
 
         Args:
             layout: the place of every element.
-            control: gathers momenta.
-            meter: counts what is gathered.
+            control: gathers momenta, which ``meter`` counts.
+            meter: see there.
             is_sharded: whether it covers a shard of each segment, or all of it.
             group_of: the optimizer group of each trainable parameter.
-            groups: see `zero_core.protocols.DeviceTierFactory`.
-            kwargs: further arguments of that.
+            groups: see `zero_core.protocols.DeviceTierFactory`, as ``kwargs``.
         """
         super().__init__(groups=groups, **kwargs)
         self._layout = layout
@@ -56,10 +55,6 @@ class MatrixTier(DeviceTier):
         self._meter = meter
         self._is_sharded = is_sharded
         self._starts = layout.local_starts(is_sharded=is_sharded)
-        self._bounds = {
-            s.index: layout.state_range(s, control.rank, is_sharded=is_sharded)
-            for s in layout.segments
-        }
         self._placed = layout.pieces(control.rank, is_sharded=is_sharded)
         matrices = {param for param, group in group_of.items() if groups[group]["use_muon"]}
         for param in matrices:
@@ -116,7 +111,9 @@ class MatrixTier(DeviceTier):
 
     def _own_momenta(self, segment: Segment, updates: Mapping[int, Any]) -> Tensor:
         """Return this rank's part of a segment, in bf16, zero where there is no momentum."""
-        low, high = self._bounds[segment.index]
+        low, high = self._layout.state_range(
+            segment, self._control.rank, is_sharded=self._is_sharded
+        )
         flat = torch.zeros(high - low, dtype=torch.bfloat16, device=self._device)
         base = self._starts[segment.index]
         for index, update in updates.items():

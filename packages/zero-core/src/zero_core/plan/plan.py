@@ -26,7 +26,6 @@ from zero_core.blueprint import Blueprint
 from zero_core.comm.meter import Links
 from zero_core.config import Config, OffloadParamConfig, load_config
 from zero_core.errors import ConfigError, MissingPartError
-from zero_core.optim.offload_share import check_patterns
 from zero_core.plan.activations import trace_activations
 from zero_core.plan.choices import traffic_choices
 from zero_core.plan.footprints import Footprints
@@ -161,7 +160,6 @@ class _Planner:
         offload, layout = self._config.zero_optimization.offload_optimizer, self._drawn.layout
         if offload.device == "none":
             return 0.0
-        check_patterns(offload.parameters or (), layout)
         tier = self._forecast(self._stage, self._device).tier
         if tier is None:
             return 1.0 if offload.ratio is None or offload.ratio == "auto" else offload.ratio

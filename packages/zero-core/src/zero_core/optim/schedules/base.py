@@ -69,9 +69,13 @@ class IterationSchedule(ABC):
     def get_lr(self) -> list[Any]:
         """Return the rate of each group at ``last_batch_iteration``."""
 
-    @abstractmethod
-    def step(self, iteration: int | None = None, /) -> None:
-        """Go to the next iteration, or to the given one, and set its rates."""
+    def step(self, last_batch_iteration: int | None = None) -> None:
+        """Advance to the next iteration, or to the given one, and set its rates."""
+        following = self.last_batch_iteration + 1
+        self.last_batch_iteration = (
+            following if last_batch_iteration is None else last_batch_iteration
+        )
+        self._set(self.get_lr())
 
     def get_last_lr(self) -> list[Rate]:
         """Return the rates that were set last.
@@ -116,13 +120,6 @@ class IterationSchedule(ABC):
             f"{type(self).__name__} needs 'last_batch_iteration', the state has only "
             f"{sorted(saved)}"
         )
-
-    def _advance(self, iteration: int | None) -> None:
-        """Go to ``iteration``, by default the next, and set its rates."""
-        self.last_batch_iteration = (
-            self.last_batch_iteration + 1 if iteration is None else iteration
-        )
-        self._set(self.get_lr())
 
     def _set(self, rates: Sequence[Rate]) -> None:
         self._last_lr = set_rates(self.optimizer.param_groups, rates)

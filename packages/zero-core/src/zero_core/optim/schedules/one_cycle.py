@@ -57,7 +57,7 @@ class LRRangeTest(IterationSchedule):
         return [low * factor for low in self.min_lr]
 
     def step(self, batch_iteration: int | None = None) -> None:
-        self._advance(batch_iteration)
+        super().step(batch_iteration)
 
 
 class OneCycle(IterationSchedule):
@@ -132,7 +132,7 @@ class OneCycle(IterationSchedule):
 
     def step(self, batch_iteration: int | None = None) -> None:
         """Advance to the next iteration, or to the given one, and set its rates and betas."""
-        self._advance(batch_iteration)
+        super().step(batch_iteration)
         momenta = self.get_mom()
         if momenta is not None:
             self._set_betas(momenta)

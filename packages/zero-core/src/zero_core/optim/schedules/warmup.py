@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import math
-from abc import abstractmethod
 from typing import Any
 
 import torch
@@ -38,9 +37,6 @@ class _Warmup(IterationSchedule):
         self.warmup_type = warmup_type
         self._inverse_log = 1.0 / math.log(self.warmup_num_steps)
 
-    def step(self, last_batch_iteration: int | None = None) -> None:
-        self._advance(last_batch_iteration)
-
     def _start(self) -> None:
         """Set the rates of the first optimizer step, unless the schedule resumes."""
         if self.last_batch_iteration == -1:
@@ -61,10 +57,6 @@ class _Warmup(IterationSchedule):
                 total_num_steps,
                 self.warmup_num_steps,
             )
-
-    @abstractmethod
-    def get_lr(self) -> list[Any]:
-        """See `IterationSchedule.get_lr`."""
 
 
 class WarmupLR(_Warmup):
