@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from dataclasses import asdict
 from typing import Annotated, Any
 
 import typer
@@ -29,6 +30,7 @@ def _option(help_text: str, *, metavar: str | None = None) -> Any:
 
 @app.command()
 def train(
+    invocation: typer.Context,
     data: Annotated[
         _Text, _option("UTF-8 text to learn from. Default: the Python standard library's source.")
     ] = None,
@@ -58,35 +60,12 @@ def train(
     seed: Annotated[_Number, _option("Seed of weights and data order.")] = None,
 ) -> None:
     """Train a GPT-2 on text, on every GPU of this machine or on its CPU."""
-    options: dict[str, str | int | None] = {
-        "data": data,
-        "config": config,
-        "steps": steps,
-        "output": output,
-        "layers": layers,
-        "width": width,
-        "heads": heads,
-        "context": context,
-        "vocab": vocab,
-        "eval_every": eval_every,
-        "eval_windows": eval_windows,
-        "save_every": save_every,
-        "log_every": log_every,
-        "seed": seed,
-    }
+    others = ("resume", "overwrite", "ranks")
+    options = {name: value for name, value in invocation.params.items() if name not in others}
     if resume and overwrite:
         raise typer.BadParameter("--resume and --overwrite exclude each other")
     if ranks is not None and ranks < 1:
         raise typer.BadParameter("--ranks must be at least 1")
-    flags = ["--resume"] * resume + ["--overwrite"] * overwrite
-    run_train(options, flags, ranks)
-
-
-def run_train(options: dict[str, str | int | None], flags: list[str], ranks: int | None) -> None:
-    """Check the request, then train on this rank, or start the ranks that train.
-
-    Never returns; the process ends with the exit code of the run.
-    """
     # torch and transformers take seconds to import: only the commands that need them pay.
     from zero_core.errors import ZeroError
     from zero_engine.launch.ranks import fail, is_under_launcher
@@ -95,12 +74,11 @@ def run_train(options: dict[str, str | int | None], flags: list[str], ranks: int
         if is_under_launcher():
             from zero_engine.train.program import train as train_on_this_rank
 
-            code = train_on_this_rank(
-                options, should_resume="--resume" in flags, should_overwrite="--overwrite" in flags
-            )
+            code = train_on_this_rank(options, should_resume=resume, should_overwrite=overwrite)
         else:
             from zero_engine.train.launch import check_request, launch
 
+            flags = ["--resume"] * resume + ["--overwrite"] * overwrite
             num_ranks = check_request(options, flags, ranks)
             arguments = [
                 f"--{name.replace('_', '-')}={value}"
@@ -211,7 +189,7 @@ def doctor(
 
     findings = examine()
     if as_json:
-        print(json.dumps([finding.as_dict() for finding in findings], indent=2))
+        print(json.dumps([asdict(finding) for finding in findings], indent=2))
     else:
         Console().print(as_table(findings))
 

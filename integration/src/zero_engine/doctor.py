@@ -6,8 +6,8 @@ import importlib
 import importlib.metadata
 import platform
 import sys
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -47,9 +47,6 @@ class Finding:
     state: State = "ok"
     advice: str = ""
     """What to do; empty where nothing needs doing."""
-
-    def as_dict(self) -> dict[str, str]:
-        return asdict(self)
 
 
 def examine() -> list[Finding]:
@@ -120,7 +117,7 @@ def _backends() -> Iterator[Finding]:
     else:
         advice = "none needed without a GPU; else check the driver with nvidia-smi"
         yield Finding("compute", "GPU", f"none found (CUDA {torch.version.cuda})", "note", advice)
-    yield Finding("compute", "CPU Adam", *_attempt(_active_isa))
+    yield _cpu_adam()
     yield _backend("gloo", is_there=dist.is_available() and dist.is_gloo_available())
     yield _backend("nccl", is_there=dist.is_available() and dist.is_nccl_available())
 
@@ -133,17 +130,14 @@ def _backend(name: str, *, is_there: bool) -> Finding:
     return Finding("compute", name, "not in this torch", "missing", "pip install torch")
 
 
-def _active_isa() -> str:
-    cpu_adam: Any = importlib.import_module("cpu_adam")
-    others = [isa for isa in cpu_adam.available_isas() if isa != cpu_adam.active_isa()]
-    return f"{cpu_adam.active_isa()} (also here: {', '.join(others) or 'none'})"
-
-
-def _attempt(question: Callable[[], str]) -> tuple[str, State]:
+def _cpu_adam() -> Finding:
     try:
-        return question(), "ok"
+        cpu_adam: Any = importlib.import_module("cpu_adam")
+        active = cpu_adam.active_isa()
+        others = [isa for isa in cpu_adam.available_isas() if isa != active]
     except Exception as error:  # told in the line above: the package is missing or broken
-        return f"unknown ({type(error).__name__})", "missing"
+        return Finding("compute", "CPU Adam", f"unknown ({type(error).__name__})", "missing")
+    return Finding("compute", "CPU Adam", f"{active} (also here: {', '.join(others) or 'none'})")
 
 
 def _machine() -> Iterator[Finding]:

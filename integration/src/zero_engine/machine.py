@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import os
 import platform
+import re
 import resource
 import sys
 from contextlib import suppress
@@ -18,6 +19,16 @@ import torch
 
 CGROUP = Path("/sys/fs/cgroup")
 CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
+
+
+def parse_bytes(text: str) -> int | None:
+    """Return the bytes of "24GB" (decimal), "24GiB" (binary) or a plain number, else None."""
+    match = re.fullmatch(r"([0-9]*\.?[0-9]+)\s*([kmgt]?)(i?)b?", text.strip().lower())
+    if match is None:
+        return None
+    number, unit, binary = match.groups()
+    scale: int = (1024 if binary else 1000) ** "_kmgt".index(unit or "_")
+    return round(float(number) * scale)
 
 
 def available_cores(root: Path = CGROUP) -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 from typing import Any
 
@@ -15,26 +14,22 @@ from transformers import GPT2Config
 
 import zero_core
 from zero_core.errors import ConfigError
+from zero_engine import machine
 from zero_engine.train.settings import AUTO, RunSettings, engine_config
 
-UNITS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
 GB = 10**9
 
 
 def parse_bytes(text: str, option: str) -> int:
-    """Bytes of "24GB" (decimal), "24GiB" (binary) or a plain number.
+    """Bytes of ``text``, the value of ``option``: see `machine.parse_bytes`.
 
     Raises:
-        ConfigError: it is none of these, or not positive.
+        ConfigError: it is no size, or not positive.
     """
-    match = re.fullmatch(r"([0-9]*\.?[0-9]+)\s*([kmgt]?)(i?)b?", text.strip().lower())
-    nbytes = 0
-    if match:
-        number, unit, binary = match.groups()
-        nbytes = round(float(number) * (1024 if binary else 1000) ** UNITS[unit])
-    if nbytes <= 0:
+    found = machine.parse_bytes(text)
+    if not found:
         raise ConfigError(f"--{option} {text}: expected a size such as 24GB or 22.5GiB")
-    return nbytes
+    return found
 
 
 def read_model(path: str | None, sizes: dict[str, Any]) -> Any:

@@ -65,7 +65,6 @@ class DeepSpeedAccelerator:
     manual_seed_all = manual_seed
 
     def initial_seed(self) -> int:
-        """Return the seed of the host's generator."""
         return torch.initial_seed()
 
     def is_bf16_supported(self) -> bool:
@@ -77,7 +76,6 @@ class DeepSpeedAccelerator:
         return self.device_type != "mps"
 
     def supported_dtypes(self) -> list[torch.dtype]:
-        """Return the dtypes that a model may have."""
         return [torch.float32, torch.float16, torch.bfloat16]
 
     def is_triton_supported(self) -> bool:
@@ -100,7 +98,6 @@ class DeepSpeedAccelerator:
         self._ranges.append(opened)
 
     def range_pop(self, domain: object = None) -> None:
-        """Close the range opened last."""
         self._ranges.pop().__exit__(None, None, None)
 
     def stream(self, stream: torch.Stream | None) -> AbstractContextManager[Any]:
@@ -142,7 +139,6 @@ class CpuAccelerator(DeepSpeedAccelerator):
         return int(os.environ.get("LOCAL_RANK", "0"))
 
     def device_count(self) -> int:
-        """Return the ranks that the launcher started on this machine."""
         return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
     def device(self, device_index: int | None = None) -> torch.device:

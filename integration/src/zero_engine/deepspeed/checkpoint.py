@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,14 @@ def clone_tensors_for_torch_save(item: Any, device: torch.device | str = _CPU) -
     if isinstance(item, dict):
         return type(item)({k: clone_tensors_for_torch_save(v, device) for k, v in item.items()})
     return item
+
+
+def without_ties(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return each tensor once, under its first name, as safetensors has it."""
+    once: dict[int, str] = {}
+    for name, value in state.items():
+        once.setdefault(value.data_ptr() if value.numel() else id(value), name)
+    return {name: state[name].contiguous() for name in once.values()}
 
 
 def refuse_foreign(directory: str | Path, tag: object = None) -> None:

@@ -65,7 +65,7 @@ def configure(
         if value:
             _log.info("checkpointing.configure: %s = %r has no effect here", key, value)
     if deepspeed_config is not None:
-        _state.is_on_cpu = read(deepspeed_config).activation_checkpointing.cpu_checkpointing
+        _state.is_on_cpu = read(deepspeed_config).cpu_checkpointing
     if checkpoint_in_cpu is not None:
         _state.is_on_cpu = checkpoint_in_cpu
     _state.is_configured = True
@@ -96,7 +96,6 @@ class _Tracker:
     """Random state of model-parallel ranks: there is one rank, whose state torch keeps."""
 
     def fork(self, name: str = "model-parallel-rng") -> Any:
-        """Return a context that does nothing."""
         return nullcontext()
 
 

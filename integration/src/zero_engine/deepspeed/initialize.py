@@ -102,10 +102,10 @@ def initialize(
         left_out.add("scheduler")
     of_core = {k: v for k, v in settings.core.items() if k not in left_out}
     group = _data_parallel_group(mpu)
-    earlier = _earlier(model)
-    if earlier:
+    engines = {id(one): one for one in map(engine_of, model.parameters()) if one is not None}
+    if engines:
         _check(of_core, given, world_size=find_ranks(group, None).size)
-    for one in earlier:
+    for one in engines.values():
         _log.info("initialize() of a model that has an engine: that one is ended, as by destroy()")
         leave_partitioned(one)
     if given is not None:
@@ -117,7 +117,8 @@ def initialize(
         describe(model.parameters())
     announce(settings, core.config, rank=core.rank, world_size=core.world_size)
     if lr_scheduler is not None and isinstance(core, zero_core.Engine):
-        core.lr_scheduler = _make_scheduler(lr_scheduler, core.optimizer.given)
+        is_made = not callable(lr_scheduler)
+        core.lr_scheduler = lr_scheduler if is_made else lr_scheduler(core.optimizer.given)
     engine = DeepSpeedEngine(
         core,
         settings,
@@ -147,12 +148,6 @@ def _option(args: Any, name: str) -> Any:
     return getattr(args, name, None)
 
 
-def _earlier(model: nn.Module) -> list[zero_core.ShardedModel]:
-    """Return the engines that have parameters of ``model``."""
-    found = [engine_of(param) for param in model.parameters()]
-    return list({id(one): one for one in found if one is not None}.values())
-
-
 def _check(config: dict[str, Any], given: torch.optim.Optimizer | None, *, world_size: int) -> None:
     """Refuse what `zero_core.build` would refuse, while the earlier engine can still continue.
 
@@ -176,24 +171,24 @@ def _make_optimizer(
 ) -> torch.optim.Optimizer | None:
     """Return the optimizer to build with, None if the configuration's covers all parameters."""
     groups = None if model_parameters is None else _without_empty(list(model_parameters))
-    optimizer: torch.optim.Optimizer | None = None
+    trainable = [p for p in model.parameters() if p.requires_grad]
     if isinstance(given, torch.optim.Optimizer):
         given.param_groups[:] = _without_empty(given.param_groups)
-        optimizer = given
-    elif given is not None:
-        optimizer = given(groups if groups is not None else _trainable(model))
-    elif groups is not None and "optimizer" in settings.core:
-        if _are_all(groups, model):
-            return None
-        named = OptimizerConfig.model_validate(settings.core["optimizer"])
-        if named.type.lower() == "muon":
-            tag_matrices(model.named_parameters())
-        optimizer = make_optimizer(named, groups)
-    return optimizer
+        return given
+    if given is not None:
+        return given(groups if groups is not None else trainable)
+    if groups is None or "optimizer" not in settings.core:
+        return None
+    wanted = [p for p in groups if isinstance(p, nn.Parameter) and p.requires_grad]
+    if {id(p) for p in wanted} == {id(p) for p in trainable}:
+        return None
+    named = OptimizerConfig.model_validate(settings.core["optimizer"])
+    if named.type.lower() == "muon":
+        tag_matrices(model.named_parameters())
+    return make_optimizer(named, groups)
 
 
 def _without_empty(groups: Sequence[Any]) -> list[Any]:
-    """Return ``groups``, or parameters, without empty groups."""
     found = []
     for group in groups:
         if isinstance(group, dict):
@@ -203,15 +198,6 @@ def _without_empty(groups: Sequence[Any]) -> list[Any]:
                 continue
         found.append(group)
     return found
-
-
-def _trainable(model: nn.Module) -> list[nn.Parameter]:
-    return [p for p in model.parameters() if p.requires_grad]
-
-
-def _are_all(groups: Sequence[Any], model: nn.Module) -> bool:
-    wanted = {id(p) for p in _trainable(model)}
-    return wanted == {id(p) for p in groups if isinstance(p, nn.Parameter) and p.requires_grad}
 
 
 def _freeze_others(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -226,10 +212,6 @@ def _freeze_others(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
             len(left),
             ", ".join(left[:5]),
         )
-
-
-def _make_scheduler(given: Any, optimizer: torch.optim.Optimizer) -> Any:
-    return given(optimizer) if callable(given) else given
 
 
 def _data_parallel_group(mpu: Any) -> Any:

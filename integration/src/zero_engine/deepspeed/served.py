@@ -97,9 +97,12 @@ def _module(path: str) -> ModuleType:
     if name not in sys.modules:
         sys.modules[name] = module = ModuleType(name, f"``deepspeed.{path}``.")
         module.__spec__ = ModuleSpec(name, None)
-        parent, _, last = name.rpartition(".")
-        _make_package(sys.modules[parent])
-        setattr(sys.modules[parent], last, module)
+        outer, _, last = name.rpartition(".")
+        parent = sys.modules[outer]
+        assert parent.__spec__ is not None, "it was imported, or made here"
+        if parent.__spec__.submodule_search_locations is None:  # one file or none, as yet
+            parent.__path__ = parent.__spec__.submodule_search_locations = []
+        setattr(parent, last, module)
     return sys.modules[name]
 
 
@@ -110,13 +113,6 @@ def _fill(module: ModuleType, names: Sequence[str], sources: str) -> None:
         home, _, added = source.partition(":")
         found |= served_among([*names, added], importlib.import_module(f"{_HOME}.{home}"))
     vars(module).update(found, __all__=list(found))
-
-
-def _make_package(module: ModuleType) -> None:
-    """Let ``module``, which is one file or none, have submodules."""
-    assert module.__spec__ is not None, "it was imported, or made here"
-    if module.__spec__.submodule_search_locations is None:
-        module.__path__ = module.__spec__.submodule_search_locations = []
 
 
 class _Refused(MetaPathFinder, Loader):

@@ -283,5 +283,4 @@ def _check_schedule(checkpoint: str, schedule: Schedule, saved: Any) -> None:
 
 
 def _has_state(checkpoint: str) -> bool:
-    """Whether the engine's own checkpoint is in the folder."""
     return (Path(checkpoint) / "latest").is_file()

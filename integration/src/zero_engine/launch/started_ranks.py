@@ -119,13 +119,9 @@ def _starter(environment: Mapping[str, str]) -> _Starter | None:
 
 
 def _has_started(environment: Mapping[str, str], starter: _Starter) -> bool:
-    if starter is SLURM and _is_batch_script(environment):
-        return False
+    if starter is SLURM and "SLURM_JOB_ID" in environment and environment.keys().isdisjoint(STEP):
+        return False  # a batch job's own script
     return starter.rank in environment and int(_size(environment, starter) or "1") > 1
-
-
-def _is_batch_script(environment: Mapping[str, str]) -> bool:
-    return "SLURM_JOB_ID" in environment and not any(name in environment for name in STEP)
 
 
 def _size(environment: Mapping[str, str], starter: _Starter) -> str:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager, nullcontext
+from functools import partialmethod
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -32,8 +33,8 @@ from torch import nn
 import zero_core
 from zero_core import CheckpointError, ConfigError, Engine, ShardedModel
 from zero_core.layout.discovery import plain_name
+from zero_engine import packing
 from zero_engine.deepspeed.config.source import load
-from zero_engine.lightning import saved
 from zero_engine.lightning.precision import ZeroPrecision
 
 _OF_TRAINER = {
@@ -45,6 +46,9 @@ _OF_TRAINER = {
     "bf16.enabled": "Trainer(precision='bf16-mixed')",
 }
 """What Lightning decides: a second value in the configuration could only disagree."""
+_TAG = "checkpoint"
+"""The engine's folder within a checkpoint of Lightning's. What stands beside the model is JSON."""
+_ADVICE = "leave it out (save_hyperparameters(ignore=[...]) for an argument)"
 
 
 class ZeroStrategy(DDPStrategy):
@@ -118,7 +122,8 @@ class ZeroStrategy(DDPStrategy):
         assert self.accelerator is not None
         assert self.lightning_module is not None
         self.accelerator.setup(trainer)
-        self._engine = _engine_of(self.lightning_module)
+        param = next(self.lightning_module.parameters(), None)
+        self._engine = None if param is None else zero_core.engine_of(param)
         if trainer.state.fn == TrainerFn.FITTING:
             _check_trainer(trainer)
             self._free_engine()
@@ -133,7 +138,6 @@ class ZeroStrategy(DDPStrategy):
         _HOLDERS.setdefault(self.engine, WeakSet()).add(self)
 
     def setup_optimizers(self, trainer: pl.Trainer) -> None:
-        """Make the module's optimizer, and the engine that drives it."""
         super().setup_optimizers(trainer)
         (given,) = self.optimizers  # Lightning refuses several, but for manual optimization
         is_named = "optimizer" in self._config
@@ -195,18 +199,6 @@ class ZeroStrategy(DDPStrategy):
 
     # ------------------------------------------------------------------ steps
 
-    def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        return self._forward("training_step", *args, **kwargs)
-
-    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        return self._forward("validation_step", *args, **kwargs)
-
-    def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        return self._forward("test_step", *args, **kwargs)
-
-    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        return self._forward("predict_step", *args, **kwargs)
-
     @contextmanager
     def block_backward_sync(self) -> Generator[None, None, None]:
         """Batches that are only accumulated are not reduced where gradients are whole anyway."""
@@ -220,6 +212,11 @@ class ZeroStrategy(DDPStrategy):
         module: Any = self.lightning_module
         wrapper: Any = self.engine  # called, as a wrapping module would be
         return self._forward_redirection(wrapper, module, method, *args, **kwargs)
+
+    training_step = partialmethod(_forward, "training_step")
+    validation_step = partialmethod(_forward, "validation_step")
+    test_step = partialmethod(_forward, "test_step")
+    predict_step = partialmethod(_forward, "predict_step")
 
     # ------------------------------------------------------------ checkpoints
 
@@ -238,7 +235,6 @@ class ZeroStrategy(DDPStrategy):
         return {}
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Return nothing: the engine saves it, in shards, in `save_checkpoint`."""
         return {}
 
     def save_checkpoint(
@@ -267,7 +263,10 @@ class ZeroStrategy(DDPStrategy):
                 "not kept, as with Lightning's other strategies"
             )
         kept = {k: v for k, v in checkpoint.items() if k not in ("state_dict", "optimizer_states")}
-        saved.write(self.engine, Path(self.broadcast(str(filepath))), kept)
+        assert isinstance(self.engine, Engine), "Lightning saves in fit(), whose engine trains"
+        folder = Path(self.broadcast(str(filepath)))
+        state = {"lightning": packing.pack(kept, "checkpoint", _ADVICE)}
+        self.engine.save_checkpoint(folder, _TAG, client_state=state)
 
     def load_checkpoint(
         self, checkpoint_path: Any, weights_only: bool | None = None
@@ -280,7 +279,8 @@ class ZeroStrategy(DDPStrategy):
         """
         path = Path(checkpoint_path)
         if path.is_dir():
-            return {**saved.read(self.engine, path), "state_dict": {}}
+            _, client_state = self.engine.load_checkpoint(path, _TAG)
+            return {**packing.unpack(client_state["lightning"]), "state_dict": {}}
         loaded = super().load_checkpoint(checkpoint_path, weights_only=weights_only)
         assert self.lightning_module is not None
         is_fitting = self.lightning_module.trainer.state.fn == TrainerFn.FITTING
@@ -312,7 +312,12 @@ class ZeroStrategy(DDPStrategy):
             for has_offload in (False, True):
                 name = f"zero_stage_{stage}" + ("_offload" if has_offload else "")
                 text = f"ZeRO stage {stage}" + (" with offload to host memory" * has_offload)
-                config = {"zero_optimization": _zero_block(stage, has_offload=has_offload)}
+                block: dict[str, Any] = {"stage": stage}
+                if has_offload:
+                    block["offload_optimizer"] = {"device": "cpu"}
+                    if stage == 3:
+                        block["offload_param"] = {"device": "cpu"}
+                config = {"zero_optimization": block}
                 strategy_registry.register(name, cls, description=text, config=config)
 
 
@@ -326,20 +331,6 @@ def renamed_for(module: nn.Module, values: Mapping[str, Any]) -> dict[str, Any]:
     named = chain(params, module.named_buffers(remove_duplicate=False))
     own = {plain_name(n): n.replace("_checkpoint_wrapped_module.", "") for n, _ in named}
     return {own.get(plain_name(name), name): value for name, value in values.items()}
-
-
-def _engine_of(module: pl.LightningModule) -> ShardedModel | None:
-    param = next(module.parameters(), None)
-    return None if param is None else zero_core.engine_of(param)
-
-
-def _zero_block(stage: int, *, has_offload: bool) -> dict[str, Any]:
-    block: dict[str, Any] = {"stage": stage}
-    if has_offload:
-        block["offload_optimizer"] = {"device": "cpu"}
-        if stage == 3:
-            block["offload_param"] = {"device": "cpu"}
-    return block
 
 
 def _without_trainers(config: dict[str, Any]) -> dict[str, Any]:
@@ -383,4 +374,4 @@ def _check_trainer(trainer: pl.Trainer) -> None:
     data = getattr(trainer, "datamodule", None)  # foreign: Lightning sets it where there is one
     for owner in (trainer.lightning_module, data):
         if owner is not None:
-            saved.check(dict(owner.hparams), "hyper_parameters")
+            packing.pack(dict(owner.hparams), "hyper_parameters", _ADVICE)

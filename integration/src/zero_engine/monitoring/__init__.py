@@ -10,9 +10,8 @@ from __future__ import annotations
 from zero_engine.monitoring.communication import CommunicationLog, log_summary
 from zero_engine.monitoring.flops import FlopsProfiler
 from zero_engine.monitoring.memory import MemoryBreakdown
-from zero_engine.monitoring.monitors import Event, Monitor, make_monitor
+from zero_engine.monitoring.monitors import Event, Monitor, Scalars, make_monitor
 from zero_engine.monitoring.observer import Observed, Observer, StepFacts, StepObserver
-from zero_engine.monitoring.scalars import Scalars
 from zero_engine.monitoring.times import Throughput, WallClock
 
 __all__ = [

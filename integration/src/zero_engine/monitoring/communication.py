@@ -7,7 +7,8 @@ no latency of their own that could be told.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 from zero_core.comm.meter import Traffic
@@ -26,52 +27,44 @@ class CommunicationLog(Observer):
         self._engine = engine
         self._settings = settings
         self._say = say
-        self._rows: dict[str, list[int]] = {}
         self.steps = 0
         """Steps added up so far."""
+        self.summary: dict[str, Counter[str]] = {}
+        """Calls, and bytes sent within and between nodes, by collective."""
         _logs.add(self)
 
     def step_done(self, facts: StepFacts) -> None:
         """Add the step's rows. With ``verbose``, print them."""
         self.steps += 1
         for row in self._engine.comm_report():
-            if self._is_asked_for(row.collective):
+            # DeepSpeed's names say more: all_gather_into_tensor, reduce_scatter_tensor.
+            named = [name for name in self._settings.prof_ops if name.startswith(row.collective)]
+            if self._settings.prof_all or named:
                 self._add(row, facts.global_steps)
-
-    def _is_asked_for(self, collective: str) -> bool:
-        """DeepSpeed's names say more: all_gather_into_tensor, reduce_scatter_tensor."""
-        names = self._settings.prof_ops
-        return self._settings.prof_all or any(name.startswith(collective) for name in names)
 
     def _add(self, row: Traffic, step: int) -> None:
         name = f"{row.collective} ({row.content})" if self._settings.debug else row.collective
-        total = self._rows.setdefault(name, [0, 0, 0])
-        found = (row.num_calls, row.within_node_bytes, row.between_nodes_bytes)
-        for index, value in enumerate(found):
-            total[index] += value
+        found = Counter(
+            count=row.num_calls,
+            within_node_bytes=row.within_node_bytes,
+            between_nodes_bytes=row.between_nodes_bytes,
+        )
+        self.summary.setdefault(name, Counter()).update(found)
         if self._settings.verbose:
+            calls, within, between = found.values()
             self._say(
-                f"comm op: {name} | step: {step} | calls: {found[0]} | "
-                f"bytes within node: {found[1]} | bytes between nodes: {found[2]}"
+                f"comm op: {name} | step: {step} | calls: {calls} | "
+                f"bytes within node: {within} | bytes between nodes: {between}"
             )
 
-    def summary(self) -> dict[str, dict[str, int]]:
-        """Return calls, and bytes sent within and between nodes, by collective."""
-        keys = ("count", "within_node_bytes", "between_nodes_bytes")
-        return {name: dict(zip(keys, row, strict=True)) for name, row in self._rows.items()}
-
-    def table(self) -> str:
+    def print(self) -> None:
         lines = [
             f"{'Comm. Op': <34}{'Count': >12}{'Sent in node (B)': >20}{'Between nodes (B)': >20}"
         ]
-        lines += [
-            f"{name: <34}{count: >12}{within: >20}{between: >20}"
-            for name, (count, within, between) in self._rows.items()
-        ]
-        return "\n".join([*lines, f"{self.steps} steps, rank {self._engine.rank}"])
-
-    def print(self) -> None:
-        self._say(self.table())
+        for name, row in self.summary.items():
+            count, within, between = row.values()
+            lines.append(f"{name: <34}{count: >12}{within: >20}{between: >20}")
+        self._say("\n".join([*lines, f"{self.steps} steps, rank {self._engine.rank}"]))
 
 
 def log_summary(show_straggler: bool = False, return_dict: bool = False) -> dict[str, Any] | None:
@@ -96,5 +89,5 @@ def log_summary(show_straggler: bool = False, return_dict: bool = False) -> dict
         )
     for log in logs:
         log.print()
-    summaries: list[Mapping[str, Any]] = [log.summary() for log in logs]
-    return {"summary": {k: v for one in summaries for k, v in one.items()}} if return_dict else None
+    summary = {name: dict(row) for log in logs for name, row in log.summary.items()}
+    return {"summary": summary} if return_dict else None

@@ -27,21 +27,20 @@ class FlopsProfiler(Observer):
         self._say = say
         self._step = 0
         self._counter: FlopCounterMode | None = None
-        self.forward: dict[str, int] = defaultdict(int)
-        """Operations by module's name."""
-        self.backward = 0
-        """Operations."""
+        self.forward: dict[str, int] = defaultdict(int)  # operations by module's name
+        self.backward = 0  # operations
         self._is_backward_counted = True
 
     def begin_forward(self) -> None:
-        self._begin()
+        if self._step == self._settings.profile_step and self._counter is None:
+            self._counter = FlopCounterMode(display=False)
+            self._counter.__enter__()  # type: ignore[no-untyped-call]
+
+    begin_backward = begin_forward
 
     def end_forward(self) -> None:
         for module, by_operator in self._end().items():
             self.forward[module] += sum(by_operator.values())
-
-    def begin_backward(self) -> None:
-        self._begin()
 
     def end_backward(self) -> None:
         self.backward += sum(self._end().get(_ALL, {}).values())
@@ -56,7 +55,7 @@ class FlopsProfiler(Observer):
 
     def step_done(self, facts: StepFacts) -> None:
         if self._step == self._settings.profile_step:
-            self._write(self.report())
+            self._write()
         self._step = facts.global_steps
 
     def report(self) -> str:
@@ -72,7 +71,8 @@ class FlopsProfiler(Observer):
             f"backward: {backward}",
         ]
         names = sorted(name for name in self.forward if name != _ALL)
-        kept = [name for name in names if self._is_shown(name)]
+        deepest = self._settings.module_depth
+        kept = [name for name in names if deepest < 0 or name.count(".") <= deepest]
         for depth in sorted({name.count(".") for name in kept}):
             level = [name for name in kept if name.count(".") == depth]
             most = sorted(level, key=lambda name: -self.forward[name])
@@ -82,17 +82,8 @@ class FlopsProfiler(Observer):
             lines += [f"  {self._row(name, total)}" for name in kept]
         return "\n".join(lines)
 
-    def _is_shown(self, name: str) -> bool:
-        depth = self._settings.module_depth
-        return depth < 0 or name.count(".") <= depth
-
     def _row(self, name: str, total: int) -> str:
         return f"{name} {self.forward[name]:,} ({self.forward[name] / max(total, 1):.1%})"
-
-    def _begin(self) -> None:
-        if self._step == self._settings.profile_step and self._counter is None:
-            self._counter = FlopCounterMode(display=False)
-            self._counter.__enter__()  # type: ignore[no-untyped-call]
 
     def _end(self) -> dict[str, dict[object, int]]:
         counter, self._counter = self._counter, None
@@ -101,7 +92,8 @@ class FlopsProfiler(Observer):
         counter.__exit__(None, None, None)  # type: ignore[no-untyped-call]
         return dict(counter.get_flop_counts())
 
-    def _write(self, text: str) -> None:
+    def _write(self) -> None:
+        text = self.report()
         if self._settings.output_file is None:
             self._say(text)
         else:

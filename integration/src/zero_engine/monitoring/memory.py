@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partialmethod
 
 import torch
 
@@ -20,15 +21,6 @@ class MemoryBreakdown(Observer):
         self._device = device
         self._say = say
 
-    def end_forward(self) -> None:
-        self._print("forward")
-
-    def end_backward(self) -> None:
-        self._print("backward")
-
-    def end_step(self) -> None:
-        self._print("step")
-
     def _print(self, part: str) -> None:
         held = [f"host {used_bytes(_HOST) / _GB:.3f}"]
         if self._device.type != "cpu":
@@ -36,3 +28,7 @@ class MemoryBreakdown(Observer):
             most = torch.accelerator.max_memory_allocated(self._device)
             held.insert(0, f"device {now / _GB:.3f} (peak {most / _GB:.3f})")
         self._say(f"memory after {part} (GB): {', '.join(held)}")
+
+    end_forward = partialmethod(_print, "forward")
+    end_backward = partialmethod(_print, "backward")
+    end_step = partialmethod(_print, "step")

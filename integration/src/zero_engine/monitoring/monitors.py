@@ -14,6 +14,7 @@ from types import ModuleType
 from typing import Any, Protocol
 
 from zero_core.errors import ConfigError
+from zero_engine.monitoring.observer import Observer, StepFacts
 from zero_engine.monitoring.settings import (
     CometSettings,
     CsvSettings,
@@ -50,6 +51,19 @@ class Monitor:
             sink.write(event_list)
 
 
+class Scalars(Observer):
+    """Writes ``Train/Samples/lr`` and, with fp16, ``Train/Samples/loss_scale``, as DeepSpeed."""
+
+    def __init__(self, monitor: Monitor) -> None:
+        self._monitor = monitor
+
+    def step_done(self, facts: StepFacts) -> None:
+        events: list[Event] = [("Train/Samples/lr", facts.lr[0], facts.global_samples)]
+        if facts.loss_scale is not None:
+            events.append(("Train/Samples/loss_scale", facts.loss_scale, facts.global_samples))
+        self._monitor.write_events(events)
+
+
 def make_monitor(settings: MonitorSettings, *, rank: int) -> Monitor:
     """Make the monitor that ``settings`` asks for. Rank 0 alone writes.
 
@@ -60,7 +74,6 @@ def make_monitor(settings: MonitorSettings, *, rank: int) -> Monitor:
 
 
 def sinks_of(settings: MonitorSettings, *, rank: int) -> list[Sink]:
-    """Return the sinks of a `Monitor` on ``rank``."""
     sinks: list[Sink] = []
     if rank == 0:
         if settings.tensorboard.enabled:

@@ -22,12 +22,8 @@ class TensorBoardSettings(_Block):
     job_name: str = "DeepSpeedJobName"
 
 
-class CsvSettings(_Block):
+class CsvSettings(TensorBoardSettings):
     """``csv_monitor``: one file per name in ``output_path/job_name``."""
-
-    enabled: bool = False
-    output_path: str = ""
-    job_name: str = "DeepSpeedJobName"
 
 
 class WandbSettings(_Block):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
+from functools import partialmethod
 
 import torch
 
@@ -71,11 +72,7 @@ class WallClock(Observer):
     """
 
     def __init__(
-        self,
-        device: torch.device,
-        monitor: Monitor,
-        *,
-        say: Callable[[str], None],
+        self, device: torch.device, monitor: Monitor, *, say: Callable[[str], None]
     ) -> None:
         self._watches = {name: Stopwatch(device) for name in _NAMES}
         self._monitor = monitor
@@ -83,35 +80,26 @@ class WallClock(Observer):
         self.last_ms: Mapping[str, float] = {}
         """The last step's times by DeepSpeed's names."""
 
-    def begin_forward(self) -> None:
-        self._watches["forward"].begin()
+    def _begin(self, part: str) -> None:
+        self._watches[part].begin()
 
-    def end_forward(self) -> None:
-        self._watches["forward"].end()
+    def _end(self, part: str) -> None:
+        self._watches[part].end()
 
-    def begin_backward(self) -> None:
-        self._watches["backward"].begin()
-
-    def end_backward(self) -> None:
-        self._watches["backward"].end()
-
-    def begin_step(self) -> None:
-        self._watches["step"].begin()
-
-    def end_step(self) -> None:
-        self._watches["step"].end()
+    begin_forward = partialmethod(_begin, "forward")
+    end_forward = partialmethod(_end, "forward")
+    begin_backward = partialmethod(_begin, "backward")
+    end_backward = partialmethod(_end, "backward")
+    begin_step = partialmethod(_begin, "step")
+    end_step = partialmethod(_end, "step")
 
     def step_done(self, facts: StepFacts) -> None:
         taken = {name: watch.take() for name, watch in self._watches.items()}
         times = {name: ms for name, ms in taken.items() if ms is not None}
         self.last_ms = {_NAMES[name]: ms for name, ms in times.items()}
         if self._monitor.enabled:
-            self._monitor.write_events(
-                [
-                    (f"Train/Samples/elapsed_time_ms_{name}", ms, facts.global_samples)
-                    for name, ms in times.items()
-                ]
-            )
+            prefix, samples = "Train/Samples/elapsed_time_ms_", facts.global_samples
+            self._monitor.write_events([(prefix + n, ms, samples) for n, ms in times.items()])
         told = dict.fromkeys(_NAMES.values(), "not measured")
         told |= {name: f"{ms:.2f}" for name, ms in self.last_ms.items()}
         self._say("time (ms)" + "".join(f" | {name}: {text}" for name, text in told.items()))

@@ -23,7 +23,9 @@ def mend(module: ModuleType) -> None:
 
     def prepare_backend(self: Any, *args: Any, **kwargs: Any) -> tuple[str | None, Any]:
         backend, kind = prepare(self, *args, **kwargs)
-        if backend is None and not self._cpu and _has_deepspeed_ranks():
+        uses_deepspeed = os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true"
+        has_ranks = uses_deepspeed and int(os.environ.get("WORLD_SIZE", "1")) > 1
+        if backend is None and not self._cpu and has_ranks:
             backend = "gloo"
             if os.environ.get("RANK", "0") == "0":
                 logger.warning(
@@ -34,8 +36,3 @@ def mend(module: ModuleType) -> None:
         return backend, kind
 
     state._prepare_backend = prepare_backend
-
-
-def _has_deepspeed_ranks() -> bool:
-    uses_deepspeed = os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true"
-    return uses_deepspeed and int(os.environ.get("WORLD_SIZE", "1")) > 1

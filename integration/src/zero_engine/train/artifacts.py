@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 from tokenizers import Tokenizer
 from transformers import GPT2LMHeadModel, PreTrainedTokenizerFast
 
 import zero_core
 from zero_engine.train.data import END_OF_TEXT, Corpus
-from zero_engine.train.metrics import read_metrics
-from zero_engine.train.plots import plot_loss, plot_memory
+from zero_engine.train.metrics import MIB, read_metrics
 from zero_engine.train.settings import RunFolder
 
 
@@ -72,10 +75,44 @@ def write_sample(
 
 
 def plot_run(folder: RunFolder) -> None:
-    """Draw ``loss.png`` and ``memory.png`` from the metrics log."""
     entries = read_metrics(folder.metrics)
-    plot_loss(entries, folder.loss_plot)
-    plot_memory(entries, folder.memory_plot)
+    _plot_loss(entries, folder.loss_plot)
+    _plot_memory(entries, folder.memory_plot)
+
+
+def _plot_loss(entries: Sequence[dict[str, Any]], path: Path) -> None:
+    axes = _axes("loss (nats per token)")
+    for key, label, style in (("loss", "training", "-"), ("held_out_loss", "held out", "o-")):
+        points = [(entry["step"], entry[key]) for entry in entries if key in entry]
+        axes.plot([x for x, _ in points], [y for _, y in points], style, label=label, markersize=4)
+    _save(axes, path)
+
+
+def _plot_memory(entries: Sequence[dict[str, Any]], path: Path) -> None:
+    axes = _axes("memory (MiB)")
+    points = [(entry["step"], entry["memory_bytes"]) for entry in entries if "loss" in entry]
+    for rank in range(len(points[0][1]) if points else 0):
+        values = [memory[rank] / MIB for _, memory in points if rank < len(memory)]
+        axes.plot([x for x, memory in points if rank < len(memory)], values, label=f"rank {rank}")
+    axes.set_ylim(bottom=0)
+    _save(axes, path)
+
+
+def _axes(label: str) -> Axes:
+    # A Figure of its own needs no display and leaves no state behind, as pyplot would.
+    axes = Figure(figsize=(8, 4.5), layout="constrained").add_subplot()
+    axes.set_xlabel("step")
+    axes.set_ylabel(label)
+    axes.grid(visible=True, alpha=0.3)
+    return axes
+
+
+def _save(axes: Axes, path: Path) -> None:
+    if axes.get_lines():
+        axes.legend()
+    figure = axes.figure
+    assert isinstance(figure, Figure)
+    figure.savefig(path, dpi=120)
 
 
 def _tokenizer(data: Path) -> Tokenizer:

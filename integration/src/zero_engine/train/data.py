@@ -14,6 +14,7 @@ import hashlib
 import sysconfig
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import islice
 from pathlib import Path
 
@@ -170,12 +171,11 @@ class Corpus:
         window once, in an order of its own.
         """
         first = (micro_step * world_size + rank) * micro_batch_size
-        rows = [self._row(index) for index in range(first, first + micro_batch_size)]
+        rows = []
+        for index in range(first, first + micro_batch_size):
+            epoch, place = divmod(index, len(self.train))
+            rows.append(int(_permutation(len(self.train), self.seed, epoch)[place]))
         return self.train[rows].long()
-
-    def _row(self, index: int) -> int:
-        epoch, place = divmod(index, len(self.train))
-        return int(_permutation(len(self.train), self.seed, epoch)[place])
 
     def held_out_batches(
         self, max_windows: int, *, rank: int, world_size: int, micro_batch_size: int
@@ -193,16 +193,10 @@ class Corpus:
             yield self.held_out[rows].long()
 
 
-_last_permutation: dict[tuple[int, int, int], Tensor] = {}
-
-
+@lru_cache(maxsize=1)
 def _permutation(length: int, seed: int, epoch: int) -> Tensor:
-    key = (length, seed, epoch)
-    if key not in _last_permutation:
-        generator = torch.Generator().manual_seed(seed * 1_000_003 + epoch)
-        _last_permutation.clear()
-        _last_permutation[key] = torch.randperm(length, generator=generator)
-    return _last_permutation[key]
+    generator = torch.Generator().manual_seed(seed * 1_000_003 + epoch)
+    return torch.randperm(length, generator=generator)
 
 
 def _pieces(text: str, target_chars: int = 20_000) -> Iterator[str]:

@@ -113,7 +113,6 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 
 def _cut_log(path: Path, last_step: int) -> None:
-    """Drop what was logged after ``last_step``."""
     if path.exists():
         kept = [entry for entry in read_metrics(path) if entry["step"] <= last_step]
         path.write_text("".join(json.dumps(entry) + "\n" for entry in kept), encoding="utf-8")

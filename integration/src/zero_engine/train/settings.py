@@ -56,78 +56,50 @@ class RunSettings:
         Raises:
             ConfigError: names the option and what it must be.
         """
-        for name in ("steps", "layers", "width", "heads", "eval_every", "eval_windows"):
-            self._at_least(name, 1)
-        for name in ("save_every", "log_every"):
-            self._at_least(name, 1)
-        self._at_least("context", 2)
-        self._at_least("vocab", 257)
-        self._at_least("seed", 0)
+        smallest = {"context": 2, "vocab": 257, "seed": 0}
+        smallest |= dict.fromkeys(("steps", "layers", "width", "heads", "eval_every"), 1)
+        smallest |= dict.fromkeys(("eval_windows", "save_every", "log_every"), 1)
+        for name, least in smallest.items():
+            value = getattr(self, name)
+            if value < least:
+                raise ConfigError(f"--{name.replace('_', '-')} {value}: must be at least {least}")
         if self.width % self.heads:
             raise ConfigError(f"--width {self.width} must be a multiple of --heads {self.heads}")
         return self
 
-    def _at_least(self, name: str, smallest: int) -> None:
-        if getattr(self, name) < smallest:
-            option = name.replace("_", "-")
-            raise ConfigError(f"--{option} {getattr(self, name)}: must be at least {smallest}")
 
-
-@dataclass(frozen=True)
 class RunFolder:
-    """Paths of one run's results."""
+    """Paths of one run's results.
 
-    root: Path
+    Attributes:
+        root: the folder.
+        resolved_config: settings of the run and of the engine, defaults spelled out.
+        data: the tokenizer and the encoded text.
+        metrics: JSON log of what TensorBoard's log holds, one object per line.
+        tensorboard: TensorBoard's event files.
+        checkpoint: what ``--resume`` continues from.
+        hf: model and tokenizer for ``AutoModelForCausalLM`` and ``AutoTokenizer``.
+        loss_plot: training and held-out loss over steps.
+        memory_plot: memory of each rank over steps.
+        sample: text written by the trained model.
+    """
 
-    @property
-    def resolved_config(self) -> Path:
-        """Settings of the run and of the engine, defaults spelled out."""
-        return self.root / "config.resolved.json"
-
-    @property
-    def data(self) -> Path:
-        """The tokenizer and the encoded text."""
-        return self.root / "data"
-
-    @property
-    def metrics(self) -> Path:
-        """JSON log of what TensorBoard's log holds, one object per line."""
-        return self.root / "metrics.jsonl"
-
-    @property
-    def tensorboard(self) -> Path:
-        """TensorBoard's event files."""
-        return self.root / "tensorboard"
-
-    @property
-    def checkpoint(self) -> Path:
-        """Checkpoint that ``--resume`` continues from."""
-        return self.root / "checkpoint"
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.resolved_config = root / "config.resolved.json"
+        self.data = root / "data"
+        self.metrics = root / "metrics.jsonl"
+        self.tensorboard = root / "tensorboard"
+        self.checkpoint = root / "checkpoint"
+        self.hf = root / "hf"
+        self.loss_plot = root / "loss.png"
+        self.memory_plot = root / "memory.png"
+        self.sample = root / "sample.txt"
 
     @property
     def has_checkpoint(self) -> bool:
         """Whether there is something to continue from: a run worth keeping."""
         return (self.checkpoint / "latest").is_file()
-
-    @property
-    def hf(self) -> Path:
-        """Model and tokenizer for ``AutoModelForCausalLM`` and ``AutoTokenizer``."""
-        return self.root / "hf"
-
-    @property
-    def loss_plot(self) -> Path:
-        """Training and held-out loss over steps."""
-        return self.root / "loss.png"
-
-    @property
-    def memory_plot(self) -> Path:
-        """Memory of each rank over steps."""
-        return self.root / "memory.png"
-
-    @property
-    def sample(self) -> Path:
-        """Text written by the trained model."""
-        return self.root / "sample.txt"
 
 
 def fresh_run(options: Mapping[str, Any], *, should_overwrite: bool) -> RunSettings:

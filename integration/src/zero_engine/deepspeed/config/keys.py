@@ -41,10 +41,18 @@ HONOURED = frozenset(
 )
 """Keys, and blocks of keys, that end up in `Settings` and not in zero-core's configuration."""
 
-_DEEPCOMPILE = "used with compile.deepcompile only, which is not served"
-_PIPELINE = "used with a PipelineModule only, which is not served"
-_NVME = "files are read and written by zero-offload, which has its own block size and queue"
-_WRITER = "checkpoints are written as safetensors, each rank its own part"
+_DEEPCOMPILE = (
+    "autoep_non_moe free_activation free_activation_threshold offload_activation "
+    "offload_activation_pin_memory offload_opt_states double_buffer symmetric_memory debug_log "
+    "offload_parameters sync_before_reduce sync_after_reduce sync_before_allgather "
+    "sync_after_allgather keep_int_input_tensors keep_all_input_tensors passes"
+)
+_NVME = "block_size queue_depth intra_op_parallelism single_submit overlap_events"
+
+
+def _alike(block: str, keys: str, reason: str) -> dict[str, str]:
+    return dict.fromkeys((f"{block}.{key}" for key in keys.split()), reason)
+
 
 UNNEEDED: Mapping[str, str] = {
     "activation_checkpointing.partition_activations": "there are no model-parallel ranks",
@@ -54,38 +62,24 @@ UNNEEDED: Mapping[str, str] = {
         "nothing waits for the host at a checkpoint's border"
     ),
     "activation_checkpointing.profile": "wall_clock_breakdown tells forward and backward",
-    "aio.block_size": _NVME,
-    "aio.queue_depth": _NVME,
-    "aio.intra_op_parallelism": _NVME,
-    "aio.single_submit": _NVME,
-    "aio.overlap_events": _NVME,
+    **_alike(
+        "aio",
+        _NVME,
+        "files are read and written by zero-offload, which has its own block size and queue",
+    ),
     "checkpoint.load_universal": "every checkpoint loads at any stage and world size",
-    "checkpoint.parallel_write": _WRITER,
-    "checkpoint.checkpoint_serialization": _WRITER,
-    "checkpoint.writer": _WRITER,
-    "compile.autoep_non_moe": _DEEPCOMPILE,
-    "compile.free_activation": _DEEPCOMPILE,
-    "compile.free_activation_threshold": _DEEPCOMPILE,
-    "compile.offload_activation": _DEEPCOMPILE,
-    "compile.offload_activation_pin_memory": _DEEPCOMPILE,
-    "compile.offload_opt_states": _DEEPCOMPILE,
-    "compile.double_buffer": _DEEPCOMPILE,
-    "compile.symmetric_memory": _DEEPCOMPILE,
-    "compile.debug_log": _DEEPCOMPILE,
-    "compile.offload_parameters": _DEEPCOMPILE,
-    "compile.sync_before_reduce": _DEEPCOMPILE,
-    "compile.sync_after_reduce": _DEEPCOMPILE,
-    "compile.sync_before_allgather": _DEEPCOMPILE,
-    "compile.sync_after_allgather": _DEEPCOMPILE,
-    "compile.keep_int_input_tensors": _DEEPCOMPILE,
-    "compile.keep_all_input_tensors": _DEEPCOMPILE,
-    "compile.passes": _DEEPCOMPILE,
+    **_alike(
+        "checkpoint",
+        "parallel_write checkpoint_serialization writer",
+        "checkpoints are written as safetensors, each rank its own part",
+    ),
+    **_alike("compile", _DEEPCOMPILE, "used with compile.deepcompile only, which is not served"),
     "data_parallel_size": "every rank is a data-parallel one",
     "disable_allgather": "DeepSpeed does nothing with it either",
     "flops_profiler.recompute_fwd_factor": "backward is counted, not taken for twice the forward",
     "optimizer.legacy_fusion": "of optimizers that are no longer there",
     "optimizer.params.set_grad_none": "gradients never stay on the parameters",
-    "pipeline": _PIPELINE,
+    "pipeline": "used with a PipelineModule only, which is not served",
     "seq_parallel_communication_data_type": "there are no sequence-parallel ranks",
     "timers.throughput.synchronized": "the device is waited for when a line is written only",
     "vocabulary_size": "DeepSpeed only warns if it is no multiple of 8",

@@ -17,10 +17,9 @@ import pydantic
 
 from zero_core.config import Config
 from zero_core.errors import ConfigError
-from zero_engine.deepspeed.config.defaults import core_config
 from zero_engine.deepspeed.config.keys import HONOURED, REFUSED, UNNEEDED, check_refused
-from zero_engine.deepspeed.config.names import Tell, modernise, without_auto
-from zero_engine.deepspeed.config.settings import ActivationSettings, Note, Settings, TagValidation
+from zero_engine.deepspeed.config.names import Tell, core_config, modernise, without_auto
+from zero_engine.deepspeed.config.settings import Note, Settings, TagValidation
 from zero_engine.deepspeed.config.source import Source, load
 from zero_engine.monitoring.settings import (
     COLLECTIVES,
@@ -81,9 +80,7 @@ def read(config: Source) -> Settings:
         gather_16bit_weights_on_model_save=bool(
             zero.get("stage3_gather_16bit_weights_on_model_save", False)
         ),
-        activation_checkpointing=ActivationSettings(
-            cpu_checkpointing=own.get("activation_checkpointing.cpu_checkpointing", False)
-        ),
+        cpu_checkpointing=own.get("activation_checkpointing.cpu_checkpointing", False),
         fp16_auto_cast=bool(sorter.core.get("fp16", {}).get("auto_cast", False)),
         dump_state=own.get("dump_state", False),
         log_level=own.get("log_level"),
@@ -115,7 +112,6 @@ class _Sorter:
         self.notes: list[Note] = []
 
     def tell(self, path: str, value: Any, text: str, *, is_warning: bool = False) -> None:
-        """Take note of a key and what became of it."""
         self.notes.append(Note(path, value, text, is_warning))
 
     def sort(self, given: Mapping[str, Any]) -> None:
@@ -140,7 +136,6 @@ class _Sorter:
             self._unknown(f"{block}.{key}", value)
 
     def _dispose(self, path: str, value: Any) -> bool:
-        """Whether ``path`` is in the tables, and if so do what they say."""
         if path in HONOURED:
             self.own[path] = _checked(path, value)
             for key, inner in value.items() if isinstance(value, Mapping) else ():

@@ -16,6 +16,7 @@ from zero_engine.monitoring.settings import (
 TagValidation = Literal["IGNORE", "WARN", "FAIL"]
 
 PATHS: Mapping[str, str] = {
+    "cpu_checkpointing": "activation_checkpointing.cpu_checkpointing",
     "fp16_auto_cast": "fp16.auto_cast",
     "gather_16bit_weights_on_model_save": (
         "zero_optimization.stage3_gather_16bit_weights_on_model_save"
@@ -38,14 +39,6 @@ class Note:
 
 
 @dataclass(frozen=True, slots=True)
-class ActivationSettings:
-    """``activation_checkpointing``: how `deepspeed.checkpointing.checkpoint` works when called."""
-
-    cpu_checkpointing: bool = False
-    """Keep the inputs in host memory until backward."""
-
-
-@dataclass(frozen=True, slots=True)
 class Settings:
     """A configuration, sorted.
 
@@ -64,7 +57,8 @@ class Settings:
         dataloader_drop_last: leave out the last batch of `deepspeed_io` if it is short.
         tag_validation: what to do if the ranks save a checkpoint under different tags.
         gather_16bit_weights_on_model_save: at stage 3, whether the 16-bit model may be gathered.
-        activation_checkpointing: for calls of `deepspeed.checkpointing`.
+        cpu_checkpointing: calls of `deepspeed.checkpointing.checkpoint` keep their inputs in host
+            memory until backward.
         fp16_auto_cast: cast floating inputs of the model; otherwise they go in as they are.
         dump_state: print the whole configuration, not only what was asked for.
         log_level: for this project's loggers, or None.
@@ -84,7 +78,7 @@ class Settings:
     dataloader_drop_last: bool = False
     tag_validation: TagValidation = "WARN"
     gather_16bit_weights_on_model_save: bool = False
-    activation_checkpointing: ActivationSettings = field(default_factory=ActivationSettings)
+    cpu_checkpointing: bool = False
     fp16_auto_cast: bool = False
     dump_state: bool = False
     log_level: str | None = None

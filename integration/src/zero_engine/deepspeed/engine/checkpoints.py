@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from zero_core import CheckpointError
 from zero_core.checkpoint.files import find, read_manifest
-from zero_engine.deepspeed.checkpoint import refuse_foreign
+from zero_engine.deepspeed.checkpoint import refuse_foreign, without_ties
 from zero_engine.deepspeed.engine.facts import Facts
 from zero_engine.deepspeed.engine.schedulers import PackedScheduler
 from zero_engine.deepspeed.errors import NotServedError
@@ -136,7 +136,8 @@ class Checkpoints(Facts):
         refuse_foreign(load_dir, tag)
         name = None if tag is None else str(tag)
         left_out = {
-            "frozen": not load_module_strict and not _has_frozen(Path(load_dir), name),
+            "frozen": not load_module_strict
+            and not read_manifest(find(Path(load_dir), name)).get("has_frozen", True),
             "optimizer": load_module_only or not load_optimizer_states,
             "lr_scheduler": load_module_only or not load_lr_scheduler_states,
             "progress": load_module_only,
@@ -176,7 +177,10 @@ class Checkpoints(Facts):
         state = self._zero3_consolidated_16bit_state_dict(exclude_frozen_parameters)
         if state is not None:
             path.parent.mkdir(parents=True, exist_ok=True)
-            _write(state, path)
+            if path.suffix == ".safetensors":
+                save_file(without_ties(state), path, metadata={"format": "pt"})
+            else:
+                torch.save(state, path)
         if self.world_size > 1:
             dist.barrier()
         return True
@@ -281,19 +285,3 @@ def _agreed_tag(engine: Checkpoints, tag: str) -> str:
             raise CheckpointError(text)
         _log.warning("%s. %r, rank 0's, is taken", text, tags[0])
     return str(tags[0])
-
-
-def _has_frozen(directory: Path, tag: str | None) -> bool:
-    manifest = read_manifest(find(directory, tag))
-    return bool(manifest.get("has_frozen", True))
-
-
-def _write(state: dict[str, Tensor], path: Path) -> None:
-    if path.suffix != ".safetensors":
-        torch.save(state, path)
-        return
-    once: dict[int, str] = {}  # tied names share a tensor; the format has each once
-    for name, value in state.items():
-        once.setdefault(value.data_ptr() if value.numel() else id(value), name)
-    kept = {name: state[name].contiguous() for name in once.values()}
-    save_file(kept, path, metadata={"format": "pt"})

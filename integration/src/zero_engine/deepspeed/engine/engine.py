@@ -58,7 +58,6 @@ class DeepSpeedEngine(Checkpoints, nn.Module):
         training_data: Any = None,
         collate_fn: Callable[[Any], Any] | None = None,
     ) -> None:
-        """Called by `initialize`."""
         super().__init__()
         self.core = core
         self.settings = settings
@@ -274,18 +273,15 @@ class DeepSpeedEngine(Checkpoints, nn.Module):
 
     @property
     def basic_optimizer(self) -> torch.optim.Optimizer | None:
-        """The optimizer that was given, or made as the configuration says."""
         return None if self.optimizer is None else self.optimizer.optimizer
 
     def get_lr(self) -> list[Any]:
         return self._of_groups("lr")
 
     def get_mom(self) -> list[Any]:
-        """Momentum of every group, or its betas."""
         return self._of_groups("momentum", "betas")
 
     def get_type(self) -> list[Any]:
-        """Return ``type`` of every group, where there is one."""
         return self._of_groups("type")
 
     def _of_groups(self, *keys: str) -> list[Any]:

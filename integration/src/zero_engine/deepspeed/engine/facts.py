@@ -20,9 +20,11 @@ _OWN_OPTIMIZERS = {"adagrad", "adam", "adamw", "lamb", "lion", "muadam", "muadam
 _Method = Callable[[Any], Any]
 
 
-def _value_of(start: str, path: str) -> _Method:
+def _value_of(path: str) -> _Method:
+    """Return a method that returns the engine's ``path``, dotted."""
+
     def method(self: Facts) -> Any:
-        return reduce(getattr, f"{start}.{path}".split("."), self)
+        return reduce(getattr, path.split("."), self)
 
     method.__doc__ = f"Return ``{path}``."
     return method
@@ -30,17 +32,11 @@ def _value_of(start: str, path: str) -> _Method:
 
 def _key(path: str) -> _Method:
     """Return a method that reads the configuration in effect under ``path``."""
-    return _value_of("core.config", path)
+    return _value_of(f"core.config.{path}")
 
 
-def _setting(path: str) -> _Method:
-    """Return a method that reads a setting outside zero-core's configuration."""
-    return _value_of("settings", path)
-
-
-def _fact(name: str) -> property:
-    """Return a property that reads ``core``'s attribute."""
-    return property(_value_of("core", name))
+def _zero(name: str) -> _Method:
+    return _key(f"zero_optimization.{name}")
 
 
 def _always(value: Any, why: str) -> _Method:
@@ -51,6 +47,10 @@ def _always(value: Any, why: str) -> _Method:
 
     method.__doc__ = f"Return {value}: {why}."
     return method
+
+
+def _if_used(block: Any) -> Any:
+    return None if block.device == "none" else block
 
 
 class Facts:
@@ -97,15 +97,15 @@ class Facts:
 
     # -------------------------------------------------------------- the engine
 
-    global_steps = _fact("global_steps")
-    micro_steps = _fact("micro_steps")
-    skipped_steps = _fact("skipped_steps")
-    device = _fact("device")
-    global_rank = _fact("rank")
-    world_size = dp_world_size = _fact("world_size")
-    get_data_parallel_rank = _value_of("core", "rank")
-    train_micro_batch_size_per_gpu = _value_of("core", "train_micro_batch_size_per_gpu")
-    gradient_accumulation_steps = _value_of("core", "gradient_accumulation_steps")
+    global_steps = property(_value_of("core.global_steps"))
+    micro_steps = property(_value_of("core.micro_steps"))
+    skipped_steps = property(_value_of("core.skipped_steps"))
+    device = property(_value_of("core.device"))
+    global_rank = property(_value_of("core.rank"))
+    world_size = dp_world_size = property(_value_of("core.world_size"))
+    get_data_parallel_rank = _value_of("core.rank")
+    train_micro_batch_size_per_gpu = _value_of("core.train_micro_batch_size_per_gpu")
+    gradient_accumulation_steps = _value_of("core.gradient_accumulation_steps")
 
     def train_batch_size(self) -> int:
         """Return the samples per step, of all ranks."""
@@ -113,11 +113,9 @@ class Facts:
         return self.core.train_micro_batch_size_per_gpu * steps * ranks
 
     def get_batch_info(self) -> tuple[int, int, int]:
-        micro, steps = (
-            self.core.train_micro_batch_size_per_gpu,
-            self.core.gradient_accumulation_steps,
-        )
-        return self.train_batch_size(), micro, steps
+        """Return samples per step, samples per rank and micro-step, micro-steps per step."""
+        micro = self.core.train_micro_batch_size_per_gpu
+        return self.train_batch_size(), micro, self.core.gradient_accumulation_steps
 
     @property
     def local_rank(self) -> int:
@@ -127,45 +125,37 @@ class Facts:
     def data_parallel_group(self) -> dist.ProcessGroup | None:
         return get_data_parallel_group()
 
-    @property
-    def mp_world_size(self) -> int:
-        return 1
-
     # ------------------------------------------------------------------- ZeRO
 
-    zero_reduce_scatter = _key("zero_optimization.reduce_scatter")
-    zero_overlap_comm = _key("zero_optimization.overlap_comm")
-    zero_sub_group_size = _key("zero_optimization.sub_group_size")
-    zero_reduce_bucket_size = _key("zero_optimization.reduce_bucket_size")
-    zero_multi_rank_bucket_allreduce = _key("zero_optimization.use_multi_rank_bucket_allreduce")
-    zero_allgather_bucket_size = _key("zero_optimization.allgather_bucket_size")
-    zero_allgather_partitions = _key("zero_optimization.allgather_partitions")
-    zero_allgather_sequential = _key("zero_optimization.stage3_allgather_sequential")
-    zero_compute_grad_norm = _key("zero_optimization.compute_grad_norm")
-    zero_contiguous_gradients = _key("zero_optimization.contiguous_gradients")
-    zero_load_from_fp32_weights = _key("zero_optimization.load_from_fp32_weights")
-    zero_elastic_checkpoint = _key("zero_optimization.elastic_checkpoint")
-    zero_max_live_parameters = _key("zero_optimization.stage3_max_live_parameters")
-    zero_max_reuse_distance = _key("zero_optimization.stage3_max_reuse_distance")
-    zero_prefetch_bucket_size = _key("zero_optimization.stage3_prefetch_bucket_size")
-    zero_module_granularity_threshold = _key(
-        "zero_optimization.stage3_module_granularity_threshold"
-    )
-    zero_param_persistence_threshold = _key("zero_optimization.stage3_param_persistence_threshold")
-    zero_model_persistence_threshold = _key("zero_optimization.stage3_model_persistence_threshold")
-    zero_legacy_stage1 = _key("zero_optimization.legacy_stage1")
-    zero_ignore_unused_parameters = _key("zero_optimization.ignore_unused_parameters")
-    zero_round_robin_gradients = _key("zero_optimization.round_robin_gradients")
-    zero_parameter_alignment = _key("zero_optimization.parameter_alignment")
-    zero_hpz_partition_size = _key("zero_optimization.zero_hpz_partition_size")
-    zero_quantized_weights = _key("zero_optimization.zero_quantized_weights")
-    zero_quantized_nontrainable_weights = _key(
-        "zero_optimization.zero_quantized_nontrainable_weights"
-    )
-    zero_quantized_gradients = _key("zero_optimization.zero_quantized_gradients")
-    zero_partial_offload = _key("zero_optimization.offload_optimizer.ratio")
+    zero_reduce_scatter = _zero("reduce_scatter")
+    zero_overlap_comm = _zero("overlap_comm")
+    zero_sub_group_size = _zero("sub_group_size")
+    zero_reduce_bucket_size = _zero("reduce_bucket_size")
+    zero_multi_rank_bucket_allreduce = _zero("use_multi_rank_bucket_allreduce")
+    zero_allgather_bucket_size = _zero("allgather_bucket_size")
+    zero_allgather_partitions = _zero("allgather_partitions")
+    zero_allgather_sequential = _zero("stage3_allgather_sequential")
+    zero_compute_grad_norm = _zero("compute_grad_norm")
+    zero_contiguous_gradients = _zero("contiguous_gradients")
+    zero_load_from_fp32_weights = _zero("load_from_fp32_weights")
+    zero_elastic_checkpoint = _zero("elastic_checkpoint")
+    zero_max_live_parameters = _zero("stage3_max_live_parameters")
+    zero_max_reuse_distance = _zero("stage3_max_reuse_distance")
+    zero_prefetch_bucket_size = _zero("stage3_prefetch_bucket_size")
+    zero_module_granularity_threshold = _zero("stage3_module_granularity_threshold")
+    zero_param_persistence_threshold = _zero("stage3_param_persistence_threshold")
+    zero_model_persistence_threshold = _zero("stage3_model_persistence_threshold")
+    zero_legacy_stage1 = _zero("legacy_stage1")
+    zero_ignore_unused_parameters = _zero("ignore_unused_parameters")
+    zero_round_robin_gradients = _zero("round_robin_gradients")
+    zero_parameter_alignment = _zero("parameter_alignment")
+    zero_hpz_partition_size = _zero("zero_hpz_partition_size")
+    zero_quantized_weights = _zero("zero_quantized_weights")
+    zero_quantized_nontrainable_weights = _zero("zero_quantized_nontrainable_weights")
+    zero_quantized_gradients = _zero("zero_quantized_gradients")
+    zero_partial_offload = _zero("offload_optimizer.ratio")
 
-    zero_optimization_stage = _key("zero_optimization.stage")
+    zero_optimization_stage = _zero("stage")
 
     def zero_optimization(self) -> bool:
         return self.core.config.zero_optimization.stage > 0
@@ -180,13 +170,11 @@ class Facts:
 
     def zero_offload_optimizer(self) -> Any:
         """Return the block ``offload_optimizer``, None where the state is on the device."""
-        block = self.core.config.zero_optimization.offload_optimizer
-        return None if block.device == "none" else block
+        return _if_used(self.core.config.zero_optimization.offload_optimizer)
 
     def zero_offload_param(self) -> Any:
         """Return the block ``offload_param``, None where parameters are on the device."""
-        block = self.core.config.zero_optimization.offload_param
-        return None if block.device == "none" else block
+        return _if_used(self.core.config.zero_optimization.offload_param)
 
     def zero_use_cpu_optimizer(self) -> bool:
         return self.zero_offload_optimizer() is not None
@@ -197,7 +185,9 @@ class Facts:
     def zero_nvme_offload_optimizer(self) -> bool:
         return self.core.config.zero_optimization.offload_optimizer.device == "nvme"
 
-    zero_gather_16bit_weights_on_model_save = _setting("gather_16bit_weights_on_model_save")
+    zero_gather_16bit_weights_on_model_save = _value_of(
+        "settings.gather_16bit_weights_on_model_save"
+    )
     zero_allow_untested_optimizer = _always(True, "any elementwise optimizer is served")
 
     def zero_force_ds_cpu_optimizer(self) -> bool:
@@ -209,7 +199,7 @@ class Facts:
     bfloat16_enabled = _key("bf16.enabled")
     loss_scale = _key("fp16.loss_scale")
     gradient_clipping = _key("gradient_clipping")
-    fp16_auto_cast = _setting("fp16_auto_cast")
+    fp16_auto_cast = _value_of("settings.fp16_auto_cast")
     fp16_master_weights_and_gradients = _key("fp16.fp16_master_weights_and_grads")
     bf16_master_weights_and_gradients = _key("bf16.bf16_master_weights_and_grads")
     bf16_optimizer_states = _key("bf16.bf16_optimizer_states")
@@ -240,25 +230,25 @@ class Facts:
         return float(2.0**self.core.config.fp16.initial_scale_power)
 
     def get_data_types(self) -> tuple[torch.dtype, torch.dtype]:
-        names = {"fp16": torch.float16, "bf16": torch.bfloat16}
-        grads = names.get(self.core.config.data_types.grad_accum_dtype or "", torch.float32)
+        """Return the dtypes of the parameters and of gradients as they are accumulated."""
+        grads = _DTYPES[self.core.config.data_types.grad_accum_dtype or "fp32"]
         return self.core.config.compute_dtype or torch.float32, grads
 
     # --------------------------------------------------------------- watching
 
-    steps_per_print = _setting("steps_per_print")
-    wall_clock_breakdown = _setting("wall_clock_breakdown")
-    dump_state = _setting("dump_state")
-    dataloader_drop_last = _setting("dataloader_drop_last")
-    memory_breakdown = _setting("memory_breakdown")
-    log_level = _setting("log_level")
-    flops_profiler_enabled = _setting("flops_profiler.enabled")
-    flops_profiler_recompute_fwd_factor = _setting("flops_profiler.recompute_fwd_factor")
-    flops_profiler_profile_step = _setting("flops_profiler.profile_step")
-    flops_profiler_module_depth = _setting("flops_profiler.module_depth")
-    flops_profiler_top_modules = _setting("flops_profiler.top_modules")
-    flops_profiler_detailed = _setting("flops_profiler.detailed")
-    flops_profiler_output_file = _setting("flops_profiler.output_file")
+    steps_per_print = _value_of("settings.steps_per_print")
+    wall_clock_breakdown = _value_of("settings.wall_clock_breakdown")
+    dump_state = _value_of("settings.dump_state")
+    dataloader_drop_last = _value_of("settings.dataloader_drop_last")
+    memory_breakdown = _value_of("settings.memory_breakdown")
+    log_level = _value_of("settings.log_level")
+    flops_profiler_enabled = _value_of("settings.flops_profiler.enabled")
+    flops_profiler_recompute_fwd_factor = _value_of("settings.flops_profiler.recompute_fwd_factor")
+    flops_profiler_profile_step = _value_of("settings.flops_profiler.profile_step")
+    flops_profiler_module_depth = _value_of("settings.flops_profiler.module_depth")
+    flops_profiler_top_modules = _value_of("settings.flops_profiler.top_modules")
+    flops_profiler_detailed = _value_of("settings.flops_profiler.detailed")
+    flops_profiler_output_file = _value_of("settings.flops_profiler.output_file")
 
     def checkpoint_tag_validation_enabled(self) -> bool:
         return self.settings.tag_validation != "IGNORE"
@@ -268,6 +258,7 @@ class Facts:
 
     # ------------------------------------------------------- what there is not
 
+    mp_world_size = property(_always(1, "every rank is a data-parallel one"))
     get_model_parallel_rank = _always(0, "every rank is a data-parallel one")
     get_tensor_parallel_rank = _always(0, "every rank is a data-parallel one")
     get_sequence_parallel_group = _always(None, "every rank is a data-parallel one")

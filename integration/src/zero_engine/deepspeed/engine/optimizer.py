@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -28,15 +27,10 @@ class ParameterOffload:
         self.module = module
         self.forward_hooks: list[RemovableHandle] = []
         self.backward_hooks: list[RemovableHandle] = []
-        module.ds_external_parameters = _no_parameters  # type: ignore[assignment]
+        vars(module)["ds_external_parameters"] = lambda: iter(())  # besides the module's own
 
     def _register_deepspeed_module(self, module: nn.Module, count: Any = None) -> None:
         pass
-
-
-def _no_parameters() -> Iterator[tuple[str, nn.Parameter]]:
-    """External parameters, by name, that a module has besides its own."""
-    return iter(())
 
 
 class DeepSpeedOptimizer(torch.optim.Optimizer):
@@ -91,7 +85,6 @@ class DeepSpeedOptimizer(torch.optim.Optimizer):
                 param.grad = None
 
     def get_lr(self) -> float:
-        """Learning rate of the first group."""
         return float(self.param_groups[0]["lr"])
 
     def set_lr(self, lr: float) -> None:

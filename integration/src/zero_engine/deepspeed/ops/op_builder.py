@@ -40,60 +40,24 @@ class OpBuilder:
         return self.module
 
 
-class CPUAdamBuilder(OpBuilder):
-    """Adam on the host: cpu_adam."""
-
-    NAME = "cpu_adam"
-    module: ClassVar[ModuleType | None] = cpu_adam
+def _builder(name: str, operation: str, module: ModuleType | None) -> type[OpBuilder]:
+    return type(name, (OpBuilder,), {"NAME": operation, "module": module, "__module__": __name__})
 
 
-class CPUAdagradBuilder(CPUAdamBuilder):
-    """Adagrad on the host: cpu_adam."""
+CPUAdamBuilder = _builder("CPUAdamBuilder", "cpu_adam", cpu_adam)
+CPUAdagradBuilder = _builder("CPUAdagradBuilder", "cpu_adagrad", cpu_adam)
+CPULionBuilder = _builder("CPULionBuilder", "cpu_lion", cpu_adam)
+FusedAdamBuilder = _builder("FusedAdamBuilder", "fused_adam", torch.optim)
+FusedLionBuilder = _builder("FusedLionBuilder", "fused_lion", torch)
+FusedLambBuilder = _builder("FusedLambBuilder", "fused_lamb", None)
+AsyncIOBuilder = _builder("AsyncIOBuilder", "async_io", None)
 
-    NAME = "cpu_adagrad"
-
-
-class CPULionBuilder(CPUAdamBuilder):
-    """Lion on the host: cpu_adam."""
-
-    NAME = "cpu_lion"
-
-
-class FusedAdamBuilder(OpBuilder):
-    """Adam on the device: torch's."""
-
-    NAME = "fused_adam"
-    module: ClassVar[ModuleType | None] = torch.optim
-
-
-class FusedLionBuilder(OpBuilder):
-    """Lion on the device: torch operations."""
-
-    NAME = "fused_lion"
-    module: ClassVar[ModuleType | None] = torch
-
-
-class FusedLambBuilder(OpBuilder):
-    """Lamb, which is not served."""
-
-    NAME = "fused_lamb"
-
-
-class AsyncIOBuilder(OpBuilder):
-    """DeepSpeed's asynchronous files, which are not served."""
-
-    NAME = "async_io"
-
-
-_BUILDERS: tuple[type[OpBuilder], ...] = (
-    CPUAdamBuilder,
-    CPUAdagradBuilder,
-    CPULionBuilder,
-    FusedAdamBuilder,
-    FusedLionBuilder,
-    FusedLambBuilder,
-    AsyncIOBuilder,
-)
-ALL_OPS: dict[str, OpBuilder] = {builder.NAME: builder() for builder in _BUILDERS}
+ALL_OPS: dict[str, OpBuilder] = {
+    builder.NAME: builder()
+    for builder in (
+        *(CPUAdamBuilder, CPUAdagradBuilder, CPULionBuilder),
+        *(FusedAdamBuilder, FusedLionBuilder, FusedLambBuilder, AsyncIOBuilder),
+    )
+}
 SERVED = frozenset(name for name, builder in ALL_OPS.items() if builder.is_compatible())
 """Names of the operations that `OpBuilder.load` gives."""

@@ -65,7 +65,6 @@ def log_dist_once(
 
 @functools.lru_cache(None)
 def warning_once(message: str, *args: Any) -> None:
-    """Log a warning the first time."""
     logger.warning(message, *args)
 
 

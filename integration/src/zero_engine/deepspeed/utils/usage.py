@@ -32,7 +32,6 @@ def see_memory_usage(message: str, force: bool = False) -> None:
 
 
 def set_random_seed(seed: int) -> None:
-    """Seed Python's and torch's generators."""
     random.seed(seed)
     torch.manual_seed(seed)
 

@@ -9,21 +9,21 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from zero_core.checkpoint.files import read_buffers, read_weights
-from zero_engine.deepspeed.checkpoint import refuse_foreign
+from zero_engine.deepspeed.checkpoint import refuse_foreign, without_ties
 from zero_engine.deepspeed.refusal import complete
+from zero_engine.machine import parse_bytes
 
 _M = TypeVar("_M", bound=nn.Module)
-_Write = Callable[[dict[str, Tensor], Path], Any]
-_UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
 
 def get_fp32_state_dict_from_zero_checkpoint(
@@ -55,25 +55,6 @@ def load_state_dict_from_zero_checkpoint(
     return model
 
 
-def convert_zero_checkpoint_to_fp32_state_dict(
-    checkpoint_dir: str | Path,
-    output_dir: str | Path,
-    max_shard_size: str | int | None = "5GB",
-    safe_serialization: bool = False,
-    tag: str | None = None,
-    exclude_frozen_parameters: bool = False,
-) -> None:
-    """Write the state dict in fp32 by `convert_zero_checkpoint_to_state_dict`."""
-    convert_zero_checkpoint_to_state_dict(
-        checkpoint_dir,
-        output_dir,
-        max_shard_size,
-        safe_serialization,
-        tag,
-        exclude_frozen_parameters,
-    )
-
-
 def convert_zero_checkpoint_to_state_dict(
     checkpoint_dir: str | Path,
     output_dir: str | Path,
@@ -96,11 +77,10 @@ def convert_zero_checkpoint_to_state_dict(
     """
     chosen = getattr(torch, dtype) if isinstance(dtype, str) else dtype
     state = _read(checkpoint_dir, tag, exclude_frozen_parameters, chosen)
-    state = _without_ties(state) if safe_serialization else state
-    stem, ending = ("model", "safetensors") if safe_serialization else ("pytorch_model", "bin")
-    write: Callable[[dict[str, Tensor], Path], Any] = (
-        _save_safe if safe_serialization else torch.save
-    )
+    stem, ending, write = "pytorch_model", "bin", torch.save
+    if safe_serialization:
+        state = without_ties(state)
+        stem, ending, write = "model", "safetensors", partial(save_file, metadata={"format": "pt"})
     parts = _split(state, _bytes(max_shard_size))
     folder = Path(output_dir)
     folder.mkdir(parents=True, exist_ok=True)
@@ -116,6 +96,10 @@ def convert_zero_checkpoint_to_state_dict(
     }
     text = json.dumps(index, indent=2)
     (folder / f"{stem}.{ending}.index.json").write_text(text, encoding="utf-8")
+
+
+convert_zero_checkpoint_to_fp32_state_dict = convert_zero_checkpoint_to_state_dict
+"""DeepSpeed's older name, without ``dtype``."""
 
 
 def _read(
@@ -135,18 +119,6 @@ def _read(
     return state
 
 
-def _without_ties(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return each tensor once, under its first name: the format has no ties."""
-    once: dict[int, str] = {}
-    for name, value in state.items():
-        once.setdefault(id(value), name)
-    return {name: state[name].contiguous() for name in once.values()}
-
-
-def _save_safe(part: dict[str, Tensor], path: Path) -> None:
-    save_file(part, path, metadata={"format": "pt"})
-
-
 def _split(state: Mapping[str, Tensor], limit: int | None) -> list[dict[str, Tensor]]:
     parts: list[dict[str, Tensor]] = [{}]
     used = 0
@@ -160,13 +132,12 @@ def _split(state: Mapping[str, Tensor], limit: int | None) -> list[dict[str, Ten
 
 
 def _bytes(size: str | int | None) -> int | None:
-    if size is None or isinstance(size, int):
+    if not isinstance(size, str):
         return size
-    text = size.strip().upper()
-    for unit, factor in _UNITS.items():
-        if text.endswith(unit) and text.removesuffix(unit).strip().isdigit():
-            return int(text.removesuffix(unit)) * factor
-    raise ValueError(f"max_shard_size = {size!r}: expected bytes, or a size such as '5GB'")
+    found = parse_bytes(size)
+    if found is None:
+        raise ValueError(f"max_shard_size = {size!r}: expected bytes, or a size such as '5GB'")
+    return found
 
 
 def main() -> None:

@@ -196,8 +196,10 @@ class Init:
     def __enter__(self) -> None:
         if not self._is_enabled:
             return
-        if Init._active is not None and Init._active._has_made_nothing():
-            Init._active.__exit__(None, None, None)
+        outer = Init._active
+        has_made = outer is None or outer._made is None or outer._made.modules
+        if outer is not None and not has_made and is_recorded_innermost():
+            outer.__exit__(None, None, None)
         if Init._active is None:
             Init._active = self
             self._recorder = partitioned_init(self._group, dtype=self._dtype)
@@ -211,9 +213,6 @@ class Init:
             assert made is not None, "it was entered"
             recorder.__exit__(*error)
             describe(made.params)
-
-    def _has_made_nothing(self) -> bool:
-        return self._made is not None and not self._made.modules and is_recorded_innermost()
 
 
 class GatheredParameters:
@@ -312,7 +311,6 @@ def _available(params: Iterable[nn.Parameter]) -> Iterator[None]:
 
 @contextmanager
 def unwrap_model_for_generation(model: nn.Module) -> Iterator[nn.Module]:
-    """Gather the model that an engine trains, to generate with."""
     inner = model.module
     assert isinstance(inner, nn.Module), "model is an engine"
     with GatheredParameters(inner.parameters()):

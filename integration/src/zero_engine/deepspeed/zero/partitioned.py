@@ -87,18 +87,20 @@ class PartitionedValue:
             return value
         assert self.part is not None, "a value is either recorded or in parts"
         if self.spans is not None:
-            return self.joined(param, self.spans, self.part)
+            return self.joined(param)
         rows = _empty_off_heap(self.part.numel() * self.control.world_size, param.dtype)
         if param.numel() > 0:
             self.control.gather_into(rows.view(torch.uint8), self.part.view(torch.uint8))
         return rows[: param.numel()].view(param.shape)
 
-    def joined(self, param: Tensor, spans: Sequence[tuple[int, int]], part: Tensor) -> Tensor:
-        """Return the value whose parts differ in length. Many of them may be empty."""
+    def joined(self, param: Tensor) -> Tensor:
+        """Return the value of ``spans``. Many of the parts may be empty."""
+        assert self.spans is not None
+        assert self.part is not None
         value = _empty_off_heap(param.numel(), param.dtype)
-        for rank, (low, high) in enumerate(spans):
+        for rank, (low, high) in enumerate(self.spans):
             if rank == self.control.rank:
-                value[low:high].copy_(part)
+                value[low:high].copy_(self.part)
             self.send(value[low:high], source=rank)
         return value.view(param.shape)
 
@@ -138,7 +140,6 @@ class PartitionedValue:
             self.casts.append(dtype)
 
     def copied(self) -> PartitionedValue:
-        """Return the same value for another parameter."""
         part = None if self.part is None else _copy_off_heap(self.part, self.part.dtype)
         return PartitionedValue(
             self.control, self.device, self.recorded, self.spans, part, list(self.casts)
@@ -254,7 +255,7 @@ def leave_partitioned(engine: ShardedModel) -> None:
         if can_partition(param):
             partition(param, value)
         else:
-            param.data = value.joined(param, spans, part)
+            param.data = value.joined(param)
 
 
 @contextmanager
@@ -276,7 +277,9 @@ def gathered_params(
     unique = {id(p): p for p in params}.values()  # tensors compare by value
     found = [p for p in unique if isinstance(p, nn.Parameter) and value_of(p) is not None]
     found.sort(key=lambda p: _value(p).number)
-    _check_rank(found, modifier_rank)
+    for world_size in {_value(param).control.world_size for param in found}:
+        if modifier_rank is not None and not 0 <= modifier_rank < world_size:
+            raise ValueError(f"modifier_rank = {modifier_rank}: expected a rank below {world_size}")
     gathered: list[nn.Parameter] = []
     _num_gathered += 1
     try:
@@ -298,13 +301,6 @@ def _value(param: nn.Parameter) -> PartitionedValue:
     return value
 
 
-def _check_rank(params: Sequence[nn.Parameter], rank: int | None) -> None:
-    for param in params:
-        world_size = _value(param).control.world_size
-        if rank is not None and not 0 <= rank < world_size:
-            raise ValueError(f"modifier_rank = {rank}: expected a rank below {world_size}")
-
-
 @torch.no_grad()
 def _gather(param: nn.Parameter) -> None:
     value = _value(param)
@@ -318,7 +314,6 @@ def _gather(param: nn.Parameter) -> None:
 
 @torch.no_grad()
 def _publish(params: Sequence[nn.Parameter], source: int) -> None:
-    """Bring rank ``source``'s values of gathered ``params`` to all ranks."""
     if not params:
         return
     control = _value(params[0]).control
