@@ -3,32 +3,42 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
 import zero_core
 from zero_core.errors import CheckpointError
 from zero_core.optim.device_tier import DeviceTier
-from zero_core.testing import LR, WEIGHT_DECAY, Case, batch, make_model, spawn
+from zero_core.testing import (
+    LR,
+    WEIGHT_DECAY,
+    Case,
+    SimulatedDDP,
+    SimulatedRanks,
+    batch,
+    make_model,
+    simulate,
+)
 
 EPOCHS = (3, 3, 2, 3, 1)
 """Micro-steps of each step where 3 are configured: two epochs that do not divide."""
 
 
-def _ddp(rank: int, world_size: int, counts: Sequence[int]) -> dict[str, Tensor]:
+def _ddp(ranks: SimulatedRanks, counts: Sequence[int]) -> dict[str, Tensor]:
     """Reduced gradients of the micro-steps, each over its step's own number, added up."""
     model = make_model()
-    ddp = DistributedDataParallel(model, find_unused_parameters=True) if world_size > 1 else model
+    ddp = SimulatedDDP(model, ranks)
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=LR, weight_decay=WEIGHT_DECAY, fused=True)
     for step, count in enumerate(counts):
         sums: dict[nn.Parameter, Tensor] = {}
         for micro in range(count):
-            (ddp(**batch(step, micro, rank))["loss"] / count).backward()
+            (ddp(**batch(step, micro, ranks.rank))["loss"] / count).backward()
+            ddp.average_gradients()
             for param in trained:
                 if param.grad is not None:
                     grad, param.grad = param.grad, None
@@ -54,40 +64,42 @@ def _train(engine: zero_core.Engine, rank: int, counts: Sequence[int]) -> dict[s
     return {name: full[name] for name in names}
 
 
-def _follows_ddp(rank: int, world_size: int) -> None:
-    atol = 0.0 if world_size <= 2 else 4e-6  # three ranks: another order than DDP's ring
-    expected = _ddp(rank, world_size, EPOCHS)
-    for stage in (0, 1, 2, 3):
-        for configured in (1, 3):  # fewer micro-steps than configured, and more
-            engine = zero_core.build(make_model(), Case(stage, accumulation=configured).config())
-            found = _train(engine, rank, EPOCHS)
-            assert engine.micro_steps == sum(EPOCHS)
-            torch.testing.assert_close(found, expected, rtol=0.0, atol=atol)
+def _follows_ddp(ranks: SimulatedRanks, stage: int, configured: int) -> None:
+    expected = _ddp(ranks, EPOCHS)
+    config = Case(stage, accumulation=configured).config()
+    engine = zero_core.build(make_model(), config, process_group=ranks)
+    found = _train(engine, ranks.rank, EPOCHS)
+    assert engine.micro_steps == sum(EPOCHS)
+    torch.testing.assert_close(found, expected, rtol=0.0, atol=0.0)
 
 
+@pytest.mark.parametrize("configured", [1, 3])  # fewer micro-steps than are run, and more
+@pytest.mark.parametrize("stage", range(4))
 @pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_a_short_last_accumulation_has_the_numbers_of_ddp(world_size):
-    spawn(_follows_ddp, world_size)
+def test_a_short_last_accumulation_has_the_numbers_of_ddp(world_size, stage, configured):
+    simulate(_follows_ddp, world_size, stage, configured)
 
 
-def _late(rank: int, world_size: int) -> None:
+def _late(ranks: SimulatedRanks, stage: int) -> None:
     """The boundary is declared when the last backward has run already."""
-    expected = _ddp(rank, world_size, (2,))
-    for stage in (0, 1, 2, 3):
-        engine = zero_core.build(make_model(), Case(stage, accumulation=4).config())
-        for micro in range(2):
-            engine.backward(engine(**batch(0, micro, rank))["loss"], over=2)
-            if micro == 0:
-                engine.step()
-        engine.set_gradient_accumulation_boundary(True)
-        engine.step()
-        found = engine.full_state_dict()
-        torch.testing.assert_close({n: found[n] for n in expected}, expected, rtol=0.0, atol=0.0)
+    expected = _ddp(ranks, (2,))
+    engine = zero_core.build(
+        make_model(), Case(stage, accumulation=4).config(), process_group=ranks
+    )
+    for micro in range(2):
+        engine.backward(engine(**batch(0, micro, ranks.rank))["loss"], over=2)
+        if micro == 0:
+            engine.step()
+    engine.set_gradient_accumulation_boundary(True)
+    engine.step()
+    found = engine.full_state_dict()
+    torch.testing.assert_close({n: found[n] for n in expected}, expected, rtol=0.0, atol=0.0)
 
 
+@pytest.mark.parametrize("stage", range(4))
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_a_boundary_declared_after_the_last_backward_is_in_time_for_its_step(world_size):
-    spawn(_late, world_size)
+def test_a_boundary_declared_after_the_last_backward_is_in_time_for_its_step(world_size, stage):
+    simulate(_late, world_size, stage)
 
 
 def _engine(accumulation: int) -> zero_core.Engine:
@@ -159,7 +171,7 @@ def _keeper(
     return _Keeper(**kept)
 
 
-def _rounds_alike(rank: int, world_size: int) -> None:
+def _rounds_alike(ranks: SimulatedRanks) -> None:
     """A number of micro-steps that is set, or declared, is as good as one that is configured."""
     for tier in (None, _keeper):
         for stage in (2, 3):
@@ -167,13 +179,13 @@ def _rounds_alike(rank: int, world_size: int) -> None:
             for how in ("config", "setter", "declared"):
                 accumulation = 4 if how == "config" else 1
                 config = Case(stage, "bf16", accumulation=accumulation).config()
-                engine = zero_core.build(make_model(), config, state_tier=tier)
+                engine = zero_core.build(make_model(), config, state_tier=tier, process_group=ranks)
                 if how == "setter":
                     engine.gradient_accumulation_steps = 4
                 for micro in range(8):
                     if how == "declared":
                         engine.set_gradient_accumulation_boundary(micro % 4 == 3)
-                    engine.backward(engine(**batch(0, micro, rank))["loss"], over=4)
+                    engine.backward(engine(**batch(0, micro, ranks.rank))["loss"], over=4)
                     engine.step()
                 assert engine.global_steps == 2
                 found.append(engine.full_state_dict(dtype=torch.float32))
@@ -182,27 +194,27 @@ def _rounds_alike(rank: int, world_size: int) -> None:
 
 
 def test_micro_steps_of_one_rank_add_up_unrounded_however_their_number_is_given():
-    spawn(_rounds_alike, 1)
+    simulate(_rounds_alike, 1)
 
 
-def test_a_load_within_a_step_begins_it_again_and_a_refused_one_changes_nothing(tmp_path):
+def _loads_within_a_step(ranks: SimulatedRanks, folder: Path) -> None:
     def micro_step(engine: zero_core.Engine, micro: int) -> None:
         engine.backward(engine(**batch(0, micro, 0))["loss"])
         engine.step()
 
-    engine = zero_core.build(make_model(), Case(accumulation=2).config())
-    engine.save_checkpoint(tmp_path)
+    engine = zero_core.build(make_model(), Case(accumulation=2).config(), process_group=ranks)
+    engine.save_checkpoint(folder)
     micro_step(engine, 0)
     with pytest.raises(CheckpointError, match="nowhere"):
-        engine.load_checkpoint(tmp_path / "nowhere")
+        engine.load_checkpoint(folder / "nowhere")
     micro_step(engine, 1)
     assert engine.global_steps == 1
     expected, norm = engine.full_state_dict(), engine.get_global_grad_norm()
-    oracle = _ddp(0, 1, (2,))
+    oracle = _ddp(ranks, (2,))
     for without in ((), ("progress",)):
         micro_step(engine, 0)
         done = engine.global_steps
-        engine.load_checkpoint(tmp_path, without=without)
+        engine.load_checkpoint(folder, without=without)
         for micro in range(2):
             micro_step(engine, micro)
         assert engine.global_steps == (1 if not without else done + 1)
@@ -210,3 +222,7 @@ def test_a_load_within_a_step_begins_it_again_and_a_refused_one_changes_nothing(
         assert engine.get_global_grad_norm() == norm
         torch.testing.assert_close(engine.full_state_dict(), expected, rtol=0.0, atol=0.0)
         assert all(torch.equal(expected[name], value) for name, value in oracle.items())
+
+
+def test_a_load_within_a_step_begins_it_again_and_a_refused_one_changes_nothing(tmp_path):
+    simulate(_loads_within_a_step, 1, tmp_path)

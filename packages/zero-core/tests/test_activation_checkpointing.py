@@ -10,16 +10,25 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import zero_core
-from zero_core.testing import Case, batch, make_model, run_ddp, spawn
+from zero_core.testing import (
+    Case,
+    SimulatedRanks,
+    batch,
+    make_model,
+    run_ddp,
+    seeded,
+    simulate,
+    spawn,
+)
 
 BLOCKS: tuple[dict[str, Any], ...] = ({}, {"cpu_checkpointing": True})
 
 
-def _train(config: dict[str, Any], rank: int) -> tuple[list[float], dict[str, Tensor]]:
-    engine = zero_core.build(make_model(), config)
+def _train(config: dict[str, Any], ranks: SimulatedRanks) -> tuple[list[float], dict[str, Tensor]]:
+    engine = zero_core.build(make_model(), config, process_group=ranks)
     losses = []
     for step in range(5):
-        loss = engine(**batch(step, 0, rank))["loss"]
+        loss = engine(**batch(step, 0, ranks.rank))["loss"]
         engine.backward(loss)
         engine.step()
         losses.append(loss.item())
@@ -27,20 +36,19 @@ def _train(config: dict[str, Any], rank: int) -> tuple[list[float], dict[str, Te
     return losses, {n: full[n] for n, p in engine.module.named_parameters() if p.requires_grad}
 
 
-def _follows_ddp(rank: int, world_size: int) -> None:
-    trace = run_ddp(Case(), rank, 5)
-    for stage in (0, 1, 2, 3):
-        for block in BLOCKS:
-            config = Case(stage=stage).config() | {"activation_checkpointing": block}
-            losses, values = _train(config, rank)
-            atol = 0.0 if world_size <= 2 else 4e-6  # three ranks: another order than DDP's ring
-            torch.testing.assert_close(losses, trace.losses, rtol=0.0, atol=atol)
-            torch.testing.assert_close(values, trace.values, rtol=0.0, atol=atol)
+def _follows_ddp(ranks: SimulatedRanks, stage: int, block: dict[str, Any]) -> None:
+    trace = run_ddp(Case(), ranks.rank, 5, ranks)
+    config = Case(stage=stage).config() | {"activation_checkpointing": block}
+    losses, values = _train(config, ranks)
+    assert losses == trace.losses
+    torch.testing.assert_close(values, trace.values, rtol=0.0, atol=0.0)
 
 
+@pytest.mark.parametrize("block", BLOCKS, ids=["on the device", "on the host"])
+@pytest.mark.parametrize("stage", range(4))
 @pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_losses_and_weights_are_those_of_ddp_without_it(world_size):
-    spawn(_follows_ddp, world_size)
+def test_losses_and_weights_are_those_of_ddp_without_it(world_size, stage, block):
+    simulate(_follows_ddp, world_size, stage, block)
 
 
 class _UsedAgain(nn.Module):
@@ -48,8 +56,8 @@ class _UsedAgain(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        torch.manual_seed(5)
-        self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+        with seeded(5):
+            self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
 
     def forward(self, x: Tensor) -> Tensor:
         for block in (*self.blocks, self.blocks[0]):
@@ -87,8 +95,8 @@ class _Watched(nn.Module):
 class _Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        torch.manual_seed(5)
-        self.blocks = nn.ModuleList(_Watched() for _ in range(3))
+        with seeded(5):
+            self.blocks = nn.ModuleList(_Watched() for _ in range(3))
 
     def forward(self, x: Tensor) -> Tensor:
         for block in self.blocks:
@@ -125,7 +133,7 @@ def _is_recomputed(rank: int, world_size: int) -> None:
 
 
 def test_blocks_keep_no_activations_and_repeat_their_dropout():
-    spawn(_is_recomputed, 2)
+    spawn(_is_recomputed, 2)  # processes: each has its own random state
 
 
 @pytest.mark.skipif(not torch.accelerator.is_available(), reason="needs a second memory")

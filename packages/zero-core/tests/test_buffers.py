@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import zero_core
-from zero_core.testing import LR, WEIGHT_DECAY, Case, spawn
+from zero_core.testing import LR, WEIGHT_DECAY, Case, SimulatedRanks, seeded, simulate, spawn
 
 
 class _Normed(nn.Module):
@@ -18,14 +18,14 @@ class _Normed(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        torch.manual_seed(7)
-        self.blocks = nn.ModuleList(
-            nn.Sequential(nn.Linear(6, 6, bias=False), nn.BatchNorm1d(6), nn.Tanh())
-            for _ in range(2)
-        )
-        self.register_buffer("mean", torch.zeros(6), persistent=False)
-        self.blocks[0].register_buffer("again", self.mean)
-        self.register_buffer("nothing", None)
+        with seeded(7):
+            self.blocks = nn.ModuleList(
+                nn.Sequential(nn.Linear(6, 6, bias=False), nn.BatchNorm1d(6), nn.Tanh())
+                for _ in range(2)
+            )
+            self.register_buffer("mean", torch.zeros(6), persistent=False)
+            self.blocks[0].register_buffer("again", self.mean)
+            self.register_buffer("nothing", None)
 
     def forward(self, x: Tensor) -> Tensor:
         if self.training:
@@ -106,26 +106,28 @@ def test_batch_norm_follows_ddp_in_training_evaluation_and_no_sync(world_size):
     spawn(_follows_ddp, world_size)
 
 
-def _switched_off(rank: int, world_size: int) -> None:
-    engine = zero_core.build(_Normed(), {**Case().config(), "broadcast_buffers": False})
+def _switched_off(ranks: SimulatedRanks) -> None:
+    engine = zero_core.build(
+        _Normed(), {**Case().config(), "broadcast_buffers": False}, process_group=ranks
+    )
     alone = _Normed()
     for step in range(2):
-        engine(_x(step, 0, rank))
-        alone(_x(step, 0, rank))
+        engine(_x(step, 0, ranks.rank))
+        alone(_x(step, 0, ranks.rank))
     torch.testing.assert_close(_buffers(engine.module), _buffers(alone), rtol=0.0, atol=0.0)
 
 
 def test_without_broadcast_buffers_each_rank_keeps_its_own():
-    spawn(_switched_off, 2)
+    simulate(_switched_off, 2)
 
 
-def _two_forwards(rank: int, world_size: int) -> None:
-    engine = zero_core.build(_Normed(), Case(stage=3).config())
+def _two_forwards(ranks: SimulatedRanks) -> None:
+    engine = zero_core.build(_Normed(), Case(stage=3).config(), process_group=ranks)
     for step in range(2):
-        engine.backward(engine(_x(step, 0, rank)) + engine(_x(step, 1, rank)))
+        engine.backward(engine(_x(step, 0, ranks.rank)) + engine(_x(step, 1, ranks.rank)))
         engine.step()
     assert engine.skipped_steps == 0
 
 
 def test_two_forwards_may_precede_one_backward():
-    spawn(_two_forwards, 2)
+    simulate(_two_forwards, 2)

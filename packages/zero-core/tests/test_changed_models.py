@@ -13,7 +13,7 @@ from torch.func import functional_call
 
 import zero_core
 from zero_core import ConfigError
-from zero_core.testing import Case, spawn
+from zero_core.testing import Case, SimulatedRanks, seeded, simulate
 
 STAGES = (0, 1, 2, 3)
 
@@ -21,12 +21,12 @@ STAGES = (0, 1, 2, 3)
 class _Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        torch.manual_seed(0)
-        self.first = nn.Linear(6, 6)
-        self.blocks = nn.ModuleList(
-            nn.Sequential(nn.Linear(6, 7), nn.Tanh(), nn.Linear(7, 6)) for _ in range(3)
-        )
-        self.frozen = nn.Linear(6, 6, bias=False).requires_grad_(False)
+        with seeded(0):
+            self.first = nn.Linear(6, 6)
+            self.blocks = nn.ModuleList(
+                nn.Sequential(nn.Linear(6, 7), nn.Tanh(), nn.Linear(7, 6)) for _ in range(3)
+            )
+            self.frozen = nn.Linear(6, 6, bias=False).requires_grad_(False)
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.first(x.to(self.first.weight.dtype))
@@ -152,24 +152,26 @@ def _change_and_train(
     _train(engine, rank, range(1, 2))
 
 
-def _are_refused(rank: int, world_size: int, stages: tuple[int, ...]) -> None:
-    for stage in stages:
-        for change, message in REFUSED.values():
-            for has_stepped in (False, True):
-                engine = zero_core.build(_Net(), Case(stage).config())
-                _train(engine, rank, range(int(has_stepped)))
-                with pytest.raises(RuntimeError, match=message):
-                    _change_and_train(engine, change, rank)
-                engine.close()
+def _is_refused(
+    ranks: SimulatedRanks,
+    stage: int,
+    change: Callable[[zero_core.Engine], None],
+    message: str,
+) -> None:
+    for has_stepped in (False, True):
+        engine = zero_core.build(_Net(), Case(stage).config(), process_group=ranks)
+        _train(engine, ranks.rank, range(int(has_stepped)))
+        with pytest.raises(RuntimeError, match=message):
+            _change_and_train(engine, change, ranks.rank)
+        engine.close()
 
 
-@pytest.mark.parametrize("stages", [(0, 1), (2, 3)])
-def test_parameters_that_change_after_build_are_refused_by_name(stages):
-    spawn(_are_refused, 2, stages)
-
-
-def test_parameters_that_change_after_build_are_refused_by_name_on_three_ranks():
-    spawn(_are_refused, 3, (3,))
+@pytest.mark.parametrize(("change", "message"), REFUSED.values(), ids=REFUSED)
+@pytest.mark.parametrize(("world_size", "stage"), [*((2, stage) for stage in STAGES), (3, 3)])
+def test_a_parameter_that_changes_after_build_is_refused_by_name(
+    world_size, stage, change, message
+):
+    simulate(_is_refused, world_size, stage, change, message)
 
 
 def test_a_change_between_backward_and_step_is_refused_at_the_step():
@@ -270,17 +272,17 @@ FOLLOWED = {
 }
 
 
-def _are_followed(rank: int, world_size: int) -> None:
-    for stage in STAGES:
-        engine = zero_core.build(_Net(), Case(stage).config())
-        expected = _train(engine, rank, range(4))
-        for name, change in FOLLOWED.items():
-            engine = zero_core.build(_Net(), Case(stage).config())
-            found = _train(engine, rank, range(2))
-            change(engine)
-            assert found + _train(engine, rank, range(2, 4)) == expected, (stage, name)
-            engine.close()
+def _are_followed(ranks: SimulatedRanks, stage: int) -> None:
+    engine = zero_core.build(_Net(), Case(stage).config(), process_group=ranks)
+    expected = _train(engine, ranks.rank, range(4))
+    for name, change in FOLLOWED.items():
+        engine = zero_core.build(_Net(), Case(stage).config(), process_group=ranks)
+        found = _train(engine, ranks.rank, range(2))
+        change(engine)
+        assert found + _train(engine, ranks.rank, range(2, 4)) == expected, (stage, name)
+        engine.close()
 
 
-def test_changes_that_keep_parameters_and_their_memory_are_followed():
-    spawn(_are_followed, 2)
+@pytest.mark.parametrize("stage", range(4))
+def test_changes_that_keep_parameters_and_their_memory_are_followed(stage):
+    simulate(_are_followed, 2, stage)

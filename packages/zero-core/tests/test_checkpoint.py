@@ -15,7 +15,15 @@ from torch import nn
 import zero_core
 from zero_core import CheckpointCorruptError, CheckpointError
 from zero_core.checkpoint.load import read_client_state
-from zero_core.testing import Case, Hard, batch, make_model, spawn
+from zero_core.testing import (
+    Case,
+    Hard,
+    SimulatedRanks,
+    batch,
+    make_model,
+    run_on_processes,
+    simulate,
+)
 
 
 def _train(engine: zero_core.Engine, first: int, last: int) -> list[float]:
@@ -28,8 +36,11 @@ def _train(engine: zero_core.Engine, first: int, last: int) -> list[float]:
     return losses
 
 
-def _build(stage: int, dtype: str = "fp32", **keys: object) -> zero_core.Engine:
-    return zero_core.build(make_model(), {**Case(stage=stage, dtype=dtype).config(), **keys})
+def _build(
+    stage: int, dtype: str = "fp32", process_group: SimulatedRanks | None = None, **keys: object
+) -> zero_core.Engine:
+    config = {**Case(stage=stage, dtype=dtype).config(), **keys}
+    return zero_core.build(make_model(), config, process_group=process_group)
 
 
 def _everything(engine: zero_core.Engine) -> dict[str, torch.Tensor]:
@@ -47,17 +58,17 @@ def _everything(engine: zero_core.Engine) -> dict[str, torch.Tensor]:
     return found
 
 
-def _save(rank: int, world_size: int, folder: str, stage: int, dtype: str) -> None:
-    engine = _build(stage, dtype)
+def _save(ranks: SimulatedRanks, folder: str, stage: int, dtype: str) -> None:
+    engine = _build(stage, dtype, process_group=ranks)
     _train(engine, 0, 3)
     engine.save_checkpoint(folder, client_state={"epoch": 7})
     kept = _everything(engine)
-    if rank == 0:
+    if ranks.rank == 0:
         torch.save(kept, Path(folder) / "kept.pt")
 
 
-def _load(rank: int, world_size: int, folder: str, stage: int, dtype: str) -> None:
-    engine = _build(stage, dtype)
+def _load(ranks: SimulatedRanks, folder: str, stage: int, dtype: str) -> None:
+    engine = _build(stage, dtype, process_group=ranks)
     _train(engine, 5, 6)  # whatever was there is replaced
     place, client_state = engine.load_checkpoint(folder)
     assert place == Path(folder) / "step-3"
@@ -83,17 +94,17 @@ def _load(rank: int, world_size: int, folder: str, stage: int, dtype: str) -> No
     ],
 )
 def test_a_checkpoint_loads_at_another_stage_and_world_size(tmp_path, saved, loaded, dtype):
-    spawn(_save, saved[1], str(tmp_path), saved[0], dtype)
-    spawn(_load, loaded[1], str(tmp_path), loaded[0], dtype)
+    simulate(_save, saved[1], str(tmp_path), saved[0], dtype)
+    simulate(_load, loaded[1], str(tmp_path), loaded[0], dtype)
 
 
-def _resume(rank: int, world_size: int, folder: str, stage: int) -> None:
-    straight = _build(stage)
+def _resume(ranks: SimulatedRanks, folder: str, stage: int) -> None:
+    straight = _build(stage, process_group=ranks)
     expected = _train(straight, 0, 6)
-    first = _build(stage)
+    first = _build(stage, process_group=ranks)
     _train(first, 0, 3)
     first.save_checkpoint(folder)
-    resumed = _build(stage)
+    resumed = _build(stage, process_group=ranks)
     resumed.load_checkpoint(folder)
     assert _train(resumed, 3, 6) == expected[3:]
     ours, theirs = resumed.full_state_dict(), straight.full_state_dict()
@@ -102,7 +113,8 @@ def _resume(rank: int, world_size: int, folder: str, stage: int) -> None:
 
 @pytest.mark.parametrize("stage", [0, 3])
 def test_a_resumed_run_continues_bit_identically(tmp_path, stage):
-    spawn(_resume, 2, str(tmp_path), stage)
+    simulate(_resume, 3, str(tmp_path / "simulated"), stage)
+    run_on_processes(_resume, 2, str(tmp_path / "processes"), stage)
 
 
 def test_a_save_that_dies_leaves_the_previous_checkpoint_whole(tmp_path, monkeypatch):

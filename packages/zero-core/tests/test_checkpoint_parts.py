@@ -15,15 +15,17 @@ import zero_core
 from zero_core import CheckpointError
 from zero_core.checkpoint.files import read_weights
 from zero_core.optim.schedules.factory import WarmupLR
-from zero_core.testing import Case, batch, make_model, spawn
+from zero_core.testing import Case, SimulatedRanks, batch, make_model, simulate
 
 WEIGHTS_ALONE = ("optimizer", "lr_scheduler", "progress")
 
 
-def _build(stage: int, accumulation: int = 1, **top: Any) -> zero_core.Engine:
+def _build(
+    stage: int, accumulation: int = 1, process_group: SimulatedRanks | None = None, **top: Any
+) -> zero_core.Engine:
     scheduler = {"type": "WarmupLR", "params": {"warmup_num_steps": 10}}
     case = Case(stage, accumulation=accumulation, top={"scheduler": scheduler, **top})
-    return zero_core.build(make_model(), case.config())
+    return zero_core.build(make_model(), case.config(), process_group=process_group)
 
 
 def _train(engine: zero_core.Engine, steps: int) -> None:
@@ -36,8 +38,8 @@ def _values(engine: zero_core.Engine) -> dict[str, torch.Tensor]:
     return engine.full_state_dict(dtype=torch.float32)
 
 
-def _check_parts(rank: int, world_size: int, folder: str) -> None:
-    first = _build(3)
+def _check_parts(ranks: SimulatedRanks, folder: str) -> None:
+    first = _build(3, process_group=ranks)
     _train(first, 3)
     first.save_checkpoint(folder, "whole")
     first.save_checkpoint(folder, "light", has_frozen=False, is_latest=False)
@@ -46,7 +48,7 @@ def _check_parts(rank: int, world_size: int, folder: str) -> None:
     first.close()
     moments = {}
     for without in ((), ("optimizer",), ("lr_scheduler",), ("progress",), WEIGHTS_ALONE):
-        engine = _build(2)
+        engine = _build(2, process_group=ranks)
         _train(engine, 1)
         rate = engine.optimizer.param_groups[0]["lr"]
         place, _ = engine.load_checkpoint(folder, without=without)
@@ -63,11 +65,11 @@ def _check_parts(rank: int, world_size: int, folder: str) -> None:
         engine.close()
     assert torch.equal(moments[()], moments[("progress",)])
     assert not torch.equal(moments[()], moments[("optimizer",)])
-    _check_frozen(folder, expected)
+    _check_frozen(ranks, folder, expected)
 
 
-def _check_frozen(folder: str, expected: dict[str, torch.Tensor]) -> None:
-    engine = _build(1)
+def _check_frozen(ranks: SimulatedRanks, folder: str, expected: dict[str, torch.Tensor]) -> None:
+    engine = _build(1, process_group=ranks)
     with pytest.raises(CheckpointError, match="without the values of frozen parameters"):
         engine.load_checkpoint(folder, "light")
     with pytest.raises(CheckpointError, match="a checkpoint's parts are"):
@@ -80,7 +82,7 @@ def _check_frozen(folder: str, expected: dict[str, torch.Tensor]) -> None:
 
 
 def test_load_leaves_out_what_it_is_told_to(tmp_path: Path) -> None:
-    spawn(_check_parts, 2, str(tmp_path))
+    simulate(_check_parts, 2, str(tmp_path))
     assert (tmp_path / "latest").read_text() == "whole"
     by_name = {n: w for w in read_weights(tmp_path) for n in w.names}
     assert by_name["head.weight"].value is by_name["embed.weight"].value
@@ -89,14 +91,14 @@ def test_load_leaves_out_what_it_is_told_to(tmp_path: Path) -> None:
     assert {n for n in by_name if not n.startswith("frozen")} == light
 
 
-def _check_one_rank(rank: int, world_size: int) -> None:
-    engine = _build(3)
+def _check_one_rank(ranks: SimulatedRanks) -> None:
+    engine = _build(3, process_group=ranks)
     everywhere = engine.full_state_dict()
     found = engine.full_state_dict(rank=1)
-    assert found.keys() == (everywhere.keys() if rank == 1 else set())
+    assert found.keys() == (everywhere.keys() if ranks.rank == 1 else set())
     assert all(torch.equal(value, everywhere[name]) for name, value in found.items())
     assert engine.states.has_gradient() is False
-    loss = engine(**batch(0, 0, rank))["loss"]
+    loss = engine(**batch(0, 0, ranks.rank))["loss"]
     engine.backward(loss)
     assert engine.states.has_gradient() is True
     engine.step()
@@ -107,7 +109,7 @@ def _check_one_rank(rank: int, world_size: int) -> None:
 def test_whole_model_is_given_to_one_rank_and_gradients_are_there_between_backward_and_step() -> (
     None
 ):
-    spawn(_check_one_rank, 2)
+    simulate(_check_one_rank, 2)
 
 
 def test_number_of_micro_steps_changes_between_steps_only() -> None:
@@ -238,12 +240,12 @@ def test_a_schedule_that_only_the_checkpoint_or_the_engine_has_is_told_of(
         assert not caplog.messages
 
 
-def _weights_alone(rank: int, world_size: int, folder: str) -> None:
-    first = _build(3)
+def _weights_alone(ranks: SimulatedRanks, folder: str) -> None:
+    first = _build(3, process_group=ranks)
     _train(first, 2)
     first.save_checkpoint(folder)
     expected = _values(first)
-    other = _build(2, optimizer={"type": "Lion", "params": {"lr": 1e-3}})
+    other = _build(2, optimizer={"type": "Lion", "params": {"lr": 1e-3}}, process_group=ranks)
     with pytest.raises(CheckpointError, match=r'same optimizer; load without=\("optimizer", "lr'):
         other.load_checkpoint(folder)
     other.load_checkpoint(folder, without=WEIGHTS_ALONE)
@@ -254,30 +256,30 @@ def _weights_alone(rank: int, world_size: int, folder: str) -> None:
     model = make_model()  # the other way round: what was frozen is trained, and the reverse
     for name, param in model.named_parameters():
         param.requires_grad_(name.startswith("frozen"))
-    tuned = zero_core.build(model, Case(3).config())
+    tuned = zero_core.build(model, Case(3).config(), process_group=ranks)
     with pytest.raises(CheckpointError, match=r'is_trainable.*load without=\("optimizer", "lr'):
         tuned.load_checkpoint(folder)
     tuned.load_checkpoint(folder, without=WEIGHTS_ALONE)
     assert all(torch.equal(v, expected[n]) for n, v in _values(tuned).items())
     for stage, dtype in ((0, "fp32"), (3, "bf16")):
         config = Case(stage, dtype).config()
-        evaluated = zero_core.build(make_model(), config, is_training=False)
+        evaluated = zero_core.build(make_model(), config, is_training=False, process_group=ranks)
         state = torch.get_rng_state()
         evaluated.load_checkpoint(folder)
         assert torch.equal(torch.get_rng_state(), state)
         rounded = first.full_state_dict(dtype=evaluated.layout.params[0].dtype)
         found = evaluated.full_state_dict()
         assert all(torch.equal(v, rounded[n]) for n, v in found.items())
-        loss = evaluated(**batch(0, 0, rank))["loss"]
+        loss = evaluated(**batch(0, 0, ranks.rank))["loss"]
         if dtype == "fp32":
             with torch.no_grad():
-                assert torch.equal(loss, first(**batch(0, 0, rank))["loss"])
+                assert torch.equal(loss, first(**batch(0, 0, ranks.rank))["loss"])
 
 
 def test_weights_alone_go_to_another_optimizer_other_frozen_parameters_and_an_evaluation(
     tmp_path: Path,
 ) -> None:
-    spawn(_weights_alone, 2, str(tmp_path))
+    simulate(_weights_alone, 2, str(tmp_path))
 
 
 def test_weights_without_elements_are_read_and_a_rank_that_is_none_is_refused(

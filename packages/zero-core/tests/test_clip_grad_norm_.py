@@ -8,10 +8,9 @@ from itertools import pairwise
 import pytest
 import torch
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 import zero_core
-from zero_core.testing import Case, batch, make_model, spawn
+from zero_core.testing import Case, SimulatedDDP, SimulatedRanks, batch, make_model, simulate
 
 NORMS = (1.0, 2.0, 3.0, math.inf)
 STEPS = 3
@@ -26,14 +25,15 @@ def _max_norm(norm_type: float, step: int) -> float:
     return 1e6 if step == 1 else {1.0: 2.0, 2.0: 0.3, 3.0: 0.2, math.inf: 0.1}[norm_type]
 
 
-def _ddp(norm_type: float, rank: int, world_size: int) -> tuple[list[float], dict]:
+def _ddp(norm_type: float, ranks: SimulatedRanks) -> tuple[list[float], dict]:
     model = make_model()
-    ddp = DistributedDataParallel(model, find_unused_parameters=True) if world_size > 1 else model
+    ddp = SimulatedDDP(model, ranks)
     optimizer = _optimizer(model)
     norms = []
     for step in range(STEPS):
         optimizer.zero_grad()
-        ddp(**batch(step, 0, rank))["loss"].backward()
+        ddp(**batch(step, 0, ranks.rank))["loss"].backward()
+        ddp.average_gradients()
         norm = nn.utils.clip_grad_norm_(
             model.parameters(), _max_norm(norm_type, step), norm_type=norm_type
         )
@@ -42,40 +42,42 @@ def _ddp(norm_type: float, rank: int, world_size: int) -> tuple[list[float], dic
     return norms, {n: p.detach().clone() for n, p in model.named_parameters()}
 
 
-def _engine(stage: int, norm_type: float, rank: int) -> tuple[list[float], dict]:
+def _engine(stage: int, norm_type: float, ranks: SimulatedRanks) -> tuple[list[float], dict]:
     model = make_model()
-    engine = zero_core.build(model, Case(stage=stage).config(), optimizer=_optimizer(model))
+    engine = zero_core.build(
+        model, Case(stage=stage).config(), optimizer=_optimizer(model), process_group=ranks
+    )
     norms = []
     for step in range(STEPS):
-        engine.backward(engine(**batch(step, 0, rank))["loss"])
+        engine.backward(engine(**batch(step, 0, ranks.rank))["loss"])
         norms.append(engine.clip_grad_norm_(_max_norm(norm_type, step), norm_type))
         engine.step()
     full = engine.full_state_dict()
     return norms, {name: full[name] for name, _ in engine.module.named_parameters()}
 
 
-def _follows_torch(rank: int, world_size: int) -> None:
-    for norm_type in NORMS:
-        norms, values = _ddp(norm_type, rank, world_size)
-        assert norms[0] > _max_norm(norm_type, 0), "the first step must be clipped"
-        found = [_engine(stage, norm_type, rank) for stage in (0, 1, 2, 3)]
-        # Both sum powers in fp32, in another order.
-        torch.testing.assert_close(found[0][0], norms, rtol=1e-5, atol=0.0)
-        torch.testing.assert_close(found[0][1], values, rtol=1e-5, atol=1e-6)
-        for one, other in pairwise(found):
-            torch.testing.assert_close(one[1], other[1], rtol=0.0, atol=0.0)
+def _follows_torch(ranks: SimulatedRanks, norm_type: float) -> None:
+    norms, values = _ddp(norm_type, ranks)
+    assert norms[0] > _max_norm(norm_type, 0), "the first step must be clipped"
+    found = [_engine(stage, norm_type, ranks) for stage in (0, 1, 2, 3)]
+    # Both sum powers in fp32, in another order.
+    torch.testing.assert_close(found[0][0], norms, rtol=1e-5, atol=0.0)
+    torch.testing.assert_close(found[0][1], values, rtol=1e-5, atol=1e-6)
+    for one, other in pairwise(found):
+        torch.testing.assert_close(one[1], other[1], rtol=0.0, atol=0.0)
 
 
+@pytest.mark.parametrize("norm_type", NORMS)
 @pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_each_norm_clips_as_torch_does_on_ddp(world_size):
-    spawn(_follows_torch, world_size)
+def test_each_norm_clips_as_torch_does_on_ddp(world_size, norm_type):
+    simulate(_follows_torch, world_size, norm_type)
 
 
-def _clipped_twice(rank: int, world_size: int) -> None:
+def _clipped_twice(ranks: SimulatedRanks) -> None:
     model = make_model()
     config = Case(stage=2, clipping=0.05).config()
-    engine = zero_core.build(model, config, optimizer=_optimizer(model))
-    engine.backward(engine(**batch(0, 0, rank))["loss"])
+    engine = zero_core.build(model, config, optimizer=_optimizer(model), process_group=ranks)
+    engine.backward(engine(**batch(0, 0, ranks.rank))["loss"])
     before = engine.clip_grad_norm_(1.0, math.inf)
     engine.clip_grad_norm_(0.1)
     assert engine.clip_grad_norm_(1e6) == pytest.approx(0.1, rel=1e-4)
@@ -87,27 +89,27 @@ def _clipped_twice(rank: int, world_size: int) -> None:
         if name != "head.weight"  # tied
     ]
     assert torch.cat(moved).norm().item() == pytest.approx(0.5 * 0.05, rel=1e-3)
-    engine.backward(engine(**batch(0, 0, rank))["loss"])
+    engine.backward(engine(**batch(0, 0, ranks.rank))["loss"])
     assert engine.clip_grad_norm_(1e6, math.inf) == pytest.approx(before, rel=0.5)
     assert engine.clip_grad_norm_(1e6, math.inf) > 0.02, "a new step starts unclipped"
 
 
 def test_clippings_follow_one_another_and_last_for_one_step():
-    spawn(_clipped_twice, 2)
+    simulate(_clipped_twice, 2)
 
 
-def _scaled_by_fp16(rank: int, world_size: int) -> None:
+def _scaled_by_fp16(ranks: SimulatedRanks) -> None:
     norms = []
     for scale in (1.0, 1024.0):
         config = Case(stage=3).config() | {"fp16": {"enabled": True, "loss_scale": scale}}
-        engine = zero_core.build(make_model(), config)
-        engine.backward(engine(**batch(0, 0, rank))["loss"])
+        engine = zero_core.build(make_model(), config, process_group=ranks)
+        engine.backward(engine(**batch(0, 0, ranks.rank))["loss"])
         norms.append(engine.clip_grad_norm_(1.0, 1.0))
     assert norms[0] == pytest.approx(norms[1], rel=0.02)
 
 
 def test_the_norm_is_that_of_the_unscaled_gradient():
-    spawn(_scaled_by_fp16, 2)
+    simulate(_scaled_by_fp16, 2)
 
 
 def test_a_gradient_that_is_not_whole_is_not_clipped():

@@ -6,12 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
 import zero_core
-from zero_core.testing import LR, WEIGHT_DECAY, Case, spawn
+from zero_core.testing import LR, WEIGHT_DECAY, Case, SimulatedDDP, SimulatedRanks, seeded, simulate
 
 STAGES = (0, 1, 2, 3)
 STEPS = 3
@@ -24,10 +22,6 @@ def _x(step: int, rank: int, dtype: torch.dtype = torch.float32) -> Tensor:
 
 def _adamw(params: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(params, lr=LR, weight_decay=WEIGHT_DECAY, fused=True)
-
-
-def _tolerance(world_size: int) -> float:
-    return 0.0 if world_size <= 2 else 4e-6  # three ranks: another order of the sum
 
 
 # ----------------------------------------------------------------- adapters
@@ -50,10 +44,10 @@ class _Adapted(nn.Module):
 class _Lora(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        torch.manual_seed(0)
-        self.blocks = nn.ModuleList(_Adapted() for _ in range(3))
-        for block in self.blocks:
-            block.base.to(torch.bfloat16).requires_grad_(False)
+        with seeded(0):
+            self.blocks = nn.ModuleList(_Adapted() for _ in range(3))
+            for block in self.blocks:
+                block.base.to(torch.bfloat16).requires_grad_(False)
 
     def forward(self, x: Tensor) -> Tensor:
         for block in self.blocks:
@@ -65,33 +59,34 @@ def _trained(model: nn.Module) -> dict[str, nn.Parameter]:
     return {name: p for name, p in model.named_parameters() if p.requires_grad}
 
 
-def _lora_reference(rank: int, world_size: int) -> dict[str, Tensor]:
+def _lora_reference(ranks: SimulatedRanks) -> dict[str, Tensor]:
     model = _Lora()
-    ddp = DistributedDataParallel(model) if world_size > 1 else model
+    ddp = SimulatedDDP(model, ranks)
     optimizer = _adamw(_trained(model).values())
     for step in range(STEPS):
         optimizer.zero_grad()
-        ddp(_x(step, rank, torch.bfloat16)).backward()
+        ddp(_x(step, ranks.rank, torch.bfloat16)).backward()
+        ddp.average_gradients()
         optimizer.step()
     return {name: p.detach().clone() for name, p in model.named_parameters()}
 
 
-def _adapters(rank: int, world_size: int) -> None:
-    expected = _lora_reference(rank, world_size)
-    for stage in STAGES:
-        engine = zero_core.build(_Lora(), Case(stage).config())
-        kinds = {(p.dtype, p.requires_grad) for p in engine.module.parameters()}
-        assert kinds == {(torch.bfloat16, False), (torch.float32, True)}
-        for step in range(STEPS):
-            engine.backward(engine(_x(step, rank, torch.bfloat16)))
-            engine.step()
-        found = engine.full_state_dict()
-        torch.testing.assert_close(found, expected, rtol=0.0, atol=_tolerance(world_size))
+def _adapters(ranks: SimulatedRanks, stage: int) -> None:
+    expected = _lora_reference(ranks)
+    engine = zero_core.build(_Lora(), Case(stage).config(), process_group=ranks)
+    kinds = {(p.dtype, p.requires_grad) for p in engine.module.parameters()}
+    assert kinds == {(torch.bfloat16, False), (torch.float32, True)}
+    for step in range(STEPS):
+        engine.backward(engine(_x(step, ranks.rank, torch.bfloat16)))
+        engine.step()
+    found = engine.full_state_dict()
+    torch.testing.assert_close(found, expected, rtol=0.0, atol=0.0)
 
 
+@pytest.mark.parametrize("stage", range(4))
 @pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_without_a_bf16_block_fp32_adapters_on_a_bf16_model_follow_ddp(world_size):
-    spawn(_adapters, world_size)
+def test_without_a_bf16_block_fp32_adapters_on_a_bf16_model_follow_ddp(world_size, stage):
+    simulate(_adapters, world_size, stage)
 
 
 def test_a_bf16_block_casts_adapters_too_and_keeps_fp32_master_weights():
@@ -125,8 +120,8 @@ class _Shifted(nn.Module):
 class _Running(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        torch.manual_seed(0)
-        self.blocks = nn.ModuleList(_Shifted() for _ in range(2))
+        with seeded(0):
+            self.blocks = nn.ModuleList(_Shifted() for _ in range(2))
 
     def forward(self, x: Tensor) -> Tensor:
         for block in self.blocks:
@@ -134,15 +129,11 @@ class _Running(nn.Module):
         return x.float().square().mean()
 
 
-def _broadcast_buffers(model: nn.Module) -> None:
-    for buffer in model.buffers():
-        dist.broadcast(buffer, 0)
-
-
 def _apart_reference(
-    rank: int, world_size: int
+    ranks: SimulatedRanks,
 ) -> tuple[list[float], dict[str, Tensor], dict[str, Tensor]]:
     """bf16 parameters, fp32 everything else, by torch's own operations."""
+    control = ranks.connect()
     model = _Running()
     masters = {n: nn.Parameter(p.detach().clone()) for n, p in model.named_parameters()}
     for block in model.blocks:
@@ -153,15 +144,15 @@ def _apart_reference(
     for step in range(STEPS):
         sums = {name: torch.zeros_like(m) for name, m in masters.items()}
         for micro in range(2):
-            _broadcast_buffers(model)
-            loss = model(_x(2 * step + micro, rank, torch.bfloat16))
+            for buffer in model.buffers():
+                control.broadcast(buffer)
+            loss = model(_x(2 * step + micro, ranks.rank, torch.bfloat16))
             (loss / 2).backward()
             losses.append(loss.item())
             for name, param in params.items():
-                grad = param.grad.float() / world_size  # reduced in fp32
+                grad = param.grad.float() * (1.0 / ranks.size)  # reduced in fp32
                 param.grad = None
-                dist.all_reduce(grad)
-                sums[name] += grad  # accumulated in fp32
+                sums[name] += control.sum(grad)  # accumulated in fp32
         for name, master in masters.items():
             master.grad = sums[name]
         optimizer.step()
@@ -178,41 +169,38 @@ APART: dict[str, Any] = {
 }
 
 
-def _apart(rank: int, world_size: int) -> None:
-    losses, values, buffers = _apart_reference(rank, world_size)
-    tolerance = {"rtol": 0.0, "atol": _tolerance(world_size)}
-    for stage in STAGES:
-        config = Case(stage, "bf16", accumulation=2).config() | APART
-        engine = zero_core.build(_Running(), config)
-        found = []
-        for step in range(STEPS):
-            for micro in range(2):
-                loss = engine(_x(2 * step + micro, rank))
-                engine.backward(loss)
-                engine.step()
-                found.append(loss.item())
-        # Three ranks: an ulp of a master weight may be one of its bf16 copy.
-        loss_tolerance = 0.0 if world_size <= 2 else 1e-3
-        torch.testing.assert_close(found, losses, rtol=0.0, atol=loss_tolerance)
-        full = engine.full_state_dict(dtype=torch.float32)
-        torch.testing.assert_close({n: full[n] for n in values}, values, **tolerance)
-        assert {p.dtype for p in engine.module.parameters()} == {torch.bfloat16}
-        own = dict(engine.module.named_buffers())
-        assert own["blocks.0.mean"].dtype == torch.float32
-        assert own["blocks.0.count"].dtype == torch.int64
-        if rank == 0:  # the others take rank 0's before the next forward
-            torch.testing.assert_close(own, buffers, **tolerance)
-        trained = sum(s.shard_numel for s in engine.layout.segments)
-        assert engine.memory_report()["gradient shards"] == 4 * trained
-        with torch.device("meta"):
-            model = _Running()
-        planned = zero_core.plan(model, config, world_size, device_type="cpu")
-        assert planned.memory.device["model buffers"] == sum(b.nbytes for b in own.values())
+def _apart(ranks: SimulatedRanks, stage: int) -> None:
+    losses, values, buffers = _apart_reference(ranks)
+    config = Case(stage, "bf16", accumulation=2).config() | APART
+    engine = zero_core.build(_Running(), config, process_group=ranks)
+    found = []
+    for step in range(STEPS):
+        for micro in range(2):
+            loss = engine(_x(2 * step + micro, ranks.rank))
+            engine.backward(loss)
+            engine.step()
+            found.append(loss.item())
+    assert found == losses
+    full = engine.full_state_dict(dtype=torch.float32)
+    torch.testing.assert_close({n: full[n] for n in values}, values, rtol=0.0, atol=0.0)
+    assert {p.dtype for p in engine.module.parameters()} == {torch.bfloat16}
+    own = dict(engine.module.named_buffers())
+    assert own["blocks.0.mean"].dtype == torch.float32
+    assert own["blocks.0.count"].dtype == torch.int64
+    if ranks.rank == 0:  # the others take rank 0's before the next forward
+        torch.testing.assert_close(own, buffers, rtol=0.0, atol=0.0)
+    trained = sum(s.shard_numel for s in engine.layout.segments)
+    assert engine.memory_report()["gradient shards"] == 4 * trained
+    with torch.device("meta"):
+        model = _Running()
+    planned = zero_core.plan(model, config, ranks.size, device_type="cpu")
+    assert planned.memory.device["model buffers"] == sum(b.nbytes for b in own.values())
 
 
+@pytest.mark.parametrize("stage", range(4))
 @pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_parameter_reduction_accumulation_and_buffer_dtypes_are_independent(world_size):
-    spawn(_apart, world_size)
+def test_parameter_reduction_accumulation_and_buffer_dtypes_are_independent(world_size, stage):
+    simulate(_apart, world_size, stage)
 
 
 @pytest.mark.parametrize(
@@ -238,9 +226,9 @@ def test_an_unknown_buffer_dtype_is_refused_by_name():
 class _Plain(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        torch.manual_seed(0)
-        self.blocks = nn.ModuleList(nn.Linear(6, 6) for _ in range(2))
-        self.register_buffer("shift", torch.full((6,), 0.25))
+        with seeded(0):
+            self.blocks = nn.ModuleList(nn.Linear(6, 6) for _ in range(2))
+            self.register_buffer("shift", torch.full((6,), 0.25))
 
     def forward(self, x: Tensor) -> Tensor:
         for block in self.blocks:
@@ -248,33 +236,35 @@ class _Plain(nn.Module):
         return x.square().mean()
 
 
-def _cast(rank: int, world_size: int) -> None:
+def _cast(ranks: SimulatedRanks, stage: int) -> None:
     model = _Plain().double().to("cpu")
-    ddp = DistributedDataParallel(model) if world_size > 1 else model
+    ddp = SimulatedDDP(model, ranks)
     optimizer = _adamw(model.parameters())
     for step in range(STEPS):
         optimizer.zero_grad()
-        ddp(_x(step, rank, torch.float64)).backward()
+        ddp(_x(step, ranks.rank, torch.float64)).backward()
+        ddp.average_gradients()
         optimizer.step()
     expected = {name: value.detach() for name, value in model.state_dict().items()}
-    for stage in STAGES:
-        engine = zero_core.build(_Plain().double(), Case(stage).config())
-        half = zero_core.build(_Plain().to(torch.bfloat16), Case(stage).config())
-        asked = zero_core.build(_Plain().to(torch.bfloat16), Case(stage, "bf16").config())
-        for step in range(STEPS):
-            for each, dtype in ((engine, torch.float64), (half, torch.bfloat16), (asked, None)):
-                loss = each(_x(step, rank, dtype or torch.float32))
-                assert loss.dtype == (dtype or torch.bfloat16)
-                each.backward(loss)
-                each.step()
-        atol = 0.0 if world_size <= 2 else 1e-13
-        torch.testing.assert_close(engine.full_state_dict(), expected, rtol=0.0, atol=atol)
-        # Cast before build() or by it: the same, down to the fp32 master weights.
-        found, wanted = (e.full_state_dict(dtype=torch.float32) for e in (half, asked))
-        torch.testing.assert_close(found, wanted, rtol=0.0, atol=0.0)
-        assert not torch.equal(found["blocks.0.weight"], found["blocks.0.weight"].bfloat16())
+    engine = zero_core.build(_Plain().double(), Case(stage).config(), process_group=ranks)
+    half = zero_core.build(_Plain().to(torch.bfloat16), Case(stage).config(), process_group=ranks)
+    asked = zero_core.build(
+        _Plain().to(torch.bfloat16), Case(stage, "bf16").config(), process_group=ranks
+    )
+    for step in range(STEPS):
+        for each, dtype in ((engine, torch.float64), (half, torch.bfloat16), (asked, None)):
+            loss = each(_x(step, ranks.rank, dtype or torch.float32))
+            assert loss.dtype == (dtype or torch.bfloat16)
+            each.backward(loss)
+            each.step()
+    torch.testing.assert_close(engine.full_state_dict(), expected, rtol=0.0, atol=0.0)
+    # Cast before build() or by it: the same, down to the fp32 master weights.
+    found, wanted = (e.full_state_dict(dtype=torch.float32) for e in (half, asked))
+    torch.testing.assert_close(found, wanted, rtol=0.0, atol=0.0)
+    assert not torch.equal(found["blocks.0.weight"], found["blocks.0.weight"].bfloat16())
 
 
+@pytest.mark.parametrize("stage", range(4))
 @pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_a_model_cast_before_build_keeps_its_dtype(world_size):
-    spawn(_cast, world_size)
+def test_a_model_cast_before_build_keeps_its_dtype(world_size, stage):
+    simulate(_cast, world_size, stage)

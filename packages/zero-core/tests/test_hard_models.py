@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 import zero_core
 from zero_core import CheckpointError, ConfigError
-from zero_core.testing import Case, batch, make_model, spawn
+from zero_core.testing import Case, SimulatedRanks, batch, make_model, seeded, simulate
 
 STAGES = (0, 1, 2, 3)
 OPT: dict[str, Any] = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-2}}}
@@ -42,14 +42,14 @@ class _Block(nn.Module):
 class _Net(nn.Module):
     def __init__(self, *, is_shared: bool = False, recompute: str = "") -> None:
         super().__init__()
-        torch.manual_seed(3)
-        shared = nn.LayerNorm(6) if is_shared else None
-        self.first = nn.Linear(6, 6)
-        self.blocks = nn.ModuleList(_Block(shared if i == 0 else None) for i in range(4))
-        self.last = shared if shared is not None else nn.LayerNorm(6)
-        for block in self.blocks:
-            block.recompute = recompute
-        self.mode = "plain"
+        with seeded(3):
+            shared = nn.LayerNorm(6) if is_shared else None
+            self.first = nn.Linear(6, 6)
+            self.blocks = nn.ModuleList(_Block(shared if i == 0 else None) for i in range(4))
+            self.last = shared if shared is not None else nn.LayerNorm(6)
+            for block in self.blocks:
+                block.recompute = recompute
+            self.mode = "plain"
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.first(x)
@@ -72,17 +72,17 @@ def _x(step: int, rank: int) -> Tensor:
     return torch.randn(5, 6, generator=torch.Generator().manual_seed(10 * step + rank))
 
 
-def _train(model: nn.Module, stage: int, rank: int, run=None, steps: int = 3) -> dict[str, Tensor]:
-    engine = zero_core.build(model, Case(stage=stage).config() | OPT)
-    for step in range(steps):
-        x = _x(step, rank).requires_grad_()
-        engine.backward((run or engine)(x) if run is None else run(engine, x))
+def _train(model: nn.Module, stage: int, ranks: SimulatedRanks, run=None) -> dict[str, Tensor]:
+    engine = zero_core.build(model, Case(stage=stage).config() | OPT, process_group=ranks)
+    for step in range(3):
+        x = _x(step, ranks.rank).requires_grad_()
+        engine.backward(engine(x) if run is None else run(engine, x))
         engine.step()
     assert engine.skipped_steps == 0
     return engine.full_state_dict()
 
 
-def _same_at_all_stages(rank: int, world_size: int, how: str) -> None:
+def _same_at_all_stages(ranks: SimulatedRanks, how: str) -> None:
     def make() -> nn.Module:
         if how in ("reentrant", "plain"):
             return _Net(recompute=how)
@@ -91,7 +91,7 @@ def _same_at_all_stages(rank: int, world_size: int, how: str) -> None:
         return net
 
     run = _outside if how == "outside" else None
-    results = [_train(make(), stage, rank, run) for stage in STAGES]
+    results = [_train(make(), stage, ranks, run) for stage in STAGES]
     for result in results[1:]:
         assert all(torch.equal(result[k], results[0][k]) for k in result)
 
@@ -105,49 +105,49 @@ def _outside(engine: zero_core.Engine, x: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("how", ["reentrant", "plain", "shared", "parts", "pairs", "outside"])
 def test_blocks_used_in_unusual_ways_give_the_same_numbers_at_every_stage(how):
-    spawn(_same_at_all_stages, 2, how)
+    simulate(_same_at_all_stages, 2, how)
 
 
-def _part_alone(rank: int, world_size: int) -> None:
-    engine = zero_core.build(_Net(), Case(stage=3).config() | OPT)
+def _part_alone(ranks: SimulatedRanks) -> None:
+    engine = zero_core.build(_Net(), Case(stage=3).config() | OPT, process_group=ranks)
     with pytest.raises(RuntimeError, match=r"a part of unit 0 \(root\) was called by itself"):
-        engine.module.first(_x(0, rank))
+        engine.module.first(_x(0, ranks.rank))
     with torch.no_grad():
         expected = _Net().first(_x(0, 0))
         assert torch.equal(engine.module.first(_x(0, 0)), expected)
 
 
 def test_a_part_called_by_itself_works_without_gradients_and_is_refused_with():
-    spawn(_part_alone, 2)
+    simulate(_part_alone, 2)
 
 
-def _state_dict(rank: int, world_size: int) -> None:
-    for stage in STAGES:
-        engine = zero_core.build(_Net(), Case(stage=stage).config() | OPT)
-        engine.backward(engine(_x(0, rank)))
-        engine.step()
-        if stage == 0:
-            found = engine.module.state_dict()
-        else:
-            with pytest.raises(RuntimeError, match=r"use engine.full_state_dict\(\)"):
-                engine.module.state_dict()
-            with engine.gathered() as module:
-                found = {k: v.clone() for k, v in module.state_dict().items()}
-        full = engine.full_state_dict()
-        assert all(torch.equal(found[k], full[k]) for k in full)
+def _state_dict(ranks: SimulatedRanks, stage: int) -> None:
+    engine = zero_core.build(_Net(), Case(stage=stage).config() | OPT, process_group=ranks)
+    engine.backward(engine(_x(0, ranks.rank)))
+    engine.step()
+    if stage == 0:
+        found = engine.module.state_dict()
+    else:
+        with pytest.raises(RuntimeError, match=r"use engine.full_state_dict\(\)"):
+            engine.module.state_dict()
+        with engine.gathered() as module:
+            found = {k: v.clone() for k, v in module.state_dict().items()}
+    full = engine.full_state_dict()
+    assert all(torch.equal(found[k], full[k]) for k in full)
 
 
-def test_a_state_dict_of_stale_parameters_is_refused():
-    spawn(_state_dict, 2)
+@pytest.mark.parametrize("stage", range(4))
+def test_a_state_dict_of_stale_parameters_is_refused(stage):
+    simulate(_state_dict, 2, stage)
 
 
-def _inference(rank: int, world_size: int) -> None:
+def _inference(ranks: SimulatedRanks) -> None:
     results = []
     for stage in STAGES:
-        engine = zero_core.build(_Net(), Case(stage=stage).config() | OPT)
+        engine = zero_core.build(_Net(), Case(stage=stage).config() | OPT, process_group=ranks)
         with torch.inference_mode():
-            engine(_x(9, rank))
-        engine.backward(engine(_x(0, rank)))
+            engine(_x(9, ranks.rank))
+        engine.backward(engine(_x(0, ranks.rank)))
         engine.step()
         results.append(engine.full_state_dict())
     for result in results[1:]:
@@ -155,42 +155,42 @@ def _inference(rank: int, world_size: int) -> None:
 
 
 def test_inference_mode_before_the_first_step_does_no_harm():
-    spawn(_inference, 2)
+    simulate(_inference, 2)
 
 
-def _late(rank: int, world_size: int) -> None:
+def _late(ranks: SimulatedRanks, stage: int) -> None:
     """A backward after the reduced one, within no_sync, on one rank only."""
-    for stage in STAGES:
-        engine = zero_core.build(_Net(), Case(stage=stage).config() | OPT)
-        engine.backward(engine(_x(0, rank)))
-        with engine.no_sync():
-            loss = engine(_x(1, rank))
-            if rank == 0 or stage == 3:
-                engine.backward(loss)
-        engine.step()
-        assert engine.skipped_steps == 0
+    engine = zero_core.build(_Net(), Case(stage=stage).config() | OPT, process_group=ranks)
+    engine.backward(engine(_x(0, ranks.rank)))
+    with engine.no_sync():
+        loss = engine(_x(1, ranks.rank))
+        if ranks.rank == 0 or stage == 3:
+            engine.backward(loss)
+    engine.step()
+    assert engine.skipped_steps == 0
 
 
-def test_unreduced_gradients_of_one_rank_are_reduced_by_all():
-    spawn(_late, 2)
+@pytest.mark.parametrize("stage", range(4))
+def test_unreduced_gradients_of_one_rank_are_reduced_by_all(stage):
+    simulate(_late, 2, stage)
 
 
-def _idle(rank: int, world_size: int) -> None:
-    for stage in (0, 1, 2):
-        config = Case(stage=stage, accumulation=2).config() | OPT
-        engine = zero_core.build(_Net(), config)
-        for step in range(2):
-            for micro in range(2):
-                loss = engine(_x(step, rank))
-                is_idle = micro == 1 and (rank == 1 or step == 1)
-                engine.backward(torch.zeros((), requires_grad=True) if is_idle else loss)
-                engine.step()
-        assert engine.global_steps == 2
-        assert engine.skipped_steps == 0
+def _idle(ranks: SimulatedRanks, stage: int) -> None:
+    config = Case(stage=stage, accumulation=2).config() | OPT
+    engine = zero_core.build(_Net(), config, process_group=ranks)
+    for step in range(2):
+        for micro in range(2):
+            loss = engine(_x(step, ranks.rank))
+            is_idle = micro == 1 and (ranks.rank == 1 or step == 1)
+            engine.backward(torch.zeros((), requires_grad=True) if is_idle else loss)
+            engine.step()
+    assert engine.global_steps == 2
+    assert engine.skipped_steps == 0
 
 
-def test_a_last_micro_step_that_uses_no_parameter_still_steps():
-    spawn(_idle, 2)
+@pytest.mark.parametrize("stage", range(3))
+def test_a_last_micro_step_that_uses_no_parameter_still_steps(stage):
+    simulate(_idle, 2, stage)
 
 
 def _skips_a_block(rank: int, world_size: int) -> None:
@@ -220,13 +220,13 @@ def _skips_a_block(rank: int, world_size: int) -> None:
     os._exit(0)  # with collectives under way that nobody will answer
 
 
-def _drops_one(rank: int, world_size: int) -> None:
+def _drops_one(ranks: SimulatedRanks) -> None:
     results = []
     for stage in STAGES:
-        engine = zero_core.build(_Net(), Case(stage=stage).config() | OPT)
-        blocks = [b for i, b in enumerate(engine.module.blocks) if i != 1 + rank]
+        engine = zero_core.build(_Net(), Case(stage=stage).config() | OPT, process_group=ranks)
+        blocks = [b for i, b in enumerate(engine.module.blocks) if i != 1 + ranks.rank]
         for step in range(3):
-            x = _x(step, rank)
+            x = _x(step, ranks.rank)
             for block in blocks:
                 x = block(x)
             engine.backward(x.square().mean())
@@ -237,7 +237,7 @@ def _drops_one(rank: int, world_size: int) -> None:
 
 
 def test_ranks_may_each_drop_one_block_in_between():
-    spawn(_drops_one, 2)
+    simulate(_drops_one, 2)
 
 
 def test_ranks_that_skip_several_blocks_get_an_error_not_wrong_weights(tmp_path, monkeypatch):
@@ -258,35 +258,35 @@ def test_ranks_that_skip_several_blocks_get_an_error_not_wrong_weights(tmp_path,
     assert done.returncode == 0, done.stderr[-2000:]
 
 
-def _load_then_idle(rank: int, world_size: int, folder: str) -> None:
-    engine = zero_core.build(_Net(), Case(stage=1).config() | OPT)
+def _load_then_idle(ranks: SimulatedRanks, folder: str) -> None:
+    engine = zero_core.build(_Net(), Case(stage=1).config() | OPT, process_group=ranks)
     engine.save_checkpoint(folder)
-    engine.backward(engine(_x(0, rank)))
+    engine.backward(engine(_x(0, ranks.rank)))
     engine.load_checkpoint(folder)
-    loss = engine(_x(0, rank))
-    engine.backward(loss if rank == 0 else torch.zeros((), requires_grad=True))
+    loss = engine(_x(0, ranks.rank))
+    engine.backward(loss if ranks.rank == 0 else torch.zeros((), requires_grad=True))
     engine.step()
     assert engine.global_steps == 1
 
 
 def test_gradients_from_before_a_load_are_forgotten(tmp_path):
-    spawn(_load_then_idle, 2, str(tmp_path))
+    simulate(_load_then_idle, 2, str(tmp_path))
 
 
-def _one_rank_fails(rank: int, world_size: int, folder: str) -> None:
-    engine = zero_core.build(_Net(), Case(stage=3).config() | OPT)
+def _one_rank_fails(ranks: SimulatedRanks, folder: str) -> None:
+    engine = zero_core.build(_Net(), Case(stage=3).config() | OPT, process_group=ranks)
     engine.save_checkpoint(Path(folder) / "c")
     with pytest.raises(CheckpointError, match=r"find failed on rank 1: .* holds no checkpoint"):
-        engine.load_checkpoint(Path(folder) / ("c" if rank == 0 else "elsewhere"))
+        engine.load_checkpoint(Path(folder) / ("c" if ranks.rank == 0 else "elsewhere"))
     with pytest.raises(CheckpointError, match=r"prepare failed on rank 1: .* must be JSON"):
-        engine.save_checkpoint(folder, client_state={"x": object() if rank else 1})
+        engine.save_checkpoint(folder, client_state={"x": object() if ranks.rank else 1})
     (Path(folder) / "file").touch()
     with pytest.raises(CheckpointError, match="export failed on rank 0"):
         engine.export_safetensors(Path(folder) / "file")
 
 
 def test_a_failure_on_one_rank_reaches_all(tmp_path):
-    spawn(_one_rank_fails, 2, str(tmp_path))
+    simulate(_one_rank_fails, 2, str(tmp_path))
 
 
 def test_an_exception_in_the_middle_of_an_accumulation_restarts_the_step(caplog):
@@ -380,17 +380,17 @@ def test_gradients_from_before_build_are_forgotten():
     assert norms[0] == norms[1]
 
 
-def _old_graph(rank: int, world_size: int) -> None:
-    engine = zero_core.build(_Net(), Case(stage=3).config() | OPT)
-    old = engine(_x(0, rank))
-    engine.backward(engine(_x(1, rank)))
+def _old_graph(ranks: SimulatedRanks) -> None:
+    engine = zero_core.build(_Net(), Case(stage=3).config() | OPT, process_group=ranks)
+    old = engine(_x(0, ranks.rank))
+    engine.backward(engine(_x(1, ranks.rank)))
     engine.step()
     with pytest.raises(RuntimeError, match="ran before the last step"):
         engine.backward(old)
 
 
 def test_a_backward_of_an_older_forward_is_refused_at_stage_three():
-    spawn(_old_graph, 2)
+    simulate(_old_graph, 2)
 
 
 def test_a_process_killed_while_it_saves_leaves_the_previous_checkpoint_whole(tmp_path):
@@ -451,15 +451,15 @@ class _Empty(nn.Module):
         return x.sum() + self.nothing.sum()
 
 
-def _empty(rank: int, world_size: int) -> None:
-    engine = zero_core.build(_Empty(), Case(stage=3).config() | OPT)
+def _empty(ranks: SimulatedRanks) -> None:
+    engine = zero_core.build(_Empty(), Case(stage=3).config() | OPT, process_group=ranks)
     engine.backward(engine(torch.ones(1, 2)))
     engine.step()
     assert engine.full_state_dict()["nothing"].shape == (0,)
 
 
 def test_a_parameter_without_elements_is_carried_along():
-    spawn(_empty, 2)
+    simulate(_empty, 2)
 
 
 def test_half_precision_accumulation_keeps_small_gradients():
@@ -490,11 +490,11 @@ def test_a_loss_scale_of_a_run_without_one_is_not_taken_over(tmp_path):
     assert engine.loss_scale == 65536.0
 
 
-def _reversed(rank: int, world_size: int) -> None:
-    engine = zero_core.build(_Net(), Case(stage=3).config() | OPT)
+def _reversed(ranks: SimulatedRanks) -> None:
+    engine = zero_core.build(_Net(), Case(stage=3).config() | OPT, process_group=ranks)
     engine.module.mode = "parts"
     for step in range(3):
-        engine.backward(engine(_x(step, rank)))
+        engine.backward(engine(_x(step, ranks.rank)))
         engine.step()
     block = max(sum(s.padded_numel for s in u.segments) for u in engine.layout.units if u.index)
     root = sum(s.padded_numel for s in engine.layout.units[0].segments)
@@ -502,7 +502,7 @@ def _reversed(rank: int, world_size: int) -> None:
 
 
 def test_an_order_other_than_the_module_trees_holds_two_blocks_at_most():
-    spawn(_reversed, 2)
+    simulate(_reversed, 2)
 
 
 def test_weight_decay_is_zero_unless_given_as_in_deepspeed():

@@ -8,11 +8,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import zero_core
-from zero_core.testing import Case, spawn
+from zero_core.testing import Case, SimulatedDDP, SimulatedRanks, seeded, simulate
 
 STAGES = (0, 1, 2, 3)
 OPT: dict[str, Any] = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.01}}}
@@ -32,12 +31,12 @@ class _Block(nn.Module):
 class _Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        torch.manual_seed(5)
-        self.first = nn.Linear(6, 6)
-        self.blocks = nn.ModuleList(_Block() for _ in range(3))
-        self.last = nn.Linear(6, 6, bias=False)
-        self.last.weight = self.first.weight
-        self.first.bias.requires_grad_(False)
+        with seeded(5):
+            self.first = nn.Linear(6, 6)
+            self.blocks = nn.ModuleList(_Block() for _ in range(3))
+            self.last = nn.Linear(6, 6, bias=False)
+            self.last.weight = self.first.weight
+            self.first.bias.requires_grad_(False)
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.first(x)
@@ -55,8 +54,8 @@ def _adamw(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(params, lr=1e-2, fused=True)
 
 
-def _engine(stage: int, **zero: Any) -> zero_core.Engine:
-    return zero_core.build(_Net(), Case(stage, zero=zero).config() | OPT)
+def _engine(stage: int, process_group: SimulatedRanks | None = None) -> zero_core.Engine:
+    return zero_core.build(_Net(), Case(stage).config() | OPT, process_group=process_group)
 
 
 def _train(engine: zero_core.Engine, rank: int, steps: range) -> None:
@@ -89,101 +88,100 @@ def _trains_alone(model: nn.Module, state: dict[str, Tensor]) -> None:
     assert all(torch.equal(found[k], expected[k]) for k in expected)
 
 
-def _copies(rank: int, world_size: int) -> None:
-    for stage in STAGES:
-        for checkpointing in ({}, {"activation_checkpointing": {"enabled": True}}):
-            config = Case(stage).config() | OPT | checkpointing
-            engine = zero_core.build(_Net(), config)
-            _train(engine, rank, range(2))
-            state = engine.full_state_dict()
-            with engine.gathered():
-                copied = copy.deepcopy(engine.module)
-                part = copy.deepcopy(engine.module.blocks[1])
-                within = copy.deepcopy({"model": engine.module, "same": engine.module.blocks})
-            assert within["same"] is within["model"].blocks
-            for each in (copied, within["model"]):
-                _assert_is_plain(each)
-                found = each.state_dict()
-                assert all(torch.equal(found[k], state[k]) for k in state), stage
-                assert each.last.weight is each.first.weight
-                assert not each.first.bias.requires_grad
-            _assert_is_plain(part)
-            assert torch.equal(part.inner.weight, state["blocks.1.inner.weight"])
-            if rank == world_size - 1:  # nobody else is needed
-                _trains_alone(copied, state)
-            # The engine goes on as if nothing had happened.
-            other = zero_core.build(_Net(), config)
-            _train(other, rank, range(4))
-            _train(engine, rank, range(2, 4))
-            expected, found = other.full_state_dict(), engine.full_state_dict()
-            assert all(torch.equal(found[k], expected[k]) for k in expected), stage
-
-
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_a_copy_within_gathered_is_a_plain_model_that_trains_alone(world_size):
-    spawn(_copies, world_size)
-
-
-def _where_values_are_whole(rank: int, world_size: int) -> None:
-    for stage in STAGES:
-        engine = _engine(stage)
-        _train(engine, rank, range(1))
+def _copies(ranks: SimulatedRanks, stage: int) -> None:
+    for checkpointing in ({}, {"activation_checkpointing": {"enabled": True}}):
+        config = Case(stage).config() | OPT | checkpointing
+        engine = zero_core.build(_Net(), config, process_group=ranks)
+        _train(engine, ranks.rank, range(2))
         state = engine.full_state_dict()
-        if stage:
-            with pytest.raises(RuntimeError, match=r"parameter .*first\.weight does not hold"):
-                copy.deepcopy(engine.module)
-        engine.publish()
-        if stage == 3:
-            with pytest.raises(RuntimeError, match=r"blocks\.1\.\w+\.weight .*gathered\(\)"):
-                copy.deepcopy(engine.module.blocks[1])
-            with engine.gathered(params=engine.module.blocks[1].parameters()):
-                found = copy.deepcopy(engine.module.blocks[1]).state_dict()
-                with pytest.raises(RuntimeError, match="does not hold its current values"):
-                    copy.deepcopy(engine.module)
-            assert torch.equal(found["inner.weight"], state["blocks.1.inner.weight"])
-        else:
+        with engine.gathered():
             copied = copy.deepcopy(engine.module)
-            _assert_is_plain(copied)
-            assert all(torch.equal(copied.state_dict()[k], state[k]) for k in state)
-        engine.close()
+            part = copy.deepcopy(engine.module.blocks[1])
+            within = copy.deepcopy({"model": engine.module, "same": engine.module.blocks})
+        assert within["same"] is within["model"].blocks
+        for each in (copied, within["model"]):
+            _assert_is_plain(each)
+            found = each.state_dict()
+            assert all(torch.equal(found[k], state[k]) for k in state), stage
+            assert each.last.weight is each.first.weight
+            assert not each.first.bias.requires_grad
+        _assert_is_plain(part)
+        assert torch.equal(part.inner.weight, state["blocks.1.inner.weight"])
+        if ranks.rank == ranks.size - 1:  # nobody else is needed
+            _trains_alone(copied, state)
+        # The engine goes on as if nothing had happened.
+        other = zero_core.build(_Net(), config, process_group=ranks)
+        _train(other, ranks.rank, range(4))
+        _train(engine, ranks.rank, range(2, 4))
+        expected, found = other.full_state_dict(), engine.full_state_dict()
+        assert all(torch.equal(found[k], expected[k]) for k in expected), stage
 
 
-def test_a_copy_is_refused_where_values_are_not_whole():
-    spawn(_where_values_are_whole, 2)
+@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_a_copy_within_gathered_is_a_plain_model_that_trains_alone(world_size, stage):
+    simulate(_copies, world_size, stage)
 
 
-def _average(rank: int, world_size: int) -> None:
+def _where_values_are_whole(ranks: SimulatedRanks, stage: int) -> None:
+    engine = _engine(stage, process_group=ranks)
+    _train(engine, ranks.rank, range(1))
+    state = engine.full_state_dict()
+    if stage:
+        with pytest.raises(RuntimeError, match=r"parameter .*first\.weight does not hold"):
+            copy.deepcopy(engine.module)
+    engine.publish()
+    if stage == 3:
+        with pytest.raises(RuntimeError, match=r"blocks\.1\.\w+\.weight .*gathered\(\)"):
+            copy.deepcopy(engine.module.blocks[1])
+        with engine.gathered(params=engine.module.blocks[1].parameters()):
+            found = copy.deepcopy(engine.module.blocks[1]).state_dict()
+            with pytest.raises(RuntimeError, match="does not hold its current values"):
+                copy.deepcopy(engine.module)
+        assert torch.equal(found["inner.weight"], state["blocks.1.inner.weight"])
+    else:
+        copied = copy.deepcopy(engine.module)
+        _assert_is_plain(copied)
+        assert all(torch.equal(copied.state_dict()[k], state[k]) for k in state)
+    engine.close()
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_a_copy_is_refused_where_values_are_not_whole(stage):
+    simulate(_where_values_are_whole, 2, stage)
+
+
+def _average(ranks: SimulatedRanks, stage: int) -> None:
     net = _Net()
-    ddp = DistributedDataParallel(net)
+    ddp = SimulatedDDP(net, ranks)
     optimizer = _adamw(net)
     expected = AveragedModel(net, multi_avg_fn=get_ema_multi_avg_fn(DECAY), use_buffers=True)
     for step in range(3):
         optimizer.zero_grad()
-        ddp(_x(step, rank)).backward()
+        ddp(_x(step, ranks.rank)).backward()
+        ddp.average_gradients()
         optimizer.step()
         expected.update_parameters(net)
-    for stage in STAGES:
-        engine = _engine(stage)
+    engine = _engine(stage, process_group=ranks)
+    with engine.gathered():
+        average = AveragedModel(
+            engine.module, multi_avg_fn=get_ema_multi_avg_fn(DECAY), use_buffers=True
+        )
+    for step in range(3):
+        _train(engine, ranks.rank, range(step, step + 1))
         with engine.gathered():
-            average = AveragedModel(
-                engine.module, multi_avg_fn=get_ema_multi_avg_fn(DECAY), use_buffers=True
-            )
-        for step in range(3):
-            _train(engine, rank, range(step, step + 1))
-            with engine.gathered():
-                average.update_parameters(engine.module)
-        wanted, found = expected.state_dict(), average.state_dict()
-        for key in wanted:
-            if world_size == 2:
-                assert torch.equal(found[key], wanted[key]), (stage, key)
-            torch.testing.assert_close(found[key], wanted[key])
-        with torch.no_grad():
-            torch.testing.assert_close(average.eval()(_x(9, 0)), expected.eval()(_x(9, 0)))
+            average.update_parameters(engine.module)
+    wanted, found = expected.state_dict(), average.state_dict()
+    for key in wanted:
+        assert torch.equal(found[key], wanted[key]), key
+    with torch.no_grad():
+        assert torch.equal(average.eval()(_x(9, 0)), expected.eval()(_x(9, 0)))
 
 
+@pytest.mark.parametrize("stage", range(4))
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_an_averaged_model_follows_the_one_over_ddp(world_size):
-    spawn(_average, world_size)
+def test_an_averaged_model_follows_the_one_over_ddp(world_size, stage):
+    simulate(_average, world_size, stage)
 
 
 def test_an_ended_engine_leaves_copying_to_the_model():

@@ -22,7 +22,17 @@ from zero_core.layout.arithmetic import Segment
 from zero_core.protocols import ParamTier
 from zero_core.sharded.param_offload import CopyStream, OffloadedShard
 from zero_core.sharded.pool import BufferPool, allocator
-from zero_core.testing import Case, Hard, batch, make_model, run_ddp, run_engine, spawn
+from zero_core.testing import (
+    Case,
+    Hard,
+    SimulatedRanks,
+    batch,
+    make_model,
+    run_ddp,
+    run_engine,
+    seeded,
+    simulate,
+)
 
 EVERYTHING = {"stage3_param_persistence_threshold": 0}
 
@@ -87,12 +97,16 @@ def _case(dtype: str, **keys: Any) -> Case:
     return Case(stage=3, dtype=dtype, **{"zero": EVERYTHING, **keys})
 
 
-def _same(rank: int, world_size: int, dtype: str) -> None:
+def _same(ranks: SimulatedRanks, dtype: str) -> None:
     for keys in ({}, {"accumulation": 2}, {"accumulation": 2, "is_local": True, "clipping": 0.5}):
-        expected = run_engine(Case(stage=3, dtype=dtype, **keys), rank, 4)
+        expected = run_engine(
+            Case(stage=3, dtype=dtype, **keys), ranks.rank, 4, process_group=ranks
+        )
         for has_homes in (False, True):
             shelves = Shelves(has_homes=has_homes)
-            found = run_engine(_case(dtype, **keys), rank, 4, param_tier=shelves)
+            found = run_engine(
+                _case(dtype, **keys), ranks.rank, 4, param_tier=shelves, process_group=ranks
+            )
             assert found.losses == expected.losses
             assert found.values.keys() == expected.values.keys()
             assert all(torch.equal(found.values[k], expected.values[k]) for k in expected.values)
@@ -103,27 +117,27 @@ def _same(rank: int, world_size: int, dtype: str) -> None:
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_losses_and_weights_are_those_without_offload(world_size: int, dtype: str) -> None:
-    spawn(_same, world_size, dtype)
+    simulate(_same, world_size, dtype)
 
 
-def _as_ddp(rank: int, world_size: int) -> None:
-    expected = run_ddp(Case(), rank, 4)
-    found = run_engine(_case("fp32"), rank, 4, param_tier=Shelves())
+def _as_ddp(ranks: SimulatedRanks) -> None:
+    expected = run_ddp(Case(), ranks.rank, 4, ranks)
+    found = run_engine(_case("fp32"), ranks.rank, 4, param_tier=Shelves(), process_group=ranks)
     assert found.losses == expected.losses
     assert all(torch.equal(found.values[k], expected.values[k]) for k in expected.values)
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_fp32_training_is_bit_identical_to_ddp(world_size: int) -> None:
-    spawn(_as_ddp, world_size)
+    simulate(_as_ddp, world_size)
 
 
 class _Tower(nn.Module):
     def __init__(self, depth: int = 5) -> None:
         super().__init__()
-        torch.manual_seed(3)
-        self.blocks = nn.ModuleList(nn.Linear(7, 7) for _ in range(depth))
-        self.out = nn.Linear(7, 1)
+        with seeded(3):
+            self.blocks = nn.ModuleList(nn.Linear(7, 7) for _ in range(depth))
+            self.out = nn.Linear(7, 1)
 
     def forward(self, x: Tensor) -> Tensor:
         for block in self.blocks:
@@ -131,9 +145,14 @@ class _Tower(nn.Module):
         return self.out(x).square().mean()
 
 
-def _tower(shelves: Shelves, dtype: str = "fp32", **zero: Any) -> zero_core.Engine:
+def _tower(
+    shelves: Shelves,
+    dtype: str = "fp32",
+    process_group: SimulatedRanks | None = None,
+    **zero: Any,
+) -> zero_core.Engine:
     config = Case(stage=3, dtype=dtype, zero={**EVERYTHING, **zero}).config()
-    return zero_core.build(_Tower(), config, param_tier=shelves)
+    return zero_core.build(_Tower(), config, param_tier=shelves, process_group=process_group)
 
 
 def test_the_next_unit_is_fetched_before_the_one_in_use_is_computed() -> None:
@@ -183,9 +202,9 @@ def test_what_is_expected_is_what_is_fetched_next() -> None:
     assert dict(seen) == {1: [2, 3, 4, 5], 2: [3, 4, 5], 3: [4, 5], 4: [5], 5: []}
 
 
-def _memory(rank: int, world_size: int) -> None:
+def _memory(ranks: SimulatedRanks) -> None:
     shelves = Shelves()
-    engine = _tower(shelves, "bf16")
+    engine = _tower(shelves, "bf16", process_group=ranks)
     for _ in range(2):
         engine.backward(engine(torch.ones(2, 7)))
         engine.step()
@@ -195,7 +214,7 @@ def _memory(rank: int, world_size: int) -> None:
     assert "parameters" not in report
     block, root = segments[1], segments[0]
     assert report["gathered units"] == 2 * (root.padded_numel + 2 * block.padded_numel)
-    staged = 2 * (root.shard_numel + block.shard_numel) if world_size > 1 else 0
+    staged = 2 * (root.shard_numel + block.shard_numel) if ranks.size > 1 else 0
     assert report["fetched shards"] == staged
     assert engine.sharded_state.tier._published.chunks[0][1].is_meta
     assert all(p.untyped_storage().nbytes() == 2 for p in engine.module.blocks.parameters())
@@ -203,16 +222,18 @@ def _memory(rank: int, world_size: int) -> None:
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_the_device_holds_two_blocks_and_the_root(world_size: int) -> None:
-    spawn(_memory, world_size)
+    simulate(_memory, world_size)
 
 
-def _persistent(rank: int, world_size: int) -> None:
-    expected = run_engine(Case(stage=3, dtype="bf16"), rank, 3)
+def _persistent(ranks: SimulatedRanks) -> None:
+    expected = run_engine(Case(stage=3, dtype="bf16"), ranks.rank, 3, process_group=ranks)
     numels = {}
     for threshold in (0, 40, 10**6):
         shelves = Shelves()
         zero = {"stage3_param_persistence_threshold": threshold}
-        found = run_engine(_case("bf16", zero=zero), rank, 3, param_tier=shelves)
+        found = run_engine(
+            _case("bf16", zero=zero), ranks.rank, 3, param_tier=shelves, process_group=ranks
+        )
         assert found.losses == expected.losses
         assert all(torch.equal(found.values[k], expected.values[k]) for k in expected.values)
         numels[threshold] = [len(shelf.shards) for shelf in shelves.made]
@@ -222,7 +243,7 @@ def _persistent(rank: int, world_size: int) -> None:
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_small_segments_stay_on_the_device(world_size: int) -> None:
-    spawn(_persistent, world_size)
+    simulate(_persistent, world_size)
     root, blocks = 8, 56
     for threshold, model_threshold, resting in (
         (root - 1, 10**9, [0, 1, 2, 3, 4, 5]),
@@ -247,14 +268,14 @@ class _Adapted(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        torch.manual_seed(4)
-        self.blocks = nn.ModuleList(
-            nn.ModuleDict({"base": nn.Linear(9, 9), "adapter": nn.Linear(9, 9, bias=False)})
-            for _ in range(3)
-        )
-        for block in self.blocks:
-            block.base.requires_grad_(False)
-            block.forward = lambda x, b=block: torch.tanh(b["base"](x) + b["adapter"](x))
+        with seeded(4):
+            self.blocks = nn.ModuleList(
+                nn.ModuleDict({"base": nn.Linear(9, 9), "adapter": nn.Linear(9, 9, bias=False)})
+                for _ in range(3)
+            )
+            for block in self.blocks:
+                block.base.requires_grad_(False)
+                block.forward = lambda x, b=block: torch.tanh(b["base"](x) + b["adapter"](x))
 
     def forward(self, x: Tensor) -> Tensor:
         for block in self.blocks:
@@ -262,11 +283,13 @@ class _Adapted(nn.Module):
         return x.square().mean()
 
 
-def _frozen(rank: int, world_size: int, folder: str) -> None:
+def _frozen(ranks: SimulatedRanks, folder: str) -> None:
     def train(engine: zero_core.Engine, steps: int) -> list[float]:
         losses = []
         for step in range(steps):
-            data = torch.randn(4, 9, generator=torch.Generator().manual_seed(10 * step + rank))
+            data = torch.randn(
+                4, 9, generator=torch.Generator().manual_seed(10 * step + ranks.rank)
+            )
             loss = engine(data)
             engine.backward(loss)
             engine.step()
@@ -274,7 +297,7 @@ def _frozen(rank: int, world_size: int, folder: str) -> None:
         return losses
 
     def build(**keys: Any) -> zero_core.Engine:
-        return zero_core.build(_Adapted(), _case("bf16").config(), **keys)
+        return zero_core.build(_Adapted(), _case("bf16").config(), **keys, process_group=ranks)
 
     plain, shelves = build(), Shelves(has_homes=True)
     engine = build(param_tier=shelves)
@@ -288,11 +311,11 @@ def _frozen(rank: int, world_size: int, folder: str) -> None:
     reference = plain.full_state_dict()
     assert all(torch.equal(full[k], reference[k]) for k in reference)
 
-    changed = torch.randn(9, 9)
+    changed = torch.randn(9, 9, generator=torch.Generator().manual_seed(1))
     for e in (engine, plain):
         e.states.set_full("blocks.1.base.weight", changed)
         with e.gathered(modifier_rank=0) as module:
-            if rank == 0:
+            if ranks.rank == 0:
                 module.blocks[2]["base"].bias.data.fill_(0.25)
                 module.blocks[2]["adapter"].weight.data.mul_(2.0)
     assert torch.equal(engine.states.get_full("blocks.1.base.weight"), changed.bfloat16().float())
@@ -307,17 +330,19 @@ def _frozen(rank: int, world_size: int, folder: str) -> None:
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_frozen_blocks_rest_and_can_be_read_set_and_saved(world_size: int, tmp_path: Path) -> None:
-    spawn(_frozen, world_size, str(tmp_path))
+    simulate(_frozen, world_size, str(tmp_path))
 
 
-def _checkpoint(rank: int, world_size: int, folder: str) -> None:
+def _checkpoint(ranks: SimulatedRanks, folder: str) -> None:
     def build(shelves: Shelves | None) -> zero_core.Engine:
-        return zero_core.build(make_model(), _case("bf16").config(), param_tier=shelves)
+        return zero_core.build(
+            make_model(), _case("bf16").config(), param_tier=shelves, process_group=ranks
+        )
 
     def train(engine: zero_core.Engine, steps: range) -> list[float]:
         losses = []
         for step in steps:
-            loss = engine(**batch(step, 0, rank))["loss"]
+            loss = engine(**batch(step, 0, ranks.rank))["loss"]
             engine.backward(loss)
             engine.step()
             losses.append(loss.item())
@@ -338,11 +363,11 @@ def _checkpoint(rank: int, world_size: int, folder: str) -> None:
 def test_checkpoints_cross_between_with_and_without_offload(
     world_size: int, tmp_path: Path
 ) -> None:
-    spawn(_checkpoint, world_size, str(tmp_path))
+    simulate(_checkpoint, world_size, str(tmp_path))
 
 
-def _construct(rank: int, world_size: int, folder: str) -> None:
-    plain = zero_core.build(make_model(), Case(stage=3).config())
+def _construct(ranks: SimulatedRanks, folder: str) -> None:
+    plain = zero_core.build(make_model(), Case(stage=3).config(), process_group=ranks)
     plain.export_safetensors(folder)
     expected = load_file(Path(folder) / "model.safetensors")
     config = _case("fp32").config()
@@ -351,7 +376,7 @@ def _construct(rank: int, world_size: int, folder: str) -> None:
     with torch.device("meta"):
         empty = Hard()
     for model, keys in ((deferred, {}), (empty, {"pretrained": folder})):
-        engine = zero_core.build(model, config, param_tier=Shelves(), **keys)
+        engine = zero_core.build(model, config, param_tier=Shelves(), **keys, process_group=ranks)
         engine.export_safetensors(Path(folder) / "again")
         found = load_file(Path(folder) / "again" / "model.safetensors")
         assert found.keys() == expected.keys()
@@ -363,7 +388,7 @@ def _construct(rank: int, world_size: int, folder: str) -> None:
 def test_deferred_and_pretrained_models_never_lie_on_the_device(
     world_size: int, tmp_path: Path
 ) -> None:
-    spawn(_construct, world_size, str(tmp_path))
+    simulate(_construct, world_size, str(tmp_path))
 
 
 def test_a_shard_that_cannot_be_read_fails_the_forward_with_the_tiers_error() -> None:
@@ -403,7 +428,7 @@ def test_a_gather_that_cannot_start_is_named_and_keeps_no_staging_buffer() -> No
     )
 
     def gather() -> None:
-        shard.gather(torch.empty(6), version=1, backward=False)
+        shard.gather(torch.empty(6), version=1, backward=False).wait()
 
     for _ in range(2):
         with pytest.raises(
@@ -435,13 +460,15 @@ def test_on_a_cpu_shards_are_used_where_they_lie(caplog: pytest.LogCaptureFixtur
     assert report["gathered units"] == 0
 
 
-def _recomputed(rank: int, world_size: int) -> None:
+def _recomputed(ranks: SimulatedRanks) -> None:
     def train(**keys: Any) -> list[float]:
         config = _case("bf16").config() | {"activation_checkpointing": {}}
-        engine = zero_core.build(_Tower(), config, **keys)
+        engine = zero_core.build(_Tower(), config, **keys, process_group=ranks)
         losses = []
         for step in range(4):
-            data = torch.randn(3, 7, generator=torch.Generator().manual_seed(10 * step + rank))
+            data = torch.randn(
+                3, 7, generator=torch.Generator().manual_seed(10 * step + ranks.rank)
+            )
             with torch.no_grad():  # an evaluation between, which leaves nothing gathered
                 losses.append(engine(data).item())
             if step == 2:
@@ -458,7 +485,7 @@ def _recomputed(rank: int, world_size: int) -> None:
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_recomputation_evaluation_and_broken_forwards_change_nothing(world_size: int) -> None:
-    spawn(_recomputed, world_size)
+    simulate(_recomputed, world_size)
 
 
 class _Pinned(Shelf):
@@ -499,15 +526,15 @@ def test_streaming_on_an_accelerator_changes_no_bit() -> None:
     assert all(map(torch.equal, streamed, train()))
 
 
-def _planned(rank: int, world_size: int) -> None:
+def _planned(ranks: SimulatedRanks) -> None:
     offload = {"device": "nvme", "nvme_path": "/nowhere"}
     for dtype in ("fp32", "bf16"):
         for threshold in (0, 20):
             zero = {"stage3_param_persistence_threshold": threshold, "offload_param": offload}
             config = Case(stage=3, dtype=dtype, zero=zero).config()
-            plan = zero_core.plan(_Tower(), config, world_size, device_type="cpu")
+            plan = zero_core.plan(_Tower(), config, ranks.size, device_type="cpu")
             shelves = Shelves()
-            engine = zero_core.build(_Tower(), config, param_tier=shelves)
+            engine = zero_core.build(_Tower(), config, param_tier=shelves, process_group=ranks)
             (shelf,) = shelves.made
             for _ in range(2):
                 shelf.log.clear()
@@ -523,7 +550,7 @@ def _planned(rank: int, world_size: int) -> None:
 
             zero = {**zero, "offload_param": {"device": "cpu"}}
             config = Case(stage=3, dtype=dtype, zero=zero).config()
-            traffic = zero_core.plan(_Tower(), config, world_size).traffic
+            traffic = zero_core.plan(_Tower(), config, ranks.size).traffic
             up = next(t.host_link_bytes for t in traffic if t.collective == "to_device")
             fetched = [s for kind, s in shelf.log if kind == "fetch"]
             assert up == sum(shelf.shards[s].nbytes for s in fetched)
@@ -534,4 +561,4 @@ def _planned(rank: int, world_size: int) -> None:
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_a_plan_counts_what_rests_and_what_travels(world_size: int) -> None:
-    spawn(_planned, world_size)
+    simulate(_planned, world_size)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 
 import pytest
 import torch
@@ -12,7 +13,16 @@ import zero_core
 from zero_core.config import Fp16Config
 from zero_core.optim.train_state import LossScaler
 from zero_core.step.gradient import clip_factor
-from zero_core.testing import Case, batch, make_model, run_ddp, run_engine, spawn
+from zero_core.testing import (
+    Case,
+    SimulatedRanks,
+    batch,
+    make_model,
+    run_ddp,
+    run_engine,
+    seeded,
+    simulate,
+)
 
 
 def _scaler(**keys) -> LossScaler:
@@ -59,21 +69,21 @@ def test_clipping_follows_torchs_formula(norm):
     assert clip_factor(norm, 0.0) == 1.0
 
 
-def _fp16(stage: int, **fp16) -> zero_core.Engine:
+def _fp16(stage: int, ranks: SimulatedRanks | None = None, **fp16) -> zero_core.Engine:
     config = Case(stage=stage).config()
     config["fp16"] = {"enabled": True, **fp16}
     config["bf16"] = {"enabled": False}
-    return zero_core.build(make_model(), config)
+    return zero_core.build(make_model(), config, process_group=ranks)
 
 
-def _overflow(rank: int, world_size: int) -> None:
+def _overflow(ranks: SimulatedRanks) -> None:
     finals = []
     for stage in (0, 1, 2, 3):
-        engine = _fp16(stage, initial_scale_power=30, hysteresis=1)
+        engine = _fp16(stage, ranks, initial_scale_power=30, hysteresis=1)
         before = engine.full_state_dict(dtype=torch.float32)
         skipped, losses = 0, []
         for step in range(40):
-            engine.backward(loss := engine(**batch(step, 0, rank))["loss"])
+            engine.backward(loss := engine(**batch(step, 0, ranks.rank))["loss"])
             engine.step()
             losses.append(loss.item())
             if engine.skipped_steps == step + 1:
@@ -90,27 +100,29 @@ def _overflow(rank: int, world_size: int) -> None:
 
 
 def test_fp16_overflow_skips_on_all_ranks_and_training_goes_on():
-    spawn(_overflow, 2)
+    simulate(_overflow, 2)
 
 
-def _as_grad_scaler(rank: int, world_size: int) -> None:
+def _as_grad_scaler(ranks: SimulatedRanks) -> None:
     """With a window so short that the scale grows until it overflows again, and again."""
     keys = {"fp16": {"enabled": True, "hysteresis": 1, "loss_scale_window": 2}}
     case = Case(stage=3, dtype="fp16", top=keys)
-    ours, torchs = run_engine(case, rank, 16), run_ddp(case, rank, 16)
+    ours = run_engine(case, ranks.rank, 16, process_group=ranks)
+    torchs = run_ddp(case, ranks.rank, 16, ranks)
     assert ours.num_skipped == torchs.num_skipped > 5
     assert ours.losses == torchs.losses
     assert all(torch.equal(ours.values[k], v) for k, v in torchs.values.items())
 
 
 def test_fp16_skips_and_scales_as_torchs_grad_scaler() -> None:
-    spawn(_as_grad_scaler, 1)
+    simulate(_as_grad_scaler, 1)
 
 
 class _Product(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList([nn.Linear(3, 3), nn.Linear(3, 3)])
+        with seeded(0):
+            self.blocks = nn.ModuleList([nn.Linear(3, 3), nn.Linear(3, 3)])
 
     def forward(self, x):
         for block in self.blocks:
@@ -118,40 +130,41 @@ class _Product(nn.Module):
         return x.sum()
 
 
-def _one_bad_rank(rank: int, world_size: int) -> None:
+def _one_bad_rank(ranks: SimulatedRanks, stage: int) -> None:
     records: list[str] = []
     handler = logging.Handler()
+    handler.addFilter(lambda record: record.thread == threading.get_ident())  # of this rank
     handler.emit = lambda record: records.append(record.getMessage())
     logging.getLogger("zero_core").addHandler(handler)
-    for stage in (0, 1, 2, 3):
-        for dtype in ("fp32", "bf16"):
-            records.clear()
-            torch.manual_seed(0)
-            engine = zero_core.build(_Product(), Case(stage=stage, dtype=dtype).config())
-            before = engine.full_state_dict()
-            x = torch.ones(2, 3)
-            if rank == 1:
-                x[0, 0] = float("inf")
-            engine.backward(engine(x))
-            engine.step()
-            after = engine.full_state_dict()
-            assert all(torch.equal(before[k], after[k]) for k in before)
-            assert engine.skipped_steps == 1
-            assert "blocks.0.weight" in records[0]
-            engine.backward(engine(torch.ones(2, 3)))
-            engine.step()
-            assert engine.skipped_steps == 1
-            assert not torch.equal(
-                engine.full_state_dict()["blocks.0.weight"], before["blocks.0.weight"]
-            )
+    for dtype in ("fp32", "bf16"):
+        records.clear()
+        engine = zero_core.build(
+            _Product(), Case(stage=stage, dtype=dtype).config(), process_group=ranks
+        )
+        before = engine.full_state_dict()
+        x = torch.ones(2, 3)
+        if ranks.rank == 1:
+            x[0, 0] = float("inf")
+        engine.backward(engine(x))
+        engine.step()
+        after = engine.full_state_dict()
+        assert all(torch.equal(before[k], after[k]) for k in before)
+        assert engine.skipped_steps == 1
+        assert "blocks.0.weight" in records[0]
+        engine.backward(engine(torch.ones(2, 3)))
+        engine.step()
+        assert engine.skipped_steps == 1
+        assert not torch.equal(
+            engine.full_state_dict()["blocks.0.weight"], before["blocks.0.weight"]
+        )
 
 
-def test_a_gradient_that_is_not_finite_on_one_rank_skips_on_all_and_names_the_parameter():
-    spawn(_one_bad_rank, 2)
+@pytest.mark.parametrize("stage", range(4))
+def test_a_gradient_that_is_not_finite_on_one_rank_skips_on_all_and_names_the_parameter(stage):
+    simulate(_one_bad_rank, 2, stage)
 
 
 def test_the_check_can_be_switched_off():
-    torch.manual_seed(0)
     engine = zero_core.build(_Product(), {**Case().config(), "check_grad_overflow": False})
     engine.backward(engine(torch.full((2, 3), float("inf"))))
     engine.step()
@@ -172,11 +185,9 @@ def test_floating_inputs_are_cast_to_the_compute_dtype():
 
 
 def test_the_gradient_norm_is_the_whole_models():
-    torch.manual_seed(0)
     plain = _Product()
     plain(torch.ones(2, 3)).backward()
     expected = nn.utils.get_total_norm([p.grad for p in plain.parameters()]).item()
-    torch.manual_seed(0)
     engine = zero_core.build(_Product(), Case().config())
     assert engine.get_global_grad_norm() is None
     engine.backward(engine(torch.ones(2, 3)))
@@ -184,34 +195,34 @@ def test_the_gradient_norm_is_the_whole_models():
     assert engine.get_global_grad_norm() == pytest.approx(expected, rel=1e-6)
 
 
-def _dtypes(rank: int, world_size: int) -> None:
-    for stage in (0, 1, 2, 3):
-        finals = []
-        for keys in (
-            {},
-            {"communication_data_type": "fp32"},
-            {"data_types": {"grad_accum_dtype": "bf16"}},
-        ):
-            config = {**Case(stage=stage, dtype="bf16", accumulation=2).config(), **keys}
-            engine = zero_core.build(make_model(), config)
-            for step in range(4):
-                for micro in range(2):
-                    engine.backward(engine(**batch(step, micro, rank))["loss"])
-                    engine.step()
-            finals.append(engine.full_state_dict(dtype=torch.float32)["embed.weight"])
-            report = engine.memory_report()
-            width = 2 if "data_types" in keys else 4
-            trainable = [s for s in engine.layout.segments if s.is_trainable]
-            if stage > 0:
-                assert report["gradient shards"] == width * sum(s.shard_numel for s in trainable)
-            elif engine.world_size > 1:  # what is reduced in, and the sum, if it needs its own
-                reduced = 4 if "communication_data_type" in keys else 2
-                both = reduced + (width if width != reduced else 0)
-                assert report["gradients"] == both * sum(s.padded_numel for s in trainable)
-        for other in finals[1:]:
-            assert not torch.equal(finals[0], other)  # the setting has an effect
-            torch.testing.assert_close(other, finals[0], atol=0.02, rtol=0.0)
+def _dtypes(ranks: SimulatedRanks, stage: int) -> None:
+    finals = []
+    for keys in (
+        {},
+        {"communication_data_type": "fp32"},
+        {"data_types": {"grad_accum_dtype": "bf16"}},
+    ):
+        config = {**Case(stage=stage, dtype="bf16", accumulation=2).config(), **keys}
+        engine = zero_core.build(make_model(), config, process_group=ranks)
+        for step in range(4):
+            for micro in range(2):
+                engine.backward(engine(**batch(step, micro, ranks.rank))["loss"])
+                engine.step()
+        finals.append(engine.full_state_dict(dtype=torch.float32)["embed.weight"])
+        report = engine.memory_report()
+        width = 2 if "data_types" in keys else 4
+        trainable = [s for s in engine.layout.segments if s.is_trainable]
+        if stage > 0:
+            assert report["gradient shards"] == width * sum(s.shard_numel for s in trainable)
+        elif engine.world_size > 1:  # what is reduced in, and the sum, if it needs its own
+            reduced = 4 if "communication_data_type" in keys else 2
+            both = reduced + (width if width != reduced else 0)
+            assert report["gradients"] == both * sum(s.padded_numel for s in trainable)
+    for other in finals[1:]:
+        assert not torch.equal(finals[0], other)  # the setting has an effect
+        torch.testing.assert_close(other, finals[0], atol=0.02, rtol=0.0)
 
 
-def test_communication_and_accumulation_dtypes_are_honoured():
-    spawn(_dtypes, 3)
+@pytest.mark.parametrize("stage", range(4))
+def test_communication_and_accumulation_dtypes_are_honoured(stage):
+    simulate(_dtypes, 3, stage)

@@ -6,10 +6,16 @@ import pytest
 import torch
 
 from zero_core import CollectiveError
-from zero_core.testing import Case, SimulatedRanks, Trace, run_engine, simulate, spawn
+from zero_core.testing import Case, SimulatedRanks, Trace, run_ddp, run_engine, simulate, spawn
 
 STEPS = 4
 CASE = Case(stage=3, accumulation=2, clipping=0.5)
+OF_DDP = [
+    Case(accumulation=2),
+    Case(accumulation=3, is_local=True),
+    Case(dtype="bf16", accumulation=2),
+    Case(dtype="fp16"),
+]
 
 
 def _train(ranks: SimulatedRanks, case: Case) -> Trace:
@@ -28,6 +34,26 @@ def test_simulated_ranks_compute_the_bits_of_processes(tmp_path) -> None:  # typ
         assert trace.losses == losses
         for name, value in values.items():
             assert torch.equal(trace.values[name], value), name
+
+
+def _follow_ddp(ranks: SimulatedRanks, case: Case) -> Trace:
+    return run_ddp(case, ranks.rank, STEPS, ranks)
+
+
+def _ddp_in_process(rank: int, world_size: int, folder: str) -> None:
+    traces = [run_ddp(case, rank, STEPS) for case in OF_DDP]
+    torch.save([(trace.losses, trace.values) for trace in traces], f"{folder}/{rank}.pt")
+
+
+def test_two_simulated_ranks_of_ddp_compute_its_bits(tmp_path) -> None:  # type: ignore[no-untyped-def]
+    spawn(_ddp_in_process, 2, str(tmp_path))
+    expected = [torch.load(tmp_path / f"{rank}.pt") for rank in range(2)]
+    for index, case in enumerate(OF_DDP):
+        for rank, trace in enumerate(simulate(_follow_ddp, 2, case)):
+            losses, values = expected[rank][index]
+            assert trace.losses == losses
+            assert values.keys() == trace.values.keys()
+            assert all(torch.equal(trace.values[name], value) for name, value in values.items())
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 5])

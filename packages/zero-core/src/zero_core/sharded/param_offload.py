@@ -197,8 +197,10 @@ class _StagedGather:
         self._staged = staged
 
     def wait(self) -> None:
-        self._work.wait()
-        self._staging.release(self._staged)
+        try:
+            self._work.wait()
+        finally:
+            self._staging.release(self._staged)
 
 
 class LocalStore:

@@ -1,18 +1,19 @@
 """Helpers for tests: ranks on one machine, a model with every difficulty in it, the DDP oracle."""
 
-from zero_core.testing.models import Hard, batch, make_model, wide_blocks
+from zero_core.testing.models import Hard, batch, make_model, seeded, wide_blocks
 from zero_core.testing.oracle import (
     LR,
     WEIGHT_DECAY,
     Case,
     Gap,
+    SimulatedDDP,
     Trace,
     compare_with_ddp,
     read_gaps,
     run_ddp,
     run_engine,
 )
-from zero_core.testing.ranks import preload, run_alone, spawn
+from zero_core.testing.ranks import preload, run_alone, run_on_processes, spawn
 from zero_core.testing.simulated import SimulatedRanks, simulate
 
 __all__ = [
@@ -21,6 +22,7 @@ __all__ = [
     "Case",
     "Gap",
     "Hard",
+    "SimulatedDDP",
     "SimulatedRanks",
     "Trace",
     "batch",
@@ -31,6 +33,8 @@ __all__ = [
     "run_alone",
     "run_ddp",
     "run_engine",
+    "run_on_processes",
+    "seeded",
     "simulate",
     "spawn",
     "wide_blocks",

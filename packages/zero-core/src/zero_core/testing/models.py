@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-_GENERATOR = threading.Lock()
-"""Held while a model is drawn: threads share torch's global generator."""
+_GENERATOR = threading.RLock()
+
+
+@contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """Seed torch's global generator and keep other threads, as simulated ranks are, from it."""
+    with _GENERATOR:
+        torch.manual_seed(seed)
+        yield
 
 
 class _Block(nn.Module):
@@ -65,8 +74,7 @@ class Hard(nn.Module):
 
 def make_model(width: int = 11) -> Hard:
     """Make the same `Hard` every time."""
-    with _GENERATOR:
-        torch.manual_seed(0)
+    with seeded(0):
         return Hard(width)
 
 

@@ -22,6 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 import zero_core
 from zero_core.comm.topology import find_ranks
 from zero_core.testing.models import batch, make_model
+from zero_core.testing.simulated import SimulatedRanks
 
 LR, WEIGHT_DECAY = 1e-2, 0.1
 
@@ -93,12 +94,41 @@ def _device() -> torch.device:
     return find_ranks(None, None).device
 
 
-def run_ddp(case: Case, rank: int, steps: int) -> Trace:
+class SimulatedDDP:
+    """DistributedDataParallel over simulated ranks, in plain torch.
+
+    With two ranks the bits are those of DDP, which a test holds. With more, gradients are added in
+    rank order, where DDP adds them around a ring. Unlike DDP it reduces only when it is asked to.
+    """
+
+    def __init__(self, module: nn.Module, ranks: SimulatedRanks) -> None:
+        self.module = module
+        self._control = ranks.connect()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module, in training with rank 0's buffers."""
+        if self.module.training:
+            for buffer in self.module.buffers():
+                self._control.broadcast(buffer)
+        return self.module(*args, **kwargs)
+
+    def average_gradients(self) -> None:
+        """Average ``grad`` over the ranks. Where no rank has one it stays None."""
+        params = [p for p in self.module.parameters() if p.requires_grad]
+        num_users = self._control.sum(torch.tensor([p.grad is not None for p in params]).int())
+        for param, num in zip(params, num_users.tolist(), strict=True):
+            if num:
+                grad = torch.zeros_like(param) if param.grad is None else param.grad
+                param.grad = self._control.sum(grad * (1.0 / self._control.world_size))
+
+
+def run_ddp(case: Case, rank: int, steps: int, ranks: SimulatedRanks | None = None) -> Trace:
     """Train with DDP and torch's optimizer, in low precision over fp32 master weights, in fp16 with
     torch's ``GradScaler``.
 
     Accumulation: within ``no_sync`` if ``case.is_local``, else the reduced gradients of the
-    micro-steps are added up. With one rank, the module itself is trained.
+    micro-steps are added up. With one rank, the module itself is trained. With ``ranks``, by
+    `SimulatedDDP`.
     """
     trace = Trace()
     device = _device()
@@ -106,8 +136,12 @@ def run_ddp(case: Case, rank: int, steps: int) -> Trace:
     masters = {n: p.detach().clone() for n, p in model.named_parameters() if p.requires_grad}
     if case.dtype != "fp32":
         model.to({"bf16": torch.bfloat16, "fp16": torch.float16}[case.dtype])
-    is_alone = dist.get_world_size() == 1
-    ddp = model if is_alone else DistributedDataParallel(model, find_unused_parameters=True)
+    is_alone = ranks is None and dist.get_world_size() == 1
+    ddp: Any = model
+    if ranks is not None:
+        ddp = SimulatedDDP(model, ranks)
+    elif not is_alone:
+        ddp = DistributedDataParallel(model, find_unused_parameters=True)
     params = {n: p for n, p in model.named_parameters() if p.requires_grad}
     copies = {n: nn.Parameter(m) for n, m in masters.items()}
     optimizer = _torch_optimizer(case, list(copies.values()))
@@ -117,12 +151,14 @@ def run_ddp(case: Case, rank: int, steps: int) -> Trace:
         for micro in range(case.accumulation):
             is_last = micro == case.accumulation - 1
             is_quiet = case.is_local and not is_last and not is_alone
-            with ddp.no_sync() if is_quiet else nullcontext():  # type: ignore[operator]
+            with ddp.no_sync() if is_quiet and ranks is None else nullcontext():
                 loss = ddp(**_batch_on(device, step, micro, rank))["loss"]
                 scaler.scale(loss / case.accumulation).backward()
             trace.losses.append(loss.item())
             if case.is_local and not is_last:
                 continue
+            if ranks is not None:
+                ddp.average_gradients()
             for name, param in params.items():
                 if param.grad is not None:
                     grad, param.grad = param.grad.float(), None

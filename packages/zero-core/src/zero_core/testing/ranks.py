@@ -18,6 +18,8 @@ import torch._dynamo
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from zero_core.comm.topology import find_ranks
+
 # The oracle imports all that a rank of a test takes.
 _PRELOADED = [__name__, "zero_core.testing.oracle"]
 
@@ -53,6 +55,15 @@ def spawn(
             world_size,
             start_method="forkserver",
         )
+
+
+def run_on_processes(program: Callable[..., object], world_size: int, *args: Any) -> None:
+    """Run ``program(ranks, *args)`` as `simulate` does, but on gloo ranks."""
+    spawn(_run_program, world_size, program, *args)
+
+
+def _run_program(rank: int, world_size: int, program: Callable[..., object], *args: Any) -> None:
+    program(find_ranks(None, None), *args)
 
 
 def run_alone(worker: Callable[..., None], *args: Any) -> None:
