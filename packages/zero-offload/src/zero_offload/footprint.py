@@ -26,6 +26,7 @@ from zero_offload.flat.geometry import PUBLISHED_NUMEL, Geometry
 from zero_offload.memory.host_memory import packed
 from zero_offload.param_tier import ParamSettings, num_in_host_memory
 from zero_offload.params.param_file import NUM_WRITE_BUFFERS
+from zero_offload.protocols import Groups, OptimizerClass
 from zero_offload.rules.compact import Bf16AdamRule, EightBitAdamRule
 from zero_offload.rules.rule import KERNEL_DTYPES, PARAM, REMAINDER
 from zero_offload.settings import OffloadSettings
@@ -83,8 +84,8 @@ class TierFootprint:
         grad_dtypes: Sequence[torch.dtype],
         resting: Collection[int],
         is_accelerated: bool,
-        optimizer_class: type[torch.optim.Optimizer],
-        groups: Sequence[Mapping[str, Any]],
+        optimizer_class: OptimizerClass,
+        groups: Groups,
         config: Mapping[str, Any],
         has_kernel: bool,
     ) -> None:

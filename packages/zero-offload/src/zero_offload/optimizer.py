@@ -20,7 +20,7 @@ bits.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, Literal, overload
 
 import torch
@@ -28,7 +28,7 @@ from torch import Tensor
 
 from zero_offload.flat.geometry import Geometry
 from zero_offload.flat.intervals import Intervals
-from zero_offload.protocols import AdamKernel
+from zero_offload.protocols import AdamKernel, Groups, OptimizerClass
 from zero_offload.rules.rule import MASTER
 from zero_offload.settings import OffloadSettings
 from zero_offload.tier import make_device_tier, make_twin
@@ -86,7 +86,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
 
     def __init__(
         self,
-        optimizer_class: type[torch.optim.Optimizer],
+        optimizer_class: OptimizerClass,
         params: Iterable[Any],
         *,
         ratio: float | Literal["auto"] | None = None,
@@ -156,7 +156,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         groups = self._update.groups(self.param_groups, is_host_alone=True)
         return settings, host_share(settings, geometry, names, self._update.torch_class, groups)
 
-    def _tier_groups(self) -> Sequence[Mapping[str, Any]]:
+    def _tier_groups(self) -> Groups:
         return self._update.groups(self.param_groups, is_host_alone=self._is_host_alone)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:

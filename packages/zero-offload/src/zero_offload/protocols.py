@@ -12,6 +12,10 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
+Groups = Sequence[Mapping[str, Any]]
+"""An optimizer's ``param_groups``, every default filled in. Their ``params`` are not used."""
+OptimizerClass = type[torch.optim.Optimizer]
+
 
 class Work(Protocol):
     """Handle of a copy under way."""
@@ -234,9 +238,7 @@ class StateTier(Protocol):
     def discard_grads(self) -> None:
         """Discard the gradients that no step has used."""
 
-    def step(
-        self, groups: Sequence[Mapping[str, Any]], active: Sequence[int], *, grad_scale: float
-    ) -> None:
+    def step(self, groups: Groups, active: Sequence[int], *, grad_scale: float) -> None:
         """Update the pieces listed in ``active``, possibly in the background."""
 
     def wait_params(self, start: int, stop: int) -> None:
@@ -271,8 +273,8 @@ class DeviceTierFactory(Protocol):
         pieces: Sequence[tuple[int, int, int]],
         params: Sequence[tuple[int, Tensor]],
         device: torch.device,
-        optimizer_class: type[torch.optim.Optimizer],
-        groups: Sequence[Mapping[str, Any]],
+        optimizer_class: OptimizerClass,
+        groups: Groups,
         param_store: ParamStore | None = None,
     ) -> StateTier:
         """Create a tier for ``[0, numel)``, with ``pieces`` and ``params`` in its coordinates."""

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from zero_offload.flat.geometry import Geometry, freeze_groups
 from zero_offload.flat.intervals import Intervals
-from zero_offload.protocols import AdamKernel, DeviceTierFactory, ParamStore
+from zero_offload.protocols import AdamKernel, DeviceTierFactory, Groups, OptimizerClass, ParamStore
 from zero_offload.settings import OffloadSettings
 from zero_offload.steppers.torch_stepper import TorchStepper
 from zero_offload.tiers.auto_tier import AutoTier
@@ -27,8 +27,8 @@ def create_tier(
     pieces: Sequence[tuple[int, int, int]],
     params: Sequence[tuple[int, Tensor]],
     device: torch.device,
-    optimizer_class: type[torch.optim.Optimizer],
-    groups: Sequence[Mapping[str, Any]],
+    optimizer_class: OptimizerClass,
+    groups: Groups,
     config: Mapping[str, Any],
     adam_kernel: AdamKernel | None,
     device_tier: DeviceTierFactory,
@@ -84,10 +84,7 @@ def create_tier(
 
 
 def make_twin(
-    geometry: Geometry,
-    host: Intervals | None,
-    groups: Sequence[Mapping[str, Any]],
-    tiers: OffloadTiers,
+    geometry: Geometry, host: Intervals | None, groups: Groups, tiers: OffloadTiers
 ) -> TwinTier:
     """Create a tier with the share ``host`` on the host, or for None an `AutoTier`."""
     frozen = freeze_groups(groups)
@@ -114,8 +111,8 @@ def make_device_tier(
     pieces: Sequence[tuple[int, int, int]],
     params: Sequence[tuple[int, Tensor]],
     device: torch.device,
-    optimizer_class: type[torch.optim.Optimizer],
-    groups: Sequence[Mapping[str, Any]],
+    optimizer_class: OptimizerClass,
+    groups: Groups,
     param_store: ParamStore | None = None,
 ) -> DeviceTier:
     """Create a device tier for use without an engine: torch on flat slices."""

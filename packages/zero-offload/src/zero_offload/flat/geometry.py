@@ -25,6 +25,7 @@ from torch import Tensor
 
 from zero_offload.flat.intervals import Intervals
 from zero_offload.flat.span_map import SpanMap
+from zero_offload.protocols import Groups
 
 PUBLISHED_NUMEL = 1 << 24
 """Most elements that are published at once. Large enough to cost nothing, small enough that the
@@ -217,7 +218,7 @@ def _plain(value: Any) -> Any:
     return value
 
 
-def freeze_groups(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def freeze_groups(groups: Groups) -> list[dict[str, Any]]:
     """Return copies of the groups without parameters, with tensors turned into numbers.
 
     The worker reads them while a scheduler may already change the originals.

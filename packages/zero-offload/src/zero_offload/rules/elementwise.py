@@ -7,12 +7,11 @@ be cut in two and each half be updated in another place (Twin-Flow, ZeRO-Offload
 
 from __future__ import annotations
 
-import torch
 from torch import optim
 
-from zero_offload.protocols import ElementwiseOptimizer
+from zero_offload.protocols import ElementwiseOptimizer, OptimizerClass
 
-ELEMENTWISE: frozenset[type[optim.Optimizer]] = frozenset(
+ELEMENTWISE: frozenset[OptimizerClass] = frozenset(
     {
         optim.ASGD,
         optim.Adadelta,
@@ -30,7 +29,7 @@ ELEMENTWISE: frozenset[type[optim.Optimizer]] = frozenset(
 """torch's optimizers with an elementwise update. A subclass may differ and is not one of them."""
 
 
-def check_elementwise(optimizer_class: type[torch.optim.Optimizer]) -> None:
+def check_elementwise(optimizer_class: OptimizerClass) -> None:
     """Raise ValueError unless the class may be split.
 
     A class of the user's declares it by the class attribute ``is_elementwise = True``.

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, optim
 
-from zero_offload.protocols import AdagradKernel, AdamKernel, LionKernel, SgdKernel
+from zero_offload.protocols import AdagradKernel, AdamKernel, LionKernel, OptimizerClass, SgdKernel
 from zero_offload.rules.rule import Rule, Stored, setting
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -35,7 +35,7 @@ class AdamRule(Rule):
         self._is_decoupled = is_decoupled
 
     @classmethod
-    def of(cls, kernel: Any, optimizer_class: type[optim.Optimizer]) -> AdamRule:
+    def of(cls, kernel: Any, optimizer_class: OptimizerClass) -> AdamRule:
         """Return the rule of ``torch.optim.Adam`` or ``AdamW``."""
         return cls(kernel, is_decoupled=issubclass(optimizer_class, optim.AdamW))
 

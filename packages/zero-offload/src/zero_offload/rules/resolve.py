@@ -6,7 +6,6 @@ only when it is asked for, and no other with it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from importlib.metadata import entry_points
 from typing import Any
 
@@ -17,7 +16,9 @@ from zero_offload.protocols import (
     AdamKernel,
     Bf16AdamKernel,
     EightBitAdamKernel,
+    Groups,
     LionKernel,
+    OptimizerClass,
     RuledOptimizer,
     SgdKernel,
 )
@@ -27,7 +28,7 @@ from zero_offload.rules.rule import Rule
 from zero_offload.settings import check_state_dtype
 
 GROUP = "zero_core.adam_kernels"
-_KNOWN: dict[type[optim.Optimizer], str] = {
+_KNOWN: dict[OptimizerClass, str] = {
     optim.Adam: "adam",
     optim.AdamW: "adam",
     optim.Adagrad: "adagrad",
@@ -39,7 +40,7 @@ _KINDS = ("adam", "adagrad", "sgd", "lion")
 
 
 def resolve_kernel(
-    kernel: AdamKernel | str | None, optimizer_class: type[optim.Optimizer]
+    kernel: AdamKernel | str | None, optimizer_class: OptimizerClass
 ) -> AdamKernel | None:
     """Return the kernel for an optimizer class, or None for torch's own update.
 
@@ -77,7 +78,7 @@ def _checked(kernel: Any) -> AdamKernel:
     return kernel
 
 
-def _kind(optimizer_class: type[optim.Optimizer]) -> str | None:
+def _kind(optimizer_class: OptimizerClass) -> str | None:
     """Name of the rule: torch's own classes by identity, others by ``update_rule``."""
     if optimizer_class in _KNOWN:
         return _KNOWN[optimizer_class]
@@ -87,7 +88,7 @@ def _kind(optimizer_class: type[optim.Optimizer]) -> str | None:
     return None
 
 
-def check_kernel_class(optimizer_class: type[optim.Optimizer]) -> None:
+def check_kernel_class(optimizer_class: OptimizerClass) -> None:
     """Raise ValueError unless some kernel can compute the class's update."""
     if _kind(optimizer_class) is None:
         raise ValueError(
@@ -98,10 +99,7 @@ def check_kernel_class(optimizer_class: type[optim.Optimizer]) -> None:
 
 
 def resolve_rule(
-    kernel: Any,
-    optimizer_class: type[optim.Optimizer],
-    groups: Sequence[Mapping[str, Any]],
-    state_dtype: str = "float32",
+    kernel: Any, optimizer_class: OptimizerClass, groups: Groups, state_dtype: str = "float32"
 ) -> Rule | None:
     """Return the rule that computes an optimizer's update by a kernel.
 
@@ -134,10 +132,7 @@ def resolve_rule(
 
 
 def _compact_rule(
-    kernel: Any,
-    optimizer_class: type[optim.Optimizer],
-    groups: Sequence[Mapping[str, Any]],
-    state_dtype: str,
+    kernel: Any, optimizer_class: OptimizerClass, groups: Groups, state_dtype: str
 ) -> Rule:
     asked = f"offload_optimizer.state_dtype = {state_dtype!r}"
     if _kind(optimizer_class) != "adam":
@@ -159,11 +154,11 @@ def _compact_rule(
     )
 
 
-def _has_amsgrad(groups: Sequence[Mapping[str, Any]]) -> bool:
+def _has_amsgrad(groups: Groups) -> bool:
     return any(group.get("amsgrad", False) for group in groups)
 
 
-def _may_start_late(groups: Sequence[Mapping[str, Any]]) -> bool:
+def _may_start_late(groups: Groups) -> bool:
     """Whether a group without momentum may get one: torch then takes the gradient undampened."""
     momenta = [bool(group["momentum"]) for group in groups]
     return any(momenta) and not all(momenta) and any(group["dampening"] for group in groups)

@@ -11,10 +11,9 @@ lie in it, and written back, while the next blocks are read and the last ones wr
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,6 +21,7 @@ from torch import Tensor
 from zero_offload.flat.geometry import Geometry, Run
 from zero_offload.memory.block_pipeline import BlockPipeline
 from zero_offload.memory.storage import BlockFile
+from zero_offload.protocols import Groups
 from zero_offload.rules.rule import MASTER, Rule
 from zero_offload.steppers.block_layout import Block, BlockLayout
 from zero_offload.steppers.rule_stepper import RuleStepper
@@ -51,7 +51,7 @@ class FileStepper(RuleStepper):
         self,
         geometry: Geometry,
         rule: Rule,
-        groups: Sequence[Mapping[str, Any]],
+        groups: Groups,
         *,
         folder: str | Path,
         buffer_count: int,

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
 
 from zero_offload.flat.geometry import Geometry, Run, split_runs
+from zero_offload.protocols import Groups
 from zero_offload.rules.rule import MASTER, PARAM, REMAINDER, Rule
 from zero_offload.steppers.block_layout import Block, BlockLayout
 from zero_offload.steppers.rule_stepper import RuleStepper
@@ -34,7 +34,7 @@ class MemoryStepper(RuleStepper):
         self,
         geometry: Geometry,
         rule: Rule,
-        groups: Sequence[Mapping[str, Any]],
+        groups: Groups,
         *,
         is_in_place: bool,
         upper: Callable[[int, int], Tensor],

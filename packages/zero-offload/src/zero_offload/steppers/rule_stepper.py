@@ -10,13 +10,13 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from zero_offload.flat.geometry import Geometry, Run, plan_runs
 from zero_offload.flat.grads import GradLedger
+from zero_offload.protocols import Groups
 from zero_offload.rules.rule import KERNEL_DTYPES, MASTER, Rule
 from zero_offload.steppers.block_layout import Block, BlockLayout
 from zero_offload.steppers.stepper import Chunk, Stepper, check_num_steps
@@ -32,13 +32,7 @@ class RuleStepper(Stepper):
 
     has_kernel = True
 
-    def __init__(
-        self,
-        geometry: Geometry,
-        rule: Rule,
-        layout: BlockLayout,
-        groups: Sequence[Mapping[str, Any]],
-    ) -> None:
+    def __init__(self, geometry: Geometry, rule: Rule, layout: BlockLayout, groups: Groups) -> None:
         super().__init__(geometry, torch.device("cpu"))
         self.rule = rule
         self.layout = layout
@@ -71,9 +65,7 @@ class RuleStepper(Stepper):
                 first = torch.full((span.stop - span.start,), value, device="cpu")
                 self.write(name, span.start, first)
 
-    def plan(
-        self, active: Sequence[int], groups: Sequence[Mapping[str, Any]], grads: GradLedger
-    ) -> list[Chunk]:
+    def plan(self, active: Sequence[int], groups: Groups, grads: GradLedger) -> list[Chunk]:
         """Merge pieces with equal settings into runs, and divide these into chunks."""
         pieces = self.geometry.pieces
         keys: dict[int, Hashable] = {
@@ -85,11 +77,7 @@ class RuleStepper(Stepper):
         return self.chunks(runs)
 
     def update(
-        self,
-        chunk: Chunk,
-        grads: GradLedger,
-        grad_scale: float,
-        out: Callable[[int, int], Tensor],
+        self, chunk: Chunk, grads: GradLedger, grad_scale: float, out: Callable[[int, int], Tensor]
     ) -> None:
         """Call the kernel once per span of gradient memory, or once per block of the rule."""
         taken: dict[int, dict[str, Tensor]] = {}

@@ -14,13 +14,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from zero_offload.protocols import OptimizerClass
 from zero_offload.steppers.stepper import check_num_steps
 
 _PROBE_NUMEL = 2
 
 
 def make_optimizer(
-    optimizer_class: type[torch.optim.Optimizer], param_groups: list[dict[str, Any]]
+    optimizer_class: OptimizerClass, param_groups: list[dict[str, Any]]
 ) -> torch.optim.Optimizer:
     """The optimizer over groups that carry every setting themselves.
 
@@ -105,7 +106,7 @@ def _with_value(template: Any, value: float | None) -> Any:
 
 
 def probe_entry(
-    optimizer_class: type[torch.optim.Optimizer],
+    optimizer_class: OptimizerClass,
     group: Mapping[str, Any],
     device: torch.device,
     dtype: torch.dtype,

@@ -18,6 +18,7 @@ from torch import Tensor
 from zero_offload.flat.geometry import Geometry, Run
 from zero_offload.flat.grads import GradLedger
 from zero_offload.memory.storage import BlockFile
+from zero_offload.protocols import Groups
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,9 +139,7 @@ class Stepper(ABC):
     def num_bytes(self) -> StateBytes: ...
 
     @abstractmethod
-    def plan(
-        self, active: Sequence[int], groups: Sequence[Mapping[str, Any]], grads: GradLedger
-    ) -> list[Chunk]:
+    def plan(self, active: Sequence[int], groups: Groups, grads: GradLedger) -> list[Chunk]:
         """Return the chunks of a step in ascending order.
 
         Raises:
@@ -149,11 +148,7 @@ class Stepper(ABC):
 
     @abstractmethod
     def update(
-        self,
-        chunk: Chunk,
-        grads: GradLedger,
-        grad_scale: float,
-        out: Callable[[int, int], Tensor],
+        self, chunk: Chunk, grads: GradLedger, grad_scale: float, out: Callable[[int, int], Tensor]
     ) -> None:
         """Update a chunk and write each run's rounded values to ``out(run.start, run.stop)``.
 

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from zero_offload.flat.geometry import Geometry, Run, plan_runs
 from zero_offload.flat.grads import GradLedger
+from zero_offload.protocols import Groups, OptimizerClass
 from zero_offload.rules.elementwise import check_elementwise
 from zero_offload.rules.rule import MASTER
 from zero_offload.steppers.state_entry import (
@@ -66,8 +67,8 @@ class TorchStepper(Stepper):
         self,
         geometry: Geometry,
         device: torch.device,
-        optimizer_class: type[torch.optim.Optimizer],
-        groups: Sequence[Mapping[str, Any]],
+        optimizer_class: OptimizerClass,
+        groups: Groups,
         *,
         is_in_place: bool,
     ) -> None:
@@ -99,18 +100,14 @@ class TorchStepper(Stepper):
         states = sum(buffer.nbytes for buffer in self._buffers.values())
         return StateBytes(self._masters.num_bytes, self._masters.num_copy_bytes, states)
 
-    def _members(
-        self, pieces: Sequence[int], groups: Sequence[Mapping[str, Any]]
-    ) -> list[dict[str, Any]]:
+    def _members(self, pieces: Sequence[int], groups: Groups) -> list[dict[str, Any]]:
         """``param_groups`` of the given pieces alone. Groups without any are left out."""
         params: dict[int, list[nn.Parameter]] = {}
         for i in pieces:
             params.setdefault(self.geometry.pieces[i].group, []).append(self._params[i])
         return [{**groups[g], "params": members} for g, members in sorted(params.items())]
 
-    def plan(
-        self, active: Sequence[int], groups: Sequence[Mapping[str, Any]], grads: GradLedger
-    ) -> list[Chunk]:
+    def plan(self, active: Sequence[int], groups: Groups, grads: GradLedger) -> list[Chunk]:
         """Return whole runs, as many per chunk as fit its element count."""
         groups = _served(groups, self.device)
         chunks: list[Chunk] = []
@@ -126,11 +123,7 @@ class TorchStepper(Stepper):
         return [*chunks, Chunk(tuple(pending), groups)] if pending else chunks
 
     def update(
-        self,
-        chunk: Chunk,
-        grads: GradLedger,
-        grad_scale: float,
-        out: Callable[[int, int], Tensor],
+        self, chunk: Chunk, grads: GradLedger, grad_scale: float, out: Callable[[int, int], Tensor]
     ) -> None:
         """Call ``optimizer.step()`` once, on the chunk's pieces alone."""
         assert self._optimizer is not None, "a chunk without pieces"
@@ -223,9 +216,7 @@ class TorchStepper(Stepper):
         self.num_steps[piece] = count
 
 
-def _served(
-    groups: Sequence[Mapping[str, Any]], device: torch.device
-) -> Sequence[Mapping[str, Any]]:
+def _served(groups: Groups, device: torch.device) -> Groups:
     """The groups, without ``capturable`` on a CPU: it is about device graphs, not numbers."""
     if device.type != "cpu":
         return groups

@@ -9,14 +9,14 @@ agree.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from time import perf_counter
-from typing import Any
 
 import torch
 
 from zero_offload.flat.geometry import Geometry
 from zero_offload.flat.intervals import Intervals
+from zero_offload.protocols import Groups
 from zero_offload.tiers.auto_ratio import AutoRatio, RatioReport, Sample
 from zero_offload.tiers.device_room import DeviceClock, DeviceRoom
 from zero_offload.tiers.factory import OffloadTiers
@@ -40,7 +40,7 @@ class AutoTier(TwinTier):
     def __init__(
         self,
         geometry: Geometry,
-        groups: Sequence[Mapping[str, Any]],
+        groups: Groups,
         factory: OffloadTiers,
         *,
         device: torch.device,

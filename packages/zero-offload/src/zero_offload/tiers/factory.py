@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -11,7 +10,14 @@ from torch import Tensor
 from zero_offload.flat.geometry import Geometry, freeze_groups
 from zero_offload.flat.intervals import Intervals
 from zero_offload.memory.host_memory import HostMemory
-from zero_offload.protocols import AdamKernel, DeviceTierFactory, ParamStore, StateTier
+from zero_offload.protocols import (
+    AdamKernel,
+    DeviceTierFactory,
+    Groups,
+    OptimizerClass,
+    ParamStore,
+    StateTier,
+)
 from zero_offload.rules.elementwise import check_elementwise
 from zero_offload.rules.resolve import check_kernel_class, resolve_rule
 from zero_offload.rules.rule import KERNEL_DTYPES, Rule
@@ -42,8 +48,8 @@ class OffloadTiers:
         settings: OffloadSettings,
         *,
         device: torch.device,
-        optimizer_class: type[torch.optim.Optimizer],
-        groups: Sequence[Mapping[str, Any]],
+        optimizer_class: OptimizerClass,
+        groups: Groups,
         adam_kernel: AdamKernel | None,
         device_tier: DeviceTierFactory,
         param_store: ParamStore | None = None,
@@ -67,7 +73,7 @@ class OffloadTiers:
         self._device_tier = device_tier
         self._param_store = param_store
 
-    def alignment(self, groups: Sequence[Mapping[str, Any]]) -> int:
+    def alignment(self, groups: Groups) -> int:
         """Return of how many elements of a parameter a split point must be a multiple.
 
         At such multiples a split changes no bit on a CPU.
@@ -78,9 +84,7 @@ class OffloadTiers:
             return self.rule.block
         return FUSED_ALIGNMENT if any(group.get("fused") for group in groups) else 1
 
-    def make_host(
-        self, part: Geometry, share: Intervals, groups: Sequence[Mapping[str, Any]]
-    ) -> HostTier:
+    def make_host(self, part: Geometry, share: Intervals, groups: Groups) -> HostTier:
         """Create a tier in host memory with a worker of its own.
 
         Args:
@@ -102,9 +106,7 @@ class OffloadTiers:
             stepper = FileStepper(part, self.rule, frozen, folder=nvme.path, buffer_count=count)
         return HostTier(part, stepper, mover)
 
-    def make_device(
-        self, part: Geometry, share: Intervals, groups: Sequence[Mapping[str, Any]]
-    ) -> StateTier:
+    def make_device(self, part: Geometry, share: Intervals, groups: Groups) -> StateTier:
         """Create a tier on the compute device. On a CPU its update is that of the host's."""
         store = self._store_of(share)
         if self.device.type == "cpu":
@@ -126,7 +128,7 @@ class OffloadTiers:
     def _make_stepper(
         self,
         part: Geometry,
-        groups: Sequence[Mapping[str, Any]],
+        groups: Groups,
         *,
         is_in_place: bool,
         upper: Callable[[int, int], Tensor],
@@ -151,8 +153,8 @@ class _PartStore:
 
 
 def _resolve(
-    optimizer_class: type[torch.optim.Optimizer],
-    groups: Sequence[Mapping[str, Any]],
+    optimizer_class: OptimizerClass,
+    groups: Groups,
     adam_kernel: AdamKernel | None,
     state_dtype: str,
     geometry: Geometry,

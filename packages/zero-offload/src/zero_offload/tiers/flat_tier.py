@@ -13,13 +13,13 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from time import perf_counter
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from zero_offload.flat.geometry import Geometry, Run, check_active, freeze_groups, split_runs
 from zero_offload.flat.grads import GradLedger
+from zero_offload.protocols import Groups
 from zero_offload.rules.rule import MASTER
 from zero_offload.steppers.stepper import Chunk, Stepper
 from zero_offload.tiers.progress import Progress
@@ -138,9 +138,7 @@ class FlatTier(ABC):
         self._mover.close_grads()
         self._grads = GradLedger()
 
-    def step(
-        self, groups: Sequence[Mapping[str, Any]], active: Sequence[int], *, grad_scale: float
-    ) -> None:
+    def step(self, groups: Groups, active: Sequence[int], *, grad_scale: float) -> None:
         """Update the pieces in ``active`` with the offered gradients times ``grad_scale``.
 
         Settings are copied, so that a scheduler may change ``groups`` right after. Errors in the

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from fnmatch import fnmatchcase
-from typing import Any
 
 import torch
 
 from zero_offload.flat.geometry import Geometry
 from zero_offload.flat.intervals import Intervals
+from zero_offload.protocols import Groups, OptimizerClass
 from zero_offload.rules.elementwise import check_elementwise
 from zero_offload.settings import OffloadSettings
 from zero_offload.steppers.state_entry import probe_entry
@@ -20,8 +20,8 @@ def host_share(
     settings: OffloadSettings,
     geometry: Geometry,
     names: Sequence[str],
-    optimizer_class: type[torch.optim.Optimizer],
-    groups: Sequence[Mapping[str, Any]],
+    optimizer_class: OptimizerClass,
+    groups: Groups,
 ) -> Intervals | None:
     """Return the elements that the host updates, or None if measurements choose (``"auto"``).
 
@@ -101,11 +101,7 @@ def device_bytes(geometry: Geometry, split: int, element_state_bytes: int) -> in
     return numel * (element_state_bytes + (0 if is_in_place else master.itemsize)) + grads
 
 
-def state_bytes(
-    optimizer_class: type[torch.optim.Optimizer],
-    groups: Sequence[Mapping[str, Any]],
-    dtype: torch.dtype,
-) -> int:
+def state_bytes(optimizer_class: OptimizerClass, groups: Groups, dtype: torch.dtype) -> int:
     """Return the bytes of one element's optimizer states, without its master weight."""
     check_elementwise(optimizer_class)
     dtypes: dict[str, torch.dtype] = {}

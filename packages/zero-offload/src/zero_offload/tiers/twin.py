@@ -17,7 +17,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from operator import itemgetter
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,6 +25,7 @@ from zero_offload.errors import OffloadError
 from zero_offload.flat.geometry import Geometry, check_active
 from zero_offload.flat.intervals import Intervals
 from zero_offload.memory.storage import BlockFile
+from zero_offload.protocols import Groups
 from zero_offload.tiers.factory import OffloadTiers
 from zero_offload.tiers.flat_tier import FlatTier, TierReport
 from zero_offload.tiers.migrate import HeldState, migrate
@@ -48,7 +48,7 @@ class TwinTier:
     def __init__(
         self,
         geometry: Geometry,
-        groups: Sequence[Mapping[str, Any]],
+        groups: Groups,
         host: Intervals,
         factory: OffloadTiers,
         *,
@@ -168,9 +168,7 @@ class TwinTier:
         for part in self.parts:
             part.tier.discard_grads()
 
-    def step(
-        self, groups: Sequence[Mapping[str, Any]], active: Sequence[int], *, grad_scale: float
-    ) -> None:
+    def step(self, groups: Groups, active: Sequence[int], *, grad_scale: float) -> None:
         """Update the pieces in ``active``: the host starts first, in its worker, then the device.
 
         Raises:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn, optim
 
-from zero_offload.protocols import AdamKernel, HostKernelOptimizer
+from zero_offload.protocols import AdamKernel, Groups, HostKernelOptimizer, OptimizerClass
 from zero_offload.rules.resolve import resolve_kernel
 
 _KEPT = ("lr", "betas", "eps", "weight_decay")
@@ -35,13 +35,11 @@ class HostUpdate:
     """
 
     defaults: Mapping[str, Any]
-    torch_class: type[optim.Optimizer]
+    torch_class: OptimizerClass
     kernel: AdamKernel | None
     is_kernels_own: bool
 
-    def groups(
-        self, groups: Sequence[Mapping[str, Any]], *, is_host_alone: bool
-    ) -> Sequence[Mapping[str, Any]]:
+    def groups(self, groups: Groups, *, is_host_alone: bool) -> Groups:
         """Return ``param_groups`` with the settings of `torch_class`.
 
         Args:
@@ -64,7 +62,7 @@ class HostUpdate:
 
 
 def resolve_update(
-    optimizer_class: type[optim.Optimizer],
+    optimizer_class: OptimizerClass,
     settings: Mapping[str, Any],
     adam_kernel: AdamKernel | str | None,
 ) -> HostUpdate:
@@ -113,9 +111,7 @@ def _as_torch_adam(group: Mapping[str, Any], is_host_alone: bool) -> dict[str, A
     }
 
 
-def _defaults(
-    optimizer_class: type[optim.Optimizer], settings: Mapping[str, Any]
-) -> dict[str, Any]:
+def _defaults(optimizer_class: OptimizerClass, settings: Mapping[str, Any]) -> dict[str, Any]:
     """Every setting, defaults filled in and values checked by the optimizer's constructor."""
     probe = optimizer_class([nn.Parameter(torch.zeros(1, device="cpu"))], **settings)
     return dict(probe.defaults)

@@ -112,9 +112,7 @@ class LocalPart:
         return placed  # type: ignore[no-any-return]
 
 
-def lay_out(
-    groups: Sequence[dict[str, Any]],
-) -> tuple[list[LocalPart], list[tuple[int, int, int]]]:
+def lay_out(groups: Sequence[dict[str, Any]]) -> tuple[list[LocalPart], list[tuple[int, int, int]]]:
     """Return the parts of all parameters with elements, one after another, and their pieces."""
     parts: list[LocalPart] = []
     pieces: list[tuple[int, int, int]] = []
