@@ -20,8 +20,13 @@ from zero_offload.flat.geometry import Geometry
 from zero_offload.settings import OffloadSettings
 from zero_offload.tier import make_device_tier
 from zero_offload.tiers.auto_ratio import STEPS_PER_PROBE, AutoRatio, Sample
-from zero_offload.tiers.auto_tier import AutoTier
-from zero_offload.tiers.device_room import DeviceClock, DeviceRoom, MemoryReading, read_memory
+from zero_offload.tiers.auto_tier import (
+    AutoTier,
+    DeviceClock,
+    DeviceRoom,
+    MemoryReading,
+    read_memory,
+)
 from zero_offload.tiers.factory import OffloadTiers
 
 GROUPS = [group_of(optim.AdamW, lr=1e-2, weight_decay=0.1)]

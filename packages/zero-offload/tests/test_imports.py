@@ -13,7 +13,7 @@ LAYERS = [
     {"numa", "errors", "protocols"},
     {"settings", "flat", "memory"},
     {"rules"},
-    {"steppers", "params"},
+    {"steppers"},
     {"tiers", "torch_loop"},
     {"tier", "param_tier", "storage"},
     {"optimizer", "footprint"},

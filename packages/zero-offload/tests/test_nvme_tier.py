@@ -38,8 +38,8 @@ from zero_offload.memory.storage import BlockFile
 from zero_offload.rules.plain import AdamRule
 from zero_offload.rules.resolve import resolve_rule
 from zero_offload.settings import NvmeSettings, OffloadSettings
-from zero_offload.steppers.block_layout import BlockLayout
 from zero_offload.steppers.file_stepper import FileStepper
+from zero_offload.steppers.rule_stepper import BlockLayout
 from zero_offload.tiers.twin import TwinTier
 
 pytestmark = pytest.mark.filterwarnings("ignore:the file system of .* has no direct I/O")

@@ -48,7 +48,7 @@ ROUTES = [
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """State moves in several blocks."""
-    monkeypatch.setattr("zero_offload.tiers.migrate.BLOCK_NUMEL", 50)
+    monkeypatch.setattr("zero_offload.tiers.part.BLOCK_NUMEL", 50)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

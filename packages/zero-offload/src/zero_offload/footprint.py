@@ -6,8 +6,7 @@ real. Nothing is allocated: parameter shards are given on the meta device.
 
 [Note: planned bytes]
 host part     the elements ``[0, split)``: master weights and states in host memory or on NVMe,
-copies
-              of offered gradients, and buffers through which new parameters reach the device
+              copies of offered gradients, and buffers through which new parameters reach the device
 device part   the elements ``[split, numel)``. On a CPU it is this package's own tier. On an
               accelerator the engine's tier holds its state: then only copies of gradients count
 split master  a bf16 parameter whose fp32 master weight is kept as the parameter and its lower half
@@ -24,8 +23,7 @@ from torch import Tensor
 
 from zero_offload.flat.geometry import PUBLISHED_NUMEL, Geometry
 from zero_offload.memory.host_memory import packed
-from zero_offload.param_tier import ParamSettings, num_in_host_memory
-from zero_offload.params.param_file import NUM_WRITE_BUFFERS
+from zero_offload.param_tier import NUM_WRITE_BUFFERS, ParamSettings, num_in_host_memory
 from zero_offload.protocols import Groups, OptimizerClass
 from zero_offload.rules.compact import Bf16AdamRule, EightBitAdamRule
 from zero_offload.rules.rule import KERNEL_DTYPES, PARAM, REMAINDER

@@ -23,8 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zero_offload.flat.intervals import Intervals
-from zero_offload.flat.span_map import SpanMap
+from zero_offload.flat.intervals import Intervals, SpanMap
 from zero_offload.protocols import Groups
 
 PUBLISHED_NUMEL = 1 << 24

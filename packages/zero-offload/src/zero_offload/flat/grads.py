@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from zero_offload.flat.span_map import SpanMap
+from zero_offload.flat.intervals import SpanMap
 
 _Source = tuple[Tensor, int]
 """A tensor and the element of the flat space at its first element."""

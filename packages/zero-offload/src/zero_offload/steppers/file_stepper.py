@@ -23,8 +23,7 @@ from zero_offload.memory.block_pipeline import BlockPipeline
 from zero_offload.memory.storage import BlockFile
 from zero_offload.protocols import Groups
 from zero_offload.rules.rule import MASTER, Rule
-from zero_offload.steppers.block_layout import Block, BlockLayout
-from zero_offload.steppers.rule_stepper import RuleStepper
+from zero_offload.steppers.rule_stepper import Block, BlockLayout, RuleStepper
 from zero_offload.steppers.stepper import Chunk, StateBytes
 
 BLOCK_NUMEL = 1 << 20

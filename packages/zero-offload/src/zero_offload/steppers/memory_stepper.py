@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -10,9 +10,8 @@ from torch import Tensor
 from zero_offload.flat.geometry import Geometry, Run, split_runs
 from zero_offload.protocols import Groups
 from zero_offload.rules.rule import MASTER, PARAM, REMAINDER, Rule
-from zero_offload.steppers.block_layout import Block, BlockLayout
-from zero_offload.steppers.rule_stepper import RuleStepper
-from zero_offload.steppers.stepper import Chunk, ShardMasters, StateBytes
+from zero_offload.steppers.rule_stepper import Block, BlockLayout, RuleStepper
+from zero_offload.steppers.stepper import Chunk, ShardMasters, SpanMemory, StateBytes
 
 _WINDOW_NUMEL = 1 << 15
 """Elements that are converted at once. A window is whole blocks, its temporaries fit a cache, and
@@ -37,7 +36,7 @@ class MemoryStepper(RuleStepper):
         groups: Groups,
         *,
         is_in_place: bool,
-        upper: Callable[[int, int], Tensor],
+        upper: SpanMemory,
     ) -> None:
         # An offloaded shard is no place for the upper half of a split master weight.
         shards = [shard for _, shard in geometry.shards]

@@ -20,6 +20,9 @@ from zero_offload.flat.grads import GradLedger
 from zero_offload.memory.storage import BlockFile
 from zero_offload.protocols import Groups
 
+SpanMemory = Callable[[int, int], Tensor]
+"""Returns memory for the rounded parameters of a range inside one shard."""
+
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
@@ -147,9 +150,7 @@ class Stepper(ABC):
         """
 
     @abstractmethod
-    def update(
-        self, chunk: Chunk, grads: GradLedger, grad_scale: float, out: Callable[[int, int], Tensor]
-    ) -> None:
+    def update(self, chunk: Chunk, grads: GradLedger, grad_scale: float, out: SpanMemory) -> None:
         """Update a chunk and write each run's rounded values to ``out(run.start, run.stop)``.
 
         In place nothing is written: the shards have been updated.

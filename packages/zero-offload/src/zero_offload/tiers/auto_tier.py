@@ -1,16 +1,21 @@
 """`AutoTier`: a `TwinTier` that measures its steps and moves its split point to the fastest place.
 
-`zero_offload.tiers.auto_ratio` decides which that is. A step is measured when the first gradient of
-the next one is offered, because the host is done with it then and nothing is pending. Each rank
-decides alone: the split point changes where an element is updated, not how, so ranks need not
-agree.
+`zero_offload.tiers.auto_ratio` decides which that is, within the device's free memory. A step is
+measured when the first gradient of the next one is offered, because the host is done with it then
+and nothing is pending. Each rank decides alone: the split point changes where an element is
+updated, not how, so ranks need not agree.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
 from time import perf_counter
+from typing import Protocol, runtime_checkable
 
 import torch
 
@@ -18,10 +23,138 @@ from zero_offload.flat.geometry import Geometry
 from zero_offload.flat.intervals import Intervals
 from zero_offload.protocols import Groups
 from zero_offload.tiers.auto_ratio import AutoRatio, RatioReport, Sample
-from zero_offload.tiers.device_room import DeviceClock, DeviceRoom
 from zero_offload.tiers.factory import OffloadTiers
 from zero_offload.tiers.part import Part
 from zero_offload.tiers.twin import TwinTier
+
+MARGIN = 0.05
+"""Share of the device's memory that is kept free for fragmentation and libraries."""
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryReading:
+    """Bytes of one device's memory that this process may use.
+
+    Attributes:
+        available: held by torch's allocator, used or not, and free on the device; no more than this
+            process may take (``set_per_process_memory_fraction``).
+        peak: the most that tensors have taken at once so far.
+        total: of the device, or what this process may take of it.
+    """
+
+    available: int
+    peak: int
+    total: int
+
+
+@cache
+def _warn_unbounded(why: str) -> None:
+    warnings.warn(
+        f"the device's free memory is not known ({why}): ratio auto has no lower bound, and may "
+        f"move more to the device than fits; give a ratio or a device_budget",
+        RuntimeWarning,
+        stacklevel=2,
+    )
+
+
+def read_memory(device: torch.device) -> MemoryReading | None:
+    """Return a reading, or None where the device's memory is the host's or has no accounting."""
+    if device.type == "cpu":
+        return None
+    try:
+        free, total = torch.accelerator.get_memory_info(device)
+        reserved = torch.accelerator.memory_reserved(device)
+        peak = torch.accelerator.max_memory_allocated(device)
+    except (AttributeError, RuntimeError) as error:  # torch 2.10's, or a backend without it
+        _warn_unbounded(str(error))
+        return None
+    module: object = torch.get_device_module(device)
+    if isinstance(module, _FractionModule):
+        allowed = round(module.get_per_process_memory_fraction(device) * total)
+    else:
+        allowed = total
+    return MemoryReading(min(free + reserved, allowed), peak, min(total, allowed))
+
+
+@runtime_checkable
+class _FractionModule(Protocol):
+    """A device module with a limit on this process's share of the memory, as ``torch.cuda``."""
+
+    def get_per_process_memory_fraction(self, device: torch.device) -> float: ...
+
+
+class DeviceRoom:
+    """Bound on the ratio: the smallest whose device share fits beside everything else.
+
+    Everything else is the peak so far less the state that was on the device then.
+
+    Args:
+        element_bytes: bytes of an element's state on the device.
+    """
+
+    def __init__(self, numel: int, element_bytes: int, device: torch.device) -> None:
+        self._numel = numel
+        self._element_bytes = element_bytes
+        self._device = device
+        self._peak = 0
+        self._numel_at_peak = 0
+
+    def least_ratio(self, device_numel: int) -> float:
+        """Return the bound for the device's memory as it is now, from 0 to 1."""
+        return self.bound(read_memory(self._device), device_numel)
+
+    def bound(self, now: MemoryReading | None, device_numel: int) -> float:
+        """Return the bound, from 0 to 1.
+
+        Args:
+            now: the device's memory; None where it sets no bound.
+            device_numel: elements that were on the device since the last call.
+        """
+        if now is None or not self._numel or not self._element_bytes:
+            return 0.0
+        if now.peak > self._peak:
+            self._peak, self._numel_at_peak = now.peak, device_numel
+        spare = now.available - now.peak - MARGIN * now.total
+        fitting = self._numel_at_peak + spare / self._element_bytes
+        return min(max(1.0 - fitting / self._numel, 0.0), 1.0)
+
+
+class DeviceClock:
+    """Measures the seconds that the device spends on work enqueued within `measure`.
+
+    On an accelerator the calls return before the work is done. Events on the caller's current
+    stream take the time, and only `take` waits for them.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._seconds = 0.0
+        self._spans: list[tuple[torch.Event, torch.Event]] = []
+
+    @contextmanager
+    def measure(self) -> Iterator[None]:
+        """Count the time of work enqueued on the current stream, or on a CPU of the calls."""
+        if self._device.type == "cpu":
+            started = perf_counter()
+            yield
+            self._seconds += perf_counter() - started
+            return
+        ends = [torch.Event(self._device, enable_timing=True) for _ in range(2)]
+        stream = torch.accelerator.current_stream(self._device)
+        stream.record_event(ends[0])
+        yield
+        stream.record_event(ends[1])
+        self._spans.append((ends[0], ends[1]))
+
+    def take(self) -> float:
+        """Return the seconds since the last call."""
+        for start, end in self._spans:
+            end.synchronize()  # the caller waits for the device, a step after it was enqueued
+            self._seconds += start.elapsed_time(end) / 1e3
+        self._spans.clear()
+        seconds, self._seconds = self._seconds, 0.0
+        return seconds
+
 
 _log = logging.getLogger(__name__)
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
@@ -24,7 +22,7 @@ from zero_offload.rules.rule import KERNEL_DTYPES, Rule
 from zero_offload.settings import OffloadSettings
 from zero_offload.steppers.file_stepper import FileStepper
 from zero_offload.steppers.memory_stepper import MemoryStepper
-from zero_offload.steppers.stepper import Stepper
+from zero_offload.steppers.stepper import SpanMemory, Stepper
 from zero_offload.steppers.torch_stepper import FUSED_ALIGNMENT, TorchStepper
 from zero_offload.tiers.flat_tier import DeviceTier, HostTier
 from zero_offload.tiers.transfer import DeviceMover, HostMover
@@ -126,12 +124,7 @@ class OffloadTiers:
         return None if self._param_store is None else _PartStore(self._param_store, share)
 
     def _make_stepper(
-        self,
-        part: Geometry,
-        groups: Groups,
-        *,
-        is_in_place: bool,
-        upper: Callable[[int, int], Tensor],
+        self, part: Geometry, groups: Groups, *, is_in_place: bool, upper: SpanMemory
     ) -> Stepper:
         """The update in host memory: by the kernel where it can serve, else by torch."""
         frozen = freeze_groups(groups)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from zero_offload.errors import OffloadError
-from zero_offload.flat.span_map import SpanMap
+from zero_offload.flat.intervals import SpanMap
 
 
 @dataclass(slots=True)

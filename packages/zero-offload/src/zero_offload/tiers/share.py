@@ -13,7 +13,7 @@ from zero_offload.flat.intervals import Intervals
 from zero_offload.protocols import Groups, OptimizerClass
 from zero_offload.rules.elementwise import check_elementwise
 from zero_offload.settings import OffloadSettings
-from zero_offload.steppers.state_entry import probe_entry
+from zero_offload.steppers.torch_stepper import probe_entry
 
 
 def host_share(

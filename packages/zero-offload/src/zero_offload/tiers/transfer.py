@@ -32,7 +32,7 @@ from torch import Tensor
 
 from zero_offload.flat.geometry import PUBLISHED_NUMEL, Geometry
 from zero_offload.flat.grads import GradLedger
-from zero_offload.flat.span_map import SpanMap
+from zero_offload.flat.intervals import SpanMap
 from zero_offload.memory.host_memory import HostMemory
 from zero_offload.memory.streams import HostStreams, open_streams
 from zero_offload.protocols import ParamStore

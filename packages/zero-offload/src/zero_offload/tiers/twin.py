@@ -28,8 +28,7 @@ from zero_offload.memory.storage import BlockFile
 from zero_offload.protocols import Groups
 from zero_offload.tiers.factory import OffloadTiers
 from zero_offload.tiers.flat_tier import FlatTier, TierReport
-from zero_offload.tiers.migrate import HeldState, migrate
-from zero_offload.tiers.part import GradStaging, Part, PartReport
+from zero_offload.tiers.part import GradStaging, HeldState, Part, PartReport, migrate
 
 
 class TwinTier:

@@ -1,1 +1,0 @@
-"""Parameter shards that stay off the compute device between uses."""
