@@ -218,12 +218,9 @@ class TierFootprint:
         largest = min(max((span.numel for span in whole), default=0), PUBLISHED_NUMEL)
         dtypes = {span.dtype for span in whole}
         staged = sum(2 * self._pinned(largest * dtype.itemsize) for dtype in dtypes)
-        return staged + self._packed([span.nbytes for span in part if span not in whole])
-
-    def _packed(self, sizes: Sequence[int]) -> int:
-        """Return the bytes of the buffers in which `HostMemory` packs tensors of these sizes."""
-        buffers = packed(sizes, should_pin=self._settings.pin_memory)
-        return sum(self._pinned(sum(buffer)) for buffer in buffers)
+        held = [span.nbytes for span in part if span not in whole]
+        buffers = packed(held, should_pin=self._settings.pin_memory)
+        return staged + sum(self._pinned(sum(buffer)) for buffer in buffers)
 
     def _pinned(self, nbytes: int) -> int:
         """Return the bytes that torch page-locks for ``nbytes``: a power of two."""

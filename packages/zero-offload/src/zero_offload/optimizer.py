@@ -144,7 +144,8 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         if chosen:
             found = [i for i, part in enumerate(self._parts) if id(part.param) in chosen]
             settings = OffloadSettings.check({**asked, "parameters": ["*"]})  # refuses a second key
-            _check_members(self.param_groups, chosen)
+            if not chosen <= {id(p) for group in self.param_groups for p in group["params"]}:
+                raise ValueError("parameters holds what is not among the optimizer's parameters")
             return settings, geometry.padded_spans(found)
         is_list = isinstance(parameters, Collection) and not isinstance(parameters, str)
         patterns = list(parameters) if is_list and parameters is not None else parameters
@@ -326,9 +327,3 @@ def _named(group: Mapping[str, Any]) -> list[tuple[str, Tensor]]:
     """A group's parameters with their names. None if they were passed without."""
     names = group.get("param_names")
     return [] if names is None else list(zip(names, group["params"], strict=True))
-
-
-def _check_members(groups: list[dict[str, Any]], chosen: set[int]) -> None:
-    known = {id(p) for group in groups for p in group["params"]}
-    if not chosen <= known:
-        raise ValueError("parameters holds what is not among the optimizer's parameters")

@@ -107,7 +107,12 @@ def create_param_tier(
     file = None
     if num_host < len(shards):
         assert settings.nvme_path is not None, "without a file all are in host memory"
-        _check_buffer_size(shards[num_host:], settings)
+        largest = max(numel for _, numel, _ in shards[num_host:])
+        if largest > settings.buffer_size:
+            raise ValueError(
+                f"{_BLOCK}.buffer_size = {settings.buffer_size} elements, but the largest shard "
+                f"that is kept in the file has {largest}: raise it to that"
+            )
         file = FileShards(
             shards[num_host:],
             settings.nvme_path,
@@ -127,15 +132,6 @@ def num_in_host_memory(shards: Shards, settings: ParamSettings) -> int:
         if total > settings.max_in_cpu:
             return count
     return len(shards)
-
-
-def _check_buffer_size(shards: Shards, settings: ParamSettings) -> None:
-    largest = max(numel for _, numel, _ in shards)
-    if largest > settings.buffer_size:
-        raise ValueError(
-            f"{_BLOCK}.buffer_size = {settings.buffer_size} elements, but the largest shard that "
-            f"is kept in the file has {largest}: raise it to that"
-        )
 
 
 class OffloadedParams:
@@ -314,7 +310,8 @@ class FileShards:
             if self._collected is None:
                 self._complete_write(segment)
                 self._forget_read(segment)
-                self._collected = _Collected(segment, self._idle_buffer())
+                self._idle[0].free()  # raises if its write failed, and is still there then
+                self._collected = _Collected(segment, self._idle.pop(0))
             collected = self._collected
             stop = start + values.numel()
             self._view(segment, collected.buffer)[start:stop].copy_(values)
@@ -365,10 +362,6 @@ class FileShards:
             with suppress(StorageError):  # of stale values
                 transfer.wait()
             self._free.append(buffer)
-
-    def _idle_buffer(self) -> _Buffer:
-        self._idle[0].free()  # raises if its write failed, and is still there then
-        return self._idle.pop(0)
 
     def _complete_write(self, segment: int) -> None:
         if self._collected is not None and self._collected.segment == segment:

@@ -66,7 +66,10 @@ class BlockPipeline:
         sizes = file.block_bytes
         self._longest = [max(sizes[p::num_parts], default=0) for p in range(num_parts)]
         num_blocks = len(sizes) // max(num_parts, 1)
-        self._free = [self._make_buffer() for _ in range(min(buffer_count, num_blocks))]
+        self._free = [
+            _Buffer([aligned_empty(num_bytes) for num_bytes in self._longest])
+            for _ in range(min(buffer_count, num_blocks))
+        ]
         self._ahead: deque[tuple[int, tuple[int, ...]]] = deque()
         self._prefetched: dict[int, _Buffer] = {}
         self._followers: dict[int, int] = {}  # of each block, the next one last time
@@ -95,9 +98,6 @@ class BlockPipeline:
     def is_idle(self) -> bool:
         """Whether every announced block was taken."""
         return not self._ahead and not self._reading
-
-    def _make_buffer(self) -> _Buffer:
-        return _Buffer([aligned_empty(num_bytes) for num_bytes in self._longest])
 
     def announce(self, blocks: Iterable[int], parts: Iterable[int] | None = None) -> None:
         """Announce the blocks that will be taken next, in this order.

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -50,19 +51,12 @@ class HostMemory:
 
         Warns once, when memory that should be locked is not.
         """
-
-        def make(*, pin_memory: bool) -> Tensor:
-            return torch.empty(numel, dtype=dtype, device="cpu", pin_memory=pin_memory)
-
+        make = partial(torch.empty, numel, dtype=dtype, device="cpu")
         return self._allocate(numel * dtype.itemsize, make)
 
     def buffer(self, num_bytes: int) -> Tensor:
         """Return uninitialised uint8 memory that direct I/O reads and writes in place."""
-
-        def make(*, pin_memory: bool) -> Tensor:
-            return aligned_empty(num_bytes, pin_memory=pin_memory)
-
-        return self._allocate(num_bytes, make)
+        return self._allocate(num_bytes, partial(aligned_empty, num_bytes))
 
     def parts(self, numel: int, dtype: torch.dtype) -> list[Tensor]:
         """Return tensors that hold ``numel`` elements together, in order.

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
 
@@ -143,16 +144,12 @@ def probe_entry(
     ones = torch.ones(_PROBE_NUMEL, dtype=dtype, device=device)
     param = nn.Parameter(ones.clone())
     optimizer = make_optimizer(optimizer_class, [{**group, "params": [param]}])
-    initial = {k: _copy(v) for k, v in optimizer.state.get(param, {}).items()}
+    initial = deepcopy(optimizer.state.get(param, {}))
     param.grad = ones
     optimizer.step()
     template = EntryTemplate(initial, dict(optimizer.state.get(param, {})))
     template.elementwise()
     return template
-
-
-def _copy(value: Any) -> Any:
-    return value.clone() if isinstance(value, Tensor) else value
 
 
 FUSED_ALIGNMENT = 16

@@ -182,7 +182,7 @@ class HostMover(Mover):
         self._arrived: torch.Event | None = None
         self._staging = (_Staging(), _Staging())
         self._held: dict[int, Tensor] = {}  # by shard
-        self._sent: list[tuple[int, int, torch.Event]] = []  # from held memory
+        self._sent: SpanMap[torch.Event] = SpanMap()  # from held memory
 
     def offer(self, start: int, grad: Tensor, ledger: GradLedger) -> Release | None:
         """Start the one copy down, into the staging of the gradient's dtype."""
@@ -224,15 +224,10 @@ class HostMover(Mover):
         for event in current.sent:
             self._streams.wait(event)
         current.open(self._staged_numel(spans), self._memory)
-        for start, stop in spans:
-            self._wait_until_sent(start, stop)
-
-    def _wait_until_sent(self, start: int, stop: int) -> None:
-        """Wait until the last values of a held span are sent, before it is overwritten."""
-        for a, b, event in self._sent:
-            if a < stop and start < b:
+        for start, stop in spans:  # of held memory: before it is overwritten
+            for _, _, event in self._sent.overlaps(start, stop):
                 self._streams.wait(event)
-        self._sent = [sent for sent in self._sent if sent[0] >= stop or start >= sent[1]]
+            self._sent.discard(start, stop)
 
     def _staged_numel(self, spans: Sequence[tuple[int, int]]) -> dict[torch.dtype, int]:
         """Elements to be staged by dtype. No less than other spans need, so that memory stays."""
@@ -258,17 +253,17 @@ class HostMover(Mover):
         view = self.geometry.view(start, stop)
         if not self._must_stage(view):
             return view
-        index = self.geometry.shard_at(start)
-        if index not in self._held:
-            self._hold_all(view.dtype)
+        index, dtype = self.geometry.shard_at(start), view.dtype
+        if index not in self._held:  # nor is any other of its dtype
+            shards = {
+                i: shard.numel()
+                for i, (_, shard) in enumerate(self.geometry.shards)
+                if shard.dtype == dtype and self._must_stage(shard)
+            }
+            memory = self._memory.tensors([(numel, dtype) for numel in shards.values()])
+            self._held.update(zip(shards, memory, strict=True))
         base, _ = self.geometry.shards[index]
         return self._held[index][start - base : stop - base]
-
-    def _hold_all(self, dtype: torch.dtype) -> None:
-        shards = list(enumerate(self.geometry.shards))
-        own = [(i, t.numel()) for i, (_, t) in shards if t.dtype == dtype and self._must_stage(t)]
-        memory = self._memory.tensors([(numel, dtype) for _, numel in own])
-        self._held.update(zip((i for i, _ in own), memory, strict=True))
 
     def place(self, start: int, view: Tensor) -> Tensor:
         """Return staging memory, held memory, or the shard itself where it is host memory."""
@@ -284,7 +279,7 @@ class HostMover(Mover):
         if event is not None:
             self._staging[0].sent = [event]  # copies up are in order
             if self.geometry.shard_at(start) in self._held:
-                self._sent.append((start, start + view.numel(), event))
+                self._sent.put(start, start + view.numel(), event)
         return event
 
     def arrive(self, event: torch.Event) -> None:

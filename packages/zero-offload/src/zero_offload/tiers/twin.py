@@ -174,7 +174,14 @@ class TwinTier:
             ValueError: ``active`` is not sorted or names no piece, or a gradient is missing.
         """
         indices = check_active(self.geometry, active)
-        self._check_offered(indices)  # no part may be updated when another one refuses
+        pieces = (self.geometry.pieces[i] for i in indices)
+        missing = Intervals((p.start, p.stop) for p in pieces).difference(self._offered)
+        if missing:  # no part may be updated when another one refuses
+            start, stop = missing.spans[0]
+            raise ValueError(
+                f"no gradient was offered for [{start}, {stop}), which a piece listed in "
+                f"`active` needs; call offer_grad before step"
+            )
         updated = self.geometry.padded_spans(indices)
         self._offered = self._offered.difference(updated)
         self._closed, self._fresh = self._closed.union(self._fresh), Intervals()
@@ -186,16 +193,6 @@ class TwinTier:
     def step_part(self, part: Part, active: Sequence[int], grad_scale: float) -> None:
         """Update the part's own pieces in ``active``. For subclasses."""
         part.tier.step(self._groups, active, grad_scale=grad_scale)
-
-    def _check_offered(self, indices: Sequence[int]) -> None:
-        pieces = (self.geometry.pieces[i] for i in indices)
-        missing = Intervals((p.start, p.stop) for p in pieces).difference(self._offered)
-        if missing:
-            start, stop = missing.spans[0]
-            raise ValueError(
-                f"no gradient was offered for [{start}, {stop}), which a piece listed in "
-                f"`active` needs; call offer_grad before step"
-            )
 
     def wait_params(self, start: int, stop: int) -> None:
         for part in self.parts:
@@ -288,8 +285,16 @@ class TwinTier:
         self.wait_params(0, self.geometry.numel)
         scalars = [self.read_scalars(i) for i in range(len(self.geometry.pieces))]
         before, self._has_dropped = self._host, False
+        host = Intervals([(0, split)])
+        rest = host.complement(self.geometry.numel)
         try:
-            self._replace_parts(Intervals([(0, split)]), is_growing=split > self.host_numel)
+            self._host = host
+            if host.numel > before.numel:  # the host's new tier is filled from the device's old one
+                self._replace_host(host)
+                self._replace_device(rest)
+            else:
+                self._replace_device(rest)
+                self._replace_host(host)
             for i, values in enumerate(scalars):
                 self.write_scalars(i, values)
         except BaseException as error:
@@ -298,15 +303,6 @@ class TwinTier:
             else:
                 self._host = before  # no room for the new share; the old one is whole
             raise
-
-    def _replace_parts(self, host: Intervals, *, is_growing: bool) -> None:
-        self._host = host
-        if is_growing:  # the host's new tier is filled from the device's old one
-            self._replace_host(host)
-            self._replace_device(host.complement(self.geometry.numel))
-        else:
-            self._replace_device(host.complement(self.geometry.numel))
-            self._replace_host(host)
 
     def _replace_host(self, share: Intervals) -> None:
         """Fill a new host tier from all old ones, then drop the host's old one."""
