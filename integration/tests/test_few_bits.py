@@ -1,14 +1,18 @@
-"""Quantized weights and gradients in the engine: at every stage, composed with everything else."""
+"""Quantized weights and gradients in the engine: at every stage, composed with everything else.
+
+On simulated ranks, and once on processes. Where a run has to be near an unquantized one, that is
+the engine's: `test_equivalence` holds it against DDP.
+"""
 
 from __future__ import annotations
 
-import os
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
-from zero_core.testing import Case, Trace, run_ddp, run_engine, spawn
+from zero_core.testing import Case, SimulatedRanks, Trace, run_engine, simulate, spawn
 
 STEPS = 4
 WIDTH = 33  # shards of a few blocks and a bit
@@ -32,8 +36,8 @@ def four_bit(size: int) -> dict[str, Any]:
     }
 
 
-def _run(case: Case, rank: int) -> Trace:
-    return run_engine(case, rank, STEPS)
+def _run(case: Case, ranks: SimulatedRanks) -> Trace:
+    return run_engine(case, ranks.rank, STEPS, process_group=ranks)
 
 
 def _assert_equal(found: Trace, expected: Trace, what: object) -> None:
@@ -47,21 +51,16 @@ def _relative_gap(found: Trace, exact: Trace) -> float:
     return max(abs(a - b) / b for a, b in losses)
 
 
-def _on_nodes(per_node: int) -> None:
-    os.environ["LOCAL_WORLD_SIZE"] = str(per_node)
-
-
-def _compare_stages(rank: int, world_size: int, per_node: int) -> None:
-    _on_nodes(per_node)
+def _compare_stages(ranks: SimulatedRanks) -> None:
     accumulated = {"accumulation": 3, "is_local": True, "clipping": 0.5}
     for dtype, more in (("fp32", {}), ("bf16", accumulated)):
         expected: Trace | None = None
         for stage in (3, 2, 1, 0):
             case = Case(stage, dtype, zero=QGZ, width=WIDTH, **more)
-            found = _run(case, rank)
+            found = _run(case, ranks)
             if expected is None:
                 expected = found
-                exact = run_ddp(case, rank, STEPS)
+                exact = _run(replace(case, zero={}), ranks)
                 gap = _relative_gap(found, exact)
                 # Four bits show, and only so much: 0.02 in the first four steps.
                 assert 1e-6 < gap < 0.06, (dtype, more, gap)
@@ -72,11 +71,10 @@ def _compare_stages(rank: int, world_size: int, per_node: int) -> None:
 def test_quantized_gradients_give_the_same_bits_at_every_stage(
     world_size: int, per_node: int
 ) -> None:
-    spawn(_compare_stages, world_size, per_node)
+    simulate(_compare_stages, world_size, ranks_per_node=per_node)
 
 
-def _compare_offload(rank: int, world_size: int, per_node: int) -> None:
-    _on_nodes(per_node)
+def _compare_offload(ranks: SimulatedRanks) -> None:
     for mode in ({**QWZ, **QGZ, **hpz(2)}, four_bit(2)):
         expected: Trace | None = None
         for ratio, is_early in ((1.0, False), (0.3, False), (0.3, True)):
@@ -88,41 +86,40 @@ def _compare_offload(rank: int, world_size: int, per_node: int) -> None:
                 top={"check_grad_overflow": False},
                 width=WIDTH,
             )
-            found = _run(case, rank)
+            found = _run(case, ranks)
             expected = expected or found
             _assert_equal(found, expected, (mode, ratio, is_early))
 
 
 def test_offload_changes_no_bit_of_what_is_quantized() -> None:
     """Neither the ratio nor when units are updated: the exchanges see the same values."""
-    spawn(_compare_offload, 4, 2)
+    simulate(_compare_offload, 4, ranks_per_node=2)
 
 
-def _compare_rested(rank: int, world_size: int, per_node: int) -> None:
-    _on_nodes(per_node)
-    mode = {**QWZ, **QGZ, **hpz(per_node)}
+def _compare_rested(rank: int, world_size: int) -> None:
+    mode = {**QWZ, **QGZ, **hpz(2)}
     plain, rested = (
-        _run(Case(3, "bf16", zero={**mode, **more}, width=WIDTH), rank)
+        run_engine(Case(3, "bf16", zero={**mode, **more}, width=WIDTH), rank, STEPS)
         for more in ({}, {"offload_param": {"device": "nvme", "nvme_path": "/tmp"}})
     )
     _assert_equal(rested, plain, mode)
 
 
 def test_weights_that_rest_on_a_disk_are_quantized_alike() -> None:
-    spawn(_compare_rested, 4, 2)
+    spawn(_compare_rested, 4, ranks_per_node=2)
 
 
-def _run_odd(rank: int, world_size: int, per_node: int) -> None:
-    _on_nodes(per_node)
-    modes = ({**QWZ, **QGZ}, {**QWZ, **QGZ, **hpz(world_size)}, four_bit(world_size))
+def _run_odd(ranks: SimulatedRanks) -> None:
+    size = ranks.size
+    modes = ({**QWZ, **QGZ}, {**QWZ, **QGZ, **hpz(size)}, four_bit(size))
     for dtype in ("fp32", "fp16"):
-        expected = _run(Case(3, dtype, width=WIDTH, clipping=1.0), rank)
+        expected = _run(Case(3, dtype, width=WIDTH, clipping=1.0), ranks)
         for mode in modes:
-            found = _run(Case(3, dtype, zero=mode, width=WIDTH, clipping=1.0), rank)
+            found = _run(Case(3, dtype, zero=mode, width=WIDTH, clipping=1.0), ranks)
             assert found.num_skipped == expected.num_skipped
             assert _relative_gap(found, expected) < 0.06, (mode, dtype)
 
 
 @pytest.mark.parametrize(("world_size", "per_node"), [(1, 1), (3, 1), (3, 3)])
 def test_one_rank_one_node_and_odd_numbers_of_nodes_work(world_size: int, per_node: int) -> None:
-    spawn(_run_odd, world_size, per_node)
+    simulate(_run_odd, world_size, ranks_per_node=per_node)

@@ -1,7 +1,8 @@
 """Parameters offloaded to host memory and to a file: the numbers do not change, nor does DDP's.
 
 Entry points are looked up in ``integration/conformance``; here the factory is passed, so that the
-shards are copied on a CPU too, where the configuration alone would use them where they lie.
+shards are copied on a CPU too, where the configuration alone would use them where they lie. Grids
+run on simulated ranks, the comparison with DDP on processes.
 """
 
 from __future__ import annotations
@@ -15,12 +16,21 @@ import pytest
 import torch
 
 import zero_core
-from zero_core.testing import Case, Trace, batch, make_model, run_ddp, run_engine, spawn
+from zero_core.testing import (
+    Case,
+    SimulatedRanks,
+    Trace,
+    batch,
+    make_model,
+    run_ddp,
+    run_engine,
+    simulate,
+    spawn,
+)
 from zero_offload import create_param_tier
 from zero_offload.errors import StorageCorruptError
 
 STEPS = 4
-LOSS = {"fp32": 4e-6, "bf16": 0.07}
 OPTIMIZERS: list[dict[str, Any]] = [
     {},
     {"offload_optimizer": {"device": "cpu", "ratio": 1.0}},
@@ -49,50 +59,64 @@ def _assert_same(found: Trace, expected: Trace, what: object) -> None:
         assert torch.equal(found.values[name], value), (what, name)
 
 
-def _grid(rank: int, world_size: int, folder: str, dtype: str) -> None:
-    warnings.filterwarnings("ignore", "the file system of .* has no direct I/O")
+def _run(ranks: SimulatedRanks, case: Case, **more: Any) -> Trace:
+    return run_engine(case, ranks.rank, STEPS, process_group=ranks, **more)
+
+
+def _grid(ranks: SimulatedRanks, folder: str, dtype: str) -> None:
     keys: dict[str, Any] = {"dtype": dtype, "accumulation": 2, "clipping": 0.5}
-    ddp = run_ddp(Case(**keys), rank, STEPS)
     for optimizer in OPTIMIZERS:
-        expected = run_engine(Case(3, zero=optimizer, **keys), rank, STEPS)
-        gaps = [abs(a - b) for a, b in zip(expected.losses, ddp.losses, strict=True)]
-        assert max(gaps) <= LOSS[dtype]
+        expected = _run(ranks, Case(3, zero=optimizer, **keys))
         for params in _params(folder) if optimizer is OPTIMIZERS[0] else _params(folder)[1:3]:
             case = Case(3, zero=_zero(optimizer, params), **keys)
-            found = run_engine(case, rank, STEPS, param_tier=create_param_tier)
+            found = _run(ranks, case, param_tier=create_param_tier)
             _assert_same(found, expected, (optimizer, params))
 
 
 @pytest.mark.parametrize(("world_size", "dtype"), [(1, "bf16"), (3, "fp32"), (3, "bf16")])
 def test_offloaded_parameters_change_no_bit(world_size: int, dtype: str, tmp_path: Path) -> None:
-    spawn(_grid, world_size, str(tmp_path), dtype)
+    simulate(_grid, world_size, str(tmp_path), dtype)
 
 
-def _with_file_states(rank: int, world_size: int, folder: str) -> None:
+def _beside_ddp(rank: int, world_size: int, folder: str) -> None:
     warnings.filterwarnings("ignore", "the file system of .* has no direct I/O")
+    for dtype, bound in (("fp32", 4e-6), ("bf16", 0.07)):
+        keys: dict[str, Any] = {"dtype": dtype, "accumulation": 2, "clipping": 0.5}
+        ddp = run_ddp(Case(**keys), rank, STEPS)
+        for optimizer, params in zip(OPTIMIZERS, _params(folder), strict=False):
+            case = Case(3, zero=_zero(optimizer, params), **keys)
+            found = run_engine(case, rank, STEPS, param_tier=create_param_tier)
+            gaps = [abs(a - b) for a, b in zip(found.losses, ddp.losses, strict=True)]
+            assert max(gaps) <= bound
+
+
+def test_losses_are_those_of_ddp(tmp_path: Path) -> None:
+    spawn(_beside_ddp, 3, str(tmp_path))
+
+
+def _with_file_states(ranks: SimulatedRanks, folder: str) -> None:
     state = {"device": "nvme", "nvme_path": folder, "ratio": 0.7}
-    expected = run_engine(Case(3, "bf16", zero=OPTIMIZERS[1]), rank, STEPS)
+    expected = _run(ranks, Case(3, "bf16", zero=OPTIMIZERS[1]))
     for params in _params(folder)[:3]:
         case = Case(3, "bf16", zero=_zero({"offload_optimizer": state}, params))
-        _assert_same(run_engine(case, rank, STEPS, param_tier=create_param_tier), expected, params)
+        _assert_same(_run(ranks, case, param_tier=create_param_tier), expected, params)
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_states_and_parameters_may_both_rest_in_files(world_size: int, tmp_path: Path) -> None:
-    spawn(_with_file_states, world_size, str(tmp_path))
+    simulate(_with_file_states, world_size, str(tmp_path))
 
 
-def _quantized(rank: int, world_size: int, folder: str) -> None:
-    warnings.filterwarnings("ignore", "the file system of .* has no direct I/O")
+def _quantized(ranks: SimulatedRanks, folder: str) -> None:
     zero = {"zero_quantized_weights": True, **OPTIMIZERS[1]}
-    expected = run_engine(Case(3, "bf16", zero=zero), rank, STEPS)
+    expected = _run(ranks, Case(3, "bf16", zero=zero))
     for params in _params(folder)[:2]:
         case = Case(3, "bf16", zero=_zero(zero, params))
-        _assert_same(run_engine(case, rank, STEPS, param_tier=create_param_tier), expected, params)
+        _assert_same(_run(ranks, case, param_tier=create_param_tier), expected, params)
 
 
 def test_shards_that_rest_are_gathered_in_eight_bits_as_others_are(tmp_path: Path) -> None:
-    spawn(_quantized, 2, str(tmp_path))
+    simulate(_quantized, 2, str(tmp_path))
 
 
 @pytest.mark.parametrize("state_dtype", ["int8", "bfloat16"])

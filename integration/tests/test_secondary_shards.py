@@ -1,14 +1,15 @@
 """Secondary shards (hpZ) are never stale, never half written, whatever the ranks' pace.
 
-Four gloo ranks are two nodes of two. Threads sleep at random before and within every job of a lane
-and before every wait, on each rank differently. With exact weights hpZ must change no bit: the
-oracle is the engine at stage 3 without it, which zero-core's tests hold against DDP.
+Four ranks are two nodes of two: processes for plain training, where secondary shards are read in
+shared memory, simulated ones for what else a run may do. Threads sleep at random before and within
+every job of a lane and before every wait, on each rank differently. With exact weights hpZ must
+change no bit: the oracle is the engine at stage 3 without it, which zero-core's tests hold against
+DDP.
 """
 
 from __future__ import annotations
 
 import itertools
-import os
 import random
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -23,7 +24,7 @@ from torch import Tensor, nn
 
 import zero_comm
 import zero_core
-from zero_core.testing import Case, Hard, batch, spawn
+from zero_core.testing import Case, SimulatedRanks, batch, make_model, simulate, spawn
 
 RANKS, PER_NODE = 4, 2
 HPZ = {"zero_hpz_partition_size": PER_NODE}
@@ -103,22 +104,16 @@ def _delayed_collectives(native: Any, *, rank: int, **options: Any) -> Any:
     return zero_comm.create_collectives(delayed, rank=rank, **options)
 
 
-def _choose_nodes(rank: int) -> None:
-    os.environ["LOCAL_WORLD_SIZE"] = str(PER_NODE)
-    os.environ["LOCAL_RANK"] = str(rank % PER_NODE)
-    os.environ["GROUP_RANK"] = str(rank // PER_NODE)
+WIDTH = 33
+"""Of the model: even the shards of its gradients are worth quantizing."""
 
 
-def _make_model(seed: int = 0) -> Hard:
-    """Wide enough that even the shards of its gradients are worth quantizing."""
-    torch.manual_seed(seed)
-    return Hard(width=33)
-
-
-def _build(dtype: str, zero: Mapping[str, Any], **top: Any) -> zero_core.Engine:
+def _build(
+    ranks: SimulatedRanks | None, dtype: str, zero: Mapping[str, Any], **top: Any
+) -> zero_core.Engine:
     config = Case(stage=3, dtype=dtype, zero=zero, top=top).config()
     collectives = _delayed_collectives if zero else None
-    return zero_core.build(_make_model(), config, collectives=collectives)
+    return zero_core.build(make_model(WIDTH), config, collectives=collectives, process_group=ranks)
 
 
 def _micro_step(engine: zero_core.Engine, step: int, micro: int = 0) -> float:
@@ -197,12 +192,11 @@ def _loads(engine: zero_core.Engine, folder: Path) -> list[float]:
 
 def _starts_from_a_file(engine: zero_core.Engine, folder: Path) -> list[float]:
     losses = [_evaluate(engine, 0)]  # something is kept
-    if engine.rank == 0:
-        state = {n: p.detach().clone() for n, p in _make_model(1).named_parameters()}
-        save_file(state, folder / "model.safetensors")
-    torch.distributed.barrier()
-    zero_core.load_pretrained(engine, folder / "model.safetensors")
+    zero_core.load_pretrained(engine, folder.parent / OTHER_WEIGHTS)
     return [*losses, _evaluate(engine, 0), _micro_step(engine, 0), _micro_step(engine, 1)]
+
+
+OTHER_WEIGHTS = "model.safetensors"
 
 
 SCENARIOS: dict[str, tuple[Scenario, dict[str, Any]]] = {
@@ -217,10 +211,11 @@ SCENARIOS: dict[str, tuple[Scenario, dict[str, Any]]] = {
 
 
 def _outcome(
-    scenario: Scenario, zero: Mapping[str, Any], dtype: str, folder: Path, **top: Any
+    ranks: SimulatedRanks | None, name: str, zero: Mapping[str, Any], dtype: str, folder: Path
 ) -> tuple[list[float], dict[str, Tensor]]:
+    scenario, top = SCENARIOS[name]
     folder.mkdir(exist_ok=True)
-    engine = _build(dtype, zero, **top)
+    engine = _build(ranks, dtype, zero, **top)
     losses = scenario(engine, folder)
     values = engine.full_state_dict(dtype=torch.float32)
     with engine.gathered() as model:  # the rounded copies, besides the master weights
@@ -229,20 +224,27 @@ def _outcome(
     return losses, values
 
 
-def _changes_no_bit(rank: int, world_size: int, name: str, dtype: str, folder: str) -> None:
-    _choose_nodes(rank)
-    scenario, top = SCENARIOS[name]
-    plain = _outcome(scenario, {}, dtype, Path(folder, "plain"), **top)
-    ours = _outcome(scenario, HPZ, dtype, Path(folder, "hpz"), **top)
+def _changes_no_bit(ranks: SimulatedRanks | None, name: str, dtype: str, folder: Path) -> None:
+    plain = _outcome(ranks, name, {}, dtype, folder / "plain")
+    ours = _outcome(ranks, name, HPZ, dtype, folder / "hpz")
     torch.testing.assert_close(ours, plain, rtol=0.0, atol=0.0)
 
 
-# The first in both dtypes, of the others every second one in bf16.
-@pytest.mark.parametrize(
-    ("name", "dtype"), [("trains", "bf16"), *zip(SCENARIOS, itertools.cycle(DTYPES))]
-)
+def _changes_no_bit_on_processes(rank: int, world_size: int, folder: str) -> None:
+    for dtype in DTYPES:
+        _changes_no_bit(None, "trains", dtype, Path(folder))
+
+
+def test_secondary_shards_in_shared_memory_change_no_bit(tmp_path: Path) -> None:
+    spawn(_changes_no_bit_on_processes, RANKS, str(tmp_path), ranks_per_node=PER_NODE)
+
+
+# Every second one in bf16.
+@pytest.mark.parametrize(("name", "dtype"), [*zip(SCENARIOS, itertools.cycle(DTYPES))][1:])
 def test_secondary_shards_change_no_bit_when_a_run(name: str, dtype: str, tmp_path: Path) -> None:
-    spawn(_changes_no_bit, RANKS, name, dtype, str(tmp_path))
+    weights = {n: 0.5 * p.detach() for n, p in make_model(WIDTH).named_parameters()}
+    save_file(weights, tmp_path / OTHER_WEIGHTS)
+    simulate(_changes_no_bit, RANKS, name, dtype, tmp_path, ranks_per_node=PER_NODE)
 
 
 KEPT = {
@@ -256,14 +258,13 @@ KEPT = {
 }
 
 
-def _goes_on(rank: int, world_size: int, zero: Mapping[str, Any], folder: str) -> None:
-    _choose_nodes(rank)
-    straight = _build("bf16", zero)
+def _goes_on(ranks: SimulatedRanks, zero: Mapping[str, Any], folder: Path) -> None:
+    straight = _build(ranks, "bf16", zero)
     for step in range(3):
         _micro_step(straight, step)
     straight.save_checkpoint(folder)
     expected = [_micro_step(straight, step) for step in range(3, 6)]
-    resumed = _build("bf16", zero)
+    resumed = _build(ranks, "bf16", zero)
     resumed.load_checkpoint(folder)
     found = [_micro_step(resumed, step) for step in range(3, 6)]
     values, wanted = resumed.full_state_dict(), straight.full_state_dict()
@@ -273,30 +274,13 @@ def _goes_on(rank: int, world_size: int, zero: Mapping[str, Any], folder: str) -
     torch.testing.assert_close(values, wanted, rtol=0.0, atol=0.0)
 
 
-def _all_go_on(rank: int, world_size: int, folder: str) -> None:
-    for name, zero in KEPT.items():
-        try:
-            _goes_on(rank, world_size, zero, str(Path(folder, name)))
-        except AssertionError as error:  # every rank is past its last exchange
-            Path(folder, f"{name}-{rank}.txt").write_text(str(error), encoding="utf-8")
-
-
-@pytest.fixture(scope="module")
-def resumed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What differed on some rank, in a file ``NAME-RANK.txt``."""
-    folder = tmp_path_factory.mktemp("resumed")
-    spawn(_all_go_on, RANKS, str(folder))
-    return folder
-
-
 @pytest.mark.parametrize("name", KEPT)
-def test_run_that_saved_and_goes_on_equals_the_one_that_resumes(name: str, resumed: Path) -> None:
-    assert [path.read_text(encoding="utf-8") for path in resumed.glob(f"{name}-?.txt")] == []
+def test_run_that_saved_and_goes_on_equals_the_one_that_resumes(name: str, tmp_path: Path) -> None:
+    simulate(_goes_on, RANKS, KEPT[name], tmp_path, ranks_per_node=PER_NODE)
 
 
-def _keeps_errors(rank: int, world_size: int) -> None:
-    _choose_nodes(rank)
-    engine = _build("fp32", FOUR_BITS)
+def _keeps_errors(ranks: SimulatedRanks) -> None:
+    engine = _build(ranks, "fp32", FOUR_BITS)
     exact = engine.full_state_dict(dtype=torch.float32)
     bound = 0.0
     for step in range(12):
@@ -321,4 +305,4 @@ def _keeps_errors(rank: int, world_size: int) -> None:
 
 def test_published_weights_are_one_rounding_from_the_exact_ones() -> None:
     """Errors do not add up: what a difference could not say is in the next one."""
-    spawn(_keeps_errors, RANKS)
+    simulate(_keeps_errors, RANKS, ranks_per_node=PER_NODE)
