@@ -90,7 +90,7 @@ class CommFootprint:
         self._per_node = ranks_per_node
         self._num_nodes = world_size // ranks_per_node
         self._has_partition = settings.partition_size > 1
-        self.group_size = settings.partition_size if self._has_partition else ranks_per_node
+        self.group_size = settings.group_size(ranks_per_node)
         self.num_groups = world_size // self.group_size
 
     def gather(

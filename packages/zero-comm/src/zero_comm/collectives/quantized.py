@@ -16,6 +16,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Collection, Mapping
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -149,10 +150,7 @@ class QuantizedCollectives:
             )
 
         current = 0 if unit in self._frozen else version
-
-        def job() -> None:
-            gather.gather(out, shard, unit=unit, version=current, backward=backward)
-
+        job = partial(gather.gather, out, shard, unit=unit, version=current, backward=backward)
         return _Exchange(self._transport.launch(job, is_reduction=False), self._packings.values())
 
     def reduce_scatter(self, out: Tensor, full: Tensor, *, unit: int) -> Work:
@@ -166,10 +164,7 @@ class QuantizedCollectives:
         reduction = self._reduction
         if reduction is None or not reduction.shortens(full.dtype, out.numel()):
             return self._transport.reduce_scatter(out, full, unit=unit)
-
-        def job() -> None:
-            reduction.reduce(out, full, unit=unit)
-
+        job = partial(reduction.reduce, out, full, unit=unit)
         return _Exchange(self._transport.launch(job, is_reduction=True), reduction.packings)
 
     @property
@@ -218,13 +213,12 @@ class QuantizedCollectives:
     def _make_gathers(self, ranks_per_node: int) -> dict[str | None, WeightGather]:
         """Make the gather of each format, with the key None for exact values."""
         transport, scratch = self._transport, self._scratch
-        partition_size = self._settings.partition_size
-        group_size = partition_size if partition_size > 1 else ranks_per_node
+        group_size = self._settings.group_size(ranks_per_node)
         is_one_group = group_size == transport.world_size
         gathers: dict[str | None, WeightGather] = {}
         if is_one_group and not self._packings:
             return gathers
-        has_secondary = partition_size > 1 and not is_one_group
+        has_secondary = self._settings.partition_size > 1 and not is_one_group
         grid = Grid(transport, group_size)
         for kind, packing in self._packings.items():
             is_difference = kind == DIFFERENCE
@@ -309,7 +303,7 @@ def _log_limits(settings: CommSettings, world_size: int, ranks_per_node: int) ->
             ranks_per_node,
         )
     if settings.weights == DIFFERENCE:
-        group = size if size > 1 else ranks_per_node
+        group = settings.group_size(ranks_per_node)
         if group == world_size:
             _log.warning(
                 "zero_optimization.zero_quantized_weights_format = %r has no effect with one group "

@@ -79,6 +79,10 @@ class CommSettings:
             has_checksum=has_checksum,
         )
 
+    def group_size(self, ranks_per_node: int) -> int:
+        """Return the ranks of a group of gathers: hpZ's partition, or else a node."""
+        return self.partition_size if self.partition_size > 1 else ranks_per_node
+
     def weight_packing(self, kind: str) -> Packing:
         """Return the packing of weights in format ``kind``, `DIFFERENCE` included."""
         fmt = _DIFFERENCE_FORMAT if kind == DIFFERENCE else BlockFormat.make(kind)

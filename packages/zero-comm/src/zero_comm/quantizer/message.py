@@ -42,7 +42,6 @@ from zero_comm.quantizer.quantize import (
 )
 
 HEADER_NBYTES: Final = 32
-_FIXED_NBYTES: Final = 16
 _FLAGS_AT: Final = 16
 _CHECKSUM_AT: Final = 24
 _MAY_HOLD_NAN: Final = 1
@@ -109,7 +108,7 @@ class Packing:
         has_nan = quantize_rows(values, self.format, rows[:, HEADER_NBYTES:], seed=seed)
         rows[:, :HEADER_NBYTES] = self._template(numel, rows.device, has_nan is not False)
         if self.has_checksum:
-            _words(rows)[:, _CHECKSUM_AT // 8] = self._checksums(rows)
+            rows.view(torch.int64)[:, _CHECKSUM_AT // 8] = self._checksums(rows)
 
     def unpack(self, rows: Tensor, out: Tensor, *, senders: Sequence[int]) -> None:
         """Dequantize messages one after another into flat ``out``, of any floating dtype.
@@ -142,7 +141,9 @@ class Packing:
     def _fixed(self, numel: int) -> bytes:
         """Return the part of the header that sender and receiver must agree on."""
         fmt = self.format
-        return struct.pack(_LAYOUT, b"ZQ", 1, _code_of(fmt), fmt.block_size, numel)
+        code = tuple(DEFAULT_BLOCK_SIZE).index(fmt.kind)
+        code += 16 * (not fmt.is_symmetric) + 32 * fmt.has_rotation
+        return struct.pack(_LAYOUT, b"ZQ", 1, code, fmt.block_size, numel)
 
     def _check(self, rows: Tensor, numel: int, senders: Sequence[int]) -> None:
         if rows.shape != (len(senders), self.nbytes(numel)):
@@ -181,12 +182,19 @@ class Packing:
         has_good_scales = (good | (nan & may_hold_nan[:, None])).all(1)
         sums = torch.ones_like(has_good_scales)
         if self.has_checksum:
-            sums = _words(rows)[:, _CHECKSUM_AT // 8] == self._checksums(rows)
+            sums = rows.view(torch.int64)[:, _CHECKSUM_AT // 8] == self._checksums(rows)
         return _Evidence(headers, has_good_scales, sums, numel, senders)
 
     def _verify(self, evidence: _Evidence) -> None:
-        for sender, header in zip(evidence.senders, evidence.headers.cpu(), strict=True):
-            self._verify_header(bytes(header.tolist()), evidence.numel, sender)
+        expected = self._fixed(evidence.numel)
+        for sender, row in zip(evidence.senders, evidence.headers.cpu(), strict=True):
+            header = bytes(row.tolist())
+            if header[: len(expected)] != expected:
+                found, wanted = map(_description_of, (header, expected))
+                raise _damaged(sender, f"its header says {found}; expected {wanted}")
+            (flags,) = struct.unpack_from("=q", header, _FLAGS_AT)
+            if flags not in ((2, 3) if self.has_checksum else (0, 1)):
+                raise _damaged(sender, f"its flags are {flags:#x}, unknown to this rank's settings")
         for is_right, what in (
             (evidence.has_good_scales, "a block's scale is not finite or not positive"),
             (evidence.has_good_sum, "its checksum does not match its bytes"),
@@ -195,24 +203,9 @@ class Packing:
             if wrong:
                 raise _damaged(evidence.senders[wrong[0]], what)
 
-    def _verify_header(self, header: bytes, numel: int, sender: int) -> None:
-        if header[:_FIXED_NBYTES] != self._fixed(numel):
-            letters, layout, code, block_size, their_numel = struct.unpack(
-                _LAYOUT, header[:_FIXED_NBYTES]
-            )
-            raise _damaged(
-                sender,
-                f"its header says {letters!r} layout {layout}, format code {code}, blocks of "
-                f"{block_size}, {their_numel} elements; expected b'ZQ' layout 1, "
-                f"{_code_of(self.format)}, {self.format.block_size}, {numel}",
-            )
-        (flags,) = struct.unpack_from("=q", header, _FLAGS_AT)
-        if flags not in ((2, 3) if self.has_checksum else (0, 1)):
-            raise _damaged(sender, f"its flags are {flags:#x}, unknown to this rank's settings")
-
     def _checksums(self, rows: Tensor) -> Tensor:
         """Return the checksum of each message's buffer. See [Note: the message]."""
-        words = _words(rows)[:, HEADER_NBYTES // 8 :]
+        words = rows.view(torch.int64)[:, HEADER_NBYTES // 8 :]
         odd = self._odd_numbers(rows.device)
         total = torch.zeros(len(rows), dtype=torch.int64, device=rows.device)
         for run, start in enumerate(range(0, words.shape[1], _WORDS_PER_RUN)):
@@ -228,16 +221,9 @@ class Packing:
         return self._weights[device]
 
 
-def _words(rows: Tensor) -> Tensor:
-    return rows.view(torch.int64)
-
-
-def _code_of(fmt: BlockFormat) -> int:
-    return (
-        tuple(DEFAULT_BLOCK_SIZE).index(fmt.kind)
-        + 16 * (not fmt.is_symmetric)
-        + 32 * fmt.has_rotation
-    )
+def _description_of(header: bytes) -> str:
+    letters, layout, code, block_size, numel = struct.unpack_from(_LAYOUT, header)
+    return f"{letters!r} layout {layout}, format code {code}, {numel} in blocks of {block_size}"
 
 
 def _damaged(sender: int, what: str) -> CorruptMessageError:
