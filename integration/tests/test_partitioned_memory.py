@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 
 import pytest
 from torch import nn
 
 import zero_core
-from zero_core.testing import spawn
+from zero_core.testing import PeakMemory, spawn
 from zero_engine.deepspeed.zero.partitioned import gathered_params
 from zero_engine.deepspeed.zero.partitioned_init import partitioned_init
 
@@ -31,24 +30,6 @@ def _model() -> nn.Module:
     return nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(DEPTH)))
 
 
-def _status(key: str) -> int:
-    lines = Path("/proc/self/status").read_text().splitlines()
-    (line,) = [line for line in lines if line.startswith(f"{key}:")]
-    return int(line.split()[1]) * 1024
-
-
-class _Peak:
-    """Within, how far the process's memory rises over what it is at the start."""
-
-    def __enter__(self) -> _Peak:
-        Path("/proc/self/clear_refs").write_text("5")  # the high-water mark starts again
-        self._before = _status("VmRSS")
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.nbytes = _status("VmHWM") - self._before
-
-
 def _warm_up() -> None:
     """A small engine: what torch and gloo allocate when first used is there before."""
     with zero_core.deferred_init():
@@ -59,7 +40,7 @@ def _warm_up() -> None:
 def _measure_sharded(rank: int, world_size: int) -> None:
     """Values are written between construction and build, one module at a time."""
     _warm_up()
-    with _Peak() as peak:
+    with PeakMemory() as peak:
         with partitioned_init():
             model = _model()
         for number, layer in enumerate(model):
@@ -72,7 +53,7 @@ def _measure_sharded(rank: int, world_size: int) -> None:
     assert bound < parts + MODEL_BYTES / 3, "a whole model would be seen"
     assert peak.nbytes <= bound, ("written", rank, peak.nbytes, bound)
 
-    with _Peak() as peak:
+    with PeakMemory() as peak:
         engine = zero_core.build(model, CONFIG)
     kept = engine.memory_report()["parameters"]
     assert peak.nbytes <= kept + 2 * UNIT_BYTES + SLACK_BYTES, ("built", rank, peak.nbytes, kept)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -11,7 +10,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 import zero_core
-from zero_core.testing import spawn
+from zero_core.testing import PeakMemory, spawn
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="peak memory is read from /proc")
 
@@ -31,24 +30,6 @@ def _model() -> nn.Module:
     return nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(DEPTH)))
 
 
-def _status(key: str) -> int:
-    lines = Path("/proc/self/status").read_text().splitlines()
-    (line,) = [line for line in lines if line.startswith(f"{key}:")]
-    return int(line.split()[1]) * 1024
-
-
-class _Peak:
-    """Within, how far the process's memory rises over what it is at the start."""
-
-    def __enter__(self) -> _Peak:
-        Path("/proc/self/clear_refs").write_text("5")  # the high-water mark starts again
-        self._before = _status("VmRSS")
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.nbytes = _status("VmHWM") - self._before
-
-
 def _warm_up() -> None:
     """A small engine: what torch and gloo allocate when first used is there before."""
     with zero_core.deferred_init():
@@ -59,7 +40,7 @@ def _warm_up() -> None:
 def _measure(rank: int, world_size: int, folder: str) -> None:
     _warm_up()
     torch.manual_seed(0)
-    with _Peak() as peak:
+    with PeakMemory() as peak:
         with zero_core.deferred_init():
             model = _model()
         engine = zero_core.build(model, CONFIG)
@@ -71,12 +52,12 @@ def _measure(rank: int, world_size: int, folder: str) -> None:
     assert bound < kept + MODEL_BYTES / 3, "a whole model would be seen"
     assert peak.nbytes <= bound, ("deferred", rank, peak.nbytes, bound)
 
-    with _Peak() as peak:
+    with PeakMemory() as peak:
         zero_core.load_pretrained(engine, folder)
     assert peak.nbytes <= UNIT_BYTES + SLACK_BYTES, ("load_pretrained", rank, peak.nbytes)
     del engine, model
 
-    with _Peak() as peak:
+    with PeakMemory() as peak:
         with torch.device("meta"):
             model = _model()
         zero_core.build(model, CONFIG, pretrained=folder)
@@ -90,7 +71,7 @@ def test_no_rank_holds_more_than_its_shards_and_a_unit(tmp_path: Path) -> None:
 
 def _measure_ordinary(rank: int, world_size: int) -> None:
     _warm_up()
-    with _Peak() as peak:
+    with PeakMemory() as peak:
         model = _model()
         engine = zero_core.build(model, CONFIG)
     kept = engine.memory_report()["parameters"]

@@ -13,6 +13,7 @@ from zero_core.testing.oracle import (
     run_ddp,
     run_engine,
 )
+from zero_core.testing.peak_memory import PeakMemory
 from zero_core.testing.ranks import preload, run_alone, run_on_processes, spawn
 from zero_core.testing.simulated import SimulatedRanks, simulate
 
@@ -22,6 +23,7 @@ __all__ = [
     "Case",
     "Gap",
     "Hard",
+    "PeakMemory",
     "SimulatedDDP",
     "SimulatedRanks",
     "Trace",
