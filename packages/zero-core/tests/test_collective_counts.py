@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 import zero_core
 from zero_core.protocols import EXACT_GRADIENTS, Work
-from zero_core.testing import Case, spawn
+from zero_core.testing import Case, SimulatedRanks, seeded, simulate
 
 FORWARD = ["f0", "f1", "f2", "f3", "f4"]
 BACKWARD = ["b3", "b2", "b1"]  # gathers; the last block and the root are still there
@@ -35,11 +35,11 @@ SUMS = ["g4", "g3", "g2", "g1", "g0"]
 class _Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        torch.manual_seed(1)
-        self.blocks = nn.ModuleList(
-            nn.Sequential(nn.Linear(6, 7), nn.Tanh(), nn.Linear(7, 6)) for _ in range(4)
-        )
-        self.out = nn.Linear(6, 1)
+        with seeded(1):
+            self.blocks = nn.ModuleList(
+                nn.Sequential(nn.Linear(6, 7), nn.Tanh(), nn.Linear(7, 6)) for _ in range(4)
+            )
+            self.out = nn.Linear(6, 1)
 
     def forward(self, x: Tensor) -> Tensor:
         for block in self.blocks:
@@ -70,14 +70,15 @@ class _Counting:
 class _Run:
     """An engine, and what it sends."""
 
-    def __init__(self, stage: int, rank: int, accumulation: int = 1) -> None:
+    def __init__(self, stage: int, ranks: SimulatedRanks, accumulation: int = 1) -> None:
         self.log: list[str] = []
         self.stage = stage
-        self.rank = rank
+        self.rank = ranks.rank
         self.engine = zero_core.build(
             _Net(),
             Case(stage, accumulation=accumulation).config(),
             collectives=lambda native, **kwargs: _Counting(native, self.log),
+            process_group=ranks,
         )
 
     def loss(self) -> Tensor:
@@ -205,27 +206,26 @@ _RUNS: dict[str, tuple[Callable[[_Run], None], int]] = {
 }
 
 
-def _counts(rank: int, world_size: int, name: str) -> None:
+def _counts(ranks: SimulatedRanks, name: str, stage: int) -> None:
     run, accumulation = _RUNS[name]
-    for stage in (0, 1, 2, 3):
-        run(_Run(stage, rank, accumulation))
+    run(_Run(stage, ranks, accumulation))
 
 
 @pytest.mark.parametrize("name", _RUNS)
+@pytest.mark.parametrize("stage", range(4))
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_the_collectives_are_those_counted_on_paper(world_size, name):
-    spawn(_counts, world_size, name)
+def test_the_collectives_are_those_counted_on_paper(world_size, stage, name):
+    simulate(_counts, world_size, name, stage)
 
 
-def _alone(rank: int, world_size: int) -> None:
-    for stage in (0, 1, 2, 3):
-        run = _Run(stage, rank, accumulation=2)
-        for micro in range(4):
-            run.micro_step()
-            # One rank gathers nothing; a reduction is its own sum, kept until the boundary.
-            log, run.log[:] = list(run.log), []
-            assert log == [], (micro, log)
+def _alone(ranks: SimulatedRanks, stage: int) -> None:
+    run = _Run(stage, ranks, accumulation=2)
+    for _ in range(4):
+        run.micro_step()
+    # One rank gathers nothing; a reduction is its own sum, kept until the boundary.
+    assert run.log == []
 
 
-def test_one_rank_sends_nothing():
-    spawn(_alone, 1)
+@pytest.mark.parametrize("stage", range(4))
+def test_one_rank_sends_nothing(stage):
+    simulate(_alone, 1, stage)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import zero_core
 from zero_core import RankMismatchError
-from zero_core.testing import Case, batch, make_model, spawn
+from zero_core.testing import Case, SimulatedRanks, batch, make_model, seeded, simulate
 
 
 def _train(engine: zero_core.Engine, rank: int, steps: range) -> list[float]:
@@ -31,29 +31,29 @@ def _some(model: nn.Module) -> list[nn.Parameter]:
     return [*found, block.down.weight, model.head.weight, block.up.bias]
 
 
-def _reads(rank: int, world_size: int) -> None:
-    for stage in (0, 1, 2, 3):
-        engine = zero_core.build(make_model(), Case(stage, dtype="bf16").config())
-        _train(engine, rank, range(2))
-        with engine.gathered() as model:
-            expected = [p.detach().clone() for p in _some(model)]
-        with engine.gathered(params=iter(_some(engine.module))) as model:
-            found = _some(model)
-            torch.testing.assert_close([p.detach() for p in found], expected, rtol=0.0, atol=0.0)
-            if stage == 3 and world_size > 1:
-                assert model.blocks[1].up.weight.isnan().all()
-                for param in found:  # no more memory than its own
-                    assert param.untyped_storage().nbytes() == param.nbytes
-            with torch.no_grad():  # a forward in between takes nothing away
-                engine(**batch(0, 0, rank))
-            torch.testing.assert_close([p.detach() for p in found], expected, rtol=0.0, atol=0.0)
-        if stage == 3 and world_size > 1:
-            assert all(p.isnan().all() for p in _some(engine.module))
+def _reads(ranks: SimulatedRanks, stage: int) -> None:
+    engine = zero_core.build(make_model(), Case(stage, dtype="bf16").config(), process_group=ranks)
+    _train(engine, ranks.rank, range(2))
+    with engine.gathered() as model:
+        expected = [p.detach().clone() for p in _some(model)]
+    with engine.gathered(params=iter(_some(engine.module))) as model:
+        found = _some(model)
+        torch.testing.assert_close([p.detach() for p in found], expected, rtol=0.0, atol=0.0)
+        if stage == 3 and ranks.size > 1:
+            assert model.blocks[1].up.weight.isnan().all()
+            for param in found:  # no more memory than its own
+                assert param.untyped_storage().nbytes() == param.nbytes
+        with torch.no_grad():  # a forward in between takes nothing away
+            engine(**batch(0, 0, ranks.rank))
+        torch.testing.assert_close([p.detach() for p in found], expected, rtol=0.0, atol=0.0)
+    if stage == 3 and ranks.size > 1:
+        assert all(p.isnan().all() for p in _some(engine.module))
 
 
+@pytest.mark.parametrize("stage", range(4))
 @pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_they_hold_their_exact_values_and_others_do_not(world_size):
-    spawn(_reads, world_size)
+def test_they_hold_their_exact_values_and_others_do_not(world_size, stage):
+    simulate(_reads, world_size, stage)
 
 
 def _change(param: nn.Parameter, name: str) -> None:
@@ -71,47 +71,49 @@ def _change(param: nn.Parameter, name: str) -> None:
 CHANGED = ("embed.weight", "blocks.1.up.bias", "frozen.0.down.weight", "never")
 
 
-def _reaches_all(rank: int, world_size: int, modifier: int) -> None:
+def _reaches_all(ranks: SimulatedRanks, modifier: int) -> None:
     model = make_model()
-    if rank == 0:  # whose values build() takes
+    if ranks.rank == 0:  # whose values build() takes
         for name in CHANGED:
             _change(model.get_parameter(name), name)
-    oracle = zero_core.build(model, Case().config())  # an engine built from the changed model
-    losses, values = _train(oracle, rank, range(3)), oracle.full_state_dict()
+    oracle = zero_core.build(
+        model, Case().config(), process_group=ranks
+    )  # an engine built from the changed model
+    losses, values = _train(oracle, ranks.rank, range(3)), oracle.full_state_dict()
     for stage in (0, 1, 2, 3):
-        engine = zero_core.build(make_model(), Case(stage).config())
+        engine = zero_core.build(make_model(), Case(stage).config(), process_group=ranks)
         for name in CHANGED:
             param = engine.module.get_parameter(name)
             with engine.gathered(params=[param], modifier_rank=modifier), torch.no_grad():
-                if rank == modifier:
+                if ranks.rank == modifier:
                     _change(param, name)
                 else:
                     param.mul_(-3.0)  # of another rank: does not count
-        assert _train(engine, rank, range(3)) == losses
+        assert _train(engine, ranks.rank, range(3)) == losses
         torch.testing.assert_close(engine.full_state_dict(), values, rtol=0.0, atol=0.0)
 
 
 @pytest.mark.parametrize(("world_size", "modifier"), [(1, 0), (2, 0), (2, 1), (3, 2)])
 def test_a_change_before_the_first_step_is_as_if_built_with_it(world_size, modifier):
-    spawn(_reaches_all, world_size, modifier)
+    simulate(_reaches_all, world_size, modifier)
 
 
-def _keeps_master_weights(rank: int, world_size: int) -> None:
-    for stage in (0, 1, 2, 3):
-        engine = zero_core.build(make_model(), Case(stage, dtype="bf16").config())
-        _train(engine, rank, range(2))
-        expected = engine.full_state_dict(dtype=torch.float32)
-        weight = engine.module.embed.weight
-        with engine.gathered(params=[weight], modifier_rank=1), torch.no_grad():
-            if rank == 1:
-                weight[5] = 0.5
-        expected["embed.weight"][5] = expected["head.weight"][5] = 0.5
-        after = engine.full_state_dict(dtype=torch.float32)
-        torch.testing.assert_close(after, expected, rtol=0.0, atol=0.0)
+def _keeps_master_weights(ranks: SimulatedRanks, stage: int) -> None:
+    engine = zero_core.build(make_model(), Case(stage, dtype="bf16").config(), process_group=ranks)
+    _train(engine, ranks.rank, range(2))
+    expected = engine.full_state_dict(dtype=torch.float32)
+    weight = engine.module.embed.weight
+    with engine.gathered(params=[weight], modifier_rank=1), torch.no_grad():
+        if ranks.rank == 1:
+            weight[5] = 0.5
+    expected["embed.weight"][5] = expected["head.weight"][5] = 0.5
+    after = engine.full_state_dict(dtype=torch.float32)
+    torch.testing.assert_close(after, expected, rtol=0.0, atol=0.0)
 
 
-def test_untouched_master_weights_keep_the_bits_that_bf16_lacks():
-    spawn(_keeps_master_weights, 2)
+@pytest.mark.parametrize("stage", range(4))
+def test_untouched_master_weights_keep_the_bits_that_bf16_lacks(stage):
+    simulate(_keeps_master_weights, 2, stage)
 
 
 @contextmanager
@@ -126,27 +128,27 @@ def _inner(engine: zero_core.Engine, param: nn.Parameter, kind: str) -> Iterator
         yield
 
 
-def _nests(rank: int, world_size: int) -> None:
-    for stage in (2, 3):
-        for outer, inner in (("itself", "itself"), ("all", "itself"), ("itself", "all")):
-            engine = zero_core.build(make_model(), Case(stage).config())
-            up, other = engine.module.blocks[0].up.weight, engine.module.gain
-            with _outer(engine, up, outer):
-                before = up.detach().clone()
-                with _inner(engine, up, inner), torch.no_grad():
-                    if rank == 0:
-                        up[1] = 3.0
-                expected = before.clone()
-                expected[1] = 3.0
-                assert torch.equal(up, expected)  # on both ranks
-                with engine.gathered(params=[other]):
-                    assert torch.equal(other, torch.ones(1))
-                assert torch.equal(up, expected)
-            assert torch.equal(engine.full_state_dict()["blocks.0.up.weight"], expected)
+def _nests(ranks: SimulatedRanks, stage: int) -> None:
+    for outer, inner in (("itself", "itself"), ("all", "itself"), ("itself", "all")):
+        engine = zero_core.build(make_model(), Case(stage).config(), process_group=ranks)
+        up, other = engine.module.blocks[0].up.weight, engine.module.gain
+        with _outer(engine, up, outer):
+            before = up.detach().clone()
+            with _inner(engine, up, inner), torch.no_grad():
+                if ranks.rank == 0:
+                    up[1] = 3.0
+            expected = before.clone()
+            expected[1] = 3.0
+            assert torch.equal(up, expected)  # on both ranks
+            with engine.gathered(params=[other]):
+                assert torch.equal(other, torch.ones(1))
+            assert torch.equal(up, expected)
+        assert torch.equal(engine.full_state_dict()["blocks.0.up.weight"], expected)
 
 
-def test_it_nests():
-    spawn(_nests, 2)
+@pytest.mark.parametrize("stage", [2, 3])
+def test_it_nests(stage):
+    simulate(_nests, 2, stage)
 
 
 class _Own(nn.Module):
@@ -154,10 +156,10 @@ class _Own(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        torch.manual_seed(0)
-        self.blocks = nn.ModuleList(nn.Linear(5, 5) for _ in range(3))
-        self.scale = nn.Parameter(torch.linspace(0.5, 1.5, 5))
-        self.engine: zero_core.Engine | None = None
+        with seeded(0):
+            self.blocks = nn.ModuleList(nn.Linear(5, 5) for _ in range(3))
+            self.scale = nn.Parameter(torch.linspace(0.5, 1.5, 5))
+            self.engine: zero_core.Engine | None = None
 
     def forward(self, x: Tensor) -> Tensor:
         for block in self.blocks:
@@ -173,11 +175,11 @@ class _Own(nn.Module):
         return self.scale * norm
 
 
-def _within_forward(rank: int, world_size: int) -> None:
-    x = torch.randn(4, 5, generator=torch.Generator().manual_seed(rank))
+def _within_forward(ranks: SimulatedRanks) -> None:
+    x = torch.randn(4, 5, generator=torch.Generator().manual_seed(ranks.rank))
     results = []
     for is_asking in (False, True):
-        engine = zero_core.build(_Own(), Case(3 if is_asking else 0).config())
+        engine = zero_core.build(_Own(), Case(3 if is_asking else 0).config(), process_group=ranks)
         if is_asking:
             vars(engine.module)["engine"] = engine
         for _ in range(2):
@@ -188,11 +190,11 @@ def _within_forward(rank: int, world_size: int) -> None:
 
 
 def test_within_a_forward_it_takes_nothing_away():
-    spawn(_within_forward, 2)
+    simulate(_within_forward, 2)
 
 
-def _overlapping(rank: int, world_size: int) -> None:
-    engine = zero_core.build(make_model(), Case(3).config())
+def _overlapping(ranks: SimulatedRanks) -> None:
+    engine = zero_core.build(make_model(), Case(3).config(), process_group=ranks)
     weight, bias = engine.module.blocks[0].up.weight, engine.module.blocks[0].up.bias
     expected = engine.full_state_dict()["blocks.0.up.weight"]
     first, second = engine.gathered(params=[weight]), engine.gathered(params=[bias, weight])
@@ -210,59 +212,61 @@ def _overlapping(rank: int, world_size: int) -> None:
         second.__enter__()
         first.__exit__(None, None, None)
         with torch.no_grad():
-            engine(**batch(0, 0, rank))
+            engine(**batch(0, 0, ranks.rank))
         assert torch.equal(weight, expected)
         second.__exit__(None, None, None)
         with torch.no_grad():
-            engine(**batch(0, 0, rank))
+            engine(**batch(0, 0, ranks.rank))
         assert all(p.isnan().all() for p in engine.module.parameters())  # sharded as before
 
 
 def test_contexts_that_overlap_hold_their_parameters_to_their_own_end():
-    spawn(_overlapping, 2)
+    simulate(_overlapping, 2)
 
 
-def _is_refused(rank: int, world_size: int) -> None:
-    for stage in (0, 3):
-        engine = zero_core.build(make_model(), Case(stage).config())
-        stranger = nn.Parameter(torch.ones(2, 3))
+def _is_refused(ranks: SimulatedRanks, stage: int) -> None:
+    engine = zero_core.build(make_model(), Case(stage).config(), process_group=ranks)
+    stranger = nn.Parameter(torch.ones(2, 3))
+    with (
+        pytest.raises(ValueError, match=r"\(2, 3\) is not this engine's"),
+        engine.gathered(params=[engine.module.gain, stranger]),
+    ):
+        pass
+    gain = engine.module.gain
+    given = torch.ones(3) if ranks.rank == 0 else torch.ones(1)
+    with (
+        pytest.raises(ValueError, match="gain was given another shape"),
+        engine.gathered(params=[gain], modifier_rank=0),
+    ):
+        gain.data = given
+    assert gain.shape == (1,)
+    with (
+        pytest.raises(ValueError, match="modifier_rank = 2"),
+        engine.gathered(params=[gain], modifier_rank=2),
+    ):
+        pass
+    with engine.gathered(params=[], modifier_rank=0):
+        pass
+    model = engine.module
+    different = (
+        [model.blocks[0].up.weight] if ranks.rank == 0 else [model.blocks[2].up.weight, gain]
+    )
+    mixed = [gain] if ranks.rank == 0 else [stranger]
+    own_rank = f"rank {ranks.rank}: .*modifier_rank \\(here {ranks.rank}\\)"
+    for params, modifier, said in (
+        (different, 0, rf"rank {ranks.rank}: .*blocks\.{2 * ranks.rank}\.up"),
+        (mixed, 0, rf"rank {ranks.rank}: .*{('gain', 'not this engine')[ranks.rank]}"),
+        ([gain], ranks.rank, own_rank),
+        (None, ranks.rank, own_rank),
+    ):
         with (
-            pytest.raises(ValueError, match=r"\(2, 3\) is not this engine's"),
-            engine.gathered(params=[engine.module.gain, stranger]),
+            pytest.raises(RankMismatchError, match=said),
+            engine.gathered(params=params, modifier_rank=modifier),
         ):
             pass
-        gain = engine.module.gain
-        given = torch.ones(3) if rank == 0 else torch.ones(1)
-        with (
-            pytest.raises(ValueError, match="gain was given another shape"),
-            engine.gathered(params=[gain], modifier_rank=0),
-        ):
-            gain.data = given
-        assert gain.shape == (1,)
-        with (
-            pytest.raises(ValueError, match="modifier_rank = 2"),
-            engine.gathered(params=[gain], modifier_rank=2),
-        ):
-            pass
-        with engine.gathered(params=[], modifier_rank=0):
-            pass
-        model = engine.module
-        different = [model.blocks[0].up.weight] if rank == 0 else [model.blocks[2].up.weight, gain]
-        mixed = [gain] if rank == 0 else [stranger]
-        own_rank = f"rank {rank}: .*modifier_rank \\(here {rank}\\)"
-        for params, modifier, said in (
-            (different, 0, rf"rank {rank}: .*blocks\.{2 * rank}\.up"),
-            (mixed, 0, rf"rank {rank}: .*{('gain', 'not this engine')[rank]}"),
-            ([gain], rank, own_rank),
-            (None, rank, own_rank),
-        ):
-            with (
-                pytest.raises(RankMismatchError, match=said),
-                engine.gathered(params=params, modifier_rank=modifier),
-            ):
-                pass
-        _train(engine, rank, range(1))  # whatever was refused, all goes on
+    _train(engine, ranks.rank, range(1))  # whatever was refused, all goes on
 
 
-def test_wrong_parameters_shapes_and_ranks_are_refused():
-    spawn(_is_refused, 2)
+@pytest.mark.parametrize("stage", [0, 3])
+def test_wrong_parameters_shapes_and_ranks_are_refused(stage):
+    simulate(_is_refused, 2, stage)

@@ -5,12 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 import zero_core
 from zero_core import ConfigError
 from zero_core.optim.muon import Muon, split_groups, tag_matrices
-from zero_core.testing import batch, make_model, spawn
+from zero_core.testing import SimulatedDDP, batch, make_model, seeded, simulate
 
 STEPS = 4
 OPTIONS = {"muon_lr": 0.02, "adam_lr": 3e-3, "weight_decay": 0.1, "momentum": 0.9}
@@ -35,14 +34,15 @@ def whole(model):
     return muon, adamw
 
 
-def train_whole(rank):
+def train_whole(ranks):
     model = make_model()
     optimizers = whole(model)
-    wrapped = DistributedDataParallel(model, find_unused_parameters=True)
+    wrapped = SimulatedDDP(model, ranks)
     for step in range(STEPS):
         for optimizer in optimizers:
             optimizer.zero_grad()
-        wrapped(**batch(step, 0, rank))["loss"].backward()
+        wrapped(**batch(step, 0, ranks.rank))["loss"].backward()
+        wrapped.average_gradients()
         for optimizer in optimizers:
             optimizer.step()
     return {name: p.detach() for name, p in model.named_parameters()}
@@ -64,13 +64,16 @@ def compare(engine, expected):
     assert sum(start[name].ndim == 2 for name in moved) > 3
 
 
-def _is_torchs(rank, world_size):
-    expected = train_whole(rank)
-    for stage in range(4):
-        engine = train(zero_core.build(make_model(), config_of(stage)), rank, range(STEPS))
-        compare(engine, expected)
-        sent = [row for row in engine.comm_report() if row.content == "momenta of matrices"]
-        assert bool(sent) == (stage > 0 and world_size > 1)
+def _is_torchs(ranks, stage):
+    expected = train_whole(ranks)
+    engine = train(
+        zero_core.build(make_model(), config_of(stage), process_group=ranks),
+        ranks.rank,
+        range(STEPS),
+    )
+    compare(engine, expected)
+    sent = [row for row in engine.comm_report() if row.content == "momenta of matrices"]
+    assert bool(sent) == (stage > 0 and ranks.size > 1)
 
 
 @pytest.mark.parametrize("adjust_lr_fn", ["original", "match_rms_adamw"])
@@ -89,9 +92,10 @@ def test_alone_it_is_torchs_muon_bit_by_bit(shape, adjust_lr_fn):
     assert torch.equal(mine, theirs)
 
 
+@pytest.mark.parametrize("stage", range(4))
 @pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_update_is_that_of_torchs_muon_and_adamw_at_every_stage(world_size):
-    spawn(_is_torchs, world_size)
+def test_update_is_that_of_torchs_muon_and_adamw_at_every_stage(world_size, stage):
+    simulate(_is_torchs, world_size, stage)
 
 
 def states_of(engine):
@@ -104,37 +108,37 @@ def states_of(engine):
     }
 
 
-def _resumes(rank, world_size, folder, is_second):
-    engine = zero_core.build(make_model(), config_of(3 if is_second else 1))
+def _resumes(ranks, folder, is_second):
+    engine = zero_core.build(make_model(), config_of(3 if is_second else 1), process_group=ranks)
     if not is_second:
-        train(engine, rank, range(2))
+        train(engine, ranks.rank, range(2))
         engine.save_checkpoint(folder)
         saved = states_of(engine)
-        if rank == 0:
+        if ranks.rank == 0:
             torch.save(saved, f"{folder}/states.pt")
         return
     engine.load_checkpoint(folder)
-    expected = zero_core.build(make_model(), config_of(0))
+    expected = zero_core.build(make_model(), config_of(0), process_group=ranks)
     expected.load_checkpoint(folder)
     saved = torch.load(f"{folder}/states.pt", weights_only=True)
     assert all(saved[name, "exp_avg"].any() for name, _ in saved if name != "never")
     for found in (states_of(engine), states_of(expected)):
         torch.testing.assert_close(found, saved, rtol=0.0, atol=0.0)
-    train(engine, rank, range(2, STEPS))
-    train(expected, rank, range(2, STEPS))
+    train(engine, ranks.rank, range(2, STEPS))
+    train(expected, ranks.rank, range(2, STEPS))
     compare(engine, expected.full_state_dict(dtype=torch.float32))
 
 
 def test_checkpoint_goes_on_with_other_ranks_and_another_stage(tmp_path):
-    spawn(_resumes, 2, str(tmp_path), False)
-    spawn(_resumes, 3, str(tmp_path), True)
+    simulate(_resumes, 2, str(tmp_path), False)
+    simulate(_resumes, 3, str(tmp_path), True)
 
 
 class Branches(nn.Module):
     def __init__(self):
         super().__init__()
-        torch.manual_seed(0)
-        self.blocks = nn.ModuleList([nn.Linear(5, 5), nn.Linear(5, 5)])
+        with seeded(0):
+            self.blocks = nn.ModuleList([nn.Linear(5, 5), nn.Linear(5, 5)])
 
     def forward(self, x, num_blocks):
         for block in self.blocks[:num_blocks]:
@@ -142,8 +146,8 @@ class Branches(nn.Module):
         return x.square().sum()
 
 
-def _leaves_alone(rank, world_size, stage):
-    engine = zero_core.build(Branches(), config_of(stage))
+def _leaves_alone(ranks, stage):
+    engine = zero_core.build(Branches(), config_of(stage), process_group=ranks)
     engine.backward(engine(torch.ones(1, 5), 2))
     engine.step()
     before = engine.full_state_dict()
@@ -156,7 +160,7 @@ def _leaves_alone(rank, world_size, stage):
 
 @pytest.mark.parametrize("stage", [1, 3])
 def test_matrix_without_a_gradient_is_left_alone_by_ranks_that_hold_little_else(stage):
-    spawn(_leaves_alone, 3, stage)
+    simulate(_leaves_alone, 3, stage)
 
 
 @pytest.mark.parametrize(

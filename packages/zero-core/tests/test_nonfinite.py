@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from contextlib import nullcontext
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import zero_core
-from zero_core.testing import Case, spawn
+from zero_core.testing import Case, SimulatedRanks, seeded, simulate
 
 
 class _Scaled(nn.Module):
@@ -19,8 +20,8 @@ class _Scaled(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        torch.manual_seed(0)
-        self.blocks = nn.ModuleList(nn.Linear(3, 5, bias=False) for _ in range(2))
+        with seeded(0):
+            self.blocks = nn.ModuleList(nn.Linear(3, 5, bias=False) for _ in range(2))
 
     def forward(self, first: Tensor, second: Tensor) -> Tensor:
         return self.blocks[0](first).sum() + self.blocks[1](second).sum()
@@ -30,6 +31,7 @@ class _Records(logging.Handler):
     def __init__(self) -> None:
         super().__init__()
         self.texts: list[str] = []
+        self.addFilter(lambda record: record.thread == threading.get_ident())  # of this rank
         logging.getLogger("zero_core").addHandler(self)
 
     def emit(self, record: logging.LogRecord) -> None:
@@ -41,51 +43,54 @@ def _inputs(*, is_spoilt: bool) -> tuple[Tensor, Tensor]:
     return good, bad if is_spoilt else good
 
 
-def _spoil(rank: int, world_size: int, dtype: str, bad_micro: int, is_local: bool) -> None:
-    culprit = world_size - 1
-    for stage in (0, 1, 2, 3):
-        case = Case(stage, "fp32" if dtype == "fp16" else dtype, accumulation=2)
-        engine = zero_core.build(
-            _Scaled(), case.config() | {"fp16": {"enabled": dtype == "fp16", "loss_scale": 2.0}}
-        )
-        records = _Records()
-        for step in range(2):
-            for micro in range(2):
-                is_spoilt = rank == culprit and (step, micro) == (0, bad_micro)
-                with engine.no_sync() if is_local and micro == 0 else nullcontext():
-                    engine.backward(engine(*_inputs(is_spoilt=is_spoilt)))
-                engine.step()
-            assert engine.optimizer.overflow == (step == 0)
-        assert engine.skipped_steps == 1
-        (text,) = records.texts
-        assert f"(blocks.1.weight: batch of rank {culprit})" in text
+def _spoil(ranks: SimulatedRanks, dtype: str, bad_micro: int, is_local: bool, stage: int) -> None:
+    culprit = ranks.size - 1
+    case = Case(stage, "fp32" if dtype == "fp16" else dtype, accumulation=2)
+    engine = zero_core.build(
+        _Scaled(),
+        case.config() | {"fp16": {"enabled": dtype == "fp16", "loss_scale": 2.0}},
+        process_group=ranks,
+    )
+    records = _Records()
+    for step in range(2):
+        for micro in range(2):
+            is_spoilt = ranks.rank == culprit and (step, micro) == (0, bad_micro)
+            with engine.no_sync() if is_local and micro == 0 else nullcontext():
+                engine.backward(engine(*_inputs(is_spoilt=is_spoilt)))
+            engine.step()
+        assert engine.optimizer.overflow == (step == 0)
+    assert engine.skipped_steps == 1
+    (text,) = records.texts
+    assert f"(blocks.1.weight: batch of rank {culprit})" in text
 
 
+@pytest.mark.parametrize("stage", range(4))
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_a_spoilt_batch_is_named_with_its_rank(world_size, dtype):
-    spawn(_spoil, world_size, dtype, 1, False)
+def test_a_spoilt_batch_is_named_with_its_rank(world_size, dtype, stage):
+    simulate(_spoil, world_size, dtype, 1, False, stage)
 
 
+@pytest.mark.parametrize("stage", range(4))
 @pytest.mark.parametrize("is_local", [False, True])
-def test_a_spoilt_batch_of_an_earlier_micro_step_is_named_too(is_local):
-    spawn(_spoil, 2, "fp32", 0, is_local)
+def test_a_spoilt_batch_of_an_earlier_micro_step_is_named_too(is_local, stage):
+    simulate(_spoil, 2, "fp32", 0, is_local, stage)
 
 
-def _spoil_by_all(rank: int, world_size: int) -> None:
-    engine = zero_core.build(_Scaled(), Case(stage=2).config())
+def _spoil_by_all(ranks: SimulatedRanks) -> None:
+    engine = zero_core.build(_Scaled(), Case(stage=2).config(), process_group=ranks)
     records = _Records()
-    engine.backward(engine(*_inputs(is_spoilt=rank != 1)))
+    engine.backward(engine(*_inputs(is_spoilt=ranks.rank != 1)))
     engine.step()
     assert "(blocks.1.weight: batches of ranks 0, 2)" in records.texts[0]
 
 
 def test_every_rank_at_fault_is_named():
-    spawn(_spoil_by_all, 3)
+    simulate(_spoil_by_all, 3)
 
 
-def _overflow_of_the_sum(rank: int, world_size: int) -> None:
-    engine = zero_core.build(_Scaled(), Case(stage=1).config())
+def _overflow_of_the_sum(ranks: SimulatedRanks) -> None:
+    engine = zero_core.build(_Scaled(), Case(stage=1).config(), process_group=ranks)
     records = _Records()
     big = torch.full((1, 3), 3e38)  # what each rank contributes: four backwards of a quarter
     for _ in range(3):
@@ -97,7 +102,7 @@ def _overflow_of_the_sum(rank: int, world_size: int) -> None:
 
 
 def test_a_sum_that_overflows_blames_no_rank():
-    spawn(_overflow_of_the_sum, 2)
+    simulate(_overflow_of_the_sum, 2)
 
 
 class _Reticent:
@@ -113,13 +118,15 @@ class _Reticent:
         return work
 
 
-def _spoil_unseen(rank: int, world_size: int) -> None:
-    engine = zero_core.build(_Scaled(), Case(stage=2).config(), collectives=_Reticent)
+def _spoil_unseen(ranks: SimulatedRanks) -> None:
+    engine = zero_core.build(
+        _Scaled(), Case(stage=2).config(), collectives=_Reticent, process_group=ranks
+    )
     records = _Records()
-    engine.backward(engine(*_inputs(is_spoilt=rank == 1)))
+    engine.backward(engine(*_inputs(is_spoilt=ranks.rank == 1)))
     engine.step()
     assert "(blocks.1.weight: which rank's batch did it is not known)" in records.texts[0]
 
 
 def test_where_no_part_of_the_sum_is_seen_nobody_is_blamed():
-    spawn(_spoil_unseen, 2)
+    simulate(_spoil_unseen, 2)
