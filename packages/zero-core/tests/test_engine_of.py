@@ -11,27 +11,27 @@ import torch
 from torch import nn
 
 import zero_core
-from zero_core.testing import Case, batch, make_model, spawn
+from zero_core.testing import Case, SimulatedRanks, batch, make_model, simulate
 
 
-def _finds(rank: int, world_size: int) -> None:
-    for stage in (0, 3):
-        engine = zero_core.build(make_model(), Case(stage).config())
-        other = zero_core.build(make_model(), Case(stage).config())
-        for built in (engine, other):
-            for name, param in built.module.named_parameters():
-                assert zero_core.engine_of(param) is built
-                assert built.owns(param) == name
-        engine.backward(engine(**batch(0, 0, rank))["loss"])
-        engine.step()
-        assert zero_core.engine_of(engine.module.embed.weight) is engine
-        assert engine.owns(other.module.embed.weight) is None
-        assert engine.owns(engine.module.head.weight) == "embed.weight"  # tied: its first name
+def _finds(ranks: SimulatedRanks, stage: int) -> None:
+    engine = zero_core.build(make_model(), Case(stage).config(), process_group=ranks)
+    other = zero_core.build(make_model(), Case(stage).config(), process_group=ranks)
+    for built in (engine, other):
+        for name, param in built.module.named_parameters():
+            assert zero_core.engine_of(param) is built
+            assert built.owns(param) == name
+    engine.backward(engine(**batch(0, 0, ranks.rank))["loss"])
+    engine.step()
+    assert zero_core.engine_of(engine.module.embed.weight) is engine
+    assert engine.owns(other.module.embed.weight) is None
+    assert engine.owns(engine.module.head.weight) == "embed.weight"  # tied: its first name
 
 
+@pytest.mark.parametrize("stage", [0, 3])
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_the_engine_of_a_parameter_is_found(world_size):
-    spawn(_finds, world_size)
+def test_the_engine_of_a_parameter_is_found(world_size, stage):
+    simulate(_finds, world_size, stage)
 
 
 def test_parameters_of_no_engine_have_none():

@@ -10,7 +10,7 @@ from torch import nn
 
 import zero_core
 from zero_core import ConfigError, EvaluationOnlyError
-from zero_core.testing import Case, batch, make_model, spawn
+from zero_core.testing import Case, SimulatedRanks, batch, make_model, simulate
 
 
 def _config(stage: int, dtype: str = "fp32") -> dict[str, object]:
@@ -19,36 +19,38 @@ def _config(stage: int, dtype: str = "fp32") -> dict[str, object]:
     return config
 
 
-def _as_the_module(rank: int, world_size: int) -> None:
-    for stage in (0, 2, 3):
-        for dtype in ("fp32", "bf16"):
-            plain = make_model()
-            if dtype == "bf16":
-                plain.to(torch.bfloat16)
-            engine = zero_core.build(make_model(), _config(stage, dtype), is_training=False)
-            engine.eval()
-            for step in range(2):
-                with torch.no_grad():
-                    expected = plain(**batch(step, 0, rank))["logits"]
-                found = engine(**batch(step, 0, rank))["logits"]
-                assert torch.equal(found, expected)
-                assert not found.requires_grad
-            torch.testing.assert_close(
-                engine.full_state_dict(), dict(plain.state_dict()), rtol=0.0, atol=0.0
-            )
-            with engine.gathered(params=[engine.module.gain]):
-                assert engine.module.gain.item() == 1.0
-            report = engine.memory_report()
-            assert not [kind for kind, nbytes in report.items() if "grad" in kind and nbytes]
-            numel = sum(p.numel() for p in plain.parameters())
-            shares = world_size if stage == 3 else 1
-            kept = report["parameters"] / (4 if dtype == "fp32" else 2)
-            assert numel / shares <= kept < 2 * numel / shares + 1000  # and the padding
+def _as_the_module(ranks: SimulatedRanks, stage: int) -> None:
+    for dtype in ("fp32", "bf16"):
+        plain = make_model()
+        if dtype == "bf16":
+            plain.to(torch.bfloat16)
+        engine = zero_core.build(
+            make_model(), _config(stage, dtype), is_training=False, process_group=ranks
+        )
+        engine.eval()
+        for step in range(2):
+            with torch.no_grad():
+                expected = plain(**batch(step, 0, ranks.rank))["logits"]
+            found = engine(**batch(step, 0, ranks.rank))["logits"]
+            assert torch.equal(found, expected)
+            assert not found.requires_grad
+        torch.testing.assert_close(
+            engine.full_state_dict(), dict(plain.state_dict()), rtol=0.0, atol=0.0
+        )
+        with engine.gathered(params=[engine.module.gain]):
+            assert engine.module.gain.item() == 1.0
+        report = engine.memory_report()
+        assert not [kind for kind, nbytes in report.items() if "grad" in kind and nbytes]
+        numel = sum(p.numel() for p in plain.parameters())
+        shares = ranks.size if stage == 3 else 1
+        kept = report["parameters"] / (4 if dtype == "fp32" else 2)
+        assert numel / shares <= kept < 2 * numel / shares + 1000  # and the padding
 
 
+@pytest.mark.parametrize("stage", [0, 2, 3])
 @pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_it_computes_what_the_plain_module_does_and_keeps_values_alone(world_size):
-    spawn(_as_the_module, world_size)
+def test_it_computes_what_the_plain_module_does_and_keeps_values_alone(world_size, stage):
+    simulate(_as_the_module, world_size, stage)
 
 
 def test_what_trains_is_refused(tmp_path):
@@ -96,30 +98,30 @@ def test_keys_that_only_a_training_uses_are_told_and_objects_refused(caplog):
         zero_core.build(model, config, optimizer=optimizer, is_training=False)
 
 
-def _built_again(rank: int, world_size: int) -> None:
+def _built_again(ranks: SimulatedRanks, stage: int) -> None:
     expected = make_model().state_dict()
-    for stage in (0, 3):
-        model = make_model()
-        evaluated = zero_core.build(model, _config(stage), is_training=False)
-        params = list(model.parameters())
-        assert evaluated.unwrap() is model
-        found = dict(model.state_dict())
-        torch.testing.assert_close(found, dict(expected), rtol=0.0, atol=0.0)
-        assert all(a is b for a, b in zip(model.parameters(), params, strict=True))
-        assert model.head.weight is model.embed.weight
-        engine = zero_core.build(model, Case(stage).config())
-        for step in range(2):
-            engine.backward(engine(**batch(step, 0, rank))["loss"])
-            engine.step()
-        trained = engine.full_state_dict()
-        engine.unwrap()
-        torch.testing.assert_close(dict(model.state_dict()), trained, rtol=0.0, atol=0.0)
-        assert not torch.equal(trained["embed.weight"], expected["embed.weight"])
+    model = make_model()
+    evaluated = zero_core.build(model, _config(stage), is_training=False, process_group=ranks)
+    params = list(model.parameters())
+    assert evaluated.unwrap() is model
+    found = dict(model.state_dict())
+    torch.testing.assert_close(found, dict(expected), rtol=0.0, atol=0.0)
+    assert all(a is b for a, b in zip(model.parameters(), params, strict=True))
+    assert model.head.weight is model.embed.weight
+    engine = zero_core.build(model, Case(stage).config(), process_group=ranks)
+    for step in range(2):
+        engine.backward(engine(**batch(step, 0, ranks.rank))["loss"])
+        engine.step()
+    trained = engine.full_state_dict()
+    engine.unwrap()
+    torch.testing.assert_close(dict(model.state_dict()), trained, rtol=0.0, atol=0.0)
+    assert not torch.equal(trained["embed.weight"], expected["embed.weight"])
 
 
+@pytest.mark.parametrize("stage", [0, 3])
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_a_model_given_back_is_whole_and_trained_by_the_next_engine(world_size):
-    spawn(_built_again, world_size)
+def test_a_model_given_back_is_whole_and_trained_by_the_next_engine(world_size, stage):
+    simulate(_built_again, world_size, stage)
 
 
 def test_values_are_given_back_unrounded_where_asked():
@@ -129,15 +131,15 @@ def test_values_are_given_back_unrounded_where_asked():
     torch.testing.assert_close(dict(model.state_dict()), expected, rtol=0.0, atol=0.0)
 
 
-def _refused(rank: int, world_size: int) -> None:
+def _refused(ranks: SimulatedRanks) -> None:
     model = make_model()
-    zero_core.build(model, _config(3), is_training=False).close()
+    zero_core.build(model, _config(3), is_training=False, process_group=ranks).close()
     with pytest.raises(ConfigError, match=r"sometimes holds no value.*unwrap"):
-        zero_core.build(model, Case(0).config())
+        zero_core.build(model, Case(0).config(), process_group=ranks)
 
 
 def test_a_model_whose_values_went_with_a_closed_engine_is_refused():
-    spawn(_refused, 2)
+    simulate(_refused, 2)
 
 
 def test_a_parameter_that_repeats_one_value_is_no_empty_one():

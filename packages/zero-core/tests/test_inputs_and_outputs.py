@@ -7,10 +7,9 @@ from dataclasses import dataclass
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
 import zero_core
-from zero_core.testing import LR, WEIGHT_DECAY, Case, spawn
+from zero_core.testing import LR, WEIGHT_DECAY, Case, SimulatedDDP, SimulatedRanks, seeded, simulate
 
 
 @dataclass
@@ -53,8 +52,8 @@ class _End(nn.Module):
 class _Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        torch.manual_seed(2)
-        self.blocks = nn.ModuleList([_Start(), _Middle(), _End()])
+        with seeded(2):
+            self.blocks = nn.ModuleList([_Start(), _Middle(), _End()])
 
     def forward(self, batch: dict[str, Tensor]) -> _State:
         start, middle, end = self.blocks
@@ -66,35 +65,34 @@ def _batch(step: int, rank: int, dtype: torch.dtype) -> dict[str, Tensor]:
     return {"x": torch.randn(4, 5, generator=generator, dtype=dtype)}
 
 
-def _reference(rank: int, world_size: int, dtype: torch.dtype) -> dict[str, Tensor]:
+def _reference(ranks: SimulatedRanks, dtype: torch.dtype) -> dict[str, Tensor]:
     model = _Net().to(dtype)
-    ddp = DistributedDataParallel(model) if world_size > 1 else model
+    ddp = SimulatedDDP(model, ranks)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=WEIGHT_DECAY, fused=True)
     for step in range(3):
         optimizer.zero_grad()
-        ddp(_batch(step, rank, dtype)).hidden.square().mean().backward()
+        ddp(_batch(step, ranks.rank, dtype)).hidden.square().mean().backward()
+        ddp.average_gradients()
         optimizer.step()
     return {name: value.detach().clone() for name, value in model.state_dict().items()}
 
 
-def _follows_ddp(rank: int, world_size: int, dtype: torch.dtype) -> None:
-    expected = _reference(rank, world_size, dtype)
-    # Three ranks: another order than DDP's ring.
-    atol = 0.0 if world_size <= 2 else 1e3 * torch.finfo(dtype).eps
-    for stage in (0, 1, 2, 3):
-        for again in (None, {}):
-            config = Case(stage=stage).config() | {"activation_checkpointing": again}
-            engine = zero_core.build(_Net().to(dtype), config)
-            for step in range(3):
-                out = engine(_batch(step, rank, dtype))
-                assert isinstance(out, _State)
-                assert out.extra is not None  # an output that no loss uses
-                engine.backward(out.hidden.square().mean())
-                engine.step()
-            torch.testing.assert_close(engine.full_state_dict(), expected, rtol=0.0, atol=atol)
+def _follows_ddp(ranks: SimulatedRanks, dtype: torch.dtype, stage: int) -> None:
+    expected = _reference(ranks, dtype)
+    for again in (None, {}):
+        config = Case(stage=stage).config() | {"activation_checkpointing": again}
+        engine = zero_core.build(_Net().to(dtype), config, process_group=ranks)
+        for step in range(3):
+            out = engine(_batch(step, ranks.rank, dtype))
+            assert isinstance(out, _State)
+            assert out.extra is not None  # an output that no loss uses
+            engine.backward(out.hidden.square().mean())
+            engine.step()
+        torch.testing.assert_close(engine.full_state_dict(), expected, rtol=0.0, atol=0.0)
 
 
+@pytest.mark.parametrize("stage", range(4))
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["single", "double"])
 @pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_structured_values_pass_through_blocks_as_in_ddp(world_size, dtype):
-    spawn(_follows_ddp, world_size, dtype)
+def test_structured_values_pass_through_blocks_as_in_ddp(world_size, dtype, stage):
+    simulate(_follows_ddp, world_size, dtype, stage)

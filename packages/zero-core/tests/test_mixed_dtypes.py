@@ -7,11 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 import zero_core
-from zero_core.testing import LR, WEIGHT_DECAY, Case, spawn
+from zero_core.testing import LR, WEIGHT_DECAY, Case, SimulatedRanks, seeded, simulate
 
 STEPS = 3
 OPTIMIZERS: dict[str, Any] = {
@@ -34,12 +33,12 @@ class _Mixed(nn.Module):
 
     def __init__(self, dtypes: tuple[torch.dtype, ...], depth: int = 2) -> None:
         super().__init__()
-        torch.manual_seed(0)
-        self.first = nn.Linear(5, 5).to(dtypes[0])
-        self.blocks = nn.ModuleList(
-            nn.ModuleList(nn.Linear(5, 5).to(dtype) for dtype in dtypes) for _ in range(depth)
-        )
-        self.gain = nn.Parameter(torch.ones((), dtype=dtypes[-1]))
+        with seeded(0):
+            self.first = nn.Linear(5, 5).to(dtypes[0])
+            self.blocks = nn.ModuleList(
+                nn.ModuleList(nn.Linear(5, 5).to(dtype) for dtype in dtypes) for _ in range(depth)
+            )
+            self.gain = nn.Parameter(torch.ones((), dtype=dtypes[-1]))
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in (self.first, *(layer for block in self.blocks for layer in block)):
@@ -56,22 +55,21 @@ def _wide(param: Tensor) -> Tensor:
     return param.detach().clone().to(torch.promote_types(param.dtype, torch.float32))
 
 
-def _reference(mix: str, name: str, rank: int, world_size: int) -> tuple[list[float], Any]:
+def _reference(mix: str, name: str, ranks: SimulatedRanks) -> tuple[list[float], Any]:
     """Train with torch alone; where parameters have 16 bits, sums and masters are fp32."""
+    control = ranks.connect()
     model = _Mixed(MIXES[mix])
     masters = {n: nn.Parameter(_wide(p)) for n, p in model.named_parameters()}
     optimizer = OPTIMIZERS[name](list(masters.values()))
     params = dict(model.named_parameters())
     losses = []
     for step in range(STEPS):
-        loss = model(_x(step, rank))
+        loss = model(_x(step, ranks.rank))
         loss.backward()
         losses.append(loss.item())
         for key, param in params.items():
-            grad, param.grad = _wide(param.grad) / world_size, None
-            if world_size > 1:
-                dist.all_reduce(grad)
-            masters[key].grad = grad
+            masters[key].grad = control.sum(_wide(param.grad) / ranks.size)
+            param.grad = None
         optimizer.step()
         with torch.no_grad():
             for key, param in params.items():
@@ -79,10 +77,11 @@ def _reference(mix: str, name: str, rank: int, world_size: int) -> tuple[list[fl
     return losses, (masters, optimizer)
 
 
-def _engine(mix: str, name: str, stage: int) -> zero_core.Engine:
+def _engine(mix: str, name: str, stage: int, process_group: SimulatedRanks) -> zero_core.Engine:
     model = _Mixed(MIXES[mix])
     config = {k: v for k, v in Case(stage).config().items() if k != "optimizer"}
-    return zero_core.build(model, config, optimizer=OPTIMIZERS[name](model.parameters()))
+    optimizer = OPTIMIZERS[name](model.parameters())
+    return zero_core.build(model, config, optimizer=optimizer, process_group=process_group)
 
 
 def _run(engine: zero_core.Engine, rank: int, steps: range) -> list[float]:
@@ -95,21 +94,21 @@ def _run(engine: zero_core.Engine, rank: int, steps: range) -> list[float]:
     return losses
 
 
-def _follows(rank: int, world_size: int, mix: str, name: str, folder: str) -> None:
-    losses, (masters, optimizer) = _reference(mix, name, rank, world_size)
+def _follows(ranks: SimulatedRanks, mix: str, name: str, folder: str) -> None:
+    losses, (masters, optimizer) = _reference(mix, name, ranks)
     # Gradients are sent in their own dtype: a third has no 16 bits, half of fp16's least neither.
-    is_exact = world_size == 1 or (world_size == 2 and torch.float16 not in MIXES[mix])
+    is_exact = ranks.size == 1 or (ranks.size == 2 and torch.float16 not in MIXES[mix])
     atol = 0.0 if is_exact else 1e-3
     for stage in (0, 1, 2, 3):
-        engine = _engine(mix, name, stage)
-        found = _run(engine, rank, range(2))
-        engine.save_checkpoint(f"{folder}/{world_size}-{stage}")
-        found += _run(engine, rank, range(2, STEPS))
+        engine = _engine(mix, name, stage, process_group=ranks)
+        found = _run(engine, ranks.rank, range(2))
+        engine.save_checkpoint(f"{folder}/{ranks.size}-{stage}")
+        found += _run(engine, ranks.rank, range(2, STEPS))
         torch.testing.assert_close(found, losses, rtol=0.0, atol=atol)
         _compare(engine, masters, optimizer, atol)
-        other = _engine(mix, name, 3 - stage)
-        other.load_checkpoint(f"{folder}/{world_size}-{stage}")
-        assert _run(other, rank, range(2, STEPS)) == found[2:]
+        other = _engine(mix, name, 3 - stage, process_group=ranks)
+        other.load_checkpoint(f"{folder}/{ranks.size}-{stage}")
+        assert _run(other, ranks.rank, range(2, STEPS)) == found[2:]
         _compare(other, masters, optimizer, atol)
 
 
@@ -129,10 +128,10 @@ def _compare(engine: zero_core.Engine, masters: Any, optimizer: Any, atol: float
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("mix", MIXES)
 def test_each_dtype_follows_torch_on_one_rank(mix, name, tmp_path: Path):
-    _follows(0, 1, mix, name, str(tmp_path))
+    simulate(_follows, 1, mix, name, str(tmp_path))
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize("mix", ["fp32 first", "fp64 and bf16", "fp16, fp64 and fp32"])
 def test_each_dtype_follows_torch_at_every_stage(mix, world_size, tmp_path: Path):
-    spawn(_follows, world_size, mix, "AdamW", str(tmp_path))
+    simulate(_follows, world_size, mix, "AdamW", str(tmp_path))

@@ -31,7 +31,8 @@ class _Records(logging.Handler):
     def __init__(self) -> None:
         super().__init__()
         self.texts: list[str] = []
-        self.addFilter(lambda record: record.thread == threading.get_ident())  # of this rank
+        own = threading.get_ident()
+        self.addFilter(lambda record: record.thread == own)  # of this rank
         logging.getLogger("zero_core").addHandler(self)
 
     def emit(self, record: logging.LogRecord) -> None:

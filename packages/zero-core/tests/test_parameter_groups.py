@@ -7,21 +7,20 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import LambdaLR
 
 import zero_core
-from zero_core.testing import Case, spawn
+from zero_core.testing import Case, SimulatedDDP, SimulatedRanks, seeded, simulate
 
 
 class _Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        torch.manual_seed(6)
-        self.blocks = nn.ModuleList(
-            nn.Sequential(nn.Linear(5, 7), nn.LayerNorm(7), nn.Linear(7, 5)) for _ in range(2)
-        )
-        self.head = nn.Linear(5, 3)
+        with seeded(6):
+            self.blocks = nn.ModuleList(
+                nn.Sequential(nn.Linear(5, 7), nn.LayerNorm(7), nn.Linear(7, 5)) for _ in range(2)
+            )
+            self.head = nn.Linear(5, 3)
 
     def forward(self, x: Tensor) -> Tensor:
         for block in self.blocks:
@@ -52,17 +51,16 @@ def _x(step: int, rank: int) -> Tensor:
     return torch.randn(4, 5, generator=torch.Generator().manual_seed(10 * step + rank))
 
 
-def _follows_ddp(rank: int, world_size: int) -> None:
-    # Three ranks: another order than DDP's ring.
-    atol = 0.0 if world_size <= 2 else 4e-6
+def _follows_ddp(ranks: SimulatedRanks) -> None:
     for begins_empty in (False, True):
         model = _Net()
-        ddp = DistributedDataParallel(model) if world_size > 1 else model
+        ddp = SimulatedDDP(model, ranks)
         optimizer = _optimizer(model, begins_empty=begins_empty)
         schedule = _schedule(optimizer)
         for step in range(4):
             optimizer.zero_grad()
-            ddp(_x(step, rank)).backward()
+            ddp(_x(step, ranks.rank)).backward()
+            ddp.average_gradients()
             optimizer.step()
             schedule.step()
         expected = {name: value.detach() for name, value in model.state_dict().items()}
@@ -74,19 +72,20 @@ def _follows_ddp(rank: int, world_size: int) -> None:
                 Case(stage).config(),
                 optimizer=given,
                 lr_scheduler=_schedule(given),
+                process_group=ranks,
             )
             seen: list[str] = []
             engine.optimizer.register_step_pre_hook(lambda *_, seen=seen: seen.append("before"))
             engine.optimizer.register_step_post_hook(lambda *_, seen=seen: seen.append("after"))
             for step in range(4):
-                engine.backward(engine(_x(step, rank)))
+                engine.backward(engine(_x(step, ranks.rank)))
                 engine.step()
             assert seen == ["before", "after"] * 4
             found = [group["lr"] for group in engine.optimizer.param_groups]
             assert found == [group["lr"] for group in optimizer.param_groups]
-            torch.testing.assert_close(engine.full_state_dict(), expected, rtol=0.0, atol=atol)
+            torch.testing.assert_close(engine.full_state_dict(), expected, rtol=0.0, atol=0.0)
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_groups_schedules_and_empty_groups_follow_ddp(world_size):
-    spawn(_follows_ddp, world_size)
+    simulate(_follows_ddp, world_size)

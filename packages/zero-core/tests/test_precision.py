@@ -133,7 +133,8 @@ class _Product(nn.Module):
 def _one_bad_rank(ranks: SimulatedRanks, stage: int) -> None:
     records: list[str] = []
     handler = logging.Handler()
-    handler.addFilter(lambda record: record.thread == threading.get_ident())  # of this rank
+    own = threading.get_ident()
+    handler.addFilter(lambda record: record.thread == own)  # of this rank
     handler.emit = lambda record: records.append(record.getMessage())
     logging.getLogger("zero_core").addHandler(handler)
     for dtype in ("fp32", "bf16"):

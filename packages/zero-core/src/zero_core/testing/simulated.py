@@ -41,16 +41,16 @@ class _Network:
 
     def __init__(self, world_size: int) -> None:
         self.world_size = world_size
-        self._changed = threading.Condition()
+        self._arrived = [threading.Condition() for _ in range(world_size)]
         self._boxes: dict[tuple[int, int, Any], deque[Tensor]] = defaultdict(deque)
         self._failed: int | None = None
 
     def send(self, source: int, target: int, tag: Any, tensor: Tensor) -> None:
         with torch.inference_mode(False):
             copy = tensor.detach().clone()
-        with self._changed:
+        with self._arrived[target]:
             self._boxes[source, target, tag].append(copy)
-            self._changed.notify_all()
+            self._arrived[target].notify_all()
 
     def receive(self, source: int, target: int, tag: Any) -> Tensor:
         """Take the oldest tensor out of a mailbox.
@@ -58,9 +58,9 @@ class _Network:
         Raises:
             CollectiveError: another rank has failed, or nothing was sent within `TIMEOUT_S`.
         """
-        with self._changed:
+        with self._arrived[target]:
             box = self._boxes[source, target, tag]
-            is_there = self._changed.wait_for(
+            is_there = self._arrived[target].wait_for(
                 lambda: bool(box) or self._failed is not None, TIMEOUT_S
             )
             if box:
@@ -76,10 +76,11 @@ class _Network:
 
     def fail(self, rank: int) -> None:
         """Wake every rank that waits, because ``rank`` has failed."""
-        with self._changed:
-            if self._failed is None:
-                self._failed = rank
-            self._changed.notify_all()
+        for arrived in self._arrived:
+            with arrived:
+                if self._failed is None:
+                    self._failed = rank
+                arrived.notify_all()
 
     @property
     def failed(self) -> int | None:
