@@ -2,7 +2,7 @@
 learning-rate schedules, across checkpoints, at stages 1 to 3.
 
 The oracle is the engine with everything on the host, which test_equivalence holds against DDP; the
-schedule's is torch's optimizer under the same schedule.
+schedule's is torch's optimizer under the same schedule. Several ranks are simulated ones.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import zero_core
 from zero_core import ConfigError
 from zero_core.optim.device_tier import DeviceTier
 from zero_core.protocols import StateTier
-from zero_core.testing import Case, batch, make_model, spawn
+from zero_core.testing import Case, SimulatedRanks, batch, make_model, simulate
 from zero_offload import create_tier
 from zero_offload.flat.geometry import Geometry
 from zero_offload.flat.intervals import Intervals
@@ -55,16 +55,23 @@ class Scripted(AutoRatio):
         return self.ratio
 
 
+@pytest.fixture
+def _scripted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("zero_offload.tiers.auto_tier.AutoRatio", Scripted)
+
+
 def _build(
-    stage: int, share: str, dtype: str = "fp32", optimizer: dict[str, Any] | None = None
+    stage: int,
+    share: str,
+    dtype: str = "fp32",
+    optimizer: dict[str, Any] | None = None,
+    ranks: SimulatedRanks | None = None,
 ) -> zero_core.Engine:
     zero = {"offload_optimizer": {"device": "cpu", **SHARES[share]}}
     config = Case(stage, dtype, clipping=0.5, zero=zero).config()
     if optimizer is not None:
         config["optimizer"] = optimizer
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("zero_offload.tiers.auto_tier.AutoRatio", Scripted)
-        return zero_core.build(make_model(), config)
+    return zero_core.build(make_model(), config, process_group=ranks)
 
 
 def _halves(step: int) -> float:
@@ -99,16 +106,16 @@ def _assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tenso
         assert torch.equal(found[name], values), name
 
 
-def _compare_shares(rank: int, world_size: int, dtype: str) -> None:
+def _compare_shares(ranks: SimulatedRanks, dtype: str) -> None:
     expected: tuple[list[float], dict[str, torch.Tensor]] | None = None
     for stage in STAGES:  # each of the static shares at two stages
         static = [share for n, share in enumerate(STATIC) if n % len(STAGES) != stage - 1]
         for share in ("all", "auto", *static):
-            engine = _build(stage, share, dtype)
+            engine = _build(stage, share, dtype, ranks=ranks)
             schedule = LambdaLR(engine.optimizer, _halves)
             engine.lr_scheduler = schedule
             tier: Any = engine.sharded_state.tier
-            losses = _train(engine, rank, range(STEPS))
+            losses = _train(engine, ranks.rank, range(STEPS))
             if share == "auto":
                 assert not tier.controller.left, "every ratio of the script was taken"
             elif share != "all":
@@ -120,25 +127,26 @@ def _compare_shares(rank: int, world_size: int, dtype: str) -> None:
             engine.close()
 
 
+@pytest.mark.usefixtures("_scripted")
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-@pytest.mark.parametrize("world_size", [3])
-def test_no_share_changes_a_bit_under_a_schedule(world_size: int, dtype: str) -> None:
-    spawn(_compare_shares, world_size, dtype)
+def test_no_share_changes_a_bit_under_a_schedule(dtype: str) -> None:
+    simulate(_compare_shares, 3, dtype)
 
 
 NADAM = {"type": "NAdam", "params": {"lr": 1e-2}}
 """Has scalars beside its moments (``mu_product``), and only torch's own update."""
 
 
-def _cross(rank: int, world_size: int, folder: str) -> None:
-    saved = _build(2, "0.3", optimizer=NADAM)
+def _cross(ranks: SimulatedRanks, folder: str) -> None:
+    rank = ranks.rank
+    saved = _build(2, "0.3", optimizer=NADAM, ranks=ranks)
     _train(saved, rank, range(4))
     saved.save_checkpoint(folder)
     _train(saved, rank, range(4, 8))
     expected = _everything(saved)
     saved.close()
     for stage, share in ((1, "0.999"), (3, "auto"), (2, "names"), (2, "budget")):
-        engine = _build(stage, share, optimizer=NADAM)
+        engine = _build(stage, share, optimizer=NADAM, ranks=ranks)
         _train(engine, rank, range(20, 23))  # another run's state, which is replaced
         engine.load_checkpoint(folder)
         _train(engine, rank, range(4, 8))
@@ -146,11 +154,13 @@ def _cross(rank: int, world_size: int, folder: str) -> None:
         engine.close()
 
 
+@pytest.mark.usefixtures("_scripted")
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_a_checkpoint_at_one_ratio_goes_on_at_any_share(world_size: int, tmp_path: Path) -> None:
-    spawn(_cross, world_size, str(tmp_path))
+    simulate(_cross, world_size, str(tmp_path))
 
 
+@pytest.mark.usefixtures("_scripted")
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("share", ["0.3", "0.999", "auto", "names"])
 def test_a_schedule_reaches_both_parts_as_in_torch(stage: int, share: str) -> None:
@@ -179,11 +189,12 @@ def test_a_schedule_reaches_both_parts_as_in_torch(stage: int, share: str) -> No
     engine.close()
 
 
-def _choose_alone(rank: int, world_size: int) -> None:
+def _choose_alone(ranks: SimulatedRanks) -> None:
     """Each rank takes ratios of its own, in its own order; they compute the same all the same."""
-    expected = _build(3, "all")
+    rank = ranks.rank
+    expected = _build(3, "all", ranks=ranks)
     losses = _train(expected, rank, range(STEPS))
-    engine = _build(3, "auto")
+    engine = _build(3, "auto", ranks=ranks)
     tier: Any = engine.sharded_state.tier
     tier.controller.left = [abs(ratio - rank / 3) for ratio in SCRIPT]
     assert _train(engine, rank, range(STEPS)) == losses
@@ -192,8 +203,9 @@ def _choose_alone(rank: int, world_size: int) -> None:
         each.close()
 
 
+@pytest.mark.usefixtures("_scripted")
 def test_ranks_choose_their_own_ratios() -> None:
-    spawn(_choose_alone, 3)
+    simulate(_choose_alone, 3)
 
 
 def test_a_real_search_settles_and_reports(caplog: pytest.LogCaptureFixture) -> None:
