@@ -18,13 +18,8 @@ from zero_comm.quantizer.block_format import ROTATION_SIZE, BlockFormat
 _SMALLEST_MAX: Final = 2.0**-100
 _SMALLEST_STEP: Final = 2.0**-107
 _BFLOAT16_MAX: Final = torch.finfo(torch.bfloat16).max
-# The largest bfloat16 that the input's dtype can hold: 65504 would round up to Inf in float16.
-LARGEST_MAX: Final = {
-    torch.float32: _BFLOAT16_MAX,
-    torch.bfloat16: _BFLOAT16_MAX,
-    torch.float16: 65280.0,
-    torch.float64: _BFLOAT16_MAX,
-}
+# The largest bfloat16 that float16 can hold: 65504 would round up to Inf.
+_FLOAT16_MAX: Final = 65280.0
 # Smallest normal exponent and mantissa bits of the fp8 types.
 _FLOAT8: Final = {"e4m3": (-6, 3, torch.float8_e4m3fn), "e5m2": (-14, 2, torch.float8_e5m2)}
 _EXPONENT_BITS: Final = 0x7F800000
@@ -60,7 +55,10 @@ def encode_blocks(
         levels = _encode_symmetric(source, scales, work, fmt, dtype, noise)
     else:
         levels = _encode_asymmetric(source[:, :num_valid], source, scales, fmt, dtype, noise)
-    _zero_rows(levels, scales[:, :1].isnan())
+    is_bad = scales[:, :1].isnan()
+    # On a CPU the pass is skipped where no block needs it. Elsewhere asking would synchronize.
+    if levels.device.type != "cpu" or bool(is_bad.any()):
+        levels.masked_fill_(is_bad, 0)
     _pack(levels, codes, fmt)
 
 
@@ -70,10 +68,10 @@ def decode_blocks(codes: Tensor, scales: Tensor, out: Tensor, fmt: BlockFormat) 
     if fmt.is_symmetric:
         out.mul_(_divide(scales.to(torch.float32), fmt.top_level))
     else:
-        lo, hi = scales[:, :1], scales[:, 1:]
+        grid = _AsymmetricGrid(scales, fmt)
         is_zero = out == 0
-        _value_of(out.sub_(1), lo, hi, _asymmetric_step(lo, hi, fmt), fmt, out=out)
-        torch.where(is_zero, lo - lo, out, out=out)  # zero, or NaN
+        grid.values_of(out.sub_(1), out=out)
+        torch.where(is_zero, grid.lo - grid.lo, out, out=out)  # zero, or NaN
     if fmt.has_rotation:
         rotate(out)
 
@@ -119,13 +117,6 @@ def _divide(x: Tensor, divisor: float) -> Tensor:
     return x.div_(torch.full((), divisor, dtype=x.dtype, device=x.device))
 
 
-def _zero_rows(x: Tensor, is_zeroed: Tensor) -> None:
-    """Fill the marked rows of ``x`` with zeros."""
-    # On a CPU the pass is skipped where no row needs it. Elsewhere asking would synchronize.
-    if x.device.type != "cpu" or bool(is_zeroed.any()):
-        x.masked_fill_(is_zeroed, 0)
-
-
 def _encode_symmetric(
     source: Tensor,
     scales: Tensor,
@@ -139,7 +130,8 @@ def _encode_symmetric(
     largest = source.amax(1, keepdim=True)
     largest = torch.maximum(largest, source.amin(1, keepdim=True).neg_(), out=largest)
     poison = largest - largest  # 0, or NaN where the block holds NaN or Inf
-    largest.clamp_(_SMALLEST_MAX, LARGEST_MAX[dtype]).add_(poison)
+    ceiling = _FLOAT16_MAX if dtype == torch.float16 else _BFLOAT16_MAX
+    largest.clamp_(_SMALLEST_MAX, ceiling).add_(poison)
     scales.copy_(largest)
     # From the rounded maximum, by the same operations as in decoding: one grid for both.
     steps = _divide(largest.copy_(scales), fmt.top_level)
@@ -175,50 +167,38 @@ def _encode_asymmetric(
     """Fill ``scales`` from the ``valid`` columns, and return the codes of all columns in fp32."""
     torch.amin(valid, 1, keepdim=True, out=scales[:, :1])
     torch.amax(valid, 1, keepdim=True, out=scales[:, 1:])
-    lo, hi = scales[:, :1], scales[:, 1:]
-    poison = (lo - lo).add_(hi - hi)  # 0, or NaN; and -0 + 0 is +0
-    lo.add_(poison)
-    hi.add_(poison)
-    step = _asymmetric_step(lo, hi, fmt)
-    k = (source * 0.5).sub_(lo * 0.5).mul_(step.reciprocal().mul_(2.0))
+    scales.add_((scales - scales).sum(1, keepdim=True))  # 0, or NaN; and -0 + 0 is +0
+    grid = _AsymmetricGrid(scales, fmt)
+    k = (source * 0.5).sub_(grid.lo * 0.5).mul_(grid.step.reciprocal().mul_(2.0))
     _round(k, noise).clamp_(0, fmt.top_index)
     if noise is None and not fmt.has_rotation:
-        k = _keep_exact(k, source, lo, hi, step, fmt, dtype)
+        # To the neighbour that gives ``source`` back exactly, where ``k`` does not.
+        is_wrong = grid.values_of(k).to(dtype) != source
+        for neighbour in ((k + 1).clamp_(max=fmt.top_index), (k - 1).clamp_(min=0)):
+            is_exact = grid.values_of(neighbour).to(dtype) == source
+            k = torch.where(is_wrong & is_exact, neighbour, k)
     return k.add_(1).masked_fill_(source == 0, 0)
 
 
-def _keep_exact(
-    k: Tensor,
-    source: Tensor,
-    lo: Tensor,
-    hi: Tensor,
-    step: Tensor,
-    fmt: BlockFormat,
-    dtype: torch.dtype,
-) -> Tensor:
-    """Move to the neighbour that gives ``source`` back exactly, where ``k`` does not."""
+class _AsymmetricGrid:
+    """Values of asymmetric blocks, from the smallest element to the largest, each ``[blocks, 1]``.
 
-    def is_exact(index: Tensor) -> Tensor:
-        return _value_of(index, lo, hi, step, fmt).to(dtype) == source
+    Args:
+        scales: these two of each block.
+        fmt: the format.
+    """
 
-    is_wrong = ~is_exact(k)
-    for neighbour in ((k + 1).clamp_(max=fmt.top_index), (k - 1).clamp_(min=0)):
-        k = torch.where(is_wrong & is_exact(neighbour), neighbour, k)
-    return k
+    def __init__(self, scales: Tensor, fmt: BlockFormat) -> None:
+        self._top_index = fmt.top_index
+        self.lo, self.hi = scales[:, :1], scales[:, 1:]
+        half_range = (self.hi * 0.5).sub_(self.lo * 0.5)
+        self.step = _divide(half_range, fmt.top_index / 2).clamp_(min=_SMALLEST_STEP)
 
-
-def _asymmetric_step(lo: Tensor, hi: Tensor, fmt: BlockFormat) -> Tensor:
-    half_range = (hi * 0.5).sub_(lo * 0.5)
-    return _divide(half_range, fmt.top_index / 2).clamp_(min=_SMALLEST_STEP)
-
-
-def _value_of(
-    k: Tensor, lo: Tensor, hi: Tensor, step: Tensor, fmt: BlockFormat, out: Tensor | None = None
-) -> Tensor:
-    is_bottom, is_top = k == 0, k == fmt.top_index
-    value = torch.mul(k, step * 0.5, out=out).add_(lo * 0.5).mul_(2.0)
-    torch.where(is_bottom, lo, value, out=value)
-    return torch.where(is_top, hi, value, out=value)
+    def values_of(self, k: Tensor, out: Tensor | None = None) -> Tensor:
+        is_bottom, is_top = k == 0, k == self._top_index
+        values = torch.mul(k, self.step * 0.5, out=out).add_(self.lo * 0.5).mul_(2.0)
+        torch.where(is_bottom, self.lo, values, out=values)
+        return torch.where(is_top, self.hi, values, out=values)
 
 
 def _pack(levels: Tensor, codes: Tensor, fmt: BlockFormat) -> None:

@@ -109,23 +109,14 @@ def symmetric_codes(
     maximum = tl.where(is_finite, (largest + 0x7FFF + ((largest >> 16) & 1)) >> 16, 0x7FC0)
     step = symmetric_step(maximum, KIND)
     v = x * tl.div_rn(tl.full(step.shape, 1.0, tl.float32), step)[:, None]
-    if KIND == "int8":
-        codes = _signed_codes(v, noise, 127, IS_STOCHASTIC)
-    elif KIND == "int4":
-        codes = _signed_codes(v, noise, 7, IS_STOCHASTIC)
-    else:
+    if KIND == "e4m3" or KIND == "e5m2":
         codes = _float8_codes(v, noise, KIND, IS_STOCHASTIC)
+    else:
+        codes = _round(v, noise, IS_STOCHASTIC)
+        if IS_STOCHASTIC:  # to the nearest, |v| is never half a step above the top
+            TOP: tl.constexpr = 127 if KIND == "int8" else 7
+            codes = tl.minimum(tl.maximum(codes, -TOP), TOP)
     return tl.where(is_finite[:, None], codes, 0), maximum
-
-
-@triton.jit
-def _signed_codes(
-    v: tl.tensor, noise: tl.tensor, TOP: tl.constexpr, IS_STOCHASTIC: tl.constexpr
-) -> tl.tensor:
-    codes = _round(v, noise, IS_STOCHASTIC)
-    if IS_STOCHASTIC:  # to the nearest, |v| is never half a step above the top
-        codes = tl.minimum(tl.maximum(codes, -TOP), TOP)
-    return codes
 
 
 @triton.jit
