@@ -236,7 +236,7 @@ def test_a_rank_without_elements_may_choose_too() -> None:
 
 def test_a_cpu_sets_no_bound_and_its_clock_counts_the_calls() -> None:
     assert read_memory(CPU) is None
-    assert DeviceRoom(100, 12, CPU).least_ratio(0) == 0.0
+    assert DeviceRoom(100, 12).bound(read_memory(CPU), 0) == 0.0
     clock = DeviceClock(CPU)
     for _ in range(2):
         with clock.measure():
@@ -274,7 +274,7 @@ def test_room_is_what_the_peak_without_the_state_leaves(
     """A device with ``total`` bytes on which a step takes some, and the state 14 per element."""
     numel, element_bytes = 10**7, 14
     peak = others = 0
-    room = DeviceRoom(numel, element_bytes, CPU)
+    room = DeviceRoom(numel, element_bytes)
     for taken, share in steps:
         device_numel = round(share * numel)
         if taken + device_numel * element_bytes > peak:

@@ -15,10 +15,10 @@ from cpu_adam._slots import (
     REMAINDER,
     SCALES,
     STATE_DTYPES,
+    check_master,
     check_name,
     local_of,
 )
-from cpu_adam._states import check_master
 from cpu_adam.optimizer import CPUAdam
 
 OptimizerOrState = TypeVar("OptimizerOrState", CPUAdam, dict[str, Any])

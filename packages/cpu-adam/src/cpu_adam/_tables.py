@@ -22,8 +22,7 @@ import torch
 from torch import Tensor
 
 from cpu_adam._memory import ITEM_BYTES
-from cpu_adam._slots import TYPES, Slot, extents_of, local_of
-from cpu_adam._states import check_param, fill_state
+from cpu_adam._slots import TYPES, Slot, check_param, extents_of, fill_state, local_of
 
 States = Mapping[Tensor, dict[str, Any]]
 Settings = tuple[str, str | None]

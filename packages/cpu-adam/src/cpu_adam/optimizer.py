@@ -27,9 +27,10 @@ from cpu_adam._slots import (
     REMAINDER,
     SCALES,
     STATE_DTYPES,
+    check_master,
     check_name,
+    check_param,
 )
-from cpu_adam._states import check_master, check_param
 from cpu_adam._tables import Roster
 from cpu_adam._threads import resolve_num_threads
 

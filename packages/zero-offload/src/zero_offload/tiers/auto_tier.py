@@ -92,22 +92,17 @@ class DeviceRoom:
         element_bytes: bytes of an element's state on the device.
     """
 
-    def __init__(self, numel: int, element_bytes: int, device: torch.device) -> None:
+    def __init__(self, numel: int, element_bytes: int) -> None:
         self._numel = numel
         self._element_bytes = element_bytes
-        self._device = device
         self._peak = 0
         self._numel_at_peak = 0
-
-    def least_ratio(self, device_numel: int) -> float:
-        """Return the bound for the device's memory as it is now, from 0 to 1."""
-        return self.bound(read_memory(self._device), device_numel)
 
     def bound(self, now: MemoryReading | None, device_numel: int) -> float:
         """Return the bound, from 0 to 1.
 
         Args:
-            now: the device's memory; None where it sets no bound.
+            now: the device's memory, see `read_memory`; None where it sets no bound.
             device_numel: elements that were on the device since the last call.
         """
         if now is None or not self._numel or not self._element_bytes:
@@ -184,7 +179,8 @@ class AutoTier(TwinTier):
         everything = Intervals([(0, geometry.numel)])
         super().__init__(geometry, groups, everything, factory, alignment=alignment)
         self.controller = controller or AutoRatio()
-        self._room = DeviceRoom(geometry.numel, element_bytes, device)
+        self._device = device
+        self._room = DeviceRoom(geometry.numel, element_bytes)
         self._clock = DeviceClock(device)
         self._host_s = 0.0  # as the host tier counted when the step began
         self._round_stall_s = 0.0
@@ -215,7 +211,8 @@ class AutoTier(TwinTier):
         sample = self._take_sample()
         if not self._fresh:  # else a parameter without a gradient before came first
             before = self.controller.report
-            least_ratio = self._room.least_ratio(self.geometry.numel - self.host_numel)
+            device_numel = self.geometry.numel - self.host_numel
+            least_ratio = self._room.bound(read_memory(self._device), device_numel)
             ratio = self.controller.observe(sample, least_ratio)
             if self.controller.report is not before:
                 _log.info("offload_optimizer settled on %s", self.controller.report)
