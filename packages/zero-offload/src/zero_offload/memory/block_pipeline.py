@@ -58,6 +58,9 @@ class BlockPipeline:
     Args:
         file: its records are the parts of all blocks, see [Note: buffers].
         buffer_count: blocks in memory at once; fewer are used where there are fewer blocks.
+
+    Attributes:
+        buffer_bytes: host memory of all buffers.
     """
 
     def __init__(self, file: BlockFile, num_parts: int, buffer_count: int) -> None:
@@ -70,6 +73,7 @@ class BlockPipeline:
             _Buffer([aligned_empty(num_bytes) for num_bytes in self._longest])
             for _ in range(min(buffer_count, num_blocks))
         ]
+        self.buffer_bytes = len(self._free) * sum(self._longest)
         self._ahead: deque[tuple[int, tuple[int, ...]]] = deque()
         self._prefetched: dict[int, _Buffer] = {}
         self._followers: dict[int, int] = {}  # of each block, the next one last time
@@ -77,12 +81,6 @@ class BlockPipeline:
         self._reading: dict[int, _Buffer] = {}
         self._held: dict[int, _Buffer] = {}
         self._writing: dict[int, _Buffer] = {}
-
-    @property
-    def buffer_bytes(self) -> int:
-        places = (self._prefetched, self._reading, self._held, self._writing)
-        num_buffers = len(self._free) + sum(len(place) for place in places)
-        return num_buffers * sum(self._longest)
 
     @property
     def prefetched(self) -> list[int]:

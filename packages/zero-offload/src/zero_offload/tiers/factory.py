@@ -18,7 +18,7 @@ from zero_offload.protocols import (
 )
 from zero_offload.rules.elementwise import check_elementwise
 from zero_offload.rules.resolve import check_kernel_class, resolve_rule
-from zero_offload.rules.rule import KERNEL_DTYPES, Rule
+from zero_offload.rules.rule import KERNEL_DTYPES
 from zero_offload.settings import OffloadSettings
 from zero_offload.steppers.file_stepper import FileStepper
 from zero_offload.steppers.memory_stepper import MemoryStepper
@@ -57,9 +57,15 @@ class OffloadTiers:
             check_kernel_class(optimizer_class)
         self.device = device
         self.optimizer_class = optimizer_class
-        self.rule = _resolve(
-            optimizer_class, freeze_groups(groups), adam_kernel, settings.state_dtype, geometry
-        )
+        dtype = settings.state_dtype
+        self.rule = resolve_rule(adam_kernel, optimizer_class, freeze_groups(groups), dtype)
+        if self.rule and any(shard.dtype not in KERNEL_DTYPES for _, shard in geometry.shards):
+            if dtype != "float32":
+                raise ValueError(
+                    f"offload_optimizer.state_dtype = {dtype!r} is not served for float64 "
+                    f'parameters: use "float32"'
+                )
+            self.rule = None
         if self.rule is None and settings.nvme is not None:
             raise ValueError(
                 f'offload_optimizer.device = "nvme" does not serve {optimizer_class.__qualname__} '
@@ -143,22 +149,3 @@ class _PartStore:
 
     def write(self, start: int, values: Tensor) -> None:
         self._store.write(self._share.element(start), values)
-
-
-def _resolve(
-    optimizer_class: OptimizerClass,
-    groups: Groups,
-    adam_kernel: AdamKernel | None,
-    state_dtype: str,
-    geometry: Geometry,
-) -> Rule | None:
-    """The rule by which a kernel updates in host memory. None for torch's own update."""
-    rule = resolve_rule(adam_kernel, optimizer_class, groups, state_dtype)
-    if rule is None or all(shard.dtype in KERNEL_DTYPES for _, shard in geometry.shards):
-        return rule
-    if state_dtype != "float32":
-        raise ValueError(
-            f"offload_optimizer.state_dtype = {state_dtype!r} is not served for float64 "
-            f'parameters: use "float32"'
-        )
-    return None

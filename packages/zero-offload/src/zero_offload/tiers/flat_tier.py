@@ -169,7 +169,7 @@ class FlatTier(ABC):
         wait_for_grads: Callable[[], None],
     ) -> None:
         """Run a step. Grad mode is per thread, so it is set here."""
-        if self._progress.has_failed:
+        if self._progress.error is not None:
             return
         try:
             with torch.no_grad():
@@ -208,10 +208,10 @@ class FlatTier(ABC):
         """Return ``master_weight``, then every elementwise state that the optimizer has."""
         return (MASTER, *self._stepper.states)
 
-    def _check_name(self, name: str) -> None:
-        known = self._stepper.states
-        if name != MASTER and name not in known:
-            raise KeyError(f"the optimizer has no state {name!r}, only {[MASTER, *known]}")
+    def _check_state(self, name: str, start: int, stop: int) -> None:
+        self.geometry.check_range(start, stop)
+        if name not in self.state_names():
+            raise KeyError(f"the optimizer has no state {name!r}, only {list(self.state_names())}")
 
     def read_state(self, name: str, start: int, stop: int) -> Tensor:
         """Return a copy of one state over a range, 1-D, on the CPU, zero where there is none.
@@ -220,8 +220,7 @@ class FlatTier(ABC):
             KeyError: the optimizer has no such state.
         """
         self._progress.drain()
-        self.geometry.check_range(start, stop)
-        self._check_name(name)
+        self._check_state(name, start, stop)
         return self._stepper.read(name, start, stop)
 
     def write_state(self, name: str, start: int, values: Tensor) -> None:
@@ -234,8 +233,7 @@ class FlatTier(ABC):
         """
         self._progress.drain()
         stop = start + values.numel()
-        self.geometry.check_range(start, stop)
-        self._check_name(name)
+        self._check_state(name, start, stop)
         with torch.no_grad():
             self._stepper.write(name, start, values)
             if name == MASTER:

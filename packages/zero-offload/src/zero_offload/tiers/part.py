@@ -29,17 +29,15 @@ class GradStaging:
     """
 
     def __init__(self, numel: int) -> None:
+        self.num_bytes = 0
         self._numel = numel
         self._memory: dict[torch.dtype, Tensor] = {}
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(memory.nbytes for memory in self._memory.values())
 
     def copy(self, start: int, grad: Tensor) -> Tensor:
         """Return a lasting copy of the gradient of ``[start, start + grad.numel())``."""
         if grad.dtype not in self._memory:
             self._memory[grad.dtype] = grad.new_empty(self._numel)
+            self.num_bytes += self._memory[grad.dtype].nbytes
         return self._memory[grad.dtype][start : start + grad.numel()].copy_(grad)
 
 

@@ -25,14 +25,18 @@ class _Run:
 
 
 class Progress:
-    """Runs of all steps under way, published in order by one thread and awaited by others."""
+    """Runs of all steps under way, published in order by one thread and awaited by others.
+
+    Attributes:
+        error: of the first step that failed. Steps that queue behind it must not run.
+    """
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
         self._runs: list[_Run] = []  # in the order of publication
         self._num_published = 0
         self._num_open = 0
-        self._error: BaseException | None = None
+        self.error: BaseException | None = None
 
     def begin(self, runs: Sequence[tuple[int, int]]) -> None:
         """Add a step with these ascending runs, after those that are under way."""
@@ -59,14 +63,9 @@ class Progress:
     def finish(self, error: BaseException | None = None) -> None:
         """End the oldest step, with an error for all present and later callers if it failed."""
         with self._changed:
-            self._error = self._error or error
+            self.error = self.error or error
             self._num_open -= 1
             self._changed.notify_all()
-
-    @property
-    def has_failed(self) -> bool:
-        """Whether a step failed. Steps that queue behind it must not run."""
-        return self._error is not None
 
     def _overlapping(self, start: int, stop: int) -> list[_Run]:
         return [run for run in self._runs if run.start < stop and start < run.stop]
@@ -79,7 +78,7 @@ class Progress:
         """
         with self._changed:
             hits = self._overlapping(start, stop)
-            self._changed.wait_for(lambda: self._error or all(run.is_published for run in hits))
+            self._changed.wait_for(lambda: self.error or all(run.is_published for run in hits))
         self.check()
         return [run.event for run in hits if run.event is not None]
 
@@ -96,13 +95,13 @@ class Progress:
             OffloadError: a step failed.
         """
         with self._changed:
-            self._changed.wait_for(lambda: self._error is not None or self._num_open <= 0)
+            self._changed.wait_for(lambda: self.error is not None or self._num_open <= 0)
         self.check()
 
     def check(self) -> None:
         """Raise OffloadError if a step failed."""
-        if self._error is not None:
+        if self.error is not None:
             raise OffloadError(
-                f"an optimizer step failed midway ({self._error!r}), so master weights and state "
+                f"an optimizer step failed midway ({self.error!r}), so master weights and state "
                 f"are partly updated; load a checkpoint into a new tier"
-            ) from self._error
+            ) from self.error
