@@ -14,7 +14,7 @@ LAYERS = [
     {"settings", "flat", "memory"},
     {"rules"},
     {"steppers"},
-    {"tiers", "torch_loop"},
+    {"tiers", "local_parts"},
     {"tier", "param_tier", "storage"},
     {"optimizer", "footprint"},
     {"__init__"},

@@ -28,15 +28,15 @@ from torch import Tensor
 
 from zero_offload.flat.geometry import Geometry
 from zero_offload.flat.intervals import Intervals
+from zero_offload.local_parts import check_not_replicated, common_device, lay_out
 from zero_offload.protocols import AdamKernel, Groups, OptimizerClass
+from zero_offload.rules.resolve import resolve_update
 from zero_offload.rules.rule import MASTER
 from zero_offload.settings import OffloadSettings
 from zero_offload.tier import make_device_tier, make_twin
 from zero_offload.tiers.factory import OffloadTiers
 from zero_offload.tiers.share import check_patterns, host_share
 from zero_offload.tiers.twin import TwinTier
-from zero_offload.torch_loop.host_update import resolve_update
-from zero_offload.torch_loop.local_parts import check_not_replicated, common_device, lay_out
 
 
 class OffloadedOptimizer(torch.optim.Optimizer):

@@ -1,1 +1,0 @@
-"""Parts of `OffloadedOptimizer`, for torch loops without an engine."""
