@@ -221,18 +221,16 @@ class TwinTier:
         owners = [part for part in self.parts if name in part.tier.state_names()]
         if not owners:
             raise KeyError(f"the optimizer has no state {name!r}, only {self.state_names()}")
-        whole: Tensor | None = None
-        for part in owners:
-            low, high = part.share.local(start), part.share.local(stop)
-            values = part.tier.read_state(name, low, high)
+        spans = [(p.share.local(start), p.share.local(stop)) for p in owners]
+        found = [p.tier.read_state(name, *span) for p, span in zip(owners, spans, strict=True)]
+        for values in found:
             if values.numel() == stop - start:
                 return values
-            if whole is None:
-                whole = torch.zeros(stop - start, dtype=values.dtype, device="cpu")
+        whole = torch.zeros(stop - start, dtype=found[0].dtype, device="cpu")
+        for part, (base, _), values in zip(owners, spans, found, strict=True):
             for a, b in part.share.overlaps(start, stop):
-                at = part.share.local(a) - low
+                at = part.share.local(a) - base
                 whole[a - start : b - start] = values[at : at + b - a]
-        assert whole is not None, "there is an owner"
         return whole
 
     def write_state(self, name: str, start: int, values: Tensor) -> None:
