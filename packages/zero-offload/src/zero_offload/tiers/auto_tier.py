@@ -27,6 +27,8 @@ from zero_offload.tiers.factory import OffloadTiers
 from zero_offload.tiers.part import Part
 from zero_offload.tiers.twin import TwinTier
 
+_log = logging.getLogger(__name__)
+
 MARGIN = 0.05
 """Share of the device's memory that is kept free for fragmentation and libraries."""
 
@@ -151,14 +153,11 @@ class DeviceClock:
         return seconds
 
 
-_log = logging.getLogger(__name__)
-
-
 class AutoTier(TwinTier):
     """A StateTier whose host share starts with everything and ends where steps are fastest.
 
     Args:
-        element_bytes: bytes of an element's state on it.
+        element_bytes: bytes of an element's state on the device.
         controller: chooses the ratios; an `AutoRatio` by default.
 
     Attributes:
