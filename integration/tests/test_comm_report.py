@@ -1,7 +1,11 @@
-"""What an engine says that it has sent and keeps, against the plan, on four ranks of two nodes."""
+"""What an engine says that it has sent and keeps, against the plan, on four ranks of two nodes.
+
+Ranks of several nodes are simulated, those of one node are processes.
+"""
 
 from __future__ import annotations
 
+import copy
 import json
 from dataclasses import asdict
 from pathlib import Path
@@ -12,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 import zero_core
-from zero_core.testing import spawn
+from zero_core.testing import SimulatedRanks, simulate, spawn
 
 WIDTH = 64
 WEIGHTS, GRADIENTS = {"zero_quantized_weights": True}, {"zero_quantized_gradients": True}
@@ -86,9 +90,12 @@ class Model(nn.Module):
         return y
 
 
-def train(config: dict[str, Any]) -> dict[str, Any]:
-    torch.manual_seed(0)
-    engine = zero_core.build(Model(), config)
+torch.manual_seed(0)
+MODEL = Model()
+
+
+def train(config: dict[str, Any], ranks: SimulatedRanks | None = None) -> dict[str, Any]:
+    engine = zero_core.build(copy.deepcopy(MODEL), config, process_group=ranks)
     for _ in range(2):  # the first one has nothing to tell changes of
         for _ in range(engine.gradient_accumulation_steps):
             x = torch.randn(2, WIDTH).bfloat16()
@@ -112,20 +119,27 @@ def train_served(rank: int, world_size: int, folder: str) -> None:
     (Path(folder) / f"{rank}.json").write_text(json.dumps(found))
 
 
+def train_simulated(ranks: SimulatedRanks) -> list[dict[str, Any]]:
+    return [train(config, ranks) for config in served_by(ranks.size)]
+
+
 @pytest.mark.parametrize(("world_size", "ranks_per_node"), [(4, 2), (3, 1), (2, 2)])
 def test_an_engine_sends_and_keeps_what_was_planned(
     world_size: int, ranks_per_node: int, tmp_path: Path
 ) -> None:
     served = served_by(world_size)
-    spawn(train_served, world_size, str(tmp_path), ranks_per_node=ranks_per_node)
+    if world_size > ranks_per_node:
+        found = simulate(train_simulated, world_size, ranks_per_node=ranks_per_node)
+    else:
+        spawn(train_served, world_size, str(tmp_path))
+        found = [json.loads((tmp_path / f"{r}.json").read_text()) for r in range(world_size)]
     with torch.device("meta"):
         model = Model()
     plans = [
         zero_core.plan(model, c, world_size, ranks_per_node=ranks_per_node, device_type="cpu")
         for c in served
     ]
-    for rank in range(world_size):
-        rows = json.loads((tmp_path / f"{rank}.json").read_text())
+    for rows in found:
         for config, planned, row in zip(served, plans, rows, strict=True):
             zero, device = config["zero_optimization"], planned.memory.device
             assert [asdict(t) for t in planned.traffic] == row["sent"], zero
