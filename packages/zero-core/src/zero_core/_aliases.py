@@ -18,87 +18,78 @@ from zero_core.sharded_model import ShardedModel
 
 _PARTITIONED = "zero_engine.deepspeed.zero.partitioned"
 
-_SAME_NAMES = (
-    ("access", "step.states", "GRAD StateAccess"),
-    ("accumulation", "optim.train_state", "Accumulation"),
-    ("activations", "plan.activations", "trace_activations"),
-    ("adam", "optim.adam", "Adam corrected_update moments_of"),
-    ("arena", "sharded.pool", "Allocate Arena BufferPool allocator"),
-    ("arena", "_libc", "release_free_pages"),
-    ("arrivals", "runtime.order", "Forward"),
-    ("autograd", "_torch", "is_in_backward requires_grad"),
-    ("buffers", "runtime.buffers", "BufferSync"),
-    (
-        "checkpoint_files",
-        "checkpoint.files",
-        "FORMAT MANIFEST VALUE VERSION Reader Weight find read_buffers read_manifest read_weights",
+_SAME_NAMES: Mapping[str, str] = {
+    "access": "step.states: GRAD StateAccess",
+    "accumulation": "optim.train_state: Accumulation",
+    "activations": "plan.activations: trace_activations",
+    "adam": "optim.adam: Adam corrected_update moments_of",
+    "arena": "sharded.pool: Allocate Arena BufferPool allocator; _libc: release_free_pages",
+    "arrivals": "runtime.order: Forward",
+    "autograd": "_torch: is_in_backward requires_grad",
+    "buffers": "runtime.buffers: BufferSync",
+    "checkpoint_files": (
+        "checkpoint.files: FORMAT MANIFEST VALUE VERSION Reader Weight find read_buffers "
+        "read_manifest read_weights"
     ),
-    ("collectives", "comm.control", "ControlGroup all_gather_single sum_in_rank_order"),
-    (
-        "comm_protocols",
-        "protocols",
-        "EXACT_GRADIENTS EXACT_PARAMETERS Collectives CollectivesFactory Work",
+    "collectives": "comm.control: ControlGroup all_gather_single sum_in_rank_order",
+    "comm_protocols": (
+        "protocols: EXACT_GRADIENTS EXACT_PARAMETERS Collectives CollectivesFactory Work"
     ),
-    ("comm_report", "comm.meter", "FACTS GRADIENTS MATRICES PARAMETERS Meter"),
-    ("compiling", "_torch", "outside_graphs unless_compiling"),
-    (
-        "config_blocks",
-        "config.blocks",
-        "DTYPES ActivationCheckpointingConfig Bf16Config Config DataTypesConfig Fp16Config "
-        "LeafModuleConfig LocoConfig OffloadOptimizerConfig OffloadParamConfig "
-        "OptimizerConfig SchedulerConfig ZeroConfig as_whole",
+    "comm_report": "comm.meter: FACTS GRADIENTS MATRICES PARAMETERS Meter",
+    "compiling": "_torch: outside_graphs unless_compiling",
+    "config_blocks": (
+        "config.blocks: DTYPES ActivationCheckpointingConfig Bf16Config Config DataTypesConfig "
+        "Fp16Config LeafModuleConfig LocoConfig OffloadOptimizerConfig OffloadParamConfig "
+        "OptimizerConfig SchedulerConfig ZeroConfig as_whole"
     ),
-    ("config_rules", "config.blocks", "UNNEEDED"),
-    ("config_rules", "config.rules", "check_rules find_unneeded"),
-    ("deferred", "init.deferred", "deferred_init is_recorded_innermost recorded recordings_of"),
-    ("discovery", "layout.discovery", "Discovered LeafRule discover note_reader"),
-    ("early", "step.gradient", "updates_in_backward"),
-    ("evaluation", "sharded_model", "for_evaluation"),
-    ("export", "checkpoint.export", "export_safetensors full_state_dict"),
-    ("forecast", "plan.forecast", "Forecast MemoryUse buffer_bytes num_gathers"),
-    ("initial", "init.values", "InitialValues"),
-    ("lion", "optim.lion", "Lion"),
-    ("lr_schedules", "optim.schedules.factory", "SCHEDULERS make_scheduler"),
-    ("lr_schedules", "optim.schedules.base", "IterationSchedule Schedule"),
-    ("lr_schedules", "optim.schedules.one_cycle", "LRRangeTest OneCycle"),
-    ("lr_schedules", "optim.schedules.warmup", "WarmupCosineLR WarmupDecayLR WarmupLR"),
-    ("matrices", "optim.muon_tier", "MatrixTier"),
-    ("memory", "sharded.memory", "Memory"),
-    ("memory", "sharded.gradient_plan", "accumulated_dtype communicated_dtype"),
-    ("muon", "optim.muon", "Direction Muon direction_of split_groups tag_matrices"),
-    ("native", "comm.factory", "share_memory"),
-    ("one_cycle", "optim.schedules.one_cycle", "LRRangeTest OneCycle"),
-    ("offload_share", "blueprint", "check_patterns"),
-    ("optimizer", "step.optimizer", "EngineOptimizer"),
-    ("optimizer", "optim.factory", "check_elementwise has_kernel_rule make_optimizer"),
-    ("owners", "sharded_model", "engine_of"),
-    ("parts", "plugins", "COLLECTIVES KERNELS PARAM_TIERS TIERS has_part load_part"),
-    ("plan_result", "plan.result", "Choice Plan Table format_bytes"),
-    ("precision", "optim.train_state", "LossScaler"),
-    ("precision", "_torch", "cast_floats"),
-    ("precision", "step.gradient", "clip_factor"),
-    ("pretrained", "checkpoint.pretrained", "Loaded load_pretrained"),
-    ("recompute", "runtime.recompute", "Recompute"),
-    ("resting", "sharded.param_offload", "LocalStore"),
-    (
-        "schedule",
-        "optim.schedules.base",
-        "IterationSchedule Rate Schedule check_state per_group resume_rates set_rates "
-        "torch_optimizer whole",
+    "config_rules": "config.blocks: UNNEEDED; config.rules: check_rules find_unneeded",
+    "deferred": "init.deferred: deferred_init is_recorded_innermost recorded recordings_of",
+    "discovery": "layout.discovery: Discovered LeafRule discover note_reader",
+    "early": "step.gradient: updates_in_backward",
+    "evaluation": "sharded_model: for_evaluation",
+    "export": "checkpoint.export: export_safetensors full_state_dict",
+    "forecast": "plan.forecast: Forecast MemoryUse buffer_bytes num_gathers",
+    "initial": "init.values: InitialValues",
+    "lion": "optim.lion: Lion",
+    "lr_schedules": (
+        "optim.schedules.factory: SCHEDULERS make_scheduler; optim.schedules.base: "
+        "IterationSchedule Schedule; optim.schedules.one_cycle: LRRangeTest OneCycle; "
+        "optim.schedules.warmup: WarmupCosineLR WarmupDecayLR WarmupLR"
     ),
-    ("shared_memory", "comm.shared_memory", "SharedMemory"),
-    ("state", "sharded.sharded_state", "MASTER ShardedState"),
-    ("tape", "init.tape", "Entry Recording Ref storage_of zeroed"),
-    ("tier", "optim.device_tier", "DeviceTier optimizer_options"),
-    ("topology", "comm.topology", "Ranks count_per_node find_ranks"),
-    ("traffic", "comm.meter", "Links Traffic"),
-    ("traffic_choices", "plan.choices", "TrafficChoice"),
-    ("unit", "sharded.unit", "Unit"),
-    ("warmup", "optim.schedules.warmup", "WarmupCosineLR WarmupDecayLR WarmupLR"),
-    ("weight_files", "checkpoint.safetensors_files", "StoredTensor find_tensors"),
-    ("wire", "comm.p2p", "Kind"),
-)
-"""Old module, where its names are now (both below ``zero_core``), and those names."""
+    "matrices": "optim.muon_tier: MatrixTier",
+    "memory": "sharded.memory: Memory; sharded.gradient_plan: accumulated_dtype communicated_dtype",
+    "muon": "optim.muon: Direction Muon direction_of split_groups tag_matrices",
+    "native": "comm.factory: share_memory",
+    "one_cycle": "optim.schedules.one_cycle: LRRangeTest OneCycle",
+    "offload_share": "blueprint: check_patterns",
+    "optimizer": (
+        "step.optimizer: EngineOptimizer; optim.factory: check_elementwise has_kernel_rule "
+        "make_optimizer"
+    ),
+    "owners": "sharded_model: engine_of",
+    "parts": "plugins: COLLECTIVES KERNELS PARAM_TIERS TIERS has_part load_part",
+    "plan_result": "plan.result: Choice Plan Table format_bytes",
+    "precision": "optim.train_state: LossScaler; _torch: cast_floats; step.gradient: clip_factor",
+    "pretrained": "checkpoint.pretrained: Loaded load_pretrained",
+    "recompute": "runtime.recompute: Recompute",
+    "resting": "sharded.param_offload: LocalStore",
+    "schedule": (
+        "optim.schedules.base: IterationSchedule Rate Schedule check_state per_group resume_rates "
+        "set_rates torch_optimizer whole"
+    ),
+    "shared_memory": "comm.shared_memory: SharedMemory",
+    "state": "sharded.sharded_state: MASTER ShardedState",
+    "tape": "init.tape: Entry Recording Ref storage_of zeroed",
+    "tier": "optim.device_tier: DeviceTier optimizer_options",
+    "topology": "comm.topology: Ranks count_per_node find_ranks",
+    "traffic": "comm.meter: Links Traffic",
+    "traffic_choices": "plan.choices: TrafficChoice",
+    "unit": "sharded.unit: Unit",
+    "warmup": "optim.schedules.warmup: WarmupCosineLR WarmupDecayLR WarmupLR",
+    "weight_files": "checkpoint.safetensors_files: StoredTensor find_tensors",
+    "wire": "comm.p2p: Kind",
+}
+"""Old module, and where its names are now, both below ``zero_core``: "new: names; new: names"."""
 
 _FURTHER: Mapping[str, Mapping[str, str]] = {
     "zero_core.comm_protocols": {"NativeCollectives": "zero_core.protocols:TransportCollectives"},
@@ -122,9 +113,11 @@ _FURTHER: Mapping[str, Mapping[str, str]] = {
 
 def _moved() -> Mapping[str, Mapping[str, str]]:
     found = {old: dict(names) for old, names in _FURTHER.items()}
-    for old, new, names in _SAME_NAMES:
+    for old, modules in _SAME_NAMES.items():
         places = found.setdefault(f"zero_core.{old}", {})
-        places |= {name: f"zero_core.{new}:{name}" for name in names.split()}
+        for module in modules.split("; "):
+            new, _, names = module.partition(": ")
+            places |= {name: f"zero_core.{new}:{name}" for name in names.split()}
     return found
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 import hashlib
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -26,12 +25,8 @@ from zero_core.optim.muon import tag_matrices
 class Blueprint:
     """Description of a model for one world size.
 
-    Attributes:
-        found: its parameters and units.
-        layout: the place of every element.
-        optimizer: the one that was given, or the configuration's, over the model's parameters.
-        given: the one that was given, or None.
-        group_of: the optimizer group of each trainable parameter, by the parameter's number.
+    ``optimizer`` is the one that was ``given``, or else the configuration's. ``group_of`` has the
+    optimizer group of each trainable parameter, by the parameter's number.
     """
 
     found: Discovered
@@ -84,15 +79,7 @@ class Blueprint:
         Raises:
             RankMismatchError: with the ranks that differ, and in what.
         """
-        described = json.dumps(
-            [
-                [
-                    [p.name, p.shape, str(p.dtype), p.is_trainable, p.aliases]
-                    for p in self.layout.params
-                ],
-                [[u.name, [s.slots[0].param for s in u.segments]] for u in self.layout.units],
-            ]
-        )
+        described = repr(self.layout)
         settings = config.model_dump_json()
         hashes = [hashlib.sha256(text.encode()).digest() for text in (described, settings)]
         for rank, theirs in enumerate(control.gather_bytes(b"".join(hashes))):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from importlib.metadata import entry_points
-from typing import Any, cast
+from typing import Any
 
 import torch
 
@@ -25,6 +25,7 @@ from zero_core.optim.muon_tier import MatrixTier
 from zero_core.protocols import (
     Collectives,
     CollectivesFactory,
+    ParamTier,
     ParamTierFactory,
     StateTier,
     StateTierFactory,
@@ -49,11 +50,7 @@ def has_part(group: str, name: str) -> bool:
 def load_part(group: str, name: str, *, asked_by: str, distribution: str) -> Any:
     """Load the object behind entry point ``name`` of ``group``.
 
-    Args:
-        group: entry-point group.
-        name: entry point.
-        asked_by: the configuration key that asks for it, for the message.
-        distribution: the package that provides it, for the message.
+    An error says which configuration key ``asked_by`` it and the ``distribution`` that has it.
 
     Raises:
         MissingPartError: it is not installed, or does not import.
@@ -71,6 +68,18 @@ def load_part(group: str, name: str, *, asked_by: str, distribution: str) -> Any
             f"{asked_by} needs the package {distribution}, which is installed but does not "
             f"import: {error}; try: pip install --force-reinstall {distribution}"
         ) from error
+
+
+def call_factory(make: Any, *args: Any, **kwargs: Any) -> Any:
+    """Return what a plug-in's factory makes.
+
+    Raises:
+        ConfigError: the ValueError of a factory that does not serve a setting.
+    """
+    try:
+        return make(*args, **kwargs)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
 
 
 def make_collectives(
@@ -96,18 +105,16 @@ def make_collectives(
         if transport.world_size == 1:
             _log.warning("%s has no effect with one rank: nothing is sent", asked)
         given = load_part(COLLECTIVES, "quantized", asked_by=asked, distribution="zero-comm")
-    make = cast(CollectivesFactory, given)
-    try:
-        return make(
-            transport,
-            rank=transport.rank,
-            world_size=transport.world_size,
-            config=zero.model_dump(mode="json"),
-            ranks_per_node=per_node,
-            frozen=frozenset(s.index for s in layout.segments if not s.is_trainable),
-        )
-    except ValueError as error:
-        raise ConfigError(str(error)) from error
+    made: Collectives = call_factory(
+        given,
+        transport,
+        rank=transport.rank,
+        world_size=transport.world_size,
+        config=zero.model_dump(mode="json"),
+        ranks_per_node=per_node,
+        frozen=frozenset(s.index for s in layout.segments if not s.is_trainable),
+    )
+    return made
 
 
 def make_state_tier(
@@ -162,10 +169,7 @@ def make_state_tier(
             "device_tier": DeviceTier,
             "names": [layout.params[p.param].name for p in placed],
         }
-    try:
-        tier: StateTier = make(**own)
-    except ValueError as error:
-        raise ConfigError(str(error)) from error
+    tier: StateTier = call_factory(make, **own)
     _check_members(tier)
     return tier
 
@@ -233,12 +237,10 @@ def make_param_tier(
     if factory is None:
         asked = f"zero_optimization.offload_param.device = {kind!r}"
         factory = load_part(PARAM_TIERS, "host", asked_by=asked, distribution="zero-offload")
-    try:
-        tier = factory(
-            shards=[(s.index, s.shard_numel, s.dtype) for s in segments],
-            device=device,
-            config=zero.model_dump(mode="json"),
-        )
-    except ValueError as error:
-        raise ConfigError(str(error)) from error
+    tier: ParamTier = call_factory(
+        factory,
+        shards=[(s.index, s.shard_numel, s.dtype) for s in segments],
+        device=device,
+        config=zero.model_dump(mode="json"),
+    )
     return OffloadedSegments(segments, tier)

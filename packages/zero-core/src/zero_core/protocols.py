@@ -176,7 +176,6 @@ class TransportCollectives(InPlaceCollectives, Protocol):
         Args:
             out: 1-D, contiguous, any dtype; ``world_size`` equal slices.
             parts: of the length and dtype of ``out``; must not overlap it.
-            unit: index of the segment it belongs to.
 
         Raises:
             ValueError: they differ, or do not divide by the number of ranks.
@@ -232,8 +231,6 @@ class CollectivesFactory(Protocol):
 
         Args:
             native: works on any dtype, ``torch.uint8`` included.
-            rank: this rank.
-            world_size: number of ranks.
             config: the resolved ``zero_optimization`` block as plain builtins.
             ranks_per_node: ranks ``[n * ranks_per_node, (n + 1) * ranks_per_node)`` share node
                 ``n``; divides ``world_size``.
@@ -495,15 +492,10 @@ class AdamKernel(Protocol):
         Args:
             master: fp32, 1-D, contiguous, host memory; updated.
             grad: fp32, bf16 or fp16, same length; multiplied by ``grad_scale`` first.
-            exp_avg: fp32; updated.
-            exp_avg_sq: fp32; updated.
+            exp_avg, exp_avg_sq: fp32; updated.
             step: number of this update, from 1.
-            lr: learning rate.
-            beta1: decay of ``exp_avg``.
-            beta2: decay of ``exp_avg_sq``.
-            eps: added to the denominator.
-            weight_decay: decoupled (``adamw_mode``) or L2.
-            adamw_mode: decoupled weight decay.
+            lr, beta1, beta2, eps, weight_decay: as torch.optim.AdamW has them.
+            adamw_mode: decoupled weight decay instead of L2.
             bias_correction: divide the moments by ``1 - beta ** step``.
             grad_scale: factor on the gradient: unscale and clip.
             out: fp32, bf16 or fp16, same length: receives the rounded master in the same pass.

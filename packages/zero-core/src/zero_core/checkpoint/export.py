@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
@@ -35,64 +36,52 @@ def full_state_dict(
 
 
 def export_safetensors(state: ShardedState, directory: Path, *, dtype: torch.dtype | None) -> Path:
-    writer = _Writer(directory) if state.control.rank == 0 else None
-    for spec, tensor in state.full_params():  # a collective: every rank goes on to the end
-        if writer is not None:
-            writer.add(spec.name, _cast(tensor, dtype or spec.dtype))
+    params = state.full_params()
 
-    def finish() -> None:
-        if writer is not None:
-            writer.finish(state.buffers())
+    def write() -> None:
+        try:
+            if state.control.rank == 0:
+                values = ((spec.name, _cast(t, dtype or spec.dtype)) for spec, t in params)
+                _write_files(directory, values, state.buffers())
+        finally:
+            for _ in params:  # a collective: every rank goes on to the end, after an error too
+                pass
 
-    state.control.together("export", finish)
+    state.control.together("export", write)
     return directory
 
 
-class _Writer:
-    """Writer of files of at most `MAX_FILE_BYTES`. Errors are raised by `finish`."""
+def _write_files(
+    directory: Path, values: Iterable[tuple[str, Tensor]], buffers: dict[str, Tensor]
+) -> None:
+    """Write files of at most `MAX_FILE_BYTES`, but for the last one, which has all buffers too."""
+    files: list[dict[str, int]] = []  # bytes by tensor name
+    batch: dict[str, Tensor] = {}
+    try:
+        for name, value in values:
+            if batch and sum(t.nbytes for t in batch.values()) + value.nbytes > MAX_FILE_BYTES:
+                files.append(_write_file(_part(directory, len(files)), batch))
+                batch = {}
+            batch[name] = value
+        files.append(_write_file(_part(directory, len(files)), batch | buffers))
+        _name_files(directory, files)
+    except Exception:
+        for part in directory.glob("part-*.tmp"):
+            part.unlink()
+        raise
 
-    def __init__(self, directory: Path) -> None:
-        self._directory = directory
-        self._files: list[dict[str, int]] = []  # bytes by tensor name
-        self._batch: dict[str, Tensor] = {}
-        self._error: Exception | None = None
 
-    def add(self, name: str, value: Tensor) -> None:
-        if self._error is not None:
-            return
-        if self._batch and _nbytes(self._batch) + value.nbytes > MAX_FILE_BYTES:
-            try:
-                self._flush()
-            except Exception as error:  # safetensors' own too: the other ranks are on their way
-                self._error, self._batch = error, {}
-                return
-        self._batch[name] = value
-
-    def finish(self, buffers: dict[str, Tensor]) -> None:
-        try:
-            if self._error is not None:
-                raise self._error
-            self._batch |= buffers
-            self._flush()
-            _name_files(self._directory, self._files)
-        except Exception:
-            for part in self._directory.glob("part-*.tmp"):
-                part.unlink()
-            raise
-
-    def _flush(self) -> None:
-        path = _part(self._directory, len(self._files))
-        self._directory.mkdir(parents=True, exist_ok=True)
+def _write_file(path: Path, tensors: dict[str, Tensor]) -> dict[str, int]:
+    """Write a safetensors file, and return the bytes of each tensor."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
         # Tied weights are stored once: the readers tie them again.
-        tensors = {name: t.contiguous() for name, t in self._batch.items()}
-        try:
-            save_file(tensors, path, metadata={"format": "pt"})
-        except Exception as error:
-            raise CheckpointError(
-                f"{path} could not be written ({error}): make room there, or give another folder"
-            ) from error
-        self._files.append({name: t.nbytes for name, t in self._batch.items()})
-        self._batch = {}
+        save_file({n: t.contiguous() for n, t in tensors.items()}, path, metadata={"format": "pt"})
+    except Exception as error:
+        raise CheckpointError(
+            f"{path} could not be written ({error}): make room there, or give another folder"
+        ) from error
+    return {name: t.nbytes for name, t in tensors.items()}
 
 
 def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
@@ -102,10 +91,6 @@ def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 def _part(directory: Path, number: int) -> Path:
     """Return the temporary name of a file, used until the number of files is known."""
     return directory / f"part-{number}.tmp"
-
-
-def _nbytes(batch: dict[str, Tensor]) -> int:
-    return sum(t.nbytes for t in batch.values())
 
 
 def _name_files(directory: Path, files: list[dict[str, int]]) -> None:

@@ -36,12 +36,8 @@ def load_checkpoint(
 ) -> tuple[Path, dict[str, Any]]:
     """Restore a checkpoint, and return its folder and the client state.
 
-    Args:
-        state: the sharded model and optimizer state, overwritten.
-        directory: folder of all checkpoints.
-        tag: name of the checkpoint; None for the newest.
-        progress: the training's further state, overwritten.
-        without: parts that are not restored, of `PARTS`.
+    Overwrites ``state`` and ``progress``, except for the parts ``without``, of `PARTS`. ``tag``
+    names one of the checkpoints in ``directory``; None is the newest.
 
     Raises:
         CheckpointError: there is none, it does not fit, or a rank failed.
@@ -50,7 +46,9 @@ def load_checkpoint(
     control = state.control
 
     def look() -> tuple[Path, dict[str, Any]]:
-        _check_parts(without)
+        unknown = sorted(set(without) - set(PARTS))
+        if unknown:
+            raise CheckpointError(f"without {unknown[0]!r}: a checkpoint's parts are {PARTS}")
         place = find(directory, tag)
         manifest = read_manifest(place)
         _match(state, manifest, place, without)
@@ -121,12 +119,6 @@ def _match_buffers(state: ShardedState, reader: Reader, place: Path) -> None:
             raise CheckpointError(
                 f"{place}: buffer {name} has shape {shape} there and {own[name]} in the model"
             )
-
-
-def _check_parts(without: Collection[str]) -> None:
-    unknown = sorted(set(without) - set(PARTS))
-    if unknown:
-        raise CheckpointError(f"without {unknown[0]!r}: a checkpoint's parts are {PARTS}")
 
 
 def _check_frozen(manifest: Mapping[str, Any], place: Path, without: Collection[str]) -> None:

@@ -43,14 +43,8 @@ def save_checkpoint(
 ) -> Path:
     """Write checkpoint ``tag``, as `zero_core.Engine.save_checkpoint` describes.
 
-    Args:
-        state: the sharded model and optimizer state.
-        directory: folder of all checkpoints.
-        tag: name of this one.
-        progress: the training's further state.
-        client_state: a JSON object, returned by `zero_core.checkpoint.load.load_checkpoint`.
-        has_frozen: whether values of frozen parameters are written.
-        is_latest: whether the file ``latest`` names this checkpoint.
+    ``directory`` holds all checkpoints, and its file ``latest`` names this one if ``is_latest``.
+    With ``has_frozen`` the values of frozen parameters are written too.
 
     Raises:
         CheckpointError: ``tag`` or ``client_state`` cannot be stored, or a rank failed.
@@ -76,7 +70,7 @@ def save_checkpoint(
     scalars = {
         spec.name: dict(state.tier.read_scalars(index)) for index, spec in state.owned_params()
     }
-    rows = control.gather_bytes(json.dumps([written, scalars, _python_rng()]).encode())
+    rows = control.gather_bytes(json.dumps([written, scalars, random.getstate()]).encode())
 
     def finish() -> None:
         if control.rank != 0:
@@ -85,12 +79,12 @@ def save_checkpoint(
         manifest = _manifest(state, gathered, names, kept, client_state)
         manifest["has_frozen"] = has_frozen
         _write_synced(aside / MANIFEST, json.dumps(manifest).encode())
-        _sync_folder(aside)
+        _sync(aside)
         _swap_in(aside, place)
         if is_latest:
             _write_synced(directory / ".latest.saving", tag.encode())
             (directory / ".latest.saving").replace(directory / "latest")
-        _sync_folder(directory)
+        _sync(directory)
 
     control.together("checkpoint: finish", finish)
     return place
@@ -117,7 +111,10 @@ def _write_tensors(
     if has_frozen:
         tensors = {str(s): state.own_slice(s) for s in frozen}
         written |= _write_file(folder, f"{VALUE}-{rank:05d}.safetensors", tensors)
-    written |= _write_file(folder, f"rng-{rank:05d}.safetensors", _rng_states())
+    rng = {"torch": torch.get_rng_state()}
+    if torch.cuda.is_available():
+        rng["cuda"] = torch.cuda.get_rng_state()
+    written |= _write_file(folder, f"rng-{rank:05d}.safetensors", rng)
     if rank == 0:
         written |= _write_file(folder, BUFFERS, state.buffers())
     return written
@@ -126,8 +123,7 @@ def _write_tensors(
 def _write_file(folder: Path, name: str, tensors: dict[str, Tensor]) -> dict[str, dict[str, int]]:
     path = folder / name
     save_file({key: t.contiguous() for key, t in tensors.items()}, path)
-    with path.open("rb+") as file:
-        os.fsync(file.fileno())
+    _sync(path)
     return {name: fingerprint(path)}
 
 
@@ -187,27 +183,14 @@ def _swap_in(aside: Path, place: Path) -> None:
 
 
 def _write_synced(path: Path, data: bytes) -> None:
-    with path.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
+    path.write_bytes(data)
+    _sync(path)
 
 
-def _sync_folder(path: Path) -> None:
+def _sync(path: Path) -> None:
+    """Write a file's content, or a folder's names, through to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def _rng_states() -> dict[str, Tensor]:
-    states = {"torch": torch.get_rng_state()}
-    if torch.cuda.is_available():
-        states["cuda"] = torch.cuda.get_rng_state()
-    return states
-
-
-def _python_rng() -> list[Any]:
-    version, numbers, gauss = random.getstate()
-    return [version, list(numbers), gauss]

@@ -53,7 +53,10 @@ def check_rules(config: Config, world_size: int) -> None:
         ConfigError: with the path of the key, what it needs, and what to do.
     """
     rules = (
-        *_of_precision(config),
+        (
+            config.fp16.enabled and config.bf16.enabled,
+            "fp16.enabled and bf16.enabled: only one of them can be true",
+        ),
         *_of_optimizer_offload(config),
         *_of_param_offload(config.zero_optimization),
         *_of_quantized(config.zero_optimization, world_size),
@@ -66,13 +69,6 @@ def check_rules(config: Config, world_size: int) -> None:
 
 _Rule = tuple[bool, str]
 """Whether a rule is broken, and the error message."""
-
-
-def _of_precision(config: Config) -> Iterator[_Rule]:
-    yield (
-        config.fp16.enabled and config.bf16.enabled,
-        "fp16.enabled and bf16.enabled: only one of them can be true",
-    )
 
 
 def _of_optimizer_offload(config: Config) -> Iterator[_Rule]:

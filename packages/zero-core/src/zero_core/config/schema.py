@@ -138,28 +138,19 @@ def _resolve_batch(raw: Mapping[str, Any], world_size: int) -> dict[str, int]:
         )
     if micro is None:
         assert total is not None
-        micro = _divide(total, world_size * (steps or 1), given, world_size)
-    if steps is None:
-        steps = 1 if total is None else _divide(total, micro * world_size, given, world_size)
+        steps = steps or 1
+        micro = total // (world_size * steps)
+    elif steps is None:
+        steps = 1 if total is None else total // (micro * world_size)
     product = micro * steps * world_size
     if total not in (None, product):
-        raise _batch_error(given, world_size)
+        found = ", ".join(f"{key} = {value}" for key, value in given.items())
+        raise ConfigError(
+            f"{found} with {world_size} ranks does not multiply out: train_batch_size must equal "
+            "train_micro_batch_size_per_gpu * gradient_accumulation_steps * number of ranks; "
+            "leave one of them out and it is derived"
+        )
     return dict(zip(_BATCH, (product, micro, steps), strict=True))
-
-
-def _divide(total: int, by: int, given: Mapping[str, int], world_size: int) -> int:
-    if total % by:
-        raise _batch_error(given, world_size)
-    return total // by
-
-
-def _batch_error(given: Mapping[str, int], world_size: int) -> ConfigError:
-    found = ", ".join(f"{key} = {value}" for key, value in given.items())
-    return ConfigError(
-        f"{found} with {world_size} ranks does not multiply out: train_batch_size must equal "
-        "train_micro_batch_size_per_gpu * gradient_accumulation_steps * number of ranks; "
-        "leave one of them out and it is derived"
-    )
 
 
 def _block_at(path: tuple[int | str, ...]) -> type[BaseModel] | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import reduce
 
 import torch
 from torch import Tensor, nn
@@ -11,7 +12,7 @@ from zero_core._libc import release_free_pages
 from zero_core.comm.control import ControlGroup
 from zero_core.errors import ConfigError, RankMismatchError
 from zero_core.init.values import InitialValues, make_ordinary
-from zero_core.layout.arithmetic import Layout, Segment
+from zero_core.layout.arithmetic import Layout
 from zero_core.layout.discovery import Discovered, compute_dtype
 from zero_core.protocols import StateTier
 from zero_core.sharded.params import FlatParams
@@ -28,7 +29,11 @@ def fill(
     initial: InitialValues,
 ) -> None:
     """Write rank 0's values to the engine's memory, unrounded ones to the master weights."""
-    dtypes = [_widest([found.params[x.param] for x in s.slots], s) for s in layout.segments]
+    # In these dtypes a segment's original values lose nothing.
+    dtypes = [
+        reduce(torch.promote_types, (found.params[x.param].dtype for x in s.slots), s.dtype)
+        for s in layout.segments
+    ]
     sizes = [s.padded_numel * d.itemsize for s, d in zip(layout.segments, dtypes, strict=True)]
     # One buffer for all: the heap stays whole.
     pool = BufferPool(allocator(all_params[0].device), max(sizes))
@@ -80,14 +85,6 @@ def adopt(flat: FlatParams) -> None:
     for param in flat.params:
         make_ordinary(param)
     flat.adopt()
-
-
-def _widest(params: Sequence[nn.Parameter], segment: Segment) -> torch.dtype:
-    """Return the dtype in which the original values of a segment lose nothing."""
-    dtype = segment.dtype
-    for param in params:
-        dtype = torch.promote_types(dtype, param.dtype)
-    return dtype
 
 
 def adopt_buffers(

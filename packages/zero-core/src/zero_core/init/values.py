@@ -47,8 +47,7 @@ class InitialValues:
     def check(self, *, has_pretrained: bool) -> None:
         """Refuse a model with unknown values.
 
-        Args:
-            has_pretrained: whether a file gives the parameters and the persistent buffers.
+        With ``has_pretrained`` a file gives the parameters and the persistent buffers.
 
         Raises:
             ConfigError: a tensor is on the meta device and nothing recorded it, or it was changed

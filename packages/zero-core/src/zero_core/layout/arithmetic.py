@@ -67,14 +67,8 @@ class Slot:
 class Segment:
     """The parameters of one unit with one dtype and trainability, flat.
 
-    Attributes:
-        index: number of the segment over the whole layout.
-        unit: index of its unit.
-        dtype: compute dtype.
-        is_trainable: whether gradients are reduced for it.
-        slots: its parameters in order.
-        shard_numel: elements per rank, padding included.
-        world_size: number of shards.
+    ``index`` counts over the whole layout, and ``unit`` is the index of its unit. ``slots`` are its
+    parameters in order. ``shard_numel`` are elements per rank, padding included.
     """
 
     index: int
@@ -223,11 +217,8 @@ class Layout:
             for slot in segment.slots:
                 first, last = max(slot.start, low), min(slot.stop, high)
                 if first < last:
-                    found.append(
-                        Piece(
-                            base + first, base + last, slot.param, first - slot.start, segment.index
-                        )
-                    )
+                    span = base + first, base + last
+                    found.append(Piece(*span, slot.param, first - slot.start, segment.index))
         return tuple(found)
 
 

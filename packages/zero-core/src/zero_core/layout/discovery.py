@@ -33,10 +33,8 @@ _read: WeakKeyDictionary[nn.Module, dict[int, nn.Parameter]] = WeakKeyDictionary
 class Discovered:
     """Parameters and units of a model.
 
-    Attributes:
-        params: each parameter once, in the order of the module tree.
-        names: all names of each parameter, the first one first. See `plain_name`.
-        units: ``(name, module, parameter numbers)``. Unit 0 is the root.
+    Each parameter is there once, in the order of the module tree, and ``names`` has all of its
+    names (see `plain_name`). A unit is ``(name, module, parameter numbers)``, unit 0 is the root.
     """
 
     params: tuple[nn.Parameter, ...]
@@ -77,10 +75,7 @@ def _can_be_called(module: nn.Module) -> bool:
 class LeafRule:
     """Selection of leaves, besides the modules that are marked as such.
 
-    Attributes:
-        classes: names of classes, with or without the Python module.
-        names: paths as in ``named_modules``.
-        name_suffixes: ends of such paths.
+    Classes are named with or without the Python module, and modules as in ``named_modules``.
     """
 
     classes: tuple[str, ...] = ()

@@ -15,6 +15,7 @@ from __future__ import annotations
 import inspect
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -73,9 +74,7 @@ class DeviceTier:
     ) -> None:
         self._numel = numel
         self._device = device
-        # Some options count when the optimizer is made, not per group: Adagrad's initial sum.
-        self._options = optimizer_options(optimizer_class, groups)
-        self._optimizer_class = optimizer_class
+        self._make = optimizer_maker(optimizer_class, groups)
         self._published = _Chunked(params)
         self._store = param_store
         self._masters = _Chunked([(start, _master_of(shard, device)) for start, shard in params])
@@ -90,10 +89,8 @@ class DeviceTier:
         self._optimizer: torch.optim.Optimizer | None = None
         if self._pieces:
             # An optimizer refuses a group list in which every group is empty.
-            self._optimizer = make_optimizer(
-                optimizer_class,
-                [{**g, "params": m} for g, m in zip(groups, members, strict=True)],
-                self._options,
+            self._optimizer = self._make(
+                [{**g, "params": m} for g, m in zip(groups, members, strict=True)]
             )
 
     def offer_grad(self, start: int, grad: Tensor) -> None:
@@ -150,7 +147,7 @@ class DeviceTier:
     def write_state(self, name: str, start: int, values: Tensor) -> None:
         if name not in self._flat:
             if not any(name in states for states in self._probe().values()):
-                raise KeyError(f"{self._optimizer_class} has no state {name!r}")
+                raise KeyError(f"{self._make.func} has no state {name!r}")
             self._flat[name] = self._new_flat(name, values.dtype)
         stop = start + values.numel()
         for low, part in self._flat[name].parts(start, stop):
@@ -211,7 +208,7 @@ class DeviceTier:
             return {}
         groups = self._optimizer.param_groups
         return {
-            dtype: probe_states(self._optimizer_class, groups, self._options, self._device, dtype)
+            dtype: probe_states(self._make, groups, self._device, dtype)
             for dtype in dict.fromkeys(master.dtype for _, master in self._masters.chunks)
         }
 
@@ -225,8 +222,7 @@ class DeviceTier:
     def _initial_state(self, param: nn.Parameter) -> dict[str, Any]:
         """Return the initial state of a parameter: empty, or for instance Adagrad's sum."""
         assert self._optimizer is not None
-        group = self._group_of(param)
-        fresh = make_optimizer(self._optimizer_class, [{**group, "params": [param]}], self._options)
+        fresh = self._make([{**self._group_of(param), "params": [param]}])
         return dict(fresh.state.get(param, {}))
 
     def _group_of(self, param: nn.Parameter) -> dict[str, Any]:
@@ -288,29 +284,32 @@ def optimizer_options(
     return {name: groups[0][name] for name in names if name in groups[0]}
 
 
-def make_optimizer(
-    optimizer_class: type[torch.optim.Optimizer],
-    groups: Sequence[Mapping[str, Any]],
-    options: Mapping[str, Any],
-) -> torch.optim.Optimizer:
+def optimizer_maker(
+    optimizer_class: type[torch.optim.Optimizer], groups: Sequence[Mapping[str, Any]]
+) -> partial[torch.optim.Optimizer]:
+    """Return the optimizer's class with the options of ``groups``, to be called with groups.
+
+    Some options count when the optimizer is made, not per group: Adagrad's initial sum.
+    """
     make: Any = optimizer_class  # each class types its own options
-    optimizer: torch.optim.Optimizer = make(list(groups), **options)
-    return optimizer
+    return partial(make, **optimizer_options(optimizer_class, groups))
 
 
 def probe_states(
-    optimizer_class: type[torch.optim.Optimizer],
+    make: partial[torch.optim.Optimizer],
     groups: Sequence[Mapping[str, Any]],
-    options: Mapping[str, Any],
     device: torch.device,
     dtype: torch.dtype = torch.float32,
 ) -> dict[str, torch.dtype]:
-    """Return the elementwise states of a parameter of ``dtype``, found by a step of its own."""
+    """Return the elementwise states of a parameter of ``dtype``, found by a step of its own.
+
+    ``make`` is the result of `optimizer_maker`.
+    """
     found: dict[str, torch.dtype] = {}
     for group in groups:
         probe = nn.Parameter(torch.zeros(2, dtype=dtype, device=device))
         probe.grad = torch.zeros_like(probe)
-        optimizer = make_optimizer(optimizer_class, [{**group, "params": [probe]}], options)
+        optimizer = make([{**group, "params": [probe]}])
         optimizer.step()
         state = optimizer.state.get(probe, {})
         found |= {k: v.dtype for k, v in state.items() if isinstance(v, Tensor) and v.shape == (2,)}

@@ -41,13 +41,9 @@ class MatrixTier(DeviceTier):
     ) -> None:
         """Make this rank's tier.
 
-        Args:
-            layout: the place of every element.
-            control: gathers momenta, which ``meter`` counts.
-            meter: see there.
-            is_sharded: whether it covers a shard of each segment, or all of it.
-            group_of: the optimizer group of each trainable parameter.
-            groups: see `zero_core.protocols.DeviceTierFactory`, as ``kwargs``.
+        ``is_sharded`` says whether it covers a shard of each segment, or all of it. ``group_of``
+        has the optimizer group of each trainable parameter. ``control`` gathers momenta, and
+        ``meter`` counts them. The rest is of `zero_core.protocols.DeviceTierFactory`.
         """
         super().__init__(groups=groups, **kwargs)
         self._layout = layout

@@ -24,12 +24,8 @@ def trace_activations(
     """Return the bytes that autograd saves for backward, parameters and buffers not counted.
 
     One forward runs on the meta device, in the compute dtype, in the model's current mode
-    (train or eval). The model is not changed.
-
-    Args:
-        model: the module, on any device.
-        config: the resolved configuration.
-        inputs: keyword or positional arguments of one micro-batch; tensors on any device.
+    (train or eval). The model is not changed. ``inputs`` are keyword or positional arguments of one
+    micro-batch. They and the model may be on any device.
 
     Raises:
         ConfigError: the forward does not run on the meta device.

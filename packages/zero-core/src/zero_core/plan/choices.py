@@ -56,11 +56,8 @@ def traffic_choices(
 ) -> tuple[TrafficChoice, ...]:
     """Return the configuration as it is, and with each key that would change its traffic.
 
-    Args:
-        layout: the model's arithmetic.
-        config: the resolved configuration; below stage 3 only gradients have a choice.
-        links: where the ranks are; on one node there is nothing to choose.
-        footprints: closed forms of other packages; choices that need a missing one are left out.
+    On one node there is nothing to choose, and below stage 3 only gradients have a choice. Choices
+    that need a package which is not installed are left out.
     """
     if links.num_nodes == 1:
         return ()

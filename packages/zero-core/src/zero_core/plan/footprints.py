@@ -13,36 +13,32 @@ import torch
 from torch import Tensor
 
 from zero_core.config import Config, ZeroConfig
-from zero_core.errors import ConfigError, MissingPartError
-from zero_core.plugins import FOOTPRINTS, load_part
+from zero_core.errors import MissingPartError
+from zero_core.plugins import FOOTPRINTS, call_factory, load_part
 
 
 class GatherFootprint(Protocol):
-    """Bytes of one segment's gather in two phases: across groups of ranks, then within a group."""
+    """Bytes of one segment's gather in two phases: across groups of ranks, then within a group.
+
+    A rank hands ``across_nbytes`` into the first phase and ``within_nbytes`` into the second. If
+    the result of the first phase ``is_kept``, it runs once per version of the weights.
+    """
 
     @property
-    def across_nbytes(self) -> int:
-        """Bytes that a rank hands into the first phase."""
-
+    def across_nbytes(self) -> int: ...
     @property
-    def within_nbytes(self) -> int:
-        """Bytes that a rank hands into the second phase."""
-
+    def within_nbytes(self) -> int: ...
     @property
-    def is_kept(self) -> bool:
-        """Whether the first phase runs once per version of the weights: its result is kept."""
+    def is_kept(self) -> bool: ...
 
 
 class ReduceFootprint(Protocol):
     """Bytes of one message of a reduction in two hops: within a node, then between nodes."""
 
     @property
-    def within_nbytes(self) -> int:
-        """Bytes of a message to a rank of the same node."""
-
+    def within_nbytes(self) -> int: ...
     @property
-    def across_nbytes(self) -> int:
-        """Bytes of a message to a rank of another node."""
+    def across_nbytes(self) -> int: ...
 
 
 class CollectivesFootprint(Protocol):
@@ -75,16 +71,15 @@ class CollectivesFootprint(Protocol):
 
 
 class CollectivesFootprintFactory(Protocol):
-    """The entry point ``collectives``."""
+    """The entry point ``collectives``, for a resolved ``zero_optimization`` block.
+
+    Raises:
+        ValueError: a setting that makes no sense, by key.
+    """
 
     def __call__(
         self, *, config: Mapping[str, Any], world_size: int, ranks_per_node: int
-    ) -> CollectivesFootprint:
-        """Return the footprint of a resolved ``zero_optimization`` block.
-
-        Raises:
-            ValueError: a setting that makes no sense, by key.
-        """
+    ) -> CollectivesFootprint: ...
 
 
 class TierFootprint(Protocol):
@@ -133,16 +128,11 @@ class TierFootprintFactory(Protocol):
     ) -> TierFootprint:
         """Return the footprint of the tier that a `zero_core.protocols.StateTierFactory` makes.
 
-        Args:
-            numel: length of the local flat space in elements, padding included.
-            pieces: ``(start, stop, group)`` of each parameter's part, sorted and disjoint.
-            params: ``(start, tensor)``: 1-D parameter shards on the meta device.
+        Args, besides those of that factory:
+            params: ``(start, tensor)``: 1-D parameter shards, all on the meta device.
             grad_dtypes: dtype of the gradients offered for each of ``params``.
             resting: indices of ``params`` that rest off the device.
             is_accelerated: whether the compute device is another one than the host.
-            optimizer_class: an elementwise torch optimizer.
-            groups: its ``param_groups`` without ``params``.
-            config: the resolved ``zero_optimization`` block.
             has_kernel: whether a host kernel computes the update.
 
         Raises:
@@ -185,15 +175,14 @@ class Footprints:
         zero = config.zero_optimization
         if zero.quantized_key is None:
             return None
-        make: CollectivesFootprintFactory | None
         make = self._load("collectives", zero.quantized_key, "zero-comm")
         if make is None:
             return None
         block = zero.model_dump(mode="json")
-        try:
-            return make(config=block, world_size=world_size, ranks_per_node=ranks_per_node)
-        except ValueError as error:
-            raise ConfigError(str(error)) from error
+        made: CollectivesFootprint = call_factory(
+            make, config=block, world_size=world_size, ranks_per_node=ranks_per_node
+        )
+        return made
 
     def state_tier(self, zero: ZeroConfig) -> TierFootprintFactory | None:
         """Return the factory of state tiers' footprints, or None without zero-offload."""

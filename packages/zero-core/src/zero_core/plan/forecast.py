@@ -21,28 +21,23 @@ from torch import nn
 
 from zero_core.blueprint import Blueprint
 from zero_core.config import Config
-from zero_core.errors import ConfigError
 from zero_core.layout.arithmetic import Layout, Segment
 from zero_core.layout.discovery import compute_dtype
-from zero_core.optim.device_tier import optimizer_options, probe_states
+from zero_core.optim.device_tier import optimizer_maker, probe_states
 from zero_core.optim.factory import has_kernel_rule
 from zero_core.plan.footprints import CollectivesFootprint, Footprints, TierFootprint
+from zero_core.plugins import call_factory
 from zero_core.sharded.gradient_plan import accumulated_dtype, communicated_dtype, offered_dtype
 from zero_core.sharded.memory import Memory
 from zero_core.sharded.param_offload import OffloadedSegments, offloaded_segments
 
-_META, _CPU = torch.device("meta"), torch.device("cpu")
+_META = torch.device("meta")
 _WIDE = (torch.float32, torch.float64)
 
 
 @dataclass(frozen=True)
 class MemoryUse:
-    """Bytes of one rank by kind.
-
-    Attributes:
-        device: bytes on the compute device.
-        host: bytes of host memory that the rank takes besides.
-    """
+    """Bytes of one rank by kind, on the compute device, and of host memory besides."""
 
     device: Mapping[str, int]
     host: Mapping[str, int] = field(default_factory=dict)
@@ -77,13 +72,8 @@ class Forecast:
     ) -> None:
         """Compute the layout and every size on the meta device.
 
-        Args:
-            drawn: units, optimizer and layout of the model.
-            config: the resolved configuration.
-            footprints: closed forms of other packages.
-            is_accelerated: whether the compute device is another one than the host.
-            ranks_per_node: ranks that share a node; divides the number of ranks.
-            other_bytes: device bytes that no configuration changes (model buffers, activations).
+        ``other_bytes`` are those on the device that no configuration changes (model buffers,
+        activations). With ``is_accelerated`` the compute device is another one than the host.
 
         Raises:
             ConfigError: a package does not serve a setting.
@@ -111,9 +101,8 @@ class Forecast:
         self._spans = [
             (*span, drawn.layout.segments[index]) for index, span in memory.spans.items()
         ]
-        updater = type(drawn.optimizer)
-        options = optimizer_options(updater, drawn.groups)
-        states = probe_states(updater, drawn.groups, options, _CPU)
+        make = optimizer_maker(type(drawn.optimizer), drawn.groups)
+        states = probe_states(make, drawn.groups, torch.device("cpu"))
         self._state_bytes = sum(dtype.itemsize for dtype in states.values())
         self.collectives = footprints.collectives(config, world_size, ranks_per_node)
         self.tier = self._tier_footprint(drawn, memory, footprints)
@@ -142,24 +131,23 @@ class Forecast:
             return None
         pieces = drawn.layout.pieces(0, is_sharded=memory.has_sharded_state)
         segments = [segment for _, _, segment in self._spans]
-        try:
-            return make(
-                numel=self._numel,
-                pieces=[(p.start, p.stop, drawn.group_of[p.param]) for p in pieces],
-                params=[
-                    (start, torch.empty(stop - start, dtype=segment.dtype, device=_META))
-                    for start, stop, segment in self._spans
-                ],
-                grad_dtypes=[offered_dtype(s, self._config, owns_grads=True) for s in segments],
-                resting={i for i, segment in enumerate(segments) if segment in self._resting},
-                is_accelerated=self._is_accelerated,
-                optimizer_class=type(drawn.optimizer),
-                groups=drawn.groups,
-                config=zero.model_dump(mode="json"),
-                has_kernel=has_kernel_rule(self._config, drawn.given),
-            )
-        except ValueError as error:
-            raise ConfigError(str(error)) from error
+        made: TierFootprint = call_factory(
+            make,
+            numel=self._numel,
+            pieces=[(p.start, p.stop, drawn.group_of[p.param]) for p in pieces],
+            params=[
+                (start, torch.empty(stop - start, dtype=segment.dtype, device=_META))
+                for start, stop, segment in self._spans
+            ],
+            grad_dtypes=[offered_dtype(s, self._config, owns_grads=True) for s in segments],
+            resting={i for i, segment in enumerate(segments) if segment in self._resting},
+            is_accelerated=self._is_accelerated,
+            optimizer_class=type(drawn.optimizer),
+            groups=drawn.groups,
+            config=zero.model_dump(mode="json"),
+            has_kernel=has_kernel_rule(self._config, drawn.given),
+        )
+        return made
 
     def _resting_bytes_on_host(self, footprints: Footprints) -> Mapping[str, int] | None:
         """Return the bytes of offloaded parameters by kind, or None without their package."""

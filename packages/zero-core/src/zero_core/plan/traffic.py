@@ -31,12 +31,8 @@ def step_traffic(
 ) -> tuple[Traffic, ...]:
     """Return every transfer of one optimizer step.
 
-    Args:
-        layout: the model's arithmetic.
-        config: the resolved configuration.
-        links: where the ranks are.
-        footprint: of quantized collectives; without it those that they carry are left out.
-        host_link: bytes to the host and back, with offload.
+    Without the ``footprint`` of quantized collectives what they carry is left out. ``host_link``
+    are bytes to the host and back, with offload.
     """
     found: list[Traffic] = []
     if layout.world_size > 1:

@@ -50,17 +50,17 @@ class ResumableSchedule(Protocol):
 class IterationSchedule(ABC):
     """Base of schedules whose rates depend on [Note: the count] alone.
 
-    Attributes:
-        optimizer: the torch optimizer whose groups it sets.
-        last_batch_iteration: the count.
+    A subclass takes further arguments, and raises ValueError for one that is wrong, by name.
+
+    Args:
+        optimizer: a torch optimizer, or an object that has one as ``optimizer``.
+        last_batch_iteration: the count to resume from; other than -1, `step` sets the first rate.
+
+    Raises:
+        TypeError: ``optimizer`` is neither.
     """
 
     def __init__(self, optimizer: Any, last_batch_iteration: int) -> None:
-        """Schedule ``optimizer``, or the torch optimizer within it, without setting a rate.
-
-        Raises:
-            TypeError: neither is one.
-        """
         self.optimizer = torch_optimizer(optimizer)
         self.last_batch_iteration = last_batch_iteration
         self._last_lr: list[Rate] | None = None

@@ -31,8 +31,6 @@ __all__ = [
     "make_scheduler",
 ]
 
-_TorchSchedule = lr_scheduler.LRScheduler
-
 SCHEDULERS: Mapping[str, type[IterationSchedule]] = {
     "LRRangeTest": LRRangeTest,
     "OneCycle": OneCycle,
@@ -81,11 +79,8 @@ def _find(name: str) -> Callable[..., Schedule]:
             f"{_NEEDS_OBJECTS[name]}; pass lr_scheduler=... to build() or step it yourself"
         )
     found = getattr(lr_scheduler, name, None)
-    if (
-        isinstance(found, type)
-        and issubclass(found, _TorchSchedule)
-        and found is not _TorchSchedule
-    ):
+    base = lr_scheduler.LRScheduler
+    if isinstance(found, type) and issubclass(found, base) and found is not base:
         return found
     raise ConfigError(
         f"scheduler.type = {name!r} is not served; known: {sorted(SCHEDULERS)}, and any class "

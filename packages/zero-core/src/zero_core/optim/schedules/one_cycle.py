@@ -21,17 +21,11 @@ _BETA2 = 0.99
 class LRRangeTest(IterationSchedule):
     """``lr = min_lr * (1 + step_rate * b / step_size)``: up, to see where the loss diverges.
 
-    Args:
-        optimizer: a torch optimizer, or an object that has one as ``optimizer``.
+    Args, besides those of `IterationSchedule`:
         lr_range_test_min_lr: rate of the first step; one for all groups or a list.
         lr_range_test_step_size: steps per ``lr_range_test_step_rate``; at least 1.
         lr_range_test_step_rate: what a step adds, in ``min_lr``.
         lr_range_test_staircase: count whole steps alone.
-        last_batch_iteration: the count to resume from; other than -1, `step` sets the first rate.
-
-    Raises:
-        TypeError: no torch optimizer.
-        ValueError: a setting, by name.
     """
 
     def __init__(
@@ -69,8 +63,7 @@ class OneCycle(IterationSchedule):
     max_mom * (1 + decay_mom_rate * d / decay_step_size)``. The second beta is 0.99 throughout. The
     first step of all runs at ``min_lr`` and ``min_mom``.
 
-    Args:
-        optimizer: a torch optimizer, or an object that has one as ``optimizer``.
+    Args, besides those of `IterationSchedule`:
         cycle_min_lr: lowest rate; one for all groups or a list, as the next and the momenta.
         cycle_max_lr: highest rate.
         decay_lr_rate: of the rate after the cycle, per ``decay_step_size`` steps; 0: constant.
@@ -83,11 +76,6 @@ class OneCycle(IterationSchedule):
         cycle_min_mom: lowest beta1.
         cycle_max_mom: highest beta1.
         decay_mom_rate: of beta1 after the cycle; 0: constant.
-        last_batch_iteration: where to go on; other than -1, nothing is set before `step`.
-
-    Raises:
-        TypeError: no torch optimizer.
-        ValueError: a setting, by name.
     """
 
     def __init__(
@@ -113,7 +101,18 @@ class OneCycle(IterationSchedule):
         self.decay_lr_rate = decay_lr_rate
         self.decay_mom_rate = decay_mom_rate
         self.decay_step_size = decay_step_size
-        self._set_shape(cycle_first_step_size, cycle_second_step_size)
+        self.first_step_size = self.second_step_size = float(cycle_first_step_size)
+        if cycle_second_step_size is not None:
+            self.second_step_size = float(cycle_second_step_size)
+        if self.first_step_size <= 0:
+            raise ValueError(
+                f"cycle_first_step_size must be positive, found {cycle_first_step_size}"
+            )
+        if self.second_step_size < 0:
+            raise ValueError(
+                f"cycle_second_step_size must not be negative, found {cycle_second_step_size}"
+            )
+        self.total_size = self.first_step_size + self.second_step_size
         self.first_stair_count = cycle_first_stair_count
         self.second_stair_count = (
             cycle_first_stair_count
@@ -155,15 +154,6 @@ class OneCycle(IterationSchedule):
             return [(high - (high - low) * part, _BETA2) for low, high in bounds]
         factor = 1 + self._decay(self.decay_mom_rate)
         return [(high * factor, _BETA2) for high in self._max_moms]
-
-    def _set_shape(self, first: float, second: float | None) -> None:
-        self.first_step_size = float(first)
-        self.second_step_size = self.first_step_size if second is None else float(second)
-        if self.first_step_size <= 0:
-            raise ValueError(f"cycle_first_step_size must be positive, found {first}")
-        if self.second_step_size < 0:
-            raise ValueError(f"cycle_second_step_size must not be negative, found {second}")
-        self.total_size = self.first_step_size + self.second_step_size
 
     def _has_betas(self) -> bool:
         if "betas" in self.optimizer.defaults:

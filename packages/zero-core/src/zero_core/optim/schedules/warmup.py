@@ -22,12 +22,7 @@ class _Warmup(IterationSchedule):
     """Base of schedules with a warm-up from 0 to 1."""
 
     def __init__(
-        self,
-        optimizer: Any,
-        *,
-        warmup_num_steps: int,
-        warmup_type: str,
-        last_batch_iteration: int,
+        self, optimizer: Any, warmup_num_steps: int, warmup_type: str, last_batch_iteration: int
     ) -> None:
         super().__init__(optimizer, last_batch_iteration)
         if warmup_type not in ("log", "linear"):
@@ -62,17 +57,11 @@ class _Warmup(IterationSchedule):
 class WarmupLR(_Warmup):
     """Warm-up from ``warmup_min_lr`` to ``warmup_max_lr``, then constant.
 
-    Args:
-        optimizer: a torch optimizer, or an object that has one as ``optimizer``.
+    Args, besides those of `IterationSchedule`:
         warmup_min_lr: rate of the first step; one for all groups or a list.
         warmup_max_lr: rate after the warm-up; None: each group's own.
         warmup_num_steps: steps of the warm-up; at least 1, and 1 counts as 2.
         warmup_type: "log" or "linear".
-        last_batch_iteration: the count to resume from; other than -1, `step` sets the first rate.
-
-    Raises:
-        TypeError: no torch optimizer.
-        ValueError: a setting, by name.
     """
 
     def __init__(
@@ -84,14 +73,8 @@ class WarmupLR(_Warmup):
         warmup_type: str = "log",
         last_batch_iteration: int = -1,
     ) -> None:
-        super().__init__(
-            optimizer,
-            warmup_num_steps=warmup_num_steps,
-            warmup_type=warmup_type,
-            last_batch_iteration=last_batch_iteration,
-        )
-        own = _own_rates(self.optimizer)
-        highest = own if warmup_max_lr is None else warmup_max_lr
+        super().__init__(optimizer, warmup_num_steps, warmup_type, last_batch_iteration)
+        highest = _own_rates(self.optimizer) if warmup_max_lr is None else warmup_max_lr
         self.min_lrs = per_group(self.optimizer, "warmup_min_lr", warmup_min_lr)
         self.max_lrs = per_group(self.optimizer, "warmup_max_lr", highest)
         self._spans = [high - low for low, high in zip(self.min_lrs, self.max_lrs, strict=True)]
@@ -144,18 +127,12 @@ class WarmupDecayLR(WarmupLR):
 class WarmupCosineLR(_Warmup):
     """Warm-up of each group's own rate, then decay along half a cosine.
 
-    Args:
-        optimizer: a torch optimizer, or an object that has one as ``optimizer``.
+    Args, besides those of `IterationSchedule`:
         total_num_steps: end of the cosine, from which the factor is ``cos_min_ratio``.
         warmup_min_ratio: the factor at iteration 0; the first step of all has factor 0.
         warmup_num_steps: steps of the warm-up; at least 1, and 1 counts as 2.
         cos_min_ratio: the factor at the end.
         warmup_type: "log" or "linear".
-        last_batch_iteration: the count to resume from; other than -1, `step` sets the first rate.
-
-    Raises:
-        TypeError: no torch optimizer.
-        ValueError: a setting, by name.
     """
 
     def __init__(
@@ -168,12 +145,7 @@ class WarmupCosineLR(_Warmup):
         warmup_type: str = "log",
         last_batch_iteration: int = -1,
     ) -> None:
-        super().__init__(
-            optimizer,
-            warmup_num_steps=warmup_num_steps,
-            warmup_type=warmup_type,
-            last_batch_iteration=last_batch_iteration,
-        )
+        super().__init__(optimizer, warmup_num_steps, warmup_type, last_batch_iteration)
         self.total_num_steps = total_num_steps
         self.warmup_min_ratio = warmup_min_ratio
         self.cos_min_ratio = cos_min_ratio
