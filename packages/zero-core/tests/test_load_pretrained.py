@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import _TYPES, save_file
 from torch import Tensor, nn
 
 import zero_core
@@ -351,3 +351,15 @@ def test_a_rank_reads_no_more_than_its_shards(tmp_path: Path) -> None:
 def test_make_model_and_the_source_differ() -> None:
     """Else every comparison above would pass without anything being loaded."""
     assert not torch.equal(make_model().embed.weight, _source().embed.weight)
+
+
+def test_a_range_of_every_dtype_is_read_as_it_was_written(tmp_path):
+    values = torch.arange(12).remainder(2)  # what every dtype has
+    kinds = set(_TYPES.values())  # all that safetensors writes
+    save_file({str(kind): values.view(3, 4).to(kind) for kind in kinds}, tmp_path / "all")
+    stored = weight_files.read_header(tmp_path / "all")
+    assert {tensor.dtype for tensor in stored.values()} == kinds
+    for tensor in stored.values():
+        assert tensor.value().shape == (3, 4)
+        assert torch.equal(tensor.value().flatten().to(torch.complex64), values.to(torch.complex64))
+        assert torch.equal(tensor.read(1, 3).to(torch.complex64), values[1:3].to(torch.complex64))

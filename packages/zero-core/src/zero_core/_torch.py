@@ -20,22 +20,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes as disable_current_modes
 from torch.utils._python_dispatch import _get_current_dispatch_mode as current_dispatch_mode
 
-__all__ = [
-    "DisableTorchFunction",
-    "call_at_end_of_backward",
-    "cast_floats",
-    "current_dispatch_mode",
-    "disable_current_modes",
-    "is_called_by_itself",
-    "is_in_backward",
-    "is_own_graph",
-    "mark_stepped",
-    "outside_graphs",
-    "pytree",
-    "requires_grad",
-    "swap_tensor",
-    "unless_compiling",
-]
+__all__ = ["DisableTorchFunction", "current_dispatch_mode", "disable_current_modes", "pytree"]
 
 _CALL = nn.Module.__call__.__code__
 _Hook = TypeVar("_Hook", bound=Callable[..., None])

@@ -1,12 +1,8 @@
 """Reading of the configuration: DeepSpeed's JSON, typed, with every default spelled out.
 
-`load_config` reads a dict or a file and returns a `Config` in which everything is resolved: the
-batch triple multiplies out, defaults are filled in, and every key has been honoured, or accepted
-because this engine does not need it (`UNNEEDED` gives the reason), or refused with a
-`ConfigError`. No key is accepted and ignored in silence. `zero_core.config.blocks` has the keys,
-`zero_core.config.rules` the rules between them.
-
-Names and defaults follow DeepSpeed's documentation of its JSON configuration, except that
+In a `Config` the batch triple multiplies out, and no key was ignored in silence:
+`zero_core.config.blocks` has the keys, `zero_core.config.rules` the rules between them. Names and
+defaults follow DeepSpeed's documentation of its JSON configuration, except that
 ``gradient_clipping`` is off unless the key is there.
 """
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 
 from zero_core.comm.meter import Traffic
@@ -91,55 +92,48 @@ class Plan:
 
     def _memory_table(self) -> Table:
         device, host = self.memory.device, self.memory.host
-        rows: list[tuple[str, ...]] = [
-            (kind, format_bytes(device.get(kind, 0)), format_bytes(host.get(kind, 0)))
-            for kind in dict.fromkeys((*device, *host))
-        ]
-        totals = (self.memory.device_bytes, self.memory.host_bytes)
-        rows.append(("in all", *(format_bytes(n) for n in totals)))
-        return Table("Memory per rank", ("kind", "device", "host"), tuple(rows))
+        kinds = dict.fromkeys((*device, *host))
+        rows = [(kind, device.get(kind, 0), host.get(kind, 0)) for kind in kinds]
+        rows.append(("in all", self.memory.device_bytes, self.memory.host_bytes))
+        return _table("Memory per rank", ("kind", "device", "host"), rows)
 
     def _traffic_table(self) -> Table:
-        rows = tuple(
+        rows = [
             (
                 f"{t.collective} of {t.content}",
                 str(t.num_calls),
-                format_bytes(t.within_node_bytes),
-                format_bytes(t.between_nodes_bytes),
-                format_bytes(t.host_link_bytes),
+                t.within_node_bytes,
+                t.between_nodes_bytes,
+                t.host_link_bytes,
             )
             for t in self.traffic
-        )
+        ]
         headings = ("transfer", "calls", "within a node", "between nodes", "device and host")
-        return Table("Bytes sent per rank and step", headings, rows)
+        return _table("Bytes sent per rank and step", headings, rows)
 
     def _saving_table(self) -> Table:
-        now = self.traffic_choices[0].between_nodes_bytes
-        rows = tuple(
-            (
-                choice.name,
-                format_bytes(choice.between_nodes_bytes),
-                f"{choice.between_nodes_bytes / max(now, 1):.1%}",
-                format_bytes(choice.kept_bytes),
-            )
-            for choice in self.traffic_choices
-        )
+        now = max(self.traffic_choices[0].between_nodes_bytes, 1)
+        rows = [
+            (c.name, c.between_nodes_bytes, f"{c.between_nodes_bytes / now:.1%}", c.kept_bytes)
+            for c in self.traffic_choices
+        ]
         headings = ("choice", "between nodes", "of now", "memory for it")
-        return Table("Traffic choices, per rank and step", headings, rows)
+        return _table("Traffic choices, per rank and step", headings, rows)
 
     def _choice_table(self) -> Table:
         has_limits = self.device_memory is not None or self.host_memory is not None
-        rows = tuple(
-            (
-                str(c.stage),
-                f"{c.ratio:.2f}",
-                format_bytes(c.device_bytes),
-                format_bytes(c.host_bytes),
-                ("yes" if c.is_fitting else "no") if has_limits else "-",
-            )
+        words = ("no", "yes") if has_limits else ("-", "-")
+        rows = [
+            (str(c.stage), f"{c.ratio:.2f}", c.device_bytes, c.host_bytes, words[c.is_fitting])
             for c in self.choices
-        )
-        return Table("Choices", ("stage", "ratio", "device", "host", "fits"), rows)
+        ]
+        return _table("Choices", ("stage", "ratio", "device", "host", "fits"), rows)
+
+
+def _table(title: str, headings: tuple[str, ...], rows: Iterable[tuple[str | int, ...]]) -> Table:
+    """Return a table of ``rows``, in which numbers are bytes."""
+    cells = ([c if isinstance(c, str) else format_bytes(c) for c in row] for row in rows)
+    return Table(title, headings, tuple(tuple(row) for row in cells))
 
 
 def format_bytes(nbytes: int) -> str:
