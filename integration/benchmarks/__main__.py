@@ -21,15 +21,23 @@ EXPERIMENTS = {
     "comm_cuda": "the quantizer's Triton kernels against the bandwidth of a copy",
     "document": "the results of `gpu` as Markdown",
 }
-MODULES = {"comm": "comm.race", "comm_cuda": "comm_cuda.program", "gpu": "gpu.program"}
-"""Of `benchmarks.experiments`, where an experiment is a folder."""
+MODULES = {
+    "comm": "comm.race",
+    "gpu": "gpu.program",
+    "document": "gpu.program",
+    "offload_cuda": "gpu.offload",
+}
+"""Of `benchmarks.experiments`, where an experiment is in a folder."""
 
 
 def command(name: str) -> typer.Typer:
     """Return the program of an experiment, which alone is imported."""
     module = importlib.import_module(f"benchmarks.experiments.{MODULES.get(name, name)}")
     app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-    app.command(help=module.__doc__)(module.main)
+    if name == "document":
+        app.command()(module.print_document)
+    else:
+        app.command(help=module.__doc__)(module.main)
     return app
 
 

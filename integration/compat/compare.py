@@ -19,7 +19,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.harness.ranks import CPU_ALONE, own_environment, run_together
+from benchmarks.harness.ranks import CPU_ALONE, LOOPBACK, own_environment, run_together
 
 HERE = Path(__file__).parent
 TESTS = HERE.parent / "tests"
@@ -101,7 +101,7 @@ def run_side(side: str, zero: dict[str, Any], model: Path) -> Run:
             **own_environment(),
             **CPU_ALONE,
             "COMPAT_RESULTS": scratch,
-            "GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo",
+            "GLOO_SOCKET_IFNAME": LOOPBACK,
         }
         run_together([command], [environment], root)
         ranks = [json.loads(file.read_text()) for file in sorted(root.glob("rank*.json"))]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import math
 import statistics
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,19 +17,16 @@ import pytest
 import torch
 
 import zero_core
-from benchmarks.experiments.comm_training import (
+from benchmarks.experiments.comm_convergence import (
     CONTENDERS,
-    CONTEXT,
-    HEADS,
-    LAYERS,
     MICRO_BATCH,
     NUM_RANKS,
     PLAIN,
     RANKS_PER_NODE,
-    WIDTH,
-    training_config,
+    SHAPE,
 )
-from benchmarks.harness.models import Gpt, GptShape
+from benchmarks.harness.models import Gpt
+from benchmarks.harness.text import training_config
 from zero_core.testing import SimulatedRanks, simulate
 from zero_engine.train.data import Corpus, prepare_corpus, read_text
 
@@ -97,10 +94,10 @@ def _train(ranks: SimulatedRanks, dtype: str, name: str, model: Gpt, corpus: Cor
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory, text_file: Path) -> dict[tuple[str, str], Run]:
     folder = tmp_path_factory.mktemp("convergence")
-    prepare_corpus(read_text(str(text_file)), folder, vocab_size=BYTES_ONLY, context=CONTEXT)
+    prepare_corpus(read_text(str(text_file)), folder, vocab_size=BYTES_ONLY, context=SHAPE.context)
     corpus = Corpus.open(folder, seed=0)
     torch.manual_seed(0)
-    model = Gpt(GptShape(LAYERS, WIDTH, HEADS, BYTES_ONLY, corpus.train.shape[1]))
+    model = Gpt(replace(SHAPE, vocab=BYTES_ONLY))
     found = {}
     for job in JOBS:
         parts = simulate(_train, NUM_RANKS, *job, model, corpus, ranks_per_node=RANKS_PER_NODE)

@@ -14,143 +14,214 @@ import itertools
 import json
 import math
 import statistics
-import tempfile
+import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
 import torch
 import typer
-from rich.table import Table
 
-from benchmarks.experiments import comm_training
-from benchmarks.experiments.comm_training import CONTENDERS, DTYPES, PLAIN, Training
-from benchmarks.harness.options import RESULTS, Output, choose
-from benchmarks.harness.ranks import CPU_ALONE, RankError, Row, run_ranks, write_json
-from benchmarks.harness.report import Axes, Column, empty_table, machine, make_console, save_panels
+import zero_core
+from benchmarks.harness.job import FOUR_BITS, QGZ, QWZ
+from benchmarks.harness.models import Gpt, GptShape
+from benchmarks.harness.options import RESULTS, Output, of
+from benchmarks.harness.ranks import HERE, Place, RankError, Row, run_ranks
+from benchmarks.harness.report import Column, Panel, Section, machine, publish, write_report
+from benchmarks.harness.rounds import percent_over
+from benchmarks.harness.text import curves, mean_curve, text_folder, training_config, training_loss
 from zero_core.errors import ConfigError
-from zero_engine.train.data import Corpus, prepare_corpus, read_text
+from zero_engine.launch.ranks import sum_over_ranks
+from zero_engine.train.data import Corpus
 
+NUM_RANKS, RANKS_PER_NODE = 4, 2
+SHAPE = GptShape(layers=2, width=64, heads=4, vocab=512, context=64)
+"""137 thousand parameters: a shard of each of the three units is several dozen blocks."""
+MICRO_BATCH = 2
+HELD_OUT_WINDOWS, HELD_OUT_BATCH = 512, 8
+CURVE_POINTS = 50
 SECONDS_PER_STEP, START_UP_S = 2.0, 300.0
 """Ranks that take longer are ended."""
 BAR_PERCENT, BAR_PERCENT_4_BIT = 1.0, 2.0
+
+DTYPES = ("fp32", "bf16", "fp16")
+PLAIN = "plain"
+_HPZ = {"zero_hpz_partition_size": RANKS_PER_NODE}
+CONTENDERS: Mapping[str, Mapping[str, Any]] = {
+    PLAIN: {},
+    "qwZ": QWZ,
+    "hpZ": _HPZ,
+    "qgZ": QGZ,
+    "all three": {**QWZ, **_HPZ, **QGZ},
+    "qgZ, error feedback": {**QGZ, "zeropp_loco_param": {"err_beta": 0.8, "reset_T": 1024}},
+    "4-bit": {**FOUR_BITS, **_HPZ},
+}
+"""Keys of ``zero_optimization``, besides stage 3."""
+COLORS = {name: f"C{number}" for number, name in enumerate(CONTENDERS)}
+
+
+@dataclass(frozen=True)
+class Training:
+    """A run: its flags, its dtype and its seed."""
+
+    contender: str
+    """Of `CONTENDERS`."""
+    dtype: str
+    """Of `DTYPES`: of the computation, over fp32 master weights."""
+    seed: int
+    """Of the first weights and of the order of the text."""
+    steps: int
+
+    @property
+    def key(self) -> tuple[str, str, int]:
+        return self.contender, self.dtype, self.seed
 
 
 def main(
     steps: Annotated[int, typer.Option(min=1, help="Optimizer steps of every run.")] = 1000,
     seeds: Annotated[int, typer.Option(min=1, help="Runs of each kind, each with its seed.")] = 3,
-    dtypes: Annotated[list[str] | None, typer.Option(help=f"Of: {', '.join(DTYPES)}.")] = None,
-    contenders: Annotated[
-        list[str] | None, typer.Option(help=f"Of: {', '.join(CONTENDERS)}.")
-    ] = None,
+    dtypes: Annotated[list[str] | None, of(DTYPES)] = None,
+    contenders: Annotated[list[str] | None, of(CONTENDERS)] = None,
     resume: Annotated[bool, typer.Option(help="Go on where the files in --output end.")] = False,
     output: Output = RESULTS,
 ) -> None:
-    """Run the grid, print a table, write ``comm_convergence.json`` and ``.png``.
+    """Run the grid, write ``comm_convergence.json`` and ``.png``, print a table.
 
     Raises:
         ConfigError: there is nothing to resume, or it is of other steps, another model or text.
     """
-    chosen_dtypes = choose(dtypes, DTYPES, "dtype", "--dtypes")
-    others = [n for n in choose(contenders, CONTENDERS, "contender", "--contenders") if n != PLAIN]
+    chosen_dtypes = dtypes or DTYPES
+    others = [name for name in contenders or CONTENDERS if name != PLAIN]
     jobs = [
         Training(name, dtype, seed, steps)
         for dtype, seed in itertools.product(chosen_dtypes, range(seeds))
         for name in (PLAIN, *others)
     ]
-    console = make_console()
-    output.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory() as scratch:
-        shape = {"vocab_size": comm_training.VOCAB, "context": comm_training.CONTEXT}
-        prepare_corpus(read_text(None), Path(scratch), **shape)
-        corpus = Corpus.open(Path(scratch), seed=0)
-        record = Record(output / "comm_convergence.json", _about(steps, corpus), jobs)
-        if resume:
-            record.resume()
+    with text_folder(vocab=SHAPE.vocab, context=SHAPE.context) as folder:
+        about = _about(steps, Corpus.open(folder, seed=0))
+        found = _resumed(output / "comm_convergence.json", about) if resume else []
+        runs = {(run["contender"], run["dtype"], run["seed"]): run for run in found}
         for job in jobs:
-            if record.find(job) is not None:
+            if job.key in runs:
                 continue
             try:
-                run = _train(job, scratch)
+                # Rank 0's figures are means over ranks.
+                runs[job.key] = run_ranks(
+                    "benchmarks.experiments.comm_convergence:measure",
+                    {"job": job, "corpus": str(folder)},
+                    NUM_RANKS,
+                    nodes=(HERE,) * (NUM_RANKS // RANKS_PER_NODE),
+                    limit_s=START_UP_S + SECONDS_PER_STEP * steps,
+                )[0]
             except RankError as error:
-                console.print(error.log, style="dim")
-                console.print(f"{job.dtype} seed {job.seed} {job.contender}: failed: {error}")
+                print(error.log)
+                print(f"{job.dtype} seed {job.seed} {job.contender}: failed: {error}", flush=True)
                 continue
-            record.add(run)
-            console.print(f"{len(record.runs)}/{len(jobs)}  {_line(run, record.plain_of(run))}")
-    record.write()
-    if record.runs:
-        summary = summarize(record.runs, jobs)
-        console.print(table(summary, record.about["text"]["unigram_nats"]))
-        plot(record.runs, record.path.with_suffix(".png"), steps=steps)
-    console.print(f"written to {output}")
+            write_report(output, "comm_convergence", _report(about, runs, jobs))
+            plain = runs.get((PLAIN, job.dtype, job.seed))
+            print(f"{len(runs)}/{len(jobs)}  {_line(runs[job.key], plain)}", flush=True)
+    report = _report(about, runs, jobs)
+    shown = section(report["summary"], about["text"]["unigram_nats"])
+    pictured = Section("", {}, (), panels=panels(report["runs"], steps))
+    publish(output, "comm_convergence", report, [shown, pictured], columns=len(chosen_dtypes))
 
 
-def _train(job: Training, corpus: str) -> Row:
-    """Run a job in fresh processes. Return rank 0's figures, all means over ranks."""
-    return run_ranks(
-        "benchmarks.experiments.comm_training:measure",
-        {"job": job, "corpus": corpus},
-        comm_training.NUM_RANKS,
-        CPU_ALONE,
-        limit_s=START_UP_S + SECONDS_PER_STEP * job.steps,
-    )[0]
+def measure(place: Place, job: Mapping[str, Any], corpus: str) -> Row:
+    torch.set_num_threads(1)
+    place.join()
+    return train(Training(**job), Corpus.open(Path(corpus), seed=0))
+
+
+def train(job: Training, corpus: Corpus) -> Row:
+    """Train from the first step to the last, then evaluate. Every rank calls it.
+
+    Args:
+        job: the run.
+        corpus: the text; the job's seed orders it.
+
+    Returns:
+        Losses are in nats per token, means over all ranks: ``held_out``; ``training``, over the
+        last steps; ``curve``, means over steps, `CURVE_POINTS` of them or one per step.
+        ``is_finite``: every step's loss and the held-out one. ``skipped_steps``: those with a
+        gradient that was not finite; in fp16 the first few, until the loss scale fits. Bytes are
+        those that a rank sends per step, parameters and gradients.
+    """
+    corpus = replace(corpus, seed=job.seed)
+    torch.manual_seed(job.seed)
+    shape = replace(SHAPE, vocab=corpus.vocab_size, context=corpus.train.shape[1])
+    config = {
+        **training_config(job.steps),
+        "train_micro_batch_size_per_gpu": MICRO_BATCH,
+        "bf16": {"enabled": job.dtype == "bf16"},
+        "fp16": {"enabled": job.dtype == "fp16"},
+        "zero_optimization": {"stage": 3, **CONTENDERS[job.contender]},
+    }
+    engine = zero_core.build(Gpt(shape), config)
+    started_at = time.perf_counter()
+    here = {"rank": engine.rank, "world_size": engine.world_size}
+    losses = []
+    for step in range(job.steps):
+        loss = engine(corpus.batch(step, **here, micro_batch_size=MICRO_BATCH))
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.detach().double())
+    sent = [row for row in engine.comm_report() if row.content in ("parameters", "gradients")]
+    means = (sum_over_ranks(torch.stack(losses)) / engine.world_size).tolist()
+    engine.eval()
+    windows = corpus.held_out_batches(HELD_OUT_WINDOWS, **here, micro_batch_size=HELD_OUT_BATCH)
+    with torch.no_grad():  # with the weights as gathered
+        of_rank = torch.stack([engine(ids).double() for ids in windows]).mean()
+    held_out = float(sum_over_ranks(of_rank)) / engine.world_size
+    engine.close()
+    size = max(1, len(means) // CURVE_POINTS)
+    return {
+        "contender": job.contender,
+        "dtype": job.dtype,
+        "seed": job.seed,
+        "held_out": held_out,
+        "training": training_loss(means),
+        "curve": [
+            round(statistics.fmean(means[start : start + size]), 4)
+            for start in range(0, len(means), size)
+        ],
+        "is_finite": all(map(math.isfinite, (*means, held_out))),
+        "skipped_steps": engine.skipped_steps,
+        "within_node_bytes": sum(row.within_node_bytes for row in sent),
+        "between_nodes_bytes": sum(row.between_nodes_bytes for row in sent),
+        "seconds": time.perf_counter() - started_at,
+    }
+
+
+Runs = Mapping[tuple[str, str, int], Row]
+"""By contender, dtype and seed."""
 
 
 def _line(run: Row, plain: Row | None) -> str:
     line = f"{run['dtype']} seed {run['seed']} {run['contender']}: held out {run['held_out']:.4f}"
     if plain is not None and plain is not run:
-        line += f" ({_percent(run['held_out'], plain['held_out']):+.2f}%)"
+        line += f" ({percent_over(run['held_out'], plain['held_out']):+.2f}%)"
     return f"{line}, {run['seconds']:.0f} s"
 
 
-class Record:
-    """The result file: the grid, and every run so far."""
+def _resumed(path: Path, about: Row) -> list[Row]:
+    """Return the runs of a file.
 
-    def __init__(self, path: Path, about: Row, asked: Sequence[Training]) -> None:
-        self.path = path
-        self.about = about
-        self.asked = asked
-        self.runs: list[Row] = []
-
-    def resume(self) -> None:
-        """Take the runs of the file.
-
-        Raises:
-            ConfigError: see `main`.
-        """
-        if not self.path.is_file():
-            raise ConfigError(f"--resume: {self.path} is not there: start without --resume")
-        found = json.loads(self.path.read_text(encoding="utf-8"))
-        for part in ("settings", "text"):
-            if found[part] != self.about[part]:
-                raise ConfigError(
-                    f"--resume: the {part} of {self.path} are {found[part]}, asked for are "
-                    f"{self.about[part]}: use the same, or start without --resume"
-                )
-        self.runs = found["runs"]
-
-    def find(self, job: Training) -> Row | None:
-        """Return the run of ``job``."""
-        return self._find(job.contender, job.dtype, job.seed)
-
-    def plain_of(self, run: Row) -> Row | None:
-        """Return the unquantized run of the same dtype and seed."""
-        return self._find(PLAIN, run["dtype"], run["seed"])
-
-    def _find(self, *key: object) -> Row | None:
-        names = ("contender", "dtype", "seed")
-        return next((run for run in self.runs if tuple(run[n] for n in names) == key), None)
-
-    def add(self, run: Row) -> None:
-        """Keep ``run``, in the file as well."""
-        self.runs.append(run)
-        self.write()
-
-    def write(self) -> None:
-        summary = summarize(self.runs, self.asked)
-        write_json(self.path, {**self.about, "summary": summary, "runs": self.runs})
+    Raises:
+        ConfigError: see `main`.
+    """
+    if not path.is_file():
+        raise ConfigError(f"--resume: {path} is not there: start without --resume")
+    found = json.loads(path.read_text(encoding="utf-8"))
+    for part in ("settings", "text"):
+        if found[part] != about[part]:
+            raise ConfigError(
+                f"--resume: the {part} of {path} are {found[part]}, asked for are "
+                f"{about[part]}: use the same, or start without --resume"
+            )
+    runs: list[Row] = found["runs"]
+    return runs
 
 
 def _about(steps: int, corpus: Corpus) -> Row:
@@ -159,12 +230,12 @@ def _about(steps: int, corpus: Corpus) -> Row:
     return {
         "settings": {
             "steps": steps,
-            "ranks": comm_training.NUM_RANKS,
-            "ranks_per_node": comm_training.RANKS_PER_NODE,
-            "micro_batch": comm_training.MICRO_BATCH,
-            "held_out_windows": comm_training.HELD_OUT_WINDOWS,
-            "model": {name: getattr(comm_training, name.upper()) for name in sizes},
-            "training": comm_training.training_config(steps),
+            "ranks": NUM_RANKS,
+            "ranks_per_node": RANKS_PER_NODE,
+            "micro_batch": MICRO_BATCH,
+            "held_out_windows": HELD_OUT_WINDOWS,
+            "model": {name: vars(SHAPE)[name] for name in sizes},
+            "training": training_config(steps),
         },
         "text": {
             "sha256": corpus.sha256_of_text,
@@ -182,6 +253,11 @@ def _unigram_nats(corpus: Corpus) -> float:
     return float(torch.tensor(nats)[corpus.held_out.long()].mean())
 
 
+def _report(about: Row, runs: Runs, asked: Sequence[Training]) -> Row:
+    listed = list(runs.values())
+    return {**about, "summary": summarize(listed, asked), "runs": listed}
+
+
 def bar_percent(contender: str) -> float:
     """Return the bar of its held-out loss: its distance to the unquantized one's, in percent.
 
@@ -192,19 +268,12 @@ def bar_percent(contender: str) -> float:
     return BAR_PERCENT_4_BIT if is_rough else BAR_PERCENT
 
 
-Pairs = Sequence[tuple[Row, Row]]
-"""Runs of one contender and dtype, each with the unquantized run of its seed."""
-
-
-def _pairs(runs: Sequence[Row], dtype: str, name: str) -> Pairs:
-    """Return the pairs. A run whose unquantized run failed has no reference."""
-    plain = {run["seed"]: run for run in runs if _is_of(run, dtype, PLAIN)}
-    mine = [run for run in runs if _is_of(run, dtype, name) and run["seed"] in plain]
-    return [(run, plain[run["seed"]]) for run in mine]
-
-
-def _is_of(run: Row, dtype: str, name: str) -> bool:
-    return bool(run["dtype"] == dtype and run["contender"] == name)
+def _pairs(runs: Sequence[Row], dtype: str, name: str) -> list[tuple[Row, Row]]:
+    """Return a contender's runs, each with the unquantized run of its seed, if there is one."""
+    of_dtype = [run for run in runs if run["dtype"] == dtype]
+    plain = {run["seed"]: run for run in of_dtype if run["contender"] == PLAIN}
+    mine = [run for run in of_dtype if run["contender"] == name]
+    return [(run, plain[run["seed"]]) for run in mine if run["seed"] in plain]
 
 
 def summarize(runs: Sequence[Row], asked: Sequence[Training]) -> list[Row]:
@@ -225,9 +294,15 @@ def summarize(runs: Sequence[Row], asked: Sequence[Training]) -> list[Row]:
     return rows
 
 
-def _figures(name: str, pairs: Pairs) -> Row:
+def _figures(name: str, pairs: Sequence[tuple[Row, Row]]) -> Row:
     runs = [run for run, _ in pairs]
-    percents = [_percent(run["held_out"], plain["held_out"]) for run, plain in pairs]
+    percents = [percent_over(run["held_out"], plain["held_out"]) for run, plain in pairs]
+    run, plain = pairs[0]
+
+    def less_sent(kind: str) -> float:
+        """Return how many times as much the unquantized run sends over one kind of link."""
+        return float(plain[kind] / run[kind]) if run[kind] else math.inf
+
     return {
         "held_out": statistics.median(run["held_out"] for run in runs),
         "training": statistics.median(run["training"] for run in runs),
@@ -237,93 +312,67 @@ def _figures(name: str, pairs: Pairs) -> Row:
         "bar_percent": bar_percent(name),
         "is_finite": all(run["is_finite"] for run in runs),
         "skipped_steps": [run["skipped_steps"] for run in runs],
-        "within_node_ratio": _ratio(*pairs[0], "within_node_bytes"),
-        "between_nodes_ratio": _ratio(*pairs[0], "between_nodes_bytes"),
+        "within_node_ratio": less_sent("within_node_bytes"),
+        "between_nodes_ratio": less_sent("between_nodes_bytes"),
     }
 
 
-def _percent(value: float, reference: float) -> float:
-    """Return how much higher ``value`` is, in percent."""
-    return 100.0 * (value / reference - 1.0)
-
-
-def _ratio(run: Row, plain: Row, kind: str) -> float:
-    """Return how many times as much the unquantized run sends over one kind of link."""
-    return float(plain[kind] / run[kind]) if run[kind] else math.inf
-
-
-COLUMNS = (
-    Column("contender", "contender"),
-    Column("held out", "held_out", ".4f"),
-    Column("training", "training", ".4f"),
-    Column("to plain", "median_percent", "+.2f"),
-    Column("worst", "worst_percent", "+.2f"),
-    Column("bar", "bar_percent", "g"),
-    Column("", lambda row: _verdict(row)),
-    Column("less sent", lambda r: f"{r['within_node_ratio']:.2f}, {r['between_nodes_ratio']:.2f}"),
-    Column("skipped", lambda row: "/".join(map(str, row["skipped_steps"]))),
-)
-
-
-def table(summary: Sequence[Row], unigram_nats: float) -> Table:
+def section(summary: Sequence[Row], unigram_nats: float) -> Section:
     """Return a line per row of `summarize`."""
-    found = empty_table(
-        ["dtype", *(column.heading for column in COLUMNS)],
-        title="a small GPT on real text, quantized communication",
-        caption="loss in nats per token, medians over seeds (guessing by frequency: "
+
+    def verdict(row: Row) -> str:
+        if not row["seeds"]:
+            return "missing"
+        if row["contender"] == PLAIN:
+            return ""
+        if not row["is_finite"]:
+            return "NaN"
+        if abs(row["worst_percent"]) > row["bar_percent"]:
+            return "missed"
+        return f"{len(row['missing_seeds'])} missing" if row["missing_seeds"] else "met"
+
+    def less_sent(row: Row) -> str | None:
+        ratios = [row.get(f"{kind}_ratio") for kind in ("within_node", "between_nodes")]
+        return None if None in ratios else ", ".join(f"{ratio:.2f}" for ratio in ratios)
+
+    columns = (
+        Column("held out", "held_out", ".4f"),
+        Column("training", "training", ".4f"),
+        Column("to plain", "median_percent", "+.2f"),
+        Column("worst", "worst_percent", "+.2f"),
+        Column("bar", "bar_percent", "g"),
+        Column("", verdict),
+        Column("less sent", less_sent),
+        Column("skipped", lambda row: "/".join(map(str, row.get("skipped_steps", ())))),
+    )
+    return Section(
+        "a small GPT on real text, quantized communication",
+        {f"{row['dtype']} {row['contender']}": row for row in summary},
+        columns,
+        "loss in nats per token, medians over seeds (guessing by frequency: "
         f"{unigram_nats:.2f}), differences in %; less sent: how many times, within a node and "
         "between nodes",
-        num_names=2,
+        "contender",
     )
-    for row in summary:
-        if row["seeds"]:
-            found.add_row(row["dtype"], *(column.cell(row) for column in COLUMNS))
-        else:
-            found.add_row(row["dtype"], row["contender"], *[""] * 5, "missing")
-    return found
 
 
-def _verdict(row: Mapping[str, Any]) -> str:
-    if row["contender"] == PLAIN:
-        return ""
-    if not row["is_finite"]:
-        return "NaN"
-    if abs(row["worst_percent"]) > row["bar_percent"]:
-        return "missed"
-    return f"{len(row['missing_seeds'])} missing" if row["missing_seeds"] else "met"
-
-
-def plot(runs: Sequence[Row], path: Path, *, steps: int) -> None:
+def panels(runs: Sequence[Row], steps: int) -> list[Panel]:
     """Draw the training loss, means over seeds, and below it the distance to the unquantized."""
-    dtypes = [dtype for dtype in DTYPES if any(_is_of(run, dtype, PLAIN) for run in runs)]
-
-    def draw(axes: Axes, dtype: str, is_difference: bool) -> None:
-        for number, name in enumerate(CONTENDERS):
-            pairs = _pairs(runs, dtype, name)
-            if not pairs or (is_difference and name == PLAIN):
-                continue
-            values = _mean([run["curve"] for run, _ in pairs])
-            at = [steps * (place + 1) / len(values) for place in range(len(values))]
-            if is_difference:
-                plain = _mean([plain["curve"] for _, plain in pairs])
-                values = [_percent(*pair) for pair in zip(values, plain, strict=True)]
-            axes.plot(at, values, label=name, color=f"C{number}", linewidth=1)
-        if is_difference:
-            axes.axhspan(-BAR_PERCENT, BAR_PERCENT, color="tab:gray", alpha=0.15)
-        about = "to unquantized (%)" if is_difference else "training loss (nats per token)"
-        axes.set_ylabel(f"{about}, mean over seeds")
-        axes.set_xlabel("step")
-        axes.grid(visible=True, alpha=0.3)
-        if axes.lines:
-            axes.legend()
-
-    panels = [
-        (dtype, 12, lambda axes, d=dtype, i=is_difference: draw(axes, d, i))
-        for is_difference in (False, True)
-        for dtype in dtypes
-    ]
-    save_panels(path, panels, columns=len(dtypes) or 1)
-
-
-def _mean(curves: Sequence[Sequence[float]]) -> list[float]:
-    return [statistics.fmean(values) for values in zip(*curves, strict=True)]
+    losses, differences = [], []
+    for dtype in DTYPES:
+        own: list[tuple[str, list[float]]] = []
+        to_plain: list[tuple[str, list[float]]] = []
+        for name in CONTENDERS:
+            if pairs := _pairs(runs, dtype, name):
+                mine, plain = (
+                    mean_curve([run["curve"] for run in of]) for of in zip(*pairs, strict=True)
+                )
+                own.append((name, mine))
+                to_plain.append((name, list(map(percent_over, mine, plain))))
+        if own:
+            label = "training loss (nats per token), mean over seeds"
+            losses.append(curves(dtype, label, own, COLORS, steps=steps))
+            label = "to unquantized (%), mean over seeds"
+            panel = curves(dtype, label, to_plain[1:], COLORS, steps=steps, bar_percent=BAR_PERCENT)
+            differences.append(panel)
+    return losses + differences

@@ -10,35 +10,23 @@ from __future__ import annotations
 
 import gc
 import importlib
-import importlib.metadata
 import os
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from types import SimpleNamespace
 from typing import Annotated, Any
 
 import torch
 import typer
-from rich.table import Table
 from torch import Tensor
 
 import cpu_adam
-from benchmarks.harness.options import RESULTS, AllThreads, Output
-from benchmarks.harness.ranks import Row, write_json
-from benchmarks.harness.report import (
-    MS,
-    Column,
-    bars,
-    machine,
-    make_console,
-    reasons,
-    save_panels,
-    table_of,
-)
-from benchmarks.harness.rounds import measured
+from benchmarks.harness.options import RESULTS, AllThreads, Output, threads_of_all
+from benchmarks.harness.ranks import Row
+from benchmarks.harness.report import MS, Column, Rows, Section, bars, green, machine, publish
+from benchmarks.harness.rounds import spread, take_turns, version
 from cpu_adam._isa import use_isa
 from zero_engine.machine import cache_bytes
 
@@ -55,45 +43,9 @@ OURS = "cpu-adam"
 BANDWIDTH = "bandwidth, 28 B/element"
 
 Step = Callable[[], object]
-
-
-@dataclass
-class Contender:
-    """One side of a race."""
-
-    name: str
-    make: Callable[[], Step]
-    """Prepares it and returns what takes one step."""
-    bar: float | None = None
-    """Ours should be at least this many times as fast."""
-    times_s: list[float] = field(default_factory=list)
-    failure: str = ""
-    """Why there are no numbers."""
-    step: Step | None = None
-
-    def row(self, ours: Contender) -> Row:
-        if self.failure:
-            return {"failure": self.failure}
-        median_s = statistics.median(self.times_s)
-        return {
-            "median_s": median_s,
-            "min_s": min(self.times_s),
-            "num_calls": len(self.times_s),
-            "to_ours": median_s / statistics.median(ours.times_s),
-            "bar": self.bar,
-        }
-
-
-@dataclass
-class Race:
-    """Contenders that do the same work, compared with the first one."""
-
-    name: str
-    numel: int
-    contenders: list[Contender]
-
-    def rows(self) -> dict[str, Row]:
-        return {contender.name: contender.row(self.contenders[0]) for contender in self.contenders}
+Contenders = Mapping[str, tuple[Callable[[], Step], float | None]]
+"""By name: what prepares a step, and how many times as fast ours should be at least. The first is
+ours."""
 
 
 def main(
@@ -105,47 +57,92 @@ def main(
     threads: AllThreads = 0,
     output: Output = RESULTS,
 ) -> None:
-    """Run every race, print tables, write ``cpu_adam.json`` and ``cpu_adam.png``."""
+    """Run every race, write ``cpu_adam.json`` and ``cpu_adam.png``, print tables."""
     numels = tuple(numel or (64 * 2**20, 2**20))
-    console = make_console()
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
-    before = torch.get_num_threads()
-    threads = threads or before
-    torch.set_num_threads(threads)
-    races: dict[str, dict[str, Row]] = {}
-    try:
-        for make_race in _races(numels):
-            race = make_race()
-            console.print(f"{race.name} ...")
-            _run(race, rounds, rest_ms / 1e3)
-            races[race.name] = rows = race.rows()
-            console.print(table(race.name, race.numel, rows), *reasons(rows), sep="\n")
-    finally:
-        torch.set_num_threads(before)
-    output.mkdir(parents=True, exist_ok=True)
+    found: dict[str, tuple[int, dict[str, Row]]] = {}
+    with threads_of_all(threads) as num_threads:
+        for name, num_elements, make in _races(numels):
+            print(f"{name} ...", flush=True)
+            found[name] = num_elements, _run(make(), rounds, rest_ms / 1e3)
+            gc.collect()  # the race's memory, before the next one's is there
     settings = {
         "numels": list(numels),
         "rounds": rounds,
         "rest_s": rest_ms / 1e3,
-        "threads": threads,
+        "threads": num_threads,
     }
+    races = {name: rows for name, (_, rows) in found.items()}
     report = {"settings": settings, "machine": _machine(), "races": races}
-    write_json(output / "cpu_adam.json", report)
-    panels = []
-    for name, rows in races.items():
-        times = {who: row["median_s"] / MS for who, row in measured(rows).items()}
-        draw = lambda axes, times=times: bars(axes, times, "median step (ms)", ours=_is_ours)  # noqa: E731
-        panels.append((name, len(times) + 3, draw))
-    save_panels(output / "cpu_adam.png", panels, columns=2)
-    console.print(f"written to {output}")
+    sections = [section(name, num_elements, rows) for name, (num_elements, rows) in found.items()]
+    publish(output, "cpu_adam", report, sections, columns=2)
 
 
-def _races(numels: Sequence[int]) -> list[Callable[[], Race]]:
-    """Return makers, so that one race's memory is gone before the next one's is there."""
-    races: list[Callable[[], Race]] = []
+def _races(numels: Sequence[int]) -> Iterator[tuple[str, int, Callable[[], Contenders]]]:
     for numel in numels:
-        races += [partial(race, numel) for race in (fp32_race, offload_race, int8_race)]
-    return [*races, small_race]
+        size = f"{numel >> 20} Mi" if numel % 2**20 == 0 else f"{numel}"
+        for kind, make in (
+            ("fp32 AdamW", fp32_race),
+            ("offload path", offload_race),
+            ("8-bit AdamW", int8_race),
+        ):
+            yield f"{kind}, {size}", numel, partial(make, numel)
+    yield f"fp32 AdamW, {NUM_SMALL} x {SMALL_NUMEL}", NUM_SMALL * SMALL_NUMEL, small_race
+
+
+def _run(contenders: Contenders, rounds: int, rest_s: float) -> dict[str, Row]:
+    """Return a row per contender: of all its timed calls, beside ours."""
+    ours = next(iter(contenders))
+    steps: dict[str, Step] = {}
+    failures: dict[str, Row] = {}
+    for name, (make, _) in contenders.items():
+        try:
+            if ours in failures:
+                raise RuntimeError("not run: there is nothing to compare it with")
+            steps[name] = make()
+            steps[name]()
+        # Another package's failure, of whatever kind, is a result like any other.
+        except Exception as error:
+            failures[name] = {"failure": _explain(error)}
+
+    def take_turn(name: str, _: int) -> Row:
+        if name in failures:
+            return failures[name]
+        time.sleep(rest_s)
+        steps[name]()
+        begin = time.perf_counter()
+        times: list[float] = []
+        while len(times) < MAX_CALLS and time.perf_counter() - begin <= TURN_S:
+            start = time.perf_counter()
+            steps[name]()
+            times.append(time.perf_counter() - start)
+        return {"times_s": times}
+
+    found = take_turns(list(contenders), rounds, take_turn)
+    times_s = {
+        name: [seconds for row in by_round for seconds in row["times_s"]]
+        for name, by_round in found.items()
+        if name not in failures
+    }
+
+    def row(name: str) -> Row:
+        times = times_s[name]
+        return {
+            **spread(times),
+            "num_calls": len(times),
+            "to_ours": statistics.median(times) / statistics.median(times_s[ours]),
+            "bar": contenders[name][1],
+        }
+
+    return {name: failures.get(name) or row(name) for name in contenders}
+
+
+def _explain(error: Exception) -> str:
+    if isinstance(error, ModuleNotFoundError) and error.name is not None:
+        package = error.name.partition(".")[0]
+        return f"{package} is not installed: pip install {package}"
+    lines = str(error).splitlines() or [type(error).__name__]
+    return f"failed: {lines[0]}"
 
 
 # [Note: shared memory]
@@ -157,12 +154,12 @@ class Flat:
     """fp32 parameters, gradients and moments, of ``count`` tensors."""
 
     def __init__(self, numel: int, count: int = 1) -> None:
-        generator = torch.Generator().manual_seed(0)
-        self.params = [_random(numel, generator) for _ in range(count)]
+        draw = partial(torch.randn, numel, generator=torch.Generator().manual_seed(0))
+        self.params = [draw() for _ in range(count)]
         self.exp_avg = [torch.zeros(numel) for _ in range(count)]
         self.exp_avg_sq = [torch.zeros(numel) for _ in range(count)]
         for param in self.params:
-            param.grad = _random(numel, generator).mul_(1e-2)
+            param.grad = draw().mul_(1e-2)
 
     @property
     def grads(self) -> list[Tensor]:
@@ -186,6 +183,16 @@ class Flat:
         adam: Any = importlib.import_module("deepspeed.ops.adam")
         return self.lend(adam.DeepSpeedCPUAdam(self.params, adamw_mode=True, **ADAMW), int)
 
+    def peers(self, *, fused: float, loop: float, deepspeed: float | None) -> Contenders:
+        """Return torch's and DeepSpeed's kernels, with the bars given."""
+        plain = {"foreach": False, "fused": False}
+        return {
+            "torch fused": (lambda: self.torch(fused=True), fused),
+            "torch foreach": (lambda: self.torch(foreach=True), None),
+            "torch for-loop": (lambda: self.torch(**plain), loop),
+            "DeepSpeedCPUAdam": (self.deepspeed, deepspeed),
+        }
+
     def bandwidth(self) -> Step:
         """Read and write as AdamW does, in three torch calls that compute next to nothing."""
 
@@ -200,40 +207,23 @@ class Flat:
         return step
 
 
-def fp32_race(numel: int) -> Race:
+def fp32_race(numel: int) -> Contenders:
     flat = Flat(numel)
-    return Race(
-        f"fp32 AdamW, {_size(numel)}",
-        numel,
-        [
-            Contender(OURS, flat.ours),
-            *_by_isa(flat.ours, numel),
-            Contender(BANDWIDTH, flat.bandwidth, 0.97),
-            Contender("torch fused", lambda: flat.torch(fused=True), 0.97),
-            Contender("torch foreach", lambda: flat.torch(foreach=True)),
-            Contender("torch for-loop", lambda: flat.torch(foreach=False, fused=False), 7.0),
-            Contender("DeepSpeedCPUAdam", flat.deepspeed, 1.0),
-        ],
-    )
+    return {
+        OURS: (flat.ours, None),
+        **_by_isa(OURS, flat.ours, numel),
+        BANDWIDTH: (flat.bandwidth, 0.97),
+        **flat.peers(fused=0.97, loop=7.0, deepspeed=1.0),
+    }
 
 
-def small_race() -> Race:
+def small_race() -> Contenders:
     """AdamW on many small tensors: the cost of a call decides."""
     flat = Flat(SMALL_NUMEL, NUM_SMALL)
-    return Race(
-        f"fp32 AdamW, {NUM_SMALL} x {SMALL_NUMEL}",
-        NUM_SMALL * SMALL_NUMEL,
-        [
-            Contender(OURS, flat.ours),
-            Contender("torch fused", lambda: flat.torch(fused=True), 1.0),
-            Contender("torch foreach", lambda: flat.torch(foreach=True)),
-            Contender("torch for-loop", lambda: flat.torch(foreach=False, fused=False), 3.0),
-            Contender("DeepSpeedCPUAdam", flat.deepspeed),
-        ],
-    )
+    return {OURS: (flat.ours, None), **flat.peers(fused=1.0, loop=3.0, deepspeed=None)}
 
 
-def offload_race(numel: int) -> Race:
+def offload_race(numel: int) -> Contenders:
     """16-bit gradient in, unscaled and clipped, 16-bit parameter out.
 
     DeepSpeed has the gradient in fp32 by then, so its sides start with that: its own
@@ -291,27 +281,23 @@ def offload_race(numel: int) -> Race:
 
         return step
 
-    return Race(
-        f"offload path, {_size(numel)}",
-        numel,
-        [
-            Contender(OURS, ours),
-            *_by_isa(ours, numel),
-            Contender(f"{OURS}, fp16", partial(ours, dtype=torch.float16)),
-            Contender(BANDWIDTH, flat.bandwidth, 0.9),
-            Contender("DeepSpeed: unscale + CPUAdam + cast", deepspeed, 1.4),
-            Contender("torch: widen + unscale + fused + cast", torch_passes),
-        ],
-    )
+    return {
+        OURS: (ours, None),
+        **_by_isa(OURS, ours, numel),
+        f"{OURS}, fp16": (partial(ours, dtype=torch.float16), None),
+        BANDWIDTH: (flat.bandwidth, 0.9),
+        "DeepSpeed: unscale + CPUAdam + cast": (deepspeed, 1.4),
+        "torch: widen + unscale + fused + cast": (torch_passes, None),
+    }
 
 
-def int8_race(numel: int) -> Race:
+def int8_race(numel: int) -> Contenders:
     """AdamW with 8-bit moments on bf16 parameters, and torch's fused fp32 as a measure."""
-    generator = torch.Generator().manual_seed(0)
+    draw = partial(torch.randn, numel, generator=torch.Generator().manual_seed(0))
 
     def bf16() -> list[torch.nn.Parameter]:
-        param = torch.nn.Parameter(_random(numel, generator).to(torch.bfloat16))
-        param.grad = _random(numel, generator).mul_(1e-2).to(torch.bfloat16)
+        param = torch.nn.Parameter(draw().to(torch.bfloat16))
+        param.grad = draw().mul_(1e-2).to(torch.bfloat16)
         return [param]
 
     def ours(isa: str | None = None) -> Step:
@@ -327,77 +313,24 @@ def int8_race(numel: int) -> Race:
 
         return make
 
-    return Race(
-        f"8-bit AdamW, {_size(numel)}",
-        numel,
-        [
-            Contender(f"{OURS}, int8", ours),
-            *(Contender(f"{OURS}, int8, {isa}", partial(ours, isa)) for isa in _other_isas()),
-            Contender("torch fused, fp32", lambda: Flat(numel).torch(fused=True), 1.0),
-            Contender("torchao AdamW8bit", peer("torchao.optim", "AdamW8bit"), 25.0),
-            Contender("bitsandbytes AdamW8bit", peer("bitsandbytes.optim", "AdamW8bit"), 25.0),
-        ],
-    )
+    return {
+        f"{OURS}, int8": (ours, None),
+        **_by_isa(f"{OURS}, int8", ours),
+        "torch fused, fp32": (lambda: Flat(numel).torch(fused=True), 1.0),
+        "torchao AdamW8bit": (peer("torchao.optim", "AdamW8bit"), 25.0),
+        "bitsandbytes AdamW8bit": (peer("bitsandbytes.optim", "AdamW8bit"), 25.0),
+    }
 
 
-def _run(race: Race, rounds: int, rest_s: float) -> None:
-    for contender in race.contenders:
-        if race.contenders[0].failure:
-            contender.failure = "not run: there is nothing to compare it with"
-            continue
-        try:
-            contender.step = contender.make()
-            contender.step()
-        # Another package's failure, of whatever kind, is a result like any other.
-        except Exception as error:
-            contender.failure = _explain(error)
-    for _ in range(rounds):
-        for contender in race.contenders:
-            if not contender.failure:
-                _take_turn(contender, rest_s)
-    for contender in race.contenders:
-        contender.step = None
-        contender.make = _nothing  # it may hold the race's memory
-    gc.collect()
-
-
-def _nothing() -> Step:
-    raise AssertionError("the race is over")
-
-
-def _take_turn(contender: Contender, rest_s: float) -> None:
-    assert contender.step is not None
-    time.sleep(rest_s)
-    contender.step()
-    begin = time.perf_counter()
-    for _ in range(MAX_CALLS):
-        start = time.perf_counter()
-        contender.step()
-        end = time.perf_counter()
-        contender.times_s.append(end - start)
-        if end - begin > TURN_S:
-            return
-
-
-def _explain(error: Exception) -> str:
-    if isinstance(error, ModuleNotFoundError) and error.name is not None:
-        package = error.name.partition(".")[0]
-        return f"{package} is not installed: pip install {package}"
-    lines = str(error).splitlines() or [type(error).__name__]
-    return f"failed: {lines[0]}"
-
-
-def _by_isa(make: Callable[[str], Step], numel: int) -> list[Contender]:
+def _by_isa(name: str, make: Callable[[str], Step], numel: int = 0) -> Contenders:
     """Return the same with the other vector instruction sets that work here.
 
-    They should be as fast where memory sets the pace: not where all of it is in the caches.
+    They should be as fast where memory sets the pace: not where all of ``numel`` elements are in
+    the caches.
     """
     bar = 0.9 if numel * FUSED_BYTES > cache_bytes() else None
-    return [Contender(f"{OURS}, {isa}", partial(make, isa), bar) for isa in _other_isas()]
-
-
-def _other_isas() -> list[str]:
-    return [isa for isa in cpu_adam.available_isas()[1:] if isa != cpu_adam.active_isa()]
+    others = [isa for isa in cpu_adam.available_isas()[1:] if isa != cpu_adam.active_isa()]
+    return {f"{name}, {isa}": (partial(make, isa), bar) for isa in others}
 
 
 def _tensor_step() -> Tensor:
@@ -412,39 +345,30 @@ def _with_isa(isa: str, step: Step) -> Step:
     return run
 
 
-def _random(numel: int, generator: torch.Generator) -> Tensor:
-    return torch.randn(numel, generator=generator)
+def section(name: str, numel: int, rows: Rows) -> Section:
+    def is_met(who: str, row: Row) -> bool | None:
+        """Return whether the bar is reached, by our own instruction sets in speed to ours."""
+        if row.get("bar") is None:
+            return None
+        speed = 1.0 / row["to_ours"] if _is_ours(who) else row["to_ours"]
+        return bool(speed >= row["bar"])
 
-
-def _size(numel: int) -> str:
-    return f"{numel >> 20} Mi" if numel % 2**20 == 0 else f"{numel}"
-
-
-def table(name: str, numel: int, rows: Mapping[str, Row]) -> Table:
-    named = {who: {"name": who, **row} for who, row in rows.items()}
     columns = (
         Column("median", "median_s", ".2f", MS),
         Column("min", "min_s", ".2f", MS),
         Column("GB/s", lambda row: numel * FUSED_BYTES / row["median_s"], ".1f", 1e9),
         Column("to ours", "to_ours", ".2f"),
         Column("bar", "bar", "g"),
-        Column("", is_met),
+        Column("", "is_met"),
     )
-    return table_of(
-        named,
+    return Section(
+        f"{name} elements",
+        {who: {**row, "is_met": is_met(who, row)} for who, row in rows.items()},
         columns,
-        heading="contender",
-        title=f"{name} elements",
-        caption="ms; GB/s at 28 B per element; the ratio should reach the bar",
+        "ms; GB/s at 28 B per element; the ratio should reach the bar",
+        "contender",
+        bars(name, rows, {"": "median_s"}, "median step (ms)", MS, color=green(_is_ours)),
     )
-
-
-def is_met(row: Mapping[str, Any]) -> bool | None:
-    """Return whether the bar is reached, by our own instruction sets in speed relative to ours."""
-    if row["bar"] is None:
-        return None
-    speed = 1.0 / row["to_ours"] if _is_ours(row["name"]) else row["to_ours"]
-    return bool(speed >= row["bar"])
 
 
 def _is_ours(name: str) -> bool:
@@ -452,14 +376,10 @@ def _is_ours(name: str) -> bool:
 
 
 def _machine() -> Row:
-    versions = {}
-    for name in ("torch", "deepspeed", "torchao", "bitsandbytes"):
-        try:
-            versions[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            versions[name] = "not installed"
-    isa = {
+    peers = ("torch", "deepspeed", "torchao", "bitsandbytes")
+    return {
+        **machine(),
         "isa": cpu_adam.active_isa(),
         "OMP_WAIT_POLICY": os.environ.get("OMP_WAIT_POLICY", "not set"),
+        **{name: version(name) or "not installed" for name in peers},
     }
-    return {**machine(), **isa, **versions}

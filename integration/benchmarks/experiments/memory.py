@@ -20,6 +20,7 @@ libraries, kernels' code and the process group's own buffers are there already.
 from __future__ import annotations
 
 import gc
+import itertools
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -27,16 +28,14 @@ from typing import Annotated, Any
 
 import torch
 import torch.distributed as dist
-import typer
-from rich.table import Table
 
 import zero_core
 from benchmarks.harness.job import Job
 from benchmarks.harness.memory import peak_bytes, resident_bytes, restart_peak
 from benchmarks.harness.models import GptShape
-from benchmarks.harness.options import RESULTS, Output, choose
-from benchmarks.harness.ranks import CPU_ALONE, Place, Row, run_ranks, write_json
-from benchmarks.harness.report import Axes, empty_table, machine, make_console, save_panels, word
+from benchmarks.harness.options import RESULTS, Output, of
+from benchmarks.harness.ranks import CPU_ALONE, Place, Row, run_ranks
+from benchmarks.harness.report import Column, Section, bars, machine, publish
 from benchmarks.harness.sides import engine_loop, torch_loop
 from zero_engine.train.metrics import MIB
 
@@ -44,35 +43,32 @@ RETURN_FREED = {"MALLOC_MMAP_THRESHOLD_": str(64 * 1024)}
 FORMULA_BAR, PLAN_BAR, FRAGMENTS_BAR, START_BAR_S = 0.03, 0.05, 0.05, 2.0
 WARM_STEPS = 2
 GROWTH_STEPS = (50, 500)
-
 LARGE = Job(
     *("", "zero", GptShape(layers=64, width=400, heads=8, vocab=256, context=4)),
     micro_batch=1,
     steps=3,
-    warmup=0,
     dtype="bf16",
     ranks=2,
 )
 MIDDLE = replace(LARGE, shape=GptShape(8, 512, heads=8, vocab=1024, context=256), micro_batch=2)
 SMALL = replace(LARGE, shape=GptShape(6, 256, heads=4, vocab=256, context=32), dtype="fp32")
-OFFLOAD = {"offload_optimizer": {"device": "cpu"}}
 
 
 def formula_rows() -> Iterator[Row]:
     """Yield each stage's peak, and stage 3's with glibc's own settings."""
     cases: list[tuple[int, Mapping[str, str], str]] = [(s, RETURN_FREED, "") for s in range(4)]
-    for stage, environment, note in [*cases, (3, {}, "glibc's own settings")]:
+    for stage, environment, note in [*cases, (3, {}, ", glibc's own settings")]:
         job = replace(LARGE, stage=stage)
         found = _run(job, environment)
-        numel = found[0]["num_parameters"]
+        numel = job.shape.numel
         gathered = 2 * 2 * (numel // job.shape.layers) if stage == 3 else 0  # two units of bf16
-        planned = _plan(job).memory.device
+        planned = job.plan(has_activations=True, device_type="cpu").memory.device
         kinds = ("gradients under way", "exchange buffers", "parameter gradient", "activations")
         passing = sum(planned.get(kind, 0) for kind in kinds)
         peak = _most(found, "peak_bytes")
         ours = round(_bytes_per_parameter(stage, job.ranks, 4) * numel) + gathered
         yield {
-            "case": f"stage {stage}{', ' * bool(note)}{note}",
+            "case": f"stage {stage}{note}",
             "num_parameters": numel,
             "paper_bytes": round(_bytes_per_parameter(stage, job.ranks, None) * numel) + gathered,
             "formula_bytes": ours,
@@ -108,10 +104,10 @@ def growth_rows() -> Iterator[Row]:
         found = _run(job, RETURN_FREED, GROWTH_STEPS)
         is_bare = job.side == "torch"
         if is_bare:
-            held = 16 * found[0]["num_parameters"]
+            held = 16 * job.shape.numel
         else:
-            held = sum(found[0]["held_bytes"].values())
-            held += _plan(job).memory.device["optimizer states"]
+            planned = job.plan(has_activations=True, device_type="cpu").memory.device
+            held = sum(found[0]["held_bytes"].values()) + planned["optimizer states"]
         early, late = (max(f["resident_bytes"][str(mark)] for f in found) for mark in GROWTH_STEPS)
         name = "the bare model, 1 rank" if is_bare else f"stage {job.stage}"
         yield {
@@ -130,114 +126,90 @@ def start_rows() -> Iterator[Row]:
         shape = replace(LARGE.shape, layers=layers)
         found = _run(replace(LARGE, shape=shape, ranks=4, stage=3, steps=0), {})
         seconds = _most(found, "build_s")
-        numel = found[0]["num_parameters"]
         cpu_s = sum(f["build_cpu_s"] for f in found)
         yield {
-            "case": f"{numel / 1e6:.0f} M parameters, 4 ranks",
-            "num_parameters": numel,
+            "case": f"{shape.numel / 1e6:.0f} M parameters, 4 ranks",
+            "num_parameters": shape.numel,
             "build_s": seconds,
             "cpu_s_of_all_ranks": cpu_s,
-            "ratio": cpu_s / numel * 1e9,  # CPU seconds per 1e9 parameters
+            "ratio": cpu_s / shape.numel * 1e9,  # CPU seconds per 1e9 parameters
             "is_met": seconds < START_BAR_S,
         }
 
 
 def plan_rows() -> Iterator[Row]:
     """Yield the measured over the planned peak: stage, dtype, offload, world size."""
-    for ranks in (1, 2, 3):
-        for stage in range(4) if ranks > 1 else (0,):  # one rank has nothing to shard
-            for dtype in ("fp32", "bf16"):
-                for offload in ("none", "cpu"):
-                    zero = OFFLOAD if offload == "cpu" else {}
-                    job = replace(MIDDLE, ranks=ranks, stage=stage, dtype=dtype, zero=zero)
-                    use = _plan(job).memory
-                    planned = use.device_bytes + use.host_bytes
-                    peak = _most(_run(job, RETURN_FREED), "peak_bytes")
-                    yield {
-                        "case": f"{ranks} ranks, stage {stage}, {dtype}, offload {offload}",
-                        "planned_bytes": planned,
-                        "peak_bytes": peak,
-                        "ratio": peak / planned,
-                        "is_met": abs(peak / planned - 1) <= PLAN_BAR,
-                    }
+    grid = itertools.product((1, 2, 3), range(4), ("fp32", "bf16"), ("none", "cpu"))
+    for ranks, stage, dtype, offload in grid:
+        if ranks == 1 and stage:  # nothing to shard
+            continue
+        zero = {"offload_optimizer": {"device": "cpu"}} if offload == "cpu" else {}
+        job = replace(MIDDLE, ranks=ranks, stage=stage, dtype=dtype, zero=zero)
+        use = job.plan(has_activations=True, device_type="cpu").memory
+        planned = use.device_bytes + use.host_bytes
+        peak = _most(_run(job, RETURN_FREED), "peak_bytes")
+        yield {
+            "case": f"{ranks} ranks, stage {stage}, {dtype}, offload {offload}",
+            "planned_bytes": planned,
+            "peak_bytes": peak,
+            "ratio": peak / planned,
+            "is_met": abs(peak / planned - 1) <= PLAN_BAR,
+        }
 
 
-PARTS = {"formula": formula_rows, "growth": growth_rows, "start": start_rows, "plan": plan_rows}
-"""The measurements by name. Each yields rows with ``case``, ``ratio`` and ``is_met``."""
-TITLES = {
-    "formula": "peak over the formula and what is passing (bar 1.03)",
-    "growth": "growth from step 50 to 500, of what is held (bar 0.05)",
-    "start": "CPU seconds of build, all ranks, per 10^9 parameters",
-    "plan": "peak over the plan (bar 0.95 to 1.05)",
+PARTS = {
+    "formula": (formula_rows, "peak over the formula and what is passing (bar 1.03)"),
+    "growth": (growth_rows, "growth from step 50 to 500, of what is held (bar 0.05)"),
+    "start": (start_rows, "CPU seconds of build, all ranks, per 10^9 parameters"),
+    "plan": (plan_rows, "peak over the plan (bar 0.95 to 1.05)"),
 }
+"""The measurements by name: rows with ``case``, ``ratio`` and ``is_met``, and about the ratio."""
 
 
-def main(
-    only: Annotated[list[str] | None, typer.Option(help=f"Of: {', '.join(PARTS)}.")] = None,
-    output: Output = RESULTS,
-) -> None:
-    """Measure, print a table per part, write ``memory.json`` and ``memory.png``."""
-    console = make_console()
+def main(only: Annotated[list[str] | None, of(PARTS)] = None, output: Output = RESULTS) -> None:
+    """Measure, write ``memory.json`` and ``memory.png``, print a table per part."""
     started_at = time.perf_counter()
     parts: dict[str, list[Row]] = {}
-    for part in choose(only, PARTS, "part", "--only"):
+    for part in only or PARTS:
         parts[part] = []
-        for row in PARTS[part]():
+        for row in PARTS[part][0]():
             parts[part].append(row)
-            console.print(f"{part}: {row['case']}: {row['ratio']:.3f}")
-        console.print(table(part, parts[part]))
+            print(f"{part}: {row['case']}: {row['ratio']:.3f}", flush=True)
     seconds = time.perf_counter() - started_at
-    output.mkdir(parents=True, exist_ok=True)
     report = {"machine": machine(), "parts": parts, "seconds": seconds}
-    write_json(output / "memory.json", report)
-    save_panels(
-        output / "memory.png",
-        [
-            (TITLES[part], len(rows) + 3, lambda axes, rows=rows: _draw(axes, rows))  # type: ignore[misc]
-            for part, rows in parts.items()
-        ],
+    publish(output, "memory", report, [section(part, rows) for part, rows in parts.items()])
+
+
+def section(part: str, listed: Sequence[Row]) -> Section:
+    rows = {row["case"]: row for row in listed}
+
+    def column(key: str) -> Column:
+        unit = MIB if key.endswith("_bytes") else 1.0
+        is_float = isinstance(listed[0][key], float)
+        spec = ".1f" if unit > 1 else ".3f" if is_float else ""
+        return Column(key.replace("_bytes", "").replace("_", " "), key, spec, unit)
+
+    def color(case: str) -> str:
+        return "tab:red" if rows[case]["is_met"] is False else "tab:blue"
+
+    worst = max(listed, key=lambda row: float(row["ratio"]))
+    return Section(
+        *(part, rows, [column(key) for key in listed[0] if key != "case"]),
+        caption=f"MiB; furthest: {worst['case']}, {worst['ratio']:.3f}",
+        heading="case",
+        panels=bars(PARTS[part][1], rows, {"": "ratio"}, "", color=color),
     )
-    console.print(f"written to {output} after {seconds:.0f} s")
-
-
-def table(part: str, rows: Sequence[Row]) -> Table:
-    worst = max(rows, key=lambda row: float(row["ratio"]))
-    caption = f"MiB; furthest: {worst['case']}, {worst['ratio']:.3f}"
-    headings = [key.replace("_bytes", "").replace("_", " ") for key in rows[0]]
-    found = empty_table(headings, title=part, caption=caption)
-    for row in rows:
-        found.add_row(*(_cell(key, value) for key, value in row.items()))
-    return found
-
-
-def _cell(key: str, value: Any) -> str:
-    if key == "is_met":
-        return word(value)
-    if key.endswith("_bytes"):
-        return f"{value / MIB:.1f}"
-    return f"{value:.3f}" if isinstance(value, float) else str(value)
-
-
-def _draw(axes: Axes, rows: Sequence[Row]) -> None:
-    colors = ["tab:red" if row["is_met"] is False else "tab:blue" for row in rows]
-    axes.barh([row["case"] for row in rows], [row["ratio"] for row in rows], color=colors)
-    axes.invert_yaxis()
 
 
 def _most(found: Sequence[Row], key: str) -> float:
     return max(float(of_rank[key]) for of_rank in found)
 
 
-def _plan(job: Job) -> zero_core.Plan:
-    model = job.meta_model()
-    ids = torch.zeros(job.micro_batch, job.shape.context, dtype=torch.int64)
-    return zero_core.plan(model, job.config(), job.ranks, device_type="cpu", example_inputs=[ids])
-
-
 def _run(job: Job, environment: Mapping[str, str], marks: Sequence[int] = ()) -> list[Row]:
     arguments = {"job": job, "marks": list(marks)}
     environment = {**CPU_ALONE, **environment}
-    return run_ranks("benchmarks.experiments.memory:measure", arguments, job.ranks, environment)
+    target = "benchmarks.experiments.memory:measure"
+    return run_ranks(target, arguments, job.ranks, environment=environment)
 
 
 def measure(place: Place, job: Mapping[str, Any], marks: Sequence[int]) -> Row:
@@ -262,16 +234,13 @@ def _train(job: Job, place: Place, marks: Sequence[int]) -> Row:
     model = job.make_model()
     restart_peak()
     dist.barrier()
-    started_at = time.perf_counter()
-    cpu_at = time.process_time()
+    started_at, cpu_at = time.perf_counter(), time.process_time()
     engine = zero_core.build(model, job.config()) if job.side == "zero" else None
     step = torch_loop(job, model).step if engine is None else engine_loop(engine)
     found: Row = {
         "build_s": time.perf_counter() - started_at,
         "build_cpu_s": time.process_time() - cpu_at,
         "build_peak_bytes": peak_bytes() - before,
-        "built_bytes": resident_bytes() - before,
-        "num_parameters": job.shape.numel,
     }
     dist.barrier()
     restart_peak()

@@ -16,74 +16,53 @@ DeepSpeed compiles its Adam in a run of its own before the rounds.
 from __future__ import annotations
 
 import math
-import tempfile
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
-from rich.table import Table
 
-from benchmarks.experiments.engine import HOST, races, write_report
+from benchmarks.experiments.engine import HOST, Contenders, panels, races, report_of
+from benchmarks.harness import options
 from benchmarks.harness.job import Job
-from benchmarks.harness.options import (
-    RESULTS,
-    Context,
-    MicroBatch,
-    Output,
-    Ranks,
-    Rounds,
-    Sizes,
-    Steps,
-    Threads,
-    Warmup,
-    choose,
-)
-from benchmarks.harness.ranks import Row
-from benchmarks.harness.report import MS, Column, make_console, reasons, table_of, word
+from benchmarks.harness.options import RESULTS, Output, of
+from benchmarks.harness.ranks import Row, Runner
+from benchmarks.harness.report import MS, Column, Rows, Section, judged, publish
 from benchmarks.harness.rounds import (
-    Say,
     has_figures,
     measured,
     missing,
     quotient,
     race_on_cpu,
-    run_on_cpu,
+    start_on_cpu,
 )
 from benchmarks.harness.sides import NEEDS
 
-OVERHEAD_BAR, MEMORY_BAR, OVERLAP_BAR = 0.4, 0.8, 0.8
-LOSS_BAR = 1e-5
-"""How far apart, relatively, the last losses of contenders with fp32 states may be."""
+BARS = {"overhead_to_rival": 0.4, "memory_to_rival": 0.8, "overlap": 0.8, "loss": 1e-5}
+"""At most, but for overlap. Loss: how far apart, relatively, contenders with fp32 states are."""
 ROUNDED = "int8"
 """In the name of a contender whose states are rounded, so that its loss is another."""
-
 _DEEPSPEED_HOST = {"offload_optimizer": {"device": "cpu", "pin_memory": False}}
 _INT8 = {"offload_optimizer": {"device": "cpu", "state_dtype": "int8"}}
-_NVME = {"offload_optimizer": {"device": "nvme"}}
-CONTENDERS: Mapping[str, tuple[str, int, Mapping[str, Any]]] = {
+CONTENDERS: Contenders = {
     "bare": ("bare", 0, {}),
     **{f"deepspeed-{s}-offload": ("deepspeed", s, _DEEPSPEED_HOST) for s in (2, 3)},
     **{f"zero-{s}-offload": ("zero", s, HOST) for s in (2, 3)},
-    **{f"zero-{s}-nvme": ("zero", s, _NVME) for s in (2, 3)},
+    **{f"zero-{s}-nvme": ("zero", s, {"offload_optimizer": {"device": "nvme"}}) for s in (2, 3)},
     "zero-3-int8": ("zero", 3, _INT8),
 }
-"""Side, stage and further keys. ``zero-N`` is this engine at stage N."""
 
 
 def main(
-    rounds: Rounds = 2,
-    steps: Steps = 6,
-    warmup: Warmup = 2,
-    ranks: Ranks = None,
-    threads: Threads = 1,
-    size: Sizes = None,
-    context: Context = 128,
-    micro_batch: MicroBatch = 2,
-    only: Annotated[
-        list[str] | None, typer.Option(help=f"Contenders, of: {', '.join(CONTENDERS)}.")
-    ] = None,
+    rounds: options.Rounds = 2,
+    steps: options.Steps = 6,
+    warmup: options.Warmup = 2,
+    ranks: options.Ranks = None,
+    threads: options.Threads = 1,
+    size: options.Sizes = None,
+    context: options.Context = 128,
+    micro_batch: options.MicroBatch = 2,
+    only: Annotated[list[str] | None, of(CONTENDERS)] = None,
     nvme_path: Annotated[
         Path | None, typer.Option(help="Folder for states in files; the output's by default.")
     ] = None,
@@ -91,84 +70,66 @@ def main(
 ) -> None:
     """Measure, write ``offload.json`` and ``offload.png``, print the tables last.
 
-    States in files are put below ``nvme_path``, which should lie on the disk that is meant, and
-    are removed again.
+    States in files are put into ``nvme_path``, which should lie on the disk that is meant. The
+    files have no name: nothing of them stays.
     """
-    names = choose(only, CONTENDERS, "contender", "--only")
     common = {"steps": steps, "warmup": warmup, "threads": threads, "micro_batch": micro_batch}
-    chosen = {name: CONTENDERS[name] for name in names}
-    console = make_console()
+    runner = Runner()
     nvme = (nvme_path or output).resolve()
     nvme.mkdir(parents=True, exist_ok=True)
-
-    def run(job: Job) -> Row:
-        with tempfile.TemporaryDirectory(dir=nvme, prefix="nvme-") as folder:
-            return run_on_cpu(_with_files(job, folder))
-
+    in_files = {"offload_optimizer": {"device": "nvme", "nvme_path": str(nvme)}}
+    chosen = {name: CONTENDERS[name] for name in only or CONTENDERS}
+    for name, (side, stage, _) in chosen.items():
+        if name.endswith("nvme"):
+            chosen[name] = side, stage, in_files
     found = []
     for jobs in races(chosen, size or ("6x512",), ranks or (2,), context, common):
-        failures = _compile(jobs, console.print)
+        failures: dict[str, Row] = {}
+        for job in jobs:
+            if job.side in NEEDS and not missing(job.side):  # it compiles its Adam
+                print(f"{job.title}: warm-up: {job.name}", flush=True)
+                row = start_on_cpu(replace(job.dry(), ranks=1), runner)
+                failures |= {} if has_figures(row) else {job.name: row}
         able = [job for job in jobs if job.name not in failures]
-        rows = failures | race_on_cpu(able, rounds, console.print, run)
-        found.append((jobs[0], compared({name: rows[name] for name in names}, jobs[0])))
-    bars = {
-        "overhead_to_rival": OVERHEAD_BAR,
-        "memory_to_rival": MEMORY_BAR,
-        "overlap": OVERLAP_BAR,
-        "loss": LOSS_BAR,
-    }
-    write_report(output, "offload", found, rounds=rounds, nvme_path=str(nvme), bars=bars)
-    console.print(f"written to {output}")
-    for job, rows in found:
-        console.print(table(job.title, rows), *reasons(rows), sep="\n")
+        rows = failures | race_on_cpu(able, rounds, runner)
+        found.append((jobs[0], compared({name: rows[name] for name in chosen}, jobs[0])))
+    report = report_of(found, rounds=rounds, nvme_path=str(nvme), bars=BARS)
+    publish(output, "offload", report, [section(j.title, rows) for j, rows in found], columns=2)
 
 
-def _with_files(job: Job, folder: str) -> Job:
-    block = job.zero.get("offload_optimizer", {})
-    if block.get("device") != "nvme":
-        return job
-    return replace(job, zero={"offload_optimizer": {**block, "nvme_path": folder}})
-
-
-def _compile(jobs: list[Job], say: Say) -> dict[str, Row]:
-    """Run contenders that compile something once, shortly. Return the failures."""
-    failures = {}
-    for job in jobs:
-        if job.side in NEEDS and not missing(job.side):
-            say(f"{job.title}: warm-up: {job.name}")
-            shape = replace(job.shape, layers=1, width=64, heads=1, context=16)
-            row = run_on_cpu(replace(job, shape=shape, ranks=1, steps=1, warmup=0))
-            if not has_figures(row):
-                failures[job.name] = row
-    return failures
-
-
-def rival_of(name: str) -> str:
-    """Return DeepSpeed's contender at the same stage, or an empty name."""
-    return f"deepspeed-{name[5]}-offload" if name.startswith("zero-") else ""
-
-
-def compared(rows: Mapping[str, Row], job: Job) -> dict[str, Row]:
+def compared(rows: Rows, job: Job) -> dict[str, Row]:
     """Return the rows with [Note: figures], or None where there is nothing to compare with."""
     there = measured(rows)
-    bare = there.get("bare")
     exact = [row["last_loss"] for name, row in there.items() if _is_exact(name)]
+
+    def overhead(name: str, key: str) -> float | None:
+        both = [there[n][key] for n in (name, "bare") if n in there]
+        return both[0] - both[1] if len(both) == 2 else None
+
     found: dict[str, Row] = {}
     for name, row in rows.items():
-        found[name] = dict(row)
+        found[name] = row
         if not has_figures(row):
             continue
-        rival = there.get(rival_of(name))
+        rival = f"deepspeed-{name[5]}-offload" if name.startswith("zero-") else ""
+        memory = there[rival]["added_mib_per_rank"] if rival in there else None
+        io_s, stall_s = (row["counted"].get(key) for key in ("io_s", "stall_s"))
+        blocked = quotient(stall_s, io_s)
         in_memory = there.get(name.replace("nvme", "offload"))
-        is_close = _is_exact(name) and math.isclose(row["last_loss"], exact[0], rel_tol=LOSS_BAR)
-        memory = None if rival is None else rival["added_mib_per_rank"]
-        found[name] |= {
-            "overhead_s": _overhead(row, bare, "median_s"),
-            "overhead_to_rival": _overhead_to(row, rival, bare, "median_s"),
-            "min_overhead_to_rival": _overhead_to(row, rival, bare, "min_s"),
+        hidden = None
+        if io_s and in_memory is not None:
+            longer_s = max(0.0, row["median_s"] - in_memory["median_s"])
+            hidden = 1 - longer_s / (io_s / job.ranks / len(row["times_s"]))
+        is_close = _is_exact(name) and math.isclose(
+            row["last_loss"], exact[0], rel_tol=BARS["loss"]
+        )
+        found[name] = row | {
+            "overhead_s": overhead(name, "median_s"),
+            "overhead_to_rival": quotient(overhead(name, "median_s"), overhead(rival, "median_s")),
+            "min_overhead_to_rival": quotient(overhead(name, "min_s"), overhead(rival, "min_s")),
             "memory_to_rival": quotient(row["added_mib_per_rank"], memory),
-            "overlap": _overlap(row),
-            "hidden": _hidden(row, in_memory, job.ranks),
+            "overlap": None if blocked is None else 1 - blocked,
+            "hidden": hidden,
             "is_loss_exact": is_close if _is_exact(name) else None,
         }
     return found
@@ -178,60 +139,34 @@ def _is_exact(name: str) -> bool:
     return name != "bare" and ROUNDED not in name
 
 
-def _overhead(row: Row | None, bare: Row | None, key: str) -> float | None:
-    return None if row is None or bare is None else float(row[key] - bare[key])
+def section(title: str, rows: Rows) -> Section:
+    def against(heading: str, key: str, spec: str = ".2f") -> Column:
+        def cell(row: Row) -> str | None:
+            value, bar = row[key], BARS[key]
+            is_met = value is not None and (value >= bar if key == "overlap" else value <= bar)
+            return judged(value, spec, is_met)
 
+        return Column(heading, cell)
 
-def _overhead_to(row: Row, rival: Row | None, bare: Row | None, key: str) -> float | None:
-    return quotient(_overhead(row, bare, key), _overhead(rival, bare, key))
-
-
-def _overlap(row: Row) -> float | None:
-    waited = quotient(row["counted"].get("stall_s"), row["counted"].get("io_s"))
-    return None if waited is None else 1 - waited
-
-
-def _hidden(row: Row, in_memory: Row | None, num_ranks: int) -> float | None:
-    io_s = row["counted"].get("io_s", 0.0)
-    if not io_s or in_memory is None:
-        return None
-    per_step_s = io_s / num_ranks / len(row["times_s"])
-    longer_s = float(row["median_s"] - in_memory["median_s"])
-    return 1 - max(0.0, longer_s) / float(per_step_s)
-
-
-def table(title: str, rows: Mapping[str, Row]) -> Table:
-    def against(key: str, bar: float) -> Column:
-        return Column("to rival", lambda row: _judged(row[key], ".2f", bar))
+    def loss(row: Row) -> str:
+        return f"{row['last_loss']:.6f}{' differs' if row['is_loss_exact'] is False else ''}"
 
     columns = (
         Column("step", "median_s", ".0f", MS),
         Column("min", "min_s", ".0f", MS),
         Column("overhead", "overhead_s", "+.0f", MS),
-        against("overhead_to_rival", OVERHEAD_BAR),
+        against("to rival", "overhead_to_rival"),
         Column("of min", "min_overhead_to_rival", ".2f"),
         Column("memory", "added_mib_per_rank", ".0f"),
-        against("memory_to_rival", MEMORY_BAR),
-        Column("overlap", lambda row: _judged(row["overlap"], ".0%", OVERLAP_BAR, is_least=True)),
+        against("to rival", "memory_to_rival"),
+        against("overlap", "overlap", ".0%"),
         Column("hidden", "hidden", ".0%"),
-        Column("loss", _loss),
+        Column("loss", loss),
     )
-    return table_of(
-        rows,
-        columns,
-        heading="contender",
-        title=f"optimizer state off the device: {title}",
-        caption=f"ms, MiB per rank; bars: overhead <= {OVERHEAD_BAR:g} and memory <= "
-        f"{MEMORY_BAR:g} of DeepSpeed's at the same stage, overlap with files >= "
-        f"{OVERLAP_BAR:.0%}, losses within {LOSS_BAR:g}",
+    caption = (
+        f"ms, MiB per rank; bars: overhead <= {BARS['overhead_to_rival']:g} and memory <= "
+        f"{BARS['memory_to_rival']:g} of DeepSpeed's at the same stage, overlap with files >= "
+        f"{BARS['overlap']:.0%}, losses within {BARS['loss']:g}"
     )
-
-
-def _judged(value: float | None, spec: str, bar: float, *, is_least: bool = False) -> str | None:
-    if value is None:
-        return None
-    return f"{value:{spec}} {word(value >= bar if is_least else value <= bar)}"
-
-
-def _loss(row: Mapping[str, Any]) -> str:
-    return f"{row['last_loss']:.6f}{' differs' if row['is_loss_exact'] is False else ''}"
+    named = f"optimizer state off the device: {title}"
+    return Section(named, rows, columns, caption, "contender", panels(title, rows))

@@ -16,6 +16,7 @@ import gc
 import pstats
 import statistics
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -74,48 +75,54 @@ def measure(place: Place, job: Mapping[str, Any], steps: int) -> Row:
     gc.collect()
     gc.freeze()  # the collector's time is not the engine's
     passes = 2 * len(engine.layout.units)
-    times: dict[Callable[[Tensor], None], list[float]] = {run_bare: [], run_engine: []}
+    added_s = []
     for turn in range(what.warmup + steps):
         ids = next(batches)
-        for run, found in times.items():
-            started_at = time.thread_time()
-            run(ids)
-            if turn >= what.warmup:
-                found.append(time.thread_time() - started_at)
+        times = [_thread_seconds(run, ids) for run in (run_bare, run_engine)]
+        if turn >= what.warmup:
+            added_s.append(times)
         engine.step()
         bare.zero_grad()
     profile = cProfile.Profile()
     for _ in range(steps):
-        ids = next(batches)
-        profile.enable()
-        run_engine(ids)
-        profile.disable()
+        profile.runcall(run_engine, next(batches))
         engine.step()
-    functions = _own_times(pstats.Stats(profile), steps * passes)
-    medians = {run: statistics.median(found) for run, found in times.items()}
+    functions = _own_times(profile, steps * passes)
+    bare_s, engine_s = (statistics.median(found) for found in zip(*added_s, strict=True))
     return {
-        "overhead_us": (medians[run_engine] - medians[run_bare]) / passes * 1e6,
+        "overhead_us": (engine_s - bare_s) / passes * 1e6,
         "python_us": sum(functions.values()),
-        "functions_us": dict(sorted(functions.items(), key=lambda item: -item[1])[:NUM_SHOWN]),
+        "functions_us": dict(Counter(functions).most_common(NUM_SHOWN)),
     }
 
 
-def _own_times(stats: pstats.Stats, num: int) -> dict[str, float]:
+def _thread_seconds(run: Callable[[Tensor], None], ids: Tensor) -> float:
+    started_at = time.thread_time()
+    run(ids)
+    return time.thread_time() - started_at
+
+
+def _own_times(profile: cProfile.Profile, num: int) -> dict[str, float]:
     """Return microseconds of the engine's own functions over ``num``, the profiler taken off."""
     per_call, per_child, per_builtin = _calibrate()
-    table: dict[Any, Any] = stats.stats  # type: ignore[attr-defined]
-    spent: dict[Any, float] = {}
-    for function, (_, num_calls, own_s, _, callers) in table.items():
+    spent: Counter[tuple[str, int, str]] = Counter()
+    for function, (_, num_calls, own_s, _, callers) in _table(profile).items():
         if "zero_core" in function[0]:
-            spent[function] = spent.get(function, 0.0) + own_s - num_calls * per_call
+            spent[function] += own_s - num_calls * per_call
         cost = per_builtin if function[0] == "~" else per_child
         for caller, (_, num_calls_by, _, _) in callers.items():
             if "zero_core" in caller[0]:
-                spent[caller] = spent.get(caller, 0.0) - num_calls_by * cost
+                spent[caller] -= num_calls_by * cost
     return {
         f"{Path(file).name}:{name}:{line}": own_s / num * 1e6
         for (file, line, name), own_s in spent.items()
     }
+
+
+def _table(profile: cProfile.Profile) -> dict[Any, Any]:
+    """Return by function: calls, seconds of its own, and its callers, among others."""
+    found: dict[Any, Any] = pstats.Stats(profile).stats  # type: ignore[attr-defined]
+    return found
 
 
 def _calibrate() -> tuple[float, float, float]:
@@ -128,19 +135,14 @@ def _calibrate() -> tuple[float, float, float]:
         for _ in range(NUM_CALIBRATION):
             act()
 
-    def own_times(act: Callable[[], object]) -> dict[str, float]:
+    def measured(act: Callable[[], object]) -> tuple[dict[str, float], float]:
         profile = cProfile.Profile()
         profile.runcall(call, act)
-        table: dict[Any, Any] = pstats.Stats(profile).stats  # type: ignore[attr-defined]
-        return {
-            name: own_s / NUM_CALIBRATION for (_, _, name), (_, _, own_s, _, _) in table.items()
-        }
-
-    def plain(act: Callable[[], object]) -> float:
+        own = {name: row[2] / NUM_CALIBRATION for (_, _, name), row in _table(profile).items()}
         started_at = time.perf_counter()
         call(act)
-        return (time.perf_counter() - started_at) / NUM_CALIBRATION
+        plain = (time.perf_counter() - started_at) / NUM_CALIBRATION
+        return own, max(own["call"] - plain, 0.0)
 
-    with_python, with_builtin = own_times(empty), own_times([].copy)
-    in_caller = max(with_python["call"] - plain(empty), 0.0)
-    return with_python["empty"], in_caller, max(with_builtin["call"] - plain([].copy), 0.0)
+    with_python, in_caller = measured(empty)
+    return with_python["empty"], in_caller, measured([].copy)[1]

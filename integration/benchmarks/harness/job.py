@@ -1,17 +1,29 @@
-"""A contender with one model: the plain data that its rank processes are started with."""
+"""A contender with one model: the settings that its rank processes are started with."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from benchmarks.harness.models import GptShape, make_model, model_class
+import zero_core
+from benchmarks.harness.models import MODELS, GptShape, find_device
 
 BETAS = (0.9, 0.95)
+QWZ, QGZ = {"zero_quantized_weights": True}, {"zero_quantized_gradients": True}
+FOUR_BITS: Mapping[str, Any] = {
+    **QWZ,
+    **QGZ,
+    "zero_quantized_weights_format": "int4_difference",
+    "zero_quantized_gradients_within_node": "int8",
+    "zero_quantized_gradients_between_nodes": "int4",
+    "zero_quantized_gradients_hadamard": True,
+}
+"""ZeRO++'s flags, and all of its bits that this engine can save but for hpZ."""
+DRY_SHAPE = GptShape(layers=2, width=64, heads=2, vocab=128, context=16)
 
 
 @dataclass(frozen=True)
@@ -27,7 +39,7 @@ class Job:
     """Samples per rank and step."""
     steps: int
     """Timed."""
-    warmup: int
+    warmup: int = 0
     """Untimed, before them."""
     model: str = "plain"
     """Of `benchmarks.harness.models.MODELS`."""
@@ -62,6 +74,16 @@ class Job:
         """Return the job whose `asdict` went through JSON."""
         return cls(**{**values, "shape": GptShape(**values["shape"])})
 
+    def dry(self) -> Job:
+        """Return the job in the size of a dry run: the model and the steps are tiny."""
+        warmup, shortest = min(self.warmup, 1), min(self.shortest, 2)
+        small = replace(self, shape=DRY_SHAPE, micro_batch=2, steps=2)
+        return replace(small, warmup=warmup, shortest=shortest)
+
+    def unchecked(self) -> Job:
+        """Return the job without checks of gradients, as the peers: nothing skips a step."""
+        return replace(self, top={**self.top, "check_grad_overflow": False})
+
     @property
     def title(self) -> str:
         return f"{self.shape.numel / 1e6:.0f} M parameters, {self.ranks} ranks"
@@ -69,10 +91,9 @@ class Job:
     @property
     def workload(self) -> dict[str, int]:
         """The part of a comparison on the CPU that all contenders share, for a report."""
-        shape = asdict(self.shape)
         names = ("micro_batch", "ranks", "threads", "steps", "warmup")
-        sizes = {name: shape[name] for name in ("layers", "width", "context")}
-        return sizes | {name: getattr(self, name) for name in names}
+        sizes = {name: asdict(self.shape)[name] for name in ("layers", "width", "context")}
+        return sizes | {name: asdict(self)[name] for name in names}
 
     @property
     def is_offloaded(self) -> bool:
@@ -84,12 +105,35 @@ class Job:
         return {"lr": self.lr, "betas": BETAS, "eps": 1e-8, "weight_decay": 0.1}
 
     def make_model(self) -> Any:
-        return make_model(self.model, self.shape, is_deferred=self.is_deferred)
+        """Make the model on the CPU, fp32, with the same values in every process.
+
+        Values are drawn on the device, which is faster; its peak memory is counted from the end on.
+        A deferred model has no values yet.
+        """
+        torch.manual_seed(0)
+        if self.is_deferred:
+            with zero_core.deferred_init():
+                return MODELS[self.model](self.shape)
+        device = find_device()
+        with device:
+            model = MODELS[self.model](self.shape).cpu()
+        if device.type != "cpu":
+            torch.accelerator.empty_cache()
+            torch.accelerator.reset_peak_memory_stats(device)
+        return model
 
     def meta_model(self) -> Any:
-        """Return the model without memory, for a plan."""
+        """Return the model without memory."""
         with torch.device("meta"):
-            return model_class(self.model)(self.shape)
+            return MODELS[self.model](self.shape)
+
+    def plan(self, *, has_activations: bool = False, **where: Any) -> zero_core.Plan:
+        """Return this engine's plan, with activations only if it is asked for them."""
+        size = (self.micro_batch, self.shape.context)
+        ids = torch.zeros(size, dtype=torch.int64, device="meta")
+        inputs = [ids] if has_activations else None
+        model, config = self.meta_model(), self.config()
+        return zero_core.plan(model, config, self.ranks, example_inputs=inputs, **where)
 
     def config(self) -> dict[str, Any]:
         """Return this engine's configuration."""

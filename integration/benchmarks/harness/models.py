@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,8 +10,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
-
-import zero_core
 
 INITIAL_STD = 0.02
 
@@ -106,20 +103,45 @@ class GptWithCheckpoints(GptWithSmallLogits):
         return y
 
 
-MODELS = {
-    "plain": "benchmarks.harness.models:Gpt",
-    "small_logits": "benchmarks.harness.models:GptWithSmallLogits",
-    "checkpointed": "benchmarks.harness.models:GptWithCheckpoints",
-    "gpt2": "benchmarks.harness.gpt2:Gpt2",
+class Gpt2(nn.Module):
+    """Hugging Face's GPT-2 without dropout. Its forward gives the loss."""
+
+    def __init__(self, shape: GptShape) -> None:
+        # Imported here: programs for accelerators do without the library.
+        from transformers import GPT2Config, GPT2LMHeadModel
+
+        super().__init__()
+        config = GPT2Config(
+            vocab_size=shape.vocab,
+            n_positions=shape.context,
+            n_embd=shape.width,
+            n_layer=shape.layers,
+            n_head=shape.heads,
+            resid_pdrop=0.0,
+            embd_pdrop=0.0,
+            attn_pdrop=0.0,
+            bos_token_id=0,
+            eos_token_id=0,
+            use_cache=False,
+        )
+        self.model = GPT2LMHeadModel(config)
+
+    @property
+    def blocks(self) -> nn.ModuleList:
+        return self.model.transformer.h
+
+    def forward(self, ids: Tensor) -> Tensor:
+        loss: Tensor = self.model(input_ids=ids, labels=ids, use_cache=False).loss
+        return loss
+
+
+MODELS: Mapping[str, Callable[[GptShape], Any]] = {
+    "plain": Gpt,
+    "small_logits": GptWithSmallLogits,
+    "checkpointed": GptWithCheckpoints,
+    "gpt2": Gpt2,
 }
 """Each has ``blocks``, and its forward gives the loss."""
-
-
-def model_class(name: str) -> Callable[[GptShape], Any]:
-    """Return a class of `MODELS`, imported where it was not yet."""
-    module, _, of = MODELS[name].partition(":")
-    found: Callable[[GptShape], Any] = getattr(importlib.import_module(module), of)
-    return found
 
 
 def find_device() -> torch.device:
@@ -128,22 +150,3 @@ def find_device() -> torch.device:
     if found is None:
         return torch.device("cpu")
     return torch.device(found.type, torch.accelerator.current_device_index())
-
-
-def make_model(name: str, shape: GptShape, *, is_deferred: bool = False) -> Any:
-    """Make a model of `MODELS` on the CPU, fp32, with the same values in every process.
-
-    Values are drawn on the device, which is faster; its peak memory is counted from the end on. A
-    deferred model has no values yet.
-    """
-    torch.manual_seed(0)
-    if is_deferred:
-        with zero_core.deferred_init():
-            return model_class(name)(shape)
-    device = find_device()
-    with device:
-        model = model_class(name)(shape).cpu()
-    if device.type != "cpu":
-        torch.accelerator.empty_cache()
-        torch.accelerator.reset_peak_memory_stats(device)
-    return model

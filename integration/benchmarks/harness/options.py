@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 import typer
@@ -30,29 +31,38 @@ Output = Annotated[Path, typer.Option(help="Folder for the results, as JSON and 
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Tiny, on the CPU.")]
 
 
-def choose(names: Sequence[str] | None, known: Iterable[str], kind: str, option: str) -> list[str]:
-    """Return the names that were given, or all.
+def of(names: Iterable[str], *options: str) -> Any:
+    """Return an option that takes some of ``names``, each once, or all without it."""
+    known = list(names)
 
-    Raises:
-        typer.BadParameter: one is unknown.
-    """
-    known = list(known)
-    for name in names or ():
-        if name not in known:
-            raise typer.BadParameter(
-                f"unknown {kind} {name!r}; known: {', '.join(known)}", param_hint=option
-            )
-    return list(dict.fromkeys(names or known))
+    def check(given: list[str] | None) -> list[str]:
+        for name in given or ():
+            if name not in known:
+                raise typer.BadParameter(f"unknown {name!r}; known: {', '.join(known)}")
+        return list(dict.fromkeys(given or known))
+
+    return typer.Option(*options, callback=check, help=f"Of: {', '.join(known)}; all by default.")
+
+
+@contextmanager
+def threads_of_all(asked: int) -> Iterator[int]:
+    """Let torch compute in so many threads, as it does if 0, and yield their number."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(asked or before)
+    try:
+        yield asked or before
+    finally:
+        torch.set_num_threads(before)
 
 
 def parse_size(size: str, *, vocab: int, context: int) -> GptShape:
     """Return the shape of ``LAYERSxWIDTH``, with heads of 64 elements."""
     layers, _, width = size.partition("x")
-    if not (layers.isdigit() and width.isdigit()) or int(layers) < 1 or int(width) < HEAD_WIDTH:
-        raise typer.BadParameter(f"{size!r}: expected LAYERSxWIDTH, as 6x512", param_hint="--size")
-    if int(width) % HEAD_WIDTH:
+    is_number = layers.isdigit() and width.isdigit() and int(layers) and int(width)
+    if not is_number or int(width) % HEAD_WIDTH:
         raise typer.BadParameter(
-            f"{size!r}: the width must be a multiple of {HEAD_WIDTH}", param_hint="--size"
+            f"{size!r}: expected LAYERSxWIDTH, as 6x512, the width a multiple of {HEAD_WIDTH}",
+            param_hint="--size",
         )
     heads = int(width) // HEAD_WIDTH
     return GptShape(int(layers), int(width), heads=heads, vocab=vocab, context=context)

@@ -1,8 +1,13 @@
-"""Freshly started rank processes, and the results that they write."""
+"""Freshly started rank processes, and the results that they write.
+
+A rank process calls a function by its name, ``module:function``, with its `Place` and arguments
+that went through JSON (`benchmarks.harness.rank` is its program).
+"""
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 import subprocess
@@ -26,6 +31,7 @@ ROOT = Path(__file__).parents[2]
 TIME_LIMIT_S = 600.0
 LOG_LENGTH = 4000
 """Characters that are kept of the end of a failed process's output."""
+LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 CPU_ALONE: Mapping[str, str] = {
     "CUDA_VISIBLE_DEVICES": "",
     "DS_ACCELERATOR": "cpu",
@@ -39,13 +45,29 @@ class RankError(RuntimeError):
 
     Attributes:
         log: the output of all ranks.
-        found: by rank, the result that was written before the failure, or None.
+        found: the result that rank 0 wrote before the failure.
     """
 
-    def __init__(self, message: str, log: str, found: Sequence[Row | None] = ()) -> None:
+    def __init__(self, message: str, log: str) -> None:
         super().__init__(message)
         self.log = log
-        self.found = found
+        self.found: Row = {}
+
+
+@dataclass(frozen=True)
+class Node:
+    """A place for ranks, by default this machine's loopback.
+
+    Attributes:
+        prefix: words before a rank's command.
+        interface: of the network, for gloo.
+    """
+
+    prefix: tuple[str, ...] = ()
+    interface: str = LOOPBACK
+
+
+HERE = Node()
 
 
 @dataclass(frozen=True)
@@ -65,13 +87,17 @@ class Place:
         """Replace this rank's result. A process that is killed meanwhile leaves the one before."""
         write_json(self.folder / f"rank{self.rank}{suffix}", found)
 
-    def join(self, device: torch.device | None = None) -> None:
-        """Join the process group of all ranks, over gloo and the device's own backend."""
+    def join(self, device: torch.device | None = None, *, is_shared: bool = False) -> None:
+        """Join the process group of all ranks, over gloo and the device's own backend.
+
+        Several ranks can share a device over gloo alone.
+        """
         if dist.is_initialized():
             return
         backend = "gloo"
         if device is not None and device.type != "cpu":
-            backend = f"cpu:gloo,{device.type}:{dist.get_default_backend_for_device(device)}"
+            own = "gloo" if is_shared else dist.get_default_backend_for_device(device)
+            backend = f"cpu:gloo,{device.type}:{own}"
         store = dist.FileStore(str(self.folder / "store"), self.world_size)  # type: ignore[attr-defined]
         dist.init_process_group(backend, store=store, rank=self.rank, world_size=self.world_size)
 
@@ -83,49 +109,54 @@ def write_json(path: Path, found: object) -> None:
     beside.replace(path)
 
 
-def program(target: str, arguments: Mapping[str, Any], folder: Path) -> list[str]:
-    """Return the command of a rank, without the interpreter.
+def run_ranks(
+    target: str,
+    arguments: Mapping[str, Any],
+    num_ranks: int = 1,
+    *,
+    environment: Mapping[str, str] = CPU_ALONE,
+    nodes: Sequence[Node] = (HERE,),
+    limit_s: float = TIME_LIMIT_S,
+) -> list[Row]:
+    """Call a function in ``num_ranks`` processes of this machine and return each one's result.
 
     Args:
         target: ``module:function``; called with the rank's `Place` and ``arguments``.
         arguments: plain values and dataclasses, which arrive as JSON.
-        folder: the result is its ``rank<N>.json``, an error its ``rank<N>.failure``.
-    """
-    plain = json.dumps(arguments, default=asdict)
-    return ["-m", "benchmarks.harness.rank", target, plain, str(folder)]
-
-
-def run_ranks(
-    target: str,
-    arguments: Mapping[str, Any],
-    num_ranks: int,
-    environment: Mapping[str, str],
-    *,
-    limit_s: float = TIME_LIMIT_S,
-) -> list[Row]:
-    """Run `program` as ``num_ranks`` processes of this machine and return each one's result.
-
-    Args:
-        target: see `program`.
-        arguments: see `program`.
         num_ranks: processes, started at once.
         environment: variables, besides this process's own.
+        nodes: have equally many ranks each, which find their node as torchrun sets it.
         limit_s: seconds after which they are killed.
 
     Raises:
         RankError: a rank failed, or took longer.
     """
+    plain = json.dumps(arguments, default=asdict)
+    per_node = num_ranks // len(nodes)
+    commands, environments = [], []
     with tempfile.TemporaryDirectory() as scratch:
-        folder = Path(scratch)
-        files = [folder / f"rank{rank}.json" for rank in range(num_ranks)]
-        command = [sys.executable, *program(target, arguments, folder)]
-        environments = [
-            {**_rank_environment(r, num_ranks), **environment} for r in range(num_ranks)
-        ]
+        for rank in range(num_ranks):
+            node = nodes[rank // per_node]
+            program = ("-m", "benchmarks.harness.rank", target, plain, scratch)
+            commands.append([*node.prefix, sys.executable, *program])
+            of_rank = {
+                "GLOO_SOCKET_IFNAME": node.interface,
+                "RANK": str(rank),
+                "WORLD_SIZE": str(num_ranks),
+                "LOCAL_RANK": str(rank % per_node),
+                "LOCAL_WORLD_SIZE": str(per_node),
+                "GROUP_RANK": str(rank // per_node),
+                # For DeepSpeed, which asks for them though the group is there already.
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": "29500",
+            }
+            environments.append({**own_environment(), **of_rank, **environment})
+        files = [Path(scratch, f"rank{rank}.json") for rank in range(num_ranks)]
         try:
-            run_together([command] * num_ranks, environments, folder, limit_s=limit_s)
+            run_together(commands, environments, Path(scratch), limit_s=limit_s)
         except RankError as error:
-            error.found = [_read(file) for file in files]
+            with suppress(OSError, ValueError):
+                error.found = json.loads(files[0].read_text(encoding="utf-8"))
             raise
         return [json.loads(file.read_text(encoding="utf-8")) for file in files]
 
@@ -144,10 +175,18 @@ def run_together(
     """
     # Files, not pipes: a rank that writes more than a pipe holds would block the others.
     logs = [folder / f"{number}.log" for number in range(len(commands))]
-    ranks = [
-        _start(command, environment, log)
-        for command, environment, log in zip(commands, environments, logs, strict=True)
-    ]
+    ranks = []
+    for command, environment, log in zip(commands, environments, logs, strict=True):
+        with log.open("wb") as file:
+            ranks.append(
+                subprocess.Popen(
+                    command,
+                    env=environment,
+                    stdout=file,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,  # its own children are killed with it
+                )
+            )
     is_late = _wait(ranks, limit_s)
     said = "\n".join(log.read_text(encoding="utf-8", errors="replace") for log in logs)
     if any(rank.returncode for rank in ranks):
@@ -166,58 +205,26 @@ def own_environment() -> dict[str, str]:
     return {**os.environ, **joined, "HF_HUB_OFFLINE": "1"}
 
 
-def _rank_environment(rank: int, num_ranks: int) -> dict[str, str]:
-    return {
-        **own_environment(),
-        "GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo",
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(num_ranks),
-        # For DeepSpeed, which asks for them though the group is there already.
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": "29500",
-    }
-
-
-def _start(
-    command: Sequence[str], environment: Mapping[str, str], log: Path
-) -> subprocess.Popen[str]:
-    with log.open("w", encoding="utf-8") as file:
-        return subprocess.Popen(
-            command,
-            env=environment,
-            stdout=file,
-            stderr=subprocess.STDOUT,
-            text=True,
-            start_new_session=True,  # its own children are killed with it
-        )
-
-
-def _wait(ranks: Sequence[subprocess.Popen[str]], limit_s: float) -> bool:
+def _wait(ranks: Sequence[subprocess.Popen[bytes]], limit_s: float) -> bool:
     """Wait for all ranks, or until one fails, and return whether the time was over."""
     limit = time.monotonic() + limit_s
-    is_late = False
     try:
         while any(rank.poll() is None for rank in ranks):
-            has_failed = any(rank.poll() for rank in ranks)
-            is_late |= not has_failed and time.monotonic() > limit
-            if has_failed or is_late:
-                _kill(ranks)
+            if any(rank.poll() for rank in ranks):
+                return False
+            if time.monotonic() > limit:
+                return True
             time.sleep(0.1)
-    finally:
-        _kill(ranks)  # Ctrl-C does not reach sessions of their own
-    return is_late
+        return False
+    finally:  # also after Ctrl-C, which does not reach sessions of their own
+        for rank in ranks:
+            with suppress(ProcessLookupError):
+                os.killpg(rank.pid, signal.SIGKILL)
+        for rank in ranks:
+            rank.wait()
 
 
-def _kill(ranks: Sequence[subprocess.Popen[str]]) -> None:
-    for rank in ranks:
-        with suppress(ProcessLookupError):
-            os.killpg(rank.pid, signal.SIGKILL)
-    for rank in ranks:
-        rank.wait()
-
-
-def _why(ranks: Sequence[subprocess.Popen[str]], said: str, folder: Path) -> str:
+def _why(ranks: Sequence[subprocess.Popen[bytes]], said: str, folder: Path) -> str:
     """Return the first error that a rank wrote, or the last line of output and the signal."""
     failures = sorted(folder.glob("*.failure"), key=lambda path: path.stat().st_mtime_ns)
     if failures:
@@ -230,22 +237,14 @@ def _why(ranks: Sequence[subprocess.Popen[str]], said: str, folder: Path) -> str
     return " ".join(lines) or "no output"
 
 
-def _read(file: Path) -> Row | None:
-    try:
-        found: Row = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
-    return found
-
-
 class Runner:
-    """Starter of single processes within a time limit, whose failures become rows.
+    """Starter of ranks within a time limit, whose failures become rows.
 
     Attributes:
         limit_s: seconds from the construction on.
     """
 
-    def __init__(self, limit_s: float, *, device_type: str) -> None:
+    def __init__(self, limit_s: float = math.inf, *, device_type: str = "cpu") -> None:
         self.limit_s = limit_s
         # On the CPU nothing may find an accelerator that is there.
         self._environment = CPU_ALONE if device_type == "cpu" else {}
@@ -255,17 +254,32 @@ class Runner:
         """Return the remaining seconds, 0 when the time is over."""
         return max(0.0, self._end - time.monotonic())
 
-    def start(self, target: str, **arguments: Any) -> Row:
-        """Return the result of `program`, or ``failure`` or ``skipped`` with the reason.
+    def start(
+        self,
+        target: str,
+        arguments: Mapping[str, Any],
+        num_ranks: int = 1,
+        *,
+        threads: int | None = None,
+        nodes: Sequence[Node] = (HERE,),
+    ) -> list[Row]:
+        """Return the ranks' results, or one row with ``failure`` or ``skipped`` and the reason.
 
-        A failure comes with the end of the output, and with the result that was written before.
+        A failure has the end of the output, and what rank 0 had written before. ``threads`` of
+        each rank are torch's or the environment's by default.
         """
         left_s = self.left_s()
         if not left_s:
-            return {"skipped": f"the time limit of {self.limit_s:.0f} s is over"}
+            return [{"skipped": f"the time limit of {self.limit_s:.0f} s is over"}]
+        own = {} if threads is None else {"OMP_NUM_THREADS": str(threads)}
+        environment = {**self._environment, **own}
+        limit_s = left_s if math.isfinite(left_s) else TIME_LIMIT_S
         try:
-            (found,) = run_ranks(target, arguments, 1, self._environment, limit_s=left_s)
+            return run_ranks(
+                *(target, arguments, num_ranks),
+                environment=environment,
+                nodes=nodes,
+                limit_s=limit_s,
+            )
         except RankError as error:
-            rest = (error.found[0] if error.found else None) or {}
-            return {**rest, "failure": str(error), "log": error.log[-LOG_LENGTH:]}
-        return found
+            return [{**error.found, "failure": str(error), "log": error.log[-LOG_LENGTH:]}]

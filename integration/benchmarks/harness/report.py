@@ -1,10 +1,15 @@
-"""Rows as tables, Markdown and pictures."""
+"""Results of an experiment: rows as JSON, as tables and as pictures.
+
+[Note: report]
+section  rows under one title, with the columns of their table and the panels of their picture
+panel    a part of the picture: its title, its height in lines, and what draws it
+"""
 
 from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,15 +18,18 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.harness.ranks import Row, write_json
 from benchmarks.harness.rounds import measured
 from zero_engine.machine import processor_name
 
 PAGE_WIDTH = 120
 MS, US = 1e-3, 1e-6
-Row = Mapping[str, Any]
 Rows = Mapping[str, Row]
+Value = str | Callable[[Row], Any]
+"""A key of a row, or a function of it."""
 Axes = Any
 """matplotlib's. Rank processes, which import this, do without it."""
+Panel = tuple[str, int, Callable[[Axes], None]]
 
 
 @dataclass(frozen=True)
@@ -29,55 +37,88 @@ class Column:
     """A column of a table of rows."""
 
     heading: str
-    value: str | Callable[[Row], Any]
-    """A key of the row, or a function of it. None is an empty cell; a bool "met" or "missed"."""
+    value: Value
+    """None is an empty cell; a bool "met" or "missed"."""
     spec: str = ""
     """A format specification."""
     unit: float = 1.0
     """A number is shown as a multiple of it."""
 
     def cell(self, row: Row) -> str:
-        value = self.value(row) if callable(self.value) else row.get(self.value)
-        if value is None:
-            return ""
-        if isinstance(value, bool):
+        value = value_of(row, self.value)
+        if value is None or isinstance(value, bool):
             return word(value)
         if isinstance(value, str):
             return value
         return format(value if self.unit == 1.0 else value / self.unit, self.spec)
 
 
+def value_of(row: Row, value: Value) -> Any:
+    return value(row) if callable(value) else row.get(value)
+
+
 def word(is_met: bool | None) -> str:
     return {None: "", True: "met", False: "missed"}[is_met]
 
 
-def table_of(
-    rows: Rows, columns: Sequence[Column], *, title: str, caption: str, heading: str = ""
-) -> Table:
-    """Return a line per row with figures: its name under ``heading``, then its cells."""
-    table = empty_table([heading, *(c.heading for c in columns)], title=title, caption=caption)
-    for name, row in measured(rows).items():
-        table.add_row(name, *(column.cell(row) for column in columns))
-    return table
+def judged(value: float | None, spec: str, is_met: bool | None) -> str | None:
+    """Return a figure with the verdict on its bar."""
+    return None if value is None else f"{value:{spec}} {word(is_met)}".rstrip()
 
 
-def empty_table(
-    headings: Sequence[str], *, title: str, caption: str | None = None, num_names: int = 1
-) -> Table:
-    """Return a table whose first columns are names, and the others numbers."""
-    table = Table(title=title, caption=caption)
-    for number, heading in enumerate(headings):
-        is_name = number < num_names
-        table.add_column(heading, justify="left" if is_name else "right", no_wrap=True)
-    return table
+@dataclass(frozen=True)
+class Section:
+    """Rows under one title. See [Note: report]."""
+
+    title: str
+    rows: Rows
+    columns: Sequence[Column]
+    caption: str | None = None
+    heading: str = ""
+    """Over the rows' names."""
+    panels: Sequence[Panel] = ()
+
+    @property
+    def table(self) -> Table:
+        """A line per row with figures: its name under ``heading``, then its cells."""
+        table = Table(title=self.title, caption=self.caption)
+        table.add_column(self.heading, no_wrap=True)
+        for column in self.columns:
+            table.add_column(column.heading, justify="right", no_wrap=True)
+        for name, row in measured(self.rows).items():
+            table.add_row(name, *(column.cell(row) for column in self.columns))
+        return table
+
+    def reasons(self) -> Iterator[str]:
+        """Yield a line for every row without figures."""
+        for name, row in self.rows.items():
+            for kind in ("failure", "skipped"):
+                if kind in row:
+                    yield f"{name}: {kind}: {row[kind]}"
+
+    def show(self, prefix: str = "") -> None:
+        """Print the table, as wide as a page where there is no terminal, then the reasons."""
+        if measured(self.rows):
+            width = None if sys.stdout.isatty() else PAGE_WIDTH
+            Console(width=width, highlight=False, markup=False).print(self.table)
+        for line in self.reasons():
+            print(f"{prefix}{line}")
 
 
-def reasons(rows: Rows, prefix: str = "") -> Iterator[str]:
-    """Yield a line for every row without figures."""
-    for name, row in rows.items():
-        for kind in ("failure", "skipped"):
-            if kind in row:
-                yield f"{prefix}{name}: {kind}: {row[kind]}"
+def publish(
+    output: Path, name: str, report: Row, sections: Sequence[Section], *, columns: int = 1
+) -> None:
+    """Write ``name.json`` and ``name.png``, then print tables and reasons."""
+    write_report(output, name, report)
+    save_panels(output / f"{name}.png", [p for s in sections for p in s.panels], columns=columns)
+    print(f"written to {output}")
+    for section in sections:
+        section.show()
+
+
+def write_report(output: Path, name: str, report: Row) -> None:
+    output.mkdir(parents=True, exist_ok=True)
+    write_json(output / f"{name}.json", report)
 
 
 def markdown(table: Table) -> str:
@@ -89,13 +130,7 @@ def markdown(table: Table) -> str:
     return "".join(f"| {' | '.join(cells)} |\n" for cells in zip(*columns, strict=True))
 
 
-def make_console() -> Console:
-    """Return a console that prints plain text, as wide as a page where there is no terminal."""
-    width = None if sys.stdout.isatty() else PAGE_WIDTH
-    return Console(width=width, highlight=False, markup=False)
-
-
-def machine() -> dict[str, Any]:
+def machine() -> Row:
     return {
         "processor": processor_name(),
         "cores": os.cpu_count(),
@@ -104,40 +139,53 @@ def machine() -> dict[str, Any]:
 
 
 def bars(
-    axes: Axes,
-    values: Mapping[str, float],
+    title: str,
+    rows: Rows,
+    values: Mapping[str, Value],
     label: str,
+    unit: float = 1.0,
     *,
-    ours: Callable[[str], bool] = lambda _: False,
+    color: Callable[[str], str | None] = lambda _: None,
     bar: float | None = None,
-) -> None:
-    """Draw a horizontal bar per name, ``ours`` in green, and a line at ``bar``."""
-    colors = ["tab:green" if ours(name) else "tab:gray" for name in values]
-    axes.barh(list(values), list(values.values()), color=colors)
-    if bar is not None:
-        axes.axvline(bar, color="black", linewidth=0.8)
-    axes.invert_yaxis()
-    axes.set_xlabel(label)
+) -> list[Panel]:
+    """Return a panel of horizontal bars, one per row and value, or none without figures.
+
+    Args:
+        title: of the panel.
+        rows: those with figures are drawn.
+        values: by their names in the legend, which several values have.
+        label: of the axis.
+        unit: values are shown as multiples of it.
+        color: by a row's name; matplotlib's own by default.
+        bar: where a line is drawn.
+    """
+    shown = measured(rows)
+    height = 0.8 / len(values)
+
+    def draw(axes: Axes) -> None:
+        for number, (name, value) in enumerate(values.items()):
+            places = [place + number * height for place in range(len(shown))]
+            widths = [(value_of(row, value) or 0.0) / unit for row in shown.values()]
+            colors = [color(row) or f"C{number}" for row in shown]
+            axes.barh(places, widths, height=height, label=name, color=colors)
+        axes.set_yticks([place + 0.4 - height / 2 for place in range(len(shown))], list(shown))
+        if bar is not None:
+            axes.axvline(bar, color="black", linewidth=0.8)
+        axes.invert_yaxis()
+        axes.set_xlabel(label)
+        if len(values) > 1:
+            axes.legend()
+
+    return [(title, len(shown) * len(values) + 3, draw)] if shown else []
 
 
-def grouped_bars(axes: Axes, rows: Rows, keys: Sequence[str], label: str, unit: float) -> None:
-    """Draw a bar per key beside each other for every row, as multiples of ``unit``."""
-    height = 0.8 / len(keys)
-    for number, key in enumerate(keys):
-        places = [place + number * height for place in range(len(rows))]
-        values = [(row[key] or 0.0) / unit for row in rows.values()]
-        name = key.removesuffix("_s").removesuffix("_bytes").replace("_", " ")
-        axes.barh(places, values, height=height, label=name)
-    axes.set_yticks([place + 0.4 - height / 2 for place in range(len(rows))], list(rows))
-    axes.invert_yaxis()
-    axes.set_xlabel(label)
-    axes.legend()
+def green(is_ours: Callable[[str], bool]) -> Callable[[str], str]:
+    """Return the color of a contender: this project's are green."""
+    return lambda name: "tab:green" if is_ours(name) else "tab:gray"
 
 
-def save_panels(
-    path: Path, panels: Sequence[tuple[str, int, Callable[[Axes], None]]], *, columns: int = 1
-) -> None:
-    """Save a picture of panels, each with a title, a number of lines, and what draws it."""
+def save_panels(path: Path, panels: Sequence[Panel], *, columns: int = 1) -> None:
+    """Save a picture, if there is a panel."""
     if not panels:
         return
     from matplotlib.figure import Figure
@@ -153,21 +201,3 @@ def save_panels(
     for axes in list(grid.flat)[len(panels) :]:
         axes.remove()
     figure.savefig(path, dpi=100)
-
-
-def save_times_and_memory(
-    path: Path, runs: Iterable[tuple[str, Rows]], ours: Callable[[str], bool]
-) -> None:
-    """Save the median steps and the memory of contenders on the CPU, side by side for each run."""
-    panels = []
-    for title, rows in runs:
-        shown = measured(rows)
-        times = {name: row["median_s"] / MS for name, row in shown.items()}
-        sizes = {name: row["added_mib_per_rank"] for name, row in shown.items()}
-        for about, values, label in (
-            (title, times, "median step time (ms)"),
-            ("", sizes, "peak memory per rank over the imports (MiB)"),
-        ):
-            draw = lambda axes, v=values, t=label: bars(axes, v, t, ours=ours)  # noqa: E731
-            panels.append((about, len(values) + 3, draw))
-    save_panels(path, panels, columns=2)

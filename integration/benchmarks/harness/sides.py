@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,47 +20,11 @@ import zero_core
 import zero_offload
 from benchmarks.harness.job import Job
 from benchmarks.harness.ranks import Place
-from zero_core.protocols import StateTier
+from zero_offload.tiers.auto_tier import AutoTier
+from zero_offload.tiers.twin import TwinTier
 
 Step = Callable[[Tensor], Tensor]
 """Takes a rank's token ids, updates the model, returns the loss without waiting for it."""
-
-
-class _File(Protocol):
-    """The file of a tier's states."""
-
-    @property
-    def io_s(self) -> float: ...
-
-    @property
-    def waited_s(self) -> float: ...
-
-
-class HostTier(StateTier, Protocol):
-    """The figures of the tier that `zero_offload.create_tier` makes."""
-
-    @property
-    def host_numel(self) -> int: ...
-
-    @property
-    def bytes_d2h(self) -> int: ...
-
-    @property
-    def bytes_h2d(self) -> int: ...
-
-    @property
-    def stall_s(self) -> float: ...
-
-    @property
-    def file(self) -> _File | None: ...
-
-
-@runtime_checkable
-class _ChoosesRatio(Protocol):
-    """A tier with ``"ratio": "auto"``."""
-
-    @property
-    def ratio_report(self) -> Any: ...
 
 
 class KeptTier:
@@ -73,10 +37,10 @@ class KeptTier:
     """
 
     def __init__(self) -> None:
-        self.tier: HostTier | None = None
+        self.tier: TwinTier | None = None
         self._numel = 0
 
-    def __call__(self, **parts: Any) -> HostTier:
+    def __call__(self, **parts: Any) -> TwinTier:
         self._numel = parts["numel"]
         self.tier = zero_offload.create_tier(**{**parts, "adam_kernel": cpu_adam})
         return self.tier
@@ -93,10 +57,8 @@ class KeptTier:
 
     def ratio_report(self) -> dict[str, Any] | None:
         """Return the choice of ``"ratio": "auto"`` with its reason, or None."""
-        tier: object = self.tier
-        if not isinstance(tier, _ChoosesRatio) or tier.ratio_report is None:
-            return None
-        return asdict(tier.ratio_report)
+        report = self.tier.ratio_report if isinstance(self.tier, AutoTier) else None
+        return None if report is None else asdict(report)
 
     def host_share(self) -> float | None:
         """Return the share of the elements that the host updates now."""
@@ -110,10 +72,9 @@ class KeptTier:
         ``io_s``: a file was read or written; ``waited_s``: updates waited for that; ``stall_s``:
         the caller was blocked because an update was not done.
         """
-        tier = self.tier
-        if tier is None or (file := tier.file) is None:
+        if self.tier is None or (file := self.tier.file) is None:
             return {}
-        return {"io_s": file.io_s, "waited_s": file.waited_s, "stall_s": tier.stall_s}
+        return {"io_s": file.io_s, "waited_s": file.waited_s, "stall_s": self.tier.stall_s}
 
 
 @dataclass
@@ -129,14 +90,7 @@ class Side:
 def bare(job: Job, device: torch.device, place: Place) -> Side:
     """Forward and backward alone: no engine can be faster."""
     model = job.make_model().to(device, _dtype(job))
-
-    def step(ids: Tensor) -> Tensor:
-        loss: Tensor = model(ids)
-        torch.autograd.backward(loss)
-        model.zero_grad()
-        return loss.detach()
-
-    return Side(step)
+    return Side(_step(model, model.zero_grad))
 
 
 def ddp(job: Job, device: torch.device, place: Place) -> Side:
@@ -163,9 +117,7 @@ def plain_masters(job: Job, device: torch.device, place: Place) -> Side:
     weights: list[Tensor] = list(model.parameters())
     optimizer = torch.optim.AdamW(masters, fused=True, **job.adamw)
 
-    def step(ids: Tensor) -> Tensor:
-        loss: Tensor = model(ids)
-        torch.autograd.backward(loss)
+    def update() -> None:
         for master, weight in zip(masters, weights, strict=True):
             assert weight.grad is not None
             master.grad, weight.grad = weight.grad.float(), None
@@ -173,9 +125,8 @@ def plain_masters(job: Job, device: torch.device, place: Place) -> Side:
         with torch.no_grad():
             torch._foreach_copy_(weights, list[Tensor](masters))
         optimizer.zero_grad()
-        return loss.detach()
 
-    return Side(step)
+    return Side(_step(model, update))
 
 
 def fsdp2(job: Job, device: torch.device, place: Place) -> Side:
@@ -251,17 +202,25 @@ def _dtype(job: Job) -> torch.dtype:
 
 def torch_loop(job: Job, model: nn.Module, autocast: str = "") -> Side:
     optimizer = torch.optim.AdamW(model.parameters(), fused=True, **job.adamw)
-    is_autocast = bool(autocast) and job.dtype != "fp32"
 
-    def step(ids: Tensor) -> Tensor:
-        with torch.autocast(autocast or "cpu", torch.bfloat16, enabled=is_autocast):
-            loss: Tensor = model(ids)
-        torch.autograd.backward(loss)
+    def update() -> None:
         optimizer.step()
         optimizer.zero_grad()
+
+    return Side(_step(model, update, autocast if job.dtype != "fp32" else ""))
+
+
+def _step(model: nn.Module, update: Callable[[], object], autocast: str = "") -> Step:
+    """Return forward, backward and ``update``, in bf16 by autocast on the device type given."""
+
+    def step(ids: Tensor) -> Tensor:
+        with torch.autocast(autocast or "cpu", torch.bfloat16, enabled=bool(autocast)):
+            loss: Tensor = model(ids)
+        torch.autograd.backward(loss)
+        update()
         return loss.detach()
 
-    return Side(step)
+    return step
 
 
 def engine_loop(engine: Any) -> Step:

@@ -47,36 +47,24 @@ def trace(
     if not num_steps or not (is_seen or keep):
         return None
     try:
+        synchronize(device)  # what was enqueued before is not counted
+        with profile(activities=activities) as traced:
+            for _ in range(num_steps):
+                step()
+            synchronize(device)
         with tempfile.TemporaryDirectory() as folder:
             path = Path(keep or Path(folder, "trace.json.gz"))
-            _record(step, num_steps, device, activities, path)
-            return summary(_events(path), num_steps) if is_seen else None
+            path.parent.mkdir(parents=True, exist_ok=True)
+            traced.export_chrome_trace(str(path))
+            with gzip.open(path, "rt", encoding="utf-8") as file:
+                return summary(json.load(file)["traceEvents"], num_steps) if is_seen else None
     except Exception as error:
         return {"failure": f"{type(error).__name__}: {error}"}
 
 
-def _record(
-    step: Callable[[], object],
-    num_steps: int,
-    device: torch.device,
-    activities: Iterable[ProfilerActivity],
-    path: Path,
-) -> None:
+def synchronize(device: torch.device) -> None:
     if device.type != "cpu":
-        torch.accelerator.synchronize(device)  # what was enqueued before is not counted
-    with profile(activities=activities) as traced:
-        for _ in range(num_steps):
-            step()
-        if device.type != "cpu":
-            torch.accelerator.synchronize(device)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    traced.export_chrome_trace(str(path))
-
-
-def _events(path: Path) -> Events:
-    with gzip.open(path, "rt", encoding="utf-8") as file:
-        events: Events = json.load(file)["traceEvents"]
-    return events
+        torch.accelerator.synchronize(device)
 
 
 def summary(events: Events, num_steps: int) -> dict[str, Any] | None:

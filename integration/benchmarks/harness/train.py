@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from benchmarks.harness.job import Job
 from benchmarks.harness.memory import (
@@ -28,10 +27,10 @@ from benchmarks.harness.memory import (
     resident_bytes,
     restart_peak,
 )
-from benchmarks.harness.models import find_device, model_class
+from benchmarks.harness.models import find_device
 from benchmarks.harness.ranks import Place, Row
 from benchmarks.harness.sides import SIDES
-from benchmarks.harness.tracing import trace
+from benchmarks.harness.tracing import synchronize, trace
 from zero_engine.machine import processor_name
 
 NUM_LOSSES = 20
@@ -44,7 +43,7 @@ def on_cpu(place: Place, job: Mapping[str, Any]) -> Row:
     place.join()
     # Imports are no part of a contender's memory.
     importlib.import_module("torch.distributed.fsdp")
-    model_class(what.model)
+    what.meta_model()
     batches = what.batches(place.rank)
     restart_peak()
     before = resident_bytes()
@@ -59,8 +58,7 @@ def on_cpu(place: Place, job: Mapping[str, Any]) -> Row:
     return {
         "times_s": times,
         "losses": losses,
-        "before_bytes": before,
-        "peak_bytes": peak,
+        "added_bytes": peak - before,
         "counted": {name: value - counted[name] for name, value in after.items()},
     }
 
@@ -102,6 +100,8 @@ def on_device(place: Place, job: Mapping[str, Any]) -> Row:
     )
     if what.is_offloaded:
         peaks = device_peaks(device)
+    else:  # about `NUM_LOSSES` of them, the last among them
+        losses = losses[:: -max(1, len(losses) // NUM_LOSSES)][:NUM_LOSSES][::-1]
     allocated, reserved = peaks["device_peak_bytes"], peaks["device_reserved_bytes"]
     return {
         "device": device_name(device),
@@ -109,7 +109,7 @@ def on_device(place: Place, job: Mapping[str, Any]) -> Row:
         "build_s": build_s,
         "step_s": step_s,
         "tokens_per_s": num_tokens / (step_s * what.steps),
-        "losses": [float(loss) for loss in (losses if what.is_offloaded else _few(losses))],
+        "losses": [float(loss) for loss in losses],
         "skipped_steps": 0 if side.engine is None else side.engine.skipped_steps,
         "host_share": side.kept.host_share(),
         "ratio_report": side.kept.ratio_report(),
@@ -143,17 +143,12 @@ def timed_apart(run: Callable[[], object], steps: int) -> list[float]:
 
 def timed_together(run: Callable[[], object], steps: int, device: torch.device) -> float:
     """Return the seconds per call."""
-    _synchronize(device)
+    synchronize(device)
     started_at = time.perf_counter()
     for _ in range(steps):
         run()
-    _synchronize(device)
+    synchronize(device)
     return (time.perf_counter() - started_at) / steps
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type != "cpu":
-        torch.accelerator.synchronize(device)
 
 
 def _restart_device_peak(device: torch.device) -> None:
@@ -161,9 +156,3 @@ def _restart_device_peak(device: torch.device) -> None:
     if device.type != "cpu":
         torch.accelerator.empty_cache()
         torch.accelerator.reset_peak_memory_stats(device)
-
-
-def _few(losses: list[Tensor]) -> list[Tensor]:
-    """Return about `NUM_LOSSES` of them, the last among them."""
-    every = max(1, len(losses) // NUM_LOSSES)
-    return losses[::-1][::every][::-1][-NUM_LOSSES:]

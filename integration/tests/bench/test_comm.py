@@ -18,8 +18,7 @@ from benchmarks.__main__ import command
 from benchmarks.experiments.comm import link as links
 from benchmarks.experiments.comm import race
 from benchmarks.experiments.comm.link import Link, LinkError, missing_for_link
-from benchmarks.experiments.comm.link_rate import measure_link, measure_node
-from benchmarks.experiments.comm.rows import rows_of, summed_up, table, verdict
+from benchmarks.experiments.comm.race import rows_of, section, summed_up, verdict
 from benchmarks.harness.models import GptShape
 from benchmarks.harness.ranks import Row, own_environment
 
@@ -60,7 +59,7 @@ def namespaces_of(pid: int) -> list[str]:
 def test_contender_that_nobody_knows_is_refused() -> None:
     done = CliRunner().invoke(command("comm"), ["--only=zero-4"])
     assert done.exit_code == 2
-    assert "unknown contender 'zero-4'" in done.output
+    assert "unknown 'zero-4'" in done.output
 
 
 def test_bench_without_the_tools_says_what_to_install(tmp_path: Path) -> None:
@@ -102,9 +101,9 @@ def found(*times_s: float, sent: float = 1e6, loss: float = 5.0, planned: int | 
 
 
 def test_rounds_are_summed_up_by_node_and_rate() -> None:
-    def rank(*times_s: float, sent: int, loss: float) -> list[Row]:
+    def rank(*times_s: float, sent: int, loss: float) -> Row:
         at_rate = {"times_s": list(times_s), "sent_bytes": sent, "cpu_s": 1.0}
-        return [{}, at_rate | {"losses": [9.0, loss], "counted_bytes": 10}]
+        return {"rates": [{}, at_rate | {"losses": [9.0, loss], "counted_bytes": 10}]}
 
     first = [rank(1.0, 2.0, sent=100, loss=5.0), rank(7.0, 7.0, sent=300, loss=6.0)]
     second = [rank(3.0, 4.0, sent=200, loss=3.0), rank(7.0, 7.0, sent=500, loss=4.0)]
@@ -152,7 +151,7 @@ def test_each_is_held_against_the_faster_peer_and_its_own_plan() -> None:
     }
     assert rows["zero-3-qgz"] == {"failure": "failed: out of memory"}
     run = {"title": "t", "rate_mbit": 200, "ranks_per_node": 2, "contenders": rows}
-    assert table(run).row_count == 5
+    assert section(run).table.row_count == 5
 
 
 def test_bars_are_given_where_they_hold() -> None:
@@ -167,10 +166,10 @@ def test_link_limits_what_nodes_send_each_other_and_not_what_ranks_of_a_node_do(
     link: Link,
 ) -> None:
     link.limit(RATE)
-    across = measure_link(link, 8 * 2**20, own_environment())
+    across = link.plain_rates(8 * 2**20)
     # A busy machine may reach less, but none may reach more than the burst allows.
     assert all(0 < reached * 8 <= 1.1 * RATE * 1e6 for reached in across)
-    assert measure_node(link, 64 * 2**20, own_environment()) * 8 > 2 * RATE * 1e6
+    assert link.plain_rate_within(64 * 2**20) * 8 > 2 * RATE * 1e6
 
 
 @pytest.mark.usefixtures("_can_link")
@@ -196,8 +195,9 @@ def test_nodes_are_gone_when_the_bench_is_killed() -> None:
 def test_bench_counts_on_the_link_what_the_plan_says(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(race, "LINK_SECONDS", 0.1)
-    monkeypatch.setattr(race, "NODE_NBYTES", 2**20)
+    # What a plain connection reaches is tested above.
+    monkeypatch.setattr(Link, "plain_rates", lambda *_: [1.0, 1.0])
+    monkeypatch.setattr(Link, "plain_rate_within", lambda *_: 1.0)
     shape = GptShape(layers=2, width=256, heads=4, vocab=128, context=16)
     jobs = race.jobs_of(["zero-3"], shape, 2, steps=2, warmup=1)
     race.compare({2: jobs}, [1000], rounds=1, output=tmp_path)

@@ -11,8 +11,14 @@ import pytest
 from rich.console import Console
 
 from benchmarks.experiments import comm_convergence as bench
-from benchmarks.experiments.comm_convergence import bar_percent, summarize, table
-from benchmarks.experiments.comm_training import PLAIN, Training
+from benchmarks.experiments.comm_convergence import (
+    PLAIN,
+    Training,
+    bar_percent,
+    section,
+    summarize,
+)
+from benchmarks.harness import text
 from benchmarks.harness.ranks import RankError, Row
 from zero_core.errors import ConfigError
 
@@ -36,7 +42,7 @@ def _run(contender: str, held_out: float, *, seed: int = 0, **further: Any) -> R
 
 @pytest.fixture
 def small_text(monkeypatch: pytest.MonkeyPatch, text_file: Path) -> None:
-    monkeypatch.setattr(bench, "read_text", lambda _: text_file.read_text())
+    monkeypatch.setattr(text, "read_text", lambda _: text_file.read_text())
 
 
 @pytest.mark.usefixtures("small_text")
@@ -121,7 +127,7 @@ def test_a_bar_is_not_met_while_runs_that_were_asked_for_are_missing() -> None:
         "hpZ": (False, [0, 1]),
     }
     console = Console(width=140, file=StringIO())
-    console.print(table(summarize(runs, asked), 5.0))
+    console.print(section(summarize(runs, asked), 5.0).table)
     said = console.file.getvalue()  # type: ignore[attr-defined]
     assert "1 missing" in next(line for line in said.splitlines() if "qwZ" in line)
     assert "missing" in next(line for line in said.splitlines() if "hpZ" in line)

@@ -3,7 +3,6 @@
 import json
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +12,7 @@ from torch import Tensor
 from typer.testing import CliRunner
 
 from benchmarks.__main__ import command
-from benchmarks.experiments.comm_cuda import kernels
-from benchmarks.experiments.comm_cuda.kernels import (
+from benchmarks.experiments.comm_cuda import (
     BAR_NUMEL,
     DRY,
     MI,
@@ -22,11 +20,12 @@ from benchmarks.experiments.comm_cuda.kernels import (
     Settings,
     Stopwatch,
     WrongResultError,
-    jobs,
-    measure,
-    medians_s,
+    compare,
+    figures,
+    operations,
+    section,
+    verdict,
 )
-from benchmarks.experiments.comm_cuda.program import table, verdict
 from zero_comm import BlockFormat, quantized_nbytes
 from zero_comm.quantizer.torch_backend import TorchBackend
 
@@ -124,12 +123,13 @@ class _OneBitOff(TorchBackend):
 
 
 def test_backend_that_is_one_bit_off_is_refused_in_every_operation() -> None:
-    operations = set()
-    for job in jobs(SMALL, CPU):
-        with pytest.raises(WrongResultError, match=f"{job.operation} int4 .* the wrong backend"):
-            measure(job, _OneBitOff(), SMALL, Stopwatch(CPU), CPU)
-        operations.add(job.operation)
-    assert operations == {"encode", "decode", "decode_sum of 8"}
+    refused = set()
+    for job in operations(SMALL, CPU):
+        name = job.about["operation"]
+        with pytest.raises(WrongResultError, match=f"{name} int4 .* the wrong backend"):
+            compare(job, _OneBitOff(), SMALL, Stopwatch(CPU), CPU)
+        refused.add(name)
+    assert refused == {"encode", "decode", "decode_sum of 8"}
 
 
 @pytest.mark.parametrize(
@@ -139,27 +139,18 @@ def test_backend_that_is_one_bit_off_is_refused_in_every_operation() -> None:
 def test_share_is_the_copys_time_over_the_kernels(
     numel: int, kernel_s: float, share: float, is_met: bool | None
 ) -> None:
-    job = next(jobs(SMALL, CPU))
-    job = replace(job, numel=numel, moved_bytes=600)
+    about = {"operation": "encode", "kind": "int4", "dtype": "bf16", "numel": numel}
     times = {"copy": 1.0, "torch": 5.2, "triton": kernel_s}
-    found = kernels._figures(times, job, "triton", torch.device("cuda", 0))
+    device = torch.device("cuda", 0)
+    found = figures(times, {**about, "moved_bytes": 600}, "triton", device)
     assert found["share"] == pytest.approx(share)
     assert found["is_met"] is is_met
     assert found["bytes_per_s"] == pytest.approx(600 / kernel_s)
     assert found["times_torch"] == pytest.approx(5.2 / kernel_s)
-    row = {"operation": "encode", "kind": "int4", "dtype": "bf16", "numel": numel, **found}
-    row |= {"median_s": times, "backend": "triton"}
+    row = {**about, **found, "median_s": times, "backend": "triton"}
     word = {None: "80% of copy bandwidth", True: "1 of 1", False: "0 of 1"}[is_met]
     assert word in verdict([row])
-    assert table([row]).row_count == 1
-
-
-def test_contenders_take_turns_in_every_round_after_one_untimed_call() -> None:
-    order: list[str] = []
-    contenders = {name: lambda name=name: order.append(name) for name in ("a", "b")}
-    found = medians_s(contenders, Stopwatch(CPU), rounds=2, calls=3)
-    assert order == ["a", "b", *("a" * 3), *("b" * 3), *("a" * 3), *("b" * 3)]
-    assert set(found) == {"a", "b"}
+    assert section("", {"": row}).table.row_count == 1
 
 
 def test_sizes_are_whole_patterns_from_1_to_256_mi() -> None:
@@ -174,4 +165,4 @@ def test_unknown_kind_is_refused_with_those_known(tmp_path: Path) -> None:
     options = ["--dry-run", "--kind=int3", f"--output={tmp_path}"]
     done = CliRunner().invoke(command("comm_cuda"), options)
     assert done.exit_code == 2
-    assert "unknown kind 'int3'; known: int8" in done.stderr
+    assert "unknown 'int3'; known: int8" in done.stderr

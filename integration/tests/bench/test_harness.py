@@ -18,8 +18,8 @@ from benchmarks.harness import memory, ranks, rounds
 from benchmarks.harness.job import Job
 from benchmarks.harness.memory import GIB, HostWatch, limit_device
 from benchmarks.harness.models import Gpt, GptShape, GptWithCheckpoints, GptWithSmallLogits
-from benchmarks.harness.ranks import CPU_ALONE, RankError, Row, Runner, run_ranks
-from benchmarks.harness.report import Column, markdown, reasons, table_of
+from benchmarks.harness.ranks import RankError, Row, Runner, run_ranks
+from benchmarks.harness.report import Column, Section, markdown
 from benchmarks.harness.rounds import race_on_cpu, race_on_device, take_turns
 from benchmarks.harness.tracing import busy_seconds, summary, trace
 
@@ -31,33 +31,24 @@ CPU = torch.device("cpu")
 def test_failing_contender_is_a_row_with_its_error_and_is_not_tried_again(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    said: list[str] = []
-    rows = race_on_cpu([replace(JOB, side="nobody")], 3, said.append)
-    assert rows == {"tiny": {"failure": "failed: KeyError: 'nobody'"}}
-    assert said == ["0 M parameters, 1 ranks: round 1/3: tiny"]
-    assert "Traceback" in capsys.readouterr().err
-
-
-def test_failing_job_of_a_device_is_a_row_with_its_log() -> None:
-    wrong = replace(JOB, stage=7)
-    (row,) = race_on_device([wrong], 2, Runner(120.0, device_type="cpu"), print).values()
+    (row,) = race_on_cpu([replace(JOB, stage=7)], 3, Runner()).values()
     assert set(row) == {"failure", "log"}
     assert "zero_optimization.stage" in row["failure"]
     assert "Traceback" in row["log"]
+    assert capsys.readouterr().out == "0 M parameters, 1 ranks\nround 1/3: tiny\n"
 
 
 def test_ranks_are_ended_after_their_time() -> None:
     with pytest.raises(RankError, match="ended after 0 s"):
-        run_ranks("tests_of_nothing:any", {}, 1, CPU_ALONE, limit_s=0.0)
-    assert Runner(0.0, device_type="cpu").start("any:any") == {
-        "skipped": "the time limit of 0 s is over"
-    }
+        run_ranks("tests_of_nothing:any", {}, limit_s=0.0)
+    late = {"skipped": "the time limit of 0 s is over"}
+    assert Runner(0.0).start("any:any", {}) == [late]
 
 
 def test_contender_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rounds.importlib.util, "find_spec", lambda _: None)
     peer = replace(JOB, name="peer", side="deepspeed")
-    found = race_on_device([peer], 2, Runner(60.0, device_type="cpu"), print)
+    found = race_on_device([peer], 2, Runner(60.0))
     assert found == {"peer": {"failure": "deepspeed is not installed: pip install deepspeed"}}
     assert rounds.missing("ddp") == ""
 
@@ -68,14 +59,14 @@ def test_contenders_take_turns_and_medians_are_over_rounds(
     speeds = iter([1.0, 2.0, 3.0, 4.0, 5.0, 9.0])
     order: list[tuple[str, int]] = []
 
-    def start(job: Job, _: Runner, *, num_traced: int) -> Row:
-        order.append((job.name, num_traced))
+    def start(job: Job, _: Runner) -> Row:
+        order.append((job.name, job.num_traced))
         speed = next(speeds)
         return {"step_s": 1 / speed, "tokens_per_s": speed, "losses": [speed]}
 
     monkeypatch.setattr(rounds, "start_on_device", start)
     jobs = [replace(JOB, name=name, num_traced=2) for name in "ab"]
-    found = race_on_device(jobs, 3, Runner(60.0, device_type="cpu"), print)
+    found = race_on_device(jobs, 3, Runner(60.0))
     assert order == [("a", 2), ("b", 2), ("a", 0), ("b", 0), ("a", 0), ("b", 0)]
     assert found["a"]["tokens_per_s"] == 3.0
     assert found["b"]["tokens_per_s"] == 4.0
@@ -83,34 +74,31 @@ def test_contenders_take_turns_and_medians_are_over_rounds(
     assert found["a"]["steps_s"] == [1.0, 1 / 3, 1 / 5]
 
 
-def test_rounds_on_the_cpu_are_added_up() -> None:
+def test_rounds_on_the_cpu_are_added_up(monkeypatch: pytest.MonkeyPatch) -> None:
     found = iter([2.0, 4.0])
 
-    def run(_: Job) -> Row:
+    def start(_: Job, __: Runner) -> Row:
         seconds = next(found)
-        mib = int(seconds) * 2**20
-        return {
-            "times_s": [seconds, 9.0],
-            "added_bytes": [mib, mib],
-            "last_loss": seconds,
-            "counted": {"io_s": seconds},
-        }
+        rank = {"times_s": [seconds, 9.0], "added_bytes": int(seconds) * 2**20}
+        rank |= {"losses": [9.0, seconds], "counted": {"io_s": seconds}}
+        return {"ranks": [rank, {**rank, "times_s": []}]}
 
-    row = race_on_cpu([JOB], 2, print, run)["tiny"]
+    monkeypatch.setattr(rounds, "start_on_cpu", start)
+    row = race_on_cpu([JOB], 2, Runner())["tiny"]
     assert row["times_s"] == [2.0, 9.0, 4.0, 9.0]
     assert (row["median_s"], row["min_s"], row["added_mib_per_rank"]) == (6.5, 2.0, 3.0)
-    assert (row["last_loss"], row["counted"]) == (4.0, {"io_s": 6.0})
+    assert (row["last_loss"], row["counted"]) == (4.0, {"io_s": 12.0})
 
 
 def test_contender_without_figures_is_not_run_again() -> None:
-    order: list[str] = []
+    order: list[tuple[str, int]] = []
 
-    def run(job: Job) -> Row:
-        order.append(job.name)
-        return {"skipped": "no time"} if job.name == "a" else {"step_s": 1.0}
+    def run(name: str, number: int) -> Row:
+        order.append((name, number))
+        return {"skipped": "no time"} if name == "a" else {"step_s": 1.0}
 
-    take_turns([replace(JOB, name=name) for name in "ab"], 2, run, print)
-    assert order == ["a", "b", "b"]
+    take_turns("ab", 2, run)
+    assert order == [("a", 0), ("b", 0), ("b", 1)]
 
 
 def test_table_has_the_rows_with_figures_and_reasons_the_others() -> None:
@@ -125,14 +113,14 @@ def test_table_has_the_rows_with_figures_and_reasons_the_others() -> None:
         Column("bar", "is_met"),
         Column("twice", lambda row: 2 * row["s"], "g"),
     )
-    table = table_of(rows, columns, title="t", caption="c")
-    assert markdown(table) == (
+    section = Section("t", rows, columns, "c")
+    assert markdown(section.table) == (
         "|  | ms | share | bar | twice |\n"
         "| --- | ---: | ---: | ---: | ---: |\n"
         "| a | 12.5 |  | missed | 0.025 |\n"
         "| c | 1000.0 | 50% |  | 2 |\n"
     )
-    assert list(reasons(rows, "part: ")) == ["part: b: failure: no memory"]
+    assert list(section.reasons()) == ["b: failure: no memory"]
 
 
 def test_models_of_both_kinds_have_the_size_of_their_shape() -> None:
@@ -159,8 +147,8 @@ def test_old_command_names_the_new_one_and_runs_it() -> None:
 def test_programs_for_accelerators_need_no_library_beyond_torch_and_this_project() -> None:
     text = (
         "import sys; sys.modules['transformers'] = sys.modules['deepspeed'] = None\n"
-        "import benchmarks.experiments.gpu.program, benchmarks.experiments.offload_cuda\n"
-        "import benchmarks.experiments.comm_cuda.program, benchmarks.harness.train"
+        "import benchmarks.experiments.gpu.program, benchmarks.experiments.gpu.offload\n"
+        "import benchmarks.experiments.comm_cuda, benchmarks.harness.train"
     )
     environment = ranks.own_environment()
     subprocess.run([sys.executable, "-c", text], check=True, timeout=600, env=environment)

@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 
 from benchmarks.__main__ import command
 from benchmarks.experiments import cpu_adam, cpu_adam_convergence, engine, memory, offload
+from benchmarks.harness import text
 from benchmarks.harness.job import Job
 from benchmarks.harness.models import GptShape
 from benchmarks.harness.ranks import Row
@@ -122,7 +123,7 @@ def test_offload_bench_compares_with_deepspeed_at_the_same_stage() -> None:
         "zero-3-int8": None,  # its states are rounded
         "zero-2-nvme": None,
     }
-    assert offload.table("t", rows).row_count == 7
+    assert offload.section("t", rows).table.row_count == 7
 
 
 def test_memory_bench_compares_peaks_with_formula_and_plan(
@@ -132,8 +133,8 @@ def test_memory_bench_compares_peaks_with_formula_and_plan(
     job = Job("", "zero", tiny, micro_batch=1, steps=1, warmup=0, ranks=1)
     monkeypatch.setattr(memory, "SMALL", job)
     monkeypatch.setattr(memory, "GROWTH_STEPS", (1, 2))
-    growth = memory.growth_rows
-    monkeypatch.setitem(memory.PARTS, "growth", lambda: first_of(growth()))
+    growth, about = memory.PARTS["growth"]
+    monkeypatch.setitem(memory.PARTS, "growth", (lambda: first_of(growth()), about))
     run("memory", "--only=growth", f"--output={tmp_path}")
     (row,) = json.loads((tmp_path / "memory.json").read_text())["parts"]["growth"]
     assert row["case"] == "stage 0"
@@ -184,7 +185,7 @@ def test_host_adam_bench_measures_the_installed_and_names_the_others(
 def test_convergence_bench_sets_narrow_states_beside_wide_ones(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text_file: Path
 ) -> None:
-    monkeypatch.setattr(cpu_adam_convergence, "read_text", lambda _: text_file.read_text())
+    monkeypatch.setattr(text, "read_text", lambda _: text_file.read_text())
     monkeypatch.setattr(cpu_adam_convergence, "HELD_OUT_WINDOWS", 16)
     steps = 4
     said = run(

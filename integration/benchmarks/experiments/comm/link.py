@@ -7,6 +7,7 @@ rate    of either direction, in Mbit/s (10**6 bits), frames with their headers: 
         it. Each end limits what it sends
 keeper  a process in a session of its own that removes everything when this process has ended,
         however it ended: it waits for the end of a pipe that only this process holds open
+plain   bytes per second of a TCP connection, the measure of the link before anything else uses it
 
 Names hold this process's number, so that parallel runs do not collide.
 """
@@ -15,15 +16,22 @@ from __future__ import annotations
 
 import os
 import shutil
+import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+from benchmarks.harness.ranks import Node, Place, Row, run_ranks
+
 NODES = (0, 1)
 TOOLS = ("ip", "tc")
 NETWORK = "10.213.0"
+PORT = 29400
+PIECE = 2**20
+TRIES, PAUSE_S, LIMIT_S = 500, 0.1, 60.0
 # TCP sends up to 64 KiB in one piece. A smaller burst would cut pieces up, which costs processor
 # time and adds a header per frame to what the counters show; a shorter queue would drop some.
 BURST, QUEUE = "128kb", "2mb"
@@ -92,20 +100,26 @@ class Link:
         finally:
             keeper.communicate()
 
-    def command(self, node: int, command: Sequence[str]) -> list[str]:
-        """Return ``command`` as run in ``node``."""
-        return ["ip", "netns", "exec", self._namespaces[node], *command]
+    @property
+    def nodes(self) -> list[Node]:
+        return [
+            Node(("ip", "netns", "exec", namespace), device)
+            for namespace, device in zip(self._namespaces, self.devices, strict=True)
+        ]
 
     def limit(self, rate: int) -> None:
         """Limit both directions to ``rate`` Mbit/s."""
-        for node in NODES:
-            _do(self.command(node, limit_command(self.devices[node], rate)))
+        for node in self.nodes:
+            _do([*node.prefix, *limit_command(node.interface, rate)])
 
-    def end_processes(self) -> None:
-        """Kill whatever still runs in the nodes."""
-        for namespace in self._namespaces:
-            pids = _do(["ip", "netns", "pids", namespace]).split()
-            _do(["sh", "-c", 'kill -KILL "$@" || true', "kill", *pids])
+    def plain_rates(self, num_bytes: int) -> list[float]:
+        """Return the bytes per second that each node sends to the other, both at once."""
+        ways = [(0, 2, self.addresses[1]), (3, 1, self.addresses[0])]
+        return _transfer(ways, num_bytes, self.nodes)
+
+    def plain_rate_within(self, num_bytes: int) -> float:
+        """Return the bytes per second between two processes of a node."""
+        return _transfer([(0, 1, self.addresses[0])], num_bytes, self.nodes[:1])[0]
 
     def _make(self) -> None:
         for namespace in self._namespaces:
@@ -128,3 +142,47 @@ def _do(command: Sequence[str]) -> str:
     if done.returncode:
         raise LinkError(f"'{' '.join(command)}' failed: {done.stderr.strip()}")
     return done.stdout
+
+
+def _transfer(
+    ways: Sequence[tuple[int, int, str]], num_bytes: int, nodes: Sequence[Node]
+) -> list[float]:
+    """Return the rates of transfers from one rank to another, which has the address."""
+    arguments = {"ways": ways, "num_bytes": num_bytes}
+    found = run_ranks(f"{__name__}:transfer", arguments, 2 * len(ways), nodes=nodes)
+    return [found[target]["bytes_per_s"] for _, target, _ in ways]
+
+
+def transfer(place: Place, ways: Sequence[tuple[int, int, str]], num_bytes: int) -> Row:
+    """Send or receive. Return ``bytes_per_s`` from the first to the last byte received."""
+    for port, (source, target, address) in enumerate(ways, PORT):
+        if place.rank == target:
+            return {"bytes_per_s": _take(address, port)}
+        if place.rank == source:
+            with _connect(address, port) as connection:
+                for _ in range(max(1, num_bytes // PIECE)):
+                    connection.sendall(bytes(PIECE))
+    return {}
+
+
+def _take(address: str, port: int) -> float:
+    with socket.create_server((address, port)) as server:
+        server.settimeout(LIMIT_S)  # the other end may have died
+        connection, _ = server.accept()
+    connection.settimeout(LIMIT_S)
+    piece = bytearray(PIECE)
+    total = first = connection.recv_into(piece)
+    started_at = ended_at = time.perf_counter()
+    while count := connection.recv_into(piece):
+        total += count
+        ended_at = time.perf_counter()
+    return (total - first) / (ended_at - started_at)
+
+
+def _connect(address: str, port: int) -> socket.socket:
+    for _ in range(TRIES):
+        try:
+            return socket.create_connection((address, port))
+        except ConnectionRefusedError:  # the other end has not started yet
+            time.sleep(PAUSE_S)
+    raise TimeoutError(f"no listener at {address}:{port} after {TRIES * PAUSE_S:.0f} s")

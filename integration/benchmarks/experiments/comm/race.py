@@ -1,76 +1,85 @@
 """Two nodes and a slow link between them: FSDP2, DeepSpeed, and this engine's ZeRO++. Root.
 
 Each node is a network namespace of Linux, and a limited veth pair is the only way between them
-(`benchmarks.experiments.comm.link`). torchrun starts the ranks of both. Everyone communicates in
-bf16 over fp32 master weights, and sees the same samples in every step.
+(`benchmarks.experiments.comm.link`). Everyone communicates in bf16 over fp32 master weights, and
+sees the same samples in every step.
+
+[Note: figures]
+step        median step time
+comm        communication time: step less that of the bare forward and backward of the same run
+to peer     comm of the faster peer, which sends 16 bits, over this one's: times as fast
+sent        bytes that a node's end of the link has counted, per step; the busier direction
+planned     `zero_core.plan`'s figure for the same; off: by how much the counters differ from it
+link        sent over the rate of the link: no communication over it can be faster
+cpu         processor seconds of all ranks together, per step
 """
 
 from __future__ import annotations
 
-import json
-import sys
-import tempfile
+import os
+import statistics
+import subprocess
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
+import torch
+import torch.distributed as dist
 import typer
 
-import zero_core
-from benchmarks.experiments.comm.link import NODES, Link, LinkError, missing_for_link
-from benchmarks.experiments.comm.link_rate import measure_link, measure_node
-from benchmarks.experiments.comm.rows import BARS, rows_of, save_picture, summed_up, table
-from benchmarks.harness.job import Job
-from benchmarks.harness.models import GptShape
-from benchmarks.harness.options import RESULTS, Context, Output, Rounds, Steps, choose, parse_size
-from benchmarks.harness.ranks import (
-    CPU_ALONE,
-    RankError,
-    Row,
-    own_environment,
-    program,
-    run_together,
-    write_json,
+from benchmarks.experiments.comm.link import (
+    NODES,
+    Link,
+    LinkError,
+    limit_command,
+    missing_for_link,
+    sent_bytes,
 )
-from benchmarks.harness.report import machine, make_console, reasons
-from benchmarks.harness.rounds import Say, take_turns
+from benchmarks.harness import options
+from benchmarks.harness.job import FOUR_BITS, QGZ, QWZ, Job
+from benchmarks.harness.models import GptShape
+from benchmarks.harness.options import RESULTS, Output, of, parse_size
+from benchmarks.harness.ranks import Place, Row, Runner
+from benchmarks.harness.report import MS, Column, Rows, Section, bars, judged, machine, publish
+from benchmarks.harness.rounds import has_figures, measured, quotient, race, spread, start_ranks
+from benchmarks.harness.sides import SIDES
+from benchmarks.harness.train import timed_apart
 
-PORT = 29500
-BITS = 8
 VOCAB = 512
 LINK_SECONDS = 1.0
 """Length of a plain transfer over the link."""
 NODE_NBYTES = 512 * 2**20
 """Of the plain transfer within a node."""
-_QWZ = {"zero_quantized_weights": True}
-_QGZ = {"zero_quantized_gradients": True}
-_FOUR_BITS = {
-    **_QWZ,
-    "zero_quantized_weights_format": "int4_difference",
-    **_QGZ,
-    "zero_quantized_gradients_within_node": "int8",
-    "zero_quantized_gradients_between_nodes": "int4",
-    "zero_quantized_gradients_hadamard": True,
-}
 CONTENDERS: Mapping[str, tuple[str, Mapping[str, Any], bool]] = {
     "bare": ("bare", {}, False),
     "fsdp2": ("fsdp2", {}, False),
     "deepspeed-3": ("deepspeed", {}, False),
     "zero-3": ("zero", {}, False),
-    "zero-3-qwz": ("zero", _QWZ, False),
+    "zero-3-qwz": ("zero", QWZ, False),
     "zero-3-hpz": ("zero", {}, True),
-    "zero-3-qgz": ("zero", _QGZ, False),
-    "zero-3-all": ("zero", {**_QWZ, **_QGZ}, True),
-    "zero-3-4bit": ("zero", _FOUR_BITS, True),
+    "zero-3-qgz": ("zero", QGZ, False),
+    "zero-3-all": ("zero", {**QWZ, **QGZ}, True),
+    "zero-3-4bit": ("zero", FOUR_BITS, True),
 }
 """Side, keys of ``zero_optimization`` besides stage 3, and whether hpZ is over a node."""
+BITS, MEGA = 8, 1e6
+BARE, PEERS = "bare", ("fsdp2", "deepspeed-3")
+BARS: Mapping[str, Any] = {
+    "rate_mbit": 200,
+    "ranks_per_node": 2,
+    "to_peer": {"zero-3-all": 3.3, "zero-3-4bit": 4.5},
+    "deviation": 0.02,
+    "loss": 0.01,
+}
+"""The bars. `to_peer` at that rate and with so many ranks per node."""
 
 
 def main(
-    rounds: Rounds = 2,
-    steps: Steps = 3,
-    warmup: Annotated[int, typer.Option(min=0, help="Untimed steps before them.")] = 1,
+    rounds: options.Rounds = 2,
+    steps: options.Steps = 3,
+    warmup: options.Warmup = 1,
     rate: Annotated[
         list[int] | None, typer.Option(min=1, help="Mbit/s of the link; 200 and 1000.")
     ] = None,
@@ -78,28 +87,20 @@ def main(
         list[int] | None, typer.Option(min=1, help="Ranks of each of the two nodes; 1 and 2.")
     ] = None,
     size: Annotated[str, typer.Option(help="LAYERSxWIDTH of the GPT.")] = "8x384",
-    context: Context = 64,
-    only: Annotated[
-        list[str] | None,
-        typer.Option("--only", "--contenders", help=f"Contenders, of: {', '.join(CONTENDERS)}."),
-    ] = None,
+    context: options.Context = 64,
+    only: Annotated[list[str] | None, of(CONTENDERS, "--only", "--contenders")] = None,
     output: Output = RESULTS,
 ) -> None:
-    """Measure, print the tables, and write ``comm.json`` and ``comm.png``."""
-    names = choose(only, CONTENDERS, "contender", "--only")
+    """Measure, write ``comm.json`` and ``comm.png``, and print the tables."""
     shape = parse_size(size, vocab=VOCAB, context=context)
+    counts = ranks_per_node or (1, 2)
     reason = missing_for_link()
     try:
         if not reason:
-            compare(
-                {
-                    count: jobs_of(names, shape, count, steps, warmup)
-                    for count in ranks_per_node or (1, 2)
-                },
-                rate or (200, 1000),
-                rounds=rounds,
-                output=output,
-            )
+            jobs = {
+                count: jobs_of(only or CONTENDERS, shape, count, steps, warmup) for count in counts
+            }
+            compare(jobs, rate or (200, 1000), rounds=rounds, output=output)
     except LinkError as error:
         reason = f"the system refuses a link of two network namespaces: {error}"
     if reason:
@@ -116,21 +117,16 @@ def jobs_of(
         if name == "zero-3-hpz" and ranks_per_node == 1:
             continue
         zero = {**flags, **({"zero_hpz_partition_size": ranks_per_node} if has_hpz else {})}
-        jobs.append(
-            Job(
-                *(name, side, shape),
-                micro_batch=1,
-                steps=steps,
-                warmup=warmup,
-                dtype="bf16",
-                lr=3e-4,
-                stage=3,
-                zero=zero,
-                top={"check_grad_overflow": False},  # as the others: nothing skips a step
-                ranks=len(NODES) * ranks_per_node,
-                is_repeating=True,
-            )
+        job = Job(
+            *(name, side, shape, 1, steps, warmup),
+            dtype="bf16",
+            lr=3e-4,
+            stage=3,
+            zero=zero,
+            ranks=len(NODES) * ranks_per_node,
+            is_repeating=True,
         )
+        jobs.append(job.unchecked())
     return jobs
 
 
@@ -146,100 +142,204 @@ def compare(
     Raises:
         LinkError: the system makes no link.
     """
-    console = make_console()
-    output.mkdir(parents=True, exist_ok=True)
+    runner = Runner()
     runs: list[Row] = []
     with Link.made() as link:
-        links = [_measure_link(link, rate, console.print) for rate in sorted(set(rates))]
+
+        def run(job: Job, _: int) -> Row:
+            arguments = {"job": job, "rates": list(rates)}
+            return start_ranks(f"{__name__}:measure", arguments, job, runner, link.nodes)
+
+        links = [_measure_link(link, rate) for rate in sorted(set(rates))]
         for count, jobs in jobs_by_count.items():
             ranks = "1 rank" if count == 1 else f"{count} ranks"
             title = f"{jobs[0].shape.numel / 1e6:.0f} M parameters, 2 nodes of {ranks}"
-            found = take_turns(
-                jobs,
-                rounds,
-                lambda job: _run(link, job, rates),
-                lambda line, title=title: console.print(f"{title}: {line}"),  # type: ignore[misc]
-            )
-            planned = {job.name: _planned_bytes(job) for job in jobs}
+            print(title)
+            found = race(jobs, rounds, run)
+            planned = {job.name: _planned_bytes(job, count) for job in jobs}
+            common = {k: asdict(jobs[0])[k] for k in ("shape", "micro_batch", "steps", "warmup")}
             for place, rate in enumerate(rates):
                 rows = {
                     name: summed_up(by_round, place, count, planned[name])
                     for name, by_round in found.items()
                 }
-                run: Row = {"title": title, "rate_mbit": rate, "ranks_per_node": count}
-                run["job"] = {
-                    "shape": asdict(jobs[0].shape),
-                    "micro_batch": jobs[0].micro_batch,
-                    "ranks_per_node": count,
-                    "rates": list(rates),
-                    "steps": jobs[0].steps,
-                    "warmup": jobs[0].warmup,
-                }
-                runs.append(run | {"contenders": rows_of(rows, rate=rate)})
+                about = {"title": title, "rate_mbit": rate, "ranks_per_node": count}
+                job = {**common, "ranks_per_node": count, "rates": list(rates)}
+                runs.append({**about, "job": job, "contenders": rows_of(rows, rate=rate)})
     report = {"rounds": rounds, "bars": BARS, "machine": machine(), "links": links, "runs": runs}
-    write_json(output / "comm.json", report)
-    save_picture(runs, output / "comm.png")
-    console.print(f"written to {output}")
-    for run in runs:
-        console.print(table(run), *reasons(run["contenders"]), sep="\n")
+    publish(output, "comm", report, [section(run) for run in runs])
 
 
-def _measure_link(link: Link, rate: int, say: Say) -> Row:
+def _measure_link(link: Link, rate: int) -> Row:
     """Return the rates of plain TCP over the link, both ways at once, and within a node."""
     link.limit(rate)
-    environment = own_environment()
-    nbytes = int(rate * 1e6 / BITS * LINK_SECONDS)
-    across = [speed / 1e6 * BITS for speed in measure_link(link, nbytes, environment)]
-    within = measure_node(link, NODE_NBYTES, environment) / 1e6 * BITS
-    say(
+    num_bytes = int(rate * MEGA / BITS * LINK_SECONDS)
+    across = [speed / MEGA * BITS for speed in link.plain_rates(num_bytes)]
+    within = link.plain_rate_within(NODE_NBYTES) / MEGA * BITS
+    print(
         f"link of {rate} Mbit/s: plain TCP reaches {across[0]:.0f} and {across[1]:.0f} Mbit/s, "
-        f"both ways at once; within a node {within:.0f} Mbit/s"
+        f"both ways at once; within a node {within:.0f} Mbit/s",
+        flush=True,
     )
     return {"rate_mbit": rate, "across_mbit": across, "within_mbit": within}
 
 
-def _run(link: Link, job: Job, rates: Sequence[int]) -> Row:
-    """Run torchrun in both nodes. Return ``ranks``: by rank, a row per rate."""
-    with tempfile.TemporaryDirectory() as scratch:
-        folder = Path(scratch)
-        environment = {**own_environment(), **CPU_ALONE}
-        try:
-            run_together(
-                [_torchrun(link, node, job, rates, folder) for node in NODES],
-                [{**environment, "GLOO_SOCKET_IFNAME": link.devices[node]} for node in NODES],
-                folder,
-            )
-        except RankError as error:
-            link.end_processes()  # torchrun was killed, and its ranks were not
-            print(error.log, file=sys.stderr)
-            return {"failure": f"failed: {error}"}
-        files = [folder / f"rank{rank}.json" for rank in range(job.ranks)]
-        found = [json.loads(file.read_text(encoding="utf-8")) for file in files]
-        return {"ranks": [of_rank["rates"] for of_rank in found]}
-
-
-def _torchrun(link: Link, node: int, job: Job, rates: Sequence[int], folder: Path) -> list[str]:
-    arguments = {"job": job, "rates": list(rates), "device": link.devices[node]}
-    return link.command(
-        node,
-        [
-            *(sys.executable, "-m", "torch.distributed.run"),
-            *("--nnodes", str(len(NODES)), "--node-rank", str(node)),
-            *("--nproc-per-node", str(job.ranks // len(NODES))),
-            *("--master-addr", link.addresses[0], "--master-port", str(PORT)),
-            *("--local-addr", link.addresses[node]),
-            *program("benchmarks.experiments.comm.rank:measure", arguments, folder),
-        ],
-    )
-
-
-def _planned_bytes(job: Job) -> int | None:
+def _planned_bytes(job: Job, ranks_per_node: int) -> int | None:
     """Return the bytes that a node sends to the other per step, by this engine's plan."""
     if job.side != "zero":
         return None
-    per_node = job.ranks // len(NODES)
-    model = job.meta_model()
-    plan = zero_core.plan(
-        model, job.config(), job.ranks, ranks_per_node=per_node, device_type="cpu"
+    plan = job.plan(ranks_per_node=ranks_per_node, device_type="cpu")
+    return ranks_per_node * sum(kind.between_nodes_bytes for kind in plan.traffic)
+
+
+def measure(place: Place, job: Mapping[str, Any], rates: Sequence[int]) -> Row:
+    """Return ``rates``, a row each: seconds, losses, and bytes that this node sent.
+
+    ``counted_bytes`` are those that this rank sent to the other node in the last step, by the
+    engine's own count; null for others.
+    """
+    what = Job.of(job)
+    device = os.environ["GLOO_SOCKET_IFNAME"]
+    torch.set_num_threads(1)
+    place.join()
+    batch = next(what.batches(place.rank))
+    side = SIDES[what.side](what, torch.device("cpu"), place)
+    losses: list[float] = []
+    found = []
+
+    def step() -> None:
+        losses.append(float(side.step(batch)))
+
+    for rate in rates:
+        dist.barrier()
+        if os.environ["LOCAL_RANK"] == "0":
+            subprocess.run(limit_command(device, rate), check=True)
+        dist.barrier()
+        losses.clear()
+        for _ in range(what.warmup):
+            step()
+        dist.barrier()
+        sent, cpu_s = sent_bytes(device), time.process_time()
+        times = timed_apart(step, what.steps)
+        row: Row = {
+            "times_s": times,
+            "sent_bytes": sent_bytes(device) - sent,
+            "cpu_s": time.process_time() - cpu_s,
+            "losses": list(losses),
+            "counted_bytes": None,
+        }
+        if side.engine is not None:
+            report = side.engine.comm_report()
+            row["counted_bytes"] = sum(kind.between_nodes_bytes for kind in report)
+        found.append(row)
+        dist.barrier()  # nobody goes on while another still reads its counter
+    return {"rates": found}
+
+
+def summed_up(
+    rounds: Sequence[Row], place: int, ranks_per_node: int, planned_bytes: int | None
+) -> Row:
+    """Sum up a contender's rounds at one rate: bytes by node, means over ranks.
+
+    Args:
+        rounds: rows with ``ranks``: by rank, ``rates`` with what was found at each.
+        place: of the rate.
+        ranks_per_node: of these ranks.
+        planned_bytes: that a node sends per step.
+    """
+    if not has_figures(rounds[-1]):
+        return rounds[-1]
+    by_round = [[of_rank["rates"][place] for of_rank in row["ranks"]] for row in rounds]
+    num_steps = sum(len(ranks[0]["times_s"]) for ranks in by_round)
+    firsts = range(0, len(by_round[0]), ranks_per_node)
+    counted = [
+        [rank["counted_bytes"] for rank in by_round[-1][first : first + ranks_per_node]]
+        for first in firsts
+    ]
+    return {
+        "times_s": [seconds for ranks in by_round for seconds in ranks[0]["times_s"]],
+        "cpu_s": sum(rank["cpu_s"] for ranks in by_round for rank in ranks) / num_steps,
+        "sent_bytes": [
+            sum(ranks[first]["sent_bytes"] for ranks in by_round) / num_steps for first in firsts
+        ],
+        "planned_bytes": planned_bytes,
+        "counted_bytes": [None if None in of_node else sum(of_node) for of_node in counted],
+        "first_loss": statistics.fmean(rank["losses"][0] for rank in by_round[0]),
+        "last_loss": statistics.fmean(rank["losses"][-1] for rank in by_round[-1]),
+    }
+
+
+def rows_of(found: Rows, *, rate: int) -> dict[str, Row]:
+    """Return the rows with [Note: figures], or None where there is nothing to compare with."""
+    there = measured(found)
+    medians = {name: statistics.median(row["times_s"]) for name, row in there.items()}
+    comm = {
+        name: None if BARE not in medians or name == BARE else seconds - medians[BARE]
+        for name, seconds in medians.items()
+    }
+    peer_s = min((s for name in PEERS if (s := comm.get(name)) is not None), default=None)
+    exact = next((there[name]["last_loss"] for name in (*PEERS, "zero-3") if name in there), None)
+
+    def compared(name: str, row: Row) -> Row:
+        planned, sent = row["planned_bytes"], row["sent_bytes"]
+        deviations = [num / planned - 1 for num in sent] if planned else []
+        is_close = exact is not None and abs(row["last_loss"] - exact) <= BARS["loss"] * exact
+        return {
+            **spread(row["times_s"]),
+            "comm_s": comm[name],
+            "to_peer": quotient(peer_s, comm[name]),
+            **row,
+            # Of the direction that differs more.
+            "deviation": max(deviations, key=abs, default=None),
+            "link_s": max(sent) * BITS / (rate * MEGA),
+            "is_loss_close": None if name == BARE or exact is None else is_close,
+        }
+
+    return {name: compared(name, row) if name in there else row for name, row in found.items()}
+
+
+def section(run: Mapping[str, Any]) -> Section:
+    """Return the figures of one size at one rate. See [Note: figures]."""
+    rate, ranks = run["rate_mbit"], run["ranks_per_node"]
+    rows = {name: {"name": name, **row} for name, row in run["contenders"].items()}
+    title = f"{run['title']}, a link of {rate} Mbit/s between them"
+
+    def is_as_planned(row: Row) -> bool | None:
+        deviation = row["deviation"]
+        return None if deviation is None else abs(deviation) <= BARS["deviation"]
+
+    def loss(row: Row) -> str:
+        return f"{row['last_loss']:.4f}{' differs' if row['is_loss_close'] is False else ''}"
+
+    columns = (
+        Column("step", "median_s", ".0f", MS),
+        Column("min", "min_s", ".0f", MS),
+        Column("comm", "comm_s", ".0f", MS),
+        Column("to peer", "to_peer", ".2f"),
+        Column("", lambda r: verdict(r["name"], r["to_peer"], rate=rate, ranks_per_node=ranks)),
+        Column("sent", lambda row: max(row["sent_bytes"]), ".2f", MEGA),
+        Column("planned", "planned_bytes", ".2f", MEGA),
+        Column("off", "deviation", "+.1%"),
+        Column("", is_as_planned),
+        Column("link", "link_s", ".0f", MS),
+        Column("cpu", "cpu_s", ".0f", MS),
+        Column("loss", loss),
     )
-    return per_node * sum(kind.between_nodes_bytes for kind in plan.traffic)
+    caption = (
+        "ms; MB per direction; to peer: times as fast as the faster peer's communication; "
+        f"bars: bytes within {BARS['deviation']:.0%} of the plan, losses within "
+        f"{BARS['loss']:.0%} of the peer's"
+    )
+    values = {"median step": "median_s", "its bytes over the link's rate": "link_s"}
+    bare_s = measured(rows).get(BARE, {}).get("median_s")
+    panels = bars(title, rows, values, "seconds; line: bare forward and backward", bar=bare_s)
+    return Section(title, rows, columns, caption, "contender", panels)
+
+
+def verdict(name: str, to_peer: float | None, *, rate: int, ranks_per_node: int) -> str:
+    """Return the bar of a contender and whether it is met. Empty where there is none."""
+    bar = BARS["to_peer"].get(name)
+    is_there = (rate, ranks_per_node) == (BARS["rate_mbit"], BARS["ranks_per_node"])
+    if bar is None or to_peer is None or not is_there:
+        return ""
+    return judged(bar, "g", to_peer >= bar) or ""

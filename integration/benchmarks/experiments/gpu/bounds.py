@@ -18,47 +18,39 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from rich.table import Table
 
 from benchmarks.experiments.gpu.part import Context, Part
-from benchmarks.experiments.gpu.sizes import DRY, REAL, Sizes
-from benchmarks.experiments.gpu.speed import speed_jobs
+from benchmarks.experiments.gpu.speed import SPEED, speed_jobs
+from benchmarks.harness.job import Job
 from benchmarks.harness.models import find_device
 from benchmarks.harness.ranks import Place, Row
-from benchmarks.harness.report import MS, Axes, Column, grouped_bars, table_of
-from benchmarks.harness.rounds import measured, start_on_device
+from benchmarks.harness.report import MS, Column, Section, bars
+from benchmarks.harness.rounds import start_on_device
+from benchmarks.harness.tracing import synchronize
 
 BOUND_GOAL, IDLE_BAR = 1.15, 0.1
 HOST_BYTES = 28
 REPEATS = 8
+NUM_TRACED = 3
+TRIAD_NUMEL, DRY_TRIAD_NUMEL = 256 * 2**20, 2**20
+"""Elements of each array of the host's triad, and of what is copied over the bus."""
 TRIAD_BYTES = 12
 """An element of the triad: one fp32 read and written, one read."""
 RATIOS: tuple[float | str, ...] = (1.0, 0.6, "auto")
 DRY_RATIOS = (0.6,)
-COLUMNS = (
-    Column("step", "step_s", ".1f", MS),
-    Column("device", "device_busy_s", ".1f", MS),
-    Column("idle", "device_idle_s", ".1f", MS),
-    Column("bus", "bus_s", ".1f", MS),
-    Column("host", "host_s", ".1f", MS),
-    Column("step to slowest", lambda row: _to_bound(row)),
-    Column("", "is_met"),
-    Column("idle", "idle_share", ".1%"),
-)
 
 
-def timeline(sizes: Sizes, ratios: Sequence[float | str], context: Context) -> Row:
+def timeline(first: Job, ratios: Sequence[float | str], context: Context) -> Row:
     """Return a row per ratio of the optimizer's state on the host, and the bandwidths."""
-    context.console.print("timeline: bandwidth")
-    bandwidth = context.runner.start(f"{__name__}:bandwidth", numel=sizes.triad_numel)
+    print("timeline: bandwidth", flush=True)
+    numel = DRY_TRIAD_NUMEL if context.is_dry_run else TRIAD_NUMEL
+    (bandwidth,) = context.runner.start(f"{__name__}:bandwidth", {"numel": numel})
     rows = {}
-    jobs = {job.name: job for job in speed_jobs(sizes)}
+    jobs = {job.name: job for job in speed_jobs(first)}
     for ratio in ratios:
         job = jobs[f"ratio {ratio}"]
-        context.console.print(f"timeline: {job.name}")
-        file = str(context.traces / f"{job.name}.json.gz")
-        traced = replace(job, num_traced=sizes.num_traced, trace_file=file)
-        row = start_on_device(traced, context.runner)
+        print(f"timeline: {job.name}", flush=True)
+        row = start_on_device(context.traced(job, NUM_TRACED), context.runner)
         rows[job.name] = with_idle({**row, **bounds(row, bandwidth)}) if "step_s" in row else row
     return {"bandwidth_bytes_per_s": bandwidth, "goal": BOUND_GOAL, "rows": rows}
 
@@ -113,16 +105,11 @@ def bandwidth(place: Place, numel: int) -> Row:
     """Measure the host's memory and the bus. A target of `benchmarks.harness.ranks`."""
     device = find_device()
     copies = None if device.type == "cpu" else _pinned_copy_bytes_per_s(4 * numel, device)
-    return {"host": _host_bytes_per_s(numel), "pinned": copies}
-
-
-def _host_bytes_per_s(numel: int) -> float:
-    """Return the bandwidth of a triad ``a += s * b`` over fp32 elements, all threads.
-
-    In place, as in an optimizer's step: every written line was read, and none is fetched uncounted.
-    """
+    # A triad ``a += s * b`` of all threads. In place, as in an optimizer's step: every written line
+    # was read, and none is fetched uncounted.
     a, b = torch.ones(numel), torch.ones(numel)
-    return numel * TRIAD_BYTES / _best_s(lambda: a.add_(b, alpha=1e-6))
+    triad_s = _best_s(lambda: a.add_(b, alpha=1e-6))
+    return {"host": numel * TRIAD_BYTES / triad_s, "pinned": copies}
 
 
 def _pinned_copy_bytes_per_s(num_bytes: int, device: torch.device) -> dict[str, float]:
@@ -132,7 +119,7 @@ def _pinned_copy_bytes_per_s(num_bytes: int, device: torch.device) -> dict[str, 
     def timed(target: torch.Tensor, source: torch.Tensor) -> float:
         def copy() -> None:
             target.copy_(source, non_blocking=True)
-            torch.accelerator.synchronize(device)
+            synchronize(device)
 
         return num_bytes / _best_s(copy)
 
@@ -150,33 +137,36 @@ def _best_s(run: Callable[[], object]) -> float:
     return min(times)
 
 
-def _to_bound(row: Mapping[str, Any]) -> str | None:
-    ratio = row["step_to_bound"]
-    return None if ratio is None else f"{ratio:.2f} of {row['bound']}"
+def section(found: Row) -> Section:
+    def to_bound(row: Row) -> str | None:
+        ratio = row["step_to_bound"]
+        return None if ratio is None else f"{ratio:.2f} of {row['bound']}"
 
-
-def table(found: Mapping[str, Any]) -> Table:
-    """Return the table of a result of `timeline`."""
+    columns = (
+        Column("step", "step_s", ".1f", MS),
+        Column("device", "device_busy_s", ".1f", MS),
+        Column("idle", "device_idle_s", ".1f", MS),
+        Column("bus", "bus_s", ".1f", MS),
+        Column("host", "host_s", ".1f", MS),
+        Column("step to slowest", to_bound),
+        Column("", "is_met"),
+        Column("idle", "idle_share", ".1%"),
+    )
+    values = {"step": "step_s", "device": "device_busy_s", "bus": "bus_s", "host": "host_s"}
+    panels = bars("a step and its bounds", found["rows"], values, "ms", MS)
     caption = f"ms; bars: at most {BOUND_GOAL} of the slowest, idle below {IDLE_BAR:.0%}"
-    return table_of(found["rows"], COLUMNS, title="a step and its bounds", caption=caption)
-
-
-def draw(axes: Axes, found: Mapping[str, Any]) -> None:
-    """Draw a step and its bounds beside each other."""
-    keys = ("step_s", "device_busy_s", "bus_s", "host_s")
-    grouped_bars(axes, measured(found["rows"]), keys, "ms", MS)
+    return Section("a step and its bounds", found["rows"], columns, caption, panels=panels)
 
 
 def _run(context: Context) -> Row:
-    sizes = DRY if context.is_dry_run else replace(REAL, micro_batch=8)
-    return timeline(sizes, DRY_RATIOS if context.is_dry_run else RATIOS, context)
+    first = context.sized(replace(SPEED, micro_batch=8))
+    return timeline(first, DRY_RATIOS if context.is_dry_run else RATIOS, context)
 
 
 PART = Part(
-    name="roofline",
-    about="an offloaded step over the slowest of device, bus and host",
-    share=5.0,
-    run=_run,
-    table=table,
-    draw=draw,
+    "roofline",
+    "an offloaded step over the slowest of device, bus and host",
+    5.0,
+    _run,
+    section,
 )

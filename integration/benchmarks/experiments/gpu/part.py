@@ -7,17 +7,20 @@ case, or for this device.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
-from rich.console import Console
-from rich.table import Table
 
+from benchmarks.harness.job import Job
+from benchmarks.harness.models import GptShape
 from benchmarks.harness.ranks import Row, Runner
-from benchmarks.harness.report import Axes
+from benchmarks.harness.report import Section
+from benchmarks.harness.rounds import measured
+
+IN_MEMORY = GptShape(layers=24, width=1024, heads=16, vocab=50257, context=1024)
+"""Of the parts without offload."""
 
 
 @dataclass(frozen=True)
@@ -29,15 +32,23 @@ class Context:
             for that, so that each begins with an empty device.
         is_dry_run: tiny sizes, on the CPU.
         runner: starts processes within the part's time.
-        console: for a line per case, as it begins.
         traces: folder for torch.profiler's traces, of this part.
     """
 
     device: torch.device
     is_dry_run: bool
     runner: Runner
-    console: Console
     traces: Path
+
+    def sized(self, job: Job) -> Job:
+        """Return the job, in a dry run a tiny one."""
+        return job.dry() if self.is_dry_run else job
+
+    def traced(self, job: Job, num_steps: int) -> Job:
+        """Return the job with so many steps whose kernels are traced, in a file of its name."""
+        return replace(
+            job, num_traced=num_steps, trace_file=str(self.traces / f"{job.name}.json.gz")
+        )
 
 
 @dataclass(frozen=True)
@@ -49,13 +60,15 @@ class Part:
         about: one line.
         share: of the remaining time, relative to the parts that are still to run.
         run: measures; returns ``{"rows": {name: row}}`` and figures of all rows together.
-        table: of the result of ``run``, short.
-        draw: the same as a picture; called if there are rows with figures.
+        section: of the result of ``run``, short; called if there are rows with figures.
     """
 
     name: str
     about: str
     share: float
     run: Callable[[Context], Row]
-    table: Callable[[Mapping[str, Any]], Table]
-    draw: Callable[[Axes, Mapping[str, Any]], None]
+    section: Callable[[Row], Section]
+
+    def shown(self, found: Row) -> Section:
+        rows = found["rows"]
+        return self.section(found) if measured(rows) else Section(self.name, rows, ())

@@ -18,31 +18,33 @@ program with tiny models on the CPU: figures of an accelerator are null there.
 
 from __future__ import annotations
 
+import sys
 import traceback
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from benchmarks.experiments.gpu import bounds, capacity, fragmentation, quantizers, single, speed
+from benchmarks.experiments.gpu import bounds, capacity, in_memory, quantizers, speed
 from benchmarks.experiments.gpu.correct import groups
 from benchmarks.experiments.gpu.part import Context, Part
-from benchmarks.experiments.gpu.results import Results, has_figures, provenance
-from benchmarks.harness.options import RESULTS, DryRun, choose, find_device_type
+from benchmarks.experiments.gpu.results import Results, document, provenance
+from benchmarks.harness.options import RESULTS, DryRun, find_device_type, of
 from benchmarks.harness.ranks import Row, Runner
-from benchmarks.harness.report import make_console, reasons
+from benchmarks.harness.report import save_panels
 
-PARTS = (
-    *(groups.PART, speed.SMALLER, speed.LARGER, bounds.PART, capacity.PART, single.PART),
-    *(quantizers.PART, fragmentation.PART),
-)
+PARTS = {
+    part.name: part
+    for part in (
+        *(groups.PART, speed.SMALLER, speed.LARGER, bounds.PART, capacity.PART),
+        *(in_memory.SINGLE, quantizers.PART, in_memory.FRAGMENTATION),
+    )
+}
 MINUTE_S = 60
 
 
 def main(
-    only: Annotated[
-        list[str] | None, typer.Option(help=f"Parts, of: {', '.join(p.name for p in PARTS)}; all.")
-    ] = None,
+    only: Annotated[list[str] | None, of(PARTS)] = None,
     minutes: Annotated[
         float, typer.Option(min=0, help="Time for everything; what is left then is skipped.")
     ] = 9.0,
@@ -50,34 +52,30 @@ def main(
     dry_run: DryRun = False,
 ) -> None:
     """Measure one accelerator part by part."""
-    known = {part.name: part for part in PARTS}
-    parts = [known[name] for name in choose(only, known, "part", "--only")]
+    parts = [PARTS[name] for name in only or PARTS]
     device = find_device_type(is_dry_run=dry_run)
     try:
         results = Results(out)
         if dry_run:
             results.refuse_dry_run(part.name for part in parts)
-        measured = provenance(device, is_dry_run=dry_run)
+        about = provenance(device, is_dry_run=dry_run)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
-    console = make_console()
     clock = Runner(minutes * MINUTE_S, device_type=device.type)
     found = {}
     for place, part in enumerate(parts):
         left_s = clock.left_s() * part.share / sum(p.share for p in parts[place:])
-        console.print(f"{part.name}: {part.about} ({left_s:.0f} s)")
+        print(f"{part.name}: {part.about} ({left_s:.0f} s)")
         runner = Runner(left_s, device_type=device.type)
-        context = Context(device, dry_run, runner, console, out.resolve() / "traces" / part.name)
+        context = Context(device, dry_run, runner, out.resolve() / "traces" / part.name)
         found[part.name] = _run(part, context)
-        if not results.add(part.name, found[part.name], measured):
-            console.print(f"{part.name}: no figures; those of an earlier run stay")
-    console.print(f"written to {out}")
+        if not results.add(part.name, found[part.name], about):
+            print(f"{part.name}: no figures; those of an earlier run stay")
+    print(f"written to {out}")
     for part in parts:
-        if has_figures(found[part.name]):
-            console.print(part.table(found[part.name]))
-        for line in reasons(found[part.name]["rows"], f"{part.name}: "):
-            console.print(line)
-    results.draw(PARTS)
+        part.shown(found[part.name]).show(f"{part.name}: ")
+    drawn = [PARTS[name].shown(results.parts[name]) for name in PARTS if name in results.parts]
+    save_panels(out / "gpu.png", [panel for section in drawn for panel in section.panels])
 
 
 def _run(part: Part, context: Context) -> Row:
@@ -87,3 +85,11 @@ def _run(part: Part, context: Context) -> Row:
     except Exception as error:
         traceback.print_exc()
         return {"rows": {"all": {"failure": f"{type(error).__name__}: {error}"}}}
+
+
+def print_document(folder: Path) -> None:
+    """Print the results of `gpu` in a folder as Markdown, for the documentation."""
+    if not (folder / "gpu.json").exists():
+        command = f"python integration/benchmarks/run.py gpu --out {folder}"
+        sys.exit(f"{folder} has no gpu.json: run {command}")
+    print(document(Results(folder), PARTS.values()), end="")

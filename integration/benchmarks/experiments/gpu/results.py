@@ -1,4 +1,4 @@
-"""The files of a run: ``gpu.json`` and ``gpu.png``, and their tables as Markdown.
+"""The file of a run, ``gpu.json``, and its tables as Markdown.
 
 ``{"parts": {name: {"measured": ..., "rows": ...}}}``. Each part has its own date, machine and
 commit, as parts of one file may be of several runs: a run replaces the parts that it measures and
@@ -7,21 +7,19 @@ keeps the others.
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
 import os
 import subprocess
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from benchmarks.experiments.gpu.part import Part
-from benchmarks.harness import rounds
-from benchmarks.harness.ranks import write_json
-from benchmarks.harness.report import markdown, reasons, save_panels
+from benchmarks.harness.ranks import Row
+from benchmarks.harness.report import markdown, write_report
+from benchmarks.harness.rounds import measured, version
 from zero_engine.machine import memory_limit_bytes, processor_name
 
 PACKAGES = (
@@ -38,14 +36,8 @@ class Results:
     def __init__(self, folder: Path) -> None:
         """Raises ValueError if ``folder`` has a ``gpu.json`` that is not one of this program."""
         self._folder = folder
-        folder.mkdir(parents=True, exist_ok=True)
-        self.parts: dict[str, dict[str, Any]] = {}
-        if self._json.exists():
-            self.parts = _read(self._json)
-
-    @property
-    def _json(self) -> Path:
-        return self._folder / "gpu.json"
+        self._json = folder / "gpu.json"
+        self.parts: dict[str, Row] = _read(self._json) if self._json.exists() else {}
 
     def refuse_dry_run(self, names: Iterable[str]) -> None:
         """Raises ValueError if one of the parts has figures of an accelerator."""
@@ -56,35 +48,20 @@ class Results:
                 "would replace them; give another --out"
             )
 
-    def add(self, name: str, found: Mapping[str, Any], measured: Mapping[str, Any]) -> bool:
+    def add(self, name: str, found: Row, about: Row) -> bool:
         """Write the result of a part, in place of an earlier one.
 
         Returns:
             Whether it was written: a part without figures leaves those of an earlier run.
         """
-        if has_figures(self.parts.get(name)) and not has_figures(found):
+        if measured(self.parts.get(name, {}).get("rows", {})) and not measured(found["rows"]):
             return False
-        self.parts[name] = {"measured": dict(measured), **found}
-        write_json(self._json, {"parts": self.parts})
+        self.parts[name] = {"measured": dict(about), **found}
+        write_report(self._folder, "gpu", {"parts": self.parts})
         return True
 
-    def draw(self, parts: Iterable[Part]) -> None:
-        """Draw all parts that have rows with figures."""
-        panels = []
-        for part in parts:
-            found = self.parts.get(part.name)
-            if found is not None and has_figures(found):
-                draw = lambda axes, p=part, f=found: p.draw(axes, f)  # noqa: E731
-                panels.append((part.name, len(found["rows"]) + 3, draw))
-        save_panels(self._folder / "gpu.png", panels)
 
-
-def has_figures(found: Mapping[str, Any] | None) -> bool:
-    """Return whether a part has a row that was measured."""
-    return bool(rounds.measured((found or {}).get("rows", {})))
-
-
-def provenance(device: torch.device, *, is_dry_run: bool) -> dict[str, Any]:
+def provenance(device: torch.device, *, is_dry_run: bool) -> Row:
     """Return date, machine, commit and versions, for the file.
 
     Raises:
@@ -104,11 +81,11 @@ def provenance(device: torch.device, *, is_dry_run: bool) -> dict[str, Any]:
         "processor": processor_name(),
         "cores": os.cpu_count(),
         "host_bytes": memory_limit_bytes(),
-        "versions": {name: _version(name) for name in PACKAGES},
+        "versions": {name: version(name) for name in PACKAGES},
     }
 
 
-def _read(path: Path) -> dict[str, dict[str, Any]]:
+def _read(path: Path) -> dict[str, Row]:
     try:
         parts = json.loads(path.read_text(encoding="utf-8"))["parts"]
         return {name: dict(part) for name, part in parts.items()}
@@ -121,17 +98,8 @@ def _read(path: Path) -> dict[str, dict[str, Any]]:
 
 def _commit() -> str | None:
     """Return the commit of the sources, marked where they differ, or None without a repository."""
-    told = os.environ.get(COMMIT_VARIABLE)
-    if told:
-        return told
-    command = ["git", "describe", "--always", "--abbrev=12", "--dirty"]
-    try:
-        done = subprocess.run(
-            command, cwd=Path(__file__).parent, capture_output=True, text=True, check=True
-        )
-    except (OSError, subprocess.CalledProcessError):
-        return None
-    return done.stdout.strip()
+    given = os.environ.get(COMMIT_VARIABLE)
+    return given or _output("git", "describe", "--always", "--abbrev=12", "--dirty")
 
 
 def _from_driver(what: str) -> str | None:
@@ -139,19 +107,18 @@ def _from_driver(what: str) -> str | None:
 
     torch would take memory on the device for it, as long as the whole program runs.
     """
-    command = ["nvidia-smi", f"--query-gpu={what}", "--format=csv,noheader"]
+    said = _output("nvidia-smi", f"--query-gpu={what}", "--format=csv,noheader")
+    return None if said is None else said.split("\n")[0].strip()
+
+
+def _output(*command: str) -> str | None:
+    """Return what a command prints, or None where it is missing or fails."""
+    here = Path(__file__).parent
     try:
-        done = subprocess.run(command, capture_output=True, text=True, check=True)
+        done = subprocess.run(command, cwd=here, capture_output=True, text=True, check=True)
     except (OSError, subprocess.CalledProcessError):
         return None
-    return done.stdout.split("\n")[0].strip()
-
-
-def _version(name: str) -> str | None:
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return None
+    return done.stdout.strip()
 
 
 def document(results: Results, parts: Iterable[Part]) -> str:
@@ -159,32 +126,23 @@ def document(results: Results, parts: Iterable[Part]) -> str:
 
     Parts of a dry run are left out: their figures say nothing of an accelerator.
     """
-    sections = []
+    texts = []
     for part in parts:
         found = results.parts.get(part.name)
-        if found is not None and not found["measured"]["is_dry_run"]:
-            sections.append("\n".join(_section(part, found)))
-    return "\n".join(sections)
+        if found is None or found["measured"]["is_dry_run"]:
+            continue
+        section = part.shown(found)
+        lines = [f"### {part.name}: {part.about}", "", _provenance(found["measured"]), ""]
+        if measured(found["rows"]):
+            lines += [markdown(section.table)]
+            lines += [section.caption, ""] if section.caption else []
+        texts.append("\n".join([*lines, *(f"- {line}" for line in section.reasons()), ""]))
+    return "\n".join(texts)
 
 
-def _section(part: Part, found: Mapping[str, Any]) -> Iterator[str]:
-    yield f"### {part.name}: {part.about}"
-    yield ""
-    yield _provenance(found["measured"])
-    yield ""
-    if has_figures(found):
-        table = part.table(found)
-        yield markdown(table)
-        if table.caption:
-            yield f"{table.caption}"
-            yield ""
-    yield from (f"- {line}" for line in reasons(found["rows"]))
-    yield ""
-
-
-def _provenance(measured: Mapping[str, Any]) -> str:
-    versions = ", ".join(f"{name} {v}" for name, v in measured["versions"].items() if v)
+def _provenance(about: Row) -> str:
+    versions = ", ".join(f"{name} {v}" for name, v in about["versions"].items() if v)
     return (
-        f"{measured['date'][:10]}, commit {measured['commit']}: {measured['device']}, driver "
-        f"{measured['driver']}; {measured['cores']} cores of {measured['processor']}; {versions}."
+        f"{about['date'][:10]}, commit {about['commit']}: {about['device']}, driver "
+        f"{about['driver']}; {about['cores']} cores of {about['processor']}; {versions}."
     )

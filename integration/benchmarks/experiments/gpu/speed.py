@@ -7,26 +7,25 @@ take no more than the limit, on every side, and a ratio that does not fit is a r
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
-from rich.table import Table
-
-from benchmarks.experiments.gpu.capacity import PINNED, no_checks, planned_bytes
+from benchmarks.experiments.gpu.capacity import PINNED, why_too_large
 from benchmarks.experiments.gpu.part import Context, Part
-from benchmarks.experiments.gpu.sizes import DRY, REAL, Sizes
 from benchmarks.harness.job import Job
-from benchmarks.harness.memory import GIB, available_bytes
+from benchmarks.harness.memory import GIB
 from benchmarks.harness.models import GptShape
 from benchmarks.harness.ranks import Row
-from benchmarks.harness.report import MS, Axes, Column, bars, table_of
+from benchmarks.harness.report import MS, Column, Rows, Section, bars, green
 from benchmarks.harness.rounds import measured, quotient, race_on_device
 from zero_core.errors import ZeroError
 
 RATIOS: tuple[float | str, ...] = (1.0, 0.8, 0.6, 0.4, 0.2, 0.0, "auto")
 DEEPSPEED_RATIOS = (0.8, 0.6, 0.4, 0.2)
 """DeepSpeed has them at stage 3 alone. It counts sub-groups, not elements."""
+SETTLING = 80
+"""Most steps for ``"ratio": "auto"`` to measure and settle, after the warm-up."""
 PEER_BAR, BEST_GOAL, AUTO_BAR = 2.0, 6.0, 0.95
 PEERS = ("fsdp2", "fsdp2, units kept", "deepspeed-2", "deepspeed-3")
 """They offload everything, as this engine does at ratio 1."""
@@ -38,42 +37,43 @@ COLUMNS = (
     Column("host GiB", "host_peak_bytes", ".2f", GIB),
     Column("loss", lambda row: row["losses"][-1], ".4f"),
 )
+# At ratio 0 all states must fit on the device.
+GPT_1_3B = GptShape(layers=24, width=2048, heads=16, vocab=50257, context=1024)
+SPEED = Job("", "", GPT_1_3B, micro_batch=4, steps=10, warmup=3, dtype="bf16", stage=2)
+ROUNDS = 3
 
 
-def speed_jobs(sizes: Sizes) -> list[Job]:
-    """Return every contender."""
+def speed_jobs(first: Job = SPEED) -> list[Job]:
+    """Return every contender, this engine at the stage of ``first``."""
 
-    def job(name: str, side: str, *, stage: int = sizes.stage, **offload: Any) -> Job:
-        return no_checks(
-            Job(
-                *(name, side, sizes.shape, sizes.micro_batch, sizes.steps, sizes.warmup),
-                dtype="bf16",
-                settling=sizes.settling if offload.get("ratio") == "auto" else 0,
-                stage=stage,
-                zero={"offload_optimizer": {**PINNED, **offload}},
-            )
+    def job(name: str, side: str, stage: int, **offload: Any) -> Job:
+        return replace(
+            first.unchecked(),
+            name=name,
+            side=side,
+            settling=SETTLING if offload.get("ratio") == "auto" else 0,
+            stage=stage,
+            zero={"offload_optimizer": {**PINNED, **offload}},
         )
 
+    peers = [(f"deepspeed-3 ratio {ratio}", ratio) for ratio in DEEPSPEED_RATIOS]
     return [
-        *(job(f"ratio {ratio}", "zero", ratio=ratio) for ratio in RATIOS),
-        job("fsdp2", "fsdp2", stage=3),
-        job("fsdp2, units kept", "fsdp2", stage=2),
-        job("deepspeed-2", "deepspeed", stage=2),
-        job("deepspeed-3", "deepspeed", stage=3),
-        *(
-            job(f"deepspeed-3 ratio {ratio}", "deepspeed", stage=3, ratio=ratio)
-            for ratio in DEEPSPEED_RATIOS
-        ),
+        *(job(f"ratio {ratio}", "zero", first.stage, ratio=ratio) for ratio in RATIOS),
+        job("fsdp2", "fsdp2", 3),
+        job("fsdp2, units kept", "fsdp2", 2),
+        job("deepspeed-2", "deepspeed", 2),
+        job("deepspeed-3", "deepspeed", 3),
+        *(job(name, "deepspeed", 3, ratio=ratio) for name, ratio in peers),
     ]
 
 
 def speed(jobs: Sequence[Job], rounds: int, context: Context) -> Row:
     """Return a row per contender: medians over the rounds, or why there are none."""
-    rows = race_on_device(jobs, rounds, context.runner, context.console.print)
+    rows = race_on_device(jobs, rounds, context.runner)
     return {"rows": rows, "loss_spread": loss_spread(rows)}
 
 
-def loss_spread(rows: Mapping[str, Row]) -> float | None:
+def loss_spread(rows: Rows) -> float | None:
     """Return the largest relative difference of losses at a step between this engine's ratios.
 
     On the CPU it is 0: there host and device update with the same kernel.
@@ -85,76 +85,47 @@ def loss_spread(rows: Mapping[str, Row]) -> float | None:
     return max(spreads, default=None)
 
 
-@dataclass(frozen=True)
-class _Model:
-    """The model of one part."""
+def _part(name: str, about: str, first: Job, rounds: Mapping[int, int]) -> Part:
+    """Return a part with rounds by micro-batch, in order: the time may end before the last."""
 
-    shape: GptShape
-    device_limit_bytes: int
-    rounds: Mapping[int, int]
-    """By micro-batch, in the order in which they run: the time may end before the last."""
-    steps: int
+    def run(context: Context) -> Row:
+        """Return a row per contender and micro-batch, and the verdicts by micro-batch."""
+        rows: dict[str, Row] = {}
+        judged: dict[str, Row] = {}
+        is_dry = context.is_dry_run
+        for micro_batch, num_rounds in ({2: 1} if is_dry else rounds).items():
+            jobs = speed_jobs(replace(context.sized(first), micro_batch=micro_batch))
+            # The two ends of the comparison first.
+            order = ("ratio 0.4", "fsdp2") if is_dry else ("ratio 1.0", *PEERS, "ratio auto")
+            known = {job.name: job for job in jobs}
+            names = order if is_dry else dict.fromkeys((*order, *known))
+            able, found = [], {}
+            for job in (known[name] for name in names):
+                if why := _why_too_large(job):
+                    found[job.name] = {"skipped": why}
+                else:
+                    able.append(job)
+            print(f"micro-batch {micro_batch}", flush=True)
+            found = speed(able, num_rounds, context)["rows"] | found
+            rows |= {f"batch {micro_batch}, {name}": row for name, row in found.items()}
+            judged[f"batch {micro_batch}"] = verdicts(found, is_judged=not is_dry)
+        return {"device_limit_bytes": first.device_limit_bytes, "rows": rows, "verdicts": judged}
 
-
-_OPT_1_3B = _Model(
-    shape=GptShape(layers=24, width=2048, heads=32, vocab=50272, context=2048),
-    device_limit_bytes=32 * 10**9,
-    rounds={4: 2, 1: 1, 8: 1, 2: 1},
-    steps=10,
-)
-_OPT_6_7B = _Model(
-    shape=GptShape(layers=32, width=4096, heads=32, vocab=50272, context=2048),
-    device_limit_bytes=76 * 10**9,  # of a device of 80 GB, beside what its driver keeps
-    rounds={4: 1, 1: 1, 8: 1, 2: 1},
-    steps=5,
-)
-_DRY_ROUNDS = {2: 1}
-_DRY_CONTENDERS = ("ratio 0.4", "fsdp2")
-
-
-def _measure(model: _Model, context: Context) -> Row:
-    """Return a row per contender and micro-batch, and the verdicts by micro-batch."""
-    rows: dict[str, Row] = {}
-    judged: dict[str, Row] = {}
-    limit, is_dry = model.device_limit_bytes, context.is_dry_run
-    for micro_batch, rounds in (_DRY_ROUNDS if is_dry else model.rounds).items():
-        sizes = DRY if is_dry else replace(REAL, shape=model.shape, steps=model.steps)
-        jobs = [
-            replace(job, model="checkpointed", device_limit_bytes=limit)
-            for job in _by_interest(speed_jobs(replace(sizes, micro_batch=micro_batch)))
-            if not is_dry or job.name in _DRY_CONTENDERS
-        ]
-        too_large = {job.name: {"skipped": why} for job in jobs if (why := _why_too_large(job))}
-        able = [job for job in jobs if job.name not in too_large]
-        context.console.print(f"micro-batch {micro_batch}")
-        found = speed(able, rounds, context)["rows"] | too_large
-        rows |= {f"batch {micro_batch}, {name}": row for name, row in found.items()}
-        judged[f"batch {micro_batch}"] = verdicts(found, is_judged=not is_dry)
-    return {"device_limit_bytes": limit, "rows": rows, "verdicts": judged}
-
-
-def _by_interest(jobs: Iterable[Job]) -> list[Job]:
-    """Return the two ends of the comparison first, as the time may end before the last."""
-    first = ("ratio 1.0", *PEERS, "ratio auto")
-    return sorted(jobs, key=lambda job: first.index(job.name) if job.name in first else len(first))
+    return Part(name, about, 12.0, run, _section)
 
 
 def _why_too_large(job: Job) -> str:
-    """Return both numbers, if the host cannot hold this engine's job. Peers have no plan."""
+    """Return why the host cannot hold this engine's job. Peers have no plan."""
     if job.side != "zero":
         return ""
     try:
         # The model itself lies on the host while it is built.
-        needed = planned_bytes(job)["planned_host_bytes"] + 4 * job.shape.numel
+        return why_too_large(job.plan().memory.host_bytes + 4 * job.shape.numel)
     except ZeroError as error:
         return str(error)
-    there = available_bytes()
-    if needed <= there:
-        return ""
-    return f"needs {needed / GIB:.1f} GiB of host memory, {there / GIB:.1f} are available"
 
 
-def verdicts(rows: Mapping[str, Row], *, is_judged: bool = True) -> Row:
+def verdicts(rows: Rows, *, is_judged: bool = True) -> Row:
     """Return ratios of tokens per second, each with its bar and the missing contenders.
 
     Null where a side has no figure, and not judged unless every peer and every fixed ratio has been
@@ -165,12 +136,11 @@ def verdicts(rows: Mapping[str, Row], *, is_judged: bool = True) -> Row:
         is_judged: whether bars apply: not on the CPU.
     """
     speeds = {name: row["tokens_per_s"] for name, row in rows.items() if "tokens_per_s" in row}
-    untried = sorted(
-        [name for name in PEERS if name not in speeds]
-        + [name for name, row in rows.items() if _is_fixed(name) and "skipped" in row]
-    )
+    fixed = [name for name in rows if name.startswith("ratio ") and name != "ratio auto"]
+    untried = [name for name in PEERS if name not in speeds]
+    untried = sorted(untried + [name for name in fixed if "skipped" in rows[name]])
     peer = max((speeds[name] for name in PEERS if name in speeds), default=None)
-    best = max((speed for name, speed in speeds.items() if _is_fixed(name)), default=None)
+    best = max((speeds[name] for name in fixed if name in speeds), default=None)
 
     def verdict(a: float | None, b: float | None, bar: float) -> Row:
         found = quotient(a, b)
@@ -184,47 +154,45 @@ def verdicts(rows: Mapping[str, Row], *, is_judged: bool = True) -> Row:
     }
 
 
-def _is_fixed(name: str) -> bool:
-    return name.startswith("ratio ") and name != "ratio auto"
+def section(found: Row, title: str = "speed", caption: str = "medians over rounds") -> Section:
+    color = green(lambda name: name.rpartition(", ")[2].startswith("ratio"))
+    values = {"": "tokens_per_s"}
+    panels = bars(title, found["rows"], values, "tokens per second", color=color)
+    return Section(title, found["rows"], COLUMNS, caption, panels=panels)
 
 
-def table(found: Mapping[str, Any]) -> Table:
-    """Return the table of a result of `speed`."""
-    return table_of(found["rows"], COLUMNS, title="speed", caption="medians over rounds")
+def _section(found: Row) -> Section:
+    def without(verdict: Row) -> str:
+        return f", without {', '.join(verdict['untried'])}" if verdict["untried"] else ""
 
-
-def _table(found: Mapping[str, Any]) -> Table:
-    limit = found["device_limit_bytes"] / 1e9
     lines = [
-        f"{batch}: {name} {verdict['found']:.2f} (bar {verdict['bar']:g}){_without(verdict)}"
+        f"{batch}: {name} {verdict['found']:.2f} (bar {verdict['bar']:g}){without(verdict)}"
         for batch, verdicts_of in found["verdicts"].items()
         for name, verdict in verdicts_of.items()
         if verdict["found"] is not None
     ]
+    limit = found["device_limit_bytes"] / 1e9
     title = f"tokens per second, at most {limit:.0f} GB of device memory"
-    return table_of(found["rows"], COLUMNS, title=title, caption="\n".join(lines))
+    return section(found, title, "\n".join(lines))
 
 
-def _without(verdict: Row) -> str:
-    return f", without {', '.join(verdict['untried'])}" if verdict["untried"] else ""
-
-
-def draw(axes: Axes, found: Mapping[str, Any]) -> None:
-    """Draw tokens per second as bars, this engine's ratios in green."""
-    speeds = {name: row["tokens_per_s"] for name, row in measured(found["rows"]).items()}
-
-    def is_ours(name: str) -> bool:
-        return name.rpartition(", ")[2].startswith("ratio")
-
-    bars(axes, speeds, "tokens per second", ours=is_ours)
-
-
-def _part(name: str, about: str, model: _Model) -> Part:
-    def run(context: Context) -> Row:
-        return _measure(model, context)
-
-    return Part(name=name, about=about, share=12.0, run=run, table=_table, draw=draw)
-
-
-SMALLER = _part("twin_flow_1b", "1.3 B parameters within 32 GB, over the ratio", _OPT_1_3B)
-LARGER = _part("twin_flow_7b", "6.7 B parameters within 80 GB, over the ratio", _OPT_6_7B)
+_OPT = replace(SPEED, model="checkpointed")
+SMALLER = _part(
+    *("twin_flow_1b", "1.3 B parameters within 32 GB, over the ratio"),
+    replace(
+        _OPT,
+        shape=GptShape(layers=24, width=2048, heads=32, vocab=50272, context=2048),
+        device_limit_bytes=32 * 10**9,
+    ),
+    rounds={4: 2, 1: 1, 8: 1, 2: 1},
+)
+LARGER = _part(
+    *("twin_flow_7b", "6.7 B parameters within 80 GB, over the ratio"),
+    replace(
+        _OPT,
+        shape=GptShape(layers=32, width=4096, heads=32, vocab=50272, context=2048),
+        steps=5,
+        device_limit_bytes=76 * 10**9,  # of a device of 80 GB, beside what its driver keeps
+    ),
+    rounds={4: 1, 1: 1, 8: 1, 2: 1},
+)

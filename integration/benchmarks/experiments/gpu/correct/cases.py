@@ -9,7 +9,6 @@ from typing import Any
 
 from zero_core.testing import Case
 
-STAGES = (0, 1, 2, 3)
 BARS = {"fp32": (4e-6, 2e-6), "bf16": (0.07, 0.04), "fp16": (0.0045, 4.5e-4)}
 """Of a loss of about 3.6 and of a final value, as in the tests of the CPU, for cases whose
 arithmetic is not the oracle's: ranks or a norm summed in another order, a kernel on the host."""
@@ -36,13 +35,17 @@ def engine_cases(*, is_dry_run: bool) -> list[list[Case]]:
 
     Some steps in fp16 overflow and are skipped.
     """
-    accumulations, clippings = ((1,), (0.0,)) if is_dry_run else ((1, 3), (0.0, 0.5))
+    grid = itertools.product((1, 3), (0.0, 0.5), (0, 1, 2, 3))
+    dtypes: tuple[str, ...] = ("fp32", "bf16", "fp16")
+    if is_dry_run:
+        grid, dtypes = itertools.product((1,), (0.0,), (2, 3)), ("fp32", "fp16")
+    points = list(grid)
     return [
         [
             Case(stage=stage, dtype=dtype, accumulation=accumulation, clipping=clipping)
-            for accumulation, clipping, stage in itertools.product(accumulations, clippings, STAGES)
+            for accumulation, clipping, stage in points
         ]
-        for dtype in ("fp32", "bf16", "fp16")
+        for dtype in dtypes
     ]
 
 

@@ -15,18 +15,15 @@ says so. torch computes deterministically here: else the oracle would not repeat
 
 from __future__ import annotations
 
-import json
 import math
 import os
-import tempfile
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
-from pathlib import Path
 from typing import Any
 
 import torch
-from rich.table import Table
+import torch.distributed as dist
 from torch import Tensor
 
 import cpu_adam
@@ -42,17 +39,10 @@ from benchmarks.experiments.gpu.correct.cases import (
 from benchmarks.experiments.gpu.correct.delays import delayed
 from benchmarks.experiments.gpu.part import Context, Part
 from benchmarks.harness.models import find_device
-from benchmarks.harness.ranks import Place, Row
-from benchmarks.harness.report import Axes, empty_table
-from zero_core.testing import (
-    Case,
-    Trace,
-    compare_with_ddp,
-    preload,
-    read_gaps,
-    run_engine,
-    spawn,
-)
+from benchmarks.harness.ranks import HERE, Place, Row
+from benchmarks.harness.report import Column, Section, bars
+from benchmarks.harness.rounds import has_figures
+from zero_core.testing import Case, Trace, compare_with_ddp, read_gaps, run_engine
 
 GROUPS = (
     "engine 1",
@@ -66,8 +56,7 @@ GROUPS = (
     "engine 3",
 )
 """With the number of ranks. Those of one rank are first."""
-DRY_GROUPS = ("offload 2", "delays", "comm 4")
-
+DRY_GROUPS = ("offload 2", "delays", "comm 2")
 
 STEPS = 10
 COMM_WIDTH = 33
@@ -83,10 +72,12 @@ SEEDS = (1, 2, 3)
 def _run(context: Context) -> Row:
     rows: dict[str, Row] = {}
     for group in DRY_GROUPS if context.is_dry_run else GROUPS:
-        context.console.print(group)
-        found = context.runner.start(
-            f"{__name__}:measure", group=group, is_dry_run=context.is_dry_run
-        )
+        print(group, flush=True)
+        num_ranks = int(group.partition(" ")[2] or 1)
+        arguments = {"group": group, "is_dry_run": context.is_dry_run}
+        nodes = (HERE,) * max(1, num_ranks // RANKS_PER_NODE)
+        # All ranks find the same.
+        found = context.runner.start(f"{__name__}:measure", arguments, num_ranks, nodes=nodes)[0]
         for name, row in found.pop("rows", {}).items():
             rows[f"{group}: {name}"] = row
         if found:  # the reason why there is no more
@@ -96,21 +87,39 @@ def _run(context: Context) -> Row:
 
 def measure(place: Place, group: str, is_dry_run: bool) -> Row:
     """Run a group. Its rows are written as they are found."""
-    preload("cpu_adam", "zero_offload", "zero_comm")
+    os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # CUDA's condition for the next line
+    torch.use_deterministic_algorithms(True)
     rows: dict[str, Row] = {}
-    for found in _group(group, is_dry_run=is_dry_run):
+    for found in _found(place, group.partition(" ")[0], is_dry_run=is_dry_run):
         rows |= found
         place.write({"rows": rows})
     return {"rows": rows}
 
 
-def with_ddp(
-    cases: list[Case], num_ranks: int, backend: str, *, is_offloaded: bool
-) -> dict[str, Row]:
+def _found(place: Place, kind: str, *, is_dry_run: bool) -> Iterator[dict[str, Row]]:
+    device = find_device()
+    if kind == "delays":
+        yield from under_delays(device, is_dry_run=is_dry_run)
+    elif kind == "host_kernel":
+        yield host_kernel(device)
+    else:
+        torch.set_num_threads(1)
+        place.join(device, is_shared=True)
+        if kind == "comm":
+            yield collectives(place)
+            return
+        make = offload_cases if kind == "offload" else engine_cases
+        for cases in make(is_dry_run=is_dry_run):
+            yield with_ddp(cases, place, is_offloaded=kind == "offload")
+
+
+def with_ddp(cases: list[Case], place: Place, *, is_offloaded: bool) -> dict[str, Row]:
     """Return the losses' distance to DDP's by case, where no bit may differ across stages."""
-    with tempfile.TemporaryDirectory() as folder:
-        spawn(_compare, num_ranks, cases, folder, STEPS, backend=backend)
-        gaps = read_gaps(folder, num_ranks)
+    num_ranks = place.world_size
+    compare_with_ddp(place.rank, num_ranks, cases, str(place.folder), STEPS)
+    dist.barrier()
+    gaps = read_gaps(place.folder, num_ranks)
+    dist.barrier()  # nobody writes the next ones while another still reads
     rows = {}
     for index, case in enumerate(cases):
         # A sum of two has no order, and without clipping there is no norm to add up either. In bf16
@@ -120,43 +129,36 @@ def with_ddp(
         loss_bar, value_bar = (0.0, 0.0) if is_exact else BARS[case.dtype]
         gap = gaps[index]
         is_met = gap.loss <= loss_bar and gap.value <= value_bar and gap.across_stages == 0.0
-        rows[_name(case)] = {
-            "found": gap.loss,
-            "bar": loss_bar,
-            "value_bar": value_bar,
-            "is_met": is_met,
-            **asdict(gap),
-        }
+        bars_of_case = {"bar": loss_bar, "value_bar": value_bar, "is_met": is_met}
+        rows[_name(case)] = {"found": gap.loss, **bars_of_case, **asdict(gap)}
     return rows
 
 
-def collectives(num_ranks: int, backend: str) -> dict[str, Row]:
+def collectives(place: Place) -> dict[str, Row]:
     """Compare stage 3 with zero-comm's collectives with stage 3 without.
 
     Found is the largest relative difference of a loss; for hpZ, which rounds nothing, the number of
     values that differ. All have to send less between nodes, where there are some.
     """
-    with tempfile.TemporaryDirectory() as folder:
-        spawn(
-            _train_with_collectives,
-            num_ranks,
-            folder,
-            ranks_per_node=RANKS_PER_NODE,
-            backend=backend,
-        )
-        found = [
-            json.loads(Path(folder, f"{rank}.json").read_text(encoding="utf-8"))
-            for rank in range(num_ranks)
-        ]
+    case = Case(3, width=COMM_WIDTH)
+    plain = run_engine(case, place.rank, STEPS)
     rows = {}
-    for name in COLLECTIVES[num_ranks]:
-        sent = max(of_rank[name]["sent_to_plain"] for of_rank in found)
-        if name == "hpZ":
-            gap, bar = max(of_rank[name]["num_different"] for of_rank in found), 0.0
+    for name, zero in COLLECTIVES[place.world_size].items():
+        trace = run_engine(replace(case, zero=zero), place.rank, STEPS)
+        is_exact = name == "hpZ"
+        gaps = [abs(a - b) / b for a, b in zip(trace.losses, plain.losses, strict=True)]
+        if is_exact:
+            gap: float = _num_different(trace, plain)
         else:
-            gap, bar = max(of_rank[name]["loss"] for of_rank in found), QUANTIZED_BAR
+            gap = max(gaps) if all(map(math.isfinite, gaps)) else math.inf
+        of_plain = plain.between_nodes_bytes
+        sent = trace.between_nodes_bytes / of_plain if of_plain else 0.0
+        worst = torch.tensor([gap, sent], dtype=torch.float64)
+        dist.all_reduce(worst, dist.ReduceOp.MAX)
+        gap, sent = worst.tolist()
+        bar = 0.0 if is_exact else QUANTIZED_BAR
         # 0 would say that nothing was quantized; as many bytes, that nothing was kept.
-        is_met = (gap > 0.0) == (name != "hpZ") and gap <= bar and sent < 1.0
+        is_met = (gap > 0.0) != is_exact and gap <= bar and sent < 1.0
         rows[name] = {"found": gap, "bar": bar, "is_met": is_met, "sent_to_plain": sent}
     return rows
 
@@ -197,34 +199,6 @@ def host_kernel(device: torch.device) -> dict[str, Row]:
     ulps = _ulps(here.detach(), there.detach().cpu(), start)
     bar = KERNEL_BAR * KERNEL_STEPS
     return {f"{KERNEL_STEPS} steps": {"found": ulps, "bar": bar, "is_met": ulps <= bar}}
-
-
-def _compare(rank: int, world_size: int, cases: list[Case], folder: str, steps: int) -> None:
-    _be_deterministic()
-    compare_with_ddp(rank, world_size, cases, folder, steps)
-
-
-def _train_with_collectives(rank: int, world_size: int, folder: str) -> None:
-    _be_deterministic()
-    case = Case(3, width=COMM_WIDTH)
-    plain = run_engine(case, rank, STEPS)
-    found = {}
-    for name, zero in COLLECTIVES[world_size].items():
-        trace = run_engine(replace(case, zero=zero), rank, STEPS)
-        gaps = [abs(a - b) / b for a, b in zip(trace.losses, plain.losses, strict=True)]
-        is_finite = all(math.isfinite(gap) for gap in gaps)
-        sent, of_plain = trace.between_nodes_bytes, plain.between_nodes_bytes
-        found[name] = {
-            "loss": max(gaps) if is_finite else math.inf,
-            "num_different": _num_different(trace, plain),
-            "sent_to_plain": sent / of_plain if of_plain else 0.0,
-        }
-    Path(folder, f"{rank}.json").write_text(json.dumps(found), encoding="utf-8")
-
-
-def _be_deterministic() -> None:
-    os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # CUDA's condition for it
-    torch.use_deterministic_algorithms(True)
 
 
 def _name(case: Case) -> str:
@@ -286,64 +260,37 @@ def _ulps(a: Tensor, b: Tensor, start: Tensor) -> float:
     return float(((a.double() - b.double()).abs() / spacing).max())
 
 
-def _group(name: str, *, is_dry_run: bool) -> Iterator[dict[str, Row]]:
-    device = find_device()
-    backend = "cpu:gloo" if device.type == "cpu" else f"cpu:gloo,{device.type}:gloo"
-    kind, _, ranks = name.partition(" ")
-    if kind == "engine":
-        for cases in engine_cases(is_dry_run=is_dry_run):
-            yield with_ddp(cases, int(ranks), backend, is_offloaded=False)
-    elif kind == "offload":
-        for cases in offload_cases(is_dry_run=is_dry_run):
-            yield with_ddp(cases, int(ranks), backend, is_offloaded=True)
-    elif kind == "comm":
-        yield collectives(int(ranks), backend)
-    else:
-        _be_deterministic()
-        if kind == "delays":
-            yield from under_delays(device, is_dry_run=is_dry_run)
-        else:
-            yield host_kernel(device)
-
-
-def _table(found: Mapping[str, Any]) -> Table:
+def _section(found: Row) -> Section:
     """Return a line per group, and one for every case that misses its bar."""
+    rows: dict[str, Row] = {}
+    cases = {name: row for name, row in found["rows"].items() if "found" in row}
+    for group in dict.fromkeys(name.partition(":")[0] for name in cases):
+        mine = {n: row for n, row in cases.items() if n.partition(":")[0] == group}
+        missed = {f"  missed: {n}": row for n, row in mine.items() if not row["is_met"]}
+        is_cut = not has_figures(found["rows"].get(group, {}))
+        rows[f"{group} (cut off)" if is_cut else group] = {
+            "cases": len(mine),
+            "met": len(mine) - len(missed),
+            "found": max(row["found"] for row in mine.values()),
+        }
+        rows |= missed
+    counted = {name: row for name, row in rows.items() if "cases" in row}
+    left_out = {name: row for name, row in found["rows"].items() if not has_figures(row)}
+    columns = (
+        Column("cases", "cases"),
+        Column("met", "met"),
+        Column("largest", "found", ".3g"),
+        Column("bar", "bar", "g"),
+    )
+    panels = bars("correct", counted, {"cases": "cases", "met": "met"}, "cases")
     caption = "the largest difference of a group's cases"
-    table = empty_table(("", "cases", "met", "largest"), title="correct", caption=caption)
-    measured = {name: row for name, row in found["rows"].items() if "found" in row}
-    for group in dict.fromkeys(name.partition(":")[0] for name in measured):
-        rows = {n: row for n, row in measured.items() if n.partition(":")[0] == group}
-        num_met = sum(row["is_met"] for row in rows.values())
-        largest = max(row["found"] for row in rows.values())
-        is_cut = {"failure", "skipped"} & set(found["rows"].get(group, {}))
-        label = f"{group} (cut off)" if is_cut else group
-        table.add_row(label, str(len(rows)), str(num_met), f"{largest:.2g}")
-        for name, row in rows.items():
-            if not row["is_met"]:
-                table.add_row(f"  missed: {name}", "", f"bar {row['bar']:g}", f"{row['found']:.3g}")
-    return table
-
-
-def _draw(axes: Axes, found: Mapping[str, Any]) -> None:
-    """Draw the number of cases of each group that met their bar."""
-    measured = {name: row for name, row in found["rows"].items() if "found" in row}
-    groups = list(dict.fromkeys(name.partition(":")[0] for name in measured))
-    for is_met, color in ((True, "tab:green"), (False, "tab:red")):
-        counts = [
-            sum(row["is_met"] is is_met for n, row in measured.items() if n.partition(":")[0] == g)
-            for g in groups
-        ]
-        axes.scatter(counts, groups, color=color, label="met" if is_met else "missed")
-    axes.invert_yaxis()
-    axes.set_xlabel("cases")
-    axes.legend()
+    return Section("correct", {**rows, **left_out}, columns, caption, panels=panels)
 
 
 PART = Part(
-    name="correct",
-    about="equivalence with DDP and torch's optimizers; the same bits under delays",
-    share=8.0,
-    run=_run,
-    table=_table,
-    draw=_draw,
+    "correct",
+    "equivalence with DDP and torch's optimizers; the same bits under delays",
+    8.0,
+    _run,
+    _section,
 )

@@ -1,1 +1,0 @@
-"""zero-comm's Triton kernels against copy bandwidth."""
