@@ -96,6 +96,8 @@ def main(
     )
     device = find_device_type(is_dry_run=dry_run)
     found = start(settings, Runner(DAY_S, device_type=device.type))
+    if found["backend"] is None:
+        sys.exit(found["rows"]["all"]["failure"])
     rows = list(measured(found["rows"]).values())
     place = found["device"] or "the CPU, for a dry run: its times say nothing of a GPU"
     print(f"{found['backend']} backend on {place}")
@@ -151,7 +153,7 @@ def measure(place: Place, settings: Mapping[str, Any], deadline: float | None) -
             if deadline is not None and time.time() > deadline:
                 found["num_left"] += 1
                 continue
-            row = job.about
+            row = dict(job.about)
             try:
                 row |= compare(job, backend, what, stopwatch, device)
             except Exception as error:  # a wrong result, a kernel that does not compile: a row
