@@ -31,13 +31,12 @@ import torch.distributed as dist
 
 import zero_core
 from benchmarks.harness.job import Job
-from benchmarks.harness.memory import peak_bytes, resident_bytes, restart_peak
+from benchmarks.harness.memory import MIB, peak_bytes, resident_bytes, restart_peak
 from benchmarks.harness.models import GptShape
 from benchmarks.harness.options import RESULTS, Output, of
 from benchmarks.harness.ranks import CPU_ALONE, Place, Row, run_ranks
 from benchmarks.harness.report import Column, Section, bars, machine, publish
 from benchmarks.harness.sides import engine_loop, torch_loop
-from zero_engine.train.metrics import MIB
 
 RETURN_FREED = {"MALLOC_MMAP_THRESHOLD_": str(64 * 1024)}
 FORMULA_BAR, PLAN_BAR, FRAGMENTS_BAR, START_BAR_S = 0.03, 0.05, 0.05, 2.0

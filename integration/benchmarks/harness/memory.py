@@ -15,7 +15,7 @@ import torch
 
 from zero_engine.machine import memory_limit_bytes
 
-GIB = 2**30
+MIB, GIB = 2**20, 2**30
 INTERVAL_S = 0.1
 _PEERS = re.compile(r"^\S+ r--s .*/memfd:zero_core")
 _HEADER = re.compile(r"^[0-9a-f]+-[0-9a-f]+ ")

@@ -13,9 +13,9 @@ from dataclasses import replace
 from typing import Any
 
 from benchmarks.harness.job import Job
+from benchmarks.harness.memory import MIB
 from benchmarks.harness.ranks import HERE, Node, Row, Runner
 from benchmarks.harness.sides import NEEDS
-from zero_engine.train.metrics import MIB
 
 
 def take_turns(
