@@ -175,11 +175,7 @@ class Roster:
         return cls(params, settings, slots)
 
     def is_current(
-        self,
-        params: Sequence[Tensor],
-        settings: Settings,
-        states: States,
-        has_grad: Sequence[bool],
+        self, params: Sequence[Tensor], settings: Settings, states: States, has_grad: Sequence[bool]
     ) -> bool:
         """Whether it has every parameter with a gradient, and nothing changed since."""
         return (

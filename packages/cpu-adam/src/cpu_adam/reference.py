@@ -135,9 +135,7 @@ def combine_master(param: npt.NDArray[np.uint16], remainder: npt.NDArray[np.int1
     return bits.view(np.float32)
 
 
-def split_master(
-    master: Float32Array,
-) -> tuple[npt.NDArray[np.uint16], npt.NDArray[np.int16]]:
+def split_master(master: Float32Array) -> tuple[npt.NDArray[np.uint16], npt.NDArray[np.int16]]:
     """Split a master weight into the nearest bf16 parameter and the remainder.
 
     Of two that are as near, the parameter is the one of the greater magnitude. Then the remainder

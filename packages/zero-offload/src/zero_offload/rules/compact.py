@@ -34,9 +34,7 @@ class _CompactAdamRule(AdamRule):
     def for_params(self, dtype: torch.dtype) -> Rule:
         """Return the rule with a split master for bf16 and with a whole one for fp32 and fp16."""
         return type(self)(
-            self._kernel,
-            is_decoupled=self._is_decoupled,
-            is_master_split=dtype == torch.bfloat16,
+            self._kernel, is_decoupled=self._is_decoupled, is_master_split=dtype == torch.bfloat16
         )
 
     def stored(self, numel: int) -> Mapping[str, tuple[torch.dtype, int]]:
