@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
+import time
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import zero_core
 from zero_core import ConfigError, MissingPartError
 from zero_core.plan.result import format_bytes
-from zero_core.testing import batch, make_model, spawn, wide_blocks
+from zero_core.testing import batch, make_model, run_alone, spawn, wide_blocks
 
 VOCAB, WIDTH = 53, 24
 
@@ -72,6 +72,10 @@ CONFIGS = [
 ]
 
 
+# Of three ranks, whose shards are uneven: each stage in bf16 with an accumulation, and SGD.
+CONFIGS_OF = {1: CONFIGS, 2: CONFIGS, 3: [*CONFIGS[8:12], *CONFIGS[-2:]]}
+
+
 PASSING = {"parameter gradient", "micro-step gradient"}  # freed before a step ends
 
 
@@ -112,19 +116,20 @@ def _tier_bytes(engine: zero_core.Engine) -> dict[str, int]:
 
 
 def measure_all(rank: int, world_size: int, folder: str) -> None:
-    found = [measure(config, rank) for config in CONFIGS]
+    found = [measure(config, rank) for config in CONFIGS_OF[world_size]]
     (Path(folder) / f"{world_size}-{rank}.json").write_text(json.dumps(found))
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("world_size", CONFIGS_OF)
 def test_plan_is_what_a_real_engine_holds_and_sends(world_size: int, tmp_path: Path) -> None:
     spawn(measure_all, world_size, str(tmp_path))
     with torch.device("meta"):
         model = Plain()
-    plans = [zero_core.plan(model, c, world_size, device_type="cpu") for c in CONFIGS]
+    configs = CONFIGS_OF[world_size]
+    plans = [zero_core.plan(model, c, world_size, device_type="cpu") for c in configs]
     for rank in range(world_size):
         rows = json.loads((tmp_path / f"{world_size}-{rank}.json").read_text())
-        for config, planned, row in zip(CONFIGS, plans, rows, strict=True):
+        for config, planned, row in zip(configs, plans, rows, strict=True):
             held = {kind: n for kind, n in row["memory"].items() if n}
             kept = {k: n for k, n in planned.memory.device.items() if k not in PASSING}
             assert kept == held, config
@@ -232,47 +237,35 @@ def test_traffic_is_that_of_the_paper(stage: int) -> None:
         assert gathered.between_nodes_bytes == gathered.sent_bytes // 8
 
 
-BIG = f"""
-import json, resource, sys, time
-sys.path.insert(0, {str(Path(__file__).parent)!r})
-import torch
-torch.set_num_threads(1)
-import zero_core
-from test_plan import make_config
-from zero_core.testing import wide_blocks
-before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-start = time.perf_counter()
-planned = zero_core.plan(
-    wide_blocks(128, 25600), make_config(0, "bf16"), 4096, device_memory=141 * 10**9,
-    host_memory=2 * 10**12,
-)
-print(json.dumps({{
-    "seconds": time.perf_counter() - start,
-    "peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
-    "num_parameters": planned.num_parameters,
-    "best": str(planned.best),
-    "advice": planned.advice,
-    "gradients": planned.memory.device["gradients"],
-    "shard": zero_core.plan(wide_blocks(128, 25600), make_config(1, "bf16"), 4096).memory.device[
-        "gradient shards"
-    ],
-}}))
-"""
-
-
-def test_a_trillion_parameters_on_4096_ranks_are_planned_within_a_gigabyte() -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", BIG], capture_output=True, text=True, check=False, timeout=300
+def _plan_a_trillion(file: Path) -> None:
+    Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # VmHWM starts from here
+    start = time.perf_counter()
+    model = wide_blocks(128, 25600)
+    planned = zero_core.plan(
+        model,
+        make_config(0, "bf16"),
+        4096,
+        device_memory=141 * 10**9,
+        host_memory=2 * 10**12,
     )
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
-    print(f"planned in {found['seconds']:.2f} s, {found['peak_bytes'] / 1e6:.0f} MB at most")
-    assert found["num_parameters"] == 128 * 12 * 25600**2 > 10**12
-    assert found["shard"] == 4 * found["num_parameters"] // 4096
-    assert found["gradients"] == 6 * found["num_parameters"]  # whole: as reduced, and their sum
-    assert found["peak_bytes"] < 10**9
-    assert found["seconds"] < 10
-    assert found["best"] == "stage 3"
+    seconds = time.perf_counter() - start
+    status = Path("/proc/self/status").read_text(encoding="ascii")
+    peak_bytes = 1024 * int(status.partition("VmHWM:")[2].split()[0])
+    assert planned.num_parameters == 128 * 12 * 25600**2 > 10**12
+    sharded = zero_core.plan(model, make_config(1, "bf16"), 4096).memory.device
+    assert sharded["gradient shards"] == 4 * planned.num_parameters // 4096
+    # Whole: as reduced, and their sum.
+    assert planned.memory.device["gradients"] == 6 * planned.num_parameters
+    assert peak_bytes < 10**9
+    assert seconds < 10
+    assert str(planned.best) == "stage 3"
+    file.write_text(f"planned in {seconds:.2f} s, {peak_bytes / 1e6:.0f} MB at most")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/self/status")
+def test_a_trillion_parameters_on_4096_ranks_are_planned_within_a_gigabyte(tmp_path: Path) -> None:
+    run_alone(_plan_a_trillion, tmp_path / "said")
+    print((tmp_path / "said").read_text())
 
 
 def test_what_fits_as_configured_is_not_changed() -> None:
