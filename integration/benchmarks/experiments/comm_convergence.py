@@ -237,10 +237,7 @@ def _about(steps: int, corpus: Corpus) -> Row:
             "model": {name: vars(SHAPE)[name] for name in sizes},
             "training": training_config(steps),
         },
-        "text": {
-            "sha256": corpus.sha256_of_text,
-            "unigram_nats": round(_unigram_nats(corpus), 4),
-        },
+        "text": {"sha256": corpus.sha256_of_text, "unigram_nats": round(_unigram_nats(corpus), 4)},
         "machine": machine(),
     }
 

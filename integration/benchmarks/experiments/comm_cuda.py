@@ -361,11 +361,7 @@ class WrongResultError(RuntimeError):
 
 
 def compare(
-    job: Operation,
-    backend: Backend,
-    settings: Settings,
-    stopwatch: Stopwatch,
-    device: torch.device,
+    job: Operation, backend: Backend, settings: Settings, stopwatch: Stopwatch, device: torch.device
 ) -> Row:
     """Check and time ``backend``, plain torch and a copy of as many bytes.
 

@@ -131,11 +131,7 @@ def markdown(table: Table) -> str:
 
 
 def machine() -> Row:
-    return {
-        "processor": processor_name(),
-        "cores": os.cpu_count(),
-        "torch": torch.__version__,
-    }
+    return {"processor": processor_name(), "cores": os.cpu_count(), "torch": torch.__version__}
 
 
 def bars(

@@ -131,11 +131,7 @@ def jobs_of(
 
 
 def compare(
-    jobs_by_count: Mapping[int, Sequence[Job]],
-    rates: Sequence[int],
-    *,
-    rounds: int,
-    output: Path,
+    jobs_by_count: Mapping[int, Sequence[Job]], rates: Sequence[int], *, rounds: int, output: Path
 ) -> None:
     """Measure the contenders, by ranks per node, at all rates in every process.
 

@@ -164,9 +164,5 @@ def _run(context: Context) -> Row:
 
 
 PART = Part(
-    "roofline",
-    "an offloaded step over the slowest of device, bus and host",
-    5.0,
-    _run,
-    section,
+    "roofline", "an offloaded step over the slowest of device, bus and host", 5.0, _run, section
 )

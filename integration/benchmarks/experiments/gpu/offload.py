@@ -71,11 +71,7 @@ def main(
     report = {
         "is_dry_run": dry_run,
         "settings": {**asdict(first), "rounds": rounds, "device_limit_bytes": limit},
-        "machine": {
-            "device_type": device.type,
-            **machine(),
-            "host_bytes": memory_limit_bytes(),
-        },
+        "machine": {"device_type": device.type, **machine(), "host_bytes": memory_limit_bytes()},
         "skipped": skipped,
         "parts": parts,
     }

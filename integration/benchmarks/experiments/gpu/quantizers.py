@@ -29,10 +29,4 @@ def _section(found: Row) -> Section:
     return comm_cuda.section(title, found["rows"], is_short=True)
 
 
-PART = Part(
-    "quantizers",
-    "Triton's quantizer kernels against copy bandwidth",
-    3.0,
-    _run,
-    _section,
-)
+PART = Part("quantizers", "Triton's quantizer kernels against copy bandwidth", 3.0, _run, _section)
