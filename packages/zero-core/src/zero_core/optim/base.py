@@ -22,11 +22,7 @@ class BaseOptimizer(torch.optim.Optimizer, ABC):
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
         """Update every parameter that has a gradient.
 
-        Args:
-            closure: computes the loss and its gradients before the update.
-
-        Returns:
-            The result of ``closure``.
+        ``closure`` computes the loss, which is returned, and its gradients before the update.
         """
         loss = None
         if closure is not None:

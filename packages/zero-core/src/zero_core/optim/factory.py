@@ -82,11 +82,9 @@ def check_elementwise(optimizer_class: type[torch.optim.Optimizer]) -> None:
 def has_kernel_rule(config: Config, given: torch.optim.Optimizer | None) -> bool:
     """Return whether a host kernel may compute the update, where the state is offloaded.
 
-    Args:
-        config: names the optimizer, if none was given.
-        given: the optimizer object. A kernel computes torch's Adam, AdamW, Adagrad and SGD and
-            `zero_core.Lion` as torch does, fused or not. Another class declares that a kernel
-            computes it by ``has_host_kernel = True``, and which one by ``update_rule``.
+    A kernel computes torch's Adam, AdamW, Adagrad and SGD and `zero_core.Lion` as torch does, fused
+    or not. The class of another ``given`` optimizer declares that a kernel computes it by
+    ``has_host_kernel = True``, and which one by ``update_rule``.
     """
     if given is not None:
         declared: object = type(given)

@@ -165,11 +165,9 @@ def tag_matrices(named: Iterable[tuple[str, nn.Parameter]]) -> None:
 
 
 def split_groups(params: Sequence[Any], options: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Split each group into its matrices and the rest, by ``use_muon``.
+    """Split each group into its matrices and the rest, by the parameters' ``use_muon``.
 
-    Args:
-        params: parameters with the attribute ``use_muon``, or groups of them.
-        options: ``optimizer.params``; ``muon_lr`` and ``adam_lr`` win over ``lr``.
+    Of the ``options``, which are ``optimizer.params``, ``muon_lr`` and ``adam_lr`` win over ``lr``.
 
     Raises:
         ValueError: a parameter does not say whether it is a matrix.

@@ -64,9 +64,8 @@ class CollectivesFootprint(Protocol):
     ) -> dict[str, int]:
         """Return the bytes held between exchanges, by kind.
 
-        Args:
-            shards: elements, dtype and trainability of each segment's shard of weights.
-            reduced: elements, communicated dtype and summed dtype of each segment's gradients.
+        ``shards`` has the elements, dtype and trainability of each segment's shard of weights,
+        ``reduced`` the elements, communicated dtype and summed dtype of its gradients.
         """
 
 

@@ -37,13 +37,14 @@ class _Network:
 
     Attributes:
         world_size: number of ranks.
+        failed: the rank that failed first.
     """
 
     def __init__(self, world_size: int) -> None:
         self.world_size = world_size
         self._arrived = [threading.Condition() for _ in range(world_size)]
         self._boxes: dict[tuple[int, int, Any], deque[Tensor]] = defaultdict(deque)
-        self._failed: int | None = None
+        self.failed: int | None = None
 
     def send(self, source: int, target: int, tag: Any, tensor: Tensor) -> None:
         with torch.inference_mode(False):
@@ -61,13 +62,13 @@ class _Network:
         with self._arrived[target]:
             box = self._boxes[source, target, tag]
             is_there = self._arrived[target].wait_for(
-                lambda: bool(box) or self._failed is not None, TIMEOUT_S
+                lambda: bool(box) or self.failed is not None, TIMEOUT_S
             )
             if box:
                 return box.popleft()
         if is_there:
             raise CollectiveError(
-                f"rank {target} waits for rank {source}: rank {self._failed} failed"
+                f"rank {target} waits for rank {source}: rank {self.failed} failed"
             )
         raise CollectiveError(
             f"rank {target} got nothing from rank {source} under tag {tag} in {TIMEOUT_S:.0f} s: "
@@ -78,13 +79,9 @@ class _Network:
         """Wake every rank that waits, because ``rank`` has failed."""
         for arrived in self._arrived:
             with arrived:
-                if self._failed is None:
-                    self._failed = rank
+                if self.failed is None:
+                    self.failed = rank
                 arrived.notify_all()
-
-    @property
-    def failed(self) -> int | None:
-        return self._failed
 
 
 class _Sent:
