@@ -15,7 +15,7 @@ from torch import nn
 import cpu_adam
 import zero_core
 import zero_offload
-from zero_core.testing import Case, Trace, run_engine, spawn
+from zero_core.testing import Case, SimulatedRanks, Trace, run_engine, simulate, spawn
 
 STEPS = 3
 TIMEOUT_S = 20.0
@@ -33,15 +33,16 @@ def _assert_equal(found: Trace, expected: Trace, what: object) -> None:
         assert torch.equal(found.values[name], value), (what, name)
 
 
-def _compare_early(rank: int, world_size: int) -> None:
+def _compare_early(ranks: SimulatedRanks) -> None:
     for stage, (dtype, ratio, accumulation) in itertools.product(
         (0, 1, 2, 3), (("fp32", 1.0, 1), ("bf16", 0.4, 3))
     ):
         expected, found = (
             run_engine(
                 _case(stage, dtype, ratio, is_early=is_early, accumulation=accumulation),
-                rank,
+                ranks.rank,
                 STEPS,
+                process_group=ranks,
             )
             for is_early in (False, True)
         )
@@ -51,10 +52,10 @@ def _compare_early(rank: int, world_size: int) -> None:
 @pytest.mark.parametrize("world_size", [3])
 def test_updates_in_backward_change_no_bit(world_size: int) -> None:
     """In a model with parameters that only some ranks use, tied ones and frozen ones."""
-    spawn(_compare_early, world_size)
+    simulate(_compare_early, world_size)
 
 
-def _compare_backwards(rank: int, world_size: int) -> None:
+def _compare_backwards(ranks: SimulatedRanks) -> None:
     for dtype, (stage, ratio) in itertools.product(
         ("fp32", "bf16"), ((1, 1.0), (1, 0.3), (2, 0.3), (3, 0.3))
     ):
@@ -65,11 +66,12 @@ def _compare_backwards(rank: int, world_size: int) -> None:
             zero={"offload_optimizer": {"device": "cpu", "ratio": ratio}},
             num_backwards=2,
         )
-        found = run_engine(case, rank, STEPS)
+        found = run_engine(case, ranks.rank, STEPS, process_group=ranks)
         if stage == 1 and ratio == 1.0:
             expected = found
             # The same without offload; in bf16 what the host gets is rounded twice.
-            plain = run_engine(Case(stage, dtype, clipping=0.5, num_backwards=2), rank, STEPS)
+            case = Case(stage, dtype, clipping=0.5, num_backwards=2)
+            plain = run_engine(case, ranks.rank, STEPS, process_group=ranks)
             for name, value in plain.values.items():
                 bound = 0.04 if dtype == "bf16" else 2e-6
                 assert (found.values[name] - value).abs().max() <= bound, name
@@ -78,7 +80,7 @@ def _compare_backwards(rank: int, world_size: int) -> None:
 
 @pytest.mark.parametrize("world_size", [3])
 def test_several_backwards_in_a_step_add_up(world_size: int) -> None:
-    spawn(_compare_backwards, world_size)
+    simulate(_compare_backwards, world_size)
 
 
 class GatedAdam:

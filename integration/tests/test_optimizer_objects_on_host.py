@@ -12,7 +12,7 @@ from torch import nn
 
 import zero_core
 from zero_core import plugins
-from zero_core.testing import Case, batch, make_model, spawn
+from zero_core.testing import Case, SimulatedRanks, batch, make_model, simulate, spawn
 
 Make = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
@@ -67,10 +67,10 @@ def _build(stage: int, dtype: str, **kwargs: Any) -> zero_core.Engine:
     return zero_core.build(kwargs.pop("model", None) or make_model(), config, **kwargs)
 
 
-def _of_object(make: Make, stage: int, dtype: str) -> zero_core.Engine:
+def _of_object(make: Make, stage: int, dtype: str, **kwargs: Any) -> zero_core.Engine:
     model = make_model()
     optimizer = make([p for p in model.parameters() if p.requires_grad])
-    return _build(stage, dtype, model=model, optimizer=optimizer)
+    return _build(stage, dtype, model=model, optimizer=optimizer, **kwargs)
 
 
 def _kernels(engine: zero_core.Engine) -> set[bool]:
@@ -88,18 +88,21 @@ def _values(engine: zero_core.Engine, rank: int, counts: tuple[int, ...] = (1, 1
     return engine.full_state_dict(dtype=torch.float32)
 
 
-def _as_named(rank: int, world_size: int) -> None:
+def _as_named(ranks: SimulatedRanks) -> None:
     for make, named in OBJECTS.values():
         for stage, dtype in ((1, "fp32"), (3, "bf16")):
-            engine = _of_object(make, stage, dtype)
+            engine = _of_object(make, stage, dtype, process_group=ranks)
+            other = _build(stage, dtype, named=named, process_group=ranks)
             assert _kernels(engine) == {True}
-            expected = _values(_build(stage, dtype, named=named), rank)
-            torch.testing.assert_close(_values(engine, rank), expected, rtol=0.0, atol=0.0)
+            found, expected = (_values(each, ranks.rank) for each in (engine, other))
+            torch.testing.assert_close(found, expected, rtol=0.0, atol=0.0)
+            for each in (engine, other):
+                each.close()
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_an_object_has_the_bits_of_the_same_optimizer_by_name(world_size):
-    spawn(_as_named, world_size)
+    simulate(_as_named, world_size)
 
 
 @pytest.mark.parametrize(
