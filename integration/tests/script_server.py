@@ -65,7 +65,7 @@ def run_script(
 def _server() -> subprocess.Popen[str]:
     from conftest import environment
 
-    from zero_engine.script.environment import hooked
+    from zero_engine.script.hook import hooked
 
     server = subprocess.Popen(
         [sys.executable, __file__],

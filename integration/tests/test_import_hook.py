@@ -15,7 +15,7 @@ import pytest
 from conftest import environment, run_program
 
 from zero_engine.deepspeed.refusal import reason_to_refuse
-from zero_engine.script.environment import ON_PATH, hooked
+from zero_engine.script.hook import ON_PATH, hooked
 from zero_engine.script.run import run_program as run_script
 
 SCRIPT = Path(__file__).parent / "scripts" / "sees_deepspeed.py"

@@ -15,7 +15,7 @@ from conftest import environment
 from zero_core import ConfigError
 from zero_engine import deepspeed
 from zero_engine.launch.torchrun import local_address_only
-from zero_engine.script.environment import hooked
+from zero_engine.script.hook import hooked
 
 # Without an end of its groups, torch often has a rank killed by SIGABRT.
 LEAVES_WITHOUT_A_WORD = """

@@ -43,8 +43,7 @@ Make = Callable[[], torch.nn.Module]
 
 def _serve_deepspeed() -> None:
     """What ``zero-engine run`` does for a process; before transformers is imported."""
-    from zero_engine.script.environment import ON_PATH
-    from zero_engine.script.hook import install
+    from zero_engine.script.hook import ON_PATH, install
 
     sys.path.insert(0, str(ON_PATH))
     install()

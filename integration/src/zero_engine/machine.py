@@ -69,8 +69,13 @@ def used_bytes(device: torch.device) -> int:
     resident = _read(Path("/proc/self/statm")).split()
     if resident:
         return int(resident[1]) * os.sysconf("SC_PAGE_SIZE")
+    return peak_bytes()  # no /proc: the peak stands in
+
+
+def peak_bytes() -> int:
+    """Return the largest resident set of this process since it started."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024  # no /proc: the peak stands in
+    return peak if sys.platform == "darwin" else peak * 1024
 
 
 def processor_name() -> str:

@@ -69,12 +69,12 @@ def make_plan(
 
     Args:
         model: a Hugging Face configuration.
-        config: path of the engine's configuration.
+        config: a path.
         ranks: data-parallel ranks.
         ranks_per_node: see `zero_core.plan`.
         device_memory: of one device, as `parse_bytes` reads it.
         host_memory: of one node, likewise.
-        tokens: tokens per sample; with them, activations are traced.
+        tokens: per sample; with them, activations are traced.
         is_on_cpu: whether the ranks compute on the host.
 
     Raises:

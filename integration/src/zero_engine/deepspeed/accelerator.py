@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import functools
 import os
-import resource
-import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from types import ModuleType
@@ -20,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from zero_core.errors import ConfigError
-from zero_engine.machine import memory_limit_bytes, used_bytes
+from zero_engine.machine import memory_limit_bytes, peak_bytes, used_bytes
 
 CPU = torch.device("cpu")
 
@@ -170,9 +168,7 @@ class CpuAccelerator(DeepSpeedAccelerator):
     memory_reserved = memory_cached = memory_allocated
 
     def max_memory_allocated(self, device_index: int | None = None) -> int:
-        """Return the largest resident set since the process started."""
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        return peak if sys.platform == "darwin" else peak * 1024
+        return peak_bytes()
 
     max_memory_reserved = max_memory_cached = max_memory_allocated
 

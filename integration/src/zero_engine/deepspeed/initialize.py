@@ -149,11 +149,7 @@ def _option(args: Any, name: str) -> Any:
 
 
 def _check(config: dict[str, Any], given: torch.optim.Optimizer | None, *, world_size: int) -> None:
-    """Refuse what `zero_core.build` would refuse, while the earlier engine can still continue.
-
-    Raises:
-        ConfigError: the configuration or the optimizer is wrong.
-    """
+    """Refuse what `zero_core.build` would refuse, while the earlier engine can still continue."""
     resolved = load_config(config, world_size=world_size)
     if given is not None:
         check_elementwise(type(given))

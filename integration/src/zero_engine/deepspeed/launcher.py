@@ -6,7 +6,7 @@ import os
 from typing import NoReturn
 
 from zero_engine.deepspeed.errors import NotServedError
-from zero_engine.script.environment import no_launcher
+from zero_engine.script.hook import no_launcher
 
 DEEPSPEED_ENVIRONMENT_NAME = os.getenv("DS_ENV_FILE", ".deepspeed_env")
 """File with variables for other machines, which DeepSpeed's own launcher reads."""

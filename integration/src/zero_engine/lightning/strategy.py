@@ -32,8 +32,8 @@ from torch import nn
 
 import zero_core
 from zero_core import CheckpointError, ConfigError, Engine, ShardedModel
+from zero_core.checkpoint.json_values import encode
 from zero_core.layout.discovery import plain_name
-from zero_engine import packing
 from zero_engine.deepspeed.config.source import load
 from zero_engine.lightning.precision import ZeroPrecision
 
@@ -265,8 +265,8 @@ class ZeroStrategy(DDPStrategy):
         kept = {k: v for k, v in checkpoint.items() if k not in ("state_dict", "optimizer_states")}
         assert isinstance(self.engine, Engine), "Lightning saves in fit(), whose engine trains"
         folder = Path(self.broadcast(str(filepath)))
-        state = {"lightning": packing.pack(kept, "checkpoint", _ADVICE)}
-        self.engine.save_checkpoint(folder, _TAG, client_state=state)
+        encode(kept, "checkpoint", _ADVICE)  # for the advice: the engine does it again
+        self.engine.save_checkpoint(folder, _TAG, client_state={"lightning": kept})
 
     def load_checkpoint(
         self, checkpoint_path: Any, weights_only: bool | None = None
@@ -280,7 +280,7 @@ class ZeroStrategy(DDPStrategy):
         path = Path(checkpoint_path)
         if path.is_dir():
             _, client_state = self.engine.load_checkpoint(path, _TAG)
-            return {**packing.unpack(client_state["lightning"]), "state_dict": {}}
+            return {**client_state["lightning"], "state_dict": {}}
         loaded = super().load_checkpoint(checkpoint_path, weights_only=weights_only)
         assert self.lightning_module is not None
         is_fitting = self.lightning_module.trainer.state.fn == TrainerFn.FITTING
@@ -374,4 +374,4 @@ def _check_trainer(trainer: pl.Trainer) -> None:
     data = getattr(trainer, "datamodule", None)  # foreign: Lightning sets it where there is one
     for owner in (trainer.lightning_module, data):
         if owner is not None:
-            packing.pack(dict(owner.hparams), "hyper_parameters", _ADVICE)
+            encode(dict(owner.hparams), "hyper_parameters", _ADVICE)

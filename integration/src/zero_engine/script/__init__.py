@@ -1,10 +1,10 @@
 """``zero-engine run``: an unchanged script of DeepSpeed with this engine behind the name.
 
     on_path/        the folder put on PYTHONPATH: metadata, and what starts the hook in a process
-    hook            serves ``deepspeed.*`` as the modules ``zero_engine.deepspeed.*``
+    hook            serves ``deepspeed.*`` as the modules ``zero_engine.deepspeed.*``, and has the
+                    variables by which processes get it
     accelerate_cpu  lets accelerate see all ranks where there is no accelerator
     local_rank      which scripts are given --local_rank
-    environment     the variables by which processes get the hook
     run             the command
 
 Imported by every Python process that the hook reaches: nothing here imports torch at the top, but

@@ -11,14 +11,36 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
+from pathlib import Path
 from types import ModuleType
 
+ON_PATH = Path(__file__).parent / "on_path"
 SERVED = "deepspeed"
 HOME = "zero_engine.deepspeed"
+
+
+def hooked(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return ``environment`` with the hook's folders in front of PYTHONPATH and PATH."""
+    return {
+        **environment,
+        "PYTHONPATH": _in_front(str(ON_PATH), environment.get("PYTHONPATH", "")),
+        # Its one program tells those who start DeepSpeed's launcher what to do.
+        "PATH": _in_front(str(ON_PATH / "bin"), environment.get("PATH", os.defpath)),
+    }
+
+
+def no_launcher() -> str:
+    """Return the advice for those who want DeepSpeed's own launcher."""
+    return (ON_PATH / "no_launcher.txt").read_text(encoding="utf-8")
+
+
+def _in_front(folder: str, others: str) -> str:
+    return os.pathsep.join([folder, *(o for o in others.split(os.pathsep) if o and o != folder)])
 
 
 def install() -> None:

@@ -18,7 +18,7 @@ from zero_engine.launch.ranks import is_under_launcher
 from zero_engine.launch.started_ranks import LOOPBACK, rank_variables
 from zero_engine.launch.torchrun import local_address_only, run_ranks
 from zero_engine.machine import available_cores
-from zero_engine.script.environment import hooked
+from zero_engine.script.hook import hooked
 from zero_engine.script.local_rank import OPTION, declares_local_rank, source_of
 
 LAUNCHERS = ("accelerate", "torchrun")

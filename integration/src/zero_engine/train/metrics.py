@@ -79,9 +79,9 @@ class Reporter:
         for name in ("loss", "learning_rate", "grad_norm", "loss_scale", "tokens_per_s"):
             value = getattr(record, name)
             if value is not None:
-                self._scalar(f"train/{name}", value, record.step)
+                self._board.add_scalar(f"train/{name}", value, record.step)
         for rank, num_bytes in enumerate(record.memory_bytes):
-            self._scalar(f"memory_mib/rank{rank}", num_bytes / MIB, record.step)
+            self._board.add_scalar(f"memory_mib/rank{rank}", num_bytes / MIB, record.step)
         line = _describe(record)
         self._progress.update(self._task, completed=record.step, description=line)
         is_due = record.step % self._settings.log_every == 0
@@ -90,11 +90,8 @@ class Reporter:
 
     def held_out(self, step: int, loss: float) -> None:
         self._write({"step": step, "held_out_loss": loss})
-        self._scalar("held_out/loss", loss, step)
+        self._board.add_scalar("held_out/loss", loss, step)
         self.say(f"step {step}/{self._settings.steps}  held-out loss {loss:.4f}")
-
-    def _scalar(self, name: str, value: float, step: int) -> None:
-        self._board.add_scalar(name, value, step)
 
     def _write(self, entry: Mapping[str, Any]) -> None:
         self._log.write(json.dumps(entry) + "\n")

@@ -1,6 +1,6 @@
 """Train a GPT-2 on plain text. Copy this file as the start of your own program.
 
-The copy still imports data, settings, metrics and plots from `zero_engine.train`, and ranks and
+The copy still imports data, settings, metrics and artifacts from `zero_engine.train`, and ranks and
 memory from `zero_engine`, which stays installed.
 
 Everything that concerns ZeRO is in six calls: `zero_core.build`, then ``engine(...)``,

@@ -152,8 +152,9 @@ class Engine(ShardedModel):
         """Write the training's state, for any stage, world size, ratio and tier.
 
         Every rank must call it between two steps, or with ``drops_partial=True``, which leaves out
-        gradients accumulated so far. ``client_state`` must be JSON; other ``options``: see
-        `zero_core.checkpoint.save`. The previous checkpoint stays whole until the new one is.
+        gradients accumulated so far. ``client_state`` must be JSON and small tensors; other
+        ``options``: see `zero_core.checkpoint.save`. The previous checkpoint stays whole until the
+        new one is.
         """
         self._gradient.check_not_updated("save_checkpoint() between backward and step")
         self._train.accumulation.check_ended(or_dropped=options.pop("drops_partial", False))

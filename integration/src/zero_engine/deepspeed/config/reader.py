@@ -65,27 +65,24 @@ def read(config: Source) -> Settings:
     flops = _parse(FlopsProfilerSettings, own, "flops_profiler")
     comms = _parse(CommsLoggerSettings, own, "comms_logger")
     _tell_operations(comms, sorter.tell)
+    flags = {path.rpartition(".")[2]: own[path] for path in _FLAGS if path in own}
+    flags["wall_clock_breakdown"] = flags.get("wall_clock_breakdown", False) or flops.enabled
     return Settings(
         raw=raw,
         core=core,
         monitors=read_monitors(own),
-        wall_clock_breakdown=own.get("wall_clock_breakdown", False) or flops.enabled,
-        memory_breakdown=own.get("memory_breakdown", False),
         comms_logger=comms,
         flops_profiler=flops,
         throughput=_parse(ThroughputSettings, own, "timers.throughput"),
         steps_per_print=core.get("steps_per_print"),
-        dataloader_drop_last=own.get("dataloader_drop_last", False),
         tag_validation=_VALIDATIONS[own.get("checkpoint.tag_validation", "WARN").upper()],
         gather_16bit_weights_on_model_save=bool(
             zero.get("stage3_gather_16bit_weights_on_model_save", False)
         ),
-        cpu_checkpointing=own.get("activation_checkpointing.cpu_checkpointing", False),
         fp16_auto_cast=bool(sorter.core.get("fp16", {}).get("auto_cast", False)),
-        dump_state=own.get("dump_state", False),
         log_level=own.get("log_level"),
-        disable_python_gc=own.get("disable_python_gc", False),
         notes=tuple(sorter.notes),
+        **flags,
     )
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import base64
 import binascii
+import os
 import re
 from collections.abc import Mapping
 from os import PathLike
@@ -43,7 +44,7 @@ def _text_of(source: str | PathLike[str]) -> tuple[str, str]:
     if isinstance(source, str) and source.lstrip().startswith("{"):
         return source, "the configuration"
     path = Path(source)
-    if _is_file(path):
+    if os.path.isfile(path):  # False where base64 makes too long a name
         try:
             return path.read_text(encoding="utf-8"), str(path)
         except (OSError, UnicodeDecodeError) as error:
@@ -57,13 +58,6 @@ def _text_of(source: str | PathLike[str]) -> tuple[str, str]:
         f"the configuration {str(source)!r} is neither a file that exists, nor JSON, nor base64 of "
         "JSON: pass a dict or the path of a JSON file"
     )
-
-
-def _is_file(path: Path) -> bool:
-    try:
-        return path.is_file()
-    except (OSError, ValueError):  # base64 makes too long a name
-        return False
 
 
 def _kept(match: re.Match[str]) -> str:

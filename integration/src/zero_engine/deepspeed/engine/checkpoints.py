@@ -21,9 +21,7 @@ from zero_core import CheckpointError
 from zero_core.checkpoint.files import find, read_manifest
 from zero_engine.deepspeed.checkpoint import refuse_foreign, without_ties
 from zero_engine.deepspeed.engine.facts import Facts
-from zero_engine.deepspeed.engine.schedulers import PackedScheduler
 from zero_engine.deepspeed.errors import NotServedError
-from zero_engine.packing import pack, unpack
 
 _log = logging.getLogger(__name__)
 _OWN = "zero_engine.deepspeed"
@@ -38,12 +36,7 @@ main()
 
 
 class Checkpoints(Facts):
-    """Saving and loading. A base of the engine.
-
-    Attributes:
-        module: the model itself.
-        global_samples: samples of all steps so far.
-    """
+    """Saving and loading. A base of the engine."""
 
     module: nn.Module
     global_samples: int
@@ -73,18 +66,16 @@ class Checkpoints(Facts):
         """
         if not str(save_dir):
             raise ValueError("save_checkpoint() needs a directory, found ''")
-        kept = pack(client_state or {}, "client_state")
         name = _agreed_tag(self, f"global_step{self.global_steps}" if tag is None else str(tag))
         self._warn_partial()
-        with PackedScheduler(self.core):
-            self._training_core("save_checkpoint").save_checkpoint(
-                save_dir,
-                name,
-                {**kept, _OWN: {"global_samples": self.global_samples}},
-                has_frozen=not exclude_frozen_parameters,
-                is_latest=save_latest,
-                drops_partial=True,
-            )
+        self._training_core("save_checkpoint").save_checkpoint(
+            save_dir,
+            name,
+            {**(client_state or {}), _OWN: {"global_samples": self.global_samples}},
+            has_frozen=not exclude_frozen_parameters,
+            is_latest=save_latest,
+            drops_partial=True,
+        )
         if self.core.rank == 0:
             Path(save_dir, "zero_to_fp32.py").write_text(_SCRIPT, encoding="utf-8")
         return True
@@ -143,14 +134,14 @@ class Checkpoints(Facts):
             "progress": load_module_only,
         }
         without = [part for part, is_out in left_out.items() if is_out]
-        with PackedScheduler(self.core), _in_deepspeeds_words():
+        with _in_deepspeeds_words():
             place, client_state = self.core.load_checkpoint(load_dir, name, without=without)
         own = client_state.pop(_OWN, {})
         if not load_module_only:
             samples = self.global_steps * self.train_batch_size()
             self.global_samples = own.get("global_samples", samples)
         self.core.publish()
-        return str(place), unpack(client_state)
+        return str(place), client_state
 
     def save_16bit_model(
         self,
@@ -269,11 +260,7 @@ _WORDS = {
 
 
 def _agreed_tag(engine: Checkpoints, tag: str) -> str:
-    """Return ``tag``, or rank 0's where ``checkpoint.tag_validation`` has the ranks compare theirs.
-
-    Raises:
-        CheckpointError: they differ, and it is "FAIL".
-    """
+    """Return ``tag``, or rank 0's where ``checkpoint.tag_validation`` has ranks compare theirs."""
     validation = engine.settings.tag_validation
     if validation == "IGNORE" or engine.world_size == 1:
         return tag

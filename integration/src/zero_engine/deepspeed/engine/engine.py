@@ -20,7 +20,6 @@ from zero_engine.deepspeed.engine.averaging import Averaging
 from zero_engine.deepspeed.engine.checkpoints import Checkpoints
 from zero_engine.deepspeed.engine.observing import Watch
 from zero_engine.deepspeed.engine.optimizer import DeepSpeedOptimizer
-from zero_engine.deepspeed.engine.schedulers import SteppedWith
 from zero_engine.deepspeed.engine.unserved import UNSERVED
 from zero_engine.deepspeed.errors import NotServedError
 from zero_engine.deepspeed.zero.partitioned import leave_partitioned
@@ -34,6 +33,7 @@ class DeepSpeedEngine(Checkpoints, nn.Module):
 
     Attributes:
         core: the engine that trains.
+        settings: what was asked for beside its configuration.
         module: the model itself.
         config: the configuration as it was given.
         optimizer: real ``param_groups``; None, if the engine only evaluates.
@@ -139,7 +139,7 @@ class DeepSpeedEngine(Checkpoints, nn.Module):
         core = self._live_core("step")
         is_boundary = self.is_gradient_accumulation_boundary()
         skipped = self.core.skipped_steps
-        arguments = SteppedWith(self.core, lr_kwargs) if lr_kwargs else nullcontext()
+        arguments = _SteppedWith(self.core, lr_kwargs) if lr_kwargs else nullcontext()
         with self.watch.part("step"), arguments:
             core.step()
             if is_boundary:
@@ -298,3 +298,22 @@ class DeepSpeedEngine(Checkpoints, nn.Module):
                     "set the precision in the configuration, and leave the device to it"
                 )
         return self
+
+
+class _SteppedWith:
+    """A context in which the step of ``core``'s scheduler gets ``arguments``, such as a metric."""
+
+    def __init__(self, core: ShardedModel, arguments: Mapping[str, Any]) -> None:
+        self._core = core
+        self._scheduler: Any = core.lr_scheduler
+        self._arguments = arguments
+
+    def __enter__(self) -> None:
+        if self._scheduler is not None:
+            self._core.lr_scheduler = self  # type: ignore[assignment]
+
+    def step(self) -> None:
+        self._scheduler.step(**self._arguments)
+
+    def __exit__(self, *error: object) -> None:
+        self._core.lr_scheduler = self._scheduler

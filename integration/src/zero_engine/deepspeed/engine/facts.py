@@ -54,14 +54,7 @@ def _if_used(block: Any) -> Any:
 
 
 class Facts:
-    """Values of the configuration in effect and the engine's counters. A base of the engine.
-
-    Attributes:
-        core: the engine that trains.
-        settings: what was asked for beside its configuration.
-        module: the model itself.
-        client_optimizer: what was given as the optimizer, or None.
-    """
+    """Values of the configuration in effect and the engine's counters. A base of the engine."""
 
     core: ShardedModel
     settings: Settings
@@ -69,11 +62,7 @@ class Facts:
     client_optimizer: Any
 
     def _training_core(self, what: str) -> Engine:
-        """Return the core if it trains. ``what`` is asked of it.
-
-        Raises:
-            RuntimeError: there is no optimizer.
-        """
+        """Return the core, of which ``what`` is asked, if it trains."""
         if not isinstance(self.core, Engine):
             raise RuntimeError(
                 f"{what}() of an engine without an optimizer: give initialize() one, or name one "
@@ -82,11 +71,7 @@ class Facts:
         return self.core
 
     def _live_core(self, what: str) -> Engine:
-        """Return the core if it trains and has not ended. ``what`` is asked of it.
-
-        Raises:
-            RuntimeError: there is no optimizer, or the engine was ended.
-        """
+        """Return the core, of which ``what`` is asked, if it trains and has not ended."""
         core = self._training_core(what)
         if not any(map(core.owns, core.module.parameters())):
             raise RuntimeError(

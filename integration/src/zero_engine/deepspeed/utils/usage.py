@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import random
-import resource
 from collections.abc import Callable
 from typing import ParamSpec, TypeVar
 
@@ -13,6 +12,7 @@ import torch.distributed as dist
 from torch.nn.utils import clip_grad_norm_ as clip_grad_norm_
 
 from zero_engine.deepspeed.utils.logging import logger
+from zero_engine.machine import peak_bytes
 
 _GIB = 2**30
 _P = ParamSpec("_P")
@@ -27,8 +27,7 @@ def see_memory_usage(message: str, force: bool = False) -> None:
     if torch.accelerator.is_available():
         now, peak = torch.accelerator.memory_allocated(), torch.accelerator.max_memory_allocated()
         logger.info("device: %.2f GiB allocated, at most %.2f GiB", now / _GIB, peak / _GIB)
-    peak_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    logger.info("host: at most %.2f GiB", peak_kib * 1024 / _GIB)
+    logger.info("host: at most %.2f GiB", peak_bytes() / _GIB)
 
 
 def set_random_seed(seed: int) -> None:

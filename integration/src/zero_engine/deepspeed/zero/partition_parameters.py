@@ -14,7 +14,7 @@ import enum
 import itertools
 import logging
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, ClassVar
 
 import torch
@@ -152,19 +152,15 @@ class Init:
             module: a module that has values already; rank 0's count.
             data_parallel_group: the ranks to share among; default: ``mpu``'s, or all.
             mem_efficient_linear: nothing to do: the engine keeps no gathered weight for backward.
-            remote_device: shards lie in host memory until there is an engine, whatever it says.
-            pin_memory: the same.
-            config_dict_or_path: nothing here depends on it: the engine reads it.
-            config: the same, an older name.
+            remote_device, pin_memory: shards lie in host memory until there is an engine.
+            config_dict_or_path, config: nothing here depends on it: the engine reads it.
             enabled: False: it does nothing.
             dtype: what floating parameters are cast to; default: the engine casts them.
             mpu: an object that knows the data-parallel group.
             zero_param_parallel_group: secondary shards are the engine's.
-            zero_quantized_weights: the engine's too; values are exact before.
-            zero_quantized_nontrainable_weights: the same.
-            sequence_data_parallel_group: not served.
-            param_swapper: not served.
-            tensor_overrides: not served.
+            zero_quantized_weights, zero_quantized_nontrainable_weights: the engine's too; values
+                are exact before.
+            sequence_data_parallel_group, param_swapper, tensor_overrides: not served.
 
         Raises:
             NotServedError: for one of the last three.
@@ -182,7 +178,7 @@ class Init:
         self._dtype = dtype
         group = mpu.get_data_parallel_group() if mpu is not None else None
         self._group = data_parallel_group if data_parallel_group is not None else group
-        self._recorder: AbstractContextManager[Made] | None = None
+        self._recorder = ExitStack()
         self._made: Made | None = None
         if enabled:
             init_distributed()
@@ -202,17 +198,15 @@ class Init:
             outer.__exit__(None, None, None)
         if Init._active is None:
             Init._active = self
-            self._recorder = partitioned_init(self._group, dtype=self._dtype)
-            self._made = self._recorder.__enter__()
+            context = partitioned_init(self._group, dtype=self._dtype)
+            self._made = self._recorder.enter_context(context)
 
     def __exit__(self, *error: Any) -> None:
         if Init._active is self:
             Init._active = None
-            recorder, made = self._recorder, self._made
-            assert recorder is not None, "it was entered"
-            assert made is not None, "it was entered"
-            recorder.__exit__(*error)
-            describe(made.params)
+            assert self._made is not None, "it was entered"
+            self._recorder.__exit__(*error)
+            describe(self._made.params)
 
 
 class GatheredParameters:

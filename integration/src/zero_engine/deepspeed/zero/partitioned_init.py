@@ -11,8 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from zero_core.comm.control import ControlGroup
-from zero_core.comm.topology import Ranks, find_ranks
+from zero_core.comm.topology import find_ranks
 from zero_core.errors import ConfigError
 from zero_core.init.deferred import recorded
 from zero_core.init.tape import Recording, storage_of
@@ -55,7 +54,8 @@ def partitioned_init(
         ConfigError: torch.distributed is not initialised where several ranks were started.
         RuntimeError: as `zero_core.deferred_init`.
     """
-    ranks, control = _find_ranks(process_group)
+    ranks = find_ranks(process_group, None)
+    control = ranks.connect()
     with recorded() as (recording, modules):
         made = Made(modules, [])
         yield made
@@ -85,7 +85,8 @@ def partition_module(
     Raises:
         ConfigError: a parameter is on the meta device.
     """
-    ranks, control = _find_ranks(process_group)
+    ranks = find_ranks(process_group, None)
+    control = ranks.connect()
     partitioned = []
     for name, param in module.named_parameters():
         if param.is_meta:
@@ -104,11 +105,6 @@ def partition_module(
         partition(param, value)
         partitioned.append(param)
     return partitioned
-
-
-def _find_ranks(process_group: dist.ProcessGroup | None) -> tuple[Ranks, ControlGroup]:
-    ranks = find_ranks(process_group, None)
-    return ranks, ranks.connect()
 
 
 def _give_the_rest(recording: Recording, modules: Mapping[nn.Module, None]) -> None:

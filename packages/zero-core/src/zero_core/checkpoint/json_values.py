@@ -1,4 +1,8 @@
-"""JSON form of client and scheduler state, restored exactly."""
+"""JSON form of client and scheduler state, restored exactly.
+
+What stands beside a model is numbers, strings, lists, mappings, and now and then a small tensor
+(a best score). Nothing is pickled.
+"""
 
 from __future__ import annotations
 
@@ -6,31 +10,46 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from zero_core.errors import CheckpointError
 
+MAX_NUMEL = 65536
+"""Elements of the largest tensor."""
+_TENSOR = "__tensor__"
 
-def encode(value: Any) -> Any:
-    """Return ``value`` as JSON from which `decode` restores it exactly.
+
+def encode(value: Any, where: str, advice: str = "leave it out") -> Any:
+    """Return ``value`` as JSON from which `decode` restores it exactly, mappings as dicts.
+
+    Args:
+        value: numbers, strings, lists, tuples, mappings and tensors.
+        where: name of the value, for messages.
+        advice: for messages.
 
     Raises:
-        CheckpointError: it holds anything but numbers, strings, lists, tuples and mappings.
+        CheckpointError: it holds anything else, or a tensor of over `MAX_NUMEL` elements.
     """
     if value is None or isinstance(value, bool | int | float | str):
         return value
-    if isinstance(value, list):
-        return [encode(v) for v in value]
-    if isinstance(value, tuple):
-        return {"__tuple__": [encode(v) for v in value]}
+    if isinstance(value, Tensor):
+        value = _describe(value, where)
+    if isinstance(value, list | tuple):
+        rows = [encode(v, f"{where}[{index}]", advice) for index, v in enumerate(value)]
+        return rows if isinstance(value, list) else {"__tuple__": rows}
     if isinstance(value, Mapping):
-        items = [[encode(k), encode(v)] for k, v in value.items()]
+        items = [
+            [encode(k, where, advice), encode(v, f"{where}.{k}", advice)] for k, v in value.items()
+        ]
         if isinstance(value, Counter):  # MultiStepLR keeps its milestones in one
             return {"__counter__": items}
         if all(isinstance(k, str) and not k.startswith("__") for k in value):
             return dict(items)
         return {"__items__": items}
     raise CheckpointError(
-        "client and scheduler state must be JSON (numbers, strings, lists, mappings), found "
-        f"{type(value).__name__}: {value!r:.60}"
+        f"{where} is a {type(value).__name__} ({value!r:.60}), and a checkpoint keeps JSON and "
+        f"small tensors: {advice}, or give it as numbers, strings, lists and mappings"
     )
 
 
@@ -45,5 +64,23 @@ def decode(value: Any) -> Any:
     if value.keys() == {"__counter__"}:
         return Counter({decode(k): decode(v) for k, v in value["__counter__"]})
     if value.keys() == {"__items__"}:
-        return {decode(k): decode(v) for k, v in value["__items__"]}
+        items = {decode(k): decode(v) for k, v in value["__items__"]}
+        if _TENSOR not in items:
+            return items
+        dtype = getattr(torch, items[_TENSOR])
+        return torch.tensor(items["values"], dtype=dtype).reshape(items["shape"])
     return {k: decode(v) for k, v in value.items()}
+
+
+def _describe(tensor: Tensor, where: str) -> dict[str, Any]:
+    if tensor.numel() > MAX_NUMEL or tensor.is_complex() or tensor.is_quantized:
+        raise CheckpointError(
+            f"{where} is a tensor of shape {tuple(tensor.shape)} and {tensor.dtype}: beside the "
+            f"model, a checkpoint keeps real tensors of up to {MAX_NUMEL} elements. Make it a "
+            "buffer of the module, or save it to a file of its own"
+        )
+    return {
+        _TENSOR: str(tensor.dtype).removeprefix("torch."),
+        "shape": list(tensor.shape),
+        "values": tensor.detach().reshape(-1).tolist(),
+    }

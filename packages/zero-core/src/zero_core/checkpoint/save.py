@@ -56,7 +56,8 @@ def save_checkpoint(
     def prepare() -> None:
         if not tag or tag.startswith(".") or os.sep in tag or tag == "latest":
             raise CheckpointError(f"a tag must be a plain folder name, found {tag!r}")
-        encode([kept, client_state])
+        encode(kept, "progress")
+        encode(client_state, "client_state")
         if control.rank == 0:
             directory.mkdir(parents=True, exist_ok=True)
             shutil.rmtree(aside, ignore_errors=True)
@@ -167,8 +168,8 @@ def _manifest(
         "scalars": scalars,
         "python_rng": [rng for _, _, rng in rows],
         "files": files,
-        "progress": encode(progress),
-        "client_state": encode(client_state),
+        "progress": encode(progress, "progress"),
+        "client_state": encode(client_state, "client_state"),
     }
 
 
