@@ -24,8 +24,8 @@ _Text = str | None
 _Number = int | None
 
 
-def _option(help_text: str, *, metavar: str | None = None) -> Any:
-    return typer.Option(help=help_text, metavar=metavar, show_default=False)
+def _option(help_text: str) -> Any:
+    return typer.Option(help=help_text, show_default=False)
 
 
 @app.command()

@@ -50,7 +50,6 @@ class Reporter:
             str(folder.tensorboard), purge_step=first_step + 1 if first_step else None
         )
         self._console = Console()
-        self._held_out = float("nan")
         self._progress = Progress(
             TextColumn("step {task.completed}/{task.total}"),
             BarColumn(),

@@ -7,7 +7,7 @@ import json
 import logging
 import sys
 from collections.abc import Iterator
-from dataclasses import fields, is_dataclass
+from dataclasses import fields
 from typing import Any
 
 from pydantic import BaseModel
@@ -91,17 +91,12 @@ def _leaves(path: str, value: Any, default: Any) -> Iterator[tuple[str, object]]
     """Yield the values below ``path`` that differ from the default, leaf by leaf."""
     if value == default:
         return
-    inner: dict[str, Any]
-    if isinstance(value, BaseModel):
-        of_block = type(value).model_fields.items()
-        inner = {n: field.get_default(call_default_factory=True) for n, field in of_block}
-    elif is_dataclass(value):
-        inner = {field.name: getattr(default, field.name) for field in fields(value)}
-    else:
+    if not isinstance(value, BaseModel):
         yield path, value
         return
-    for name, its_default in inner.items():
+    for name, field in type(value).model_fields.items():
         below = f"{path}.{name}" if path else name
+        its_default = field.get_default(call_default_factory=True)
         yield from _leaves(below, getattr(value, name), its_default)
 
 

@@ -35,7 +35,6 @@ class Note:
     path: str
     value: Any
     text: str
-    is_warning: bool = False
 
 
 @dataclass(frozen=True, slots=True)
