@@ -21,8 +21,7 @@ from torch.utils.data import TensorDataset
 from zero_core import ConfigError
 from zero_core.testing import Case, batch, make_model, run_ddp, spawn
 from zero_engine import deepspeed
-from zero_engine.deepspeed.engine.facts import Facts
-from zero_engine.deepspeed.engine.unserved import UNSERVED
+from zero_engine.deepspeed.engine.facts import UNSERVED, Facts
 from zero_engine.deepspeed.errors import NotServedError
 
 STEPS = 4

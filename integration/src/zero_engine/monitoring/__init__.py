@@ -7,12 +7,11 @@ configuration asks for.
 
 from __future__ import annotations
 
+from zero_engine.monitoring.breakdowns import MemoryBreakdown, Throughput, WallClock
 from zero_engine.monitoring.communication import CommunicationLog, log_summary
 from zero_engine.monitoring.flops import FlopsProfiler
-from zero_engine.monitoring.memory import MemoryBreakdown
 from zero_engine.monitoring.monitors import Event, Monitor, Scalars, make_monitor
 from zero_engine.monitoring.observer import Observed, Observer, StepFacts, StepObserver
-from zero_engine.monitoring.times import Throughput, WallClock
 
 __all__ = [
     "CommunicationLog",

@@ -18,9 +18,9 @@ from zero_engine.deepspeed.config.settings import Settings
 from zero_engine.deepspeed.dataloader import DeepSpeedDataLoader
 from zero_engine.deepspeed.engine.averaging import Averaging
 from zero_engine.deepspeed.engine.checkpoints import Checkpoints
+from zero_engine.deepspeed.engine.facts import UNSERVED
 from zero_engine.deepspeed.engine.observing import Watch
 from zero_engine.deepspeed.engine.optimizer import DeepSpeedOptimizer
-from zero_engine.deepspeed.engine.unserved import UNSERVED
 from zero_engine.deepspeed.errors import NotServedError
 from zero_engine.deepspeed.zero.partitioned import leave_partitioned
 from zero_engine.monitoring import Monitor, StepFacts

@@ -1,4 +1,4 @@
-"""``wall_clock_breakdown``: times of forward, backward and step, and samples per second.
+"""``wall_clock_breakdown``, samples per second, and ``memory_breakdown``: the parts of a step.
 
 On an accelerator times are those of events on the current stream, read at the end of a step: the
 host waits for the device then, once a step, and only if times were asked for.
@@ -12,9 +12,12 @@ from functools import partialmethod
 
 import torch
 
+from zero_engine.machine import used_bytes
 from zero_engine.monitoring.monitors import Monitor
 from zero_engine.monitoring.observer import Observer, StepFacts
 
+_GB = 1e9
+_HOST = torch.device("cpu")
 _NAMES: Mapping[str, str] = {"forward": "fwd", "backward": "bwd", "step": "step"}
 """What monitors call a part of a step, and what DeepSpeed's lines call it."""
 
@@ -128,3 +131,23 @@ class Throughput(Observer):
         if self._device.type != "cpu":
             torch.accelerator.synchronize(self._device)
         return time.perf_counter()
+
+
+class MemoryBreakdown(Observer):
+    """Printer of the memory that device and process hold after each part of a micro-step."""
+
+    def __init__(self, device: torch.device, *, say: Callable[[str], None]) -> None:
+        self._device = device
+        self._say = say
+
+    def _print(self, part: str) -> None:
+        held = [f"host {used_bytes(_HOST) / _GB:.3f}"]
+        if self._device.type != "cpu":
+            now = torch.accelerator.memory_allocated(self._device)
+            most = torch.accelerator.max_memory_allocated(self._device)
+            held.insert(0, f"device {now / _GB:.3f} (peak {most / _GB:.3f})")
+        self._say(f"memory after {part} (GB): {', '.join(held)}")
+
+    end_forward = partialmethod(_print, "forward")
+    end_backward = partialmethod(_print, "backward")
+    end_step = partialmethod(_print, "step")
