@@ -108,8 +108,8 @@ class _Sorter:
         self.own: dict[str, Any] = {}
         self.notes: list[Note] = []
 
-    def tell(self, path: str, value: Any, text: str) -> None:
-        self.notes.append(Note(path, value, text))
+    def tell(self, path: str, value: Any, text: str, *, is_warning: bool = False) -> None:
+        self.notes.append(Note(path, value, text, is_warning))
 
     def sort(self, given: Mapping[str, Any]) -> None:
         for key, value in given.items():
@@ -150,7 +150,7 @@ class _Sorter:
         known = {*Config.model_fields, *HONOURED, *UNNEEDED, *REFUSED}
         close = difflib.get_close_matches(path, known, n=1, cutoff=0.8)
         hint = f": did you mean {close[0]!r}?" if close else ""
-        self.tell(path, value, f"not a key of DeepSpeed's{hint}")
+        self.tell(path, value, f"not a key of DeepSpeed's{hint}", is_warning=True)
 
 
 _FLAGS = frozenset(

@@ -35,6 +35,7 @@ class Note:
     path: str
     value: Any
     text: str
+    is_warning: bool = False
 
 
 @dataclass(frozen=True, slots=True)
