@@ -5,10 +5,18 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor
-from torch.nn.parallel import DistributedDataParallel
 
 import zero_core
-from zero_core.testing import LR, WEIGHT_DECAY, Case, batch, make_model, spawn
+from zero_core.testing import (
+    LR,
+    WEIGHT_DECAY,
+    Case,
+    SimulatedDDP,
+    SimulatedRanks,
+    batch,
+    make_model,
+    simulate,
+)
 
 NAMES = ("embed.weight", "gain", "blocks.0.up.weight", "blocks.1.side.bias", "sometimes")
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -17,22 +25,21 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 class _Reference:
     """DDP with torch.optim.AdamW, taken to the backward of its third step."""
 
-    def __init__(self, rank: int, world_size: int) -> None:
+    def __init__(self, ranks: SimulatedRanks) -> None:
         self.model = make_model()
-        self.ddp = self.model
-        if world_size > 1:
-            self.ddp = DistributedDataParallel(self.model, find_unused_parameters=True)
+        self.ddp = SimulatedDDP(self.model, ranks)
         trainable = [p for p in self.model.parameters() if p.requires_grad]
         self.optimizer = torch.optim.AdamW(trainable, lr=LR, weight_decay=WEIGHT_DECAY, fused=True)
         self.params = dict(self.model.named_parameters())
         for step in range(2):
-            self.backward(step, rank)
+            self.backward(step, ranks.rank)
             self.optimizer.step()
-        self.backward(4, rank)
+        self.backward(4, ranks.rank)
 
     def backward(self, step: int, rank: int) -> None:
         self.optimizer.zero_grad()
         self.ddp(**batch(step, 0, rank))["loss"].backward()
+        self.ddp.average_gradients()
 
     def read(self, name: str, what: str) -> Tensor:
         param = self.params[name]
@@ -41,31 +48,29 @@ class _Reference:
         return param.grad if what == "grad" else param.detach()
 
 
-def _engine(stage: int, rank: int) -> zero_core.Engine:
-    engine = zero_core.build(make_model(), Case(stage=stage).config())
+def _engine(stage: int, ranks: SimulatedRanks) -> zero_core.Engine:
+    engine = zero_core.build(make_model(), Case(stage=stage).config(), process_group=ranks)
     for step in (0, 1, 4):
-        engine.backward(engine(**batch(step, 0, rank))["loss"])
+        engine.backward(engine(**batch(step, 0, ranks.rank))["loss"])
         if step != 4:
             engine.step()
     return engine
 
 
-def _reads(rank: int, world_size: int) -> None:
-    reference = _Reference(rank, world_size)
-    atol = 0.0 if world_size <= 2 else 1e-6  # three ranks: another order than DDP's ring
+def _reads(ranks: SimulatedRanks) -> None:
+    reference = _Reference(ranks)
+    control = ranks.connect()
     for stage in (0, 1, 2, 3):
-        states = _engine(stage, rank).states
+        states = _engine(stage, ranks).states
         for name in NAMES:
             for what in ("master_weight", "grad", *MOMENTS):
                 if (name, what) == ("sometimes", "grad"):
                     continue  # not used in this step: None there, zeros here
                 full = states.get_full(name, what)
-                torch.testing.assert_close(full, reference.read(name, what), rtol=0.0, atol=atol)
+                torch.testing.assert_close(full, reference.read(name, what), rtol=0.0, atol=0.0)
                 local = states.get_local(name, what)
-                lengths = torch.tensor([local.numel()])
-                if world_size > 1:
-                    torch.distributed.all_reduce(lengths)
-                copies = world_size if stage == 0 else 1
+                lengths = control.sum(torch.tensor([local.numel()]))
+                copies = ranks.size if stage == 0 else 1
                 assert lengths.item() == copies * full.numel()
                 if stage == 0 or local.numel() == full.numel():
                     assert torch.equal(local, full.flatten())
@@ -76,7 +81,7 @@ def _reads(rank: int, world_size: int) -> None:
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_weights_gradients_and_moments_are_those_of_ddp(world_size):
-    spawn(_reads, world_size)
+    simulate(_reads, world_size)
 
 
 def _new(name: str, what: str, shape: torch.Size) -> Tensor:
@@ -84,8 +89,8 @@ def _new(name: str, what: str, shape: torch.Size) -> Tensor:
     return torch.rand(shape, generator=generator) * 0.1
 
 
-def _sets(rank: int, world_size: int, is_local: bool) -> None:
-    reference = _Reference(rank, world_size)
+def _sets(ranks: SimulatedRanks, is_local: bool) -> None:
+    reference = _Reference(ranks)
     whats = [(name, what) for name in NAMES for what in ("master_weight", "grad", *MOMENTS)]
     with torch.no_grad():
         for name, what in whats:
@@ -96,9 +101,9 @@ def _sets(rank: int, world_size: int, is_local: bool) -> None:
                 found.copy_(_new(name, what, found.shape))
         reference.params["frozen.0.up.bias"].fill_(0.5)
     reference.optimizer.step()
-    loss = reference.ddp(**batch(5, 0, rank))["loss"].item()
+    loss = reference.ddp(**batch(5, 0, ranks.rank))["loss"].item()
     for stage in (0, 1, 2, 3):
-        engine = _engine(stage, rank)
+        engine = _engine(stage, ranks)
         for name, what in whats:
             value = _new(name, what, reference.params[name].shape)
             if is_local:  # by way of a full one, of which each rank keeps its part
@@ -117,19 +122,19 @@ def _sets(rank: int, world_size: int, is_local: bool) -> None:
             torch.testing.assert_close(
                 after[name], reference.params[name].detach(), rtol=0.0, atol=1e-7
             )
-        assert engine(**batch(5, 0, rank))["loss"].item() == pytest.approx(loss, abs=1e-5)
+        assert engine(**batch(5, 0, ranks.rank))["loss"].item() == pytest.approx(loss, abs=1e-5)
 
 
 @pytest.mark.parametrize("is_local", [False, True])
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_what_is_set_is_what_the_step_uses(world_size, is_local):
-    spawn(_sets, world_size, is_local)
+    simulate(_sets, world_size, is_local)
 
 
-def _unscaled(rank: int, world_size: int) -> None:
+def _unscaled(ranks: SimulatedRanks) -> None:
     config = Case(stage=3).config() | {"fp16": {"enabled": True, "loss_scale": 256.0}}
-    engine = zero_core.build(make_model(), config)
-    engine.backward(engine(**batch(0, 0, rank))["loss"])
+    engine = zero_core.build(make_model(), config, process_group=ranks)
+    engine.backward(engine(**batch(0, 0, ranks.rank))["loss"])
     grad = engine.states.get_full("embed.weight", "grad")
     exact = _gradient_of_rank(0) + _gradient_of_rank(1)
     torch.testing.assert_close(grad, exact / 2, rtol=0.0, atol=5e-3)
@@ -144,7 +149,7 @@ def _gradient_of_rank(rank: int) -> Tensor:
 
 
 def test_gradients_are_free_of_the_loss_scale():
-    spawn(_unscaled, 2)
+    simulate(_unscaled, 2)
 
 
 def test_what_is_not_there_is_refused_by_name():
