@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 from torch import Tensor
 
@@ -26,26 +27,24 @@ def collective_error(what: str, error: RuntimeError) -> CollectiveError:
     )
 
 
+@dataclass(eq=False)
 class _NotStarted:
     """A collective that could not start. It fails where it is waited for."""
 
-    def __init__(self, error: RuntimeError) -> None:
-        self._error = error
+    error: RuntimeError
 
     def wait(self) -> None:
-        raise self._error
+        raise self.error
 
 
+@dataclass(slots=True, eq=False)
 class NamedWork:
     """A collective under way whose failure says which one it was."""
 
-    __slots__ = ("_owner", "_segment", "_verb", "_work")
-
-    def __init__(self, owner: Communicator, work: Work, verb: str, segment: int) -> None:
-        self._owner = owner
-        self._work = work
-        self._verb = verb
-        self._segment = segment
+    _owner: Communicator
+    _work: Work
+    _verb: str
+    _segment: int
 
     def wait(self) -> None:
         """Wait for the collective.

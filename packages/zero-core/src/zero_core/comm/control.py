@@ -64,12 +64,10 @@ class ControlGroup(Protocol):
     @abstractmethod
     def sum(self, values: Tensor) -> Tensor:
         """Sum every rank's ``values`` in place. The result has the same bits on every rank."""
-        ...
 
     @abstractmethod
     def broadcast(self, tensor: Tensor, *, source: int = 0) -> None:
         """Overwrite ``tensor`` with rank ``source``'s."""
-        ...
 
     @abstractmethod
     def gather_on_device(self, tensor: Tensor) -> Tensor:
@@ -77,7 +75,6 @@ class ControlGroup(Protocol):
 
         With one rank that is ``tensor`` itself.
         """
-        ...
 
     def gather(self, tensor: Tensor) -> Tensor:
         """Return every rank's 1-D ``tensor`` (equally long), in rank order, on the CPU."""

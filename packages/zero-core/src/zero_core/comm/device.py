@@ -5,22 +5,22 @@ All-gather and all-to-all are the library's; a reduction is an all-to-all and a 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, cast
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from zero_core.comm.control import all_gather_single, sum_in_rank_order
-from zero_core.comm.host import HostCollectives, check_all_to_all, check_subgroup
-from zero_core.comm.meter import GRADIENTS, PARAMETERS, Links, Meter
+from zero_core.comm.host import HostCollectives, Transport
+from zero_core.comm.meter import Links, Meter
 from zero_core.comm.p2p import ProcessMessages
 from zero_core.comm.queues import CommQueues
 from zero_core.protocols import EXACT_GRADIENTS, TransportCollectives, Work
 
 
-class DeviceCollectives:
+class DeviceCollectives(Transport):
     """`zero_core.protocols.TransportCollectives` of an accelerator. See there for the contract."""
 
     reduces_in_place = False
@@ -43,20 +43,15 @@ class DeviceCollectives:
             queues: where jobs run.
             meter: counts what is sent.
         """
-        self.rank = rank
-        self.world_size = links.world_size
+        super().__init__(rank, links, queues, meter)
         self._group = group
         self._members = dist.get_process_group_ranks(group)
         # Where a block's parameter is unused on one rank only, reductions and gathers interleave
         # differently there: each queue has a group of its own.
         self._reduce_group = _new_group(self._members)
-        self._queues = queues
-        self._links = links
-        self._meter = Meter() if meter is None else meter
-        self._scratch: dict[tuple[int, torch.dtype], list[Tensor]] = {}
 
     def subgroup(self, ranks: Sequence[int]) -> TransportCollectives:
-        check_subgroup(ranks, self.rank, self.world_size)
+        self._check_subgroup(ranks)
         if len(ranks) == 1:  # nothing to send
             return HostCollectives(
                 ProcessMessages(None),
@@ -73,18 +68,10 @@ class DeviceCollectives:
             meter=self._meter,
         )
 
-    def zeros(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        with torch.inference_mode(False):  # it serves training too
-            return torch.zeros(numel, dtype=dtype, device=device)
-
-    def launch(self, job: Callable[[], None], *, is_reduction: bool) -> Work:
-        return self._queues.launch(job, is_reduction=is_reduction)
-
     def all_gather(
         self, out: Tensor, shard: Tensor, *, unit: int, version: int, backward: bool
     ) -> Work:
-        content = GRADIENTS if version == EXACT_GRADIENTS else PARAMETERS
-        self._meter.add("all_gather", content, self._links.gather(shard.nbytes))
+        self._count("all_gather", version, self._links.gather(shard.nbytes))
         own = out.view(self.world_size, -1)[self.rank]
         if own.data_ptr() != shard.data_ptr():
             own.copy_(shard)
@@ -93,18 +80,16 @@ class DeviceCollectives:
 
     def reduce_scatter(self, out: Tensor, full: Tensor, *, unit: int) -> Work:
         sent = self._links.direct(full.nbytes // self.world_size)
-        self._meter.add("reduce_scatter", GRADIENTS, sent)
-        free = self._scratch.setdefault((full.numel(), full.dtype), [])
-        received = free.pop() if free else torch.empty_like(full)
+        self._count("reduce_scatter", EXACT_GRADIENTS, sent)
+        received = self._borrow(full)
         parts = list(received.view(self.world_size, -1))
         work = self._swap(received, full)
-
-        return _DeviceReduction(work, out, received, parts, free)
+        return _DeviceReduction(self, work, out, received, parts)
 
     def all_to_all(self, out: Tensor, parts: Tensor, *, unit: int) -> Work:
-        check_all_to_all(out, parts, self.world_size)
+        self._check_all_to_all(out, parts)
         sent = self._links.direct(parts.nbytes // self.world_size)
-        self._meter.add("all_to_all", GRADIENTS, sent)
+        self._count("all_to_all", EXACT_GRADIENTS, sent)
         return self._swap(out, parts)
 
     def _swap(self, out: Tensor, parts: Tensor) -> Work:
@@ -112,30 +97,23 @@ class DeviceCollectives:
         return cast(Work, work)
 
 
+@dataclass(eq=False)
 class _DeviceReduction:
     """An all-to-all under way, and the sum that follows it: `zero_core.protocols.Reduction`."""
 
-    def __init__(
-        self,
-        work: Work,
-        out: Tensor,
-        received: Tensor,
-        parts: Sequence[Tensor],
-        free: list[Tensor],
-    ) -> None:
-        self.contributions = parts
-        self._work: Work | None = work
-        self._out = out
-        self._received = received
-        self._free = free
+    owner: DeviceCollectives
+    work: Work | None
+    out: Tensor
+    received: Tensor
+    contributions: Sequence[Tensor]
 
     def wait(self) -> None:
         """Sum in rank order. Once."""
-        if self._work is not None:
-            work, self._work = self._work, None
+        if self.work is not None:
+            work, self.work = self.work, None
             work.wait()
-            sum_in_rank_order(self._out, self.contributions)
-            self._free.append(self._received)
+            sum_in_rank_order(self.out, self.contributions)
+            self.owner.give_scratch(self.received)
 
 
 def _new_group(ranks: Sequence[int]) -> dist.ProcessGroup:

@@ -14,7 +14,9 @@ node first would be another sum.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -27,7 +29,63 @@ from zero_core.comm.shared_memory import SharedMemory
 from zero_core.protocols import EXACT_GRADIENTS, Work
 
 
-class HostCollectives:
+class Transport:
+    """What the collectives of hosts and of accelerators share: jobs, counting, scratch memory."""
+
+    def __init__(
+        self, rank: int, links: Links, queues: CommQueues, meter: Meter | None = None
+    ) -> None:
+        self._meter = Meter() if meter is None else meter
+        self._queues = queues
+        self._place(rank, links)
+
+    def _place(self, rank: int, links: Links) -> None:
+        self.rank = rank
+        self.world_size = links.world_size
+        self._links = links
+        self._scratch: dict[tuple[int, torch.dtype], list[Tensor]] = {}
+
+    def zeros(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        with torch.inference_mode(False):  # it serves training too
+            return torch.zeros(numel, dtype=dtype, device=device)
+
+    def launch(self, job: Callable[[], None], *, is_reduction: bool) -> Work:
+        return self._queues.launch(job, is_reduction=is_reduction)
+
+    def _count(self, collective: str, version: int, sent: tuple[int, int]) -> None:
+        if self.world_size > 1:
+            content = GRADIENTS if version == EXACT_GRADIENTS else PARAMETERS
+            self._meter.add(collective, content, sent)
+
+    def _borrow(self, like: Tensor) -> Tensor:
+        free = self._scratch.setdefault((like.numel(), like.dtype), [])
+        try:
+            return free.pop()  # another thread may have taken the last one
+        except IndexError:
+            return torch.empty_like(like)
+
+    def give_scratch(self, scratch: Tensor) -> None:
+        self._scratch[scratch.numel(), scratch.dtype].append(scratch)
+
+    def _check_subgroup(self, ranks: Sequence[int]) -> None:
+        is_sound = len(set(ranks)) == len(ranks) and all(0 <= r < self.world_size for r in ranks)
+        if not is_sound or self.rank not in ranks:
+            raise ValueError(
+                f"subgroup: {list(ranks)} must be different ranks below {self.world_size}, with "
+                f"rank {self.rank} among them: every rank gives the subgroup that it is in"
+            )
+
+    def _check_all_to_all(self, out: Tensor, parts: Tensor) -> None:
+        size = self.world_size
+        if out.numel() != parts.numel() or out.dtype != parts.dtype or parts.numel() % size:
+            raise ValueError(
+                f"all_to_all: out has {out.numel()} elements of {out.dtype}, parts "
+                f"{parts.numel()} of {parts.dtype}: both must have the same dtype and {size} equal "
+                "slices"
+            )
+
+
+class HostCollectives(Transport):
     """`zero_core.protocols.TransportCollectives` among hosts. See there for the contract."""
 
     reduces_in_place = True
@@ -54,47 +112,23 @@ class HostCollectives:
             queues: where jobs run; threads, if not given.
             meter: counts what is sent.
         """
-        self._set_up(
-            PeerToPeer(messages, range(world_size), rank=rank, shared=shared),
-            Links(world_size, ranks_per_node or world_size, is_ring=False),
-            HostQueues() if queues is None else queues,
-            Meter() if meter is None else meter,
-            shared,
-        )
-
-    def _set_up(
-        self,
-        wire: PeerToPeer,
-        links: Links,
-        queues: CommQueues,
-        meter: Meter,
-        shared: SharedMemory | None,
-    ) -> None:
-        self.rank = wire.rank
-        self.world_size = len(wire.members)
-        self._wire = wire
-        self._links = links
-        self._is_once_per_node = 1 < links.ranks_per_node < links.world_size
-        self._queues = queues
-        self._meter = meter
+        links = Links(world_size, ranks_per_node or world_size, is_ring=False)
+        super().__init__(rank, links, HostQueues() if queues is None else queues, meter)
         self._shared = shared
-        self._scratch: dict[tuple[int, torch.dtype], list[Tensor]] = {}
+        self._wire = PeerToPeer(messages, range(world_size), rank=rank, shared=shared)
 
     def subgroup(self, ranks: Sequence[int]) -> HostCollectives:
-        check_subgroup(ranks, self.rank, self.world_size)
-        found = HostCollectives.__new__(HostCollectives)
-        wire, links = self._wire.among(ranks), self._links.among(ranks)
-        found._set_up(wire, links, self._queues, self._meter, self._shared)
+        self._check_subgroup(ranks)
+        found = copy.copy(self)
+        found._wire = self._wire.among(ranks)
+        found._place(found._wire.rank, self._links.among(ranks))
         return found
 
     def zeros(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        if self._shared is None or device.type != "cpu":
+            return super().zeros(numel, dtype, device)
         with torch.inference_mode(False):  # it serves training too
-            if self._shared is not None and device.type == "cpu":
-                return self._shared.zeros(numel, dtype)
-            return torch.zeros(numel, dtype=dtype, device=device)
-
-    def launch(self, job: Callable[[], None], *, is_reduction: bool) -> Work:
-        return self._queues.launch(job, is_reduction=is_reduction)
+            return self._shared.zeros(numel, dtype)
 
     def all_gather(
         self, out: Tensor, shard: Tensor, *, unit: int, version: int, backward: bool
@@ -104,7 +138,7 @@ class HostCollectives:
         own = slices[self.rank]
         if own.data_ptr() != shard.data_ptr():
             own.copy_(shard)
-        if self._is_once_per_node:
+        if 1 < self._links.ranks_per_node < self.world_size:
             return self._gather_once_per_node(out, shard, unit)
         return _Exchange(self._start_gather(slices, shard, self._wire.peers, unit))
 
@@ -152,7 +186,7 @@ class HostCollectives:
         return _HostReduction(self, out, list(slices), parcels, received, unit, is_near=is_near)
 
     def all_to_all(self, out: Tensor, parts: Tensor, *, unit: int) -> Work:
-        check_all_to_all(out, parts, self.world_size)
+        self._check_all_to_all(out, parts)
         given, slices = parts.view(self.world_size, -1), out.view(self.world_size, -1)
         self._count("all_to_all", EXACT_GRADIENTS, self._links.direct(given[0].nbytes))
         parcels = self._exchange_slices(given, slices, Kind.SWAP, unit)
@@ -170,22 +204,10 @@ class HostCollectives:
             for p in wire.peers
         }
 
-    def _count(self, collective: str, version: int, sent: tuple[int, int]) -> None:
-        if self.world_size > 1:
-            content = GRADIENTS if version == EXACT_GRADIENTS else PARAMETERS
-            self._meter.add(collective, content, sent)
-
-    def _borrow(self, like: Tensor) -> Tensor:
-        free = self._scratch.setdefault((like.numel(), like.dtype), [])
-        try:
-            return free.pop()  # another thread may have taken the last one
-        except IndexError:
-            return torch.empty_like(like)
-
     def acknowledge(self, received: Tensor | None, unit: int, *, is_near: bool) -> Work:
         """End a reduction: its scratch buffer is free, its near parts were read."""
         if received is not None:
-            self._scratch[received.numel(), received.dtype].append(received)
+            self.give_scratch(received)
         return self._wire.acknowledge(Kind.REDUCE_READ, unit) if is_near else _DONE
 
 
@@ -197,76 +219,49 @@ class _Done:
 _DONE = _Done()
 
 
+@dataclass(eq=False)
 class _Exchange:
     """A gather or an all-to-all under way. The latter acknowledges over ``wire``."""
 
-    def __init__(
-        self, parcels: Sequence[Parcel], wire: PeerToPeer | None = None, unit: int = 0
-    ) -> None:
-        self._parcels = parcels
-        self._wire = wire
-        self._unit = unit
+    parcels: Sequence[Parcel]
+    wire: PeerToPeer | None = None
+    unit: int = 0
 
     def wait(self) -> None:
         """Bring every peer's bytes to their place. Once."""
-        parcels, self._parcels = self._parcels, ()
+        parcels, self.parcels = self.parcels, ()
         for parcel in parcels:
             parcel.receive_into()
-        wire, self._wire = self._wire, None
+        wire, self.wire = self.wire, None
         if wire is not None:
-            wire.acknowledge(Kind.SWAP_READ, self._unit).wait()
+            wire.acknowledge(Kind.SWAP_READ, self.unit).wait()
 
 
+@dataclass(eq=False)
 class _HostReduction:
-    """A reduction under way: `zero_core.protocols.InPlaceReduction`."""
+    """A reduction under way: `zero_core.protocols.InPlaceReduction`.
 
-    def __init__(
-        self,
-        owner: HostCollectives,
-        out: Tensor,
-        sources: list[Tensor],
-        parcels: dict[int, Parcel],
-        received: Tensor | None,
-        unit: int,
-        *,
-        is_near: bool,
-    ) -> None:
-        self.contributions: Sequence[Tensor] = sources
-        self._owner = owner
-        self._out = out
-        self._sources = sources
-        self._parcels = parcels
-        self._received = received
-        self._unit = unit
-        self._is_near = is_near
+    Attributes:
+        contributions: this rank's slices; after `wait`, every rank's part of the sum.
+    """
+
+    owner: HostCollectives
+    out: Tensor
+    contributions: list[Tensor]
+    parcels: dict[int, Parcel]
+    received: Tensor | None
+    unit: int
+    is_near: bool
+    is_summed: bool = False
 
     def wait(self) -> None:
         """Sum in rank order. Once."""
-        if self._sources:
-            sources, self._sources = self._sources, []
-            for peer, parcel in self._parcels.items():
-                sources[peer] = parcel.receive()
-            sum_in_rank_order(self._out, sources)
+        if not self.is_summed:
+            self.is_summed = True
+            for peer, parcel in self.parcels.items():
+                self.contributions[peer] = parcel.receive()
+            sum_in_rank_order(self.out, self.contributions)
 
     def acknowledge(self) -> Work:
-        self.contributions = ()
-        return self._owner.acknowledge(self._received, self._unit, is_near=self._is_near)
-
-
-def check_all_to_all(out: Tensor, parts: Tensor, world_size: int) -> None:
-    """Refuse buffers that do not make ``world_size`` equal slices."""
-    if out.numel() != parts.numel() or out.dtype != parts.dtype or parts.numel() % world_size:
-        raise ValueError(
-            f"all_to_all: out has {out.numel()} elements of {out.dtype}, parts {parts.numel()} of "
-            f"{parts.dtype}: both must have the same dtype and {world_size} equal slices"
-        )
-
-
-def check_subgroup(ranks: Sequence[int], rank: int, world_size: int) -> None:
-    """Refuse ``ranks`` that are no subgroup with ``rank`` in it."""
-    is_sound = len(set(ranks)) == len(ranks) and all(0 <= r < world_size for r in ranks)
-    if not is_sound or rank not in ranks:
-        raise ValueError(
-            f"subgroup: {list(ranks)} must be different ranks below {world_size}, with rank {rank} "
-            "among them: every rank gives the subgroup that it is in"
-        )
+        self.contributions = []
+        return self.owner.acknowledge(self.received, self.unit, is_near=self.is_near)

@@ -22,6 +22,7 @@ is a dictionary whose entries, once made, do not change.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from enum import IntEnum
 from itertools import count
 from typing import Protocol
@@ -58,15 +59,12 @@ class Messages(Protocol):
 
     def isend(self, tensor: Tensor, target: int, tag: int) -> Work:
         """Start to send a CPU tensor, which must not change until the work is done."""
-        ...
 
     def irecv(self, tensor: Tensor, source: int, tag: int) -> Work:
         """Start to receive into a CPU tensor of the size that ``source`` sends."""
-        ...
 
     def next_channel(self) -> int:
         """Return a number that no other user of the group has. Every rank must call it."""
-        ...
 
 
 class ProcessMessages:
@@ -97,51 +95,41 @@ class ProcessMessages:
         return next(_numbers.setdefault(name, count())) % _NUM_CHANNELS
 
 
+@dataclass(slots=True, eq=False)
 class Parcel:
     """One peer's bytes on their way: `receive` waits for them."""
 
-    __slots__ = ("_into", "_peer", "_token", "_wire", "_works")
-
-    def __init__(
-        self,
-        wire: PeerToPeer,
-        works: Sequence[Work],
-        into: Tensor,
-        peer: int,
-        token: Tensor | None = None,
-    ) -> None:
-        self._wire = wire
-        self._works = works
-        self._into = into
-        self._peer = peer
-        self._token = token
+    wire: PeerToPeer
+    works: Sequence[Work]
+    into: Tensor
+    peer: int
+    token: Tensor | None = None
 
     def receive(self) -> Tensor:
         """Wait, and return the peer's bytes: far ones in ``into``, near ones in place."""
-        wait_all(self._works)
-        if self._token is None:
-            return self._into
-        return self._wire.read(self._peer, self._token, self._into)
+        wait_all(self.works)
+        if self.token is None:
+            return self.into
+        return self.wire.read(self.peer, self.token, self.into)
 
     def receive_into(self) -> None:
         """Wait, and copy the peer's bytes to ``into`` if they are not there."""
         found = self.receive()
-        if found.data_ptr() != self._into.data_ptr():
-            self._into.copy_(found)
+        if found.data_ptr() != self.into.data_ptr():
+            self.into.copy_(found)
 
 
+@dataclass(slots=True, eq=False)
 class Acknowledgement:
     """The messages by which the near ranks report that they have read each other's bytes."""
 
-    __slots__ = ("_buffers", "_works")
-
-    def __init__(self, works: Sequence[Work], buffers: Tensor) -> None:
-        self._works = works
-        self._buffers = buffers  # receives write to it until they are done
+    works: Sequence[Work]
+    buffers: Tensor
+    """Receives write to it until they are done."""
 
     def wait(self) -> None:
         """Wait until every near peer has reported."""
-        wait_all(self._works)
+        wait_all(self.works)
 
 
 class PeerToPeer:

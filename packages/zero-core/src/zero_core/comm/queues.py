@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from queue import SimpleQueue
 from typing import Protocol
 
@@ -90,6 +91,7 @@ class StreamQueues:
         return _Enqueued(result, done, self._device)
 
 
+@dataclass(eq=False)
 class _Result:
     """A job and its outcome.
 
@@ -97,45 +99,44 @@ class _Result:
     a job for another thread says whether its caller ``is_inference``; None keeps all modes.
     """
 
-    def __init__(self, job: _Job, *, is_inference: bool | None = None) -> None:
-        self._job: _Job | None = job
-        self._is_inference = is_inference
-        self._error: BaseException | None = None
-        self._is_done = threading.Event()
+    job: _Job | None
+    is_inference: bool | None = None
+    error: BaseException | None = None
+    is_done: threading.Event = field(default_factory=threading.Event)
 
     def run(self) -> None:
-        job, self._job = self._job, None  # what it holds is free when it is done
+        job, self.job = self.job, None  # what it holds is free when it is done
         assert job is not None
         try:
-            if self._is_inference is None:
+            if self.is_inference is None:
                 job()
             else:
-                with torch.inference_mode(self._is_inference), torch.no_grad():
+                with torch.inference_mode(self.is_inference), torch.no_grad():
                     job()
         except BaseException as error:  # whoever waits must hear of it
-            self._error = error
+            self.error = error
         finally:
-            self._is_done.set()
+            self.is_done.set()
 
     def wait(self) -> None:
         """Wait for the job. Raise what it raised, at each call."""
-        self._is_done.wait()
-        if self._error is not None:
-            raise self._error
+        self.is_done.wait()
+        if self.error is not None:
+            raise self.error
 
 
+@dataclass(eq=False)
 class _Enqueued:
     """A job whose operations are all on its stream."""
 
-    def __init__(self, result: _Result, done: torch.Event, device: torch.device) -> None:
-        self._result = result
-        self._done = done
-        self._device = device
+    result: _Result
+    done: torch.Event
+    device: torch.device
 
     def wait(self) -> None:
         """Have the caller's current stream wait for the job: it reads what the job wrote."""
-        self._result.wait()
-        torch.accelerator.current_stream(self._device).wait_event(self._done)
+        self.result.wait()
+        torch.accelerator.current_stream(self.device).wait_event(self.done)
 
 
 def _serve(queue: SimpleQueue[_Result | None]) -> None:
