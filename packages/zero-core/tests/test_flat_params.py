@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from zero_core.errors import CollectiveError
 from zero_core.layout.arithmetic import Segment, Slot
 from zero_core.protocols import EXACT_PARAMETERS
-from zero_core.sharded.params import FlatParams, ParamState, SegmentViews
+from zero_core.sharded.params import FlatParams, ParamState, SegmentViews, ShardSource
 from zero_core.sharded.pool import BufferPool, allocator
 
 CPU = torch.device("cpu")
@@ -20,12 +20,11 @@ SEGMENT = Segment(
 )
 
 
-class _Source:
+class _Source(ShardSource):
     """A shard of rank 0 whose gathers bring 0, 1, 2, ...; plus 10 per version."""
 
-    span: tuple[int, int] | None = (0, 4)
-
     def __init__(self) -> None:
+        self.span = (0, 4)
         self.gathers: list[tuple[int, bool]] = []
         self.waits = 0
         self.shard = torch.zeros(4)

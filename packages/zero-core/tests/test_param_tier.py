@@ -20,8 +20,8 @@ import zero_core
 from zero_core.comm.communicator import Communicator
 from zero_core.layout.arithmetic import Segment
 from zero_core.protocols import ParamTier
-from zero_core.sharded.param_offload import CopyStream, OffloadedShard
-from zero_core.sharded.pool import BufferPool, allocator
+from zero_core.sharded.param_offload import OffloadedShard
+from zero_core.sharded.pool import BufferPool, CopyStream, allocator
 from zero_core.testing import (
     Case,
     Hard,

@@ -6,7 +6,7 @@ See [Note: the tensors of a segment] in `zero_core.sharded.unit`.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -17,7 +17,7 @@ from zero_core.layout.arithmetic import Segment
 from zero_core.protocols import EXACT_GRADIENTS, StateTier
 from zero_core.sharded.gradient_plan import GradientCase, GradientPlan
 from zero_core.sharded.params import SegmentViews
-from zero_core.sharded.pool import BufferPool
+from zero_core.sharded.pool import BufferPool, Wait
 
 _STRIDED = torch.strided
 
@@ -79,7 +79,7 @@ class FlatGrads:
         span: tuple[int, int],
         views: SegmentViews,
     ) -> None:
-        """Prepare for the gradients of ``params``.
+        """Prepare. ``views`` are those of this segment and others that are like it.
 
         Args:
             segment: the arithmetic.
@@ -119,7 +119,7 @@ class FlatGrads:
         # Wait until the other ranks have read full_grad.
         self._until_read: NamedWork | None = None
         # Wait until the state tier has copied grad_shard.
-        self._until_copied: _Copying | None = None
+        self._until_copied: Wait | None = None
         self._nonfinite: Tensor | None = None  # bool, [world_size]
         self._is_updated = False  # an update in this step has used the gradient
 
@@ -252,16 +252,15 @@ class FlatGrads:
             rounded = total.to(dtype)
         return ReducedGrad(rounded, self.norm())
 
-    def release(self, until_copied: Callable[[], None] | None) -> None:
+    def release(self, until_copied: Wait | None) -> None:
         """Free what the state tier was offered.
 
         ``until_copied`` blocks until the tier has copied it. It is called before the memory is used
         again.
         """
-        copying = None if until_copied is None else _Copying(until_copied)
         if self._shard is not None:
-            self._until_copied = copying
-        self._return_lent(copying)
+            self._until_copied = until_copied
+        self._return_lent(until_copied)
 
     def values(self) -> Tensor:
         """Return this rank's shard of the reduced gradient, [shard_numel]. Not to be written to."""
@@ -340,13 +339,13 @@ class FlatGrads:
     def _wait_until_copied(self) -> None:
         if self._until_copied is not None:
             until_copied, self._until_copied = self._until_copied, None
-            until_copied.wait()
+            until_copied()
 
-    def _return_lent(self, copying: _Copying | None) -> None:
+    def _return_lent(self, until_copied: Wait | None) -> None:
         self._borrowed_grad = None
         if self._lent is not None:
             (pool, buffer), self._lent = self._lent, None
-            pool.release(buffer, copying)
+            pool.release(buffer, until_copied)
 
     def _open(self) -> None:
         plan, kept = self.plan, self._buffers.full
@@ -369,14 +368,8 @@ class FlatGrads:
         if full is None or full is self._buffers.full or full is self._shard:
             return
         until_read, self._until_read = self._until_read, None
-        self._buffers.full_pools[full.dtype].release(full, until_read)
-
-
-class _Copying:
-    """The state tier's copy of what it was offered. It is done when ``wait`` returns."""
-
-    def __init__(self, wait: Callable[[], None]) -> None:
-        self.wait = wait
+        readers = None if until_read is None else until_read.wait
+        self._buffers.full_pools[full.dtype].release(full, readers)
 
 
 def _norm(values: Tensor, p: float = 2.0) -> Tensor:

@@ -21,14 +21,13 @@ from zero_core.protocols import StateTier
 from zero_core.sharded.gradient_plan import GradientPlan, plan_segment_gradient
 from zero_core.sharded.grads import FlatGrads, GradientBuffers
 from zero_core.sharded.param_offload import (
-    CopyStream,
     LocalStore,
     OffloadedSegments,
     OffloadedShard,
     PrefetchHints,
 )
 from zero_core.sharded.params import DeviceShard, FlatParams, SegmentViews, ShardSource
-from zero_core.sharded.pool import Allocate, Arena, BufferPool, allocator
+from zero_core.sharded.pool import Allocate, Arena, BufferPool, CopyStream, allocator
 from zero_core.sharded.unit import Unit
 
 NUM_SPARE = 2
@@ -188,34 +187,32 @@ class Memory:
     def _flat_params(
         self, segment: Segment, tier: StateTier, communicator: Communicator
     ) -> FlatParams:
-        index = segment.index
+        index, span = segment.index, self.spans.get(segment.index)
+        source: ShardSource
+        if index not in self._offloaded_indices:
+            source = DeviceShard(index, self._shards[index], communicator, tier, span)
+        else:
+            assert self._param_tier is not None
+            assert self._stream is not None
+            source = OffloadedShard(
+                segment,
+                self._param_tier,
+                self._stream,
+                staging=self._staging_pools[min(segment.unit, 1)],
+                communicator=communicator,
+                tier=tier,
+                span=span,
+            )
         return FlatParams(
             segment,
             self._params_of(segment),
             rank=self._rank,
             device=self.device,
-            source=self._source(segment, tier, communicator),
+            source=source,
             kept=self._kept.get(index),
             pool=self._full_pools[min(segment.unit, 1)],
             has_remote_updates=self._has_peers and self.has_sharded_state and segment.is_trainable,
             views=self._views_of(segment),
-        )
-
-    def _source(self, segment: Segment, tier: StateTier, communicator: Communicator) -> ShardSource:
-        index = segment.index
-        span = self.spans.get(index)
-        if index not in self._offloaded_indices:
-            return DeviceShard(index, self._shards[index], communicator, tier, span)
-        assert self._param_tier is not None
-        assert self._stream is not None
-        return OffloadedShard(
-            segment,
-            self._param_tier,
-            self._stream,
-            staging=self._staging_pools[min(segment.unit, 1)],
-            communicator=communicator,
-            tier=tier,
-            span=span,
         )
 
     def _views_of(self, segment: Segment) -> SegmentViews:
@@ -285,16 +282,13 @@ class Memory:
 
     def _allocate_params(self) -> None:
         segments = [s for s in self._layout.segments if s.index not in self._offloaded_indices]
-        for dtype in dict.fromkeys(s.dtype for s in segments):
-            same = [s for s in segments if s.dtype == dtype]
-            sizes = [s.shard_numel if self._is_gathered(s) else s.padded_numel for s in same]
-            parts = self._arena.allocate("parameters", dtype, sizes)
-            for s, t in zip(same, parts, strict=True):
-                if self._is_gathered(s):
-                    self._shards[s.index] = t
-                else:
-                    self._kept[s.index] = t
-                    self._shards[s.index] = t[slice(*s.shard_range(self._rank))]
+        whole = [s for s in segments if not self._is_gathered(s)]
+        sizes = {s.index: (s.dtype, s.shard_numel) for s in segments}
+        sizes |= {s.index: (s.dtype, s.padded_numel) for s in whole}
+        self._shards |= self._arena.allocate("parameters", sizes)
+        for s in whole:
+            self._kept[s.index] = self._shards[s.index]
+            self._shards[s.index] = self._kept[s.index][slice(*s.shard_range(self._rank))]
 
     def allocate_gradients(self, *, owns_grads: bool) -> dict[int, GradientBuffers]:
         """Allocate what gradients need, by trainable segment.
@@ -308,30 +302,38 @@ class Memory:
             s.index: plan_segment_gradient(s, self._config, stage=self.stage, owns_grads=owns_grads)
             for s in segments
         }
-        communicated = {i: p.communicated for i, p in plans.items()}
-        accumulated = {i: p.accumulated for i, p in plans.items()}
-        full = self._by_dtype(
+        allocate = self._arena.allocate
+        full = allocate(
             "gradients",
-            [s for s in segments if plans[s.index].is_full_kept],
-            communicated,
-            is_full=True,
+            {
+                s.index: (plans[s.index].communicated, s.padded_numel)
+                for s in segments
+                if plans[s.index].is_full_kept
+            },
         )
         # A reduction leaves the kept gradients free: they hold the sum, if it fits.
         total = {i: full[i] for i, p in plans.items() if p.is_sum_in_full}
         shards: dict[int, Tensor] = {}
         if self._has_peers and self.stage == 0:
             rest = [s for s in segments if s.index not in total]
-            own = self._by_dtype("gradients", rest, accumulated, is_full=True)
+            total |= allocate(
+                "gradients", {s.index: (plans[s.index].accumulated, s.padded_numel) for s in rest}
+            )
             # The sum that is gathered into begins as this rank's slice of it.
-            shards = {s.index: own[s.index][slice(*s.shard_range(self._rank))] for s in rest}
-            total |= own
-        apart = [s for s in segments if s.index not in shards and plans[s.index].is_shard_kept]
-        shards |= self._by_dtype("gradient shards", apart, accumulated, is_full=False)
+            shards = {s.index: total[s.index][slice(*s.shard_range(self._rank))] for s in rest}
+        shards |= allocate(
+            "gradient shards",
+            {
+                s.index: (plans[s.index].accumulated, s.shard_numel)
+                for s in segments
+                if s.index not in shards and plans[s.index].is_shard_kept
+            },
+        )
         full_pools = self._full_grad_pools(segments, plans)
         shard_pools = [
             self._pool(
                 "gradient shards",
-                [s.shard_numel * accumulated[s.index].itemsize for s in part],
+                [s.shard_numel * plans[s.index].accumulated.itemsize for s in part],
                 _largest_unit([s for s in part if not plans[s.index].is_shard_kept])
                 if self._has_peers
                 else [],
@@ -379,22 +381,6 @@ class Memory:
         """Whether each backward borrows a buffer of ``dtype`` for the gradients."""
         is_borrowed = not plan.is_full_kept if self._has_peers else not plan.is_shard_kept
         return is_borrowed and plan.communicated == dtype
-
-    def _by_dtype(
-        self,
-        kind: str,
-        segments: Sequence[Segment],
-        dtypes: Mapping[int, torch.dtype],
-        *,
-        is_full: bool,
-    ) -> dict[int, Tensor]:
-        found: dict[int, Tensor] = {}
-        for dtype in dict.fromkeys(dtypes[s.index] for s in segments):
-            same = [s for s in segments if dtypes[s.index] == dtype]
-            sizes = [s.padded_numel if is_full else s.shard_numel for s in same]
-            for s, t in zip(same, self._arena.allocate(kind, dtype, sizes), strict=True):
-                found[s.index] = t
-        return found
 
 
 def _split(segments: Sequence[Segment]) -> list[list[Segment]]:

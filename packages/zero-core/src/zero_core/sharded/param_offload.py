@@ -23,7 +23,6 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain, islice
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,8 +31,8 @@ from zero_core.comm.communicator import Communicator
 from zero_core.config import Config
 from zero_core.layout.arithmetic import Layout, Segment
 from zero_core.protocols import ParamTier, StateTier, Work
-from zero_core.sharded.params import ShardUpdates
-from zero_core.sharded.pool import Allocate, BufferPool
+from zero_core.sharded.params import ShardSource
+from zero_core.sharded.pool import BufferPool, CopyStream
 
 _MAX_EXPECTED_UNITS = 16
 
@@ -71,59 +70,8 @@ class OffloadedSegments:
     tier: ParamTier | None
 
 
-class CopyStream:
-    """The stream of copies to a device, as a context. See [Note: the copy stream]."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        has_streams = device.type not in ("cpu", "meta")
-        self._stream = torch.Stream(device) if has_streams else None
-
-    def __enter__(self) -> None:
-        if self._stream is not None:
-            self._stream.__enter__()
-
-    def __exit__(self, *error: Any) -> None:
-        if self._stream is not None:
-            self._stream.__exit__(*error)
-
-    def after_readers(self) -> Work | None:
-        """Return what makes this stream wait for what the current stream holds by now."""
-        if self._stream is None:
-            return None
-        event = torch.accelerator.current_stream(self._device).record_event()
-        return _Readers(self._stream, event)
-
-    def filled_by(self, allocate: Allocate) -> Allocate:
-        """Return ``allocate`` for memory that this stream writes to and the current one reads."""
-
-        def act(numel: int, dtype: torch.dtype) -> Tensor:
-            tensor = allocate(numel, dtype)
-            past_users = self.after_readers()  # the memory may have had other users
-            if past_users is not None:
-                past_users.wait()
-            return tensor
-
-        return act
-
-    def synchronize(self) -> None:
-        if self._stream is not None:
-            self._stream.synchronize()
-
-
-class _Readers:
-    """Readers of a buffer, for which a stream can wait."""
-
-    def __init__(self, stream: torch.Stream, event: torch.Event) -> None:
-        self._stream = stream
-        self._event = event
-
-    def wait(self) -> None:
-        self._stream.wait_event(self._event)
-
-
-class OffloadedShard(ShardUpdates):
-    """This rank's shard of one segment in a `ParamTier`: `zero_core.sharded.params.ShardSource`."""
+class OffloadedShard(ShardSource):
+    """This rank's shard of one segment in a `ParamTier`."""
 
     def __init__(
         self,
@@ -136,23 +84,15 @@ class OffloadedShard(ShardUpdates):
         tier: StateTier,
         span: tuple[int, int] | None,
     ) -> None:
-        """Prepare.
+        """Prepare. ``stream`` copies the shard to the device.
 
-        Args:
-            segment: the arithmetic.
-            param_tier: holds the shard.
-            stream: copies it to the device.
-            staging: lends the memory on the device from which it is gathered with other ranks'.
-            communicator: gathers.
-            tier: updates it.
-            span: see `zero_core.sharded.params.ShardSource`.
+        From ``staging``'s memory there it is gathered with other ranks' shards.
         """
-        super().__init__(tier, span)
+        super().__init__(communicator, tier, span)
         self._segment = segment
         self._param_tier = param_tier
         self._stream = stream
         self._staging = staging
-        self._communicator = communicator
 
     def gather(self, full: Tensor, *, version: int, backward: bool) -> Work:
         with self._stream:
@@ -188,19 +128,19 @@ class OffloadedShard(ShardUpdates):
         self._stream.synchronize()
 
 
+@dataclass(eq=False)
 class _StagedGather:
     """A gather under way, whose staging buffer is free when it ends."""
 
-    def __init__(self, work: Work, staging: BufferPool, staged: Tensor) -> None:
-        self._work = work
-        self._staging = staging
-        self._staged = staged
+    work: Work
+    staging: BufferPool
+    staged: Tensor
 
     def wait(self) -> None:
         try:
-            self._work.wait()
+            self.work.wait()
         finally:
-            self._staging.release(self._staged)
+            self.staging.release(self.staged)
 
 
 class LocalStore:

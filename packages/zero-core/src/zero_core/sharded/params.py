@@ -6,9 +6,10 @@ See [Note: the tensors of a segment] in `zero_core.sharded.unit`.
 from __future__ import annotations
 
 import logging
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from enum import Enum
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -44,7 +45,7 @@ class ParamState(Enum):
     too; a gather overwrites the other ranks' slices with their updates."""
 
 
-class ShardSource(Protocol):
+class ShardSource(ABC):
     """This rank's shard of a segment: on the device (`DeviceShard`) or offloaded.
 
     Attributes:
@@ -52,53 +53,44 @@ class ShardSource(Protocol):
             None if they are frozen.
     """
 
-    span: tuple[int, int] | None
+    def __init__(
+        self, communicator: Communicator, tier: StateTier, span: tuple[int, int] | None
+    ) -> None:
+        self.span = span
+        self._communicator = communicator
+        self._tier = tier
 
     def is_updated(self) -> bool:
         """Whether no update of the shard is under way."""
-        ...
+        return self.span is None or self._tier.are_params_ready(*self.span)
 
     def wait_update(self) -> None:
         """Wait until the shard holds its updated values."""
-        ...
+        if self.span is not None:
+            self._tier.wait_params(*self.span)
 
+    @abstractmethod
     def gather(self, full: Tensor, *, version: int, backward: bool) -> Work:
         """Start to fill ``full`` ([padded_numel]) with every rank's updated shard.
 
         ``version``, ``backward``: see `zero_core.protocols.Collectives.all_gather`.
         """
-        ...
 
+    @abstractmethod
     def read(self) -> Tensor:
         """Return the shard, [shard_numel], not to be changed. Where it rests, so maybe a view."""
-        ...
 
+    @abstractmethod
     def write(self, start: int, values: Tensor) -> None:
         """Overwrite elements from ``start`` on, while nothing reads them."""
-        ...
 
+    @abstractmethod
     def synchronize(self) -> None:
         """Block until no copy from the shard is under way."""
-        ...
 
 
-class ShardUpdates:
-    """The state tier's updates of one shard: the base of sources."""
-
-    def __init__(self, tier: StateTier, span: tuple[int, int] | None) -> None:
-        self.span = span
-        self._tier = tier
-
-    def is_updated(self) -> bool:
-        return self.span is None or self._tier.are_params_ready(*self.span)
-
-    def wait_update(self) -> None:
-        if self.span is not None:
-            self._tier.wait_params(*self.span)
-
-
-class DeviceShard(ShardUpdates):
-    """`ShardSource` of a shard in device memory."""
+class DeviceShard(ShardSource):
+    """A shard in device memory."""
 
     def __init__(
         self,
@@ -108,10 +100,9 @@ class DeviceShard(ShardUpdates):
         tier: StateTier,
         span: tuple[int, int] | None,
     ) -> None:
-        super().__init__(tier, span)
+        super().__init__(communicator, tier, span)
         self._segment = segment
         self._shard = shard
-        self._communicator = communicator
 
     def gather(self, full: Tensor, *, version: int, backward: bool) -> Work:
         self.wait_update()
@@ -126,7 +117,7 @@ class DeviceShard(ShardUpdates):
         self._shard[start : start + values.numel()].copy_(values)
 
     def synchronize(self) -> None:
-        """See `ShardSource`: nothing is copied elsewhere."""
+        pass  # nothing is copied elsewhere
 
 
 class BufferViews(NamedTuple):

@@ -9,16 +9,17 @@ This is the contiguous memory of ZeRO (arXiv 1910.02054, section 6.3) by constru
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
-from typing import Protocol
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from zero_core.protocols import Work
-
 Allocate = Callable[[int, torch.dtype], Tensor]
 """Allocates a 1-D tensor of a number of elements, uninitialised."""
+Wait = Callable[[], object]
+"""Waits until memory may be written to again."""
 
 
 def allocator(device: torch.device) -> Allocate:
@@ -26,12 +27,44 @@ def allocator(device: torch.device) -> Allocate:
     return lambda numel, dtype: torch.empty(numel, dtype=dtype, device=device)
 
 
-class CopyQueue(Protocol):
-    """Stream of copies that fill buffers: see `zero_core.sharded.param_offload`."""
+class CopyStream:
+    """Stream of copies to a device, as a context: [Note: the copy stream] in `param_offload`."""
 
-    def after_readers(self) -> Work | None:
-        """Return what makes the queue wait for what the current stream holds by now."""
-        ...
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        has_streams = device.type not in ("cpu", "meta")
+        self._stream = torch.Stream(device) if has_streams else None
+
+    def __enter__(self) -> None:
+        if self._stream is not None:
+            self._stream.__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        if self._stream is not None:
+            self._stream.__exit__(*error)
+
+    def after_readers(self) -> Wait | None:
+        """Return what makes this stream wait for what the current stream holds by now."""
+        if self._stream is None:
+            return None
+        event = torch.accelerator.current_stream(self._device).record_event()
+        return partial(self._stream.wait_event, event)
+
+    def filled_by(self, allocate: Allocate) -> Allocate:
+        """Return ``allocate`` for memory that this stream writes to and the current one reads."""
+
+        def act(numel: int, dtype: torch.dtype) -> Tensor:
+            tensor = allocate(numel, dtype)
+            wait_for_past_users = self.after_readers()  # the memory may have had other users
+            if wait_for_past_users is not None:
+                wait_for_past_users()
+            return tensor
+
+        return act
+
+    def synchronize(self) -> None:
+        if self._stream is not None:
+            self._stream.synchronize()
 
 
 class Arena:
@@ -41,11 +74,22 @@ class Arena:
         self._allocate = allocate
         self._bytes: dict[str, int] = {}
 
-    def allocate(self, kind: str, dtype: torch.dtype, sizes: Sequence[int]) -> list[Tensor]:
-        """Allocate one buffer. Return 1-D views of ``sizes`` elements, in order, uninitialised."""
-        buffer = self._allocate(sum(sizes), dtype)
-        self._bytes[kind] = self._bytes.get(kind, 0) + buffer.numel() * buffer.element_size()
-        return list(torch.split(buffer, list(sizes)))
+    def allocate(
+        self, kind: str, wanted: Mapping[int, tuple[torch.dtype, int]]
+    ) -> dict[int, Tensor]:
+        """Allocate one buffer per dtype. Return a 1-D view of it for each key, uninitialised.
+
+        Args:
+            kind: the buffers' name in the report.
+            wanted: dtype and number of elements of each view. Views are in this order.
+        """
+        found: dict[int, Tensor] = {}
+        for dtype in dict.fromkeys(dtype for dtype, _ in wanted.values()):
+            sizes = {key: numel for key, (of, numel) in wanted.items() if of == dtype}
+            buffer = self._allocate(sum(sizes.values()), dtype)
+            self._bytes[kind] = self._bytes.get(kind, 0) + buffer.nbytes
+            found |= zip(sizes, torch.split(buffer, list(sizes.values())), strict=True)
+        return found
 
     def report(self) -> dict[str, int]:
         """Bytes by kind."""
@@ -65,7 +109,7 @@ class BufferPool:
         buffer_bytes: int,
         *,
         num_spare: int = 0,
-        queue: CopyQueue | None = None,
+        queue: CopyStream | None = None,
     ) -> None:
         """Make a pool. Buffers are allocated when first needed.
 
@@ -82,14 +126,14 @@ class BufferPool:
         self._buffer_bytes = buffer_bytes
         self._all: dict[int, Tensor] = {}  # by address
         self._views: dict[tuple[int, int, torch.dtype], Tensor] = {}  # by address, elements, dtype
-        self._free: deque[tuple[int, Work | None]] = deque()  # by address
+        self._free: deque[tuple[int, Wait | None]] = deque()  # by address
 
     def acquire(self, numel: int, dtype: torch.dtype) -> Tensor:
         """Borrow a 1-D view of ``numel`` elements of a free buffer. Contents undefined."""
         if len(self._free) > self._num_spare:
             address, readers = self._free.popleft()  # the one that has been free longest
             if readers is not None:
-                readers.wait()
+                readers()
         else:
             with torch.inference_mode(False):  # it serves training too
                 buffer = self._allocate(self._buffer_bytes, torch.uint8)
@@ -104,7 +148,7 @@ class BufferPool:
             self._views[address, numel, dtype] = view
         return view
 
-    def release(self, view: Tensor, readers: Work | None = None) -> None:
+    def release(self, view: Tensor, readers: Wait | None = None) -> None:
         """Return what was borrowed. Before it is lent again, ``readers`` are waited for."""
         address = view.data_ptr()
         assert address in self._all, "it was borrowed from another pool"
