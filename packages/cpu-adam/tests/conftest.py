@@ -5,10 +5,15 @@ from __future__ import annotations
 import sys
 
 import pytest
+from hypothesis import HealthCheck, settings
 from kernel_cases import HYPER
 
 import cpu_adam
 from cpu_adam import _isa
+
+# A busy machine must not fail a property by being slow.
+settings.register_profile("cpu-adam", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("cpu-adam")
 
 
 @pytest.fixture(params=cpu_adam.available_isas())

@@ -1,6 +1,12 @@
 """What all test files share."""
 
+from hypothesis import HealthCheck, settings
+
 from zero_core.testing import preload
+
+# A busy machine must not fail a property by being slow.
+settings.register_profile("zero-core", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("zero-core")
 
 # Compiling imports it, seconds long; so ranks are forked from a server that has it.
 preload("torch._inductor.compile_fx", "torch._dynamo.testing")

@@ -9,7 +9,14 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import HealthCheck, settings
 from support import ReferenceAdam, ReferenceKernel
+
+# A busy machine must not fail a property by being slow.
+settings.register_profile(
+    "zero-offload", deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
+settings.load_profile("zero-offload")
 
 
 @pytest.fixture(autouse=True)
