@@ -30,7 +30,7 @@ from zero_core.protocols import EXACT_GRADIENTS, Work
 
 
 class Transport:
-    """What the collectives of hosts and of accelerators share: jobs, counting, scratch memory."""
+    """Base of the collectives of hosts and of accelerators: jobs, counting, scratch memory."""
 
     def __init__(
         self, rank: int, links: Links, queues: CommQueues, meter: Meter | None = None

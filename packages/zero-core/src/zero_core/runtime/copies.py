@@ -24,20 +24,13 @@ _KEY = "__deepcopy__"  # looked up on the object by `copy.deepcopy`
 class ModelCopies:
     """Has `copy.deepcopy` of a module make a plain copy, or refuse to where values are missing."""
 
-    def __init__(
-        self,
-        state: ShardedState,
-        handles: Sequence[Sequence[Any]],
-    ) -> None:
+    def __init__(self, state: ShardedState, handles: Sequence[Sequence[Any]]) -> None:
         """Replace the copying of the model and of every module in it, until `remove`.
 
         Args:
             state: the engine's model and the memory behind its parameters.
             handles: lists of everything of the engine that is on the modules.
         """
-        self._places = {
-            id(p): (flat, i) for flat in state.params for i, p in enumerate(flat.params)
-        }
         self._state = state
         self._handles = tuple(handles)
         self._modules = list(state.module.modules())
@@ -59,7 +52,7 @@ class ModelCopies:
     def _check_has_values(self, module: nn.Module) -> None:
         self._state.refresh()
         for param in module.parameters():
-            flat, position = self._places.get(id(param), (None, 0))
+            flat, position = self._state.places.get(id(param), (None, 0))
             if flat is not None and not flat.has_values_of(position):
                 name = self._state.param_names[id(param)]
                 raise RuntimeError(

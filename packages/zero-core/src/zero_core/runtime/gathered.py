@@ -62,11 +62,6 @@ class GatheredParams:
         self._runtime = runtime
         self._state = state
         self._num_open = 0
-        self._places = {
-            id(param): (flat, position)
-            for flat in state.params
-            for position, param in enumerate(flat.params)
-        }
 
     @property
     def is_open(self) -> bool:
@@ -87,11 +82,7 @@ class GatheredParams:
         with self._runtime.full_params():
             for unit in self._runtime.units:
                 self._runtime.gather_exact(unit)
-            full = [
-                _FullParam(flat, position, param.data)
-                for flat in self._state.params
-                for position, param in enumerate(flat.params)
-            ]
+            full = [_FullParam(f, i, f.params[i].data) for f, i in self._state.places.values()]
             with self._open(full, modifier_rank):
                 yield self._state.module
 
@@ -145,7 +136,8 @@ class GatheredParams:
     def _check_same(self, modifier_rank: int, params: Sequence[nn.Parameter]) -> None:
         """Refuse ranks that gather something else: they would wait for each other."""
         control = self._state.control
-        names = sorted({self._name(param) for param in params})
+        known = self._state.param_names
+        names = sorted({known.get(id(p), "one that is not this engine's") for p in params})
         described = torch.tensor([zlib.crc32(repr((modifier_rank, names)).encode())])
         if len(set(control.gather(described).tolist())) > 1:
             raise RankMismatchError(
@@ -154,37 +146,26 @@ class GatheredParams:
                 "same on every rank"
             )
 
-    def _name(self, param: nn.Parameter) -> str:
-        """Return the first name of ``param``. One that has none here is refused by `_find`."""
-        place = self._places.get(id(param))
-        if place is None:
-            return "one that is not this engine's"
-        flat, position = place
-        return self._state.layout.params[flat.segment.slots[position].param].name
-
     def _find(
         self, params: Sequence[nn.Parameter]
     ) -> list[tuple[Unit, list[tuple[FlatParams, int]]]]:
         """Return the units that hold ``params``, each with their places in it, in order."""
-        wanted: set[int] = set()
+        places = self._state.places
         for param in params:
-            if id(param) not in self._places:
+            if id(param) not in places:
                 raise ValueError(
                     f"a parameter of shape {tuple(param.shape)} is not this engine's: gather "
                     "those of engine.module"
                 )
-            wanted.add(id(param))
+        wanted = {id(param) for param in params}
         found: dict[int, list[tuple[FlatParams, int]]] = {}
-        for key, place in self._places.items():
+        for key, place in places.items():
             if key in wanted:
                 found.setdefault(place[0].segment.unit, []).append(place)
         return [(self._runtime.units[unit], found[unit]) for unit in sorted(found)]
 
     def _gather(
-        self,
-        unit: Unit,
-        wanted: list[tuple[FlatParams, int]],
-        copies: list[_FullParam],
+        self, unit: Unit, wanted: list[tuple[FlatParams, int]], copies: list[_FullParam]
     ) -> Iterator[_FullParam]:
         """Gather the ``wanted`` parameters of ``unit``. Add to ``copies`` what was copied.
 
@@ -235,7 +216,6 @@ class _Edit:
         self._params = list(params)
         self._is_own = state.control.rank == rank
         self._before = [p.tensor.clone() for p in self._params] if self._is_own else []
-        self._pieces = {piece.param: piece for piece in state.pieces}
 
     @torch.no_grad()
     def publish(self) -> None:
@@ -284,7 +264,7 @@ class _Edit:
             self._write_master(full.slot, values, mask.reshape(-1).bool())
 
     def _write_master(self, slot: Slot, values: Tensor, mask: Tensor) -> None:
-        piece = self._pieces.get(slot.param)
+        piece = self._state.piece_of(slot.param)
         if piece is None:  # other ranks update all of it
             return
         own = slice(piece.offset, piece.offset + piece.stop - piece.start)

@@ -39,6 +39,8 @@ plain tuple, as there is one for each use of a weight, and a test for each saved
 class GradientSink(Protocol):
     """Takes reduced gradients and knows where in a step the training is.
 
+    `zero_core.step.gradient.StepGradient` is the one implementation.
+
     Attributes:
         params_with_grad: parameters that got a gradient on this rank since the last step; the
             runtime adds to it.
@@ -49,32 +51,41 @@ class GradientSink(Protocol):
     @property
     def is_boundary(self) -> bool:
         """Whether the current micro-step is the last one of its step."""
-        ...
 
     @property
     def is_reduced(self) -> bool:
         """Whether every segment's gradient has been added."""
-        ...
 
     def begin_backward(self) -> None:
-        """Check, at the first sign of a backward, that it may add to the gradient. May raise."""
-        ...
+        """Check, at the first sign of a backward, that it may add to the gradient.
+
+        Raises:
+            RuntimeError: units have been updated already, or fp16's loss scale is missing.
+        """
 
     def add(self, grads: FlatGrads) -> bool:
-        """Take a segment's gradient. Returns whether the segment has been updated with it."""
-        ...
+        """Take a segment's reduced gradient and offer it to the state tier.
+
+        Returns:
+            Whether the segment's parameters have been updated with it.
+        """
 
     def broken(self) -> None:
-        """Restart the step: a forward found that the last backward did not end. May raise."""
-        ...
+        """Restart the step: a forward found that the last backward did not end.
+
+        Raises:
+            RuntimeError: units have been updated already.
+        """
 
     def agree(self, *, has_unreduced: bool) -> bool:
-        """Exchange statistics. Returns whether any rank ``has_unreduced``. Collective."""
-        ...
+        """Sum the gradient's statistics over all ranks. Every rank must call it.
+
+        Returns:
+            Whether any rank ``has_unreduced`` gradients.
+        """
 
     def clear(self) -> None:
         """Drop the gradient and start a new step."""
-        ...
 
 
 class Runtime:
@@ -533,8 +544,4 @@ class Runtime:
     def values_replaced(self) -> None:
         """Note that values were written from outside of a step, on all ranks."""
         self.values_changed()
-        self.forget_values()
-
-    def forget_values(self) -> None:
-        """Have the collectives drop what they keep of the values."""
         self._communicator.forget_values()

@@ -81,13 +81,25 @@ class ShardedState:
         return self.layout.state_range(layout, self.control.rank, is_sharded=is_sharded)
 
     @cached_property
+    def places(self) -> dict[int, tuple[FlatParams, int]]:
+        """Flat parameters that hold a parameter, and its position in them, by its ``id``."""
+        return {id(p): (flat, i) for flat in self.params for i, p in enumerate(flat.params)}
+
+    @cached_property
     def param_names(self) -> dict[int, str]:
         """First name of each parameter, by its ``id``."""
-        return {
-            id(param): self.layout.params[slot.param].name
-            for flat in self.params
-            for slot, param in zip(flat.segment.slots, flat.params, strict=True)
-        }
+        found = {key: flat.segment.slots[i].param for key, (flat, i) in self.places.items()}
+        return {key: self.layout.params[param].name for key, param in found.items()}
+
+    @cached_property
+    def piece_numbers(self) -> dict[int, int]:
+        """Index of this rank's piece of a parameter, by the parameter's number in the layout."""
+        return {piece.param: index for index, piece in enumerate(self.pieces)}
+
+    def piece_of(self, param: int) -> Piece | None:
+        """Return this rank's piece of parameter number ``param``, None if it has none."""
+        index = self.piece_numbers.get(param)
+        return None if index is None else self.pieces[index]
 
     @property
     def device(self) -> torch.device:

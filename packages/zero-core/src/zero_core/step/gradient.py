@@ -14,6 +14,7 @@ gradients after all gets an error.
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -25,10 +26,13 @@ from torch import Tensor
 from zero_core.comm.communicator import Communicator
 from zero_core.comm.meter import FACTS, Meter
 from zero_core.config import Config
+from zero_core.layout.arithmetic import Layout
 from zero_core.optim.train_state import TrainState
 from zero_core.sharded.grads import FlatGrads
 from zero_core.sharded.sharded_state import ShardedState
-from zero_core.step.nonfinite import explain_nonfinite
+
+_MAX_NAMED = 3
+_MAX_RANKS = 8
 
 
 def updates_in_backward(config: Config) -> bool:
@@ -62,7 +66,10 @@ class StepDecision:
 
 
 class StepGradient:
-    """Gradient of the current step, the runtime's `zero_core.runtime.runtime.GradientSink`.
+    """Gradient of the current step.
+
+    The first group of methods is the runtime's `zero_core.runtime.runtime.GradientSink`, which
+    documents them.
 
     Attributes:
         params_with_grad: parameters that got a gradient on this rank since the last step.
@@ -121,11 +128,6 @@ class StepGradient:
         return len(self._square_sums) == self._num_segments
 
     def begin_backward(self) -> None:
-        """Check that a backward may add to the gradient.
-
-        Raises:
-            RuntimeError: units have been updated already, or fp16's loss scale is missing.
-        """
         self.check_not_updated("a further backward of the same step")
         if self._config.fp16.enabled and not self._train.scaler.is_applied:
             raise RuntimeError(
@@ -133,11 +135,6 @@ class StepGradient:
             )
 
     def add(self, grads: FlatGrads) -> bool:
-        """Take the reduced gradient of a segment and offer it to the state tier.
-
-        Returns:
-            Whether the segment's parameters have been updated with it.
-        """
         index = grads.segment.index
         reduced = grads.result()
         self._square_sums[index] = reduced.norm.to(torch.float64).square()
@@ -146,20 +143,10 @@ class StepGradient:
         return self._is_updated_in_backward and self._update(grads)
 
     def broken(self) -> None:
-        """Restart the step: a backward did not end, and gradients of a part of it are worthless.
-
-        Raises:
-            RuntimeError: units have been updated already.
-        """
         self._train.restart_step()
         self.check_not_updated("dropping gradients")
 
     def agree(self, *, has_unreduced: bool) -> bool:
-        """Sum the statistics over all ranks. Every rank must call it.
-
-        Returns:
-            Whether any rank ``has_unreduced`` gradients.
-        """
         facts = torch.zeros(2 + len(self._state.layout.params), dtype=torch.float64)
         facts[0] = torch.stack(list(self._square_sums.values())).sum().cpu()
         facts[1] = float(has_unreduced)
@@ -209,12 +196,22 @@ class StepGradient:
         return float(torch.linalg.vector_norm(state.control.gather(local.view(1)), p))
 
     def explain_skip(self) -> str:
-        """Return which parameters and ranks made the gradient not finite.
+        """Name the parameters whose gradient is not finite, and the ranks whose batches did it.
 
-        Also drop the collectives' quantization errors. Every rank must call it, before `clear`.
+        A segment in which several batches gave values that are not finite names them all. Also
+        drop the collectives' quantization errors. Every rank must call it, before `clear`.
         """
         self._communicator.forget_errors()
-        return explain_nonfinite(self._grads.values(), self._state.layout, self._state.control)
+        layout, control = self._state.layout, self._state.control
+        own = [f for g in self._grads.values() for f in _nonfinite_params(g, layout, control.rank)]
+        by_name: dict[str, set[int | None]] = {}
+        for row in control.gather_bytes(json.dumps(own).encode()):
+            for name, ranks in json.loads(row):
+                by_name.setdefault(name, set()).update([None] if ranks is None else ranks)
+        named = [_describe(name, ranks) for name, ranks in list(by_name.items())[:_MAX_NAMED]]
+        if len(by_name) > len(named):
+            named.append(f"and {len(by_name) - len(named)} more")
+        return "; ".join(named) or "no element by itself, their norm overflows"
 
     # ------------------------------------------------------------------- step
 
@@ -288,3 +285,31 @@ def clip_factor(norm: float, max_norm: float) -> float:
     if max_norm <= 0.0 or not math.isfinite(norm):
         return 1.0
     return min(1.0, max_norm / (norm + 1e-6))
+
+
+def _nonfinite_params(
+    grads: FlatGrads, layout: Layout, rank: int
+) -> list[tuple[str, list[int] | None]]:
+    """Return the parameters of this rank's shard that are not finite, with the ranks at fault."""
+    bad = torch.nonzero(~torch.isfinite(grads.values())).flatten()
+    if not bad.numel():
+        return []
+    low, _ = grads.segment.shard_range(rank)
+    at = bad.cpu() + low
+    ranks = grads.nonfinite_ranks()
+    return [
+        (layout.params[slot.param].name, ranks)
+        for slot in grads.segment.slots
+        if bool(((at >= slot.start) & (at < slot.stop)).any())
+    ]
+
+
+def _describe(name: str, ranks: set[int | None]) -> str:
+    known = sorted(rank for rank in ranks if rank is not None)
+    if not known and None in ranks:
+        return f"{name}: which rank's batch did it is not known"
+    if not known:
+        return f"{name}: each rank's part is finite, their sum is not"
+    batches = "batch of rank" if len(known) == 1 else "batches of ranks"
+    more = f" and {len(known) - _MAX_RANKS} more" if len(known) > _MAX_RANKS else ""
+    return f"{name}: {batches} {', '.join(map(str, known[:_MAX_RANKS]))}{more}"

@@ -32,7 +32,6 @@ class StateAccess:
         self._state = state
         self._gradient = gradient
         self._runtime = runtime
-        self._piece_of = {piece.param: index for index, piece in enumerate(state.pieces)}
         self._home: dict[str, tuple[Segment, Slot]] = {}
         for segment in state.layout.segments:
             for slot in segment.slots:
@@ -86,9 +85,9 @@ class StateAccess:
         """Return this rank's part of ``what``, 1-D. For "grad" every rank must call it."""
         segment, slot = self._find(name, what, is_local=True)
         factor = self._complete_gradient() if what == GRAD else 1.0
-        if slot.param not in self._piece_of:
+        piece = self._state.piece_of(slot.param)
+        if piece is None:
             return torch.empty(0)
-        piece = self._state.pieces[self._piece_of[slot.param]]
         if what == GRAD:
             final = self._gradient.grads_of(segment.index).covered()
             low = piece.offset + slot.start - self._state.covered(segment.index)[0]
@@ -112,10 +111,11 @@ class StateAccess:
             raise ValueError(f"{name} has shape {shape}, found {tuple(value.shape)}")
         flat = value.detach().reshape(-1)
         if not segment.is_trainable:
-            self._set_frozen(segment, slot, flat)
+            self._state.quiesce()  # others may still be gathering the old values
+            self._state.params[segment.index].write(slot.start, flat)
+            self._runtime.values_replaced()
         else:
-            index = self._piece_of.get(slot.param)
-            piece = None if index is None else self._state.pieces[index]
+            piece = self._state.piece_of(slot.param)
             part = flat[:0] if piece is None else flat[piece.offset :][: piece.stop - piece.start]
             self._set_part(segment, slot, part, what)
 
@@ -123,8 +123,7 @@ class StateAccess:
     def set_local(self, name: str, values: Tensor, what: str = MASTER) -> None:
         """Set this rank's part of ``what``. Every rank must call it, some with an empty part."""
         segment, slot = self._find(name, what, is_local=True)
-        index = self._piece_of.get(slot.param)
-        piece = None if index is None else self._state.pieces[index]
+        piece = self._state.piece_of(slot.param)
         numel = 0 if piece is None else piece.stop - piece.start
         if values.shape != (numel,):
             raise ValueError(
@@ -152,8 +151,7 @@ class StateAccess:
 
     def _check_known(self, what: str) -> None:
         """Refuse a state that no rank knows. A rank that owns no element knows none."""
-        is_known = torch.tensor([float(what in self._state.tier.state_names())])
-        if self._state.control.sum(is_known.to(self._state.device)).item() == 0:
+        if not self._is_any(what in self._state.tier.state_names()):
             raise KeyError(_unknown(what))
 
     def _set_part(self, segment: Segment, slot: Slot, part: Tensor, what: str) -> None:
@@ -165,17 +163,17 @@ class StateAccess:
         else:
             self._check_known(what)
             self._check_stepped(slot.param)
+        piece = self._state.piece_of(slot.param)
         if part.numel():
-            piece = self._state.pieces[self._piece_of[slot.param]]
+            assert piece is not None, "a part is that of a piece"
             self._state.tier.write_state(what, piece.start, part)
         if what == MASTER:
             self._runtime.values_replaced()
 
     def _check_stepped(self, param: int) -> None:
-        steps = torch.zeros(1, device=self._state.device)
-        if param in self._piece_of:
-            steps += self._state.tier.read_scalars(self._piece_of[param])["num_steps"]
-        if self._state.control.sum(steps).item() == 0:
+        index = self._state.piece_numbers.get(param)
+        has_stepped = index is not None and self._state.tier.read_scalars(index)["num_steps"] > 0
+        if not self._is_any(has_stepped):
             name = self._state.layout.params[param].name
             raise RuntimeError(f"{name} has no optimizer state before its first step")
 
@@ -189,12 +187,6 @@ class StateAccess:
             first = max(slot.start, self._state.covered(segment.index)[0])
             grads.replace(low - base, _widened(part[low - first : high - first]) / factor)
         self._runtime.gradient_replaced(grads, slot.param)
-
-    def _set_frozen(self, segment: Segment, slot: Slot, flat: Tensor) -> None:
-        values = self._state.params[segment.index]
-        self._state.quiesce()  # others may still be gathering the old values
-        values.write(slot.start, flat)
-        self._runtime.values_replaced()
 
 
 def _widened(values: Tensor) -> Tensor:
