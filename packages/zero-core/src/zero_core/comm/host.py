@@ -242,26 +242,28 @@ class _HostReduction:
     """A reduction under way: `zero_core.protocols.InPlaceReduction`.
 
     Attributes:
-        contributions: this rank's slices; after `wait`, every rank's part of the sum.
+        sources: this rank's slices; `wait` puts every rank's part of the sum there.
     """
 
     owner: HostCollectives
     out: Tensor
-    contributions: list[Tensor]
+    sources: list[Tensor]
     parcels: dict[int, Parcel]
     received: Tensor | None
     unit: int
     is_near: bool
-    is_summed: bool = False
+
+    def __post_init__(self) -> None:
+        self.contributions: Sequence[Tensor] = self.sources
 
     def wait(self) -> None:
         """Sum in rank order. Once."""
-        if not self.is_summed:
-            self.is_summed = True
+        if self.sources:
+            sources, self.sources = self.sources, []
             for peer, parcel in self.parcels.items():
-                self.contributions[peer] = parcel.receive()
-            sum_in_rank_order(self.out, self.contributions)
+                sources[peer] = parcel.receive()
+            sum_in_rank_order(self.out, sources)
 
     def acknowledge(self) -> Work:
-        self.contributions = []
+        self.contributions = ()
         return self.owner.acknowledge(self.received, self.unit, is_near=self.is_near)
