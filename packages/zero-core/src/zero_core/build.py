@@ -37,7 +37,7 @@ from zero_core.runtime.param_guard import warn_frozen
 from zero_core.runtime.runtime import Runtime
 from zero_core.sharded.memory import Memory
 from zero_core.sharded.sharded_state import ShardedState
-from zero_core.sharded_model import ShardedModel, for_evaluation
+from zero_core.sharded_model import EngineParts, ShardedModel, for_evaluation
 from zero_core.step.gradient import StepGradient
 from zero_core.step.optimizer import EngineOptimizer
 from zero_core.step.states import StateAccess
@@ -185,12 +185,12 @@ def build(
     modules = [module for _, module, _ in found.units]
     installed = hooks.install(runtime, modules, resolved.activation_checkpointing)
     states = StateAccess(state, gradient, runtime)
-    parts = (resolved, state, runtime, states, train, memory, communicator, meter)
+    parts = EngineParts(resolved, state, runtime, states, train, memory, communicator, meter)
     if is_training:
         driven = EngineOptimizer(optimizer, train, gradient, runtime, state.param_names)
-        engine: ShardedModel = Engine(*parts, optimizer=driven, gradient=gradient)
+        engine: ShardedModel = Engine(parts, optimizer=driven, gradient=gradient)
     else:
-        engine = ShardedModel(*parts)
+        engine = ShardedModel(parts)
     engine.remove_at_end(installed)
     if pretrained is not None:
         try:

@@ -19,17 +19,9 @@ from torch import Tensor
 
 from zero_core._torch import cast_floats
 from zero_core.checkpoint.save import save_checkpoint
-from zero_core.comm.communicator import Communicator
-from zero_core.comm.meter import Meter
-from zero_core.config import Config
-from zero_core.optim.train_state import TrainState
-from zero_core.runtime.runtime import Runtime
-from zero_core.sharded.memory import Memory
-from zero_core.sharded.sharded_state import ShardedState
-from zero_core.sharded_model import ShardedModel
+from zero_core.sharded_model import EngineParts, ShardedModel
 from zero_core.step.gradient import StepGradient
 from zero_core.step.optimizer import EngineOptimizer
-from zero_core.step.states import StateAccess
 
 
 class Engine(ShardedModel):
@@ -40,21 +32,10 @@ class Engine(ShardedModel):
     """
 
     def __init__(
-        self,
-        config: Config,
-        state: ShardedState,
-        runtime: Runtime,
-        states: StateAccess,
-        train: TrainState,
-        memory: Memory,
-        communicator: Communicator,
-        meter: Meter,
-        *,
-        optimizer: EngineOptimizer,
-        gradient: StepGradient,
+        self, parts: EngineParts, *, optimizer: EngineOptimizer, gradient: StepGradient
     ) -> None:
         """Called by `zero_core.build`."""
-        super().__init__(config, state, runtime, states, train, memory, communicator, meter)
+        super().__init__(parts)
         self.optimizer = optimizer
         self._gradient = gradient
         self.remove_at_end([optimizer.guard])

@@ -49,12 +49,7 @@ class Ownership:
     """The parameters of one model and the hooks on it, as long as an engine owns them."""
 
     def __init__(self, owner: object, state: ShardedState) -> None:
-        """Own the parameters of ``state`` for ``owner``, until one of the methods that end it.
-
-        Args:
-            owner: found by `owner_of`; held weakly.
-            state: the parameters and the memory behind them.
-        """
+        """Own the parameters of ``state`` for ``owner``, held weakly, until the end."""
         self._owner = weakref.ref(owner)
         self._state = state
         self.is_ended = False
@@ -65,15 +60,12 @@ class Ownership:
         _alive.append(weakref.ref(self))
 
     def owner_of(self, param: nn.Parameter) -> object | None:
-        """Return the owner if ``param`` is one of its parameters."""
         return None if self.name_of(param) is None else self._owner()
 
     def name_of(self, param: nn.Parameter) -> str | None:
-        """Return the first name of ``param`` if it is owned."""
         return None if self.is_ended else self._state.param_names.get(id(param))
 
     def remove_at_end(self, hooks: Iterable[Removable]) -> None:
-        """Remove ``hooks`` that others put on the model when the engine ends."""
         self.hooks += hooks
 
     def close(self) -> None:
@@ -90,11 +82,7 @@ class Ownership:
                 module.register_state_dict_pre_hook(_refuse_left_over)  # type: ignore[no-untyped-call]
 
     def leave_shards(self) -> Iterator[LeftShard]:
-        """End, on this rank alone, and return its part of each parameter that is not whole.
-
-        At stages 0 to 2 parameters keep their values where every rank has them all, as after
-        `zero_core.Engine.publish`, and nothing is returned.
-        """
+        """End, on this rank alone. See `zero_core.Engine.leave_shards`."""
         if self.is_ended:
             return iter(())
         self._end()

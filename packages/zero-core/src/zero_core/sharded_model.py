@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, Self
 
@@ -24,7 +25,6 @@ from zero_core.comm.communicator import Communicator
 from zero_core.comm.meter import Meter, Traffic
 from zero_core.config import Config, OffloadOptimizerConfig
 from zero_core.errors import ConfigError, EvaluationOnlyError
-from zero_core.layout.arithmetic import Layout
 from zero_core.lifecycle import LeftShard, Ownership, Removable, owner_of
 from zero_core.optim.schedules.base import Schedule
 from zero_core.optim.train_state import TrainState
@@ -50,39 +50,54 @@ _TRAINING_PARTS = ("optimizer", "lr_scheduler", "progress")
 """Parts of a checkpoint that an evaluation does not load."""
 
 
+@dataclass(frozen=True)
+class EngineParts:
+    """Parts of an engine, made by `zero_core.build`."""
+
+    config: Config
+    state: ShardedState
+    runtime: Runtime
+    states: StateAccess
+    train: TrainState
+    memory: Memory
+    communicator: Communicator
+    meter: Meter
+
+
 class ShardedModel:
     """The reading half of an engine.
 
     Attributes:
+        module: the model itself.
+        layout: the place of every element.
+        device: computes the model.
+        rank: this rank within the data-parallel group.
+        world_size: number of data-parallel ranks.
         config: the resolved configuration.
         sharded_state: the model, its layout, and the shards and states of this rank.
         states: master weights, gradients and moments by name, to read and to set.
     """
 
-    def __init__(
-        self,
-        config: Config,
-        state: ShardedState,
-        runtime: Runtime,
-        states: StateAccess,
-        train: TrainState,
-        memory: Memory,
-        communicator: Communicator,
-        meter: Meter,
-    ) -> None:
+    def __init__(self, parts: EngineParts) -> None:
         """Called by `zero_core.build`."""
-        self.config = config
-        self._compute_dtype = config.compute_dtype
+        state, runtime = parts.state, parts.runtime
+        self.config = parts.config
         self.sharded_state = state
-        self.states = states
-        self._train = train
+        self.states = parts.states
+        self.module = state.module
+        self.layout = state.layout
+        self.device = state.device
+        self.rank = state.control.rank
+        self.world_size = state.control.world_size
+        self._compute_dtype = parts.config.compute_dtype
+        self._train = parts.train
         self._runtime = runtime
-        self._memory = memory
-        self._communicator = communicator
-        self._meter = meter
+        self._memory = parts.memory
+        self._communicator = parts.communicator
+        self._meter = parts.meter
         self._gathering = GatheredParams(runtime, state)
         buffers = BufferSync(state.module, state.control, runtime)
-        if config.broadcast_buffers:
+        if parts.config.broadcast_buffers:
             buffers.attach()
         self._guard = ParamGuard(state.module, state.params, state.param_names)
         self._ownership = Ownership(self, state)
@@ -265,31 +280,6 @@ class ShardedModel:
     # ------------------------------------------------------------------ facts
 
     @property
-    def module(self) -> nn.Module:
-        """The model itself."""
-        return self.sharded_state.module
-
-    @property
-    def layout(self) -> Layout:
-        """The place of every element."""
-        return self.sharded_state.layout
-
-    @property
-    def device(self) -> torch.device:
-        """The device that computes the model."""
-        return self.sharded_state.device
-
-    @property
-    def rank(self) -> int:
-        """This rank within the data-parallel group."""
-        return self.sharded_state.control.rank
-
-    @property
-    def world_size(self) -> int:
-        """Number of data-parallel ranks."""
-        return self.sharded_state.control.world_size
-
-    @property
     def train_micro_batch_size_per_gpu(self) -> int:
         """Samples per rank and micro-step."""
         return self.config.train_micro_batch_size_per_gpu
@@ -362,9 +352,7 @@ def engine_of(param: nn.Parameter) -> ShardedModel | None:
 
 
 def for_evaluation(
-    config: Config,
-    optimizer: torch.optim.Optimizer | None,
-    lr_scheduler: Schedule | None,
+    config: Config, optimizer: torch.optim.Optimizer | None, lr_scheduler: Schedule | None
 ) -> Config:
     """Return ``config`` without what only a training uses, and log which keys these are.
 
@@ -377,18 +365,15 @@ def for_evaluation(
             "build for training"
         )
     offload = config.zero_optimization.offload_optimizer
-    unused = [
-        key
-        for key, is_there in (
-            ("optimizer", config.optimizer is not None),
-            ("scheduler", config.scheduler is not None),
-            ("zero_optimization.offload_optimizer", offload.device != "none"),
-            ("activation_checkpointing", config.activation_checkpointing is not None),
-        )
-        if is_there
-    ]
-    if unused:
-        _log.info("evaluation alone: %s not used", ", ".join(unused))
+    given = {
+        "optimizer": config.optimizer is not None,
+        "scheduler": config.scheduler is not None,
+        "zero_optimization.offload_optimizer": offload.device != "none",
+        "activation_checkpointing": config.activation_checkpointing is not None,
+    }
+    if any(given.values()):
+        unused = ", ".join(key for key, is_given in given.items() if is_given)
+        _log.info("evaluation alone: %s not used", unused)
     zero = config.zero_optimization.model_copy(
         update={"offload_optimizer": OffloadOptimizerConfig()}
     )

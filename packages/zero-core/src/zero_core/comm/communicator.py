@@ -19,14 +19,6 @@ from zero_core.protocols import (
 )
 
 
-def collective_error(what: str, error: RuntimeError) -> CollectiveError:
-    """Return the error that says which collective failed."""
-    return CollectiveError(
-        f"{what} failed or timed out: {error}. If the ranks took different branches or one "
-        "of them died, the first rank to report another error is the cause"
-    )
-
-
 @dataclass(eq=False)
 class _NotStarted:
     """A collective that could not start. It fails where it is waited for."""
@@ -147,7 +139,11 @@ class Communicator:
         return NamedReduction(self, work, "reduce_scatter", segment)
 
     def error(self, verb: str, segment: int, error: RuntimeError) -> CollectiveError:
-        return collective_error(f"rank {self.rank}: {verb} of {self._names[segment]}", error)
+        return CollectiveError(
+            f"rank {self.rank}: {verb} of {self._names[segment]} failed or timed out: {error}. If "
+            "the ranks took different branches or one of them died, the first rank to report "
+            "another error is the cause"
+        )
 
     def kind_of(self, work: Work) -> tuple[bool, bool]:
         """Whether ``work`` is a `Reduction` and an `InPlaceReduction`. Checked once per class."""

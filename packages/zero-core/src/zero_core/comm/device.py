@@ -34,14 +34,9 @@ class DeviceCollectives(Transport):
         queues: CommQueues,
         meter: Meter | None = None,
     ) -> None:
-        """Every rank of ``group`` must call it.
+        """Every rank of ``group`` (None: the default group) must call it.
 
-        Args:
-            group: None means the default group.
-            rank: this rank within the group.
-            links: how many ranks there are, and where.
-            queues: where jobs run.
-            meter: counts what is sent.
+        ``rank`` is this rank within the group, ``meter`` counts what is sent.
         """
         super().__init__(rank, links, queues, meter)
         self._group = group

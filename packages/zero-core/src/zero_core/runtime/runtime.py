@@ -107,11 +107,7 @@ class Runtime:
     ) -> None:
         """Prepare. `zero_core.runtime.hooks.install` makes the model call it.
 
-        Args:
-            units: the root first, then blocks in the order of the module tree.
-            communicator: of the ranks among which gradients are reduced.
-            sink: takes reduced gradients.
-            has_sharded_params: whether gathered values are released after use (stage 3).
+        ``has_sharded_params``: gathered values are released after use (stage 3).
         """
         self.units = tuple(units)
         self.rank = communicator.rank

@@ -77,8 +77,8 @@ def plan_gradient(
         is_accumulated: whether a step may have several micro-steps.
         owns_grads: whether the state tier copies what it is offered.
         is_summed: whether the gradient is the ranks' sum, not their mean.
-        communicated: dtype in which gradients are reduced.
-        accumulated: dtype in which reduced gradients add up.
+        communicated: see `GradientPlan`.
+        accumulated: see `GradientPlan`.
     """
     has_peers = world_size > 1
     if owns_grads and not is_accumulated and not (has_peers and stage == 0):
@@ -103,7 +103,6 @@ def plan_gradient(
 def plan_segment_gradient(
     segment: Segment, config: Config, *, stage: int, owns_grads: bool
 ) -> GradientPlan:
-    """Plan the memory of a segment's gradient, as `plan_gradient`, by the configuration."""
     return plan_gradient(
         stage=stage,
         world_size=segment.world_size,
@@ -116,13 +115,11 @@ def plan_segment_gradient(
 
 
 def communicated_dtype(segment: Segment, config: Config) -> torch.dtype:
-    """Return the dtype in which the segment's gradients are reduced."""
     name = config.communication_data_type
     return segment.dtype if name is None else DTYPES[name]
 
 
 def accumulated_dtype(segment: Segment, config: Config) -> torch.dtype:
-    """Return the dtype in which the segment's reduced gradients add up."""
     name = config.data_types.grad_accum_dtype
     if name is not None:
         return DTYPES[name]
@@ -130,5 +127,4 @@ def accumulated_dtype(segment: Segment, config: Config) -> torch.dtype:
 
 
 def offered_dtype(segment: Segment, config: Config, *, owns_grads: bool) -> torch.dtype:
-    """Return the dtype in which the state tier gets the segment's gradients."""
     return plan_segment_gradient(segment, config, stage=0, owns_grads=owns_grads).offered

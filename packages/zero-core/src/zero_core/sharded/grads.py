@@ -79,16 +79,10 @@ class FlatGrads:
         span: tuple[int, int],
         views: SegmentViews,
     ) -> None:
-        """Prepare. ``views`` are those of this segment and others that are like it.
+        """Prepare. The state ``tier`` reads back what it was offered, if it owns gradients.
 
-        Args:
-            segment: the arithmetic.
-            params: the model's parameters, in the order of the slots.
-            buffers: where gradients are.
-            communicator: reduces.
-            tier: reads back what it was offered, if it owns gradients.
-            span: this rank's part of the local flat space.
-            views: of this segment and those that are like it.
+        ``span`` is this rank's part of the local flat space. ``views`` are those of this segment
+        and others that are like it.
         """
         self.segment = segment
         self.params = list(params)

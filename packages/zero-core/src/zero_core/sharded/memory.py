@@ -61,8 +61,8 @@ class Memory:
 
         Args:
             found: the model's parameters.
-            layout: the model's arithmetic.
-            config: the resolved configuration.
+            layout: their arithmetic.
+            config: says what is sharded.
             rank: this rank.
             device: where memory is allocated.
             exchanged: allocates what other ranks read (shards and gradients), if that is special.
@@ -151,12 +151,7 @@ class Memory:
     # ------------------------------------------------------------------- units
 
     def make_units(self, tier: StateTier, communicator: Communicator) -> list[Unit]:
-        """Allocate what gradients need, and make the units.
-
-        Args:
-            tier: updates the shards.
-            communicator: gathers and reduces.
-        """
+        """Allocate what gradients need, and make the units, whose shards ``tier`` updates."""
         segments = self._layout.segments
         params = {s.index: self._flat_params(s, tier, communicator) for s in segments}
         buffers = self.allocate_gradients(owns_grads=tier.owns_grads)

@@ -200,13 +200,7 @@ class FlatParams:
         """Manage ``params``, one per slot. `adopt` then takes their storage over.
 
         Args:
-            segment: the arithmetic.
-            params: the model's parameters, in the order of the slots.
-            rank: this rank.
-            device: where the values are used.
-            source: this rank's shard.
-            kept: ``full`` if it is in the arena for good, else None.
-            pool: lends ``full`` otherwise.
+            kept: ``full`` if it is in the arena for good, else None: ``pool`` lends it.
             has_remote_updates: whether other ranks update slices of it.
             views: of this segment and those that are like it.
         """

@@ -123,7 +123,7 @@ class BufferPool:
         self._queue = queue
         self._num_spare = num_spare
         self._allocate = allocate
-        self._buffer_bytes = buffer_bytes
+        self.buffer_bytes = buffer_bytes
         self._all: dict[int, Tensor] = {}  # by address
         self._views: dict[tuple[int, int, torch.dtype], Tensor] = {}  # by address, elements, dtype
         self._free: deque[tuple[int, Wait | None]] = deque()  # by address
@@ -136,13 +136,13 @@ class BufferPool:
                 readers()
         else:
             with torch.inference_mode(False):  # it serves training too
-                buffer = self._allocate(self._buffer_bytes, torch.uint8)
+                buffer = self._allocate(self.buffer_bytes, torch.uint8)
             address = buffer.data_ptr()
             self._all[address] = buffer
         view = self._views.get((address, numel, dtype))
         if view is None:
             nbytes = numel * dtype.itemsize
-            assert nbytes <= self._buffer_bytes, "the pool was made for smaller requests"
+            assert nbytes <= self.buffer_bytes, "the pool was made for smaller requests"
             with torch.inference_mode(False):
                 view = self._all[address][:nbytes].view(dtype)
             self._views[address, numel, dtype] = view
@@ -157,10 +157,6 @@ class BufferPool:
         self._free.append((address, readers))
 
     @property
-    def buffer_bytes(self) -> int:
-        return self._buffer_bytes
-
-    @property
     def allocated_bytes(self) -> int:
         """Bytes that the pool holds, free or not."""
-        return len(self._all) * self._buffer_bytes
+        return len(self._all) * self.buffer_bytes

@@ -84,15 +84,6 @@ class StepGradient:
         config: Config,
         meter: Meter,
     ) -> None:
-        """Prepare the first step.
-
-        Args:
-            state: has the layout and the state tier.
-            communicator: drops errors of gradients when a step is skipped.
-            train: has the accumulation, the loss scale and the parameter groups.
-            config: says when gradients are clipped and steps skipped.
-            meter: counts what is sent.
-        """
         self.params_with_grad: set[int] = set()
         self.decision: StepDecision | None = None
         self._state = state
