@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import zero_core
-import zero_core.comm.factory
+import zero_core.comm.device
 from zero_core.comm.meter import Traffic
 from zero_core.testing import spawn
 
@@ -110,7 +110,7 @@ def _check(rank: int, world_size: int, per_node: int) -> None:
 
 
 def _check_on_the_wire(rank: int, world_size: int, per_node: int) -> None:
-    zero_core.comm.factory.SharedMemory = _NothingShared  # or bytes would not travel
+    zero_core.comm.device.SharedMemory = _NothingShared  # or bytes would not travel
     postman = _Postman(rank, per_node)
     for stage in range(4):
         engine = zero_core.build(_Net(), _config(stage, **VARIANTS[0]))

@@ -59,7 +59,7 @@ _SAME_NAMES: Mapping[str, str] = {
     "matrices": "optim.muon_tier: MatrixTier",
     "memory": "sharded.memory: Memory; sharded.gradient_plan: accumulated_dtype communicated_dtype",
     "muon": "optim.muon: Direction Muon direction_of split_groups tag_matrices",
-    "native": "comm.factory: share_memory",
+    "native": "comm.device: share_memory",
     "one_cycle": "optim.schedules.one_cycle: LRRangeTest OneCycle",
     "offload_share": "blueprint: check_patterns",
     "optimizer": (

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from zero_core.blueprint import Blueprint
 from zero_core.checkpoint.pretrained import load_pretrained
 from zero_core.comm.communicator import Communicator
-from zero_core.comm.factory import make_transport, share_memory
+from zero_core.comm.device import make_transport, share_memory
 from zero_core.comm.meter import Meter
 from zero_core.comm.topology import Ranks, count_per_node, find_ranks
 from zero_core.config import load_config

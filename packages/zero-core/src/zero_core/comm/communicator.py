@@ -39,11 +39,7 @@ class NamedWork:
     _segment: int
 
     def wait(self) -> None:
-        """Wait for the collective.
-
-        Raises:
-            CollectiveError: it failed or timed out.
-        """
+        """Wait. Raise `CollectiveError` if the collective failed or timed out."""
         try:
             self._work.wait()
         except RuntimeError as error:
@@ -127,10 +123,7 @@ class Communicator:
     def reduce_scatter(self, out: Tensor, full: Tensor, segment: int) -> NamedReduction:
         """Start to sum this rank's slice of every rank's ``full`` into ``out``.
 
-        See `zero_core.protocols.Collectives.reduce_scatter`.
-
-        Raises:
-            CollectiveError: it failed to start.
+        See `zero_core.protocols.Collectives.reduce_scatter`. `CollectiveError` if it cannot start.
         """
         try:
             work = self._reduce_scatter(out, full, unit=segment)

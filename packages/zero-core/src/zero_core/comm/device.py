@@ -1,10 +1,11 @@
-"""Collectives among accelerators, by their library (NCCL, say).
+"""Collectives among accelerators, by their library (NCCL, say), and the choice of a transport.
 
 All-gather and all-to-all are the library's; a reduction is an all-to-all and a local sum.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, cast
@@ -12,12 +13,53 @@ from typing import Any, cast
 import torch.distributed as dist
 from torch import Tensor
 
-from zero_core.comm.control import all_gather_single, sum_in_rank_order
+from zero_core.comm.control import ControlGroup, all_gather_single, sum_in_rank_order
 from zero_core.comm.host import HostCollectives, Transport
 from zero_core.comm.meter import Links, Meter
 from zero_core.comm.p2p import ProcessMessages
-from zero_core.comm.queues import CommQueues
+from zero_core.comm.queues import CommQueues, queues_of
+from zero_core.comm.shared_memory import SharedMemory
+from zero_core.comm.topology import Ranks
 from zero_core.protocols import EXACT_GRADIENTS, TransportCollectives, Work
+
+_log = logging.getLogger(__name__)
+
+
+def share_memory(control: ControlGroup, ranks: Ranks, per_node: int) -> SharedMemory | None:
+    """Memory that the ranks of this node read from each other, if they are hosts and can."""
+    if ranks.device.type != "cpu" or ranks.size == 1:
+        return None
+    shared = SharedMemory(control, ranks_per_node=per_node)
+    num_far = per_node - 1 - len(shared.peers)
+    if num_far:
+        _log.info(
+            "rank %d: %d of the %d other ranks of its node cannot share memory with it (another "
+            "host, user or namespace of processes): what they exchange travels through "
+            "torch.distributed",
+            ranks.rank,
+            num_far,
+            per_node - 1,
+        )
+    return shared if shared.peers else None
+
+
+def make_transport(
+    ranks: Ranks, per_node: int, shared: SharedMemory | None, meter: Meter
+) -> TransportCollectives:
+    """The engine's own collectives. Every rank must call it."""
+    queues = queues_of(ranks.device)
+    if ranks.size == 1 or ranks.device.type == "cpu":
+        return HostCollectives(
+            ranks.messages(),
+            rank=ranks.rank,
+            world_size=ranks.size,
+            shared=shared,
+            ranks_per_node=per_node,
+            queues=queues,
+            meter=meter,
+        )
+    links = Links(ranks.size, per_node, is_ring=True)
+    return DeviceCollectives(ranks.group, rank=ranks.rank, links=links, queues=queues, meter=meter)
 
 
 class DeviceCollectives(Transport):

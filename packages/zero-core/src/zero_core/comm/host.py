@@ -211,14 +211,6 @@ class HostCollectives(Transport):
         return self._wire.acknowledge(Kind.REDUCE_READ, unit) if is_near else _DONE
 
 
-class _Done:
-    def wait(self) -> None:
-        return None
-
-
-_DONE = _Done()
-
-
 @dataclass(eq=False)
 class _Exchange:
     """A gather or an all-to-all under way. The latter acknowledges over ``wire``."""
@@ -235,6 +227,9 @@ class _Exchange:
         wire, self.wire = self.wire, None
         if wire is not None:
             wire.acknowledge(Kind.SWAP_READ, self.unit).wait()
+
+
+_DONE = _Exchange(())
 
 
 @dataclass(eq=False)

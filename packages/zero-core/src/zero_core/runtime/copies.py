@@ -27,9 +27,7 @@ class ModelCopies:
     def __init__(self, state: ShardedState, handles: Sequence[Sequence[Any]]) -> None:
         """Replace the copying of the model and of every module in it, until `remove`.
 
-        Args:
-            state: the engine's model and the memory behind its parameters.
-            handles: lists of everything of the engine that is on the modules.
+        ``handles``: lists of everything of the engine that is on the modules.
         """
         self._state = state
         self._handles = tuple(handles)

@@ -17,7 +17,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -32,13 +32,10 @@ from zero_core.sharded.unit import Unit
 _SAME, _CHANGED, _RESHAPED = 0.0, 1.0, 2.0
 
 
-@dataclass(frozen=True)
-class _FullParam:
-    """One parameter while it is gathered.
+class _FullParam(NamedTuple):
+    """One parameter while it is gathered: that at ``position`` of ``flat``.
 
     Attributes:
-        flat: the flat parameters of its segment.
-        position: which of the segment's slots it has.
         tensor: the values, in the parameter's shape, which it is a view of.
     """
 

@@ -34,15 +34,10 @@ def install(
     modules: Sequence[nn.Module],
     checkpointing: ActivationCheckpointingConfig | None = None,
 ) -> list[Any]:
-    """Hook the units' modules and their trainable parameters.
+    """Hook the units' ``modules`` (the model first) and their trainable parameters.
 
-    Args:
-        runtime: is called.
-        modules: of its units, in their order, the model first.
-        checkpointing: of activations; blocks are wrapped if it asks for that.
-
-    Returns:
-        Handles, each with ``remove``.
+    Blocks are wrapped if ``checkpointing`` of activations asks for that. Returns handles, each with
+    ``remove``.
     """
     handles: list[Any] = []
     if checkpointing is not None and checkpointing.enabled:

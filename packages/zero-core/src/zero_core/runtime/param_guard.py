@@ -71,11 +71,7 @@ class ParamGuard:
         return self._model.register_forward_pre_hook(outside_graphs(hook), prepend=True)
 
     def check(self) -> None:
-        """Raise if the model has other parameters than at first, or one was unfrozen.
-
-        Raises:
-            RuntimeError: with the parameter's name.
-        """
+        """Raise if the model has other parameters than at first, or one was unfrozen."""
         self._check_places(has_substitutes=False)
         self._check_frozen()
 

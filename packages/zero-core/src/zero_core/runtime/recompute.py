@@ -26,12 +26,9 @@ class Recompute:
     """Wraps the forwards of blocks until `remove`."""
 
     def __init__(self, blocks: Sequence[nn.Module], runtime: Runtime, *, is_on_cpu: bool) -> None:
-        """Wrap.
+        """Wrap ``blocks``, the modules of the runtime's units but the root, in their order.
 
-        Args:
-            blocks: modules of the runtime's units but the root, in their order.
-            runtime: is called in backward before a block is computed again.
-            is_on_cpu: whether a block's inputs wait in host memory.
+        ``is_on_cpu``: a block's inputs wait in host memory.
         """
         self._is_on_cpu = is_on_cpu
         self._is_pinned = torch.accelerator.is_available()

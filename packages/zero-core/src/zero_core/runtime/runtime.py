@@ -294,12 +294,7 @@ class Runtime:
     # --------------------------------------------------------------- backward
 
     def enter_backward(self, unit: Unit, forward: Forward | None) -> None:
-        """Gather ``unit`` for its backward.
-
-        Args:
-            unit: backward needs its values.
-            forward: used and saved them; None if the unit is computed again.
-        """
+        """Gather ``unit`` for the backward of ``forward``. None: the unit is computed again."""
         if unit is self._entered:
             return
         if not self._is_backward_open:

@@ -62,7 +62,7 @@ class Memory:
         Args:
             found: the model's parameters.
             layout: their arithmetic.
-            config: says what is sharded.
+            config: the resolved configuration.
             rank: this rank.
             device: where memory is allocated.
             exchanged: allocates what other ranks read (shards and gradients), if that is special.
@@ -167,7 +167,11 @@ class Memory:
             )
             for index, of_segment in buffers.items()
         }
-        hints = self._prefetch_hints()
+        units, hints = self._layout.units, None
+        if self._param_tier is not None:
+            offloaded = self._offloaded_indices
+            indices = [[s.index for s in u.segments if s.index in offloaded] for u in units]
+            hints = PrefetchHints(self._param_tier, indices)
         return [
             Unit(
                 unit.index,
@@ -176,7 +180,7 @@ class Memory:
                 [grads[s.index] for s in unit.segments if s.is_trainable],
                 hints,
             )
-            for unit in self._layout.units
+            for unit in units
         ]
 
     def _flat_params(
@@ -219,15 +223,6 @@ class Memory:
         if key not in self._views:
             self._views[key] = SegmentViews(segment, params, self.device)
         return self._views[key]
-
-    def _prefetch_hints(self) -> PrefetchHints | None:
-        if self._param_tier is None:
-            return None
-        units = self._layout.units
-        return PrefetchHints(
-            self._param_tier,
-            [[s.index for s in u.segments if s.index in self._offloaded_indices] for u in units],
-        )
 
     # ------------------------------------------------------------------ reports
 
@@ -288,9 +283,8 @@ class Memory:
     def allocate_gradients(self, *, owns_grads: bool) -> dict[int, GradientBuffers]:
         """Allocate what gradients need, by trainable segment.
 
-        Args:
-            owns_grads: whether the state tier copies gradients. Then there are no gradient shards,
-                unless gradients add up over micro-steps.
+        There are no gradient shards if the state tier copies gradients (``owns_grads``), unless
+        gradients add up over micro-steps.
         """
         segments = [s for s in self._layout.segments if s.is_trainable]
         plans = {

@@ -42,11 +42,7 @@ def offloaded_segments(layout: Layout, config: Config, *, is_apart: bool) -> tup
 
     Small ones are not: those of at most ``stage3_param_persistence_threshold`` elements, up to
     ``stage3_model_persistence_threshold`` elements in all.
-
-    Args:
-        layout: the model's arithmetic.
-        config: the resolved configuration.
-        is_apart: whether there is memory for them other than the device's.
+    ``is_apart``: there is memory for them other than the device's.
     """
     zero = config.zero_optimization
     if not is_apart or zero.stage < 3:

@@ -169,10 +169,9 @@ class StepGradient:
         return self._grads[segment]
 
     def clip(self, max_norm: float, p: float) -> float:
-        """Clip the gradient by its ``p``-norm after `agree`. Every rank must call it.
+        """Clip by the ``p``-norm, after `agree`, and return the norm before, unscaled.
 
-        Returns:
-            The norm before, unscaled.
+        Every rank must call it.
         """
         norm = self.factor * self._p_norm(p)
         self._clip_factor *= clip_factor(norm, max_norm)
@@ -254,11 +253,7 @@ class StepGradient:
         return bool(active)
 
     def check_not_updated(self, what: str) -> None:
-        """Refuse ``what``, which is possible only before units are updated in backward.
-
-        Raises:
-            RuntimeError: some have been.
-        """
+        """Raise if units were updated in backward already: ``what`` is possible only before."""
         if self._updated:
             raise RuntimeError(
                 f"{what}: too late, units have been updated during backward, as there is no "

@@ -71,11 +71,7 @@ class EngineOptimizer(torch.optim.Optimizer):
         super().add_param_group(param_group)
 
     def check_groups(self) -> None:
-        """Raise if the groups hold other parameters than at first.
-
-        Raises:
-            RuntimeError: with the parameter's name, if it is one of the model's.
-        """
+        """Raise if the groups hold other parameters than at first."""
         sizes = [len(group["params"]) for group in self.param_groups]
         if sizes == [len(ids) for ids in self._grouped]:
             return
