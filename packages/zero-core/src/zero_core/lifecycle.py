@@ -10,7 +10,7 @@ DeepSpeed's ``zero.Init``.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import NamedTuple, Protocol
 
 import torch
@@ -64,9 +64,6 @@ class Ownership:
 
     def name_of(self, param: nn.Parameter) -> str | None:
         return None if self.is_ended else self._state.param_names.get(id(param))
-
-    def remove_at_end(self, hooks: Iterable[Removable]) -> None:
-        self.hooks += hooks
 
     def close(self) -> None:
         """End, on this rank alone. Parameters that are not whole here hold no value then."""

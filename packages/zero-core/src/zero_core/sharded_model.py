@@ -267,7 +267,7 @@ class ShardedModel:
 
     def remove_at_end(self, hooks: Iterable[Removable]) -> None:
         """Remove ``hooks`` that others put on the model when the engine ends."""
-        self._ownership.remove_at_end(hooks)
+        self._ownership.hooks += hooks
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         """Refuse `copy.deepcopy`, `copy.copy` and pickle."""

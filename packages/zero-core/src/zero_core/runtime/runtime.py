@@ -2,6 +2,15 @@
 
 `zero_core.runtime.hooks` calls in here; nothing in the model changes.
 
+[Note: the path of a gradient]
+1. `hooks` takes ``param.grad`` when autograd has it, and calls `Runtime.gradient_ready`.
+2. `FlatGrads.add` writes it to the segment's ``full_grad``.
+3. When its unit is complete and all units before it are: `FlatGrads.reduce`; one unit later:
+   `FlatGrads.finish`.
+4. At an accumulation boundary the sink (`StepGradient.add`) offers it to the state tier.
+5. ``engine.step()``: `Runtime.complete_gradient`, then `StepGradient.decide` and ``apply``, which
+   has the tier update the shards. `Runtime.values_changed` makes gathered values stale.
+
 [Note: order]
 Units are gathered forward in the order of the module tree and backward in reverse; reductions run
 in that reverse order, the root last (`zero_core.runtime.order`). So every rank launches the same
