@@ -10,12 +10,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from zero_core.comm.control import ControlGroup, all_gather_single, sum_in_rank_order
 from zero_core.comm.host import HostCollectives, Transport
-from zero_core.comm.meter import Links, Meter
+from zero_core.comm.meter import GRADIENTS, PARAMETERS, Links, Meter
 from zero_core.comm.p2p import ProcessMessages
 from zero_core.comm.queues import CommQueues, queues_of
 from zero_core.comm.shared_memory import SharedMemory
@@ -108,7 +109,8 @@ class DeviceCollectives(Transport):
     def all_gather(
         self, out: Tensor, shard: Tensor, *, unit: int, version: int, backward: bool
     ) -> Work:
-        self._count("all_gather", version, self._links.gather(shard.nbytes))
+        content = GRADIENTS if version == EXACT_GRADIENTS else PARAMETERS
+        self._meter.add("all_gather", content, self._links.gather(shard.nbytes))
         own = out.view(self.world_size, -1)[self.rank]
         if own.data_ptr() != shard.data_ptr():
             own.copy_(shard)
@@ -117,16 +119,17 @@ class DeviceCollectives(Transport):
 
     def reduce_scatter(self, out: Tensor, full: Tensor, *, unit: int) -> Work:
         sent = self._links.direct(full.nbytes // self.world_size)
-        self._count("reduce_scatter", EXACT_GRADIENTS, sent)
-        received = self._borrow(full)
+        self._meter.add("reduce_scatter", GRADIENTS, sent)
+        free = self._scratch.setdefault((full.numel(), full.dtype), [])
+        received = free.pop() if free else torch.empty_like(full)
         parts = list(received.view(self.world_size, -1))
         work = self._swap(received, full)
-        return _DeviceReduction(self, work, out, received, parts)
+        return _DeviceReduction(work, out, received, parts, free)
 
     def all_to_all(self, out: Tensor, parts: Tensor, *, unit: int) -> Work:
         self._check_all_to_all(out, parts)
         sent = self._links.direct(parts.nbytes // self.world_size)
-        self._count("all_to_all", EXACT_GRADIENTS, sent)
+        self._meter.add("all_to_all", GRADIENTS, sent)
         return self._swap(out, parts)
 
     def _swap(self, out: Tensor, parts: Tensor) -> Work:
@@ -138,11 +141,11 @@ class DeviceCollectives(Transport):
 class _DeviceReduction:
     """An all-to-all under way, and the sum that follows it: `zero_core.protocols.Reduction`."""
 
-    owner: DeviceCollectives
     work: Work | None
     out: Tensor
     received: Tensor
     contributions: Sequence[Tensor]
+    free: list[Tensor]
 
     def wait(self) -> None:
         """Sum in rank order. Once."""
@@ -150,7 +153,7 @@ class _DeviceReduction:
             work, self.work = self.work, None
             work.wait()
             sum_in_rank_order(self.out, self.contributions)
-            self.owner.give_scratch(self.received)
+            self.free.append(self.received)
 
 
 def _new_group(ranks: Sequence[int]) -> dist.ProcessGroup:

@@ -52,21 +52,6 @@ class Transport:
     def launch(self, job: Callable[[], None], *, is_reduction: bool) -> Work:
         return self._queues.launch(job, is_reduction=is_reduction)
 
-    def _count(self, collective: str, version: int, sent: tuple[int, int]) -> None:
-        if self.world_size > 1:
-            content = GRADIENTS if version == EXACT_GRADIENTS else PARAMETERS
-            self._meter.add(collective, content, sent)
-
-    def _borrow(self, like: Tensor) -> Tensor:
-        free = self._scratch.setdefault((like.numel(), like.dtype), [])
-        try:
-            return free.pop()  # another thread may have taken the last one
-        except IndexError:
-            return torch.empty_like(like)
-
-    def give_scratch(self, scratch: Tensor) -> None:
-        self._scratch[scratch.numel(), scratch.dtype].append(scratch)
-
     def _check_subgroup(self, ranks: Sequence[int]) -> None:
         is_sound = len(set(ranks)) == len(ranks) and all(0 <= r < self.world_size for r in ranks)
         if not is_sound or self.rank not in ranks:
@@ -117,6 +102,10 @@ class HostCollectives(Transport):
         self._shared = shared
         self._wire = PeerToPeer(messages, range(world_size), rank=rank, shared=shared)
 
+    def _place(self, rank: int, links: Links) -> None:
+        super()._place(rank, links)
+        self._is_once_per_node = 1 < links.ranks_per_node < links.world_size
+
     def subgroup(self, ranks: Sequence[int]) -> HostCollectives:
         self._check_subgroup(ranks)
         found = copy.copy(self)
@@ -138,7 +127,7 @@ class HostCollectives(Transport):
         own = slices[self.rank]
         if own.data_ptr() != shard.data_ptr():
             own.copy_(shard)
-        if 1 < self._links.ranks_per_node < self.world_size:
+        if self._is_once_per_node:
             return self._gather_once_per_node(out, shard, unit)
         return _Exchange(self._start_gather(slices, shard, self._wire.peers, unit))
 
@@ -204,10 +193,22 @@ class HostCollectives(Transport):
             for p in wire.peers
         }
 
+    def _count(self, collective: str, version: int, sent: tuple[int, int]) -> None:
+        if self.world_size > 1:
+            content = GRADIENTS if version == EXACT_GRADIENTS else PARAMETERS
+            self._meter.add(collective, content, sent)
+
+    def _borrow(self, like: Tensor) -> Tensor:
+        free = self._scratch.setdefault((like.numel(), like.dtype), [])
+        try:
+            return free.pop()  # another thread may have taken the last one
+        except IndexError:
+            return torch.empty_like(like)
+
     def acknowledge(self, received: Tensor | None, unit: int, *, is_near: bool) -> Work:
         """End a reduction: its scratch buffer is free, its near parts were read."""
         if received is not None:
-            self.give_scratch(received)
+            self._scratch[received.numel(), received.dtype].append(received)
         return self._wire.acknowledge(Kind.REDUCE_READ, unit) if is_near else _DONE
 
 
