@@ -14,6 +14,7 @@ from torch import nn
 
 import zero_core
 from zero_core import CheckpointCorruptError, CheckpointError
+from zero_core.checkpoint.json_values import MAX_NUMEL, decode, encode
 from zero_core.checkpoint.load import read_client_state
 from zero_core.testing import (
     Case,
@@ -205,6 +206,45 @@ def test_state_that_is_not_json_is_refused_before_anything_is_written(tmp_path):
     with pytest.raises(CheckpointError, match=r"client_state\.x is a object .* keeps JSON"):
         _build(0).save_checkpoint(tmp_path / "c", client_state={"x": object()})
     assert not (tmp_path / "c").exists()
+
+
+@pytest.mark.parametrize("key", ["__tensor__", "__tuple__", "__counter__", "__mapping__"])
+def test_client_state_may_have_the_keys_of_its_json_form(key):
+    former = {"__tensor__": "int64", "shape": [1], "values": [7]}
+    for value in ({key: 1}, {key: [1], "other": (2,)}, former, {0: former}):
+        assert decode(json.loads(json.dumps(encode(value, "w")))) == value
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.int64, torch.bool])
+@pytest.mark.parametrize("shape", [(), (0, 3), (2, 3)])
+def test_tensors_of_client_state_are_restored(dtype, shape):
+    value = torch.randint(2, shape).to(dtype)
+    (found,) = decode(json.loads(json.dumps(encode((value,), "w"))))
+    assert (found.shape, found.dtype) == (shape, dtype)
+    assert torch.equal(found, value)
+
+
+def test_tensors_and_mappings_of_former_checkpoints_are_read():
+    former = [["__tensor__", "float16"], ["shape", [1, 2]], ["values", [0.5, 2.0]]]
+    found = decode({"best": {"__items__": former}, "seen": {"__items__": [[3, "three"]]}})
+    assert torch.equal(found["best"], torch.tensor([[0.5, 2.0]], dtype=torch.float16))
+    assert found["seen"] == {3: "three"}
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.zeros(MAX_NUMEL + 1),
+        torch.zeros(2, dtype=torch.complex64),
+        torch.eye(2).to_sparse(),
+    ],
+    ids=["large", "complex", "sparse"],
+)
+def test_tensor_that_a_checkpoint_does_not_keep_is_named_by_its_path(tensor):
+    with pytest.raises(
+        CheckpointError, match=r"state\.best\[1\] is a tensor of shape .* real, dense"
+    ):
+        encode({"best": [0, tensor]}, "state")
 
 
 @pytest.mark.parametrize("tag", ["", "a/b", ".hidden", "latest"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from typing import Any
 
 import pytest
@@ -46,6 +47,28 @@ def test_pieces_of_unequal_age_use_their_own_step_count(route: Any, ratio: float
     train(alone, late, groups, range(2, 4))
     start, stop, _ = space.pieces[1]
     assert torch.equal(space.flat_params()[start:stop], late.flat_params()[start:stop])
+
+
+class _RebindingAdam(optim.Adam):
+    is_elementwise = True
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.state = defaultdict(dict, {param: {**entry} for param, entry in self.state.items()})
+        super().step(closure)
+
+
+@pytest.mark.parametrize("ratio", [0.0, 0.3, 1.0])
+def test_an_optimizer_may_rebind_its_state(ratio: float) -> None:
+    found = []
+    for optimizer_class in (optim.Adam, _RebindingAdam):
+        space, groups = Space(), [group_of(optim.Adam, **PLAIN)]
+        tier = make_tier(space, optimizer_class, groups, ratio=ratio)
+        train(tier, space, groups)
+        found.append((snapshot(tier, space), [tier.read_scalars(i) for i in range(3)]))
+    (expected, scalars), (rebound, others) = found
+    assert scalars == others
+    assert expected["exp_avg"].any()
+    assert all(torch.equal(expected[name], rebound[name]) for name in expected)
 
 
 @pytest.mark.parametrize("ratio", [0.0, 0.3, 1.0])

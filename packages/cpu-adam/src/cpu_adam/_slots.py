@@ -232,6 +232,24 @@ class Slot:
         step_address: address of the number of updates so far, in fp32.
     """
 
+    __slots__ = (
+        "addresses",
+        "dtype",
+        "extent",
+        "is_contiguous",
+        "local",
+        "local_address",
+        "numel",
+        "out_type",
+        "param",
+        "settings",
+        "shape",
+        "state",
+        "step_address",
+        "stride",
+        "watched",
+    )
+
     def __init__(
         self, param: Tensor, state: dict[str, Any], settings: tuple[str, str | None]
     ) -> None:

@@ -33,7 +33,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from zero_comm.quantizer.block_format import DEFAULT_BLOCK_SIZE, BlockFormat
+from zero_comm.quantizer.block_format import BlockFormat
 from zero_comm.quantizer.quantize import (
     QUANTIZABLE_DTYPES,
     dequantize_rows,
@@ -47,6 +47,7 @@ _CHECKSUM_AT: Final = 24
 _MAY_HOLD_NAN: Final = 1
 _HAS_CHECKSUM: Final = 2
 _LAYOUT: Final = "=2sBBIq"
+_KIND_CODES: Final = ("int8", "int4", "e4m3", "e5m2")  # a header has the position: append only
 _WORDS_PER_RUN: Final = 1024
 
 
@@ -141,7 +142,7 @@ class Packing:
     def _fixed(self, numel: int) -> bytes:
         """Return the part of the header that sender and receiver must agree on."""
         fmt = self.format
-        code = tuple(DEFAULT_BLOCK_SIZE).index(fmt.kind)
+        code = _KIND_CODES.index(fmt.kind)
         code += 16 * (not fmt.is_symmetric) + 32 * fmt.has_rotation
         return struct.pack(_LAYOUT, b"ZQ", 1, code, fmt.block_size, numel)
 

@@ -44,12 +44,12 @@ class _SumWork:
     def wait(self) -> None:
         """Wait for the bytes, then sum them in rank order."""
         self._work.wait()
-        rows, self._rows = self._rows, None
-        if rows is not None:
+        if (rows := self._rows) is not None:
             total = rows[0].to(torch.promote_types(rows.dtype, torch.float32), copy=True)
             for row in rows[1:]:
                 total.add_(row)
             self._out.copy_(total)
+            self._rows = None  # not before: a wait after one that failed must not return
 
 
 class TorchCollectives:

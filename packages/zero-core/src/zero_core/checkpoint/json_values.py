@@ -18,10 +18,14 @@ from zero_core.errors import CheckpointError
 MAX_NUMEL = 65536
 """Elements of the largest tensor."""
 _TENSOR = "__tensor__"
+_FORMER_TENSOR = {_TENSOR, "shape", "values"}
+"""Keys of a tensor in ``__items__``, as checkpoints had it."""
 
 
 def encode(value: Any, where: str, advice: str = "leave it out") -> Any:
-    """Return ``value`` as JSON from which `decode` restores it exactly, mappings as dicts.
+    """Return ``value`` as JSON from which `decode` restores it exactly.
+
+    Mappings come back as dicts, tensors on the CPU.
 
     Args:
         value: numbers, strings, lists, tuples, mappings and tensors.
@@ -29,12 +33,13 @@ def encode(value: Any, where: str, advice: str = "leave it out") -> Any:
         advice: for messages.
 
     Raises:
-        CheckpointError: it holds anything else, or a tensor of over `MAX_NUMEL` elements.
+        CheckpointError: it holds anything else, or a tensor that is complex, quantized, sparse or
+            of over `MAX_NUMEL` elements.
     """
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, Tensor):
-        value = _describe(value, where)
+        return {_TENSOR: _describe(value, where)}
     if isinstance(value, list | tuple):
         rows = [encode(v, f"{where}[{index}]", advice) for index, v in enumerate(value)]
         return rows if isinstance(value, list) else {"__tuple__": rows}
@@ -46,7 +51,7 @@ def encode(value: Any, where: str, advice: str = "leave it out") -> Any:
             return {"__counter__": items}
         if all(isinstance(k, str) and not k.startswith("__") for k in value):
             return dict(items)
-        return {"__items__": items}
+        return {"__mapping__": items}
     raise CheckpointError(
         f"{where} is a {type(value).__name__} ({value!r:.60}), and a checkpoint keeps JSON and "
         f"small tensors: {advice}, or give it as numbers, strings, lists and mappings"
@@ -63,24 +68,28 @@ def decode(value: Any) -> Any:
         return tuple(decode(v) for v in value["__tuple__"])
     if value.keys() == {"__counter__"}:
         return Counter({decode(k): decode(v) for k, v in value["__counter__"]})
-    if value.keys() == {"__items__"}:
+    if value.keys() == {"__mapping__"}:
+        return {decode(k): decode(v) for k, v in value["__mapping__"]}
+    if value.keys() == {_TENSOR}:
+        return _tensor(*value[_TENSOR])
+    if value.keys() == {"__items__"}:  # in checkpoints of before, of mappings and of tensors
         items = {decode(k): decode(v) for k, v in value["__items__"]}
-        if _TENSOR not in items:
-            return items
-        dtype = getattr(torch, items[_TENSOR])
-        return torch.tensor(items["values"], dtype=dtype).reshape(items["shape"])
+        is_tensor = items.keys() == _FORMER_TENSOR
+        return _tensor(items[_TENSOR], items["shape"], items["values"]) if is_tensor else items
     return {k: decode(v) for k, v in value.items()}
 
 
-def _describe(tensor: Tensor, where: str) -> dict[str, Any]:
-    if tensor.numel() > MAX_NUMEL or tensor.is_complex() or tensor.is_quantized:
+def _describe(tensor: Tensor, where: str) -> list[Any]:
+    is_dense = tensor.layout is torch.strided and not tensor.is_quantized
+    if tensor.numel() > MAX_NUMEL or tensor.is_complex() or not is_dense:
         raise CheckpointError(
-            f"{where} is a tensor of shape {tuple(tensor.shape)} and {tensor.dtype}: beside the "
-            f"model, a checkpoint keeps real tensors of up to {MAX_NUMEL} elements. Make it a "
-            "buffer of the module, or save it to a file of its own"
+            f"{where} is a tensor of shape {tuple(tensor.shape)}, {tensor.dtype} and "
+            f"{tensor.layout}: beside the model, a checkpoint keeps real, dense tensors of up to "
+            f"{MAX_NUMEL} elements. Make it a buffer of the module, or save it to a file of its own"
         )
-    return {
-        _TENSOR: str(tensor.dtype).removeprefix("torch."),
-        "shape": list(tensor.shape),
-        "values": tensor.detach().reshape(-1).tolist(),
-    }
+    values = tensor.detach().reshape(-1).tolist()
+    return [str(tensor.dtype).removeprefix("torch."), list(tensor.shape), values]
+
+
+def _tensor(dtype: str, shape: list[int], values: list[Any]) -> Tensor:
+    return torch.tensor(values, dtype=getattr(torch, dtype)).reshape(shape)

@@ -115,7 +115,8 @@ class Rule(ABC):
     def decode(self, name: str, stored: Stored, start: int, stop: int) -> Tensor:
         """Return a state, or whole master weights, of elements ``[start, stop)`` of the span.
 
-        It is fp32, 1-D, and the stored memory itself where that is fp32.
+        It is fp32, 1-D, and the stored memory itself where that is fp32: of a block of a file,
+        copy it before `put` or `drop`.
         """
         return stored[name][start:stop].float()
 

@@ -50,6 +50,7 @@ class Block:
         return dict(stored)
 
     def decode(self, stored: Stored, name: str, start: int, stop: int) -> Tensor:
+        """Return what `Rule.decode` does: it may be ``stored``'s own memory."""
         return self.rule.decode(name, stored, start - self.start, stop - self.start)
 
     def encode(self, stored: Stored, name: str, start: int, values: Tensor) -> None:

@@ -46,6 +46,7 @@ class ShardMasters:
 
     Attributes:
         is_in_place: whether all whole master weights are the shards themselves.
+        num_bytes: of all master weights, shards that are their own included.
         num_copy_bytes: of these, the bytes that are not the memory of a shard.
     """
 

@@ -203,11 +203,13 @@ class TorchStepper(Stepper):
         self._params = [nn.Parameter(self.master(p.start, p.stop)) for p in geometry.pieces]
         members = self._members(range(len(self._params)), groups)
         self._optimizer = make_optimizer(optimizer_class, members) if members else None
-        self._entries: dict[Tensor, dict[str, Any]] = (
-            {} if self._optimizer is None else self._optimizer.state
-        )
         for i in range(len(self._params)):
             self._start(i)
+
+    @property
+    def _entries(self) -> dict[Tensor, dict[str, Any]]:
+        # Read each time: a step may rebind it, as torch's own load_state_dict does.
+        return {} if self._optimizer is None else self._optimizer.state
 
     def num_bytes(self) -> StateBytes:
         states = sum(buffer.nbytes for buffer in self._buffers.values())

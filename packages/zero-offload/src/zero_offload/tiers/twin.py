@@ -149,6 +149,11 @@ class TwinTier:
         return release
 
     def read_grad(self, start: int, stop: int) -> Tensor:
+        """Return a copy of the gradient offered for ``[start, stop)``, 1-D, on the CPU.
+
+        Raises:
+            ValueError: a part of it was not offered, or was used by a step.
+        """
         found: list[tuple[int, Tensor]] = []
         for part in self.parts:
             for a, b in part.share.overlaps(start, stop):
@@ -234,6 +239,11 @@ class TwinTier:
         return whole
 
     def write_state(self, name: str, start: int, values: Tensor) -> None:
+        """Overwrite one state. ``master_weight`` is rounded into the parameter shards as well.
+
+        Raises:
+            KeyError: the optimizer has no such state.
+        """
         stop = start + values.numel()
         self.geometry.check_range(start, stop)
         for part in self.parts:
