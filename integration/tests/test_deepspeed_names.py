@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import json
 from typing import Optional, Union
 
@@ -57,6 +58,45 @@ def test_name_that_deepspeed_does_not_have_cannot_be_imported() -> None:
 )
 def test_scripts_line_of_imports_works(line: str) -> None:
     exec(line, {})
+
+
+_STATES, _SCHEDULES = "utils.tensor_fragment", "runtime.lr_schedules"
+_LEAVES, _LEAF_CLASSES = "utils.z3_leaf_module", "model leaf_module_classes raise_if_not_found"
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "parameters"),
+    [
+        *(
+            case
+            for part in ("full", "local")
+            for case in (
+                (_STATES, f"safe_get_{part}_fp32_param", "param"),
+                (_STATES, f"safe_get_{part}_grad", "param"),
+                (_STATES, f"safe_get_{part}_optimizer_state", "param optim_state_key"),
+                (_STATES, f"safe_set_{part}_fp32_param", "param value"),
+                (_STATES, f"safe_set_{part}_grad", "param value"),
+                (_STATES, f"safe_set_{part}_optimizer_state", "param value optim_state_key"),
+            )
+        ),
+        (_LEAVES, "set_z3_leaf_modules", _LEAF_CLASSES),
+        (_LEAVES, "unset_z3_leaf_modules", _LEAF_CLASSES),
+        (_LEAVES, "set_z3_leaf_modules_by_name", "model module_names flag raise_if_not_found"),
+        (_SCHEDULES, "override_lr_range_test_params", "args params"),
+        (_SCHEDULES, "override_1cycle_params", "args params"),
+        (_SCHEDULES, "override_warmupLR_params", "args params"),
+        (_SCHEDULES, "override_warmupCosineLR_params", "args params"),
+        ("monitor.config", "get_monitor_config", "param_dict"),
+    ],
+)
+def test_function_has_its_own_name_and_deepspeeds_parameters(
+    module: str, name: str, parameters: str
+) -> None:
+    function = getattr(_module(module), name)
+    assert inspect.isfunction(function)
+    assert (function.__name__, function.__qualname__) == (name, name)
+    assert list(inspect.signature(function).parameters) == parameters.split()
+    assert function.__doc__
 
 
 def test_class_that_is_not_served_cannot_be_subclassed() -> None:

@@ -243,7 +243,9 @@ def test_evaluation_counts_in_no_time_and_a_failed_forward_ends_its_own():
 
 def test_a_script_may_make_the_monitors_itself(tmp_path):
     block = {"enabled": True, "output_path": str(tmp_path), "job_name": "csv"}
-    config = deepspeed.monitor.config.get_monitor_config({**_config(), "csv_monitor": block})
+    config = deepspeed.monitor.config.get_monitor_config(
+        param_dict={**_config(), "csv_monitor": block}
+    )
     master = deepspeed.monitor.monitor.MonitorMaster(config)
     assert master.enabled
     master.write_events([("Eval/my loss", 0.5, 3), ("Eval/my loss", 0.25, 6)])
@@ -323,6 +325,7 @@ def _logs_communication(rank: int, world_size: int) -> None:
             total[1] += row.within_node_bytes
             total[2] += row.between_nodes_bytes
     found = deepspeed.comm.log_summary(return_dict=True)["summary"]
+    assert all(type(row) is dict for row in found.values())
     assert {name: list(row.values()) for name, row in found.items()} == expected
     assert expected["reduce_scatter (gradients)"][1] > 0
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch.distributed as dist
 
 from zero_engine.deepspeed.config.reader import read_monitors
@@ -19,7 +22,15 @@ TensorBoardConfig = TensorBoardSettings
 CSVConfig = CsvSettings
 WandbConfig = WandbSettings
 CometConfig = CometSettings
-get_monitor_config = read_monitors
+
+
+def get_monitor_config(param_dict: Mapping[str, Any]) -> MonitorSettings:
+    """Return the monitors that a configuration asks for. Its other keys are ignored.
+
+    Raises:
+        ConfigError: a block has a key or a value that it may not have.
+    """
+    return read_monitors(param_dict)
 
 
 class MonitorMaster(Monitor):

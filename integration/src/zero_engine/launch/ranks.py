@@ -82,6 +82,7 @@ def on_first_rank(action: Callable[[], None], device: torch.device) -> None:
 
 
 def sum_over_ranks(values: Tensor) -> Tensor:
+    """Sum ``values`` over all ranks, in place. Every rank calls it."""
     if dist.is_initialized():
         dist.all_reduce(values)
     return values

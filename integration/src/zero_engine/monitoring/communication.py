@@ -29,8 +29,7 @@ class CommunicationLog(Observer):
         self._say = say
         self.steps = 0
         """Steps added up so far."""
-        self.summary: dict[str, Counter[str]] = {}
-        """Calls, and bytes sent within and between nodes, by collective."""
+        self._sums: dict[str, Counter[str]] = {}
         _logs.add(self)
 
     def step_done(self, facts: StepFacts) -> None:
@@ -38,8 +37,8 @@ class CommunicationLog(Observer):
         self.steps += 1
         for row in self._engine.comm_report():
             # DeepSpeed's names say more: all_gather_into_tensor, reduce_scatter_tensor.
-            named = [name for name in self._settings.prof_ops if name.startswith(row.collective)]
-            if self._settings.prof_all or named:
+            is_named = any(name.startswith(row.collective) for name in self._settings.prof_ops)
+            if self._settings.prof_all or is_named:
                 self._add(row, facts.global_steps)
 
     def _add(self, row: Traffic, step: int) -> None:
@@ -49,7 +48,7 @@ class CommunicationLog(Observer):
             within_node_bytes=row.within_node_bytes,
             between_nodes_bytes=row.between_nodes_bytes,
         )
-        self.summary.setdefault(name, Counter()).update(found)
+        self._sums.setdefault(name, Counter()).update(found)
         if self._settings.verbose:
             calls, within, between = found.values()
             self._say(
@@ -57,11 +56,15 @@ class CommunicationLog(Observer):
                 f"bytes within node: {within} | bytes between nodes: {between}"
             )
 
+    def summary(self) -> dict[str, dict[str, int]]:
+        """Return calls, and bytes sent within and between nodes, by collective."""
+        return {name: dict(sums) for name, sums in self._sums.items()}
+
     def print(self) -> None:
         lines = [
             f"{'Comm. Op': <34}{'Count': >12}{'Sent in node (B)': >20}{'Between nodes (B)': >20}"
         ]
-        for name, row in self.summary.items():
+        for name, row in self._sums.items():
             count, within, between = row.values()
             lines.append(f"{name: <34}{count: >12}{within: >20}{between: >20}")
         self._say("\n".join([*lines, f"{self.steps} steps, rank {self._engine.rank}"]))
@@ -89,5 +92,5 @@ def log_summary(show_straggler: bool = False, return_dict: bool = False) -> dict
         )
     for log in logs:
         log.print()
-    summary = {name: dict(row) for log in logs for name, row in log.summary.items()}
+    summary = {name: row for log in logs for name, row in log.summary().items()}
     return {"summary": summary} if return_dict else None

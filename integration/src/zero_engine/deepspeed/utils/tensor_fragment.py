@@ -6,13 +6,12 @@ part that this rank's optimizer state covers, 1-D; every rank must call for a gr
 What there is none of is None: of a parameter that belongs to no engine, or is frozen, of a state
 before the first step, and of a gradient outside of the time between a step's last backward and
 ``step``. A gradient is as backward left it, averaged over ranks: not clipped, and still multiplied
-by the fp16 loss scale, as in DeepSpeed.
+by the fp16 loss scale, as in DeepSpeed. To set what belongs to no engine raises ValueError.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -23,59 +22,69 @@ _MASTER = "master_weight"
 _GRAD = "grad"
 
 
-def safe_get_full_optimizer_state(
-    param: nn.Parameter, optim_state_key: str, *, is_local: bool = False
-) -> Tensor | None:
-    """Return the state ``optim_state_key`` ("exp_avg", ...) of ``param``.
+def safe_get_full_fp32_param(param: nn.Parameter) -> Tensor | None:
+    """Return the whole master weight. Every rank must call it."""
+    return _get(param, _MASTER)
+
+
+def safe_get_full_grad(param: nn.Parameter) -> Tensor | None:
+    """Return the whole gradient. Every rank must call it."""
+    return _get(param, _GRAD)
+
+
+def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> Tensor | None:
+    """Return the whole state ``optim_state_key`` ("exp_avg", ...). Every rank must call it.
 
     Ranks agree on whether it is None.
     """
-    engine = engine_of(param)
-    if engine is None:
-        return None
-    name = _name(engine, param)
-    if optim_state_key == _GRAD and not engine.states.has_gradient():
-        return None
-    read = engine.states.get_local if is_local else engine.states.get_full
-    try:
-        value = read(name, optim_state_key)
-    except KeyError:  # frozen, or before the first step: all ranks agree
-        return None
-    factor = engine.loss_scale if optim_state_key == _GRAD else 1.0
-    return (value * factor if factor != 1.0 else value).to(engine.device)
+    return _get(param, optim_state_key)
 
 
-def safe_set_full_optimizer_state(
-    param: nn.Parameter, value: Tensor, optim_state_key: str, *, is_local: bool = False
+def safe_get_local_fp32_param(param: nn.Parameter) -> Tensor | None:
+    """Return this rank's part of the master weight."""
+    return _get(param, _MASTER, is_local=True)
+
+
+def safe_get_local_grad(param: nn.Parameter) -> Tensor | None:
+    """Return this rank's part of the gradient. Every rank must call it."""
+    return _get(param, _GRAD, is_local=True)
+
+
+def safe_get_local_optimizer_state(param: nn.Parameter, optim_state_key: str) -> Tensor | None:
+    """Return this rank's part of the state ``optim_state_key``."""
+    return _get(param, optim_state_key, is_local=True)
+
+
+def safe_set_full_fp32_param(param: nn.Parameter, value: Tensor) -> None:
+    """Set the master weight. Every rank must call it, with the same ``value``."""
+    _set(param, value, _MASTER)
+
+
+def safe_set_full_grad(param: nn.Parameter, value: Tensor) -> None:
+    """Set the gradient of the next step. Every rank must call it, with the same ``value``."""
+    _set(param, value, _GRAD)
+
+
+def safe_set_full_optimizer_state(param: nn.Parameter, value: Tensor, optim_state_key: str) -> None:
+    """Set the state ``optim_state_key``. Every rank must call it, with the same ``value``."""
+    _set(param, value, optim_state_key)
+
+
+def safe_set_local_fp32_param(param: nn.Parameter, value: Tensor) -> None:
+    """Set this rank's part of the master weight. Every rank must call it."""
+    _set(param, value, _MASTER, is_local=True)
+
+
+def safe_set_local_grad(param: nn.Parameter, value: Tensor) -> None:
+    """Set this rank's part of the gradient. Every rank must call it."""
+    _set(param, value, _GRAD, is_local=True)
+
+
+def safe_set_local_optimizer_state(
+    param: nn.Parameter, value: Tensor, optim_state_key: str
 ) -> None:
-    """Set the state ``optim_state_key`` of ``param``.
-
-    Raises:
-        ValueError: no engine has the parameter.
-    """
-    engine = engine_of(param)
-    if engine is None:
-        raise ValueError(
-            f"a parameter of shape {tuple(param.shape)} belongs to no engine: call initialize() "
-            "first, and pass a parameter of its model"
-        )
-    name = _name(engine, param)
-    if optim_state_key == _GRAD:
-        value = value / engine.loss_scale
-    write = engine.states.set_local if is_local else engine.states.set_full
-    write(name, value.detach().to("cpu", torch.float32), optim_state_key)
-
-
-safe_get_full_fp32_param = partial(safe_get_full_optimizer_state, optim_state_key=_MASTER)
-safe_get_full_grad = partial(safe_get_full_optimizer_state, optim_state_key=_GRAD)
-safe_get_local_optimizer_state = partial(safe_get_full_optimizer_state, is_local=True)
-safe_get_local_fp32_param = partial(safe_get_local_optimizer_state, optim_state_key=_MASTER)
-safe_get_local_grad = partial(safe_get_local_optimizer_state, optim_state_key=_GRAD)
-safe_set_full_fp32_param = partial(safe_set_full_optimizer_state, optim_state_key=_MASTER)
-safe_set_full_grad = partial(safe_set_full_optimizer_state, optim_state_key=_GRAD)
-safe_set_local_optimizer_state = partial(safe_set_full_optimizer_state, is_local=True)
-safe_set_local_fp32_param = partial(safe_set_local_optimizer_state, optim_state_key=_MASTER)
-safe_set_local_grad = partial(safe_set_local_optimizer_state, optim_state_key=_GRAD)
+    """Set this rank's part of the state ``optim_state_key``. Every rank must call it."""
+    _set(param, value, optim_state_key, is_local=True)
 
 
 def safe_update_full_grad_vectorized(
@@ -87,6 +96,36 @@ def safe_update_full_grad_vectorized(
         grad = safe_get_full_grad(param)
         if grad is not None:
             safe_set_full_grad(param, update_func(grad, param))
+
+
+def _get(param: nn.Parameter, what: str, *, is_local: bool = False) -> Tensor | None:
+    engine = engine_of(param)
+    if engine is None:
+        return None
+    name = _name(engine, param)
+    if what == _GRAD and not engine.states.has_gradient():
+        return None
+    read = engine.states.get_local if is_local else engine.states.get_full
+    try:
+        value = read(name, what)
+    except KeyError:  # frozen, or before the first step: all ranks agree
+        return None
+    factor = engine.loss_scale if what == _GRAD else 1.0
+    return (value * factor if factor != 1.0 else value).to(engine.device)
+
+
+def _set(param: nn.Parameter, value: Tensor, what: str, *, is_local: bool = False) -> None:
+    engine = engine_of(param)
+    if engine is None:
+        raise ValueError(
+            f"a parameter of shape {tuple(param.shape)} belongs to no engine: call initialize() "
+            "first, and pass a parameter of its model"
+        )
+    name = _name(engine, param)
+    if what == _GRAD:
+        value = value / engine.loss_scale
+    write = engine.states.set_local if is_local else engine.states.set_full
+    write(name, value.detach().to("cpu", torch.float32), what)
 
 
 def _name(engine: ShardedModel, param: nn.Parameter) -> str:

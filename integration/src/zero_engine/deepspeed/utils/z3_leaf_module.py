@@ -6,7 +6,6 @@ Marks count if they are set before `initialize`. Blocks of a list are gathered a
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
 
 from torch import nn
 
@@ -37,22 +36,26 @@ def set_z3_leaf_modules(
     model: nn.Module,
     leaf_module_classes: Sequence[type | str],
     raise_if_not_found: bool = True,
-    *,
-    flag: bool = True,
 ) -> list[nn.Module]:
     """Mark the modules of these classes, given as such or by name. Returns those found.
 
     Raises:
         ValueError: there is none.
     """
-    found = [m for m in model.modules() if any(_is_of(m, c) for c in leaf_module_classes)]
-    _set_all(found, flag)
-    if not found and raise_if_not_found:
-        raise ValueError(f"no module of {list(leaf_module_classes)} in {type(model).__name__}")
-    return found
+    return _set_by_class(model, leaf_module_classes, True, raise_if_not_found)
 
 
-unset_z3_leaf_modules = partial(set_z3_leaf_modules, flag=False)
+def unset_z3_leaf_modules(
+    model: nn.Module,
+    leaf_module_classes: Sequence[type | str],
+    raise_if_not_found: bool = True,
+) -> list[nn.Module]:
+    """Remove the marks of modules of these classes. Returns those found.
+
+    Raises:
+        ValueError: there is none.
+    """
+    return _set_by_class(model, leaf_module_classes, False, raise_if_not_found)
 
 
 def set_z3_leaf_modules_by_name(
@@ -60,17 +63,9 @@ def set_z3_leaf_modules_by_name(
     module_names: Sequence[str],
     flag: bool = True,
     raise_if_not_found: bool = True,
-    *,
-    fits: Callable[[str, str], bool] = str.__eq__,
 ) -> tuple[list[nn.Module], list[str]]:
     """Mark modules by their full names. Returns those found, and the names without one."""
-    modules = dict(model.named_modules())
-    found = [m for n, m in modules.items() if any(fits(n, name) for name in module_names)]
-    missing = [name for name in module_names if not any(fits(n, name) for n in modules)]
-    if missing and raise_if_not_found:
-        raise ValueError(f"no module named {missing} in {type(model).__name__}")
-    _set_all(found, flag)
-    return found, missing
+    return _set_by_name(model, module_names, flag, raise_if_not_found, str.__eq__)
 
 
 def set_z3_leaf_modules_by_suffix(
@@ -80,9 +75,17 @@ def set_z3_leaf_modules_by_suffix(
     raise_if_not_found: bool = True,
 ) -> tuple[list[nn.Module], list[str]]:
     """Mark modules by suffixes of their names. Returns those found, and other suffixes."""
-    return set_z3_leaf_modules_by_name(
-        model, module_name_suffixes, flag, raise_if_not_found, fits=str.endswith
-    )
+    return _set_by_name(model, module_name_suffixes, flag, raise_if_not_found, str.endswith)
+
+
+def _set_by_class(
+    model: nn.Module, classes: Sequence[type | str], flag: bool, raise_if_not_found: bool
+) -> list[nn.Module]:
+    found = [m for m in model.modules() if any(_is_of(m, c) for c in classes)]
+    _set_all(found, flag)
+    if not found and raise_if_not_found:
+        raise ValueError(f"no module of {list(classes)} in {type(model).__name__}")
+    return found
 
 
 def _is_of(module: nn.Module, wanted: type | str) -> bool:
@@ -90,6 +93,22 @@ def _is_of(module: nn.Module, wanted: type | str) -> bool:
         return isinstance(module, wanted)
     own = type(module)
     return wanted in (own.__name__, f"{own.__module__}.{own.__qualname__}")
+
+
+def _set_by_name(
+    model: nn.Module,
+    wanted: Sequence[str],
+    flag: bool,
+    raise_if_not_found: bool,
+    fits: Callable[[str, str], bool],
+) -> tuple[list[nn.Module], list[str]]:
+    modules = dict(model.named_modules())
+    found = [m for n, m in modules.items() if any(fits(n, name) for name in wanted)]
+    missing = [name for name in wanted if not any(fits(n, name) for n in modules)]
+    if missing and raise_if_not_found:
+        raise ValueError(f"no module named {missing} in {type(model).__name__}")
+    _set_all(found, flag)
+    return found, missing
 
 
 def _set_all(modules: Iterable[nn.Module], flag: bool) -> None:

@@ -305,6 +305,7 @@ def _available(params: Iterable[nn.Parameter]) -> Iterator[None]:
 
 @contextmanager
 def unwrap_model_for_generation(model: nn.Module) -> Iterator[nn.Module]:
+    """Gather the model that an engine trains, to generate with."""
     inner = model.module
     assert isinstance(inner, nn.Module), "model is an engine"
     with GatheredParameters(inner.parameters()):

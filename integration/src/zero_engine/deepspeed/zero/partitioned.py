@@ -314,6 +314,7 @@ def _gather(param: nn.Parameter) -> None:
 
 @torch.no_grad()
 def _publish(params: Sequence[nn.Parameter], source: int) -> None:
+    """Bring rank ``source``'s values of gathered ``params`` to all ranks."""
     if not params:
         return
     control = _value(params[0]).control
