@@ -21,6 +21,7 @@ from zero_core.testing import (
     SimulatedRanks,
     batch,
     make_model,
+    run_on_processes,
     simulate,
 )
 
@@ -226,3 +227,7 @@ def _loads_within_a_step(ranks: SimulatedRanks, folder: Path) -> None:
 
 def test_a_load_within_a_step_begins_it_again_and_a_refused_one_changes_nothing(tmp_path):
     simulate(_loads_within_a_step, 1, tmp_path)
+
+
+def test_steps_of_other_lengths_follow_ddp_where_ranks_share_memory() -> None:
+    run_on_processes(_follows_ddp, 2, 3, 3)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -91,3 +94,24 @@ def test_training_goes_on_after_ctrl_c_in_a_forward(stage: int, world_size: int)
     case = Case(stage=stage)
     found = simulate(_train_after_interrupts, world_size, case, True)
     assert found == simulate(_train_after_interrupts, world_size, case, False)
+
+
+def _gather_after_interrupt(ranks: SimulatedRanks) -> None:
+    model = _Tower()
+    engine = zero_core.build(model, Case(stage=3).config(), process_group=ranks)
+    model.is_interrupted = True
+    with pytest.raises(KeyboardInterrupt):
+        engine(torch.ones(2, 6))
+    with engine.gathered(modifier_rank=0):
+        model.blocks[0].weight.data.zero_()
+    with pytest.raises(KeyboardInterrupt):
+        engine(torch.ones(2, 6))
+    engine.close()
+    part = weakref.ref(engine.sharded_state.params[0])
+    del engine, model
+    gc.collect()
+    assert part() is None, "a hook of the engine's is left on this thread"
+
+
+def test_parameters_can_be_changed_and_an_engine_closed_after_ctrl_c() -> None:
+    simulate(_gather_after_interrupt, 2)

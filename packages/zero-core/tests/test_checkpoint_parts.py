@@ -14,7 +14,9 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, SequentialLR, 
 import zero_core
 from zero_core import CheckpointError
 from zero_core.checkpoint.files import read_weights
+from zero_core.checkpoint.json_values import decode, encode
 from zero_core.optim.schedules.factory import WarmupLR
+from zero_core.optim.train_state import TrainState
 from zero_core.testing import Case, SimulatedRanks, batch, make_model, simulate
 
 WEIGHTS_ALONE = ("optimizer", "lr_scheduler", "progress")
@@ -296,3 +298,34 @@ def test_weights_without_elements_are_read_and_a_rank_that_is_none_is_refused(
     assert by_name.keys() == {"weight", "bias", "empty", "low"}
     with pytest.raises(ValueError, match="rank = 7: expected a rank below 1"):
         engine.full_state_dict(rank=7)
+
+
+def test_a_rate_that_is_a_tensor_stays_the_object_that_a_captured_graph_reads() -> None:
+    rate = torch.tensor(0.5)
+    config = zero_core.load_config(Case().config(), world_size=1)
+    train = TrainState(config, [{"params": [], "lr": rate}], None, rank=0)
+    saved = json.loads(json.dumps(encode(train.state_dict(), "state")))
+    rate.fill_(0.25)
+    train.load_state_dict(decode(saved))
+    assert train.hyperparameters()[0]["lr"] is rate
+    assert rate.item() == 0.5
+
+
+def _export_fails(ranks: SimulatedRanks, folder: str) -> None:
+    engine = zero_core.build(make_model(), Case(stage=3).config(), process_group=ranks)
+    state = engine.sharded_state
+    if ranks.rank == 1:
+        read = state.tier.read_state
+
+        def fail_later(name: str, start: int, stop: int) -> torch.Tensor:
+            if start:
+                raise OSError("the disk under rank 1 is gone")
+            return read(name, start, stop)
+
+        state.tier.read_state = fail_later  # type: ignore[method-assign]
+    engine.export_safetensors(folder)
+
+
+def test_an_export_that_one_rank_cannot_gather_ends_with_that_ranks_error(tmp_path: Path) -> None:
+    with pytest.raises(OSError, match="the disk under rank 1 is gone"):
+        simulate(_export_fails, 2, str(tmp_path))

@@ -46,8 +46,17 @@ GRID += [
 # are exact, run what does not clip in fp32. Of the rest one case of each kind is enough: one rank
 # has nothing to partition.
 GRID_OF = {
-    1: [GRID[4], GRID[9], GRID[13]],
-    2: [c for c in GRID if c.dtype == "fp32" and not c.clipping] + [GRID[10], GRID[12]],
+    1: [
+        Case(accumulation=3, is_local=True),
+        Case(clipping=0.5),
+        Case(dtype="bf16", accumulation=3, clipping=0.5),
+        Case(dtype="fp16", accumulation=3),
+    ],
+    2: [
+        *(c for c in GRID if c.dtype == "fp32" and not c.clipping),
+        Case(dtype="bf16", accumulation=3, is_local=True),
+        Case(dtype="fp16", clipping=0.5),
+    ],
     3: [
         c
         for c in GRID

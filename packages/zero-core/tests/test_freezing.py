@@ -10,7 +10,16 @@ import torch
 from torch import Tensor, nn
 
 import zero_core
-from zero_core.testing import LR, WEIGHT_DECAY, Case, SimulatedDDP, SimulatedRanks, seeded, simulate
+from zero_core.testing import (
+    LR,
+    WEIGHT_DECAY,
+    Case,
+    SimulatedDDP,
+    SimulatedRanks,
+    run_on_processes,
+    seeded,
+    simulate,
+)
 
 STEPS_PER_PHASE = 2
 
@@ -239,3 +248,7 @@ def test_a_plan_counts_what_requires_a_gradient_when_it_is_planned():
 
 def _one_rank_optimizer() -> dict[str, Any]:
     return {"optimizer": {"type": "AdamW", "params": {"lr": LR}}}
+
+
+def test_frozen_parameters_follow_ddp_where_ranks_share_memory() -> None:
+    run_on_processes(_follows_ddp, 2, 3, 2, None)

@@ -11,7 +11,15 @@ from torch import Tensor, nn
 
 import zero_core
 from zero_core import RankMismatchError
-from zero_core.testing import Case, SimulatedRanks, batch, make_model, seeded, simulate
+from zero_core.testing import (
+    Case,
+    SimulatedRanks,
+    batch,
+    make_model,
+    run_on_processes,
+    seeded,
+    simulate,
+)
 
 
 def _train(engine: zero_core.Engine, rank: int, steps: range) -> list[float]:
@@ -270,3 +278,7 @@ def _is_refused(ranks: SimulatedRanks, stage: int) -> None:
 @pytest.mark.parametrize("stage", [0, 3])
 def test_wrong_parameters_shapes_and_ranks_are_refused(stage):
     simulate(_is_refused, 2, stage)
+
+
+def test_changes_reach_all_ranks_where_they_share_memory() -> None:
+    run_on_processes(_reaches_all, 3, 1)

@@ -19,7 +19,15 @@ from torch.utils.checkpoint import checkpoint
 
 import zero_core
 from zero_core import CheckpointError, ConfigError
-from zero_core.testing import Case, SimulatedRanks, batch, make_model, seeded, simulate
+from zero_core.testing import (
+    Case,
+    SimulatedRanks,
+    batch,
+    make_model,
+    run_on_processes,
+    seeded,
+    simulate,
+)
 
 STAGES = (0, 1, 2, 3)
 OPT: dict[str, Any] = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-2}}}
@@ -515,3 +523,7 @@ def test_unscaled_micro_steps_of_fp16_are_refused_at_once():
     engine = zero_core.build(make_model(), config)
     with pytest.raises(RuntimeError, match="fp16 needs the loss scale"):
         engine(**batch(0, 0, 0))["loss"].backward()
+
+
+def test_a_late_gradient_is_reduced_where_ranks_share_memory() -> None:
+    run_on_processes(_late, 2, 3)

@@ -8,7 +8,7 @@ import torch
 from zero_core import CollectiveError
 from zero_core.testing import Case, SimulatedRanks, Trace, run_ddp, run_engine, simulate, spawn
 
-STEPS = 4
+STEPS = 6  # in the fifth the branches differ between the ranks
 CASE = Case(stage=3, accumulation=2, clipping=0.5)
 OF_DDP = [
     Case(accumulation=2),
@@ -54,6 +54,16 @@ def test_two_simulated_ranks_of_ddp_compute_its_bits(tmp_path) -> None:  # type:
             assert trace.losses == losses
             assert values.keys() == trace.values.keys()
             assert all(torch.equal(trace.values[name], value) for name, value in values.items())
+
+
+def test_three_simulated_ranks_of_ddp_follow_it(tmp_path) -> None:  # type: ignore[no-untyped-def]
+    """DDP adds three gradients in another order: a few ulps, grown over the steps."""
+    spawn(_ddp_in_process, 3, str(tmp_path))
+    for rank, trace in enumerate(simulate(_follow_ddp, 3, OF_DDP[0])):
+        losses, values = torch.load(tmp_path / f"{rank}.pt")[0]
+        assert trace.losses == pytest.approx(losses, abs=4e-6, rel=0)
+        for name, value in values.items():
+            torch.testing.assert_close(trace.values[name], value, atol=1e-6, rtol=0)
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 5])

@@ -15,6 +15,7 @@ from zero_core.testing import (
     SimulatedRanks,
     batch,
     make_model,
+    run_on_processes,
     simulate,
 )
 
@@ -172,3 +173,7 @@ def test_what_is_not_there_is_refused_by_name():
         states.set_full("never", torch.zeros(5), "exp_avg")
     with engine.no_sync(), pytest.raises(RuntimeError, match="not whole yet"):
         states.get_full("gain", "grad")
+
+
+def test_states_are_set_where_ranks_share_memory() -> None:
+    run_on_processes(_sets, 3, True)

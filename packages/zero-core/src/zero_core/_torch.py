@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode as current_d
 
 __all__ = ["DisableTorchFunction", "current_dispatch_mode", "disable_current_modes", "pytree"]
 
-_CALL = nn.Module.__call__.__code__
+_CALL = nn.Module.__call__.__name__
 _Hook = TypeVar("_Hook", bound=Callable[..., None])
 
 
@@ -42,14 +42,16 @@ def requires_grad(output: object) -> bool:
     return any(isinstance(t, Tensor) and t.requires_grad for t in pytree.tree_leaves(output))
 
 
-def is_called_by_itself(module: nn.Module) -> bool:
-    """Whether a call of ``module`` that has not returned led to the one that is running."""
+def count_calls(module: nn.Module) -> int:
+    """Count the calls of ``module`` on this thread that have not returned."""
     num_calls = 0
     frame: FrameType | None = sys._getframe(1)
-    while frame is not None and num_calls < 2:
-        num_calls += frame.f_code is _CALL and frame.f_locals["self"] is module
+    while frame is not None:
+        # By name: a frame that torch.compile has taken over runs other code of the same name.
+        if frame.f_code.co_name == _CALL and frame.f_locals.get("self") is module:
+            num_calls += 1
         frame = frame.f_back
-    return num_calls > 1
+    return num_calls
 
 
 def outside_graphs(hook: _Hook) -> _Hook:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import torch
@@ -11,6 +11,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from zero_core.errors import CheckpointError
+from zero_core.layout.arithmetic import ParamSpec
 from zero_core.sharded.sharded_state import ShardedState
 
 MAX_FILE_BYTES = 5 * 1000**3
@@ -36,19 +37,43 @@ def full_state_dict(
 
 
 def export_safetensors(state: ShardedState, directory: Path, *, dtype: torch.dtype | None) -> Path:
-    params = state.full_params()
-
-    def write() -> None:
+    params = _Gathered(state.full_params())
+    failure: list[Exception] = []
+    if state.control.rank == 0:
+        values = ((spec.name, _cast(t, dtype or spec.dtype)) for spec, t in params)
         try:
-            if state.control.rank == 0:
-                values = ((spec.name, _cast(t, dtype or spec.dtype)) for spec, t in params)
-                _write_files(directory, values, state.buffers())
-        finally:
-            for _ in params:  # a collective: every rank goes on to the end, after an error too
-                pass
+            _write_files(directory, values, state.buffers())
+        except Exception as error:
+            if params.has_failed:  # the other ranks are within a collective, or failed as well
+                raise
+            failure.append(error)
+    for _ in params:  # a collective: every rank goes on to the end, after an error of a file too
+        pass
 
-    state.control.together("export", write)
+    def report() -> None:
+        if failure:
+            raise failure[0]
+
+    state.control.together("export", report)
     return directory
+
+
+class _Gathered:
+    """Iterator over parameters that remembers whether it was gathering that failed."""
+
+    def __init__(self, params: Iterator[tuple[ParamSpec, Tensor]]) -> None:
+        self._params = params
+        self.has_failed = False
+
+    def __iter__(self) -> Iterator[tuple[ParamSpec, Tensor]]:
+        return self
+
+    def __next__(self) -> tuple[ParamSpec, Tensor]:
+        try:
+            return next(self._params)
+        except Exception as error:
+            self.has_failed = not isinstance(error, StopIteration)
+            raise
 
 
 def _write_files(

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from zero_core.config import Config, Fp16Config
@@ -285,8 +286,12 @@ class TrainState:
     def _load_hyperparameters(self, saved: Sequence[Mapping[str, Any]]) -> None:
         for group, values in zip(self._param_groups, saved, strict=True):
             for key, value in values.items():
+                now = group.get(key)
+                if isinstance(now, Tensor):  # a captured graph reads this one, on its device
+                    now.copy_(torch.as_tensor(value))
+                    continue
                 # JSON has no tuples: a sequence keeps the kind that it has now.
-                is_tuple = isinstance(group.get(key), tuple) and isinstance(value, list)
+                is_tuple = isinstance(now, tuple) and isinstance(value, list)
                 group[key] = tuple(value) if is_tuple else value
 
     def restart_step(self) -> None:

@@ -73,6 +73,7 @@ class GatheredParams:
     @contextmanager
     def all_params(self, modifier_rank: int | None) -> Iterator[nn.Module]:
         """Gather every parameter within. A forward releases none."""
+        self._runtime.end_interrupted_forward()
         if modifier_rank is not None:
             self._check_same(modifier_rank, [])
         self._runtime.release_all()
@@ -93,6 +94,7 @@ class GatheredParams:
             ValueError: one of them is not the engine's.
             RankMismatchError: they are to be changed, and other ranks gather others.
         """
+        self._runtime.end_interrupted_forward()
         wanted = list(params)
         if modifier_rank is not None:
             self._check_same(modifier_rank, wanted)

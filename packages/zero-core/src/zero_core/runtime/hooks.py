@@ -15,7 +15,6 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from zero_core._torch import (
-    is_called_by_itself,
     is_in_backward,
     is_own_graph,
     outside_graphs,
@@ -47,7 +46,17 @@ def install(
         for grads in unit.grads:
             for position, param in enumerate(grads.params):
                 handles.append(_hook_gradient(runtime, unit, grads, position, param))
-    return handles + _hook_parts(runtime, modules)
+    return [*handles, *_hook_parts(runtime, modules), _Interrupted(runtime)]
+
+
+class _Interrupted:
+    """A forward that nobody ended: it ends with the hooks."""
+
+    def __init__(self, runtime: Runtime) -> None:
+        self._runtime = runtime
+
+    def remove(self) -> None:
+        self._runtime.abandon_forward()
 
 
 def _hook_unit(runtime: Runtime, unit: Unit, module: nn.Module) -> list[RemovableHandle]:
@@ -65,9 +74,7 @@ def _hook_unit(runtime: Runtime, unit: Unit, module: nn.Module) -> list[Removabl
         if is_in_backward():  # activation checkpointing computes the block again
             runtime.enter_recompute(unit)
         else:
-            if unit.is_root and runtime.is_in_forward and not is_called_by_itself(module):
-                runtime.abandon_forward()
-            runtime.enter_forward(unit)
+            runtime.enter_forward(unit, module)
 
     return [module.register_forward_pre_hook(outside_graphs(gather), prepend=True), last]
 

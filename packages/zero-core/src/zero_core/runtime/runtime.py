@@ -31,9 +31,9 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from zero_core._torch import call_at_end_of_backward, is_in_backward
+from zero_core._torch import call_at_end_of_backward, count_calls, is_in_backward
 from zero_core.comm.communicator import Communicator
 from zero_core.runtime.order import BackwardOrder, Forward
 from zero_core.sharded.grads import FlatGrads
@@ -143,15 +143,19 @@ class Runtime:
         self._is_reducing = False
         # The hooked modules whose forward is running, and the saved-tensor hooks that each entered.
         self._running: list[tuple[Unit, AbstractContextManager[Any] | None]] = []
+        self._outermost: nn.Module | None = None  # of them
         # Addresses between which the buffers of gathered units lie, of those seen so far.
         self._low, self._high = sys.maxsize, 0
 
     # ---------------------------------------------------------------- forward
 
-    def enter_forward(self, unit: Unit) -> None:
-        """Gather ``unit`` for its forward."""
+    def enter_forward(self, unit: Unit, module: nn.Module) -> None:
+        """Gather ``unit`` for the forward of its ``module``."""
         context: AbstractContextManager[Any] | None = None
+        if unit.is_root:
+            self.end_interrupted_forward(entering=module)
         if not self._running:
+            self._outermost = module
             if self._is_backward_open:
                 self._sink.broken()
                 self.discard()
@@ -181,13 +185,21 @@ class Runtime:
         if not unit.is_root and not (unit is self.units[-1] and torch.is_grad_enabled()):
             self.release(unit)
 
-    @property
-    def is_in_forward(self) -> bool:
-        """Whether a hooked module was entered and not left."""
-        return bool(self._running)
+    def end_interrupted_forward(self, *, entering: nn.Module | None = None) -> None:
+        """End a forward that was left without its hooks: torch runs none after Ctrl-C.
+
+        ``entering`` is the module whose call has begun and has not been noted yet.
+        """
+        outermost = self._outermost
+        if self._running and outermost is not None:
+            num_known = int(outermost is entering)
+            if count_calls(outermost) <= num_known:
+                self.abandon_forward()
 
     def abandon_forward(self) -> None:
-        """End a forward that was left without its hooks: torch runs none after Ctrl-C."""
+        """End the forward that is under way, if one is, without its hooks."""
+        if not self._running:
+            return
         while self._running:
             _, context = self._running.pop()
             if context is not None:

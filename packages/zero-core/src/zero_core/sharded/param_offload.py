@@ -133,10 +133,8 @@ class _StagedGather:
     staged: Tensor
 
     def wait(self) -> None:
-        try:
-            self.work.wait()
-        finally:
-            self.staging.release(self.staged)
+        self.work.wait()  # after a failure peers may still read it: the pool lends it to nobody
+        self.staging.release(self.staged)
 
 
 class LocalStore:

@@ -5,7 +5,6 @@ See [Note: the tensors of a segment] in `zero_core.sharded.unit`.
 
 from __future__ import annotations
 
-import logging
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from enum import Enum
@@ -15,12 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from zero_core.comm.communicator import Communicator
-from zero_core.errors import CollectiveError
 from zero_core.layout.arithmetic import Segment
 from zero_core.protocols import EXACT_PARAMETERS, StateTier, Work
 from zero_core.sharded.pool import BufferPool
 
-_log = logging.getLogger(__name__)
 _NO_VERSION = -1
 # One pass in C, as it runs for every parameter of every gather.
 _set_data = Tensor.data.__set__  # type: ignore[attr-defined]
@@ -235,6 +232,9 @@ class FlatParams:
         Args:
             exact: unquantized, whatever the collectives do otherwise.
             backward: whether the gather serves a backward pass.
+
+        Raises:
+            CollectiveError: an older gather, ahead of a use that never came, has failed.
         """
         if self._full_version == self.version:
             return
@@ -261,7 +261,7 @@ class FlatParams:
         """Wait for the gather that is under way, if one is.
 
         Raises:
-            CollectiveError: it failed. ``full`` does not hold the values then.
+            CollectiveError: it failed. The values are sharded again then.
         """
         if self._work is not None:
             work, self._work = self._work, None
@@ -269,6 +269,9 @@ class FlatParams:
                 work.wait()
             except BaseException:
                 self._full_version = _NO_VERSION
+                if not self.is_kept:  # the pool lends it to nobody: late bytes may still arrive
+                    self._set_placeholders()
+                    self.full = None
                 raise
 
     def release(self) -> None:
@@ -276,10 +279,7 @@ class FlatParams:
         full = self.full
         if self.is_kept or full is None:
             return
-        try:
-            self.finish_gather()
-        except CollectiveError as error:  # what needs the values will raise
-            _log.warning("not used, so training goes on: %s", error)
+        self.finish_gather()
         self._set_placeholders()
         self._pool.release(full)
         self.full = None
