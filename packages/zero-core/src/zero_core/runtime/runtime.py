@@ -142,8 +142,7 @@ class Runtime:
         # Whether the open backward reduces (not in no_sync; one rank: at the boundary only).
         self._is_reducing = False
         # The hooked modules whose forward is running, and the saved-tensor hooks that each entered.
-        self._running: list[tuple[Unit, AbstractContextManager[Any] | None]] = []
-        self._outermost: nn.Module | None = None  # of them
+        self._running: list[tuple[Unit, nn.Module, AbstractContextManager[Any] | None]] = []
         # Addresses between which the buffers of gathered units lie, of those seen so far.
         self._low, self._high = sys.maxsize, 0
 
@@ -155,7 +154,6 @@ class Runtime:
         if unit.is_root:
             self.end_interrupted_forward(entering=module)
         if not self._running:
-            self._outermost = module
             if self._is_backward_open:
                 self._sink.broken()
                 self.discard()
@@ -165,7 +163,7 @@ class Runtime:
                 if self._has_sharded_params:
                     context = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
                     context.__enter__()
-        self._running.append((unit, context))
+        self._running.append((unit, module, context))
         self._use(unit, backward=False)
 
     def leave_forward(self, unit: Unit, *, needs_grad: bool) -> None:
@@ -174,7 +172,7 @@ class Runtime:
             self._order.drop(unit.index)
         running = self._running
         if running and running[-1][0] is unit:  # else its pre-forward raised before it got here
-            _, context = running.pop()
+            *_, context = running.pop()
             if not running:
                 self._forward = None
             if context is not None:
@@ -190,8 +188,8 @@ class Runtime:
 
         ``entering`` is the module whose call has begun and has not been noted yet.
         """
-        outermost = self._outermost
-        if self._running and outermost is not None:
+        if self._running:
+            _, outermost, _ = self._running[0]
             num_known = int(outermost is entering)
             if count_calls(outermost) <= num_known:
                 self.abandon_forward()
@@ -201,7 +199,7 @@ class Runtime:
         if not self._running:
             return
         while self._running:
-            _, context = self._running.pop()
+            *_, context = self._running.pop()
             if context is not None:
                 context.__exit__(None, None, None)
         self._forward = None
@@ -543,7 +541,7 @@ class Runtime:
 
     def is_needed(self, unit: Unit) -> bool:
         """Whether ``unit`` is gathered for a forward, backward or context that has not ended."""
-        is_used = is_in_backward() or any(u is unit for u, _ in self._running)
+        is_used = is_in_backward() or any(u is unit for u, *_ in self._running)
         return self._full_params_depth > 0 or (is_used and unit.is_current)
 
     def values_changed(self) -> None:
