@@ -13,7 +13,6 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import zero_core
 from zero_core import ConfigError
-from zero_core.comm.control import ProcessControlGroup
 from zero_core.comm.topology import count_per_node, find_ranks, fold
 from zero_core.testing import spawn
 
@@ -71,7 +70,7 @@ def _count(environment: dict[str, str]) -> int:
         os.environ.pop(name, None)
     os.environ.update(environment)
     ranks = find_ranks(None, None)
-    control = ProcessControlGroup(None, rank=ranks.rank, world_size=ranks.size, device=ranks.device)
+    control = ranks.connect()
     return count_per_node(control, ranks)
 
 

@@ -31,7 +31,9 @@ _SAME_NAMES: Mapping[str, str] = {
         "checkpoint.files: FORMAT MANIFEST VALUE VERSION Reader Weight find read_buffers "
         "read_manifest read_weights"
     ),
-    "collectives": "comm.control: ControlGroup all_gather_single sum_in_rank_order",
+    "collectives": (
+        "comm.control: ControlGroup sum_in_rank_order; comm.device_library: all_gather_single"
+    ),
     "comm_protocols": (
         "protocols: EXACT_GRADIENTS EXACT_PARAMETERS Collectives CollectivesFactory Work"
     ),

@@ -13,21 +13,15 @@ import json
 import zlib
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
+from zero_core.comm.device_library import DeviceLibrary
 from zero_core.errors import CheckpointCorruptError, CheckpointError
 
 _T = TypeVar("_T")
-
-# torch 2.13 renamed the tensor collectives; the old names warn there.
-all_gather_single: Callable[..., Any] = getattr(
-    dist, "all_gather_single", dist.all_gather_into_tensor
-)
-"""The library's all-gather of 1-D tensors."""
 
 
 def sum_in_rank_order(out: Tensor, slices: Sequence[Tensor]) -> None:
@@ -50,8 +44,8 @@ class ControlGroup(Protocol):
     """Small exchanges beside the data path: statistics of a step, names, checksums.
 
     Bytes and numbers only, because object collectives would unpickle a peer's data. An
-    implementation provides the first three methods, over processes (`ProcessControlGroup`) or over
-    simulated ranks of one process. The others follow from them.
+    implementation provides the first three methods, over a `DeviceLibrary` (`LibraryControlGroup`)
+    or over simulated ranks of one process. The others follow from them.
 
     Attributes:
         rank: this rank within the group.
@@ -135,25 +129,23 @@ class ControlGroup(Protocol):
         return found[0]
 
 
-class ProcessControlGroup(ControlGroup):
-    """Control group over the processes of torch.distributed."""
+class LibraryControlGroup(ControlGroup):
+    """Control group over the library of a device, or over gloo among hosts."""
 
-    def __init__(
-        self, group: dist.ProcessGroup | None, *, rank: int, world_size: int, device: torch.device
-    ) -> None:
-        self.rank = rank
-        self.world_size = world_size
-        self._group = group
+    def __init__(self, library: DeviceLibrary, device: torch.device) -> None:
+        self.rank = library.rank
+        self.world_size = library.world_size
+        self._library = library
         self._device = device
 
     def sum(self, values: Tensor) -> Tensor:
         if self.world_size > 1:
-            dist.all_reduce(values, group=self._group)
+            self._library.all_reduce(values).wait()
         return values
 
     def broadcast(self, tensor: Tensor, *, source: int = 0) -> None:
         if self.world_size > 1:
-            dist.broadcast(tensor, group=self._group, group_src=source)
+            self._library.broadcast(tensor, source=source).wait()
 
     def gather_on_device(self, tensor: Tensor) -> Tensor:
         """Gather by the library. What is elsewhere moves to the group's device first."""
@@ -161,12 +153,12 @@ class ProcessControlGroup(ControlGroup):
             return tensor
         local = tensor.to(self._device)
         out = torch.empty(self.world_size * local.numel(), dtype=local.dtype, device=self._device)
-        all_gather_single(out, local, group=self._group)
+        self._library.all_gather(out, local).wait()
         return out
 
     def gather_into(self, out: Tensor, tensor: Tensor) -> None:
         """Gather by the library, on hosts without a copy in between."""
         if self.world_size > 1 and self._device == out.device:
-            all_gather_single(out, tensor.to(self._device), group=self._group)
+            self._library.all_gather(out, tensor.to(self._device)).wait()
         else:
             super().gather_into(out, tensor)

@@ -8,16 +8,14 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, cast
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from zero_core.comm.control import ControlGroup, all_gather_single, sum_in_rank_order
+from zero_core.comm.control import ControlGroup, sum_in_rank_order
+from zero_core.comm.device_library import DeviceLibrary, Lane
 from zero_core.comm.host import HostCollectives, Transport
 from zero_core.comm.meter import GRADIENTS, PARAMETERS, Links, Meter
-from zero_core.comm.p2p import ProcessMessages
 from zero_core.comm.queues import CommQueues, queues_of
 from zero_core.comm.shared_memory import SharedMemory
 from zero_core.comm.topology import Ranks
@@ -60,7 +58,7 @@ def make_transport(
             meter=meter,
         )
     links = Links(ranks.size, per_node, is_ring=True)
-    return DeviceCollectives(ranks.group, rank=ranks.rank, links=links, queues=queues, meter=meter)
+    return DeviceCollectives(ranks.library(), links=links, queues=queues, meter=meter)
 
 
 class DeviceCollectives(Transport):
@@ -70,40 +68,34 @@ class DeviceCollectives(Transport):
 
     def __init__(
         self,
-        group: dist.ProcessGroup | None,
+        library: DeviceLibrary,
         *,
-        rank: int,
         links: Links,
         queues: CommQueues,
         meter: Meter | None = None,
+        members: Sequence[int] | None = None,
     ) -> None:
-        """Every rank of ``group`` (None: the default group) must call it.
+        """Every rank of ``library`` must call it.
 
-        ``rank`` is this rank within the group, ``meter`` counts what is sent.
+        ``members`` are the ranks of ``library`` that take part, this one among them; None: all.
+        ``meter`` counts what is sent.
         """
-        super().__init__(rank, links, queues, meter)
-        self._group = group
-        self._members = dist.get_process_group_ranks(group)
+        self._library = library
+        self._members = list(range(library.world_size) if members is None else members)
+        super().__init__(self._members.index(library.rank), links, queues, meter)
         # Where a block's parameter is unused on one rank only, reductions and gathers interleave
-        # differently there: each queue has a group of its own.
-        self._reduce_group = _new_group(self._members)
+        # differently there: each queue has a communicator of its own.
+        self._gathers = library.subgroup(self._members, Lane.GATHERS)
+        self._reductions = library.subgroup(self._members, Lane.REDUCTIONS)
 
     def subgroup(self, ranks: Sequence[int]) -> TransportCollectives:
         self._check_subgroup(ranks)
-        if len(ranks) == 1:  # nothing to send
-            return HostCollectives(
-                ProcessMessages(None),
-                rank=0,
-                world_size=1,
-                queues=self._queues,
-                meter=self._meter,
-            )
         return DeviceCollectives(
-            _new_group([self._members[r] for r in ranks]),
-            rank=list(ranks).index(self.rank),
+            self._library,
             links=self._links.among(ranks),
             queues=self._queues,
             meter=self._meter,
+            members=[self._members[r] for r in ranks],
         )
 
     def all_gather(
@@ -114,8 +106,7 @@ class DeviceCollectives(Transport):
         own = out.view(self.world_size, -1)[self.rank]
         if own.data_ptr() != shard.data_ptr():
             own.copy_(shard)
-        work = all_gather_single(out, shard, group=self._group, async_op=True)
-        return cast(Work, work)
+        return self._gathers.all_gather(out, shard)
 
     def reduce_scatter(self, out: Tensor, full: Tensor, *, unit: int) -> Work:
         sent = self._links.direct(full.nbytes // self.world_size)
@@ -123,18 +114,14 @@ class DeviceCollectives(Transport):
         free = self._scratch.setdefault((full.numel(), full.dtype), [])
         received = free.pop() if free else torch.empty_like(full)
         parts = list(received.view(self.world_size, -1))
-        work = self._swap(received, full)
+        work = self._reductions.all_to_all(received, full)
         return _DeviceReduction(work, out, received, parts, free)
 
     def all_to_all(self, out: Tensor, parts: Tensor, *, unit: int) -> Work:
         self._check_all_to_all(out, parts)
         sent = self._links.direct(parts.nbytes // self.world_size)
         self._meter.add("all_to_all", GRADIENTS, sent)
-        return self._swap(out, parts)
-
-    def _swap(self, out: Tensor, parts: Tensor) -> Work:
-        work: Any = dist.all_to_all_single(out, parts, group=self._reduce_group, async_op=True)
-        return cast(Work, work)
+        return self._reductions.all_to_all(out, parts)
 
 
 @dataclass(eq=False)
@@ -154,10 +141,3 @@ class _DeviceReduction:
             work.wait()
             sum_in_rank_order(self.out, self.contributions)
             self.free.append(self.received)
-
-
-def _new_group(ranks: Sequence[int]) -> dist.ProcessGroup:
-    """A group of global ``ranks``, in that order. Only they call it."""
-    order: dict[str, Any] = {} if list(ranks) == sorted(ranks) else {"sort_ranks": False}
-    group: dist.ProcessGroup = dist.new_group(list(ranks), use_local_synchronization=True, **order)
-    return group

@@ -28,7 +28,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from zero_core.comm.control import ControlGroup, ProcessControlGroup
+from zero_core.comm.control import ControlGroup, LibraryControlGroup
+from zero_core.comm.device_library import DeviceLibrary, ProcessLibrary
 from zero_core.comm.p2p import Messages, ProcessMessages
 from zero_core.errors import ConfigError
 
@@ -55,13 +56,15 @@ class Ranks:
 
     def connect(self) -> ControlGroup:
         """Return the control group of these ranks."""
-        return ProcessControlGroup(
-            self.group, rank=self.rank, world_size=self.size, device=self.device
-        )
+        return LibraryControlGroup(self.library(), self.device)
 
     def messages(self) -> Messages:
         """Return what carries bytes between single ranks, where they are hosts."""
         return ProcessMessages(self.group)
+
+    def library(self) -> DeviceLibrary:
+        """Return the collectives of the device's library among these ranks."""
+        return ProcessLibrary(self.group, rank=self.rank, world_size=self.size)
 
 
 def find_ranks(group: dist.ProcessGroup | Ranks | None, mesh: DeviceMesh | None) -> Ranks:
