@@ -296,15 +296,24 @@ def test_the_worker_does_not_record_gradients() -> None:
     assert modes == [False] * 3
 
 
-def test_progress_waits_for_the_last_overlapping_run_only() -> None:
+def test_progress_waits_for_the_overlapping_runs_only() -> None:
     progress = Progress()
-    progress.begin([(0, 4), (6, 8), (8, 9)])
+    (first, _, last), before = progress.begin([(0, 4), (6, 8), (8, 9)])
+    assert not before
     assert progress.wait(4, 6) == []
-    progress.advance(None)
-    assert progress.wait(0, 6) == []
-    late = _in_thread(lambda: progress.wait(7, 8))
+    late = _in_thread(lambda: progress.wait(7, 9))
+    progress.publish(last, None)  # in any order
+    assert progress.wait(8, 9) == []
     late.join(0.05)
     assert late.is_alive()
-    progress.advance(None)
+    progress.publish(first, None)
+    assert progress.wait(0, 6) == []
+    (again,), before = progress.begin([(3, 7)])
+    (middle,) = before  # that one must be published first
+    progress.publish(middle, None)
     late.join(TIMEOUT_S)
     assert not late.is_alive()
+    assert progress.wait(0, 3) == []
+    assert not progress.is_over(0, 4)
+    progress.publish(again, None)
+    assert progress.is_over(0, 9)

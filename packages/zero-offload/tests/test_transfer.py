@@ -31,6 +31,13 @@ from zero_offload.tiers.transfer import HostMover
 GROUPS = [group_of(optim.AdamW, lr=1e-2)]
 
 
+class Fired(threading.Event):
+    """An event of such a stream."""
+
+    def query(self) -> bool:
+        return self.is_set()
+
+
 class _Queue:
     """A stream: one thread that does what it is given in order, each item a little late."""
 
@@ -44,8 +51,8 @@ class _Queue:
             time.sleep(0.002)
             item()
 
-    def put(self, item: Callable[[], None]) -> threading.Event:
-        done = threading.Event()
+    def put(self, item: Callable[[], None]) -> Fired:
+        done = Fired()
         self._items.put(item)
         self._items.put(done.set)
         return done
@@ -257,11 +264,9 @@ def test_buffers_for_direct_io_that_cannot_be_pinned_are_pageable_with_one_warni
     assert memory.num_bytes == 200
 
 
-def test_staging_is_two_buffers_of_the_largest_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in ("flat.geometry", "tiers.transfer"):
-        monkeypatch.setattr(f"zero_offload.{module}.PUBLISHED_NUMEL", 50)
+def test_staging_is_two_buffers_of_the_largest_chunk() -> None:
     space, streams = Space(dtype=torch.bfloat16), LateStreams()
-    geometry = Geometry(space.numel, space.pieces, space.params, 1)
+    geometry = Geometry(space.numel, space.pieces, space.params, 1, published_numel=50)
     rule = AdamRule.of(ReferenceAdam(), optim.AdamW)
     stepper = MemoryStepper(geometry, rule, GROUPS, is_in_place=False, upper=geometry.view)
     memory = HostMemory(should_pin=False)

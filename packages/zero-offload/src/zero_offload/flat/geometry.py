@@ -27,8 +27,8 @@ from zero_offload.flat.intervals import Intervals, SpanMap
 from zero_offload.protocols import Groups
 
 PUBLISHED_NUMEL = 1 << 24
-"""Most elements that are published at once. Large enough to cost nothing, small enough that the
-update, the copy to the device and the wait for it overlap."""
+"""Default of the most elements that are published at once. Large enough to cost nothing, small
+enough that the update, the copy to the device and the wait for it overlap."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +59,7 @@ class Geometry:
         master_dtype: of the master weights. By default float64 when a shard is, so that nothing is
             lost, and float32 otherwise. A part has the dtype of the whole, because the split must
             not change a bit.
+        published_numel: most elements of a run that are published at once.
 
     Raises:
         ValueError: when one of these does not hold, with the offending index.
@@ -72,8 +73,10 @@ class Geometry:
         num_groups: int,
         *,
         master_dtype: torch.dtype | None = None,
+        published_numel: int = PUBLISHED_NUMEL,
     ) -> None:
         self.numel = numel
+        self.published_numel = published_numel
         self.pieces = tuple(Piece(*piece) for piece in pieces)
         self.shards = tuple(params)
         self._num_groups = num_groups
@@ -165,16 +168,23 @@ class Geometry:
         shards = [
             (share.local(a), view) for span in share.spans for a, _, view in self.overlaps(*span)
         ]
-        dtype, num_groups = self.master_dtype, self._num_groups
-        return Geometry(share.numel, pieces, shards, num_groups, master_dtype=dtype), local
+        part = Geometry(
+            share.numel,
+            pieces,
+            shards,
+            self._num_groups,
+            master_dtype=self.master_dtype,
+            published_numel=self.published_numel,
+        )
+        return part, local
 
 
-def split_runs(runs: Sequence[Run]) -> list[Run]:
-    """Split runs into runs of at most `PUBLISHED_NUMEL`, each with the pieces of its whole."""
+def split_runs(runs: Sequence[Run], numel: int) -> list[Run]:
+    """Split runs into runs of at most ``numel`` elements, each with the pieces of its whole."""
     return [
-        Run(low, min(low + PUBLISHED_NUMEL, run.stop), run.pieces, run.key)
+        Run(low, min(low + numel, run.stop), run.pieces, run.key)
         for run in runs
-        for low in range(run.start, run.stop, PUBLISHED_NUMEL)
+        for low in range(run.start, run.stop, numel)
     ]
 
 

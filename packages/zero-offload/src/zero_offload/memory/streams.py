@@ -9,8 +9,10 @@ device's half of the step), the *down* stream (gradients to the host) and the *u
 2. the worker waits for down: the host reads a gradient after it arrived.
 3. the caller's stream waits for down (`release`): the caller may overwrite a gradient once it has
    called for that.
-4. up waits for the caller's stream (`open_targets`): a parameter is overwritten after the forward
-   and backward that were enqueued before ``step`` have read it.
+4. up waits for the caller's stream: a parameter is overwritten after the forward and backward that
+   were enqueued before ``step`` have read it. The caller marks the place (`mark_readers`). The
+   worker makes up wait for it right before the step's first copy (`follow`). A stream runs in
+   order: enqueued by the caller, the wait would hold back the copies of all steps before.
 5. the worker waits for up: a staging buffer is refilled after it was sent.
 6. the caller's stream waits for up (`arrive`): a parameter is read after its new value is there.
 
@@ -20,8 +22,39 @@ the calls. Nothing here names CUDA: streams and events are ``torch.accelerator``
 
 from __future__ import annotations
 
+import time
+from collections import deque
+
 import torch
 from torch import Tensor
+
+_SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 20e-6, 500e-6
+
+
+def block_until(event: torch.Event) -> None:
+    """Block this thread until an event has fired, and leave its core to others meanwhile.
+
+    ``torch.Event.synchronize`` spins on CUDA.
+    """
+    pause_s = _SHORTEST_PAUSE_S
+    while not event.query():
+        time.sleep(pause_s)
+        pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+
+
+def with_index(device: torch.device) -> torch.device:
+    """Return the device with the index that it has on this thread."""
+    is_indexed = ":" in str(device)
+    return device if is_indexed else torch.empty(0, device=device).device
+
+
+def enter_device(device: torch.device) -> None:
+    """Make an accelerator the current device of this thread, before its first stream or event.
+
+    A new thread's device is 0. To enter a stream of another one would make a context on 0, too.
+    """
+    if device.type != "cpu":
+        torch.accelerator.set_device_index(device)
 
 
 class HostStreams:
@@ -36,8 +69,13 @@ class HostStreams:
         """Let the caller enqueue overwrites of the memory that `to_host` copies from."""
         raise AssertionError("copies within host memory leave no events")
 
-    def open_targets(self) -> None:
-        """Let later `to_device` calls overwrite parameters that the caller has read so far."""
+    def mark_readers(self) -> torch.Event | None:
+        """Return an event after what the caller has enqueued, or None if that is done already."""
+        return None
+
+    def follow(self, event: torch.Event) -> None:
+        """Let later `to_device` calls begin after an event of `mark_readers`."""
+        raise AssertionError("a caller on a CPU leaves no events")
 
     def wait(self, event: torch.Event) -> None:
         """Block this thread until a copy is done."""
@@ -57,9 +95,10 @@ class AcceleratorStreams(HostStreams):
     """Copies on an accelerator, on streams of their own. See [Note: order of the streams]."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device = torch.empty(0, device=device).device  # "cuda" with its index filled in
+        self._device = with_index(device)
         self._down = torch.Stream(self._device)
         self._up = torch.Stream(self._device)
+        self._reading: deque[tuple[torch.Event, Tensor]] = deque()  # gradients that down reads
 
     def _current(self) -> torch.Stream:
         return torch.accelerator.current_stream(self._device)
@@ -69,24 +108,33 @@ class AcceleratorStreams(HostStreams):
         self._down.wait_event(self._current().record_event())  # 1: down waits for the producer
         with self._down:
             target.copy_(source, non_blocking=True)
-        source.record_stream(self._down)  # freed memory is not reused before down has read it
-        return self._down.record_event()
+        event = self._down.record_event()
+        while self._reading and self._reading[0][0].query():
+            self._reading.popleft()
+        self._reading.append((event, source))  # so that its memory is not reused before
+        return event
 
     def release(self, event: torch.Event) -> None:
         self._current().wait_event(event)  # 3: the caller waits for down
+        if any(own is event for own, _ in self._reading):  # copies down are in order
+            while self._reading.popleft()[0] is not event:
+                pass
 
-    def open_targets(self) -> None:
-        self._up.wait_event(self._current().record_event())  # 4: up waits for the readers
+    def mark_readers(self) -> torch.Event:
+        return self._current().record_event()
+
+    def follow(self, event: torch.Event) -> None:
+        self._up.wait_event(event)  # 4: up waits for the readers
 
     def wait(self, event: torch.Event) -> None:
         """Block this thread, which holds no lock and no stream meanwhile."""
-        event.synchronize()  # 2 and 5: the worker waits for down, or for up
+        block_until(event)  # 2 and 5: the worker waits for down, or for up
 
     def to_device(self, target: Tensor, source: Tensor) -> torch.Event:
         """Enqueue on up. The event fires when the values have arrived."""
         with self._up:
             target.copy_(source, non_blocking=True)
-        target.record_stream(self._up)
+        target.record_stream(self._up)  # nobody else keeps it if its engine is dropped meanwhile
         return self._up.record_event()
 
     def arrive(self, event: torch.Event) -> None:
@@ -114,7 +162,7 @@ class Copy:
     def block(self) -> None:
         """Block this thread until the source may be overwritten."""
         if self._event is not None:
-            self._event.synchronize()
+            block_until(self._event)
 
 
 def start_copy(out: Tensor, source: Tensor) -> Copy:

@@ -45,6 +45,7 @@ class FileStepper(RuleStepper):
     """
 
     is_in_place = False
+    is_sequential = True  # blocks are read ahead in the order of planning
 
     def __init__(
         self,

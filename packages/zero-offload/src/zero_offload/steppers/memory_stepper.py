@@ -69,8 +69,9 @@ class MemoryStepper(RuleStepper):
 
     def chunks(self, runs: Sequence[Run]) -> list[Chunk]:
         """One chunk per run, so that each is published as soon as it is updated."""
-        is_any_span = self.rule.block == 1
-        return [Chunk((run,)) for run in (split_runs(runs) if is_any_span else runs)]
+        if self.rule.block == 1:
+            runs = split_runs(runs, self.geometry.published_numel)
+        return [Chunk((run,)) for run in runs]
 
     def take(self, index: int) -> dict[str, Tensor]:
         block = self.layout.blocks[index]

@@ -126,11 +126,13 @@ class Stepper(ABC):
             them.
         states: names and dtypes of the elementwise states, without the master weight.
         num_steps: updates of each piece.
+        is_sequential: whether chunks must be updated in the order in which they were planned.
         file: the file of master weights and state, if they are not in memory.
     """
 
     has_kernel: bool
     is_in_place: bool
+    is_sequential: bool = False
     states: Mapping[str, torch.dtype]
     file: BlockFile | None = None
 

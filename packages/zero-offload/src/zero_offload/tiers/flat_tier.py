@@ -9,9 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
 from time import perf_counter
 
 import torch
@@ -21,9 +19,10 @@ from zero_offload.flat.geometry import Geometry, Run, check_active, freeze_group
 from zero_offload.flat.grads import GradLedger
 from zero_offload.protocols import Groups
 from zero_offload.rules.rule import MASTER
-from zero_offload.steppers.stepper import Chunk, Stepper
+from zero_offload.steppers.stepper import Stepper
 from zero_offload.tiers.progress import Progress
 from zero_offload.tiers.transfer import Mover
+from zero_offload.tiers.worker import HostThread, Job, Worker
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,19 +59,27 @@ class FlatTier(ABC):
         file: of master weights and state, if they are not in memory, with its counters.
     """
 
-    def __init__(self, geometry: Geometry, stepper: Stepper, mover: Mover) -> None:
+    def __init__(
+        self,
+        geometry: Geometry,
+        stepper: Stepper,
+        mover: Mover,
+        progress: Progress,
+        now: Callable[[], float],
+    ) -> None:
         self.geometry = geometry
         self.file = stepper.file
         self._stepper = stepper
         self._mover = mover
         self._grads = GradLedger()
-        self._progress = Progress()
-        self._update_s = 0.0
+        self._progress = progress
+        self._now = now
+        self._worker = Worker(stepper, mover, progress, now)
         self._stall_s = 0.0
 
     @abstractmethod
-    def _launch(self, job: Callable[[], None]) -> None:
-        """Run the step's work, now or in the background."""
+    def _launch(self, job: Job) -> None:
+        """Have the worker update a step's chunks, now or in the background."""
 
     def report(self) -> TierReport:
         """Return counters and sizes, without waiting for a step."""
@@ -98,7 +105,7 @@ class FlatTier(ABC):
             Seconds spent on updates so far, without waiting for gradients.
         """
         self._progress.drain()
-        return self._update_s
+        return self._worker.update_s
 
     def offer_grad(self, start: int, grad: Tensor) -> Callable[[], None] | None:
         """Accept the gradient of ``[start, start + grad.numel())``.
@@ -129,7 +136,9 @@ class FlatTier(ABC):
             ValueError: a part of it was not offered, or was used by a step.
         """
         self.geometry.check_range(start, stop)
-        self._mover.close_grads()()
+        arrived = self._mover.close_grads()
+        if arrived is not None:
+            self._mover.wait(arrived)
         parts = self._grads.segments(start, stop)
         return torch.cat([part.cpu() for _, _, part in parts]) if parts else torch.empty(0)
 
@@ -156,36 +165,21 @@ class FlatTier(ABC):
         self._stepper.count(indices)
         spans = [(run.start, run.stop) for chunk in chunks for run in chunk.runs]
         grads = self._grads.take(spans)
-        wait_for_grads = self._mover.close_grads()
-        self._mover.open_params()
-        self._progress.begin(spans)
-        self._launch(partial(self._run, chunks, grads, grad_scale, wait_for_grads))
-
-    def _run(
-        self,
-        chunks: list[Chunk],
-        grads: GradLedger,
-        grad_scale: float,
-        wait_for_grads: Callable[[], None],
-    ) -> None:
-        """Run a step. Grad mode is per thread, so it is set here."""
-        if self._progress.error is not None:
-            return
-        try:
-            with torch.no_grad():
-                wait_for_grads()
-                started = perf_counter()
-                for chunk in chunks:
-                    self._mover.open_spans([(run.start, run.stop) for run in chunk.runs])
-                    self._stepper.update(chunk, grads, grad_scale, self._mover.out)
-                    for run in chunk.runs:
-                        self._progress.advance(self._mover.publish(run.start, run.stop))
-                self._stepper.settle()
-                self._update_s += perf_counter() - started
-        except BaseException as error:
-            self._progress.finish(error)  # the next call raises it, whatever it is
-            raise
-        self._progress.finish()
+        arrived, readers = self._mover.close_grads(), self._mover.mark_readers()
+        entries, before = self._progress.begin(spans)
+        of_run = iter(entries)
+        self._launch(
+            Job(
+                chunks=chunks,
+                entries=[[next(of_run) for _ in chunk.runs] for chunk in chunks],
+                grads=grads,
+                grad_scale=grad_scale,
+                arrived=arrived,
+                readers=readers,
+                before=before,
+                num_left=len(chunks),
+            )
+        )
 
     def wait_params(self, start: int, stop: int) -> None:
         """Return once the parameter shards in ``[start, stop)`` hold their new values.
@@ -196,9 +190,9 @@ class FlatTier(ABC):
             self._mover.arrive(event)
 
     def _wait(self, start: int, stop: int) -> list[torch.Event]:
-        started = perf_counter()
+        started = self._now()
         events = self._progress.wait(start, stop)
-        self._stall_s += perf_counter() - started
+        self._stall_s += self._now() - started
         return events
 
     def are_params_ready(self, start: int, stop: int) -> bool:
@@ -240,9 +234,11 @@ class FlatTier(ABC):
                 self._publish_master(start, stop)
 
     def _publish_master(self, start: int, stop: int) -> None:
-        self._mover.open_params()
+        readers = self._mover.mark_readers()
+        if readers is not None:
+            self._mover.follow(readers)
         covered = [Run(low, high, ()) for low, high, _ in self.geometry.overlaps(start, stop)]
-        for run in split_runs(covered):
+        for run in split_runs(covered, self.geometry.published_numel):
             span = (run.start, run.stop)
             self._mover.open_spans([span])
             if not self._stepper.is_in_place:
@@ -270,16 +266,27 @@ class HostTier(FlatTier):
     """Master weights and state in host memory, updated in one background thread.
 
     ``step`` returns at once, and may be called again before the last one is done: steps queue up.
-    Each publishes its parameters run by run, in ascending order.
+    Parameters are published run by run, those first that forward needs first. See
+    `zero_offload.tiers.worker`.
+
+    Args:
+        thread: in which the worker runs; one of its own by default.
     """
 
-    def __init__(self, geometry: Geometry, stepper: Stepper, mover: Mover) -> None:
-        super().__init__(geometry, stepper, mover)
-        self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="zero-offload")
+    def __init__(
+        self,
+        geometry: Geometry,
+        stepper: Stepper,
+        mover: Mover,
+        thread: HostThread | None = None,
+    ) -> None:
+        thread = thread or HostThread(mover.device)
+        super().__init__(geometry, stepper, mover, Progress(thread.changed), thread.now)
+        self._thread = thread
 
-    def _launch(self, job: Callable[[], None]) -> None:
+    def _launch(self, job: Job) -> None:
         try:
-            self._worker.submit(job)
+            self._thread.submit(self._worker, job)
         except RuntimeError as error:  # no thread can be started: the interpreter is closing
             self._progress.finish(error)
             raise
@@ -288,5 +295,10 @@ class HostTier(FlatTier):
 class DeviceTier(FlatTier):
     """Master weights and state on the compute device, updated in the caller's thread."""
 
-    def _launch(self, job: Callable[[], None]) -> None:
-        job()
+    def __init__(self, geometry: Geometry, stepper: Stepper, mover: Mover) -> None:
+        super().__init__(geometry, stepper, mover, Progress(), perf_counter)
+
+    def _launch(self, job: Job) -> None:
+        self._worker.add(job)
+        for _ in job.chunks:
+            self._worker.run_next()

@@ -30,7 +30,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from zero_offload.flat.geometry import PUBLISHED_NUMEL, Geometry
+from zero_offload.flat.geometry import Geometry
 from zero_offload.flat.grads import GradLedger
 from zero_offload.flat.intervals import SpanMap
 from zero_offload.memory.host_memory import HostMemory
@@ -79,16 +79,27 @@ class Mover(ABC):
         """Record a gradient in ``ledger``. Returns a release if it is being copied."""
 
     @abstractmethod
-    def close_grads(self) -> Release:
+    def close_grads(self) -> torch.Event | None:
         """End the offers for a step.
 
         Returns:
-            A call that waits until they have arrived, for the thread that updates.
+            An event that fires when they have arrived, or None if they have.
         """
 
     @abstractmethod
-    def open_params(self) -> None:
-        """Order the writes of new parameters after the caller's reads so far."""
+    def mark_readers(self) -> torch.Event | None:
+        """Return an event after the caller's reads of parameters so far, or None if none is needed.
+
+        The thread that updates passes it to `follow` before it writes.
+        """
+
+    @abstractmethod
+    def follow(self, event: torch.Event) -> None:
+        """Order the copies of new parameters from now on after an event of `mark_readers`."""
+
+    @abstractmethod
+    def wait(self, event: torch.Event) -> None:
+        """Block this thread until an event has fired."""
 
     @abstractmethod
     def open_spans(self, spans: Sequence[tuple[int, int]]) -> None:
@@ -183,6 +194,11 @@ class HostMover(Mover):
         self._staging = (_Staging(), _Staging())
         self._held: dict[int, Tensor] = {}  # by shard
         self._sent: SpanMap[torch.Event] = SpanMap()  # from held memory
+        self._usual: dict[torch.dtype, int] = {}  # elements of the longest run of each dtype
+        for _, shard in geometry.shards:
+            if self._must_stage(shard):
+                longest = min(shard.numel(), geometry.published_numel)
+                self._usual[shard.dtype] = max(self._usual.get(shard.dtype, 0), longest)
 
     def offer(self, start: int, grad: Tensor, ledger: GradLedger) -> Release | None:
         """Start the one copy down, into the staging of the gradient's dtype."""
@@ -209,13 +225,18 @@ class HostMover(Mover):
             self.grad_bytes += sum(part.nbytes for part in parts)
         return self._grads[kept]
 
-    def close_grads(self) -> Release:
-        """Return the wait for all copies down. The caller's stream goes on."""
-        arrived = self._arrived
-        return (lambda: None) if arrived is None else partial(self._streams.wait, arrived)
+    def close_grads(self) -> torch.Event | None:
+        """Return the event of the last copy down. The caller's stream goes on."""
+        return self._arrived
 
-    def open_params(self) -> None:
-        self._streams.open_targets()
+    def mark_readers(self) -> torch.Event | None:
+        return self._streams.mark_readers()
+
+    def follow(self, event: torch.Event) -> None:
+        self._streams.follow(event)
+
+    def wait(self, event: torch.Event) -> None:
+        self._streams.wait(event)
 
     def open_spans(self, spans: Sequence[tuple[int, int]]) -> None:
         """Wait for the copies up of the spans before the last."""
@@ -236,11 +257,7 @@ class HostMover(Mover):
             view = self.geometry.view(start, stop)
             if self._must_stage(view) and self.geometry.shard_at(start) not in self._held:
                 needs[view.dtype] = needs.get(view.dtype, 0) + stop - start
-        for index, (_, shard) in enumerate(self.geometry.shards):
-            if shard.dtype in needs and self._must_stage(shard) and index not in self._held:
-                usual = min(shard.numel(), PUBLISHED_NUMEL)
-                needs[shard.dtype] = max(needs[shard.dtype], usual)
-        return needs
+        return {dtype: max(numel, self._usual[dtype]) for dtype, numel in needs.items()}
 
     def _must_stage(self, shard: Tensor) -> bool:
         return (self._is_staged or not shard.is_cpu) and not shard.is_meta
@@ -312,15 +329,20 @@ class DeviceMover(Mover):
         ledger.add(start, start + grad.numel(), grad, start)
         return None
 
-    def close_grads(self) -> Release:
+    def close_grads(self) -> None:
         """Make the stepping stream wait for the streams that produced the gradients."""
         for event in self._offered:
             self.arrive(event)
         self._offered.clear()
-        return lambda: None
 
-    def open_params(self) -> None:
-        """Return at once: old and new values are in order on the caller's stream."""
+    def mark_readers(self) -> None:
+        """Return None: old and new values are in order on the caller's stream."""
+
+    def follow(self, event: torch.Event) -> None:
+        raise AssertionError("`mark_readers` gives no event")
+
+    def wait(self, event: torch.Event) -> None:
+        raise AssertionError("`close_grads` gives no event")
 
     def open_spans(self, spans: Sequence[tuple[int, int]]) -> None:
         """Return at once: values are written to the shards."""

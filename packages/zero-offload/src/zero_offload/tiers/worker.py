@@ -1,0 +1,189 @@
+"""Updates of one tier: which chunk is next, its update, and the thread that does it.
+
+[Note: order of need]
+Backward delivers gradients from the last unit to the first, forward needs new values from the first
+to the last. Among the chunks whose gradient has arrived, the worker updates the one that forward
+needs first: that of the lowest offset. So in backward it follows the newest gradients, and after it
+goes from the first unit to the last, with the next forward behind it. What it updates last is what
+forward needs last, and whose gradient comes first in the next backward: a host that bounds the step
+hardly ever waits. If no gradient has arrived it waits for the oldest, as copies down are in order.
+An element's updates stay in the order of their steps. A stepper that works through its memory in
+one order (`Stepper.is_sequential`) gets its chunks in the order of planning.
+
+The policy (`Worker`) knows no thread: `Worker.run_next` picks and updates one chunk for whoever
+calls it. For a host tier that is a `HostThread`, in tests and in the benchmark ``schedule`` a
+simulated clock.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from heapq import heappop, heappush
+from time import perf_counter
+
+import torch
+
+from zero_offload.flat.grads import GradLedger
+from zero_offload.memory.streams import enter_device, with_index
+from zero_offload.steppers.stepper import Chunk, Stepper
+from zero_offload.tiers.progress import Progress, Published
+from zero_offload.tiers.transfer import Mover
+
+
+@dataclass(slots=True)
+class Job:
+    """The chunks of one call of ``step``, on their way through a worker.
+
+    Attributes:
+        chunks: in ascending order.
+        entries: of each chunk's runs, in `Progress`.
+        grads: the gradients of all chunks.
+        grad_scale: factor on them.
+        arrived: fires when they are in the tier's memory; None if they are there.
+        readers: fires when the parameters may be overwritten; None if they may be.
+        before: entries of earlier steps over the same elements that were not updated yet.
+        num_left: chunks that were not updated yet.
+    """
+
+    chunks: Sequence[Chunk]
+    entries: Sequence[Sequence[Published]]
+    grads: GradLedger
+    grad_scale: float
+    arrived: torch.Event | None
+    readers: torch.Event | None
+    before: Sequence[Published]
+    num_left: int
+
+
+class Worker:
+    """Picks chunks in the order of need and updates them. See [Note: order of need].
+
+    `add` may be called from any thread, all else from one at a time.
+
+    Args:
+        now: a clock in seconds.
+
+    Attributes:
+        update_s: seconds spent on updates so far, without waiting for gradients.
+    """
+
+    def __init__(
+        self, stepper: Stepper, mover: Mover, progress: Progress, now: Callable[[], float]
+    ) -> None:
+        self.update_s = 0.0
+        self._stepper = stepper
+        self._mover = mover
+        self._progress = progress
+        self._now = now
+        self._waiting: deque[Job] = deque()  # for gradients, in the order of arrival
+        self._ready: list[tuple[int, int, int, Job]] = []  # heap of offset, number, index in job
+        self._num_ready = 0
+
+    def add(self, job: Job) -> None:
+        """Queue a job. `run_next` must be called once for each of its chunks."""
+        self._waiting.append(job)
+
+    def awaited(self) -> torch.Event | None:
+        """Return the event that `run_next` would wait for, or None if it would start at once."""
+        self._admit()
+        return None if self._ready or not self._waiting else self._waiting[0].arrived
+
+    def run_next(self) -> None:
+        """Update one chunk. After a failed one it does nothing. Grad mode is per thread."""
+        if self._progress.error is not None:
+            return
+        try:
+            with torch.no_grad():
+                job, index = self._pick()
+                started = self._now()
+                self._update(job, index)
+                self.update_s += self._now() - started
+        except BaseException as error:
+            self.fail(error)  # the next call of the tier raises it, whatever it is
+            raise
+        if not job.num_left:
+            self._progress.finish()
+
+    def fail(self, error: BaseException) -> None:
+        """End all jobs with an error."""
+        self._progress.finish(error)
+        self._waiting.clear()
+        self._ready.clear()
+
+    def _pick(self) -> tuple[Job, int]:
+        while True:
+            event = self.awaited()
+            if self._ready:
+                *_, index, job = heappop(self._ready)
+                return job, index
+            assert event is not None, "called once per chunk"
+            self._mover.wait(event)
+
+    def _admit(self) -> None:
+        """Make the jobs ready whose gradients have arrived."""
+        while self._waiting:
+            job = self._waiting[0]
+            if job.arrived is not None and not job.arrived.query():
+                return
+            if not all(entry.is_published for entry in job.before):
+                return  # they are among the ready ones
+            self._waiting.popleft()
+            for index, chunk in enumerate(job.chunks):
+                offset = 0 if self._stepper.is_sequential else chunk.runs[0].start
+                heappush(self._ready, (offset, self._num_ready, index, job))
+                self._num_ready += 1
+
+    def _update(self, job: Job, index: int) -> None:
+        chunk, mover = job.chunks[index], self._mover
+        if job.readers is not None:
+            mover.follow(job.readers)
+            job.readers = None
+        mover.open_spans([(run.start, run.stop) for run in chunk.runs])
+        self._stepper.update(chunk, job.grads, job.grad_scale, mover.out)
+        for run, entry in zip(chunk.runs, job.entries[index], strict=True):
+            self._progress.publish(entry, mover.publish(run.start, run.stop))
+        job.num_left -= 1
+        if not job.num_left:
+            self._stepper.settle()
+
+
+class HostThread:
+    """A background thread in which a worker updates, while the caller goes on.
+
+    Args:
+        device: of the streams that the worker uses; it becomes the thread's current device.
+
+    Attributes:
+        changed: notified by the worker, waited for by the caller.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.changed = threading.Condition()
+        self._device = with_index(device)
+        self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="zero-offload")
+
+    def now(self) -> float:
+        return perf_counter()
+
+    def submit(self, worker: Worker, job: Job) -> None:
+        """Have the worker update a job's chunks.
+
+        Raises:
+            RuntimeError: no thread can be started, because the interpreter is closing.
+        """
+        worker.add(job)
+        self._executor.submit(_run_all, worker, len(job.chunks), self._device)
+
+
+def _run_all(worker: Worker, num_chunks: int, device: torch.device) -> None:
+    try:
+        enter_device(device)
+    except BaseException as error:
+        worker.fail(error)
+        raise
+    for _ in range(num_chunks):
+        worker.run_next()
