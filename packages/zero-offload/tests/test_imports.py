@@ -15,7 +15,7 @@ LAYERS = [
     {"rules"},
     {"steppers"},
     {"tiers", "local_parts"},
-    {"tier", "param_tier", "storage"},
+    {"tier", "param_tier", "storage", "testing"},
     {"optimizer", "footprint"},
     {"__init__"},
 ]

@@ -92,39 +92,46 @@ class HostStreams:
 
 
 class AcceleratorStreams(HostStreams):
-    """Copies on an accelerator, on streams of their own. See [Note: order of the streams]."""
+    """Copies on an accelerator, on streams of their own. See [Note: order of the streams].
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = with_index(device)
-        self._down = torch.Stream(self._device)
-        self._up = torch.Stream(self._device)
+    Args:
+        device: with its index.
+        down: the stream of gradients.
+        up: the stream of parameters.
+    """
+
+    def __init__(self, device: torch.device, down: torch.Stream, up: torch.Stream) -> None:
+        self.device = device
+        self.down = down
+        self.up = up
         self._reading: deque[tuple[torch.Event, Tensor]] = deque()  # gradients that down reads
 
-    def _current(self) -> torch.Stream:
-        return torch.accelerator.current_stream(self._device)
+    def current(self) -> torch.Stream:
+        """Return the caller's stream."""
+        return torch.accelerator.current_stream(self.device)
 
     def to_host(self, target: Tensor, source: Tensor) -> torch.Event:
         """Enqueue on down. The event fires when the gradient has arrived."""
-        self._down.wait_event(self._current().record_event())  # 1: down waits for the producer
-        with self._down:
+        self.down.wait_event(self.current().record_event())  # 1: down waits for the producer
+        with self.down:
             target.copy_(source, non_blocking=True)
-        event = self._down.record_event()
+        event = self.down.record_event()
         while self._reading and self._reading[0][0].query():
             self._reading.popleft()
         self._reading.append((event, source))  # so that its memory is not reused before
         return event
 
     def release(self, event: torch.Event) -> None:
-        self._current().wait_event(event)  # 3: the caller waits for down
+        self.current().wait_event(event)  # 3: the caller waits for down
         if any(own is event for own, _ in self._reading):  # copies down are in order
             while self._reading.popleft()[0] is not event:
                 pass
 
     def mark_readers(self) -> torch.Event:
-        return self._current().record_event()
+        return self.current().record_event()
 
     def follow(self, event: torch.Event) -> None:
-        self._up.wait_event(event)  # 4: up waits for the readers
+        self.up.wait_event(event)  # 4: up waits for the readers
 
     def wait(self, event: torch.Event) -> None:
         """Block this thread, which holds no lock and no stream meanwhile."""
@@ -132,17 +139,20 @@ class AcceleratorStreams(HostStreams):
 
     def to_device(self, target: Tensor, source: Tensor) -> torch.Event:
         """Enqueue on up. The event fires when the values have arrived."""
-        with self._up:
+        with self.up:
             target.copy_(source, non_blocking=True)
-        target.record_stream(self._up)  # nobody else keeps it if its engine is dropped meanwhile
-        return self._up.record_event()
+        target.record_stream(self.up)  # nobody else keeps it if its engine is dropped meanwhile
+        return self.up.record_event()
 
     def arrive(self, event: torch.Event) -> None:
-        self._current().wait_event(event)  # 6: the caller waits for up
+        self.current().wait_event(event)  # 6: the caller waits for up
 
 
 def open_streams(device: torch.device) -> HostStreams:
-    return HostStreams() if device.type == "cpu" else AcceleratorStreams(device)
+    if device.type == "cpu":
+        return HostStreams()
+    device = with_index(device)
+    return AcceleratorStreams(device, torch.Stream(device), torch.Stream(device))
 
 
 class Copy:

@@ -22,7 +22,7 @@ from zero_offload.rules.rule import MASTER
 from zero_offload.steppers.stepper import Stepper
 from zero_offload.tiers.progress import Progress
 from zero_offload.tiers.transfer import Mover
-from zero_offload.tiers.worker import HostThread, Job, Worker
+from zero_offload.tiers.worker import HostThread, Job, UpdateThread, Worker
 
 
 @dataclass(frozen=True, slots=True)
@@ -278,9 +278,9 @@ class HostTier(FlatTier):
         geometry: Geometry,
         stepper: Stepper,
         mover: Mover,
-        thread: HostThread | None = None,
+        thread: UpdateThread | None = None,
     ) -> None:
-        thread = thread or HostThread(mover.device)
+        thread = HostThread(mover.device) if thread is None else thread
         super().__init__(geometry, stepper, mover, Progress(thread.changed), thread.now)
         self._thread = thread
 

@@ -24,6 +24,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from heapq import heappop, heappush
 from time import perf_counter
+from typing import Protocol
 
 import torch
 
@@ -151,14 +152,31 @@ class Worker:
             self._stepper.settle()
 
 
-class HostThread:
-    """A background thread in which a worker updates, while the caller goes on.
-
-    Args:
-        device: of the streams that the worker uses; it becomes the thread's current device.
+class UpdateThread(Protocol):
+    """Runs a worker beside the caller.
 
     Attributes:
         changed: notified by the worker, waited for by the caller.
+    """
+
+    changed: threading.Condition
+
+    def now(self) -> float:
+        """Return the time on the calling thread, in seconds."""
+
+    def submit(self, worker: Worker, job: Job) -> None:
+        """Have the worker update a job's chunks.
+
+        Raises:
+            RuntimeError: no thread can be started.
+        """
+
+
+class HostThread:
+    """`UpdateThread` that is a thread.
+
+    Args:
+        device: of the streams that the worker uses; it becomes the thread's current device.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -170,11 +188,6 @@ class HostThread:
         return perf_counter()
 
     def submit(self, worker: Worker, job: Job) -> None:
-        """Have the worker update a job's chunks.
-
-        Raises:
-            RuntimeError: no thread can be started, because the interpreter is closing.
-        """
         worker.add(job)
         self._executor.submit(_run_all, worker, len(job.chunks), self._device)
 

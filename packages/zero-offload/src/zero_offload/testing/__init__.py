@@ -1,0 +1,1 @@
+"""Simulations that need no accelerator."""

@@ -1,0 +1,272 @@
+"""Order of updates and of copies, in virtual time and with streams that only note their calls."""
+
+from __future__ import annotations
+
+import threading
+import time
+import weakref
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+from support import CPU, ReferenceAdam, Space, group_of
+from torch import Tensor, optim
+
+from zero_offload.flat.geometry import Geometry
+from zero_offload.memory.host_memory import HostMemory
+from zero_offload.memory.streams import AcceleratorStreams, HostStreams, block_until
+from zero_offload.rules.plain import AdamRule
+from zero_offload.steppers.memory_stepper import MemoryStepper
+from zero_offload.testing.virtual_time import (
+    VirtualStream,
+    VirtualStreams,
+    VirtualThread,
+    VirtualTime,
+)
+from zero_offload.tiers.flat_tier import HostTier
+from zero_offload.tiers.transfer import HostMover
+from zero_offload.tiers.worker import UpdateThread
+
+GROUPS = [group_of(optim.AdamW, lr=1e-2)]
+NUM_UNITS, UNIT_NUMEL, CHUNK_NUMEL = 20, 120, 40
+BACKWARD_S, UPDATE_S, COPY_S = 0.020, 0.015, 0.002  # of a unit
+TIMEOUT_S = 20.0
+
+
+class Recorded(ReferenceAdam):
+    """A kernel that computes nothing: it notes where in the flat space it is called."""
+
+    def __init__(self, time: VirtualTime, masters: Tensor) -> None:
+        super().__init__()
+        self.time, self.masters = time, masters
+        self.units: list[int] = []
+
+    def adam_step(self, master: Any, *args: Any, **kwargs: Any) -> None:
+        at = (master.data_ptr() - self.masters.data_ptr()) // 4
+        self.units.append(at // UNIT_NUMEL)
+        self.time.work("host", f"unit {self.units[-1]}", UPDATE_S * master.numel() / UNIT_NUMEL)
+
+
+class Units:
+    """A host tier over units of three chunks each, and a device's backward, in virtual time."""
+
+    def __init__(self, streams: type[VirtualStreams] = VirtualStreams) -> None:
+        self.time = VirtualTime()
+        self.compute = VirtualStream(self.time, "compute")
+        numel = NUM_UNITS * UNIT_NUMEL
+        starts = range(0, numel, UNIT_NUMEL)
+        params = torch.zeros(numel)
+        geometry = Geometry(
+            numel,
+            [(start, start + UNIT_NUMEL, 0) for start in starts],
+            [(start, params[start : start + UNIT_NUMEL]) for start in starts],
+            1,
+            published_numel=CHUNK_NUMEL,
+        )
+        self.thread = VirtualThread(self.time)
+        own = streams(self.compute, COPY_S / UNIT_NUMEL, COPY_S / UNIT_NUMEL)
+        memory = HostMemory(should_pin=False)
+        mover = HostMover(geometry, CPU, memory, streams=own, is_staged=True)
+        self.kernel = Recorded(self.time, params)
+        rule = AdamRule.of(self.kernel, optim.AdamW)
+        stepper = MemoryStepper(geometry, rule, GROUPS, is_in_place=True, upper=geometry.view)
+        self.tier = HostTier(geometry, stepper, mover, self.thread)
+        if isinstance(own, Hasty):
+            own.thread = self.thread
+
+    def backward(self, num_ahead: int, *, step_at_end: bool = False) -> None:
+        """Compute, offer and update each unit, from the last to the first.
+
+        The caller is so many units ahead of the device.
+        """
+        ends: list[float] = []
+        for unit in reversed(range(NUM_UNITS)):
+            self.compute.enqueue(f"backward {unit}", BACKWARD_S)
+            ends.append(self.compute.end)
+            if len(ends) > num_ahead:
+                self.time.caller = max(self.time.caller, ends[-1 - num_ahead])
+            self.tier.offer_grad(unit * UNIT_NUMEL, torch.zeros(UNIT_NUMEL))
+            if not step_at_end:
+                self.tier.step(GROUPS, [unit], grad_scale=1.0)
+        if step_at_end:
+            self.time.caller = self.compute.end
+            self.tier.step(GROUPS, range(NUM_UNITS), grad_scale=1.0)
+
+
+class Hasty(VirtualStreams):
+    """The caller makes up wait at once, before the worker has enqueued the copies of before."""
+
+    thread: VirtualThread
+
+    def mark_readers(self) -> torch.Event:
+        self.thread.catch_up()
+        super().follow(super().mark_readers())
+        return super().mark_readers()
+
+    def follow(self, event: torch.Event) -> None:
+        """Up waits already."""
+
+
+@pytest.mark.parametrize("num_ahead", [1, 4, 8])
+def test_updates_in_backward_end_with_it_however_far_the_caller_is_ahead(num_ahead: int) -> None:
+    units = Units()
+    units.backward(num_ahead)
+    units.tier.wait_params(0, NUM_UNITS * UNIT_NUMEL)
+    assert units.compute.end < NUM_UNITS * BACKWARD_S + 2 * UPDATE_S
+
+
+def test_a_wait_that_the_caller_enqueues_itself_holds_copies_back() -> None:
+    """The checker checked: with that fault updates end a backward later."""
+    units = Units(Hasty)
+    units.backward(num_ahead=8)
+    units.tier.wait_params(0, NUM_UNITS * UNIT_NUMEL)
+    assert units.compute.end > NUM_UNITS * BACKWARD_S + 4 * UPDATE_S
+
+
+def test_the_newest_gradient_goes_first_and_the_first_unit_before_the_second() -> None:
+    units = Units()
+    units.backward(num_ahead=2, step_at_end=True)
+    units.tier.drain()
+    assert units.kernel.units == [unit for unit in range(NUM_UNITS) for _ in range(3)]
+
+    slow = Units()
+    slow.time.worker = 0.055  # two gradients have arrived before the worker has time
+    slow.backward(num_ahead=1)
+    slow.tier.drain()
+    last = NUM_UNITS - 1
+    assert slow.kernel.units[:4] == [last - 1, last - 1, last - 2, last - 2]
+    assert sorted(slow.kernel.units) == [unit for unit in range(NUM_UNITS) for _ in range(3)]
+
+
+def test_forward_follows_the_updates_from_the_first_unit_on() -> None:
+    units = Units()
+    units.backward(num_ahead=8, step_at_end=True)
+    for unit in range(NUM_UNITS):
+        units.tier.wait_params(unit * UNIT_NUMEL, (unit + 1) * UNIT_NUMEL)
+        start = NUM_UNITS * BACKWARD_S + COPY_S
+        updated = start + (unit + 1) * UPDATE_S + COPY_S
+        assert units.compute.end == pytest.approx(updated, abs=UPDATE_S / 2)
+
+
+def test_updates_of_an_element_stay_in_the_order_of_their_steps() -> None:
+    """Also where the later step begins at a lower offset."""
+    space, gate = Space(), threading.Event()
+    calls: list[tuple[int, int]] = []
+
+    class Gated(ReferenceAdam):
+        def adam_step(self, master: Any, *args: Any, **kwargs: Any) -> None:
+            assert gate.wait(TIMEOUT_S)
+            calls.append((master.numel(), kwargs["step"]))
+            super().adam_step(master, *args, **kwargs)
+
+    geometry = Geometry(space.numel, space.pieces, space.params, 1)
+    rule = AdamRule.of(Gated(), optim.AdamW)
+    stepper = MemoryStepper(geometry, rule, GROUPS, is_in_place=True, upper=geometry.view)
+    mover = HostMover(geometry, CPU, HostMemory(should_pin=False))
+    tier = HostTier(geometry, stepper, mover)
+    grads = space.grad(0)
+    tier.offer_grad(272, grads[272:])
+    tier.step(GROUPS, [4], grad_scale=1.0)  # the worker is held within it
+    tier.offer_grad(37, grads[37:256])
+    tier.step(GROUPS, [1, 2], grad_scale=1.0)
+    tier.offer_grad(260, grads[260:270])
+    tier.step(GROUPS, [3], grad_scale=1.0)
+    tier.offer_grad(0, grads[:37])
+    tier.step(GROUPS, [0], grad_scale=1.0)
+    gate.set()
+    tier.drain()
+    assert calls == [(64, 1), (37, 1), (216, 1), (1, 1)]
+
+
+def test_the_worker_takes_its_device_before_anything_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[tuple[str, str]] = []
+
+    def note(what: str) -> None:
+        calls.append((what, threading.current_thread().name.partition("_")[0]))
+
+    monkeypatch.setattr(
+        torch.accelerator, "set_device_index", lambda device: note(f"device {torch.device(device)}")
+    )
+
+    class Watch(ReferenceAdam):
+        def adam_step(self, *args: Any, **kwargs: Any) -> None:
+            note("update")
+            super().adam_step(*args, **kwargs)
+
+    space = Space()
+    geometry = Geometry(space.numel, space.pieces, space.params, 1)
+    rule = AdamRule.of(Watch(), optim.AdamW)
+    stepper = MemoryStepper(geometry, rule, GROUPS, is_in_place=True, upper=geometry.view)
+    device, memory = torch.device("cuda", 1), HostMemory(should_pin=False)
+    tier = HostTier(geometry, stepper, HostMover(geometry, device, memory, streams=HostStreams()))
+    tier.offer_grad(0, space.grad(0))
+    tier.step(GROUPS, range(5), grad_scale=1.0)
+    tier.drain()
+    assert calls[0] == ("device cuda:1", "zero-offload")
+    assert [what for what, _ in calls[1:]] == ["update"] * 3
+
+
+def test_waiting_for_a_copy_leaves_the_core_to_others() -> None:
+    fired = threading.Event()
+    event = cast(torch.Event, SimpleNamespace(query=fired.is_set))
+    threading.Timer(0.2, fired.set).start()
+    cpu_s = time.thread_time()
+    block_until(event)
+    assert time.thread_time() - cpu_s < 0.1
+
+
+def test_a_gradient_is_kept_until_it_was_copied_or_released() -> None:
+    clock = VirtualTime()
+    compute, down = VirtualStream(clock, "compute"), VirtualStream(clock, "down")
+    up = VirtualStream(clock, "up")
+
+    class OfTest(AcceleratorStreams):
+        def current(self) -> torch.Stream:
+            return compute
+
+    streams = OfTest(CPU, down, up)
+    target = torch.zeros(4)
+    grads: list[weakref.ref[Tensor]] = []
+
+    def offer() -> torch.Event:
+        grad = torch.ones(4)
+        grads.append(weakref.ref(grad))
+        down.enqueue("gradient", 1.0)
+        return streams.to_host(target, grad)
+
+    def alive() -> list[bool]:
+        return [ref() is not None for ref in grads]
+
+    offer()
+    second = offer()
+    assert alive() == [True, True]
+    streams.release(second)  # copies are in order: the last stands for all
+    assert alive() == [False, False]
+    offer()
+    clock.caller = 10.0
+    offer()
+    assert alive() == [False, False, False, True]
+
+
+def test_what_staging_takes_of_the_shards_is_found_once() -> None:
+    """A chunk among 100 shards costs no more than one among a few."""
+    looked_at: list[int] = []
+
+    class Watched(tuple[tuple[int, Tensor], ...]):
+        def __iter__(self) -> Any:
+            looked_at.append(len(self))
+            return super().__iter__()
+
+    shards = [(4 * i, torch.zeros(4)) for i in range(100)]
+    geometry = Geometry(400, [], shards, 1)
+    memory = HostMemory(should_pin=False)
+    mover = HostMover(geometry, CPU, memory, is_staged=True)
+    geometry.shards = Watched(geometry.shards)
+    for start, _ in shards:
+        mover.open_spans([(start, start + 4)])
+    assert not looked_at
+    assert memory.pageable_bytes == 2 * 4 * 4
+
+
+_: type[UpdateThread] = VirtualThread
