@@ -1,6 +1,7 @@
 #include "driver.h"
 
 #include <algorithm>
+#include <cstdint>
 
 #include "thread_pool.h"
 
@@ -43,6 +44,47 @@ void run_grain(void* opaque, std::int64_t grain) {
   }
 }
 
+constexpr std::int64_t kTypeBytes[kNumGradTypes] = {4, 2, 2};
+
+// Elements of a sum of gradients in the making: 8 KiB, a part of a first-level cache.
+constexpr std::int64_t kTileNumel = 2 * 1024;
+static_assert(kTileNumel % kAlignNumel == 0, "borders are aligned");
+
+// Writes elements [begin, end) of the sum of all gradients to `sum`.
+void add_all(const KernelTable& table, const std::vector<Gradient>& gradients, std::int64_t begin,
+             std::int64_t end, float* sum) {
+  bool is_first = true;
+  for (const Gradient& gradient : gradients) {
+    const char* const from = gradient.address + begin * kTypeBytes[gradient.type];
+    table.add_gradient[gradient.type](sum, from, end - begin, is_first);
+    is_first = false;
+  }
+}
+
+struct SummedContext {
+  const KernelTable* table;
+  RangeFunction function;
+  const Item* item;
+  const std::vector<Gradient>* gradients;
+  const void* scalars;
+  bool is_streaming;
+};
+
+void run_summed_grain(void* opaque, std::int64_t grain) {
+  const SummedContext& context = *static_cast<const SummedContext*>(opaque);
+  const std::int64_t stop = std::min((grain + 1) * kGrainNumel, context.item->numel);
+  alignas(64) float tile[kTileNumel];
+  for (std::int64_t begin = grain * kGrainNumel; begin < stop; begin += kTileNumel) {
+    const std::int64_t end = std::min(begin + kTileNumel, stop);
+    add_all(*context.table, *context.gradients, begin, end, tile);
+    Span span = context.item->span;
+    // Where element 0 would be: kernels add the index, which random numbers depend on.
+    span.grad = reinterpret_cast<const char*>(reinterpret_cast<std::uintptr_t>(tile) -
+                                              static_cast<std::uintptr_t>(begin) * sizeof(float));
+    context.function(span, begin, end, context.scalars, context.is_streaming);
+  }
+}
+
 struct SumContext {
   SumFunction function;
   const char* grad;
@@ -55,6 +97,23 @@ void sum_chunk(void* opaque, std::int64_t chunk) {
   const std::int64_t begin = chunk * kChunkNumel;
   const std::int64_t end = std::min(begin + kChunkNumel, context.numel);
   context.sums[chunk] = context.function(context.grad, begin, end);
+}
+
+struct SummedSumContext {
+  const KernelTable* table;
+  const std::vector<Gradient>* gradients;
+  std::int64_t numel;
+  double* sums;
+};
+
+void sum_summed_chunk(void* opaque, std::int64_t chunk) {
+  const SummedSumContext& context = *static_cast<const SummedSumContext*>(opaque);
+  const std::int64_t begin = chunk * kChunkNumel;
+  const std::int64_t end = std::min(begin + kChunkNumel, context.numel);
+  alignas(64) float sum[kChunkNumel];
+  add_all(*context.table, *context.gradients, begin, end, sum);
+  const char* const from = reinterpret_cast<const char*>(sum);
+  context.sums[chunk] = context.table->sum_of_squares[kFloat32](from, 0, end - begin);
 }
 
 }  // namespace
@@ -84,6 +143,25 @@ void run_items(RangeFunction function, std::vector<Item>& items, const void* sca
   Context context{function, &items, scalars, is_streaming};
   const Task task{run_grain, &context, (total + kGrainNumel - 1) / kGrainNumel};
   ThreadPool::of_this_process().run(task, num_threads);
+}
+
+void run_summed(const KernelTable& table, RangeFunction function, const Item& item,
+                const std::vector<Gradient>& gradients, const void* scalars, int num_threads) {
+  const bool is_streaming = item.numel >= kStreamNumel;
+  SummedContext context{&table, function, &item, &gradients, scalars, is_streaming};
+  const Task task{run_summed_grain, &context, (item.numel + kGrainNumel - 1) / kGrainNumel};
+  ThreadPool::of_this_process().run(task, item.numel <= kInlineNumel ? 1 : num_threads);
+}
+
+double run_sum_of_summed(const KernelTable& table, const std::vector<Gradient>& gradients,
+                         std::int64_t numel, int num_threads) {
+  const std::int64_t num_chunks = (numel + kChunkNumel - 1) / kChunkNumel;
+  std::vector<double> sums(static_cast<std::size_t>(num_chunks));
+  SummedSumContext context{&table, &gradients, numel, sums.data()};
+  ThreadPool::of_this_process().run({sum_summed_chunk, &context, num_chunks}, num_threads);
+  double total = 0.0;
+  for (const double sum : sums) total += sum;
+  return total;
 }
 
 }  // namespace cpu_adam

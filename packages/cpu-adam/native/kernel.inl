@@ -71,6 +71,26 @@ double sum_of_squares(const char* grad, std::int64_t begin, std::int64_t end) {
   return lane[0];
 }
 
+// One of several gradients; see [Note: several gradients] in driver.h.
+template <class Grad>
+void add_gradient(float* sum, const char* grad, std::int64_t numel, bool is_first) {
+  char* const to = reinterpret_cast<char*>(sum);
+  std::int64_t i = 0;
+  for (; i + kLanes <= numel; i += kLanes) {
+    const Vec term = Grad::load(grad + i * Grad::kBytes);
+    F32::store(to + i * 4, is_first ? term : add(F32::load(to + i * 4), term));
+  }
+  if (i < numel) {
+    char padded[kLanes * Grad::kBytes] = {};
+    char padded_sum[kLanes * 4] = {};
+    copy_bytes(padded, grad + i * Grad::kBytes, (numel - i) * Grad::kBytes);
+    copy_bytes(padded_sum, to + i * 4, (numel - i) * 4);
+    const Vec term = Grad::load(padded);
+    F32::store(padded_sum, is_first ? term : add(F32::load(padded_sum), term));
+    copy_bytes(to + i * 4, padded_sum, (numel - i) * 4);
+  }
+}
+
 // A RuleTable of `function`, in the order of DType; `split` is its variant for a split master.
 #define CPU_ADAM_BY_OUT(function, grad, split)                                          \
   {function<grad, Whole<F32>>, function<grad, Whole<BF16>>, function<grad, Whole<F16>>, \
@@ -95,7 +115,8 @@ double sum_of_squares(const char* grad, std::int64_t begin, std::int64_t end) {
     name, CPU_ADAM_SPLIT_RULE_TABLE(adam_range), CPU_ADAM_SPLIT_RULE_TABLE(adam_int8_range), \
         CPU_ADAM_SPLIT_RULE_TABLE(adam_bfloat16_range), CPU_ADAM_RULE_TABLE(adagrad_range),  \
         CPU_ADAM_RULE_TABLE(lion_range), CPU_ADAM_RULE_TABLE(sgd_range),                     \
-        CPU_ADAM_RULE_TABLE(sgd_plain_range), {                                              \
-      sum_of_squares<F32>, sum_of_squares<BF16>, sum_of_squares<F16>                         \
+        CPU_ADAM_RULE_TABLE(sgd_plain_range),                                                \
+        {sum_of_squares<F32>, sum_of_squares<BF16>, sum_of_squares<F16>}, {                  \
+      add_gradient<F32>, add_gradient<BF16>, add_gradient<F16>                               \
     }                                                                                        \
   }

@@ -108,6 +108,9 @@ using RangeFunction = void (*)(const Span& span, std::int64_t begin, std::int64_
 // The sum of the squares of elements [begin, end), in double precision.
 using SumFunction = double (*)(const char* grad, std::int64_t begin, std::int64_t end);
 
+// Writes elements [0, numel) of a gradient to `sum`, or adds them to it.
+using AddFunction = void (*)(float* sum, const char* grad, std::int64_t numel, bool is_first);
+
 // One update rule, for each type of gradient and of copy; null where the rule has no such variant.
 struct RuleTable {
   RangeFunction by_type[kNumGradTypes][kNumOutTypes];
@@ -124,6 +127,7 @@ struct KernelTable {
   RuleTable sgd;        // with a momentum buffer
   RuleTable sgd_plain;  // without
   SumFunction sum_of_squares[kNumGradTypes];
+  AddFunction add_gradient[kNumGradTypes];
 };
 
 extern const KernelTable kScalarTable;

@@ -60,16 +60,43 @@ const KernelTable& table_of(int isa) {
   return *tables[static_cast<std::size_t>(isa)];
 }
 
+void check_grad_type(int grad_type) {
+  if (grad_type < 0 || grad_type >= kNumGradTypes) {
+    throw py::value_error("grad_type: no such element type");
+  }
+}
+
+// The first gradient, and those to be added to it: address and type of each, one after another.
+std::vector<Gradient> read_gradients(const char* first, int grad_type, const py::list& words) {
+  const auto count = static_cast<py::ssize_t>(words.size());
+  if (count % 2 != 0) throw py::value_error("more_grads: an address and a type for each");
+  std::vector<Gradient> gradients = {{first, grad_type}};
+  for (py::ssize_t at = 0; at < count; at += 2) {
+    gradients.push_back({address_at(words, at), static_cast<int>(word_at(words, at + 1))});
+  }
+  for (const Gradient& gradient : gradients) check_grad_type(gradient.type);
+  return gradients;
+}
+
 // What the update functions below have in common; `scalars` is the struct of the rule.
 template <class Scalars>
-void run_rule(const RuleTable& table, int grad_type, int out_type, std::vector<Item> items,
-              const Scalars& scalars, int num_threads) {
-  if (grad_type < 0 || grad_type >= kNumGradTypes || out_type < 0 || out_type >= kNumOutTypes ||
-      table.by_type[grad_type][out_type] == nullptr) {
-    throw py::value_error("grad_type, out_type: no such element type");
+void run_rule(const KernelTable& kernels, const RuleTable& table, int grad_type, int out_type,
+              std::vector<Item> items, const Scalars& scalars, int num_threads,
+              const py::list& more_grads) {
+  check_grad_type(grad_type);
+  if (out_type < 0 || out_type >= kNumOutTypes || table.by_type[grad_type][out_type] == nullptr) {
+    throw py::value_error("out_type: no such element type");
   }
+  if (more_grads.empty()) {
+    const py::gil_scoped_release released;
+    run_items(table.by_type[grad_type][out_type], items, &scalars, num_threads);
+    return;
+  }
+  if (items.size() != 1) throw py::value_error("more_grads: with one item alone");
+  const auto gradients = read_gradients(items[0].span.grad, grad_type, more_grads);
   const py::gil_scoped_release released;
-  run_items(table.by_type[grad_type][out_type], items, &scalars, num_threads);
+  run_summed(kernels, table.by_type[kFloat32][out_type], items[0], gradients, &scalars,
+             num_threads);
 }
 
 // Numbers of a list, one after another, rounded to fp32.
@@ -85,7 +112,7 @@ class Numbers {
 };
 
 void adam(int isa, int grad_type, int out_type, const py::list& words,
-          const std::vector<double>& scalars, int num_threads) {
+          const std::vector<double>& scalars, int num_threads, const py::list& more_grads) {
   Numbers numbers(scalars, 9);
   AdamScalars s;
   s.grad_scale = numbers.next();
@@ -100,7 +127,9 @@ void adam(int isa, int grad_type, int out_type, const py::list& words,
   s.bias_correction2_sqrt = numbers.next();
   s.eps = numbers.next();
   s.neg_step_size = numbers.next();
-  run_rule(table_of(isa).adam, grad_type, out_type, read_items(words, 2, false), s, num_threads);
+  const KernelTable& table = table_of(isa);
+  run_rule(table, table.adam, grad_type, out_type, read_items(words, 2, false), s, num_threads,
+           more_grads);
 }
 
 CompactAdamScalars make_compact_scalars(const std::vector<double>& scalars, std::uint64_t key) {
@@ -121,32 +150,37 @@ CompactAdamScalars make_compact_scalars(const std::vector<double>& scalars, std:
 }
 
 void adam_int8(int isa, int grad_type, int out_type, const py::list& words,
-               const std::vector<double>& scalars, int num_threads) {
+               const std::vector<double>& scalars, int num_threads, const py::list& more_grads) {
   const CompactAdamScalars s = make_compact_scalars(scalars, 0);
-  run_rule(table_of(isa).adam_int8, grad_type, out_type, read_items(words, 4, false), s,
-           num_threads);
+  const KernelTable& table = table_of(isa);
+  run_rule(table, table.adam_int8, grad_type, out_type, read_items(words, 4, false), s, num_threads,
+           more_grads);
 }
 
 void adam_bfloat16(int isa, int grad_type, int out_type, const py::list& words,
-                   const std::vector<double>& scalars, std::uint64_t key, int num_threads) {
+                   const std::vector<double>& scalars, std::uint64_t key, int num_threads,
+                   const py::list& more_grads) {
   const CompactAdamScalars s = make_compact_scalars(scalars, key);
-  run_rule(table_of(isa).adam_bfloat16, grad_type, out_type, read_items(words, 2, true), s,
-           num_threads);
+  const KernelTable& table = table_of(isa);
+  run_rule(table, table.adam_bfloat16, grad_type, out_type, read_items(words, 2, true), s,
+           num_threads, more_grads);
 }
 
 void adagrad(int isa, int grad_type, int out_type, const py::list& words,
-             const std::vector<double>& scalars, int num_threads) {
+             const std::vector<double>& scalars, int num_threads, const py::list& more_grads) {
   Numbers numbers(scalars, 4);
   AdagradScalars s;
   s.grad_scale = numbers.next();
   s.l2 = numbers.next();
   s.eps = numbers.next();
   s.neg_step_size = numbers.next();
-  run_rule(table_of(isa).adagrad, grad_type, out_type, read_items(words, 1, false), s, num_threads);
+  const KernelTable& table = table_of(isa);
+  run_rule(table, table.adagrad, grad_type, out_type, read_items(words, 1, false), s, num_threads,
+           more_grads);
 }
 
 void lion(int isa, int grad_type, int out_type, const py::list& words,
-          const std::vector<double>& scalars, int num_threads) {
+          const std::vector<double>& scalars, int num_threads, const py::list& more_grads) {
   Numbers numbers(scalars, 7);
   LionScalars s;
   s.grad_scale = numbers.next();
@@ -156,11 +190,14 @@ void lion(int isa, int grad_type, int out_type, const py::list& words,
   s.beta2 = numbers.next();
   s.one_minus_beta2 = numbers.next();
   s.neg_lr = numbers.next();
-  run_rule(table_of(isa).lion, grad_type, out_type, read_items(words, 1, false), s, num_threads);
+  const KernelTable& table = table_of(isa);
+  run_rule(table, table.lion, grad_type, out_type, read_items(words, 1, false), s, num_threads,
+           more_grads);
 }
 
 void sgd(int isa, int grad_type, int out_type, const py::list& words,
-         const std::vector<double>& scalars, bool has_momentum, bool is_nesterov, int num_threads) {
+         const std::vector<double>& scalars, bool has_momentum, bool is_nesterov, int num_threads,
+         const py::list& more_grads) {
   Numbers numbers(scalars, 6);
   SgdScalars s;
   s.grad_scale = numbers.next();
@@ -171,19 +208,20 @@ void sgd(int isa, int grad_type, int out_type, const py::list& words,
   s.neg_lr = numbers.next();
   s.is_nesterov = is_nesterov;
   const KernelTable& table = table_of(isa);
-  run_rule(has_momentum ? table.sgd : table.sgd_plain, grad_type, out_type,
-           read_items(words, has_momentum ? 1 : 0, false), s, num_threads);
+  run_rule(table, has_momentum ? table.sgd : table.sgd_plain, grad_type, out_type,
+           read_items(words, has_momentum ? 1 : 0, false), s, num_threads, more_grads);
 }
 
 double sum_of_squares(int isa, int grad_type, std::uint64_t address, std::int64_t numel,
-                      int num_threads) {
-  if (grad_type < 0 || grad_type >= kNumGradTypes) {
-    throw py::value_error("grad_type: no such element type");
-  }
-  const SumFunction function = table_of(isa).sum_of_squares[grad_type];
+                      int num_threads, const py::list& more_grads) {
+  const KernelTable& table = table_of(isa);
   const char* const grad = reinterpret_cast<const char*>(static_cast<std::uintptr_t>(address));
+  const auto gradients = read_gradients(grad, grad_type, more_grads);
   const py::gil_scoped_release released;
-  return run_sum(function, grad, numel, num_threads);
+  if (gradients.size() == 1) {
+    return run_sum(table.sum_of_squares[grad_type], grad, numel, num_threads);
+  }
+  return run_sum_of_summed(table, gradients, numel, num_threads);
 }
 
 // The step counts of many parameters: as torch calls, they would take longer than the update.
@@ -230,16 +268,17 @@ PYBIND11_MODULE(_kernels, m) {
   const auto isa = py::arg("isa"), grad_type = py::arg("grad_type"), out_type = py::arg("out_type"),
              items = py::arg("items"), scalars = py::arg("scalars"),
              num_threads = py::arg("num_threads");
-  m.def("adam", &adam, isa, grad_type, out_type, items, scalars, num_threads);
-  m.def("adam_int8", &adam_int8, isa, grad_type, out_type, items, scalars, num_threads);
+  const auto more_grads = py::arg("more_grads") = py::list();
+  m.def("adam", &adam, isa, grad_type, out_type, items, scalars, num_threads, more_grads);
+  m.def("adam_int8", &adam_int8, isa, grad_type, out_type, items, scalars, num_threads, more_grads);
   m.def("adam_bfloat16", &adam_bfloat16, isa, grad_type, out_type, items, scalars, py::arg("key"),
-        num_threads);
-  m.def("adagrad", &adagrad, isa, grad_type, out_type, items, scalars, num_threads);
-  m.def("lion", &lion, isa, grad_type, out_type, items, scalars, num_threads);
+        num_threads, more_grads);
+  m.def("adagrad", &adagrad, isa, grad_type, out_type, items, scalars, num_threads, more_grads);
+  m.def("lion", &lion, isa, grad_type, out_type, items, scalars, num_threads, more_grads);
   m.def("sgd", &sgd, isa, grad_type, out_type, items, scalars, py::arg("has_momentum"),
-        py::arg("is_nesterov"), num_threads);
+        py::arg("is_nesterov"), num_threads, more_grads);
   m.def("sum_of_squares", &sum_of_squares, isa, grad_type, py::arg("address"), py::arg("numel"),
-        num_threads);
+        num_threads, more_grads);
   m.attr("BLOCK_NUMEL") = kBlockNumel;
   m.def("count_up", &count_up, py::arg("addresses"));
   m.def("read_numbers", &read_numbers, py::arg("addresses"));

@@ -257,7 +257,7 @@ def make_call(seed: int) -> tuple[str, str]:
             getattr(cpu_adam, function)(**arguments)
             return function, "success"
         except BaseException as error:
-            named = re.match(r"(\w+)( and \w+)?: ", str(error))
+            named = re.match(r"(\w+)(\[\d+\])?( and \w+(\[\d+\])?)?: ", str(error))
             if isinstance(error, TypeError | ValueError) and named and named[1] in KNOWN[function]:
                 return function, type(error).__name__
             error.add_note(f"in {function} of seed {seed}: {arguments!r:.2000}")

@@ -7,6 +7,7 @@
 - `grad_norm_sq`: squared norm of a gradient, and whether it is finite.
 - `CPUAdam`: a ``torch.optim.Optimizer`` over the same kernels (needs torch).
 - `convert_state`: converts its state, or a state dict, to other moments and masters (needs torch).
+- `sums_grads`: says that each of these takes several gradients, and adds them in the same pass.
 - `active_isa`, `available_isas`: the instruction set in use, and those that are supported.
 - `cpu_adam.reference`: the kernels' definition in plain NumPy.
 
@@ -51,10 +52,14 @@ __all__ = [
     "grad_norm_sq",
     "lion_step",
     "sgd_step",
+    "sums_grads",
 ]
 
 __version__ = _version("cpu-adam")
 
+
+sums_grads = True
+"""Whether the functions take several gradients and add them in fp32, in order."""
 
 # Names that need torch, and their modules.
 _LAZY = {"CPUAdam": "cpu_adam.optimizer", "convert_state": "cpu_adam._convert"}

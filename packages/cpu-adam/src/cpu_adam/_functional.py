@@ -65,7 +65,8 @@ def adam_step(
 
     Args:
         master: fp32 weights; updated.
-        grad: gradient in fp32, bf16 or fp16; unchanged.
+        grad: gradient in fp32, bf16 or fp16; unchanged. Or a list or tuple of several, each of a
+            dtype of its own: they are added in fp32, in order, in the same pass.
         exp_avg: fp32 first moment; updated.
         exp_avg_sq: fp32 second moment; updated.
         step: number of this update, from 1.
@@ -122,7 +123,7 @@ def adam_step_split(
     Args:
         param: bf16 parameter; updated.
         remainder: int16, what the master weight has beyond ``param``; updated.
-        grad: gradient in fp32, bf16 or fp16; unchanged.
+        grad: gradient in fp32, bf16 or fp16, or several; unchanged.
         exp_avg: fp32 first moment; updated.
         exp_avg_sq: fp32 second moment; updated.
 
@@ -160,7 +161,7 @@ def adam_step_8bit(
 
     Args:
         param: bf16 parameter with a ``remainder``, or fp32 weights without; updated.
-        grad: gradient in fp32, bf16 or fp16; unchanged.
+        grad: gradient in fp32, bf16 or fp16, or several; unchanged.
         exp_avg: int8 codes of the first moment; updated.
         exp_avg_sq: uint8 codes of the second moment; updated.
         exp_avg_scale: fp32, one number per 128 elements, 1-D; updated.
@@ -199,7 +200,7 @@ def adam_step_bf16(
 
     Args:
         param: bf16 parameter with a ``remainder``, or fp32 weights without; updated.
-        grad: gradient in fp32, bf16 or fp16; unchanged.
+        grad: gradient in fp32, bf16 or fp16, or several; unchanged.
         exp_avg: bf16 first moment; updated.
         exp_avg_sq: bf16 second moment; updated.
         seed: of the random numbers, in [0, 2**64).
@@ -244,7 +245,7 @@ def adagrad_step(
 
     Args:
         master: fp32 weights; updated.
-        grad: gradient in fp32, bf16 or fp16; unchanged.
+        grad: gradient in fp32, bf16 or fp16, or several; unchanged.
         state_sum: fp32 sum of squared gradients; updated.
         lr_decay: the learning rate is divided by ``1 + (step - 1) * lr_decay``.
         weight_decay: L2, not negative.
@@ -280,7 +281,7 @@ def lion_step(
 
     Args:
         master: fp32 weights; updated.
-        grad: gradient in fp32, bf16 or fp16; unchanged.
+        grad: gradient in fp32, bf16 or fp16, or several; unchanged.
         exp_avg: fp32 momentum; updated.
         beta1: weight of the momentum in the direction, in [0, 1).
         beta2: decay of the momentum, in [0, 1).
@@ -314,7 +315,7 @@ def sgd_step(
 
     Args:
         master: fp32 weights; updated.
-        grad: gradient in fp32, bf16 or fp16; unchanged.
+        grad: gradient in fp32, bf16 or fp16, or several; unchanged.
         momentum_buffer: fp32, zeros before the first step; updated. None without momentum.
         step: number of this update, from 1; the first one fills ``momentum_buffer``.
         momentum: factor on the buffer, not negative.
@@ -359,7 +360,8 @@ def grad_norm_sq(grad: Any, *, grad_scale: float = 1.0, num_threads: int | None 
     for every thread count and instruction set. A finite gradient never overflows the sum.
 
     Args:
-        grad: fp32, bf16 or fp16 gradient, of any shape, contiguous, in host memory; unchanged.
+        grad: fp32, bf16 or fp16 gradient, of any shape, contiguous, in host memory; unchanged. Or
+            several, as in `adam_step`: the norm is that of their sum in fp32.
         grad_scale: factor on the gradient; its square multiplies the sum, in double precision.
         num_threads: as in `adam_step`.
 
@@ -368,9 +370,11 @@ def grad_norm_sq(grad: Any, *, grad_scale: float = 1.0, num_threads: int | None 
     """
     scale = finite_number("grad_scale", grad_scale)
     threads = resolve_num_threads(num_threads)
-    block = describe("grad", grad, is_written=False, types=_ANY_FLOAT)
+    grads = _describe_grads(grad)
+    _check_shapes(grads)
+    first, *others = grads.values()
     total = _kernels.sum_of_squares(
-        active_isa_index(), block.type, block.address, block.numel, threads
+        active_isa_index(), first.type, first.address, first.numel, threads, *_more_grads(others)
     )
     return GradNorm(total * (scale * scale), math.isfinite(total))
 
@@ -380,6 +384,23 @@ def _describe(types: tuple[int, ...], **values: Any) -> dict[str, Block]:
     return {
         name: describe(name, value, is_written=True, types=types) for name, value in values.items()
     }
+
+
+def _describe_grads(grad: Any) -> dict[str, Block]:
+    """Describe the gradient, or each of several."""
+    if not isinstance(grad, list | tuple):
+        return {"grad": describe("grad", grad, is_written=False, types=_ANY_FLOAT)}
+    if not grad:
+        raise ValueError("grad: needs at least one gradient, got an empty sequence")
+    return {
+        f"grad[{i}]": describe(f"grad[{i}]", value, is_written=False, types=_ANY_FLOAT)
+        for i, value in enumerate(grad)
+    }
+
+
+def _more_grads(others: list[Block]) -> list[list[int]]:
+    """Return the kernels' last argument, if there is anything to add to the first gradient."""
+    return [[number for b in others for number in (b.address, b.type)]] if others else []
 
 
 def _describe_out(out: Any) -> dict[str, Block]:
@@ -431,19 +452,20 @@ def _update(
         scalars: of the rule.
         written: the master weight first, its states in the kernel's order, and its copy (``out``)
             or lower half (``remainder``) anywhere. All of one shape.
-        grad: the gradient, of that shape.
+        grad: the gradient, of that shape, or several.
         scales: further states, of another shape.
         stream: the kernel's last number of an item, if it has one.
         options: the kernel's arguments after the scalars.
     """
     threads = resolve_num_threads(num_threads)
-    read = {"grad": describe("grad", grad, is_written=False, types=_ANY_FLOAT)}
+    read = _describe_grads(grad)
     _check_shapes(written | read)
     written = written | (scales or {})
     check_disjoint(written, read)
-    source = read["grad"]
-    item = [*_addresses(written, source), source.numel, *stream]
-    kernel(active_isa_index(), source.type, _out_type(written), item, scalars, *options, threads)
+    first, *others = read.values()
+    item = [*_addresses(written, first), first.numel, *stream]
+    fixed = (active_isa_index(), first.type, _out_type(written), item, scalars, *options, threads)
+    kernel(*fixed, *_more_grads(others))
     _mark_changed(written)
 
 

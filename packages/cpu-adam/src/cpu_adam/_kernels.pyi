@@ -9,11 +9,13 @@ def adam(
     items: list[int],
     scalars: tuple[float, ...],
     num_threads: int,
+    more_grads: list[int] = ...,
 ) -> None:
     """Update every item: ``(master, grad, exp_avg, exp_avg_sq, out, numel)``, one after another.
 
-    Addresses as integers (``out`` is 0 for type 3, no copy). The lock of the interpreter is
-    released meanwhile.
+    Addresses as integers (``out`` is 0 for type 3, no copy). ``more_grads``, with one item alone:
+    address and type of each gradient that is added to the item's, in order. The lock of the
+    interpreter is released meanwhile.
     """
 
 def adam_int8(
@@ -23,6 +25,7 @@ def adam_int8(
     items: list[int],
     scalars: tuple[float, ...],
     num_threads: int,
+    more_grads: list[int] = ...,
 ) -> None:
     """Update every item, with 8-bit states.
 
@@ -38,6 +41,7 @@ def adam_bfloat16(
     scalars: tuple[float, ...],
     key: int,
     num_threads: int,
+    more_grads: list[int] = ...,
 ) -> None:
     """Update every item, with bf16 states: as in `adam`, and the stream last."""
 
@@ -48,6 +52,7 @@ def adagrad(
     items: list[int],
     scalars: tuple[float, ...],
     num_threads: int,
+    more_grads: list[int] = ...,
 ) -> None:
     """Update every item: ``(master, grad, state_sum, out, numel)``, one after another."""
 
@@ -58,6 +63,7 @@ def lion(
     items: list[int],
     scalars: tuple[float, ...],
     num_threads: int,
+    more_grads: list[int] = ...,
 ) -> None:
     """Update every item: ``(master, grad, exp_avg, out, numel)``, one after another."""
 
@@ -70,11 +76,19 @@ def sgd(
     has_momentum: bool,
     is_nesterov: bool,
     num_threads: int,
+    more_grads: list[int] = ...,
 ) -> None:
     """Update every item: ``(master, grad, [momentum_buffer,] out, numel)``, one after another."""
 
-def sum_of_squares(isa: int, grad_type: int, address: int, numel: int, num_threads: int) -> float:
-    """The sum of the squares of all elements, in double precision."""
+def sum_of_squares(
+    isa: int,
+    grad_type: int,
+    address: int,
+    numel: int,
+    num_threads: int,
+    more_grads: list[int] = ...,
+) -> float:
+    """The sum of the squares of all elements, in double precision; ``more_grads`` as in `adam`."""
 
 BLOCK_NUMEL: int
 

@@ -40,6 +40,7 @@ _HALF_OF_ONE = np.uint32(0x3F800000 // 2)
 
 Array = npt.NDArray[Any]
 Float32Array = npt.NDArray[np.float32]
+Gradient = Array | list[Array] | tuple[Array, ...]
 
 
 def fma(a: Any, b: Any, c: Any) -> Float32Array:
@@ -75,7 +76,7 @@ def float32_to_bfloat16(values: Float32Array) -> npt.NDArray[np.uint16]:
 
 def adam_step(
     master: Float32Array,
-    grad: Array,
+    grad: Gradient,
     exp_avg: Float32Array,
     exp_avg_sq: Float32Array,
     *,
@@ -84,7 +85,8 @@ def adam_step(
 ) -> None:
     """Compute `cpu_adam.adam_step` on NumPy arrays of one shape.
 
-    Args as there, but bf16 arrays (``grad``, ``out``) are given as ``uint16``. Slow.
+    Args as there, but bf16 arrays (``grad``, ``out``) are given as ``uint16``, and several
+    gradients as a list or tuple. Slow.
     """
     scale, decay, l2, weight1, b2, weight2, correction2_sqrt, epsilon, neg_step_size = _in_float32(
         adam_scalars(**hyper)
@@ -110,8 +112,16 @@ def adam_step(
         _write_out(out, p)
 
 
-def _widen(values: Array) -> Float32Array:
-    """Convert 16-bit values to fp32, with uint16 for bf16."""
+def _widen(values: Gradient) -> Float32Array:
+    """Convert 16-bit values to fp32, with uint16 for bf16. Of several gradients, return the sum.
+
+    They are added in fp32, in order.
+    """
+    if isinstance(values, list | tuple):
+        total = _widen(values[0])
+        for other in values[1:]:
+            total = total + _widen(other)
+        return total
     if values.dtype == np.uint16:
         return bfloat16_to_float32(values)
     return values.astype(np.float32)
@@ -151,7 +161,7 @@ def split_master(master: Float32Array) -> tuple[npt.NDArray[np.uint16], npt.NDAr
 def adam_step_split(
     param: npt.NDArray[np.uint16],
     remainder: npt.NDArray[np.int16],
-    grad: Array,
+    grad: Gradient,
     exp_avg: Float32Array,
     exp_avg_sq: Float32Array,
     **hyper: Any,
@@ -293,7 +303,7 @@ def quantize_moments(
 
 def adam_step_8bit(
     param: Array,
-    grad: Array,
+    grad: Gradient,
     exp_avg: npt.NDArray[np.int8],
     exp_avg_sq: npt.NDArray[np.uint8],
     exp_avg_scale: Float32Array,
@@ -351,7 +361,7 @@ def round_stochastically(
 
 def adam_step_bf16(
     param: Array,
-    grad: Array,
+    grad: Gradient,
     exp_avg: npt.NDArray[np.uint16],
     exp_avg_sq: npt.NDArray[np.uint16],
     *,
@@ -380,7 +390,7 @@ def adam_step_bf16(
 
 def adagrad_step(
     master: Float32Array,
-    grad: Array,
+    grad: Gradient,
     state_sum: Float32Array,
     *,
     out: Array | None = None,
@@ -399,7 +409,7 @@ def adagrad_step(
 
 def lion_step(
     master: Float32Array,
-    grad: Array,
+    grad: Gradient,
     exp_avg: Float32Array,
     *,
     out: Array | None = None,
@@ -419,7 +429,7 @@ def lion_step(
 
 def sgd_step(
     master: Float32Array,
-    grad: Array,
+    grad: Gradient,
     momentum_buffer: Float32Array | None = None,
     *,
     nesterov: bool = False,
@@ -442,14 +452,14 @@ def sgd_step(
         _write_out(out, p)
 
 
-def grad_norm_sq(grad: Array, *, grad_scale: float = 1.0) -> tuple[float, bool]:
+def grad_norm_sq(grad: Gradient, *, grad_scale: float = 1.0) -> tuple[float, bool]:
     """Compute `cpu_adam.grad_norm_sq`, with uint16 for bf16.
 
     Within a chunk, sixteen sums in double precision, of every sixteenth element each; then the
     second half of them is added to the first, until one is left. The chunks are added in order.
     """
     total = 0.0
-    values = _widen(grad.reshape(-1)).astype(np.float64)
+    values = _widen(grad).reshape(-1).astype(np.float64)
     with np.errstate(all="ignore"):
         for start in range(0, values.size, CHUNK_NUMEL):
             chunk = values[start : start + CHUNK_NUMEL]

@@ -442,6 +442,54 @@ void check_threads(const KernelTable& table, const Rule& rule, Outcome& outcome)
   }
 }
 
+// The sum of several gradients of several types, added by the scalar kernel and stored as fp32.
+std::vector<float> plain_sum(const std::vector<Gradient>& gradients, std::int64_t numel) {
+  std::vector<float> sum(static_cast<std::size_t>(numel) + 1);
+  for (std::size_t k = 0; k < gradients.size(); ++k) {
+    const AddFunction add = kScalarTable.add_gradient[gradients[k].type];
+    add(sum.data(), gradients[k].address, numel, k == 0);
+  }
+  return sum;
+}
+
+// Several gradients give what their sum gives, with every length of tail and in grains for threads.
+void check_summed(const KernelTable& table, const Rule& rule, Outcome& outcome) {
+  Random random(5);
+  const bool has_split = (kScalarTable.*rule.table).by_type[kFloat32][kSplit] != nullptr;
+  const int out = has_split ? kSplit : kFloat16;
+  std::vector<std::int64_t> lengths = {0, 1, kVectorNumel - 1, kVectorNumel + 5, 4100, 40001};
+  const Rule nothing = {"gradient", nullptr, {}, {}};
+  for (const std::int64_t numel : lengths) {
+    for (std::size_t count = 2; count <= 5; ++count) {
+      std::vector<Arrays> terms;
+      std::vector<Gradient> gradients;
+      terms.reserve(count);
+      for (std::size_t k = 0; k < count; ++k) {
+        const int type = static_cast<int>((k + count) % kNumGradTypes);
+        terms.emplace_back(nothing, type, kNone, numel, static_cast<std::int64_t>(k), random);
+        gradients.push_back({terms.back().buffers[1].data(), type});
+      }
+      const Arrays fresh(rule, kFloat32, out, numel, 0, random);
+      const Arrays expected = fresh;
+      const Arrays actual = fresh;
+      const std::vector<float> sum = plain_sum(gradients, numel);
+      Span span = expected.span();
+      span.grad = reinterpret_cast<const char*>(sum.data());
+      (kScalarTable.*rule.table).by_type[kFloat32][out](span, 0, numel, rule.scalars[0], false);
+      const RangeFunction function = (table.*rule.table).by_type[kFloat32][out];
+      run_summed(table, function, {actual.span(), numel}, gradients, rule.scalars[0], 3);
+      compare(table.name, rule.name, actual, expected, outcome);
+      const double norm = run_sum(kScalarTable.sum_of_squares[kFloat32], span.grad, numel, 1);
+      const double summed = run_sum_of_summed(table, gradients, numel, 3);
+      if (norm == norm ? norm != summed : summed == summed) {
+        std::fprintf(stderr, "%s: sum of squares of %zu gradients: %a, not %a\n", table.name, count,
+                     summed, norm);
+        ++outcome.num_wrong;
+      }
+    }
+  }
+}
+
 void check_sums(const KernelTable& table, Outcome& outcome) {
   std::vector<std::int64_t> lengths;
   for (std::int64_t numel = 0; numel <= 2 * kVectorNumel + 1; ++numel) lengths.push_back(numel);
@@ -480,6 +528,7 @@ int main() {
       check_every_case(*table, rule, outcome);
       check_threads(*table, rule, outcome);
       check_rounding_modes(*table, rule, outcome);
+      check_summed(*table, rule, outcome);
     }
     check_sums(*table, outcome);
     std::printf("%s cases=%lld wrong=%lld digest=%016llx\n", table->name, outcome.num_cases,
