@@ -9,13 +9,15 @@ forward that is compiled no hook may stand, disabled or not: it would break the 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import FrameType
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch._C import DisableTorchFunction
+from torch.optim.optimizer import _global_optimizer_pre_hooks
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes as disable_current_modes
 from torch.utils._python_dispatch import _get_current_dispatch_mode as current_dispatch_mode
@@ -83,6 +85,27 @@ def swap_tensor(param: nn.Parameter, new: nn.Parameter) -> None:
 def mark_stepped(optimizer: torch.optim.Optimizer) -> None:
     """Set the sign by which a schedule knows that its optimizer has stepped."""
     optimizer._opt_called = True  # type: ignore[attr-defined]
+
+
+def takes_found_inf(optimizer: torch.optim.Optimizer | None) -> bool:
+    """Whether the optimizer's kernels read a ``found_inf`` on the device, as its fused ones do."""
+    # foreign: torch's optimizers, and the sign that torch.amp.GradScaler looks for
+    return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
+
+
+@contextmanager
+def set_found_inf(optimizer: torch.optim.Optimizer, found_inf: Tensor) -> Iterator[None]:
+    """Let the optimizer's steps within change nothing if ``found_inf`` (0-dim, fp32) is 1."""
+    optimizer.found_inf = found_inf  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        del optimizer.found_inf  # type: ignore[attr-defined]
+
+
+def has_step_pre_hooks(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether hooks may change the groups when ``optimizer.step()`` begins."""
+    return bool(_global_optimizer_pre_hooks or optimizer._optimizer_step_pre_hooks)
 
 
 def cast_floats(inputs: Any, dtype: torch.dtype | None) -> Any:

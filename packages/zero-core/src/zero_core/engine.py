@@ -76,6 +76,8 @@ class Engine(ShardedModel):
             raise RuntimeError("step() within no_sync(): step outside")
         self._guard.check()
         self.optimizer.check_groups()
+        self._runtime.start_agreement()
+        self.optimizer.update_ahead()
         self._runtime.complete_gradient()
         decision = self._gradient.decide()
         self.optimizer.overflow = not decision.is_taken

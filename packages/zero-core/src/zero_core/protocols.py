@@ -321,6 +321,42 @@ class StateTier(Protocol):
 
 
 @runtime_checkable
+class AheadTier(StateTier, Protocol):
+    """A state tier on the device whose update can be enqueued ahead of the step's decision.
+
+    Whether a step is taken is known on the device first: a sum over all ranks. The host enqueues
+    the update, and reads the decision while the update runs.
+    """
+
+    @property
+    def can_step_ahead(self) -> bool:
+        """Whether this tier's optimizer can do it. It does not change."""
+
+    def step_ahead(
+        self,
+        groups: Sequence[Mapping[str, Any]],
+        active: Sequence[int],
+        *,
+        grad_scale: Tensor | float,
+        found_inf: Tensor,
+    ) -> None:
+        """Enqueue ``step``, which is to change nothing if ``found_inf`` is 1.
+
+        `settle` follows when the host knows that. Then further pieces of the same training step may
+        follow by ``step``, with the same factor.
+
+        Args:
+            groups, active: as for ``step``.
+            grad_scale: the factor, 0-dim float64 on the device; 1 where ``found_inf`` is. A number
+                if no gradient is to be multiplied.
+            found_inf: 0 or 1: 0-dim fp32 on the device.
+        """
+
+    def settle(self, *, is_void: bool) -> None:
+        """Count the update of `step_ahead`, or not if ``is_void``: then it changed nothing."""
+
+
+@runtime_checkable
 class ParamStore(Protocol):
     """Takes the new values of parameter shards that rest where the tier cannot write itself."""
 

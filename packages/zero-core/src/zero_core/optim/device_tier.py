@@ -5,9 +5,27 @@ Where a parameter shard is fp32 (or float64) it is its own master weight: the op
 in place. Where it is 16-bit, an fp32 master weight lies beside it and is rounded into it after a
 step; and so for a shard of any dtype that rests off the device. Each piece of the local flat space
 is an ``nn.Parameter`` over its slice of the master weights, so any elementwise torch optimizer
-works, with its own kernels; its state tensors are moved into flat buffers when they first appear.
-Where some master weights are fp32 and others float64, each has its states in the dtype that the
-optimizer gives them: a flat state is then one buffer per dtype.
+works, with its own kernels. Where some master weights are fp32 and others float64, each has its
+states in the dtype that the optimizer gives them: a flat state is then one buffer per dtype.
+
+[Note: states]
+States are views of flat buffers. On an accelerator they are made at once, so that a job that is too
+large fails in ``build``, and no state lies between activations: the optimizer is given states of
+zeros, if a probe shows that it starts from them as from none. On a CPU, and where the probe shows
+otherwise (SGD with dampening, NAdam), the optimizer makes them in its first step, and they are
+moved into the flat buffers.
+
+[Note: turns]
+A step goes through the pieces in turns of at most `TURN_NUMEL` elements. What an optimizer
+allocates within its step (``foreach`` takes 4 bytes and more per element) is that of one turn.
+Gradients narrower than the master weights are widened into one buffer that all turns share. A piece
+that is larger than a turn is one parameter for each turn of it.
+
+[Note: ahead of the decision]
+Torch's fused kernels read ``found_inf`` on the device, and change nothing if it is 1. So a step can
+be enqueued before the host knows whether it is taken (`DeviceTier.step_ahead`). Gradients are
+multiplied by the factor as ever, not divided by its inverse in the kernel: so the bits are those of
+a decision that the host made.
 """
 
 from __future__ import annotations
@@ -15,17 +33,24 @@ from __future__ import annotations
 import inspect
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from itertools import pairwise
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from zero_core._libc import release_free_pages
+from zero_core._torch import set_found_inf, takes_found_inf
 from zero_core.protocols import ParamStore
 
 MASTER = "master_weight"
+TURN_NUMEL = 1 << 26
+"""Elements that are updated at once: 256 MiB of fp32."""
 _WIDE = (torch.float32, torch.float64)
+_ALIGNMENT = 32
+"""Elements at whose multiples widened gradients begin."""
 
 
 class _Chunked:
@@ -56,10 +81,68 @@ class _Chunked:
         return view
 
 
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """A piece, or as much of it as one turn takes.
+
+    Attributes:
+        piece: its index.
+        start, stop: its elements in the flat space.
+        group: index of its parameter group.
+        param: its master weights.
+        states: its elementwise states in the flat buffers, by name.
+    """
+
+    piece: int
+    start: int
+    stop: int
+    group: int
+    param: nn.Parameter
+    states: dict[str, Tensor]
+
+
+@dataclass(slots=True)
+class _Turn:
+    """Parts that are updated together.
+
+    Attributes:
+        parts: in ascending order.
+        members: their parameters by group.
+        extents: ``[offer, start, stop]``: an offered gradient and its elements from the first of
+            the turn's parts in it to the last.
+        addresses: the memory of the offers that ``grads`` are views of.
+        grads: the gradient of each part.
+        widened: what is copied, and its place in the buffer of widened gradients.
+    """
+
+    parts: list[_Part]
+    members: list[list[nn.Parameter]]
+    extents: list[list[int]]
+    addresses: list[int] = field(default_factory=list)
+    grads: list[Tensor] = field(default_factory=list)
+    widened: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """What a step does, as long as it is given the same.
+
+    Attributes:
+        key: the active pieces, and starts and lengths of the offers.
+        turns: the turns.
+        copies: start, master weights and parameter shard, where a shard is other memory.
+    """
+
+    key: tuple[tuple[int, ...], tuple[tuple[int, int], ...]]
+    turns: list[_Turn]
+    copies: list[tuple[int, Tensor, Tensor]]
+
+
 class DeviceTier:
-    """`zero_core.protocols.StateTier` on the compute device."""
+    """`zero_core.protocols.StateTier` on the compute device, and an `AheadTier`."""
 
     owns_grads = False
+    turn_numel: ClassVar[int] = TURN_NUMEL
 
     def __init__(
         self,
@@ -79,22 +162,74 @@ class DeviceTier:
         self._store = param_store
         self._masters = _Chunked([(start, _master_of(shard, device)) for start, shard in params])
         self._flat: dict[str, _Chunked] = {MASTER: self._masters}
-        self._spans = [(start, stop) for start, stop, _ in pieces]
-        self._pieces = [nn.Parameter(self._masters.one(*span)) for span in self._spans]
         self._num_steps = [0] * len(pieces)
         self._grads: dict[int, Tensor] = {}
-        members: list[list[nn.Parameter]] = [[] for _ in groups]
-        for piece, (_, _, group) in zip(self._pieces, pieces, strict=True):
-            members[group].append(piece)
+        self._scaled: set[int] = set()  # starts of offers that were multiplied in place
+        self._ahead: list[int] = []  # pieces updated ahead of the decision
+        self._parts = [self._divide(i, *piece) for i, piece in enumerate(pieces)]  # by piece
+        self._members: list[list[nn.Parameter]] = [[] for _ in groups]
+        for parts in self._parts:
+            for part in parts:
+                self._members[part.group].append(part.param)
+        self._plan: _Plan | None = None  # of the last step
+        self._widened: dict[torch.dtype, Tensor] = {}
+        self._downloads = _Downloads(device)
         self._optimizer: torch.optim.Optimizer | None = None
-        if self._pieces:
+        # The state before the first step, by dtype and group: None if the optimizer must make it.
+        self._initial: dict[tuple[torch.dtype, int], dict[str, Any] | None] = {}
+        if self._parts:
             # An optimizer refuses a group list in which every group is empty.
             self._optimizer = self._make(
-                [{**g, "params": m} for g, m in zip(groups, members, strict=True)]
+                [{**g, "params": m} for g, m in zip(groups, self._members, strict=True)]
             )
+            if device.type not in ("cpu", "meta"):
+                self._make_states()
+
+    def _divide(self, piece: int, start: int, stop: int, group: int) -> list[_Part]:
+        bounds = [*range(start, stop, self.turn_numel), stop]
+        return [
+            _Part(piece, low, high, group, nn.Parameter(self._masters.one(low, high)), {})
+            for low, high in pairwise(bounds)
+        ]
+
+    def _make_states(self) -> None:
+        """Make all states that the optimizer will have. See [Note: states]."""
+        assert self._optimizer is not None
+        for dtype, kinds in self._probe().items():
+            for name, kind in kinds.items():
+                if name not in self._flat:
+                    self._flat[name] = self._new_flat(name, kind)
+            for number, group in enumerate(self._optimizer.param_groups):
+                found = probe_initial_state(self._make, group, self._device, dtype)
+                self._initial[dtype, number] = found
+        for parts in self._parts:
+            for part in parts:
+                self._give_state(part)
+
+    def _give_state(self, part: _Part) -> bool:
+        """Give the optimizer a state of zeros. Return whether it starts from one."""
+        assert self._optimizer is not None
+        initial = self._initial.get((part.param.dtype, part.group))
+        if initial is None:
+            return False
+        part.states.clear()
+        state: dict[str, Any] = {}
+        for name, value in initial.items():
+            if isinstance(value, Tensor) and name in self._flat:
+                state[name] = part.states[name] = self._state_of(part, name)
+            else:
+                state[name] = value.clone() if isinstance(value, Tensor) else value
+        self._optimizer.state.pop(part.param, None)
+        if state:
+            self._optimizer.state[part.param] = state
+        return True
+
+    def _state_of(self, part: _Part, name: str) -> Tensor:
+        return self._flat[name].one(part.start, part.stop)
 
     def offer_grad(self, start: int, grad: Tensor) -> None:
         self._grads[start] = grad
+        self._scaled.discard(start)
 
     def read_grad(self, start: int, stop: int) -> Tensor:
         grads = _Chunked([(s, self._grads[s]) for s in sorted(self._grads)])
@@ -102,40 +237,201 @@ class DeviceTier:
 
     def discard_grads(self) -> None:
         self._grads.clear()
+        self._scaled.clear()
 
     def step(
         self, groups: Sequence[Mapping[str, Any]], active: Sequence[int], *, grad_scale: float
     ) -> None:
+        self._step(groups, active, grad_scale)
+
+    @property
+    def can_step_ahead(self) -> bool:
+        """Whether the kernels read ``found_inf``, and nothing of a step is done by the host."""
+        has_states = bool(self._initial) and None not in self._initial.values()
+        is_here = self._store is None and self._optimizer is not None
+        return has_states and is_here and takes_found_inf(self._optimizer)
+
+    def step_ahead(
+        self,
+        groups: Sequence[Mapping[str, Any]],
+        active: Sequence[int],
+        *,
+        grad_scale: Tensor | float,
+        found_inf: Tensor,
+    ) -> None:
+        assert self._optimizer is not None, "asked for where it can"
+        with set_found_inf(self._optimizer, found_inf):
+            self._step(groups, active, grad_scale)
+        self._ahead = list(active)
+
+    def settle(self, *, is_void: bool) -> None:
+        if is_void:
+            for piece in self._ahead:
+                self._num_steps[piece] -= 1
+            self._scaled.clear()  # the factor was 1
+        self._ahead = []
+
+    def _step(
+        self,
+        groups: Sequence[Mapping[str, Any]],
+        active: Sequence[int],
+        factor: Tensor | float,
+    ) -> None:
         if self._optimizer is None or not active:
             return
-        grads = _Chunked([self._scaled(s, grad_scale) for s in self._starts_of(active)])
         for own, given in zip(self._optimizer.param_groups, groups, strict=True):
             own.update({k: v for k, v in given.items() if k != "params"})
-        turns = self._turns(active)
-        for turn in turns:
-            for index in turn:
-                self._pieces[index].grad = grads.one(*self._spans[index])
-                self._num_steps[index] += 1
-            self._optimizer.step()
-            for index in turn:
-                self._pieces[index].grad = None
-                self._flatten_state(index)
-            if len(turns) > 1:
+        starts = self._starts_of(active)
+        self._scale(starts, factor)
+        self._downloads.order_before_update()
+        plan = self._plan_of(active, starts)
+        for turn in plan.turns:
+            is_first = not all(self._has_state(part) for part in turn.parts)
+            self._run(turn, factor)
+            if is_first and len(plan.turns) > 1:
                 release_free_pages()
-        for start, grad in grads.chunks:
-            self._publish(start, start + grad.numel())
+        for piece in active:
+            self._num_steps[piece] += 1
+        self._publish(plan.copies)
 
     def _starts_of(self, active: Sequence[int]) -> list[int]:
         """Return the starts of the offers that hold the gradients of the pieces."""
         offered = sorted(self._grads)
-        found = {offered[bisect_right(offered, self._spans[i][0]) - 1] for i in active}
-        return sorted(found)
+        firsts = (self._parts[i][0].start for i in active)
+        return sorted({offered[bisect_right(offered, first) - 1] for first in firsts})
+
+    def _scale(self, starts: Sequence[int], factor: Tensor | float) -> None:
+        """Multiply the offers that are not widened, each once."""
+        if isinstance(factor, float) and factor == 1.0:
+            return
+        for start in starts:
+            grad = self._grads[start]
+            if start not in self._scaled and grad.dtype == self._master_dtype(start):
+                grad.mul_(factor)
+                self._scaled.add(start)
+
+    def _master_dtype(self, start: int) -> torch.dtype:
+        return self._masters.chunks[self._masters.index_of(start)][1].dtype
+
+    def _plan_of(self, active: Sequence[int], starts: Sequence[int]) -> _Plan:
+        """Return the turns and copies of a step over ``active``, with the offers at ``starts``."""
+        key = (tuple(active), tuple((start, self._grads[start].numel()) for start in starts))
+        if self._plan is None or self._plan.key != key or self._is_first(active):
+            copies = [
+                copy
+                for start in starts
+                for copy in self._copies(start, start + self._grads[start].numel())
+            ]
+            self._plan = _Plan(key, self._turns(active, starts), copies)
+        return self._plan
+
+    def _is_first(self, active: Sequence[int]) -> bool:
+        """Whether the optimizer will make states."""
+        return not all(self._num_steps[i] or self._has_state(self._parts[i][0]) for i in active)
+
+    def _has_state(self, part: _Part) -> bool:
+        is_given = self._initial.get((part.param.dtype, part.group)) is not None
+        return is_given or self._num_steps[part.piece] > 0
+
+    def _turns(self, active: Sequence[int], starts: Sequence[int]) -> list[_Turn]:
+        """Divide the parts of the pieces into turns. See [Note: turns]."""
+        turns: list[_Turn] = []
+        for piece in active:
+            offer = starts[bisect_right(starts, self._parts[piece][0].start) - 1]
+            for part in self._parts[piece]:
+                if not turns or self._is_full(turns[-1], part, offer):
+                    turns.append(_Turn([], [[] for _ in self._members], []))
+                turn = turns[-1]
+                turn.parts.append(part)
+                turn.members[part.group].append(part.param)
+                if not turn.extents or turn.extents[-1][0] != offer:
+                    turn.extents.append([offer, part.start, part.stop])
+                turn.extents[-1][2] = part.stop
+        return turns
+
+    def _is_full(self, turn: _Turn, part: _Part, offer: int) -> bool:
+        """Whether ``part`` of the gradient offered at ``offer`` begins another turn.
+
+        The states that an optimizer makes in its first step are moved to the flat buffers offer by
+        offer: those of one take little memory, those of all as much as all states once more.
+        """
+        last, start, _ = turn.extents[-1]
+        if last != offer:
+            before, start = turn.extents, part.start
+            is_new = self._has_state(part) != self._has_state(turn.parts[-1])
+            if is_new or not self._has_state(part):
+                return True
+        else:
+            before = turn.extents[:-1]
+        taken = sum(_aligned(high - low) for _, low, high in before)
+        return taken + _aligned(part.stop - start) > self.turn_numel
+
+    def _bind(self, turn: _Turn) -> None:
+        """Find the gradient of each part of a turn, where it is or where it will be widened."""
+        addresses = [self._grads[offer].data_ptr() for offer, _, _ in turn.extents]
+        if turn.addresses == addresses:
+            return
+        found: list[tuple[int, Tensor]] = []
+        turn.widened, place = [], dict.fromkeys(_WIDE, 0)
+        for offer, start, stop in turn.extents:
+            grad, dtype = (
+                self._grads[offer][start - offer : stop - offer],
+                self._master_dtype(start),
+            )
+            if grad.dtype != dtype:
+                low = place[dtype]
+                wide = self._buffer(dtype)[low : low + stop - start]
+                place[dtype] += _aligned(stop - start)
+                turn.widened.append((grad, wide))
+                grad = wide
+            found.append((start, grad))
+        grads = _Chunked(found)
+        turn.grads = [grads.one(part.start, part.stop) for part in turn.parts]
+        turn.addresses = addresses
+
+    def _buffer(self, dtype: torch.dtype) -> Tensor:
+        """Return the buffer of widened gradients, which serves any turn."""
+        if dtype not in self._widened:
+            chunks = [m for _, m in self._masters.chunks if m.dtype == dtype]
+            numel = min(sum(_aligned(m.numel()) for m in chunks), self.turn_numel)
+            self._widened[dtype] = torch.empty(numel, dtype=dtype, device=self._device)
+        return self._widened[dtype]
+
+    def _run(self, turn: _Turn, factor: Tensor | float) -> None:
+        """Update the parts of one turn."""
+        optimizer = self._optimizer
+        assert optimizer is not None
+        self._bind(turn)
+        for narrow, wide in turn.widened:
+            wide.copy_(narrow)  # before it is unscaled: small values survive
+            if not (isinstance(factor, float) and factor == 1.0):
+                wide.mul_(factor)
+        for part, grad in zip(turn.parts, turn.grads, strict=True):
+            part.param.grad = grad
+        try:
+            self._set_members(turn.members)
+            optimizer.step()
+        finally:
+            self._set_members(self._members)
+            for part in turn.parts:
+                part.param.grad = None
+        for part in turn.parts:
+            self._flatten_state(part)
+
+    def _set_members(self, members: Sequence[list[nn.Parameter]]) -> None:
+        assert self._optimizer is not None
+        for group, params in zip(self._optimizer.param_groups, members, strict=True):
+            group["params"] = params
 
     def wait_params(self, start: int, stop: int) -> None:
-        """Return at once: the update runs on the stream that will read it."""
+        """Make the current stream wait for shards that are on their way to the host.
+
+        Others are updated on the stream that will read them.
+        """
+        self._downloads.wait(start, stop)
 
     def are_params_ready(self, start: int, stop: int) -> bool:
-        return True
+        return self._downloads.have_ended(start, stop)
 
     def state_names(self) -> Sequence[str]:
         return list(self._flat)
@@ -154,53 +450,49 @@ class DeviceTier:
             with torch.no_grad():
                 part.copy_(values[low - start : low - start + part.numel()])
         if name == MASTER:
-            self._publish(start, stop)
+            self._publish(self._copies(start, stop))
+            self._downloads.synchronize()
 
     def read_scalars(self, piece: int) -> Mapping[str, float]:
         assert self._optimizer is not None  # there is a piece
-        state = self._optimizer.state.get(self._pieces[piece], {})
+        param = self._parts[piece][0].param  # the others have the same
         scalars = {
             name: float(value)
-            for name, value in state.items()
-            if value is not None and not self._is_elementwise(piece, value)
+            for name, value in self._optimizer.state.get(param, {}).items()
+            if value is not None and not _is_elementwise(param, value)
         }
         return {"num_steps": float(self._num_steps[piece]), **scalars}
 
     def write_scalars(self, piece: int, scalars: Mapping[str, float]) -> None:
-        assert self._optimizer is not None  # there is a piece
         self._num_steps[piece] = int(scalars["num_steps"])
-        param = self._pieces[piece]
-        if self._num_steps[piece] == 0:
-            for name, flat in self._flat.items():
-                if name != MASTER:
-                    flat.one(*self._spans[piece]).zero_()
-            self._optimizer.state[param] = self._initial_state(param)
-            self._flatten_state(piece)
-            return
-        self._optimizer.state[param] = state = {}
+        for part in self._parts[piece]:
+            if self._num_steps[piece] == 0:
+                self._clear_state(part)
+            else:
+                self._restore_state(part, scalars)
+
+    def _clear_state(self, part: _Part) -> None:
+        assert self._optimizer is not None  # there is a piece
+        for name in self._flat:
+            if name != MASTER:
+                self._state_of(part, name).zero_()
+        if not self._give_state(part):
+            self._optimizer.state[part.param] = self._initial_state(part)
+            self._flatten_state(part)
+
+    def _restore_state(self, part: _Part, scalars: Mapping[str, float]) -> None:
+        assert self._optimizer is not None  # there is a piece
+        self._optimizer.state[part.param] = state = {}
         # As torch's own load_state_dict does: these kernels read the count on the device.
-        group = self._group_of(param)
+        group = self._optimizer.param_groups[part.group]
         is_on_device = bool(group.get("fused") or group.get("capturable"))
-        device = param.device if is_on_device else torch.device("cpu")
+        device = part.param.device if is_on_device else torch.device("cpu")
         for name, value in scalars.items():
             if name != "num_steps":
                 state[name] = torch.tensor(value, dtype=torch.float32, device=device)
-        for name, flat in self._flat.items():
+        for name in self._flat:
             if name != MASTER:
-                state[name] = flat.one(*self._spans[piece])
-
-    def _turns(self, active: Sequence[int]) -> list[list[int]]:
-        """Return the pieces that step together: all, but at their first step those of one chunk.
-
-        Then the optimizer makes states that `_flatten_state` moves. The states of one chunk take
-        little memory, those of all chunks as much as all states once more.
-        """
-        turns: dict[int, list[int]] = {}
-        for index in active:
-            is_first = self._num_steps[index] == 0
-            chunk = self._published.index_of(self._spans[index][0]) if is_first else -1
-            turns.setdefault(chunk, []).append(index)
-        return list(turns.values())
+                state[name] = part.states[name] = self._state_of(part, name)
 
     def _probe(self) -> dict[torch.dtype, dict[str, torch.dtype]]:
         """Return the states that the optimizer can have, by the dtype of the master weights."""
@@ -212,50 +504,50 @@ class DeviceTier:
             for dtype in dict.fromkeys(master.dtype for _, master in self._masters.chunks)
         }
 
-    def _scaled(self, start: int, factor: float) -> tuple[int, Tensor]:
-        """Return the gradient offered at ``start`` in the master's dtype, times ``factor``."""
-        grad = self._grads[start]
-        _, master = self._masters.parts(start, start + 1)[0]
-        grad = grad.to(master.dtype)  # before it is unscaled: small values survive
-        return start, grad.mul_(factor) if factor != 1.0 else grad
-
-    def _initial_state(self, param: nn.Parameter) -> dict[str, Any]:
-        """Return the initial state of a parameter: empty, or for instance Adagrad's sum."""
+    def _initial_state(self, part: _Part) -> dict[str, Any]:
+        """Return the initial state of a part: empty, or for instance Adagrad's sum."""
         assert self._optimizer is not None
-        fresh = self._make([{**self._group_of(param), "params": [param]}])
-        return dict(fresh.state.get(param, {}))
+        group = self._optimizer.param_groups[part.group]
+        fresh = self._make([{**group, "params": [part.param]}])
+        return dict(fresh.state.get(part.param, {}))
 
-    def _group_of(self, param: nn.Parameter) -> dict[str, Any]:
-        assert self._optimizer is not None
-        groups = self._optimizer.param_groups
-        return next(g for g in groups if any(p is param for p in g["params"]))
+    def _copies(self, start: int, stop: int) -> list[tuple[int, Tensor, Tensor]]:
+        """Return start, master weights and shard of each part of a range, where they are apart."""
+        masters, shards = self._masters.parts(start, stop), self._published.parts(start, stop)
+        return [
+            (low, master, shard)
+            for (low, master), (_, shard) in zip(masters, shards, strict=True)
+            if shard.is_meta or shard.data_ptr() != master.data_ptr()
+        ]
 
-    def _publish(self, start: int, stop: int) -> None:
-        with torch.no_grad():
-            masters = self._masters.parts(start, stop)
-            shards = self._published.parts(start, stop)
-            for (low, master), (_, shard) in zip(masters, shards, strict=True):
-                if shard.is_meta:
-                    assert self._store is not None, "whoever gives meta shards gives a store"
-                    self._store.write(low, master.to(shard.dtype))
-                elif shard.data_ptr() != master.data_ptr():
-                    shard.copy_(master)  # to the host: there when it returns
+    @torch.no_grad()
+    def _publish(self, copies: Sequence[tuple[int, Tensor, Tensor]]) -> None:
+        """Round master weights into the parameter shards."""
+        away: list[tuple[int, Tensor, Tensor]] = []
+        for start, master, shard in copies:
+            if shard.is_meta:
+                assert self._store is not None, "whoever gives meta shards gives a store"
+                self._store.write(start, master.to(shard.dtype))
+            elif shard.device == master.device:
+                shard.copy_(master)
+            else:
+                away.append((start, master, shard))
+        if away:
+            self._downloads.start(away)
 
-    def _is_elementwise(self, piece: int, value: object) -> bool:
-        return isinstance(value, Tensor) and value.shape == self._pieces[piece].shape
-
-    def _flatten_state(self, piece: int) -> None:
+    def _flatten_state(self, part: _Part) -> None:
         """Move state that the optimizer has just made into the flat buffers."""
         assert self._optimizer is not None
-        state = self._optimizer.state[self._pieces[piece]]
+        state = self._optimizer.state[part.param]
         for name, value in state.items():
-            if not self._is_elementwise(piece, value):
+            if value is part.states.get(name) or not _is_elementwise(part.param, value):
                 continue
             if name not in self._flat:
                 self._flat[name] = self._new_flat(name, value.dtype)
-            home = self._flat[name].one(*self._spans[piece])
+            home = self._state_of(part, name)
             if value.data_ptr() != home.data_ptr():
-                state[name] = home.copy_(value)
+                home.copy_(value)
+            state[name] = part.states[name] = home
 
     def _new_flat(self, name: str, dtype: torch.dtype) -> _Chunked:
         """Allocate zeros for state ``name``, one buffer per dtype.
@@ -274,6 +566,52 @@ class DeviceTier:
             flat = torch.zeros(sum(sizes), dtype=kind, device=self._device)
             found += zip([start for start, _ in same], torch.split(flat, sizes), strict=True)
         return _Chunked(sorted(found, key=lambda chunk: chunk[0]))
+
+
+class _Downloads:
+    """Copies of updated shards to the host, on a stream of their own.
+
+    The copies wait for the update, the readers of a shard for its copy, and the next update for all
+    copies of master weights that it overwrites. The host waits for nothing.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream: torch.Stream | None = None
+        self._under_way: dict[int, tuple[int, torch.Event]] = {}  # stop and event, by start
+
+    def start(self, copies: Sequence[tuple[int, Tensor, Tensor]]) -> None:
+        """Copy each of the master weights into its shard: ``(start, master, shard)``."""
+        if self._stream is None:
+            self._stream = torch.Stream(self._device)
+        self._stream.wait_stream(torch.accelerator.current_stream(self._device))
+        with self._stream:
+            for start, master, shard in copies:
+                shard.copy_(master.to(shard.dtype), non_blocking=True)
+                event = self._stream.record_event()
+                self._under_way[start] = start + shard.numel(), event
+
+    def order_before_update(self) -> None:
+        """Make the current stream wait for all copies."""
+        if self._under_way:
+            assert self._stream is not None
+            torch.accelerator.current_stream(self._device).wait_stream(self._stream)
+
+    def wait(self, start: int, stop: int) -> None:
+        for event in self._events(start, stop):
+            torch.accelerator.current_stream(self._device).wait_event(event)
+
+    def have_ended(self, start: int, stop: int) -> bool:
+        return all(event.query() for event in self._events(start, stop))
+
+    def synchronize(self) -> None:
+        if self._stream is not None:
+            self._stream.synchronize()
+            self._under_way.clear()
+
+    def _events(self, start: int, stop: int) -> list[torch.Event]:
+        under_way = self._under_way.items()
+        return [event for low, (high, event) in under_way if low < stop and high > start]
 
 
 def optimizer_options(
@@ -314,6 +652,52 @@ def probe_states(
         state = optimizer.state.get(probe, {})
         found |= {k: v.dtype for k, v in state.items() if isinstance(v, Tensor) and v.shape == (2,)}
     return found
+
+
+def probe_initial_state(
+    make: partial[torch.optim.Optimizer],
+    group: Mapping[str, Any],
+    device: torch.device,
+    dtype: torch.dtype,
+) -> dict[str, Any] | None:
+    """Return the state of zeros from which a parameter starts as from none, or None.
+
+    Found by two steps over two elements, from none and from zeros.
+    """
+    grad = torch.tensor([0.5, -3.0], dtype=dtype, device=device)
+
+    def step(zeros: Mapping[str, Any] | None) -> tuple[Tensor, dict[str, Any]]:
+        probe = nn.Parameter(torch.tensor([1.0, -0.75], dtype=dtype, device=device))
+        optimizer = make([{**group, "params": [probe]}])
+        if zeros:
+            optimizer.state[probe] = {k: _copy(v) for k, v in zeros.items()}
+        probe.grad = grad.clone()
+        optimizer.step()
+        return probe.detach(), dict(optimizer.state.get(probe, {}))
+
+    expected, state = step(None)
+    zeros = {
+        name: torch.zeros_like(value) if isinstance(value, Tensor) else value
+        for name, value in state.items()
+    }
+    found, from_zeros = step(zeros)
+    is_same = torch.equal(found, expected) and all(
+        torch.equal(from_zeros[name], value) if isinstance(value, Tensor) else value is None
+        for name, value in state.items()
+    )
+    return zeros if is_same else None
+
+
+def _copy(value: object) -> object:
+    return value.clone() if isinstance(value, Tensor) else value
+
+
+def _is_elementwise(param: Tensor, value: object) -> bool:
+    return isinstance(value, Tensor) and value.shape == param.shape
+
+
+def _aligned(numel: int) -> int:
+    return -(-numel // _ALIGNMENT) * _ALIGNMENT
 
 
 def _master_of(shard: Tensor, device: torch.device) -> Tensor:

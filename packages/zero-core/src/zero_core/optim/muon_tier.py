@@ -11,6 +11,7 @@ Unlike in any other tier, ``step`` is a collective: every rank calls it once per
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -27,6 +28,8 @@ from zero_core.optim.muon import Direction, Muon, direction_of
 
 class MatrixTier(DeviceTier):
     """`zero_core.protocols.StateTier` on the compute device, for `zero_core.optim.muon.Muon`."""
+
+    turn_numel = sys.maxsize  # a slice of a matrix is one parameter
 
     def __init__(
         self,
@@ -78,13 +81,13 @@ class MatrixTier(DeviceTier):
         else:
             self._directions([])
 
-    def _turns(self, active: Sequence[int]) -> list[list[int]]:
-        """Return one turn of all pieces: every rank gathers once per segment, in one order."""
-        return [list(active)]
+    def _is_full(self, *_: object) -> bool:
+        """Take all pieces in one turn: every rank gathers once per segment, in one order."""
+        return False
 
     def _directions(self, updates: Sequence[Any]) -> list[Direction]:
         """Return the directions of slices of matrices, for `Muon.directions`, as a collective."""
-        number_of = {id(param): index for index, param in enumerate(self._pieces)}
+        number_of = {id(parts[0].param): index for index, parts in enumerate(self._parts)}
         asked = {number_of[id(update.param)]: update for update in updates}
         found: dict[int, Direction] = {}
         for segment in self._segments:

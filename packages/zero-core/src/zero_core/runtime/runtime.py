@@ -9,7 +9,8 @@
    `FlatGrads.finish`.
 4. At an accumulation boundary the sink (`StepGradient.add`) offers it to the state tier.
 5. ``engine.step()``: `Runtime.complete_gradient`, then `StepGradient.decide` and ``apply``, which
-   has the tier update the shards. `Runtime.values_changed` makes gathered values stale.
+   has the tier update the shards. `Runtime.values_changed` makes gathered values stale. On a device
+   the update is enqueued earlier: see [Note: update ahead] in `zero_core.step.gradient`.
 
 [Note: order]
 Units are gathered forward in the order of the module tree and backward in reverse; reductions run
@@ -86,12 +87,17 @@ class GradientSink(Protocol):
             RuntimeError: units have been updated already.
         """
 
-    def agree(self, *, has_unreduced: bool) -> bool:
-        """Sum the gradient's statistics over all ranks. Every rank must call it.
+    def reopen(self) -> None:
+        """Note that more is to be added to the gradient. All ranks agree on its statistics anew."""
 
-        Returns:
-            Whether any rank ``has_unreduced`` gradients.
+    def agree(self, *, has_unreduced: bool) -> None:
+        """Start to sum the gradient's statistics over all ranks. Every rank must call it.
+
+        Nothing is done if they are known of the gradient as it is.
         """
+
+    def is_reduction_missing(self) -> bool:
+        """Whether, by the statistics, any rank has gradients that no reduction has carried."""
 
     def clear(self) -> None:
         """Drop the gradient and start a new step."""
@@ -437,6 +443,7 @@ class Runtime:
     def no_sync(self) -> Iterator[None]:
         """Keep gradients of backwards unreduced within. Every rank must enter it."""
         before, self._should_sync = self._should_sync, False
+        self._sink.reopen()
         self._accumulate_locally()
         try:
             yield
@@ -455,8 +462,10 @@ class Runtime:
 
     # ------------------------------------------------------------------- step
 
-    def complete_gradient(self) -> None:
-        """Have all of the step's gradient reduced and agreed on. Every rank must call it.
+    def start_agreement(self) -> None:
+        """Have all of the step's gradient reduced, and start to agree on it.
+
+        Every rank must call it. The host does not wait for the device.
 
         Raises:
             RuntimeError: not at an accumulation boundary, or within ``no_sync``, or after a
@@ -474,9 +483,19 @@ class Runtime:
         if not self._sink.is_reduced:
             # No parameter was used on this rank, or the last backward ran within no_sync.
             self.end_backward()
-        if self._sink.agree(has_unreduced=self._has_unreduced()):
+        self._sink.agree(has_unreduced=self._has_unreduced())
+
+    def complete_gradient(self) -> None:
+        """Have all of the step's gradient reduced and agreed on. Every rank must call it.
+
+        Raises:
+            RuntimeError: as of `start_agreement`.
+        """
+        self.start_agreement()
+        if self._sink.is_reduction_missing():
             # On some rank, gradients came after their unit's reduction.
             self.end_backward()
+            self._sink.reopen()
             self._sink.agree(has_unreduced=self._has_unreduced())
 
     def _has_unreduced(self) -> bool:

@@ -4,6 +4,13 @@ The runtime adds each segment's gradient when its reduction ends. The segment's 
 and the gradient is offered to the state tier. `agree` sums the statistics over all ranks, `decide`
 makes a `StepDecision` of them, `apply` has the state tier carry it out.
 
+[Note: update ahead]
+A host that reads the sum before it enqueues the update leaves the device without work meanwhile. So
+where the state tier can (`zero_core.protocols.AheadTier`), `update_ahead` computes the decision on
+the device and enqueues the update of the parameters that have a gradient here, then `decide` reads.
+If the step is not taken, or if some rank turns out to have gradients that are not reduced yet, that
+update has changed nothing. Parameters that only other ranks have used are updated by `apply`.
+
 [Note: optimizer in backward]
 With ``update_in_backward`` a segment is updated as soon as its gradient is added: the host works on
 one unit while the device still computes the one before. The update is exact and cannot be undone.
@@ -24,13 +31,17 @@ import torch
 from torch import Tensor
 
 from zero_core.comm.communicator import Communicator
-from zero_core.comm.meter import FACTS, Meter
+from zero_core.comm.meter import Meter
 from zero_core.config import Config
 from zero_core.layout.arithmetic import Layout
 from zero_core.optim.train_state import TrainState
+from zero_core.protocols import AheadTier
 from zero_core.sharded.grads import FlatGrads
 from zero_core.sharded.sharded_state import ShardedState
+from zero_core.step.statistics import GradientStatistics
 
+CLIP_EPSILON = 1e-6
+"""Of `torch.nn.utils.clip_grad_norm_`."""
 _MAX_NAMED = 3
 _MAX_RANKS = 8
 
@@ -92,7 +103,9 @@ class StepGradient:
         self._communicator = communicator
         self._train = train
         self._config = config
-        self._meter = meter
+        num_params = len(state.layout.params)
+        self._statistics = GradientStatistics(state.control, state.device, num_params, meter)
+        self._is_agreed = False  # the statistics are those of the gradient as it is
         spans = {flat.segment.index: flat.local_span for flat in state.params}
         self._starts = {index: span[0] for index, span in spans.items() if span is not None}
         self._pieces_of: dict[int, list[int]] = {}
@@ -101,12 +114,11 @@ class StepGradient:
         self._num_segments = sum(s.is_trainable for s in state.layout.segments)
         self._grads: dict[int, FlatGrads] = {}  # by segment
         self._square_sums: dict[int, Tensor] = {}  # by segment, of this step
-        self._norm = 0.0  # loss scale included
-        self._num_ranks_with_grad: list[float] = []  # by parameter
         self._clip_factor = 1.0  # of the calls of `clip` in this step
         self._is_updated_in_backward = updates_in_backward(config)
         self._updated: set[int] = set()  # pieces updated in backward in this step
         self._settings = ""  # that they were updated with
+        self._ahead: list[int] = []  # pieces whose update was enqueued before the decision
 
     # ------------------------------------------------------------------- sink
 
@@ -119,13 +131,18 @@ class StepGradient:
         return len(self._square_sums) == self._num_segments
 
     def begin_backward(self) -> None:
+        self.reopen()
         self.check_not_updated("a further backward of the same step")
         if self._config.fp16.enabled and not self._train.scaler.is_applied:
             raise RuntimeError(
                 "fp16 needs the loss scale: engine.backward(), or engine.scale(loss)"
             )
 
+    def reopen(self) -> None:
+        self._is_agreed = False
+
     def add(self, grads: FlatGrads) -> bool:
+        self.reopen()
         index = grads.segment.index
         reduced = grads.result()
         self._square_sums[index] = reduced.norm.to(torch.float64).square()
@@ -137,19 +154,20 @@ class StepGradient:
         self._train.restart_step()
         self.check_not_updated("dropping gradients")
 
-    def agree(self, *, has_unreduced: bool) -> bool:
-        facts = torch.zeros(2 + len(self._state.layout.params), dtype=torch.float64)
-        facts[0] = torch.stack(list(self._square_sums.values())).sum().cpu()
-        facts[1] = float(has_unreduced)
-        if self.params_with_grad:
-            facts[2 + torch.tensor(sorted(self.params_with_grad))] = 1.0
-        self._meter.add_all_reduce(FACTS, facts.nbytes)
-        facts = self._state.control.sum(facts.to(self._device)).cpu()
-        self._norm = math.sqrt(float(facts[0]))
-        self._num_ranks_with_grad = facts[2:].tolist()
-        return bool(facts[1] > 0)
+    def agree(self, *, has_unreduced: bool) -> None:
+        if not self._is_agreed:
+            sums = list(self._square_sums.values())
+            self._statistics.agree(sums, self.params_with_grad, has_unreduced=has_unreduced)
+            self._is_agreed = True
+
+    def is_reduction_missing(self) -> bool:
+        is_missing = self._statistics.has_unreduced
+        if is_missing:
+            self._settle(is_void=True)
+        return is_missing
 
     def clear(self) -> None:
+        self.reopen()
         self.params_with_grad.clear()
         self._tier.discard_grads()
         self._square_sums.clear()
@@ -179,7 +197,7 @@ class StepGradient:
 
     def _p_norm(self, p: float) -> float:
         if p == 2.0:
-            return self._norm
+            return math.sqrt(self._statistics.square_sum)
         state = self._state
         norms = [g.norm(p).to(self._device, torch.float64) for g in self._grads.values()]
         local = torch.linalg.vector_norm(torch.stack(norms), p)
@@ -205,19 +223,69 @@ class StepGradient:
 
     # ------------------------------------------------------------------- step
 
+    def update_ahead(self, groups: Sequence[Mapping[str, Any]]) -> None:
+        """Enqueue the update, if that can be done before the host knows the decision.
+
+        See [Note: update ahead]. It follows `agree`.
+        """
+        tier = self._tier
+        is_early = self._statistics.is_known or self._is_updated_in_backward
+        if is_early or not isinstance(tier, AheadTier) or not tier.can_step_ahead:
+            return
+        pieces = enumerate(self._state.pieces)
+        self._ahead = [i for i, piece in pieces if piece.param in self.params_with_grad]
+        if self._ahead:
+            grad_scale, found_inf = self._decide_on_device()
+            tier.step_ahead(groups, self._ahead, grad_scale=grad_scale, found_inf=found_inf)
+
+    def _decide_on_device(self) -> tuple[Tensor | float, Tensor]:
+        """Return the factor on the gradient and whether nothing is to be updated, on the device.
+
+        The operations of `decide`, in float64 and between tensors, give its bits. Torch divides by
+        a number by multiplying with its inverse.
+        """
+        square_sum = self._statistics.device_square_sum
+        scale = torch.full_like(square_sum, self._train.scaler.scale)
+        norm = square_sum.sqrt() / scale
+        is_void = self._statistics.device_has_unreduced
+        if self._is_checked:
+            is_void = is_void | ~torch.isfinite(norm)
+        found_inf = is_void.to(torch.float32)
+        max_norm = self._config.gradient_clipping
+        if max_norm == 0.0 and self._clip_factor == self._train.scaler.scale == 1.0:
+            return 1.0, found_inf
+        factor = torch.full_like(norm, self._clip_factor)
+        if max_norm > 0.0:
+            clipped = norm * factor
+            limit = (torch.full_like(norm, max_norm) / (clipped + CLIP_EPSILON)).clamp(max=1.0)
+            factor = factor * torch.where(torch.isfinite(clipped), limit, 1.0)
+        return torch.where(is_void, 1.0, factor / scale), found_inf
+
+    def _settle(self, *, is_void: bool) -> None:
+        """Tell the tier whether what was updated ahead of the decision holds."""
+        if self._ahead:
+            assert isinstance(self._tier, AheadTier)
+            self._tier.settle(is_void=is_void)
+        if is_void:
+            self._ahead = []
+
+    @property
+    def _is_checked(self) -> bool:
+        return self._config.check_grad_overflow or self._config.fp16.enabled
+
     def decide(self) -> StepDecision:
         """Decide on the step from what `agree` found."""
-        used, scale = self._num_ranks_with_grad, self._train.scaler.scale
-        norm = self._norm / scale
+        used, scale = self._statistics.num_ranks_with_grad, self._train.scaler.scale
+        norm = math.sqrt(self._statistics.square_sum) / scale
         clipped = norm * self._clip_factor
         factor = self._clip_factor * clip_factor(clipped, self._config.gradient_clipping)
-        is_checked = self._config.check_grad_overflow or self._config.fp16.enabled
         self.decision = StepDecision(
             norm=norm,
-            is_taken=math.isfinite(norm) or not is_checked,
+            is_taken=math.isfinite(norm) or not self._is_checked,
             active=[i for i, p in enumerate(self._state.pieces) if used[p.param] > 0],
             grad_scale=factor / scale,
         )
+        self._settle(is_void=not self.decision.is_taken)
         self._train.grad_norm = norm
         return self.decision
 
@@ -230,7 +298,9 @@ class StepGradient:
         assert self.decision is not None, "the engine decides first"
         if self._updated and repr(groups) != self._settings:
             self.check_not_updated("changing the optimizer's settings between backward and step")
-        active = [i for i in self.decision.active if i not in self._updated]
+        done = self._updated.union(self._ahead)
+        self._ahead = []
+        active = [i for i in self.decision.active if i not in done]
         self._tier.step(groups, active, grad_scale=self.decision.grad_scale)
 
     # -------------------------------------------------- optimizer in backward
@@ -266,11 +336,11 @@ class StepGradient:
 def clip_factor(norm: float, max_norm: float) -> float:
     """Return the factor that brings a gradient's ``norm`` down to ``max_norm``, 1 if that is 0.
 
-    The formula of `torch.nn.utils.clip_grad_norm_`, with its epsilon of 1e-6.
+    The formula of `torch.nn.utils.clip_grad_norm_`.
     """
     if max_norm <= 0.0 or not math.isfinite(norm):
         return 1.0
-    return min(1.0, max_norm / (norm + 1e-6))
+    return min(1.0, max_norm / (norm + CLIP_EPSILON))
 
 
 def _nonfinite_params(

@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from zero_core._torch import mark_stepped
+from zero_core._torch import has_step_pre_hooks, mark_stepped
 from zero_core.optim.train_state import TrainState
 from zero_core.runtime.runtime import Runtime
 from zero_core.step.gradient import StepGradient
@@ -52,6 +52,14 @@ class EngineOptimizer(torch.optim.Optimizer):
         self._runtime = runtime
         self._may_step = False
         self.guard = given.register_step_pre_hook(_refuse_step)
+
+    def update_ahead(self) -> None:
+        """Enqueue the update, if that can be done before it is known whether the step is taken.
+
+        Hooks may change the groups when ``step`` begins, and run only if the step is taken.
+        """
+        if not has_step_pre_hooks(self):
+            self._gradient.update_ahead(self._train.hyperparameters())
 
     def engine_step(self) -> None:
         """Run ``step`` with all its hooks, for `Engine.step`."""

@@ -1,0 +1,110 @@
+"""Statistics of a step's gradient that all ranks agree on, with one reading by the host.
+
+[Note: one synchronisation]
+Square sums, flags and counts are one vector on the device. What the host knows of them is uploaded
+from page-locked memory, all ranks' vectors are summed by one all-reduce, and the sum is copied back
+to page-locked memory, followed by an event. None of it blocks the host: it waits for the event when
+it reads. Meanwhile kernels may read the sum on the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+import torch
+from torch import Tensor
+
+from zero_core.comm.control import ControlGroup
+from zero_core.comm.meter import FACTS, Meter
+
+_SQUARE_SUM, _UNREDUCED, _FIRST_PARAM = 0, 1, 2
+
+
+class GradientStatistics:
+    """One float64 vector per step: square sum of the gradient, flag, and users of parameters."""
+
+    def __init__(
+        self, control: ControlGroup, device: torch.device, num_params: int, meter: Meter
+    ) -> None:
+        self._control = control
+        self._device = device
+        self._meter = meter
+        self._has_stream = device.type != "cpu"
+        numel = _FIRST_PARAM + num_params
+        self._sent = torch.zeros(numel, dtype=torch.float64, pin_memory=self._has_stream)
+        self._total = torch.zeros(numel, dtype=torch.float64, device=device)
+        self._read = self._total
+        if self._has_stream:
+            self._read = torch.zeros(numel, dtype=torch.float64, pin_memory=True)
+        self._event: torch.Event | None = None  # of a copy to the host that it has not read
+        self._is_known = False
+
+    @property
+    def is_known(self) -> bool:
+        """Whether the host has read the sum."""
+        return self._is_known
+
+    def agree(
+        self, square_sums: Sequence[Tensor], params: Collection[int], *, has_unreduced: bool
+    ) -> None:
+        """Start to sum the statistics over all ranks. Every rank must call it.
+
+        Args:
+            square_sums: of this rank's shards: 0-dim, float64, on the device.
+            params: numbers of the parameters with a gradient on this rank.
+            has_unreduced: whether this rank has gradients that no reduction has carried.
+        """
+        self._wait()  # the upload of sums that nobody has read
+        sent, total = self._sent, self._total
+        sent.zero_()
+        sent[_UNREDUCED] = float(has_unreduced)
+        if params:
+            sent[_FIRST_PARAM + torch.tensor(sorted(params))] = 1.0
+        total.copy_(sent, non_blocking=True)
+        total[_SQUARE_SUM] = torch.stack(list(square_sums)).sum()
+        self._meter.add_all_reduce(FACTS, total.nbytes)
+        self._control.sum(total)
+        if self._has_stream:
+            self._read.copy_(total, non_blocking=True)
+            self._event = torch.accelerator.current_stream(self._device).record_event()
+        self._is_known = False
+
+    def _wait(self) -> None:
+        if self._event is not None:
+            event, self._event = self._event, None
+            event.synchronize()
+
+    # ------------------------------------------------------------ on the host
+
+    @property
+    def square_sum(self) -> float:
+        """Square of the gradient's 2-norm, loss scale included."""
+        return float(self._known()[_SQUARE_SUM])
+
+    @property
+    def has_unreduced(self) -> bool:
+        """Whether any rank has gradients that no reduction has carried."""
+        return bool(self._known()[_UNREDUCED] > 0)
+
+    @property
+    def num_ranks_with_grad(self) -> list[float]:
+        """How many ranks have a gradient of each parameter."""
+        found: list[float] = self._known()[_FIRST_PARAM:].tolist()
+        return found
+
+    def _known(self) -> Tensor:
+        self._wait()
+        self._is_known = True
+        return self._read
+
+    # ---------------------------------------------------------- on the device
+
+    @property
+    def device_square_sum(self) -> Tensor:
+        """`square_sum` as it is on the device: 0-dim, float64."""
+        return self._total[_SQUARE_SUM]
+
+    @property
+    def device_has_unreduced(self) -> Tensor:
+        """`has_unreduced` as it is on the device: 0-dim, bool."""
+        return self._total[_UNREDUCED] > 0
