@@ -101,3 +101,13 @@ def test_collectives_without_state_have_nothing_to_forget() -> None:
     communicator.forget_errors()
     assert communicator.private_nbytes == {}
     assert not communicator.reduces_in_place
+
+
+@pytest.mark.parametrize("when", ["start", "wait"])
+def test_memory_that_runs_out_in_a_collective_is_no_failure_of_the_ranks(when: str) -> None:
+    error = torch.OutOfMemoryError("tried to allocate 2 GiB")
+    communicator = _communicator(error if when == "start" else _Work(error))
+    with pytest.raises(torch.OutOfMemoryError, match=r"^tried to allocate 2 GiB$"):
+        communicator.all_gather(EMPTY, EMPTY, 3, version=0, backward=False).wait()
+    with pytest.raises(torch.OutOfMemoryError, match=r"^tried to allocate 2 GiB$"):
+        communicator.reduce_scatter(EMPTY, EMPTY, 3).wait()

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import zero_core
-from zero_core.testing import Case, SimulatedRanks, seeded, simulate
+from zero_core.testing import Case, SimulatedRanks, device_collectives, seeded, simulate
 
 
 class _Scaled(nn.Module):
@@ -104,6 +104,24 @@ def _overflow_of_the_sum(ranks: SimulatedRanks) -> None:
 
 def test_a_sum_that_overflows_blames_no_rank():
     simulate(_overflow_of_the_sum, 2)
+
+
+def _spoil_on_nodes(ranks: SimulatedRanks) -> None:
+    engine = zero_core.build(
+        _Scaled(),
+        Case(stage=2).config(),
+        process_group=ranks,
+        collectives=lambda native, **_: device_collectives(ranks),
+    )
+    records = _Records()
+    engine.backward(engine(*_inputs(is_spoilt=ranks.rank in (1, 2))))
+    engine.step()
+    assert "(blocks.1.weight: batches of ranks 1, 2)" in records.texts[0]
+
+
+@pytest.mark.parametrize("per_node", [2, 4])
+def test_on_accelerators_the_ranks_of_every_node_are_named(per_node):
+    simulate(_spoil_on_nodes, 4, ranks_per_node=per_node)
 
 
 class _Reticent:

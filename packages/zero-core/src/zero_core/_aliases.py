@@ -32,7 +32,8 @@ _SAME_NAMES: Mapping[str, str] = {
         "read_manifest read_weights"
     ),
     "collectives": (
-        "comm.control: ControlGroup sum_in_rank_order; comm.device_library: all_gather_single"
+        "comm.control: ControlGroup; comm.fused_sum: sum_in_rank_order; "
+        "comm.device_library: all_gather_single"
     ),
     "comm_protocols": (
         "protocols: EXACT_GRADIENTS EXACT_PARAMETERS Collectives CollectivesFactory Work"

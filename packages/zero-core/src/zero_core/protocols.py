@@ -60,6 +60,26 @@ class Reduction(Work, Protocol):
 
 
 @runtime_checkable
+class StatisticsReduction(Work, Protocol):
+    """A reduction that computes the statistics of its sum on the way, without a further pass.
+
+    Both are on the device of the sum and readable after ``wait``. With them the engine reads
+    neither the sum nor its parts.
+    """
+
+    @property
+    def norm(self) -> Tensor:
+        """2-norm of this rank's sum: 0-dimensional, fp32 or wider."""
+
+    @property
+    def nonfinite(self) -> Tensor:
+        """Whether a rank's part of this sum, or of one that this rank helped with, has NaN or Inf.
+
+        bool, [world_size]. Each rank whose part is not finite is found on some rank.
+        """
+
+
+@runtime_checkable
 class InPlaceReduction(Reduction, Protocol):
     """A reduction whose input other ranks read where it is, in shared memory."""
 
@@ -104,8 +124,10 @@ class Collectives(Protocol):
     def reduce_scatter(self, out: Tensor, full: Tensor, *, unit: int) -> Work:
         """Start to sum this rank's slice of every rank's ``full`` into ``out``.
 
-        The sum is taken in rank order in fp32 (float64 for float64 input). Gradients are already
-        divided by the world size. The result may be a `Reduction` or an `InPlaceReduction`.
+        The sum is taken in fp32 (float64 for float64 input) in an order that is fixed: rank order,
+        or within each node first and then in the order of nodes. Gradients are already
+        divided by the world size. The result may be a `Reduction`, an `InPlaceReduction` or a
+        `StatisticsReduction`.
 
         Args:
             out: 1-D, contiguous, floating point (what gradients accumulate in); overwritten.

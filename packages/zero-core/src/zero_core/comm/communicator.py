@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from zero_core.comm.control import ControlGroup
@@ -15,6 +17,7 @@ from zero_core.protocols import (
     InPlaceReduction,
     Reduction,
     StatefulCollectives,
+    StatisticsReduction,
     Work,
 )
 
@@ -29,6 +32,14 @@ class _NotStarted:
         raise self.error
 
 
+class _Kind(NamedTuple):
+    """Protocols that a class of works satisfies."""
+
+    shows_parts: bool
+    is_in_place: bool
+    has_statistics: bool
+
+
 @dataclass(slots=True, eq=False)
 class NamedWork:
     """A collective under way whose failure says which one it was."""
@@ -39,35 +50,50 @@ class NamedWork:
     _segment: int
 
     def wait(self) -> None:
-        """Wait. Raise `CollectiveError` if the collective failed or timed out."""
+        """Wait. Raise `CollectiveError` if the collective failed or timed out.
+
+        `torch.OutOfMemoryError` is no failure of the ranks' exchange and stays what it is.
+        """
         try:
             self._work.wait()
+        except torch.OutOfMemoryError:
+            raise
         except RuntimeError as error:
             raise self._owner.error(self._verb, self._segment, error) from error
 
 
 class NamedReduction(NamedWork):
-    """A reduction under way. It has what `zero_core.protocols.InPlaceReduction` may have."""
+    """A reduction under way, with what the protocols of reductions offer besides."""
 
     __slots__ = ()
 
     def contributions(self) -> tuple[Tensor, ...]:
         """Return each rank's part of the sum, in rank order. Empty if they are not shown."""
         work = self._work
-        if not self._owner.kind_of(work)[0]:
+        if not self._owner.kind_of(work).shows_parts:
             return ()
         assert isinstance(work, Reduction)
         return tuple(work.contributions)
 
+    def statistics(self) -> StatisticsReduction | None:
+        """Return the reduction if it has the statistics of its sum."""
+        work = self._work
+        if not self._owner.kind_of(work).has_statistics:
+            return None
+        assert isinstance(work, StatisticsReduction)
+        return work
+
     def acknowledge(self) -> NamedWork | None:
         """Report that the other ranks' parts were read. None if nobody waits for that."""
         work = self._work
-        if not self._owner.kind_of(work)[1]:
+        if not self._owner.kind_of(work).is_in_place:
             return None
         assert isinstance(work, InPlaceReduction)
         verb = f"acknowledgement of the {self._verb}"
         try:
             return NamedWork(self._owner, work.acknowledge(), verb, self._segment)
+        except torch.OutOfMemoryError:
+            raise
         except RuntimeError as error:
             raise self._owner.error(verb, self._segment, error) from error
 
@@ -96,7 +122,7 @@ class Communicator:
         self._reduce_scatter = transport.reduce_scatter
         self._stateful = transport if isinstance(transport, StatefulCollectives) else None
         self._names = dict(names)
-        self._kinds: dict[type, tuple[bool, bool]] = {}
+        self._kinds: dict[type, _Kind] = {}
         optional = {"forget_values", "forget_errors", "private_nbytes"}
         found = sorted(optional.intersection(dir(transport)))
         if found and self._stateful is None:
@@ -127,6 +153,8 @@ class Communicator:
         """
         try:
             work = self._reduce_scatter(out, full, unit=segment)
+        except torch.OutOfMemoryError:
+            raise
         except RuntimeError as error:
             raise self.error("reduce_scatter", segment, error) from error
         return NamedReduction(self, work, "reduce_scatter", segment)
@@ -138,12 +166,12 @@ class Communicator:
             "another error is the cause"
         )
 
-    def kind_of(self, work: Work) -> tuple[bool, bool]:
-        """Whether ``work`` is a `Reduction` and an `InPlaceReduction`. Checked once per class."""
+    def kind_of(self, work: Work) -> _Kind:
+        """Return which protocols ``work`` satisfies. Checked once per class."""
         found = self._kinds.get(type(work))
         if found is None:
-            found = isinstance(work, Reduction), isinstance(work, InPlaceReduction)
-            self._kinds[type(work)] = found
+            protocols = (Reduction, InPlaceReduction, StatisticsReduction)
+            found = self._kinds[type(work)] = _Kind(*(isinstance(work, p) for p in protocols))
         return found
 
     @property

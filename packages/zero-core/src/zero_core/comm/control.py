@@ -12,7 +12,7 @@ import ctypes
 import json
 import zlib
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Protocol, TypeVar
 
 import torch
@@ -22,22 +22,6 @@ from zero_core.comm.device_library import DeviceLibrary
 from zero_core.errors import CheckpointCorruptError, CheckpointError
 
 _T = TypeVar("_T")
-
-
-def sum_in_rank_order(out: Tensor, slices: Sequence[Tensor]) -> None:
-    """``out = slices[0] + slices[1] + ...`` from left to right, in fp32 (float64 for float64)."""
-    wide = torch.float64 if slices[0].dtype == torch.float64 else torch.float32
-    total = out if out.dtype == wide else torch.empty_like(out, dtype=wide)
-    if len(slices) > 1 and slices[0].dtype == wide:
-        torch.add(slices[0], slices[1], out=total)
-        rest = slices[2:]
-    else:
-        total.copy_(slices[0])
-        rest = slices[1:]
-    for part in rest:
-        total.add_(part)
-    if total is not out:
-        out.copy_(total)
 
 
 class ControlGroup(Protocol):

@@ -1,6 +1,17 @@
 """Collectives among accelerators, by their library (NCCL, say), and the choice of a transport.
 
-All-gather and all-to-all are the library's; a reduction is an all-to-all and a local sum.
+All-gather and all-to-all are the library's; a reduction is an all-to-all and a local sum in rank
+order (`zero_core.comm.fused_sum`). Both are enqueued on the stream of reductions, so that nothing
+of it delays backward: the compute stream waits for it when it uses the sum.
+
+[Note: two levels]
+N nodes of R ranks; rank n * R + l has place l on node n, and every rank has a slice of s elements
+for each rank. An all-to-all among all would send (N - 1) R slices to other nodes. Instead the ranks
+of a node exchange slices first, each getting those for the ranks of its own place on all nodes. It
+adds them in rank order in fp32: the N partial sums of its node. Ranks of equal place exchange these
+and add them in the order of nodes. So N - 1 partial sums leave the node per rank. The order of
+additions is fixed: one tree for all stages and runs. It is that of rank order where there is one
+node, or one rank per node.
 """
 
 from __future__ import annotations
@@ -12,8 +23,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from zero_core.comm.control import ControlGroup, sum_in_rank_order
+from zero_core.comm.control import ControlGroup
 from zero_core.comm.device_library import DeviceLibrary, Lane
+from zero_core.comm.fused_sum import sum_dtype, sum_slices
 from zero_core.comm.host import HostCollectives, Transport
 from zero_core.comm.meter import GRADIENTS, PARAMETERS, Links, Meter
 from zero_core.comm.queues import CommQueues, queues_of
@@ -83,10 +95,22 @@ class DeviceCollectives(Transport):
         self._library = library
         self._members = list(range(library.world_size) if members is None else members)
         super().__init__(self._members.index(library.rank), links, queues, meter)
+        self._received: Tensor | None = None  # scratch of reductions, which run one by one
         # Where a block's parameter is unused on one rank only, reductions and gathers interleave
         # differently there: each queue has a communicator of its own.
         self._gathers = library.subgroup(self._members, Lane.GATHERS)
         self._reductions = library.subgroup(self._members, Lane.REDUCTIONS)
+        self._nodes: tuple[DeviceLibrary, DeviceLibrary] | None = None
+        if members is None and links.sums_in_two_levels:
+            self._nodes = self._connect_nodes(links.ranks_per_node)
+
+    def _connect_nodes(self, per_node: int) -> tuple[DeviceLibrary, DeviceLibrary]:
+        """Return communicators of this rank's node, and of its place on all nodes."""
+        node, place = divmod(self.rank, per_node)
+        near = range(node * per_node, (node + 1) * per_node)
+        far = range(place, self.world_size, per_node)
+        subgroup = self._library.subgroup
+        return subgroup(near, Lane.REDUCTIONS), subgroup(far, Lane.REDUCTIONS)
 
     def subgroup(self, ranks: Sequence[int]) -> TransportCollectives:
         self._check_subgroup(ranks)
@@ -103,19 +127,63 @@ class DeviceCollectives(Transport):
     ) -> Work:
         content = GRADIENTS if version == EXACT_GRADIENTS else PARAMETERS
         self._meter.add("all_gather", content, self._links.gather(shard.nbytes))
-        own = out.view(self.world_size, -1)[self.rank]
-        if own.data_ptr() != shard.data_ptr():
-            own.copy_(shard)
         return self._gathers.all_gather(out, shard)
 
     def reduce_scatter(self, out: Tensor, full: Tensor, *, unit: int) -> Work:
-        sent = self._links.direct(full.nbytes // self.world_size)
-        self._meter.add("reduce_scatter", GRADIENTS, sent)
-        free = self._scratch.setdefault((full.numel(), full.dtype), [])
-        received = free.pop() if free else torch.empty_like(full)
-        parts = list(received.view(self.world_size, -1))
-        work = self._reductions.all_to_all(received, full)
-        return _DeviceReduction(work, out, received, parts, free)
+        slice_bytes = full.nbytes // self.world_size
+        sum_bytes = out.numel() * sum_dtype(full.dtype).itemsize
+        near_and_far = self._links.direct(slice_bytes)
+        if self._nodes is not None:
+            near_and_far = self._links.reduction(slice_bytes, sum_bytes)
+        self._meter.add("reduce_scatter", GRADIENTS, near_and_far)
+        # Allocated here: freed when the caller's stream has waited for the job.
+        norm = torch.empty((), dtype=sum_dtype(out.dtype), device=out.device)
+        nonfinite = torch.empty(self.world_size, dtype=torch.bool, device=out.device)
+
+        def job() -> None:
+            nonfinite.zero_()
+            if self._nodes is None:
+                received = self._take_scratch(full)
+                self._reductions.all_to_all(received, full).wait()
+                sum_slices(received.view(self.world_size, -1), out, norm, nonfinite)
+            else:
+                self._reduce_in_two_levels(*self._nodes, out, full, norm, nonfinite)
+
+        return _DeviceReduction(self.launch(job, is_reduction=True), norm, nonfinite)
+
+    def _reduce_in_two_levels(
+        self,
+        near: DeviceLibrary,
+        far: DeviceLibrary,
+        out: Tensor,
+        full: Tensor,
+        norm: Tensor,
+        nonfinite: Tensor,
+    ) -> None:
+        """Sum ``full`` into ``out``: [Note: two levels]. It overwrites ``full``.
+
+        ``nonfinite`` is set for the ranks of this node.
+        """
+        num_nodes, per_node, numel = far.world_size, near.world_size, out.numel()
+        scratch = self._take_scratch(full)
+        sent = scratch.view(per_node, num_nodes, numel)
+        sent.copy_(full.view(num_nodes, per_node, numel).transpose(0, 1))
+        near.all_to_all(full, scratch).wait()
+        wide = sum_dtype(full.dtype)
+        partial = _typed(scratch, num_nodes * numel, wide)
+        of_node = nonfinite.view(num_nodes, per_node)[far.rank]
+        sum_slices(full.view(per_node, -1), partial, nonfinite=of_node)
+        received = _typed(full, num_nodes * numel, wide)
+        far.all_to_all(received, partial).wait()
+        sum_slices(received.view(num_nodes, numel), out, norm)
+
+    def _take_scratch(self, like: Tensor) -> Tensor:
+        """Return memory of the length and dtype of ``like``, for one job on this queue."""
+        if self._received is None or self._received.nbytes < like.nbytes:
+            self._received = None  # the larger one may take its place
+            with torch.inference_mode(False):
+                self._received = torch.empty(like.nbytes, dtype=torch.uint8, device=like.device)
+        return _typed(self._received, like.numel(), like.dtype)
 
     def all_to_all(self, out: Tensor, parts: Tensor, *, unit: int) -> Work:
         self._check_all_to_all(out, parts)
@@ -124,20 +192,18 @@ class DeviceCollectives(Transport):
         return self._reductions.all_to_all(out, parts)
 
 
-@dataclass(eq=False)
+@dataclass(frozen=True, eq=False, slots=True)
 class _DeviceReduction:
-    """An all-to-all under way, and the sum that follows it: `zero_core.protocols.Reduction`."""
+    """A reduction under way: `zero_core.protocols.StatisticsReduction`."""
 
-    work: Work | None
-    out: Tensor
-    received: Tensor
-    contributions: Sequence[Tensor]
-    free: list[Tensor]
+    work: Work
+    norm: Tensor
+    nonfinite: Tensor
 
     def wait(self) -> None:
-        """Sum in rank order. Once."""
-        if self.work is not None:
-            work, self.work = self.work, None
-            work.wait()
-            sum_in_rank_order(self.out, self.contributions)
-            self.free.append(self.received)
+        self.work.wait()
+
+
+def _typed(buffer: Tensor, numel: int, dtype: torch.dtype) -> Tensor:
+    """View the beginning of a 1-D ``buffer`` as ``numel`` elements of ``dtype``."""
+    return buffer.view(torch.uint8)[: numel * dtype.itemsize].view(dtype)

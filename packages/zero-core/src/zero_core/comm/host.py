@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from zero_core.comm.control import sum_in_rank_order
+from zero_core.comm.fused_sum import sum_in_rank_order
 from zero_core.comm.meter import GRADIENTS, PARAMETERS, Links, Meter
 from zero_core.comm.p2p import Kind, Messages, Parcel, PeerToPeer, wait_all
 from zero_core.comm.queues import CommQueues, HostQueues

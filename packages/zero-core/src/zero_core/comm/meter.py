@@ -60,8 +60,8 @@ class Links:
     Attributes:
         world_size: number of ranks.
         ranks_per_node: ranks of a node, which have consecutive numbers.
-        is_ring: gathers go round a ring, as NCCL's do; otherwise a shard is sent to each other node
-            once and handed on there, as the engine does on gloo.
+        is_ring: ranks are accelerators, whose library gathers round a ring, as NCCL does; otherwise
+            a shard is sent to each other node once and handed on there, as the engine does on gloo.
     """
 
     world_size: int
@@ -75,7 +75,7 @@ class Links:
     def direct(self, slice_bytes: int) -> tuple[int, int]:
         """Bytes sent (within the node, between nodes) when every other rank gets its own slice.
 
-        Reductions and all-to-alls always travel so.
+        All-to-alls always travel so, reductions unless they are `sums_in_two_levels`.
         """
         near = self.ranks_per_node - 1
         return near * slice_bytes, (self.world_size - 1 - near) * slice_bytes
@@ -97,6 +97,20 @@ class Links:
     def gather(self, shard_bytes: int) -> tuple[int, int]:
         """An all-gather's bytes, as it travels on this device."""
         return self.ring(shard_bytes) if self.is_ring else self.once_per_node(shard_bytes)
+
+    @property
+    def sums_in_two_levels(self) -> bool:
+        """Whether gradients are summed within each node first: [Note: two levels] of `device`."""
+        return self.is_ring and 1 < self.ranks_per_node < self.world_size
+
+    def reduction(self, slice_bytes: int, sum_bytes: int) -> tuple[int, int]:
+        """A reduction's bytes. A slice of the gradient has ``slice_bytes``, a sum of such slices
+        ``sum_bytes``.
+        """
+        if not self.sums_in_two_levels:
+            return self.direct(slice_bytes)
+        near, others = self.ranks_per_node - 1, self.num_nodes - 1
+        return near * self.num_nodes * slice_bytes, others * sum_bytes
 
     def among(self, ranks: Sequence[int]) -> Links:
         """Return the links among ``ranks``. Spread unevenly, each rank counts as a node."""

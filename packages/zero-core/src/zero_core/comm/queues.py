@@ -79,7 +79,8 @@ class StreamQueues:
     def launch(self, job: _Job, *, is_reduction: bool) -> Work:
         """Run ``job`` with the queue's stream as the current one."""
         if is_reduction not in self._streams:
-            self._streams[is_reduction] = torch.Stream(self._device)
+            # Of high priority: what others wait for goes before what fills the device.
+            self._streams[is_reduction] = torch.Stream(self._device, priority=-1)
         stream = self._streams[is_reduction]
         # The queue waits for what the caller has enqueued: the job reads it.
         stream.wait_stream(torch.accelerator.current_stream(self._device))

@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
+from zero_core.comm.fused_sum import sum_dtype
 from zero_core.comm.meter import Links, Traffic
 from zero_core.config import Config
 from zero_core.layout.arithmetic import Layout, Segment
@@ -60,7 +61,8 @@ def _collectives(
         dtype = communicated_dtype(segment, config)
         hops = None if footprint is None else footprint.reduction(segment.shard_numel, dtype)
         if hops is None:
-            exact.append(links.direct(_shard_bytes(segment, dtype)))
+            sum_bytes = _shard_bytes(segment, sum_dtype(dtype))
+            exact.append(links.reduction(_shard_bytes(segment, dtype), sum_bytes))
             continue
         near, nodes = links.ranks_per_node - 1, links.num_nodes
         if near:

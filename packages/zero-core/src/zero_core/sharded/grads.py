@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from zero_core.comm.communicator import Communicator, NamedReduction, NamedWork
+from zero_core.comm.fused_sum import norm_of
 from zero_core.layout.arithmetic import Segment
 from zero_core.protocols import EXACT_GRADIENTS, StateTier
 from zero_core.sharded.gradient_plan import GradientCase, GradientPlan
@@ -181,11 +182,7 @@ class FlatGrads:
             work.wait()
             reduced, self._target = self._target, None
             assert reduced is not None
-            self._norm = norm = _norm(reduced)
-            # The norm is free to read on a host: finite means no search. On a device reading would
-            # synchronize, so look at the contributions instead.
-            if not (norm.is_cpu and math.isfinite(norm.item())):
-                self._note_nonfinite(work)
+            self._take_statistics(work, reduced)
             self._until_read = work.acknowledge()
             if self._shard is None:
                 self._set_step_gradient(reduced)
@@ -237,7 +234,7 @@ class FlatGrads:
         if total is None or dtype is torch.float16:
             rounded = shard.to(dtype)
         if dtype is torch.float16 and rounded is not shard:
-            self._norm = _norm(rounded)  # fp16 may overflow in this cast: take the norm after it
+            self._norm = norm_of(rounded)  # fp16 may overflow in this cast: take the norm after it
         if total is not None:
             self._wait_until_read()  # total may be the memory of full_grad
             self._communicator.all_gather(
@@ -283,12 +280,13 @@ class FlatGrads:
         """Return the ``p``-norm of the shard, in fp32 or wider."""
         if p == 2.0 and self._norm is not None:
             return self._norm
-        return _norm(self.values(), p)
+        return norm_of(self.values(), p)
 
     def nonfinite_ranks(self) -> list[int] | None:
-        """Return the ranks whose own gradients made this shard not finite in this step.
+        """Return the ranks that this rank found to have gradients that are not finite in this step.
 
-        None if their parts have not been seen: the collectives do not show them, or it was the sum
+        Each such rank of the segment is found by some rank. None if their parts have not been seen:
+        the collectives do not show them, this rank's part of the sum is finite, or it was the sum
         over micro-steps that overflowed.
         """
         if self._has_one_rank:
@@ -319,11 +317,23 @@ class FlatGrads:
                 "offload_optimizer.update_in_backward to false, and go on from a checkpoint"
             )
 
-    def _note_nonfinite(self, work: NamedReduction) -> None:
-        parts = work.contributions()
-        if parts:
-            found = torch.stack([~torch.isfinite(part).all() for part in parts])
-            self._nonfinite = found if self._nonfinite is None else self._nonfinite | found
+    def _take_statistics(self, work: NamedReduction, reduced: Tensor) -> None:
+        """Keep the norm of what was ``reduced``, and the ranks whose part is not finite."""
+        statistics = work.statistics()
+        if statistics is not None:
+            self._norm = statistics.norm
+            self._note_nonfinite(statistics.nonfinite)
+            return
+        self._norm = norm = norm_of(reduced)
+        # The norm is free to read on a host: finite means no search. On a device reading would
+        # synchronize, so look at the contributions instead.
+        if not (norm.is_cpu and math.isfinite(norm.item())):
+            parts = work.contributions()
+            if parts:
+                self._note_nonfinite(torch.stack([~torch.isfinite(p).all() for p in parts]))
+
+    def _note_nonfinite(self, found: Tensor) -> None:
+        self._nonfinite = found if self._nonfinite is None else self._nonfinite | found
 
     def _wait_until_read(self) -> None:
         if self._until_read is not None:
@@ -364,9 +374,3 @@ class FlatGrads:
         until_read, self._until_read = self._until_read, None
         readers = None if until_read is None else until_read.wait
         self._buffers.full_pools[full.dtype].release(full, readers)
-
-
-def _norm(values: Tensor, p: float = 2.0) -> Tensor:
-    wide = torch.float64 if values.dtype == torch.float64 else torch.float32
-    norm: Tensor = torch.linalg.vector_norm(values, p, dtype=wide)
-    return norm

@@ -31,6 +31,7 @@ import torch
 from torch import Tensor
 
 from zero_core.comm.communicator import Communicator
+from zero_core.comm.control import ControlGroup
 from zero_core.comm.meter import Meter
 from zero_core.config import Config
 from zero_core.layout.arithmetic import Layout
@@ -211,11 +212,19 @@ class StepGradient:
         """
         self._communicator.forget_errors()
         layout, control = self._state.layout, self._state.control
-        own = [f for g in self._grads.values() for f in _nonfinite_params(g, layout, control.rank)]
-        by_name: dict[str, set[int | None]] = {}
-        for row in control.gather_bytes(json.dumps(own).encode()):
-            for name, ranks in json.loads(row):
-                by_name.setdefault(name, set()).update([None] if ranks is None else ranks)
+        found = {index: g.nonfinite_ranks() for index, g in self._grads.items()}
+        own = {
+            "names": [
+                n for g in self._grads.values() for n in _nonfinite_params(g, layout, control)
+            ],
+            "ranks": [(index, ranks) for index, ranks in found.items() if ranks is not None],
+        }
+        rows = [json.loads(row) for row in control.gather_bytes(json.dumps(own).encode())]
+        # What was not finite in a segment may have been seen by other ranks than it belongs to.
+        by_segment: dict[int, set[int]] = {}
+        for index, ranks in (pair for row in rows for pair in row["ranks"]):
+            by_segment.setdefault(index, set()).update(ranks)
+        by_name = {name: by_segment.get(index) for row in rows for name, index in row["names"]}
         named = [_describe(name, ranks) for name, ranks in list(by_name.items())[:_MAX_NAMED]]
         if len(by_name) > len(named):
             named.append(f"and {len(by_name) - len(named)} more")
@@ -344,28 +353,27 @@ def clip_factor(norm: float, max_norm: float) -> float:
 
 
 def _nonfinite_params(
-    grads: FlatGrads, layout: Layout, rank: int
-) -> list[tuple[str, list[int] | None]]:
-    """Return the parameters of this rank's shard that are not finite, with the ranks at fault."""
+    grads: FlatGrads, layout: Layout, control: ControlGroup
+) -> list[tuple[str, int]]:
+    """Return the parameters of this rank's shard that are not finite, with their segment."""
     bad = torch.nonzero(~torch.isfinite(grads.values())).flatten()
     if not bad.numel():
         return []
-    low, _ = grads.segment.shard_range(rank)
+    segment = grads.segment
+    low, _ = segment.shard_range(control.rank)
     at = bad.cpu() + low
-    ranks = grads.nonfinite_ranks()
     return [
-        (layout.params[slot.param].name, ranks)
-        for slot in grads.segment.slots
+        (layout.params[slot.param].name, segment.index)
+        for slot in segment.slots
         if bool(((at >= slot.start) & (at < slot.stop)).any())
     ]
 
 
-def _describe(name: str, ranks: set[int | None]) -> str:
-    known = sorted(rank for rank in ranks if rank is not None)
-    if not known and None in ranks:
+def _describe(name: str, ranks: set[int] | None) -> str:
+    if ranks is None:
         return f"{name}: which rank's batch did it is not known"
-    if not known:
+    if not ranks:
         return f"{name}: each rank's part is finite, their sum is not"
-    batches = "batch of rank" if len(known) == 1 else "batches of ranks"
-    more = f" and {len(known) - _MAX_RANKS} more" if len(known) > _MAX_RANKS else ""
-    return f"{name}: {batches} {', '.join(map(str, known[:_MAX_RANKS]))}{more}"
+    batches = "batch of rank" if len(ranks) == 1 else "batches of ranks"
+    more = f" and {len(ranks) - _MAX_RANKS} more" if len(ranks) > _MAX_RANKS else ""
+    return f"{name}: {batches} {', '.join(map(str, sorted(ranks)[:_MAX_RANKS]))}{more}"

@@ -15,7 +15,7 @@ from zero_core.testing.oracle import (
 )
 from zero_core.testing.peak_memory import PeakMemory
 from zero_core.testing.ranks import preload, run_alone, run_on_processes, spawn
-from zero_core.testing.simulated import SimulatedRanks, simulate
+from zero_core.testing.simulated import SimulatedRanks, device_collectives, simulate
 
 __all__ = [
     "LR",
@@ -29,6 +29,7 @@ __all__ = [
     "Trace",
     "batch",
     "compare_with_ddp",
+    "device_collectives",
     "make_model",
     "preload",
     "read_gaps",

@@ -2,7 +2,8 @@
 
 A rank is a thread that builds an engine over `SimulatedRanks`. The engine's own transport, layout,
 runtime and optimizer run as they are. Only what carries bytes between ranks is replaced: messages
-between single ranks (`zero_core.comm.p2p.Messages`) and the control group. Memory shared between
+between single ranks (`zero_core.comm.p2p.Messages`), an accelerator's library
+(`zero_core.comm.device_library.DeviceLibrary`) and the control group. Memory shared between
 processes, process groups and signals are not simulated; tests of those start processes (`spawn`).
 
 Threads share torch's global generator, so a program draws its model in one thread at a time
@@ -13,7 +14,7 @@ from __future__ import annotations
 
 import threading
 from collections import defaultdict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -21,7 +22,11 @@ import torch
 from torch import Tensor
 
 from zero_core.comm.control import ControlGroup
+from zero_core.comm.device import DeviceCollectives
+from zero_core.comm.device_library import DeviceLibrary, Lane
+from zero_core.comm.meter import Links, Meter
 from zero_core.comm.p2p import Messages
+from zero_core.comm.queues import HostQueues
 from zero_core.comm.topology import Ranks
 from zero_core.errors import CollectiveError
 from zero_core.protocols import Work
@@ -166,6 +171,77 @@ class _SimulatedControlGroup(ControlGroup):
         return [rows[rank] for rank in range(self.world_size)]
 
 
+class SimulatedLibrary:
+    """`zero_core.comm.device_library.DeviceLibrary` of one simulated rank."""
+
+    def __init__(self, network: _Network, members: Sequence[int], rank: int, tag: Any) -> None:
+        """``members`` are ranks of ``network``, ``rank`` is this one's place among them."""
+        self.rank = rank
+        self.world_size = len(members)
+        self._network = network
+        self._members = list(members)
+        self._tag = tag
+        self._num_subgroups = 0
+
+    def all_gather(self, out: Tensor, shard: Tensor) -> Work:
+        return self._exchange(out, [shard] * self.world_size)
+
+    def all_to_all(self, out: Tensor, parts: Tensor) -> Work:
+        return self._exchange(out, list(parts.view(self.world_size, -1)))
+
+    def all_reduce(self, values: Tensor) -> Work:
+        """See `DeviceLibrary`. The sum is taken in rank order, at once."""
+        rows = torch.empty(self.world_size, values.numel(), dtype=values.dtype)
+        self.all_gather(rows, values).wait()
+        values.view(-1).copy_(rows[0])
+        for row in rows[1:]:
+            values.view(-1).add_(row)
+        return _Sent()
+
+    def broadcast(self, tensor: Tensor, *, source: int) -> Work:
+        if self.rank != source:
+            return self._receipt(source, tensor)
+        for peer in range(self.world_size):
+            if peer != source:
+                self._send(peer, tensor)
+        return _Sent()
+
+    def subgroup(self, ranks: Sequence[int], lane: Lane) -> SimulatedLibrary:
+        self._num_subgroups += 1
+        members = [self._members[r] for r in ranks]
+        tag = (self._tag, self._num_subgroups, lane)
+        return SimulatedLibrary(self._network, members, list(ranks).index(self.rank), tag)
+
+    def close(self) -> None:
+        """See `DeviceLibrary.close`. There is nothing to end."""
+
+    def _exchange(self, out: Tensor, parts: Sequence[Tensor]) -> Work:
+        """Send each rank its part, and receive into the slices of ``out``."""
+        rows = out.view(self.world_size, -1)
+        for peer, part in enumerate(parts):
+            self._send(peer, part)
+        return _Receipts([self._receipt(peer, row) for peer, row in enumerate(rows)])
+
+    def _send(self, peer: int, tensor: Tensor) -> None:
+        source, target = self._members[self.rank], self._members[peer]
+        self._network.send(source, target, self._tag, tensor)
+
+    def _receipt(self, peer: int, into: Tensor) -> _Receipt:
+        source, target = self._members[peer], self._members[self.rank]
+        return _Receipt(self._network, source, target, self._tag, into)
+
+
+@dataclass(eq=False)
+class _Receipts:
+    """Several messages to arrive."""
+
+    receipts: Sequence[_Receipt]
+
+    def wait(self) -> None:
+        for receipt in self.receipts:
+            receipt.wait()
+
+
 @dataclass(frozen=True)
 class SimulatedRanks(Ranks):
     """The ranks of a simulation, seen from one of them: ``build(..., process_group=ranks)``."""
@@ -178,6 +254,19 @@ class SimulatedRanks(Ranks):
 
     def messages(self) -> Messages:
         return self.carrier
+
+    def library(self) -> DeviceLibrary:
+        tag = ("library", self.carrier.next_channel())
+        return SimulatedLibrary(self.network, range(self.size), self.rank, tag)
+
+
+def device_collectives(ranks: SimulatedRanks, meter: Meter | None = None) -> DeviceCollectives:
+    """Return the collectives that accelerators use, for simulated ranks. Each of them calls it.
+
+    ``meter`` counts what is sent.
+    """
+    links = Links(ranks.size, ranks.per_node or ranks.size, is_ring=True)
+    return DeviceCollectives(ranks.library(), links=links, queues=HostQueues(), meter=meter)
 
 
 def simulate(

@@ -1,0 +1,98 @@
+"""Sum of all ranks' slices with its statistics, as one operator, ``zero_core::sum_slices``.
+
+A reduction on an accelerator ends with it: one pass over the slices adds them in rank order, writes
+the sum, and finds its norm and the ranks whose slice is not finite. On CUDA, ROCm and XPU it is two
+Triton kernels (`zero_core.comm.triton_sum`), whatever the number of ranks. On other devices, and
+where Triton is not installed, it is plain torch: one operator for the caller, a kernel per rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cache
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_TRITON_DEVICES = ("cuda", "xpu")
+
+
+def sum_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype in which gradients of ``dtype`` are added up: fp32, or float64 for it."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def sum_in_rank_order(out: Tensor, slices: Sequence[Tensor]) -> None:
+    """``out = slices[0] + slices[1] + ...`` from left to right, in fp32 (float64 for float64)."""
+    wide = sum_dtype(slices[0].dtype)
+    total = out if out.dtype == wide else torch.empty_like(out, dtype=wide)
+    if len(slices) > 1 and slices[0].dtype == wide:
+        torch.add(slices[0], slices[1], out=total)
+        rest = slices[2:]
+    else:
+        total.copy_(slices[0])
+        rest = slices[1:]
+    for part in rest:
+        total.add_(part)
+    if total is not out:
+        out.copy_(total)
+
+
+def norm_of(values: Tensor, p: float = 2.0) -> Tensor:
+    """Return the ``p``-norm of ``values``, 0-dimensional, in fp32 (float64 for float64)."""
+    norm: Tensor = torch.linalg.vector_norm(values, p, dtype=sum_dtype(values.dtype))
+    return norm
+
+
+def sum_slices(
+    slices: Tensor, out: Tensor, norm: Tensor | None = None, nonfinite: Tensor | None = None
+) -> None:
+    """Sum the rows of ``slices`` from the first to the last, in fp32 (float64 for float64).
+
+    Everything is enqueued on the current stream; the host does not wait.
+
+    Args:
+        slices: [ranks, n], contiguous, floating point.
+        out: [n], contiguous, any floating dtype; receives the sum, rounded once.
+        norm: 0-dimensional, `sum_dtype` of ``out``; receives the 2-norm of ``out``.
+        nonfinite: bool, [ranks]; set to True where a row has NaN or Inf, else unchanged.
+    """
+    torch.ops.zero_core.sum_slices(slices, out, norm, nonfinite)
+
+
+def _sum_slices(slices: Tensor, out: Tensor, norm: Tensor | None, nonfinite: Tensor | None) -> None:
+    kernels = _load_kernels() if slices.device.type in _TRITON_DEVICES else None
+    (sum_by_torch if kernels is None else kernels)(slices, out, norm, nonfinite)
+
+
+def sum_by_torch(
+    slices: Tensor, out: Tensor, norm: Tensor | None, nonfinite: Tensor | None
+) -> None:
+    """`sum_slices` in torch's operators: the definition of its result."""
+    sum_in_rank_order(out, slices.unbind())
+    if norm is not None:
+        norm.copy_(norm_of(out))
+    if nonfinite is not None:
+        # The largest magnitude keeps NaN and Inf, and needs no copy of the slices.
+        largest = torch.linalg.vector_norm(slices, torch.inf, dim=1)
+        nonfinite.logical_or_(largest.isfinite().logical_not_())
+
+
+@cache
+def _load_kernels() -> Callable[..., None] | None:
+    """Load the Triton kernels. None where Triton is not installed."""
+    if find_spec("triton") is None:
+        return None
+    found: Any = import_module("zero_core.comm.triton_sum")
+    kernels: Callable[..., None] = found.sum_by_triton
+    return kernels
+
+
+torch.library.define(
+    "zero_core::sum_slices",
+    "(Tensor slices, Tensor(a!) out, Tensor(b!)? norm, Tensor(c!)? nonfinite) -> ()",
+)
+torch.library.impl("zero_core::sum_slices", "CompositeExplicitAutograd")(_sum_slices)

@@ -1,0 +1,128 @@
+"""What a reduction on an accelerator costs: operators and bytes, at any number of ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from zero_core.comm.device import DeviceCollectives
+from zero_core.comm.device_library import DeviceLibrary, Lane
+from zero_core.comm.meter import Links
+from zero_core.comm.queues import CommQueues
+from zero_core.protocols import Work
+
+NUMEL = 4096  # of a slice
+
+
+class _Done:
+    def wait(self) -> None:
+        """Return at once."""
+
+
+class _Inline:
+    """`CommQueues` whose jobs run at once, in the caller's thread: its dispatch mode sees them."""
+
+    def launch(self, job: Callable[[], None], *, is_reduction: bool) -> Work:
+        job()
+        return _Done()
+
+
+class _Library:
+    """`DeviceLibrary` of many ranks of which there is one: buffers stay as they are."""
+
+    def __init__(self, rank: int, world_size: int) -> None:
+        self.rank = rank
+        self.world_size = world_size
+
+    def all_gather(self, out: Tensor, shard: Tensor) -> Work:
+        assert out.numel() == self.world_size * shard.numel()
+        return _Done()
+
+    def all_to_all(self, out: Tensor, parts: Tensor) -> Work:
+        assert out.numel() == parts.numel()
+        return _Done()
+
+    def all_reduce(self, values: Tensor) -> Work:
+        return _Done()
+
+    def broadcast(self, tensor: Tensor, *, source: int) -> Work:
+        return _Done()
+
+    def subgroup(self, ranks: Sequence[int], lane: Lane) -> DeviceLibrary:
+        return _Library(list(ranks).index(self.rank), len(ranks))
+
+    def close(self) -> None:
+        """Nothing to end."""
+
+
+class _Counter(TorchDispatchMode):
+    """Operators that move data, and the bytes that they read and write."""
+
+    VIEWS = frozenset({"view", "slice", "select", "unbind", "transpose", "empty", "detach"})
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.operators: list[str] = []
+        self.num_bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        name = func.__name__.split(".")[0]
+        if name not in self.VIEWS:
+            self.operators.append(str(func))
+            tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+            addresses = {x.data_ptr() for x in tensors}
+            results = [x for x in tree_leaves(found) if isinstance(x, Tensor)]
+            tensors += [x for x in results if x.data_ptr() not in addresses]
+            self.num_bytes += sum(x.nbytes for x in tensors)
+        return found
+
+
+def _device(world_size: int, per_node: int) -> DeviceCollectives:
+    links = Links(world_size, per_node, is_ring=True)
+    queues: CommQueues = _Inline()
+    return DeviceCollectives(_Library(1, world_size), links=links, queues=queues)
+
+
+def _reduce(world_size: int, per_node: int, dtype: torch.dtype) -> _Counter:
+    """Count a reduction with all that the engine reads of it."""
+    device = _device(world_size, per_node)
+    full, out = torch.ones(world_size * NUMEL, dtype=dtype), torch.empty(NUMEL)
+    device.reduce_scatter(out, full, unit=0).wait()  # its scratch is there
+    with _Counter() as counter:
+        work: Any = device.reduce_scatter(out, full, unit=0)
+        work.wait()
+        assert work.norm.shape == ()
+        assert work.nonfinite.shape == (world_size,)
+    return counter
+
+
+@pytest.mark.parametrize("nodes", [False, True], ids=["one-node", "nodes-of-8"])
+def test_operators_of_a_reduction_are_as_many_at_any_number_of_ranks(nodes: bool) -> None:
+    counts = {}
+    for world_size in (16, 64, 512):
+        counts[world_size] = _reduce(world_size, 8 if nodes else world_size, torch.bfloat16)
+    first, *others = (counter.operators for counter in counts.values())
+    assert all(names == first for names in others)
+    assert len(first) <= (4 if nodes else 2), first
+
+
+@pytest.mark.parametrize("world_size", [8, 64, 512])
+def test_a_reduction_moves_three_bytes_an_element(world_size: int) -> None:
+    counter = _reduce(world_size, world_size, torch.bfloat16)
+    assert counter.num_bytes <= 3 * world_size * NUMEL
+
+
+def test_a_gather_leaves_the_own_shard_to_the_library() -> None:
+    device = _device(8, 8)
+    with _Counter() as counter:
+        out, shard = torch.empty(8 * NUMEL), torch.ones(NUMEL)
+        counter.operators.clear()
+        device.all_gather(out, shard, unit=0, version=0, backward=False).wait()
+    assert counter.operators == []

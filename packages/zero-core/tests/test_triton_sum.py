@@ -1,0 +1,61 @@
+"""The fused sum's Triton kernels where there is no GPU: interpreted, and compiled without a run."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+HERE = Path(__file__).parent
+TIMEOUT_S = 300
+
+if importlib.util.find_spec("triton") is None:
+    pytest.skip("triton isn't installed: it has no wheel for this system", allow_module_level=True)
+
+
+def run_program(name: str, folder: Path, **environment: str) -> Any:
+    """What a program of this folder prints, run by itself: triton reads its settings on import."""
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith("TRITON")}
+    done = subprocess.run(
+        [sys.executable, str(HERE / name)],
+        env={**inherited, "TRITON_CACHE_DIR": str(folder), **environment},
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return run_program("triton_sum_compile_program.py", tmp_path_factory.mktemp("triton"))
+
+
+def test_interpreted_kernels_give_sum_norm_and_ranks_of_plain_torch(tmp_path: Path) -> None:
+    found = run_program("triton_sum_program.py", tmp_path, TRITON_INTERPRET="1")
+    assert found["cases"] == 90
+    assert found["wrong"] == []
+
+
+def test_compiled_kernels_round_every_operation_by_itself(compiled: Any) -> None:
+    kernels = {**compiled["cuda"], "fp64": compiled["fp64"], "norm": compiled["norm"]}
+    for name, text in kernels.items():
+        assert re.findall(r"\bfma\.|\.approx|\.ftz", text) == [], name
+
+
+def test_compiled_kernels_move_sixteen_bytes_at_a_time(compiled: Any) -> None:
+    for name, text in compiled["cuda"].items():
+        assert set(re.findall(r"ld\.global\S*", text)) == {"ld.global.v4.b32"}, name
+
+
+def test_kernels_compile_for_amd(compiled: Any) -> None:
+    assert "global_load_dwordx4" in compiled["hip"]["bf16 to fp32"]

@@ -1,0 +1,136 @@
+"""Reductions of accelerators on several nodes: one fixed tree of additions, few bytes between."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import zero_core
+from zero_core.comm.meter import Links, Meter, Traffic
+from zero_core.testing import (
+    Case,
+    SimulatedRanks,
+    Trace,
+    batch,
+    device_collectives,
+    make_model,
+    run_engine,
+    simulate,
+)
+
+NODES = [(4, 2), (6, 2), (6, 3)]
+"""Numbers of ranks, and of those of a node."""
+
+
+def _full(rank: int, size: int, dtype: torch.dtype) -> Tensor:
+    generator = torch.Generator().manual_seed(rank)
+    return torch.randn(size * 64, generator=generator, dtype=torch.float64).to(dtype)
+
+
+def _sum_by_tree(size: int, per_node: int, dtype: torch.dtype) -> Tensor:
+    """Sum of all ranks: within each node from the left, then the nodes from the left."""
+    wide = torch.promote_types(dtype, torch.float32)
+    full = [_full(rank, size, dtype).to(wide) for rank in range(size)]
+    nodes = []
+    for start in range(0, size, per_node):
+        total = full[start]
+        for part in full[start + 1 : start + per_node]:
+            total = total + part
+        nodes.append(total)
+    total = nodes[0]
+    for part in nodes[1:]:
+        total = total + part
+    return total
+
+
+def _reduce(ranks: SimulatedRanks, dtype: torch.dtype, culprit: int) -> Any:
+    device = device_collectives(ranks)
+    full = _full(ranks.rank, ranks.size, dtype)
+    out = torch.empty(64, dtype=torch.promote_types(dtype, torch.float32))
+    work: Any = device.reduce_scatter(out, full.clone(), unit=0)
+    work.wait()
+    norm = work.norm
+    if ranks.rank == culprit:
+        full[3] = torch.inf
+    spoilt: Any = device.reduce_scatter(torch.empty_like(out), full, unit=0)
+    spoilt.wait()
+    return out, norm, work.nonfinite, spoilt.nonfinite
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize(("size", "per_node"), [*NODES, (3, 3), (3, 1), (2, 2)])
+def test_a_sum_is_taken_by_one_tree(size: int, per_node: int, dtype: torch.dtype) -> None:
+    found = simulate(_reduce, size, dtype, size - 1, ranks_per_node=per_node)
+    expected = _sum_by_tree(size, per_node, dtype).view(size, -1)
+    for (out, norm, nonfinite, _), values in zip(found, expected, strict=True):
+        assert torch.equal(out, values)
+        assert torch.equal(norm, torch.linalg.vector_norm(values))
+        assert not nonfinite.any()
+    blamed = torch.stack([spoilt for *_, spoilt in found]).any(0)
+    assert torch.nonzero(blamed).flatten().tolist() == [size - 1]
+
+
+def _train(ranks: SimulatedRanks, case: Case) -> Trace:
+    return run_engine(
+        case,
+        ranks.rank,
+        3,
+        process_group=ranks,
+        collectives=lambda native, **_: device_collectives(ranks),
+    )
+
+
+@pytest.mark.parametrize(("size", "per_node", "dtype"), [(4, 2, "fp32"), (6, 2, "bf16")])
+def test_stages_give_the_same_bits_on_several_nodes(size: int, per_node: int, dtype: str) -> None:
+    case = Case(dtype=dtype, accumulation=2, clipping=0.5)
+    first = simulate(_train, size, case, ranks_per_node=per_node)
+    for stage in range(1, 4):
+        traces = simulate(_train, size, replace(case, stage=stage), ranks_per_node=per_node)
+        for found, expected in zip(traces, first, strict=True):
+            assert found.losses == expected.losses
+            assert all(torch.equal(v, expected.values[n]) for n, v in found.values.items())
+
+
+def _send(ranks: SimulatedRanks, config: dict[str, Any]) -> tuple[Traffic, ...]:
+    assert ranks.per_node is not None
+    meter = Meter(ranks.size, ranks.per_node)
+    engine = zero_core.build(
+        make_model(),
+        config,
+        process_group=ranks,
+        collectives=lambda native, **_: device_collectives(ranks, meter),
+    )
+    engine.backward(engine(**batch(0, 0, ranks.rank))["loss"])
+    meter.end_step()
+    engine.step()
+    return meter.report()
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_a_plan_counts_the_bytes_of_both_levels(dtype: str) -> None:
+    config = Case(stage=2, dtype=dtype).config()
+    sent = simulate(_send, 4, config, ranks_per_node=2)
+    planned = zero_core.plan(make_model(), config, 4, ranks_per_node=2, device_type="accelerator")
+    rows = {(row.collective, row.content): asdict(row) for row in planned.traffic}
+    for found in sent:
+        (row,) = [asdict(r) for r in found if r.collective == "reduce_scatter"]
+        assert row == rows["reduce_scatter", "gradients"]
+
+
+@pytest.mark.parametrize("per_node", [4, 8])
+@pytest.mark.parametrize("num_nodes", [2, 4, 64])
+def test_bytes_between_nodes_stay_near_a_rings(num_nodes: int, per_node: int) -> None:
+    links = Links(num_nodes * per_node, per_node, is_ring=True)
+    numel = 1 << 20
+    _, ring = links.ring(4 * numel)
+    assert links.reduction(4 * numel, 4 * numel)[1] <= ring
+    _, ring = links.ring(2 * numel)
+    _, sent = links.reduction(2 * numel, 4 * numel)
+    assert sent <= 2 * ring
+    assert sent <= links.direct(2 * numel)[1] / (per_node / 2)
+    if num_nodes == 2:
+        assert sent <= 1.2 * ring
