@@ -40,7 +40,7 @@ def fill(
     is_deferred = _is_any_recorded(found, control, initial)
     for segment, of_segment, dtype in zip(layout.segments, all_params, dtypes, strict=True):
         params = [found.params[slot.param] for slot in segment.slots]
-        flat = pool.acquire(segment.padded_numel, dtype)
+        flat = pool.acquire(segment.padded_numel, dtype, segment.index)
         for low, high in segment.gaps():
             flat[low:high].zero_()
         in_parts = [initial.is_in_parts(param) for param in params]

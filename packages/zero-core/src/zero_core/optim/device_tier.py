@@ -125,7 +125,7 @@ class _Turn:
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """What a step does, as long as it is given the same.
+    """Turns and copies of a step, kept while its arguments are alike.
 
     Attributes:
         key: the active pieces, and starts and lengths of the offers.

@@ -204,7 +204,8 @@ class FlatGrads:
             if self._lent is not None:  # holds what an earlier backward of the step reduced
                 return torch.empty_like(self._lent[1])
             pool = self._buffers.shard_pool
-            target = pool.acquire(self.segment.shard_numel, self.plan.accumulated)
+            index, numel = self.segment.index, self.segment.shard_numel
+            target = pool.acquire(numel, self.plan.accumulated, index)
             self._lent = pool, target
             return target
         if not self._is_empty:
@@ -362,7 +363,8 @@ class FlatGrads:
             self._wait_until_read()
             full = kept
         else:
-            full = self._buffers.full_pools[dtype].acquire(self._padded_numel, dtype)
+            pool = self._buffers.full_pools[dtype]
+            full = pool.acquire(self._padded_numel, dtype, self.segment.index)
         self._full = full
         self._slots, self._gaps, _ = self._views.of(full)
 

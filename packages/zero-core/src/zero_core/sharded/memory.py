@@ -97,7 +97,7 @@ class Memory:
             self._pool(
                 "gathered units",
                 [s.padded_numel * s.dtype.itemsize for s in part],
-                [s for s in part if self._is_gathered(s)],
+                _num_at_once([s for s in part if self._is_gathered(s)]),
                 self._private if self._stream is None else self._stream.filled_by(self._private),
                 queue=self._stream,
             )
@@ -107,7 +107,7 @@ class Memory:
             self._pool(
                 "fetched shards",
                 [s.shard_numel * s.dtype.itemsize for s in part],
-                _largest_unit(part) if self._has_peers else [],
+                _num_of_largest_unit(part) if self._has_peers else 0,
                 self._private,
                 queue=self._stream,
             )
@@ -254,16 +254,24 @@ class Memory:
         self,
         kind: str,
         nbytes: Sequence[int],
-        users: Sequence[Segment],
+        num_at_once: int,
         allocate: Allocate,
         *,
         num_spare: int = 0,
         queue: CopyStream | None = None,
     ) -> BufferPool:
-        """Make a pool for requests of ``nbytes``, of which ``users`` will make some."""
+        """Make a pool for requests of ``nbytes``, of which ``num_at_once`` are lent together."""
         pool = BufferPool(allocate, max(nbytes, default=0), num_spare=num_spare, queue=queue)
-        self._pools.append((kind, pool, _num_at_once(users) + num_spare * bool(users)))
+        self._pools.append((kind, pool, num_at_once + num_spare))
         return pool
+
+    def _spares(self, num_users: int, num_at_once: int) -> int:
+        """Return the buffers beyond ``num_at_once`` for copies that are still under way.
+
+        Each of ``num_users`` borrows once in a backward: more buffers than that are of no use. So
+        the root, whose segments are lent together, has no spare ones.
+        """
+        return min(self._num_spare, num_users - num_at_once)
 
     def _is_gathered(self, segment: Segment) -> bool:
         """Whether the segment's values are gathered for each use, and not kept for good."""
@@ -319,18 +327,7 @@ class Memory:
             },
         )
         full_pools = self._full_grad_pools(segments, plans)
-        shard_pools = [
-            self._pool(
-                "gradient shards",
-                [s.shard_numel * plans[s.index].accumulated.itemsize for s in part],
-                _largest_unit([s for s in part if not plans[s.index].is_shard_kept])
-                if self._has_peers
-                else [],
-                self._exchanged,
-                num_spare=self._num_spare,
-            )
-            for part in _split(segments)
-        ]
+        shard_pools = [self._shard_pool(part, plans) for part in _split(segments)]
         return {
             s.index: GradientBuffers(
                 plans[s.index],
@@ -343,28 +340,45 @@ class Memory:
             for s in segments
         }
 
+    def _shard_pool(
+        self, segments: Sequence[Segment], plans: Mapping[int, GradientPlan]
+    ) -> BufferPool:
+        """Make the pool of reduced gradients that are passed on."""
+        passed_on = [s for s in segments if not plans[s.index].is_shard_kept and self._has_peers]
+        num_at_once = _num_of_largest_unit(passed_on)
+        return self._pool(
+            "gradient shards",
+            [s.shard_numel * plans[s.index].accumulated.itemsize for s in segments],
+            num_at_once,
+            self._exchanged,
+            num_spare=self._spares(len(passed_on), num_at_once),
+        )
+
     def _full_grad_pools(
         self, segments: Sequence[Segment], plans: Mapping[int, GradientPlan]
     ) -> list[dict[torch.dtype, BufferPool]]:
         """Make the pools of whole gradients, of the root and of the blocks, by dtype."""
-        is_passed_on = any(not plan.is_shard_kept for plan in plans.values())
-        # One rank that passes gradients on: the only buffer is what the tier reads.
-        num_spare = self._num_spare if is_passed_on and not self._has_peers else 0
         plan_dtypes = [(p.communicated, p.accumulated) for p in plans.values()]
         dtypes = {c for c, _ in plan_dtypes} | {a for _, a in plan_dtypes}
         return [
-            {
-                dtype: self._pool(
-                    "gradients under way",
-                    [s.padded_numel * dtype.itemsize for s in part],
-                    [s for s in part if self._is_borrowed(plans[s.index], dtype)],
-                    self._exchanged,
-                    num_spare=num_spare,
-                )
-                for dtype in dtypes
-            }
+            {dtype: self._full_grad_pool(part, plans, dtype) for dtype in dtypes}
             for part in _split(segments)
         ]
+
+    def _full_grad_pool(
+        self, segments: Sequence[Segment], plans: Mapping[int, GradientPlan], dtype: torch.dtype
+    ) -> BufferPool:
+        borrowed = [s for s in segments if self._is_borrowed(plans[s.index], dtype)]
+        num_at_once = _num_at_once(borrowed)
+        # One rank that passes gradients on: the only buffer is what the tier reads.
+        is_read_by_tier = not self._has_peers
+        return self._pool(
+            "gradients under way",
+            [s.padded_numel * dtype.itemsize for s in segments],
+            num_at_once,
+            self._exchanged,
+            num_spare=self._spares(len(borrowed), num_at_once) if is_read_by_tier else 0,
+        )
 
     def _is_borrowed(self, plan: GradientPlan, dtype: torch.dtype) -> bool:
         """Whether each backward borrows a buffer of ``dtype`` for the gradients."""
@@ -377,12 +391,9 @@ def _split(segments: Sequence[Segment]) -> list[list[Segment]]:
     return [[s for s in segments if s.unit == 0], [s for s in segments if s.unit != 0]]
 
 
-def _largest_unit(segments: Sequence[Segment]) -> list[Segment]:
-    """Return the segments of the unit that has the most of them."""
-    by_unit: dict[int, list[Segment]] = {}
-    for segment in segments:
-        by_unit.setdefault(segment.unit, []).append(segment)
-    return max(by_unit.values(), key=len, default=[])
+def _num_of_largest_unit(segments: Sequence[Segment]) -> int:
+    """Return how many segments the unit has that has the most of them."""
+    return max(Counter(s.unit for s in segments).values(), default=0)
 
 
 def _num_at_once(segments: Sequence[Segment]) -> int:

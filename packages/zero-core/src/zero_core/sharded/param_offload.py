@@ -97,7 +97,7 @@ class OffloadedShard(ShardSource):
             if self._segment.world_size == 1:
                 return self._param_tier.fetch(index, full)
             # Not into this rank's slice of full: collectives that are not exact refuse that.
-            staged = self._staging.acquire(self._segment.shard_numel, self._segment.dtype)
+            staged = self._staging.acquire(self._segment.shard_numel, self._segment.dtype, index)
             try:
                 self._param_tier.fetch(index, staged).wait()  # 3: the stream waits for the fetch
                 work = self._communicator.all_gather(

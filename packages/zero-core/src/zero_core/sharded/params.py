@@ -241,7 +241,9 @@ class FlatParams:
         self.finish_gather()  # an older gather, started ahead and never used, may still write
         if self._is_gathered:
             if self.full is None:
-                self.full = self._pool.acquire(self._numel, self._dtype)
+                self.full = self._pool.acquire(
+                    self._numel, self._dtype, (self.segment.index, backward)
+                )
                 self.address = self.full.data_ptr()
             # a negative version asks for exact values
             version = EXACT_PARAMETERS if exact else self.version

@@ -8,8 +8,7 @@ This is the contiguous memory of ZeRO (arXiv 1910.02054, section 6.3) by constru
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from functools import partial
 from typing import Any
 
@@ -101,6 +100,10 @@ class BufferPool:
 
     A borrower fills a buffer from the stream that its last reader ran on (a collective first waits
     for the stream that launches it). `release` is given what other readers are to be waited for.
+
+    Each user gets the buffer that it had the last time, if that is free. So where steps are alike,
+    a user's memory has one address in all of them, as CUDA graphs need it. What is lent depends on
+    the order of the calls alone, not on which copies have ended: a plan can count the buffers.
     """
 
     def __init__(
@@ -126,12 +129,19 @@ class BufferPool:
         self.buffer_bytes = buffer_bytes
         self._all: dict[int, Tensor] = {}  # by address
         self._views: dict[tuple[int, int, torch.dtype], Tensor] = {}  # by address, elements, dtype
-        self._free: deque[tuple[int, Wait | None]] = deque()  # by address
+        self._free: dict[int, Wait | None] = {}  # by address; first what has been free longest
+        self._last: dict[Hashable, int] = {}  # address by user
 
-    def acquire(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """Borrow a 1-D view of ``numel`` elements of a free buffer. Contents undefined."""
+    def acquire(self, numel: int, dtype: torch.dtype, user: Hashable) -> Tensor:
+        """Borrow a 1-D view of ``numel`` elements of a free buffer. Contents undefined.
+
+        ``user`` stands for what is kept in it, the same in each step.
+        """
         if len(self._free) > self._num_spare:
-            address, readers = self._free.popleft()  # the one that has been free longest
+            address = self._last.get(user, 0)
+            if address not in self._free:
+                address = next(iter(self._free))
+            readers = self._free.pop(address)
             if readers is not None:
                 readers()
         else:
@@ -139,6 +149,7 @@ class BufferPool:
                 buffer = self._allocate(self.buffer_bytes, torch.uint8)
             address = buffer.data_ptr()
             self._all[address] = buffer
+        self._last[user] = address
         view = self._views.get((address, numel, dtype))
         if view is None:
             nbytes = numel * dtype.itemsize
@@ -154,7 +165,7 @@ class BufferPool:
         assert address in self._all, "it was borrowed from another pool"
         if self._queue is not None:
             readers = self._queue.after_readers()
-        self._free.append((address, readers))
+        self._free[address] = readers
 
     @property
     def allocated_bytes(self) -> int:

@@ -271,7 +271,7 @@ class StepGradient:
         return torch.where(is_void, 1.0, factor / scale), found_inf
 
     def _settle(self, *, is_void: bool) -> None:
-        """Tell the tier whether what was updated ahead of the decision holds."""
+        """Pass the decision to a tier that was updated ahead of it."""
         if self._ahead:
             assert isinstance(self._tier, AheadTier)
             self._tier.settle(is_void=is_void)

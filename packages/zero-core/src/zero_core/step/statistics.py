@@ -88,7 +88,7 @@ class GradientStatistics:
 
     @property
     def num_ranks_with_grad(self) -> list[float]:
-        """How many ranks have a gradient of each parameter."""
+        """Number of ranks with a gradient of each parameter."""
         found: list[float] = self._known()[_FIRST_PARAM:].tolist()
         return found
 

@@ -1,0 +1,105 @@
+"""Pools: as many buffers as are needed at once, and the same one for the same use in each step."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import zero_core
+from zero_core.blueprint import Blueprint
+from zero_core.config import load_config
+from zero_core.sharded.memory import Memory
+from zero_core.sharded.pool import BufferPool, allocator
+from zero_core.testing.simulated import SimulatedRanks, simulate
+
+CPU = torch.device("cpu")
+WIDTH = 16
+ROOT, BLOCK = 512, 160  # elements of their shards on two ranks, padding included
+
+
+class Net(nn.Module):
+    def __init__(self, num_blocks: int) -> None:
+        super().__init__()
+        self.embed = nn.Linear(4 * WIDTH, WIDTH, bias=False)
+        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(num_blocks))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.embed(x)
+        for block in self.blocks:
+            x = block(x).relu()
+        return x.sum()
+
+
+def config(**zero: Any) -> dict[str, Any]:
+    return {
+        "train_micro_batch_size_per_gpu": 2,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+        "zero_optimization": zero,
+    }
+
+
+def addresses_by_step(ranks: SimulatedRanks, num_blocks: int) -> list[dict[str, list[int]]]:
+    torch.manual_seed(0)
+    model = Net(num_blocks)
+    found: dict[str, list[int]] = defaultdict(list)
+    engine = zero_core.build(model, config(stage=3), process_group=ranks)
+    for number, block in enumerate(model.blocks):
+        weight = block.weight
+        name = f"forward {number}"
+        block.register_forward_pre_hook(lambda *_, n=name, w=weight: found[n].append(w.data_ptr()))
+        weight.register_post_accumulate_grad_hook(
+            lambda w, n=number: found[f"backward {n}"].append(w.data_ptr())
+        )
+    steps = []
+    for _ in range(4):
+        engine.backward(engine(torch.ones(2, 4 * WIDTH)))
+        engine.step()
+        steps.append(dict(found))
+        found.clear()
+    engine.close()
+    return steps
+
+
+@pytest.mark.parametrize("num_blocks", [1, 2, 3, 4, 5])
+def test_a_unit_has_the_same_memory_in_every_step(num_blocks: int) -> None:
+    """As CUDA graphs need it: torch.compile(mode="reduce-overhead") records a new one otherwise."""
+    for _, second, *others in simulate(addresses_by_step, 2, num_blocks):
+        assert all(step == second for step in others)
+
+
+def test_the_root_has_no_spare_gradient() -> None:
+    """Its gradient is borrowed once a step: by the next one, its copy to the host has ended."""
+    asked = config(stage=2, offload_optimizer={"device": "cpu"})
+    planned = zero_core.plan(Net(1), asked, 2, device_type="accelerator").memory.device
+    assert planned["gradient shards"] == 4 * (ROOT + BLOCK)
+
+
+def test_a_pool_grows_to_what_was_planned() -> None:
+    resolved = load_config(config(stage=2, offload_optimizer={"device": "cpu"}), world_size=2)
+    drawn = Blueprint.draw(Net(5), resolved, 2)
+    layout = drawn.layout
+    memory = Memory(drawn.found, layout, resolved, rank=0, device=CPU, is_accelerated=True)
+    buffers = memory.allocate_gradients(owns_grads=True)
+    for _ in range(4):
+        for segment in reversed(layout.segments):
+            pool = buffers[segment.index].shard_pool
+            lent = pool.acquire(segment.shard_numel, torch.float32, segment.index)
+            pool.release(lent, lambda: None)
+    report, expected = memory.report(), memory.expected_report()
+    assert report["gradient shards"] == expected["gradient shards"]
+    assert report["gradient shards"] == 4 * (ROOT + 3 * BLOCK)
+
+
+def test_a_user_gets_the_buffer_that_it_had_if_that_is_free() -> None:
+    pool = BufferPool(allocator(CPU), 8)
+    a, b = (pool.acquire(2, torch.float32, user) for user in "ab")
+    pool.release(b)
+    pool.release(a)
+    again = pool.acquire(2, torch.float32, "a")
+    assert again.data_ptr() == a.data_ptr()
+    assert pool.acquire(2, torch.float32, "c").data_ptr() == b.data_ptr()
+    assert pool.acquire(2, torch.float32, "b").data_ptr() not in (a.data_ptr(), b.data_ptr())
