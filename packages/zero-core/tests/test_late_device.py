@@ -114,7 +114,6 @@ def test_the_host_runs_ahead_until_it_waits() -> None:
 
 def _streams() -> None:
     side = torch.Stream(DEVICE, priority=-1)
-    late_device.set_delays(kernel_s=0.02)
     source = torch.arange(1000.0, device=DEVICE)
     out = torch.zeros(1000, device=DEVICE)
     torch.accelerator.synchronize(DEVICE)
@@ -134,9 +133,11 @@ def _streams() -> None:
         return torch.equal(out.cpu(), torch.arange(1000.0) * 2)
 
     torch.accelerator.set_device_index(1)
-    assert all(use(waits=True, records=True) for _ in range(20))
-    assert not all(use(waits=True, records=False) for _ in range(20))
-    assert not all(use(waits=False, records=True) for _ in range(20))
+    late_device.set_delays(copy_s=0.1)
+    assert all(use(waits=True, records=True) for _ in range(4))
+    assert not all(use(waits=True, records=False) for _ in range(4))
+    late_device.set_delays(kernel_s=0.1)
+    assert not all(use(waits=False, records=True) for _ in range(4))
 
 
 def test_a_missing_wait_or_record_stream_shows() -> None:
