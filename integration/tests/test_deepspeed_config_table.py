@@ -109,6 +109,7 @@ EXAMPLES: dict[str, Any] = {
     "zero_optimization.offload_optimizer.cpuadam_cores_perc": 0.5,
     "zero_optimization.offload_optimizer.parameters": ["*.weight"],
     "zero_optimization.offload_optimizer.device_budget": 1000,
+    "zero_optimization.offload_optimizer.host_share": "first",
     "zero_optimization.offload_optimizer.pin_memory_bytes": 1000,
     "zero_optimization.offload_optimizer.update_in_backward": False,
     "zero_optimization.offload_optimizer.state_dtype": "int8",

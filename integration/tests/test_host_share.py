@@ -225,6 +225,7 @@ class _Space:
 
     numel = 96
     pieces = ((0, 37, 0), (48, 60, 0), (64, 95, 0))
+    end = "first"
 
     def __init__(self, optimizer_class: Any, dtype: torch.dtype) -> None:
         generator = torch.Generator().manual_seed(3)

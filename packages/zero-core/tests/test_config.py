@@ -281,6 +281,7 @@ def test_what_the_host_updates_is_said_once():
         ({"parameters": ["a.*", "b"]}, (None, ("a.*", "b"), None)),
         ({"device_budget": 10**9}, (None, None, 10**9)),
         ({"device_budget": None, "parameters": None}, (1.0, None, None)),
+        ({"device_budget": 10**9, "host_share": "first"}, (None, None, 10**9)),
     ):
         config = load_config({**SMALL, **offload(stage=1, **block)}, world_size=1)
         found = config.zero_optimization.offload_optimizer
@@ -288,6 +289,13 @@ def test_what_the_host_updates_is_said_once():
         text = config.model_dump_json()
         assert Config.model_validate_json(text) == config
         assert load_config(json.loads(text), world_size=1) == config
+
+
+def test_the_hosts_end_of_the_model_needs_a_ratio_or_a_budget():
+    assert load_config(SMALL, world_size=1).zero_optimization.offload_optimizer.host_share == "last"
+    for block in ({"parameters": ["a.*"]}, {"device": "none", "ratio": None}):
+        with pytest.raises(ConfigError, match="host_share says at which end"):
+            load_config({**SMALL, **offload(stage=1, host_share="first", **block)}, world_size=1)
 
 
 def test_clipping_is_off_unless_asked_for():

@@ -192,7 +192,7 @@ def test_host_and_device_step_at_the_same_time() -> None:
     offer(tier, space, 0)
     tier.step(GROUPS, range(5), grad_scale=1.0)
     assert device.calls
-    tier.wait_params(180, space.numel)
+    tier.wait_params(0, 180)
     assert not kernel.calls
     kernel.gate.set()
     tier.wait_params(0, space.numel)
@@ -216,7 +216,8 @@ def test_an_error_in_the_worker_reaches_every_later_call(
 ) -> None:
     space = Space()
     cause = MemoryError("no memory for the moments")
-    tier = make_tier(space, optim.AdamW, GROUPS, ratio=ratio, kernel=GatedAdam(0, cause))
+    kernel = GatedAdam(0, cause)
+    tier = make_tier(space, optim.AdamW, GROUPS, ratio=ratio, kernel=kernel, host_share="first")
     offer(tier, space, 0)
     host_pieces = [0, 1]
     tier.step(GROUPS, host_pieces, grad_scale=1.0)
@@ -264,7 +265,8 @@ def test_a_half_without_its_gradient_holds_back_the_other(missing: int) -> None:
     space = Space()
     tier = make_tier(space, optim.AdamW, GROUPS, ratio=0.6, kernel=ReferenceAdam())
     before = snapshot(tier, space)
-    start, stop = ((tier.host_numel, space.numel), (0, tier.host_numel))[missing]
+    split = space.numel - tier.host_numel
+    start, stop = ((0, split), (split, space.numel))[missing]
     tier.offer_grad(start, space.grad(0)[start:stop])
     with pytest.raises(ValueError, match="no gradient was offered"):
         tier.step(GROUPS, range(5), grad_scale=1.0)

@@ -51,10 +51,11 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("zero_offload.tiers.part.BLOCK_NUMEL", 50)
 
 
+@pytest.mark.parametrize("end", ["last", "first"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("cls", "settings", "has_kernel"), ROUTES)
 def test_a_moving_split_point_changes_no_bit(
-    cls: Any, settings: dict[str, Any], has_kernel: bool, dtype: torch.dtype
+    cls: Any, settings: dict[str, Any], has_kernel: bool, dtype: torch.dtype, end: str
 ) -> None:
     """Pieces that were never updated move too: the second is left out of the first steps."""
     groups = [group_of(cls, **settings)]
@@ -62,7 +63,7 @@ def test_a_moving_split_point_changes_no_bit(
     for moves in (False, True):
         space = Space(dtype=dtype)
         kernel = ReferenceAdam() if has_kernel else None
-        tier = make_tier(space, cls, groups, ratio=1.0, kernel=kernel)
+        tier = make_tier(space, cls, groups, ratio=1.0, kernel=kernel, host_share=end)
         for step, split in enumerate(SPLITS):
             active = [0, 2, 3, 4] if step < 3 else range(5)
             train(tier, space, groups, range(step, step + 1), active=active, grad_scale=0.5)
@@ -76,12 +77,16 @@ def test_a_moving_split_point_changes_no_bit(
     assert_same(results[1], results[0])
 
 
-def test_the_host_updates_what_is_below_the_split_point_and_no_more() -> None:
+@pytest.mark.parametrize("end", ["last", "first"])
+def test_the_host_updates_the_elements_of_its_end_and_no_more(end: str) -> None:
     space, kernel = Space(), ReferenceAdam()
     groups = [group_of(optim.AdamW, lr=1e-2)]
-    tier = make_tier(space, optim.AdamW, groups, kernel=kernel)
+    tier = make_tier(space, optim.AdamW, groups, kernel=kernel, host_share=end)
     for split in (100, 300, 0):
         tier.resplit(split)
+        spans = [(360 - split, 360)] if end == "last" else [(0, split)]
+        held = [part.spans for part in tier.report() if part.is_host]
+        assert held == ([tuple(spans)] if split else [])
         before = tier.bytes_d2h
         train(tier, space, groups, range(1))
         assert tier.bytes_d2h - before == 4 * split
@@ -144,6 +149,7 @@ class WatchedTiers:
 
     def __init__(self, tiers: OffloadTiers) -> None:
         self.tiers = tiers
+        self.end = tiers.end
         self.error: Exception | None = None
         self.devices: list[weakref.ref[StateTier]] = []
         self.alive: list[bool] = []
@@ -175,7 +181,8 @@ def _watched(space: Space, split: int) -> tuple[TwinTier, WatchedTiers]:
         device_tier=make_device_tier,
     )
     watched = WatchedTiers(tiers)
-    tier = TwinTier(geometry, GROUPS, Intervals([(0, split)]), watched)
+    host = Intervals([(space.numel - split, space.numel)])
+    tier = TwinTier(geometry, GROUPS, host, watched)
     tier.write_state("master_weight", 0, space.initial)
     return tier, watched
 

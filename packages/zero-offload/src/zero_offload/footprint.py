@@ -5,10 +5,10 @@ Entry points ``state_tier`` and ``param_tier`` of the group ``zero_core.footprin
 real. Nothing is allocated: parameter shards are given on the meta device.
 
 [Note: planned bytes]
-host part     the elements ``[0, split)``: master weights and states in host memory or on NVMe,
-              copies of offered gradients, and buffers through which new parameters reach the device
-device part   the elements ``[split, numel)``. On a CPU it is this package's own tier. On an
-              accelerator the engine's tier holds its state: then only copies of gradients count
+host part     the elements at one end: master weights and states in host memory or on NVMe, copies
+              of offered gradients, and buffers through which new parameters reach the device
+device part   the rest. On a CPU it is this package's own tier. On an accelerator the engine's tier
+              holds its state: then only copies of gradients count
 split master  a bf16 parameter whose fp32 master weight is kept as the parameter and its lower half
 """
 
@@ -30,7 +30,7 @@ from zero_offload.rules.rule import KERNEL_DTYPES, PARAM, REMAINDER
 from zero_offload.settings import OffloadSettings
 from zero_offload.steppers.file_stepper import BLOCK_NUMEL
 from zero_offload.steppers.torch_stepper import FUSED_ALIGNMENT
-from zero_offload.tiers.share import is_chosen, state_bytes, within_budget
+from zero_offload.tiers.share import end_share, is_chosen, state_bytes, within_budget
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +110,7 @@ class TierFootprint:
         """Return the share of the elements that the settings give to the host.
 
         ``"auto"`` counts as 1, where its search begins. With ``parameters`` it is the share of
-        their elements, as if they came first.
+        their elements, as if they lay at the host's end.
 
         Args:
             params: name and number of elements of each trainable parameter of the whole model.
@@ -120,43 +120,51 @@ class TierFootprint:
             named = [n for name, n in params if is_chosen(name, settings.parameters)]
             return sum(named) / max(sum(n for _, n in params), 1)
         if settings.device_budget is not None:
-            host = within_budget(self._geometry, settings.device_budget, self._state_bytes)
+            budget, end = settings.device_budget, settings.host_share
+            host = within_budget(self._geometry, budget, self._state_bytes, end)
             return host.numel / max(self._geometry.numel, 1)
         return 1.0 if settings.ratio == "auto" else settings.ratio
 
-    def split_point(self, ratio: float) -> int:
-        return self._geometry.align_down(round(ratio * self._geometry.numel), self._alignment)
+    def _host_span(self, ratio: float) -> tuple[int, int]:
+        numel, geometry = self._geometry.numel, self._geometry
+        share = end_share(numel, round(ratio * numel), self._settings.host_share)
+        spans = geometry.align(share, self._alignment).spans
+        return spans[0] if spans else (0, 0)
+
+    def device_span(self, ratio: float) -> tuple[int, int]:
+        start, stop = self._host_span(ratio)
+        return (stop, self._geometry.numel) if start == 0 else (0, start)
 
     def host_bytes(self, ratio: float) -> dict[str, int]:
-        split = self.split_point(ratio)
-        part = self._clipped(0, split)
+        start, stop = self._host_span(ratio)
+        part = self._clipped(start, stop)
         # Where the device is the host, full-precision shards are their own master weights.
         masters = self._masters(part, needs_copy=self._is_accelerated)
-        kept = {"master weights": masters, "optimizer states": self._states(0, split)}
+        kept = {"master weights": masters, "optimizer states": self._states(start, stop)}
         if self._settings.nvme is not None:
             count = self._settings.nvme.buffer_count
             kept = {"NVMe buffers": _nvme_buffer_bytes(part, sum(kept.values()), count)}
         return {
             **kept,
-            "gradient copies": self._grad_bytes(part, split),
+            "gradient copies": self._grad_bytes(part, stop - start),
             "parameter copies": self._staging_bytes(part),
         }
 
     def device_bytes(self, ratio: float) -> dict[str, int]:
         """Return the bytes on the compute device by kind. See [Note: planned bytes]."""
-        split, numel = self.split_point(ratio), self._geometry.numel
-        part = self._clipped(split, numel)
+        start, stop = self.device_span(ratio)
+        part = self._clipped(start, stop)
         grad_dtypes = {span.grad_dtype for span in part}
-        found = {"gradient copies": sum((numel - split) * d.itemsize for d in grad_dtypes)}
+        found = {"gradient copies": sum((stop - start) * d.itemsize for d in grad_dtypes)}
         if not self._is_accelerated:
             found["master weights"] = self._masters(part, needs_copy=False)
-            found["optimizer states"] = self._states(split, numel)
+            found["optimizer states"] = self._states(start, stop)
         return found
 
     def link_bytes(self, ratio: float) -> tuple[int, int]:
         """Return the bytes per step to the host (gradients, resting parameters) and back."""
-        split = self.split_point(ratio)
-        part, rest = self._clipped(0, split), self._clipped(split, self._geometry.numel)
+        part = self._clipped(*self._host_span(ratio))
+        rest = self._clipped(*self.device_span(ratio))
         down = sum(span.numel * span.grad_dtype.itemsize for span in part)
         down += sum(span.nbytes for span in rest if span.is_offloaded)
         return down, sum(span.nbytes for span in part if not span.is_offloaded)

@@ -32,7 +32,7 @@ from zero_offload.local_parts import check_not_replicated, common_device, lay_ou
 from zero_offload.protocols import AdamKernel, Groups, OptimizerClass
 from zero_offload.rules.resolve import resolve_update
 from zero_offload.rules.rule import MASTER
-from zero_offload.settings import OffloadSettings
+from zero_offload.settings import HostShare, OffloadSettings
 from zero_offload.tier import make_device_tier, make_twin
 from zero_offload.tiers.factory import OffloadTiers
 from zero_offload.tiers.share import check_patterns, host_share
@@ -56,13 +56,14 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             kernel's own class, as ``cpu_adam.CPUAdam``, whose kernel is then used.
         params: parameters, named parameters or groups of them, as for any torch optimizer; dense,
             on one device.
-        ratio: the host has the first ``round(ratio * numel)`` of this process's elements, in the
+        ratio: the host has the last ``round(ratio * numel)`` of this process's elements, in the
             order of the groups; "auto" measures which ratio is the fastest that fits, see
             `zero_offload.tiers.auto_ratio`.
         parameters: the host has these parameters: a collection of them, or of patterns of names
             (`fnmatch`), for which ``params`` must be named.
         device_budget: the host has the elements beyond this many bytes of master weights, states
             and gradients on the device.
+        host_share: ``"first"`` gives the host the first elements instead, of a ratio or a budget.
         pin_memory: page-lock transfer buffers when the parameters are on an accelerator.
         pin_memory_bytes: most bytes to lock; None for no limit. The rest is pageable.
         adam_kernel: a host kernel for Adam, AdamW and, where it has the functions, Adagrad, SGD and
@@ -92,6 +93,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         ratio: float | Literal["auto"] | None = None,
         parameters: Collection[str] | Collection[Tensor] | None = None,
         device_budget: int | None = None,
+        host_share: HostShare = "last",
         pin_memory: bool = True,
         pin_memory_bytes: int | None = None,
         numa: bool = False,
@@ -110,6 +112,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         asked = {
             "ratio": ratio,
             "device_budget": device_budget,
+            "host_share": host_share,
             "pin_memory": pin_memory,
             "pin_memory_bytes": pin_memory_bytes,
             "numa": numa,

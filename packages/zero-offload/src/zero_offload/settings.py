@@ -20,6 +20,13 @@ from zero_offload.numa import ADVICE
 STATE_DTYPES = ("float32", "bfloat16", "int8")
 """What ``offload_optimizer.state_dtype`` may be."""
 
+HostShare = Literal["last", "first"]
+"""The end of the flat space at which the host's share lies, if it is no set of parameters.
+
+``last``: the last blocks, whose gradients come first in backward and whose new values forward needs
+last. ``first``: the first elements, as in DeepSpeed.
+"""
+
 _BLOCK = "offload_optimizer"
 
 
@@ -39,6 +46,14 @@ def _ratio(value: Any, name: str) -> float | Literal["auto"]:
             f'1, or "auto"; got {value!r}'
         )
     return float(value)
+
+
+def _host_share(value: Any, name: str) -> HostShare:
+    if value == "last":
+        return "last"
+    if value == "first":
+        return "first"
+    raise ValueError(f'{name} must be "last" or "first", got {value!r}')
 
 
 def _boolean(value: Any, name: str) -> bool:
@@ -68,6 +83,7 @@ _CHECKS: Mapping[str, Callable[[Any, str], Any]] = {
     "ratio": _ratio,
     "parameters": _patterns,
     "device_budget": _num_bytes,
+    "host_share": _host_share,
     "pin_memory": _boolean,
     "pin_memory_bytes": _num_bytes,
     "state_dtype": check_state_dtype,
@@ -113,8 +129,9 @@ class OffloadSettings:
     """Settings of the host's part, with at most one of the keys that select its elements.
 
     Attributes:
-        ratio: share of the elements, from the first on, that the host updates, or "auto" for the
-            fastest; 1 where another key says which elements.
+        ratio: share of the elements that the host updates, or "auto" for the fastest; 1 where
+            another key says which elements.
+        host_share: the end at which they lie, also those of ``device_budget``.
         pin_memory: page-lock the host's transfer buffers.
         pin_memory_bytes: most bytes to lock on this rank; None for no limit.
         nvme: keep the host's part of the state in a file; None keeps it in host memory.
@@ -125,6 +142,7 @@ class OffloadSettings:
     """
 
     ratio: float | Literal["auto"] = 1.0
+    host_share: HostShare = "last"
     pin_memory: bool = True
     pin_memory_bytes: int | None = None
     nvme: NvmeSettings | None = None

@@ -43,10 +43,12 @@ def create_tier(
     place in a parameter at which a split changes no bit (see `OffloadTiers.alignment`), so that
     none of them changes the result.
 
-    - ``ratio``, 0 to 1: the elements ``[0, round(ratio * numel))``.
+    - ``ratio``, 0 to 1: the last ``round(ratio * numel)`` elements.
     - ``"ratio": "auto"``: as many as an `AutoTier` finds fastest.
     - ``parameters``: those of the parameters whose names match one of these patterns.
-    - ``device_budget``: all but the last ones whose state fits in so many bytes on the device.
+    - ``device_budget``: all but the first ones whose state fits in so many bytes on the device.
+
+    With ``"host_share": "first"`` the elements of a ratio or a budget are the first ones instead.
 
     Args:
         numel: length of the local flat space in elements, padding included.
@@ -90,11 +92,10 @@ def make_twin(
     frozen = freeze_groups(groups)
     alignment = tiers.alignment(frozen)
     if host is not None:
-        if host == Intervals([(0, host.numel)]):  # chosen parameters are whole anyway
-            host = Intervals([(0, geometry.align_down(host.numel, alignment))])
+        host = geometry.align(host, alignment)  # chosen parameters are whole anyway
         return TwinTier(geometry, frozen, host, tiers, alignment=alignment)
     per_element = state_bytes(tiers.optimizer_class, groups, geometry.master_dtype)
-    whole = device_bytes(geometry, 0, per_element)
+    whole = device_bytes(geometry, Intervals([(0, geometry.numel)]), per_element)
     return AutoTier(
         geometry,
         frozen,

@@ -47,6 +47,9 @@ class OffloadOptimizerConfig(_Block):
     ratio: Annotated[float, Field(ge=0.0, le=1.0)] | Literal["auto"] | None = 1.0
     """Share of the elements that the host updates (Twin-Flow), exact to the element. "auto" finds
     the fastest share that fits by measurement. None if one of the next two keys replaces it."""
+    host_share: Literal["last", "first"] = "last"
+    """End of the model at which the elements of ``ratio`` or ``device_budget`` lie. The last blocks
+    get their gradients first and are needed last. Not in DeepSpeed's configuration."""
     parameters: tuple[str, ...] | None = None
     """Patterns (`fnmatch`) of the names of the parameters that the host updates."""
     device_budget: NonNegativeInt | None = None

@@ -98,6 +98,12 @@ def _of_optimizer_offload(config: Config) -> Iterator[_Rule]:
         len(given) > 1,
         f"{where}: {' and '.join(given)} each say what the host updates: give one",
     )
+    has_no_end = offload.device == "none" or offload.parameters is not None
+    yield (
+        offload.host_share == "first" and has_no_end,
+        f"{where}.host_share says at which end of the model the elements of a ratio or a "
+        "device_budget lie: it needs device 'cpu' or 'nvme', and no list of parameters",
+    )
     yield (
         offload.ratio == "auto" and zero.stage == 0,
         f"{where}.ratio = 'auto' needs stage 1 or more: at stage 0 every rank updates every "

@@ -91,8 +91,8 @@ class TierFootprint(Protocol):
             params: name and number of elements of each trainable parameter of the whole model.
         """
 
-    def split_point(self, ratio: float) -> int:
-        """Return the first element that the device keeps."""
+    def device_span(self, ratio: float) -> tuple[int, int]:
+        """Return start and stop of the elements that the device keeps."""
 
     def host_bytes(self, ratio: float) -> dict[str, int]:
         """Return the bytes of host memory by kind."""

@@ -169,20 +169,20 @@ class Forecast:
             kept |= self.tier.device_bytes(ratio)
             host = self.tier.host_bytes(ratio)
             if self._is_accelerated:
-                kept |= self._own_tier_bytes(self.tier.split_point(ratio))
+                kept |= self._own_tier_bytes(*self.tier.device_span(ratio))
         elif not self._is_offloaded:
-            kept |= self._own_tier_bytes(0)
+            kept |= self._own_tier_bytes(0, self._numel)
         by_place = {**self._fixed, **kept}, {**host, **self._resting_bytes}
         return MemoryUse(*({k: n for k, n in kinds.items() if n} for kinds in by_place))
 
-    def _own_tier_bytes(self, start: int) -> dict[str, int]:
-        """Return the bytes of `zero_core.optim.device_tier` over ``[start, numel)``."""
+    def _own_tier_bytes(self, start: int, stop: int) -> dict[str, int]:
+        """Return the bytes of `zero_core.optim.device_tier` over ``[start, stop)``."""
         masters = sum(
-            (stop - max(low, start)) * max(s.dtype.itemsize, 4)
-            for low, stop, s in self._spans
-            if stop > start and (s.dtype not in _WIDE or s in self._resting)
+            max(min(high, stop) - max(low, start), 0) * max(s.dtype.itemsize, 4)
+            for low, high, s in self._spans
+            if s.dtype not in _WIDE or s in self._resting
         )
-        states = (self._numel - start) * self._state_bytes
+        states = (stop - start) * self._state_bytes
         return {"master weights": masters, "optimizer states": states}
 
     def host_link_bytes(self, ratio: float) -> tuple[int, int]:

@@ -10,7 +10,7 @@ run          a contiguous range of active pieces in one shard, updated and publi
              wait for the second.
 part         a set of elements (`Intervals`) that one tier holds. Compacted, it is a flat space of
              its own. Pieces and shards that the set splits become several there.
-split point  the element at which the host's share ends, where it is ``[0, k)``.
+split point  the element at which the host's share begins (or ends, where it is the first part).
 """
 
 from __future__ import annotations
@@ -119,8 +119,17 @@ class Geometry:
         if not 0 <= start <= stop <= self.numel:
             raise ValueError(f"[{start}, {stop}) is not within the flat space [0, {self.numel})")
 
-    def align_down(self, split: int, alignment: int) -> int:
-        """Move a split point down to a multiple of ``alignment`` elements of its piece."""
+    def align(self, share: Intervals, alignment: int) -> Intervals:
+        """Move a share's split points down to multiples of ``alignment`` elements of their pieces.
+
+        Those between pieces stay.
+        """
+        return Intervals(
+            (self._align_down(start, alignment), self._align_down(stop, alignment))
+            for start, stop in share.spans
+        )
+
+    def _align_down(self, split: int, alignment: int) -> int:
         found = self._pieces.last_from(split)
         if found is None or split >= found[1]:
             return split

@@ -35,6 +35,7 @@ class OffloadTiers:
 
     Attributes:
         rule: the update by a kernel; None for torch's own.
+        end: at which the host's share lies when its split point moves.
 
     Raises:
         ValueError: an optimizer or a setting that cannot be served.
@@ -73,6 +74,7 @@ class OffloadTiers:
                 f"Adam, AdamW, Adagrad, SGD or Lion by name with cpu-adam installed (pip install "
                 f'zero-offload[cpu-adam]) and without amsgrad or float64, or device "cpu"'
             )
+        self.end = settings.host_share
         self._settings = settings
         self._device_tier = device_tier
         self._param_store = param_store

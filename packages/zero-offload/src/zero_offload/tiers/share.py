@@ -12,7 +12,7 @@ from zero_offload.flat.geometry import Geometry
 from zero_offload.flat.intervals import Intervals
 from zero_offload.protocols import Groups, OptimizerClass
 from zero_offload.rules.elementwise import check_elementwise
-from zero_offload.settings import OffloadSettings
+from zero_offload.settings import HostShare, OffloadSettings
 from zero_offload.steppers.torch_stepper import probe_entry
 
 
@@ -32,10 +32,16 @@ def host_share(
         return named_elements(geometry, names, settings.parameters)
     if settings.device_budget is not None:
         nbytes = state_bytes(optimizer_class, groups, geometry.master_dtype)
-        return within_budget(geometry, settings.device_budget, nbytes)
+        return within_budget(geometry, settings.device_budget, nbytes, settings.host_share)
     if settings.ratio == "auto":
         return None
-    return Intervals([(0, round(settings.ratio * geometry.numel))])
+    return end_share(geometry.numel, round(settings.ratio * geometry.numel), settings.host_share)
+
+
+def end_share(numel: int, num_host: int, end: HostShare) -> Intervals:
+    """Return the ``num_host`` elements at one end of a flat space of ``numel``."""
+    start = 0 if end == "first" else numel - num_host
+    return Intervals([(start, start + num_host)])
 
 
 def named_elements(geometry: Geometry, names: Sequence[str], patterns: Sequence[str]) -> Intervals:
@@ -71,34 +77,38 @@ def check_patterns(patterns: Sequence[str], names: Sequence[str]) -> None:
             )
 
 
-def within_budget(geometry: Geometry, budget: int, element_state_bytes: int) -> Intervals:
-    """Return as few first elements as leave no more than ``budget`` bytes on the device.
+def within_budget(
+    geometry: Geometry, budget: int, element_state_bytes: int, end: HostShare
+) -> Intervals:
+    """Return as few elements of one end as leave no more than ``budget`` bytes on the device.
 
     Args:
         geometry: the flat space, shards in the compute dtype.
         budget: bytes of device memory for the rest.
         element_state_bytes: of an element's optimizer states, see `state_bytes`.
+        end: at which the elements lie.
     """
     low, high = 0, geometry.numel
     while low < high:  # fewer on the host are more bytes on the device
         middle = (low + high) // 2
-        if device_bytes(geometry, middle, element_state_bytes) <= budget:
+        rest = end_share(geometry.numel, middle, end).complement(geometry.numel)
+        if device_bytes(geometry, rest, element_state_bytes) <= budget:
             high = middle
         else:
             low = middle + 1
-    return Intervals([(0, low)])
+    return end_share(geometry.numel, low, end)
 
 
-def device_bytes(geometry: Geometry, split: int, element_state_bytes: int) -> int:
-    """Return the bytes of ``[split, numel)`` on the device: states, master weights, one gradient.
+def device_bytes(geometry: Geometry, share: Intervals, element_state_bytes: int) -> int:
+    """Return the bytes of a share on the device: states, master weights, one gradient.
 
     Master weights take nothing if all shards there are their own. A gradient has its shard's dtype.
     """
-    rest = [view for _, _, view in geometry.overlaps(split, geometry.numel)]
-    numel, master = geometry.numel - split, geometry.master_dtype
-    is_in_place = all(view.dtype == master for view in rest)
-    grads = sum(view.numel() * view.element_size() for view in rest)
-    return numel * (element_state_bytes + (0 if is_in_place else master.itemsize)) + grads
+    views = [view for span in share.spans for _, _, view in geometry.overlaps(*span)]
+    master = geometry.master_dtype
+    is_in_place = all(view.dtype == master for view in views)
+    grads = sum(view.numel() * view.element_size() for view in views)
+    return share.numel * (element_state_bytes + (0 if is_in_place else master.itemsize)) + grads
 
 
 def state_bytes(optimizer_class: OptimizerClass, groups: Groups, dtype: torch.dtype) -> int:

@@ -1,7 +1,7 @@
 """Twin-Flow: one optimizer state, updated on the host and on the device at the same time.
 
 The host holds and updates a share of the elements, the device the rest (DeepSpeed ZeRO-Offload++,
-Twin-Flow). The share is a set of elements: the first ``k``, or those of some parameters. A piece
+Twin-Flow). The share is a set of elements: the last ones, or those of some parameters. A piece
 that it splits is one parameter in several parts whose scalars stay equal, so that a checkpoint does
 not depend on the share and loads at any other.
 
@@ -29,6 +29,7 @@ from zero_offload.protocols import Groups
 from zero_offload.tiers.factory import OffloadTiers
 from zero_offload.tiers.flat_tier import FlatTier, TierReport
 from zero_offload.tiers.part import GradStaging, HeldState, Part, PartReport, migrate
+from zero_offload.tiers.share import end_share
 
 
 class TwinTier:
@@ -92,7 +93,7 @@ class TwinTier:
 
     @property
     def host_numel(self) -> int:
-        """Number of elements that the host holds. With a ratio, the split point."""
+        """Number of elements that the host holds."""
         return self._host.numel
 
     @property
@@ -267,33 +268,33 @@ class TwinTier:
         return self.host_numel
 
     def recut(self, cut: int) -> None:
-        """Move the split point. Deprecated name of `resplit`."""
+        """Deprecated name of `resplit`."""
         _warn_renamed("recut", "resplit")
         self.resplit(cut)
 
     @torch.no_grad()
-    def resplit(self, split: int) -> None:
-        """Let the host hold ``[0, split)`` from now on, and the device the rest.
+    def resplit(self, num_host: int) -> None:
+        """Let the host hold so many elements of its end from now on, and the device the rest.
 
         To be called between steps; it waits for one under way. No result changes but the byte
         counters, in which master weights that are published again count. See [Note: resplit].
 
         Raises:
-            ValueError: ``split`` is outside the flat space, or the host's share is not ``[0, k)``.
+            ValueError: there are not so many elements, or the host's share is chosen by name.
             RuntimeError: gradients have been offered for a step that has not been taken.
         """
-        self.geometry.check_range(0, split)
-        split = self.geometry.align_down(split, self._alignment)
-        if self._host != Intervals([(0, self.host_numel)]):
-            raise ValueError(f"the host's share is not [0, k) but chosen by name: {self._host}")
+        numel, end = self.geometry.numel, self._factory.end
+        self.geometry.check_range(0, num_host)
+        host = self.geometry.align(end_share(numel, num_host, end), self._alignment)
+        if self._host != end_share(numel, self.host_numel, end):
+            raise ValueError(f"the host's share is not an end but chosen by name: {self._host}")
         if self._fresh:
             raise RuntimeError("a resplit between offer_grad and step: step or discard first")
-        if split == self.host_numel:
+        if host == self._host:
             return
         self.wait_params(0, self.geometry.numel)
         scalars = [self.read_scalars(i) for i in range(len(self.geometry.pieces))]
         before, self._has_dropped = self._host, False
-        host = Intervals([(0, split)])
         rest = host.complement(self.geometry.numel)
         try:
             self._host = host
