@@ -24,20 +24,17 @@ def full_state_dict(
     if rank is not None and not 0 <= rank < state.control.world_size:
         raise ValueError(f"rank = {rank}: expected a rank below {state.control.world_size}")
     by_name: dict[str, Tensor] = {}
-    is_wanted = rank in (None, state.control.rank)
-    for spec, tensor in state.full_params():  # a collective: every rank goes on to the end
-        if not is_wanted:
-            continue
+    for spec, tensor in state.full_params(rank):  # a collective: every rank goes on to the end
         value = _cast(tensor, dtype or spec.dtype)
         by_name |= dict.fromkeys((spec.name, *spec.aliases), value)
-    if not is_wanted:
+    if rank not in (None, state.control.rank):
         return {}
     by_name |= state.buffers()
     return {key: by_name[key] for key in state.names()}
 
 
 def export_safetensors(state: ShardedState, directory: Path, *, dtype: torch.dtype | None) -> Path:
-    params = _Gathered(state.full_params())
+    params = _Gathered(state.full_params(rank=0))
     failure: list[Exception] = []
     if state.control.rank == 0:
         values = ((spec.name, _cast(t, dtype or spec.dtype)) for spec, t in params)

@@ -12,7 +12,7 @@ import ctypes
 import json
 import zlib
 from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Protocol, TypeVar
 
 import torch
@@ -21,6 +21,8 @@ from torch import Tensor
 from zero_core.comm.device_library import DeviceLibrary
 from zero_core.errors import CheckpointCorruptError, CheckpointError
 
+PIECE_BYTES = 64 << 20
+"""Device memory that `ControlGroup.gather` takes at most, however much is gathered."""
 _T = TypeVar("_T")
 
 
@@ -54,9 +56,33 @@ class ControlGroup(Protocol):
         With one rank that is ``tensor`` itself.
         """
 
+    def gather_in_pieces(self, tensor: Tensor) -> Iterator[tuple[int, Tensor]]:
+        """Yield the start and the values of each piece of all ranks' 1-D ``tensor``.
+
+        Tensors are equally long. The values are [world_size, n], in rank order, on the device, of
+        at most `PIECE_BYTES`. Whoever wants them copies them. Every rank must iterate to the end.
+        """
+        numel = max(tensor.numel(), 1)
+        if self.world_size > 1:
+            numel = max(PIECE_BYTES // (self.world_size * tensor.itemsize), 1)
+        for start in range(0, tensor.numel(), numel):
+            piece = self.gather_on_device(tensor[start : start + numel])
+            yield start, piece.view(self.world_size, -1)
+
     def gather(self, tensor: Tensor) -> Tensor:
-        """Return every rank's 1-D ``tensor`` (equally long), in rank order, on the CPU."""
-        return self.gather_on_device(tensor).cpu()
+        """Return every rank's 1-D ``tensor`` (equally long), in rank order, on the CPU.
+
+        It passes through the device in pieces of at most `PIECE_BYTES`.
+        """
+        shape = torch.Size([self.world_size, tensor.numel()])
+        whole = tensor.cpu()  # of one rank, or empty
+        for start, piece in self.gather_in_pieces(tensor):
+            if piece.shape == shape:
+                return piece.view(-1).cpu()
+            if not start:
+                whole = torch.empty(shape, dtype=tensor.dtype, device="cpu")
+            whole[:, start : start + piece.shape[1]] = piece
+        return whole.view(-1)
 
     def gather_into(self, out: Tensor, tensor: Tensor) -> None:
         """Gather every rank's 1-D ``tensor`` (equally long), in rank order, into ``out``.

@@ -140,10 +140,18 @@ class ShardedState:
                     store = partial(values.write, first)
                     yield store, name, first - slot.start, last - slot.start
 
-    def full_params(self) -> Iterator[tuple[ParamSpec, Tensor]]:
-        """Yield every parameter whole on the CPU, unrounded. Every rank must iterate to the end."""
+    def full_params(self, rank: int | None = None) -> Iterator[tuple[ParamSpec, Tensor]]:
+        """Yield every parameter whole on the CPU, unrounded. Every rank must iterate to the end.
+
+        With ``rank`` the others get nothing, and download nothing.
+        """
         for segment in self.layout.segments:
-            full = self.control.gather(self.own_slice(segment.index))
+            own = self.own_slice(segment.index)
+            if rank not in (None, self.control.rank):
+                for _ in self.control.gather_in_pieces(own):
+                    pass
+                continue
+            full = self.control.gather(own)
             for slot in segment.slots:
                 spec = self.layout.params[slot.param]
                 yield spec, full[slot.start : slot.stop].view(spec.shape).clone()
