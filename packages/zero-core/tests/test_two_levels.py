@@ -95,28 +95,28 @@ def test_stages_give_the_same_bits_on_several_nodes(size: int, per_node: int, dt
             assert all(torch.equal(v, expected.values[n]) for n, v in found.values.items())
 
 
-def _send(ranks: SimulatedRanks, config: dict[str, Any]) -> tuple[Traffic, ...]:
+def _send(ranks: SimulatedRanks, config: dict[str, Any]) -> tuple[tuple[Traffic, ...], int]:
+    """Return what a rank sends in a backward, and the bytes that it receives into."""
     assert ranks.per_node is not None
     meter = Meter(ranks.size, ranks.per_node)
+    device = device_collectives(ranks, meter)
     engine = zero_core.build(
-        make_model(),
-        config,
-        process_group=ranks,
-        collectives=lambda native, **_: device_collectives(ranks, meter),
+        make_model(), config, process_group=ranks, collectives=lambda native, **_: device
     )
     engine.backward(engine(**batch(0, 0, ranks.rank))["loss"])
     meter.end_step()
     engine.step()
-    return meter.report()
+    return meter.report(), device.exchange_nbytes
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_a_plan_counts_the_bytes_of_both_levels(dtype: str) -> None:
+def test_a_plan_counts_both_levels_and_their_buffer(dtype: str) -> None:
     config = Case(stage=2, dtype=dtype).config()
     sent = simulate(_send, 4, config, ranks_per_node=2)
     planned = zero_core.plan(make_model(), config, 4, ranks_per_node=2, device_type="accelerator")
     rows = {(row.collective, row.content): asdict(row) for row in planned.traffic}
-    for found in sent:
+    for found, held in sent:
+        assert held == planned.memory.device["exchange buffers"]
         (row,) = [asdict(r) for r in found if r.collective == "reduce_scatter"]
         assert row == rows["reduce_scatter", "gradients"]
 

@@ -185,7 +185,9 @@ def build(
     modules = [module for _, module, _ in found.units]
     installed = hooks.install(runtime, modules, resolved.activation_checkpointing)
     states = StateAccess(state, gradient, runtime)
-    parts = EngineParts(resolved, state, runtime, states, train, memory, communicator, meter)
+    parts = EngineParts(
+        resolved, state, runtime, states, train, memory, communicator, transport, meter
+    )
     if is_training:
         driven = EngineOptimizer(optimizer, train, gradient, runtime, state.param_names)
         engine: ShardedModel = Engine(parts, optimizer=driven, gradient=gradient)

@@ -189,6 +189,10 @@ class TransportCollectives(InPlaceCollectives, Protocol):
     def world_size(self) -> int:
         """Number of ranks of the group."""
 
+    @property
+    def exchange_nbytes(self) -> int:
+        """Bytes of buffers for what arrives in reductions, kept from one to the next."""
+
     def all_to_all(self, out: Tensor, parts: Tensor, *, unit: int) -> Work:
         """Start to fill slice ``k`` of ``out`` with slice ``rank`` of rank ``k``'s ``parts``.
 

@@ -28,6 +28,7 @@ from zero_core.errors import ConfigError, EvaluationOnlyError
 from zero_core.lifecycle import LeftShard, Ownership, Removable, owner_of
 from zero_core.optim.schedules.base import Schedule
 from zero_core.optim.train_state import TrainState
+from zero_core.protocols import TransportCollectives
 from zero_core.runtime.buffers import BufferSync
 from zero_core.runtime.copies import ModelCopies
 from zero_core.runtime.gathered import GatheredParams
@@ -61,6 +62,7 @@ class EngineParts:
     train: TrainState
     memory: Memory
     communicator: Communicator
+    transport: TransportCollectives
     meter: Meter
 
 
@@ -94,6 +96,7 @@ class ShardedModel:
         self._runtime = runtime
         self._memory = parts.memory
         self._communicator = parts.communicator
+        self._transport = parts.transport
         self._meter = parts.meter
         self._gathering = GatheredParams(runtime, state)
         buffers = BufferSync(state.module, state.control, runtime)
@@ -332,7 +335,8 @@ class ShardedModel:
 
     def memory_report(self) -> dict[str, int]:
         """Return bytes on this rank by kind, without activations and the state tier's memory."""
-        return {**self._memory.report(), **self._communicator.private_nbytes}
+        exchanged = {"exchange buffers": self._transport.exchange_nbytes}
+        return {**self._memory.report(), **exchanged, **self._communicator.private_nbytes}
 
     def comm_report(self) -> tuple[Traffic, ...]:
         """Return what this rank sent in the last step, by collective and link.

@@ -183,6 +183,7 @@ class DeviceCollectives(Transport):
             self._received = None  # the larger one may take its place
             with torch.inference_mode(False):
                 self._received = torch.empty(like.nbytes, dtype=torch.uint8, device=like.device)
+            self._exchange_nbytes = like.nbytes
         return _typed(self._received, like.numel(), like.dtype)
 
     def all_to_all(self, out: Tensor, parts: Tensor, *, unit: int) -> Work:

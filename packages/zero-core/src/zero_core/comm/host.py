@@ -43,7 +43,12 @@ class Transport:
         self.rank = rank
         self.world_size = links.world_size
         self._links = links
-        self._scratch: dict[tuple[int, torch.dtype], list[Tensor]] = {}
+        self._exchange_nbytes = 0
+
+    @property
+    def exchange_nbytes(self) -> int:
+        """See `zero_core.protocols.TransportCollectives`."""
+        return self._exchange_nbytes
 
     def zeros(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         with torch.inference_mode(False):  # it serves training too
@@ -104,6 +109,7 @@ class HostCollectives(Transport):
 
     def _place(self, rank: int, links: Links) -> None:
         super()._place(rank, links)
+        self._scratch: dict[tuple[int, torch.dtype], list[Tensor]] = {}
         self._is_once_per_node = 1 < links.ranks_per_node < links.world_size
 
     def subgroup(self, ranks: Sequence[int]) -> HostCollectives:
@@ -203,6 +209,7 @@ class HostCollectives(Transport):
         try:
             return free.pop()  # another thread may have taken the last one
         except IndexError:
+            self._exchange_nbytes += like.nbytes
             return torch.empty_like(like)
 
     def acknowledge(self, received: Tensor | None, unit: int, *, is_near: bool) -> Work:

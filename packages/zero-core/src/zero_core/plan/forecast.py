@@ -204,9 +204,21 @@ class Forecast:
         )
 
     def _exchange_bytes(self) -> int:
-        """Return the bytes of receive buffers: for a unit's segments at once, kept by size."""
+        """Return the bytes of the buffers that reductions receive into.
+
+        On accelerators reductions run one by one and share one buffer. On hosts a unit's run at
+        once, and buffers are kept by size.
+        """
         if self._layout.world_size == 1 or self._has_shared_memory:
             return 0
+        if self._is_accelerated:
+            reduced = [
+                s for s in self._layout.segments if s.is_trainable and self._is_reduced_here(s)
+            ]
+            return max(
+                (s.padded_numel * communicated_dtype(s, self._config).itemsize for s in reduced),
+                default=0,
+            )
         largest: Counter[tuple[int, torch.dtype]] = Counter()
         for unit in self._layout.units:
             trainable = [s for s in unit.segments if s.is_trainable and self._is_reduced_here(s)]
