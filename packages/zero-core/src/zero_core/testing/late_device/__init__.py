@@ -27,8 +27,9 @@ from __future__ import annotations
 import atexit
 import json
 import types
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -189,6 +190,8 @@ class TraceRecord(NamedTuple):
             - ``"alloc"``, ``"free"``: ``writes`` is the block, ``stream`` the one that owns it
             - ``"record_stream"``: ``reads`` is the block, ``stream`` its user
             - ``"pinned_alloc"``, ``"pinned_free"``: ``writes`` is the block of host memory
+            - ``"host_access"``: by the host thread, see `note_host_access`
+            - ``"send"``, ``"receive"``: see `note_handover`; ``event`` is what is handed over
 
         device: its index, -1 where there is none.
         stream: its id within the device: 0 is the default stream; -1 where there is none.
@@ -199,6 +202,8 @@ class TraceRecord(NamedTuple):
             of a copy between host and device, the host's memory, too.
         writes: the same of each tensor that is written.
         thread: a number of the host thread that called.
+        stack: of a wait, a query, a synchronization or ``record_stream``: the Python frames that
+            called, as ``file:line function`` lines, the innermost first.
     """
 
     kind: str
@@ -210,6 +215,7 @@ class TraceRecord(NamedTuple):
     reads: list[tuple[int, int]]
     writes: list[tuple[int, int]]
     thread: int
+    stack: str
 
 
 def start_trace() -> None:
@@ -221,9 +227,23 @@ def stop_trace() -> list[TraceRecord]:
     """Stop recording and return what happened since `start_trace`, in the order of the calls."""
     torch.ops.late.set_tracing(False)
     found = []
-    for kind, device, stream, name, event, version, *ranges, thread in json.loads(
-        torch.ops.late.read_trace()
-    ):
-        reads, writes = ([tuple(pair) for pair in pairs] for pairs in ranges)
-        found.append(TraceRecord(kind, device, stream, name, event, version, reads, writes, thread))
+    for *call, reads, writes, thread, stack in json.loads(torch.ops.late.read_trace()):
+        ranges = ([tuple(pair) for pair in pairs] for pairs in (reads, writes))
+        found.append(TraceRecord(*call, *ranges, thread, stack))
     return found
+
+
+def note_host_access(
+    name: str, *, reads: Sequence[Tensor] = (), writes: Sequence[Tensor] = ()
+) -> None:
+    """Record that this host thread reads and writes host memory by other means than torch's."""
+    torch.ops.late.note_host("host_access", name, 0, _bounds(reads), _bounds(writes))
+
+
+def note_handover(kind: Literal["send", "receive"], what: int) -> None:
+    """Record that this host thread sends something to another thread, or has received it."""
+    torch.ops.late.note_host(kind, "", what, [], [])
+
+
+def _bounds(tensors: Sequence[Tensor]) -> list[int]:
+    return [b for t in tensors for b in (t.data_ptr(), t.data_ptr() + t.nbytes)]

@@ -85,6 +85,7 @@ struct Record {
   uint64_t id, version;  // of an event: its id and the version of its record
   std::vector<Range> reads, writes;
   uint64_t thread;
+  std::string stack;  // of a wait: the Python frames that called
 };
 
 struct Settings {
@@ -116,14 +117,6 @@ uint64_t thread_number() {
   return number;
 }
 
-void note(const char* kind, int device, int64_t stream, std::string name = "", uint64_t id = 0,
-          uint64_t version = 0, std::vector<Range> reads = {}, std::vector<Range> writes = {}) {
-  if (!settings.is_tracing) return;
-  Lock lock(trace_mutex);
-  trace.push_back({kind, device, stream, std::move(name), id, version, std::move(reads),
-                   std::move(writes), thread_number()});
-}
-
 std::string python_stack() {
   auto taken = torch::CapturedTraceback::gather(true, false, false);
   auto known = torch::symbolize({taken.get()});
@@ -133,6 +126,23 @@ std::string python_stack() {
     text << frame.filename << ":" << frame.lineno << " " << frame.funcname << "\n";
   }
   return text.str();
+}
+
+// A stack takes the GIL: with one, no lock is held that a thread with the GIL may wait for.
+std::string stack_of_wait() { return settings.is_tracing ? python_stack() : ""; }
+
+void note(const std::string& kind, int device, int64_t stream, std::string name = "",
+          uint64_t id = 0, uint64_t version = 0, std::vector<Range> reads = {},
+          std::vector<Range> writes = {}, std::string stack = "") {
+  if (!settings.is_tracing) return;
+  Lock lock(trace_mutex);
+  trace.push_back({kind, device, stream, std::move(name), id, version, std::move(reads),
+                   std::move(writes), thread_number(), std::move(stack)});
+}
+
+void note_wait(const char* kind, int device, int64_t stream, uint64_t id = 0,
+               uint64_t version = 0) {
+  note(kind, device, stream, "", id, version, {}, {}, stack_of_wait());
 }
 
 void count_sync(const char* kind, int device) {
@@ -304,12 +314,12 @@ StreamState& current_of(int device) {
 
 void synchronize_stream(StreamState& stream) {
   stream.wait();
-  note("stream_synchronize", stream.device, stream.id);
+  note_wait("stream_synchronize", stream.device, stream.id);
 }
 
 void synchronize_device(int device) {
   for (auto* stream : device_streams[device].all()) stream->wait();
-  note("device_synchronize", device, -1);
+  note_wait("device_synchronize", device, -1);
 }
 
 // ------------------------------------------------------------------------------------------ events
@@ -358,7 +368,7 @@ void wait_event(const EventPtr& event, StreamState& stream) {
     Lock lock(event->mutex);
     version = event->recorded;
   }
-  note("event_wait", stream.device, stream.id, "", event->id, version);
+  note_wait("event_wait", stream.device, stream.id, event->id, version);
   if (version == 0) return;
   stream.enqueue({[event, version] { event->wait(version); }, "wait", Job::SILENT});
 }
@@ -652,10 +662,12 @@ struct LateAllocator final : c10::DeviceAllocator {
   }
   void recordStream(const c10::DataPtr& ptr, c10::Stream stream) override {
     if (auto* block = static_cast<Block*>(ptr.get_context())) {
+      std::string stack = stack_of_wait();
       Guard guard(mutex);
       block->users.insert(stream.id());
       auto begin = reinterpret_cast<uintptr_t>(block->data);
-      note("record_stream", block->device, stream.id(), "", 0, 0, {{begin, begin + block->size}});
+      note("record_stream", block->device, stream.id(), "", 0, 0, {{begin, begin + block->size}},
+           {}, std::move(stack));
     }
   }
   Stats getDeviceStats(DeviceIndex device) override {
@@ -876,7 +888,7 @@ struct GuardImpl final : c10::impl::DeviceGuardImplInterface {
     auto& state = *static_cast<EventPtr*>(event);
     bool is_done = state->is_done();
     // What the host has seen done, it may rely on.
-    if (is_done) note("event_query", -1, -1, "", state->id, state->recorded);
+    if (is_done) note_wait("event_query", -1, -1, state->id, state->recorded);
     return is_done;
   }
   void synchronizeEvent(void* event) const override {
@@ -891,7 +903,7 @@ struct GuardImpl final : c10::impl::DeviceGuardImplInterface {
     }
     count_sync("event", device);
     state->wait(version);
-    note("event_synchronize", -1, -1, "", state->id, version);
+    note_wait("event_synchronize", -1, -1, state->id, version);
     raise_errors(device);
   }
   double elapsedTime(void* first, void* second, const DeviceIndex) const override {
@@ -905,7 +917,7 @@ struct GuardImpl final : c10::impl::DeviceGuardImplInterface {
   }
   bool queryStream(const c10::Stream& on) const override {
     bool is_idle = state_of(on).is_idle();
-    if (is_idle) note("stream_query", on.device_index(), on.id());
+    if (is_idle) note_wait("stream_query", on.device_index(), on.id());
     return is_idle;
   }
   void synchronizeStream(const c10::Stream& on) const override {
@@ -1703,11 +1715,24 @@ std::string read_trace() {
     ranges(record.reads);
     text << ",";
     ranges(record.writes);
-    text << "," << record.thread << "]";
+    text << "," << record.thread << "," << json_string(record.stack) << "]";
     comma = ",";
   }
   text << "]";
   return text.str();
+}
+
+// What the host does to memory, or between its threads: kernels of the host are none of torch's.
+void note_host(std::string kind, std::string name, int64_t id, at::IntArrayRef reads,
+               at::IntArrayRef writes) {
+  auto ranges = [](at::IntArrayRef bounds) {
+    std::vector<Range> found;
+    for (size_t i = 0; i + 1 < bounds.size(); i += 2) {
+      found.push_back({static_cast<uintptr_t>(bounds[i]), static_cast<uintptr_t>(bounds[i + 1])});
+    }
+    return found;
+  };
+  note(kind, -1, -1, std::move(name), static_cast<uint64_t>(id), 0, ranges(reads), ranges(writes));
 }
 
 std::vector<int64_t> contexts() {
@@ -1782,6 +1807,7 @@ TORCH_LIBRARY(late, m) {
   m.def("reset_counters(bool has_stacks) -> ()", &reset_counters);
   m.def("set_tracing(bool is_on) -> ()", &set_tracing);
   m.def("read_trace() -> str", &read_trace);
+  m.def("note_host(str kind, str name, int id, int[] reads, int[] writes) -> ()", &note_host);
   m.def("contexts() -> int[]", &contexts);
   m.def("forget_contexts() -> ()", &forget_contexts);
   m.def("memory_info(int device) -> int[]", &memory_info);
