@@ -30,6 +30,7 @@ from cpu_adam._functional import (
     grad_norm_sq,
     lion_step,
     sgd_step,
+    sums_grads,
 )
 from cpu_adam._isa import active_isa, available_isas
 
@@ -57,9 +58,6 @@ __all__ = [
 
 __version__ = _version("cpu-adam")
 
-
-sums_grads = True
-"""Whether the functions take several gradients and add them in fp32, in order."""
 
 # Names that need torch, and their modules.
 _LAZY = {"CPUAdam": "cpu_adam.optimizer", "convert_state": "cpu_adam._convert"}

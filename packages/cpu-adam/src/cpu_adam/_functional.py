@@ -34,6 +34,9 @@ from cpu_adam._scalars import (
 )
 from cpu_adam._threads import resolve_num_threads
 
+sums_grads = True
+"""Says that every function takes several gradients, and adds them in fp32, in order."""
+
 _ONLY_FLOAT32 = (FLOAT32,)
 _ANY_FLOAT = (FLOAT32, BFLOAT16, FLOAT16)
 

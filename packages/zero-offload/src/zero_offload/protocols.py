@@ -72,6 +72,24 @@ class AdamKernel(Protocol):
 
 
 @runtime_checkable
+class SummingKernel(Protocol):
+    """A kernel whose functions take a list of gradients in the place of one.
+
+    They add them in fp32, in order, in the same pass. Without it torch adds them before the pass.
+
+    Attributes:
+        sums_grads: declares it.
+    """
+
+    sums_grads: bool
+
+    def grad_norm_sq(
+        self, grad: Any, *, grad_scale: float = 1.0, num_threads: int | None = None
+    ) -> tuple[float, bool]:
+        """Return the sum of the squares, in double precision, and whether it is finite."""
+
+
+@runtime_checkable
 class EightBitAdamKernel(Protocol):
     """An Adam kernel that keeps both moments in 8 bits."""
 

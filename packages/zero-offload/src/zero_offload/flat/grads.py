@@ -2,6 +2,9 @@
 
 On the host all gradients of one dtype share one flat buffer, so that adjacent offers are one span
 of memory. On the device each offer is a tensor of the caller's.
+
+The gradient of a range is the sum of its *terms*, one per micro-step, each in memory of its own. It
+is taken in the master weights' dtype (fp32, as a rule), in the order in which they came.
 """
 
 from __future__ import annotations
@@ -15,17 +18,40 @@ from zero_offload.flat.intervals import SpanMap
 
 _Source = tuple[Tensor, int]
 """A tensor and the element of the flat space at its first element."""
+_Terms = tuple[_Source, ...]
 
 
 class GradLedger:
     """Gradients by range. A later offer replaces an earlier one where they overlap."""
 
     def __init__(self) -> None:
-        self._sources: SpanMap[_Source] = SpanMap()
+        self._terms: SpanMap[_Terms] = SpanMap()
 
     def add(self, start: int, stop: int, source: Tensor, base: int) -> None:
         """Record that ``source[start - base : stop - base]`` is the gradient of the range."""
-        self._sources.put(start, stop, (source, base))
+        self._terms.put(start, stop, ((source, base),))
+
+    def append(self, start: int, stop: int, source: Tensor, base: int) -> None:
+        """Record that ``source[start - base : stop - base]`` is one more term of the range."""
+        for a, b, terms in self._spans(start, stop):
+            self._terms.put(a, b, (*terms, (source, base)))
+
+    def discard(self, start: int, stop: int) -> None:
+        self._terms.discard(start, stop)
+
+    def num_terms(self, start: int, stop: int) -> list[tuple[int, int, int]]:
+        """Return ``(a, b, count)`` parts that cover ``[start, stop)``, in order."""
+        return [(a, b, len(terms)) for a, b, terms in self._spans(start, stop)]
+
+    def _spans(self, start: int, stop: int) -> list[tuple[int, int, _Terms]]:
+        """The terms of all parts of a range, none where nothing was offered."""
+        found: list[tuple[int, int, _Terms]] = []
+        end = start
+        for a, b, terms in self._terms.overlaps(start, stop):
+            found += [(end, a, ())] if end < a else []
+            found.append((a, b, terms))
+            end = b
+        return [*found, (end, stop, ())] if end < stop else found
 
     def take(self, spans: Sequence[tuple[int, int]]) -> GradLedger:
         """Move the gradients of the spans to a new ledger and return it.
@@ -35,31 +61,33 @@ class GradLedger:
         """
         found = [part for span in spans for part in self._covering(*span)]
         taken = GradLedger()
-        for a, b, (source, base) in found:
-            taken.add(a, b, source, base)
+        for a, b, terms in found:
+            taken._terms.put(a, b, terms)
         for span in spans:
-            self._sources.discard(*span)
+            self._terms.discard(*span)
         return taken
 
-    def segments(self, start: int, stop: int) -> list[tuple[int, int, Tensor]]:
-        """Return ``(a, b, gradient)`` parts that cover ``[start, stop)`` without a gap.
+    def segments(self, start: int, stop: int) -> list[tuple[int, int, list[Tensor]]]:
+        """Return ``(a, b, terms)`` parts that cover ``[start, stop)`` without a gap.
 
         Raises:
             ValueError: some of the range was not offered.
         """
         parts = self._covering(start, stop)
-        return [(a, b, source[a - base : b - base]) for a, b, (source, base) in parts]
+        return [
+            (a, b, [source[a - base : b - base] for source, base in terms]) for a, b, terms in parts
+        ]
 
-    def _covering(self, start: int, stop: int) -> list[tuple[int, int, _Source]]:
-        """The sources of a range in order. Adjacent ones of the same memory are one."""
-        found: list[tuple[int, int, _Source]] = []
+    def _covering(self, start: int, stop: int) -> list[tuple[int, int, _Terms]]:
+        """The terms of a range in order. Adjacent ones of the same memory are one."""
+        found: list[tuple[int, int, _Terms]] = []
         end = start
-        for a, b, source in self._sources.overlaps(start, stop):
+        for a, b, terms in self._terms.overlaps(start, stop):
             if a > end:
                 break
-            if found and found[-1][2][0] is source[0] and found[-1][2][1] == source[1]:
+            if found and _is_same(found[-1][2], terms):
                 a = found.pop()[0]
-            found.append((a, b, source))
+            found.append((a, b, terms))
             end = b
         if end < stop:
             raise ValueError(
@@ -74,15 +102,41 @@ class GradLedger:
         It is the offered memory itself where nothing has to be changed.
         """
         parts = self.segments(start, stop)
-        if len(parts) == 1 and parts[0][2].dtype == dtype and grad_scale == 1.0:
-            return parts[0][2]
-        device = parts[0][2].device
-        grad = torch.empty(stop - start, dtype=dtype, device=device)
-        for a, b, part in parts:
-            grad[a - start : b - start].copy_(part)
+        first = parts[0][2]
+        is_alone = len(parts) == len(first) == 1
+        if is_alone and first[0].dtype == dtype and grad_scale == 1.0:
+            return first[0]
+        grad = torch.empty(stop - start, dtype=dtype, device=first[0].device)
+        for a, b, terms in parts:
+            add_up(terms, grad[a - start : b - start])
         return grad if grad_scale == 1.0 else grad.mul_(grad_scale)
 
-    def joined(self, start: int, stop: int) -> Tensor:
-        """Return the gradient of a range as one tensor, in fp32 if its parts differ in dtype."""
-        dtypes = {part.dtype for _, _, part in self.segments(start, stop)}
-        return self.gather(start, stop, dtypes.pop() if len(dtypes) == 1 else torch.float32, 1.0)
+    def joined(self, start: int, stop: int) -> list[Tensor]:
+        """Return the terms of a range, each as one tensor.
+
+        If its parts differ in the number of terms or in dtype, it is their sum in fp32 alone.
+        """
+        parts = self.segments(start, stop)
+        if len(parts) == 1:
+            return parts[0][2]
+        dtypes = {term.dtype for _, _, terms in parts for term in terms}
+        is_plain = len(dtypes) == 1 and all(len(terms) == 1 for _, _, terms in parts)
+        dtype = dtypes.pop() if is_plain else torch.float32
+        return [self.gather(start, stop, dtype, 1.0)]
+
+
+def add_up(terms: Sequence[Tensor], out: Tensor) -> None:
+    """Write the sum of ``terms`` to ``out``, in the dtype of that and in order.
+
+    The first may be ``out`` itself.
+    """
+    first, *others = terms
+    if first.data_ptr() != out.data_ptr():
+        out.copy_(first)
+    for other in others:
+        out.add_(other)
+
+
+def _is_same(one: _Terms, other: _Terms) -> bool:
+    pairs = zip(one, other, strict=False)
+    return len(one) == len(other) and all(a is b and m == n for (a, m), (b, n) in pairs)

@@ -17,7 +17,7 @@ from torch import Tensor
 from zero_offload.protocols import Bf16AdamKernel, EightBitAdamKernel
 from zero_offload.rules import codes
 from zero_offload.rules.plain import MOMENTS, AdamRule
-from zero_offload.rules.rule import MASTER, PARAM, REMAINDER, Rule, Stored
+from zero_offload.rules.rule import MASTER, PARAM, REMAINDER, Grad, Rule, Stored
 
 _SCALES = {"exp_avg": "exp_avg_scale", "exp_avg_sq": "exp_avg_sq_scale"}
 _RANDOM_BLOCK = 1 << 20
@@ -47,7 +47,7 @@ class _CompactAdamRule(AdamRule):
     def stored_moments(self, numel: int) -> dict[str, tuple[torch.dtype, int]]:
         """Return dtype and length of each buffer of the moments."""
 
-    def call(self, master: Tensor | None, grad: Tensor, stored: Stored, **kw: Any) -> None:
+    def call(self, master: Tensor | None, grad: Grad, stored: Stored, **kw: Any) -> None:
         if not self.is_master_split:
             assert master is not None, "a whole master weight"
             self.call_kernel(master, grad, stored, remainder=None, **kw)
@@ -58,7 +58,7 @@ class _CompactAdamRule(AdamRule):
             out.copy_(param)
 
     @abstractmethod
-    def call_kernel(self, param: Tensor, grad: Tensor, stored: Stored, **kw: Any) -> None:
+    def call_kernel(self, param: Tensor, grad: Grad, stored: Stored, **kw: Any) -> None:
         """Call the kernel for ``param``: master weights, or upper halves with a ``remainder``."""
 
     def decode(self, name: str, stored: Stored, start: int, stop: int) -> Tensor:
@@ -87,13 +87,14 @@ class Bf16AdamRule(_CompactAdamRule):
     def stored_moments(self, numel: int) -> dict[str, tuple[torch.dtype, int]]:
         return dict.fromkeys(MOMENTS, (torch.bfloat16, numel))
 
-    def call_kernel(self, param: Tensor, grad: Tensor, stored: Stored, **kw: Any) -> None:
+    def call_kernel(self, param: Tensor, grad: Grad, stored: Stored, **kw: Any) -> None:
         kernel: Bf16AdamKernel = self._kernel  # type: ignore[assignment]
         for start in range(0, param.numel(), self.block):
             part = slice(start, start + self.block)
             moments = (stored[name][part] for name in MOMENTS)
             own = {name: kw[name][part] for name in ("remainder", "out") if kw[name] is not None}
-            kernel.adam_step_bf16(param[part], grad[part], *moments, **{**kw, **own})
+            terms = [g[part] for g in grad] if isinstance(grad, list) else grad[part]
+            kernel.adam_step_bf16(param[part], terms, *moments, **{**kw, **own})
 
 
 class EightBitAdamRule(_CompactAdamRule):
@@ -109,7 +110,7 @@ class EightBitAdamRule(_CompactAdamRule):
             **dict.fromkeys(_SCALES.values(), (torch.float32, num_blocks)),
         }
 
-    def call_kernel(self, param: Tensor, grad: Tensor, stored: Stored, **kw: Any) -> None:
+    def call_kernel(self, param: Tensor, grad: Grad, stored: Stored, **kw: Any) -> None:
         kernel: EightBitAdamKernel = self._kernel  # type: ignore[assignment]
         moments = (stored[name] for name in (*MOMENTS, *_SCALES.values()))
         kernel.adam_step_8bit(param, grad, *moments, **kw)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, optim
 
 from zero_offload.protocols import AdagradKernel, AdamKernel, LionKernel, OptimizerClass, SgdKernel
-from zero_offload.rules.rule import Rule, Stored, setting
+from zero_offload.rules.rule import Grad, Rule, Stored, setting
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -31,6 +31,7 @@ class AdamRule(Rule):
     scalars = ("step",)
 
     def __init__(self, kernel: AdamKernel, *, is_decoupled: bool) -> None:
+        super().__init__(kernel)
         self._kernel = kernel
         self._is_decoupled = is_decoupled
 
@@ -54,7 +55,7 @@ class AdamRule(Rule):
             "bias_correction": bool(group.get("bias_correction", True)),
         }
 
-    def call(self, master: Tensor | None, grad: Tensor, stored: Stored, **kw: Any) -> None:
+    def call(self, master: Tensor | None, grad: Grad, stored: Stored, **kw: Any) -> None:
         self._kernel.adam_step(master, grad, *(stored[name] for name in MOMENTS), **kw)
 
 
@@ -65,6 +66,7 @@ class AdagradRule(Rule):
     scalars = ("step",)
 
     def __init__(self, kernel: AdagradKernel) -> None:
+        super().__init__(kernel)
         self._kernel = kernel
 
     def initial(self, name: str, group: Mapping[str, Any]) -> float:
@@ -74,7 +76,7 @@ class AdagradRule(Rule):
         names = ("lr", "lr_decay", "eps", "weight_decay")
         return {"step": step, **{name: setting(group, name) for name in names}}
 
-    def call(self, master: Tensor | None, grad: Tensor, stored: Stored, **kw: Any) -> None:
+    def call(self, master: Tensor | None, grad: Grad, stored: Stored, **kw: Any) -> None:
         self._kernel.adagrad_step(master, grad, stored["sum"], **kw)
 
 
@@ -82,6 +84,7 @@ class SgdRule(Rule):
     """Stochastic gradient descent as torch.optim.SGD does it, by ``kernel.sgd_step``."""
 
     def __init__(self, kernel: SgdKernel, *, has_momentum: bool) -> None:
+        super().__init__(kernel)
         self._kernel = kernel
         self.states = {"momentum_buffer": torch.float32} if has_momentum else {}
 
@@ -101,7 +104,7 @@ class SgdRule(Rule):
             "nesterov": bool(group["nesterov"]),
         }
 
-    def call(self, master: Tensor | None, grad: Tensor, stored: Stored, **kw: Any) -> None:
+    def call(self, master: Tensor | None, grad: Grad, stored: Stored, **kw: Any) -> None:
         buffer = stored["momentum_buffer"] if kw["momentum"] else None
         self._kernel.sgd_step(master, grad, buffer, **kw)
 
@@ -112,13 +115,14 @@ class LionRule(Rule):
     states = MappingProxyType({"exp_avg": torch.float32})
 
     def __init__(self, kernel: LionKernel) -> None:
+        super().__init__(kernel)
         self._kernel = kernel
 
     def keywords(self, group: Mapping[str, Any], step: int) -> dict[str, Any]:
         decay = setting(group, "weight_decay", default=0.0)
         return {**_rate_and_betas(group), "weight_decay": decay}
 
-    def call(self, master: Tensor | None, grad: Tensor, stored: Stored, **kw: Any) -> None:
+    def call(self, master: Tensor | None, grad: Grad, stored: Stored, **kw: Any) -> None:
         self._kernel.lion_step(master, grad, stored["exp_avg"], **kw)
 
 

@@ -22,12 +22,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from zero_offload.protocols import SummingKernel
+
 KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 """Dtypes of gradients and parameters that host kernels read and write."""
 MASTER = "master_weight"
 PARAM = "param"
 REMAINDER = "remainder"
 
+Grad = Tensor | list[Tensor]
+"""The gradient of one span: fp32, bf16 or fp16. Several are added in fp32, in order."""
 Stored = Mapping[str, Tensor]
 """The 1-D host buffers of one span, by the names of `Rule.stored`."""
 
@@ -40,6 +44,7 @@ class Rule(ABC):
             master weight.
         scalars: what torch keeps for each parameter beside them: ``("step",)``, or nothing.
         block: see [Note: rules].
+        summing: the kernel, if it takes several gradients; else `update` takes one.
         is_master_split: whether the master weight is in ``stored``, as the bf16 ``param`` and its
             int16 ``remainder``, which ``decode`` joins and ``encode`` splits.
     """
@@ -48,6 +53,9 @@ class Rule(ABC):
     scalars: tuple[str, ...] = ()
     block: int = 1
     is_master_split: bool = False
+
+    def __init__(self, kernel: Any) -> None:
+        self.summing = kernel if isinstance(kernel, SummingKernel) else None
 
     def for_params(self, dtype: torch.dtype) -> Rule:
         """Return the rule for parameters of ``dtype``: itself, or one with split master weights."""
@@ -70,7 +78,7 @@ class Rule(ABC):
         """
 
     @abstractmethod
-    def call(self, master: Tensor | None, grad: Tensor, stored: Stored, **kw: Any) -> None:
+    def call(self, master: Tensor | None, grad: Grad, stored: Stored, **kw: Any) -> None:
         """Call the kernel for one span, see `update`. ``kw`` are its keywords, with ``out``."""
 
     def hyper(self, group: Mapping[str, Any], step: int) -> Hashable:
@@ -87,7 +95,7 @@ class Rule(ABC):
     def update(
         self,
         master: Tensor | None,
-        grad: Tensor,
+        grad: Grad,
         stored: Stored,
         hyper: Any,
         grad_scale: float,
@@ -97,7 +105,8 @@ class Rule(ABC):
 
         Args:
             master: fp32 master weights, 1-D, contiguous; None if the rule keeps them split.
-            grad: fp32, bf16 or fp16, same length; multiplied by ``grad_scale`` first.
+            grad: fp32, bf16 or fp16, same length; multiplied by ``grad_scale`` first. A list of
+                several only if the rule is ``summing``.
             grad_scale: factor on the gradient: unscale and clip.
             out: fp32, bf16 or fp16: receives the new values, rounded; None if they are not needed.
         """

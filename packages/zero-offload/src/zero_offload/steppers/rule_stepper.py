@@ -23,10 +23,10 @@ import torch
 from torch import Tensor
 
 from zero_offload.flat.geometry import Geometry, Run, plan_runs
-from zero_offload.flat.grads import GradLedger
+from zero_offload.flat.grads import GradLedger, add_up
 from zero_offload.flat.intervals import SpanMap
 from zero_offload.protocols import Groups
-from zero_offload.rules.rule import KERNEL_DTYPES, MASTER, PARAM, REMAINDER, Rule, Stored
+from zero_offload.rules.rule import KERNEL_DTYPES, MASTER, PARAM, REMAINDER, Grad, Rule, Stored
 from zero_offload.steppers.stepper import Chunk, SpanMemory, Stepper, check_num_steps
 
 _Kept = Mapping[str, tuple[torch.dtype, int]]
@@ -183,11 +183,11 @@ class RuleStepper(Stepper):
                 block = self.layout.blocks[index]
                 if index not in taken:
                     taken[index] = self.take(index)
-                for a, b, grad in _grads_of(block, start, stop, grads):
+                for a, b, terms in _grads_of(block, start, stop, grads):
                     stored = block.clip(taken[index], a, b)
                     block.rule.update(
                         stored.pop(MASTER, None),
-                        grad if grad.dtype in KERNEL_DTYPES else grad.float(),
+                        _kernel_grad(block.rule, terms),
                         stored,
                         run.key,
                         grad_scale,
@@ -195,6 +195,13 @@ class RuleStepper(Stepper):
                     )
         for index in taken:
             self.put(index)
+
+    def square_sum(self, terms: list[Tensor]) -> float:
+        kernel = self.rule.summing
+        if kernel is None or any(term.dtype not in KERNEL_DTYPES for term in terms):
+            return super().square_sum(terms)
+        total, _ = kernel.grad_norm_sq(terms, num_threads=torch.get_num_threads())
+        return total
 
     def read_scalars(self, piece: int) -> dict[str, float]:
         """Return the count, also under the name that torch's optimizer has for it, if any."""
@@ -218,8 +225,20 @@ class RuleStepper(Stepper):
 
 def _grads_of(
     block: Block, start: int, stop: int, grads: GradLedger
-) -> list[tuple[int, int, Tensor]]:
-    """The span and gradient of each call of the block's rule."""
+) -> list[tuple[int, int, list[Tensor]]]:
+    """The span and the gradient's terms of each call of the block's rule."""
     if block.rule.block == 1:
         return grads.segments(start, stop)
     return [(start, stop, grads.joined(start, stop))]
+
+
+def _kernel_grad(rule: Rule, terms: list[Tensor]) -> Grad:
+    """The gradient in a form that the rule's kernel takes."""
+    served = [term if term.dtype in KERNEL_DTYPES else term.float() for term in terms]
+    if len(served) == 1:
+        return served[0]
+    if rule.summing is not None:
+        return served
+    total = torch.empty(served[0].numel(), dtype=torch.float32, device="cpu")
+    add_up(served, total)
+    return total

@@ -16,9 +16,12 @@ import torch
 from torch import Tensor
 
 from zero_offload.flat.geometry import Geometry, Run
-from zero_offload.flat.grads import GradLedger
+from zero_offload.flat.grads import GradLedger, add_up
 from zero_offload.memory.storage import BlockFile
 from zero_offload.protocols import Groups
+
+_SQUARED_NUMEL = 1 << 20
+"""Elements whose squares are summed at once: bounds the sum of gradients to 4 MiB."""
 
 SpanMemory = Callable[[int, int], Tensor]
 """Returns memory for the rounded parameters of a range inside one shard."""
@@ -181,6 +184,20 @@ class Stepper(ABC):
     @abstractmethod
     def write_scalars(self, piece: int, scalars: Mapping[str, float]) -> None:
         """Restore `read_scalars`. The piece's elementwise state counts from then on."""
+
+    def square_sum(self, terms: list[Tensor]) -> float:
+        """Return the sum of the squares of the sum of ``terms``, in double precision.
+
+        Any thread may call it. ``terms`` are 1-D, in host memory; their sum is taken in the dtype
+        of the master weights, in order.
+        """
+        found = 0.0
+        for start in range(0, terms[0].numel(), _SQUARED_NUMEL):
+            parts = [term[start : start + _SQUARED_NUMEL] for term in terms]
+            total = torch.empty(parts[0].numel(), dtype=self.geometry.master_dtype, device="cpu")
+            add_up(parts, total)
+            found += float(torch.linalg.vector_norm(total, dtype=torch.float64).square())
+        return found
 
     def settle(self) -> None:
         """Complete transfers after a step's last chunk, in the thread that updates."""

@@ -3,7 +3,8 @@
 [Note: buffers]
 gradient staging   host buffers that cover ``[0, numel)`` once per gradient dtype, allocated when a
                    gradient of that dtype first arrives. Gradients keep their dtype: 16 bits stay
-                   16.
+                   16. With several micro-steps there are several per dtype, and a sum: see
+                   `zero_offload.tiers.accumulation`.
 parameter staging  two small host buffers per parameter dtype, in which rounded parameters wait for
                    their copy to the device. One is filled while the other is sent. A parameter
                    shard in host memory needs none: the update writes the rounded values into it.
@@ -23,7 +24,7 @@ that are handed over.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import accumulate
 
@@ -37,6 +38,9 @@ from zero_offload.memory.host_memory import HostMemory
 from zero_offload.memory.streams import HostStreams, open_streams
 from zero_offload.protocols import ParamStore
 from zero_offload.rules.rule import KERNEL_DTYPES
+
+_SUM = -1
+"""Stands for the sum of micro-steps' gradients, where others have the number of their layer."""
 
 Release = Callable[[], None]
 """To be called before the memory of an offered gradient is written again."""
@@ -189,7 +193,7 @@ class HostMover(Mover):
         self._memory = memory
         self._streams = streams or open_streams(device)
         self._is_staged = is_staged
-        self._grads: dict[torch.dtype, SpanMap[tuple[int, Tensor]]] = {}
+        self._grads: dict[tuple[torch.dtype, int], SpanMap[tuple[int, Tensor]]] = {}
         self._arrived: torch.Event | None = None
         self._staging = (_Staging(), _Staging())
         self._held: dict[int, Tensor] = {}  # by shard
@@ -202,28 +206,44 @@ class HostMover(Mover):
 
     def offer(self, start: int, grad: Tensor, ledger: GradLedger) -> Release | None:
         """Start the one copy down, into the staging of the gradient's dtype."""
+        ledger.discard(start, start + grad.numel())
+        return self.append(start, grad, ledger, 0)
+
+    def append(self, start: int, grad: Tensor, ledger: GradLedger, layer: int) -> Release | None:
+        """Start the copy down of one more term of a range, into a layer of its dtype's staging."""
         event = None
-        for a, b, (base, buffer) in self._staging_of(grad.dtype).overlaps(
-            start, start + grad.numel()
-        ):
+        staging = self._staging_of(self.kept_dtype(grad.dtype), layer)
+        for a, b, (base, buffer) in staging.overlaps(start, start + grad.numel()):
             target, source = buffer[a - base : b - base], grad[a - start : b - start]
             event = self._streams.to_host(target, source)
-            ledger.add(a, b, buffer, base)
+            ledger.append(a, b, buffer, base)
         self.bytes_d2h += grad.numel() * grad.element_size()
         if event is None:
             return None
         self._arrived = event  # copies down are in order: the last event stands for all
         return partial(self._streams.release, event)
 
-    def _staging_of(self, dtype: torch.dtype) -> SpanMap[tuple[int, Tensor]]:
-        kept = dtype if dtype in KERNEL_DTYPES else self.geometry.master_dtype
-        if kept not in self._grads:
-            parts = self._memory.parts(self.geometry.numel, kept)
+    def kept_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """Return the dtype in which gradients of ``dtype`` are kept."""
+        return dtype if dtype in KERNEL_DTYPES else self.geometry.master_dtype
+
+    def sum_memory(self, start: int, stop: int) -> Iterator[tuple[int, int, int, Tensor]]:
+        """Yield ``(a, b, base, sum)`` of the memory for a range's sum, in the masters' dtype.
+
+        ``sum[0]`` is that of element ``base``.
+        """
+        staging = self._staging_of(self.geometry.master_dtype, _SUM)
+        return ((a, b, base, total) for a, b, (base, total) in staging.overlaps(start, stop))
+
+    def _staging_of(self, dtype: torch.dtype, layer: int) -> SpanMap[tuple[int, Tensor]]:
+        key = dtype, layer
+        if key not in self._grads:
+            parts = self._memory.parts(self.geometry.numel, dtype)
             starts = accumulate((part.numel() for part in parts), initial=0)
             based = zip(starts, parts, strict=False)
-            self._grads[kept] = SpanMap((a, a + part.numel(), (a, part)) for a, part in based)
+            self._grads[key] = SpanMap((a, a + part.numel(), (a, part)) for a, part in based)
             self.grad_bytes += sum(part.nbytes for part in parts)
-        return self._grads[kept]
+        return self._grads[key]
 
     def close_grads(self) -> torch.Event | None:
         """Return the event of the last copy down. The caller's stream goes on."""

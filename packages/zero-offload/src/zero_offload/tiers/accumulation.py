@@ -1,0 +1,140 @@
+"""Gradients of the micro-steps of one step, added up in host memory.
+
+[Note: layers]
+layer    host memory over the whole space in which one micro-step's gradient lands in its own dtype
+sum      host memory over the whole space in the master weights' dtype
+folded   a range whose terms have been added to the sum. It is then the first term, and the layers
+         are free again.
+
+A step of few micro-steps has one layer for each, and the update adds them in its own pass: nothing
+else reads or writes them. More than `SEPARATE_BYTES` per element are not spent on that: then there
+is one layer, which is folded in a background thread while the next micro-step computes. The last
+micro-step's gradient is left for the update in any case. An element's terms are added in the dtype
+of the sum, in the order in which they came, so both ways give the same bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from zero_offload.flat.grads import GradLedger, add_up
+from zero_offload.flat.intervals import SpanMap
+from zero_offload.memory.streams import enter_device, with_index
+from zero_offload.steppers.stepper import Stepper
+from zero_offload.tiers.transfer import HostMover, Release
+
+SEPARATE_BYTES = 8
+"""Most bytes per element for layers: four of 16 bits."""
+
+_Parts = list[tuple[int, int, list[Tensor]]]
+T = TypeVar("T")
+
+
+def num_layers(num_micro_steps: int, dtype: torch.dtype) -> tuple[int, bool]:
+    """Return how many layers gradients of ``dtype`` take, and whether there is a sum."""
+    if num_micro_steps * dtype.itemsize <= max(SEPARATE_BYTES, dtype.itemsize):
+        return num_micro_steps, False
+    return 1, True
+
+
+class GradSums:
+    """Adds up a host tier's gradients. See [Note: layers].
+
+    Args:
+        mover: copies gradients to the layers.
+        stepper: computes square sums.
+        ledger: what it adds to has the terms of each range.
+    """
+
+    def __init__(self, mover: HostMover, stepper: Stepper) -> None:
+        self._mover = mover
+        self._stepper = stepper
+        self._num_micro_steps = 1
+        self._folds: SpanMap[Future[None]] = SpanMap()  # over folded ranges
+        self._running: set[Future[None] | Future[float]] = set()
+        self._executor = ThreadPoolExecutor(
+            max_workers=1,
+            thread_name_prefix="zero-offload-sums",
+            initializer=enter_device,
+            initargs=(with_index(mover.device),),
+        )
+
+    def expect_micro_steps(self, count: int) -> None:
+        self._num_micro_steps = count
+
+    def add(
+        self, start: int, grad: Tensor, ledger: GradLedger, *, is_last: bool
+    ) -> Release | None:
+        """Start to copy one more term of a range to a free layer.
+
+        Returns:
+            None, or a call to make before the memory of ``grad`` is written again.
+        """
+        layers, has_sum = num_layers(self._num_micro_steps, self._mover.kept_dtype(grad.dtype))
+        stop, release = start + grad.numel(), None
+        for a, b, count in ledger.num_terms(start, stop):
+            if not count:
+                self._folds.discard(a, b)
+            layer = count - any(True for _ in self._folds.overlaps(a, b))
+            if layer >= layers:  # more micro-steps than were expected
+                self._fold(a, b, ledger)
+                layer = 0
+            for *_, fold in self._folds.overlaps(a, b):
+                fold.result()  # it has read the layers
+            release = self._mover.append(a, grad[a - start : b - start], ledger, layer) or release
+        if has_sum and not is_last:
+            self._fold(start, stop, ledger)
+        return release
+
+    def _fold(self, start: int, stop: int, ledger: GradLedger) -> None:
+        """Start to add the terms of a range to the sum. It is the only term from now on."""
+        arrived = self._mover.close_grads()
+        jobs: list[tuple[int, Tensor, _Parts]] = []
+        for a, b, base, total in list(self._mover.sum_memory(start, stop)):
+            jobs.append((a, total[a - base : b - base], ledger.segments(a, b)))
+            ledger.add(a, b, total, base)
+        self._folds.put(start, stop, self._submit(self._run_fold, arrived, jobs))
+
+    def _run_fold(
+        self, arrived: torch.Event | None, jobs: list[tuple[int, Tensor, _Parts]]
+    ) -> None:
+        if arrived is not None:
+            self._mover.wait(arrived)
+        for start, total, parts in jobs:
+            for a, b, terms in parts:
+                add_up(terms, total[a - start : b - start])
+
+    def square_sum(self, start: int, stop: int, ledger: GradLedger) -> Future[float]:
+        """Start to compute the sum of the squares of a range's gradient, in double precision."""
+        parts = ledger.segments(start, stop)
+        return self._submit(self._run_square_sum, self._mover.close_grads(), parts)
+
+    def _run_square_sum(self, arrived: torch.Event | None, parts: _Parts) -> float:
+        if arrived is not None:
+            self._mover.wait(arrived)
+        return sum(self._stepper.square_sum(terms) for _, _, terms in parts)
+
+    def _submit(self, job: Callable[..., T], *args: object) -> Future[T]:
+        future = self._executor.submit(job, *args)
+        self._running = {f for f in self._running if not f.done()} | {future}
+        return future
+
+    def replaced(self, start: int, stop: int) -> None:
+        """Forget that a range is folded, and wait until its memory is not in use."""
+        wait(self._running)
+        self._folds.discard(start, stop)
+
+    def settle(self, start: int, stop: int) -> None:
+        """Wait until the sums of a range are in memory."""
+        for *_, fold in self._folds.overlaps(start, stop):
+            fold.result()
+
+    def close(self) -> None:
+        """Wait until nothing reads or writes gradients, and start a new step."""
+        wait(self._running)
+        self._folds = SpanMap()
