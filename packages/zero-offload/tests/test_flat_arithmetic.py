@@ -145,7 +145,7 @@ def test_neighbours_in_one_buffer_become_one_segment() -> None:
     buffer, ledger = torch.arange(12.0), GradLedger()
     for start, stop in ((8, 12), (0, 4), (4, 8)):
         ledger.add(start, stop, buffer, 0)
-    ((start, stop, view),) = ledger.segments(2, 11)
+    ((start, stop, (view,)),) = ledger.segments(2, 11)
     assert (start, stop) == (2, 11)
     assert view.data_ptr() == buffer[2:].data_ptr()
     assert ledger.gather(2, 11, torch.float32, 1.0).data_ptr() == view.data_ptr()

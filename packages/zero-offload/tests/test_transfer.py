@@ -189,7 +189,7 @@ def test_landing_buffers_are_made_once() -> None:
     for start in (0, 300, 0):
         assert mover.offer(start, space.grad(0)[:10], ledger) is None
     assert memory.pageable_bytes == 2 * space.numel
-    ((_, _, found),) = ledger.segments(300, 310)
+    ((_, _, (found,)),) = ledger.segments(300, 310)
     assert torch.equal(found, space.grad(0)[:10])
 
 
@@ -208,7 +208,7 @@ def test_pinned_landing_memory_is_no_larger_than_it_must_be(
     assert locked == [512, 128, 64, 16]
     assert all(nbytes.bit_count() == 1 for nbytes in locked)
     parts = ledger.segments(3, 357)
-    assert torch.equal(torch.cat([part for _, _, part in parts]), grad[3:357])
+    assert torch.equal(torch.cat([part for _, _, (part,) in parts]), grad[3:357])
 
 
 def test_memory_that_cannot_be_pinned_is_used_pageable_with_one_warning(

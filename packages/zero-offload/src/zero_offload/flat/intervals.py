@@ -116,6 +116,16 @@ class Intervals:
         """Yield the spans ``(a, b)`` of ``[start, stop)`` that are in the set, in order."""
         return ((a, b) for a, b, _ in self._bases.overlaps(start, stop))
 
+    def divide(self, start: int, stop: int) -> Iterator[tuple[int, int, bool]]:
+        """Yield ``(a, b, is_in)``: the parts of a range in the set and between, in order."""
+        for a, b in self.overlaps(start, stop):
+            if start < a:
+                yield start, a, False
+            yield a, b, True
+            start = b
+        if start < stop:
+            yield start, stop, False
+
     def covers(self, start: int, stop: int) -> bool:
         return self.local(stop) - self.local(start) == max(stop - start, 0)
 

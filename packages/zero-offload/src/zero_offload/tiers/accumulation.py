@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -56,7 +56,7 @@ class GradSums:
         self._stepper = stepper
         self._num_micro_steps = 1
         self._folds: SpanMap[Future[None]] = SpanMap()  # over folded ranges
-        self._running: set[Future[None] | Future[float]] = set()
+        self._running: set[Future[Any]] = set()
         self._executor = ThreadPoolExecutor(
             max_workers=1,
             thread_name_prefix="zero-offload-sums",
@@ -67,9 +67,7 @@ class GradSums:
     def expect_micro_steps(self, count: int) -> None:
         self._num_micro_steps = count
 
-    def add(
-        self, start: int, grad: Tensor, ledger: GradLedger, *, is_last: bool
-    ) -> Release | None:
+    def add(self, start: int, grad: Tensor, ledger: GradLedger, *, is_last: bool) -> Release | None:
         """Start to copy one more term of a range to a free layer.
 
         Returns:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from time import perf_counter
 
@@ -16,12 +17,13 @@ import torch
 from torch import Tensor
 
 from zero_offload.flat.geometry import Geometry, Run, check_active, freeze_groups, split_runs
-from zero_offload.flat.grads import GradLedger
+from zero_offload.flat.grads import GradLedger, add_up
 from zero_offload.protocols import Groups
 from zero_offload.rules.rule import MASTER
 from zero_offload.steppers.stepper import Stepper
+from zero_offload.tiers.accumulation import GradSums
 from zero_offload.tiers.progress import Progress
-from zero_offload.tiers.transfer import Mover
+from zero_offload.tiers.transfer import HostMover, Mover, Release
 from zero_offload.tiers.worker import HostThread, Job, UpdateThread, Worker
 
 
@@ -119,6 +121,11 @@ class FlatTier(ABC):
         Returns:
             None, or what the caller must call before it writes to the memory of ``grad`` again.
         """
+        self._admit(start, grad)
+        return self._mover.offer(start, grad, self._grads)
+
+    def _admit(self, start: int, grad: Tensor) -> None:
+        """Check a gradient, and wait for a step that may still read the last one of its range."""
         if grad.dim() != 1 or not grad.is_contiguous() or not grad.is_floating_point():
             raise ValueError(
                 f"a gradient must be 1-D, contiguous and floating point; got {grad.dtype} of "
@@ -126,11 +133,12 @@ class FlatTier(ABC):
             )
         stop = start + grad.numel()
         self.geometry.check_range(start, stop)
-        self._wait(start, stop)  # a step may still read the last gradient of this range
-        return self._mover.offer(start, grad, self._grads)
+        self._wait(start, stop)
 
     def read_grad(self, start: int, stop: int) -> Tensor:
         """Return a copy of the gradient offered for a range, 1-D, on the CPU, in its dtype.
+
+        A sum of several is in the dtype of the master weights.
 
         Raises:
             ValueError: a part of it was not offered, or was used by a step.
@@ -140,7 +148,14 @@ class FlatTier(ABC):
         if arrived is not None:
             self._mover.wait(arrived)
         parts = self._grads.segments(start, stop)
-        return torch.cat([part.cpu() for _, _, part in parts]) if parts else torch.empty(0)
+        return torch.cat([self._sum(terms) for *_, terms in parts]) if parts else torch.empty(0)
+
+    def _sum(self, terms: Sequence[Tensor]) -> Tensor:
+        if len(terms) == 1:
+            return terms[0].cpu()
+        total = torch.empty(terms[0].numel(), dtype=self.geometry.master_dtype, device="cpu")
+        add_up(terms, total)
+        return total
 
     def discard_grads(self) -> None:
         self._progress.check()
@@ -164,7 +179,7 @@ class FlatTier(ABC):
         chunks = self._stepper.plan(indices, freeze_groups(groups), self._grads)
         self._stepper.count(indices)
         spans = [(run.start, run.stop) for chunk in chunks for run in chunk.runs]
-        grads = self._grads.take(spans)
+        grads = self._take(spans)
         arrived, readers = self._mover.close_grads(), self._mover.mark_readers()
         entries, before = self._progress.begin(spans)
         of_run = iter(entries)
@@ -180,6 +195,10 @@ class FlatTier(ABC):
                 num_left=len(chunks),
             )
         )
+
+    def _take(self, spans: Sequence[tuple[int, int]]) -> GradLedger:
+        """Return the gradients of ``spans``, which are no longer offered."""
+        return self._grads.take(spans)
 
     def wait_params(self, start: int, stop: int) -> None:
         """Return once the parameter shards in ``[start, stop)`` hold their new values.
@@ -277,12 +296,48 @@ class HostTier(FlatTier):
         self,
         geometry: Geometry,
         stepper: Stepper,
-        mover: Mover,
+        mover: HostMover,
         thread: UpdateThread | None = None,
     ) -> None:
         thread = HostThread(mover.device) if thread is None else thread
         super().__init__(geometry, stepper, mover, Progress(thread.changed), thread.now)
         self._thread = thread
+        self._sums = GradSums(mover, stepper)
+
+    def expect_micro_steps(self, count: int) -> None:
+        """Expect ``count`` calls of `add_grad` per range and step. It decides on memory alone."""
+        self._sums.expect_micro_steps(count)
+
+    def add_grad(self, start: int, grad: Tensor, *, is_last: bool) -> Release | None:
+        """Copy one more term of the gradient of a range. See `zero_offload.tiers.accumulation`.
+
+        Args:
+            start, grad: as for `offer_grad`.
+            is_last: whether it is the last micro-step's.
+        """
+        self._admit(start, grad)
+        return self._sums.add(start, grad, self._grads, is_last=is_last)
+
+    def square_sum(self, start: int, stop: int) -> Future[float]:
+        """Start to compute the sum of the squares of a range's gradient, in double precision."""
+        return self._sums.square_sum(start, stop, self._grads)
+
+    def offer_grad(self, start: int, grad: Tensor) -> Release | None:
+        self._sums.replaced(start, start + grad.numel())
+        return super().offer_grad(start, grad)
+
+    def read_grad(self, start: int, stop: int) -> Tensor:
+        self._sums.settle(start, stop)
+        return super().read_grad(start, stop)
+
+    def discard_grads(self) -> None:
+        self._sums.close()
+        super().discard_grads()
+
+    def _take(self, spans: Sequence[tuple[int, int]]) -> GradLedger:
+        for span in spans:
+            self._sums.settle(*span)
+        return super()._take(spans)
 
     def _launch(self, job: Job) -> None:
         try:

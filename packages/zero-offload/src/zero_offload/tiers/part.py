@@ -17,28 +17,57 @@ from zero_offload.flat.intervals import Intervals
 from zero_offload.protocols import StateTier
 from zero_offload.rules.rule import MASTER
 from zero_offload.tiers.flat_tier import FlatTier, HostTier, TierReport
+from zero_offload.tiers.transfer import Release
+
+_SQUARED_NUMEL = 1 << 24
+"""Elements whose squares are summed at once: torch may convert so many to float64."""
 
 
 class GradStaging:
     """Device memory for the gradients of the device's part, so that the caller's may be reused.
 
-    Copies and the update are enqueued on the caller's stream, in order.
+    Copies, sums and the update are enqueued on the caller's stream, in order.
+
+    Args:
+        sum_dtype: in which micro-steps are added up.
 
     Attributes:
         num_bytes: bytes allocated.
     """
 
-    def __init__(self, numel: int) -> None:
+    def __init__(self, numel: int, sum_dtype: torch.dtype) -> None:
         self.num_bytes = 0
         self._numel = numel
+        self._sum_dtype = sum_dtype
+        self._has_sum = False
         self._memory: dict[torch.dtype, Tensor] = {}
+
+    def expect_sums(self) -> None:
+        """Keep copies in the dtype of the sum from now on."""
+        self._has_sum = True
 
     def copy(self, start: int, grad: Tensor) -> Tensor:
         """Return a lasting copy of the gradient of ``[start, start + grad.numel())``."""
-        if grad.dtype not in self._memory:
-            self._memory[grad.dtype] = grad.new_empty(self._numel)
-            self.num_bytes += self._memory[grad.dtype].nbytes
-        return self._memory[grad.dtype][start : start + grad.numel()].copy_(grad)
+        return self._of(start, grad).copy_(grad)
+
+    def add(self, start: int, grad: Tensor) -> Tensor:
+        """Add to the lasting copy of an earlier gradient of the range, and return it."""
+        return self._of(start, grad).add_(grad)
+
+    def _of(self, start: int, grad: Tensor) -> Tensor:
+        dtype = self._sum_dtype if self._has_sum else grad.dtype
+        if dtype not in self._memory:
+            self._memory[dtype] = grad.new_empty(self._numel, dtype=dtype)
+            self.num_bytes += self._memory[dtype].nbytes
+        return self._memory[dtype][start : start + grad.numel()]
+
+    def square_sum(self, start: int, stop: int) -> Tensor:
+        """Return the sum of the squares of a range's copy: 0-dim, float64, on its device."""
+        (memory,) = self._memory.values()
+        found = memory.new_zeros((), dtype=torch.float64)
+        for part in torch.split(memory[start:stop], _SQUARED_NUMEL):
+            found += torch.linalg.vector_norm(part, dtype=torch.float64).square()
+        return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +104,37 @@ class Part:
     local: Mapping[int, tuple[int, ...]]
     is_host: bool
     staging: GradStaging | None
+
+    def expect_micro_steps(self, count: int) -> None:
+        """Expect ``count`` calls of `add_grad` per range and step."""
+        if isinstance(self.tier, HostTier):
+            self.tier.expect_micro_steps(count)
+        if self.staging is not None:
+            self.staging.expect_sums()
+
+    def offer_grad(self, start: int, grad: Tensor) -> Release | None:
+        """Offer the tier a gradient, or a copy of it that lasts."""
+        return self.tier.offer_grad(
+            start, grad if self.staging is None else self.staging.copy(start, grad)
+        )
+
+    def add_grad(
+        self, start: int, grad: Tensor, *, is_first: bool, is_last: bool
+    ) -> Release | None:
+        """Add a gradient to the tier's, of which it ``is_first``, or ``is_last``."""
+        if isinstance(self.tier, HostTier):
+            return self.tier.add_grad(start, grad, is_last=is_last)
+        assert self.staging is not None, "a tier of the device has it"
+        total = self.staging.copy(start, grad) if is_first else self.staging.add(start, grad)
+        return self.tier.offer_grad(start, total)
+
+    def square_sum(self, start: int, stop: int) -> Callable[[], Tensor | float]:
+        """Start to compute a square sum, as `TwinTier.square_sum`. The call returned waits."""
+        if isinstance(self.tier, HostTier):
+            return self.tier.square_sum(start, stop).result
+        assert self.staging is not None, "a tier of the device has it"
+        total = self.staging.square_sum(start, stop)
+        return lambda: total
 
     def write_state(self, name: str, start: int, values: Tensor) -> None:
         """Overwrite a state. Padding alone has no optimizer and no states but master weights."""

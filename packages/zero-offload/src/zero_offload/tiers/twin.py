@@ -61,6 +61,7 @@ class TwinTier:
         self._offered = Intervals()  # and not updated yet
         self._fresh = Intervals()  # offered since the last call of step
         self._closed = Intervals()  # offered for this optimizer step before that call
+        self._num_micro_steps = 0  # none: gradients are offered, not added
         self._replaced: list[TierReport] = []  # of host tiers before a resplit
         self._has_dropped = False  # a tier, in the resplit under way
         self._lost: BaseException | None = None
@@ -74,8 +75,12 @@ class TwinTier:
     def _make_part(self, share: Intervals, *, is_host: bool) -> Part:
         geometry, local = self.geometry.part(share)
         make = self._factory.make_host if is_host else self._factory.make_device
-        staging = None if is_host else GradStaging(geometry.numel)
-        return Part(make(geometry, share, self._groups), geometry, share, local, is_host, staging)
+        staging = None if is_host else GradStaging(geometry.numel, geometry.master_dtype)
+        tier = make(geometry, share, self._groups)
+        part = Part(tier, geometry, share, local, is_host, staging)
+        if self._num_micro_steps:
+            part.expect_micro_steps(self._num_micro_steps)
+        return part
 
     @property
     def parts(self) -> Sequence[Part]:
@@ -135,19 +140,87 @@ class TwinTier:
             None, or a call to make before the memory of ``grad`` is written again.
         """
         stop = start + grad.numel()
-        self.geometry.check_range(start, stop)
-        if any(self._closed.overlaps(start, stop)):
-            self._closed, self._offered = Intervals(), self._fresh
-            self.begin_round()
+        self._begin_offer(start, stop, self._closed)
         release = None  # the host's copies are in order: the last release stands for all
         for part in self.parts:
             for a, b in part.share.overlaps(start, stop):
-                at, own = part.share.local(a), grad[a - start : b - start]
-                own = own if part.staging is None else part.staging.copy(at, own)
-                release = part.tier.offer_grad(at, own) or release
+                own = grad[a - start : b - start]
+                release = part.offer_grad(part.share.local(a), own) or release
+        self._end_offer(start, stop)
+        return release
+
+    def expect_micro_steps(self, count: int) -> None:
+        """Expect ``count`` calls of `add_grad` per range and step. It decides on memory alone.
+
+        To be called before the first gradient that is added.
+        """
+        self._num_micro_steps = count
+        for part in self.parts:
+            part.expect_micro_steps(count)
+
+    def add_grad(self, start: int, grad: Tensor, *, is_last: bool) -> Callable[[], None] | None:
+        """Add to the gradient of ``[start, start + grad.numel())``, to each part its share.
+
+        The sum is taken in the dtype of the master weights, in the order of the calls since the
+        last step of the range, and does not depend on the share. See
+        `zero_offload.tiers.accumulation`.
+
+        Args:
+            start: offset in the flat space, in elements.
+            grad: one micro-step's gradient; copied.
+            is_last: whether it is the last micro-step's.
+
+        Returns:
+            None, or a call to make before the memory of ``grad`` is written again.
+
+        Raises:
+            RuntimeError: no micro-steps are expected.
+        """
+        if not self._num_micro_steps:
+            raise RuntimeError("add_grad without expect_micro_steps: call that once before")
+        stop = start + grad.numel()
+        self._begin_offer(start, stop, self._closed.difference(self._offered))
+        release = None
+        for part in self.parts:
+            for low, high in part.share.overlaps(start, stop):
+                for a, b, is_known in self._offered.divide(low, high):
+                    at, own = part.share.local(a), grad[a - start : b - start]
+                    added = part.add_grad(at, own, is_first=not is_known, is_last=is_last)
+                    release = added or release
+        self._end_offer(start, stop)
+        return release
+
+    def square_sum(self, start: int, stop: int) -> Callable[[], Tensor]:
+        """Start to compute the sum of the squares of the gradient of ``[start, stop)``.
+
+        Returns:
+            A call that waits for it: 0-dim, float64, on the CPU or the device. In double precision,
+            so that it does not depend on the share, but for its last digits.
+
+        Raises:
+            ValueError: a part of the range has no gradient.
+        """
+        spans = [(p, p.share.local(start), p.share.local(stop)) for p in self.parts]
+        calls = [part.square_sum(a, b) for part, a, b in spans if a < b]
+
+        def total() -> Tensor:
+            found = torch.zeros((), dtype=torch.float64, device="cpu")
+            for call in calls:
+                found = found + call()
+            return found
+
+        return total
+
+    def _begin_offer(self, start: int, stop: int, ended: Intervals) -> None:
+        """Check the range. It begins a new optimizer step if it has ``ended`` elements."""
+        self.geometry.check_range(start, stop)
+        if any(ended.overlaps(start, stop)):
+            self._closed, self._offered = Intervals(), self._fresh
+            self.begin_round()
+
+    def _end_offer(self, start: int, stop: int) -> None:
         offer = Intervals([(start, stop)])
         self._offered, self._fresh = self._offered.union(offer), self._fresh.union(offer)
-        return release
 
     def read_grad(self, start: int, stop: int) -> Tensor:
         """Return a copy of the gradient offered for ``[start, stop)``, 1-D, on the CPU.

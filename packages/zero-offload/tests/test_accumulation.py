@@ -1,0 +1,261 @@
+"""Gradients of several micro-steps: the tier's sum is that of plain torch, in any memory."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from support import (
+    CPU,
+    ReferenceKernel,
+    Space,
+    assert_same,
+    group_of,
+    make_tier,
+    snapshot,
+)
+from test_transfer import LateStreams
+from torch import Tensor, optim
+
+from zero_offload.flat.geometry import Geometry
+from zero_offload.memory.host_memory import HostMemory
+from zero_offload.steppers.torch_stepper import TorchStepper
+from zero_offload.tiers.flat_tier import HostTier
+from zero_offload.tiers.transfer import HostMover
+from zero_offload.tiers.twin import TwinTier
+
+SEGMENTS = ((256, 360), (0, 256))  # backward ends with the first
+RATIOS = (0.0, 0.3, 1.0)
+GROUPS = [group_of(optim.AdamW, lr=1e-2)]
+FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
+
+
+def _grads(space: Space, step: int, count: int) -> list[Tensor]:
+    """One per micro-step, of sizes whose sum depends on the order."""
+    return [space.grad(10 * step + k) * 8.0 ** (k % 3) for k in range(count)]
+
+
+def _plain_sum(grads: Sequence[Tensor]) -> Tensor:
+    total = grads[0].float()
+    for grad in grads[1:]:
+        total = total + grad.float()
+    return total
+
+
+def _add(tier: TwinTier, grads: Sequence[Tensor]) -> None:
+    for micro_step, grad in enumerate(grads, start=1):
+        for a, b in SEGMENTS:
+            tier.add_grad(a, grad[a:b].clone(), is_last=micro_step == len(grads))
+
+
+def _tier(space: Space, count: int, *, ratio: float, kernel: Any, **block: Any) -> TwinTier:
+    tier = make_tier(space, optim.AdamW, GROUPS, ratio=ratio, kernel=kernel, **block)
+    tier.expect_micro_steps(count)
+    return tier
+
+
+def _train(count: int, dtype: torch.dtype, *, ratio: float, kernel: Any, **block: Any) -> Any:
+    space = Space(dtype=dtype)
+    tier = _tier(space, count, ratio=ratio, kernel=kernel, **block)
+    for step in range(3):
+        _add(tier, _grads(space, step, count))
+        tier.step(GROUPS, range(5), grad_scale=0.5)
+        tier.discard_grads()
+    tier.wait_params(0, space.numel)
+    return snapshot(tier, space)
+
+
+def _train_on_sums(count: int, dtype: torch.dtype, *, kernel: Any, **block: Any) -> Any:
+    """Offer what plain torch adds up, at once: what a device that has the sum would do."""
+    space = Space(dtype=dtype)
+    tier = make_tier(space, optim.AdamW, GROUPS, kernel=kernel, **block)
+    for step in range(3):
+        tier.offer_grad(0, _plain_sum(_grads(space, step, count)))
+        tier.step(GROUPS, range(5), grad_scale=0.5)
+    tier.wait_params(0, space.numel)
+    return snapshot(tier, space)
+
+
+@pytest.fixture(params=["torch", "one gradient", "several gradients"])
+def kernel(request: pytest.FixtureRequest) -> Any:
+    """Torch's update, a kernel that takes one gradient, and one that adds several."""
+    if request.param == "torch":
+        return None
+    if request.param == "one gradient":
+        return ReferenceKernel()
+    if importlib.util.find_spec("cpu_adam") is None:
+        pytest.skip("the optional cpu-adam is not installed")
+    return importlib.import_module("cpu_adam")
+
+
+@pytest.mark.parametrize("dtype", [FP32, BF16, FP16])
+@pytest.mark.parametrize("count", [1, 2, 3, 4, 5, 7])
+def test_the_update_is_that_of_the_sum_at_every_ratio(
+    kernel: Any, dtype: torch.dtype, count: int
+) -> None:
+    expected = _train_on_sums(count, dtype, kernel=kernel)
+    for ratio in RATIOS:
+        assert_same(_train(count, dtype, ratio=ratio, kernel=kernel), expected)
+
+
+@pytest.mark.parametrize("state_dtype", ["int8", "bfloat16"])
+@pytest.mark.parametrize("count", [3, 6])
+def test_compact_states_take_several_gradients(kernel: Any, state_dtype: str, count: int) -> None:
+    if kernel is None:
+        pytest.skip("torch's own update has no compact states")
+    expected = _train_on_sums(count, BF16, kernel=kernel, state_dtype=state_dtype)
+    for ratio in RATIOS:
+        found = _train(count, BF16, ratio=ratio, kernel=kernel, state_dtype=state_dtype)
+        assert_same(found, expected)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "count", "nbytes"),
+    [
+        *[(BF16, count, 2 * count) for count in (1, 2, 3, 4)],
+        *[(BF16, count, 2 + 4) for count in (5, 16)],  # one to land in, and the sum
+        *[(FP32, count, 4 * count) for count in (1, 2)],
+        (FP32, 3, 4 + 4),
+    ],
+)
+def test_host_memory_per_element(dtype: torch.dtype, count: int, nbytes: int) -> None:
+    space = Space(dtype=dtype)
+    tier = _tier(space, count, ratio=1.0, kernel=None)
+    for step in range(2):
+        _add(tier, _grads(space, step, count))
+        tier.step(GROUPS, range(5), grad_scale=1.0)
+        tier.discard_grads()
+    (part,) = tier.report()
+    assert part.tier is not None
+    assert part.tier.memory["gradient copies"] == nbytes * space.numel
+
+
+@pytest.mark.parametrize("ratio", RATIOS)
+@pytest.mark.parametrize("count", [1, 2, 4])
+def test_more_micro_steps_than_expected_are_added_as_well(ratio: float, count: int) -> None:
+    space = Space(dtype=BF16)
+    tier = _tier(space, count, ratio=ratio, kernel=None)
+    grads = _grads(space, 0, 11)
+    _add(tier, grads)
+    assert torch.equal(tier.read_grad(0, space.numel).float(), _plain_sum(grads))
+
+
+@pytest.mark.parametrize("ratio", RATIOS)
+@pytest.mark.parametrize("count", [3, 6])
+def test_units_are_updated_while_the_last_micro_step_goes_on(
+    kernel: Any, ratio: float, count: int
+) -> None:
+    expected = _train_on_sums(count, BF16, kernel=kernel)
+    space = Space(dtype=BF16)
+    tier = _tier(space, count, ratio=ratio, kernel=kernel)
+    for step in range(3):
+        *first, last = _grads(space, step, count)
+        for grad in first:
+            for a, b in SEGMENTS:
+                tier.add_grad(a, grad[a:b].clone(), is_last=False)
+        for (a, b), pieces in zip(SEGMENTS, ([3, 4], [0, 1, 2]), strict=True):
+            tier.add_grad(a, last[a:b].clone(), is_last=True)
+            tier.step(GROUPS, pieces, grad_scale=0.5)
+        tier.discard_grads()
+    tier.wait_params(0, space.numel)
+    assert_same(snapshot(tier, space), expected)
+
+
+@pytest.mark.parametrize("count", [2, 6])
+def test_square_sums_do_not_depend_on_the_ratio_and_show_what_is_not_finite(
+    kernel: Any, count: int
+) -> None:
+    space = Space(dtype=BF16)
+    grads = _grads(space, 0, count)
+    found = []
+    for ratio in RATIOS:
+        tier = _tier(space, count, ratio=ratio, kernel=kernel)
+        _add(tier, grads)
+        found.append([tier.square_sum(a, b)().item() for a, b in SEGMENTS])
+        tier.discard_grads()
+        grads[0][300] = torch.inf
+        _add(tier, grads)
+        assert not tier.square_sum(*SEGMENTS[0])().isfinite()
+        assert tier.square_sum(*SEGMENTS[1])().item() == pytest.approx(found[-1][1], rel=1e-14)
+        grads[0][300] = space.grad(0)[300]
+    total = _plain_sum(grads).double()
+    expected = [total[a:b].square().sum().item() for a, b in SEGMENTS]
+    for sums in found:
+        assert sums == pytest.approx(expected, rel=1e-14)
+
+
+@pytest.mark.parametrize("ratio", RATIOS)
+@pytest.mark.parametrize("count", [3, 6])
+def test_an_offer_replaces_the_sum_and_is_added_to(ratio: float, count: int) -> None:
+    space = Space(dtype=BF16)
+    tier = _tier(space, count, ratio=ratio, kernel=None)
+    grads = _grads(space, 0, count)
+    _add(tier, grads)
+    given = torch.linspace(-1, 1, 104)
+    tier.offer_grad(256, given)
+    assert torch.equal(tier.read_grad(256, 360), given)
+    tier.add_grad(256, grads[0][256:].clone(), is_last=True)
+    assert torch.equal(tier.read_grad(256, 360), given + grads[0][256:].float())
+    assert torch.equal(tier.read_grad(0, 256), _plain_sum(grads)[:256])
+
+
+@pytest.mark.parametrize("ratio", RATIOS)
+@pytest.mark.parametrize("count", [3, 6])
+def test_a_discarded_step_leaves_nothing(ratio: float, count: int) -> None:
+    space = Space(dtype=BF16)
+    tier = _tier(space, count, ratio=ratio, kernel=None)
+    _add(tier, _grads(space, 0, count)[:2])
+    tier.discard_grads()
+    with pytest.raises(ValueError, match="no gradient was offered"):
+        tier.read_grad(0, space.numel)
+    grads = _grads(space, 1, count)
+    _add(tier, grads)
+    assert torch.equal(tier.read_grad(0, space.numel), _plain_sum(grads))
+
+
+@pytest.mark.parametrize("count", [3, 6])
+def test_copies_that_come_late_are_waited_for(count: int) -> None:
+    """The caller may reuse its memory after the release; whoever adds waits for the copies."""
+    space, streams = Space(dtype=BF16), LateStreams()
+    geometry = Geometry(space.numel, space.pieces, space.params, 1)
+    stepper = TorchStepper(geometry, CPU, optim.AdamW, GROUPS, is_in_place=False)
+    memory = HostMemory(should_pin=False)
+    mover = HostMover(geometry, CPU, memory, streams=streams, is_staged=True)
+    tier = HostTier(geometry, stepper, mover)
+    tier.expect_micro_steps(count)
+    for step in range(2):
+        grads = _grads(space, step, count)
+        expected = _plain_sum(grads)
+        buffer = torch.empty(space.numel, dtype=BF16)
+        for micro_step, grad in enumerate(grads, start=1):
+            buffer.copy_(grad)
+            release = tier.add_grad(0, buffer, is_last=micro_step == count)
+            assert release is not None
+            release()
+        square_sum = tier.square_sum(0, space.numel).result()
+        assert square_sum == pytest.approx(expected.double().square().sum().item(), rel=1e-14)
+        assert torch.equal(tier.read_grad(0, space.numel), expected)
+        tier.discard_grads()
+
+
+def test_an_error_while_adding_is_raised_by_the_next_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise MemoryError("no room")
+
+    space = Space(dtype=BF16)
+    tier = _tier(space, 5, ratio=1.0, kernel=None)
+    monkeypatch.setattr("zero_offload.tiers.accumulation.add_up", fail)
+    tier.add_grad(0, space.grad(0), is_last=False)
+    with pytest.raises(MemoryError, match="no room"):
+        tier.add_grad(0, space.grad(1), is_last=False)
+
+
+def test_gradients_are_added_only_where_that_was_announced() -> None:
+    space = Space()
+    tier = make_tier(space, optim.AdamW, GROUPS)
+    with pytest.raises(RuntimeError, match="call that once before"):
+        tier.add_grad(0, space.grad(0), is_last=False)
