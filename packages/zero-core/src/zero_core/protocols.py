@@ -288,9 +288,10 @@ class StateTier(Protocol):
         """Take the final gradient of ``[start, start + grad.numel())`` for the next step.
 
         Called in backward as each segment is reduced. ``grad`` is 1-D, contiguous, floating
-        point, on the engine's device, and belongs to the engine. It stays valid until a ``step``
-        that uses it or ``discard_grads`` has returned; if the tier ``owns_grads``, until what is
-        returned has been called, or not at all if that is None. A range may be offered again (a
+        point, on the engine's device, and belongs to the engine. Its values may be read from
+        ``step`` on, and stay until a ``step`` that uses it or ``discard_grads`` has returned. If
+        the tier ``owns_grads``, they may be read at once, and stay until what is returned has been
+        called, or not at all if that is None. A range may be offered again (a
         second backward in the same micro-step): the last offer holds. ``step`` may overwrite what
         was offered.
         """

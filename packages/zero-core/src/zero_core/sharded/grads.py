@@ -113,6 +113,7 @@ class FlatGrads:
         self._norm: Tensor | None = None  # of the shard, where it is known already
         # Wait until the other ranks have read full_grad.
         self._until_read: NamedWork | None = None
+        self._until_gathered: NamedWork | None = None  # wait until grad_sum is complete
         # Wait until the state tier has copied grad_shard.
         self._until_copied: Wait | None = None
         self._nonfinite: Tensor | None = None  # bool, [world_size]
@@ -228,7 +229,8 @@ class FlatGrads:
     def result(self) -> ReducedGrad:
         """Return the step's gradient for the state tier.
 
-        At stage 0 that is a collective, and the same on every rank.
+        At stage 0 that is a collective, and the same on every rank. It goes on beside backward:
+        what is returned may be read after `wait`, unless the tier owns gradients.
         """
         shard, total, dtype = self.values(), self._buffers.total, self.plan.offered
         rounded = shard
@@ -238,11 +240,19 @@ class FlatGrads:
             self._norm = norm_of(rounded)  # fp16 may overflow in this cast: take the norm after it
         if total is not None:
             self._wait_until_read()  # total may be the memory of full_grad
-            self._communicator.all_gather(
+            self._until_gathered = self._communicator.all_gather(
                 total, shard, self.segment.index, version=EXACT_GRADIENTS, backward=True
-            ).wait()
+            )
+            if self._tier.owns_grads:  # it copies what it is offered
+                self.wait()
             rounded = total.to(dtype)
         return ReducedGrad(rounded, self.norm())
+
+    def wait(self) -> None:
+        """Wait until the step's gradient, as `result` returned it, is complete."""
+        if self._until_gathered is not None:
+            until_gathered, self._until_gathered = self._until_gathered, None
+            until_gathered.wait()
 
     def release(self, until_copied: Wait | None) -> None:
         """Free what the state tier was offered.
@@ -265,7 +275,10 @@ class FlatGrads:
     def covered(self) -> Tensor:
         """Return the reduced gradient of all elements that this rank's optimizer state covers."""
         total = self._buffers.total
-        return self.values() if total is None else total
+        if total is None:
+            return self.values()
+        self.wait()
+        return total
 
     def replace(self, start: int, values: Tensor) -> None:
         self._norm = None
@@ -353,6 +366,7 @@ class FlatGrads:
             pool.release(buffer, until_copied)
 
     def _open(self) -> None:
+        self.wait()  # of a step that was dropped, or reduced again
         plan, kept = self.plan, self._buffers.full
         dtype = plan.accumulated if self._is_wide else plan.communicated
         if plan.case is GradientCase.ALONE:

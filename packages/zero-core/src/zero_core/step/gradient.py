@@ -148,6 +148,8 @@ class StepGradient:
         reduced = grads.result()
         self._square_sums[index] = reduced.norm.to(torch.float64).square()
         self._grads[index] = grads
+        if self._is_updated_in_backward:
+            grads.wait()
         grads.release(self._tier.offer_grad(self._starts[index], reduced.shard))
         return self._is_updated_in_backward and self._update(grads)
 
@@ -157,6 +159,9 @@ class StepGradient:
 
     def agree(self, *, has_unreduced: bool) -> None:
         if not self._is_agreed:
+            # Before the exchange: after it, no rank reads another's gradient any more.
+            for grads in self._grads.values():
+                grads.wait()
             sums = list(self._square_sums.values())
             self._statistics.agree(sums, self.params_with_grad, has_unreduced=has_unreduced)
             self._is_agreed = True
