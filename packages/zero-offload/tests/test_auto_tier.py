@@ -18,15 +18,16 @@ from torch import nn, optim
 from zero_offload import OffloadedOptimizer
 from zero_offload.flat.geometry import Geometry
 from zero_offload.settings import OffloadSettings
+from zero_offload.testing.virtual_time import VirtualStream, VirtualTime
 from zero_offload.tier import make_device_tier
 from zero_offload.tiers.auto_ratio import STEPS_PER_PROBE, AutoRatio, Sample
 from zero_offload.tiers.auto_tier import (
     AutoTier,
-    DeviceClock,
     DeviceRoom,
     MemoryReading,
     read_memory,
 )
+from zero_offload.tiers.clock import DeviceClock, HostClock
 from zero_offload.tiers.factory import OffloadTiers
 
 GROUPS = [group_of(optim.AdamW, lr=1e-2, weight_decay=0.1)]
@@ -235,10 +236,32 @@ def test_a_rank_without_elements_may_choose_too() -> None:
     assert tier.host_numel == 0
 
 
+def test_a_device_clock_waits_for_nothing() -> None:
+    """Beginning backward must not synchronize with forward: what has not ended counts later."""
+    time = VirtualTime()
+    compute = VirtualStream(time, "compute")
+
+    class OfTest(DeviceClock):
+        def mark(self) -> torch.Event:
+            event: torch.Event = compute.record_event()
+            return event
+
+    clock = OfTest(CPU)
+    for seconds in (1.0, 2.0):
+        with clock.measure():
+            compute.enqueue("update", seconds)
+    assert clock.take() == 0.0
+    time.caller = 1.5
+    assert clock.take() == 1.0
+    assert time.caller == 1.5
+    time.caller = 3.0
+    assert clock.take() == 2.0
+
+
 def test_a_cpu_sets_no_bound_and_its_clock_counts_the_calls() -> None:
     assert read_memory(CPU) is None
     assert DeviceRoom(100, 12).bound(read_memory(CPU), 0) == 0.0
-    clock = DeviceClock(CPU)
+    clock = HostClock()
     for _ in range(2):
         with clock.measure():
             time.sleep(0.01)

@@ -2,7 +2,8 @@
 
 `zero_offload.tiers.auto_ratio` decides which that is, within the device's free memory. A step is
 measured when the first gradient of the next one is offered, because the host is done with it then
-and nothing is pending. Each rank decides alone: the split point changes where an element is
+and nothing is pending. What the device has not reached by then counts for the next step: nobody
+waits for a measurement. Each rank decides alone: the split point changes where an element is
 updated, not how, so ranks need not agree.
 """
 
@@ -10,11 +11,10 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cache
-from time import perf_counter
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -116,43 +116,6 @@ class DeviceRoom:
         return min(max(1.0 - fitting / self._numel, 0.0), 1.0)
 
 
-class DeviceClock:
-    """Measures the seconds that the device spends on work enqueued within `measure`.
-
-    On an accelerator the calls return before the work is done. Events on the caller's current
-    stream take the time, and only `take` waits for them.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._seconds = 0.0
-        self._spans: list[tuple[torch.Event, torch.Event]] = []
-
-    @contextmanager
-    def measure(self) -> Iterator[None]:
-        """Count the time of work enqueued on the current stream, or on a CPU of the calls."""
-        if self._device.type == "cpu":
-            started = perf_counter()
-            yield
-            self._seconds += perf_counter() - started
-            return
-        ends = [torch.Event(self._device, enable_timing=True) for _ in range(2)]
-        stream = torch.accelerator.current_stream(self._device)
-        stream.record_event(ends[0])
-        yield
-        stream.record_event(ends[1])
-        self._spans.append((ends[0], ends[1]))
-
-    def take(self) -> float:
-        """Return the seconds since the last call."""
-        for start, end in self._spans:
-            end.synchronize()  # the caller waits for the device, a step after it was enqueued
-            self._seconds += start.elapsed_time(end) / 1e3
-        self._spans.clear()
-        seconds, self._seconds = self._seconds, 0.0
-        return seconds
-
-
 class AutoTier(TwinTier):
     """A StateTier whose host share starts with everything and ends where steps are fastest.
 
@@ -180,9 +143,9 @@ class AutoTier(TwinTier):
         self.controller = controller or AutoRatio()
         self._device = device
         self._room = DeviceRoom(geometry.numel, element_bytes)
-        self._clock = DeviceClock(device)
+        self._updates = factory.make_clock()  # of the device's part
+        self._stalls = factory.make_clock()  # in which the caller's stream waits for the host
         self._host_s = 0.0  # as the host tier counted when the step began
-        self._round_stall_s = 0.0
         self._num_updated = {True: 0, False: 0}  # elements, on the host and on the device
 
     @property
@@ -196,14 +159,17 @@ class AutoTier(TwinTier):
         if part.is_host:
             super().step_part(part, active, grad_scale)
             return
-        with self._clock.measure():
+        with self._updates.measure():
             super().step_part(part, active, grad_scale)
 
     def wait_part(self, part: Part, start: int, stop: int) -> None:
-        started = perf_counter()
-        super().wait_part(part, start, stop)
-        if part.is_host:
-            self._round_stall_s += perf_counter() - started
+        with self._measure_stall(part, start, stop):
+            super().wait_part(part, start, stop)
+
+    def _measure_stall(self, part: Part, start: int, stop: int) -> AbstractContextManager[None]:
+        if part.is_host and not part.tier.are_params_ready(start, stop):
+            return self._stalls.measure()
+        return nullcontext()
 
     def begin_round(self) -> None:
         """Evaluate the last step, and resplit before the first gradient of the next is offered."""
@@ -217,18 +183,16 @@ class AutoTier(TwinTier):
                 _log.info("offload_optimizer settled on %s", self.controller.report)
             self.resplit(round(ratio * self.geometry.numel))
         self._host_s = self._drain_host()
-        self._round_stall_s = 0.0
 
     def _take_sample(self) -> Sample:
-        started = perf_counter()
-        host_s = self._drain_host() - self._host_s  # a host that is not done is late, too
-        self._round_stall_s += perf_counter() - started
+        with self._stalls.measure():  # a host that is not done is late, too
+            host_s = self._drain_host() - self._host_s
         sample = Sample(
             host_numel=self._num_updated[True],
             device_numel=self._num_updated[False],
             host_s=host_s,
-            device_s=self._clock.take(),
-            stall_s=self._round_stall_s,
+            device_s=self._updates.take(),
+            stall_s=self._stalls.take(),
         )
         self._num_updated = {True: 0, False: 0}
         return sample

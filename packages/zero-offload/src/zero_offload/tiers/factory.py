@@ -24,6 +24,7 @@ from zero_offload.steppers.file_stepper import FileStepper
 from zero_offload.steppers.memory_stepper import MemoryStepper
 from zero_offload.steppers.stepper import SpanMemory, Stepper
 from zero_offload.steppers.torch_stepper import FUSED_ALIGNMENT, TorchStepper
+from zero_offload.tiers.clock import DeviceClock, HostClock
 from zero_offload.tiers.flat_tier import DeviceTier, HostTier
 from zero_offload.tiers.transfer import DeviceMover, HostMover
 
@@ -89,6 +90,10 @@ class OffloadTiers:
         if self.rule is not None:
             return self.rule.block
         return FUSED_ALIGNMENT if any(group.get("fused") for group in groups) else 1
+
+    def make_clock(self) -> HostClock:
+        """Create a clock for work that the caller enqueues."""
+        return HostClock() if self.device.type == "cpu" else DeviceClock(self.device)
 
     def make_host(self, part: Geometry, share: Intervals, groups: Groups) -> HostTier:
         """Create a tier in host memory with a worker of its own.
