@@ -11,6 +11,7 @@ PROGRAM = "python integration/benchmarks/run.py"
 EXPERIMENTS = {
     "engine": "step time and memory beside DDP, FSDP2 and DeepSpeed",
     "offload": "optimizer state in host memory and in files, beside DeepSpeed's ZeRO-Offload",
+    "schedule": "length of a step with offload in virtual time",
     "memory": "memory and start-up against formula and plan",
     "comm": "ZeRO++ over a slow link between two network namespaces; needs root",
     "comm_convergence": "the loss of a small GPT with quantized communication; hours",
