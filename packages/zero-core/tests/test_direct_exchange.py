@@ -18,7 +18,7 @@ from torch import Tensor
 
 import zero_core
 from zero_core.comm.control import LibraryControlGroup
-from zero_core.comm.device_library import ProcessLibrary
+from zero_core.comm.groups import ProcessLibrary
 from zero_core.comm.host import HostCollectives
 from zero_core.comm.p2p import ProcessMessages
 from zero_core.comm.shared_memory import SharedMemory
@@ -32,7 +32,9 @@ CPU = torch.device("cpu")
 
 def _connect(rank: int, world_size: int, far: set[int]) -> tuple[HostCollectives, SharedMemory]:
     """Collectives; ranks in ``far`` share memory with nobody, as if they were on other hosts."""
-    control = LibraryControlGroup(ProcessLibrary(None, rank=rank, world_size=world_size), CPU)
+    control = LibraryControlGroup(
+        ProcessLibrary(None, rank=rank, world_size=world_size, device=CPU), CPU
+    )
     shared = SharedMemory(control)
     assert shared.peers == set(range(world_size)) - {rank}
     near = shared.peers - far if rank not in far else frozenset[int]()
@@ -253,7 +255,9 @@ def test_memory_is_refused_in_words_when_a_window_is_full() -> None:
 def _has_no_memfd(rank: int, world_size: int) -> None:
     if rank == 1:
         del os.memfd_create
-    control = LibraryControlGroup(ProcessLibrary(None, rank=rank, world_size=world_size), CPU)
+    control = LibraryControlGroup(
+        ProcessLibrary(None, rank=rank, world_size=world_size, device=CPU), CPU
+    )
     assert SharedMemory(control).peers == ({0, 2} - {rank} if rank != 1 else set())
 
 

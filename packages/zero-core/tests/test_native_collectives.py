@@ -18,7 +18,7 @@ from torch import Tensor
 from zero_core.comm.communicator import Communicator
 from zero_core.comm.control import LibraryControlGroup
 from zero_core.comm.device import DeviceCollectives
-from zero_core.comm.device_library import ProcessLibrary
+from zero_core.comm.groups import ProcessLibrary
 from zero_core.comm.host import HostCollectives
 from zero_core.comm.meter import Links
 from zero_core.comm.p2p import ProcessMessages
@@ -34,7 +34,9 @@ CPU = torch.device("cpu")
 
 
 def _connect(rank: int, world_size: int, per_node: int) -> HostCollectives:
-    control = LibraryControlGroup(ProcessLibrary(None, rank=rank, world_size=world_size), CPU)
+    control = LibraryControlGroup(
+        ProcessLibrary(None, rank=rank, world_size=world_size, device=CPU), CPU
+    )
     shared = SharedMemory(control, ranks_per_node=per_node)
     node = rank // per_node * per_node
     assert shared.peers == set(range(node, node + per_node)) - {rank}
@@ -50,7 +52,9 @@ def _connect(rank: int, world_size: int, per_node: int) -> HostCollectives:
 def _library(rank: int, world_size: int, per_node: int) -> DeviceCollectives:
     links = Links(world_size, per_node, is_ring=True)
     return DeviceCollectives(
-        ProcessLibrary(None, rank=rank, world_size=world_size), links=links, queues=HostQueues()
+        ProcessLibrary(None, rank=rank, world_size=world_size, device=CPU),
+        links=links,
+        queues=HostQueues(),
     )
 
 
@@ -261,7 +265,9 @@ def test_two_engines_over_one_group_do_not_take_each_others_bytes() -> None:
 
 def _one_does_not_come(rank: int, world_size: int) -> None:
     group = dist.new_group(timeout=timedelta(seconds=2))
-    control = LibraryControlGroup(ProcessLibrary(group, rank=rank, world_size=world_size), CPU)
+    control = LibraryControlGroup(
+        ProcessLibrary(group, rank=rank, world_size=world_size, device=CPU), CPU
+    )
     shared = SharedMemory(control, ranks_per_node=2)
     native = HostCollectives(
         ProcessMessages(group),

@@ -11,10 +11,12 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from types import FrameType
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch._C import DisableTorchFunction
 from torch.optim.optimizer import _global_optimizer_pre_hooks
@@ -26,6 +28,35 @@ __all__ = ["DisableTorchFunction", "current_dispatch_mode", "disable_current_mod
 
 _CALL = nn.Module.__call__.__name__
 _Hook = TypeVar("_Hook", bound=Callable[..., None])
+
+
+def count_groups() -> int:
+    """Count the process groups that this rank is in, the default group among them."""
+    return len(dist.distributed_c10d._world.pg_names)
+
+
+@contextmanager
+def counting_groups(number: int) -> Iterator[None]:
+    """Name groups in this context as on a rank that is in ``number`` of them, at least as many.
+
+    torch names a group that its members make alone by a hash of their ranks and this number.
+    """
+    names = cast("dict[Any, Any]", dist.distributed_c10d._world.pg_names)
+    placeholders = [object() for _ in range(number - len(names))]
+    names.update((placeholder, "") for placeholder in placeholders)
+    try:
+        yield
+    finally:
+        for placeholder in placeholders:
+            del names[placeholder]
+
+
+def timeout_of(group: dist.ProcessGroup | None, device: torch.device) -> timedelta:
+    """Return the time after which a collective of ``group`` on ``device`` fails."""
+    known = dist.group.WORLD if group is None else group
+    assert known is not None
+    timeout: timedelta = known._get_backend(device).options._timeout
+    return timeout
 
 
 def is_in_backward() -> bool:

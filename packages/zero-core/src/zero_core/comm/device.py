@@ -56,7 +56,7 @@ def share_memory(control: ControlGroup, ranks: Ranks, per_node: int) -> SharedMe
 
 def make_transport(
     ranks: Ranks, per_node: int, shared: SharedMemory | None, meter: Meter
-) -> TransportCollectives:
+) -> HostCollectives | DeviceCollectives:
     """The engine's own collectives. Every rank must call it."""
     queues = queues_of(ranks.device)
     if ranks.size == 1 or ranks.device.type == "cpu":
@@ -121,6 +121,9 @@ class DeviceCollectives(Transport):
             meter=self._meter,
             members=[self._members[r] for r in ranks],
         )
+
+    def close(self) -> None:
+        self._library.close()
 
     def all_gather(
         self, out: Tensor, shard: Tensor, *, unit: int, version: int, backward: bool

@@ -1,4 +1,4 @@
-"""What the engine asks of an accelerator's library of collectives (NCCL, say).
+"""Protocol of an accelerator's library of collectives (NCCL, say), as the engine uses it.
 
 A **communicator** is one connection of some ranks. The library runs the collectives of one
 communicator one after another, in the order in which each rank starts them, which must be the same
@@ -10,9 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from enum import Enum
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -78,48 +77,3 @@ class DeviceLibrary(Protocol):
 
         Nothing is under way on them. The communicator itself belongs to the caller.
         """
-
-
-class ProcessLibrary:
-    """`DeviceLibrary` over a process group of torch.distributed.
-
-    Tensors of any dtype travel as bytes: NCCL has no type for some (int16, complex).
-    """
-
-    def __init__(self, group: dist.ProcessGroup | None, *, rank: int, world_size: int) -> None:
-        """``group`` None is the default group, or none at all if ``world_size`` is 1.
-
-        ``rank`` is this rank within the group.
-        """
-        self.rank = rank
-        self.world_size = world_size
-        self._group = group
-
-    def all_gather(self, out: Tensor, shard: Tensor) -> Work:
-        work = all_gather_single(_bytes(out), _bytes(shard), group=self._group, async_op=True)
-        return cast(Work, work)
-
-    def all_to_all(self, out: Tensor, parts: Tensor) -> Work:
-        work = dist.all_to_all_single(_bytes(out), _bytes(parts), group=self._group, async_op=True)
-        return cast(Work, work)
-
-    def all_reduce(self, values: Tensor) -> Work:
-        return cast(Work, dist.all_reduce(values, group=self._group, async_op=True))
-
-    def broadcast(self, tensor: Tensor, *, source: int) -> Work:
-        work = dist.broadcast(_bytes(tensor), group=self._group, group_src=source, async_op=True)
-        return cast(Work, work)
-
-    def subgroup(self, ranks: Sequence[int], lane: Lane) -> ProcessLibrary:
-        members = dist.get_process_group_ranks(self._group)
-        chosen = [members[r] for r in ranks]
-        order: dict[str, Any] = {} if chosen == sorted(chosen) else {"sort_ranks": False}
-        group = dist.new_group(chosen, use_local_synchronization=True, **order)
-        return ProcessLibrary(group, rank=list(ranks).index(self.rank), world_size=len(ranks))
-
-    def close(self) -> None:
-        """See `DeviceLibrary.close`. Groups end with the process."""
-
-
-def _bytes(tensor: Tensor) -> Tensor:
-    return tensor.detach().view(-1).view(torch.uint8)

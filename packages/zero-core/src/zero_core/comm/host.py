@@ -57,6 +57,9 @@ class Transport:
     def launch(self, job: Callable[[], None], *, is_reduction: bool) -> Work:
         return self._queues.launch(job, is_reduction=is_reduction)
 
+    def close(self) -> None:
+        """End what was made for these collectives alone, on this rank alone."""
+
     def _check_subgroup(self, ranks: Sequence[int]) -> None:
         is_sound = len(set(ranks)) == len(ranks) and all(0 <= r < self.world_size for r in ranks)
         if not is_sound or self.rank not in ranks:

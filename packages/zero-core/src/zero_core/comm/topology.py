@@ -11,6 +11,12 @@ as two.
 Nodes have equally many, consecutive ranks here. Where they are of different size, the greatest
 common divisor of the sizes is taken, so that several groups lie in a node; where a node's ranks are
 not consecutive, every rank counts as a node.
+
+[Note: a rank's device]
+A rank computes on the device bound to its process group (``init_process_group(device_id=...)``); if
+there is none, on the current one if that is not the first, which a program that chose none has; and
+otherwise on the one with the number ``LOCAL_RANK``, if there are so many. ``CUDA_VISIBLE_DEVICES``
+may leave it one alone. ``build`` compares the devices of all ranks (`check_devices`).
 """
 
 from __future__ import annotations
@@ -20,6 +26,7 @@ import logging
 import math
 import os
 import socket
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -29,7 +36,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from zero_core.comm.control import ControlGroup, LibraryControlGroup
-from zero_core.comm.device_library import DeviceLibrary, ProcessLibrary
+from zero_core.comm.device_library import DeviceLibrary
+from zero_core.comm.groups import ProcessLibrary, backend_on, group_of_mesh
 from zero_core.comm.p2p import Messages, ProcessMessages
 from zero_core.errors import ConfigError
 
@@ -64,26 +72,30 @@ class Ranks:
 
     def library(self) -> DeviceLibrary:
         """Return the collectives of the device's library among these ranks."""
-        return ProcessLibrary(self.group, rank=self.rank, world_size=self.size)
+        return ProcessLibrary(self.group, rank=self.rank, world_size=self.size, device=self.device)
 
 
 def find_ranks(group: dist.ProcessGroup | Ranks | None, mesh: DeviceMesh | None) -> Ranks:
     """Find the ranks of ``group`` or ``mesh``, or all. Every rank of them must call it.
 
+    The rank's accelerator becomes the current one. See [Note: a rank's device].
+
     Raises:
         ConfigError: both are given; the mesh does not serve; torch.distributed is not initialised
             where several ranks were started.
     """
-    if mesh is not None:
-        if group is not None:
-            raise ConfigError("build() takes process_group or mesh, found both: pass the mesh")
-        group = _group_of(mesh)
+    if mesh is not None and group is not None:
+        raise ConfigError("build() takes process_group or mesh, found both: pass the mesh")
     if isinstance(group, Ranks):
         return group
     if dist.is_available() and dist.is_initialized():
-        is_on_host = dist.get_backend(group) == "gloo"
-        device = torch.device("cpu") if is_on_host else accelerator()
-        per_node = mesh.size(1) if mesh is not None and mesh.ndim == 2 else None
+        if mesh is not None and mesh.ndim == 1:
+            group = mesh.get_group()
+        device = _find_device(group)
+        per_node = None
+        if mesh is not None and mesh.ndim != 1:
+            group = _group_of(mesh, device)
+            per_node = mesh.size(1)
         return Ranks(group, dist.get_rank(group), dist.get_world_size(group), device, per_node)
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise ConfigError(
@@ -102,20 +114,73 @@ def accelerator() -> torch.device:
     return torch.device(found.type, torch.accelerator.current_device_index())
 
 
-def _group_of(mesh: DeviceMesh) -> dist.ProcessGroup | None:
-    """The process group of all ranks of a mesh, in its order."""
-    if mesh.ndim == 1:
-        return mesh.get_group()
+def _find_device(group: dist.ProcessGroup | None) -> torch.device:
+    """Choose this rank's device and make it the current one. See [Note: a rank's device]."""
+    device = accelerator()
+    if device.type == "cpu" or dist.get_backend(group) == "gloo":
+        return torch.device("cpu")
+    known = dist.group.WORLD if group is None else group
+    assert known is not None
+    bound = known.bound_device_id
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    if bound is not None:
+        device = torch.device(bound.type, bound.index)
+    elif device.index == 0 and local_rank < torch.accelerator.device_count():
+        device = torch.device(device.type, local_rank)
+    torch.accelerator.set_device_index(device)
+    return device
+
+
+def check_devices(control: ControlGroup, ranks: Ranks) -> None:
+    """Refuse ranks that share a device, of which each must have its own. Every rank calls it.
+
+    gloo can serve several ranks on one device, so there they may share where a host has fewer
+    devices than ranks.
+
+    Raises:
+        ConfigError: on all ranks, with those that share one.
+    """
+    if ranks.size == 1 or ranks.device.type == "cpu":
+        return
+    host = socket.gethostname()
+    card = [host, _identity(ranks.device), str(ranks.device), torch.accelerator.device_count()]
+    cards = [json.loads(row) for row in control.gather_bytes(json.dumps(card).encode())]
+    sharing: dict[tuple[str, str], list[int]] = {}
+    for rank, (name, identity, _, _) in enumerate(cards):
+        sharing.setdefault((name, identity), []).append(rank)
+    num_ranks = Counter(name for name, *_ in cards)
+    has_room = all(count >= num_ranks[name] for name, _, _, count in cards)
+    can_share = backend_on(ranks.group, ranks.device) == "gloo" and not has_room
+    found = [
+        f"ranks {shared} on {cards[shared[0]][2]} of {name}"
+        for (name, _), shared in sharing.items()
+        if len(shared) > 1
+    ]
+    if found and not can_share:
+        raise ConfigError(
+            f"build(): each rank needs a device of its own, found {'; '.join(found)}. Start the "
+            "ranks by torchrun, which sets LOCAL_RANK, or call torch.accelerator.set_device_index("
+            "local_rank) or init_process_group(device_id=...) before zero_core.build(); start no "
+            "more ranks on a host than it has devices"
+        )
+
+
+def _identity(device: torch.device) -> str:
+    """Return what tells a device from the others of its host, whatever numbers it has."""
+    if device.type == "cuda":
+        return str(torch.cuda.get_device_properties(device).uuid)
+    return str(device)
+
+
+def _group_of(mesh: DeviceMesh, device: torch.device) -> dist.ProcessGroup | None:
+    """The process group of all ranks of a mesh of several dimensions, in its order."""
     ranks: list[int] = mesh.mesh.flatten().tolist()
     if mesh.ndim != 2 or ranks != sorted(ranks):
         raise ConfigError(
             f"build(mesh=...): expected one dimension (ranks) or two (nodes, ranks of a node) with "
             f"ascending ranks, found {mesh}"
         )
-    if ranks == list(range(dist.get_world_size())):
-        return None
-    group: dist.ProcessGroup = dist.new_group(ranks, use_local_synchronization=True)
-    return group
+    return None if ranks == list(range(dist.get_world_size())) else group_of_mesh(mesh, device)
 
 
 def count_per_node(control: ControlGroup, ranks: Ranks) -> int:

@@ -1,0 +1,357 @@
+"""Process groups of the engines: made in one order, shared, and ended with their last user.
+
+[Note: groups that cannot hang]
+torch makes a group in one of three ways, each with a condition that the caller must meet:
+
+- ``new_group(ranks)``, called by *every* rank of the job in one order, members or not. Its name is
+  a counter of such calls. With a device bound to the default group (``init_process_group(device_id=
+  ...)``) NCCL splits the default communicator, and ranks outside take part in that.
+- ``new_group(ranks, use_local_synchronization=True)``, called by the members alone. Its name is a
+  hash of the ranks and of the *number of groups* that the calling rank is in. Members that are in
+  different numbers of groups look for each other under different names, until the timeout; and a
+  group of a name that an ended one had may find what that one left in the store. With a bound
+  device the split waits for the ranks outside, which never come.
+- ``split_group(parent, ...)``, called by the ranks of ``parent``, for a bound device alone. It is
+  named as in the second way.
+
+So where an engine has all ranks of the job, it takes the first way. Where it has some of them, it
+takes the third if a device is bound and the second otherwise, with a number that its ranks agree on
+and have used for no group of these ranks before (`zero_core._torch.counting_groups`).
+
+[Note: shared groups]
+A group is found again by its backend, ranks and lane: by the subgroups of one engine (ZeRO++'s two
+exchanges split the ranks alike) and by further engines. Whether it is there is agreed upon by its
+members, for an engine may have ended on some of them only. It ends on a rank with the last library
+there that uses it. That waits for no other rank, as one that closes its engine may be one that
+failed: a group is aborted, with nothing under way on it.
+"""
+
+from __future__ import annotations
+
+import json
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from itertools import count
+from typing import Any, NamedTuple, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from zero_core._torch import count_groups, counting_groups, timeout_of
+from zero_core.comm.control import LibraryControlGroup
+from zero_core.comm.device_library import Lane, all_gather_single
+from zero_core.errors import ConfigError
+from zero_core.protocols import Work
+
+
+class ProcessLibrary:
+    """`zero_core.comm.device_library.DeviceLibrary` over a process group of torch.distributed.
+
+    Tensors of any dtype travel as bytes: NCCL has no type for some (int16, complex).
+    """
+
+    def __init__(
+        self, group: dist.ProcessGroup | None, *, rank: int, world_size: int, device: torch.device
+    ) -> None:
+        """``group`` None is the default group, or none at all if ``world_size`` is 1.
+
+        ``rank`` is this rank within the group, ``device`` the one that it computes on.
+        """
+        self.rank = rank
+        self.world_size = world_size
+        self._group = group
+        self._device = device
+        self._used: list[_SharedGroup] = []
+
+    def all_gather(self, out: Tensor, shard: Tensor) -> Work:
+        work = all_gather_single(_bytes(out), _bytes(shard), group=self._group, async_op=True)
+        return cast(Work, work)
+
+    def all_to_all(self, out: Tensor, parts: Tensor) -> Work:
+        work = dist.all_to_all_single(_bytes(out), _bytes(parts), group=self._group, async_op=True)
+        return cast(Work, work)
+
+    def all_reduce(self, values: Tensor) -> Work:
+        return cast(Work, dist.all_reduce(values, group=self._group, async_op=True))
+
+    def broadcast(self, tensor: Tensor, *, source: int) -> Work:
+        work = dist.broadcast(_bytes(tensor), group=self._group, group_src=source, async_op=True)
+        return cast(Work, work)
+
+    def subgroup(self, ranks: Sequence[int], lane: Lane) -> ProcessLibrary:
+        """Return the communicator of ``lane`` among ``ranks``. See [Note: shared groups].
+
+        Raises:
+            ConfigError: the subgroups of the ranks are no partition, or their lanes differ.
+        """
+        shared = self._acquire(tuple(ranks), lane)
+        shared.num_users += 1
+        self._used.append(shared)
+        made = ProcessLibrary(
+            shared.group,
+            rank=list(ranks).index(self.rank),
+            world_size=len(ranks),
+            device=self._device,
+        )
+        if shared.is_new:
+            shared.is_new = False
+            made._warm_up(lane)
+        return made
+
+    def close(self) -> None:
+        """End the groups of which this was the last user. See [Note: shared groups]."""
+        while self._used:
+            self._used.pop().release()
+
+    def _acquire(self, ranks: tuple[int, ...], lane: Lane) -> _SharedGroup:
+        """Find the group among ``ranks``, or make it with all ranks of this library."""
+        members = dist.get_process_group_ranks(self._group)
+        backend = backend_on(self._group, self._device)
+        known = _shared_groups()
+        key = _Key(backend, tuple(members[r] for r in ranks), lane)
+        found = known.get(key)
+        is_everybody = len(members) == dist.get_world_size()
+        serial = -1 if found is None else found.serial
+        card = _Card(list(ranks), lane.value, serial, _next_serial(), _next_number(key.ranks))
+        cards = self._exchange(card)
+        parts = _partition(cards)
+        serial = max(card.next_serial for card in cards)
+        to_make = [part for part in parts if not _is_there(part, cards)]
+        is_new = ranks in to_make
+        options = {
+            "timeout": timeout_of(self._group, self._device),
+            "pg_options": _options(backend),
+            "group_desc": f"zero_core {lane.value}",
+        }
+        group: dist.ProcessGroup | None = None
+        if is_everybody:
+            for part in to_make:
+                chosen = [members[r] for r in part]
+                made = dist.new_group(
+                    chosen, backend=backend, sort_ranks=chosen == sorted(chosen), **options
+                )
+                group = made if part == ranks else group
+        elif to_make:
+            number = max(cards[r].number for part in to_make for r in part)
+            with _numbered(key.ranks, number):
+                group = self._make_alone(to_make, ranks, key, options)
+        if not is_new:
+            assert found is not None
+            return found
+        assert group is not None
+        known[key] = _SharedGroup(group, serial, key, weakref.ref(dist.group.WORLD))
+        return known[key]
+
+    def _exchange(self, card: _Card) -> list[_Card]:
+        control = LibraryControlGroup(self, self._device)
+        rows = control.gather_bytes(json.dumps(card).encode())
+        return [_Card(*json.loads(row)) for row in rows]
+
+    def _make_alone(
+        self,
+        to_make: Sequence[tuple[int, ...]],
+        ranks: tuple[int, ...],
+        key: _Key,
+        options: dict[str, Any],
+    ) -> dist.ProcessGroup | None:
+        """Make groups without the job's ranks outside. Return the one among ``ranks``."""
+        is_ascending = all(list(part) == sorted(part) for part in to_make)
+        if _bound_device() is None:
+            if ranks not in to_make:
+                return None
+            made: dist.ProcessGroup = dist.new_group(
+                list(key.ranks),
+                backend=key.backend,
+                use_local_synchronization=True,
+                sort_ranks=is_ascending,
+                **options,
+            )
+            return made
+        if not is_ascending:
+            raise ConfigError(
+                f"subgroups {[list(part) for part in to_make]}: expected ascending ranks, as torch "
+                "splits a group with a bound device in that order"
+            )
+        return dist.split_group(self._group, [list(part) for part in to_make], **options)
+
+    def _warm_up(self, lane: Lane) -> None:
+        """Connect the ranks now: errors come early, and nothing device-wide in a backward."""
+        own = torch.full((1,), self.rank, dtype=torch.int64, device=self._device)
+        found = torch.empty(self.world_size, dtype=torch.int64, device=self._device)
+        if lane is Lane.GATHERS:
+            self.all_gather(found, own).wait()
+        else:
+            self.all_to_all(found, own.repeat(self.world_size)).wait()
+        assert found.tolist() == list(range(self.world_size))
+
+
+def group_of_mesh(mesh: DeviceMesh, device: torch.device) -> dist.ProcessGroup:
+    """Return the process group of a 2-D mesh over some of the job's ranks, in its order.
+
+    It is made once, by the ranks of the mesh, and kept. See [Note: groups that cannot hang].
+
+    Raises:
+        ConfigError: a device is bound to the default group.
+    """
+    ranks: list[int] = mesh.mesh.flatten().tolist()
+    made = _of_meshes.setdefault(dist.group.WORLD, {})
+    found = made.get(tuple(ranks))
+    if found is not None:
+        return found
+    if _bound_device() is not None:
+        raise ConfigError(
+            f"build(mesh=...) of two dimensions over ranks {ranks} alone, with a device bound by "
+            "init_process_group(device_id=...): NCCL makes their group with all ranks of the job; "
+            f"on all of them, call group = torch.distributed.new_group({ranks}), and build("
+            "process_group=group) on these"
+        )
+    numbers = torch.tensor([_next_number(tuple(ranks))])
+    for dim in (1, 0):  # within each row; then the rows of all
+        rank, size = mesh.get_local_rank(dim), mesh.size(dim)
+        line = ProcessLibrary(mesh.get_group(dim), rank=rank, world_size=size, device=device)
+        numbers = LibraryControlGroup(line, device).gather(numbers)
+    with _numbered(tuple(ranks), int(numbers.max())):
+        group: dist.ProcessGroup = dist.new_group(ranks, use_local_synchronization=True)
+    made[tuple(ranks)] = group
+    return group
+
+
+class _Key(NamedTuple):
+    """Identity of a shared group: ``ranks`` are the job's, in the order of the group."""
+
+    backend: str
+    ranks: tuple[int, ...]
+    lane: Lane
+
+
+class _Card(NamedTuple):
+    """A rank's part in the choice of a group.
+
+    Attributes:
+        ranks: of the subgroup that it is in, numbered within the library.
+        lane: purpose of the group.
+        serial: of the group that it has already; -1: none.
+        next_serial: higher than that of any group here.
+        number: by which a group of some ranks may be named here.
+    """
+
+    ranks: list[int]
+    lane: str
+    serial: int
+    next_serial: int
+    number: int
+
+
+@dataclass(eq=False)
+class _SharedGroup:
+    """A process group and the number of libraries that use it.
+
+    Attributes:
+        serial: a number that its members agreed on, and that no other of its key has.
+        world: the default group, whose end is that of all groups.
+    """
+
+    group: dist.ProcessGroup
+    serial: int
+    key: _Key
+    world: weakref.ref[Any]
+    num_users: int = 0
+    is_new: bool = True
+
+    def release(self) -> None:
+        """End the group with its last user, on this rank alone."""
+        self.num_users -= 1
+        has_ended = not dist.is_initialized() or self.world() is not dist.group.WORLD
+        if self.num_users or has_ended:
+            return
+        known = _shared_groups()
+        if known.get(self.key) is self:
+            del known[self.key]
+        self.group.abort()
+        dist.destroy_process_group(self.group)
+
+
+# All by the default group. The last: the lowest number for the next group of these ranks.
+_known: weakref.WeakKeyDictionary[Any, dict[_Key, _SharedGroup]] = weakref.WeakKeyDictionary()
+_of_meshes: weakref.WeakKeyDictionary[Any, dict[tuple[int, ...], dist.ProcessGroup]] = (
+    weakref.WeakKeyDictionary()
+)
+_numbers: weakref.WeakKeyDictionary[Any, dict[tuple[int, ...], int]] = weakref.WeakKeyDictionary()
+_serials: Iterator[int] = count()
+
+
+def _shared_groups() -> dict[_Key, _SharedGroup]:
+    return _known.setdefault(dist.group.WORLD, {})
+
+
+def _next_serial() -> int:
+    groups = _shared_groups().values()
+    return max([next(_serials), *(group.serial + 1 for group in groups)])
+
+
+def _is_there(part: Sequence[int], cards: Sequence[_Card]) -> bool:
+    """Whether the ranks of a subgroup have the same group already."""
+    serials = {cards[r].serial for r in part}
+    return len(serials) == 1 and -1 not in serials
+
+
+def _partition(cards: Sequence[_Card]) -> list[tuple[int, ...]]:
+    """Return the subgroups that the ranks are in, in the order of their first rank.
+
+    Raises:
+        ConfigError: they are no partition, or their lanes differ.
+    """
+    parts = list(dict.fromkeys(tuple(card.ranks) for card in cards))
+    is_partition = sorted(r for part in parts for r in part) == list(range(len(cards)))
+    is_own = all(rank in card.ranks for rank, card in enumerate(cards))
+    if not is_partition or not is_own or len({card.lane for card in cards}) > 1:
+        given = "; ".join(f"rank {r}: {card.lane} of {card.ranks}" for r, card in enumerate(cards))
+        raise ConfigError(
+            f"subgroup: every rank gives the subgroup that it is in, for the same lane; together "
+            f"they are all ranks, each once; found {given}"
+        )
+    return parts
+
+
+def _bound_device() -> torch.device | None:
+    world = dist.group.WORLD
+    return None if world is None else world.bound_device_id
+
+
+def _next_number(ranks: tuple[int, ...]) -> int:
+    """Return the lowest number by which a new group of ``ranks`` may be named on this rank."""
+    return max(count_groups(), _numbers_of_world().get(ranks, 0))
+
+
+def _numbers_of_world() -> dict[tuple[int, ...], int]:
+    return _numbers.setdefault(dist.group.WORLD, {})
+
+
+def _numbered(ranks: tuple[int, ...], number: int) -> AbstractContextManager[None]:
+    """Name a group of ``ranks`` that is made in this context by ``number``, once."""
+    _numbers_of_world()[ranks] = number + 1
+    return counting_groups(number)
+
+
+def backend_on(group: dist.ProcessGroup | None, device: torch.device) -> str:
+    """Return the name of the backend of ``group`` on ``device``."""
+    pairs = [pair.split(":") for pair in dist.get_backend_config(group).split(",")]
+    return dict(pairs)[device.type]
+
+
+def _options(backend: str) -> Any:
+    """Return options of a group, for a stream of high priority. None for other backends than NCCL.
+
+    At normal priority the few blocks of NCCL's kernels wait for those of large matrix products.
+    """
+    if backend != "nccl":
+        return None
+    return dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.detach().view(-1).view(torch.uint8)

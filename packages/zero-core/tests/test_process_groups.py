@@ -1,0 +1,211 @@
+"""Process groups of engines: none hangs, they are shared, and they end with their last user."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+import zero_core
+from zero_core import ConfigError
+from zero_core._torch import count_groups
+from zero_core.comm import groups
+from zero_core.comm.device import DeviceCollectives
+from zero_core.comm.device_library import Lane
+from zero_core.comm.groups import ProcessLibrary
+from zero_core.comm.meter import Links
+from zero_core.comm.queues import HostQueues
+from zero_core.testing import spawn
+
+CPU = torch.device("cpu")
+CONFIG = {
+    "train_micro_batch_size_per_gpu": 1,
+    "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
+    "zero_optimization": {"stage": 3},
+}
+
+
+def _connect(group: dist.ProcessGroup | None) -> DeviceCollectives:
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    library = ProcessLibrary(group, rank=rank, world_size=size, device=CPU)
+    return DeviceCollectives(library, links=Links(size, size, is_ring=True), queues=HostQueues())
+
+
+def _check(collectives: Any) -> None:
+    """Gather and sum over all ranks, or over a subgroup."""
+    rank, size = collectives.rank, collectives.world_size
+    out = torch.empty(size)
+    shard = torch.full((1,), float(rank))
+    collectives.all_gather(out, shard, unit=0, version=0, backward=False).wait()
+    assert out.tolist() == list(range(size))
+    total = torch.empty(1)
+    collectives.reduce_scatter(total, torch.arange(float(size)), unit=0).wait()
+    assert total.item() == rank * size
+
+
+def _groups_of_its_own(rank: int, ranks: list[int], num: int) -> list[Any]:
+    """Groups that only ``ranks`` are in, made by them alone: all others count fewer."""
+    if rank not in ranks:
+        return []
+    return [dist.new_group(ranks, use_local_synchronization=True) for _ in range(num)]
+
+
+def _all_ranks(rank: int, world_size: int) -> None:
+    kept = _groups_of_its_own(rank, [1], 2)
+    assert count_groups() == 1 + len(kept)
+    collectives = _connect(None)
+    _check(collectives)
+    pairs = [[0, 2], [1]]
+    _check(collectives.subgroup(next(p for p in pairs if rank in p)))
+
+
+def test_all_ranks_with_different_numbers_of_groups_build() -> None:
+    """By a hash of the number of groups, ranks 0 and 2 would wait for rank 1 elsewhere."""
+    spawn(_all_ranks, 3)
+
+
+def _some_ranks(rank: int, world_size: int) -> None:
+    group = dist.new_group([0, 2])
+    kept = _groups_of_its_own(rank, [2], 2)
+    if rank != 1:
+        num_groups = count_groups()
+        for _ in range(3):  # by the same name, the second would meet what the first has left
+            collectives = _connect(group)
+            _check(collectives)
+            _check(collectives.subgroup([collectives.rank]))
+            assert count_groups() == num_groups + 4
+            collectives.close()
+            assert count_groups() == num_groups
+        assert _build(process_group=group).world_size == 2
+    del kept
+    dist.barrier()
+
+
+def test_some_ranks_with_different_numbers_of_groups_build() -> None:
+    spawn(_some_ranks, 3)
+
+
+def _build(**keywords: Any) -> zero_core.Engine:
+    torch.manual_seed(0)
+    return zero_core.build(nn.Linear(5, 3), CONFIG, **keywords)
+
+
+def _mesh_over_some(rank: int, world_size: int) -> None:
+    mesh = DeviceMesh("cpu", torch.tensor([[0, 1], [2, 4]]))
+    other = DeviceMesh("cpu", torch.tensor([[0, 1], [3, 4]]))
+    if rank in (0, 1, 2, 4):
+        engine = _build(mesh=mesh)
+        assert engine.world_size == 4
+        num_groups = count_groups()
+        assert _build(mesh=mesh).world_size == 4
+        assert count_groups() == num_groups
+    if rank in (0, 1, 3, 4):  # 3 is in fewer groups than the others
+        assert _build(mesh=other).world_size == 4
+    dist.barrier()
+
+
+def test_meshes_over_some_ranks_build() -> None:
+    spawn(_mesh_over_some, 5)
+
+
+def _ends(rank: int, world_size: int) -> None:
+    num_groups = count_groups()
+    for _ in range(2):
+        first, second = _connect(None), _connect(None)
+        assert count_groups() == num_groups + 2
+        for _ in range(2):  # two plug-ins that split the ranks alike
+            _check(first.subgroup([0, 1] if rank < 2 else [2]))
+        assert count_groups() == num_groups + 4
+        descriptions = {g.group_desc for g in dist.distributed_c10d._world.pg_names}
+        assert {"zero_core gathers", "zero_core reductions"} <= descriptions
+        first.close()
+        _check(second)
+        assert count_groups() == num_groups + 2
+        second.close()
+        assert count_groups() == num_groups
+    # One rank ends its engine and another does not: a new one gets groups that all of them have.
+    kept = _connect(None)
+    if rank == 1:
+        kept.close()
+    again = _connect(None)
+    _check(again)
+    again.close()
+
+
+def test_groups_are_shared_and_end_with_the_last_engine() -> None:
+    spawn(_ends, 3)
+
+
+def _splits(rank: int, world_size: int) -> None:
+    """A device is bound: only ``split_group`` asks none of the ranks outside.
+
+    Its place is taken by what names a group in the same way.
+    """
+    group = dist.new_group([0, 2])
+    kept = _groups_of_its_own(rank, [2], 2)
+    world = dist.group.WORLD
+    assert world is not None
+    if rank == 1:
+        return
+    calls: list[tuple[Any, ...]] = []
+
+    def split(parent: Any, parts: Any, **options: Any) -> Any:
+        calls.append((parent, parts, options["group_desc"]))
+        world.bound_device_id = None
+        ranks = next(ranks for part in parts if rank in (ranks := [2 * r for r in part]))
+        made = dist.new_group(ranks, use_local_synchronization=True)
+        world.bound_device_id = torch.device("cuda", 0)
+        return made
+
+    dist.split_group = split
+    world.bound_device_id = torch.device("cuda", 0)
+    collectives = _connect(group)
+    _check(collectives)
+    _check(collectives.subgroup([collectives.rank]))
+    lanes = [f"zero_core {lane.value}" for lane in Lane]
+    expected = [(group, [[0, 1]], lane) for lane in lanes]
+    assert calls == expected + [(group, [[0], [1]], lane) for lane in lanes]
+    with pytest.raises(ConfigError, match=r"\[\[1, 0\]\]: expected ascending ranks"):
+        collectives.subgroup([1, 0])
+    with pytest.raises(ConfigError, match=r"new_group\(\[0, 2\]\)"):
+        groups.group_of_mesh(_Mesh(torch.tensor([[0], [2]])), CPU)  # type: ignore[arg-type]
+    world.bound_device_id = None
+    del kept
+
+
+class _Mesh:
+    def __init__(self, mesh: torch.Tensor) -> None:
+        self.mesh = mesh
+
+
+def test_some_ranks_with_a_bound_device_split_their_group() -> None:
+    spawn(_splits, 3)
+
+
+def _no_partition(rank: int, world_size: int) -> None:
+    with pytest.raises(ConfigError, match=r"rank 1: gathers of \[0, 1\]; rank 2: gathers of \[1"):
+        _connect(None).subgroup([[0, 1], [0, 1], [1, 2]][rank])
+
+
+def test_subgroups_that_overlap_are_refused_by_name() -> None:
+    spawn(_no_partition, 3)
+
+
+def test_groups_have_streams_of_high_priority() -> None:
+    """NCCL is not here: the options are made by the name of the backend, for its class alone."""
+    assert groups._options("gloo") is None
+    made: list[bool] = []
+
+    class Nccl:
+        class Options:
+            def __init__(self, is_high_priority_stream: bool = False) -> None:
+                made.append(is_high_priority_stream)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "ProcessGroupNCCL", Nccl, raising=False)
+        groups._options("nccl")
+    assert made == [True]
