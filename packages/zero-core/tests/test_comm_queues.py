@@ -6,6 +6,7 @@ import threading
 import weakref
 from collections.abc import Iterator
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -115,8 +116,9 @@ class _Stream:
     current: list[_Stream]
     log: list[str]
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, priority: int = 0) -> None:
         self.name = name
+        self.priority = priority
 
     def wait_stream(self, other: _Stream) -> None:
         self.log.append(f"{self.name} waits for {other.name}")
@@ -129,6 +131,7 @@ class _Stream:
         return f"the event of {self.name}"
 
     def __enter__(self) -> _Stream:
+        assert self not in self.current, "torch 2.10 does not enter a stream twice"
         self.current.append(self)
         return self
 
@@ -141,7 +144,7 @@ def streams(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     log: list[str] = []
     _Stream.current, _Stream.log = [_Stream("main")], log
     names = iter(["first queue", "second queue"])
-    monkeypatch.setattr(torch, "Stream", lambda device: _Stream(next(names)))
+    monkeypatch.setattr(torch, "Stream", lambda device, priority: _Stream(next(names), priority))
     monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: _Stream.current[-1])
     yield log
     assert [s.name for s in _Stream.current] == ["main"]
@@ -180,3 +183,30 @@ def test_what_a_job_on_a_stream_raises_is_raised_to_whoever_waits(streams: list[
     work = StreamQueues(torch.device("cuda", 0)).launch(_fail, is_reduction=False)
     with pytest.raises(RuntimeError, match="Connection closed"):
         work.wait()
+
+
+def test_streams_have_high_priority_and_a_job_launches_another_of_its_queue(
+    streams: list[str],
+) -> None:
+    queues = StreamQueues(torch.device("cuda", 0))
+    works: list[Any] = []
+    priorities: list[int] = []
+
+    def inner() -> None:
+        priorities.append(_Stream.current[-1].priority)
+        streams.append(f"inner job on {_Stream.current[-1].name}")
+
+    def outer() -> None:
+        works.append(queues.launch(inner, is_reduction=False))
+        works[0].wait()
+
+    queues.launch(outer, is_reduction=False).wait()
+    assert priorities == [-1]
+    assert streams == [
+        "first queue waits for main",
+        "inner job on first queue",
+        "first queue records",
+        "first queue waits for the event of first queue",
+        "first queue records",
+        "main waits for the event of first queue",
+    ]

@@ -26,6 +26,7 @@ from zero_comm.quantizer.block_format import BlockFormat
 from zero_comm.quantizer.message import Packing
 from zero_comm.transport.queues import CommQueue, open_queue
 from zero_comm.transport.torch_collectives import TorchCollectives
+from zero_comm.transport.torch_compat import all_gather_single, count_groups
 
 Hook = Callable[[object, Any], Future[Tensor]]  # torch's stubs leave dist.GradBucket out
 
@@ -57,9 +58,8 @@ def ddp_comm_hook(
         gathered: format of the reduced gradients; None: exact.
         group: DDP's process group; None for the default one. The hook makes one of its own with
             the same ranks, so that its exchanges don't mix with DDP's. The group of a subgroup is
-            made by its ranks alone: torch numbers such groups, so all of these ranks must have
-            made equally many with ``use_local_synchronization`` before, or they wait for each
-            other until the timeout.
+            made by its ranks alone: torch names such groups after the number of groups that a rank
+            is in, so this must be equal on them, and no device may be bound to the default group.
         ranks_per_node: consecutive ranks of the group that share a node; or a 2-D DeviceMesh
             whose last dimension lies within a node; None asks the launcher's environment.
         is_stochastic: whether gradients are rounded stochastically.
@@ -71,6 +71,7 @@ def ddp_comm_hook(
 
     Raises:
         ValueError: an argument that doesn't fit, by name.
+        RuntimeError: the group of a subgroup cannot be made; raised on all of its ranks.
     """
     fmt = GradientFormat.make(
         gradients,
@@ -95,11 +96,35 @@ def _own_group(group: dist.ProcessGroup | None, timeout: timedelta | None) -> di
         own = dist.new_group(timeout=timeout)
     else:
         ranks, backend = dist.get_process_group_ranks(group), dist.get_backend(group)
+        _check_can_make_group(group, ranks)
         own = dist.new_group(
             ranks, timeout=timeout, backend=backend, use_local_synchronization=True
         )
     assert isinstance(own, dist.ProcessGroup), "only members are asked"
     return own
+
+
+def _check_can_make_group(group: dist.ProcessGroup, ranks: list[int]) -> None:
+    """Refuse what would wait until the timeout: a group that its ranks cannot make alone."""
+    world = dist.group.WORLD
+    if world is not None and world.bound_device_id is not None:
+        raise RuntimeError(
+            f"ddp_comm_hook(group=...) over ranks {ranks}, with a device bound by "
+            "init_process_group(device_id=...): NCCL makes the hook's group with all ranks of the "
+            "job; call init_process_group without device_id"
+        )
+    on_host = dist.get_backend(group) == "gloo"
+    device = torch.device("cpu") if on_host else torch.accelerator.current_accelerator()
+    own = torch.tensor([count_groups()], device=device)
+    numbers = own.new_empty(len(ranks))
+    all_gather_single(numbers, own, group)
+    if len(set(numbers.tolist())) > 1:
+        found = ", ".join(f"rank {r}: {n}" for r, n in zip(ranks, numbers.tolist(), strict=True))
+        raise RuntimeError(
+            "ddp_comm_hook(group=...): torch names the hook's group after the number of process "
+            f"groups that a rank is in, which must be equal on its ranks, found {found}; make each "
+            "group on all ranks of the job, by new_group without use_local_synchronization"
+        )
 
 
 class _BucketAverager:

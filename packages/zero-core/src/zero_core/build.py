@@ -16,7 +16,7 @@ from zero_core.checkpoint.pretrained import load_pretrained
 from zero_core.comm.communicator import Communicator
 from zero_core.comm.device import make_transport, share_memory
 from zero_core.comm.meter import Meter
-from zero_core.comm.topology import Ranks, count_per_node, find_ranks
+from zero_core.comm.topology import Ranks, check_devices, count_per_node, find_ranks
 from zero_core.config import load_config
 from zero_core.engine import Engine
 from zero_core.init.fill import adopt, adopt_buffers, check_values, fill
@@ -133,6 +133,7 @@ def build(
     found, layout, optimizer = drawn.found, drawn.layout, drawn.optimizer
     initial = InitialValues(model)
     control = ranks.connect()
+    check_devices(control, ranks)
     drawn.check_ranks_agree(control, resolved)
     check_values(control, initial, has_pretrained=pretrained is not None)
     if ranks.rank == 0 and is_training:

@@ -22,13 +22,14 @@ from zero_core._torch import cast_floats
 from zero_core.checkpoint import export
 from zero_core.checkpoint.load import load_checkpoint
 from zero_core.comm.communicator import Communicator
+from zero_core.comm.device import DeviceCollectives
+from zero_core.comm.host import HostCollectives
 from zero_core.comm.meter import Meter, Traffic
 from zero_core.config import Config, OffloadOptimizerConfig
 from zero_core.errors import ConfigError, EvaluationOnlyError
 from zero_core.lifecycle import LeftShard, Ownership, Removable, owner_of
 from zero_core.optim.schedules.base import Schedule
 from zero_core.optim.train_state import TrainState
-from zero_core.protocols import TransportCollectives
 from zero_core.runtime.buffers import BufferSync
 from zero_core.runtime.copies import ModelCopies
 from zero_core.runtime.gathered import GatheredParams
@@ -62,7 +63,7 @@ class EngineParts:
     train: TrainState
     memory: Memory
     communicator: Communicator
-    transport: TransportCollectives
+    transport: HostCollectives | DeviceCollectives
     meter: Meter
 
 
@@ -228,6 +229,7 @@ class ShardedModel:
         after a step, at 1 and 2. `unwrap` ends an engine with all of them whole.
         """
         self._ownership.close()
+        self._transport.close()
 
     def unwrap(self, *, dtype: torch.dtype | None = None, drops_partial: bool = False) -> nn.Module:
         """End the engine and return its model with every value whole.
@@ -258,6 +260,7 @@ class ShardedModel:
                 "first, or drop it by drops_partial=True"
             )
         self._ownership.leave_values(self.full_state_dict(dtype=dtype))
+        self._transport.close()
         return self.module
 
     def leave_shards(self) -> Iterator[LeftShard]:
@@ -266,7 +269,9 @@ class ShardedModel:
         At stages 0 to 2 parameters keep their values where every rank has them all, as after
         `publish`, and nothing is returned. As `close`, it waits for no other rank.
         """
-        return self._ownership.leave_shards()
+        shards = self._ownership.leave_shards()
+        self._transport.close()
+        return shards
 
     def remove_at_end(self, hooks: Iterable[Removable]) -> None:
         """Remove ``hooks`` that others put on the model when the engine ends."""

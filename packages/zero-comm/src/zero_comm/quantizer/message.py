@@ -135,8 +135,11 @@ class Packing:
         if key not in self._templates:
             flags = may_hold_nan * _MAY_HOLD_NAN + self.has_checksum * _HAS_CHECKSUM
             header = self._fixed(numel) + struct.pack("=qq", flags, 0)
-            host = torch.frombuffer(bytearray(header), dtype=torch.uint8)
-            self._templates[key] = host.to(device)
+            # Word by word: a copy from the host's memory would have it wait for the device.
+            words = torch.empty(HEADER_NBYTES // 8, dtype=torch.int64, device=device)
+            for place, word in zip(words, struct.unpack("=4q", header), strict=True):
+                place.fill_(word)
+            self._templates[key] = words.view(torch.uint8)
         return self._templates[key]
 
     def _fixed(self, numel: int) -> bytes:

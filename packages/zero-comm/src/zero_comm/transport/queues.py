@@ -50,7 +50,7 @@ class StreamQueue:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._stream = torch.Stream(device)
+        self._stream = torch.Stream(device, priority=-1)
 
     def run(self, job: Callable[[], Tensor]) -> Future[Tensor]:
         """Enqueue ``job`` after the current stream's work. Errors of launching it are raised."""

@@ -22,6 +22,11 @@ def all_gather_single(
     return work
 
 
+def count_groups() -> int:
+    """Count the process groups that this rank is in, the default group among them."""
+    return len(dist.distributed_c10d._world.pg_names)
+
+
 def reduce_scatter_single(
     out: Tensor, full: Tensor, op: Any, group: dist.ProcessGroup | None, *, async_op: bool = False
 ) -> dist.Work | None:

@@ -17,6 +17,7 @@ node, or one rank per node.
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -68,6 +69,12 @@ def make_transport(
             ranks_per_node=per_node,
             queues=queues,
             meter=meter,
+        )
+    if ranks.device.type == "cuda" and os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
+        _log.warning(
+            "CUDA_DEVICE_MAX_CONNECTIONS is 1: gathers and reductions share one hardware queue, so "
+            "a rank that takes another branch of the model than the others may wait for them for "
+            "ever; unset it (8 is CUDA's default)"
         )
     links = Links(ranks.size, per_node, is_ring=True)
     return DeviceCollectives(ranks.library(), links=links, queues=queues, meter=meter)

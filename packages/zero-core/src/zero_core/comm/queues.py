@@ -79,17 +79,19 @@ class StreamQueues:
     def launch(self, job: _Job, *, is_reduction: bool) -> Work:
         """Run ``job`` with the queue's stream as the current one."""
         if is_reduction not in self._streams:
-            # Of high priority: what others wait for goes before what fills the device.
+            # Of high priority, as the library's: its few blocks would wait for a large product's.
             self._streams[is_reduction] = torch.Stream(self._device, priority=-1)
         stream = self._streams[is_reduction]
-        # The queue waits for what the caller has enqueued: the job reads it.
-        stream.wait_stream(torch.accelerator.current_stream(self._device))
-        with stream:
-            result = _Result(job)
+        result = _Result(job)
+        current = torch.accelerator.current_stream(self._device)
+        if current == stream:  # launched by a job of this queue; torch 2.10 enters no stream twice
             result.run()
-            done = stream.record_event()
-
-        return _Enqueued(result, done, self._device)
+        else:
+            # The queue waits for what the caller has enqueued: the job reads it.
+            stream.wait_stream(current)
+            with stream:
+                result.run()
+        return _Enqueued(result, stream.record_event(), self._device)
 
 
 @dataclass(eq=False)

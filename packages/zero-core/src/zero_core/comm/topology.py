@@ -26,7 +26,6 @@ import logging
 import math
 import os
 import socket
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -61,6 +60,13 @@ class Ranks:
     size: int
     device: torch.device
     per_node: int | None = None
+
+    @property
+    def has_own_device(self) -> bool:
+        """Whether each rank needs a device of its own. gloo serves several on one."""
+        if self.size == 1 or not dist.is_initialized():
+            return False
+        return backend_on(self.group, self.device) != "gloo"
 
     def connect(self) -> ControlGroup:
         """Return the control group of these ranks."""
@@ -132,33 +138,26 @@ def _find_device(group: dist.ProcessGroup | None) -> torch.device:
 
 
 def check_devices(control: ControlGroup, ranks: Ranks) -> None:
-    """Refuse ranks that share a device, of which each must have its own. Every rank calls it.
-
-    gloo can serve several ranks on one device, so there they may share where a host has fewer
-    devices than ranks.
+    """Refuse ranks that share a device if each needs its own. Every rank must call it.
 
     Raises:
         ConfigError: on all ranks, with those that share one.
     """
-    if ranks.size == 1 or ranks.device.type == "cpu":
+    if not ranks.has_own_device:
         return
-    host = socket.gethostname()
-    card = [host, _identity(ranks.device), str(ranks.device), torch.accelerator.device_count()]
+    card = [socket.gethostname(), _identity(ranks.device), str(ranks.device)]
     cards = [json.loads(row) for row in control.gather_bytes(json.dumps(card).encode())]
-    sharing: dict[tuple[str, str], list[int]] = {}
-    for rank, (name, identity, _, _) in enumerate(cards):
-        sharing.setdefault((name, identity), []).append(rank)
-    num_ranks = Counter(name for name, *_ in cards)
-    has_room = all(count >= num_ranks[name] for name, _, _, count in cards)
-    can_share = backend_on(ranks.group, ranks.device) == "gloo" and not has_room
-    found = [
-        f"ranks {shared} on {cards[shared[0]][2]} of {name}"
-        for (name, _), shared in sharing.items()
-        if len(shared) > 1
+    users: dict[tuple[str, str], list[int]] = {}
+    for rank, (host, identity, _) in enumerate(cards):
+        users.setdefault((host, identity), []).append(rank)
+    shared = [
+        f"ranks {found} on {cards[found[0]][2]} of {host}"
+        for (host, _), found in users.items()
+        if len(found) > 1
     ]
-    if found and not can_share:
+    if shared:
         raise ConfigError(
-            f"build(): each rank needs a device of its own, found {'; '.join(found)}. Start the "
+            f"build(): each rank needs a device of its own, found {'; '.join(shared)}. Start the "
             "ranks by torchrun, which sets LOCAL_RANK, or call torch.accelerator.set_device_index("
             "local_rank) or init_process_group(device_id=...) before zero_core.build(); start no "
             "more ranks on a host than it has devices"

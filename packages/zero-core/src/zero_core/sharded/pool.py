@@ -32,7 +32,7 @@ class CopyStream:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         has_streams = device.type not in ("cpu", "meta")
-        self._stream = torch.Stream(device) if has_streams else None
+        self._stream = torch.Stream(device, priority=-1) if has_streams else None
 
     def __enter__(self) -> None:
         if self._stream is not None:

@@ -152,7 +152,9 @@ def open_streams(device: torch.device) -> HostStreams:
     if device.type == "cpu":
         return HostStreams()
     device = with_index(device)
-    return AcceleratorStreams(device, torch.Stream(device), torch.Stream(device))
+    return AcceleratorStreams(
+        device, torch.Stream(device, priority=-1), torch.Stream(device, priority=-1)
+    )
 
 
 class Copy:

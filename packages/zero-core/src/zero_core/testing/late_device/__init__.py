@@ -100,7 +100,7 @@ def _module() -> types.ModuleType:
         "_is_in_bad_fork": lambda: False,
         "current_device": accelerator.current_device_index,
         "current_stream": accelerator.current_stream,
-        "device_count": accelerator.device_count,
+        "device_count": lambda: _loaded[0],
         "get_amp_supported_dtype": lambda: [torch.bfloat16, torch.float16],
         "get_rng_state": get_rng_state,
         "is_available": lambda: True,
