@@ -18,13 +18,19 @@ from typing import Any, TypeVar, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._C import DisableTorchFunction
+from torch._C import DisableTorchFunction, DisableTorchFunctionSubclass
 from torch.optim.optimizer import _global_optimizer_pre_hooks
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes as disable_current_modes
 from torch.utils._python_dispatch import _get_current_dispatch_mode as current_dispatch_mode
 
-__all__ = ["DisableTorchFunction", "current_dispatch_mode", "disable_current_modes", "pytree"]
+__all__ = [
+    "DisableTorchFunction",
+    "DisableTorchFunctionSubclass",
+    "current_dispatch_mode",
+    "disable_current_modes",
+    "pytree",
+]
 
 _CALL = nn.Module.__call__.__name__
 _Hook = TypeVar("_Hook", bound=Callable[..., None])

@@ -68,7 +68,7 @@ class Blueprint:
         specs = _describe(found, group_of, config)
         group_of = {n: g for n, g in group_of.items() if specs[n].is_trainable}
         units = [(name, members) for name, _, members in found.units]
-        layout = Layout.build(specs, units, world_size)
+        layout = Layout.build(specs, units, world_size, has_tail=found.has_tail)
         if is_training:
             check_patterns(config.zero_optimization.offload_optimizer.parameters or (), layout)
         return cls(found, layout, optimizer, group_of, given)

@@ -3,7 +3,8 @@
 [Note: layout terms]
 parameter   one tensor of the model, counted once however many names (aliases) it has
 unit        a block of the module tree that is gathered, computed and reduced together. Unit 0 is
-            the root: parameters that belong to no block or to several
+            the root: parameters that belong to no block or to several. The last unit may be the
+            tail: parameters that are used after the blocks (`zero_core.layout.discovery`)
 segment     the parameters of one unit that share dtype and trainability, consecutive in one flat
             buffer. Each start is aligned; the end is padded to ``world_size * shard_numel``
 slot        one parameter's ``[start, stop)`` within its segment
@@ -130,14 +131,16 @@ class Layout:
     Attributes:
         world_size: number of ranks that share each segment.
         params: every parameter, once.
-        units: the root unit, then the blocks in the order of the module tree.
+        units: the root unit, then the blocks in the order of the module tree, then the tail.
         alignment: elements to which slots and shards are aligned.
+        has_tail: whether there is a tail.
     """
 
     world_size: int
     params: tuple[ParamSpec, ...]
     units: tuple[UnitLayout, ...]
     alignment: int
+    has_tail: bool = False
 
     @classmethod
     def build(
@@ -147,8 +150,11 @@ class Layout:
         world_size: int,
         *,
         alignment: int = ALIGNMENT,
+        has_tail: bool = False,
     ) -> Layout:
         """Compute the layout of ``units``, each a name and the numbers of its parameters.
+
+        ``has_tail``: the last of them is the tail.
 
         Raises:
             ValueError: a parameter is in no unit or in two, or world_size or alignment < 1.
@@ -171,7 +177,17 @@ class Layout:
                 segments.append(Segment(count, index, *key, slots, shard, world_size))
                 count += 1
             laid.append(UnitLayout(index, name, tuple(segments)))
-        return cls(world_size, tuple(params), tuple(laid), alignment)
+        return cls(world_size, tuple(params), tuple(laid), alignment, has_tail)
+
+    @property
+    def tail(self) -> int | None:
+        """Index of the tail, None if there is none."""
+        return len(self.units) - 1 if self.has_tail else None
+
+    @property
+    def last_block(self) -> int:
+        """Index of the last block, 0 if there is none."""
+        return len(self.units) - 1 - self.has_tail
 
     @cached_property
     def segments(self) -> tuple[Segment, ...]:

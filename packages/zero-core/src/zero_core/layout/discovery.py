@@ -2,9 +2,16 @@
 
 A block is a child of an ``nn.ModuleList`` or ``nn.Sequential`` that has parameters and a forward
 of its own. Blocks are not searched for further blocks. A parameter that only one block uses
-belongs to that block. Everything else (embeddings, heads, weights tied across blocks) belongs to
-the root unit, which stays gathered from the start of forward to the end of backward. `note_reader`
-records that a module reads a parameter of another one.
+belongs to that block. Everything else belongs to the root unit, which stays gathered from the start
+of forward to the end of backward, or to the tail. `note_reader` records that a module reads a
+parameter of another one.
+
+The *tail* is one more unit after the blocks: the parameters of modules that the module tree holds
+behind the last block (a final norm, a head), under all of their names. Its values are waited for
+when forward leaves the last block, and its gradients come before those of the blocks. That the
+tree's order is the order of use is a guess, which only time depends on:
+[Note: the tail] in `zero_core.runtime.runtime`. Tied weights (an embedding that is the head, too),
+parameters of the modules that contain blocks, and subclasses of ``nn.Parameter`` stay in the root.
 
 A *leaf* is a module that is one unit with everything in it, at any depth of the module tree. It
 has ``_is_zero_leaf = True``, or ``zero_optimization.leaf_module`` names it.
@@ -26,6 +33,10 @@ _log = logging.getLogger(__name__)
 
 _WRAPPERS = ("_checkpoint_wrapped_module", "_orig_mod")
 _CONTAINERS = (nn.ModuleList, nn.Sequential)
+MIN_TAIL_NUMEL = 2**16
+"""Elements from which on a tail is a unit of its own. The exchange of a smaller one (128 KiB in 16
+bits, 3 us on a link of 50 GB/s) takes less time than the launch of one more collective."""
+TAIL_NAME = "tail"
 _read: WeakKeyDictionary[nn.Module, dict[int, nn.Parameter]] = WeakKeyDictionary()
 
 
@@ -35,11 +46,13 @@ class Discovered:
 
     Each parameter is there once, in the order of the module tree, and ``names`` has all of its
     names (see `plain_name`). A unit is ``(name, module, parameter numbers)``, unit 0 is the root.
+    With ``has_tail`` the last one is the tail; like the root's, its module is the model.
     """
 
     params: tuple[nn.Parameter, ...]
     names: tuple[tuple[str, ...], ...]
     units: tuple[tuple[str, nn.Module, tuple[int, ...]], ...]
+    has_tail: bool
 
 
 def plain_name(name: str) -> str:
@@ -138,10 +151,33 @@ def _owner(name: str, paths: dict[str, str]) -> str:
     return ""
 
 
-def discover(model: nn.Module, rule: LeafRule | None = None) -> Discovered:
+def _behind_blocks(model: nn.Module, blocks: set[int]) -> set[str]:
+    """Return the names of the parameters that the module tree holds behind the last block.
+
+    ``blocks`` are the blocks' ``id``.
+    """
+    modules = list(model.named_modules(remove_duplicate=False))
+    last = max((n for n, (_, module) in enumerate(modules) if id(module) in blocks), default=None)
+    if last is None:
+        return set()
+    within = f"{modules[last][0]}."
+    return {
+        f"{path}.{name}"
+        for path, module in modules[last + 1 :]
+        if not path.startswith(within)
+        for name in module._parameters
+    }
+
+
+def discover(
+    model: nn.Module, rule: LeafRule | None = None, *, min_tail_numel: int = MIN_TAIL_NUMEL
+) -> Discovered:
     """Find the parameters, their names, and the units of ``model``.
 
-    ``rule`` selects leaves besides the modules that are marked as such.
+    Args:
+        model: any module.
+        rule: selects leaves besides the modules that are marked as such.
+        min_tail_numel: elements from which on the tail is a unit of its own.
     """
     rule = rule or LeafRule()
     rule.warn_missing(model)
@@ -167,22 +203,33 @@ def discover(model: nn.Module, rule: LeafRule | None = None) -> Discovered:
         if id(module) in blocks
     }
     owners = {n: {_owner(name, paths) for name in names[n]} for n in range(len(params))}
+    read: set[str] = set()  # names of parameters that modules read which do not hold them
     for path, module in model.named_modules(remove_duplicate=False):
         for key in _read.get(module, ()):
             if key in numbers:
                 owners[numbers[key]].add(_owner(f"{path}.read", paths))
+                read.update(names[numbers[key]])
 
     members: dict[str, list[int]] = {"": [], **{path: [] for path, _ in blocks.values()}}
     for number, owned in owners.items():
         members[next(iter(owned)) if len(owned) == 1 else ""].append(number)
+    behind = _behind_blocks(model, set(blocks)) - read
+    tail = [
+        n for n in members[""] if type(params[n]) is nn.Parameter and behind.issuperset(names[n])
+    ]
     modules = {"": model, **dict(blocks.values())}
-    units = tuple(
+    units = [
         (path, modules[path], tuple(numbers_))
         for path, numbers_ in members.items()
         if numbers_ or path == ""
-    )
+    ]
+    numel = sum(params[n].numel() for n in tail)
+    has_tail = len(units) > 1 and numel >= max(min_tail_numel, 1)
+    if has_tail:
+        units[0] = ("", model, tuple(n for n in members[""] if n not in tail))
+        units.append((TAIL_NAME, model, tuple(tail)))
     plain = tuple(tuple(plain_name(name) for name in found) for found in names)
-    return Discovered(tuple(params), plain, units)
+    return Discovered(tuple(params), plain, tuple(units), has_tail)
 
 
 def compute_dtype(param: torch.Tensor, low_precision: torch.dtype | None) -> torch.dtype:

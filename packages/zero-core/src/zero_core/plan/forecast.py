@@ -254,7 +254,8 @@ def num_gathers(segment: Segment, layout: Layout, config: Config) -> int:
     stage = config.zero_optimization.stage
     if stage < 3:  # after an update of other ranks' slices
         return int(stage > 0 and segment.is_trainable)
-    is_once = segment.unit in (0, len(layout.units) - 1)  # backward begins with the last unit
+    # The root and the tail stay, and backward begins with the last block.
+    is_once = segment.unit == 0 or segment.unit >= layout.last_block
     return config.gradient_accumulation_steps * (1 if is_once else 2)
 
 

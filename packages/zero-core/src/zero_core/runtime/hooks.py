@@ -40,9 +40,11 @@ def install(
     """
     handles: list[Any] = []
     if checkpointing is not None and checkpointing.enabled:
-        handles.append(Recompute(modules[1:], runtime, is_on_cpu=checkpointing.cpu_checkpointing))
+        blocks = [m for u, m in zip(runtime.units, modules, strict=True) if u.is_block]
+        handles.append(Recompute(blocks, runtime, is_on_cpu=checkpointing.cpu_checkpointing))
     for unit, module in zip(runtime.units, modules, strict=True):
-        handles += _hook_unit(runtime, unit, module)
+        if not unit.is_tail:  # its module is the model, which the root's hooks are on
+            handles += _hook_unit(runtime, unit, module)
         for grads in unit.grads:
             for position, param in enumerate(grads.params):
                 handles.append(_hook_gradient(runtime, unit, grads, position, param))

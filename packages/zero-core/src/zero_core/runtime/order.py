@@ -1,6 +1,7 @@
 """Order in which units are reduced, and gathered, in a backward.
 
-Units are numbers here: 0 is the root, then blocks in the order of the module tree.
+Units are numbers here: 0 is the root, then blocks in the order of the module tree, then the tail,
+if there is one.
 
 [Note: order of reductions]
 Units are reduced in the reverse order of the module tree, the root last, whatever order gradients
@@ -10,6 +11,13 @@ Where the branch of a rank left a parameter out, its gradient never becomes read
 end of backward would do for the numbers, but at stage 3 a peer that waits for the reduction gathers
 nothing, and this rank needs its shards to reach that end.
 A gradient that is ready after its unit was complete is *late*, and reduced in a second round.
+
+[Note: place of the tail]
+The tail's gradients should come before those of all blocks, and then it is reduced first. Where it
+has a parameter that is not used, or that the blocks use too, that would keep every other unit
+waiting. So it is reduced between the blocks and the root, until a step has shown on all ranks that
+its gradients were complete before any block's were; and again after a step that showed otherwise.
+The ranks agree on that with the step's statistics.
 
 [Note: trails]
 A forward leaves a *trail*, the units in the order in which it used them; backward follows it from
@@ -61,10 +69,13 @@ class _Trail:
 class BackwardOrder:
     """Order of reductions and gathers. See the notes above."""
 
-    def __init__(self, trainable: Sequence[int]) -> None:
-        """``trainable``: the units that have gradients, ascending."""
-        self._order = [unit for unit in reversed(trainable) if unit != 0]
-        self._order += [unit for unit in trainable if unit == 0]
+    def __init__(self, trainable: Sequence[int], tail: int | None = None) -> None:
+        """``trainable``: the units that have gradients, ascending. ``tail`` may be among them."""
+        self._blocks = [unit for unit in reversed(trainable) if unit not in (0, tail)]
+        self._root = [unit for unit in trainable if unit == 0]
+        self._tail = [unit for unit in trainable if unit == tail]
+        self._is_tail_late = False  # in this step, on this rank
+        self.place_tail(is_first=False)
         self._next = 0  # into _order
         self._num_missing: dict[int, int] = {}  # gradients that are not ready, by unit
         self._trails: list[_Trail] = []
@@ -74,6 +85,19 @@ class BackwardOrder:
         # ready.
         self._recomputed: tuple[_Trail, list[int]] | None = None
         self._is_recomputed_ready = False
+
+    @property
+    def is_tail_late(self) -> bool:
+        """Whether a block's gradients were complete before the tail's, in this step."""
+        return self._is_tail_late
+
+    def place_tail(self, *, is_first: bool) -> None:
+        """Reduce the tail before the blocks in the following steps, or behind them.
+
+        Every rank must call it, between two backwards.
+        """
+        middle = [*self._tail, *self._blocks] if is_first else [*self._blocks, *self._tail]
+        self._order = [*middle, *self._root]
 
     # ---------------------------------------------------------------- forward
 
@@ -145,6 +169,8 @@ class BackwardOrder:
             trail, positions = self._recomputed
             self._is_recomputed_ready = unit in [trail.units[p] for p in positions]
         self._num_missing[unit] = missing = self._num_missing[unit] - 1
+        if missing == 0 and unit != 0 and unit not in self._tail:
+            self._note_late_tail()
         return missing
 
     def ready_units(self) -> Iterator[int]:
@@ -164,6 +190,7 @@ class BackwardOrder:
 
     def end_backward(self) -> list[int]:
         """End the backward and return the units that have not been ready in it."""
+        self._note_late_tail()
         rest, self._next = self._order[self._next :], 0
         return rest
 
@@ -171,7 +198,12 @@ class BackwardOrder:
         """End a step or drop its gradients. Forwards that wait for their backward stay."""
         self._next = 0
         self._recomputed = None
+        self._is_tail_late = False
         self._trails = [trail for trail in self._trails if trail.is_pending]
+
+    def _note_late_tail(self) -> None:
+        if any(self._num_missing.get(unit, 0) > 0 for unit in self._tail):
+            self._is_tail_late = True
 
     def _trail_of(self, unit: int, forward: Forward | None) -> _Trail | None:
         for trail in reversed(self._trails):
@@ -204,5 +236,6 @@ class BackwardOrder:
                 if older is None:
                     older = self._trails[: self._trails.index(trail)]
                 if not any(unit in t.units for t in older if t.forward() is not None):
+                    self._is_tail_late |= unit in self._tail
                     self._num_missing[unit] = 0
         return skipped

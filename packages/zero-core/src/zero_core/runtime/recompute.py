@@ -26,7 +26,7 @@ class Recompute:
     """Wraps the forwards of blocks until `remove`."""
 
     def __init__(self, blocks: Sequence[nn.Module], runtime: Runtime, *, is_on_cpu: bool) -> None:
-        """Wrap ``blocks``, the modules of the runtime's units but the root, in their order.
+        """Wrap ``blocks``, the modules of the runtime's blocks, in their order.
 
         ``is_on_cpu``: a block's inputs wait in host memory.
         """
@@ -38,7 +38,7 @@ class Recompute:
         self._attach()
 
     def _attach(self) -> None:
-        for unit, (module, _) in zip(self._runtime.units[1:], self._before, strict=True):
+        for unit, (module, _) in zip(self._runtime.blocks, self._before, strict=True):
             module.forward = self._wrap(unit, module.forward)
 
     @contextmanager

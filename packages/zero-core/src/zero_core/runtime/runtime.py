@@ -15,7 +15,16 @@
 [Note: order]
 Units are gathered forward in the order of the module tree and backward in reverse; reductions run
 in that reverse order, the root last (`zero_core.runtime.order`). So every rank launches the same
-collectives in the same order even where ranks take different branches within a block.
+collectives in the same order even where ranks take different branches within a block. The first
+block's gather is launched before the root's is waited for.
+
+[Note: the tail]
+Parameters that the module tree holds behind the blocks are most likely used after them. The tail is
+gathered with the last block's forward, waited for at the latest when forward leaves that block, and
+stays to the end of backward, as the root does. It may be used at any other time: a module that
+holds one of its parameters and is called earlier has a hook, and a read by other code is seen
+(`zero_core.runtime.early_reads`): both gather it and wait for it. A forward that went into neither
+the last block nor the tail gathers it at its end, as other ranks may have done.
 
 [Note: saved tensors]
 Autograd saves the weights that a forward used. At stage 3 their buffer is reused for other units,
@@ -36,6 +45,7 @@ from torch import Tensor, nn
 
 from zero_core._torch import call_at_end_of_backward, count_calls, is_in_backward
 from zero_core.comm.communicator import Communicator
+from zero_core.runtime.early_reads import EarlyReads
 from zero_core.runtime.order import BackwardOrder, Forward
 from zero_core.sharded.grads import FlatGrads
 from zero_core.sharded.params import FlatParams
@@ -90,14 +100,18 @@ class GradientSink(Protocol):
     def reopen(self) -> None:
         """Note that more is to be added to the gradient. All ranks agree on its statistics anew."""
 
-    def agree(self, *, has_unreduced: bool) -> None:
+    def agree(self, *, has_unreduced: bool, is_tail_late: bool) -> None:
         """Start to sum the gradient's statistics over all ranks. Every rank must call it.
 
-        Nothing is done if they are known of the gradient as it is.
+        Nothing is done if they are known of the gradient as it is. ``is_tail_late``: see
+        `zero_core.runtime.order`.
         """
 
     def is_reduction_missing(self) -> bool:
         """Whether, by the statistics, any rank has gradients that no reduction has carried."""
+
+    def is_tail_late(self) -> bool:
+        """Whether, by the statistics, any rank had a block's gradients before the tail's."""
 
     def clear(self) -> None:
         """Drop the gradient and start a new step."""
@@ -107,9 +121,10 @@ class Runtime:
     """Drives all units. See the notes at the top of this file.
 
     Attributes:
-        units: the root first, then blocks in the order of the module tree.
+        units: the root first, then blocks in the order of the module tree, then the tail.
         rank: this rank.
-        ready: indices of the units whose parameters hold the current values.
+        ready: indices of the units whose parameters hold the current values. The tail is in it only
+            once the forward under way has waited for it.
     """
 
     def __init__(
@@ -131,8 +146,8 @@ class Runtime:
         self._sink = sink
         self._params_with_grad = sink.params_with_grad
         self._has_sharded_params = has_sharded_params
-        # One rank has nothing to reduce before the boundary.
-        self._is_reduced_per_backward = communicator.world_size > 1
+        # One rank has nothing to reduce before the boundary, and nothing to wait for.
+        self._has_peers = communicator.world_size > 1
         self._should_sync = True
         self._full_params_depth = 0  # within any `full_params`, nothing is released
         self._by_storage: dict[int, tuple[Unit, FlatParams]] = {}
@@ -141,7 +156,12 @@ class Runtime:
         self._ahead: Unit | None = None  # gathered before it is needed
         # Units recomputed in this backward: gradients to come since the last recomputation.
         self._recomputed: dict[int, int] = {}
-        self._order = BackwardOrder([u.index for u in self.units if u.grads])
+        self._last_block = max((u.index for u in self.units if u.is_block), default=0)
+        self._tail = self.units[-1] if self.units[-1].is_tail else None
+        held = () if self._tail is None else self._tail.params
+        self._early_reads = EarlyReads([p for f in held for p in f.params], self._read_tail)
+        trainable = [u.index for u in self.units if u.grads]
+        self._order = BackwardOrder(trainable, None if self._tail is None else self._tail.index)
         self._forward: Forward | None = None  # the one that is running with gradients
         self._in_flight: tuple[FlatGrads, ...] = ()  # under reduction
         self._is_backward_open = False
@@ -169,6 +189,9 @@ class Runtime:
                 if self._has_sharded_params:
                     context = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
                     context.__enter__()
+            if self._tail is not None and unit.is_root:
+                self.ready.discard(self._tail.index)
+                self._early_reads.watch()
         self._running.append((unit, module, context))
         self._use(unit, backward=False)
 
@@ -180,13 +203,17 @@ class Runtime:
         if running and running[-1][0] is unit:  # else its pre-forward raised before it got here
             *_, context = running.pop()
             if not running:
+                if unit.is_root:
+                    self._end_tail(is_saved=needs_grad and self._forward is not None)
                 self._forward = None
             if context is not None:
                 context.__exit__(None, None, None)
             if unit.is_root and not running and not torch.is_grad_enabled():
                 self.release_all()
+        if unit.index == self._last_block and running:
+            self._use_tail()
         # The last block stays gathered: backward begins with it.
-        if not unit.is_root and not (unit is self.units[-1] and torch.is_grad_enabled()):
+        if unit.is_block and not (unit.index == self._last_block and torch.is_grad_enabled()):
             self.release(unit)
 
     def end_interrupted_forward(self, *, entering: nn.Module | None = None) -> None:
@@ -204,6 +231,7 @@ class Runtime:
         """End the forward that is under way, if one is, without its hooks."""
         if not self._running:
             return
+        self._early_reads.end()
         while self._running:
             *_, context = self._running.pop()
             if context is not None:
@@ -224,6 +252,8 @@ class Runtime:
                 f"rank {self.rank}: a part of {unit!r} was called by itself, with gradients: "
                 "call the engine (or its module), or use engine.gathered() without gradients"
             )
+        elif unit.is_tail:
+            self._use_tail()
         else:
             self._use(unit, backward=False)
 
@@ -260,7 +290,7 @@ class Runtime:
     def _use(self, unit: Unit, *, backward: bool) -> None:
         """Gather ``unit`` and its successor. Release its predecessor."""
         index = unit.index
-        if index:
+        if unit.is_block:
             previous, self._current = self._current, unit
             if previous is not unit:
                 if previous is not None:
@@ -274,19 +304,51 @@ class Runtime:
             unit.gather(backward=backward)
         if unit.hints is not None:
             unit.hints.announce(index, backward=backward)
-        self._wait(unit)
+        if unit.is_block:
+            self._wait(unit)
         ahead = index - 1 if backward else index + 1
         if 0 < ahead < len(self.units) and ahead not in self.ready:
-            following = self.units[ahead]
-            if not following.is_exchanged and not following.is_updated():
-                return  # gathering ahead would block here until the tier has updated the next unit
-            self._ahead = following
-            following.gather(backward=backward)
+            self._gather_ahead(self.units[ahead], backward=backward)
+        self._wait(unit)  # the root, after the launch of the first block's gather
+
+    def _gather_ahead(self, unit: Unit, *, backward: bool) -> None:
+        if not unit.is_exchanged and not unit.is_updated():
+            return  # it would block here until the tier has updated the unit
+        if unit.is_block:  # else it stays
+            self._ahead = unit
+        unit.gather(backward=backward)
+
+    def _use_tail(self) -> None:
+        """Gather the tail and wait for it, once in a forward."""
+        tail = self._tail
+        if tail is not None and tail.index not in self.ready:
+            tail.gather()
+            self._wait(tail)
+
+    def _read_tail(self) -> None:
+        """Make a parameter of the tail readable for code that no hook announced."""
+        self._early_reads.end()
+        if self._running:  # else its forward was interrupted: the values are whatever they are
+            self._use_tail()
+
+    def _end_tail(self, *, is_saved: bool) -> None:
+        """End the outermost forward. A backward follows if it ``is_saved``.
+
+        Other ranks may have gone into the tail.
+        """
+        if self._tail is None:
+            return
+        if is_saved:
+            self._use_tail()
+            self._order.use(self._tail.index)
+        self._early_reads.end()
 
     def _wait(self, unit: Unit) -> None:
         index = unit.index
         if index in self.ready:
             return
+        if unit.is_tail:
+            self._early_reads.end()
         for flat in unit.params:
             flat.wait()
             if self._has_sharded_params and not flat.is_kept:
@@ -311,7 +373,7 @@ class Runtime:
                 flat.release()
 
     def release_all(self) -> None:
-        """Release every unit, the root included."""
+        """Release every unit, the root and the tail included."""
         self._current = self._ahead = self._entered = None
         for unit in self.units:
             self.release(unit)
@@ -324,7 +386,7 @@ class Runtime:
             return
         if not self._is_backward_open:
             self._open_backward()
-        if unit.is_root:
+        if not unit.is_block:
             unit.gather(backward=True)
             self._wait(unit)
             return
@@ -362,7 +424,11 @@ class Runtime:
     def _gather_skipped(self, skipped: int) -> None:
         """Gather a unit that backward skips here, because other ranks may go into it."""
         if self._has_sharded_params:
-            self._use(self.units[skipped], backward=True)
+            unit = self.units[skipped]
+            if unit.is_tail:
+                self.enter_backward(unit, None)
+                return  # the block that follows is gathered before anything is reduced
+            self._use(unit, backward=True)
             if self._is_reducing:
                 self._reduce_ready_units()
 
@@ -385,7 +451,7 @@ class Runtime:
         call_at_end_of_backward(self.end_backward)
 
     def _will_reduce(self) -> bool:
-        return self._should_sync and (self._is_reduced_per_backward or self._sink.is_boundary)
+        return self._should_sync and (self._has_peers or self._sink.is_boundary)
 
     def _reduce_ready_units(self) -> None:
         for index in self._order.ready_units():
@@ -397,6 +463,8 @@ class Runtime:
         for grads in unit.grads:
             grads.reduce()
             self._in_flight += (grads,)
+        if not self._has_peers:
+            self._finish_reductions()
 
     def _finish_reductions(self) -> None:
         in_flight = self._in_flight
@@ -483,7 +551,7 @@ class Runtime:
         if not self._sink.is_reduced:
             # No parameter was used on this rank, or the last backward ran within no_sync.
             self.end_backward()
-        self._sink.agree(has_unreduced=self._has_unreduced())
+        self._agree()
 
     def complete_gradient(self) -> None:
         """Have all of the step's gradient reduced and agreed on. Every rank must call it.
@@ -496,7 +564,11 @@ class Runtime:
             # On some rank, gradients came after their unit's reduction.
             self.end_backward()
             self._sink.reopen()
-            self._sink.agree(has_unreduced=self._has_unreduced())
+            self._agree()
+        self._order.place_tail(is_first=not self._sink.is_tail_late())
+
+    def _agree(self) -> None:
+        self._sink.agree(has_unreduced=self._has_unreduced(), is_tail_late=self._order.is_tail_late)
 
     def _has_unreduced(self) -> bool:
         """Whether gradients were added that no reduction has carried yet.
@@ -554,13 +626,20 @@ class Runtime:
             self._wait(unit)
 
     @property
+    def blocks(self) -> tuple[Unit, ...]:
+        """The units but the root and the tail."""
+        return tuple(unit for unit in self.units if unit.is_block)
+
+    @property
     def is_running(self) -> bool:
         """Whether a forward or a backward is under way."""
         return bool(self._running) or is_in_backward()
 
     def is_needed(self, unit: Unit) -> bool:
         """Whether ``unit`` is gathered for a forward, backward or context that has not ended."""
-        is_used = is_in_backward() or any(u is unit for u, *_ in self._running)
+        is_used = is_in_backward() or any(
+            u is unit or (u.is_root and unit.is_tail) for u, *_ in self._running
+        )
         return self._full_params_depth > 0 or (is_used and unit.is_current)
 
     def values_changed(self) -> None:

@@ -101,7 +101,7 @@ class Memory:
                 self._private if self._stream is None else self._stream.filled_by(self._private),
                 queue=self._stream,
             )
-            for part in _split(layout.segments)
+            for part in self._split(layout.segments)
         ]
         self._staging_pools = [
             self._pool(
@@ -111,7 +111,7 @@ class Memory:
                 self._private,
                 queue=self._stream,
             )
-            for part in (_split(self._offloaded) if self._offloaded else ())
+            for part in (self._split(self._offloaded) if self._offloaded else ())
         ]
         self.spans: dict[int, tuple[int, int]] = {}
         for index, start in layout.local_starts(is_sharded=self.has_sharded_state).items():
@@ -171,7 +171,7 @@ class Memory:
         if self._param_tier is not None:
             offloaded = self._offloaded_indices
             indices = [[s.index for s in u.segments if s.index in offloaded] for u in units]
-            hints = PrefetchHints(self._param_tier, indices)
+            hints = PrefetchHints(self._param_tier, indices, self._layout.last_block)
         return [
             Unit(
                 unit.index,
@@ -179,6 +179,7 @@ class Memory:
                 [params[s.index] for s in unit.segments],
                 [grads[s.index] for s in unit.segments if s.is_trainable],
                 hints,
+                is_tail=unit.index == self._layout.tail,
             )
             for unit in units
         ]
@@ -197,7 +198,7 @@ class Memory:
                 segment,
                 self._param_tier,
                 self._stream,
-                staging=self._staging_pools[min(segment.unit, 1)],
+                staging=self._staging_pools[self._part_of(segment)],
                 communicator=communicator,
                 tier=tier,
                 span=span,
@@ -209,7 +210,7 @@ class Memory:
             device=self.device,
             source=source,
             kept=self._kept.get(index),
-            pool=self._full_pools[min(segment.unit, 1)],
+            pool=self._full_pools[self._part_of(segment)],
             has_remote_updates=self._has_peers and self.has_sharded_state and segment.is_trainable,
             views=self._views_of(segment),
         )
@@ -234,8 +235,8 @@ class Memory:
     def expected_report(self) -> dict[str, int]:
         """Return what `report` says after steps in which units ran in the module tree's order.
 
-        Two units are there at once: one in use and the next one arriving, or one whose gradients
-        come in and the last one under reduction. The root's segments are there all the time.
+        Two blocks are there at once: one in use and the next one arriving, or one whose gradients
+        come in and the last one under reduction. The root and the tail are there all the time.
         """
         return self._report([expected * pool.buffer_bytes for _, pool, expected in self._pools])
 
@@ -246,6 +247,17 @@ class Memory:
         return report
 
     # --------------------------------------------------------------- allocation
+
+    def _split(self, segments: Sequence[Segment]) -> list[list[Segment]]:
+        """Split segments into parts of the model whose buffers are in use for different times."""
+        parts: list[list[Segment]] = [[] for _ in range(2 + self._layout.has_tail)]
+        for segment in segments:
+            parts[self._part_of(segment)].append(segment)
+        return parts
+
+    def _part_of(self, segment: Segment) -> int:
+        """Return the part of the model: 0 for the root, 1 for the blocks, 2 for the tail."""
+        return 2 if segment.unit == self._layout.tail else min(segment.unit, 1)
 
     def _params_of(self, segment: Segment) -> list[nn.Parameter]:
         return [self._found.params[slot.param] for slot in segment.slots]
@@ -327,15 +339,15 @@ class Memory:
             },
         )
         full_pools = self._full_grad_pools(segments, plans)
-        shard_pools = [self._shard_pool(part, plans) for part in _split(segments)]
+        shard_pools = [self._shard_pool(part, plans) for part in self._split(segments)]
         return {
             s.index: GradientBuffers(
                 plans[s.index],
                 full.get(s.index),
                 shards.get(s.index),
                 total.get(s.index),
-                full_pools[min(s.unit, 1)],
-                shard_pools[min(s.unit, 1)],
+                full_pools[self._part_of(s)],
+                shard_pools[self._part_of(s)],
             )
             for s in segments
         }
@@ -357,12 +369,12 @@ class Memory:
     def _full_grad_pools(
         self, segments: Sequence[Segment], plans: Mapping[int, GradientPlan]
     ) -> list[dict[torch.dtype, BufferPool]]:
-        """Make the pools of whole gradients, of the root and of the blocks, by dtype."""
+        """Make the pools of whole gradients, one for each part of the model, by dtype."""
         plan_dtypes = [(p.communicated, p.accumulated) for p in plans.values()]
         dtypes = {c for c, _ in plan_dtypes} | {a for _, a in plan_dtypes}
         return [
             {dtype: self._full_grad_pool(part, plans, dtype) for dtype in dtypes}
-            for part in _split(segments)
+            for part in self._split(segments)
         ]
 
     def _full_grad_pool(
@@ -384,11 +396,6 @@ class Memory:
         """Whether each backward borrows a buffer of ``dtype`` for the gradients."""
         is_borrowed = not plan.is_full_kept if self._has_peers else not plan.is_shard_kept
         return is_borrowed and plan.communicated == dtype
-
-
-def _split(segments: Sequence[Segment]) -> list[list[Segment]]:
-    """Split the root's segments from the blocks': their buffers are in use for different times."""
-    return [[s for s in segments if s.unit == 0], [s for s in segments if s.unit != 0]]
 
 
 def _num_of_largest_unit(segments: Sequence[Segment]) -> int:

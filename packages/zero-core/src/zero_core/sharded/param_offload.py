@@ -154,18 +154,21 @@ class LocalStore:
 class PrefetchHints:
     """Hints to a tier on what is fetched next, in the order of the module tree."""
 
-    def __init__(self, tier: ParamTier, segments_of: Sequence[Sequence[int]]) -> None:
-        """``segments_of``: the offloaded segments of each unit, the root first."""
+    def __init__(
+        self, tier: ParamTier, segments_of: Sequence[Sequence[int]], last_block: int
+    ) -> None:
+        """``segments_of``: the offloaded segments of each unit. ``last_block``: its index."""
         self._tier = tier
+        self._last_block = last_block
         self._segments_of = [list(segments) for segments in segments_of]
 
     def announce(self, unit: int, *, backward: bool) -> None:
         """Hint at the units after ``unit``, which is in use."""
         last = len(self._segments_of) - 1
-        back_from = unit if backward else last
+        back_from = unit if backward else self._last_block
         to_come = range(0) if backward else range(unit + 1, last + 1)
         has_backward = backward or torch.is_grad_enabled()
-        # Backward begins with the last unit, which is still gathered then; the root is, too.
+        # Backward begins with the last block, still gathered then; the root and the tail are, too.
         returning = range(back_from - 1, 0, -1) if has_backward else range(0)
         units = islice(chain(to_come, returning), _MAX_EXPECTED_UNITS)
         self._tier.expect([s for u in units for s in self._segments_of[u]])

@@ -50,11 +50,13 @@ class Unit:
 
     Attributes:
         index: 0 for the root, which holds what belongs to no block; then blocks in the order of
-            the module tree.
+            the module tree, then the tail, if there is one.
         name: its module's, for messages.
         params: the flat parameters of its segments.
         grads: the flat gradients of its trainable segments.
         is_root: whether it is the root.
+        is_tail: whether it is the tail, which is used after the blocks.
+        is_block: whether it is neither; the other two stay gathered from forward to backward.
         is_exchanged: whether its values come from other ranks. All ranks must then gather it at
             the same place in the order of collectives.
         hints: announces to the parameter tier which units come next; None if nothing is
@@ -68,12 +70,16 @@ class Unit:
         params: Sequence[FlatParams],
         grads: Sequence[FlatGrads],
         hints: PrefetchHints | None = None,
+        *,
+        is_tail: bool = False,
     ) -> None:
         self.index = index
         self.name = name
         self.params = tuple(params)
         self.grads = tuple(grads)
         self.is_root = index == 0
+        self.is_tail = is_tail
+        self.is_block = not (self.is_root or is_tail)
         self.is_exchanged = any(p.is_exchanged for p in params)
         self.hints = hints
         self._trainable = [p for g in grads for p in g.params]

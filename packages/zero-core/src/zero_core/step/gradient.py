@@ -157,13 +157,19 @@ class StepGradient:
         self._train.restart_step()
         self.check_not_updated("dropping gradients")
 
-    def agree(self, *, has_unreduced: bool) -> None:
+    def agree(self, *, has_unreduced: bool, is_tail_late: bool) -> None:
         if not self._is_agreed:
             # Before the exchange: after it, no rank reads another's gradient any more.
             for grads in self._grads.values():
                 grads.wait()
-            sums = list(self._square_sums.values())
-            self._statistics.agree(sums, self.params_with_grad, has_unreduced=has_unreduced)
+            # In the order of the layout: that of the reductions may change from step to step.
+            sums = [square_sum for _, square_sum in sorted(self._square_sums.items())]
+            self._statistics.agree(
+                sums,
+                self.params_with_grad,
+                has_unreduced=has_unreduced,
+                is_tail_late=is_tail_late,
+            )
             self._is_agreed = True
 
     def is_reduction_missing(self) -> bool:
@@ -171,6 +177,9 @@ class StepGradient:
         if is_missing:
             self._settle(is_void=True)
         return is_missing
+
+    def is_tail_late(self) -> bool:
+        return self._statistics.is_tail_late
 
     def clear(self) -> None:
         self.reopen()
@@ -205,7 +214,8 @@ class StepGradient:
         if p == 2.0:
             return math.sqrt(self._statistics.square_sum)
         state = self._state
-        norms = [g.norm(p).to(self._device, torch.float64) for g in self._grads.values()]
+        grads = [grads for _, grads in sorted(self._grads.items())]
+        norms = [g.norm(p).to(self._device, torch.float64) for g in grads]
         local = torch.linalg.vector_norm(torch.stack(norms), p)
         return float(torch.linalg.vector_norm(state.control.gather(local.view(1)), p))
 

@@ -17,11 +17,11 @@ from torch import Tensor
 from zero_core.comm.control import ControlGroup
 from zero_core.comm.meter import FACTS, Meter
 
-_SQUARE_SUM, _UNREDUCED, _FIRST_PARAM = 0, 1, 2
+_SQUARE_SUM, _UNREDUCED, _TAIL_LATE, _FIRST_PARAM = 0, 1, 2, 3
 
 
 class GradientStatistics:
-    """One float64 vector per step: square sum of the gradient, flag, and users of parameters."""
+    """One float64 vector per step: square sum of the gradient, flags, and users of parameters."""
 
     def __init__(
         self, control: ControlGroup, device: torch.device, num_params: int, meter: Meter
@@ -45,7 +45,12 @@ class GradientStatistics:
         return self._is_known
 
     def agree(
-        self, square_sums: Sequence[Tensor], params: Collection[int], *, has_unreduced: bool
+        self,
+        square_sums: Sequence[Tensor],
+        params: Collection[int],
+        *,
+        has_unreduced: bool,
+        is_tail_late: bool,
     ) -> None:
         """Start to sum the statistics over all ranks. Every rank must call it.
 
@@ -53,11 +58,13 @@ class GradientStatistics:
             square_sums: of this rank's shards: 0-dim, float64, on the device.
             params: numbers of the parameters with a gradient on this rank.
             has_unreduced: whether this rank has gradients that no reduction has carried.
+            is_tail_late: whether this rank had a block's gradients before the tail's.
         """
         self._wait()  # the upload of sums that nobody has read
         sent, total = self._sent, self._total
         sent.zero_()
         sent[_UNREDUCED] = float(has_unreduced)
+        sent[_TAIL_LATE] = float(is_tail_late)
         if params:
             sent[_FIRST_PARAM + torch.tensor(sorted(params))] = 1.0
         total.copy_(sent, non_blocking=True)
@@ -85,6 +92,11 @@ class GradientStatistics:
     def has_unreduced(self) -> bool:
         """Whether any rank has gradients that no reduction has carried."""
         return bool(self._known()[_UNREDUCED] > 0)
+
+    @property
+    def is_tail_late(self) -> bool:
+        """Whether any rank had a block's gradients before the tail's."""
+        return bool(self._known()[_TAIL_LATE] > 0)
 
     @property
     def num_ranks_with_grad(self) -> list[float]:

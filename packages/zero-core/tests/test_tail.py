@@ -1,0 +1,442 @@
+"""The tail: what is used after the blocks is gathered late, reduced first, and safe at any time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import zero_core
+from zero_core.layout.discovery import MIN_TAIL_NUMEL, discover, note_reader
+from zero_core.optim.device_tier import DeviceTier
+from zero_core.protocols import EXACT_GRADIENTS, Work
+from zero_core.testing import Case, SimulatedDDP, SimulatedRanks, seeded, simulate
+
+WIDTH, VOCAB, DEPTH = 64, 1024, 3
+TAIL = DEPTH + 1  # its unit
+ADAM = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.01}}}
+
+
+class _Block(nn.Module):
+    def __init__(self, log: list[str], index: int) -> None:
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, WIDTH)
+        self.log = log
+        self.index = index
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.log.append(f"block {self.index}")
+        out = x + torch.tanh(self.inner(x))
+        if out.requires_grad:
+            out.register_hook(lambda grad: self.log.append(f"backward of block {self.index}"))
+        return out
+
+
+class _Net(nn.Module):
+    """``way`` is how a forward uses the head, with ``rank`` for what differs between ranks."""
+
+    def __init__(self, way: str = "plain", rank: int = 0) -> None:
+        super().__init__()
+        self.way, self.rank = way, rank
+        self.log: list[str] = []
+        with seeded(0):
+            self.embed = nn.Embedding(7, WIDTH)
+            self.blocks = nn.ModuleList(_Block(self.log, i + 1) for i in range(DEPTH))
+            self.norm = nn.LayerNorm(WIDTH)
+            self.head = nn.Linear(WIDTH, VOCAB)
+            self.other = nn.Linear(WIDTH, 3)
+        self.kept = [self.head.weight]
+        self.num_calls = 0
+
+    def forward(self, ids: Tensor) -> Tensor:
+        self.num_calls += 1
+        is_last_rank = self.rank > 0
+        x = self.embed(ids)
+        if self.way == "read first":
+            x = x + functional.linear(x, self.head.weight)[..., :WIDTH]
+        if self.way == "read from a list" or (self.way == "read now and then" and self.is_odd):
+            x = x * self.kept[0].square().mean().rsqrt()
+        for index, block in enumerate(self.blocks):
+            if not (self.way == "without the last block" and is_last_rank and index == DEPTH - 1):
+                x = block(x)
+            if self.way == "after each block":
+                x = x + self.head(self.norm(x))[..., :WIDTH]
+        if self.way == "without the last block" and is_last_rank:
+            return x.square().mean()
+        if self.way == "read last":
+            return functional.linear(self.norm(x), self.head.weight).square().mean()
+        if self.way == "each rank another head" and is_last_rank == self.is_odd:
+            return self.other(self.norm(x)).square().mean()
+        return self.head(self.norm(x)).square().mean() + self.other(x).mean()
+
+    @property
+    def is_odd(self) -> bool:
+        return self.num_calls % 2 == 1
+
+
+def _ids(step: int, rank: int) -> Tensor:
+    return torch.randint(0, 7, (2, 5), generator=torch.Generator().manual_seed(10 * step + rank))
+
+
+# ------------------------------------------------------------------ layout
+
+
+def _units(model: nn.Module, **options: Any) -> dict[str, set[str]]:
+    found = discover(model, **options)
+    return {name: {found.names[p][0] for p in members} for name, _, members in found.units}
+
+
+def test_modules_behind_the_last_block_are_the_last_unit() -> None:
+    units = _units(_Net())
+    assert list(units) == ["", "blocks.0", "blocks.1", "blocks.2", "tail"]
+    assert units[""] == {"embed.weight"}
+    parts = ("norm", "head", "other")
+    assert units["tail"] == {f"{name}.{kind}" for name in parts for kind in ("weight", "bias")}
+
+
+def test_what_may_be_used_elsewhere_stays_in_the_root() -> None:
+    model = _Net()
+    model.gain = nn.Parameter(torch.ones(1))  # the model itself holds it
+    model.embed = nn.Embedding(VOCAB, WIDTH)
+    model.head.weight = model.embed.weight
+    note_reader(model.blocks[0], model.other.weight)
+    units = _units(model, min_tail_numel=1)
+    assert units[""] == {"gain", "embed.weight", "other.weight"}
+    assert units["tail"] == {"norm.weight", "norm.bias", "head.bias", "other.bias"}
+
+
+def test_a_small_tail_and_one_without_blocks_stay_in_the_root() -> None:
+    numel = sum(p.numel() for m in (_Net().norm, _Net().head, _Net().other) for p in m.parameters())
+    assert numel >= MIN_TAIL_NUMEL
+    assert "tail" in _units(_Net(), min_tail_numel=numel)
+    assert "tail" not in _units(_Net(), min_tail_numel=numel + 1)
+    assert list(_units(nn.Linear(WIDTH, VOCAB))) == [""]
+
+
+def test_the_flat_space_is_in_the_order_of_need() -> None:
+    engine = zero_core.build(_Net(), Case().config())
+    starts = engine.layout.local_starts(is_sharded=False)
+    units = [engine.layout.segments[index].unit for index in sorted(starts, key=starts.__getitem__)]
+    assert units == list(range(TAIL + 1))
+    assert engine.layout.describe_segments()[TAIL] == "unit 4 (tail)"
+
+
+# ------------------------------------------------------------------ order
+
+
+class _Waited:
+    def __init__(self, work: Any, log: list[str], what: str) -> None:
+        self._work, self._log, self._what = work, log, what
+
+    def wait(self) -> None:
+        self._log.append(f"waited for {self._what}")
+        self._work.wait()
+
+    def contributions(self) -> Sequence[Tensor]:
+        return self._work.contributions
+
+    def acknowledge(self) -> Work:
+        return self._work.acknowledge()
+
+
+class _Logging:
+    """The engine's own collectives, and a log of launches and waits."""
+
+    def __init__(self, native: Any, log: list[str]) -> None:
+        self.native, self.log = native, log
+
+    def all_gather(
+        self, out: Tensor, shard: Tensor, *, unit: int, version: int, backward: bool
+    ) -> Work:
+        work = self.native.all_gather(out, shard, unit=unit, version=version, backward=backward)
+        if version == EXACT_GRADIENTS:
+            return work
+        self.log.append(f"gather {unit}")
+        return _Waited(work, self.log, f"gather {unit}")
+
+    def reduce_scatter(self, out: Tensor, full: Tensor, *, unit: int) -> Work:
+        self.log.append(f"reduce {unit}")
+        return self.native.reduce_scatter(out, full, unit=unit)
+
+
+def _logged(ranks: SimulatedRanks, stage: int) -> tuple[zero_core.Engine, list[str]]:
+    model = _Net()
+    engine = zero_core.build(
+        model,
+        Case(stage).config() | ADAM,
+        collectives=lambda native, **kwargs: _Logging(native, model.log),
+        process_group=ranks,
+    )
+    for step in range(2):
+        model.log.clear()
+        engine.backward(engine(_ids(step, ranks.rank)))
+        engine.step()
+    return engine, model.log
+
+
+def _is_gathered_in_time(ranks: SimulatedRanks, stage: int) -> None:
+    _, log = _logged(ranks, stage)
+    before, after = (log[: log.index("block 1")], log[log.index("block 3") :])
+    # Forward waits for what the first block needs, and the next gather is under way meanwhile.
+    assert before == [
+        *("gather 0", "gather 1", "waited for gather 0"),
+        *("waited for gather 1", "gather 2"),
+    ]
+    assert log[: log.index("block 3")].count("gather 4") == 1
+    assert after[1] == "waited for gather 4"
+    assert log.count("gather 4") == log.count("gather 0") == 1
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_forward_waits_for_the_root_alone_and_for_the_tail_behind_the_last_block(stage) -> None:
+    simulate(_is_gathered_in_time, 2, stage)
+
+
+def _is_reduced_first(ranks: SimulatedRanks, stage: int) -> None:
+    _, log = _logged(ranks, stage)
+    log = [entry for entry in log if entry.startswith(("reduce", "backward"))]
+    assert log == [
+        "reduce 4",
+        *("backward of block 3", "reduce 3"),
+        *("backward of block 2", "reduce 2"),
+        *("backward of block 1", "reduce 1", "reduce 0"),
+    ]
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_the_tail_is_reduced_before_backward_has_gone_through_the_last_block(stage) -> None:
+    simulate(_is_reduced_first, 2, stage)
+
+
+def _adapts(ranks: SimulatedRanks) -> list[list[int]]:
+    model = _Net("each rank another head", ranks.rank)
+    engine = zero_core.build(
+        model,
+        Case(3).config() | ADAM,
+        collectives=lambda native, **kwargs: _Logging(native, model.log),
+        process_group=ranks,
+    )
+    reduced = []
+    for step, way in enumerate(["plain", "plain", "each rank another head", "plain", "plain"]):
+        model.log.clear()
+        model.way = way
+        engine.backward(engine(_ids(step, ranks.rank)))
+        engine.step()
+        reduced.append([int(e.split()[1]) for e in model.log if e.startswith("reduce")])
+    return reduced
+
+
+def test_all_ranks_move_the_tail_behind_the_blocks_when_one_does_not_use_it_whole() -> None:
+    first, last = [4, 3, 2, 1, 0], [3, 2, 1, 4, 0]
+    # A step's order is what the step before has shown.
+    assert simulate(_adapts, 2) == [[last, first, first, last, first]] * 2
+
+
+class _LoggingTier(DeviceTier):
+    """A tier that owns nothing but a log."""
+
+    log: list[str]
+    starts: list[int]
+
+    def _unit(self, start: int) -> int:
+        return max(i for i, first in enumerate(self.starts) if first <= start)
+
+    def are_params_ready(self, start: int, stop: int) -> bool:
+        return False  # as of a tier that is behind
+
+    def wait_params(self, start: int, stop: int) -> None:
+        self.log.append(f"waited for unit {self._unit(start)}")
+        super().wait_params(start, stop)
+
+    def offer_grad(self, start: int, grad: Tensor) -> Any:
+        self.log.append(f"offered unit {self._unit(start)}")
+        return super().offer_grad(start, grad)
+
+
+def _with_logging_tier(model: _Net) -> zero_core.Engine:
+    made: list[_LoggingTier] = []
+
+    def make(**kwargs: Any) -> _LoggingTier:
+        tier = _LoggingTier(**{k: v for k, v in kwargs.items() if k in TIER_ARGUMENTS})
+        tier.log, tier.starts = [], [0]
+        made.append(tier)
+        return tier
+
+    engine = zero_core.build(model, Case().config() | ADAM, state_tier=make)
+    made[0].starts = sorted(engine.layout.local_starts(is_sharded=False).values())
+    made[0].log = model.log
+    return engine
+
+
+TIER_ARGUMENTS = ("numel", "pieces", "params", "device", "optimizer_class", "groups")
+
+
+def test_one_rank_waits_for_an_update_of_the_tail_behind_the_last_block() -> None:
+    model = _Net()
+    engine = _with_logging_tier(model)
+    for step in range(2):
+        model.log.clear()
+        engine.backward(engine(_ids(step, 0)))
+        engine.step()
+    waited = [entry for entry in model.log if entry.startswith(("waited", "block"))]
+    assert waited == [
+        *("waited for unit 0", "waited for unit 1", "block 1", "waited for unit 2", "block 2"),
+        *("waited for unit 3", "block 3", "waited for unit 4"),
+    ]
+
+
+def test_one_rank_passes_a_units_gradient_on_before_the_next_units_backward() -> None:
+    model = _Net()
+    engine = _with_logging_tier(model)
+    for step in range(2):
+        model.log.clear()
+        engine.backward(engine(_ids(step, 0)))
+        engine.step()
+    assert [entry for entry in model.log if entry.startswith(("offered", "backward"))] == [
+        "offered unit 4",
+        *("backward of block 3", "offered unit 3"),
+        *("backward of block 2", "offered unit 2"),
+        *("backward of block 1", "offered unit 1", "offered unit 0"),
+    ]
+
+
+# ------------------------------------------------------------------ any use
+
+WAYS = [
+    *("plain", "read last", "read first", "read from a list", "read now and then"),
+    *("after each block", "each rank another head", "without the last block"),
+    *("two forwards", "evaluation between", "recomputed", "gathered"),
+]
+
+
+def _follow(ranks: SimulatedRanks, way: str, stage: int) -> None:
+    reference = _Net(way, ranks.rank)
+    ddp = SimulatedDDP(reference, ranks)
+    optimizer = torch.optim.AdamW(reference.parameters(), lr=1e-2, fused=True)
+    config = Case(stage).config() | ADAM
+    if way == "recomputed":
+        config["activation_checkpointing"] = {}
+    model = _Net(way, ranks.rank)
+    engine = zero_core.build(model, config, process_group=ranks)
+    for step in range(4):
+        if way in ("evaluation between", "gathered"):
+            with torch.no_grad():
+                expected = ddp(_ids(9, 0))
+            if way == "gathered":
+                with engine.gathered() as module, torch.no_grad():
+                    assert torch.equal(module(_ids(9, 0)), expected)
+            else:
+                assert torch.equal(engine.eval()(_ids(9, 0)).detach(), expected)
+                engine.train()
+        losses = []
+        for call in (ddp, engine):
+            loss = call(_ids(step, ranks.rank))
+            if way == "two forwards":
+                loss = loss + call(_ids(step + 5, ranks.rank))
+            losses.append(loss)
+        assert torch.equal(*losses)
+        optimizer.zero_grad()
+        losses[0].backward()
+        ddp.average_gradients()
+        optimizer.step()
+        engine.backward(losses[1])
+        engine.step()
+    values = engine.full_state_dict()
+    assert all(torch.equal(values[name], p) for name, p in reference.named_parameters())
+    assert all(type(p) is nn.Parameter for p in model.parameters())
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("stage", range(4))
+def test_a_tail_that_is_used_at_any_time_follows_ddp(way, stage) -> None:
+    simulate(_follow, 2, way, stage)
+
+
+@pytest.mark.parametrize("way", ["plain", "read first", "read from a list"])
+def test_a_tail_on_three_ranks_follows_ddp(way) -> None:
+    simulate(_follow, 3, way, 3)
+
+
+def _look(ranks: SimulatedRanks, look: Callable[[nn.Parameter], object]) -> bool:
+    model = _Net()
+    engine = zero_core.build(
+        model,
+        Case(3).config(),
+        collectives=lambda native, **kwargs: _Logging(native, model.log),
+        process_group=ranks,
+    )
+    model.blocks[0].register_forward_pre_hook(lambda *_: (look(model.head.weight), None)[1])
+    model.log.clear()
+    with torch.no_grad():
+        engine(_ids(0, ranks.rank))
+    return "gather 4" in model.log[: model.log.index("block 1")]
+
+
+@pytest.mark.parametrize(
+    ("look", "is_read"),
+    [
+        pytest.param(lambda p: (p.shape, p.dtype, p.device, p.requires_grad, p.numel()), False),
+        pytest.param(lambda p: ({p: 0}, isinstance(p, nn.Parameter), p.grad, p.size(0)), False),
+        pytest.param(lambda p: p.t(), True),
+        pytest.param(lambda p: p.data, True),
+        pytest.param(lambda p: p.data_ptr(), True),
+    ],
+    ids=["sizes", "identity", "a view", "data", "address"],
+)
+def test_only_a_look_at_values_gathers_the_tail_early(look, is_read) -> None:
+    assert simulate(_look, 2, look) == [is_read] * 2
+
+
+def _break_off(ranks: SimulatedRanks) -> None:
+    model = _Net()
+    engine = zero_core.build(model, Case(3).config() | ADAM, process_group=ranks)
+
+    def fail(module: nn.Module, args: Any) -> None:
+        raise ValueError("on purpose")
+
+    handle = model.blocks[1].register_forward_pre_hook(fail)
+    with pytest.raises(ValueError, match="on purpose"):
+        engine(_ids(0, ranks.rank))
+    assert all(type(p) is nn.Parameter for p in model.parameters())
+    handle.remove()
+    engine.backward(engine(_ids(0, ranks.rank)))
+    engine.step()
+    assert engine.skipped_steps == 0
+
+
+def test_a_forward_that_raised_leaves_ordinary_parameters() -> None:
+    simulate(_break_off, 2)
+
+
+# ------------------------------------------------------------------ checkpoints
+
+
+def _save_and_load(ranks: SimulatedRanks, folder: str, stage: int) -> None:
+    old = _Net()
+    for param in (*old.norm.parameters(), *old.head.parameters(), *old.other.parameters()):
+        note_reader(old, param)  # then it stays in the root: the layout before there was a tail
+    config = Case(stage).config() | ADAM
+    engine = zero_core.build(old, config, process_group=ranks)
+    assert not engine.layout.has_tail
+    for step in range(2):
+        engine.backward(engine(_ids(step, ranks.rank)))
+        engine.step()
+    engine.save_checkpoint(folder)
+    new = zero_core.build(_Net(), config, process_group=ranks)
+    assert new.layout.has_tail
+    new.load_checkpoint(folder)
+    for trained in (engine, new):
+        trained.backward(trained(_ids(2, ranks.rank)))
+        trained.step()
+    expected, found = engine.full_state_dict(), new.full_state_dict()
+    assert all(torch.equal(found[name], value) for name, value in expected.items())
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_checkpoint_of_an_engine_without_a_tail_loads(stage, tmp_path: Path) -> None:
+    simulate(_save_and_load, 2, str(tmp_path), stage)
