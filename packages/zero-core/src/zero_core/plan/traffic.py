@@ -3,8 +3,9 @@
 Counted are the calls that `zero_core.runtime.runtime` makes when every unit is used once per
 micro-step, in the order of the module tree, with gradients up to the first unit. ZeRO (arXiv
 1910.02054), section 7: at stage 3 parameters are gathered once for forward and once for backward,
-those of the last block, of the root and of the tail once in all; gradients are reduced once per micro-step. A
-quantized gather or reduction counts as a call per phase or hop; see `zero_core.plan.footprints`.
+those of the last block, of the root and of the tail once in all; gradients are reduced once per
+micro-step. A quantized gather or reduction counts as a call per phase or hop; see
+`zero_core.plan.footprints`.
 """
 
 from __future__ import annotations
