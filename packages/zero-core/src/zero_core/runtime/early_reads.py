@@ -11,9 +11,9 @@ waits for them. Python objects, hooks and gradients stay as they are, and afterw
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
-from weakref import WeakMethod
+import weakref
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
 
 from torch import Tensor, nn
 
@@ -33,25 +33,32 @@ _NEEDS_NO_VALUES = frozenset(
 )
 
 
-class EarlyReads:
-    """Calls back at the first read of some parameters between `watch` and `end`."""
+class ParamReader(Protocol):
+    """Makes parameters readable. `zero_core.runtime.runtime.Runtime` is the one implementation."""
 
-    def __init__(self, params: Sequence[nn.Parameter], on_read: Callable[[], None]) -> None:
-        """``on_read``, a method, makes ``params`` readable. It calls `end` before it does."""
+    def read_early(self) -> None:
+        """Call `EarlyReads.end` and wait for the values."""
+
+
+class EarlyReads:
+    """Has a reader wait at the first read of some parameters between `watch` and `end`."""
+
+    def __init__(self, params: Sequence[nn.Parameter], reader: ParamReader) -> None:
+        """``reader`` makes ``params`` readable. It is held weakly."""
         self._params = list(params)
-        read = WeakMethod(on_read)  # a class is freed late, and must not keep an engine
+        held = weakref.ref(reader)  # a class is freed late, and must not keep an engine
 
         class Awaited(nn.Parameter):
             @classmethod
             def __torch_function__(
                 cls,
-                func: Callable[..., Any],
+                func: Any,
                 types: Sequence[type],
                 args: Sequence[Any] = (),
                 kwargs: Mapping[str, Any] | None = None,
             ) -> Any:
-                if func not in _NEEDS_NO_VALUES and (call_back := read()) is not None:
-                    call_back()
+                if func not in _NEEDS_NO_VALUES and (alive := held()) is not None:
+                    alive.read_early()
                 with DisableTorchFunctionSubclass():
                     return func(*args, **(kwargs or {}))
 

@@ -159,7 +159,7 @@ class Runtime:
         self._last_block = max((u.index for u in self.units if u.is_block), default=0)
         self._tail = self.units[-1] if self.units[-1].is_tail else None
         held = () if self._tail is None else self._tail.params
-        self._early_reads = EarlyReads([p for f in held for p in f.params], self._read_tail)
+        self._early_reads = EarlyReads([p for f in held for p in f.params], self)
         trainable = [u.index for u in self.units if u.grads]
         self._order = BackwardOrder(trainable, None if self._tail is None else self._tail.index)
         self._forward: Forward | None = None  # the one that is running with gradients
@@ -325,8 +325,8 @@ class Runtime:
             tail.gather()
             self._wait(tail)
 
-    def _read_tail(self) -> None:
-        """Make a parameter of the tail readable for code that no hook announced."""
+    def read_early(self) -> None:
+        """Make the tail readable for code that no hook announced."""
         self._early_reads.end()
         if self._running:  # else its forward was interrupted: the values are whatever they are
             self._use_tail()
