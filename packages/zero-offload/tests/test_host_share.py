@@ -10,7 +10,10 @@ from support import CPU, RATIOS, ReferenceAdam, Space, assert_same, group_of, sn
 from torch import Tensor, nn, optim
 
 from zero_offload import OffloadedOptimizer
+from zero_offload.flat.geometry import Geometry
+from zero_offload.flat.intervals import Intervals
 from zero_offload.tier import create_tier, make_device_tier
+from zero_offload.tiers.share import device_bytes
 from zero_offload.tiers.twin import TwinTier
 
 NAMES = ("embed.weight", "block.0.bias", "block.0.weight", "block.1.bias", "head.weight")
@@ -218,3 +221,17 @@ def test_shares_that_cannot_be_are_refused_by_name() -> None:
         make(net.named_parameters(), parameters="head.*")
     with pytest.raises(ValueError, match="cannot be offloaded"):
         OffloadedOptimizer(optim.LBFGS, net.parameters(), device_budget=100)
+
+
+def test_gradients_that_are_widened_on_an_accelerator_count() -> None:
+    """Its tier widens 16-bit gradients to fp32, 64 Mi elements at once."""
+    shard = torch.empty(1 << 28, dtype=torch.bfloat16, device="meta")
+    geometry = Geometry(1 << 28, [(0, 1 << 28, 0)], [(0, shard)], 1)
+    for numel, widened in ((1 << 20, 1 << 20), (1 << 28, 1 << 26)):
+        share = Intervals([(0, numel)])
+        on_host, on_device = (
+            device_bytes(geometry, share, 8, is_accelerated=is_accelerated)
+            for is_accelerated in (False, True)
+        )
+        assert on_host == 14 * numel
+        assert on_device == on_host + 4 * widened

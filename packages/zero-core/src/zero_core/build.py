@@ -176,6 +176,8 @@ def build(
         for flat in params:
             adopt(flat)
     adopt_buffers(model, resolved.buffer_dtype, ranks.device, control, initial)
+    if ranks.device.type != "cpu":
+        memory.reserve()
     initial.give_attributes()
 
     if lr_scheduler is None and resolved.scheduler is not None:

@@ -121,7 +121,13 @@ class TierFootprint:
             return sum(named) / max(sum(n for _, n in params), 1)
         if settings.device_budget is not None:
             budget, end = settings.device_budget, settings.host_share
-            host = within_budget(self._geometry, budget, self._state_bytes, end)
+            host = within_budget(
+                self._geometry,
+                budget,
+                self._state_bytes,
+                end,
+                is_accelerated=self._is_accelerated,
+            )
             return host.numel / max(self._geometry.numel, 1)
         return 1.0 if settings.ratio == "auto" else settings.ratio
 

@@ -158,7 +158,15 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             check_patterns(settings.parameters, [name for name, _ in named])
         names = [name for name, param in named if param.numel()]
         groups = self._update.groups(self.param_groups, is_host_alone=True)
-        return settings, host_share(settings, geometry, names, self._update.torch_class, groups)
+        host = host_share(
+            settings,
+            geometry,
+            names,
+            self._update.torch_class,
+            groups,
+            is_accelerated=common_device(self._parts).type != "cpu",
+        )
+        return settings, host
 
     def _tier_groups(self) -> Groups:
         return self._update.groups(self.param_groups, is_host_alone=self._is_host_alone)

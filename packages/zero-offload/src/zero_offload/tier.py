@@ -81,7 +81,10 @@ def create_tier(
         device_tier=device_tier,
         param_store=param_store,
     )
-    host = host_share(settings, geometry, names, optimizer_class, groups)
+    is_accelerated = device.type != "cpu"
+    host = host_share(
+        settings, geometry, names, optimizer_class, groups, is_accelerated=is_accelerated
+    )
     return make_twin(geometry, host, groups, tiers)
 
 
@@ -95,7 +98,8 @@ def make_twin(
         host = geometry.align(host, alignment)  # chosen parameters are whole anyway
         return TwinTier(geometry, frozen, host, tiers, alignment=alignment)
     per_element = state_bytes(tiers.optimizer_class, groups, geometry.master_dtype)
-    whole = device_bytes(geometry, Intervals([(0, geometry.numel)]), per_element)
+    everything, is_accelerated = Intervals([(0, geometry.numel)]), tiers.device.type != "cpu"
+    whole = device_bytes(geometry, everything, per_element, is_accelerated=is_accelerated)
     return AutoTier(
         geometry,
         frozen,

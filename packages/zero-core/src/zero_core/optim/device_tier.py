@@ -32,7 +32,7 @@ from __future__ import annotations
 
 import inspect
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
@@ -392,8 +392,8 @@ class DeviceTier:
     def _buffer(self, dtype: torch.dtype) -> Tensor:
         """Return the buffer of widened gradients, which serves any turn."""
         if dtype not in self._widened:
-            chunks = [m for _, m in self._masters.chunks if m.dtype == dtype]
-            numel = min(sum(_aligned(m.numel()) for m in chunks), self.turn_numel)
+            sizes = [m.numel() for _, m in self._masters.chunks if m.dtype == dtype]
+            numel = min(widened_numel(sizes), self.turn_numel)
             self._widened[dtype] = torch.empty(numel, dtype=dtype, device=self._device)
         return self._widened[dtype]
 
@@ -612,6 +612,11 @@ class _Downloads:
     def _events(self, start: int, stop: int) -> list[torch.Event]:
         under_way = self._under_way.items()
         return [event for low, (high, event) in under_way if low < stop and high > start]
+
+
+def widened_numel(sizes: Iterable[int]) -> int:
+    """Return the elements that gradients of ``sizes`` take one after another, each aligned."""
+    return sum(map(_aligned, sizes))
 
 
 def optimizer_options(

@@ -23,7 +23,12 @@ from zero_core.blueprint import Blueprint
 from zero_core.config import Config
 from zero_core.layout.arithmetic import Layout, Segment
 from zero_core.layout.discovery import compute_dtype
-from zero_core.optim.device_tier import optimizer_maker, probe_states
+from zero_core.optim.device_tier import (
+    TURN_NUMEL,
+    optimizer_maker,
+    probe_states,
+    widened_numel,
+)
 from zero_core.optim.factory import has_kernel_rule
 from zero_core.plan.footprints import CollectivesFootprint, Footprints, TierFootprint
 from zero_core.plugins import call_factory
@@ -183,7 +188,25 @@ class Forecast:
             if s.dtype not in _WIDE or s in self._resting
         )
         states = (stop - start) * self._state_bytes
-        return {"master weights": masters, "optimizer states": states}
+        return {
+            "master weights": masters,
+            "optimizer states": states,
+            "widened gradients": self._widened_bytes(start, stop),
+        }
+
+    def _widened_bytes(self, start: int, stop: int) -> int:
+        """Return the bytes of gradients that are widened to the dtype of the master weights."""
+        sizes: dict[torch.dtype, list[int]] = {}
+        has_narrow: set[torch.dtype] = set()
+        for low, high, segment in self._spans:
+            numel = min(high, stop) - max(low, start)
+            if numel <= 0:
+                continue
+            master = segment.dtype if segment.dtype in _WIDE else torch.float32
+            sizes.setdefault(master, []).append(numel)
+            if offered_dtype(segment, self._config, owns_grads=self._is_offloaded) != master:
+                has_narrow.add(master)
+        return sum(min(widened_numel(sizes[d]), TURN_NUMEL) * d.itemsize for d in has_narrow)
 
     def host_link_bytes(self, ratio: float) -> tuple[int, int]:
         """Return the bytes per step from the device to the host and back.

@@ -151,10 +151,16 @@ class FlatGrads:
         if self._has_grad[position]:
             view.add_(grad, alpha=self._predivide)
         else:
-            if grad.dtype is not view.dtype:
-                # Divided in the wider dtype of the two: no bit is lost before it must be.
-                grad = grad.to(torch.promote_types(grad.dtype, view.dtype))
-            torch.mul(grad, self._predivide, out=view)
+            # Divided in the wider dtype of the two: no bit is lost before it must be.
+            wide = torch.promote_types(grad.dtype, view.dtype)
+            if grad.dtype is wide:
+                torch.mul(grad, self._predivide, out=view)
+            elif view.dtype is wide:
+                view.copy_(grad)  # without a wide copy of the gradient besides
+                if self._predivide != 1.0:
+                    view.mul_(self._predivide)
+            else:
+                torch.mul(grad.to(wide), self._predivide, out=view)
             self._has_grad[position] = True
 
     def reduce(self) -> None:

@@ -240,6 +240,14 @@ class Memory:
         """
         return self._report([expected * pool.buffer_bytes for _, pool, expected in self._pools])
 
+    def reserve(self) -> None:
+        """Allocate what `expected_report` counts of the pools, before there are activations.
+
+        On an accelerator memory that is allocated later would lie between them.
+        """
+        for _, pool, expected in self._pools:
+            pool.reserve(expected)
+
     def _report(self, pool_bytes: Sequence[int]) -> dict[str, int]:
         report = self._arena.report()
         for (kind, _, _), nbytes in zip(self._pools, pool_bytes, strict=True):

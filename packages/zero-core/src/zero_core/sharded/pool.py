@@ -145,10 +145,7 @@ class BufferPool:
             if readers is not None:
                 readers()
         else:
-            with torch.inference_mode(False):  # it serves training too
-                buffer = self._allocate(self.buffer_bytes, torch.uint8)
-            address = buffer.data_ptr()
-            self._all[address] = buffer
+            address = self._add_buffer()
         self._last[user] = address
         view = self._views.get((address, numel, dtype))
         if view is None:
@@ -158,6 +155,19 @@ class BufferPool:
                 view = self._all[address][:nbytes].view(dtype)
             self._views[address, numel, dtype] = view
         return view
+
+    def _add_buffer(self) -> int:
+        """Allocate a buffer and return its address."""
+        with torch.inference_mode(False):  # it serves training too
+            buffer = self._allocate(self.buffer_bytes, torch.uint8)
+        address = buffer.data_ptr()
+        self._all[address] = buffer
+        return address
+
+    def reserve(self, num_buffers: int) -> None:
+        """Allocate buffers now, until there are ``num_buffers``."""
+        while len(self._all) < num_buffers and self.buffer_bytes:
+            self._free[self._add_buffer()] = None
 
     def release(self, view: Tensor, readers: Wait | None = None) -> None:
         """Return what was borrowed. Before it is lent again, ``readers`` are waited for."""

@@ -15,6 +15,9 @@ from zero_offload.rules.elementwise import check_elementwise
 from zero_offload.settings import HostShare, OffloadSettings
 from zero_offload.steppers.torch_stepper import probe_entry
 
+WIDENED_NUMEL = 1 << 26
+"""Elements of 16-bit gradients that a tier on an accelerator widens at once."""
+
 
 def host_share(
     settings: OffloadSettings,
@@ -22,6 +25,8 @@ def host_share(
     names: Sequence[str],
     optimizer_class: OptimizerClass,
     groups: Groups,
+    *,
+    is_accelerated: bool,
 ) -> Intervals | None:
     """Return the elements that the host updates, or None if measurements choose (``"auto"``).
 
@@ -32,7 +37,8 @@ def host_share(
         return named_elements(geometry, names, settings.parameters)
     if settings.device_budget is not None:
         nbytes = state_bytes(optimizer_class, groups, geometry.master_dtype)
-        return within_budget(geometry, settings.device_budget, nbytes, settings.host_share)
+        budget, end = settings.device_budget, settings.host_share
+        return within_budget(geometry, budget, nbytes, end, is_accelerated=is_accelerated)
     if settings.ratio == "auto":
         return None
     return end_share(geometry.numel, round(settings.ratio * geometry.numel), settings.host_share)
@@ -78,7 +84,12 @@ def check_patterns(patterns: Sequence[str], names: Sequence[str]) -> None:
 
 
 def within_budget(
-    geometry: Geometry, budget: int, element_state_bytes: int, end: HostShare
+    geometry: Geometry,
+    budget: int,
+    element_state_bytes: int,
+    end: HostShare,
+    *,
+    is_accelerated: bool,
 ) -> Intervals:
     """Return as few elements of one end as leave no more than ``budget`` bytes on the device.
 
@@ -87,28 +98,37 @@ def within_budget(
         budget: bytes of device memory for the rest.
         element_state_bytes: of an element's optimizer states, see `state_bytes`.
         end: at which the elements lie.
+        is_accelerated: whether the device is another one than the host.
     """
     low, high = 0, geometry.numel
     while low < high:  # fewer on the host are more bytes on the device
         middle = (low + high) // 2
         rest = end_share(geometry.numel, middle, end).complement(geometry.numel)
-        if device_bytes(geometry, rest, element_state_bytes) <= budget:
+        held = device_bytes(geometry, rest, element_state_bytes, is_accelerated=is_accelerated)
+        if held <= budget:
             high = middle
         else:
             low = middle + 1
     return end_share(geometry.numel, low, end)
 
 
-def device_bytes(geometry: Geometry, share: Intervals, element_state_bytes: int) -> int:
+def device_bytes(
+    geometry: Geometry, share: Intervals, element_state_bytes: int, *, is_accelerated: bool
+) -> int:
     """Return the bytes of a share on the device: states, master weights, one gradient.
 
-    Master weights take nothing if all shards there are their own. A gradient has its shard's dtype.
+    Master weights take nothing if all shards there are their own. A gradient has its shard's dtype:
+    where master weights are wider, an accelerator's tier widens `WIDENED_NUMEL` elements at once.
     """
     views = [view for span in share.spans for _, _, view in geometry.overlaps(*span)]
     master = geometry.master_dtype
     is_in_place = all(view.dtype == master for view in views)
     grads = sum(view.numel() * view.element_size() for view in views)
-    return share.numel * (element_state_bytes + (0 if is_in_place else master.itemsize)) + grads
+    kept = share.numel * element_state_bytes + grads
+    if is_in_place:
+        return kept
+    widened = min(share.numel, WIDENED_NUMEL) if is_accelerated else 0
+    return kept + (share.numel + widened) * master.itemsize
 
 
 def state_bytes(optimizer_class: OptimizerClass, groups: Groups, dtype: torch.dtype) -> int:
