@@ -149,6 +149,15 @@ def test_forward_follows_the_updates_from_the_first_unit_on() -> None:
         assert units.compute.end == pytest.approx(updated, abs=UPDATE_S / 2)
 
 
+def test_a_chunk_waits_for_its_own_part_of_the_gradient_alone() -> None:
+    units = Units()
+    units.backward(num_ahead=0, step_at_end=False)
+    units.tier.drain()
+    updates = sorted(span.start for span in units.time.spans if span.lane == "host")
+    copies = sorted(span.stop for span in units.time.spans if span.lane == "down")
+    assert updates[0] == copies[0] == pytest.approx(BACKWARD_S + COPY_S / 3)
+
+
 def test_updates_of_an_element_stay_in_the_order_of_their_steps() -> None:
     """Also where the later step begins at a lower offset."""
     space, gate = Space(), threading.Event()

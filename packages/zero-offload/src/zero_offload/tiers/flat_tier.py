@@ -180,7 +180,8 @@ class FlatTier(ABC):
         self._stepper.count(indices)
         spans = [(run.start, run.stop) for chunk in chunks for run in chunk.runs]
         grads = self._take(spans)
-        arrived, readers = self._mover.close_grads(), self._mover.mark_readers()
+        mover = self._mover
+        mover.close_grads()
         entries, before = self._progress.begin(spans)
         of_run = iter(entries)
         self._launch(
@@ -189,8 +190,8 @@ class FlatTier(ABC):
                 entries=[[next(of_run) for _ in chunk.runs] for chunk in chunks],
                 grads=grads,
                 grad_scale=grad_scale,
-                arrived=arrived,
-                readers=readers,
+                arrivals=[mover.arrival([(r.start, r.stop) for r in c.runs]) for c in chunks],
+                readers=mover.mark_readers(),
                 before=before,
                 num_left=len(chunks),
             )

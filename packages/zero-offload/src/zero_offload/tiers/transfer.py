@@ -25,8 +25,10 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
+from operator import attrgetter
 
 import torch
 from torch import Tensor
@@ -44,6 +46,14 @@ _SUM = -1
 
 Release = Callable[[], None]
 """To be called before the memory of an offered gradient is written again."""
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """A gradient's copy to the host: its number, in which order copies end, and its event."""
+
+    number: int
+    event: torch.Event
 
 
 class Mover(ABC):
@@ -89,6 +99,10 @@ class Mover(ABC):
         Returns:
             An event that fires when they have arrived, or None if they have.
         """
+
+    @abstractmethod
+    def arrival(self, spans: Sequence[tuple[int, int]]) -> Arrival | None:
+        """Return the arrival of the last gradient offered for ``spans``, or None if it is there."""
 
     @abstractmethod
     def mark_readers(self) -> torch.Event | None:
@@ -195,6 +209,8 @@ class HostMover(Mover):
         self._is_staged = is_staged
         self._grads: dict[tuple[torch.dtype, int], SpanMap[tuple[int, Tensor]]] = {}
         self._arrived: torch.Event | None = None
+        self._arrivals: SpanMap[Arrival] = SpanMap()
+        self._num_copies = 0
         self._staging = (_Staging(), _Staging())
         self._held: dict[int, Tensor] = {}  # by shard
         self._sent: SpanMap[torch.Event] = SpanMap()  # from held memory
@@ -210,12 +226,21 @@ class HostMover(Mover):
         return self.append(start, grad, ledger, 0)
 
     def append(self, start: int, grad: Tensor, ledger: GradLedger, layer: int) -> Release | None:
-        """Start the copy down of one more term of a range, into a layer of its dtype's staging."""
+        """Start the copy down of one more term of a range, into a layer of its dtype's staging.
+
+        A copy is no longer than a chunk of the update, which then need not wait for the rest.
+        """
         event = None
         staging = self._staging_of(self.kept_dtype(grad.dtype), layer)
+        longest = self.geometry.published_numel
         for a, b, (base, buffer) in staging.overlaps(start, start + grad.numel()):
-            target, source = buffer[a - base : b - base], grad[a - start : b - start]
-            event = self._streams.to_host(target, source)
+            for low in range(a, b, longest):
+                high = min(low + longest, b)
+                target, source = buffer[low - base : high - base], grad[low - start : high - start]
+                event = self._streams.to_host(target, source)
+                if event is not None:
+                    self._num_copies += 1
+                    self._arrivals.put(low, high, Arrival(self._num_copies, event))
             ledger.append(a, b, buffer, base)
         self.bytes_d2h += grad.numel() * grad.element_size()
         if event is None:
@@ -248,6 +273,10 @@ class HostMover(Mover):
     def close_grads(self) -> torch.Event | None:
         """Return the event of the last copy down. The caller's stream goes on."""
         return self._arrived
+
+    def arrival(self, spans: Sequence[tuple[int, int]]) -> Arrival | None:
+        found = [value for span in spans for *_, value in self._arrivals.overlaps(*span)]
+        return max(found, key=attrgetter("number"), default=None)
 
     def mark_readers(self) -> torch.Event | None:
         return self._streams.mark_readers()
@@ -354,6 +383,9 @@ class DeviceMover(Mover):
         for event in self._offered:
             self.arrive(event)
         self._offered.clear()
+
+    def arrival(self, spans: Sequence[tuple[int, int]]) -> None:
+        """Return None: gradients stay where they are."""
 
     def mark_readers(self) -> None:
         """Return None: old and new values are in order on the caller's stream."""

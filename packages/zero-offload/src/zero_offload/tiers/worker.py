@@ -32,7 +32,7 @@ from zero_offload.flat.grads import GradLedger
 from zero_offload.memory.streams import enter_device, with_index
 from zero_offload.steppers.stepper import Chunk, Stepper
 from zero_offload.tiers.progress import Progress, Published
-from zero_offload.tiers.transfer import Mover
+from zero_offload.tiers.transfer import Arrival, Mover
 
 
 @dataclass(slots=True)
@@ -44,7 +44,7 @@ class Job:
         entries: of each chunk's runs, in `Progress`.
         grads: the gradients of all chunks.
         grad_scale: factor on them.
-        arrived: fires when they are in the tier's memory; None if they are there.
+        arrivals: of each chunk's gradient; None if it is in the tier's memory.
         readers: fires when the parameters may be overwritten; None if they may be.
         before: entries of earlier steps over the same elements that were not updated yet.
         num_left: chunks that were not updated yet.
@@ -54,7 +54,7 @@ class Job:
     entries: Sequence[Sequence[Published]]
     grads: GradLedger
     grad_scale: float
-    arrived: torch.Event | None
+    arrivals: Sequence[Arrival | None]
     readers: torch.Event | None
     before: Sequence[Published]
     num_left: int
@@ -80,18 +80,27 @@ class Worker:
         self._mover = mover
         self._progress = progress
         self._now = now
-        self._waiting: deque[Job] = deque()  # for gradients, in the order of arrival
+        self._waiting: deque[tuple[Job, int]] = deque()  # for gradients, in the order of arrival
         self._ready: list[tuple[int, int, int, Job]] = []  # heap of offset, number, index in job
         self._num_ready = 0
 
     def add(self, job: Job) -> None:
         """Queue a job. `run_next` must be called once for each of its chunks."""
-        self._waiting.append(job)
+
+        def number(index: int) -> int:
+            arrival = job.arrivals[index]
+            return 0 if arrival is None or self._stepper.is_sequential else arrival.number
+
+        self._waiting.extend((job, index) for index in sorted(range(len(job.chunks)), key=number))
 
     def awaited(self) -> torch.Event | None:
         """Return the event that `run_next` would wait for, or None if it would start at once."""
         self._admit()
-        return None if self._ready or not self._waiting else self._waiting[0].arrived
+        if self._ready or not self._waiting:
+            return None
+        job, index = self._waiting[0]
+        arrival = job.arrivals[index]
+        return None if arrival is None else arrival.event
 
     def run_next(self) -> None:
         """Update one chunk. After a failed one it does nothing. Grad mode is per thread."""
@@ -125,18 +134,18 @@ class Worker:
             self._mover.wait(event)
 
     def _admit(self) -> None:
-        """Make the jobs ready whose gradients have arrived."""
+        """Make the chunks ready whose gradients have arrived."""
         while self._waiting:
-            job = self._waiting[0]
-            if job.arrived is not None and not job.arrived.query():
+            job, index = self._waiting[0]
+            arrival = job.arrivals[index]
+            if arrival is not None and not arrival.event.query():
                 return
             if not all(entry.is_published for entry in job.before):
                 return  # they are among the ready ones
             self._waiting.popleft()
-            for index, chunk in enumerate(job.chunks):
-                offset = 0 if self._stepper.is_sequential else chunk.runs[0].start
-                heappush(self._ready, (offset, self._num_ready, index, job))
-                self._num_ready += 1
+            offset = 0 if self._stepper.is_sequential else job.chunks[index].runs[0].start
+            heappush(self._ready, (offset, self._num_ready, index, job))
+            self._num_ready += 1
 
     def _update(self, job: Job, index: int) -> None:
         chunk, mover = job.chunks[index], self._mover
