@@ -13,7 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from zero_core.testing import late_device, run_alone
+from zero_core.comm.device_library import Lane
+from zero_core.testing import late_device, run_alone, simulate
 
 DEVICE = "late:1"
 
@@ -336,3 +337,69 @@ def test_no_compiler_is_a_clear_error(monkeypatch: pytest.MonkeyPatch, tmp_path:
     monkeypatch.delenv("CXX", raising=False)
     with pytest.raises(RuntimeError, match="needs a C\\+\\+20 compiler"):
         late_device.load()
+
+
+def _exchange(ranks: Any) -> list[list[float]]:
+    library = ranks.library()
+    size, rank, device = ranks.size, ranks.rank, ranks.device
+    own = torch.arange(4.0, device=device) + 10 * rank
+    out = torch.empty(4 * size, dtype=torch.float32, device=device)
+    late_device.reset_counters()
+    library.all_gather(out, own).wait()
+    parts = torch.arange(float(size), device=device) + 10 * rank
+    swapped = torch.empty_like(parts)
+    library.subgroup(range(size), Lane.REDUCTIONS).all_to_all(swapped, parts).wait()
+    total = own.clone()
+    library.all_reduce(total).wait()
+    library.broadcast(own, source=size - 1).wait()
+    assert late_device.counters(rank).syncs == {}  # the host waited for nothing
+    return [tensor.tolist() for tensor in (out, swapped, total, own)]
+
+
+def _exchanges() -> None:
+    late_device.set_delays(seed=5, kernel_s=1e-2, copy_s=1e-2)
+    for size in (1, 2, 3):
+        found = simulate(_exchange, size, device="late")
+        own = [torch.arange(4.0) + 10 * rank for rank in range(size)]
+        for rank in range(size):
+            swapped = [float(rank + 10 * peer) for peer in range(size)]
+            expected = [torch.cat(own).tolist(), swapped, sum(own).tolist(), own[-1].tolist()]
+            assert found[rank] == expected
+
+
+def test_collectives_run_beside_the_host() -> None:
+    on_late(_exchanges)
+
+
+def _differ(ranks: Any) -> None:
+    x = torch.zeros(4, device=ranks.device)
+    if ranks.rank == 0:
+        ranks.library().all_reduce(x).wait()
+    else:
+        ranks.library().broadcast(x, source=0).wait()
+
+
+def _is_alone(ranks: Any) -> None:
+    if ranks.rank == 1:
+        ranks.library().all_reduce(torch.zeros(4, device=ranks.device)).wait()
+
+
+def _fails(ranks: Any) -> None:
+    if ranks.rank == 0:
+        raise ValueError("rank 0 has had enough")
+    ranks.library().all_reduce(torch.zeros(4, device=ranks.device)).wait()
+
+
+def _mismatches() -> None:
+    with pytest.raises(
+        RuntimeError, match="rank 0 starts all_reduce of 16.*rank 1 broadcast of 16"
+    ):
+        simulate(_differ, 2, device="late")
+    with pytest.raises(RuntimeError, match=r"rank 1 of ranks waited 0.5 s .* for ranks 0"):
+        simulate(_is_alone, 2, device="late", timeout_s=0.5)
+    with pytest.raises(ValueError, match="enough"):
+        simulate(_fails, 2, device="late")
+
+
+def test_ranks_that_start_different_collectives_are_named() -> None:
+    on_late(_mismatches)

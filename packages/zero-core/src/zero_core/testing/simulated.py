@@ -1,7 +1,8 @@
 """Simulated ranks: threads of one process in place of processes, for tests of partitioning.
 
-A rank is a thread that builds an engine over `SimulatedRanks`. The engine's own transport, layout,
-runtime and optimizer run as they are. Only what carries bytes between ranks is replaced: messages
+A rank is a thread that builds an engine over `SimulatedRanks`, or over `LateRanks`: then it has an
+accelerator of its own (`zero_core.testing.late_device`). The engine's transport, layout, runtime
+and optimizer run as they are. Only what carries bytes between ranks is replaced: messages
 between single ranks (`zero_core.comm.p2p.Messages`), an accelerator's library
 (`zero_core.comm.device_library.DeviceLibrary`) and the control group. Memory shared between
 processes, process groups and signals are not simulated; tests of those start processes (`spawn`).
@@ -30,11 +31,13 @@ from zero_core.comm.queues import HostQueues
 from zero_core.comm.topology import Ranks
 from zero_core.errors import CollectiveError
 from zero_core.protocols import Work
+from zero_core.testing.late_device import NAME as LATE
+from zero_core.testing.late_device.library import LateWorld
 
 _T = TypeVar("_T")
 
 TIMEOUT_S = 120.0
-"""Longest wait for another rank."""
+"""Longest wait for another rank, unless `simulate` is given another."""
 
 
 class _Network:
@@ -45,8 +48,9 @@ class _Network:
         failed: the rank that failed first.
     """
 
-    def __init__(self, world_size: int) -> None:
+    def __init__(self, world_size: int, timeout_s: float) -> None:
         self.world_size = world_size
+        self._timeout_s = timeout_s
         self._arrived = [threading.Condition() for _ in range(world_size)]
         self._boxes: dict[tuple[int, int, Any], deque[Tensor]] = defaultdict(deque)
         self.failed: int | None = None
@@ -62,12 +66,12 @@ class _Network:
         """Take the oldest tensor out of a mailbox.
 
         Raises:
-            CollectiveError: another rank has failed, or nothing was sent within `TIMEOUT_S`.
+            CollectiveError: another rank has failed, or nothing was sent in time.
         """
         with self._arrived[target]:
             box = self._boxes[source, target, tag]
             is_there = self._arrived[target].wait_for(
-                lambda: bool(box) or self.failed is not None, TIMEOUT_S
+                lambda: bool(box) or self.failed is not None, self._timeout_s
             )
             if box:
                 return box.popleft()
@@ -76,9 +80,16 @@ class _Network:
                 f"rank {target} waits for rank {source}: rank {self.failed} failed"
             )
         raise CollectiveError(
-            f"rank {target} got nothing from rank {source} under tag {tag} in {TIMEOUT_S:.0f} s: "
-            "the ranks took different branches"
+            f"rank {target} got nothing from rank {source} under tag {tag} in "
+            f"{self._timeout_s:.0f} s: the ranks took different branches"
         )
+
+    def ranks(self, rank: int, per_node: int) -> SimulatedRanks:
+        """Return the ranks as ``rank`` sees them."""
+        device = torch.device("cpu")
+        carrier = _SimulatedMessages(self, rank)
+        size = self.world_size
+        return SimulatedRanks(None, rank, size, device, per_node, network=self, carrier=carrier)
 
     def fail(self, rank: int) -> None:
         """Wake every rank that waits, because ``rank`` has failed."""
@@ -270,36 +281,41 @@ def device_collectives(ranks: SimulatedRanks, meter: Meter | None = None) -> Dev
 
 
 def simulate(
-    program: Callable[..., _T], world_size: int, *args: Any, ranks_per_node: int | None = None
+    program: Callable[..., _T],
+    world_size: int,
+    *args: Any,
+    ranks_per_node: int | None = None,
+    device: str = "cpu",
+    timeout_s: float = TIMEOUT_S,
 ) -> list[_T]:
     """Run ``program(ranks, *args)`` on simulated ranks and return their results in order.
 
     Args:
-        program: gets the `SimulatedRanks` of its rank.
+        program: gets the `SimulatedRanks` or `LateRanks` of its rank.
         world_size: number of ranks.
         args: passed on to every rank; ranks must not change them.
         ranks_per_node: consecutive ranks that share a node; None: all.
+        device: ``"cpu"``, or ``"late"`` for ranks with a `zero_core.testing.late_device` each, in
+            a process of their own (`zero_core.testing.run_alone`).
+        timeout_s: longest wait for another rank.
 
     Raises:
         BaseException: of the rank that failed first.
     """
-    network = _Network(world_size)
+    per_node = ranks_per_node or world_size
+    network: LateWorld | _Network = _Network(world_size, timeout_s)
+    if device == LATE:
+        network = LateWorld(world_size, timeout_s)
     results: dict[int, _T] = {}
     errors: dict[int, BaseException] = {}
 
     def run(rank: int) -> None:
-        ranks = SimulatedRanks(
-            None,
-            rank,
-            world_size,
-            torch.device("cpu"),
-            ranks_per_node or world_size,
-            network=network,
-            carrier=_SimulatedMessages(network, rank),
-        )
         torch.set_num_threads(1)  # as `spawn`: a sum's rounding depends on the threads
         try:
+            ranks = network.ranks(rank, per_node)
             results[rank] = program(ranks, *args)
+            if ranks.device.type == LATE:  # what its jobs raise is raised here
+                torch.accelerator.synchronize(ranks.device)
         except BaseException as error:  # raised in the caller's thread
             errors[rank] = error
             network.fail(rank)

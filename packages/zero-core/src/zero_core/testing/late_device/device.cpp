@@ -207,7 +207,7 @@ struct StreamState {
       is_started = true;
       std::thread([this] { serve(); }).detach();
     }
-    finished.wait(lock, [&] { return jobs.size() < kMaxQueued; });
+    if (job.kind != Job::SILENT) finished.wait(lock, [&] { return jobs.size() < kMaxQueued; });
     jobs.push_back(std::move(job));
     num_enqueued++;
     arrived.notify_one();
@@ -1625,8 +1625,195 @@ int64_t sdp_choice(const Tensor& query, const Tensor& key, const Tensor& value,
       enable_gqa);
 }
 
-// --------------------------------------------------------------------------- what Python may ask
-// for
+// ------------------------------------------------------------------------------------- collectives
+
+// What a rank brings to a collective. Addresses are of the shadow memory.
+struct Contribution {
+  std::string kind;
+  char *out, *input;
+  size_t out_bytes, input_bytes;
+  at::ScalarType dtype;
+  int64_t source;
+  bool is_there = false;
+
+  std::string described() const {
+    return kind + " of " + std::to_string(input_bytes) + " bytes of " + c10::toString(dtype) +
+           " into " + std::to_string(out_bytes) +
+           (kind == "broadcast" ? " from rank " + std::to_string(source) : "");
+  }
+};
+
+struct Meeting {
+  std::vector<Contribution> ranks;
+  int num_there = 0, num_done = 0, num_gone = 0;
+};
+
+// Ranks that exchange data in the order of their launches. A job of each meets those of its peers,
+// reads their memory, and ends when all have read.
+struct Communicator {
+  int64_t world = 0;
+  std::string name;
+  int size = 0;
+  std::mutex mutex;
+  std::condition_variable changed;
+  std::vector<uint64_t> launched;
+  std::map<uint64_t, Meeting> meetings;
+  std::string failure;
+
+  void fail(const std::string& message) {  // with the lock
+    if (failure.empty()) failure = message;
+    changed.notify_all();
+  }
+
+  template <typename F>
+  void wait(Lock& lock, int rank, uint64_t number, double timeout_s, F is_ready) {
+    bool is_in_time = changed.wait_for(lock, std::chrono::duration<double>(timeout_s),
+                                       [&] { return is_ready() || !failure.empty(); });
+    if (!is_in_time) {
+      auto& meeting = meetings[number];
+      std::ostringstream text;
+      text << "rank " << rank << " of " << name << " waited " << timeout_s
+           << " s in its collective no. " << number << " (" << meeting.ranks[rank].described()
+           << ") for ranks";
+      for (int peer = 0; peer < size; peer++) {
+        if (!meeting.ranks[peer].is_there) text << " " << peer;
+      }
+      fail(text.str());
+    }
+    TORCH_CHECK(failure.empty(), failure);
+  }
+
+  void match(const Meeting& meeting, uint64_t number) {
+    for (int peer = 1; peer < size; peer++) {
+      auto first = meeting.ranks[0].described(), other = meeting.ranks[peer].described();
+      if (first == other) continue;
+      fail("ranks differ in collective no. " + std::to_string(number) + " of " + name +
+           ": rank 0 starts " + first + ", rank " + std::to_string(peer) + " " + other);
+    }
+  }
+
+  void run(int rank, uint64_t number, Contribution mine, double timeout_s) {
+    Lock lock(mutex);
+    TORCH_CHECK(failure.empty(), failure);
+    auto& meeting = meetings[number];
+    if (meeting.ranks.empty()) meeting.ranks.resize(size);
+    mine.is_there = true;
+    meeting.ranks[rank] = mine;
+    if (++meeting.num_there == size) match(meeting, number);
+    changed.notify_all();
+    wait(lock, rank, number, timeout_s, [&] { return meeting.num_there == size; });
+    lock.unlock();
+    Tensor sum = read(rank, meeting, mine);
+    lock.lock();
+    meeting.num_done++;
+    changed.notify_all();
+    wait(lock, rank, number, timeout_s, [&] { return meeting.num_done == size; });
+    if (sum.defined()) memcpy(mine.out, sum.data_ptr(), mine.out_bytes);
+    if (++meeting.num_gone == size) meetings.erase(number);
+  }
+
+  // A sum is returned: it replaces what the peers still read.
+  Tensor read(int rank, const Meeting& meeting, const Contribution& mine) const {
+    auto& ranks = meeting.ranks;
+    size_t bytes = mine.input_bytes;
+    if (mine.kind == "all_gather") {
+      for (int peer = 0; peer < size; peer++)
+        memmove(mine.out + peer * bytes, ranks[peer].input, bytes);
+    } else if (mine.kind == "all_to_all") {
+      size_t part = bytes / size;
+      for (int peer = 0; peer < size; peer++)
+        memcpy(mine.out + peer * part, ranks[peer].input + rank * part, part);
+    } else if (mine.kind == "broadcast") {
+      if (rank != mine.source) memcpy(mine.out, ranks[mine.source].input, bytes);
+    } else {
+      auto numel = static_cast<int64_t>(bytes / c10::elementSize(mine.dtype));
+      Tensor sum;
+      for (auto& peer : ranks) {
+        auto row = at::empty({numel}, at::TensorOptions(mine.dtype));
+        memcpy(row.data_ptr(), peer.input, bytes);
+        sum = sum.defined() ? sum.add_(row) : row;
+      }
+      return sum;
+    }
+    return Tensor();
+  }
+};
+
+std::mutex& communicators_mutex = *new std::mutex;
+std::deque<Communicator>& communicators = *new std::deque<Communicator>;
+using WorldAndName = std::pair<int64_t, std::string>;
+std::map<WorldAndName, int64_t>& communicators_by_name = *new std::map<WorldAndName, int64_t>;
+std::map<int64_t, std::string>& failed_worlds = *new std::map<int64_t, std::string>;
+
+int64_t communicator(int64_t world, const std::string& name, int64_t size) {
+  Lock lock(communicators_mutex);
+  auto next = static_cast<int64_t>(communicators.size());
+  auto [it, is_new] = communicators_by_name.emplace(WorldAndName(world, name), next);
+  if (is_new) {
+    auto& made = communicators.emplace_back();
+    made.world = world;
+    made.name = name;
+    made.size = static_cast<int>(size);
+    made.launched.resize(size);
+    auto failed = failed_worlds.find(world);
+    if (failed != failed_worlds.end()) made.failure = failed->second;
+  }
+  return it->second;
+}
+
+void fail_world(int64_t world, const std::string& message) {
+  Lock lock(communicators_mutex);
+  failed_worlds.emplace(world, message);
+  for (auto& each : communicators) {
+    if (each.world != world) continue;
+    Lock inner(each.mutex);
+    each.fail(message);
+  }
+}
+
+void collective(int64_t index, const std::string& kind, int64_t rank, const Tensor& out,
+                const Tensor& input, int64_t source, int64_t stream_id, double timeout_s) {
+  Communicator* on;
+  {
+    Lock lock(communicators_mutex);
+    on = &communicators.at(index);
+  }
+  TORCH_CHECK(is_late(out) && is_late(input) && out.device() == input.device(), "late: ", kind,
+              " of ", on->name, " needs tensors on one device, got ", out.device(), " and ",
+              input.device());
+  TORCH_CHECK(out.is_contiguous() && input.is_contiguous(), "late: ", kind, " of ", on->name,
+              " needs contiguous tensors");
+  int64_t expected = input.numel() * (kind == "all_gather" ? on->size : 1);
+  TORCH_CHECK(out.dtype() == input.dtype() && out.numel() == expected &&
+                  (kind != "all_to_all" || input.numel() % on->size == 0),
+              "late: ", kind, " of ", on->name, " among ", on->size, " ranks: ", input.numel(),
+              " elements of ", input.dtype(), " do not fit ", out.numel(), " of ", out.dtype());
+  if (input.numel() == 0) return;
+  Launch launch;
+  launch.touch(input, false);
+  launch.touch(out, true);
+  auto address = [](const Tensor& tensor) {
+    return static_cast<char*>(shadow_of(tensor.storage().mutable_data())) +
+           tensor.storage_offset() * tensor.element_size();
+  };
+  Contribution mine{kind,           address(out),      address(input), out.nbytes(),
+                    input.nbytes(), out.scalar_type(), source};
+  uint64_t number;
+  {
+    Lock lock(on->mutex);
+    number = on->launched[rank]++;
+  }
+  auto place = static_cast<int>(rank);
+  submit(state_of(out.device().index(), stream_id), kind, launch, Job::COPY,
+         [=] { on->run(place, number, mine, timeout_s); });
+}
+
+void forget_errors() {
+  Lock lock(errors_mutex);
+  for (auto& error : errors) error.clear();
+}
+
+// ---------------------------------------------------------------------- what Python may ask for
 
 std::string json_string(const std::string& text) {
   std::string found = "\"";
@@ -1774,11 +1961,6 @@ void manual_seed(int64_t device, int64_t seed) {
       ->set_current_seed(static_cast<uint64_t>(seed));
 }
 
-void set_stream(int64_t device, int64_t id) {
-  check_device(device);
-  current_stream[device] = id;
-}
-
 }  // namespace late
 
 // ------------------------------------------------------------------------------------ registration
@@ -1814,8 +1996,15 @@ TORCH_LIBRARY(late, m) {
   m.def("get_rng_state(int device) -> Tensor", &get_rng_state);
   m.def("set_rng_state(int device, Tensor state) -> ()", &set_rng_state);
   m.def("manual_seed(int device, int seed) -> ()", &manual_seed);
-  m.def("set_stream(int device, int id) -> ()", &set_stream);
+  m.def("communicator(int world, str name, int size) -> int", &communicator);
+  m.def("fail_world(int world, str message) -> ()", &fail_world);
+  m.def(
+      "collective(int communicator, str kind, int rank, Tensor(a!) out, Tensor input, int source, "
+      "int stream, float timeout_s) -> ()");
+  m.def("forget_errors() -> ()", &forget_errors);
 }
+
+TORCH_LIBRARY_IMPL(late, CompositeExplicitAutograd, m) { m.impl("collective", &collective); }
 
 TORCH_LIBRARY_IMPL(_, PrivateUse1, m) {
   m.fallback(torch::CppFunction::makeFromBoxedFunction<&fallback>());

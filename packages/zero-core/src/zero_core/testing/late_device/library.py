@@ -1,0 +1,132 @@
+"""Simulated ranks with a late device each, and collectives among them with NCCL's rules.
+
+A communicator has a stream of its own on each rank. A collective waits there for the stream that is
+current at its launch, meets its peers, and ends when all have read; ``wait`` makes the current
+stream wait for it, never the host. Collectives of one communicator run in the order of their
+launches: where ranks start different ones, all fail with both named.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from zero_core.comm.control import ControlGroup, LibraryControlGroup
+from zero_core.comm.device_library import DeviceLibrary, Lane
+from zero_core.comm.topology import Ranks
+from zero_core.protocols import Work
+from zero_core.testing.late_device import NAME, load
+
+_numbers = itertools.count()
+
+
+class LateWorld:
+    """Ranks of one simulation.
+
+    Attributes:
+        timeout_s: longest wait of a collective for its peers.
+        failed: the rank that failed first.
+    """
+
+    def __init__(self, world_size: int, timeout_s: float) -> None:
+        load()
+        torch.ops.late.forget_errors()
+        self.failed: int | None = None
+        self._world_size = world_size
+        self.number = next(_numbers)
+        self.timeout_s = timeout_s
+
+    def ranks(self, rank: int, per_node: int) -> LateRanks:
+        """Return the ranks as ``rank`` sees them, with its device as the current one."""
+        device = torch.device(NAME, rank)
+        torch.accelerator.set_device_index(rank)
+        size = self._world_size
+        base = LateLibrary(self, "ranks", range(size), rank, device)
+        return LateRanks(None, rank, size, device, per_node, base=base)
+
+    def fail(self, rank: int) -> None:
+        """Fail every collective that waits or will, because ``rank`` takes part no more."""
+        if self.failed is None:
+            self.failed = rank
+        torch.ops.late.fail_world(self.number, f"rank {rank} failed")
+
+
+class LateLibrary:
+    """`zero_core.comm.device_library.DeviceLibrary` over late devices."""
+
+    def __init__(
+        self, world: LateWorld, name: str, members: Sequence[int], rank: int, device: torch.device
+    ) -> None:
+        """``members`` are the communicator's ranks of the simulation, ``rank`` is one within it."""
+        self.rank = rank
+        self.world_size = len(members)
+        self._world = world
+        self._name = name
+        self._members = list(members)
+        self._device = device
+        self._stream = torch.Stream(device, priority=-1)
+        self._number = torch.ops.late.communicator(world.number, name, len(members))
+        self._num_subgroups = 0
+
+    def all_gather(self, out: Tensor, shard: Tensor) -> Work:
+        return self._start("all_gather", out, shard)
+
+    def all_to_all(self, out: Tensor, parts: Tensor) -> Work:
+        return self._start("all_to_all", out, parts)
+
+    def all_reduce(self, values: Tensor) -> Work:
+        """See `DeviceLibrary`. The sum is taken in rank order."""
+        return self._start("all_reduce", values, values)
+
+    def broadcast(self, tensor: Tensor, *, source: int) -> Work:
+        return self._start("broadcast", tensor, tensor, source)
+
+    def subgroup(self, ranks: Sequence[int], lane: Lane) -> LateLibrary:
+        self._num_subgroups += 1
+        members = [self._members[r] for r in ranks]
+        name = f"{self._name}.{self._num_subgroups} ({lane.value} of {members})"
+        rank = list(ranks).index(self.rank)
+        return LateLibrary(self._world, name, members, rank, self._device)
+
+    def close(self) -> None:
+        """See `DeviceLibrary.close`. Communicators end with the process."""
+
+    def _start(self, kind: str, out: Tensor, given: Tensor, source: int = 0) -> Work:
+        self._stream.wait_stream(torch.accelerator.current_stream(self._device))
+        torch.ops.late.collective(
+            self._number,
+            kind,
+            self.rank,
+            out.detach(),
+            given.detach(),
+            source,
+            self._stream.stream_id,
+            self._world.timeout_s,
+        )
+        return _Started(self._stream.record_event(), self._device)
+
+
+@dataclass(frozen=True, eq=False)
+class _Started:
+    done: torch.Event
+    device: torch.device
+
+    def wait(self) -> None:
+        torch.accelerator.current_stream(self.device).wait_event(self.done)
+
+
+@dataclass(frozen=True)
+class LateRanks(Ranks):
+    """The ranks of a simulation on late devices, seen from one of them."""
+
+    base: LateLibrary = field(kw_only=True)
+
+    def connect(self) -> ControlGroup:
+        return LibraryControlGroup(self.base, self.device)
+
+    def library(self) -> DeviceLibrary:
+        return self.base
