@@ -65,8 +65,7 @@ def load(num_devices: int = 4) -> None:
 
 def _drain() -> None:
     """Wait for all jobs: torch is torn down after this."""
-    for index in contexts():
-        torch.accelerator.synchronize(index)
+    torch.ops.late.drain()
 
 
 def _module() -> types.ModuleType:
@@ -227,9 +226,13 @@ def stop_trace() -> list[TraceRecord]:
     """Stop recording and return what happened since `start_trace`, in the order of the calls."""
     torch.ops.late.set_tracing(False)
     found = []
-    for *call, reads, writes, thread, stack in json.loads(torch.ops.late.read_trace()):
-        ranges = ([tuple(pair) for pair in pairs] for pairs in (reads, writes))
-        found.append(TraceRecord(*call, *ranges, thread, stack))
+    for kind, device, stream, name, event, version, *ranges, thread, stack in json.loads(
+        torch.ops.late.read_trace()
+    ):
+        reads, writes = ([tuple(pair) for pair in pairs] for pairs in ranges)
+        found.append(
+            TraceRecord(kind, device, stream, name, event, version, reads, writes, thread, stack)
+        )
     return found
 
 

@@ -1609,6 +1609,14 @@ void record_stream(Tensor& self, c10::Stream stream) {
   allocator.recordStream(self.storage().data_ptr(), stream);
 }
 
+// torch knows CUDA's and the CPU's tensors for compatible, so that ``param.data = moved`` works.
+bool is_compatible(const Tensor& self, const Tensor& from) {
+  auto is_plain = [](const Tensor& tensor) {
+    return tensor.layout() == at::kStrided && (is_late(tensor) || tensor.device().is_cpu());
+  };
+  return is_plain(self) && is_plain(from);
+}
+
 int64_t sdp_choice(const Tensor& query, const Tensor& key, const Tensor& value,
                    const std::optional<Tensor>& mask, double dropout, bool is_causal,
                    std::optional<double> scale, bool enable_gqa) {
@@ -1808,6 +1816,10 @@ void collective(int64_t index, const std::string& kind, int64_t rank, const Tens
          [=] { on->run(place, number, mine, timeout_s); });
 }
 
+void drain() {  // whatever they raise: at exit
+  for (int i = 0; i < settings.num_devices; i++) synchronize_device(i);
+}
+
 void forget_errors() {
   Lock lock(errors_mutex);
   for (auto& error : errors) error.clear();
@@ -2001,6 +2013,7 @@ TORCH_LIBRARY(late, m) {
   m.def(
       "collective(int communicator, str kind, int rank, Tensor(a!) out, Tensor input, int source, "
       "int stream, float timeout_s) -> ()");
+  m.def("drain() -> ()", &drain);
   m.def("forget_errors() -> ()", &forget_errors);
 }
 
@@ -2028,6 +2041,7 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("set_.source_Tensor", &set_source_tensor);
   m.impl("set_", &set_nothing);
   m.impl("record_stream", &record_stream);
+  m.impl("_has_compatible_shallow_copy_type", &is_compatible);
   m.impl("_fused_sdp_choice", &sdp_choice);
   // torch would take a composite kernel before the fallback. Two kinds take the fallback: lists
   // (one kernel on an accelerator), and those for which the CPU has a kernel of its own (its bits).

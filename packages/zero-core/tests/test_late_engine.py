@@ -1,0 +1,49 @@
+"""Engines on the device that is not there, with random delays: the bits of simulated CPU ranks."""
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+
+import zero_core
+from zero_core.testing import Case, batch, late_device, make_model, run_alone, simulate
+
+STEPS = 3
+GRID = [
+    Case(stage=stage, dtype=dtype, accumulation=accumulation, clipping=clipping)
+    for stage, (dtype, accumulation, clipping) in itertools.product(
+        range(4), [("fp32", 1, 0.0), ("bf16", 2, 0.5), ("fp16", 1, 0.0)]
+    )
+]
+
+
+def train(ranks: Any, case: Case) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """Train without a look at any loss before the end, so that the host runs ahead."""
+    engine = zero_core.build(make_model(case.width), case.config(), process_group=ranks)
+    losses = []
+    for step, micro in itertools.product(range(STEPS), range(case.accumulation)):
+        inputs = batch(step, micro, ranks.rank)
+        loss = engine(**{**inputs, "ids": inputs["ids"].to(ranks.device)})["loss"]
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.detach())
+    values = {name: value.cpu() for name, value in engine.full_state_dict().items()}
+    engine.close()
+    return [loss.item() for loss in losses], values
+
+
+def _run_grid(world_size: int) -> None:
+    for seed, case in enumerate(GRID):
+        late_device.load()
+        expected = simulate(train, world_size, case)
+        late_device.set_delays(seed=seed, kernel_s=5e-5, copy_s=2e-3)
+        found = simulate(train, world_size, case, device="late")
+        for (losses, values), (exact_losses, exact_values) in zip(found, expected, strict=True):
+            assert losses == exact_losses, case
+            torch.testing.assert_close(values, exact_values, rtol=0, atol=0, msg=str(case))
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_every_stage_has_the_bits_of_the_cpu(world_size: int) -> None:
+    run_alone(_run_grid, world_size)
