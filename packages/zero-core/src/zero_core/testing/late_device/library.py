@@ -64,7 +64,7 @@ class LateLibrary:
         """``members`` are the communicator's ranks of the simulation, ``rank`` is one within it."""
         self.rank = rank
         self.world_size = len(members)
-        self._world = world
+        self._simulation = world
         self._name = name
         self._members = list(members)
         self._device = device
@@ -90,7 +90,7 @@ class LateLibrary:
         members = [self._members[r] for r in ranks]
         name = f"{self._name}.{self._num_subgroups} ({lane.value} of {members})"
         rank = list(ranks).index(self.rank)
-        return LateLibrary(self._world, name, members, rank, self._device)
+        return LateLibrary(self._simulation, name, members, rank, self._device)
 
     def close(self) -> None:
         """See `DeviceLibrary.close`. Communicators end with the process."""
@@ -105,7 +105,7 @@ class LateLibrary:
             given.detach(),
             source,
             self._stream.stream_id,
-            self._world.timeout_s,
+            self._simulation.timeout_s,
         )
         return _Started(self._stream.record_event(), self._device)
 
