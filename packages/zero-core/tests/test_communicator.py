@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import gc
+import logging
+import threading
+import time
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from zero_core.comm.communicator import Communicator
+from zero_core.comm.communicator import CollectiveWatch, Communicator
 from zero_core.errors import CollectiveError
 
 EMPTY = torch.empty(0)
@@ -108,6 +112,102 @@ def test_memory_that_runs_out_in_a_collective_is_no_failure_of_the_ranks(when: s
     error = torch.OutOfMemoryError("tried to allocate 2 GiB")
     communicator = _communicator(error if when == "start" else _Work(error))
     with pytest.raises(torch.OutOfMemoryError, match=r"^tried to allocate 2 GiB$"):
-        communicator.all_gather(EMPTY, EMPTY, 3, version=0, backward=False).wait()
+        communicator.all_gather(EMPTY, EMPTY, 7, version=0, backward=False).wait()
     with pytest.raises(torch.OutOfMemoryError, match=r"^tried to allocate 2 GiB$"):
-        communicator.reduce_scatter(EMPTY, EMPTY, 3).wait()
+        communicator.reduce_scatter(EMPTY, EMPTY, 7).wait()
+
+
+class _Event:
+    """An event of a stream that a collective holds up until ``has_fired``."""
+
+    def __init__(self) -> None:
+        self.has_fired = False
+
+    def query(self) -> bool:
+        return self.has_fired
+
+
+@pytest.fixture
+def events(monkeypatch: pytest.MonkeyPatch) -> list[_Event]:
+    """The events that were recorded on the current stream of a device that is not there."""
+    made: list[_Event] = []
+
+    def record() -> _Event:
+        made.append(_Event())
+        return made[-1]
+
+    stream = SimpleNamespace(record_event=record)
+    monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: stream)
+    devices: list[tuple[str, torch.device]] = []
+
+    def set_device(device: torch.device) -> None:
+        devices.append((threading.current_thread().name, device))
+
+    monkeypatch.setattr(torch.accelerator, "set_device_index", set_device)
+    return made
+
+
+def _watched(work: Any, timeout_s: float) -> Communicator:
+    communicator = _communicator(work)
+    communicator.watch = CollectiveWatch(torch.device("xpu", 1), timeout_s=timeout_s)
+    return communicator
+
+
+def _until(is_so: Any) -> None:
+    deadline = time.monotonic() + 20
+    while not is_so():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_a_collective_that_hangs_is_logged_by_name_once(
+    events: list[_Event], caplog: pytest.LogCaptureFixture
+) -> None:
+    communicator = _watched(_Work(), timeout_s=0.4)
+    _gather(communicator).wait()
+    communicator.reduce_scatter(EMPTY, EMPTY, 7).wait()
+    events[0].has_fired = True
+    named = "rank 1: reduce_scatter of unit 3 (blocks.2) has not ended"
+    _until(lambda: named in caplog.text)
+    time.sleep(0.2)
+    (record,) = caplog.records
+    assert "The library gives it up after 0 s" in record.getMessage()
+    events[1].has_fired = True
+    communicator.close()
+    assert "all_gather" not in caplog.text
+
+
+def test_a_watch_logs_nothing_while_collectives_end(
+    events: list[_Event], caplog: pytest.LogCaptureFixture
+) -> None:
+    communicator = _watched(_Work(), timeout_s=2.0)
+    with caplog.at_level(logging.INFO):
+        for _ in range(20):  # half a second: each is younger than a tenth of the timeout
+            _gather(communicator).wait()
+            time.sleep(0.025)
+            events[-1].has_fired = True
+    communicator.close()
+    assert not caplog.records
+
+
+def test_the_thread_of_a_watch_ends_with_it(events: list[_Event]) -> None:
+    def threads() -> list[threading.Thread]:
+        return [t for t in threading.enumerate() if t.name == "zero_core watch"]
+
+    _until(lambda: not threads())
+    communicator = _watched(_Work(), timeout_s=0.4)
+    (thread,) = threads()
+    assert thread.daemon
+    del communicator
+    gc.collect()
+    thread.join(20)
+    assert not thread.is_alive()
+
+
+def test_collectives_are_ranges_of_a_profile() -> None:
+    communicator = _communicator(_Work())
+    with torch.autograd.profiler.profile() as profile:
+        _gather(communicator).wait()
+        communicator.reduce_scatter(EMPTY, EMPTY, 7).wait()
+    names = {event.name for event in profile.function_events}
+    assert {f"rank 1: {v} of unit 3 (blocks.2)" for v in ("all_gather", "reduce_scatter")} <= names

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._C import DisableTorchFunction, DisableTorchFunctionSubclass
+from torch._C._profiler import _RecordFunctionFast as profiled_range
 from torch.optim.optimizer import _global_optimizer_pre_hooks
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes as disable_current_modes
@@ -29,6 +30,7 @@ __all__ = [
     "DisableTorchFunctionSubclass",
     "current_dispatch_mode",
     "disable_current_modes",
+    "profiled_range",
     "pytree",
 ]
 

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from zero_core.blueprint import Blueprint
 from zero_core.checkpoint.pretrained import load_pretrained
-from zero_core.comm.communicator import Communicator
+from zero_core.comm.communicator import CollectiveWatch, Communicator
 from zero_core.comm.device import make_transport, share_memory
 from zero_core.comm.meter import Meter
 from zero_core.comm.topology import Ranks, check_devices, count_per_node, find_ranks
@@ -144,7 +144,9 @@ def build(
     shared = share_memory(control, ranks, per_node)
     transport = make_transport(ranks, per_node, shared, meter)
     used = make_collectives(collectives, transport, resolved, layout, per_node)
-    communicator = Communicator(used, control, layout.describe_segments())
+    timeout_s = ranks.silent_timeout_s
+    watch = None if timeout_s is None else CollectiveWatch(ranks.device, timeout_s=timeout_s)
+    communicator = Communicator(used, control, layout.describe_segments(), watch)
 
     memory = Memory(
         found,

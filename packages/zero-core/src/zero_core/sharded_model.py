@@ -229,7 +229,7 @@ class ShardedModel:
         after a step, at 1 and 2. `unwrap` ends an engine with all of them whole.
         """
         self._ownership.close()
-        self._transport.close()
+        self._end_collectives()
 
     def unwrap(self, *, dtype: torch.dtype | None = None, drops_partial: bool = False) -> nn.Module:
         """End the engine and return its model with every value whole.
@@ -260,7 +260,7 @@ class ShardedModel:
                 "first, or drop it by drops_partial=True"
             )
         self._ownership.leave_values(self.full_state_dict(dtype=dtype))
-        self._transport.close()
+        self._end_collectives()
         return self.module
 
     def leave_shards(self) -> Iterator[LeftShard]:
@@ -270,8 +270,13 @@ class ShardedModel:
         `publish`, and nothing is returned. As `close`, it waits for no other rank.
         """
         shards = self._ownership.leave_shards()
-        self._transport.close()
+        self._end_collectives()
         return shards
+
+    def _end_collectives(self) -> None:
+        """End what collectives hold, on this rank alone."""
+        self._communicator.close()
+        self._transport.close()
 
     def remove_at_end(self, hooks: Iterable[Removable]) -> None:
         """Remove ``hooks`` that others put on the model when the engine ends."""

@@ -1,7 +1,20 @@
-"""Collectives of an engine's data path, which name the unit and rank in every failure."""
+"""Collectives of an engine's data path, which name the unit and rank in every failure.
+
+[Note: collectives that hang]
+gloo raises where a collective is waited for, and the error names it. NCCL's ``wait`` returns at
+once: a rank that hangs shows in torch's own watchdog alone, as a number of a collective, when the
+timeout is over. So on such a library a `CollectiveWatch` records an event behind each collective,
+on the stream that waits for it, and its thread names the oldest one that has not been reached long
+before. In a profile each collective is a range with the same name.
+"""
 
 from __future__ import annotations
 
+import logging
+import threading
+import time
+import weakref
+from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -9,6 +22,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from zero_core._torch import profiled_range
 from zero_core.comm.control import ControlGroup
 from zero_core.errors import CollectiveError, ConfigError
 from zero_core.protocols import (
@@ -20,6 +34,93 @@ from zero_core.protocols import (
     StatisticsReduction,
     Work,
 )
+
+_log = logging.getLogger(__name__)
+
+WATCHED_SHARE = 0.1
+"""Part of the library's timeout after which a collective that has not ended is logged."""
+_NUM_WATCHED = 1024
+"""Collectives that are remembered at once: hosts do not run further ahead."""
+_LAST_WAIT_S = 10.0
+"""Longest wait of an engine that ends for collectives that are under way."""
+
+
+class CollectiveWatch:
+    """Thread that logs collectives that hang. See [Note: collectives that hang]."""
+
+    def __init__(self, device: torch.device, *, timeout_s: float) -> None:
+        """Watch collectives that this process waits for on ``device``, until `close`.
+
+        ``timeout_s`` is the time after which the library ends a collective, in seconds.
+        """
+        self._device = device
+        self._patience_s = WATCHED_SHARE * timeout_s
+        self._lock = threading.Lock()
+        self._waited: deque[tuple[str, torch.Event]] = deque(maxlen=_NUM_WATCHED)
+        self._oldest: tuple[str, torch.Event] | None = None
+        self._since = time.monotonic()
+        self._is_logged = False
+        self._is_closed = threading.Event()
+        args = weakref.ref(self), self._is_closed, device, self._patience_s / 4
+        # A daemon: it must not keep the process from ending. Nor does it keep this object.
+        threading.Thread(target=_watch, args=args, name="zero_core watch", daemon=True).start()
+
+    def note(self, name: str) -> None:
+        """Note that the current stream waits for the collective ``name``."""
+        event = torch.accelerator.current_stream(self._device).record_event()
+        with self._lock:
+            if len(self._waited) % 64 == 0:
+                self._drop_ended()
+            self._waited.append((name, event))
+
+    def look(self) -> None:
+        """Log the oldest collective that has not ended, once it has been so for too long."""
+        with self._lock:
+            self._drop_ended()
+            oldest = self._waited[0] if self._waited else None
+        if oldest is not self._oldest:
+            self._oldest, self._since, self._is_logged = oldest, time.monotonic(), False
+        waited_s = time.monotonic() - self._since
+        if oldest is not None and waited_s > self._patience_s and not self._is_logged:
+            self._is_logged = True
+            _log.error(
+                "%s has not ended for %.0f s. If other ranks name another collective, they took "
+                "another branch of the model; one that names none is behind, or has died. The "
+                "library gives it up after %.0f s",
+                oldest[0],
+                waited_s,
+                self._patience_s / WATCHED_SHARE,
+            )
+
+    def close(self) -> None:
+        """End the thread, when what was noted has ended or has had its time."""
+        self._is_closed.set()
+        deadline = time.monotonic() + min(self._patience_s, _LAST_WAIT_S)
+        while time.monotonic() < deadline:
+            with self._lock:
+                self._drop_ended()
+                if not self._waited:
+                    return
+            time.sleep(0.01)
+
+    def _drop_ended(self) -> None:
+        while self._waited and self._waited[0][1].query():
+            self._waited.popleft()
+
+
+def _watch(
+    ref: weakref.ref[CollectiveWatch],
+    is_closed: threading.Event,
+    device: torch.device,
+    interval_s: float,
+) -> None:
+    torch.accelerator.set_device_index(device)  # a thread begins on the first one
+    while not is_closed.wait(interval_s):
+        watch = ref()
+        if watch is None:
+            return
+        watch.look()
+        del watch
 
 
 @dataclass(eq=False)
@@ -60,6 +161,9 @@ class NamedWork:
             raise
         except RuntimeError as error:
             raise self._owner.error(self._verb, self._segment, error) from error
+        watch = self._owner.watch
+        if watch is not None:
+            watch.note(self._owner.describe(self._verb, self._segment))
 
 
 class NamedReduction(NamedWork):
@@ -104,10 +208,15 @@ class Communicator:
     Attributes:
         transport: the collectives that carry the bytes.
         control: the small exchanges of the same ranks.
+        watch: names collectives that hang; None where they raise.
     """
 
     def __init__(
-        self, transport: Collectives, control: ControlGroup, names: Mapping[int, str]
+        self,
+        transport: Collectives,
+        control: ControlGroup,
+        names: Mapping[int, str],
+        watch: CollectiveWatch | None = None,
     ) -> None:
         """Prepare. ``names`` say in messages of which unit each segment is.
 
@@ -116,6 +225,7 @@ class Communicator:
         """
         self.transport = transport
         self.control = control
+        self.watch = watch
         self.rank = control.rank
         self.world_size = control.world_size
         self._all_gather = transport.all_gather
@@ -141,7 +251,10 @@ class Communicator:
         waiting raises: values gathered ahead may never be needed.
         """
         try:
-            work = self._all_gather(out, shard, unit=segment, version=version, backward=backward)
+            with profiled_range(self.describe("all_gather", segment)):
+                work = self._all_gather(
+                    out, shard, unit=segment, version=version, backward=backward
+                )
         except RuntimeError as error:
             work = _NotStarted(error)
         return NamedWork(self, work, "all_gather", segment)
@@ -152,16 +265,26 @@ class Communicator:
         See `zero_core.protocols.Collectives.reduce_scatter`. `CollectiveError` if it cannot start.
         """
         try:
-            work = self._reduce_scatter(out, full, unit=segment)
+            with profiled_range(self.describe("reduce_scatter", segment)):
+                work = self._reduce_scatter(out, full, unit=segment)
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:
             raise self.error("reduce_scatter", segment, error) from error
         return NamedReduction(self, work, "reduce_scatter", segment)
 
+    def describe(self, verb: str, segment: int) -> str:
+        """Return the name of a collective, such as "rank 1: all_gather of unit 3 (blocks.2)"."""
+        return f"rank {self.rank}: {verb} of {self._names[segment]}"
+
+    def close(self) -> None:
+        """End the watch, on this rank alone."""
+        if self.watch is not None:
+            self.watch.close()
+
     def error(self, verb: str, segment: int, error: RuntimeError) -> CollectiveError:
         return CollectiveError(
-            f"rank {self.rank}: {verb} of {self._names[segment]} failed or timed out: {error}. If "
+            f"{self.describe(verb, segment)} failed or timed out: {error}. If "
             "the ranks took different branches or one of them died, the first rank to report "
             "another error is the cause"
         )

@@ -34,6 +34,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from zero_core._torch import timeout_of
 from zero_core.comm.control import ControlGroup, LibraryControlGroup
 from zero_core.comm.device_library import DeviceLibrary
 from zero_core.comm.groups import ProcessLibrary, backend_on, group_of_mesh
@@ -67,6 +68,16 @@ class Ranks:
         if self.size == 1 or not dist.is_initialized():
             return False
         return backend_on(self.group, self.device) != "gloo"
+
+    @property
+    def silent_timeout_s(self) -> float | None:
+        """Time after which the library ends a collective, in seconds.
+
+        None where a collective that fails raises when it is waited for.
+        """
+        if not self.has_own_device:
+            return None
+        return timeout_of(self.group, self.device).total_seconds()
 
     def connect(self) -> ControlGroup:
         """Return the control group of these ranks."""
