@@ -126,6 +126,7 @@ def test_a_wait_that_the_caller_enqueues_itself_holds_copies_back() -> None:
 
 def test_the_newest_gradient_goes_first_and_the_first_unit_before_the_second() -> None:
     units = Units()
+    units.time.worker = 1.0  # everything has arrived
     units.backward(num_ahead=2, step_at_end=True)
     units.tier.drain()
     assert units.kernel.units == [unit for unit in range(NUM_UNITS) for _ in range(3)]
