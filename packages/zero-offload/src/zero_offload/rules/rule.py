@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from zero_offload.protocols import SummingKernel
+from zero_offload.threads import num_kernel_threads
 
 KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 """Dtypes of gradients and parameters that host kernels read and write."""
@@ -117,7 +118,7 @@ class Rule(ABC):
             stored,
             out=out,
             grad_scale=sign * grad_scale,
-            num_threads=torch.get_num_threads(),
+            num_threads=num_kernel_threads(),
             **dict(keywords),
         )
 

@@ -28,6 +28,7 @@ from zero_offload.flat.intervals import SpanMap
 from zero_offload.protocols import Groups
 from zero_offload.rules.rule import KERNEL_DTYPES, MASTER, PARAM, REMAINDER, Grad, Rule, Stored
 from zero_offload.steppers.stepper import Chunk, SpanMemory, Stepper, check_num_steps
+from zero_offload.threads import num_kernel_threads
 
 _Kept = Mapping[str, tuple[torch.dtype, int]]
 
@@ -200,7 +201,7 @@ class RuleStepper(Stepper):
         kernel = self.rule.summing
         if kernel is None or any(term.dtype not in KERNEL_DTYPES for term in terms):
             return super().square_sum(terms)
-        total, _ = kernel.grad_norm_sq(terms, num_threads=torch.get_num_threads())
+        total, _ = kernel.grad_norm_sq(terms, num_threads=num_kernel_threads())
         return total
 
     def read_scalars(self, piece: int) -> dict[str, float]:
