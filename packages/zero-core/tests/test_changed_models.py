@@ -13,9 +13,10 @@ from torch.func import functional_call
 
 import zero_core
 from zero_core import ConfigError
-from zero_core.testing import Case, SimulatedRanks, seeded, simulate
+from zero_core.testing import Case, SimulatedDDP, SimulatedRanks, seeded, simulate
 
 STAGES = (0, 1, 2, 3)
+OPT = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.01}}}
 
 
 class _Net(nn.Module):
@@ -182,6 +183,61 @@ def test_a_change_between_backward_and_step_is_refused_at_the_step():
         engine.step()
 
 
+def _move_data(param: nn.Parameter) -> None:
+    param.data = param.data.clone()
+
+
+def _move_storage(param: nn.Parameter) -> None:
+    with torch.no_grad():
+        param.set_(param.detach().clone())
+
+
+MOVES = {"data": _move_data, "set_": _move_storage}
+MOVED = ["first.weight", "blocks.1.0.weight"]
+
+
+def _is_refused_in_a_forward(
+    ranks: SimulatedRanks, stage: int, name: str, move: Callable[[nn.Parameter], None]
+) -> None:
+    engine = zero_core.build(_Net(), Case(stage).config(), process_group=ranks)
+    module = engine.module.get_submodule(name.rpartition(".")[0])
+    loss = engine(_x(0, ranks.rank))
+    engine.backward(loss)
+    engine.step()
+    handle = module.register_forward_pre_hook(lambda module, args: move(module.weight))
+    loss = engine(_x(1, ranks.rank))
+    engine.backward(loss)
+    handle.remove()
+    with pytest.raises(RuntimeError, match=rf"parameter {name} was given other memory"):
+        engine.step()
+    engine.close()
+
+
+@pytest.mark.parametrize("move", MOVES.values(), ids=MOVES)
+@pytest.mark.parametrize("name", MOVED)
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_parameter_that_moves_in_a_forward_is_refused_at_the_step(stage, name, move):
+    simulate(_is_refused_in_a_forward, 2, stage, name, move)
+
+
+def _is_refused_between_steps(
+    ranks: SimulatedRanks, stage: int, name: str, move: Callable[[nn.Parameter], None]
+) -> None:
+    engine = zero_core.build(_Net(), Case(stage).config(), process_group=ranks)
+    _train(engine, ranks.rank, range(1))
+    move(engine.module.get_parameter(name))
+    with pytest.raises(RuntimeError, match=rf"parameter {name} was given other memory"):
+        engine(_x(1, ranks.rank))
+    engine.close()
+
+
+@pytest.mark.parametrize("move", MOVES.values(), ids=MOVES)
+@pytest.mark.parametrize("name", MOVED)
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_parameter_that_moves_between_steps_is_refused_at_the_forward(stage, name, move):
+    simulate(_is_refused_between_steps, 2, stage, name, move)
+
+
 def test_complex_parameters_are_refused_by_name():
     model = _Net()
     model.blocks[0].register_parameter("phase", nn.Parameter(torch.ones(3, dtype=torch.complex64)))
@@ -211,6 +267,54 @@ def test_copies_of_the_engine_are_refused_with_what_to_do(how):
 
 
 # ------------------------------------------------------------------ followed
+
+
+class _FlatLSTM(nn.LSTM):
+    """Moves its weights as torch's does on a GPU."""
+
+    def flatten_parameters(self) -> None:
+        for param in self._flat_weights:
+            _move_storage(param)
+
+
+class _Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        with seeded(3):
+            self.blocks = nn.ModuleList(_FlatLSTM(6, 6) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            block.flatten_parameters()
+            x = x + block(x)[0]
+        return x.square().mean()
+
+
+def _follow_recurrent(ranks: SimulatedRanks, stage: int) -> None:
+    model = _Recurrent()
+    ddp = SimulatedDDP(model, ranks)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.01, fused=True)
+    for step in range(3):
+        optimizer.zero_grad()
+        ddp(_x(step, ranks.rank)).backward()
+        ddp.average_gradients()
+        optimizer.step()
+    engine = zero_core.build(_Recurrent(), Case(stage).config() | OPT, process_group=ranks)
+    _train(engine, ranks.rank, range(3))
+    values = engine.full_state_dict()
+    assert all(torch.equal(values[name], p) for name, p in model.named_parameters())
+    with engine.gathered() as module:
+        copied = copy.deepcopy(module)
+    engine.unwrap()
+    for found in (copied, engine.module):
+        before = found.blocks[0].weight_hh_l0.data_ptr()
+        found.blocks[0].flatten_parameters()
+        assert found.blocks[0].weight_hh_l0.data_ptr() != before
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_recurrent_weights_stay_where_the_engine_has_them(stage):
+    simulate(_follow_recurrent, 2, stage)
 
 
 class _Wrapped(nn.Module):

@@ -33,7 +33,7 @@ from zero_core.optim.train_state import TrainState
 from zero_core.runtime.buffers import BufferSync
 from zero_core.runtime.copies import ModelCopies
 from zero_core.runtime.gathered import GatheredParams
-from zero_core.runtime.param_guard import ParamGuard
+from zero_core.runtime.param_guard import FixedMemory, ParamGuard
 from zero_core.runtime.runtime import Runtime
 from zero_core.sharded.memory import Memory
 from zero_core.sharded.sharded_state import ShardedState
@@ -105,7 +105,7 @@ class ShardedModel:
             buffers.attach()
         self._guard = ParamGuard(state.module, state.params, state.param_names)
         self._ownership = Ownership(self, state)
-        self.remove_at_end([buffers, self._guard.watch()])
+        self.remove_at_end([buffers, self._guard.watch(), FixedMemory(state.module)])
         handles = (buffers.handles, self._ownership.hooks)
         self.remove_at_end([ModelCopies(state, handles)])
 

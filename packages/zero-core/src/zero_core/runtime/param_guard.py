@@ -3,8 +3,10 @@
 [Note: what a model may not do after build()]
 The engine keeps a parameter's values in memory of its own and its gradient hook on the object. A
 parameter that is replaced, added or tied to another name later is followed by nobody; one whose
-memory is replaced (``module.double()``, ``param.data = ...``) no longer follows the engine. Both
-are errors at the next forward with gradients, or at the next step. What keeps the objects and their
+memory is replaced (``module.double()``, ``param.data = ...``, ``param.set_()``) no longer follows
+the engine. Both are errors at the next forward with gradients, or at the next step. The
+``flatten_parameters`` of torch's recurrent modules, which replaces memory on a GPU, does nothing
+while the engine has them. What keeps the objects and their
 memory is allowed: ``requires_grad_``, ``module.to`` of the same device and dtype, in-place writes
 within `gathered`, wrappers around modules, modules without parameters. A forward may be given other
 tensors for a while by `torch.func.functional_call`.
@@ -22,7 +24,8 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import chain
 from operator import is_
 from typing import Any
@@ -36,6 +39,7 @@ from zero_core.layout.discovery import plain_name
 from zero_core.sharded.params import FlatParams
 
 _log = logging.getLogger(__name__)
+_FLATTEN = nn.RNNBase.flatten_parameters.__name__
 _ADVICE = (
     "Write values within engine.gathered(modifier_rank=...); to change the model itself, end the "
     "engine by engine.unwrap() and build another one"
@@ -71,8 +75,9 @@ class ParamGuard:
         return self._model.register_forward_pre_hook(outside_graphs(hook), prepend=True)
 
     def check(self) -> None:
-        """Raise if the model has other parameters than at first, or one was unfrozen."""
+        """Raise if the model has other parameters than at first, or one was moved or unfrozen."""
         self._check_places(has_substitutes=False)
+        self._check_memory()
         self._check_frozen()
 
     def _check_memory(self) -> None:
@@ -82,8 +87,9 @@ class ParamGuard:
                 raise RuntimeError(
                     f"parameter {self._name_of[id(param)]} was given other memory after build() "
                     f"({param.dtype} on {param.device}, {values.segment.dtype} on {values.device} "
-                    "expected), as by module.to(), module.double() or param.data = ...: the engine "
-                    f"would not follow it. Cast and move a model before build(). {_ADVICE}"
+                    "expected), as by module.to(), module.double(), param.data = ... or "
+                    "param.set_(): the engine would not follow it. Cast and move a model before "
+                    f"build(). {_ADVICE}"
                 )
 
     def _check_frozen(self) -> None:
@@ -143,6 +149,43 @@ class ParamGuard:
                 )
         if len(num_names) == len(self._name_of):
             self._remember_places()  # modules were wrapped, or ones without parameters changed
+
+
+class FixedMemory:
+    """Keeps recurrent modules from moving their weights to memory of cuDNN's, until `remove`.
+
+    ``nn.RNNBase.flatten_parameters`` points them into a new buffer on a GPU, and many models call
+    it in each forward. Without it cuDNN copies the weights at each call, and torch warns of that.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        modules = [m for m in model.modules() if isinstance(m, nn.RNNBase)]
+        self._before = [(module, vars(module).get(_FLATTEN)) for module in modules]
+        self._attach()
+
+    def _attach(self) -> None:
+        for module, _ in self._before:
+            vars(module)[_FLATTEN] = _stay
+
+    @contextmanager
+    def suspended(self) -> Iterator[None]:
+        """Restore the modules' own methods for a while."""
+        self.remove()
+        try:
+            yield
+        finally:
+            self._attach()
+
+    def remove(self) -> None:
+        for module, before in self._before:
+            if before is None:
+                vars(module).pop(_FLATTEN, None)
+            else:
+                vars(module)[_FLATTEN] = before
+
+
+def _stay() -> None:
+    """Do nothing, in the place of ``flatten_parameters``."""
 
 
 def warn_frozen(layout: Layout, params: Sequence[nn.Parameter]) -> None:

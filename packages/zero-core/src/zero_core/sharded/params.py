@@ -218,6 +218,7 @@ class FlatParams:
         self._full_version = 0 if self.is_kept else _NO_VERSION
         self._work: Work | None = None
         self._are_views_set = False
+        self._moved: int | None = None  # position of a parameter that was moved while UNSHARDED
         self._views = views
         self._placeholders = views.placeholders
         # Copies that parameters are views of while SHARDED, and their holders, by position.
@@ -282,6 +283,8 @@ class FlatParams:
         if self.is_kept or full is None:
             return
         self.finish_gather()
+        if self._are_views_set and self._moved is None:
+            self._moved = self._find_moved()
         self._set_placeholders()
         self._pool.release(full)
         self.full = None
@@ -314,7 +317,14 @@ class FlatParams:
         return self.is_current or (not self._are_views_set and position in self._copies)
 
     def misplaced(self) -> int | None:
-        """Return the position of a parameter whose ``data`` other code has replaced, or None."""
+        """Return the position of a parameter whose ``data`` other code has replaced, or None.
+
+        One that was replaced between a gather and its release is returned once.
+        """
+        moved, self._moved = self._moved, None
+        return self._find_moved() if moved is None else moved
+
+    def _find_moved(self) -> int | None:
         found = list(map(Tensor.data_ptr, self.params))
         expected = self._expected_addresses()
         if found == expected:
