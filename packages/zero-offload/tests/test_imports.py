@@ -10,7 +10,7 @@ import zero_offload
 
 SOURCE = Path(zero_offload.__file__).parent
 LAYERS = [
-    {"numa", "errors", "protocols"},
+    {"numa", "errors", "protocols", "threads"},
     {"settings", "flat", "memory"},
     {"rules"},
     {"steppers"},
