@@ -11,6 +11,7 @@ from torch import Tensor
 
 from zero_comm import BlockFormat
 from zero_comm.quantizer.backend import Backend
+from zero_comm.quantizer.block_format import seed_of_group
 from zero_comm.quantizer.torch_backend import TorchBackend
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -129,6 +130,30 @@ def value_differences(
     if not is_same(its_total.cpu(), total):
         wrong.append(f"{case}: sum")
     return wrong
+
+
+def group_differences(fmt: BlockFormat, backend: Backend, device: torch.device) -> list[str]:
+    """What ``backend`` does otherwise with rows in groups than with each group by itself."""
+    num_groups, num_rows, numel, seed = 3, 2, 301, 3_000_000_019
+    x = Case(fmt, torch.float32, num_groups * num_rows, numel, seed, True).rows()
+    x = x.to(device).view(num_groups, num_rows, numel)
+    # As in an all-to-all: the messages to one rank are adjacent, those of a group are not.
+    shape = (num_rows, num_groups, fmt.nbytes(numel))
+    rows = torch.full(shape, 7, dtype=torch.uint8, device=device).transpose(0, 1)
+    expected = torch.full_like(rows, 7)
+    backend.encode(x.view(-1, numel), rows, fmt, seed)
+    for group in range(num_groups):
+        backend.encode(x[group], expected[group], fmt, seed_of_group(seed, group))
+    wrong = [] if torch.equal(rows, expected) else [f"{fmt}: bytes of groups"]
+    values, own_values = torch.empty_like(x), torch.empty_like(x)
+    totals, own_totals = torch.empty_like(x[:, 0]), torch.empty_like(x[:, 0])
+    backend.decode(rows, values.view(-1, numel), fmt)
+    backend.decode_sum(rows, totals, fmt)
+    for group in range(num_groups):
+        backend.decode(rows[group], own_values[group], fmt)
+        backend.decode_sum(rows[group], own_totals[group], fmt)
+    wrong += [] if torch.equal(values, own_values) else [f"{fmt}: values of groups"]
+    return wrong + ([] if torch.equal(totals, own_totals) else [f"{fmt}: sums of groups"])
 
 
 def is_same(a: Tensor, b: Tensor) -> bool:

@@ -11,6 +11,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from quantizer_cases import formats as all_formats
+from quantizer_cases import group_differences
 from quantizer_reference import ALL_DTYPES, Format
 from quantizer_strategies import flat_tensors, formats
 from real_ranks import start_ranks
@@ -25,6 +27,7 @@ from zero_comm import (
     quantize_rows,
     quantized_nbytes,
 )
+from zero_comm.quantizer.backend import find_backend
 
 HAS_NATIVE = importlib.util.find_spec("zero_comm._kernels") is not None
 if HAS_NATIVE:
@@ -207,3 +210,11 @@ def test_an_instruction_set_that_the_machine_lacks_is_refused(
     monkeypatch.setattr(_kernels, "available_isas", lambda: ["generic"])
     with pytest.raises(ValueError, match="not supported by this machine"), use_isa("avx512"):
         pass
+
+
+@pytest.mark.parametrize("name", ["torch", pytest.param("native", marks=needs_native)])
+def test_rows_in_groups_are_quantized_as_each_group_by_itself(name: str) -> None:
+    with forced(name):
+        backend = find_backend(torch.device("cpu"))
+    cpu = torch.device("cpu")
+    assert [wrong for fmt in all_formats() for wrong in group_differences(fmt, backend, cpu)] == []

@@ -2,7 +2,16 @@
 
 import pytest
 import torch
-from quantizer_cases import Case, all_bytes, cases, differences, formats, long_cases, name_of
+from quantizer_cases import (
+    Case,
+    all_bytes,
+    cases,
+    differences,
+    formats,
+    group_differences,
+    long_cases,
+    name_of,
+)
 from quantizer_cases import value_differences as differences_of_values
 
 from zero_comm import BlockFormat, dequantize_sum, quantize, quantize_rows
@@ -34,6 +43,7 @@ def test_bytes_and_values_on_the_device_are_those_of_the_host(backend: Backend, 
     for fmt in formats():
         if name_of(fmt) == name and fmt.block_size == 128:
             wrong += differences_of_values(*all_bytes(fmt), backend, DEVICE)
+            wrong += group_differences(fmt, backend, DEVICE)
     assert wrong == []
 
 

@@ -1,5 +1,6 @@
 """qgZ: gradients reduced in two quantized hops, on simulated ranks."""
 
+from importlib import import_module
 from itertools import product
 
 import pytest
@@ -9,8 +10,11 @@ from torch import Tensor
 
 from zero_comm.collectives.feedback import ErrorFeedback, LocoSettings
 from zero_comm.collectives.two_hop import GradientFormat, TwoHopReduce
+from zero_comm.collectives.weight_gathers import Grid, MessageGather
+from zero_comm.quantizer.backend import Backend, find_backend
 from zero_comm.quantizer.block_format import BlockFormat
 from zero_comm.quantizer.message import Packing
+from zero_comm.transport.scratch import Scratch
 
 # (ranks, ranks per node): one node, one rank per node, both, odd numbers of nodes.
 LAYOUTS = [(1, 1), (2, 2), (3, 1), (4, 2), (6, 2), (6, 3), (12, 4)]
@@ -246,3 +250,52 @@ def test_a_gradient_that_is_not_finite_leaves_no_error() -> None:
 def test_layouts_cover_every_kind_of_hop() -> None:
     kinds = {(p > 1, w // p > 1) for w, p in LAYOUTS}
     assert kinds == set(product((False, True), repeat=2))
+
+
+class _Counted:
+    """A backend whose calls are counted: each is a kernel's launch on an accelerator."""
+
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
+        self.name = backend.name
+        self.calls: list[str] = []
+
+    def encode(self, x: Tensor, rows: Tensor, fmt: BlockFormat, seed: int | None) -> bool | None:
+        self.calls.append("encode")
+        return self._backend.encode(x, rows, fmt, seed)
+
+    def decode(self, rows: Tensor, out: Tensor, fmt: BlockFormat) -> None:
+        self.calls.append("decode")
+        self._backend.decode(rows, out, fmt)
+
+    def decode_sum(self, rows: Tensor, out: Tensor, fmt: BlockFormat) -> None:
+        self.calls.append("decode_sum")
+        self._backend.decode_sum(rows, out, fmt)
+
+
+@pytest.mark.parametrize("num_nodes", [2, 5])
+def test_a_hop_is_one_launch_each_way_whatever_the_number_of_nodes(
+    num_nodes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counted = _Counted(find_backend(torch.device("cpu")))
+    quantizer = import_module("zero_comm.quantizer.quantize")
+    monkeypatch.setattr(quantizer, "find_backend", lambda device: counted)
+    world_size, numel = 2 * num_nodes, 300
+    reduce_on_ranks(Network(world_size, 2), numel, lambda r: gradient(r, world_size * numel))
+    assert len(counted.calls) == 4 * world_size
+    assert counted.calls.count("encode") == counted.calls.count("decode_sum")
+    counted.calls.clear()
+
+    packing = Packing("int8")
+
+    def gather(transport: SimulatedTransport) -> Tensor:
+        grid = Grid(transport, 2)
+        out = torch.empty(world_size * numel)
+        shard = gradient(transport.rank, numel)
+        weights = MessageGather(transport, grid, Scratch(transport), packing)
+        weights.gather(out, shard, unit=0, version=1, backward=False)
+        return out
+
+    outs = run_ranks(Network(world_size, 2), gather)
+    assert len(counted.calls) == 2 * world_size
+    assert all(torch.equal(out, outs[0]) for out in outs)

@@ -47,7 +47,8 @@ def assembly(
 
 
 def encode(fmt: BlockFormat, dtype: str, target: GPUTarget, *, is_stochastic: bool) -> str:
-    strides = {"numel": "i32", "x_stride": "i32", "out_stride": "i32", "seed": "i32"}
+    strides = {"numel": "i32", "x_stride": "i32", "group_stride": "i32", "out_stride": "i32"}
+    strides |= {"num_rows": "i32", "seed": "i32"}
     encoding = {"DTYPE": dtype, "LARGEST_BITS": 0x7F7F0000, "IS_STOCHASTIC": is_stochastic}
     return assembly(
         triton_tiles.encode_kernel,
@@ -58,7 +59,8 @@ def encode(fmt: BlockFormat, dtype: str, target: GPUTarget, *, is_stochastic: bo
 
 
 def decode(fmt: BlockFormat, dtype: str) -> str:
-    strides = {"numel": "i32", "rows_stride": "i32", "out_stride": "i32"}
+    strides = {"numel": "i32", "group_stride": "i32", "rows_stride": "i32", "out_stride": "i32"}
+    strides["num_rows"] = "i32"
     return assembly(
         triton_tiles.decode_kernel,
         {"rows_ptr": "*u8", "out_ptr": POINTER[dtype], **strides},
@@ -74,6 +76,7 @@ def decode_sum(fmt: BlockFormat) -> str:
             "rows_ptr": "*u8",
             "out_ptr": "*fp32",
             "numel": "i32",
+            "group_stride": "i32",
             "rows_stride": "i32",
             "num_rows": "i32",
         },

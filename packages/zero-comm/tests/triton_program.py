@@ -14,6 +14,7 @@ from quantizer_cases import (
     differences,
     extreme_blocks,
     formats,
+    group_differences,
     long_cases,
     name_of,
     value_differences,
@@ -45,6 +46,8 @@ def main() -> None:
         if fmt.block_size == 128:
             add(fmt, value_differences(*all_bytes(fmt), BACKEND, CPU))
             add(fmt, value_differences(*extreme_blocks(fmt), BACKEND, CPU))
+        if fmt.block_size in (64, 128):
+            add(fmt, group_differences(fmt, BACKEND, CPU))
     touch_nothing(BlockFormat("int8", 256))
     try:
         fmt = BlockFormat("int8", 2 * LARGEST_BLOCK_SIZE)

@@ -25,12 +25,10 @@ import torch
 from torch import Tensor
 
 from zero_comm.collectives.feedback import ErrorFeedback, LocoSettings
-from zero_comm.quantizer.block_format import BlockFormat
+from zero_comm.quantizer.block_format import GROUP_SEED_STEP, BlockFormat, seed_of_group
 from zero_comm.quantizer.message import Packing
 from zero_comm.transport.protocol import TransportCollectives
 from zero_comm.transport.scratch import Scratch
-
-_SEED_STEP = 0x9E3779B1  # odd: seeds of successive packings differ
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,21 +170,29 @@ class TwoHopReduce:
         size, device = math.prod(shape), slices.device
         sent = self._sent.take(f"sent {hop.name}", size, torch.uint8, device)
         received = self._scratch.take(f"received {hop.name}", size, torch.uint8, device)
-        for part, values in enumerate(slices):  # re-ordered: a rank's messages are adjacent
-            rows = sent.view(shape)[:, part]
-            self._pack(hop.packing, values.reshape(-1), rows, key=(unit, hop.name, part))
+        rows = sent.view(shape).transpose(0, 1)  # re-ordered: a rank's messages are adjacent
+        self._pack(hop.packing, slices, rows, key=(unit, hop.name))
         hop.transport.all_to_all(received, sent, unit=unit).wait()
-        for part, total in enumerate(sums):
-            hop.packing.unpack_sum(received.view(shape)[:, part], total, senders=hop.senders)
+        rows = received.view(shape).transpose(0, 1)
+        hop.packing.unpack_sum(rows, sums.view(-1), senders=[*hop.senders] * num_parts)
 
-    def _pack(self, packing: Packing, values: Tensor, rows: Tensor, *, key: object) -> None:
+    def _pack(self, packing: Packing, slices: Tensor, rows: Tensor, *, key: object) -> None:
+        """Pack ``slices``, [parts, ranks of the hop, s], into ``rows`` of the same shape."""
         seed = None
         if self._first_seed is not None:
-            self._num_seeds += 1
-            seed = (self._first_seed + self._num_seeds * _SEED_STEP) % 2**32
+            seed = (self._first_seed + (self._num_seeds + 1) * GROUP_SEED_STEP) % 2**32
+            self._num_seeds += len(slices)
         if self.feedback is None:
-            packing.pack(values, rows, seed=seed)
+            packing.pack(slices.reshape(-1), rows, seed=seed)
             return
+        for part, values in enumerate(slices):  # an error for each part
+            own_seed = seed_of_group(seed, part)
+            self._pack_compensated(packing, values.reshape(-1), rows[part], own_seed, (key, part))
+
+    def _pack_compensated(
+        self, packing: Packing, values: Tensor, rows: Tensor, seed: int | None, key: object
+    ) -> None:
+        assert self.feedback is not None
         numel, device = values.numel(), values.device
         compensated = self._scratch.take("compensated", numel, torch.float32, device).copy_(values)
         self.feedback.compensate(key, compensated)

@@ -169,9 +169,7 @@ class MessageGather(WeightGather):
             self._grid.gather_inter_group(rows, entry.values, unit=unit, backward=backward)
         everything = self._take_bytes("all messages", (size, groups, nbytes), device)
         self._grid.gather_intra_group(everything, rows, unit=unit, backward=backward)
-        for group, values in enumerate(out.view(groups, -1)):
-            senders = range(group * size, (group + 1) * size)
-            self._packing.unpack(everything[:, group], values, senders=senders)
+        self._packing.unpack(everything.transpose(0, 1), out, senders=range(groups * size))
 
 
 class SecondaryGather(WeightGather):

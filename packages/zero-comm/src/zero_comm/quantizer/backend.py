@@ -32,9 +32,10 @@ class Backend(Protocol):
     """Quantizes and dequantizes rows. Callers check arguments and disable gradients.
 
     ``x`` and ``out`` are k rows of n elements each, contiguous, fp32, bf16, fp16 or fp64, k and n
-    possibly 0; their addresses are multiples of their element's size alone. ``rows`` is uint8, k
-    rows of ``fmt.nbytes(n)`` bytes, each contiguous and starting at a multiple of 16. Bytes between
-    rows are left unchanged. All are on one device and don't overlap.
+    possibly 0; their addresses are multiples of their element's size alone. ``rows`` is uint8,
+    [groups, rows of a group, ``fmt.nbytes(n)``] with k rows in all, each contiguous and starting
+    at a multiple of 16; or two-dimensional, one group. Bytes between rows are left unchanged. All
+    are on one device and don't overlap.
     """
 
     @property
@@ -58,7 +59,10 @@ class Backend(Protocol):
         """Dequantize row by row to fp32, and round to ``out``'s dtype."""
 
     def decode_sum(self, rows: Tensor, out: Tensor, fmt: BlockFormat) -> None:
-        """Fill 1-D fp32 ``out`` with row 0 + row 1 + ..., in this order. k is at least 1."""
+        """Fill each group's row of fp32 ``out`` with its row 0 + row 1 + ..., in this order.
+
+        ``out`` is [groups, n], or 1-D for two-dimensional ``rows``. A group has at least one row.
+        """
 
 
 def backend(device: torch.device | str = "cpu") -> str:

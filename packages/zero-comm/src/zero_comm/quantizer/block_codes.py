@@ -233,3 +233,8 @@ def _unpack(codes: Tensor, out: Tensor, fmt: BlockFormat) -> None:
         out[:, half:].copy_(hi)
     else:
         out.copy_(codes)
+
+
+def in_groups(rows: Tensor) -> Tensor:
+    """View ``rows`` as [groups, rows of a group, bytes]."""
+    return rows if rows.dim() == 3 else rows.unsqueeze(0)

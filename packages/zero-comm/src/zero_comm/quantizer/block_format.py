@@ -56,9 +56,10 @@ and all its elements come back as NaN.
 [Note: stochastic rounding]
 With a seed, "to the nearest" becomes ``floor(v + u)``, not past the top code, of ``v`` (ints),
 ``|v| / q`` (fp8) or ``k`` before its rounding; ``u = (mix(i + mix(s)) >> 8) * 2**-24`` where ``i``
-is the element's index in its row, ``s = seed + 0x9e3779b9 * row``, all mod 2**32, and ``mix`` is
-lowbias32 of Wellons' hash prospector: ``x ^= x >> 16; x *= 0x7feb352d; x ^= x >> 15;
-x *= 0x846ca68b; x ^= x >> 16``.
+is the element's index in its row, ``s = seed + 0x9e3779b1 * group + 0x9e3779b9 * row`` with the row
+within its group (the one group is 0 where there are none), all mod 2**32, and ``mix`` is lowbias32
+of Wellons' hash prospector: ``x ^= x >> 16; x *= 0x7feb352d; x ^= x >> 15; x *= 0x846ca68b;
+x ^= x >> 16``.
 
 [Note: rotation]
 Groups of 64 consecutive elements of the padded blocks are multiplied by the orthonormal Hadamard
@@ -76,6 +77,7 @@ from typing import Final
 
 ALIGNMENT: Final = 16  # bytes
 ROTATION_SIZE: Final = 64  # elements
+GROUP_SEED_STEP: Final = 0x9E3779B1  # between the seeds of two groups of rows
 
 # Per 16-bit element, scales included: 8 bits send 1/1.98 of the bytes, 4 bits 1/3.88. A block of
 # 4-bit codes is smaller because an outlier costs its neighbours more: 7 levels instead of 127.
@@ -188,3 +190,8 @@ def quantized_nbytes(numel: int, format: str | BlockFormat = "int8") -> int:
         ValueError: an argument out of range, by name.
     """
     return BlockFormat.make(format).nbytes(numel)
+
+
+def seed_of_group(seed: int | None, group: int) -> int | None:
+    """Return the seed of a group's first row. See [Note: stochastic rounding]."""
+    return None if seed is None else (seed + GROUP_SEED_STEP * group) % 2**32

@@ -25,6 +25,7 @@ for it.
 
 from __future__ import annotations
 
+import math
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -102,33 +103,39 @@ class Packing:
 
         Args:
             values: flat, contiguous, floating point; as many equal rows as there are messages.
-            rows: uint8, [messages, `nbytes`], rows contiguous; overwritten.
+            rows: uint8, [messages, `nbytes`], or [groups, messages of a group, `nbytes`]; rows
+                contiguous; overwritten.
             seed: rounds stochastically; None: to the nearest.
         """
-        numel = values.numel() // len(rows)
-        has_nan = quantize_rows(values, self.format, rows[:, HEADER_NBYTES:], seed=seed)
-        rows[:, :HEADER_NBYTES] = self._template(numel, rows.device, has_nan is not False)
+        numel = values.numel() // math.prod(rows.shape[:-1])
+        has_nan = quantize_rows(values, self.format, rows[..., HEADER_NBYTES:], seed=seed)
+        rows[..., :HEADER_NBYTES] = self._template(numel, rows.device, has_nan is not False)
         if self.has_checksum:
-            rows.view(torch.int64)[:, _CHECKSUM_AT // 8] = self._checksums(rows)
+            rows.view(torch.int64)[..., _CHECKSUM_AT // 8] = self._checksums(rows)
 
     def unpack(self, rows: Tensor, out: Tensor, *, senders: Sequence[int]) -> None:
         """Dequantize messages one after another into flat ``out``, of any floating dtype.
 
+        ``rows`` are as in `pack`, ``senders`` those of each of them.
+
         Raises:
             CorruptMessageError: a message is damaged; it names the sender.
         """
-        numel = out.numel() // len(rows)
+        numel = out.numel() // math.prod(rows.shape[:-1])
         self._check(rows, numel, senders)
-        dequantize_rows(rows[:, HEADER_NBYTES:], numel, self.format, out)
+        dequantize_rows(rows[..., HEADER_NBYTES:], numel, self.format, out)
 
     def unpack_sum(self, rows: Tensor, out: Tensor, *, senders: Sequence[int]) -> None:
         """Fill fp32 ``out`` with the sum of all messages' values, from the first to the last.
 
+        The sums of groups follow one another. ``rows`` and ``senders`` are as in `unpack`.
+
         Raises:
             CorruptMessageError: a message is damaged; it names the sender.
         """
-        self._check(rows, out.numel(), senders)
-        dequantize_sum(rows[:, HEADER_NBYTES:], out.numel(), self.format, out)
+        numel = out.numel() // (len(rows) if rows.dim() == 3 else 1)
+        self._check(rows, numel, senders)
+        dequantize_sum(rows[..., HEADER_NBYTES:], numel, self.format, out)
 
     def _template(self, numel: int, device: torch.device, may_hold_nan: bool) -> Tensor:
         key = (numel, may_hold_nan, device)
@@ -150,10 +157,11 @@ class Packing:
         return struct.pack(_LAYOUT, b"ZQ", 1, code, fmt.block_size, numel)
 
     def _check(self, rows: Tensor, numel: int, senders: Sequence[int]) -> None:
-        if rows.shape != (len(senders), self.nbytes(numel)):
+        nbytes = self.nbytes(numel)
+        if math.prod(rows.shape[:-1]) != len(senders) or rows.shape[-1] != nbytes:
             raise CorruptMessageError(
                 f"messages of {numel} elements from ranks {list(senders)} must be "
-                f"{len(senders)} x {self.nbytes(numel)} bytes, found {list(rows.shape)}"
+                f"{len(senders)} x {nbytes} bytes, found {list(rows.shape)}"
             )
         if rows.is_cpu or self.has_checksum:
             evidence = self._inspect(rows, numel, senders)
@@ -173,21 +181,24 @@ class Packing:
 
     def _inspect(self, rows: Tensor, numel: int, senders: Sequence[int]) -> _Evidence:
         """Compute the evidence on the messages' device, without waiting for it."""
-        fmt, headers = self.format, rows[:, :HEADER_NBYTES].clone()
+        fmt, headers = self.format, rows[..., :HEADER_NBYTES].clone()
         start, stop = (HEADER_NBYTES + at(numel) for at in (fmt.codes_nbytes, fmt.used_nbytes))
         if fmt.is_symmetric:
-            maxima = rows[:, start:stop].view(torch.bfloat16)
+            maxima = rows[..., start:stop].view(torch.bfloat16)
             good, nan = (maxima > 0) & (maxima < torch.inf), maxima.isnan()
         else:
-            low, high = rows[:, start:stop].view(torch.float32).view(len(rows), -1, 2).unbind(2)
+            low, high = (
+                rows[..., start:stop].view(torch.float32).view(*rows.shape[:-1], -1, 2).unbind(-1)
+            )
             good = (low <= high) & low.isfinite() & high.isfinite()
             nan = low.isnan() & high.isnan()
-        may_hold_nan = (headers[:, _FLAGS_AT] & _MAY_HOLD_NAN).bool()
-        has_good_scales = (good | (nan & may_hold_nan[:, None])).all(1)
+        may_hold_nan = (headers[..., _FLAGS_AT] & _MAY_HOLD_NAN).bool()
+        has_good_scales = (good | (nan & may_hold_nan[..., None])).all(-1)
         sums = torch.ones_like(has_good_scales)
         if self.has_checksum:
-            sums = rows.view(torch.int64)[:, _CHECKSUM_AT // 8] == self._checksums(rows)
-        return _Evidence(headers, has_good_scales, sums, numel, senders)
+            sums = rows.view(torch.int64)[..., _CHECKSUM_AT // 8] == self._checksums(rows)
+        headers = headers.reshape(-1, HEADER_NBYTES)
+        return _Evidence(headers, has_good_scales.reshape(-1), sums.reshape(-1), numel, senders)
 
     def _verify(self, evidence: _Evidence) -> None:
         expected = self._fixed(evidence.numel)
@@ -209,12 +220,12 @@ class Packing:
 
     def _checksums(self, rows: Tensor) -> Tensor:
         """Return the checksum of each message's buffer. See [Note: the message]."""
-        words = rows.view(torch.int64)[:, HEADER_NBYTES // 8 :]
+        words = rows.view(torch.int64)[..., HEADER_NBYTES // 8 :]
         odd = self._odd_numbers(rows.device)
-        total = torch.zeros(len(rows), dtype=torch.int64, device=rows.device)
-        for run, start in enumerate(range(0, words.shape[1], _WORDS_PER_RUN)):
-            part = words[:, start : start + _WORDS_PER_RUN]
-            total += (part * odd[: part.shape[1]]).sum(1) * (2 * run + 1)
+        total = torch.zeros(rows.shape[:-1], dtype=torch.int64, device=rows.device)
+        for run, start in enumerate(range(0, words.shape[-1], _WORDS_PER_RUN)):
+            part = words[..., start : start + _WORDS_PER_RUN]
+            total += (part * odd[: part.shape[-1]]).sum(-1) * (2 * run + 1)
         return total
 
     def _odd_numbers(self, device: torch.device) -> Tensor:

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from zero_comm import _kernels
-from zero_comm.quantizer.block_format import BlockFormat
+from zero_comm.quantizer.block_codes import in_groups
+from zero_comm.quantizer.block_format import BlockFormat, seed_of_group
 
 _VARIABLE: Final = "ZERO_COMM_ISA"
 # As the enumerations in native/kernels.h.
@@ -34,20 +35,31 @@ class NativeBackend:
     def encode(self, x: Tensor, rows: Tensor, fmt: BlockFormat, seed: int | None) -> bool | None:
         x = _on_host(x if x.dtype in _DTYPES else x.to(torch.float32))
         shape, threads = _shape(fmt, x.dtype, x.shape[1]), torch.get_num_threads()
-        return _kernels.encode(_isa(), shape, x.data_ptr(), *_place(rows), seed, threads)
+        groups = in_groups(rows)
+        has_nan = False
+        for number, (values, group) in enumerate(zip(_split(x, groups), groups, strict=True)):
+            first = seed_of_group(seed, number)
+            place = _place(group)
+            has_nan |= _kernels.encode(_isa(), shape, values.data_ptr(), *place, first, threads)
+        return has_nan
 
     def decode(self, rows: Tensor, out: Tensor, fmt: BlockFormat) -> None:
         values = _on_host(out)
         if out.dtype not in _DTYPES:
             values = torch.empty(out.shape, dtype=torch.float32)
         shape, threads = _shape(fmt, values.dtype, out.shape[1]), torch.get_num_threads()
-        _kernels.decode(_isa(), shape, *_place(rows), values.data_ptr(), threads)
+        groups = in_groups(rows)
+        for group, part in zip(groups, _split(values, groups), strict=True):
+            _kernels.decode(_isa(), shape, *_place(group), part.data_ptr(), threads)
         if values is not out:
             out.copy_(values)
 
     def decode_sum(self, rows: Tensor, out: Tensor, fmt: BlockFormat) -> None:
-        shape, threads = _shape(fmt, out.dtype, out.numel()), torch.get_num_threads()
-        _kernels.decode_sum(_isa(), shape, *_place(rows), _on_host(out).data_ptr(), threads)
+        groups = in_groups(rows)
+        totals = _on_host(out).view(len(groups), -1)
+        shape, threads = _shape(fmt, out.dtype, totals.shape[1]), torch.get_num_threads()
+        for group, total in zip(groups, totals, strict=True):
+            _kernels.decode_sum(_isa(), shape, *_place(group), total.data_ptr(), threads)
 
 
 @contextmanager
@@ -88,6 +100,11 @@ def _shape(
 ) -> tuple[int, int, bool, bool, int, int]:
     kind = _KINDS[fmt.kind]
     return kind, fmt.block_size, fmt.is_symmetric, fmt.has_rotation, _DTYPES[dtype], numel
+
+
+def _split(values: Tensor, groups: Tensor) -> Tensor:
+    """View rows of values as [groups, rows of a group, n]."""
+    return values.view(*groups.shape[:2], values.shape[1])
 
 
 def _place(rows: Tensor) -> tuple[int, int, int]:

@@ -11,11 +11,14 @@ data nor a host synchronization. "refuse" raises instead, and has to wait for th
 
 [Note: rows]
 Messages to several ranks are rows of one matrix of bytes, with room between them for headers.
-They are quantized in one call: one launch for each would cost more than small ones take.
+They are quantized in one call: one launch for each would cost more than small ones take. Where a
+rank gets a message for each of several nodes, rows are in groups: those of a node are as far apart
+as the messages to one rank are long.
 """
 
 from __future__ import annotations
 
+import math
 from typing import Final, Literal
 
 import torch
@@ -127,10 +130,13 @@ def quantize_rows(
     """Quantize equal parts of a flat tensor, each into its own row.
 
     Row ``r`` gets the bytes that `quantize` makes of the ``r``-th part, with the seed
-    ``seed + 0x9e3779b9 * r`` if there is one. NaN and Inf are carried.
+    ``seed + 0x9e3779b9 * r`` if there is one. NaN and Inf are carried. Rows may be in groups,
+    [groups, rows of a group, bytes], with other strides between groups than between rows; a group's
+    parts follow one another, and its seed is ``seed + 0x9e3779b1 * group``.
 
     Args:
-        x: flat, contiguous, ``len(out)`` times n elements of fp32, bf16, fp16 or fp64.
+        x: flat, contiguous, as many times n elements of fp32, bf16, fp16 or fp64 as ``out`` has
+            rows.
         format: "int8", "int4", "e4m3", "e5m2" or a `BlockFormat`.
         out: uint8, ``quantized_nbytes(n, format)`` columns, on the device of ``x`` and not
             overlapping it. Rows are contiguous and start at multiples of 16 bytes; bytes between
@@ -145,16 +151,17 @@ def quantize_rows(
     """
     fmt = BlockFormat.make(format)
     check_float("x", x.dtype)
-    if out.dim() != 2:
+    if out.dim() not in (2, 3):
         raise ValueError(f"out must have rows, got shape {tuple(out.shape)}")
     if x.dim() != 1 or not x.is_contiguous():
         raise ValueError(f"x must be 1-D and contiguous, got shape {tuple(x.shape)}")
-    numel, rest = divmod(x.numel(), max(len(out), 1))
-    if rest or (numel and not len(out)):
-        raise ValueError(f"x must be {len(out)} equal parts, got {x.numel()} elements")
+    num_rows = math.prod(out.shape[:-1])
+    numel, rest = divmod(x.numel(), max(num_rows, 1))
+    if rest or (numel and not num_rows):
+        raise ValueError(f"x must be {num_rows} equal parts, got {x.numel()} elements")
     _check_rows("out", out, fmt.nbytes(numel), x.device)
     with torch.no_grad():
-        values = x.detach().view(len(out), numel)
+        values = x.detach().view(num_rows, numel)
         return find_backend(x.device).encode(values, out, fmt, _check_seed(seed))
 
 
@@ -165,8 +172,8 @@ def dequantize_rows(rows: Tensor, numel: int, format: str | BlockFormat, out: Te
         rows: uint8, ``quantized_nbytes(numel, format)`` columns; rows as in `quantize_rows`.
         numel: elements of one row.
         format: as given to `quantize_rows`.
-        out: receives the values: flat, contiguous, ``len(rows) * numel`` elements of fp32, bf16,
-            fp16 or fp64, on the device of ``rows`` and not overlapping it.
+        out: receives the values, row after row: flat, contiguous, fp32, bf16, fp16 or fp64, on the
+            device of ``rows`` and not overlapping it.
 
     Raises:
         ValueError: an argument that doesn't fit, by name.
@@ -174,30 +181,32 @@ def dequantize_rows(rows: Tensor, numel: int, format: str | BlockFormat, out: Te
     fmt = BlockFormat.make(format)
     _check_rows("rows", rows, fmt.nbytes(numel), out.device)
     check_float("out", out.dtype)
-    _check_flat("out", out, len(rows) * numel, out.dtype, rows.device)
+    num_rows = math.prod(rows.shape[:-1])
+    _check_flat("out", out, num_rows * numel, out.dtype, rows.device)
     with torch.no_grad():
-        find_backend(out.device).decode(rows, out.detach().view(len(rows), numel), fmt)
+        find_backend(out.device).decode(rows, out.detach().view(num_rows, numel), fmt)
 
 
 def dequantize_sum(rows: Tensor, numel: int, format: str | BlockFormat, out: Tensor) -> None:
-    """Sum the dequantized rows in fp32, from the first to the last.
+    """Sum the dequantized rows in fp32, from the first to the last, each group by itself.
 
     Args:
         rows: uint8, ``quantized_nbytes(numel, format)`` columns, at least one row; rows as in
             `quantize_rows`.
         numel: elements of one row.
         format: as given to `quantize_rows`.
-        out: receives the sum: fp32, 1-D, contiguous, ``numel`` elements, on the device of ``rows``
-            and not overlapping it.
+        out: receives the sum, or those of the groups one after another: fp32, 1-D, contiguous, on
+            the device of ``rows`` and not overlapping it.
 
     Raises:
         ValueError: an argument that doesn't fit, by name.
     """
     fmt = BlockFormat.make(format)
     _check_rows("rows", rows, fmt.nbytes(numel), out.device)
-    if not len(rows):
+    if not rows.shape[-2]:
         raise ValueError("rows must be one at least, got none")
-    _check_flat("out", out, numel, torch.float32, rows.device)
+    num_groups = len(rows) if rows.dim() == 3 else 1
+    _check_flat("out", out, num_groups * numel, torch.float32, rows.device)
     with torch.no_grad():
         find_backend(out.device).decode_sum(rows, out.detach(), fmt)
 
@@ -215,14 +224,16 @@ def _check_seed(seed: int | None) -> int | None:
 def _check_rows(name: str, rows: Tensor, nbytes: int, device: torch.device) -> None:
     if rows.dtype != torch.uint8:
         raise ValueError(f"{name} must be uint8, got {rows.dtype}")
-    if rows.dim() != 2 or rows.shape[1] != nbytes:
+    if rows.dim() not in (2, 3) or rows.shape[-1] != nbytes:
         raise ValueError(f"{name} must have rows of {nbytes} bytes, got shape {tuple(rows.shape)}")
     if rows.device != device:
         raise ValueError(f"{name} must be on {device}, got {rows.device}")
-    if not len(rows) or not nbytes:
+    if not rows.numel():
         return
-    is_aligned = _is_aligned(rows) and (len(rows) == 1 or rows.stride(0) % ALIGNMENT == 0)
-    if rows.stride(1) != 1 or not is_aligned or (len(rows) > 1 and rows.stride(0) < nbytes):
+    sizes, strides = rows.shape[:-1], rows.stride()[:-1]
+    used = [stride for size, stride in zip(sizes, strides, strict=True) if size > 1]
+    is_aligned = _is_aligned(rows) and all(stride % ALIGNMENT == 0 for stride in used)
+    if rows.stride(-1) != 1 or not is_aligned or any(stride < nbytes for stride in used):
         raise ValueError(
             f"{name} must have contiguous rows that start at multiples of {ALIGNMENT} bytes, got "
             f"strides {rows.stride()} from address {rows.data_ptr():#x}"

@@ -14,8 +14,8 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from zero_comm.quantizer.block_codes import decode_blocks, encode_blocks, uniform
-from zero_comm.quantizer.block_format import BlockFormat
+from zero_comm.quantizer.block_codes import decode_blocks, encode_blocks, in_groups, uniform
+from zero_comm.quantizer.block_format import BlockFormat, seed_of_group
 
 # 1 MiB of fp32: the best of 2**14 to 2**19 when measured; below it, the cost of a call shows.
 _CPU_CHUNK_NUMEL: Final = 1 << 18
@@ -29,21 +29,32 @@ class TorchBackend:
     name = "torch"
 
     def encode(self, x: Tensor, rows: Tensor, fmt: BlockFormat, seed: int | None) -> bool | None:
-        bad = []
-        for index, (values, row) in enumerate(zip(x, rows, strict=True)):
-            own_seed = None if seed is None else (seed + _SEED_STEP * index) % 2**32
-            bad.append(_encode_row(values, row, fmt, own_seed))
+        bad, remaining = [], iter(x)
+        for number, group in enumerate(in_groups(rows)):
+            first = seed_of_group(seed, number)
+            for index, row in enumerate(group):
+                own_seed = None if first is None else (first + _SEED_STEP * index) % 2**32
+                bad.append(_encode_row(next(remaining), row, fmt, own_seed))
         return any(map(bool, bad)) if x.device.type == "cpu" else None
 
     def decode(self, rows: Tensor, out: Tensor, fmt: BlockFormat) -> None:
-        for row, values in zip(rows, out, strict=True):
-            self.decode_sum(row.unsqueeze(0), values, fmt)
+        remaining = iter(out)
+        for group in in_groups(rows):
+            for row in group:
+                _sum_rows(row.unsqueeze(0), next(remaining), fmt)
 
     def decode_sum(self, rows: Tensor, out: Tensor, fmt: BlockFormat) -> None:
-        scales = [read_scales(row, out.numel(), fmt) for row in rows]
-        for chunk in _chunks(out.numel(), fmt, out.device):
-            for index, row in enumerate(rows):
-                _decode_chunk(row, scales[index], chunk, out, fmt, is_added=index > 0)
+        groups = in_groups(rows)
+        for group, total in zip(groups, out.view(len(groups), -1), strict=True):
+            _sum_rows(group, total, fmt)
+
+
+def _sum_rows(rows: Tensor, out: Tensor, fmt: BlockFormat) -> None:
+    """Fill 1-D ``out`` with the sum of ``rows``, chunk by chunk."""
+    scales = [read_scales(row, out.numel(), fmt) for row in rows]
+    for chunk in _chunks(out.numel(), fmt, out.device):
+        for index, row in enumerate(rows):
+            _decode_chunk(row, scales[index], chunk, out, fmt, is_added=index > 0)
 
 
 def _encode_row(x: Tensor, row: Tensor, fmt: BlockFormat, seed: int | None) -> Tensor:

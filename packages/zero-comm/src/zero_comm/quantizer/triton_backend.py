@@ -15,6 +15,7 @@ import torch
 import triton
 from torch import Tensor
 
+from zero_comm.quantizer.block_codes import in_groups
 from zero_comm.quantizer.block_format import BlockFormat
 from zero_comm.quantizer.triton_tiles import decode_kernel, decode_sum_kernel, encode_kernel
 
@@ -43,7 +44,7 @@ class TritonBackend:
             encode_kernel,
             fmt,
             x,
-            (_typed(x), rows, x.shape[1], _row_stride(x), _row_stride(rows), _signed(seed or 0)),
+            (_typed(x), rows, x.shape[1], _stride(x), *_place(rows), _signed(seed or 0)),
             DTYPE=dtype,
             LARGEST_BITS=_LARGEST_BITS["fp32" if fmt.has_rotation else dtype],
             IS_STOCHASTIC=seed is not None,
@@ -61,14 +62,15 @@ class TritonBackend:
             decode_kernel,
             fmt,
             out,
-            (rows, _typed(out), out.shape[1], _row_stride(rows), _row_stride(out)),
+            (rows, _typed(out), out.shape[1], *_place(rows), _stride(out)),
             DTYPE=_DTYPE_NAME[out.dtype],
         )
 
     def decode_sum(self, rows: Tensor, out: Tensor, fmt: BlockFormat) -> None:
         if out.numel():
-            arguments = (rows, out, len(out), _row_stride(rows), len(rows))
-            _launch(decode_sum_kernel, fmt, out.view(1, -1), arguments)
+            totals = out.view(len(in_groups(rows)), -1)
+            arguments = (rows, out, totals.shape[1], *_place(rows))
+            _launch(decode_sum_kernel, fmt, totals, arguments)
 
 
 def _launch(
@@ -105,7 +107,13 @@ def _typed(x: Tensor) -> Tensor:
     return x.view(torch.int16) if x.dtype == torch.bfloat16 else x
 
 
-def _row_stride(rows: Tensor) -> int:
+def _place(rows: Tensor) -> tuple[int, int, int]:
+    """Return the strides of groups and of their rows, and the number of rows of a group."""
+    groups = in_groups(rows)
+    return _stride(groups), _stride(groups[0]), groups.shape[1]
+
+
+def _stride(rows: Tensor) -> int:
     """Return the stride of rows in elements, or 0 for a single row, which compiles as aligned."""
     return rows.stride(0) if len(rows) > 1 else 0
 

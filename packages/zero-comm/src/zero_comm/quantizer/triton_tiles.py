@@ -23,13 +23,15 @@ from zero_comm.quantizer.triton_arithmetic import (
 )
 
 
-@triton.jit(do_not_specialize=["numel", "seed"])
+@triton.jit(do_not_specialize=["numel", "num_rows", "seed"])
 def encode_kernel(
     x_ptr: tl.tensor,
     out_ptr: tl.tensor,
     numel: tl.tensor,
     x_stride: tl.tensor,
+    group_stride: tl.tensor,
     out_stride: tl.tensor,
+    num_rows: tl.tensor,
     seed: tl.tensor,
     BLOCK: tl.constexpr,
     BLOCKS: tl.constexpr,
@@ -69,11 +71,13 @@ def encode_kernel(
         x = rotate(x, BLOCKS, COLUMNS)
         is_inside = is_inside | (column < BLOCK)  # padding was rotated too
     if IS_STOCHASTIC:
-        noise = uniform(first.to(tl.uint32) + offsets.to(tl.uint32), seed, row)
+        group, own_row = _group_of(row, num_rows)
+        group_seed = seed.to(tl.uint32) + group.to(tl.uint32) * 0x9E3779B1
+        noise = uniform(first.to(tl.uint32) + offsets.to(tl.uint32), group_seed, own_row)
     else:
         noise = 0.0
 
-    row_ptr = out_ptr + row * out_stride
+    row_ptr = out_ptr + _offset(row, num_rows, group_stride, out_stride)
     scales_ptr = row_ptr + num_blocks * BLOCK_NBYTES + first_block * SCALE_NBYTES
     is_block = block < tl.minimum(num_blocks - first_block, BLOCKS).to(tl.int32)
     if IS_SYMMETRIC:
@@ -99,12 +103,14 @@ def encode_kernel(
         tl.store(row_ptr + padding, tl.zeros([16], tl.uint8), mask=padding < tl.cdiv(used, 16) * 16)
 
 
-@triton.jit(do_not_specialize=["numel"])
+@triton.jit(do_not_specialize=["numel", "num_rows"])
 def decode_kernel(
     rows_ptr: tl.tensor,
     out_ptr: tl.tensor,
     numel: tl.tensor,
+    group_stride: tl.tensor,
     rows_stride: tl.tensor,
+    num_rows: tl.tensor,
     out_stride: tl.tensor,
     BLOCK: tl.constexpr,
     BLOCKS: tl.constexpr,
@@ -116,7 +122,7 @@ def decode_kernel(
 ) -> None:
     """Dequantize one tile. bf16 elements are written as int16."""
     row, tile = _place(numel, BLOCK, BLOCKS)
-    row_ptr = rows_ptr + row * rows_stride
+    row_ptr = rows_ptr + _offset(row, num_rows, group_stride, rows_stride)
     WIDTH: tl.constexpr = 4 if DTYPE == "fp32" else 8
     values = _decode_tile(
         row_ptr, numel, tile, BLOCK, BLOCKS, COLUMNS, KIND, IS_SYMMETRIC, HAS_ROTATION, WIDTH
@@ -135,6 +141,7 @@ def decode_sum_kernel(
     rows_ptr: tl.tensor,
     out_ptr: tl.tensor,
     numel: tl.tensor,
+    group_stride: tl.tensor,
     rows_stride: tl.tensor,
     num_rows: tl.tensor,
     BLOCK: tl.constexpr,
@@ -144,18 +151,35 @@ def decode_sum_kernel(
     IS_SYMMETRIC: tl.constexpr,
     HAS_ROTATION: tl.constexpr,
 ) -> None:
-    """Sum one tile of all rows, in the order of the rows."""
-    tile = tl.program_id(0).to(tl.int64)
+    """Sum one tile of all rows of a group, in the order of the rows."""
+    group, tile = _place(numel, BLOCK, BLOCKS)
+    row_ptr = rows_ptr + group * group_stride
     total = _decode_tile(
-        rows_ptr, numel, tile, BLOCK, BLOCKS, COLUMNS, KIND, IS_SYMMETRIC, HAS_ROTATION, 4
+        row_ptr, numel, tile, BLOCK, BLOCKS, COLUMNS, KIND, IS_SYMMETRIC, HAS_ROTATION, 4
     )
-    row_ptr = rows_ptr
     for _ in range(1, num_rows):
         row_ptr += rows_stride
         total += _decode_tile(
             row_ptr, numel, tile, BLOCK, BLOCKS, COLUMNS, KIND, IS_SYMMETRIC, HAS_ROTATION, 4
         )
-    _store_tile(out_ptr, total, numel, tile, BLOCK, BLOCKS, COLUMNS)
+    _store_tile(out_ptr + group * numel, total, numel, tile, BLOCK, BLOCKS, COLUMNS)
+
+
+@triton.jit
+def _offset(
+    row: tl.tensor, num_rows: tl.tensor, group_stride: tl.tensor, row_stride: tl.tensor
+) -> tl.tensor:
+    """Return where a row begins, of groups of ``num_rows`` rows."""
+    group, own_row = _group_of(row, num_rows)
+    return group * group_stride + own_row * row_stride
+
+
+@triton.jit
+def _group_of(row: tl.tensor, num_rows: tl.tensor) -> tl.tensor:
+    """Return a row's group and its number within the group, as int64."""
+    index = row.to(tl.int32)  # divided in 32 bits, as in _place
+    group = index // num_rows
+    return group.to(tl.int64), (index - group * num_rows).to(tl.int64)
 
 
 @triton.jit
