@@ -109,6 +109,9 @@ class OffloadedShard(ShardSource):
             return _StagedGather(work, self._staging, staged)
 
     def read(self) -> Tensor:
+        with self._stream:
+            self.wait_update()
+        self._stream.synchronize()
         index = self._segment.index
         home = self._param_tier.home(index)
         if home is None:
