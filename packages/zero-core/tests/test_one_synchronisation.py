@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import zero_core
 from zero_core.protocols import AheadTier
-from zero_core.testing import late_device, run_alone
+from zero_core.testing import late_device, run_alone, simulate
+from zero_core.testing.models import seeded
 
 WIDTH, NUM_STEPS = 16, 5
 OPTIMIZERS = {
@@ -52,80 +55,114 @@ class Twice(nn.Module):
         return x.float().square().mean()
 
 
-def make_config(dtype: str, optimizer: str, clipping: float, micro_steps: int) -> dict[str, Any]:
-    config: dict[str, Any] = {
-        "train_micro_batch_size_per_gpu": 2,
-        "gradient_accumulation_steps": micro_steps,
-        "gradient_clipping": clipping,
-        "optimizer": OPTIMIZERS[optimizer],
-    }
-    if dtype == "bf16":
-        config["bf16"] = {"enabled": True}
-    if dtype == "fp16":  # it overflows in the first steps
-        config["fp16"] = {"enabled": True, "initial_scale_power": 17, "hysteresis": 1}
-    return config
-
-
 STATES = {"adamw": ("exp_avg", "exp_avg_sq"), "sgd": ("momentum_buffer",)}
-CASES = [
-    (Net, dtype, optimizer, clipping, micro_steps, max_norm)
-    for dtype, clipping, (micro_steps, max_norm) in product(
-        ("fp32", "bf16", "fp16"), (0.0, 0.05), ((1, 0.0), (2, 0.0), (1, 0.01))
+
+
+@dataclass(frozen=True)
+class Case:
+    """A training. ``max_norm`` is that of a call of ``clip_grad_norm_`` in each step."""
+
+    kind: type[nn.Module] = Net
+    stage: int = 0
+    dtype: str = "fp32"
+    optimizer: str = "adamw"
+    clipping: float = 0.0
+    micro_steps: int = 1
+    max_norm: float = 0.0
+
+    def config(self) -> dict[str, Any]:
+        config: dict[str, Any] = {
+            "train_micro_batch_size_per_gpu": 2,
+            "gradient_accumulation_steps": self.micro_steps,
+            "gradient_clipping": self.clipping,
+            "optimizer": OPTIMIZERS[self.optimizer],
+            "zero_optimization": {"stage": self.stage},
+        }
+        if self.dtype == "bf16":
+            config["bf16"] = {"enabled": True}
+        if self.dtype == "fp16":  # it overflows in the first steps
+            config["fp16"] = {"enabled": True, "initial_scale_power": 17, "hysteresis": 1}
+        return config
+
+
+ALONE = [
+    Case(Net, 0, dtype, optimizer, clipping, micro_steps, max_norm)
+    for dtype, optimizer, (clipping, micro_steps, max_norm) in product(
+        ("fp32", "bf16", "fp16"),
+        OPTIMIZERS,
+        ((0.0, 1, 0.0), (0.05, 2, 0.0), (0.05, 1, 0.01)),
     )
-    for optimizer in OPTIMIZERS
 ]
-CASES += [(Twice, "fp32", "adamw", 0.05, 1, 0.0), (Twice, "fp16", "adamw", 0.0, 1, 0.0)]
+ALONE += [Case(Twice, clipping=0.05), Case(Twice, dtype="fp16")]
+TOGETHER = [
+    Case(Net, stage, dtype, "adamw", clipping, micro_steps, max_norm)
+    for stage, (dtype, clipping, micro_steps, max_norm) in product(
+        range(4),
+        (
+            ("fp32", 0.05, 1, 0.0),
+            ("bf16", 0.0, 2, 0.0),
+            ("fp16", 0.05, 1, 0.0),
+            ("bf16", 0, 1, 0.1),
+        ),
+    )
+]
+CASES_OF = {1: ALONE, 2: TOGETHER, 3: TOGETHER[2::5]}
 
 
-def train(case: Any, device: str) -> tuple[list[dict[str, int]], list[Any]]:
-    """Return the synchronisations of each step that was taken, and the results of all."""
-    kind, dtype, optimizer, clipping, micro_steps, max_norm = case
-    torch.manual_seed(0)
-    model = kind().to(device)
-    engine = zero_core.build(model, make_config(dtype, optimizer, clipping, micro_steps))
-    is_late = device != "cpu"
-    assert engine.device.type == ("late" if is_late else "cpu")
-    syncs, results = [], []
+def train(ranks: Any, case: Case) -> tuple[list[int], list[Any]]:
+    """Return how often each step that was taken waited, and the results of all."""
+    with seeded(0):
+        model = case.kind()
+    engine = zero_core.build(model, case.config(), process_group=ranks)
+    is_late = ranks.device.type == "late"
+    generator = torch.Generator().manual_seed(ranks.rank)
+    waits, results = [], []
     for step in range(NUM_STEPS):
-        inputs = [torch.randn(2, WIDTH) for _ in range(micro_steps)]
-        inputs[0][0, 0] = torch.nan if step == 2 else 1.0
-        inputs = [x.to(device) for x in inputs]
-        model.uses_last = bool(step % 2)
-        if is_late:
-            late_device.reset_counters()
+        inputs = [torch.randn(2, WIDTH, generator=generator) for _ in range(case.micro_steps)]
+        inputs[0][0, 0] = torch.nan if step == 2 and ranks.rank == 0 else 1.0
+        inputs = [x.to(ranks.device) for x in inputs]
+        # Not on all ranks: where the last block is used here alone, it is updated there, too.
+        model.uses_last = (step + ranks.rank) % 2 == 0
+        before = count_waits(ranks) if is_late else 0
         for x in inputs:
             engine.backward(engine(x))
-            if max_norm and engine.is_gradient_accumulation_boundary():
-                results.append(engine.clip_grad_norm_(max_norm))
+            if case.max_norm and engine.is_gradient_accumulation_boundary():
+                results.append(engine.clip_grad_norm_(case.max_norm))
             engine.step()
         if is_late and not engine.optimizer.overflow:
-            syncs.append(late_device.counters().syncs)
+            waits.append(count_waits(ranks) - before)
         results.append((engine.skipped_steps, engine.get_global_grad_norm(), engine.loss_scale))
     results += engine.full_state_dict(dtype=torch.float32).values()
     for name, _ in model.named_parameters():
-        results += [engine.states.get_full(name, what) for what in STATES[optimizer]]
+        results += [engine.states.get_full(name, what) for what in STATES[case.optimizer]]
     engine.close()
-    return syncs, results
+    return waits, results
 
 
-def _train_late(folder: str) -> None:
+def count_waits(ranks: Any) -> int:
+    return sum(late_device.counters(ranks.device.index).syncs.values())
+
+
+def _train_on_both(world_size: int) -> None:
     late_device.load()
-    expected = torch.load(f"{folder}/expected")
-    for case, on_cpu in zip(CASES, expected, strict=True):
-        syncs, found = train(case, "late")
-        assert len(syncs) >= 2, case
-        budget = 2 if case[0] is Twice else 1  # the ranks agree again on gradients that came late
-        assert all(sum(kinds.values()) <= budget for kinds in syncs), (case, syncs)
-        assert all(map(same, found, on_cpu)), (case, found[:NUM_STEPS], on_cpu[:NUM_STEPS])
+    for case in CASES_OF[world_size]:
+        expected = simulate(train, world_size, case)
+        late_device.set_delays(seed=world_size, kernel_s=2e-5, copy_s=2e-4)
+        found = simulate(train, world_size, case, device="late")
+        for (waits, results), (_, on_cpu) in zip(found, expected, strict=True):
+            assert len(waits) >= 2, case
+            budget = 2 if case.kind is Twice else 1  # they agree again on gradients that came late
+            assert max(waits) <= budget, (case, waits)
+            assert all(map(same, results, on_cpu)), (case, results[:NUM_STEPS], on_cpu[:NUM_STEPS])
 
 
 def same(a: Any, b: Any) -> bool:
     return torch.equal(a, b) if isinstance(a, Tensor) else repr(a) == repr(b)
 
 
-def test_a_step_waits_for_the_device_once_and_has_the_bits_of_the_cpu(tmp_path) -> None:
-    torch.save([train(case, "cpu")[1] for case in CASES], tmp_path / "expected")
-    run_alone(_train_late, str(tmp_path))
+@pytest.mark.parametrize("world_size", CASES_OF)
+def test_a_step_waits_for_the_device_once_and_has_the_bits_of_the_cpu(world_size: int) -> None:
+    run_alone(_train_on_both, world_size)
 
 
 def _order_of_a_step(engine: zero_core.Engine) -> list[str]:
@@ -140,7 +177,7 @@ def _order_of_a_step(engine: zero_core.Engine) -> list[str]:
 
 def _trace_steps() -> None:
     late_device.load()
-    engine = zero_core.build(Net().to("late"), make_config("bf16", "adamw", 1.0, 1))
+    engine = zero_core.build(Net(), Case(dtype="bf16", clipping=1.0).config())
     tier = engine.sharded_state.tier
     assert isinstance(tier, AheadTier)
     assert tier.can_step_ahead
