@@ -296,7 +296,7 @@ class Job:
             adam_kernel=None,
             device_tier=make_device_tier,
         )
-        host = host_share(settings, geometry, names, optimizer_class, groups)
+        host = host_share(settings, geometry, names, optimizer_class, groups, is_accelerated=False)
         self.tier = make_twin(geometry, host, groups, tiers)
         return self.tier
 
