@@ -134,3 +134,15 @@ def test_the_largest_cache_is_found(tmp_path: Path) -> None:
         (tmp_path / f"index{index}").mkdir()
         (tmp_path / f"index{index}" / "size").write_text(f"{size}\n")
     assert cache_bytes(tmp_path) == 32 * 2**20
+
+
+def test_doctor_recommends_segments_that_grow(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
+    monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF", raising=False)
+    found = by_name()["device allocator"]
+    assert "PYTORCH_ALLOC_CONF=expandable_segments:True" in found.advice
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments: True")
+    found = by_name()["device allocator"]
+    assert not found.advice

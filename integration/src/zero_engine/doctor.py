@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.metadata
+import os
 import platform
 import sys
 from collections.abc import Iterator
@@ -147,6 +148,7 @@ def _machine() -> Iterator[Finding]:
     yield Finding("machine", "memory", "unknown" if memory is None else f"{memory / GIB:.1f} GiB")
     yield _lockable()
     yield from _numa()
+    yield _allocator()
     yield Finding("machine", "executable", sys.executable)
 
 
@@ -162,6 +164,18 @@ def _lockable() -> Finding:
     advice = "ulimit -l unlimited, for NCCL over InfiniBand"
     value = f"{shown}; pin_memory is not limited by it: CUDA pins by itself"
     return Finding("machine", "lockable memory", value, "note", advice)
+
+
+def _allocator() -> Finding:
+    """Report torch's settings of device memory, and the one against fragmentation."""
+    names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # the old name of torch 2.8
+    asked = next((os.environ[name] for name in names if name in os.environ), "")
+    value = asked or "torch's defaults"
+    if "expandable_segments:true" in asked.replace(" ", "").lower():
+        return Finding("machine", "device allocator", value)
+    state: State = "note" if torch.cuda.is_available() else "ok"
+    advice = f"on a GPU: {names[0]}=expandable_segments:True, so that activations of several sizes "
+    return Finding("machine", "device allocator", value, state, advice + "leave no holes")
 
 
 def _numa() -> Iterator[Finding]:

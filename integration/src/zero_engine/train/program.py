@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import zero_core
@@ -162,18 +163,21 @@ def run_steps(
         started_at, learning_rate = time.perf_counter(), engine.optimizer.param_groups[0]["lr"]
         loss = take_step(engine, corpus, step)
         step += 1
-        # One small sum carries all that the ranks tell each other after a step.
+        # One small sum carries all that ranks exchange after a step. Here the host reads it.
         memory = [0.0] * engine.world_size
         memory[engine.rank] = float(used_bytes(engine.device))
-        shared = [loss / engine.world_size, *request.as_flags(), *memory]
-        sums = torch.tensor(shared, dtype=torch.float64, device=engine.device)
-        loss, *sums_of_flags_and_memory = sum_over_ranks(sums).tolist()
+        shared = [0.0, *request.as_flags(), *memory]
+        is_accelerated = engine.device.type != "cpu"
+        sent = torch.tensor(shared, dtype=torch.float64, pin_memory=is_accelerated)
+        sums = sent.to(engine.device, non_blocking=True)
+        sums[0] = loss / engine.world_size
+        mean_loss, *sums_of_flags_and_memory = sum_over_ranks(sums).tolist()
         stop = StopRequest.from_flags(sums_of_flags_and_memory[: len(StopRequest.HANDLED)])
         if reporter:
             num_tokens = engine.config.train_batch_size * settings.context
             record = StepRecord(
                 step=step,
-                loss=loss,
+                loss=mean_loss,
                 learning_rate=learning_rate,
                 grad_norm=engine.get_global_grad_norm(),
                 loss_scale=engine.loss_scale,
@@ -188,9 +192,13 @@ def run_steps(
     return stop if step < settings.steps else None  # a run that is complete was not stopped
 
 
-def take_step(engine: zero_core.Engine, corpus: Corpus, step: int) -> float:
-    """Take one optimizer step. Returns the mean loss of this rank's micro-batches."""
-    total = 0.0
+def take_step(engine: zero_core.Engine, corpus: Corpus, step: int) -> Tensor:
+    """Take one optimizer step.
+
+    Returns:
+        The mean loss of this rank's micro-batches: 0-dim, float64, on the device, not read yet.
+    """
+    total = torch.zeros((), dtype=torch.float64, device=engine.device)
     for micro_step in range(engine.gradient_accumulation_steps):
         ids = corpus.batch(
             step * engine.gradient_accumulation_steps + micro_step,
@@ -201,7 +209,7 @@ def take_step(engine: zero_core.Engine, corpus: Corpus, step: int) -> float:
         loss = engine(input_ids=ids, labels=ids, use_cache=False).loss
         engine.backward(loss)
         engine.step()  # updates the weights after the last micro-batch, counts the others
-        total += loss.detach().item()
+        total += loss.detach()
     return total / engine.gradient_accumulation_steps
 
 
