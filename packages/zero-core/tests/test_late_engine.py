@@ -7,7 +7,15 @@ import pytest
 import torch
 
 import zero_core
-from zero_core.testing import Case, batch, late_device, make_model, run_alone, simulate
+from zero_core.testing import (
+    Case,
+    batch,
+    device_collectives,
+    late_device,
+    make_model,
+    run_alone,
+    simulate,
+)
 
 STEPS = 3
 GRID = [
@@ -19,8 +27,18 @@ GRID = [
 
 
 def train(ranks: Any, case: Case) -> tuple[list[float], dict[str, torch.Tensor]]:
-    """Train without a look at any loss before the end, so that the host runs ahead."""
-    engine = zero_core.build(make_model(case.width), case.config(), process_group=ranks)
+    """Train without a look at any loss before the end, so that the host runs ahead.
+
+    On nodes the CPU's ranks sum as those of a device do.
+    """
+
+    def collectives(native: Any, **_: Any) -> Any:
+        is_on_nodes = ranks.device.type == "cpu" and ranks.per_node < ranks.size
+        return device_collectives(ranks) if is_on_nodes else native
+
+    engine = zero_core.build(
+        make_model(case.width), case.config(), process_group=ranks, collectives=collectives
+    )
     losses = []
     for step, micro in itertools.product(range(STEPS), range(case.accumulation)):
         inputs = batch(step, micro, ranks.rank)
@@ -33,12 +51,12 @@ def train(ranks: Any, case: Case) -> tuple[list[float], dict[str, torch.Tensor]]
     return [loss.item() for loss in losses], values
 
 
-def _run_grid(world_size: int) -> None:
-    for seed, case in enumerate(GRID):
+def _run_grid(world_size: int, grid: list[Case], per_node: int | None = None) -> None:
+    for seed, case in enumerate(grid):
         late_device.load()
-        expected = simulate(train, world_size, case)
+        expected = simulate(train, world_size, case, ranks_per_node=per_node)
         late_device.set_delays(seed=seed, kernel_s=5e-5, copy_s=2e-3)
-        found = simulate(train, world_size, case, device="late")
+        found = simulate(train, world_size, case, device="late", ranks_per_node=per_node)
         for (losses, values), (exact_losses, exact_values) in zip(found, expected, strict=True):
             assert losses == exact_losses, case
             torch.testing.assert_close(values, exact_values, rtol=0, atol=0, msg=str(case))
@@ -46,4 +64,8 @@ def _run_grid(world_size: int) -> None:
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_every_stage_has_the_bits_of_the_cpu(world_size: int) -> None:
-    run_alone(_run_grid, world_size)
+    run_alone(_run_grid, world_size, GRID)
+
+
+def test_sums_on_two_nodes_have_the_bits_of_their_tree() -> None:
+    run_alone(_run_grid, 4, GRID[4:8], 2)

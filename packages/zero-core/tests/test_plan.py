@@ -104,6 +104,7 @@ def _tier_bytes(engine: zero_core.Engine) -> dict[str, int]:
     return {
         "master weights": sum(t.nbytes for t in masters),
         "optimizer states": sum(t.nbytes for t in states),
+        "widened gradients": sum(t.nbytes for t in tier._widened.values()),
     }
 
 
