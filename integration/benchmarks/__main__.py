@@ -12,6 +12,7 @@ EXPERIMENTS = {
     "engine": "step time and memory beside DDP, FSDP2 and DeepSpeed",
     "offload": "optimizer state in host memory and in files, beside DeepSpeed's ZeRO-Offload",
     "schedule": "length of a step with offload in virtual time",
+    "late": "random delays on an accelerator made of threads; results must be the CPU's",
     "memory": "memory and start-up against formula and plan",
     "comm": "ZeRO++ over a slow link between two network namespaces; needs root",
     "comm_convergence": "the loss of a small GPT with quantized communication; hours",
