@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 import zero_core
 from zero_core import ConfigError, MissingPartError
+from zero_core.layout.discovery import MIN_TAIL_NUMEL
 from zero_core.plan.result import format_bytes
 from zero_core.testing import batch, make_model, run_alone, spawn, wide_blocks
 
@@ -52,6 +53,14 @@ class Plain(nn.Module):
         return nn.functional.cross_entropy(self.head(x).flatten(0, 1).float(), ids.flatten())
 
 
+class Untied(Plain):
+    """With a tail, larger than the root."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(WIDTH, MIN_TAIL_NUMEL // WIDTH + 1, bias=False)
+
+
 def make_config(stage: int = 0, dtype: str = "fp32", **further: Any) -> dict[str, Any]:
     return {
         "train_micro_batch_size_per_gpu": 2,
@@ -73,16 +82,20 @@ CONFIGS = [
 
 
 # Of three ranks, whose shards are uneven: each stage in bf16 with an accumulation, and SGD.
-CONFIGS_OF = {1: CONFIGS, 2: CONFIGS, 3: [*CONFIGS[8:12], *CONFIGS[-2:]]}
+CASES_OF: dict[int, list[tuple[type[Plain], dict[str, Any]]]] = {
+    1: [(Plain, config) for config in CONFIGS],
+    2: [*((Plain, config) for config in CONFIGS), *((Untied, config) for config in CONFIGS[1:8:2])],
+    3: [(Plain, config) for config in (*CONFIGS[8:12], *CONFIGS[-2:])],
+}
 
 
 PASSING = {"parameter gradient", "micro-step gradient"}  # freed before a step ends
 
 
-def measure(config: dict[str, Any], rank: int) -> dict[str, Any]:
+def measure(model: type[Plain], config: dict[str, Any], rank: int) -> dict[str, Any]:
     """Return the bytes that an engine holds after three steps, and what it sent in the third."""
     torch.manual_seed(0)
-    engine = zero_core.build(Plain(), config)
+    engine = zero_core.build(model(), config)
     generator = torch.Generator().manual_seed(rank)
     for _ in range(3):
         for _ in range(engine.gradient_accumulation_steps):
@@ -109,17 +122,21 @@ def _tier_bytes(engine: zero_core.Engine) -> dict[str, int]:
 
 
 def measure_all(rank: int, world_size: int, folder: str) -> None:
-    found = [measure(config, rank) for config in CONFIGS_OF[world_size]]
+    found = [measure(model, config, rank) for model, config in CASES_OF[world_size]]
     (Path(folder) / f"{world_size}-{rank}.json").write_text(json.dumps(found))
 
 
-@pytest.mark.parametrize("world_size", CONFIGS_OF)
+@pytest.mark.parametrize("world_size", CASES_OF)
 def test_plan_is_what_a_real_engine_holds_and_sends(world_size: int, tmp_path: Path) -> None:
     spawn(measure_all, world_size, str(tmp_path))
+    cases = CASES_OF[world_size]
     with torch.device("meta"):
-        model = Plain()
-    configs = CONFIGS_OF[world_size]
-    plans = [zero_core.plan(model, c, world_size, device_type="cpu") for c in configs]
+        models = [model() for model, _ in cases]
+    configs = [config for _, config in cases]
+    plans = [
+        zero_core.plan(model, config, world_size, device_type="cpu")
+        for model, config in zip(models, configs, strict=True)
+    ]
     for rank in range(world_size):
         rows = json.loads((tmp_path / f"{world_size}-{rank}.json").read_text())
         for config, planned, row in zip(configs, plans, rows, strict=True):
