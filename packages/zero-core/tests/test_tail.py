@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,15 @@ import zero_core
 from zero_core.layout.discovery import MIN_TAIL_NUMEL, discover, note_reader
 from zero_core.optim.device_tier import DeviceTier
 from zero_core.protocols import EXACT_GRADIENTS, Work
-from zero_core.testing import Case, SimulatedDDP, SimulatedRanks, seeded, simulate
+from zero_core.testing import (
+    Case,
+    SimulatedDDP,
+    SimulatedRanks,
+    late_device,
+    run_alone,
+    seeded,
+    simulate,
+)
 
 WIDTH, VOCAB, DEPTH = 64, 1024, 3
 TAIL = DEPTH + 1  # its unit
@@ -411,6 +420,31 @@ def _break_off(ranks: SimulatedRanks) -> None:
 
 def test_a_forward_that_raised_leaves_ordinary_parameters() -> None:
     simulate(_break_off, 2)
+
+
+def _train(ranks: SimulatedRanks, way: str, stage: int) -> dict[str, Tensor]:
+    engine = zero_core.build(
+        _Net(way, ranks.rank), Case(stage).config() | ADAM, process_group=ranks
+    )
+    for step in range(3):
+        engine.backward(engine(_ids(step, ranks.rank).to(ranks.device)))
+        engine.step()
+    values = {name: value.cpu() for name, value in engine.full_state_dict().items()}
+    engine.close()
+    return values
+
+
+def _train_late() -> None:
+    for seed, (way, stage) in enumerate(itertools.product(WAYS[1:4], (1, 3))):
+        late_device.load()
+        expected = simulate(_train, 2, way, stage)
+        late_device.set_delays(seed=seed, kernel_s=5e-5, copy_s=2e-3)
+        found = simulate(_train, 2, way, stage, device="late")
+        torch.testing.assert_close(found, expected, rtol=0.0, atol=0.0)
+
+
+def test_a_tail_has_the_bits_of_the_cpu_on_a_device_that_is_late() -> None:
+    run_alone(_train_late)
 
 
 # ------------------------------------------------------------------ checkpoints
