@@ -35,9 +35,11 @@ def _train(ratio: float, dtype: torch.dtype, *, pin_memory: bool) -> torch.Tenso
     tier.write_state("master_weight", 0, space.initial)
     for step in range(20):
         grad = space.grad(step).to(device)
-        tier.offer_grad(256, grad[256:])
-        tier.offer_grad(0, grad[:256])
+        releases = [tier.offer_grad(256, grad[256:]), tier.offer_grad(0, grad[:256])]
         tier.step(GROUPS, range(5), grad_scale=0.5)
+        for release in releases:
+            if release is not None:
+                release()
         grad.fill_(float("nan"))
         tier.wait_params(0, 256)
         tier.wait_params(256, space.numel)

@@ -1,0 +1,88 @@
+"""Offload on the device that is not there, with random delays: the bits of the CPU, one device."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import zero_core
+from zero_core.testing import Case, batch, late_device, make_model, run_alone, simulate
+from zero_offload import OffloadedOptimizer, create_tier
+
+STEPS = 3
+
+
+def _case(in_backward: bool, ratio: Any, end: str = "last", **keys: Any) -> Case:
+    block = {"device": "cpu", "ratio": ratio, "host_share": end}
+    return Case(
+        dtype="bf16",
+        zero={"offload_optimizer": block},
+        clipping=0.0 if in_backward else 0.5,
+        top={"check_grad_overflow": not in_backward},
+        **keys,
+    )
+
+
+HOST_ALONE = [
+    _case(True, 1.0, stage=1),
+    _case(False, 1.0, stage=2, accumulation=2),
+    _case(True, 1.0, stage=3),
+]
+SHARED = [
+    _case(True, 0.4, stage=3),
+    _case(False, 0.4, "first", stage=2),
+    _case(True, "auto", stage=2),
+]
+
+
+def train(ranks: Any, case: Case) -> dict[str, torch.Tensor]:
+    engine = zero_core.build(
+        make_model(case.width), case.config(), process_group=ranks, state_tier=create_tier
+    )
+    for step, micro in itertools.product(range(STEPS), range(case.accumulation)):
+        inputs = batch(step, micro, ranks.rank)
+        loss = engine(**{**inputs, "ids": inputs["ids"].to(ranks.device)})["loss"]
+        engine.backward(loss)
+        engine.step()
+    values = {name: value.cpu() for name, value in engine.full_state_dict().items()}
+    engine.close()
+    return values
+
+
+def _run(world_size: int) -> None:
+    late_device.load()
+    for seed, case in enumerate([*HOST_ALONE, *SHARED]):
+        expected = simulate(train, world_size, case)
+        late_device.set_delays(seed=seed, kernel_s=2e-5, copy_s=1e-3)
+        found = simulate(train, world_size, case, device="late")
+        late_device.set_delays()
+        # The device's part is torch's own update there, with other roundings than the host's.
+        near = 0.0 if case in HOST_ALONE else 1e-2
+        for values, exact in zip(found, expected, strict=True):
+            torch.testing.assert_close(values, exact, rtol=near, atol=near, msg=str(case))
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_offload_has_the_numbers_of_the_cpu(world_size: int) -> None:
+    run_alone(_run, world_size)
+
+
+def _step_on_the_second_device() -> None:
+    late_device.load()
+    torch.accelerator.set_device_index(1)
+    model = nn.Linear(5, 3, device="late:1")
+    optimizer = OffloadedOptimizer(torch.optim.AdamW, model.parameters(), lr=0.1)
+    late_device.forget_contexts()
+    for _ in range(2):
+        model(torch.ones(2, 5, device="late:1")).sum().backward()
+        optimizer.step()
+    torch.accelerator.synchronize()
+    assert late_device.contexts() == [1]
+
+
+def test_no_thread_touches_another_device() -> None:
+    run_alone(_step_on_the_second_device)
