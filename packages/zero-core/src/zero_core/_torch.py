@@ -18,7 +18,7 @@ from typing import Any, TypeVar, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._C import DisableTorchFunction, DisableTorchFunctionSubclass
+from torch._C import DisableTorchFunction
 from torch._C._profiler import _RecordFunctionFast as profiled_range
 from torch.optim.optimizer import _global_optimizer_pre_hooks
 from torch.utils import _pytree as pytree
@@ -27,7 +27,6 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode as current_d
 
 __all__ = [
     "DisableTorchFunction",
-    "DisableTorchFunctionSubclass",
     "current_dispatch_mode",
     "disable_current_modes",
     "profiled_range",

@@ -10,8 +10,8 @@ The *tail* is one more unit after the blocks: the parameters of modules that the
 behind the last block (a final norm, a head), under all of their names. Its values are waited for
 when forward leaves the last block, and its gradients come before those of the blocks. That the
 tree's order is the order of use is a guess, which only time depends on:
-[Note: the tail] in `zero_core.runtime.runtime`. Tied weights (an embedding that is the head, too),
-parameters of the modules that contain blocks, and subclasses of ``nn.Parameter`` stay in the root.
+[Note: the tail] in `zero_core.runtime.runtime`. Tied weights (an embedding that is the head, too)
+and parameters of the modules that contain blocks stay in the root.
 
 A *leaf* is a module that is one unit with everything in it, at any depth of the module tree. It
 has ``_is_zero_leaf = True``, or ``zero_optimization.leaf_module`` names it.
@@ -214,9 +214,7 @@ def discover(
     for number, owned in owners.items():
         members[next(iter(owned)) if len(owned) == 1 else ""].append(number)
     behind = _behind_blocks(model, set(blocks)) - read
-    tail = [
-        n for n in members[""] if type(params[n]) is nn.Parameter and behind.issuperset(names[n])
-    ]
+    tail = [n for n in members[""] if behind.issuperset(names[n])]
     modules = {"": model, **dict(blocks.values())}
     units = [
         (path, modules[path], tuple(numbers_))

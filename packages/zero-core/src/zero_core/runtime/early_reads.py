@@ -3,10 +3,10 @@
 [Note: a parameter that is waited for when it is read]
 A module's forward is announced by its hooks. Other code may read a parameter without them:
 ``F.linear(x, self.head.weight)``, or a list of parameters that the model keeps. From the start of
-a forward until the tail is waited for, its parameters are of a subclass of ``nn.Parameter`` whose
+a forward until the tail is waited for, its parameters are of a subclass of their class, whose
 ``__torch_function__`` torch calls before any operation on them: the first one that needs values
-waits for them. Python objects, hooks and gradients stay as they are, and afterwards the class is
-``nn.Parameter`` again: nothing is intercepted then.
+waits for them. Python objects, hooks and gradients stay as they are, and afterwards they have their
+own class again: nothing is intercepted then.
 """
 
 from __future__ import annotations
@@ -16,8 +16,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from torch import Tensor, nn
-
-from zero_core._torch import DisableTorchFunctionSubclass
 
 _PROPERTIES = ("shape", "dtype", "device", "layout", "ndim", "requires_grad", "grad", "grad_fn")
 _NEEDS_NO_VALUES = frozenset(
@@ -45,10 +43,21 @@ class EarlyReads:
 
     def __init__(self, params: Sequence[nn.Parameter], reader: ParamReader) -> None:
         """``reader`` makes ``params`` readable. It is held weakly."""
-        self._params = list(params)
-        held = weakref.ref(reader)  # a class is freed late, and must not keep an engine
+        self._reader = weakref.ref(reader)  # a class is freed late, and must not keep an engine
+        self._classes = [(param, type(param), self._awaited(type(param))) for param in params]
 
-        class Awaited(nn.Parameter):
+    def watch(self) -> None:
+        for param, _, awaited in self._classes:
+            param.__class__ = awaited
+
+    def end(self) -> None:
+        for param, own, _ in self._classes:
+            param.__class__ = own
+
+    def _awaited(self, own: type[nn.Parameter]) -> type[nn.Parameter]:
+        reader = self._reader
+
+        class Awaited(own):  # type: ignore[misc,valid-type]
             @classmethod
             def __torch_function__(
                 cls,
@@ -57,19 +66,8 @@ class EarlyReads:
                 args: Sequence[Any] = (),
                 kwargs: Mapping[str, Any] | None = None,
             ) -> Any:
-                if func not in _NEEDS_NO_VALUES and (alive := held()) is not None:
+                if func not in _NEEDS_NO_VALUES and (alive := reader()) is not None:
                     alive.read_early()
-                with DisableTorchFunctionSubclass():
-                    return func(*args, **(kwargs or {}))
+                return super().__torch_function__(func, types, args, kwargs or {})
 
-        self._awaited = Awaited
-
-    def watch(self) -> None:
-        self._set(self._awaited)
-
-    def end(self) -> None:
-        self._set(nn.Parameter)
-
-    def _set(self, kind: type[nn.Parameter]) -> None:
-        for param in self._params:
-            param.__class__ = kind
+        return Awaited
