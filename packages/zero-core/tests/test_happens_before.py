@@ -9,6 +9,8 @@ from zero_core.testing.happens_before import HappensBefore
 COMPUTE, COPIES = 0, 7
 CALLER, WORKER = 100, 200
 GRADIENT, STAGING = (4096, 2048), (1 << 20, 2048)
+WHOLE, PART = (8192, 4096), (8192 + 2048, 16)
+RANGES = [GRADIENT, STAGING, WHOLE, PART]
 
 
 def _copy_down(
@@ -21,14 +23,15 @@ def _copy_down(
         checker.wait_event(1, COPIES)
     checker.launch(CALLER, COPIES, "copy down", reads=[GRADIENT], writes=[STAGING])
     checker.record_event(CALLER, 2, COPIES)
-    checker.hand_over(CALLER, WORKER)
+    checker.send(CALLER, 5)
+    checker.receive(5, WORKER)
     if synchronizes:
         checker.synchronize_event(2, WORKER)
     checker.host_access(WORKER, "Adam", reads=[STAGING])
 
 
 def test_ordered_accesses_are_no_race() -> None:
-    checker = HappensBefore()
+    checker = HappensBefore(RANGES)
     _copy_down(checker)
     assert not checker.races
 
@@ -41,14 +44,14 @@ def test_ordered_accesses_are_no_race() -> None:
     ],
 )
 def test_dropped_wait_is_reported(dropped: str, first: str, second: str) -> None:
-    checker = HappensBefore()
+    checker = HappensBefore(RANGES)
     _copy_down(checker, **{dropped: False})
     (race,) = checker.races
     assert (race.first, race.second) == (first, second)
 
 
 def test_synchronization_of_one_thread_does_not_order_another() -> None:
-    checker = HappensBefore()
+    checker = HappensBefore(RANGES)
     _copy_down(checker)
     checker.launch(WORKER, COPIES, "copy up", reads=[STAGING])
     checker.host_access(CALLER, "overwriting", writes=[STAGING])
@@ -56,22 +59,22 @@ def test_synchronization_of_one_thread_does_not_order_another() -> None:
 
 
 def test_launch_is_ordered_after_what_its_thread_did() -> None:
-    checker = HappensBefore()
+    checker = HappensBefore(RANGES)
     checker.host_access(CALLER, "filling", writes=[STAGING])
     checker.launch(CALLER, COPIES, "copy up", reads=[STAGING])
     assert not checker.races
 
 
 def test_overlapping_views_are_compared() -> None:
-    checker = HappensBefore()
-    checker.launch(CALLER, COMPUTE, "whole", writes=[(4096, 4096)])
-    checker.launch(CALLER, COPIES, "part", reads=[(4096 + 2048, 16)])
+    checker = HappensBefore(RANGES)
+    checker.launch(CALLER, COMPUTE, "whole", writes=[WHOLE])
+    checker.launch(CALLER, COPIES, "part", reads=[PART])
     assert len(checker.races) == 1
 
 
 @pytest.mark.parametrize("is_recorded", [False, True])
 def test_freed_memory_must_not_have_readers_on_other_streams(is_recorded: bool) -> None:
-    checker = HappensBefore()
+    checker = HappensBefore(RANGES)
     checker.launch(CALLER, COMPUTE, "backward", writes=[GRADIENT])
     checker.record_event(CALLER, 1, COMPUTE)
     checker.wait_event(1, COPIES)
@@ -83,7 +86,7 @@ def test_freed_memory_must_not_have_readers_on_other_streams(is_recorded: bool) 
 
 
 def test_event_stands_for_its_last_record() -> None:
-    checker = HappensBefore()
+    checker = HappensBefore(RANGES)
     checker.record_event(CALLER, 1, COMPUTE)
     checker.launch(CALLER, COMPUTE, "backward", writes=[GRADIENT])
     checker.wait_event(1, COPIES)
@@ -92,7 +95,7 @@ def test_event_stands_for_its_last_record() -> None:
 
 
 def test_stream_synchronization_orders_the_thread() -> None:
-    checker = HappensBefore()
+    checker = HappensBefore(RANGES)
     checker.launch(CALLER, COPIES, "copy down", writes=[STAGING])
     checker.synchronize_stream(COPIES, CALLER)
     checker.host_access(CALLER, "reading", reads=[STAGING])

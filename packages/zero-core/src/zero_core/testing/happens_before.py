@@ -2,23 +2,25 @@
 
 The rules are those of ``torch.cuda._sanitizer``: every stream has a vector clock, events carry
 clocks from one stream to another, and two accesses of which one writes must be ordered. Memory is
-compared by pages of `PAGE_BYTES`, because views of one buffer overlap.
+compared part by part, because views of one buffer overlap: a **part** lies between two neighbouring
+bounds of the ranges of memory in the trace.
 
 A thread of the host is one more stream. What a thread launches is ordered after what the thread did
 before. A thread that synchronizes with an event is ordered after it, and no other thread is. Where
-threads order themselves (a queue, a lock), the trace says so by `HappensBefore.hand_over`.
+threads order themselves (a queue, a lock), the trace says so by `HappensBefore.send` and
+`HappensBefore.receive`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from bisect import bisect_left
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
 from itertools import count
 
 from torch.cuda._sanitizer import EventHandler, UnsynchronizedAccessError
 
-PAGE_BYTES = 512
-"""Bytes of a page. Buffers of an engine begin at multiples of it on accelerators."""
+from zero_core.testing.late_device import TraceRecord
 
 Range = tuple[int, int]
 """Address and number of bytes."""
@@ -26,23 +28,22 @@ Range = tuple[int, int]
 
 @dataclass(frozen=True)
 class Race:
-    """Two accesses to one page that nothing orders.
+    """Two accesses to the same memory that nothing orders.
 
     Attributes:
-        page: address of the page.
+        address: of the first byte.
         first: operation that is first in the trace, with its stream.
         second: the other one.
     """
 
-    page: int
+    address: int
     first: str
     second: str
 
     def __str__(self) -> str:
-        return f"{self.second} is not ordered after {self.first} (page at {self.page:#x})"
+        return f"{self.second} is not ordered after {self.first} (memory at {self.address:#x})"
 
 
-@dataclass
 class HappensBefore:
     """Checks a trace, record by record, in the order in which the host made the calls.
 
@@ -53,9 +54,10 @@ class HappensBefore:
         races: found so far, one for each pair of operations.
     """
 
-    races: list[Race] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
+    def __init__(self, ranges: Iterable[Range]) -> None:
+        """Prepare for accesses to ``ranges`` of memory."""
+        self.races: list[Race] = []
+        self._bounds = sorted({bound for a, numel in ranges for bound in (a, a + numel)})
         self._handler = EventHandler()
         self._numbers: dict[tuple[str, int], int] = {}
         self._fresh = count(1)
@@ -109,9 +111,13 @@ class HappensBefore:
         for stream in streams:
             self.synchronize_stream(stream, thread)
 
-    def hand_over(self, source: int, target: int) -> None:
-        """What a thread did so far comes before what another thread does from now on."""
-        self._order(self._thread(source), self._thread(target))
+    def send(self, thread: int, what: int) -> None:
+        """A thread hands something over: `receive` is ordered after all that it did so far."""
+        self._handler._handle_event_record(self._number("handover", what), self._thread(thread))
+
+    def receive(self, what: int, thread: int) -> None:
+        """A thread receives what was handed over last under that number."""
+        self._handler._handle_event_wait(self._number("handover", what), self._thread(thread))
 
     def record_stream(self, memory: Range, stream: int) -> None:
         """Memory is also used on a stream, besides the one that it was allocated on."""
@@ -128,19 +134,29 @@ class HappensBefore:
         self._order(self._thread(thread), target)
         self._access(target, f"reuse of freed memory on stream {stream}", (), [memory])
 
+    def forget(self, memory: Range) -> None:
+        """Memory that nothing uses any more has new contents from now on."""
+        for part in self._parts(memory):
+            if part in self._handler.tensors_accessed.accesses:
+                self._handler._handle_memory_deallocation(part)
+
+    def _parts(self, memory: Range) -> range:
+        start, nbytes = memory
+        return range(bisect_left(self._bounds, start), bisect_left(self._bounds, start + nbytes))
+
     def _access(
         self, stream: int, operation: str, reads: Iterable[Range], writes: Iterable[Range]
     ) -> None:
-        written = {page for memory in writes for page in _pages(memory)}
-        read = {page for memory in reads for page in _pages(memory)} - written
-        names = {page: [""] for page in read | written}
+        written = {part for memory in writes for part in self._parts(memory)}
+        read = {part for memory in reads for part in self._parts(memory)} - written
+        names = {part: [""] for part in read | written}
         found = self._handler._handle_kernel_launch(stream, read, written, set(), operation, names)
         for error in found:
             assert isinstance(error, UnsynchronizedAccessError)
             first, second = error.previous_access.operator, error.current_access.operator
             if (first, second) not in self._seen:
                 self._seen.add((first, second))
-                self.races.append(Race(error.data_ptr * PAGE_BYTES, first, second))
+                self.races.append(Race(self._bounds[error.data_ptr], first, second))
 
     def _order(self, source: int, target: int) -> None:
         event = next(self._fresh)
@@ -161,11 +177,111 @@ class HappensBefore:
         key = kind, name
         if key not in self._numbers:
             self._numbers[key] = next(self._fresh)
-            if kind != "event":
+            if kind in ("stream", "thread"):
                 self._handler._handle_stream_creation(self._numbers[key])
         return self._numbers[key]
 
 
-def _pages(memory: Range) -> range:
-    start, nbytes = memory
-    return range(start // PAGE_BYTES, -(-(start + nbytes) // PAGE_BYTES))
+_WAITS = {
+    "event_wait",
+    "event_query",
+    "event_synchronize",
+    "stream_query",
+    "stream_synchronize",
+    "device_synchronize",
+    "record_stream",
+}
+
+
+def wait_of(record: TraceRecord, package: str) -> str:
+    """Return the line of a package that waited, as ``file:line function``. Empty: it did not wait.
+
+    What an operator waits for by itself (a copy that blocks) is no wait of the package.
+
+    Args:
+        record: of any kind.
+        package: a part of the path that all files of interest have, and no others.
+    """
+    if record.kind not in _WAITS or record.name:
+        return ""
+    return next((frame for frame in record.stack.splitlines() if package in frame), "")
+
+
+def find_races(
+    trace: Sequence[TraceRecord], *, workers: Collection[int] = (), without: Collection[int] = ()
+) -> list[Race]:
+    """Return the races of a trace of the late device, device by device.
+
+    Threads of one device take turns (a thread of autograd's works while its caller waits), except
+    for ``workers``.
+
+    Args:
+        trace: what `late_device.stop_trace` returned.
+        workers: numbers of threads that run beside the others.
+        without: positions in the trace of records to leave out: waits that are to be missed.
+    """
+    devices = _devices_of_threads(trace)
+    dropped = set(without)
+    ranges = [r for record in trace for r in (*_sized(record.reads), *_sized(record.writes))]
+    checkers = {device: HappensBefore(ranges) for device in devices.values()}
+    owner_of_event: dict[int, int] = {}
+    streams: dict[int, set[int]] = {device: set() for device in checkers}
+    for position, record in enumerate(trace):
+        if record.kind == "event_record":
+            owner_of_event[record.event] = record.device
+        device = record.device
+        if device < 0 and record.event in owner_of_event:
+            device = owner_of_event[record.event]
+        if device < 0:
+            device = devices.get(record.thread, -1)
+        if device < 0 or position in dropped:
+            continue
+        if record.stream >= 0:
+            streams[device].add(record.stream)
+        thread = record.thread if record.thread in workers else 0
+        _feed(checkers[device], record, thread, streams[device])
+    return [race for checker in checkers.values() for race in checker.races]
+
+
+def _devices_of_threads(trace: Sequence[TraceRecord]) -> dict[int, int]:
+    """Return the first device that each thread used."""
+    found: dict[int, int] = {}
+    for record in trace:
+        if record.device >= 0:
+            found.setdefault(record.thread, record.device)
+    return found
+
+
+def _feed(checker: HappensBefore, record: TraceRecord, thread: int, streams: set[int]) -> None:
+    stream, reads, writes = record.stream, _sized(record.reads), _sized(record.writes)
+    event = record.event * 1_000_000 + record.version  # an event stands for one of its records
+    match record.kind:
+        case "launch":
+            checker.launch(thread, stream, record.name, reads=reads, writes=writes)
+        case "host_access":
+            checker.host_access(thread, record.name, reads=reads, writes=writes)
+        case "event_record":
+            checker.record_event(thread, event, stream)
+        case "event_wait":
+            checker.wait_event(event, stream)
+        case "event_synchronize" | "event_query":
+            checker.synchronize_event(event, thread)
+        case "stream_synchronize" | "stream_query":
+            checker.synchronize_stream(stream, thread)
+        case "device_synchronize":
+            checker.synchronize_device(streams, thread)
+        case "record_stream":
+            checker.record_stream(reads[0], stream)
+        case "free":
+            checker.free(thread, stream, writes[0])
+        case "pinned_free":
+            checker.forget(writes[0])
+        case "send":
+            checker.send(thread, record.event)
+        case "receive":
+            checker.receive(record.event, thread)
+
+
+def _sized(ranges: Iterable[Range]) -> list[Range]:
+    """Turn addresses of begin and end into addresses and numbers of bytes."""
+    return [(begin, end - begin) for begin, end in ranges]

@@ -140,9 +140,9 @@ void note(const std::string& kind, int device, int64_t stream, std::string name 
                    std::move(writes), thread_number(), std::move(stack)});
 }
 
-void note_wait(const char* kind, int device, int64_t stream, uint64_t id = 0,
-               uint64_t version = 0) {
-  note(kind, device, stream, "", id, version, {}, {}, stack_of_wait());
+void note_wait(const char* kind, int device, int64_t stream, uint64_t id = 0, uint64_t version = 0,
+               const char* name = "") {
+  note(kind, device, stream, name, id, version, {}, {}, stack_of_wait());
 }
 
 void count_sync(const char* kind, int device) {
@@ -312,9 +312,9 @@ StreamState& current_of(int device) {
   return state_of(device, current_stream[device]);
 }
 
-void synchronize_stream(StreamState& stream) {
+void synchronize_stream(StreamState& stream, const char* why = "") {
   stream.wait();
-  note_wait("stream_synchronize", stream.device, stream.id);
+  note_wait("stream_synchronize", stream.device, stream.id, 0, 0, why);
 }
 
 void synchronize_device(int device) {
@@ -1345,7 +1345,7 @@ void run_on_cpu(const c10::OperatorHandle& op, torch::jit::Stack& stack) {
 void run_now(Call& call, const char* why) {
   StreamState& stream = current_of(call.device.index());
   count_sync(why, call.device.index());
-  synchronize_stream(stream);
+  synchronize_stream(stream, why);
   raise_errors(call.device.index());
   Launch launch;
   auto args = call.twin_stack(launch);
@@ -1536,7 +1536,7 @@ Tensor copy_from(const Tensor& source, const Tensor& target, bool non_blocking) 
     pinned_allocator.record_use(host.data_ptr(), stream);
   } else {
     count_sync("copy", device);
-    synchronize_stream(stream);
+    synchronize_stream(stream, "copy");
     raise_errors(device);
   }
   return target;
@@ -1561,7 +1561,7 @@ at::Scalar local_scalar(const Tensor& self) {
   count_sync("item", device);
   StreamState& stream = current_of(device);
   note("launch", device, stream.id, "item", 0, 0, {range_of(self)});
-  synchronize_stream(stream);
+  synchronize_stream(stream, "item");
   raise_errors(device);
   at::AutoDispatchBelowADInplaceOrView below;
   Launch launch;

@@ -1,0 +1,340 @@
+"""Every access to memory that streams and threads share is ordered, by a wait that is needed."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor, nn, optim
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+import cpu_adam
+import zero_core
+from zero_core.optim.device_tier import DeviceTier
+from zero_core.testing import late_device, run_alone
+from zero_core.testing.happens_before import find_races, wait_of
+from zero_core.testing.late_device import TraceRecord
+from zero_offload import OffloadedOptimizer
+from zero_offload.flat import geometry
+from zero_offload.flat.grads import GradLedger
+from zero_offload.steppers.memory_stepper import MemoryStepper
+from zero_offload.steppers.stepper import Chunk, SpanMemory
+from zero_offload.tier import create_tier, make_device_tier
+from zero_offload.tiers import transfer
+from zero_offload.tiers.progress import Progress, Published
+from zero_offload.tiers.worker import Worker
+
+WIDTH = 48
+_PACKAGES = "/src/zero_"
+_HINTS = ("<genexpr>", "to_host")
+"""Functions that ask whether an event has fired and rely on nothing: a prefetch that would block is
+put off, and a reference is kept longer than need be."""
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(16, WIDTH)
+        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(8))
+        self.last = nn.Linear(WIDTH, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = x + torch.tanh(block(x))
+        out: Tensor = self.last(x)
+        return out
+
+
+class _PinnedAccesses(TorchDispatchMode):
+    """Adds to the trace what torch does to pinned memory on the host."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        given = [(a, a.alias_info) for a in func._schema.arguments]
+        values = dict(zip((a.name for a, _ in given), args, strict=False)) | (kwargs or {})
+        tensors = [t for t in tree_leaves(values) if isinstance(t, Tensor)]
+        is_view = any(r.alias_info and not r.alias_info.is_write for r in func._schema.returns)
+        if not is_view and all(t.is_cpu for t in tensors) and any(t.is_pinned() for t in tensors):
+            written = [values[a.name] for a, alias in given if alias and alias.is_write]
+            read = [t for t in tensors if t.is_pinned() and not any(t is w for w in written)]
+            late_device.note_host_access(
+                str(func), reads=read, writes=[w for w in written if isinstance(w, Tensor)]
+            )
+        return func(*args, **(kwargs or {}))
+
+
+class _HostKernels:
+    """Adds to the trace what it cannot see: kernels of the host, and hand-overs of threads."""
+
+    def __init__(self) -> None:
+        self._entries: dict[tuple[int, int, int], Published] = {}  # the last of each run
+
+    def update(
+        self,
+        original: Callable[..., None],
+        stepper: MemoryStepper,
+        chunk: Chunk,
+        grads: GradLedger,
+        grad_scale: float,
+        out: SpanMemory,
+    ) -> None:
+        written: list[Tensor] = []
+
+        def noted(start: int, stop: int) -> Tensor:
+            written.append(out(start, stop))
+            return written[-1]
+
+        read = [p for run in chunk.runs for *_, p in grads.segments(run.start, run.stop)]
+        late_device.note_host_access("update, gradients", reads=read)
+        original(stepper, chunk, grads, grad_scale, noted)
+        late_device.note_host_access("update, parameters", writes=written)
+
+    @contextmanager
+    def noted(self) -> Iterator[None]:
+        originals = {
+            "update": MemoryStepper.update,
+            "add": Worker.add,
+            "run_next": Worker.run_next,
+            "begin": Progress.begin,
+            "publish": Progress.publish,
+            "wait": Progress.wait,
+            "drain": Progress.drain,
+        }
+
+        def add(worker: Worker, *args: Any) -> None:
+            late_device.note_handover("send", id(worker))
+            originals["add"](worker, *args)
+
+        def run_next(worker: Worker) -> None:
+            late_device.note_handover("receive", id(worker))
+            originals["run_next"](worker)
+
+        def begin(progress: Progress, runs: Sequence[tuple[int, int]]) -> Any:
+            found = originals["begin"](progress, runs)
+            for run, entry in zip(runs, found[0], strict=True):
+                self._entries[id(progress), *run] = entry
+            return found
+
+        def publish(progress: Progress, entry: Published, event: torch.Event | None) -> None:
+            late_device.note_handover("send", id(entry))
+            late_device.note_handover("send", id(progress))
+            originals["publish"](progress, entry, event)
+
+        def wait(progress: Progress, start: int, stop: int) -> Any:
+            found = originals["wait"](progress, start, stop)
+            for (owner, low, high), entry in self._entries.items():
+                if owner == id(progress) and low < stop and start < high:
+                    late_device.note_handover("receive", id(entry))
+            return found
+
+        def drain(progress: Progress) -> None:
+            originals["drain"](progress)
+            late_device.note_handover("receive", id(progress))
+
+        with (
+            _PinnedAccesses(),
+            mock.patch.object(
+                MemoryStepper, "update", lambda *args: self.update(originals["update"], *args)
+            ),
+            mock.patch.object(Worker, "add", add),
+            mock.patch.object(Worker, "run_next", run_next),
+            mock.patch.object(Progress, "begin", begin),
+            mock.patch.object(Progress, "publish", publish),
+            mock.patch.object(Progress, "wait", wait),
+            mock.patch.object(Progress, "drain", drain),
+        ):
+            yield
+
+
+def _config(dtype: str, zero: dict[str, Any], **rest: Any) -> dict[str, Any]:
+    return {
+        "train_micro_batch_size_per_gpu": 2,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
+        "zero_optimization": zero,
+        **({dtype: {"enabled": True}} if dtype != "fp32" else {}),
+        **rest,
+    }
+
+
+OFFLOAD = {"device": "cpu", "pin_memory": True}
+CASES = {
+    "offloaded": _config("bf16", {"stage": 2, "offload_optimizer": OFFLOAD}),
+    "offloaded and clipped": _config(
+        "bf16", {"stage": 2, "offload_optimizer": OFFLOAD}, gradient_clipping=1.0
+    ),
+    "offloaded in fp32": _config("fp32", {"stage": 2, "offload_optimizer": OFFLOAD}),
+    "twin": _config("bf16", {"stage": 2, "offload_optimizer": {**OFFLOAD, "ratio": 0.6}}),
+    "parameters too": _config(
+        "bf16",
+        {
+            "stage": 3,
+            "offload_optimizer": OFFLOAD,
+            "offload_param": {"device": "cpu", "pin_memory": True},
+            "stage3_param_persistence_threshold": 0,
+        },
+    ),
+    "parameters alone": _config(
+        "bf16",
+        {
+            "stage": 3,
+            "offload_param": {"device": "cpu", "pin_memory": True},
+            "stage3_param_persistence_threshold": 0,
+        },
+    ),
+}
+
+
+def _batch(step: int) -> Tensor:
+    return torch.randn(2, 16, generator=torch.Generator().manual_seed(step)).to("late:0")
+
+
+def _train(config: dict[str, Any], *, evaluates: bool = False) -> None:
+    torch.manual_seed(0)
+    engine = zero_core.build(Net().to("late:0"), config)
+    for step in range(3):
+        for _ in range(config.get("gradient_accumulation_steps", 1)):
+            engine.backward(engine(_batch(step)).float().square().mean())
+            if evaluates:  # what it reads is overwritten by the step
+                with torch.no_grad():
+                    engine(_batch(7))
+            engine.step()
+    engine.close()
+
+
+def _offloaded_optimizer() -> None:
+    """A plain loop, whose model is dropped while new values are on their way."""
+    torch.manual_seed(0)
+    net = Net().to("late:0", torch.bfloat16)
+    optimizer = OffloadedOptimizer(optim.AdamW, net.parameters(), lr=1e-2)
+    for step in range(3):
+        optimizer.zero_grad()
+        net(_batch(step).bfloat16()).float().square().mean().backward()
+        optimizer.step()
+    for part in optimizer.tier.parts:
+        part.drain()
+
+
+def _tier() -> None:
+    """A caller reads parameters between offer and step, and drops them while new ones arrive."""
+    numel, units = 4096, 4
+    flat = torch.randn(units * numel).to("late:0", torch.bfloat16)
+    shards = [(i * numel, flat[i * numel : (i + 1) * numel].clone()) for i in range(units)]
+    group = {**optim.AdamW([nn.Parameter(torch.zeros(1))], lr=1e-2).defaults}
+    tier = create_tier(
+        numel=units * numel,
+        pieces=[(start, start + numel, 0) for start, _ in shards],
+        params=shards,
+        device=torch.device("late:0"),
+        optimizer_class=optim.AdamW,
+        groups=[group],
+        config={"offload_optimizer": {"pin_memory": True}},
+        adam_kernel=cpu_adam,
+        device_tier=make_device_tier,
+    )
+    for _ in range(2):
+        tier.wait_params(0, tier.geometry.numel)
+        for start, shard in shards:
+            tier.offer_grad(start, torch.ones_like(shard))
+        for _, shard in shards:
+            shard.square()
+        tier.step([group], range(units), grad_scale=1.0)
+    for part in tier.parts:
+        part.drain()
+
+
+def _device_tier() -> None:
+    """A tier on the device with its shards on the host, and two steps that nobody waits between."""
+    shard = torch.zeros(1024, dtype=torch.bfloat16).pin_memory()
+    group = {**optim.AdamW([nn.Parameter(torch.zeros(1))], lr=1e-2).defaults}
+    tier = DeviceTier(
+        numel=1024,
+        pieces=[(0, 1024, 0)],
+        params=[(0, shard)],
+        device=torch.device("late:0"),
+        optimizer_class=optim.AdamW,
+        groups=[group],
+    )
+    for _ in range(2):
+        tier.offer_grad(0, torch.ones(1024).to("late:0"))
+        tier.step([group], [0], grad_scale=1.0)
+    tier.wait_params(0, 1024)
+
+
+def _reused_memory() -> None:
+    """The engine's first buffers are memory that was just used for something else."""
+    torch.manual_seed(0)
+    net = Net().to("late:0")
+    for nbytes in range(512, 32768, 512):
+        torch.empty(nbytes, dtype=torch.uint8, device="late:0").fill_(1)
+    engine = zero_core.build(net, CASES["parameters alone"])
+    engine(_batch(0)).float().square().mean().item()
+    engine.close()
+
+
+def _edited_parameters() -> None:
+    """Values on the host are edited right after a forward that they were fetched for."""
+    torch.manual_seed(0)
+    engine = zero_core.build(Net().to("late:0"), CASES["parameters too"])
+    with torch.no_grad():
+        engine(_batch(0))
+    with torch.no_grad(), engine.gathered(modifier_rank=0):
+        for param in engine.module.parameters():
+            param.add_(1)
+    engine.close()
+
+
+PROGRAMS: dict[str, Callable[[], None]] = {
+    **{name: partial(_train, config) for name, config in CASES.items()},
+    "evaluation before a step": partial(_train, CASES["offloaded and clipped"], evaluates=True),
+    "plain loop": _offloaded_optimizer,
+    "tier": _tier,
+    "device tier": _device_tier,
+    "reused memory": _reused_memory,
+    "edited parameters": _edited_parameters,
+}
+
+
+def _check(names: list[str]) -> None:
+    late_device.load()
+    missed: dict[str, bool] = {}
+    for name in names:
+        kernels = _HostKernels()
+        with kernels.noted():
+            late_device.start_trace()
+            PROGRAMS[name]()
+            trace = late_device.stop_trace()
+        workers = _workers(trace)
+        races = find_races(trace, workers=workers)
+        assert not races, f"{name}: {'; '.join(map(str, races[:5]))}"
+        sites: dict[str, list[int]] = defaultdict(list)
+        for position, record in enumerate(trace):
+            site = wait_of(record, _PACKAGES)
+            is_hint = record.kind == "event_query" and site.endswith(_HINTS)
+            if site and not is_hint:
+                sites[f"{record.kind} {site}"].append(position)
+        for site, positions in sites.items():
+            found = find_races(trace, workers=workers, without=positions)
+            missed[site] = missed.get(site, False) or bool(found)
+    for site, is_reported in sorted(missed.items()):
+        print("REPORTED" if is_reported else "MISSED  ", site)
+    assert all(missed.values())
+
+
+def _workers(trace: list[TraceRecord]) -> set[int]:
+    return {r.thread for r in trace if r.kind == "host_access"}
+
+
+def test_nothing_is_unordered_and_every_wait_is_needed() -> None:
+    with (
+        mock.patch.object(geometry, "PUBLISHED_NUMEL", 1024),
+        mock.patch.object(transfer, "PUBLISHED_NUMEL", 1024),
+    ):
+        run_alone(_check, list(PROGRAMS))
