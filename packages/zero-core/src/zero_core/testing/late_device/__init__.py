@@ -185,8 +185,8 @@ class TraceRecord(NamedTuple):
               wait for version 0 waits for nothing: the event was not recorded yet
             - ``"event_synchronize"``, and ``"event_query"`` that found it done: by the host thread
             - ``"stream_synchronize"``, ``"stream_query"`` that found it idle, and
-              ``"device_synchronize"``: by the host thread; ``name`` is ``"copy"`` or ``"item"`` where
-              an operator waited by itself
+              ``"device_synchronize"``: by the host thread; ``name`` is ``"copy"`` or ``"item"``
+              where an operator waited by itself
             - ``"alloc"``, ``"free"``: ``writes`` is the block, ``stream`` the one that owns it
             - ``"record_stream"``: ``reads`` is the block, ``stream`` its user
             - ``"pinned_alloc"``, ``"pinned_free"``: ``writes`` is the block of host memory
