@@ -106,8 +106,8 @@ def test_a_unit_stays_when_an_older_forward_that_lives_used_it() -> None:
     older = _forward(order, 1, 2, 3)
     newer = _forward(order, 1, 2, 3)
     assert _run(order, newer, "e3 e2") == ([], [])
-    assert order.enter(3, older) == []
-    assert order.enter(2, older) == []
+    assert list(order.enter(3, older)) == []
+    assert list(order.enter(2, older)) == []
     assert list(order.ready_units()) == [3]
 
 

@@ -72,9 +72,9 @@ def make_transport(
         )
     if ranks.device.type == "cuda" and os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
         _log.warning(
-            "CUDA_DEVICE_MAX_CONNECTIONS is 1: gathers and reductions share one hardware queue, so "
-            "a rank that takes another branch of the model than the others may wait for them for "
-            "ever; unset it (8 is CUDA's default)"
+            "CUDA_DEVICE_MAX_CONNECTIONS is 1: all streams share one hardware queue, so gathers, "
+            "reductions and copies wait for the computation that was enqueued before them; unset "
+            "it (CUDA's default is 8)"
         )
     links = Links(ranks.size, per_node, is_ring=True)
     return DeviceCollectives(ranks.library(), links=links, queues=queues, meter=meter)

@@ -12,6 +12,13 @@ end of backward would do for the numbers, but at stage 3 a peer that waits for t
 nothing, and this rank needs its shards to reach that end.
 A gradient that is ready after its unit was complete is *late*, and reduced in a second round.
 
+[Note: one order for gathers and reductions]
+A rank that knows only when it leaves a unit that a gradient does not come launches its reduction
+then, before it gathers anything more. On the other ranks it was launched when the last gradient was
+ready, which is between the same two gathers. So the order of all launches, over both communicators,
+is one on all ranks, branches or not. NCCL asks for that where communicators may share a hardware
+queue.
+
 [Note: place of the tail]
 The tail's gradients should come before those of all blocks, and then it is reduced first. Where it
 has a parameter that is not used, or that the blocks use too, that would keep every other unit
@@ -135,29 +142,27 @@ class BackwardOrder:
         self._recomputed = None
         self._next = 0
 
-    def enter(self, unit: int, forward: Forward | None) -> list[int]:
+    def enter(self, unit: int, forward: Forward | None) -> Iterator[int]:
         """Enter ``unit`` in backward, for what ``forward`` saved. None: to compute it again.
 
-        Returns:
-            The units that backward has skipped.
+        Yields each unit that backward has skipped, before it is complete.
         """
         self._entered.add(unit)
         trail = self._trail_of(unit, forward)
         if trail is None or trail.last_position(unit) is None:
-            return []
+            return
         self._followed = trail
         self._leave_recomputed()
         position = trail.last_position(unit)
         if position is None:
-            return []
+            return
         if forward is not None:
             self._recomputed = None
-            return self._follow(trail, position + 1)
-        if self._recomputed is None or self._recomputed[0] is not trail:
+            yield from self._follow(trail, position + 1)
+        elif self._recomputed is None or self._recomputed[0] is not trail:
             self._recomputed, self._is_recomputed_ready = (trail, [position]), False
         else:
             self._recomputed[1].append(position)
-        return []
 
     def gradient_ready(self, unit: int) -> int:
         """Note that a gradient of ``unit`` is ready.
@@ -185,8 +190,7 @@ class BackwardOrder:
         trail = self._followed or next(reversed(self._trails), None)
         if trail is not None:
             self._leave_recomputed()
-            while trail.units:
-                yield from self._follow(trail, len(trail.units) - 1)
+            yield from self._follow(trail, 0)
 
     def end_backward(self) -> list[int]:
         """End the backward and return the units that have not been ready in it."""
@@ -216,26 +220,24 @@ class BackwardOrder:
         """Follow the trail to its start, if backward has gone through what was computed again."""
         if self._recomputed is not None and self._is_recomputed_ready:
             trail, positions = self._recomputed
-            self._follow(trail, min(positions))
+            for _ in self._follow(trail, min(positions)):
+                pass  # other ranks compute it again, too: nothing is gathered for it
             self._recomputed = None
 
-    def _follow(self, trail: _Trail, stop: int) -> list[int]:
-        """Mark the units at positions >= ``stop`` of the trail as finished.
+    def _follow(self, trail: _Trail, stop: int) -> Iterator[int]:
+        """Mark the units at positions >= ``stop`` of the trail as finished, one by one.
 
-        Returns:
-            Those that backward never entered.
+        Yields each that backward never entered, before it is marked.
         """
-        skipped = []
         older: list[_Trail] | None = None
         while len(trail.units) > stop:
             unit = trail.units.pop()
             if unit not in self._entered:
                 self._entered.add(unit)
-                skipped.append(unit)
+                yield unit
             if self._num_missing.get(unit, 0) > 0 and unit not in trail.units:
                 if older is None:
                     older = self._trails[: self._trails.index(trail)]
                 if not any(unit in t.units for t in older if t.forward() is not None):
                     self._is_tail_late |= unit in self._tail
                     self._num_missing[unit] = 0
-        return skipped

@@ -396,9 +396,9 @@ class Runtime:
         self._entered = unit
         for skipped in self._order.enter(unit.index, forward):
             self._gather_skipped(skipped)
-        self._use(unit, backward=True)
         if self._is_reducing:
-            self._reduce_ready_units()
+            self._reduce_ready_units()  # before the next gather: [Note: one order ...] in `order`
+        self._use(unit, backward=True)
 
     def enter_recompute(self, unit: Unit) -> None:
         """Gather ``unit``, whose forward activation checkpointing computes again in backward."""
@@ -423,14 +423,15 @@ class Runtime:
 
     def _gather_skipped(self, skipped: int) -> None:
         """Gather a unit that backward skips here, because other ranks may go into it."""
-        if self._has_sharded_params:
-            unit = self.units[skipped]
-            if unit.is_tail:
-                self.enter_backward(unit, None)
-                return  # the block that follows is gathered before anything is reduced
+        if not self._has_sharded_params:
+            return
+        if self._is_reducing:
+            self._reduce_ready_units()
+        unit = self.units[skipped]
+        if unit.is_tail:
+            self.enter_backward(unit, None)
+        else:
             self._use(unit, backward=True)
-            if self._is_reducing:
-                self._reduce_ready_units()
 
     def _must_stay(self, unit: Unit) -> bool:
         # A recomputed forward saved raw views; they are used until the unit's gradients are there.
