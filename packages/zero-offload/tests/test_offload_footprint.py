@@ -46,6 +46,7 @@ def test_state_bytes_are_those_that_a_tier_reports(
         pieces=PIECES,
         params=[(0, param.to("meta"))],
         grad_dtypes=[dtype],
+        num_added=1,
         resting=(),
         is_accelerated=False,
         optimizer_class=optim.AdamW,

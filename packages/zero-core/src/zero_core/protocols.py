@@ -348,6 +348,37 @@ class StateTier(Protocol):
 
 
 @runtime_checkable
+class AccumulatingTier(StateTier, Protocol):
+    """A state tier that owns gradients, and adds up those of a step's micro-steps itself.
+
+    The sum is taken in fp32 (float64 for float64), in the order of the calls, and does not depend
+    on where the tier keeps it. ``offer_grad`` replaces it, ``read_grad`` returns it, and a ``step``
+    or ``discard_grads`` ends it.
+    """
+
+    def expect_micro_steps(self, count: int) -> None:
+        """Prepare for ``count`` calls of `add_grad` per range and step, more than one.
+
+        Called once, before the first of them. It decides on memory alone: there may be more.
+        """
+
+    def add_grad(self, start: int, grad: Tensor, *, is_last: bool) -> Callable[[], None] | None:
+        """Add to the gradient of ``[start, start + grad.numel())`` for the next step.
+
+        Called in each micro-step's backward as each segment is reduced. ``grad`` and the result are
+        as for ``offer_grad``; it is added as it is, in its dtype. ``is_last``: the gradient is
+        complete with it, unless another backward of the last micro-step follows.
+        """
+
+    def square_sum(self, start: int, stop: int) -> Callable[[], Tensor]:
+        """Start to compute the sum of the squares of the gradient of ``[start, stop)``.
+
+        The call that is returned waits for it: 0-dim, float64, on the CPU or the device, computed
+        in double precision. It is not finite if an element is not.
+        """
+
+
+@runtime_checkable
 class AheadTier(StateTier, Protocol):
     """A state tier on the device whose update can be enqueued ahead of the step's decision.
 

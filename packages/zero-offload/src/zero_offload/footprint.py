@@ -30,6 +30,7 @@ from zero_offload.rules.rule import KERNEL_DTYPES, PARAM, REMAINDER
 from zero_offload.settings import OffloadSettings
 from zero_offload.steppers.file_stepper import BLOCK_NUMEL
 from zero_offload.steppers.torch_stepper import FUSED_ALIGNMENT
+from zero_offload.tiers.accumulation import num_layers
 from zero_offload.tiers.share import end_share, is_chosen, state_bytes, within_budget
 
 
@@ -62,6 +63,7 @@ class TierFootprint:
         pieces: ``(start, stop, group)`` of each parameter's part, sorted and disjoint.
         params: ``(start, tensor)``: 1-D parameter shards on the meta device.
         grad_dtypes: dtype of the gradients offered for each of ``params``.
+        num_added: gradients of each element that the tier adds up in a step, 1 for none.
         resting: indices of the offloaded shards.
         is_accelerated: whether the compute device is another one than the host.
         optimizer_class: an elementwise torch optimizer.
@@ -80,6 +82,7 @@ class TierFootprint:
         pieces: Sequence[tuple[int, int, int]],
         params: Sequence[tuple[int, Tensor]],
         grad_dtypes: Sequence[torch.dtype],
+        num_added: int,
         resting: Collection[int],
         is_accelerated: bool,
         optimizer_class: OptimizerClass,
@@ -92,6 +95,7 @@ class TierFootprint:
             for index, ((start, tensor), dtype) in enumerate(zip(params, grad_dtypes, strict=True))
         ]
         self._geometry = geometry = Geometry(numel, pieces, params, len(groups))
+        self._num_added = num_added
         self._settings = OffloadSettings.from_config(config)
         self._is_accelerated = is_accelerated
         self._state_bytes = state_bytes(optimizer_class, groups, geometry.master_dtype)
@@ -161,6 +165,8 @@ class TierFootprint:
         start, stop = self.device_span(ratio)
         part = self._clipped(start, stop)
         grad_dtypes = {span.grad_dtype for span in part}
+        if part and self._num_added > 1:
+            grad_dtypes = {self._geometry.master_dtype}  # the sum
         found = {"gradient copies": sum((stop - start) * d.itemsize for d in grad_dtypes)}
         if not self._is_accelerated:
             found["master weights"] = self._masters(part, needs_copy=False)
@@ -171,7 +177,7 @@ class TierFootprint:
         """Return the bytes per step to the host (gradients, resting parameters) and back."""
         part = self._clipped(*self._host_span(ratio))
         rest = self._clipped(*self.device_span(ratio))
-        down = sum(span.numel * span.grad_dtype.itemsize for span in part)
+        down = self._num_added * sum(span.numel * span.grad_dtype.itemsize for span in part)
         down += sum(span.nbytes for span in rest if span.is_offloaded)
         return down, sum(span.nbytes for span in part if not span.is_offloaded)
 
@@ -218,10 +224,13 @@ class TierFootprint:
         return [span for span in part if not rule.for_params(span.dtype).is_master_split]
 
     def _grad_bytes(self, part: Sequence[_Span], numel: int) -> int:
-        """Return the bytes of gradient staging: one over the whole part for each dtype."""
+        """Return the bytes of gradient staging: layers over the whole part for each dtype."""
         wide = self._geometry.master_dtype
         dtypes = {s.grad_dtype if s.grad_dtype in KERNEL_DTYPES else wide for s in part}
-        return sum(numel * dtype.itemsize for dtype in dtypes)
+        layers = {dtype: num_layers(self._num_added, dtype) for dtype in dtypes}
+        total = sum(numel * count * dtype.itemsize for dtype, (count, _) in layers.items())
+        has_sum = any(has_sum for _, has_sum in layers.values())
+        return total + (numel * wide.itemsize if has_sum else 0)
 
     def _staging_bytes(self, part: Sequence[_Span]) -> int:
         """Return the bytes through which new parameters go: staging, or all of a split master."""

@@ -41,9 +41,12 @@ def sum_in_rank_order(out: Tensor, slices: Sequence[Tensor]) -> None:
         out.copy_(total)
 
 
-def norm_of(values: Tensor, p: float = 2.0) -> Tensor:
-    """Return the ``p``-norm of ``values``, 0-dimensional, in fp32 (float64 for float64)."""
-    norm: Tensor = torch.linalg.vector_norm(values, p, dtype=sum_dtype(values.dtype))
+def norm_of(values: Tensor, p: float = 2.0, dtype: torch.dtype | None = None) -> Tensor:
+    """Return the ``p``-norm of ``values``, 0-dimensional.
+
+    It is in ``dtype``, by default fp32 (float64 for float64).
+    """
+    norm: Tensor = torch.linalg.vector_norm(values, p, dtype=dtype or sum_dtype(values.dtype))
     return norm
 
 

@@ -118,6 +118,7 @@ class TierFootprintFactory(Protocol):
         pieces: Sequence[tuple[int, int, int]],
         params: Sequence[tuple[int, Tensor]],
         grad_dtypes: Sequence[torch.dtype],
+        num_added: int,
         resting: Collection[int],
         is_accelerated: bool,
         optimizer_class: type[torch.optim.Optimizer],
@@ -130,6 +131,7 @@ class TierFootprintFactory(Protocol):
         Args, besides those of that factory:
             params: ``(start, tensor)``: 1-D parameter shards, all on the meta device.
             grad_dtypes: dtype of the gradients offered for each of ``params``.
+            num_added: gradients of each element that the tier adds up in a step, 1 for none.
             resting: indices of ``params`` that rest off the device.
             is_accelerated: whether the compute device is another one than the host.
             has_kernel: whether a host kernel computes the update.

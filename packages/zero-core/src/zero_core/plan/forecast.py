@@ -32,7 +32,7 @@ from zero_core.optim.device_tier import (
 from zero_core.optim.factory import has_kernel_rule
 from zero_core.plan.footprints import CollectivesFootprint, Footprints, TierFootprint
 from zero_core.plugins import call_factory
-from zero_core.sharded.gradient_plan import accumulated_dtype, communicated_dtype, offered_dtype
+from zero_core.sharded.gradient_plan import accumulated_dtype, communicated_dtype
 from zero_core.sharded.memory import Memory
 from zero_core.sharded.param_offload import OffloadedSegments, offloaded_segments
 
@@ -101,7 +101,12 @@ class Forecast:
             is_accelerated=is_accelerated,
             offloaded=OffloadedSegments(self._resting, None) if self._resting else None,
         )
-        memory.allocate_gradients(owns_grads=self._is_offloaded)
+        self._gradients = {
+            index: buffers.plan
+            for index, buffers in memory.allocate_gradients(
+                owns_grads=self._is_offloaded, adds_grads=self._is_offloaded
+            ).items()
+        }
         self._numel = drawn.layout.local_numel(is_sharded=memory.has_sharded_state)
         self._spans = [
             (*span, drawn.layout.segments[index]) for index, span in memory.spans.items()
@@ -144,7 +149,8 @@ class Forecast:
                 (start, torch.empty(stop - start, dtype=segment.dtype, device=_META))
                 for start, stop, segment in self._spans
             ],
-            grad_dtypes=[offered_dtype(s, self._config, owns_grads=True) for s in segments],
+            grad_dtypes=[self._gradients[s.index].offered for s in segments],
+            num_added=self._num_added(),
             resting={i for i, segment in enumerate(segments) if segment in self._resting},
             is_accelerated=self._is_accelerated,
             optimizer_class=type(drawn.optimizer),
@@ -153,6 +159,11 @@ class Forecast:
             has_kernel=has_kernel_rule(self._config, drawn.given),
         )
         return made
+
+    def _num_added(self) -> int:
+        """Return how many gradients of each element the tier adds up in a step."""
+        is_each = any(plan.is_passed_on_each for plan in self._gradients.values())
+        return self._config.gradient_accumulation_steps if is_each else 1
 
     def _resting_bytes_on_host(self, footprints: Footprints) -> Mapping[str, int] | None:
         """Return the bytes of offloaded parameters by kind, or None without their package."""
@@ -262,7 +273,7 @@ class Forecast:
             return 0
         units: Counter[int] = Counter()
         for s in self._layout.segments:
-            if s.is_trainable:
+            if s.is_trainable and self._gradients[s.index].is_shard_kept:
                 units[s.unit] += s.shard_numel * accumulated_dtype(s, self._config).itemsize
         return max(units.values(), default=0)
 

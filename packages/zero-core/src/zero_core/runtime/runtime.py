@@ -7,7 +7,8 @@
 2. `FlatGrads.add` writes it to the segment's ``full_grad``.
 3. When its unit is complete and all units before it are: `FlatGrads.reduce`; one unit later:
    `FlatGrads.finish`.
-4. At an accumulation boundary the sink (`StepGradient.add`) offers it to the state tier.
+4. At an accumulation boundary the sink (`StepGradient.add`) offers it to the state tier; in every
+   micro-step, if the tier adds them up.
 5. ``engine.step()``: `Runtime.complete_gradient`, then `StepGradient.decide` and ``apply``, which
    has the tier update the shards. `Runtime.values_changed` makes gathered values stale. On a device
    the update is enqueued earlier: see [Note: update ahead] in `zero_core.step.gradient`.
@@ -148,6 +149,10 @@ class Runtime:
         self._has_sharded_params = has_sharded_params
         # One rank has nothing to reduce before the boundary, and nothing to wait for.
         self._has_peers = communicator.world_size > 1
+        # Unless the tier adds up what each micro-step reduces.
+        self._is_reduced_per_backward = self._has_peers or any(
+            grads.plan.is_passed_on_each for unit in self.units for grads in unit.grads
+        )
         self._should_sync = True
         self._full_params_depth = 0  # within any `full_params`, nothing is released
         self._by_storage: dict[int, tuple[Unit, FlatParams]] = {}
@@ -452,7 +457,7 @@ class Runtime:
         call_at_end_of_backward(self.end_backward)
 
     def _will_reduce(self) -> bool:
-        return self._should_sync and (self._has_peers or self._sink.is_boundary)
+        return self._should_sync and (self._is_reduced_per_backward or self._sink.is_boundary)
 
     def _reduce_ready_units(self) -> None:
         for index in self._order.ready_units():
@@ -472,7 +477,7 @@ class Runtime:
         if in_flight:
             for grads in in_flight:
                 grads.finish()
-                if self._sink.is_boundary:
+                if self._sink.is_boundary or grads.plan.is_passed_on_each:
                     self._offer(grads)
             self._in_flight = ()
 

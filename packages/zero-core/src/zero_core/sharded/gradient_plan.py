@@ -27,6 +27,10 @@ class GradientCase(Enum):
     PASS_ON = "pass on"
     """The state tier owns gradients and a step has one micro-step: what is reduced is borrowed
     memory, passed on to the tier at once. There is no ``grad_shard``."""
+    PASS_ON_EACH = "pass on each"
+    """The state tier owns gradients and adds up those of a step's micro-steps: what each of them
+    reduces is borrowed memory, rounded and passed on to the tier at once. There is no
+    ``grad_shard``."""
     ALONE = "alone"
     """One rank: ``grad_shard`` is ``full_grad``, and nothing is reduced."""
 
@@ -42,7 +46,9 @@ class GradientPlan:
         predivide: factor on each rank's gradient before it is reduced.
         communicated: dtype in which gradients are reduced.
         accumulated: dtype in which reduced gradients add up.
-        offered: dtype in which the state tier gets them.
+        rounded: dtype to which each micro-step's reduced gradient is rounded before that.
+        offered: dtype in which the state tier gets them, each or their sum.
+        normed: dtype in which the squares of the sum are added up; None for the usual one.
     """
 
     case: GradientCase
@@ -51,12 +57,19 @@ class GradientPlan:
     predivide: float
     communicated: torch.dtype
     accumulated: torch.dtype
+    rounded: torch.dtype
     offered: torch.dtype
+    normed: torch.dtype | None
+
+    @property
+    def is_passed_on_each(self) -> bool:
+        """Whether the state tier adds up the micro-steps' gradients."""
+        return self.case is GradientCase.PASS_ON_EACH
 
     @property
     def is_shard_kept(self) -> bool:
         """Whether ``grad_shard`` is in the arena."""
-        return self.case is not GradientCase.PASS_ON
+        return self.case not in (GradientCase.PASS_ON, GradientCase.PASS_ON_EACH)
 
 
 def plan_gradient(
@@ -65,9 +78,11 @@ def plan_gradient(
     world_size: int,
     is_accumulated: bool,
     owns_grads: bool,
+    adds_grads: bool,
     is_summed: bool,
     communicated: torch.dtype,
     accumulated: torch.dtype,
+    is_accumulated_given: bool,
 ) -> GradientPlan:
     """Plan the memory of a gradient.
 
@@ -76,12 +91,25 @@ def plan_gradient(
         world_size: number of ranks.
         is_accumulated: whether a step may have several micro-steps.
         owns_grads: whether the state tier copies what it is offered.
+        adds_grads: whether it can add up the gradients of micro-steps, too.
         is_summed: whether the gradient is the ranks' sum, not their mean.
         communicated: see `GradientPlan`.
         accumulated: see `GradientPlan`.
+        is_accumulated_given: whether ``accumulated`` is the user's choice. Otherwise a micro-step's
+            gradient may be rounded to ``communicated`` before it is added.
+
+    [Note: one sum for every stage and ratio]
+    The sum that a tier takes is in fp32 (float64). Where the user wants a narrower one, the engine
+    takes it. At stage 0 with several ranks each rank's tier needs the whole sum: gathering it once
+    per micro-step would cost more than it saves, so the engine adds up there, and rounds what it
+    adds as it would for the tier. Norms of such sums are taken in double precision: then it does
+    not matter which memory they are in.
     """
     has_peers = world_size > 1
-    if owns_grads and not is_accumulated and not (has_peers and stage == 0):
+    is_tiers = owns_grads and adds_grads and is_accumulated and accumulated.itemsize >= 4
+    if is_tiers and not (has_peers and stage == 0):
+        case = GradientCase.PASS_ON_EACH
+    elif owns_grads and not is_accumulated and not (has_peers and stage == 0):
         case = GradientCase.PASS_ON
     elif not has_peers:
         case = GradientCase.ALONE
@@ -89,6 +117,11 @@ def plan_gradient(
         case = GradientCase.WHOLE_SUM
     else:
         case = GradientCase.FULL_THEN_SHARD if stage == 1 else GradientCase.SHARD
+    rounded = communicated if is_tiers and not is_accumulated_given else accumulated
+    if is_tiers:
+        offered = rounded if case is GradientCase.PASS_ON_EACH else accumulated
+    else:
+        offered = communicated if owns_grads else accumulated
     return GradientPlan(
         case=case,
         is_full_kept=has_peers and stage < 2,
@@ -96,21 +129,25 @@ def plan_gradient(
         predivide=1.0 if is_summed else 1.0 / world_size,
         communicated=communicated,
         accumulated=accumulated,
-        offered=communicated if owns_grads else accumulated,
+        rounded=rounded,
+        offered=offered,
+        normed=torch.float64 if is_tiers else None,
     )
 
 
 def plan_segment_gradient(
-    segment: Segment, config: Config, *, stage: int, owns_grads: bool
+    segment: Segment, config: Config, *, stage: int, owns_grads: bool, adds_grads: bool
 ) -> GradientPlan:
     return plan_gradient(
         stage=stage,
         world_size=segment.world_size,
         is_accumulated=config.gradient_accumulation_steps > 1,
         owns_grads=owns_grads,
+        adds_grads=adds_grads,
         is_summed=config.gradient_allreduce_op == "sum",
         communicated=communicated_dtype(segment, config),
         accumulated=accumulated_dtype(segment, config),
+        is_accumulated_given=config.data_types.grad_accum_dtype is not None,
     )
 
 
@@ -124,7 +161,3 @@ def accumulated_dtype(segment: Segment, config: Config) -> torch.dtype:
     if name is not None:
         return DTYPES[name]
     return torch.float64 if segment.dtype == torch.float64 else torch.float32
-
-
-def offered_dtype(segment: Segment, config: Config, *, owns_grads: bool) -> torch.dtype:
-    return plan_segment_gradient(segment, config, stage=0, owns_grads=owns_grads).offered

@@ -50,11 +50,12 @@ class ReducedGrad:
 
     Attributes:
         shard: what the tier is offered: 1-D, in the offered dtype.
-        norm: 2-norm of this rank's shard of the gradient, in fp32 or wider.
+        norm: 2-norm of this rank's shard of the gradient, in fp32 or wider. None if ``shard`` is
+            one micro-step's part of the gradient, which the tier adds up.
     """
 
     shard: Tensor
-    norm: Tensor
+    norm: Tensor | None
 
 
 class FlatGrads:
@@ -66,8 +67,9 @@ class FlatGrads:
         param_numbers: their numbers in the layout.
         plan: which buffers there are.
 
-    One backward: `add` for each parameter, `reduce`, `finish`. At an accumulation boundary then
-    `result`, which the state tier is offered, and `release`. `clear` starts a new step.
+    One backward: `add` for each parameter, `reduce`, `finish`. At an accumulation boundary, or in
+    every micro-step if the tier adds them up, then `result`, which the state tier is offered, and
+    `release`. `clear` starts a new step.
     """
 
     def __init__(
@@ -109,6 +111,7 @@ class FlatGrads:
         # The reduced gradient where there is no grad_shard.
         self._borrowed_grad: Tensor | None = None
         self._lent: tuple[BufferPool, Tensor] | None = None  # the pool buffer behind it
+        self._is_replaced = False  # it is the whole step's gradient, set from outside
         self._is_empty = True  # nothing accumulated since the last step
         self._norm: Tensor | None = None  # of the shard, where it is known already
         # Wait until the other ranks have read full_grad.
@@ -191,6 +194,10 @@ class FlatGrads:
             assert reduced is not None
             self._take_statistics(work, reduced)
             self._until_read = work.acknowledge()
+            if self.plan.normed is not None:
+                self._norm = None  # another one is wanted
+                if self._shard is not None and self.plan.rounded is not reduced.dtype:
+                    reduced.copy_(reduced.to(self.plan.rounded))
             if self._shard is None:
                 self._set_step_gradient(reduced)
             elif reduced is not self._shard:
@@ -225,7 +232,7 @@ class FlatGrads:
         if self._borrowed_grad is not None:
             reduced = self._borrowed_grad.add_(reduced)
             self._norm = None
-        elif not self._is_empty:
+        elif not self._is_empty and not self.plan.is_passed_on_each:
             reduced = self.values().to(self.plan.accumulated, copy=True).add_(reduced)
             self._norm = None
         self._borrowed_grad = reduced
@@ -233,11 +240,16 @@ class FlatGrads:
     # ---------------------------------------------------- the step's gradient
 
     def result(self) -> ReducedGrad:
-        """Return the step's gradient for the state tier.
+        """Return the step's gradient for the state tier, or what it is to add to that.
 
         At stage 0 that is a collective, and the same on every rank. It goes on beside backward:
         what is returned may be read after `wait`, unless the tier owns gradients.
         """
+        if self.plan.is_passed_on_each:
+            assert self._borrowed_grad is not None, "reduced or replaced"
+            if self._is_replaced:
+                return ReducedGrad(self._borrowed_grad, self.norm())
+            return ReducedGrad(self._borrowed_grad.to(self.plan.offered), None)
         shard, total, dtype = self.values(), self._buffers.total, self.plan.offered
         rounded = shard
         if total is None or dtype is torch.float16:
@@ -288,6 +300,7 @@ class FlatGrads:
 
     def replace(self, start: int, values: Tensor) -> None:
         self._norm = None
+        self._is_replaced = True
         if self._shard is None:
             self._borrowed_grad = self.values().to(self.plan.accumulated, copy=True)
             shard = self._borrowed_grad
@@ -300,7 +313,7 @@ class FlatGrads:
         """Return the ``p``-norm of the shard, in fp32 or wider."""
         if p == 2.0 and self._norm is not None:
             return self._norm
-        return norm_of(self.values(), p)
+        return norm_of(self.values(), p, self.plan.normed)
 
     def nonfinite_ranks(self) -> list[int] | None:
         """Return the ranks that this rank found to have gradients that are not finite in this step.
@@ -367,6 +380,7 @@ class FlatGrads:
 
     def _return_lent(self, until_copied: Wait | None) -> None:
         self._borrowed_grad = None
+        self._is_replaced = False
         if self._lent is not None:
             (pool, buffer), self._lent = self._lent, None
             pool.release(buffer, until_copied)

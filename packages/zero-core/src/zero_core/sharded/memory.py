@@ -17,7 +17,7 @@ from zero_core.comm.communicator import Communicator
 from zero_core.config import Config
 from zero_core.layout.arithmetic import Layout, Segment
 from zero_core.layout.discovery import Discovered
-from zero_core.protocols import StateTier
+from zero_core.protocols import AccumulatingTier, StateTier
 from zero_core.sharded.gradient_plan import GradientPlan, plan_segment_gradient
 from zero_core.sharded.grads import FlatGrads, GradientBuffers
 from zero_core.sharded.param_offload import (
@@ -154,7 +154,12 @@ class Memory:
         """Allocate what gradients need, and make the units, whose shards ``tier`` updates."""
         segments = self._layout.segments
         params = {s.index: self._flat_params(s, tier, communicator) for s in segments}
-        buffers = self.allocate_gradients(owns_grads=tier.owns_grads)
+        adds_grads = isinstance(tier, AccumulatingTier)
+        buffers = self.allocate_gradients(owns_grads=tier.owns_grads, adds_grads=adds_grads)
+        if isinstance(tier, AccumulatingTier) and any(
+            of_segment.plan.is_passed_on_each for of_segment in buffers.values()
+        ):
+            tier.expect_micro_steps(self._config.gradient_accumulation_steps)
         grads = {
             index: FlatGrads(
                 segments[index],
@@ -308,15 +313,19 @@ class Memory:
             self._kept[s.index] = self._shards[s.index]
             self._shards[s.index] = self._kept[s.index][slice(*s.shard_range(self._rank))]
 
-    def allocate_gradients(self, *, owns_grads: bool) -> dict[int, GradientBuffers]:
+    def allocate_gradients(
+        self, *, owns_grads: bool, adds_grads: bool
+    ) -> dict[int, GradientBuffers]:
         """Allocate what gradients need, by trainable segment.
 
         There are no gradient shards if the state tier copies gradients (``owns_grads``), unless
-        gradients add up over micro-steps.
+        they add up over micro-steps and it cannot do that (``adds_grads``).
         """
         segments = [s for s in self._layout.segments if s.is_trainable]
         plans = {
-            s.index: plan_segment_gradient(s, self._config, stage=self.stage, owns_grads=owns_grads)
+            s.index: plan_segment_gradient(
+                s, self._config, stage=self.stage, owns_grads=owns_grads, adds_grads=adds_grads
+            )
             for s in segments
         }
         allocate = self._arena.allocate

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,7 +36,7 @@ from zero_core.comm.meter import Meter
 from zero_core.config import Config
 from zero_core.layout.arithmetic import Layout
 from zero_core.optim.train_state import TrainState
-from zero_core.protocols import AheadTier
+from zero_core.protocols import AccumulatingTier, AheadTier
 from zero_core.sharded.grads import FlatGrads
 from zero_core.sharded.sharded_state import ShardedState
 from zero_core.step.statistics import GradientStatistics
@@ -115,6 +115,8 @@ class StepGradient:
         self._num_segments = sum(s.is_trainable for s in state.layout.segments)
         self._grads: dict[int, FlatGrads] = {}  # by segment
         self._square_sums: dict[int, Tensor] = {}  # by segment, of this step
+        # The same of gradients that the tier adds up, which it computes beside backward.
+        self._tier_sums: dict[int, Callable[[], Tensor]] = {}
         self._clip_factor = 1.0  # of the calls of `clip` in this step
         self._is_updated_in_backward = updates_in_backward(config)
         self._updated: set[int] = set()  # pieces updated in backward in this step
@@ -129,7 +131,7 @@ class StepGradient:
 
     @property
     def is_reduced(self) -> bool:
-        return len(self._square_sums) == self._num_segments
+        return len(self._square_sums) + len(self._tier_sums) == self._num_segments
 
     def begin_backward(self) -> None:
         self.reopen()
@@ -146,11 +148,26 @@ class StepGradient:
         self.reopen()
         index = grads.segment.index
         reduced = grads.result()
-        self._square_sums[index] = reduced.norm.to(torch.float64).square()
         self._grads[index] = grads
+        self._tier_sums.pop(index, None)
+        self._square_sums.pop(index, None)
+        if reduced.norm is None:
+            return self._add_to_tier(grads, reduced.shard)
+        self._square_sums[index] = reduced.norm.to(torch.float64).square()
         if self._is_updated_in_backward:
             grads.wait()
         grads.release(self._tier.offer_grad(self._starts[index], reduced.shard))
+        return self._is_updated_in_backward and self._update(grads)
+
+    def _add_to_tier(self, grads: FlatGrads, shard: Tensor) -> bool:
+        """Have the tier add one micro-step's gradient. Its norm is asked for with the last one."""
+        tier, index = self._tier, grads.segment.index
+        assert isinstance(tier, AccumulatingTier), "so it was planned"
+        start = self._starts[index]
+        grads.release(tier.add_grad(start, shard, is_last=self.is_boundary))
+        if not self.is_boundary:
+            return False
+        self._tier_sums[index] = tier.square_sum(start, start + shard.numel())
         return self._is_updated_in_backward and self._update(grads)
 
     def broken(self) -> None:
@@ -162,8 +179,10 @@ class StepGradient:
             # Before the exchange: after it, no rank reads another's gradient any more.
             for grads in self._grads.values():
                 grads.wait()
+            known = {index: self._on_device(call()) for index, call in self._tier_sums.items()}
+            known |= self._square_sums
             # In the order of the layout: that of the reductions may change from step to step.
-            sums = [square_sum for _, square_sum in sorted(self._square_sums.items())]
+            sums = [square_sum for _, square_sum in sorted(known.items())]
             self._statistics.agree(
                 sums,
                 self.params_with_grad,
@@ -171,6 +190,12 @@ class StepGradient:
                 is_tail_late=is_tail_late,
             )
             self._is_agreed = True
+
+    def _on_device(self, value: Tensor) -> Tensor:
+        """Move a number to the device, without waiting for it."""
+        if value.device == self._device:
+            return value
+        return torch.full((), value.item(), dtype=value.dtype, device=self._device)
 
     def is_reduction_missing(self) -> bool:
         is_missing = self._statistics.has_unreduced
@@ -186,6 +211,7 @@ class StepGradient:
         self.params_with_grad.clear()
         self._tier.discard_grads()
         self._square_sums.clear()
+        self._tier_sums.clear()
         self._updated.clear()
         self._settings = ""
         self._clip_factor = 1.0

@@ -90,13 +90,13 @@ class DeviceRoom:
 
     Everything else is the peak so far less the state that was on the device then.
 
-    Args:
+    Attributes:
         element_bytes: bytes of an element's state on the device.
     """
 
     def __init__(self, numel: int, element_bytes: int) -> None:
+        self.element_bytes = element_bytes
         self._numel = numel
-        self._element_bytes = element_bytes
         self._peak = 0
         self._numel_at_peak = 0
 
@@ -107,12 +107,12 @@ class DeviceRoom:
             now: the device's memory, see `read_memory`; None where it sets no bound.
             device_numel: elements that were on the device since the last call.
         """
-        if now is None or not self._numel or not self._element_bytes:
+        if now is None or not self._numel or not self.element_bytes:
             return 0.0
         if now.peak > self._peak:
             self._peak, self._numel_at_peak = now.peak, device_numel
         spare = now.available - now.peak - MARGIN * now.total
-        fitting = self._numel_at_peak + spare / self._element_bytes
+        fitting = self._numel_at_peak + spare / self.element_bytes
         return min(max(1.0 - fitting / self._numel, 0.0), 1.0)
 
 
@@ -152,6 +152,13 @@ class AutoTier(TwinTier):
     def ratio_report(self) -> RatioReport | None:
         """The last settled ratio and its reason. None during the first search."""
         return self.controller.report
+
+    def expect_micro_steps(self, count: int) -> None:
+        """Expect sums on the device as well, of which each element takes more than its gradient."""
+        super().expect_micro_steps(count)
+        shards = self.geometry.shards
+        narrowest = min((shard.element_size() for _, shard in shards), default=0)
+        self._room.element_bytes += self.geometry.master_dtype.itemsize - narrowest
 
     def step_part(self, part: Part, active: Sequence[int], grad_scale: float) -> None:
         pieces = part.geometry.pieces
