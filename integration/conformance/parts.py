@@ -27,6 +27,7 @@ from zero_core.plan.footprints import (
     TierFootprintFactory,
 )
 from zero_core.protocols import (
+    AccumulatingTier,
     AdamKernel,
     Collectives,
     CollectivesFactory,
@@ -53,6 +54,7 @@ from zero_offload.protocols import (
     EightBitAdamKernel,
     LionKernel,
     SgdKernel,
+    SummingKernel,
 )
 from zero_offload.protocols import AdamKernel as OffloadKernel
 from zero_offload.protocols import DeviceTierFactory as OffloadDeviceTierFactory
@@ -81,10 +83,11 @@ def prove_instances(
     collectives: list[Collectives] = [*transports, quantized]
     stateful: StatefulCollectives = quantized
     tiers: list[StateTier] = [device_tier, twin_tier, auto_tier]
+    accumulating: list[AccumulatingTier] = [twin_tier, auto_tier]
     param_tier: ParamTier = offloaded_params
     store: ParamStore = local_store
     param: PartitionedParam = partitioned
-    del transports, collectives, stateful, tiers, param_tier, store, param
+    del transports, collectives, stateful, tiers, accumulating, param_tier, store, param
 
 
 def prove_what_is_handed_over(
@@ -109,6 +112,7 @@ adam_kernel: AdamKernel = cpu_adam
 adagrad_kernel: AdagradKernel = cpu_adam
 sgd_kernel: SgdKernel = cpu_adam
 lion_kernel: LionKernel = cpu_adam
+summing_kernel: SummingKernel = cpu_adam
 collectives_factory: CollectivesFactory = create_collectives
 state_tier_factory: StateTierFactory = create_tier
 device_tier_factory: DeviceTierFactory = DeviceTier
@@ -133,8 +137,8 @@ TYPES: dict[str, tuple[type, type]] = {
     "zero_core.comm.device.DeviceCollectives": (DeviceCollectives, TransportCollectives),
     "zero_comm.collectives.QuantizedCollectives": (QuantizedCollectives, StatefulCollectives),
     "zero_core.optim.device_tier.DeviceTier": (DeviceTier, StateTier),
-    "zero_offload.tiers.twin.TwinTier": (TwinTier, StateTier),
-    "zero_offload.tiers.auto_tier.AutoTier": (AutoTier, StateTier),
+    "zero_offload.tiers.twin.TwinTier": (TwinTier, AccumulatingTier),
+    "zero_offload.tiers.auto_tier.AutoTier": (AutoTier, AccumulatingTier),
     "zero_offload.param_tier.OffloadedParams": (OffloadedParams, ParamTier),
     "zero_core.sharded.param_offload.LocalStore": (LocalStore, ParamStore),
     "zero_comm.footprint.CommFootprint": (CommFootprint, CollectivesFootprint),
@@ -148,6 +152,7 @@ MODULES: dict[str, tuple[ModuleType, type]] = {
     "cpu_adam, Adagrad": (cpu_adam, AdagradKernel),
     "cpu_adam, SGD": (cpu_adam, SgdKernel),
     "cpu_adam, Lion": (cpu_adam, LionKernel),
+    "cpu_adam, several gradients": (cpu_adam, SummingKernel),
     "cpu_adam, 8 bits": (cpu_adam, EightBitAdamKernel),
     "cpu_adam, bf16": (cpu_adam, Bf16AdamKernel),
 }

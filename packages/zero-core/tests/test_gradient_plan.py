@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,6 +17,8 @@ from zero_core.sharded.params import SegmentViews
 from zero_core.sharded.pool import BufferPool, allocator
 
 FP32, BF16 = torch.float32, torch.bfloat16
+ADDED = {"owns_grads": True, "adds_grads": True, "is_accumulated": True}
+"""Accumulation with a tier that adds up gradients."""
 
 
 def _plan(**changed: Any) -> GradientPlan:
@@ -24,9 +27,11 @@ def _plan(**changed: Any) -> GradientPlan:
         "world_size": 2,
         "is_accumulated": False,
         "owns_grads": False,
+        "adds_grads": False,
         "is_summed": False,
         "communicated": BF16,
         "accumulated": FP32,
+        "is_accumulated_given": False,
     }
     return plan_gradient(**{**given, **changed})
 
@@ -49,6 +54,19 @@ def _plan(**changed: Any) -> GradientPlan:
         (
             {"world_size": 1, "owns_grads": True, "is_accumulated": True},
             GradientCase.ALONE,
+            False,
+            True,
+        ),
+        ({"stage": 0, **ADDED}, GradientCase.WHOLE_SUM, True, True),
+        ({"stage": 1, **ADDED}, GradientCase.PASS_ON_EACH, True, False),
+        ({"stage": 2, **ADDED}, GradientCase.PASS_ON_EACH, False, False),
+        ({"stage": 3, **ADDED}, GradientCase.PASS_ON_EACH, False, False),
+        ({"world_size": 1, "stage": 0, **ADDED}, GradientCase.PASS_ON_EACH, False, False),
+        ({**ADDED, "is_accumulated": False}, GradientCase.PASS_ON, False, False),
+        # A narrower sum than the tier's is what the user asked for.
+        (
+            {**ADDED, "accumulated": BF16, "is_accumulated_given": True},
+            GradientCase.SHARD,
             False,
             True,
         ),
@@ -81,6 +99,28 @@ def test_the_sum_takes_the_memory_of_the_gradient_when_dtypes_agree(
 
 
 @pytest.mark.parametrize(
+    ("given", "rounded", "offered"),
+    [
+        ({}, FP32, FP32),
+        ({"owns_grads": True, "is_accumulated": True}, FP32, BF16),
+        ({"stage": 2, **ADDED}, BF16, BF16),
+        ({"stage": 0, **ADDED}, BF16, FP32),  # the whole sum, of what the tier would have added
+        ({"stage": 0, "world_size": 1, **ADDED}, BF16, BF16),
+        ({"stage": 2, **ADDED, "is_accumulated_given": True}, FP32, FP32),
+        ({"stage": 0, **ADDED, "is_accumulated_given": True}, FP32, FP32),
+        ({"stage": 2, **ADDED, "communicated": FP32}, FP32, FP32),
+    ],
+    ids=str,
+)
+def test_a_tier_adds_what_is_communicated_unless_the_user_says_otherwise(
+    given: dict[str, Any], rounded: torch.dtype, offered: torch.dtype
+) -> None:
+    plan = _plan(**given)
+    assert (plan.rounded, plan.offered) == (rounded, offered)
+    assert plan.normed == (torch.float64 if given.get("adds_grads") else None)
+
+
+@pytest.mark.parametrize(
     ("is_summed", "world_size", "factor"), [(False, 4, 0.25), (True, 4, 1.0), (False, 1, 1.0)]
 )
 def test_gradients_are_divided_by_the_ranks_when_the_mean_is_asked(
@@ -101,7 +141,10 @@ class _Mirror:
         half = full[: out.numel()].to(out.dtype)
         out.copy_(half + half)
         return SimpleNamespace(
-            wait=lambda: None, contributions=lambda: (half, half), acknowledge=lambda: None
+            wait=lambda: None,
+            statistics=lambda: None,
+            contributions=lambda: (half, half),
+            acknowledge=lambda: None,
         )
 
 
@@ -189,3 +232,33 @@ def test_the_tier_is_asked_when_it_owns_what_was_offered() -> None:
     assert grads.values().tolist() == [0.0, 1.0, 2.0, 3.0]
     _backward(grads, 1.0, 1.0)  # a second backward of the step
     assert grads.result().shard.tolist() == [1.0, 2.0, 3.0, 4.0]
+
+
+def test_each_micro_step_is_a_term_rounded_by_itself_for_a_tier_that_adds() -> None:
+    grads = _grads(_plan(**ADDED))
+    for value in (1.0, 2.0**-10, 3.0):
+        _backward(grads, value, 1.0)
+        result = grads.result()
+        assert result.norm is None
+        assert result.shard.dtype == BF16
+        assert result.shard.tolist() == [value] * 4
+        grads.release(None)
+
+
+def test_a_gradient_that_was_set_is_the_whole_of_it() -> None:
+    tier = SimpleNamespace(read_grad=lambda start, stop: torch.arange(start, stop).float())
+    grads = _grads(_plan(**ADDED), tier)
+    grads.replace(1, torch.tensor([8.0, 2.0**-10]))
+    result = grads.result()
+    assert result.shard.tolist() == [0.0, 8.0, 2.0**-10, 3.0]
+    assert result.norm is not None
+    assert result.norm.item() == pytest.approx(73.0**0.5)
+
+
+def test_the_whole_sum_of_stage_0_adds_what_the_tier_would() -> None:
+    grads = _grads(_plan(**ADDED, communicated=FP32))
+    summed = replace(grads.plan, case=GradientCase.SHARD, rounded=BF16, offered=FP32)
+    grads = _grads(summed)
+    _backward(grads, 1.0 + 2.0**-12, 1.0)
+    _backward(grads, 2.0**-12, 1.0)
+    assert grads.result().shard.tolist() == [1.0 + 2.0**-12] * 4

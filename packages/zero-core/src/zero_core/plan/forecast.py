@@ -215,7 +215,8 @@ class Forecast:
                 continue
             master = segment.dtype if segment.dtype in _WIDE else torch.float32
             sizes.setdefault(master, []).append(numel)
-            if offered_dtype(segment, self._config, owns_grads=self._is_offloaded) != master:
+            plan = self._gradients[segment.index]  # a sum of micro-steps is in the master's dtype
+            if plan.offered != master and not plan.is_passed_on_each:
                 has_narrow.add(master)
         return sum(min(widened_numel(sizes[d]), TURN_NUMEL) * d.itemsize for d in has_narrow)
 
