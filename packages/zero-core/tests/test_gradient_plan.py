@@ -159,6 +159,7 @@ def _grads(plan: GradientPlan, tier: Any = None) -> FlatGrads:
         None,
         {d: BufferPool(allocator(torch.device("cpu")), 8 * d.itemsize) for d in dtypes},
         BufferPool(allocator(torch.device("cpu")), 4 * segment.shard_numel),
+        BufferPool(allocator(torch.device("cpu")), 4 * segment.shard_numel),
     )
     views = SegmentViews(segment, params, torch.device("cpu"))
     return FlatGrads(segment, params, buffers, _Mirror(), tier, (0, 4), views)  # type: ignore[arg-type]

@@ -34,6 +34,7 @@ class GradientBuffers:
         total: ``grad_sum`` at stage 0 with several ranks, else None.
         full_pools: lend ``full_grad`` otherwise, by dtype.
         shard_pool: lends what is reduced into if there is no ``grad_shard``.
+        rounded_pool: lends what the tier is offered where that is rounded.
     """
 
     plan: GradientPlan
@@ -42,6 +43,7 @@ class GradientBuffers:
     total: Tensor | None
     full_pools: Mapping[torch.dtype, BufferPool]
     shard_pool: BufferPool
+    rounded_pool: BufferPool
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +114,7 @@ class FlatGrads:
         self._borrowed_grad: Tensor | None = None
         self._lent: tuple[BufferPool, Tensor] | None = None  # the pool buffer behind it
         self._is_replaced = False  # it is the whole step's gradient, set from outside
+        self._rounded: Tensor | None = None  # what the tier was offered, if it was rounded
         self._is_empty = True  # nothing accumulated since the last step
         self._norm: Tensor | None = None  # of the shard, where it is known already
         # Wait until the other ranks have read full_grad.
@@ -249,10 +252,12 @@ class FlatGrads:
             assert self._borrowed_grad is not None, "reduced or replaced"
             if self._is_replaced:
                 return ReducedGrad(self._borrowed_grad, self.norm())
-            return ReducedGrad(self._borrowed_grad.to(self.plan.offered), None)
+            return ReducedGrad(self._round(self._borrowed_grad), None)
         shard, total, dtype = self.values(), self._buffers.total, self.plan.offered
         rounded = shard
-        if total is None or dtype is torch.float16:
+        if total is None:
+            rounded = self._round(shard)
+        elif dtype is torch.float16:
             rounded = shard.to(dtype)
         if dtype is torch.float16 and rounded is not shard:
             self._norm = norm_of(rounded)  # fp16 may overflow in this cast: take the norm after it
@@ -263,8 +268,18 @@ class FlatGrads:
             )
             if self._tier.owns_grads:  # it copies what it is offered
                 self.wait()
-            rounded = total.to(dtype)
+            rounded = self._round(total)
         return ReducedGrad(rounded, self.norm())
+
+    def _round(self, values: Tensor) -> Tensor:
+        """Return ``values`` in the offered dtype, in borrowed memory if that is another one."""
+        dtype = self.plan.offered
+        if values.dtype is dtype:
+            return values
+        if self._rounded is None:
+            pool = self._buffers.rounded_pool
+            self._rounded = pool.acquire(values.numel(), dtype, self.segment.index)
+        return self._rounded.copy_(values)
 
     def wait(self) -> None:
         """Wait until the step's gradient, as `result` returned it, is complete."""
@@ -278,6 +293,10 @@ class FlatGrads:
         ``until_copied`` blocks until the tier has copied it. It is called before the memory is used
         again.
         """
+        if self._rounded is not None:  # that alone is what the tier reads
+            rounded, self._rounded = self._rounded, None
+            self._buffers.rounded_pool.release(rounded, until_copied)
+            until_copied = None
         if self._shard is not None:
             self._until_copied = until_copied
         self._return_lent(until_copied)

@@ -357,6 +357,7 @@ class Memory:
         )
         full_pools = self._full_grad_pools(segments, plans)
         shard_pools = [self._shard_pool(part, plans) for part in self._split(segments)]
+        rounded_pools = [self._rounded_pool(part, plans) for part in self._split(segments)]
         return {
             s.index: GradientBuffers(
                 plans[s.index],
@@ -365,6 +366,7 @@ class Memory:
                 total.get(s.index),
                 full_pools[self._part_of(s)],
                 shard_pools[self._part_of(s)],
+                rounded_pools[self._part_of(s)],
             )
             for s in segments
         }
@@ -375,13 +377,37 @@ class Memory:
         """Make the pool of reduced gradients that are passed on."""
         passed_on = [s for s in segments if not plans[s.index].is_shard_kept and self._has_peers]
         num_at_once = _num_of_largest_unit(passed_on)
+        is_read_by_tier = not any(self._is_rounded(plans[s.index]) for s in passed_on)
         return self._pool(
             "gradient shards",
             [s.shard_numel * plans[s.index].accumulated.itemsize for s in segments],
             num_at_once,
             self._exchanged,
-            num_spare=self._spares(len(passed_on), num_at_once),
+            num_spare=self._spares(len(passed_on), num_at_once) if is_read_by_tier else 0,
         )
+
+    def _rounded_pool(
+        self, segments: Sequence[Segment], plans: Mapping[int, GradientPlan]
+    ) -> BufferPool:
+        """Make the pool of what is offered in another dtype than it was reduced in."""
+        rounded = [s for s in segments if self._is_rounded(plans[s.index])]
+        num_at_once = _num_of_largest_unit(rounded)
+        is_whole = self.stage == 0  # each rank updates all of a segment
+        return self._pool(
+            "rounded gradients",
+            [
+                (s.padded_numel if is_whole else s.shard_numel) * plans[s.index].offered.itemsize
+                for s in segments
+            ],
+            num_at_once,
+            self._private,
+            num_spare=self._spares(len(rounded), num_at_once),
+        )
+
+    def _is_rounded(self, plan: GradientPlan) -> bool:
+        """Whether a segment's gradient is rounded when it is offered."""
+        is_as_communicated = not self._has_peers and not plan.is_shard_kept
+        return plan.offered != plan.accumulated and not is_as_communicated
 
     def _full_grad_pools(
         self, segments: Sequence[Segment], plans: Mapping[int, GradientPlan]

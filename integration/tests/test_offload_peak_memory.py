@@ -1,0 +1,108 @@
+"""Peak of device memory with offload against the plan, by the statistics of a device's allocator.
+
+Activations are a few KiB here, so the peak is the engine's own.
+"""
+
+from __future__ import annotations
+
+import json
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, accelerator, nn
+
+import zero_core
+from zero_core.testing import late_device, run_alone, simulate
+
+WIDTH, NUM_BLOCKS, TOLERANCE = 224, 6, 0.03
+CPU = {"device": "cpu"}
+
+
+class Net(nn.Module):
+    """Blocks of one size, and a root of ``root`` times that."""
+
+    def __init__(self, root: float) -> None:
+        super().__init__()
+        self.embed = nn.Linear(WIDTH, int(root * WIDTH), bias=False)
+        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(NUM_BLOCKS))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(x)[:, :WIDTH]
+        for block in self.blocks:
+            x = block(x).relu()
+        return x.float().sum()
+
+
+def config(dtype: str, micro_steps: int = 1, **zero: Any) -> dict[str, Any]:
+    return {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": micro_steps,
+        "bf16": {"enabled": dtype == "bf16"},
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+        "zero_optimization": {**zero, "stage3_param_persistence_threshold": 0},
+    }
+
+
+def offload(ratio: float) -> dict[str, Any]:
+    return {**CPU, "ratio": ratio}
+
+
+ROOT_OF_03 = 0.3 / 0.7 * NUM_BLOCKS
+JOBS: list[tuple[dict[str, Any], float]] = [
+    *(
+        (config(dtype, stage=stage, offload_optimizer=offload(ratio)), 1.0)
+        for dtype, stage, ratio in product(("fp32", "bf16"), (0, 2, 3), (1.0, 0.6))
+    ),
+    *(
+        (config("bf16", micro_steps, stage=2, offload_optimizer=offload(ratio)), root)
+        for micro_steps, ratio, root in (
+            *((2, 1.0, 1.0), (2, 0.6, 1.0), (2, 0.6, ROOT_OF_03)),
+            *((1, 1.0, ROOT_OF_03), (1, 0.6, ROOT_OF_03)),
+        )
+    ),
+    (config("bf16", stage=3, offload_param=CPU), 1.0),
+    (config("bf16", stage=3, offload_param=CPU, offload_optimizer=CPU), 1.0),
+]
+JOBS_OF = {1: JOBS[8:], 2: JOBS}
+
+
+def measure(ranks: Any, settings: dict[str, Any], root: float) -> list[int]:
+    """Return the peak of two steps, and what is held after the first and the second."""
+    device = ranks.device
+    accelerator.synchronize(device)
+    before = accelerator.memory_allocated(device)
+    engine = zero_core.build(Net(root), settings, process_group=ranks)
+    accelerator.synchronize(device)
+    accelerator.reset_peak_memory_stats(device)
+    x, held = torch.ones(1, WIDTH, device=device), []
+    for _ in range(3):
+        for _ in range(engine.gradient_accumulation_steps):
+            engine.backward(engine(x))
+            engine.step()
+        accelerator.synchronize(device)
+        held.append(accelerator.memory_allocated(device) - before)
+    peak = accelerator.max_memory_allocated(device) - before
+    engine.close()
+    return [peak, *held]
+
+
+def _measure_all(world_size: int, folder: str) -> None:
+    late_device.load()
+    jobs = JOBS_OF[world_size]
+    rows = [simulate(measure, world_size, *job, device="late") for job in jobs]
+    Path(folder, "rows").write_text(json.dumps(rows))
+
+
+@pytest.mark.parametrize("world_size", JOBS_OF)
+def test_peak_is_what_was_planned(world_size: int, tmp_path: Path) -> None:
+    run_alone(_measure_all, world_size, str(tmp_path))
+    rows = json.loads((tmp_path / "rows").read_text())
+    for (settings, root), ranks in zip(JOBS_OF[world_size], rows, strict=True):
+        with torch.device("meta"):
+            planned = zero_core.plan(Net(root), settings, world_size).memory.device_bytes
+        for peak, *held in ranks:
+            assert abs(peak / planned - 1) <= TOLERANCE, (settings, root, peak, planned)
+            assert max(held) == held[0], (settings, root, held)
