@@ -48,6 +48,18 @@ def test_package_that_does_not_import_is_reported(monkeypatch: pytest.MonkeyPatc
     assert "ModuleNotFoundError" in finding.value
 
 
+def test_devices_of_ranks_and_a_single_hardware_queue_are_reported(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert "device of a rank" not in by_name() or torch.accelerator.device_count() > 1
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 8)
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    found = by_name()
+    expected = "8 devices: each rank takes the one of its LOCAL_RANK"
+    assert found["device of a rank"].value == expected
+    assert found["CUDA_DEVICE_MAX_CONNECTIONS"].advice == "unset it, or set it to 8"
+
+
 def test_numa_nodes_are_listed_with_the_way_to_bind_ranks(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

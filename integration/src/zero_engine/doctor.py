@@ -118,9 +118,24 @@ def _backends() -> Iterator[Finding]:
     else:
         advice = "none needed without a GPU; else check the driver with nvidia-smi"
         yield Finding("compute", "GPU", f"none found (CUDA {torch.version.cuda})", "note", advice)
+    yield from _device_of_ranks()
     yield _cpu_adam()
     yield _backend("gloo", is_there=dist.is_available() and dist.is_gloo_available())
     yield _backend("nccl", is_there=dist.is_available() and dist.is_nccl_available())
+
+
+def _device_of_ranks() -> Iterator[Finding]:
+    """Report which device a rank takes, where there are several."""
+    count = torch.accelerator.device_count()
+    if count > 1:
+        value = f"{count} devices: each rank takes the one of its LOCAL_RANK"
+        advice = "none under torchrun; else set_device_index() or init_process_group(device_id=...)"
+        yield Finding("compute", "device of a rank", value, "note", advice)
+    if count and os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
+        value = "1: all streams share a hardware queue, nothing overlaps"
+        yield Finding(
+            "compute", "CUDA_DEVICE_MAX_CONNECTIONS", value, "note", "unset it, or set it to 8"
+        )
 
 
 def _backend(name: str, *, is_there: bool) -> Finding:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from zero_core.comm.device_library import Lane
 from zero_core.comm.groups import ProcessLibrary
 from zero_core.comm.meter import Links
 from zero_core.comm.queues import HostQueues
+from zero_core.comm.topology import Ranks
 from zero_core.testing import spawn
 
 CPU = torch.device("cpu")
@@ -138,6 +140,31 @@ def _ends(rank: int, world_size: int) -> None:
 
 def test_groups_are_shared_and_end_with_the_last_engine() -> None:
     spawn(_ends, 3)
+
+
+def _engines_end(rank: int, world_size: int) -> None:
+    """Engines run the collectives of accelerators over gloo."""
+
+    def transport(ranks: Ranks, *others: Any) -> DeviceCollectives:
+        return _connect(ranks.group)
+
+    sys.modules["zero_core.build"].make_transport = transport  # type: ignore[attr-defined]
+    num_groups = count_groups()
+    for end in ("close", "unwrap", "close"):
+        engine, second = _build(), _build()
+        assert count_groups() == num_groups + 2
+        second.close()
+        loss = engine(torch.ones(1, 5)).square().sum()
+        engine.backward(loss)
+        engine.step()
+        getattr(engine, end)()
+        dist.barrier()  # an engine that closes waits for no other
+        assert count_groups() == num_groups
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_an_engines_groups_end_with_it(world_size: int) -> None:
+    spawn(_engines_end, world_size)
 
 
 def _splits(rank: int, world_size: int) -> None:

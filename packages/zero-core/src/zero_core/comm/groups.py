@@ -111,6 +111,7 @@ class ProcessLibrary:
         """Find the group among ``ranks``, or make it with all ranks of this library."""
         members = dist.get_process_group_ranks(self._group)
         backend = backend_on(self._group, self._device)
+        assert backend is not None, "the group exchanges tensors of the device"
         known = _shared_groups()
         key = _Key(backend, tuple(members[r] for r in ranks), lane)
         found = known.get(key)
@@ -337,10 +338,10 @@ def _numbered(ranks: tuple[int, ...], number: int) -> AbstractContextManager[Non
     return counting_groups(number)
 
 
-def backend_on(group: dist.ProcessGroup | None, device: torch.device) -> str:
-    """Return the name of the backend of ``group`` on ``device``."""
+def backend_on(group: dist.ProcessGroup | None, device: torch.device) -> str | None:
+    """Return the name of the backend of ``group`` on ``device``, or None if it has none there."""
     pairs = [pair.split(":") for pair in dist.get_backend_config(group).split(",")]
-    return dict(pairs)[device.type]
+    return dict(pairs).get(device.type)
 
 
 def _options(backend: str) -> Any:

@@ -65,7 +65,7 @@ class Ranks:
     @property
     def has_own_device(self) -> bool:
         """Whether each rank needs a device of its own. gloo serves several on one."""
-        if self.size == 1 or not dist.is_initialized():
+        if self.size == 1 or self.device.type == "cpu" or not dist.is_initialized():
             return False
         return backend_on(self.group, self.device) != "gloo"
 
@@ -134,7 +134,9 @@ def accelerator() -> torch.device:
 def _find_device(group: dist.ProcessGroup | None) -> torch.device:
     """Choose this rank's device and make it the current one. See [Note: a rank's device]."""
     device = accelerator()
-    if device.type == "cpu" or dist.get_backend(group) == "gloo":
+    if device.type == "cpu":
+        return device
+    if dist.get_backend(group) == "gloo" or backend_on(group, device) is None:
         return torch.device("cpu")
     known = dist.group.WORLD if group is None else group
     assert known is not None
