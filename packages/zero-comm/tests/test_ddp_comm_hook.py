@@ -301,3 +301,31 @@ def test_backward_ends_with_an_error_when_another_rank_has_died(tmp_path: Path) 
 def test_a_format_that_does_not_exist_is_refused_at_once() -> None:
     with pytest.raises(ValueError, match="format must be one of"):
         ddp_comm_hook("int5")
+
+
+def make_hook_of_some_ranks(rank: int, world_size: int) -> Outcomes:
+    """Ranks 0 and 2 make hooks, first in equally many groups and then not."""
+    group = dist.new_group([0, 2])
+    found = {"error": "", "bound": ""}
+    if rank == 1:
+        return found
+    ddp_comm_hook(group=group)
+    kept = [dist.new_group([2], use_local_synchronization=True)] if rank == 2 else []
+    with pytest.raises(RuntimeError) as refused:
+        ddp_comm_hook(group=group)
+    del kept
+    world = dist.group.WORLD
+    assert world is not None
+    world.bound_device_id = torch.device("cuda", 0)
+    with pytest.raises(RuntimeError) as bound:
+        ddp_comm_hook(group=group)
+    world.bound_device_id = None
+    return {"error": str(refused.value), "bound": str(bound.value)}
+
+
+def test_a_group_that_its_ranks_cannot_make_alone_is_refused_on_all_of_them() -> None:
+    first, _, last = outcomes_of((make_hook_of_some_ranks,), 3, 1)
+    for outcomes in (first, last):
+        error = outcomes["make_hook_of_some_ranks"]["error"]
+        assert "equal on its ranks, found rank 0: 3, rank 2: 4; make each group" in error
+        assert "over ranks [0, 2]" in outcomes["make_hook_of_some_ranks"]["bound"]

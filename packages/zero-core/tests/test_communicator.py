@@ -14,6 +14,7 @@ import torch
 
 from zero_core.comm.communicator import CollectiveWatch, Communicator
 from zero_core.errors import CollectiveError
+from zero_core.testing import late_device, run_alone
 
 EMPTY = torch.empty(0)
 
@@ -211,3 +212,22 @@ def test_collectives_are_ranges_of_a_profile() -> None:
         communicator.reduce_scatter(EMPTY, EMPTY, 7).wait()
     names = {event.name for event in profile.function_events}
     assert {f"rank 1: {v} of unit 3 (blocks.2)" for v in ("all_gather", "reduce_scatter")} <= names
+
+
+def _watches_a_device() -> None:
+    late_device.load(2)
+    torch.accelerator.set_device_index(1)
+    late_device.set_delays(seed=1, kernel_s=0.02)
+    watch = CollectiveWatch(torch.device("late", 1), timeout_s=0.2)
+    values = torch.zeros(8, device="late:1")
+    for _ in range(5):
+        values.add_(1)
+        watch.note("a collective")
+        time.sleep(0.02)
+    watch.close()  # waits for what is under way
+    assert torch.accelerator.current_stream().query()
+    assert late_device.contexts() == [1]
+
+
+def test_the_thread_of_a_watch_touches_no_other_device() -> None:
+    run_alone(_watches_a_device)
