@@ -132,9 +132,7 @@ class ProcessLibrary:
         if is_everybody:
             for part in to_make:
                 chosen = [members[r] for r in part]
-                made = dist.new_group(
-                    chosen, backend=backend, sort_ranks=chosen == sorted(chosen), **options
-                )
+                made = dist.new_group(chosen, backend=backend, **_order(chosen), **options)
                 group = made if part == ranks else group
         elif to_make:
             number = max(cards[r].number for part in to_make for r in part)
@@ -168,7 +166,7 @@ class ProcessLibrary:
                 list(key.ranks),
                 backend=key.backend,
                 use_local_synchronization=True,
-                sort_ranks=is_ascending,
+                **_order(key.ranks),
                 **options,
             )
             return made
@@ -352,6 +350,14 @@ def _options(backend: str) -> Any:
     if backend != "nccl":
         return None
     return dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+
+
+def _order(ranks: Sequence[int]) -> dict[str, bool]:
+    """Return the argument of ``new_group`` that keeps the order of ``ranks``, where it is needed.
+
+    torch 2.10 does not know it.
+    """
+    return {} if list(ranks) == sorted(ranks) else {"sort_ranks": False}
 
 
 def _bytes(tensor: Tensor) -> Tensor:
