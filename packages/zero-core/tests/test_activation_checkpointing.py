@@ -14,7 +14,9 @@ from zero_core.testing import (
     Case,
     SimulatedRanks,
     batch,
+    late_device,
     make_model,
+    run_alone,
     run_ddp,
     seeded,
     simulate,
@@ -149,6 +151,98 @@ def test_cpu_checkpointing_frees_the_accelerators_memory():
         engine.step()
     # Two of the three blocks' inputs go; the first one is the caller's, who still has it.
     assert allocated[0] - allocated[1] >= 2 * 100_000 * 8 * 4
+
+
+def _train_late(ranks: Any, case: Case) -> dict[str, Tensor]:
+    config = case.config() | {"activation_checkpointing": {"cpu_checkpointing": True}}
+    engine = zero_core.build(make_model(case.width), config, process_group=ranks)
+    for step in range(3):
+        inputs = batch(step, 0, ranks.rank)
+        engine.backward(engine(**{**inputs, "ids": inputs["ids"].to(ranks.device)})["loss"])
+        engine.step()
+    values = {name: value.cpu() for name, value in engine.full_state_dict().items()}
+    engine.close()
+    return values
+
+
+def _follow_the_cpu() -> None:
+    for seed, (world_size, stage) in enumerate([(1, 0), (2, 1), (2, 3)]):
+        late_device.load()
+        expected = simulate(_train_late, world_size, Case(stage))
+        late_device.set_delays(seed=seed, kernel_s=5e-5, copy_s=2e-3)
+        found = simulate(_train_late, world_size, Case(stage), device="late")
+        torch.testing.assert_close(found, expected, rtol=0.0, atol=0.0)
+
+
+def test_inputs_on_the_host_have_the_bits_of_the_cpu_on_a_device_that_is_late():
+    run_alone(_follow_the_cpu)
+
+
+DEPTH, ROWS = 6, 1360
+INPUT_BYTES = ROWS * 8 * 4  # 43,520: page-locked alone 65,536, three of them 131,072
+
+
+class _Deep(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        with seeded(5):
+            self.first = nn.Linear(8, 8)
+            self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(DEPTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x)
+        return x.square().mean()
+
+
+def _trace_a_step(ranks: SimulatedRanks) -> None:
+    engine = zero_core.build(_Deep(), _config(0, {"cpu_checkpointing": True}), process_group=ranks)
+    x = torch.randn(ROWS, 8, device=ranks.device)
+    for _ in range(2):
+        engine.backward(engine(x))
+        engine.step()
+    late_device.reset_counters()
+    loss = engine(x)
+    late_device.start_trace()
+    engine.backward(loss)
+    trace = late_device.stop_trace()
+    assert late_device.counters().syncs.get("copy", 0) == 0
+    launched = [(r.name, r.stream) for r in trace if r.kind == "launch"]
+    up = [n for n, (name, _) in enumerate(launched) if name == "copy up"]
+    assert len(up) == DEPTH
+    assert all(launched[n][1] != 0 for n in up)  # not on the stream that computes
+    # Inputs of the last block and of the one before it, then the last block is computed again.
+    between = [n - up[0] for n in up[:3]]
+    assert between[:2] == [0, 1]
+    assert between[2] > 2
+    engine.close()
+
+
+def _count_page_locked(ranks: SimulatedRanks) -> None:
+    engine = zero_core.build(_Deep(), _config(0, {"cpu_checkpointing": True}), process_group=ranks)
+    x = torch.randn(ROWS, 8, device=ranks.device)
+    late_device.start_trace()
+    for _ in range(3):
+        engine.backward(engine(x))
+    trace = late_device.stop_trace()
+    blocks = [r.writes[0] for r in trace if r.kind == "pinned_alloc"]
+    sizes = [stop - start for start, stop in blocks if stop - start >= INPUT_BYTES]
+    assert DEPTH * INPUT_BYTES <= sum(sizes) <= 1.01 * DEPTH * INPUT_BYTES
+    engine.close()
+
+
+def _run_late(program: Any) -> None:
+    late_device.load()
+    simulate(program, 1, device="late")
+
+
+def test_inputs_come_up_one_block_ahead_on_a_stream_of_their_own_and_the_host_waits_for_none():
+    run_alone(_run_late, _trace_a_step)
+
+
+def test_inputs_on_the_host_take_the_page_locked_memory_that_they_fill():
+    run_alone(_run_late, _count_page_locked)
 
 
 def test_a_forward_that_was_set_on_the_object_comes_back():

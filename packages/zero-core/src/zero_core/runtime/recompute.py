@@ -2,8 +2,8 @@
 
 Each block keeps its inputs alone and is computed again in backward (Chen et al., arXiv
 1604.06174), by torch's non-reentrant `torch.utils.checkpoint`. With ``cpu_checkpointing`` the
-positional inputs wait in host memory. Only the block's ``forward`` is wrapped, on the object:
-names, class and hooks stay.
+positional inputs wait in host memory (`zero_core.runtime.host_inputs`). Only the block's
+``forward`` is wrapped, on the object: names, class and hooks stay.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.autograd.graph import save_on_cpu
 from torch.utils.checkpoint import checkpoint
 
+from zero_core.runtime.host_inputs import HostInputs
 from zero_core.runtime.runtime import Runtime
 from zero_core.sharded.unit import Unit
 
@@ -31,7 +31,9 @@ class Recompute:
         ``is_on_cpu``: a block's inputs wait in host memory.
         """
         self._is_on_cpu = is_on_cpu
-        self._is_pinned = torch.accelerator.is_available()
+        device = next(flat.device for unit in runtime.units for flat in unit.params)
+        has_device = is_on_cpu and device.type != "cpu"
+        self._host_inputs = HostInputs(device) if has_device else None
         self._runtime = runtime
         # A forward that was set on the object must come back; the class's shows by itself.
         self._before = [(module, module.__dict__.get("forward")) for module in blocks]
@@ -68,7 +70,7 @@ class Recompute:
             if torch.compiler.is_compiling() and not self._is_on_cpu:
                 # The compiled backward recomputes; the weights that it saved tell when it begins.
                 return checkpoint(forward, *args, use_reentrant=False, **kwargs)
-            with save_on_cpu(self._is_pinned) if self._is_on_cpu else nullcontext():
+            with nullcontext() if self._host_inputs is None else self._host_inputs.context():
                 return checkpoint(
                     forward, *args, use_reentrant=False, context_fn=contexts, **kwargs
                 )

@@ -1,0 +1,187 @@
+"""Inputs of blocks that wait in host memory from forward to backward.
+
+[Note: two streams and one call ahead]
+An input is copied down beside the block that computes with it, and up beside the block before which
+it is needed: each direction has a stream of its own, and the host waits for neither. When backward
+asks for the inputs of a call, those of the call before it are fetched, too.
+Device memory that a stream still reads or writes is noted with ``record_stream``. A host buffer is
+lent again when nothing holds what was packed any more; the copy down into it waits for the last
+copy up.
+
+[Note: page-locked memory]
+Torch page-locks powers of two of bytes. Buffers are cut out of larger pieces, of as many buffers as
+fill a power of two best: three of 84 MB in 256 MiB.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_MAX_IN_PIECE = 8
+"""Buffers that are page-locked at a time, at most."""
+_MAX_IDLE = 1024
+"""Calls after which the buffers of a size are dropped that none of them asked for."""
+_ALIGNMENT = 256
+"""Bytes to which buffers are aligned."""
+
+
+class _Call:
+    """A block's call, whose inputs are fetched together.
+
+    Attributes:
+        before: the call before it, if anything of it is still held.
+        saved: its inputs, in the order in which they were packed.
+    """
+
+    def __init__(self, before: weakref.ref[_Call] | None) -> None:
+        self._before = before
+        self._saved: list[weakref.ref[_Saved]] = []
+
+    def add(self, saved: _Saved) -> None:
+        self._saved.append(weakref.ref(saved))
+
+    @property
+    def before(self) -> _Call | None:
+        return None if self._before is None else self._before()
+
+    @property
+    def saved(self) -> list[_Saved]:
+        return [saved for ref in self._saved if (saved := ref()) is not None]
+
+
+class _Saved:
+    """An input on the host. It returns its buffer when autograd drops it.
+
+    Attributes:
+        call: the call that it belongs to.
+        values: in the buffer, in the input's shape and dtype.
+        last_copy: the copy down, or the last copy up.
+        fetched: the input on the device, until it is used.
+        is_fetched: whether it was fetched at all.
+    """
+
+    def __init__(
+        self, buffers: _Buffers, buffer: Tensor, values: Tensor, call: _Call, copied: torch.Event
+    ) -> None:
+        self._buffers = buffers
+        self._buffer = buffer
+        self.call = call
+        self.values = values
+        self.last_copy = copied
+        self.fetched: Tensor | None = None
+        self.is_fetched = False
+
+    def __del__(self) -> None:
+        self._buffers.release(self._buffer, self.last_copy)
+
+
+class _Buffers:
+    """Page-locked buffers of the sizes that were asked for lately."""
+
+    def __init__(self) -> None:
+        self._free: dict[int, list[tuple[Tensor, torch.Event | None]]] = {}  # by bytes
+        self._last_use: dict[int, int] = {}  # by bytes, as a number of the call
+        self._num_calls = 0
+
+    def acquire(self, nbytes: int) -> tuple[Tensor, torch.Event | None]:
+        """Borrow a buffer of ``nbytes`` or a few more, and the copy that its writer waits for."""
+        size = -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+        self._num_calls += 1
+        self._last_use[size] = self._num_calls
+        free = self._free.setdefault(size, [])
+        if not free:
+            self._drop_idle()
+            count = max(range(1, _MAX_IN_PIECE + 1), key=lambda n: _filled(n * size))
+            with torch.inference_mode(False):  # it serves training too
+                piece = torch.empty(count * size, dtype=torch.uint8, pin_memory=True)
+            free += [(piece[n * size : (n + 1) * size], None) for n in range(count)]
+        return free.pop()
+
+    def release(self, buffer: Tensor, last_copy: torch.Event) -> None:
+        self._free.setdefault(buffer.nbytes, []).append((buffer, last_copy))
+
+    def _drop_idle(self) -> None:
+        """Drop sizes that nobody asks for any more, as of batches of another length.
+
+        Torch waits for copies under way before it uses the memory again.
+        """
+        idle = [s for s, n in self._last_use.items() if self._num_calls - n > _MAX_IDLE]
+        for size in idle:
+            del self._free[size], self._last_use[size]
+
+
+def _filled(nbytes: int) -> float:
+    """Return which part of the next power of two ``nbytes`` are."""
+    return nbytes / (1 << (nbytes - 1).bit_length())
+
+
+class HostInputs:
+    """Moves what is saved within `context` to the host, and back. [Note: two streams ...]."""
+
+    def __init__(self, device: torch.device) -> None:
+        """For inputs on ``device``, an accelerator. Others stay where they are."""
+        self._device = device
+        self._buffers = _Buffers()
+        self._down = torch.Stream(device)
+        self._up = torch.Stream(device)
+        self._last: weakref.ref[_Call] | None = None
+
+    def context(self) -> AbstractContextManager[Any]:
+        """Return the context of one call of a block."""
+        call = _Call(self._last)
+        self._last = weakref.ref(call)
+
+        def pack(tensor: Tensor) -> object:
+            return self._pack(call, tensor)
+
+        unpack: Callable[[Any], Tensor] = self._unpack
+        return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
+
+    def _pack(self, call: _Call, tensor: Tensor) -> object:
+        is_moved = tensor.device == self._device and tensor.layout is torch.strided
+        if not is_moved or not tensor.numel():
+            return tensor
+        given = tensor.detach()
+        buffer, last_copy = self._buffers.acquire(given.nbytes)
+        values = buffer[: given.nbytes].view(given.dtype).view(given.shape)
+        if last_copy is not None:
+            self._down.wait_event(last_copy)
+        self._down.wait_stream(torch.accelerator.current_stream(self._device))
+        with self._down:
+            values.copy_(given, non_blocking=True)
+        given.record_stream(self._down)
+        saved = _Saved(self._buffers, buffer, values, call, self._down.record_event())
+        call.add(saved)
+        return saved
+
+    def _unpack(self, packed: Any) -> Tensor:
+        if not isinstance(packed, _Saved):
+            assert isinstance(packed, Tensor)
+            return packed
+        if packed.fetched is None:
+            self._fetch(packed)
+        torch.accelerator.current_stream(self._device).wait_event(packed.last_copy)
+        found, packed.fetched = packed.fetched, None
+        assert found is not None
+        for call in (packed.call, packed.call.before):
+            for saved in () if call is None else call.saved:
+                if not saved.is_fetched:
+                    self._fetch(saved)
+        return found
+
+    def _fetch(self, saved: _Saved) -> None:
+        fetched = torch.empty_like(saved.values, device=self._device)
+        self._up.wait_event(saved.last_copy)
+        # Its memory may have had other users.
+        self._up.wait_stream(torch.accelerator.current_stream(self._device))
+        with self._up:
+            fetched.copy_(saved.values, non_blocking=True)
+        fetched.record_stream(self._up)
+        saved.last_copy = self._up.record_event()
+        saved.fetched, saved.is_fetched = fetched, True
