@@ -1,0 +1,294 @@
+"""Accumulation with an offloaded optimizer: the tier adds up, the device keeps no gradient.
+
+Bits are those of a reference in plain torch, which rounds each micro-step's reduced gradient to the
+dtype it is communicated in and adds the rounded ones in fp32, in order.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import cpu_adam
+import zero_core
+from zero_core import Engine
+from zero_core.testing import simulate
+from zero_core.testing.simulated import SimulatedRanks
+
+WIDTH, STEPS, LR = 13, 3, 1e-2
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+class Blocks(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(5, WIDTH)
+        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.last = nn.Linear(WIDTH, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = x + torch.tanh(block(x))
+        loss: Tensor = self.last(x).float().square().mean()
+        return loss
+
+
+def _model() -> Blocks:
+    with torch.random.fork_rng():
+        torch.manual_seed(5)
+        return Blocks()
+
+
+MODEL = _model()
+
+
+def _batch(step: int, micro_step: int, rank: int, dtype: torch.dtype) -> Tensor:
+    generator = torch.Generator().manual_seed(1000 * step + 10 * micro_step + rank)
+    return torch.randn(4, 5, generator=generator).to(dtype) * 4.0 ** (micro_step % 3)
+
+
+def _config(
+    stage: int, dtype: str, accumulation: int, ratio: float, **further: Any
+) -> dict[str, Any]:
+    return {
+        "train_micro_batch_size_per_gpu": 4,
+        "gradient_accumulation_steps": accumulation,
+        "bf16": {"enabled": dtype == "bf16"},
+        "optimizer": {"type": "AdamW", "params": {"lr": LR, "weight_decay": 0.1}},
+        "zero_optimization": {
+            "stage": stage,
+            "offload_optimizer": {"device": "cpu", "ratio": ratio},
+        },
+        **further,
+    }
+
+
+def _reference(
+    dtype: torch.dtype, accumulation: int, clipping: float, world_size: int, *, rounded: torch.dtype
+) -> tuple[dict[str, Tensor], list[float]]:
+    """Return the master weights and the norms of all steps, by plain torch and one kernel call."""
+    model = copy.deepcopy(MODEL)
+    masters = {name: p.detach().clone() for name, p in model.named_parameters()}
+    states = {name: (torch.zeros_like(m), torch.zeros_like(m)) for name, m in masters.items()}
+    model.to(dtype)
+    norms = []
+    for step in range(STEPS):
+        sums: dict[str, Tensor] = {}
+        for micro_step in range(accumulation):
+            reduced = {name: torch.zeros_like(m) for name, m in masters.items()}
+            for rank in range(world_size):
+                model.zero_grad()
+                (model(_batch(step, micro_step, rank, dtype)) / accumulation).backward()
+                for name, param in model.named_parameters():
+                    assert param.grad is not None
+                    reduced[name] += (param.grad * (1.0 / world_size)).float()
+            for name, grad in reduced.items():
+                term = grad.to(rounded).float()
+                sums[name] = sums[name] + term if name in sums else term
+        norms.append(math.sqrt(sum(s.double().square().sum().item() for s in sums.values())))
+        scale = min(1.0, clipping / (norms[-1] + 1e-6)) if clipping else 1.0
+        for name, param in model.named_parameters():
+            cpu_adam.adam_step(
+                masters[name],
+                sums[name],
+                *states[name],
+                step=step + 1,
+                lr=LR,
+                beta1=0.9,
+                beta2=0.999,
+                eps=1e-8,
+                weight_decay=0.1,
+                grad_scale=scale,
+                out=param.detach(),
+            )
+    return masters, norms
+
+
+def _micro_steps(engine: Engine, step: int, count: int, rank: int, dtype: torch.dtype) -> None:
+    for micro_step in range(count):
+        engine.backward(engine(_batch(step, micro_step, rank, dtype)))
+        if micro_step + 1 < count:
+            engine.step()
+
+
+def _train(
+    ranks: SimulatedRanks, config: Mapping[str, Any], dtype: torch.dtype
+) -> tuple[Engine, list[float]]:
+    engine = zero_core.build(copy.deepcopy(MODEL), config, process_group=ranks)
+    norms = []
+    for step in range(STEPS):
+        _micro_steps(engine, step, engine.gradient_accumulation_steps, ranks.rank, dtype)
+        engine.step()
+        norms.append(engine.get_global_grad_norm())
+    return engine, norms
+
+
+def _compare(ranks: SimulatedRanks) -> None:
+    for name, dtype in DTYPES.items():
+        for accumulation, clipping in ((2, 0.0), (4, 0.1), (8, 0.1)):
+            expected, expected_norms = _reference(
+                dtype, accumulation, clipping, ranks.size, rounded=dtype
+            )
+            for stage, ratio in ((0, 1.0), (1, 0.0), (2, 0.4), (3, 1.0)):
+                case = (name, accumulation, stage, ratio)
+                config = _config(stage, name, accumulation, ratio, gradient_clipping=clipping)
+                engine, norms = _train(ranks, config, dtype)
+                found = engine.full_state_dict(dtype=torch.float32)
+                for key, value in expected.items():
+                    assert torch.equal(found[key], value), (case, key)
+                assert norms == pytest.approx(expected_norms, rel=1e-6), case
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_every_stage_and_ratio_has_the_bits_of_plain_torch(world_size: int) -> None:
+    simulate(_compare, world_size)
+
+
+def _keeps_the_key(ranks: SimulatedRanks) -> None:
+    given = {"data_types": {"grad_accum_dtype": "fp32"}}
+    expected, _ = _reference(torch.bfloat16, 4, 0.0, ranks.size, rounded=torch.float32)
+    for stage, ratio in ((0, 1.0), (2, 0.4), (3, 1.0)):
+        engine, _ = _train(ranks, _config(stage, "bf16", 4, ratio, **given), torch.bfloat16)
+        found = engine.full_state_dict(dtype=torch.float32)
+        for key, value in expected.items():
+            assert torch.equal(found[key], value), (stage, ratio, key)
+
+
+def test_gradients_add_up_unrounded_when_the_dtype_is_asked_for() -> None:
+    simulate(_keeps_the_key, 2)
+
+
+def _device_bytes(ranks: SimulatedRanks, stage: int, accumulation: int, **further: Any) -> Any:
+    config = _config(stage, "bf16", accumulation, 1.0, **further)
+    engine, _ = _train(ranks, config, torch.bfloat16)
+    (part,) = engine.sharded_state.tier.report()
+    planned = zero_core.plan(copy.deepcopy(MODEL), config, ranks.size, device_type="cpu")
+    host, device = planned.memory.host, planned.memory.device
+    report = {kind: n for kind, n in engine.memory_report().items() if n}
+    for kind in ("parameters", "gradients", "gradient shards"):
+        assert device.get(kind, 0) == report.get(kind, 0), kind
+    assert host["gradient copies"] == part.tier.memory["gradient copies"]
+    return report, host["gradient copies"], engine.sharded_state.tier.geometry.numel
+
+
+def _keeps_nothing(ranks: SimulatedRanks) -> None:
+    for stage in (1, 2, 3):
+        once, host_bytes, numel = _device_bytes(ranks, stage, 1)
+        assert host_bytes == 2 * numel
+        for accumulation, per_element in ((2, 4), (4, 8), (5, 6), (9, 6)):
+            several, host_bytes, _ = _device_bytes(ranks, stage, accumulation)
+            assert several == once
+            assert host_bytes == per_element * numel
+        # 16 bits are too narrow for the tier: such a sum stays on the device.
+        narrow = {"data_types": {"grad_accum_dtype": "bf16"}}
+        several, host_bytes, _ = _device_bytes(ranks, stage, 4, **narrow)
+        assert several.get("gradient shards", 0) >= 2 * numel
+        assert host_bytes == 2 * numel
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_the_device_holds_no_more_than_with_one_micro_step(world_size: int) -> None:
+    simulate(_keeps_nothing, world_size)
+
+
+def _reads_and_sets(ranks: SimulatedRanks) -> None:
+    dtype, name = torch.float32, "blocks.1.weight"
+    for stage, ratio in ((2, 0.4), (3, 1.0)):
+        config = _config(stage, "fp32", 4, ratio, check_grad_overflow=True)
+        engine = zero_core.build(copy.deepcopy(MODEL), config, process_group=ranks)
+        plain = copy.deepcopy(MODEL)
+        for micro_step in range(4):
+            for rank in range(ranks.size):
+                loss = plain(_batch(0, micro_step, rank, dtype))
+                (loss / 4 / ranks.size).backward()
+        _micro_steps(engine, 0, 4, ranks.rank, dtype)
+        expected = dict(plain.named_parameters())[name].grad
+        assert expected is not None
+        torch.testing.assert_close(engine.states.get_full(name, "grad"), expected)
+        # Set, clipped by another norm, clipped by the 2-norm: each sees the one before.
+        engine.states.set_full(name, torch.zeros(WIDTH, WIDTH), "grad")
+        assert not engine.states.get_full(name, "grad").any()
+        grads = {n: p.grad for n, p in plain.named_parameters() if p.grad is not None}
+        grads[name] = torch.zeros(WIDTH, WIDTH)
+        flat = torch.cat([g.flatten() for g in grads.values()])
+        assert float(engine.clip_grad_norm_(math.inf, math.inf)) == pytest.approx(
+            flat.abs().max().item(), rel=1e-5
+        )
+        assert float(engine.clip_grad_norm_(1e-3)) == pytest.approx(flat.norm().item(), rel=1e-5)
+        # Dropped: the step starts again, and nothing of it is left.
+        engine.optimizer.zero_grad()
+        engine.step()
+        fresh = zero_core.build(copy.deepcopy(MODEL), config, process_group=ranks)
+        for each in (engine, fresh):
+            _micro_steps(each, 1, 4, ranks.rank, dtype)
+        for key in ("first.weight", name, "last.bias"):
+            found = engine.states.get_full(key, "grad")
+            assert torch.equal(found, fresh.states.get_full(key, "grad")), key
+
+
+def test_gradients_are_read_set_clipped_and_dropped() -> None:
+    simulate(_reads_and_sets, 2)
+
+
+def _declares(ranks: SimulatedRanks) -> None:
+    """``no_sync``, declared boundaries and a number that is set: what they add up is the same."""
+    dtype = torch.float32
+    for stage in (2, 3):
+        found = []
+        for how in ("plain", "declared", "set", "no_sync"):
+            count = 2 if how == "set" else 4
+            config = _config(stage, "fp32", count, 0.4)
+            engine = zero_core.build(copy.deepcopy(MODEL), config, process_group=ranks)
+            if how == "set":
+                engine.gradient_accumulation_steps = 4
+            for micro_step in range(4):
+                if how == "declared":
+                    engine.set_gradient_accumulation_boundary(micro_step == 3)
+                x = _batch(0, micro_step, ranks.rank, dtype)
+                if how == "no_sync" and micro_step < 2:
+                    with engine.no_sync():
+                        engine.backward(engine(x), over=4)
+                    engine.set_gradient_accumulation_boundary(False)
+                    engine.step()
+                    engine.set_gradient_accumulation_boundary(None)
+                    continue
+                engine.backward(engine(x), over=4)
+                engine.step()
+            assert engine.global_steps == 1, how
+            found.append(engine.full_state_dict())
+        for other in found[1:3]:
+            torch.testing.assert_close(other, found[0], rtol=0.0, atol=0.0)
+        torch.testing.assert_close(found[3], found[0], rtol=1e-4, atol=1e-5)
+
+
+def test_micro_steps_may_be_declared_set_and_unreduced() -> None:
+    simulate(_declares, 2)
+
+
+def _names_who(ranks: SimulatedRanks) -> None:
+    config = _config(2, "bf16", 3, 0.4, check_grad_overflow=True)
+    engine = zero_core.build(copy.deepcopy(MODEL), config, process_group=ranks)
+    before = engine.full_state_dict()
+    for micro_step in range(3):
+        x = _batch(0, micro_step, ranks.rank, torch.bfloat16)
+        if (micro_step, ranks.rank) == (1, 1):
+            x[0, 0] = math.nan
+        engine.backward(engine(x))
+        engine.step()
+    assert engine.optimizer.overflow
+    assert not math.isfinite(engine.get_global_grad_norm())
+    torch.testing.assert_close(engine.full_state_dict(), before, rtol=0.0, atol=0.0)
+
+
+def test_a_nan_of_one_micro_step_skips_the_step_and_is_named(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    simulate(_names_who, 2)
+    assert "batch of rank 1" in caplog.text
