@@ -15,13 +15,18 @@ NUMEL = 3 * 1024
 PIECES = [(0, 1024, 0), (1024, NUMEL, 0)]
 
 
+@pytest.mark.parametrize("num_added", [1, 3, 6])
 @pytest.mark.parametrize("ratio", [1.0, 0.5, 0.0])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
     ("state_dtype", "nbytes_per_element"), [("float32", 8), ("bfloat16", 4), ("int8", 2.0625)]
 )
 def test_state_bytes_are_those_that_a_tier_reports(
-    state_dtype: str, nbytes_per_element: float, dtype: torch.dtype, ratio: float
+    state_dtype: str,
+    nbytes_per_element: float,
+    dtype: torch.dtype,
+    ratio: float,
+    num_added: int,
 ) -> None:
     param = torch.ones(NUMEL, dtype=dtype)
     groups = [group_of(optim.AdamW)]
@@ -38,7 +43,13 @@ def test_state_bytes_are_those_that_a_tier_reports(
         adam_kernel=ReferenceKernel(),
         device_tier=make_device_tier,
     )
-    tier.offer_grad(0, torch.ones(NUMEL, dtype=dtype))
+    if num_added > 1:
+        tier.expect_micro_steps(num_added)
+        for micro_step in range(num_added):
+            is_last = micro_step + 1 == num_added
+            tier.add_grad(0, torch.ones(NUMEL, dtype=dtype), is_last=is_last)
+    else:
+        tier.offer_grad(0, torch.ones(NUMEL, dtype=dtype))
     tier.step(groups, range(len(PIECES)), grad_scale=1.0)
     tier.wait_params(0, NUMEL)
     form = tier_footprint(
@@ -46,7 +57,7 @@ def test_state_bytes_are_those_that_a_tier_reports(
         pieces=PIECES,
         params=[(0, param.to("meta"))],
         grad_dtypes=[dtype],
-        num_added=1,
+        num_added=num_added,
         resting=(),
         is_accelerated=False,
         optimizer_class=optim.AdamW,
