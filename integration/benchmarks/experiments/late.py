@@ -51,6 +51,7 @@ class Training:
     Attributes:
         world_sizes: numbers of ranks to choose from.
         zero: keys of ``zero_optimization``.
+        file: those of ``offload_param`` if it is a file's.
         dtype: "fp32" or "bf16".
         accumulation: micro-steps per step.
         clipping: largest gradient norm; 0 is off.
@@ -67,24 +68,29 @@ class Training:
     optimizer: str = "AdamW"
     is_checked: bool = True
     ranks_per_node: int | None = None
+    file: Mapping[str, Any] | None = None
 
-    def config(self) -> dict[str, Any]:
+    def config(self, folder: str) -> dict[str, Any]:
+        """Return the engine's configuration. Files go to ``folder``."""
         params = {"lr": 1e-2, "weight_decay": 0.1}
         low = {"enabled": self.dtype == "bf16"}
         if self.dtype == "bf16":
             low["check_grad_overflow"] = self.is_checked
+        zero = dict(self.zero)
+        if self.file is not None:
+            zero["offload_param"] = {"device": "nvme", "nvme_path": folder, **self.file}
         return {
             "train_micro_batch_size_per_gpu": 2,
             "gradient_accumulation_steps": self.accumulation,
             "gradient_clipping": self.clipping,
             "bf16": low,
             "optimizer": {"type": self.optimizer, "params": params},
-            "zero_optimization": dict(self.zero),
+            "zero_optimization": zero,
         }
 
-    def run(self, ranks: Ranks) -> Result:
+    def run(self, ranks: Ranks, folder: str) -> Result:
         """Train without a look at any loss before the end, so that the host runs ahead."""
-        engine = zero_core.build(make_model(), self.config(), process_group=ranks)
+        engine = zero_core.build(make_model(), self.config(folder), process_group=ranks)
         losses = []
         for step, micro in itertools.product(range(STEPS), range(self.accumulation)):
             inputs = batch(step, micro, ranks.rank)
@@ -105,7 +111,8 @@ class Loop:
     world_sizes: Sequence[int] = (1,)
     ranks_per_node: int | None = None
 
-    def run(self, ranks: Ranks) -> Result:
+    def run(self, ranks: Ranks, folder: str) -> Result:
+        """Train. No files are written."""
         with seeded(0):
             model = nn.Sequential(nn.Linear(33, 65), nn.Tanh(), nn.Linear(65, 7))
             data = torch.randn(STEPS, 5, 33)
@@ -127,7 +134,8 @@ def _host(ratio: float, **keys: Any) -> dict[str, Any]:
     return {"offload_optimizer": {"device": "cpu", "ratio": ratio, "pin_memory": True, **keys}}
 
 
-_PARAMS = {"offload_param": {"device": "cpu", "pin_memory": True}}
+_ALL_PARAMS = {"stage3_param_persistence_threshold": 0}
+_PARAMS = {"offload_param": {"device": "cpu", "pin_memory": True}, **_ALL_PARAMS}
 _EARLY = {"update_in_backward": True}
 _NODES: dict[str, Any] = {"world_sizes": (4,), "ranks_per_node": 2}
 _PLUS_PLUS = {
@@ -156,6 +164,9 @@ CASES: Mapping[str, Training | Loop] = {
     "parameters": Training({"stage": 3, **_PARAMS}),
     "parameters and host": Training({"stage": 3, **_PARAMS, **_host(1.0)}, accumulation=2),
     "parameters and twin": Training({"stage": 3, **_PARAMS, **_host(0.6)}, optimizer="Adamax"),
+    "parameters in a file": Training(
+        {"stage": 3, **_ALL_PARAMS, **_host(1.0)}, file={"max_in_cpu": 0, "buffer_count": 2}
+    ),
     "qwZ": Training({"stage": 3, "zero_quantized_weights": True}, world_sizes=(2, 3)),
     "qgZ": Training({"stage": 2, "zero_quantized_gradients": True}, world_sizes=(2, 3)),
     "hpZ": Training({"stage": 3, "zero_hpz_partition_size": 2}, **_NODES),
@@ -192,6 +203,7 @@ class Bits:
 
     def __init__(self) -> None:
         late_device.load()
+        self._folder = tempfile.TemporaryDirectory()
         self._expected: dict[tuple[str, int], list[Result]] = {}
 
     def difference(self, run: Run) -> str:
@@ -200,13 +212,14 @@ class Bits:
         key = run.case, run.world_size
         if key not in self._expected:
             self._expected[key] = simulate(
-                case.run, run.world_size, ranks_per_node=case.ranks_per_node
+                case.run, run.world_size, self._folder.name, ranks_per_node=case.ranks_per_node
             )
         late_device.set_delays(seed=run.number, kernel_s=run.delay_s, copy_s=10 * run.delay_s)
         try:
             found = simulate(
                 case.run,
                 run.world_size,
+                self._folder.name,
                 ranks_per_node=case.ranks_per_node,
                 device="late",
                 timeout_s=TIMEOUT_S,

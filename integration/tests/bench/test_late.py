@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Sequence
 
 import pytest
+import torch
 
 from benchmarks.experiments.late import CASES, Run, run_rows
+from zero_core.comm.topology import find_ranks
+from zero_core.testing import late_device, run_alone
 
 DELAY_S = 5e-5
 NAMES = sorted(CASES)
@@ -34,3 +38,18 @@ def test_a_process_that_dies_fails_one_run() -> None:
     assert "KeyError: 'no such case'" in died["failure"]
     assert done["number"] == 8
     assert done["failure"] == ""
+
+
+def _use_one_device() -> None:
+    late_device.load()
+    torch.accelerator.set_device_index(2)
+    late_device.forget_contexts()
+    with tempfile.TemporaryDirectory() as folder:
+        for name in NAMES:
+            if 1 in CASES[name].world_sizes:
+                CASES[name].run(find_ranks(None, None), folder)
+                assert late_device.contexts() == [2], name
+
+
+def test_no_thread_touches_another_device() -> None:
+    run_alone(_use_one_device)

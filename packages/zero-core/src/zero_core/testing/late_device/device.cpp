@@ -695,7 +695,7 @@ struct LateAllocator final : c10::DeviceAllocator {
     size_t reserved = devices[device].stats.reserved_bytes[0].current;
     return {settings.capacity - reserved, settings.capacity};
   }
-  std::pair<size_t, size_t> getMemoryInfo(DeviceIndex device) override {
+  std::pair<size_t, size_t> getMemoryInfo(DeviceIndex device) {  // torch >= 2.11 overrides it
     return memory_info(device);
   }
 };
