@@ -29,6 +29,7 @@ from zero_core.plan.footprints import (
 from zero_core.protocols import (
     AccumulatingTier,
     AdamKernel,
+    AheadTier,
     Collectives,
     CollectivesFactory,
     DeviceTierFactory,
@@ -36,6 +37,7 @@ from zero_core.protocols import (
     ParamTier,
     ParamTierFactory,
     PartitionedParam,
+    ReservingTier,
     StatefulCollectives,
     StateTier,
     StateTierFactory,
@@ -84,10 +86,13 @@ def prove_instances(
     stateful: StatefulCollectives = quantized
     tiers: list[StateTier] = [device_tier, twin_tier, auto_tier]
     accumulating: list[AccumulatingTier] = [twin_tier, auto_tier]
+    reserving: list[ReservingTier] = [device_tier, twin_tier, auto_tier]
+    ahead: AheadTier = device_tier
     param_tier: ParamTier = offloaded_params
     store: ParamStore = local_store
     param: PartitionedParam = partitioned
-    del transports, collectives, stateful, tiers, accumulating, param_tier, store, param
+    del transports, collectives, stateful, tiers, accumulating, reserving, ahead
+    del param_tier, store, param
 
 
 def prove_what_is_handed_over(
@@ -136,8 +141,10 @@ TYPES: dict[str, tuple[type, type]] = {
     "zero_core.comm.host.HostCollectives": (HostCollectives, TransportCollectives),
     "zero_core.comm.device.DeviceCollectives": (DeviceCollectives, TransportCollectives),
     "zero_comm.collectives.QuantizedCollectives": (QuantizedCollectives, StatefulCollectives),
-    "zero_core.optim.device_tier.DeviceTier": (DeviceTier, StateTier),
+    "zero_core.optim.device_tier.DeviceTier": (DeviceTier, AheadTier),
+    "zero_core.optim.device_tier.DeviceTier, memory": (DeviceTier, ReservingTier),
     "zero_offload.tiers.twin.TwinTier": (TwinTier, AccumulatingTier),
+    "zero_offload.tiers.twin.TwinTier, memory": (TwinTier, ReservingTier),
     "zero_offload.tiers.auto_tier.AutoTier": (AutoTier, AccumulatingTier),
     "zero_offload.param_tier.OffloadedParams": (OffloadedParams, ParamTier),
     "zero_core.sharded.param_offload.LocalStore": (LocalStore, ParamStore),

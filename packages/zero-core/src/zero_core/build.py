@@ -30,6 +30,7 @@ from zero_core.protocols import (
     Collectives,
     CollectivesFactory,
     ParamTierFactory,
+    ReservingTier,
     StateTierFactory,
 )
 from zero_core.runtime import hooks
@@ -180,6 +181,9 @@ def build(
     adopt_buffers(model, resolved.buffer_dtype, ranks.device, control, initial)
     if ranks.device.type != "cpu":
         memory.reserve()
+        if isinstance(tier, ReservingTier):
+            grads = [grads for unit in units for grads in unit.grads]
+            tier.reserve([(*memory.spans[g.segment.index], g.plan.offered) for g in grads])
     initial.give_attributes()
 
     if lr_scheduler is None and resolved.scheduler is not None:

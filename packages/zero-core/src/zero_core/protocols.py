@@ -379,6 +379,20 @@ class AccumulatingTier(StateTier, Protocol):
 
 
 @runtime_checkable
+class ReservingTier(StateTier, Protocol):
+    """A state tier that can allocate all of its memory before there are activations."""
+
+    def reserve(self, grads: Sequence[tuple[int, int, torch.dtype]]) -> None:
+        """Allocate what gradients are copied to, or widened in, and what copies pass through.
+
+        Called once on an accelerator, before the first gradient. It decides on memory alone.
+
+        Args:
+            grads: ``(start, stop, dtype)`` of what is going to be offered or added.
+        """
+
+
+@runtime_checkable
 class AheadTier(StateTier, Protocol):
     """A state tier on the device whose update can be enqueued ahead of the step's decision.
 

@@ -281,6 +281,20 @@ class StateTier(Protocol):
         """Restore the result of `read_scalars`."""
 
 
+@runtime_checkable
+class ReservingTier(StateTier, Protocol):
+    """A state tier that can allocate all of its memory before its first gradient."""
+
+    def reserve(self, grads: Sequence[tuple[int, int, torch.dtype]]) -> None:
+        """Allocate what gradients are copied to, or widened in, and what copies pass through.
+
+        Called once on an accelerator, before the first gradient. It decides on memory alone.
+
+        Args:
+            grads: ``(start, stop, dtype)`` of what is going to be offered or added.
+        """
+
+
 class DeviceTierFactory(Protocol):
     """Factory of a tier on the compute device with torch's own optimizer."""
 

@@ -139,7 +139,7 @@ class _Plan:
 
 
 class DeviceTier:
-    """`zero_core.protocols.StateTier` on the compute device, and an `AheadTier`."""
+    """`zero_core.protocols.AheadTier` and `ReservingTier` on the compute device."""
 
     owns_grads = False
     turn_numel: ClassVar[int] = TURN_NUMEL
@@ -226,6 +226,12 @@ class DeviceTier:
 
     def _state_of(self, part: _Part, name: str) -> Tensor:
         return self._flat[name].one(part.start, part.stop)
+
+    def reserve(self, grads: Sequence[tuple[int, int, torch.dtype]]) -> None:
+        for start, _, dtype in grads:
+            master = self._master_dtype(start)
+            if self._parts and dtype != master:
+                self._buffer(master)
 
     def offer_grad(self, start: int, grad: Tensor) -> None:
         self._grads[start] = grad

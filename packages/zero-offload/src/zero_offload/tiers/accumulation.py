@@ -15,7 +15,7 @@ of the sum, in the order in which they came, so both ways give the same bits.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any, TypeVar
 
@@ -66,6 +66,12 @@ class GradSums:
 
     def expect_micro_steps(self, count: int) -> None:
         self._num_micro_steps = count
+
+    def reserve(self, dtypes: Collection[torch.dtype]) -> None:
+        """Allocate layers and sums for gradients of these dtypes."""
+        for dtype in dtypes:
+            layers, has_sum = num_layers(self._num_micro_steps, self._mover.kept_dtype(dtype))
+            self._mover.reserve(dtype, layers, has_sum=has_sum)
 
     def add(self, start: int, grad: Tensor, ledger: GradLedger, *, is_last: bool) -> Release | None:
         """Start to copy one more term of a range to a free layer.

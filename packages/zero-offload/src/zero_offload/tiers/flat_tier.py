@@ -309,6 +309,10 @@ class HostTier(FlatTier):
         """Expect ``count`` calls of `add_grad` per range and step. It decides on memory alone."""
         self._sums.expect_micro_steps(count)
 
+    def reserve(self, grads: Sequence[tuple[int, int, torch.dtype]]) -> None:
+        """Allocate what gradients and parameters pass through, as `TwinTier.reserve`."""
+        self._sums.reserve({dtype for *_, dtype in grads})
+
     def add_grad(self, start: int, grad: Tensor, *, is_last: bool) -> Release | None:
         """Copy one more term of the gradient of a range. See `zero_offload.tiers.accumulation`.
 

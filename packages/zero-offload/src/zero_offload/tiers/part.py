@@ -14,7 +14,7 @@ from torch import Tensor
 
 from zero_offload.flat.geometry import Geometry
 from zero_offload.flat.intervals import Intervals
-from zero_offload.protocols import StateTier
+from zero_offload.protocols import ReservingTier, StateTier
 from zero_offload.rules.rule import MASTER
 from zero_offload.tiers.flat_tier import FlatTier, HostTier, TierReport
 from zero_offload.tiers.transfer import Release
@@ -54,11 +54,19 @@ class GradStaging:
         """Add to the lasting copy of an earlier gradient of the range, and return it."""
         return self._of(start, grad).add_(grad)
 
-    def _of(self, start: int, grad: Tensor) -> Tensor:
-        dtype = self._sum_dtype if self._has_sum else grad.dtype
+    def kept_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """Return the dtype in which gradients of ``dtype`` are kept."""
+        return self._sum_dtype if self._has_sum else dtype
+
+    def reserve(self, dtype: torch.dtype, device: torch.device) -> None:
+        """Allocate memory for gradients that are kept in ``dtype``, if there is none yet."""
         if dtype not in self._memory:
-            self._memory[dtype] = grad.new_empty(self._numel, dtype=dtype)
+            self._memory[dtype] = torch.empty(self._numel, dtype=dtype, device=device)
             self.num_bytes += self._memory[dtype].nbytes
+
+    def _of(self, start: int, grad: Tensor) -> Tensor:
+        dtype = self.kept_dtype(grad.dtype)
+        self.reserve(dtype, grad.device)
         return self._memory[dtype][start : start + grad.numel()]
 
     def square_sum(self, start: int, stop: int) -> Tensor:
@@ -111,6 +119,16 @@ class Part:
             self.tier.expect_micro_steps(count)
         if self.staging is not None:
             self.staging.expect_sums()
+
+    def reserve(self, grads: Sequence[tuple[int, int, torch.dtype]], device: torch.device) -> None:
+        """Allocate memory for ``(start, stop, dtype)`` of what is going to be offered."""
+        if self.staging is not None:
+            kept = self.staging.kept_dtype
+            grads = [(start, stop, kept(dtype)) for start, stop, dtype in grads]
+            for *_, dtype in grads:
+                self.staging.reserve(dtype, device)
+        if isinstance(self.tier, HostTier | ReservingTier):
+            self.tier.reserve(grads)
 
     def offer_grad(self, start: int, grad: Tensor) -> Release | None:
         """Offer the tier a gradient, or a copy of it that lasts."""

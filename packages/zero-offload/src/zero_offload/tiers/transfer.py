@@ -270,6 +270,16 @@ class HostMover(Mover):
             self.grad_bytes += sum(part.nbytes for part in parts)
         return self._grads[key]
 
+    def reserve(self, dtype: torch.dtype, num_layers: int, *, has_sum: bool) -> None:
+        """Allocate layers for gradients of ``dtype``, a sum, and what copies up pass through."""
+        for layer in range(num_layers):
+            self._staging_of(self.kept_dtype(dtype), layer)
+        if has_sum:
+            self._staging_of(self.geometry.master_dtype, _SUM)
+        needs = self._staged_numel([(start, start + 1) for start, _ in self.geometry.shards])
+        for staging in self._staging:
+            staging.open(needs, self._memory)
+
     def close_grads(self) -> torch.Event | None:
         """Return the event of the last copy down. The caller's stream goes on."""
         return self._arrived

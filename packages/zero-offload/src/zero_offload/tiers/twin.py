@@ -62,6 +62,7 @@ class TwinTier:
         self._fresh = Intervals()  # offered since the last call of step
         self._closed = Intervals()  # offered for this optimizer step before that call
         self._num_micro_steps = 0  # none: gradients are offered, not added
+        self._reserved: list[tuple[int, int, torch.dtype]] = []  # gradients with memory
         self._replaced: list[TierReport] = []  # of host tiers before a resplit
         self._has_dropped = False  # a tier, in the resplit under way
         self._lost: BaseException | None = None
@@ -80,6 +81,7 @@ class TwinTier:
         part = Part(tier, geometry, share, local, is_host, staging)
         if self._num_micro_steps:
             part.expect_micro_steps(self._num_micro_steps)
+        self._reserve_part(part)
         return part
 
     @property
@@ -148,6 +150,27 @@ class TwinTier:
                 release = part.offer_grad(part.share.local(a), own) or release
         self._end_offer(start, stop)
         return release
+
+    def reserve(self, grads: Sequence[tuple[int, int, torch.dtype]]) -> None:
+        """Allocate what gradients are copied to, or widened in, and what copies pass through.
+
+        Without it that is done when it is needed. It follows `expect_micro_steps`.
+
+        Args:
+            grads: ``(start, stop, dtype)`` of what is going to be offered or added.
+        """
+        self._reserved = list(grads)
+        for part in self.parts:
+            self._reserve_part(part)
+
+    def _reserve_part(self, part: Part) -> None:
+        grads = [
+            (part.share.local(a), part.share.local(b), dtype)
+            for start, stop, dtype in self._reserved
+            for a, b in part.share.overlaps(start, stop)
+        ]
+        if grads:
+            part.reserve(grads, self._factory.device)
 
     def expect_micro_steps(self, count: int) -> None:
         """Expect ``count`` calls of `add_grad` per range and step. It decides on memory alone.
