@@ -53,7 +53,8 @@ class ReducedGrad:
     Attributes:
         shard: what the tier is offered: 1-D, in the offered dtype.
         norm: 2-norm of this rank's shard of the gradient, in fp32 or wider. None if ``shard`` is
-            one micro-step's part of the gradient, which the tier adds up.
+            one micro-step's part of the gradient, which the tier adds up. Both may be read after
+            `FlatGrads.wait`.
     """
 
     shard: Tensor
@@ -97,6 +98,8 @@ class FlatGrads:
         self._communicator = communicator
         self._tier = tier
         self._span = span
+        # The sum is gathered, or the tier copies it.
+        self._is_used_at_once = buffers.total is not None or tier.owns_grads
         self._predivide = buffers.plan.predivide
         self._shard = buffers.shard
         self._padded_numel = segment.padded_numel
@@ -119,6 +122,7 @@ class FlatGrads:
         self._norm: Tensor | None = None  # of the shard, where it is known already
         # Wait until the other ranks have read full_grad.
         self._until_read: NamedWork | None = None
+        self._until_reduced: NamedWork | None = None  # wait until the reduction's sum is there
         self._until_gathered: NamedWork | None = None  # wait until grad_sum is complete
         # Wait until the state tier has copied grad_shard.
         self._until_copied: Wait | None = None
@@ -189,14 +193,15 @@ class FlatGrads:
         self._work = self._communicator.reduce_scatter(self._target, full, self.segment.index)
 
     def finish(self) -> None:
-        """Wait for the reduction and add it to the step's gradient."""
+        """Add the reduction to the step's gradient.
+
+        One that has its statistics is waited for where its sum or its memory is used: `wait`.
+        """
         if self._work is not None:
             work, self._work = self._work, None
-            work.wait()
             reduced, self._target = self._target, None
             assert reduced is not None
-            self._take_statistics(work, reduced)
-            self._until_read = work.acknowledge()
+            self._take_reduction(work, reduced)
             if self.plan.normed is not None:
                 self._norm = None  # another one is wanted
                 if self._shard is not None and self.plan.rounded is not reduced.dtype:
@@ -253,7 +258,7 @@ class FlatGrads:
             if self._is_replaced:
                 return ReducedGrad(self._borrowed_grad, self.norm())
             return ReducedGrad(self._round(self._borrowed_grad), None)
-        shard, total, dtype = self.values(), self._buffers.total, self.plan.offered
+        shard, total, dtype = self._values(), self._buffers.total, self.plan.offered
         rounded = shard
         if total is None:
             rounded = self._round(shard)
@@ -261,6 +266,7 @@ class FlatGrads:
             rounded = shard.to(dtype)
         if dtype is torch.float16 and rounded is not shard:
             self._norm = norm_of(rounded)  # fp16 may overflow in this cast: take the norm after it
+        norm = self.norm()
         if total is not None:
             self._wait_until_read()  # total may be the memory of full_grad
             self._until_gathered = self._communicator.all_gather(
@@ -269,7 +275,7 @@ class FlatGrads:
             if self._tier.owns_grads:  # it copies what it is offered
                 self.wait()
             rounded = self._round(total)
-        return ReducedGrad(rounded, self.norm())
+        return ReducedGrad(rounded, norm)
 
     def _round(self, values: Tensor) -> Tensor:
         """Return ``values`` in the offered dtype, in borrowed memory if that is another one."""
@@ -283,6 +289,11 @@ class FlatGrads:
 
     def wait(self) -> None:
         """Wait until the step's gradient, as `result` returned it, is complete."""
+        if self._until_reduced is not None:
+            until_reduced, self._until_reduced = self._until_reduced, None
+            until_reduced.wait()
+            if self._until_read is until_reduced:
+                self._until_read = None
         if self._until_gathered is not None:
             until_gathered, self._until_gathered = self._until_gathered, None
             until_gathered.wait()
@@ -303,6 +314,10 @@ class FlatGrads:
 
     def values(self) -> Tensor:
         """Return this rank's shard of the reduced gradient, [shard_numel]. Not to be written to."""
+        self.wait()
+        return self._values()
+
+    def _values(self) -> Tensor:
         if self._borrowed_grad is not None:
             return self._borrowed_grad
         if self._shard is not None:
@@ -357,6 +372,8 @@ class FlatGrads:
         self._is_empty = True
         self._is_updated = False
         self._has_grad = self._no_grad.copy()
+        if self._work is not None and self._work.statistics() is not None:
+            self._until_reduced = self._until_read = self._work  # it still reads full_grad
         self._work = self._target = self._norm = self._nonfinite = None
         self._close()
         self._return_lent(None)
@@ -369,13 +386,17 @@ class FlatGrads:
                 "offload_optimizer.update_in_backward to false, and go on from a checkpoint"
             )
 
-    def _take_statistics(self, work: NamedReduction, reduced: Tensor) -> None:
-        """Keep the norm of what was ``reduced``, and the ranks whose part is not finite."""
+    def _take_reduction(self, work: NamedReduction, reduced: Tensor) -> None:
+        """Keep the norm of what ``work`` has ``reduced``, and the ranks that are not finite."""
         statistics = work.statistics()
         if statistics is not None:
+            self._until_reduced = self._until_read = work
+            if self._is_used_at_once or not self._is_empty:  # or it is added to what is there
+                self.wait()
             self._norm = statistics.norm
             self._note_nonfinite(statistics.nonfinite)
             return
+        work.wait()
         self._norm = norm = norm_of(reduced)
         # The norm is free to read on a host: finite means no search. On a device reading would
         # synchronize, so look at the contributions instead.
@@ -383,6 +404,7 @@ class FlatGrads:
             parts = work.contributions()
             if parts:
                 self._note_nonfinite(torch.stack([~torch.isfinite(p).all() for p in parts]))
+        self._until_read = work.acknowledge()
 
     def _note_nonfinite(self, found: Tensor) -> None:
         self._nonfinite = found if self._nonfinite is None else self._nonfinite | found

@@ -114,8 +114,8 @@ class StepGradient:
             self._pieces_of.setdefault(piece.segment, []).append(number)
         self._num_segments = sum(s.is_trainable for s in state.layout.segments)
         self._grads: dict[int, FlatGrads] = {}  # by segment
-        self._square_sums: dict[int, Tensor] = {}  # by segment, of this step
-        # The same of gradients that the tier adds up, which it computes beside backward.
+        self._norms: dict[int, Tensor] = {}  # by segment, of this step
+        # Square sums of gradients that the tier adds up, which it computes beside backward.
         self._tier_sums: dict[int, Callable[[], Tensor]] = {}
         self._clip_factor = 1.0  # of the calls of `clip` in this step
         self._is_updated_in_backward = updates_in_backward(config)
@@ -131,7 +131,7 @@ class StepGradient:
 
     @property
     def is_reduced(self) -> bool:
-        return len(self._square_sums) + len(self._tier_sums) == self._num_segments
+        return len(self._norms) + len(self._tier_sums) == self._num_segments
 
     def begin_backward(self) -> None:
         self.reopen()
@@ -150,10 +150,10 @@ class StepGradient:
         reduced = grads.result()
         self._grads[index] = grads
         self._tier_sums.pop(index, None)
-        self._square_sums.pop(index, None)
+        self._norms.pop(index, None)
         if reduced.norm is None:
             return self._add_to_tier(grads, reduced.shard)
-        self._square_sums[index] = reduced.norm.to(torch.float64).square()
+        self._norms[index] = reduced.norm
         if self._is_updated_in_backward:
             grads.wait()
         grads.release(self._tier.offer_grad(self._starts[index], reduced.shard))
@@ -179,12 +179,13 @@ class StepGradient:
             # Before the exchange: after it, no rank reads another's gradient any more.
             for grads in self._grads.values():
                 grads.wait()
-            known = {index: self._on_device(call()) for index, call in self._tier_sums.items()}
-            known |= self._square_sums
             # In the order of the layout: that of the reductions may change from step to step.
-            sums = [square_sum for _, square_sum in sorted(known.items())]
+            norms = [norm for _, norm in sorted(self._norms.items())]
+            sums = [self._on_device(call()).view(1) for _, call in sorted(self._tier_sums.items())]
+            if norms:
+                sums.append(torch.stack(norms).to(torch.float64).square())
             self._statistics.agree(
-                sums,
+                torch.cat(sums),
                 self.params_with_grad,
                 has_unreduced=has_unreduced,
                 is_tail_late=is_tail_late,
@@ -210,7 +211,7 @@ class StepGradient:
         self.reopen()
         self.params_with_grad.clear()
         self._tier.discard_grads()
-        self._square_sums.clear()
+        self._norms.clear()
         self._tier_sums.clear()
         self._updated.clear()
         self._settings = ""

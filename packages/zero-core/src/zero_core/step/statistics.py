@@ -9,7 +9,7 @@ it reads. Meanwhile kernels may read the sum on the device.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 
 import torch
 from torch import Tensor
@@ -46,7 +46,7 @@ class GradientStatistics:
 
     def agree(
         self,
-        square_sums: Sequence[Tensor],
+        square_sums: Tensor,
         params: Collection[int],
         *,
         has_unreduced: bool,
@@ -55,7 +55,7 @@ class GradientStatistics:
         """Start to sum the statistics over all ranks. Every rank must call it.
 
         Args:
-            square_sums: of this rank's shards: 0-dim, float64, on the device.
+            square_sums: of this rank's shards: 1-D, float64, on the device.
             params: numbers of the parameters with a gradient on this rank.
             has_unreduced: whether this rank has gradients that no reduction has carried.
             is_tail_late: whether this rank had a block's gradients before the tail's.
@@ -68,7 +68,7 @@ class GradientStatistics:
         if params:
             sent[_FIRST_PARAM + torch.tensor(sorted(params))] = 1.0
         total.copy_(sent, non_blocking=True)
-        total[_SQUARE_SUM] = torch.stack(list(square_sums)).sum()
+        total[_SQUARE_SUM] = square_sums.sum()
         self._meter.add_all_reduce(FACTS, total.nbytes)
         self._control.sum(total)
         if self._has_stream:
