@@ -352,7 +352,7 @@ def _options(backend: str) -> Any:
     return dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
 
 
-def _order(ranks: Sequence[int]) -> dict[str, bool]:
+def _order(ranks: Sequence[int]) -> dict[str, Any]:
     """Return the argument of ``new_group`` that keeps the order of ``ranks``, where it is needed.
 
     torch 2.10 does not know it.
