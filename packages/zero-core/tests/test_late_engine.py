@@ -69,3 +69,26 @@ def test_every_stage_has_the_bits_of_the_cpu(world_size: int) -> None:
 
 def test_sums_on_two_nodes_have_the_bits_of_their_tree() -> None:
     run_alone(_run_grid, 4, GRID[4:8], 2)
+
+
+def _hold(ranks: Any) -> None:
+    case = Case(stage=2, dtype="bf16")
+    engine = zero_core.build(make_model(case.width), case.config(), process_group=ranks)
+    built = engine.memory_report()["exchange buffers"]
+    planned = zero_core.plan(make_model(case.width), case.config(), ranks.size)
+    assert built == planned.memory.device["exchange buffers"] > 0
+    inputs = batch(0, 0, ranks.rank)
+    engine.backward(engine(**{**inputs, "ids": inputs["ids"].to(ranks.device)})["loss"])
+    engine.step()
+    assert engine.memory_report()["exchange buffers"] == built
+    engine.close()
+
+
+def _hold_on_nodes(per_node: int) -> None:
+    late_device.load()
+    simulate(_hold, 4, device="late", ranks_per_node=per_node)
+
+
+@pytest.mark.parametrize("per_node", [4, 2])
+def test_buffers_of_reductions_are_allocated_in_build(per_node: int) -> None:
+    run_alone(_hold_on_nodes, per_node)

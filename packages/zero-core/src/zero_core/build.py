@@ -161,6 +161,12 @@ def build(
     )
     tier = make_state_tier(state_tier, memory, drawn, resolved, control, meter)
     units = memory.make_units(tier, communicator)
+    if used is transport and ranks.size > 1:
+        grads = [grads for unit in units for grads in unit.grads]
+        transport.prepare_reductions(
+            [(g.segment.padded_numel, g.plan.communicated, g.plan.accumulated) for g in grads],
+            ranks.device,
+        )
     params = sorted(
         (flat for unit in units for flat in unit.params), key=lambda flat: flat.segment.index
     )

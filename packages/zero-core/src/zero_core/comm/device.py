@@ -153,7 +153,7 @@ class DeviceCollectives(Transport):
         def job() -> None:
             nonfinite.zero_()
             if self._nodes is None:
-                received = self._take_scratch(full)
+                received = self._take_scratch(full.numel(), full.dtype, full.device)
                 self._reductions.all_to_all(received, full).wait()
                 sum_slices(received.view(self.world_size, -1), out, norm, nonfinite)
             else:
@@ -175,7 +175,7 @@ class DeviceCollectives(Transport):
         ``nonfinite`` is set for the ranks of this node.
         """
         num_nodes, per_node, numel = far.world_size, near.world_size, out.numel()
-        scratch = self._take_scratch(full)
+        scratch = self._take_scratch(full.numel(), full.dtype, full.device)
         sent = scratch.view(per_node, num_nodes, numel)
         sent.copy_(full.view(num_nodes, per_node, numel).transpose(0, 1))
         near.all_to_all(full, scratch).wait()
@@ -187,14 +187,40 @@ class DeviceCollectives(Transport):
         far.all_to_all(received, partial).wait()
         sum_slices(received.view(num_nodes, numel), out, norm)
 
-    def _take_scratch(self, like: Tensor) -> Tensor:
-        """Return memory of the length and dtype of ``like``, for one job on this queue."""
-        if self._received is None or self._received.nbytes < like.nbytes:
+    def prepare_reductions(
+        self, wanted: Sequence[tuple[int, torch.dtype, torch.dtype]], device: torch.device
+    ) -> None:
+        """See `Transport.prepare_reductions`."""
+
+        def job() -> None:
+            for numel, dtype, _ in wanted:
+                self._take_scratch(numel, dtype, device)
+            for dtype, out_dtype in {(dtype, out_dtype) for _, dtype, out_dtype in wanted}:
+                self._compile(dtype, out_dtype, device)
+
+        self.launch(job, is_reduction=True).wait()
+
+    def _compile(self, dtype: torch.dtype, out_dtype: torch.dtype, device: torch.device) -> None:
+        """Have the sum's kernels compiled, by sums of a few zeros."""
+        norm = torch.empty((), dtype=sum_dtype(out_dtype), device=device)
+        nonfinite = torch.zeros(1, dtype=torch.bool, device=device)
+        zeros, out = (torch.zeros(64, dtype=d, device=device) for d in (dtype, out_dtype))
+        if self._nodes is None:
+            sum_slices(zeros.view(1, -1), out, norm, nonfinite)
+            return
+        partial = torch.empty(64, dtype=sum_dtype(dtype), device=device)
+        sum_slices(zeros.view(1, -1), partial, nonfinite=nonfinite)
+        sum_slices(partial.view(1, -1), out, norm)
+
+    def _take_scratch(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Return memory for ``numel`` elements, for one job on this queue."""
+        nbytes = numel * dtype.itemsize
+        if self._received is None or self._received.nbytes < nbytes:
             self._received = None  # the larger one may take its place
             with torch.inference_mode(False):
-                self._received = torch.empty(like.nbytes, dtype=torch.uint8, device=like.device)
-            self._exchange_nbytes = like.nbytes
-        return _typed(self._received, like.numel(), like.dtype)
+                self._received = torch.empty(nbytes, dtype=torch.uint8, device=device)
+            self._exchange_nbytes = nbytes
+        return _typed(self._received, numel, dtype)
 
     def all_to_all(self, out: Tensor, parts: Tensor, *, unit: int) -> Work:
         self._check_all_to_all(out, parts)

@@ -60,6 +60,15 @@ class Transport:
     def close(self) -> None:
         """End what was made for these collectives alone, on this rank alone."""
 
+    def prepare_reductions(
+        self, wanted: Sequence[tuple[int, torch.dtype, torch.dtype]], device: torch.device
+    ) -> None:
+        """Allocate and compile on ``device`` what reductions need, ahead of the first backward.
+
+        ``wanted`` has the number of elements of each gradient that will be reduced, its dtype and
+        that of its sum. Among hosts there is nothing to do.
+        """
+
     def _check_subgroup(self, ranks: Sequence[int]) -> None:
         is_sound = len(set(ranks)) == len(ranks) and all(0 <= r < self.world_size for r in ranks)
         if not is_sound or self.rank not in ranks:
