@@ -85,6 +85,7 @@ def _train_with_offload() -> None:
         for dtype, micro_steps, clipping in (("fp32", 1, 0.0), ("bf16", 2, 0.1), ("bf16", 1, 0.1)):
             settings = config(block, dtype, micro_steps, clipping)
             ((_, expected),) = simulate(train, 1, settings)
+            late_device.set_delays(seed=micro_steps, kernel_s=2e-5, copy_s=2e-3)
             ((waits, found),) = simulate(train, 1, settings, device="late")
             assert all(len(stacks) <= 1 for stacks in waits), (settings, waits)
             for mine, on_cpu in zip(found, expected, strict=True):
