@@ -49,7 +49,12 @@ SOURCES = (
     *(f"packages/{name}/src" for name in PACKAGES),
     *("integration/src", "integration/benchmarks"),
 )
-NATIVE_FOLDERS = ("cpu-adam/native", "cpu-adam/tests/native", "zero-comm/native")
+NATIVE_FOLDERS = (
+    "cpu-adam/native",
+    "cpu-adam/tests/native",
+    "zero-comm/native",
+    "zero-core/src/zero_core/testing/late_device",
+)
 CHECKED = ("noxfile.py", ".ci", "packages", "integration")
 CONSTRAINTS = ("--constraint", "constraints.txt")
 PIP_FLAGS = ("--quiet", "--progress-bar=off")

@@ -52,6 +52,7 @@ class Training:
         world_sizes: numbers of ranks to choose from.
         zero: keys of ``zero_optimization``.
         file: those of ``offload_param`` if it is a file's.
+        top: further keys of the configuration.
         dtype: "fp32" or "bf16".
         accumulation: micro-steps per step.
         clipping: largest gradient norm; 0 is off.
@@ -69,6 +70,7 @@ class Training:
     is_checked: bool = True
     ranks_per_node: int | None = None
     file: Mapping[str, Any] | None = None
+    top: Mapping[str, Any] = field(default_factory=dict)
 
     def config(self, folder: str) -> dict[str, Any]:
         """Return the engine's configuration. Files go to ``folder``."""
@@ -86,6 +88,7 @@ class Training:
             "bf16": low,
             "optimizer": {"type": self.optimizer, "params": params},
             "zero_optimization": zero,
+            **self.top,
         }
 
     def run(self, ranks: Ranks, folder: str) -> Result:
@@ -151,6 +154,11 @@ CASES: Mapping[str, Training | Loop] = {
         for stage in range(4)
         for dtype, number, clipping in (("fp32", 1, 0.0), ("bf16", 2, 0.5))
     },
+    "Muon": Training({"stage": 3}, optimizer="Muon"),
+    "recomputed": Training({"stage": 3}, top={"activation_checkpointing": {}}),
+    "recomputed from host": Training(
+        {"stage": 3}, top={"activation_checkpointing": {"cpu_checkpointing": True}}
+    ),
     "host, stage 1": Training({"stage": 1, **_host(1.0)}, dtype="fp32"),
     "host, stage 3, accumulated": Training({"stage": 3, **_host(1.0)}, accumulation=3),
     "twin, stage 2": Training(

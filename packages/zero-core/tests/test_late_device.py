@@ -92,7 +92,7 @@ def test_a_transformer_trains_to_the_bits_of_the_cpu() -> None:
 
 def _runs_ahead() -> None:
     torch.accelerator.set_device_index(1)
-    late_device.set_delays(kernel_s=0.2)
+    late_device.set_delays(kernel_s=0.4)
     x = torch.zeros(4, device=DEVICE)
     late_device.reset_counters()
     event = torch.Event(DEVICE)
