@@ -34,6 +34,7 @@ class LateWorld:
 
     def __init__(self, world_size: int, timeout_s: float) -> None:
         load()
+        torch.ops.late.drain()  # what a failed simulation left
         torch.ops.late.forget_errors()
         self.failed: int | None = None
         self._world_size = world_size
