@@ -292,7 +292,8 @@ def _count_bytes(rank: int, world_size: int) -> None:
             engine.step()
         tier.wait_params(0, tier.geometry.numel)
         offloaded = round(ratio * tier.geometry.numel)
-        updated = sum(max(0, min(p.stop, offloaded) - p.start) for p in tier.geometry.pieces)
+        split = tier.geometry.numel - offloaded
+        updated = sum(max(0, p.stop - max(p.start, split)) for p in tier.geometry.pieces)
         assert tier.bytes_d2h == 3 * 2 * offloaded
         assert tier.bytes_h2d - up == 3 * 2 * updated
         report = engine.memory_report()
