@@ -169,6 +169,13 @@ CASES: Mapping[str, Training | Loop] = {
     "twin, in backward": Training(
         {"stage": 2, **_host(0.6, **_EARLY)}, optimizer="Adamax", is_checked=False
     ),
+    # More than land in memory of their own: they are folded into a sum on the host.
+    "host, folded in backward": Training(
+        {"stage": 3, **_host(1.0, **_EARLY)}, accumulation=6, is_checked=False
+    ),
+    "twin, folded": Training(
+        {"stage": 2, **_host(0.6)}, optimizer="Adamax", accumulation=6, clipping=0.5
+    ),
     "parameters": Training({"stage": 3, **_PARAMS}),
     "parameters and host": Training({"stage": 3, **_PARAMS, **_host(1.0)}, accumulation=2),
     "parameters and twin": Training({"stage": 3, **_PARAMS, **_host(0.6)}, optimizer="Adamax"),
