@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -259,3 +260,32 @@ def test_gradients_are_added_only_where_that_was_announced() -> None:
     tier = make_tier(space, optim.AdamW, GROUPS)
     with pytest.raises(RuntimeError, match="call that once before"):
         tier.add_grad(0, space.grad(0), is_last=False)
+
+
+def test_square_sums_go_before_updates() -> None:
+    """The caller waits for them at the end of backward, with the updates of all units behind it."""
+    order = []
+
+    class Slow(TorchStepper):
+        def square_sum(self, terms: list[Tensor]) -> float:
+            time.sleep(0.05)
+            order.append("square sum")
+            return super().square_sum(terms)
+
+        def update(self, *args: Any) -> None:
+            order.append("update")
+            super().update(*args)
+
+    space = Space(dtype=BF16)
+    geometry = Geometry(space.numel, space.pieces, space.params, 1)
+    stepper = Slow(geometry, CPU, optim.AdamW, GROUPS, is_in_place=False)
+    tier = HostTier(geometry, stepper, HostMover(geometry, CPU, HostMemory(should_pin=False)))
+    tier.expect_micro_steps(2)
+    for (a, b), pieces in zip(SEGMENTS, ([3, 4], [0, 1, 2]), strict=True):
+        for is_last in (False, True):
+            tier.add_grad(a, space.grad(0)[a:b].clone(), is_last=is_last)
+        tier.square_sum(a, b)
+        tier.step(GROUPS, pieces, grad_scale=1.0)
+    tier.wait_params(0, space.numel)
+    assert order[0] == "square sum"
+    assert order.count("square sum") == order.count("update") == 2

@@ -11,6 +11,9 @@ else reads or writes them. More than `SEPARATE_BYTES` per element are not spent 
 is one layer, which is folded in a background thread while the next micro-step computes. The last
 micro-step's gradient is left for the update in any case. An element's terms are added in the dtype
 of the sum, in the order in which they came, so both ways give the same bits.
+
+The caller waits for square sums at the end of backward. So they go before updates: a chunk of an
+update begins when those of all gradients that arrived are done. Both use all of the host's threads.
 """
 
 from __future__ import annotations
@@ -115,8 +118,10 @@ class GradSums:
 
     def square_sum(self, start: int, stop: int, ledger: GradLedger) -> Future[float]:
         """Start to compute the sum of the squares of a range's gradient, in double precision."""
-        parts = ledger.segments(start, stop)
-        return self._submit(self._run_square_sum, self._mover.close_grads(), parts)
+        parts, arrived = ledger.segments(start, stop), self._mover.close_grads()
+        future = self._submit(self._run_square_sum, arrived, parts)
+        self._mover.note_read(arrived, future)
+        return future
 
     def _run_square_sum(self, arrived: torch.Event | None, parts: _Parts) -> float:
         if arrived is not None:

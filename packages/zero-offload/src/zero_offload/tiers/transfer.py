@@ -25,10 +25,12 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
 from operator import attrgetter
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -120,6 +122,10 @@ class Mover(ABC):
         """Block this thread until an event has fired."""
 
     @abstractmethod
+    def make_way(self) -> None:
+        """Block the updating thread while others read gradients that the caller waits for."""
+
+    @abstractmethod
     def open_spans(self, spans: Sequence[tuple[int, int]]) -> None:
         """Block the updating thread until there is memory for the values of ``spans``.
 
@@ -209,6 +215,7 @@ class HostMover(Mover):
         self._is_staged = is_staged
         self._grads: dict[tuple[torch.dtype, int], SpanMap[tuple[int, Tensor]]] = {}
         self._arrived: torch.Event | None = None
+        self._reads: tuple[tuple[torch.Event | None, Future[Any]], ...] = ()
         self._arrivals: SpanMap[Arrival] = SpanMap()
         self._num_copies = 0
         self._staging = (_Staging(), _Staging())
@@ -296,6 +303,15 @@ class HostMover(Mover):
 
     def wait(self, event: torch.Event) -> None:
         self._streams.wait(event)
+
+    def note_read(self, arrived: torch.Event | None, read: Future[Any]) -> None:
+        """Note that another thread will ``read`` gradients once they have ``arrived``."""
+        self._reads = (*(r for r in self._reads if not r[1].done()), (arrived, read))
+
+    def make_way(self) -> None:
+        for arrived, read in self._reads:
+            if arrived is None or arrived.query():
+                wait([read])
 
     def open_spans(self, spans: Sequence[tuple[int, int]]) -> None:
         """Wait for the copies up of the spans before the last."""
@@ -405,6 +421,9 @@ class DeviceMover(Mover):
 
     def wait(self, event: torch.Event) -> None:
         raise AssertionError("`close_grads` gives no event")
+
+    def make_way(self) -> None:
+        """Return at once: nobody else reads gradients."""
 
     def open_spans(self, spans: Sequence[tuple[int, int]]) -> None:
         """Return at once: values are written to the shards."""

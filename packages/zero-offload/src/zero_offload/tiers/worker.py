@@ -152,6 +152,7 @@ class Worker:
         if job.readers is not None:
             mover.follow(job.readers)
             job.readers = None
+        mover.make_way()
         mover.open_spans([(run.start, run.stop) for run in chunk.runs])
         self._stepper.update(chunk, job.grads, job.grad_scale, mover.out)
         for run, entry in zip(chunk.runs, job.entries[index], strict=True):
