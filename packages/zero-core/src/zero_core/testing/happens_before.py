@@ -234,8 +234,8 @@ def find_races(
             device = owner_of_event[record.event]
         if device < 0:
             device = devices.get(record.thread, -1)
-        if device < 0 or position in dropped:
-            continue
+        if device not in checkers or position in dropped:
+            continue  # a device on which nobody works may be waited for, too
         if record.stream >= 0:
             streams[device].add(record.stream)
         thread = record.thread if record.thread in workers else 0

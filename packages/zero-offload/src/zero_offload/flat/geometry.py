@@ -59,7 +59,8 @@ class Geometry:
         master_dtype: of the master weights. By default float64 when a shard is, so that nothing is
             lost, and float32 otherwise. A part has the dtype of the whole, because the split must
             not change a bit.
-        published_numel: most elements of a run that are published at once.
+        published_numel: most elements of a run that are published at once; `PUBLISHED_NUMEL` by
+            default.
 
     Raises:
         ValueError: when one of these does not hold, with the offending index.
@@ -73,10 +74,10 @@ class Geometry:
         num_groups: int,
         *,
         master_dtype: torch.dtype | None = None,
-        published_numel: int = PUBLISHED_NUMEL,
+        published_numel: int | None = None,
     ) -> None:
         self.numel = numel
-        self.published_numel = published_numel
+        self.published_numel = published_numel or PUBLISHED_NUMEL
         self.pieces = tuple(Piece(*piece) for piece in pieces)
         self.shards = tuple(params)
         self._num_groups = num_groups
