@@ -362,10 +362,11 @@ class DeviceTier:
         offer: those of one take little memory, those of all as much as all states once more.
         """
         last, start, _ = turn.extents[-1]
+        if self._has_state(part) != self._has_state(turn.parts[-1]):
+            return True  # torch's fused SGD makes the states of all of a call, or of none
         if last != offer:
             before, start = turn.extents, part.start
-            is_new = self._has_state(part) != self._has_state(turn.parts[-1])
-            if is_new or not self._has_state(part):
+            if not self._has_state(part):
                 return True
         else:
             before = turn.extents[:-1]
