@@ -20,6 +20,7 @@ import cpu_adam
 import zero_core
 import zero_offload
 from zero_core.optim.device_tier import DeviceTier
+from zero_core.runtime.host_inputs import HostInputs
 from zero_core.testing import SimulatedRanks, late_device, run_alone, seeded, simulate
 from zero_core.testing.happens_before import find_races, wait_of
 from zero_offload import OffloadedOptimizer
@@ -324,6 +325,19 @@ def _edited_parameters() -> None:
     engine.close()
 
 
+def _inputs_on_the_host() -> None:
+    """Inputs of calls wait on the host; of one call they are fetched ahead and never used."""
+    inputs = HostInputs(torch.device("late:0"))
+    for _ in range(2):
+        xs = [torch.ones(1024, device="late:0", requires_grad=True) for _ in range(2)]
+        outs = []
+        for x in xs:
+            with inputs.context():
+                outs.append((2 * x).square())
+        outs.pop().sum().backward()
+        outs.clear()
+
+
 PROGRAMS: dict[str, Callable[[], None]] = {
     **{name: partial(_train, config) for name, config in CASES.items()},
     **{f"2 ranks, {name}": partial(_train_on_ranks, config) for name, config in ON_RANKS.items()},
@@ -333,6 +347,7 @@ PROGRAMS: dict[str, Callable[[], None]] = {
     "tier": partial(_tier, 1.0),
     "twin tier": partial(_tier, 0.5),
     "device tier": _device_tier,
+    "inputs on the host": _inputs_on_the_host,
     "reused memory": _reused_memory,
     "edited parameters": _edited_parameters,
 }

@@ -223,7 +223,8 @@ def find_races(
     devices = _devices_of_threads(trace)
     dropped = set(without)
     ranges = [r for record in trace for r in (*_sized(record.reads), *_sized(record.writes))]
-    checkers = {device: HappensBefore(ranges) for device in devices.values()}
+    used = {record.device for record in trace if record.device >= 0}
+    checkers = {device: HappensBefore(ranges) for device in used}
     owner_of_event: dict[int, int] = {}
     streams: dict[int, set[int]] = {device: set() for device in checkers}
     for position, record in enumerate(trace):
