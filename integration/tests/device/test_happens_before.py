@@ -65,7 +65,9 @@ class _PinnedAccesses(TorchDispatchMode):
         values = dict(zip((a.name for a, _ in given), args, strict=False)) | (kwargs or {})
         tensors = [t for t in tree_leaves(values) if isinstance(t, Tensor)]
         is_view = any(r.alias_info and not r.alias_info.is_write for r in func._schema.returns)
-        if not is_view and all(t.is_cpu for t in tensors) and any(t.is_pinned() for t in tensors):
+        has_access = not is_view and func is not torch.ops.aten.empty_like.default
+        is_on_host = all(t.is_cpu for t in tensors) and any(t.is_pinned() for t in tensors)
+        if has_access and is_on_host:
             written = [values[a.name] for a, alias in given if alias and alias.is_write]
             read = [t for t in tensors if t.is_pinned() and not any(t is w for w in written)]
             late_device.note_host_access(
@@ -334,6 +336,7 @@ def _inputs_on_the_host() -> None:
         for x in xs:
             with inputs.context():
                 outs.append((2 * x).square())
+        torch.ones(1024, device="late:0").square()  # memory that what is fetched may reuse
         outs.pop().sum().backward()
         outs.clear()
 

@@ -126,13 +126,19 @@ class HappensBefore:
     def free(self, thread: int, stream: int, memory: Range) -> None:
         """Memory goes back to the pool of the stream that it was allocated on.
 
-        From now on that stream may overwrite it, after those that `record_stream` has named.
+        That stream may overwrite it at once. If `record_stream` has named others, the allocator
+        waits for them first, and no stream does.
         """
-        target = self._stream(stream)
-        for reader in self._readers.pop(memory, ()):
-            self._order(self._stream(reader), target)
-        self._order(self._thread(thread), target)
-        self._access(target, f"reuse of freed memory on stream {stream}", (), [memory])
+        readers = self._readers.pop(memory, set())
+        reuse = self._stream(stream)
+        if readers:
+            reuse = self._number("stream", ~next(self._fresh))
+            for before in (stream, *readers):
+                self._order(self._stream(before), reuse)
+        self._order(self._thread(thread), reuse)
+        self._access(reuse, f"reuse of freed memory on stream {stream}", (), [memory])
+        if readers:
+            self.forget(memory)
 
     def forget(self, memory: Range) -> None:
         """Memory that nothing uses any more has new contents from now on."""
