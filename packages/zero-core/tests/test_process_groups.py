@@ -236,3 +236,23 @@ def test_groups_have_streams_of_high_priority() -> None:
         patch.setattr(dist, "ProcessGroupNCCL", Nccl, raising=False)
         groups._options("nccl")
     assert made == [True]
+
+
+def _every_dtype(rank: int, world_size: int) -> None:
+    library = ProcessLibrary(None, rank=rank, world_size=world_size, device=CPU)
+    for dtype in (torch.int16, torch.bool, torch.complex64, torch.float8_e4m3fn):
+        shard = torch.full((3,), rank % 2).to(dtype)
+        out = torch.empty(3 * world_size, dtype=dtype)
+        library.all_gather(out, shard).wait()
+        expected = torch.cat([torch.full((3,), r % 2).to(dtype) for r in range(world_size)])
+        assert torch.equal(out.view(torch.uint8), expected.view(torch.uint8))
+        library.all_to_all(out, expected).wait()
+        assert torch.equal(
+            out[:3].view(torch.uint8), expected[3 * rank : 3 * rank + 3].view(torch.uint8)
+        )
+        library.broadcast(shard, source=1).wait()
+        assert torch.equal(shard.view(torch.uint8), expected[3:6].view(torch.uint8))
+
+
+def test_dtypes_that_the_backend_has_no_type_for_travel():
+    spawn(_every_dtype, 3)
