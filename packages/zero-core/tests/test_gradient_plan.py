@@ -148,7 +148,17 @@ class _Mirror:
         )
 
 
-def _grads(plan: GradientPlan, tier: Any = None) -> FlatGrads:
+class _Tier:
+    """A state tier that was offered 0, 1, 2 and so on, by element."""
+
+    def __init__(self, plan: GradientPlan) -> None:
+        self.owns_grads = plan.case in (GradientCase.PASS_ON, GradientCase.PASS_ON_EACH)
+
+    def read_grad(self, start: int, stop: int) -> Tensor:
+        return torch.arange(start, stop).float()
+
+
+def _grads(plan: GradientPlan) -> FlatGrads:
     segment = _segment(1 if plan.case is GradientCase.ALONE else 2)
     params = [nn.Parameter(torch.zeros(2, 2)), nn.Parameter(torch.zeros(3))]
     dtypes = {plan.communicated, plan.accumulated}
@@ -162,6 +172,7 @@ def _grads(plan: GradientPlan, tier: Any = None) -> FlatGrads:
         BufferPool(allocator(torch.device("cpu")), 4 * segment.shard_numel),
     )
     views = SegmentViews(segment, params, torch.device("cpu"))
+    tier: Any = _Tier(plan)
     return FlatGrads(segment, params, buffers, _Mirror(), tier, (0, 4), views)  # type: ignore[arg-type]
 
 
@@ -225,8 +236,7 @@ def test_a_gradient_is_refused_after_its_segment_was_updated() -> None:
 
 
 def test_the_tier_is_asked_when_it_owns_what_was_offered() -> None:
-    tier = SimpleNamespace(read_grad=lambda start, stop: torch.arange(start, stop).float())
-    grads = _grads(_plan(communicated=FP32, owns_grads=True), tier)
+    grads = _grads(_plan(communicated=FP32, owns_grads=True))
     _backward(grads, 1.0, 1.0)
     grads.result()
     grads.release(None)
@@ -247,8 +257,7 @@ def test_each_micro_step_is_a_term_rounded_by_itself_for_a_tier_that_adds() -> N
 
 
 def test_a_gradient_that_was_set_is_the_whole_of_it() -> None:
-    tier = SimpleNamespace(read_grad=lambda start, stop: torch.arange(start, stop).float())
-    grads = _grads(_plan(**ADDED), tier)
+    grads = _grads(_plan(**ADDED))
     grads.replace(1, torch.tensor([8.0, 2.0**-10]))
     result = grads.result()
     assert result.shard.tolist() == [0.0, 8.0, 2.0**-10, 3.0]
