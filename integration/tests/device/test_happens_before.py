@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -29,15 +30,15 @@ from zero_offload.flat.grads import GradLedger
 from zero_offload.steppers.memory_stepper import MemoryStepper
 from zero_offload.steppers.stepper import Chunk, SpanMemory
 from zero_offload.tier import create_tier, make_device_tier
-from zero_offload.tiers import transfer
+from zero_offload.tiers import accumulation
 from zero_offload.tiers.progress import Progress, Published
 from zero_offload.tiers.worker import Worker
 
 WIDTH = 48
 _PACKAGES = "/src/zero_"
-_HINTS = ("<genexpr>",)
+_HINTS = ("<genexpr>", "make_way")
 """Functions that ask whether an event has fired and rely on nothing: a prefetch that would block is
-put off."""
+put off, and an update lets square sums go first."""
 
 
 class Net(nn.Module):
@@ -80,6 +81,7 @@ class _HostKernels:
     """Adds to the trace what it cannot see: kernels of the host, and hand-overs of threads."""
 
     def __init__(self) -> None:
+        self._ends: dict[int, tuple[Future[Any], object, object]] = {}  # of jobs, by future
         self._entries: dict[tuple[int, int, int], Published] = {}  # the last of each run
 
     def update(
@@ -107,6 +109,10 @@ class _HostKernels:
     def noted(self) -> Iterator[None]:
         originals = {
             "update": MemoryStepper.update,
+            "square_sum": MemoryStepper.square_sum,
+            "add_up": accumulation.add_up,
+            "submit": ThreadPoolExecutor.submit,
+            "result": Future.result,
             "add": Worker.add,
             "run_next": Worker.run_next,
             "begin": Progress.begin,
@@ -114,6 +120,35 @@ class _HostKernels:
             "wait": Progress.wait,
             "drain": Progress.drain,
         }
+
+        def square_sum(stepper: MemoryStepper, terms: list[Tensor]) -> float:
+            late_device.note_host_access("square sum", reads=terms)
+            found: float = originals["square_sum"](stepper, terms)
+            return found
+
+        def add_up(terms: list[Tensor], out: Tensor) -> None:
+            late_device.note_host_access("fold", reads=terms, writes=[out])
+            originals["add_up"](terms, out)
+
+        def submit(executor: ThreadPoolExecutor, job: Callable[..., Any], *args: Any) -> Any:
+            start, end = object(), object()
+            late_device.note_handover("send", id(start))
+
+            def run(*args: Any) -> Any:
+                late_device.note_handover("receive", id(start))
+                found = job(*args)
+                late_device.note_handover("send", id(end))
+                return found
+
+            future = originals["submit"](executor, run, *args)
+            self._ends[id(future)] = (future, start, end)
+            return future
+
+        def result(future: Future[Any], *args: Any) -> Any:
+            found = originals["result"](future, *args)
+            if id(future) in self._ends:
+                late_device.note_handover("receive", id(self._ends[id(future)][2]))
+            return found
 
         def add(worker: Worker, *args: Any) -> None:
             late_device.note_handover("send", id(worker))
@@ -150,6 +185,10 @@ class _HostKernels:
             mock.patch.object(
                 MemoryStepper, "update", lambda *args: self.update(originals["update"], *args)
             ),
+            mock.patch.object(MemoryStepper, "square_sum", square_sum),
+            mock.patch.object(accumulation, "add_up", add_up),
+            mock.patch.object(ThreadPoolExecutor, "submit", submit),
+            mock.patch.object(Future, "result", result),
             mock.patch.object(Worker, "add", add),
             mock.patch.object(Worker, "run_next", run_next),
             mock.patch.object(Progress, "begin", begin),
@@ -177,6 +216,15 @@ CASES = {
         "bf16", {"stage": 2, "offload_optimizer": OFFLOAD}, gradient_clipping=1.0
     ),
     "offloaded in fp32": _config("fp32", {"stage": 2, "offload_optimizer": OFFLOAD}),
+    "accumulated": _config(
+        "bf16", {"stage": 2, "offload_optimizer": OFFLOAD}, gradient_accumulation_steps=3
+    ),
+    "folded": _config(
+        "bf16",
+        {"stage": 2, "offload_optimizer": OFFLOAD},
+        gradient_accumulation_steps=6,
+        gradient_clipping=1.0,
+    ),
     "twin": _config("bf16", {"stage": 2, "offload_optimizer": {**OFFLOAD, "ratio": 0.6}}),
     "parameters too": _config(
         "bf16",
@@ -358,7 +406,7 @@ PROGRAMS: dict[str, Callable[[], None]] = {
 
 def _check(names: list[str]) -> None:
     late_device.load()
-    geometry.PUBLISHED_NUMEL = transfer.PUBLISHED_NUMEL = 1024  # several chunks per unit
+    geometry.PUBLISHED_NUMEL = 1024  # several chunks per unit
     is_reported: dict[str, bool] = {}  # by line: whether a race shows where it does not wait
     for name in names:
         kernels = _HostKernels()
