@@ -5,11 +5,13 @@ Bounds are twice what was measured, or more; see docs/benchmarks.md.
 
 import multiprocessing
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -303,23 +305,45 @@ def test_a_format_that_does_not_exist_is_refused_at_once() -> None:
         ddp_comm_hook("int5")
 
 
+@contextmanager
+def _bound_device(backends: str) -> Iterator[None]:
+    """Let a device be bound, and groups have ``backends``, until a group is made.
+
+    torch binds accelerators alone, and none is here.
+    """
+    world, new_group = dist.group.WORLD, dist.new_group
+    assert world is not None
+
+    def make(*args: Any, **keys: Any) -> object:
+        world.bound_device_id = None
+        return new_group(*args, **keys)
+
+    world.bound_device_id = torch.device("cuda", 0)
+    with (
+        mock.patch.object(dist, "get_backend_config", return_value=backends),
+        mock.patch.object(dist, "new_group", make),
+    ):
+        yield
+    world.bound_device_id = None
+
+
 def make_hook_of_some_ranks(rank: int, world_size: int) -> Outcomes:
     """Ranks 0 and 2 make hooks, first in equally many groups and then not."""
-    group = dist.new_group([0, 2])
+    group, every = dist.new_group([0, 2]), dist.new_group([0, 1, 2])
+    with _bound_device("cpu:gloo,cuda:nccl"):
+        ddp_comm_hook(group=every)  # no rank is left out
     found = {"error": "", "bound": ""}
     if rank == 1:
         return found
     ddp_comm_hook(group=group)
+    with _bound_device("cpu:gloo,cuda:gloo"):
+        ddp_comm_hook(group=group)  # Gloo splits no communicator
+    with _bound_device("cpu:gloo,cuda:nccl"), pytest.raises(RuntimeError) as bound:
+        ddp_comm_hook(group=group)
     kept = [dist.new_group([2], use_local_synchronization=True)] if rank == 2 else []
     with pytest.raises(RuntimeError) as refused:
         ddp_comm_hook(group=group)
     del kept
-    world = dist.group.WORLD
-    assert world is not None
-    world.bound_device_id = torch.device("cuda", 0)
-    with pytest.raises(RuntimeError) as bound:
-        ddp_comm_hook(group=group)
-    world.bound_device_id = None
     return {"error": str(refused.value), "bound": str(bound.value)}
 
 
@@ -327,5 +351,5 @@ def test_a_group_that_its_ranks_cannot_make_alone_is_refused_on_all_of_them() ->
     first, _, last = outcomes_of((make_hook_of_some_ranks,), 3, 1)
     for outcomes in (first, last):
         error = outcomes["make_hook_of_some_ranks"]["error"]
-        assert "equal on its ranks, found rank 0: 3, rank 2: 4; make each group" in error
+        assert "equal on its ranks, found rank 0: 6, rank 2: 7; make each group" in error
         assert "over ranks [0, 2]" in outcomes["make_hook_of_some_ranks"]["bound"]

@@ -59,7 +59,8 @@ def ddp_comm_hook(
         group: DDP's process group; None for the default one. The hook makes one of its own with
             the same ranks, so that its exchanges don't mix with DDP's. The group of a subgroup is
             made by its ranks alone: torch names such groups after the number of groups that a rank
-            is in, so this must be equal on them, and no device may be bound to the default group.
+            is in, so this must be equal on them, and on NCCL no device may be bound to the default
+            group.
         ranks_per_node: consecutive ranks of the group that share a node; or a 2-D DeviceMesh
             whose last dimension lies within a node; None asks the launcher's environment.
         is_stochastic: whether gradients are rounded stochastically.
@@ -96,9 +97,11 @@ def _own_group(group: dist.ProcessGroup | None, timeout: timedelta | None) -> di
         own = dist.new_group(timeout=timeout)
     else:
         ranks, backend = dist.get_process_group_ranks(group), dist.get_backend(group)
-        _check_can_make_group(group, ranks)
+        is_part = len(ranks) < dist.get_world_size()
+        if is_part:
+            _check_can_make_group(group, ranks)
         own = dist.new_group(
-            ranks, timeout=timeout, backend=backend, use_local_synchronization=True
+            ranks, timeout=timeout, backend=backend, use_local_synchronization=is_part
         )
     assert isinstance(own, dist.ProcessGroup), "only members are asked"
     return own
@@ -107,7 +110,8 @@ def _own_group(group: dist.ProcessGroup | None, timeout: timedelta | None) -> di
 def _check_can_make_group(group: dist.ProcessGroup, ranks: list[int]) -> None:
     """Refuse what would wait until the timeout: a group that its ranks cannot make alone."""
     world = dist.group.WORLD
-    if world is not None and world.bound_device_id is not None:
+    is_split = "nccl" in dist.get_backend_config(group)  # off the communicator of a bound device
+    if is_split and world is not None and world.bound_device_id is not None:
         raise RuntimeError(
             f"ddp_comm_hook(group=...) over ranks {ranks}, with a device bound by "
             "init_process_group(device_id=...): NCCL makes the hook's group with all ranks of the "
