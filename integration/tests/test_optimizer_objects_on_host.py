@@ -12,7 +12,7 @@ from torch import nn
 
 import zero_core
 from zero_core import plugins
-from zero_core.testing import Case, SimulatedRanks, batch, make_model, simulate, spawn
+from zero_core.testing import LR, Case, SimulatedRanks, batch, make_model, simulate, spawn
 
 Make = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
@@ -124,10 +124,13 @@ def _adds_up(rank: int, world_size: int) -> None:
             oracle = zero_core.build(make_model(), Case(2, accumulation=3).config())
             device = _values(oracle, rank, counts)
             torch.testing.assert_close(expected, device, rtol=0.0, atol=1e-6)
+        # In bf16, configured micro-steps are rounded one by one, declared ones once they are added.
+        atol = 0.0 if dtype == "fp32" else LR / 10
         for stage in (2, 3):
             engine = _build(stage, dtype)
             found = _values(engine, rank, counts)
-            torch.testing.assert_close(found, expected, rtol=0.0, atol=0.0)
+            torch.testing.assert_close(found, expected, rtol=0.0, atol=atol)
+            expected, atol = found, 0.0  # no stage changes a bit
             before = engine.memory_report()
             _values(engine, rank, counts)
             assert engine.memory_report() == before  # no buffer is lost

@@ -199,18 +199,20 @@ _WAITS = {
 }
 
 
-def wait_of(record: TraceRecord, package: str) -> str:
-    """Return the line of a package that waited, as ``file:line function``. Empty: it did not wait.
+def wait_of(record: TraceRecord, roots: Sequence[str]) -> str:
+    """Return the line that waited, as ``file:line function``. Empty: no line of ``roots`` did.
 
-    What an operator waits for by itself (a copy that blocks) is no wait of the package.
+    What an operator waits for by itself (a copy that blocks) is no wait of a line.
 
     Args:
         record: of any kind.
-        package: a part of the path that all files of interest have, and no others.
+        roots: folders of the sources of interest.
     """
     if record.kind not in _WAITS or record.name:
         return ""
-    return next((frame for frame in record.stack.splitlines() if package in frame), "")
+    return next(
+        (frame for frame in record.stack.splitlines() if frame.startswith(tuple(roots))), ""
+    )
 
 
 def find_races(
