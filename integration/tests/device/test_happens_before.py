@@ -327,7 +327,7 @@ def _tier(ratio: float) -> None:
 
 
 def _device_tier() -> None:
-    """A tier on the device with its shards on the host, and two steps that nobody waits between."""
+    """A tier on the device with its shards on the host: two steps and a write, without a wait."""
     shard = torch.zeros(1024, dtype=torch.bfloat16).pin_memory()
     group = {**optim.AdamW([nn.Parameter(torch.zeros(1))], lr=1e-2).defaults}
     tier = DeviceTier(
@@ -341,6 +341,7 @@ def _device_tier() -> None:
     for _ in range(2):
         tier.offer_grad(0, torch.ones(1024).to("late:0"))
         tier.step([group], [0], grad_scale=1.0)
+    tier.write_state("master_weight", 0, torch.zeros(1024))
     tier.wait_params(0, 1024)
 
 

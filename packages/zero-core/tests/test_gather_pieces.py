@@ -44,7 +44,7 @@ def _full_state(ranks: SimulatedRanks, dtype: str, stage: int) -> tuple[Any, Any
 @pytest.mark.parametrize(("dtype", "stage"), [("fp32", 3), ("bf16", 1), ("bf16", 0)])
 def test_pieces_make_the_whole(dtype, stage, world_size, monkeypatch) -> None:
     whole = simulate(_full_state, world_size, dtype, stage)
-    monkeypatch.setattr(control, "PIECE_BYTES", LIMIT, raising=False)
+    monkeypatch.setattr(control, "PIECE_BYTES", LIMIT)
     for rank, (full, of_one, sizes) in enumerate(simulate(_full_state, world_size, dtype, stage)):
         expected = whole[rank][0]
         assert list(full) == list(expected)

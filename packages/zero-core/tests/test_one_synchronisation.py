@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import zero_core
+from zero_core.optim.device_tier import DeviceTier
 from zero_core.protocols import AheadTier
 from zero_core.testing import late_device, run_alone, simulate
 from zero_core.testing.models import seeded
@@ -21,6 +23,7 @@ OPTIMIZERS = {
     "adamw": {"type": "AdamW", "params": {"lr": 1e-2}},
     "sgd": {"type": "SGD", "params": {"lr": 1e-2, "momentum": 0.9}},
 }
+PLAIN_SGD = {"type": "SGD", "params": {"lr": 1e-2}}
 
 
 class Net(nn.Module):
@@ -75,7 +78,7 @@ class Case:
             "train_micro_batch_size_per_gpu": 2,
             "gradient_accumulation_steps": self.micro_steps,
             "gradient_clipping": self.clipping,
-            "optimizer": OPTIMIZERS[self.optimizer],
+            "optimizer": OPTIMIZERS.get(self.optimizer, PLAIN_SGD),
             "zero_optimization": {"stage": self.stage},
         }
         if self.dtype == "bf16":
@@ -189,3 +192,158 @@ def _trace_steps() -> None:
 
 def test_the_update_is_enqueued_before_the_host_reads_the_decision() -> None:
     run_alone(_trace_steps)
+
+
+def _raise_momentum(ranks: Any) -> list[Any]:
+    """Train with SGD whose momentum is 0 until a step that is not taken."""
+    with seeded(0):
+        model = Net()
+    engine = zero_core.build(model, Case(optimizer="plain sgd").config(), process_group=ranks)
+    results = []
+    for step in range(NUM_STEPS):
+        # The last block's first gradient with momentum comes later than that of the others.
+        model.uses_last = step != 3
+        if step == 2:
+            engine.optimizer.param_groups[0]["momentum"] = 0.9
+        x = torch.full((2, WIDTH), torch.nan if step == 2 else 1.0 + step)
+        engine.backward(engine(x.to(ranks.device)))
+        engine.step()
+        results.append((engine.skipped_steps, engine.get_global_grad_norm()))
+        results.append(list(engine.sharded_state.tier.state_names()))
+    results += engine.full_state_dict(dtype=torch.float32).values()
+    results += [engine.states.get_full(n, "momentum_buffer") for n, _ in model.named_parameters()]
+    engine.close()
+    return results
+
+
+def _raise_momentum_on_both() -> None:
+    late_device.load()
+    (expected,) = simulate(_raise_momentum, 1)
+    late_device.set_delays(seed=1, kernel_s=2e-5, copy_s=2e-4)
+    (found,) = simulate(_raise_momentum, 1, device="late")
+    assert all(map(same, found, expected)), (found, expected)
+
+
+def test_states_of_a_step_that_is_not_taken_are_dropped() -> None:
+    run_alone(_raise_momentum_on_both)
+
+
+class BrokenOff(DeviceTier):
+    """A tier after whose second update, made ahead of the decision, the user presses Ctrl-C."""
+
+    num_updates = 0
+
+    def step_ahead(self, *args: Any, **kwargs: Any) -> None:
+        super().step_ahead(*args, **kwargs)
+        self.num_updates += 1
+        if self.num_updates == 2:
+            raise KeyboardInterrupt
+
+
+def _make_broken_off(**kwargs: Any) -> BrokenOff:
+    names = ("numel", "pieces", "params", "device", "optimizer_class", "groups")
+    return BrokenOff(**{name: kwargs[name] for name in names})
+
+
+def _break_off(spoilt: float) -> None:
+    found = []
+    for tier in (None, _make_broken_off):
+        with seeded(0):
+            engine = zero_core.build(Net(), Case(dtype="bf16").config(), state_tier=tier)
+        num_interrupts = 0
+        for step in range(3):
+            x = torch.full((2, WIDTH), spoilt if step == 1 else 1.0 + step, device="late")
+            engine.backward(engine(x))
+            try:
+                engine.step()
+            except KeyboardInterrupt:
+                num_interrupts += 1
+                with pytest.raises(RuntimeError, match=r"engine\.step\(\) again"):
+                    engine.backward(engine(x))
+                with pytest.raises(RuntimeError, match="dropping gradients: too late"):
+                    engine.optimizer.zero_grad()
+                engine.step()
+        assert num_interrupts == (tier is not None)
+        values = engine.full_state_dict(dtype=torch.float32).values()
+        scalars = engine.sharded_state.tier.read_scalars(0)
+        found.append([engine.skipped_steps, engine.global_steps, scalars, *values])
+        engine.close()
+    assert all(map(same, *found)), found
+
+
+def _break_off_and_load(folder: str) -> None:
+    with seeded(0):
+        engine = zero_core.build(Net(), Case(dtype="bf16").config(), state_tier=_make_broken_off)
+    found = []
+    for _ in range(2):
+        engine.backward(engine(torch.ones(2, WIDTH, device="late")))
+        if not found:
+            engine.step()
+            engine.save_checkpoint(folder)
+        else:
+            with pytest.raises(KeyboardInterrupt):
+                engine.step()
+            engine.load_checkpoint(folder)
+        found.append(
+            [engine.sharded_state.tier.read_scalars(0), *engine.full_state_dict().values()]
+        )
+    assert all(map(same, *found)), found
+    engine.backward(engine(torch.ones(2, WIDTH, device="late")))
+    engine.step()
+    engine.close()
+
+
+def _break_off_in_all_ways(folder: str) -> None:
+    late_device.load()
+    _break_off(2.0)
+    _break_off(torch.nan)
+    _break_off_and_load(folder)
+
+
+def test_a_step_that_was_broken_off_updates_once(tmp_path: Path) -> None:
+    run_alone(_break_off_in_all_ways, str(tmp_path))
+
+
+def _mix_kernels() -> None:
+    late_device.load()
+    model = Net()
+    groups = [
+        {"params": model.embed.parameters(), "fused": True},
+        {"params": model.blocks.parameters(), "fused": False},
+    ]
+    optimizer = torch.optim.AdamW(groups, lr=1e-2, fused=True)
+    config = {k: v for k, v in Case(clipping=1.0).config().items() if k != "optimizer"}
+    engine = zero_core.build(model, config, optimizer=optimizer)
+    tier = engine.sharded_state.tier
+    assert isinstance(tier, AheadTier)
+    assert not tier.can_step_ahead
+    before = engine.full_state_dict()
+    engine.backward(engine(torch.ones(2, WIDTH, device="late")))
+    engine.step()
+    after = engine.full_state_dict()
+    assert not any(torch.equal(before[name], after[name]) for name in before)
+    engine.close()
+
+
+def test_groups_with_other_kernels_than_fused_ones_are_updated_after_the_decision() -> None:
+    run_alone(_mix_kernels)
+
+
+def _count_downloads() -> None:
+    late_device.load()
+    (found,) = simulate(_gather_alone, 1, device="late")
+    assert found == 1
+
+
+def _gather_alone(ranks: Any) -> int:
+    engine = zero_core.build(Net(), Case().config(), process_group=ranks)
+    values = torch.ones(WIDTH, device=ranks.device)
+    late_device.reset_counters()
+    assert engine.sharded_state.control.gather(values).sum() == WIDTH
+    num_copies = late_device.counters(ranks.device.index).by_op["copy down"]
+    engine.close()
+    return num_copies
+
+
+def test_one_rank_downloads_what_it_gathers_once() -> None:
+    run_alone(_count_downloads)

@@ -425,7 +425,10 @@ class AheadTier(StateTier, Protocol):
         """
 
     def settle(self, *, is_void: bool) -> None:
-        """Count the update of `step_ahead`, or not if ``is_void``: then it changed nothing."""
+        """Count the update of `step_ahead`, or not if ``is_void``: then it changed nothing.
+
+        A second call for the same update has no effect.
+        """
 
 
 @runtime_checkable

@@ -75,7 +75,7 @@ class ControlGroup(Protocol):
         It passes through the device in pieces of at most `PIECE_BYTES`.
         """
         shape = torch.Size([self.world_size, tensor.numel()])
-        whole = tensor.cpu()  # of one rank, or empty
+        whole = torch.empty(0, dtype=tensor.dtype, device="cpu")  # of an empty tensor
         for start, piece in self.gather_in_pieces(tensor):
             if piece.shape == shape:
                 return piece.view(-1).cpu()

@@ -25,7 +25,8 @@ that is larger than a turn is one parameter for each turn of it.
 Torch's fused kernels read ``found_inf`` on the device, and change nothing if it is 1. So a step can
 be enqueued before the host knows whether it is taken (`DeviceTier.step_ahead`). Gradients are
 multiplied by the factor as ever, not divided by its inverse in the kernel: so the bits are those of
-a decision that the host made.
+a decision that the host made. States that an optimizer makes in such a step (SGD's, where momentum
+was 0 in ``build``) are unset memory if the step is not taken, and are dropped again.
 """
 
 from __future__ import annotations
@@ -166,6 +167,7 @@ class DeviceTier:
         self._grads: dict[int, Tensor] = {}
         self._scaled: set[int] = set()  # starts of offers that were multiplied in place
         self._ahead: list[int] = []  # pieces updated ahead of the decision
+        self._made: list[tuple[_Part, str]] = []  # states that the last step has made
         self._parts = [self._divide(i, *piece) for i, piece in enumerate(pieces)]  # by piece
         self._members: list[list[nn.Parameter]] = [[] for _ in groups]
         for parts in self._parts:
@@ -275,7 +277,19 @@ class DeviceTier:
             for piece in self._ahead:
                 self._num_steps[piece] -= 1
             self._scaled.clear()  # the factor was 1
+            self._drop_made()
         self._ahead = []
+
+    def _drop_made(self) -> None:
+        """Drop the states that the last step has made, with buffers that held no others."""
+        assert self._optimizer is not None, "it has stepped ahead"
+        for part, name in self._made:
+            part.states.pop(name).zero_()
+            del self._optimizer.state[part.param][name]
+        for name in {name for _, name in self._made}:
+            if not any(name in part.states for parts in self._parts for part in parts):
+                del self._flat[name]
+        self._made.clear()
 
     def _step(
         self,
@@ -290,6 +304,7 @@ class DeviceTier:
         starts = self._starts_of(active)
         self._scale(starts, factor)
         self._downloads.order_before_update()
+        self._made.clear()
         plan = self._plan_of(active, starts)
         for turn in plan.turns:
             is_first = not all(self._has_state(part) for part in turn.parts)
@@ -339,6 +354,12 @@ class DeviceTier:
         is_given = self._initial.get((part.param.dtype, part.group)) is not None
         return is_given or self._num_steps[part.piece] > 0
 
+    def _states_of(self, part: _Part) -> set[str]:
+        """Return the names of the elementwise states that the optimizer has."""
+        assert self._optimizer is not None
+        state = self._optimizer.state.get(part.param, {})
+        return {name for name, value in state.items() if _is_elementwise(part.param, value)}
+
     def _turns(self, active: Sequence[int], starts: Sequence[int]) -> list[_Turn]:
         """Divide the parts of the pieces into turns. See [Note: turns]."""
         turns: list[_Turn] = []
@@ -362,7 +383,7 @@ class DeviceTier:
         offer: those of one take little memory, those of all as much as all states once more.
         """
         last, start, _ = turn.extents[-1]
-        if self._has_state(part) != self._has_state(turn.parts[-1]):
+        if self._states_of(part) != self._states_of(turn.parts[-1]):
             return True  # torch's fused SGD makes the states of all of a call, or of none
         if last != offer:
             before, start = turn.extents, part.start
@@ -453,6 +474,8 @@ class DeviceTier:
                 raise KeyError(f"{self._make.func} has no state {name!r}")
             self._flat[name] = self._new_flat(name, values.dtype)
         stop = start + values.numel()
+        if name == MASTER:
+            self._downloads.order_before_update()
         for low, part in self._flat[name].parts(start, stop):
             with torch.no_grad():
                 part.copy_(values[low - start : low - start + part.numel()])
@@ -555,6 +578,7 @@ class DeviceTier:
             if value.data_ptr() != home.data_ptr():
                 home.copy_(value)
             state[name] = part.states[name] = home
+            self._made.append((part, name))
 
     def _new_flat(self, name: str, dtype: torch.dtype) -> _Chunked:
         """Allocate zeros for state ``name``, one buffer per dtype.

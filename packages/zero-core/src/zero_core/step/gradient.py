@@ -10,6 +10,8 @@ where the state tier can (`zero_core.protocols.AheadTier`), `update_ahead` compu
 the device and enqueues the update of the parameters that have a gradient here, then `decide` reads.
 If the step is not taken, or if some rank turns out to have gradients that are not reduced yet, that
 update has changed nothing. Parameters that only other ranks have used are updated by `apply`.
+Ctrl-C may break off the step while the host waits for the sum. Then calling ``step`` again ends it
+without another update, and anything else that uses its gradients gets an error.
 
 [Note: optimizer in backward]
 With ``update_in_backward`` a segment is updated as soon as its gradient is added: the host works on
@@ -208,6 +210,10 @@ class StepGradient:
         return self._statistics.is_tail_late
 
     def clear(self) -> None:
+        if self._ahead:  # the step was broken off
+            is_void = self._statistics.has_unreduced or not self._is_to_be_taken(self._norm())
+            self._settle(is_void=is_void)
+            self._ahead = []
         self.reopen()
         self.params_with_grad.clear()
         self._tier.discard_grads()
@@ -279,6 +285,8 @@ class StepGradient:
 
         See [Note: update ahead]. It follows `agree`.
         """
+        if self._ahead:
+            return  # by a call of ``step`` that was broken off
         tier = self._tier
         is_early = self._statistics.is_known or self._is_updated_in_backward
         if is_early or not isinstance(tier, AheadTier) or not tier.can_step_ahead:
@@ -327,18 +335,24 @@ class StepGradient:
     def decide(self) -> StepDecision:
         """Decide on the step from what `agree` found."""
         used, scale = self._statistics.num_ranks_with_grad, self._train.scaler.scale
-        norm = math.sqrt(self._statistics.square_sum) / scale
+        norm = self._norm()
         clipped = norm * self._clip_factor
         factor = self._clip_factor * clip_factor(clipped, self._config.gradient_clipping)
         self.decision = StepDecision(
             norm=norm,
-            is_taken=math.isfinite(norm) or not self._is_checked,
+            is_taken=self._is_to_be_taken(norm),
             active=[i for i, p in enumerate(self._state.pieces) if used[p.param] > 0],
             grad_scale=factor / scale,
         )
         self._settle(is_void=not self.decision.is_taken)
         self._train.grad_norm = norm
         return self.decision
+
+    def _norm(self) -> float:
+        return math.sqrt(self._statistics.square_sum) / self._train.scaler.scale
+
+    def _is_to_be_taken(self, norm: float) -> bool:
+        return math.isfinite(norm) or not self._is_checked
 
     def apply(self, groups: Sequence[Mapping[str, Any]]) -> None:
         """Have the state tier update what the decision says, with the settings of ``groups``.
@@ -350,9 +364,9 @@ class StepGradient:
         if self._updated and repr(groups) != self._settings:
             self.check_not_updated("changing the optimizer's settings between backward and step")
         done = self._updated.union(self._ahead)
-        self._ahead = []
         active = [i for i in self.decision.active if i not in done]
         self._tier.step(groups, active, grad_scale=self.decision.grad_scale)
+        self._ahead = []
 
     # -------------------------------------------------- optimizer in backward
 
@@ -374,7 +388,12 @@ class StepGradient:
         return bool(active)
 
     def check_not_updated(self, what: str) -> None:
-        """Raise if units were updated in backward already: ``what`` is possible only before."""
+        """Raise if an update has used the gradient already: ``what`` is possible only before."""
+        if self._ahead:
+            raise RuntimeError(
+                f"{what}: too late, step() was broken off after its update was enqueued. Call "
+                "engine.step() again, which ends that step without another update"
+            )
         if self._updated:
             raise RuntimeError(
                 f"{what}: too late, units have been updated during backward, as there is no "

@@ -78,8 +78,8 @@ class GradientStatistics:
 
     def _wait(self) -> None:
         if self._event is not None:
-            event, self._event = self._event, None
-            event.synchronize()
+            self._event.synchronize()
+            self._event = None  # not before: Ctrl-C may come meanwhile
 
     # ------------------------------------------------------------ on the host
 
