@@ -124,13 +124,16 @@ def _adds_up(rank: int, world_size: int) -> None:
             oracle = zero_core.build(make_model(), Case(2, accumulation=3).config())
             device = _values(oracle, rank, counts)
             torch.testing.assert_close(expected, device, rtol=0.0, atol=1e-6)
-        # In bf16, configured micro-steps are rounded one by one, declared ones once they are added.
-        atol = 0.0 if dtype == "fp32" else LR / 10
+        of_first: Any = expected
         for stage in (2, 3):
             engine = _build(stage, dtype)
             found = _values(engine, rank, counts)
-            torch.testing.assert_close(found, expected, rtol=0.0, atol=atol)
-            expected, atol = found, 0.0  # no stage changes a bit
+            if dtype == "bf16" and stage == 2:
+                # Configured micro-steps are rounded one by one, declared ones once they are added.
+                gaps = [(found[name] - value).abs().mean() for name, value in expected.items()]
+                assert max(gaps) < LR / 50
+                of_first = found
+            torch.testing.assert_close(found, of_first, rtol=0.0, atol=0.0)
             before = engine.memory_report()
             _values(engine, rank, counts)
             assert engine.memory_report() == before  # no buffer is lost
