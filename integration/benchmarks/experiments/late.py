@@ -46,7 +46,7 @@ Result = tuple[list[float], dict[str, Tensor]]
 
 @dataclass(frozen=True)
 class Training:
-    """What ranks train, and how.
+    """Training run of each rank.
 
     Attributes:
         world_sizes: numbers of ranks to choose from.
@@ -92,7 +92,7 @@ class Training:
         }
 
     def run(self, ranks: Ranks, folder: str) -> Result:
-        """Train without a look at any loss before the end, so that the host runs ahead."""
+        """Train, reading no loss before the end, so that the host runs ahead."""
         engine = zero_core.build(make_model(), self.config(folder), process_group=ranks)
         losses = []
         for step, micro in itertools.product(range(STEPS), range(self.accumulation)):
@@ -222,7 +222,7 @@ class Bits:
         self._expected: dict[tuple[str, int], list[Result]] = {}
 
     def difference(self, run: Run) -> str:
-        """Return what is wrong with a run; empty if it has the CPU's bits."""
+        """Describe how a run differs from the CPU's bits. Empty: it does not."""
         case = CASES[run.case]
         key = run.case, run.world_size
         if key not in self._expected:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import zero_core
+from zero_core.runtime.host_inputs import HostInputs
 from zero_core.testing import (
     Case,
     SimulatedRanks,
@@ -232,6 +233,29 @@ def _count_page_locked(ranks: SimulatedRanks) -> None:
     engine.close()
 
 
+def _drop_what_is_idle(ranks: SimulatedRanks) -> None:
+    host = HostInputs(ranks.device)
+
+    def save(numel: int, times: int = 1) -> Tensor:
+        x = torch.ones(numel, device=ranks.device, requires_grad=True)
+        for _ in range(times):
+            with host.context():
+                out = x.square()
+        return out
+
+    late_device.start_trace()
+    lent = save(2000)
+    (taken,) = [r.writes[0] for r in late_device.stop_trace() if r.kind == "pinned_alloc"]
+    save(64, 1100)
+    save(4000)  # sizes that were idle are dropped, that of what is lent among them
+    del lent
+    save(64, 1100)
+    late_device.start_trace()
+    save(8000)
+    freed = [r.writes[0] for r in late_device.stop_trace() if r.kind == "pinned_free"]
+    assert taken in freed
+
+
 def _run_late(program: Any) -> None:
     late_device.load()
     simulate(program, 1, device="late")
@@ -243,6 +267,10 @@ def test_inputs_come_up_one_block_ahead_on_a_stream_of_their_own_and_the_host_wa
 
 def test_inputs_on_the_host_take_the_page_locked_memory_that_they_fill():
     run_alone(_run_late, _count_page_locked)
+
+
+def test_page_locked_memory_that_was_lent_while_its_size_was_dropped_is_dropped_later():
+    run_alone(_run_late, _drop_what_is_idle)
 
 
 def test_a_forward_that_was_set_on_the_object_comes_back():

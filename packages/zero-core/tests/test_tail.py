@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo.utils import counters
 from torch.nn import functional
+from torch.nn.parallel import DistributedDataParallel
 
 import zero_core
 from zero_core.layout.discovery import MIN_TAIL_NUMEL, discover, note_reader
@@ -24,6 +26,7 @@ from zero_core.testing import (
     run_alone,
     seeded,
     simulate,
+    spawn,
 )
 
 WIDTH, VOCAB, DEPTH = 64, 1024, 3
@@ -445,6 +448,60 @@ def _train_late() -> None:
 
 def test_a_tail_has_the_bits_of_the_cpu_on_a_device_that_is_late() -> None:
     run_alone(_train_late)
+
+
+# ------------------------------------------------------------------ compiled
+
+
+class _Head(nn.Module):
+    """A model without hooks of its own. ``way`` is how it uses the head."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.way = way
+        with seeded(0):
+            self.embed = nn.Embedding(7, WIDTH)
+            self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(DEPTH))
+            self.head = nn.Linear(WIDTH, VOCAB, bias=False)
+        self.kept = [self.head.weight]
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        if self.way == "read from a list":
+            x = x * self.kept[0].square().mean().rsqrt()
+        for block in self.blocks:
+            x = x + torch.tanh(block(x))
+        if self.way == "read last":
+            return functional.linear(x, self.head.weight).square().mean()
+        return self.head(x).square().mean()
+
+
+def _follow_compiled(rank: int, world_size: int, way: str) -> None:
+    reference = _Head(way)
+    ddp = DistributedDataParallel(reference)
+    optimizer = torch.optim.AdamW(reference.parameters(), lr=1e-2, fused=True)
+    model = _Head(way)
+    engine = zero_core.build(model, Case(3).config() | ADAM)
+    assert engine.layout.has_tail
+    model.compile(backend="aot_eager")
+    for step in range(3):
+        losses = [call(_ids(step, rank)) for call in (ddp, engine)]
+        assert torch.equal(*losses)
+        optimizer.zero_grad()
+        losses[0].backward()
+        optimizer.step()
+        engine.backward(losses[1])
+        engine.step()
+    assert counters["stats"]["unique_graphs"] >= 1
+    values = engine.full_state_dict()
+    assert all(torch.equal(values[name], p) for name, p in reference.named_parameters())
+    assert all(type(p) is nn.Parameter for p in model.parameters())
+    engine.close()
+
+
+@pytest.mark.parametrize("way", ["plain", "read last", "read from a list"])
+def test_a_tail_of_a_model_that_is_compiled_as_a_whole_follows_ddp(way) -> None:
+    spawn(_follow_compiled, 2, way)  # processes: torch compiles in one thread at a time
 
 
 # ------------------------------------------------------------------ checkpoints

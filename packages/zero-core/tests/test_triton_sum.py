@@ -57,5 +57,9 @@ def test_compiled_kernels_move_sixteen_bytes_at_a_time(compiled: Any) -> None:
         assert set(re.findall(r"ld\.global\S*", text)) == {"ld.global.v4.b32"}, name
 
 
+def test_flags_of_any_nodes_ranks_take_the_kernel_that_build_compiled(compiled: Any) -> None:
+    assert len(set(compiled["keys"])) == 1
+
+
 def test_kernels_compile_for_amd(compiled: Any) -> None:
     assert "global_load_dwordx4" in compiled["hip"]["bf16 to fp32"]

@@ -178,7 +178,7 @@ class ProcessLibrary:
         return dist.split_group(self._group, [list(part) for part in to_make], **options)
 
     def _warm_up(self, lane: Lane) -> None:
-        """Connect the ranks now: errors come early, and nothing device-wide in a backward."""
+        """Connect the ranks during build, so that no backward has to or is the first to fail."""
         own = torch.full((1,), self.rank, dtype=torch.int64, device=self._device)
         found = torch.empty(self.world_size, dtype=torch.int64, device=self._device)
         if lane is Lane.GATHERS:

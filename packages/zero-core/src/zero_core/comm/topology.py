@@ -178,7 +178,7 @@ def check_devices(control: ControlGroup, ranks: Ranks) -> None:
 
 
 def _identity(device: torch.device) -> str:
-    """Return what tells a device from the others of its host, whatever numbers it has."""
+    """Return an identifier of a device among those of its host, independent of its index."""
     if device.type == "cuda":
         return str(torch.cuda.get_device_properties(device).uuid)
     return str(device)

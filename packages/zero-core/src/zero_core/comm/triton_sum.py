@@ -33,7 +33,7 @@ LAUNCH_OPTIONS: Final[Mapping[str, Any]] = MappingProxyType(
 def sum_by_triton(
     slices: Tensor, out: Tensor, norm: Tensor | None, nonfinite: Tensor | None
 ) -> None:
-    """`zero_core.comm.fused_sum.sum_slices`, by two launches; one without ``norm``."""
+    """Do `zero_core.comm.fused_sum.sum_slices` in two launches, or one without ``norm``."""
     numel = out.numel()
     num_tiles = triton.cdiv(numel, TILE)
     wide = torch.float64 if out.dtype == torch.float64 else torch.float32
@@ -58,8 +58,9 @@ def sum_by_triton(
             norm_kernel[(1,)](squares, norm, num_tiles, TILE=NORM_TILE, **LAUNCH_OPTIONS)
 
 
-# ``numel`` is specialized on divisibility by 16 alone: then whole vectors are loaded.
-@triton.jit(do_not_specialize=["num_slices"])
+# ``numel`` is specialized on divisibility by 16 alone: then whole vectors are loaded. The flags may
+# be a part of a vector, at any address, and nothing may be compiled during backward.
+@triton.jit(do_not_specialize=["num_slices"], do_not_specialize_on_alignment=["nonfinite_ptr"])
 def sum_kernel(
     slices_ptr: tl.tensor,
     out_ptr: tl.tensor,

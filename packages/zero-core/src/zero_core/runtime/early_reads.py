@@ -5,8 +5,8 @@ A module's forward is announced by its hooks. Other code may read a parameter wi
 ``F.linear(x, self.head.weight)``, or a list of parameters that the model keeps. From the start of
 a forward until the tail is waited for, its parameters are of a subclass of their class, whose
 ``__torch_function__`` torch calls before any operation on them: the first one that needs values
-waits for them. Python objects, hooks and gradients stay as they are, and afterwards they have their
-own class again: nothing is intercepted then.
+waits for them. Objects, hooks and gradients do not change. After the wait the parameters have their
+own class again, so reads cost nothing more.
 """
 
 from __future__ import annotations

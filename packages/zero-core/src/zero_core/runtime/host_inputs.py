@@ -104,6 +104,8 @@ class _Buffers:
         return free.pop()
 
     def release(self, buffer: Tensor, last_copy: torch.Event) -> None:
+        # Its size may have been dropped while the buffer was lent.
+        self._last_use.setdefault(buffer.nbytes, self._num_calls)
         self._free.setdefault(buffer.nbytes, []).append((buffer, last_copy))
 
     def _drop_idle(self) -> None:
@@ -111,9 +113,12 @@ class _Buffers:
 
         Torch waits for copies under way before it uses the memory again.
         """
-        idle = [s for s, n in self._last_use.items() if self._num_calls - n > _MAX_IDLE]
-        for size in idle:
-            del self._free[size], self._last_use[size]
+        # A copy, as autograd's threads return buffers at any time.
+        last_use = list(self._last_use.items())
+        for size, call in last_use:
+            if self._num_calls - call > _MAX_IDLE:
+                del self._last_use[size]
+                self._free.pop(size, None)
 
 
 def _filled(nbytes: int) -> float:

@@ -6,10 +6,10 @@ parameter that is replaced, added or tied to another name later is followed by n
 memory is replaced (``module.double()``, ``param.data = ...``, ``param.set_()``) no longer follows
 the engine. Both are errors at the next forward with gradients, or at the next step. The
 ``flatten_parameters`` of torch's recurrent modules, which replaces memory on a GPU, does nothing
-while the engine has them. What keeps the objects and their
-memory is allowed: ``requires_grad_``, ``module.to`` of the same device and dtype, in-place writes
-within `gathered`, wrappers around modules, modules without parameters. A forward may be given other
-tensors for a while by `torch.func.functional_call`.
+while the engine has them. What keeps the objects and their memory is allowed: ``requires_grad_``,
+``module.to`` of the same device and dtype, in-place writes within `gathered`, wrappers around
+modules, modules without parameters. A forward may be given other tensors for a while by
+`torch.func.functional_call`.
 
 [Note: trainable and frozen]
 A parameter is *trainable* if it is in a group of the optimizer when the engine is built, and not of

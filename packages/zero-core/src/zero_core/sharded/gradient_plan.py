@@ -99,10 +99,10 @@ def plan_gradient(
             gradient may be rounded to ``communicated`` before it is added.
 
     [Note: one sum for every stage and ratio]
-    The sum that a tier takes is in fp32 (float64). Where the user wants a narrower one, the engine
-    takes it. At stage 0 with several ranks each rank's tier needs the whole sum: gathering it once
-    per micro-step would cost more than it saves, so the engine adds up there, and rounds what it
-    adds as it would for the tier. Norms of such sums are taken in double precision: then it does
+    The sum that a tier takes is in fp32 (float64). Where the user asked for a narrower dtype, the
+    engine adds up. At stage 0 with several ranks each rank's tier needs the whole sum: gathering it
+    once per micro-step would cost more than it saves, so the engine adds up there, and rounds each
+    term as it would for the tier. Norms of such sums are taken in double precision: then it does
     not matter which memory they are in.
     """
     has_peers = world_size > 1

@@ -241,7 +241,7 @@ class Memory:
         """Return what `report` says after steps in which units ran in the module tree's order.
 
         Two blocks are there at once: one in use and the next one arriving, or one whose gradients
-        come in and the last one under reduction. The root and the tail are there all the time.
+        come in and the last one under reduction. The root and the tail stay gathered.
         """
         return self._report([expected * pool.buffer_bytes for _, pool, expected in self._pools])
 
