@@ -123,8 +123,11 @@ class _Event:
 
     def __init__(self) -> None:
         self.has_fired = False
+        self.error: RuntimeError | None = None
 
     def query(self) -> bool:
+        if self.error is not None:
+            raise self.error
         return self.has_fired
 
 
@@ -191,13 +194,60 @@ def test_a_watch_logs_nothing_while_collectives_end(
     assert not caplog.records
 
 
-def test_the_thread_of_a_watch_ends_with_it(events: list[_Event]) -> None:
-    def threads() -> list[threading.Thread]:
-        return [t for t in threading.enumerate() if t.name == "zero_core watch"]
+def _threads() -> list[threading.Thread]:
+    return [t for t in threading.enumerate() if t.name == "zero_core watch"]
 
-    _until(lambda: not threads())
+
+def test_the_sum_of_a_steps_statistics_is_named(
+    events: list[_Event], caplog: pytest.LogCaptureFixture
+) -> None:
     communicator = _watched(_Work(), timeout_s=0.4)
-    (thread,) = threads()
+    summed: list[torch.Tensor] = []
+    communicator.control = SimpleNamespace(sum=summed.append)  # type: ignore[assignment]
+    communicator.sum_statistics(EMPTY)
+    assert summed == [EMPTY]
+    named = "rank 1: sum of the step's statistics has not ended"
+    _until(lambda: named in caplog.text)
+    events[0].has_fired = True
+    communicator.close()
+
+
+def test_a_watch_ends_when_the_device_has_failed(
+    events: list[_Event], caplog: pytest.LogCaptureFixture
+) -> None:
+    _until(lambda: not _threads())
+    communicator = _watched(_Work(), timeout_s=0.4)
+    (thread,) = _threads()
+    _gather(communicator).wait()
+    events[0].error = RuntimeError("an illegal memory access was encountered")
+    thread.join(20)
+    assert not thread.is_alive()
+    (record,) = caplog.records
+    named = "xpu:1 has failed: an illegal memory access was encountered. These collectives may "
+    assert record.getMessage() == f"{named}not have ended: rank 1: all_gather of unit 3 (blocks.2)"
+    _gather(communicator).wait()  # what failed is raised elsewhere
+    communicator.close()
+    assert len(caplog.records) == 1
+
+
+def test_nothing_is_noted_while_a_cuda_graph_is_captured(
+    events: list[_Event], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its events cannot be queried, and the host waits for none of them."""
+    communicator = _communicator(_Work())
+    communicator.watch = CollectiveWatch(torch.device("cuda", 1), timeout_s=10.0)
+    for is_capturing in (True, False):
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda c=is_capturing: c)
+        _gather(communicator).wait()
+        assert len(events) == int(not is_capturing)
+    events[0].has_fired = True
+    communicator.close()
+
+
+def test_the_thread_of_a_watch_ends_with_it(events: list[_Event]) -> None:
+    _until(lambda: not _threads())
+    communicator = _watched(_Work(), timeout_s=0.4)
+    (thread,) = _threads()
     assert thread.daemon
     del communicator
     gc.collect()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -13,8 +14,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import zero_core
 from zero_core import ConfigError
-from zero_core._torch import count_groups
+from zero_core._torch import count_groups, timeout_of
 from zero_core.comm import groups
+from zero_core.comm.communicator import Communicator
 from zero_core.comm.device import DeviceCollectives
 from zero_core.comm.device_library import Lane
 from zero_core.comm.groups import ProcessLibrary
@@ -162,6 +164,88 @@ def _engines_end(rank: int, world_size: int) -> None:
         assert count_groups() == num_groups
 
 
+def _failed_builds(rank: int, world_size: int) -> None:
+    def transport(ranks: Ranks, *others: Any) -> DeviceCollectives:
+        return _connect(ranks.group)
+
+    def no_tier(**own: Any) -> Any:
+        raise KeyboardInterrupt("while the state is allocated")
+
+    sys.modules["zero_core.build"].make_transport = transport  # type: ignore[attr-defined]
+    num_groups = count_groups()
+    with pytest.raises(KeyboardInterrupt, match="while the state"):
+        _build(state_tier=no_tier)
+    assert count_groups() == num_groups
+
+
+def test_the_groups_of_a_build_that_fails_end() -> None:
+    spawn(_failed_builds, 2)
+
+
+def _close_fails(rank: int, world_size: int) -> None:
+    def transport(ranks: Ranks, *others: Any) -> DeviceCollectives:
+        return _connect(ranks.group)
+
+    def fails(communicator: Communicator) -> None:
+        raise RuntimeError("the device has failed")
+
+    num_groups = count_groups()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys.modules["zero_core.build"], "make_transport", transport)
+        patch.setattr(Communicator, "close", fails)
+        engine = _build()
+        with pytest.raises(RuntimeError, match="the device has failed"):
+            engine.close()
+    assert count_groups() == num_groups
+
+
+def test_an_engines_groups_end_though_its_watch_fails() -> None:
+    spawn(_close_fails, 1)
+
+
+def _dropped(rank: int, world_size: int) -> None:
+    num_groups = count_groups()
+    dropped = _connect(None)
+    if rank == 1:
+        del dropped  # on another rank the garbage is not collected yet
+    again = _connect(None)
+    _check(again)
+    assert count_groups() == num_groups + (4 if rank != 1 else 2)
+    if rank != 1:
+        del dropped
+    assert count_groups() == num_groups + (4 if rank != 1 else 2)  # a finalizer ends nothing
+    again.close()
+    assert count_groups() == num_groups
+
+
+def test_the_groups_of_an_engine_that_is_dropped_end_later() -> None:
+    spawn(_dropped, 3)
+
+
+def _aborted_as_one(rank: int, world_size: int) -> None:
+    """NCCL is not here: gloo's class takes its place, with two members more."""
+    calls: list[str] = []
+    gloo: Any = dist.ProcessGroupGloo
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "is_nccl_available", lambda: True)
+        patch.setattr(dist, "ProcessGroupNCCL", gloo, raising=False)
+        patch.setattr(gloo, "_group_start", lambda self: calls.append("start"), raising=False)
+        patch.setattr(gloo, "_group_end", lambda self: calls.append("end"), raising=False)
+        abort = dist.ProcessGroup.abort
+
+        def noted(group: dist.ProcessGroup) -> None:
+            calls.append(group.group_desc)
+            abort(group)
+
+        patch.setattr(dist.ProcessGroup, "abort", noted)
+        _connect(None).close()
+    assert calls == ["start", "zero_core gathers", "zero_core reductions", "end"]
+
+
+def test_groups_that_end_together_are_aborted_as_one() -> None:
+    spawn(_aborted_as_one, 2)
+
+
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_an_engines_groups_end_with_it(world_size: int) -> None:
     spawn(_engines_end, world_size)
@@ -238,6 +322,24 @@ def test_groups_have_streams_of_high_priority() -> None:
     assert made == [True]
 
 
+class _PluginGroup(dist.ProcessGroup):
+    """A group of another package, without options."""
+
+
+def _default_timeout(rank: int, world_size: int) -> None:
+    def make(store: Any, rank: int, size: int, timeout: Any) -> dist.ProcessGroup:
+        return _PluginGroup(rank, size)
+
+    dist.Backend.register_backend("plugin", make, devices=["cpu"])
+    assert timeout_of(None, CPU) == timedelta(minutes=30)  # gloo's own
+    group = dist.new_group([0], backend="plugin", timeout=timedelta(minutes=1))
+    assert timeout_of(group, CPU) == timedelta(minutes=30)
+
+
+def test_a_backend_without_options_has_the_default_timeout() -> None:
+    spawn(_default_timeout, 1)
+
+
 def _every_dtype(rank: int, world_size: int) -> None:
     library = ProcessLibrary(None, rank=rank, world_size=world_size, device=CPU)
     for dtype in (torch.int16, torch.bool, torch.complex64, torch.float8_e4m3fn):
@@ -254,5 +356,5 @@ def _every_dtype(rank: int, world_size: int) -> None:
         assert torch.equal(shard.view(torch.uint8), expected[3:6].view(torch.uint8))
 
 
-def test_dtypes_that_the_backend_has_no_type_for_travel():
+def test_dtypes_that_the_backend_has_no_type_for_travel() -> None:
     spawn(_every_dtype, 3)

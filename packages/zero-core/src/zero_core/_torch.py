@@ -9,7 +9,7 @@ forward that is compiled no hook may stand, disabled or not: it would break the 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from types import FrameType
@@ -59,11 +59,42 @@ def counting_groups(number: int) -> Iterator[None]:
 
 
 def timeout_of(group: dist.ProcessGroup | None, device: torch.device) -> timedelta:
-    """Return the time after which a collective of ``group`` on ``device`` fails."""
+    """Return the time after which a collective of ``group`` on ``device`` fails.
+
+    It is torch's default for a backend of another package that does not say what its options are.
+    """
     known = dist.group.WORLD if group is None else group
     assert known is not None
-    timeout: timedelta = known._get_backend(device).options._timeout
+    try:
+        options = known._get_backend(device).options
+    except RuntimeError:
+        return dist.distributed_c10d.default_pg_timeout
+    timeout: timedelta = options._timeout
     return timeout
+
+
+def abort_groups(groups: Sequence[dist.ProcessGroup]) -> None:
+    """Abort process groups together, as torch aborts all of them when the default group ends."""
+    nccl = next(filter(None, map(_nccl_of, groups)), None)
+    if nccl is not None:
+        nccl._group_start()
+    try:
+        for group in groups:
+            group.abort()
+    finally:
+        if nccl is not None:
+            nccl._group_end()
+
+
+def _nccl_of(group: dist.ProcessGroup) -> dist.ProcessGroupNCCL | None:
+    """Return NCCL's backend of ``group``, if it has one."""
+    if not dist.is_nccl_available():
+        return None
+    try:
+        backend = group._get_backend(torch.device("cuda"))
+    except RuntimeError:
+        return None
+    return backend if isinstance(backend, dist.ProcessGroupNCCL) else None
 
 
 def is_in_backward() -> bool:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal, overload
 
@@ -14,7 +15,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from zero_core.blueprint import Blueprint
 from zero_core.checkpoint.pretrained import load_pretrained
 from zero_core.comm.communicator import CollectiveWatch, Communicator
-from zero_core.comm.device import make_transport, share_memory
+from zero_core.comm.device import DeviceCollectives, make_transport, share_memory
+from zero_core.comm.host import HostCollectives
 from zero_core.comm.meter import Meter
 from zero_core.comm.topology import Ranks, check_devices, count_per_node, find_ranks
 from zero_core.config import load_config
@@ -133,8 +135,8 @@ def build(
     drawn = Blueprint.draw(model, resolved, ranks.size, optimizer, is_training=is_training)
     found, layout, optimizer = drawn.found, drawn.layout, drawn.optimizer
     initial = InitialValues(model)
+    check_devices(ranks)
     control = ranks.connect()
-    check_devices(control, ranks)
     drawn.check_ranks_agree(control, resolved)
     check_values(control, initial, has_pretrained=pretrained is not None)
     if ranks.rank == 0 and is_training:
@@ -144,75 +146,92 @@ def build(
     meter = Meter(ranks.size, per_node)
     shared = share_memory(control, ranks, per_node)
     transport = make_transport(ranks, per_node, shared, meter)
-    used = make_collectives(collectives, transport, resolved, layout, per_node)
-    timeout_s = ranks.silent_timeout_s
-    watch = None if timeout_s is None else CollectiveWatch(ranks.device, timeout_s=timeout_s)
-    communicator = Communicator(used, control, layout.describe_segments(), watch)
+    with _ended_on_failure(transport):
+        used = make_collectives(collectives, transport, resolved, layout, per_node)
+        timeout_s = ranks.silent_timeout_s
+        watch = None if timeout_s is None else CollectiveWatch(ranks.device, timeout_s=timeout_s)
+        communicator = Communicator(used, control, layout.describe_segments(), watch)
 
-    memory = Memory(
-        found,
-        layout,
-        resolved,
-        rank=ranks.rank,
-        device=ranks.device,
-        exchanged=shared.zeros if shared is not None and communicator.reduces_in_place else None,
-        is_accelerated=ranks.device.type != "cpu",
-        offloaded=make_param_tier(param_tier, layout, resolved, ranks.device),
-    )
-    tier = make_state_tier(state_tier, memory, drawn, resolved, control, meter)
-    units = memory.make_units(tier, communicator)
-    if used is transport and ranks.size > 1:
-        grads = [grads for unit in units for grads in unit.grads]
-        transport.prepare_reductions(
-            [(g.segment.padded_numel, g.plan.communicated, g.plan.accumulated) for g in grads],
-            ranks.device,
+        memory = Memory(
+            found,
+            layout,
+            resolved,
+            rank=ranks.rank,
+            device=ranks.device,
+            exchanged=shared.zeros
+            if shared is not None and communicator.reduces_in_place
+            else None,
+            is_accelerated=ranks.device.type != "cpu",
+            offloaded=make_param_tier(param_tier, layout, resolved, ranks.device),
         )
-    params = sorted(
-        (flat for unit in units for flat in unit.params), key=lambda flat: flat.segment.index
-    )
-    state = ShardedState(
-        module=model,
-        layout=layout,
-        params=tuple(params),
-        tier=tier,
-        control=control,
-        pieces=layout.pieces(ranks.rank, is_sharded=memory.has_sharded_state),
-        optimizer=f"{type(optimizer).__name__} with {len(optimizer.param_groups)} groups",
-    )
-    if pretrained is None:
-        fill(found, layout, params, tier, control, initial)
-    else:
-        for flat in params:
-            adopt(flat)
-    adopt_buffers(model, resolved.buffer_dtype, ranks.device, control, initial)
-    if ranks.device.type != "cpu":
-        memory.reserve()
-        if isinstance(tier, ReservingTier):
+        tier = make_state_tier(state_tier, memory, drawn, resolved, control, meter)
+        units = memory.make_units(tier, communicator)
+        if used is transport and ranks.size > 1:
             grads = [grads for unit in units for grads in unit.grads]
-            tier.reserve([(*memory.spans[g.segment.index], g.plan.offered) for g in grads])
-    initial.give_attributes()
+            transport.prepare_reductions(
+                [(g.segment.padded_numel, g.plan.communicated, g.plan.accumulated) for g in grads],
+                ranks.device,
+            )
+        params = sorted(
+            (flat for unit in units for flat in unit.params), key=lambda flat: flat.segment.index
+        )
+        state = ShardedState(
+            module=model,
+            layout=layout,
+            params=tuple(params),
+            tier=tier,
+            control=control,
+            pieces=layout.pieces(ranks.rank, is_sharded=memory.has_sharded_state),
+            optimizer=f"{type(optimizer).__name__} with {len(optimizer.param_groups)} groups",
+        )
+        if pretrained is None:
+            fill(found, layout, params, tier, control, initial)
+        else:
+            for flat in params:
+                adopt(flat)
+        adopt_buffers(model, resolved.buffer_dtype, ranks.device, control, initial)
+        if ranks.device.type != "cpu":
+            memory.reserve()
+            if isinstance(tier, ReservingTier):
+                grads = [grads for unit in units for grads in unit.grads]
+                tier.reserve([(*memory.spans[g.segment.index], g.plan.offered) for g in grads])
+        initial.give_attributes()
 
-    if lr_scheduler is None and resolved.scheduler is not None:
-        lr_scheduler = make_scheduler(optimizer, resolved.scheduler.type, resolved.scheduler.params)
-    train = TrainState(resolved, optimizer.param_groups, lr_scheduler, rank=ranks.rank)
-    gradient = StepGradient(state, communicator, train, resolved, meter)
-    runtime = Runtime(units, communicator, gradient, has_sharded_params=memory.has_sharded_params)
-    modules = [module for _, module, _ in found.units]
-    installed = hooks.install(runtime, modules, resolved.activation_checkpointing)
-    states = StateAccess(state, gradient, runtime)
-    parts = EngineParts(
-        resolved, state, runtime, states, train, memory, communicator, transport, meter
-    )
-    if is_training:
-        driven = EngineOptimizer(optimizer, train, gradient, runtime, state.param_names)
-        engine: ShardedModel = Engine(parts, optimizer=driven, gradient=gradient)
-    else:
-        engine = ShardedModel(parts)
-    engine.remove_at_end(installed)
-    if pretrained is not None:
-        try:
-            load_pretrained(engine, pretrained)
-        except Exception:
-            engine.close()  # another build() may follow, from the right file
-            raise
-    return engine
+        if lr_scheduler is None and resolved.scheduler is not None:
+            lr_scheduler = make_scheduler(
+                optimizer, resolved.scheduler.type, resolved.scheduler.params
+            )
+        train = TrainState(resolved, optimizer.param_groups, lr_scheduler, rank=ranks.rank)
+        gradient = StepGradient(state, communicator, train, resolved, meter)
+        runtime = Runtime(
+            units, communicator, gradient, has_sharded_params=memory.has_sharded_params
+        )
+        modules = [module for _, module, _ in found.units]
+        installed = hooks.install(runtime, modules, resolved.activation_checkpointing)
+        states = StateAccess(state, gradient, runtime)
+        parts = EngineParts(
+            resolved, state, runtime, states, train, memory, communicator, transport, meter
+        )
+        if is_training:
+            driven = EngineOptimizer(optimizer, train, gradient, runtime, state.param_names)
+            engine: ShardedModel = Engine(parts, optimizer=driven, gradient=gradient)
+        else:
+            engine = ShardedModel(parts)
+        engine.remove_at_end(installed)
+        if pretrained is not None:
+            try:
+                load_pretrained(engine, pretrained)
+            except Exception:
+                engine.close()  # another build() may follow, from the right file
+                raise
+        return engine
+
+
+@contextmanager
+def _ended_on_failure(transport: HostCollectives | DeviceCollectives) -> Iterator[None]:
+    """End the engine's collectives, on this rank alone, if what is done with them here fails."""
+    try:
+        yield
+    except BaseException:
+        transport.close()
+        raise

@@ -275,8 +275,10 @@ class ShardedModel:
 
     def _end_collectives(self) -> None:
         """End what collectives hold, on this rank alone."""
-        self._communicator.close()
-        self._transport.close()
+        try:
+            self._communicator.close()
+        finally:
+            self._transport.close()
 
     def remove_at_end(self, hooks: Iterable[Removable]) -> None:
         """Remove ``hooks`` that others put on the model when the engine ends."""

@@ -6,6 +6,9 @@ once: a rank that hangs shows in torch's own watchdog alone, as a number of a co
 timeout is over. So on such a library a `CollectiveWatch` records an event behind each collective,
 on the stream that waits for it, and its thread names the oldest one that has not been reached long
 before. In a profile each collective is a range with the same name.
+
+The events of a CUDA graph that is being captured cannot be queried: nothing is noted then. During a
+capture in mode "global" no other thread may query any event: see docs/clusters.md.
 """
 
 from __future__ import annotations
@@ -67,13 +70,16 @@ class CollectiveWatch:
 
     def note(self, name: str) -> None:
         """Note that the current stream waits for the collective ``name``."""
+        if self._device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            return
         event = torch.accelerator.current_stream(self._device).record_event()
         with self._lock:
             if len(self._waited) % 64 == 0:
                 self._drop_ended()
-            self._waited.append((name, event))
+            if not self._is_closed.is_set():
+                self._waited.append((name, event))
 
-    def look(self) -> None:
+    def log_oldest(self) -> None:
         """Log the oldest collective that has not ended, once it has been so for too long."""
         with self._lock:
             self._drop_ended()
@@ -93,7 +99,7 @@ class CollectiveWatch:
             )
 
     def close(self) -> None:
-        """End the thread, when what was noted has ended or has had its time."""
+        """End the thread, when what was noted has ended, has had its time, or never will end."""
         self._is_closed.set()
         deadline = time.monotonic() + min(self._patience_s, _LAST_WAIT_S)
         while time.monotonic() < deadline:
@@ -104,8 +110,19 @@ class CollectiveWatch:
             time.sleep(0.01)
 
     def _drop_ended(self) -> None:
-        while self._waited and self._waited[0][1].query():
-            self._waited.popleft()
+        """Forget what has ended. If the device has failed, log and forget the rest and end."""
+        try:
+            while self._waited and self._waited[0][1].query():
+                self._waited.popleft()
+        except RuntimeError as error:  # every later call to the device raises the same
+            _log.error(
+                "%s has failed: %s. These collectives may not have ended: %s",
+                self._device,
+                error,
+                "; ".join(name for name, _ in self._waited),
+            )
+            self._is_closed.set()
+            self._waited.clear()
 
 
 def _watch(
@@ -119,7 +136,7 @@ def _watch(
         watch = ref()
         if watch is None:
             return
-        watch.look()
+        watch.log_oldest()
         del watch
 
 
@@ -276,6 +293,14 @@ class Communicator:
     def describe(self, verb: str, segment: int) -> str:
         """Return the name of a collective, such as "rank 1: all_gather of unit 3 (blocks.2)"."""
         return f"rank {self.rank}: {verb} of {self._names[segment]}"
+
+    def sum_statistics(self, values: Tensor) -> None:
+        """Sum every rank's statistics of a step in place, to the same bits on every rank."""
+        name = f"rank {self.rank}: sum of the step's statistics"
+        with profiled_range(name):
+            self.control.sum(values)
+        if self.watch is not None:
+            self.watch.note(name)
 
     def close(self) -> None:
         """End the watch, on this rank alone."""

@@ -60,7 +60,8 @@ class ControlGroup(Protocol):
         """Yield the start and the values of each piece of all ranks' 1-D ``tensor``.
 
         Tensors are equally long. The values are [world_size, n], in rank order, on the device, of
-        at most `PIECE_BYTES`. Whoever wants them copies them. Every rank must iterate to the end.
+        at most `PIECE_BYTES`. The caller copies a piece that it keeps. Every rank must iterate to
+        the end.
         """
         numel = max(tensor.numel(), 1)
         if self.world_size > 1:

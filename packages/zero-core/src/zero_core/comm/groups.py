@@ -23,7 +23,11 @@ A group is found again by its backend, ranks and lane: by the subgroups of one e
 exchanges split the ranks alike) and by further engines. Whether it is there is agreed upon by its
 members, for an engine may have ended on some of them only. It ends on a rank with the last library
 there that uses it. That waits for no other rank, as one that closes its engine may be one that
-failed: a group is aborted, with nothing under way on it.
+failed: a group is aborted, with nothing under way on it. Groups that end together are aborted as
+one: NCCL's aborts of several communicators may wait for each other (pytorch#119797).
+
+A library that is dropped without `close` uses nothing any more. Its groups end when a library next
+asks for a group or is closed: a finalizer runs at a time of its own on each rank, on any thread.
 """
 
 from __future__ import annotations
@@ -32,7 +36,7 @@ import json
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import count
 from typing import Any, NamedTuple, cast
 
@@ -41,7 +45,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from zero_core._torch import count_groups, counting_groups, timeout_of
+from zero_core._torch import abort_groups, count_groups, counting_groups, timeout_of
 from zero_core.comm.control import LibraryControlGroup
 from zero_core.comm.device_library import Lane, all_gather_single
 from zero_core.errors import ConfigError
@@ -65,7 +69,6 @@ class ProcessLibrary:
         self.world_size = world_size
         self._group = group
         self._device = device
-        self._used: list[_SharedGroup] = []
 
     def all_gather(self, out: Tensor, shard: Tensor) -> Work:
         work = all_gather_single(_bytes(out), _bytes(shard), group=self._group, async_op=True)
@@ -89,8 +92,8 @@ class ProcessLibrary:
             ConfigError: the subgroups of the ranks are no partition, or their lanes differ.
         """
         shared = self._acquire(tuple(ranks), lane)
-        shared.num_users += 1
-        self._used.append(shared)
+        shared.users.add(self)
+        _end_unused()
         made = ProcessLibrary(
             shared.group,
             rank=list(ranks).index(self.rank),
@@ -104,8 +107,10 @@ class ProcessLibrary:
 
     def close(self) -> None:
         """End the groups of which this was the last user. See [Note: shared groups]."""
-        while self._used:
-            self._used.pop().release()
+        if dist.is_initialized():  # its end was that of all groups
+            for shared in _shared_groups():
+                shared.users.discard(self)
+            _end_unused()
 
     def _acquire(self, ranks: tuple[int, ...], lane: Lane) -> _SharedGroup:
         """Find the group among ``ranks``, or make it with all ranks of this library."""
@@ -114,7 +119,8 @@ class ProcessLibrary:
         assert backend is not None, "the group exchanges tensors of the device"
         known = _shared_groups()
         key = _Key(backend, tuple(members[r] for r in ranks), lane)
-        found = known.get(key)
+        used = [shared for shared in known if shared.key == key and shared.users]
+        found = used[-1] if used else None
         is_everybody = len(members) == dist.get_world_size()
         serial = -1 if found is None else found.serial
         card = _Card(list(ranks), lane.value, serial, _next_serial(), _next_number(key.ranks))
@@ -142,8 +148,8 @@ class ProcessLibrary:
             assert found is not None
             return found
         assert group is not None
-        known[key] = _SharedGroup(group, serial, key, weakref.ref(dist.group.WORLD))
-        return known[key]
+        known.append(_SharedGroup(group, serial, key))
+        return known[-1]
 
     def _exchange(self, card: _Card) -> list[_Card]:
         control = LibraryControlGroup(self, self._device)
@@ -219,6 +225,26 @@ def group_of_mesh(mesh: DeviceMesh, device: torch.device) -> dist.ProcessGroup:
     return group
 
 
+def exchange_by_store(
+    group: dist.ProcessGroup | None, card: bytes, *, rank: int, world_size: int
+) -> list[bytes]:
+    """Return every rank's ``card``, in rank order, without any backend of the group.
+
+    Every rank of ``group`` must call it.
+
+    Raises:
+        torch.distributed.DistStoreError: a rank does not come within the store's timeout.
+    """
+    known = dist.group.WORLD if group is None else group
+    assert known is not None
+    number = _num_exchanges.get(known, 0)
+    store = known.get_group_store()
+    store.set(f"zero_core card {number} of rank {rank}", card.decode())
+    cards = [store.get(f"zero_core card {number} of rank {r}") for r in range(world_size)]
+    _num_exchanges[known] = number + 1
+    return cards
+
+
 class _Key(NamedTuple):
     """Identity of a shared group: ``ranks`` are the job's, in the order of the group."""
 
@@ -247,49 +273,50 @@ class _Card(NamedTuple):
 
 @dataclass(eq=False)
 class _SharedGroup:
-    """A process group and the number of libraries that use it.
+    """A process group and the libraries that use it.
 
     Attributes:
         serial: a number that its members agreed on, and that no other of its key has.
-        world: the default group, whose end is that of all groups.
+        users: the libraries that were given it. It keeps none of them alive.
     """
 
     group: dist.ProcessGroup
     serial: int
     key: _Key
-    world: weakref.ref[Any]
-    num_users: int = 0
+    users: weakref.WeakSet[ProcessLibrary] = field(default_factory=weakref.WeakSet)
     is_new: bool = True
-
-    def release(self) -> None:
-        """End the group with its last user, on this rank alone."""
-        self.num_users -= 1
-        has_ended = not dist.is_initialized() or self.world() is not dist.group.WORLD
-        if self.num_users or has_ended:
-            return
-        known = _shared_groups()
-        if known.get(self.key) is self:
-            del known[self.key]
-        self.group.abort()
-        dist.destroy_process_group(self.group)
 
 
 # All by the default group. The last: the lowest number for the next group of these ranks.
-_known: weakref.WeakKeyDictionary[Any, dict[_Key, _SharedGroup]] = weakref.WeakKeyDictionary()
+_known: weakref.WeakKeyDictionary[Any, list[_SharedGroup]] = weakref.WeakKeyDictionary()
 _of_meshes: weakref.WeakKeyDictionary[Any, dict[tuple[int, ...], dist.ProcessGroup]] = (
     weakref.WeakKeyDictionary()
 )
 _numbers: weakref.WeakKeyDictionary[Any, dict[tuple[int, ...], int]] = weakref.WeakKeyDictionary()
 _serials: Iterator[int] = count()
+# By the group: exchanges through its store that have ended.
+_num_exchanges: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 
 
-def _shared_groups() -> dict[_Key, _SharedGroup]:
-    return _known.setdefault(dist.group.WORLD, {})
+def _shared_groups() -> list[_SharedGroup]:
+    """Return the groups of this process, in the order in which they were made."""
+    return _known.setdefault(dist.group.WORLD, [])
+
+
+def _end_unused() -> None:
+    """End the groups that no library uses, on this rank alone. See [Note: shared groups]."""
+    known = _shared_groups()
+    unused = [shared for shared in known if not shared.users]
+    if not unused:
+        return
+    known[:] = [shared for shared in known if shared not in unused]
+    abort_groups([shared.group for shared in unused])
+    for shared in unused:
+        dist.destroy_process_group(shared.group)
 
 
 def _next_serial() -> int:
-    groups = _shared_groups().values()
-    return max([next(_serials), *(group.serial + 1 for group in groups)])
+    return max([next(_serials), *(shared.serial + 1 for shared in _shared_groups())])
 
 
 def _is_there(part: Sequence[int], cards: Sequence[_Card]) -> bool:

@@ -37,7 +37,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from zero_core._torch import timeout_of
 from zero_core.comm.control import ControlGroup, LibraryControlGroup
 from zero_core.comm.device_library import DeviceLibrary
-from zero_core.comm.groups import ProcessLibrary, backend_on, group_of_mesh
+from zero_core.comm.groups import (
+    ProcessLibrary,
+    backend_on,
+    exchange_by_store,
+    group_of_mesh,
+)
 from zero_core.comm.p2p import Messages, ProcessMessages
 from zero_core.errors import ConfigError
 
@@ -53,7 +58,7 @@ class Ranks:
         rank: this rank within the group.
         size: number of ranks.
         device: where this rank computes.
-        per_node: ranks of a node, if a mesh has told.
+        per_node: ranks of a node, as given by a mesh; None: found from the launcher.
     """
 
     group: dist.ProcessGroup | None
@@ -64,10 +69,10 @@ class Ranks:
 
     @property
     def has_own_device(self) -> bool:
-        """Whether each rank needs a device of its own. gloo serves several on one."""
+        """Whether each rank needs a device of its own. gloo and MPI serve several on one."""
         if self.size == 1 or self.device.type == "cpu" or not dist.is_initialized():
             return False
-        return backend_on(self.group, self.device) != "gloo"
+        return backend_on(self.group, self.device) not in ("gloo", "mpi")
 
     @property
     def silent_timeout_s(self) -> float | None:
@@ -150,8 +155,11 @@ def _find_device(group: dist.ProcessGroup | None) -> torch.device:
     return device
 
 
-def check_devices(control: ControlGroup, ranks: Ranks) -> None:
+def check_devices(ranks: Ranks) -> None:
     """Refuse ranks that share a device if each needs its own. Every rank must call it.
+
+    They exchange their devices through the store of their group: NCCL refuses the first collective
+    of ranks that share one, with an error that names none of them.
 
     Raises:
         ConfigError: on all ranks, with those that share one.
@@ -159,7 +167,10 @@ def check_devices(control: ControlGroup, ranks: Ranks) -> None:
     if not ranks.has_own_device:
         return
     card = [socket.gethostname(), _identity(ranks.device), str(ranks.device)]
-    cards = [json.loads(row) for row in control.gather_bytes(json.dumps(card).encode())]
+    rows = exchange_by_store(
+        ranks.group, json.dumps(card).encode(), rank=ranks.rank, world_size=ranks.size
+    )
+    cards = [json.loads(row) for row in rows]
     users: dict[tuple[str, str], list[int]] = {}
     for rank, (host, identity, _) in enumerate(cards):
         users.setdefault((host, identity), []).append(rank)

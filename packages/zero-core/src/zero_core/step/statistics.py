@@ -14,7 +14,7 @@ from collections.abc import Collection
 import torch
 from torch import Tensor
 
-from zero_core.comm.control import ControlGroup
+from zero_core.comm.communicator import Communicator
 from zero_core.comm.meter import FACTS, Meter
 
 _SQUARE_SUM, _UNREDUCED, _TAIL_LATE, _FIRST_PARAM = 0, 1, 2, 3
@@ -24,9 +24,9 @@ class GradientStatistics:
     """One float64 vector per step: square sum of the gradient, flags, and users of parameters."""
 
     def __init__(
-        self, control: ControlGroup, device: torch.device, num_params: int, meter: Meter
+        self, communicator: Communicator, device: torch.device, num_params: int, meter: Meter
     ) -> None:
-        self._control = control
+        self._communicator = communicator
         self._device = device
         self._meter = meter
         self._has_stream = device.type != "cpu"
@@ -70,7 +70,7 @@ class GradientStatistics:
         total.copy_(sent, non_blocking=True)
         total[_SQUARE_SUM] = square_sums.sum()
         self._meter.add_all_reduce(FACTS, total.nbytes)
-        self._control.sum(total)
+        self._communicator.sum_statistics(total)
         if self._has_stream:
             self._read.copy_(total, non_blocking=True)
             self._event = torch.accelerator.current_stream(self._device).record_event()
