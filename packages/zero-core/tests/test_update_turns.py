@@ -126,3 +126,16 @@ def test_a_gradient_is_scaled_once_however_many_calls_a_step_takes() -> None:
             tier.step([group], active, grad_scale=0.25)
         found.append(tier.read_state("exp_avg", 0, NUMEL))
     assert torch.equal(*found)
+
+
+@pytest.mark.parametrize("grad_dtype", [torch.float32, torch.bfloat16])
+def test_no_gradient_is_kept_after_its_step(grad_dtype: torch.dtype) -> None:
+    tier, group = make(InTurns, torch.optim.AdamW, {"lr": 1e-2, "fused": True})
+    grads = [torch.ones(n, dtype=grad_dtype) for n in (SPLIT, NUMEL - SPLIT)]
+    offered = [grad.untyped_storage()._weak_ref() for grad in grads]
+    tier.offer_grad(0, grads[0])
+    tier.offer_grad(SPLIT, grads[1])
+    tier.step([group], list(range(7)), grad_scale=0.5)
+    tier.discard_grads()
+    grads.clear()
+    assert all(map(_expired, offered))

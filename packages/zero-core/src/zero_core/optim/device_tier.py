@@ -111,17 +111,15 @@ class _Turn:
         members: their parameters by group.
         extents: ``[offer, start, stop]``: an offered gradient and its elements from the first of
             the turn's parts in it to the last.
-        addresses: the memory of the offers that ``grads`` are views of.
-        grads: the gradient of each part.
-        widened: what is copied, and its place in the buffer of widened gradients.
+        sizes: of each extent's parts and of the gaps between them, in order.
+        places: of each part among all ``sizes``.
     """
 
     parts: list[_Part]
     members: list[list[nn.Parameter]]
     extents: list[list[int]]
-    addresses: list[int] = field(default_factory=list)
-    grads: list[Tensor] = field(default_factory=list)
-    widened: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    sizes: list[list[int]] = field(default_factory=list)
+    places: list[int] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -372,7 +370,14 @@ class DeviceTier:
                 turn.parts.append(part)
                 turn.members[part.group].append(part.param)
                 if not turn.extents or turn.extents[-1][0] != offer:
-                    turn.extents.append([offer, part.start, part.stop])
+                    turn.extents.append([offer, part.start, part.start])
+                    turn.sizes.append([])
+                place = turn.places[-1] + 1 if turn.places else 0
+                if part.start > turn.extents[-1][2]:
+                    turn.sizes[-1].append(part.start - turn.extents[-1][2])
+                    place += 1
+                turn.sizes[-1].append(part.stop - part.start)
+                turn.places.append(place)
                 turn.extents[-1][2] = part.stop
         return turns
 
@@ -394,28 +399,26 @@ class DeviceTier:
         taken = sum(_aligned(high - low) for _, low, high in before)
         return taken + _aligned(part.stop - start) > self.turn_numel
 
-    def _bind(self, turn: _Turn) -> None:
-        """Find the gradient of each part of a turn, where it is or where it will be widened."""
-        addresses = [self._grads[offer].data_ptr() for offer, _, _ in turn.extents]
-        if turn.addresses == addresses:
-            return
-        found: list[tuple[int, Tensor]] = []
-        turn.widened, place = [], dict.fromkeys(_WIDE, 0)
-        for offer, start, stop in turn.extents:
-            grad, dtype = (
-                self._grads[offer][start - offer : stop - offer],
-                self._master_dtype(start),
-            )
+    def _take_grads(self, turn: _Turn, factor: Tensor | float) -> list[Tensor]:
+        """Return the gradient of each part of a turn, widened into the common buffer if need be.
+
+        Nothing is kept of it: what is offered may be other memory in each step.
+        """
+        views: list[Tensor] = []
+        place = dict.fromkeys(_WIDE, 0)
+        for (offer, start, stop), sizes in zip(turn.extents, turn.sizes, strict=True):
+            dtype = self._master_dtype(start)
+            grad = self._grads[offer][start - offer : stop - offer]
             if grad.dtype != dtype:
                 low = place[dtype]
                 wide = self._buffer(dtype)[low : low + stop - start]
                 place[dtype] += _aligned(stop - start)
-                turn.widened.append((grad, wide))
+                wide.copy_(grad)  # before it is unscaled: small values survive
+                if not (isinstance(factor, float) and factor == 1.0):
+                    wide.mul_(factor)
                 grad = wide
-            found.append((start, grad))
-        grads = _Chunked(found)
-        turn.grads = [grads.one(part.start, part.stop) for part in turn.parts]
-        turn.addresses = addresses
+            views += torch.split(grad, sizes)
+        return [views[place] for place in turn.places]
 
     def _buffer(self, dtype: torch.dtype) -> Tensor:
         """Return the buffer of widened gradients, which serves any turn."""
@@ -429,12 +432,8 @@ class DeviceTier:
         """Update the parts of one turn."""
         optimizer = self._optimizer
         assert optimizer is not None
-        self._bind(turn)
-        for narrow, wide in turn.widened:
-            wide.copy_(narrow)  # before it is unscaled: small values survive
-            if not (isinstance(factor, float) and factor == 1.0):
-                wide.mul_(factor)
-        for part, grad in zip(turn.parts, turn.grads, strict=True):
+        grads = self._take_grads(turn, factor)
+        for part, grad in zip(turn.parts, grads, strict=True):
             part.param.grad = grad
         try:
             self._set_members(turn.members)
