@@ -23,6 +23,7 @@ from test_transfer import LateStreams
 from torch import Tensor, optim
 
 from zero_offload.flat.geometry import Geometry
+from zero_offload.flat.grads import add_up
 from zero_offload.memory.host_memory import HostMemory
 from zero_offload.steppers.torch_stepper import TorchStepper
 from zero_offload.tiers.flat_tier import HostTier
@@ -253,6 +254,112 @@ def test_an_error_while_adding_is_raised_by_the_next_call(monkeypatch: pytest.Mo
     tier.add_grad(0, space.grad(0), is_last=False)
     with pytest.raises(MemoryError, match="no room"):
         tier.add_grad(0, space.grad(1), is_last=False)
+
+
+@pytest.mark.parametrize("ratio", [0.3, 1.0])
+def test_a_step_whose_sum_failed_changes_nothing(
+    ratio: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise MemoryError("no room")
+
+    space = Space(dtype=BF16)
+    tier = _tier(space, 5, ratio=ratio, kernel=None)
+    before = snapshot(tier, space)
+    with monkeypatch.context() as patched:
+        patched.setattr("zero_offload.tiers.accumulation.add_up", fail)
+        tier.add_grad(0, space.grad(0), is_last=False)
+        with pytest.raises(MemoryError, match="no room"):
+            tier.step(GROUPS, range(5), grad_scale=1.0)
+        tier.discard_grads()
+    assert_same(snapshot(tier, space), before)
+    _add(tier, _grads(space, 0, 5))
+    tier.step(GROUPS, range(5), grad_scale=1.0)
+    assert {tier.read_scalars(i)["num_steps"] for i in range(5)} == {1}
+
+
+@pytest.mark.parametrize("ratio", RATIOS)
+@pytest.mark.parametrize("count", [2, 5])
+def test_a_range_without_a_gradient_is_refused(ratio: float, count: int) -> None:
+    """Also after a step or a discard, when the device's copy is still in memory."""
+    space = Space(dtype=BF16)
+    tier = _tier(space, count, ratio=ratio, kernel=None)
+
+    def check(start: int, stop: int) -> None:
+        for read in (tier.square_sum, tier.read_grad):
+            with pytest.raises(ValueError, match="no gradient was offered"):
+                read(start, stop)
+
+    check(0, space.numel)
+    tier.add_grad(0, space.grad(0)[:300].clone(), is_last=False)
+    check(250, 301)
+    tier.discard_grads()
+    check(0, 300)
+    _add(tier, _grads(space, 0, count))
+    tier.step(GROUPS, [0, 4], grad_scale=1.0)
+    check(0, 2)
+    check(350, 360)
+    assert tier.square_sum(50, 60)().item() > 0  # of a piece that was left out
+
+
+@pytest.mark.parametrize("ratio", RATIOS)
+@pytest.mark.parametrize("count", [2, 5])
+def test_what_a_step_left_out_is_not_added_to_the_next(ratio: float, count: int) -> None:
+    space = Space(dtype=BF16)
+    tier = _tier(space, count, ratio=ratio, kernel=None)
+    _add(tier, _grads(space, 0, count))
+    tier.step(GROUPS, [1, 3], grad_scale=1.0)
+    grads = _grads(space, 1, count)
+    _add(tier, grads)
+    assert torch.equal(tier.read_grad(0, space.numel), _plain_sum(grads))
+
+
+@pytest.mark.parametrize("count", [5, 7])
+def test_a_step_waits_for_the_sums_of_units_that_the_last_micro_step_left_out(
+    count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def add_up_late(*args: Any) -> None:
+        time.sleep(0.05)
+        add_up(*args)
+
+    grads = [Space(dtype=BF16).grad(k) for k in range(2)]
+    results = []
+    for adds_late in (False, True):
+        space = Space(dtype=BF16)
+        tier = _tier(space, count, ratio=1.0, kernel=None)
+        if adds_late:
+            monkeypatch.setattr("zero_offload.tiers.accumulation.add_up", add_up_late)
+            for grad in grads:
+                tier.add_grad(0, grad.clone(), is_last=False)
+        else:
+            tier.offer_grad(0, _plain_sum(grads))
+        tier.step(GROUPS, range(5), grad_scale=1.0)
+        tier.wait_params(0, space.numel)
+        results.append(snapshot(tier, space))
+    assert_same(results[1], results[0])
+
+
+@pytest.mark.parametrize("is_discarded", [False, True])
+def test_a_square_sum_under_way_is_of_the_gradients_before(is_discarded: bool) -> None:
+    class Late(TorchStepper):
+        def square_sum(self, terms: list[Tensor]) -> float:
+            time.sleep(0.05)
+            return super().square_sum(terms)
+
+    space = Space(dtype=BF16)
+    geometry = Geometry(space.numel, space.pieces, space.params, 1)
+    stepper = Late(geometry, CPU, optim.AdamW, GROUPS, is_in_place=False)
+    tier = HostTier(geometry, stepper, HostMover(geometry, CPU, HostMemory(should_pin=False)))
+    tier.expect_micro_steps(2)
+    tier.add_grad(0, space.grad(0), is_last=True)
+    found = tier.square_sum(0, space.numel)
+    if is_discarded:
+        tier.discard_grads()
+        tier.add_grad(0, space.grad(1), is_last=False)
+    else:
+        tier.offer_grad(0, space.grad(1))
+    expected = space.grad(0).double().square().sum().item()
+    assert found.result() == pytest.approx(expected, rel=1e-14)
 
 
 def test_gradients_are_added_only_where_that_was_announced() -> None:

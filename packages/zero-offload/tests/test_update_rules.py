@@ -193,3 +193,16 @@ def test_settings_changed_to_what_a_kernel_cannot_do_are_refused_before_anything
     with pytest.raises(ValueError, match=match):
         tier.step([{**groups[0], **change}], range(5), grad_scale=1.0)
     assert_same(snapshot(tier, space), before)
+
+
+@pytest.mark.parametrize("sums_grads", [False, True])
+def test_a_kernel_says_whether_it_takes_several_gradients(sums_grads: bool) -> None:
+    class Kernel(ReferenceKernel):
+        def grad_norm_sq(self, grad: Any, **_: Any) -> tuple[float, bool]:
+            return 0.0, True
+
+    kernel = Kernel()
+    kernel.sums_grads = sums_grads  # type: ignore[attr-defined]
+    rule = resolve_rule(kernel, optim.SGD, [group_of(optim.SGD)], "float32")
+    assert rule is not None
+    assert (rule.summing is not None) is sums_grads

@@ -21,7 +21,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from zero_offload.flat.geometry import PUBLISHED_NUMEL, Geometry
+from zero_offload.flat.geometry import Geometry
 from zero_offload.memory.host_memory import packed
 from zero_offload.param_tier import NUM_WRITE_BUFFERS, ParamSettings, num_in_host_memory
 from zero_offload.protocols import Groups, OptimizerClass
@@ -238,7 +238,8 @@ class TierFootprint:
             return 0
         part = [span for span in part if not span.is_offloaded]  # those are written in place
         whole = self._whole(part)
-        largest = min(max((span.numel for span in whole), default=0), PUBLISHED_NUMEL)
+        longest = self._geometry.published_numel
+        largest = min(max((span.numel for span in whole), default=0), longest)
         dtypes = {span.dtype for span in whole}
         staged = sum(2 * self._pinned(largest * dtype.itemsize) for dtype in dtypes)
         held = [span.nbytes for span in part if span not in whole]

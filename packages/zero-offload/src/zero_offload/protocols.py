@@ -78,7 +78,7 @@ class SummingKernel(Protocol):
     They add them in fp32, in order, in the same pass. Without it torch adds them before the pass.
 
     Attributes:
-        sums_grads: declares it.
+        sums_grads: True declares it.
     """
 
     sums_grads: bool

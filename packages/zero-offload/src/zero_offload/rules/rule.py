@@ -56,7 +56,9 @@ class Rule(ABC):
     is_master_split: bool = False
 
     def __init__(self, kernel: Any) -> None:
-        self.summing = kernel if isinstance(kernel, SummingKernel) else None
+        self.summing: SummingKernel | None = None
+        if isinstance(kernel, SummingKernel) and kernel.sums_grads:
+            self.summing = kernel
 
     def for_params(self, dtype: torch.dtype) -> Rule:
         """Return the rule for parameters of ``dtype``: itself, or one with split master weights."""

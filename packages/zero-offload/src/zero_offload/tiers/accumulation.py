@@ -13,7 +13,7 @@ micro-step's gradient is left for the update in any case. An element's terms are
 of the sum, in the order in which they came, so both ways give the same bits.
 
 The caller waits for square sums at the end of backward. So they go before updates: a chunk of an
-update begins when those of all gradients that arrived are done. Both use all of the host's threads.
+update begins when those of all gradients that arrived are done.
 """
 
 from __future__ import annotations
@@ -51,7 +51,6 @@ class GradSums:
     Args:
         mover: copies gradients to the layers.
         stepper: computes square sums.
-        ledger: what it adds to has the terms of each range.
     """
 
     def __init__(self, mover: HostMover, stepper: Stepper) -> None:
@@ -134,7 +133,10 @@ class GradSums:
         return future
 
     def replaced(self, start: int, stop: int) -> None:
-        """Forget that a range is folded, and wait until its memory is not in use."""
+        """Forget that a range is folded, and wait until its memory is not in use.
+
+        A square sum under way is that of the gradients before.
+        """
         wait(self._running)
         self._folds.discard(start, stop)
 
@@ -144,6 +146,6 @@ class GradSums:
             fold.result()
 
     def close(self) -> None:
-        """Wait until nothing reads or writes gradients, and start a new step."""
+        """Wait as `replaced`, and start a new step."""
         wait(self._running)
         self._folds = SpanMap()

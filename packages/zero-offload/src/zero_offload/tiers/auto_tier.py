@@ -161,13 +161,10 @@ class AutoTier(TwinTier):
         self._room.element_bytes += self.geometry.master_dtype.itemsize - narrowest
 
     def step_part(self, part: Part, active: Sequence[int], grad_scale: float) -> None:
+        with nullcontext() if part.is_host else self._updates.measure():
+            super().step_part(part, active, grad_scale)
         pieces = part.geometry.pieces
         self._num_updated[part.is_host] += sum(pieces[i].stop - pieces[i].start for i in active)
-        if part.is_host:
-            super().step_part(part, active, grad_scale)
-            return
-        with self._updates.measure():
-            super().step_part(part, active, grad_scale)
 
     def wait_part(self, part: Part, start: int, stop: int) -> None:
         with self._measure_stall(part, start, stop):

@@ -104,7 +104,7 @@ class FlatTier(ABC):
         """Wait for the steps under way.
 
         Returns:
-            Seconds spent on updates so far, without waiting for gradients.
+            Seconds spent on updates so far, without waiting for gradients or memory.
         """
         self._progress.drain()
         return self._worker.update_s
@@ -177,9 +177,9 @@ class FlatTier(ABC):
         if not indices:
             return
         chunks = self._stepper.plan(indices, freeze_groups(groups), self._grads)
-        self._stepper.count(indices)
         spans = [(run.start, run.stop) for chunk in chunks for run in chunk.runs]
-        grads = self._take(spans)
+        grads = self._take(spans)  # may raise the error of a sum: before the steps are counted
+        self._stepper.count(indices)
         mover = self._mover
         mover.close_grads()
         entries, before = self._progress.begin(spans)
@@ -326,6 +326,11 @@ class HostTier(FlatTier):
     def square_sum(self, start: int, stop: int) -> Future[float]:
         """Start to compute the sum of the squares of a range's gradient, in double precision."""
         return self._sums.square_sum(start, stop, self._grads)
+
+    def drop_grads(self, start: int, stop: int) -> None:
+        """Forget the gradient of a range, so that the next one added is the first."""
+        self._sums.replaced(start, stop)
+        self._grads.discard(start, stop)
 
     def offer_grad(self, start: int, grad: Tensor) -> Release | None:
         self._sums.replaced(start, start + grad.numel())

@@ -127,7 +127,7 @@ class Part:
             grads = [(start, stop, kept(dtype)) for start, stop, dtype in grads]
             for *_, dtype in grads:
                 self.staging.reserve(dtype, device)
-        if isinstance(self.tier, HostTier | ReservingTier):
+        if isinstance(self.tier, ReservingTier):
             self.tier.reserve(grads)
 
     def offer_grad(self, start: int, grad: Tensor) -> Release | None:
@@ -145,6 +145,11 @@ class Part:
         assert self.staging is not None, "a tier of the device has it"
         total = self.staging.copy(start, grad) if is_first else self.staging.add(start, grad)
         return self.tier.offer_grad(start, total)
+
+    def drop_grads(self, start: int, stop: int) -> None:
+        """Forget a range's gradient. The device's next one replaces it in any case."""
+        if isinstance(self.tier, HostTier):
+            self.tier.drop_grads(start, stop)
 
     def square_sum(self, start: int, stop: int) -> Callable[[], Tensor | float]:
         """Start to compute a square sum, as `TwinTier.square_sum`. The call returned waits."""

@@ -44,7 +44,7 @@ from zero_offload.protocols import ParamStore
 from zero_offload.rules.rule import KERNEL_DTYPES
 
 _SUM = -1
-"""Stands for the sum of micro-steps' gradients, where others have the number of their layer."""
+"""Layer number of the sum of the micro-steps' gradients."""
 
 Release = Callable[[], None]
 """To be called before the memory of an offered gradient is written again."""

@@ -185,7 +185,8 @@ class TwinTier:
         """Add to the gradient of ``[start, start + grad.numel())``, to each part its share.
 
         The sum is taken in the dtype of the master weights, in the order of the calls since the
-        last step of the range, and does not depend on the share. See
+        last step of the range, and does not depend on the share. What a step left out is dropped
+        when a range that it updated gets its next gradient. See
         `zero_offload.tiers.accumulation`.
 
         Args:
@@ -197,7 +198,7 @@ class TwinTier:
             None, or a call to make before the memory of ``grad`` is written again.
 
         Raises:
-            RuntimeError: no micro-steps are expected.
+            RuntimeError: `expect_micro_steps` was not called.
         """
         if not self._num_micro_steps:
             raise RuntimeError("add_grad without expect_micro_steps: call that once before")
@@ -223,6 +224,7 @@ class TwinTier:
         Raises:
             ValueError: a part of the range has no gradient.
         """
+        self._check_offered(Intervals([(start, stop)]))
         spans = [(p, p.share.local(start), p.share.local(stop)) for p in self.parts]
         calls = [part.square_sum(a, b) for part, a, b in spans if a < b]
 
@@ -238,12 +240,26 @@ class TwinTier:
         """Check the range. It begins a new optimizer step if it has ``ended`` elements."""
         self.geometry.check_range(start, stop)
         if any(ended.overlaps(start, stop)):
+            left = self._closed.difference(self._fresh)
             self._closed, self._offered = Intervals(), self._fresh
+            for part in self.parts:
+                for a, b in part.share.intersection(left).spans:
+                    part.drop_grads(part.share.local(a), part.share.local(b))
             self.begin_round()
 
     def _end_offer(self, start: int, stop: int) -> None:
         offer = Intervals([(start, stop)])
         self._offered, self._fresh = self._offered.union(offer), self._fresh.union(offer)
+
+    def _check_offered(self, needed: Intervals) -> None:
+        """Raise ValueError if an element has no gradient that waits for a step."""
+        missing = needed.difference(self._offered)
+        if missing:
+            start, stop = missing.spans[0]
+            raise ValueError(
+                f"no gradient was offered for [{start}, {stop}), or a step has used it; call "
+                f"offer_grad or add_grad before step, read_grad and square_sum"
+            )
 
     def read_grad(self, start: int, stop: int) -> Tensor:
         """Return a copy of the gradient offered for ``[start, stop)``, 1-D, on the CPU.
@@ -251,6 +267,7 @@ class TwinTier:
         Raises:
             ValueError: a part of it was not offered, or was used by a step.
         """
+        self._check_offered(Intervals([(start, stop)]))
         found: list[tuple[int, Tensor]] = []
         for part in self.parts:
             for a, b in part.share.overlaps(start, stop):
@@ -277,20 +294,14 @@ class TwinTier:
         """
         indices = check_active(self.geometry, active)
         pieces = (self.geometry.pieces[i] for i in indices)
-        missing = Intervals((p.start, p.stop) for p in pieces).difference(self._offered)
-        if missing:  # no part may be updated when another one refuses
-            start, stop = missing.spans[0]
-            raise ValueError(
-                f"no gradient was offered for [{start}, {stop}), which a piece listed in "
-                f"`active` needs; call offer_grad before step"
-            )
-        updated = self.geometry.padded_spans(indices)
-        self._offered = self._offered.difference(updated)
-        self._closed, self._fresh = self._closed.union(self._fresh), Intervals()
+        # No part may be updated when another one refuses.
+        self._check_offered(Intervals((p.start, p.stop) for p in pieces))
         self._groups = groups
-        for part in self.parts:
+        for part in self.parts:  # the host's first: it alone may refuse, for a sum that failed
             local = [own for i in indices for own in part.local.get(i, ())]
             self.step_part(part, local, grad_scale)
+        self._offered = self._offered.difference(self.geometry.padded_spans(indices))
+        self._closed, self._fresh = self._closed.union(self._fresh), Intervals()
 
     def step_part(self, part: Part, active: Sequence[int], grad_scale: float) -> None:
         """Update the part's own pieces in ``active``. For subclasses."""

@@ -69,7 +69,7 @@ class Worker:
         now: a clock in seconds.
 
     Attributes:
-        update_s: seconds spent on updates so far, without waiting for gradients.
+        update_s: seconds spent on updates so far, without waiting for gradients or memory.
     """
 
     def __init__(
@@ -109,9 +109,7 @@ class Worker:
         try:
             with torch.no_grad():
                 job, index = self._pick()
-                started = self._now()
                 self._update(job, index)
-                self.update_s += self._now() - started
         except BaseException as error:
             self.fail(error)  # the next call of the tier raises it, whatever it is
             raise
@@ -154,12 +152,14 @@ class Worker:
             job.readers = None
         mover.make_way()
         mover.open_spans([(run.start, run.stop) for run in chunk.runs])
+        started = self._now()
         self._stepper.update(chunk, job.grads, job.grad_scale, mover.out)
         for run, entry in zip(chunk.runs, job.entries[index], strict=True):
             self._progress.publish(entry, mover.publish(run.start, run.stop))
         job.num_left -= 1
         if not job.num_left:
             self._stepper.settle()
+        self.update_s += self._now() - started
 
 
 class UpdateThread(Protocol):
