@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import threading
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -29,6 +30,7 @@ from zero_offload.steppers.torch_stepper import TorchStepper
 from zero_offload.tiers.flat_tier import HostTier
 from zero_offload.tiers.transfer import HostMover
 from zero_offload.tiers.twin import TwinTier
+from zero_offload.tiers.worker import Job, Worker
 
 SEGMENTS = ((256, 360), (0, 256))  # backward ends with the first
 RATIOS = (0.0, 0.3, 1.0)
@@ -367,6 +369,46 @@ def test_gradients_are_added_only_where_that_was_announced() -> None:
     tier = make_tier(space, optim.AdamW, GROUPS)
     with pytest.raises(RuntimeError, match="call that once before"):
         tier.add_grad(0, space.grad(0), is_last=False)
+
+
+def test_waits_do_not_count_as_updates() -> None:
+    """From its seconds per element `AutoTier` concludes how much the host can do."""
+    clock = [0.0]
+
+    class Timed(TorchStepper):
+        def update(self, *args: Any) -> None:
+            clock[0] += 1.0
+            super().update(*args)
+
+    class Waiting(HostMover):
+        def make_way(self) -> None:
+            clock[0] += 10.0
+
+        def open_spans(self, spans: Sequence[tuple[int, int]]) -> None:
+            clock[0] += 100.0
+            super().open_spans(spans)
+
+    class InPlace:
+        changed = threading.Condition()
+
+        def now(self) -> float:
+            return clock[0]
+
+        def submit(self, worker: Worker, job: Job) -> None:
+            worker.add(job)
+            for _ in job.chunks:
+                worker.run_next()
+
+    space = Space(dtype=BF16)
+    geometry = Geometry(space.numel, space.pieces, space.params, 1)
+    stepper = Timed(geometry, CPU, optim.AdamW, GROUPS, is_in_place=False)
+    mover = Waiting(geometry, CPU, HostMemory(should_pin=False))
+    tier = HostTier(geometry, stepper, mover, InPlace())
+    tier.offer_grad(0, space.grad(0))
+    tier.step(GROUPS, range(5), grad_scale=1.0)
+    num_chunks = clock[0] // 111
+    assert clock[0] == num_chunks * 111.0
+    assert tier.drain() == num_chunks
 
 
 def test_square_sums_go_before_updates() -> None:

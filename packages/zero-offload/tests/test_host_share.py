@@ -12,6 +12,7 @@ from torch import Tensor, nn, optim
 from zero_offload import OffloadedOptimizer
 from zero_offload.flat.geometry import Geometry
 from zero_offload.flat.intervals import Intervals
+from zero_offload.footprint import tier_footprint
 from zero_offload.tier import create_tier, make_device_tier
 from zero_offload.tiers.share import device_bytes
 from zero_offload.tiers.twin import TwinTier
@@ -116,6 +117,57 @@ def test_as_many_elements_stay_on_the_device_as_its_budget_holds(
     reports = [part.tier for part in tier.report() if not part.is_host]
     held = sum(sum(report.memory.values()) for report in reports if report is not None)
     assert held == num_on_device * element_bytes <= budget or num_on_device == 360
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("end", ["first", "last"])
+@pytest.mark.parametrize("budget", [0, 999, 2800])
+def test_a_budget_holds_the_sums_of_micro_steps(budget: int, end: str, dtype: torch.dtype) -> None:
+    space = Space(dtype=dtype)
+    block = {"device": "cpu", "device_budget": budget, "host_share": end}
+    keys: dict[str, Any] = {
+        "numel": space.numel,
+        "pieces": space.pieces,
+        "optimizer_class": optim.AdamW,
+        "groups": GROUPS,
+        "config": {"offload_optimizer": block},
+    }
+    tier = create_tier(
+        params=space.params, device=CPU, adam_kernel=None, device_tier=make_device_tier, **keys
+    )
+    tier.expect_micro_steps(4)
+    tier.write_state("master_weight", 0, space.initial)
+    with pytest.raises(RuntimeError, match="call it before"):
+        tier.expect_micro_steps(4)
+    for k in range(4):
+        tier.add_grad(0, space.grad(k), is_last=k == 3)
+    tier.step(GROUPS, range(5), grad_scale=1.0)
+    tier.wait_params(0, space.numel)
+    reports = [part.tier for part in tier.report() if not part.is_host]
+    held = sum(sum(report.memory.values()) for report in reports if report is not None)
+    per_element = 12 if dtype == torch.float32 else 16
+    assert budget - per_element < held <= budget
+    form = tier_footprint(
+        params=[(start, shard.to("meta")) for start, shard in space.params],
+        grad_dtypes=[dtype] * len(space.params),
+        num_added=4,
+        resting=(),
+        is_accelerated=False,
+        has_kernel=False,
+        **keys,
+    )
+    ratio = form.planned_ratio([])
+    assert round(ratio * space.numel) == tier.host_numel
+    assert sum(form.device_bytes(ratio).values()) == held
+
+
+def test_a_sum_is_wide_already_on_an_accelerator() -> None:
+    shard = torch.empty(1 << 20, dtype=torch.bfloat16, device="meta")
+    geometry = Geometry(1 << 20, [(0, 1 << 20, 0)], [(0, shard)], 1)
+    share = Intervals([(0, 1 << 20)])
+    for is_accelerated in (False, True):
+        found = device_bytes(geometry, share, 8, is_accelerated=is_accelerated, adds_grads=True)
+        assert found == (4 + 8 + 4) << 20
 
 
 def test_a_budget_changes_no_bit() -> None:

@@ -359,7 +359,8 @@ class AccumulatingTier(StateTier, Protocol):
     def expect_micro_steps(self, count: int) -> None:
         """Prepare for ``count`` calls of `add_grad` per range and step, more than one.
 
-        Called once, before the first of them. It decides on memory alone: there may be more.
+        Called once, before the first of them and before state is written. It decides on memory
+        and on where state is kept alone: there may be more.
         """
 
     def add_grad(self, start: int, grad: Tensor, *, is_last: bool) -> Callable[[], None] | None:

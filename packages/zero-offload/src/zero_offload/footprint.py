@@ -131,6 +131,7 @@ class TierFootprint:
                 self._state_bytes,
                 end,
                 is_accelerated=self._is_accelerated,
+                adds_grads=self._num_added > 1,
             )
             return host.numel / max(self._geometry.numel, 1)
         return 1.0 if settings.ratio == "auto" else settings.ratio

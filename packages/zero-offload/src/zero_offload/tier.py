@@ -14,6 +14,7 @@ from zero_offload.protocols import AdamKernel, DeviceTierFactory, Groups, Optimi
 from zero_offload.settings import OffloadSettings
 from zero_offload.steppers.torch_stepper import TorchStepper
 from zero_offload.tiers.auto_tier import AutoTier
+from zero_offload.tiers.budget_tier import BudgetTier
 from zero_offload.tiers.factory import OffloadTiers
 from zero_offload.tiers.flat_tier import DeviceTier
 from zero_offload.tiers.share import device_bytes, host_share, state_bytes
@@ -91,13 +92,27 @@ def create_tier(
 def make_twin(
     geometry: Geometry, host: Intervals | None, groups: Groups, tiers: OffloadTiers
 ) -> TwinTier:
-    """Create a tier with the share ``host`` on the host, or for None an `AutoTier`."""
+    """Create a tier with the share ``host`` on the host, or for None an `AutoTier`.
+
+    With a `device_budget` it is a `BudgetTier`.
+    """
     frozen = freeze_groups(groups)
     alignment = tiers.alignment(frozen)
     if host is not None:
         host = geometry.align(host, alignment)  # chosen parameters are whole anyway
-        return TwinTier(geometry, frozen, host, tiers, alignment=alignment)
+        if tiers.device_budget is None:
+            return TwinTier(geometry, frozen, host, tiers, alignment=alignment)
     per_element = state_bytes(tiers.optimizer_class, groups, geometry.master_dtype)
+    if host is not None and tiers.device_budget is not None:
+        return BudgetTier(
+            geometry,
+            frozen,
+            host,
+            tiers,
+            budget=tiers.device_budget,
+            element_state_bytes=per_element,
+            alignment=alignment,
+        )
     everything, is_accelerated = Intervals([(0, geometry.numel)]), tiers.device.type != "cpu"
     whole = device_bytes(geometry, everything, per_element, is_accelerated=is_accelerated)
     return AutoTier(

@@ -142,6 +142,7 @@ class AutoTier(TwinTier):
         super().__init__(geometry, groups, everything, factory, alignment=alignment)
         self.controller = controller or AutoRatio()
         self._device = device
+        self._element_bytes = element_bytes
         self._room = DeviceRoom(geometry.numel, element_bytes)
         self._updates = factory.make_clock()  # of the device's part
         self._stalls = factory.make_clock()  # in which the caller's stream waits for the host
@@ -158,7 +159,8 @@ class AutoTier(TwinTier):
         super().expect_micro_steps(count)
         shards = self.geometry.shards
         narrowest = min((shard.element_size() for _, shard in shards), default=0)
-        self._room.element_bytes += self.geometry.master_dtype.itemsize - narrowest
+        wider = self.geometry.master_dtype.itemsize - narrowest
+        self._room = DeviceRoom(self.geometry.numel, self._element_bytes + wider)
 
     def step_part(self, part: Part, active: Sequence[int], grad_scale: float) -> None:
         with nullcontext() if part.is_host else self._updates.measure():

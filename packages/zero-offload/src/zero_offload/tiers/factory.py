@@ -37,6 +37,7 @@ class OffloadTiers:
     Attributes:
         rule: the update by a kernel; None for torch's own.
         end: at which the host's share lies when its split point moves.
+        device_budget: bytes of the device's part; None without a limit.
 
     Raises:
         ValueError: an optimizer or a setting that cannot be served.
@@ -76,6 +77,7 @@ class OffloadTiers:
                 f'zero-offload[cpu-adam]) and without amsgrad or float64, or device "cpu"'
             )
         self.end = settings.host_share
+        self.device_budget = settings.device_budget
         self._settings = settings
         self._device_tier = device_tier
         self._param_store = param_store

@@ -90,6 +90,7 @@ def within_budget(
     end: HostShare,
     *,
     is_accelerated: bool,
+    adds_grads: bool = False,
 ) -> Intervals:
     """Return as few elements of one end as leave no more than ``budget`` bytes on the device.
 
@@ -99,12 +100,19 @@ def within_budget(
         element_state_bytes: of an element's optimizer states, see `state_bytes`.
         end: at which the elements lie.
         is_accelerated: whether the device is another one than the host.
+        adds_grads: whether the tier adds up the gradients of several micro-steps.
     """
     low, high = 0, geometry.numel
     while low < high:  # fewer on the host are more bytes on the device
         middle = (low + high) // 2
         rest = end_share(geometry.numel, middle, end).complement(geometry.numel)
-        held = device_bytes(geometry, rest, element_state_bytes, is_accelerated=is_accelerated)
+        held = device_bytes(
+            geometry,
+            rest,
+            element_state_bytes,
+            is_accelerated=is_accelerated,
+            adds_grads=adds_grads,
+        )
         if held <= budget:
             high = middle
         else:
@@ -113,21 +121,30 @@ def within_budget(
 
 
 def device_bytes(
-    geometry: Geometry, share: Intervals, element_state_bytes: int, *, is_accelerated: bool
+    geometry: Geometry,
+    share: Intervals,
+    element_state_bytes: int,
+    *,
+    is_accelerated: bool,
+    adds_grads: bool = False,
 ) -> int:
     """Return the bytes of a share on the device: states, master weights, one gradient.
 
     Master weights take nothing if all shards there are their own. A gradient has its shard's dtype:
     where master weights are wider, an accelerator's tier widens `WIDENED_NUMEL` elements at once.
+    A sum of micro-steps' gradients has the dtype of the master weights.
     """
     views = [view for span in share.spans for _, _, view in geometry.overlaps(*span)]
     master = geometry.master_dtype
     is_in_place = all(view.dtype == master for view in views)
-    grads = sum(view.numel() * view.element_size() for view in views)
+    if adds_grads:
+        grads = share.numel * master.itemsize
+    else:
+        grads = sum(view.numel() * view.element_size() for view in views)
     kept = share.numel * element_state_bytes + grads
     if is_in_place:
         return kept
-    widened = min(share.numel, WIDENED_NUMEL) if is_accelerated else 0
+    widened = min(share.numel, WIDENED_NUMEL) if is_accelerated and not adds_grads else 0
     return kept + (share.numel + widened) * master.itemsize
 
 

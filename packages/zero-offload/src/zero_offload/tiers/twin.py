@@ -68,9 +68,15 @@ class TwinTier:
         self._lost: BaseException | None = None
         self._host = host
         self._parts: list[Part] = []
-        if host or not geometry.numel:
+        self.make_parts(host)
+
+    def make_parts(self, host: Intervals) -> None:
+        """Make the parts for the host's share, without state, in place of any. For subclasses."""
+        self._host = host
+        self._parts.clear()  # before their successors are allocated
+        if host or not self.geometry.numel:
             self._parts.append(self._make_part(host, is_host=True))
-        if rest := host.complement(geometry.numel):
+        if rest := host.complement(self.geometry.numel):
             self._parts.append(self._make_part(rest, is_host=False))
 
     def _make_part(self, share: Intervals, *, is_host: bool) -> Part:
@@ -175,7 +181,7 @@ class TwinTier:
     def expect_micro_steps(self, count: int) -> None:
         """Expect ``count`` calls of `add_grad` per range and step. It decides on memory alone.
 
-        To be called before the first gradient that is added.
+        To be called before state is written and before the first gradient that is added.
         """
         self._num_micro_steps = count
         for part in self.parts:
