@@ -306,3 +306,26 @@ def test_room_is_what_the_peak_without_the_state_leaves(
         found = room.bound(MemoryReading(total, peak, total), device_numel)
         fitting = (0.95 * total - others) / element_bytes
         assert found == pytest.approx(min(max(1 - fitting / numel, 0.0), 1.0), abs=1e-9)
+
+
+@pytest.mark.parametrize("num_calls", [1, 2])
+def test_room_counts_sums_of_micro_steps_once(
+    num_calls: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = []
+
+    class Bounded(AutoRatio):
+        def observe(self, sample: Sample, least_ratio: float = 0.0) -> float:
+            found.append(least_ratio)
+            return 1.0
+
+    reading = MemoryReading(available=3800, peak=1000, total=0)
+    monkeypatch.setattr("zero_offload.tiers.auto_tier.read_memory", lambda _: reading)
+    space = Space(dtype=torch.bfloat16)
+    tier = make_auto(space, optim.AdamW, GROUPS, script=Bounded())
+    for _ in range(num_calls):
+        tier.expect_micro_steps(2)
+    for step in range(2):
+        tier.add_grad(0, space.grad(step), is_last=True)
+        tier.step(GROUPS, range(5), grad_scale=1.0)
+    assert found[-1] == pytest.approx(1 - 2800 / (12 + 2) / space.numel)
