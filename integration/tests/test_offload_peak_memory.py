@@ -12,28 +12,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, accelerator, nn
+from torch import accelerator
 
 import zero_core
-from zero_core.testing import late_device, run_alone, simulate
+from zero_core.testing import RootAndBlocks, late_device, run_alone, simulate
 
 WIDTH, NUM_BLOCKS, TOLERANCE = 224, 6, 0.03
 CPU = {"device": "cpu"}
-
-
-class Net(nn.Module):
-    """Blocks of one size, and a root of ``root`` times that."""
-
-    def __init__(self, root: float) -> None:
-        super().__init__()
-        self.embed = nn.Linear(WIDTH, int(root * WIDTH), bias=False)
-        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(NUM_BLOCKS))
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.embed(x)[:, :WIDTH]
-        for block in self.blocks:
-            x = block(x).relu()
-        return x.float().sum()
 
 
 def config(dtype: str, micro_steps: int = 1, **zero: Any) -> dict[str, Any]:
@@ -74,7 +59,7 @@ def measure(ranks: Any, settings: dict[str, Any], root: float) -> list[int]:
     device = ranks.device
     accelerator.synchronize(device)
     before = accelerator.memory_allocated(device)
-    engine = zero_core.build(Net(root), settings, process_group=ranks)
+    engine = zero_core.build(RootAndBlocks(WIDTH, NUM_BLOCKS, root), settings, process_group=ranks)
     accelerator.synchronize(device)
     x, held = torch.ones(1, WIDTH, device=device), [accelerator.memory_allocated(device) - before]
     accelerator.reset_peak_memory_stats(device)
@@ -102,7 +87,9 @@ def test_peak_is_what_was_planned(world_size: int, tmp_path: Path) -> None:
     rows = json.loads((tmp_path / "rows").read_text())
     for (settings, root), ranks in zip(JOBS_OF[world_size], rows, strict=True):
         with torch.device("meta"):
-            memory = zero_core.plan(Net(root), settings, world_size).memory
+            memory = zero_core.plan(
+                RootAndBlocks(WIDTH, NUM_BLOCKS, root), settings, world_size
+            ).memory
         planned, exchanged = memory.device_bytes, memory.device.get("exchange buffers", 0)
         for peak, built, *held in ranks:
             assert abs(peak / planned - 1) <= TOLERANCE, (settings, root, peak, planned)
@@ -112,7 +99,7 @@ def test_peak_is_what_was_planned(world_size: int, tmp_path: Path) -> None:
 
 
 def _pinned_in_a_step(ranks: Any, settings: dict[str, Any]) -> int:
-    engine = zero_core.build(Net(1.0), settings, process_group=ranks)
+    engine = zero_core.build(RootAndBlocks(WIDTH, NUM_BLOCKS, 1.0), settings, process_group=ranks)
     x = torch.ones(1, WIDTH, device=ranks.device)
     late_device.start_trace()
     for _ in range(engine.gradient_accumulation_steps):

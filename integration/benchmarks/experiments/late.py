@@ -13,7 +13,6 @@ both. So Adamax, which torch updates on either side, stands for such ratios.
 
 from __future__ import annotations
 
-import itertools
 import json
 import random
 import tempfile
@@ -32,7 +31,7 @@ from benchmarks.harness.options import RESULTS, Output, of
 from benchmarks.harness.ranks import Row
 from benchmarks.harness.report import Column, Section, judged, publish
 from zero_core.comm.topology import Ranks
-from zero_core.testing import batch, late_device, make_model, run_alone, seeded, simulate
+from zero_core.testing import late_device, make_model, run_alone, seeded, simulate, train_unread
 from zero_offload import OffloadedOptimizer
 
 STEPS = 4
@@ -92,18 +91,11 @@ class Training:
         }
 
     def run(self, ranks: Ranks, folder: str) -> Result:
-        """Train, reading no loss before the end, so that the host runs ahead."""
+        """Train with `train_unread`."""
         engine = zero_core.build(make_model(), self.config(folder), process_group=ranks)
-        losses = []
-        for step, micro in itertools.product(range(STEPS), range(self.accumulation)):
-            inputs = batch(step, micro, ranks.rank)
-            loss = engine(**{**inputs, "ids": inputs["ids"].to(ranks.device)})["loss"]
-            engine.backward(loss)
-            engine.step()
-            losses.append(loss.detach())
-        values = {name: value.cpu() for name, value in engine.full_state_dict().items()}
-        engine.close()
-        return [loss.item() for loss in losses], values
+        return train_unread(
+            engine, ranks.rank, ranks.device, steps=STEPS, accumulation=self.accumulation
+        )
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from zero_core.testing import (
     make_model,
     run_alone,
     simulate,
+    train_unread,
 )
 
 STEPS = 3
@@ -39,16 +40,9 @@ def train(ranks: Any, case: Case) -> tuple[list[float], dict[str, torch.Tensor]]
     engine = zero_core.build(
         make_model(case.width), case.config(), process_group=ranks, collectives=collectives
     )
-    losses = []
-    for step, micro in itertools.product(range(STEPS), range(case.accumulation)):
-        inputs = batch(step, micro, ranks.rank)
-        loss = engine(**{**inputs, "ids": inputs["ids"].to(ranks.device)})["loss"]
-        engine.backward(loss)
-        engine.step()
-        losses.append(loss.detach())
-    values = {name: value.cpu() for name, value in engine.full_state_dict().items()}
-    engine.close()
-    return [loss.item() for loss in losses], values
+    return train_unread(
+        engine, ranks.rank, ranks.device, steps=STEPS, accumulation=case.accumulation
+    )
 
 
 def _run_grid(world_size: int, grid: list[Case], per_node: int | None = None) -> None:

@@ -12,29 +12,14 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, accelerator, nn
+from torch import accelerator
 
 import zero_core
 from zero_core.comm import control
-from zero_core.testing import late_device, run_alone, simulate
+from zero_core.testing import RootAndBlocks, late_device, run_alone, simulate
 
 WIDTH, NUM_BLOCKS, TOLERANCE = 224, 6, 0.03
 PIECE_BYTES = 1 << 14  # of what full_state_dict moves at once: these models are small
-
-
-class Net(nn.Module):
-    """Blocks of one size, and a root of ``root`` times that."""
-
-    def __init__(self, root: float) -> None:
-        super().__init__()
-        self.embed = nn.Linear(WIDTH, int(root * WIDTH), bias=False)
-        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(NUM_BLOCKS))
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.embed(x)[:, :WIDTH]
-        for block in self.blocks:
-            x = block(x).relu()
-        return x.float().sum()
 
 
 def config(stage: int, dtype: str, **further: Any) -> dict[str, Any]:
@@ -67,7 +52,7 @@ def measure(ranks: Any, job: Job) -> dict[str, int]:
     accelerator.synchronize(device)
     before = accelerator.memory_allocated(device)
     settings, root = job
-    engine = zero_core.build(Net(root), settings, process_group=ranks)
+    engine = zero_core.build(RootAndBlocks(WIDTH, NUM_BLOCKS, root), settings, process_group=ranks)
     accelerator.synchronize(device)
     found = {"built": accelerator.memory_allocated(device) - before}
     accelerator.reset_peak_memory_stats(device)
@@ -99,7 +84,9 @@ def test_peak_is_what_was_planned(world_size: int, tmp_path: Path) -> None:
     rows = json.loads((tmp_path / "rows").read_text())
     for (settings, root), ranks in zip(JOBS_OF[world_size], rows, strict=True):
         with torch.device("meta"):
-            memory = zero_core.plan(Net(root), settings, world_size).memory
+            memory = zero_core.plan(
+                RootAndBlocks(WIDTH, NUM_BLOCKS, root), settings, world_size
+            ).memory
         planned, late = memory.device_bytes, memory.device.get("exchange buffers", 0)
         for found in ranks:
             assert abs(found["peak"] / planned - 1) <= TOLERANCE, (settings, root, found, planned)

@@ -1,6 +1,6 @@
 """Helpers for tests: ranks on one machine, a model with every difficulty in it, the DDP oracle."""
 
-from zero_core.testing.models import Hard, batch, make_model, seeded, wide_blocks
+from zero_core.testing.models import Hard, RootAndBlocks, batch, make_model, seeded, wide_blocks
 from zero_core.testing.oracle import (
     LR,
     WEIGHT_DECAY,
@@ -12,6 +12,7 @@ from zero_core.testing.oracle import (
     read_gaps,
     run_ddp,
     run_engine,
+    train_unread,
 )
 from zero_core.testing.peak_memory import PeakMemory
 from zero_core.testing.ranks import preload, run_alone, run_on_processes, spawn
@@ -24,6 +25,7 @@ __all__ = [
     "Gap",
     "Hard",
     "PeakMemory",
+    "RootAndBlocks",
     "SimulatedDDP",
     "SimulatedRanks",
     "Trace",
@@ -40,5 +42,6 @@ __all__ = [
     "seeded",
     "simulate",
     "spawn",
+    "train_unread",
     "wide_blocks",
 ]

@@ -106,3 +106,19 @@ def wide_blocks(depth: int, width: int) -> nn.Sequential:
     """Return ``depth`` blocks of ``12 * width**2`` parameters each, on the meta device."""
     with torch.device("meta"):
         return nn.Sequential(*[_WideBlock(width) for _ in range(depth)])
+
+
+class RootAndBlocks(nn.Module):
+    """Blocks of one size without much else, and a root of ``root`` times a block."""
+
+    def __init__(self, width: int, num_blocks: int, root: float) -> None:
+        super().__init__()
+        self.width = width
+        self.embed = nn.Linear(width, int(root * width), bias=False)
+        self.blocks = nn.ModuleList(nn.Linear(width, width) for _ in range(num_blocks))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(x)[:, : self.width]
+        for block in self.blocks:
+            x = block(x).relu()
+        return x.float().sum()

@@ -6,6 +6,7 @@ engine. Both return a `Trace` of what can be compared.
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from collections.abc import Mapping
@@ -281,3 +282,23 @@ def _distance(a: Trace, b: Trace) -> tuple[float, float]:
     if not all(math.isfinite(gap) for gap in (*losses, *values)):
         return math.inf, math.inf  # max passes over a NaN that is not the first
     return max(losses), max(values)
+
+
+def train_unread(
+    engine: zero_core.Engine, rank: int, device: torch.device, *, steps: int, accumulation: int = 1
+) -> tuple[list[float], dict[str, Tensor]]:
+    """Train, reading no loss before the end, so that the host runs ahead. It ends the engine.
+
+    Returns:
+        The losses, and the full values by name on the CPU.
+    """
+    losses = []
+    for step, micro in itertools.product(range(steps), range(accumulation)):
+        inputs = batch(step, micro, rank)
+        loss = engine(**{**inputs, "ids": inputs["ids"].to(device)})["loss"]
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.detach())
+    values = {name: value.cpu() for name, value in engine.full_state_dict().items()}
+    engine.close()
+    return [loss.item() for loss in losses], values
