@@ -215,7 +215,9 @@ def measure(place: Place, job: Mapping[str, Any], rates: Sequence[int]) -> Row:
         for _ in range(what.warmup):
             step()
         dist.barrier()
-        sent, cpu_s = sent_bytes(device), time.process_time()
+        sent = sent_bytes(device)
+        dist.barrier()  # nobody sends its first step before another has read its counter
+        cpu_s = time.process_time()
         times = timed_apart(step, what.steps)
         row: Row = {
             "times_s": times,
