@@ -28,6 +28,7 @@ from zero_engine.deepspeed.engine.optimizer import DeepSpeedOptimizer
 from zero_engine.deepspeed.errors import NotServedError
 from zero_engine.deepspeed.zero.partition_parameters import describe
 from zero_engine.deepspeed.zero.partitioned import leave_partitioned
+from zero_engine.deepspeed.zero.saved import serve_saved
 
 DeepSpeedConfigError = zero_core.ConfigError
 _log = logging.getLogger(__name__)
@@ -115,6 +116,7 @@ def initialize(
     )
     if core.config.zero_optimization.stage == 3:
         describe(model.parameters())
+        serve_saved(core)
     announce(settings, core.config, rank=core.rank, world_size=core.world_size)
     if lr_scheduler is not None and isinstance(core, zero_core.Engine):
         is_made = not callable(lr_scheduler)

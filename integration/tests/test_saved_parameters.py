@@ -1,0 +1,98 @@
+"""What the backward of an autograd.Function reads of a parameter that its forward saved."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from zero_core.testing import LR, spawn
+
+CONFIG = {
+    "train_micro_batch_size_per_gpu": 1,
+    "gradient_clipping": 0.0,
+    "zero_optimization": {"stage": 3},
+    "optimizer": {"type": "SGD", "params": {"lr": LR}},
+}
+
+
+class _Head(torch.autograd.Function):
+    """``hidden @ weight.T + bias``, whose backward gathers both, as fused losses do."""
+
+    found: list[tuple[Any, ...]] = []  # noqa: RUF012
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        ctx.save_for_backward(hidden, weight, bias)
+        return torch.addmm(bias, hidden, weight.t())
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        from zero_engine.deepspeed import zero
+
+        hidden, weight, bias = ctx.saved_tensors
+        if hasattr(weight, "ds_status"):
+            missing = [p for p in (weight, bias) if p.ds_status != zero.ZeroParamStatus.AVAILABLE]
+            _Head.found.append((missing, weight.ds_id, weight.ds_shape, bias.ds_numel))
+            assert not hasattr(hidden, "ds_id")
+        with zero.GatheredParameters([weight, bias]):
+            return grad @ weight, grad.t() @ hidden, grad.sum(0)
+
+
+class _Model(nn.Module):
+    """A head that is called past its module; tied, it is in the root, else in the tail."""
+
+    def __init__(self, *, is_tied: bool) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(13, 6)
+        self.blocks = nn.ModuleList(nn.Linear(6, 6) for _ in range(3))
+        self.head = nn.Linear(6, 13)
+        if is_tied:
+            self.head.weight = self.embed.weight
+
+    def forward(self, ids: Tensor) -> Tensor:
+        from zero_engine.deepspeed import zero
+
+        hidden = self.embed(ids)
+        for block in self.blocks:
+            hidden = hidden + torch.tanh(block(hidden))
+        with zero.GatheredParameters([self.head.weight, self.head.bias]):
+            return _Head.apply(hidden, self.head.weight, self.head.bias).square().mean()
+
+
+def _trains(rank: int, world_size: int) -> None:
+    from zero_engine import deepspeed
+
+    for is_tied in (True, False):
+        torch.manual_seed(0)
+        expected = DistributedDataParallel(_Model(is_tied=is_tied))
+        optimizer = torch.optim.SGD(expected.parameters(), lr=LR)
+        torch.manual_seed(0)
+        model = _Model(is_tied=is_tied)
+        engine, *_ = deepspeed.initialize(model=model, config=CONFIG)
+        for step in range(2):
+            ids = torch.arange(8) * (step + 2 + rank) % 13
+            optimizer.zero_grad()
+            wanted = expected(ids)
+            wanted.backward()
+            optimizer.step()
+            loss = engine(ids)
+            engine.backward(loss)
+            engine.step()
+            assert torch.equal(loss, wanted)
+        weight = model.head.weight
+        assert _Head.found == [([], weight.ds_id, (13, 6), 13)] * 2
+        _Head.found.clear()
+        for name, value in engine.core.full_state_dict().items():
+            assert torch.equal(value, expected.module.state_dict()[name]), name
+        engine.destroy()
+    assert not hasattr(torch.ones(2), "ds_status")
+    with pytest.raises(AttributeError, match="'Tensor' object has no attribute 'ds_status'"):
+        _ = model.head.weight.data.ds_status
+
+
+def test_a_saved_parameter_has_its_ds_attributes_in_backward() -> None:
+    spawn(_trains, 2)
