@@ -34,7 +34,7 @@ __all__ = [
 ]
 
 _CALL = nn.Module.__call__.__name__
-_Hook = TypeVar("_Hook", bound=Callable[..., None])
+_Hook = TypeVar("_Hook", bound=Callable[..., Any])
 
 
 def count_groups() -> int:

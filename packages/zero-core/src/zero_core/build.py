@@ -207,7 +207,7 @@ def build(
             units, communicator, gradient, has_sharded_params=memory.has_sharded_params
         )
         modules = [module for _, module, _ in found.units]
-        installed = hooks.install(runtime, modules, resolved.activation_checkpointing)
+        installed = hooks.install(runtime, modules, resolved)
         states = StateAccess(state, gradient, runtime)
         parts = EngineParts(
             resolved, state, runtime, states, train, memory, communicator, transport, meter

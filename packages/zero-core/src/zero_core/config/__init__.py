@@ -10,10 +10,12 @@ from zero_core.config.blocks import (
     Fp16Config,
     LeafModuleConfig,
     LocoConfig,
+    ModulesConfig,
     OffloadOptimizerConfig,
     OffloadParamConfig,
     OptimizerConfig,
     SchedulerConfig,
+    TiledComputeConfig,
     ZeroConfig,
 )
 from zero_core.config.schema import load_config
@@ -28,10 +30,12 @@ __all__ = [
     "Fp16Config",
     "LeafModuleConfig",
     "LocoConfig",
+    "ModulesConfig",
     "OffloadOptimizerConfig",
     "OffloadParamConfig",
     "OptimizerConfig",
     "SchedulerConfig",
+    "TiledComputeConfig",
     "ZeroConfig",
     "load_config",
 ]

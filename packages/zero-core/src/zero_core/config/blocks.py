@@ -135,12 +135,8 @@ class LocoConfig(_Block):
     """Steps after which the error is reset."""
 
 
-class LeafModuleConfig(_Block):
-    """``zero_optimization.leaf_module``: modules that are one unit each, with everything in them.
-
-    A module with ``_is_zero_leaf = True`` is one, too. DeepSpeed's default classes (the experts of
-    some models) are within units in any case.
-    """
+class ModulesConfig(_Block):
+    """Modules of the model, by class or name."""
 
     classes: tuple[str, ...] = ()
     """Names of their classes, with or without the Python module."""
@@ -155,6 +151,14 @@ class LeafModuleConfig(_Block):
         if isinstance(values, list | tuple) and all(isinstance(v, str) for v in values):
             return tuple(values)
         raise ValueError("expected a list of strings")
+
+
+class LeafModuleConfig(ModulesConfig):
+    """``zero_optimization.leaf_module``: modules that are one unit each, with everything in them.
+
+    A module with ``_is_zero_leaf = True`` is one, too. DeepSpeed's default classes (the experts of
+    some models) are within units in any case.
+    """
 
 
 class ZeroConfig(_Block):
@@ -299,6 +303,20 @@ class ActivationCheckpointingConfig(_Block):
     profile: bool = False
 
 
+class TiledComputeConfig(_Block):
+    """``tiled_compute``: modules that are computed a few tokens at a time, for long sequences.
+
+    Each tile is computed again in backward (ALST, arXiv 2506.13996).
+    """
+
+    tile_tokens: PositiveInt = 2048
+    """Tokens of a tile, over all sequences of a micro-batch."""
+    modules: ModulesConfig = ModulesConfig()
+    """Modules that act on each token by itself, such as ``{"name_suffixes": ["mlp"]}``."""
+    logits: ModulesConfig = ModulesConfig()
+    """Heads, such as ``{"names": ["lm_head"]}``: the cross entropy of their output is tiled."""
+
+
 class OptimizerConfig(_Block):
     """``optimizer``: an optimizer by name, with the ``params`` of `zero_core.optim.factory`."""
 
@@ -330,6 +348,7 @@ class Config(_Block):
     bf16: Bf16Config = Bf16Config()
     data_types: DataTypesConfig = DataTypesConfig()
     activation_checkpointing: ActivationCheckpointingConfig | None = None
+    tiled_compute: TiledComputeConfig | None = None
     communication_data_type: Literal["fp32", "fp16", "bf16"] | None = None
     gradient_allreduce_op: Literal["mean", "sum"] = "mean"
     """Reduction of the ranks' gradients, at every stage."""

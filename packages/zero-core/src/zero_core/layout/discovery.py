@@ -85,8 +85,8 @@ def _can_be_called(module: nn.Module) -> bool:
 
 
 @dataclass(frozen=True)
-class LeafRule:
-    """Selection of leaves, besides the modules that are marked as such.
+class ModuleRule:
+    """Selection of modules by configuration.
 
     Classes are named with or without the Python module, and modules as in ``named_modules``.
     """
@@ -95,14 +95,34 @@ class LeafRule:
     names: tuple[str, ...] = ()
     name_suffixes: tuple[str, ...] = ()
 
+    def selects(self, path: str, module: nn.Module) -> bool:
+        """Return whether ``module``, at ``path``, is named."""
+        if path in self.names or path.endswith(self.name_suffixes):
+            return True
+        return not _names_of(type(module)).isdisjoint(self.classes)
+
+    def missing(self, model: nn.Module) -> list[str]:
+        """Return the names that no module of ``model`` has."""
+        paths = [path for path, _ in model.named_modules(remove_duplicate=False)]
+        classes = {name for module in model.modules() for name in _names_of(type(module))}
+        missing = [name for name in self.classes if name not in classes]
+        missing += [name for name in self.names if name not in paths]
+        for suffix in self.name_suffixes:
+            missing += [] if any(path.endswith(suffix) for path in paths) else [suffix]
+        return missing
+
+
+@dataclass(frozen=True)
+class LeafRule(ModuleRule):
+    """Selection of leaves, besides the modules that are marked as such."""
+
     def is_leaf(self, path: str, module: nn.Module) -> bool:
         """Return whether ``module``, at ``path``, is a leaf.
 
         Raises:
             ConfigError: it is, but has no forward, and so cannot be a unit.
         """
-        is_named = path in self.names or path.endswith(self.name_suffixes)
-        is_named = is_named or not _names_of(type(module)).isdisjoint(self.classes)
+        is_named = self.selects(path, module)
         # foreign: DeepSpeed's models carry this attribute
         if not (is_named or getattr(module, "_is_zero_leaf", False)):
             return False
@@ -115,12 +135,7 @@ class LeafRule:
 
     def warn_missing(self, model: nn.Module) -> None:
         """Log a warning about names that no module has."""
-        paths = [path for path, _ in model.named_modules(remove_duplicate=False)]
-        classes = {name for module in model.modules() for name in _names_of(type(module))}
-        missing = [name for name in self.classes if name not in classes]
-        missing += [name for name in self.names if name not in paths]
-        for suffix in self.name_suffixes:
-            missing += [] if any(path.endswith(suffix) for path in paths) else [suffix]
+        missing = self.missing(model)
         if missing:
             _log.warning("zero_optimization.leaf_module names what the model lacks: %s", missing)
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from zero_core._torch import pytree
 from zero_core.config import Config
 from zero_core.errors import ConfigError
 from zero_core.layout.discovery import compute_dtype
+from zero_core.tiled.modules import TiledForwards, WholeModel
 
 _META = torch.device("meta")
 
@@ -54,7 +56,7 @@ def trace_activations(
     args, kwargs = pytree.tree_map(to_meta, given)
     try:
         hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t)
-        with torch.enable_grad(), hooks, _WithoutData():
+        with torch.enable_grad(), hooks, _WithoutData(), _tiled(model, config):
             torch.func.functional_call(model, values, args, kwargs)
     except (RuntimeError, TypeError, ValueError) as error:
         raise ConfigError(
@@ -62,6 +64,19 @@ def trace_activations(
             "example_inputs, and add the activations yourself"
         ) from error
     return sum(storage.nbytes() for storage in saved.values())
+
+
+@contextmanager
+def _tiled(model: nn.Module, config: Config) -> Iterator[None]:
+    """Compute ``model`` in the tiles that ``config`` asks for."""
+    if config.tiled_compute is None:
+        yield
+        return
+    forwards = TiledForwards(model, config.tiled_compute, WholeModel())
+    try:
+        yield
+    finally:
+        forwards.remove()
 
 
 def _storage_key(tensor: Tensor) -> int:

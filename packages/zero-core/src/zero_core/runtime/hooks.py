@@ -21,27 +21,27 @@ from zero_core._torch import (
     requires_grad,
     unless_compiling,
 )
-from zero_core.config import ActivationCheckpointingConfig
+from zero_core.config import Config
 from zero_core.runtime.recompute import Recompute
 from zero_core.runtime.runtime import Runtime
 from zero_core.sharded.grads import FlatGrads
 from zero_core.sharded.unit import Unit
+from zero_core.tiled.modules import TiledForwards
 
 
-def install(
-    runtime: Runtime,
-    modules: Sequence[nn.Module],
-    checkpointing: ActivationCheckpointingConfig | None = None,
-) -> list[Any]:
+def install(runtime: Runtime, modules: Sequence[nn.Module], config: Config) -> list[Any]:
     """Hook the units' ``modules`` (the model first) and their trainable parameters.
 
-    Blocks are wrapped if ``checkpointing`` of activations asks for that. Returns handles, each with
-    ``remove``.
+    Forwards are wrapped as ``config`` asks for it: tiles, and recomputation of blocks. Returns
+    handles, each with ``remove``.
     """
     handles: list[Any] = []
+    if config.tiled_compute is not None:
+        handles.append(TiledForwards(modules[0], config.tiled_compute, _Units(runtime)))
+    checkpointing = config.activation_checkpointing
     if checkpointing is not None and checkpointing.enabled:
         blocks = [m for u, m in zip(runtime.units, modules, strict=True) if u.is_block]
-        handles.append(Recompute(blocks, runtime, is_on_cpu=checkpointing.cpu_checkpointing))
+        handles.insert(0, Recompute(blocks, runtime, is_on_cpu=checkpointing.cpu_checkpointing))
     for unit, module in zip(runtime.units, modules, strict=True):
         if not unit.is_tail:  # its module is the model, which the root's hooks are on
             handles += _hook_unit(runtime, unit, module)
@@ -97,6 +97,27 @@ def _hook_gradient(
     return handle
 
 
+class _Units:
+    """The units that hold the parameters of any module."""
+
+    def __init__(self, runtime: Runtime) -> None:
+        self._runtime = runtime
+        self._unit_of = {
+            id(p): unit for unit in runtime.units for flat in unit.params for p in flat.params
+        }
+
+    def of(self, module: nn.Module, *, recurse: bool) -> list[Unit]:
+        """Return the units of the parameters of ``module``, without those of its parts or with."""
+        units = {self._unit_of[id(p)].index for p in module.parameters(recurse)}
+        return [self._runtime.units[index] for index in sorted(units)]
+
+    def gather(self, module: nn.Module) -> None:
+        """Gather the units of ``module``, of which a part may be called by itself."""
+        for unit in self.of(module, recurse=True):
+            if unit.index not in self._runtime.ready:
+                self._runtime.enter_part(unit)
+
+
 def _hook_parts(runtime: Runtime, modules: Sequence[nn.Module]) -> list[RemovableHandle]:
     """Hook the modules that hold a unit's parameters, for when they are called by themselves.
 
@@ -104,17 +125,17 @@ def _hook_parts(runtime: Runtime, modules: Sequence[nn.Module]) -> list[Removabl
     ``block.attention`` in its own forward.
     """
     handles = []
-    unit_of = {id(p): u.index for u in runtime.units for flat in u.params for p in flat.params}
+    units = _Units(runtime)
     for module in modules[0].modules():
-        own = {unit_of[id(p)] for p in module.parameters(recurse=False)}
+        own = units.of(module, recurse=False)
         is_one_graph = False
         if is_own_graph(module):  # one graph with all its parts
-            within = {unit_of[id(p)] for p in module.parameters()}
+            within = units.of(module, recurse=True)
             if len(within) == 1:
                 own, is_one_graph = within, True
-        for index in own:
-            if module is not modules[index]:
-                hook = _part_hook(runtime, runtime.units[index])
+        for unit in own:
+            if module is not modules[unit.index]:
+                hook = _part_hook(runtime, unit)
                 hook = outside_graphs(hook) if is_one_graph else unless_compiling(hook)
                 handles.append(module.register_forward_pre_hook(hook, prepend=True))
     return handles

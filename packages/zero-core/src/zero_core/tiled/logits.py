@@ -1,0 +1,267 @@
+"""Logits that are never held as a whole: a head's output, computed where it is used.
+
+[Note: tiled logits]
+A language model's head turns ``[..., tokens, features]`` into ``[..., tokens, vocabulary]``, and
+the loss needs one tile of it at a time. `TiledLogits` stands for that output: it holds the head's
+input, and what was done to the output since, if that acts on each token by itself (views and slices
+of the leading dimensions, casts, scaling by numbers). ``torch.nn.functional.cross_entropy`` of it
+computes the head and the loss of one tile after the other and computes both again in backward, so
+that one tile of logits exists at a time. Any other use of it gets the whole logits, by one call of
+the head, with the same values and gradients as ever.
+
+The method is that of the tiled loss in Arctic Long Sequence Training (arXiv 2506.13996).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any, Protocol, Self
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+from zero_core._torch import DisableTorchFunction, pytree
+
+
+class TileForward(Protocol):
+    """Forward of one tile, which makes sure that the parameters it reads have their values."""
+
+    def __call__(self, tile: Tensor, /) -> Tensor:
+        """Return a row for each token of ``tile``, [..., tokens, features], or their loss."""
+
+
+_FACTS = frozenset(
+    {
+        *(
+            getattr(Tensor, name).__get__
+            for name in ("shape", "dtype", "device", "layout", "ndim", "requires_grad", "is_cuda")
+        ),
+        *(Tensor.size, Tensor.dim, Tensor.numel, Tensor.nelement, Tensor.__len__),
+        *(Tensor.is_floating_point, Tensor.is_complex, Tensor.get_device, Tensor.stride),
+        *(Tensor.is_contiguous, Tensor.element_size),
+    }
+)
+"""Functions of a tensor that the wrapper itself answers."""
+_SCALING = frozenset({Tensor.mul, Tensor.div, Tensor.__mul__, Tensor.__truediv__, Tensor.__rmul__})
+"""Functions of logits and a number that act on each element by itself."""
+_POINTWISE = frozenset({torch.tanh, Tensor.tanh, Tensor.float, Tensor.contiguous, Tensor.to})
+
+
+class _Call:
+    """A function of logits whose other arguments are known."""
+
+    def __init__(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._func, self._args, self._kwargs = func, args, kwargs
+
+    def __call__(self, logits: Tensor) -> Tensor:
+        result: Tensor = self._func(logits, *self._args, **self._kwargs)
+        return result
+
+
+class TiledLogits(Tensor):
+    """Logits, [..., vocabulary], of which one tile exists at a time. See [Note: tiled logits]."""
+
+    _hidden: Tensor
+    _head: TileForward
+    _steps: tuple[_Call, ...]
+    _tile_tokens: int
+    _whole: Tensor | None
+
+    @staticmethod
+    def __new__(
+        cls, hidden: Tensor, head: TileForward, tile_tokens: int, steps: tuple[_Call, ...] = ()
+    ) -> Self:
+        """Return the logits ``head`` gives for ``hidden``, [..., features].
+
+        ``tile_tokens`` are the tokens of a tile; ``steps`` are applied to each tile.
+        """
+        like = _apply(head(hidden[..., :0, :]), steps)  # of no token: its shape and dtype
+        logits = Tensor._make_wrapper_subclass(
+            cls,
+            (*hidden.shape[:-1], like.shape[-1]),
+            dtype=like.dtype,
+            device=like.device,
+            requires_grad=like.requires_grad,
+        )
+        logits._hidden = hidden
+        logits._head = head
+        logits._steps = steps
+        logits._tile_tokens = tile_tokens
+        logits._whole = None
+        return logits
+
+    def whole(self) -> Tensor:
+        """Return the logits as a plain tensor, computed once."""
+        if self._whole is None:
+            self._whole = _apply(self._head(self._hidden), self._steps)
+        return self._whole
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"TiledLogits(shape={tuple(self.shape)}, dtype={self.dtype})"
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Any,
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in _FACTS:
+            with DisableTorchFunction():
+                return func(*args, **kwargs)
+        if args and isinstance(args[0], TiledLogits):
+            found = args[0]._follow(func, args[1:], kwargs)
+            if found is not None:
+                return found
+        if func is functional.cross_entropy:
+            given = _bind(*args, **kwargs)
+            if given is not None:
+                return _cross_entropy(**given)
+
+        def whole(value: Any) -> Any:
+            return value.whole() if isinstance(value, TiledLogits) else value
+
+        args, kwargs = pytree.tree_map(whole, (tuple(args), dict(kwargs)))
+        return func(*args, **kwargs)
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        raise RuntimeError(
+            f"{func} was called with tiled logits where torch looks for no subclasses: leave the "
+            "head out of tiled_compute.logits"
+        )
+
+    def _follow(self, func: Any, rest: Sequence[Any], kwargs: Mapping[str, Any]) -> Self | None:
+        """Return the result of ``func`` without computing it, or None if it needs the values."""
+        is_number = len(rest) == 1 and isinstance(rest[0], int | float)
+        if func in _POINTWISE or (func in _SCALING and is_number and not kwargs):
+            if any(isinstance(value, Tensor) for value in (*rest, *kwargs.values())):
+                return None
+            step = _Call(func, tuple(rest), dict(kwargs))
+            return type(self)(self._hidden, self._head, self._tile_tokens, (*self._steps, step))
+        hidden = self._view(func, rest, kwargs)
+        if hidden is None or hidden.dim() < 2:
+            return None
+        return type(self)(hidden, self._head, self._tile_tokens, self._steps)
+
+    def _view(self, func: Any, rest: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor | None:
+        """Return the head's input for a view that leaves the last dimension alone, or None."""
+        hidden, vocabulary = self._hidden, self.shape[-1]
+        if func in (Tensor.view, Tensor.reshape) and not kwargs:
+            sizes = tuple(rest[0]) if len(rest) == 1 and isinstance(rest[0], Sequence) else rest
+            leading = 1
+            for size in hidden.shape[:-1]:
+                leading *= size
+            is_same = len(sizes) > 1 and all(isinstance(size, int) for size in sizes)
+            if is_same and sizes[-1] in (vocabulary, -1) and _has_numel(sizes[:-1], leading):
+                return hidden.reshape(*sizes[:-1], hidden.shape[-1])
+        if func is Tensor.flatten and not kwargs and tuple(rest) == (0, self.dim() - 2):
+            return hidden.flatten(0, self.dim() - 2)
+        if func is Tensor.__getitem__:
+            index = _leading_index(rest[0], self.dim())
+            if index is not None:
+                return hidden[index]
+        return None
+
+
+def _apply(logits: Tensor, steps: Sequence[_Call]) -> Tensor:
+    for step in steps:
+        logits = step(logits)
+    return logits
+
+
+def _has_numel(sizes: Sequence[int], numel: int) -> bool:
+    """Return whether ``sizes`` have ``numel`` elements, if a single -1 among them can be chosen."""
+    known = 1
+    for size in sizes:
+        known *= 1 if size == -1 else size
+    if -1 in sizes:
+        return sizes.count(-1) == 1 and known > 0 and numel % known == 0
+    return known == numel
+
+
+def _leading_index(index: Any, num_dims: int) -> tuple[Any, ...] | None:
+    """Return ``index`` for all dimensions, if it takes whole rows in the last one, or None."""
+    items = list(index) if isinstance(index, tuple) else [index]
+    if any(not (isinstance(item, int | slice) or item is Ellipsis) for item in items):
+        return None
+    if items.count(Ellipsis) > 1 or any(isinstance(item, bool) for item in items):
+        return None
+    if Ellipsis not in items:
+        items.append(Ellipsis)
+    at = items.index(Ellipsis)
+    items[at : at + 1] = [slice(None)] * (num_dims - len(items) + 1)
+    return tuple(items) if len(items) == num_dims and items[-1] == slice(None) else None
+
+
+def _bind(
+    input: Any,
+    target: Tensor,
+    weight: Tensor | None = None,
+    size_average: bool | None = None,
+    ignore_index: int = -100,
+    reduce: bool | None = None,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+) -> dict[str, Any] | None:
+    """Return the arguments of `_cross_entropy`, or None where the whole logits are needed."""
+    is_flat = isinstance(input, TiledLogits) and input.dim() == 2
+    if not is_flat or isinstance(target, TiledLogits) or (size_average, reduce) != (None, None):
+        return None
+    options = {"ignore_index": ignore_index, "label_smoothing": label_smoothing}
+    return {
+        "logits": input,
+        "target": target,
+        "weight": weight,
+        "reduction": reduction,
+        "options": options,
+    }
+
+
+def _cross_entropy(
+    logits: TiledLogits,
+    target: Tensor,
+    weight: Tensor | None,
+    reduction: str,
+    options: dict[str, Any],
+) -> Tensor:
+    """Return the cross entropy of ``logits``, [tokens, vocabulary], tile by tile.
+
+    Arguments are those of `torch.nn.functional.cross_entropy`.
+    """
+    within = "none" if reduction == "none" else "sum"
+
+    def loss_of(hidden: Tensor, target: Tensor) -> Tensor:
+        tile = _apply(logits._head(hidden), logits._steps)
+        return functional.cross_entropy(tile, target, weight, reduction=within, **options)
+
+    size = logits._tile_tokens
+    tiles = zip(torch.split(logits._hidden, size), torch.split(target, size), strict=True)
+    losses = [run_tile(partial(loss_of, target=wanted), hidden) for hidden, wanted in tiles]
+    if reduction == "none":
+        return torch.cat(losses)
+    total = torch.stack(losses).sum()
+    if reduction == "sum":
+        return total
+    if target.is_floating_point():
+        return total / target.shape[0]
+    counted = target != options["ignore_index"]
+    divisor = counted.sum() if weight is None else weight[target[counted]].sum()
+    mean: Tensor = total / divisor
+    return mean
+
+
+def run_tile(forward: TileForward, tile: Tensor) -> Tensor:
+    """Compute ``tile``. With gradients, keep it alone and compute it again in backward."""
+    if not torch.is_grad_enabled():
+        whole: Tensor = forward(tile)
+        return whole
+    result: Tensor = checkpoint(forward, tile, use_reentrant=False)
+    return result

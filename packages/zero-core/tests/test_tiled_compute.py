@@ -1,0 +1,264 @@
+"""The ``tiled_compute`` block: the numbers of whole modules, the memory of one tile."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import zero_core
+from zero_core.config import load_config
+from zero_core.errors import ConfigError
+from zero_core.plan.activations import trace_activations
+from zero_core.testing import SimulatedRanks, seeded, simulate
+from zero_core.tiled.logits import TiledLogits
+
+VOCAB, WIDTH, TOKENS = 37, 12, 11
+TILED = {
+    "tile_tokens": 8,  # of two sequences: 4 of each, and a shorter tile at the end
+    "modules": {"name_suffixes": ["mlp"]},
+    "logits": {"names": ["head"]},
+}
+
+
+class _Mlp(nn.Module):
+    """With a parameter of its own, beside those of its parts."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.gain = nn.Parameter(torch.ones(width))
+        self.up = nn.Linear(width, 4 * width)
+        self.down = nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.down(functional.gelu(self.up(x * self.gain)))
+        return y
+
+
+class _Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.mlp = _Mlp(width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = x + self.mlp(self.norm(x))
+        return y
+
+
+class _Model(nn.Module):
+    """A language model that computes its loss as those of transformers do."""
+
+    def __init__(self, width: int = WIDTH, vocab: int = VOCAB) -> None:
+        super().__init__()
+        with seeded(3):
+            self.embed = nn.Embedding(vocab, width)
+            self.blocks = nn.ModuleList(_Block(width) for _ in range(2))
+            self.head = nn.Linear(width, vocab, bias=False)
+
+    def logits(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        for block in self.blocks:
+            x = block(x)
+        logits: Tensor = self.head(x)
+        return logits
+
+    def forward(self, ids: Tensor) -> dict[str, Tensor]:
+        logits = self.logits(ids)
+        labels = functional.pad(ids, (0, 1), value=-100)[..., 1:].contiguous()
+        flat = logits.float().view(-1, logits.shape[-1])
+        return {"loss": functional.cross_entropy(flat, labels.view(-1)), "logits": logits}
+
+
+def _config(stage: int, **further: Any) -> dict[str, Any]:
+    return {
+        "train_micro_batch_size_per_gpu": 2,
+        "zero_optimization": {"stage": stage},
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
+        **further,
+    }
+
+
+def _ids(step: int, rank: int) -> Tensor:
+    generator = torch.Generator().manual_seed(10 * step + rank)
+    return torch.randint(VOCAB, (2, TOKENS), generator=generator)
+
+
+def _train(ranks: SimulatedRanks, config: dict[str, Any]) -> tuple[list[float], dict[str, Tensor]]:
+    engine = zero_core.build(_Model(), config, process_group=ranks)
+    losses = []
+    for step in range(3):
+        loss = engine(_ids(step, ranks.rank))["loss"]
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    return losses, engine.full_state_dict()
+
+
+def _equals_whole(ranks: SimulatedRanks, stage: int, further: dict[str, Any]) -> None:
+    losses, values = _train(ranks, _config(stage))
+    tiled, tiled_values = _train(ranks, _config(stage, tiled_compute=TILED, **further))
+    torch.testing.assert_close(tiled, losses, rtol=1e-6, atol=0.0)
+    torch.testing.assert_close(tiled_values, values, rtol=1e-3, atol=1e-5)
+    of_stage_0, values_of_stage_0 = _train(ranks, _config(0, tiled_compute=TILED))
+    assert tiled == of_stage_0
+    torch.testing.assert_close(tiled_values, values_of_stage_0, rtol=0.0, atol=0.0)
+
+
+@pytest.mark.parametrize("further", [{}, {"activation_checkpointing": {}}], ids=["", "recomputed"])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_training_in_tiles_follows_that_of_whole_modules(world_size, stage, further):
+    simulate(_equals_whole, world_size, stage, further)
+
+
+def test_gradients_are_those_of_tiles_written_by_hand():
+    hidden = torch.randn(22, WIDTH, requires_grad=True)
+    weight = torch.randn(VOCAB, WIDTH, requires_grad=True)
+    target = torch.randint(VOCAB, (22,))
+    target[3] = -100
+    tiles = zip(hidden.split(8), target.split(8), strict=True)
+    parts = [functional.cross_entropy(h @ weight.t(), t, reduction="sum") for h, t in tiles]
+    expected = torch.stack(parts).sum() / 21
+    gradients = torch.autograd.grad(expected, (hidden, weight))
+
+    loss = functional.cross_entropy(TiledLogits(hidden, lambda h: h @ weight.t(), 8), target)
+    assert torch.equal(loss, expected)
+    for found, wanted in zip(torch.autograd.grad(loss, (hidden, weight)), gradients, strict=True):
+        assert torch.equal(found, wanted)
+
+
+CLASS_WEIGHTS = torch.linspace(0.5, 1.5, VOCAB)
+OPTIONS: tuple[dict[str, Any], ...] = (
+    {},
+    {"reduction": "sum"},
+    {"reduction": "none"},
+    {"weight": CLASS_WEIGHTS},
+    {"label_smoothing": 0.1},
+    {"ignore_index": 5},
+    {"weight": CLASS_WEIGHTS, "label_smoothing": 0.2, "ignore_index": 5},
+)
+
+
+@pytest.mark.parametrize("has_probabilities", [False, True], ids=["classes", "probabilities"])
+@pytest.mark.parametrize("options", OPTIONS, ids=lambda o: "-".join(o) or "default")
+def test_every_option_of_cross_entropy_is_kept(options, has_probabilities):
+    hidden = torch.randn(22, WIDTH)
+    head = nn.Linear(WIDTH, VOCAB)
+    target = torch.rand(22, VOCAB) if has_probabilities else torch.randint(VOCAB, (22,))
+    if has_probabilities and "ignore_index" in options:
+        options = {key: value for key, value in options.items() if key != "ignore_index"}
+    whole = functional.cross_entropy(head(hidden), target, **options)
+    tiled = functional.cross_entropy(TiledLogits(hidden, head, 8), target, **options)
+    assert type(tiled) is Tensor
+    torch.testing.assert_close(tiled, whole)
+
+
+USES: tuple[Any, ...] = (
+    lambda z: z,
+    lambda z: z.float(),
+    lambda z: z.to(torch.float64),
+    lambda z: z.view(-1, VOCAB),
+    lambda z: z.view(2, -1, VOCAB),
+    lambda z: z.reshape((22, -1)),
+    lambda z: z.flatten(0, 1),
+    lambda z: z[..., :-1, :],
+    lambda z: z[:, 2:],
+    lambda z: z[1],
+    lambda z: z[0, -1],
+    lambda z: torch.tanh(z / 30.0) * 30.0,
+    lambda z: 2.0 * z,
+    lambda z: z.contiguous()[:, :-1].reshape(-1, VOCAB).float(),
+    lambda z: z[..., 3],
+    lambda z: z[z > 0],
+    lambda z: z.argmax(-1),
+    lambda z: z.log_softmax(-1),
+    lambda z: z.view(-1),
+    lambda z: z + torch.ones(VOCAB),
+    lambda z: torch.cat([z, z]),
+    lambda z: z.detach(),
+)
+
+
+@pytest.mark.parametrize("number", range(len(USES)))
+def test_any_use_of_the_logits_finds_their_values(number):
+    use = USES[number]
+    head = nn.Linear(WIDTH, VOCAB)
+    hidden = torch.randn(2, TOKENS, WIDTH, requires_grad=True)
+    whole = use(head(hidden))
+    tiled = use(TiledLogits(hidden, head, 8))
+    assert tiled.shape == whole.shape
+    assert tiled.dtype == whole.dtype
+    assert tiled.requires_grad == whole.requires_grad
+    torch.testing.assert_close(tiled + 0, whole)
+    if whole.requires_grad:
+        (wanted,) = torch.autograd.grad(whole.square().mean(), hidden)
+        (found,) = torch.autograd.grad((tiled * tiled).mean(), hidden)
+        torch.testing.assert_close(found, wanted)
+
+
+def test_what_is_saved_at_32_thousand_tokens_is_an_eighth():
+    with torch.device("meta"):
+        model = _Model(width=256, vocab=8192)
+    inputs = [torch.zeros((1, 2**15), dtype=torch.int64)]
+    names = {"modules": {"classes": ["_Mlp"]}, "logits": {"names": ["head"]}}
+    plain, tiled = (
+        trace_activations(model, load_config(_config(3, **block), world_size=1), inputs)
+        for block in ({}, {"tiled_compute": names})
+    )
+    assert tiled <= plain / 8
+
+
+def test_engine_that_has_ended_leaves_the_modules_as_they_were():
+    model = _Model()
+    engine = zero_core.build(model, _config(3, tiled_compute=TILED))
+    assert isinstance(engine(_ids(0, 0))["logits"], TiledLogits)
+    model = engine.unwrap()
+    assert all("forward" not in vars(module) for module in model.modules())
+    assert type(model(_ids(0, 0))["logits"]) is Tensor
+
+
+def test_evaluation_is_tiled_too():
+    engine = zero_core.build(_Model(), _config(3, tiled_compute=TILED), is_training=False)
+    found = engine(_ids(0, 0))
+    assert isinstance(found["logits"], TiledLogits)
+    torch.testing.assert_close(found["loss"], _Model()(_ids(0, 0))["loss"])
+    torch.testing.assert_close(found["logits"] + 0, _Model()(_ids(0, 0))["logits"])
+
+
+@pytest.mark.parametrize(
+    ("block", "message"),
+    [
+        (
+            {"modules": {"names": ["mlps"]}},
+            "tiled_compute.modules names what the model lacks: mlps",
+        ),
+        (
+            {"logits": {"classes": ["Head"]}},
+            "tiled_compute.logits names what the model lacks: Head",
+        ),
+        ({"tile_tokens": 0}, "tiled_compute.tile_tokens"),
+        ({"mlp": {}}, "tiled_compute.mlp"),
+    ],
+)
+def test_wrong_names_are_errors(block, message):
+    with pytest.raises(ConfigError, match=message):
+        zero_core.build(_Model(), _config(3, tiled_compute=block))
+
+
+class _Mixing(nn.Module):
+    def forward(self, x: Tensor, *, mask: Tensor | None = None) -> Tensor:
+        return x.sum(-2)
+
+
+@pytest.mark.parametrize("has_mask", [False, True])
+def test_module_that_cannot_be_tiled_is_named(has_mask):
+    model = nn.Sequential(_Mixing(), nn.Linear(4, 4))
+    block = {"tile_tokens": 2, "modules": {"names": ["0"]}}
+    zero_core.build(model, _config(1, tiled_compute=block))
+    mask = {"mask": torch.ones(3)} if has_mask else {}
+    with pytest.raises(ConfigError, match=r"tiled_compute.modules: '0' \(_Mixing\)"):
+        model[0](torch.randn(2, 5, 4), **mask)
