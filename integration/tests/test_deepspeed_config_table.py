@@ -126,6 +126,7 @@ EXAMPLES: dict[str, Any] = {
     "optimizer.params.max_grad_norm": 1.0,
     "scheduler.type": "WarmupLR",
     "scheduler.params": {"warmup_num_steps": 7},
+    "tiled_compute.tile_tokens": 64,
     "activation_checkpointing.number_checkpoints": 4,
     "activation_checkpointing.enabled": True,
     "checkpoint.tag_validation": "Fail",
