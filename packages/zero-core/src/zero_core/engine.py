@@ -15,6 +15,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from zero_core._torch import cast_floats
@@ -89,6 +90,31 @@ class Engine(ShardedModel):
         self._runtime.discard()
         self._meter.end_step()
         self._train.end_step()
+
+    def idle_backward(self, *, over: int | None = None) -> None:
+        """Take part in one forward and backward of the other ranks, without data.
+
+        For a rank whose data has ended before that of others. It gathers and reduces what they do,
+        in the order of blocks of this rank's last forward (before the first one: the module
+        tree's), and adds zero to each gradient. Averages still count all ranks, as by
+        `torch.distributed.algorithms.Join` for DDP with its default
+        ``divide_by_initial_world_size=True``: for a mean over the samples there are, scale the
+        others' loss by world size / ranks with data. Buffers that are broadcast remain those of
+        rank 0. ``over`` as in `backward`. ``step`` follows: see `idle_step`.
+        """
+        self._idle_forward()
+        nothing = torch.zeros((), device=self.device, requires_grad=True)
+        nothing.register_hook(self._runtime.idle_backward)  # type: ignore[no-untyped-call]
+        self.backward(nothing, over=over)
+
+    def idle_step(self, *, over: int | None = None) -> None:
+        """Take part in one micro-step of the other ranks, without data.
+
+        `idle_backward` and `step`: the counterpart of one forward, backward and step elsewhere. It
+        updates this rank's part of the parameters.
+        """
+        self.idle_backward(over=over)
+        self.step()
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool | None) -> None:
         """Set whether this micro-step, and each from now on, is the last one of its step.

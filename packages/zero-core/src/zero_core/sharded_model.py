@@ -44,7 +44,7 @@ _log = logging.getLogger(__name__)
 _TRAINING_VERBS = frozenset(
     {
         *("backward", "clip_grad_norm_", "no_sync", "optimizer", "save_checkpoint", "scale"),
-        *("set_gradient_accumulation_boundary", "step"),
+        *("idle_backward", "idle_step", "set_gradient_accumulation_boundary", "step"),
     }
 )
 """Members of `zero_core.Engine` alone."""
@@ -100,7 +100,7 @@ class ShardedModel:
         self._transport = parts.transport
         self._meter = parts.meter
         self._gathering = GatheredParams(runtime, state)
-        buffers = BufferSync(state.module, state.control, runtime)
+        self._buffers = buffers = BufferSync(state.module, state.control, runtime)
         if parts.config.broadcast_buffers:
             buffers.attach()
         self._guard = ParamGuard(state.module, state.params, state.param_names)
@@ -128,6 +128,20 @@ class ShardedModel:
         args, kwargs = cast_floats((args, kwargs), self._compute_dtype)
         with torch.no_grad():
             return self.module(*args, **kwargs)
+
+    @torch.no_grad()
+    def idle_forward(self) -> None:
+        """Take part in one forward without gradients of the other ranks, without data.
+
+        For ranks that evaluate or generate less than others: at stage 3 the others wait for this
+        rank's shards. Nothing is computed. It follows the order of blocks of this rank's last
+        forward, or the module tree's before the first one.
+        """
+        self._idle_forward()
+
+    def _idle_forward(self) -> None:
+        self._buffers.idle_forward()
+        self._runtime.idle_forward(self.module)
 
     def train(self, mode: bool = True) -> Self:
         """Set the training mode, as `torch.nn.Module.train`."""

@@ -311,7 +311,8 @@ class Communicator:
         return CollectiveError(
             f"{self.describe(verb, segment)} failed or timed out: {error}. If "
             "the ranks took different branches or one of them died, the first rank to report "
-            "another error is the cause"
+            "another error is the cause. A rank without data for a forward of the others must call "
+            "engine.idle_step() in its place, or engine.idle_forward() without gradients"
         )
 
     def kind_of(self, work: Work) -> _Kind:

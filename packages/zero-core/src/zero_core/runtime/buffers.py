@@ -43,13 +43,26 @@ class BufferSync:
         while self.handles:
             self.handles.pop().remove()
 
+    def idle_forward(self) -> None:
+        """Take part in what the other ranks' next forward broadcasts, without a forward here."""
+        if self.handles:
+            self._enter_forward()
+            self._leave_forward()
+
     def _pre_forward(self, module: nn.Module, args: Any) -> None:
-        if self._is_due and not is_in_backward():  # no recomputation
-            self._broadcast()
+        if not is_in_backward():  # no recomputation
+            self._enter_forward()
 
     def _post_forward(self, module: nn.Module, args: Any, output: Any) -> None:
         if not is_in_backward():
-            self._is_due = torch.is_grad_enabled() and self._runtime.should_sync
+            self._leave_forward()
+
+    def _enter_forward(self) -> None:
+        if self._is_due:
+            self._broadcast()
+
+    def _leave_forward(self) -> None:
+        self._is_due = torch.is_grad_enabled() and self._runtime.should_sync
 
     def _broadcast(self) -> None:
         by_dtype: dict[torch.dtype, list[Tensor]] = {}

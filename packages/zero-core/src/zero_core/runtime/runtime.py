@@ -32,11 +32,20 @@ Autograd saves the weights that a forward used. At stage 3 their buffer is reuse
 so what is saved of a pool buffer is only (segment, offset, shape): `torch.autograd.graph`'s hooks
 pack it when it is saved, and gather the unit again when backward unpacks it. The first unpacking,
 or the first recomputation by activation checkpointing, marks the beginning of a unit's backward.
+
+[Note: idle ranks]
+A rank that has no data while the others have takes part in their collectives: `idle_forward` uses
+the blocks that this rank's last forward used, in its order (before the first one: that of the
+module tree), and `idle_backward` opens a backward that skips all of them. Both take the ways of a
+forward and a backward with data, so that all launches are in one order. Gradients count as zero,
+and averages are divided by all ranks, as `torch.distributed.algorithms.Join` does for DDP with
+``divide_by_initial_world_size=True``, its default.
 """
 
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol
@@ -161,6 +170,8 @@ class Runtime:
         self._ahead: Unit | None = None  # gathered before it is needed
         # Units recomputed in this backward: gradients to come since the last recomputation.
         self._recomputed: dict[int, int] = {}
+        self._ever_recomputed: set[int] = set()
+        self._stay_idle: set[int] = set()  # units that the backward of an idle rank gathers once
         self._last_block = max((u.index for u in self.units if u.is_block), default=0)
         self._tail = self.units[-1] if self.units[-1].is_tail else None
         held = () if self._tail is None else self._tail.params
@@ -168,6 +179,9 @@ class Runtime:
         trainable = [u.index for u in self.units if u.grads]
         self._order = BackwardOrder(trainable, None if self._tail is None else self._tail.index)
         self._forward: Forward | None = None  # the one that is running with gradients
+        # Blocks that the model's last whole forward used, in order, and the one under way so far.
+        self._last_path = [unit for unit in self.units if unit.is_block]
+        self._path: list[Unit] = []
         self._in_flight: tuple[FlatGrads, ...] = ()  # under reduction
         self._is_backward_open = False
         # Whether the open backward reduces (not in no_sync; one rank: at the boundary only).
@@ -194,9 +208,11 @@ class Runtime:
                 if self._has_sharded_params:
                     context = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
                     context.__enter__()
-            if self._tail is not None and unit.is_root:
-                self.ready.discard(self._tail.index)
-                self._early_reads.watch()
+            if unit.is_root:
+                self._path = []
+                if self._tail is not None:
+                    self.ready.discard(self._tail.index)
+                    self._early_reads.watch()
         self._running.append((unit, module, context))
         self._use(unit, backward=False)
 
@@ -210,6 +226,7 @@ class Runtime:
             if not running:
                 if unit.is_root:
                     self._end_tail(is_saved=needs_grad and self._forward is not None)
+                    self._last_path = self._path
                 self._forward = None
             if context is not None:
                 context.__exit__(None, None, None)
@@ -220,6 +237,19 @@ class Runtime:
         # The last block stays gathered: backward begins with it.
         if unit.is_block and not (unit.index == self._last_block and torch.is_grad_enabled()):
             self.release(unit)
+
+    def idle_forward(self, model: nn.Module) -> None:
+        """Take part in a forward of the other ranks, without data. See [Note: idle ranks].
+
+        ``model`` is the root's module.
+        """
+        root = self.units[0]
+        path = self._last_path
+        self.enter_forward(root, model)
+        for unit in path:
+            self.enter_forward(unit, model)
+            self.leave_forward(unit, needs_grad=True)
+        self.leave_forward(root, needs_grad=True)
 
     def end_interrupted_forward(self, *, entering: nn.Module | None = None) -> None:
         """End a forward that was left without its hooks: torch runs none after Ctrl-C.
@@ -300,8 +330,10 @@ class Runtime:
             if previous is not unit:
                 if previous is not None:
                     self.release(previous)
-                if not backward and self._forward is not None:
-                    self._order.use(index)
+                if self._running and not backward:
+                    self._path.append(unit)
+                    if self._forward is not None:
+                        self._order.use(index)
         if self._ahead is not None and self._ahead is not unit:
             self.release(self._ahead)  # the order is not that of the module tree
         self._ahead = None
@@ -409,6 +441,7 @@ class Runtime:
         """Gather ``unit``, whose forward activation checkpointing computes again in backward."""
         self.enter_backward(unit, None)
         self._recomputed[unit.index] = unit.count_trainable()
+        self._ever_recomputed.add(unit.index)
 
     def gradient_ready(self, unit: Unit, grads: FlatGrads, position: int, grad: Tensor) -> None:
         """Take the gradient of parameter ``position`` of a segment of ``unit``."""
@@ -426,6 +459,17 @@ class Runtime:
         if num_missing == 0 and self._is_reducing:
             self._reduce_ready_units()
 
+    def idle_backward(self, grad: Tensor) -> None:
+        """Begin a backward that brings no gradient. Its end follows the last forward's trail.
+
+        A hook on the tensor that it begins with, whose ``grad`` is not looked at.
+        """
+        if not self._is_backward_open:
+            self._open_backward()
+        # With data, a block that is used twice and recomputed stays until its gradients are there.
+        uses = Counter(unit.index for unit in self._last_path)
+        self._stay_idle = {i for i, num in uses.items() if num > 1} & self._ever_recomputed
+
     def _gather_skipped(self, skipped: int) -> None:
         """Gather a unit that backward skips here, because other ranks may go into it."""
         if not self._has_sharded_params:
@@ -437,6 +481,8 @@ class Runtime:
             self.enter_backward(unit, None)
         else:
             self._use(unit, backward=True)
+            if skipped in self._stay_idle:
+                self._current = None  # it is released at the end of backward
 
     def _must_stay(self, unit: Unit) -> bool:
         # A recomputed forward saved raw views; they are used until the unit's gradients are there.
@@ -505,6 +551,7 @@ class Runtime:
             self._finish_reductions()
         self.release_all()
         self._is_backward_open = False
+        self._stay_idle = set()
 
     # ----------------------------------------------------------- accumulation
 

@@ -1,0 +1,176 @@
+"""Ranks without data take part in the steps of the others, as under DDP's Join."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms.join import Join
+from torch.nn.parallel import DistributedDataParallel
+
+import zero_core
+from zero_core.testing import (
+    LR,
+    WEIGHT_DECAY,
+    Case,
+    SimulatedDDP,
+    SimulatedRanks,
+    batch,
+    make_model,
+    seeded,
+    simulate,
+    spawn,
+)
+
+STEPS = 5
+# By step: how many micro-batches of two each rank has.
+NUM_MICRO = [(2, 2, 2), (2, 1, 0), (2, 0, 1), (1, 2, 0), (0, 0, 2)]
+
+
+def _has_data(step: int, micro: int, rank: int) -> bool:
+    return micro < NUM_MICRO[step][rank]
+
+
+def _reference(ranks: SimulatedRanks, case: Case) -> dict[str, Tensor]:
+    """Gradients of each micro-step averaged over all ranks, those without data counting as zero."""
+    model = make_model()
+    ddp = SimulatedDDP(model, ranks)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=LR, weight_decay=WEIGHT_DECAY, fused=True)
+    for step in range(STEPS):
+        sums: dict[nn.Parameter, Tensor] = {}
+        for micro in range(case.accumulation):
+            if _has_data(step, micro, ranks.rank):
+                loss = ddp(**batch(step, micro, ranks.rank))["loss"]
+                (loss / case.accumulation).backward()
+            ddp.average_gradients()
+            for param in trained:
+                if param.grad is not None:
+                    grad, param.grad = param.grad, None
+                    sums[param] = sums[param] + grad if param in sums else grad
+        for param in trained:
+            param.grad = sums.get(param)
+        optimizer.step()
+        optimizer.zero_grad()
+    return {name: value.detach() for name, value in model.state_dict().items()}
+
+
+def _follow(ranks: SimulatedRanks, case: Case) -> None:
+    expected = _reference(ranks, case)
+    engine = zero_core.build(make_model(), case.config(), process_group=ranks)
+    for step in range(STEPS):
+        for micro in range(case.accumulation):
+            if _has_data(step, micro, ranks.rank):
+                engine.backward(engine(**batch(step, micro, ranks.rank))["loss"])
+                engine.step()
+            else:
+                engine.idle_step()
+    assert (engine.global_steps, engine.skipped_steps) == (STEPS, 0)
+    torch.testing.assert_close(engine.full_state_dict(), expected, rtol=0.0, atol=0.0)
+
+
+@pytest.mark.parametrize("is_recomputed", [False, True], ids=["saved", "recomputed"])
+@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_ranks_without_data_add_zero_to_the_average(world_size, stage, is_recomputed):
+    case = Case(stage, accumulation=2)
+    if is_recomputed:
+        case = dataclasses.replace(case, top={"activation_checkpointing": {}})
+    simulate(_follow, world_size, case)
+
+
+class _Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        with seeded(4):
+            self.blocks = nn.ModuleList(
+                nn.Sequential(nn.Linear(7, 7), nn.BatchNorm1d(7), nn.Tanh()) for _ in range(4)
+            )
+            self.head = nn.Linear(7, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        loss: Tensor = self.head(x).square().mean()
+        return loss
+
+
+def _x(step: int, rank: int) -> Tensor:
+    return torch.randn(5, 7, generator=torch.Generator().manual_seed(10 * step + rank))
+
+
+# The last rank has none from the start, and the others end at different times.
+_LENGTHS = (4, 2, 0)
+
+
+def _join(rank: int, world_size: int) -> None:
+    lengths = _LENGTHS[:world_size]
+    model = _Net()
+    ddp: Any = DistributedDataParallel(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+    with Join([ddp]):
+        for step in range(lengths[rank]):
+            optimizer.zero_grad()
+            ddp(_x(step, rank)).backward()
+            optimizer.step()
+    # As Join leaves it: every rank has the weights of those that ended last.
+    expected = {name: value.detach() for name, value in model.state_dict().items()}
+    del ddp
+    for stage in range(4):
+        config = Case(stage).config() | {
+            "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.01}}
+        }
+        engine = zero_core.build(_Net(), config)
+        for step in range(max(lengths)):
+            if step < lengths[rank]:
+                engine.backward(engine(_x(step, rank)))
+                engine.step()
+            else:
+                engine.idle_step()
+        found = engine.full_state_dict()
+        for name in dict(model.named_parameters()):
+            # With three ranks gloo adds up in another order.
+            atol = 0.0 if world_size == 2 else 1e-6
+            torch.testing.assert_close(found[name], expected[name], rtol=0.0, atol=atol)
+        engine.close()
+    dist.barrier()
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_the_average_is_that_of_join(world_size):
+    spawn(_join, world_size)
+
+
+def _evaluate(ranks: SimulatedRanks, stage: int) -> None:
+    engine = zero_core.build(
+        make_model(), Case(stage).config(), process_group=ranks, is_training=False
+    )
+    reference = make_model()
+    for turn in range(4):
+        if turn <= ranks.rank:
+            inputs = batch(turn, 0, ranks.rank)
+            with torch.no_grad():
+                expected = reference(**inputs)["loss"]
+            assert engine(**inputs)["loss"] == expected
+        else:
+            engine.idle_forward()
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_ranks_may_evaluate_different_numbers_of_batches(stage):
+    simulate(_evaluate, 3, stage)
+
+
+def _wait_in_vain(ranks: SimulatedRanks) -> None:
+    engine = zero_core.build(make_model(), Case(3).config(), process_group=ranks)
+    for micro in range(2 if ranks.rank == 0 else 1):
+        engine.backward(engine(**batch(0, micro, 0))["loss"])
+
+
+def test_the_error_of_ranks_that_diverge_names_idle_step():
+    with pytest.raises(zero_core.CollectiveError, match=r"must call engine.idle_step\(\)"):
+        simulate(_wait_in_vain, 2, timeout_s=1.0)
