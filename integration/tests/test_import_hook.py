@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
-import stat
 import subprocess
 import sys
 from pathlib import Path
@@ -128,20 +127,6 @@ def test_hooks_folders_stand_in_front_once() -> None:
     once = hooked({"PYTHONPATH": "/a", "PATH": "/b"})
     assert once["PYTHONPATH"] == os.pathsep.join([str(ON_PATH), "/a"])
     assert hooked(once) == once
-
-
-def test_deepspeeds_launcher_is_refused_with_what_to_do_instead() -> None:
-    program = ON_PATH / "bin" / "deepspeed"
-    assert program.stat().st_mode & stat.S_IXUSR
-    done = subprocess.run(
-        ["deepspeed", "--num_gpus", "2", "train.py"],
-        env=hooked(environment()),
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 2
-    assert "zero-engine run --nnodes" in done.stderr
 
 
 def test_every_module_of_deepspeed_is_served_or_refused() -> None:

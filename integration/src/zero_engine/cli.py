@@ -94,7 +94,7 @@ def train(
 @app.command(
     # All is passed on as it stands, with what looks like an option of this command.
     context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False},
-    options_metavar="[TORCHRUN OPTIONS]",
+    options_metavar="[LAUNCHER OPTIONS]",
 )
 def run(
     program: Annotated[
@@ -104,9 +104,10 @@ def run(
     """Run a DeepSpeed or Hugging Face script, unchanged, with this engine as its deepspeed.
 
     One rank per accelerator of this machine, or one on the CPU; options before the script are
-    torchrun's (--nproc-per-node, --nnodes, --rdzv-endpoint, ...). A program that starts ranks by
-    itself is started once: zero-engine run accelerate launch --config_file FILE SCRIPT.PY. Ends
-    with the exit code of the script.
+    torchrun's (--nproc-per-node, --nnodes, --rdzv-endpoint, ...) or those of DeepSpeed's launcher
+    (--num_gpus, --include, --hostfile, ...). A program that starts ranks by itself is started once:
+    zero-engine run accelerate launch --config_file FILE SCRIPT.PY, zero-engine run bash train.sh,
+    in which deepspeed is this command. Ends with the exit code of the script.
     """
     from zero_core.errors import ZeroError
     from zero_engine.launch.ranks import fail

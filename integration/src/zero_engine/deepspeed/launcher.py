@@ -1,21 +1,24 @@
-"""``deepspeed.launcher.runner``, of which accelerate reads a name. It starts nothing."""
+"""``deepspeed.launcher.runner``: starts ranks as ``zero-engine run`` does."""
 
 from __future__ import annotations
 
 import os
-from typing import NoReturn
-
-from zero_engine.deepspeed.errors import NotServedError
-from zero_engine.script.hook import no_launcher
+import sys
+from collections.abc import Sequence
 
 DEEPSPEED_ENVIRONMENT_NAME = os.getenv("DS_ENV_FILE", ".deepspeed_env")
 """File with variables for other machines, which DeepSpeed's own launcher reads."""
 
 
-def main(args: list[str] | None = None) -> NoReturn:
-    """Refuse to start ranks, as the ``deepspeed`` program would.
+def main(args: Sequence[str] | None = None) -> None:
+    """Run ``[options] script.py arguments``, as the program ``deepspeed``.
 
     Raises:
-        NotServedError: always; ranks are started by ``zero-engine run``.
+        SystemExit: with the exit code of a script that failed.
+        ConfigError: an option is not served; see `zero_engine.script.deepspeed_options`.
     """
-    raise NotServedError("its launcher", no_launcher())
+    from zero_engine.script.run import run_program  # torchrun is not needed by those who train
+
+    code = run_program(sys.argv[1:] if args is None else args)
+    if code:
+        sys.exit(code)

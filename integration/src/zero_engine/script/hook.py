@@ -28,15 +28,11 @@ def hooked(environment: Mapping[str, str]) -> dict[str, str]:
     """Return ``environment`` with the hook's folders in front of PYTHONPATH and PATH."""
     return {
         **environment,
+        "ZERO_ENGINE_PYTHON": sys.executable,  # of the programs of `ON_PATH`
         "PYTHONPATH": _in_front(str(ON_PATH), environment.get("PYTHONPATH", "")),
-        # Its one program tells those who start DeepSpeed's launcher what to do.
+        # Its one program is DeepSpeed's launcher.
         "PATH": _in_front(str(ON_PATH / "bin"), environment.get("PATH", os.defpath)),
     }
-
-
-def no_launcher() -> str:
-    """Return the advice for those who want DeepSpeed's own launcher."""
-    return (ON_PATH / "no_launcher.txt").read_text(encoding="utf-8")
 
 
 def _in_front(folder: str, others: str) -> str:

@@ -18,23 +18,30 @@ from zero_engine.launch.ranks import is_under_launcher
 from zero_engine.launch.started_ranks import LOOPBACK, rank_variables
 from zero_engine.launch.torchrun import local_address_only, run_ranks
 from zero_engine.machine import available_cores
-from zero_engine.script.hook import hooked
+from zero_engine.script.deepspeed_options import add_options, carry_out, process_number_saved
+from zero_engine.script.hook import SERVED, hooked
 from zero_engine.script.local_rank import OPTION, declares_local_rank, source_of
 
-LAUNCHERS = ("accelerate", "torchrun")
-"""Programs that start ranks themselves."""
+SHELLS = ("bash", "sh", "zsh")
+LAUNCHERS = ("accelerate", "torchrun", SERVED, *SHELLS)
+"""Programs that start ranks themselves. A script of a shell is one, too."""
 LAUNCHER_MODULES = (
     "accelerate.commands.launch",
     "accelerate.commands.accelerate_cli",
     "torch.distributed.run",
     "torch.distributed.launch",
 )
-PROGRAM = ("module", "no_python", "training_script", "training_script_args", "local_rank")
-"""What the parser reads besides torchrun's options."""
+PROGRAM = (
+    *("module", "no_python", "training_script", "training_script_args", "local_rank"),
+    *("quiet", "log_level"),
+)
+"""What the parser reads besides the options of torchrun and of DeepSpeed's launcher."""
 
 
 def run_program(arguments: Sequence[str]) -> int:
-    """Run ``[torchrun options] script.py arguments`` with the hook. Returns the exit code.
+    """Run ``[launcher's options] script.py arguments`` with the hook. Returns the exit code.
+
+    Options are torchrun's and those of DeepSpeed's launcher.
 
     Does not return, but becomes the program, where no ranks are to be started: in a process that
     is a rank already, or for a launcher, which starts them itself. A process is a rank if it has a
@@ -47,28 +54,34 @@ def run_program(arguments: Sequence[str]) -> int:
     parsed = parser.parse_args(list(arguments))
     os.environ.update(hooked(os.environ))
     given = _options_given(parser, parsed)
-    if not given and not _is_launcher(parsed):  # with options, a task of SLURM's starts a node's
+    is_launcher = _is_launcher(parsed)
+    if not given and not is_launcher:  # with options, a task of SLURM's starts a node's
         _become_started_rank()
-    if is_under_launcher() or _is_launcher(parsed):
+    if is_under_launcher() or is_launcher:
         _refuse_options(parsed, given)
-        if not _is_launcher(parsed):
+        if is_launcher and _name(parsed) == SERVED:
+            return run_program(parsed.training_script_args)
+        if not is_launcher:
             _give_local_rank(parsed, os.environ.get("LOCAL_RANK", "0"))
         _become(parsed)
+    for line in carry_out(parsed, parser, arguments):
+        _say(parsed, line)
     _give_local_rank(parsed, macros.local_rank)  # torchrun replaces it by each rank's own
-    if parsed.nnodes in ("1", "1:1") and parsed.rdzv_endpoint == parser.get_default(
-        "rdzv_endpoint"
-    ):
+    own = ("rdzv_endpoint", "master_addr", "master_port")
+    has_default = {name: getattr(parsed, name) == parser.get_default(name) for name in own}
+    if parsed.nnodes in ("1", "1:1") and has_default["rdzv_endpoint"]:
         # On this machine alone: with a port that is free, not with torchrun's fixed one.
-        parsed.standalone = True
+        parsed.standalone = all(has_default.values())
         _set_defaults(local_address_only())
     if parsed.nproc_per_node.isdecimal():
         threads = max(1, available_cores() // max(1, int(parsed.nproc_per_node)))
         _set_defaults({"OMP_NUM_THREADS": str(threads)})
-    return run_ranks(parsed)
+    with process_number_saved(is_asked=parsed.save_pid):
+        return run_ranks(parsed)
 
 
 def _parser() -> ArgumentParser:
-    """torchrun's parser, whose default is a rank per accelerator."""
+    """torchrun's parser, whose default is a rank per accelerator, with DeepSpeed's options."""
     parser: ArgumentParser = get_args_parser()
     parser.prog = "zero-engine run"
     if "PET_NPROC_PER_NODE" not in os.environ:
@@ -85,6 +98,7 @@ def _parser() -> ArgumentParser:
             const=is_given,
             help=f"{text}; default: where the script declares that option",
         )
+    add_options(parser)
     return parser
 
 
@@ -106,26 +120,37 @@ def _give_local_rank(parsed: Namespace, local_rank: str) -> None:
 
 def _print_local_rank(parsed: Namespace, *, is_given: bool) -> None:
     """Print the decision once: a script whose option stays at -1 may train on all data alone."""
-    if os.environ.get("RANK", "0") != "0" or parsed.node_rank not in (0, "0"):
-        return
     told = (
         f"declares {OPTION} and is given it (--no-local-rank before it: it is not)"
         if is_given
         else f"is not given {OPTION}, which neither it nor what it imports from its folder "
         "declares (--local-rank before it: it is)"
     )
-    print(f"zero-engine run: {Path(parsed.training_script).name} {told}", file=sys.stderr)
+    _say(parsed, f"{_name(parsed)} {told}")
+
+
+def _say(parsed: Namespace, line: str) -> None:
+    """Print ``line`` on the first node, and there on the first rank, unless told to be quiet."""
+    is_first = os.environ.get("RANK", "0") == "0" and parsed.node_rank in (0, None)
+    if is_first and parsed.log_level in ("debug", "info"):
+        print(f"zero-engine run: {line}", file=sys.stderr)
+
+
+def _name(parsed: Namespace) -> str:
+    return Path(parsed.training_script).name
 
 
 def _is_launcher(parsed: Namespace) -> bool:
     if parsed.module:
         return parsed.training_script in LAUNCHER_MODULES
+    if parsed.no_python:
+        return False  # each rank is one
     program = Path(parsed.training_script)
-    return program.name in LAUNCHERS and program.suffix == "" and not program.is_dir()
+    return program.suffix == ".sh" or (program.name in LAUNCHERS and not program.is_dir())
 
 
 def _options_given(parser: ArgumentParser, parsed: Namespace) -> list[str]:
-    """torchrun's options that aren't at their defaults."""
+    """Options for starting ranks that aren't at their defaults."""
     return [
         f"--{name.replace('_', '-')}"
         for name, value in vars(parsed).items()
@@ -159,8 +184,11 @@ def _become(parsed: Namespace) -> None:
         command = [sys.executable, "-m", program]
     elif parsed.no_python:
         command = [program]
+    elif program.endswith(".sh"):
+        command = ["bash", program]
     elif Path(program).name in LAUNCHERS and not Path(program).is_file():
-        command = [sys.executable, _executable(program)]
+        own = [] if program in SHELLS else [sys.executable]
+        command = [*own, _executable(program)]
     else:
         command = [sys.executable, program]
     sys.stdout.flush()

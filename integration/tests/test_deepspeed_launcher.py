@@ -1,0 +1,225 @@
+"""Options of DeepSpeed's launcher start the ranks that DeepSpeed would start.
+
+``integration/compat/test_launcher.py`` compares host files and filters with DeepSpeed's own.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import environment, run_forked
+from torch.distributed.run import get_args_parser
+
+from zero_core.errors import ConfigError
+from zero_engine.script.deepspeed_options import add_options, carry_out
+from zero_engine.script.hook import hooked
+from zero_engine.script.hosts import filtered, read_host_file
+from zero_engine.script.run import run_program
+
+SEES = """
+import json, os, sys
+names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT", "CUDA_VISIBLE_DEVICES")
+sys.stdout.write(json.dumps([{n: os.environ.get(n) for n in names}, sys.argv[1:]]) + chr(10))
+"""
+HOSTS = "# two machines\nworker-0 slots=2\n\nworker-1 slots=4 # faster\n"
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Path:
+    """A script that prints its rank and arguments, beside a host file."""
+    (tmp_path / "hosts").write_text(HOSTS, encoding="utf-8")
+    path = tmp_path / "train.py"
+    path.write_text(SEES, encoding="utf-8")
+    return path
+
+
+def _ranks(done: subprocess.CompletedProcess[str]) -> list[tuple[dict[str, Any], list[str]]]:
+    """What the ranks printed, by rank."""
+    assert done.returncode == 0, done.stderr
+    found = [json.loads(line) for line in done.stdout.splitlines()]
+    return sorted(found, key=lambda one: int(one[0]["RANK"]))
+
+
+def _free_port() -> str:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return str(probe.getsockname()[1])
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["--num_nodes", "1", "--num_gpus", "2", "--master_port", "PORT"],
+        ["--include", "localhost:1,0", "--hostfile=/dev/null", "--ssh-port=22"],
+        ["-e", "worker-1:1,2@worker-0", "-H", "hosts", "--no_local_rank", "--save_pid"],
+    ],
+)
+def test_options_start_the_ranks_that_deepspeed_would(
+    script: Path, options: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(script.parent)
+    port = _free_port()
+    words = [port if word == "PORT" else word for word in options]
+    done = run_forked("run", *words, script.name, "--epochs", "3", "--num_gpus=7")
+    ranks = _ranks(done)
+    assert [rank["RANK"] for rank, _ in ranks] == ["0", "1"]
+    assert {rank["WORLD_SIZE"] for rank, _ in ranks} == {"2"}
+    assert all(arguments == ["--epochs", "3", "--num_gpus=7"] for _, arguments in ranks)
+    assert (ranks[0][0]["MASTER_PORT"] == port) == ("PORT" in options)
+    assert ("--ssh_port has no effect" in done.stderr) == ("--ssh-port=22" in options)
+
+
+def test_nodes_without_ssh_are_parts_of_one_job(
+    script: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(script.parent)
+    shared = ("--no_ssh", "--master_addr=127.0.0.1", "--master-port", _free_port(), "--quiet")
+    chosen = ("--hostfile", "hosts", "--include=worker-0:1@worker-1:0,3")
+
+    def run_node(rank: int) -> subprocess.CompletedProcess[str]:
+        return run_forked("run", *shared, f"--node_rank={rank}", *chosen, script.name)
+
+    with ThreadPoolExecutor(2) as pool:
+        first, second = pool.map(run_node, range(2))
+    assert [rank["RANK"] for rank, _ in _ranks(first)] == ["0"]
+    assert [rank["RANK"] for rank, _ in _ranks(second)] == ["1", "2"]
+    assert first.stderr == ""
+
+
+def test_shell_script_finds_the_program_deepspeed(script: Path, tmp_path: Path) -> None:
+    shell_script = tmp_path / "train.sh"
+    logs = tmp_path / "logs"
+    shell_script.write_text(
+        f"deepspeed --num_gpus=2 --enable_each_rank_log={logs} {script} --x\nexit 7\n",
+        encoding="utf-8",
+    )
+    done = run_forked("run", str(shell_script))
+    assert done.returncode == 7, done.stderr
+    found = sorted(path.read_text(encoding="utf-8") for path in logs.rglob("stdout.log"))
+    assert [json.loads(text)[1] for text in found] == [["--x"]] * 2
+
+
+def _refusal(*arguments: str) -> str:
+    with pytest.raises(ConfigError) as refused:
+        run_program(arguments)
+    return str(refused.value)
+
+
+@pytest.fixture
+def own_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Restores the variables that `run_program` sets."""
+    for name in ("PYTHONPATH", "PATH", "ZERO_ENGINE_PYTHON", "CUDA_VISIBLE_DEVICES"):
+        monkeypatch.setenv(name, os.environ.get(name, ""))
+
+
+@pytest.mark.usefixtures("own_environment")
+def test_several_hosts_are_told_each_ones_command(script: Path) -> None:
+    options = ["-H", str(script.parent / "hosts"), "--launcher=SLURM"]
+    told = _refusal(*options, str(script), "--name", "a b").splitlines()
+    for rank, host in enumerate(("worker-0", "worker-1")):
+        start = f"  on {host}: zero-engine run --no_ssh --node_rank={rank} --master_addr=worker-0 "
+        (line,) = (line for line in told if line.startswith(start))
+        assert line.endswith(f"{script} --name 'a b'")
+    assert any("srun --ntasks-per-node" in line for line in told)
+
+
+@pytest.mark.usefixtures("own_environment")
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--autotuning", "run"], "zero-engine plan"),
+        (["--bind_cores_to_rank"], "--numa-binding=node"),
+        (["--bind_core_list=0-3"], "--numa-binding=node"),
+        (["--force_multi"], "this machine alone"),
+        (["--num_gpus=0"], "expected a whole number >= 1, found 0"),
+        (["--num_gpus=1", "--include=localhost"], "exclude each other"),
+        (["--include=localhost", "--exclude=localhost"], "exclude each other"),
+        (["--include=elsewhere"], "there is no host 'elsewhere' among localhost"),
+        (["--include=localhost:a"], "expected HOST"),
+        (["--exclude=localhost"], "leaves no slot"),
+        (["--num_nodes=2"], "--nnodes=2"),
+        (["--nproc-per-node=2", "--num_gpus=2"], "--nproc-per-node is torchrun's"),
+        (["--nnodes=2", "--num_gpus=2"], "--nnodes is torchrun's"),
+        (["--hostfile=nowhere"], "cannot read the host file nowhere"),
+        (["-H", "hosts", "--num_nodes=3"], "the host file names 2"),
+        (
+            ["-H", "hosts", "--no_ssh"],
+            "needs --node_rank, this machine's position in worker-0, worker-1",
+        ),
+        (["-H", "hosts", "--no_ssh", "--node_rank=2"], "expected 0 to 1"),
+        (["-H", "hosts", "-i", "worker-0:2"], "worker-0 has no slot 2: it has 2"),
+    ],
+)
+def test_option_that_cannot_be_served_says_what_to_do(
+    script: Path, options: list[str], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(script.parent)
+    assert message in _refusal(*options, script.name)
+
+
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [
+        ("", "names no host"),
+        ("worker-0 slots=2\nworker-1", "line 2: expected 'HOST slots=NUMBER', found 'worker-1'"),
+        ("a slots=1\na slots=2", "line 2: a is there twice"),
+    ],
+)
+def test_broken_host_file_is_refused_by_line(tmp_path: Path, lines: str, message: str) -> None:
+    path = tmp_path / "hosts"
+    path.write_text(lines, encoding="utf-8")
+    with pytest.raises(ConfigError, match=message):
+        read_host_file(path)
+
+
+def test_filters_keep_the_order_of_hosts_and_slots() -> None:
+    hosts = {"a": (0, 1), "b": (0, 1, 2), "c": (0,)}
+    assert filtered(hosts, include="b:2,0,2@a", exclude="") == {"a": (0, 1), "b": (0, 2)}
+    assert filtered(hosts, include="", exclude="b:1@a") == {"b": (0, 2), "c": (0,)}
+    assert list(filtered(hosts, include="c@a", exclude="")) == ["a", "c"]
+
+
+@pytest.mark.usefixtures("own_environment")
+@pytest.mark.parametrize(
+    ("visible", "options", "expected"),
+    [
+        ("", ["--include=localhost:1,3"], "1,3"),
+        ("", ["--exclude=localhost:0"], "1,2,3"),
+        ("4,5,6,7", ["--include=localhost:1,3"], "5,7"),
+        ("4,5,6,7", ["--num_gpus=2"], "4,5,6,7"),
+    ],
+)
+def test_chosen_slots_are_the_devices_that_ranks_see(
+    visible: str, options: list[str], expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # There is no machine with four devices here; all that is asked of it is their number.
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 4)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    parser = get_args_parser()
+    add_options(parser)
+    parsed = parser.parse_args([*options, "train.py"])
+    carry_out(parsed, parser, options)
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == expected
+    num_ranks = 2 if "--num_gpus=2" in options else expected.count(",") + 1
+    assert parsed.nproc_per_node == str(num_ranks)
+    assert "4 devices are visible here" in _refusal("--num_gpus=5", "train.py")
+
+
+def test_program_deepspeed_starts_ranks(script: Path) -> None:
+    done = subprocess.run(
+        ["deepspeed", "--num_gpus=1", "-q", str(script)],
+        env=hooked(environment()),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert [arguments for _, arguments in _ranks(done)] == [[]]
