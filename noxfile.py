@@ -6,8 +6,8 @@
     typecheck  mypy --strict
     examples   the programs in integration/examples, as they say; arguments name some of them
     bench      benchmarks: arguments go to ``python integration/benchmarks/run.py``
-    compat     the same script with DeepSpeed itself and with ``zero-engine run``; see
-               ``integration/compat/compare.py``, which arguments go to
+    compat     public scripts with DeepSpeed itself and with ``zero-engine run``: the table in
+               docs/compat.md; arguments go to ``integration/compat/compare.py``
     wheels     cpu-adam's wheel and sdist, tested where there is no compiler
     kernels    cpu-adam's kernels without Python: here, sanitized, and on an emulated Arm processor
     sanitize   cpu-adam's tests under AddressSanitizer and UBSan; arguments go to pytest
@@ -166,7 +166,7 @@ def bench(session: nox.Session) -> None:
 @nox.session
 def compat(session: nox.Session) -> None:
     """Compare losses, step time and memory with DeepSpeed's own, which is installed here."""
-    install_everything(session, "pytest>=8.3", extras="[bench,test]")
+    install_everything(session, "pytest>=8.3", "trl>=1.15", extras="[bench,test]")
     # That each of its modules is served or refused can be told only where it is installed.
     hook = "integration/tests/test_import_hook.py"
     session.run("python", "-m", "pytest", "-q", hook, "integration/compat/test_launcher.py")

@@ -1,192 +1,242 @@
-"""The same script with DeepSpeed itself and with ``zero-engine run``: losses, time and memory.
+"""Public scripts and configurations with DeepSpeed itself and with ``zero-engine run``.
 
-``nox -s compat`` runs it. Ranks are processes on the CPU. Sides take turns, round by round; step
-times and peaks are medians over rounds. Ends with code 1 if a loss differs by more than the
-tolerance at any step.
+``nox -s compat`` runs it. Ranks are processes on the CPU, two of one thread each. Where DeepSpeed
+does not run a script on the CPU, DDP stands in its place. Sides take turns, round by round; step
+times and peaks are medians over rounds.
+
+Each case is written to the file of results when it is over, and cases that are there already are
+kept: a run that was interrupted goes on where it ended. ``--again`` begins anew. Ends with code 1
+if a case fails or a loss differs by more than the case's tolerance at any step.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import statistics
 import sys
 import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
+import report
+from cases import Case
+from families import PACK, PLANNED
+from material import save_data, save_models
+from ranks import Ranks, environment, first_error
 
-from benchmarks.harness.ranks import CPU_ALONE, LOOPBACK, own_environment, run_together
+from benchmarks.harness.ranks import LOG_LENGTH, RankError, run_together, write_json
 
 HERE = Path(__file__).parent
-TESTS = HERE.parent / "tests"
-SCRIPT = TESTS / "scripts" / "run_lm.py"
-MEASURED = HERE / "measured.py"
+DOCS = HERE.parents[1] / "docs"
+RESULTS = DOCS / "benchmarks" / "compat.json"
+PAGE = DOCS / "compat.md"
 RANKS = 2
 WARMUP_STEPS = 2
-TOLERANCE = 1e-3
-"""Of a loss, relative: both sides compute in fp32, in another order."""
-
-CPU = {"device": "cpu"}
-GATHER = {"stage3_gather_16bit_weights_on_model_save": True}
-CASES: dict[str, dict[str, Any]] = {
-    "stage 1": {"stage": 1},
-    "stage 2": {"stage": 2},
-    "stage 3": {"stage": 3, **GATHER},
-    "stage 2, optimizer offloaded": {"stage": 2, "offload_optimizer": CPU},
-    "stage 3, all offloaded": {
-        "stage": 3,
-        **GATHER,
-        "offload_optimizer": CPU,
-        "offload_param": CPU,
-    },
+LIMIT_S = 240.0
+OURS = "zero-engine"
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone")
+LAUNCHERS = {
+    "deepspeed": TORCHRUN,
+    "ddp": TORCHRUN,
+    OURS: ("-m", "zero_engine", "run"),
 }
-SIDES = {
-    "deepspeed": ("-m", "torch.distributed.run", "--standalone"),
-    "zero_engine.deepspeed": ("-m", "zero_engine", "run"),
-}
-"""The name of the module that a script imports as deepspeed, and what starts its ranks."""
+"""What starts the ranks of a side."""
+MODULES = {"deepspeed": "deepspeed", "ddp": "deepspeed", OURS: "zero_engine.deepspeed"}
+"""The name of the module that a script imports as deepspeed."""
 
 
 @dataclass(frozen=True)
 class Run:
-    """One run of one side: by step, losses and seconds (the slowest rank's); the larger peak."""
+    """One run of one side: by rank, the losses of the steps; by step, the slowest rank's seconds;
+    the largest peak of a rank's memory."""
 
-    losses: tuple[float, ...]
-    step_seconds: tuple[float, ...]
+    losses: list[list[float]]
+    step_seconds: list[float]
     peak_bytes: int
 
 
-def arguments_of(model: Path, config: Path, output: Path) -> list[str]:
-    """What the script is given, on both sides."""
-    return [
-        *(f"--model_name_or_path={model}", f"--deepspeed={config}", f"--output_dir={output}"),
-        *("--do_train", "--train_samples=132", "--num_train_epochs=1"),
-        *("--per_device_train_batch_size=4", "--gradient_accumulation_steps=2"),
-        *("--learning_rate=1e-3", "--warmup_steps=2", "--max_grad_norm=1.0", "--logging_steps=1"),
-        *("--eval_strategy=no", "--save_strategy=no", "--report_to=none", "--disable_tqdm=true"),
+class Sides:
+    """Starts programs; the ranks of each launcher are started once, when they are first needed."""
+
+    def __init__(self, material: Path) -> None:
+        self._material = material
+        self._ranks: dict[tuple[str, ...], Ranks] = {}
+
+    def run(self, side: str, case: Case) -> Run:
+        """Run a case's program.
+
+        Raises:
+            RankError: it failed.
+        """
+        with tempfile.TemporaryDirectory() as scratch:
+            folder = Path(scratch)
+            program = [case.program, *(case.ddp if side == "ddp" else case.arguments)]
+            if program[0].endswith(".py"):
+                program[0] = str(HERE / "scripts" / program[0])
+            config = folder / "deepspeed.json"
+            places = {
+                "{model}": str(self._material),
+                "{data}": str(self._material / "data"),
+                "{output}": str(folder / "output"),
+                "{config}": str(config),
+                "{files}": str(folder),
+            }
+            if case.config is not None:
+                config.write_text(json.dumps(case.config), encoding="utf-8")
+            for name, text in case.files.items():
+                (folder / name).write_text(_filled(text, places), encoding="utf-8")
+            filled = [_filled(argument, places) for argument in program]
+            own = [_filled(argument, places) for argument in case.launcher]
+            variables = {"COMPAT_RESULTS": scratch}
+            if side == "ddp":
+                variables["ACCELERATE_USE_CPU"] = "true"
+            if own:
+                self._start(side, own, filled, variables, folder)
+            else:
+                self._served(side).run(filled, variables, folder, LIMIT_S)
+            found = [json.loads(file.read_text()) for file in sorted(folder.glob("rank*.json"))]
+        if [rank["deepspeed"] for rank in found] != [MODULES[side]] * RANKS:
+            raise RankError(f"{len(found)} ranks of {RANKS} have results", "")
+        if not found[0]["losses"]:
+            raise RankError("it trained without a loss", "")
+        return Run(
+            [rank["losses"] for rank in found],
+            list(map(max, zip(*(rank["step_seconds"] for rank in found), strict=True))),
+            max(rank["peak_bytes"] for rank in found),
+        )
+
+    def close(self) -> None:
+        """End all ranks."""
+        for ranks in self._ranks.values():
+            ranks.close()
+
+    def _served(self, side: str) -> Ranks:
+        launcher = LAUNCHERS[side]
+        if launcher not in self._ranks:
+            self._ranks[launcher] = Ranks(launcher, RANKS, self._material / f"ranks-{side}")
+        return self._ranks[launcher]
+
+    def _start(
+        self,
+        side: str,
+        launcher: Sequence[str],
+        program: Sequence[str],
+        variables: dict[str, str],
+        folder: Path,
+    ) -> None:
+        """Start ranks by a launcher that is the program's own, under zero-engine run or not."""
+        beside = Path(sys.executable).parent / launcher[0]
+        words = [*LAUNCHERS[OURS], *launcher] if side == OURS else [str(beside), *launcher[1:]]
+        command = [sys.executable, *words, str(HERE / "measured.py"), *program]
+        try:
+            variables = {**environment(), **variables}
+            run_together([command], [variables], folder, limit_s=LIMIT_S)
+        except RankError as error:
+            raise RankError(first_error(error.log), error.log) from error
+
+
+def _filled(text: str, places: dict[str, str]) -> str:
+    for name, place in places.items():
+        text = text.replace(name, place)
+    return text
+
+
+def difference(theirs: Run, ours: Run) -> float:
+    """The largest relative difference of a loss at any step on any rank."""
+    pairs = [
+        pair
+        for one, other in zip(theirs.losses, ours.losses, strict=True)
+        for pair in zip(one, other, strict=True)
     ]
-
-
-def config_of(zero: dict[str, Any]) -> dict[str, Any]:
-    """DeepSpeed's configuration with this block."""
-    auto = dict.fromkeys(("lr", "betas", "eps", "weight_decay"), "auto")
-    return {
-        "train_micro_batch_size_per_gpu": "auto",
-        "gradient_accumulation_steps": "auto",
-        "gradient_clipping": "auto",
-        "optimizer": {"type": "AdamW", "params": auto},
-        "zero_optimization": zero,
-    }
-
-
-def run_side(side: str, zero: dict[str, Any], model: Path) -> Run:
-    """Train with ``side`` on new ranks.
-
-    Raises:
-        RankError: it failed.
-    """
-    with tempfile.TemporaryDirectory() as scratch:
-        root = Path(scratch)
-        config, output = root / "deepspeed.json", root / "output"
-        config.write_text(json.dumps(config_of(zero)), encoding="utf-8")
-        command = [
-            *(sys.executable, *SIDES[side], f"--nproc-per-node={RANKS}", str(MEASURED)),
-            *(str(SCRIPT), *arguments_of(model, config, output)),
-        ]
-        environment = {
-            **own_environment(),
-            **CPU_ALONE,
-            "COMPAT_RESULTS": scratch,
-            "GLOO_SOCKET_IFNAME": LOOPBACK,
-        }
-        run_together([command], [environment], root)
-        ranks = [json.loads(file.read_text()) for file in sorted(root.glob("rank*.json"))]
-        state = json.loads((output / "trainer_state.json").read_text(encoding="utf-8"))
-    assert [rank["deepspeed"] for rank in ranks] == [side] * RANKS
-    return Run(
-        tuple(entry["loss"] for entry in state["log_history"] if "loss" in entry),
-        tuple(map(max, zip(*(rank["step_seconds"] for rank in ranks), strict=True))),
-        max(rank["peak_bytes"] for rank in ranks),
-    )
-
-
-def difference(one: Run, other: Run) -> float:
-    """The largest relative difference of the losses of any step."""
-    pairs = zip(one.losses, other.losses, strict=True)
-    return max(abs(a - b) / abs(a) for a, b in pairs)
+    worst = max(abs(a - b) / max(abs(a), 1e-8) for a, b in pairs)
+    return worst if all(map(math.isfinite, (x for pair in pairs for x in pair))) else math.inf
 
 
 def summary(runs: list[Run]) -> dict[str, Any]:
     """Medians over rounds."""
     times = [statistics.median(run.step_seconds[WARMUP_STEPS:]) for run in runs]
     return {
-        "losses": runs[0].losses,
+        "losses": runs[0].losses[0],
         "step_seconds": statistics.median(times),
         "peak_bytes": statistics.median(run.peak_bytes for run in runs),
     }
 
 
-def compare(names: list[str], rounds: int, model: Path) -> dict[str, Any]:
-    """Run all cases, sides in turn; by case, both sides' medians and the losses' difference."""
-    found = {}
-    for name in names:
-        runs: dict[str, list[Run]] = {side: [] for side in SIDES}
-        for number in range(rounds):
-            # Neither side is always the first one after a pause.
-            for side in list(SIDES) if number % 2 == 0 else list(SIDES)[::-1]:
-                runs[side].append(run_side(side, CASES[name], model))
-        theirs, ours = runs.values()
-        worst = max(difference(a, b) for a, b in zip(theirs, ours, strict=True))
-        found[name] = {
-            **{side: summary(done) for side, done in runs.items()},
-            "difference": worst,
-        }
-        print(f"{name}: losses differ by {worst:.1e} at most", flush=True)
-    return found
-
-
-def as_table(found: dict[str, Any]) -> Table:
-    """The result for people."""
-    table = Table(title=f"DeepSpeed itself / zero-engine run: {RANKS} ranks on the CPU, fp32")
-    for heading in ("case", "largest difference of a loss", "step, ms", "peak per rank, MiB"):
-        table.add_column(heading)
-    for name, case in found.items():
-        sides = [case[side] for side in SIDES]
-        table.add_row(
-            name,
-            f"{case['difference']:.1e}",
-            " / ".join(f"{1e3 * side['step_seconds']:.0f}" for side in sides),
-            " / ".join(f"{side['peak_bytes'] / 2**20:.0f}" for side in sides),
-        )
-    return table
+def compare(case: Case, rounds: int, sides: Sides) -> dict[str, Any]:
+    """Run a case on both sides, in turn. The row has ``failure`` and ``log`` if one failed."""
+    missing = [name for name in case.needs if find_spec(name) is None]
+    row: dict[str, Any] = {"family": case.family, "name": case.name, "reference": case.reference}
+    if missing:
+        return {**row, "failure": f"{missing[0]} is not installed here"}
+    turns = [case.reference, OURS]
+    runs: dict[str, list[Run]] = {side: [] for side in turns}
+    for number in range(rounds):
+        # Neither side is always the first one after a pause.
+        for side in turns if number % 2 == 0 else turns[::-1]:
+            try:
+                runs[side].append(sides.run(side, case))
+            except RankError as error:
+                log = error.log[-LOG_LENGTH:]
+                return {**row, "failed": side, "failure": str(error), "log": log}
+    theirs, ours = runs.values()
+    return {
+        **row,
+        "why_ddp": case.why_ddp,
+        **{side: summary(done) for side, done in runs.items()},
+        "difference": max(difference(a, b) for a, b in zip(theirs, ours, strict=True)),
+        "tolerance": case.tolerance,
+        "rounds": rounds,
+    }
 
 
 def main() -> None:
-    """Read the options, compare, print and write."""
+    """Read the options, run what is missing, write and print."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=3, help="turns of each side")
-    parser.add_argument("--only", action="append", choices=list(CASES), help="a case; repeatable")
+    parser.add_argument("--rounds", type=int, default=1, help="turns of each side")
+    parser.add_argument("--only", action="append", help="part of a case's name; repeatable")
+    parser.add_argument("--again", action="store_true", help="keep no results")
+    parser.add_argument("--failed", action="store_true", help="run those again that failed")
     parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--width", type=int, default=384)
-    parser.add_argument("--output", type=Path, default=HERE.parent / "benchmarks/results")
+    parser.add_argument("--width", type=int, default=256)
+    parser.add_argument("--results", type=Path, default=RESULTS)
+    parser.add_argument("--page", type=Path, default=PAGE)
     options = parser.parse_args()
-    sys.path.insert(0, str(TESTS))
-    from lm_models import save_models
-
+    chosen = [
+        case for case in PACK if not options.only or any(part in case.key for part in options.only)
+    ]
+    if not chosen:
+        parser.error(f"no case has {options.only} in its name")
+    found: dict[str, Any] = {}
+    if options.results.exists():
+        found = json.loads(options.results.read_text(encoding="utf-8"))
+    if options.again:
+        found = {key: row for key, row in found.items() if key not in {c.key for c in chosen}}
+    found = {case.key: found[case.key] for case in PACK if case.key in found}
     with tempfile.TemporaryDirectory() as folder:
-        save_models(Path(folder), layers=options.layers, width=options.width)
-        found = compare(options.only or list(CASES), options.rounds, Path(folder, "gpt2"))
-    options.output.mkdir(parents=True, exist_ok=True)
-    text = json.dumps({"rounds": options.rounds, "cases": found}, indent=2)
-    (options.output / "compat.json").write_text(text, encoding="utf-8")
-    Console().print(as_table(found))
-    late = [name for name, case in found.items() if not case["difference"] <= TOLERANCE]
-    if late:
-        sys.exit(f"losses differ by more than {TOLERANCE:.0e}: {', '.join(late)}")
+        material = Path(folder)
+        save_models(material, layers=options.layers, width=options.width)
+        save_data(material / "data")
+        sides = Sides(material)
+        try:
+            for case in chosen:
+                before = found.get(case.key)
+                if before and not (options.failed and not report.is_good(before)):
+                    continue
+                found[case.key] = compare(case, options.rounds, sides)
+                print(f"{case.key}: {report.in_words(found[case.key])}", flush=True)
+                write_json(options.results, found)
+        finally:
+            sides.close()
+    options.page.write_text(report.page(PACK, PLANNED, found), encoding="utf-8")
+    print(report.counted(PACK, found))
+    bad = [case.key for case in chosen if not report.is_good(found[case.key])]
+    if bad:
+        sys.exit(f"failed: {', '.join(bad)}")
 
 
 if __name__ == "__main__":

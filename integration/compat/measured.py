@@ -1,11 +1,14 @@
-"""Runs a script of the Trainer and measures it from outside: ``measured.py SCRIPT ARGUMENTS``.
+"""Runs a program and measures it from outside: ``measured.py PROGRAM ARGUMENTS``.
 
-Each rank writes a JSON file into the folder named by COMPAT_RESULTS: which deepspeed it had, the
-seconds of each optimizer step, and how far its memory grew above what the imports take.
+``PROGRAM`` is a file or the name of a module. Each rank writes a JSON file into the folder named by
+COMPAT_RESULTS: which deepspeed it had, losses and seconds of the optimizer steps, and how far its
+memory grew above what the imports take. A Trainer's steps are noted by a callback, and a loop notes
+its own (`recorded`).
 """
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import runpy
@@ -16,18 +19,20 @@ from typing import Any
 
 import accelerate.state
 import deepspeed
+import lightning.pytorch.strategies.deepspeed as of_lightning
+import recorded
 import torch
 import transformers
+from lightning.pytorch.accelerators import Accelerator
 
 from benchmarks.harness.memory import peak_bytes, resident_bytes, restart_peak
 from zero_engine.script.accelerate_cpu import mend
 
 
-class StepTimes(transformers.TrainerCallback):
-    """Notes when steps begin and end."""
+class Steps(transformers.TrainerCallback):
+    """Notes when a Trainer's steps begin and end, and the losses that it logs."""
 
     def __init__(self) -> None:
-        self.seconds: list[float] = []
         self._begun = 0.0
 
     def on_step_begin(self, *_args: Any, **_kwargs: Any) -> None:
@@ -36,39 +41,60 @@ class StepTimes(transformers.TrainerCallback):
 
     def on_step_end(self, *_args: Any, **_kwargs: Any) -> None:
         """After the optimizer's step."""
-        self.seconds.append(time.perf_counter() - self._begun)
+        recorded.FOUND.step_seconds.append(time.perf_counter() - self._begun)
+
+    def on_log(self, *args: Any, logs: dict[str, float], **_kwargs: Any) -> None:
+        """A log of one step; the one at the end has no loss."""
+        if "loss" in logs:
+            recorded.FOUND.losses.append(float(logs["loss"]))
 
 
-def run_measured(script: str, arguments: list[str]) -> dict[str, Any]:
-    """Run ``script`` as the main program; what was measured."""
-    times = StepTimes()
+def allow_cpu() -> None:
+    """Lift limits that libraries set themselves, on all sides alike."""
+    # It asks for a GPU before it hands anything to deepspeed.
+    of_lightning.CUDAAccelerator = Accelerator  # type: ignore[misc]
+    of_lightning._validate_device_index_selection = lambda *_: None  # the CPU's have no numbers
+    # It asks the same of bf16, which deepspeed computes here.
+    transformers.training_args.is_torch_bf16_gpu_available = lambda: True
+    if deepspeed.__name__ == "deepspeed":
+        # Without it DeepSpeed on the CPU trains on each rank alone. zero-engine run does the same.
+        mend(accelerate.state)
+
+
+def run_measured(program: str, arguments: list[str]) -> dict[str, Any]:
+    """Run ``program`` as the main program; what was measured."""
     make = transformers.Trainer.__init__
 
     def make_with_callback(self: Any, *args: Any, **kwargs: Any) -> None:
         make(self, *args, **kwargs)
-        self.add_callback(times)
+        self.add_callback(Steps())
 
     transformers.Trainer.__init__ = make_with_callback  # type: ignore[method-assign]
-    sys.argv = [script, *arguments]
+    sys.argv = [program, *arguments]
     before = resident_bytes()
     restart_peak()
-    runpy.run_path(script, run_name="__main__")
+    if program.endswith(".py"):
+        sys.path.insert(0, str(Path(program).parent))
+        runpy.run_path(program, run_name="__main__")
+    else:
+        runpy.run_module(program, run_name="__main__", alter_sys=True)
     return {
         "deepspeed": deepspeed.__name__,
-        "step_seconds": times.seconds,
+        "losses": recorded.FOUND.losses,
+        "step_seconds": recorded.FOUND.step_seconds,
         "peak_bytes": peak_bytes() - before,
     }
 
 
 def main() -> None:
-    """Run the script on this rank."""
+    """Run the program on this rank."""
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
-    if deepspeed.__name__ == "deepspeed":
-        mend(accelerate.state)  # without which DeepSpeed on the CPU trains on each rank alone
-    measured = run_measured(sys.argv[1], sys.argv[2:])
+    allow_cpu()
+    found = run_measured(sys.argv[1], sys.argv[2:])
     file = Path(os.environ["COMPAT_RESULTS"], f"rank{os.environ['RANK']}.json")
-    file.write_text(json.dumps(measured), encoding="utf-8")
+    file.write_text(json.dumps(found), encoding="utf-8")
 
 
 if __name__ == "__main__":
-    main()
+    # The programs' `recorded` is this one.
+    importlib.import_module("measured").main()

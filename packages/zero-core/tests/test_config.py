@@ -315,6 +315,13 @@ def test_check_grad_overflow_of_bf16_that_is_off_is_told_to_have_no_effect(caplo
     assert config["bf16"] == {"enabled": False, "check_grad_overflow": False}
 
 
+@pytest.mark.parametrize("key", ["sub_group_size", "reduce_bucket_size", "allgather_bucket_size"])
+def test_a_size_that_is_unneeded_may_be_zero(key):
+    """axolotl's files say ``"sub_group_size": 0``, and DeepSpeed takes each of these."""
+    config = load_config({**SMALL, "zero_optimization": {"stage": 3, key: 0}}, world_size=1)
+    assert getattr(config.zero_optimization, key) == 0
+
+
 def test_whole_floats_are_whole_numbers():
     """Much used files say 5e8 and 1e9."""
     config = load_config(

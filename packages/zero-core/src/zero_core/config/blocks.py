@@ -199,13 +199,13 @@ class ZeroConfig(_Block):
     leaf_module: LeafModuleConfig | None = None
     contiguous_gradients: bool = unneeded(True, "gradients are always in flat buffers")
     reduce_scatter: bool = unneeded(True, "a reduction always delivers just the shard")
-    reduce_bucket_size: PositiveInt = unneeded(500_000_000, "a unit is the bucket")
+    reduce_bucket_size: NonNegativeInt = unneeded(500_000_000, "a unit is the bucket")
     allgather_partitions: bool = unneeded(True, "a unit is always gathered in one collective")
-    allgather_bucket_size: PositiveInt = unneeded(500_000_000, "a unit is the bucket")
+    allgather_bucket_size: NonNegativeInt = unneeded(500_000_000, "a unit is the bucket")
     overlap_comm: bool | None = unneeded(None, "communication always overlaps with compute")
     load_from_fp32_weights: bool = unneeded(True, "checkpoints always hold the fp32 master weights")
     elastic_checkpoint: bool = unneeded(False, "checkpoints always load at any world size")
-    sub_group_size: PositiveInt = unneeded(1_000_000_000, "the host update runs unit by unit")
+    sub_group_size: NonNegativeInt = unneeded(1_000_000_000, "the host update runs unit by unit")
     stage3_prefetch_bucket_size: NonNegativeInt = unneeded(
         50_000_000, "the next unit is always prefetched"
     )

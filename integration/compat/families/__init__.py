@@ -1,0 +1,15 @@
+"""The pack: one module per family of public scripts."""
+
+from cases import Case, Planned
+
+from families import accelerated, engines, examples, lightning_pages, trainers, trl_scripts
+
+PACK: list[Case] = [
+    *trl_scripts.CASES,
+    *trainers.CASES,
+    *engines.CASES,
+    *examples.CASES,
+    *accelerated.CASES,
+    *lightning_pages.CASES,
+]
+PLANNED: list[Planned] = []

@@ -1,0 +1,18 @@
+"""Lightning's DeepSpeed strategies, as its documentation names them."""
+
+from cases import Case
+
+CASES = [
+    Case(
+        "Lightning",
+        name,
+        "lightning_docs.py",
+        (way, "--model={model}/llama", "--dataset={data}/text", "--output_dir={output}"),
+    )
+    for way, name in (
+        ("deepspeed_stage_2", 'strategy="deepspeed_stage_2"'),
+        ("deepspeed_stage_3", 'strategy="deepspeed_stage_3"'),
+        ("deepspeed_stage_2_offload", 'strategy="deepspeed_stage_2_offload"'),
+        ("in_code", "DeepSpeedStrategy(stage=3, offload_optimizer, offload_parameters)"),
+    )
+]

@@ -1,0 +1,91 @@
+"""The results of the pack as a page of the documentation."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from cases import Case, Planned
+
+Row = Mapping[str, Any]
+OURS = "zero-engine"
+HEAD = """# What runs unmodified
+
+    nox -s compat
+
+Public scripts and configurations with tiny models and local data, started by `zero-engine run` in
+place of their launcher, on 2 ranks of one thread on the CPU. The scripts of TRL are the installed
+ones; the others are written with the calls and arguments of the named project, whose configuration
+has its keys and values. Each is run with DeepSpeed 0.19.8 itself too, or, where DeepSpeed does not
+run it on a CPU, with DDP. "Loss" is the largest relative difference at any step and on any rank
+from that run; more than 1e-3 fails. Step times are medians of all steps but the first two; peaks
+are what a rank's resident memory rose by above its imports. The limits that accelerate and
+Lightning set themselves on a CPU are lifted on both sides. [Data](benchmarks/compat.json).
+"""
+
+
+def is_good(row: Row) -> bool:
+    """Whether it ran, with the losses of its reference."""
+    return "failure" not in row and row["difference"] <= row["tolerance"]
+
+
+def in_words(row: Row) -> str:
+    """One line on a row."""
+    if "failure" in row:
+        return f"FAILED with {row.get('failed', 'both')}: {row['failure']}"
+    word = "" if is_good(row) else "TOO MUCH: "
+    return f"{word}losses differ by {row['difference']:.1e} at most from {row['reference']}"
+
+
+def counted(pack: Sequence[Case], found: Mapping[str, Row]) -> str:
+    """How many of the pack run, and how many have been run."""
+    good = sum(is_good(row) for row in found.values())
+    by_ddp = sum(row["reference"] == "ddp" for row in found.values() if is_good(row))
+    left = len(pack) - len(found)
+    return (
+        f"{good} of {len(pack)} run with the losses of DeepSpeed ({good - by_ddp}) or of DDP "
+        f"({by_ddp})" + (f"; {left} have not been run" if left else "")
+    )
+
+
+def page(pack: Sequence[Case], planned: Sequence[Planned], found: Mapping[str, Row]) -> str:
+    """The whole page."""
+    lines = [
+        HEAD,
+        f"**{counted(pack, found)}.**\n",
+        "| whose | what | loss | step, theirs (ms) | step, ours (ms) | ours to theirs "
+        "| peak, theirs (MiB) | peak, ours (MiB) | ours to theirs |",
+        "|---|---|---:|---:|---:|---:|---:|---:|---:|",
+    ]
+    for case in pack:
+        row = found.get(case.key)
+        first = f"| {case.family} | {case.name}"
+        if row is None:
+            lines.append(f"{first} | not run | | | | | | |")
+        elif "failure" in row:
+            lines.append(f"{first} | **fails**: {_plain(row['failure'])} | | | | | | |")
+        else:
+            lines.append(f"{first}{_figures(row)}")
+    reasons = sorted({(c.family, c.name, c.why_ddp) for c in pack if c.why_ddp})
+    if reasons:
+        lines.append("\nCompared with DDP (marked `ddp`), and why DeepSpeed does not run them:\n")
+        lines += [f"- {family}, {name}: {why}" for family, name, why in reasons]
+    if planned:
+        lines.append("\nNot counted, as they need an accelerator's kernels:\n")
+        lines += [f"- {one.family}, {one.name}: {one.why}" for one in planned]
+    return "\n".join(lines) + "\n"
+
+
+def _figures(row: Row) -> str:
+    theirs, ours = row[row["reference"]], row[OURS]
+    mark = " ddp" if row["reference"] == "ddp" else ""
+    loss = f"{row['difference']:.1e}{mark}"
+    cells = [loss if is_good(row) else f"**{loss}**"]
+    for name, unit, digits in (("step_seconds", 1e-3, 0), ("peak_bytes", 2**20, 0)):
+        one, other = theirs[name], ours[name]
+        cells += [f"{one / unit:.{digits}f}", f"{other / unit:.{digits}f}", f"{other / one:.2f}"]
+    return "".join(f" | {cell}" for cell in cells) + " |"
+
+
+def _plain(text: str) -> str:
+    return text.replace("|", "\\|").replace("\n", " ")

@@ -1,0 +1,54 @@
+"""Local data as the programs read them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch
+from torch.utils.data import Dataset
+
+
+def read(folder: str) -> list[dict]:
+    """The rows of a data set."""
+    lines = Path(folder, "train.jsonl").read_text(encoding="utf-8").splitlines()
+    return [json.loads(line) for line in lines]
+
+
+class Rows(Dataset):
+    """A list as a data set."""
+
+    def __init__(self, rows: list) -> None:
+        self.rows = rows
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int):
+        return self.rows[index]
+
+
+def labelled(tokenizer, prompt: str, answer: str) -> dict[str, list[int]]:
+    """Prompt and answer; only the answer has labels."""
+    before = tokenizer(prompt)["input_ids"]
+    after = [*tokenizer(answer)["input_ids"], tokenizer.eos_token_id]
+    ids = [*before, *after]
+    return {
+        "input_ids": ids,
+        "attention_mask": [1] * len(ids),
+        "labels": [-100] * len(before) + after,
+    }
+
+
+def images(count: int, classes: int = 10, size: int = 32) -> list[tuple[torch.Tensor, int]]:
+    """Noise around one pattern per class."""
+    generator = torch.Generator().manual_seed(0)
+    patterns = torch.randn(classes, 3, size, size, generator=generator)
+    noise = torch.randn(count, 3, size, size, generator=generator)
+    return [(patterns[n % classes] + noise[n], n % classes) for n in range(count)]
+
+
+def distinct_words(completions: list, **_columns) -> list[float]:
+    """A reward: the share of different words."""
+    found = [text if isinstance(text, str) else text[-1]["content"] for text in completions]
+    return [len(set(text.split())) / (1 + len(text.split())) for text in found]

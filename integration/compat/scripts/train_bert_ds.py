@@ -1,0 +1,87 @@
+"""Masked language modelling by the calls of DeepSpeedExamples' HelloDeepSpeed (train_bert_ds.py).
+
+A Roberta, a configuration in the program, checkpoints that hold the step, and a start from one.
+"""
+
+from __future__ import annotations
+
+import argparse
+
+import deepspeed
+import recorded
+import texts
+import torch
+from deepspeed.accelerator import get_accelerator
+from transformers import AutoModelForMaskedLM, AutoTokenizer
+
+
+def batches(tokenizer, rows: list[dict], size: int, rank: int, ranks: int):
+    """Endless; 15% of the tokens are masked, by the same draw everywhere."""
+    ids = torch.tensor([tokenizer(row["text"])["input_ids"] for row in rows])
+    generator = torch.Generator().manual_seed(0)
+    while True:
+        chosen = torch.randint(len(ids), (ranks * size,), generator=generator)
+        mask = torch.rand(ranks * size, ids.shape[1], generator=generator) < 0.15
+        one = slice(rank * size, (rank + 1) * size)
+        tokens, hidden = ids[chosen][one], mask[one]
+        yield {
+            "input_ids": tokens.masked_fill(hidden, tokenizer.mask_token_id),
+            "attention_mask": torch.ones_like(tokens),
+            "labels": tokens.masked_fill(~hidden, -100),
+        }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--local_rank", type=int, default=-1)
+    parser.add_argument("--model")
+    parser.add_argument("--dataset")
+    parser.add_argument("--checkpoint_dir")
+    parser.add_argument("--batch_size", type=int, default=8)
+    parser.add_argument("--num_iterations", type=int, default=8)
+    parser.add_argument("--dtype", choices=("bf16", "fp32"), default="bf16")
+    args = parser.parse_args()
+    rank = args.local_rank
+    device = get_accelerator().device_name(rank)
+    deepspeed.init_distributed()
+    tokenizer = AutoTokenizer.from_pretrained(args.model)
+
+    def make():
+        model = AutoModelForMaskedLM.from_pretrained(args.model)
+        ds_config = {
+            "train_micro_batch_size_per_gpu": args.batch_size,
+            "optimizer": {"type": "Adam", "params": {"lr": 1e-4}},
+            "bf16": {"enabled": args.dtype == "bf16"},
+            "zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu"}},
+        }
+        engine, _, _, _ = deepspeed.initialize(
+            model=model, model_parameters=model.parameters(), config=ds_config
+        )
+        return engine
+
+    model = make()
+    ranks = torch.distributed.get_world_size()
+    source = batches(
+        tokenizer, texts.read(args.dataset), args.batch_size, torch.distributed.get_rank(), ranks
+    )
+
+    def train(first: int, last: int) -> None:
+        model.train()
+        for _ in range(first, last):
+            batch = {name: tensor.to(device) for name, tensor in next(source).items()}
+            with recorded.step() as step:
+                loss = model(**batch).loss
+                model.backward(loss)
+                model.step()
+                step.loss = loss
+
+    half = args.num_iterations // 2
+    train(0, half)
+    model.save_checkpoint(save_dir=args.checkpoint_dir, client_state={"checkpoint_step": half})
+    model = make()
+    _, client_state = model.load_checkpoint(load_dir=args.checkpoint_dir)
+    train(client_state["checkpoint_step"], args.num_iterations)
+
+
+if __name__ == "__main__":
+    main()
