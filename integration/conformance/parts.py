@@ -32,6 +32,7 @@ from zero_core.protocols import (
     AheadTier,
     Collectives,
     CollectivesFactory,
+    DeviceMemory,
     DeviceTierFactory,
     ParamStore,
     ParamTier,
@@ -59,6 +60,7 @@ from zero_offload.protocols import (
     SummingKernel,
 )
 from zero_offload.protocols import AdamKernel as OffloadKernel
+from zero_offload.protocols import DeviceMemory as OffloadDeviceMemory
 from zero_offload.protocols import DeviceTierFactory as OffloadDeviceTierFactory
 from zero_offload.protocols import ParamStore as OffloadParamStore
 from zero_offload.protocols import StateTier as OffloadStateTier
@@ -88,10 +90,11 @@ def prove_instances(
     accumulating: list[AccumulatingTier] = [twin_tier, auto_tier]
     reserving: list[ReservingTier] = [device_tier, twin_tier, auto_tier]
     ahead: AheadTier = device_tier
+    memory: list[DeviceMemory] = [device, quantized, device_tier, twin_tier]
     param_tier: ParamTier = offloaded_params
     store: ParamStore = local_store
     param: PartitionedParam = partitioned
-    del transports, collectives, stateful, tiers, accumulating, reserving, ahead
+    del transports, collectives, stateful, tiers, accumulating, reserving, ahead, memory
     del param_tier, store, param
 
 
@@ -102,6 +105,7 @@ def prove_what_is_handed_over(
     factory: DeviceTierFactory,
     store: ParamStore,
     work: OffloadWork,
+    memory: DeviceMemory,
 ) -> None:
     """For mypy: what the engine hands to a part fits the part's own idea of it."""
     comm: CommTransport = transport
@@ -110,7 +114,8 @@ def prove_what_is_handed_over(
     offload_factory: OffloadDeviceTierFactory = factory
     offload_store: OffloadParamStore = store
     fetched: Work = work
-    del comm, offload, offload_kernel, offload_factory, offload_store, fetched
+    offload_memory: OffloadDeviceMemory = memory
+    del comm, offload, offload_kernel, offload_factory, offload_store, fetched, offload_memory
 
 
 adam_kernel: AdamKernel = cpu_adam
@@ -143,6 +148,10 @@ TYPES: dict[str, tuple[type, type]] = {
     "zero_comm.collectives.QuantizedCollectives": (QuantizedCollectives, StatefulCollectives),
     "zero_core.optim.device_tier.DeviceTier": (DeviceTier, AheadTier),
     "zero_core.optim.device_tier.DeviceTier, memory": (DeviceTier, ReservingTier),
+    "zero_core.comm.device.DeviceCollectives, memory": (DeviceCollectives, DeviceMemory),
+    "zero_comm.collectives.QuantizedCollectives, memory": (QuantizedCollectives, DeviceMemory),
+    "zero_core.optim.device_tier.DeviceTier, offloaded": (DeviceTier, DeviceMemory),
+    "zero_offload.tiers.twin.TwinTier, offloaded": (TwinTier, DeviceMemory),
     "zero_offload.tiers.twin.TwinTier": (TwinTier, AccumulatingTier),
     "zero_offload.tiers.twin.TwinTier, memory": (TwinTier, ReservingTier),
     "zero_offload.tiers.auto_tier.AutoTier": (AutoTier, AccumulatingTier),

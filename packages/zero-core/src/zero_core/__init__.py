@@ -21,6 +21,7 @@ from zero_core.layout.arithmetic import Layout
 from zero_core.optim.lion import Lion
 from zero_core.plan.plan import plan
 from zero_core.plan.result import Plan
+from zero_core.runtime.device_states import StatePart
 from zero_core.sharded_model import ShardedModel, engine_of
 
 __all__ = [
@@ -38,6 +39,7 @@ __all__ = [
     "Plan",
     "RankMismatchError",
     "ShardedModel",
+    "StatePart",
     "ZeroError",
     "build",
     "deferred_init",

@@ -180,6 +180,11 @@ def has_step_pre_hooks(optimizer: torch.optim.Optimizer) -> bool:
     return bool(_global_optimizer_pre_hooks or optimizer._optimizer_step_pre_hooks)
 
 
+def storage_of(tensor: Tensor) -> int:
+    """Return the number of the tensor's storage, the same for all of its views."""
+    return int(tensor.untyped_storage()._cdata)
+
+
 def cast_floats(inputs: Any, dtype: torch.dtype | None) -> Any:
     """Cast floating tensors in nested ``inputs`` to ``dtype``, or none of them if it is None."""
     if dtype is None:

@@ -36,6 +36,7 @@ from zero_core.protocols import (
     StateTierFactory,
 )
 from zero_core.runtime import hooks
+from zero_core.runtime.device_states import DeviceStates
 from zero_core.runtime.param_guard import warn_frozen
 from zero_core.runtime.runtime import Runtime
 from zero_core.sharded.memory import Memory
@@ -208,9 +209,19 @@ def build(
         )
         modules = [module for _, module, _ in found.units]
         installed = hooks.install(runtime, modules, resolved)
-        states = StateAccess(state, gradient, runtime)
+        device_states = DeviceStates(memory, runtime, state, (tier, used, transport))
+        states = StateAccess(state, gradient, runtime, device_states)
         parts = EngineParts(
-            resolved, state, runtime, states, train, memory, communicator, transport, meter
+            resolved,
+            state,
+            runtime,
+            states,
+            device_states,
+            train,
+            memory,
+            communicator,
+            transport,
+            meter,
         )
         if is_training:
             driven = EngineOptimizer(optimizer, train, gradient, runtime, state.param_names)

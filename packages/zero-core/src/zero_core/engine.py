@@ -20,6 +20,7 @@ from torch import Tensor
 
 from zero_core._torch import cast_floats
 from zero_core.checkpoint.save import save_checkpoint
+from zero_core.runtime.device_states import BACKWARD_PARTS
 from zero_core.sharded_model import EngineParts, ShardedModel
 from zero_core.step.gradient import StepGradient
 from zero_core.step.optimizer import EngineOptimizer
@@ -51,6 +52,7 @@ class Engine(ShardedModel):
 
         ``over`` is the number of micro-steps in this step; None stands for the configuration's.
         """
+        self._device_states.check("backward()", BACKWARD_PARTS)
         return self._train.scale(loss, over)
 
     def backward(self, loss: Tensor, *, over: int | None = None, **kwargs: Any) -> None:
@@ -68,8 +70,10 @@ class Engine(ShardedModel):
         gradient is not finite on any rank is skipped on all ranks.
 
         Raises:
-            RuntimeError: called within ``no_sync``, or after a backward that did not end.
+            RuntimeError: called within ``no_sync``, after a backward that did not end, or while
+                states are offloaded.
         """
+        self._device_states.check("step()")
         if not self.is_gradient_accumulation_boundary():
             self._train.end_micro_step()
             return
@@ -137,6 +141,7 @@ class Engine(ShardedModel):
         """
         if not (max_norm > 0.0 and norm_type > 0.0):
             raise ValueError(f"max_norm and norm_type must be > 0: {max_norm}, {norm_type}")
+        self._device_states.check("clip_grad_norm_()")
         self._gradient.check_not_updated("reading, setting or clipping gradients")
         self._runtime.complete_gradient()
         return self._gradient.clip(max_norm, norm_type)
@@ -165,6 +170,7 @@ class Engine(ShardedModel):
         ``options``: see `zero_core.checkpoint.save`. The previous checkpoint stays whole until the
         new one is.
         """
+        self._device_states.check("save_checkpoint()")
         self._gradient.check_not_updated("save_checkpoint() between backward and step")
         self._train.accumulation.check_ended(or_dropped=options.pop("drops_partial", False))
         self._communicator.forget_values()

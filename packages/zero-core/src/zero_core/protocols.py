@@ -444,6 +444,20 @@ class ParamStore(Protocol):
         """
 
 
+@runtime_checkable
+class DeviceMemory(Protocol):
+    """A tier, or collectives, whose device memory `Engine.offload_states` may empty for a while."""
+
+    def device_tensors(self) -> Mapping[str, Sequence[Tensor]]:
+        """Return all long-lived tensors on the device, by the name of a `StatePart`.
+
+        Called between two steps, while no exchange or update is under way. The engine copies the
+        bytes of their storages to the host, except for "buffers" (scratch), and resizes the
+        storages to zero and later back. Tensors and their views stay the same objects, and
+        addresses change. Until then the part is not called.
+        """
+
+
 class StateTierFactory(Protocol):
     """Entry point of ``zero_core.state_tiers``."""
 

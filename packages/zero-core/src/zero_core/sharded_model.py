@@ -32,6 +32,7 @@ from zero_core.optim.schedules.base import Schedule
 from zero_core.optim.train_state import TrainState
 from zero_core.runtime.buffers import BufferSync
 from zero_core.runtime.copies import ModelCopies
+from zero_core.runtime.device_states import FORWARD_PARTS, DeviceStates, StatePart
 from zero_core.runtime.gathered import GatheredParams
 from zero_core.runtime.param_guard import FixedMemory, ParamGuard
 from zero_core.runtime.runtime import Runtime
@@ -60,6 +61,7 @@ class EngineParts:
     state: ShardedState
     runtime: Runtime
     states: StateAccess
+    device_states: DeviceStates
     train: TrainState
     memory: Memory
     communicator: Communicator
@@ -94,6 +96,7 @@ class ShardedModel:
         self.world_size = state.control.world_size
         self._compute_dtype = parts.config.compute_dtype
         self._train = parts.train
+        self._device_states = parts.device_states
         self._runtime = runtime
         self._memory = parts.memory
         self._communicator = parts.communicator
@@ -140,6 +143,7 @@ class ShardedModel:
         self._idle_forward()
 
     def _idle_forward(self) -> None:
+        self._device_states.check("a forward", FORWARD_PARTS)
         self._buffers.idle_forward()
         self._runtime.idle_forward(self.module)
 
@@ -168,6 +172,7 @@ class ShardedModel:
             RankMismatchError: a change was announced with different parameters or ranks.
             RuntimeError: parameters are to be changed within a forward or backward.
         """
+        self._device_states.check("gathered()")
         if params is None:
             return self._gathering.all_params(modifier_rank)
         return self._gathering.some_params(params, modifier_rank)
@@ -178,6 +183,7 @@ class ShardedModel:
         At stages 0 to 2 a step leaves it to the next forward; then ``module.state_dict()`` works on
         any rank alone. At stage 3 they rest as shards: see `gathered`. Every rank must call it.
         """
+        self._device_states.check("publish()", FORWARD_PARTS)
         self._gathering.publish()
 
     def owns(self, param: nn.Parameter) -> str | None:
@@ -194,6 +200,7 @@ class ShardedModel:
         Values come from the master weights, in the compute dtype or in ``dtype``; tied names share
         a tensor. Every rank must call it.
         """
+        self._device_states.check("full_state_dict()")
         return export.full_state_dict(self.sharded_state, dtype=dtype, rank=rank)
 
     def export_safetensors(
@@ -203,6 +210,7 @@ class ShardedModel:
 
         Every rank must call it; rank 0 writes. Returns the folder.
         """
+        self._device_states.check("export_safetensors()")
         return export.export_safetensors(self.sharded_state, Path(directory), dtype=dtype)
 
     def load_checkpoint(
@@ -228,11 +236,70 @@ class ShardedModel:
 
         Gradients so far are dropped.
         """
+        self._device_states.check("writing shards and states")
         self._runtime.release_all()
         yield
         self._runtime.discard()
         self._train.accumulation.forget()
         self._runtime.values_replaced()
+
+    # -------------------------------------------------------- offload of states
+
+    def offload_states(
+        self,
+        parts: Iterable[str] | None = None,
+        *,
+        pin_memory: bool = True,
+        non_blocking: bool = False,
+    ) -> None:
+        """Copy states to host memory and free the device's, until `reload_states`.
+
+        For programs that need the device for something else meanwhile, such as generation by an
+        inference engine. Meanwhile what needs a part that is away raises RuntimeError: a forward
+        needs "parameters" and "buffers", a backward "gradients" too, all else every part.
+        A forward whose backward is to come must run after `reload_states`. Every rank must call
+        it, between two steps or micro-steps. Parts that are away already stay so. On a CPU, memory
+        that ranks share is not freed. Buffers of the model stay.
+
+        Args:
+            parts: which of `zero_core.StatePart`; None: all. In fp32, "parameters" are the master
+                weights too.
+            pin_memory: copy to page-locked memory: faster, and not for other use meanwhile.
+            non_blocking: return before the copies are done; memory is free in the order of the
+                current stream then, and stays reserved by torch's allocator.
+
+        Raises:
+            ValueError: there is no such part.
+            RuntimeError: a forward, a backward or ``gathered`` is under way.
+        """
+        wanted = list(StatePart if parts is None else parts)
+        if unknown := set(wanted) - set(StatePart):
+            raise ValueError(
+                f"offload_states: no part {', '.join(sorted(map(repr, unknown)))}; there are "
+                f"{', '.join(StatePart)}"
+            )
+        if self._gathering.is_open:
+            raise RuntimeError("offload_states() within gathered(): call it after that has ended")
+        self._device_states.offload(
+            wanted,
+            keeps_gradients=self.states.has_any_gradient(),
+            pin_memory=pin_memory,
+            non_blocking=non_blocking,
+        )
+
+    def reload_states(self, *, non_blocking: bool = False) -> None:
+        """Bring back to the device what `offload_states` has taken away, with the same bits.
+
+        Every rank must call it. Addresses change: a captured CUDA graph must be captured again.
+        ``non_blocking`` returns before the copies are done, which later work on the current stream
+        waits for.
+        """
+        self._device_states.reload(non_blocking=non_blocking)
+
+    @property
+    def offloaded_states(self) -> frozenset[str]:
+        """Parts that `offload_states` has taken away."""
+        return self._device_states.offloaded
 
     # ----------------------------------------------------------------- ending
 
@@ -283,6 +350,7 @@ class ShardedModel:
         At stages 0 to 2 parameters keep their values where every rank has them all, as after
         `publish`, and nothing is returned. As `close`, it waits for no other rank.
         """
+        self._device_states.check("leave_shards()")
         shards = self._ownership.leave_shards()
         self._end_collectives()
         return shards

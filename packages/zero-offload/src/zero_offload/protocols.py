@@ -295,6 +295,14 @@ class ReservingTier(StateTier, Protocol):
         """
 
 
+@runtime_checkable
+class DeviceMemory(Protocol):
+    """A tier whose device memory may be emptied for a while, between two steps."""
+
+    def device_tensors(self) -> Mapping[str, Sequence[Tensor]]:
+        """Return all long-lived tensors on the device, by the part of the engine's states."""
+
+
 class DeviceTierFactory(Protocol):
     """Factory of a tier on the compute device with torch's own optimizer."""
 

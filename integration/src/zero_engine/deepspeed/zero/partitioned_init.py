@@ -11,10 +11,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from zero_core._torch import storage_of
 from zero_core.comm.topology import find_ranks
 from zero_core.errors import ConfigError
 from zero_core.init.deferred import recorded
-from zero_core.init.tape import Recording, storage_of
+from zero_core.init.tape import Recording
 from zero_engine.deepspeed.zero.partitioned import PartitionedValue, can_partition, partition
 
 

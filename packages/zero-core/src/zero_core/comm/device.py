@@ -222,6 +222,10 @@ class DeviceCollectives(Transport):
             self._exchange_nbytes = nbytes
         return _typed(self._received, numel, dtype)
 
+    def device_tensors(self) -> dict[str, list[Tensor]]:
+        """Return the scratch memory: see `zero_core.protocols.DeviceMemory`."""
+        return {"buffers": [] if self._received is None else [self._received]}
+
     def all_to_all(self, out: Tensor, parts: Tensor, *, unit: int) -> Work:
         self._check_all_to_all(out, parts)
         sent = self._links.direct(parts.nbytes // self.world_size)

@@ -21,8 +21,8 @@ from torch.nn.modules import module as module_hooks
 from torch.overrides import TorchFunctionMode, _get_current_function_mode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from zero_core._torch import DisableTorchFunction, current_dispatch_mode, pytree
-from zero_core.init.tape import Entry, Recording, Ref, storage_of
+from zero_core._torch import DisableTorchFunction, current_dispatch_mode, pytree, storage_of
+from zero_core.init.tape import Entry, Recording, Ref
 
 _META = torch.device("meta")
 _OVERWRITES = {

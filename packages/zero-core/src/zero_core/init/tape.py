@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zero_core._torch import DisableTorchFunction, disable_current_modes, pytree
+from zero_core._torch import DisableTorchFunction, disable_current_modes, pytree, storage_of
 
 _MAPPED_BYTES = 1 << 15
 # Private: the system merges neighbours, of which it has a limited number otherwise.
@@ -177,7 +177,3 @@ class Recording:
                 if storage in entry.overwrites:
                     break
         return needed
-
-
-def storage_of(tensor: Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)

@@ -233,6 +233,18 @@ class DeviceTier:
             if self._parts and dtype != master:
                 self._buffer(master)
 
+    def device_tensors(self) -> dict[str, list[Tensor]]:
+        """Return all tensors: see `zero_core.protocols.DeviceMemory`."""
+        states = [t for k, flat in self._flat.items() if k != MASTER for _, t in flat.chunks]
+        if self._optimizer is not None:
+            for state in self._optimizer.state.values():
+                states += [v for v in state.values() if isinstance(v, Tensor) and v.dim()]
+        return {
+            "master_weights": [tensor for _, tensor in self._masters.chunks],
+            "optimizer_states": states,
+            "buffers": list(self._widened.values()),
+        }
+
     def offer_grad(self, start: int, grad: Tensor) -> None:
         self._grads[start] = grad
         self._scaled.discard(start)

@@ -184,6 +184,7 @@ class Runtime:
         self._path: list[Unit] = []
         self._in_flight: tuple[FlatGrads, ...] = ()  # under reduction
         self._is_backward_open = False
+        self._why_no_backward: str | None = None
         # Whether the open backward reduces (not in no_sync; one rank: at the boundary only).
         self._is_reducing = False
         # The hooked modules whose forward is running, and the saved-tensor hooks that each entered.
@@ -492,6 +493,8 @@ class Runtime:
 
     def _open_backward(self) -> None:
         """Begin a backward at its first sign, and be called at its end."""
+        if self._why_no_backward is not None:
+            raise RuntimeError(self._why_no_backward)
         self._sink.begin_backward()
         self._is_backward_open = True
         self._is_reducing = self._will_reduce()
@@ -650,6 +653,40 @@ class Runtime:
             for grads in unit.grads:
                 grads.clear()
         self._sink.clear()
+
+    # ---------------------------------------------------------------- offload
+
+    def settle(self) -> None:
+        """Release everything and wait for all reductions, between two steps or micro-steps.
+
+        Raises:
+            RuntimeError: a forward, a backward or a `full_params` is under way.
+        """
+        self.end_interrupted_forward()
+        if self.is_running or self._full_params_depth:
+            raise RuntimeError(
+                f"rank {self.rank}: offload_states() within a forward, a backward or gathered(): "
+                "call it between two steps"
+            )
+        if self._is_backward_open:
+            self._sink.broken()
+            self.discard()
+        self.release_all()
+        for unit in self.units:
+            for grads in unit.grads:
+                grads.synchronize()
+
+    def vacate(self) -> None:
+        """Make all parameters placeholders until they are gathered again. See `settle`."""
+        for unit in self.units:
+            for flat in unit.params:
+                flat.vacate()
+        self._low, self._high = sys.maxsize, 0
+        self.ready.clear()
+
+    def refuse_backwards(self, reason: str | None) -> None:
+        """Refuse backwards for ``reason`` from now on, or allow them: None."""
+        self._why_no_backward = reason
 
     # ----------------------------------------------------------------- values
 

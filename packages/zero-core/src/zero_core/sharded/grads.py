@@ -298,6 +298,14 @@ class FlatGrads:
             until_gathered, self._until_gathered = self._until_gathered, None
             until_gathered.wait()
 
+    def synchronize(self) -> None:
+        """Wait until nobody reads or writes the gradient's memory, and drop views of the pool's."""
+        self.wait()
+        self._wait_until_read()
+        self._wait_until_copied()
+        if self._full is None:
+            self._slots, self._gaps = [], []
+
     def release(self, until_copied: Wait | None) -> None:
         """Free what the state tier was offered.
 

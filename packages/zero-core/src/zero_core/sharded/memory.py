@@ -253,6 +253,23 @@ class Memory:
         for _, pool, expected in self._pools:
             pool.reserve(expected)
 
+    def device_tensors(self) -> dict[str, list[Tensor]]:
+        """Return long-lived buffers: see `zero_core.protocols.DeviceMemory`."""
+        found: dict[str, list[Tensor]] = {"parameters": [], "gradients": []}
+        for kind, buffers in self._arena.buffers.items():
+            found["parameters" if kind == "parameters" else "gradients"] += buffers
+        return found
+
+    def free_pools(self) -> None:
+        """Give up the memory of all pools that is not lent."""
+        for _, pool, _ in self._pools:
+            pool.free()
+
+    def forget_views(self) -> None:
+        """Forget views by address: buffers have other addresses now, or are gone."""
+        for views in self._views.values():
+            views.forget()
+
     def _report(self, pool_bytes: Sequence[int]) -> dict[str, int]:
         report = self._arena.report()
         for (kind, _, _), nbytes in zip(self._pools, pool_bytes, strict=True):

@@ -154,6 +154,10 @@ class SegmentViews:
         holes = [hole.expand(param.shape) for param in params]
         self.placeholders = BufferViews(holes, [], list(map(Tensor.data_ptr, holes)))
 
+    def forget(self) -> None:
+        """Forget the views of all buffers, which are gone or have moved."""
+        self._found.clear()
+
     def of(self, full: Tensor) -> BufferViews:
         """Return the views of ``full``, [padded_numel] of a buffer that lives as long as this."""
         key = (full.data_ptr(), full.dtype)
@@ -398,6 +402,24 @@ class FlatParams:
         """Make the parameters placeholders, unless they hold the current values. It is the end."""
         if not self.is_current:
             self._set_placeholders()
+
+    def vacate(self) -> None:
+        """Make the parameters placeholders, as the memory of kept values is about to be emptied.
+
+        A backward through what autograd saved of them is refused by torch from now on.
+        """
+        if self.is_kept:
+            self.finish_gather()
+            for param in self.params:
+                torch.autograd.graph.increment_version(param)
+            self._set_placeholders()
+            self._full_version = _NO_VERSION
+
+    def reoccupy(self) -> None:
+        """Note that the memory of kept values is there again, at another address."""
+        if self.is_kept:
+            assert self.full is not None
+            self.address = self.full.data_ptr()
 
     def restore(self, position: int) -> None:
         """Make the parameter at ``position`` a view again, if its ``data`` was replaced."""

@@ -8,7 +8,7 @@ This is the contiguous memory of ZeRO (arXiv 1910.02054, section 6.3) by constru
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -71,7 +71,7 @@ class Arena:
 
     def __init__(self, allocate: Allocate) -> None:
         self._allocate = allocate
-        self._bytes: dict[str, int] = {}
+        self._buffers: dict[str, list[Tensor]] = {}
 
     def allocate(
         self, kind: str, wanted: Mapping[int, tuple[torch.dtype, int]]
@@ -86,13 +86,21 @@ class Arena:
         for dtype in dict.fromkeys(dtype for dtype, _ in wanted.values()):
             sizes = {key: numel for key, (of, numel) in wanted.items() if of == dtype}
             buffer = self._allocate(sum(sizes.values()), dtype)
-            self._bytes[kind] = self._bytes.get(kind, 0) + buffer.nbytes
+            self._buffers.setdefault(kind, []).append(buffer)
             found |= zip(sizes, torch.split(buffer, list(sizes.values())), strict=True)
         return found
 
+    @property
+    def buffers(self) -> Mapping[str, Sequence[Tensor]]:
+        """All buffers, by kind."""
+        return self._buffers
+
     def report(self) -> dict[str, int]:
-        """Bytes by kind."""
-        return dict(self._bytes)
+        """Bytes by kind. An emptied storage has none."""
+        return {
+            kind: sum(min(b.nbytes, b.untyped_storage().nbytes()) for b in buffers)
+            for kind, buffers in self._buffers.items()
+        }
 
 
 class BufferPool:
@@ -168,6 +176,17 @@ class BufferPool:
         """Allocate buffers now, until there are ``num_buffers``."""
         while len(self._all) < num_buffers and self.buffer_bytes:
             self._free[self._add_buffer()] = None
+
+    def free(self) -> None:
+        """Give the memory of free buffers up. New ones are allocated when they are needed."""
+        for address, readers in list(self._free.items()):
+            if not self._all[address].untyped_storage().resizable():
+                continue  # held by the collectives, for other ranks too
+            if readers is not None:
+                readers()
+            del self._all[address], self._free[address]
+            for key in [key for key in self._views if key[0] == address]:
+                del self._views[key]
 
     def release(self, view: Tensor, readers: Wait | None = None) -> None:
         """Return what was borrowed. Before it is lent again, ``readers`` are waited for."""

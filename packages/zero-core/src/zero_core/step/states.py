@@ -17,6 +17,7 @@ from torch import Tensor
 
 from zero_core.layout.arithmetic import Segment, Slot
 from zero_core.layout.discovery import plain_name
+from zero_core.runtime.device_states import DeviceStates
 from zero_core.runtime.runtime import Runtime
 from zero_core.sharded.sharded_state import MASTER, ShardedState
 from zero_core.step.gradient import StepGradient
@@ -27,9 +28,16 @@ GRAD = "grad"
 class StateAccess:
     """Access by parameter name, as ``engine.states``."""
 
-    def __init__(self, state: ShardedState, gradient: StepGradient, runtime: Runtime) -> None:
+    def __init__(
+        self,
+        state: ShardedState,
+        gradient: StepGradient,
+        runtime: Runtime,
+        device_states: DeviceStates,
+    ) -> None:
         """Give access to what ``state`` has sharded, and to the ``gradient`` of a step."""
         self._state = state
+        self._device_states = device_states
         self._gradient = gradient
         self._runtime = runtime
         self._home: dict[str, tuple[Segment, Slot]] = {}
@@ -139,6 +147,7 @@ class StateAccess:
         return self._gradient.factor
 
     def _find(self, name: str, what: str, *, is_local: bool = False) -> tuple[Segment, Slot]:
+        self._device_states.check("access to states by name")
         plain = plain_name(name)
         if plain not in self._home:
             raise KeyError(f"no parameter {name!r}")

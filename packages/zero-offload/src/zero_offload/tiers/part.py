@@ -14,7 +14,7 @@ from torch import Tensor
 
 from zero_offload.flat.geometry import Geometry
 from zero_offload.flat.intervals import Intervals
-from zero_offload.protocols import ReservingTier, StateTier
+from zero_offload.protocols import DeviceMemory, ReservingTier, StateTier
 from zero_offload.rules.rule import MASTER
 from zero_offload.tiers.flat_tier import FlatTier, HostTier, TierReport
 from zero_offload.tiers.transfer import Release
@@ -68,6 +68,11 @@ class GradStaging:
         dtype = self.kept_dtype(grad.dtype)
         self.reserve(dtype, grad.device)
         return self._memory[dtype][start : start + grad.numel()]
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """All memory of the copies."""
+        return list(self._memory.values())
 
     def square_sum(self, start: int, stop: int) -> Tensor:
         """Return the sum of the squares of a range's copy: 0-dim, float64, on its device."""
@@ -129,6 +134,14 @@ class Part:
                 self.staging.reserve(dtype, device)
         if isinstance(self.tier, ReservingTier):
             self.tier.reserve(grads)
+
+    def device_tensors(self) -> dict[str, list[Tensor]]:
+        """Return tensors of the tier, and the copies of gradients: "gradients"."""
+        held = self.tier.device_tensors() if isinstance(self.tier, DeviceMemory) else {}
+        found = {kind: list(tensors) for kind, tensors in held.items()}
+        if self.staging is not None:
+            found["gradients"] = [*found.get("gradients", []), *self.staging.tensors]
+        return found
 
     def offer_grad(self, start: int, grad: Tensor) -> Release | None:
         """Offer the tier a gradient, or a copy of it that lasts."""

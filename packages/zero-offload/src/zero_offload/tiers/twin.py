@@ -169,6 +169,11 @@ class TwinTier:
         for part in self.parts:
             self._reserve_part(part)
 
+    def device_tensors(self) -> dict[str, list[Tensor]]:
+        """Return long-lived tensors on the device, of its part: the host's has none there."""
+        parts = [part.device_tensors() for part in self.parts if not part.is_host]
+        return parts[0] if parts else {}
+
     def _reserve_part(self, part: Part) -> None:
         grads = [
             (part.share.local(a), part.share.local(b), dtype)

@@ -1,0 +1,199 @@
+"""Device memory of an engine's states, given up for a while: `zero_core.Engine.offload_states`.
+
+[Note: emptied storages]
+Every long-lived buffer is one storage with many views (parameters, shards, master weights, slices
+of states). Its bytes are copied to the host and the storage is resized to zero. Reloading resizes
+it back and copies the bytes into it. So all views stay the objects that they were, and only
+addresses change. Scratch memory is not copied. Memory that other ranks map (shards and gradients
+among ranks on a CPU) cannot be resized and stays.
+
+Reading an emptied storage would crash. So parameters become placeholders, every module of the model
+refuses a forward by a hook that is there only meanwhile, and the runtime refuses backwards. At
+stages 0 to 2 autograd would read saved parameters before it gets there: torch refuses the backward
+of an earlier forward, as its parameters have a newer version, and does so after reloading, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from enum import StrEnum
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from zero_core._torch import storage_of
+from zero_core.protocols import DeviceMemory
+from zero_core.runtime.runtime import Runtime
+from zero_core.sharded.memory import Memory
+from zero_core.sharded.sharded_state import ShardedState
+
+
+class StatePart(StrEnum):
+    """Part of an engine's device memory."""
+
+    PARAMETERS = "parameters"
+    """Parameters or their shards, and secondary shards. In fp32 they are the master weights."""
+    MASTER_WEIGHTS = "master_weights"
+    OPTIMIZER_STATES = "optimizer_states"
+    """Moments, and the errors that quantized gradients carry over to the next step."""
+    GRADIENTS = "gradients"
+    """Reduced gradients and sums of micro-steps."""
+    BUFFERS = "buffers"
+    """Scratch memory, which holds nothing between two steps."""
+
+
+ALL_PARTS = frozenset(StatePart)
+FORWARD_PARTS = frozenset({StatePart.PARAMETERS, StatePart.BUFFERS})
+BACKWARD_PARTS = FORWARD_PARTS | {StatePart.GRADIENTS}
+
+
+class _Emptied:
+    """A storage without memory, and the host copy of its bytes."""
+
+    def __init__(self, storage: torch.UntypedStorage, *, is_kept: bool, pin_memory: bool) -> None:
+        """Start to copy the bytes if they are kept, and empty the storage."""
+        self._storage = storage
+        self._nbytes = storage.nbytes()
+        self._host: Tensor | None = None
+        if is_kept:
+            self._host = torch.empty(self._nbytes, dtype=torch.uint8, pin_memory=pin_memory)
+            self._host.copy_(self._bytes(), non_blocking=pin_memory)
+        storage.resize_(0)
+
+    def restore(self) -> None:
+        """Allocate the memory again and start to copy the bytes back."""
+        self._storage.resize_(self._nbytes)
+        if self._host is not None:
+            self._bytes().copy_(self._host, non_blocking=self._host.is_pinned())
+
+    def _bytes(self) -> Tensor:
+        found = torch.empty(0, dtype=torch.uint8, device=self._storage.device)
+        return found.set_(self._storage, 0, (self._nbytes,), (1,))
+
+
+class DeviceStates:
+    """Offloads parts of an engine's device memory, and knows which are away."""
+
+    def __init__(
+        self, memory: Memory, runtime: Runtime, state: ShardedState, holders: Sequence[object]
+    ) -> None:
+        """Prepare. Besides ``memory``, those of ``holders`` take part that are `DeviceMemory`."""
+        self._memory = memory
+        self._runtime = runtime
+        self._state = state
+        self._holders = [holder for holder in holders if isinstance(holder, DeviceMemory)]
+        self._away: dict[StatePart, list[_Emptied]] = {}
+        self._refusals: list[RemovableHandle] = []
+
+    @property
+    def offloaded(self) -> frozenset[StatePart]:
+        """Parts that are away."""
+        return frozenset(self._away)
+
+    def check(self, what: str, needed: frozenset[StatePart] = ALL_PARTS) -> None:
+        """Refuse ``what`` while a part that it needs is away.
+
+        Raises:
+            RuntimeError: with what to do.
+        """
+        if self._away and needed & self._away.keys():
+            raise RuntimeError(self._explain(what, needed))
+
+    def _explain(self, what: str, needed: frozenset[StatePart]) -> str:
+        away = ", ".join(sorted(needed & self._away.keys()))
+        return (
+            f"rank {self._runtime.rank}: {what} while {away} are offloaded: call reload_states() "
+            "first, on every rank, when the device has room for them"
+        )
+
+    @torch.no_grad()
+    def offload(
+        self, parts: Iterable[str], *, keeps_gradients: bool, pin_memory: bool, non_blocking: bool
+    ) -> None:
+        """See `zero_core.Engine.offload_states`.
+
+        ``keeps_gradients``: gradients wait for a step, so they are copied.
+        """
+        wanted = [part for part in StatePart if part in set(parts) - self._away.keys()]
+        if not wanted:
+            return
+        device = self._state.device
+        is_accelerator = device.type != "cpu"
+        self._runtime.settle()
+        self._state.quiesce()
+        if is_accelerator:
+            torch.accelerator.synchronize(device)  # no other stream uses what is freed
+        if StatePart.PARAMETERS in wanted:
+            self._runtime.vacate()
+        storages = self._storages()
+        for part in wanted:
+            is_kept = part is not StatePart.BUFFERS
+            if part is StatePart.GRADIENTS:
+                is_kept = keeps_gradients
+            pins = pin_memory and is_accelerator
+            self._away[part] = [
+                _Emptied(one, is_kept=is_kept, pin_memory=pins) for one in storages[part]
+            ]
+        if StatePart.BUFFERS in wanted:
+            self._memory.free_pools()
+        self._memory.forget_views()
+        self._refuse_use()
+        if is_accelerator and not non_blocking:
+            torch.accelerator.synchronize(device)
+            torch.accelerator.empty_cache()
+
+    @torch.no_grad()
+    def reload(self, *, non_blocking: bool) -> None:
+        """See `zero_core.Engine.reload_states`."""
+        if not self._away:
+            return
+        for part in self._away.values():
+            while part:
+                part.pop().restore()
+        had_no_buffers = StatePart.BUFFERS in self._away
+        self._away.clear()
+        self._memory.forget_views()
+        for values in self._state.params:
+            values.reoccupy()
+        for refusal in self._refusals:
+            refusal.remove()
+        self._refusals.clear()
+        self._runtime.refuse_backwards(None)
+        device = self._state.device
+        if device.type != "cpu":
+            if had_no_buffers:
+                self._memory.reserve()
+            if not non_blocking:
+                torch.accelerator.synchronize(device)
+
+    def _storages(self) -> dict[StatePart, list[torch.UntypedStorage]]:
+        """Return the storages of each part. One that several parts use is the first one's."""
+        held = [holder.device_tensors() for holder in (self._memory, *self._holders)]
+        seen: set[int] = set()
+        found: dict[StatePart, list[torch.UntypedStorage]] = {}
+        for part in StatePart:
+            found[part] = []
+            for tensor in (tensor for one in held for tensor in one.get(part, ())):
+                storage = tensor.untyped_storage()
+                is_new = storage_of(tensor) not in seen
+                seen.add(storage_of(tensor))
+                is_here = storage.device.type == self._state.device.type
+                if is_new and is_here and storage.nbytes() and storage.resizable():
+                    found[part].append(storage)
+        return found
+
+    def _refuse_use(self) -> None:
+        """Refuse backwards, and forwards of every module, by the first of its hooks."""
+
+        def refuse(module: nn.Module, args: Any) -> None:
+            self.check("a forward", FORWARD_PARTS)
+
+        if not self._refusals and FORWARD_PARTS & self._away.keys():
+            self._refusals = [
+                module.register_forward_pre_hook(refuse, prepend=True)
+                for module in self._state.module.modules()
+            ]
+        if BACKWARD_PARTS & self._away.keys():
+            self._runtime.refuse_backwards(self._explain("a backward", BACKWARD_PARTS))

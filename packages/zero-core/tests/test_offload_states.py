@@ -1,0 +1,180 @@
+"""States that leave the device for a while and come back with the same bits."""
+
+import itertools
+from threading import Barrier
+from typing import Any
+
+import pytest
+import torch
+
+import zero_core
+from zero_core.testing import Case, batch, late_device, make_model, run_alone, simulate
+from zero_core.testing.models import RootAndBlocks
+
+STEPS = 3
+CASES = [
+    Case(stage=stage, dtype=dtype, accumulation=accumulation, clipping=0.5)
+    for stage, (dtype, accumulation) in itertools.product(range(4), [("fp32", 1), ("bf16", 2)])
+]
+ALL = frozenset(zero_core.StatePart)
+
+
+def build(ranks: Any, case: Case) -> zero_core.Engine:
+    return zero_core.build(make_model(case.width), case.config(), process_group=ranks)
+
+
+def micro_step(engine: zero_core.Engine, ranks: Any, step: int, micro: int = 0) -> torch.Tensor:
+    inputs = batch(step, micro, ranks.rank)
+    loss: torch.Tensor = engine(**{**inputs, "ids": inputs["ids"].to(ranks.device)})["loss"]
+    engine.backward(loss)
+    engine.step()
+    return loss.detach()
+
+
+def train(
+    ranks: Any, case: Case, parts: frozenset[str] | None, non_blocking: bool, done: Barrier
+) -> list[Any]:
+    """Train, with ``parts`` offloaded and reloaded after every micro-step."""
+    engine = build(ranks, case)
+    losses = []
+    for step, micro in itertools.product(range(STEPS), range(case.accumulation)):
+        losses.append(micro_step(engine, ranks, step, micro))
+        if parts is not None:
+            engine.offload_states(parts, pin_memory=step % 2 == 0, non_blocking=non_blocking)
+            done.wait()
+            assert engine.offloaded_states == parts
+            engine.reload_states(non_blocking=non_blocking)
+            assert not engine.offloaded_states
+    values = engine.full_state_dict()
+    engine.close()
+    return [[loss.item() for loss in losses], values]
+
+
+def _compare(device: str, world_size: int) -> None:
+    if device == "late":
+        late_device.load()
+        late_device.set_delays(seed=1, kernel_s=5e-5, copy_s=5e-4)
+    choices = itertools.cycle([ALL, *(frozenset([part]) for part in zero_core.StatePart), ALL])
+    # Ranks are threads, and torch's empty_cache waits for the devices of all of them.
+    done = Barrier(world_size)
+    for number, case in enumerate(CASES):
+        expected = simulate(train, world_size, case, None, False, done, device=device)
+        parts, is_late = next(choices), number % 2 == 1
+        found = simulate(train, world_size, case, parts, is_late, done, device=device)
+        for (losses, values), (exact_losses, exact_values) in zip(found, expected, strict=True):
+            assert losses == exact_losses, case
+            torch.testing.assert_close(values, exact_values, rtol=0, atol=0, msg=str(case))
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_training_goes_on_with_the_same_bits(world_size: int) -> None:
+    _compare("cpu", world_size)
+
+
+def test_training_goes_on_with_the_same_bits_on_a_device() -> None:
+    run_alone(_compare, "late", 2)
+
+
+def _allocated(ranks: Any) -> int:
+    torch.accelerator.synchronize(ranks.device)
+    return torch.accelerator.memory_allocated(ranks.device)
+
+
+def _measure(ranks: Any, stage: int, done: Barrier) -> None:
+    before = _allocated(ranks)
+    config = {**Case(stage=stage, dtype="bf16").config()}
+    engine = zero_core.build(RootAndBlocks(384, 3, 1.0), config, process_group=ranks)
+    x = torch.ones(1, 384, device=ranks.device)
+    engine.backward(engine(x))
+    engine.step()
+    held = _allocated(ranks) - before
+    engine.offload_states()
+    done.wait()
+    assert _allocated(ranks) - before < 0.01 * held
+    engine.reload_states()
+    assert 0.9 * held < _allocated(ranks) - before <= 1.01 * held  # pools as they were built
+    for part in zero_core.StatePart:
+        engine.offload_states([part])
+        done.wait()
+    assert _allocated(ranks) - before < 0.01 * held
+    engine.close()
+
+
+def _measure_all() -> None:
+    late_device.load()
+    for stage in range(4):
+        simulate(_measure, 2, stage, Barrier(2), device="late")
+
+
+def test_99_percent_of_the_device_is_free() -> None:
+    run_alone(_measure_all)
+
+
+def _misuse(ranks: Any, stage: int) -> None:
+    engine = build(ranks, Case(stage=stage))
+    micro_step(engine, ranks, 0)
+    inputs = batch(1, 0, ranks.rank)
+    loss = engine(**inputs)["loss"]
+    engine.offload_states()
+    engine.offload_states()  # again: nothing
+    advice = "parameters.* are offloaded: call reload_states"
+    verbs = [
+        lambda: engine(**inputs),
+        lambda: engine.module.head(torch.zeros(1, 11)),
+        lambda: engine.backward(loss),
+        engine.step,
+        engine.idle_step,
+        engine.publish,
+        engine.full_state_dict,
+        engine.gathered,
+        lambda: engine.save_checkpoint("nowhere"),
+        lambda: engine.load_checkpoint("nowhere"),
+        lambda: engine.clip_grad_norm_(1.0),
+        lambda: engine.states.get_full("gain"),
+        engine.unwrap,
+        engine.leave_shards,
+    ]
+    for verb in verbs:
+        with pytest.raises(RuntimeError, match=advice):
+            verb()
+    with pytest.raises(RuntimeError, match=r"reload_states|inplace operation|full_state_dict"):
+        engine.module.state_dict()
+    assert all(p.isnan().all() for p in engine.module.parameters())
+    with pytest.raises(RuntimeError, match=f"inplace operation|{advice}"):
+        loss.backward()
+    engine.reload_states()
+    engine.reload_states()  # again: nothing
+    with pytest.raises(ValueError, match=r"lp_params.*optimizer_states"):
+        engine.offload_states(["lp_params"])
+    with engine.gathered(), pytest.raises(RuntimeError, match=r"within .*gathered"):
+        engine.offload_states()
+    engine.offload_states(["optimizer_states"])
+    assert torch.isfinite(engine(**inputs)["loss"])  # it needs the parameters alone
+    with pytest.raises(RuntimeError, match="optimizer_states are offloaded"):
+        engine.step()
+    engine.reload_states()
+    micro_step(engine, ranks, 1)
+    engine.close()
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_what_needs_the_states_says_so(stage: int) -> None:
+    simulate(_misuse, 2, stage)
+
+
+def _evaluate(ranks: Any) -> None:
+    engine = zero_core.build(
+        make_model(), Case(stage=3).config(), process_group=ranks, is_training=False
+    )
+    inputs = batch(0, 0, ranks.rank)
+    expected = engine(**inputs)["loss"].item()
+    engine.offload_states()
+    with pytest.raises(RuntimeError, match="reload_states"):
+        engine(**inputs)
+    engine.reload_states()
+    assert engine(**inputs)["loss"].item() == expected
+    engine.close()
+
+
+def test_an_engine_that_evaluates_alone_sleeps_too() -> None:
+    simulate(_evaluate, 2)
