@@ -78,7 +78,10 @@ class Engine(ShardedModel):
             self._train.end_micro_step()
             return
         if not self._runtime.should_sync:
-            raise RuntimeError("step() within no_sync(): step outside")
+            raise RuntimeError(
+                "step() while gradients are not reduced: leave no_sync(), or "
+                "set_requires_gradient_sync(True)"
+            )
         self._guard.check()
         self.optimizer.check_groups()
         self._runtime.start_agreement()
@@ -127,6 +130,20 @@ class Engine(ShardedModel):
         concerned.
         """
         self._train.accumulation.override = is_boundary
+
+    def set_is_last_backward(self, is_last_backward: bool) -> None:
+        """Set whether this micro-step, and each from now on, is the last of its step.
+
+        `set_gradient_accumulation_boundary` by FSDP2's name.
+        """
+        self.set_gradient_accumulation_boundary(is_last_backward)
+
+    def set_requires_gradient_sync(self, requires_gradient_sync: bool) -> None:
+        """Set whether backwards from now on reduce gradients, or keep them as in `no_sync`.
+
+        As FSDP2's method of the name. Every rank must call it.
+        """
+        self._runtime.set_should_sync(requires_gradient_sync)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> float:
         """Clip the gradient of the step by its p-norm and return the norm before, unscaled.

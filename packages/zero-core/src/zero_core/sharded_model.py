@@ -34,6 +34,7 @@ from zero_core.runtime.buffers import BufferSync
 from zero_core.runtime.copies import ModelCopies
 from zero_core.runtime.device_states import FORWARD_PARTS, DeviceStates, StatePart
 from zero_core.runtime.gathered import GatheredParams
+from zero_core.runtime.module_units import ModuleUnits
 from zero_core.runtime.param_guard import FixedMemory, ParamGuard
 from zero_core.runtime.runtime import Runtime
 from zero_core.sharded.memory import Memory
@@ -103,6 +104,7 @@ class ShardedModel:
         self._transport = parts.transport
         self._meter = parts.meter
         self._gathering = GatheredParams(runtime, state)
+        self._module_units = ModuleUnits(runtime)
         self._buffers = buffers = BufferSync(state.module, state.control, runtime)
         if parts.config.broadcast_buffers:
             buffers.attach()
@@ -185,6 +187,48 @@ class ShardedModel:
         """
         self._device_states.check("publish()", FORWARD_PARTS)
         self._gathering.publish()
+
+    def set_reshard_after_forward(
+        self, reshard_after_forward: bool, modules: Iterable[nn.Module] | None = None
+    ) -> None:
+        """Set whether a forward releases the parameters that it has gathered (stage 3).
+
+        False keeps them, with gradients until their backward, without until values change or
+        True is set: several forwards then gather once, for the memory of what is kept. As FSDP2's
+        method of the name. Every rank must call it, between two steps.
+
+        Args:
+            reshard_after_forward: True is the default of an engine.
+            modules: whose units are meant; None: all.
+
+        Raises:
+            ValueError: one of ``modules`` is not this engine's.
+        """
+        meant = [self.module] if modules is None else modules
+        self._module_units.set_resharded(meant, is_resharded=reshard_after_forward)
+
+    def set_modules_to_forward_prefetch(
+        self, module: nn.Module, modules: Iterable[nn.Module]
+    ) -> None:
+        """Gather the units of ``modules`` while that of ``module`` is computed in forward.
+
+        Units are gathered in one order on all ranks, so ``modules`` must be those that follow
+        ``module`` in it. Without any it is one, the default. Each takes the memory of a unit. As
+        FSDP2's method of the name. Every rank must call it, between two steps.
+
+        Raises:
+            ValueError: ``modules`` are others, or not this engine's.
+        """
+        self._module_units.set_prefetched(module, modules, backward=False)
+
+    def set_modules_to_backward_prefetch(
+        self, module: nn.Module, modules: Iterable[nn.Module]
+    ) -> None:
+        """Gather the units of ``modules`` while that of ``module`` is computed in backward.
+
+        As `set_modules_to_forward_prefetch`; backward's order is the reverse.
+        """
+        self._module_units.set_prefetched(module, modules, backward=True)
 
     def owns(self, param: nn.Parameter) -> str | None:
         """Return the first name of ``param`` if it is one of this engine's, or None."""

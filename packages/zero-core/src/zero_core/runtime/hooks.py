@@ -22,6 +22,7 @@ from zero_core._torch import (
     unless_compiling,
 )
 from zero_core.config import Config
+from zero_core.runtime.module_units import ModuleUnits
 from zero_core.runtime.recompute import Recompute
 from zero_core.runtime.runtime import Runtime
 from zero_core.sharded.grads import FlatGrads
@@ -37,7 +38,7 @@ def install(runtime: Runtime, modules: Sequence[nn.Module], config: Config) -> l
     """
     handles: list[Any] = []
     if config.tiled_compute is not None:
-        handles.append(TiledForwards(modules[0], config.tiled_compute, _Units(runtime)))
+        handles.append(TiledForwards(modules[0], config.tiled_compute, ModuleUnits(runtime)))
     checkpointing = config.activation_checkpointing
     if checkpointing is not None and checkpointing.enabled:
         blocks = [m for u, m in zip(runtime.units, modules, strict=True) if u.is_block]
@@ -97,27 +98,6 @@ def _hook_gradient(
     return handle
 
 
-class _Units:
-    """The units that hold the parameters of any module."""
-
-    def __init__(self, runtime: Runtime) -> None:
-        self._runtime = runtime
-        self._unit_of = {
-            id(p): unit for unit in runtime.units for flat in unit.params for p in flat.params
-        }
-
-    def of(self, module: nn.Module, *, recurse: bool) -> list[Unit]:
-        """Return the units of the parameters of ``module``, without those of its parts or with."""
-        units = {self._unit_of[id(p)].index for p in module.parameters(recurse)}
-        return [self._runtime.units[index] for index in sorted(units)]
-
-    def gather(self, module: nn.Module) -> None:
-        """Gather the units of ``module``, of which a part may be called by itself."""
-        for unit in self.of(module, recurse=True):
-            if unit.index not in self._runtime.ready:
-                self._runtime.enter_part(unit)
-
-
 def _hook_parts(runtime: Runtime, modules: Sequence[nn.Module]) -> list[RemovableHandle]:
     """Hook the modules that hold a unit's parameters, for when they are called by themselves.
 
@@ -125,7 +105,7 @@ def _hook_parts(runtime: Runtime, modules: Sequence[nn.Module]) -> list[Removabl
     ``block.attention`` in its own forward.
     """
     handles = []
-    units = _Units(runtime)
+    units = ModuleUnits(runtime)
     for module in modules[0].modules():
         own = units.of(module, recurse=False)
         is_one_graph = False

@@ -167,7 +167,10 @@ class Runtime:
         self._by_storage: dict[int, tuple[Unit, FlatParams]] = {}
         self._current: Unit | None = None  # the block in use
         self._entered: Unit | None = None  # the block that backward is in
-        self._ahead: Unit | None = None  # gathered before it is needed
+        self._ahead: list[Unit] = []  # gathered before they are needed
+        # Units that are gathered ahead of one in use, by its index, forward and backward.
+        self._num_ahead: tuple[dict[int, int], dict[int, int]] = ({}, {})
+        self._unsharded: frozenset[int] = frozenset()  # units that a forward does not release
         # Units recomputed in this backward: gradients to come since the last recomputation.
         self._recomputed: dict[int, int] = {}
         self._ever_recomputed: set[int] = set()
@@ -232,12 +235,12 @@ class Runtime:
             if context is not None:
                 context.__exit__(None, None, None)
             if unit.is_root and not running and not torch.is_grad_enabled():
-                self.release_all()
+                self._release_but(self._unsharded)
         if unit.index == self._last_block and running:
             self._use_tail()
         # The last block stays gathered: backward begins with it.
         if unit.is_block and not (unit.index == self._last_block and torch.is_grad_enabled()):
-            self.release(unit)
+            self._reshard(unit, backward=False)
 
     def idle_forward(self, model: nn.Module) -> None:
         """Take part in a forward of the other ranks, without data. See [Note: idle ranks].
@@ -330,31 +333,50 @@ class Runtime:
             previous, self._current = self._current, unit
             if previous is not unit:
                 if previous is not None:
-                    self.release(previous)
+                    self._reshard(previous, backward=backward)
                 if self._running and not backward:
                     self._path.append(unit)
                     if self._forward is not None:
                         self._order.use(index)
-        if self._ahead is not None and self._ahead is not unit:
-            self.release(self._ahead)  # the order is not that of the module tree
-        self._ahead = None
+        if self._ahead:
+            self._drop_ahead(unit, backward=backward)
         if index not in self.ready:
             unit.gather(backward=backward)
         if unit.hints is not None:
             unit.hints.announce(index, backward=backward)
         if unit.is_block:
             self._wait(unit)
-        ahead = index - 1 if backward else index + 1
-        if 0 < ahead < len(self.units) and ahead not in self.ready:
-            self._gather_ahead(self.units[ahead], backward=backward)
+        for ahead in self._window(index, backward=backward):
+            if ahead not in self.ready:
+                self._gather_ahead(self.units[ahead], backward=backward)
         self._wait(unit)  # the root, after the launch of the first block's gather
 
     def _gather_ahead(self, unit: Unit, *, backward: bool) -> None:
         if not unit.is_exchanged and not unit.is_updated():
             return  # it would block here until the tier has updated the unit
         if unit.is_block:  # else it stays
-            self._ahead = unit
+            self._ahead.append(unit)
         unit.gather(backward=backward)
+
+    def _window(self, index: int, *, backward: bool) -> range:
+        """Return the units to gather ahead of the one at ``index``, in order."""
+        num = self._num_ahead[backward].get(index, 1)
+        if backward:
+            return range(index - 1, max(0, index - 1 - num), -1)
+        return range(index + 1, min(len(self.units), index + 1 + num))
+
+    def _drop_ahead(self, entered: Unit, *, backward: bool) -> None:
+        """Release what was gathered ahead and is not next: the order is not the module tree's."""
+        window = self._window(entered.index, backward=backward)
+        for unit in self._ahead:
+            if unit is not entered and unit.index not in window:
+                self._reshard(unit, backward=backward)
+        self._ahead.clear()
+
+    def _reshard(self, unit: Unit, *, backward: bool) -> None:
+        """Release ``unit`` after its use, unless it stays until its backward."""
+        if backward or unit.index not in self._unsharded:
+            self.release(unit)
 
     def _use_tail(self) -> None:
         """Gather the tail and wait for it, once in a forward."""
@@ -412,9 +434,14 @@ class Runtime:
 
     def release_all(self) -> None:
         """Release every unit, the root and the tail included."""
-        self._current = self._ahead = self._entered = None
+        self._release_but(frozenset())
+
+    def _release_but(self, unsharded: frozenset[int]) -> None:
+        self._current = self._entered = None
+        self._ahead.clear()
         for unit in self.units:
-            self.release(unit)
+            if unit.index not in unsharded:
+                self.release(unit)
 
     # --------------------------------------------------------------- backward
 
@@ -566,13 +593,19 @@ class Runtime:
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Keep gradients of backwards unreduced within. Every rank must enter it."""
-        before, self._should_sync = self._should_sync, False
-        self._sink.reopen()
-        self._accumulate_locally()
+        before = self._should_sync
+        self.set_should_sync(False)
         try:
             yield
         finally:
             self._should_sync = before
+
+    def set_should_sync(self, should_sync: bool) -> None:
+        """Set whether backwards reduce gradients. Every rank must set the same."""
+        self._should_sync = should_sync
+        if not should_sync:
+            self._sink.reopen()
+            self._accumulate_locally()
 
     def _accumulate_locally(self) -> None:
         for unit in self.units:
@@ -705,6 +738,25 @@ class Runtime:
     def has_full_params(self) -> bool:
         """Whether a `full_params` is open."""
         return self._full_params_depth > 0
+
+    def set_unsharded(self, units: frozenset[int]) -> None:
+        """Keep ``units``, by index, gathered after a forward, until a backward or `release_all`.
+
+        Every rank must set the same ones, between two forwards. Units that were among them and are
+        not any more are released.
+        """
+        left, self._unsharded = self._unsharded - units, units
+        for index in sorted(left):
+            self.release(self.units[index])
+
+    @property
+    def unsharded(self) -> frozenset[int]:
+        """Units that stay gathered after a forward."""
+        return self._unsharded
+
+    def set_num_ahead(self, unit: Unit, number: int, *, backward: bool) -> None:
+        """Gather ``number`` units ahead while ``unit`` is in use. Every rank must set the same."""
+        self._num_ahead[backward][unit.index] = number
 
     def gather_exact(self, unit: Unit) -> None:
         """Gather ``unit`` now, unquantized, unless its current values are gathered already.

@@ -26,15 +26,15 @@ from zero_core.layout.discovery import ModuleRule
 from zero_core.tiled.logits import TiledLogits, run_tile
 
 
-class ModuleUnits(Protocol):
-    """The units that hold modules' parameters."""
+class ParamGatherer(Protocol):
+    """Gathers the parameters of modules."""
 
     def gather(self, module: nn.Module) -> None:
         """Make sure that the parameters of ``module`` have their values."""
 
 
 class WholeModel:
-    """`ModuleUnits` of a model whose parameters always have their values."""
+    """`ParamGatherer` of a model whose parameters always have their values."""
 
     def gather(self, module: nn.Module) -> None:
         """Do nothing."""
@@ -43,14 +43,16 @@ class WholeModel:
 class TiledForwards:
     """Wraps the forwards of the modules that the configuration names until `remove`."""
 
-    def __init__(self, model: nn.Module, config: TiledComputeConfig, units: ModuleUnits) -> None:
+    def __init__(
+        self, model: nn.Module, config: TiledComputeConfig, gatherer: ParamGatherer
+    ) -> None:
         """Wrap the modules of ``model``.
 
         Raises:
             ConfigError: a name is not the model's.
         """
         self._tile_tokens = config.tile_tokens
-        self._units = units
+        self._gatherer = gatherer
         self._before: list[tuple[nn.Module, Any]] = []
         kinds = (
             ("modules", config.modules, self._tiled),
@@ -80,7 +82,7 @@ class TiledForwards:
         forward = module.forward
 
         def run(*args: Any, **kwargs: Any) -> Any:
-            self._units.gather(module)
+            self._gatherer.gather(module)
             return forward(*args, **kwargs)
 
         @functools.wraps(forward)
@@ -120,7 +122,7 @@ class TiledForwards:
         forward = module.forward
 
         def head(hidden: Tensor) -> Tensor:
-            self._units.gather(module)
+            self._gatherer.gather(module)
             logits: Tensor = forward(hidden)
             return logits
 

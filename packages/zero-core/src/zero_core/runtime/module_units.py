@@ -1,0 +1,71 @@
+"""The units that hold the parameters of any module of the model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from torch import nn
+
+from zero_core.runtime.runtime import Runtime
+from zero_core.sharded.unit import Unit
+
+
+class ModuleUnits:
+    """Finds and gathers the units of modules, and sets when they are gathered and released."""
+
+    def __init__(self, runtime: Runtime) -> None:
+        self._runtime = runtime
+        self._unit_of = {
+            id(p): unit.index for unit in runtime.units for flat in unit.params for p in flat.params
+        }
+
+    def of(self, module: nn.Module, *, recurse: bool = True) -> list[Unit]:
+        """Return the units of the parameters of ``module``, with or without those of its parts.
+
+        Raises:
+            ValueError: the engine does not have one of them.
+        """
+        try:
+            indices = {self._unit_of[id(p)] for p in module.parameters(recurse)}
+        except KeyError:
+            raise ValueError(f"{type(module).__name__} is not a module of this engine") from None
+        return [self._runtime.units[index] for index in sorted(indices)]
+
+    def gather(self, module: nn.Module) -> None:
+        """Gather the units of ``module``, of which a part may be called by itself."""
+        for unit in self.of(module):
+            if unit.index not in self._runtime.ready:
+                self._runtime.enter_part(unit)
+
+    def set_resharded(self, modules: Iterable[nn.Module], *, is_resharded: bool) -> None:
+        """Set whether a forward releases the units of ``modules`` when they have been used."""
+        indices = {unit.index for module in modules for unit in self.of(module)}
+        before = self._runtime.unsharded
+        self._runtime.set_unsharded(before - indices if is_resharded else before | indices)
+
+    def set_prefetched(
+        self, module: nn.Module, modules: Iterable[nn.Module], *, backward: bool
+    ) -> None:
+        """Set which units are gathered ahead while that of ``module`` is in use.
+
+        Raises:
+            ValueError: ``module`` is in several units, or ``modules`` are not those that follow it.
+        """
+        units = self.of(module)
+        if len(units) != 1:
+            raise ValueError(
+                f"{type(module).__name__} is in units {units}: name a module of a single one"
+            )
+        (unit,) = units
+        found = [index for m in modules for index in sorted(u.index for u in self.of(m))]
+        found = list(dict.fromkeys(found))
+        step = -1 if backward else 1
+        expected = [unit.index + step * (n + 1) for n in range(len(found))]
+        if found != expected:
+            order = "backward" if backward else "forward"
+            raise ValueError(
+                f"units {found} cannot be gathered ahead of {unit!r}: units are gathered in one "
+                f"order on all ranks, so name those that follow it in {order}, which begin with "
+                f"unit {unit.index + step}"
+            )
+        self._runtime.set_num_ahead(unit, len(found) or 1, backward=backward)
