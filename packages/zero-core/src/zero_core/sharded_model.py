@@ -37,6 +37,7 @@ from zero_core.runtime.gathered import GatheredParams
 from zero_core.runtime.module_units import ModuleUnits
 from zero_core.runtime.param_guard import FixedMemory, ParamGuard
 from zero_core.runtime.runtime import Runtime
+from zero_core.runtime.saved import Holding
 from zero_core.sharded.memory import Memory
 from zero_core.sharded.sharded_state import ShardedState
 from zero_core.step.states import StateAccess
@@ -111,6 +112,7 @@ class ShardedModel:
         self._guard = ParamGuard(state.module, state.params, state.param_names)
         self._ownership = Ownership(self, state)
         self.remove_at_end([buffers, self._guard.watch(), FixedMemory(state.module)])
+        self.remove_at_end([Holding(self._gathering)])
         handles = (buffers.handles, self._ownership.hooks)
         self.remove_at_end([ModelCopies(state, handles)])
 

@@ -64,6 +64,11 @@ class GatheredParams:
     def is_open(self) -> bool:
         return self._num_open > 0
 
+    def version_of(self, param: nn.Parameter) -> int | None:
+        """Return the version of the values of ``param``, None if it is not sharded here."""
+        place = self._state.places.get(id(param))
+        return None if place is None or place[0].is_kept else place[0].version
+
     def publish(self) -> None:
         """Make the parameters whose values are kept hold the current ones."""
         for unit in self._runtime.units:

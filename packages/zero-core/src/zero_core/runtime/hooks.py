@@ -87,7 +87,8 @@ def _hook_gradient(
 ) -> Any:
     def take(param: nn.Parameter) -> None:
         grad = param.grad
-        assert grad is not None
+        if grad is None:  # an autograd.Function returned none for it
+            return
         param.grad = None
         runtime.gradient_ready(unit, grads, position, grad)
 

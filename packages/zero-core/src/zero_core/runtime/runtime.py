@@ -31,7 +31,8 @@ the last block nor the tail gathers it at its end, as other ranks may have done.
 Autograd saves the weights that a forward used. At stage 3 their buffer is reused for other units,
 so what is saved of a pool buffer is only (segment, offset, shape): `torch.autograd.graph`'s hooks
 pack it when it is saved, and gather the unit again when backward unpacks it. The first unpacking,
-or the first recomputation by activation checkpointing, marks the beginning of a unit's backward.
+or the first recomputation by activation checkpointing, marks the beginning of a unit's backward. A
+parameter that is in no such buffer when it is saved: see `zero_core.runtime.saved`.
 
 [Note: idle ranks]
 A rank that has no data while the others have takes part in their collectives: `idle_forward` uses
@@ -57,6 +58,7 @@ from zero_core._torch import call_at_end_of_backward, count_calls, is_in_backwar
 from zero_core.comm.communicator import Communicator
 from zero_core.runtime.early_reads import EarlyReads
 from zero_core.runtime.order import BackwardOrder, Forward
+from zero_core.runtime.saved import HeldReferences, Reference, refer
 from zero_core.sharded.grads import FlatGrads
 from zero_core.sharded.params import FlatParams
 from zero_core.sharded.unit import Unit
@@ -192,6 +194,7 @@ class Runtime:
         self._is_reducing = False
         # The hooked modules whose forward is running, and the saved-tensor hooks that each entered.
         self._running: list[tuple[Unit, nn.Module, AbstractContextManager[Any] | None]] = []
+        self._references = HeldReferences()
         # Addresses between which the buffers of gathered units lie, of those seen so far.
         self._low, self._high = sys.maxsize, 0
 
@@ -301,17 +304,22 @@ class Runtime:
         if self._low <= tensor.data_ptr() < self._high:
             found = self._by_storage.get(tensor.untyped_storage().data_ptr())
         if found is None:  # most by far: activations
-            # Detached: a node that saves its own output would otherwise keep itself alive if no
-            # backward comes.
-            return tensor if tensor.is_leaf else tensor.detach()
+            if not tensor.is_leaf:
+                # A node that saves its own output would otherwise keep itself alive if no backward
+                # comes.
+                return tensor.detach()
+            reference = refer(tensor) if isinstance(tensor, nn.Parameter) else None
+            return tensor if reference is None else reference
         unit, flat = found
         layout = (tensor.storage_offset(), tensor.shape, tensor.stride())
         assert self._forward is not None
         return (unit, flat, *layout, flat.version, self._forward)
 
-    def _unpack(self, packed: Tensor | _Packed) -> Tensor:
-        if type(packed) is not tuple:
-            return packed  # type: ignore[return-value]
+    def _unpack(self, packed: Tensor | Reference | _Packed) -> Tensor:
+        if isinstance(packed, Tensor):
+            return packed
+        if isinstance(packed, Reference):
+            return self._unpack_reference(packed)
         unit, flat, offset, shape, stride, version, forward = packed
         if version != flat.version:
             raise RuntimeError(
@@ -324,6 +332,12 @@ class Runtime:
         saved = flat.full.as_strided(shape, stride, offset)
         # create_graph: nodes of this backward save the tensor without our hooks and outlive the
         # buffer: copy.
+        return saved.clone() if torch.is_grad_enabled() else saved
+
+    def _unpack_reference(self, reference: Reference) -> Tensor:
+        if not self._is_backward_open:
+            self._open_backward()
+        saved = self._references.read(reference)
         return saved.clone() if torch.is_grad_enabled() else saved
 
     def _use(self, unit: Unit, *, backward: bool) -> None:
@@ -437,6 +451,7 @@ class Runtime:
         self._release_but(frozenset())
 
     def _release_but(self, unsharded: frozenset[int]) -> None:
+        self._references.release()
         self._current = self._entered = None
         self._ahead.clear()
         for unit in self.units:
