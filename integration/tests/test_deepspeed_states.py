@@ -69,7 +69,7 @@ def _read(rank: int, world_size: int) -> None:
             grad = utils.safe_get_full_grad(mine)
             if other.grad is None:
                 assert grad is None, "frozen"
-                torch.testing.assert_close(utils.safe_get_full_fp32_param(mine), other.detach())
+                assert utils.safe_get_full_fp32_param(mine) is None, "as in DeepSpeed"
                 continue
             # Unclipped, though clipping is far below its norm.
             torch.testing.assert_close(grad, other.grad, rtol=1e-5, atol=1e-8)
@@ -123,7 +123,7 @@ def _write(rank: int, world_size: int) -> None:
         engine.step()
         optimizer.step()
         for mine, other in _pairs(engine, model):
-            found = utils.safe_get_full_fp32_param(mine)
+            found = engine.core.states.get_full(engine.core.owns(mine))  # of frozen ones, too
             torch.testing.assert_close(found, other.detach(), rtol=1e-6, atol=1e-7)
         engine.destroy()
 
@@ -211,3 +211,103 @@ def test_leaf_modules_are_marked_by_class_name_and_suffix() -> None:
     assert (found, missing) == ([model.body[1]], ["nowhere"])
     with pytest.raises(ValueError, match="no module"):
         utils.set_z3_leaf_modules(model, [nn.Conv1d])
+
+
+def _small_gradient(rank: int, world_size: int) -> None:
+    for stage in (1, 2, 3):
+        engine = _engine(stage, fp16={"enabled": True, "initial_scale_power": 16})
+        engine.backward(engine(_inputs(rank).half()).float())
+        for param in engine.module.body.parameters():
+            given = torch.full(param.shape, 0.0015, dtype=torch.float16)
+            utils.safe_set_full_grad(param, given)
+            found = utils.safe_get_full_grad(param)
+            assert found is not None
+            assert torch.equal(found, given.float())
+        engine.destroy()
+
+
+def test_small_fp16_gradient_is_set_as_it_is_given() -> None:
+    spawn(_small_gradient, 2)
+
+
+def _states(rank: int, world_size: int) -> None:
+    for stage in (0, 1, 3):
+        engine, model = _engine(stage), _reference(world_size)
+        assert not engine.optimizer.state
+        engine.backward(engine(_inputs(rank)))
+        engine.step()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), CLIPPING)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=0.0)
+        optimizer.step()
+        packed = engine.optimizer.state_dict()
+        numbers = packed["param_groups"][0]["params"]
+        assert packed["param_groups"][0]["lr"] == LR
+        trained = [n for n, p in engine.module.named_parameters() if p.requires_grad]
+        for number, name in zip(numbers, trained, strict=True):
+            param = engine.module.get_parameter(name)
+            expected = optimizer.state[model.get_parameter(name)]["exp_avg"]
+            own = engine.optimizer.state.get(param, {})
+            assert own.keys() == packed["state"].get(number, {}).keys()
+            assert own.get("step", torch.tensor(1.0)) == 1
+            part = own.get("exp_avg", torch.empty(0))
+            if stage == 0:
+                torch.testing.assert_close(part, expected, rtol=1e-4, atol=1e-10)
+                continue
+            rows: list[Any] = [None] * world_size
+            dist.all_gather_object(rows, part)
+            torch.testing.assert_close(torch.cat(rows), expected.flatten(), rtol=1e-4, atol=1e-10)
+        assert not engine.optimizer.state.keys() & set(engine.module.frozen.parameters())
+        with pytest.raises(RuntimeError, match=r"use engine\.load_checkpoint"):
+            engine.optimizer.load_state_dict(packed)
+        engine.destroy()
+
+
+def test_optimizer_has_this_ranks_part_of_the_state() -> None:
+    spawn(_states, 2)
+
+
+def test_step_without_a_gradient_is_refused_where_unused_parameters_are() -> None:
+    for stage, is_refused in ((1, True), (2, True), (3, False), (0, False)):
+        engine = _engine(
+            stage, zero_optimization={"stage": stage, "ignore_unused_parameters": False}
+        )
+        unused = engine.module.body[1].bias
+        for is_used in (True, False):
+            unused.requires_grad_(is_used)  # what is frozen for now is not missed
+            engine.backward(
+                engine.module.body[0](_inputs(0)).mean() if is_used else engine(_inputs(0))
+            )
+            if is_used and is_refused:
+                with pytest.raises(
+                    AssertionError, match=r"body\.1\.weight.*ignore_unused_parameters"
+                ):
+                    engine.step()
+                engine.optimizer.zero_grad()
+                engine.core.optimizer.zero_grad()
+            else:
+                engine.step()
+        engine.destroy()
+    dist.destroy_process_group()
+
+
+def test_leaf_named_in_the_configuration_is_marked() -> None:
+    zero = {"stage": 3, "leaf_module": {"names": ["body.0"]}}
+    engine = _engine(3, zero_optimization=zero)
+    assert utils.get_z3_leaf_modules(engine.module) == [engine.module.body[0]]
+    engine.destroy()
+    dist.destroy_process_group()
+
+
+def test_parameter_offload_below_stage_3_has_no_effect_and_is_told(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    offload = {"device": "cpu", "pin_memory": True}
+    engine = _engine(2, zero_optimization={"stage": 2, "offload_param": offload})
+    engine.backward(engine(_inputs(0)))
+    engine.step()
+    assert engine.zero_offload_param() is None
+    told = [row for row in capsys.readouterr().err.splitlines() if "offload_param" in row]
+    assert len(told) == 1
+    assert "used at stage 3 only" in told[0]
+    engine.destroy()
+    dist.destroy_process_group()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from torch import nn
 
 import zero_core
 from zero_core.testing import spawn
+from zero_engine.deepspeed.zero.described import ShardedParameter
 
 
 def _model() -> nn.Module:
@@ -27,7 +29,8 @@ def _config(stage: int) -> dict[str, Any]:
 
 
 def _use(rank: int, world_size: int) -> None:
-    for check in (_before_the_engine, _with_an_engine, _inside_init, _on_other_things):
+    checks = (_before_the_engine, _with_an_engine, _inside_init, _on_other_things)
+    for check in (*checks, _what_scripts_ask, _edits_that_would_be_lost):
         check(rank, world_size)
 
 
@@ -49,14 +52,15 @@ def _before_the_engine(rank: int, world_size: int) -> None:
     source = world_size - 1
     with zero.GatheredParameters(model[0].parameters(), modifier_rank=source):
         assert weight.ds_status == zero.ZeroParamStatus.AVAILABLE
-        assert torch.equal(weight, _model()[0].weight)
+        # In the dtype that the configuration names, as in DeepSpeed.
+        assert torch.equal(weight, _model()[0].weight.bfloat16())
         if rank == source:
             nn.init.constant_(weight, 2.0)
     assert weight.ds_status == zero.ZeroParamStatus.NOT_AVAILABLE
     with zero.GatheredParameters(weight, enabled=False):
         assert weight.isnan().all()
     with zero.GatheredParameters(weight):
-        assert torch.equal(weight, torch.full((7, 5), 2.0))
+        assert torch.equal(weight, torch.full((7, 5), 2.0, dtype=torch.bfloat16))
     whole = nn.Linear(3, 3)
     value = whole.weight.detach().clone()
     zero.Init(module=whole, dtype=torch.bfloat16)
@@ -183,3 +187,66 @@ def _read_elsewhere(rank: int, world_size: int) -> None:
 
 def test_a_weight_that_another_block_reads_trains_as_in_torch() -> None:
     spawn(_read_elsewhere, 2)
+
+
+def _what_scripts_ask(rank: int, world_size: int) -> None:
+    """ds_status, ds_tensor and the like of an engine's parameters, wherever a script asks."""
+    from zero_engine.deepspeed import initialize, zero
+    from zero_engine.deepspeed.zero.partition_parameters import is_zero_param
+
+    here = zero.ZeroParamStatus.AVAILABLE
+    engine = initialize(model=_model(), config=_config(3))[0]
+    weight = engine.module[1].weight
+    seen: list[Any] = []
+    handles = [
+        engine.module[1].register_forward_pre_hook(lambda *_: seen.append(weight.ds_status)),
+        engine.module[1].register_forward_hook(lambda *_: seen.append(weight.ds_status)),
+    ]
+    engine.backward(engine(torch.ones(1, 5).bfloat16()).float().mean())
+    engine.step()
+    assert seen == [here] * 2
+    for handle in handles:
+        handle.remove()
+    assert (weight.ds_status == here) == (world_size == 1)  # one rank's shard is all of it
+    with zero.GatheredParameters(weight):
+        assert weight.ds_status == here
+        whole = weight.detach().clone()
+    rows = [torch.empty(0)] * world_size
+    parts = weight.ds_tensor
+    assert parts.dtype == torch.bfloat16
+    if world_size > 1:
+        torch.distributed.all_gather_object(rows, parts)
+    else:
+        rows = [parts]
+    assert torch.equal(torch.cat(rows), whole.flatten())
+    assert (weight.ds_shape, weight.ds_numel) == (torch.Size([7, 7]), 49)
+    with zero.GatheredParameters(engine.module.parameters()):
+        copied = copy.deepcopy(engine.module)
+    assert {type(p) for p in copied.parameters()} == {nn.Parameter}
+    engine.destroy()
+    assert is_zero_param(weight)
+    assert not isinstance(weight, ShardedParameter)
+
+
+def _edits_that_would_be_lost(rank: int, world_size: int) -> None:
+    from zero_engine.deepspeed import initialize, zero
+
+    config = _config(3)
+    config["zero_optimization"]["enable_sanity_checks"] = True
+    with zero.Init(config_dict_or_path=config):
+        model = _model()
+    for makes_engine in (False, True):
+        engine = initialize(model=model, config=config)[0] if makes_engine else None
+        weight = model[1].weight
+        with zero.GatheredParameters(weight), torch.no_grad():
+            weight.sum()
+        gathered = zero.GatheredParameters(weight)
+        gathered.__enter__()
+        if rank == world_size - 1:  # all ranks are told
+            nn.init.ones_(weight)
+        with pytest.raises(RuntimeError, match=r"in-place modification.*give modifier_rank"):
+            gathered.__exit__(None, None, None)
+        with zero.GatheredParameters(weight, modifier_rank=0), torch.no_grad():
+            weight.add_(1.0)
+        if engine is not None:
+            engine.destroy()

@@ -26,7 +26,8 @@ from zero_engine.deepspeed.distributed import choose_device, init_distributed
 from zero_engine.deepspeed.engine.engine import DeepSpeedEngine
 from zero_engine.deepspeed.engine.optimizer import DeepSpeedOptimizer
 from zero_engine.deepspeed.errors import NotServedError
-from zero_engine.deepspeed.zero.partition_parameters import describe
+from zero_engine.deepspeed.utils.z3_leaf_module import mark_configured
+from zero_engine.deepspeed.zero.described import describe_engine
 from zero_engine.deepspeed.zero.partitioned import leave_partitioned
 from zero_engine.deepspeed.zero.saved import serve_saved
 
@@ -114,9 +115,12 @@ def initialize(
     core = zero_core.build(
         model, of_core, optimizer=given, process_group=group, is_training=is_training
     )
+    mark_configured(model, core.config.zero_optimization.leaf_module)
     if core.config.zero_optimization.stage == 3:
-        describe(model.parameters())
+        describe_engine(core)
         serve_saved(core)
+        if core.rank != 0:  # scripts drop what these make: rank 0 saves
+            core.allow_empty_entries()
     announce(settings, core.config, rank=core.rank, world_size=core.world_size)
     if lr_scheduler is not None and isinstance(core, zero_core.Engine):
         is_made = not callable(lr_scheduler)

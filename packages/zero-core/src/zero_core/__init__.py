@@ -14,6 +14,7 @@ from zero_core.errors import (
     EvaluationOnlyError,
     MissingPartError,
     RankMismatchError,
+    UnusedParameterError,
     ZeroError,
 )
 from zero_core.init.deferred import deferred_init
@@ -40,6 +41,7 @@ __all__ = [
     "RankMismatchError",
     "ShardedModel",
     "StatePart",
+    "UnusedParameterError",
     "ZeroError",
     "build",
     "deferred_init",

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from zero_core._torch import cast_floats
 from zero_core.checkpoint.save import save_checkpoint
+from zero_core.errors import UnusedParameterError
 from zero_core.runtime.device_states import BACKWARD_PARTS
 from zero_core.sharded_model import EngineParts, ShardedModel
 from zero_core.step.gradient import StepGradient
@@ -72,6 +73,8 @@ class Engine(ShardedModel):
         Raises:
             RuntimeError: called within ``no_sync``, after a backward that did not end, or while
                 states are offloaded.
+            UnusedParameterError: at stages 1 and 2 with ``ignore_unused_parameters`` false, a
+                trainable parameter got no gradient on this rank.
         """
         self._device_states.check("step()")
         if not self.is_gradient_accumulation_boundary():
@@ -82,6 +85,7 @@ class Engine(ShardedModel):
                 "step() while gradients are not reduced: leave no_sync(), or "
                 "set_requires_gradient_sync(True)"
             )
+        self._check_all_used()
         self._guard.check()
         self.optimizer.check_groups()
         self._runtime.start_agreement()
@@ -122,6 +126,21 @@ class Engine(ShardedModel):
         """
         self.idle_backward(over=over)
         self.step()
+
+    def _check_all_used(self) -> None:
+        """Raise if ``ignore_unused_parameters`` is false and a parameter got no gradient here."""
+        zero = self.config.zero_optimization
+        if zero.ignore_unused_parameters or zero.stage not in (1, 2):
+            return
+        unused = self.states.without_gradient()
+        unused = [name for name in unused if self.module.get_parameter(name).requires_grad]
+        if unused:
+            raise UnusedParameterError(
+                f"rank {self.rank}, step {self.global_steps + 1}: {len(unused)} trainable "
+                f"parameters got no gradient ({', '.join(unused[:4])}), and "
+                "zero_optimization.ignore_unused_parameters is false: set it to true to leave them "
+                "alone in such a step, or use every one in the loss"
+            )
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool | None) -> None:
         """Set whether this micro-step, and each from now on, is the last one of its step.

@@ -33,3 +33,10 @@ class CheckpointCorruptError(CheckpointError):
 
 class EvaluationOnlyError(ZeroError, RuntimeError, AttributeError):
     """A member of a training engine was used on one that was built for evaluation."""
+
+
+class UnusedParameterError(ZeroError, AssertionError):
+    """A step lacks a parameter's gradient where ``ignore_unused_parameters`` is false.
+
+    An AssertionError too, as DeepSpeed raises.
+    """

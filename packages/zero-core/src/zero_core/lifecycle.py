@@ -11,14 +11,13 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator, Mapping
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from zero_core.comm.control import ControlGroup
 from zero_core.errors import ConfigError
-from zero_core.layout.arithmetic import Slot
 from zero_core.sharded.params import FlatParams, is_placeholder
 from zero_core.sharded.sharded_state import ShardedState
 
@@ -54,7 +53,9 @@ class Ownership:
         self._state = state
         self.is_ended = False
         """Whether the engine has ended; the model may have other values since."""
-        self.hooks = self._refuse_stale_state_dicts()
+        self.has_empty_entries = False
+        """Whether ``state_dict`` gives empty tensors for values that are not here, not an error."""
+        self.hooks = self._watch_state_dicts()
         """Hooks on the model that are removed at the end."""
         _alive[:] = [ref for ref in _alive if ref() is not None]
         _alive.append(weakref.ref(self))
@@ -105,19 +106,37 @@ class Ownership:
             self.hooks.pop().remove()
         self.is_ended = True
 
-    def _refuse_stale_state_dicts(self) -> list[Removable]:
+    def _watch_state_dicts(self) -> list[Removable]:
         """Make ``state_dict`` raise where parameters do not hold the current values."""
-        state = self._state
 
         def refuse(module: nn.Module, prefix: str, keep_vars: bool) -> None:
-            if state.has_stale_values:
+            absent = [] if self.has_empty_entries else self._absent(module)
+            if absent:
                 raise RuntimeError(
-                    "the module's parameters do not hold the current values here: use "
-                    "engine.full_state_dict(), or state_dict() within engine.gathered()"
+                    f"{prefix}{absent[0]}: the module's parameters do not hold the current values "
+                    "here: use engine.full_state_dict(), or state_dict() within engine.gathered()"
                 )
 
-        modules = state.module.modules()
-        return [m.register_state_dict_pre_hook(refuse) for m in modules]  # type: ignore[no-untyped-call]
+        def empty(module: nn.Module, entries: dict[str, Any], prefix: str, _: Any) -> None:
+            for name in self._absent(module) if self.has_empty_entries else ():
+                if f"{prefix}{name}" in entries:
+                    entries[f"{prefix}{name}"] = entries[f"{prefix}{name}"].detach().new_empty(0)
+
+        hooks: list[Removable] = []
+        for module in self._state.module.modules():
+            hooks.append(module.register_state_dict_pre_hook(refuse))  # type: ignore[no-untyped-call]
+            hooks.append(module.register_state_dict_post_hook(empty))  # type: ignore[no-untyped-call]
+        return hooks
+
+    def _absent(self, module: nn.Module) -> list[str]:
+        """Return the names of ``module``'s own parameters whose current value is not here."""
+        return [
+            name
+            for name, param in module._parameters.items()
+            if param is not None
+            and self.name_of(param) is not None
+            and not self._state.holds_value(param)
+        ]
 
 
 _alive: list[weakref.ref[Ownership]] = []  # the newest last
@@ -149,17 +168,9 @@ def _local_shards(values: FlatParams, control: ControlGroup) -> Iterator[LeftSha
     segment = values.segment
     shard = values.read_shard().detach()
     ranges = [segment.shard_range(rank) for rank in range(control.world_size)]
-    low = ranges[control.rank][0]
-    for slot, param in zip(segment.slots, values.params, strict=True):
-        spans = [_common(slot, *each) for each in ranges]
-        first, last = (slot.start + x - low for x in spans[control.rank])
-        yield LeftShard(param, control, spans, shard[first:last])
-
-
-def _common(slot: Slot, low: int, high: int) -> tuple[int, int]:
-    """Return the elements of a parameter in ``[low, high)`` of its segment."""
-    first = min(max(low, slot.start), slot.stop)
-    return first - slot.start, max(first, min(high, slot.stop)) - slot.start
+    for position, param in enumerate(values.params):
+        spans = [segment.slots[position].common(*each) for each in ranges]
+        yield LeftShard(param, control, spans, values.part_of(position, shard))
 
 
 def _refuse_left_over(module: nn.Module, prefix: str, keep_vars: bool) -> None:

@@ -181,6 +181,11 @@ class ShardedModel:
             return self._gathering.all_params(modifier_rank)
         return self._gathering.some_params(params, modifier_rank)
 
+    @property
+    def is_gathered(self) -> bool:
+        """Whether a context of `gathered` is open."""
+        return self._gathering.is_open
+
     def publish(self) -> None:
         """Make parameters hold the current values now, where each rank has room for them all.
 
@@ -236,7 +241,25 @@ class ShardedModel:
         """Return the first name of ``param`` if it is one of this engine's, or None."""
         return self._ownership.name_of(param)
 
+    def holds_value(self, param: nn.Parameter) -> bool:
+        """Whether ``param``, one of this engine's, holds its current value on this rank now."""
+        return self.sharded_state.holds_value(param)
+
+    def own_part(self, param: nn.Parameter) -> Tensor:
+        """Return this rank's elements of ``param``, 1-D, in its dtype: a view, not to be changed.
+
+        At stage 0 each rank's part is a slice, too. It may be empty.
+        """
+        return self.sharded_state.own_part(param)
+
     # ---------------------------------------------------------------- keeping
+
+    def allow_empty_entries(self) -> None:
+        """Have ``module.state_dict()`` on this rank give empty tensors for values not held here.
+
+        By default it raises. It is meant for ranks that write nothing and throw the dict away.
+        """
+        self._ownership.has_empty_entries = True
 
     def full_state_dict(
         self, *, dtype: torch.dtype | None = None, rank: int | None = None

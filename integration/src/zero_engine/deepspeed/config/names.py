@@ -130,6 +130,8 @@ def core_config(given: Mapping[str, Any], tell: Tell) -> dict[str, Any]:
     if isinstance(steps, float) and math.isinf(steps):
         tell("steps_per_print", steps, "never")
         del core["steps_per_print"]
+    if _ZERO in core:
+        core[_ZERO] = _without_idle_offload(core[_ZERO], tell)
     core["data_types"] = _data_types(core)
     if "fp16" in core:  # the engine casts inputs itself, or doesn't
         core["fp16"] = {k: v for k, v in core["fp16"].items() if k != "auto_cast"}
@@ -139,6 +141,16 @@ def core_config(given: Mapping[str, Any], tell: Tell) -> dict[str, Any]:
     if "optimizer" in core:
         core["optimizer"] = _optimizer(core["optimizer"], tell)
     return core
+
+
+def _without_idle_offload(zero: Mapping[str, Any], tell: Tell) -> dict[str, Any]:
+    """Return ``zero`` without ``offload_param`` below stage 3, where DeepSpeed ignores it."""
+    block, stage = zero.get("offload_param"), zero.get("stage", 0)
+    if stage == 3 or not isinstance(block, Mapping) or block.get("device", "none") == "none":
+        return dict(zero)
+    text = "used at stage 3 only: at lower stages every rank holds all parameters"
+    tell(f"{_ZERO}.offload_param", dict(block), text)
+    return {key: value for key, value in zero.items() if key != "offload_param"}
 
 
 def _data_types(core: Mapping[str, Any]) -> dict[str, Any]:

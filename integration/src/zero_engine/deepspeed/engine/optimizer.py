@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -33,11 +34,48 @@ class ParameterOffload:
         pass
 
 
+class OptimizerState(Mapping[nn.Parameter, dict[str, Any]]):
+    """This rank's optimizer state, by parameter, copied to the CPU when it is read.
+
+    Parameters of which this rank updates no element, and those without a step, are left out. The
+    others have ``step`` and their states: at stage 0 whole, in the parameter's shape, otherwise
+    this rank's part, 1-D. Take no exchange.
+    """
+
+    def __init__(self, core: Engine, groups: Sequence[Mapping[str, Any]]) -> None:
+        self._core = core
+        self._groups = groups
+
+    def __getitem__(self, param: nn.Parameter) -> dict[str, Any]:
+        name = self._core.owns(param)
+        num_steps = 0 if name is None else self._num_steps(name)
+        if name is None or not num_steps:
+            raise KeyError(param)
+        is_whole = self._core.config.zero_optimization.stage == 0
+        states = self._core.states.of(name).items()
+        parts = {n: v.view(param.shape) if is_whole else v for n, v in states}
+        return {"step": torch.tensor(float(num_steps)), **parts}
+
+    def __iter__(self) -> Iterator[nn.Parameter]:
+        for group in self._groups:
+            for param in group["params"]:
+                name = self._core.owns(param)
+                if name is not None and self._num_steps(name):
+                    yield param
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+    def _num_steps(self, name: str) -> int:
+        return self._core.states.num_steps(name)
+
+
 class DeepSpeedOptimizer(torch.optim.Optimizer):
     """View of the optimizer that is driven, with its ``param_groups``. Schedulers accept it.
 
     Attributes:
         optimizer: the one that was given, or made as the configuration says.
+        state: this rank's optimizer state, by parameter; see `OptimizerState`.
         parameter_offload: see `ParameterOffload`; at stage 3 alone, as in DeepSpeed.
     """
 
@@ -47,6 +85,7 @@ class DeepSpeedOptimizer(torch.optim.Optimizer):
         self.param_groups = given.param_groups
         self.optimizer = given
         self._core = core
+        self.state: Any = OptimizerState(core, self.param_groups)
         if core.config.zero_optimization.stage == 3:
             self.parameter_offload = ParameterOffload(core.module)
 
@@ -91,12 +130,23 @@ class DeepSpeedOptimizer(torch.optim.Optimizer):
         for group in self.param_groups:
             group["lr"] = lr
 
-    # The core's refuses both: the state is sharded.
-
     def state_dict(self) -> dict[str, Any]:
-        return self._core.optimizer.state_dict()
+        """Return groups and this rank's part of the state, in the form of torch's optimizers.
+
+        A parameter's states are 1-D parts, whole at stage 0: see `OptimizerState`. To keep a
+        training, save a checkpoint, which holds every rank's part.
+        """
+        params = [param for group in self.param_groups for param in group["params"]]
+        numbers = {id(param): number for number, param in enumerate(params)}
+        groups = [
+            {**group, "params": [numbers[id(param)] for param in group["params"]]}
+            for group in self.param_groups
+        ]
+        state = {numbers[id(param)]: dict(own) for param, own in self.state.items()}
+        return {"state": state, "param_groups": groups}
 
     def load_state_dict(self, state_dict: Any) -> None:
+        """Refuse, as the core: a part of the state fits one stage and number of ranks alone."""
         self._core.optimizer.load_state_dict(state_dict)
 
     def stepped(self) -> None:

@@ -23,7 +23,7 @@ _GRAD = "grad"
 
 
 def safe_get_full_fp32_param(param: nn.Parameter) -> Tensor | None:
-    """Return the whole master weight. Every rank must call it."""
+    """Return the whole master weight, None of a frozen parameter. Every rank must call it."""
     return _get(param, _MASTER)
 
 
@@ -103,6 +103,8 @@ def _get(param: nn.Parameter, what: str, *, is_local: bool = False) -> Tensor | 
     if engine is None:
         return None
     name = _name(engine, param)
+    if not param.requires_grad:
+        return None
     if what == _GRAD and not engine.states.has_gradient():
         return None
     read = engine.states.get_local if is_local else engine.states.get_full
@@ -122,10 +124,11 @@ def _set(param: nn.Parameter, value: Tensor, what: str, *, is_local: bool = Fals
             "first, and pass a parameter of its model"
         )
     name = _name(engine, param)
-    if what == _GRAD:
-        value = value / engine.loss_scale
+    wide = value.detach().to("cpu", torch.float32)
+    if what == _GRAD:  # not in 16 bits, where a small value over the loss scale is zero
+        wide = wide / engine.loss_scale
     write = engine.states.set_local if is_local else engine.states.set_full
-    write(name, value.detach().to("cpu", torch.float32), what)
+    write(name, wide, what)
 
 
 def _name(engine: ShardedModel, param: nn.Parameter) -> str:

@@ -9,6 +9,9 @@ from collections.abc import Callable, Iterable, Sequence
 
 from torch import nn
 
+from zero_core.config.blocks import LeafModuleConfig
+from zero_core.layout.discovery import LeafRule
+
 _MARKS = ("_z3_leaf", "_is_zero_leaf")
 """DeepSpeed's own, which scripts look at, and what `zero_core.build` looks at."""
 
@@ -76,6 +79,13 @@ def set_z3_leaf_modules_by_suffix(
 ) -> tuple[list[nn.Module], list[str]]:
     """Mark modules by suffixes of their names. Returns those found, and other suffixes."""
     return _set_by_name(model, module_name_suffixes, flag, raise_if_not_found, str.endswith)
+
+
+def mark_configured(model: nn.Module, leaf_module: LeafModuleConfig | None) -> None:
+    """Mark the leaves that the configuration names, which `zero_core.build` has found by itself."""
+    if leaf_module is not None:
+        rule = LeafRule(**leaf_module.model_dump())
+        _set_all([m for path, m in model.named_modules() if rule.is_leaf(path, m)], True)
 
 
 def _set_by_class(

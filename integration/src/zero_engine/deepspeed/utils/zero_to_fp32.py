@@ -18,7 +18,9 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from zero_core import engine_of
 from zero_core.checkpoint.files import read_buffers, read_weights
+from zero_core.protocols import PartitionedParam
 from zero_engine.deepspeed.checkpoint import refuse_foreign, without_ties
 from zero_engine.deepspeed.refusal import complete
 from zero_engine.machine import parse_bytes
@@ -49,9 +51,25 @@ def get_fp32_state_dict_from_zero_checkpoint(
 def load_state_dict_from_zero_checkpoint(
     model: _M, checkpoint_dir: str | Path, tag: str | None = None
 ) -> _M:
-    """Move ``model`` to the CPU and load the checkpoint's fp32 values. Returns ``model``."""
+    """Move ``model`` to the CPU and load the checkpoint's values, in its dtypes. Returns ``model``.
+
+    Needs no other rank. As in DeepSpeed, an engine that trains the model ends with it: make another
+    one to train on. Within `GatheredParameters` of all parameters of stage 3 it stays, and the
+    values are there until the end of that.
+    """
+    state = get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag)
+    params = list(model.parameters())
+    engines = {id(one): one for one in map(engine_of, params) if one is not None}
+    for engine in engines.values():
+        if not engine.is_gathered:
+            engine.close()
+    for name, param in model.named_parameters():
+        if engine_of(param) is None:  # memory of its own, whatever it was before
+            if isinstance(param, PartitionedParam):
+                param.make_ordinary()
+            param.data = state.get(name, param.data).to("cpu", param.dtype, copy=True)
     model.cpu()
-    model.load_state_dict(get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag), False)
+    model.load_state_dict(state, strict=False)
     return model
 
 

@@ -4,16 +4,15 @@ Before there is an engine, a parameter that was made within `Init` is *partition
 [Note: partitioned parameters] in `zero_engine.deepspeed.zero.partitioned`. Afterwards it belongs to
 an engine. It keeps its shape throughout. A read while it is sharded gives NaN, where DeepSpeed's
 parameter has no elements. Constructors of torch are left as they are. Parameters are cast when they
-are partitioned if a dtype is given here. Otherwise the engine casts them, and its master weights
+are partitioned if a dtype is given, or a configuration with bf16 or fp16, and master weights start
+from the rounded values, as in DeepSpeed. Otherwise the engine casts them, and its master weights
 keep the precision that a cast would have lost.
 """
 
 from __future__ import annotations
 
-import enum
-import itertools
 import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any, ClassVar
 
@@ -22,33 +21,26 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from zero_core import ShardedModel, engine_of
+from zero_core.comm.control import ControlGroup
 from zero_core.init.deferred import is_recorded_innermost
 from zero_core.layout.discovery import note_reader
 from zero_engine.deepspeed.accelerator import get_accelerator as get_accelerator
+from zero_engine.deepspeed.config.source import load
 from zero_engine.deepspeed.distributed import init_distributed
 from zero_engine.deepspeed.errors import NotServedError
+from zero_engine.deepspeed.zero.described import (
+    SANITY_CHECKS,
+    ShardedParameter,
+    ZeroParamStatus,
+    describe,
+)
+from zero_engine.deepspeed.zero.described import ZeroParamType as ZeroParamType
+from zero_engine.deepspeed.zero.described import is_zero_param as is_zero_param
 from zero_engine.deepspeed.zero.partitioned import gathered_params, is_partitioned, value_of
 from zero_engine.deepspeed.zero.partitioned_init import Made, partition_module, partitioned_init
 
 _log = logging.getLogger(__name__)
 _orig_torch_arange = torch.arange
-_ids = itertools.count()
-
-
-class ZeroParamType(enum.Enum):
-    """State of a parameter's memory, under DeepSpeed's names."""
-
-    NORMAL = 1
-    PARTITIONED = 2
-    REMOTE = 3
-
-
-class ZeroParamStatus(enum.Enum):
-    """Whether a parameter holds its value, as far as `GatheredParameters` says."""
-
-    AVAILABLE = 1
-    NOT_AVAILABLE = 2
-    INFLIGHT = 3
 
 
 def zero_wrapper_for_fp_tensor_constructor(
@@ -98,25 +90,6 @@ def unregister_external_parameter(module: nn.Module, parameter: nn.Parameter) ->
         )
 
 
-def is_zero_param(parameter: object) -> bool:
-    """Whether it was made within `Init`, or belongs to an engine of stage 3."""
-    return isinstance(parameter, nn.Parameter) and "ds_id" in vars(parameter)
-
-
-def describe(params: Iterable[nn.Parameter]) -> None:
-    """Give sharded ``params`` the attributes by which scripts know them (``ds_id``, ...)."""
-    for param in params:
-        if not is_zero_param(param):
-            vars(param).update(
-                ds_id=next(_ids),
-                ds_status=ZeroParamStatus.NOT_AVAILABLE,
-                ds_param_type=ZeroParamType.PARTITIONED,
-                ds_persist=False,
-                ds_active_sub_modules=set(),
-            )
-        vars(param).update(ds_shape=param.shape, ds_numel=param.numel())
-
-
 class Init:
     """A context that makes modules without memory, and partitions their parameters at its end.
 
@@ -153,9 +126,11 @@ class Init:
             data_parallel_group: the ranks to share among; default: ``mpu``'s, or all.
             mem_efficient_linear: nothing to do: the engine keeps no gathered weight for backward.
             remote_device, pin_memory: shards lie in host memory until there is an engine.
-            config_dict_or_path, config: nothing here depends on it: the engine reads it.
+            config_dict_or_path, config: its bf16 or fp16 is the default of ``dtype``, and its
+                ``zero_optimization.enable_sanity_checks`` holds for the parameters.
             enabled: False: it does nothing.
-            dtype: what floating parameters are cast to; default: the engine casts them.
+            dtype: what floating parameters are cast to; default: the configuration's, else the
+                engine casts them.
             mpu: an object that knows the data-parallel group.
             zero_param_parallel_group: secondary shards are the engine's.
             zero_quantized_weights, zero_quantized_nontrainable_weights: the engine's too; values
@@ -175,7 +150,10 @@ class Init:
         if remote_device == "nvme" and enabled:
             _log.info("zero.Init(remote_device='nvme'): in host memory until there is an engine")
         self._is_enabled = enabled
-        self._dtype = dtype
+        given = config if config is not None else config_dict_or_path
+        found = load(given) if enabled and given is not None else {}
+        self._dtype = dtype if dtype is not None else _dtype_of(found)
+        self._has_checks = _is_on(found, "zero_optimization", "enable_sanity_checks")
         group = mpu.get_data_parallel_group() if mpu is not None else None
         self._group = data_parallel_group if data_parallel_group is not None else group
         self._recorder = ExitStack()
@@ -183,7 +161,8 @@ class Init:
         if enabled:
             init_distributed()
             if module is not None:
-                describe(partition_module(module, self._group, dtype=dtype))
+                made = partition_module(module, self._group, dtype=self._dtype)
+                describe(made, has_checks=self._has_checks)
 
     @classmethod
     def is_active(cls) -> bool:
@@ -206,7 +185,7 @@ class Init:
             Init._active = None
             assert self._made is not None, "it was entered"
             self._recorder.__exit__(*error)
-            describe(self._made.params)
+            describe(self._made.params, has_checks=self._has_checks)
 
 
 class GatheredParameters:
@@ -234,7 +213,8 @@ class GatheredParameters:
         Args:
             params: a parameter, or an iterable of them.
             modifier_rank: whose changes count; by default they are read only, and changes of
-                those that no engine has are lost.
+                those that no engine has are lost. With ``enable_sanity_checks`` a change in place
+                is an error at the end, on every rank (not one by way of ``param.data``).
             fwd_module: also calls `register_external_parameter` with it, before there is an engine.
             enabled: False: it does nothing.
         """
@@ -243,6 +223,7 @@ class GatheredParameters:
         self._params = list(unique.values())
         self._modifier_rank = modifier_rank
         self._stack = ExitStack()
+        self._versions: list[tuple[nn.Parameter, int, int]] = []
         if fwd_module is not None:
             for param in self._params:
                 if engine_of(param) is None:
@@ -263,10 +244,17 @@ class GatheredParameters:
                     stack.enter_context(gathered)
             stack.enter_context(_available(self._params))
             self._stack = stack.pop_all()
+        if self._modifier_rank is None:
+            checked = [p for p in self._params if vars(p).get(SANITY_CHECKS)]
+            self._versions = [(p, p.data_ptr(), p._version) for p in checked]
 
     def __exit__(self, *error: Any) -> None:
         stack, self._stack = self._stack, ExitStack()
+        versions, self._versions = self._versions, []
+        is_edited = any((p.data_ptr(), p._version) != (at, n) for p, at, n in versions)
         stack.__exit__(*error)
+        if versions and error[0] is None:
+            _check_unedited(is_edited, _control_of(versions[0][0]))
 
     def _check_recorded(self, partitioned: list[nn.Parameter]) -> None:
         """Check the use within `Init`, where nothing is sharded yet and rank 0's changes count."""
@@ -276,6 +264,42 @@ class GatheredParameters:
                 f"(of {len(partitioned)} parameters from an earlier zero.Init)",
                 "leave zero.Init first",
             )
+
+
+def _check_unedited(is_edited: bool, control: ControlGroup) -> None:
+    """Refuse edits that would be lost. Every rank must call it.
+
+    Raises:
+        RuntimeError: a rank has made one.
+    """
+    found = control.gather(torch.tensor([int(is_edited)])).tolist()
+    if any(found):
+        ranks = [rank for rank, is_own in enumerate(found) if is_own]
+        raise RuntimeError(
+            f"in-place modification of a sharded parameter on ranks {ranks}, within "
+            "zero.GatheredParameters(modifier_rank=None), which only reads: give modifier_rank the "
+            "rank whose changes count"
+        )
+
+
+def _control_of(param: nn.Parameter) -> ControlGroup:
+    engine, value = engine_of(param), value_of(param)
+    if engine is not None:
+        return engine.sharded_state.control
+    assert value is not None, "only sharded parameters are checked"
+    return value.control
+
+
+def _dtype_of(config: Mapping[str, Any]) -> torch.dtype | None:
+    """Return the 16-bit dtype that a configuration enables, None for none."""
+    if _is_on(config, "bf16", "enabled") or _is_on(config, "bfloat16", "enabled"):
+        return torch.bfloat16
+    return torch.float16 if _is_on(config, "fp16", "enabled") else None
+
+
+def _is_on(config: Mapping[str, Any], block: str, key: str) -> bool:
+    found = config.get(block)
+    return isinstance(found, Mapping) and found.get(key) is True
 
 
 def _by_engine(params: Iterable[nn.Parameter]) -> list[tuple[ShardedModel, list[nn.Parameter]]]:
@@ -292,15 +316,16 @@ def _by_engine(params: Iterable[nn.Parameter]) -> list[tuple[ShardedModel, list[
 
 @contextmanager
 def _available(params: Iterable[nn.Parameter]) -> Iterator[None]:
-    """Mark the sharded ones among ``params`` as holding their values."""
-    before = [(p, p.ds_status) for p in params if is_zero_param(p)]  # type: ignore[attr-defined]
-    for param, _ in before:
-        param.ds_status = ZeroParamStatus.AVAILABLE  # type: ignore[attr-defined]
+    """Mark those of ``params`` that no engine has as holding their values."""
+    marked = [p for p in params if is_zero_param(p) and not isinstance(p, ShardedParameter)]
+    before = [vars(param)["ds_status"] for param in marked]
+    for param in marked:
+        vars(param)["ds_status"] = ZeroParamStatus.AVAILABLE
     try:
         yield
     finally:
-        for param, status in before:
-            param.ds_status = status  # type: ignore[attr-defined]
+        for param, status in zip(marked, before, strict=True):
+            vars(param)["ds_status"] = status
 
 
 @contextmanager

@@ -156,6 +156,15 @@ class Partitioned(nn.Parameter):
         """Whether the value is only recorded: rank 0 alone computes it."""
         return self._partitioned_value.recorded is not None
 
+    @property
+    def ds_tensor(self) -> Tensor:
+        """This rank's part, which may end with padding. While only recorded: on the meta device."""
+        value = self._partitioned_value
+        if value.part is not None:
+            return value.part
+        numel = -(-self.numel() // value.control.world_size)
+        return torch.empty(numel, dtype=self.dtype, device="meta")
+
     def full_value(self) -> Tensor:
         """Return the whole value on the CPU. Unless `is_deferred`, every rank must call it."""
         value = self._partitioned_value

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from zero_core import ShardedModel
 from zero_core._torch import is_in_backward
-from zero_engine.deepspeed.zero.partition_parameters import ZeroParamStatus
+from zero_engine.deepspeed.zero.described import ZeroParamStatus
 
 NAMES = (
     *("ds_active_sub_modules", "ds_id", "ds_numel", "ds_param_type", "ds_persist", "ds_shape"),

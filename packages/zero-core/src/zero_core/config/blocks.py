@@ -220,7 +220,8 @@ class ZeroConfig(_Block):
     stage3_gather_16bit_weights_on_model_save: bool = unneeded(
         False, "full_state_dict and export_safetensors gather on request"
     )
-    ignore_unused_parameters: bool = unneeded(True, "unused parameters are always allowed")
+    ignore_unused_parameters: bool = True
+    """False: at stages 1 and 2 a step raises if a trainable parameter got no gradient."""
     round_robin_gradients: bool = unneeded(False, "shards are slices of units, already balanced")
     memory_efficient_linear: bool = unneeded(True, "saved weights are always kept by reference")
     use_multi_rank_bucket_allreduce: bool = unneeded(True, "a unit is the bucket")

@@ -194,6 +194,11 @@ def _unneeded(config: Config) -> dict[str, str]:
     has_gradients = zero.zero_quantized_gradients
     pointless = [
         (
+            zero.stage not in (1, 2),
+            "ignore_unused_parameters",
+            "used at stages 1 and 2 only, as in DeepSpeed: unused parameters are allowed",
+        ),
+        (
             param == "none",
             "offload_param.pin_memory stage3_param_persistence_threshold "
             "stage3_model_persistence_threshold",

@@ -362,6 +362,14 @@ class FlatParams:
         """Return this rank's slice of the values, [shard_numel]. Not to be changed."""
         return self._source.read()
 
+    def part_of(self, position: int, shard: Tensor) -> Tensor:
+        """Return the elements of ``shard``, what `read_shard` gave, of the parameter there."""
+        slot = self.segment.slots[position]
+        low = self.segment.shard_range(self._rank)[0]
+        first, last = slot.common(*self.segment.shard_range(self._rank))
+        start = max(0, slot.start + first - low)
+        return shard[start : start + last - first]
+
     def write(self, start: int, values: Tensor) -> None:
         """Overwrite values from element ``start`` of the segment on, where this rank has them.
 

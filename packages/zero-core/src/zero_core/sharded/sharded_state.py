@@ -117,6 +117,17 @@ class ShardedState:
         self.refresh()
         return not all(flat.is_current for flat in self.params)
 
+    def holds_value(self, param: nn.Parameter) -> bool:
+        """Whether ``param``, one of the model's, holds its current value on this rank."""
+        flat, position = self.places[id(param)]
+        flat.refresh()
+        return flat.has_values_of(position)
+
+    def own_part(self, param: nn.Parameter) -> Tensor:
+        """Return this rank's elements of ``param``, 1-D: a view of its shard, not to be changed."""
+        flat, position = self.places[id(param)]
+        return flat.part_of(position, flat.read_shard())
+
     def quiesce(self) -> None:
         """Wait until no rank reads any shard, before shards are written from outside of a step.
 

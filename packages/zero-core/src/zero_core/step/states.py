@@ -104,6 +104,33 @@ class StateAccess:
             raise KeyError(_unknown(what))
         return _widened(self._state.tier.read_state(what, piece.start, piece.stop))
 
+    def of(self, name: str) -> dict[str, Tensor]:
+        """Return this rank's parts of all states of parameter ``name``, each as `get_local`.
+
+        Empty where this rank updates no element of it, and before the parameter's first step. Takes
+        no exchange.
+        """
+        _, slot = self._find(name, "state", is_local=True)
+        number = self._state.piece_numbers.get(slot.param)
+        tier = self._state.tier
+        if number is None or not tier.read_scalars(number)["num_steps"]:
+            return {}
+        piece = self._state.pieces[number]
+        names = [what for what in tier.state_names() if what != MASTER]
+        return {n: _widened(tier.read_state(n, piece.start, piece.stop)) for n in names}
+
+    def num_steps(self, name: str) -> int:
+        """Return how many steps have updated this rank's part of parameter ``name``."""
+        _, slot = self._find(name, "state", is_local=True)
+        number = self._state.piece_numbers.get(slot.param)
+        return 0 if number is None else int(self._state.tier.read_scalars(number)["num_steps"])
+
+    def without_gradient(self) -> list[str]:
+        """Return the trainable parameters that have got no gradient on this rank since the step."""
+        found = self._gradient.params_with_grad
+        specs = enumerate(self._state.layout.params)
+        return [s.name for n, s in specs if s.is_trainable and n not in found]
+
     @torch.no_grad()
     def set_full(self, name: str, value: Tensor, what: str = MASTER) -> None:
         """Set ``what`` of parameter ``name``. Every rank must call it, with the same ``value``.

@@ -1,0 +1,110 @@
+"""Attributes by which scripts know a sharded parameter: ``ds_id``, ``ds_status``, ``ds_tensor``.
+
+While an engine of stage 3 has a parameter, its class is `ShardedParameter`: status and shard are
+looked up in the engine when they are asked for. Before, ``ds_status`` is what `GatheredParameters`
+says. DeepSpeed's sharded parameter has no elements. Here it keeps its shape, and ``ds_shape`` and
+``ds_numel`` say the same as ``shape`` and ``numel()``.
+"""
+
+from __future__ import annotations
+
+import enum
+import itertools
+from collections.abc import Iterable
+from typing import Any
+
+from torch import Tensor, nn
+
+from zero_core import ShardedModel, engine_of
+
+SANITY_CHECKS = "ds_enable_sanity_checks"
+"""Attribute that has `GatheredParameters` look for edits that would be lost."""
+
+_ids = itertools.count()
+
+
+class ZeroParamType(enum.Enum):
+    """State of a parameter's memory, under DeepSpeed's names."""
+
+    NORMAL = 1
+    PARTITIONED = 2
+    REMOTE = 3
+
+
+class ZeroParamStatus(enum.Enum):
+    """Whether a parameter holds its value on this rank."""
+
+    AVAILABLE = 1
+    NOT_AVAILABLE = 2
+    INFLIGHT = 3
+
+
+class ShardedParameter(nn.Parameter):
+    """Class of a parameter while an engine of stage 3 has it."""
+
+    @property
+    def ds_status(self) -> ZeroParamStatus:
+        """AVAILABLE in its unit's forward and backward and within `GatheredParameters`."""
+        is_here = _engine(self, "ds_status").holds_value(self)
+        return ZeroParamStatus.AVAILABLE if is_here else ZeroParamStatus.NOT_AVAILABLE
+
+    @property
+    def ds_tensor(self) -> Tensor:
+        """This rank's elements, 1-D, in the parameter's dtype. Read only; it may be empty."""
+        return _engine(self, "ds_tensor").own_part(self).detach()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+        """Return a parameter of torch's own class, which belongs to no engine."""
+        if id(self) not in memo:
+            memo[id(self)] = nn.Parameter(self.detach().clone(), self.requires_grad)
+        found: nn.Parameter = memo[id(self)]
+        return found
+
+
+def is_zero_param(parameter: object) -> bool:
+    """Whether it was made within `Init`, or belongs to an engine of stage 3."""
+    return isinstance(parameter, nn.Parameter) and "ds_id" in vars(parameter)
+
+
+def describe(params: Iterable[nn.Parameter], *, has_checks: bool | None = None) -> None:
+    """Give sharded ``params`` the attributes by which scripts know them (``ds_id``, ...).
+
+    ``has_checks`` is `SANITY_CHECKS`; None leaves it as it is.
+    """
+    for param in params:
+        if not is_zero_param(param):
+            vars(param).update(
+                ds_id=next(_ids),
+                ds_status=ZeroParamStatus.NOT_AVAILABLE,
+                ds_param_type=ZeroParamType.PARTITIONED,
+                ds_persist=False,
+                ds_active_sub_modules=set(),
+            )
+        vars(param).update(ds_shape=param.shape, ds_numel=param.numel())
+        if has_checks is not None:
+            vars(param)[SANITY_CHECKS] = has_checks
+
+
+def describe_engine(engine: ShardedModel) -> None:
+    """Describe the parameters of ``engine``, of stage 3, until it ends."""
+    params = list(engine.module.parameters())
+    describe(params, has_checks=engine.config.zero_optimization.enable_sanity_checks)
+    engine.remove_at_end([_Class(param) for param in params if type(param) is nn.Parameter])
+
+
+class _Class:
+    """The class of one parameter, `ShardedParameter` until `remove`."""
+
+    def __init__(self, param: nn.Parameter) -> None:
+        self._param = param
+        param.__class__ = ShardedParameter
+
+    def remove(self) -> None:
+        self._param.__class__ = nn.Parameter
+
+
+def _engine(param: nn.Parameter, name: str) -> ShardedModel:
+    engine = engine_of(param)
+    if engine is None:
+        raise AttributeError(f"the parameter belongs to no engine and has no {name!r}")
+    return engine

@@ -1,0 +1,129 @@
+"""Whole models out of sharded ones, as scripts of DeepSpeed take them; the values are torch's."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import GPT2Config, GPT2LMHeadModel
+
+from zero_core.testing import spawn
+from zero_engine import deepspeed
+from zero_engine.deepspeed.utils.zero_to_fp32 import load_state_dict_from_zero_checkpoint
+
+LR = 1e-2
+
+
+def _model() -> GPT2LMHeadModel:
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 31, "n_positions": 8, "n_embd": 12, "n_layer": 2, "n_head": 2}
+    still = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+    return GPT2LMHeadModel(GPT2Config(**sizes, **still))
+
+
+def _ids(rank: int) -> Tensor:
+    return torch.randint(0, 31, (1, 8), generator=torch.Generator().manual_seed(rank))
+
+
+def _trained(world_size: int) -> dict[str, Tensor]:
+    """One step of plain torch on all ranks' batches."""
+    model = _model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=LR)
+    for rank in range(world_size):
+        (model(_ids(rank), labels=_ids(rank)).loss / world_size).backward()
+    optimizer.step()
+    return model.state_dict()
+
+
+def _engine(stage: int, rank: int) -> Any:
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "optimizer": {"type": "SGD", "params": {"lr": LR}},
+        "zero_optimization": {"stage": stage, "stage3_gather_16bit_weights_on_model_save": True},
+        "gradient_clipping": 0.0,
+    }
+    engine = deepspeed.initialize(model=_model(), config=config)[0]
+    engine.backward(engine(_ids(rank), labels=_ids(rank)).loss)
+    engine.step()
+    return engine
+
+
+def _is_as(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    for name, value in found.items():
+        torch.testing.assert_close(value, expected[name], rtol=1e-5, atol=1e-6)
+
+
+def _save(rank: int, world_size: int, folder: str) -> None:
+    from accelerate import Accelerator
+
+    expected = _trained(world_size)
+    for stage in (2, 3):
+        engine = _engine(stage, rank)
+        # As in accelerate's documentation; Accelerator.get_state_dict() does this at stage 3.
+        state = engine._zero3_consolidated_16bit_state_dict()
+        assert (state is None) == (rank != 0)
+        place = Path(folder, f"saved-{stage}")
+        engine.module.save_pretrained(
+            place,
+            is_main_process=rank == 0,
+            save_function=Accelerator.save,
+            state_dict=state,
+        )
+        if rank == 0:
+            _is_as(load_file(place / "model.safetensors"), expected)
+        with deepspeed.zero.GatheredParameters(list(engine.module.parameters())):
+            whole = engine.module.state_dict()
+            assert whole.keys() == expected.keys()
+            _is_as(whole, expected)
+        with deepspeed.zero.GatheredParameters(engine.module.transformer.h[0].parameters()):
+            block = engine.module.transformer.h[0].state_dict(prefix="transformer.h.0.")
+            _is_as(block, expected)
+        if stage < 3 or world_size == 1:
+            _is_as(engine.module.state_dict(), expected)
+        elif rank == 0:
+            with pytest.raises(RuntimeError, match=r"transformer\.wte\.weight: .*full_state_dict"):
+                engine.module.state_dict()
+        else:  # for those that write nothing: as DeepSpeed's, of no elements
+            assert {v.numel() for v in engine.module.state_dict().values()} == {0}
+        engine.destroy()
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_whole_model_is_saved_and_read_by_what_scripts_call(
+    world_size: int, tmp_path: Path
+) -> None:
+    spawn(_save, world_size, str(tmp_path))
+
+
+def _load(rank: int, world_size: int, folder: str) -> None:
+    expected = _trained(world_size)
+    for stage in (1, 3):
+        place = Path(folder, f"checkpoint-{stage}")
+        engine = _engine(stage, rank)
+        engine.save_checkpoint(place)
+        model = engine.module
+        if stage == 3:
+            with deepspeed.zero.GatheredParameters(list(model.parameters())):
+                _is_as(load_state_dict_from_zero_checkpoint(model, place).state_dict(), expected)
+            engine.backward(engine(_ids(rank), labels=_ids(rank)).loss)  # the engine stays
+        assert load_state_dict_from_zero_checkpoint(model, place) is model
+        _is_as(model.state_dict(), expected)
+        with pytest.raises(RuntimeError, match="engine that was ended"):
+            engine.step()
+        assert {p.grad is None for p in model.parameters()} == {True}
+        model(_ids(0), labels=_ids(0)).loss.backward()  # a plain model
+        assert {p.grad is None for p in model.parameters()} == {False}
+    with deepspeed.zero.Init():
+        other = _model()
+    _is_as(load_state_dict_from_zero_checkpoint(other, place).state_dict(), expected)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_fp32_checkpoint_becomes_the_models_values_and_ends_its_engine(
+    world_size: int, tmp_path: Path
+) -> None:
+    spawn(_load, world_size, str(tmp_path))
