@@ -166,10 +166,10 @@ def bench(session: nox.Session) -> None:
 @nox.session
 def compat(session: nox.Session) -> None:
     """Compare losses, step time and memory with DeepSpeed's own, which is installed here."""
-    install_everything(session, "pytest>=8.3", "trl>=1.15", extras="[bench,test]")
+    install_everything(session, *TEST_TOOLS, "trl>=1.15", extras="[bench,test]")
     # That each of its modules is served or refused can be told only where it is installed.
     hook = "integration/tests/test_import_hook.py"
-    session.run("python", "-m", "pytest", "-q", hook, "integration/compat/test_launcher.py")
+    session.run("python", "-m", "pytest", "-q", hook, "integration/compat/checks")
     # It takes what starts and measures ranks from the benchmarks' harness.
     found = os.environ.get("PYTHONPATH")
     paths = [str(Path("integration").resolve()), *([found] if found else [])]

@@ -6,6 +6,8 @@ import base64
 import gc
 import json
 import logging
+import math
+import re
 from collections.abc import Iterator
 
 import pytest
@@ -16,6 +18,7 @@ from zero_core.config import load_config
 from zero_core.errors import ConfigError
 from zero_engine import deepspeed
 from zero_engine.deepspeed.config.announce import apply, describe
+from zero_engine.deepspeed.config.hjson import parse_hjson
 from zero_engine.deepspeed.config.reader import read
 from zero_engine.deepspeed.config.settings import Settings
 from zero_engine.deepspeed.utils.logging import log_dist, logger, set_log_level_from_string
@@ -55,12 +58,66 @@ def test_a_file_may_have_comments_and_trailing_commas(tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (
+            '{"a": {"b": "cpu",\n}\n"c": true, "d": [1, 2,]}',
+            {"a": {"b": "cpu"}, "c": True, "d": [1, 2]},
+        ),
+        (
+            "{a: 1 # one\n'b': two words, {}[]\nc: 5e8 // all\nd: 01\n}",
+            {"a": 1, "b": "two words, {}[]", "c": 500_000_000, "d": "01"},
+        ),
+        (
+            '{a: -2.5, b: false, c: Infinity, d: \'"\', e: "it\\u0027s"}',
+            {"a": -2.5, "b": False, "c": math.inf, "d": '"', "e": "it's"},
+        ),
+        (
+            "{\n  a:\n    '''\n    one\n      two\n    '''\n  b: '''three'''\n}",
+            {"a": "one\n  two", "b": "three"},
+        ),
+    ],
+)
+def test_hjson_is_read_as_by_deepspeed(text, expected):
+    assert parse_hjson(text, "it") == expected
+
+
+def test_braces_of_an_hjson_file_may_be_missing(tmp_path):
+    path = tmp_path / "ds.hjson"
+    path.write_text("train_batch_size: 4\nzero_optimization: {\n  stage: 2\n}\n")
+    assert read(path).raw == {"train_batch_size": 4, "zero_optimization": {"stage": 2}}
+
+
+@pytest.mark.parametrize(
+    ("text", "match"),
+    [
+        (
+            '{\n  "a": 1,\n  "b" 2\n}',
+            "it, line 3, column 7: expected ':' after the key 'b', found '2'",
+        ),
+        ("{\n a: {\n b: 1\n", "line 2, column 5: the object that begins here has no '}'"),
+        ("{a: [1, 2", "line 1, column 5: the array that begins here has no ']'"),
+        ("{a: 1\n b: 2\n a: 3}", "line 3, column 2: duplicate key 'a'"),
+        ('{a: "x\ny"}', "line 1, column 5: the string that begins here has no end on its line"),
+        ("{a: '''x}", "has no '''"),
+        ("{a: 1,, b: 2}", "line 1, column 7: expected a key, found ', b: 2}'"),
+        ("{a: }", "line 1, column 5: expected a value"),
+        ("{a: 1} b", "line 1, column 8: expected the end, found 'b'"),
+        ('{a: "\\x"}', "line 1, column 5: Invalid"),
+    ],
+)
+def test_broken_hjson_is_refused_by_line_and_column(text, match):
+    with pytest.raises(ConfigError, match=re.escape(match)):
+        parse_hjson(text, "it")
+
+
+@pytest.mark.parametrize(
     ("source", "match"),
     [
         ("nowhere.json", "neither a file"),
         ('{"a": 1, "a": 2}', "duplicate key 'a'"),
-        ('{"a": ', "is not JSON"),
-        (base64.urlsafe_b64encode(b"[1]").decode(), "expected a JSON object"),
+        ('{"a": ', "line 1, column 7: expected a value, found the end"),
+        (base64.urlsafe_b64encode(b"[1]").decode(), "line 1, column 1: expected an object"),
         ({**BASE, "wandb": {"enabled": True, "projekt": "x"}}, "wandb.projekt: unknown key"),
         ({**BASE, "wandb": True}, "wandb: expected a block"),
         ({**BASE, "dump_state": 1}, "dump_state: expected true or false"),

@@ -1,6 +1,6 @@
 """Options of DeepSpeed's launcher start the ranks that DeepSpeed would start.
 
-``integration/compat/test_launcher.py`` compares host files and filters with DeepSpeed's own.
+``integration/compat/checks/test_launcher.py`` compares host files and filters with DeepSpeed's own.
 """
 
 from __future__ import annotations
@@ -105,6 +105,16 @@ def test_shell_script_finds_the_program_deepspeed(script: Path, tmp_path: Path) 
     assert done.returncode == 7, done.stderr
     found = sorted(path.read_text(encoding="utf-8") for path in logs.rglob("stdout.log"))
     assert [json.loads(text)[1] for text in found] == [["--x"]] * 2
+
+
+@pytest.mark.usefixtures("own_environment")
+def test_fairscales_option_of_the_trainer_is_answered_with_the_way_over(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("from transformers import HfArgumentParser", encoding="utf-8")
+    for word in ("--sharded_ddp", "--sharded_ddp=simple"):
+        assert '"zero_optimization": {"stage": 2}' in _refusal(str(script), "--fp16", word)
+    script.write_text("ARGUMENTS = ['--sharded_ddp']", encoding="utf-8")
+    assert run_forked("run", "-q", str(script), "--sharded_ddp").returncode == 0
 
 
 def _refusal(*arguments: str) -> str:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from conftest import run_forked, run_program
 
-from zero_engine.script.local_rank import Source, declares_local_rank, source_of
+from zero_engine.script.local_rank import OPTION, Source, declares, source_of
 
 # As DeepSpeed-Chat's programs begin.
 DECLARES = """
@@ -75,7 +75,7 @@ def test_number_that_the_user_gives_is_kept(tmp_path: Path) -> None:
 
 
 def _declares(script: Path) -> bool:
-    return declares_local_rank(Source(script, script.parent))
+    return declares(Source(script, script.parent), OPTION)
 
 
 @pytest.mark.parametrize(
@@ -156,6 +156,6 @@ def test_of_an_installed_module_its_own_package_alone_counts(
     _write(tmp_path, "import unrelated, package.options", "package/__main__.py")
     source = source_of("package", is_module=True)
     assert source is not None
-    assert not declares_local_rank(source)
+    assert not declares(source, OPTION)
     _write(tmp_path, DECLARES, "package/options.py")
-    assert declares_local_rank(source)
+    assert declares(source, OPTION)

@@ -133,6 +133,8 @@ def quantized(stage: int = 3, **keys):
         ],
         (quantized(zero_hpz_partition_size=4), "= 4 must divide the number of ranks, 2"),
         (quantized(zero_hpz_partition_size=0), "zero_hpz_partition_size"),
+        (quantized(zero_hpz_partition_size="rank"), "zero_hpz_partition_size.*'rank'"),
+        (quantized(2, zero_hpz_partition_size="node"), "= 'node' needs stage 3, found 2"),
         (quantized(zero_quantized_weights_format="int6"), "'int8', 'int4', .*'int4_difference'"),
         (quantized(zero_quantized_weight_format="int4"), "did you mean 'zero_quantized_weights_f"),
         (quantized(zero_quantized_gradients_between_nodes="int4_difference"), "found 'int4_diff"),
@@ -259,6 +261,14 @@ def test_a_partition_that_divides_the_ranks_is_served(partition, world_size):
     block = quantized(zero_hpz_partition_size=partition)
     zero = load_config({**SMALL, **block}, world_size=world_size).zero_optimization
     assert zero.zero_hpz_partition_size == partition
+
+
+@pytest.mark.parametrize(("per_node", "expected"), [(2, 2), (6, 1), (1, 1)])
+def test_a_partition_may_be_the_ranks_of_a_node(per_node, expected):
+    block = quantized(zero_hpz_partition_size="node")
+    config = load_config({**SMALL, **block}, world_size=6)
+    zero = config.on_nodes(per_node, 6).zero_optimization
+    assert zero.zero_hpz_partition_size == expected
 
 
 def test_null_means_the_default():

@@ -148,7 +148,7 @@ def _refuse(parsed: Namespace) -> None:
 
 
 def _chosen_hosts(parsed: Namespace, parser: ArgumentParser) -> Hosts:
-    """Return the hosts that the options choose; none, if no option is about them."""
+    """Return the hosts that the options choose, or none where no option is about them."""
     has_file = parsed.hostfile is not None or Path(HOST_FILE).is_file()
     is_asked = [name for name in CHOOSING if getattr(parsed, name) != parser.get_default(name)]
     if not has_file and not is_asked:

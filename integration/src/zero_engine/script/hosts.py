@@ -75,10 +75,10 @@ def filtered(hosts: Hosts, *, include: str, exclude: str) -> Hosts:
         raise ConfigError("--include and --exclude exclude each other: give one of them")
     option = "--include" if include else "--exclude"
     named = parse_filter(include or exclude, option) if include or exclude else {}
-    for host, slots in named.items():
+    for host, asked in named.items():
         if host not in hosts:
             raise ConfigError(f"{option}: there is no host {host!r} among {', '.join(hosts)}")
-        missing = sorted(set(slots) - {*hosts[host]})
+        missing = sorted(set(asked) - {*hosts[host]})
         if missing:
             raise ConfigError(
                 f"{option}: {host} has no slot {missing[0]}: it has {len(hosts[host])}, from 0 on"

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 OPTION = "--local_rank"
-FIELD = "local_rank"
 PARSER_OF_FIELDS = "HfArgumentParser"
 
 
@@ -44,8 +43,9 @@ def source_of(program: str, *, is_module: bool) -> Source | None:
     return next((place for place in places if place.file.is_file()), None)
 
 
-def declares_local_rank(source: Source) -> bool:
-    """Whether the program, or what it imports from its own folder, declares `OPTION`."""
+def declares(source: Source, option: str) -> bool:
+    """Whether the program, or what it imports from its own folder, declares ``option``."""
+    field = option.lstrip("-")
     seen: set[Path] = set()
     left = [source.file]
     has_field = has_parser_of_fields = False
@@ -59,9 +59,9 @@ def declares_local_rank(source: Source) -> bool:
         except (OSError, SyntaxError, ValueError):
             continue  # Python itself will tell
         nodes = list(ast.walk(tree))
-        has_field |= any(map(_is_field, nodes))
+        has_field |= any(_is_field(node, field) for node in nodes)
         has_parser_of_fields |= any(map(_is_parser_of_fields, nodes))
-        is_named = any(isinstance(node, ast.Constant) and node.value == OPTION for node in nodes)
+        is_named = any(isinstance(node, ast.Constant) and node.value == option for node in nodes)
         if is_named or (has_field and has_parser_of_fields):
             return True
         for node in nodes:
@@ -69,13 +69,13 @@ def declares_local_rank(source: Source) -> bool:
     return False
 
 
-def _is_field(node: ast.AST) -> bool:
+def _is_field(node: ast.AST, field: str) -> bool:
     """Whether ``node`` is a dataclass with the field."""
     if not isinstance(node, ast.ClassDef):
         return False
     decorators = [ast.unparse(one).partition("(")[0] for one in node.decorator_list]
     return any(name.endswith("dataclass") for name in decorators) and any(
-        isinstance(one, ast.AnnAssign) and ast.unparse(one.target) == FIELD for one in node.body
+        isinstance(one, ast.AnnAssign) and ast.unparse(one.target) == field for one in node.body
     )
 
 

@@ -20,7 +20,7 @@ from zero_engine.launch.torchrun import local_address_only, run_ranks
 from zero_engine.machine import available_cores
 from zero_engine.script.deepspeed_options import add_options, carry_out, process_number_saved
 from zero_engine.script.hook import SERVED, hooked
-from zero_engine.script.local_rank import OPTION, declares_local_rank, source_of
+from zero_engine.script.local_rank import OPTION, declares, source_of
 
 SHELLS = ("bash", "sh", "zsh")
 LAUNCHERS = ("accelerate", "torchrun", SERVED, *SHELLS)
@@ -31,6 +31,7 @@ LAUNCHER_MODULES = (
     "torch.distributed.run",
     "torch.distributed.launch",
 )
+SHARDED_DDP = "--sharded_ddp"
 PROGRAM = (
     *("module", "no_python", "training_script", "training_script_args", "local_rank"),
     *("quiet", "log_level"),
@@ -53,6 +54,7 @@ def run_program(arguments: Sequence[str]) -> int:
     parser = _parser()
     parsed = parser.parse_args(list(arguments))
     os.environ.update(hooked(os.environ))
+    _refuse_sharded_ddp(parsed)
     given = _options_given(parser, parsed)
     is_launcher = _is_launcher(parsed)
     if not given and not is_launcher:  # with options, a task of SLURM's starts a node's
@@ -112,7 +114,7 @@ def _give_local_rank(parsed: Namespace, local_rank: str) -> None:
         script = source_of(parsed.training_script, is_module=parsed.module)
         if parsed.no_python or script is None:
             return
-        should_give = declares_local_rank(script)
+        should_give = declares(script, OPTION)
         _print_local_rank(parsed, is_given=should_give)
     if should_give:
         parsed.training_script_args = [f"{OPTION}={local_rank}", *arguments]
@@ -130,7 +132,7 @@ def _print_local_rank(parsed: Namespace, *, is_given: bool) -> None:
 
 
 def _say(parsed: Namespace, line: str) -> None:
-    """Print ``line`` on the first node, and there on the first rank, unless told to be quiet."""
+    """Print ``line`` on rank 0 of the first node, if the log level asks for it."""
     is_first = os.environ.get("RANK", "0") == "0" and parsed.node_rank in (0, None)
     if is_first and parsed.log_level in ("debug", "info"):
         print(f"zero-engine run: {line}", file=sys.stderr)
@@ -167,6 +169,23 @@ def _become_started_rank() -> None:
     if variables.get("RANK") == "0":
         ranks = variables["WORLD_SIZE"]
         print(f"zero-engine run: srun or mpirun started the {ranks} ranks", file=sys.stderr)
+
+
+def _refuse_sharded_ddp(parsed: Namespace) -> None:
+    """Raise for the Trainer's ``--sharded_ddp``, unless the script has an option of that name."""
+    words = [w for w in parsed.training_script_args if w.partition("=")[0] == SHARDED_DDP]
+    if not words:
+        return
+    script = source_of(parsed.training_script, is_module=parsed.module)
+    if script is None or not declares(script, SHARDED_DDP):
+        raise ConfigError(
+            f"{SHARDED_DDP} was FairScale's, and transformers has dropped it: give "
+            "--deepspeed zero.json instead, a file with "
+            '{"train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": "auto", '
+            '"fp16": {"enabled": "auto"}, "bf16": {"enabled": "auto"}, '
+            '"zero_optimization": {"stage": 2}} (stage 1 for "simple", 2 for "zero_dp_2", 3 for '
+            '"zero_dp_3"; "offload" is "offload_optimizer": {"device": "cpu"} in zero_optimization)'
+        )
 
 
 def _refuse_options(parsed: Namespace, given: list[str]) -> None:

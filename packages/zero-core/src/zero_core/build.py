@@ -144,6 +144,7 @@ def build(
         warn_frozen(layout, found.params)
 
     per_node = count_per_node(control, ranks)
+    resolved = resolved.on_nodes(per_node, ranks.size)
     meter = Meter(ranks.size, per_node)
     shared = share_memory(control, ranks, per_node)
     transport = make_transport(ranks, per_node, shared, meter)

@@ -175,9 +175,10 @@ class ZeroConfig(_Block):
     """Format of quantized weights. "int4_difference" sends the change since the last gather
     (SDP4Bit, arXiv 2410.15526, section 3.1), and frozen weights as "int8". Not in DeepSpeed's
     configuration."""
-    zero_hpz_partition_size: PositiveInt = 1
-    """Ranks of a group, usually a node, that keep gathered weights in secondary shards (hpZ), at
-    stage 3. It divides the number of ranks."""
+    zero_hpz_partition_size: PositiveInt | Literal["node"] = 1
+    """Ranks of a group that keep gathered weights in secondary shards (hpZ), at stage 3. It divides
+    the number of ranks. "node" is the number of ranks of a node, which `Config.on_nodes` fills in;
+    it is not in DeepSpeed's configuration."""
     zero_quantized_gradients: bool = False
     """Reduce quantized gradients in two hops (qgZ), within a node and between nodes."""
     zero_quantized_gradients_within_node: BlockKind = "int4"
@@ -252,7 +253,7 @@ class ZeroConfig(_Block):
             "zero_quantized_weights": self.zero_quantized_weights,
             "zero_quantized_nontrainable_weights": self.zero_quantized_nontrainable_weights,
             "zero_quantized_gradients": self.zero_quantized_gradients,
-            "zero_hpz_partition_size": self.zero_hpz_partition_size > 1,
+            "zero_hpz_partition_size": self.zero_hpz_partition_size != 1,
         }
         return next((f"zero_optimization.{key}" for key, is_set in keys.items() if is_set), None)
 
@@ -378,6 +379,15 @@ class Config(_Block):
         if name == "as_made":
             return None
         return self.compute_dtype if name is None else DTYPES[name]
+
+    def on_nodes(self, ranks_per_node: int, world_size: int) -> Config:
+        """Return it with ``zero_hpz_partition_size`` "node" filled in: 1 where one node is all."""
+        zero = self.zero_optimization
+        if zero.zero_hpz_partition_size != "node":
+            return self
+        size = ranks_per_node if ranks_per_node < world_size else 1
+        zero = zero.model_copy(update={"zero_hpz_partition_size": size})
+        return self.model_copy(update={"zero_optimization": zero})
 
 
 def block_of(key: FieldInfo) -> type[BaseModel] | None:

@@ -139,15 +139,15 @@ def _of_quantized(zero: ZeroConfig, world_size: int) -> Iterator[_Rule]:
         )
     partition = zero.zero_hpz_partition_size
     yield (
-        partition > 1 and zero.stage != 3,
-        f"zero_optimization.zero_hpz_partition_size = {partition} needs stage 3, found "
+        partition != 1 and zero.stage != 3,
+        f"zero_optimization.zero_hpz_partition_size = {partition!r} needs stage 3, found "
         f"{zero.stage}: at lower stages every rank holds all parameters; leave the key out or "
         "set stage to 3",
     )
     yield (  # one rank gathers nothing
-        world_size > 1 and world_size % partition > 0,
+        world_size > 1 and partition != "node" and world_size % partition > 0,
         f"zero_optimization.zero_hpz_partition_size = {partition} must divide the number of "
-        f"ranks, {world_size}: give the number of ranks of a node",
+        f'ranks, {world_size}: give the number of ranks of a node, or "node"',
     )
     yield (
         zero.zeropp_loco_param is not None and not zero.zero_quantized_gradients,

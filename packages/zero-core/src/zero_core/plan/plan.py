@@ -76,7 +76,7 @@ def plan(
     """
     per_node = min(world_size, GPUS_PER_NODE) if ranks_per_node is None else ranks_per_node
     machine = _Machine(world_size, per_node, device_memory, host_memory, device_type)
-    resolved = load_config(config, world_size=world_size)
+    resolved = load_config(config, world_size=world_size).on_nodes(per_node, world_size)
     module = model if isinstance(model, nn.Module) else _model_of(model)
     other = {"model buffers": buffer_bytes(module, resolved)}
     if example_inputs is not None:

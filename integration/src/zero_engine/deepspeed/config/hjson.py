@@ -1,0 +1,185 @@
+"""Hjson (https://hjson.github.io), in which DeepSpeed reads its configuration.
+
+JSON, with comments (``#``, ``//``, ``/* */``), keys and strings without quotes, strings in single
+quotes or over several lines (three single quotes), and a comma or a line's end between members. A
+string without quotes goes to the end of its line, with all commas and brackets in it.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any, NoReturn
+
+from zero_core.errors import ConfigError
+
+_SPACE = re.compile(r"(?:[ \t\r\n]+|#[^\r\n]*|//[^\r\n]*|/\*.*?\*/)*", re.DOTALL)
+_QUOTED = re.compile(
+    r"""(?P<quote>["'])(?P<inner>(?:\\.|(?!(?P=quote))[^\\\x00-\x1f])*)(?P=quote)"""
+)
+_KEY = re.compile(r"[^{}\[\],:\s]+")
+_WORD = re.compile(
+    r"(?P<number>-?(?:0|[1-9]\d*)(?P<fraction>(?:\.\d+)?(?:[eE][-+]?\d+)?))|true|false|null"
+    r"|(?P<constant>-?Infinity|NaN)"
+)
+_WORD_END = re.compile(r"[ \t]*(?=[,}\]#\r\n]|//|/\*|\Z)")
+_LINE = re.compile(r"[^\r\n]*")
+_LONG_QUOTE = "'''"
+_LARGEST_WHOLE = 1e10
+"""Numbers with a fraction or an exponent are whole below it, if their value is: 5e8."""
+_WORDS = {"true": True, "false": False, "null": None}
+
+
+def parse_hjson(text: str, name: str) -> dict[str, Any]:
+    """Parse an Hjson object, whose own braces may be missing. Messages call it ``name``.
+
+    JSON's names ``Infinity`` and ``NaN`` are numbers, as in Python's ``json``.
+
+    Raises:
+        ConfigError: it is not one, or a key is there twice; with line and column.
+    """
+    return _Reader(text.removeprefix("\ufeff"), name).read()
+
+
+class _Reader:
+    """Reads one text from its start to its end."""
+
+    def __init__(self, text: str, name: str) -> None:
+        self._text = text
+        self._name = name
+        self._at = 0
+
+    def read(self) -> dict[str, Any]:
+        first = self._next()
+        if first == "[":
+            self._fail("expected an object of keys, found an array")
+        value = self._object(is_braced=first == "{")
+        if self._next():
+            self._fail(f"expected the end, found {self._rest()}")
+        return value
+
+    def _value(self) -> Any:
+        first = self._next()
+        if first == "{":
+            return self._object()
+        if first == "[":
+            return self._array()
+        if self._text.startswith(_LONG_QUOTE, self._at):
+            return self._long_string()
+        if first in ('"', "'") and first:
+            return self._quoted()
+        if first in "},]:":  # or the end
+            self._fail(f"expected a value, found {self._rest()}")
+        return self._word()
+
+    def _object(self, *, is_braced: bool = True) -> dict[str, Any]:
+        begin = self._at
+        self._at += is_braced
+        found: dict[str, Any] = {}
+        while (first := self._next()) != ("}" if is_braced else ""):
+            if not first:
+                self._fail("the object that begins here has no '}'", begin)
+            place = self._at
+            key = self._key()
+            if key in found:
+                self._fail(f"duplicate key {key!r}: keep one of them", place)
+            if self._next() != ":":
+                self._fail(f"expected ':' after the key {key!r}, found {self._rest()}")
+            self._at += 1
+            found[key] = self._value()
+            self._skip_comma()
+        self._at += is_braced
+        return found
+
+    def _array(self) -> list[Any]:
+        begin = self._at
+        self._at += 1
+        found: list[Any] = []
+        while (first := self._next()) != "]":
+            if not first:
+                self._fail("the array that begins here has no ']'", begin)
+            found.append(self._value())
+            self._skip_comma()
+        self._at += 1
+        return found
+
+    def _key(self) -> str:
+        if self._text[self._at] in "\"'":
+            return self._quoted()
+        found = _KEY.match(self._text, self._at)
+        if found is None:
+            self._fail(f"expected a key, found {self._rest()}")
+        self._at = found.end()
+        return found[0]
+
+    def _quoted(self) -> str:
+        found = _QUOTED.match(self._text, self._at)
+        if found is None:
+            self._fail("the string that begins here has no end on its line")
+        inner = found["inner"].replace("\\'", "'")
+        if found["quote"] == "'":
+            inner = re.sub(r'(\\.)|"', lambda match: match[1] or '\\"', inner)
+        try:
+            value: str = json.loads(f'"{inner}"')
+        except json.JSONDecodeError as error:
+            self._fail(f"{error.msg} in the string {found[0]}")
+        self._at = found.end()
+        return value
+
+    def _long_string(self) -> str:
+        """Read a string between three quotes, without the first quotes' indentation."""
+        begin = self._at
+        indent = begin - (self._text.rfind("\n", 0, begin) + 1)
+        end = self._text.find(_LONG_QUOTE, begin + 3)
+        if end < 0:
+            self._fail(f"the string that begins here has no {_LONG_QUOTE}")
+        self._at = end + 3
+        first, *others = self._text[begin + 3 : end].replace("\r", "").split("\n")
+        first = first.lstrip(" \t")
+        lines = [re.sub(rf"\A[ \t]{{0,{indent}}}", "", line) for line in others]
+        if not first and lines:
+            return "\n".join(lines).removesuffix("\n")
+        return "\n".join([first, *lines]).removesuffix("\n")
+
+    def _word(self) -> Any:
+        """Read a number, a constant, or a string without quotes."""
+        found = _WORD.match(self._text, self._at)
+        end = _WORD_END.match(self._text, found.end()) if found else None
+        if found is None or end is None:
+            line = _LINE.match(self._text, self._at)
+            assert line is not None
+            self._at = line.end()
+            return line[0].strip()
+        self._at = end.end()
+        if found["constant"]:
+            return float(found["constant"].lower().replace("infinity", "inf"))
+        if found["number"] is None:
+            return _WORDS[found[0]]
+        if not found["fraction"]:
+            return int(found[0])
+        number = float(found[0])
+        return int(number) if number.is_integer() and abs(number) < _LARGEST_WHOLE else number
+
+    def _next(self) -> str:
+        """Go to the next character that is neither space nor comment: "" at the end."""
+        space = _SPACE.match(self._text, self._at)
+        assert space is not None
+        self._at = space.end()
+        return self._text[self._at : self._at + 1]
+
+    def _skip_comma(self) -> None:
+        if self._next() == ",":
+            self._at += 1
+
+    def _rest(self) -> str:
+        """Quote the rest of the line, shortened, for a message."""
+        line = _LINE.match(self._text, self._at)
+        assert line is not None
+        text = line[0].rstrip()
+        return repr(text if len(text) <= 40 else f"{text[:37]}...") if text else "the end"
+
+    def _fail(self, problem: str, at: int | None = None) -> NoReturn:
+        place = self._at if at is None else at
+        line = self._text.count("\n", 0, place) + 1
+        column = place - self._text.rfind("\n", 0, place)
+        raise ConfigError(f"{self._name}, line {line}, column {column}: {problem}")
