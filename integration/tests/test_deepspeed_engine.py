@@ -476,7 +476,7 @@ def test_refused_initialize_leaves_the_earlier_engine_stepping() -> None:
     for one in (engine, undisturbed):
         one.backward(one(_inputs(0)).square().mean())
     model = engine.module
-    some = torch.optim.LBFGS(model[0].parameters())  # not elementwise
+    some = torch.optim.LBFGS(model[0].parameters())  # needs a closure
     for config, given in (
         (_config(optimizer={"type": "NoSuch", "params": {}}), None),
         (_config(train_batch_size=7), None),

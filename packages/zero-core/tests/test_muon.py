@@ -1,4 +1,4 @@
-"""Muon over slices of matrices: torch's own Muon and AdamW under DDP are the oracle."""
+"""Muon by name: torch's own Muon and AdamW under DDP are the oracle."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def _is_torchs(ranks, stage):
         range(STEPS),
     )
     compare(engine, expected)
-    sent = [row for row in engine.comm_report() if row.content == "momenta of matrices"]
+    sent = [row for row in engine.comm_report() if row.content == "whole parameters"]
     assert bool(sent) == (stage > 0 and ranks.size > 1)
 
 
@@ -166,12 +166,12 @@ def test_matrix_without_a_gradient_is_left_alone_by_ranks_that_hold_little_else(
 @pytest.mark.parametrize(
     ("optimizer", "more", "match"),
     [
-        (MUON, {"offload_optimizer": {"device": "cpu"}}, "with Muon is not served"),
+        (MUON, {"offload_optimizer": {"device": "cpu", "ratio": 0.5}}, "ratio = 0.5 with .*Muon"),
         ({"type": "Muon", "params": {"rate": 1}}, {}, "rate: unknown key; Muon takes"),
         ({"type": "Muon", "params": {"ns_method": "gram"}}, {}, "only 'standard'"),
         ({"type": "Muon", "params": {"per_head_muon": True}}, {}, "per_head_muon = True"),
         ({"type": "Muon", "params": {"lr": -1}}, {}, "lr must not be negative"),
-        ({"type": "Lamb"}, {}, "norm of whole parameters"),
+        ({"type": "Lamb"}, {}, "pass an object of a Lamb class"),
     ],
 )
 def test_what_cannot_be_served_is_refused(optimizer, more, match):
@@ -183,7 +183,9 @@ def test_what_cannot_be_served_is_refused(optimizer, more, match):
 def test_marked_parameter_that_is_no_matrix_is_refused():
     model = nn.Conv1d(2, 2, 3)
     model.weight.use_muon = True
-    with pytest.raises(ConfigError, match=r"weight of shape .* is no matrix"):
+    with pytest.raises(
+        ConfigError, match=r"of shape .* is in a group with use_muon, and is no matrix"
+    ):
         zero_core.build(model, config_of(0))
 
 

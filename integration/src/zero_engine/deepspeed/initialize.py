@@ -15,7 +15,7 @@ import zero_core
 from zero_core import engine_of
 from zero_core.comm.topology import find_ranks
 from zero_core.config import OptimizerConfig, load_config
-from zero_core.optim.factory import check_elementwise, make_optimizer
+from zero_core.optim.factory import check_served, make_optimizer
 from zero_core.optim.muon import tag_matrices
 from zero_engine.deepspeed.config.announce import announce, apply
 from zero_engine.deepspeed.config.reader import read
@@ -158,7 +158,7 @@ def _check(config: dict[str, Any], given: torch.optim.Optimizer | None, *, world
     """Refuse what `zero_core.build` would refuse, while the earlier engine can still continue."""
     resolved = load_config(config, world_size=world_size)
     if given is not None:
-        check_elementwise(type(given))
+        check_served(type(given))
     elif resolved.optimizer is not None:
         tried = nn.Parameter(torch.empty(1, 1))  # Adagrad makes its state here: a small one
         tag_matrices([("weight", tried)])

@@ -38,7 +38,7 @@ _SAME_NAMES: Mapping[str, str] = {
     "comm_protocols": (
         "protocols: EXACT_GRADIENTS EXACT_PARAMETERS Collectives CollectivesFactory Work"
     ),
-    "comm_report": "comm.meter: FACTS GRADIENTS MATRICES PARAMETERS Meter",
+    "comm_report": "comm.meter: FACTS GRADIENTS PARAMETERS Meter",
     "compiling": "_torch: outside_graphs unless_compiling",
     "config_blocks": (
         "config.blocks: DTYPES ActivationCheckpointingConfig Bf16Config Config DataTypesConfig "
@@ -59,16 +59,12 @@ _SAME_NAMES: Mapping[str, str] = {
         "IterationSchedule Schedule; optim.schedules.one_cycle: LRRangeTest OneCycle; "
         "optim.schedules.warmup: WarmupCosineLR WarmupDecayLR WarmupLR"
     ),
-    "matrices": "optim.muon_tier: MatrixTier",
     "memory": "sharded.memory: Memory; sharded.gradient_plan: accumulated_dtype communicated_dtype",
-    "muon": "optim.muon: Direction Muon direction_of split_groups tag_matrices",
+    "muon": "optim.muon: Muon split_groups tag_matrices",
     "native": "comm.device: share_memory",
     "one_cycle": "optim.schedules.one_cycle: LRRangeTest OneCycle",
     "offload_share": "blueprint: check_patterns",
-    "optimizer": (
-        "step.optimizer: EngineOptimizer; optim.factory: check_elementwise has_kernel_rule "
-        "make_optimizer"
-    ),
+    "optimizer": ("step.optimizer: EngineOptimizer; optim.factory: has_kernel_rule make_optimizer"),
     "owners": "sharded_model: engine_of",
     "parts": "plugins: COLLECTIVES KERNELS PARAM_TIERS TIERS has_part load_part",
     "plan_result": "plan.result: Choice Plan Table format_bytes",

@@ -24,6 +24,7 @@ from torch.optim.optimizer import _global_optimizer_pre_hooks
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes as disable_current_modes
 from torch.utils._python_dispatch import _get_current_dispatch_mode as current_dispatch_mode
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 __all__ = [
     "DisableTorchFunction",
@@ -35,6 +36,18 @@ __all__ = [
 
 _CALL = nn.Module.__call__.__name__
 _Hook = TypeVar("_Hook", bound=Callable[..., Any])
+
+
+def inner_tensors(tensor: Tensor) -> tuple[dict[str, Tensor], Any] | None:
+    """Return the tensors that an instance of a wrapper subclass consists of, and its context.
+
+    None for any other tensor. The class restores it by ``__tensor_unflatten__``.
+    """
+    wrapper: Any = tensor
+    if not is_traceable_wrapper_subclass(wrapper):
+        return None
+    names, context = wrapper.__tensor_flatten__()
+    return {name: getattr(wrapper, name) for name in names}, context
 
 
 def count_groups() -> int:

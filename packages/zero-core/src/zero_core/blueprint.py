@@ -17,7 +17,7 @@ from zero_core.config import Config
 from zero_core.errors import ConfigError, RankMismatchError
 from zero_core.layout.arithmetic import Layout, ParamSpec
 from zero_core.layout.discovery import Discovered, LeafRule, compute_dtype, discover, plain_name
-from zero_core.optim.factory import check_elementwise, make_optimizer
+from zero_core.optim.factory import check_served, is_elementwise, make_optimizer
 from zero_core.optim.muon import tag_matrices
 
 
@@ -94,6 +94,11 @@ class Blueprint:
                     )
 
     @property
+    def updates_slices(self) -> bool:
+        """Whether the optimizer may update slices of parameters instead of whole ones."""
+        return is_elementwise(type(self.optimizer))
+
+    @property
     def groups(self) -> list[dict[str, Any]]:
         """Parameter groups of the optimizer without their parameters."""
         return [
@@ -150,7 +155,7 @@ def _groups_of(found: Discovered, optimizer: torch.optim.Optimizer) -> dict[int,
             "the optimizer has already stepped: build the engine first, or load its state from "
             "a checkpoint of the engine"
         )
-    check_elementwise(type(optimizer))
+    check_served(type(optimizer))
     number_of = {id(p): n for n, p in enumerate(found.params)}
     group_of: dict[int, int] = {}
     for index, group in enumerate(optimizer.param_groups):

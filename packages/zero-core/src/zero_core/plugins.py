@@ -19,9 +19,8 @@ from zero_core.config import Config
 from zero_core.errors import ConfigError, MissingPartError
 from zero_core.layout.arithmetic import Layout
 from zero_core.optim.device_tier import DeviceTier
-from zero_core.optim.factory import has_kernel_rule
-from zero_core.optim.muon import Muon
-from zero_core.optim.muon_tier import MatrixTier
+from zero_core.optim.factory import check_whole_update, has_kernel_rule
+from zero_core.optim.whole_tier import WholeTier
 from zero_core.protocols import (
     Collectives,
     CollectivesFactory,
@@ -127,8 +126,8 @@ def make_state_tier(
 ) -> StateTier:
     """Make the state tier that is given or that the configuration asks for.
 
-    It writes to the parameter shards of ``memory``. For Muon it gathers matrices by ``control``,
-    and ``meter`` counts that.
+    It writes to the parameter shards of ``memory``. Where whole parameters are updated, ``control``
+    exchanges the divided ones, and ``meter`` counts that.
 
     Raises:
         ConfigError: the optimizer or a setting is not served.
@@ -146,20 +145,22 @@ def make_state_tier(
         "groups": drawn.groups,
         "param_store": memory.store(),
     }
-    is_here = factory is None and zero.offload_optimizer.device == "none"
-    if isinstance(drawn.optimizer, Muon):
-        if not is_here:
-            device = f"offload_optimizer.device = {zero.offload_optimizer.device!r}"
-            raise ConfigError(
-                f"{'state_tier' if factory is not None else device} with Muon is not served: its "
-                "step needs whole matrices, which the engine's own tier alone gathers; leave it "
-                "out, or use AdamW or Lion"
-            )
-        make: Any = MatrixTier
-        own |= {"layout": layout, "control": control, "meter": meter}
-        own |= {"is_sharded": zero.stage >= 1, "group_of": drawn.group_of}
-    elif is_here:
-        make = DeviceTier
+    if not drawn.updates_slices:
+        check_whole_update(zero.offload_optimizer, drawn.optimizer, has_factory=factory is not None)
+        is_on_host = zero.offload_optimizer.device == "cpu"
+        return WholeTier(
+            layout=layout,
+            control=control,
+            meter=meter,
+            is_sharded=is_sharded,
+            params=memory.update_targets(),
+            device=torch.device("cpu") if is_on_host else memory.device,
+            param_store=memory.store(),
+            optimizer=drawn.optimizer,
+            model_params=drawn.found.params,
+        )
+    if factory is None and zero.offload_optimizer.device == "none":
+        make: Any = DeviceTier
     else:
         key = f"zero_optimization.offload_optimizer.device = {zero.offload_optimizer.device!r}"
         make = factory or load_part(TIERS, "host", asked_by=key, distribution="zero-offload")

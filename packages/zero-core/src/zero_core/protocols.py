@@ -380,6 +380,29 @@ class AccumulatingTier(StateTier, Protocol):
 
 
 @runtime_checkable
+class WholeStateTier(StateTier, Protocol):
+    """A state tier whose optimizer updates whole parameters, and keeps their states whole.
+
+    Each parameter has an owner among the ranks that hold a part of it. Master weights are sliced as
+    in any tier. ``step`` is a collective: every rank calls it once per step, with all its active
+    pieces. Parameters are numbered as in the layout; states are what the optimizer keeps for a
+    parameter: tensors, numbers, and lists and mappings of them.
+    """
+
+    def owner_of(self, param: int) -> int:
+        """Rank that owns the parameter."""
+
+    def updated_params(self) -> Sequence[int]:
+        """Return the parameters whose state is on this rank: its own, or all at stage 0."""
+
+    def read_whole_state(self, param: int) -> Mapping[str, Any]:
+        """Return the state of one of the `updated_params`, empty before its first update."""
+
+    def write_whole_state(self, param: int, state: Mapping[str, Any]) -> None:
+        """Replace the state of one of the `updated_params`. Tensors move to where it is updated."""
+
+
+@runtime_checkable
 class ReservingTier(StateTier, Protocol):
     """A state tier that can allocate all of its memory before there are activations."""
 

@@ -84,8 +84,7 @@ UNNEEDED: Mapping[str, str] = {
     "timers.throughput.synchronized": "the device is waited for when a line is written only",
     "vocabulary_size": "DeepSpeed only warns if it is no multiple of 8",
     "zero_allow_untested_optimizer": (
-        "an elementwise optimizer is served, tested or not; a class of one's own says that it is "
-        "one by is_elementwise = True"
+        "any optimizer that steps on gradients is served, tested or not"
     ),
     "zero_force_ds_cpu_optimizer": (
         "the host's kernel computes the rule of the optimizer that was given"

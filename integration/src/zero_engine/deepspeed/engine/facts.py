@@ -192,7 +192,7 @@ class Facts:
     zero_gather_16bit_weights_on_model_save = _value_of(
         "settings.gather_16bit_weights_on_model_save"
     )
-    zero_allow_untested_optimizer = _always(True, "any elementwise optimizer is served")
+    zero_allow_untested_optimizer = _always(True, "any optimizer that steps on gradients is served")
 
     def zero_force_ds_cpu_optimizer(self) -> bool:
         return bool(self._given("zero_force_ds_cpu_optimizer", True))

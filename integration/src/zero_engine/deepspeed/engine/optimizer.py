@@ -39,7 +39,8 @@ class OptimizerState(Mapping[nn.Parameter, dict[str, Any]]):
 
     Parameters of which this rank updates no element, and those without a step, are left out. The
     others have ``step`` and their states: at stage 0 whole, in the parameter's shape, otherwise
-    this rank's part, 1-D. Take no exchange.
+    this rank's part, 1-D. Of an optimizer that updates whole parameters it is the optimizer's own
+    state of those that this rank updates. Take no exchange.
     """
 
     def __init__(self, core: Engine, groups: Sequence[Mapping[str, Any]]) -> None:
@@ -47,6 +48,9 @@ class OptimizerState(Mapping[nn.Parameter, dict[str, Any]]):
         self._groups = groups
 
     def __getitem__(self, param: nn.Parameter) -> dict[str, Any]:
+        whole = self._core.optimizer.given.state.get(param)
+        if whole:  # of an optimizer that updates whole parameters
+            return dict(whole)
         name = self._core.owns(param)
         num_steps = 0 if name is None else self._num_steps(name)
         if name is None or not num_steps:

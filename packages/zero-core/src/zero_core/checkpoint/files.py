@@ -27,6 +27,8 @@ MANIFEST = "manifest.json"
 BUFFERS = "buffers.safetensors"
 VALUE = "value"
 """Name of frozen parameters' values, which have no master weight."""
+WHOLE = "whole"
+"""Name of the files of optimizer states that are whole."""
 
 
 def find(directory: Path, tag: str | None) -> Path:

@@ -11,10 +11,13 @@ import torch
 
 from zero_core.checkpoint.files import BUFFERS, VALUE, Reader, find, fingerprint, read_manifest
 from zero_core.checkpoint.json_values import decode
+from zero_core.checkpoint.whole_states import restore
 from zero_core.comm.control import ControlGroup
 from zero_core.errors import CheckpointCorruptError, CheckpointError
+from zero_core.layout.arithmetic import ParamSpec
 from zero_core.layout.discovery import plain_name
 from zero_core.optim.train_state import TrainState
+from zero_core.protocols import WholeStateTier
 from zero_core.sharded.sharded_state import MASTER, ShardedState, load_buffers, named_buffers
 
 PARTS = ("frozen", "optimizer", "lr_scheduler", "progress")
@@ -101,6 +104,11 @@ def _match(
             f"{place} was trained by {manifest['optimizer']}, this engine has {state.optimizer}: "
             "build it with the same optimizer" + _HINT
         )
+    if not is_any and manifest.get("whole_states") and not isinstance(state.tier, WholeStateTier):
+        raise CheckpointError(
+            f"{place}: its optimizer updated whole parameters, and {state.optimizer} of this "
+            "engine updates slices: was is_elementwise declared since?" + _HINT
+        )
 
 
 def _match_buffers(state: ShardedState, reader: Reader, place: Path) -> None:
@@ -152,7 +160,8 @@ def _restore(
     state: ShardedState, reader: Reader, manifest: Mapping[str, Any], without: Collection[str]
 ) -> None:
     sources = {p["name"]: MASTER if p["is_trainable"] else VALUE for p in manifest["params"]}
-    names = [MASTER] if "optimizer" in without else manifest["states"]
+    is_whole = isinstance(state.tier, WholeStateTier)
+    names = [MASTER] if is_whole or "optimizer" in without else manifest["states"]
     for name in names:
         for piece in state.pieces:
             spec = state.layout.params[piece.param]
@@ -171,9 +180,32 @@ def _restore(
     for store, name, low, high in state.frozen_parts():
         if sources[name] == MASTER or "frozen" not in without:
             store(reader.read(sources[name], name, low, high))
+    if "optimizer" not in without and isinstance(state.tier, WholeStateTier):
+        for param in state.tier.updated_params():
+            whole = _whole_state(state.layout.params[param], reader, manifest)
+            state.tier.write_whole_state(param, whole)
     load_buffers(state.module, {key: t.value() for key, t in reader.tensors(BUFFERS).items()})
     if "progress" not in without and manifest["world_size"] == state.control.world_size:
         _restore_rng(state, reader, manifest)
+
+
+def _whole_state(spec: ParamSpec, reader: Reader, manifest: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the state of a whole parameter, empty before its first update.
+
+    Versions before sliced the states of Muon: there they are elementwise, with scalars.
+    """
+    saved = manifest.get("whole_states", {}).get(spec.name)
+    scalars = manifest["scalars"].get(spec.name, {})
+    if saved is not None:
+        restored: Mapping[str, Any] = restore(saved["state"], reader.tensors(saved["file"]))
+        return restored
+    names = [name for name in manifest["states"] if name != MASTER]
+    if not names or not scalars.get("num_steps"):
+        return {}
+    return {
+        **{k: torch.tensor(v, dtype=torch.float32) for k, v in scalars.items() if k != "num_steps"},
+        **{n: reader.read(n, spec.name, 0, spec.numel).view(spec.shape) for n in names},
+    }
 
 
 def _restore_rng(state: ShardedState, reader: Reader, manifest: Mapping[str, Any]) -> None:

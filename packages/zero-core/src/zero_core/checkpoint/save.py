@@ -3,7 +3,8 @@
 A checkpoint is a folder. Each rank writes, per state (``master_weight``, ``exp_avg``, ...), one
 safetensors file with its slice of every segment. ``manifest.json`` holds the position of every
 parameter and everything that is not a tensor. A reader takes the ranges it needs by parameter name,
-so that stage, world size, Twin-Flow's ratio and tier may all differ from the writer's.
+so that stage, world size, Twin-Flow's ratio and tier may all differ from the writer's. States of
+whole parameters are in their owner's file ``whole``.
 
 The folder is written under a hidden name beside its place, synced, then renamed: a killed save
 leaves the previous checkpoint whole. ``latest`` names the newest one. The manifest holds a CRC-32
@@ -24,10 +25,20 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from zero_core.checkpoint.files import BUFFERS, FORMAT, MANIFEST, VALUE, VERSION, fingerprint
+from zero_core.checkpoint.files import (
+    BUFFERS,
+    FORMAT,
+    MANIFEST,
+    VALUE,
+    VERSION,
+    WHOLE,
+    fingerprint,
+)
 from zero_core.checkpoint.json_values import encode
+from zero_core.checkpoint.whole_states import flatten
 from zero_core.errors import CheckpointError
 from zero_core.optim.train_state import TrainState
+from zero_core.protocols import WholeStateTier
 from zero_core.sharded.sharded_state import ShardedState
 
 
@@ -68,10 +79,14 @@ def save_checkpoint(
     written = control.together(
         "checkpoint: write", lambda: _write_tensors(state, aside, names, has_frozen=has_frozen)
     )
+    wholes = control.together(
+        "checkpoint: write", lambda: _write_whole_states(state, aside, written)
+    )
     scalars = {
         spec.name: dict(state.tier.read_scalars(index)) for index, spec in state.owned_params()
     }
-    rows = control.gather_bytes(json.dumps([written, scalars, random.getstate()]).encode())
+    row = [written, scalars, random.getstate(), wholes]
+    rows = control.gather_bytes(json.dumps(row).encode())
 
     def finish() -> None:
         if control.rank != 0:
@@ -121,6 +136,28 @@ def _write_tensors(
     return written
 
 
+def _write_whole_states(
+    state: ShardedState, folder: Path, written: dict[str, dict[str, int]]
+) -> dict[str, Any]:
+    """Write this rank's states of whole parameters, and add their file to ``written``.
+
+    Returns:
+        File and structure of each state, by the parameter's name.
+    """
+    tier, rank = state.tier, state.control.rank
+    if not isinstance(tier, WholeStateTier):
+        return {}
+    name, found = f"{WHOLE}-{rank:05d}.safetensors", {}
+    tensors: dict[str, Tensor] = {}
+    for param in tier.updated_params():
+        spec = state.layout.params[param]
+        kept = tier.read_whole_state(param)
+        if kept and tier.owner_of(param) == rank:
+            found[spec.name] = {"file": name, "state": flatten(kept, spec.name, tensors)}
+    written |= _write_file(folder, name, tensors)
+    return found
+
+
 def _write_file(folder: Path, name: str, tensors: dict[str, Tensor]) -> dict[str, dict[str, int]]:
     path = folder / name
     save_file({key: t.contiguous() for key, t in tensors.items()}, path)
@@ -138,9 +175,11 @@ def _manifest(
     layout = state.layout
     files: dict[str, Any] = {}
     scalars: dict[str, Any] = {}
-    for written, owned, _ in rows:
+    wholes: dict[str, Any] = {}
+    for written, owned, _, of_rank in rows:
         files |= written
         scalars |= owned
+        wholes |= of_rank
     return {
         "format": FORMAT,
         "version": VERSION,
@@ -166,7 +205,8 @@ def _manifest(
             for s in layout.segments
         ],
         "scalars": scalars,
-        "python_rng": [rng for _, _, rng in rows],
+        "whole_states": wholes,
+        "python_rng": [rng for _, _, rng, _ in rows],
         "files": files,
         "progress": encode(progress, "progress"),
         "client_state": encode(client_state, "client_state"),

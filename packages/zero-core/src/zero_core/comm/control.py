@@ -12,7 +12,7 @@ import ctypes
 import json
 import zlib
 from abc import abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol, TypeVar
 
 import torch
@@ -30,7 +30,7 @@ class ControlGroup(Protocol):
     """Small exchanges beside the data path: statistics of a step, names, checksums.
 
     Bytes and numbers only, because object collectives would unpickle a peer's data. An
-    implementation provides the first three methods, over a `DeviceLibrary` (`LibraryControlGroup`)
+    implementation provides the first four methods, over a `DeviceLibrary` (`LibraryControlGroup`)
     or over simulated ranks of one process. The others follow from them.
 
     Attributes:
@@ -54,6 +54,14 @@ class ControlGroup(Protocol):
         """Return every rank's 1-D ``tensor`` (equally long), in rank order, on the device.
 
         With one rank that is ``tensor`` itself.
+        """
+
+    @abstractmethod
+    def exchange(self, parts: Tensor, numels: Sequence[Sequence[int]]) -> Tensor:
+        """Send the slices of 1-D ``parts`` to the ranks, in rank order, and return what arrives.
+
+        ``numels[source][target]`` are the elements that each rank sends to each. The result is on
+        the device, in the order of the sources.
         """
 
     def gather_in_pieces(self, tensor: Tensor) -> Iterator[tuple[int, Tensor]]:
@@ -165,6 +173,15 @@ class LibraryControlGroup(ControlGroup):
         local = tensor.to(self._device)
         out = torch.empty(self.world_size * local.numel(), dtype=local.dtype, device=self._device)
         self._library.all_gather(out, local).wait()
+        return out
+
+    def exchange(self, parts: Tensor, numels: Sequence[Sequence[int]]) -> Tensor:
+        """Exchange by the library. What is elsewhere moves to the group's device first."""
+        if self.world_size == 1:
+            return parts
+        numel = sum(row[self.rank] for row in numels)
+        out = torch.empty(numel, dtype=parts.dtype, device=self._device)
+        self._library.exchange(out, parts.to(self._device), numels).wait()
         return out
 
     def gather_into(self, out: Tensor, tensor: Tensor) -> None:

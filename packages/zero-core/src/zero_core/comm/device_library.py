@@ -59,6 +59,13 @@ class DeviceLibrary(Protocol):
         Both have ``world_size`` equal slices; they do not overlap.
         """
 
+    def exchange(self, out: Tensor, parts: Tensor, numels: Sequence[Sequence[int]]) -> Work:
+        """Start to send slices of different lengths: ``numels[source][target]`` elements.
+
+        ``parts`` are this rank's slices by target, ``out`` receives those for it by source, each
+        one after another without gaps.
+        """
+
     def all_reduce(self, values: Tensor) -> Work:
         """Start to sum every rank's ``values`` in place, to the same bits on every rank."""
 

@@ -78,6 +78,18 @@ class ProcessLibrary:
         work = dist.all_to_all_single(_bytes(out), _bytes(parts), group=self._group, async_op=True)
         return cast(Work, work)
 
+    def exchange(self, out: Tensor, parts: Tensor, numels: Sequence[Sequence[int]]) -> Work:
+        size = parts.itemsize
+        work = dist.all_to_all_single(
+            _bytes(out),
+            _bytes(parts),
+            output_split_sizes=[row[self.rank] * size for row in numels],
+            input_split_sizes=[numel * size for numel in numels[self.rank]],
+            group=self._group,
+            async_op=True,
+        )
+        return cast(Work, work)
+
     def all_reduce(self, values: Tensor) -> Work:
         return cast(Work, dist.all_reduce(values, group=self._group, async_op=True))
 

@@ -15,14 +15,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 PARAMETERS, GRADIENTS, FACTS = "parameters", "gradients", "facts of the step"
-MATRICES = "momenta of matrices"
+WHOLES = "whole parameters"
 _ORDER = [
     ("all_gather", PARAMETERS),
     ("reduce_scatter", GRADIENTS),
     ("all_to_all", GRADIENTS),
     ("all_gather", GRADIENTS),
     ("all_reduce", FACTS),
-    ("all_gather", MATRICES),
+    ("all_to_all", WHOLES),
 ]
 """Of rows, as in a plan."""
 
@@ -150,6 +150,12 @@ class Meter:
         """A gather of ``nbytes`` from every rank."""
         if self._ring.world_size > 1:
             self.add("all_gather", content, self._ring.ring(nbytes))
+
+    def add_all_to_all(self, content: str, nbytes: int) -> None:
+        """An exchange in which this rank sends ``nbytes`` in all, to ranks of any node alike."""
+        size = self._ring.world_size
+        if size > 1:
+            self.add("all_to_all", content, self._ring.direct(nbytes // (size - 1)))
 
     def end_step(self) -> None:
         """Close the step: rows added since the last call are the last step's."""

@@ -1,14 +1,11 @@
 """State tier on the compute device: torch's optimizer over slices.
 
-[Note: master weights here]
-Where a parameter shard is fp32 (or float64) it is its own master weight: the optimizer updates it
-in place. Where it is 16-bit, an fp32 master weight lies beside it and is rounded into it after a
-step; and so for a shard of any dtype that rests off the device. Each piece of the local flat space
-is an ``nn.Parameter`` over its slice of the master weights, so any elementwise torch optimizer
-works, with its own kernels. Where some master weights are fp32 and others float64, each has its
-states in the dtype that the optimizer gives them: a flat state is then one buffer per dtype.
-
 [Note: states]
+Each piece of the local flat space is an ``nn.Parameter`` over its slice of the master weights
+(`zero_core.optim.flat_tier`), so any elementwise torch optimizer works, with its own kernels. Where
+some master weights are fp32 and others float64, each has its states in the dtype that the optimizer
+gives them: a flat state is then one buffer per dtype.
+
 States are views of flat buffers. On an accelerator they are made at once, so that a job that is too
 large fails in ``build``, and no state lies between activations: the optimizer is given states of
 zeros, if a probe shows that it starts from them as from none. On a CPU, and where the probe shows
@@ -44,42 +41,13 @@ from torch import Tensor, nn
 
 from zero_core._libc import release_free_pages
 from zero_core._torch import set_found_inf, takes_found_inf
+from zero_core.optim.flat_tier import MASTER, WIDE, Chunked, FlatTier
 from zero_core.protocols import ParamStore
 
-MASTER = "master_weight"
 TURN_NUMEL = 1 << 26
 """Elements that are updated at once: 256 MiB of fp32."""
-_WIDE = (torch.float32, torch.float64)
 _ALIGNMENT = 32
 """Elements at whose multiples widened gradients begin."""
-
-
-class _Chunked:
-    """Flat space ``[0, numel)`` made of consecutive tensors."""
-
-    def __init__(self, chunks: Sequence[tuple[int, Tensor]]) -> None:
-        self.chunks = list(chunks)
-        self._starts = [start for start, _ in chunks]
-
-    def parts(self, start: int, stop: int) -> list[tuple[int, Tensor]]:
-        """Return the views that cover ``[start, stop)``, each with its start."""
-        found: list[tuple[int, Tensor]] = []
-        index = self.index_of(start)
-        while start < stop:
-            low, tensor = self.chunks[index]
-            end = min(stop, low + tensor.numel())
-            found.append((start, tensor[start - low : end - low]))
-            start, index = end, index + 1
-        return found
-
-    def index_of(self, start: int) -> int:
-        """Return the number of the tensor that has element ``start``."""
-        return bisect_right(self._starts, start) - 1
-
-    def one(self, start: int, stop: int) -> Tensor:
-        """Return the view of ``[start, stop)``, which must be in one chunk."""
-        ((_, view),) = self.parts(start, stop)
-        return view
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,10 +105,9 @@ class _Plan:
     copies: list[tuple[int, Tensor, Tensor]]
 
 
-class DeviceTier:
+class DeviceTier(FlatTier):
     """`zero_core.protocols.AheadTier` and `ReservingTier` on the compute device."""
 
-    owns_grads = False
     turn_numel: ClassVar[int] = TURN_NUMEL
 
     def __init__(
@@ -154,15 +121,11 @@ class DeviceTier:
         groups: Sequence[Mapping[str, Any]],
         param_store: ParamStore | None = None,
     ) -> None:
+        super().__init__(params=params, device=device, param_store=param_store)
         self._numel = numel
-        self._device = device
         self._make = optimizer_maker(optimizer_class, groups)
-        self._published = _Chunked(params)
-        self._store = param_store
-        self._masters = _Chunked([(start, _master_of(shard, device)) for start, shard in params])
-        self._flat: dict[str, _Chunked] = {MASTER: self._masters}
+        self._flat: dict[str, Chunked] = {MASTER: self._masters}
         self._num_steps = [0] * len(pieces)
-        self._grads: dict[int, Tensor] = {}
         self._scaled: set[int] = set()  # starts of offers that were multiplied in place
         self._ahead: list[int] = []  # pieces updated ahead of the decision
         self._made: list[tuple[_Part, str]] = []  # states that the last step has made
@@ -173,7 +136,6 @@ class DeviceTier:
                 self._members[part.group].append(part.param)
         self._plan: _Plan | None = None  # of the last step
         self._widened: dict[torch.dtype, Tensor] = {}
-        self._downloads = _Downloads(device)
         self._optimizer: torch.optim.Optimizer | None = None
         # The state before the first step, by dtype and group: None if the optimizer must make it.
         self._initial: dict[tuple[torch.dtype, int], dict[str, Any] | None] = {}
@@ -246,15 +208,11 @@ class DeviceTier:
         }
 
     def offer_grad(self, start: int, grad: Tensor) -> None:
-        self._grads[start] = grad
+        super().offer_grad(start, grad)
         self._scaled.discard(start)
 
-    def read_grad(self, start: int, stop: int) -> Tensor:
-        grads = _Chunked([(s, self._grads[s]) for s in sorted(self._grads)])
-        return torch.cat([part.cpu() for _, part in grads.parts(start, stop)])
-
     def discard_grads(self) -> None:
-        self._grads.clear()
+        super().discard_grads()
         self._scaled.clear()
 
     def step(
@@ -341,9 +299,6 @@ class DeviceTier:
                 grad.mul_(factor)
                 self._scaled.add(start)
 
-    def _master_dtype(self, start: int) -> torch.dtype:
-        return self._masters.chunks[self._masters.index_of(start)][1].dtype
-
     def _plan_of(self, active: Sequence[int], starts: Sequence[int]) -> _Plan:
         """Return the turns and copies of a step over ``active``, with the offers at ``starts``."""
         key = (tuple(active), tuple((start, self._grads[start].numel()) for start in starts))
@@ -417,7 +372,7 @@ class DeviceTier:
         Nothing is kept of it: what is offered may be other memory in each step.
         """
         views: list[Tensor] = []
-        place = dict.fromkeys(_WIDE, 0)
+        place = dict.fromkeys(WIDE, 0)
         for (offer, start, stop), sizes in zip(turn.extents, turn.sizes, strict=True):
             dtype = self._master_dtype(start)
             grad = self._grads[offer][start - offer : stop - offer]
@@ -462,37 +417,21 @@ class DeviceTier:
         for group, params in zip(self._optimizer.param_groups, members, strict=True):
             group["params"] = params
 
-    def wait_params(self, start: int, stop: int) -> None:
-        """Make the current stream wait for shards that are on their way to the host.
-
-        Others are updated on the stream that will read them.
-        """
-        self._downloads.wait(start, stop)
-
-    def are_params_ready(self, start: int, stop: int) -> bool:
-        return self._downloads.have_ended(start, stop)
-
     def state_names(self) -> Sequence[str]:
         return list(self._flat)
 
     def read_state(self, name: str, start: int, stop: int) -> Tensor:
-        parts = [part for _, part in self._flat[name].parts(start, stop)]
-        return torch.cat([p.detach().cpu() for p in parts]) if parts else torch.empty(0)
+        return self._flat[name].read(start, stop)
 
     def write_state(self, name: str, start: int, values: Tensor) -> None:
         if name not in self._flat:
             if not any(name in states for states in self._probe().values()):
                 raise KeyError(f"{self._make.func} has no state {name!r}")
             self._flat[name] = self._new_flat(name, values.dtype)
-        stop = start + values.numel()
         if name == MASTER:
-            self._downloads.order_before_update()
-        for low, part in self._flat[name].parts(start, stop):
-            with torch.no_grad():
-                part.copy_(values[low - start : low - start + part.numel()])
-        if name == MASTER:
-            self._publish(self._copies(start, stop))
-            self._downloads.synchronize()
+            self._write_master(start, values)
+        else:
+            self._flat[name].write(start, values)
 
     def read_scalars(self, piece: int) -> Mapping[str, float]:
         assert self._optimizer is not None  # there is a piece
@@ -552,30 +491,6 @@ class DeviceTier:
         fresh = self._make([{**group, "params": [part.param]}])
         return dict(fresh.state.get(part.param, {}))
 
-    def _copies(self, start: int, stop: int) -> list[tuple[int, Tensor, Tensor]]:
-        """Return start, master weights and shard of each part of a range, where they are apart."""
-        masters, shards = self._masters.parts(start, stop), self._published.parts(start, stop)
-        return [
-            (low, master, shard)
-            for (low, master), (_, shard) in zip(masters, shards, strict=True)
-            if shard.is_meta or shard.data_ptr() != master.data_ptr()
-        ]
-
-    @torch.no_grad()
-    def _publish(self, copies: Sequence[tuple[int, Tensor, Tensor]]) -> None:
-        """Round master weights into the parameter shards."""
-        away: list[tuple[int, Tensor, Tensor]] = []
-        for start, master, shard in copies:
-            if shard.is_meta:
-                assert self._store is not None, "whoever gives meta shards gives a store"
-                self._store.write(start, master.to(shard.dtype))
-            elif shard.device == master.device:
-                shard.copy_(master)
-            else:
-                away.append((start, master, shard))
-        if away:
-            self._downloads.start(away)
-
     def _flatten_state(self, part: _Part) -> None:
         """Move state that the optimizer has just made into the flat buffers."""
         assert self._optimizer is not None
@@ -591,7 +506,7 @@ class DeviceTier:
             state[name] = part.states[name] = home
             self._made.append((part, name))
 
-    def _new_flat(self, name: str, dtype: torch.dtype) -> _Chunked:
+    def _new_flat(self, name: str, dtype: torch.dtype) -> Chunked:
         """Allocate zeros for state ``name``, one buffer per dtype.
 
         Where all masters have one dtype the state has ``dtype``. Otherwise the optimizer is probed,
@@ -607,53 +522,7 @@ class DeviceTier:
             sizes = [numel for _, numel in same]
             flat = torch.zeros(sum(sizes), dtype=kind, device=self._device)
             found += zip([start for start, _ in same], torch.split(flat, sizes), strict=True)
-        return _Chunked(sorted(found, key=lambda chunk: chunk[0]))
-
-
-class _Downloads:
-    """Copies of updated shards to the host, on a stream of their own.
-
-    The copies wait for the update, the readers of a shard for its copy, and the next update for all
-    copies of master weights that it overwrites. The host waits for nothing.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._stream: torch.Stream | None = None
-        self._under_way: dict[int, tuple[int, torch.Event]] = {}  # stop and event, by start
-
-    def start(self, copies: Sequence[tuple[int, Tensor, Tensor]]) -> None:
-        """Copy each of the master weights into its shard: ``(start, master, shard)``."""
-        if self._stream is None:
-            self._stream = torch.Stream(self._device)
-        self._stream.wait_stream(torch.accelerator.current_stream(self._device))
-        with self._stream:
-            for start, master, shard in copies:
-                shard.copy_(master.to(shard.dtype), non_blocking=True)
-                event = self._stream.record_event()
-                self._under_way[start] = start + shard.numel(), event
-
-    def order_before_update(self) -> None:
-        """Make the current stream wait for all copies."""
-        if self._under_way:
-            assert self._stream is not None
-            torch.accelerator.current_stream(self._device).wait_stream(self._stream)
-
-    def wait(self, start: int, stop: int) -> None:
-        for event in self._events(start, stop):
-            torch.accelerator.current_stream(self._device).wait_event(event)
-
-    def have_ended(self, start: int, stop: int) -> bool:
-        return all(event.query() for event in self._events(start, stop))
-
-    def synchronize(self) -> None:
-        if self._stream is not None:
-            self._stream.synchronize()
-            self._under_way.clear()
-
-    def _events(self, start: int, stop: int) -> list[torch.Event]:
-        under_way = self._under_way.items()
-        return [event for low, (high, event) in under_way if low < stop and high > start]
+        return Chunked(sorted(found, key=lambda chunk: chunk[0]))
 
 
 def widened_numel(sizes: Iterable[int]) -> int:
@@ -685,19 +554,22 @@ def probe_states(
     groups: Sequence[Mapping[str, Any]],
     device: torch.device,
     dtype: torch.dtype = torch.float32,
+    shape: tuple[int, ...] = (2,),
 ) -> dict[str, torch.dtype]:
     """Return the elementwise states of a parameter of ``dtype``, found by a step of its own.
 
-    ``make`` is the result of `optimizer_maker`.
+    ``make`` is the result of `optimizer_maker`, ``shape`` that of the parameter.
     """
     found: dict[str, torch.dtype] = {}
     for group in groups:
-        probe = nn.Parameter(torch.zeros(2, dtype=dtype, device=device))
+        probe = nn.Parameter(torch.zeros(shape, dtype=dtype, device=device))
         probe.grad = torch.zeros_like(probe)
         optimizer = make([{**group, "params": [probe]}])
         optimizer.step()
         state = optimizer.state.get(probe, {})
-        found |= {k: v.dtype for k, v in state.items() if isinstance(v, Tensor) and v.shape == (2,)}
+        found |= {
+            k: v.dtype for k, v in state.items() if isinstance(v, Tensor) and v.shape == shape
+        }
     return found
 
 
@@ -745,10 +617,3 @@ def _is_elementwise(param: Tensor, value: object) -> bool:
 
 def _aligned(numel: int) -> int:
     return -(-numel // _ALIGNMENT) * _ALIGNMENT
-
-
-def _master_of(shard: Tensor, device: torch.device) -> Tensor:
-    dtype = shard.dtype if shard.dtype in _WIDE else torch.float32
-    if shard.is_meta:
-        return torch.zeros(shard.numel(), dtype=dtype, device=device)
-    return shard.to(device, dtype)

@@ -9,7 +9,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import nn
 
-from zero_core.config import Config, OptimizerConfig
+from zero_core.config import Config, OffloadOptimizerConfig, OptimizerConfig
 from zero_core.errors import ConfigError
 from zero_core.optim.adam import Adam
 from zero_core.optim.lion import Lion
@@ -25,8 +25,17 @@ _BY_NAME: Mapping[str, type[torch.optim.Optimizer]] = {
     "adamax": torch.optim.Adamax,
     "nadam": torch.optim.NAdam,
     "radam": torch.optim.RAdam,
+    "asgd": torch.optim.ASGD,
+    "rprop": torch.optim.Rprop,
+    "adafactor": torch.optim.Adafactor,
     "lion": Lion,
 }
+
+_ELEMENTWISE = (
+    *(torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad, torch.optim.SGD),
+    *(torch.optim.RMSprop, torch.optim.Adadelta, torch.optim.Adamax, torch.optim.NAdam),
+    *(torch.optim.RAdam, torch.optim.ASGD, torch.optim.Rprop, Lion),
+)
 
 _KERNEL_CLASSES = (
     torch.optim.Adam,
@@ -58,24 +67,66 @@ class _DeclaresKernel(Protocol):
     has_host_kernel: bool
 
 
-def check_elementwise(optimizer_class: type[torch.optim.Optimizer]) -> None:
-    """Refuse an optimizer whose update is not elementwise, because slices would change it.
+def is_elementwise(optimizer_class: type[torch.optim.Optimizer]) -> bool:
+    """Return whether an element's update depends on that element alone, so that slices will do.
 
-    Torch's elementwise optimizers are known. Any other class declares ``is_elementwise = True``.
-
-    Raises:
-        ConfigError: it is neither.
+    Torch's elementwise optimizers are known. Any other class declares ``is_elementwise = True``;
+    one that does not gets whole parameters (`zero_core.optim.whole_tier`).
     """
-    known = (*_BY_NAME.values(), torch.optim.ASGD, torch.optim.Rprop)
-    if issubclass(optimizer_class, Muon):
-        return  # zero_core.optim.muon_tier gathers whole matrices for it
     declared: object = optimizer_class
     is_declared = isinstance(declared, _DeclaresElementwise) and declared.is_elementwise is True
-    if optimizer_class not in known and not is_declared:
+    return optimizer_class in _ELEMENTWISE or is_declared
+
+
+def check_served(optimizer_class: type[torch.optim.Optimizer]) -> None:
+    """Refuse an optimizer that the engine cannot drive.
+
+    Raises:
+        ConfigError: it evaluates the model itself, or takes sparse gradients.
+    """
+    name = f"{optimizer_class.__module__}.{optimizer_class.__qualname__}"
+    closure = inspect.signature(optimizer_class.step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
         raise ConfigError(
-            f"optimizer {optimizer_class.__name__}: its update may depend on whole tensors, and "
-            "this engine updates slices; if it is elementwise, set is_elementwise = True on the "
-            f"class; known: {sorted(c.__name__ for c in known)}"
+            f"optimizer {name} is not served: its step() needs a closure that computes the loss "
+            "again, and looks at all parameters at once. Use an optimizer that steps on gradients, "
+            "as AdamW, Adafactor or Muon"
+        )
+    if issubclass(optimizer_class, torch.optim.SparseAdam):
+        raise ConfigError(
+            f"optimizer {name} is not served: it takes sparse gradients, and the engine's are "
+            "dense. Use Adam, and nn.Embedding(sparse=False)"
+        )
+
+
+def check_whole_update(
+    offload: OffloadOptimizerConfig, optimizer: torch.optim.Optimizer, *, has_factory: bool
+) -> None:
+    """Refuse what is served for elementwise optimizers alone, for one that is not.
+
+    Raises:
+        ConfigError: with the key.
+    """
+    served: dict[str, tuple[Any, ...]] = {
+        "device": ("none", "cpu"),
+        "ratio": (1.0, None),
+        "parameters": (None,),
+        "device_budget": (None,),
+        "state_dtype": ("float32",),
+        "update_in_backward": (None, False),
+    }
+    found = offload.model_dump(include=set(served))
+    wrong = [
+        f"offload_optimizer.{key} = {found[key]!r}"
+        for key, values in served.items()
+        if found[key] not in values
+    ] + ["a state_tier"] * has_factory
+    if wrong:
+        kind = f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
+        raise ConfigError(
+            f"{wrong[0]} with {kind} is not served: it updates whole parameters, all on the "
+            "device or all on the host (offload_optimizer.device = 'cpu'). Leave it out; or, if "
+            "the update is elementwise, set is_elementwise = True on the class"
         )
 
 
@@ -111,7 +162,7 @@ def make_optimizer(
     if config.type.lower() == "muon":
         optimizer_class, known = _muon(options)
     else:
-        optimizer_class, known = _elementwise(config.type, options)
+        optimizer_class, known = _by_name(config.type, options)
     unknown = sorted(set(options) - set(known))
     if unknown:
         raise ConfigError(
@@ -136,8 +187,8 @@ _Choice = tuple[type[torch.optim.Optimizer], list[str]]
 """An optimizer and the keys of ``optimizer.params`` that it takes."""
 
 
-def _elementwise(name: str, options: dict[str, Any]) -> _Choice:
-    """Choose an elementwise optimizer, and replace DeepSpeed's further keys in ``options``."""
+def _by_name(name: str, options: dict[str, Any]) -> _Choice:
+    """Choose an optimizer, and replace DeepSpeed's further keys in ``options``."""
     kind = name.lower()
     options.pop("set_grad_none", None)  # gradients never stay on the parameters
     if not options.pop("fp32_optimizer_states", True):
@@ -148,8 +199,8 @@ def _elementwise(name: str, options: dict[str, Any]) -> _Choice:
         )
     if kind == "lamb":
         raise ConfigError(
-            "optimizer.type = 'Lamb' is not served: its step depends on the norm of whole "
-            "parameters, and the engine updates slices; use AdamW, Lion or Muon"
+            "optimizer.type = 'Lamb' is not served: torch has none; pass an object of a Lamb class "
+            "to build(), or use AdamW, Lion or Muon"
         )
     optimizer_class = _BY_NAME.get(kind)
     if kind in ("adam", "adamw"):
@@ -170,7 +221,7 @@ def _elementwise(name: str, options: dict[str, Any]) -> _Choice:
     if optimizer_class is None:
         raise ConfigError(
             f"optimizer.type = {name!r} is not served; known: {sorted(_BY_NAME)}; "
-            "any elementwise torch optimizer can be passed to build() as an object"
+            "any other torch optimizer can be passed to build() as an object"
         )
     return optimizer_class, [
         p for p in inspect.signature(optimizer_class).parameters if p != "params"

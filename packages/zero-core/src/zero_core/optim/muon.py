@@ -1,18 +1,10 @@
-"""Muon for matrices and AdamW for the rest, in one optimizer.
-
-[Note: whole matrices]
-The direction of a matrix is its momentum, made orthogonal. It depends on the whole matrix, while
-the rest of the update is elementwise. `Muon` computes the elementwise part on its parameters,
-whatever they are, and asks its attribute ``directions`` for the direction. By default these are
-directions of whole matrices. `zero_core.optim.muon_tier` computes them across ranks, where each
-parameter is a slice of a matrix.
-"""
+"""Muon for matrices and AdamW for the rest, in one optimizer."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, ClassVar, NamedTuple
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,13 +15,6 @@ from zero_core.optim.base import BaseOptimizer, check_settings
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 _SMALLEST_NORM = 1e-7
 _NOT_MATRICES = ("embed", "lm_head")
-
-
-class Direction(NamedTuple):
-    """Direction of a step: bf16 ``values`` of a parameter's shape, and a factor on the rate."""
-
-    values: Tensor
-    factor: float
 
 
 class Muon(BaseOptimizer):
@@ -53,11 +38,10 @@ class Muon(BaseOptimizer):
         eps: AdamW's.
         use_muon: whether the parameters are matrices.
 
-    Attributes:
-        needs_matrices: the engine gives it whole matrices; see [Note: whole matrices].
+    Raises:
+        ValueError: a setting that is out of range, by name, or a parameter that is no matrix in a
+            group with ``use_muon``.
     """
-
-    needs_matrices: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -72,7 +56,6 @@ class Muon(BaseOptimizer):
         eps: float = 1e-10,
         use_muon: bool = True,
     ) -> None:
-        check_settings((), lr=lr, weight_decay=weight_decay, momentum=momentum, eps=eps)
         if adjust_lr_fn not in ("original", "match_rms_adamw"):
             raise ValueError(
                 f"adjust_lr_fn must be 'original' or 'match_rms_adamw', found {adjust_lr_fn!r}"
@@ -91,22 +74,27 @@ class Muon(BaseOptimizer):
             "maximize": False,
         }
         super().__init__(params, defaults)
-        self.directions: Callable[[Sequence[_Update]], list[Direction]] = _whole_directions
+        for group in self.param_groups:
+            settings = {k: group[k] for k in ("lr", "weight_decay", "momentum", "eps")}
+            check_settings(group["betas"], **settings)
+            for param in group["params"] if group["use_muon"] else ():
+                if param.ndim != 2:
+                    raise ValueError(
+                        f"a parameter of shape {tuple(param.shape)} is in a group with use_muon, "
+                        "and is no matrix: put it into a group without"
+                    )
 
     def _update(self) -> None:
-        updates: list[_Update] = []
         for group in self.param_groups:
             params = [p for p in group["params"] if p.grad is not None]
-            if group["use_muon"]:
-                updates += [_Update(p, self._momentum(p, group), group) for p in params]
-            else:
+            if not group["use_muon"]:
                 states = [moments_of(self.state[p], p, is_fused=True) for p in params]
                 corrected_update(group, params, states)
-        # Called without matrices too: other ranks may have some.
-        for update, direction in zip(updates, self.directions(updates), strict=True):
-            rate, decay = update.group["lr"], update.group["weight_decay"]
-            update.param.mul_(1 - rate * decay)
-            update.param.add_(direction.values, alpha=-rate * direction.factor)
+                continue
+            for param in params:
+                direction = orthogonal(self._momentum(param, group))
+                param.mul_(1 - group["lr"] * group["weight_decay"])
+                param.add_(direction, alpha=-group["lr"] * _rate_factor(param, group))
 
     def _momentum(self, param: Tensor, group: Mapping[str, Any]) -> Tensor:
         """Update the momentum, and return the one from which the direction is computed."""
@@ -118,13 +106,7 @@ class Muon(BaseOptimizer):
         return param.grad.lerp(average, group["momentum"]) if group["nesterov"] else average
 
 
-class _Update(NamedTuple):
-    param: Tensor
-    momentum: Tensor
-    group: Mapping[str, Any]
-
-
-def direction_of(matrix: Tensor, group: Mapping[str, Any]) -> Direction:
+def orthogonal(matrix: Tensor) -> Tensor:
     """Orthogonalize ``matrix`` [rows, columns] in bf16, as `torch.optim.Muon` does.
 
     Quintic Newton-Schulz iterations on a matrix of norm 1 or less bring singular values near 1.
@@ -137,20 +119,14 @@ def direction_of(matrix: Tensor, group: Mapping[str, Any]) -> Direction:
     for _ in range(5):
         gram = x @ x.T
         x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x.T if rows > columns else x
+
+
+def _rate_factor(matrix: Tensor, group: Mapping[str, Any]) -> float:
+    rows, columns = matrix.shape
     if group["adjust_lr_fn"] == "original":
-        factor = math.sqrt(max(1, rows / columns))
-    else:
-        factor = 0.2 * math.sqrt(max(rows, columns))
-    return Direction(x.T if rows > columns else x, factor)
-
-
-def _whole_directions(updates: Sequence[_Update]) -> list[Direction]:
-    """Return the directions of whole matrices. A parameter of one dimension is a row."""
-    found = []
-    for update in updates:
-        direction = direction_of(update.momentum.view(-1, update.param.shape[-1]), update.group)
-        found.append(Direction(direction.values.view_as(update.param), direction.factor))
-    return found
+        return math.sqrt(max(1, rows / columns))
+    return 0.2 * math.sqrt(max(rows, columns))
 
 
 def tag_matrices(named: Iterable[tuple[str, nn.Parameter]]) -> None:

@@ -112,7 +112,8 @@ class Forecast:
             (*span, drawn.layout.segments[index]) for index, span in memory.spans.items()
         ]
         make = optimizer_maker(type(drawn.optimizer), drawn.groups)
-        states = probe_states(make, drawn.groups, torch.device("cpu"))
+        shape = (2,) if drawn.updates_slices else (2, 2)  # a matrix has factored states
+        states = probe_states(make, drawn.groups, torch.device("cpu"), shape=shape)
         self._state_bytes = sum(dtype.itemsize for dtype in states.values())
         self.collectives = footprints.collectives(config, world_size, ranks_per_node)
         self.tier = self._tier_footprint(drawn, memory, footprints)

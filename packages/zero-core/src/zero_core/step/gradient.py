@@ -38,7 +38,7 @@ from zero_core.comm.meter import Meter
 from zero_core.config import Config
 from zero_core.layout.arithmetic import Layout
 from zero_core.optim.train_state import TrainState
-from zero_core.protocols import AccumulatingTier, AheadTier
+from zero_core.protocols import AccumulatingTier, AheadTier, WholeStateTier
 from zero_core.sharded.grads import FlatGrads
 from zero_core.sharded.sharded_state import ShardedState
 from zero_core.step.statistics import GradientStatistics
@@ -120,7 +120,9 @@ class StepGradient:
         # Square sums of gradients that the tier adds up, which it computes beside backward.
         self._tier_sums: dict[int, Callable[[], Tensor]] = {}
         self._clip_factor = 1.0  # of the calls of `clip` in this step
-        self._is_updated_in_backward = updates_in_backward(config)
+        # A tier of whole parameters steps together on all ranks, when all gradients are there.
+        is_whole = isinstance(state.tier, WholeStateTier)
+        self._is_updated_in_backward = updates_in_backward(config) and not is_whole
         self._updated: set[int] = set()  # pieces updated in backward in this step
         self._settings = ""  # that they were updated with
         self._ahead: list[int] = []  # pieces whose update was enqueued before the decision

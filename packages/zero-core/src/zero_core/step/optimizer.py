@@ -51,7 +51,8 @@ class EngineOptimizer(torch.optim.Optimizer):
         self._gradient = gradient
         self._runtime = runtime
         self._may_step = False
-        self.guard = given.register_step_pre_hook(_refuse_step)
+        self.state = given.state
+        self.guard = given.register_step_pre_hook(self._refuse_step)
 
     def update_ahead(self) -> None:
         """Enqueue the update, if that can be done before it is known whether the step is taken.
@@ -121,9 +122,9 @@ class EngineOptimizer(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: Any) -> None:
         raise RuntimeError("the optimizer state is sharded: use engine.load_checkpoint()")
 
-
-def _refuse_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    raise RuntimeError(
-        "this optimizer was given to zero_core.build(): call engine.step() instead of "
-        f"{type(optimizer).__name__}.step()"
-    )
+    def _refuse_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        if not self._may_step:  # a tier of whole parameters steps the given optimizer itself
+            raise RuntimeError(
+                "this optimizer was given to zero_core.build(): call engine.step() instead of "
+                f"{type(optimizer).__name__}.step()"
+            )

@@ -3,7 +3,7 @@
 [Note: full and local]
 full    the whole parameter in its shape; every rank must call
 local   the part that this rank's optimizer state covers, 1-D: at stage 0 the whole parameter, else
-        a slice, which may be empty
+        a slice, which may be empty. Of a state of whole parameters the owner has all, others none
 
 Every rank must set its part of a state; parts that overlap (stage 0) must agree. ``"grad"`` is the
 step's gradient between the last backward and ``step``: unscaled, and clipped as far as it has been.
@@ -17,6 +17,7 @@ from torch import Tensor
 
 from zero_core.layout.arithmetic import Segment, Slot
 from zero_core.layout.discovery import plain_name
+from zero_core.protocols import WholeStateTier
 from zero_core.runtime.device_states import DeviceStates
 from zero_core.runtime.runtime import Runtime
 from zero_core.sharded.sharded_state import MASTER, ShardedState
@@ -84,6 +85,9 @@ class StateAccess:
         elif what == MASTER:
             own = _widened(self._state.own_slice(segment.index))
         else:
+            tier = self._whole_tier(what)
+            if tier is not None:
+                return self._get_whole(tier, slot.param, what)
             self._check_known(what)
             own = _widened(self._state.own_state(segment.index, what))
         full = self._state.control.gather(own)
@@ -93,6 +97,10 @@ class StateAccess:
         """Return this rank's part of ``what``, 1-D. For "grad" every rank must call it."""
         segment, slot = self._find(name, what, is_local=True)
         factor = self._complete_gradient() if what == GRAD else 1.0
+        tier = self._whole_tier(what)
+        if tier is not None:
+            found = _whole_state(tier, slot.param, what, self._shape(slot.param))
+            return torch.empty(0) if found is None else _widened(found.detach().cpu()).reshape(-1)
         piece = self._state.piece_of(slot.param)
         if piece is None:
             return torch.empty(0)
@@ -115,6 +123,9 @@ class StateAccess:
         tier = self._state.tier
         if number is None or not tier.read_scalars(number)["num_steps"]:
             return {}
+        if isinstance(tier, WholeStateTier):
+            kept = tier.read_whole_state(slot.param) if slot.param in tier.updated_params() else {}
+            return {n: v for n in kept if (v := self.get_local(name, n)).numel()}
         piece = self._state.pieces[number]
         names = [what for what in tier.state_names() if what != MASTER]
         return {n: _widened(tier.read_state(n, piece.start, piece.stop)) for n in names}
@@ -150,6 +161,10 @@ class StateAccess:
             self._state.params[segment.index].write(slot.start, flat)
             self._runtime.values_replaced()
         else:
+            tier = self._whole_tier(what)
+            if tier is not None:
+                self._set_whole(tier, slot.param, flat, what)
+                return
             piece = self._state.piece_of(slot.param)
             part = flat[:0] if piece is None else flat[piece.offset :][: piece.stop - piece.start]
             self._set_part(segment, slot, part, what)
@@ -158,14 +173,46 @@ class StateAccess:
     def set_local(self, name: str, values: Tensor, what: str = MASTER) -> None:
         """Set this rank's part of ``what``. Every rank must call it, some with an empty part."""
         segment, slot = self._find(name, what, is_local=True)
-        piece = self._state.piece_of(slot.param)
+        tier, piece = self._whole_tier(what), self._state.piece_of(slot.param)
         numel = 0 if piece is None else piece.stop - piece.start
+        if tier is not None:
+            is_here = slot.param in tier.updated_params()
+            numel = slot.stop - slot.start if is_here else 0
         if values.shape != (numel,):
             raise ValueError(
                 f"rank {self._state.control.rank} has {numel} elements of {name}, found shape "
                 f"{tuple(values.shape)}"
             )
-        self._set_part(segment, slot, values.detach(), what)
+        if tier is not None:
+            self._set_whole(tier, slot.param, values.detach(), what)
+        else:
+            self._set_part(segment, slot, values.detach(), what)
+
+    def _whole_tier(self, what: str) -> WholeStateTier | None:
+        """Return the state tier if ``what`` is a state that it keeps whole."""
+        tier = self._state.tier
+        return tier if what not in (MASTER, GRAD) and isinstance(tier, WholeStateTier) else None
+
+    def _shape(self, param: int) -> tuple[int, ...]:
+        return self._state.layout.params[param].shape
+
+    def _get_whole(self, tier: WholeStateTier, param: int, what: str) -> Tensor:
+        """Return a whole state of a parameter from its owner. Every rank must call it."""
+        shape, control = self._shape(param), self._state.control
+        found = _whole_state(tier, param, what, shape)
+        if not self._is_any(found is not None):
+            known = any(what in tier.read_whole_state(p) for p in tier.updated_params())
+            if not self._is_any(known):
+                raise KeyError(_unknown(what))
+            found = None  # of a parameter that was never updated
+        is_wide = self._state.layout.params[param].dtype == torch.float64
+        full = torch.zeros(
+            shape, dtype=torch.float64 if is_wide else torch.float32, device=self._state.device
+        )
+        if found is not None:
+            full.copy_(found.detach())
+        control.broadcast(full, source=tier.owner_of(param))
+        return full.cpu()
 
     def _complete_gradient(self) -> float:
         """Have the gradient reduced. Return the factor that brings it to its true scale."""
@@ -206,6 +253,14 @@ class StateAccess:
         if what == MASTER:
             self._runtime.values_replaced()
 
+    def _set_whole(self, tier: WholeStateTier, param: int, flat: Tensor, what: str) -> None:
+        found = _whole_state(tier, param, what, self._shape(param))
+        if not self._is_any(found is not None):
+            self._check_stepped(param)
+            raise KeyError(_unknown(what))
+        if found is not None:
+            found.copy_(flat.view(found.shape))
+
     def _check_stepped(self, param: int) -> None:
         index = self._state.piece_numbers.get(param)
         has_stepped = index is not None and self._state.tier.read_scalars(index)["num_steps"] > 0
@@ -223,6 +278,15 @@ class StateAccess:
             first = max(slot.start, self._state.covered(segment.index)[0])
             grads.replace(low - base, _widened(part[low - first : high - first]) / factor)
         self._runtime.gradient_replaced(grads, slot.param)
+
+
+def _whole_state(
+    tier: WholeStateTier, param: int, what: str, shape: tuple[int, ...]
+) -> Tensor | None:
+    """Return a state of a parameter's shape, if it is on this rank."""
+    found = tier.read_whole_state(param).get(what) if param in tier.updated_params() else None
+    is_alike = isinstance(found, Tensor) and tuple(found.shape) == shape
+    return found if is_alike else None
 
 
 def _widened(values: Tensor) -> Tensor:

@@ -79,6 +79,23 @@ class LateLibrary:
     def all_to_all(self, out: Tensor, parts: Tensor) -> Work:
         return self._start("all_to_all", out, parts)
 
+    def exchange(self, out: Tensor, parts: Tensor, numels: Sequence[Sequence[int]]) -> Work:
+        """See `DeviceLibrary`. It is an all-to-all of slices padded to the longest."""
+        size, longest = self.world_size, max(map(max, numels))
+        padded, received = (
+            torch.zeros(size, longest, dtype=parts.dtype, device=self._device) for _ in range(2)
+        )
+        sent = torch.split(parts, list(numels[self.rank]))
+        for row, part in zip(padded, sent, strict=True):
+            row[: part.numel()] = part
+        work = self.all_to_all(received.view(-1), padded.view(-1))
+        work.wait()
+        for slot, row in zip(
+            torch.split(out, [r[self.rank] for r in numels]), received, strict=True
+        ):
+            slot.copy_(row[: slot.numel()])
+        return work
+
     def all_reduce(self, values: Tensor) -> Work:
         """See `DeviceLibrary`. The sum is taken in rank order."""
         return self._start("all_reduce", values, values)

@@ -1,0 +1,188 @@
+"""Base of the engine's own state tiers: master weights, offered gradients, and publishing.
+
+[Note: master weights here]
+Where a parameter shard is fp32 (or float64) it is its own master weight: the optimizer updates it
+in place. Where it is 16-bit, an fp32 master weight lies beside it and is rounded into it after a
+step; and so for a shard of any dtype that is on another device than the update.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from zero_core.protocols import ParamStore
+
+MASTER = "master_weight"
+WIDE = (torch.float32, torch.float64)
+"""Dtypes of master weights."""
+
+
+class Chunked:
+    """Flat space ``[0, numel)`` made of consecutive tensors."""
+
+    def __init__(self, chunks: Sequence[tuple[int, Tensor]]) -> None:
+        self.chunks = list(chunks)
+        self._starts = [start for start, _ in chunks]
+
+    def parts(self, start: int, stop: int) -> list[tuple[int, Tensor]]:
+        """Return the views that cover ``[start, stop)``, each with its start."""
+        found: list[tuple[int, Tensor]] = []
+        index = self.index_of(start)
+        while start < stop:
+            low, tensor = self.chunks[index]
+            end = min(stop, low + tensor.numel())
+            found.append((start, tensor[start - low : end - low]))
+            start, index = end, index + 1
+        return found
+
+    def index_of(self, start: int) -> int:
+        """Return the number of the tensor that has element ``start``."""
+        return bisect_right(self._starts, start) - 1
+
+    def read(self, start: int, stop: int) -> Tensor:
+        """Return a copy of ``[start, stop)`` on the CPU."""
+        parts = [part.detach().cpu() for _, part in self.parts(start, stop)]
+        return torch.cat(parts) if parts else torch.empty(0)
+
+    @torch.no_grad()
+    def write(self, start: int, values: Tensor) -> None:
+        """Overwrite elements from ``start`` on."""
+        for low, part in self.parts(start, start + values.numel()):
+            part.copy_(values[low - start : low - start + part.numel()])
+
+    def one(self, start: int, stop: int) -> Tensor:
+        """Return the view of ``[start, stop)``, which must be in one chunk."""
+        ((_, view),) = self.parts(start, stop)
+        return view
+
+
+class FlatTier:
+    """Master weights of a local flat space, on the device that updates them."""
+
+    owns_grads = False
+
+    def __init__(
+        self,
+        *,
+        params: Sequence[tuple[int, Tensor]],
+        device: torch.device,
+        param_store: ParamStore | None,
+    ) -> None:
+        """Allocate master weights on ``device``. See `zero_core.protocols.StateTierFactory`."""
+        self._device = device
+        self._published = Chunked(params)
+        self._store = param_store
+        self._masters = Chunked([(start, _master_of(shard, device)) for start, shard in params])
+        self._grads: dict[int, Tensor] = {}
+        self._downloads = _Downloads(device)
+
+    def offer_grad(self, start: int, grad: Tensor) -> None:
+        self._grads[start] = grad
+
+    def discard_grads(self) -> None:
+        self._grads.clear()
+
+    def read_grad(self, start: int, stop: int) -> Tensor:
+        grads = Chunked([(s, self._grads[s]) for s in sorted(self._grads)])
+        return torch.cat([part.cpu() for _, part in grads.parts(start, stop)])
+
+    def wait_params(self, start: int, stop: int) -> None:
+        """Make the current stream wait for shards that are on their way to the host.
+
+        Others are updated on the stream that will read them.
+        """
+        self._downloads.wait(start, stop)
+
+    def are_params_ready(self, start: int, stop: int) -> bool:
+        return self._downloads.have_ended(start, stop)
+
+    def _master_dtype(self, start: int) -> torch.dtype:
+        return self._masters.chunks[self._masters.index_of(start)][1].dtype
+
+    def _copies(self, start: int, stop: int) -> list[tuple[int, Tensor, Tensor]]:
+        """Return start, master weights and shard of each part of a range, where they are apart."""
+        masters, shards = self._masters.parts(start, stop), self._published.parts(start, stop)
+        return [
+            (low, master, shard)
+            for (low, master), (_, shard) in zip(masters, shards, strict=True)
+            if shard.is_meta or shard.data_ptr() != master.data_ptr()
+        ]
+
+    def _write_master(self, start: int, values: Tensor) -> None:
+        """Overwrite master weights from element ``start`` on, and publish them."""
+        self._downloads.order_before_update()
+        self._masters.write(start, values)
+        self._publish(self._copies(start, start + values.numel()))
+        self._downloads.synchronize()
+
+    @torch.no_grad()
+    def _publish(self, copies: Sequence[tuple[int, Tensor, Tensor]]) -> None:
+        """Round master weights into the parameter shards."""
+        away: list[tuple[int, Tensor, Tensor]] = []
+        for start, master, shard in copies:
+            if shard.is_meta:
+                assert self._store is not None, "whoever gives meta shards gives a store"
+                self._store.write(start, master.to(shard.dtype))
+            elif shard.device == master.device or master.is_cpu:
+                shard.copy_(master)
+            else:
+                away.append((start, master, shard))
+        if away:
+            self._downloads.start(away)
+
+
+class _Downloads:
+    """Copies of updated shards to the host, on a stream of their own.
+
+    The copies wait for the update, the readers of a shard for its copy, and the next update for all
+    copies of master weights that it overwrites. The host waits for nothing.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream: torch.Stream | None = None
+        self._under_way: dict[int, tuple[int, torch.Event]] = {}  # stop and event, by start
+
+    def start(self, copies: Sequence[tuple[int, Tensor, Tensor]]) -> None:
+        """Copy each of the master weights into its shard: ``(start, master, shard)``."""
+        if self._stream is None:
+            self._stream = torch.Stream(self._device)
+        self._stream.wait_stream(torch.accelerator.current_stream(self._device))
+        with self._stream:
+            for start, master, shard in copies:
+                shard.copy_(master.to(shard.dtype), non_blocking=True)
+                event = self._stream.record_event()
+                self._under_way[start] = start + shard.numel(), event
+
+    def order_before_update(self) -> None:
+        """Make the current stream wait for all copies."""
+        if self._under_way:
+            assert self._stream is not None
+            torch.accelerator.current_stream(self._device).wait_stream(self._stream)
+
+    def wait(self, start: int, stop: int) -> None:
+        for event in self._events(start, stop):
+            torch.accelerator.current_stream(self._device).wait_event(event)
+
+    def have_ended(self, start: int, stop: int) -> bool:
+        return all(event.query() for event in self._events(start, stop))
+
+    def synchronize(self) -> None:
+        if self._stream is not None:
+            self._stream.synchronize()
+            self._under_way.clear()
+
+    def _events(self, start: int, stop: int) -> list[torch.Event]:
+        under_way = self._under_way.items()
+        return [event for low, (high, event) in under_way if low < stop and high > start]
+
+
+def _master_of(shard: Tensor, device: torch.device) -> Tensor:
+    dtype = shard.dtype if shard.dtype in WIDE else torch.float32
+    if shard.is_meta:
+        return torch.zeros(shard.numel(), dtype=dtype, device=device)
+    return shard.to(device, dtype)

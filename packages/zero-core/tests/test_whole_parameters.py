@@ -1,0 +1,333 @@
+"""Optimizers that look at whole parameters: their own step under DDP is the oracle."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+import zero_core
+from zero_core import CheckpointError, ConfigError
+from zero_core.layout.arithmetic import Layout, ParamSpec
+from zero_core.layout.owners import assign_owners
+from zero_core.testing import SimulatedDDP, batch, make_model, simulate
+from zero_core.testing.oracle import Case, run_ddp, run_engine
+
+STEPS = 3
+HOST = {"offload_optimizer": {"device": "cpu"}}
+
+
+class Own(torch.optim.Optimizer):
+    """An optimizer as people write them: no declaration, per-parameter Python."""
+
+    def __init__(self, params, lr=1e-2, decay=0.1):
+        super().__init__(params, {"lr": lr, "decay": decay, "num_calls": 0})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            group["num_calls"] += 1  # a counter in the group
+            for param in group["params"]:
+                if param.grad is not None:
+                    self.update(param, self.state[param], group)
+
+    def update(self, param, state, group):
+        raise NotImplementedError
+
+
+class LionLike(Own):
+    def update(self, param, state, group):
+        average = state.setdefault("exp_avg", torch.zeros_like(param))
+        update = (0.9 * average + 0.1 * param.grad).sign_()
+        average.mul_(0.99).add_(param.grad, alpha=0.01)
+        # Some assign new memory instead of writing in place.
+        param.data = param.data - group["lr"] * (update + group["decay"] * param.data)
+
+
+class Shampoo(Own):
+    """A factor per dimension, in a list; the step has the norm of the gradient."""
+
+    def update(self, param, state, group):
+        if not state:
+            state["factors"] = [torch.eye(n) * 1e-2 for n in param.shape]
+            state["settings"] = {"count": 0, "shape": tuple(param.shape)}
+        state["settings"]["count"] += 1
+        grad = param.grad
+        for axis, factor in enumerate(state["factors"]):
+            rows = grad.movedim(axis, 0).reshape(param.shape[axis], -1)
+            factor.add_(rows @ rows.T)
+            values, vectors = torch.linalg.eigh(factor)
+            root = vectors @ torch.diag(values.clamp(min=1e-6) ** -0.25) @ vectors.T
+            grad = torch.tensordot(root, grad, dims=([1], [axis])).movedim(0, axis)
+        param.sub_(grad, alpha=group["lr"] * float(param.norm() / (grad.norm() + 1e-9)) * 0.1)
+
+
+class Lamb(Own):
+    def update(self, param, state, group):
+        average = state.setdefault("exp_avg", torch.zeros_like(param))
+        average.lerp_(param.grad, 0.1)
+        update = average + group["decay"] * param
+        trust = float(param.norm() / (update.norm() + 1e-6)) or 1.0
+        param.sub_(update, alpha=group["lr"] * min(trust, 10.0))
+
+
+class Blocks(Own):
+    """Momentum in 8 bits, with a scale for each block of 64 elements of the whole tensor."""
+
+    def update(self, param, state, group):
+        numel = param.numel()
+        if not state:
+            state["codes"] = torch.zeros(numel, dtype=torch.int8)
+            state["absmax"] = torch.zeros(-(-numel // 64))
+        padded = torch.zeros(state["absmax"].numel() * 64)
+        padded[:numel] = state["codes"].float() / 127
+        momentum = padded.view(-1, 64) * state["absmax"][:, None]
+        momentum.view(-1)[:numel].mul_(0.9).add_(param.grad.reshape(-1), alpha=0.1)
+        state["absmax"].copy_(momentum.abs().amax(dim=1).clamp(min=1e-12))
+        codes = (momentum / state["absmax"][:, None] * 127).round()
+        state["codes"].copy_(codes.view(-1)[:numel])
+        param.sub_(momentum.view(-1)[:numel].view_as(param), alpha=group["lr"])
+
+
+OPTIMIZERS = {
+    "Adafactor": lambda params: torch.optim.Adafactor(params, lr=1e-2, weight_decay=0.1),
+    "a subclass of AdamW": lambda params: type("Mine", (torch.optim.AdamW,), {})(params, lr=1e-2),
+    **{kind.__name__: kind for kind in (LionLike, Shampoo, Lamb, Blocks)},
+}
+
+
+def config_of(stage, **zero):
+    return {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": stage, **zero}}
+
+
+def trainable(model):
+    return [p for p in model.parameters() if p.requires_grad]
+
+
+def engine_of(make, stage, ranks, **zero):
+    model = make_model()
+    optimizer = make(trainable(model))
+    return zero_core.build(
+        model, config_of(stage, **zero), optimizer=optimizer, process_group=ranks
+    )
+
+
+def train(engine, rank, steps):
+    for step in steps:
+        engine.backward(engine(**batch(step, 0, rank))["loss"])
+        engine.step()
+    return engine
+
+
+def values_of(engine):
+    return engine.full_state_dict(dtype=torch.float32)
+
+
+def train_whole(make, ranks, steps=STEPS):
+    model = make_model()
+    optimizer = make(trainable(model))
+    wrapped = SimulatedDDP(model, ranks)
+    for step in range(steps):
+        optimizer.zero_grad()
+        wrapped(**batch(step, 0, ranks.rank))["loss"].backward()
+        wrapped.average_gradients()
+        optimizer.step()
+    return {name: p.detach() for name, p in model.named_parameters()}, optimizer
+
+
+def _is_the_optimizers(ranks, name):
+    make = OPTIMIZERS[name]
+    expected, theirs = train_whole(make, ranks)
+    start = make_model().state_dict()
+    moved = [n for n, value in expected.items() if not torch.equal(value, start[n])]
+    assert len(moved) > 5
+    for stage, zero in [*((stage, {}) for stage in range(4)), (3, HOST)]:
+        engine = engine_of(make, stage, ranks, **zero)
+        train(engine, ranks.rank, range(STEPS))
+        found = values_of(engine)
+        for key, value in expected.items():
+            assert torch.equal(found[key], value), (stage, zero, key)
+        ours = engine.optimizer.param_groups[0]
+        assert ours.get("num_calls") == theirs.param_groups[0].get("num_calls")
+        engine.close()
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_update_is_the_optimizers_own_at_every_stage_and_on_the_host(name):
+    simulate(_is_the_optimizers, 2, name)
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_so_it_is_alone_and_with_three_ranks(world_size):
+    simulate(_is_the_optimizers, world_size, "Shampoo")
+
+
+ADAFACTOR = {"optimizer": {"type": "Adafactor", "params": {"lr": 1e-2, "weight_decay": 0.1}}}
+FP16 = {"fp16": {"enabled": True, "initial_scale_power": 13, "hysteresis": 1}}
+CASES = [  # and a bound of the gap from DDP, which sums gradients in their dtype
+    (Case(dtype="bf16", accumulation=2, clipping=0.5, top=ADAFACTOR), 2e-3),
+    (Case(dtype="fp16", zero=HOST, top={**ADAFACTOR, **FP16}), 2e-4),
+    (Case(accumulation=2, is_local=True, clipping=0.5, top=ADAFACTOR), 1e-6),
+]
+
+
+def _keeps_to_ddp(ranks):
+    for case, gap in CASES:
+        expected = run_ddp(case, ranks.rank, 4, ranks)
+        first, found = (
+            run_engine(replace(case, stage=stage), ranks.rank, 4, process_group=ranks)
+            for stage in (0, 3)
+        )
+        assert found.num_skipped == expected.num_skipped == (1 if case.dtype == "fp16" else 0)
+        for name, value in expected.values.items():
+            assert torch.equal(found.values[name], first.values[name]), name
+            torch.testing.assert_close(found.values[name], value, rtol=0.0, atol=gap, msg=name)
+
+
+def test_masters_skips_accumulation_and_clipping_are_those_of_any_optimizer():
+    simulate(_keeps_to_ddp, 3)
+
+
+def states_of(engine, names):
+    return {name: engine.states.get_full(name, "exp_avg") for name in names}
+
+
+def _resumes(ranks, name, stages, folder, is_second):
+    make = OPTIMIZERS[name]
+    engine = engine_of(make, stages[is_second], ranks)
+    if not is_second:
+        train(engine, ranks.rank, range(2))
+        engine.save_checkpoint(folder)
+        return
+    expected, _ = train_resumed(make, ranks, folder)
+    engine.load_checkpoint(folder)
+    assert engine.optimizer.param_groups[0].get("num_calls", 2) == 2
+    train(engine, ranks.rank, range(2, 4))
+    for key, value in values_of(engine).items():
+        assert torch.equal(value, expected[key]), key
+
+
+def train_resumed(make, ranks, folder):
+    """Stage 0 from the same checkpoint: no rank lacks anything there."""
+    engine = engine_of(make, 0, ranks)
+    engine.load_checkpoint(folder)
+    return values_of(train(engine, ranks.rank, range(2, 4))), engine
+
+
+@pytest.mark.parametrize(
+    ("name", "stages", "sizes"),
+    [
+        ("Shampoo", (3, 1), (2, 3)),
+        ("Blocks", (1, 3), (3, 2)),
+        ("Adafactor", (0, 2), (1, 2)),
+        ("Lamb", (2, 3), (2, 1)),
+    ],
+)
+def test_checkpoint_resumes_with_other_ranks_and_another_stage(tmp_path, name, stages, sizes):
+    simulate(_resumes, sizes[0], name, stages, str(tmp_path), False)
+    simulate(_resumes, sizes[1], name, stages, str(tmp_path), True)
+
+
+def _goes_on_with_the_same_bits(ranks, name, folder):
+    make = OPTIMIZERS[name]
+    expected, _ = train_whole(make, ranks, 4)
+    engine = train(engine_of(make, 3, ranks), ranks.rank, range(2))
+    engine.save_checkpoint(folder)
+    engine.close()
+    engine = engine_of(make, 1, ranks)
+    engine.load_checkpoint(folder)
+    found = values_of(train(engine, ranks.rank, range(2, 4)))
+    for key, value in expected.items():
+        assert torch.equal(found[key], value), key
+
+
+@pytest.mark.parametrize("name", ["Shampoo", "Blocks"])
+def test_resumed_training_has_the_bits_of_one_without_a_break(tmp_path, name):
+    simulate(_goes_on_with_the_same_bits, 2, name, str(tmp_path))
+
+
+def _states_by_name(ranks):
+    _, theirs = train_whole(OPTIMIZERS["Lamb"], ranks)
+    engine = train(engine_of(OPTIMIZERS["Lamb"], 3, ranks), ranks.rank, range(STEPS))
+    names = [n for n, p in engine.module.named_parameters() if p.requires_grad]
+    params = dict(zip(names, theirs.param_groups[0]["params"], strict=True))
+    numel = torch.zeros(1)
+    for name, param in params.items():
+        if param not in theirs.state:
+            continue
+        expected = theirs.state[param]["exp_avg"]
+        assert torch.equal(engine.states.get_full(name, "exp_avg"), expected), name
+        numel += engine.states.get_local(name, "exp_avg").numel()
+    assert set(engine.optimizer.state) <= set(engine.module.parameters())
+    held = sum(v["exp_avg"].numel() for v in engine.optimizer.state.values())
+    assert held == numel
+    name = names[0]
+    engine.states.set_full(name, torch.ones_like(params[name]), "exp_avg")
+    assert engine.states.get_full(name, "exp_avg").eq(1).all()
+    with pytest.raises(KeyError, match="no state 'momentum'"):
+        engine.states.get_full(name, "momentum")
+    return held
+
+
+def test_states_are_read_by_name_and_each_is_on_one_rank():
+    held = simulate(_states_by_name, 3)
+    assert min(held) > 0
+    assert sum(held) == max(simulate(_states_by_name, 1))
+
+
+def test_owners_are_balanced_and_hold_a_part():
+    params = [ParamSpec(f"p{i}", (n,), torch.float32, True) for i, n in enumerate([900, 40, 700])]
+    params *= 4
+    layout = Layout.build(params, [("", range(12))], 5)
+    found = assign_owners(layout)
+    load = [sum(w.numel for w in found if w.owner == rank) for rank in range(5)]
+    assert sum(load) == 4 * 1640
+    assert max(load) <= 2 * 900
+    for whole in found:
+        assert whole.owner in {share.rank for share in whole.shares}
+        assert [s.start for s in whole.shares[1:]] == [s.stop for s in whole.shares[:-1]]
+
+
+class NeedsClosure(torch.optim.Optimizer):
+    def __init__(self, params):
+        super().__init__(params, {})
+
+    def step(self, closure):
+        return closure()
+
+
+@pytest.mark.parametrize(
+    ("make", "zero", "match"),
+    [
+        (torch.optim.LBFGS, {}, "torch.optim.lbfgs.LBFGS is not served: its step.. needs a closur"),
+        (NeedsClosure, {}, "NeedsClosure is not served: its step.. needs a closure"),
+        (torch.optim.SparseAdam, {}, "takes sparse gradients, and the engine's are dense"),
+        (
+            Lamb,
+            {"offload_optimizer": {"device": "cpu", "ratio": 0.5}},
+            "ratio = 0.5 with .*Lamb is not served: it updates whole parameters, all on the device",
+        ),
+        (
+            Lamb,
+            {"offload_optimizer": {"device": "nvme", "nvme_path": "/x"}},
+            "device = 'nvme' with",
+        ),
+    ],
+)
+def test_what_would_be_wrong_is_refused_by_its_name(make, zero, match):
+    model = nn.Linear(3, 2)
+    with pytest.raises(ConfigError, match=match):
+        zero_core.build(model, config_of(2, **zero), optimizer=make(model.parameters()))
+
+
+def test_state_of_another_kind_is_refused_by_a_checkpoint(tmp_path):
+    class Keeps(LionLike):
+        def update(self, param, state, group):
+            state["helper"] = object()
+
+    engine = engine_of(Keeps, 0, None)
+    train(engine, 0, range(1))
+    with pytest.raises(CheckpointError, match=r"state gain/helper is a object: a checkpo"):
+        engine.save_checkpoint(tmp_path)
