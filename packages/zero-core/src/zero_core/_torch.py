@@ -159,9 +159,9 @@ def is_own_graph(module: nn.Module) -> bool:
     return module._compiled_call_impl is not None or "_orig_mod" in module._modules
 
 
-def swap_tensor(param: nn.Parameter, new: nn.Parameter) -> None:
-    """Exchange what is behind two parameters. Both stay the same objects."""
-    torch._C._swap_tensor_impl(param, new)
+def swap_tensor(tensor: Tensor, new: Tensor) -> None:
+    """Exchange what is behind two tensors. Both stay the same objects."""
+    torch._C._swap_tensor_impl(tensor, new)
 
 
 def mark_stepped(optimizer: torch.optim.Optimizer) -> None:

@@ -17,6 +17,7 @@ from zero_core.config import Config
 from zero_core.errors import ConfigError, RankMismatchError
 from zero_core.layout.arithmetic import Layout, ParamSpec
 from zero_core.layout.discovery import Discovered, LeafRule, compute_dtype, discover, plain_name
+from zero_core.layout.stored import dim_order
 from zero_core.optim.factory import check_served, is_elementwise, make_optimizer
 from zero_core.optim.muon import tag_matrices
 
@@ -139,11 +140,16 @@ def _optimizer_of(config: Config, found: Discovered) -> torch.optim.Optimizer:
             "no optimizer: give one in the configuration ('optimizer': {'type': 'AdamW', "
             "'params': {'lr': ...}}) or pass optimizer=... to build()"
         )
-    trainable = [p for p in found.params if p.requires_grad]
+    params = [
+        (names[0], param)
+        for names, param in zip(found.names, found.params, strict=True)
+        if isinstance(param, nn.Parameter)
+    ]
+    trainable = [param for _, param in params if param.requires_grad]
     if not trainable:
         raise ConfigError("the model has no parameter that requires a gradient")
     if config.optimizer.type.lower() == "muon":
-        tag_matrices((names[0], p) for names, p in zip(found.names, found.params, strict=True))
+        tag_matrices(params)
     return make_optimizer(config.optimizer, trainable)
 
 
@@ -157,9 +163,12 @@ def _groups_of(found: Discovered, optimizer: torch.optim.Optimizer) -> dict[int,
         )
     check_served(type(optimizer))
     number_of = {id(p): n for n, p in enumerate(found.params)}
+    quantized = {id(q.param) for q in found.quantized}
     group_of: dict[int, int] = {}
     for index, group in enumerate(optimizer.param_groups):
         for param in group["params"]:
+            if id(param) in quantized:
+                continue  # frozen for good
             if id(param) not in number_of:
                 raise ConfigError(
                     f"optimizer group {index} holds a parameter of shape {tuple(param.shape)} "
@@ -199,10 +208,15 @@ def _describe(found: Discovered, group_of: Mapping[int, int], config: Config) ->
         ParamSpec(
             name=names[0],
             shape=tuple(param.shape),
-            dtype=compute_dtype(param, config.compute_dtype),
-            # Integers (quantized weights) cannot have a gradient.
+            dtype=param.dtype
+            if number in found.opaque
+            else compute_dtype(param, config.compute_dtype),
+            # Integers cannot have a gradient.
             is_trainable=number in group_of and param.is_floating_point(),
             aliases=names[1:],
+            is_opaque=number in found.opaque,
+            order=dim_order(param) if number in found.opaque else (),
+            twin=found.twins.get(number),
         )
         for number, (param, names) in enumerate(zip(found.params, found.names, strict=True))
     ]

@@ -185,6 +185,7 @@ def build(
             control=control,
             pieces=layout.pieces(ranks.rank, is_sharded=memory.has_sharded_state),
             optimizer=f"{type(optimizer).__name__} with {len(optimizer.param_groups)} groups",
+            quantized=found.quantized,
         )
         if pretrained is None:
             fill(found, layout, params, tier, control, initial)
@@ -206,7 +207,11 @@ def build(
         train = TrainState(resolved, optimizer.param_groups, lr_scheduler, rank=ranks.rank)
         gradient = StepGradient(state, communicator, train, resolved, meter)
         runtime = Runtime(
-            units, communicator, gradient, has_sharded_params=memory.has_sharded_params
+            units,
+            communicator,
+            gradient,
+            has_sharded_params=memory.has_sharded_params,
+            quantized=found.quantized,
         )
         modules = [module for _, module, _ in found.units]
         installed = hooks.install(runtime, modules, resolved)

@@ -90,12 +90,16 @@ class Ownership:
         return (shard for v in values for shard in _local_shards(v, self._state.control))
 
     def leave_values(self, full: Mapping[str, Tensor]) -> None:
-        """End with the ``full`` values by name in the parameters, and with buffers on the CPU."""
+        """End with the ``full`` values by name in the parameters, and with buffers on the CPU.
+
+        Names are the layout's: components have theirs.
+        """
         self._end()
-        module = self._state.module
-        for name, param in module.named_parameters():
-            param.data = full[name]
-        for part in module.modules():
+        names = self._state.param_names
+        for flat in self._state.params:
+            for param in flat.params:
+                param.data = full[names[id(param)]]
+        for part in self._state.module.modules():
             for name, buffer in part._buffers.items():
                 part._buffers[name] = None if buffer is None else buffer.cpu()
 
@@ -120,7 +124,10 @@ class Ownership:
         def empty(module: nn.Module, entries: dict[str, Any], prefix: str, _: Any) -> None:
             for name in self._absent(module) if self.has_empty_entries else ():
                 if f"{prefix}{name}" in entries:
-                    entries[f"{prefix}{name}"] = entries[f"{prefix}{name}"].detach().new_empty(0)
+                    whole = entries[f"{prefix}{name}"]
+                    entries[f"{prefix}{name}"] = torch.empty(
+                        0, dtype=whole.dtype, device=whole.device
+                    )
 
         hooks: list[Removable] = []
         for module in self._state.module.modules():
@@ -166,10 +173,13 @@ def check_is_free(model: nn.Module) -> None:
 @torch.no_grad()
 def _local_shards(values: FlatParams, control: ControlGroup) -> Iterator[LeftShard]:
     segment = values.segment
+    if segment.is_opaque:
+        return  # components end with the engine: they have no NaN by which a read would be noticed
     shard = values.read_shard().detach()
     ranges = [segment.shard_range(rank) for rank in range(control.world_size)]
     for position, param in enumerate(values.params):
         spans = [segment.slots[position].common(*each) for each in ranges]
+        assert isinstance(param, nn.Parameter), "it is no component"
         yield LeftShard(param, control, spans, values.part_of(position, shard))
 
 

@@ -409,7 +409,8 @@ class ShardedModel:
                 "unwrap() between a backward and its step(), whose gradient would be lost: step "
                 "first, or drop it by drops_partial=True"
             )
-        self._ownership.leave_values(self.full_state_dict(dtype=dtype))
+        self._device_states.check("unwrap()")
+        self._ownership.leave_values(export.full_values(self.sharded_state, dtype=dtype))
         self._end_collectives()
         return self.module
 

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from zero_core.errors import CheckpointError
 from zero_core.layout.arithmetic import ParamSpec
+from zero_core.layout.discovery import Quantized, plain_name
+from zero_core.layout.stored import is_wrapper
 from zero_core.sharded.sharded_state import ShardedState
 
 MAX_FILE_BYTES = 5 * 1000**3
@@ -24,20 +29,128 @@ def full_state_dict(
     if rank is not None and not 0 <= rank < state.control.world_size:
         raise ValueError(f"rank = {rank}: expected a rank below {state.control.world_size}")
     by_name: dict[str, Tensor] = {}
-    for spec, tensor in state.full_params(rank):  # a collective: every rank goes on to the end
-        value = _cast(tensor, dtype or spec.dtype)
-        by_name |= dict.fromkeys((spec.name, *spec.aliases), value)
+    # a collective: every rank goes on to the end
+    for names, value in _entries(state, state.full_params(rank), dtype):
+        by_name |= dict.fromkeys(names, value)
     if rank not in (None, state.control.rank):
         return {}
     by_name |= state.buffers()
-    return {key: by_name[key] for key in state.names()}
+    return {key: by_name[key] for key in _in_order(state.names(), by_name)}
+
+
+def _in_order(names: Sequence[str], saved: Iterable[str]) -> Iterator[str]:
+    """Yield the keys of the state dict: ``names``, and what modules ``saved`` besides.
+
+    That has names of its own, which follow those of the module's parameters and buffers.
+    """
+    extra: dict[str, list[str]] = {}
+    paths = {name.rpartition(".")[0] for name in names}
+    known = set(names)
+    for key in (key for key in saved if key not in known):
+        path = key.rpartition(".")[0]
+        while path not in paths:
+            path = path.rpartition(".")[0]
+        extra.setdefault(path, []).append(key)
+    for path, own in groupby(names, key=lambda name: name.rpartition(".")[0]):
+        yield from own
+        yield from extra.get(path, ())
+
+
+def full_values(state: ShardedState, *, dtype: torch.dtype | None) -> dict[str, Tensor]:
+    """Return all values by the layout's names, those of components included."""
+    return {spec.name: _cast(tensor, spec, dtype) for spec, tensor in state.full_params()}
+
+
+def _entries(
+    state: ShardedState,
+    params: Iterable[tuple[ParamSpec, Tensor]],
+    dtype: torch.dtype | None,
+) -> Iterator[tuple[tuple[str, ...], Tensor]]:
+    """Yield the state dict's parameters, each with its names.
+
+    A module that holds quantized parameters saves these itself, as soon as all of their components
+    are there: in a model of blocks, those of one block at a time.
+    """
+    holders = quantized_holders(state)
+    waiting = {name: path for path, holder in holders.items() for name in holder.needed}
+    found: dict[str, Tensor] = {}
+    for spec, tensor in params:
+        if spec.name not in waiting:
+            yield (spec.name, *spec.aliases), _cast(tensor, spec, dtype)
+            continue
+        found[spec.name] = tensor
+        for path, holder in list(holders.items()):
+            if spec.name in holder.needed and holder.needed <= found.keys():
+                del holders[path]
+                for key, value in holder.save(state, found).items():
+                    yield (key,), value
+                for name in holder.needed.difference(*(h.needed for h in holders.values())):
+                    del found[name]
+
+
+@dataclass(frozen=True)
+class QuantizedHolder:
+    """A module that holds quantized parameters of more than their own memory.
+
+    Attributes:
+        module: the module.
+        path: its name in the unwrapped model.
+        quantized: those of its own.
+        needed: the names of their components.
+    """
+
+    module: nn.Module
+    path: str
+    quantized: tuple[Quantized, ...]
+    needed: frozenset[str]
+
+    def save(self, state: ShardedState, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return what the module itself saves, without its other parameters and buffers.
+
+        ``values``: those of the components by name, on the CPU.
+        """
+        saved: dict[str, Tensor] = {}
+        prefix = f"{self.path}." if self.path else ""
+        with self.holding(state, values):
+            self.module._save_to_state_dict(saved, prefix, keep_vars=False)
+        whole = {id(q.param) for q in self.quantized}
+        others = [n for n, p in self.module._parameters.items() if id(p) not in whole]
+        for name in (*others, *self.module._buffers):
+            saved.pop(prefix + name, None)
+        return saved
+
+    @contextmanager
+    def holding(self, state: ShardedState, values: Mapping[str, Tensor]) -> Iterator[None]:
+        """Have the components hold ``values`` within."""
+        components = {id(c): c for q in self.quantized for c in q.components}
+        try:
+            for key, component in components.items():
+                component.data = values[state.param_names[key]]
+            yield
+        finally:
+            for key in components:
+                flat, position = state.places[key]
+                flat.restore(position)
+
+
+def quantized_holders(state: ShardedState) -> dict[str, QuantizedHolder]:
+    """Find the modules that hold quantized parameters of more than their own memory, by path."""
+    whole = {id(q.param): q for q in state.quantized if not q.is_plain}
+    holders = {}
+    for path, module in state.module.named_modules(remove_duplicate=False):
+        own = tuple(whole[id(p)] for p in module._parameters.values() if id(p) in whole)
+        if own:
+            plain = plain_name(path)
+            needed = frozenset(state.param_names[id(c)] for q in own for c in q.components)
+            holders[plain] = QuantizedHolder(module, plain, own, needed)
+    return holders
 
 
 def export_safetensors(state: ShardedState, directory: Path, *, dtype: torch.dtype | None) -> Path:
     params = _Gathered(state.full_params(rank=0))
     failure: list[Exception] = []
     if state.control.rank == 0:
-        values = ((spec.name, _cast(t, dtype or spec.dtype)) for spec, t in params)
+        values = ((names[0], value) for names, value in _entries(state, params, dtype))
         try:
             _write_files(directory, values, state.buffers())
         except Exception as error:
@@ -81,6 +194,12 @@ def _write_files(
     batch: dict[str, Tensor] = {}
     try:
         for name, value in values:
+            if is_wrapper(value):
+                raise CheckpointError(
+                    f"{name} is a {type(value).__name__}, a tensor subclass, which safetensors "
+                    "cannot hold: keep a training by save_checkpoint(), take the state dict from "
+                    "full_state_dict(), or merge adapters and export the dequantized weights"
+                )
             if batch and sum(t.nbytes for t in batch.values()) + value.nbytes > MAX_FILE_BYTES:
                 files.append(_write_file(_part(directory, len(files)), batch))
                 batch = {}
@@ -106,8 +225,9 @@ def _write_file(path: Path, tensors: dict[str, Tensor]) -> dict[str, int]:
     return {name: t.nbytes for name, t in tensors.items()}
 
 
-def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    return tensor.to(dtype) if tensor.is_floating_point() else tensor
+def _cast(tensor: Tensor, spec: ParamSpec, dtype: torch.dtype | None) -> Tensor:
+    is_kept = spec.is_opaque or not tensor.is_floating_point()
+    return tensor if is_kept else tensor.to(dtype or spec.dtype)
 
 
 def _part(directory: Path, number: int) -> Path:

@@ -12,10 +12,11 @@ from pathlib import Path
 from typing import Protocol
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from zero_core.checkpoint.safetensors_files import StoredTensor, find_tensors
 from zero_core.errors import CheckpointError
+from zero_core.layout.arithmetic import ParamSpec
 from zero_core.layout.discovery import plain_name
 from zero_core.sharded.sharded_state import MASTER, ShardedState, load_buffers, named_buffers
 
@@ -131,11 +132,12 @@ def _match(state: ShardedState, stored: dict[str, StoredTensor]) -> _Match:
     for spec in state.layout.params:
         if spec.name in by_target:
             for name, tensor in by_target[spec.name].items():
-                _check_fits(name, tensor, spec.shape, spec.dtype)
+                _check_fits(name, tensor, spec)
             params[spec.name] = _the_one(state, spec.name, by_target[spec.name])
     for name, buffer in buffers.items():
         if name in by_target:
-            _check_fits(name, by_target[name][name], tuple(buffer.shape), buffer.dtype)
+            spec = ParamSpec(name, tuple(buffer.shape), buffer.dtype, is_trainable=False)
+            _check_fits(name, by_target[name][name], spec)
     missing = [n for n in (*(s.name for s in state.layout.params), *buffers) if n not in by_target]
     return _Match(
         params,
@@ -151,19 +153,18 @@ def _not_ignored(module: nn.Module, attribute: str, names: list[str]) -> tuple[s
     return tuple(n for n in names if not any(re.search(pattern, n) for pattern in patterns))
 
 
-def _check_fits(
-    name: str, tensor: StoredTensor, shape: tuple[int, ...], dtype: torch.dtype
-) -> None:
-    if tensor.shape != shape:
+def _check_fits(name: str, tensor: StoredTensor, spec: ParamSpec) -> None:
+    if tensor.shape != spec.shape:
         raise CheckpointError(
-            f"{name} has shape {tensor.shape} in {tensor.path} and {shape} in the model"
+            f"{name} has shape {tensor.shape} in {tensor.path} and {spec.shape} in the model"
         )
     is_fp8 = tensor.dtype.is_floating_point and tensor.dtype.itemsize == 1  # has scales beside it
-    if tensor.dtype.is_floating_point != dtype.is_floating_point or (
-        is_fp8 and tensor.dtype != dtype
+    is_exact = is_fp8 or spec.is_opaque
+    if tensor.dtype.is_floating_point != spec.dtype.is_floating_point or (
+        is_exact and tensor.dtype != spec.dtype
     ):
         raise CheckpointError(
-            f"{name} is {tensor.dtype} in {tensor.path} and {dtype} in the model: quantized "
+            f"{name} is {tensor.dtype} in {tensor.path} and {spec.dtype} in the model: quantized "
             "weights must be dequantized first"
         )
 
@@ -206,8 +207,19 @@ def _restore(state: ShardedState, match: _Match) -> None:
         if tensor is not None:
             values = tensor.read(piece.offset, piece.offset + piece.stop - piece.start)
             state.tier.write_state(MASTER, piece.start, values)
+    specs = {spec.name: spec for spec in state.layout.params}
     for store, name, low, high in state.frozen_parts():
         tensor = match.params.get(name)
         if tensor is not None:
-            store(tensor.read(low, high))
+            store(_elements(tensor, specs[name], low, high))
     load_buffers(state.module, {name: tensor.value() for name, tensor in match.buffers.items()})
+
+
+def _elements(tensor: StoredTensor, spec: ParamSpec, low: int, high: int) -> Tensor:
+    """Read elements ``[low, high)`` of the parameter's slot: bytes of a component."""
+    if not spec.is_opaque:
+        return tensor.read(low, high)
+    if spec.order != tuple(range(len(spec.shape))):
+        return spec.to_elements(tensor.value())[low:high]
+    size = spec.dtype.itemsize
+    return tensor.read(low // size, high // size).view(torch.uint8)

@@ -31,7 +31,9 @@ def fill(
     """Write rank 0's values to the engine's memory, unrounded ones to the master weights."""
     # In these dtypes a segment's original values lose nothing.
     dtypes = [
-        reduce(torch.promote_types, (found.params[x.param].dtype for x in s.slots), s.dtype)
+        s.dtype
+        if s.is_opaque
+        else reduce(torch.promote_types, (found.params[x.param].dtype for x in s.slots), s.dtype)
         for s in layout.segments
     ]
     sizes = [s.padded_numel * d.itemsize for s, d in zip(layout.segments, dtypes, strict=True)]
@@ -46,7 +48,8 @@ def fill(
         in_parts = [initial.is_in_parts(param) for param in params]
         for slot, param, is_shared in zip(segment.slots, params, in_parts, strict=True):
             if is_shared or control.rank == 0 or not is_deferred:
-                flat[slot.start : slot.stop].copy_(initial.of(param).reshape(-1))
+                spec = layout.params[slot.param]
+                flat[slot.start : slot.stop].copy_(spec.to_elements(initial.of(param)))
         if not all(in_parts):
             (control.broadcast if is_deferred else control.equalize)(flat)
         of_segment.write(0, flat)

@@ -102,7 +102,7 @@ class InitialValues:
                     vars(module)[name] = pytree.tree_map(give, value)
 
 
-def make_ordinary(param: nn.Parameter) -> None:
+def make_ordinary(param: Tensor) -> None:
     """Make ``param``, the same object, an ordinary CPU tensor of its shape without memory.
 
     Nothing to do where it has memory of its own.
@@ -111,4 +111,5 @@ def make_ordinary(param: nn.Parameter) -> None:
         param.make_ordinary()
     if param.is_meta:
         stand_in = torch.empty((), dtype=param.dtype).expand(param.shape)
-        swap_tensor(param, nn.Parameter(stand_in, param.requires_grad))
+        is_param = isinstance(param, nn.Parameter)
+        swap_tensor(param, nn.Parameter(stand_in, param.requires_grad) if is_param else stand_in)

@@ -7,6 +7,9 @@ unit        a block of the module tree that is gathered, computed and reduced to
             tail: parameters that are used after the blocks (`zero_core.layout.discovery`)
 segment     the parameters of one unit that share dtype and trainability, consecutive in one flat
             buffer. Each start is aligned; the end is padded to ``world_size * shard_numel``
+component   a plain tensor of a quantized parameter, which counts as a parameter here:
+            [Note: quantized parameters] in `zero_core.layout.stored`. A unit's components are one
+            segment of bytes, whatever their dtypes
 slot        one parameter's ``[start, stop)`` within its segment
 shard       the r-th of ``world_size`` equal slices of a segment, owned by rank r
 local flat  the trainable slices that a rank's optimizer state covers, concatenated
@@ -26,6 +29,9 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import torch
+from torch import Tensor
+
+from zero_core.layout.stored import BYTES_ALIGNMENT, from_bytes, to_bytes
 
 ALIGNMENT = 32
 """Elements to which slots and shards are aligned: 64 bytes at 16 bits, a cache line and a vector
@@ -42,6 +48,9 @@ class ParamSpec:
         dtype: compute dtype.
         is_trainable: whether an optimizer may update it; see zero_core.runtime.param_guard.
         aliases: further names (tied weights).
+        is_opaque: whether it is a component, whose segment holds bytes.
+        order: of a component: its dimensions as they lie in memory, the slowest first.
+        twin: number of the component that has the same memory under another object, or None.
     """
 
     name: str
@@ -49,10 +58,33 @@ class ParamSpec:
     dtype: torch.dtype
     is_trainable: bool
     aliases: tuple[str, ...] = ()
+    is_opaque: bool = False
+    order: tuple[int, ...] = ()
+    twin: int | None = None
 
     @property
     def numel(self) -> int:
         return math.prod(self.shape)
+
+    @property
+    def segment_dtype(self) -> torch.dtype:
+        """Dtype of the segment's elements."""
+        return torch.uint8 if self.is_opaque else self.dtype
+
+    @property
+    def slot_numel(self) -> int:
+        """Elements of the segment that the parameter takes."""
+        return self.numel * self.dtype.itemsize if self.is_opaque else self.numel
+
+    def to_elements(self, values: Tensor) -> Tensor:
+        """Return the whole ``values`` as the segment has them, 1-D. A view where it can be."""
+        return to_bytes(values, self.order) if self.is_opaque else values.reshape(-1)
+
+    def to_values(self, elements: Tensor) -> Tensor:
+        """Return ``elements`` of a segment, 1-D, as a view in the parameter's shape and dtype."""
+        if self.is_opaque:
+            return from_bytes(elements, self.dtype, self.shape, self.order)
+        return elements.view(self.shape)
 
 
 @dataclass(frozen=True)
@@ -71,10 +103,11 @@ class Slot:
 
 @dataclass(frozen=True)
 class Segment:
-    """The parameters of one unit with one dtype and trainability, flat.
+    """The parameters of one unit with one dtype and trainability, or its components, flat.
 
     ``index`` counts over the whole layout, and ``unit`` is the index of its unit. ``slots`` are its
-    parameters in order. ``shard_numel`` are elements per rank, padding included.
+    parameters in order; twins share theirs. ``shard_numel`` are elements per rank, padding
+    included. Elements are bytes (uint8) if the segment ``is_opaque``.
     """
 
     index: int
@@ -84,6 +117,7 @@ class Segment:
     slots: tuple[Slot, ...]
     shard_numel: int
     world_size: int
+    is_opaque: bool = False
 
     @property
     def padded_numel(self) -> int:
@@ -100,7 +134,7 @@ class Segment:
         for slot in self.slots:
             if slot.start > end:
                 yield end, slot.start
-            end = slot.stop
+            end = max(end, slot.stop)
         if self.padded_numel > end:
             yield end, self.padded_numel
 
@@ -175,11 +209,15 @@ class Layout:
         count = 0
         for index, (name, members) in enumerate(units):
             segments = []
-            for key in dict.fromkeys((params[p].dtype, params[p].is_trainable) for p in members):
-                same = [p for p in members if (params[p].dtype, params[p].is_trainable) == key]
-                slots, end = _place(params, same, alignment)
-                shard = _round_up(-(-max(end, 1) // world_size), alignment)
-                segments.append(Segment(count, index, *key, slots, shard, world_size))
+            for key in dict.fromkeys(_kind(params[p]) for p in members):
+                same = [p for p in members if _kind(params[p]) == key]
+                dtype, is_trainable, is_opaque = key
+                aligned = _round_up(alignment, BYTES_ALIGNMENT) if is_opaque else alignment
+                slots, end = _place(params, same, aligned)
+                shard = _round_up(-(-max(end, 1) // world_size), aligned)
+                segments.append(
+                    Segment(count, index, dtype, is_trainable, slots, shard, world_size, is_opaque)
+                )
                 count += 1
             laid.append(UnitLayout(index, name, tuple(segments)))
         return cls(world_size, tuple(params), tuple(laid), alignment, has_tail)
@@ -247,9 +285,18 @@ def _place(
     params: Sequence[ParamSpec], members: Sequence[int], alignment: int
 ) -> tuple[tuple[Slot, ...], int]:
     """Place parameters one after another at aligned starts, and return the slots and the end."""
-    slots, end = [], 0
+    slots: dict[int, Slot] = {}
+    end = 0
     for p in members:
+        twin = params[p].twin
+        if twin is not None:
+            slots[p] = Slot(p, slots[twin].start, slots[twin].stop)
+            continue
         start = _round_up(end, alignment)
-        end = start + params[p].numel
-        slots.append(Slot(p, start, end))
-    return tuple(slots), end
+        end = start + params[p].slot_numel
+        slots[p] = Slot(p, start, end)
+    return tuple(slots.values()), end
+
+
+def _kind(param: ParamSpec) -> tuple[torch.dtype, bool, bool]:
+    return param.segment_dtype, param.is_trainable, param.is_opaque

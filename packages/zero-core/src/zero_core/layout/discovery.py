@@ -7,7 +7,8 @@ of forward to the end of backward, or to the tail. `note_reader` records that a 
 parameter of another one.
 
 The *tail* is one more unit after the blocks: the parameters of modules that the module tree holds
-behind the last block (a final norm, a head), under all of their names. Its values are waited for
+behind the last block (a final norm, a head), under all of their names, unless they are quantized.
+Its values are waited for
 when forward leaves the last block, and its gradients come before those of the blocks. That the
 tree's order is the order of use is a guess, which only time depends on:
 [Note: the tail] in `zero_core.runtime.runtime`. Tied weights (an embedding that is the head, too)
@@ -20,14 +21,15 @@ has ``_is_zero_leaf = True``, or ``zero_optimization.leaf_module`` names it.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from weakref import WeakKeyDictionary
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from zero_core.errors import ConfigError
+from zero_core.layout.stored import Component, components, is_same_memory, is_storage_dtype
 
 _log = logging.getLogger(__name__)
 
@@ -41,18 +43,47 @@ _read: WeakKeyDictionary[nn.Module, dict[int, nn.Parameter]] = WeakKeyDictionary
 
 
 @dataclass(frozen=True)
+class Quantized:
+    """A quantized parameter of the model: [Note: quantized parameters] in `stored`.
+
+    Attributes:
+        param: the parameter.
+        name: its first name.
+        components: its components.
+        numbers: theirs.
+    """
+
+    param: nn.Parameter
+    name: str
+    components: tuple[Tensor, ...]
+    numbers: tuple[int, ...]
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether its own memory is all that it has."""
+        return len(self.components) == 1 and self.components[0] is self.param
+
+
+@dataclass(frozen=True)
 class Discovered:
     """Parameters and units of a model.
 
     Each parameter is there once, in the order of the module tree, and ``names`` has all of its
     names (see `plain_name`). A unit is ``(name, module, parameter numbers)``, unit 0 is the root.
     With ``has_tail`` the last one is the tail; like the root's, its module is the model.
+
+    Of a quantized parameter its components are among ``params`` in its stead, named as its
+    attributes are. ``opaque`` are the numbers of all components, and ``twins`` has, for those that
+    are another object over the memory of an earlier one, the number of that one.
     """
 
-    params: tuple[nn.Parameter, ...]
+    params: tuple[Tensor, ...]
     names: tuple[tuple[str, ...], ...]
     units: tuple[tuple[str, nn.Module, tuple[int, ...]], ...]
     has_tail: bool
+    quantized: tuple[Quantized, ...] = ()
+    opaque: frozenset[int] = frozenset()
+    twins: Mapping[int, int] = field(default_factory=dict)
 
 
 def plain_name(name: str) -> str:
@@ -196,15 +227,9 @@ def discover(
     """
     rule = rule or LeafRule()
     rule.warn_missing(model)
-    numbers: dict[int, int] = {}
-    params: list[nn.Parameter] = []
-    names: list[list[str]] = []
-    for name, param in model.named_parameters(remove_duplicate=False):
-        if id(param) not in numbers:
-            numbers[id(param)] = len(params)
-            params.append(param)
-            names.append([])
-        names[numbers[id(param)]].append(name)
+    params, names, quantized = _list_params(model)
+    numbers = {id(param): number for number, param in enumerate(params)}
+    numbers_of = {id(q.param): q.numbers for q in quantized}
 
     blocks: dict[int, tuple[str, nn.Module]] = {}
     below: Iterable[tuple[str, nn.Module]]
@@ -221,15 +246,17 @@ def discover(
     read: set[str] = set()  # names of parameters that modules read which do not hold them
     for path, module in model.named_modules(remove_duplicate=False):
         for key in _read.get(module, ()):
-            if key in numbers:
-                owners[numbers[key]].add(_owner(f"{path}.read", paths))
-                read.update(names[numbers[key]])
+            for number in numbers_of.get(key, [numbers[key]] if key in numbers else ()):
+                owners[number].add(_owner(f"{path}.read", paths))
+                read.update(names[number])
 
     members: dict[str, list[int]] = {"": [], **{path: [] for path, _ in blocks.values()}}
     for number, owned in owners.items():
         members[next(iter(owned)) if len(owned) == 1 else ""].append(number)
     behind = _behind_blocks(model, set(blocks)) - read
-    tail = [n for n in members[""] if behind.issuperset(names[n])]
+    opaque = frozenset(n for q in quantized for n in q.numbers)
+    # Only a parameter's own class can show a read that comes early.
+    tail = [n for n in members[""] if behind.issuperset(names[n]) and n not in opaque]
     modules = {"": model, **dict(blocks.values())}
     units = [
         (path, modules[path], tuple(numbers_))
@@ -242,11 +269,76 @@ def discover(
         units[0] = ("", model, tuple(n for n in members[""] if n not in tail))
         units.append((TAIL_NAME, model, tuple(tail)))
     plain = tuple(tuple(plain_name(name) for name in found) for found in names)
-    return Discovered(tuple(params), plain, tuple(units), has_tail)
+    return Discovered(
+        tuple(params),
+        plain,
+        tuple(units),
+        has_tail,
+        tuple(quantized),
+        opaque,
+        _twins(params, quantized),
+    )
+
+
+def _list_params(model: nn.Module) -> tuple[list[Tensor], list[list[str]], list[Quantized]]:
+    """Return the parameters, components in the stead of quantized ones, their names, and these."""
+    params: list[Tensor] = []
+    names: list[list[str]] = []
+    numbers: dict[int, int] = {}
+    found: dict[int, tuple[Component, ...]] = {}
+    quantized: list[Quantized] = []
+    buffers = {id(buffer) for buffer in model.buffers()}
+    for name, param in model.named_parameters(remove_duplicate=False):
+        is_new = id(param) not in found
+        if is_new:
+            own = components(plain_name(name), param)
+            found[id(param)] = tuple(c for c in own if id(c.tensor) not in buffers)
+        for path, tensor in found[id(param)]:
+            if id(tensor) not in numbers:
+                numbers[id(tensor)] = len(params)
+                params.append(tensor)
+                names.append([])
+            names[numbers[id(tensor)]].append(f"{name}.{path}" if path else name)
+        is_stored = is_storage_dtype(param.dtype) and not param.requires_grad
+        if is_new and (is_stored or len(found[id(param)]) > 1 or found[id(param)][0].path):
+            tensors = tuple(c.tensor for c in found[id(param)])
+            own_numbers = tuple(numbers[id(tensor)] for tensor in tensors)
+            quantized.append(Quantized(param, plain_name(name), tensors, own_numbers))
+    quantized += _beside_quantized(model, numbers, quantized)
+    return params, names, quantized
+
+
+def _twins(params: Sequence[Tensor], quantized: Sequence[Quantized]) -> dict[int, int]:
+    """Find components over the memory of an earlier one of the same parameter."""
+    twins: dict[int, int] = {}
+    for whole in quantized:
+        for place, number in enumerate(whole.numbers):
+            for earlier in whole.numbers[:place]:
+                is_first = earlier not in twins and number not in twins
+                if is_first and is_same_memory(params[earlier], params[number]):
+                    twins[number] = earlier
+    return twins
+
+
+def _beside_quantized(
+    model: nn.Module, numbers: Mapping[int, int], quantized: Sequence[Quantized]
+) -> Iterator[Quantized]:
+    """Yield the frozen parameters beside a plain one of integers or 8-bit floats: its scales."""
+    known = {id(q.param) for q in quantized}
+    stored = {id(q.param) for q in quantized if type(q.param) is nn.Parameter}
+    for path, module in model.named_modules():
+        own = [(name, p) for name, p in module._parameters.items() if p is not None]
+        if not any(id(p) in stored for _, p in own):
+            continue
+        for name, param in own:
+            if id(param) not in known and not param.requires_grad:
+                known.add(id(param))
+                whole = plain_name(f"{path}.{name}" if path else name)
+                yield Quantized(param, whole, (param,), (numbers[id(param)],))
 
 
 def compute_dtype(param: torch.Tensor, low_precision: torch.dtype | None) -> torch.dtype:
     """Return the compute dtype of ``param`` where floating parameters go to ``low_precision``."""
-    if low_precision is not None and param.is_floating_point():
-        return low_precision
-    return param.dtype
+    if low_precision is None or is_storage_dtype(param.dtype):
+        return param.dtype
+    return low_precision

@@ -22,7 +22,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from zero_core._torch import inner_tensors, pytree
 from zero_core.comm.control import ControlGroup
@@ -51,7 +51,7 @@ class WholeTier(FlatTier):
         device: torch.device,
         param_store: ParamStore | None,
         optimizer: torch.optim.Optimizer,
-        model_params: Sequence[nn.Parameter],
+        model_params: Sequence[Tensor],
     ) -> None:
         """Make this rank's tier.
 
@@ -288,7 +288,7 @@ class _Exchange:
 
 @contextmanager
 def _lending(
-    params: Sequence[nn.Parameter], lent: Mapping[nn.Parameter, tuple[Tensor, Tensor]]
+    params: Sequence[Tensor], lent: Mapping[Tensor, tuple[Tensor, Tensor]]
 ) -> Iterator[None]:
     """Give the parameters in ``lent`` these values and gradients, and the others no gradient."""
     before = [(param, param.data, param.grad) for param in params]

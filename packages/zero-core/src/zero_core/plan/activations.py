@@ -15,6 +15,7 @@ from zero_core._torch import pytree
 from zero_core.config import Config
 from zero_core.errors import ConfigError
 from zero_core.layout.discovery import compute_dtype
+from zero_core.layout.stored import components
 from zero_core.tiled.modules import TiledForwards, WholeModel
 
 _META = torch.device("meta")
@@ -42,6 +43,13 @@ def trace_activations(
     def to_meta(value: Any) -> Any:
         return cast(value, config.compute_dtype)
 
+    for name, param in model.named_parameters():
+        if len(components(name, param)) > 1:
+            raise ConfigError(
+                f"parameter {name} is a quantized {type(param).__name__}, whose forward does not "
+                "run on the meta device: plan without example_inputs, and add the activations "
+                "yourself"
+            )
     values = {name: to_meta(param) for name, param in model.named_parameters()}
     values |= {name: cast(buffer, config.buffer_dtype) for name, buffer in model.named_buffers()}
     known = {_storage_key(t) for t in values.values()}

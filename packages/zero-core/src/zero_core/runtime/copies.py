@@ -51,8 +51,8 @@ class ModelCopies:
     def _check_has_values(self, module: nn.Module) -> None:
         self._state.refresh()
         for param in module.parameters():
-            flat, position = self._state.places.get(id(param), (None, 0))
-            if flat is not None and not flat.has_values_of(position):
+            places = self._state.places_of.get(id(param), ())
+            if not all(flat.has_values_of(position) for flat, position in places):
                 name = self._state.param_names[id(param)]
                 raise RuntimeError(
                     f"parameter {name} does not hold its current values here, so "

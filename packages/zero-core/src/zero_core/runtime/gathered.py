@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from zero_core.errors import RankMismatchError
-from zero_core.layout.arithmetic import Slot
+from zero_core.layout.arithmetic import ParamSpec, Slot
 from zero_core.runtime.runtime import Runtime
 from zero_core.sharded.params import FlatParams
 from zero_core.sharded.sharded_state import MASTER, ShardedState
@@ -44,7 +44,7 @@ class _FullParam(NamedTuple):
     tensor: Tensor
 
     @property
-    def param(self) -> nn.Parameter:
+    def param(self) -> Tensor:
         return self.flat.params[self.position]
 
     @property
@@ -154,17 +154,17 @@ class GatheredParams:
         self, params: Sequence[nn.Parameter]
     ) -> list[tuple[Unit, list[tuple[FlatParams, int]]]]:
         """Return the units that hold ``params``, each with their places in it, in order."""
-        places = self._state.places
+        places = self._state.places_of
         for param in params:
             if id(param) not in places:
                 raise ValueError(
                     f"a parameter of shape {tuple(param.shape)} is not this engine's: gather "
                     "those of engine.module"
                 )
-        wanted = {id(param) for param in params}
+        wanted = {place for param in params for place in places[id(param)]}
         found: dict[int, list[tuple[FlatParams, int]]] = {}
-        for key, place in places.items():
-            if key in wanted:
+        for place in self._state.places.values():
+            if place in wanted:
                 found.setdefault(place[0].segment.unit, []).append(place)
         return [(self._runtime.units[unit], found[unit]) for unit in sorted(found)]
 
@@ -236,10 +236,10 @@ class _Edit:
         self._state.control.broadcast(found, source=self._rank)
         for full, change in zip(self._params, found.tolist(), strict=True):
             if change == _RESHAPED:
-                name = self._state.layout.params[full.slot.param].name
                 raise ValueError(
-                    f"{name} was given another shape within gathered(), on rank {self._rank}: "
-                    f"expected {tuple(full.tensor.shape)}; change shapes before build()"
+                    f"{self._spec_of(full).name} was given another shape within gathered(), on "
+                    f"rank {self._rank}: expected {tuple(full.tensor.shape)} in "
+                    f"{full.tensor.dtype}; change shapes before build()"
                 )
         for index, change in enumerate(found.tolist()):
             self._spread(index, is_changed=change == _CHANGED)
@@ -247,25 +247,36 @@ class _Edit:
     def _compare(self, index: int) -> float:
         if not self._is_own:
             return _SAME
-        now, before = self._params[index].param.data, self._before[index]
+        full = self._params[index]
+        now, before = full.param.data, self._before[index]
         if now.shape != before.shape:
             return _RESHAPED
+        if full.flat.segment.is_opaque:
+            if now.dtype != before.dtype:
+                return _RESHAPED
+            spec = self._spec_of(full)
+            is_same = torch.equal(spec.to_elements(now), spec.to_elements(before).to(now.device))
+            return _SAME if is_same else _CHANGED
         # What replaced ``data`` may have another dtype and device.
         return _CHANGED if bool(_differs(now.to(before), before).any()) else _SAME
 
     def _spread(self, index: int, *, is_changed: bool) -> None:
         full = self._params[index]
+        values = self._spec_of(full).to_elements(full.tensor)  # a view
         mask = torch.zeros_like(full.tensor, dtype=torch.uint8)
         if self._is_own:
             full.tensor.copy_(full.param.data)
-            mask.copy_(_differs(full.tensor, self._before[index]))
+            if full.flat.local_span is not None:
+                mask.copy_(_differs(full.tensor, self._before[index]))
         # Unchanged ones too: other ranks may have written to theirs.
-        self._state.control.broadcast(full.tensor, source=self._rank)
-        values = full.tensor.reshape(-1)
+        self._state.control.broadcast(values, source=self._rank)
         full.flat.write(full.slot.start, values)
         if is_changed and full.flat.local_span is not None:
             self._state.control.broadcast(mask, source=self._rank)
             self._write_master(full.slot, values, mask.reshape(-1).bool())
+
+    def _spec_of(self, full: _FullParam) -> ParamSpec:
+        return self._state.layout.params[full.slot.param]
 
     def _write_master(self, slot: Slot, values: Tensor, mask: Tensor) -> None:
         piece = self._state.piece_of(slot.param)

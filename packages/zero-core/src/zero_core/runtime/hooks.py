@@ -22,6 +22,8 @@ from zero_core._torch import (
     unless_compiling,
 )
 from zero_core.config import Config
+from zero_core.layout.discovery import Quantized
+from zero_core.layout.stored import Metadata
 from zero_core.runtime.module_units import ModuleUnits
 from zero_core.runtime.recompute import Recompute
 from zero_core.runtime.runtime import Runtime
@@ -49,6 +51,7 @@ def install(runtime: Runtime, modules: Sequence[nn.Module], config: Config) -> l
         for grads in unit.grads:
             for position, param in enumerate(grads.params):
                 handles.append(_hook_gradient(runtime, unit, grads, position, param))
+    handles += _hook_components(runtime, modules)
     return [*handles, *_hook_parts(runtime, modules), _Interrupted(runtime)]
 
 
@@ -97,6 +100,58 @@ def _hook_gradient(
     handle = param.register_post_accumulate_grad_hook(take)  # type: ignore[no-untyped-call]
     param.requires_grad_(is_required)
     return handle
+
+
+def _hook_components(runtime: Runtime, modules: Sequence[nn.Module]) -> list[RemovableHandle]:
+    """Hook the modules of blocks whose components are gathered for each use.
+
+    These are the modules that hold them, and the blocks, whose own forward may read them. After a
+    forward that repacked a weight its memory and metadata are put back, at every stage.
+    """
+    units = {
+        index: unit
+        for unit in runtime.blocks
+        for flat in unit.params
+        if flat.segment.is_opaque and not flat.is_kept
+        for index in map(id, flat.params)
+    }
+    whole = {id(q.param): q for q in runtime.quantized}
+    places = {
+        id(p): (flat, position)
+        for unit in runtime.units
+        for flat in unit.params
+        if flat.segment.is_opaque
+        for position, p in enumerate(flat.params)
+    }
+    handles = []
+
+    def hook_attached(module: nn.Module, attached: list[Quantized]) -> None:
+        before = [(places[id(q.param)], Metadata(q.param)) for q in attached]
+
+        def put_back(module: nn.Module, args: Any, output: Any) -> None:
+            for (flat, position), metadata in before:
+                if flat.restore(position):
+                    metadata.put_back()
+
+        handles.append(module.register_forward_hook(outside_graphs(put_back)))
+
+    def hook(module: nn.Module, unit: Unit) -> None:
+        def watch(module: nn.Module, args: Any, output: Any) -> None:
+            runtime.watch_outputs(unit, output)
+
+        handles.append(module.register_forward_hook(outside_graphs(watch)))
+
+    for module in modules[0].modules():
+        own = [whole[id(p)] for p in module.parameters(recurse=False) if id(p) in whole]
+        attached = [q for q in own if not q.is_plain and q.components[0] is q.param]
+        if attached:
+            hook_attached(module, attached)
+        for unit in {units[n] for q in own for n in map(id, q.components) if n in units}:
+            if module is not modules[unit.index]:
+                hook(module, unit)
+    for unit in set(units.values()):
+        hook(modules[unit.index], unit)
+    return handles
 
 
 def _hook_parts(runtime: Runtime, modules: Sequence[nn.Module]) -> list[RemovableHandle]:

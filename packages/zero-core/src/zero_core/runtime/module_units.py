@@ -15,9 +15,15 @@ class ModuleUnits:
 
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
-        self._unit_of = {
-            id(p): unit.index for unit in runtime.units for flat in unit.params for p in flat.params
+        self._units_of = {
+            id(p): {unit.index}
+            for unit in runtime.units
+            for flat in unit.params
+            for p in flat.params
         }
+        for whole in runtime.quantized:
+            own = [self._units_of[id(component)] for component in whole.components]
+            self._units_of[id(whole.param)] = set().union(*own)
 
     def of(self, module: nn.Module, *, recurse: bool = True) -> list[Unit]:
         """Return the units of the parameters of ``module``, with or without those of its parts.
@@ -26,7 +32,7 @@ class ModuleUnits:
             ValueError: the engine does not have one of them.
         """
         try:
-            indices = {self._unit_of[id(p)] for p in module.parameters(recurse)}
+            indices = set().union(*(self._units_of[id(p)] for p in module.parameters(recurse)))
         except KeyError:
             raise ValueError(f"{type(module).__name__} is not a module of this engine") from None
         return [self._runtime.units[index] for index in sorted(indices)]

@@ -54,13 +54,15 @@ class ParamGuard:
     ) -> None:
         """Remember the parameters of ``model``, their memory and their places.
 
-        ``names`` are those of the parameters, by ``id``.
+        ``names`` are those of the parameters and components, by ``id``.
         """
         self._model = model
         self._values = list(values)
-        self._name_of = names
-        self._frozen = [p for v in values if not v.segment.is_trainable for p in v.params]
+        self._name_of_memory = names
         self._num_names = Counter(id(param) for param in _named(model).values())
+        self._name_of = {key: name for key, name in names.items() if self._num_names[key]}
+        trainable = {id(p) for v in values if v.segment.is_trainable for p in v.params}
+        self._frozen = [p for p in model.parameters() if id(p) not in trainable]
         self._remember_places()
 
     def watch(self) -> Any:
@@ -84,12 +86,12 @@ class ParamGuard:
         for values in self._values:
             if (position := values.misplaced()) is not None:
                 param = values.params[position]
+                expected = f"{values.dtype_of(position)} on {values.device}"
                 raise RuntimeError(
-                    f"parameter {self._name_of[id(param)]} was given other memory after build() "
-                    f"({param.dtype} on {param.device}, {values.segment.dtype} on {values.device} "
-                    "expected), as by module.to(), module.double(), param.data = ... or "
-                    "param.set_(): the engine would not follow it. Cast and move a model before "
-                    f"build(). {_ADVICE}"
+                    f"parameter {self._name_of_memory[id(param)]} was given other memory after "
+                    f"build() ({param.dtype} on {param.device}, {expected} expected), as by "
+                    "module.to(), module.double(), param.data = ... or param.set_(): the engine "
+                    f"would not follow it. Cast and move a model before build(). {_ADVICE}"
                 )
 
     def _check_frozen(self) -> None:
@@ -188,7 +190,7 @@ def _stay() -> None:
     """Do nothing, in the place of ``flatten_parameters``."""
 
 
-def warn_frozen(layout: Layout, params: Sequence[nn.Parameter]) -> None:
+def warn_frozen(layout: Layout, params: Sequence[Tensor]) -> None:
     """Warn of memory kept for parameters that are frozen for now."""
     found = [
         spec

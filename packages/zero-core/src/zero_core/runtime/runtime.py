@@ -32,7 +32,9 @@ Autograd saves the weights that a forward used. At stage 3 their buffer is reuse
 so what is saved of a pool buffer is only (segment, offset, shape): `torch.autograd.graph`'s hooks
 pack it when it is saved, and gather the unit again when backward unpacks it. The first unpacking,
 or the first recomputation by activation checkpointing, marks the beginning of a unit's backward. A
-parameter that is in no such buffer when it is saved: see `zero_core.runtime.saved`.
+parameter that is in no such buffer when it is saved: see `zero_core.runtime.saved`. A node that
+reads quantized weights may save them where no hook sees it. Then the gradient of what its module
+returned marks the beginning (`Runtime.watch_outputs`).
 
 [Note: idle ranks]
 A rank that has no data while the others have takes part in their collectives: `idle_forward` uses
@@ -54,8 +56,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from zero_core._torch import call_at_end_of_backward, count_calls, is_in_backward
+from zero_core._torch import call_at_end_of_backward, count_calls, is_in_backward, pytree
 from zero_core.comm.communicator import Communicator
+from zero_core.layout.discovery import Quantized
 from zero_core.runtime.early_reads import EarlyReads
 from zero_core.runtime.order import BackwardOrder, Forward
 from zero_core.runtime.saved import HeldReferences, Reference, refer
@@ -63,9 +66,10 @@ from zero_core.sharded.grads import FlatGrads
 from zero_core.sharded.params import FlatParams
 from zero_core.sharded.unit import Unit
 
-_Packed = tuple[Unit, FlatParams, int, torch.Size, tuple[int, ...], int, Forward]
-"""A weight that autograd saved: unit, segment, offset, shape, strides, version, and the forward. A
-plain tuple, as there is one for each use of a weight, and a test for each saved tensor."""
+_Packed = tuple[Unit, FlatParams, torch.dtype, int, torch.Size, tuple[int, ...], int, Forward]
+"""A weight that autograd saved: unit, segment, dtype, offset, shape, strides, version, and the
+forward. A plain tuple, as there is one for each use of a weight, and a test for each saved tensor.
+"""
 
 
 class GradientSink(Protocol):
@@ -134,6 +138,7 @@ class Runtime:
 
     Attributes:
         units: the root first, then blocks in the order of the module tree, then the tail.
+        quantized: the model's quantized parameters.
         rank: this rank.
         ready: indices of the units whose parameters hold the current values. The tail is in it only
             once the forward under way has waited for it.
@@ -146,12 +151,14 @@ class Runtime:
         sink: GradientSink,
         *,
         has_sharded_params: bool,
+        quantized: Sequence[Quantized] = (),
     ) -> None:
         """Prepare. `zero_core.runtime.hooks.install` makes the model call it.
 
         ``has_sharded_params``: gathered values are released after use (stage 3).
         """
         self.units = tuple(units)
+        self.quantized = tuple(quantized)
         self.rank = communicator.rank
         self.ready: set[int] = set()
         self._communicator = communicator
@@ -180,7 +187,8 @@ class Runtime:
         self._last_block = max((u.index for u in self.units if u.is_block), default=0)
         self._tail = self.units[-1] if self.units[-1].is_tail else None
         held = () if self._tail is None else self._tail.params
-        self._early_reads = EarlyReads([p for f in held for p in f.params], self)
+        awaited = [p for f in held for p in f.params if isinstance(p, nn.Parameter)]
+        self._early_reads = EarlyReads(awaited, self)
         trainable = [u.index for u in self.units if u.grads]
         self._order = BackwardOrder(trainable, None if self._tail is None else self._tail.index)
         self._forward: Forward | None = None  # the one that is running with gradients
@@ -311,7 +319,7 @@ class Runtime:
             reference = refer(tensor) if isinstance(tensor, nn.Parameter) else None
             return tensor if reference is None else reference
         unit, flat = found
-        layout = (tensor.storage_offset(), tensor.shape, tensor.stride())
+        layout = (tensor.dtype, tensor.storage_offset(), tensor.shape, tensor.stride())
         assert self._forward is not None
         return (unit, flat, *layout, flat.version, self._forward)
 
@@ -320,16 +328,13 @@ class Runtime:
             return packed
         if isinstance(packed, Reference):
             return self._unpack_reference(packed)
-        unit, flat, offset, shape, stride, version, forward = packed
-        if version != flat.version:
-            raise RuntimeError(
-                f"backward of a forward that ran before the last step or load: the weights of "
-                f"{unit!r} have changed since; run the forward again"
-            )
+        unit, flat, dtype, offset, shape, stride, version, forward = packed
+        _check_version(unit, flat, version)
         if unit is not self._entered:
             self.enter_backward(unit, forward)
         assert flat.full is not None
-        saved = flat.full.as_strided(shape, stride, offset)
+        full = flat.full if dtype is flat.full.dtype else flat.full.view(dtype)
+        saved = full.as_strided(shape, stride, offset)
         # create_graph: nodes of this backward save the tensor without our hooks and outlive the
         # buffer: copy.
         return saved.clone() if torch.is_grad_enabled() else saved
@@ -339,6 +344,25 @@ class Runtime:
             self._open_backward()
         saved = self._references.read(reference)
         return saved.clone() if torch.is_grad_enabled() else saved
+
+    def watch_outputs(self, unit: Unit, output: object) -> None:
+        """Have ``unit`` gathered before the backward of what made ``output`` from its components.
+
+        See [Note: saved tensors], and [Note: quantized parameters] in `zero_core.layout.stored`.
+        """
+        forward = self._forward
+        if forward is None:
+            return  # nothing is saved; or activation checkpointing, which has entered the unit
+        opaque = [(flat, flat.version) for flat in unit.params if flat.segment.is_opaque]
+
+        def enter(grad: Tensor) -> None:
+            for flat, version in opaque:
+                _check_version(unit, flat, version)
+            self.enter_backward(unit, forward)
+
+        for tensor in pytree.tree_leaves(output):
+            if isinstance(tensor, Tensor) and tensor.requires_grad and not tensor.is_leaf:
+                tensor.register_hook(enter)  # type: ignore[no-untyped-call]
 
     def _use(self, unit: Unit, *, backward: bool) -> None:
         """Gather ``unit`` and its successor. Release its predecessor."""
@@ -810,3 +834,12 @@ class Runtime:
         """Note that values were written from outside of a step, on all ranks."""
         self.values_changed()
         self._communicator.forget_values()
+
+
+def _check_version(unit: Unit, flat: FlatParams, version: int) -> None:
+    """Refuse a backward whose forward had other values."""
+    if version != flat.version:
+        raise RuntimeError(
+            f"backward of a forward that ran before the last step or load: the weights of "
+            f"{unit!r} have changed since; run the forward again"
+        )

@@ -27,7 +27,14 @@ from zero_core.sharded.param_offload import (
     PrefetchHints,
 )
 from zero_core.sharded.params import DeviceShard, FlatParams, SegmentViews, ShardSource
-from zero_core.sharded.pool import Allocate, Arena, BufferPool, CopyStream, allocator
+from zero_core.sharded.pool import (
+    Allocate,
+    Arena,
+    BufferPool,
+    CopyStream,
+    RefilledBuffers,
+    allocator,
+)
 from zero_core.sharded.unit import Unit
 
 NUM_SPARE = 2
@@ -87,7 +94,7 @@ class Memory:
         self._found = found
         self._layout = layout
         self._views: dict[Hashable, SegmentViews] = {}
-        self._pools: list[tuple[str, BufferPool, int]] = []
+        self._pools: list[tuple[str, BufferPool | RefilledBuffers, int]] = []
         # Copies to other memory are under way on an accelerator while the next unit is reduced.
         self._num_spare = NUM_SPARE if is_accelerated else 0
         self._shards: dict[int, Tensor] = {}  # by segment, but for offloaded ones
@@ -101,7 +108,11 @@ class Memory:
                 self._private if self._stream is None else self._stream.filled_by(self._private),
                 queue=self._stream,
             )
-            for part in self._split(layout.segments)
+            for part in self._split([s for s in layout.segments if not s.is_opaque])
+        ]
+        self._refilled = [
+            self._refilled_buffers(part)
+            for part in self._split([s for s in layout.segments if s.is_opaque])
         ]
         self._staging_pools = [
             self._pool(
@@ -163,7 +174,7 @@ class Memory:
         grads = {
             index: FlatGrads(
                 segments[index],
-                self._params_of(segments[index]),
+                [p for p in self._params_of(segments[index]) if isinstance(p, nn.Parameter)],
                 of_segment,
                 communicator,
                 tier,
@@ -215,7 +226,9 @@ class Memory:
             device=self.device,
             source=source,
             kept=self._kept.get(index),
-            pool=self._full_pools[self._part_of(segment)],
+            pool=(self._refilled if segment.is_opaque else self._full_pools)[
+                self._part_of(segment)
+            ],
             has_remote_updates=self._has_peers and self.has_sharded_state and segment.is_trainable,
             views=self._views_of(segment),
         )
@@ -225,7 +238,7 @@ class Memory:
         slots = [
             (slot.start, slot.stop, p.shape) for slot, p in zip(segment.slots, params, strict=True)
         ]
-        key = (segment.dtype, segment.padded_numel, *slots)
+        key = segment.index if segment.is_opaque else (segment.dtype, segment.padded_numel, *slots)
         if key not in self._views:
             self._views[key] = SegmentViews(segment, params, self.device)
         return self._views[key]
@@ -289,7 +302,7 @@ class Memory:
         """Return the part of the model: 0 for the root, 1 for the blocks, 2 for the tail."""
         return 2 if segment.unit == self._layout.tail else min(segment.unit, 1)
 
-    def _params_of(self, segment: Segment) -> list[nn.Parameter]:
+    def _params_of(self, segment: Segment) -> list[Tensor]:
         return [self._found.params[slot.param] for slot in segment.slots]
 
     def _pool(
@@ -306,6 +319,14 @@ class Memory:
         pool = BufferPool(allocate, max(nbytes, default=0), num_spare=num_spare, queue=queue)
         self._pools.append((kind, pool, num_at_once + num_spare))
         return pool
+
+    def _refilled_buffers(self, segments: Sequence[Segment]) -> RefilledBuffers:
+        """Make the buffers of components that are gathered for each use."""
+        nbytes = max((s.padded_numel for s in segments), default=0)
+        buffers = RefilledBuffers(self.device, nbytes, queue=self._stream)
+        num_at_once = _num_at_once([s for s in segments if self._is_gathered(s)])
+        self._pools.append(("gathered units", buffers, num_at_once))
+        return buffers
 
     def _spares(self, num_users: int, num_at_once: int) -> int:
         """Return the buffers beyond ``num_at_once`` for copies that are still under way.

@@ -11,12 +11,13 @@ from enum import Enum
 from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from zero_core.comm.communicator import Communicator
 from zero_core.layout.arithmetic import Segment
+from zero_core.layout.stored import dim_order, from_bytes, to_bytes
 from zero_core.protocols import EXACT_PARAMETERS, StateTier, Work
-from zero_core.sharded.pool import BufferPool
+from zero_core.sharded.pool import BufferPool, RefilledBuffers
 
 _NO_VERSION = -1
 # One pass in C, as it runs for every parameter of every gather.
@@ -138,20 +139,20 @@ class SegmentViews:
     in the processor's cache when the next one needs it.
     """
 
-    def __init__(
-        self, segment: Segment, params: Sequence[nn.Parameter], device: torch.device
-    ) -> None:
+    def __init__(self, segment: Segment, params: Sequence[Tensor], device: torch.device) -> None:
         """Prepare for buffers of ``segment``'s length, and make the placeholders on ``device``."""
+        self._is_opaque = segment.is_opaque
         self._slots = [
             (slot.start, slot.stop, param.shape)
             for slot, param in zip(segment.slots, params, strict=True)
         ]
+        # What components look like, as their parameters know them.
+        self._forms = [(p.dtype, dim_order(p)) for p in params] if self._is_opaque else []
         self._gaps = list(segment.gaps())
         self._found: dict[tuple[int, torch.dtype], BufferViews] = {}
-        hole = torch.zeros((), dtype=segment.dtype, device=device)
-        if segment.dtype.is_floating_point:
-            hole.fill_(float("nan"))
-        holes = [hole.expand(param.shape) for param in params]
+        dtypes = [dtype for dtype, _ in self._forms] or [segment.dtype] * len(params)
+        hole_of = {dtype: _hole(dtype, device) for dtype in dict.fromkeys(dtypes)}
+        holes = [hole_of[d].expand(p.shape) for d, p in zip(dtypes, params, strict=True)]
         self.placeholders = BufferViews(holes, [], list(map(Tensor.data_ptr, holes)))
 
     def forget(self) -> None:
@@ -163,12 +164,32 @@ class SegmentViews:
         key = (full.data_ptr(), full.dtype)
         found = self._found.get(key)
         if found is None:
+            if self._is_opaque:  # the same storage at another address
+                self._found.clear()
             with torch.inference_mode(False):  # they serve training too
-                slots = [full[start:stop].view(shape) for start, stop, shape in self._slots]
+                slots = self._slots_of(full)
                 gaps = [full[start:stop] for start, stop in self._gaps]
             addresses = list(map(Tensor.data_ptr, slots))
             found = self._found[key] = BufferViews(slots, gaps, addresses)
         return found
+
+    def _slots_of(self, full: Tensor) -> list[Tensor]:
+        if not self._is_opaque:
+            return [full[start:stop].view(shape) for start, stop, shape in self._slots]
+        return [
+            from_bytes(full[start:stop], dtype, shape, order)
+            for (start, stop, shape), (dtype, order) in zip(self._slots, self._forms, strict=True)
+        ]
+
+
+def _hole(dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return NaN, or 0 for integers, as a tensor without dimensions."""
+    if not dtype.is_floating_point:
+        return torch.zeros((), dtype=dtype, device=device)
+    if dtype.itemsize > 1:
+        return torch.full((), float("nan"), dtype=dtype, device=device)
+    # All bits set are NaN in most 8-bit formats; not all of them can be filled.
+    return torch.full((1,), 255, dtype=torch.uint8, device=device).view(dtype)[0]
 
 
 class FlatParams:
@@ -176,7 +197,7 @@ class FlatParams:
 
     Attributes:
         segment: the arithmetic.
-        params: the model's parameters, in the order of the slots.
+        params: the model's parameters, or components of such, in the order of the slots.
         full: [padded_numel], or None while SHARDED.
         address: of ``full``, in memory.
         version: grows when values may have changed, as far as this rank knows.
@@ -188,13 +209,13 @@ class FlatParams:
     def __init__(
         self,
         segment: Segment,
-        params: Sequence[nn.Parameter],
+        params: Sequence[Tensor],
         *,
         rank: int,
         device: torch.device,
         source: ShardSource,
         kept: Tensor | None,
-        pool: BufferPool,
+        pool: BufferPool | RefilledBuffers,
         has_remote_updates: bool,
         views: SegmentViews,
     ) -> None:
@@ -246,9 +267,9 @@ class FlatParams:
         self.finish_gather()  # an older gather, started ahead and never used, may still write
         if self._is_gathered:
             if self.full is None:
-                self.full = self._pool.acquire(
-                    self._numel, self._dtype, (self.segment.index, backward)
-                )
+                index = self.segment.index
+                user = index if self.segment.is_opaque else (index, backward)
+                self.full = self._pool.acquire(self._numel, self._dtype, user)
                 self.address = self.full.data_ptr()
             # a negative version asks for exact values
             version = EXACT_PARAMETERS if exact else self.version
@@ -316,6 +337,10 @@ class FlatParams:
     def is_updated(self) -> bool:
         return self._source.is_updated()
 
+    def dtype_of(self, position: int) -> torch.dtype:
+        """Dtype of the parameter at ``position``."""
+        return self._placeholders.slots[position].dtype
+
     def has_values_of(self, position: int) -> bool:
         """Whether the parameter at ``position`` holds its current values."""
         return self.is_current or (not self._are_views_set and position in self._copies)
@@ -377,7 +402,8 @@ class FlatParams:
 
         Args:
             start: offset in the segment, in elements.
-            values: 1-D, any dtype and device, the same on every rank that stores any of them.
+            values: 1-D, any dtype (uint8 for a segment of bytes) and device, the same on every rank
+                that stores any of them.
         """
         stop = start + values.numel()
         if self.full is not None:
@@ -386,7 +412,8 @@ class FlatParams:
             slot = self.segment.slots[position]
             first, last = max(start, slot.start), min(stop, slot.stop)
             if first < last:
-                part = copy.view(-1)[first - slot.start : last - slot.start]
+                elements = self._elements_of(copy)
+                part = elements[first - slot.start : last - slot.start]
                 part.copy_(values[first - start : last - start])
         low, high = self.segment.shard_range(self._rank)
         first, last = max(low, start), min(high, stop)
@@ -429,15 +456,21 @@ class FlatParams:
             assert self.full is not None
             self.address = self.full.data_ptr()
 
-    def restore(self, position: int) -> None:
-        """Make the parameter at ``position`` a view again, if its ``data`` was replaced."""
+    def restore(self, position: int) -> bool:
+        """Make the parameter at ``position`` a view again, if its ``data`` was replaced.
+
+        Returns:
+            Whether it was.
+        """
         if self._are_views_set:
             tensor = self._current_views().slots[position]
         else:
             tensor = self._copies.get(position, self._placeholders.slots[position])
         found = self.params[position]
-        if (found.data_ptr(), found.shape) != (tensor.data_ptr(), tensor.shape):
+        is_replaced = (found.data_ptr(), found.shape) != (tensor.data_ptr(), tensor.shape)
+        if is_replaced:
             found.data = tensor
+        return is_replaced
 
     # ----------------------------------------------------------------- copies
 
@@ -470,6 +503,10 @@ class FlatParams:
         del self._copies[position]
         if not self._are_views_set:
             self.params[position].data = self._placeholders.slots[position]
+
+    def _elements_of(self, values: Tensor) -> Tensor:
+        """Return the elements of a parameter's dense ``values``, as a view."""
+        return to_bytes(values, dim_order(values)) if self.segment.is_opaque else values.view(-1)
 
     def _set_placeholders(self) -> None:
         if self._copies:

@@ -200,3 +200,52 @@ class BufferPool:
     def allocated_bytes(self) -> int:
         """Bytes that the pool holds, free or not."""
         return len(self._all) * self.buffer_bytes
+
+
+class RefilledBuffers:
+    """One buffer per user, whose storage stays the same object while its bytes are freed.
+
+    For components: a quantizer's kernel may keep a view of a gathered weight from forward to
+    backward, where no hook of autograd sees it (bitsandbytes does). In a `BufferPool` it would show
+    another unit's values then. Here it shows its own as soon as the unit is gathered again. FSDP2
+    refills all storages in this way. On a CPU fresh pages cost time, so the others are pooled.
+    """
+
+    def __init__(
+        self, device: torch.device, buffer_bytes: int, *, queue: CopyStream | None = None
+    ) -> None:
+        """Make it. ``buffer_bytes``, ``queue``: as for `BufferPool`."""
+        self._device = device
+        self._queue = queue
+        self._of: dict[Hashable, Tensor] = {}
+        self._lent_bytes = 0
+        self.buffer_bytes = buffer_bytes
+        self.allocated_bytes = 0
+        """The most bytes that were lent at a time."""
+
+    def acquire(self, numel: int, dtype: torch.dtype, user: Hashable) -> Tensor:
+        """Borrow ``user``'s buffer of ``numel`` elements. Contents undefined."""
+        buffer = self._of.get(user)
+        if buffer is None:
+            with torch.inference_mode(False):  # it serves training too
+                buffer = torch.empty(numel, dtype=dtype, device=self._device)
+            self._of[user] = buffer
+        elif not buffer.untyped_storage().nbytes():
+            buffer.untyped_storage().resize_(numel * dtype.itemsize)
+        wait = None if self._queue is None else self._queue.after_readers()
+        if wait is not None:
+            wait()  # the memory may have had other users
+        self._lent_bytes += buffer.nbytes
+        self.allocated_bytes = max(self.allocated_bytes, self._lent_bytes)
+        return buffer
+
+    def release(self, buffer: Tensor) -> None:
+        """Free the bytes of what was borrowed."""
+        self._lent_bytes -= buffer.nbytes
+        buffer.untyped_storage().resize_(0)
+
+    def reserve(self, num_buffers: int) -> None:
+        """Do nothing: memory is allocated for each use."""
+
+    def free(self) -> None:
+        """Do nothing: what is not lent has no memory."""

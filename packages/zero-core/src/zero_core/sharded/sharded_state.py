@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from zero_core.comm.control import ControlGroup
 from zero_core.layout.arithmetic import Layout, ParamSpec, Piece
-from zero_core.layout.discovery import plain_name
+from zero_core.layout.discovery import Quantized, plain_name
 from zero_core.protocols import StateTier
 from zero_core.sharded.params import FlatParams
 
@@ -30,6 +30,7 @@ class ShardedState:
         control: the group for small exchanges.
         pieces: this rank's part of each trainable parameter.
         optimizer: its kind and number of groups, in words.
+        quantized: the model's quantized parameters.
     """
 
     module: nn.Module
@@ -39,6 +40,7 @@ class ShardedState:
     control: ControlGroup
     pieces: tuple[Piece, ...]
     optimizer: str
+    quantized: tuple[Quantized, ...] = ()
 
     def own_slice(self, segment: int) -> Tensor:
         """Return this rank's [shard_numel] of the master weights, or of frozen values, on the CPU.
@@ -82,14 +84,23 @@ class ShardedState:
 
     @cached_property
     def places(self) -> dict[int, tuple[FlatParams, int]]:
-        """Flat parameters that hold a parameter, and its position in them, by its ``id``."""
+        """Flat parameters that hold a parameter or component, and its position, by its ``id``."""
         return {id(p): (flat, i) for flat in self.params for i, p in enumerate(flat.params)}
 
     @cached_property
+    def places_of(self) -> dict[int, tuple[tuple[FlatParams, int], ...]]:
+        """Places of a parameter of the model, or of its components, by the parameter's ``id``."""
+        whole = {
+            id(q.param): tuple(self.places[id(c)] for c in q.components) for q in self.quantized
+        }
+        return {key: (place,) for key, place in self.places.items()} | whole
+
+    @cached_property
     def param_names(self) -> dict[int, str]:
-        """First name of each parameter, by its ``id``."""
+        """First name of each parameter and component, by its ``id``."""
         found = {key: flat.segment.slots[i].param for key, (flat, i) in self.places.items()}
-        return {key: self.layout.params[param].name for key, param in found.items()}
+        names = {key: self.layout.params[param].name for key, param in found.items()}
+        return names | {id(q.param): q.name for q in self.quantized}
 
     @cached_property
     def piece_numbers(self) -> dict[int, int]:
@@ -119,14 +130,18 @@ class ShardedState:
 
     def holds_value(self, param: nn.Parameter) -> bool:
         """Whether ``param``, one of the model's, holds its current value on this rank."""
-        flat, position = self.places[id(param)]
-        flat.refresh()
-        return flat.has_values_of(position)
+        places = self.places_of[id(param)]
+        for flat, _ in places:
+            flat.refresh()
+        return all(flat.has_values_of(position) for flat, position in places)
 
     def own_part(self, param: nn.Parameter) -> Tensor:
-        """Return this rank's elements of ``param``, 1-D: a view of its shard, not to be changed."""
-        flat, position = self.places[id(param)]
-        return flat.part_of(position, flat.read_shard())
+        """Return this rank's elements of ``param``, 1-D: a view of its shard, not to be changed.
+
+        Of a parameter of several components their bytes, a copy.
+        """
+        parts = [f.part_of(position, f.read_shard()) for f, position in self.places_of[id(param)]]
+        return parts[0].view(param.dtype) if len(parts) == 1 else torch.cat(parts)
 
     def quiesce(self) -> None:
         """Wait until no rank reads any shard, before shards are written from outside of a step.
@@ -154,6 +169,8 @@ class ShardedState:
     def full_params(self, rank: int | None = None) -> Iterator[tuple[ParamSpec, Tensor]]:
         """Yield every parameter whole on the CPU, unrounded. Every rank must iterate to the end.
 
+        Of quantized parameters their components.
+
         With ``rank`` the others get nothing, and download nothing.
         """
         for segment in self.layout.segments:
@@ -165,7 +182,7 @@ class ShardedState:
             full = self.control.gather(own)
             for slot in segment.slots:
                 spec = self.layout.params[slot.param]
-                yield spec, full[slot.start : slot.stop].view(spec.shape).clone()
+                yield spec, spec.to_values(full[slot.start : slot.stop].clone())
 
     def names(self) -> list[str]:
         """Return the keys of the unwrapped model's state dict, in order, tied names included."""

@@ -82,6 +82,8 @@ class StateAccess:
         if what == GRAD:
             factor = self._complete_gradient()
             own = _widened(self._gradient.grads_of(segment.index).values().cpu()) * factor
+        elif segment.is_opaque:
+            own = self._state.own_slice(segment.index)
         elif what == MASTER:
             own = _widened(self._state.own_slice(segment.index))
         else:
@@ -91,7 +93,7 @@ class StateAccess:
             self._check_known(what)
             own = _widened(self._state.own_state(segment.index, what))
         full = self._state.control.gather(own)
-        return full[slot.start : slot.stop].view(self._state.layout.params[slot.param].shape)
+        return self._state.layout.params[slot.param].to_values(full[slot.start : slot.stop])
 
     def get_local(self, name: str, what: str = MASTER) -> Tensor:
         """Return this rank's part of ``what``, 1-D. For "grad" every rank must call it."""
@@ -152,10 +154,12 @@ class StateAccess:
                 first step.
         """
         segment, slot = self._find(name, what)
-        shape = self._state.layout.params[slot.param].shape
-        if value.shape != shape:
-            raise ValueError(f"{name} has shape {shape}, found {tuple(value.shape)}")
-        flat = value.detach().reshape(-1)
+        spec = self._state.layout.params[slot.param]
+        if value.shape != spec.shape:
+            raise ValueError(f"{name} has shape {spec.shape}, found {tuple(value.shape)}")
+        if spec.is_opaque and value.dtype != spec.dtype:
+            raise ValueError(f"{name} holds a quantizer's {spec.dtype}, found {value.dtype}")
+        flat = spec.to_elements(value.detach())
         if not segment.is_trainable:
             self._state.quiesce()  # others may still be gathering the old values
             self._state.params[segment.index].write(slot.start, flat)

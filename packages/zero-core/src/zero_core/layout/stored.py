@@ -1,0 +1,199 @@
+"""Memory of a parameter: one tensor, or the several tensors that a quantizer keeps for it.
+
+[Note: quantized parameters]
+A quantized parameter is bytes and metadata. Its *components* are the plain tensors that hold the
+bytes:
+- of a tensor subclass that wraps others (torchao): the tensors that ``__tensor_flatten__`` names,
+  and theirs if these wrap others in turn;
+- of a parameter of another class than ``nn.Parameter`` (bitsandbytes): its own memory and the
+  tensors in its attributes, as in ``quant_state.absmax``;
+- of an ``nn.Parameter`` of integers or of 8-bit floats: itself.
+A component keeps its object, its shape, its strides and its bits: the engine only replaces its
+memory. So whatever holds it (the wrapper, a ``QuantState``, a node of autograd) sees the same
+values. Nothing is ever cast. The components of a unit lie in one segment of bytes.
+All other metadata (block sizes, dtypes) stays where it is, whole on every rank. A module may repack
+its weight for a forward (bitsandbytes does so on CPUs, in evaluation): after that forward memory
+and metadata are put back.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from enum import Enum
+from types import FunctionType, MethodType, ModuleType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from zero_core.errors import ConfigError
+from zero_core.protocols import PartitionedParam
+
+BYTES_ALIGNMENT = 64
+"""Bytes to which components are aligned, for every dtype and for vector registers."""
+_MAX_DEPTH = 4  # of attributes: Params4bit.quant_state.state2.absmax has 3
+_NO_METADATA = (nn.Module, Enum, type, FunctionType, MethodType, ModuleType)
+
+
+class Component(NamedTuple):
+    """A plain tensor of a parameter.
+
+    Attributes:
+        path: its attribute as seen from the parameter, "" for the parameter's own memory.
+        tensor: the object that the parameter holds.
+    """
+
+    path: str
+    tensor: Tensor
+
+
+def is_storage_dtype(dtype: torch.dtype) -> bool:
+    """Whether values of ``dtype`` mean nothing without a scale: integers and 8-bit floats."""
+    return not (dtype.is_floating_point or dtype.is_complex) or dtype.itemsize == 1
+
+
+def is_wrapper(tensor: object) -> bool:
+    """Whether ``tensor`` is of a subclass that wraps others, and has no memory of its own."""
+    return is_traceable_wrapper_subclass(tensor)
+
+
+def components(name: str, param: Tensor) -> tuple[Component, ...]:
+    """Return the tensors that hold the bytes of ``param``: see [Note: quantized parameters].
+
+    That is ``param`` alone, at path "", if it is not quantized.
+
+    Raises:
+        ConfigError: it is of a class that cannot be sharded, with its ``name``.
+    """
+    if isinstance(param, PartitionedParam):
+        return (Component("", param),)
+    if is_wrapper(param):
+        _check_wrapper(name, param)
+        found = list(_inner("", param))
+    else:
+        found = [Component("", param)]
+        if type(param) is not nn.Parameter and not param.requires_grad:
+            found += _attached("", param, {id(param)}, _MAX_DEPTH)
+    for path, tensor in found:
+        if tensor.layout is not torch.strided:
+            where = f"{name}.{path}" if path else name
+            raise ConfigError(
+                f"parameter {where} is {tensor.layout}, which has no flat memory to shard: "
+                "make it dense"
+            )
+    return tuple(found)
+
+
+def _check_wrapper(name: str, param: Tensor) -> None:
+    kind = f"{type(param).__module__}.{type(param).__qualname__}"
+    dtensor = sys.modules.get("torch.distributed.tensor")
+    if dtensor is not None and isinstance(param, dtensor.DTensor):
+        raise ConfigError(
+            f"parameter {name} is a DTensor, which other code has sharded: build the engine from "
+            "the model before fully_shard() or parallelize_module()"
+        )
+    if param.requires_grad:
+        raise ConfigError(
+            f"parameter {name} is a {kind}, a tensor subclass, and requires a gradient: quantized "
+            "parameters are not trained. Freeze it by requires_grad_(False) and train adapters, or "
+            "leave its class out (for torchao.float8: enable_fsdp_float8_all_gather=False)"
+        )
+
+
+def _inner(path: str, tensor: Any) -> Iterator[Component]:
+    if not is_wrapper(tensor):
+        yield Component(path, tensor)
+        return
+    names, _ = tensor.__tensor_flatten__()
+    for attribute in names:
+        yield from _inner(_joined(path, attribute), getattr(tensor, attribute))
+
+
+def _attached(path: str, value: object, seen: set[int], depth: int) -> Iterator[Component]:
+    """Yield the tensors in the attributes of ``value`` and of the plain objects in them."""
+    for attribute, found in _attributes(value).items():
+        if id(found) in seen or isinstance(found, _NO_METADATA):
+            continue
+        seen.add(id(found))
+        where = _joined(path, attribute)
+        if isinstance(found, Tensor):
+            if not isinstance(found, nn.Parameter) and not found.requires_grad:
+                yield from _inner(where, found)
+        elif depth > 1:
+            yield from _attached(where, found, seen, depth - 1)
+
+
+def _attributes(value: object) -> dict[str, Any]:
+    try:
+        return vars(value)
+    except TypeError:  # it has none
+        return {}
+
+
+class Metadata:
+    """Snapshot of the attributes of a parameter with attached components."""
+
+    def __init__(self, param: Tensor) -> None:
+        found: dict[int, dict[str, Any]] = {}
+        _list_attributes(param, found, _MAX_DEPTH)
+        self._found = [(attributes, dict(attributes)) for attributes in found.values()]
+
+    def put_back(self) -> None:
+        """Make the attributes what they were."""
+        for attributes, before in self._found:
+            attributes.clear()
+            attributes.update(before)
+
+
+def _list_attributes(value: object, found: dict[int, dict[str, Any]], depth: int) -> None:
+    attributes = _attributes(value)
+    if id(attributes) in found or not attributes or not depth:
+        return
+    found[id(attributes)] = attributes
+    for one in attributes.values():
+        if not isinstance(one, (*_NO_METADATA, Tensor)):
+            _list_attributes(one, found, depth - 1)
+
+
+def _joined(path: str, attribute: str) -> str:
+    return f"{path}.{attribute}" if path else attribute
+
+
+def is_same_memory(first: Tensor, second: Tensor) -> bool:
+    """Whether two tensors are one view of one memory."""
+    return _view_of(first) == _view_of(second) and (
+        first.untyped_storage()._cdata == second.untyped_storage()._cdata
+    )
+
+
+def _view_of(tensor: Tensor) -> tuple[object, ...]:
+    return tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset()
+
+
+def dim_order(tensor: Tensor) -> tuple[int, ...]:
+    """Return the dimensions from the slowest to the fastest one in memory.
+
+    In their own order where elements overlap or leave gaps: a copy without is made of such.
+    """
+    dims, strides = tuple(range(tensor.ndim)), tensor.stride()
+    order = tuple(sorted(dims, key=lambda d: (-strides[d], d)))
+    return order if tensor.permute(order).is_contiguous() else dims
+
+
+def to_bytes(tensor: Tensor, order: tuple[int, ...]) -> Tensor:
+    """Return the bytes of ``tensor``, 1-D, in the order of memory: a view where it is dense.
+
+    ``order``: its `dim_order`.
+    """
+    dense = tensor.detach().permute(order).contiguous()
+    return dense.view(-1).view(torch.uint8)
+
+
+def from_bytes(
+    flat: Tensor, dtype: torch.dtype, shape: tuple[int, ...], order: tuple[int, ...]
+) -> Tensor:
+    """Return `to_bytes`'s tensor as a view of ``flat``."""
+    lying = flat.view(dtype).view([shape[d] for d in order])
+    return lying.permute([order.index(d) for d in range(len(order))])

@@ -1,0 +1,240 @@
+"""A quantized model with adapters, by a reference quantizer: the storage of what people load.
+
+Codes of 4 bits, two to a byte, in blocks of `BLOCK` with one largest magnitude each, as QLoRA has
+them (Dettmers et al., arXiv 2305.14314, section 3), here at equal distances. Three ways to keep
+them are in every block of `Adapted`: a tensor subclass that wraps plain tensors (as torchao's), a
+parameter with its metadata in an attribute (as bitsandbytes'), and plain parameters side by side.
+The product's node keeps a view of the codes for backward where no hook of autograd sees it.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import return_and_correct_aliasing
+
+from zero_core.testing.models import seeded
+
+BLOCK = 8
+
+
+class ScaleState:
+    """Metadata beside packed codes: scales, and a table in a state of its own."""
+
+    def __init__(self, absmax: Tensor, table: Tensor, shape: torch.Size) -> None:
+        self.absmax = absmax
+        self.shape = shape
+        self.inner = _Table(table)
+        self.is_repacked = False
+
+
+class _Table:
+    def __init__(self, values: Tensor) -> None:
+        self.values = values
+
+
+def _table() -> Tensor:
+    return torch.linspace(-1.0, 1.0, 16)
+
+
+def quantize(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Return codes, uint8 [numel / 2, 1], and largest magnitudes, [numel / BLOCK]."""
+    blocks = weight.detach().reshape(-1, BLOCK)
+    absmax = blocks.abs().amax(1)
+    nearest = (blocks / absmax[:, None])[..., None].sub(_table()).abs().argmin(-1)
+    codes = nearest.to(torch.uint8).view(-1, 2)
+    return (codes[:, :1] << 4) | codes[:, 1:], absmax
+
+
+def dequantize(codes: Tensor, absmax: Tensor, table: Tensor, shape: torch.Size) -> Tensor:
+    """Return the weight of `quantize`, fp32."""
+    flat = codes.reshape(-1, 1)
+    values = table[torch.cat((flat >> 4, flat & 15), 1).long()]
+    return (values.view(-1, BLOCK) * absmax[:, None]).view(shape)
+
+
+class Product(torch.autograd.Function):
+    """``x @ weight.t()`` of a quantized weight. It keeps the codes outside of saved tensors."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, codes: Tensor, state: ScaleState) -> Tensor:
+        """Compute it."""
+        ctx.codes, ctx.state = codes.view(-1), state
+        if state.is_repacked:
+            codes = (codes >> 4) | (codes << 4)
+        weight = dequantize(codes, state.absmax, state.inner.values, state.shape)
+        return x @ weight.t()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        """Compute the gradient of ``x`` from the weights that memory holds now."""
+        state = ctx.state
+        weight = dequantize(ctx.codes, state.absmax, state.inner.values, state.shape)
+        return grad @ weight, None, None
+
+
+class PackedParam(nn.Parameter):
+    """A parameter of codes whose ``state`` is an attribute."""
+
+    state: ScaleState
+
+    @classmethod
+    def of(cls, weight: Tensor) -> PackedParam:
+        """Quantize ``weight``."""
+        codes, absmax = quantize(weight)
+        param: PackedParam = torch.Tensor._make_subclass(cls, codes, False)
+        param.state = ScaleState(absmax, _table(), weight.shape)
+        return param
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> PackedParam:
+        """Copy the state, too."""
+        param: PackedParam = torch.Tensor._make_subclass(type(self), self.data.clone(), False)
+        param.state = copy.deepcopy(self.state, memo)
+        return param
+
+
+class WrappedCodes(Tensor):
+    """A tensor of a weight's shape and dtype that wraps its codes and scales."""
+
+    @staticmethod
+    def __new__(cls, codes: Tensor, absmax: Tensor, shape: torch.Size) -> WrappedCodes:
+        """Make a tensor without memory of its own."""
+        made: WrappedCodes = torch.Tensor._make_wrapper_subclass(
+            cls, shape, dtype=torch.float32, device=codes.device
+        )
+        return made
+
+    def __init__(self, codes: Tensor, absmax: Tensor, shape: torch.Size) -> None:
+        self.codes, self.absmax = codes, absmax
+
+    @classmethod
+    def of(cls, weight: Tensor) -> WrappedCodes:
+        """Quantize ``weight``."""
+        return cls(*quantize(weight), weight.shape)
+
+    def __tensor_flatten__(self) -> tuple[list[str], tuple[()]]:
+        """Name the tensors that it wraps."""
+        return ["codes", "absmax"], ()
+
+    @classmethod
+    def __tensor_unflatten__(
+        cls, inner: Mapping[str, Tensor], context: tuple[()], size: torch.Size, stride: Any
+    ) -> WrappedCodes:
+        """Make one of the tensors that it wraps."""
+        return cls(inner["codes"], inner["absmax"], size)
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Serve what ``nn.Parameter``, ``detach`` and copies need."""
+        if func not in (torch.ops.aten.detach.default, torch.ops.aten.clone.default):
+            raise TypeError(f"{func} of {cls.__name__}")
+        own = args[0]
+        made = cls(func(own.codes), func(own.absmax), own.shape)
+        return return_and_correct_aliasing(  # type: ignore[no-untyped-call]
+            func, args, kwargs or {}, made
+        )
+
+
+class AttachedLinear(nn.Module):
+    """A linear map of a `PackedParam`, which it repacks for evaluation."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight = PackedParam.of(torch.randn(width, width) / width**0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Multiply."""
+        weight: Any = self.weight
+        if not self.training and not weight.state.is_repacked:  # the rows' halves change places
+            weight.data = ((weight.data >> 4) | (weight.data << 4)).view(-1)
+            weight.state.absmax = weight.state.absmax * 1.0
+            weight.state.is_repacked = True
+        product: Tensor = Product.apply(x, weight, weight.state)  # type: ignore[no-untyped-call]
+        return product
+
+
+class WrappedLinear(nn.Module):
+    """A linear map of `WrappedCodes`."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        made = WrappedCodes.of(torch.randn(width, width) / width**0.5)
+        self.weight = nn.Parameter(made, requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Multiply."""
+        weight: Any = self.weight
+        state = ScaleState(weight.absmax, _table(), weight.shape)
+        product: Tensor = Product.apply(x, weight.codes, state)  # type: ignore[no-untyped-call]
+        return product
+
+
+class PlainLinear(nn.Module):
+    """A linear map of 8-bit floats, stored by columns, with scales beside them."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        weight = torch.randn(width, width) / width**0.5
+        scale = weight.abs().amax(1, keepdim=True) / 448.0
+        codes = (weight / scale).t().contiguous().to(torch.float8_e4m3fn).t()
+        self.weight = nn.Parameter(codes, requires_grad=False)
+        self.scale = nn.Parameter(scale, requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Multiply."""
+        return nn.functional.linear(x, self.weight.float() * self.scale.float())
+
+
+class _Adapter(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.down = nn.Linear(width, 2, bias=False)
+        self.up = nn.Linear(2, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        product: Tensor = self.up(self.down(x))
+        return product
+
+
+class _Block(nn.Module):
+    """Quantized maps before, beside and behind an adapter."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width).requires_grad_(False)
+        self.first = WrappedLinear(width)
+        self.adapter = _Adapter(width)
+        self.second = PlainLinear(width)
+        self.last = AttachedLinear(width)  # its node is the first one of the block's backward
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm(x)
+        y = torch.tanh(self.first(y) + self.adapter(y))
+        y = torch.tanh(self.second(y))
+        total: Tensor = x + self.last(y)
+        return total
+
+
+class Adapted(nn.Module):
+    """A frozen quantized base, trained by adapters. ``width`` is a multiple of `BLOCK`."""
+
+    def __init__(self, width: int = 24, depth: int = 4) -> None:
+        super().__init__()
+        with seeded(0):
+            self.inlet = AttachedLinear(width)
+            self.blocks = nn.ModuleList(_Block(width) for _ in range(depth))
+            self.outlet = WrappedLinear(width)
+
+    def forward(self, x: Tensor, *, is_reversed: bool = False) -> Tensor:
+        """Return a loss of ``x``, [batch, width]. Blocks may run from the last to the first."""
+        x = self.inlet(x)
+        for block in reversed(self.blocks) if is_reversed else self.blocks:
+            x = block(x)
+        y: Tensor = self.outlet(x)
+        return y.float().square().mean()

@@ -1,0 +1,251 @@
+"""Quantized frozen parameters shard as bytes, and a training of adapters on them follows DDP."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import zero_core
+from zero_core.errors import ConfigError
+from zero_core.testing import LR, WEIGHT_DECAY, Case, SimulatedDDP, SimulatedRanks, simulate
+from zero_core.testing.quantized import Adapted, dequantize
+
+STEPS = 2
+WIDTH = 24
+
+
+def _x(step: int, rank: int) -> Tensor:
+    generator = torch.Generator().manual_seed(10 * step + rank)
+    return torch.randn(5, WIDTH, generator=generator)
+
+
+def _trained(model: nn.Module) -> dict[str, nn.Parameter]:
+    return {name: p for name, p in model.named_parameters() if p.requires_grad}
+
+
+def _train_ddp(ranks: SimulatedRanks) -> tuple[list[float], dict[str, Tensor]]:
+    model = Adapted(WIDTH)
+    ddp = SimulatedDDP(model, ranks)
+    optimizer = torch.optim.AdamW(
+        _trained(model).values(), lr=LR, weight_decay=WEIGHT_DECAY, fused=True
+    )
+    losses = []
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        loss = ddp(_x(step, ranks.rank))
+        loss.backward()
+        ddp.average_gradients()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses, {name: p.detach().clone() for name, p in _trained(model).items()}
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.detach().contiguous().view(-1).view(torch.uint8)
+
+
+def _assert_same_base(model: nn.Module, expected: nn.Module) -> None:
+    """Compare the bits, dtypes and strides that modules see."""
+    own, other = dict(model.named_modules()), dict(expected.named_modules())
+    for path, module in other.items():
+        weight: Any = getattr(module, "weight", None)
+        if weight is None or weight.requires_grad or isinstance(module, nn.LayerNorm):
+            continue
+        found: Any = own[path].weight
+        pairs = [(found, weight)]
+        if hasattr(weight, "state"):
+            pairs += [(found.state.absmax, weight.state.absmax)]
+            pairs += [(found.state.inner.values, weight.state.inner.values)]
+        if hasattr(weight, "codes"):
+            pairs = [(found.codes, weight.codes), (found.absmax, weight.absmax)]
+        if hasattr(module, "scale"):
+            pairs += [(own[path].scale, module.scale)]
+        for mine, theirs in pairs:
+            assert mine.dtype == theirs.dtype
+            assert mine.stride() == theirs.stride()
+            assert torch.equal(_bytes(mine), _bytes(theirs)), path
+
+
+def _train(ranks: SimulatedRanks, stage: int) -> None:
+    losses, values = _train_ddp(ranks)
+    engine = zero_core.build(Adapted(WIDTH), Case(stage).config(), process_group=ranks)
+    found = []
+    for step in range(STEPS):
+        loss = engine(_x(step, ranks.rank))
+        engine.backward(loss)
+        engine.step()
+        found.append(loss.item())
+    assert found == losses
+    with engine.gathered():
+        _assert_same_base(engine.module, Adapted(WIDTH))
+        for name, param in _trained(engine.module).items():
+            assert torch.equal(param, values[name]), name
+    full = engine.full_state_dict()
+    expected = Adapted(WIDTH)
+    assert list(full) == list(expected.state_dict())
+    assert torch.equal(full["blocks.1.first.weight"].codes, expected.blocks[1].first.weight.codes)
+    _assert_same_base(engine.unwrap(), expected)
+
+
+@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_adapters_on_quantized_weights_follow_ddp_bit_by_bit(world_size, stage):
+    simulate(_train, world_size, stage)
+
+
+def _train_checkpointed(ranks: SimulatedRanks) -> None:
+    keys = {"activation_checkpointing": {"enabled": True}}
+    losses, _ = _train_ddp(ranks)
+    engine = zero_core.build(Adapted(WIDTH), Case(3, top=keys).config(), process_group=ranks)
+    for step in range(STEPS):
+        loss = engine(_x(step, ranks.rank))
+        engine.backward(loss)
+        engine.step()
+        assert loss.item() == losses[step]
+
+
+def test_recomputed_blocks_see_their_own_quantized_weights():
+    simulate(_train_checkpointed, 2)
+
+
+def _two_forwards(ranks: SimulatedRanks) -> None:
+    """Two forwards before the backward of either, as preference losses have."""
+    model = Adapted(WIDTH)
+    (model(_x(0, 0)) + model(_x(1, 0), is_reversed=True)).backward()
+    engine = zero_core.build(Adapted(WIDTH), Case(3).config(), process_group=ranks)
+    engine.backward(engine(_x(0, 0)) + engine(_x(1, 0), is_reversed=True))
+    for name, param in _trained(model).items():
+        torch.testing.assert_close(engine.states.get_full(name, "grad"), param.grad, rtol=0, atol=0)
+
+
+def test_two_forwards_before_a_backward_read_each_units_own_bytes():
+    simulate(_two_forwards, 2)
+
+
+def _low_precision(ranks: SimulatedRanks) -> None:
+    engine = zero_core.build(Adapted(WIDTH), Case(3, "bf16").config(), process_group=ranks)
+    block = engine.module.blocks[0]
+    assert block.norm.weight.dtype == block.adapter.up.weight.dtype == torch.bfloat16
+    with engine.gathered():
+        _assert_same_base(engine.module, Adapted(WIDTH))
+
+
+def test_a_bf16_configuration_casts_neither_codes_nor_scales():
+    simulate(_low_precision, 2)
+
+
+def _counted(ranks: SimulatedRanks) -> None:
+    config = Case(3).config()
+    model = Adapted(WIDTH)
+    frozen = sum(
+        s.padded_numel
+        for s in zero_core.build(model, config, process_group=ranks).layout.segments
+        if s.is_opaque
+    )
+    plan = zero_core.plan(Adapted(WIDTH), config, world_size=2)
+    engine = zero_core.build(Adapted(WIDTH), config, process_group=ranks)
+    engine.backward(engine(_x(0, ranks.rank)))
+    engine.step()
+    report = engine.memory_report()
+    trained = sum(s.shard_numel for s in engine.layout.segments if s.is_trainable)
+    plain = sum(
+        s.shard_numel for s in engine.layout.segments if not (s.is_trainable or s.is_opaque)
+    )
+    assert report["parameters"] == frozen // 2 + 4 * (trained + plain)
+    assert report["gradient shards"] <= 4 * trained
+    assert frozen < 3 * Adapted(WIDTH).blocks[0].norm.weight.numel() ** 2 * 4 * 4
+    expected = {k: v for k, v in plan.memory.device.items() if k in report}
+    assert expected["parameters"] == report["parameters"]
+
+
+def test_shards_are_bytes_and_frozen_parameters_have_neither_gradients_nor_states():
+    simulate(_counted, 2)
+
+
+def _evaluated(ranks: SimulatedRanks, stage: int) -> None:
+    expected = Adapted(WIDTH)
+    engine = zero_core.build(Adapted(WIDTH), Case(stage).config(), process_group=ranks)
+    for _ in range(2):
+        engine.eval()
+        with torch.no_grad():
+            assert engine(_x(0, 0)).item() == expected(_x(0, 0)).item()
+    engine.train()
+    engine.backward(engine(_x(0, 0)))
+    with engine.gathered():
+        _assert_same_base(engine.module, expected)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_weight_that_a_forward_repacks_is_put_back(stage):
+    simulate(_evaluated, 2, stage)
+
+
+def _edited(ranks: SimulatedRanks) -> None:
+    engine = zero_core.build(Adapted(WIDTH), Case(3).config(), process_group=ranks)
+    weight = engine.module.blocks[1].last.weight
+    with engine.gathered(params=[weight], modifier_rank=0):
+        if ranks.rank == 0:
+            weight.fill_(7)
+            weight.state.absmax.fill_(2.0)
+    with engine.gathered(params=[weight]):
+        assert bool((weight == 7).all())
+        assert bool((weight.state.absmax == 2.0).all())
+        with torch.no_grad():
+            dense = dequantize(weight, weight.state.absmax, weight.state.inner.values, (24, 24))
+        assert torch.isfinite(dense).all()
+    assert torch.equal(
+        engine.states.get_full("blocks.1.last.weight.state.absmax"),
+        weight.state.absmax.new_full((72,), 2.0),
+    )
+
+
+def test_components_are_gathered_and_edited_with_their_parameter():
+    simulate(_edited, 2)
+
+
+def _saved(ranks: SimulatedRanks, folder: str) -> None:
+    engine = zero_core.build(Adapted(WIDTH), Case(3).config(), process_group=ranks)
+    engine.backward(engine(_x(0, ranks.rank)))
+    engine.step()
+    engine.save_checkpoint(folder)
+    expected = engine(_x(1, 0)).item()
+    other = Adapted(WIDTH)
+    for block in other.blocks:
+        block.last.weight.data.zero_()
+        block.second.scale.data.zero_()
+    resumed = zero_core.build(other, Case(2).config(), process_group=ranks)
+    resumed.load_checkpoint(folder)
+    assert resumed(_x(1, 0)).item() == expected
+
+
+def test_a_checkpoint_holds_the_components(tmp_path):
+    simulate(_saved, 2, str(tmp_path))
+
+
+def test_deep_copies_and_a_second_engine_have_the_same_bytes():
+    engine = zero_core.build(Adapted(WIDTH), Case(3).config())
+    with engine.gathered():
+        found = copy.deepcopy(engine.module)
+    _assert_same_base(found, Adapted(WIDTH))
+    model = engine.unwrap()
+    again = zero_core.build(model, Case(3).config())
+    assert again(_x(0, 0)).item() == Adapted(WIDTH)(_x(0, 0)).item()
+
+
+def test_a_trained_tensor_subclass_is_refused_by_name():
+    model = Adapted(WIDTH)
+    model.blocks[2].first.weight.requires_grad_(True)
+    with pytest.raises(ConfigError, match=r"blocks\.2\.first\.weight is a .*WrappedCodes"):
+        zero_core.build(model, Case(0).config())
+
+
+def test_replaced_memory_of_a_component_is_refused_by_name():
+    engine = zero_core.build(Adapted(WIDTH), Case(0).config())
+    state = engine.module.blocks[0].last.weight.state
+    state.absmax.data = state.absmax.data.clone()
+    with pytest.raises(RuntimeError, match=r"blocks\.0\.last\.weight\.state\.absmax was given"):
+        engine(_x(0, 0))
