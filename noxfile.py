@@ -12,8 +12,8 @@
     kernels    cpu-adam's kernels without Python: here, sanitized, and on an emulated Arm processor
     sanitize   cpu-adam's tests under AddressSanitizer and UBSan; arguments go to pytest
     matrix     the tests of everything, for a torch release and a Python version
-    hugging_face  the tests that take transformers and accelerate, with the newest releases of both
-               and with those before
+    hugging_face  the tests and scripts that take transformers, accelerate, TRL, PEFT and Lightning,
+               with the newest releases of all and with those before
 
 Environments are kept; ``-R`` also skips installing into them, for a quick second run.
 """
@@ -77,8 +77,24 @@ TORCH_CUDA = {
     "2.14.0": "13.0",
     "2.15.0": "13.2",
 }
-# The two newest minor releases.
-HUGGING_FACE = (("5.23.0", "1.15.0"), ("5.22.2", "1.14.0"))
+# The two newest minor releases, or patch releases where the minor one before does not work with the
+# other packages of its row.
+HUGGING_FACE = (
+    {
+        "transformers": "5.23.0",
+        "accelerate": "1.15.0",
+        "trl": "1.16.0",
+        "peft": "0.21.2",
+        "lightning": "2.6.6",
+    },
+    {
+        "transformers": "5.22.2",
+        "accelerate": "1.14.0",
+        "trl": "1.15.0",
+        "peft": "0.21.1",
+        "lightning": "2.6.5",
+    },
+)
 HUGGING_FACE_TESTS = (
     "test_accelerate.py",
     "test_accelerate_launch.py",
@@ -86,6 +102,7 @@ HUGGING_FACE_TESTS = (
     "test_hf_arguments.py",
     "test_hf_trainer.py",
     "test_hugging_face.py",
+    "test_lightning.py",
     "test_sharded_hugging_face.py",
     "test_trainer_script.py",
 )
@@ -170,11 +187,7 @@ def compat(session: nox.Session) -> None:
     # That each of its modules is served or refused can be told only where it is installed.
     hook = "integration/tests/test_import_hook.py"
     session.run("python", "-m", "pytest", "-q", hook, "integration/compat/checks")
-    # It takes what starts and measures ranks from the benchmarks' harness.
-    found = os.environ.get("PYTHONPATH")
-    paths = [str(Path("integration").resolve()), *([found] if found else [])]
-    path = {"PYTHONPATH": os.pathsep.join(paths)}
-    session.run("python", "integration/compat/compare.py", *session.posargs, env=path)
+    run_compat(session, *session.posargs)
 
 
 @nox.session
@@ -247,16 +260,19 @@ def matrix(session: nox.Session, torch: str) -> None:
 
 @nox.session
 @nox.parametrize(
-    ("transformers", "accelerate"),
-    [nox.param(*pair, id=f"transformers-{pair[0]}") for pair in HUGGING_FACE],
+    "releases", [nox.param(row, id=f"transformers-{row['transformers']}") for row in HUGGING_FACE]
 )
-def hugging_face(session: nox.Session, transformers: str, accelerate: str) -> None:
-    """Test what goes into transformers and accelerate with a pair of their releases."""
-    install_everything(session, *TEST_TOOLS, extras="[test]")
-    session.install(*PIP_FLAGS, f"transformers=={transformers}", f"accelerate=={accelerate}")
+def hugging_face(session: nox.Session, releases: dict[str, str]) -> None:
+    """Test what goes into transformers, accelerate, TRL, PEFT and Lightning with their releases."""
+    install_everything(session, *TEST_TOOLS, extras="[bench,test]")
+    session.install(*PIP_FLAGS, *(f"{name}=={release}" for name, release in releases.items()))
     with session.chdir("integration"):
         files = [f"tests/{name}" for name in HUGGING_FACE_TESTS]
         session.run("python", "-m", "pytest", "-q", *IN_PARALLEL, *files, env=NO_SPINNING)
+    results = Path(session.create_tmp(), "compat.json")
+    results.unlink(missing_ok=True)
+    families = [f"--only={name}:" for name in ("TRL", "transformers", "accelerate", "Lightning")]
+    run_compat(session, *families, f"--results={results}", f"--page={results.with_suffix('.md')}")
 
 
 def test_alone(session: nox.Session, package: str) -> None:
@@ -342,6 +358,15 @@ def run_integration_tests(session: nox.Session) -> None:
     """Run conformance and the end-to-end tests."""
     with session.chdir("integration"):
         session.run("python", "-m", "pytest", "-q", *IN_PARALLEL, env=NO_SPINNING)
+
+
+def run_compat(session: nox.Session, *arguments: str) -> None:
+    """Run public scripts, as ``integration/compat/compare.py`` says."""
+    # It takes what starts and measures ranks from the benchmarks' harness.
+    found = os.environ.get("PYTHONPATH")
+    paths = [str(Path("integration").resolve()), *([found] if found else [])]
+    path = {"PYTHONPATH": os.pathsep.join(paths)}
+    session.run("python", "integration/compat/compare.py", *arguments, env=path)
 
 
 def run_typecheck(session: nox.Session) -> None:

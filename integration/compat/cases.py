@@ -26,7 +26,7 @@ class Case:
         ddp: where DeepSpeed itself does not run on the CPU, the arguments for the same training
             with DDP; the reason is in ``why_ddp``.
         tolerance: of a loss against the other side's, relative.
-        num_losses: compared from the first on; 0 is all.
+        compared: what of a Trainer's log is compared, where its loss is always 0.
         needs: modules that not every installation has.
     """
 
@@ -40,6 +40,7 @@ class Case:
     ddp: tuple[str, ...] = ()
     why_ddp: str = ""
     tolerance: float = 1e-3
+    compared: str = "loss"
     needs: tuple[str, ...] = ()
 
     @property

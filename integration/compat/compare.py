@@ -92,7 +92,7 @@ class Sides:
                 (folder / name).write_text(_filled(text, places), encoding="utf-8")
             filled = [_filled(argument, places) for argument in program]
             own = [_filled(argument, places) for argument in case.launcher]
-            variables = {"COMPAT_RESULTS": scratch}
+            variables = {"COMPAT_RESULTS": scratch, "COMPAT_COMPARED": case.compared}
             if side == "ddp":
                 variables["ACCELERATE_USE_CPU"] = "true"
             if own:
@@ -130,9 +130,8 @@ class Sides:
         folder: Path,
     ) -> None:
         """Start ranks by a launcher that is the program's own, under zero-engine run or not."""
-        beside = Path(sys.executable).parent / launcher[0]
-        words = [*LAUNCHERS[OURS], *launcher] if side == OURS else [str(beside), *launcher[1:]]
-        command = [sys.executable, *words, str(HERE / "measured.py"), *program]
+        start = [sys.executable, *LAUNCHERS[OURS]] if side == OURS else []
+        command = [*start, *launcher, str(HERE / "measured.py"), *program]
         try:
             variables = {**environment(), **variables}
             run_together([command], [variables], folder, limit_s=LIMIT_S)
@@ -190,6 +189,7 @@ def compare(case: Case, rounds: int, sides: Sides) -> dict[str, Any]:
         **{side: summary(done) for side, done in runs.items()},
         "difference": max(difference(a, b) for a, b in zip(theirs, ours, strict=True)),
         "tolerance": case.tolerance,
+        "compared": case.compared,
         "rounds": rounds,
     }
 

@@ -14,6 +14,8 @@ import os
 import runpy
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -45,8 +47,9 @@ class Steps(transformers.TrainerCallback):
 
     def on_log(self, *args: Any, logs: dict[str, float], **_kwargs: Any) -> None:
         """A log of one step; the one at the end has no loss."""
-        if "loss" in logs:
-            recorded.FOUND.losses.append(float(logs["loss"]))
+        compared = os.environ["COMPAT_COMPARED"]
+        if compared in logs:
+            recorded.FOUND.losses.append(float(logs[compared]))
 
 
 def allow_cpu() -> None:
@@ -61,8 +64,24 @@ def allow_cpu() -> None:
         mend(accelerate.state)
 
 
-def run_measured(program: str, arguments: list[str]) -> dict[str, Any]:
-    """Run ``program`` as the main program; what was measured."""
+@contextmanager
+def measuring() -> Iterator[None]:
+    """Measure what runs within on this rank, and write the result."""
+    before = resident_bytes()
+    restart_peak()
+    yield
+    found = {
+        "deepspeed": deepspeed.__name__,
+        "losses": recorded.FOUND.losses,
+        "step_seconds": recorded.FOUND.step_seconds,
+        "peak_bytes": peak_bytes() - before,
+    }
+    file = Path(os.environ["COMPAT_RESULTS"], f"rank{os.environ['RANK']}.json")
+    file.write_text(json.dumps(found), encoding="utf-8")
+
+
+def run(program: str, arguments: list[str]) -> None:
+    """Run ``program`` as the main program."""
     make = transformers.Trainer.__init__
 
     def make_with_callback(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -71,28 +90,19 @@ def run_measured(program: str, arguments: list[str]) -> dict[str, Any]:
 
     transformers.Trainer.__init__ = make_with_callback  # type: ignore[method-assign]
     sys.argv = [program, *arguments]
-    before = resident_bytes()
-    restart_peak()
     if program.endswith(".py"):
         sys.path.insert(0, str(Path(program).parent))
         runpy.run_path(program, run_name="__main__")
     else:
         runpy.run_module(program, run_name="__main__", alter_sys=True)
-    return {
-        "deepspeed": deepspeed.__name__,
-        "losses": recorded.FOUND.losses,
-        "step_seconds": recorded.FOUND.step_seconds,
-        "peak_bytes": peak_bytes() - before,
-    }
 
 
 def main() -> None:
-    """Run the program on this rank."""
+    """Run the program on this rank, or where it starts ranks itself."""
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     allow_cpu()
-    found = run_measured(sys.argv[1], sys.argv[2:])
-    file = Path(os.environ["COMPAT_RESULTS"], f"rank{os.environ['RANK']}.json")
-    file.write_text(json.dumps(found), encoding="utf-8")
+    with measuring() if "RANK" in os.environ else nullcontext():
+        run(sys.argv[1], sys.argv[2:])
 
 
 if __name__ == "__main__":

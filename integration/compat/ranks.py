@@ -71,7 +71,11 @@ class Ranks:
         for rank in self._ranks:
             rank.sendall(json.dumps(request).encode() + b"\n")
         children = [_answer(rank)["child"] for rank in self._ranks]
-        codes, is_late = self._codes(children, limit_s)
+        try:
+            codes, is_late = self._codes(children, limit_s)
+        except BaseException:  # Ctrl-C, too: a server waits for its child
+            _end(children)
+            raise
         if any(codes):
             logs = [folder / f"{rank}.log" for rank in range(len(codes))]
             raise RankError(*_why(logs, codes, limit_s if is_late else None))
@@ -106,9 +110,7 @@ class Ranks:
             ready, _, _ = select.select([self._ranks[rank] for rank in waiting], [], [], left_s)
             if not ready:
                 is_late = not any(codes.values())
-                for rank in waiting:
-                    with suppress(ProcessLookupError):
-                        os.killpg(children[rank], signal.SIGKILL)
+                _end([children[rank] for rank in waiting])
                 end = time.monotonic() + START_LIMIT_S
             for rank in waiting:
                 if self._ranks[rank] in ready:
@@ -116,6 +118,13 @@ class Ranks:
                     if codes[rank]:
                         end = min(end, time.monotonic() + GRACE_S)
         return [codes[rank] for rank in range(len(children))], is_late
+
+
+def _end(children: Sequence[int]) -> None:
+    """Kill what the ranks have forked, with their own children."""
+    for child in children:
+        with suppress(ProcessLookupError):
+            os.killpg(child, signal.SIGKILL)
 
 
 def _answer(rank: socket.socket) -> dict[str, int]:

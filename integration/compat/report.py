@@ -66,6 +66,10 @@ def page(pack: Sequence[Case], planned: Sequence[Planned], found: Mapping[str, R
             lines.append(f"{first} | **fails**: {_plain(row['failure'])} | | | | | | |")
         else:
             lines.append(f"{first}{_figures(row)}")
+    others = [case for case in pack if case.compared != "loss"]
+    if others:
+        lines.append("\nCompared in another value, as its loss is always 0:\n")
+        lines += [f"- {case.family}, {case.name}: `{case.compared}`" for case in others]
     reasons = sorted({(c.family, c.name, c.why_ddp) for c in pack if c.why_ddp})
     if reasons:
         lines.append("\nCompared with DDP (marked `ddp`), and why DeepSpeed does not run them:\n")

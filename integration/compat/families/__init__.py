@@ -2,7 +2,15 @@
 
 from cases import Case, Planned
 
-from families import accelerated, engines, examples, lightning_pages, trainers, trl_scripts
+from families import (
+    accelerated,
+    engines,
+    examples,
+    lightning_pages,
+    ray_pages,
+    trainers,
+    trl_scripts,
+)
 
 PACK: list[Case] = [
     *trl_scripts.CASES,
@@ -11,5 +19,6 @@ PACK: list[Case] = [
     *examples.CASES,
     *accelerated.CASES,
     *lightning_pages.CASES,
+    *ray_pages.CASES,
 ]
 PLANNED: list[Planned] = []

@@ -186,7 +186,10 @@ def of_llamafactory(name: str, zero: Config) -> Case:
 
 
 def of_axolotl(name: str, config: Config) -> Case:
-    """Packed rows with one of its files; they are compiled where the file's name says so."""
+    """Packed rows with one of its files; the model is compiled where the file's name says so.
+
+    Not by inductor, whose compiler takes minutes on a CPU.
+    """
     compiled = "torch_compile" in name
     arguments = (
         "--base_model={model}/llama",
@@ -194,6 +197,7 @@ def of_axolotl(name: str, config: Config) -> Case:
         "--optim=adamw_torch_fused",
         f"--bf16={'bf16' in name}",
         f"--torch_compile={compiled}",
+        *(["--torch_compile_backend=aot_eager"] if compiled else []),
         *RUN,
     )
     return Case(

@@ -50,13 +50,16 @@ _GENERATES = (
 _NEEDS = ("trl", "datasets")
 
 
-def _installed(trainer: str, what: str, config: Config, *arguments: str) -> Case:
+def _installed(
+    trainer: str, what: str, config: Config, *arguments: str, compared: str = "loss"
+) -> Case:
     return Case(
         "TRL",
         f"trl.scripts.{trainer}, {what}",
         f"trl.scripts.{trainer}",
         ("--deepspeed={config}", *arguments, *_RUN),
         config,
+        compared=compared,
         needs=_NEEDS,
     )
 
@@ -74,7 +77,7 @@ CASES = [
     _installed("kto", "ZeRO-2", ZERO_2, "--dataset_name={data}/unpaired"),
     _installed("reward", "ZeRO-3", ZERO_3, "--dataset_name={data}/preference"),
     _installed("grpo", "ZeRO-3", ZERO_3, *_GENERATES),
-    _installed("rloo", "ZeRO-3, all offloaded", ZERO_3_OFFLOAD, *_GENERATES),
+    _installed("rloo", "ZeRO-3, all offloaded", ZERO_3_OFFLOAD, *_GENERATES, compared="grad_norm"),
     Case(
         "TRL",
         "trl.scripts.sft with LoRA, accelerate_configs/zero3.yaml",
