@@ -48,10 +48,12 @@ def counted(pack: Sequence[Case], found: Mapping[str, Row]) -> str:
     )
 
 
-def page(pack: Sequence[Case], planned: Sequence[Planned], found: Mapping[str, Row]) -> str:
-    """The whole page."""
+def page(
+    head: str, pack: Sequence[Case], planned: Sequence[Planned], found: Mapping[str, Row]
+) -> str:
+    """The whole page, which begins with ``head``."""
     lines = [
-        HEAD,
+        head,
         f"**{counted(pack, found)}.**\n",
         "| whose | what | loss | step, theirs (ms) | step, ours (ms) | ours to theirs "
         "| peak, theirs (MiB) | peak, ours (MiB) | ours to theirs |",
@@ -75,7 +77,7 @@ def page(pack: Sequence[Case], planned: Sequence[Planned], found: Mapping[str, R
         lines.append("\nCompared with DDP (marked `ddp`), and why DeepSpeed does not run them:\n")
         lines += [f"- {family}, {name}: {why}" for family, name, why in reasons]
     if planned:
-        lines.append("\nNot counted, as they need an accelerator's kernels:\n")
+        lines.append("\nNot counted, with the reason:\n")
         lines += [f"- {one.family}, {one.name}: {one.why}" for one in planned]
     return "\n".join(lines) + "\n"
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import importlib
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -62,23 +64,31 @@ class _Counting:
         return work
 
 
-def _generate(model: Any) -> list[Tensor]:
-    """Twelve greedy and twelve sampled tokens."""
+WAYS: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "sampled": {"do_sample": True},
+    "beams": {"num_beams": 4},
+}
+
+
+def _generate(model: Any, rank: int, **settings: Any) -> list[Tensor]:
+    """Greedy tokens, sampled ones and those of four beams, of another length on each rank."""
     model.eval()
-    prompt = _ids(7, 0)
-    with torch.no_grad():
-        found = []
-        for is_sampled in (False, True):
-            torch.manual_seed(3)
-            found.append(
-                model.generate(
-                    prompt,
-                    attention_mask=torch.ones_like(prompt),
-                    max_new_tokens=12,
-                    min_new_tokens=12,
-                    do_sample=is_sampled,
-                )
+    found = []
+    for way in WAYS.values():
+        prompt = _ids(7, rank)
+        length = 6 + 3 * rank
+        torch.manual_seed(3)
+        found.append(
+            model.generate(
+                prompt,
+                attention_mask=torch.ones_like(prompt),
+                max_new_tokens=length,
+                min_new_tokens=length,
+                **way,
+                **settings,
             )
+        )
     model.train()
     return found
 
@@ -90,28 +100,45 @@ def _generates(rank: int, world_size: int) -> None:
         made.append(_Counting(native))
         return made[-1]
 
-    engine = zero_core.build(_gpt2(), Case(stage=3).config(), collectives=factory)
-    for step in range(3):
-        with engine.gathered() as module:
-            # The root and three blocks, once each (after the first step: whatever is gathered
-            # already is not gathered again).
-            assert made[-1].num_calls == 4
-            tokens = _generate(module)
-            assert made[-1].num_calls == 4  # none per token
+    config = Case(stage=3).config()
+    config["zero_optimization"]["stage3_max_live_parameters"] = limit = {2: 10**9, 3: 12_000}[
+        world_size
+    ]
+    engine = zero_core.build(_gpt2(), config, collectives=factory)
+    counting = made[-1]
+    for step in range(2):
         plain = _gpt2()
         plain.load_state_dict(engine.full_state_dict())
-        for found, expected in zip(tokens, _generate(plain), strict=True):
-            assert found.shape == (2, 9 + 12)
-            assert torch.equal(found, expected)
+        expected = _generate(plain, rank)
+        counting.num_calls = 0
+        if limit == 10**9:
+            # The root and three blocks, once for each call; none per token.
+            tokens = _generate(engine.module, rank)
+            assert counting.num_calls == 4 * len(WAYS), counting.num_calls
+        else:
+            # All but two blocks stay. The others are gathered for each token of the longest.
+            tokens = _generate(engine.module, rank, synced_gpus=True)
+            per_token = counting.num_calls / len(WAYS) / (6 + 3 * (world_size - 1))
+            assert 2.0 < per_token < 2.5
+        with engine.gathered() as module:
+            counting.num_calls = 0
+            gathered = _generate(module, rank)
+            assert counting.num_calls == 0
+        for found in (tokens, gathered):
+            assert all(map(torch.equal, found, expected))
+        assert all(p.isnan().all() for p in engine.module.parameters())
         ids = _ids(step, rank)
         engine.backward(engine(ids, labels=ids).loss)
         engine.step()
-        made[-1].num_calls = 0
-    assert engine.skipped_steps == 0
+    copied = copy.deepcopy(plain)
+    assert "generate" not in vars(copied)
+    engine.unwrap()
+    assert "generate" not in vars(engine.module)
 
 
-def test_generated_tokens_are_the_plain_models_without_a_gather_per_token() -> None:
-    spawn(_generates, 2)
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_generated_tokens_are_the_plain_models(world_size: int) -> None:
+    spawn(_generates, world_size)
 
 
 def _lora() -> Any:

@@ -34,7 +34,7 @@ from zero_core.runtime.buffers import BufferSync
 from zero_core.runtime.copies import ModelCopies
 from zero_core.runtime.device_states import FORWARD_PARTS, DeviceStates, StatePart
 from zero_core.runtime.gathered import GatheredParams
-from zero_core.runtime.module_units import ModuleUnits
+from zero_core.runtime.module_units import Generation, ModuleUnits
 from zero_core.runtime.param_guard import FixedMemory, ParamGuard
 from zero_core.runtime.runtime import Runtime
 from zero_core.runtime.saved import Holding
@@ -113,6 +113,8 @@ class ShardedModel:
         self._ownership = Ownership(self, state)
         self.remove_at_end([buffers, self._guard.watch(), FixedMemory(state.module)])
         self.remove_at_end([Holding(self._gathering)])
+        if parts.config.zero_optimization.stage == 3:
+            self.remove_at_end([Generation(state.module, self)])
         handles = (buffers.handles, self._ownership.hooks)
         self.remove_at_end([ModelCopies(state, handles)])
 
@@ -213,6 +215,20 @@ class ShardedModel:
         """
         meant = [self.module] if modules is None else modules
         self._module_units.set_resharded(meant, is_resharded=reshard_after_forward)
+
+    @contextmanager
+    def generating(self) -> Iterator[nn.Module]:
+        """Keep parameters gathered between forwards without gradients, within (stage 3).
+
+        For text generation; the model's own ``generate``, if it has one, enters it by itself. The
+        first forward gathers. Units stay up to ``stage3_max_live_parameters`` elements; where there
+        are more, the others are gathered in each forward, and all ranks must run equally many of
+        them (``synced_gpus`` of transformers). Every rank must enter it, between two steps.
+        """
+        limit = self.config.zero_optimization.stage3_max_live_parameters
+        with self._module_units.keeping(limit):
+            yield self.module
+        self._memory.shrink_pools()
 
     def set_modules_to_forward_prefetch(
         self, module: nn.Module, modules: Iterable[nn.Module]

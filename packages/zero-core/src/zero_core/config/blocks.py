@@ -212,9 +212,8 @@ class ZeroConfig(_Block):
     )
     stage3_param_persistence_threshold: NonNegativeInt = 100_000
     stage3_model_persistence_threshold: NonNegativeInt = 2**63 - 1
-    stage3_max_live_parameters: NonNegativeInt = unneeded(
-        1_000_000_000, "at most two blocks, the root and the tail are gathered"
-    )
+    stage3_max_live_parameters: NonNegativeInt = 1_000_000_000
+    """Elements that stay gathered between the forwards of a generation."""
     stage3_max_reuse_distance: NonNegativeInt = unneeded(
         1_000_000_000, "units are released in the order of execution"
     )

@@ -15,7 +15,7 @@ from typing import Any
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from zero_core.runtime.param_guard import FixedMemory
+from zero_core.runtime.param_guard import ObjectMethods
 from zero_core.runtime.recompute import Recompute
 from zero_core.sharded.sharded_state import ShardedState
 
@@ -71,7 +71,7 @@ class ModelCopies:
                 for handle in handles:
                     if (own := _dict_of(handle)) is not None:
                         own.pop(handle.id, None)
-                    elif isinstance(handle, Recompute | FixedMemory):
+                    elif isinstance(handle, Recompute | ObjectMethods):
                         stack.enter_context(handle.suspended())
                 yield
         finally:

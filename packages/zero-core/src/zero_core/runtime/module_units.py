@@ -1,13 +1,28 @@
-"""The units that hold the parameters of any module of the model."""
+"""The units that hold the parameters of any module of the model.
+
+[Note: generation]
+A model that generates runs a forward for every token, and between two of them no value changes. At
+stage 3 each forward would gather every unit. So ``generate``, the method of transformers' models,
+runs within `zero_core.ShardedModel.generating`: the first forward gathers, and units stay, as many
+as ``stage3_max_live_parameters`` allows. If that is all of them, no later forward waits for other
+ranks, which may end at another length.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import functools
+import weakref
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, Protocol
 
 from torch import nn
 
+from zero_core.runtime.param_guard import ObjectMethods
 from zero_core.runtime.runtime import Runtime
 from zero_core.sharded.unit import Unit
+
+_GENERATE = "generate"
 
 
 class ModuleUnits:
@@ -49,6 +64,25 @@ class ModuleUnits:
         before = self._runtime.unsharded
         self._runtime.set_unsharded(before - indices if is_resharded else before | indices)
 
+    @contextmanager
+    def keeping(self, max_numel: int) -> Iterator[None]:
+        """Keep what forwards gather within, up to ``max_numel`` elements. Every rank must enter it.
+
+        The root and the tail come first, which others may wait for, then blocks in their order.
+        """
+        kept, numel = set(), 0
+        for unit in sorted(self._runtime.units, key=lambda unit: unit.is_block):
+            numel += sum(flat.segment.padded_numel for flat in unit.params)
+            if numel > max_numel:
+                break
+            kept.add(unit.index)
+        before = self._runtime.unsharded
+        self._runtime.set_unsharded(before | kept)
+        try:
+            yield
+        finally:
+            self._runtime.set_unsharded(before)
+
     def set_prefetched(
         self, module: nn.Module, modules: Iterable[nn.Module], *, backward: bool
     ) -> None:
@@ -75,3 +109,31 @@ class ModuleUnits:
                 f"unit {unit.index + step}"
             )
         self._runtime.set_num_ahead(unit, len(found) or 1, backward=backward)
+
+
+class Generating(Protocol):
+    """Keeps parameters gathered. `zero_core.ShardedModel` is the one implementation."""
+
+    def generating(self) -> AbstractContextManager[nn.Module]:
+        """Keep them within."""
+
+
+class Generation(ObjectMethods):
+    """Has ``generate`` of a model and of its parts run within `Generating.generating`."""
+
+    def __init__(self, model: nn.Module, engine: Generating) -> None:
+        """Replace the method, until `remove`. ``engine`` is held weakly."""
+        modules = [m for m in model.modules() if _GENERATE in dir(type(m))]
+        reference = weakref.ref(engine)
+        super().__init__(_GENERATE, [(m, _keeping(m.generate, reference)) for m in modules])
+
+
+def _keeping(generate: Any, reference: weakref.ref[Generating]) -> Any:
+    @functools.wraps(generate)
+    def generate_within(*args: Any, **kwargs: Any) -> Any:
+        engine = reference()
+        assert engine is not None, "it has removed this at its end"
+        with engine.generating():
+            return generate(*args, **kwargs)
+
+    return generate_within

@@ -153,21 +153,19 @@ class ParamGuard:
             self._remember_places()  # modules were wrapped, or ones without parameters changed
 
 
-class FixedMemory:
-    """Keeps recurrent modules from moving their weights to memory of cuDNN's, until `remove`.
+class ObjectMethods:
+    """A method that is replaced on some modules, as objects, until `remove`."""
 
-    ``nn.RNNBase.flatten_parameters`` points them into a new buffer on a GPU, and many models call
-    it in each forward. Without it cuDNN copies the weights at each call, and torch warns of that.
-    """
-
-    def __init__(self, model: nn.Module) -> None:
-        modules = [m for m in model.modules() if isinstance(m, nn.RNNBase)]
-        self._before = [(module, vars(module).get(_FLATTEN)) for module in modules]
+    def __init__(self, name: str, replaced: Sequence[tuple[nn.Module, Any]]) -> None:
+        """Set the method ``name`` of each module to what it comes with."""
+        self._name = name
+        self._replaced = list(replaced)
+        self._before = [vars(module).get(name) for module, _ in replaced]
         self._attach()
 
     def _attach(self) -> None:
-        for module, _ in self._before:
-            vars(module)[_FLATTEN] = _stay
+        for module, method in self._replaced:
+            vars(module)[self._name] = method
 
     @contextmanager
     def suspended(self) -> Iterator[None]:
@@ -179,11 +177,23 @@ class FixedMemory:
             self._attach()
 
     def remove(self) -> None:
-        for module, before in self._before:
+        for (module, _), before in zip(self._replaced, self._before, strict=True):
             if before is None:
-                vars(module).pop(_FLATTEN, None)
+                vars(module).pop(self._name, None)
             else:
-                vars(module)[_FLATTEN] = before
+                vars(module)[self._name] = before
+
+
+class FixedMemory(ObjectMethods):
+    """Keeps recurrent modules from moving their weights to memory of cuDNN's, until `remove`.
+
+    ``nn.RNNBase.flatten_parameters`` points them into a new buffer on a GPU, and many models call
+    it in each forward. Without it cuDNN copies the weights at each call, and torch warns of that.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        modules = [m for m in model.modules() if isinstance(m, nn.RNNBase)]
+        super().__init__(_FLATTEN, [(module, _stay) for module in modules])
 
 
 def _stay() -> None:

@@ -278,6 +278,12 @@ class Memory:
         for _, pool, _ in self._pools:
             pool.free()
 
+    def shrink_pools(self) -> None:
+        """Give up what pools hold beyond what `reserve` allocates, unless it is lent."""
+        for _, pool, expected in self._pools:
+            pool.free(keep=expected)
+        self.forget_views()
+
     def forget_views(self) -> None:
         """Forget views by address: buffers have other addresses now, or are gone."""
         for views in self._views.values():

@@ -177,9 +177,14 @@ class BufferPool:
         while len(self._all) < num_buffers and self.buffer_bytes:
             self._free[self._add_buffer()] = None
 
-    def free(self) -> None:
-        """Give the memory of free buffers up. New ones are allocated when they are needed."""
+    def free(self, *, keep: int = 0) -> None:
+        """Give the memory of free buffers up, but of ``keep`` in all, those used last.
+
+        New ones are allocated when they are needed.
+        """
         for address, readers in list(self._free.items()):
+            if len(self._all) <= keep:
+                return
             if not self._all[address].untyped_storage().resizable():
                 continue  # held by the collectives, for other ranks too
             if readers is not None:

@@ -1,0 +1,259 @@
+"""Trains with one of TRL's trainers on local data: ``trl_trainer.py NAME --model FOLDER ...``.
+
+Nothing here knows of zero-engine: ``--deepspeed FILE`` goes to the trainer's own configuration,
+and without it ranks train as DDP's do on the CPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from datasets import Dataset
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+    set_seed,
+)
+
+WORDS = [f"w{number}" for number in range(48)]
+TEMPLATE = (
+    "{% for message in messages %}"
+    "{{ '<' + message['role'] + '> ' + message['content'] + ' <eos> ' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<assistant> ' }}{% endif %}"
+)
+SAMPLES, STEPS = 64, 6
+
+Row = dict[str, Any]
+
+
+def say(*words: str) -> str:
+    return " ".join(words)
+
+
+def prompts(draw: random.Random) -> Row:
+    """A prompt alone, for those that generate."""
+    return {"prompt": say(*draw.choices(WORDS, k=draw.randint(3, 8)))}
+
+
+def completions(draw: random.Random) -> Row:
+    return {**prompts(draw), "completion": " " + say(*draw.choices(WORDS, k=draw.randint(2, 9)))}
+
+
+def labelled(draw: random.Random) -> Row:
+    return {**completions(draw), "label": draw.random() < 0.5}
+
+
+def preferences(draw: random.Random) -> Row:
+    chosen, rejected = (completions(draw)["completion"] for _ in range(2))
+    return {**prompts(draw), "chosen": chosen, "rejected": rejected}
+
+
+def triples(draw: random.Random) -> Row:
+    return {**preferences(draw), "reference": completions(draw)["completion"]}
+
+
+def messages(draw: random.Random) -> Row:
+    row = completions(draw)
+    user = {"role": "user", "content": row["prompt"]}
+    return {"messages": [user, {"role": "assistant", "content": row["completion"].strip()}]}
+
+
+def asked(draw: random.Random) -> Row:
+    """A conversation up to the assistant's turn."""
+    return {"prompt": [{"role": "user", "content": prompts(draw)["prompt"]}]}
+
+
+def privileged(draw: random.Random) -> Row:
+    return {**prompts(draw), "privileged_context": say(*draw.choices(WORDS, k=4))}
+
+
+def reward(completions: list[Any], **_columns: Any) -> list[float]:
+    """Even characters of a completion, as a fraction."""
+    texts = [c if isinstance(c, str) else c[-1]["content"] for c in completions]
+    return [sum(ord(char) % 2 == 0 for char in text) / (1 + len(text)) for text in texts]
+
+
+@dataclass(frozen=True)
+class Case:
+    """One trainer: where it is, its data, and what its configuration and itself are given."""
+
+    place: str
+    trainer: str
+    config: str
+    data: Callable[[random.Random], Row]
+    settings: Row = field(default_factory=dict)
+    has_reward: bool = False
+    has_teacher: bool = False
+    has_reference: bool = False
+
+
+GROUP: Row = {"num_generations": 2, "max_completion_length": 8, "beta": 0.1}
+TWICE: Row = {**GROUP, "num_iterations": 2}
+"""The loss of the first iteration is 0, but for rounding."""
+SAMPLED: Row = {"max_new_tokens": 8, "temperature": 1.0}
+EXPERIMENTAL = "trl.experimental."
+CASES = {
+    "sft": Case("trl", "SFTTrainer", "SFTConfig", completions),
+    "dpo": Case("trl", "DPOTrainer", "DPOConfig", preferences),
+    "kto": Case("trl", "KTOTrainer", "KTOConfig", labelled),
+    "reward": Case("trl", "RewardTrainer", "RewardConfig", preferences),
+    "grpo": Case("trl", "GRPOTrainer", "GRPOConfig", prompts, TWICE, has_reward=True),
+    "rloo": Case("trl", "RLOOTrainer", "RLOOConfig", prompts, TWICE, has_reward=True),
+    "distillation": Case(
+        "trl",
+        "DistillationTrainer",
+        "DistillationConfig",
+        asked,
+        {"max_completion_length": 8},
+        has_teacher=True,
+    ),
+    "cpo": Case(EXPERIMENTAL + "cpo", "CPOTrainer", "CPOConfig", preferences),
+    "orpo": Case(EXPERIMENTAL + "orpo", "ORPOTrainer", "ORPOConfig", preferences),
+    "tpo": Case(EXPERIMENTAL + "tpo", "TPOTrainer", "TPOConfig", triples),
+    "bema_dpo": Case(
+        EXPERIMENTAL + "bema_for_ref_model", "DPOTrainer", "trl:DPOConfig", preferences
+    ),
+    "online_dpo": Case(
+        EXPERIMENTAL + "online_dpo",
+        "OnlineDPOTrainer",
+        "OnlineDPOConfig",
+        prompts,
+        {**SAMPLED, "model_init_kwargs": {"device_map": None}},
+        has_reward=True,
+        has_reference=True,
+    ),
+    "gkd": Case(
+        EXPERIMENTAL + "gkd", "GKDTrainer", "GKDConfig", messages, SAMPLED, has_teacher=True
+    ),
+    "gold": Case(
+        EXPERIMENTAL + "gold",
+        "GOLDTrainer",
+        "GOLDConfig",
+        messages,
+        {"max_completion_length": 8},
+        has_teacher=True,
+    ),
+    "iw_opd": Case(
+        EXPERIMENTAL + "iw_opd",
+        "IWOPDTrainer",
+        "IWOPDConfig",
+        messages,
+        {"max_completion_length": 8},
+        has_teacher=True,
+    ),
+    "gmpo": Case(
+        EXPERIMENTAL + "gmpo", "GMPOTrainer", "GMPOConfig", prompts, GROUP, has_reward=True
+    ),
+    "a2po": Case(
+        EXPERIMENTAL + "a2po",
+        "A2POTrainer",
+        "A2POConfig",
+        prompts,
+        {"max_completion_length": 8},
+        has_reward=True,
+    ),
+    "sdft": Case(
+        EXPERIMENTAL + "sdft", "SDFTTrainer", "SDFTConfig", privileged, {"max_completion_length": 8}
+    ),
+    "sdpo": Case(
+        EXPERIMENTAL + "sdpo",
+        "SDPOTrainer",
+        "SDPOConfig",
+        privileged,
+        {"num_generations": 2, "max_completion_length": 8, "success_reward_threshold": 0.1},
+        has_reward=True,
+    ),
+}
+
+
+def save_models(folder: Path) -> None:
+    """Write ``folder/policy`` and ``folder/teacher``, Llamas of two blocks."""
+    from tokenizers import AddedToken, ByteLevelBPETokenizer
+
+    inner = ByteLevelBPETokenizer()
+    turns = [f"<{role}>" for role in ("system", "user", "assistant")]
+    inner.train_from_iterator([say(*WORDS)] * 4, vocab_size=320, show_progress=False)
+    inner.add_special_tokens([AddedToken(word) for word in ("<pad>", "<eos>", *turns)])
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=inner, pad_token="<pad>", eos_token="<eos>", chat_template=TEMPLATE
+    )
+    for seed, (name, width) in enumerate({"policy": 32, "teacher": 48}.items()):
+        torch.manual_seed(seed)
+        config = LlamaConfig(
+            vocab_size=len(tokenizer),
+            hidden_size=width,
+            intermediate_size=2 * width,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            max_position_embeddings=128,
+            pad_token_id=tokenizer.pad_token_id,
+            bos_token_id=None,
+            eos_token_id=tokenizer.eos_token_id,
+            initializer_range=0.2,
+        )
+        LlamaForCausalLM(config).save_pretrained(folder / name)
+        tokenizer.save_pretrained(folder / name)
+
+
+def make_trainer(case: Case, models: Path, arguments: Row) -> Any:
+    """The trainer as a script makes it, with models by their folders."""
+    module = importlib.import_module(case.place)
+    place, _, name = case.config.rpartition(":")
+    config_class = getattr(importlib.import_module(place) if place else module, name)
+    draw = random.Random(0)
+    given: Row = {
+        "model": str(models / "policy"),
+        "args": config_class(**arguments, **case.settings),
+        "train_dataset": Dataset.from_list([case.data(draw) for _ in range(SAMPLES)]),
+        "processing_class": AutoTokenizer.from_pretrained(models / "policy"),
+    }
+    if case.has_reward:
+        given["reward_funcs"] = reward
+    if case.has_reference:
+        given["ref_model"] = AutoModelForCausalLM.from_pretrained(models / "policy")
+    if case.has_teacher:
+        given["teacher_model"] = str(models / "teacher")
+    return getattr(module, case.trainer)(**given)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("name", choices=CASES)
+    parser.add_argument("--model", type=Path, required=True, help="what save_models has written")
+    parser.add_argument("--output_dir", type=Path, required=True)
+    parser.add_argument("--deepspeed", help="a configuration of DeepSpeed's")
+    options = parser.parse_args()
+    arguments: Row = {
+        "output_dir": str(options.output_dir),
+        "per_device_train_batch_size": 4,
+        "max_steps": STEPS,
+        "learning_rate": 1e-2,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "report_to": "none",
+        "disable_tqdm": True,
+        "bf16": False,
+        "gradient_checkpointing": False,
+        "seed": 7,
+    }
+    arguments |= (
+        {"use_cpu": True} if options.deepspeed is None else {"deepspeed": options.deepspeed}
+    )
+    trainer = make_trainer(CASES[options.name], options.model, arguments)
+    set_seed(7)  # loading draws other random numbers where parameters are sharded from the start
+    trainer.train()
+
+
+if __name__ == "__main__":
+    main()
