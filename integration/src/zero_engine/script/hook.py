@@ -120,4 +120,14 @@ def _mend_accelerate(module: ModuleType) -> None:
     mend(module)
 
 
-MENDS: dict[str, Callable[[ModuleType], None]] = {"accelerate.state": _mend_accelerate}
+def _mend_lightning(module: ModuleType) -> None:
+    from zero_engine.script.lightning_cpu import mend
+
+    mend(module)
+
+
+MENDS: dict[str, Callable[[ModuleType], None]] = {
+    "accelerate.state": _mend_accelerate,
+    "lightning.fabric.strategies.deepspeed": _mend_lightning,
+    "lightning.pytorch.strategies.deepspeed": _mend_lightning,
+}

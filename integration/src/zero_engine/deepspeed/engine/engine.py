@@ -66,7 +66,7 @@ class DeepSpeedEngine(Checkpoints, nn.Module):
         self.client_optimizer = client_optimizer
         self.client_lr_scheduler = client_lr_scheduler
         self.collate_fn = collate_fn
-        self.optimizer = DeepSpeedOptimizer(core) if isinstance(core, Engine) else None
+        self.optimizer = DeepSpeedOptimizer(core, self) if isinstance(core, Engine) else None
         self.global_samples = 0
         self._was_step_applied = False
         self.watch = Watch(settings, core)

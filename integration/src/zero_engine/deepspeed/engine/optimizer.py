@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -74,6 +75,16 @@ class OptimizerState(Mapping[nn.Parameter, dict[str, Any]]):
         return self._core.states.num_steps(name)
 
 
+class Stepping(Protocol):
+    """What `DeepSpeedOptimizer` asks of an engine."""
+
+    def step(self) -> None:
+        """End a micro-step."""
+
+    def is_gradient_accumulation_boundary(self) -> bool:
+        """Return whether it is the last of its step."""
+
+
 class DeepSpeedOptimizer(torch.optim.Optimizer):
     """View of the optimizer that is driven, with its ``param_groups``. Schedulers accept it.
 
@@ -83,12 +94,14 @@ class DeepSpeedOptimizer(torch.optim.Optimizer):
         parameter_offload: see `ParameterOffload`; at stage 3 alone, as in DeepSpeed.
     """
 
-    def __init__(self, core: Engine) -> None:
+    def __init__(self, core: Engine, engine: Stepping) -> None:
+        """``engine`` is the one whose optimizer this is. It is held weakly."""
         given = core.optimizer.given
         super().__init__(given.param_groups, given.defaults)
         self.param_groups = given.param_groups
         self.optimizer = given
         self._core = core
+        self._engine = weakref.ref(engine)
         self.state: Any = OptimizerState(core, self.param_groups)
         if core.config.zero_optimization.stage == 3:
             self.parameter_offload = ParameterOffload(core.module)
@@ -119,7 +132,23 @@ class DeepSpeedOptimizer(torch.optim.Optimizer):
         return self._core.get_global_grad_norm()
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        raise RuntimeError("call engine.step() instead of optimizer.step()")
+        """Call the engine's ``step``, at an accumulation boundary: Lightning's Fabric does.
+
+        Every rank must call it.
+
+        Raises:
+            ValueError: there is a ``closure``.
+            RuntimeError: further micro-steps are to come before the step.
+        """
+        if closure is not None:
+            raise ValueError("step(closure) cannot call the model again: run it before, and step()")
+        engine = self._engine()
+        if engine is None or not engine.is_gradient_accumulation_boundary():
+            raise RuntimeError(
+                "optimizer.step() between two steps, by gradient_accumulation_steps: call "
+                "engine.step() after each micro-step instead"
+            )
+        engine.step()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the parameters' ``grad``. The engine's own gradients stay."""
