@@ -152,7 +152,9 @@ def build(
         used = make_collectives(collectives, transport, resolved, layout, per_node)
         timeout_s = ranks.silent_timeout_s
         watch = None if timeout_s is None else CollectiveWatch(ranks.device, timeout_s=timeout_s)
-        communicator = Communicator(used, control, layout.describe_segments(), watch)
+        communicator = Communicator(
+            used, control, layout.describe_segments(), watch, ranks.failure_notes()
+        )
 
         memory = Memory(
             found,

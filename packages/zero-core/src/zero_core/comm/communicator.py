@@ -27,6 +27,7 @@ from torch import Tensor
 
 from zero_core._torch import profiled_range
 from zero_core.comm.control import ControlGroup
+from zero_core.comm.groups import FailureNotes
 from zero_core.errors import CollectiveError, ConfigError
 from zero_core.protocols import (
     Collectives,
@@ -234,8 +235,11 @@ class Communicator:
         control: ControlGroup,
         names: Mapping[int, str],
         watch: CollectiveWatch | None = None,
+        notes: FailureNotes | None = None,
     ) -> None:
         """Prepare. ``names`` say in messages of which unit each segment is.
+
+        ``notes`` are those of ranks that fail, if these ranks can leave any.
 
         Raises:
             ConfigError: the collectives have some members of `StatefulCollectives` and not all.
@@ -249,6 +253,7 @@ class Communicator:
         self._reduce_scatter = transport.reduce_scatter
         self._stateful = transport if isinstance(transport, StatefulCollectives) else None
         self._names = dict(names)
+        self._notes = notes
         self._kinds: dict[type, _Kind] = {}
         optional = {"forget_values", "forget_errors", "private_nbytes"}
         found = sorted(optional.intersection(dir(transport)))
@@ -307,7 +312,20 @@ class Communicator:
         if self.watch is not None:
             self.watch.close()
 
+    def note_failure(self, where: str, error: BaseException) -> None:
+        """Have the others' errors name ``error`` of this rank, if they fail as they wait for it."""
+        if self._notes is not None and not isinstance(error, CollectiveError):
+            self._notes.write(f"{where} raised {type(error).__name__}: {error}")
+
+    def clear_failure(self) -> None:
+        """Take back what `note_failure` noted: this rank goes on."""
+        if self._notes is not None:
+            self._notes.clear()
+
     def error(self, verb: str, segment: int, error: RuntimeError) -> CollectiveError:
+        failure = "" if self._notes is None else self._notes.read()
+        if failure:
+            return CollectiveError(f"{self.describe(verb, segment)} failed: {failure} ({error})")
         return CollectiveError(
             f"{self.describe(verb, segment)} failed or timed out: {error}. If "
             "the ranks took different branches or one of them died, the first rank to report "

@@ -35,7 +35,7 @@ from __future__ import annotations
 import json
 import weakref
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Any, NamedTuple, cast
@@ -50,6 +50,9 @@ from zero_core.comm.control import LibraryControlGroup
 from zero_core.comm.device_library import Lane, all_gather_single
 from zero_core.errors import ConfigError
 from zero_core.protocols import Work
+
+_FAILURE = "zero_core failure"
+"""Key of `FailureNotes` in a group's store."""
 
 
 class ProcessLibrary:
@@ -255,6 +258,41 @@ def exchange_by_store(
     cards = [store.get(f"zero_core card {number} of rank {r}") for r in range(world_size)]
     _num_exchanges[known] = number + 1
     return cards
+
+
+class FailureNotes:
+    """A note of the rank whose forward failed, for the errors of the ranks that wait for it.
+
+    It is in the store of their group. A store that has ended with its rank is no error here: the
+    caller has one already.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None, rank: int) -> None:
+        known = dist.group.WORLD if group is None else group
+        assert known is not None
+        self._store = known.get_group_store()
+        self._rank = rank
+        self._is_written = False
+
+    def write(self, failure: str) -> None:
+        """Note that this rank's forward failed, on this rank alone."""
+        self._is_written = True
+        with suppress(RuntimeError):
+            self._store.set(_FAILURE, f"rank {self._rank}: {failure}")
+
+    def clear(self) -> None:
+        """Drop this rank's note: it goes on."""
+        if self._is_written:
+            self._is_written = False
+            with suppress(RuntimeError):
+                self._store.delete_key(_FAILURE)
+
+    def read(self) -> str:
+        """Return the last rank's note, or an empty string."""
+        with suppress(RuntimeError):
+            if self._store.check([_FAILURE]):
+                return self._store.get(_FAILURE).decode()
+        return ""
 
 
 class _Key(NamedTuple):

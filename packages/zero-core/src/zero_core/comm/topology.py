@@ -38,6 +38,7 @@ from zero_core._torch import timeout_of
 from zero_core.comm.control import ControlGroup, LibraryControlGroup
 from zero_core.comm.device_library import DeviceLibrary
 from zero_core.comm.groups import (
+    FailureNotes,
     ProcessLibrary,
     backend_on,
     exchange_by_store,
@@ -87,6 +88,12 @@ class Ranks:
     def connect(self) -> ControlGroup:
         """Return the control group of these ranks."""
         return LibraryControlGroup(self.library(), self.device)
+
+    def failure_notes(self) -> FailureNotes | None:
+        """Return the notes of ranks that fail. None where these ranks have no process group."""
+        if self.size == 1 or not (dist.is_available() and dist.is_initialized()):
+            return None
+        return FailureNotes(self.group, self.rank)
 
     def messages(self) -> Messages:
         """Return what carries bytes between single ranks, where they are hosts."""

@@ -8,6 +8,7 @@ the first, and its forward hook is moved behind those that came later, at each f
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -68,6 +69,8 @@ class _Interrupted:
 def _hook_unit(runtime: Runtime, unit: Unit, module: nn.Module) -> list[RemovableHandle]:
     def release(module: nn.Module, args: Any, output: Any) -> None:
         if not is_in_backward():
+            if output is None and (error := sys.exception()) is not None:
+                runtime.forward_failed(unit, error)
             runtime.leave_forward(unit, needs_grad=requires_grad(output))
 
     last = module.register_forward_hook(outside_graphs(release), always_call=True)

@@ -36,6 +36,12 @@ parameter that is in no such buffer when it is saved: see `zero_core.runtime.sav
 reads quantized weights may save them where no hook sees it. Then the gradient of what its module
 returned marks the beginning (`Runtime.watch_outputs`).
 
+[Note: blocks that need no gradient]
+Backward does not go into a block whose output needs no gradient, as below the first trainable one.
+At stage 3 it is not gathered either, if that was so on all ranks in the step before: they agree on
+that with the step's statistics. Until then, and where it is so on some ranks alone, it counts as a
+unit that backward skips, and all ranks gather it.
+
 [Note: idle ranks]
 A rank that has no data while the others have takes part in their collectives: `idle_forward` uses
 the blocks that this rank's last forward used, in its order (before the first one: that of the
@@ -116,11 +122,11 @@ class GradientSink(Protocol):
     def reopen(self) -> None:
         """Note that more is to be added to the gradient. All ranks agree on its statistics anew."""
 
-    def agree(self, *, has_unreduced: bool, is_tail_late: bool) -> None:
+    def agree(self, *, has_unreduced: bool, is_tail_late: bool, left_out: frozenset[int]) -> None:
         """Start to sum the gradient's statistics over all ranks. Every rank must call it.
 
         Nothing is done if they are known of the gradient as it is. ``is_tail_late``: see
-        `zero_core.runtime.order`.
+        `zero_core.runtime.order`. ``left_out`` are the units that needed no gradient here.
         """
 
     def is_reduction_missing(self) -> bool:
@@ -128,6 +134,9 @@ class GradientSink(Protocol):
 
     def is_tail_late(self) -> bool:
         """Whether, by the statistics, any rank had a block's gradients before the tail's."""
+
+    def is_left_out_agreed(self) -> bool:
+        """Whether, by the statistics, the same units needed no gradient on all ranks."""
 
     def clear(self) -> None:
         """Drop the gradient and start a new step."""
@@ -192,6 +201,11 @@ class Runtime:
         trainable = [u.index for u in self.units if u.grads]
         self._order = BackwardOrder(trainable, None if self._tail is None else self._tail.index)
         self._forward: Forward | None = None  # the one that is running with gradients
+        # See [Note: blocks that need no gradient].
+        self._without_grad: set[int] = set()
+        self._with_grad: set[int] = set()
+        self._left_out: frozenset[int] = frozenset()
+        self._failure = 0  # id of the error that ended the last forward
         # Blocks that the model's last whole forward used, in order, and the one under way so far.
         self._last_path = [unit for unit in self.units if unit.is_block]
         self._path: list[Unit] = []
@@ -223,6 +237,9 @@ class Runtime:
                 if self._has_sharded_params:
                     context = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
                     context.__enter__()
+            if self._failure:
+                self._failure = 0
+                self._communicator.clear_failure()
             if unit.is_root:
                 self._path = []
                 if self._tail is not None:
@@ -231,10 +248,17 @@ class Runtime:
         self._running.append((unit, module, context))
         self._use(unit, backward=False)
 
+    def forward_failed(self, unit: Unit, error: BaseException) -> None:
+        """Note that ``error`` left the forward of ``unit``. `leave_forward` follows."""
+        if id(error) != self._failure:  # else it has been noted of a block within
+            self._failure = id(error)  # the error itself would keep its frames' tensors
+            self._communicator.note_failure(f"the forward of {unit!r}", error)
+
     def leave_forward(self, unit: Unit, *, needs_grad: bool) -> None:
         """Release ``unit`` after its forward, whose output ``needs_grad`` or not."""
-        if self._forward is not None and not needs_grad:
-            self._order.drop(unit.index)
+        is_trained = self._forward is not None  # even where the model switches gradients off
+        if is_trained and unit.is_block:
+            self._note_need(unit.index, needs_grad)
         running = self._running
         if running and running[-1][0] is unit:  # else its pre-forward raised before it got here
             *_, context = running.pop()
@@ -250,7 +274,7 @@ class Runtime:
         if unit.index == self._last_block and running:
             self._use_tail()
         # The last block stays gathered: backward begins with it.
-        if unit.is_block and not (unit.index == self._last_block and torch.is_grad_enabled()):
+        if unit.is_block and not (unit.index == self._last_block and is_trained):
             self._reshard(unit, backward=False)
 
     def idle_forward(self, model: nn.Module) -> None:
@@ -263,8 +287,20 @@ class Runtime:
         self.enter_forward(root, model)
         for unit in path:
             self.enter_forward(unit, model)
-            self.leave_forward(unit, needs_grad=True)
+            self.leave_forward(unit, needs_grad=unit.index not in self._left_out)
         self.leave_forward(root, needs_grad=True)
+
+    def _note_need(self, index: int, needs_grad: bool) -> None:
+        """Note whether the output of a block needs a gradient; if not, backward may leave it out.
+
+        See [Note: blocks that need no gradient].
+        """
+        if needs_grad:
+            self._with_grad.add(index)
+            return
+        self._without_grad.add(index)
+        if index in self._left_out or not (self._has_peers and self._has_sharded_params):
+            self._order.drop(index)
 
     def end_interrupted_forward(self, *, entering: nn.Module | None = None) -> None:
         """End a forward that was left without its hooks: torch runs none after Ctrl-C.
@@ -694,9 +730,18 @@ class Runtime:
             self._sink.reopen()
             self._agree()
         self._order.place_tail(is_first=not self._sink.is_tail_late())
+        wanted = self._wanted_left_out()
+        self._left_out = wanted if self._sink.is_left_out_agreed() else frozenset()
 
     def _agree(self) -> None:
-        self._sink.agree(has_unreduced=self._has_unreduced(), is_tail_late=self._order.is_tail_late)
+        self._sink.agree(
+            has_unreduced=self._has_unreduced(),
+            is_tail_late=self._order.is_tail_late,
+            left_out=self._wanted_left_out(),
+        )
+
+    def _wanted_left_out(self) -> frozenset[int]:
+        return frozenset(self._without_grad - self._with_grad)
 
     def _has_unreduced(self) -> bool:
         """Whether gradients were added that no reduction has carried yet.
@@ -721,6 +766,8 @@ class Runtime:
         self._in_flight = ()
         self._is_backward_open = False
         self._order.forget()
+        self._without_grad.clear()
+        self._with_grad.clear()
         for unit in self.units:
             for grads in unit.grads:
                 grads.clear()

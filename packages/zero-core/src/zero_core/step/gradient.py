@@ -178,7 +178,7 @@ class StepGradient:
         self._train.restart_step()
         self.check_not_updated("dropping gradients")
 
-    def agree(self, *, has_unreduced: bool, is_tail_late: bool) -> None:
+    def agree(self, *, has_unreduced: bool, is_tail_late: bool, left_out: frozenset[int]) -> None:
         if not self._is_agreed:
             # Before the exchange: after it, no rank reads another's gradient any more.
             for grads in self._grads.values():
@@ -193,6 +193,7 @@ class StepGradient:
                 self.params_with_grad,
                 has_unreduced=has_unreduced,
                 is_tail_late=is_tail_late,
+                left_out=left_out,
             )
             self._is_agreed = True
 
@@ -210,6 +211,9 @@ class StepGradient:
 
     def is_tail_late(self) -> bool:
         return self._statistics.is_tail_late
+
+    def is_left_out_agreed(self) -> bool:
+        return self._statistics.is_left_out_agreed
 
     def clear(self) -> None:
         if self._ahead:  # the step was broken off

@@ -9,6 +9,8 @@ it reads. Meanwhile kernels may read the sum on the device.
 
 from __future__ import annotations
 
+import json
+import zlib
 from collections.abc import Collection
 
 import torch
@@ -17,7 +19,7 @@ from torch import Tensor
 from zero_core.comm.communicator import Communicator
 from zero_core.comm.meter import FACTS, Meter
 
-_SQUARE_SUM, _UNREDUCED, _TAIL_LATE, _FIRST_PARAM = 0, 1, 2, 3
+_SQUARE_SUM, _UNREDUCED, _TAIL_LATE, _LEFT_OUT, _FIRST_PARAM = 0, 1, 2, 3, 4
 
 
 class GradientStatistics:
@@ -38,6 +40,7 @@ class GradientStatistics:
             self._read = torch.zeros(numel, dtype=torch.float64, pin_memory=True)
         self._event: torch.Event | None = None  # of a copy to the host that it has not read
         self._is_known = False
+        self._left_out = 0  # checksum of this rank's
 
     @property
     def is_known(self) -> bool:
@@ -51,6 +54,7 @@ class GradientStatistics:
         *,
         has_unreduced: bool,
         is_tail_late: bool,
+        left_out: frozenset[int],
     ) -> None:
         """Start to sum the statistics over all ranks. Every rank must call it.
 
@@ -59,12 +63,16 @@ class GradientStatistics:
             params: numbers of the parameters with a gradient on this rank.
             has_unreduced: whether this rank has gradients that no reduction has carried.
             is_tail_late: whether this rank had a block's gradients before the tail's.
+            left_out: units that needed no gradient on this rank.
         """
         self._wait()  # the upload of sums that nobody has read
         sent, total = self._sent, self._total
         sent.zero_()
         sent[_UNREDUCED] = float(has_unreduced)
         sent[_TAIL_LATE] = float(is_tail_late)
+        # Equal on all ranks if the sum is so many times this rank's: exact in float64.
+        self._left_out = zlib.crc32(json.dumps(sorted(left_out)).encode()) if left_out else 0
+        sent[_LEFT_OUT] = float(self._left_out)
         if params:
             sent[_FIRST_PARAM + torch.tensor(sorted(params))] = 1.0
         total.copy_(sent, non_blocking=True)
@@ -97,6 +105,11 @@ class GradientStatistics:
     def is_tail_late(self) -> bool:
         """Whether any rank had a block's gradients before the tail's."""
         return bool(self._known()[_TAIL_LATE] > 0)
+
+    @property
+    def is_left_out_agreed(self) -> bool:
+        """Whether the same units needed no gradient on all ranks."""
+        return float(self._known()[_LEFT_OUT]) == self._left_out * self._communicator.world_size
 
     @property
     def num_ranks_with_grad(self) -> list[float]:

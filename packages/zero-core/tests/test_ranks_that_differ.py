@@ -1,0 +1,170 @@
+"""Ranks of which one needs no gradient of any block, or of which one fails in its forward."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import zero_core
+from zero_core.protocols import Work
+from zero_core.testing import SimulatedDDP, SimulatedRanks, seeded, simulate, spawn
+
+WIDTH = 6
+ADAMW = {"lr": 1e-2, "weight_decay": 0.01}
+
+
+class _Failing(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        if x.isnan().any():
+            raise ArithmeticError("a batch of NaN")
+        return torch.tanh(super().forward(x))
+
+
+class _Net(nn.Module):
+    """Frozen blocks between a trainable first layer and a trainable head, both in the root."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        with seeded(5):
+            self.first = nn.Linear(WIDTH, WIDTH)
+            self.blocks = nn.ModuleList(_Failing(WIDTH, WIDTH) for _ in range(4))
+            self.head = nn.Linear(WIDTH, 1)
+
+    def forward(self, x: Tensor, is_detached: bool = False, has_no_grad: bool = False) -> Tensor:
+        x = self.first(x)
+        if is_detached:
+            x = x.detach()
+        with torch.set_grad_enabled(not has_no_grad):
+            for block in self.blocks:
+                x = block(x)
+        loss: Tensor = self.head(x).square().mean()
+        return loss
+
+
+def _make(is_frozen: bool) -> _Net:
+    net = _Net()
+    net.blocks.requires_grad_(not is_frozen)
+    return net
+
+
+# By step: whether the blocks need no gradient on the last rank, and on the others.
+WITHOUT = [(True, False), (False, False), (True, False), (True, True), (True, True), (False, False)]
+
+
+def _inputs(step: int, ranks: SimulatedRanks, is_frozen: bool) -> tuple[Tensor, bool, bool]:
+    generator = torch.Generator().manual_seed(10 * step + ranks.rank)
+    x = torch.randn(3, WIDTH, generator=generator)
+    is_without = WITHOUT[step][ranks.rank < ranks.size - 1]
+    return x, is_without and is_frozen, is_without and not is_frozen
+
+
+def _follow(ranks: SimulatedRanks, stage: int, is_frozen: bool) -> None:
+    model = _make(is_frozen)
+    ddp = SimulatedDDP(model, ranks)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(trained, fused=True, **ADAMW)
+    for step in range(len(WITHOUT)):
+        ddp(*_inputs(step, ranks, is_frozen)).backward()
+        ddp.average_gradients()
+        optimizer.step()
+        optimizer.zero_grad()
+    expected = {name: value.detach() for name, value in model.state_dict().items()}
+
+    engine = zero_core.build(_make(is_frozen), _config(stage), process_group=ranks)
+    for step in range(len(WITHOUT)):
+        engine.backward(engine(*_inputs(step, ranks, is_frozen)))
+        engine.step()
+    torch.testing.assert_close(engine.full_state_dict(), expected, rtol=0.0, atol=0.0)
+
+
+def _config(stage: int) -> dict[str, Any]:
+    return {
+        "train_micro_batch_size_per_gpu": 3,
+        "zero_optimization": {"stage": stage},
+        "optimizer": {"type": "AdamW", "params": ADAMW},
+    }
+
+
+@pytest.mark.parametrize("is_frozen", [True, False], ids=["frozen blocks", "no_grad"])
+@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_one_rank_may_need_no_gradient_of_any_block(
+    world_size: int, stage: int, is_frozen: bool
+) -> None:
+    simulate(_follow, world_size, stage, is_frozen, timeout_s=20.0)
+
+
+class _Counting:
+    def __init__(self, native: Any, gathers: list[int]) -> None:
+        self._native = native
+        self._gathers = gathers
+
+    def all_gather(self, out: Tensor, shard: Tensor, *, unit: int, **kwargs: Any) -> Work:
+        if kwargs["backward"]:
+            self._gathers.append(unit)
+        work: Work = self._native.all_gather(out, shard, unit=unit, **kwargs)
+        return work
+
+    def reduce_scatter(self, out: Tensor, full: Tensor, *, unit: int) -> Work:
+        work: Work = self._native.reduce_scatter(out, full, unit=unit)
+        return work
+
+
+def _count(ranks: SimulatedRanks) -> list[list[int]]:
+    gathers: list[int] = []
+
+    def counting(native: Any, **settings: Any) -> Any:
+        return _Counting(native, gathers)
+
+    engine = zero_core.build(_make(True), _config(3), process_group=ranks, collectives=counting)
+    found = []
+    for step in range(3):
+        gathers.clear()
+        engine.backward(engine(_inputs(step, ranks, False)[0], is_detached=True))
+        engine.step()
+        found.append(list(gathers))
+    return found
+
+
+def test_blocks_that_no_rank_needs_in_backward_are_not_gathered_from_the_second_step_on() -> None:
+    first, *later = simulate(_count, 2)[0]
+    assert len(first) == 3  # the last block is still there
+    assert later == [[], []]
+
+
+def _fail(rank: int, world_size: int) -> None:
+    engine = zero_core.build(_Net(), _config(3))
+    x = torch.full((3, WIDTH), float("nan")) if rank == 1 else torch.ones(3, WIDTH)
+    if rank == 1:
+        with pytest.raises(ArithmeticError):
+            engine(x)
+    else:
+        expected = r"rank 1: the forward of unit 1 \(blocks.0\) raised ArithmeticError: a batch of"
+        with pytest.raises(zero_core.CollectiveError, match=expected):
+            engine.backward(engine(x))
+    os._exit(0)  # as a rank ends that has failed: without the others
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_a_rank_that_raises_in_forward_ends_the_others_with_its_name(world_size: int) -> None:
+    spawn(_fail, world_size)
+
+
+def _go_on(rank: int, world_size: int) -> None:
+    engine = zero_core.build(_Net(), _config(3))
+    with pytest.raises(ArithmeticError):
+        engine(torch.full((3, WIDTH), float("nan")))  # on every rank
+    engine.backward(engine(torch.ones(3, WIDTH)))
+    engine.step()
+    if rank == 0:
+        with pytest.raises(zero_core.CollectiveError, match="failed or timed out"):
+            engine.backward(engine(torch.ones(3, WIDTH)))
+    os._exit(0)
+
+
+def test_a_failure_that_all_ranks_got_over_is_not_named_later() -> None:
+    spawn(_go_on, 2)
