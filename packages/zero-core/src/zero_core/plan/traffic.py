@@ -41,7 +41,7 @@ def step_traffic(
         if footprint is not None or config.zero_optimization.quantized_key is None:
             found += _collectives(layout, config, links, footprint)
         # Both halves of an all-reduce: 2 / world_size of the whole. See StepGradient.agree.
-        facts = 2 * 8 * (3 + len(layout.params)) // layout.world_size
+        facts = 2 * 8 * (4 + len(layout.params)) // layout.world_size
         found += _sum("all_reduce", "facts of the step", [links.ring(facts)])
     down, up = host_link
     if down or up:
