@@ -8,12 +8,12 @@ computes on CPUs, too.
 from __future__ import annotations
 
 import importlib
-from types import ModuleType
+from typing import Any
 
 import torch
 
 
-def mend(module: ModuleType) -> None:
+def mend(module: Any) -> None:
     """Change ``module``, ``lightning.*.strategies.deepspeed``: its accelerator may be the CPU."""
     cuda = module.CUDAAccelerator
     accelerators = importlib.import_module(cuda.__module__.rpartition(".")[0])
