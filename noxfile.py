@@ -183,7 +183,14 @@ def bench(session: nox.Session) -> None:
 @nox.session
 def compat(session: nox.Session) -> None:
     """Compare losses, step time and memory with DeepSpeed's own, which is installed here."""
-    install_everything(session, *TEST_TOOLS, "trl>=1.15", extras="[bench,test]")
+    install_everything(
+        session,
+        *TEST_TOOLS,
+        "trl>=1.15",
+        "bitsandbytes>=0.50",
+        "torchao>=0.18",
+        extras="[bench,test]",
+    )
     # That each of its modules is served or refused can be told only where it is installed.
     hook = "integration/tests/test_import_hook.py"
     session.run("python", "-m", "pytest", "-q", hook, "integration/compat/checks")

@@ -1,0 +1,204 @@
+"""Adapters on weights of bitsandbytes and torchao, and torchao's float8 linears, follow DDP."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import bitsandbytes as bnb
+import pytest
+import torch
+import torchao.quantization as ao
+from torch import Tensor, nn
+from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+import zero_core
+from zero_core.testing import (
+    LR,
+    WEIGHT_DECAY,
+    Case,
+    SimulatedDDP,
+    SimulatedRanks,
+    seeded,
+    simulate,
+)
+
+WIDTH = 128
+STEPS = 2
+OFFLOADED = {"offload_param": {"device": "cpu"}, "stage3_param_persistence_threshold": 0}
+PLACES: list[tuple[int, int, dict[str, Any]]] = [
+    (1, 3, OFFLOADED),
+    (2, 0, {}),
+    (2, 1, {}),
+    (2, 2, {}),
+    (2, 3, {}),
+    (2, 3, OFFLOADED),
+    (3, 3, {}),
+]
+
+
+def _nf4(*, nested: bool, storage: torch.dtype) -> Callable[[nn.Linear], nn.Module]:
+    def quantized(linear: nn.Linear) -> nn.Module:
+        made = bnb.nn.Linear4bit(
+            WIDTH,
+            WIDTH,
+            compute_dtype=torch.float32,
+            compress_statistics=nested,
+            quant_type="nf4",
+            quant_storage=storage,
+        )
+        made.load_state_dict(linear.state_dict())
+        return made.to("cpu")
+
+    return quantized
+
+
+def _int8(linear: nn.Linear) -> nn.Module:
+    made = bnb.nn.Linear8bitLt(WIDTH, WIDTH, has_fp16_weights=False)
+    made.load_state_dict(linear.state_dict())
+    return made.to("cpu")
+
+
+def _torchao(config: Any) -> Callable[[nn.Linear], nn.Module]:
+    def quantized(linear: nn.Linear) -> nn.Module:
+        holder = nn.Sequential(linear)
+        ao.quantize_(holder, config)
+        return holder[0]
+
+    return quantized
+
+
+KINDS: dict[str, Callable[[nn.Linear], nn.Module]] = {
+    "nf4": _nf4(nested=False, storage=torch.uint8),
+    "nf4, nested, stored as bf16": _nf4(nested=True, storage=torch.bfloat16),
+    "LLM.int8": _int8,
+    "torchao int8": _torchao(ao.Int8WeightOnlyConfig()),
+    "torchao float8": _torchao(ao.Float8WeightOnlyConfig()),
+    "torchao int4": _torchao(ao.IntxWeightOnlyConfig(weight_dtype=torch.int4)),
+}
+
+
+class _Block(nn.Module):
+    def __init__(self, quantized: Callable[[nn.Linear], nn.Module]) -> None:
+        super().__init__()
+        self.first = quantized(nn.Linear(WIDTH, WIDTH).requires_grad_(False))
+        self.last = quantized(nn.Linear(WIDTH, WIDTH).requires_grad_(False))
+        self.down = nn.Linear(WIDTH, 4, bias=False)
+        self.up = nn.Linear(4, WIDTH, bias=False)
+        self.first.requires_grad_(False)
+        self.last.requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.tanh(self.first(x) + self.up(self.down(x)))
+        total: Tensor = x + self.last(y)
+        return total
+
+
+class _Adapted(nn.Module):
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        with seeded(0):
+            self.blocks = nn.ModuleList(_Block(KINDS[kind]) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x.float().square().mean()
+
+
+def _x(step: int, rank: int) -> Tensor:
+    return torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(10 * step + rank))
+
+
+def _train_ddp(ranks: SimulatedRanks, model: nn.Module) -> tuple[list[float], list[Tensor]]:
+    ddp = SimulatedDDP(model, ranks)
+    params = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(params, lr=LR, weight_decay=WEIGHT_DECAY, fused=True)
+    losses = []
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        loss = ddp(_x(step, ranks.rank))
+        loss.backward()
+        ddp.average_gradients()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses, [p.detach().clone() for p in params]
+
+
+def _raw(value: Tensor) -> list[Tensor]:
+    """Return the bytes of a tensor, or of those that it wraps."""
+    inner = getattr(value, "__tensor_flatten__", None)
+    if inner is None:
+        return [value.detach().contiguous().view(-1).view(torch.uint8)]
+    return [raw for name in inner()[0] for raw in _raw(getattr(value, name))]
+
+
+def _follow(
+    ranks: SimulatedRanks, make: Callable[[], nn.Module], stage: int, zero: dict[str, Any]
+) -> None:
+    losses, values = _train_ddp(ranks, make())
+    case = Case(stage, zero=zero)
+    engine = zero_core.build(make(), case.config(), process_group=ranks)
+    found = []
+    for step in range(STEPS):
+        loss = engine(_x(step, ranks.rank))
+        engine.backward(loss)
+        engine.step()
+        found.append(loss.item())
+    assert found == losses
+    with engine.gathered():
+        trained = [p for p in engine.module.parameters() if p.requires_grad]
+        for mine, expected in zip(trained, values, strict=True):
+            assert torch.equal(mine, expected)
+    saved, expected_dict = engine.full_state_dict(), make().state_dict()
+    assert list(saved) == list(expected_dict)
+    frozen = {n for n in saved if not n.endswith(("up.weight", "down.weight"))}
+    for name in frozen if len(trained) < len(saved) else ():
+        for mine, theirs in zip(_raw(saved[name]), _raw(expected_dict[name]), strict=True):
+            assert torch.equal(mine, theirs), name
+
+
+@pytest.mark.parametrize("place", PLACES, ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+def test_adapters_on_a_librarys_weights_follow_ddp(kind: str, place: Any) -> None:
+    world_size, stage, zero = place
+    simulate(_follow, world_size, lambda: _Adapted(kind), stage, zero)
+
+
+def _evaluate(ranks: SimulatedRanks) -> None:
+    """bitsandbytes repacks 4-bit weights in the first evaluation on some CPUs."""
+    expected = _Adapted("nf4").eval()
+    engine = zero_core.build(_Adapted("nf4"), Case(3).config(), process_group=ranks)
+    for _ in range(2):
+        engine.eval()
+        with torch.no_grad():
+            assert engine(_x(0, 0)).item() == expected(_x(0, 0)).item()
+        loss = engine.train()(_x(0, 0))
+        assert loss.item() == _Adapted("nf4")(_x(0, 0)).item()
+        engine.backward(loss)
+
+
+def test_evaluation_between_steps_leaves_4_bit_weights_as_they_are() -> None:
+    simulate(_evaluate, 2)
+
+
+def _float8() -> nn.Module:
+    with seeded(0):
+        model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(3)))
+    return _Mean(convert_to_float8_training(model, config=Float8LinearConfig(emulate=True)))
+
+
+class _Mean(nn.Module):
+    def __init__(self, body: nn.Module) -> None:
+        super().__init__()
+        self.body = body
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.body(x)
+        return y.square().mean()
+
+
+@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_float8_linears_follow_ddp_with_the_same_conversion(world_size: int, stage: int) -> None:
+    simulate(_follow, world_size, _float8, stage, {})
