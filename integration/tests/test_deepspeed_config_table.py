@@ -121,6 +121,9 @@ EXAMPLES: dict[str, Any] = {
     "data_types.buffer_dtype": "bf16",
     "data_types.param_dtype": "bf16",
     "data_types.keep_in_fp32_modules": ["norm"],
+    "data_types.master_weights_from": "rounded",
+    "torch_autocast.dtype": "fp16",
+    "torch_autocast.lower_precision_safe_modules": ["torch.nn.modules.linear.Linear"],
     "optimizer.type": "Adagrad",
     "optimizer.params": {"lr": 0.5},
     "optimizer.params.max_grad_norm": 1.0,
@@ -139,6 +142,10 @@ EXAMPLES: dict[str, Any] = {
     "seed": 3,
     "broadcast_buffers": True,
     "check_grad_overflow": False,
+}
+ON_HOST = {
+    "bf16": {"enabled": True},
+    "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}},
 }
 NVME = {"device": "nvme", "nvme_path": "/nvme"}
 # What a row needs beside it to be of use: its own entry, or that of the longest block.
@@ -159,6 +166,17 @@ BESIDE: dict[str, dict[str, Any]] = {
     "fp16.enabled": {},
     "bf16.": {"bf16": {"enabled": True}},
     "bf16.enabled": {},
+    "bf16.bf16_master_weights_and_grads": ON_HOST,
+    "bf16.bf16_optimizer_states": {
+        **ON_HOST,
+        "bf16": {"enabled": True, "bf16_master_weights_and_grads": True},
+    },
+    "fp16.fp16_master_weights_and_grads": {**ON_HOST, "bf16": {}, "fp16": {"enabled": True}},
+    "optimizer.params.fp32_optimizer_states": {
+        **ON_HOST,
+        "bf16": {"enabled": True},
+        "optimizer": OPTIMIZER,
+    },
     "data_types.param_dtype": {"bf16": {"enabled": True}},
     "optimizer.": {"optimizer": OPTIMIZER},
     "scheduler.params": {"optimizer": OPTIMIZER, "scheduler": SCHEDULER},

@@ -19,6 +19,7 @@ from zero_engine.deepspeed import (
     zero,
 )
 from zero_engine.deepspeed.accelerator import get_accelerator
+from zero_engine.deepspeed.config.deepspeed_config import DeepSpeedConfig
 from zero_engine.deepspeed.dataloader import DeepSpeedDataLoader
 from zero_engine.deepspeed.distributed import init_distributed
 from zero_engine.deepspeed.engine.engine import DeepSpeedEngine
@@ -34,6 +35,7 @@ from zero_engine.deepspeed.utils.logging import log_dist, logger
 from zero_engine.deepspeed.utils.usage import OnDevice
 
 __all__ = [
+    "DeepSpeedConfig",
     "DeepSpeedConfigError",
     "DeepSpeedDataLoader",
     "DeepSpeedEngine",

@@ -18,6 +18,7 @@ from zero_core.config import OptimizerConfig, load_config
 from zero_core.optim.factory import check_served, make_optimizer
 from zero_core.optim.muon import tag_matrices
 from zero_engine.deepspeed.config.announce import announce, apply
+from zero_engine.deepspeed.config.names import keep_bf16_moments
 from zero_engine.deepspeed.config.reader import read
 from zero_engine.deepspeed.config.settings import Settings
 from zero_engine.deepspeed.config.source import Source
@@ -26,6 +27,7 @@ from zero_engine.deepspeed.distributed import choose_device, init_distributed
 from zero_engine.deepspeed.engine.engine import DeepSpeedEngine
 from zero_engine.deepspeed.engine.optimizer import DeepSpeedOptimizer
 from zero_engine.deepspeed.errors import NotServedError
+from zero_engine.deepspeed.ops.optimizers import DeepSpeedCPUAdam, name_as_deepspeed
 from zero_engine.deepspeed.utils.z3_leaf_module import mark_configured
 from zero_engine.deepspeed.zero.described import describe_engine
 from zero_engine.deepspeed.zero.partitioned import leave_partitioned
@@ -98,6 +100,8 @@ def initialize(
     if _option(args, "local_rank") is not None:
         args.local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     given = _make_optimizer(settings, model, optimizer, model_parameters)
+    if isinstance(given, DeepSpeedCPUAdam) and not given.fp32_optimizer_states:
+        keep_bf16_moments(settings.core)
     is_training = given is not None or "optimizer" in settings.core
     left_out = {"optimizer"} if given is not None else set()
     if lr_scheduler is not None or not is_training:
@@ -133,7 +137,28 @@ def initialize(
         training_data=training_data,
         collate_fn=collate_fn,
     )
+    if given is None and engine.optimizer is not None:
+        _name_optimizer(engine)
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
+
+
+def _name_optimizer(engine: DeepSpeedEngine) -> None:
+    """Let the configuration's optimizer be an instance of DeepSpeed's class.
+
+    At stage 0 in fp32 DeepSpeed returns that very object, so the one returned here is one, too.
+    """
+    named, config = engine.core.config.optimizer, engine.core.config
+    zero, view = config.zero_optimization, engine.optimizer
+    if named is None or view is None:
+        return
+    is_bare = zero.stage == 0 and config.compute_dtype is None
+    for optimizer in (view.optimizer, view) if is_bare else (view.optimizer,):
+        name_as_deepspeed(
+            optimizer,
+            named.type,
+            is_torch=bool(named.params.get("torch_adam")),
+            is_offloaded=zero.offload_optimizer.device != "none",
+        )
 
 
 def _find_config(args: Any, given: Any) -> Any:

@@ -48,10 +48,6 @@ _NAMES_BY_REASON = {
         "checkpoint.DeepSpeedCheckpoint checkpoint.ZeROCheckpoint "
         "checkpoint.enable_universal_checkpoint"
     ),
-    "use torch.nn.Linear: stage 3 gathers a block at a time": (
-        "runtime.zero.TiledLinear runtime.zero.TiledLinearReturnBias"
-    ),
-    "read the JSON file, or ask the engine's methods": "DeepSpeedConfig",
     INNER: (
         "compat compile constants datastates env_report git_version_info "
         "git_version_info_installed io nvme profiling accelerator checkpoint comm launcher monitor "

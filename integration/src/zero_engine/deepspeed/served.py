@@ -34,7 +34,7 @@ ALIASES: Mapping[str, str] = {
         "dataloader utils.logging utils.tensor_fragment utils.usage "
         "utils.z3_leaf_module:z3_leaf_module"
     ),
-    "zero": "zero.partition_parameters:unregister_external_parameter",
+    "zero": "zero.partition_parameters:unregister_external_parameter zero.tiling",
     "accelerator.abstract_accelerator": "accelerator",
     "accelerator.cpu_accelerator": "accelerator:CpuAccelerator",
     "accelerator.real_accelerator": "accelerator",
@@ -59,13 +59,15 @@ ALIASES: Mapping[str, str] = {
     _CHECKPOINTING: "",
     f"{_CHECKPOINTING}.checkpointing": "checkpointing",
     "runtime.base_optimizer": "engine.optimizer",
-    "runtime.config": "initialize",
+    "runtime.config": "initialize config.deepspeed_config",
     "runtime.dataloader": "dataloader",
     "runtime.engine": "engine.engine",
     "runtime.lr_schedules": "lr_schedules",
     "runtime.utils": "utils.usage",
     "runtime.zero": "zero:unregister_external_parameter",
+    "runtime.zero.offload_config": "zero.offload_config",
     "runtime.zero.partition_parameters": "zero.partition_parameters",
+    "runtime.zero.tiling": "zero.tiling",
     "utils.init_on_device": "utils.usage",
     "utils.nvtx": "utils.usage",
 }

@@ -190,7 +190,8 @@ def build(
             quantized=found.quantized,
         )
         if pretrained is None:
-            fill(found, layout, params, tier, control, initial)
+            rounds = resolved.data_types.master_weights_from == "rounded"
+            fill(found, layout, params, tier, control, initial, rounds_masters=rounds)
         else:
             for flat in params:
                 adopt(flat)

@@ -46,7 +46,8 @@ class Engine(ShardedModel):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the module. Floating inputs are cast to the compute dtype, if one is set."""
         args, kwargs = cast_floats((args, kwargs), self._compute_dtype)
-        return self.module(*args, **kwargs)
+        with self.autocast():
+            return self.module(*args, **kwargs)
 
     def scale(self, loss: Tensor, *, over: int | None = None) -> Tensor:
         """Return ``loss`` times the loss scale, divided by the micro-steps, for a plain backward.

@@ -18,7 +18,7 @@ from zero_core.comm.meter import Meter
 from zero_core.config import Config
 from zero_core.errors import ConfigError, MissingPartError
 from zero_core.layout.arithmetic import Layout
-from zero_core.optim.device_tier import DeviceTier
+from zero_core.optim.device_tier import Bf16Tier, DeviceTier
 from zero_core.optim.factory import check_whole_update, has_kernel_rule
 from zero_core.optim.whole_tier import WholeTier
 from zero_core.protocols import (
@@ -146,6 +146,11 @@ def make_state_tier(
         "param_store": memory.store(),
     }
     if not drawn.updates_slices:
+        if config.has_bf16_masters:
+            raise ConfigError(
+                f"bf16.bf16_master_weights_and_grads with {type(drawn.optimizer).__name__}, which "
+                "updates whole matrices, is not served: leave it out, or use AdamW"
+            )
         check_whole_update(zero.offload_optimizer, drawn.optimizer, has_factory=factory is not None)
         is_on_host = zero.offload_optimizer.device == "cpu"
         return WholeTier(
@@ -160,7 +165,7 @@ def make_state_tier(
             model_params=drawn.found.params,
         )
     if factory is None and zero.offload_optimizer.device == "none":
-        make: Any = DeviceTier
+        make: Any = Bf16Tier if config.has_bf16_masters else DeviceTier
     else:
         key = f"zero_optimization.offload_optimizer.device = {zero.offload_optimizer.device!r}"
         make = factory or load_part(TIERS, "host", asked_by=key, distribution="zero-offload")

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, Self
@@ -29,7 +29,7 @@ from zero_core.config import Config, OffloadOptimizerConfig
 from zero_core.errors import ConfigError, EvaluationOnlyError
 from zero_core.lifecycle import LeftShard, Ownership, Removable, owner_of
 from zero_core.optim.schedules.base import Schedule
-from zero_core.optim.train_state import TrainState
+from zero_core.optim.train_state import LossScaler, TrainState
 from zero_core.runtime.buffers import BufferSync
 from zero_core.runtime.copies import ModelCopies
 from zero_core.runtime.device_states import FORWARD_PARTS, DeviceStates, StatePart
@@ -135,8 +135,16 @@ class ShardedModel:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the module without gradients. Floating inputs are cast to the compute dtype."""
         args, kwargs = cast_floats((args, kwargs), self._compute_dtype)
-        with torch.no_grad():
+        with torch.no_grad(), self.autocast():
             return self.module(*args, **kwargs)
+
+    def autocast(self) -> AbstractContextManager[None]:
+        """Return the context of `torch.autocast` that ``torch_autocast`` asks for.
+
+        A call of the engine runs in it; a program that calls ``module`` may enter it.
+        """
+        dtype = self.config.autocast_dtype
+        return nullcontext() if dtype is None else torch.autocast(self.device.type, dtype)
 
     @torch.no_grad()
     def idle_forward(self) -> None:
@@ -495,6 +503,11 @@ class ShardedModel:
     def loss_scale(self) -> float:
         """Factor on the loss, 1 without fp16."""
         return self._train.scaler.scale
+
+    @property
+    def loss_scaler(self) -> LossScaler:
+        """Loss scale and what changes it."""
+        return self._train.scaler
 
     @property
     def gradient_accumulation_steps(self) -> int:

@@ -28,6 +28,7 @@ HONOURED = frozenset(
         "disable_python_gc",
         "dump_state",
         "log_level",
+        "managed_gradient_accumulation",
         "memory_breakdown",
         "wall_clock_breakdown",
         "comet",
@@ -115,16 +116,8 @@ REFUSED: Mapping[str, Refusal] = {
     "expert_parallel": Refusal((), _NO_MODEL_PARALLEL),
     "graph_harvesting": Refusal((False,), _GONE),
     "hybrid_engine": Refusal((), "generate with engine.module.generate(), at any stage"),
-    "managed_gradient_accumulation": Refusal(
-        (True,), "call engine.set_gradient_accumulation_boundary() before a micro-step instead"
-    ),
     "msamp": Refusal((), "MS-AMP is not served: use bf16 or fp16"),
     "nebula": Refusal((), _GONE),
-    "optimizer.params.fp32_optimizer_states": Refusal(
-        (True,),
-        "states are fp32 as the master weights are; offload_optimizer.state_dtype takes 16 or 8 "
-        "bits for the host's moments of Adam",
-    ),
     "optimizer.params.max_grad_norm": Refusal((0,), "use gradient_clipping"),
     "progressive_layer_drop": Refusal((), _GONE),
     "quantize_training": Refusal((), _GONE),
@@ -132,7 +125,6 @@ REFUSED: Mapping[str, Refusal] = {
     "sparse_attention": Refusal((), _GONE),
     "sparse_gradients": Refusal((False,), f"{_GONE}: embeddings need sparse=False"),
     "tensor_parallel": Refusal((), _NO_MODEL_PARALLEL),
-    "torch_autocast": Refusal((), "use bf16, or call the model under torch.autocast yourself"),
     "use_data_before_expert_parallelism": Refusal((False,), _NO_MODEL_PARALLEL),
     "weight_quantization": Refusal((), "see zero_quantized_weights for weights on the wire"),
 }

@@ -140,6 +140,9 @@ def core_config(given: Mapping[str, Any], tell: Tell) -> dict[str, Any]:
             tell(block, core.pop(block), "without a type there is none")
     if "optimizer" in core:
         core["optimizer"] = _optimizer(core["optimizer"], tell)
+        _apply_state_dtype(core, tell)
+    if not core.get("managed_gradient_accumulation", True):
+        _keep_updates_to_steps(core)
     return core
 
 
@@ -151,6 +154,47 @@ def _without_idle_offload(zero: Mapping[str, Any], tell: Tell) -> dict[str, Any]
     text = "used at stage 3 only: at lower stages every rank holds all parameters"
     tell(f"{_ZERO}.offload_param", dict(block), text)
     return {key: value for key, value in zero.items() if key != "offload_param"}
+
+
+def _apply_state_dtype(core: dict[str, Any], tell: Tell) -> None:
+    """Turn ``fp32_optimizer_states`` of the optimizer into ``state_dtype`` of its offload.
+
+    Raises:
+        ConfigError: it is false, and the states are on the device.
+    """
+    path, params = "optimizer.params.fp32_optimizer_states", core["optimizer"]["params"]
+    if params.pop("fp32_optimizer_states", True):
+        return
+    keep_bf16_moments(core)
+    is_short = any(core.get(kind, {}).get("enabled") for kind in ("bf16", "fp16"))
+    same = f"another name of {_ZERO}.offload_optimizer.state_dtype = bfloat16"
+    own = "states have the dtype of the parameters, which is fp32"
+    tell(path, False, same if is_short else own)
+
+
+def keep_bf16_moments(core: dict[str, Any]) -> None:
+    """Keep Adam's moments of 16-bit training in bf16 on the host, unless ``state_dtype`` is given.
+
+    Raises:
+        ConfigError: the states are on the device.
+    """
+    zero = core.get(_ZERO, {})
+    offload = zero.get("offload_optimizer", {})
+    if offload.get("device", "none") == "none":
+        raise ConfigError(
+            f"fp32_optimizer_states = False needs {_ZERO}.offload_optimizer, as in DeepSpeed: on "
+            "the device see bf16.bf16_optimizer_states"
+        )
+    if any(core.get(kind, {}).get("enabled") for kind in ("bf16", "fp16")):
+        core[_ZERO] = {**zero, "offload_optimizer": {"state_dtype": "bfloat16", **offload}}
+
+
+def _keep_updates_to_steps(core: dict[str, Any]) -> None:
+    """Have offloaded units updated in ``step()``: any backward may be followed by another one."""
+    zero = core.get(_ZERO, {})
+    offload = zero.get("offload_optimizer", {})
+    if offload.get("device", "none") != "none":
+        core[_ZERO] = {**zero, "offload_optimizer": {**offload, "update_in_backward": False}}
 
 
 def _data_types(core: Mapping[str, Any]) -> dict[str, Any]:
@@ -180,4 +224,6 @@ def _optimizer(block: Mapping[str, Any], tell: Tell) -> dict[str, Any]:
             check_refused(path, params.pop(key))
     if str(block["type"]).lower() == "lion":
         params = {**_LION, **params}
-    return {**block, "params": params}
+    for key in block.keys() - {"type", "params"}:
+        tell(f"optimizer.{key}", block[key], "not a key of DeepSpeed's, which ignores it")
+    return {"type": block["type"], "params": params}

@@ -160,6 +160,7 @@ _FLAGS = frozenset(
         "dataloader_drop_last",
         "disable_python_gc",
         "dump_state",
+        "managed_gradient_accumulation",
         "memory_breakdown",
         "wall_clock_breakdown",
     }

@@ -63,6 +63,8 @@ class Settings:
             memory until backward.
         fp16_auto_cast: cast floating inputs of the model; otherwise they go in as they are.
         dump_state: print the whole configuration, not only what was asked for.
+        managed_gradient_accumulation: False: each ``step()`` ends an optimizer step, however many
+            backwards came before it.
         log_level: for this project's loggers, or None.
         disable_python_gc: switch Python's cyclic garbage collector off.
         notes: keys without effect, each with the reason.
@@ -84,6 +86,7 @@ class Settings:
     cpu_checkpointing: bool = False
     fp16_auto_cast: bool = False
     dump_state: bool = False
+    managed_gradient_accumulation: bool = True
     log_level: str | None = None
     disable_python_gc: bool = False
     notes: tuple[Note, ...] = ()

@@ -6,7 +6,7 @@ order in which DeepSpeed counts and boundaries are set from outside.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from zero_core import Engine, ShardedModel
+from zero_engine.deepspeed.config.deepspeed_config import DeepSpeedConfig
 from zero_engine.deepspeed.config.settings import Settings
 from zero_engine.deepspeed.dataloader import DeepSpeedDataLoader
 from zero_engine.deepspeed.engine.averaging import Averaging
@@ -22,6 +23,11 @@ from zero_engine.deepspeed.engine.facts import UNSERVED
 from zero_engine.deepspeed.engine.observing import Watch
 from zero_engine.deepspeed.engine.optimizer import DeepSpeedOptimizer
 from zero_engine.deepspeed.errors import NotServedError
+from zero_engine.deepspeed.zero.offload_config import (
+    PARTS,
+    OffloadDeviceEnum,
+    OffloadStateTypeEnum,
+)
 from zero_engine.deepspeed.zero.partitioned import leave_partitioned
 from zero_engine.monitoring import Monitor, StepFacts
 
@@ -70,6 +76,11 @@ class DeepSpeedEngine(Checkpoints, nn.Module):
         self.global_samples = 0
         self._was_step_applied = False
         self.watch = Watch(settings, core)
+        self._config = DeepSpeedConfig.of(settings, core.config, core.rank, core.world_size)
+        self._num_backwards = 0  # since the last step, where step() alone is the boundary
+        self._is_quiet = self._is_coalescing = False  # within these contexts
+        if not settings.managed_gradient_accumulation and isinstance(core, Engine):
+            core.set_gradient_accumulation_boundary(True)
         trained = (core.module.get_parameter(p.name) for p in core.layout.params if p.is_trainable)
         core.remove_at_end(Averaging(trained, self.gradient_accumulation_steps).handles)
         self._is_compiled = False
@@ -98,9 +109,9 @@ class DeepSpeedEngine(Checkpoints, nn.Module):
         """Call the model. Inputs are cast only under ``fp16.auto_cast``, as in DeepSpeed."""
         call = self.core if self.fp16_auto_cast() else self.module
         if self.optimizer is None:
-            with torch.no_grad():
+            with torch.no_grad(), self.core.autocast():
                 return call(*args, **kwargs)
-        with self.watch.part("forward") if self.training else nullcontext():
+        with self.watch.part("forward") if self.training else nullcontext(), self.core.autocast():
             outputs = call(*args, **kwargs)
         return self.watch.followed(outputs)
 
@@ -123,6 +134,7 @@ class DeepSpeedEngine(Checkpoints, nn.Module):
         if loss.numel() != 1:
             raise ValueError(f"backward() takes a scalar, found a loss of shape {loss.shape}")
         steps = self.gradient_accumulation_steps() if scale_wrt_gas else 1
+        self._num_backwards += 1
         with self.watch.part("backward"), Averaging.done():
             core.backward(loss, over=steps, retain_graph=retain_graph)
         return loss / steps if steps > 1 else loss
@@ -137,7 +149,9 @@ class DeepSpeedEngine(Checkpoints, nn.Module):
         Every rank must call it. ``lr_kwargs`` go to the scheduler's ``step``.
         """
         core = self._live_core("step")
-        is_boundary = self.is_gradient_accumulation_boundary()
+        if self._is_coalescing:
+            raise RuntimeError("step() within coalesce_grad_reduction(): step after it")
+        is_boundary = core.is_gradient_accumulation_boundary()
         skipped = self.core.skipped_steps
         arguments = _SteppedWith(self.core, lr_kwargs) if lr_kwargs else nullcontext()
         with self.watch.part("step"), arguments:
@@ -151,7 +165,7 @@ class DeepSpeedEngine(Checkpoints, nn.Module):
     def _end_step(self) -> None:
         assert self.optimizer is not None
         self.optimizer.stepped()
-        self.global_samples += self.train_batch_size()
+        self.global_samples += self._count_samples()
         facts = StepFacts(
             global_steps=self.global_steps,
             global_samples=self.global_samples,
@@ -160,22 +174,102 @@ class DeepSpeedEngine(Checkpoints, nn.Module):
         )
         self.watch.step_done(facts)
 
+    def _count_samples(self) -> int:
+        """Return the samples of the last step."""
+        num_backwards, self._num_backwards = self._num_backwards, 0
+        if self.settings.managed_gradient_accumulation:
+            return self.train_batch_size()
+        return self.core.train_micro_batch_size_per_gpu * self.core.world_size * num_backwards
+
     def was_step_applied(self) -> bool:
         return self._was_step_applied
 
     def is_gradient_accumulation_boundary(self) -> bool:
-        return self.core.is_gradient_accumulation_boundary()
+        """Whether the next backward is the last one of its step.
+
+        Without ``managed_gradient_accumulation`` that is not known before ``step``: False.
+        """
+        is_managed = self.settings.managed_gradient_accumulation
+        return is_managed and self.core.is_gradient_accumulation_boundary()
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
-        """Say whether the next backward is the last one of its step, until said otherwise."""
+        """Say whether the next backward is the last one of its step, until said otherwise.
+
+        Raises:
+            RuntimeError: ``managed_gradient_accumulation`` is false.
+        """
+        if not self.settings.managed_gradient_accumulation:
+            raise RuntimeError(
+                "set_gradient_accumulation_boundary() with managed_gradient_accumulation = false, "
+                "where each step() is the boundary: leave the call out"
+            )
         if isinstance(self.core, Engine):
             self.core.set_gradient_accumulation_boundary(is_boundary)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Keep gradients on the rank in this context. ``step`` must be called outside."""
-        with self.core.no_sync() if isinstance(self.core, Engine) else nullcontext():
-            yield
+        before, self._is_quiet = self._is_quiet, True
+        try:
+            with self.core.no_sync() if isinstance(self.core, Engine) else nullcontext():
+                yield
+        finally:
+            self._is_quiet = before
+
+    @contextmanager
+    def coalesce_grad_reduction(self) -> Iterator[None]:
+        """Reduce the gradients of all backwards in this context once, for the ``step`` after it.
+
+        It may span a whole step's backwards, whatever ``gradient_accumulation_steps`` says.
+
+        Raises:
+            RuntimeError: within another such context or ``no_sync``, or
+                ``managed_gradient_accumulation`` is false.
+        """
+        core = self._training_core("coalesce_grad_reduction")
+        if not self.settings.managed_gradient_accumulation:
+            raise RuntimeError(
+                "coalesce_grad_reduction() with managed_gradient_accumulation = false: use "
+                "no_sync()"
+            )
+        if self._is_coalescing or self._is_quiet:
+            raise RuntimeError(
+                "coalesce_grad_reduction() within itself or no_sync(): leave one out"
+            )
+        self._is_coalescing = True
+        try:
+            with core.no_sync():
+                yield
+        finally:
+            self._is_coalescing = False
+
+    def offload_states(
+        self,
+        include: Iterable[OffloadStateTypeEnum] | None = None,
+        device: OffloadDeviceEnum = OffloadDeviceEnum.cpu,
+        pin_memory: bool = True,
+        non_blocking: bool = False,
+    ) -> None:
+        """Copy states to host memory and free the device's. See `zero_core.Engine.offload_states`.
+
+        Args:
+            include: which states; None: all.
+            device: "cpu" alone; "none" does nothing.
+            pin_memory, non_blocking: as there.
+
+        Raises:
+            ValueError: ``device`` is "nvme".
+        """
+        if device == OffloadDeviceEnum.none:
+            return
+        if device != OffloadDeviceEnum.cpu:
+            raise ValueError(f"offload_states(device={str(device)!r}): states go to the cpu alone")
+        parts = None if include is None else [PARTS[OffloadStateTypeEnum(x)] for x in include]
+        self.core.offload_states(parts, pin_memory=pin_memory, non_blocking=non_blocking)
+
+    def reload_states(self, non_blocking: bool = False) -> None:
+        """Bring states back that `offload_states` took away. Every rank must call it."""
+        self.core.reload_states(non_blocking=non_blocking)
 
     def get_global_grad_norm(self) -> float | None:
         """Return the 2-norm of the last step's gradient, unscaled, before clipping."""
@@ -228,6 +322,8 @@ class DeepSpeedEngine(Checkpoints, nn.Module):
         What lies in shards stays so, as within `zero.Init`, for `GatheredParameters` and the next
         `initialize`; but integers and classes of their own are gathered: every rank must call it.
         """
+        if self.core.offloaded_states:
+            self.core.reload_states()
         leave_partitioned(self.core)
 
     def empty_partition_cache(self) -> None:

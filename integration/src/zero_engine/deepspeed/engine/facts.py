@@ -20,21 +20,25 @@ _UNSERVED = """
     autotuning_end_profile_step autotuning_metric autotuning_metric_path
     autotuning_model_info_path autotuning_start_profile_step buffered_allreduce_fallback
     checkpoint_serialization_enabled checkpoint_writer_enabled clip_fp32_gradients
-    coalesce_grad_reduction collect_python_gc compile_zero_optimization_stage cpuadam_cores_perc
+    collect_python_gc compile_zero_optimization_stage cpuadam_cores_perc
     curriculum_learning_config data_efficiency_config data_sampling_config get_autosp_backend
     get_autotp_backend get_compile_time get_deepcompile_backend get_deepspeed_compile_backend
     get_optimizer_configuration get_wall_clock_timers is_iterable_style_dataset
-    is_map_style_dataset is_sanity_checks_enabled load_moe_state_dict offload_states
+    is_map_style_dataset is_sanity_checks_enabled load_moe_state_dict
     optimizer_legacy_fusion print_forward_breakdown random_ltd_config random_ltd_initialize
-    register_compile_pass reload_states set_custom_curriculum_learning_schedule
+    register_compile_pass set_custom_curriculum_learning_schedule
     set_data_post_process_func set_train_micro_batch_size sparse_all_gather sparse_allreduce
     sparse_allreduce_bucket sparse_allreduce_no_retain swap_tensor_config tensor_parallel_config
-    torch_autocast_lower_precision_safe_modules uses_parallelization_pass_only zenflow_config
+    uses_parallelization_pass_only zenflow_config
     zero_log_trace_cache_warnings zero_save_muon_momentum_buffer_in_memory
 """
 UNSERVED = frozenset(_UNSERVED.split())
 """Public methods of DeepSpeed's engine that this one does not have: asked for, they are refused."""
 _DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+_SAFE_MODULES = (
+    *("torch.nn.modules.linear.Linear", "torch.nn.modules.conv.Conv1d"),
+    *("torch.nn.modules.conv.Conv2d", "torch.nn.modules.conv.Conv3d"),
+)
 _OWN_OPTIMIZERS = {"adagrad", "adam", "adamw", "lamb", "lion", "muadam", "muadamw", "musgd", "muon"}
 _Method = Callable[[Any], Any]
 
@@ -207,8 +211,13 @@ class Facts:
     fp16_master_weights_and_gradients = _key("fp16.fp16_master_weights_and_grads")
     bf16_master_weights_and_gradients = _key("bf16.bf16_master_weights_and_grads")
     bf16_optimizer_states = _key("bf16.bf16_optimizer_states")
-    torch_autocast_enabled = _always(False, "call the model under torch.autocast yourself")
-    torch_autocast_dtype = _always(None, "see torch_autocast_enabled")
+    torch_autocast_enabled = _key("torch_autocast.enabled")
+    torch_autocast_dtype = _key("autocast_dtype")
+
+    def torch_autocast_lower_precision_safe_modules(self) -> list[str]:
+        """Return the classes that were given, or DeepSpeed's. Autocast chooses by operation."""
+        given = self.core.config.torch_autocast.lower_precision_safe_modules
+        return list(given or _SAFE_MODULES)
 
     @property
     def communication_data_type(self) -> torch.dtype:
@@ -267,7 +276,7 @@ class Facts:
     get_tensor_parallel_rank = _always(0, "every rank is a data-parallel one")
     get_sequence_parallel_group = _always(None, "every rank is a data-parallel one")
     autotp_size = _always(0, "no layer is split")
-    managed_gradient_accumulation = _always(True, "unless a boundary is declared")
+    managed_gradient_accumulation = _value_of("settings.managed_gradient_accumulation")
     postscale_gradients = _always(True, "sums are in fp32, either order gives the same")
     gradient_predivide_factor = _always(1.0, "sums are in fp32")
     load_universal_checkpoint = _always(False, "every checkpoint is for any number of ranks")

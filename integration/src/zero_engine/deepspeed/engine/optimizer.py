@@ -11,6 +11,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from zero_core import Engine
+from zero_engine.deepspeed.engine.loss_scaler import LossScaler
 
 
 class ParameterOffload:
@@ -91,6 +92,7 @@ class DeepSpeedOptimizer(torch.optim.Optimizer):
     Attributes:
         optimizer: the one that was given, or made as the configuration says.
         state: this rank's optimizer state, by parameter; see `OptimizerState`.
+        loss_scaler: the loss scale, its settings and state.
         parameter_offload: see `ParameterOffload`; at stage 3 alone, as in DeepSpeed.
     """
 
@@ -103,6 +105,7 @@ class DeepSpeedOptimizer(torch.optim.Optimizer):
         self._core = core
         self._engine = weakref.ref(engine)
         self.state: Any = OptimizerState(core, self.param_groups)
+        self.loss_scaler = LossScaler(core)
         if core.config.zero_optimization.stage == 3:
             self.parameter_offload = ParameterOffload(core.module)
 
@@ -120,8 +123,7 @@ class DeepSpeedOptimizer(torch.optim.Optimizer):
 
     @property
     def dynamic_loss_scale(self) -> bool:
-        fp16 = self._core.config.fp16
-        return fp16.enabled and fp16.loss_scale == 0.0
+        return self._core.loss_scaler.is_dynamic
 
     @property
     def is_gradient_accumulation_boundary(self) -> bool:

@@ -9,7 +9,7 @@ device. The arguments that several have:
     bias_correction         divide the moments by ``1 - beta ** step``
     adamw_mode, adam_w_mode AdamW; otherwise the weight decay is L2
     amsgrad                 refused with a RuntimeError
-    fp32_optimizer_states   only True is served, else ValueError
+    fp32_optimizer_states   False: moments in bf16; of Adam alone, else ValueError
     set_grad_none           what `zero_grad` does without an argument
 
 A setting that is out of range raises ValueError.
@@ -17,6 +17,9 @@ A setting that is out of range raises ValueError.
 
 from __future__ import annotations
 
+import weakref
+from abc import ABCMeta
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -25,8 +28,36 @@ from cpu_adam import CPUAdam
 from zero_core.optim.adam import Adam
 from zero_core.optim.lion import Lion
 
+_made_as: weakref.WeakKeyDictionary[torch.optim.Optimizer, type] = weakref.WeakKeyDictionary()
 
-class DeepSpeedCPUAdam(CPUAdam):
+
+class _Named(ABCMeta):
+    """Metaclass of classes that an optimizer of the configuration may answer to."""
+
+    def __instancecheck__(cls, instance: object) -> bool:
+        if super().__instancecheck__(instance):
+            return True
+        return isinstance(instance, torch.optim.Optimizer) and _made_as.get(instance) is cls
+
+
+def name_as_deepspeed(
+    optimizer: torch.optim.Optimizer, named: str, *, is_torch: bool, is_offloaded: bool
+) -> None:
+    """Let an ``optimizer`` of the configuration be an instance of the class that DeepSpeed makes.
+
+    Args:
+        optimizer: made by the engine, or the view of it that `initialize` returns.
+        named: ``optimizer.type``.
+        is_torch: ``torch_adam`` asks for torch's own class.
+        is_offloaded: a host updates it.
+    """
+    on_device, on_host = _CLASSES.get(named.lower(), (None, None))
+    chosen = on_host if is_offloaded else on_device
+    if chosen is not None and not is_torch:
+        _made_as[optimizer] = chosen
+
+
+class DeepSpeedCPUAdam(CPUAdam, metaclass=_Named):
     """`cpu_adam.CPUAdam` with DeepSpeed's signature.
 
     Given to ``initialize`` with ``offload_optimizer``, the offloaded tier makes its update with the
@@ -49,7 +80,6 @@ class DeepSpeedCPUAdam(CPUAdam):
         adamw_mode: bool = True,
         fp32_optimizer_states: bool = True,
     ) -> None:
-        _check_fp32_states("DeepSpeedCPUAdam", fp32_optimizer_states)
         _refuse_amsgrad("DeepSpeedCPUAdam", amsgrad)
         super().__init__(
             model_params,
@@ -59,6 +89,7 @@ class DeepSpeedCPUAdam(CPUAdam):
             weight_decay,
             bias_correction=bias_correction,
             adamw_mode=adamw_mode,
+            state_dtype="float32" if fp32_optimizer_states else "bfloat16",
         )
         self.adam_w_mode = adamw_mode
         self.fp32_optimizer_states = fp32_optimizer_states
@@ -76,7 +107,7 @@ class DeepSpeedCPUAdam(CPUAdam):
         group["decoupled_weight_decay"] = group["adamw_mode"]  # torch's word, which tiers read
 
 
-class DeepSpeedCPUAdagrad(torch.optim.Adagrad):
+class DeepSpeedCPUAdagrad(torch.optim.Adagrad, metaclass=_Named):
     """Adagrad (Duchi et al., 2011) with L2 weight decay.
 
     The sum of squares is in the state as torch calls it, ``sum``.
@@ -101,7 +132,7 @@ class DeepSpeedCPUAdagrad(torch.optim.Adagrad):
         self.fp32_optimizer_states = fp32_optimizer_states
 
 
-class DeepSpeedCPULion(Lion):
+class DeepSpeedCPULion(Lion, metaclass=_Named):
     """`zero_core.Lion` with DeepSpeed's defaults.
 
     The rate is ten times the one of `zero_core.Lion`. ``betas`` are the weight of the momentum in
@@ -124,7 +155,7 @@ class DeepSpeedCPULion(Lion):
         self.fp32_optimizer_states = fp32_optimizer_states
 
 
-class _Fused(torch.optim.Optimizer):
+class _Fused(torch.optim.Optimizer, metaclass=_Named):
     set_grad_none: bool
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
@@ -176,6 +207,15 @@ class FusedLion(_Fused, Lion):
     ) -> None:
         super().__init__(params, lr, betas, weight_decay)
         self.set_grad_none = set_grad_none
+
+
+_CLASSES: Mapping[str, tuple[type | None, type]] = {
+    "adam": (FusedAdam, DeepSpeedCPUAdam),
+    "adamw": (FusedAdam, DeepSpeedCPUAdam),
+    "adagrad": (None, DeepSpeedCPUAdagrad),
+    "lion": (FusedLion, DeepSpeedCPULion),
+}
+"""Classes that DeepSpeed makes on the device, None for torch's, and on the host."""
 
 
 def _check_fp32_states(optimizer: str, is_fp32: bool) -> None:

@@ -8,6 +8,7 @@ import re
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from zero_core.checkpoint.safetensors_files import StoredTensor, find_tensors
+from zero_core.config import Config
 from zero_core.errors import CheckpointError
 from zero_core.layout.arithmetic import ParamSpec
 from zero_core.layout.discovery import plain_name
@@ -39,6 +41,8 @@ class Loaded:
 class Loadable(Protocol):
     """Engine as `load_pretrained` uses it."""
 
+    config: Config
+
     @property
     def micro_steps(self) -> int:
         """Micro-steps trained so far."""
@@ -57,7 +61,8 @@ def load_pretrained(
     """Load the weights of safetensors files into the engine, and return the unmatched names.
 
     Every rank must call it, and must see the files; each reads the ranges that it keeps. Master
-    weights take the file's precision; parameters and buffers are cast to their dtype. A tied weight
+    weights take the file's precision, unless ``data_types.master_weights_from`` is "rounded";
+    parameters and buffers are cast to their dtype. A tied weight
     may be in the file by any of its names. Names with and without Hugging Face's
     ``base_model_prefix`` are matched, and what the model declares in
     ``_keys_to_ignore_on_load_missing`` and ``..._unexpected`` is ignored. All names,
@@ -95,7 +100,9 @@ def load_pretrained(
         raise CheckpointError(f"load_pretrained: ranks see different files at {source}")
     with engine.rewriting():
         state.quiesce()
-        state.control.together("load_pretrained: read", lambda: _restore(state, match))
+        rounds = engine.config.data_types.master_weights_from == "rounded"
+        restore = partial(_restore, state, match, rounds_masters=rounds)
+        state.control.together("load_pretrained: read", restore)
     return Loaded(match.missing, match.unexpected)
 
 
@@ -201,11 +208,13 @@ def _some(names: tuple[str, ...]) -> str:
     return f"[{', '.join(names[:10])}, ... ({len(names)} in all)]"
 
 
-def _restore(state: ShardedState, match: _Match) -> None:
+def _restore(state: ShardedState, match: _Match, *, rounds_masters: bool) -> None:
     for piece in state.pieces:
         tensor = match.params.get(state.layout.params[piece.param].name)
         if tensor is not None:
             values = tensor.read(piece.offset, piece.offset + piece.stop - piece.start)
+            if rounds_masters:
+                values = values.to(state.layout.segments[piece.segment].dtype)
             state.tier.write_state(MASTER, piece.start, values)
     specs = {spec.name: spec for spec in state.layout.params}
     for store, name, low, high in state.frozen_parts():

@@ -270,15 +270,48 @@ class Fp16Config(_Block):
     min_loss_scale: Annotated[float, Field(gt=0.0)] = 1.0
     auto_cast: bool = unneeded(False, "floating inputs are always cast")
     fp16_master_weights_and_grads: bool = False
+    """Taken with ``offload_optimizer``, as by DeepSpeed. The host keeps fp32 master weights."""
 
 
 class Bf16Config(_Block):
-    """``bf16``: bfloat16 compute over fp32 master weights."""
+    """``bf16``: bfloat16 compute over fp32 master weights, unless bf16 ones are asked for."""
 
     enabled: bool = False
     immediate_grad_update: bool = unneeded(False, "a gradient is handed on as soon as it is there")
     bf16_master_weights_and_grads: bool = False
+    """Update the parameters themselves: there are no other master weights, and gradients accumulate
+    in bf16. On the device, with the next key. A host keeps fp32 master weights."""
     bf16_optimizer_states: bool = False
+    """Keep optimizer states in bf16 (Adam's moments, on a host)."""
+
+
+class TorchAutocastConfig(_Block):
+    """``torch_autocast``: `torch.autocast` around each forward, over fp32 weights.
+
+    Float16 comes with a dynamic loss scale, as of `torch.amp.GradScaler`; the block ``fp16`` sets
+    it if it is enabled.
+    """
+
+    enabled: bool = False
+    dtype: Literal["fp16", "bf16"] = "bf16"
+    lower_precision_safe_modules: tuple[str, ...] = unneeded(
+        (), "autocast chooses by operation, and communication_data_type says what travels"
+    )
+
+    @pydantic.field_validator("dtype", mode="before")
+    @classmethod
+    def _name_dtype(cls, value: Any) -> Any:
+        """Take torch's names of the two, too."""
+        long = {"float16": "fp16", "half": "fp16", "bfloat16": "bf16"}
+        name = str(value).removeprefix("torch.")
+        return long.get(name, name)
+
+    @pydantic.field_validator("lower_precision_safe_modules", mode="before")
+    @classmethod
+    def _check_names(cls, value: Any) -> Any:
+        if isinstance(value, list | tuple) and all(isinstance(name, str) for name in value):
+            return tuple(value)
+        raise ValueError("expected a list of class names")
 
 
 class DataTypesConfig(_Block):
@@ -289,6 +322,9 @@ class DataTypesConfig(_Block):
     buffer_dtype: Literal["fp32", "fp16", "bf16", "as_made"] | None = None
     """Dtype of floating buffers. None selects the compute dtype; "as_made" keeps each buffer's own.
     DeepSpeed has no such value and keeps each buffer's own where the key is missing."""
+    master_weights_from: Literal["given", "rounded"] = "given"
+    """Initial master weights: the model's values as they are given, or rounded to the compute dtype
+    first, as DeepSpeed's. Not in DeepSpeed's configuration."""
 
 
 class ActivationCheckpointingConfig(_Block):
@@ -348,6 +384,7 @@ class Config(_Block):
     fp16: Fp16Config = Fp16Config()
     bf16: Bf16Config = Bf16Config()
     data_types: DataTypesConfig = DataTypesConfig()
+    torch_autocast: TorchAutocastConfig = TorchAutocastConfig()
     activation_checkpointing: ActivationCheckpointingConfig | None = None
     tiled_compute: TiledComputeConfig | None = None
     communication_data_type: Literal["fp32", "fp16", "bf16"] | None = None
@@ -370,6 +407,29 @@ class Config(_Block):
         if self.bf16.enabled:
             return torch.bfloat16
         return torch.float16 if self.fp16.enabled else None
+
+    @property
+    def has_bf16_masters(self) -> bool:
+        """Whether bf16 parameters are their own master weights, with states of their dtype."""
+        is_here = self.zero_optimization.offload_optimizer.device == "none"
+        return self.bf16.enabled and self.bf16.bf16_master_weights_and_grads and is_here
+
+    def master_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """Return the dtype of the master weights of parameters of a compute ``dtype``."""
+        is_own = dtype in (torch.float32, torch.float64)
+        return dtype if is_own or self.has_bf16_masters else torch.float32
+
+    @property
+    def autocast_dtype(self) -> torch.dtype | None:
+        """Dtype of `torch.autocast` around each forward, or None."""
+        return DTYPES[self.torch_autocast.dtype] if self.torch_autocast.enabled else None
+
+    @property
+    def loss_scaling(self) -> Fp16Config:
+        """Settings of the loss scale, which is used if they are ``enabled``."""
+        if self.fp16.enabled or self.autocast_dtype is not torch.float16:
+            return self.fp16
+        return Fp16Config(enabled=True, loss_scale_window=2000, hysteresis=1)  # torch's GradScaler
 
     @property
     def buffer_dtype(self) -> torch.dtype | None:

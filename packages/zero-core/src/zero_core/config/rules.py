@@ -60,6 +60,7 @@ def check_rules(config: Config, world_size: int) -> None:
         *_of_optimizer_offload(config),
         *_of_param_offload(config.zero_optimization),
         *_of_quantized(config.zero_optimization, world_size),
+        *_of_masters(config),
         *_unserved(config),
     )
     for is_broken, message in rules:
@@ -86,7 +87,9 @@ def _of_optimizer_offload(config: Config) -> Iterator[_Rule]:
     )
     yield (
         bool(offload.update_in_backward)
-        and bool(config.gradient_clipping or config.fp16.enabled or config.check_grad_overflow),
+        and bool(
+            config.gradient_clipping or config.loss_scaling.enabled or config.check_grad_overflow
+        ),
         f"{where}.update_in_backward: a step must not be called off any more once a unit is "
         "updated, so leave gradient_clipping and fp16 out and set check_grad_overflow to false",
     )
@@ -156,6 +159,34 @@ def _of_quantized(zero: ZeroConfig, world_size: int) -> Iterator[_Rule]:
     )
 
 
+def _of_masters(config: Config) -> Iterator[_Rule]:
+    zero, bf16 = config.zero_optimization, config.bf16
+    is_here = zero.offload_optimizer.device == "none"
+    yield (
+        bf16.bf16_optimizer_states and not bf16.bf16_master_weights_and_grads,
+        "bf16.bf16_optimizer_states needs bf16.bf16_master_weights_and_grads = true",
+    )
+    yield (
+        bf16.bf16_master_weights_and_grads and not bf16.enabled,
+        "bf16.bf16_master_weights_and_grads needs bf16.enabled = true",
+    )
+    yield (
+        bf16.bf16_master_weights_and_grads and is_here and not bf16.bf16_optimizer_states,
+        "bf16.bf16_master_weights_and_grads on the device needs bf16.bf16_optimizer_states = true, "
+        "as the optimizer gives states the dtype of the weights that it updates; or set "
+        "zero_optimization.offload_optimizer.device",
+    )
+    yield (
+        config.fp16.fp16_master_weights_and_grads and is_here,
+        "fp16.fp16_master_weights_and_grads needs zero_optimization.offload_optimizer: moments in "
+        "fp16 underflow",
+    )
+    yield (
+        bf16.bf16_master_weights_and_grads and zero.stage == 0,
+        "bf16.bf16_master_weights_and_grads needs zero_optimization.stage 1, 2 or 3, found 0",
+    )
+
+
 def _unserved(config: Config) -> Iterator[_Rule]:
     zero, again = config.zero_optimization, config.activation_checkpointing
     for key in ("profile", "synchronize_checkpoint_boundary"):
@@ -174,16 +205,6 @@ def _unserved(config: Config) -> Iterator[_Rule]:
         "zero_optimization.offload_optimizer.super_offload is not served: see ratio = 'auto' and "
         "update_in_backward",
     )
-    for block, key in (
-        ("fp16", "fp16_master_weights_and_grads"),
-        ("bf16", "bf16_master_weights_and_grads"),
-        ("bf16", "bf16_optimizer_states"),
-    ):
-        yield (
-            getattr(getattr(config, block), key),
-            f"{block}.{key} is not served: master weights and gradients are fp32; "
-            "offload_optimizer.state_dtype takes 16 or 8 bits for the host's moments",
-        )
 
 
 def _unneeded(config: Config) -> dict[str, str]:
@@ -247,6 +268,11 @@ def _unneeded(config: Config) -> dict[str, str]:
         found["bf16.check_grad_overflow"] = (
             "used with bf16.enabled only; check_grad_overflow at the top holds at every precision"
         )
+    masters = "the host keeps fp32 master weights, which lose nothing"
+    if config.bf16.bf16_master_weights_and_grads and not config.has_bf16_masters:
+        found["bf16.bf16_master_weights_and_grads"] = masters
+    if config.fp16.fp16_master_weights_and_grads:
+        found["fp16.fp16_master_weights_and_grads"] = masters
     for is_pointless, keys, why in pointless:
         if is_pointless:
             found |= {f"zero_optimization.{key}": why for key in keys.split()}

@@ -27,6 +27,7 @@ _log = logging.getLogger(__name__)
 _OWN_AUTO = "zero_optimization.offload_optimizer.ratio"
 """Key at which "auto" is a value of this engine's own."""
 
+_BF16_MOMENTS = {"state_dtype": "bfloat16"}
 _BATCH = (
     "train_batch_size",
     "train_micro_batch_size_per_gpu",
@@ -53,6 +54,8 @@ def load_config(source: Mapping[str, Any] | str | Path, *, world_size: int) -> C
         raw["bf16"] = {k: v for k, v in bf16.items() if k != "check_grad_overflow"}
         if bf16.get("enabled"):
             raw.setdefault("check_grad_overflow", bf16["check_grad_overflow"])
+    if isinstance(bf16, dict) and bf16.get("bf16_optimizer_states"):
+        raw = _with_bf16_moments(raw)
     _refuse_auto(raw, "")
     raw = drop_further_keys(raw)
     raw.update(_resolve_batch(raw, world_size))
@@ -64,6 +67,17 @@ def load_config(source: Mapping[str, Any] | str | Path, *, world_size: int) -> C
     for path, value, reason in find_unneeded(given, config):
         _log.info("%s = %r has no effect: %s", path, value, reason)
     return config
+
+
+def _with_bf16_moments(raw: dict[str, Any]) -> dict[str, Any]:
+    """Return ``raw`` with ``state_dtype`` "bfloat16" of an offloaded optimizer, unless given."""
+    zero = raw.get("zero_optimization")
+    if not isinstance(zero, dict):
+        return raw
+    offload = zero.get("offload_optimizer")
+    if not isinstance(offload, dict) or offload.get("device", "none") == "none":
+        return raw
+    return {**raw, "zero_optimization": {**zero, "offload_optimizer": _BF16_MOMENTS | offload}}
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -27,8 +27,13 @@ def fill(
     tier: StateTier,
     control: ControlGroup,
     initial: InitialValues,
+    *,
+    rounds_masters: bool = False,
 ) -> None:
-    """Write rank 0's values to the engine's memory, unrounded ones to the master weights."""
+    """Write rank 0's values to the engine's memory, unrounded ones to the master weights.
+
+    With ``rounds_masters`` these are rounded to the compute dtype, too.
+    """
     # In these dtypes a segment's original values lose nothing.
     dtypes = [
         s.dtype
@@ -59,7 +64,10 @@ def fill(
             low, high = layout.state_range(
                 segment, control.rank, is_sharded=stop - start == segment.shard_numel
             )
-            tier.write_state("master_weight", start, flat[low:high])
+            masters = flat[low:high]
+            if rounds_masters:
+                masters = masters.to(segment.dtype)
+            tier.write_state("master_weight", start, masters)
         pool.release(flat)
     release_free_pages()  # what the parameters' own storage left
 

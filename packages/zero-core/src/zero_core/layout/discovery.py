@@ -15,7 +15,8 @@ tree's order is the order of use is a guess, which only time depends on:
 and parameters of the modules that contain blocks stay in the root.
 
 A *leaf* is a module that is one unit with everything in it, at any depth of the module tree. It
-has ``_is_zero_leaf = True``, or ``zero_optimization.leaf_module`` names it.
+has ``_is_zero_leaf = True``, or ``zero_optimization.leaf_module`` names it. One without a forward,
+such as a list of experts, is gathered when a module in it is called that holds parameters.
 """
 
 from __future__ import annotations
@@ -28,7 +29,6 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from zero_core.errors import ConfigError
 from zero_core.layout.stored import Component, components, is_same_memory, is_storage_dtype
 
 _log = logging.getLogger(__name__)
@@ -148,21 +148,9 @@ class LeafRule(ModuleRule):
     """Selection of leaves, besides the modules that are marked as such."""
 
     def is_leaf(self, path: str, module: nn.Module) -> bool:
-        """Return whether ``module``, at ``path``, is a leaf.
-
-        Raises:
-            ConfigError: it is, but has no forward, and so cannot be a unit.
-        """
-        is_named = self.selects(path, module)
+        """Return whether ``module``, at ``path``, is a leaf."""
         # foreign: DeepSpeed's models carry this attribute
-        if not (is_named or getattr(module, "_is_zero_leaf", False)):
-            return False
-        if not _can_be_called(module):
-            raise ConfigError(
-                f"leaf module {path!r} ({type(module).__name__}) has no forward, so that it cannot "
-                "be gathered when it is called: name the module that calls its parts"
-            )
-        return True
+        return self.selects(path, module) or bool(getattr(module, "_is_zero_leaf", False))
 
     def warn_missing(self, model: nn.Module) -> None:
         """Log a warning about names that no module has."""

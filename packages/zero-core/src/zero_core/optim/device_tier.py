@@ -41,7 +41,7 @@ from torch import Tensor, nn
 
 from zero_core._libc import release_free_pages
 from zero_core._torch import set_found_inf, takes_found_inf
-from zero_core.optim.flat_tier import MASTER, WIDE, Chunked, FlatTier
+from zero_core.optim.flat_tier import MASTER, Chunked, FlatTier
 from zero_core.protocols import ParamStore
 
 TURN_NUMEL = 1 << 26
@@ -372,7 +372,7 @@ class DeviceTier(FlatTier):
         Nothing is kept of it: what is offered may be other memory in each step.
         """
         views: list[Tensor] = []
-        place = dict.fromkeys(WIDE, 0)
+        place = dict.fromkeys(self.master_dtypes, 0)
         for (offer, start, stop), sizes in zip(turn.extents, turn.sizes, strict=True):
             dtype = self._master_dtype(start)
             grad = self._grads[offer][start - offer : stop - offer]
@@ -523,6 +523,12 @@ class DeviceTier(FlatTier):
             flat = torch.zeros(sum(sizes), dtype=kind, device=self._device)
             found += zip([start for start, _ in same], torch.split(flat, sizes), strict=True)
         return Chunked(sorted(found, key=lambda chunk: chunk[0]))
+
+
+class Bf16Tier(DeviceTier):
+    """The same with bf16 shards as their own master weights. States are bf16 then, too."""
+
+    master_dtypes = (*DeviceTier.master_dtypes, torch.bfloat16)
 
 
 def widened_numel(sizes: Iterable[int]) -> int:

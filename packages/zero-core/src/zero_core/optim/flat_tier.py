@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Sequence
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -18,7 +19,7 @@ from zero_core.protocols import ParamStore
 
 MASTER = "master_weight"
 WIDE = (torch.float32, torch.float64)
-"""Dtypes of master weights."""
+"""Dtypes of which a parameter is its own master weight."""
 
 
 class Chunked:
@@ -64,6 +65,8 @@ class FlatTier:
     """Master weights of a local flat space, on the device that updates them."""
 
     owns_grads = False
+    master_dtypes: ClassVar[tuple[torch.dtype, ...]] = WIDE
+    """Dtypes of shards that are their own master weights. Those of others are fp32."""
 
     def __init__(
         self,
@@ -76,9 +79,17 @@ class FlatTier:
         self._device = device
         self._published = Chunked(params)
         self._store = param_store
-        self._masters = Chunked([(start, _master_of(shard, device)) for start, shard in params])
+        self._masters = Chunked(
+            [(start, self._master_of(shard, device)) for start, shard in params]
+        )
         self._grads: dict[int, Tensor] = {}
         self._downloads = _Downloads(device)
+
+    def _master_of(self, shard: Tensor, device: torch.device) -> Tensor:
+        dtype = shard.dtype if shard.dtype in self.master_dtypes else torch.float32
+        if shard.is_meta:
+            return torch.zeros(shard.numel(), dtype=dtype, device=device)
+        return shard.to(device, dtype)
 
     def offer_grad(self, start: int, grad: Tensor) -> None:
         self._grads[start] = grad
@@ -179,10 +190,3 @@ class _Downloads:
     def _events(self, start: int, stop: int) -> list[torch.Event]:
         under_way = self._under_way.items()
         return [event for low, (high, event) in under_way if low < stop and high > start]
-
-
-def _master_of(shard: Tensor, device: torch.device) -> Tensor:
-    dtype = shard.dtype if shard.dtype in WIDE else torch.float32
-    if shard.is_meta:
-        return torch.zeros(shard.numel(), dtype=dtype, device=device)
-    return shard.to(device, dtype)

@@ -108,10 +108,13 @@ class LossScaler:
         is_dynamic: whether the scale changes.
         scale: factor on the loss; 1 without fp16.
         is_applied: whether a loss of the current micro-step has been scaled.
+        config: the settings.
+        hysteresis_left: overflows from now on of which the last one halves the scale.
+        steps_since_change: steps without overflow since the scale changed.
     """
 
     def __init__(self, config: Fp16Config) -> None:
-        self._config = config
+        self.config = config
         self.is_dynamic = config.enabled and config.loss_scale == 0.0
         if not config.enabled:
             self.scale = 1.0
@@ -120,8 +123,8 @@ class LossScaler:
         else:
             self.scale = config.loss_scale
         self.is_applied = False
-        self._hysteresis_left = config.hysteresis
-        self._steps_since_change = 0
+        self.hysteresis_left = config.hysteresis
+        self.steps_since_change = 0
 
     def scale_loss(self, loss: Tensor) -> Tensor:
         self.is_applied = True
@@ -131,22 +134,22 @@ class LossScaler:
         """Adapt the scale after a step that was taken, or skipped for an overflow."""
         if not self.is_dynamic:
             return
-        config = self._config
+        config = self.config
         if is_overflow:
-            self._steps_since_change = 0
-            if self._hysteresis_left > 1:
-                self._hysteresis_left -= 1
+            self.steps_since_change = 0
+            if self.hysteresis_left > 1:
+                self.hysteresis_left -= 1
                 return
             if self.scale <= config.min_loss_scale:
                 _log.warning("overflow at the smallest loss scale %g", self.scale)
             self.scale = max(self.scale / 2.0, config.min_loss_scale)
             return
         if config.consecutive_hysteresis:
-            self._hysteresis_left = config.hysteresis
-        self._steps_since_change += 1
-        if self._steps_since_change >= config.loss_scale_window:
-            self._steps_since_change = 0
-            self._hysteresis_left = config.hysteresis
+            self.hysteresis_left = config.hysteresis
+        self.steps_since_change += 1
+        if self.steps_since_change >= config.loss_scale_window:
+            self.steps_since_change = 0
+            self.hysteresis_left = config.hysteresis
             self.scale *= 2.0
 
     def state_dict(self) -> dict[str, float]:
@@ -155,16 +158,16 @@ class LossScaler:
             return {}
         return {
             "scale": self.scale,
-            "hysteresis_left": self._hysteresis_left,
-            "steps_since_change": self._steps_since_change,
+            "hysteresis_left": self.hysteresis_left,
+            "steps_since_change": self.steps_since_change,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore `state_dict`. A constant scale stays what the configuration says."""
         if self.is_dynamic and state:
             self.scale = float(state["scale"])
-            self._hysteresis_left = int(state["hysteresis_left"])
-            self._steps_since_change = int(state["steps_since_change"])
+            self.hysteresis_left = int(state["hysteresis_left"])
+            self.steps_since_change = int(state["steps_since_change"])
 
 
 class TrainState:
@@ -191,7 +194,7 @@ class TrainState:
         self.global_steps = 0
         self.skipped_steps = 0
         self.accumulation = Accumulation(config.gradient_accumulation_steps)
-        self.scaler = LossScaler(config.fp16)
+        self.scaler = LossScaler(config.loss_scaling)
         self.lr_scheduler = lr_scheduler
         self.grad_norm: float | None = None
         self._param_groups = param_groups

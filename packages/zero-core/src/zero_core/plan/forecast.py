@@ -37,7 +37,6 @@ from zero_core.sharded.memory import Memory
 from zero_core.sharded.param_offload import OffloadedSegments, offloaded_segments
 
 _META = torch.device("meta")
-_WIDE = (torch.float32, torch.float64)
 
 
 @dataclass(frozen=True)
@@ -113,7 +112,8 @@ class Forecast:
         ]
         make = optimizer_maker(type(drawn.optimizer), drawn.groups)
         shape = (2,) if drawn.updates_slices else (2, 2)  # a matrix has factored states
-        states = probe_states(make, drawn.groups, torch.device("cpu"), shape=shape)
+        updated = config.master_dtype(torch.bfloat16)
+        states = probe_states(make, drawn.groups, torch.device("cpu"), updated, shape)
         self._state_bytes = sum(dtype.itemsize for dtype in states.values())
         self.collectives = footprints.collectives(config, world_size, ranks_per_node)
         self.tier = self._tier_footprint(drawn, memory, footprints)
@@ -195,9 +195,9 @@ class Forecast:
     def _own_tier_bytes(self, start: int, stop: int) -> dict[str, int]:
         """Return the bytes of `zero_core.optim.device_tier` over ``[start, stop)``."""
         masters = sum(
-            max(min(high, stop) - max(low, start), 0) * max(s.dtype.itemsize, 4)
+            max(min(high, stop) - max(low, start), 0) * self._config.master_dtype(s.dtype).itemsize
             for low, high, s in self._spans
-            if s.dtype not in _WIDE or s in self._resting
+            if s.dtype != self._config.master_dtype(s.dtype) or s in self._resting
         )
         states = (stop - start) * self._state_bytes
         return {
@@ -214,7 +214,7 @@ class Forecast:
             numel = min(high, stop) - max(low, start)
             if numel <= 0:
                 continue
-            master = segment.dtype if segment.dtype in _WIDE else torch.float32
+            master = self._config.master_dtype(segment.dtype)
             sizes.setdefault(master, []).append(numel)
             plan = self._gradients[segment.index]  # a sum of micro-steps is in the master's dtype
             if plan.offered != master and not plan.is_passed_on_each:

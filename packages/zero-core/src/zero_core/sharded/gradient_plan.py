@@ -158,6 +158,4 @@ def communicated_dtype(segment: Segment, config: Config) -> torch.dtype:
 
 def accumulated_dtype(segment: Segment, config: Config) -> torch.dtype:
     name = config.data_types.grad_accum_dtype
-    if name is not None:
-        return DTYPES[name]
-    return torch.float64 if segment.dtype == torch.float64 else torch.float32
+    return config.master_dtype(segment.dtype) if name is None else DTYPES[name]

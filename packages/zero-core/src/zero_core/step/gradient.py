@@ -58,7 +58,7 @@ def updates_in_backward(config: Config) -> bool:
     if offload.update_in_backward is not None:
         return offload.update_in_backward
     return offload.device != "none" and not (
-        config.gradient_clipping or config.fp16.enabled or config.check_grad_overflow
+        config.gradient_clipping or config.loss_scaling.enabled or config.check_grad_overflow
     )
 
 
@@ -140,7 +140,7 @@ class StepGradient:
     def begin_backward(self) -> None:
         self.reopen()
         self.check_not_updated("a further backward of the same step")
-        if self._config.fp16.enabled and not self._train.scaler.is_applied:
+        if self._config.loss_scaling.enabled and not self._train.scaler.is_applied:
             raise RuntimeError(
                 "fp16 needs the loss scale: engine.backward(), or engine.scale(loss)"
             )
@@ -336,7 +336,7 @@ class StepGradient:
 
     @property
     def _is_checked(self) -> bool:
-        return self._config.check_grad_overflow or self._config.fp16.enabled
+        return self._config.check_grad_overflow or self._config.loss_scaling.enabled
 
     def decide(self) -> StepDecision:
         """Decide on the step from what `agree` found."""

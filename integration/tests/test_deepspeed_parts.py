@@ -1,0 +1,309 @@
+"""Parts of DeepSpeed's interface that a script asks for, beside plain torch."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from zero_engine.deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
+from zero_engine.deepspeed.runtime.zero.offload_config import (
+    OffloadDeviceEnum,
+    OffloadStateTypeEnum,
+)
+from zero_engine.deepspeed.runtime.zero.tiling import TiledLinear, TiledLinearReturnBias
+
+from zero_core import ConfigError
+from zero_core.testing import spawn
+from zero_engine import deepspeed
+
+STEPS = 3
+
+
+def config(stage: int = 0, **more: Any) -> dict[str, Any]:
+    return {
+        "train_micro_batch_size_per_gpu": 2,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.1}},
+        "gradient_clipping": 0,
+        "zero_optimization": {"stage": stage},
+        **more,
+    }
+
+
+def net() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 1))
+
+
+def x(number: int, rank: int = 0) -> Tensor:
+    return torch.randn(2, 3, generator=torch.Generator().manual_seed(7 * number + rank))
+
+
+def make(model: nn.Module | None = None, **arguments: Any) -> Any:
+    arguments.setdefault("config", config())
+    engine, *_ = deepspeed.initialize(model=model or net(), **arguments)
+    return engine
+
+
+@pytest.fixture(autouse=True)
+def alone() -> Iterator[None]:
+    """One rank's process group, for tests that start none; it ends with the test."""
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _values(engine: Any) -> dict[str, Tensor]:
+    full: dict[str, Tensor] = engine.core.full_state_dict()
+    return full
+
+
+def _by_torch(world_size: int, backwards: list[int], *, over: int) -> dict[str, Tensor]:
+    """One process: the mean over all ranks' inputs, with any number of backwards per step."""
+    model = net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1, fused=True)
+    number = itertools.count()
+    for count in backwards:
+        for _ in range(count):
+            micro = next(number)
+            losses = [model(x(micro, rank)).square().mean() for rank in range(world_size)]
+            (sum(losses) / world_size / over).backward()  # type: ignore[union-attr]
+        optimizer.step()
+        optimizer.zero_grad()
+    return model.state_dict()
+
+
+# ----------------------------------------------------------- who ends a step
+
+
+def _boundaries(rank: int, world_size: int) -> None:
+    counts = [1, 3, 2]
+    expected = _by_torch(world_size, counts, over=2)
+    for stage in range(4):
+        engine = make(
+            config=config(stage, managed_gradient_accumulation=False, gradient_accumulation_steps=2)
+        )
+        number = itertools.count()
+        for count in counts:
+            for _ in range(count):
+                engine.backward(engine(x(next(number), rank)).square().mean())
+                assert not engine.is_gradient_accumulation_boundary()
+            engine.step()
+            assert engine.was_step_applied()
+        assert engine.global_steps == 3
+        assert engine.global_samples == sum(counts) * 2 * world_size
+        torch.testing.assert_close(_values(engine), expected, rtol=1e-6, atol=1e-6)
+        with pytest.raises(RuntimeError, match="managed_gradient_accumulation = false"):
+            engine.coalesce_grad_reduction().__enter__()
+        with pytest.raises(RuntimeError, match="managed_gradient_accumulation = false"):
+            engine.set_gradient_accumulation_boundary(True)
+        engine.destroy()
+
+
+def _coalesced(rank: int, world_size: int) -> None:
+    counts = [3, 1, 2]
+    expected = _by_torch(world_size, counts, over=1)
+    for stage in range(4):
+        engine = make(config=config(stage))
+        number = itertools.count()
+        for count in counts:
+            with engine.coalesce_grad_reduction():
+                for _ in range(count):
+                    engine.backward(engine(x(next(number), rank)).square().mean())
+                with pytest.raises(RuntimeError, match="step after it"):
+                    engine.step()
+            engine.step()
+            sent = [row for row in engine.core.comm_report() if row.collective == "reduce_scatter"]
+            assert sum(row.num_calls for row in sent) <= len(engine.core.layout.units)
+        torch.testing.assert_close(_values(engine), expected, rtol=1e-6, atol=1e-6)
+        for outer in (engine.no_sync, engine.coalesce_grad_reduction):
+            with outer(), pytest.raises(RuntimeError, match="leave one out"):
+                engine.coalesce_grad_reduction().__enter__()
+        engine.destroy()
+
+
+def _offloaded(rank: int, world_size: int) -> None:
+    for stage in range(4):
+        trained = []
+        for states in (None, [], list(OffloadStateTypeEnum), ["lp_params", "optim_states"]):
+            engine = make(config=config(stage, bf16={"enabled": True}))
+            for step in range(STEPS):
+                engine.backward(engine(x(step, rank).bfloat16()).square().mean())
+                engine.step()
+                if states is not None:
+                    engine.offload_states(include=states or None, non_blocking=step == 1)
+                    with pytest.raises(RuntimeError, match="reload_states"):
+                        engine(x(step, rank).bfloat16())
+                    engine.reload_states()
+            trained.append(_values(engine))
+            engine.offload_states(device=OffloadDeviceEnum.none)
+            assert not engine.core.offloaded_states
+            with pytest.raises(ValueError, match="cpu alone"):
+                engine.offload_states(device=OffloadDeviceEnum.nvme)
+            engine.offload_states()
+            engine.destroy()  # brings them back first
+        for other in trained[1:]:
+            torch.testing.assert_close(other, trained[0], rtol=0, atol=0)
+
+
+class _Tiles(nn.Module):
+    def __init__(self, **splits: int) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        whole = nn.Linear(7, 5)
+        self.tiled = TiledLinear(7, 5, init_linear=whole, **splits)
+        self.head = nn.Linear(5, 1)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        found: Tensor = self.head(torch.tanh(self.tiled(inputs)))
+        return found
+
+
+def _tiled(rank: int, world_size: int) -> None:
+    inputs = torch.randn(2, 7, generator=torch.Generator().manual_seed(rank))
+    expected = None
+    for stage in (0, 3):
+        engine = make(_Tiles(in_splits=3, out_splits=2), config=config(stage))
+        assert len(engine.core.layout.units) == 1 + 6
+        for _ in range(STEPS):
+            engine.backward(engine(inputs).square().mean())
+            engine.step()
+        expected = _values(engine) if expected is None else expected
+        torch.testing.assert_close(_values(engine), expected, rtol=0, atol=0)
+        engine.destroy()
+
+
+def _all(rank: int, world_size: int, folder: str) -> None:
+    for check in (_boundaries, _coalesced, _offloaded, _tiled):
+        check(rank, world_size)
+    Path(folder, str(rank)).touch()
+
+
+def test_steps_states_and_tiles_on_two_ranks(tmp_path: Path) -> None:
+    spawn(_all, 2, str(tmp_path))
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+# -------------------------------------------------------------------- tiles
+
+
+def test_tiles_compute_what_the_whole_layer_does() -> None:
+    torch.manual_seed(0)
+    whole, inputs = nn.Linear(7, 5), torch.randn(4, 7)
+    expected = whole(inputs)
+    for ins, outs in itertools.product((1, 3, 7), (1, 2, 5)):
+        tiled = TiledLinear(7, 5, in_splits=ins, out_splits=outs, init_linear=whole)
+        torch.testing.assert_close(tiled(inputs), expected)
+    tiled = TiledLinear(
+        7, 5, in_splits=2, out_splits=2, input_is_already_split=True, combine_out_splits=False
+    )
+    tiled.copy_params_from(whole)
+    parts = tiled(inputs.split([4, 3], dim=-1))
+    assert [part.shape[-1] for part in parts] == [3, 2]
+    torch.testing.assert_close(torch.cat(parts, -1), expected)
+    with pytest.raises(RuntimeError, match=r"in_splits = 8, expected 1 to 7"):
+        TiledLinear(7, 5, in_splits=8)
+    with pytest.raises(ValueError, match="has a bias"):
+        TiledLinear(7, 5, bias=False).copy_params_from(whole)
+
+
+class _Apart(nn.Linear):
+    def forward(self, input: Tensor) -> Any:
+        return nn.functional.linear(input, self.weight), self.bias
+
+
+def test_tiles_that_return_their_bias() -> None:
+    tiled = TiledLinearReturnBias(7, 5, in_splits=2, out_splits=3, linear_cls=_Apart)
+    inputs = torch.randn(4, 7)
+    output, bias = tiled(inputs)
+    assert (output.shape, bias.shape) == ((4, 5), (5,))
+    whole = nn.Linear(7, 5)
+    tiled.copy_params_from(whole)
+    output, bias = tiled(inputs)
+    torch.testing.assert_close(output + bias, whole(inputs))
+
+
+# ------------------------------------------------------ names and values asked
+
+
+@pytest.mark.parametrize(
+    ("named", "offload", "kind"),
+    [("Adam", "none", FusedAdam), ("AdamW", "cpu", DeepSpeedCPUAdam)],
+)
+def test_the_configurations_optimizer_is_of_deepspeeds_class(
+    named: str, offload: str, kind: type
+) -> None:
+    zero = {"stage": 2, "offload_optimizer": {"device": offload}}
+    optimizer = {"type": named, "params": {"lr": 1e-2, "torch_adam": False}, "unknown": 3}
+    engine = make(config=config(optimizer=optimizer, zero_optimization=zero))
+    assert isinstance(engine.basic_optimizer, kind)
+    assert not isinstance(engine.optimizer, FusedAdam)  # at stage 0 alone
+    assert not isinstance(torch.optim.Adam([nn.Parameter(torch.zeros(1))]), FusedAdam)
+    bare = make(config=config(optimizer=optimizer))
+    assert isinstance(bare.optimizer, FusedAdam)
+    torches = {"type": named, "params": {"torch_adam": True}}
+    assert not isinstance(make(config=config(optimizer=torches)).basic_optimizer, FusedAdam)
+
+
+def test_the_loss_scaler_follows_the_engine() -> None:
+    fp16 = {"enabled": True, "initial_scale_power": 8, "loss_scale_window": 2, "hysteresis": 1}
+    engine = make(config=config(2, fp16=fp16))
+    scaler = engine.optimizer.loss_scaler
+    assert (scaler.cur_scale, scaler.dynamic, scaler.scale_window) == (256, True, 2)
+    for value in (float("inf"), 1.0, 1.0):
+        engine.backward(engine(x(0).half()).mean() * value)
+        engine.step()
+    assert scaler.cur_scale == scaler.loss_scale == engine.optimizer.cur_scale == 256
+    assert not make().optimizer.loss_scaler.dynamic
+
+
+def test_the_configuration_has_deepspeeds_attributes(tmp_path: Path) -> None:
+    given = config(3, gradient_accumulation_steps=4, bf16={"enabled": True}, steps_per_print=7)
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(given))
+    for source in (given, str(path)):
+        found = deepspeed.DeepSpeedConfig(source)
+        assert (found.train_batch_size, found.gradient_accumulation_steps) == (8, 4)
+        assert (found.zero_optimization_stage, found.zero_enabled) == (3, True)
+        assert found.zero_config.stage == 3
+        assert found.bfloat16_config.enabled
+        assert not found.float16_config.enabled
+        assert found.optimizer_name == "AdamW"
+        assert found.steps_per_print == 7
+    engine = make(config=given)
+    assert engine._config.train_micro_batch_size_per_gpu == 2
+    assert engine._config._param_dict is given
+    with pytest.raises(ConfigError, match="does not multiply out"):
+        deepspeed.DeepSpeedConfig({"train_batch_size": 3, "train_micro_batch_size_per_gpu": 2})
+    assert not hasattr(engine._config, "nonsense")
+
+
+def test_cpu_adam_without_fp32_states_keeps_16_bits_on_the_host() -> None:
+    zero = {"stage": 2, "offload_optimizer": {"device": "cpu"}}
+    for is_object in (False, True):
+        model = net()
+        params = {"lr": 1e-2, "fp32_optimizer_states": False}
+        given = DeepSpeedCPUAdam(model.parameters(), **params) if is_object else None
+        named = {} if is_object else {"optimizer": {"type": "Adam", "params": params}}
+        settings = config(bf16={"enabled": True}, zero_optimization=zero) | named
+        engine = make(model, config=settings, optimizer=given)
+        engine.backward(engine(x(0).bfloat16()).mean())
+        engine.step()
+        assert engine.core.config.zero_optimization.offload_optimizer.state_dtype == "bfloat16"
+    with pytest.raises(ConfigError, match=r"needs zero_optimization\.offload_optimizer"):
+        make(config=config(optimizer={"type": "Adam", "params": {"fp32_optimizer_states": False}}))
+
+
+def test_autocast_is_around_the_engines_forward() -> None:
+    engine = make(config=config(2, torch_autocast={"enabled": True, "dtype": "bfloat16"}))
+    assert engine(x(0)).dtype == torch.bfloat16
+    assert engine.torch_autocast_enabled()
+    assert engine.torch_autocast_dtype() == torch.bfloat16
+    assert {p.dtype for p in engine.module.parameters()} == {torch.float32}
+    assert "torch.nn.modules.linear.Linear" in engine.torch_autocast_lower_precision_safe_modules()

@@ -1,0 +1,174 @@
+"""Master weights in bf16 and rounded ones, and autocast over fp32 weights, beside plain torch."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import re
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import zero_core
+from zero_core.testing import Case, SimulatedDDP, batch, make_model, simulate
+from zero_core.testing.oracle import LR, WEIGHT_DECAY
+
+STEPS = 4
+BF16_MASTERS = {
+    "bf16": {
+        "enabled": True,
+        "bf16_master_weights_and_grads": True,
+        "bf16_optimizer_states": True,
+    }
+}
+Result = tuple[list[float], dict[str, Tensor]]
+
+
+def adamw(model: nn.Module) -> torch.optim.AdamW:
+    params = [p for p in model.parameters() if p.requires_grad]
+    return torch.optim.AdamW(params, LR, weight_decay=WEIGHT_DECAY, fused=True)
+
+
+def inputs_of(step: int, rank: int) -> dict[str, Any]:
+    return batch(step, 0, rank)
+
+
+def by_engine(ranks: Any, stage: int, top: dict[str, Any]) -> Result:
+    torch.set_autocast_cache_enabled(False)
+    engine = zero_core.build(make_model(), Case(stage=stage, top=top).config(), process_group=ranks)
+    losses = []
+    for step in range(STEPS):
+        loss = engine(**inputs_of(step, ranks.rank))["loss"]
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    values = engine.full_state_dict()
+    engine.close()
+    return losses, values
+
+
+def in_bf16(ranks: Any) -> Result:
+    """A model and an optimizer in bf16, nothing else."""
+    model = make_model().bfloat16()
+    optimizer = adamw(model)
+    losses = []
+    for step in range(STEPS):
+        loss = model(**inputs_of(step, ranks.rank))["loss"]
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses, model.state_dict()
+
+
+def check_equal(found: list[Result], expected: list[Result]) -> None:
+    for (losses, values), (exact_losses, exact_values) in zip(found, expected, strict=True):
+        assert losses == exact_losses
+        assert values.keys() == exact_values.keys()
+        for name, value in values.items():
+            assert torch.equal(value, exact_values[name]), name
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_bf16_masters_are_a_bf16_model_and_optimizer(stage: int) -> None:
+    check_equal(simulate(by_engine, 1, stage, BF16_MASTERS), simulate(in_bf16, 1))
+
+
+def test_bf16_masters_have_the_same_bits_at_all_stages() -> None:
+    first, *others = (simulate(by_engine, 3, stage, BF16_MASTERS) for stage in (1, 2, 3))
+    for other in others:
+        check_equal(other, first)
+
+
+def _measure(ranks: Any) -> tuple[dict[str, Any], int]:
+    config = Case(stage=2, top=BF16_MASTERS).config()
+    engine = zero_core.build(make_model(), config, process_group=ranks)
+    engine.backward(engine(**inputs_of(0, 0))["loss"])
+    engine.step()
+    state = engine.sharded_state.tier
+    found = {name: state.read_state(name, 0, 1).dtype for name in state.state_names()}
+    planned = zero_core.plan(make_model(), config, 1).memory.device
+    engine.close()
+    return found, planned.get("master weights", 0)
+
+
+def test_bf16_masters_take_no_further_memory() -> None:
+    ((dtypes, masters),) = simulate(_measure, 1)
+    assert dtypes == dict.fromkeys(["master_weight", "exp_avg", "exp_avg_sq"], torch.bfloat16)
+    assert masters == 0
+
+
+@pytest.mark.parametrize(
+    ("config", "advice"),
+    [
+        ({"bf16": BF16_MASTERS["bf16"] | {"enabled": False}}, "bf16.enabled = true"),
+        ({"bf16": BF16_MASTERS["bf16"] | {"bf16_optimizer_states": False}}, "offload_optimizer"),
+        (
+            {"bf16": BF16_MASTERS["bf16"] | {"bf16_master_weights_and_grads": False}},
+            "bf16_optimizer_states needs",
+        ),
+        ({"fp16": {"enabled": True, "fp16_master_weights_and_grads": True}}, "offload_optimizer"),
+        ({**BF16_MASTERS, "optimizer": {"type": "Muon", "params": {"lr": 1e-3}}}, "use AdamW"),
+    ],
+)
+def test_what_does_not_go_together_is_refused(config: dict[str, Any], advice: str) -> None:
+    with pytest.raises(zero_core.ConfigError, match=re.escape(advice)):
+        zero_core.build(nn.Linear(4, 4), Case(stage=2, top=config).config())
+
+
+def from_rounded(ranks: Any) -> Result:
+    """An fp32 copy of a bf16 model, as DeepSpeed has it, updated by hand."""
+    low = make_model().bfloat16()
+    masters = copy.deepcopy(low).float()
+    optimizer = adamw(masters)
+    losses = []
+    for step in range(STEPS):
+        loss = low(**inputs_of(step, ranks.rank))["loss"]
+        loss.backward()
+        losses.append(loss.item())
+        for p, master in zip(low.parameters(), masters.parameters(), strict=True):
+            master.grad = None if p.grad is None else p.grad.float()
+            p.grad = None
+        optimizer.step()
+        with torch.no_grad():
+            for p, master in zip(low.parameters(), masters.parameters(), strict=True):
+                p.copy_(master)
+    return losses, low.state_dict()
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_masters_from_rounded_weights_are_deepspeeds(stage: int) -> None:
+    top = {"bf16": {"enabled": True}, "data_types": {"master_weights_from": "rounded"}}
+    check_equal(simulate(by_engine, 1, stage, top), simulate(from_rounded, 1))
+
+
+def under_autocast(ranks: Any, dtype: torch.dtype) -> Result:
+    """DDP under autocast, in float16 with torch's GradScaler."""
+    torch.set_autocast_cache_enabled(False)  # the simulated ranks are threads, and share it
+    model = make_model()
+    ddp, optimizer = SimulatedDDP(model, ranks), adamw(model)
+    scaler = torch.amp.GradScaler("cpu", enabled=dtype is torch.float16)
+    losses = []
+    for step in range(STEPS):
+        with torch.autocast("cpu", dtype):
+            loss = ddp(**inputs_of(step, ranks.rank))["loss"]
+        scaler.scale(loss).backward()
+        ddp.average_gradients()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses, model.state_dict()
+
+
+@pytest.mark.parametrize(
+    ("world_size", "stage", "dtype"),
+    [*itertools.product([2], range(4), ["bfloat16"]), (1, 2, "torch.float16"), (2, 3, "fp16")],
+)
+def test_autocast_is_ddp_under_autocast(world_size: int, stage: int, dtype: str) -> None:
+    top = {"torch_autocast": {"enabled": True, "dtype": dtype}}
+    half = torch.bfloat16 if "b" in dtype else torch.float16
+    expected = simulate(under_autocast, world_size, half)
+    check_equal(simulate(by_engine, world_size, stage, top), expected)
