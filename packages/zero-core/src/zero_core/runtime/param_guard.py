@@ -157,7 +157,7 @@ class ObjectMethods:
     """A method that is replaced on some modules, as objects, until `remove`."""
 
     def __init__(self, name: str, replaced: Sequence[tuple[nn.Module, Any]]) -> None:
-        """Set the method ``name`` of each module to what it comes with."""
+        """Replace the method ``name`` of each module by the other one of its pair."""
         self._name = name
         self._replaced = list(replaced)
         self._before = [vars(module).get(name) for module, _ in replaced]

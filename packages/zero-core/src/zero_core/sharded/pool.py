@@ -252,5 +252,5 @@ class RefilledBuffers:
     def reserve(self, num_buffers: int) -> None:
         """Do nothing: memory is allocated for each use."""
 
-    def free(self) -> None:
+    def free(self, *, keep: int = 0) -> None:
         """Do nothing: what is not lent has no memory."""
