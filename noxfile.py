@@ -373,7 +373,8 @@ def run_compat(session: nox.Session, *arguments: str) -> None:
     found = os.environ.get("PYTHONPATH")
     paths = [str(Path("integration").resolve()), *([found] if found else [])]
     path = {"PYTHONPATH": os.pathsep.join(paths)}
-    session.run("python", "integration/compat/compare.py", *arguments, env=path)
+    for program in ("compare.py", "trl_grid.py"):
+        session.run("python", f"integration/compat/{program}", *arguments, env=path)
 
 
 def run_typecheck(session: nox.Session) -> None:

@@ -1,8 +1,9 @@
-"""All of TRL's trainers with DDP and with ``zero-engine run``, at three settings of ZeRO.
+"""All of TRL's trainers with DDP and with ``zero-engine run``, and generation at stage 3.
 
-``nox -s compat`` runs it. Ranks, measurements and rows are those of `compare`, but for the side
-that losses are compared with: a trainer as DDP runs it, from the same seed. Rows that are in the
-file of results already are kept; ``--again`` begins anew.
+``nox -s compat`` runs it. Ranks, measurements and rows are those of `compare`. A trainer's losses
+are compared with those of DDP from the same seed; tokens with those of a plain model on each rank
+and of DeepSpeed, at each call. Rows that are in the file of results already are kept; ``--again``
+begins anew.
 """
 
 from __future__ import annotations
@@ -18,13 +19,13 @@ import report
 from cases import Case, Config, Planned
 from compare import DOCS, Sides, compare
 from families.trl_scripts import ZERO_2, ZERO_3, ZERO_3_OFFLOAD
-from scripts import trl_trainer
+from scripts import generate, trl_trainer
 
 from benchmarks.harness.ranks import write_json
 
 RESULTS = DOCS / "benchmarks" / "trl.json"
 PAGE = DOCS / "trl.md"
-HEAD = """# TRL's trainers
+HEAD = """# TRL's trainers, and generation
 
     nox -s compat
 
@@ -32,9 +33,13 @@ All trainers of TRL 1.16 that run without a server, with tiny models and local d
 `zero-engine run` on 2 ranks of one thread on the CPU, and by torchrun as DDP ("theirs"). They
 generate where their method does. "Loss" is the largest relative difference from DDP at any step
 and on any rank (of losses below 1e-3: relative to that); more than 1e-3 fails. Models of two blocks
-of 32 show that all of it runs, not what it costs. [Data](benchmarks/trl.json).
+of width 32 show that all of it runs, not what it costs.
+
+Below the trainers: calls of `generate`, each of 4 prompts of 16 tokens and 32 new tokens on every
+rank, with a Llama of 6 blocks of width 192. "Theirs" is a plain model on each rank, or DeepSpeed
+0.19.8 at stage 3 (with `--gathered` both sides generate within its `GatheredParameters`, as TRL's
+trainers do). Tokens must be equal. [Data](benchmarks/trl.json).
 """
-WHY = "the reference: a Trainer's own DDP"
 SETTINGS: dict[str, Config] = {
     "stage 2": ZERO_2,
     "stage 3": ZERO_3,
@@ -70,10 +75,37 @@ GRID = [
     if (name, setting[:7]) != ("a2po", "stage 3")
 ]
 
+ZERO_3_TRAINED: Config = {
+    "train_micro_batch_size_per_gpu": 1,
+    "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}},
+    "zero_optimization": {"stage": 3},
+}
+_MODEL = "--model={model}/speaker"
+
+
+def _generation(way: str, reference: str, *options: str) -> Case:
+    return Case(
+        "generation",
+        f"{way}, {' '.join((reference, *options))}",
+        "generate.py",
+        (way, _MODEL, "--deepspeed={config}", *options),
+        ZERO_3_TRAINED,
+        ddp=(way, _MODEL) if reference == "plain" else (),
+        tolerance=0.0,
+    )
+
+
+GENERATION = [
+    *(_generation(way, reference) for way in generate.WAYS for reference in ("plain", "deepspeed")),
+    _generation("greedy", "deepspeed", "--gathered"),
+]
+ALL = [*GRID, *GENERATION]
+
 
 def main() -> None:
     """Run what is missing, write and print."""
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=1, help="turns of each side")
     parser.add_argument("--only", action="append", help="part of a case's name; repeatable")
     parser.add_argument("--again", action="store_true", help="keep no results")
     parser.add_argument("--results", type=Path, default=RESULTS)
@@ -82,20 +114,21 @@ def main() -> None:
     found: dict[str, Any] = {}
     if options.results.exists() and not options.again:
         found = json.loads(options.results.read_text(encoding="utf-8"))
-    chosen = [c for c in GRID if not options.only or any(part in c.key for part in options.only)]
+    chosen = [c for c in ALL if not options.only or any(part in c.key for part in options.only)]
     with tempfile.TemporaryDirectory() as folder:
         material = Path(folder)
-        trl_trainer.save_models(material)
+        shapes = {"policy": (2, 32), "teacher": (2, 48), "speaker": (6, 192)}
+        trl_trainer.save_models(material, shapes)
         sides = Sides(material)
         try:
             for case in chosen:
                 if case.key not in found or not report.is_good(found[case.key]):
-                    found[case.key] = compare(case, 1, sides)
+                    found[case.key] = compare(case, options.rounds, sides)
                     print(f"{case.key}: {report.in_words(found[case.key])}", flush=True)
                     write_json(options.results, found)
         finally:
             sides.close()
-    options.page.write_text(report.page(HEAD, GRID, PLANNED, found), encoding="utf-8")
+    options.page.write_text(report.page(HEAD, ALL, PLANNED, found), encoding="utf-8")
     bad = [case.key for case in chosen if not report.is_good(found[case.key])]
     if bad:
         sys.exit(f"failed: {', '.join(bad)}")

@@ -176,8 +176,8 @@ CASES = {
 }
 
 
-def save_models(folder: Path) -> None:
-    """Write ``folder/policy`` and ``folder/teacher``, Llamas of two blocks."""
+def save_models(folder: Path, shapes: dict[str, tuple[int, int]]) -> None:
+    """Write Llamas of these blocks and widths with a tokenizer, each to the folder of its name."""
     from tokenizers import AddedToken, ByteLevelBPETokenizer
 
     inner = ByteLevelBPETokenizer()
@@ -187,13 +187,13 @@ def save_models(folder: Path) -> None:
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=inner, pad_token="<pad>", eos_token="<eos>", chat_template=TEMPLATE
     )
-    for seed, (name, width) in enumerate({"policy": 32, "teacher": 48}.items()):
+    for seed, (name, (blocks, width)) in enumerate(shapes.items()):
         torch.manual_seed(seed)
         config = LlamaConfig(
             vocab_size=len(tokenizer),
             hidden_size=width,
             intermediate_size=2 * width,
-            num_hidden_layers=2,
+            num_hidden_layers=blocks,
             num_attention_heads=4,
             num_key_value_heads=2,
             max_position_embeddings=128,
