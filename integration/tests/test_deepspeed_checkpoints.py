@@ -119,6 +119,15 @@ def test_training_goes_on_as_if_it_had_not_stopped_at_any_stage(
 
 
 def _save(rank: int, world_size: int, folder: str) -> None:
+    for mode in ("FAIL", "Ignore"):
+        engine = _engine(0, checkpoint={"tag_validation": mode})
+        if mode == "FAIL":
+            with pytest.raises(AssertionError, match="under different tags"):
+                engine.save_checkpoint(f"{folder}/tags", tag=f"of_rank_{rank}")
+        else:
+            engine.save_checkpoint(f"{folder}/tags", tag=f"of_rank_{rank}")
+            assert engine.load_checkpoint(f"{folder}/tags")[0] == f"{folder}/tags/of_rank_0"
+        engine.destroy()
     engine = _engine(3)
     _train(engine, range(2))
     engine.save_checkpoint(folder, tag=f"of_rank_{rank}")  # the first one's is taken

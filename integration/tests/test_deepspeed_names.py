@@ -48,6 +48,9 @@ def test_name_that_deepspeed_does_not_have_cannot_be_imported() -> None:
         "from zero_engine.deepspeed.ops.lion.cpu_lion import DeepSpeedCPULion",
         "from zero_engine.deepspeed.ops.op_builder.builder import OpBuilder, CUDAOpBuilder",
         "from zero_engine.deepspeed.ops.op_builder import InferenceBuilder",
+        "from zero_engine.deepspeed.ops.aio import AsyncIOBuilder; AsyncIOBuilder.NAME",
+        "from zero_engine.deepspeed.runtime.zero.offload_config import OffloadDeviceEnum\n"
+        "assert OffloadDeviceEnum.cpu == 'cpu'",
         "from zero_engine.deepspeed.runtime.zero import DeepSpeedZeRoOffload, TiledLinear",
         "from zero_engine.deepspeed.checkpointing import CheckpointFunction",
         "from zero_engine.deepspeed.utils import groups, get_full_hp_param",

@@ -30,7 +30,7 @@ def _config(stage: int) -> dict[str, Any]:
 
 def _use(rank: int, world_size: int) -> None:
     checks = (_before_the_engine, _with_an_engine, _inside_init, _on_other_things)
-    for check in (*checks, _what_scripts_ask, _edits_that_would_be_lost):
+    for check in (*checks, _what_scripts_ask, _edits_that_would_be_lost, _engine_within_init):
         check(rank, world_size)
 
 
@@ -250,3 +250,23 @@ def _edits_that_would_be_lost(rank: int, world_size: int) -> None:
             weight.add_(1.0)
         if engine is not None:
             engine.destroy()
+
+
+def _engine_within_init(rank: int, world_size: int) -> None:
+    from zero_engine.deepspeed import initialize, zero
+    from zero_engine.deepspeed.zero.partition_parameters import is_zero_param
+
+    for stage in (0, 3):
+        with zero.Init():
+            config = {**_config(stage), "bf16": {"enabled": False}, "gradient_clipping": 0.0}
+            engine = initialize(model=_model(), config=config)[0]
+            later = nn.Linear(2, 2)
+        assert is_zero_param(later.weight)
+        engine.backward(engine(torch.ones(1, 5)).mean())
+        engine.step()
+        expected = _model()
+        expected(torch.ones(1, 5)).mean().backward()
+        torch.optim.SGD(expected.parameters(), 0.1).step()
+        for name, value in engine.core.full_state_dict().items():
+            torch.testing.assert_close(value, expected.get_parameter(name).detach())
+        engine.destroy()

@@ -16,6 +16,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint, StochasticWeightAveraging
 from lightning.pytorch.strategies import DDPStrategy
+from script_server import run_script
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
@@ -476,3 +477,9 @@ def test_values_by_plain_names_load_into_a_module_with_compiled_parts() -> None:
     assert list(renamed) == list(module.state_dict())
     module.load_state_dict(renamed)
     assert renamed_for(module, renamed) == renamed
+
+
+def test_lightnings_own_deepspeed_strategy_trains_saves_and_goes_on(tmp_path: Path) -> None:
+    script = Path(__file__).parent / "scripts" / "lightning_deepspeed.py"
+    run_script(script, "3", str(tmp_path), ranks=1)
+    assert (tmp_path / "saved" / "checkpoint").is_dir()

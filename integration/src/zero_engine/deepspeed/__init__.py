@@ -30,6 +30,7 @@ from zero_engine.deepspeed.initialize import (
     add_config_arguments,
     initialize,
 )
+from zero_engine.deepspeed.refusal import VERSION
 from zero_engine.deepspeed.served import serve
 from zero_engine.deepspeed.utils.logging import log_dist, logger
 from zero_engine.deepspeed.utils.usage import OnDevice
@@ -60,8 +61,7 @@ __all__ = [
     "zero",
 ]
 
-__version__ = "0.19.8"
-"""The release whose interface this is."""
+__version__ = VERSION
 version = __version__
 __version_major__, __version_minor__, __version_patch__ = (int(x) for x in version.split("."))
 git_hash = __git_hash__ = "zero-engine"

@@ -28,8 +28,11 @@ from zero_engine.deepspeed.engine.engine import DeepSpeedEngine
 from zero_engine.deepspeed.engine.optimizer import DeepSpeedOptimizer
 from zero_engine.deepspeed.errors import NotServedError
 from zero_engine.deepspeed.ops.optimizers import DeepSpeedCPUAdam, name_as_deepspeed
+from zero_engine.deepspeed.refusal import VERSION
+from zero_engine.deepspeed.utils.logging import log_dist
 from zero_engine.deepspeed.utils.z3_leaf_module import mark_configured
 from zero_engine.deepspeed.zero.described import describe_engine
+from zero_engine.deepspeed.zero.partition_parameters import suspended_init
 from zero_engine.deepspeed.zero.partitioned import leave_partitioned
 from zero_engine.deepspeed.zero.saved import serve_saved
 
@@ -40,6 +43,7 @@ OptimizerOrFactory = torch.optim.Optimizer | Callable[[list[Any]], torch.optim.O
 _Made = tuple[DeepSpeedEngine, DeepSpeedOptimizer | None, DeepSpeedDataLoader | None, Any]
 
 
+@suspended_init()
 def initialize(
     args: Any = None,
     model: nn.Module | None = None,
@@ -60,7 +64,8 @@ def initialize(
     Every rank must call it, with the same model and configuration. The model's parameters move to
     the engine's memory; see `zero_core.build`. An engine that has them already is ended first, as
     by its ``destroy()``: values stay, and gradients that wait for a step are dropped. A wrong
-    configuration or optimizer is refused before that.
+    configuration or optimizer is refused before that. Within `zero.Init`, what that has made so far
+    is partitioned first.
 
     Args:
         args: the parsed command line: its ``deepspeed_config`` is the configuration, if none is
@@ -94,6 +99,8 @@ def initialize(
     if mesh_param is not None:
         raise NotServedError("initialize(mesh_param=...), sequence parallelism,")
     init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
+    info = f"DeepSpeed info: version={VERSION}, git-hash=zero-engine, git-branch=zero-engine"
+    log_dist(info, ranks=[0])
     choose_device(_option(args, "device_rank"))
     settings = read(_find_config(args, config if config is not None else config_params))
     apply(settings)

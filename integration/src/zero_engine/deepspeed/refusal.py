@@ -16,6 +16,8 @@ from typing import Any
 
 from zero_engine.deepspeed.errors import Unserved
 
+VERSION = "0.19.8"
+"""The release of DeepSpeed whose interface this is."""
 INNER = "it is an inner part of DeepSpeed, which works differently here"
 
 _NAMES_BY_REASON = {
@@ -38,7 +40,7 @@ _NAMES_BY_REASON = {
     "there is no compression of models here": "compression linear runtime.weight_quantizer",
     "there is no autotuner here; 'zero-engine plan' says what fits": "autotuning",
     "DeepSpeed's own kernels are not served; use torch's modules": (
-        "ops.aio ops.compile ops.deepspeed4science ops.fp_quantizer ops.gds ops.quantizer "
+        "ops.compile ops.deepspeed4science ops.fp_quantizer ops.gds ops.quantizer "
         "ops.random_ltd ops.triton_ops ops.pin_memory"
     ),
     "DeepSpeed's data pipeline is not served; use a torch DataLoader": "runtime.data_pipeline",

@@ -53,6 +53,7 @@ ALIASES: Mapping[str, str] = {
     "ops.lion": "ops.optimizers",
     "ops.lion.cpu_lion": "ops.optimizers",
     "ops.lion.fused_lion": "ops.optimizers",
+    "ops.aio": "ops.op_builder",
     "ops.op_builder.all_ops": "ops.op_builder",
     "ops.op_builder.builder": "ops.op_builder",
     "runtime": "",

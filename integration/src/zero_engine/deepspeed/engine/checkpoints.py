@@ -55,7 +55,7 @@ class Checkpoints(Facts):
         Every rank must call it. ``client_state`` must be JSON and small tensors. In the middle of
         an accumulation what it has added up so far is left out, with a warning: after a load, the
         step begins anew. Where ranks give different tags, ``checkpoint.tag_validation`` says what
-        is done about it: by default rank 0's is taken, with a warning. A program
+        is done about it: rank 0's is taken, by default with a warning. A program
         ``zero_to_fp32.py`` is written beside the checkpoint.
 
         Raises:
@@ -259,16 +259,20 @@ _WORDS = {
 """What advises to leave a part of a checkpoint out."""
 
 
+class TagMismatchError(CheckpointError, AssertionError):
+    """Ranks save a checkpoint under different tags. An AssertionError too, as DeepSpeed raises."""
+
+
 def _agreed_tag(engine: Checkpoints, tag: str) -> str:
-    """Return ``tag``, or rank 0's where ``checkpoint.tag_validation`` has ranks compare theirs."""
-    validation = engine.settings.tag_validation
-    if validation == "IGNORE" or engine.world_size == 1:
+    """Return rank 0's tag. ``checkpoint.tag_validation`` says what to do about other ones."""
+    if engine.world_size == 1:
         return tag
+    validation = engine.settings.tag_validation
     tags: list[Any] = [None] * engine.world_size
     dist.all_gather_object(tags, tag)
-    if len(set(tags)) > 1:
+    if len(set(tags)) > 1 and validation != "IGNORE":
         text = f"the ranks save a checkpoint under different tags: {tags}; pass the same to all"
         if validation == "FAIL":
-            raise CheckpointError(text)
+            raise TagMismatchError(text)
         _log.warning("%s. %r, rank 0's, is taken", text, tags[0])
     return str(tags[0])

@@ -50,8 +50,12 @@ class ShardedParameter(nn.Parameter):
 
     @property
     def ds_tensor(self) -> Tensor:
-        """This rank's elements, 1-D, in the parameter's dtype. Read only; it may be empty."""
+        """This rank's elements, 1-D, in the parameter's dtype, not to be changed. May be empty."""
         return _engine(self, "ds_tensor").own_part(self).detach()
+
+    def partition_numel(self) -> int:
+        """Return the number of this rank's elements. Lightning's summary of a model asks for it."""
+        return self.ds_tensor.numel()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
         """Return a parameter of torch's own class, which belongs to no engine."""

@@ -188,6 +188,18 @@ class Init:
             describe(self._made.params, has_checks=self._has_checks)
 
 
+@contextmanager
+def suspended_init() -> Iterator[None]:
+    """Leave an active `Init` for a while: what it has made is partitioned. Then it begins anew."""
+    active = Init._active
+    if active is None or not is_recorded_innermost():
+        yield
+        return
+    active.__exit__(None, None, None)
+    yield
+    active.__enter__()
+
+
 class GatheredParameters:
     """A context in which sharded parameters hold their whole values, on every rank.
 

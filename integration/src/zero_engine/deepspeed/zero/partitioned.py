@@ -165,6 +165,10 @@ class Partitioned(nn.Parameter):
         numel = -(-self.numel() // value.control.world_size)
         return torch.empty(numel, dtype=self.dtype, device="meta")
 
+    def partition_numel(self) -> int:
+        """Return the number of elements of this rank's part. Lightning's summary asks for it."""
+        return self.ds_tensor.numel()
+
     def full_value(self) -> Tensor:
         """Return the whole value on the CPU. Unless `is_deferred`, every rank must call it."""
         value = self._partitioned_value

@@ -96,7 +96,7 @@ class Slot:
     stop: int
 
     def common(self, low: int, high: int) -> tuple[int, int]:
-        """Return which of the parameter's elements lie in ``[low, high)`` of the segment."""
+        """Return the range of the parameter's elements within ``[low, high)`` of the segment."""
         first = min(max(low, self.start), self.stop)
         return first - self.start, max(first, min(high, self.stop)) - self.start
 
