@@ -257,12 +257,9 @@ def _states(rank: int, world_size: int) -> None:
             dist.all_gather_object(rows, part)
             torch.testing.assert_close(torch.cat(rows), expected.flatten(), rtol=1e-4, atol=1e-10)
         assert not engine.optimizer.state.keys() & set(engine.module.frozen.parameters())
-        assert engine.basic_optimizer.state_dict()["state"].keys() == packed["state"].keys()
         with pytest.raises(RuntimeError, match=r"use engine\.load_checkpoint"):
             engine.optimizer.load_state_dict(packed)
-        given = engine.basic_optimizer
         engine.destroy()
-        assert not given.state
 
 
 def test_optimizer_has_this_ranks_part_of_the_state() -> None:

@@ -86,23 +86,11 @@ class Stepping(Protocol):
         """Return whether it is the last of its step."""
 
 
-class _StateOf:
-    """State that an optimizer shows, `OptimizerState` until `remove`."""
-
-    def __init__(self, given: torch.optim.Optimizer, state: Any) -> None:
-        self._given, self._before = given, given.state
-        given.state = state
-
-    def remove(self) -> None:
-        self._given.state = self._before
-
-
 class DeepSpeedOptimizer(torch.optim.Optimizer):
     """View of the optimizer that is driven, with its ``param_groups``. Schedulers accept it.
 
     Attributes:
-        optimizer: the one that was given, or made as the configuration says. It shows ``state``,
-            too, until the engine ends.
+        optimizer: the one that was given, or made as the configuration says.
         state: this rank's optimizer state, by parameter; see `OptimizerState`.
         loss_scaler: the loss scale, its settings and state.
         parameter_offload: see `ParameterOffload`; at stage 3 alone, as in DeepSpeed.
@@ -118,7 +106,6 @@ class DeepSpeedOptimizer(torch.optim.Optimizer):
         self._engine = weakref.ref(engine)
         self.state: Any = OptimizerState(core, self.param_groups)
         self.loss_scaler = LossScaler(core)
-        core.remove_at_end([_StateOf(given, self.state)])
         if core.config.zero_optimization.stage == 3:
             self.parameter_offload = ParameterOffload(core.module)
 
