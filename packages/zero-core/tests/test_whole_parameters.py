@@ -12,6 +12,7 @@ import zero_core
 from zero_core import CheckpointError, ConfigError
 from zero_core.layout.arithmetic import Layout, ParamSpec
 from zero_core.layout.owners import assign_owners
+from zero_core.optim.mixing import mixes_parameters
 from zero_core.testing import SimulatedDDP, batch, make_model, simulate
 from zero_core.testing.oracle import Case, run_ddp, run_engine
 
@@ -320,6 +321,51 @@ def test_what_would_be_wrong_is_refused_by_its_name(make, zero, match):
     model = nn.Linear(3, 2)
     with pytest.raises(ConfigError, match=match):
         zero_core.build(model, config_of(2, **zero), optimizer=make(model.parameters()))
+
+
+class OwnClipping(Own):
+    """Clips by the norm of all gradients, in its own step."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        params = [p for g in self.param_groups for p in g["params"] if p.grad is not None]
+        torch.nn.utils.clip_grad_norm_(params, 1.0)
+        for param in params:
+            param.sub_(param.grad, alpha=0.01)
+
+
+class OneStepSize(Own):
+    """Grows a step size, which is in the group, by what all gradients were so far."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            params = [p for p in group["params"] if p.grad is not None]
+            group["total"] = group.get("total", 1e-6) + sum(float(p.grad.norm()) for p in params)
+            for param in params:
+                param.sub_(param.grad, alpha=group["lr"] / group["total"])
+
+
+def _mixes(ranks, kind):
+    with pytest.raises(ConfigError, match=rf"{kind.__name__} is not served at .*stage 2: a trial"):
+        engine_of(kind, 2, ranks)
+    expected, _ = train_whole(kind, ranks)
+    engine = train(engine_of(kind, 0, ranks), ranks.rank, range(STEPS))
+    found = values_of(engine)
+    assert all(torch.equal(found[key], value) for key, value in expected.items())
+
+
+@pytest.mark.parametrize("kind", [OwnClipping, OneStepSize])
+def test_one_that_mixes_parameters_is_refused_where_ranks_update_different_ones(kind):
+    simulate(_mixes, 2, kind)
+
+
+def test_a_trial_finds_no_mixing_in_the_others_and_leaves_them_alone():
+    for name, make in OPTIMIZERS.items():
+        optimizer = make([nn.Parameter(torch.ones(3, 2))])
+        before = repr(optimizer.state_dict())
+        assert not mixes_parameters(optimizer), name
+        assert repr(optimizer.state_dict()) == before
 
 
 def test_state_of_another_kind_is_refused_by_a_checkpoint(tmp_path):

@@ -19,8 +19,8 @@ from zero_core.config import Config
 from zero_core.errors import ConfigError, MissingPartError
 from zero_core.layout.arithmetic import Layout
 from zero_core.optim.device_tier import Bf16Tier, DeviceTier
-from zero_core.optim.factory import check_whole_update, has_kernel_rule
-from zero_core.optim.whole_tier import WholeTier
+from zero_core.optim.factory import check_unmixed, check_whole_update, has_kernel_rule
+from zero_core.optim.whole_tier import Bf16WholeTier, WholeTier
 from zero_core.protocols import (
     Collectives,
     CollectivesFactory,
@@ -146,14 +146,12 @@ def make_state_tier(
         "param_store": memory.store(),
     }
     if not drawn.updates_slices:
-        if config.has_bf16_masters:
-            raise ConfigError(
-                f"bf16.bf16_master_weights_and_grads with {type(drawn.optimizer).__name__}, which "
-                "updates whole matrices, is not served: leave it out, or use AdamW"
-            )
         check_whole_update(zero.offload_optimizer, drawn.optimizer, has_factory=factory is not None)
+        if is_sharded and control.world_size > 1:
+            check_unmixed(drawn.optimizer, zero.stage)
         is_on_host = zero.offload_optimizer.device == "cpu"
-        return WholeTier(
+        of_whole = Bf16WholeTier if config.has_bf16_masters else WholeTier
+        return of_whole(
             layout=layout,
             control=control,
             meter=meter,

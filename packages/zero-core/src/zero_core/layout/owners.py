@@ -1,4 +1,4 @@
-"""Assignment of whole parameters to ranks, for optimizers whose update looks at whole parameters.
+"""Assignment of whole parameters to ranks, for optimizers that need whole parameters.
 
 A parameter that lies within one shard is updated where it is. One that lies across the bounds of
 shards is *divided*: one of the ranks that hold a part is its owner, gathers it for each step, and

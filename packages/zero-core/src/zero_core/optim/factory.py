@@ -13,6 +13,7 @@ from zero_core.config import Config, OffloadOptimizerConfig, OptimizerConfig
 from zero_core.errors import ConfigError
 from zero_core.optim.adam import Adam
 from zero_core.optim.lion import Lion
+from zero_core.optim.mixing import mixes_parameters
 from zero_core.optim.muon import Muon, split_groups
 
 _BY_NAME: Mapping[str, type[torch.optim.Optimizer]] = {
@@ -127,6 +128,22 @@ def check_whole_update(
             f"{wrong[0]} with {kind} is not served: it updates whole parameters, all on the "
             "device or all on the host (offload_optimizer.device = 'cpu'). Leave it out; or, if "
             "the update is elementwise, set is_elementwise = True on the class"
+        )
+
+
+def check_unmixed(optimizer: torch.optim.Optimizer, stage: int) -> None:
+    """Refuse an optimizer that mixes parameters, for ranks that update different ones.
+
+    Raises:
+        ConfigError: a trial shows it.
+    """
+    if mixes_parameters(optimizer):
+        kind = f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
+        raise ConfigError(
+            f"optimizer {kind} is not served at zero_optimization.stage {stage}: a trial shows "
+            "that its update of a parameter depends on the gradients of others, and each rank "
+            "updates some of them. Use stage 0, where every rank has all of them; or turn off its "
+            "own clipping or common step size, and clip by gradient_clipping"
         )
 
 

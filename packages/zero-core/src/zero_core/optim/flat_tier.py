@@ -86,10 +86,13 @@ class FlatTier:
         self._downloads = _Downloads(device)
 
     def _master_of(self, shard: Tensor, device: torch.device) -> Tensor:
-        dtype = shard.dtype if shard.dtype in self.master_dtypes else torch.float32
+        dtype = self._dtype_of_masters(shard.dtype)
         if shard.is_meta:
             return torch.zeros(shard.numel(), dtype=dtype, device=device)
         return shard.to(device, dtype)
+
+    def _dtype_of_masters(self, dtype: torch.dtype) -> torch.dtype:
+        return dtype if dtype in self.master_dtypes else torch.float32
 
     def offer_grad(self, start: int, grad: Tensor) -> None:
         self._grads[start] = grad

@@ -1,4 +1,4 @@
-"""State tier of optimizers whose update looks at whole parameters.
+"""State tier of optimizers that need whole parameters.
 
 [Note: whole parameters]
 Each parameter has an owner among the ranks that hold a part of it (`zero_core.layout.owners`), and
@@ -29,7 +29,8 @@ from zero_core.comm.control import ControlGroup
 from zero_core.comm.meter import WHOLES, Meter
 from zero_core.layout.arithmetic import Layout, Piece
 from zero_core.layout.owners import Share, Whole, assign_owners
-from zero_core.optim.flat_tier import MASTER, WIDE, Chunked, FlatTier
+from zero_core.optim.device_tier import Bf16Tier
+from zero_core.optim.flat_tier import MASTER, Chunked, FlatTier
 from zero_core.protocols import ParamStore
 
 # Of torch itself, whatever the class of a parameter overrides.
@@ -76,7 +77,7 @@ class WholeTier(FlatTier):
         self._owners = {whole.param: whole.owner for whole in wholes}
         self._updated = [w.param for w in wholes if not is_sharded or w.owner == control.rank]
         divided = [whole for whole in wholes if is_sharded and whole.is_divided]
-        dtypes = [_master_dtype(layout.segments[whole.segment].dtype) for whole in divided]
+        dtypes = [self._dtype_of_masters(layout.segments[w.segment].dtype) for w in divided]
         self._exchanges = [
             _Exchange(
                 [w for w, d in zip(divided, dtypes, strict=True) if d == dtype],
@@ -198,6 +199,12 @@ class WholeTier(FlatTier):
             name: value if name == "step" and not is_on_device else _moved(value, self._device)
             for name, value in state.items()
         }
+
+
+class Bf16WholeTier(WholeTier):
+    """The same with bf16 shards as their own master weights. States are bf16 then, too."""
+
+    master_dtypes = Bf16Tier.master_dtypes
 
 
 class _Exchange:
@@ -327,7 +334,3 @@ def _tensors_in(value: Any) -> Iterator[Tensor]:
                 yield leaf
             else:
                 yield from _tensors_in(found[0])
-
-
-def _master_dtype(dtype: torch.dtype) -> torch.dtype:
-    return dtype if dtype in WIDE else torch.float32

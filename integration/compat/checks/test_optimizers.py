@@ -1,0 +1,172 @@
+"""Optimizers of torchao, bitsandbytes and transformers: DDP with the same object is the oracle.
+
+Their states are quantized in blocks, factored, or kept by parameter. bitsandbytes has CPU kernels of
+its 8-bit and 32-bit updates. Without a device its paged ones are not paged.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import bitsandbytes
+import pytest
+import torch
+import torchao.optim
+import transformers
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import zero_core
+from zero_core.testing import seeded, spawn
+
+STEPS = 3
+WIDTH = 72  # 5184 elements, in 20 blocks of 256 and a quarter: torchao quantizes none of these
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "torchao AdamW8bit": lambda params: torchao.optim.AdamW8bit(params, lr=1e-2),
+    "torchao AdamW4bit": lambda params: torchao.optim.AdamW4bit(params, lr=1e-2),
+    "torchao AdamWFp8": lambda params: torchao.optim.AdamWFp8(params, lr=1e-2),
+    "bitsandbytes AdamW8bit": lambda params: bitsandbytes.optim.AdamW8bit(params, lr=1e-2),
+    "bitsandbytes PagedAdamW32bit": lambda params: bitsandbytes.optim.PagedAdamW32bit(
+        params, lr=1e-2
+    ),
+    "bitsandbytes Lion8bit": lambda params: bitsandbytes.optim.Lion8bit(params, lr=1e-3),
+    "bitsandbytes LAMB": lambda params: bitsandbytes.optim.LAMB(params, lr=1e-2),
+    "transformers Adafactor": lambda params: transformers.Adafactor(
+        params, lr=1e-2, scale_parameter=False, relative_step=False
+    ),
+    "transformers Adafactor, own steps": transformers.Adafactor,
+}
+HOST = {"offload_optimizer": {"device": "cpu"}}
+
+
+class Blocks(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        with seeded(0):
+            self.first = nn.Linear(96, 128)  # 48 blocks of 256
+            self.blocks = nn.ModuleList([nn.Linear(128, 128), nn.Linear(128, WIDTH)])
+            self.last = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x).relu()
+        for block in self.blocks:
+            x = block(x).relu()
+        return self.last(x).square().mean()
+
+
+def inputs(step: int, rank: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    return torch.randn(4, 96, generator=generator)
+
+
+def by_ddp(make: Callable[[Any], torch.optim.Optimizer], rank: int) -> dict[str, torch.Tensor]:
+    model = Blocks()
+    optimizer = make(model.parameters())
+    wrapped = DistributedDataParallel(model)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        wrapped(inputs(step, rank)).backward()
+        optimizer.step()
+    return model.state_dict()
+
+
+def engine_of(
+    make: Callable[[Any], torch.optim.Optimizer], stage: int, **zero: Any
+) -> zero_core.Engine:
+    model = Blocks()
+    config = {"train_micro_batch_size_per_gpu": 4, "zero_optimization": {"stage": stage, **zero}}
+    return zero_core.build(model, config, optimizer=make(model.parameters()))
+
+
+def train(engine: zero_core.Engine, rank: int, steps: range) -> None:
+    for step in steps:
+        engine.backward(engine(inputs(step, rank)))
+        engine.step()
+
+
+def _same_bits(rank: int, world_size: int, names: list[str], folder: str) -> None:
+    torch.compiler.set_stance("force_eager")  # torchao compiles its update: minutes
+    warnings.filterwarnings("ignore", "Paged optimizers are not supported on CPU")
+    for name in names:
+        make = OPTIMIZERS[name]
+        expected = by_ddp(make, rank)
+        start = Blocks().state_dict()
+        assert not any(torch.equal(expected[key], value) for key, value in start.items())
+        for stage, zero in ((0, {}), (1, {}), (2, HOST), (3, {})):
+            engine = engine_of(make, stage, **zero)
+            train(engine, rank, range(STEPS - 1))
+            place = Path(folder, f"{name}-{stage}")
+            engine.save_checkpoint(place)
+            engine.close()
+            engine = engine_of(make, 3 - stage)
+            engine.load_checkpoint(place)
+            train(engine, rank, range(STEPS - 1, STEPS))
+            found = engine.full_state_dict()
+            for key, value in expected.items():
+                gap = float((found[key] - value).abs().max())
+                assert gap <= (0.0 if world_size < 3 else 1e-6), (name, stage, key, gap)
+            engine.close()
+
+
+@pytest.mark.parametrize("package", ["torchao", "bitsandbytes", "transformers"])
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_update_is_that_of_ddp_at_every_stage_and_after_a_checkpoint(
+    world_size: int, package: str, tmp_path: Path
+) -> None:
+    names = [name for name in OPTIMIZERS if name.startswith(package)]
+    spawn(_same_bits, world_size, names, str(tmp_path))
+
+
+SCRIPT = Path(__file__).parents[1] / "scripts" / "optim_words.py"
+WORDS = (
+    *("adafactor", "adamw_torch_8bit", "adamw_torch_4bit", "adamw_bnb_8bit", "paged_adamw_8bit"),
+    *("paged_adamw_32bit", "lion_8bit", "lion_32bit", "paged_lion_8bit", "paged_lion_32bit"),
+    *("ademamix", "ademamix_8bit", "rmsprop_bnb_8bit"),
+)
+STARTERS = {
+    "ddp": ("-m", "torch.distributed.run", "--standalone"),
+    "zero-engine": ("-m", "zero_engine", "run"),
+}
+
+
+def losses_by_word(starter: str, folder: Path, zero: dict[str, Any] | None) -> dict[str, Any]:
+    output = folder / f"{starter}.json"
+    arguments = [str(SCRIPT), str(output), ",".join(WORDS), "--use_cpu=true"]
+    if zero is not None:
+        auto = dict.fromkeys(
+            ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping"),
+            "auto",
+        )
+        config = folder / "deepspeed.json"
+        config.write_text(
+            json.dumps({**auto, "zero_allow_untested_optimizer": True, "zero_optimization": zero})
+        )
+        arguments.append(f"--deepspeed={config}")
+    command = [sys.executable, *STARTERS[starter], "--nproc-per-node=2", *arguments]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    subprocess.run(command, check=True, env=environment)
+    found: dict[str, Any] = json.loads(output.read_text())
+    return found
+
+
+@pytest.fixture(scope="module")
+def ddp_losses(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    return losses_by_word("ddp", tmp_path_factory.mktemp("ddp"), None)
+
+
+@pytest.mark.parametrize("zero", [{"stage": 2, **HOST}, {"stage": 3}])
+def test_each_word_of_the_trainer_trains_as_with_ddp(
+    zero: dict[str, Any], ddp_losses: dict[str, Any], tmp_path: Path
+) -> None:
+    found = losses_by_word("zero-engine", tmp_path, zero)
+    assert found.keys() == set(WORDS)
+    for word, expected in ddp_losses.items():
+        assert found[word] == pytest.approx(expected, rel=1e-4), word
+        assert expected[-1] < expected[0], word

@@ -1,0 +1,80 @@
+"""Trial of an optimizer: whether the update of one parameter depends on another one's gradient.
+
+Such an optimizer (one step size for the whole model, a norm over all gradients of its own) is right
+only where one rank has all parameters. The trial steps a copy of the optimizer over two small
+matrices, together and each alone. Where the copy cannot be stepped so, or draws random numbers,
+nothing is found.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections import OrderedDict, defaultdict
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+_log = logging.getLogger(__name__)
+
+_BY_PARAMETER = ("torch.", "torchao.", "bitsandbytes.", "transformers.", "zero_core.")
+"""Modules whose optimizers update each parameter by itself, and need no trial."""
+_SHAPES = ((4, 4), (4, 6))
+_NUM_STEPS = 4
+_TOLERANCE = 1e-3
+"""Of an update, relative. Matrix kernels may round otherwise from call to call."""
+
+
+def mixes_parameters(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether a trial shows that ``optimizer`` mixes parameters. It is not changed."""
+    if f"{type(optimizer).__module__}.".startswith(_BY_PARAMETER):
+        return False
+    both = tuple(range(len(_SHAPES)))
+    try:
+        together, again = _updates(optimizer, both), _updates(optimizer, both)
+        alone = [_updates(optimizer, (number,))[number] for number in both]
+    except Exception as error:  # whatever an unknown class does with two matrices
+        name = type(optimizer).__qualname__
+        _log.debug("%s was not tried on two matrices: %s", name, error)
+        return False
+    is_random = not all(map(torch.equal, together, again))
+    return not is_random and any(
+        not torch.allclose(one, other, rtol=0.0, atol=_TOLERANCE * float(other.abs().max()))
+        for one, other in zip(together, alone, strict=True)
+    )
+
+
+def _updates(optimizer: torch.optim.Optimizer, with_grad: tuple[int, ...]) -> list[Tensor]:
+    """Return what some steps add to two parameters, of which some have a gradient."""
+    generator = torch.Generator().manual_seed(0)
+    values = [0.01 * torch.randn(shape, generator=generator) for shape in _SHAPES]
+    params = [nn.Parameter(value.clone()) for value in values]
+    trial = _copy_over(optimizer, params)
+    for _ in range(_NUM_STEPS):
+        for number, param in enumerate(params):
+            grad = (1.0, 100.0)[number] * torch.randn(param.shape, generator=generator)
+            param.grad = grad if number in with_grad else None
+        trial.step()
+    return [param.detach() - value for param, value in zip(params, values, strict=True)]
+
+
+def _copy_over(
+    optimizer: torch.optim.Optimizer, params: list[nn.Parameter]
+) -> torch.optim.Optimizer:
+    """Return a copy of ``optimizer`` with the settings of its first group, over ``params``.
+
+    Its constructor is not called: what it was called with is not known.
+    """
+    groups = optimizer.param_groups
+    own: dict[str, Any] = {
+        **vars(optimizer),
+        "param_groups": [{**groups[0], "params": params}],
+        "state": defaultdict(dict),
+        **{name: OrderedDict() for name in vars(optimizer) if name.endswith("_hooks")},
+    }
+    own.pop("step", None)  # a schedule's wrapper, bound to the original
+    kept = {id(p): p for group in groups for p in group["params"]}  # the model is not copied
+    made: torch.optim.Optimizer = object.__new__(type(optimizer))
+    vars(made).update(copy.deepcopy(own, {**kept, **{id(p): p for p in params}}))
+    return made
