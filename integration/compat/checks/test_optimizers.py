@@ -1,7 +1,7 @@
 """Optimizers of torchao, bitsandbytes and transformers: DDP with the same object is the oracle.
 
-Their states are quantized in blocks, factored, or kept by parameter. bitsandbytes has CPU kernels of
-its 8-bit and 32-bit updates. Without a device its paged ones are not paged.
+Their states are quantized in blocks, factored, or kept by parameter. bitsandbytes has CPU kernels
+of its 8-bit and 32-bit updates. Without a device its paged ones are not paged.
 """
 
 from __future__ import annotations
@@ -47,6 +47,8 @@ HOST = {"offload_optimizer": {"device": "cpu"}}
 
 
 class Blocks(nn.Module):
+    """Layers of which some lie across shards, and some are too small to be quantized."""
+
     def __init__(self) -> None:
         super().__init__()
         with seeded(0):
@@ -140,14 +142,15 @@ def losses_by_word(starter: str, folder: Path, zero: dict[str, Any] | None) -> d
     output = folder / f"{starter}.json"
     arguments = [str(SCRIPT), str(output), ",".join(WORDS), "--use_cpu=true"]
     if zero is not None:
-        auto = dict.fromkeys(
-            ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping"),
-            "auto",
-        )
+        keys = "train_micro_batch_size_per_gpu gradient_accumulation_steps gradient_clipping"
+        settings = {
+            **dict.fromkeys(keys.split(), "auto"),
+            "zero_allow_untested_optimizer": True,
+            "zero_force_ds_cpu_optimizer": False,  # else accelerate puts an Adam in its place
+            "zero_optimization": zero,
+        }
         config = folder / "deepspeed.json"
-        config.write_text(
-            json.dumps({**auto, "zero_allow_untested_optimizer": True, "zero_optimization": zero})
-        )
+        config.write_text(json.dumps(settings))
         arguments.append(f"--deepspeed={config}")
     command = [sys.executable, *STARTERS[starter], "--nproc-per-node=2", *arguments]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}

@@ -1,6 +1,7 @@
 """Trains one tiny model with the Trainer for each word of ``--optim`` that is given.
 
-Nothing here knows of DeepSpeed or of zero-engine. ``--deepspeed FILE`` is the Trainer's own argument.
+Nothing here knows of DeepSpeed or of zero-engine. ``--deepspeed FILE`` is the Trainer's own
+argument.
 """
 
 from __future__ import annotations

@@ -56,6 +56,19 @@ def _run_grid(world_size: int, grid: list[Case], per_node: int | None = None) ->
             torch.testing.assert_close(values, exact_values, rtol=0, atol=0, msg=str(case))
 
 
+ADAFACTOR = {"optimizer": {"type": "Adafactor", "params": {"lr": 1e-2}}}
+ON_HOST = {"offload_optimizer": {"device": "cpu"}}
+
+
+def test_whole_parameters_are_updated_with_the_bits_of_the_cpu() -> None:
+    cases = [
+        Case(stage=2, clipping=0.5, top=ADAFACTOR),
+        Case(stage=3, dtype="bf16", zero=ON_HOST, top=ADAFACTOR),
+        Case(stage=0, dtype="bf16", zero=ON_HOST, top=ADAFACTOR),
+    ]
+    run_alone(_run_grid, 3, cases)
+
+
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_every_stage_has_the_bits_of_the_cpu(world_size: int) -> None:
     run_alone(_run_grid, world_size, GRID)

@@ -17,6 +17,7 @@ from zero_core import ConfigError
 from zero_core._torch import count_groups, timeout_of
 from zero_core.comm import groups
 from zero_core.comm.communicator import Communicator
+from zero_core.comm.control import LibraryControlGroup
 from zero_core.comm.device import DeviceCollectives
 from zero_core.comm.device_library import Lane
 from zero_core.comm.groups import ProcessLibrary
@@ -354,6 +355,21 @@ def _every_dtype(rank: int, world_size: int) -> None:
         )
         library.broadcast(shard, source=1).wait()
         assert torch.equal(shard.view(torch.uint8), expected[3:6].view(torch.uint8))
+
+
+def _uneven(rank: int, world_size: int) -> None:
+    library = ProcessLibrary(None, rank=rank, world_size=world_size, device=CPU)
+    control = LibraryControlGroup(library, CPU)
+    numels = [[0, 3, 1], [2, 0, 0], [0, 5, 0]]  # from each to each
+    for dtype in (torch.float32, torch.float64):
+        parts = torch.cat([torch.full((n,), 10 * rank + k) for k, n in enumerate(numels[rank])])
+        expected = [torch.full((row[rank],), 10 * k + rank) for k, row in enumerate(numels)]
+        found = control.exchange(parts.to(dtype), numels)
+        assert torch.equal(found, torch.cat(expected).to(dtype))
+
+
+def test_slices_of_different_lengths_are_exchanged() -> None:
+    spawn(_uneven, 3)
 
 
 def test_dtypes_that_the_backend_has_no_type_for_travel() -> None:

@@ -99,8 +99,17 @@ class DeepSpeedCPUAdam(CPUAdam, metaclass=_Named):
 
         Raises:
             RuntimeError: it asks for ``amsgrad``.
+            ValueError: its settings are those of another optimizer.
         """
         _refuse_amsgrad("DeepSpeedCPUAdam", param_group.get("amsgrad", False))
+        eps = param_group.get("eps", 0.0)
+        if not isinstance(eps, float | int):
+            raise ValueError(
+                f"DeepSpeedCPUAdam: eps = {eps!r} is no number: the group is another optimizer's. "
+                "accelerate puts DeepSpeedCPUAdam in the place of the optimizer that it is given "
+                "if there is offload_optimizer: to keep yours (Adafactor, 8-bit ones), set "
+                '"zero_force_ds_cpu_optimizer": false in the configuration'
+            )
         # Not CPUAdam's, which refuses parameters that are not in host memory yet; its step does.
         torch.optim.Optimizer.add_param_group(self, param_group)
         group = self.param_groups[-1]
