@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import re
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -49,10 +50,14 @@ def by_engine(ranks: Any, stage: int, top: dict[str, Any]) -> Result:
     return losses, values
 
 
-def in_bf16(ranks: Any) -> Result:
+def adafactor(model: nn.Module) -> torch.optim.Adafactor:
+    return torch.optim.Adafactor([p for p in model.parameters() if p.requires_grad], LR)
+
+
+def in_bf16(ranks: Any, make: Callable[[nn.Module], torch.optim.Optimizer] = adamw) -> Result:
     """A model and an optimizer in bf16, nothing else."""
     model = make_model().bfloat16()
-    optimizer = adamw(model)
+    optimizer = make(model)
     losses = []
     for step in range(STEPS):
         loss = model(**inputs_of(step, ranks.rank))["loss"]
@@ -74,6 +79,14 @@ def check_equal(found: list[Result], expected: list[Result]) -> None:
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_bf16_masters_are_a_bf16_model_and_optimizer(stage: int) -> None:
     check_equal(simulate(by_engine, 1, stage, BF16_MASTERS), simulate(in_bf16, 1))
+
+
+def test_bf16_masters_of_whole_parameters_are_so_too() -> None:
+    named = {"optimizer": {"type": "Adafactor", "params": {"lr": LR}}}
+    found = simulate(by_engine, 1, 2, {**BF16_MASTERS, **named})
+    check_equal(found, simulate(in_bf16, 1, adafactor))
+    first, other = (simulate(by_engine, 3, s, {**BF16_MASTERS, **named}) for s in (1, 3))
+    check_equal(other, first)
 
 
 def test_bf16_masters_have_the_same_bits_at_all_stages() -> None:
@@ -110,7 +123,6 @@ def test_bf16_masters_take_no_further_memory() -> None:
             "bf16_optimizer_states needs",
         ),
         ({"fp16": {"enabled": True, "fp16_master_weights_and_grads": True}}, "offload_optimizer"),
-        ({**BF16_MASTERS, "optimizer": {"type": "Muon", "params": {"lr": 1e-3}}}, "use AdamW"),
     ],
 )
 def test_what_does_not_go_together_is_refused(config: dict[str, Any], advice: str) -> None:
