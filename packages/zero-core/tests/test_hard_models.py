@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import zero_core
-from zero_core import CheckpointError, ConfigError
+from zero_core import CheckpointError
 from zero_core.testing import (
     Case,
     SimulatedRanks,
