@@ -82,27 +82,15 @@ LLAMAFACTORY: dict[str, Config] = {
 
 def axolotl(zero: Config, **further: object) -> Config:
     """What all of axolotl's files share, with this block."""
-    half: Config = {
-        "bf16": {"enabled": "auto"},
-        "fp16": {"enabled": "auto", "auto_cast": False, "initial_scale_power": 32, **SCALE},
-        "gradient_clipping": "auto",
-    }
-    return {
-        "zero_optimization": zero,
-        **half,
-        **AUTO_BATCH,
-        "wall_clock_breakdown": False,
-        **further,
-    }
+    return {"zero_optimization": zero, **AUTO_BATCH, "wall_clock_breakdown": False, **further}
 
 
-def in_bf16(zero: Config, **further: object) -> Config:
-    """axolotl's files that name bf16: they have no fp16."""
-    config = axolotl(zero, bf16={"enabled": True}, **further)
-    del config["fp16"]
-    return config
-
-
+_CLIPPED: Config = {"gradient_clipping": "auto"}
+_ANY_DTYPE: Config = {
+    "bf16": {"enabled": "auto"},
+    "fp16": {"enabled": "auto", "auto_cast": False, "initial_scale_power": 32, **SCALE},
+}
+_BF16: Config = {"bf16": {"enabled": True}, **_CLIPPED}
 _1: Config = {"stage": 1, "overlap_comm": True}
 _2: Config = {
     "stage": 2,
@@ -117,16 +105,21 @@ _3: Config = {
     "sub_group_size": 0,
     "reduce_bucket_size": "auto",
 }
-# The files in bf16 spell these without "stage3_", which DeepSpeed takes for other names.
-_SPELT_OTHERWISE: Config = {
-    "max_live_parameters": 0,
-    "max_reuse_distance": 0,
-    "gather_16bit_weights_on_model_save": True,
+_ALL_3: Config = {
+    **_3,
+    "stage3_prefetch_bucket_size": "auto",
+    "stage3_param_persistence_threshold": "auto",
+    "stage3_max_live_parameters": 0,
+    "stage3_max_reuse_distance": 0,
+    "stage3_gather_16bit_weights_on_model_save": True,
 }
+# These files have some keys without "stage3_".
 _OFFLOADED_3: Config = {
     "stage3_prefetch_bucket_size": "auto",
     "stage3_param_persistence_threshold": "auto",
-    **_SPELT_OTHERWISE,
+    "max_live_parameters": 0,
+    "max_reuse_distance": 0,
+    "gather_16bit_weights_on_model_save": True,
 }
 _COMPILE = {"disable": False, "backend": "inductor"}
 _AUTO_ADAMW = {
@@ -135,36 +128,21 @@ _AUTO_ADAMW = {
 }
 _FREE = {"zero_force_ds_cpu_optimizer": False, "zero_allow_untested_optimizer": True}
 AXOLOTL: dict[str, Config] = {
-    "zero1": axolotl(_1, optimizer=_AUTO_ADAMW),
-    "zero1_torch_compile": axolotl(_1, compile=_COMPILE),
-    "zero2": axolotl(_2),
-    "zero2_torch_compile": axolotl(_2, compile=_COMPILE),
-    "zero3": axolotl(
-        {
-            **_3,
-            "stage3_prefetch_bucket_size": "auto",
-            "stage3_param_persistence_threshold": "auto",
-            "stage3_max_live_parameters": 0,
-            "stage3_max_reuse_distance": 0,
-            "stage3_gather_16bit_weights_on_model_save": True,
-        }
+    "zero1": axolotl(_1, **_ANY_DTYPE, optimizer=_AUTO_ADAMW),
+    "zero1_torch_compile": axolotl(_1, **_ANY_DTYPE, **_CLIPPED, compile=_COMPILE),
+    "zero2": axolotl(_2, **_ANY_DTYPE, **_CLIPPED),
+    "zero2_torch_compile": axolotl(_2, **_ANY_DTYPE, **_CLIPPED, compile=_COMPILE),
+    "zero3": axolotl(_ALL_3, **_ANY_DTYPE, **_CLIPPED),
+    "zero3_bf16": axolotl(_ALL_3, **_BF16),
+    "zero3_bf16_cpuoffload_all": axolotl(
+        {**_3, "offload_optimizer": PINNED, "offload_param": PINNED, **_OFFLOADED_3},
+        **_BF16,
+        **_FREE,
     ),
-    "zero3_bf16": in_bf16(
-        {
-            **_3,
-            "prefetch_bucket_size": "auto",
-            "param_persistence_threshold": "auto",
-            **_SPELT_OTHERWISE,
-        }
-    ),
-    "zero3_bf16_cpuoffload_all": in_bf16(
-        {**_3, "offload_optimizer": PINNED, "offload_param": PINNED, **_OFFLOADED_3}, **_FREE
-    ),
-    "zero3_bf16_cpuoffload_params": in_bf16(
-        {**_3, "offload_param": PINNED, **_OFFLOADED_3}, **_FREE
+    "zero3_bf16_cpuoffload_params": axolotl(
+        {**_3, "offload_param": PINNED, **_OFFLOADED_3}, **_BF16, **_FREE
     ),
 }
-del AXOLOTL["zero1"]["gradient_clipping"]  # that file has none
 
 
 def of_llamafactory(name: str, zero: Config) -> Case:
