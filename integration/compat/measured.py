@@ -25,10 +25,9 @@ import lightning.pytorch.strategies.deepspeed as of_lightning
 import recorded
 import torch
 import transformers
-from lightning.pytorch.accelerators import Accelerator
 
 from benchmarks.harness.memory import peak_bytes, resident_bytes, restart_peak
-from zero_engine.script.accelerate_cpu import mend
+from zero_engine.script import accelerate_cpu, lightning_cpu
 
 
 class Steps(transformers.TrainerCallback):
@@ -53,15 +52,13 @@ class Steps(transformers.TrainerCallback):
 
 
 def allow_cpu() -> None:
-    """Lift limits that libraries set themselves, on all sides alike."""
-    # It asks for a GPU before it hands anything to deepspeed.
-    of_lightning.CUDAAccelerator = Accelerator  # type: ignore[misc]
-    of_lightning._validate_device_index_selection = lambda *_: None  # the CPU's have no numbers
-    # It asks the same of bf16, which deepspeed computes here.
+    """Lift limits that libraries set themselves on a CPU."""
+    # The Trainer asks for a GPU before it hands bf16 to deepspeed.
     transformers.training_args.is_torch_bf16_gpu_available = lambda: True
-    if deepspeed.__name__ == "deepspeed":
-        # Without it DeepSpeed on the CPU trains on each rank alone. zero-engine run does the same.
-        mend(accelerate.state)
+    if deepspeed.__name__ == "deepspeed":  # `zero-engine run` does these itself
+        # Without it DeepSpeed on the CPU trains on each rank alone.
+        accelerate_cpu.mend(accelerate.state)
+        lightning_cpu.mend(of_lightning)
 
 
 @contextmanager
