@@ -77,8 +77,8 @@ TORCH_CUDA = {
     "2.14.0": "13.0",
     "2.15.0": "13.2",
 }
-# The two newest minor releases, or patch releases where the minor one before does not work with the
-# other packages of its row.
+# The newest releases and the ones before; a package whose earlier ones do not work with the rest of
+# the row has its newest twice.
 HUGGING_FACE = (
     {
         "transformers": "5.23.0",
@@ -91,7 +91,7 @@ HUGGING_FACE = (
         "transformers": "5.22.2",
         "accelerate": "1.14.0",
         "trl": "1.15.0",
-        "peft": "0.21.1",
+        "peft": "0.21.2",  # 0.21.1 does not adapt T5 with these transformers
         "lightning": "2.6.5",
     },
 )
