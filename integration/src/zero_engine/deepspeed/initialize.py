@@ -130,8 +130,7 @@ def initialize(
     if core.config.zero_optimization.stage == 3:
         describe_engine(core)
         serve_saved(core)
-        if core.rank != 0:  # scripts drop what these make: rank 0 saves
-            core.allow_empty_entries()
+        core.allow_empty_entries()  # as DeepSpeed's: OpenRLHF reads the names on rank 0
     announce(settings, core.config, rank=core.rank, world_size=core.world_size)
     if lr_scheduler is not None and isinstance(core, zero_core.Engine):
         is_made = not callable(lr_scheduler)

@@ -9,6 +9,7 @@ DeepSpeed's ``zero.Init``.
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple, Protocol
@@ -20,6 +21,8 @@ from zero_core.comm.control import ControlGroup
 from zero_core.errors import ConfigError
 from zero_core.sharded.params import FlatParams, is_placeholder
 from zero_core.sharded.sharded_state import ShardedState
+
+_log = logging.getLogger(__name__)
 
 
 class LeftShard(NamedTuple):
@@ -55,6 +58,7 @@ class Ownership:
         """Whether the engine has ended; the model may have other values since."""
         self.has_empty_entries = False
         """Whether ``state_dict`` gives empty tensors for values that are not here, not an error."""
+        self._has_warned = False
         self.hooks = self._watch_state_dicts()
         """Hooks on the model that are removed at the end."""
         _alive[:] = [ref for ref in _alive if ref() is not None]
@@ -124,6 +128,7 @@ class Ownership:
         def empty(module: nn.Module, entries: dict[str, Any], prefix: str, _: Any) -> None:
             for name in self._absent(module) if self.has_empty_entries else ():
                 if f"{prefix}{name}" in entries:
+                    self._warn_of_empty_entries(f"{prefix}{name}")
                     whole = entries[f"{prefix}{name}"]
                     entries[f"{prefix}{name}"] = torch.empty(
                         0, dtype=whole.dtype, device=whole.device
@@ -134,6 +139,17 @@ class Ownership:
             hooks.append(module.register_state_dict_pre_hook(refuse))  # type: ignore[no-untyped-call]
             hooks.append(module.register_state_dict_post_hook(empty))  # type: ignore[no-untyped-call]
         return hooks
+
+    def _warn_of_empty_entries(self, name: str) -> None:
+        """Warn once, on the first rank: that one writes files."""
+        if not self._has_warned and self._state.control.rank == 0:
+            _log.warning(
+                "state_dict() has tensors without elements, the first for %s: the parameters are "
+                "sharded. The values are in engine.full_state_dict(), or in state_dict() within "
+                "engine.gathered()",
+                name,
+            )
+        self._has_warned = True
 
     def _absent(self, module: nn.Module) -> list[str]:
         """Return the names of ``module``'s own parameters whose current value is not here."""

@@ -281,7 +281,8 @@ class ShardedModel:
     def allow_empty_entries(self) -> None:
         """Have ``module.state_dict()`` on this rank give empty tensors for values not held here.
 
-        By default it raises. It is meant for ranks that write nothing and throw the dict away.
+        By default it raises. It is meant for callers that read the names alone, or throw the dict
+        away, as ranks do that write nothing. Rank 0 logs a warning, once.
         """
         self._ownership.has_empty_entries = True
 
