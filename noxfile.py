@@ -7,7 +7,8 @@
     examples   the programs in integration/examples, as they say; arguments name some of them
     bench      benchmarks: arguments go to ``python integration/benchmarks/run.py``
     compat     public scripts with DeepSpeed itself and with ``zero-engine run``: the table in
-               docs/compat.md; arguments go to ``integration/compat/compare.py``
+               docs/compat.md; arguments go to ``integration/compat/compare.py``. Without any, TRL's
+               trainers too: docs/trl.md
     wheels     cpu-adam's wheel and sdist, tested where there is no compiler
     kernels    cpu-adam's kernels without Python: here, sanitized, and on an emulated Arm processor
     sanitize   cpu-adam's tests under AddressSanitizer and UBSan; arguments go to pytest
@@ -194,7 +195,9 @@ def compat(session: nox.Session) -> None:
     # That each of its modules is served or refused can be told only where it is installed.
     hook = "integration/tests/test_import_hook.py"
     session.run("python", "-m", "pytest", "-q", hook, "integration/compat/checks")
-    run_compat(session, *session.posargs)
+    run_compat(session, "compare.py", *session.posargs)
+    if not session.posargs:
+        run_compat(session, "trl_grid.py")
 
 
 @nox.session
@@ -279,7 +282,8 @@ def hugging_face(session: nox.Session, releases: dict[str, str]) -> None:
     results = Path(session.create_tmp(), "compat.json")
     results.unlink(missing_ok=True)
     families = [f"--only={name}:" for name in ("TRL", "transformers", "accelerate", "Lightning")]
-    run_compat(session, *families, f"--results={results}", f"--page={results.with_suffix('.md')}")
+    page = results.with_suffix(".md")
+    run_compat(session, "compare.py", *families, f"--results={results}", f"--page={page}")
 
 
 def test_alone(session: nox.Session, package: str) -> None:
@@ -367,14 +371,13 @@ def run_integration_tests(session: nox.Session) -> None:
         session.run("python", "-m", "pytest", "-q", *IN_PARALLEL, env=NO_SPINNING)
 
 
-def run_compat(session: nox.Session, *arguments: str) -> None:
-    """Run public scripts, as ``integration/compat/compare.py`` says."""
+def run_compat(session: nox.Session, program: str, *arguments: str) -> None:
+    """Run public scripts, as the ``program`` in ``integration/compat`` says."""
     # It takes what starts and measures ranks from the benchmarks' harness.
     found = os.environ.get("PYTHONPATH")
     paths = [str(Path("integration").resolve()), *([found] if found else [])]
     path = {"PYTHONPATH": os.pathsep.join(paths)}
-    for program in ("compare.py", "trl_grid.py"):
-        session.run("python", f"integration/compat/{program}", *arguments, env=path)
+    session.run("python", f"integration/compat/{program}", *arguments, env=path)
 
 
 def run_typecheck(session: nox.Session) -> None:

@@ -33,7 +33,7 @@ All trainers of TRL 1.16 that run without a server, with tiny models and local d
 `zero-engine run` on 2 ranks of one thread on the CPU, and by torchrun as DDP ("theirs"). They
 generate where their method does. "Loss" is the largest relative difference from DDP at any step
 and on any rank (of losses below 1e-3: relative to that); more than 1e-3 fails. Models of two blocks
-of width 32 show that all of it runs, not what it costs.
+of width 32 show that all of it runs, not what it costs: times are of one turn of each side.
 
 Below the trainers: calls of `generate`, each of 4 prompts of 16 tokens and 32 new tokens on every
 rank, with a Llama of 6 blocks of width 192. "Theirs" is a plain model on each rank, or DeepSpeed
