@@ -63,6 +63,26 @@ def _measure(rank: int, world_size: int, folder: str) -> None:
             model = _model()
         zero_core.build(model, CONFIG, pretrained=folder)
     assert peak.nbytes <= bound, ("pretrained", rank, peak.nbytes, bound)
+    del model
+
+    with PeakMemory() as peak:
+        with torch.device("meta"):
+            model = _model()
+        zero_core.quantize_blocks(model, _to_int8, pretrained=folder)
+        engine = zero_core.build(model, CONFIG)
+    kept = engine.memory_report()["parameters"]
+    assert kept < MODEL_BYTES / 4 / world_size * 1.05, "this rank's shards, one byte an element"
+    # A block in full precision, and two temporaries of its size that quantize it.
+    bound = kept + 3 * UNIT_BYTES + SLACK_BYTES
+    assert bound < MODEL_BYTES / 4 + 2 * UNIT_BYTES, "a whole quantized model would be seen"
+    assert peak.nbytes <= bound, ("quantized", rank, peak.nbytes, bound)
+
+
+def _to_int8(linear: nn.Module) -> None:
+    scale = linear.weight.abs().amax() / 127
+    linear.weight.div_(scale).round_()
+    linear.weight = nn.Parameter(linear.weight.to(torch.int8), requires_grad=False)
+    linear.register_buffer("scale", scale)
 
 
 def test_no_rank_holds_more_than_its_shards_and_a_unit(tmp_path: Path) -> None:

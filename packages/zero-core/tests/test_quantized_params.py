@@ -7,12 +7,21 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 import zero_core
 from zero_core.errors import ConfigError
-from zero_core.testing import LR, WEIGHT_DECAY, Case, SimulatedDDP, SimulatedRanks, simulate
-from zero_core.testing.quantized import Adapted, dequantize
+from zero_core.testing import (
+    LR,
+    WEIGHT_DECAY,
+    Case,
+    SimulatedDDP,
+    SimulatedRanks,
+    seeded,
+    simulate,
+)
+from zero_core.testing.quantized import Adapted, AttachedLinear, WrappedLinear, dequantize
 
 STEPS = 2
 WIDTH = 24
@@ -249,3 +258,59 @@ def test_replaced_memory_of_a_component_is_refused_by_name():
     state.absmax.data = state.absmax.data.clone()
     with pytest.raises(RuntimeError, match=r"blocks\.0\.last\.weight\.state\.absmax was given"):
         engine(_x(0, 0))
+
+
+class _Dense(nn.Module):
+    """Blocks of plain linear maps, to be quantized."""
+
+    def __init__(self, width: int, depth: int) -> None:
+        super().__init__()
+        self.embed = nn.Linear(width, width, bias=False)
+        self.blocks = nn.ModuleList(_DenseBlock(width) for _ in range(depth))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(x)
+        for block in self.blocks:
+            x = block(x)
+        return x.square().mean()
+
+
+class _DenseBlock(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.first = nn.Linear(width, width, bias=False)
+        self.last = nn.Linear(width, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        total: Tensor = x + self.last(torch.tanh(self.first(self.norm(x))))
+        return total
+
+
+def _quantize(block: nn.Module) -> None:
+    for name, kind in (("first", WrappedLinear), ("last", AttachedLinear)):
+        setattr(block, name, kind(getattr(block, name).weight))
+    block.norm.requires_grad_(False)
+
+
+def _loaded(ranks: SimulatedRanks, folder: str | None) -> float:
+    with seeded(0), zero_core.deferred_init():
+        model = _Dense(WIDTH, 3)
+    zero_core.quantize_blocks(model, _quantize, pretrained=folder, process_group=ranks)
+    assert bool(model.blocks[1].last.weight.state.absmax.isnan().all())  # in slices
+    model.adapter = nn.Linear(WIDTH, WIDTH)
+    engine = zero_core.build(model, Case(3).config(), process_group=ranks)
+    return engine(_x(0, 0)).item()
+
+
+@pytest.mark.parametrize("has_file", [False, True])
+def test_blocks_quantized_one_at_a_time_have_the_values_of_a_whole_model(tmp_path, has_file):
+    torch.manual_seed(0)
+    model = _Dense(WIDTH, 3)
+    if has_file:
+        save_file(model.state_dict(), tmp_path / "model.safetensors")
+    for block in model.blocks:
+        _quantize(block)
+    for world_size in (1, 3):
+        found = simulate(_loaded, world_size, str(tmp_path) if has_file else None)
+        assert set(found) == {model(_x(0, 0)).item()}

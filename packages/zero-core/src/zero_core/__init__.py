@@ -22,6 +22,7 @@ from zero_core.layout.arithmetic import Layout
 from zero_core.optim.lion import Lion
 from zero_core.plan.plan import plan
 from zero_core.plan.result import Plan
+from zero_core.quantization import quantize_blocks
 from zero_core.runtime.device_states import StatePart
 from zero_core.sharded_model import ShardedModel, engine_of
 
@@ -50,6 +51,7 @@ __all__ = [
     "load_config",
     "load_pretrained",
     "plan",
+    "quantize_blocks",
 ]
 
 __version__ = "0.1.0"

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from zero_core._torch import pytree, swap_tensor
 from zero_core.errors import ConfigError
 from zero_core.init.deferred import recordings_of
+from zero_core.init.slices import forget_slice, is_in_slices, whole_value
 from zero_core.protocols import PartitionedParam
 from zero_core.sharded.params import is_placeholder
 
@@ -29,6 +30,8 @@ class InitialValues:
         """
         if isinstance(tensor, PartitionedParam):
             return tensor.full_value()
+        if is_in_slices(tensor):
+            return whole_value(tensor)
         if not tensor.is_meta:
             return tensor.detach()
         for recording in self._recordings:
@@ -42,7 +45,9 @@ class InitialValues:
 
     def is_in_parts(self, tensor: Tensor) -> bool:
         """Return whether the ranks hold slices of the value."""
-        return isinstance(tensor, PartitionedParam) and not tensor.is_deferred
+        if isinstance(tensor, PartitionedParam):
+            return not tensor.is_deferred
+        return is_in_slices(tensor)
 
     def check(self, *, has_pretrained: bool) -> None:
         """Refuse a model with unknown values.
@@ -57,7 +62,7 @@ class InitialValues:
             kept = set(module._buffers) - module._non_persistent_buffers_set
             for name, tensor in (*module._parameters.items(), *module._buffers.items()):
                 is_in_file = has_pretrained and (name in module._parameters or name in kept)
-                if tensor is None or is_in_file:
+                if tensor is None or is_in_file or is_in_slices(tensor):
                     continue
                 whole_name = f"{path}.{name}" if path else name
                 if tensor.is_meta:
@@ -107,6 +112,7 @@ def make_ordinary(param: Tensor) -> None:
 
     Nothing to do where it has memory of its own.
     """
+    forget_slice(param)
     if isinstance(param, PartitionedParam):
         param.make_ordinary()
     if param.is_meta:

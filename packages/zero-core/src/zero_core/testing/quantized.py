@@ -37,6 +37,11 @@ class _Table:
         self.values = values
 
 
+def _drawn(width: int) -> Tensor:
+    values: Tensor = torch.randn(width, width) / width**0.5
+    return values
+
+
 def _table() -> Tensor:
     return torch.linspace(-1.0, 1.0, 16)
 
@@ -144,9 +149,9 @@ class WrappedCodes(Tensor):
 class AttachedLinear(nn.Module):
     """A linear map of a `PackedParam`, which it repacks for evaluation."""
 
-    def __init__(self, width: int) -> None:
+    def __init__(self, weight: Tensor) -> None:
         super().__init__()
-        self.weight = PackedParam.of(torch.randn(width, width) / width**0.5)
+        self.weight = PackedParam.of(weight)
 
     def forward(self, x: Tensor) -> Tensor:
         """Multiply."""
@@ -162,10 +167,9 @@ class AttachedLinear(nn.Module):
 class WrappedLinear(nn.Module):
     """A linear map of `WrappedCodes`."""
 
-    def __init__(self, width: int) -> None:
+    def __init__(self, weight: Tensor) -> None:
         super().__init__()
-        made = WrappedCodes.of(torch.randn(width, width) / width**0.5)
-        self.weight = nn.Parameter(made, requires_grad=False)
+        self.weight = nn.Parameter(WrappedCodes.of(weight), requires_grad=False)
 
     def forward(self, x: Tensor) -> Tensor:
         """Multiply."""
@@ -208,10 +212,12 @@ class _Block(nn.Module):
     def __init__(self, width: int) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(width).requires_grad_(False)
-        self.first = WrappedLinear(width)
+        self.first = WrappedLinear(_drawn(width))
         self.adapter = _Adapter(width)
         self.second = PlainLinear(width)
-        self.last = AttachedLinear(width)  # its node is the first one of the block's backward
+        self.last = AttachedLinear(
+            _drawn(width)
+        )  # its node is the first one of the block's backward
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.norm(x)
@@ -227,9 +233,9 @@ class Adapted(nn.Module):
     def __init__(self, width: int = 24, depth: int = 4) -> None:
         super().__init__()
         with seeded(0):
-            self.inlet = AttachedLinear(width)
+            self.inlet = AttachedLinear(_drawn(width))
             self.blocks = nn.ModuleList(_Block(width) for _ in range(depth))
-            self.outlet = WrappedLinear(width)
+            self.outlet = WrappedLinear(_drawn(width))
 
     def forward(self, x: Tensor, *, is_reversed: bool = False) -> Tensor:
         """Return a loss of ``x``, [batch, width]. Blocks may run from the last to the first."""

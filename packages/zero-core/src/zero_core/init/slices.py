@@ -1,0 +1,89 @@
+"""Values in slices: see [Note: values in slices] in `zero_core.quantization`."""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
+
+from zero_core.comm.control import ControlGroup
+from zero_core.layout.stored import dim_order, is_same_memory, to_bytes
+
+_MAPPED_BYTES = 1 << 16
+
+
+class _Slice(NamedTuple):
+    """This rank's elements of a tensor, as bytes: equally many on all ranks, padded at the end."""
+
+    control: ControlGroup
+    own: Tensor
+
+
+_slices = WeakIdKeyDictionary()
+
+
+def put_in_slices(tensors: Sequence[Tensor], control: ControlGroup) -> None:
+    """Keep this rank's slices of ``tensors``, the same on every rank, and give their memory up.
+
+    Tensors over one memory stay so. One that is not contiguous stays whole.
+    """
+    whole = [tensor.detach() for tensor in tensors]
+    for place, tensor in enumerate(tensors):
+        if not tensor.is_contiguous():
+            continue
+        twin = next(n for n in range(place + 1) if is_same_memory(whole[n], whole[place]))
+        if twin < place:
+            tensor.data = tensors[twin].data
+            _slices[tensor] = _slices[tensors[twin]]
+            continue
+        first, last = slice_range(tensor, control)
+        size = tensor.dtype.itemsize
+        values = to_bytes(whole[place], dim_order(tensor))[first * size : last * size]
+        keep_slice(tensor, values.cpu(), control)
+
+
+def slice_range(tensor: Tensor, control: ControlGroup) -> tuple[int, int]:
+    """Return which elements of ``tensor`` are this rank's slice: ``[first, last)``."""
+    numel = -(-tensor.numel() // control.world_size)
+    first = min(control.rank * numel, tensor.numel())
+    return first, min(first + numel, tensor.numel())
+
+
+def keep_slice(tensor: Tensor, values: Tensor, control: ControlGroup) -> None:
+    """Keep ``values``, the bytes of this rank's `slice_range` of ``tensor``, as its slice."""
+    numel = -(-tensor.numel() // control.world_size)
+    own = _zeros(numel * tensor.dtype.itemsize)
+    own[: values.numel()] = values
+    hole = torch.zeros((), dtype=tensor.dtype)
+    if tensor.dtype.is_floating_point and tensor.dtype.itemsize > 1:
+        hole.fill_(float("nan"))  # by which a read is noticed
+    tensor.data = hole.expand(tensor.shape)
+    _slices[tensor] = _Slice(control, own)
+
+
+def _zeros(nbytes: int) -> Tensor:
+    """Return bytes that go back to the system when they are freed, and not to the heap."""
+    if nbytes < _MAPPED_BYTES:
+        return torch.zeros(nbytes, dtype=torch.uint8)
+    return torch.frombuffer(mmap.mmap(-1, nbytes), dtype=torch.uint8)
+
+
+def is_in_slices(tensor: Tensor) -> bool:
+    return tensor in _slices
+
+
+def whole_value(tensor: Tensor) -> Tensor:
+    """Return the value of a tensor in slices, on the CPU. Every rank must call it."""
+    found: _Slice = _slices[tensor]
+    flat = found.control.gather(found.own)[: tensor.numel() * tensor.dtype.itemsize]
+    return flat.view(tensor.dtype).view(tensor.shape)
+
+
+def forget_slice(tensor: Tensor) -> None:
+    """Give the slice of ``tensor`` up, if it has one."""
+    if tensor in _slices:
+        del _slices[tensor]

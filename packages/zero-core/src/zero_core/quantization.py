@@ -1,0 +1,140 @@
+"""Construction of quantized models one block at a time, sharded at once.
+
+[Note: values in slices]
+Before there is an engine, a tensor may be in *slices*: each rank has one slice of its bytes, and
+the tensor itself is a placeholder of its shape and dtype. `zero_core.build` gathers one value at a
+time and lays it out. So neither the whole model nor the whole quantized model is ever on a rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from zero_core._libc import release_free_pages
+from zero_core.checkpoint.safetensors_files import StoredTensor, find_tensors
+from zero_core.comm.control import ControlGroup
+from zero_core.comm.topology import Ranks, find_ranks
+from zero_core.errors import CheckpointError, ConfigError
+from zero_core.init.slices import keep_slice, put_in_slices, slice_range
+from zero_core.init.values import InitialValues, make_ordinary
+from zero_core.layout.discovery import Discovered, discover, plain_name
+from zero_core.layout.stored import components
+
+
+@torch.no_grad()
+def quantize_blocks(
+    model: nn.Module,
+    quantize: Callable[[nn.Module], object],
+    *,
+    pretrained: str | Path | Sequence[str | Path] | None = None,
+    process_group: dist.ProcessGroup | Ranks | None = None,
+) -> None:
+    """Give each block its values, quantize it, and shard it, before the next one gets its values.
+
+    For a model made under `zero_core.deferred_init` or, with ``pretrained``, on the meta device. A
+    rank's memory holds its slices and one block. Adapters may be added afterwards, by code that
+    reads no values of the base. `zero_core.build` takes the slices over. Every rank must call it,
+    with the same arguments.
+
+    Args:
+        model: blocks are found in it as by `zero_core.build`. It is changed in place.
+        quantize: quantizes one block in place, as ``torchao.quantization.quantize_`` with a
+            configuration. Its result is ignored. It must give the same bytes on every rank.
+        pretrained: safetensors of the unquantized weights, as for `zero_core.load_pretrained`. Of
+            parameters outside of blocks each rank reads its slice alone. Without it, blocks get
+            the values that were recorded, rank 0's.
+        process_group: as for `zero_core.build`.
+
+    Raises:
+        ConfigError: the model has no blocks, or values of one are not known.
+        CheckpointError: ``pretrained`` lacks a parameter, or has it in another shape.
+    """
+    control = find_ranks(process_group, None).connect()
+    found = discover(model)
+    blocks = found.units[1 : len(found.units) - found.has_tail]
+    if not blocks:
+        raise ConfigError(
+            "quantize_blocks() found no block: quantize the model itself, before build()"
+        )
+    source = None if pretrained is None else _Files(model, find_tensors(pretrained))
+    initial = InitialValues(model)
+    for path, block, numbers in blocks:
+        for number in numbers:
+            _give_value(found, number, source, initial, control)
+        for part in block.modules():
+            for key, buffer in part._buffers.items():
+                if buffer is not None and buffer.is_meta:
+                    part._buffers[key] = _same(initial.of(buffer), control)
+        quantize(block)
+        kept = {id(param) for param in block.parameters()}
+        for number in numbers:
+            if id(found.params[number]) not in kept:
+                found.params[number].data = torch.empty(0)  # it was replaced
+        for name, param in block.named_parameters():
+            if not param.is_meta:  # else it is shared with code outside of the block
+                own = components(f"{path}.{name}", param)
+                put_in_slices([component.tensor for component in own], control)
+        release_free_pages()
+    if source is not None:
+        outside = {*found.units[0][2], *(found.units[-1][2] if found.has_tail else ())}
+        for number in sorted(outside):
+            outer = found.params[number]
+            stored = source.find(found.names[number], outer)
+            make_ordinary(outer)
+            values = stored.read(*slice_range(outer, control)).to(outer.dtype)
+            keep_slice(outer, values.view(torch.uint8), control)
+
+
+def _give_value(
+    found: Discovered,
+    number: int,
+    source: _Files | None,
+    initial: InitialValues,
+    control: ControlGroup,
+) -> None:
+    param = found.params[number]
+    if source is not None:
+        value = source.find(found.names[number], param).value().to(param.dtype)
+    elif param.is_meta:
+        value = _same(initial.of(param), control)
+    else:
+        return
+    make_ordinary(param)
+    param.data = value
+
+
+def _same(value: Tensor, control: ControlGroup) -> Tensor:
+    """Return rank 0's ``value``."""
+    value = value.contiguous()
+    control.broadcast(value)
+    return value
+
+
+class _Files(NamedTuple):
+    """Stored tensors, and the model that they are of."""
+
+    model: nn.Module
+    stored: Mapping[str, StoredTensor]
+
+    def find(self, names: Sequence[str], param: Tensor) -> StoredTensor:
+        """Return the stored tensor of the parameter that has ``names``."""
+        # foreign: transformers' models name their inner model
+        prefix = str(getattr(self.model, "base_model_prefix", ""))
+        prefix = f"{prefix}." if prefix else ""
+        for name in map(plain_name, names):
+            for spelling in (name, prefix + name, name.removeprefix(prefix)):
+                stored = self.stored.get(spelling)
+                if stored is not None and stored.shape == tuple(param.shape):
+                    return stored
+                if stored is not None:
+                    raise CheckpointError(
+                        f"{name} has shape {stored.shape} in {stored.path} and "
+                        f"{tuple(param.shape)} in the model"
+                    )
+        raise CheckpointError(f"the files lack {names[0]}")
