@@ -57,9 +57,12 @@ def _marked(*paths: str) -> nn.Module:
 WHOLE = ["", "mixture", "blocks.0", "blocks.1"]
 
 
-def test_without_a_mark_the_parts_are_units():
-    parts = [f"mixture.experts.{n}" for n in range(4)]
-    assert _units(_Net()) == ["", *parts, "blocks.0", "blocks.1"]
+def test_without_a_mark_experts_are_a_unit_and_other_parts_are_units():
+    assert _units(_Net()) == WHOLE
+    model = _Net()
+    model.mixture.parts = model.mixture.experts
+    del model.mixture.experts
+    assert _units(model) == ["", *(f"mixture.parts.{n}" for n in range(4)), "blocks.0", "blocks.1"]
 
 
 def test_a_marked_module_is_one_unit():

@@ -90,8 +90,7 @@ def _config(stage: int) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("is_frozen", [True, False], ids=["frozen blocks", "no_grad"])
-@pytest.mark.parametrize("stage", range(4))
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize(("world_size", "stage"), [(2, 0), (3, 1), (3, 2), (2, 3), (3, 3)])
 def test_one_rank_may_need_no_gradient_of_any_block(
     world_size: int, stage: int, is_frozen: bool
 ) -> None:

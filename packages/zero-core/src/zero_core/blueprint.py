@@ -17,6 +17,7 @@ from zero_core.config import Config
 from zero_core.errors import ConfigError, RankMismatchError
 from zero_core.layout.arithmetic import Layout, ParamSpec
 from zero_core.layout.discovery import Discovered, LeafRule, compute_dtype, discover, plain_name
+from zero_core.layout.experts import MIN_EXPERT_SHARD_NUMEL
 from zero_core.layout.stored import dim_order
 from zero_core.optim.factory import check_served, is_elementwise, make_optimizer
 from zero_core.optim.muon import tag_matrices
@@ -54,7 +55,12 @@ class Blueprint:
             ConfigError: there is no optimizer, or the configuration does not fit the model.
         """
         leaf = config.zero_optimization.leaf_module
-        found = discover(model, None if leaf is None else LeafRule(**leaf.model_dump()))
+        has_shards = config.zero_optimization.stage == 3 and world_size > 1
+        found = discover(
+            model,
+            None if leaf is None else LeafRule(**leaf.model_dump()),
+            min_expert_numel=MIN_EXPERT_SHARD_NUMEL * world_size if has_shards else None,
+        )
         given = optimizer
         _check_real(found)
         if is_training:
@@ -69,7 +75,8 @@ class Blueprint:
         specs = _describe(found, group_of, config)
         group_of = {n: g for n, g in group_of.items() if specs[n].is_trainable}
         units = [(name, members) for name, _, members in found.units]
-        layout = Layout.build(specs, units, world_size, has_tail=found.has_tail)
+        experts = [expert.params for expert in found.experts]
+        layout = Layout.build(specs, units, world_size, has_tail=found.has_tail, experts=experts)
         if is_training:
             check_patterns(config.zero_optimization.offload_optimizer.parameters or (), layout)
         return cls(found, layout, optimizer, group_of, given)

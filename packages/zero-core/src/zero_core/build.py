@@ -217,7 +217,7 @@ def build(
             quantized=found.quantized,
         )
         modules = [module for _, module, _ in found.units]
-        installed = hooks.install(runtime, modules, resolved)
+        installed = hooks.install(runtime, modules, resolved, found.experts)
         device_states = DeviceStates(memory, runtime, state, (tier, used, transport))
         states = StateAccess(state, gradient, runtime, device_states)
         parts = EngineParts(

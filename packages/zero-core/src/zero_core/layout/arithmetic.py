@@ -6,7 +6,8 @@ unit        a block of the module tree that is gathered, computed and reduced to
             the root: parameters that belong to no block or to several. The last unit may be the
             tail: parameters that are used after the blocks (`zero_core.layout.discovery`)
 segment     the parameters of one unit that share dtype and trainability, consecutive in one flat
-            buffer. Each start is aligned; the end is padded to ``world_size * shard_numel``
+            buffer; those of a large expert have segments of their own. Each start is aligned; the
+            end is padded to ``world_size * shard_numel``
 component   a plain tensor of a quantized parameter, which counts as a parameter here:
             [Note: quantized parameters] in `zero_core.layout.stored`. A unit's components are one
             segment of bytes, whatever their dtypes
@@ -107,7 +108,8 @@ class Segment:
 
     ``index`` counts over the whole layout, and ``unit`` is the index of its unit. ``slots`` are its
     parameters in order; twins share theirs. ``shard_numel`` are elements per rank, padding
-    included. Elements are bytes (uint8) if the segment ``is_opaque``.
+    included. Elements are bytes (uint8) if the segment ``is_opaque``. ``expert`` is the number of
+    the expert that alone has them, if it is one.
     """
 
     index: int
@@ -118,6 +120,7 @@ class Segment:
     shard_numel: int
     world_size: int
     is_opaque: bool = False
+    expert: int | None = None
 
     @property
     def padded_numel(self) -> int:
@@ -190,10 +193,12 @@ class Layout:
         *,
         alignment: int = ALIGNMENT,
         has_tail: bool = False,
+        experts: Sequence[Sequence[int]] = (),
     ) -> Layout:
         """Compute the layout of ``units``, each a name and the numbers of its parameters.
 
-        ``has_tail``: the last of them is the tail.
+        ``has_tail``: the last of them is the tail. ``experts`` are the parameters of those that
+        have segments of their own.
 
         Raises:
             ValueError: a parameter is in no unit or in two, or world_size or alignment < 1.
@@ -205,22 +210,39 @@ class Layout:
         placed = sorted(p for _, members in units for p in members)
         if placed != list(range(len(params))):
             raise ValueError("every parameter must be in exactly one unit")
+        expert_of = {p: number for number, own in enumerate(experts) for p in own}
         laid: list[UnitLayout] = []
         count = 0
         for index, (name, members) in enumerate(units):
             segments = []
-            for key in dict.fromkeys(_kind(params[p]) for p in members):
-                same = [p for p in members if _kind(params[p]) == key]
-                dtype, is_trainable, is_opaque = key
+            alike: dict[tuple[tuple[torch.dtype, bool, bool], int | None], list[int]] = {}
+            for p in members:
+                alike.setdefault((_kind(params[p]), expert_of.get(p)), []).append(p)
+            for ((dtype, is_trainable, is_opaque), expert), same in alike.items():
                 aligned = _round_up(alignment, BYTES_ALIGNMENT) if is_opaque else alignment
                 slots, end = _place(params, same, aligned)
                 shard = _round_up(-(-max(end, 1) // world_size), aligned)
                 segments.append(
-                    Segment(count, index, dtype, is_trainable, slots, shard, world_size, is_opaque)
+                    Segment(
+                        count,
+                        index,
+                        dtype,
+                        is_trainable,
+                        slots,
+                        shard,
+                        world_size,
+                        is_opaque,
+                        expert,
+                    )
                 )
                 count += 1
             laid.append(UnitLayout(index, name, tuple(segments)))
         return cls(world_size, tuple(params), tuple(laid), alignment, has_tail)
+
+    @cached_property
+    def has_experts(self) -> bool:
+        """Whether any expert has segments of its own."""
+        return any(segment.expert is not None for segment in self.segments)
 
     @property
     def tail(self) -> int | None:

@@ -3,8 +3,9 @@
 A block is a child of an ``nn.ModuleList`` or ``nn.Sequential`` that has parameters and a forward
 of its own. Blocks are not searched for further blocks. A parameter that only one block uses
 belongs to that block. Everything else belongs to the root unit, which stays gathered from the start
-of forward to the end of backward, or to the tail. `note_reader` records that a module reads a
-parameter of another one.
+of forward to the end of backward, or to the tail. A list of experts that is in no block makes the
+module that holds it a block (`zero_core.layout.experts`). `note_reader` records that a module reads
+a parameter of another one.
 
 The *tail* is one more unit after the blocks: the parameters of modules that the module tree holds
 behind the last block (a final norm, a head), under all of their names, unless they are quantized.
@@ -29,6 +30,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
+from zero_core.layout.experts import Expert, expert_lists, find_experts, is_expert_list
 from zero_core.layout.stored import Component, components, is_same_memory, is_storage_dtype
 
 _log = logging.getLogger(__name__)
@@ -75,6 +77,7 @@ class Discovered:
     Of a quantized parameter its components are among ``params`` in its stead, named as its
     attributes are. ``opaque`` are the numbers of all components, and ``twins`` has, for those that
     are another object over the memory of an earlier one, the number of that one.
+    ``experts`` are those with segments of their own.
     """
 
     params: tuple[Tensor, ...]
@@ -84,6 +87,7 @@ class Discovered:
     quantized: tuple[Quantized, ...] = ()
     opaque: frozenset[int] = frozenset()
     twins: Mapping[int, int] = field(default_factory=dict)
+    experts: tuple[Expert, ...] = ()
 
 
 def plain_name(name: str) -> str:
@@ -169,8 +173,13 @@ def _blocks(prefix: str, module: nn.Module, rule: LeafRule) -> Iterator[tuple[st
         path = f"{prefix}{name}"
         if next(child.parameters(), None) is None:
             continue
-        if rule.is_leaf(path, child) or (is_container and _can_be_called(child)):
+        is_block = is_container or any(
+            not rule.is_leaf(f"{path}.{key}", experts) for key, experts in expert_lists(child)
+        )
+        if rule.is_leaf(path, child) or (is_block and _can_be_called(child)):
             yield path, child
+        elif is_expert_list(name, child):
+            continue  # not each of them is called: the root has them
         else:
             yield from _blocks(path + ".", child, rule)
 
@@ -204,7 +213,11 @@ def _behind_blocks(model: nn.Module, blocks: set[int]) -> set[str]:
 
 
 def discover(
-    model: nn.Module, rule: LeafRule | None = None, *, min_tail_numel: int = MIN_TAIL_NUMEL
+    model: nn.Module,
+    rule: LeafRule | None = None,
+    *,
+    min_tail_numel: int = MIN_TAIL_NUMEL,
+    min_expert_numel: int | None = None,
 ) -> Discovered:
     """Find the parameters, their names, and the units of ``model``.
 
@@ -212,6 +225,7 @@ def discover(
         model: any module.
         rule: selects leaves besides the modules that are marked as such.
         min_tail_numel: elements from which on the tail is a unit of its own.
+        min_expert_numel: elements from which on an expert has segments of its own; None: none has.
     """
     rule = rule or LeafRule()
     rule.warn_missing(model)
@@ -265,7 +279,20 @@ def discover(
         tuple(quantized),
         opaque,
         _twins(params, quantized),
+        tuple(
+            expert
+            for expert in find_experts(units, names, params, min_expert_numel)
+            if opaque.isdisjoint(expert.params) and not _is_in_leaf(model, expert.name, rule)
+        ),
     )
+
+
+def _is_in_leaf(model: nn.Module, path: str, rule: LeafRule) -> bool:
+    """Return whether a module that holds the one at ``path`` is a leaf."""
+    parts = path.split(".")
+    holders = [".".join(parts[:length]) for length in range(1, len(parts))]
+    found = [(holder, model.get_submodule(holder)) for holder in holders]
+    return any(rule.is_leaf(at, module) for at, module in found)
 
 
 def _list_params(model: nn.Module) -> tuple[list[Tensor], list[list[str]], list[Quantized]]:

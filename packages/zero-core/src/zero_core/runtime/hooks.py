@@ -9,7 +9,8 @@ the first, and its forward hook is moved behind those that came later, at each f
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from torch import nn
@@ -24,6 +25,7 @@ from zero_core._torch import (
 )
 from zero_core.config import Config
 from zero_core.layout.discovery import Quantized
+from zero_core.layout.experts import Expert
 from zero_core.layout.stored import Metadata
 from zero_core.runtime.module_units import ModuleUnits
 from zero_core.runtime.recompute import Recompute
@@ -33,8 +35,10 @@ from zero_core.sharded.unit import Unit
 from zero_core.tiled.modules import TiledForwards
 
 
-def install(runtime: Runtime, modules: Sequence[nn.Module], config: Config) -> list[Any]:
-    """Hook the units' ``modules`` (the model first) and their trainable parameters.
+def install(
+    runtime: Runtime, modules: Sequence[nn.Module], config: Config, experts: Sequence[Expert] = ()
+) -> list[Any]:
+    """Hook the units' ``modules`` (the model first), trainable parameters and ``experts``.
 
     Forwards are wrapped as ``config`` asks for it: tiles, and recomputation of blocks. Returns
     handles, each with ``remove``.
@@ -53,6 +57,7 @@ def install(runtime: Runtime, modules: Sequence[nn.Module], config: Config) -> l
             for position, param in enumerate(grads.params):
                 handles.append(_hook_gradient(runtime, unit, grads, position, param))
     handles += _hook_components(runtime, modules)
+    handles += _hook_experts(runtime, experts)
     return [*handles, *_hook_parts(runtime, modules), _Interrupted(runtime)]
 
 
@@ -155,6 +160,24 @@ def _hook_components(runtime: Runtime, modules: Sequence[nn.Module]) -> list[Rem
     for unit in set(units.values()):
         hook(modules[unit.index], unit)
     return handles
+
+
+def _hook_experts(runtime: Runtime, experts: Sequence[Expert]) -> Iterator[RemovableHandle]:
+    """Hook all modules of each expert that hold parameters: parts may be called by themselves."""
+    num_found: Counter[int] = Counter()
+    for expert in experts:
+        hook = _expert_hook(runtime, runtime.units[expert.unit], num_found[expert.unit])
+        num_found[expert.unit] += 1
+        for module in expert.module.modules():
+            if module is expert.module or module._parameters:
+                yield module.register_forward_pre_hook(outside_graphs(hook), prepend=True)
+
+
+def _expert_hook(runtime: Runtime, unit: Unit, number: int) -> Any:
+    def gather(module: nn.Module, args: Any) -> None:
+        runtime.enter_expert(unit, number)
+
+    return gather
 
 
 def _hook_parts(runtime: Runtime, modules: Sequence[nn.Module]) -> list[RemovableHandle]:

@@ -68,6 +68,7 @@ from zero_core.layout.discovery import Quantized
 from zero_core.runtime.early_reads import EarlyReads
 from zero_core.runtime.order import BackwardOrder, Forward
 from zero_core.runtime.saved import HeldReferences, Reference, refer
+from zero_core.sharded.experts import agree, are_sparse
 from zero_core.sharded.grads import FlatGrads
 from zero_core.sharded.params import FlatParams
 from zero_core.sharded.unit import Unit
@@ -138,6 +139,10 @@ class GradientSink(Protocol):
     def is_left_out_agreed(self) -> bool:
         """Whether, by the statistics, the same units needed no gradient on all ranks."""
 
+    @property
+    def num_ranks_with_grad(self) -> Sequence[float]:
+        """Number of ranks with a gradient of each parameter, by the statistics."""
+
     def clear(self) -> None:
         """Drop the gradient and start a new step."""
 
@@ -193,6 +198,9 @@ class Runtime:
         self._recomputed: dict[int, int] = {}
         self._ever_recomputed: set[int] = set()
         self._stay_idle: set[int] = set()  # units that the backward of an idle rank gathers once
+        self._with_experts = [u for u in self.units if u.experts] if self._has_peers else []
+        self._becomes_sparse = [False] * len(self._with_experts)
+        self._entered_experts: set[int] = set()  # units of `_with_experts` in this step
         self._last_block = max((u.index for u in self.units if u.is_block), default=0)
         self._tail = self.units[-1] if self.units[-1].is_tail else None
         held = () if self._tail is None else self._tail.params
@@ -247,6 +255,8 @@ class Runtime:
                     self._early_reads.watch()
         self._running.append((unit, module, context))
         self._use(unit, backward=False)
+        if unit.experts:
+            self._entered_experts.add(unit.index)
 
     def forward_failed(self, unit: Unit, error: BaseException) -> None:
         """Note that ``error`` left the forward of ``unit``. `leave_forward` follows."""
@@ -256,6 +266,8 @@ class Runtime:
 
     def leave_forward(self, unit: Unit, *, needs_grad: bool) -> None:
         """Release ``unit`` after its forward, whose output ``needs_grad`` or not."""
+        if unit.is_sparse and not self._failure:
+            self._end_experts(unit)
         is_trained = self._forward is not None  # even where the model switches gradients off
         if is_trained and unit.is_block:
             self._note_need(unit.index, needs_grad)
@@ -289,6 +301,46 @@ class Runtime:
             self.enter_forward(unit, model)
             self.leave_forward(unit, needs_grad=unit.index not in self._left_out)
         self.leave_forward(root, needs_grad=True)
+
+    def enter_expert(self, unit: Unit, number: int) -> None:
+        """Have expert ``number`` of ``unit`` gathered by all ranks, as it is called here.
+
+        Raises:
+            RuntimeError: the ranks cannot agree on it, as the block's own forward is not running,
+                or computes it again with other experts.
+        """
+        own = unit.experts[number]
+        if not unit.is_sparse:
+            return
+        if not all(flat.is_gathered for flat in own):
+            if is_in_backward() or not any(running is unit for running, *_ in self._running):
+                raise RuntimeError(
+                    f"rank {self.rank}: an expert of {unit!r} was called in another way than in "
+                    "the last step: outside of the forward of its block, or by a recomputation "
+                    "that no forward had called. Name the block in zero_optimization.leaf_module, "
+                    "then all of its experts are gathered together"
+                )
+            self._gather_experts(unit, number)
+        for flat in own:
+            self._wait_flat(unit, flat)
+
+    def _gather_experts(self, unit: Unit, called: int | None) -> bool:
+        """Take part in one round. Returns whether a rank called any expert."""
+        control, num = self._communicator.control, len(unit.experts)
+        found = agree(control, called, num, unit.params[0].device)
+        for number in found:
+            for flat in unit.experts[number]:
+                flat.gather()
+        if self._forward is not None:
+            unit.needed.update(found)
+        return bool(found)
+
+    def _end_experts(self, unit: Unit) -> None:
+        """Take part in the rounds of the ranks whose forward of ``unit`` has not ended."""
+        while self._gather_experts(unit, None):
+            pass
+        if self._full_params_depth and self._forward is not None:
+            unit.needed.update(range(len(unit.experts)))  # all were there, and none was asked for
 
     def _note_need(self, index: int, needs_grad: bool) -> None:
         """Note whether the output of a block needs a gradient; if not, backward may leave it out.
@@ -414,6 +466,8 @@ class Runtime:
                         self._order.use(index)
         if self._ahead:
             self._drop_ahead(unit, backward=backward)
+        if backward and unit.is_sparse:
+            self.ready.discard(index)  # forward may have left other experts there
         if index not in self.ready:
             unit.gather(backward=backward)
         if unit.hints is not None:
@@ -484,15 +538,19 @@ class Runtime:
         if unit.is_tail:
             self._early_reads.end()
         for flat in unit.params:
-            flat.wait()
-            if self._has_sharded_params and not flat.is_kept:
-                assert flat.full is not None
-                address = flat.address
-                self._by_storage[address] = (unit, flat)
-                if not self._low <= address < self._high:
-                    self._low = min(self._low, address)
-                    self._high = max(self._high, address + flat.full.untyped_storage().nbytes())
+            if flat.full is not None:  # else an expert that no rank has called
+                self._wait_flat(unit, flat)
         self.ready.add(index)
+
+    def _wait_flat(self, unit: Unit, flat: FlatParams) -> None:
+        flat.wait()
+        if self._has_sharded_params and not flat.is_kept:
+            assert flat.full is not None
+            address = flat.address
+            self._by_storage[address] = (unit, flat)
+            if not self._low <= address < self._high:
+                self._low = min(self._low, address)
+                self._high = max(self._high, address + flat.full.untyped_storage().nbytes())
 
     def release(self, unit: Unit) -> None:
         """Release the gathered values of ``unit``, outside of `full_params`."""
@@ -731,7 +789,16 @@ class Runtime:
             self._agree()
         self._order.place_tail(is_first=not self._sink.is_tail_late())
         wanted = self._wanted_left_out()
-        self._left_out = wanted if self._sink.is_left_out_agreed() else frozenset()
+        is_agreed = self._sink.is_left_out_agreed()
+        self._left_out = frozenset(i for i in wanted if i >= 0) if is_agreed else frozenset()
+        if self._with_experts:
+            num_ranks = self._sink.num_ranks_with_grad
+            self._becomes_sparse = [
+                is_agreed and unit.index in self._entered_experts and is_sparse
+                for unit, is_sparse in zip(
+                    self._with_experts, are_sparse(self._with_experts, num_ranks), strict=True
+                )
+            ]
 
     def _agree(self) -> None:
         self._sink.agree(
@@ -741,7 +808,8 @@ class Runtime:
         )
 
     def _wanted_left_out(self) -> frozenset[int]:
-        return frozenset(self._without_grad - self._with_grad)
+        # A unit is sparse only if all ranks have entered its block: below 0, for the same checksum.
+        return frozenset(self._without_grad - self._with_grad) | {~i for i in self._entered_experts}
 
     def _has_unreduced(self) -> bool:
         """Whether gradients were added that no reduction has carried yet.
@@ -768,6 +836,7 @@ class Runtime:
         self._order.forget()
         self._without_grad.clear()
         self._with_grad.clear()
+        self._entered_experts.clear()
         for unit in self.units:
             for grads in unit.grads:
                 grads.clear()
@@ -876,6 +945,9 @@ class Runtime:
         for unit in self.units:
             for flat in unit.params:
                 flat.invalidate()
+        for unit, is_sparse in zip(self._with_experts, self._becomes_sparse, strict=True):
+            unit.is_sparse = is_sparse
+            unit.needed.clear()
 
     def values_replaced(self) -> None:
         """Note that values were written from outside of a step, on all ranks."""

@@ -334,6 +334,11 @@ class FlatParams:
         """Whether the parameters hold the current values."""
         return self._are_views_set and self._full_version == self.version and self._work is None
 
+    @property
+    def is_gathered(self) -> bool:
+        """Whether a gather of the current values has ended or is under way."""
+        return self._full_version == self.version
+
     def is_updated(self) -> bool:
         return self._source.is_updated()
 

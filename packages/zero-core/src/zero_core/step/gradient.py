@@ -215,6 +215,10 @@ class StepGradient:
     def is_left_out_agreed(self) -> bool:
         return self._statistics.is_left_out_agreed
 
+    @property
+    def num_ranks_with_grad(self) -> Sequence[float]:
+        return self._statistics.num_ranks_with_grad
+
     def clear(self) -> None:
         if self._ahead:  # the step was broken off
             is_void = self._statistics.has_unreduced or not self._is_to_be_taken(self._norm())

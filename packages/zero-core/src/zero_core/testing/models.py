@@ -122,3 +122,79 @@ class RootAndBlocks(nn.Module):
         for block in self.blocks:
             x = block(x).relu()
         return x.float().sum()
+
+
+MIXTURE_WIDTH, NUM_EXPERTS = 6, 8
+
+
+class _Expert(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(MIXTURE_WIDTH, 9)
+        self.down = nn.Linear(9, MIXTURE_WIDTH, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.down(torch.tanh(self.up(x)))
+        return y
+
+
+class Mixture(nn.Module):
+    """Calls the experts that tokens are routed to, in the order of the first token of each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = nn.Linear(MIXTURE_WIDTH, NUM_EXPERTS)
+        self.experts = nn.ModuleList(_Expert() for _ in range(NUM_EXPERTS))
+
+    def forward(self, x: Tensor, allowed: list[int]) -> Tensor:
+        weights = self.router(x)[:, allowed].softmax(dim=-1)
+        best, chosen = weights.topk(1, dim=-1)
+        out = torch.zeros_like(x)
+        for place in dict.fromkeys(chosen[:, 0].tolist()):
+            tokens = torch.where(chosen[:, 0] == place)[0]
+            out = out.index_add(0, tokens, self.experts[allowed[place]](x[tokens]) * best[tokens])
+        return out
+
+
+class _MixtureBlock(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.before = nn.Linear(MIXTURE_WIDTH, MIXTURE_WIDTH)
+        self.mixture = Mixture()
+        self.after = nn.LayerNorm(MIXTURE_WIDTH)
+
+    def forward(self, x: Tensor, allowed: list[int]) -> Tensor:
+        x = x + torch.tanh(self.before(x))
+        if allowed:  # else the rank leaves the mixture out
+            x = x + self.mixture(x, allowed)
+        y: Tensor = self.after(x)
+        return y
+
+
+class MixtureModel(nn.Module):
+    """Three blocks with `NUM_EXPERTS` experts each, which are called only if a token goes there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        with seeded(3):
+            self.first = nn.Linear(MIXTURE_WIDTH, MIXTURE_WIDTH)
+            self.blocks = nn.ModuleList(_MixtureBlock() for _ in range(3))
+            self.head = nn.Linear(MIXTURE_WIDTH, 1)
+
+    def forward(self, x: Tensor, allowed: list[list[int]]) -> Tensor:
+        """Return a loss of tokens ``x``, which may go to the ``allowed`` experts of each block."""
+        x = self.first(x)
+        for block, own in zip(self.blocks, allowed, strict=True):
+            x = block(x, own)
+        loss: Tensor = self.head(x).square().mean()
+        return loss
+
+
+def routed_batch(seed: int, rank: int, num_allowed: int) -> tuple[Tensor, list[list[int]]]:
+    """Draw a few tokens, and for each block of `MixtureModel` experts that they may go to."""
+    generator = torch.Generator().manual_seed(100 * seed + rank)
+    num_tokens = int(torch.randint(1, 5, (), generator=generator))
+    allowed = [
+        torch.randperm(NUM_EXPERTS, generator=generator)[:num_allowed].tolist() for _ in range(3)
+    ]
+    return torch.randn(num_tokens, MIXTURE_WIDTH, generator=generator), allowed

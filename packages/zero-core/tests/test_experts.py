@@ -1,0 +1,236 @@
+"""Mixtures of experts without a leaf list: ranks route differently, and gather what is used."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import zero_core
+from zero_core import blueprint
+from zero_core.comm.meter import PARAMETERS
+from zero_core.sharded.experts import agree
+from zero_core.testing import SimulatedDDP, SimulatedRanks, seeded, simulate
+from zero_core.testing.models import (
+    MIXTURE_WIDTH,
+    NUM_EXPERTS,
+    Mixture,
+    MixtureModel,
+    routed_batch,
+)
+
+ADAMW = {"lr": 1e-2, "weight_decay": 0.01}
+
+
+class _Alone(nn.Module):
+    """A list of experts that is in no block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        with seeded(3):
+            self.mixture = Mixture()
+            self.blocks = nn.ModuleList(nn.Linear(MIXTURE_WIDTH, MIXTURE_WIDTH) for _ in range(2))
+
+    def forward(self, x: Tensor, allowed: list[list[int]]) -> Tensor:
+        x = self.mixture(x, allowed[0])
+        for block in self.blocks:
+            x = torch.tanh(block(x))
+        return x.square().mean()
+
+
+def _config(stage: int, **top: Any) -> dict[str, Any]:
+    return {
+        "train_micro_batch_size_per_gpu": 1,
+        "zero_optimization": {"stage": stage},
+        "optimizer": {"type": "AdamW", "params": ADAMW},
+        **top,
+    }
+
+
+def _follow(
+    ranks: SimulatedRanks,
+    kind: type[nn.Module],
+    stage: int,
+    num_allowed: list[int],
+    top: dict[str, Any],
+) -> list[int]:
+    """Compare with DDP. Returns the bytes of gathered parameters, by step."""
+    model = kind()
+    ddp = SimulatedDDP(model, ranks)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True, **ADAMW)
+    micros = int(top.get("gradient_accumulation_steps", 1))
+    losses: list[Tensor] = []
+    for step, num in enumerate(num_allowed):
+        sums: dict[nn.Parameter, Tensor] = {}
+        for micro in range(micros):
+            loss = ddp(*routed_batch(10 * step + micro, ranks.rank, num))
+            (loss / micros).backward()
+            ddp.average_gradients()
+            losses.append(loss.detach())
+            for param in model.parameters():
+                if param.grad is not None:
+                    grad, param.grad = param.grad, None
+                    sums[param] = sums[param] + grad if param in sums else grad
+        for param in model.parameters():
+            param.grad = sums.get(param)
+        optimizer.step()
+        optimizer.zero_grad()
+    expected = {name: value.detach() for name, value in model.state_dict().items()}
+
+    engine = zero_core.build(kind(), _config(stage, **top), process_group=ranks)
+    sent, found = [], []
+    for step, num in enumerate(num_allowed):
+        for micro in range(micros):
+            inputs = routed_batch(10 * step + micro, ranks.rank, num)
+            if step < 3:
+                with torch.no_grad():
+                    engine(*inputs)  # an evaluation, which routes as well
+            loss = engine(*inputs)
+            found.append(loss.detach())
+            engine.backward(loss)
+            engine.step()
+        rows = engine.comm_report()
+        sent.append(sum(row.within_node_bytes for row in rows if row.content == PARAMETERS))
+    assert torch.equal(torch.stack(found), torch.stack(losses))
+    torch.testing.assert_close(engine.full_state_dict(), expected, rtol=0.0, atol=0.0)
+    return sent
+
+
+@pytest.fixture
+def small_experts(monkeypatch):
+    """Have experts of any size in segments of their own."""
+    monkeypatch.setattr(blueprint, "MIN_EXPERT_SHARD_NUMEL", 1)
+
+
+@pytest.mark.parametrize("kind", [MixtureModel, _Alone])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_ranks_that_route_differently_follow_ddp(stage, kind):
+    simulate(_follow, 3, kind, stage, [8, 1, 2], {}, timeout_s=60.0)
+
+
+# By step: the experts that a rank's tokens may be routed to, 0 for none. Three blocks, an
+# evaluation and a forward with gradients each.
+NUM_ALLOWED = [8, 1, 1, 0, 8, 1, 8]
+
+
+@pytest.mark.parametrize(
+    ("world_size", "top"),
+    [(3, {}), (2, {"gradient_accumulation_steps": 2}), (2, {"activation_checkpointing": {}})],
+    ids=["plain", "accumulated", "recomputed"],
+)
+def test_large_experts_are_gathered_where_a_rank_calls_them(world_size, top, small_experts):
+    sent = simulate(_follow, world_size, MixtureModel, 3, NUM_ALLOWED, top, timeout_s=60.0)
+    assert sent == [sent[0]] * world_size
+    whole, *later = sent[0]  # in the first step nothing is known of the routing
+    assert min(later) < 0.5 * whole
+
+
+def test_experts_that_are_small_are_gathered_with_their_block():
+    (engine_units,) = simulate(_segments, 1)
+    assert engine_units == [1] * 4
+    assert simulate(_segments, 2)[0] == [1] * 4
+
+
+def _segments(ranks: SimulatedRanks) -> list[int]:
+    engine = zero_core.build(MixtureModel(), _config(3), process_group=ranks)
+    return [len(unit.segments) for unit in engine.layout.units]
+
+
+def test_large_experts_have_segments_of_their_own_at_stage_3_alone(small_experts):
+    assert simulate(_segments, 2)[0] == [1, *[1 + NUM_EXPERTS] * 3]
+    assert simulate(_segments, 1)[0] == [1] * 4  # one rank gathers nothing
+
+
+def test_a_leaf_has_no_experts_of_its_own(small_experts):
+    assert simulate(_leaf_segments, 2)[0] == [1] * 4
+
+
+def _leaf_segments(ranks: SimulatedRanks) -> list[int]:
+    config = _config(3)
+    config["zero_optimization"]["leaf_module"] = {"classes": ["Mixture"]}
+    engine = zero_core.build(MixtureModel(), config, process_group=ranks)
+    return [len(unit.segments) for unit in engine.layout.units]
+
+
+def test_a_list_of_experts_that_is_in_no_block_makes_its_holder_one():
+    engine = zero_core.build(_Alone(), _config(3))
+    assert [unit.name for unit in engine.layout.units] == ["", "mixture", "blocks.0", "blocks.1"]
+
+
+def _differ_in_turns(ranks: SimulatedRanks) -> None:
+    """Idle ranks, two forwards before their backwards, and a forward within gathered()."""
+    results = []
+    for stage in (2, 3):
+        engine = zero_core.build(MixtureModel(), _config(stage), process_group=ranks)
+        for step in range(6):
+            if step == 4 and ranks.rank == 1:
+                engine.idle_backward()
+                engine.idle_step()
+                continue
+            inputs = [routed_batch(10 * step + turn, ranks.rank, 1) for turn in range(2)]
+            if step == 2:
+                with engine.gathered():
+                    loss = engine(*inputs[0])
+                engine.backward(loss)
+                engine.backward(engine(*inputs[1]))
+            elif step == 3:
+                losses = [engine(*own) for own in inputs]
+                with torch.no_grad():
+                    engine(*inputs[0])
+                engine.backward(losses[0])
+                engine.backward(losses[1])
+            else:
+                engine.backward(engine(*inputs[0]))
+                engine.backward(engine(*inputs[1]))
+            engine.step()
+        results.append(engine.full_state_dict())
+    torch.testing.assert_close(results[1], results[0], rtol=0.0, atol=0.0)
+
+
+def test_ranks_that_use_a_sparse_unit_in_other_ways_get_the_numbers_of_stage_2(small_experts):
+    simulate(_differ_in_turns, 2, timeout_s=60.0)
+
+
+def _call_outside(ranks: SimulatedRanks) -> None:
+    engine = zero_core.build(MixtureModel(), _config(3), process_group=ranks)
+    inputs = routed_batch(0, ranks.rank, 1)
+    engine.backward(engine(*inputs))
+    engine.step()
+    block = engine.module.blocks[0]
+    with torch.no_grad(), pytest.raises(RuntimeError, match=r"Name the block in .*leaf_module"):
+        block.mixture(*routed_batch(0, 0, 1)[:1], [0])
+
+
+def test_an_expert_that_is_called_outside_of_its_block_is_refused(small_experts):
+    simulate(_call_outside, 2)
+
+
+def _route(ranks: SimulatedRanks, num: int) -> list[list[int]]:
+    """The rounds of ``num`` random routings. Returns what was gathered, in order."""
+    control = ranks.connect()
+    generator = torch.Generator().manual_seed(num)
+    gathered: list[list[int]] = []
+    for _ in range(num):
+        counts = torch.randint(0, 5, (ranks.size,), generator=generator).tolist()
+        calls = [
+            torch.randperm(NUM_EXPERTS, generator=generator)[:count].tolist() for count in counts
+        ]
+        found: list[int] = []
+        for expert in calls[ranks.rank]:
+            if expert not in found:
+                found += agree(control, expert, NUM_EXPERTS, ranks.device)
+            assert expert in found
+        while named := agree(control, None, NUM_EXPERTS, ranks.device):
+            found += named
+        assert len(set(found)) == len(found)
+        assert set(found) == {expert for own in calls for expert in own}
+        gathered.append(found)
+    return gathered
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_whatever_ranks_call_they_gather_what_any_of_them_calls_in_one_order(world_size):
+    first, *others = simulate(_route, world_size, 300)
+    assert others == [first] * (world_size - 1)
