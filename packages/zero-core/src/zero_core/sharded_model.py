@@ -412,7 +412,8 @@ class ShardedModel:
         Another engine may follow; `close` alone leaves a model without the values that this rank
         does not have. Parameters stay the same objects; each rank then holds all of them in its CPU
         memory, and the buffers too. An optimizer that was given to ``build`` may be stepped again;
-        its states are those that it came with. Every rank must call it, between two steps.
+        its states are those that it came with, or, where it updates whole parameters, those of this
+        rank's. Every rank must call it, between two steps.
 
         Args:
             dtype: of floating values, which come from the master weights; None: the compute dtype.

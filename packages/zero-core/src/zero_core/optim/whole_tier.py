@@ -111,15 +111,17 @@ class WholeTier(FlatTier):
 
     def _gather(self, used: set[int], factor: float) -> dict[int, tuple[Tensor, Tensor]]:
         """Return values and gradient of the used parameters that this rank updates, 1-D."""
-        own = {param: self._own_part(self._piece_of[param], factor) for param in sorted(used)}
+        offers = Chunked([(start, self._grads[start]) for start in sorted(self._grads)])
+        own = {
+            param: self._own_part(self._piece_of[param], offers, factor) for param in sorted(used)
+        }
         for exchange in self._exchanges:
             own |= exchange.to_owners(own)
         return {param: own[param] for param in self._updated if param in used}
 
-    def _own_part(self, piece: Piece, factor: float) -> tuple[Tensor, Tensor]:
+    def _own_part(self, piece: Piece, offers: Chunked, factor: float) -> tuple[Tensor, Tensor]:
         """Return this rank's master weights of a parameter, and its gradient times ``factor``."""
         master = self._masters.one(piece.start, piece.stop)
-        offers = Chunked([(start, self._grads[start]) for start in sorted(self._grads)])
         offered = offers.one(piece.start, piece.stop)
         grad = offered.to(master.device, master.dtype)  # before it is unscaled
         if factor != 1.0:

@@ -7,6 +7,7 @@ group ``zero_core.footprints``. Names, arguments and results are builtins and to
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -106,6 +107,34 @@ class TierFootprint(Protocol):
 
     def link_bytes(self, ratio: float) -> tuple[int, int]:
         """Return the bytes per step from the device to the host and back."""
+
+
+@dataclass(frozen=True)
+class WholeFootprint:
+    """`TierFootprint` of `zero_core.optim.whole_tier` on the host, which has all or nothing.
+
+    Attributes:
+        kept: bytes of host memory by kind.
+        moved: bytes per step from the device to the host and back.
+    """
+
+    kept: Mapping[str, int]
+    moved: tuple[int, int]
+
+    def planned_ratio(self, params: Sequence[tuple[str, int]]) -> float:
+        return 1.0
+
+    def device_span(self, ratio: float) -> tuple[int, int]:
+        return 0, 0
+
+    def host_bytes(self, ratio: float) -> dict[str, int]:
+        return dict(self.kept)
+
+    def device_bytes(self, ratio: float) -> dict[str, int]:
+        return {}
+
+    def link_bytes(self, ratio: float) -> tuple[int, int]:
+        return self.moved
 
 
 class TierFootprintFactory(Protocol):

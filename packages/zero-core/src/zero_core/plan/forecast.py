@@ -30,7 +30,12 @@ from zero_core.optim.device_tier import (
     widened_numel,
 )
 from zero_core.optim.factory import has_kernel_rule
-from zero_core.plan.footprints import CollectivesFootprint, Footprints, TierFootprint
+from zero_core.plan.footprints import (
+    CollectivesFootprint,
+    Footprints,
+    TierFootprint,
+    WholeFootprint,
+)
 from zero_core.plugins import call_factory
 from zero_core.sharded.gradient_plan import accumulated_dtype, communicated_dtype
 from zero_core.sharded.memory import Memory
@@ -100,10 +105,11 @@ class Forecast:
             is_accelerated=is_accelerated,
             offloaded=OffloadedSegments(self._resting, None) if self._resting else None,
         )
+        owns_grads = self._is_offloaded and drawn.updates_slices
         self._gradients = {
             index: buffers.plan
             for index, buffers in memory.allocate_gradients(
-                owns_grads=self._is_offloaded, adds_grads=self._is_offloaded
+                owns_grads=owns_grads, adds_grads=owns_grads
             ).items()
         }
         self._numel = drawn.layout.local_numel(is_sharded=memory.has_sharded_state)
@@ -137,6 +143,8 @@ class Forecast:
         self, drawn: Blueprint, memory: Memory, footprints: Footprints
     ) -> TierFootprint | None:
         zero = self._config.zero_optimization
+        if self._is_offloaded and not drawn.updates_slices:
+            return self._whole_footprint()
         make = footprints.state_tier(zero) if self._is_offloaded else None
         if make is None:
             return None
@@ -160,6 +168,19 @@ class Forecast:
             has_kernel=has_kernel_rule(self._config, drawn.given),
         )
         return made
+
+    def _whole_footprint(self) -> WholeFootprint:
+        """Return the bytes of whole parameters that are updated on the host."""
+        kept = self._own_tier_bytes(0, self._numel)
+        down = up = 0
+        for low, stop, segment in self._spans:
+            numel = stop - low
+            is_own = segment.dtype == self._config.master_dtype(segment.dtype)
+            if self._is_accelerated and is_own and segment not in self._resting:
+                kept["master weights"] += numel * segment.dtype.itemsize
+            down += numel * self._gradients[segment.index].offered.itemsize
+            up += 0 if segment in self._resting else numel * segment.dtype.itemsize
+        return WholeFootprint({k: n for k, n in kept.items() if n}, (down, up))
 
     def _num_added(self) -> int:
         """Return how many gradients of each element the tier adds up in a step."""

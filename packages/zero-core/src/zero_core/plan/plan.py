@@ -191,7 +191,7 @@ class _Planner:
         for stage in self._stages:
             found += [self._choice(stage, ratio) for ratio in ends]
             # Moving state from host memory to host memory helps nobody.
-            if can_offload and machine.is_accelerated:
+            if can_offload and machine.is_accelerated and self._drawn.updates_slices:
                 found.append(self._least_offload(stage))
         choices = [
             c for c in found if c == configured or self._forecast_of(c.stage, c.ratio).is_complete
