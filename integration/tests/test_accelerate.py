@@ -72,6 +72,35 @@ def test_loop_trains_saves_and_goes_on_as_in_plain_torch(
         torch.testing.assert_close(value, torch.tensor(found["state"][name]))
 
 
+def _plain_models(ranks: int) -> list[float]:
+    """Two students and a teacher in plain torch, in one process."""
+
+    def make(seed: int) -> nn.Module:
+        torch.manual_seed(seed)
+        return nn.Sequential(nn.Linear(3, 6), nn.Tanh(), nn.Linear(6, 2))
+
+    students, teacher = [make(0), make(1)], make(2)
+    optimizers = [torch.optim.AdamW(model.parameters(), lr=LR) for model in students]
+    losses = []
+    for step in range(6):
+        generators = [torch.Generator().manual_seed(10 * step + rank) for rank in range(ranks)]
+        inputs = torch.cat([torch.randn(2, 3, generator=one) for one in generators])
+        for model, optimizer in zip(students, optimizers, strict=True):
+            loss = (model(inputs) - teacher(inputs).detach()).square().mean()
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+    return losses
+
+
+def test_several_models_train_and_save_each_by_its_accelerator(tmp_path: Path) -> None:
+    run_script(SCRIPT.with_name("several_models.py"), str(tmp_path))
+    found = json.loads((tmp_path / "result.json").read_text())
+    assert found == pytest.approx(_plain_models(2), rel=1e-4)
+
+
 def _drive(rank: int, world_size: int) -> None:
     """By the wrapper alone: no step is called, and boundaries are declared."""
     model, reference = _make_model(), _make_model()

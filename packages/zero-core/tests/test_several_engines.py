@@ -1,0 +1,210 @@
+"""Several engines in one process: teacher and student; policy, reference, reward and critic."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from threading import Barrier
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import zero_core
+from zero_core.testing import (
+    Case,
+    Hard,
+    SimulatedDDP,
+    batch,
+    late_device,
+    make_model,
+    run_alone,
+    seeded,
+    simulate,
+)
+from zero_core.testing.models import RootAndBlocks
+from zero_core.testing.oracle import LR, WEIGHT_DECAY
+
+STEPS = 5
+Result = tuple[list[float], dict[str, dict[str, Tensor]]]
+
+
+def model(factor: float) -> Hard:
+    """The shared model with other weights."""
+    made = make_model()
+    with torch.no_grad():
+        for param in made.parameters():
+            param.mul_(factor)
+    return made
+
+
+class Plain:
+    """A model under `SimulatedDDP` and torch's AdamW, with the verbs of an engine."""
+
+    def __init__(self, module: nn.Module, ranks: Any, *, is_training: bool = True) -> None:
+        self.module, self._ranks = module, ranks
+        self._ddp = SimulatedDDP(module, ranks)
+        params = [p for p in module.parameters() if p.requires_grad and is_training]
+        if is_training:
+            self._optimizer = torch.optim.AdamW(
+                params, lr=LR, weight_decay=WEIGHT_DECAY, fused=True
+            )
+        else:
+            module.requires_grad_(False)
+
+    def __call__(self, **inputs: Any) -> Any:
+        return self._ddp(**inputs)
+
+    def backward(self, loss: Tensor) -> None:
+        loss.backward()
+
+    def step(self) -> None:
+        self._ddp.average_gradients()
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+
+    def offload_states(self) -> None: ...
+
+    def reload_states(self) -> None: ...
+
+    def full_state_dict(self) -> dict[str, Tensor]:
+        return self.module.state_dict()
+
+
+def engine(stage: int) -> Callable[..., Any]:
+    def build(module: nn.Module, ranks: Any, *, is_training: bool = True) -> Any:
+        config = Case(stage=stage).config()
+        return zero_core.build(module, config, process_group=ranks, is_training=is_training)
+
+    return build
+
+
+def divergence(of: Tensor, to: Tensor) -> Tensor:
+    return nn.functional.kl_div(of.log_softmax(-1), to.softmax(-1), reduction="batchmean")
+
+
+def distill(ranks: Any, student_of: Any, teacher_of: Any, sleeps: bool) -> Result:
+    student = student_of(model(1.0), ranks)
+    teacher = teacher_of(model(1.1), ranks, is_training=False)
+    losses = []
+    for step in range(STEPS):
+        inputs = batch(step, 0, ranks.rank)
+        with torch.no_grad():
+            wanted = teacher(**inputs)["logits"]
+        if sleeps:
+            teacher.offload_states()
+        found = student(**inputs)
+        loss = found["loss"] + divergence(found["logits"], wanted)
+        student.backward(loss)
+        student.step()
+        if sleeps:
+            teacher.reload_states()
+        losses.append(loss.item())
+    return losses, {"student": student.full_state_dict(), "teacher": teacher.full_state_dict()}
+
+
+def reinforce(ranks: Any, policy_of: Any, critic_of: Any, frozen_of: Any, sleeps: bool) -> Result:
+    policy, critic = policy_of(model(1.0), ranks), critic_of(model(0.9), ranks)
+    reference = frozen_of(model(1.1), ranks, is_training=False)
+    reward = frozen_of(model(1.2), ranks, is_training=False)
+    everyone = (policy, critic, reference, reward)
+    losses = []
+    for step in range(STEPS):
+        inputs = batch(step, 0, ranks.rank)
+        if not step % 2:  # one backward through two engines: no branches that differ by rank
+            inputs["use_side"] = True
+        if sleeps:  # generation by another program
+            for one in everyone:
+                one.offload_states()
+            for one in reversed(everyone):
+                one.reload_states()
+        with torch.no_grad():
+            anchor = reference(**inputs)["logits"]
+            advantage = reward(**inputs)["logits"].mean() - critic(**inputs)["logits"].mean()
+        of_policy = divergence(policy(**inputs)["logits"], anchor) - advantage * 0.1
+        if step % 2:  # one after the other
+            policy.backward(of_policy)
+            policy.step()
+        of_critic = (critic(**inputs)["logits"].mean() - advantage).square()
+        loss = of_critic if step % 2 else of_policy + of_critic  # or in one loss
+        critic.backward(loss)
+        if not step % 2:
+            policy.step()
+        critic.step()
+        losses.append(loss.item() + of_policy.item())
+    return losses, {str(i): one.full_state_dict() for i, one in enumerate(everyone)}
+
+
+def check_equal(found: list[Result], expected: list[Result]) -> None:
+    for (losses, values), (exact_losses, exact_values) in zip(found, expected, strict=True):
+        assert losses == exact_losses
+        torch.testing.assert_close(values, exact_values, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_a_student_learns_from_a_teacher_as_under_ddp(world_size: int) -> None:
+    expected = simulate(distill, world_size, Plain, Plain, False)
+    for stage, sleeps in ((2, False), (3, True)):
+        check_equal(simulate(distill, world_size, engine(stage), engine(3), sleeps), expected)
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_policy_critic_reference_and_reward_train_as_under_ddp(world_size: int) -> None:
+    expected = simulate(reinforce, world_size, Plain, Plain, Plain, False)
+    for policy, critic, sleeps in ((3, 2, True), (1, 0, False)):
+        makers = engine(policy), engine(critic), engine(3)
+        check_equal(simulate(reinforce, world_size, *makers, sleeps), expected)
+
+
+CAPACITY = 80 << 20
+WIDTH = 512
+
+
+def _colocate(ranks: Any, done: Barrier) -> None:
+    """Training and another program, of which the device holds one at a time."""
+
+    def generate() -> None:
+        cache = torch.zeros(CAPACITY * 7 // 10, dtype=torch.uint8, device=ranks.device)
+        assert cache.sum().item() == 0
+        del cache
+        torch.accelerator.synchronize(ranks.device)
+        done.wait()
+
+    def train(*, sleeps: bool) -> list[float]:
+        config = Case(stage=3, dtype="bf16").config()
+        with seeded(0):
+            module = RootAndBlocks(WIDTH, 12, 1.0)
+        policy = zero_core.build(module, config, process_group=ranks)
+        x = torch.ones(1, WIDTH, device=ranks.device)
+        losses = []
+        for _ in range(3):
+            loss = policy(x)
+            policy.backward(loss)
+            policy.step()
+            losses.append(loss.item())
+            if sleeps:
+                done.wait()
+                with pytest.raises(torch.OutOfMemoryError):  # the wrong order: not asleep yet
+                    generate()
+                done.wait()
+                policy.offload_states()
+                done.wait()
+                generate()
+                with pytest.raises(RuntimeError, match="reload_states"):
+                    policy(x)
+                policy.reload_states()
+        policy.close()
+        return losses
+
+    found, expected = train(sleeps=True), train(sleeps=False)
+    assert found == expected, (found, expected)
+
+
+def _colocate_all() -> None:
+    late_device.load()
+    late_device.set_capacity(CAPACITY)
+    simulate(_colocate, 2, Barrier(2), device="late")
+
+
+def test_another_program_has_the_device_while_training_sleeps() -> None:
+    run_alone(_colocate_all)
