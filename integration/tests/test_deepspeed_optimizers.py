@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -14,9 +15,11 @@ from zero_engine.deepspeed.ops.lion import DeepSpeedCPULion, FusedLion
 
 import zero_core
 from zero_core.testing import batch, make_model, spawn
+from zero_engine import deepspeed
 from zero_engine.deepspeed.errors import NotServedError
 from zero_engine.deepspeed.ops import __compatible_ops__
 from zero_engine.deepspeed.ops.op_builder import CPUAdamBuilder, FusedLambBuilder
+from zero_engine.deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
 STEPS = 4
 WD = {"weight_decay": 0.1}
@@ -180,3 +183,58 @@ def test_what_is_not_served_is_refused_with_a_reason() -> None:
     assert CPUAdamBuilder().load().adam_step is not None
     assert __compatible_ops__["cpu_adam"]
     assert not __compatible_ops__["fused_lamb"]
+
+
+class Normed(torch.optim.Optimizer):
+    """An optimizer of a user's own, that needs whole parameters."""
+
+    def __init__(self, params: Any, lr: float = 0.01) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    average = self.state[param].setdefault("average", torch.zeros_like(param))
+                    average.lerp_(param.grad, 0.1)
+                    param.sub_(average / (average.norm() + 1e-6), alpha=group["lr"])
+
+
+def _whole(rank: int, world_size: int) -> None:
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(7, 9), nn.Linear(9, 5))
+    models = [copy.deepcopy(plain) for _ in range(2)]
+    theirs = Normed(plain.parameters())
+    inputs = torch.randn(3, 7)  # the same on all ranks: their mean is one rank's gradient
+    for _ in range(STEPS):
+        theirs.zero_grad()
+        plain(inputs).square().mean().backward()
+        theirs.step()
+    for model, more in zip(models, ({}, {"zero_allow_untested_optimizer": True}), strict=True):
+        config = {"train_micro_batch_size_per_gpu": 3, "zero_optimization": {"stage": 3}, **more}
+        config["gradient_clipping"] = 0.0
+        engine, optimizer, _, _ = deepspeed.initialize(
+            model=model, optimizer=Normed(model.parameters()), config=config
+        )
+        for _ in range(STEPS):
+            engine.backward(engine(inputs).square().mean())
+            engine.step()
+        for param, expected in zip(model.parameters(), plain.parameters(), strict=True):
+            state = safe_get_full_optimizer_state(param, "average")
+            assert torch.equal(state, theirs.state[expected]["average"])
+            assert torch.equal(safe_get_full_fp32_param(param), expected)
+            if param in optimizer.state and "average" in optimizer.state[param]:
+                assert optimizer.state[param]["average"].shape == expected.shape
+        engine.destroy()
+
+
+def test_initialize_takes_an_optimizer_of_ones_own_and_updates_whole_parameters() -> None:
+    spawn(_whole, 2)
+
+
+def test_groups_of_another_optimizer_are_refused_with_accelerates_key() -> None:
+    params = [nn.Parameter(torch.ones(2))]
+    group = {"params": params, "eps": (1e-30, 1e-3)}  # as accelerate passes Adafactor's on
+    with pytest.raises(ValueError, match='"zero_force_ds_cpu_optimizer": false'):
+        DeepSpeedCPUAdam([group])
