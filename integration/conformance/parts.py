@@ -19,6 +19,7 @@ from zero_comm.transport.protocol import TransportCollectives as CommTransport
 from zero_core.comm.device import DeviceCollectives
 from zero_core.comm.host import HostCollectives
 from zero_core.optim.device_tier import DeviceTier
+from zero_core.optim.whole_tier import WholeTier
 from zero_core.plan.footprints import (
     CollectivesFootprint,
     CollectivesFootprintFactory,
@@ -43,6 +44,7 @@ from zero_core.protocols import (
     StateTier,
     StateTierFactory,
     TransportCollectives,
+    WholeStateTier,
     Work,
 )
 from zero_core.sharded.param_offload import LocalStore
@@ -76,6 +78,7 @@ def prove_instances(
     device: DeviceCollectives,
     quantized: QuantizedCollectives,
     device_tier: DeviceTier,
+    whole_tier: WholeTier,
     twin_tier: TwinTier,
     auto_tier: AutoTier,
     offloaded_params: OffloadedParams,
@@ -90,12 +93,13 @@ def prove_instances(
     accumulating: list[AccumulatingTier] = [twin_tier, auto_tier]
     reserving: list[ReservingTier] = [device_tier, twin_tier, auto_tier]
     ahead: AheadTier = device_tier
-    memory: list[DeviceMemory] = [device, quantized, device_tier, twin_tier]
+    whole: WholeStateTier = whole_tier
+    memory: list[DeviceMemory] = [device, quantized, device_tier, whole_tier, twin_tier]
     param_tier: ParamTier = offloaded_params
     store: ParamStore = local_store
     param: PartitionedParam = partitioned
     del transports, collectives, stateful, tiers, accumulating, reserving, ahead, memory
-    del param_tier, store, param
+    del param_tier, store, param, whole
 
 
 def prove_what_is_handed_over(
@@ -147,6 +151,7 @@ TYPES: dict[str, tuple[type, type]] = {
     "zero_core.comm.device.DeviceCollectives": (DeviceCollectives, TransportCollectives),
     "zero_comm.collectives.QuantizedCollectives": (QuantizedCollectives, StatefulCollectives),
     "zero_core.optim.device_tier.DeviceTier": (DeviceTier, AheadTier),
+    "zero_core.optim.whole_tier.WholeTier": (WholeTier, WholeStateTier),
     "zero_core.optim.device_tier.DeviceTier, memory": (DeviceTier, ReservingTier),
     "zero_core.comm.device.DeviceCollectives, memory": (DeviceCollectives, DeviceMemory),
     "zero_comm.collectives.QuantizedCollectives, memory": (QuantizedCollectives, DeviceMemory),
