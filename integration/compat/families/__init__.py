@@ -7,6 +7,7 @@ from families import (
     engines,
     examples,
     lightning_pages,
+    quantized,
     ray_pages,
     trainers,
     trl_scripts,
@@ -19,6 +20,7 @@ PACK: list[Case] = [
     *examples.CASES,
     *accelerated.CASES,
     *lightning_pages.CASES,
+    *quantized.CASES,
     *ray_pages.CASES,
 ]
 PLANNED: list[Planned] = []
