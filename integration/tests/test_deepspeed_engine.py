@@ -169,6 +169,30 @@ def test_step_may_have_fewer_micro_steps_when_the_boundary_is_declared() -> None
     spawn(_shorter_last_step, 2)
 
 
+def _without_data(rank: int, world_size: int) -> None:
+    """The last rank has a batch in every other micro-step alone."""
+    for stage in range(4):
+        values = []
+        for is_idle in (False, True):
+            engine = _engine(_config(stage, accumulation=2))
+            for micro in range(6):
+                has_data = rank < world_size - 1 or micro % 2 == 0
+                if is_idle and not has_data:
+                    engine.idle_step()
+                    continue
+                loss = engine(_inputs(micro, rank)).square().mean()
+                engine.backward(loss if has_data else loss * 0.0)  # as DeepSpeed's scripts do
+                engine.step()
+            assert engine.global_steps == 3
+            values.append(engine.core.full_state_dict())
+            engine.destroy()
+        assert all(torch.equal(value, values[1][key]) for key, value in values[0].items())
+
+
+def test_idle_step_does_what_a_batch_does_whose_loss_is_zero() -> None:
+    spawn(_without_data, 2)
+
+
 # ------------------------------------------------------------ optimizer and scheduler
 
 

@@ -193,18 +193,52 @@ def test_ranks_that_use_a_sparse_unit_in_other_ways_get_the_numbers_of_stage_2(s
     simulate(_differ_in_turns, 2, timeout_s=60.0)
 
 
+class _Bypassing(MixtureModel):
+    """Calls a block's mixture without the block's own forward, if it is told to."""
+
+    is_bypassing = False
+
+    def forward(self, x: Tensor, allowed: list[list[int]]) -> Tensor:
+        if not self.is_bypassing:
+            return super().forward(x, allowed)
+        loss: Tensor = self.head(self.blocks[0].mixture(x, allowed[0])).square().mean()
+        return loss
+
+
 def _call_outside(ranks: SimulatedRanks) -> None:
-    engine = zero_core.build(MixtureModel(), _config(3), process_group=ranks)
+    engine = zero_core.build(_Bypassing(), _config(3), process_group=ranks)
     inputs = routed_batch(0, ranks.rank, 1)
     engine.backward(engine(*inputs))
     engine.step()
-    block = engine.module.blocks[0]
-    with torch.no_grad(), pytest.raises(RuntimeError, match=r"Name the block in .*leaf_module"):
-        block.mixture(*routed_batch(0, 0, 1)[:1], [0])
+    engine.module.is_bypassing = True
+    with pytest.raises(RuntimeError, match=r"Name the block in .*leaf_module"):
+        engine(*inputs)
 
 
-def test_an_expert_that_is_called_outside_of_its_block_is_refused(small_experts):
+def test_an_expert_that_is_called_without_its_block_is_refused_with_gradients(small_experts):
     simulate(_call_outside, 2)
+
+
+def _generate(ranks: SimulatedRanks) -> None:
+    """Forwards and parts without gradients. Each rank runs another number of forwards."""
+    engine = zero_core.build(MixtureModel(), _config(3), process_group=ranks)
+    engine.backward(engine(*routed_batch(0, ranks.rank, 1)))
+    engine.step()
+    with torch.no_grad():
+        engine.module.blocks[0].mixture(routed_batch(0, 0, 1)[0], [ranks.rank])
+    with torch.no_grad(), engine.generating():
+        engine(*routed_batch(1, ranks.rank, 8))
+        for turn in range(3 * ranks.rank):
+            engine(*routed_batch(2 + turn, ranks.rank, 8))
+    with torch.no_grad(), engine.gathered():
+        for turn in range(2 * ranks.rank):
+            engine(*routed_batch(turn, ranks.rank, 8))
+    engine.backward(engine(*routed_batch(5, ranks.rank, 1)))
+    engine.step()
+
+
+def test_ranks_that_keep_their_units_may_generate_different_lengths(small_experts):
+    simulate(_generate, 2, timeout_s=60.0)
 
 
 def _route(ranks: SimulatedRanks, num: int) -> list[list[int]]:

@@ -181,6 +181,18 @@ class DeepSpeedEngine(Checkpoints, nn.Module):
             return self.train_batch_size()
         return self.core.train_micro_batch_size_per_gpu * self.core.world_size * num_backwards
 
+    def idle_step(self) -> None:
+        """Take part in one micro-step of the other ranks, without data.
+
+        DeepSpeed has no such call: its scripts run a batch whose loss is multiplied by zero, which
+        works too, but computes. The average is that of `zero_core.Engine.idle_step`.
+        """
+        core = self._live_core("idle_step")
+        self._num_backwards += 1
+        with self.watch.part("backward"), Averaging.done():
+            core.idle_backward(over=self.gradient_accumulation_steps())
+        self.step()
+
     def was_step_applied(self) -> bool:
         return self._was_step_applied
 

@@ -213,6 +213,7 @@ class Runtime:
         self._without_grad: set[int] = set()
         self._with_grad: set[int] = set()
         self._left_out: frozenset[int] = frozenset()
+        self._is_failing = False  # between `forward_failed` and `leave_forward`
         self._failure = 0  # id of the error that ended the last forward
         # Blocks that the model's last whole forward used, in order, and the one under way so far.
         self._last_path = [unit for unit in self.units if unit.is_block]
@@ -248,6 +249,8 @@ class Runtime:
             if self._failure:
                 self._failure = 0
                 self._communicator.clear_failure()
+            for mixture in self._with_experts:
+                mixture.is_whole = self._forward is None or self._full_params_depth > 0
             if unit.is_root:
                 self._path = []
                 if self._tail is not None:
@@ -260,13 +263,15 @@ class Runtime:
 
     def forward_failed(self, unit: Unit, error: BaseException) -> None:
         """Note that ``error`` left the forward of ``unit``. `leave_forward` follows."""
+        self._is_failing = True
         if id(error) != self._failure:  # else it has been noted of a block within
             self._failure = id(error)  # the error itself would keep its frames' tensors
             self._communicator.note_failure(f"the forward of {unit!r}", error)
 
     def leave_forward(self, unit: Unit, *, needs_grad: bool) -> None:
         """Release ``unit`` after its forward, whose output ``needs_grad`` or not."""
-        if unit.is_sparse and not self._failure:
+        has_failed, self._is_failing = self._is_failing, False
+        if unit.is_sparse and not has_failed:
             self._end_experts(unit)
         is_trained = self._forward is not None  # even where the model switches gradients off
         if is_trained and unit.is_block:
@@ -337,10 +342,12 @@ class Runtime:
 
     def _end_experts(self, unit: Unit) -> None:
         """Take part in the rounds of the ranks whose forward of ``unit`` has not ended."""
+        if unit.is_whole:
+            if self._forward is not None:
+                unit.needed.update(range(len(unit.experts)))
+            return
         while self._gather_experts(unit, None):
             pass
-        if self._full_params_depth and self._forward is not None:
-            unit.needed.update(range(len(unit.experts)))  # all were there, and none was asked for
 
     def _note_need(self, index: int, needs_grad: bool) -> None:
         """Note whether the output of a block needs a gradient; if not, backward may leave it out.
@@ -383,6 +390,8 @@ class Runtime:
         Raises:
             RuntimeError: with gradients, outside of a forward of the model.
         """
+        if not self._running:
+            unit.is_whole = not is_in_backward()
         if is_in_backward():
             self.enter_recompute(unit)
         elif self._has_sharded_params and not self._running and torch.is_grad_enabled():
@@ -466,8 +475,8 @@ class Runtime:
                         self._order.use(index)
         if self._ahead:
             self._drop_ahead(unit, backward=backward)
-        if backward and unit.is_sparse:
-            self.ready.discard(index)  # forward may have left other experts there
+        if unit.is_sparse and (backward or unit.is_whole):
+            self.ready.discard(index)  # another forward may have left other experts there
         if index not in self.ready:
             unit.gather(backward=backward)
         if unit.hints is not None:
@@ -655,6 +664,8 @@ class Runtime:
         """Begin a backward at its first sign, and be called at its end."""
         if self._why_no_backward is not None:
             raise RuntimeError(self._why_no_backward)
+        for mixture in self._with_experts:
+            mixture.is_whole = False
         self._sink.begin_backward()
         self._is_backward_open = True
         self._is_reducing = self._will_reduce()

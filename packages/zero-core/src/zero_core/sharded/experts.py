@@ -12,6 +12,9 @@ expert alone. The rounds of a block end when no rank names any. So each rank tak
 collectives whatever it calls, and in whatever order. The last round of a block is its only one if
 no rank calls an expert.
 
+A forward without gradients gathers all experts, as ranks that evaluate or generate may keep their
+units and run different numbers of forwards; so does one within ``gathered``.
+
 Backward gathers at once what its step's forwards gathered, which is the same on all ranks. As
 larger experts alone have segments of their own (`zero_core.layout.experts`), a round costs less
 than a gather that it may save. A model without such experts takes part in no round.

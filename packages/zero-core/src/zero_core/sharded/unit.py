@@ -63,6 +63,7 @@ class Unit:
         experts: the flat parameters of each expert that has segments of its own.
         is_sparse: whether experts are gathered only if a rank calls them: see
             `zero_core.sharded.experts`.
+        is_whole: whether a sparse unit is gathered with all experts for now.
         needed: in a sparse unit, the experts that the step's forwards have called on any rank.
         hints: announces to the parameter tier which units come next; None if nothing is
             offloaded.
@@ -92,6 +93,7 @@ class Unit:
             tuple(p for p in params if p.segment.expert == number) for number in sorted(numbers)
         )
         self.is_sparse = False
+        self.is_whole = False
         self.needed: set[int] = set()
         self._others = tuple(p for p in params if p.segment.expert is None)
         self._trainable = [p for g in grads for p in g.params]
@@ -103,7 +105,7 @@ class Unit:
         needs.
         """
         gathered = self.params
-        if self.is_sparse and not exact:
+        if self.is_sparse and not (exact or self.is_whole):
             gathered = self._others
             if backward:
                 own = (self.experts[number] for number in sorted(self.needed))
