@@ -190,7 +190,7 @@ def compat(session: nox.Session) -> None:
         "trl>=1.15",
         "bitsandbytes>=0.50",
         "torchao>=0.18",
-        extras="[bench,test]",
+        extras="[bench,ray,test]",
     )
     # That each of its modules is served or refused can be told only where it is installed.
     hook = "integration/tests/test_import_hook.py"

@@ -17,6 +17,7 @@ import math
 import statistics
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -135,11 +136,13 @@ class Sides:
         """Start ranks by a launcher that is the program's own, under zero-engine run or not."""
         start = [sys.executable, *LAUNCHERS[OURS]] if side == OURS else []
         command = [*start, *launcher, str(HERE / "measured.py"), *program]
+        begun = time.monotonic()
         try:
             variables = {**environment(), **variables}
             run_together([command], [variables], folder, limit_s=LIMIT_S)
         except RankError as error:
-            raise RankError(first_error(error.log), error.log) from error
+            is_late = time.monotonic() - begun > LIMIT_S
+            raise RankError(str(error) if is_late else first_error(error.log), error.log) from error
 
 
 def _filled(text: str, places: dict[str, str]) -> str:

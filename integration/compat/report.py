@@ -19,8 +19,10 @@ ones; the others are written with the calls and arguments of the named project, 
 has its keys and values. Each is run with DeepSpeed 0.19.8 itself too, or, where DeepSpeed does not
 run it on a CPU, with DDP. "Loss" is the largest relative difference at any step and on any rank
 from that run; more than 1e-3 fails. Step times are medians of all steps but the first two; peaks
-are what a rank's resident memory rose by above its imports. The limits that accelerate and
-Lightning set themselves on a CPU are lifted on both sides. [Data](benchmarks/compat.json).
+are what a rank's resident memory rose by above its imports. The limits that accelerate,
+Lightning and the Trainer (bf16) set themselves on a CPU are lifted on both sides. Finished rows are
+kept: `nox -s compat -- --again` measures all anew, and without `--again` goes on after an
+interruption. [Data](benchmarks/compat.json).
 """
 
 

@@ -2,12 +2,15 @@
 
 from cases import Case
 
+_RUN = ("--model={model}/llama", "--dataset={data}/text", "--output_dir={output}")
 CASES = [
     Case(
         "Lightning",
         name,
         "lightning_docs.py",
-        (way, "--model={model}/llama", "--dataset={data}/text", "--output_dir={output}"),
+        (way, *_RUN),
+        ddp=("ddp", *_RUN),
+        why_ddp="Lightning gives DeepSpeed the number of a GPU, and ends without one",
     )
     for way, name in (
         ("deepspeed_stage_2", 'strategy="deepspeed_stage_2"'),

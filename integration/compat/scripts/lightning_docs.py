@@ -39,7 +39,7 @@ class LanguageModel(pl.LightningModule):
     def configure_optimizers(self):
         if self.adam_on_host:
             return DeepSpeedCPUAdam(self.parameters(), lr=1e-3)
-        return torch.optim.AdamW(self.parameters(), lr=1e-3)
+        return torch.optim.AdamW(self.parameters(), lr=1e-3, weight_decay=0.0)
 
 
 class Steps(pl.Callback):
@@ -55,6 +55,7 @@ class Steps(pl.Callback):
 
 
 STRATEGIES = {
+    "ddp": lambda: "ddp",
     "deepspeed_stage_1": lambda: "deepspeed_stage_1",
     "deepspeed_stage_2": lambda: "deepspeed_stage_2",
     "deepspeed_stage_3": lambda: "deepspeed_stage_3",
