@@ -37,15 +37,23 @@ PRELOADED = (
 
 
 def run_script(
-    script: Path, *arguments: str, ranks: int = 2, expected_code: int = 0
+    script: Path,
+    *arguments: str,
+    ranks: int = 2,
+    expected_code: int = 0,
+    folder: Path | None = None,
 ) -> subprocess.CompletedProcess[str]:
-    """Run ``script`` as ``zero-engine run --nproc-per-node=RANKS`` does, on forked ranks."""
-    with tempfile.TemporaryDirectory() as folder, socket.socket() as probe:
+    """Run ``script`` as ``zero-engine run --nproc-per-node=RANKS`` does, on forked ranks.
+
+    They run in ``folder``, or in the current one.
+    """
+    with tempfile.TemporaryDirectory() as scratch, socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         shared = {"WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "MASTER_ADDR": "127.0.0.1"}
         shared |= {"MASTER_PORT": probe.getsockname()[1], "GLOO_SOCKET_IFNAME": "lo"}
         probe.close()
-        request = {"argv": [str(script), *arguments], "folder": folder, "shared": shared}
+        request = {"argv": [str(script), *arguments], "scratch": scratch, "shared": shared}
+        request["folder"] = str(folder or Path.cwd())
         server = _server()
         assert server.stdin is not None
         assert server.stdout is not None
@@ -53,7 +61,7 @@ def run_script(
         server.stdin.flush()
         codes: list[int] = json.loads(server.stdout.readline())
         output, errors = (
-            "".join(Path(folder, f"{name}-{r}").read_text(encoding="utf-8") for r in range(ranks))
+            "".join(Path(scratch, f"{name}-{r}").read_text(encoding="utf-8") for r in range(ranks))
             for name in ("stdout", "stderr")
         )
     code = next((c for c in codes if c), 0)
@@ -90,12 +98,15 @@ def _serve() -> None:
         print(json.dumps(codes), flush=True)
 
 
-def _fork(rank: int, argv: list[str], folder: str, shared: dict[str, Any], ranks: int) -> int:
+def _fork(
+    rank: int, argv: list[str], scratch: str, folder: str, shared: dict[str, Any], ranks: int
+) -> int:
     child = os.fork()
     if child:
         return child
     for number, name in ((1, "stdout"), (2, "stderr")):
-        os.dup2(os.open(f"{folder}/{name}-{rank}", os.O_WRONLY | os.O_CREAT), number)
+        os.dup2(os.open(f"{scratch}/{name}-{rank}", os.O_WRONLY | os.O_CREAT), number)
+    os.chdir(folder)
     os.environ.update({key: str(value) for key, value in shared.items()})
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))
     sys.argv[:] = argv
