@@ -183,7 +183,10 @@ def bench(session: nox.Session) -> None:
 
 @nox.session
 def compat(session: nox.Session) -> None:
-    """Compare losses, step time and memory with DeepSpeed's own, which is installed here."""
+    """Compare losses, step time and memory with DeepSpeed's own, which is installed here.
+
+    With the argument ``scars``: bugs of DeepSpeed's releases, in the releases that had them.
+    """
     install_everything(
         session,
         *TEST_TOOLS,
@@ -192,6 +195,9 @@ def compat(session: nox.Session) -> None:
         "torchao>=0.18",
         extras="[bench,ray,test]",
     )
+    if session.posargs[:1] == ["scars"]:
+        run_compat(session, "releases.py", *session.posargs[1:])
+        return
     # That each of its modules is served or refused can be told only where it is installed.
     hook = "integration/tests/test_import_hook.py"
     session.run("python", "-m", "pytest", "-q", hook, "integration/compat/checks")

@@ -176,7 +176,11 @@ def _refuse_sharded_ddp(parsed: Namespace) -> None:
     words = [w for w in parsed.training_script_args if w.partition("=")[0] == SHARDED_DDP]
     if not words:
         return
-    script = source_of(parsed.training_script, is_module=parsed.module)
+    if _is_launcher(parsed):  # the script is among its arguments
+        files = [word for word in parsed.training_script_args if word.endswith(".py")]
+        script = source_of(files[0], is_module=False) if files else None
+    else:
+        script = source_of(parsed.training_script, is_module=parsed.module)
     if script is None or not declares(script, SHARDED_DDP):
         raise ConfigError(
             f"{SHARDED_DDP} was FairScale's, and transformers has dropped it: give "
