@@ -94,7 +94,7 @@ def prove_instances(
     reserving: list[ReservingTier] = [device_tier, twin_tier, auto_tier]
     ahead: AheadTier = device_tier
     whole: WholeStateTier = whole_tier
-    memory: list[DeviceMemory] = [device, quantized, device_tier, whole_tier, twin_tier]
+    memory: list[DeviceMemory] = [device, device_tier, whole_tier, twin_tier]
     param_tier: ParamTier = offloaded_params
     store: ParamStore = local_store
     param: PartitionedParam = partitioned
@@ -154,7 +154,6 @@ TYPES: dict[str, tuple[type, type]] = {
     "zero_core.optim.whole_tier.WholeTier": (WholeTier, WholeStateTier),
     "zero_core.optim.device_tier.DeviceTier, memory": (DeviceTier, ReservingTier),
     "zero_core.comm.device.DeviceCollectives, memory": (DeviceCollectives, DeviceMemory),
-    "zero_comm.collectives.QuantizedCollectives, memory": (QuantizedCollectives, DeviceMemory),
     "zero_core.optim.device_tier.DeviceTier, offloaded": (DeviceTier, DeviceMemory),
     "zero_offload.tiers.twin.TwinTier, offloaded": (TwinTier, DeviceMemory),
     "zero_offload.tiers.twin.TwinTier": (TwinTier, AccumulatingTier),

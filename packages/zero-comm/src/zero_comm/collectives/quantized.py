@@ -210,23 +210,6 @@ class QuantizedCollectives:
                 found["error feedback"] = self._reduction.feedback.nbytes
         return {kind: nbytes for kind, nbytes in found.items() if nbytes}
 
-    def device_tensors(self) -> dict[str, list[Tensor]]:
-        """Return memory held between exchanges, by the engine's parts, while none is under way.
-
-        Kept weights belong to "parameters", errors of gradients to "optimizer_states", and message
-        buffers, which hold nothing meanwhile, are "buffers".
-        """
-        found = {
-            "parameters": [tensor for gather in self._gathers.values() for tensor in gather.kept],
-            "optimizer_states": [],
-            "buffers": self._scratch.tensors,
-        }
-        if self._reduction is not None:
-            found["buffers"] += self._reduction.scratch
-            if self._reduction.feedback is not None:
-                found["optimizer_states"] += self._reduction.feedback.tensors
-        return found
-
     def _make_gathers(self, ranks_per_node: int) -> dict[str | None, WeightGather]:
         """Make the gather of each format, with the key None for exact values."""
         transport, scratch = self._transport, self._scratch

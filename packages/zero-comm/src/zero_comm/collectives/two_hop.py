@@ -208,11 +208,6 @@ class TwoHopReduce:
             self.feedback.forget()
 
     @property
-    def scratch(self) -> list[Tensor]:
-        """Buffers that are kept between reductions and hold nothing meanwhile."""
-        return [*self._sent.tensors, *self._scratch.tensors]
-
-    @property
     def nbytes(self) -> int:
         """Bytes of buffers that are kept between reductions, without the errors."""
         return self._sent.nbytes + self._scratch.nbytes

@@ -124,11 +124,6 @@ class WeightGather(ABC):
             entry.version = None
 
     @property
-    def kept(self) -> list[Tensor]:
-        """Memory that is kept between gathers."""
-        return [entry.values for entry in self._entries.values()]
-
-    @property
     def nbytes(self) -> int:
         """Bytes kept between gathers."""
         return sum(entry.values.nbytes for entry in tuple(self._entries.values()))

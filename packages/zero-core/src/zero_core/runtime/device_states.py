@@ -34,10 +34,9 @@ class StatePart(StrEnum):
     """Part of an engine's device memory."""
 
     PARAMETERS = "parameters"
-    """Parameters or their shards, and secondary shards. In fp32 they are the master weights."""
+    """Parameters or their shards. In fp32 they are the master weights."""
     MASTER_WEIGHTS = "master_weights"
     OPTIMIZER_STATES = "optimizer_states"
-    """Moments, and the errors that quantized gradients carry over to the next step."""
     GRADIENTS = "gradients"
     """Reduced gradients and sums of micro-steps."""
     BUFFERS = "buffers"
@@ -122,6 +121,7 @@ class DeviceStates:
         device = self._state.device
         is_accelerator = device.type != "cpu"
         self._runtime.settle()
+        self._state.tier.wait_params(0, max((p.stop for p in self._state.pieces), default=0))
         self._state.quiesce()
         if is_accelerator:
             torch.accelerator.synchronize(device)  # no other stream uses what is freed
