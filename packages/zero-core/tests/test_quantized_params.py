@@ -307,9 +307,13 @@ def _quantize(block: nn.Module) -> None:
     block.norm.requires_grad_(False)
 
 
-def _loaded(ranks: SimulatedRanks, folder: str | None) -> float:
+def _deferred() -> nn.Module:
     with seeded(0), zero_core.deferred_init():
-        model = _Dense(WIDTH, 3)
+        return _Dense(WIDTH, 3)
+
+
+def _loaded(ranks: SimulatedRanks, folder: str | None, models: list[nn.Module]) -> float:
+    model = models[ranks.rank]
     zero_core.quantize_blocks(model, _quantize, pretrained=folder, process_group=ranks)
     assert bool(model.blocks[1].last.weight.state.absmax.isnan().all())  # in slices
     model.adapter = nn.Linear(WIDTH, WIDTH)
@@ -326,5 +330,8 @@ def test_blocks_quantized_one_at_a_time_have_the_values_of_a_whole_model(tmp_pat
     for block in model.blocks:
         _quantize(block)
     for world_size in (1, 3):
-        found = simulate(_loaded, world_size, str(tmp_path) if has_file else None)
+        models = [
+            _deferred() for _ in range(world_size)
+        ]  # not by threads: torch's hooks are global
+        found = simulate(_loaded, world_size, str(tmp_path) if has_file else None, models)
         assert set(found) == {model(_x(0, 0)).item()}
