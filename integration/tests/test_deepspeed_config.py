@@ -214,6 +214,12 @@ def test_what_accelerate_adds_is_taken():
     assert load_config(settings.core, world_size=1).compute_dtype == torch.float16
 
 
+def test_clipping_that_is_true_is_the_norm_1_and_told():
+    settings = read({**BASE, "gradient_clipping": True})
+    assert load_config(settings.core, world_size=1).gradient_clipping == 1.0
+    assert "gradient_clipping" in {note.path for note in settings.notes}
+
+
 def test_key_that_asks_for_what_holds_passes():
     core = read({**BASE, "zero_optimization": {"mics_hierarchical_params_gather": False}}).core
     load_config(core, world_size=1)

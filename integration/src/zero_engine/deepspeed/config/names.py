@@ -126,6 +126,10 @@ def core_config(given: Mapping[str, Any], tell: Tell) -> dict[str, Any]:
         ConfigError: two keys contradict each other.
     """
     core = {"gradient_clipping": CLIPPING, "broadcast_buffers": False, **given}
+    clipping = core["gradient_clipping"]
+    if isinstance(clipping, bool):  # as in Ray's documentation
+        core["gradient_clipping"] = float(clipping)
+        tell("gradient_clipping", clipping, f"the norm {float(clipping)}, as DeepSpeed takes it")
     steps = core.get("steps_per_print")
     if isinstance(steps, float) and math.isinf(steps):
         tell("steps_per_print", steps, "never")
