@@ -226,10 +226,11 @@ def test_chosen_slots_are_the_devices_that_ranks_see(
 
 def test_program_deepspeed_starts_ranks(script: Path) -> None:
     done = subprocess.run(
-        ["deepspeed", "--num_gpus=1", "-q", str(script)],
+        # --save is the script's own, and no short form of --save_pid.
+        ["deepspeed", "--num_gpus=1", "-q", str(script), "--save", "a"],
         env=hooked(environment()),
         capture_output=True,
         text=True,
         check=False,
     )
-    assert [arguments for _, arguments in _ranks(done)] == [[]]
+    assert [arguments for _, arguments in _ranks(done)] == [["--save", "a"]]

@@ -187,6 +187,13 @@ def _host_file(parsed: Namespace) -> Hosts:
     path = Path(parsed.hostfile or HOST_FILE)
     if path == Path(os.devnull) or (parsed.hostfile is None and not path.is_file()):
         return {}
+    if not path.exists():
+        raise ConfigError(
+            f"--hostfile {path}: there is no such file. Without one, give each machine its part: "
+            "zero-engine run --nnodes=N --nproc-per-node=M --rdzv-backend=c10d "
+            "--rdzv-endpoint=HOST:PORT; with accelerate launch: "
+            "--deepspeed_multinode_launcher=standard, or --deepspeed_hostfile=FILE"
+        )
     return read_host_file(path)
 
 

@@ -86,6 +86,7 @@ def _parser() -> ArgumentParser:
     """torchrun's parser, whose default is a rank per accelerator, with DeepSpeed's options."""
     parser: ArgumentParser = get_args_parser()
     parser.prog = "zero-engine run"
+    parser.allow_abbrev = False  # else a script's --save could mean --save_pid or --save-pid
     if "PET_NPROC_PER_NODE" not in os.environ:
         parser.set_defaults(nproc_per_node=str(max(1, torch.accelerator.device_count())))
     parser.set_defaults(local_rank=None)
