@@ -158,7 +158,7 @@ def test_several_hosts_are_told_each_ones_command(script: Path) -> None:
         (["--num_nodes=2"], "--nnodes=2"),
         (["--nproc-per-node=2", "--num_gpus=2"], "--nproc-per-node is torchrun's"),
         (["--nnodes=2", "--num_gpus=2"], "--nnodes is torchrun's"),
-        (["--hostfile=nowhere"], "cannot read the host file nowhere"),
+        (["--hostfile=nowhere"], "--hostfile nowhere: there is no such file"),
         (["-H", "hosts", "--num_nodes=3"], "the host file names 2"),
         (
             ["-H", "hosts", "--no_ssh"],

@@ -173,7 +173,7 @@ def tile_rows() -> Iterator[Row]:
         "modules": {"name_suffixes": ["mlp"]},
         "logits": {"name_suffixes": ["lm_head"]},
     }
-    recomputed = {"activation_checkpointing": {}}
+    recomputed: dict[str, Any] = {"activation_checkpointing": {}}
     for name, top in (("blocks recomputed", recomputed), ("blocks kept", {})):
         whole = replace(LONG, top=top)
         tiled = replace(LONG, top={**top, "tiled_compute": tiles})
