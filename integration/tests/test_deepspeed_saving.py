@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -120,6 +121,15 @@ def _load(rank: int, world_size: int, folder: str) -> None:
         place = Path(folder, f"checkpoint-{stage}")
         engine = _engine(stage, rank)
         engine.save_checkpoint(place)
+        ranks = range(world_size)
+        expected_files = {f"zero_pp_rank_{r}_mp_rank_00_optim_states.pt" for r in ranks} | (
+            {f"zero_pp_rank_{r}_mp_rank_00_model_states.pt" for r in ranks}
+            if stage == 3
+            else {"mp_rank_00_model_states.pt"}
+        )
+        files = list((place / "global_step1").glob("*.pt"))
+        assert {path.name for path in files} == expected_files
+        assert {json.loads(path.read_text())["values"] for path in files} == {"manifest.json"}
         model = engine.module
         if stage == 3:
             with deepspeed.zero.GatheredParameters(list(model.parameters())):

@@ -257,6 +257,17 @@ def _states(rank: int, world_size: int) -> None:
             dist.all_gather_object(rows, part)
             torch.testing.assert_close(torch.cat(rows), expected.flatten(), rtol=1e-4, atol=1e-10)
         assert not engine.optimizer.state.keys() & set(engine.module.frozen.parameters())
+        names = {1: "single_partition_of_fp32_groups", 3: "fp32_partitioned_groups_flat"}
+        there = [name for name in names.values() if hasattr(engine.optimizer, name)]
+        assert there == [names[s] for s in (stage,) if s in names]
+        for name in there:
+            (own,) = getattr(engine.optimizer, name)
+            assert own.dtype == torch.float32
+            rows = [None] * world_size
+            dist.all_gather_object(rows, own)
+            values = [p.flatten() for p in model.parameters() if p.requires_grad]
+            found, expected = torch.cat(rows), torch.cat(values)
+            torch.testing.assert_close(found.sort()[0], expected.sort()[0], rtol=1e-4, atol=1e-6)
         with pytest.raises(RuntimeError, match=r"use engine\.load_checkpoint"):
             engine.optimizer.load_state_dict(packed)
         engine.destroy()

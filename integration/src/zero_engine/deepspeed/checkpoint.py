@@ -1,7 +1,14 @@
-"""``deepspeed.checkpoint``: copies for ``torch.save``, and checkpoints that DeepSpeed wrote."""
+"""``deepspeed.checkpoint``: copies for ``torch.save``, and the names of DeepSpeed's files.
+
+[Note: stand-in files] Tools look whether a checkpoint has the files that DeepSpeed would write
+(``mp_rank_00_model_states.pt``, ...). Checkpoints here have small files of these names, which hold
+no tensor. Each is JSON that says where the values are. They are written after the checkpoint is
+complete, so one that is cut short has none. No reader here opens them.
+"""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -10,6 +17,7 @@ import torch
 from torch import Tensor
 
 from zero_core import CheckpointError
+from zero_core.checkpoint.files import MANIFEST
 
 _CPU = torch.device("cpu")
 _FILES = "*mp_rank_*_states.pt"
@@ -40,6 +48,23 @@ def without_ties(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name: state[name].contiguous() for name in once.values()}
 
 
+def write_stand_ins(place: Path, *, rank: int, stage: int, is_bf16: bool) -> None:
+    """Write this rank's files of [Note: stand-in files] into the complete checkpoint ``place``."""
+    prefix = f"zero_pp_rank_{rank}_"
+    names = [f"{prefix if stage == 3 else ''}mp_rank_00_model_states.pt"]
+    if stage < 3 and rank != 0:
+        names = []
+    if stage > 0:
+        names.append(f"{'bf16_' if is_bf16 else ''}{prefix}mp_rank_00_optim_states.pt")
+    content = {
+        "format": "zero-engine-stand-in",
+        "values": MANIFEST,
+        "read_by": f"python {Path('..', 'zero_to_fp32.py')} .. OUTPUT_DIR",
+    }
+    for name in names:
+        place.joinpath(name).write_text(json.dumps(content), encoding="utf-8")
+
+
 def refuse_foreign(directory: str | Path, tag: object = None) -> None:
     """Raise if ``directory`` holds a checkpoint that DeepSpeed wrote, under ``tag`` or the newest.
 
@@ -50,6 +75,8 @@ def refuse_foreign(directory: str | Path, tag: object = None) -> None:
     if tag is None and latest.is_file():
         tag = latest.read_text(encoding="utf-8").strip()
     place = Path(directory) if tag is None else Path(directory, str(tag))
+    if place.joinpath(MANIFEST).is_file():
+        return  # these are our own
     found = min((path.name for path in place.glob(_FILES)), default=None)
     if found is not None:
         raise CheckpointError(

@@ -1,7 +1,8 @@
 """Checkpoints under DeepSpeed's names: ``global_step{N}``, ``latest``, a client state.
 
 What is in the folder is `zero_core.checkpoint`'s: safetensors and a manifest, for any stage and
-number of ranks. Nothing is pickled: a client state is JSON and small tensors.
+number of ranks. Nothing is pickled: a client state is JSON and small tensors. Files under
+DeepSpeed's names say so: see [Note: stand-in files] in `zero_engine.deepspeed.checkpoint`.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from torch import Tensor, nn
 
 from zero_core import CheckpointError
 from zero_core.checkpoint.files import find, read_manifest
-from zero_engine.deepspeed.checkpoint import refuse_foreign, without_ties
+from zero_engine.deepspeed.checkpoint import refuse_foreign, without_ties, write_stand_ins
 from zero_engine.deepspeed.engine.facts import Facts
 from zero_engine.deepspeed.errors import NotServedError
 
@@ -68,7 +69,7 @@ class Checkpoints(Facts):
             raise ValueError("save_checkpoint() needs a directory, found ''")
         name = _agreed_tag(self, f"global_step{self.global_steps}" if tag is None else str(tag))
         self._warn_partial()
-        self._training_core("save_checkpoint").save_checkpoint(
+        place = self._training_core("save_checkpoint").save_checkpoint(
             save_dir,
             name,
             {**(client_state or {}), _OWN: {"global_samples": self.global_samples}},
@@ -76,8 +77,13 @@ class Checkpoints(Facts):
             is_latest=save_latest,
             drops_partial=True,
         )
+        config = self.core.config
+        stage, is_bf16 = config.zero_optimization.stage, config.bf16.enabled
+        write_stand_ins(place, rank=self.core.rank, stage=stage, is_bf16=is_bf16)
         if self.core.rank == 0:
             Path(save_dir, "zero_to_fp32.py").write_text(_SCRIPT, encoding="utf-8")
+        if self.world_size > 1:
+            dist.barrier()
         return True
 
     def _warn_partial(self) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from zero_core import Engine
@@ -128,6 +128,28 @@ class DeepSpeedOptimizer(torch.optim.Optimizer):
     @property
     def is_gradient_accumulation_boundary(self) -> bool:
         return self._core.is_gradient_accumulation_boundary()
+
+    @property
+    def single_partition_of_fp32_groups(self) -> list[Tensor]:
+        """This rank's master weights at stages 1 and 2: a copy for each group, fp32, 1-D, CPU."""
+        return self._masters("single_partition_of_fp32_groups", stages=(1, 2))
+
+    @property
+    def fp32_partitioned_groups_flat(self) -> list[Tensor]:
+        """This rank's master weights at stage 3: a copy for each group, fp32, 1-D, on the CPU."""
+        return self._masters("fp32_partitioned_groups_flat", stages=(3,))
+
+    def _masters(self, name: str, stages: Sequence[int]) -> list[Tensor]:
+        """Return this rank's master weights by group, under a name that these ``stages`` have."""
+        stage = self._core.config.zero_optimization.stage
+        if stage not in stages:
+            raise AttributeError(f"at stage {stage} the optimizer has no {name!r}, as in DeepSpeed")
+        groups = []
+        for group in self.param_groups:
+            owned = [self._core.owns(p) for p in group["params"] if p.requires_grad]
+            parts = [self._core.states.get_local(n) for n in owned if n is not None]
+            groups.append(torch.cat([torch.empty(0), *parts]))
+        return groups
 
     @property
     def _global_grad_norm(self) -> float | None:
