@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -121,7 +122,7 @@ def test_gradients_are_those_of_tiles_written_by_hand():
     target = torch.randint(VOCAB, (22,))
     target[3] = -100
     tiles = zip(hidden.split(8), target.split(8), strict=True)
-    parts = [functional.cross_entropy(h @ weight.t(), t, reduction="sum") for h, t in tiles]
+    parts = [functional.cross_entropy(h @ weight.t(), t, reduction="none").sum() for h, t in tiles]
     expected = torch.stack(parts).sum() / 21
     gradients = torch.autograd.grad(expected, (hidden, weight))
 
@@ -212,21 +213,109 @@ def test_what_is_saved_at_32_thousand_tokens_is_an_eighth():
     assert tiled <= plain / 8
 
 
-def test_engine_that_has_ended_leaves_the_modules_as_they_were():
-    model = _Model()
-    engine = zero_core.build(model, _config(3, tiled_compute=TILED))
+@pytest.mark.parametrize("modules", [["_Mlp"], ["_Block"]])
+def test_engine_that_has_ended_leaves_the_modules_as_they_were(modules):
+    block = {**TILED, "modules": {"classes": modules}}
+    config = _config(3, tiled_compute=block, activation_checkpointing={})
+    engine = zero_core.build(_Model(), config)
     assert isinstance(engine(_ids(0, 0))["logits"], TiledLogits)
-    model = engine.unwrap()
-    assert all("forward" not in vars(module) for module in model.modules())
-    assert type(model(_ids(0, 0))["logits"]) is Tensor
+    with engine.gathered():
+        copied = copy.deepcopy(engine.module)
+    for plain in (copied, engine.unwrap()):
+        assert all("forward" not in vars(module) for module in plain.modules())
+        assert type(plain(_ids(0, 0))["logits"]) is Tensor
 
 
-def test_evaluation_is_tiled_too():
-    engine = zero_core.build(_Model(), _config(3, tiled_compute=TILED), is_training=False)
-    found = engine(_ids(0, 0))
-    assert isinstance(found["logits"], TiledLogits)
-    torch.testing.assert_close(found["loss"], _Model()(_ids(0, 0))["loss"])
-    torch.testing.assert_close(found["logits"] + 0, _Model()(_ids(0, 0))["logits"])
+def _reads_alone(ranks: SimulatedRanks) -> None:
+    engine = zero_core.build(_Model(), _config(3, tiled_compute=TILED), process_group=ranks)
+    expected = _Model()(_ids(0, 0))
+    with torch.no_grad():
+        found = engine(_ids(0, 0))
+    if ranks.rank == 0:  # on one rank, when nothing is gathered any more
+        torch.testing.assert_close(found["logits"], expected["logits"])
+        torch.testing.assert_close(found["loss"], expected["loss"])
+
+
+def test_logits_without_gradients_are_read_on_one_rank_alone():
+    simulate(_reads_alone, 2)
+
+
+def _reads_late(ranks: SimulatedRanks) -> None:
+    engine = zero_core.build(_Model(), _config(3, tiled_compute=TILED), process_group=ranks)
+    found = engine(_ids(0, ranks.rank))
+    engine.backward(found["loss"])
+    with pytest.raises(RuntimeError, match="'head' were read after their backward"):
+        found["logits"].argmax(-1)
+    engine.step()
+    with pytest.raises(RuntimeError, match=r"'head' were read after step\(\)"):
+        found["logits"].argmax(-1)
+
+
+def test_logits_that_are_read_too_late_are_refused_by_name():
+    simulate(_reads_late, 2)
+
+
+def test_other_terms_of_the_loss_keep_their_gradient_after_a_look_without_gradients():
+    hidden = torch.randn(22, WIDTH, requires_grad=True)
+    head, target = nn.Linear(WIDTH, VOCAB), torch.randint(VOCAB, (22,))
+
+    def gradient(logits: Tensor) -> Tensor:
+        with torch.no_grad():
+            assert (logits.argmax(-1) == target).sum() < 22
+        loss = functional.cross_entropy(logits, target) + logits.logsumexp(-1).square().mean()
+        (grad,) = torch.autograd.grad(loss, hidden)
+        return grad
+
+    torch.testing.assert_close(gradient(TiledLogits(hidden, head, 8)), gradient(head(hidden)))
+
+
+CHANGES: tuple[Any, ...] = (
+    lambda z: z.div_(2.0),
+    lambda z: z.masked_fill_(torch.zeros(1, dtype=torch.bool), 0.0),
+    lambda z: z.__setitem__((slice(None), 3), -1e9),
+    lambda z: z.__imul__(2.0),
+    lambda z: torch.mul(torch.ones(()), 2.0, out=z),
+    lambda z: z.retain_grad(),
+    lambda z: z.register_hook(print),
+    lambda z: functional.relu(z, inplace=True),
+)
+
+
+@pytest.mark.parametrize("number", range(len(CHANGES)))
+def test_changes_in_place_are_refused(number):
+    logits = TiledLogits(torch.randn(22, WIDTH), nn.Linear(WIDTH, VOCAB), 8)
+    with pytest.raises(RuntimeError, match=r"leave the head out of tiled_compute\.logits"):
+        CHANGES[number](logits)
+
+
+def test_what_torch_refuses_is_refused_by_torch():
+    logits = TiledLogits(torch.randn(22, WIDTH), nn.Linear(WIDTH, VOCAB), 8)
+    with pytest.raises(ValueError, match="bogus is not a valid value for reduction"):
+        functional.cross_entropy(logits, torch.zeros(22, dtype=torch.int64), reduction="bogus")
+    with pytest.raises(ValueError, match="batch_size"):
+        functional.cross_entropy(logits, torch.zeros(21, dtype=torch.int64))
+
+
+def test_loss_outside_of_the_forward_has_its_autocast():
+    config = _config(1, tiled_compute=TILED)
+    engine = zero_core.build(_Model(), config)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        logits = engine(_ids(0, 0))["logits"]
+        whole = _Model()(_ids(0, 0))["logits"]
+    assert logits.dtype is torch.bfloat16
+    target = torch.zeros(2 * TOKENS, dtype=torch.int64)
+    found = functional.cross_entropy(logits.view(-1, VOCAB), target)
+    expected = functional.cross_entropy(whole.view(-1, VOCAB), target)
+    torch.testing.assert_close(found, expected, rtol=1e-2, atol=0.0)
+
+
+def test_many_tokens_of_fp16_have_a_finite_mean():
+    hidden = torch.zeros(20_000, 4, dtype=torch.float16)
+    head = nn.Linear(4, 5000, bias=False).half()
+    loss = functional.cross_entropy(
+        TiledLogits(hidden, head, 4096), torch.zeros(20_000, dtype=torch.int64)
+    )
+    assert loss.item() == pytest.approx(8.517, abs=1e-2)  # ln(5000)
 
 
 @pytest.mark.parametrize(
@@ -245,8 +334,11 @@ def test_evaluation_is_tiled_too():
     ],
 )
 def test_wrong_names_are_errors(block, message):
+    model = _Model()
+    block = {"modules": {"names": ["blocks.0.mlp"]}, **block}
     with pytest.raises(ConfigError, match=message):
-        zero_core.build(_Model(), _config(3, tiled_compute=block))
+        zero_core.build(model, _config(3, tiled_compute=block))
+    assert all("forward" not in vars(module) for module in model.modules())
 
 
 class _Mixing(nn.Module):

@@ -15,8 +15,7 @@ from typing import Any
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from zero_core.runtime.param_guard import ObjectMethods
-from zero_core.runtime.recompute import Recompute
+from zero_core.object_methods import ObjectMethods
 from zero_core.sharded.sharded_state import ShardedState
 
 _KEY = "__deepcopy__"  # looked up on the object by `copy.deepcopy`
@@ -68,10 +67,10 @@ class ModelCopies:
         self.remove()
         try:
             with ExitStack() as stack:
-                for handle in handles:
+                for handle in reversed(handles):  # the last method that was replaced first
                     if (own := _dict_of(handle)) is not None:
                         own.pop(handle.id, None)
-                    elif isinstance(handle, Recompute | ObjectMethods):
+                    elif isinstance(handle, ObjectMethods):
                         stack.enter_context(handle.suspended())
                 yield
         finally:

@@ -49,7 +49,7 @@ def install(
     checkpointing = config.activation_checkpointing
     if checkpointing is not None and checkpointing.enabled:
         blocks = [m for u, m in zip(runtime.units, modules, strict=True) if u.is_block]
-        handles.insert(0, Recompute(blocks, runtime, is_on_cpu=checkpointing.cpu_checkpointing))
+        handles.append(Recompute(blocks, runtime, is_on_cpu=checkpointing.cpu_checkpointing))
     for unit, module in zip(runtime.units, modules, strict=True):
         if not unit.is_tail:  # its module is the model, which the root's hooks are on
             handles += _hook_unit(runtime, unit, module)

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 
 from torch import nn
 
-from zero_core.runtime.param_guard import ObjectMethods
+from zero_core.object_methods import ObjectMethods
 from zero_core.runtime.runtime import Runtime
 from zero_core.sharded.unit import Unit
 
@@ -57,6 +57,14 @@ class ModuleUnits:
         for unit in self.of(module):
             if unit.index not in self._runtime.ready:
                 self._runtime.enter_part(unit)
+
+    def is_gathered(self, module: nn.Module) -> bool:
+        """Whether the parameters of ``module`` hold the current values."""
+        return all(unit.index in self._runtime.ready for unit in self.of(module))
+
+    def version(self, module: nn.Module) -> int:
+        """Return a number that grows when the parameters of ``module`` get new values."""
+        return sum(flat.version for unit in self.of(module) for flat in unit.params)
 
     def set_resharded(self, modules: Iterable[nn.Module], *, is_resharded: bool) -> None:
         """Set whether a forward releases the units of ``modules`` when they have been used."""

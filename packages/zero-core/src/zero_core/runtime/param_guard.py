@@ -24,8 +24,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from itertools import chain
 from operator import is_
 from typing import Any
@@ -36,6 +35,7 @@ from torch import Tensor, nn
 from zero_core._torch import outside_graphs
 from zero_core.layout.arithmetic import Layout
 from zero_core.layout.discovery import plain_name
+from zero_core.object_methods import ObjectMethods
 from zero_core.sharded.params import FlatParams
 
 _log = logging.getLogger(__name__)
@@ -151,37 +151,6 @@ class ParamGuard:
                 )
         if len(num_names) == len(self._name_of):
             self._remember_places()  # modules were wrapped, or ones without parameters changed
-
-
-class ObjectMethods:
-    """A method that is replaced on some modules, as objects, until `remove`."""
-
-    def __init__(self, name: str, replaced: Sequence[tuple[nn.Module, Any]]) -> None:
-        """Replace the method ``name`` of each module by the other one of its pair."""
-        self._name = name
-        self._replaced = list(replaced)
-        self._before = [vars(module).get(name) for module, _ in replaced]
-        self._attach()
-
-    def _attach(self) -> None:
-        for module, method in self._replaced:
-            vars(module)[self._name] = method
-
-    @contextmanager
-    def suspended(self) -> Iterator[None]:
-        """Restore the modules' own methods for a while."""
-        self.remove()
-        try:
-            yield
-        finally:
-            self._attach()
-
-    def remove(self) -> None:
-        for (module, _), before in zip(self._replaced, self._before, strict=True):
-            if before is None:
-                vars(module).pop(self._name, None)
-            else:
-                vars(module)[self._name] = before
 
 
 class FixedMemory(ObjectMethods):

@@ -17,12 +17,13 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from zero_core.object_methods import ObjectMethods
 from zero_core.runtime.host_inputs import HostInputs
 from zero_core.runtime.runtime import Runtime
 from zero_core.sharded.unit import Unit
 
 
-class Recompute:
+class Recompute(ObjectMethods):
     """Wraps the forwards of blocks until `remove`."""
 
     def __init__(self, blocks: Sequence[nn.Module], runtime: Runtime, *, is_on_cpu: bool) -> None:
@@ -35,29 +36,10 @@ class Recompute:
         has_device = is_on_cpu and device.type != "cpu"
         self._host_inputs = HostInputs(device) if has_device else None
         self._runtime = runtime
-        # A forward that was set on the object must come back; the class's shows by itself.
-        self._before = [(module, module.__dict__.get("forward")) for module in blocks]
-        self._attach()
-
-    def _attach(self) -> None:
-        for unit, (module, _) in zip(self._runtime.blocks, self._before, strict=True):
-            module.forward = self._wrap(unit, module.forward)
-
-    @contextmanager
-    def suspended(self) -> Iterator[None]:
-        """Restore the blocks' own forwards for a while."""
-        self.remove()
-        try:
-            yield
-        finally:
-            self._attach()
-
-    def remove(self) -> None:
-        for module, forward in self._before:
-            if forward is None:
-                del module.forward
-            else:
-                module.forward = forward
+        pairs = zip(runtime.blocks, blocks, strict=True)
+        super().__init__(
+            "forward", [(module, self._wrap(unit, module.forward)) for unit, module in pairs]
+        )
 
     def _wrap(self, unit: Unit, forward: Callable[..., Any]) -> Callable[..., Any]:
         def contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:

@@ -6,8 +6,10 @@ the loss needs one tile of it at a time. `TiledLogits` stands for that output: i
 input, and what was done to the output since, if that acts on each token by itself (views and slices
 of the leading dimensions, casts, scaling by numbers). ``torch.nn.functional.cross_entropy`` of it
 computes the head and the loss of one tile after the other and computes both again in backward, so
-that one tile of logits exists at a time. Any other use of it gets the whole logits, by one call of
-the head, with the same values and gradients as ever.
+that one tile of logits exists at a time. Any other function that reads them gets the whole logits,
+computed once, with their gradients. Before the backward of its forward that is as with a plain
+tensor. After it the head's weights may be elsewhere or changed, and on this rank alone they cannot
+be gathered: reading is an error then, and so is a change in place, which the tiles would not see.
 
 The method is that of the tiled loss in Arctic Long Sequence Training (arXiv 2506.13996).
 """
@@ -47,6 +49,14 @@ _FACTS = frozenset(
 """Functions of a tensor that the wrapper itself answers."""
 _SCALING = frozenset({Tensor.mul, Tensor.div, Tensor.__mul__, Tensor.__truediv__, Tensor.__rmul__})
 """Functions of logits and a number that act on each element by itself."""
+_CHANGING = frozenset(
+    {
+        *("__setitem__", "__set__", "__delete__", "register_hook", "retain_grad"),
+        *(f"__i{name}__" for name in ("add", "sub", "mul", "div", "truediv", "floordiv", "mod")),
+        *(f"__i{name}__" for name in ("pow", "and", "or", "xor", "lshift", "rshift", "matmul")),
+    }
+)
+"""Names of functions that change a tensor or what is kept on it, beside those that end in "_"."""
 _POINTWISE = frozenset({torch.tanh, Tensor.tanh, Tensor.float, Tensor.contiguous, Tensor.to})
 
 
@@ -94,9 +104,10 @@ class TiledLogits(Tensor):
         return logits
 
     def whole(self) -> Tensor:
-        """Return the logits as a plain tensor, computed once."""
+        """Return the logits as a plain tensor, computed once, with their gradients."""
         if self._whole is None:
-            self._whole = _apply(self._head(self._hidden), self._steps)
+            with torch.enable_grad():
+                self._whole = _apply(self._head(self._hidden), self._steps)
         return self._whole
 
     def __repr__(self) -> str:  # type: ignore[override]
@@ -111,6 +122,12 @@ class TiledLogits(Tensor):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
+        if _changes(func, args, kwargs):
+            raise RuntimeError(
+                f"{func.__name__} would change tiled logits, of which one tile exists at a time: "
+                "use a function that returns new ones, or leave the head out of "
+                "tiled_compute.logits"
+            )
         if func in _FACTS:
             with DisableTorchFunction():
                 return func(*args, **kwargs)
@@ -171,6 +188,17 @@ class TiledLogits(Tensor):
         return None
 
 
+def _changes(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Return whether ``func`` changes tiled logits that it is given, or keeps something on them."""
+    if isinstance(kwargs.get("out"), TiledLogits):
+        return True
+    name = func.__name__
+    is_in_place = name.endswith("_") and not name.startswith("__")
+    if not (is_in_place or name in _CHANGING or kwargs.get("inplace")):
+        return False
+    return bool(args) and isinstance(args[0], TiledLogits)
+
+
 def _apply(logits: Tensor, steps: Sequence[_Call]) -> Tensor:
     for step in steps:
         logits = step(logits)
@@ -212,9 +240,12 @@ def _bind(
     label_smoothing: float = 0.0,
 ) -> dict[str, Any] | None:
     """Return the arguments of `_cross_entropy`, or None where the whole logits are needed."""
-    is_flat = isinstance(input, TiledLogits) and input.dim() == 2
-    if not is_flat or isinstance(target, TiledLogits) or (size_average, reduce) != (None, None):
+    if not isinstance(input, TiledLogits) or isinstance(target, TiledLogits):
         return None
+    is_legacy = (size_average, reduce) != (None, None)
+    is_fitting = input.dim() == 2 and target.shape[:1] == input.shape[:1]
+    if is_legacy or not is_fitting or reduction not in ("mean", "sum", "none"):
+        return None  # also where torch has to say what is wrong
     options = {"ignore_index": ignore_index, "label_smoothing": label_smoothing}
     return {
         "logits": input,
@@ -236,26 +267,32 @@ def _cross_entropy(
 
     Arguments are those of `torch.nn.functional.cross_entropy`.
     """
-    within = "none" if reduction == "none" else "sum"
+    is_summed = reduction != "none"
+    # A sum of thousands of losses may be more than fp16 holds.
+    dtype = torch.float32 if logits.dtype in (torch.float16, torch.bfloat16) else logits.dtype
 
     def loss_of(hidden: Tensor, target: Tensor) -> Tensor:
         tile = _apply(logits._head(hidden), logits._steps)
-        return functional.cross_entropy(tile, target, weight, reduction=within, **options)
+        losses = functional.cross_entropy(tile, target, weight, reduction="none", **options)
+        return losses.sum(dtype=dtype) if is_summed else losses
 
     size = logits._tile_tokens
     tiles = zip(torch.split(logits._hidden, size), torch.split(target, size), strict=True)
     losses = [run_tile(partial(loss_of, target=wanted), hidden) for hidden, wanted in tiles]
-    if reduction == "none":
+    if not is_summed:
         return torch.cat(losses)
     total = torch.stack(losses).sum()
-    if reduction == "sum":
-        return total
+    if reduction == "mean":
+        total = total / _divisor(target, weight, options["ignore_index"])
+    return total.to(logits.dtype)
+
+
+def _divisor(target: Tensor, weight: Tensor | None, ignore_index: int) -> Tensor | int:
+    """Return what cross entropy's mean divides by: the rows, or the weights of those that count."""
     if target.is_floating_point():
-        return total / target.shape[0]
-    counted = target != options["ignore_index"]
-    divisor = counted.sum() if weight is None else weight[target[counted]].sum()
-    mean: Tensor = total / divisor
-    return mean
+        return target.shape[0]
+    counted = target != ignore_index
+    return counted.sum() if weight is None else weight[target[counted]].sum()
 
 
 def run_tile(forward: TileForward, tile: Tensor) -> Tensor:

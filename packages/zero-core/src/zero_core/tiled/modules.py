@@ -13,76 +13,75 @@ hooks stay. (The tiled MLP of Arctic Long Sequence Training, arXiv 2506.13996.)
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from zero_core._torch import outside_graphs, pytree
-from zero_core.config import TiledComputeConfig
+from zero_core._torch import is_in_backward, outside_graphs, pytree
+from zero_core.config import ModulesConfig, TiledComputeConfig
 from zero_core.errors import ConfigError
 from zero_core.layout.discovery import ModuleRule
+from zero_core.object_methods import ObjectMethods
 from zero_core.tiled.logits import TiledLogits, run_tile
 
 
-class ParamGatherer(Protocol):
-    """Gathers the parameters of modules."""
+class ParamHolders(Protocol):
+    """The units that hold the parameters of modules."""
 
     def gather(self, module: nn.Module) -> None:
         """Make sure that the parameters of ``module`` have their values."""
 
+    def is_gathered(self, module: nn.Module) -> bool:
+        """Whether they have."""
+
+    def version(self, module: nn.Module) -> int:
+        """Return a number that grows when the parameters of ``module`` get new values."""
+
 
 class WholeModel:
-    """`ParamGatherer` of a model whose parameters always have their values."""
+    """`ParamHolders` of a model whose parameters always have the same values."""
 
     def gather(self, module: nn.Module) -> None:
         """Do nothing."""
 
+    def is_gathered(self, module: nn.Module) -> bool:
+        """Return True."""
+        return True
 
-class TiledForwards:
+    def version(self, module: nn.Module) -> int:
+        """Return 0."""
+        return 0
+
+
+class TiledForwards(ObjectMethods):
     """Wraps the forwards of the modules that the configuration names until `remove`."""
 
-    def __init__(
-        self, model: nn.Module, config: TiledComputeConfig, gatherer: ParamGatherer
-    ) -> None:
+    def __init__(self, model: nn.Module, config: TiledComputeConfig, holders: ParamHolders) -> None:
         """Wrap the modules of ``model``.
 
         Raises:
             ConfigError: a name is not the model's.
         """
         self._tile_tokens = config.tile_tokens
-        self._gatherer = gatherer
-        self._before: list[tuple[nn.Module, Any]] = []
-        kinds = (
-            ("modules", config.modules, self._tiled),
-            ("logits", config.logits, self._with_loss),
+        self._holders = holders
+        modules = _selected(model, "modules", config.modules)
+        heads = _selected(model, "logits", config.logits)
+        super().__init__(
+            "forward",
+            [
+                *((module, self._tiled(path, module)) for path, module in modules),
+                *((module, self._with_loss(path, module)) for path, module in heads),
+            ],
         )
-        for key, named, wrap in kinds:
-            rule = ModuleRule(**named.model_dump())
-            missing = rule.missing(model)
-            if missing:
-                raise ConfigError(
-                    f"tiled_compute.{key} names what the model lacks: {', '.join(missing)}"
-                )
-            for path, module in _selected(model, rule):
-                # A forward that was set on the object must come back; the class's shows by itself.
-                self._before.append((module, vars(module).get("forward")))
-                module.forward = wrap(path, module)
-
-    def remove(self) -> None:
-        for module, forward in reversed(self._before):
-            if forward is None:
-                del module.forward
-            else:
-                module.forward = forward
-        self._before.clear()
 
     def _tiled(self, path: str, module: nn.Module) -> Callable[..., Any]:
         forward = module.forward
 
         def run(*args: Any, **kwargs: Any) -> Any:
-            self._gatherer.gather(module)
+            self._holders.gather(module)
             return forward(*args, **kwargs)
 
         @functools.wraps(forward)
@@ -118,30 +117,79 @@ class TiledForwards:
 
         return wrapped
 
-    def _with_loss(self, _path: str, module: nn.Module) -> Callable[..., Any]:
+    def _with_loss(self, path: str, module: nn.Module) -> Callable[..., Any]:
         forward = module.forward
-
-        def head(hidden: Tensor) -> Tensor:
-            self._gatherer.gather(module)
-            logits: Tensor = forward(hidden)
-            return logits
 
         @functools.wraps(forward)
         def wrapped(hidden: Tensor) -> Tensor:
             tokens = hidden.numel() // max(1, hidden.shape[-1])
-            if hidden.dim() < 2 or tokens <= self._tile_tokens:
-                return head(hidden)
+            is_small = hidden.dim() < 2 or tokens <= self._tile_tokens
+            # Without gradients logits may be read on one rank alone, when nothing is gathered.
+            if is_small or not torch.is_grad_enabled():
+                logits: Tensor = forward(hidden)
+                return logits
+            head = _Head(path, module, forward, self._holders, hidden.device.type)
             return TiledLogits(hidden, head, self._tile_tokens)
 
         return outside_graphs(wrapped)  # a graph would hold the whole logits
 
 
-def _selected(model: nn.Module, rule: ModuleRule) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the modules that ``rule`` selects, each once, but none within another one."""
-    within: str | None = None
-    for path, module in list(model.named_modules()):
-        if within is not None and path.startswith(within):
-            continue
-        if rule.selects(path, module):
-            within = f"{path}."
-            yield path, module
+class _Head:
+    """A head's forward with the weights and the autocast of the call that it stands for."""
+
+    def __init__(
+        self, path: str, module: nn.Module, forward: Any, holders: ParamHolders, device_type: str
+    ) -> None:
+        self._path = path
+        self._module = module
+        self._forward = forward
+        self._holders = holders
+        self._version = holders.version(module)
+        self._autocast: dict[str, Any] | None = None
+        if torch.amp.is_autocast_available(device_type):
+            self._autocast = {
+                "device_type": device_type,
+                "dtype": torch.get_autocast_dtype(device_type),
+                "enabled": torch.is_autocast_enabled(device_type),
+            }
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        """Return the logits of ``hidden``.
+
+        Raises:
+            RuntimeError: the weights have changed since, or are not gathered any more.
+        """
+        if self._version != self._holders.version(self._module):
+            raise RuntimeError(
+                f"logits of {self._path!r} were read after step(), which has changed its weights: "
+                "read them before it, or leave the head out of tiled_compute.logits"
+            )
+        if is_in_backward():
+            self._holders.gather(self._module)
+        elif not self._holders.is_gathered(self._module):
+            raise RuntimeError(
+                f"logits of {self._path!r} were read after their backward, which has released its "
+                "weights: read them before it, or leave the head out of tiled_compute.logits"
+            )
+        autocast = self._autocast
+        with nullcontext() if autocast is None else torch.autocast(**autocast):
+            logits: Tensor = self._forward(hidden)
+        return logits
+
+
+def _selected(model: nn.Module, key: str, config: ModulesConfig) -> list[tuple[str, nn.Module]]:
+    """Return the modules that ``config`` names, each once, but none within another one.
+
+    Raises:
+        ConfigError: a name is not the model's.
+    """
+    rule = ModuleRule(**config.model_dump())
+    missing = rule.missing(model)
+    if missing:
+        raise ConfigError(f"tiled_compute.{key} names what the model lacks: {', '.join(missing)}")
+    found: list[tuple[str, nn.Module]] = []
+    for path, module in model.named_modules():
+        is_within = bool(found) and path.startswith(f"{found[-1][0]}.")
+        if not is_within and rule.selects(path, module):
+            found.append((path, module))
+    return found
