@@ -82,20 +82,35 @@ def _by_torch(world_size: int, backwards: list[int], *, over: int) -> dict[str, 
 # ----------------------------------------------------------- who ends a step
 
 
+class _Asks:
+    """A scheduler that asks for the boundary within ``step()``."""
+
+    def __init__(self, engine: Any, seen: list[bool]) -> None:
+        self._engine, self._seen = engine, seen
+
+    def step(self) -> None:
+        self._seen.append(self._engine.is_gradient_accumulation_boundary())
+
+    def get_last_lr(self) -> list[float]:
+        return [0.0]
+
+
 def _boundaries(rank: int, world_size: int) -> None:
     counts = [1, 3, 2]
     expected = _by_torch(world_size, counts, over=2)
     for stage in range(4):
-        engine = make(
-            config=config(stage, managed_gradient_accumulation=False, gradient_accumulation_steps=2)
-        )
+        settings = {"managed_gradient_accumulation": False, "gradient_accumulation_steps": 2}
+        seen: list[bool] = []
+        engine = make(config=config(stage, **settings))
+        engine.core.lr_scheduler = _Asks(engine, seen)
         number = itertools.count()
         for count in counts:
             for _ in range(count):
                 engine.backward(engine(x(next(number), rank)).square().mean())
                 assert not engine.is_gradient_accumulation_boundary()
-            engine.step()
+            engine.optimizer.step()  # Fabric's loop calls it
             assert engine.was_step_applied()
+        assert seen == [True] * 3
         assert engine.global_steps == 3
         assert engine.global_samples == sum(counts) * 2 * world_size
         torch.testing.assert_close(_values(engine), expected, rtol=1e-6, atol=1e-6)
@@ -179,8 +194,28 @@ def _tiled(rank: int, world_size: int) -> None:
         engine.destroy()
 
 
+def _tiled_from_shards(rank: int, world_size: int) -> None:
+    torch.manual_seed(0)
+    whole = nn.Linear(6, 5)
+    torch.manual_seed(0)
+    with deepspeed.zero.Init():
+        layer = nn.Linear(6, 5)
+    owned = make(nn.Sequential(nn.Linear(6, 5)), config=config(3))
+    with deepspeed.zero.GatheredParameters(owned.module.parameters(), modifier_rank=0):
+        owned.module[0].load_state_dict(whole.state_dict())
+    for source in (layer, owned.module[0]):
+        tiled = TiledLinear(6, 5, in_splits=2, out_splits=2, init_linear=source)
+        torch.testing.assert_close(tiled(torch.ones(6)), whole(torch.ones(6)))
+    with deepspeed.zero.Init():
+        sharded = TiledLinear(6, 5, in_splits=3)
+    sharded.copy_params_from(layer)
+    with deepspeed.zero.GatheredParameters(sharded.parameters()):
+        torch.testing.assert_close(sharded(torch.ones(6)), whole(torch.ones(6)))
+    owned.destroy()
+
+
 def _all(rank: int, world_size: int, folder: str) -> None:
-    for check in (_boundaries, _coalesced, _offloaded, _tiled):
+    for check in (_boundaries, _coalesced, _offloaded, _tiled, _tiled_from_shards):
         check(rank, world_size)
     Path(folder, str(rank)).touch()
 
@@ -265,6 +300,7 @@ def test_the_loss_scaler_follows_the_engine() -> None:
 
 def test_the_configuration_has_deepspeeds_attributes(tmp_path: Path) -> None:
     given = config(3, gradient_accumulation_steps=4, bf16={"enabled": True}, steps_per_print=7)
+    given |= {"zero_allow_untested_optimizer": True, "aio": {"queue_depth": 16}}
     path = tmp_path / "config.json"
     path.write_text(json.dumps(given))
     for source in (given, str(path)):
@@ -274,7 +310,10 @@ def test_the_configuration_has_deepspeeds_attributes(tmp_path: Path) -> None:
         assert found.zero_config.stage == 3
         assert found.bfloat16_config.enabled
         assert not found.float16_config.enabled
-        assert found.optimizer_name == "AdamW"
+        assert found.optimizer_name == "adamw"  # integration/compat/checks has all of them
+        assert (found.zero_allow_untested_optimizer, found.disable_allgather) == (True, False)
+        assert (found.aio_config["queue_depth"], found.aio_config["use_gds"]) == (16, False)
+        assert not found.activation_checkpointing_config.partition_activations
         assert found.steps_per_print == 7
     engine = make(config=given)
     assert engine._config.train_micro_batch_size_per_gpu == 2

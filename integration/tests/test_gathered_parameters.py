@@ -125,8 +125,6 @@ def _on_other_things(rank: int, world_size: int) -> None:
         assert not nn.Linear(2, 2).weight.isnan().any()
     with pytest.raises(NotServedError, match="param_swapper"):
         zero.Init(param_swapper=object())
-    with pytest.raises(NotServedError, match="TiledLinear"):
-        zero.TiledLinear(2, 2)
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
@@ -189,18 +187,25 @@ def test_a_weight_that_another_block_reads_trains_as_in_torch() -> None:
     spawn(_read_elsewhere, 2)
 
 
+class _Own(nn.Parameter):
+    """As a quantizer's."""
+
+
 def _what_scripts_ask(rank: int, world_size: int) -> None:
     """ds_status, ds_tensor and the like of an engine's parameters, wherever a script asks."""
     from zero_engine.deepspeed import initialize, zero
     from zero_engine.deepspeed.zero.partition_parameters import is_zero_param
 
     here = zero.ZeroParamStatus.AVAILABLE
-    engine = initialize(model=_model(), config=_config(3))[0]
-    weight = engine.module[1].weight
+    model = _model()
+    model[1].bias = _Own(model[1].bias.detach())
+    engine = initialize(model=model, config=_config(3))[0]
+    weight, own = engine.module[1].weight, engine.module[1].bias
+    assert type(own) is _Own
     seen: list[Any] = []
     handles = [
         engine.module[1].register_forward_pre_hook(lambda *_: seen.append(weight.ds_status)),
-        engine.module[1].register_forward_hook(lambda *_: seen.append(weight.ds_status)),
+        engine.module[1].register_forward_hook(lambda *_: seen.append(own.ds_status)),
     ]
     engine.backward(engine(torch.ones(1, 5).bfloat16()).float().mean())
     engine.step()
@@ -220,10 +225,17 @@ def _what_scripts_ask(rank: int, world_size: int) -> None:
         rows = [parts]
     assert torch.equal(torch.cat(rows), whole.flatten())
     assert (weight.ds_shape, weight.ds_numel) == (torch.Size([7, 7]), 49)
+    assert (own.ds_status == here) == (world_size == 1)
+    assert own.partition_numel() == own.ds_tensor.numel()
+    assert own.ds_tensor.dtype == torch.bfloat16
     with zero.GatheredParameters(engine.module.parameters()):
+        assert own.ds_status == here
         copied = copy.deepcopy(engine.module)
-    assert {type(p) for p in copied.parameters()} == {nn.Parameter}
+    assert {type(p) for p in copied.parameters()} == {nn.Parameter, _Own}
+    assert not hasattr(copied[1].bias, "ds_status")
     engine.destroy()
+    assert own.ds_status == zero.ZeroParamStatus.NOT_AVAILABLE
+    assert not hasattr(own, "ds_tensor")
     assert is_zero_param(weight)
     assert not isinstance(weight, ShardedParameter)
 
@@ -256,6 +268,11 @@ def _engine_within_init(rank: int, world_size: int) -> None:
     from zero_engine.deepspeed import initialize, zero
     from zero_engine.deepspeed.zero.partition_parameters import is_zero_param
 
+    with zero.Init():
+        with pytest.raises(ValueError, match="hybrid_engine"):
+            initialize(model=_model(), config={**_config(3), "hybrid_engine": {"enabled": True}})
+        later = nn.Linear(2, 2)
+    assert is_zero_param(later.weight)
     for stage in (0, 3):
         with zero.Init():
             config = {**_config(stage), "bf16": {"enabled": False}, "gradient_clipping": 0.0}

@@ -8,6 +8,7 @@ import torch
 
 from zero_core.comm.topology import find_ranks
 from zero_core.config import Config, load_config
+from zero_engine.deepspeed.config import attributes
 from zero_engine.deepspeed.config.reader import read
 from zero_engine.deepspeed.config.settings import Settings
 from zero_engine.deepspeed.config.source import Source
@@ -60,7 +61,10 @@ class DeepSpeedConfig:
         self.float16_config, self.bfloat16_config = resolved.fp16, resolved.bf16
         self.torch_autocast_enabled = autocast.enabled
         self.torch_autocast_dtype: torch.dtype | None = resolved.autocast_dtype
-        self.optimizer_name, self.optimizer_params = self._named("optimizer")
+        name, self.optimizer_params = self._named("optimizer")
+        self.optimizer_name = attributes.optimizer_name(name)
+        is_profiled = settings.flops_profiler.enabled
+        self.wall_clock_breakdown = settings.wall_clock_breakdown or is_profiled
         self.scheduler_name, self.scheduler_params = self._named("scheduler")
 
     def _named(self, block: str) -> tuple[str | None, dict[str, Any] | None]:
@@ -68,13 +72,15 @@ class DeepSpeedConfig:
         return given.get("type"), given.get("params")
 
     def __getattr__(self, name: str) -> Any:
-        """Return the value of the top-level key ``name``."""
+        """Return the value of the top-level key ``name``, or of one of `attributes.NAMES`."""
         if name.startswith("_"):
             raise AttributeError(name)
         if name in Config.model_fields:
             return getattr(self._resolved, name)
         if name in Settings.__slots__:
             return getattr(self._settings, name)
+        if name in attributes.NAMES:
+            return attributes.attribute(self._settings, name)
         raise NotServedError(
             f"DeepSpeedConfig.{name}", "read the JSON file, or ask the engine's methods"
         )

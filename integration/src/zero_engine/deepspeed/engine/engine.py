@@ -78,7 +78,7 @@ class DeepSpeedEngine(Checkpoints, nn.Module):
         self.watch = Watch(settings, core)
         self._config = DeepSpeedConfig.of(settings, core.config, core.rank, core.world_size)
         self._num_backwards = 0  # since the last step, where step() alone is the boundary
-        self._is_quiet = self._is_coalescing = False  # within these contexts
+        self._is_quiet = self._is_coalescing = self._is_stepping = False  # within these contexts
         if not settings.managed_gradient_accumulation and isinstance(core, Engine):
             core.set_gradient_accumulation_boundary(True)
         trained = (core.module.get_parameter(p.name) for p in core.layout.params if p.is_trainable)
@@ -154,13 +154,21 @@ class DeepSpeedEngine(Checkpoints, nn.Module):
         is_boundary = core.is_gradient_accumulation_boundary()
         skipped = self.core.skipped_steps
         arguments = _SteppedWith(self.core, lr_kwargs) if lr_kwargs else nullcontext()
-        with self.watch.part("step"), arguments:
+        with self.watch.part("step"), arguments, self._stepping():
             core.step()
             if is_boundary:
                 self.core.publish()
         self._was_step_applied = is_boundary and self.core.skipped_steps == skipped
         if is_boundary:
             self._end_step()
+
+    @contextmanager
+    def _stepping(self) -> Iterator[None]:
+        self._is_stepping = True
+        try:
+            yield
+        finally:
+            self._is_stepping = False
 
     def _end_step(self) -> None:
         assert self.optimizer is not None
@@ -199,10 +207,11 @@ class DeepSpeedEngine(Checkpoints, nn.Module):
     def is_gradient_accumulation_boundary(self) -> bool:
         """Whether the next backward is the last one of its step.
 
-        Without ``managed_gradient_accumulation`` that is not known before ``step``: False.
+        Without ``managed_gradient_accumulation`` that is not known before ``step``: it is True only
+        while ``step`` runs.
         """
-        is_managed = self.settings.managed_gradient_accumulation
-        return is_managed and self.core.is_gradient_accumulation_boundary()
+        is_known = self.settings.managed_gradient_accumulation or self._is_stepping
+        return is_known and self.core.is_gradient_accumulation_boundary()
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
         """Say whether the next backward is the last one of its step, until said otherwise.

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from zero_core import Config, Engine, ShardedModel
+from zero_engine.deepspeed.config import attributes
 from zero_engine.deepspeed.config.settings import Settings
 from zero_engine.deepspeed.utils.groups import get_data_parallel_group
 
@@ -39,7 +40,6 @@ _SAFE_MODULES = (
     *("torch.nn.modules.linear.Linear", "torch.nn.modules.conv.Conv1d"),
     *("torch.nn.modules.conv.Conv2d", "torch.nn.modules.conv.Conv3d"),
 )
-_OWN_OPTIMIZERS = {"adagrad", "adam", "adamw", "lamb", "lion", "muadam", "muadamw", "musgd", "muon"}
 _Method = Callable[[Any], Any]
 
 
@@ -299,9 +299,7 @@ class Facts:
         """Return ``optimizer.type``, in DeepSpeed's spelling, or the class of the one given."""
         if self.client_optimizer is not None:
             return type(self.client_optimizer).__name__
-        name: str | None = self._block("optimizer").get("type")
-        is_own = name is not None and name.lower() in _OWN_OPTIMIZERS
-        return name.lower() if name is not None and is_own else name
+        return attributes.optimizer_name(self._block("optimizer").get("type"))
 
     def optimizer_params(self) -> dict[str, Any] | None:
         return self._block("optimizer").get("params")

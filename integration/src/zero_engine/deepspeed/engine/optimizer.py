@@ -82,9 +82,6 @@ class Stepping(Protocol):
     def step(self) -> None:
         """End a micro-step."""
 
-    def is_gradient_accumulation_boundary(self) -> bool:
-        """Return whether it is the last of its step."""
-
 
 class DeepSpeedOptimizer(torch.optim.Optimizer):
     """View of the optimizer that is driven, with its ``param_groups``. Schedulers accept it.
@@ -167,7 +164,7 @@ class DeepSpeedOptimizer(torch.optim.Optimizer):
         if closure is not None:
             raise ValueError("step(closure) cannot call the model again: run it before, and step()")
         engine = self._engine()
-        if engine is None or not engine.is_gradient_accumulation_boundary():
+        if engine is None or not self.is_gradient_accumulation_boundary:
             raise RuntimeError(
                 "optimizer.step() between two steps, by gradient_accumulation_steps: call "
                 "engine.step() after each micro-step instead"

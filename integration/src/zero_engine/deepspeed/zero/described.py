@@ -1,9 +1,10 @@
 """Attributes by which scripts know a sharded parameter: ``ds_id``, ``ds_status``, ``ds_tensor``.
 
 While an engine of stage 3 has a parameter, its class is `ShardedParameter`: status and shard are
-looked up in the engine when they are asked for. Before, ``ds_status`` is what `GatheredParameters`
-says. DeepSpeed's sharded parameter has no elements. Here it keeps its shape, and ``ds_shape`` and
-``ds_numel`` say the same as ``shape`` and ``numel()``.
+looked up in the engine when they are asked for. A parameter of another class than torch's keeps it,
+as its own operators dispatch on that, and is served by the descriptors of `saved`. Before,
+``ds_status`` is what `GatheredParameters` says. DeepSpeed's sharded parameter has no elements. Here
+it keeps its shape, and ``ds_shape`` and ``ds_numel`` say the same as ``shape`` and ``numel()``.
 """
 
 from __future__ import annotations
@@ -93,7 +94,9 @@ def describe_engine(engine: ShardedModel) -> None:
     """Describe the parameters of ``engine``, of stage 3, until it ends."""
     params = list(engine.module.parameters())
     describe(params, has_checks=engine.config.zero_optimization.enable_sanity_checks)
-    engine.remove_at_end([_Class(param) for param in params if type(param) is nn.Parameter])
+    engine.remove_at_end(
+        _Class(param) if type(param) is nn.Parameter else _OwnClass(param) for param in params
+    )
 
 
 class _Class:
@@ -105,6 +108,17 @@ class _Class:
 
     def remove(self) -> None:
         self._param.__class__ = nn.Parameter
+
+
+class _OwnClass:
+    """A parameter of another class, without ``ds_status`` of its own until `remove`."""
+
+    def __init__(self, param: nn.Parameter) -> None:
+        self._attributes = vars(param)
+        self._status = self._attributes.pop("ds_status")
+
+    def remove(self) -> None:
+        self._attributes["ds_status"] = self._status
 
 
 def _engine(param: nn.Parameter, name: str) -> ShardedModel:

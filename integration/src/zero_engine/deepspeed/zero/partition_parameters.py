@@ -196,8 +196,10 @@ def suspended_init() -> Iterator[None]:
         yield
         return
     active.__exit__(None, None, None)
-    yield
-    active.__enter__()
+    try:
+        yield
+    finally:
+        active.__enter__()
 
 
 class GatheredParameters:
@@ -329,7 +331,7 @@ def _by_engine(params: Iterable[nn.Parameter]) -> list[tuple[ShardedModel, list[
 @contextmanager
 def _available(params: Iterable[nn.Parameter]) -> Iterator[None]:
     """Mark those of ``params`` that no engine has as holding their values."""
-    marked = [p for p in params if is_zero_param(p) and not isinstance(p, ShardedParameter)]
+    marked = [p for p in params if "ds_status" in vars(p) and not isinstance(p, ShardedParameter)]
     before = [vars(param)["ds_status"] for param in marked]
     for param in marked:
         vars(param)["ds_status"] = ZeroParamStatus.AVAILABLE

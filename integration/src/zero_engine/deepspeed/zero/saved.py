@@ -1,4 +1,8 @@
-"""DeepSpeed's attributes of a parameter, on what autograd unpacks in its place.
+"""DeepSpeed's attributes of a parameter, where its class cannot have them.
+
+[Note: parameters of a class of their own]
+A quantizer's parameter keeps its class, as operators dispatch on it. What an engine of stage 3 is
+asked for by name (`ASKED`) is answered for it by descriptors of ``torch.Tensor``, too.
 
 [Note: parameters in an autograd.Function]
 DeepSpeed's parameter is saved as the object it is, so the backward of an ``autograd.Function``
@@ -18,11 +22,13 @@ from torch import Tensor, nn
 
 from zero_core import ShardedModel
 from zero_core._torch import is_in_backward
-from zero_engine.deepspeed.zero.described import ZeroParamStatus
+from zero_engine.deepspeed.zero.described import ShardedParameter, ZeroParamStatus, is_zero_param
 
+ASKED = ("ds_status", "ds_tensor", "partition_numel")
+"""Those of `ShardedParameter`, which only the engine knows."""
 NAMES = (
     *("ds_active_sub_modules", "ds_id", "ds_numel", "ds_param_type", "ds_persist", "ds_shape"),
-    *("ds_status", "ds_tensor"),
+    *ASKED,
 )
 """The attributes by which scripts know a sharded parameter."""
 
@@ -46,6 +52,8 @@ class _OfSaved:
     def __get__(self, tensor: Tensor | None, owner: type[Tensor]) -> Any:
         if tensor is None:
             return self
+        if self._name in ASKED and is_zero_param(tensor) and "ds_status" not in vars(tensor):
+            return vars(ShardedParameter)[self._name].__get__(tensor)
         param = _param_behind(tensor)
         if param is None:
             raise AttributeError(f"{owner.__name__!r} object has no attribute {self._name!r}")

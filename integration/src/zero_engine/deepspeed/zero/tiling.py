@@ -113,7 +113,7 @@ class TiledLinear(nn.Module):
 
     @torch.no_grad()
     def copy_params_from(self, other: nn.Linear) -> None:
-        """Copy rank 0's weight and bias of ``other``. Every rank must call it.
+        """Copy rank 0's weight and bias of ``other``, sharded or not. Every rank must call it.
 
         Raises:
             ValueError: the shapes differ.
@@ -125,6 +125,10 @@ class TiledLinear(nn.Module):
             )
         if self.use_bias != (other.bias is not None):
             raise ValueError("copy_params_from: one of the two layers has a bias")
+        with GatheredParameters(other.parameters(recurse=False)):
+            self._copy_tiles(other)
+
+    def _copy_tiles(self, other: nn.Linear) -> None:
         for row, (low, high) in zip(self.linears, pairwise(self.out_parts), strict=True):
             tiles = cast(nn.ModuleList, row)
             for tile, (start, stop) in zip(tiles, pairwise(self.in_parts), strict=True):
