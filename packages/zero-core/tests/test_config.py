@@ -373,3 +373,12 @@ def test_what_is_no_whole_number_is_none(value):
             {"train_batch_size": 1, "zero_optimization": {"reduce_bucket_size": value}},
             world_size=1,
         )
+
+
+def test_autocast_to_another_dtype_than_the_weights_is_refused():
+    autocast = {"torch_autocast": {"enabled": True, "dtype": "fp16"}}
+    refused(SMALL | autocast | {"bf16": {"enabled": True}}, "float16 and the weights are .*bfloat")
+    config = load_config(
+        SMALL | autocast | {"fp16": {"enabled": True, "loss_scale": 8}}, world_size=1
+    )
+    assert config.loss_scaling.loss_scale == 8

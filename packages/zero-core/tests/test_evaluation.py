@@ -156,3 +156,12 @@ def test_a_parameter_that_starts_with_nan_is_no_empty_one():
         model.weight[0, 0] = torch.nan
     engine = zero_core.build(model, {"train_micro_batch_size_per_gpu": 1}, is_training=False)
     assert torch.equal(engine.full_state_dict()["bias"], model.bias)
+
+
+def test_each_member_of_a_training_engine_alone_is_explained():
+    engine = zero_core.build(make_model(), _config(0), is_training=False)
+    members = set(vars(zero_core.Engine)) - set(dir(zero_core.ShardedModel))
+    for name in {"optimizer", *(name for name in members if not name.startswith("_"))}:
+        with pytest.raises(EvaluationOnlyError, match=name):
+            getattr(engine, name)
+    engine.close()

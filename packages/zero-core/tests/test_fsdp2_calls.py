@@ -206,3 +206,26 @@ def test_units_in_another_order_are_refused():
         engine.set_modules_to_forward_prefetch(blocks, [blocks[2]])
     with pytest.raises(ValueError, match="Linear is not a module of this engine"):
         engine.set_reshard_after_forward(False, modules=[nn.Linear(2, 2)])
+
+
+def _breaks_off(ranks: SimulatedRanks) -> None:
+    engine, _ = _build(ranks)
+    with torch.no_grad():
+        engine(_x(ranks.rank))
+    before = engine.memory_report()
+    kept = []
+
+    def break_off() -> None:
+        engine(_x(ranks.rank))
+        kept.append(sum(engine.memory_report().values()))
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt), torch.no_grad(), engine.generating():
+        break_off()
+    assert kept[0] > sum(before.values())
+    assert engine.memory_report() == before
+    engine.close()
+
+
+def test_generation_that_breaks_off_frees_what_it_kept() -> None:
+    simulate(_breaks_off, 2)

@@ -175,3 +175,32 @@ def _wait_in_vain(ranks: SimulatedRanks) -> None:
 def test_the_error_of_ranks_that_diverge_names_idle_step():
     with pytest.raises(zero_core.CollectiveError, match=r"must call engine.idle_step\(\)"):
         simulate(_wait_in_vain, 2, timeout_s=1.0)
+
+
+def _all_used(ranks: SimulatedRanks, stage: int) -> None:
+    zero = {"ignore_unused_parameters": False}
+    engine = zero_core.build(
+        nn.ModuleDict({"used": nn.Linear(3, 1), "other": nn.Linear(3, 1)}),
+        Case(stage=stage, zero=zero).config(),
+        process_group=ranks,
+    )
+    used, other, x = engine.module["used"], engine.module["other"], torch.ones(1, 3)
+    if ranks.rank == 0:  # a rank without data has missed nothing
+        engine.idle_step()
+    else:
+        engine.backward((used(x) + other(x)).sum())
+        engine.step()
+    engine.backward((used(x) + other(x) if ranks.rank else used(x)).sum())
+    missed = r"2 trainable .*other\.bias on 1 of 2 ranks.*ignore_unused_parameters"
+    with pytest.raises(zero_core.UnusedParameterError, match=missed):
+        engine.step()
+    engine.optimizer.zero_grad()
+    engine.backward((used(x) + other(x)).sum())
+    engine.step()
+    assert engine.global_steps == 2
+    engine.close()
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_all_ranks_raise_for_a_parameter_that_one_of_those_with_data_has_not_used(stage: int):
+    simulate(_all_used, 2, stage, timeout_s=10.0)

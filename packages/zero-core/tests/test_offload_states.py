@@ -1,6 +1,10 @@
 """States that leave the device for a while and come back with the same bits."""
 
 import itertools
+import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from threading import Barrier
 from typing import Any
 
@@ -131,6 +135,7 @@ def _misuse(ranks: Any, stage: int) -> None:
         lambda: engine.load_checkpoint("nowhere"),
         lambda: engine.clip_grad_norm_(1.0),
         lambda: engine.states.get_full("gain"),
+        lambda: engine.own_part(engine.module.gain),
         engine.unwrap,
         engine.leave_shards,
     ]
@@ -178,3 +183,55 @@ def _evaluate(ranks: Any) -> None:
 
 def test_an_engine_that_evaluates_alone_sleeps_too() -> None:
     simulate(_evaluate, 2)
+
+
+class _Allocator:
+    """Memory of this process, of which no more than is asked for is left to be allocated."""
+
+    def __init__(self) -> None:
+        self._limits = resource.getrlimit(resource.RLIMIT_AS)
+
+    @contextmanager
+    def leaving(self, nbytes: int) -> Iterator[None]:
+        used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_AS, (used + nbytes, self._limits[1]))
+        try:
+            yield
+        finally:
+            resource.setrlimit(resource.RLIMIT_AS, self._limits)
+
+
+def _scarce_memory() -> None:
+    """Neither direction loses anything where memory ends halfway, and both can be repeated."""
+    memory = _Allocator()
+    width = 1536  # 9 MiB a matrix
+    for stage in (0, 3):
+        torch.manual_seed(0)
+        engine = zero_core.build(RootAndBlocks(width, 3, 1.0), Case(stage=stage).config())
+        x = torch.ones(1, width) / width
+        engine.backward(engine(x))
+        engine.step()
+        expected = engine.full_state_dict()
+        loss = engine(x).item()
+        room = 24 * 2**20
+        with memory.leaving(room), pytest.raises(RuntimeError, match="allocate"):
+            engine.offload_states()
+        assert not engine.offloaded_states
+        assert engine(x).item() == loss
+        engine.offload_states()
+        for _ in range(2):
+            with memory.leaving(room), pytest.raises(RuntimeError, match="allocate"):
+                engine.reload_states()
+            assert engine.offloaded_states == ALL
+            with pytest.raises(RuntimeError, match="reload_states"):
+                engine(x)
+        engine.reload_states()
+        assert engine(x).item() == loss
+        torch.testing.assert_close(engine.full_state_dict(), expected, rtol=0, atol=0)
+        engine.backward(engine(x))
+        engine.step()
+        engine.close()
+
+
+def test_what_fails_for_lack_of_memory_loses_nothing_and_can_be_repeated() -> None:
+    run_alone(_scarce_memory)

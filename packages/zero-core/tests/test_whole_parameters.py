@@ -380,6 +380,23 @@ def test_a_trial_finds_no_mixing_in_the_others_and_leaves_them_alone():
         assert repr(optimizer.state_dict()) == before
 
 
+class OfOneShape(LionLike):
+    def update(self, param, state, group):
+        raise ValueError(f"no kernel for {tuple(param.shape)}")
+
+
+class Noisy(LionLike):
+    def update(self, param, state, group):
+        param.add_(torch.rand_like(param))
+
+
+@pytest.mark.parametrize(("kind", "reason"), [(OfOneShape, "no kernel for"), (Noisy, "random")])
+def test_what_cannot_be_tried_is_warned_of(caplog, kind, reason):
+    assert not mixes_parameters(kind([nn.Parameter(torch.ones(3, 2))], lr=1.0))
+    assert f"{kind.__name__}: a trial on two" in caplog.text
+    assert reason in caplog.text
+
+
 def test_state_of_another_kind_is_refused_by_a_checkpoint(tmp_path):
     class Keeps(LionLike):
         def update(self, param, state, group):

@@ -30,6 +30,7 @@ __all__ = [
     "DisableTorchFunction",
     "current_dispatch_mode",
     "disable_current_modes",
+    "is_traceable_wrapper_subclass",
     "profiled_range",
     "pytree",
 ]
@@ -194,8 +195,18 @@ def has_step_pre_hooks(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def storage_of(tensor: Tensor) -> int:
-    """Return the number of the tensor's storage, the same for all of its views."""
+    """Return the number of the tensor's storage, the same for all of its views.
+
+    On the meta device, too, where tensors have no address.
+    """
     return int(tensor.untyped_storage()._cdata)
+
+
+def save_own_state(module: nn.Module, prefix: str) -> dict[str, Tensor]:
+    """Return what ``module`` itself adds to a state dict, by names that begin with ``prefix``."""
+    saved: dict[str, Tensor] = {}
+    module._save_to_state_dict(saved, prefix, keep_vars=False)
+    return saved
 
 
 def cast_floats(inputs: Any, dtype: torch.dtype | None) -> Any:

@@ -75,7 +75,7 @@ class Engine(ShardedModel):
             RuntimeError: called within ``no_sync``, after a backward that did not end, or while
                 states are offloaded.
             UnusedParameterError: at stages 1 and 2 with ``ignore_unused_parameters`` false, a
-                trainable parameter got no gradient on this rank.
+                trainable parameter got no gradient on a rank. All ranks raise it.
         """
         self._device_states.check("step()")
         if not self.is_gradient_accumulation_boundary():
@@ -86,10 +86,10 @@ class Engine(ShardedModel):
                 "step() while gradients are not reduced: leave no_sync(), or "
                 "set_requires_gradient_sync(True)"
             )
-        self._check_all_used()
         self._guard.check()
         self.optimizer.check_groups()
         self._runtime.start_agreement()
+        self._check_all_used()
         self.optimizer.update_ahead()
         self._runtime.complete_gradient()
         decision = self._gradient.decide()
@@ -129,16 +129,26 @@ class Engine(ShardedModel):
         self.step()
 
     def _check_all_used(self) -> None:
-        """Raise if ``ignore_unused_parameters`` is false and a parameter got no gradient here."""
+        """Raise if ``ignore_unused_parameters`` is false and a rank did not use a parameter.
+
+        All ranks know what each has used, so all raise. A rank without any gradient had no data.
+        """
         zero = self.config.zero_optimization
         if zero.ignore_unused_parameters or zero.stage not in (1, 2):
             return
-        unused = self.states.without_gradient()
-        unused = [name for name in unused if self.module.get_parameter(name).requires_grad]
-        if unused:
+        self._runtime.complete_gradient()  # before an update is enqueued
+        num_active = max(1, self._gradient.num_active_ranks)
+        num_ranks = self._gradient.num_ranks_with_grad
+        missed = [
+            f"{spec.name} on {num_active - num:.0f} of {num_active} ranks"
+            for spec, num in zip(self.layout.params, num_ranks, strict=True)
+            if num < num_active and spec.is_trainable
+            if self.module.get_parameter(spec.name).requires_grad
+        ]
+        if missed:
             raise UnusedParameterError(
-                f"rank {self.rank}, step {self.global_steps + 1}: {len(unused)} trainable "
-                f"parameters got no gradient ({', '.join(unused[:4])}), and "
+                f"rank {self.rank}, step {self.global_steps + 1}: {len(missed)} trainable "
+                f"parameters got no gradient ({', '.join(missed[:4])}), and "
                 "zero_optimization.ignore_unused_parameters is false: set it to true to leave them "
                 "alone in such a step, or use every one in the loss"
             )

@@ -48,6 +48,7 @@ _TRAINING_VERBS = frozenset(
     {
         *("backward", "clip_grad_norm_", "no_sync", "optimizer", "save_checkpoint", "scale"),
         *("idle_backward", "idle_step", "set_gradient_accumulation_boundary", "step"),
+        *("set_is_last_backward", "set_requires_gradient_sync"),
     }
 )
 """Members of `zero_core.Engine` alone."""
@@ -144,7 +145,11 @@ class ShardedModel:
         A call of the engine runs in it; a program that calls ``module`` may enter it.
         """
         dtype = self.config.autocast_dtype
-        return nullcontext() if dtype is None else torch.autocast(self.device.type, dtype)
+        if dtype is None:
+            return nullcontext()
+        # torch's cache would keep all weights in 16 bits up to the end of the forward.
+        is_cached = self.config.zero_optimization.stage < 3
+        return torch.autocast(self.device.type, dtype, cache_enabled=is_cached)
 
     @torch.no_grad()
     def idle_forward(self) -> None:
@@ -234,9 +239,11 @@ class ShardedModel:
         them (``synced_gpus`` of transformers). Every rank must enter it, between two steps.
         """
         limit = self.config.zero_optimization.stage3_max_live_parameters
-        with self._module_units.keeping(limit):
-            yield self.module
-        self._memory.shrink_pools()
+        try:
+            with self._module_units.keeping(limit):
+                yield self.module
+        finally:
+            self._memory.shrink_pools()
 
     def set_modules_to_forward_prefetch(
         self, module: nn.Module, modules: Iterable[nn.Module]
@@ -274,6 +281,7 @@ class ShardedModel:
 
         At stage 0 each rank's part is a slice, too. It may be empty.
         """
+        self._device_states.check("own_part()", frozenset({StatePart.PARAMETERS}))
         return self.sharded_state.own_part(param)
 
     # ---------------------------------------------------------------- keeping
@@ -364,7 +372,8 @@ class ShardedModel:
 
         Raises:
             ValueError: there is no such part.
-            RuntimeError: a forward, a backward or ``gathered`` is under way.
+            RuntimeError: a forward, a backward or ``gathered`` is under way; or the host lacks the
+                memory, and nothing is offloaded.
         """
         wanted = list(StatePart if parts is None else parts)
         if unknown := set(wanted) - set(StatePart):
@@ -387,6 +396,10 @@ class ShardedModel:
         Every rank must call it. Addresses change: a captured CUDA graph must be captured again.
         ``non_blocking`` returns before the copies are done, which later work on the current stream
         waits for.
+
+        Raises:
+            torch.OutOfMemoryError: the device lacks the memory. All parts stay offloaded: free some
+                and call it again.
         """
         self._device_states.reload(non_blocking=non_blocking)
 

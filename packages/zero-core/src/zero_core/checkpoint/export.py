@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from zero_core._torch import save_own_state
 from zero_core.errors import CheckpointError
 from zero_core.layout.arithmetic import ParamSpec
 from zero_core.layout.discovery import Quantized, plain_name
@@ -109,10 +110,9 @@ class QuantizedHolder:
 
         ``values``: those of the components by name, on the CPU.
         """
-        saved: dict[str, Tensor] = {}
         prefix = f"{self.path}." if self.path else ""
         with self.holding(state, values):
-            self.module._save_to_state_dict(saved, prefix, keep_vars=False)
+            saved = save_own_state(self.module, prefix)
         whole = {id(q.param) for q in self.quantized}
         others = [n for n, p in self.module._parameters.items() if id(p) not in whole]
         for name in (*others, *self.module._buffers):

@@ -286,10 +286,11 @@ class Bf16Config(_Block):
 
 
 class TorchAutocastConfig(_Block):
-    """``torch_autocast``: `torch.autocast` around each forward, over fp32 weights.
+    """``torch_autocast``: `torch.autocast` around each forward, over weights in fp32.
 
+    With ``bf16`` or ``fp16`` as well, which must name the same dtype, weights are in that dtype.
     Float16 comes with a dynamic loss scale, as of `torch.amp.GradScaler`; the block ``fp16`` sets
-    it if it is enabled.
+    it if it is enabled. At stage 3 a weight is cast for each use, and once more in backward.
     """
 
     enabled: bool = False

@@ -52,10 +52,16 @@ def check_rules(config: Config, world_size: int) -> None:
     Raises:
         ConfigError: with the path of the key, what it needs, and what to do.
     """
+    half, autocast = config.compute_dtype, config.autocast_dtype
     rules = (
         (
             config.fp16.enabled and config.bf16.enabled,
             "fp16.enabled and bf16.enabled: only one of them can be true",
+        ),
+        (
+            None not in (half, autocast) and half is not autocast,
+            f"torch_autocast.dtype is {autocast} and the weights are {half}: leave bf16 and fp16 "
+            "out for weights in fp32, or torch_autocast",
         ),
         *_of_optimizer_offload(config),
         *_of_param_offload(config.zero_optimization),

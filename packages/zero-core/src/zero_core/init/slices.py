@@ -84,6 +84,6 @@ def whole_value(tensor: Tensor) -> Tensor:
 
 
 def forget_slice(tensor: Tensor) -> None:
-    """Give the slice of ``tensor`` up, if it has one."""
+    """Free the slice of ``tensor``, if it has one."""
     if tensor in _slices:
         del _slices[tensor]

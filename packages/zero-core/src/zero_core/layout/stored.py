@@ -26,8 +26,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from zero_core._torch import is_traceable_wrapper_subclass, storage_of
 from zero_core.errors import ConfigError
 from zero_core.protocols import PartitionedParam
 
@@ -163,9 +163,7 @@ def _joined(path: str, attribute: str) -> str:
 
 def is_same_memory(first: Tensor, second: Tensor) -> bool:
     """Whether two tensors are one view of one memory."""
-    return _view_of(first) == _view_of(second) and (
-        first.untyped_storage()._cdata == second.untyped_storage()._cdata
-    )
+    return _view_of(first) == _view_of(second) and storage_of(first) == storage_of(second)
 
 
 def _view_of(tensor: Tensor) -> tuple[object, ...]:
@@ -195,5 +193,5 @@ def from_bytes(
     flat: Tensor, dtype: torch.dtype, shape: tuple[int, ...], order: tuple[int, ...]
 ) -> Tensor:
     """Return `to_bytes`'s tensor as a view of ``flat``."""
-    lying = flat.view(dtype).view([shape[d] for d in order])
-    return lying.permute([order.index(d) for d in range(len(order))])
+    dense = flat.view(dtype).view([shape[d] for d in order])
+    return dense.permute([order.index(d) for d in range(len(order))])

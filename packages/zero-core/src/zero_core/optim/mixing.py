@@ -3,7 +3,7 @@
 Such an optimizer (one step size for the whole model, a norm over all gradients of its own) is right
 only where one rank has all parameters. The trial steps a copy of the optimizer over two small
 matrices, together and each alone. Where the copy cannot be stepped so, or draws random numbers,
-nothing is found.
+a warning says that it was not tried.
 """
 
 from __future__ import annotations
@@ -28,20 +28,32 @@ _TOLERANCE = 1e-3
 
 def mixes_parameters(optimizer: torch.optim.Optimizer) -> bool:
     """Return whether a trial shows that ``optimizer`` mixes parameters. It is not changed."""
-    if f"{type(optimizer).__module__}.".startswith(_BY_PARAMETER):
+    kind = type(optimizer)
+    if f"{kind.__module__}.".startswith(_BY_PARAMETER):
         return False
     both = tuple(range(len(_SHAPES)))
     try:
         together, again = _updates(optimizer, both), _updates(optimizer, both)
         alone = [_updates(optimizer, (number,))[number] for number in both]
     except Exception as error:  # whatever an unknown class does with two matrices
-        name = type(optimizer).__qualname__
-        _log.debug("%s was not tried on two matrices: %s", name, error)
+        _warn_untried(kind, f"it fails with {type(error).__name__}: {error}")
         return False
-    is_random = not all(map(torch.equal, together, again))
-    return not is_random and any(
+    if not all(map(torch.equal, together, again)):
+        _warn_untried(kind, "its updates are random")
+        return False
+    return any(
         not torch.allclose(one, other, rtol=0.0, atol=_TOLERANCE * float(other.abs().max()))
         for one, other in zip(together, alone, strict=True)
+    )
+
+
+def _warn_untried(kind: type, reason: str) -> None:
+    _log.warning(
+        "%s: a trial on two small matrices cannot show whether it updates each parameter by "
+        "itself: %s. At stages 1 to 3 ranks update different parameters: use it there only if no "
+        "update depends on another parameter's gradient",
+        kind.__qualname__,
+        reason,
     )
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from zero_core._torch import pytree
+from zero_core._torch import pytree, storage_of
 from zero_core.config import Config
 from zero_core.errors import ConfigError
 from zero_core.layout.discovery import compute_dtype
@@ -52,12 +52,12 @@ def trace_activations(
             )
     values = {name: to_meta(param) for name, param in model.named_parameters()}
     values |= {name: cast(buffer, config.buffer_dtype) for name, buffer in model.named_buffers()}
-    known = {_storage_key(t) for t in values.values()}
+    known = {storage_of(t) for t in values.values()}
     saved: dict[int, torch.UntypedStorage] = {}  # alive, so that no address is reused
 
     def pack(tensor: Tensor) -> Tensor:
-        if _storage_key(tensor) not in known:
-            saved[_storage_key(tensor)] = tensor.untyped_storage()
+        if storage_of(tensor) not in known:
+            saved[storage_of(tensor)] = tensor.untyped_storage()
         return tensor
 
     given = ((), dict(inputs)) if isinstance(inputs, Mapping) else (tuple(inputs), {})
@@ -85,11 +85,6 @@ def _tiled(model: nn.Module, config: Config) -> Iterator[None]:
         yield
     finally:
         forwards.remove()
-
-
-def _storage_key(tensor: Tensor) -> int:
-    # Meta tensors have no address; their storage object has one.
-    return int(tensor.untyped_storage()._cdata)
 
 
 class _WithoutData(TorchFunctionMode):

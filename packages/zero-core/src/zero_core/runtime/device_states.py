@@ -48,18 +48,21 @@ FORWARD_PARTS = frozenset({StatePart.PARAMETERS, StatePart.BUFFERS})
 BACKWARD_PARTS = FORWARD_PARTS | {StatePart.GRADIENTS}
 
 
-class _Emptied:
-    """A storage without memory, and the host copy of its bytes."""
+class _HostCopy:
+    """A storage and, if its bytes are kept, a copy of them on the host."""
 
     def __init__(self, storage: torch.UntypedStorage, *, is_kept: bool, pin_memory: bool) -> None:
-        """Start to copy the bytes if they are kept, and empty the storage."""
+        """Start to copy the bytes if they are kept."""
         self._storage = storage
         self._nbytes = storage.nbytes()
         self._host: Tensor | None = None
         if is_kept:
             self._host = torch.empty(self._nbytes, dtype=torch.uint8, pin_memory=pin_memory)
             self._host.copy_(self._bytes(), non_blocking=pin_memory)
-        storage.resize_(0)
+
+    def empty(self) -> None:
+        """Free the memory of the storage."""
+        self._storage.resize_(0)
 
     def restore(self) -> None:
         """Allocate the memory again and start to copy the bytes back."""
@@ -83,12 +86,12 @@ class DeviceStates:
         self._runtime = runtime
         self._state = state
         self._holders = [holder for holder in holders if isinstance(holder, DeviceMemory)]
-        self._away: dict[StatePart, list[_Emptied]] = {}
+        self._away: dict[StatePart, list[_HostCopy]] = {}
         self._refusals: list[RemovableHandle] = []
 
     @property
     def offloaded(self) -> frozenset[StatePart]:
-        """Parts that are away."""
+        """Parts that are on the host."""
         return frozenset(self._away)
 
     def check(self, what: str, needed: frozenset[StatePart] = ALL_PARTS) -> None:
@@ -113,7 +116,8 @@ class DeviceStates:
     ) -> None:
         """See `zero_core.Engine.offload_states`.
 
-        ``keeps_gradients``: gradients wait for a step, so they are copied.
+        ``keeps_gradients``: gradients wait for a step, so they are copied. All copies are there
+        before the first storage is emptied, so that a failed allocation changes nothing.
         """
         wanted = [part for part in StatePart if part in set(parts) - self._away.keys()]
         if not wanted:
@@ -125,17 +129,21 @@ class DeviceStates:
         self._state.quiesce()
         if is_accelerator:
             torch.accelerator.synchronize(device)  # no other stream uses what is freed
-        if StatePart.PARAMETERS in wanted:
-            self._runtime.vacate()
         storages = self._storages()
+        copies: dict[StatePart, list[_HostCopy]] = {}
         for part in wanted:
             is_kept = part is not StatePart.BUFFERS
             if part is StatePart.GRADIENTS:
                 is_kept = keeps_gradients
             pins = pin_memory and is_accelerator
-            self._away[part] = [
-                _Emptied(one, is_kept=is_kept, pin_memory=pins) for one in storages[part]
+            copies[part] = [
+                _HostCopy(one, is_kept=is_kept, pin_memory=pins) for one in storages[part]
             ]
+        if StatePart.PARAMETERS in wanted:
+            self._runtime.vacate()
+        self._away |= copies
+        for copy in (copy for part in copies.values() for copy in part):
+            copy.empty()
         if StatePart.BUFFERS in wanted:
             self._memory.free_pools()
         self._memory.forget_views()
@@ -150,9 +158,12 @@ class DeviceStates:
         if not self._away:
             return
         for part in self._away.values():
-            while part:
-                part.pop().restore()
-        had_no_buffers = StatePart.BUFFERS in self._away
+            while part:  # what fails here stays on the host, and every part counts as away
+                part[-1].restore()
+                part.pop()
+        device = self._state.device
+        if StatePart.BUFFERS in self._away and device.type != "cpu":
+            self._memory.reserve()
         self._away.clear()
         self._memory.forget_views()
         for values in self._state.params:
@@ -161,12 +172,8 @@ class DeviceStates:
             refusal.remove()
         self._refusals.clear()
         self._runtime.refuse_backwards(None)
-        device = self._state.device
-        if device.type != "cpu":
-            if had_no_buffers:
-                self._memory.reserve()
-            if not non_blocking:
-                torch.accelerator.synchronize(device)
+        if device.type != "cpu" and not non_blocking:
+            torch.accelerator.synchronize(device)
 
     def _storages(self) -> dict[StatePart, list[torch.UntypedStorage]]:
         """Return the storages of each part. One that several parts use is the first one's."""

@@ -274,12 +274,12 @@ class Memory:
         return found
 
     def free_pools(self) -> None:
-        """Give up the memory of all pools that is not lent."""
+        """Free the memory of all pools that is not lent."""
         for _, pool, _ in self._pools:
             pool.free()
 
     def shrink_pools(self) -> None:
-        """Give up what pools hold beyond what `reserve` allocates, unless it is lent."""
+        """Free what pools hold beyond what `reserve` allocates, unless it is lent."""
         for _, pool, expected in self._pools:
             pool.free(keep=expected)
         self.forget_views()

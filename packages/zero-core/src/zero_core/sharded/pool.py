@@ -178,7 +178,7 @@ class BufferPool:
             self._free[self._add_buffer()] = None
 
     def free(self, *, keep: int = 0) -> None:
-        """Give the memory of free buffers up, but of ``keep`` in all, those used last.
+        """Free unused buffers, but keep ``keep`` in all, those used last.
 
         New ones are allocated when they are needed.
         """
@@ -219,7 +219,7 @@ class RefilledBuffers:
     def __init__(
         self, device: torch.device, buffer_bytes: int, *, queue: CopyStream | None = None
     ) -> None:
-        """Make it. ``buffer_bytes``, ``queue``: as for `BufferPool`."""
+        """Create it without memory. ``buffer_bytes``, ``queue``: as for `BufferPool`."""
         self._device = device
         self._queue = queue
         self._of: dict[Hashable, Tensor] = {}

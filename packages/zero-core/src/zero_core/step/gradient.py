@@ -236,6 +236,11 @@ class StepGradient:
     # ----------------------------------------- between the last backward and the step
 
     @property
+    def num_active_ranks(self) -> int:
+        """Number of ranks with a gradient of any parameter, after `agree`."""
+        return self._statistics.num_active_ranks
+
+    @property
     def factor(self) -> float:
         """The factor that brings gradients to their true scale, clipped so far."""
         return self._clip_factor / self._train.scaler.scale

@@ -138,12 +138,6 @@ class StateAccess:
         number = self._state.piece_numbers.get(slot.param)
         return 0 if number is None else int(self._state.tier.read_scalars(number)["num_steps"])
 
-    def without_gradient(self) -> list[str]:
-        """Return the trainable parameters that have got no gradient on this rank since the step."""
-        found = self._gradient.params_with_grad
-        specs = enumerate(self._state.layout.params)
-        return [s.name for n, s in specs if s.is_trainable and n not in found]
-
     @torch.no_grad()
     def set_full(self, name: str, value: Tensor, what: str = MASTER) -> None:
         """Set ``what`` of parameter ``name``. Every rank must call it, with the same ``value``.

@@ -19,7 +19,7 @@ from torch import Tensor
 from zero_core.comm.communicator import Communicator
 from zero_core.comm.meter import FACTS, Meter
 
-_SQUARE_SUM, _UNREDUCED, _TAIL_LATE, _LEFT_OUT, _FIRST_PARAM = 0, 1, 2, 3, 4
+_SQUARE_SUM, _UNREDUCED, _TAIL_LATE, _LEFT_OUT, _WITH_GRAD, _FIRST_PARAM = 0, 1, 2, 3, 4, 5
 
 
 class GradientStatistics:
@@ -73,6 +73,7 @@ class GradientStatistics:
         # Equal on all ranks if the sum is so many times this rank's: exact in float64.
         self._left_out = zlib.crc32(json.dumps(sorted(left_out)).encode()) if left_out else 0
         sent[_LEFT_OUT] = float(self._left_out)
+        sent[_WITH_GRAD] = float(bool(params))
         if params:
             sent[_FIRST_PARAM + torch.tensor(sorted(params))] = 1.0
         total.copy_(sent, non_blocking=True)
@@ -110,6 +111,11 @@ class GradientStatistics:
     def is_left_out_agreed(self) -> bool:
         """Whether the same units needed no gradient on all ranks."""
         return float(self._known()[_LEFT_OUT]) == self._left_out * self._communicator.world_size
+
+    @property
+    def num_active_ranks(self) -> int:
+        """Number of ranks with a gradient of any parameter: the others had no data."""
+        return int(self._known()[_WITH_GRAD])
 
     @property
     def num_ranks_with_grad(self) -> list[float]:
