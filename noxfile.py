@@ -8,7 +8,8 @@
     bench      benchmarks: arguments go to ``python integration/benchmarks/run.py``
     compat     public scripts with DeepSpeed itself and with ``zero-engine run``: the table in
                docs/compat.md; arguments go to ``integration/compat/compare.py``. Without any, TRL's
-               trainers too: docs/trl.md
+               trainers too: docs/trl.md. ``scars``: releases of DeepSpeed in which docs/scars.md
+               saw bugs
     wheels     cpu-adam's wheel and sdist, tested where there is no compiler
     kernels    cpu-adam's kernels without Python: here, sanitized, and on an emulated Arm processor
     sanitize   cpu-adam's tests under AddressSanitizer and UBSan; arguments go to pytest

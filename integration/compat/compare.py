@@ -4,9 +4,9 @@
 does not run a script on the CPU, DDP stands in its place. Sides take turns, round by round; step
 times and peaks are medians over rounds.
 
-Each case is written to the file of results when it is over, and cases that are there already are
-kept: a run that was interrupted goes on where it ended. ``--again`` begins anew. Ends with code 1
-if a case fails or a loss differs by more than the case's tolerance at any step.
+Each case is written to the file of results when it is over. A run begins anew, or goes on where the
+one before was interrupted (`rows`), unless with ``--again``. Ends with code 1 if a case fails or a
+loss differs by more than the case's tolerance at any step.
 """
 
 from __future__ import annotations
@@ -25,12 +25,13 @@ from pathlib import Path
 from typing import Any
 
 import report
-from cases import Case
+from cases import Case, Planned
 from families import PACK, PLANNED
 from material import save_data, save_models
 from ranks import Ranks, environment, first_error
+from rows import Rows
 
-from benchmarks.harness.ranks import LOG_LENGTH, RankError, run_together, write_json
+from benchmarks.harness.ranks import LOG_LENGTH, RankError, run_together
 
 HERE = Path(__file__).parent
 DOCS = HERE.parents[1] / "docs"
@@ -44,6 +45,8 @@ LEAST_LOSS = 1e-3
 this one."""
 OURS = "zero-engine"
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone")
+CHOICES = {"only", "again", "failed", "results", "page"}
+"""Options that say which cases are run, not how."""
 LAUNCHERS = {
     "deepspeed": TORCHRUN,
     "ddp": TORCHRUN,
@@ -200,49 +203,74 @@ def compare(case: Case, rounds: int, sides: Sides) -> dict[str, Any]:
     }
 
 
-def main() -> None:
-    """Read the options, run what is missing, write and print."""
-    parser = argparse.ArgumentParser(description=__doc__)
+def parser_of_tables(text: str | None, results: Path, page: Path) -> argparse.ArgumentParser:
+    """The options of a program that makes a table."""
+    parser = argparse.ArgumentParser(description=text)
     parser.add_argument("--rounds", type=int, default=1, help="turns of each side")
     parser.add_argument("--only", action="append", help="part of a case's name; repeatable")
-    parser.add_argument("--again", action="store_true", help="keep no results")
-    parser.add_argument("--failed", action="store_true", help="run those again that failed")
+    parser.add_argument("--again", action="store_true", help="do not go on with an earlier run")
+    parser.add_argument(
+        "--failed", action="store_true", help="only what failed, or was not run, in the results"
+    )
+    parser.add_argument(
+        "--busy", action="store_true", help="the machine has other work: times are marked"
+    )
+    parser.add_argument("--results", type=Path, default=results)
+    parser.add_argument("--page", type=Path, default=page)
+    return parser
+
+
+def run_table(
+    head: str,
+    pack: Sequence[Case],
+    planned: Sequence[Planned],
+    options: argparse.Namespace,
+    sides: Sides,
+) -> None:
+    """Run the cases that are asked for and not done, and write the page.
+
+    Raises:
+        SystemExit: no case is asked for, or one failed.
+    """
+    chosen = [c for c in pack if not options.only or any(part in c.key for part in options.only)]
+    if not chosen:
+        sys.exit(f"no case has {options.only} in its name")
+    settings = {name: value for name, value in vars(options).items() if name not in CHOICES}
+    rows = Rows(options.results, pack, settings)
+    if options.again:
+        rows.forget(chosen)
+    if options.failed:
+        chosen = [case for case in chosen if not rows.is_good(case)]
+    for case in chosen:
+        if rows.is_done(case):
+            continue
+        row = compare(case, options.rounds, sides)
+        rows.add(case, {**row, "is_busy": True} if options.busy else row)
+        print(f"{case.key}: {report.in_words(row)}", flush=True)
+    rows.forget(chosen)
+    text = report.page(head, pack, planned, rows.found)
+    options.page.write_text(text, encoding="utf-8")
+    print(report.counted(pack, rows.found))
+    bad = [case.key for case in chosen if not rows.is_good(case)]
+    if bad:
+        sys.exit(f"failed: {', '.join(bad)}")
+
+
+def main() -> None:
+    """Run the pack."""
+    parser = parser_of_tables(__doc__, RESULTS, PAGE)
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--width", type=int, default=256)
-    parser.add_argument("--results", type=Path, default=RESULTS)
-    parser.add_argument("--page", type=Path, default=PAGE)
     options = parser.parse_args()
-    chosen = [
-        case for case in PACK if not options.only or any(part in case.key for part in options.only)
-    ]
-    if not chosen:
-        parser.error(f"no case has {options.only} in its name")
-    found: dict[str, Any] = {}
-    if options.results.exists():
-        found = json.loads(options.results.read_text(encoding="utf-8"))
-    if options.again:
-        found = {key: row for key, row in found.items() if key not in {c.key for c in chosen}}
-    found = {case.key: found[case.key] for case in PACK if case.key in found}
     with tempfile.TemporaryDirectory() as folder:
         material = Path(folder)
         save_models(material, layers=options.layers, width=options.width)
         save_data(material / "data")
         sides = Sides(material)
         try:
-            for case in chosen:
-                before = found.get(case.key)
-                if before and not (options.failed and not report.is_good(before)):
-                    continue
-                found[case.key] = compare(case, options.rounds, sides)
-                print(f"{case.key}: {report.in_words(found[case.key])}", flush=True)
-                write_json(options.results, found)
+            run_table(report.HEAD, PACK, PLANNED, options, sides)
         finally:
             sides.close()
-    options.page.write_text(report.page(report.HEAD, PACK, PLANNED, found), encoding="utf-8")
-    print(report.counted(PACK, found))
-    bad = [case.key for case in chosen if not report.is_good(found[case.key])]
-    if bad:
-        sys.exit(f"failed: {', '.join(bad)}")
 
 
 if __name__ == "__main__":

@@ -1,10 +1,11 @@
 """Runs ``tests/scars.py`` with releases of DeepSpeed, on two ranks on the CPU.
 
-    python integration/compat/releases.py                   releases in which a scar was seen
-    python integration/compat/releases.py --release 0.19.8  this one
+    python integration/compat/releases.py                   each scar in the release it was seen in
+    python integration/compat/releases.py --release 0.19.8  all scars in this one
 
-Each release is installed without its dependencies into a folder of its own. Ends with code 1 if a
-scar is not seen in the release that `SEEN` names, which ``docs/scars.md`` repeats.
+Each release is installed without its dependencies into a folder of its own, and each scar has
+processes of its own. Ends with code 1 if a scar does not end as `scars.SEEN` says, which
+``docs/scars.md`` repeats.
 """
 
 from __future__ import annotations
@@ -19,13 +20,10 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve()
 TESTS = HERE.parents[1] / "tests"
-LIMIT_S = 900
-SEEN: dict[str, tuple[int, ...]] = {
-    "0.15.1": (6569, 7981),
-    "0.18.2": (5154, 6351, 6485, 6550, 7718, 7837, 7981, 8113),
-    "0.19.2": (8113,),
-}
-"""Scars by release of DeepSpeed."""
+sys.path.insert(0, str(TESTS))
+from scars import NUMBERS, SEEN, run_all  # noqa: E402
+
+LIMIT_S = 300
 
 
 def install(release: str, folder: Path) -> Path:
@@ -38,11 +36,11 @@ def install(release: str, folder: Path) -> Path:
     return target
 
 
-def run_release(target: Path) -> dict[int, str]:
-    """Return what went wrong with each scar in the release in ``target``."""
-    results = target.with_name(f"{target.name}.jsonl")
+def run_release(target: Path, number: int) -> str:
+    """Return what goes wrong with a scar in the release in ``target``, "" if nothing does."""
+    results = target.with_name(f"{target.name}.{number}.json")
     results.unlink(missing_ok=True)
-    paths = [str(target), str(TESTS), *filter(None, [os.environ.get("PYTHONPATH")])]
+    paths = [str(target), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join(paths),
@@ -53,11 +51,11 @@ def run_release(target: Path) -> dict[int, str]:
         "GLOO_SOCKET_IFNAME": "lo",
     }
     launcher = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
-    log = target.with_name(f"{target.name}.log")
+    log = target.with_name(f"{target.name}.{number}.log")
     with log.open("wb") as output:
         try:
             subprocess.run(
-                [*launcher, str(HERE), "--results", str(results)],
+                [*launcher, str(HERE), f"--number={number}", f"--results={results}"],
                 env=environment,
                 stdout=output,
                 stderr=subprocess.STDOUT,
@@ -65,45 +63,50 @@ def run_release(target: Path) -> dict[int, str]:
                 check=False,
             )
         except subprocess.TimeoutExpired:
-            print(f"{target.name}: ended after {LIMIT_S} s", file=sys.stderr)
-    lines = results.read_text(encoding="utf-8").splitlines() if results.is_file() else []
-    return dict(json.loads(line) for line in lines)
+            return f"not over after {LIMIT_S} s"
+    if not results.is_file():
+        return f"its processes failed: {log}"
+    found: str = json.loads(results.read_text(encoding="utf-8"))
+    return found
 
 
-def run_rank(results: Path) -> None:
-    """Run all scars on this rank. Rank 0 writes a line for each as it ends."""
+def run_rank(number: int, results: Path) -> None:
+    """Run a scar on this rank. Rank 0 writes what went wrong."""
     import torch.distributed as dist
-    from scars import NUMBERS, run_all
 
     deepspeed = importlib.import_module("deepspeed")
     # Compiled for minutes otherwise, for collectives of inference.
     importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None
     deepspeed.init_distributed("gloo")
     rank = dist.get_rank()
-    for number in NUMBERS:
-        found = run_all(deepspeed, [number], rank, 2, str(results.parent))
-        if rank == 0:
-            with results.open("a", encoding="utf-8") as file:
-                file.write(json.dumps([number, found[number]]) + "\n")
+    found = run_all(deepspeed, [number], rank, 2, str(results.with_suffix("")))
+    if rank == 0:
+        results.write_text(json.dumps(found[number]), encoding="utf-8")
     dist.destroy_process_group()
 
 
 def main() -> None:
-    """Run releases, or, as a rank, one of them."""
+    """Run releases, or, as a rank, a scar in one of them."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--release", action="append", help="of DeepSpeed; repeatable")
+    parser.add_argument("--number", type=int, action="append", help="of a scar; repeatable")
     parser.add_argument("--folder", type=Path, default=Path(".nox", "deepspeed"))
     parser.add_argument("--results", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.results is not None:
-        run_rank(options.results)
+        run_rank(options.number[0], options.results)
         return
+    runs = [(release, number) for release in options.release or () for number in NUMBERS]
+    runs = runs or [(release, number) for number, (release, _) in SEEN.items()]
     missing = []
-    for release in options.release or SEEN:
-        found = run_release(install(release, options.folder.resolve()))
-        for number, problem in found.items():
-            print(f"{release}  #{number}  {problem or 'right'}", flush=True)
-        missing += [f"#{n} in {release}" for n in SEEN.get(release, ()) if not found.get(n)]
+    for release, number in runs:
+        if options.number and number not in options.number:
+            continue
+        found = run_release(install(release, options.folder.resolve()), number)
+        print(f"{release}  #{number}  {found[:200] or 'right'}", flush=True)
+        seen_in, end = SEEN.get(number, ("", ""))
+        if seen_in == release and not found.startswith(end):
+            missing.append(f"#{number} in {release}")
     if missing:
         sys.exit(f"not seen: {', '.join(missing)}")
 

@@ -20,9 +20,11 @@ has its keys and values. Each is run with DeepSpeed 0.19.8 itself too, or, where
 run it on a CPU, with DDP. "Loss" is the largest relative difference at any step and on any rank
 from that run; more than 1e-3 fails. Step times are medians of all steps but the first two; peaks
 are what a rank's resident memory rose by above its imports. The limits that accelerate,
-Lightning and the Trainer (bf16) set themselves on a CPU are lifted on both sides. Finished rows are
-kept: `nox -s compat -- --again` measures all anew, and without `--again` goes on after an
-interruption. [Data](benchmarks/compat.json).
+Lightning and the Trainer (bf16) set themselves on a CPU are lifted on both sides. A run that was
+interrupted goes on where it ended, unless with `nox -s compat -- --again` or after a change of
+sources or packages. [Data](benchmarks/compat.json).
+"""
+BUSY = """Rows marked `*`: the machine did other work. Losses and peaks hold, times do not.
 """
 
 
@@ -41,12 +43,16 @@ def in_words(row: Row) -> str:
 
 def counted(pack: Sequence[Case], found: Mapping[str, Row]) -> str:
     """How many of the pack run, and how many have been run."""
-    good = sum(is_good(row) for row in found.values())
-    by_ddp = sum(row["reference"] == "ddp" for row in found.values() if is_good(row))
+    good = [case for case in pack if case.key in found and is_good(found[case.key])]
+    tokens = [case for case in good if not case.tolerance]
+    losses = [case.reference for case in good if case.tolerance]
+    by_ddp = losses.count("ddp")
     left = len(pack) - len(found)
     return (
-        f"{good} of {len(pack)} run with the losses of DeepSpeed ({good - by_ddp}) or of DDP "
-        f"({by_ddp})" + (f"; {left} have not been run" if left else "")
+        f"{len(good)} of {len(pack)} run: {len(losses)} with the losses of DeepSpeed "
+        f"({len(losses) - by_ddp}) or of DDP ({by_ddp})"
+        + (f", {len(tokens)} with the same tokens" if tokens else "")
+        + (f"; {left} have not been run" if left else "")
     )
 
 
@@ -57,6 +63,7 @@ def page(
     lines = [
         head,
         f"**{counted(pack, found)}.**\n",
+        *([BUSY] if any(row.get("is_busy") for row in found.values()) else []),
         "| whose | what | loss | step, theirs (ms) | step, ours (ms) | ours to theirs "
         "| peak, theirs (MiB) | peak, ours (MiB) | ours to theirs |",
         "|---|---|---:|---:|---:|---:|---:|---:|---:|",
@@ -92,7 +99,7 @@ def _figures(row: Row) -> str:
     for name, unit, digits in (("step_seconds", 1e-3, 0), ("peak_bytes", 2**20, 0)):
         one, other = theirs[name], ours[name]
         cells += [f"{one / unit:.{digits}f}", f"{other / unit:.{digits}f}", f"{other / one:.2f}"]
-    return "".join(f" | {cell}" for cell in cells) + " |"
+    return f"{' `*`' if row.get('is_busy') else ''}" + "".join(f" | {c}" for c in cells) + " |"
 
 
 def _plain(text: str) -> str:

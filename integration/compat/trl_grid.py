@@ -2,26 +2,18 @@
 
 ``nox -s compat`` runs it. Ranks, measurements and rows are those of `compare`. A trainer's losses
 are compared with those of DDP from the same seed; tokens with those of a plain model on each rank
-and of DeepSpeed, at each call. Rows that are in the file of results already are kept; ``--again``
-begins anew.
+and of DeepSpeed, at each call. The options are those of `compare`.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
-import sys
 import tempfile
 from pathlib import Path
-from typing import Any
 
-import report
 from cases import Case, Config, Planned
-from compare import DOCS, Sides, compare
+from compare import DOCS, Sides, parser_of_tables, run_table
 from families.trl_scripts import ZERO_2, ZERO_3, ZERO_3_OFFLOAD
 from scripts import generate, trl_trainer
-
-from benchmarks.harness.ranks import write_json
 
 RESULTS = DOCS / "benchmarks" / "trl.json"
 PAGE = DOCS / "trl.md"
@@ -103,35 +95,17 @@ ALL = [*GRID, *GENERATION]
 
 
 def main() -> None:
-    """Run what is missing, write and print."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=1, help="turns of each side")
-    parser.add_argument("--only", action="append", help="part of a case's name; repeatable")
-    parser.add_argument("--again", action="store_true", help="keep no results")
-    parser.add_argument("--results", type=Path, default=RESULTS)
-    parser.add_argument("--page", type=Path, default=PAGE)
-    options = parser.parse_args()
-    found: dict[str, Any] = {}
-    if options.results.exists() and not options.again:
-        found = json.loads(options.results.read_text(encoding="utf-8"))
-    chosen = [c for c in ALL if not options.only or any(part in c.key for part in options.only)]
+    """Run the grid."""
+    options = parser_of_tables(__doc__, RESULTS, PAGE).parse_args()
     with tempfile.TemporaryDirectory() as folder:
         material = Path(folder)
         shapes = {"policy": (2, 32), "teacher": (2, 48), "speaker": (6, 192)}
         trl_trainer.save_models(material, shapes)
         sides = Sides(material)
         try:
-            for case in chosen:
-                if case.key not in found or not report.is_good(found[case.key]):
-                    found[case.key] = compare(case, options.rounds, sides)
-                    print(f"{case.key}: {report.in_words(found[case.key])}", flush=True)
-                    write_json(options.results, found)
+            run_table(HEAD, ALL, PLANNED, options, sides)
         finally:
             sides.close()
-    options.page.write_text(report.page(HEAD, ALL, PLANNED, found), encoding="utf-8")
-    bad = [case.key for case in chosen if not report.is_good(found[case.key])]
-    if bad:
-        sys.exit(f"failed: {', '.join(bad)}")
 
 
 if __name__ == "__main__":

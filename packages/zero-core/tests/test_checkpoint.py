@@ -99,6 +99,25 @@ def test_a_checkpoint_loads_at_another_stage_and_world_size(tmp_path, saved, loa
     simulate(_load, loaded[1], str(tmp_path), loaded[0], dtype)
 
 
+def _save_apart(ranks: SimulatedRanks, folder: str) -> None:
+    engine = _build(3, process_group=ranks)
+    _train(engine, 0, 3)
+    # Two ranks share a folder, as on a machine, and the third has its own.
+    own = Path(folder) / f"machine-{ranks.rank // 2}"
+    engine.save_checkpoint(own, client_state={"epoch": 7})
+    assert not list(own.glob(".*"))
+    kept = _everything(engine)
+    if ranks.rank == 0:
+        torch.save(kept, Path(folder) / "kept.pt")
+
+
+def test_parts_that_ranks_saved_to_folders_of_their_own_are_a_checkpoint_together(tmp_path):
+    simulate(_save_apart, 3, str(tmp_path))
+    for part in sorted(tmp_path.glob("machine-*")):
+        shutil.copytree(part, tmp_path, dirs_exist_ok=True)
+    simulate(_load, 2, str(tmp_path), 0, "fp32")
+
+
 def _resume(ranks: SimulatedRanks, folder: str, stage: int) -> None:
     straight = _build(stage, process_group=ranks)
     expected = _train(straight, 0, 6)

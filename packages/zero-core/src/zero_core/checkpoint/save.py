@@ -9,6 +9,9 @@ whole parameters are in their owner's file ``whole``.
 The folder is written under a hidden name beside its place, synced, then renamed: a killed save
 leaves the previous checkpoint whole. ``latest`` names the newest one. The manifest holds a CRC-32
 of each file, checked before anything is restored. Nothing is pickled.
+
+Ranks may have folders of their own: disks of their machines, or what the program gives each. Every
+folder then holds the files of its ranks and the manifest of all; their union is the checkpoint.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ import json
 import os
 import random
 import shutil
+import uuid
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -36,6 +40,7 @@ from zero_core.checkpoint.files import (
 )
 from zero_core.checkpoint.json_values import encode
 from zero_core.checkpoint.whole_states import flatten
+from zero_core.comm.control import ControlGroup
 from zero_core.errors import CheckpointError
 from zero_core.optim.train_state import TrainState
 from zero_core.protocols import WholeStateTier
@@ -55,7 +60,8 @@ def save_checkpoint(
     """Write checkpoint ``tag``, as `zero_core.Engine.save_checkpoint` describes.
 
     ``directory`` holds all checkpoints, and its file ``latest`` names this one if ``is_latest``.
-    With ``has_frozen`` the values of frozen parameters are written too.
+    Where ranks have folders of their own, a load needs all files in one folder. With
+    ``has_frozen`` the values of frozen parameters are written too.
 
     Raises:
         CheckpointError: ``tag`` or ``client_state`` cannot be stored, or a rank failed.
@@ -69,12 +75,16 @@ def save_checkpoint(
             raise CheckpointError(f"a tag must be a plain folder name, found {tag!r}")
         encode(kept, "progress")
         encode(client_state, "client_state")
-        if control.rank == 0:
-            directory.mkdir(parents=True, exist_ok=True)
+        directory.mkdir(parents=True, exist_ok=True)
+
+    def make_aside() -> None:
+        if is_first:
             shutil.rmtree(aside, ignore_errors=True)
             aside.mkdir()
 
     control.together("checkpoint: prepare", prepare)
+    is_first = _is_first_in(directory, control)
+    control.together("checkpoint: prepare", make_aside)
     names = _all_state_names(state)
     written = control.together(
         "checkpoint: write", lambda: _write_tensors(state, aside, names, has_frozen=has_frozen)
@@ -89,7 +99,7 @@ def save_checkpoint(
     rows = control.gather_bytes(json.dumps(row).encode())
 
     def finish() -> None:
-        if control.rank != 0:
+        if not is_first:
             return
         gathered = [json.loads(row) for row in rows]
         manifest = _manifest(state, gathered, names, kept, client_state)
@@ -104,6 +114,23 @@ def save_checkpoint(
 
     control.together("checkpoint: finish", finish)
     return place
+
+
+def _is_first_in(directory: Path, control: ControlGroup) -> bool:
+    """Whether no lower rank has the same ``directory``. Every rank must call it.
+
+    A path does not say: machines have folders of the same path. So each rank leaves a mark in its
+    own and looks for the others', whose names are new: a network's file system knows nothing about
+    them from before.
+    """
+    token = control.gather_bytes(uuid.uuid4().hex.encode())[0].decode()
+    marks = [directory / f".{token}-{rank}" for rank in range(control.rank + 1)]
+    control.together("checkpoint: prepare", marks[-1].touch)
+    is_first = control.together(
+        "checkpoint: prepare", lambda: not any(mark.exists() for mark in marks[:-1])
+    )
+    marks[-1].unlink()
+    return is_first
 
 
 def _all_state_names(state: ShardedState) -> list[str]:
