@@ -148,7 +148,7 @@ class ShardedModel:
         if dtype is None:
             return nullcontext()
         # torch's cache would keep all weights in 16 bits up to the end of the forward.
-        is_cached = self.config.zero_optimization.stage < 3
+        is_cached = None if self.config.zero_optimization.stage < 3 else False  # None: as set
         return torch.autocast(self.device.type, dtype, cache_enabled=is_cached)
 
     @torch.no_grad()
