@@ -361,7 +361,7 @@ def test_export_is_read_by_safetensors_and_full_state_dict_by_the_model(tmp_path
 
 
 def test_a_large_export_is_split_and_indexed(tmp_path, monkeypatch):
-    monkeypatch.setattr("zero_core.checkpoint.export.MAX_FILE_BYTES", 1500)
+    monkeypatch.setattr("zero_core.checkpoint.model_files.MAX_FILE_BYTES", 1500)
     engine = _build(0)
     engine.export_safetensors(tmp_path)
     index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
@@ -372,7 +372,7 @@ def test_a_large_export_is_split_and_indexed(tmp_path, monkeypatch):
 
 
 def test_an_export_that_finds_no_room_for_a_part_names_it_and_leaves_none(tmp_path, monkeypatch):
-    monkeypatch.setattr("zero_core.checkpoint.export.MAX_FILE_BYTES", 3000)
+    monkeypatch.setattr("zero_core.checkpoint.model_files.MAX_FILE_BYTES", 3000)
     engine = _build(0)
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (2000, limits[1]))  # as a full disk

@@ -431,7 +431,7 @@ def test_a_process_killed_while_it_saves_leaves_the_previous_checkpoint_whole(tm
 def test_an_export_replaces_one_of_another_size(tmp_path, monkeypatch):
     engine = zero_core.build(_Net(), {"train_batch_size": 1} | OPT)
     engine.export_safetensors(tmp_path)
-    monkeypatch.setattr("zero_core.checkpoint.export.MAX_FILE_BYTES", 300)
+    monkeypatch.setattr("zero_core.checkpoint.model_files.MAX_FILE_BYTES", 300)
     engine.export_safetensors(tmp_path)
     assert not (tmp_path / "model.safetensors").exists()
     monkeypatch.undo()

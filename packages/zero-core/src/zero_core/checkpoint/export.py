@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -10,18 +9,13 @@ from itertools import groupby
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from zero_core._torch import save_own_state
-from zero_core.errors import CheckpointError
+from zero_core.checkpoint.model_files import ModelFiles
 from zero_core.layout.arithmetic import ParamSpec
 from zero_core.layout.discovery import Quantized, plain_name
-from zero_core.layout.stored import is_wrapper
 from zero_core.sharded.sharded_state import ShardedState
-
-MAX_FILE_BYTES = 5 * 1000**3
-INDEX = "model.safetensors.index.json"
 
 
 def full_state_dict(
@@ -150,10 +144,16 @@ def export_safetensors(state: ShardedState, directory: Path, *, dtype: torch.dty
     params = _Gathered(state.full_params(rank=0))
     failure: list[Exception] = []
     if state.control.rank == 0:
-        values = ((names[0], value) for names, value in _entries(state, params, dtype))
+        files = ModelFiles(directory)
         try:
-            _write_files(directory, values, state.buffers())
+            # Tied weights are stored once: the readers tie them again.
+            for names, value in _entries(state, params, dtype):
+                files.add(names[0], value)
+            for name, buffer in state.buffers().items():
+                files.add(name, buffer)
+            files.finish()
         except Exception as error:
+            files.discard()
             if params.has_failed:  # the other ranks are within a collective, or failed as well
                 raise
             failure.append(error)
@@ -186,71 +186,6 @@ class _Gathered:
             raise
 
 
-def _write_files(
-    directory: Path, values: Iterable[tuple[str, Tensor]], buffers: dict[str, Tensor]
-) -> None:
-    """Write files of at most `MAX_FILE_BYTES`, but for the last one, which has all buffers too."""
-    files: list[dict[str, int]] = []  # bytes by tensor name
-    batch: dict[str, Tensor] = {}
-    try:
-        for name, value in values:
-            if is_wrapper(value):
-                raise CheckpointError(
-                    f"{name} is a {type(value).__name__}, a tensor subclass, which safetensors "
-                    "cannot hold: keep a training by save_checkpoint(), take the state dict from "
-                    "full_state_dict(), or merge adapters and export the dequantized weights"
-                )
-            if batch and sum(t.nbytes for t in batch.values()) + value.nbytes > MAX_FILE_BYTES:
-                files.append(_write_file(_part(directory, len(files)), batch))
-                batch = {}
-            batch[name] = value
-        files.append(_write_file(_part(directory, len(files)), batch | buffers))
-        _name_files(directory, files)
-    except Exception:
-        for part in directory.glob("part-*.tmp"):
-            part.unlink()
-        raise
-
-
-def _write_file(path: Path, tensors: dict[str, Tensor]) -> dict[str, int]:
-    """Write a safetensors file, and return the bytes of each tensor."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        # Tied weights are stored once: the readers tie them again.
-        save_file({n: t.contiguous() for n, t in tensors.items()}, path, metadata={"format": "pt"})
-    except Exception as error:
-        raise CheckpointError(
-            f"{path} could not be written ({error}): make room there, or give another folder"
-        ) from error
-    return {name: t.nbytes for name, t in tensors.items()}
-
-
 def _cast(tensor: Tensor, spec: ParamSpec, dtype: torch.dtype | None) -> Tensor:
     is_kept = spec.is_opaque or not tensor.is_floating_point()
     return tensor if is_kept else tensor.to(dtype or spec.dtype)
-
-
-def _part(directory: Path, number: int) -> Path:
-    """Return the temporary name of a file, used until the number of files is known."""
-    return directory / f"part-{number}.tmp"
-
-
-def _name_files(directory: Path, files: list[dict[str, int]]) -> None:
-    """Rename the parts to their final names and write the index."""
-    # An earlier export of another size must not stand beside this one: readers take the first.
-    for old in (*directory.glob("model*.safetensors"), directory / INDEX):
-        old.unlink(missing_ok=True)
-    if len(files) == 1:
-        _part(directory, 0).replace(directory / "model.safetensors")
-        return
-    names = [f"model-{i + 1:05d}-of-{len(files):05d}.safetensors" for i in range(len(files))]
-    for index, name in enumerate(names):
-        _part(directory, index).replace(directory / name)
-    index_text = json.dumps(
-        {
-            "metadata": {"total_size": sum(sum(f.values()) for f in files)},
-            "weight_map": {t: n for n, f in zip(names, files, strict=True) for t in f},
-        },
-        indent=2,
-    )
-    (directory / INDEX).write_text(index_text, encoding="utf-8")

@@ -16,11 +16,11 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from zero_core.checkpoint.export import INDEX
 from zero_core.errors import CheckpointCorruptError, CheckpointError
 
+INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
-_DTYPES = {
+DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
     "F16": torch.float16,
@@ -139,10 +139,10 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
     for name, facts in header.items():
         if name == "__metadata__":
             continue
-        if facts["dtype"] not in _DTYPES:
+        if facts["dtype"] not in DTYPES:
             raise CheckpointError(
                 f"{path}: tensor {name} has dtype {facts['dtype']}, not read here"
             )
         start = 8 + length + facts["data_offsets"][0]
-        found[name] = StoredTensor(path, _DTYPES[facts["dtype"]], tuple(facts["shape"]), start)
+        found[name] = StoredTensor(path, DTYPES[facts["dtype"]], tuple(facts["shape"]), start)
     return found

@@ -121,6 +121,10 @@ class WrappedCodes(Tensor):
         """Quantize ``weight``."""
         return cls(*quantize(weight), weight.shape)
 
+    def dequantize(self) -> Tensor:
+        """Return the weight, fp32."""
+        return dequantize(self.codes, self.absmax, _table(), self.shape)
+
     def __tensor_flatten__(self) -> tuple[list[str], tuple[()]]:
         """Name the tensors that it wraps."""
         return ["codes", "absmax"], ()

@@ -1,0 +1,323 @@
+"""Export of a model with peft's adapters merged into it, without the whole model on any rank.
+
+    export_merged(trainer.model, "merged")
+    AutoModelForCausalLM.from_pretrained("merged")
+
+It needs peft. It is ``model.merge_and_unload().save_pretrained(folder)`` for a model that an engine
+shards: parameters are gathered one unit at a time, each adapted layer is copied and merged by
+peft's own ``merge``, and the result goes to the file at once. The model itself stays as it is. A
+quantized base is dequantized: the files hold plain weights.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Sequence
+from itertools import groupby
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from peft import PeftModel
+from peft.tuners.lora import Linear as LoraLinear
+from peft.tuners.lora import LoraLayer
+from peft.tuners.lora.layer import MultiheadAttention
+from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer
+from peft.utils.integrations import dequantize_module_weight, get_bnb_param_type
+from peft.utils.other import AuxiliaryTrainingWrapper, TrainableTokensWrapper
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+import zero_core
+from zero_core import ConfigError, ShardedModel
+from zero_core.checkpoint.model_files import ModelFiles
+
+_ADAPTED = (BaseTunerLayer, AuxiliaryTrainingWrapper)
+
+
+class _Part(NamedTuple):
+    """A module of the base model: an adapted one, or the parameters that another holds itself.
+
+    Attributes:
+        path: its name in the base model.
+        module: the module.
+        is_adapted: whether peft replaced it. It stands for everything below it, too.
+        params: its parameters.
+    """
+
+    path: str
+    module: nn.Module
+    is_adapted: bool
+    params: tuple[nn.Parameter, ...]
+
+
+@torch.no_grad()
+def export_merged(
+    model: nn.Module,
+    directory: str | Path,
+    *,
+    adapter_names: Sequence[str] | None = None,
+    dtype: torch.dtype | None = None,
+) -> Path:
+    """Write the base model with adapters merged in, as Hugging Face's ``from_pretrained`` reads it.
+
+    Every rank must call it, between two steps; rank 0 writes safetensors, ``config.json`` and
+    ``generation_config.json``. Besides its shards a rank holds one gathered unit, and rank 0 a copy
+    of one layer. Names are those of the model in memory. The model is not changed.
+
+    Args:
+        model: what ``peft.get_peft_model`` returned, trained by an engine at any stage.
+        directory: made if it does not exist.
+        adapter_names: those to merge. Default: the active ones.
+        dtype: of floating values. Default: each weight's own, or what its quantizer returns.
+
+    Returns:
+        The folder.
+
+    Raises:
+        ConfigError: there is no engine, the adapters cannot be merged, or the base is of a
+            quantizer that cannot be undone.
+        CheckpointError: a merge failed, or there is no room. On every rank.
+    """
+    directory = Path(directory)
+    base = _base_of(model)
+    engine = _engine_of(base)
+    parts = list(_parts(base))
+    _check(parts, engine)
+    names = _names(parts)
+    state = engine.sharded_state
+    is_writer = state.control.rank == 0
+    files = ModelFiles(directory)
+    written: set[str] = set()
+    failure: list[Exception] = []
+
+    def unit_of(part: _Part) -> int | None:
+        return state.places_of[id(part.params[0])][0][0].segment.unit if part.params else None
+
+    for _, group in groupby(parts, key=unit_of):
+        members = list(group)
+        with engine.gathered(params=[p for part in members for p in part.params]):
+            if not is_writer or failure:
+                continue  # a collective: every rank goes on to the end
+            try:
+                for part in members:
+                    for name, value in _values(part, names, adapter_names):
+                        if name not in written:  # else it is tied: stored once
+                            is_cast = dtype is not None and value.is_floating_point()
+                            files.add(name, value.to(dtype) if is_cast else value)
+                            written.add(name)
+            except Exception as error:
+                failure.append(error)
+
+    def finish() -> None:
+        if not is_writer:
+            return
+        try:
+            if failure:
+                raise failure[0]
+            files.finish()
+            _save_config(base, directory, written)
+        except Exception:
+            files.discard()
+            raise
+
+    state.control.together("export_merged()", finish)
+    return directory
+
+
+def _base_of(model: nn.Module) -> PreTrainedModel:
+    inner = model.base_model if isinstance(model, PeftModel) else model
+    base = inner.model if isinstance(inner, BaseTuner) else None
+    if not isinstance(base, PreTrainedModel):
+        raise ConfigError(
+            f"export_merged() was given a {type(model).__name__} of {type(inner).__name__}: it "
+            "needs the PeftModel that get_peft_model() makes of a transformers model, with "
+            "adapters that can be merged (no prompts)"
+        )
+    return base
+
+
+def _engine_of(base: nn.Module) -> ShardedModel:
+    engine = zero_core.engine_of(next(base.parameters()))
+    if engine is None:
+        raise ConfigError(
+            "export_merged(): no engine has this model's parameters. Call it after the engine is "
+            "made and before unwrap(), or use model.merge_and_unload().save_pretrained()"
+        )
+    return engine
+
+
+def _parts(base: nn.Module) -> Iterator[_Part]:
+    """Yield the model's parts in the order of the module tree."""
+    inside = ""
+    for path, module in base.named_modules():
+        if inside and path.startswith(inside):
+            continue
+        is_adapted = isinstance(module, _ADAPTED)
+        params = tuple(module.parameters(recurse=is_adapted))
+        if is_adapted:
+            inside = f"{path}."
+            yield _Part(path, module, True, params)
+        elif params or any(True for _ in _buffers(module)):
+            yield _Part(path, module, False, params)
+
+
+def _buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield the buffers of ``module`` that are saved, without those of modules below it."""
+    for name, buffer in module.named_buffers(recurse=False):
+        if name not in module._non_persistent_buffers_set:
+            yield name, buffer
+
+
+def _check(parts: Sequence[_Part], engine: ShardedModel) -> None:
+    """Refuse a base that cannot be dequantized, the same way on every rank."""
+    quantized = {id(q.param): q for q in engine.sharded_state.quantized}
+    for part in parts:
+        for param in part.params:
+            if id(param) not in quantized:
+                continue
+            name = quantized[id(param)].name
+            if not _can_dequantize(param):
+                raise ConfigError(
+                    f"export_merged(): {name} is stored as {param.dtype}, and its class, "
+                    f"{type(param).__name__}, has no dequantize(): save the adapters alone by "
+                    "save_pretrained()"
+                )
+            if part.is_adapted and not isinstance(part.module, LoraLayer):
+                raise ConfigError(
+                    f"export_merged(): {name} is quantized and adapted by "
+                    f"{type(part.module).__name__}: on quantized weights LoRA alone is merged"
+                )
+
+
+class _Names(NamedTuple):
+    """Names under which the base model's weights are stored, by the parameter's ``id``.
+
+    Attributes:
+        first: the first name of each, which a tied weight is stored under.
+        adapted: the parameters whose values an adapted module changes.
+    """
+
+    first: dict[int, str]
+    adapted: frozenset[int]
+
+
+def _names(parts: Sequence[_Part]) -> _Names:
+    """Name the weights.
+
+    Raises:
+        ConfigError: both modules of a tied weight are adapted.
+    """
+    first: dict[int, str] = {}
+    adapted: dict[int, _Part] = {}
+    for part in parts:
+        layer = _base_layer(part.module) if part.is_adapted else part.module
+        for name, param in () if layer is None else _own(layer, part.path):
+            first.setdefault(id(param), name)
+            other = adapted.get(id(param))
+            if other is not None and isinstance(part.module, BaseTunerLayer):
+                raise ConfigError(
+                    f"export_merged(): {other.path} and {part.path} have one tied weight, and both "
+                    "are adapted: adapt one of them, or untie them before get_peft_model()"
+                )
+            if part.is_adapted:
+                adapted[id(param)] = part
+    return _Names(first, frozenset(adapted))
+
+
+def _own(module: nn.Module, path: str) -> Iterator[tuple[str, nn.Parameter]]:
+    """Yield the parameters of ``module`` itself, each with its name in the base model."""
+    for name, param in module.named_parameters(recurse=False):
+        yield _joined(path, name), param
+
+
+def _joined(path: str, name: str) -> str:
+    return f"{path}.{name}" if path else name
+
+
+def _base_layer(adapted: nn.Module) -> nn.Module | None:
+    """Return the base model's module whose values ``adapted`` changes, None if it replaces it."""
+    if isinstance(adapted, TrainableTokensWrapper):
+        adapted = adapted.token_adapter
+    return adapted.get_base_layer() if isinstance(adapted, BaseTunerLayer) else None
+
+
+def _values(
+    part: _Part, names: _Names, adapter_names: Sequence[str] | None
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield the parameters and buffers of ``part`` as the merged model has them.
+
+    Its parameters are gathered.
+    """
+    if not part.is_adapted:
+        is_quantized = any(_can_dequantize(p) for p in part.params)
+        module = _dequantized(copy.deepcopy(part.module)) if is_quantized else part.module
+        values = dict(_own(module, part.path))
+        for name, param in _own(part.module, part.path):
+            if id(param) not in names.adapted:
+                yield names.first[id(param)], values[name]
+        for name, buffer in _buffers(module):
+            yield _joined(part.path, name), buffer
+        return
+    layer = _base_layer(part.module)
+    tied = {} if layer is None else {n: names.first[id(p)] for n, p in _own(layer, part.path)}
+    merged = _merged(copy.deepcopy(part.module), adapter_names)
+    for name, param in merged.named_parameters(part.path):
+        yield tied.get(name, name), param
+    for path, module in merged.named_modules(prefix=part.path):
+        for name, buffer in _buffers(module):
+            yield _joined(path, name), buffer
+
+
+def _merged(adapted: Any, adapter_names: Sequence[str] | None) -> nn.Module:
+    """Merge ``adapted``, a copy, and return the module of the base model, as peft unloads it."""
+    chosen = None if adapter_names is None else list(adapter_names)
+    layer = _base_layer(adapted)
+    is_quantized = layer is not None and any(map(_can_dequantize, layer.parameters(recurse=False)))
+    if layer is not None:
+        _dequantized(layer)
+    if isinstance(adapted, AuxiliaryTrainingWrapper | MultiheadAttention):
+        found = adapted.unload_and_optionally_merge_module(
+            merge=True, safe_merge=False, adapter_names=chosen
+        )
+    else:
+        if is_quantized and isinstance(layer, nn.Linear):
+            # The class of a quantized layer would quantize again: merge as on plain weights.
+            LoraLinear.merge(adapted, adapter_names=chosen)
+        else:
+            adapted.merge(adapter_names=chosen)
+        found = adapted.get_base_layer()
+    assert isinstance(found, nn.Module)
+    return found
+
+
+def _can_dequantize(param: nn.Parameter) -> bool:
+    """Whether ``param`` is of bitsandbytes, or of a class with a ``dequantize`` of its own."""
+    return bool(get_bnb_param_type(param)) or type(param).dequantize is not Tensor.dequantize
+
+
+def _dequantized(module: nn.Module) -> nn.Module:
+    """Give ``module``, a copy, plain parameters in the place of its own quantized ones."""
+    for name, param in list(module.named_parameters(recurse=False)):
+        if _can_dequantize(param):
+            is_bnb = get_bnb_param_type(param)
+            value = dequantize_module_weight(module) if is_bnb else param.dequantize()
+            setattr(module, name, nn.Parameter(value, requires_grad=False))
+    return module
+
+
+def _save_config(base: Any, directory: Path, written: set[str]) -> None:
+    """Write the configuration of a plain model beside the weights."""
+    config = copy.deepcopy(base.config)
+    if "quantization_config" in vars(config):
+        del config.quantization_config
+    config.architectures = [type(base).__name__]
+    if vars(config).get("tie_word_embeddings"):
+        # An output embedding that was trained by itself is stored by itself.
+        ends = (base.get_input_embeddings(), base.get_output_embeddings())
+        paths = [path for path, module in base.named_modules() if module in ends]
+        if len(paths) == 2 and all(_joined(path, "weight") in written for path in paths):
+            config.tie_word_embeddings = False
+    config.save_pretrained(directory)
+    if base.can_generate():
+        base.generation_config.save_pretrained(directory)

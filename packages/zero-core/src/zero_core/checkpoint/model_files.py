@@ -1,0 +1,181 @@
+"""Safetensors files of a whole model in Hugging Face's layout, written one tensor at a time.
+
+A file's header, which has the place of every tensor, stands before the tensors. So bytes are
+appended to a file without a header first, and copied behind the header once a file is full. Memory
+holds one tensor, however large the files are.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+from torch import Tensor
+
+from zero_core.checkpoint.safetensors_files import DTYPES, INDEX
+from zero_core.errors import CheckpointError
+from zero_core.layout.stored import is_wrapper, to_bytes
+
+MAX_FILE_BYTES = 5 * 1000**3
+_COPIED_BYTES = 16 * 1024**2  # at a time
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+@dataclass(frozen=True)
+class _Written:
+    """A tensor in the file without a header, from byte ``start`` on."""
+
+    name: str
+    dtype: str
+    itemsize: int
+    shape: tuple[int, ...]
+    start: int
+    nbytes: int
+
+
+class ModelFiles:
+    """Writer of ``model.safetensors``, or of several files of `MAX_FILE_BYTES` and an index.
+
+    Call `add` for each tensor and then `finish`; `discard` after an error. Nothing stands under the
+    final names until `finish`.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        """Use ``directory``, which is made if it does not exist."""
+        self._directory = directory
+        self._raw = directory / "part-data.tmp"
+        self._file: IO[bytes] | None = None  # that at `_raw`
+        self._pending: list[_Written] = []
+        self._parts: list[dict[str, int]] = []  # bytes by tensor name
+
+    def add(self, name: str, value: Tensor) -> None:
+        """Append ``value``, of any device and strides.
+
+        Raises:
+            CheckpointError: it is a tensor subclass, of a dtype that safetensors lacks, or there is
+                no room.
+        """
+        if is_wrapper(value):
+            raise CheckpointError(
+                f"{name} is a {type(value).__name__}, a tensor subclass, which safetensors "
+                "cannot hold: keep a training by save_checkpoint(), take the state dict from "
+                "full_state_dict(), or merge adapters and export the dequantized weights"
+            )
+        if value.dtype not in _NAMES:
+            raise CheckpointError(f"{name} is {value.dtype}, which safetensors cannot hold")
+        num_bytes = sum(written.nbytes for written in self._pending)
+        if self._pending and num_bytes + value.nbytes > MAX_FILE_BYTES:
+            self._close_part()
+            num_bytes = 0
+        kind, size, shape = _NAMES[value.dtype], value.dtype.itemsize, tuple(value.shape)
+        self._append(value)
+        self._pending.append(_Written(name, kind, size, shape, num_bytes, value.nbytes))
+
+    def finish(self) -> None:
+        """Write what is left, give the files their names, and write the index."""
+        if self._pending or not self._parts:
+            self._close_part()
+        _name_files(self._directory, self._parts)
+
+    def discard(self) -> None:
+        """Delete what was written."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+        for part in self._directory.glob("part-*.tmp"):
+            part.unlink()
+
+    def _append(self, value: Tensor) -> None:
+        try:
+            if self._file is None:
+                self._directory.mkdir(parents=True, exist_ok=True)
+                self._file = self._raw.open("w+b", buffering=0)
+            data = to_bytes(value.cpu(), tuple(range(value.ndim)))
+            left = memoryview((ctypes.c_char * data.nbytes).from_address(data.data_ptr()))
+            while left.nbytes:
+                left = left[self._file.write(left) :]
+        except OSError as error:
+            raise _no_room(_part(self._directory, len(self._parts)), error) from error
+
+    def _close_part(self) -> None:
+        """Write the header of the current file and copy its tensors behind it."""
+        path = _part(self._directory, len(self._parts))
+        # The order of the safetensors library: every tensor is aligned to its elements.
+        ordered = sorted(self._pending, key=lambda written: (-written.itemsize, written.name))
+        try:
+            self._directory.mkdir(parents=True, exist_ok=True)
+            with path.open("wb") as file:
+                file.write(_header(ordered))
+                if self._file is not None:
+                    for written in ordered:
+                        _copy(self._file, file, written)
+        except OSError as error:
+            raise _no_room(path, error) from error
+        if self._file is not None:
+            self._file.close()
+            self._raw.unlink()
+        self._file = None
+        self._parts.append({written.name: written.nbytes for written in self._pending})
+        self._pending = []
+
+
+def _header(ordered: list[_Written]) -> bytes:
+    """Return the header of a file of these tensors, padded to whole elements."""
+    facts: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    stop = 0
+    for written in ordered:
+        start, stop = stop, stop + written.nbytes
+        facts[written.name] = {
+            "dtype": written.dtype,
+            "shape": written.shape,
+            "data_offsets": (start, stop),
+        }
+    text = json.dumps(facts, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+def _copy(source: IO[bytes], target: IO[bytes], written: _Written) -> None:
+    source.seek(written.start)
+    left = written.nbytes
+    while left:
+        data = source.read(min(left, _COPIED_BYTES))
+        if not data:
+            raise OSError(f"{written.name} ends after {written.nbytes - left} bytes")
+        target.write(data)
+        left -= len(data)
+
+
+def _no_room(path: Path, error: OSError) -> CheckpointError:
+    return CheckpointError(
+        f"{path} could not be written ({error}): make room there, or give another folder"
+    )
+
+
+def _part(directory: Path, number: int) -> Path:
+    """Return the temporary name of a file, used until the number of files is known."""
+    return directory / f"part-{number}.tmp"
+
+
+def _name_files(directory: Path, files: list[dict[str, int]]) -> None:
+    """Rename the parts to their final names and write the index."""
+    # An earlier export of another size must not stand beside this one: readers take the first.
+    for old in (*directory.glob("model*.safetensors"), directory / INDEX):
+        old.unlink(missing_ok=True)
+    if len(files) == 1:
+        _part(directory, 0).replace(directory / "model.safetensors")
+        return
+    names = [f"model-{i + 1:05d}-of-{len(files):05d}.safetensors" for i in range(len(files))]
+    for index, name in enumerate(names):
+        _part(directory, index).replace(directory / name)
+    index_text = json.dumps(
+        {
+            "metadata": {"total_size": sum(sum(f.values()) for f in files)},
+            "weight_map": {t: n for n, f in zip(names, files, strict=True) for t in f},
+        },
+        indent=2,
+    )
+    (directory / INDEX).write_text(index_text, encoding="utf-8")
