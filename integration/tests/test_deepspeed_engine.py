@@ -372,9 +372,9 @@ def test_what_the_engine_lacks_is_the_models() -> None:
     assert engine.answer == 42
     assert engine.config["train_micro_batch_size_per_gpu"] == 2
     assert not hasattr(engine, "no_such_thing")
-    assert not hasattr(engine, "offload_states")
-    with pytest.raises(NotServedError, match="offload_states is not served"):
-        engine.offload_states()
+    assert not hasattr(engine, "random_ltd_initialize")
+    with pytest.raises(NotServedError, match="random_ltd_initialize is not served"):
+        engine.random_ltd_initialize()
     engine.destroy()
 
 
@@ -467,8 +467,9 @@ def test_configuration_comes_from_the_command_line(tmp_path: Path) -> None:
 
 
 def test_missing_model_or_configuration_is_said() -> None:
-    with pytest.raises(ValueError, match="needs a model"):
-        deepspeed.initialize(config=_config())
+    for error in (ValueError, AssertionError):  # the latter is DeepSpeed's
+        with pytest.raises(error, match="needs a model"):
+            deepspeed.initialize(config=_config())
     with pytest.raises(ValueError, match="no configuration"):
         deepspeed.initialize(model=_linear())
 

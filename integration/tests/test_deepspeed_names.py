@@ -108,7 +108,7 @@ def test_class_that_is_not_served_cannot_be_subclassed() -> None:
         exec(f"{lines}\nclass Mine(Base): pass", {})
 
 
-CONSTANT = "from zero_engine.deepspeed.runtime.config import ADAM_OPTIMIZER as constant\n"
+CONSTANT = "from zero_engine.deepspeed.runtime.config import ADAM_W_MODE as constant\n"
 STAGE_3 = """
 from zero_engine.deepspeed.refusal import INNER, RefusedModule
 stage3 = RefusedModule("stage3", "runtime.zero.stage3", INNER)
@@ -133,8 +133,14 @@ Optimizer = stage3.DeepSpeedZeroOptimizer_Stage3
     ],
 )
 def test_any_use_of_a_name_that_is_not_served_is_refused(use: str) -> None:
-    with pytest.raises(NotServedError, match=r"(ADAM_OPTIMIZER|_Stage3) is not served"):
+    with pytest.raises(NotServedError, match=r"(ADAM_W_MODE|_Stage3) is not served"):
         exec(use, {})
+
+
+def test_optimizers_names_are_values_of_the_configuration() -> None:
+    from zero_engine.deepspeed.runtime.config import ADAM_OPTIMIZER, LION_OPTIMIZER
+
+    assert (ADAM_OPTIMIZER, LION_OPTIMIZER) == ("adam", "lion")
 
 
 def test_name_that_is_not_served_may_be_looked_at_and_annotated() -> None:

@@ -137,6 +137,8 @@ def _coalesced(rank: int, world_size: int) -> None:
             sent = [row for row in engine.core.comm_report() if row.collective == "reduce_scatter"]
             assert sum(row.num_calls for row in sent) <= len(engine.core.layout.units)
         torch.testing.assert_close(_values(engine), expected, rtol=1e-6, atol=1e-6)
+        with engine.no_sync(), pytest.raises(AssertionError, match="inside no_sync"):
+            engine.step()
         for outer in (engine.no_sync, engine.coalesce_grad_reduction):
             with outer(), pytest.raises(RuntimeError, match="leave one out"):
                 engine.coalesce_grad_reduction().__enter__()

@@ -300,6 +300,22 @@ def test_weights_without_elements_are_read_and_a_rank_that_is_none_is_refused(
         engine.full_state_dict(rank=7)
 
 
+def _save_empty_last(ranks: SimulatedRanks, folder: str) -> None:
+    model = torch.nn.Linear(3, 3)
+    model.register_parameter("last", torch.nn.Parameter(torch.empty(0, 3)))
+    engine = zero_core.build(model, Case(3).config(), process_group=ranks)
+    engine.save_checkpoint(folder)
+
+
+def test_empty_parameter_behind_the_first_ranks_slice_is_read(tmp_path: Path) -> None:
+    simulate(_save_empty_last, 2, str(tmp_path))
+    assert {w.names[0]: tuple(w.value.shape) for w in read_weights(tmp_path)} == {
+        "weight": (3, 3),
+        "bias": (3,),
+        "last": (0, 3),
+    }
+
+
 def test_a_rate_that_is_a_tensor_stays_the_object_that_a_captured_graph_reads() -> None:
     rate = torch.tensor(0.5)
     config = zero_core.load_config(Case().config(), world_size=1)

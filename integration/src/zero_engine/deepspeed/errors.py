@@ -20,6 +20,14 @@ class NotServedError(ZeroError, AttributeError):
         super().__init__(f"deepspeed: {what} is not served by zero-engine; {hint}")
 
 
+class ModelMissingError(ZeroError, ValueError, AssertionError):
+    """`initialize` got no model. An AssertionError too, as DeepSpeed raises."""
+
+
+class NoSyncError(ZeroError, RuntimeError, AssertionError):
+    """``step`` was called within ``no_sync``. An AssertionError too, as DeepSpeed raises."""
+
+
 class Unserved:
     """Stand-in for a class, function or constant that is not served. Any use raises.
 

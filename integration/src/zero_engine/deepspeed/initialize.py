@@ -26,7 +26,7 @@ from zero_engine.deepspeed.dataloader import DeepSpeedDataLoader
 from zero_engine.deepspeed.distributed import choose_device, init_distributed
 from zero_engine.deepspeed.engine.engine import DeepSpeedEngine
 from zero_engine.deepspeed.engine.optimizer import DeepSpeedOptimizer
-from zero_engine.deepspeed.errors import NotServedError
+from zero_engine.deepspeed.errors import ModelMissingError, NotServedError
 from zero_engine.deepspeed.ops.optimizers import DeepSpeedCPUAdam, name_as_deepspeed
 from zero_engine.deepspeed.refusal import VERSION
 from zero_engine.deepspeed.utils.logging import log_dist
@@ -92,10 +92,11 @@ def initialize(
 
     Raises:
         ConfigError: the configuration is wrong or does not fit the model.
+        ModelMissingError: ``model`` is None.
         NotServedError: model parallelism is asked for.
     """
     if model is None:
-        raise ValueError("initialize() needs a model")
+        raise ModelMissingError("initialize() needs a model, found None: pass model=...")
     if mesh_param is not None:
         raise NotServedError("initialize(mesh_param=...), sequence parallelism,")
     init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)

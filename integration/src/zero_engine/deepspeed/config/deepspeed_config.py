@@ -14,6 +14,17 @@ from zero_engine.deepspeed.config.settings import Settings
 from zero_engine.deepspeed.config.source import Source
 from zero_engine.deepspeed.errors import NotServedError
 
+ADAGRAD_OPTIMIZER = "adagrad"
+ADAM_OPTIMIZER = "adam"
+ADAMW_OPTIMIZER = "adamw"
+LAMB_OPTIMIZER = "lamb"
+LION_OPTIMIZER = "lion"
+MUADAM_OPTIMIZER = "muadam"
+MUADAMW_OPTIMIZER = "muadamw"
+MUON_OPTIMIZER = "muon"
+MUSGD_OPTIMIZER = "musgd"
+"""Values of ``optimizer.type``. Of these LAMB and the mu-parametrised ones are refused."""
+
 
 class DeepSpeedConfig:
     """A configuration, resolved for the ranks that there are. ``engine._config`` is one.

@@ -22,7 +22,7 @@ from zero_engine.deepspeed.engine.checkpoints import Checkpoints
 from zero_engine.deepspeed.engine.facts import UNSERVED
 from zero_engine.deepspeed.engine.observing import Watch
 from zero_engine.deepspeed.engine.optimizer import DeepSpeedOptimizer
-from zero_engine.deepspeed.errors import NotServedError
+from zero_engine.deepspeed.errors import NoSyncError, NotServedError
 from zero_engine.deepspeed.zero.offload_config import (
     PARTS,
     OffloadDeviceEnum,
@@ -147,8 +147,15 @@ class DeepSpeedEngine(Checkpoints, nn.Module):
         """End a micro-step and, at an accumulation boundary, update the parameters.
 
         Every rank must call it. ``lr_kwargs`` go to the scheduler's ``step``.
+
+        Raises:
+            NoSyncError: it is called within `no_sync`.
         """
         core = self._live_core("step")
+        if self._is_quiet:  # in DeepSpeed's words, which scripts may look for
+            raise NoSyncError(
+                "It is illegal to call Engine.step() inside no_sync context manager: leave it first"
+            )
         if self._is_coalescing:
             raise RuntimeError("step() within coalesce_grad_reduction(): step after it")
         is_boundary = core.is_gradient_accumulation_boundary()

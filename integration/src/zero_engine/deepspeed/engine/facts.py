@@ -274,6 +274,7 @@ class Facts:
     mp_world_size = property(_always(1, "every rank is a data-parallel one"))
     get_model_parallel_rank = _always(0, "every rank is a data-parallel one")
     get_tensor_parallel_rank = _always(0, "every rank is a data-parallel one")
+    sparse_tensor_module_names = property(_always(frozenset(), "gradients are dense"))
     get_sequence_parallel_group = _always(None, "every rank is a data-parallel one")
     autotp_size = _always(0, "no layer is split")
     managed_gradient_accumulation = _value_of("settings.managed_gradient_accumulation")

@@ -123,7 +123,7 @@ class Reader:
         parts: list[Tensor] = []
         while low < high or not parts:  # an empty parameter has the dtype of the file
             rank, offset = divmod(low, place.shard_numel) if low < high else (0, 0)
-            end = min(high, (rank + 1) * place.shard_numel)
+            end = max(low, min(high, (rank + 1) * place.shard_numel))
             file = self.tensors(f"{state}-{rank:05d}.safetensors")
             parts.append(file[str(place.segment)].read(offset, offset + end - low))
             low = end
