@@ -14,8 +14,10 @@ import argparse
 import importlib
 import json
 import os
+import signal
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 HERE = Path(__file__).resolve()
@@ -53,17 +55,21 @@ def run_release(target: Path, number: int) -> str:
     launcher = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
     log = target.with_name(f"{target.name}.{number}.log")
     with log.open("wb") as output:
+        started = subprocess.Popen(
+            [*launcher, str(HERE), f"--number={number}", f"--results={results}"],
+            env=environment,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
         try:
-            subprocess.run(
-                [*launcher, str(HERE), f"--number={number}", f"--results={results}"],
-                env=environment,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                timeout=LIMIT_S,
-                check=False,
-            )
+            started.wait(timeout=LIMIT_S)
         except subprocess.TimeoutExpired:
             return f"not over after {LIMIT_S} s"
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(started.pid, signal.SIGKILL)
+            started.wait()
     if not results.is_file():
         return f"its processes failed: {log}"
     found: str = json.loads(results.read_text(encoding="utf-8"))

@@ -49,8 +49,9 @@ def counted(pack: Sequence[Case], found: Mapping[str, Row]) -> str:
     by_ddp = losses.count("ddp")
     left = len(pack) - len(found)
     return (
-        f"{len(good)} of {len(pack)} run: {len(losses)} with the losses of DeepSpeed "
-        f"({len(losses) - by_ddp}) or of DDP ({by_ddp})"
+        f"{len(good)} of {len(pack)} run"
+        + (f": {len(losses)}" if tokens else "")
+        + f" with the losses of DeepSpeed ({len(losses) - by_ddp}) or of DDP ({by_ddp})"
         + (f", {len(tokens)} with the same tokens" if tokens else "")
         + (f"; {left} have not been run" if left else "")
     )
