@@ -123,7 +123,7 @@ def test_a_unit_whose_output_needs_no_gradient_is_not_expected() -> None:
     order = BackwardOrder(UNITS)
     forward = order.begin_forward()
     order.use(1)
-    order.drop(1)
+    order.leave(1, needs_grad=False)
     order.use(2)
     assert _run(order, forward, "e2 g2") == ([], [])  # unit 3 was not used: it waits
     assert list(order.skipped_last()) == []

@@ -145,7 +145,7 @@ def _hook_components(runtime: Runtime, modules: Sequence[nn.Module]) -> list[Rem
 
     def hook(module: nn.Module, unit: Unit) -> None:
         def watch(module: nn.Module, args: Any, output: Any) -> None:
-            runtime.watch_outputs(unit, output)
+            runtime.saved.watch_outputs(unit, output)
 
         handles.append(module.register_forward_hook(outside_graphs(watch)))
 

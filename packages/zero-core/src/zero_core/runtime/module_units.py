@@ -116,7 +116,7 @@ class ModuleUnits:
                 f"order on all ranks, so name those that follow it in {order}, which begin with "
                 f"unit {unit.index + step}"
             )
-        self._runtime.set_num_ahead(unit, len(found) or 1, backward=backward)
+        self._runtime.prefetch.set_depth(unit.index, len(found) or 1, backward=backward)
 
 
 class Generating(Protocol):

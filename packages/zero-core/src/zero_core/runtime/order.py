@@ -1,4 +1,4 @@
-"""Order in which units are reduced, and gathered, in a backward.
+"""Order in which units are gathered, and in which they are reduced in a backward.
 
 Units are numbers here: 0 is the root, then blocks in the order of the module tree, then the tail,
 if there is one.
@@ -34,6 +34,12 @@ of forward, before backward goes through the last of them: what is recomputed is
 a gradient of it is ready.
 A unit that backward passes over (it returned its input, say) is *skipped*: other ranks may need it,
 and this rank gathers it in the same order.
+
+[Note: blocks that need no gradient]
+Backward does not go into a block whose output needs no gradient, as below the first trainable one.
+At stage 3 it is not gathered either, if that was so on all ranks in the step before: they agree on
+that with the step's statistics. Until then, and where it is so on some ranks alone, it counts as a
+unit that backward skips, and all ranks gather it.
 """
 
 from __future__ import annotations
@@ -76,11 +82,22 @@ class _Trail:
 class BackwardOrder:
     """Order of reductions and gathers. See the notes above."""
 
-    def __init__(self, trainable: Sequence[int], tail: int | None = None) -> None:
-        """``trainable``: the units that have gradients, ascending. ``tail`` may be among them."""
+    def __init__(
+        self, trainable: Sequence[int], tail: int | None = None, *, is_alone: bool = True
+    ) -> None:
+        """``trainable``: the units that have gradients, ascending. ``tail`` may be among them.
+
+        ``is_alone``: no other rank gathers with this one, so it agrees with none on what to leave
+        out.
+        """
         self._blocks = [unit for unit in reversed(trainable) if unit not in (0, tail)]
         self._root = [unit for unit in trainable if unit == 0]
         self._tail = [unit for unit in trainable if unit == tail]
+        self._is_alone = is_alone
+        # See [Note: blocks that need no gradient].
+        self._without_grad: set[int] = set()
+        self._with_grad: set[int] = set()
+        self._left_out: frozenset[int] = frozenset()
         self._is_tail_late = False  # in this step, on this rank
         self.place_tail(is_first=False)
         self._next = 0  # into _order
@@ -123,12 +140,33 @@ class BackwardOrder:
             if not units or units[-1] != unit:
                 units.append(unit)
 
-    def drop(self, unit: int) -> None:
-        """Note that the output of ``unit`` in the forward that began last needs no gradient."""
-        if self._trails:
+    def leave(self, block: int, *, needs_grad: bool) -> None:
+        """Note whether the output of ``block``, in the forward that began last, needs a gradient.
+
+        If not, backward may leave it out: see [Note: blocks that need no gradient].
+        """
+        if needs_grad:
+            self._with_grad.add(block)
+            return
+        self._without_grad.add(block)
+        if (self._is_alone or block in self._left_out) and self._trails:
             units = self._trails[-1].units
-            if units and units[-1] == unit:
+            if units and units[-1] == block:
                 units.pop()
+
+    @property
+    def left_out(self) -> frozenset[int]:
+        """Blocks that all ranks leave out in this step."""
+        return self._left_out
+
+    @property
+    def unneeded(self) -> frozenset[int]:
+        """Blocks that needed no gradient on this rank, in any forward of this step."""
+        return frozenset(self._without_grad - self._with_grad)
+
+    def leave_out(self, *, is_agreed: bool) -> None:
+        """Leave out the `unneeded` blocks in the next step, if they are the same on all ranks."""
+        self._left_out = self.unneeded if is_agreed else frozenset()
 
     # --------------------------------------------------------------- backward
 
@@ -203,6 +241,8 @@ class BackwardOrder:
         self._next = 0
         self._recomputed = None
         self._is_tail_late = False
+        self._without_grad.clear()
+        self._with_grad.clear()
         self._trails = [trail for trail in self._trails if trail.is_pending]
 
     def _note_late_tail(self) -> None:
@@ -241,3 +281,43 @@ class BackwardOrder:
                 if not any(unit in t.units for t in older if t.forward() is not None):
                     self._is_tail_late |= unit in self._tail
                     self._num_missing[unit] = 0
+
+
+class Prefetch:
+    """Units that are gathered ahead of one in use: its successors in the order of all ranks."""
+
+    def __init__(self, num_units: int) -> None:
+        self._num_units = num_units
+        self._depths: tuple[dict[int, int], dict[int, int]] = ({}, {})  # forward, backward
+        self._ahead: list[int] = []  # gathered before they are needed
+
+    def set_depth(self, unit: int, number: int, *, backward: bool) -> None:
+        """Gather ``number`` units ahead of ``unit``, rather than one. All ranks set the same."""
+        self._depths[backward][unit] = number
+
+    def enter(self, unit: int, *, backward: bool) -> tuple[range, list[int]]:
+        """Enter ``unit``.
+
+        Returns:
+            The units to gather ahead, in order, and those that were gathered ahead and are not
+            next: the order of use is not that of the module tree.
+        """
+        depth = self._depths[backward].get(unit, 1)
+        if backward:
+            window = range(unit - 1, max(0, unit - 1 - depth), -1)
+        else:
+            window = range(unit + 1, min(self._num_units, unit + 1 + depth))
+        strays = []
+        while self._ahead:
+            ahead = self._ahead.pop(0)
+            if ahead != unit and ahead not in window:
+                strays.append(ahead)
+        return window, strays
+
+    def add(self, unit: int) -> None:
+        """Note that ``unit`` has been gathered ahead."""
+        self._ahead.append(unit)
+
+    def clear(self) -> None:
+        """Note that what was gathered ahead has been released."""
+        self._ahead.clear()

@@ -1,4 +1,12 @@
-"""Parameters that autograd saves while they are sharded.
+"""Weights and parameters that autograd saves, and which are gathered again when it reads them.
+
+[Note: saved tensors]
+Autograd saves the weights that a forward used. At stage 3 their buffer is reused for other units,
+so what is saved of a pool buffer is only (segment, offset, shape): `torch.autograd.graph`'s hooks
+pack it when it is saved, and gather the unit again when backward unpacks it. The first unpacking,
+or the first recomputation by activation checkpointing, marks the beginning of a unit's backward. A
+node that reads quantized weights may save them where no hook sees it. Then the gradient of what its
+module returned marks the beginning (`SavedWeights.watch_outputs`).
 
 [Note: parameters saved between two gathers]
 A forward may use a parameter within `gathered` alone, of this engine or of another one: a teacher's
@@ -10,11 +18,23 @@ that backward. Every rank must unpack it, as it must enter `gathered`.
 
 from __future__ import annotations
 
+import sys
 import weakref
 from contextlib import AbstractContextManager, ExitStack
 from typing import Any, NamedTuple, Protocol
 
+import torch
 from torch import Tensor, nn
+
+from zero_core._torch import pytree
+from zero_core.runtime.order import Forward
+from zero_core.sharded.params import FlatParams
+from zero_core.sharded.unit import Unit
+
+_Packed = tuple[Unit, FlatParams, torch.dtype, int, torch.Size, tuple[int, ...], int, Forward]
+"""A weight that autograd saved: unit, segment, dtype, offset, shape, strides, version, and the
+forward. A plain tuple, as there is one for each use of a weight, and a test for each saved tensor.
+"""
 
 
 class ParamHolder(Protocol):
@@ -61,7 +81,7 @@ def refer(param: nn.Parameter) -> Reference | None:
     return None
 
 
-class HeldReferences:
+class _HeldReferences:
     """The references that one backward has unpacked, whose parameters stay gathered."""
 
     def __init__(self) -> None:
@@ -89,3 +109,133 @@ class HeldReferences:
         """Release what is held."""
         self._held.clear()
         self._stack.pop_all().close()
+
+
+class Backward(Protocol):
+    """Begins the backwards of units. `zero_core.runtime.runtime.Runtime` is the one.
+
+    Attributes:
+        entered: the block that backward is in.
+    """
+
+    entered: Unit | None
+
+    def begin_backward(self) -> None:
+        """Begin a backward, unless one is open."""
+
+    def enter_backward(self, unit: Unit, forward: Forward | None) -> None:
+        """Gather ``unit`` for the backward of ``forward``."""
+
+
+class SavedWeights:
+    """Packs what autograd saves of gathered units. See [Note: saved tensors].
+
+    Attributes:
+        gathered: what is packed, by the address of its buffer. The runtime takes out what it
+            releases.
+    """
+
+    def __init__(self, backward: Backward) -> None:
+        """``backward`` gathers units when backward reads what was saved of them."""
+        self._backward = backward
+        self.gathered: dict[int, tuple[Unit, FlatParams]] = {}
+        # Addresses between which these buffers lie, of those seen so far.
+        self._low, self._high = sys.maxsize, 0
+        self._references = _HeldReferences()
+        self._forward: Forward | None = None
+        self._hooks: AbstractContextManager[Any] | None = None
+
+    def add(self, unit: Unit, flat: FlatParams) -> None:
+        """Pack from now on what is saved of ``flat``, which has been gathered."""
+        assert flat.full is not None
+        address = flat.address
+        self.gathered[address] = (unit, flat)
+        if not self._low <= address < self._high:
+            self._low = min(self._low, address)
+            self._high = max(self._high, address + flat.full.untyped_storage().nbytes())
+
+    def forget_range(self) -> None:
+        """Note that no unit is gathered, and that the memory of buffers is freed."""
+        self._low, self._high = sys.maxsize, 0
+
+    def release_references(self) -> None:
+        """Release the parameters that backward has gathered by reference."""
+        self._references.release()
+
+    def begin_forward(self, forward: Forward) -> None:
+        """Watch what autograd saves, until `end_forward`."""
+        self._forward = forward
+        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
+        self._hooks.__enter__()
+
+    def end_forward(self) -> None:
+        """End the forward that has begun, if one has."""
+        self._forward = None  # what it saved alone keeps it alive
+        if self._hooks is not None:
+            hooks, self._hooks = self._hooks, None
+            hooks.__exit__(None, None, None)
+
+    def _pack(self, tensor: Tensor) -> object:
+        found = None
+        if self._low <= tensor.data_ptr() < self._high:
+            found = self.gathered.get(tensor.untyped_storage().data_ptr())
+        if found is None:  # most by far: activations
+            if not tensor.is_leaf:
+                # A node that saves its own output would otherwise keep itself alive if no backward
+                # comes.
+                return tensor.detach()
+            reference = refer(tensor) if isinstance(tensor, nn.Parameter) else None
+            return tensor if reference is None else reference
+        unit, flat = found
+        layout = (tensor.dtype, tensor.storage_offset(), tensor.shape, tensor.stride())
+        assert self._forward is not None
+        return (unit, flat, *layout, flat.version, self._forward)
+
+    def _unpack(self, packed: Tensor | Reference | _Packed) -> Tensor:
+        if isinstance(packed, Tensor):
+            return packed
+        if isinstance(packed, Reference):
+            return self._unpack_reference(packed)
+        unit, flat, dtype, offset, shape, stride, version, forward = packed
+        _check_version(unit, flat, version)
+        if unit is not self._backward.entered:
+            self._backward.enter_backward(unit, forward)
+        assert flat.full is not None
+        full = flat.full if dtype is flat.full.dtype else flat.full.view(dtype)
+        saved = full.as_strided(shape, stride, offset)
+        # create_graph: nodes of this backward save the tensor without our hooks and outlive the
+        # buffer: copy.
+        return saved.clone() if torch.is_grad_enabled() else saved
+
+    def _unpack_reference(self, reference: Reference) -> Tensor:
+        self._backward.begin_backward()
+        saved = self._references.read(reference)
+        return saved.clone() if torch.is_grad_enabled() else saved
+
+    def watch_outputs(self, unit: Unit, output: object) -> None:
+        """Have ``unit`` gathered before the backward of what made ``output`` from its components.
+
+        See [Note: saved tensors], and [Note: quantized parameters] in `zero_core.layout.stored`.
+        """
+        forward = self._forward
+        if forward is None:
+            return  # nothing is saved; or activation checkpointing, which has entered the unit
+        opaque = [(flat, flat.version) for flat in unit.params if flat.segment.is_opaque]
+
+        def enter(grad: Tensor) -> None:
+            for flat, version in opaque:
+                _check_version(unit, flat, version)
+            self._backward.enter_backward(unit, forward)
+
+        for tensor in pytree.tree_leaves(output):
+            if isinstance(tensor, Tensor) and tensor.requires_grad and not tensor.is_leaf:
+                tensor.register_hook(enter)  # type: ignore[no-untyped-call]
+
+
+def _check_version(unit: Unit, flat: FlatParams, version: int) -> None:
+    """Refuse a backward whose forward had other values."""
+    if version != flat.version:
+        raise RuntimeError(
+            f"backward of a forward that ran before the last step or load: the weights of "
+            f"{unit!r} have changed since; run the forward again"
+        )

@@ -22,7 +22,7 @@ than a gather that it may save. A model without such experts takes part in no ro
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 
@@ -55,15 +55,77 @@ def agree(
     return found
 
 
-def are_sparse(units: Sequence[Unit], num_ranks_with_grad: Sequence[float]) -> Iterator[bool]:
-    """Yield for each of ``units`` whether it is to gather what is called alone.
+class ExpertRounds:
+    """Gathers experts, and decides with each step which units are sparse.
 
-    ``num_ranks_with_grad`` is that of each parameter in the step that ends. Frozen experts, of
-    which nothing is known, count as used.
+    Attributes:
+        units: those that have experts, in the same order on all ranks.
+        entered: units with experts whose forward this rank has entered in the step. The runtime
+            adds to it.
     """
-    for unit in units:
-        num_used = sum(
-            any(num_ranks_with_grad[slot.param] > 0 for flat in own for slot in flat.segment.slots)
-            for own in unit.experts
-        )
-        yield 0 < num_used <= USED_SHARE * len(unit.experts)
+
+    def __init__(self, units: Sequence[Unit], control: ControlGroup) -> None:
+        self.units = [unit for unit in units if unit.experts]
+        self.entered: set[int] = set()
+        self._control = control
+        self._becomes_sparse = [False] * len(self.units)
+
+    def begin(self, *, is_whole: bool) -> None:
+        """Begin a forward or a backward, in which units gather all experts if it ``is_whole``."""
+        for unit in self.units:
+            unit.is_whole = is_whole
+
+    def gather(self, unit: Unit, called: int | None, *, is_trained: bool) -> bool:
+        """Take part in one round of ``unit``. Every rank must, while one calls an expert.
+
+        ``called`` is the expert that this rank waits for. If the forward ``is_trained``, its
+        backward needs what is gathered.
+
+        Returns:
+            Whether a rank called any expert.
+        """
+        found = agree(self._control, called, len(unit.experts), unit.params[0].device)
+        for number in found:
+            for flat in unit.experts[number]:
+                flat.gather()
+        if is_trained:
+            unit.needed.update(found)
+        return bool(found)
+
+    def end(self, unit: Unit, *, is_trained: bool) -> None:
+        """End this rank's forward of ``unit``, which is sparse.
+
+        Take part in the rounds of the ranks whose forward of it has not ended.
+        """
+        if unit.is_whole:
+            if is_trained:
+                unit.needed.update(range(len(unit.experts)))
+            return
+        while self.gather(unit, None, is_trained=is_trained):
+            pass
+
+    def decide(self, num_ranks_with_grad: Sequence[float], *, is_agreed: bool) -> None:
+        """Decide which units are sparse in the next step.
+
+        Args:
+            num_ranks_with_grad: that of each parameter in the step that ends. Frozen experts, of
+                which nothing is known, count as used.
+            is_agreed: whether all ranks entered the same units.
+        """
+        for number, unit in enumerate(self.units):
+            num_used = sum(
+                any(
+                    num_ranks_with_grad[slot.param] > 0
+                    for flat in own
+                    for slot in flat.segment.slots
+                )
+                for own in unit.experts
+            )
+            is_sparse = 0 < num_used <= USED_SHARE * len(unit.experts)
+            self._becomes_sparse[number] = is_agreed and unit.index in self.entered and is_sparse
+
+    def begin_step(self) -> None:
+        """Make units sparse, or not, as `decide` has found."""
+        for unit, is_sparse in zip(self.units, self._becomes_sparse, strict=True):
+            unit.is_sparse = is_sparse
+            unit.needed.clear()

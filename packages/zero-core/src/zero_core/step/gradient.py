@@ -82,7 +82,7 @@ class StepDecision:
 class StepGradient:
     """Gradient of the current step.
 
-    The first group of methods is the runtime's `zero_core.runtime.runtime.GradientSink`, which
+    The first group of methods is the runtime's `zero_core.sharded.reductions.GradientSink`, which
     documents them.
 
     Attributes:

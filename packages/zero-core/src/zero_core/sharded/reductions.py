@@ -1,0 +1,161 @@
+"""Reductions of units' gradients, and who takes what is reduced.
+
+One unit's reduction is under way while backward computes the next unit. Which unit is reduced when
+is the runtime's to say.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from zero_core.sharded.grads import FlatGrads
+from zero_core.sharded.unit import Unit
+
+
+class GradientSink(Protocol):
+    """Takes reduced gradients and knows where in a step the training is.
+
+    `zero_core.step.gradient.StepGradient` is the one implementation.
+
+    Attributes:
+        params_with_grad: parameters that got a gradient on this rank since the last step; the
+            runtime adds to it.
+    """
+
+    params_with_grad: set[int]
+
+    @property
+    def is_boundary(self) -> bool:
+        """Whether the current micro-step is the last one of its step."""
+
+    @property
+    def is_reduced(self) -> bool:
+        """Whether every segment's gradient has been added."""
+
+    def begin_backward(self) -> None:
+        """Check, at the first sign of a backward, that it may add to the gradient.
+
+        Raises:
+            RuntimeError: units have been updated already, or fp16's loss scale is missing.
+        """
+
+    def add(self, grads: FlatGrads) -> bool:
+        """Take a segment's reduced gradient and offer it to the state tier.
+
+        Returns:
+            Whether the segment's parameters have been updated with it.
+        """
+
+    def broken(self) -> None:
+        """Restart the step: a forward found that the last backward did not end.
+
+        Raises:
+            RuntimeError: units have been updated already.
+        """
+
+    def reopen(self) -> None:
+        """Note that more is to be added to the gradient. All ranks agree on its statistics anew."""
+
+    def agree(self, *, has_unreduced: bool, is_tail_late: bool, left_out: frozenset[int]) -> None:
+        """Start to sum the gradient's statistics over all ranks. Every rank must call it.
+
+        Nothing is done if they are known of the gradient as it is. ``is_tail_late``: see
+        `zero_core.runtime.order`. ``left_out`` are the units that needed no gradient here.
+        """
+
+    def is_reduction_missing(self) -> bool:
+        """Whether, by the statistics, any rank has gradients that no reduction has carried."""
+
+    def is_tail_late(self) -> bool:
+        """Whether, by the statistics, any rank had a block's gradients before the tail's."""
+
+    def is_left_out_agreed(self) -> bool:
+        """Whether, by the statistics, the same units needed no gradient on all ranks."""
+
+    @property
+    def num_ranks_with_grad(self) -> Sequence[float]:
+        """Number of ranks with a gradient of each parameter, by the statistics."""
+
+    def clear(self) -> None:
+        """Drop the gradient and start a new step."""
+
+
+class Reductions:
+    """Reduces units, one at a time, and offers what is reduced to the sink.
+
+    Attributes:
+        has_peers: whether there are other ranks.
+        is_due_per_backward: whether every backward reduces, and not the last of a step alone: one
+            rank has nothing to reduce before, unless its tier adds up each micro-step's gradient.
+    """
+
+    def __init__(
+        self, units: Sequence[Unit], sink: GradientSink, ready: set[int], *, has_peers: bool
+    ) -> None:
+        """``ready``: units whose parameters hold the current values.
+
+        A unit that the sink updates is taken out of it.
+        """
+        self.has_peers = has_peers
+        self._units = units
+        self._grads = [grads for unit in units for grads in unit.grads]
+        self.is_due_per_backward = has_peers or any(g.plan.is_passed_on_each for g in self._grads)
+        self._sink = sink
+        self._ready = ready
+        self._in_flight: tuple[FlatGrads, ...] = ()
+
+    def start(self, index: int) -> None:
+        """Start to reduce a unit, when the one before it has been reduced."""
+        self.finish()
+        for grads in self._units[index].grads:
+            grads.reduce()
+            self._in_flight += (grads,)
+        if not self.has_peers:
+            self.finish()
+
+    def finish(self) -> None:
+        """Wait for the reductions under way, and offer what they bring to the sink."""
+        in_flight = self._in_flight
+        if in_flight:
+            for grads in in_flight:
+                grads.finish()
+                if self._sink.is_boundary or grads.plan.is_passed_on_each:
+                    self.offer(grads)
+            self._in_flight = ()
+
+    def offer(self, grads: FlatGrads) -> None:
+        """Offer a reduced gradient to the sink. If it updates the segment, its values are stale."""
+        if self._sink.add(grads):
+            unit = grads.segment.unit
+            for flat in self._units[unit].params:
+                if flat.segment is grads.segment:
+                    flat.invalidate()
+            self._ready.discard(unit)
+
+    def accumulate_locally(self) -> None:
+        """Have gradients added up over several backwards before they are reduced."""
+        for grads in self._grads:
+            grads.accumulate_locally()
+
+    @property
+    def has_unreduced(self) -> bool:
+        """Whether gradients were added that no reduction has carried yet.
+
+        They came within ``no_sync``, or after their unit had been reduced (reentrant activation
+        checkpointing of a block that is used twice).
+        """
+        return any(grads.has_unreduced for grads in self._grads)
+
+    def discard(self) -> None:
+        """Wait for the reductions under way, and drop all gradients."""
+        for grads in self._in_flight:
+            grads.finish()
+        self._in_flight = ()
+        for grads in self._grads:
+            grads.clear()
+
+    def synchronize(self) -> None:
+        """Wait until nothing reads or writes gradients' memory any more."""
+        for grads in self._grads:
+            grads.synchronize()
