@@ -11,6 +11,7 @@ from torch import Tensor, nn
 import zero_core
 from zero_core import blueprint
 from zero_core.comm.meter import PARAMETERS
+from zero_core.protocols import TransportCollectives, Work
 from zero_core.sharded.experts import agree
 from zero_core.testing import SimulatedDDP, SimulatedRanks, seeded, simulate
 from zero_core.testing.models import (
@@ -191,6 +192,57 @@ def _differ_in_turns(ranks: SimulatedRanks) -> None:
 
 def test_ranks_that_use_a_sparse_unit_in_other_ways_get_the_numbers_of_stage_2(small_experts):
     simulate(_differ_in_turns, 2, timeout_s=60.0)
+
+
+class _BackwardGathers:
+    """The engine's own collectives, and the number of gathers in backwards."""
+
+    def __init__(self, native: TransportCollectives) -> None:
+        self._native = native
+        self.number = 0
+
+    def all_gather(
+        self, out: Tensor, shard: Tensor, *, unit: int, version: int, backward: bool
+    ) -> Work:
+        self.number += backward
+        return self._native.all_gather(out, shard, unit=unit, version=version, backward=backward)
+
+    def reduce_scatter(self, out: Tensor, full: Tensor, *, unit: int) -> Work:
+        return self._native.reduce_scatter(out, full, unit=unit)
+
+
+def _drop_a_gradient(ranks: SimulatedRanks) -> list[int]:
+    """Gathers of two equal backwards. The gradient of another one before the second is dropped."""
+    made: list[_BackwardGathers] = []
+
+    def collectives(native: TransportCollectives, **_: Any) -> _BackwardGathers:
+        made.append(_BackwardGathers(native))
+        return made[0]
+
+    engine = zero_core.build(
+        MixtureModel(), _config(3), collectives=collectives, process_group=ranks
+    )
+    batches = [routed_batch(seed, 0, 1) for seed in range(3)]
+    engine.backward(engine(*batches[0]))
+    engine.step()
+    found = []
+    for turn in range(2):
+        if turn == 1:
+            engine.backward(engine(*batches[2]))
+            engine.optimizer.zero_grad()
+        loss = engine(*batches[1])
+        engine.optimizer.zero_grad()  # its backward is still to come
+        before = made[0].number
+        engine.backward(loss)
+        found.append(made[0].number - before)
+        engine.backward(engine(*batches[1]))
+        engine.step()
+    return found
+
+
+def test_experts_of_a_dropped_gradient_are_not_gathered_in_the_next_backward(small_experts):
+    once, again = simulate(_drop_a_gradient, 2)[0]
+    assert once == again
 
 
 class _Bypassing(MixtureModel):

@@ -89,22 +89,26 @@ def test_units_that_are_not_resharded_are_gathered_once(world_size):
     simulate(_gathers_once, world_size)
 
 
-def _in_advance(ranks: SimulatedRanks) -> tuple[list[str], list[str]]:
+def _in_advance(ranks: SimulatedRanks, depth: int) -> tuple[list[str], list[str]]:
     engine, log = _build(ranks)
     before_first: list[str] = []
     first, *_, last = blocks = engine.module.blocks
-    engine.set_modules_to_forward_prefetch(first, blocks[1:3])
-    engine.set_modules_to_backward_prefetch(last, [blocks[2], blocks[1]])
-    first.register_forward_pre_hook(lambda *_: before_first.extend(log[: 4 - len(before_first)]))
+    engine.set_modules_to_forward_prefetch(first, blocks[1 : 1 + depth])
+    engine.set_modules_to_backward_prefetch(last, [blocks[2], blocks[1], blocks[0]][:depth])
+    first.register_forward_pre_hook(lambda *_: before_first.extend([] if before_first else log))
     for step in range(3):
         engine.backward(engine(_x(ranks.rank, step), skipped=1 if ranks.rank == step else None))
         engine.step()
     return before_first, log
 
 
-def test_prefetched_units_are_gathered_with_the_one_before_in_one_order():
+@pytest.mark.parametrize("depth", [2, 3])
+def test_prefetched_units_are_gathered_once_with_the_one_before_in_one_order(depth):
     one_step = ["f0", "f1", "f2", "f3", "f4", "b3", "b2", "b1"]
-    assert simulate(_in_advance, 3) == [(["f0", "f1", "f2", "f3"], one_step * 3)] * 3
+    assert (
+        simulate(_in_advance, 3, depth, timeout_s=10.0)
+        == [(one_step[: 2 + depth], one_step * 3)] * 3
+    )
 
 
 def _losses(ranks: SimulatedRanks, change: Callable[[zero_core.Engine], None] | None) -> Any:

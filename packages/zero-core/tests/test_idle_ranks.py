@@ -204,3 +204,31 @@ def _all_used(ranks: SimulatedRanks, stage: int) -> None:
 @pytest.mark.parametrize("stage", [1, 2])
 def test_all_ranks_raise_for_a_parameter_that_one_of_those_with_data_has_not_used(stage: int):
     simulate(_all_used, 2, stage, timeout_s=10.0)
+
+
+class _Refusing(_Net):
+    """Raises between two blocks if the input is not finite."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.blocks[0](x)
+        if not x.isfinite().all():
+            raise ValueError("a bad sample")
+        loss: Tensor = super().forward(x)
+        return loss
+
+
+def _go_on(ranks: SimulatedRanks) -> None:
+    engine = zero_core.build(_Refusing(), Case(3).config(), process_group=ranks)
+    engine.backward(engine(_x(0, ranks.rank)))
+    engine.step()
+    with pytest.raises(ValueError, match="a bad sample"):
+        engine(torch.full((5, 7), torch.inf))
+    if ranks.rank == 0:
+        engine.idle_step()
+    else:
+        engine.backward(engine(_x(1, ranks.rank)))
+        engine.step()
+
+
+def test_a_rank_is_idle_after_a_forward_that_failed():
+    simulate(_go_on, 2, timeout_s=10.0)

@@ -245,6 +245,11 @@ class BackwardOrder:
         self._with_grad.clear()
         self._trails = [trail for trail in self._trails if trail.is_pending]
 
+    @property
+    def is_awaited(self) -> bool:
+        """Whether a forward waits for its backward, as far as this rank can see."""
+        return any(trail.is_pending for trail in self._trails)
+
     def _note_late_tail(self) -> None:
         if any(self._num_missing.get(unit, 0) > 0 for unit in self._tail):
             self._is_tail_late = True
@@ -289,7 +294,9 @@ class Prefetch:
     def __init__(self, num_units: int) -> None:
         self._num_units = num_units
         self._depths: tuple[dict[int, int], dict[int, int]] = ({}, {})  # forward, backward
-        self._ahead: list[int] = []  # gathered before they are needed
+        self._entered = 0
+        # Units gathered before they are needed, each with the one in use then.
+        self._ahead: list[tuple[int, int]] = []
 
     def set_depth(self, unit: int, number: int, *, backward: bool) -> None:
         """Gather ``number`` units ahead of ``unit``, rather than one. All ranks set the same."""
@@ -299,8 +306,8 @@ class Prefetch:
         """Enter ``unit``.
 
         Returns:
-            The units to gather ahead, in order, and those that were gathered ahead and are not
-            next: the order of use is not that of the module tree.
+            The units to gather ahead, in order, and those that were gathered ahead and are not in
+            front of it: the order of use is not that of the module tree.
         """
         depth = self._depths[backward].get(unit, 1)
         if backward:
@@ -308,15 +315,19 @@ class Prefetch:
         else:
             window = range(unit + 1, min(self._num_units, unit + 1 + depth))
         strays = []
-        while self._ahead:
-            ahead = self._ahead.pop(0)
-            if ahead != unit and ahead not in window:
-                strays.append(ahead)
+        if self._ahead:
+            ahead, self._ahead = self._ahead, []
+            for origin, other in ahead:
+                if (origin > unit > other) if backward else (origin < unit < other):
+                    self._ahead.append((origin, other))
+                elif other != unit and other not in window:
+                    strays.append(other)
+        self._entered = unit
         return window, strays
 
     def add(self, unit: int) -> None:
-        """Note that ``unit`` has been gathered ahead."""
-        self._ahead.append(unit)
+        """Note that ``unit`` has been gathered ahead of the one that was entered."""
+        self._ahead.append((self._entered, unit))
 
     def clear(self) -> None:
         """Note that what was gathered ahead has been released."""

@@ -179,7 +179,8 @@ class Runtime:
             if not running:
                 if unit.is_root:
                     self._end_tail(is_saved=needs_grad and is_trained)
-                    self._last_path = self._path
+                    if not has_failed:
+                        self._last_path = self._path
                 self._forward = None
                 self.saved.end_forward()
                 if unit.is_root and not torch.is_grad_enabled():
@@ -578,7 +579,7 @@ class Runtime:
         self._reductions.discard()
         self._is_backward_open = False
         self._order.forget()
-        self._experts.entered.clear()
+        self._experts.end_step(is_awaited=self._order.is_awaited)
         self._sink.clear()
 
     # ---------------------------------------------------------------- offload
@@ -678,7 +679,7 @@ class Runtime:
         for unit in self.units:
             for flat in unit.params:
                 flat.invalidate()
-        self._experts.begin_step()
+        self._experts.values_changed()
 
     def values_replaced(self) -> None:
         """Note that values were written from outside of a step, on all ranks."""

@@ -124,8 +124,15 @@ class ExpertRounds:
             is_sparse = 0 < num_used <= USED_SHARE * len(unit.experts)
             self._becomes_sparse[number] = is_agreed and unit.index in self.entered and is_sparse
 
-    def begin_step(self) -> None:
+    def values_changed(self) -> None:
         """Make units sparse, or not, as `decide` has found."""
         for unit, is_sparse in zip(self.units, self._becomes_sparse, strict=True):
             unit.is_sparse = is_sparse
             unit.needed.clear()
+
+    def end_step(self, *, is_awaited: bool) -> None:
+        """End a step, taken or not. A forward that ``is_awaited`` still needs its experts."""
+        self.entered.clear()
+        if not is_awaited:
+            for unit in self.units:
+                unit.needed.clear()
