@@ -89,7 +89,7 @@ class Runtime:
         self.rank = communicator.rank
         self.ready: set[int] = set()
         self.entered: Unit | None = None
-        self.saved = SavedWeights(self)
+        self.saved = SavedWeights()
         self.prefetch = Prefetch(len(self.units))
         self._communicator = communicator
         self._sink = sink
@@ -143,7 +143,7 @@ class Runtime:
             if torch.is_grad_enabled():
                 self._forward = self._order.begin_forward()
                 if self._has_sharded_params:
-                    self.saved.begin_forward(self._forward)
+                    self.saved.begin_forward(self._forward, self)
             if self._failure:
                 self._failure = 0
                 self._communicator.clear_failure()

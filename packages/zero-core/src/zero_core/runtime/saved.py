@@ -21,6 +21,7 @@ from __future__ import annotations
 import sys
 import weakref
 from contextlib import AbstractContextManager, ExitStack
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -135,14 +136,14 @@ class SavedWeights:
             releases.
     """
 
-    def __init__(self, backward: Backward) -> None:
-        """``backward`` gathers units when backward reads what was saved of them."""
-        self._backward = backward
+    def __init__(self) -> None:
         self.gathered: dict[int, tuple[Unit, FlatParams]] = {}
         # Addresses between which these buffers lie, of those seen so far.
         self._low, self._high = sys.maxsize, 0
         self._references = _HeldReferences()
+        # The forward that is watched, and who begins its backward. What it saves holds both.
         self._forward: Forward | None = None
+        self._backward: Backward | None = None
         self._hooks: AbstractContextManager[Any] | None = None
 
     def add(self, unit: Unit, flat: FlatParams) -> None:
@@ -162,15 +163,19 @@ class SavedWeights:
         """Release the parameters that backward has gathered by reference."""
         self._references.release()
 
-    def begin_forward(self, forward: Forward) -> None:
-        """Watch what autograd saves, until `end_forward`."""
-        self._forward = forward
-        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
+    def begin_forward(self, forward: Forward, backward: Backward) -> None:
+        """Watch what autograd saves, until `end_forward`.
+
+        ``backward`` gathers units when autograd reads what was saved of them.
+        """
+        self._forward, self._backward = forward, backward
+        unpack = partial(self._unpack, backward)
+        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, unpack)
         self._hooks.__enter__()
 
     def end_forward(self) -> None:
         """End the forward that has begun, if one has."""
-        self._forward = None  # what it saved alone keeps it alive
+        self._forward = self._backward = None  # what was saved alone keeps them alive
         if self._hooks is not None:
             hooks, self._hooks = self._hooks, None
             hooks.__exit__(None, None, None)
@@ -191,15 +196,15 @@ class SavedWeights:
         assert self._forward is not None
         return (unit, flat, *layout, flat.version, self._forward)
 
-    def _unpack(self, packed: Tensor | Reference | _Packed) -> Tensor:
+    def _unpack(self, backward: Backward, packed: Tensor | Reference | _Packed) -> Tensor:
         if isinstance(packed, Tensor):
             return packed
         if isinstance(packed, Reference):
-            return self._unpack_reference(packed)
+            return self._unpack_reference(backward, packed)
         unit, flat, dtype, offset, shape, stride, version, forward = packed
         _check_version(unit, flat, version)
-        if unit is not self._backward.entered:
-            self._backward.enter_backward(unit, forward)
+        if unit is not backward.entered:
+            backward.enter_backward(unit, forward)
         assert flat.full is not None
         full = flat.full if dtype is flat.full.dtype else flat.full.view(dtype)
         saved = full.as_strided(shape, stride, offset)
@@ -207,8 +212,8 @@ class SavedWeights:
         # buffer: copy.
         return saved.clone() if torch.is_grad_enabled() else saved
 
-    def _unpack_reference(self, reference: Reference) -> Tensor:
-        self._backward.begin_backward()
+    def _unpack_reference(self, backward: Backward, reference: Reference) -> Tensor:
+        backward.begin_backward()
         saved = self._references.read(reference)
         return saved.clone() if torch.is_grad_enabled() else saved
 
@@ -217,15 +222,15 @@ class SavedWeights:
 
         See [Note: saved tensors], and [Note: quantized parameters] in `zero_core.layout.stored`.
         """
-        forward = self._forward
-        if forward is None:
+        forward, backward = self._forward, self._backward
+        if forward is None or backward is None:
             return  # nothing is saved; or activation checkpointing, which has entered the unit
         opaque = [(flat, flat.version) for flat in unit.params if flat.segment.is_opaque]
 
         def enter(grad: Tensor) -> None:
             for flat, version in opaque:
                 _check_version(unit, flat, version)
-            self._backward.enter_backward(unit, forward)
+            backward.enter_backward(unit, forward)
 
         for tensor in pytree.tree_leaves(output):
             if isinstance(tensor, Tensor) and tensor.requires_grad and not tensor.is_leaf:
