@@ -386,3 +386,14 @@ def test_place_of_gradients_is_told_at_stage_0_alone():
         settings = read({"train_batch_size": 4, "zero_optimization": {"stage": stage}})
         told = describe(settings, load_config(settings.core, world_size=1), 1)
         assert ("safe_get_full_grad" in told) is (stage == 0)
+
+
+def test_a_misspelt_key_of_the_optimizer_is_warned_of() -> None:
+    (note,) = read({"optimizer": {"type": "SGD", "param": {"lr": 0.1}}}).notes
+    assert (note.path, note.is_warning) == ("optimizer.param", True)
+    assert "expected type and params" in note.text
+
+
+def test_short_states_are_adams_alone() -> None:
+    with pytest.raises(ConfigError, match="needs Adam or AdamW, found 'SGD'"):
+        read({"optimizer": {"type": "SGD", "params": {"fp32_optimizer_states": False}}})

@@ -9,6 +9,7 @@ import json
 import os
 import socket
 import subprocess
+from argparse import Namespace
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -128,6 +129,8 @@ def own_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     """Restores the variables that `run_program` sets."""
     for name in ("PYTHONPATH", "PATH", "ZERO_ENGINE_PYTHON", "CUDA_VISIBLE_DEVICES"):
         monkeypatch.setenv(name, os.environ.get(name, ""))
+    for name in ("GLOO_SOCKET_IFNAME", "OMP_NUM_THREADS"):
+        monkeypatch.setenv(name, os.environ.get(name, "1"))
 
 
 @pytest.mark.usefixtures("own_environment")
@@ -139,6 +142,38 @@ def test_several_hosts_are_told_each_ones_command(script: Path) -> None:
         (line,) = (line for line in told if line.startswith(start))
         assert line.endswith(f"{script} --name 'a b'")
     assert any("srun --ntasks-per-node" in line for line in told)
+    module = ["--launcher=mvapich", "--module", "--no_local_rank", "pkg.train", "--x"]
+    command = "mpirun -n RANKS zero-engine run --module --no-local-rank pkg.train --x"
+    assert command in _refusal(*options[:2], *module)
+
+
+@pytest.mark.usefixtures("own_environment")
+@pytest.mark.parametrize(
+    ("options", "is_alone"),
+    [
+        ([], True),
+        (["--nproc-per-node=4"], True),
+        (["--num_gpus=2"], True),
+        (["--master_port=29511"], False),
+        (["--master_addr=127.0.0.1"], False),
+    ],
+)
+def test_run_on_one_machine_takes_a_free_port_and_no_host_file_of_deepspeeds(
+    script: Path, options: list[str], is_alone: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[Namespace] = []
+    monkeypatch.setattr("zero_engine.script.run.run_ranks", started.append)
+    host_file = script.parent / "job"
+    host_file.write_text("localhost slots=3\n", encoding="utf-8")
+    monkeypatch.setattr("zero_engine.script.deepspeed_options.HOST_FILE", str(host_file))
+    run_program([*options, str(script)])
+    run_program(["deepspeed", str(script)])
+    one, by_deepspeed = started
+    assert one.standalone == is_alone
+    assert one.nproc_per_node == {"--nproc-per-node=4": "4", "--num_gpus=2": "2"}.get(
+        "".join(options), "1"
+    )
+    assert by_deepspeed.nproc_per_node == "3"
 
 
 @pytest.mark.usefixtures("own_environment")
@@ -181,6 +216,7 @@ def test_option_that_cannot_be_served_says_what_to_do(
         ("", "names no host"),
         ("worker-0 slots=2\nworker-1", "line 2: expected 'HOST slots=NUMBER', found 'worker-1'"),
         ("a slots=1\na slots=2", "line 2: a is there twice"),
+        ("a slots=1\nb slots=0", "line 2: b has no slot"),
     ],
 )
 def test_broken_host_file_is_refused_by_line(tmp_path: Path, lines: str, message: str) -> None:

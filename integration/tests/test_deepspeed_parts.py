@@ -139,6 +139,10 @@ def _coalesced(rank: int, world_size: int) -> None:
         torch.testing.assert_close(_values(engine), expected, rtol=1e-6, atol=1e-6)
         with engine.no_sync(), pytest.raises(AssertionError, match="inside no_sync"):
             engine.step()
+        engine.set_train_batch_size(2 * world_size * 2)
+        with pytest.raises(RuntimeError, match="a block is a whole step"):
+            engine.coalesce_grad_reduction().__enter__()
+        engine.set_train_batch_size(2 * world_size)
         for outer in (engine.no_sync, engine.coalesce_grad_reduction):
             with outer(), pytest.raises(RuntimeError, match="leave one out"):
                 engine.coalesce_grad_reduction().__enter__()
@@ -297,6 +301,7 @@ def test_the_loss_scaler_follows_the_engine() -> None:
         engine.backward(engine(x(0).half()).mean() * value)
         engine.step()
     assert scaler.cur_scale == scaler.loss_scale == engine.optimizer.cur_scale == 256
+    assert not hasattr(scaler, "last_overflow_iter")  # not known: better none than a wrong one
     assert not make().optimizer.loss_scaler.dynamic
 
 

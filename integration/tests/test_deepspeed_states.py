@@ -256,6 +256,10 @@ def _states(rank: int, world_size: int) -> None:
             rows: list[Any] = [None] * world_size
             dist.all_gather_object(rows, part)
             torch.testing.assert_close(torch.cat(rows), expected.flatten(), rtol=1e-4, atol=1e-10)
+        with pytest.raises(TypeError, match="safe_set_full_optimizer_state"):
+            engine.optimizer.state[param] = {}
+        with pytest.raises(TypeError, match="safe_set_full_optimizer_state"):
+            engine.optimizer.state.clear()
         assert not engine.optimizer.state.keys() & set(engine.module.frozen.parameters())
         names = {1: "single_partition_of_fp32_groups", 3: "fp32_partitioned_groups_flat"}
         there = [name for name in names.values() if hasattr(engine.optimizer, name)]

@@ -17,8 +17,10 @@ def main(args: Sequence[str] | None = None) -> None:
         SystemExit: with the exit code of a script that failed.
         ConfigError: an option is not served; see `zero_engine.script.deepspeed_options`.
     """
-    from zero_engine.script.run import run_program  # torchrun is not needed by those who train
+    # torchrun is not needed by those who train.
+    from zero_engine.script.deepspeed_options import with_host_file
+    from zero_engine.script.run import run_program
 
-    code = run_program(sys.argv[1:] if args is None else args)
+    code = run_program(with_host_file(sys.argv[1:] if args is None else args))
     if code:
         sys.exit(code)

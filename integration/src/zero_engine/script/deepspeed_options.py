@@ -24,7 +24,10 @@ from zero_core.errors import ConfigError
 from zero_engine.script.hosts import Hosts, filtered, parse_filter, read_host_file
 
 HOST_FILE = "/job/hostfile"
-"""Where DeepSpeed's launcher looks for a host file if none is named."""
+"""Where DeepSpeed's launcher looks for a host file if none is named.
+
+Looked at for the program ``deepspeed`` and its options alone: torchrun's have no host file.
+"""
 LOCAL_HOST = "localhost"
 """Name of this machine where there is no host file."""
 VISIBLE_DEVICES = {"cuda": "CUDA_VISIBLE_DEVICES", "xpu": "ZE_AFFINITY_MASK"}
@@ -36,7 +39,9 @@ TOLD_APART = {"node_rank": 0, "master_addr": "127.0.0.1"}
 """torchrun's defaults of options that mean something else where they are not given."""
 _BY_SCHEDULER = {
     "slurm": "srun --ntasks-per-node=SLOTS zero-engine run {program}",
-    **dict.fromkeys(("openmpi", "mpich", "impi"), "mpirun -n RANKS zero-engine run {program}"),
+    **dict.fromkeys(
+        ("openmpi", "mpich", "impi", "mvapich"), "mpirun -n RANKS zero-engine run {program}"
+    ),
 }
 """Commands that start the ranks of several machines, by name of DeepSpeed's launcher."""
 
@@ -76,6 +81,12 @@ def add_options(parser: ArgumentParser) -> None:
 
 
 SHORT = {"hostfile": ("-H",), "include": ("-i",), "exclude": ("-e",), "quiet": ("-q",)}
+
+
+def with_host_file(arguments: Sequence[str]) -> list[str]:
+    """Return arguments of the program ``deepspeed``, with `HOST_FILE`, if there is one."""
+    # One that is named as well comes later, and counts.
+    return [*(["--hostfile", HOST_FILE] if Path(HOST_FILE).is_file() else []), *arguments]
 
 
 def carry_out(parsed: Namespace, parser: ArgumentParser, arguments: Sequence[str]) -> list[str]:
@@ -149,10 +160,10 @@ def _refuse(parsed: Namespace) -> None:
 
 def _chosen_hosts(parsed: Namespace, parser: ArgumentParser) -> Hosts:
     """Return the hosts that the options choose, or none where no option is about them."""
-    has_file = parsed.hostfile is not None or Path(HOST_FILE).is_file()
     is_asked = [name for name in CHOOSING if getattr(parsed, name) != parser.get_default(name)]
-    if not has_file and not is_asked:
+    if parsed.hostfile is None and not is_asked:
         return {}
+    has_file = parsed.hostfile is not None or Path(HOST_FILE).is_file()
     for name in ("num_gpus", "num_nodes"):
         value = getattr(parsed, name)
         if name in is_asked and value < 1:
@@ -208,7 +219,9 @@ def _slots_here(parsed: Namespace) -> tuple[int, ...]:
 
 
 def _commands_of_nodes(parsed: Namespace, hosts: Hosts, arguments: Sequence[str]) -> str:
-    program = shlex.join([parsed.training_script, *parsed.training_script_args])
+    program = shlex.join(
+        [*_how_started(parsed), parsed.training_script, *parsed.training_script_args]
+    )
     first = next(iter(hosts))
     lines = [
         f"  on {host}: zero-engine run --no_ssh --node_rank={rank} --master_addr={first} "
@@ -226,6 +239,16 @@ def _commands_of_nodes(parsed: Namespace, hosts: Hosts, arguments: Sequence[str]
             *lines,
         ]
     )
+
+
+def _how_started(parsed: Namespace) -> list[str]:
+    """Return the options that say what kind of program it is and what it is given."""
+    flags = {
+        "--module": parsed.module,
+        "--no-python": parsed.no_python,
+        "--no-local-rank": parsed.local_rank is False,
+    }
+    return [flag for flag, is_given in flags.items() if is_given]
 
 
 def _join_nodes(parsed: Namespace, hosts: Hosts) -> None:

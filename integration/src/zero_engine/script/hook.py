@@ -130,4 +130,7 @@ MENDS: dict[str, Callable[[ModuleType], None]] = {
     "accelerate.state": _mend_accelerate,
     "lightning.fabric.strategies.deepspeed": _mend_lightning,
     "lightning.pytorch.strategies.deepspeed": _mend_lightning,
+    # The same code under the names of the package pytorch-lightning.
+    "lightning_fabric.strategies.deepspeed": _mend_lightning,
+    "pytorch_lightning.strategies.deepspeed": _mend_lightning,
 }

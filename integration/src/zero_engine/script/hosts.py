@@ -38,6 +38,8 @@ def read_host_file(path: Path) -> Hosts:
                 f"{path}, line {number}: expected 'HOST slots=NUMBER', found {line!r}"
             )
         host, slots = found[1], int(found[2])
+        if not slots:
+            raise ConfigError(f"{path}, line {number}: {host} has no slot: leave the line out")
         if host in hosts:
             raise ConfigError(f"{path}, line {number}: {host} is there twice: keep one of them")
         hosts[host] = tuple(range(slots))

@@ -18,7 +18,12 @@ from zero_engine.launch.ranks import is_under_launcher
 from zero_engine.launch.started_ranks import LOOPBACK, rank_variables
 from zero_engine.launch.torchrun import local_address_only, run_ranks
 from zero_engine.machine import available_cores
-from zero_engine.script.deepspeed_options import add_options, carry_out, process_number_saved
+from zero_engine.script.deepspeed_options import (
+    add_options,
+    carry_out,
+    process_number_saved,
+    with_host_file,
+)
 from zero_engine.script.hook import SERVED, hooked
 from zero_engine.script.local_rank import OPTION, declares, source_of
 
@@ -62,15 +67,15 @@ def run_program(arguments: Sequence[str]) -> int:
     if is_under_launcher() or is_launcher:
         _refuse_options(parsed, given)
         if is_launcher and _name(parsed) == SERVED:
-            return run_program(parsed.training_script_args)
+            return run_program(with_host_file(parsed.training_script_args))
         if not is_launcher:
             _give_local_rank(parsed, os.environ.get("LOCAL_RANK", "0"))
         _become(parsed)
+    own = ("rdzv_endpoint", "master_addr", "master_port")
+    has_default = {name: getattr(parsed, name) == parser.get_default(name) for name in own}
     for line in carry_out(parsed, parser, arguments):
         _say(parsed, line)
     _give_local_rank(parsed, macros.local_rank)  # torchrun replaces it by each rank's own
-    own = ("rdzv_endpoint", "master_addr", "master_port")
-    has_default = {name: getattr(parsed, name) == parser.get_default(name) for name in own}
     if parsed.nnodes in ("1", "1:1") and has_default["rdzv_endpoint"]:
         # On this machine alone: with a port that is free, not with torchrun's fixed one.
         parsed.standalone = all(has_default.values())

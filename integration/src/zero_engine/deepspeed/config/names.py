@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, Protocol
 
 from zero_core.errors import ConfigError
 from zero_engine.deepspeed.config.keys import REFUSED, UNNEEDED, check_refused
@@ -47,8 +47,11 @@ _DTYPE_NAMES: Mapping[str, str] = {
     for name in names
 }
 
-Tell = Callable[[str, Any, str], None]
-"""Takes note of a key, its value, and what became of it."""
+
+class Tell(Protocol):
+    """A function that takes note of a key, its value, and what became of it."""
+
+    def __call__(self, path: str, value: Any, text: str, *, is_warning: bool = False) -> None: ...
 
 
 def without_auto(block: Mapping[str, Any], tell: Tell, path: str = "") -> dict[str, Any]:
@@ -164,11 +167,14 @@ def _apply_state_dtype(core: dict[str, Any], tell: Tell) -> None:
     """Turn ``fp32_optimizer_states`` of the optimizer into ``state_dtype`` of its offload.
 
     Raises:
-        ConfigError: it is false, and the states are on the device.
+        ConfigError: it is false, and the states are on the device, or not Adam's.
     """
     path, params = "optimizer.params.fp32_optimizer_states", core["optimizer"]["params"]
     if params.pop("fp32_optimizer_states", True):
         return
+    kind = core["optimizer"]["type"]
+    if str(kind).lower() not in ("adam", "adamw"):
+        raise ConfigError(f"{path} = False needs Adam or AdamW, found {kind!r}: leave it out")
     keep_bf16_moments(core)
     is_short = any(core.get(kind, {}).get("enabled") for kind in ("bf16", "fp16"))
     same = f"another name of {_ZERO}.offload_optimizer.state_dtype = bfloat16"
@@ -229,5 +235,6 @@ def _optimizer(block: Mapping[str, Any], tell: Tell) -> dict[str, Any]:
     if str(block["type"]).lower() == "lion":
         params = {**_LION, **params}
     for key in block.keys() - {"type", "params"}:
-        tell(f"optimizer.{key}", block[key], "not a key of DeepSpeed's, which ignores it")
+        text = "not a key of DeepSpeed's, which ignores it: expected type and params"
+        tell(f"optimizer.{key}", block[key], text, is_warning=True)
     return {"type": block["type"], "params": params}

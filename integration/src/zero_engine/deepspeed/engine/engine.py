@@ -248,17 +248,23 @@ class DeepSpeedEngine(Checkpoints, nn.Module):
     def coalesce_grad_reduction(self) -> Iterator[None]:
         """Reduce the gradients of all backwards in this context once, for the ``step`` after it.
 
-        It may span a whole step's backwards, whatever ``gradient_accumulation_steps`` says.
+        It spans a whole step's backwards, however many these are.
 
         Raises:
             RuntimeError: within another such context or ``no_sync``, or
-                ``managed_gradient_accumulation`` is false.
+                ``managed_gradient_accumulation`` is false, or ``gradient_accumulation_steps`` is
+                more than 1.
         """
         core = self._training_core("coalesce_grad_reduction")
         if not self.settings.managed_gradient_accumulation:
             raise RuntimeError(
                 "coalesce_grad_reduction() with managed_gradient_accumulation = false: use "
                 "no_sync()"
+            )
+        if self.gradient_accumulation_steps() > 1:
+            raise RuntimeError(
+                "coalesce_grad_reduction() with gradient_accumulation_steps = "
+                f"{self.gradient_accumulation_steps()}: set it to 1, as a block is a whole step"
             )
         if self._is_coalescing or self._is_quiet:
             raise RuntimeError(

@@ -61,11 +61,6 @@ class LossScaler:
         """Steps so far."""
         return self._core.global_steps
 
-    @property
-    def last_overflow_iter(self) -> int:
-        """Step at which the scale changed last; -1 before the first one."""
-        return self._core.global_steps - self._core.loss_scaler.steps_since_change - 1
-
     def scale_loss(self, loss: Tensor) -> Tensor:
         """Return ``loss`` times the scale, for a plain ``backward()``."""
         return self._core.scale(loss, over=1)

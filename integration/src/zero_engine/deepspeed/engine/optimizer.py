@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -61,6 +61,21 @@ class OptimizerState(Mapping[nn.Parameter, dict[str, Any]]):
         states = self._core.states.of(name).items()
         parts = {n: v.view(param.shape) if is_whole else v for n, v in states}
         return {"step": torch.tensor(float(num_steps)), **parts}
+
+    def __setitem__(self, param: nn.Parameter, value: Any) -> NoReturn:
+        self._refuse()
+
+    def __delitem__(self, param: nn.Parameter) -> NoReturn:
+        self._refuse()
+
+    def clear(self) -> NoReturn:
+        self._refuse()
+
+    def _refuse(self) -> NoReturn:
+        raise TypeError(
+            "optimizer.state is a copy of this rank's part, which is read only: set a parameter's "
+            "state by safe_set_full_optimizer_state or safe_set_local_optimizer_state"
+        )
 
     def __iter__(self) -> Iterator[nn.Parameter]:
         for group in self._groups:
