@@ -35,7 +35,7 @@ SOURCES = {
     "benchmarks": "integration",
 }
 # Attributes of torch's own classes, whose names some class here shares.
-TORCH_PRIVATES = {"_buffers", "_parameters", "_modules", "_version", "_opt_called"}
+TORCH_PRIVATES = {"_base", "_buffers", "_parameters", "_modules", "_version", "_opt_called"}
 # Folder of zero-core: the folders it may import. Files at the top, ``errors``, ``protocols`` and
 # ``_torch`` among them, are held by the rule against cycles.
 MAY_IMPORT = {

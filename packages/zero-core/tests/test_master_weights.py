@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import gc
 import itertools
 import re
 from collections.abc import Callable
+from threading import Barrier
 from typing import Any
 
 import pytest
@@ -184,3 +186,22 @@ def test_autocast_is_ddp_under_autocast(world_size: int, stage: int, dtype: str)
     half = torch.bfloat16 if "b" in dtype else torch.float16
     expected = simulate(under_autocast, world_size, half)
     check_equal(simulate(by_engine, world_size, stage, top), expected)
+
+
+def _forward_under_autocast(ranks: Any, done: Barrier) -> None:
+    model = nn.ModuleList(nn.Linear(64, 64) for _ in range(4))
+    model.forward = lambda x: nn.Sequential(*model)(x)  # type: ignore[method-assign]
+    top = {"torch_autocast": {"enabled": True}}
+    engine = zero_core.build(model, Case(stage=3, top=top).config(), process_group=ranks)
+    loss = engine(torch.ones(2, 64)).sum()
+    done.wait()
+    kept = [t for t in gc.get_objects() if type(t) is torch.Tensor and t.dtype is torch.bfloat16]
+    assert not [t.shape for t in kept if t.numel() >= 64 * 64]
+    done.wait()
+    engine.backward(loss)
+    engine.step()
+    engine.close()
+
+
+def test_autocast_at_stage_3_keeps_no_weight_for_backward() -> None:
+    simulate(_forward_under_autocast, 2, Barrier(2))

@@ -209,6 +209,28 @@ def save_own_state(module: nn.Module, prefix: str) -> dict[str, Tensor]:
     return saved
 
 
+def is_autocast_enabled() -> bool:
+    """Whether autocast is on for any device. Torch says no to what it calls under autocast."""
+    return bool(torch._C._is_any_autocast_enabled())
+
+
+def autocast_source(tensor: Tensor) -> Tensor | None:
+    """Return the parameter of which ``tensor`` is a cast under autocast, or a view of a cast.
+
+    None for other tensors, and for casts of parameters without gradients, of which torch keeps no
+    record.
+    """
+    cast = tensor if tensor._base is None else tensor._base
+    node = cast.grad_fn
+    if node is None or node.name() != "ToCopyBackward0" or cast._version:
+        return None
+    leaf: Any = node.next_functions[0][0]
+    if leaf is None or "AccumulateGrad" not in leaf.name():
+        return None
+    source: Tensor = leaf.variable
+    return source if source.device == cast.device else None
+
+
 def cast_floats(inputs: Any, dtype: torch.dtype | None) -> Any:
     """Cast floating tensors in nested ``inputs`` to ``dtype``, or none of them if it is None."""
     if dtype is None:

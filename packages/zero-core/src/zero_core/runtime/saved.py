@@ -8,6 +8,10 @@ or the first recomputation by activation checkpointing, marks the beginning of a
 node that reads quantized weights may save them where no hook sees it. Then the gradient of what its
 module returned marks the beginning (`SavedWeights.watch_outputs`).
 
+Under autocast a node saves a cast of its weight, which would stay from forward to backward. It is
+packed as the weight and the dtype, and cast again when backward unpacks it. A weight without
+gradients leaves no trace in its cast, which is kept.
+
 [Note: parameters saved between two gathers]
 A forward may use a parameter within `gathered` alone, of this engine or of another one: a teacher's
 head in a fused loss. Torch saves what an ``autograd.Function`` names after its forward has
@@ -27,7 +31,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
-from zero_core._torch import pytree
+from zero_core._torch import autocast_source, is_autocast_enabled, pytree
 from zero_core.runtime.order import Forward
 from zero_core.sharded.params import FlatParams
 from zero_core.sharded.unit import Unit
@@ -39,7 +43,10 @@ forward. A plain tuple, as there is one for each use of a weight, and a test for
 
 
 class ParamHolder(Protocol):
-    """Gathers an engine's parameters. `zero_core.runtime.gathered.GatheredParams` is the one."""
+    """Gathers an engine's parameters.
+
+    `zero_core.runtime.gathered.GatheredParams` is the one implementation.
+    """
 
     def version_of(self, param: nn.Parameter) -> int | None:
         """Return the version of the values of ``param``, None if the engine shards none of it."""
@@ -56,6 +63,19 @@ class Reference(NamedTuple):
     param: nn.Parameter
     holder: ParamHolder
     version: int
+
+
+class _Cast(NamedTuple):
+    """A cast of a weight, which is packed, or a view of the cast."""
+
+    weight: Reference | _Packed
+    dtype: torch.dtype
+    shape: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+
+
+_Saved = Tensor | Reference | _Cast | _Packed
 
 
 class Holding:
@@ -145,6 +165,7 @@ class SavedWeights:
         self._forward: Forward | None = None
         self._backward: Backward | None = None
         self._hooks: AbstractContextManager[Any] | None = None
+        self._is_autocast = False  # in this forward
 
     def add(self, unit: Unit, flat: FlatParams) -> None:
         """Pack from now on what is saved of ``flat``, which has been gathered."""
@@ -169,6 +190,7 @@ class SavedWeights:
         ``backward`` gathers units when autograd reads what was saved of them.
         """
         self._forward, self._backward = forward, backward
+        self._is_autocast = is_autocast_enabled()
         unpack = partial(self._unpack, backward)
         self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, unpack)
         self._hooks.__enter__()
@@ -180,25 +202,37 @@ class SavedWeights:
             hooks, self._hooks = self._hooks, None
             hooks.__exit__(None, None, None)
 
-    def _pack(self, tensor: Tensor) -> object:
+    def _pack(self, tensor: Tensor) -> _Saved:
         found = None
         if self._low <= tensor.data_ptr() < self._high:
             found = self.gathered.get(tensor.untyped_storage().data_ptr())
         if found is None:  # most by far: activations
             if not tensor.is_leaf:
+                cast = self._pack_cast(tensor) if self._is_autocast else None
                 # A node that saves its own output would otherwise keep itself alive if no backward
                 # comes.
-                return tensor.detach()
+                return tensor.detach() if cast is None else cast
             reference = refer(tensor) if isinstance(tensor, nn.Parameter) else None
             return tensor if reference is None else reference
         unit, flat = found
-        layout = (tensor.dtype, tensor.storage_offset(), tensor.shape, tensor.stride())
+        layout = (tensor.dtype, int(tensor.storage_offset()), tensor.shape, tensor.stride())
         assert self._forward is not None
         return (unit, flat, *layout, flat.version, self._forward)
 
-    def _unpack(self, backward: Backward, packed: Tensor | Reference | _Packed) -> Tensor:
+    def _pack_cast(self, tensor: Tensor) -> _Cast | None:
+        param = autocast_source(tensor)
+        packed = None if param is None else self._pack(param)
+        if packed is None or isinstance(packed, Tensor | _Cast):
+            return None
+        offset = int(tensor.storage_offset())
+        return _Cast(packed, tensor.dtype, tensor.shape, tensor.stride(), offset)
+
+    def _unpack(self, backward: Backward, packed: _Saved) -> Tensor:
         if isinstance(packed, Tensor):
             return packed
+        if isinstance(packed, _Cast):
+            weight = self._unpack(backward, packed.weight)
+            return weight.to(packed.dtype).as_strided(packed.shape, packed.stride, packed.offset)
         if isinstance(packed, Reference):
             return self._unpack_reference(backward, packed)
         unit, flat, dtype, offset, shape, stride, version, forward = packed
