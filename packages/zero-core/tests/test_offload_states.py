@@ -1,5 +1,6 @@
 """States that leave the device for a while and come back with the same bits."""
 
+import ctypes
 import itertools
 import resource
 from collections.abc import Iterator
@@ -185,11 +186,18 @@ def test_an_engine_that_evaluates_alone_sleeps_too() -> None:
     simulate(_evaluate, 2)
 
 
+M_MMAP_THRESHOLD = -3
+"""Of glibc's ``mallopt``."""
+
+
 class _Allocator:
     """Memory of this process, of which no more than is asked for is left to be allocated."""
 
     def __init__(self) -> None:
         self._limits = resource.getrlimit(resource.RLIMIT_AS)
+        # Whatever is large is memory of its own, which returns to the system when it is freed:
+        # what malloc keeps would be allocated again in spite of the limit.
+        assert ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 2**16) == 1
 
     @contextmanager
     def leaving(self, nbytes: int) -> Iterator[None]:
