@@ -188,15 +188,22 @@ def test_autocast_is_ddp_under_autocast(world_size: int, stage: int, dtype: str)
     check_equal(simulate(by_engine, world_size, stage, top), expected)
 
 
+def _halves() -> list[Tensor]:
+    """Return all tensors in 16 bits, of other tests too."""
+    return [t for t in gc.get_objects() if type(t) is Tensor and t.dtype is torch.bfloat16]
+
+
 def _forward_under_autocast(ranks: Any, done: Barrier) -> None:
     model = nn.ModuleList(nn.Linear(64, 64) for _ in range(4))
     model.forward = lambda x: nn.Sequential(*model)(x)  # type: ignore[method-assign]
     top = {"torch_autocast": {"enabled": True}}
     engine = zero_core.build(model, Case(stage=3, top=top).config(), process_group=ranks)
+    before = _halves()  # alive, so that no id is another one's later
+    done.wait()
     loss = engine(torch.ones(2, 64)).sum()
     done.wait()
-    kept = [t for t in gc.get_objects() if type(t) is torch.Tensor and t.dtype is torch.bfloat16]
-    assert not [t.shape for t in kept if t.numel() >= 64 * 64]
+    known = {id(tensor) for tensor in before}
+    assert not [t.shape for t in _halves() if t.numel() >= 64 * 64 and id(t) not in known]
     done.wait()
     engine.backward(loss)
     engine.step()

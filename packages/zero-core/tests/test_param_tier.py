@@ -367,16 +367,19 @@ def test_checkpoints_cross_between_with_and_without_offload(
     simulate(_checkpoint, world_size, str(tmp_path))
 
 
-def _construct(ranks: SimulatedRanks, folder: str) -> None:
+def _deferred() -> Hard:
+    with zero_core.deferred_init():
+        return make_model()
+
+
+def _construct(ranks: SimulatedRanks, folder: str, models: list[Hard]) -> None:
     plain = zero_core.build(make_model(), Case(stage=3).config(), process_group=ranks)
     plain.export_safetensors(folder)
     expected = load_file(Path(folder) / "model.safetensors")
     config = _case("fp32").config()
-    with zero_core.deferred_init():
-        deferred = make_model()
     with torch.device("meta"):
         empty = Hard()
-    for model, keys in ((deferred, {}), (empty, {"pretrained": folder})):
+    for model, keys in ((models[ranks.rank], {}), (empty, {"pretrained": folder})):
         engine = zero_core.build(model, config, param_tier=Shelves(), **keys, process_group=ranks)
         engine.export_safetensors(Path(folder) / "again")
         found = load_file(Path(folder) / "again" / "model.safetensors")
@@ -389,7 +392,9 @@ def _construct(ranks: SimulatedRanks, folder: str) -> None:
 def test_deferred_and_pretrained_models_never_lie_on_the_device(
     world_size: int, tmp_path: Path
 ) -> None:
-    simulate(_construct, world_size, str(tmp_path))
+    # Not made by ranks, which are threads: torch's hooks that record a model are global.
+    models = [_deferred() for _ in range(world_size)]
+    simulate(_construct, world_size, str(tmp_path), models)
 
 
 def test_a_shard_that_cannot_be_read_fails_the_forward_with_the_tiers_error() -> None:

@@ -22,6 +22,7 @@ from zero_core.layout.arithmetic import Layout, Segment
 from zero_core.plan.footprints import CollectivesFootprint
 from zero_core.plan.forecast import num_gathers
 from zero_core.sharded.gradient_plan import accumulated_dtype, communicated_dtype
+from zero_core.step.statistics import statistics_nbytes
 
 
 def step_traffic(
@@ -40,8 +41,8 @@ def step_traffic(
     if layout.world_size > 1:
         if footprint is not None or config.zero_optimization.quantized_key is None:
             found += _collectives(layout, config, links, footprint)
-        # Both halves of an all-reduce: 2 / world_size of the whole. See StepGradient.agree.
-        facts = 2 * 8 * (4 + len(layout.params)) // layout.world_size
+        # Both halves of an all-reduce: 2 / world_size of the whole.
+        facts = 2 * statistics_nbytes(len(layout.params)) // layout.world_size
         found += _sum("all_reduce", "facts of the step", [links.ring(facts)])
     down, up = host_link
     if down or up:

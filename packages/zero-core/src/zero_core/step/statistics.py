@@ -22,6 +22,11 @@ from zero_core.comm.meter import FACTS, Meter
 _SQUARE_SUM, _UNREDUCED, _TAIL_LATE, _LEFT_OUT, _WITH_GRAD, _FIRST_PARAM = 0, 1, 2, 3, 4, 5
 
 
+def statistics_nbytes(num_params: int) -> int:
+    """Return the bytes that are summed over the ranks in a step of ``num_params`` parameters."""
+    return (_FIRST_PARAM + num_params) * torch.float64.itemsize
+
+
 class GradientStatistics:
     """One float64 vector per step: square sum of the gradient, flags, and users of parameters."""
 
