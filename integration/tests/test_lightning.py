@@ -463,7 +463,7 @@ def test_importing_it_registers_the_names() -> None:
 def test_configuration_may_be_a_file_with_comments(tmp_path: Path) -> None:
     path = tmp_path / "zero.json"
     path.write_text('{"gradient_clipping": 1.0, // the Trainer has it\n}', encoding="utf-8")
-    with pytest.raises(zero_core.ConfigError, match=r"gradient_clipping = 1\.0: leave it out"):
+    with pytest.raises(zero_core.ConfigError, match=r"gradient_clipping = 1: leave it out"):
         ZeroStrategy(path)
     with pytest.raises(zero_core.ConfigError, match="neither a file that exists"):
         ZeroStrategy(tmp_path / "missing.json")

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from zero_core.comm.control import ControlGroup
 from zero_core.errors import ConfigError
+from zero_core.layout.arithmetic import ParamSpec
 from zero_core.sharded.params import FlatParams, is_placeholder
 from zero_core.sharded.sharded_state import ShardedState
 
@@ -29,13 +30,15 @@ class LeftShard(NamedTuple):
     """This rank's elements of one parameter of an engine that has ended.
 
     Attributes:
-        param: the parameter.
+        param: the parameter, or a component of a quantized one.
+        spec: its form: ``spec.to_values`` makes the value of all elements.
         control: the ranks that share it.
-        spans: which elements of the flat value each rank has; they do not overlap.
-        values: this rank's, in the engine's memory.
+        spans: which of its elements each rank has; they do not overlap.
+        values: this rank's, in the engine's memory: bytes if ``spec.is_opaque``.
     """
 
-    param: nn.Parameter
+    param: Tensor
+    spec: ParamSpec
     control: ControlGroup
     spans: list[tuple[int, int]]
     values: Tensor
@@ -91,7 +94,7 @@ class Ownership:
         values = self._state.params
         if not self._state.has_stale_values and all(v.is_kept for v in values):
             return iter(())
-        return (shard for v in values for shard in _local_shards(v, self._state.control))
+        return (shard for v in values for shard in _local_shards(v, self._state))
 
     def leave_values(self, full: Mapping[str, Tensor]) -> None:
         """End with the ``full`` values by name in the parameters, and with buffers on the CPU.
@@ -187,16 +190,15 @@ def check_is_free(model: nn.Module) -> None:
 
 
 @torch.no_grad()
-def _local_shards(values: FlatParams, control: ControlGroup) -> Iterator[LeftShard]:
-    segment = values.segment
-    if segment.is_opaque:
-        return  # components end with the engine: they have no NaN by which a read would be noticed
+def _local_shards(values: FlatParams, state: ShardedState) -> Iterator[LeftShard]:
+    segment, control = values.segment, state.control
     shard = values.read_shard().detach()
     ranges = [segment.shard_range(rank) for rank in range(control.world_size)]
     for position, param in enumerate(values.params):
-        spans = [segment.slots[position].common(*each) for each in ranges]
-        assert isinstance(param, nn.Parameter), "it is no component"
-        yield LeftShard(param, control, spans, values.part_of(position, shard))
+        slot = segment.slots[position]
+        spans = [slot.common(*each) for each in ranges]
+        spec = state.layout.params[slot.param]
+        yield LeftShard(param, spec, control, spans, values.part_of(position, shard))
 
 
 def _refuse_left_over(module: nn.Module, prefix: str, keep_vars: bool) -> None:

@@ -87,22 +87,22 @@ class PartitionedValue:
             return value
         assert self.part is not None, "a value is either recorded or in parts"
         if self.spans is not None:
-            return self.joined(param)
+            return self.joined(param.numel(), param.dtype).view(param.shape)
         rows = _empty_off_heap(self.part.numel() * self.control.world_size, param.dtype)
         if param.numel() > 0:
             self.control.gather_into(rows.view(torch.uint8), self.part.view(torch.uint8))
         return rows[: param.numel()].view(param.shape)
 
-    def joined(self, param: Tensor) -> Tensor:
-        """Return the value of ``spans``. Many of the parts may be empty."""
+    def joined(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """Return the elements of ``spans``, 1-D. Many of the parts may be empty."""
         assert self.spans is not None
         assert self.part is not None
-        value = _empty_off_heap(param.numel(), param.dtype)
+        value = _empty_off_heap(numel, dtype)
         for rank, (low, high) in enumerate(self.spans):
             if rank == self.control.rank:
                 value[low:high].copy_(self.part)
             self.send(value[low:high], source=rank)
-        return value.view(param.shape)
+        return value
 
     @torch.no_grad()
     def computed(self) -> Tensor:
@@ -262,13 +262,13 @@ def leave_partitioned(engine: ShardedModel) -> None:
     them. As `Engine.close`, it waits for no other rank. But parameters that can't be partitioned
     (integers and those of a class of their own) are gathered, and every rank must call it.
     """
-    for param, control, spans, local in engine.leave_shards():
+    for param, spec, control, spans, local in engine.leave_shards():
         part = _copy_off_heap(local, local.dtype)
         value = PartitionedValue(control, engine.device, spans=spans, part=part)
-        if can_partition(param):
+        if isinstance(param, nn.Parameter) and can_partition(param):
             partition(param, value)
         else:
-            param.data = value.joined(param)
+            param.data = spec.to_values(value.joined(spec.slot_numel, spec.segment_dtype))
 
 
 @contextmanager
