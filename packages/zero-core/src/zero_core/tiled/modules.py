@@ -81,7 +81,8 @@ class TiledForwards(ObjectMethods):
         forward = module.forward
 
         def run(*args: Any, **kwargs: Any) -> Any:
-            self._holders.gather(module)
+            if is_in_backward():  # in forward the module's own hooks have gathered them
+                self._holders.gather(module)
             return forward(*args, **kwargs)
 
         @functools.wraps(forward)
