@@ -53,6 +53,16 @@ def test_logarithmic_warm_up_decays_to_the_bottom_at_the_last_step():
     expect(found, [0.0, *up, 1.0, 0.75, 0.5, 0.25, 0.0, 0.0])
 
 
+@pytest.mark.parametrize("name", ["WarmupLR", "WarmupDecayLR", "WarmupCosineLR"])
+def test_no_warm_up_is_the_shortest(name):
+    """Trainers ask for 0 steps by default; 1 is what transformers gives DeepSpeed for it."""
+    params = {} if name == "WarmupLR" else {"total_num_steps": 6}
+    found, expected = (
+        curve(optimizer_of(0.9), name, {**params, "warmup_num_steps": steps}, 8) for steps in (0, 1)
+    )
+    assert found == expected
+
+
 def test_cosine_ends_at_its_smallest_ratio_and_stays_there():
     params = {"total_num_steps": 6, "warmup_num_steps": 2, "cos_min_ratio": 0.2}
     params |= {"warmup_min_ratio": 0.5, "warmup_type": "linear"}
@@ -185,7 +195,7 @@ def test_any_schedule_of_torch_is_made_by_its_name(name):
         ("ReduceLROnPlateau", {}, "a measured value"),
         ("StepLR", {}, "step_size"),
         ("WarmupLR", {"warmup_type": "cubic"}, "'log' or 'linear', found 'cubic'"),
-        ("WarmupLR", {"warmup_num_steps": 0}, "warmup_num_steps must be a whole number >= 1"),
+        ("WarmupLR", {"warmup_num_steps": -1}, "warmup_num_steps must be a whole number >= 0"),
         ("WarmupLR", {"warmup_min_lr": [0, 0, 0]}, "warmup_min_lr: 3 values for 1 parameter"),
         ("OneCycle", {"cycle_min_lr": 1}, "cycle_max_lr"),
         (

@@ -28,7 +28,7 @@ class _Warmup(IterationSchedule):
         if warmup_type not in ("log", "linear"):
             raise ValueError(f"warmup_type must be 'log' or 'linear', found {warmup_type!r}")
         # At least 2: the logarithm of 1 is 0.
-        self.warmup_num_steps = max(2, whole("warmup_num_steps", warmup_num_steps, least=1))
+        self.warmup_num_steps = max(2, whole("warmup_num_steps", warmup_num_steps, least=0))
         self.warmup_type = warmup_type
         self._inverse_log = 1.0 / math.log(self.warmup_num_steps)
 
@@ -60,7 +60,7 @@ class WarmupLR(_Warmup):
     Args, besides those of `IterationSchedule`:
         warmup_min_lr: rate of the first step; one for all groups or a list.
         warmup_max_lr: rate after the warm-up; None: each group's own.
-        warmup_num_steps: steps of the warm-up; at least 1, and 1 counts as 2.
+        warmup_num_steps: steps of the warm-up; 0 and 1 count as 2.
         warmup_type: "log" or "linear".
     """
 
@@ -130,7 +130,7 @@ class WarmupCosineLR(_Warmup):
     Args, besides those of `IterationSchedule`:
         total_num_steps: end of the cosine, from which the factor is ``cos_min_ratio``.
         warmup_min_ratio: the factor at iteration 0; the first step of all has factor 0.
-        warmup_num_steps: steps of the warm-up; at least 1, and 1 counts as 2.
+        warmup_num_steps: steps of the warm-up; 0 and 1 count as 2.
         cos_min_ratio: the factor at the end.
         warmup_type: "log" or "linear".
     """
