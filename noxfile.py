@@ -188,6 +188,7 @@ def compat(session: nox.Session) -> None:
 
     With the argument ``scars``: bugs of DeepSpeed's releases, in the releases that had them.
     """
+    keep_compiled(session)
     install_everything(
         session,
         *TEST_TOOLS,
@@ -281,6 +282,7 @@ def matrix(session: nox.Session, torch: str) -> None:
 )
 def hugging_face(session: nox.Session, releases: dict[str, str]) -> None:
     """Test what goes into transformers, accelerate, TRL, PEFT and Lightning with their releases."""
+    keep_compiled(session)
     install_everything(session, *TEST_TOOLS, extras="[bench,test]")
     session.install(*PIP_FLAGS, *(f"{name}=={release}" for name, release in releases.items()))
     with session.chdir("integration"):
@@ -385,6 +387,14 @@ def run_compat(session: nox.Session, program: str, *arguments: str) -> None:
     paths = [str(Path("integration").resolve()), *([found] if found else [])]
     path = {"PYTHONPATH": os.pathsep.join(paths)}
     session.run("python", f"integration/compat/{program}", *arguments, env=path)
+
+
+def keep_compiled(session: nox.Session) -> None:
+    """Keep what DeepSpeed compiles at its first use with the environment.
+
+    Its folder is the same for all environments otherwise, and each compiles all of it again.
+    """
+    session.env["TORCH_EXTENSIONS_DIR"] = str(Path(session.bin).parent.resolve() / "compiled")
 
 
 def run_typecheck(session: nox.Session) -> None:

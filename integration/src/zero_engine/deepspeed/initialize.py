@@ -37,6 +37,13 @@ from zero_engine.deepspeed.zero.partitioned import leave_partitioned
 from zero_engine.deepspeed.zero.saved import serve_saved
 
 DeepSpeedConfigError = zero_core.ConfigError
+EMPTY_ENTRIES = (
+    "parameters are sharded at stage 3, and a file of these entries would be empty. To save, use "
+    "save_pretrained(..., state_dict=accelerator.get_state_dict(model)), "
+    "engine.save_16bit_model(), or "
+    "state_dict() within deepspeed.zero.GatheredParameters(list(model.parameters()))"
+)
+"""How to save what ``module.state_dict()`` does not hold."""
 _log = logging.getLogger(__name__)
 
 OptimizerOrFactory = torch.optim.Optimizer | Callable[[list[Any]], torch.optim.Optimizer]
@@ -131,7 +138,9 @@ def initialize(
     if core.config.zero_optimization.stage == 3:
         describe_engine(core)
         serve_saved(core)
-        core.allow_empty_entries()  # as DeepSpeed's: OpenRLHF reads the names on rank 0
+        core.allow_empty_entries(
+            EMPTY_ENTRIES
+        )  # as DeepSpeed's: OpenRLHF reads the names on rank 0
     announce(settings, core.config, rank=core.rank, world_size=core.world_size)
     if lr_scheduler is not None and isinstance(core, zero_core.Engine):
         is_made = not callable(lr_scheduler)

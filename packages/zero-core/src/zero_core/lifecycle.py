@@ -59,8 +59,9 @@ class Ownership:
         self._state = state
         self.is_ended = False
         """Whether the engine has ended; the model may have other values since."""
-        self.has_empty_entries = False
-        """Whether ``state_dict`` gives empty tensors for values that are not here, not an error."""
+        self.empty_entries_advice: str | None = None
+        """Unless None, ``state_dict`` gives empty tensors for values that are not here, not an
+        error. The advice ends the warning."""
         self._has_warned = False
         self.hooks = self._watch_state_dicts()
         """Hooks on the model that are removed at the end."""
@@ -121,7 +122,7 @@ class Ownership:
         """Make ``state_dict`` raise where parameters do not hold the current values."""
 
         def refuse(module: nn.Module, prefix: str, keep_vars: bool) -> None:
-            absent = [] if self.has_empty_entries else self._absent(module)
+            absent = self._absent(module) if self.empty_entries_advice is None else []
             if absent:
                 raise RuntimeError(
                     f"{prefix}{absent[0]}: the module's parameters do not hold the current values "
@@ -129,9 +130,12 @@ class Ownership:
                 )
 
         def empty(module: nn.Module, entries: dict[str, Any], prefix: str, _: Any) -> None:
-            for name in self._absent(module) if self.has_empty_entries else ():
+            advice = self.empty_entries_advice
+            if advice is None:
+                return
+            for name in self._absent(module):
                 if f"{prefix}{name}" in entries:
-                    self._warn_of_empty_entries(f"{prefix}{name}")
+                    self._warn_of_empty_entries(f"{prefix}{name}: {advice}")
                     whole = entries[f"{prefix}{name}"]
                     entries[f"{prefix}{name}"] = torch.empty(
                         0, dtype=whole.dtype, device=whole.device
@@ -143,15 +147,10 @@ class Ownership:
             hooks.append(module.register_state_dict_post_hook(empty))  # type: ignore[no-untyped-call]
         return hooks
 
-    def _warn_of_empty_entries(self, name: str) -> None:
+    def _warn_of_empty_entries(self, what: str) -> None:
         """Warn once, on the first rank: that one writes files."""
         if not self._has_warned and self._state.control.rank == 0:
-            _log.warning(
-                "state_dict() has tensors without elements, the first for %s: the parameters are "
-                "sharded. The values are in engine.full_state_dict(), or in state_dict() within "
-                "engine.gathered()",
-                name,
-            )
+            _log.warning("state_dict() has names without values, the first for %s", what)
         self._has_warned = True
 
     def _absent(self, module: nn.Module) -> list[str]:

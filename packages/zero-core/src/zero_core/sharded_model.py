@@ -286,13 +286,14 @@ class ShardedModel:
 
     # ---------------------------------------------------------------- keeping
 
-    def allow_empty_entries(self) -> None:
+    def allow_empty_entries(self, advice: str) -> None:
         """Have ``module.state_dict()`` on this rank give empty tensors for values not held here.
 
         By default it raises. It is meant for callers that read the names alone, or throw the dict
-        away, as ranks do that write nothing. Rank 0 logs a warning, once.
+        away, as ranks do that write nothing. Rank 0 logs a warning, once, which ends with
+        ``advice``: how a caller gets the values.
         """
-        self._ownership.has_empty_entries = True
+        self._ownership.empty_entries_advice = advice
 
     def full_state_dict(
         self, *, dtype: torch.dtype | None = None, rank: int | None = None
