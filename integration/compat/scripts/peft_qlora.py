@@ -15,6 +15,7 @@ from transformers import (
     HfArgumentParser,
     Trainer,
     TrainingArguments,
+    set_seed,
 )
 
 
@@ -30,6 +31,7 @@ class ModelArguments:
 def main() -> None:
     parser = HfArgumentParser((ModelArguments, TrainingArguments))
     arguments, training = parser.parse_args_into_dataclasses()
+    set_seed(training.seed)  # adapters are made before the Trainer seeds
     quantization = BitsAndBytesConfig(
         load_in_4bit=True,
         bnb_4bit_quant_type="nf4",

@@ -92,7 +92,7 @@ class OptimizerState(Mapping[nn.Parameter, dict[str, Any]]):
 
 
 class Stepping(Protocol):
-    """What `DeepSpeedOptimizer` asks of an engine."""
+    """Protocol of the engine that `DeepSpeedOptimizer` reads and steps."""
 
     def step(self) -> None:
         """End a micro-step."""

@@ -17,7 +17,7 @@ from zero_engine.deepspeed.zero.partition_parameters import GatheredParameters
 
 
 def _bounds(num_items: int, num_parts: int) -> list[int]:
-    """Return where ``num_parts`` parts begin and end; the first ones are larger by at most one."""
+    """Return the bounds of ``num_parts`` parts whose sizes differ by at most one, larger ones first."""
     size, rest = divmod(num_items, num_parts)
     return [0, *accumulate(size + (part < rest) for part in range(num_parts))]
 
