@@ -17,7 +17,7 @@ from zero_engine.deepspeed.zero.partition_parameters import GatheredParameters
 
 
 def _bounds(num_items: int, num_parts: int) -> list[int]:
-    """Return the bounds of ``num_parts`` parts whose sizes differ by at most one, larger ones first."""
+    """Return the bounds of ``num_parts`` parts whose sizes differ by at most one."""
     size, rest = divmod(num_items, num_parts)
     return [0, *accumulate(size + (part < rest) for part in range(num_parts))]
 
