@@ -209,9 +209,13 @@ def test_parameter_reduction_accumulation_and_buffer_dtypes_are_independent(worl
 )
 def test_buffers_have_the_compute_dtype_unless_another_is_given(name, expected):
     config = {**Case(dtype="bf16").config(), "data_types": {"buffer_dtype": name}}
-    engine = zero_core.build(_Running(), config)
+    model = _Running()
+    angles = torch.polar(torch.ones(3), torch.arange(3.0))
+    model.register_buffer("angles", angles)
+    engine = zero_core.build(model, config)
     assert engine.module.blocks[0].mean.dtype == expected
     assert engine.module.blocks[0].count.dtype == torch.int64
+    assert torch.equal(engine.module.angles, angles)
 
 
 def test_an_unknown_buffer_dtype_is_refused_by_name():

@@ -354,6 +354,6 @@ def _beside_quantized(
 
 def compute_dtype(param: torch.Tensor, low_precision: torch.dtype | None) -> torch.dtype:
     """Return the compute dtype of ``param`` where floating parameters go to ``low_precision``."""
-    if low_precision is None or is_storage_dtype(param.dtype):
+    if low_precision is None or param.dtype.is_complex or is_storage_dtype(param.dtype):
         return param.dtype
     return low_precision
