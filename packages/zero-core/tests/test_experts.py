@@ -11,6 +11,7 @@ from torch import Tensor, nn
 import zero_core
 from zero_core import blueprint
 from zero_core.comm.meter import PARAMETERS
+from zero_core.layout.discovery import discover
 from zero_core.protocols import TransportCollectives, Work
 from zero_core.sharded.experts import agree
 from zero_core.testing import SimulatedDDP, SimulatedRanks, seeded, simulate
@@ -320,3 +321,14 @@ def _route(ranks: SimulatedRanks, num: int) -> list[list[int]]:
 def test_whatever_ranks_call_they_gather_what_any_of_them_calls_in_one_order(world_size):
     first, *others = simulate(_route, world_size, 300)
     assert others == [first] * (world_size - 1)
+
+
+def test_layers_of_an_expert_are_blocks():
+    model = nn.Module()
+    model.action_expert_layers = nn.ModuleList(nn.Linear(3, 3) for _ in range(2))
+    found = discover(model)
+    assert [name for name, _, _ in found.units] == [
+        "",
+        "action_expert_layers.0",
+        "action_expert_layers.1",
+    ]

@@ -147,6 +147,25 @@ def test_a_bf16_configuration_casts_neither_codes_nor_scales():
     simulate(_low_precision, 2)
 
 
+class _Counted(nn.Module):
+    """Frozen weights beside integers that are no packed values, and a parameter twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4, 4), requires_grad=False)
+        self.count = nn.Parameter(torch.zeros((), dtype=torch.int64), requires_grad=False)
+        self.places = nn.Parameter(torch.arange(4).view(1, 4), requires_grad=False)
+        self.head = nn.Linear(4, 4)
+        self.register_buffer("tied", self.head.weight)
+
+
+def test_integers_without_scales_leave_the_weights_beside_them_ordinary():
+    engine = zero_core.build(_Counted(), Case(3, "bf16").config())
+    module = engine.module
+    assert module.weight.dtype == module.head.weight.dtype == torch.bfloat16
+    assert module.count.dtype == module.places.dtype == torch.int64
+
+
 def _counted(ranks: SimulatedRanks) -> None:
     config = Case(3).config()
     expected = zero_core.plan(Adapted(WIDTH), config, world_size=2).memory.device

@@ -309,6 +309,26 @@ def test_loss_outside_of_the_forward_has_its_autocast():
     torch.testing.assert_close(found, expected, rtol=1e-2, atol=0.0)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_loss_within_autocast_has_the_dtype_of_the_whole_one(dtype):
+    model = _Model()
+    with torch.autocast("cpu", dtype=dtype):
+        expected = model(_ids(0, 0))["loss"]
+        engine = zero_core.build(model, _config(1, tiled_compute=TILED))
+        found = engine(_ids(0, 0))["loss"]
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=0.0)
+
+
+def test_a_head_that_is_called_by_keyword_is_tiled():
+    model = _Model()
+    head = model.head
+    zero_core.build(model, _config(1, tiled_compute=TILED))
+    x = torch.randn(2, TOKENS, WIDTH)
+    found = head(input=x)
+    assert isinstance(found, TiledLogits)
+    assert torch.equal(found + 0, functional.linear(x, head.weight))
+
+
 def test_many_tokens_of_fp16_have_a_finite_mean():
     hidden = torch.zeros(20_000, 4, dtype=torch.float16)
     head = nn.Linear(4, 5000, bias=False).half()
@@ -339,6 +359,7 @@ def test_wrong_names_are_errors(block, message):
     with pytest.raises(ConfigError, match=message):
         zero_core.build(model, _config(3, tiled_compute=block))
     assert all("forward" not in vars(module) for module in model.modules())
+    zero_core.build(model, _config(3, tiled_compute=TILED))  # nothing was moved
 
 
 class _Mixing(nn.Module):

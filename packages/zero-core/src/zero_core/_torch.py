@@ -35,6 +35,17 @@ __all__ = [
     "pytree",
 ]
 
+METADATA_READS = frozenset(
+    {
+        *(
+            getattr(Tensor, name).__get__
+            for name in ("shape", "dtype", "device", "layout", "ndim", "requires_grad", "is_cuda")
+        ),
+        *(Tensor.size, Tensor.dim, Tensor.numel, Tensor.nelement, Tensor.element_size),
+        *(Tensor.is_floating_point, Tensor.is_complex, Tensor.__len__, Tensor.get_device),
+    }
+)
+"""Functions of a tensor that read none of its values."""
 _CALL = nn.Module.__call__.__name__
 _Hook = TypeVar("_Hook", bound=Callable[..., Any])
 

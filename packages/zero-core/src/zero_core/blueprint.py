@@ -21,6 +21,7 @@ from zero_core.layout.experts import MIN_EXPERT_SHARD_NUMEL
 from zero_core.layout.stored import dim_order
 from zero_core.optim.factory import check_served, is_elementwise, make_optimizer
 from zero_core.optim.muon import tag_matrices
+from zero_core.tiled.modules import check_names
 
 
 @dataclass(frozen=True)
@@ -76,6 +77,8 @@ class Blueprint:
         group_of = {n: g for n, g in group_of.items() if specs[n].is_trainable}
         units = [(name, members) for name, _, members in found.units]
         experts = [expert.params for expert in found.experts]
+        if config.tiled_compute is not None:
+            check_names(model, config.tiled_compute)
         layout = Layout.build(specs, units, world_size, has_tail=found.has_tail, experts=experts)
         if is_training:
             check_patterns(config.zero_optimization.offload_optimizer.parameters or (), layout)

@@ -15,9 +15,10 @@ from typing import IO
 
 from torch import Tensor
 
+from zero_core._torch import inner_tensors
 from zero_core.checkpoint.safetensors_files import DTYPES, INDEX
 from zero_core.errors import CheckpointError
-from zero_core.layout.stored import is_wrapper, to_bytes
+from zero_core.layout.stored import to_bytes
 
 MAX_FILE_BYTES = 5 * 1000**3
 _COPIED_BYTES = 16 * 1024**2  # at a time
@@ -58,7 +59,7 @@ class ModelFiles:
             CheckpointError: it is a tensor subclass, of a dtype that safetensors lacks, or there is
                 no room.
         """
-        if is_wrapper(value):
+        if inner_tensors(value) is not None:
             raise CheckpointError(
                 f"{name} is a {type(value).__name__}, a tensor subclass, which safetensors "
                 "cannot hold: keep a training by save_checkpoint(), take the state dict from "

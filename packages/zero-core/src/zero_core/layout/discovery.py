@@ -179,7 +179,8 @@ def _blocks(prefix: str, module: nn.Module, rule: LeafRule) -> Iterator[tuple[st
         if rule.is_leaf(path, child) or (is_block and _can_be_called(child)):
             yield path, child
         elif is_expert_list(name, child):
-            continue  # not each of them is called: the root has them
+            # Not each of them is called, and no block calls them.
+            _log.info("%s belongs to the root, which is gathered from forward to backward", path)
         else:
             yield from _blocks(path + ".", child, rule)
 
@@ -307,7 +308,10 @@ def _list_params(model: nn.Module) -> tuple[list[Tensor], list[list[str]], list[
         is_new = id(param) not in found
         if is_new:
             own = components(plain_name(name), param)
-            found[id(param)] = tuple(c for c in own if id(c.tensor) not in buffers)
+            # What a quantizer registers as a buffer, too, is left to the buffers.
+            found[id(param)] = tuple(
+                c for c in own if c.tensor is param or id(c.tensor) not in buffers
+            )
         for path, tensor in found[id(param)]:
             if id(tensor) not in numbers:
                 numbers[id(tensor)] = len(params)
@@ -338,9 +342,12 @@ def _twins(params: Sequence[Tensor], quantized: Sequence[Quantized]) -> dict[int
 def _beside_quantized(
     model: nn.Module, numbers: Mapping[int, int], quantized: Sequence[Quantized]
 ) -> Iterator[Quantized]:
-    """Yield the frozen parameters beside a plain one of integers or 8-bit floats: its scales."""
+    """Yield the frozen parameters beside a plain matrix of packed values: its scales.
+
+    A vector of integers or a matrix of 64-bit ones (a counter, positions) has no scales.
+    """
     known = {id(q.param) for q in quantized}
-    stored = {id(q.param) for q in quantized if type(q.param) is nn.Parameter}
+    stored = {id(q.param) for q in quantized if _is_packed(q.param)}
     for path, module in model.named_modules():
         own = [(name, p) for name, p in module._parameters.items() if p is not None]
         if not any(id(p) in stored for _, p in own):
@@ -350,6 +357,12 @@ def _beside_quantized(
                 known.add(id(param))
                 whole = plain_name(f"{path}.{name}" if path else name)
                 yield Quantized(param, whole, (param,), (numbers[id(param)],))
+
+
+def _is_packed(param: Tensor) -> bool:
+    dtype = param.dtype
+    is_matrix = type(param) is nn.Parameter and param.dim() >= 2
+    return is_matrix and dtype.itemsize <= 4 and dtype is not torch.bool
 
 
 def compute_dtype(param: torch.Tensor, low_precision: torch.dtype | None) -> torch.dtype:

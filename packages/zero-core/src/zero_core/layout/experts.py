@@ -1,6 +1,6 @@
 """Experts of a mixture: modules of which a forward calls those that its tokens are routed to.
 
-They are the children of a ``ModuleList`` or ``ModuleDict`` with "expert" in its name. Nothing else
+They are the children of a ``ModuleList`` or ``ModuleDict`` with "experts" in its name. Nothing else
 in a module tree says that not all children of a list are called. Experts that are one parameter
 together, [experts, ...], cannot be told apart and count as any other parameter.
 
@@ -41,7 +41,7 @@ class Expert:
 def is_expert_list(name: str, module: nn.Module) -> bool:
     """Return whether ``module``, the child ``name`` of another one, is a list of experts."""
     is_list = isinstance(module, nn.ModuleList | nn.ModuleDict)
-    return is_list and "expert" in name.lower() and len(module._modules) > 1
+    return is_list and "experts" in name.lower() and len(module._modules) > 1
 
 
 def expert_lists(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:

@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from zero_core._torch import is_traceable_wrapper_subclass, storage_of
+from zero_core._torch import inner_tensors, storage_of
 from zero_core.errors import ConfigError
 from zero_core.protocols import PartitionedParam
 
@@ -54,11 +54,6 @@ def is_storage_dtype(dtype: torch.dtype) -> bool:
     return not (dtype.is_floating_point or dtype.is_complex) or dtype.itemsize == 1
 
 
-def is_wrapper(tensor: object) -> bool:
-    """Whether ``tensor`` is of a subclass that wraps others, and has no memory of its own."""
-    return is_traceable_wrapper_subclass(tensor)
-
-
 def components(name: str, param: Tensor) -> tuple[Component, ...]:
     """Return the tensors that hold the bytes of ``param``: see [Note: quantized parameters].
 
@@ -69,7 +64,7 @@ def components(name: str, param: Tensor) -> tuple[Component, ...]:
     """
     if isinstance(param, PartitionedParam):
         return (Component("", param),)
-    if is_wrapper(param):
+    if inner_tensors(param) is not None:
         _check_wrapper(name, param)
         found = list(_inner("", param))
     else:
@@ -102,13 +97,13 @@ def _check_wrapper(name: str, param: Tensor) -> None:
         )
 
 
-def _inner(path: str, tensor: Any) -> Iterator[Component]:
-    if not is_wrapper(tensor):
+def _inner(path: str, tensor: Tensor) -> Iterator[Component]:
+    parts = inner_tensors(tensor)
+    if parts is None:
         yield Component(path, tensor)
         return
-    names, _ = tensor.__tensor_flatten__()
-    for attribute in names:
-        yield from _inner(_joined(path, attribute), getattr(tensor, attribute))
+    for attribute, inner in parts[0].items():
+        yield from _inner(_joined(path, attribute), inner)
 
 
 def _attached(path: str, value: object, seen: set[int], depth: int) -> Iterator[Component]:

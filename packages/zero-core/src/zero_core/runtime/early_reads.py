@@ -17,18 +17,12 @@ from typing import Any, Protocol
 
 from torch import Tensor, nn
 
-_PROPERTIES = ("shape", "dtype", "device", "layout", "ndim", "requires_grad", "grad", "grad_fn")
-_NEEDS_NO_VALUES = frozenset(
-    {
-        *(
-            getattr(Tensor, name).__get__
-            for name in (*_PROPERTIES, "is_leaf", "is_cuda", "is_meta")
-        ),
-        *(Tensor.size, Tensor.dim, Tensor.numel, Tensor.nelement, Tensor.element_size),
-        *(Tensor.is_floating_point, Tensor.is_complex, Tensor.__len__, Tensor.get_device),
-        Tensor.data.__set__,  # type: ignore[attr-defined]
-    }
-)
+from zero_core._torch import METADATA_READS
+
+_NEEDS_NO_VALUES = METADATA_READS | {
+    *(getattr(Tensor, name).__get__ for name in ("grad", "grad_fn", "is_leaf", "is_meta")),
+    Tensor.data.__set__,  # type: ignore[attr-defined]
+}
 
 
 class ParamReader(Protocol):

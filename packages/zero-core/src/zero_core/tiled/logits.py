@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from zero_core._torch import DisableTorchFunction, pytree
+from zero_core._torch import METADATA_READS, DisableTorchFunction, pytree
 
 
 class TileForward(Protocol):
@@ -35,17 +35,7 @@ class TileForward(Protocol):
         """Return a row for each token of ``tile``, [..., tokens, features], or their loss."""
 
 
-_FACTS = frozenset(
-    {
-        *(
-            getattr(Tensor, name).__get__
-            for name in ("shape", "dtype", "device", "layout", "ndim", "requires_grad", "is_cuda")
-        ),
-        *(Tensor.size, Tensor.dim, Tensor.numel, Tensor.nelement, Tensor.__len__),
-        *(Tensor.is_floating_point, Tensor.is_complex, Tensor.get_device, Tensor.stride),
-        *(Tensor.is_contiguous, Tensor.element_size),
-    }
-)
+_FACTS = METADATA_READS | {Tensor.stride, Tensor.is_contiguous}
 """Functions of a tensor that the wrapper itself answers."""
 _SCALING = frozenset({Tensor.mul, Tensor.div, Tensor.__mul__, Tensor.__truediv__, Tensor.__rmul__})
 """Functions of logits and a number that act on each element by itself."""
@@ -270,10 +260,13 @@ def _cross_entropy(
     is_summed = reduction != "none"
     # A sum of thousands of losses may be more than fp16 holds.
     dtype = torch.float32 if logits.dtype in (torch.float16, torch.bfloat16) else logits.dtype
+    own_dtype = logits.dtype  # of a loss: wider than the logits under autocast
 
     def loss_of(hidden: Tensor, target: Tensor) -> Tensor:
+        nonlocal own_dtype
         tile = _apply(logits._head(hidden), logits._steps)
         losses = functional.cross_entropy(tile, target, weight, reduction="none", **options)
+        own_dtype = losses.dtype
         return losses.sum(dtype=dtype) if is_summed else losses
 
     size = logits._tile_tokens
@@ -284,7 +277,7 @@ def _cross_entropy(
     total = torch.stack(losses).sum()
     if reduction == "mean":
         total = total / _divisor(target, weight, options["ignore_index"])
-    return total.to(logits.dtype)
+    return total.to(own_dtype)
 
 
 def _divisor(target: Tensor, weight: Tensor | None, ignore_index: int) -> Tensor | int:

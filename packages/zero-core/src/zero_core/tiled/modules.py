@@ -60,15 +60,11 @@ class TiledForwards(ObjectMethods):
     """Wraps the forwards of the modules that the configuration names until `remove`."""
 
     def __init__(self, model: nn.Module, config: TiledComputeConfig, holders: ParamHolders) -> None:
-        """Wrap the modules of ``model``.
-
-        Raises:
-            ConfigError: a name is not the model's.
-        """
+        """Wrap the modules of ``model``. See `check_names`."""
         self._tile_tokens = config.tile_tokens
         self._holders = holders
-        modules = _selected(model, "modules", config.modules)
-        heads = _selected(model, "logits", config.logits)
+        modules = _selected(model, config.modules)
+        heads = _selected(model, config.logits)
         super().__init__(
             "forward",
             [
@@ -122,13 +118,15 @@ class TiledForwards(ObjectMethods):
         forward = module.forward
 
         @functools.wraps(forward)
-        def wrapped(hidden: Tensor) -> Tensor:
-            tokens = hidden.numel() // max(1, hidden.shape[-1])
-            is_small = hidden.dim() < 2 or tokens <= self._tile_tokens
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            inputs = [*args, *kwargs.values()]
             # Without gradients logits may be read on one rank alone, when nothing is gathered.
-            if is_small or not torch.is_grad_enabled():
-                logits: Tensor = forward(hidden)
-                return logits
+            if len(inputs) != 1 or not torch.is_grad_enabled():
+                return forward(*args, **kwargs)
+            hidden: Tensor = inputs[0]
+            tokens = hidden.numel() // max(1, hidden.shape[-1])
+            if hidden.dim() < 2 or tokens <= self._tile_tokens:
+                return forward(hidden)
             head = _Head(path, module, forward, self._holders, hidden.device.type)
             return TiledLogits(hidden, head, self._tile_tokens)
 
@@ -178,16 +176,23 @@ class _Head:
         return logits
 
 
-def _selected(model: nn.Module, key: str, config: ModulesConfig) -> list[tuple[str, nn.Module]]:
-    """Return the modules that ``config`` names, each once, but none within another one.
+def check_names(model: nn.Module, config: TiledComputeConfig) -> None:
+    """Check the names in the configuration before anything is changed.
 
     Raises:
         ConfigError: a name is not the model's.
     """
+    for key, block in (("modules", config.modules), ("logits", config.logits)):
+        missing = ModuleRule(**block.model_dump()).missing(model)
+        if missing:
+            raise ConfigError(
+                f"tiled_compute.{key} names what the model lacks: {', '.join(missing)}"
+            )
+
+
+def _selected(model: nn.Module, config: ModulesConfig) -> list[tuple[str, nn.Module]]:
+    """Return the modules that ``config`` names, each once, but none within another one."""
     rule = ModuleRule(**config.model_dump())
-    missing = rule.missing(model)
-    if missing:
-        raise ConfigError(f"tiled_compute.{key} names what the model lacks: {', '.join(missing)}")
     found: list[tuple[str, nn.Module]] = []
     for path, module in model.named_modules():
         is_within = bool(found) and path.startswith(f"{found[-1][0]}.")
