@@ -125,12 +125,13 @@ def _is_first_in(directory: Path, control: ControlGroup) -> bool:
     """
     token = control.gather_bytes(uuid.uuid4().hex.encode())[0].decode()
     marks = [directory / f".{token}-{rank}" for rank in range(control.rank + 1)]
-    control.together("checkpoint: prepare", marks[-1].touch)
-    is_first = control.together(
-        "checkpoint: prepare", lambda: not any(mark.exists() for mark in marks[:-1])
-    )
-    marks[-1].unlink()
-    return is_first
+    try:
+        control.together("checkpoint: prepare", marks[-1].touch)
+        return control.together(
+            "checkpoint: prepare", lambda: not any(mark.exists() for mark in marks[:-1])
+        )
+    finally:
+        marks[-1].unlink(missing_ok=True)
 
 
 def _all_state_names(state: ShardedState) -> list[str]:

@@ -87,7 +87,7 @@ class Holding:
         _holders.append(self._holder)
 
     def remove(self) -> None:
-        _holders.remove(self._holder)
+        _holders[:] = [ref for ref in _holders if ref is not self._holder]
 
 
 _holders: list[weakref.ref[ParamHolder]] = []  # the newest last
