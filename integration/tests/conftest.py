@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
 import sysconfig
@@ -14,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from filelock import FileLock
+from ports import free_port
 from torch.multiprocessing import ProcessExitedException
 from typer.testing import CliRunner
 
@@ -60,20 +60,6 @@ def environment() -> dict[str, str]:
     return {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
 
 
-def run_program(*arguments: str, expected_code: int = 0) -> subprocess.CompletedProcess[str]:
-    """Run ``zero-engine ARGUMENTS`` to its end."""
-    done = subprocess.run(
-        command(*arguments),
-        env=environment(),
-        capture_output=True,
-        text=True,
-        timeout=TIME_LIMIT_S,
-        check=False,
-    )
-    assert done.returncode == expected_code, done.stdout + done.stderr
-    return done
-
-
 def run_here(*arguments: str, expected_code: int = 0) -> str:
     """What ``zero-engine ARGUMENTS`` prints, by this process: for what starts no ranks."""
     done = CliRunner().invoke(app, arguments)
@@ -114,6 +100,13 @@ def run_forked(
     return subprocess.CompletedProcess(arguments, code, output, errors)
 
 
+def run_program(*arguments: str, expected_code: int = 0) -> subprocess.CompletedProcess[str]:
+    """Run ``zero-engine ARGUMENTS`` in a forked process, which starts ranks as a new one would."""
+    done = run_forked(*arguments)
+    assert done.returncode == expected_code, done.stdout + done.stderr
+    return done
+
+
 def _run_into(folder: str, arguments: tuple[str, ...], variables: dict[str, str]) -> None:
     for number, name in ((1, "out"), (2, "err")):
         os.dup2(os.open(f"{folder}/{name}", os.O_WRONLY | os.O_CREAT), number)
@@ -123,10 +116,7 @@ def _run_into(folder: str, arguments: tuple[str, ...], variables: dict[str, str]
 
 def train_forked(*arguments: str, ranks: int = 2) -> None:
     """Run ``zero-engine train ARGUMENTS`` on forked ranks."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), **local_address_only()}
+    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), **local_address_only()}
 
     def train(rank: int) -> None:
         own = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks)}
@@ -163,6 +153,15 @@ def finished_run(
     root, said = shared / "finished run", shared / "finished run.txt"
     with FileLock(shared / "finished run.lock"):
         if not said.exists():
-            done = run_program("train", *tiny_options, f"--output={root}")
-            said.write_text(done.stdout + done.stderr, encoding="utf-8")
+            done = subprocess.run(
+                command("train", *tiny_options, f"--output={root}"),
+                env=environment(),
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                timeout=TIME_LIMIT_S,
+                check=False,
+            )
+            assert done.returncode == 0, done.stdout
+            said.write_text(done.stdout, encoding="utf-8")
     return RunFolder(root), said.read_text(encoding="utf-8")

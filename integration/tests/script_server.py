@@ -15,7 +15,6 @@ import importlib
 import json
 import os
 import runpy
-import socket
 import subprocess
 import sys
 import tempfile
@@ -23,6 +22,8 @@ import threading
 import traceback
 from pathlib import Path
 from typing import Any
+
+from ports import free_port
 
 PRELOADED = (
     "deepspeed",
@@ -47,11 +48,9 @@ def run_script(
 
     They run in ``folder``, or in the current one.
     """
-    with tempfile.TemporaryDirectory() as scratch, socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
+    with tempfile.TemporaryDirectory() as scratch:
         shared = {"WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "MASTER_ADDR": "127.0.0.1"}
-        shared |= {"MASTER_PORT": probe.getsockname()[1], "GLOO_SOCKET_IFNAME": "lo"}
-        probe.close()
+        shared |= {"MASTER_PORT": free_port(), "GLOO_SOCKET_IFNAME": "lo"}
         request = {"argv": [str(script), *arguments], "scratch": scratch, "shared": shared}
         request["folder"] = str(folder or Path.cwd())
         server = _server()

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 from argparse import Namespace
 from concurrent.futures import ThreadPoolExecutor
@@ -17,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import environment, run_forked
+from ports import free_port
 from torch.distributed.run import get_args_parser
 
 from zero_core.errors import ConfigError
@@ -49,12 +49,6 @@ def _ranks(done: subprocess.CompletedProcess[str]) -> list[tuple[dict[str, Any],
     return sorted(found, key=lambda one: int(one[0]["RANK"]))
 
 
-def _free_port() -> str:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return str(probe.getsockname()[1])
-
-
 @pytest.mark.parametrize(
     "options",
     [
@@ -67,7 +61,7 @@ def test_options_start_the_ranks_that_deepspeed_would(
     script: Path, options: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(script.parent)
-    port = _free_port()
+    port = str(free_port())
     words = [port if word == "PORT" else word for word in options]
     done = run_forked("run", *words, script.name, "--epochs", "3", "--num_gpus=7")
     ranks = _ranks(done)
@@ -82,7 +76,7 @@ def test_nodes_without_ssh_are_parts_of_one_job(
     script: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(script.parent)
-    shared = ("--no_ssh", "--master_addr=127.0.0.1", "--master-port", _free_port(), "--quiet")
+    shared = ("--no_ssh", "--master_addr=127.0.0.1", "--master-port", str(free_port()), "--quiet")
     chosen = ("--hostfile", "hosts", "--include=worker-0:1@worker-1:0,3")
 
     def run_node(rank: int) -> subprocess.CompletedProcess[str]:

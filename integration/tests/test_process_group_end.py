@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 import subprocess
 import sys
 from datetime import timedelta
@@ -10,7 +9,8 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
-from conftest import environment
+from conftest import environment, run_forked
+from ports import free_port
 
 from zero_core import ConfigError
 from zero_engine import deepspeed
@@ -63,10 +63,7 @@ def _script(folder: Path, text: str) -> str:
 
 def _run_ranks(script: str) -> str:
     """Run two Python processes as a launcher starts ranks; what they print."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     shared |= {**hooked(environment()), **local_address_only()}
     ranks = [
         subprocess.Popen(
@@ -95,14 +92,7 @@ def test_no_thread_of_the_group_is_left_when_the_process_ends(tmp_path: Path) ->
 
 def test_rank_that_dies_does_not_keep_the_others_from_ending(tmp_path: Path) -> None:
     script = _script(tmp_path, ONE_DIES)
-    done = subprocess.run(
-        [sys.executable, "-m", "zero_engine", "run", "--nproc-per-node=2", script],
-        env=environment(),
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
-    )
+    done = run_forked("run", "--nproc-per-node=2", script)
     assert done.returncode in (1, 9), done.stderr
 
 
@@ -111,6 +101,8 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, object]]:
     """The options of each process group that is asked for; none is made."""
     found: list[dict[str, object]] = []
     monkeypatch.setattr(dist, "init_process_group", lambda *_args, **options: found.append(options))
+    # Engines of other tests of this process may have left one.
+    monkeypatch.setattr(dist, "is_initialized", lambda: False)
     monkeypatch.delenv("RANK", raising=False)
     return found
 

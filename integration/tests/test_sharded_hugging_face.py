@@ -205,7 +205,7 @@ class _Peak:
     def __exit__(self, *_: object) -> None:
         self._has_ended.set()
         self._watcher.join()
-        self.nbytes = self._highest - self._before
+        self.nbytes = max(self._highest, _own_bytes()) - self._before
 
     def _watch(self) -> None:
         while not self._has_ended.wait(0.001):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -12,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import environment, run_forked
+from ports import free_port
 
 from zero_core.errors import ConfigError
 from zero_engine.launch.ranks import join_ranks
@@ -137,9 +137,7 @@ def test_first_host_of_slurms_list(nodes: str, host: str) -> None:
 
 def _start_both(script: Path, variables: dict[str, str], rank: str, local: str) -> list[str]:
     """``zero-engine run script`` as the two processes of a starter; their lines."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
 
     def start(number: int) -> str:
         own = {rank: str(number), local: str(number), "MASTER_PORT": str(port)}

@@ -224,7 +224,7 @@ def test_host_peak_is_the_largest_drop_of_available_memory(
     monkeypatch.setattr(memory, "machine_available_bytes", read)
     monkeypatch.setattr(memory, "INTERVAL_S", 1e-3)
     watch = HostWatch()
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 120
     while last[0] != 700 and time.monotonic() < deadline:
         time.sleep(1e-3)
     assert watch.stop() == 700

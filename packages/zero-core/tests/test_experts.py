@@ -109,7 +109,7 @@ def small_experts(monkeypatch):
 @pytest.mark.parametrize("kind", [MixtureModel, _Alone])
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_ranks_that_route_differently_follow_ddp(stage, kind):
-    simulate(_follow, 3, kind, stage, [8, 1, 2], {}, timeout_s=60.0)
+    simulate(_follow, 3, kind, stage, [8, 1, 2], {})
 
 
 # By step: the experts that a rank's tokens may be routed to, 0 for none. Three blocks, an
@@ -123,7 +123,7 @@ NUM_ALLOWED = [8, 1, 1, 0, 8, 1, 8]
     ids=["plain", "accumulated", "recomputed"],
 )
 def test_large_experts_are_gathered_where_a_rank_calls_them(world_size, top, small_experts):
-    sent = simulate(_follow, world_size, MixtureModel, 3, NUM_ALLOWED, top, timeout_s=60.0)
+    sent = simulate(_follow, world_size, MixtureModel, 3, NUM_ALLOWED, top)
     assert sent == [sent[0]] * world_size
     whole, *later = sent[0]  # in the first step nothing is known of the routing
     assert min(later) < 0.5 * whole
@@ -192,7 +192,7 @@ def _differ_in_turns(ranks: SimulatedRanks) -> None:
 
 
 def test_ranks_that_use_a_sparse_unit_in_other_ways_get_the_numbers_of_stage_2(small_experts):
-    simulate(_differ_in_turns, 2, timeout_s=60.0)
+    simulate(_differ_in_turns, 2)
 
 
 class _BackwardGathers:
@@ -291,7 +291,7 @@ def _generate(ranks: SimulatedRanks) -> None:
 
 
 def test_ranks_that_keep_their_units_may_generate_different_lengths(small_experts):
-    simulate(_generate, 2, timeout_s=60.0)
+    simulate(_generate, 2)
 
 
 def _route(ranks: SimulatedRanks, num: int) -> list[list[int]]:

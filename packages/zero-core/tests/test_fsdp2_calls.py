@@ -105,10 +105,7 @@ def _in_advance(ranks: SimulatedRanks, depth: int) -> tuple[list[str], list[str]
 @pytest.mark.parametrize("depth", [2, 3])
 def test_prefetched_units_are_gathered_once_with_the_one_before_in_one_order(depth):
     one_step = ["f0", "f1", "f2", "f3", "f4", "b3", "b2", "b1"]
-    assert (
-        simulate(_in_advance, 3, depth, timeout_s=10.0)
-        == [(one_step[: 2 + depth], one_step * 3)] * 3
-    )
+    assert simulate(_in_advance, 3, depth) == [(one_step[: 2 + depth], one_step * 3)] * 3
 
 
 def _losses(ranks: SimulatedRanks, change: Callable[[zero_core.Engine], None] | None) -> Any:

@@ -203,7 +203,7 @@ def _all_used(ranks: SimulatedRanks, stage: int) -> None:
 
 @pytest.mark.parametrize("stage", [1, 2])
 def test_all_ranks_raise_for_a_parameter_that_one_of_those_with_data_has_not_used(stage: int):
-    simulate(_all_used, 2, stage, timeout_s=10.0)
+    simulate(_all_used, 2, stage)
 
 
 class _Refusing(_Net):
@@ -231,4 +231,4 @@ def _go_on(ranks: SimulatedRanks) -> None:
 
 
 def test_a_rank_is_idle_after_a_forward_that_failed():
-    simulate(_go_on, 2, timeout_s=10.0)
+    simulate(_go_on, 2)

@@ -1,17 +1,19 @@
 """The device that is not there keeps what it promises: the CPU's bits, later, and CUDA's traps."""
 
+import ctypes
 import math
+import os
 import signal
-import subprocess
-import sys
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.multiprocessing import ProcessExitedException
 
 from zero_core.comm.device_library import Lane
 from zero_core.testing import late_device, run_alone, simulate
@@ -92,17 +94,16 @@ def test_a_transformer_trains_to_the_bits_of_the_cpu() -> None:
 
 def _runs_ahead() -> None:
     torch.accelerator.set_device_index(1)
-    late_device.set_delays(kernel_s=0.4)
     x = torch.zeros(4, device=DEVICE)
     late_device.reset_counters()
     event = torch.Event(DEVICE)
-    for _ in range(4):
-        x.add_(1)
-    event.record()
-    assert not event.query()
-    assert late_device.counters(1).syncs == {}
+    with late_device.held("kernels"):
+        for _ in range(4):
+            x.add_(1)
+        event.record()
+        assert not event.query()
+        assert late_device.counters(1).syncs == {}
     event.synchronize()
-    late_device.set_delays()
     assert x.tolist() == [4.0] * 4
     counted = late_device.counters(1)
     assert counted.by_op["aten::add"] == 4
@@ -119,26 +120,27 @@ def _streams() -> None:
     out = torch.zeros(1000, device=DEVICE)
     torch.accelerator.synchronize(DEVICE)
 
-    def use(*, waits: bool, records: bool) -> bool:
-        value = source * 2
-        if waits:
-            side.wait_stream(torch.accelerator.current_stream(DEVICE))
-        with side:
-            out.copy_(value)
-        if records:
-            value.record_stream(side)
-        del value
-        for _ in range(3):  # takes the freed memory, in order
-            _ = source * 3
+    def use(*, waits: bool, records: bool, late: Any) -> bool:
+        main = torch.accelerator.current_stream(DEVICE)
+        with late_device.held(late):
+            value = source * 2
+            if waits:
+                side.wait_stream(main)
+            with side:
+                out.copy_(value)
+            if records:
+                value.record_stream(side)
+            del value
+            for _ in range(3):  # takes the freed memory, in order
+                _ = source * 3
+            (main if late == "copies" else side).synchronize()  # all but what is held
         torch.accelerator.synchronize(DEVICE)
         return torch.equal(out.cpu(), torch.arange(1000.0) * 2)
 
     torch.accelerator.set_device_index(1)
-    late_device.set_delays(copy_s=0.1)
-    assert all(use(waits=True, records=True) for _ in range(4))
-    assert not all(use(waits=True, records=False) for _ in range(4))
-    late_device.set_delays(kernel_s=0.1)
-    assert not all(use(waits=False, records=True) for _ in range(4))
+    assert use(waits=True, records=True, late="copies")
+    assert not use(waits=True, records=False, late="copies")
+    assert not use(waits=False, records=True, late="kernels")
 
 
 def test_a_missing_wait_or_record_stream_shows() -> None:
@@ -174,17 +176,17 @@ def test_a_wait_is_for_the_last_record_before_it() -> None:
 
 
 def _pinned() -> None:
-    late_device.set_delays(copy_s=0.1)
     host = torch.arange(100.0).pin_memory()
     assert host.is_pinned()
     assert not torch.zeros(1).is_pinned()
     late_device.reset_counters()
-    device = host.to(DEVICE, non_blocking=True)
-    address = host.data_ptr()
-    del host
-    other = torch.zeros(100, pin_memory=True)  # not the memory that the copy still reads
-    assert other.data_ptr() != address
-    assert late_device.counters(1).syncs == {}
+    with late_device.held("copies"):
+        device = host.to(DEVICE, non_blocking=True)
+        address = host.data_ptr()
+        del host
+        other = torch.zeros(100, pin_memory=True)  # not the memory that the copy still reads
+        assert other.data_ptr() != address
+        assert late_device.counters(1).syncs == {}
     assert device.tolist() == list(range(100))
     late_device.reset_counters()
     torch.zeros(100).to(DEVICE, non_blocking=True)  # not pinned
@@ -197,15 +199,18 @@ def test_only_pinned_copies_do_not_block() -> None:
     on_late(_pinned)
 
 
-def test_the_host_may_not_touch_device_memory() -> None:
-    program = (
-        "import ctypes, torch; from zero_core.testing import late_device; late_device.load();"
-        "ctypes.string_at(torch.zeros(1, device='late:1').data_ptr(), 4)"
-    )
-    command = [sys.executable, "-c", program]
-    result = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert result.returncode == -signal.SIGSEGV
-    assert "the host touched memory of late:1" in result.stderr
+def _touches(said: str) -> None:
+    late_device.load()
+    os.dup2(os.open(said, os.O_WRONLY | os.O_CREAT), 2)
+    ctypes.string_at(torch.zeros(1, device=DEVICE).data_ptr(), 4)
+
+
+def test_the_host_may_not_touch_device_memory(tmp_path: Path) -> None:
+    said = tmp_path / "stderr"
+    with pytest.raises(ProcessExitedException) as died:
+        run_alone(_touches, str(said))
+    assert died.value.exit_code == -signal.SIGSEGV
+    assert "the host touched memory of late:1" in said.read_text(encoding="utf-8")
 
 
 def _memory() -> None:

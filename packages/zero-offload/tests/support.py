@@ -288,7 +288,7 @@ def workers() -> set[threading.Thread]:
     return {t for t in threading.enumerate() if t.name.startswith("zero-offload")}
 
 
-def wait_until(condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
+def wait_until(condition: Callable[[], bool], timeout_s: float = 120.0) -> None:
     """Return once ``condition`` holds; fails if it does not in time."""
     end = time.monotonic() + timeout_s
     while not condition():

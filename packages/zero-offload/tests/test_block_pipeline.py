@@ -18,7 +18,7 @@ from zero_offload.memory.block_pipeline import BlockPipeline
 from zero_offload.memory.storage import BlockFile
 
 pytestmark = pytest.mark.filterwarnings("ignore:the file system of .* has no direct I/O")
-TIMEOUT_S = 20.0
+TIMEOUT_S = 120.0
 NUM_PARTS = 2
 
 

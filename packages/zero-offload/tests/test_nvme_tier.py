@@ -6,7 +6,6 @@ import errno
 import gc
 import os
 import threading
-import time
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
@@ -43,7 +42,7 @@ from zero_offload.steppers.rule_stepper import BlockLayout
 from zero_offload.tiers.twin import TwinTier
 
 pytestmark = pytest.mark.filterwarnings("ignore:the file system of .* has no direct I/O")
-TIMEOUT_S = 20.0
+TIMEOUT_S = 120.0
 GROUPS = [group_of(optim.AdamW, lr=1e-2), group_of(optim.AdamW, lr=3e-3, weight_decay=0.1)]
 BLOCK_NUMEL = 50  # the space's shards of 256 and 104 elements are 6 and 3 blocks
 
@@ -348,45 +347,16 @@ def test_next_block_is_read_and_last_one_written_during_an_update(
         write(file, record, tensor)
         kernel.note("write", record)
 
+    waits: list[float] = []
     monkeypatch.setattr(BlockFile, "read_block", noted_read)
     monkeypatch.setattr(BlockFile, "write_block", noted_write)
+    monkeypatch.setattr(BlockFile, "waited", lambda _, seconds: waits.append(seconds))
     train(tier, space, GROUPS, range(1, 2), active=[0, 1, 2])
     tier.read_scalars(0)
     assert kernel.calls == [50, 50, 50, 50, 50, 3]
     assert kernel.in_time == [True] * 6
-
-
-def test_a_slow_update_hides_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    class SlowAdam(ReferenceAdam):
-        def adam_step(self, *args: Any, **kwargs: Any) -> None:
-            time.sleep(0.03)
-            super().adam_step(*args, **kwargs)
-
-    space = Space()
-    tier = _make(space, tmp_path, kernel=SlowAdam())
-    train(tier, space, GROUPS, range(1))
-    tier.read_scalars(0)
-    for call in ("preadv", "pwritev"):
-        monkeypatch.setattr(f"zero_offload.memory.direct_io.os.{call}", _delayed(getattr(os, call)))
-    file = _file(tier)
-    shares = []
-    for step in (1, 4, 7):  # of several, as others may take the core away in between
-        io_s, waited_s = file.io_s, file.waited_s
-        train(tier, space, GROUPS, range(step, step + 3))
-        tier.read_scalars(0)
-        io_s, waited_s = file.io_s - io_s, file.waited_s - waited_s
-        assert io_s > 3 * 9 * 0.005
-        shares.append(waited_s / io_s)
-    assert min(shares) < 0.6  # the first read and the last write of each step are in the open
-
-
-def _delayed(call: Any) -> Any:
-    def delayed(*args: Any) -> int:
-        time.sleep(0.005)
-        moved: int = call(*args)
-        return moved
-
-    return delayed
+    # The first read and the last two writes are in the open, of three records each.
+    assert len(waits) <= 9
 
 
 def _damage(tier: TwinTier, record: int) -> str:

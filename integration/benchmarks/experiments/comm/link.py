@@ -167,6 +167,8 @@ def transfer(place: Place, ways: Sequence[tuple[int, int, str]], num_bytes: int)
 
 def _take(address: str, port: int) -> float:
     with socket.create_server((address, port)) as server:
+        # What arrives while this process has no core is soon read: let it be little.
+        server.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2**17)
         server.settimeout(LIMIT_S)  # the other end may have died
         connection, _ = server.accept()
     connection.settimeout(LIMIT_S)

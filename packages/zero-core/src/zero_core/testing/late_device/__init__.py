@@ -13,7 +13,8 @@
 - Pinned memory is reused when the copies that were enqueued with it are done.
 - A new thread's device is 0. `contexts` says which devices were touched.
 - An error in a job is raised by the next synchronization with its device.
-- `set_delays` makes every job wait for a random time first; the order within a stream stays.
+- `set_delays` makes every job wait for a random time first, `held` until a test goes on; the order
+  within a stream stays.
 
 The process has no other accelerator from then on, so tests that load it run in a process of their
 own: `zero_core.testing.run_alone`. Random numbers differ from the CPU's; they depend on the seed
@@ -27,7 +28,8 @@ from __future__ import annotations
 import atexit
 import json
 import types
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -121,6 +123,16 @@ def set_delays(*, seed: int = 0, kernel_s: float = 0.0, copy_s: float = 0.0) -> 
     The delay of a stream's n-th job depends on ``seed``, device, stream and n.
     """
     torch.ops.late.set_delays(seed, int(kernel_s * 1e6), int(copy_s * 1e6))
+
+
+@contextmanager
+def held(kind: Literal["kernels", "copies"]) -> Iterator[None]:
+    """Hold back every kernel, or every copy, that has not begun, until the end of the context."""
+    torch.ops.late.hold(kind == "copies", True)
+    try:
+        yield
+    finally:
+        torch.ops.late.hold(kind == "copies", False)
 
 
 def set_capacity(num_bytes: int) -> None:

@@ -185,6 +185,25 @@ void raise_errors(int device) {
 
 // ----------------------------------------------------------------------------------------- streams
 
+// Kernels, or copies, that may not begin yet, on any stream.
+struct Holds {
+  std::mutex mutex;
+  std::condition_variable changed;
+  std::array<bool, 2> are_held{};  // kernels, copies
+
+  void set(bool is_copy, bool is_held) {
+    Lock lock(mutex);
+    are_held[is_copy] = is_held;
+    changed.notify_all();
+  }
+
+  void wait(bool is_copy) {
+    Lock lock(mutex);
+    changed.wait(lock, [&] { return !are_held[is_copy]; });
+  }
+};
+Holds& holds = *new Holds;
+
 struct Job {
   std::function<void()> run;
   std::string name;
@@ -226,8 +245,10 @@ struct StreamState {
 
  private:
   void delay(const Job& job, uint64_t index) {
+    if (job.kind == Job::SILENT) return;
+    holds.wait(job.kind == Job::COPY);
     int64_t most = job.kind == Job::COPY ? settings.copy_us.load() : settings.kernel_us.load();
-    if (most <= 0 || job.kind == Job::SILENT) return;
+    if (most <= 0) return;
     uint64_t bits =
         mixed(mixed(mixed(settings.seed) ^ (uint64_t(device) << 32 ^ uint64_t(id))) ^ index);
     std::this_thread::sleep_for(std::chrono::microseconds(bits % (uint64_t(most) + 1)));
@@ -1853,6 +1874,8 @@ void set_delays(int64_t seed, int64_t kernel_us, int64_t copy_us) {
   settings.copy_us = copy_us;
 }
 
+void hold(bool is_copy, bool is_held) { holds.set(is_copy, is_held); }
+
 std::string read_counters(int64_t device) {
   check_device(device);
   Lock lock(counters_mutex);
@@ -1997,6 +2020,7 @@ TORCH_LIBRARY(late, m) {
   m.def("start(int num_devices) -> ()", &start);
   m.def("set_capacity(int bytes) -> ()", &set_capacity);
   m.def("set_delays(int seed, int kernel_us, int copy_us) -> ()", &set_delays);
+  m.def("hold(bool is_copy, bool is_held) -> ()", &hold);
   m.def("read_counters(int device) -> str", &read_counters);
   m.def("reset_counters(bool has_stacks) -> ()", &reset_counters);
   m.def("set_tracing(bool is_on) -> ()", &set_tracing);
