@@ -4,8 +4,9 @@
     python integration/compat/releases.py --release 0.19.8  all scars in this one
 
 Each release is installed without its dependencies into a folder of its own, and each scar has
-processes of its own. Ends with code 1 if a scar does not end as `scars.SEEN` says, which
-``docs/scars.md`` repeats.
+processes of its own. What a release looks for in vain on a CPU beside today's torch and NumPy has
+a stand-in here: see `stand_in`. No code of a release is changed. Ends with code 1 if a scar does
+not end as `scars.SEEN` says, which ``docs/scars.md`` repeats.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 
 HERE = Path(__file__).resolve()
 TESTS = HERE.parents[1] / "tests"
@@ -47,6 +49,10 @@ def run_release(target: Path, number: int) -> str:
         "DS_ACCELERATOR": "cpu",
         # Not where the installed DeepSpeed has its own.
         "TORCH_EXTENSIONS_DIR": str(target.with_name(f"{target.name}.extensions")),
+        # Below 0.16 the number of CPU devices is asked of the program numactl otherwise.
+        "LOCAL_SIZE": "2",
+        # Below 0.16 checkpoints hold objects, which torch.load refuses by default since 2.6.
+        "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD": "1",
         "OMP_NUM_THREADS": "1",
         "GLOO_SOCKET_IFNAME": "lo",
     }
@@ -71,11 +77,35 @@ def run_release(target: Path, number: int) -> str:
     return found
 
 
+def stand_in() -> None:
+    """Provide the names that releases of 2024 import, and that are not there.
+
+    None of them computes anything in a scar: Intel's extension of torch and its collectives, of
+    which the presence is required, a function and a logger of torch's elastic agent, and a
+    constant of NumPy.
+    """
+    for name in ("intel_extension_for_pytorch", "oneccl_bindings_for_pytorch"):
+        sys.modules.setdefault(name, ModuleType(name))
+    absent = {
+        "torch.distributed.elastic.agent.server.api": {"log": None, "_get_socket_with_port": None},
+        "numpy": {"BUFSIZE": 8192},
+    }
+    for name, values in absent.items():
+        vars(importlib.import_module(name)).update(values)
+
+
 def run_rank(number: int, results: Path) -> None:
     """Run a scar on this rank. Rank 0 writes what went wrong."""
+    import torch
     import torch.distributed as dist
 
+    stand_in()
     deepspeed = importlib.import_module("deepspeed")
+    accelerator = deepspeed.accelerator.get_accelerator()
+    accelerator.communication_backend_name = lambda: "gloo"
+    # The question is for fp16 instructions, without which torch computes too, if slowly.
+    accelerator.is_fp16_supported = lambda: True
+    accelerator.supported_dtypes = lambda: [torch.float32, torch.bfloat16, torch.float16]
     # Compiled for minutes otherwise, for collectives of inference.
     importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None
     deepspeed.init_distributed("gloo")
