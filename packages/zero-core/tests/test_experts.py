@@ -13,6 +13,7 @@ from zero_core import blueprint
 from zero_core.comm.meter import PARAMETERS
 from zero_core.layout.discovery import discover
 from zero_core.protocols import TransportCollectives, Work
+from zero_core.sharded import experts
 from zero_core.sharded.experts import agree
 from zero_core.testing import SimulatedDDP, SimulatedRanks, seeded, simulate
 from zero_core.testing.models import (
@@ -294,6 +295,58 @@ def test_ranks_that_keep_their_units_may_generate_different_lengths(small_expert
     simulate(_generate, 2)
 
 
+class _Reading(MixtureModel):
+    """Reads the weights of each block's last two experts without a call of their modules."""
+
+    def forward(self, x: Tensor, allowed: list[list[int]]) -> Tensor:
+        loss = super().forward(x, allowed)
+        return loss + self._sum * 1e-3
+
+    def __init__(self) -> None:
+        super().__init__()
+        for block in self.blocks:
+            block.after.register_forward_pre_hook(self._read(block.mixture.experts))
+
+    def _read(self, experts: nn.ModuleList) -> Any:
+        def read(module: nn.Module, args: Any) -> None:
+            self._sum = torch.stack([expert.up.weight for expert in experts[-2:]]).sum()
+
+        return read
+
+
+@pytest.mark.parametrize("top", [{}, {"activation_checkpointing": {}}], ids=["plain", "recomputed"])
+def test_a_weight_that_is_read_without_a_call_is_gathered(top, small_experts):
+    sent = simulate(_follow, 2, _Reading, 3, [1, 1, 1], top, timeout_s=60.0)
+    assert min(sent[0][1:]) < 0.8 * sent[0][0]
+
+
+def _route_freely(ranks: SimulatedRanks, rounds: list[int]) -> list[int]:
+    """Rounds of rank 0, by step. ``rounds`` has the rank of each one so far."""
+    engine = zero_core.build(MixtureModel(), _config(3), process_group=ranks)
+    found = []
+    for step in range(8):
+        before = rounds.count(0)
+        x = torch.randn(
+            2, MIXTURE_WIDTH, generator=torch.Generator().manual_seed(9 * step + ranks.rank)
+        )
+        engine.backward(engine(x, [list(range(NUM_EXPERTS))] * 3))
+        engine.step()
+        found.append(rounds.count(0) - before)
+    return found
+
+
+def test_ranks_agree_on_all_experts_of_a_block_at_once(small_experts, monkeypatch):
+    rounds: list[int] = []
+
+    def agree_and_count(control: Any, *args: Any) -> list[int]:
+        rounds.append(control.rank)
+        return agree(control, *args)
+
+    monkeypatch.setattr(experts, "agree", agree_and_count)
+    first, *_, last, latest = simulate(_route_freely, 2, rounds)[0]
+    assert (first, last, latest) == (0, 6, 6)  # three blocks: the needs, and that there are none
+
+
 def _route(ranks: SimulatedRanks, num: int) -> list[list[int]]:
     """The rounds of ``num`` random routings. Returns what was gathered, in order."""
     control = ranks.connect()
@@ -307,9 +360,9 @@ def _route(ranks: SimulatedRanks, num: int) -> list[list[int]]:
         found: list[int] = []
         for expert in calls[ranks.rank]:
             if expert not in found:
-                found += agree(control, expert, NUM_EXPERTS, ranks.device)
+                found += agree(control, [expert], NUM_EXPERTS, ranks.device)
             assert expert in found
-        while named := agree(control, None, NUM_EXPERTS, ranks.device):
+        while named := agree(control, (), NUM_EXPERTS, ranks.device):
             found += named
         assert len(set(found)) == len(found)
         assert set(found) == {expert for own in calls for expert in own}

@@ -230,3 +230,32 @@ def _breaks_off(ranks: SimulatedRanks) -> None:
 
 def test_generation_that_breaks_off_frees_what_it_kept() -> None:
     simulate(_breaks_off, 2)
+
+
+def _has_hooks_where_needed(ranks: SimulatedRanks) -> None:
+    engine, _ = _build(ranks)
+    parts = [block[0] for block in engine.module.blocks]
+    x = _x(ranks.rank)
+
+    def num_hooked() -> int:
+        return sum(bool(part._forward_pre_hooks) for part in parts)
+
+    with torch.no_grad(), engine.generating():
+        assert num_hooked() == len(parts)
+        engine(x)
+        assert num_hooked() == 0
+        with torch.enable_grad():
+            engine.backward(engine(x))
+        engine.step()
+        assert num_hooked() == len(parts)
+        found = parts[1](x)  # a part that is called by itself has the new values
+        engine(x)
+        assert num_hooked() == 0
+    assert num_hooked() == len(parts)
+    values = engine.full_state_dict()
+    expected = nn.functional.linear(x, values["blocks.1.0.weight"], values["blocks.1.0.bias"])
+    assert torch.equal(found, expected)
+
+
+def test_parts_are_without_hooks_while_all_blocks_stay_gathered() -> None:
+    simulate(_has_hooks_where_needed, 2)

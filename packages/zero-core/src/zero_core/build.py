@@ -23,6 +23,7 @@ from zero_core.config import load_config
 from zero_core.engine import Engine
 from zero_core.init.fill import adopt, adopt_buffers, check_values, fill
 from zero_core.init.values import InitialValues
+from zero_core.layout.experts import expert_lists_of
 from zero_core.lifecycle import check_is_free
 from zero_core.optim.schedules.base import Schedule
 from zero_core.optim.schedules.factory import make_scheduler
@@ -215,6 +216,7 @@ def build(
             gradient,
             has_sharded_params=memory.has_sharded_params,
             quantized=found.quantized,
+            experts=expert_lists_of(model, found.experts),
         )
         modules = [module for _, module, _ in found.units]
         installed = hooks.install(runtime, modules, resolved, found.experts)

@@ -1,4 +1,4 @@
-"""Methods that are replaced on modules, as objects, for as long as an engine lasts."""
+"""Methods and hooks that an engine puts on modules, and takes away for a while or for good."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 
 class ObjectMethods:
@@ -39,3 +40,31 @@ class ObjectMethods:
                 vars(module).pop(self._name, None)
             else:
                 vars(module)[self._name] = before
+
+
+class SuspendableHooks:
+    """Forward pre-hooks, the first of their modules, that can be taken away for a while.
+
+    A module without hooks is called in less time.
+    """
+
+    def __init__(self) -> None:
+        self._hooks: list[tuple[nn.Module, Any]] = []
+        self._handles: list[RemovableHandle] = []
+
+    def add(self, module: nn.Module, hook: Any) -> None:
+        self._hooks.append((module, hook))
+        self._handles.append(module.register_forward_pre_hook(hook, prepend=True))
+
+    def suspend(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+    def resume(self) -> None:
+        if not self._handles:
+            self._handles = [m.register_forward_pre_hook(h, prepend=True) for m, h in self._hooks]
+
+    def remove(self) -> None:
+        self.suspend()
+        self._hooks = []

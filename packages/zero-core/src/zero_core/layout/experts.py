@@ -10,8 +10,10 @@ unit can be gathered without those that no rank needs: see `zero_core.sharded.ex
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator, Sequence
+from collections import Counter
+from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 from torch import Tensor, nn
 
@@ -36,6 +38,21 @@ class Expert:
     name: str
     module: nn.Module
     params: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class ExpertList:
+    """A list of experts with segments of their own.
+
+    Attributes:
+        unit: index of its unit.
+        numbers: of its experts, in its order, in the unit.
+        beside: the modules beside it, one of which may choose among the experts.
+    """
+
+    unit: int
+    numbers: tuple[int, ...]
+    beside: tuple[nn.Module, ...]
 
 
 def is_expert_list(name: str, module: nn.Module) -> bool:
@@ -87,6 +104,21 @@ def find_experts(
             found = tuple(own.get(name, ()))
             if found and sum(params[n].numel() for n in found) >= min_numel:
                 yield Expert(unit, name, expert, found)
+
+
+def expert_lists_of(model: nn.Module, experts: Iterable[Expert]) -> Iterator[ExpertList]:
+    """Yield the lists of ``experts``, those of ``model`` with segments of their own."""
+    num_found: Counter[int] = Counter()
+    for (unit, _), own in groupby(experts, lambda e: (e.unit, e.name.rpartition(".")[0])):
+        modules = {expert.module for expert in own}
+        first = num_found[unit]
+        num_found[unit] += len(modules)
+        for holder in model.modules():
+            lists = [found for _, found in expert_lists(holder)]
+            if any(modules.issubset(found.children()) for found in lists):
+                beside = tuple(m for m in holder.children() if m not in lists)
+                yield ExpertList(unit, tuple(range(first, num_found[unit])), beside)
+                break
 
 
 def _prefix_in(name: str, paths: Container[str]) -> str:

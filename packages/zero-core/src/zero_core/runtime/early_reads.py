@@ -6,7 +6,8 @@ A module's forward is announced by its hooks. Other code may read a parameter wi
 a forward until the tail is waited for, its parameters are of a subclass of their class, whose
 ``__torch_function__`` torch calls before any operation on them: the first one that needs values
 waits for them. Objects, hooks and gradients do not change. After the wait the parameters have their
-own class again, so reads cost nothing more.
+own class again, so reads cost nothing more. Experts of a sparse unit (`zero_core.sharded.experts`)
+are watched likewise in the forward of their block.
 """
 
 from __future__ import annotations
@@ -28,17 +29,35 @@ _NEEDS_NO_VALUES = METADATA_READS | {
 class ParamReader(Protocol):
     """Makes parameters readable. `zero_core.runtime.runtime.Runtime` is the one implementation."""
 
-    def read_early(self) -> None:
-        """Call `EarlyReads.end` and wait for the values."""
+    def read_early(self, unit: int, expert: int | None) -> None:
+        """Call `EarlyReads.end` and wait for the values, those of ``unit`` or of its ``expert``."""
+
+
+class _AwaitedParam:
+    """Base of the classes of parameters that are watched."""
+
+    __slots__ = ()
+
+    @classmethod
+    def read_early(cls) -> None:
+        """Have the values waited for."""
 
 
 class EarlyReads:
     """Has a reader wait at the first read of some parameters between `watch` and `end`."""
 
-    def __init__(self, params: Sequence[nn.Parameter], reader: ParamReader) -> None:
-        """``reader`` makes ``params`` readable. It is held weakly."""
+    def __init__(
+        self,
+        params: Sequence[nn.Parameter],
+        reader: ParamReader,
+        unit: int,
+        expert: int | None = None,
+    ) -> None:
+        """``reader``, held weakly, makes ``params`` readable: those of a unit or of an expert."""
         self._reader = weakref.ref(reader)  # a class is freed late, and must not keep an engine
-        self._classes = [(param, type(param), self._awaited(type(param))) for param in params]
+        self._place = (unit, expert)
+        awaited = {own: self._awaited(own) for own in dict.fromkeys(map(type, params))}
+        self._classes = [(param, type(param), awaited[type(param)]) for param in params]
 
     def watch(self) -> None:
         for param, _, awaited in self._classes:
@@ -49,9 +68,14 @@ class EarlyReads:
             param.__class__ = own
 
     def _awaited(self, own: type[nn.Parameter]) -> type[nn.Parameter]:
-        reader = self._reader
+        reader, place = self._reader, self._place
 
-        class Awaited(own):  # type: ignore[misc,valid-type]
+        class Awaited(_AwaitedParam, own):  # type: ignore[misc,valid-type]
+            @classmethod
+            def read_early(cls) -> None:
+                if (alive := reader()) is not None:
+                    alive.read_early(*place)
+
             @classmethod
             def __torch_function__(
                 cls,
@@ -60,8 +84,10 @@ class EarlyReads:
                 args: Sequence[Any] = (),
                 kwargs: Mapping[str, Any] | None = None,
             ) -> Any:
-                if func not in _NEEDS_NO_VALUES and (alive := reader()) is not None:
-                    alive.read_early()
+                if func not in _NEEDS_NO_VALUES:
+                    for kind in types:  # all that the operation reads: torch asks one of them
+                        if issubclass(kind, _AwaitedParam):
+                            kind.read_early()
                 return super().__torch_function__(func, types, args, kwargs or {})
 
         return Awaited

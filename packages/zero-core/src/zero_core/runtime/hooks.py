@@ -30,6 +30,7 @@ from zero_core.layout.stored import Metadata
 from zero_core.runtime.module_units import ModuleUnits
 from zero_core.runtime.recompute import Recompute
 from zero_core.runtime.runtime import Runtime
+from zero_core.sharded.experts import Routing
 from zero_core.sharded.grads import FlatGrads
 from zero_core.sharded.unit import Unit
 from zero_core.tiled.modules import TiledForwards
@@ -58,7 +59,9 @@ def install(
                 handles.append(_hook_gradient(runtime, unit, grads, position, param))
     handles += _hook_components(runtime, modules)
     handles += _hook_experts(runtime, experts)
-    return [*handles, *_hook_parts(runtime, modules), _Interrupted(runtime)]
+    handles += _hook_routers(runtime)
+    _hook_parts(runtime, modules, handles)
+    return [*handles, runtime.part_hooks, _Interrupted(runtime)]
 
 
 class _Interrupted:
@@ -180,13 +183,29 @@ def _expert_hook(runtime: Runtime, unit: Unit, number: int) -> Any:
     return gather
 
 
-def _hook_parts(runtime: Runtime, modules: Sequence[nn.Module]) -> list[RemovableHandle]:
+def _hook_routers(runtime: Runtime) -> Iterator[RemovableHandle]:
+    """Hook the modules beside lists of experts, whose output may be the routing."""
+    for routing in runtime.routings:
+        for module in routing.modules:
+            hook = _routing_hook(runtime.units[routing.unit], routing)
+            yield module.register_forward_hook(outside_graphs(hook))
+
+
+def _routing_hook(unit: Unit, routing: Routing) -> Any:
+    def note(module: nn.Module, args: Any, output: Any) -> None:
+        if unit.is_sparse and not unit.is_whole and not is_in_backward():
+            routing.note(output)
+
+    return note
+
+
+def _hook_parts(runtime: Runtime, modules: Sequence[nn.Module], handles: list[Any]) -> None:
     """Hook the modules that hold a unit's parameters, for when they are called by themselves.
 
     Activation checkpointing of a part of a block does that in backward, a model that calls
-    ``block.attention`` in its own forward.
+    ``block.attention`` in its own forward. The runtime has the hooks of blocks' parts, and
+    ``handles`` get the others.
     """
-    handles = []
     units = ModuleUnits(runtime)
     for module in modules[0].modules():
         own = units.of(module, recurse=False)
@@ -199,8 +218,10 @@ def _hook_parts(runtime: Runtime, modules: Sequence[nn.Module]) -> list[Removabl
             if module is not modules[unit.index]:
                 hook = _part_hook(runtime, unit)
                 hook = outside_graphs(hook) if is_one_graph else unless_compiling(hook)
-                handles.append(module.register_forward_pre_hook(hook, prepend=True))
-    return handles
+                if unit.is_block:
+                    runtime.part_hooks.add(module, hook)
+                else:
+                    handles.append(module.register_forward_pre_hook(hook, prepend=True))
 
 
 def _part_hook(runtime: Runtime, unit: Unit) -> Any:

@@ -39,7 +39,7 @@ and averages are divided by all ranks, as `torch.distributed.algorithms.Join` do
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -48,10 +48,12 @@ from torch import Tensor, nn
 from zero_core._torch import call_at_end_of_backward, count_calls, is_in_backward
 from zero_core.comm.communicator import Communicator
 from zero_core.layout.discovery import Quantized
+from zero_core.layout.experts import ExpertList
+from zero_core.object_methods import SuspendableHooks
 from zero_core.runtime.early_reads import EarlyReads
 from zero_core.runtime.order import BackwardOrder, Forward, Prefetch
 from zero_core.runtime.saved import SavedWeights
-from zero_core.sharded.experts import ExpertRounds
+from zero_core.sharded.experts import ExpertRounds, Routing
 from zero_core.sharded.grads import FlatGrads
 from zero_core.sharded.reductions import GradientSink, Reductions
 from zero_core.sharded.unit import Unit
@@ -69,6 +71,8 @@ class Runtime:
         entered: the block that backward is in.
         saved: what autograd saves of gathered units.
         prefetch: units that are gathered ahead of others.
+        part_hooks: gather the block of a part that is called by itself. They are suspended while
+            all blocks stay gathered: a forward for one token calls many small modules.
     """
 
     def __init__(
@@ -79,10 +83,12 @@ class Runtime:
         *,
         has_sharded_params: bool,
         quantized: Sequence[Quantized] = (),
+        experts: Iterable[ExpertList] = (),
     ) -> None:
         """Prepare. `zero_core.runtime.hooks.install` makes the model call it.
 
-        ``has_sharded_params``: gathered values are released after use (stage 3).
+        ``has_sharded_params``: gathered values are released after use (stage 3). ``experts``: lists
+        of those that have segments of their own.
         """
         self.units = tuple(units)
         self.quantized = tuple(quantized)
@@ -91,18 +97,24 @@ class Runtime:
         self.entered: Unit | None = None
         self.saved = SavedWeights()
         self.prefetch = Prefetch(len(self.units))
+        self.part_hooks = SuspendableHooks()
         self._communicator = communicator
         self._sink = sink
         self._params_with_grad = sink.params_with_grad
         self._has_sharded_params = has_sharded_params
         has_peers = communicator.world_size > 1
         self._reductions = Reductions(self.units, sink, self.ready, has_peers=has_peers)
-        self._experts = ExpertRounds(self.units if has_peers else (), communicator.control)
-        self._last_block = max((u.index for u in self.units if u.is_block), default=0)
+        self._experts = ExpertRounds(
+            self.units if has_peers else (), communicator.control, experts
+        )
+        self._blocks = {unit.index for unit in self.units if unit.is_block}
+        self._last_block = max(self._blocks, default=0)
         self._tail = self.units[-1] if self.units[-1].is_tail else None
         held = () if self._tail is None else self._tail.params
         awaited = [p for f in held for p in f.params if isinstance(p, nn.Parameter)]
-        self._early_reads = EarlyReads(awaited, self)
+        self._early_reads = EarlyReads(awaited, self, self.units[-1].index)
+        # Reads of each expert of a sparse unit, from its first sparse forward on.
+        self._expert_reads: dict[int, list[EarlyReads]] = {}
         self._order = BackwardOrder(
             [u.index for u in self.units if u.grads],
             None if self._tail is None else self._tail.index,
@@ -157,6 +169,24 @@ class Runtime:
         self._use(unit, backward=False)
         if unit.experts:
             self._experts.entered.add(unit.index)
+            if unit.is_sparse and not unit.is_whole:
+                for reads in self._reads_of_experts(unit):
+                    reads.watch()
+
+    def _reads_of_experts(self, unit: Unit) -> list[EarlyReads]:
+        if unit.index not in self._expert_reads:
+            held = [[p for f in own for p in f.params] for own in unit.experts]
+            self._expert_reads[unit.index] = [
+                EarlyReads([p for p in params if isinstance(p, nn.Parameter)], self, unit.index, n)
+                for n, params in enumerate(held)
+            ]
+        return self._expert_reads[unit.index]
+
+    def _end_early_reads(self) -> None:
+        self._early_reads.end()
+        for own in self._expert_reads.values():
+            for reads in own:
+                reads.end()
 
     def forward_failed(self, unit: Unit, error: BaseException) -> None:
         """Note that ``error`` left the forward of ``unit``. `leave_forward` follows."""
@@ -169,8 +199,11 @@ class Runtime:
         """Release ``unit`` after its forward, whose output ``needs_grad`` or not."""
         has_failed, self._is_failing = self._is_failing, False
         is_trained = self._forward is not None  # even where the model switches gradients off
-        if unit.is_sparse and not has_failed:
-            self._experts.end(unit, is_trained=is_trained)
+        if unit.is_sparse:
+            if not has_failed:
+                self._experts.end(unit, is_trained=is_trained)
+            for reads in self._expert_reads.get(unit.index, ()):
+                reads.end()
         if is_trained and unit.is_block:
             self._order.leave(unit.index, needs_grad=needs_grad)
         running = self._running
@@ -185,6 +218,8 @@ class Runtime:
                 self.saved.end_forward()
                 if unit.is_root and not torch.is_grad_enabled():
                     self._release_but(self._unsharded)
+                    if self._unsharded and self._blocks <= self.ready & self._unsharded:
+                        self.part_hooks.suspend()
         if unit.index == self._last_block and running:
             self._use_tail()
         # The last block stays gathered: backward begins with it.
@@ -215,6 +250,7 @@ class Runtime:
         own = unit.experts[number]
         if not unit.is_sparse:
             return
+        self._experts.note_call(unit, number)
         if not all(flat.is_gathered for flat in own):
             if is_in_backward() or not any(running is unit for running, _ in self._running):
                 raise RuntimeError(
@@ -223,11 +259,18 @@ class Runtime:
                     "that no forward had called. Name the block in zero_optimization.leaf_module, "
                     "then all of its experts are gathered together"
                 )
-            self._experts.gather(unit, number, is_trained=self._forward is not None)
+            self._experts.call(unit, number, is_trained=self._forward is not None)
+        if unit.index in self._expert_reads:
+            self._expert_reads[unit.index][number].end()
         for flat in own:
             flat.wait()
             if not flat.is_kept:
                 self.saved.add(unit, flat)
+
+    @property
+    def routings(self) -> Sequence[Routing]:
+        """Routings among experts with segments of their own."""
+        return self._experts.routings
 
     def end_interrupted_forward(self, *, entering: nn.Module | None = None) -> None:
         """End a forward that was left without its hooks: torch runs none after Ctrl-C.
@@ -244,7 +287,7 @@ class Runtime:
         """End the forward that is under way, if one is, without its hooks."""
         if not self._running:
             return
-        self._early_reads.end()
+        self._end_early_reads()
         self._running.clear()
         self._forward = None
         self.saved.end_forward()
@@ -313,8 +356,13 @@ class Runtime:
             tail.gather()
             self._wait(tail)
 
-    def read_early(self) -> None:
-        """Make the tail readable for code that no hook announced."""
+    def read_early(self, unit: int, expert: int | None) -> None:
+        """Make the tail, or an expert of a unit, readable for code that no hook announced."""
+        if expert is not None:
+            self._expert_reads[unit][expert].end()
+            if self._running:
+                self.enter_expert(self.units[unit], expert)
+            return
         self._early_reads.end()
         if self._running:  # else its forward was interrupted: the values are whatever they are
             self._use_tail()
@@ -350,6 +398,7 @@ class Runtime:
             return
         if unit is self._current:
             self._current = None
+        self.part_hooks.resume()
         self.ready.discard(unit.index)
         for flat in unit.params:
             if flat.full is not None and not flat.is_kept:
@@ -448,6 +497,7 @@ class Runtime:
             return
         if self._why_no_backward is not None:
             raise RuntimeError(self._why_no_backward)
+        self.part_hooks.resume()
         self._experts.begin(is_whole=False)
         self._sink.begin_backward()
         self._is_backward_open = True
@@ -675,6 +725,7 @@ class Runtime:
 
     def values_changed(self) -> None:
         """Note that the shards hold new values: what is gathered of them is stale from now on."""
+        self.part_hooks.resume()
         self.ready.clear()
         for unit in self.units:
             for flat in unit.params:

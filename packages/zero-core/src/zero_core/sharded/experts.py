@@ -6,11 +6,19 @@ collective of all ranks. A unit gathers all of its experts, ahead of their use a
 as long as enough of them are used. With the statistics of a step (the number of ranks with a
 gradient of each parameter) all ranks know how many were. Where at most half were used by any rank,
 the unit is *sparse* from the next step on, and gathers only what is called, in rounds: in each
-round a rank that calls an expert that is not there names it, a rank whose forward of the block has
-ended names none, and all gather what was named, in ascending order. A rank waits for its own
-expert alone. The rounds of a block end when no rank names any. So each rank takes part in the same
-collectives whatever it calls, and in whatever order. The last round of a block is its only one if
-no rank calls an expert.
+round a rank that calls an expert that is not there names it, with those that it expects to call
+next, a rank whose forward of the block has ended names none, and all gather what was named, in
+ascending order. A rank waits for its own expert alone. The rounds of a block end when no rank names
+any. So each rank takes part in the same collectives whatever it calls, and in whatever order. A
+block has two rounds if all ranks expect what they call, one if no rank calls an expert, and at most
+one for each expert besides the last.
+
+[Note: routing]
+Nothing tells which experts a forward will call, but one of the modules beside their list mostly
+knows: it returns the numbers of each token's experts, [..., choices], or their scores, [...,
+experts], of which the highest are taken. How many choices are followed is seen from the calls: in
+the next forward a rank names as many of each token's first choices as were all called in this one.
+An expectation that is wrong costs a round or a gather, and changes no value.
 
 A forward without gradients gathers all experts, as ranks that evaluate or generate may keep their
 units and run different numbers of forwards; so does one within ``gathered``.
@@ -22,11 +30,14 @@ than a gather that it may save. A model without such experts takes part in no ro
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 import torch
+from torch import Tensor
 
+from zero_core._torch import pytree
 from zero_core.comm.control import ControlGroup
+from zero_core.layout.experts import ExpertList
 from zero_core.sharded.unit import Unit
 
 USED_SHARE = 0.5
@@ -35,13 +46,13 @@ that are saved do not outweigh those that no longer run ahead of their use."""
 
 
 def agree(
-    control: ControlGroup, called: int | None, num_experts: int, device: torch.device
+    control: ControlGroup, called: Collection[int], num_experts: int, device: torch.device
 ) -> list[int]:
     """Take part in one round. Every rank must.
 
     Args:
         control: the ranks.
-        called: the expert that this rank waits for, None if its forward of the block has ended.
+        called: experts that this rank waits for, none if its forward of the block has ended.
         num_experts: experts of the unit.
         device: of the control group.
 
@@ -49,10 +60,74 @@ def agree(
         The experts that ranks wait for, ascending. None: the rounds have ended.
     """
     num_waiting = torch.zeros(num_experts, dtype=torch.int32, device=device)
-    if called is not None:
-        num_waiting[called] = 1
+    if called:
+        num_waiting[list(called)] = 1
     found: list[int] = control.sum(num_waiting).nonzero().flatten().tolist()
     return found
+
+
+class Routing:
+    """What a forward is expected to call of one list of experts. See [Note: routing].
+
+    Attributes:
+        unit: index of the unit.
+        modules: those beside the list.
+        called: the numbers, in the unit, of the experts that the block's forward has called.
+    """
+
+    def __init__(self, found: ExpertList) -> None:
+        self.unit = found.unit
+        self.modules = found.beside
+        self.called: set[int] = set()
+        self._numbers = found.numbers
+        self._output: Tensor | None = None  # [tokens, choices] or [tokens, experts]
+        self._expected: set[int] | None = None
+        self._num_choices = 0  # of each token, that were all called in the last forward
+
+    def __contains__(self, number: int) -> bool:
+        return number in self._numbers
+
+    def begin(self) -> None:
+        """Begin a forward of the block."""
+        self._output = self._expected = None
+        self.called.clear()
+
+    @torch.no_grad()
+    def note(self, output: object) -> None:
+        """Note what one of `modules` has returned, if it may be the routing."""
+        if self._output is not None:
+            return
+        tensors = [t for t in pytree.tree_leaves(output) if isinstance(t, Tensor) and t.ndim]
+        chosen = [t for t in tensors if t.dtype in (torch.int32, torch.int64)]
+        scores = [t for t in tensors if t.is_floating_point() and t.shape[-1] == len(self._numbers)]
+        for tensor in [*chosen, *scores][:1]:
+            self._output = tensor.detach().flatten(0, -2) if tensor.ndim > 1 else tensor[None]
+
+    def expected(self) -> set[int]:
+        """Return the experts that the block's forward is expected to call, as far as is known."""
+        self._expected = set()
+        if self._output is not None and self._num_choices:
+            places = set(self._choices(self._num_choices).flatten().tolist())
+            self._expected = {n for place, n in enumerate(self._numbers) if place in places}
+        return self._expected
+
+    def end(self) -> None:
+        """End the block's forward. If it called others than expected, count choices anew."""
+        output = self._output
+        if output is not None and output.numel() and self._expected not in (None, self.called):
+            called = [place for place, n in enumerate(self._numbers) if n in self.called]
+            choices = self._choices(output.shape[-1])
+            known = torch.tensor(called, dtype=choices.dtype, device=choices.device)
+            is_called = torch.isin(choices, known).all(0)
+            self._num_choices = int(is_called.int().cumprod(0).sum())
+        self.begin()
+
+    def _choices(self, number: int) -> Tensor:
+        """Return the first choices of each token, [tokens, number]: places in the list."""
+        assert self._output is not None
+        if self._output.is_floating_point():
+            return self._output.topk(number, dim=-1).indices
+        return self._output[:, :number]
 
 
 class ExpertRounds:
@@ -62,11 +137,15 @@ class ExpertRounds:
         units: those that have experts, in the same order on all ranks.
         entered: units with experts whose forward this rank has entered in the step. The runtime
             adds to it.
+        routings: those of all lists of experts.
     """
 
-    def __init__(self, units: Sequence[Unit], control: ControlGroup) -> None:
+    def __init__(
+        self, units: Sequence[Unit], control: ControlGroup, lists: Iterable[ExpertList] = ()
+    ) -> None:
         self.units = [unit for unit in units if unit.experts]
         self.entered: set[int] = set()
+        self.routings = [Routing(found) for found in lists if units]
         self._control = control
         self._becomes_sparse = [False] * len(self.units)
 
@@ -74,12 +153,29 @@ class ExpertRounds:
         """Begin a forward or a backward, in which units gather all experts if it ``is_whole``."""
         for unit in self.units:
             unit.is_whole = is_whole
+        for routing in self.routings:
+            routing.begin()
 
-    def gather(self, unit: Unit, called: int | None, *, is_trained: bool) -> bool:
+    def call(self, unit: Unit, number: int, *, is_trained: bool) -> None:
+        """Have expert ``number`` gathered by all ranks, with those expected to be called next."""
+        named = {number}.union(*(r.expected() for r in self._routings_of(unit) if number in r))
+        missing = [n for n in named if not all(flat.is_gathered for flat in unit.experts[n])]
+        self.gather(unit, missing, is_trained=is_trained)
+
+    def note_call(self, unit: Unit, number: int) -> None:
+        """Note that the forward of ``unit`` under way calls expert ``number``."""
+        for routing in self._routings_of(unit):
+            if number in routing:
+                routing.called.add(number)
+
+    def _routings_of(self, unit: Unit) -> list[Routing]:
+        return [routing for routing in self.routings if routing.unit == unit.index]
+
+    def gather(self, unit: Unit, called: Collection[int], *, is_trained: bool) -> bool:
         """Take part in one round of ``unit``. Every rank must, while one calls an expert.
 
-        ``called`` is the expert that this rank waits for. If the forward ``is_trained``, its
-        backward needs what is gathered.
+        ``called`` are the experts that this rank waits for or expects to call. If the forward
+        ``is_trained``, its backward needs what is gathered.
 
         Returns:
             Whether a rank called any expert.
@@ -101,8 +197,10 @@ class ExpertRounds:
             if is_trained:
                 unit.needed.update(range(len(unit.experts)))
             return
-        while self.gather(unit, None, is_trained=is_trained):
+        while self.gather(unit, (), is_trained=is_trained):
             pass
+        for routing in self._routings_of(unit):
+            routing.end()
 
     def decide(self, num_ranks_with_grad: Sequence[float], *, is_agreed: bool) -> None:
         """Decide which units are sparse in the next step.
