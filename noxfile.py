@@ -79,8 +79,8 @@ TORCH_CUDA = {
     "2.14.0": "13.0",
     "2.15.0": "13.2",
 }
-# The newest releases and the ones before; a package whose earlier ones do not work with the rest of
-# the row has its newest twice.
+# The newest releases and the ones before that work with the rest of the row on a CPU. A package
+# that has none has its newest twice.
 HUGGING_FACE = (
     {
         "transformers": "5.23.0",
@@ -92,7 +92,7 @@ HUGGING_FACE = (
     {
         "transformers": "5.22.2",
         "accelerate": "1.14.0",
-        "trl": "1.15.0",
+        "trl": "1.14.2",  # 1.15.0 has its losses in a GPU's kernels alone
         "peft": "0.21.2",  # 0.21.1 does not adapt T5 with these transformers
         "lightning": "2.6.5",
     },
@@ -188,11 +188,10 @@ def compat(session: nox.Session) -> None:
 
     With the argument ``scars``: bugs of DeepSpeed's releases, in the releases that had them.
     """
-    keep_compiled(session)
     install_everything(
         session,
         *TEST_TOOLS,
-        "trl>=1.15",
+        "trl>=1.16",
         "bitsandbytes>=0.50",
         "torchao>=0.18",
         extras="[bench,ray,test]",
@@ -200,6 +199,7 @@ def compat(session: nox.Session) -> None:
     if session.posargs[:1] == ["scars"]:
         run_compat(session, "releases.py", *session.posargs[1:])
         return
+    compile_deepspeed(session)
     # That each of its modules is served or refused can be told only where it is installed.
     hook = "integration/tests/test_import_hook.py"
     session.run("python", "-m", "pytest", "-q", hook, "integration/compat/checks")
@@ -282,9 +282,9 @@ def matrix(session: nox.Session, torch: str) -> None:
 )
 def hugging_face(session: nox.Session, releases: dict[str, str]) -> None:
     """Test what goes into transformers, accelerate, TRL, PEFT and Lightning with their releases."""
-    keep_compiled(session)
     install_everything(session, *TEST_TOOLS, extras="[bench,test]")
     session.install(*PIP_FLAGS, *(f"{name}=={release}" for name, release in releases.items()))
+    compile_deepspeed(session)
     with session.chdir("integration"):
         files = [f"tests/{name}" for name in HUGGING_FACE_TESTS]
         session.run("python", "-m", "pytest", "-q", *IN_PARALLEL, *files, env=NO_SPINNING)
@@ -389,12 +389,17 @@ def run_compat(session: nox.Session, program: str, *arguments: str) -> None:
     session.run("python", f"integration/compat/{program}", *arguments, env=path)
 
 
-def keep_compiled(session: nox.Session) -> None:
-    """Keep what DeepSpeed compiles at its first use with the environment.
+def compile_deepspeed(session: nox.Session) -> None:
+    """Compile what DeepSpeed otherwise compiles at its first use on a CPU, into the environment.
 
-    Its folder is the same for all environments otherwise, and each compiles all of it again.
+    All environments have one folder for it by default, and each compiles all of it again. A program
+    that is ended while it compiles leaves a lock there, for which all later ones wait.
     """
-    session.env["TORCH_EXTENSIONS_DIR"] = str(Path(session.bin).parent.resolve() / "compiled")
+    compiled = Path(session.bin).parent.resolve() / "compiled"
+    session.env["TORCH_EXTENSIONS_DIR"] = str(compiled)
+    for lock in compiled.glob("*/lock"):
+        lock.unlink()
+    session.run("python", "-c", COMPILE, env={"DS_ACCELERATOR": "cpu"}, silent=True, log=False)
 
 
 def run_typecheck(session: nox.Session) -> None:
@@ -407,6 +412,12 @@ NO_COMPILER = """
 import shutil
 found = [name for name in ("cc", "gcc", "c++", "g++", "clang", "cl") if shutil.which(name)]
 assert not found, f"a compiler is within reach: {found}"
+"""
+
+COMPILE = """
+from deepspeed.ops.op_builder import cpu
+for name in ("CPUAdam", "FusedAdam", "PinMemory", "ShareMemComm"):
+    getattr(cpu, f"{name}Builder")().load(verbose=False)
 """
 
 # A package that imports a sibling by accident must not find it.
