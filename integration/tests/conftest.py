@@ -156,12 +156,11 @@ def finished_run(
             done = subprocess.run(
                 command("train", *tiny_options, f"--output={root}"),
                 env=environment(),
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
+                capture_output=True,
                 text=True,
                 timeout=TIME_LIMIT_S,
                 check=False,
             )
-            assert done.returncode == 0, done.stdout
-            said.write_text(done.stdout, encoding="utf-8")
+            assert done.returncode == 0, done.stdout + done.stderr
+            said.write_text(done.stdout + done.stderr, encoding="utf-8")
     return RunFolder(root), said.read_text(encoding="utf-8")
