@@ -583,6 +583,7 @@ SEEN: dict[int, tuple[str, str]] = {
     5154: ("0.13.1", "AssertionError: norm 1.264, not 1.358"),
     6569: ("0.15.1", "AssertionError: a step at a rate of 0 changed values by 0.1"),
     7302: ("0.16.5", "AssertionError: norm 1.726, not 0.863"),
+    7707: ("0.18.2", "AssertionError: norm 0.4435, not 0.4417"),
     7718: ("0.18.2", "AssertionError: norm 0.3115, not 1.065"),
     7807: ("0.18.6", "AssertionError: updates differ by 0.51"),
     7837: ("0.18.2", "AssertionError: norm 1.131e+05, not 1.726"),
@@ -598,6 +599,7 @@ SEEN: dict[int, tuple[str, str]] = {
     8382: ("0.19.2", "AssertionError: norm 1.962, not 1.726"),
     8393: ("0.19.2", "AssertionError: norm 1.437, not 0.7176"),
     8441: ("0.19.2", "AssertionError: updates differ by 0.95"),
+    8443: ("0.19.2", "AssertionError: updates differ by 1.9"),
 }
 """The release of DeepSpeed in which a number was seen, and how its program ends there: another
 error, or another wrong number, is another bug's."""
