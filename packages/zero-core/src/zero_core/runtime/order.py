@@ -83,6 +83,7 @@ class _Trail:
         times: of their uses.
         began: when the forward began.
         is_pending: whether no backward has begun since the forward did.
+        has_ended: whether the forward has, without an error.
     """
 
     def __init__(self, forward: Forward) -> None:
@@ -91,6 +92,7 @@ class _Trail:
         self.times: list[int] = []
         self.began = next(_time)
         self.is_pending = True
+        self.has_ended = False
 
     def add(self, unit: int) -> None:
         self.units.append(unit)
@@ -163,6 +165,11 @@ class BackwardOrder:
         self._trails.append(_Trail(forward))
         self._followed = None
         return forward
+
+    def end_forward(self) -> None:
+        """Note that the forward that began last has ended without an error."""
+        if self._trails:
+            self._trails[-1].has_ended = True
 
     def use(self, unit: int) -> None:
         """Note that the forward that began last went into ``unit``."""
@@ -263,7 +270,7 @@ class BackwardOrder:
 
     @property
     def last_use(self) -> int:
-        """When the last unit was used that backward has not reached, 0 if there is none.
+        """Time of the last use that backward has not reached, 0 if there is none.
 
         A forward that waits and used no unit counts from its beginning.
         """
@@ -310,6 +317,11 @@ class BackwardOrder:
         """Whether a forward waits for its backward, as far as this rank can see."""
         return any(trail.is_pending for trail in self._trails)
 
+    @property
+    def is_due(self) -> bool:
+        """Whether a forward that has ended waits for its backward."""
+        return any(trail.is_pending and trail.has_ended for trail in self._trails)
+
     def _note_late_tail(self) -> None:
         if any(self._num_missing.get(unit, 0) > 0 for unit in self._tail):
             self._is_tail_late = True
@@ -352,7 +364,7 @@ class SharingEngine(Protocol):
     """An engine in a backward through several. `zero_core.runtime.runtime.Runtime` is the one."""
 
     @property
-    def is_awaited(self) -> bool:
+    def is_due(self) -> bool:
         """Whether a forward waits for a backward in which this rank waits for others."""
 
     @property
@@ -401,7 +413,7 @@ class SharedBackward:
         is_first = not self._engines
         if is_first:
             alive = [found for ref in self._all if (found := ref()) is not None]
-            waiting = [found for found in alive if found.is_awaited]
+            waiting = [found for found in alive if found.is_due]
             if len(waiting) < 2:
                 return False
             self._engines, self._undecided = waiting, list(waiting)

@@ -213,6 +213,8 @@ class Runtime:
         if running and running[-1][0] is unit:  # else its pre-forward raised before it got here
             running.pop()
             if not running:
+                if is_trained and not has_failed:
+                    self._order.end_forward()
                 if unit.is_root:
                     self._end_tail(is_saved=needs_grad and is_trained)
                     if not has_failed:
@@ -528,10 +530,10 @@ class Runtime:
         call_at_end_of_backward(self._end_open_backward)
 
     @property
-    def is_awaited(self) -> bool:
+    def is_due(self) -> bool:
         """See `zero_core.runtime.order.SharingEngine`."""
         is_exchanged = self._has_sharded_params or self._will_reduce()
-        return self._reductions.has_peers and is_exchanged and self._order.is_awaited
+        return self._reductions.has_peers and is_exchanged and self._order.is_due
 
     @property
     def is_in_backward(self) -> bool:

@@ -67,7 +67,7 @@ def agree(
 
 
 class Routing:
-    """What a forward is expected to call of one list of experts. See [Note: routing].
+    """Expectation of which experts of one list a forward will call. See [Note: routing].
 
     Attributes:
         unit: index of the unit.
