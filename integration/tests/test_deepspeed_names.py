@@ -162,3 +162,13 @@ def test_table_has_the_names_of_deepspeed_itself() -> None:
     if folder is None:
         pytest.skip("DeepSpeed is not installed")
     assert public_names(folder) == NAMES
+
+
+def test_mics_is_refused_with_what_took_its_place() -> None:
+    from zero_engine.deepspeed.runtime.zero import MiCS_Init as Inner
+
+    from zero_engine.deepspeed.zero import MiCS_Init
+
+    for name in (MiCS_Init, Inner):
+        with pytest.raises(AttributeError, match=r"removed MiCS.*zero_hpz_partition_size"):
+            name(config_dict_or_path={})

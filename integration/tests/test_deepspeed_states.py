@@ -272,13 +272,89 @@ def _states(rank: int, world_size: int) -> None:
             values = [p.flatten() for p in model.parameters() if p.requires_grad]
             found, expected = torch.cat(rows), torch.cat(values)
             torch.testing.assert_close(found.sort()[0], expected.sort()[0], rtol=1e-4, atol=1e-6)
-        with pytest.raises(RuntimeError, match=r"use engine\.load_checkpoint"):
-            engine.optimizer.load_state_dict(packed)
+        _follows_after_load(engine, packed, rank)
         engine.destroy()
+
+
+def _follows_after_load(engine: Any, packed: dict[str, Any], rank: int) -> None:
+    """A new engine with the weights and the loaded state takes the same next step."""
+    stage = engine.zero_optimization_stage()
+    weights = engine.core.full_state_dict()
+    other = _engine(stage)
+    with other.core.gathered(modifier_rank=0) as module:
+        module.load_state_dict(weights)
+    packed["param_groups"][0]["lr"] = 3 * LR
+    other.optimizer.load_state_dict(packed)
+    engine.optimizer.param_groups[0]["lr"] = 3 * LR
+    for one in (engine, other):
+        one.backward(one(_inputs(rank, 1)))
+        one.step()
+    found, expected = other.core.full_state_dict(), engine.core.full_state_dict()
+    assert all(torch.equal(found[name], value) for name, value in expected.items())
+    short = {**packed, "param_groups": packed["param_groups"] * 2}
+    with pytest.raises(ValueError, match="load what state_dict"):
+        other.optimizer.load_state_dict(short)
+    other.destroy()
 
 
 def test_optimizer_has_this_ranks_part_of_the_state() -> None:
     spawn(_states, 2)
+
+
+def _within_no_sync(rank: int, world_size: int) -> None:
+    for stage in (0, 1, 3):
+        engine, model = _engine(stage), _Model()
+        for _ in range(2):  # the second time after zero_grad
+            with engine.no_sync():
+                for step in range(2):
+                    engine.backward(engine(_inputs(rank, step)))
+                    model(_inputs(rank, step)).backward()
+                    for mine, other in _pairs(engine, model):
+                        found = utils.safe_get_full_grad(mine)
+                        if other.grad is None:
+                            assert found is None
+                            continue
+                        torch.testing.assert_close(found, other.grad, rtol=1e-5, atol=1e-8)
+            engine.zero_grad()
+            model.zero_grad()
+        assert not engine.core.states.holds_gradient
+        with engine.no_sync():
+            engine.backward(engine(_inputs(rank)))
+            weight = engine.module.body[0].weight
+            if rank == 0:  # as it would be with DDP: this rank's part of the mean
+                utils.safe_set_full_grad(weight, torch.ones(7, 3))
+            with pytest.raises(ValueError, match="shape"):
+                utils.safe_set_full_grad(weight, torch.ones(2))
+        own = torch.zeros(7, 3)
+        if rank:
+            model(_inputs(rank)).backward()
+            own = model.get_parameter("body.0.weight").grad
+        dist.all_reduce(own)
+        found = utils.safe_get_full_grad(weight)
+        torch.testing.assert_close(found, (own + 1.0) / world_size, rtol=1e-5, atol=1e-8)
+        engine.destroy()
+
+
+def test_gradients_within_no_sync_are_the_ranks_own() -> None:
+    spawn(_within_no_sync, 2)
+
+
+def test_view_at_stage_0_stands_for_the_driven_optimizer() -> None:
+    for stage in (0, 1):
+        model = _Model()
+        given = torch.optim.AdamW(p for p in model.parameters() if p.requires_grad)
+        config = {"train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": stage}}
+        engine, view, *_ = deepspeed.initialize(model=model, optimizer=given, config=config)
+        is_bare = stage == 0
+        assert (view == given) is is_bare
+        assert isinstance(view, torch.optim.AdamW) is is_bare
+        assert (view in {given}) is is_bare
+        assert type(view).__name__ == "DeepSpeedOptimizer"
+        engine.backward(engine(_inputs(0)))
+        view.step()
+        assert engine.global_steps == 1
+        engine.destroy()
+    dist.destroy_process_group()
 
 
 def test_step_without_a_gradient_is_refused_where_unused_parameters_are() -> None:
@@ -324,5 +400,30 @@ def test_parameter_offload_below_stage_3_has_no_effect_and_is_told(
     told = [row for row in capsys.readouterr().err.splitlines() if "offload_param" in row]
     assert len(told) == 1
     assert "used at stage 3 only" in told[0]
+    engine.destroy()
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("offload", ["none", "cpu"])
+def test_initial_sum_of_a_group_of_adagrad_is_its_constructors_as_in_torch(offload: str) -> None:
+    def groups(model: _Model) -> list[dict[str, Any]]:
+        first = {"params": list(model.body[0].parameters()), "initial_accumulator_value": 0.1}
+        return [first, {"params": list(model.body[1].parameters()), "lr": 0.3}]
+
+    model, alone = _Model(), _Model()
+    given, optimizer = (torch.optim.Adagrad(groups(m), lr=0.1) for m in (model, alone))
+    zero = {"stage": 1, "offload_optimizer": {"device": offload}}
+    config = {"train_micro_batch_size_per_gpu": 2, "zero_optimization": zero}
+    engine, *_ = deepspeed.initialize(
+        model=model, optimizer=given, config={**config, "gradient_clipping": 0.0}
+    )
+    for step in range(2):
+        engine.backward(engine(_inputs(0, step)))
+        engine.step()
+        optimizer.zero_grad()
+        alone(_inputs(0, step)).backward()
+        optimizer.step()
+    for found, expected in zip(model.parameters(), alone.parameters(), strict=True):
+        torch.testing.assert_close(found, expected)
     engine.destroy()
     dist.destroy_process_group()

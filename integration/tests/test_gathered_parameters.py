@@ -30,7 +30,13 @@ def _config(stage: int) -> dict[str, Any]:
 
 def _use(rank: int, world_size: int) -> None:
     checks = (_before_the_engine, _with_an_engine, _inside_init, _on_other_things)
-    for check in (*checks, _what_scripts_ask, _edits_that_would_be_lost, _engine_within_init):
+    for check in (
+        *checks,
+        _parts_before_the_engine,
+        _what_scripts_ask,
+        _edits_that_would_be_lost,
+        _engine_within_init,
+    ):
         check(rank, world_size)
 
 
@@ -67,6 +73,26 @@ def _before_the_engine(rank: int, world_size: int) -> None:
     with zero.GatheredParameters({whole.weight, whole.bias}):
         if rank == 0:
             assert torch.equal(whole.weight, value.bfloat16())
+
+
+def _parts_before_the_engine(rank: int, world_size: int) -> None:
+    from zero_engine.deepspeed import zero
+
+    hpz = {**_config(3), "zero_optimization": {"stage": 3, "zero_hpz_partition_size": world_size}}
+    with zero.Init(config_dict_or_path=hpz), zero.Init(config_dict_or_path=hpz):
+        layer = nn.Linear(4, 3)
+        nn.init.constant_(layer.weight, 1.0 + rank)
+    part = layer.weight.ds_tensor
+    assert (part.numel(), part.dtype) == (-(-12 // world_size), torch.bfloat16)
+    assert part.sum() == min(part.numel(), 12 - rank * part.numel()), "rank 0's values"
+    assert layer.weight.ds_tensor.device.type == "cpu"
+    group = layer.weight.ds_zero_param_process_group
+    assert (group is None) == (world_size == 1)
+    if group is not None:
+        assert torch.distributed.get_world_size(group) == world_size
+    with zero.Init():
+        layer = nn.Linear(4, 3)
+    assert layer.weight.ds_zero_param_process_group is None
 
 
 def _with_an_engine(rank: int, world_size: int) -> None:

@@ -17,6 +17,7 @@ from zero_engine.hf import PRESETS, ZeroSeq2SeqTrainer, ZeroTrainer
 from zero_engine.hf.accelerator import ZeroAccelerator, ZeroOptimizer
 from zero_engine.hf.arguments import fill_config, fill_schedule
 from zero_engine.hf.presets import read_zero
+from zero_engine.script.sharded_ddp import tell_after
 
 
 def _arguments(tmp_path: Path, **changes: Any) -> TrainingArguments:
@@ -155,3 +156,14 @@ def test_configured_optimizer_and_schedule_are_used(tmp_path: Path) -> None:
     rates = [r["learning_rate"] for r in trainer.state.log_history if "loss" in r]
     assert rates == sorted(rates)
     assert rates[0] < rates[-1] == 0.5
+
+
+def test_sharded_ddp_in_code_is_answered_with_the_way_over(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    show = tell_after(lambda *error: None)
+    for word in ("sharded_ddp", "something_else"):
+        with pytest.raises(TypeError, match=word) as caught:
+            TrainingArguments(output_dir="out", **{word: "simple"})
+        show(caught.type, caught.value, None)
+        assert ('deepspeed="zero.json"' in capsys.readouterr().err) is (word == "sharded_ddp")

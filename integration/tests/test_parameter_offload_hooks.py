@@ -56,6 +56,11 @@ def _generate_and_train(rank: int, world_size: int) -> None:
             found = engine.module(torch.ones(1, 5))
             torch.testing.assert_close(found, plain(torch.ones(1, 5)))
             offload._register_deepspeed_module(offload.module)
+        with deepspeed.runtime.zero.unwrap_model_for_generation(engine) as unwrapped:
+            assert unwrapped is engine
+            assert not offload.forward_hooks
+            torch.testing.assert_close(engine.module[0].weight.detach(), plain[0].weight.detach())
+        assert offload.forward_hooks
         loss = plain(torch.ones(2, 5)).square().mean()
         optimizer.zero_grad()
         loss.backward()

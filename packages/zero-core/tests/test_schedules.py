@@ -194,7 +194,6 @@ def test_any_schedule_of_torch_is_made_by_its_name(name):
         ("LambdaLR", {}, "it takes functions"),
         ("ReduceLROnPlateau", {}, "a measured value"),
         ("StepLR", {}, "step_size"),
-        ("WarmupLR", {"warmup_type": "cubic"}, "'log' or 'linear', found 'cubic'"),
         ("WarmupLR", {"warmup_num_steps": -1}, "warmup_num_steps must be a whole number >= 0"),
         ("WarmupLR", {"warmup_min_lr": [0, 0, 0]}, "warmup_min_lr: 3 values for 1 parameter"),
         ("OneCycle", {"cycle_min_lr": 1}, "cycle_max_lr"),
@@ -213,6 +212,14 @@ def test_any_schedule_of_torch_is_made_by_its_name(name):
 def test_what_cannot_be_made_is_refused_by_name(name, params, match):
     with pytest.raises(ConfigError, match=match):
         make_scheduler(optimizer_of(0.1), name, params)
+
+
+@pytest.mark.parametrize("name", ["WarmupLR", "WarmupDecayLR", "WarmupCosineLR"])
+def test_unknown_warm_up_is_told_and_logarithmic_as_in_deepspeed(name, caplog):
+    params = {"warmup_num_steps": 4} | ({} if name == "WarmupLR" else {"total_num_steps": 8})
+    found = curve(optimizer_of(0.1), name, params | {"warmup_type": "cubic"}, 6)
+    assert found == curve(optimizer_of(0.1), name, params, 6)
+    assert "found 'cubic'" in caplog.text
 
 
 def test_engine_trains_with_one_cycle_as_torch_does_with_the_same_rates(tmp_path):

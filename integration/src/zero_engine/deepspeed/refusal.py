@@ -43,6 +43,8 @@ _NAMES_BY_REASON = {
         "ops.compile ops.deepspeed4science ops.fp_quantizer ops.gds ops.quantizer "
         "ops.random_ltd ops.triton_ops ops.pin_memory"
     ),
+    "DeepSpeed has removed MiCS, too; use zero_optimization.zero_hpz_partition_size, which keeps a "
+    "second shard of the parameters on each node": "runtime.zero.MiCS_Init runtime.zero.mics",
     "DeepSpeed's data pipeline is not served; use a torch DataLoader": "runtime.data_pipeline",
     "its step depends on the norm of whole parameters, and the engine updates slices: use "
     "FusedAdam or FusedLion": "ops.lamb",
@@ -107,9 +109,9 @@ def complete(module: str, path: str) -> None:
     names = names_by_module()[path]
 
     def find(name: str) -> Unserved:
-        if name not in names:
-            raise AttributeError(f"module {full_name!r} has no attribute {name!r}")
         dotted = f"{path}.{name}".removeprefix(".")
+        if name not in names and dotted not in _REASONS:
+            raise AttributeError(f"module {full_name!r} has no attribute {name!r}")
         return _unserved(dotted, reason_to_refuse(dotted) or INNER)
 
     vars(found)["__getattr__"] = find

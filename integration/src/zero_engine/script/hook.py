@@ -19,6 +19,8 @@ from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
 
+from zero_engine.script.sharded_ddp import tell_after
+
 ON_PATH = Path(__file__).parent / "on_path"
 SERVED = "deepspeed"
 HOME = "zero_engine.deepspeed"
@@ -44,6 +46,7 @@ def install() -> None:
     if any(isinstance(finder, _Served) for finder in sys.meta_path):
         return
     sys.meta_path.insert(0, _Served())
+    sys.excepthook = tell_after(sys.excepthook)
 
 
 class _Served(MetaPathFinder):

@@ -26,6 +26,7 @@ from zero_engine.script.deepspeed_options import (
 )
 from zero_engine.script.hook import SERVED, hooked
 from zero_engine.script.local_rank import OPTION, declares, source_of
+from zero_engine.script.sharded_ddp import INSTEAD, SHARDED_DDP
 
 SHELLS = ("bash", "sh", "zsh")
 LAUNCHERS = ("accelerate", "torchrun", SERVED, *SHELLS)
@@ -36,7 +37,6 @@ LAUNCHER_MODULES = (
     "torch.distributed.run",
     "torch.distributed.launch",
 )
-SHARDED_DDP = "--sharded_ddp"
 PROGRAM = (
     *("module", "no_python", "training_script", "training_script_args", "local_rank"),
     *("quiet", "log_level"),
@@ -188,14 +188,7 @@ def _refuse_sharded_ddp(parsed: Namespace) -> None:
     else:
         script = source_of(parsed.training_script, is_module=parsed.module)
     if script is None or not declares(script, SHARDED_DDP):
-        raise ConfigError(
-            f"{SHARDED_DDP} was FairScale's, and transformers has dropped it: give "
-            "--deepspeed zero.json instead, a file with "
-            '{"train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": "auto", '
-            '"fp16": {"enabled": "auto"}, "bf16": {"enabled": "auto"}, '
-            '"zero_optimization": {"stage": 2}} (stage 1 for "simple", 2 for "zero_dp_2", 3 for '
-            '"zero_dp_3"; "offload" is "offload_optimizer": {"device": "cpu"} in zero_optimization)'
-        )
+        raise ConfigError(f"{SHARDED_DDP} {INSTEAD}")
 
 
 def _refuse_options(parsed: Namespace, given: list[str]) -> None:

@@ -111,9 +111,15 @@ class Blueprint:
 
     @property
     def groups(self) -> list[dict[str, Any]]:
-        """Parameter groups of the optimizer without their parameters."""
+        """Parameter groups of the optimizer without their parameters.
+
+        Torch's Adagrad takes its initial sum from its constructor alone, whatever a group says.
+        """
+        initial = "initial_accumulator_value"
+        is_adagrad = isinstance(self.optimizer, torch.optim.Adagrad)
+        made_with = {initial: self.optimizer.defaults[initial]} if is_adagrad else {}
         return [
-            {k: v for k, v in group.items() if k != "params"}
+            {k: v for k, v in group.items() if k != "params"} | made_with
             for group in self.optimizer.param_groups
         ]
 

@@ -79,6 +79,7 @@ class DeepSpeedEngine(Checkpoints, nn.Module):
         self._config = DeepSpeedConfig.of(settings, core.config, core.rank, core.world_size)
         self._num_backwards = 0  # since the last step, where step() alone is the boundary
         self._is_quiet = self._is_coalescing = self._is_stepping = False  # within these contexts
+        self._was_quiet = False  # since the last step
         if not settings.managed_gradient_accumulation and isinstance(core, Engine):
             core.set_gradient_accumulation_boundary(True)
         trained = (core.module.get_parameter(p.name) for p in core.layout.params if p.is_trainable)
@@ -179,6 +180,7 @@ class DeepSpeedEngine(Checkpoints, nn.Module):
 
     def _end_step(self) -> None:
         assert self.optimizer is not None
+        self._was_quiet = False
         self.optimizer.stepped()
         self.global_samples += self._count_samples()
         facts = StepFacts(
@@ -234,10 +236,22 @@ class DeepSpeedEngine(Checkpoints, nn.Module):
         if isinstance(self.core, Engine):
             self.core.set_gradient_accumulation_boundary(is_boundary)
 
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop the step's gradients where DeepSpeed has them on the parameters.
+
+        That is at stage 0, and at any stage if `no_sync` was entered since the last step. Elsewhere
+        they stay, as in DeepSpeed.
+        """
+        is_on_params = self._was_quiet or self.zero_optimization_stage() == 0
+        if is_on_params and isinstance(self.core, Engine):
+            self.core.optimizer.zero_grad()
+            self._was_quiet = self._is_quiet
+
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Keep gradients on the rank in this context. ``step`` must be called outside."""
         before, self._is_quiet = self._is_quiet, True
+        self._was_quiet = True
         try:
             with self.core.no_sync() if isinstance(self.core, Engine) else nullcontext():
                 yield

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NoReturn, Protocol
 
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from zero_core import Engine
+from zero_core.protocols import WholeStateTier
 from zero_engine.deepspeed.engine.loss_scaler import LossScaler
 
 
@@ -18,11 +20,12 @@ class ParameterOffload:
     """Holder of stage 3's hooks, which programs remove to generate with whole parameters.
 
     TRL's ``unwrap_model_for_generation`` does, within `GatheredParameters`. The engine needs no
-    such care: its hooks leave gathered parameters alone. So there are none to take.
+    such care: its hooks leave gathered parameters alone. So there is one that does nothing, by
+    which programs see whether hooks are there.
 
     Attributes:
         module: the model.
-        forward_hooks: empty.
+        forward_hooks: the one, until it is taken.
         backward_hooks: empty.
     """
 
@@ -30,19 +33,23 @@ class ParameterOffload:
         self.module = module
         self.forward_hooks: list[RemovableHandle] = []
         self.backward_hooks: list[RemovableHandle] = []
+        self.register(module)
         vars(module)["ds_external_parameters"] = lambda: iter(())  # besides the module's own
 
-    def _register_deepspeed_module(self, module: nn.Module, count: Any = None) -> None:
-        pass
+    def register(self, module: nn.Module, count: Any = None) -> None:
+        """Put the hooks back. Programs call it by DeepSpeed's name."""
+        self.forward_hooks = [RemovableHandle(OrderedDict())]
+
+    _register_deepspeed_module = register
 
 
 class OptimizerState(Mapping[nn.Parameter, dict[str, Any]]):
     """This rank's optimizer state, by parameter, copied to the CPU when it is read.
 
     Parameters of which this rank updates no element, and those without a step, are left out. The
-    others have ``step`` and their states: at stage 0 whole, in the parameter's shape, otherwise
-    this rank's part, 1-D. Of an optimizer that updates whole parameters it is the optimizer's own
-    state of those that this rank updates. Take no exchange.
+    others have ``step``, other numbers of the optimizer, and their states: at stage 0 whole, in the
+    parameter's shape, otherwise this rank's part, 1-D. Of an optimizer that updates whole
+    parameters it is the optimizer's own state of those that this rank updates. Take no exchange.
     """
 
     def __init__(self, core: Engine, groups: Sequence[Mapping[str, Any]]) -> None:
@@ -54,13 +61,14 @@ class OptimizerState(Mapping[nn.Parameter, dict[str, Any]]):
         if whole:  # of an optimizer that updates whole parameters
             return dict(whole)
         name = self._core.owns(param)
-        num_steps = 0 if name is None else self._num_steps(name)
-        if name is None or not num_steps:
+        if name is None or not self._num_steps(name):
             raise KeyError(param)
+        scalars = dict(self._core.states.scalars(name))
+        step = torch.tensor(float(scalars.pop("num_steps")))
         is_whole = self._core.config.zero_optimization.stage == 0
         states = self._core.states.of(name).items()
         parts = {n: v.view(param.shape) if is_whole else v for n, v in states}
-        return {"step": torch.tensor(float(num_steps)), **parts}
+        return {**scalars, "step": step, **parts}
 
     def __setitem__(self, param: nn.Parameter, value: Any) -> NoReturn:
         self._refuse()
@@ -88,7 +96,7 @@ class OptimizerState(Mapping[nn.Parameter, dict[str, Any]]):
         return sum(1 for _ in self)
 
     def _num_steps(self, name: str) -> int:
-        return self._core.states.num_steps(name)
+        return int(self._core.states.scalars(name)["num_steps"])
 
 
 class Stepping(Protocol):
@@ -101,12 +109,17 @@ class Stepping(Protocol):
 class DeepSpeedOptimizer(torch.optim.Optimizer):
     """View of the optimizer that is driven, with its ``param_groups``. Schedulers accept it.
 
+    At stage 0 in fp32 DeepSpeed returns the driven optimizer itself. There the view is equal to it,
+    and an instance of its class.
+
     Attributes:
         optimizer: the one that was given, or made as the configuration says.
         state: this rank's optimizer state, by parameter; see `OptimizerState`.
         loss_scaler: the loss scale, its settings and state.
         parameter_offload: see `ParameterOffload`; at stage 3 alone, as in DeepSpeed.
     """
+
+    _is_bare = False  # whether DeepSpeed would return the driven optimizer itself
 
     def __init__(self, core: Engine, engine: Stepping) -> None:
         """``engine`` is the one whose optimizer this is. It is held weakly."""
@@ -120,6 +133,19 @@ class DeepSpeedOptimizer(torch.optim.Optimizer):
         self.loss_scaler = LossScaler(core)
         if core.config.zero_optimization.stage == 3:
             self.parameter_offload = ParameterOffload(core.module)
+        # Last: what torch does above concerns this class.
+        self._is_bare = not core.config.zero_optimization.stage and not core.config.compute_dtype
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
+        """Class that ``isinstance`` finds besides this one."""
+        return type(self.optimizer) if self._is_bare else type(self)
+
+    def __eq__(self, other: object) -> bool:
+        return self is other or (self._is_bare and self.optimizer is other)
+
+    def __hash__(self) -> int:
+        return hash(self.optimizer) if self._is_bare else object.__hash__(self)
 
     @property
     def overflow(self) -> bool:
@@ -214,9 +240,36 @@ class DeepSpeedOptimizer(torch.optim.Optimizer):
         state = {numbers[id(param)]: dict(own) for param, own in self.state.items()}
         return {"state": state, "param_groups": groups}
 
-    def load_state_dict(self, state_dict: Any) -> None:
-        """Refuse, as the core: a part of the state fits one stage and number of ranks alone."""
-        self._core.optimizer.load_state_dict(state_dict)
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Restore what `state_dict` returned on this rank, at the same stage and number of ranks.
+
+        Master weights are the model's, and not among it. Takes no exchange.
+
+        Raises:
+            ValueError: the groups are others, or a part has another length than this rank's.
+        """
+        groups, saved = self.param_groups, state_dict["param_groups"]
+        if [len(g["params"]) for g in groups] != [len(g["params"]) for g in saved]:
+            raise ValueError(
+                f"the optimizer has groups of {[len(g['params']) for g in groups]} parameters, "
+                f"found {[len(g['params']) for g in saved]}: load what state_dict() returned"
+            )
+        params = [param for group in groups for param in group["params"]]
+        for number, param in enumerate(params):
+            name = self._core.owns(param)
+            if name is not None:
+                self._load(name, state_dict["state"].get(number, {}))
+        for group, kept in zip(groups, saved, strict=True):
+            group.update({key: value for key, value in kept.items() if key != "params"})
+
+    def _load(self, name: str, own: Mapping[str, Any]) -> None:
+        num_steps = float(own.get("step", 1.0 if own else 0.0))
+        scalars, states = {"num_steps": num_steps}, own
+        if not isinstance(self._core.sharded_state.tier, WholeStateTier):
+            names = {k for k, v in own.items() if k == "step" or not torch.is_tensor(v)}
+            scalars |= {k: float(own[k]) for k in names}
+            states = {k: v for k, v in own.items() if k not in names}
+        self._core.states.load_own(name, scalars, states)
 
     def stepped(self) -> None:
         """Note that a step was taken, for schedulers that check it. Called by the engine."""

@@ -39,3 +39,17 @@ _get_sequence_parallel_rank = get_model_parallel_rank
 
 def _get_sequence_parallel_group() -> None:
     pass
+
+
+def secondary_group(num_ranks: object) -> dist.ProcessGroup | None:
+    """Return the group of ``num_ranks`` neighbours that this rank is in, None of less than two.
+
+    hpZ's ``zero_hpz_partition_size``, which is None for "node" too. Every rank must call it. The
+    engine's own secondary shards do without a process group.
+    """
+    if not isinstance(num_ranks, int) or num_ranks < 2 or not dist.is_initialized():
+        return None
+    if num_ranks == dist.get_world_size():
+        return dist.group.WORLD
+    group: dist.ProcessGroup = dist.new_subgroups(num_ranks)[0]  # type: ignore[no-untyped-call]
+    return group

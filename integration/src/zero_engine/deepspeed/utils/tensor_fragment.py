@@ -5,7 +5,9 @@ fp32, on the engine's device; every rank must call, and set the same value. ``lo
 part that this rank's optimizer state covers, 1-D; every rank must call for a gradient, and to set.
 What there is none of is None: of a parameter that belongs to no engine, or is frozen, of a state
 before the first step, and of a gradient outside of the time between a step's last backward and
-``step``. A gradient is as backward left it, averaged over ranks: not clipped, and still multiplied
+``step``. Within ``no_sync`` the full gradient is this rank's own, as DeepSpeed's ``param.grad`` is:
+the sum of the backwards since the last reduction; reading and setting it takes no other rank. Else
+a gradient is as backward left it, averaged over ranks: not clipped, and still multiplied
 by the fp16 loss scale, as in DeepSpeed. To set what belongs to no engine raises ValueError.
 """
 
@@ -105,6 +107,8 @@ def _get(param: nn.Parameter, what: str, *, is_local: bool = False) -> Tensor | 
     name = _name(engine, param)
     if not param.requires_grad:
         return None
+    if what == _GRAD and not is_local and engine.states.is_kept_unreduced:
+        return engine.states.get_unreduced(name)
     if what == _GRAD and not engine.states.has_gradient():
         return None
     read = engine.states.get_local if is_local else engine.states.get_full
@@ -124,6 +128,9 @@ def _set(param: nn.Parameter, value: Tensor, what: str, *, is_local: bool = Fals
             "first, and pass a parameter of its model"
         )
     name = _name(engine, param)
+    if what == _GRAD and not is_local and engine.states.is_kept_unreduced:
+        engine.states.set_unreduced(name, value)
+        return
     wide = value.detach().to("cpu", torch.float32)
     if what == _GRAD:  # not in 16 bits, where a small value over the loss scale is zero
         wide = wide / engine.loss_scale

@@ -14,6 +14,7 @@ import itertools
 from collections.abc import Iterable
 from typing import Any
 
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from zero_core import ShardedModel, engine_of
@@ -71,10 +72,16 @@ def is_zero_param(parameter: object) -> bool:
     return isinstance(parameter, nn.Parameter) and "ds_id" in vars(parameter)
 
 
-def describe(params: Iterable[nn.Parameter], *, has_checks: bool | None = None) -> None:
+def describe(
+    params: Iterable[nn.Parameter],
+    *,
+    has_checks: bool | None = None,
+    secondary: dist.ProcessGroup | None = None,
+) -> None:
     """Give sharded ``params`` the attributes by which scripts know them (``ds_id``, ...).
 
-    ``has_checks`` is `SANITY_CHECKS`; None leaves it as it is.
+    ``has_checks`` is `SANITY_CHECKS`; None leaves it as it is. ``secondary`` are the ranks that
+    share hpZ's secondary shards.
     """
     for param in params:
         if not is_zero_param(param):
@@ -84,6 +91,7 @@ def describe(params: Iterable[nn.Parameter], *, has_checks: bool | None = None) 
                 ds_param_type=ZeroParamType.PARTITIONED,
                 ds_persist=False,
                 ds_active_sub_modules=set(),
+                ds_zero_param_process_group=secondary,
             )
         vars(param).update(ds_shape=param.shape, ds_numel=param.numel())
         if has_checks is not None:

@@ -28,6 +28,7 @@ from zero_engine.deepspeed.accelerator import get_accelerator as get_accelerator
 from zero_engine.deepspeed.config.source import load
 from zero_engine.deepspeed.distributed import init_distributed
 from zero_engine.deepspeed.errors import NotServedError
+from zero_engine.deepspeed.utils.groups import secondary_group
 from zero_engine.deepspeed.zero.described import (
     SANITY_CHECKS,
     ShardedParameter,
@@ -132,7 +133,8 @@ class Init:
             dtype: what floating parameters are cast to; default: the configuration's, else the
                 engine casts them.
             mpu: an object that knows the data-parallel group.
-            zero_param_parallel_group: secondary shards are the engine's.
+            zero_param_parallel_group: secondary shards are the engine's. For those that the
+                configuration asks for, parameters have ``ds_zero_param_process_group``.
             zero_quantized_weights, zero_quantized_nontrainable_weights: the engine's too; values
                 are exact before.
             sequence_data_parallel_group, param_swapper, tensor_overrides: not served.
@@ -153,6 +155,7 @@ class Init:
         given = config if config is not None else config_dict_or_path
         found = load(given) if enabled and given is not None else {}
         self._dtype = dtype if dtype is not None else _dtype_of(found)
+        self._secondary = found.get("zero_optimization", {}).get("zero_hpz_partition_size")
         self._has_checks = _is_on(found, "zero_optimization", "enable_sanity_checks")
         group = mpu.get_data_parallel_group() if mpu is not None else None
         self._group = data_parallel_group if data_parallel_group is not None else group
@@ -162,7 +165,10 @@ class Init:
             init_distributed()
             if module is not None:
                 made = partition_module(module, self._group, dtype=self._dtype)
-                describe(made, has_checks=self._has_checks)
+                self._describe(made)
+
+    def _describe(self, params: Iterable[nn.Parameter]) -> None:
+        describe(params, has_checks=self._has_checks, secondary=secondary_group(self._secondary))
 
     @classmethod
     def is_active(cls) -> bool:
@@ -185,7 +191,7 @@ class Init:
             Init._active = None
             assert self._made is not None, "it was entered"
             self._recorder.__exit__(*error)
-            describe(self._made.params, has_checks=self._has_checks)
+            self._describe(self._made.params)
 
 
 @contextmanager
@@ -344,8 +350,12 @@ def _available(params: Iterable[nn.Parameter]) -> Iterator[None]:
 
 @contextmanager
 def unwrap_model_for_generation(model: nn.Module) -> Iterator[nn.Module]:
-    """Gather the model that an engine trains, to generate with."""
-    inner = model.module
-    assert isinstance(inner, nn.Module), "model is an engine"
-    with GatheredParameters(inner.parameters()):
-        yield inner
+    """Gather the model that an engine trains, to generate with, and yield the engine."""
+    # foreign: an engine's, below stage 3 without the attribute.
+    offload = getattr(model.optimizer, "parameter_offload", None)
+    with GatheredParameters(model.parameters()):
+        if offload is not None:
+            offload.forward_hooks = []
+        yield model
+        if offload is not None:
+            offload.register(offload.module)

@@ -33,12 +33,14 @@ from typing import Any, NoReturn, TypeGuard
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from zero_core import RankMismatchError, ShardedModel, engine_of
 from zero_core.comm.control import ControlGroup
 from zero_core.init.tape import Recording, zeroed
 
 _CASTS = {"bfloat16", "cpu", "cuda", "double", "float", "half", "to", "type", "xpu"}
+_DESCRIBES = {"dim", "dtype", "element_size", "ndim", "nelement", "numel", "shape", "size"}
 _DRAWS = {"fill_", "normal_", "uniform_", "zero_"}
 _WRITES = {"__setitem__"} | {
     f"__i{name}__"
@@ -158,12 +160,14 @@ class Partitioned(nn.Parameter):
 
     @property
     def ds_tensor(self) -> Tensor:
-        """This rank's part, which may end with padding. While only recorded: on the meta device."""
+        """This rank's part, which may end with padding. While only recorded: a `_RecordedPart`."""
         value = self._partitioned_value
         if value.part is not None:
             return value.part
         numel = -(-self.numel() // value.control.world_size)
-        return torch.empty(numel, dtype=self.dtype, device="meta")
+        part = torch.empty(numel, dtype=self.dtype, device="meta").as_subclass(_RecordedPart)
+        part.param = self
+        return part
 
     def partition_numel(self) -> int:
         """Return the number of elements of this rank's part. Lightning's summary asks for it."""
@@ -214,6 +218,34 @@ class Partitioned(nn.Parameter):
             if name == "full_like":  # Adagrad, when it is made: its state is not what is used
                 return _small(func, args, kwargs).expand(target.shape)
             return _cast(func, args, kwargs) if name in _CASTS else func(*args, **kwargs)
+
+
+class _RecordedPart(Tensor):
+    """This rank's part of a value that is only recorded: without memory until it is read.
+
+    Its length and dtype are there. Whatever else is done with it has the value computed and split,
+    so every rank must do it.
+    """
+
+    param: Partitioned
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        # foreign: torch's functions and descriptors
+        name = getattr(getattr(func, "__self__", None), "__name__", func.__name__)
+        if name not in _DESCRIBES:
+            args, kwargs = pytree.tree_map_only(cls, _computed_part, (args, kwargs))
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+
+def _computed_part(part: _RecordedPart) -> Tensor:
+    with gathered_params([part.param]):
+        computed = _value(part.param).part
+    assert computed is not None, "a gathered value is in parts"
+    return computed
 
 
 class _Absent(Tensor):

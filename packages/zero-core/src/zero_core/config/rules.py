@@ -200,11 +200,12 @@ def _unserved(config: Config) -> Iterator[_Rule]:
             again is not None and getattr(again, key),
             f"activation_checkpointing.{key} is not served: leave it out",
         )
-    yield zero.mics_shard_size > 0, "zero_optimization.mics_shard_size is not served"
-    yield (
-        zero.mics_hierarchical_params_gather,
-        "zero_optimization.mics_hierarchical_params_gather is not served: leave it out",
-    )
+    for key in ("mics_shard_size", "mics_hierarchical_params_gather"):
+        yield (
+            getattr(zero, key) > 0,
+            f"zero_optimization.{key} is MiCS, which DeepSpeed has removed, too: use "
+            "zero_hpz_partition_size, which keeps a second shard of the parameters on each node",
+        )
     yield zero.zenflow is not None, "zero_optimization.zenflow is not served"
     yield (
         zero.offload_optimizer.super_offload,

@@ -173,6 +173,27 @@ class FlatGrads:
                 torch.mul(grad.to(wide), self._predivide, out=view)
             self._has_grad[position] = True
 
+    def unreduced(self, position: int) -> Tensor | None:
+        """Return this rank's gradient of a parameter that no reduction has carried yet: a copy.
+
+        In the parameter's shape, not divided by the ranks. None if none was added since.
+        """
+        if self._full is None or not self._has_grad[position]:
+            return None
+        return self._slots[position] / self._predivide
+
+    def replace_unreduced(self, position: int, grad: Tensor) -> None:
+        """Replace what `unreduced` returns.
+
+        Raises:
+            RuntimeError: there is none.
+        """
+        if self._full is None or not self._has_grad[position]:
+            raise RuntimeError(
+                "the parameter has no gradient on this rank to replace: set it after a backward"
+            )
+        self._slots[position].copy_(grad).mul_(self._predivide)
+
     def reduce(self) -> None:
         """Start to reduce what was added. Parameters without a gradient count as zero."""
         if self._full is None:

@@ -12,14 +12,18 @@ All values are on the CPU, in fp32 (float64 for float64).
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from zero_core.layout.arithmetic import Segment, Slot
+from zero_core.layout.arithmetic import Piece, Segment, Slot
 from zero_core.layout.discovery import plain_name
 from zero_core.protocols import WholeStateTier
 from zero_core.runtime.device_states import DeviceStates
 from zero_core.runtime.runtime import Runtime
+from zero_core.sharded.grads import FlatGrads
 from zero_core.sharded.sharded_state import MASTER, ShardedState
 from zero_core.step.gradient import StepGradient
 
@@ -41,6 +45,7 @@ class StateAccess:
         self._device_states = device_states
         self._gradient = gradient
         self._runtime = runtime
+        self._grads = {g.segment.index: g for unit in runtime.units for g in unit.grads}
         self._home: dict[str, tuple[Segment, Slot]] = {}
         for segment in state.layout.segments:
             for slot in segment.slots:
@@ -53,6 +58,39 @@ class StateAccess:
         It cannot within ``no_sync`` and where gradients have been dropped.
         """
         return self._is_any(self.holds_gradient and self._runtime.is_last_backward)
+
+    @property
+    def is_kept_unreduced(self) -> bool:
+        """Whether backwards keep gradients on their rank at present, as within ``no_sync``."""
+        return not self._runtime.should_sync
+
+    def get_unreduced(self, name: str) -> Tensor | None:
+        """Return this rank's own gradient of parameter ``name``, in its shape: a copy, no exchange.
+
+        The sum of the backwards since the last reduction, neither divided by the ranks nor
+        unscaled. None if these brought none.
+        """
+        grads, position = self._find_unreduced(name)
+        return grads.unreduced(position)
+
+    @torch.no_grad()
+    def set_unreduced(self, name: str, value: Tensor) -> None:
+        """Replace what `get_unreduced` returns, on this rank alone.
+
+        Raises:
+            RuntimeError: there is no such gradient.
+            ValueError: ``value`` does not have the parameter's shape.
+        """
+        grads, position = self._find_unreduced(name)
+        shape = self._shape(grads.param_numbers[position])
+        if value.shape != shape:
+            raise ValueError(f"{name} has shape {shape}, found {tuple(value.shape)}")
+        grads.replace_unreduced(position, value)
+
+    def _find_unreduced(self, name: str) -> tuple[FlatGrads, int]:
+        segment, slot = self._find(name, GRAD, is_local=True)
+        grads = self._grads[segment.index]
+        return grads, grads.param_numbers.index(slot.param)
 
     def has_any_gradient(self) -> bool:
         """Whether any rank `holds_gradient`. Every rank must call it."""
@@ -132,11 +170,47 @@ class StateAccess:
         names = [what for what in tier.state_names() if what != MASTER]
         return {n: _widened(tier.read_state(n, piece.start, piece.stop)) for n in names}
 
-    def num_steps(self, name: str) -> int:
-        """Return how many steps have updated this rank's part of parameter ``name``."""
+    def scalars(self, name: str) -> Mapping[str, float]:
+        """Return the numbers in this rank's state of parameter ``name``.
+
+        ``num_steps`` is how many steps have updated this rank's part. Others are the optimizer's
+        own, such as torch's ``step``.
+        """
         _, slot = self._find(name, "state", is_local=True)
         number = self._state.piece_numbers.get(slot.param)
-        return 0 if number is None else int(self._state.tier.read_scalars(number)["num_steps"])
+        return {"num_steps": 0} if number is None else self._state.tier.read_scalars(number)
+
+    @torch.no_grad()
+    def load_own(self, name: str, scalars: Mapping[str, float], states: Mapping[str, Any]) -> None:
+        """Restore this rank's state of parameter ``name``: what `scalars` and `of` returned.
+
+        Takes no exchange. Of a parameter that is updated whole, ``states`` is the optimizer's own
+        state. Where this rank updates nothing of the parameter there is nothing to restore.
+
+        Raises:
+            ValueError: a state does not have the length of this rank's part.
+            KeyError: the optimizer has no such state.
+        """
+        _, slot = self._find(name, "state", is_local=True)
+        number, tier = self._state.piece_numbers.get(slot.param), self._state.tier
+        if isinstance(tier, WholeStateTier):
+            if slot.param in tier.updated_params():
+                tier.write_whole_state(slot.param, states)
+        elif number is not None:
+            self._load_parts(name, self._state.pieces[number], states)
+        if number is not None:
+            tier.write_scalars(number, scalars)
+
+    def _load_parts(self, name: str, piece: Piece, states: Mapping[str, Tensor]) -> None:
+        numel = piece.stop - piece.start
+        for what, values in states.items():
+            if values.numel() != numel:
+                raise ValueError(
+                    f"rank {self._state.control.rank} has {numel} elements of {name}, found "
+                    f"{values.numel()} in {what!r}: the state is of another stage, number of ranks "
+                    "or rank; load a checkpoint instead"
+                )
+            self._state.tier.write_state(what, piece.start, values.detach().reshape(-1))
 
     @torch.no_grad()
     def set_full(self, name: str, value: Tensor, what: str = MASTER) -> None:
