@@ -311,12 +311,16 @@ def test_memory_is_told_after_each_part(capsys):
 
 
 def test_step_and_samples_per_second_are_told_every_so_many_steps(clock, capsys):
-    _train(_config(steps_per_print=2), steps=5, model=_Slow(clock))
+    engine = _train(_config(steps_per_print=2), steps=5, model=_Slow(clock))
     out = capsys.readouterr().out
     assert re.findall(r"step (\d+), skipped 0, lr \[0\.1\], loss scale 1,", out) == ["2", "4"]
     told = re.findall(r"step (\d+): ([\d.e+]+) samples/s", out)
     assert [step for step, _ in told] == ["2", "4"]
     assert [float(rate) for _, rate in told] == pytest.approx([2 / 0.03] * 2, rel=1e-3)
+    timer = engine.tput_timer
+    assert timer.avg_samples_per_sec() == pytest.approx(2 / 0.03)
+    timer.update_epoch_count()  # as scripts do that print the rate themselves
+    assert (timer.epoch_count, timer.global_step_count) == (1, 5)
     off = _config(steps_per_print=2, timers={"throughput": {"enabled": False}})
     _train(off, steps=2)
     assert "samples/s" not in capsys.readouterr().out

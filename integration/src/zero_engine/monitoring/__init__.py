@@ -7,7 +7,12 @@ configuration asks for.
 
 from __future__ import annotations
 
-from zero_engine.monitoring.breakdowns import MemoryBreakdown, Throughput, WallClock
+from zero_engine.monitoring.breakdowns import (
+    MemoryBreakdown,
+    Throughput,
+    ThroughputTimer,
+    WallClock,
+)
 from zero_engine.monitoring.communication import CommunicationLog, log_summary
 from zero_engine.monitoring.flops import FlopsProfiler
 from zero_engine.monitoring.monitors import Event, Monitor, Scalars, make_monitor
@@ -25,6 +30,7 @@ __all__ = [
     "StepFacts",
     "StepObserver",
     "Throughput",
+    "ThroughputTimer",
     "WallClock",
     "log_summary",
     "make_monitor",

@@ -133,6 +133,37 @@ class Throughput(Observer):
         return time.perf_counter()
 
 
+class ThroughputTimer:
+    """``engine.tput_timer``: samples per second of the whole run, and a count of epochs.
+
+    Attributes:
+        epoch_count: calls of `update_epoch_count`.
+        global_step_count: steps so far.
+    """
+
+    def __init__(self) -> None:
+        self.epoch_count = 0
+        self.global_step_count = 0
+        self._first: tuple[float, int] | None = None  # when the first step was over, and samples
+        self._last = (0.0, 0)
+
+    def update_epoch_count(self) -> None:
+        self.epoch_count += 1
+
+    def step_done(self, facts: StepFacts) -> None:
+        """Note when the host is done with a step. The device is not waited for."""
+        self.global_step_count = facts.global_steps
+        self._last = time.perf_counter(), facts.global_samples
+        self._first = self._first or self._last
+
+    def avg_samples_per_sec(self) -> float:
+        """Return the rate after the first step, a warm-up; before two steps it is -inf."""
+        begun, samples = self._first or self._last
+        if self._last[1] == samples:
+            return float("-inf")
+        return (self._last[1] - samples) / max(self._last[0] - begun, 1e-9)
+
+
 class MemoryBreakdown(Observer):
     """Printer of the memory that device and process hold after each part of a micro-step."""
 

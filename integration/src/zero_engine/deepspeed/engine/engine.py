@@ -29,7 +29,7 @@ from zero_engine.deepspeed.zero.offload_config import (
     OffloadStateTypeEnum,
 )
 from zero_engine.deepspeed.zero.partitioned import leave_partitioned
-from zero_engine.monitoring import Monitor, StepFacts
+from zero_engine.monitoring import Monitor, StepFacts, ThroughputTimer
 
 
 class DeepSpeedEngine(Checkpoints, nn.Module):
@@ -411,9 +411,19 @@ class DeepSpeedEngine(Checkpoints, nn.Module):
         return self.watch.monitor
 
     @property
+    def tput_timer(self) -> ThroughputTimer:
+        """Samples per second so far. Scripts call its ``update_epoch_count()``."""
+        return self.watch.tput_timer
+
+    @property
     def lr_scheduler(self) -> Any:
         """Scheduler that is stepped at each optimizer step that is taken, or None."""
         return self.core.lr_scheduler
+
+    @lr_scheduler.setter
+    def lr_scheduler(self, scheduler: Any) -> None:
+        """Step another one, or none, as Lightning does, which steps its schedulers itself."""
+        self.core.lr_scheduler = scheduler
 
     @property
     def basic_optimizer(self) -> torch.optim.Optimizer | None:

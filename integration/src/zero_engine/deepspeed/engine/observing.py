@@ -21,6 +21,7 @@ from zero_engine.monitoring import (
     StepFacts,
     StepObserver,
     Throughput,
+    ThroughputTimer,
     WallClock,
     make_monitor,
 )
@@ -34,6 +35,7 @@ class Watch:
     Attributes:
         monitor: where scalars go; ``engine.monitor``.
         observers: called in this order.
+        tput_timer: counts steps and epochs; ``engine.tput_timer``.
     """
 
     def __init__(self, settings: Settings, engine: Observed) -> None:
@@ -44,6 +46,7 @@ class Watch:
         """
         self.monitor = make_monitor(settings.monitors, rank=engine.rank)
         self.observers = make_observers(settings, engine, self.monitor)
+        self.tput_timer = ThroughputTimer()
         self._is_in_backward = False
 
     @contextmanager
@@ -81,6 +84,7 @@ class Watch:
             observer.end_plain_backward()
 
     def step_done(self, facts: StepFacts) -> None:
+        self.tput_timer.step_done(facts)
         for observer in self.observers:
             observer.step_done(facts)
 
