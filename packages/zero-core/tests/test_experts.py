@@ -247,6 +247,25 @@ def test_experts_of_a_dropped_gradient_are_not_gathered_in_the_next_backward(sma
     assert once == again
 
 
+def _zero_before_backward(ranks: SimulatedRanks) -> list[int]:
+    """Bytes of gathered parameters, by step, of a loop that drops gradients after its forward."""
+    engine = zero_core.build(MixtureModel(), _config(3), process_group=ranks)
+    sent = []
+    for step in range(3):
+        loss = engine(*routed_batch(step, 0, 1))
+        engine.optimizer.zero_grad()
+        engine.backward(loss)
+        engine.step()
+        rows = engine.comm_report()
+        sent.append(sum(row.within_node_bytes for row in rows if row.content == PARAMETERS))
+    return sent
+
+
+def test_experts_are_left_out_where_gradients_are_dropped_before_each_backward(small_experts):
+    first, *later = simulate(_zero_before_backward, 2)[0]
+    assert max(later) < 0.5 * first
+
+
 class _Bypassing(MixtureModel):
     """Calls a block's mixture without the block's own forward, if it is told to."""
 

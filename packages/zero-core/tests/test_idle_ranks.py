@@ -232,3 +232,45 @@ def _go_on(ranks: SimulatedRanks) -> None:
 
 def test_a_rank_is_idle_after_a_forward_that_failed():
     simulate(_go_on, 2)
+
+
+class _UsedFirst(nn.Module):
+    """What stands behind the blocks is used before them, and a forward may skip a block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        with seeded(5):
+            self.blocks = nn.ModuleList(nn.Linear(300, 300) for _ in range(3))
+            self.first = nn.Linear(300, 300)
+
+    def forward(self, x: Tensor, skipped: int | None = None) -> Tensor:
+        x = self.first(x)
+        for index, block in enumerate(self.blocks):
+            x = x if index == skipped else torch.tanh(block(x))
+        return x.square().mean()
+
+
+def _go_other_ways(ranks: SimulatedRanks) -> None:
+    """Evaluations skip a block that trainings use."""
+    results = []
+    for stage in (2, 3):
+        engine = zero_core.build(_UsedFirst(), Case(stage).config(), process_group=ranks)
+        for step in range(4):
+            x = torch.randn(2, 300, generator=torch.Generator().manual_seed(10 * step + ranks.rank))
+            is_idle = step > 1 and ranks.rank == 1
+            if is_idle:
+                engine.idle_step()
+            else:
+                engine.backward(engine(x))
+                engine.step()
+            with torch.no_grad():
+                if is_idle and step > 2:
+                    engine.idle_forward()
+                else:
+                    engine(x, skipped=1)
+        results.append(engine.full_state_dict())
+    torch.testing.assert_close(results[1], results[0], rtol=0.0, atol=0.0)
+
+
+def test_an_idle_rank_goes_the_way_of_its_last_forward_of_the_same_kind():
+    simulate(_go_other_ways, 2, timeout_s=20.0)

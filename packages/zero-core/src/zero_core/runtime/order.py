@@ -308,9 +308,10 @@ class BackwardOrder:
         self._next = 0
         self._recomputed = None
         self._is_tail_late = False
-        self._without_grad.clear()
-        self._with_grad.clear()
         self._trails = [trail for trail in self._trails if trail.is_pending]
+        if not self._trails:
+            self._without_grad.clear()
+            self._with_grad.clear()
 
     @property
     def is_awaited(self) -> bool:

@@ -29,11 +29,12 @@ the last block nor the tail gathers it at its end, as other ranks may have done.
 
 [Note: idle ranks]
 A rank that has no data while the others have takes part in their collectives: `idle_forward` uses
-the blocks that this rank's last forward used, in its order (before the first one: that of the
-module tree), and `idle_backward` opens a backward that skips all of them. Both take the ways of a
-forward and a backward with data, so that all launches are in one order. Gradients count as zero,
-and averages are divided by all ranks, as `torch.distributed.algorithms.Join` does for DDP with
-``divide_by_initial_world_size=True``, its default.
+the blocks and the tail as this rank's last forward did, with gradients or without as this one
+(before the first one: the blocks of the module tree), and `idle_backward` opens a backward that
+skips all of them. Both take the ways of a forward and a backward with data, so that all launches
+are in one order. Gradients count as zero, and averages are divided by all ranks, as
+`torch.distributed.algorithms.Join` does for DDP with ``divide_by_initial_world_size=True``, its
+default.
 """
 
 from __future__ import annotations
@@ -130,8 +131,9 @@ class Runtime:
         self._forward: Forward | None = None  # the one that is running with gradients
         self._is_failing = False  # between `forward_failed` and `leave_forward`
         self._failure = 0  # id of the error that ended the last forward
-        # Blocks that the model's last whole forward used, in order, and the one under way so far.
-        self._last_path = [unit for unit in self.units if unit.is_block]
+        # Blocks and tail in the order in which the model's last whole forward used them, by whether
+        # it had gradients, and so far in the one under way.
+        self._last_paths: dict[bool, list[Unit]] = {}
         self._path: list[Unit] = []
         self._is_backward_open = False
         self._why_no_backward: str | None = None
@@ -218,7 +220,7 @@ class Runtime:
                 if unit.is_root:
                     self._end_tail(is_saved=needs_grad and is_trained)
                     if not has_failed:
-                        self._last_path = self._path
+                        self._last_paths[is_trained] = self._path
                 self._forward = None
                 self.saved.end_forward()
                 if unit.is_root and not torch.is_grad_enabled():
@@ -238,12 +240,20 @@ class Runtime:
         ``model`` is the root's module.
         """
         root = self.units[0]
-        path = self._last_path
+        path = self._last_path(is_trained=torch.is_grad_enabled())
         self.enter_forward(root, model)
         for unit in path:
+            if unit.is_tail:
+                self._use_tail()
+                continue
             self.enter_forward(unit, model)
             self.leave_forward(unit, needs_grad=unit.index not in self._order.left_out)
         self.leave_forward(root, needs_grad=True)
+
+    def _last_path(self, *, is_trained: bool) -> list[Unit]:
+        """Return the path of the last forward of its kind, or of the other kind, or all blocks."""
+        known = [self._last_paths[k] for k in (is_trained, not is_trained) if k in self._last_paths]
+        return known[0] if known else list(self.blocks)
 
     def enter_expert(self, unit: Unit, number: int) -> None:
         """Have expert ``number`` of ``unit`` gathered by all ranks, as it is called here.
@@ -365,6 +375,8 @@ class Runtime:
         if tail is not None and tail.index not in self.ready:
             tail.gather()
             self._wait(tail)
+            if self._running:
+                self._path.append(tail)
 
     def read_early(self, unit: int, expert: int | None) -> None:
         """Make the tail, or an expert of a unit, readable for code that no hook announced."""
@@ -483,7 +495,7 @@ class Runtime:
 
     def _stay_as_with_data(self) -> None:
         # With data, a block that is used twice and recomputed stays until its gradients are there.
-        uses = Counter(unit.index for unit in self._last_path)
+        uses = Counter(unit.index for unit in self._last_path(is_trained=True))
         self._stay_idle = {i for i, num in uses.items() if num > 1} & self._ever_recomputed
 
     def _gather_skipped(self, skipped: int) -> None:

@@ -229,8 +229,8 @@ class ExpertRounds:
             unit.needed.clear()
 
     def end_step(self, *, is_awaited: bool) -> None:
-        """End a step, taken or not. A forward that ``is_awaited`` still needs its experts."""
-        self.entered.clear()
+        """End a step, taken or not. What a forward noted that ``is_awaited`` stays."""
         if not is_awaited:
+            self.entered.clear()
             for unit in self.units:
                 unit.needed.clear()
