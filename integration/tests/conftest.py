@@ -60,6 +60,20 @@ def environment() -> dict[str, str]:
     return {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
 
 
+def run_program(*arguments: str, expected_code: int = 0) -> subprocess.CompletedProcess[str]:
+    """Run ``zero-engine ARGUMENTS`` to its end."""
+    done = subprocess.run(
+        command(*arguments),
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=TIME_LIMIT_S,
+        check=False,
+    )
+    assert done.returncode == expected_code, done.stdout + done.stderr
+    return done
+
+
 def run_here(*arguments: str, expected_code: int = 0) -> str:
     """What ``zero-engine ARGUMENTS`` prints, by this process: for what starts no ranks."""
     done = CliRunner().invoke(app, arguments)
@@ -98,13 +112,6 @@ def run_forked(
             code = ended.exit_code
         output, errors = (Path(folder, n).read_text(encoding="utf-8") for n in ("out", "err"))
     return subprocess.CompletedProcess(arguments, code, output, errors)
-
-
-def run_program(*arguments: str, expected_code: int = 0) -> subprocess.CompletedProcess[str]:
-    """Run ``zero-engine ARGUMENTS`` in a forked process, which starts ranks as a new one would."""
-    done = run_forked(*arguments)
-    assert done.returncode == expected_code, done.stdout + done.stderr
-    return done
 
 
 def _run_into(folder: str, arguments: tuple[str, ...], variables: dict[str, str]) -> None:
@@ -153,14 +160,6 @@ def finished_run(
     root, said = shared / "finished run", shared / "finished run.txt"
     with FileLock(shared / "finished run.lock"):
         if not said.exists():
-            done = subprocess.run(
-                command("train", *tiny_options, f"--output={root}"),
-                env=environment(),
-                capture_output=True,
-                text=True,
-                timeout=TIME_LIMIT_S,
-                check=False,
-            )
-            assert done.returncode == 0, done.stdout + done.stderr
+            done = run_program("train", *tiny_options, f"--output={root}")
             said.write_text(done.stdout + done.stderr, encoding="utf-8")
     return RunFolder(root), said.read_text(encoding="utf-8")
