@@ -52,6 +52,8 @@ _NAMES_BY_REASON = {
         "checkpoint.DeepSpeedCheckpoint checkpoint.ZeROCheckpoint "
         "checkpoint.enable_universal_checkpoint"
     ),
+    "a checkpoint is safetensors here: get_fp32_state_dict_from_zero_checkpoint(folder) reads its "
+    "values": "utils.zero_to_fp32.get_optim_files utils.zero_to_fp32.get_model_state_file",
     INNER: (
         "compat compile constants datastates env_report git_version_info "
         "git_version_info_installed io nvme profiling accelerator checkpoint comm launcher monitor "
