@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import zero_core
 from zero_core import ConfigError, MissingPartError
@@ -182,6 +184,54 @@ def test_activations_are_what_autograd_saves(dtype: str, tolerance: float) -> No
         model.bfloat16()
     saved = saved_by_autograd(model, inputs)
     assert planned.memory.device["activations"] == pytest.approx(saved, rel=tolerance)
+
+
+class _Frozen(nn.Module):
+    """A frozen matrix between trained ones, and a norm, which autocast leaves in fp32."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(8, 16), nn.LayerNorm(16), nn.Linear(16, 24))
+        self.layers[1:].requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.layers(x)
+        return y.sum()
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_casts_of_weights_that_autocast_keeps_are_counted(stage: int) -> None:
+    x = torch.ones(3, 8)
+    weights = {(8, 16), (16, 8), (16, 24), (24, 16)}
+    config = {**make_config(stage), "torch_autocast": {"enabled": True, "dtype": "bfloat16"}}
+    planned = [
+        zero_core.plan(_Frozen(), given, 2, example_inputs={"x": x}).memory.device["activations"]
+        for given in (config, make_config(stage))
+    ]
+    engine = zero_core.build(_Frozen(), config)
+    with _Casts() as casts:
+        loss = engine(x)
+    kept = sum(
+        nbytes for shape, ref, nbytes in casts.made if shape in weights and not ref.expired()
+    )
+    assert planned[0] - planned[1] == kept
+    engine.backward(loss)
+    engine.close()
+
+
+class _Casts(TorchDispatchMode):
+    """Mode that follows the tensors that casts make: shape, whether alive, and bytes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made: list[tuple[tuple[int, ...], StorageWeakRef, int]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten._to_copy.default:
+            storage = made.untyped_storage()
+            self.made.append((tuple(made.shape), StorageWeakRef(storage), storage.nbytes()))
+        return made
 
 
 class Attention(nn.Module):

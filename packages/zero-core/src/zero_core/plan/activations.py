@@ -28,7 +28,8 @@ def trace_activations(
 
     One forward runs on the meta device, in the compute dtype, in the model's current mode
     (train or eval). The model is not changed. ``inputs`` are keyword or positional arguments of one
-    micro-batch. They and the model may be on any device.
+    micro-batch. They and the model may be on any device. With ``torch_autocast`` activations count
+    in fp32, and with them the casts of weights that stay to backward.
 
     Raises:
         ConfigError: the forward does not run on the meta device.
@@ -53,11 +54,15 @@ def trace_activations(
     values = {name: to_meta(param) for name, param in model.named_parameters()}
     values |= {name: cast(buffer, config.buffer_dtype) for name, buffer in model.named_buffers()}
     known = {storage_of(t) for t in values.values()}
+    cast_bytes = _bytes_of_casts(model, values, config)
     saved: dict[int, torch.UntypedStorage] = {}  # alive, so that no address is reused
+    casts: dict[int, int] = {}
 
     def pack(tensor: Tensor) -> Tensor:
-        if storage_of(tensor) not in known:
-            saved[storage_of(tensor)] = tensor.untyped_storage()
+        number = storage_of(tensor)
+        if number not in known:
+            saved[number] = tensor.untyped_storage()
+        casts[number] = cast_bytes.get(number, 0)
         return tensor
 
     given = ((), dict(inputs)) if isinstance(inputs, Mapping) else (tuple(inputs), {})
@@ -71,7 +76,28 @@ def trace_activations(
             f"the model's forward does not run on the meta device ({error}): plan without "
             "example_inputs, and add the activations yourself"
         ) from error
-    return sum(storage.nbytes() for storage in saved.values())
+    return sum(storage.nbytes() for storage in saved.values()) + sum(casts.values())
+
+
+def _bytes_of_casts(
+    model: nn.Module, values: Mapping[str, Tensor], config: Config
+) -> dict[int, int]:
+    """Return the bytes of each weight's cast under autocast, by the storage of its meta tensor.
+
+    Of those alone that stay from forward to backward if autograd saves the weight. At stage 3 the
+    engine saves a trained weight's cast as the weight. See [Note: saved tensors] in
+    `zero_core.runtime.saved`. Weights are matrices: autocast leaves vectors in fp32.
+    """
+    dtype, is_sharded = config.autocast_dtype, config.zero_optimization.stage == 3
+    if dtype is None:
+        return {}
+    return {
+        storage_of(values[name]): param.numel() * dtype.itemsize
+        for name, param in model.named_parameters()
+        if param.dtype is torch.float32
+        and param.ndim > 1
+        and not (is_sharded and param.requires_grad)
+    }
 
 
 @contextmanager
