@@ -38,11 +38,15 @@ KINDS: dict[str, Callable[[], Any]] = {
     "torchao float8": lambda: TorchAoConfig(Float8WeightOnlyConfig()),
 }
 
+DORA = ("nf4", "nf4, nested, stored as bf16")
+"""Kinds that peft adapts by DoRA."""
 
-def _adapted(base: nn.Module) -> nn.Module:
+
+def _adapted(base: nn.Module, *, use_dora: bool) -> nn.Module:
     targets = ["q_proj", "down_proj"]
+    config = peft.LoraConfig(r=4, target_modules=targets, use_dora=use_dora)
     with seeded(1):
-        model = peft.get_peft_model(base, peft.LoraConfig(r=4, target_modules=targets))
+        model = peft.get_peft_model(base, config)
         with torch.no_grad():
             for param in model.parameters():
                 if param.requires_grad:
@@ -75,18 +79,22 @@ def _export(ranks: SimulatedRanks, folder: Path, models: list[nn.Module], stage:
     export_merged(engine.module, folder)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("kind", "use_dora"), [*((kind, False) for kind in KINDS), *((kind, True) for kind in DORA)]
+)
 @pytest.mark.parametrize(("world_size", "stage"), [(1, 0), (2, 3)])
 def test_a_librarys_base_is_merged_as_plain_weights(
-    tmp_path: Path, kind: str, world_size: int, stage: int
+    tmp_path: Path, kind: str, use_dora: bool, world_size: int, stage: int
 ) -> None:
     heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "tie_word_embeddings": False}
     with seeded(0):
         LlamaForCausalLM(LlamaConfig(**SIZES, **heads)).save_pretrained(tmp_path / "base")
-    models = [_adapted(_quantized(tmp_path / "base", kind)) for _ in range(world_size)]
+    models = [
+        _adapted(_quantized(tmp_path / "base", kind), use_dora=use_dora) for _ in range(world_size)
+    ]
     simulate(_export, world_size, tmp_path / "merged", models, stage)
     plain = AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.float32)
-    expected = _adapted(_dequantized(_quantized(tmp_path / "base", kind), plain))
+    expected = _adapted(_dequantized(_quantized(tmp_path / "base", kind), plain), use_dora=use_dora)
     values: dict[str, Tensor] = expected.merge_and_unload().state_dict()
     found = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
     assert not hasattr(found.config, "quantization_config")

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import nn
@@ -113,11 +113,16 @@ def _hook_gradient(
     return handle
 
 
+_Entries = dict[str, nn.Parameter | None]
+"""Parameters of a module, by their names in it."""
+
+
 def _hook_components(runtime: Runtime, modules: Sequence[nn.Module]) -> list[RemovableHandle]:
     """Hook the modules of blocks whose components are gathered for each use.
 
     These are the modules that hold them, and the blocks, whose own forward may read them. After a
-    forward that repacked a weight its memory and metadata are put back, at every stage.
+    forward that repacked a weight its memory and metadata are put back, at every stage. So is a
+    parameter that code of the block replaced by one over the same memory, as peft's DoRA does.
     """
     units = {
         index: unit
@@ -135,9 +140,12 @@ def _hook_components(runtime: Runtime, modules: Sequence[nn.Module]) -> list[Rem
         for position, p in enumerate(flat.params)
     }
     handles = []
+    entries: dict[nn.Module, _Entries] = {}
 
     def hook_attached(module: nn.Module, attached: list[Quantized]) -> None:
         before = [(places[id(q.param)], Metadata(q.param)) for q in attached]
+        own = {id(q.param) for q in attached}
+        entries[module] = {n: p for n, p in module._parameters.items() if id(p) in own}
 
         def put_back(module: nn.Module, args: Any, output: Any) -> None:
             for (flat, position), metadata in before:
@@ -145,6 +153,13 @@ def _hook_components(runtime: Runtime, modules: Sequence[nn.Module]) -> list[Rem
                     metadata.put_back()
 
         handles.append(module.register_forward_hook(outside_graphs(put_back)))
+
+    def hook_entries(block: nn.Module, own: Mapping[nn.Module, _Entries]) -> None:
+        def put_back(module: nn.Module, args: Any, output: Any) -> None:
+            for holder, params in own.items():
+                holder._parameters.update(params)
+
+        handles.append(block.register_forward_hook(outside_graphs(put_back)))
 
     def hook(module: nn.Module, unit: Unit) -> None:
         def watch(module: nn.Module, args: Any, output: Any) -> None:
@@ -162,6 +177,10 @@ def _hook_components(runtime: Runtime, modules: Sequence[nn.Module]) -> list[Rem
                 hook(module, unit)
     for unit in set(units.values()):
         hook(modules[unit.index], unit)
+    for block in dict.fromkeys(modules):
+        inside = {m: entries[m] for m in block.modules() if m in entries}
+        if inside:
+            hook_entries(block, inside)
     return handles
 
 
