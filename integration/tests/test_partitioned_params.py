@@ -13,6 +13,8 @@ from torch import nn
 
 import zero_core
 from zero_core.testing import spawn
+from zero_core.testing.quantized import Adapted
+from zero_engine.deepspeed.zero.partition_parameters import GatheredParameters
 from zero_engine.deepspeed.zero.partitioned import (
     gathered_params,
     is_partitioned,
@@ -20,6 +22,7 @@ from zero_engine.deepspeed.zero.partitioned import (
     value_of,
 )
 from zero_engine.deepspeed.zero.partitioned_init import partition_module, partitioned_init
+from zero_engine.deepspeed.zero.quantized_loading import sharded_loading
 
 CONFIG = {
     "train_micro_batch_size_per_gpu": 1,
@@ -397,6 +400,32 @@ def _disagree(rank: int, world_size: int) -> None:
         zero_core.build(model, CONFIG)
 
 
+def _load_quantized(rank: int, world_size: int) -> None:
+    model, exact = Adapted(), Adapted()
+    x = torch.linspace(-1, 1, 3 * 24).view(3, 24)
+    with sharded_loading():
+        for module in model.modules():
+            for name, param in list(module._parameters.items()):
+                setattr(module, name, param)
+    absmax = model.inlet.weight.state.absmax
+    for param in (absmax, model.outlet.weight.absmax, model.blocks[0].norm.weight):
+        assert param.isnan().all()
+    params = list(model.parameters())
+    with GatheredParameters(params):
+        assert model(x).item() == exact(x).item()
+        absmax.zero_()  # lost: it is read only
+    with GatheredParameters(params, modifier_rank=world_size - 1):
+        if rank == world_size - 1:
+            absmax.mul_(2.0)
+            model.blocks[0].norm.weight.mul_(0.5)
+    exact.inlet.weight.state.absmax.mul_(2.0)
+    exact.blocks[0].norm.weight.data.mul_(0.5)
+    assert absmax.isnan().all()
+    engine = zero_core.build(model, CONFIG)
+    assert engine(x).item() == exact(x).item()
+    engine.close()
+
+
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_parameters_sharded_from_the_start(world_size: int) -> None:
     spawn(_all_of_it, world_size)
@@ -406,6 +435,7 @@ def _all_of_it(rank: int, world_size: int) -> None:
     for check in (_read, _change, _convert, _copy, _mix, _train, _shard_existing, _left_by_engines):
         check(rank, world_size)
     _initialize(rank, world_size)
+    _load_quantized(rank, world_size)
     _refuse(rank, world_size)
     if world_size > 1:
         _disagree(rank, world_size)

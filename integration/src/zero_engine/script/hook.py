@@ -129,6 +129,18 @@ def _mend_lightning(module: ModuleType) -> None:
     mend(module)
 
 
+def _mend_loading(module: ModuleType) -> None:
+    from zero_engine.script.transformers_loading import mend_loading
+
+    mend_loading(module)
+
+
+def _mend_resizing(module: ModuleType) -> None:
+    from zero_engine.script.transformers_loading import mend_resizing
+
+    mend_resizing(module)
+
+
 MENDS: dict[str, Callable[[ModuleType], None]] = {
     "accelerate.state": _mend_accelerate,
     "lightning.fabric.strategies.deepspeed": _mend_lightning,
@@ -136,4 +148,6 @@ MENDS: dict[str, Callable[[ModuleType], None]] = {
     # The same code under the names of the package pytorch-lightning.
     "lightning_fabric.strategies.deepspeed": _mend_lightning,
     "pytorch_lightning.strategies.deepspeed": _mend_lightning,
+    "transformers.core_model_loading": _mend_loading,
+    "transformers.modeling_utils": _mend_resizing,
 }

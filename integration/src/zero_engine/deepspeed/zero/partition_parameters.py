@@ -23,7 +23,9 @@ from torch import Tensor, nn
 from zero_core import ShardedModel, engine_of
 from zero_core.comm.control import ControlGroup
 from zero_core.init.deferred import is_recorded_innermost
+from zero_core.init.slices import gathered_slices
 from zero_core.layout.discovery import note_reader
+from zero_core.layout.stored import stored_tensors
 from zero_engine.deepspeed.accelerator import get_accelerator as get_accelerator
 from zero_engine.deepspeed.config.source import load
 from zero_engine.deepspeed.distributed import init_distributed
@@ -258,6 +260,9 @@ class GatheredParameters:
         with ExitStack() as stack:
             stack.callback(describe, partitioned)  # a shape may have changed
             stack.enter_context(gathered_params(partitioned, modifier_rank=self._modifier_rank))
+            others = [p for p in self._params if value_of(p) is None and engine_of(p) is None]
+            stored = [component.tensor for p in others for component in stored_tensors(p)]
+            stack.enter_context(gathered_slices(stored, modifier_rank=self._modifier_rank))
             for engine, own in _by_engine(self._params):
                 if self._modifier_rank is not None or engine.config.zero_optimization.stage == 3:
                     gathered = engine.gathered(params=own, modifier_rank=self._modifier_rank)

@@ -217,6 +217,8 @@ class Partitioned(nn.Parameter):
                 return _assign(target, args[1])
             if name == "full_like":  # Adagrad, when it is made: its state is not what is used
                 return _small(func, args, kwargs).expand(target.shape)
+            if func == Tensor.data.__get__:  # type: ignore[attr-defined]
+                return func(*args).as_subclass(_Absent)
             return _cast(func, args, kwargs) if name in _CASTS else func(*args, **kwargs)
 
 
@@ -249,9 +251,17 @@ def _computed_part(part: _RecordedPart) -> Tensor:
 
 
 class _Absent(Tensor):
-    """Result of a cast of a partitioned parameter: a dtype and a shape, and NaN."""
+    """``data`` of a partitioned parameter, or a cast of it: a dtype and a shape, and NaN."""
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        is_cast = getattr(func, "__name__", "") in _CASTS  # foreign: functions and descriptors
+        with torch._C.DisableTorchFunctionSubclass():
+            if is_cast and isinstance(args[0], _Absent):
+                return _cast(func, args, kwargs or {})
+            return func(*args, **(kwargs or {}))
 
 
 def is_partitioned(tensor: object) -> TypeGuard[Partitioned]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import mmap
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
@@ -58,7 +59,7 @@ def keep_slice(tensor: Tensor, values: Tensor, control: ControlGroup) -> None:
     numel = -(-tensor.numel() // control.world_size)
     own = _zeros(numel * tensor.dtype.itemsize)
     own[: values.numel()] = values
-    hole = torch.zeros((), dtype=tensor.dtype)
+    hole = torch.zeros((), dtype=tensor.dtype, device=tensor.device)
     if tensor.dtype.is_floating_point and tensor.dtype.itemsize > 1:
         hole.fill_(float("nan"))  # by which a read is noticed
     tensor.data = hole.expand(tensor.shape)
@@ -78,9 +79,53 @@ def is_in_slices(tensor: Tensor) -> bool:
 
 def whole_value(tensor: Tensor) -> Tensor:
     """Return the value of a tensor in slices, on the CPU. Every rank must call it."""
-    found: _Slice = _slices[tensor]
+    return _whole(_slices[tensor], tensor)
+
+
+def _whole(found: _Slice, tensor: Tensor) -> Tensor:
     flat = found.control.gather(found.own)[: tensor.numel() * tensor.dtype.itemsize]
     return flat.view(tensor.dtype).view(tensor.shape)
+
+
+@contextmanager
+def gathered_slices(
+    tensors: Sequence[Tensor], *, modifier_rank: int | None = None
+) -> Iterator[None]:
+    """Give those of ``tensors`` that are in slices their values in this context.
+
+    At the end they are in slices again, with rank ``modifier_rank``'s values. By default, and when
+    the body raises, changes are lost. One that the body gives other memory keeps that. Every rank
+    must enter it with the same tensors.
+    """
+    found = [(tensor, _slices[tensor], tensor.data) for tensor in tensors if is_in_slices(tensor)]
+    slices = {id(own): (own, tensor) for tensor, own, _ in found}  # several may share one
+    values = {key: _whole(own, t).to(t.device, copy=True) for key, (own, t) in slices.items()}
+    for tensor, own, _ in found:
+        tensor.data = values[id(own)]
+        del _slices[tensor]
+    try:
+        yield
+        if modifier_rank is not None:
+            for key, (own, _) in slices.items():
+                _send_slices(values[key], own, modifier_rank)
+    finally:
+        for tensor, own, hole in found:
+            if is_same_memory(tensor, values[id(own)]):
+                tensor.data = hole
+                _slices[tensor] = own
+
+
+def _send_slices(value: Tensor, slices: _Slice, source: int) -> None:
+    """Give each rank its slice of rank ``source``'s ``value``."""
+    control, own = slices
+    is_source = control.rank == source
+    parts = torch.zeros(own.numel() * control.world_size if is_source else 0, dtype=torch.uint8)
+    if is_source:
+        parts[: value.nbytes] = value.view(-1).view(torch.uint8)
+    numels = [
+        [own.numel() * (rank == source)] * control.world_size for rank in range(control.world_size)
+    ]
+    own.copy_(control.exchange(parts, numels))
 
 
 def forget_slice(tensor: Tensor) -> None:

@@ -66,11 +66,7 @@ def components(name: str, param: Tensor) -> tuple[Component, ...]:
         return (Component("", param),)
     if inner_tensors(param) is not None:
         _check_wrapper(name, param)
-        found = list(_inner("", param))
-    else:
-        found = [Component("", param)]
-        if type(param) is not nn.Parameter and not param.requires_grad:
-            found += _attached("", param, {id(param)}, _MAX_DEPTH)
+    found = stored_tensors(param)
     for path, tensor in found:
         if tensor.layout is not torch.strided:
             where = f"{name}.{path}" if path else name
@@ -79,6 +75,16 @@ def components(name: str, param: Tensor) -> tuple[Component, ...]:
                 "make it dense"
             )
     return tuple(found)
+
+
+def stored_tensors(param: Tensor) -> list[Component]:
+    """Return the components of ``param``, which may be of a class that cannot be sharded."""
+    if inner_tensors(param) is not None:
+        return list(_inner("", param))
+    found = [Component("", param)]
+    if type(param) is not nn.Parameter and not param.requires_grad:
+        found += _attached("", param, {id(param)}, _MAX_DEPTH)
+    return found
 
 
 def _check_wrapper(name: str, param: Tensor) -> None:

@@ -1,0 +1,182 @@
+"""Quantized models are sharded at stage 3 while ``from_pretrained`` loads them."""
+
+from __future__ import annotations
+
+import gc
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from zero_core._libc import release_free_pages
+from zero_core.testing import seeded, spawn
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="memory is read from /proc")
+
+WIDTH, DEPTH, VOCAB = 512, 32, 1024
+BLOCK_NUMEL = 4 * WIDTH**2 + 3 * WIDTH * 1408
+CONFIG = {
+    "train_micro_batch_size_per_gpu": 1,
+    "zero_optimization": {"stage": 3},
+    "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+}
+IDS = torch.arange(12)[None]
+# What the process does besides: a table of the file, modules, fragments of the heap.
+SLACK_BYTES = 10 * 2**20
+
+
+class _OwnMemory:
+    """Peak of the memory that a process has for itself, without pages of files.
+
+    Attributes:
+        nbytes: how far it rose above the start, as far as it was seen.
+    """
+
+    nbytes = 0
+
+    def __enter__(self) -> _OwnMemory:
+        gc.collect()
+        release_free_pages()
+        self._start = _own_bytes()
+        self._is_over = threading.Event()
+        self._thread = threading.Thread(target=self._watch)
+        self._thread.start()
+        return self
+
+    def _watch(self) -> None:
+        while not self._is_over.is_set():
+            self.nbytes = max(self.nbytes, _own_bytes() - self._start)
+            time.sleep(0.001)
+
+    def __exit__(self, *error: Any) -> None:
+        self._is_over.set()
+        self._thread.join()
+
+
+def _own_bytes() -> int:
+    lines = Path("/proc/self/status").read_text(encoding="ascii", errors="replace").splitlines()
+    return 1024 * sum(
+        int(line.split()[1]) for line in lines if line.startswith(("RssAnon:", "RssShmem:"))
+    )
+
+
+def _settings(kind: str) -> Any:
+    from torchao.quantization import Int8WeightOnlyConfig
+    from transformers import BitsAndBytesConfig, TorchAoConfig
+
+    if kind == "torchao int8":
+        return TorchAoConfig(Int8WeightOnlyConfig())
+    if kind == "LLM.int8":
+        return BitsAndBytesConfig(load_in_8bit=True)
+    is_nested = kind == "nested nf4"
+    return BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=is_nested,
+        bnb_4bit_quant_storage=torch.bfloat16 if is_nested else torch.uint8,
+    )
+
+
+def _loaded(folder: str, kind: str) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(
+        folder, quantization_config=_settings(kind), dtype=torch.bfloat16
+    )
+
+
+def _save(folder: Path, width: int, depth: int, **changes: Any) -> str:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"hidden_size": width, "intermediate_size": width * 11 // 4, "vocab_size": VOCAB}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 4, "num_hidden_layers": depth}
+    with seeded(0):
+        model = LlamaForCausalLM(LlamaConfig(**sizes, **heads, **changes))
+    model.to(torch.bfloat16).save_pretrained(folder)
+    return str(folder)
+
+
+def _serve_deepspeed() -> Any:
+    """Serve deepspeed in this process, before transformers is imported."""
+    from zero_engine.script import hook
+
+    assert "transformers.core_model_loading" not in sys.modules
+    hook.install()
+    import deepspeed
+
+    return deepspeed
+
+
+def _measure(rank: int, world_size: int, folder: str) -> None:
+    _serve_deepspeed()
+    import bitsandbytes as bnb
+    from transformers.integrations import HfDeepSpeedConfig
+
+    config = HfDeepSpeedConfig(CONFIG)
+    _loaded(f"{folder}/tiny", "nf4")  # what it imports is there before
+    with _OwnMemory() as kernel:  # on a CPU it takes 16 numbers for each weight
+        bnb.nn.Params4bit(torch.ones(1408, WIDTH, dtype=torch.bfloat16), quant_type="nf4").to("cpu")
+    with _OwnMemory() as peak:
+        model = _loaded(folder, "nf4")
+    whole = DEPTH * BLOCK_NUMEL * 9 // 16 + 2 * 2 * VOCAB * WIDTH  # 4 bits, and fp32 for each 64
+    unit = BLOCK_NUMEL * 2 + BLOCK_NUMEL * 9 // 16
+    bound = whole // world_size + unit + kernel.nbytes + SLACK_BYTES
+    found = (rank, peak.nbytes, kernel.nbytes, bound)
+    assert whole // world_size * 0.9 < peak.nbytes < bound, found
+    del model, config
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_rank_holds_its_shards_and_one_unit_while_it_loads(
+    tmp_path: Path, world_size: int
+) -> None:
+    _save(tmp_path / "tiny", 64, 1)
+    spawn(_measure, world_size, _save(tmp_path, WIDTH, DEPTH))
+
+
+def _adapt(model: Any, *, use_dora: bool) -> Any:
+    import peft
+
+    targets = ["q_proj", "down_proj"]
+    with seeded(1):
+        model = peft.prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
+        return peft.get_peft_model(
+            model, peft.LoraConfig(r=4, target_modules=targets, use_dora=use_dora)
+        )
+
+
+def _use(rank: int, world_size: int, folder: str) -> None:
+    deepspeed = _serve_deepspeed()
+    from transformers.integrations import HfDeepSpeedConfig
+    from transformers.integrations.deepspeed import unset_hf_deepspeed_config
+
+    for kind in ("nf4", "nested nf4", "LLM.int8", "torchao int8"):
+        is_grown = kind == "nf4"
+        use_dora = "nf4" in kind
+        losses = []
+        for is_sharded in (False, True):
+            config = HfDeepSpeedConfig(CONFIG) if is_sharded else None
+            model = _loaded(folder, kind)
+            if is_grown:
+                with seeded(2):
+                    model.resize_token_embeddings(VOCAB + 8, mean_resizing=False)
+            model = _adapt(model, use_dora=use_dora).train()  # evaluation has kernels of its own
+            if is_sharded:
+                trained = [p for p in model.parameters() if p.requires_grad]
+                model, *_ = deepspeed.initialize(
+                    model=model, config=CONFIG, model_parameters=trained
+                )
+            losses.append(model(input_ids=IDS, labels=IDS).loss.item())
+            unset_hf_deepspeed_config()
+            del config, model
+            gc.collect()
+        assert losses[0] == losses[1], (kind, losses)
+
+
+@pytest.mark.parametrize("is_tied", [False, True])
+def test_a_model_sharded_while_it_loads_computes_the_same(tmp_path: Path, is_tied: bool) -> None:
+    spawn(_use, 2, _save(tmp_path, 64, 2, tie_word_embeddings=is_tied))

@@ -1,0 +1,59 @@
+"""Sharding of a quantized model while its weights are loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
+
+from zero_core._libc import release_free_pages
+from zero_core.comm.topology import find_ranks
+from zero_core.init.slices import put_in_slices
+from zero_core.layout.stored import is_storage_dtype, stored_tensors
+from zero_engine.deepspeed.zero.described import describe
+from zero_engine.deepspeed.zero.partitioned import PartitionedValue, can_partition, partition
+
+
+@contextmanager
+def sharded_loading() -> Iterator[None]:
+    """Shard each parameter that modules are given in this context, as soon as it is complete.
+
+    Quantized ones are put in slices: see [Note: values in slices] in `zero_core.quantization`.
+    Others become partitioned ones. A parameter is complete when another module is given one, since
+    quantizers set a module's weight more than once. So besides its slices a rank holds one module.
+    Every rank must enter it, and load the same values.
+    """
+    ranks = find_ranks(None, None)
+    control = ranks.connect()
+    waiting: dict[tuple[nn.Module, str], None] = {}
+
+    @torch.no_grad()
+    def shard_waiting() -> None:
+        for module, name in waiting:
+            param = module._parameters.get(name)
+            if param is None or param.is_meta:
+                continue
+            if can_partition(param) and not is_storage_dtype(param.dtype):
+                value = PartitionedValue(control, ranks.device)
+                value.keep(param)
+                partition(param, value)
+                describe([param])
+            else:
+                put_in_slices([component.tensor for component in stored_tensors(param)], control)
+        waiting.clear()
+        release_free_pages()
+
+    def note(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
+        if any(other is not module for other, _ in waiting):
+            shard_waiting()
+        waiting[module, name] = None
+
+    handle = register_module_parameter_registration_hook(note)
+    try:
+        yield
+        shard_waiting()
+    finally:
+        handle.remove()
