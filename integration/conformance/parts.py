@@ -94,7 +94,7 @@ def prove_instances(
     reserving: list[ReservingTier] = [device_tier, twin_tier, auto_tier]
     ahead: AheadTier = device_tier
     whole: WholeStateTier = whole_tier
-    memory: list[DeviceMemory] = [device, device_tier, whole_tier, twin_tier]
+    memory: list[DeviceMemory] = [device, quantized, device_tier, whole_tier, twin_tier]
     param_tier: ParamTier = offloaded_params
     store: ParamStore = local_store
     param: PartitionedParam = partitioned
@@ -150,6 +150,7 @@ TYPES: dict[str, tuple[type, type]] = {
     "zero_core.comm.host.HostCollectives": (HostCollectives, TransportCollectives),
     "zero_core.comm.device.DeviceCollectives": (DeviceCollectives, TransportCollectives),
     "zero_comm.collectives.QuantizedCollectives": (QuantizedCollectives, StatefulCollectives),
+    "zero_comm.collectives.QuantizedCollectives, memory": (QuantizedCollectives, DeviceMemory),
     "zero_core.optim.device_tier.DeviceTier": (DeviceTier, AheadTier),
     "zero_core.optim.whole_tier.WholeTier": (WholeTier, WholeStateTier),
     "zero_core.optim.device_tier.DeviceTier, memory": (DeviceTier, ReservingTier),

@@ -90,6 +90,11 @@ class ErrorFeedback:
         self._num_uses.clear()
 
     @property
+    def tensors(self) -> list[Tensor]:
+        """Kept errors."""
+        return list(self._errors.values())
+
+    @property
     def nbytes(self) -> int:
         """Bytes held."""
         return sum(error.nbytes for error in tuple(self._errors.values()))

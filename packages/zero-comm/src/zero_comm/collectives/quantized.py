@@ -210,6 +210,25 @@ class QuantizedCollectives:
                 found["error feedback"] = self._reduction.feedback.nbytes
         return {kind: nbytes for kind, nbytes in found.items() if nbytes}
 
+    def device_tensors(self) -> dict[str, list[Tensor]]:
+        """Return all tensors held between exchanges, by the part of an engine's states.
+
+        Kept weights belong to "parameters", errors of gradients to "optimizer_states" (they are
+        kept from step to step), and "buffers" hold nothing. While no exchange is under way the
+        storages may be emptied, if they are filled again with the same bytes (for buffers: any).
+        """
+        found = {
+            "parameters": [
+                tensor for gather in self._gathers.values() for tensor in gather.tensors
+            ],
+            "buffers": self._scratch.tensors,
+        }
+        if self._reduction is not None:
+            found["buffers"] += self._reduction.buffers
+            if self._reduction.feedback is not None:
+                found["optimizer_states"] = self._reduction.feedback.tensors
+        return found
+
     def _make_gathers(self, ranks_per_node: int) -> dict[str | None, WeightGather]:
         """Make the gather of each format, with the key None for exact values."""
         transport, scratch = self._transport, self._scratch

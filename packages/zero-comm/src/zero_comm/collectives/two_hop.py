@@ -208,6 +208,11 @@ class TwoHopReduce:
             self.feedback.forget()
 
     @property
+    def buffers(self) -> list[Tensor]:
+        """Buffers that are kept between reductions, whose contents are not."""
+        return self._sent.tensors + self._scratch.tensors
+
+    @property
     def nbytes(self) -> int:
         """Bytes of buffers that are kept between reductions, without the errors."""
         return self._sent.nbytes + self._scratch.nbytes

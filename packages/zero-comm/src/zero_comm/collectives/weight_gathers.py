@@ -124,6 +124,11 @@ class WeightGather(ABC):
             entry.version = None
 
     @property
+    def tensors(self) -> list[Tensor]:
+        """Memory kept between gathers."""
+        return [entry.values for entry in self._entries.values()]
+
+    @property
     def nbytes(self) -> int:
         """Bytes kept between gathers."""
         return sum(entry.values.nbytes for entry in tuple(self._entries.values()))

@@ -41,6 +41,11 @@ class Scratch:
             return torch.empty(numel, dtype=dtype, device=device)
 
     @property
+    def tensors(self) -> list[Tensor]:
+        """Buffers that are there now. Their contents are undefined between two jobs."""
+        return list(self._buffers.values())
+
+    @property
     def nbytes(self) -> int:
         """Bytes held, outgrown buffers of a transport included: it never frees them."""
         return self._outgrown_nbytes + sum(b.nbytes for b in tuple(self._buffers.values()))

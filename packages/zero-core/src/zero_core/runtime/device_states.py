@@ -58,7 +58,10 @@ class _HostCopy:
         self._host: Tensor | None = None
         if is_kept:
             self._host = torch.empty(self._nbytes, dtype=torch.uint8, pin_memory=pin_memory)
-            self._host.copy_(self._bytes(), non_blocking=pin_memory)
+            held = self._bytes()
+            self._host.copy_(held, non_blocking=pin_memory)
+            if held.device.type != "cpu":  # memory of another stream's is reused there at once
+                held.record_stream(torch.accelerator.current_stream(held.device))
 
     def empty(self) -> None:
         """Free the memory of the storage."""
