@@ -8,12 +8,15 @@ value, and embeddings are gathered to be resized.
 
 from __future__ import annotations
 
+import importlib
 import os
 from contextlib import ExitStack
 from functools import wraps
 from types import ModuleType
 from typing import Any
 
+HOME = "zero_engine.deepspeed"
+_LOADING = f"{HOME}.zero.quantized_loading"
 _SEQUENTIAL = "HF_DEACTIVATE_ASYNC_LOAD"
 """Variable without which threads read all the weights of a quantized checkpoint ahead."""
 
@@ -28,16 +31,14 @@ def mend_loading(module: ModuleType) -> None:
     ) -> Any:
         from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
-        from zero_engine.deepspeed.distributed import init_distributed
-        from zero_engine.deepspeed.zero.quantized_loading import sharded_loading
-
+        deepspeed = importlib.import_module(HOME)
         with ExitStack() as stack:
             is_sharded = is_deepspeed_zero3_enabled()  # type: ignore[no-untyped-call]
             if load_config.hf_quantizer is not None and is_sharded:
-                init_distributed()
+                deepspeed.init_distributed()
                 stack.callback(_set_variable, _SEQUENTIAL, os.environ.get(_SEQUENTIAL))
                 os.environ[_SEQUENTIAL] = "1"
-                stack.enter_context(sharded_loading())
+                stack.enter_context(importlib.import_module(_LOADING).sharded_loading())
             return load(model, state_dict, load_config, *args, **kwargs)
 
     module.convert_and_load_state_dict_in_model = load_sharded  # type: ignore[attr-defined]
@@ -49,11 +50,10 @@ def mend_resizing(module: ModuleType) -> None:
 
     @wraps(resize)
     def resize_gathered(self: Any, *args: Any, **kwargs: Any) -> Any:
-        from zero_engine.deepspeed.zero.partition_parameters import GatheredParameters
-
+        gather = importlib.import_module(HOME).zero.GatheredParameters
         ends = (self.get_input_embeddings(), self.get_output_embeddings())
         params = [param for end in ends if end is not None for param in end.parameters()]
-        with GatheredParameters(params, modifier_rank=0, enabled="hf_quantizer" in vars(self)):
+        with gather(params, modifier_rank=0, enabled="hf_quantizer" in vars(self)):
             return resize(self, *args, **kwargs)
 
     module.PreTrainedModel.resize_token_embeddings = resize_gathered
