@@ -98,6 +98,25 @@ def test_update_is_that_of_torchs_muon_and_adamw_at_every_stage(world_size, stag
     simulate(_is_torchs, world_size, stage)
 
 
+def _is_sliced(ranks):
+    engine = zero_core.build(make_model(), config_of(3), process_group=ranks)
+    train(engine, ranks.rank, range(1))
+    layout = engine.layout
+    for segment in layout.segments if ranks.size > 1 else ():
+        low, high = segment.shard_range(ranks.rank)
+        for slot in segment.slots if segment.is_trainable else ():
+            spec = layout.params[slot.param]
+            found = engine.states.of(spec.name)
+            is_matrix = len(spec.shape) == 2 and "embed" not in spec.name
+            first, last = slot.common(low, high)
+            if not is_matrix and engine.states.scalars(spec.name)["num_steps"]:
+                assert {value.numel() for value in found.values()} == {last - first}, spec.name
+
+
+def test_each_rank_has_its_slice_of_what_adamw_updates():
+    simulate(_is_sliced, 3)
+
+
 def states_of(engine):
     """Every state of every trained parameter, whole."""
     names = [name for name, p in make_model().named_parameters() if p.requires_grad]

@@ -10,7 +10,11 @@ import torch
 from torch import Tensor, nn
 
 import zero_core
+from zero_core.comm.communicator import Communicator
+from zero_core.comm.device import make_transport
+from zero_core.comm.meter import Meter
 from zero_core.protocols import Work
+from zero_core.step.statistics import GradientStatistics
 from zero_core.testing import SimulatedDDP, SimulatedRanks, seeded, simulate, spawn
 
 WIDTH = 6
@@ -167,3 +171,25 @@ def _go_on(rank: int, world_size: int) -> None:
 
 def test_a_failure_that_all_ranks_got_over_is_not_named_later() -> None:
     spawn(_go_on, 2)
+
+
+def _all_know_it(ranks: SimulatedRanks) -> None:
+    # Sets of which the CRC-32 of the middle one is the mean of the others'.
+    differ: list[set[int]] = [{~28, ~18}, {~25, ~12}, {~22, ~14}]
+    control, meter = ranks.connect(), Meter()
+    communicator = Communicator(make_transport(ranks, 1, None, meter), control, {})
+    statistics = GradientStatistics(communicator, ranks.device, 1, 30, meter)
+    for sets, is_agreed in ((differ, False), ([{1, ~2}] * 3, True), ([{1}, {2}, {1}], False)):
+        statistics.agree(
+            torch.zeros(1, dtype=torch.float64),
+            {0},
+            has_unreduced=False,
+            is_tail_late=False,
+            left_out=frozenset(sets[ranks.rank]),
+        )
+        assert statistics.is_left_out_agreed is is_agreed
+        assert statistics.num_ranks_with_grad == [3.0]
+
+
+def test_all_ranks_know_of_one_that_left_out_other_units() -> None:
+    simulate(_all_know_it, 3)

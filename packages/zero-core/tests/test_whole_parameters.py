@@ -281,13 +281,90 @@ def test_states_are_read_by_name_and_each_is_on_one_rank():
     assert sum(held) == max(simulate(_states_by_name, 1))
 
 
+def _has_their_shape(ranks):
+    _, theirs = train_whole(OPTIMIZERS["Adafactor"], ranks)
+    engine = train(engine_of(OPTIMIZERS["Adafactor"], 3, ranks), ranks.rank, range(STEPS))
+    names = [n for n, p in engine.module.named_parameters() if p.requires_grad]
+    params = dict(zip(names, theirs.param_groups[0]["params"], strict=True))
+    name = next(n for n, p in params.items() if p.ndim == 2 and theirs.state.get(p))
+    expected = theirs.state[params[name]]
+    assert expected["row_var"].shape != params[name].shape
+    for what in ("row_var", "col_var", "step"):
+        assert torch.equal(engine.states.get_full(name, what), expected[what]), what
+    listed = engine.states.of(name)
+    assert set(listed) in (set(), set(expected))
+    engine.states.set_full(name, torch.ones_like(expected["col_var"]), "col_var")
+    assert engine.states.get_full(name, "col_var").eq(1).all()
+    with pytest.raises(ValueError, match="has shape"):
+        engine.states.set_full(name, torch.ones_like(params[name]), "col_var")
+    return bool(listed)
+
+
+def test_states_of_another_shape_are_read_and_set_in_their_own():
+    assert sum(simulate(_has_their_shape, 3)) == 1
+
+
+def test_state_that_is_no_tensor_is_refused_by_what_it_is():
+    engine = train(engine_of(Shampoo, 0, None), 0, range(1))
+    with pytest.raises(KeyError, match=r"'factors' of gain is no tensor but a list"):
+        engine.states.get_full("gain", "factors")
+
+
 def test_plan_has_their_master_weights_on_the_host():
     config = {**config_of(2, **HOST), **ADAFACTOR, "bf16": {"enabled": True}}
     found = zero_core.plan(make_model(), config, 1).memory
     engine = zero_core.build(make_model(), config)
     masters = engine.sharded_state.tier.device_tensors()["master_weights"]
-    assert found.host == {"master weights": sum(t.nbytes for t in masters)}
+    assert found.host["master weights"] == sum(t.nbytes for t in masters)
     assert "master weights" not in found.device
+
+
+class Deep(nn.Module):
+    """Blocks of matrices that lie across the bounds of shards, of one size."""
+
+    def __init__(self, depth=6, width=48):
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(width, width, bias=False) for _ in range(depth))
+
+    def forward(self, x, num_blocks=None):
+        for block in self.blocks[:num_blocks]:
+            x = torch.tanh(block(x))
+        return x.square().mean()
+
+
+def sent_wholes(engine):
+    (row,) = [row for row in engine.comm_report() if row.content == "whole parameters"]
+    return row.num_calls, row.sent_bytes
+
+
+def _sends_block_by_block(ranks):
+    model = Deep()
+    matrix = model.blocks[0].weight.nbytes
+    engine = zero_core.build(
+        model, config_of(3), optimizer=LionLike(model.parameters()), process_group=ranks
+    )
+    found = []
+    for num_blocks in (6, 2):
+        engine.backward(engine(torch.ones(2, 48), num_blocks))
+        engine.step()
+        found.append(sent_wholes(engine))
+    # Each block apart, to its owner and back.
+    assert [calls for calls, _ in found] == [12, 12]
+    numels = [w.numel for w in assign_owners(engine.layout) if w.owner == ranks.rank]
+    return found[0][1], found[1][1], sum(numels) * 4, matrix
+
+
+def test_a_step_exchanges_one_block_at_a_time_and_nothing_of_unused_ones():
+    rows = simulate(_sends_block_by_block, 3)
+    (matrix,) = {matrix for *_, matrix in rows}
+    # 2/3 of a matrix with its gradient go to the owner, 2/3 of the new values to the others.
+    sent = [sum(row[i] for row in rows) for i in (0, 1)]
+    assert sent[0] == pytest.approx(6 * 2 * matrix, rel=0.03)
+    assert sent[1] == pytest.approx(2 * 2 * matrix, rel=0.03)
+    settings = {**config_of(3), **ADAFACTOR}
+    planned = zero_core.plan(Deep(), settings, 3).memory.device["whole parameters in a step"]
+    owned = max(owned for *_, owned, _ in rows)
+    assert 2 * owned < planned <= 2 * (owned + 2 * matrix)
 
 
 def test_owners_are_balanced_and_hold_a_part():
@@ -301,6 +378,17 @@ def test_owners_are_balanced_and_hold_a_part():
     for whole in found:
         assert whole.owner in {share.rank for share in whole.shares}
         assert [s.start for s in whole.shares[1:]] == [s.stop for s in whole.shares[:-1]]
+
+
+class Around(Own):
+    """Holds another optimizer and steps it, as Lookahead and SAM do."""
+
+    def __init__(self, base):
+        super().__init__([p for g in base.param_groups for p in g["params"]])
+        self.base, self.param_groups = base, base.param_groups
+
+    def step(self, closure=None):
+        self.base.step()
 
 
 class NeedsClosure(torch.optim.Optimizer):
@@ -380,6 +468,21 @@ def test_a_trial_finds_no_mixing_in_the_others_and_leaves_them_alone():
         assert repr(optimizer.state_dict()) == before
 
 
+@pytest.mark.parametrize(("kind", "is_mixing"), [(OwnClipping, True), (LionLike, False)])
+def test_a_trial_finds_what_a_held_optimizer_mixes_and_leaves_the_model_alone(kind, is_mixing):
+    model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2))
+    for param in model.parameters():
+        param.grad = torch.ones_like(param)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    assert mixes_parameters(Around(kind(model.parameters()))) == is_mixing
+    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+
+
+class Still(LionLike):
+    def update(self, param, state, group):
+        pass
+
+
 class OfOneShape(LionLike):
     def update(self, param, state, group):
         raise ValueError(f"no kernel for {tuple(param.shape)}")
@@ -390,7 +493,9 @@ class Noisy(LionLike):
         param.add_(torch.rand_like(param))
 
 
-@pytest.mark.parametrize(("kind", "reason"), [(OfOneShape, "no kernel for"), (Noisy, "random")])
+@pytest.mark.parametrize(
+    ("kind", "reason"), [(OfOneShape, "no kernel for"), (Noisy, "random"), (Still, "changes none")]
+)
 def test_what_cannot_be_tried_is_warned_of(caplog, kind, reason):
     assert not mixes_parameters(kind([nn.Parameter(torch.ones(3, 2))], lr=1.0))
     assert f"{kind.__name__}: a trial on two" in caplog.text

@@ -19,7 +19,12 @@ from zero_core.layout.arithmetic import Layout, ParamSpec
 from zero_core.layout.discovery import Discovered, LeafRule, compute_dtype, discover, plain_name
 from zero_core.layout.experts import MIN_EXPERT_SHARD_NUMEL
 from zero_core.layout.stored import dim_order
-from zero_core.optim.factory import check_served, is_elementwise, make_optimizer
+from zero_core.optim.factory import (
+    check_served,
+    elementwise_groups,
+    is_elementwise,
+    make_optimizer,
+)
 from zero_core.optim.muon import tag_matrices
 from zero_core.tiled.modules import check_names
 
@@ -108,6 +113,12 @@ class Blueprint:
     def updates_slices(self) -> bool:
         """Whether the optimizer may update slices of parameters instead of whole ones."""
         return is_elementwise(type(self.optimizer))
+
+    @property
+    def sliced_params(self) -> frozenset[int]:
+        """Parameters whose groups alone are elementwise, of an optimizer of whole parameters."""
+        groups = elementwise_groups(self.optimizer)
+        return frozenset(number for number, group in self.group_of.items() if group in groups)
 
     @property
     def groups(self) -> list[dict[str, Any]]:

@@ -106,8 +106,9 @@ def build(
     Args:
         model: any module; nothing in it needs to be changed or wrapped.
         config: the configuration, or the path of its JSON file.
-        optimizer: a torch optimizer over parameters of ``model``, whose update is elementwise; wins
-            over the configuration's. It is driven by ``engine.step()`` from now on.
+        optimizer: a torch optimizer over parameters of ``model`` that steps on gradients; wins over
+            the configuration's. It is driven by ``engine.step()`` from now on. One that is not
+            known to be elementwise updates whole parameters (`zero_core.optim.whole_tier`).
         lr_scheduler: a torch scheduler over ``optimizer``; stepped by ``engine.step()``.
         collectives: collectives, or a factory of them; wins over what the configuration names.
         state_tier: a factory of the state tier; wins over what the configuration names.
@@ -123,7 +124,10 @@ def build(
 
     Raises:
         ConfigError: the configuration is wrong or does not fit the model, or the model is on the
-            meta device and its values are not known, or it has an engine that has not ended.
+            meta device and its values are not known, or it has an engine that has not ended. Or the
+            optimizer is not served: its step needs a closure, it takes sparse gradients, a setting
+            is for elementwise ones alone, or at stages 1 to 3 a trial shows that it mixes
+            parameters.
         CheckpointError: ``pretrained`` does not fit the model.
         MissingPartError: it asks for a package that is not installed.
         RankMismatchError: the ranks have different models or configurations.

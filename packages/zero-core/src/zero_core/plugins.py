@@ -18,9 +18,9 @@ from zero_core.comm.meter import Meter
 from zero_core.config import Config
 from zero_core.errors import ConfigError, MissingPartError
 from zero_core.layout.arithmetic import Layout
-from zero_core.optim.device_tier import Bf16Tier, DeviceTier
+from zero_core.optim.device_tier import DeviceTier
 from zero_core.optim.factory import check_unmixed, check_whole_update, has_kernel_rule
-from zero_core.optim.whole_tier import Bf16WholeTier, WholeTier
+from zero_core.optim.whole_tier import WholeTier
 from zero_core.protocols import (
     Collectives,
     CollectivesFactory,
@@ -146,12 +146,11 @@ def make_state_tier(
         "param_store": memory.store(),
     }
     if not drawn.updates_slices:
-        check_whole_update(zero.offload_optimizer, drawn.optimizer, has_factory=factory is not None)
+        check_whole_update(config, drawn.optimizer, has_factory=factory is not None)
         if is_sharded and control.world_size > 1:
             check_unmixed(drawn.optimizer, zero.stage)
         is_on_host = zero.offload_optimizer.device == "cpu"
-        of_whole = Bf16WholeTier if config.has_bf16_masters else WholeTier
-        return of_whole(
+        return WholeTier(
             layout=layout,
             control=control,
             meter=meter,
@@ -161,9 +160,12 @@ def make_state_tier(
             param_store=memory.store(),
             optimizer=drawn.optimizer,
             model_params=drawn.found.params,
+            sliced=drawn.sliced_params,
+            own_masters=config.own_masters,
         )
     if factory is None and zero.offload_optimizer.device == "none":
-        make: Any = Bf16Tier if config.has_bf16_masters else DeviceTier
+        make: Any = DeviceTier
+        own["own_masters"] = config.own_masters
     else:
         key = f"zero_optimization.offload_optimizer.device = {zero.offload_optimizer.device!r}"
         make = factory or load_part(TIERS, "host", asked_by=key, distribution="zero-offload")

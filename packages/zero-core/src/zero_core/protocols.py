@@ -272,8 +272,7 @@ class StateTier(Protocol):
     """Keeper and updater of master weights and optimizer state.
 
     See [Note: the local flat space] for offsets. Nothing here is a collective, but for ``step`` of
-    `zero_core.optim.muon_tier`, which is never offered by another package.
-
+    a `WholeStateTier`.
     """
 
     @property
@@ -383,14 +382,15 @@ class AccumulatingTier(StateTier, Protocol):
 class WholeStateTier(StateTier, Protocol):
     """A state tier whose optimizer updates whole parameters, and keeps their states whole.
 
-    Each parameter has an owner among the ranks that hold a part of it. Master weights are sliced as
-    in any tier. ``step`` is a collective: every rank calls it once per step, with all its active
+    A parameter has an owner among the ranks that hold a part of it, or its states are elementwise
+    and sliced: then `read_state` and the like have them, zero elsewhere. Master weights are sliced
+    as in any tier. ``step`` is a collective: every rank calls it once per step, with all its active
     pieces. Parameters are numbered as in the layout; states are what the optimizer keeps for a
     parameter: tensors, numbers, and lists and mappings of them.
     """
 
-    def owner_of(self, param: int) -> int:
-        """Rank that owns the parameter."""
+    def owner_of(self, param: int) -> int | None:
+        """Rank that owns the parameter. None: its states are sliced."""
 
     def updated_params(self) -> Sequence[int]:
         """Return the parameters whose state is on this rank: its own, or all at stage 0."""
@@ -538,8 +538,12 @@ class DeviceTierFactory(Protocol):
         optimizer_class: type[torch.optim.Optimizer],
         groups: Sequence[Mapping[str, Any]],
         param_store: ParamStore | None = None,
+        own_masters: Collection[torch.dtype] = (torch.float32, torch.float64),
     ) -> StateTier:
-        """Make a tier. ``pieces`` and ``params`` are in coordinates of ``[0, numel)``."""
+        """Make a tier. ``pieces`` and ``params`` are in coordinates of ``[0, numel)``.
+
+        Shards of the dtypes ``own_masters`` are their own master weights.
+        """
 
 
 @runtime_checkable

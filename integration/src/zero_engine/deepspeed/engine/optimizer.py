@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from zero_core import Engine
-from zero_core.protocols import WholeStateTier
 from zero_engine.deepspeed.engine.loss_scaler import LossScaler
 
 
@@ -265,7 +264,7 @@ class DeepSpeedOptimizer(torch.optim.Optimizer):
     def _load(self, name: str, own: Mapping[str, Any]) -> None:
         num_steps = float(own.get("step", 1.0 if own else 0.0))
         scalars, states = {"num_steps": num_steps}, own
-        if not isinstance(self._core.sharded_state.tier, WholeStateTier):
+        if not self._core.states.is_whole(name):
             names = {k for k, v in own.items() if k == "step" or not torch.is_tensor(v)}
             scalars |= {k: float(own[k]) for k in names}
             states = {k: v for k, v in own.items() if k not in names}

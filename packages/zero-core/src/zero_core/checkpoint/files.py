@@ -31,6 +31,11 @@ WHOLE = "whole"
 """Name of the files of optimizer states that are whole."""
 
 
+def slice_key(param: str) -> str:
+    """Return the key of a parameter's slice in the file of a state that not all parameters have."""
+    return f"/{param}"
+
+
 def find(directory: Path, tag: str | None) -> Path:
     """Return the folder of checkpoint ``tag``, or of the newest one.
 
@@ -125,7 +130,12 @@ class Reader:
             rank, offset = divmod(low, place.shard_numel) if low < high else (0, 0)
             end = max(low, min(high, (rank + 1) * place.shard_numel))
             file = self.tensors(f"{state}-{rank:05d}.safetensors")
-            parts.append(file[str(place.segment)].read(offset, offset + end - low))
+            stored = file.get(slice_key(param))
+            if stored is None:
+                stored = file[str(place.segment)]
+            else:  # it begins where the parameter does, or with the rank's shard
+                offset -= max(place.start - rank * place.shard_numel, 0)
+            parts.append(stored.read(offset, offset + end - low))
             low = end
         return torch.cat(parts)
 

@@ -104,11 +104,17 @@ def _match(
             f"{place} was trained by {manifest['optimizer']}, this engine has {state.optimizer}: "
             "build it with the same optimizer" + _HINT
         )
-    if not is_any and manifest.get("whole_states") and not isinstance(state.tier, WholeStateTier):
+    sliced = {p.name for number, p in enumerate(state.layout.params) if _is_sliced(state, number)}
+    if not is_any and sliced & set(manifest.get("whole_states", {})):
         raise CheckpointError(
             f"{place}: its optimizer updated whole parameters, and {state.optimizer} of this "
             "engine updates slices: was is_elementwise declared since?" + _HINT
         )
+
+
+def _is_sliced(state: ShardedState, param: int) -> bool:
+    """Whether the states of a trainable parameter are sliced."""
+    return not isinstance(state.tier, WholeStateTier) or state.tier.owner_of(param) is None
 
 
 def _match_buffers(state: ShardedState, reader: Reader, place: Path) -> None:
@@ -160,11 +166,12 @@ def _restore(
     state: ShardedState, reader: Reader, manifest: Mapping[str, Any], without: Collection[str]
 ) -> None:
     sources = {p["name"]: MASTER if p["is_trainable"] else VALUE for p in manifest["params"]}
-    is_whole = isinstance(state.tier, WholeStateTier)
-    names = [MASTER] if is_whole or "optimizer" in without else manifest["states"]
+    names = [MASTER] if "optimizer" in without else manifest["states"]
     for name in names:
         for piece in state.pieces:
             spec = state.layout.params[piece.param]
+            if name != MASTER and not _is_sliced(state, piece.param):
+                continue
             if name != MASTER and manifest["scalars"][spec.name]["num_steps"] == 0:
                 continue  # never updated: it has no such state
             source = sources[spec.name] if name == MASTER else name

@@ -37,6 +37,7 @@ from zero_core.checkpoint.files import (
     VERSION,
     WHOLE,
     fingerprint,
+    slice_key,
 )
 from zero_core.checkpoint.json_values import encode
 from zero_core.checkpoint.whole_states import flatten
@@ -44,7 +45,7 @@ from zero_core.comm.control import ControlGroup
 from zero_core.errors import CheckpointError
 from zero_core.optim.train_state import TrainState
 from zero_core.protocols import WholeStateTier
-from zero_core.sharded.sharded_state import ShardedState
+from zero_core.sharded.sharded_state import MASTER, ShardedState
 
 
 def save_checkpoint(
@@ -150,7 +151,10 @@ def _write_tensors(
     written: dict[str, dict[str, int]] = {}
     for name in names:
         # One state at a time: the copies of only one are in memory.
-        tensors = {str(s): state.own_state(s, name) for s in trainable}
+        if name != MASTER and isinstance(state.tier, WholeStateTier):
+            tensors = _slices(state, state.tier, name)
+        else:
+            tensors = {str(s): state.own_state(s, name) for s in trainable}
         written |= _write_file(folder, f"{name}-{rank:05d}.safetensors", tensors)
     if has_frozen:
         tensors = {str(s): state.own_slice(s) for s in frozen}
@@ -162,6 +166,18 @@ def _write_tensors(
     if rank == 0:
         written |= _write_file(folder, BUFFERS, state.buffers())
     return written
+
+
+def _slices(state: ShardedState, tier: WholeStateTier, name: str) -> dict[str, Tensor]:
+    """Return this rank's slices of state ``name``, of the parameters that have no owner."""
+    found: dict[str, Tensor] = {}
+    for piece in state.pieces:
+        low, high = state.own_span(piece.segment)
+        low, high = max(low, piece.start), min(high, piece.stop)
+        if tier.owner_of(piece.param) is None and low < high:
+            key = slice_key(state.layout.params[piece.param].name)
+            found[key] = tier.read_state(name, low, high)
+    return found
 
 
 def _write_whole_states(
@@ -180,7 +196,7 @@ def _write_whole_states(
     for param in tier.updated_params():
         spec = state.layout.params[param]
         kept = tier.read_whole_state(param)
-        if kept and tier.owner_of(param) == rank:
+        if tier.owner_of(param) == rank:
             found[spec.name] = {"file": name, "state": flatten(kept, spec.name, tensors)}
     written |= _write_file(folder, name, tensors)
     return found

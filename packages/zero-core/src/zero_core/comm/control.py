@@ -60,8 +60,8 @@ class ControlGroup(Protocol):
     def exchange(self, parts: Tensor, numels: Sequence[Sequence[int]]) -> Tensor:
         """Send the slices of 1-D ``parts`` to the ranks, in rank order, and return what arrives.
 
-        ``numels[source][target]`` are the elements that each rank sends to each. The result is on
-        the device, in the order of the sources.
+        ``numels[source][target]`` are the elements that each rank sends to each: only this rank's
+        row and column are read. The result is on the device, in the order of the sources.
         """
 
     def gather_in_pieces(self, tensor: Tensor) -> Iterator[tuple[int, Tensor]]:

@@ -63,7 +63,7 @@ class DeviceLibrary(Protocol):
         """Start to send slices of different lengths: ``numels[source][target]`` elements.
 
         ``parts`` are this rank's slices by target, ``out`` receives those for it by source, each
-        one after another without gaps.
+        one after another without gaps. Only this rank's row and column of ``numels`` are read.
         """
 
     def all_reduce(self, values: Tensor) -> Work:

@@ -3,6 +3,7 @@
 from zero_core.config.blocks import (
     DTYPES,
     UNNEEDED,
+    WIDE_DTYPES,
     ActivationCheckpointingConfig,
     Bf16Config,
     Config,
@@ -17,12 +18,14 @@ from zero_core.config.blocks import (
     SchedulerConfig,
     TiledComputeConfig,
     ZeroConfig,
+    master_dtype,
 )
 from zero_core.config.schema import load_config
 
 __all__ = [
     "DTYPES",
     "UNNEEDED",
+    "WIDE_DTYPES",
     "ActivationCheckpointingConfig",
     "Bf16Config",
     "Config",
@@ -38,4 +41,5 @@ __all__ = [
     "TiledComputeConfig",
     "ZeroConfig",
     "load_config",
+    "master_dtype",
 ]

@@ -7,7 +7,7 @@ each other. A key that this engine does not need has its default and the reason 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Annotated, Any, Literal, get_args
 
 import pydantic
@@ -369,6 +369,15 @@ class SchedulerConfig(_Block):
     params: dict[str, Any] = Field(default_factory=dict)
 
 
+WIDE_DTYPES = (torch.float32, torch.float64)
+"""Dtypes of parameters that are their own master weights under any configuration."""
+
+
+def master_dtype(dtype: torch.dtype, own: Collection[torch.dtype]) -> torch.dtype:
+    """Return the dtype of the master weights of a ``dtype``: itself if it is ``own``, or fp32."""
+    return dtype if dtype in own else torch.float32
+
+
 class Config(_Block):
     """Resolved configuration."""
 
@@ -415,10 +424,14 @@ class Config(_Block):
         is_here = self.zero_optimization.offload_optimizer.device == "none"
         return self.bf16.enabled and self.bf16.bf16_master_weights_and_grads and is_here
 
+    @property
+    def own_masters(self) -> tuple[torch.dtype, ...]:
+        """Dtypes of parameters that are their own master weights."""
+        return (*WIDE_DTYPES, torch.bfloat16) if self.has_bf16_masters else WIDE_DTYPES
+
     def master_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """Return the dtype of the master weights of parameters of a compute ``dtype``."""
-        is_own = dtype in (torch.float32, torch.float64)
-        return dtype if is_own or self.has_bf16_masters else torch.float32
+        return master_dtype(dtype, self.own_masters)
 
     @property
     def autocast_dtype(self) -> torch.dtype | None:

@@ -8,6 +8,7 @@ every rank that has a part of a parameter, and no other, needs to know of its up
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from zero_core.layout.arithmetic import Layout, Segment, Slot
@@ -51,10 +52,15 @@ class Whole:
         return len(self.shares) > 1
 
 
-def assign_owners(layout: Layout) -> tuple[Whole, ...]:
-    """Assign every trainable parameter that is not empty to a rank, in the order of the layout.
+def assign_owners(layout: Layout, *, sliced: Collection[int] = ()) -> tuple[Whole, ...]:
+    """Assign the trainable parameters to ranks, in the order of the layout.
 
-    Divided ones go, largest first, to the rank that has the least so far among those with a part.
+    Divided ones are assigned, largest first, to the rank that has the least so far among those with
+    a part. The shares are those of stages 1 to 3: at stage 0 every rank has all of each parameter.
+
+    Args:
+        layout: of the model.
+        sliced: numbers of parameters that have no owner. Empty parameters have none either.
     """
     load = [0] * layout.world_size
     found: dict[int, tuple[int, tuple[Share, ...]]] = {}
@@ -62,7 +68,7 @@ def assign_owners(layout: Layout) -> tuple[Whole, ...]:
     owners: dict[int, int] = {}
     for segment in layout.segments:
         for slot in segment.slots if segment.is_trainable else ():
-            if slot.start == slot.stop:
+            if slot.start == slot.stop or slot.param in sliced:
                 continue
             shares = _shares(segment, slot)
             found[slot.param] = segment.index, shares

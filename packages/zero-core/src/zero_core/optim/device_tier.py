@@ -28,11 +28,10 @@ was 0 in ``build``) are unset memory if the step is not taken, and are dropped a
 
 from __future__ import annotations
 
-import inspect
 from bisect import bisect_right
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import partial
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, ClassVar
 
@@ -41,53 +40,11 @@ from torch import Tensor, nn
 
 from zero_core._libc import release_free_pages
 from zero_core._torch import set_found_inf, takes_found_inf
+from zero_core.config import WIDE_DTYPES
 from zero_core.optim.flat_tier import MASTER, Chunked, FlatTier
+from zero_core.optim.probe import optimizer_maker, probe_initial_state, probe_states
+from zero_core.optim.turns import TURN_NUMEL, Due, Part, Turn, aligned, divide, widened_numel
 from zero_core.protocols import ParamStore
-
-TURN_NUMEL = 1 << 26
-"""Elements that are updated at once: 256 MiB of fp32."""
-_ALIGNMENT = 32
-"""Elements at whose multiples widened gradients begin."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Part:
-    """A piece, or as much of it as one turn takes.
-
-    Attributes:
-        piece: its index.
-        start, stop: its elements in the flat space.
-        group: index of its parameter group.
-        param: its master weights.
-        states: its elementwise states in the flat buffers, by name.
-    """
-
-    piece: int
-    start: int
-    stop: int
-    group: int
-    param: nn.Parameter
-    states: dict[str, Tensor]
-
-
-@dataclass(slots=True)
-class _Turn:
-    """Parts that are updated together.
-
-    Attributes:
-        parts: in ascending order.
-        members: their parameters by group.
-        extents: ``[offer, start, stop]``: an offered gradient and its elements from the first of
-            the turn's parts in it to the last.
-        sizes: of each extent's parts and of the gaps between them, in order.
-        places: of each part among all ``sizes``.
-    """
-
-    parts: list[_Part]
-    members: list[list[nn.Parameter]]
-    extents: list[list[int]]
-    sizes: list[list[int]] = field(default_factory=list)
-    places: list[int] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +58,7 @@ class _Plan:
     """
 
     key: tuple[tuple[int, ...], tuple[tuple[int, int], ...]]
-    turns: list[_Turn]
+    turns: list[Turn]
     copies: list[tuple[int, Tensor, Tensor]]
 
 
@@ -120,15 +77,17 @@ class DeviceTier(FlatTier):
         optimizer_class: type[torch.optim.Optimizer],
         groups: Sequence[Mapping[str, Any]],
         param_store: ParamStore | None = None,
+        own_masters: Collection[torch.dtype] = WIDE_DTYPES,
     ) -> None:
-        super().__init__(params=params, device=device, param_store=param_store)
+        super().__init__(
+            params=params, device=device, param_store=param_store, own_masters=own_masters
+        )
         self._numel = numel
         self._make = optimizer_maker(optimizer_class, groups)
         self._flat: dict[str, Chunked] = {MASTER: self._masters}
         self._num_steps = [0] * len(pieces)
-        self._scaled: set[int] = set()  # starts of offers that were multiplied in place
         self._ahead: list[int] = []  # pieces updated ahead of the decision
-        self._made: list[tuple[_Part, str]] = []  # states that the last step has made
+        self._made: list[tuple[Part, str]] = []  # states that the last step has made
         self._parts = [self._divide(i, *piece) for i, piece in enumerate(pieces)]  # by piece
         self._members: list[list[nn.Parameter]] = [[] for _ in groups]
         for parts in self._parts:
@@ -147,10 +106,10 @@ class DeviceTier(FlatTier):
             if device.type not in ("cpu", "meta"):
                 self._make_states()
 
-    def _divide(self, piece: int, start: int, stop: int, group: int) -> list[_Part]:
+    def _divide(self, piece: int, start: int, stop: int, group: int) -> list[Part]:
         bounds = [*range(start, stop, self.turn_numel), stop]
         return [
-            _Part(piece, low, high, group, nn.Parameter(self._masters.one(low, high)), {})
+            Part(piece, low, high, group, nn.Parameter(self._masters.one(low, high)), {})
             for low, high in pairwise(bounds)
         ]
 
@@ -168,7 +127,7 @@ class DeviceTier(FlatTier):
             for part in parts:
                 self._give_state(part)
 
-    def _give_state(self, part: _Part) -> bool:
+    def _give_state(self, part: Part) -> bool:
         """Give the optimizer a state of zeros. Return whether it starts from one."""
         assert self._optimizer is not None
         initial = self._initial.get((part.param.dtype, part.group))
@@ -186,7 +145,7 @@ class DeviceTier(FlatTier):
             self._optimizer.state[part.param] = state
         return True
 
-    def _state_of(self, part: _Part, name: str) -> Tensor:
+    def _state_of(self, part: Part, name: str) -> Tensor:
         return self._flat[name].one(part.start, part.stop)
 
     def reserve(self, grads: Sequence[tuple[int, int, torch.dtype]]) -> None:
@@ -206,14 +165,6 @@ class DeviceTier(FlatTier):
             "optimizer_states": states,
             "buffers": list(self._widened.values()),
         }
-
-    def offer_grad(self, start: int, grad: Tensor) -> None:
-        super().offer_grad(start, grad)
-        self._scaled.discard(start)
-
-    def discard_grads(self) -> None:
-        super().discard_grads()
-        self._scaled.clear()
 
     def step(
         self, groups: Sequence[Mapping[str, Any]], active: Sequence[int], *, grad_scale: float
@@ -269,7 +220,7 @@ class DeviceTier(FlatTier):
             return
         for own, given in zip(self._optimizer.param_groups, groups, strict=True):
             own.update({k: v for k, v in given.items() if k != "params"})
-        starts = self._starts_of(active)
+        starts = self._starts_of(self._parts[i][0].start for i in active)
         self._scale(starts, factor)
         self._downloads.order_before_update()
         self._made.clear()
@@ -283,22 +234,6 @@ class DeviceTier(FlatTier):
             self._num_steps[piece] += 1
         self._publish(plan.copies)
 
-    def _starts_of(self, active: Sequence[int]) -> list[int]:
-        """Return the starts of the offers that hold the gradients of the pieces."""
-        offered = sorted(self._grads)
-        firsts = (self._parts[i][0].start for i in active)
-        return sorted({offered[bisect_right(offered, first) - 1] for first in firsts})
-
-    def _scale(self, starts: Sequence[int], factor: Tensor | float) -> None:
-        """Multiply the offers that are not widened, each once."""
-        if isinstance(factor, float) and factor == 1.0:
-            return
-        for start in starts:
-            grad = self._grads[start]
-            if start not in self._scaled and grad.dtype == self._master_dtype(start):
-                grad.mul_(factor)
-                self._scaled.add(start)
-
     def _plan_of(self, active: Sequence[int], starts: Sequence[int]) -> _Plan:
         """Return the turns and copies of a step over ``active``, with the offers at ``starts``."""
         key = (tuple(active), tuple((start, self._grads[start].numel()) for start in starts))
@@ -308,78 +243,44 @@ class DeviceTier(FlatTier):
                 for start in starts
                 for copy in self._copies(start, start + self._grads[start].numel())
             ]
-            self._plan = _Plan(key, self._turns(active, starts), copies)
+            due = (
+                Due(part, offer, self._states_of(part), self._has_state(part))
+                for i in active
+                for offer in (starts[bisect_right(starts, self._parts[i][0].start) - 1],)
+                for part in self._parts[i]
+            )
+            turns = divide(due, num_groups=len(self._members), limit=self.turn_numel)
+            self._plan = _Plan(key, turns, copies)
         return self._plan
 
     def _is_first(self, active: Sequence[int]) -> bool:
         """Whether the optimizer will make states."""
         return not all(self._num_steps[i] or self._has_state(self._parts[i][0]) for i in active)
 
-    def _has_state(self, part: _Part) -> bool:
+    def _has_state(self, part: Part) -> bool:
         is_given = self._initial.get((part.param.dtype, part.group)) is not None
         return is_given or self._num_steps[part.piece] > 0
 
-    def _states_of(self, part: _Part) -> set[str]:
+    def _states_of(self, part: Part) -> set[str]:
         """Return the names of the elementwise states that the optimizer has."""
         assert self._optimizer is not None
         state = self._optimizer.state.get(part.param, {})
         return {name for name, value in state.items() if _is_elementwise(part.param, value)}
 
-    def _turns(self, active: Sequence[int], starts: Sequence[int]) -> list[_Turn]:
-        """Divide the parts of the pieces into turns. See [Note: turns]."""
-        turns: list[_Turn] = []
-        for piece in active:
-            offer = starts[bisect_right(starts, self._parts[piece][0].start) - 1]
-            for part in self._parts[piece]:
-                if not turns or self._is_full(turns[-1], part, offer):
-                    turns.append(_Turn([], [[] for _ in self._members], []))
-                turn = turns[-1]
-                turn.parts.append(part)
-                turn.members[part.group].append(part.param)
-                if not turn.extents or turn.extents[-1][0] != offer:
-                    turn.extents.append([offer, part.start, part.start])
-                    turn.sizes.append([])
-                place = turn.places[-1] + 1 if turn.places else 0
-                if part.start > turn.extents[-1][2]:
-                    turn.sizes[-1].append(part.start - turn.extents[-1][2])
-                    place += 1
-                turn.sizes[-1].append(part.stop - part.start)
-                turn.places.append(place)
-                turn.extents[-1][2] = part.stop
-        return turns
-
-    def _is_full(self, turn: _Turn, part: _Part, offer: int) -> bool:
-        """Whether ``part`` of the gradient offered at ``offer`` begins another turn.
-
-        The states that an optimizer makes in its first step are moved to the flat buffers offer by
-        offer: those of one take little memory, those of all as much as all states once more.
-        """
-        last, start, _ = turn.extents[-1]
-        if self._states_of(part) != self._states_of(turn.parts[-1]):
-            return True  # torch's fused SGD makes the states of all of a call, or of none
-        if last != offer:
-            before, start = turn.extents, part.start
-            if not self._has_state(part):
-                return True
-        else:
-            before = turn.extents[:-1]
-        taken = sum(_aligned(high - low) for _, low, high in before)
-        return taken + _aligned(part.stop - start) > self.turn_numel
-
-    def _take_grads(self, turn: _Turn, factor: Tensor | float) -> list[Tensor]:
+    def _take_grads(self, turn: Turn, factor: Tensor | float) -> list[Tensor]:
         """Return the gradient of each part of a turn, widened into the common buffer if need be.
 
         Nothing is kept of it: what is offered may be other memory in each step.
         """
         views: list[Tensor] = []
-        place = dict.fromkeys(self.master_dtypes, 0)
+        place: Counter[torch.dtype] = Counter()
         for (offer, start, stop), sizes in zip(turn.extents, turn.sizes, strict=True):
             dtype = self._master_dtype(start)
             grad = self._grads[offer][start - offer : stop - offer]
             if grad.dtype != dtype:
                 low = place[dtype]
                 wide = self._buffer(dtype)[low : low + stop - start]
-                place[dtype] += _aligned(stop - start)
+                place[dtype] += aligned(stop - start)
                 wide.copy_(grad)  # before it is unscaled: small values survive
                 if not (isinstance(factor, float) and factor == 1.0):
                     wide.mul_(factor)
@@ -395,7 +296,7 @@ class DeviceTier(FlatTier):
             self._widened[dtype] = torch.empty(numel, dtype=dtype, device=self._device)
         return self._widened[dtype]
 
-    def _run(self, turn: _Turn, factor: Tensor | float) -> None:
+    def _run(self, turn: Turn, factor: Tensor | float) -> None:
         """Update the parts of one turn."""
         optimizer = self._optimizer
         assert optimizer is not None
@@ -451,7 +352,7 @@ class DeviceTier(FlatTier):
             else:
                 self._restore_state(part, scalars)
 
-    def _clear_state(self, part: _Part) -> None:
+    def _clear_state(self, part: Part) -> None:
         assert self._optimizer is not None  # there is a piece
         for name in self._flat:
             if name != MASTER:
@@ -460,7 +361,7 @@ class DeviceTier(FlatTier):
             self._optimizer.state[part.param] = self._initial_state(part)
             self._flatten_state(part)
 
-    def _restore_state(self, part: _Part, scalars: Mapping[str, float]) -> None:
+    def _restore_state(self, part: Part, scalars: Mapping[str, float]) -> None:
         assert self._optimizer is not None  # there is a piece
         self._optimizer.state[part.param] = state = {}
         # As torch's own load_state_dict does: these kernels read the count on the device.
@@ -484,14 +385,14 @@ class DeviceTier(FlatTier):
             for dtype in dict.fromkeys(master.dtype for _, master in self._masters.chunks)
         }
 
-    def _initial_state(self, part: _Part) -> dict[str, Any]:
+    def _initial_state(self, part: Part) -> dict[str, Any]:
         """Return the initial state of a part: empty, or for instance Adagrad's sum."""
         assert self._optimizer is not None
         group = self._optimizer.param_groups[part.group]
         fresh = self._make([{**group, "params": [part.param]}])
         return dict(fresh.state.get(part.param, {}))
 
-    def _flatten_state(self, part: _Part) -> None:
+    def _flatten_state(self, part: Part) -> None:
         """Move state that the optimizer has just made into the flat buffers."""
         assert self._optimizer is not None
         state = self._optimizer.state[part.param]
@@ -525,101 +426,5 @@ class DeviceTier(FlatTier):
         return Chunked(sorted(found, key=lambda chunk: chunk[0]))
 
 
-class Bf16Tier(DeviceTier):
-    """The same with bf16 shards as their own master weights. States are bf16 then, too."""
-
-    master_dtypes = (*DeviceTier.master_dtypes, torch.bfloat16)
-
-
-def widened_numel(sizes: Iterable[int]) -> int:
-    """Return the elements that gradients of ``sizes`` take one after another, each aligned."""
-    return sum(map(_aligned, sizes))
-
-
-def optimizer_options(
-    optimizer_class: type[torch.optim.Optimizer], groups: Sequence[Mapping[str, Any]]
-) -> dict[str, Any]:
-    """Return the first group's settings that the optimizer's constructor takes."""
-    names = [name for name in inspect.signature(optimizer_class).parameters if name != "params"]
-    return {name: groups[0][name] for name in names if name in groups[0]}
-
-
-def optimizer_maker(
-    optimizer_class: type[torch.optim.Optimizer], groups: Sequence[Mapping[str, Any]]
-) -> partial[torch.optim.Optimizer]:
-    """Return the optimizer's class with the options of ``groups``, to be called with groups.
-
-    Some options count when the optimizer is made, not per group: Adagrad's initial sum.
-    """
-    make: Any = optimizer_class  # each class types its own options
-    return partial(make, **optimizer_options(optimizer_class, groups))
-
-
-def probe_states(
-    make: partial[torch.optim.Optimizer],
-    groups: Sequence[Mapping[str, Any]],
-    device: torch.device,
-    dtype: torch.dtype = torch.float32,
-    shape: tuple[int, ...] = (2,),
-) -> dict[str, torch.dtype]:
-    """Return the elementwise states of a parameter of ``dtype``, found by a step of its own.
-
-    ``make`` is the result of `optimizer_maker`, ``shape`` that of the parameter.
-    """
-    found: dict[str, torch.dtype] = {}
-    for group in groups:
-        probe = nn.Parameter(torch.zeros(shape, dtype=dtype, device=device))
-        probe.grad = torch.zeros_like(probe)
-        optimizer = make([{**group, "params": [probe]}])
-        optimizer.step()
-        state = optimizer.state.get(probe, {})
-        found |= {
-            k: v.dtype for k, v in state.items() if isinstance(v, Tensor) and v.shape == shape
-        }
-    return found
-
-
-def probe_initial_state(
-    make: partial[torch.optim.Optimizer],
-    group: Mapping[str, Any],
-    device: torch.device,
-    dtype: torch.dtype,
-) -> dict[str, Any] | None:
-    """Return the state of zeros from which a parameter starts as from none, or None.
-
-    Found by two steps over two elements, from none and from zeros.
-    """
-    grad = torch.tensor([0.5, -3.0], dtype=dtype, device=device)
-
-    def step(zeros: Mapping[str, Any] | None) -> tuple[Tensor, dict[str, Any]]:
-        probe = nn.Parameter(torch.tensor([1.0, -0.75], dtype=dtype, device=device))
-        optimizer = make([{**group, "params": [probe]}])
-        if zeros:
-            optimizer.state[probe] = {k: _copy(v) for k, v in zeros.items()}
-        probe.grad = grad.clone()
-        optimizer.step()
-        return probe.detach(), dict(optimizer.state.get(probe, {}))
-
-    expected, state = step(None)
-    zeros = {
-        name: torch.zeros_like(value) if isinstance(value, Tensor) else value
-        for name, value in state.items()
-    }
-    found, from_zeros = step(zeros)
-    is_same = torch.equal(found, expected) and all(
-        torch.equal(from_zeros[name], value) if isinstance(value, Tensor) else value is None
-        for name, value in state.items()
-    )
-    return zeros if is_same else None
-
-
-def _copy(value: object) -> object:
-    return value.clone() if isinstance(value, Tensor) else value
-
-
 def _is_elementwise(param: Tensor, value: object) -> bool:
     return isinstance(value, Tensor) and value.shape == param.shape
-
-
-def _aligned(numel: int) -> int:
-    return -(-numel // _ALIGNMENT) * _ALIGNMENT

@@ -9,7 +9,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import nn
 
-from zero_core.config import Config, OffloadOptimizerConfig, OptimizerConfig
+from zero_core.config import Config, OptimizerConfig
 from zero_core.errors import ConfigError
 from zero_core.optim.adam import Adam
 from zero_core.optim.lion import Lion
@@ -62,6 +62,13 @@ class _DeclaresElementwise(Protocol):
 
 
 @runtime_checkable
+class _DeclaresGroups(Protocol):
+    """Optimizer that declares of each group whether its update is elementwise."""
+
+    def is_elementwise_group(self, group: Mapping[str, Any]) -> bool: ...
+
+
+@runtime_checkable
 class _DeclaresKernel(Protocol):
     """Optimizer class that declares whether a host kernel computes its update."""
 
@@ -77,6 +84,19 @@ def is_elementwise(optimizer_class: type[torch.optim.Optimizer]) -> bool:
     declared: object = optimizer_class
     is_declared = isinstance(declared, _DeclaresElementwise) and declared.is_elementwise is True
     return optimizer_class in _ELEMENTWISE or is_declared
+
+
+def elementwise_groups(optimizer: torch.optim.Optimizer) -> frozenset[int]:
+    """Return the groups whose update the optimizer declares to be elementwise, by their number.
+
+    It declares them by ``is_elementwise_group(group)``, as `zero_core.optim.muon.Muon` does. In a
+    step it may be given slices of their parameters, 1-D.
+    """
+    declared: object = optimizer
+    if not isinstance(declared, _DeclaresGroups):
+        return frozenset()
+    groups = enumerate(optimizer.param_groups)
+    return frozenset(number for number, g in groups if declared.is_elementwise_group(g))
 
 
 def check_served(optimizer_class: type[torch.optim.Optimizer]) -> None:
@@ -101,7 +121,7 @@ def check_served(optimizer_class: type[torch.optim.Optimizer]) -> None:
 
 
 def check_whole_update(
-    offload: OffloadOptimizerConfig, optimizer: torch.optim.Optimizer, *, has_factory: bool
+    config: Config, optimizer: torch.optim.Optimizer, *, has_factory: bool
 ) -> None:
     """Refuse what is served for elementwise optimizers alone, for one that is not.
 
@@ -116,9 +136,12 @@ def check_whole_update(
         "state_dtype": ("float32",),
         "update_in_backward": (None, False),
     }
-    found = offload.model_dump(include=set(served))
+    found = config.zero_optimization.offload_optimizer.model_dump(include=set(served))
+    given = {key: f"offload_optimizer.{key}" for key in served}
+    if config.bf16.bf16_optimizer_states:  # it is read as that
+        given["state_dtype"] = "bf16.bf16_optimizer_states with offload_optimizer.state_dtype"
     wrong = [
-        f"offload_optimizer.{key} = {found[key]!r}"
+        f"{given[key]} = {found[key]!r}"
         for key, values in served.items()
         if found[key] not in values
     ] + ["a state_tier"] * has_factory

@@ -9,17 +9,15 @@ step; and so for a shard of any dtype that is on another device than the update.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Sequence
-from typing import ClassVar
+from collections.abc import Collection, Iterable, Sequence
 
 import torch
 from torch import Tensor
 
+from zero_core.config import master_dtype
 from zero_core.protocols import ParamStore
 
 MASTER = "master_weight"
-WIDE = (torch.float32, torch.float64)
-"""Dtypes of which a parameter is its own master weight."""
 
 
 class Chunked:
@@ -65,8 +63,6 @@ class FlatTier:
     """Master weights of a local flat space, on the device that updates them."""
 
     owns_grads = False
-    master_dtypes: ClassVar[tuple[torch.dtype, ...]] = WIDE
-    """Dtypes of shards that are their own master weights. Those of others are fp32."""
 
     def __init__(
         self,
@@ -74,31 +70,51 @@ class FlatTier:
         params: Sequence[tuple[int, Tensor]],
         device: torch.device,
         param_store: ParamStore | None,
+        own_masters: Collection[torch.dtype],
     ) -> None:
-        """Allocate master weights on ``device``. See `zero_core.protocols.StateTierFactory`."""
+        """Allocate master weights on ``device``. See `zero_core.protocols.StateTierFactory`.
+
+        Shards of the dtypes ``own_masters`` are their own master weights. Those of others are fp32.
+        """
         self._device = device
+        self._own_masters = own_masters
         self._published = Chunked(params)
         self._store = param_store
         self._masters = Chunked(
             [(start, self._master_of(shard, device)) for start, shard in params]
         )
         self._grads: dict[int, Tensor] = {}
+        self._scaled: set[int] = set()  # starts of offers that were multiplied in place
         self._downloads = _Downloads(device)
 
     def _master_of(self, shard: Tensor, device: torch.device) -> Tensor:
-        dtype = self._dtype_of_masters(shard.dtype)
+        dtype = master_dtype(shard.dtype, self._own_masters)
         if shard.is_meta:
             return torch.zeros(shard.numel(), dtype=dtype, device=device)
         return shard.to(device, dtype)
 
-    def _dtype_of_masters(self, dtype: torch.dtype) -> torch.dtype:
-        return dtype if dtype in self.master_dtypes else torch.float32
-
     def offer_grad(self, start: int, grad: Tensor) -> None:
         self._grads[start] = grad
+        self._scaled.discard(start)
 
     def discard_grads(self) -> None:
         self._grads.clear()
+        self._scaled.clear()
+
+    def _starts_of(self, firsts: Iterable[int]) -> list[int]:
+        """Return the starts of the offers that hold the gradients of the elements ``firsts``."""
+        offered = sorted(self._grads)
+        return sorted({offered[bisect_right(offered, first) - 1] for first in firsts})
+
+    def _scale(self, starts: Sequence[int], factor: Tensor | float) -> None:
+        """Multiply the offers that are not widened, each once."""
+        if isinstance(factor, float) and factor == 1.0:
+            return
+        for start in starts:
+            grad = self._grads[start]
+            if start not in self._scaled and grad.dtype == self._master_dtype(start):
+                grad.mul_(factor)
+                self._scaled.add(start)
 
     def read_grad(self, start: int, stop: int) -> Tensor:
         grads = Chunked([(s, self._grads[s]) for s in sorted(self._grads)])

@@ -22,6 +22,8 @@ _BY_PARAMETER = ("torch.", "torchao.", "bitsandbytes.", "transformers.", "zero_c
 """Modules whose optimizers update each parameter by itself, and need no trial."""
 _SHAPES = ((4, 4), (4, 6))
 _NUM_STEPS = 4
+_RATE = 1e-3
+"""Learning rate of a trial where the optimizer's is 0."""
 _TOLERANCE = 1e-3
 """Of an update, relative. Matrix kernels may round otherwise from call to call."""
 
@@ -37,6 +39,9 @@ def mixes_parameters(optimizer: torch.optim.Optimizer) -> bool:
         alone = [_updates(optimizer, (number,))[number] for number in both]
     except Exception as error:  # whatever an unknown class does with two matrices
         _warn_untried(kind, f"it fails with {type(error).__name__}: {error}")
+        return False
+    if not any(update.any() for update in together):
+        _warn_untried(kind, "its step changes none of them")
         return False
     if not all(map(torch.equal, together, again)):
         _warn_untried(kind, "its updates are random")
@@ -72,21 +77,37 @@ def _updates(optimizer: torch.optim.Optimizer, with_grad: tuple[int, ...]) -> li
 
 
 def _copy_over(
-    optimizer: torch.optim.Optimizer, params: list[nn.Parameter]
+    optimizer: torch.optim.Optimizer,
+    params: list[nn.Parameter],
+    memo: dict[int, Any] | None = None,
 ) -> torch.optim.Optimizer:
     """Return a copy of ``optimizer`` with the settings of its first group, over ``params``.
 
-    Its constructor is not called: what it was called with is not known.
+    Its constructor is not called: what it was called with is not known. Optimizers that it holds
+    are copied so too. ``memo`` has what the copy shares with that of the optimizer around it.
     """
     groups = optimizer.param_groups
+    memo = {} if memo is None else memo
+    given = [p for group in groups for p in group["params"]]
+    for number, param in enumerate(given):  # the model is neither copied nor changed
+        is_tried = number < len(params)
+        stand_in = params[number] if is_tried else nn.Parameter(torch.empty(0))
+        memo.setdefault(id(param), stand_in)
+    memo |= {id(param): param for param in params}
+    if id(groups) not in memo:
+        rate = {"lr": _RATE} if groups[0].get("lr") == 0 else {}  # before a warm-up
+        first = {key: value for key, value in groups[0].items() if key != "params"}
+        memo[id(groups)] = [{**copy.deepcopy(first, memo), **rate, "params": params}]
+    for inner in vars(optimizer).values():
+        if isinstance(inner, torch.optim.Optimizer) and id(inner) not in memo:
+            memo[id(inner)] = _copy_over(inner, params, memo)
     own: dict[str, Any] = {
         **vars(optimizer),
-        "param_groups": [{**groups[0], "params": params}],
+        "param_groups": groups,
         "state": defaultdict(dict),
         **{name: OrderedDict() for name in vars(optimizer) if name.endswith("_hooks")},
     }
     own.pop("step", None)  # a schedule's wrapper, bound to the original
-    kept = {id(p): p for group in groups for p in group["params"]}  # the model is not copied
     made: torch.optim.Optimizer = object.__new__(type(optimizer))
-    vars(made).update(copy.deepcopy(own, {**kept, **{id(p): p for p in params}}))
+    vars(made).update(copy.deepcopy(own, memo))
     return made

@@ -84,6 +84,10 @@ class Muon(BaseOptimizer):
                         "and is no matrix: put it into a group without"
                     )
 
+    def is_elementwise_group(self, group: Mapping[str, Any]) -> bool:
+        """Whether the update of ``group`` is elementwise: see `zero_core.optim.factory`."""
+        return not group["use_muon"]
+
     def _update(self) -> None:
         for group in self.param_groups:
             params = [p for p in group["params"] if p.grad is not None]

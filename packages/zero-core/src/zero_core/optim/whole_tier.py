@@ -7,18 +7,28 @@ owner gathers the master weights and gradients of its divided parameters, the op
 them, and the new values return to the ranks that hold them. Where every rank has the whole state
 (stage 0, one rank) each updates everything, and nothing is sent.
 
+Parameters in groups that the optimizer declares elementwise (`zero_core.optim.factory`) have no
+owner: each rank updates its slice of them, and has the slice's state.
+
 The optimizer is the one that was given to ``build``, over the model's own parameters. For the time
-of its step the parameters that this rank owns hold their whole master weights and gradients, and
-all others have no gradient, which every optimizer leaves alone. So shapes, groups, hooks, counters
-in groups and whatever an optimizer keeps by parameter are as without an engine.
+of its step the parameters that this rank owns hold their whole master weights and gradients, those
+that are sliced hold its slice, 1-D, and all others have no gradient, which every optimizer leaves
+alone. So shapes, groups, hooks, counters in groups and whatever an optimizer keeps by parameter are
+as without an engine.
+
+[Note: rounds]
+Divided parameters are exchanged in rounds of consecutive segments, whose parameters together are no
+larger than those of the largest segment. So beside the parameters that it owns, a rank has what one
+round sends and receives. Parameters without a gradient are not sent.
 
 Unlike in other tiers, ``step`` is a collective: every rank calls it once per step.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -27,9 +37,9 @@ from torch import Tensor
 from zero_core._torch import inner_tensors, pytree
 from zero_core.comm.control import ControlGroup
 from zero_core.comm.meter import WHOLES, Meter
+from zero_core.config import master_dtype
 from zero_core.layout.arithmetic import Layout, Piece
 from zero_core.layout.owners import Share, Whole, assign_owners
-from zero_core.optim.device_tier import Bf16Tier
 from zero_core.optim.flat_tier import MASTER, Chunked, FlatTier
 from zero_core.protocols import ParamStore
 
@@ -53,6 +63,8 @@ class WholeTier(FlatTier):
         param_store: ParamStore | None,
         optimizer: torch.optim.Optimizer,
         model_params: Sequence[Tensor],
+        sliced: Collection[int],
+        own_masters: Collection[torch.dtype],
     ) -> None:
         """Make this rank's tier.
 
@@ -65,44 +77,57 @@ class WholeTier(FlatTier):
             param_store: as for `zero_core.protocols.StateTierFactory`.
             optimizer: over the model's parameters; its states move to ``device``.
             model_params: the model's parameters, in the order of the layout.
+            sliced: numbers of the parameters of which each rank updates its slice.
+            own_masters: as for `zero_core.optim.flat_tier.FlatTier`.
         """
-        super().__init__(params=params, device=device, param_store=param_store)
+        super().__init__(
+            params=params, device=device, param_store=param_store, own_masters=own_masters
+        )
         self._layout = layout
         self._optimizer = optimizer
         self._model_params = model_params
         self._pieces = layout.pieces(control.rank, is_sharded=is_sharded)
         self._num_steps = [0] * len(self._pieces)
         self._piece_of = {piece.param: piece for piece in self._pieces}
-        wholes = assign_owners(layout)
+        self._sliced = [piece for piece in self._pieces if piece.param in sliced]
+        wholes = assign_owners(layout, sliced=sliced)
         self._owners = {whole.param: whole.owner for whole in wholes}
         self._updated = [w.param for w in wholes if not is_sharded or w.owner == control.rank]
-        divided = [whole for whole in wholes if is_sharded and whole.is_divided]
-        dtypes = [self._dtype_of_masters(layout.segments[w.segment].dtype) for w in divided]
+        rounds = rounds_of(layout, wholes) if is_sharded else []
         self._exchanges = [
             _Exchange(
-                [w for w, d in zip(divided, dtypes, strict=True) if d == dtype],
-                dtype,
+                members,
+                torch.empty(0, dtype=master_dtype(dtype, own_masters), device=device),
                 control,
                 meter,
             )
-            for dtype in dict.fromkeys(dtypes)
+            for dtype, members in rounds
         ]
         for number, param in enumerate(model_params):
             state = optimizer.state.pop(param, None)
             if state and number in self._updated:
                 self.write_whole_state(number, state)
+            elif state and number in sliced and number in self._piece_of:
+                self._give_state(number, self._sliced_state(number, state))
 
     # ------------------------------------------------------------------- step
 
     def step(
         self, groups: Sequence[Mapping[str, Any]], active: Sequence[int], *, grad_scale: float
     ) -> None:
-        """Update as the protocol says, as a collective. ``groups`` are the optimizer's own."""
+        """Update as the protocol says, as a collective. ``groups`` are the optimizer's own.
+
+        An error of the optimizer is raised on the ranks that it has one on. The others wait for the
+        new values, until the collectives' timeout.
+
+        Raises:
+            CollectiveError: another rank did not take part.
+        """
         self._downloads.order_before_update()
+        offered = self._starts_of(self._pieces[index].start for index in active)
+        self._scale(offered, grad_scale)
         used = {self._pieces[index].param for index in active}
-        wholes = self._gather(used, grad_scale)
-        self._update(wholes)
-        self._return(used, wholes)
+        self._return(used, self._update(self._gather(used, grad_scale)))
         for index in active:
             self._num_steps[index] += 1
         starts = {self._masters.index_of(self._pieces[index].start) for index in active}
@@ -110,89 +135,141 @@ class WholeTier(FlatTier):
         self._publish([c for s, m in chunks for c in self._copies(s, s + m.numel())])
 
     def _gather(self, used: set[int], factor: float) -> dict[int, tuple[Tensor, Tensor]]:
-        """Return values and gradient of the used parameters that this rank updates, 1-D."""
+        """Return values and gradient of what this rank updates of the used parameters, 1-D."""
         offers = Chunked([(start, self._grads[start]) for start in sorted(self._grads)])
+        pieces = [self._piece_of[param] for param in sorted(used)]
         own = {
-            param: self._own_part(self._piece_of[param], offers, factor) for param in sorted(used)
+            p.param: (self._masters.one(p.start, p.stop), offers.one(p.start, p.stop))
+            for p in pieces
         }
+        found: dict[int, tuple[Tensor, Tensor]] = {}
         for exchange in self._exchanges:
-            own |= exchange.to_owners(own)
-        return {param: own[param] for param in self._updated if param in used}
+            found |= exchange.to_owners(own, factor)
+        alone = {piece.param for piece in self._sliced}.union(self._updated).difference(found)
+        for param in sorted(used & alone):
+            master, grad = own[param]
+            if grad.dtype != master.dtype or grad.device != master.device:
+                wide = torch.empty_like(master)
+                _put((master, grad), (master, wide), factor)
+                grad = wide
+            found[param] = master, grad
+        return found
 
-    def _own_part(self, piece: Piece, offers: Chunked, factor: float) -> tuple[Tensor, Tensor]:
-        """Return this rank's master weights of a parameter, and its gradient times ``factor``."""
-        master = self._masters.one(piece.start, piece.stop)
-        offered = offers.one(piece.start, piece.stop)
-        grad = offered.to(master.device, master.dtype)  # before it is unscaled
-        if factor != 1.0:
-            grad = grad * factor
-        return master, grad
-
-    def _update(self, wholes: Mapping[int, tuple[Tensor, Tensor]]) -> None:
-        """Run the optimizer over 1-D values and gradients, and update the values in place."""
+    def _update(self, found: Mapping[int, tuple[Tensor, Tensor]]) -> dict[int, Tensor]:
+        """Run the optimizer over 1-D values and gradients. Return the values, updated in place."""
         lent = {}
-        for number, (values, grad) in wholes.items():
-            shape = self._layout.params[number].shape
+        for number, (values, grad) in found.items():
+            shape = self._lent_shape(number)
             lent[self._model_params[number]] = values.view(shape), grad.view(shape)
         with _lending(self._model_params, lent):
             self._optimizer.step()
             for param, (values, _) in lent.items():
                 if param.data_ptr() != values.data_ptr():  # some optimizers assign new memory
                     values.copy_(param.detach())
+        return {param: values for param, (values, _) in found.items()}
 
-    def _return(self, used: set[int], wholes: Mapping[int, tuple[Tensor, Tensor]]) -> None:
+    def _lent_shape(self, param: int) -> tuple[int, ...]:
+        """Return the shape in which the optimizer sees a parameter, or this rank's slice of it."""
+        piece, spec = self._piece_of[param], self._layout.params[param]
+        is_whole = param in self._owners or piece.stop - piece.start == spec.numel
+        return spec.shape if is_whole else (piece.stop - piece.start,)
+
+    def _return(self, used: set[int], values: Mapping[int, Tensor]) -> None:
         """Send the new values of divided parameters to the ranks that hold them."""
-        values = {param: whole[0] for param, whole in wholes.items()}
         for exchange in self._exchanges:
-            for param, part in exchange.from_owners(values).items():
-                if param in used:
-                    piece = self._piece_of[param]
-                    self._masters.one(piece.start, piece.stop).copy_(part)
+            for param, part in exchange.from_owners(values, used).items():
+                piece = self._piece_of[param]
+                self._masters.one(piece.start, piece.stop).copy_(part)
 
     # ----------------------------------------------------------------- states
 
     def state_names(self) -> Sequence[str]:
-        return [MASTER]
+        return list(dict.fromkeys([MASTER, *(n for p in self._sliced for n in self._states_of(p))]))
+
+    def _states_of(self, piece: Piece) -> dict[str, Tensor]:
+        """Return the elementwise states of a slice, 1-D."""
+        shape = self._lent_shape(piece.param)
+        return {
+            name: value.detach().view(-1)
+            for name, value in self._kept(piece.param).items()
+            if isinstance(value, Tensor) and value.shape == shape and name != "step"
+        }
+
+    def _kept(self, param: int) -> dict[str, Any]:
+        """Return what the optimizer keeps for a parameter."""
+        found: dict[str, Any] = self._optimizer.state.get(self._model_params[param], {})
+        return found
 
     def read_state(self, name: str, start: int, stop: int) -> Tensor:
-        self._check_name(name)
-        return self._masters.read(start, stop)
+        if name == MASTER:
+            return self._masters.read(start, stop)
+        found = torch.zeros(stop - start, dtype=self._master_dtype(start))
+        for piece in self._sliced:
+            low, high = max(start, piece.start), min(stop, piece.stop)
+            if low < high and name in (states := self._states_of(piece)):
+                found[low - start : high - start] = states[name][
+                    low - piece.start : high - piece.start
+                ]
+        return found
 
     def write_state(self, name: str, start: int, values: Tensor) -> None:
-        self._check_name(name)
-        self._write_master(start, values)
-
-    def _check_name(self, name: str) -> None:
-        if name != MASTER:
-            raise KeyError(f"{name!r}: states of {type(self._optimizer).__name__} are not sliced")
+        if name == MASTER:
+            self._write_master(start, values)
+            return
+        stop = start + values.numel()
+        pieces = [p for p in self._sliced if p.start <= start and stop <= p.stop]
+        if not pieces:
+            kind = type(self._optimizer).__name__
+            raise KeyError(f"{name!r}: states of {kind} are whole here, not sliced")
+        piece = pieces[0]
+        if name not in self._states_of(piece):
+            master = self._masters.one(piece.start, piece.stop)
+            state = self._optimizer.state[self._model_params[piece.param]]
+            state[name] = torch.zeros_like(master).view(self._lent_shape(piece.param))
+        self._states_of(piece)[name][start - piece.start : stop - piece.start] = values
 
     def device_tensors(self) -> dict[str, list[Tensor]]:
         """Return all tensors: see `zero_core.protocols.DeviceMemory`."""
-        states = [self.read_whole_state(param) for param in self._updated]
+        states = [self._kept(param) for param in self._piece_of]
         return {
             "master_weights": [tensor for _, tensor in self._masters.chunks],
             "optimizer_states": [tensor for state in states for tensor in _tensors_in(state)],
         }
 
     def read_scalars(self, piece: int) -> Mapping[str, float]:
-        return {"num_steps": float(self._num_steps[piece])}
+        scalars = {"num_steps": float(self._num_steps[piece])}
+        param = self._pieces[piece].param
+        if param not in self._owners:
+            scalars |= {
+                name: float(value)
+                for name, value in self._kept(param).items()
+                if name not in self._states_of(self._pieces[piece])
+            }
+        return scalars
 
     def write_scalars(self, piece: int, scalars: Mapping[str, float]) -> None:
         self._num_steps[piece] = int(scalars["num_steps"])
+        param = self._pieces[piece].param
         if not self._num_steps[piece]:
-            self._optimizer.state.pop(self._model_params[self._pieces[piece].param], None)
+            self._optimizer.state.pop(self._model_params[param], None)
+        elif param not in self._owners:
+            values = {k: torch.tensor(v) for k, v in scalars.items() if k != "num_steps"}
+            self._give_state(param, {**self._kept(param), **values})
 
-    def owner_of(self, param: int) -> int:
-        return self._owners[param]
+    def owner_of(self, param: int) -> int | None:
+        return self._owners.get(param)
 
     def updated_params(self) -> Sequence[int]:
         return self._updated
 
     def read_whole_state(self, param: int) -> Mapping[str, Any]:
-        state: Mapping[str, Any] = self._optimizer.state.get(self._model_params[param], {})
-        return state
+        return self._kept(param)
 
     def write_whole_state(self, param: int, state: Mapping[str, Any]) -> None:
+        self._give_state(param, state)
+
+    def _give_state(self, param: int, state: Mapping[str, Any]) -> None:
+        """Give the optimizer the state of a parameter. Its tensors move to the tier's device."""
         owner = self._model_params[param]
         (group,) = [g for g in self._optimizer.param_groups if any(p is owner for p in g["params"])]
         # As torch's own load_state_dict does: these kernels read the count on the device.
@@ -202,97 +279,187 @@ class WholeTier(FlatTier):
             for name, value in state.items()
         }
 
+    def _sliced_state(self, param: int, state: Mapping[str, Any]) -> dict[str, Any]:
+        """Return this rank's part of a whole state."""
+        piece, shape = self._piece_of[param], self._layout.params[param].shape
+        stop = piece.offset + piece.stop - piece.start
+        return {
+            name: value.reshape(-1)[piece.offset : stop].clone().view(self._lent_shape(param))
+            if isinstance(value, Tensor) and value.shape == shape and name != "step"
+            else value
+            for name, value in state.items()
+        }
 
-class Bf16WholeTier(WholeTier):
-    """The same with bf16 shards as their own master weights. States are bf16 then, too."""
 
-    master_dtypes = Bf16Tier.master_dtypes
+def rounds_of(layout: Layout, wholes: Sequence[Whole]) -> list[tuple[torch.dtype, list[Whole]]]:
+    """Return the dtype and the divided parameters of each round. See [Note: rounds]."""
+    divided = [whole for whole in wholes if whole.is_divided]
+    segments = [list(members) for _, members in groupby(divided, key=lambda w: w.segment)]
+    limit = max(map(_numel, segments), default=0)
+    rounds: list[tuple[torch.dtype, list[Whole]]] = []
+    for members in segments:
+        dtype = layout.segments[members[0].segment].dtype
+        if rounds and rounds[-1][0] == dtype and _numel(rounds[-1][1] + members) <= limit:
+            rounds[-1][1].extend(members)
+        else:
+            rounds.append((dtype, members))
+    return rounds
+
+
+def step_bytes(
+    layout: Layout,
+    *,
+    is_sharded: bool,
+    is_apart: bool,
+    sliced: Collection[int],
+    dtypes: Mapping[int, tuple[torch.dtype, torch.dtype]],
+) -> tuple[int, int]:
+    """Return the bytes that a step takes for its time, of the rank that takes the most of each.
+
+    Args:
+        layout: of the model.
+        is_sharded: as for `WholeTier`, as is ``sliced``.
+        is_apart: whether the update is on another device than the gradients.
+        sliced: see above.
+        dtypes: of master weights and of offered gradients, by trainable segment.
+
+    Returns:
+        Bytes of whole parameters and of widened gradients, where the update is; and bytes of what
+        the largest round sends and receives.
+    """
+    wholes = assign_owners(layout, sliced=sliced)
+    divided = [whole for whole in wholes if is_sharded and whole.is_divided]
+    divided_params = {whole.param for whole in divided}
+    kept = [0] * layout.world_size
+    for rank in range(layout.world_size):
+        for piece in layout.pieces(rank, is_sharded=is_sharded):
+            master, offered = dtypes[piece.segment]
+            if piece.param not in divided_params and (is_apart or offered != master):
+                kept[rank] += (piece.stop - piece.start) * master.itemsize
+    for whole in divided:
+        kept[whole.owner] += 2 * whole.numel * dtypes[whole.segment][0].itemsize
+    messages = [0]
+    for _, members in rounds_of(layout, divided):
+        width = 2 * dtypes[members[0].segment][0].itemsize
+        moved = [0] * layout.world_size
+        for whole in members:
+            for share in whole.shares:
+                if share.rank != whole.owner:
+                    moved[share.rank] += width * share.numel
+                    moved[whole.owner] += width * share.numel
+        messages.append(max(moved))
+    return max(kept), max(messages)
+
+
+def _numel(wholes: Sequence[Whole]) -> int:
+    return sum(whole.numel for whole in wholes)
+
+
+_Parcel = tuple[int, int, Share]
+"""Another rank, and the part of a parameter that travels from or to it."""
 
 
 class _Exchange:
-    """Exchange of the divided parameters whose master weights have one dtype."""
+    """Exchange of the divided parameters of one round."""
 
     def __init__(
-        self, wholes: Sequence[Whole], dtype: torch.dtype, control: ControlGroup, meter: Meter
+        self, wholes: Sequence[Whole], like: Tensor, control: ControlGroup, meter: Meter
     ) -> None:
-        self._dtype = dtype
+        """Exchange ``wholes``. Master weights are ``like`` it in dtype and device."""
+        self._like = like
         self._control = control
         self._meter = meter
-        rank, size = control.rank, control.world_size
+        rank = control.rank
         self._owned = [whole for whole in wholes if whole.owner == rank]
         self._own_share = {w.param: s for w in self._owned for s in w.shares if s.rank == rank}
         away = [(w, share) for w in wholes for share in w.shares if share.rank != w.owner]
         # What this rank holds for other owners, by owner, and what others hold for it, by holder.
-        self._held = sorted(
+        self._held: list[_Parcel] = sorted(
             ((w.owner, w.param, s) for w, s in away if s.rank == rank), key=lambda part: part[0]
         )
-        self._missing = sorted(
+        self._missing: list[_Parcel] = sorted(
             ((s.rank, w.param, s) for w, s in away if w.owner == rank), key=lambda part: part[0]
         )
-        self._numels = [[0] * size for _ in range(size)]  # [holder][owner]
-        for whole, share in away:
-            self._numels[share.rank][whole.owner] += share.numel
 
     def to_owners(
-        self, parts: Mapping[int, tuple[Tensor, Tensor]]
+        self, parts: Mapping[int, tuple[Tensor, Tensor]], factor: float
     ) -> dict[int, tuple[Tensor, Tensor]]:
-        """Send this rank's ``parts``, master weights and gradients, to their owners.
+        """Send this rank's ``parts`` to their owners, gradients as `_put` has them.
+
+        ``parts`` are the master weights and the gradient, 1-D, of the parameters that are updated.
 
         Returns:
-            Those of each whole parameter of ``parts`` that this rank owns.
+            Both of each whole parameter that this rank owns.
         """
-        sent = [
-            row
-            for _, param, share in self._held
-            for row in parts.get(param, (self._nothing(share),) * 2)
-        ]
-        arrived = self._send(sent, [[2 * numel for numel in row] for row in self._numels])
+        arrived = self._send_parts(parts, factor)
         found = {}
         for whole in self._owned:
             if whole.param in parts:
-                rows, share = parts[whole.param], self._own_share[whole.param]
                 # Two tensors, each aligned: matrix kernels may round otherwise elsewhere.
-                full = rows[0].new_empty(whole.numel), rows[1].new_empty(whole.numel)
-                for into, row in zip(full, rows, strict=True):
-                    into[share.start : share.stop] = row
+                full = self._like.new_empty(whole.numel), self._like.new_empty(whole.numel)
+                share = self._own_share[whole.param]
+                _put(parts[whole.param], [row[share.start : share.stop] for row in full], factor)
                 found[whole.param] = full
         at = 0
         for _, param, share in self._missing:
-            if param in found:
-                arriving = arrived[at : at + 2 * share.numel].view(2, share.numel)
-                for into, row in zip(found[param], arriving, strict=True):
+            if param in parts:
+                rows = arrived[at : at + 2 * share.numel].view(2, share.numel)
+                for into, row in zip(found[param], rows, strict=True):
                     into[share.start : share.stop] = row
-            at += 2 * share.numel
+                at += 2 * share.numel
         return found
 
-    def from_owners(self, values: Mapping[int, Tensor]) -> dict[int, Tensor]:
+    def _send_parts(self, parts: Mapping[int, tuple[Tensor, Tensor]], factor: float) -> Tensor:
+        held = [parcel for parcel in self._held if parcel[1] in parts]
+        missing = [parcel for parcel in self._missing if parcel[1] in parts]
+        sent = self._like.new_empty(2 * sum(share.numel for _, _, share in held))
+        at = 0
+        for _, param, share in held:
+            rows = sent[at : at + 2 * share.numel].view(2, share.numel)
+            _put(parts[param], rows.unbind(), factor)
+            at += 2 * share.numel
+        return self._exchange(sent, held, missing, rows=2)
+
+    def from_owners(self, values: Mapping[int, Tensor], used: set[int]) -> dict[int, Tensor]:
         """Send ``values`` of whole parameters that this rank owns to those that hold a part.
 
         Returns:
-            This rank's part of each divided parameter, of 0 where its owner has no value.
+            This rank's part of each divided parameter that is ``used``.
         """
-        sent = [
-            values[param][share.start : share.stop] if param in values else self._nothing(share)
-            for _, param, share in self._missing
-        ]
-        arrived = self._send(sent, [list(column) for column in zip(*self._numels, strict=True)])
-        sizes = [share.numel for _, _, share in self._held]
-        pieces = zip(self._held, torch.split(arrived, sizes), strict=True)
+        held = [parcel for parcel in self._held if parcel[1] in used]
+        missing = [parcel for parcel in self._missing if parcel[1] in used]
+        sent = [values[param][share.start : share.stop] for _, param, share in missing]
+        flat = torch.cat([self._like, *sent])
+        arrived = self._exchange(flat, missing, held, rows=1)
+        sizes = [share.numel for _, _, share in held]
+        pieces = zip(held, torch.split(arrived, sizes), strict=True)
         found = {param: part for (_, param, _), part in pieces}
         for param, share in self._own_share.items():
-            if param in values:
+            if param in used:
                 found[param] = values[param][share.start : share.stop]
         return found
 
-    def _nothing(self, share: Share) -> Tensor:
-        return torch.zeros(share.numel, dtype=self._dtype)
+    def _exchange(
+        self, sent: Tensor, to: Sequence[_Parcel], of: Sequence[_Parcel], *, rows: int
+    ) -> Tensor:
+        """Send ``rows`` of each parcel ``to`` others, and return those ``of`` others."""
+        rank, size = self._control.rank, self._control.world_size
+        numels = [[0] * size for _ in range(size)]
+        for peer, _, share in to:
+            numels[rank][peer] += rows * share.numel
+        for peer, _, share in of:
+            numels[peer][rank] += rows * share.numel
+        self._meter.add_all_to_all(WHOLES, sent.nbytes)
+        return self._control.exchange(sent, numels)
 
-    def _send(self, parts: Sequence[Tensor], numels: Sequence[Sequence[int]]) -> Tensor:
-        device = next((part.device for part in parts if not part.is_cpu), torch.device("cpu"))
-        empty = torch.empty(0, dtype=self._dtype, device=device)
-        flat = torch.cat([empty, *(part.to(device) for part in parts)])
-        self._meter.add_all_to_all(WHOLES, flat.nbytes)
-        return self._control.exchange(flat, numels)
+
+def _put(part: tuple[Tensor, Tensor], into: Sequence[Tensor], factor: float) -> None:
+    """Copy master weights and gradient. A narrower gradient is multiplied by ``factor``."""
+    (master, grad), (values, wide) = part, into
+    values.copy_(master)
+    wide.copy_(grad)  # before it is unscaled: small values survive
+    if grad.dtype != wide.dtype and factor != 1.0:  # others are multiplied in place
+        wide.mul_(factor)
 
 
 @contextmanager

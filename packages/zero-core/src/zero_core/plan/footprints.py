@@ -115,10 +115,12 @@ class WholeFootprint:
 
     Attributes:
         kept: bytes of host memory by kind.
+        on_device: bytes on the device by kind.
         moved: bytes per step from the device to the host and back.
     """
 
     kept: Mapping[str, int]
+    on_device: Mapping[str, int]
     moved: tuple[int, int]
 
     def planned_ratio(self, params: Sequence[tuple[str, int]]) -> float:
@@ -131,7 +133,7 @@ class WholeFootprint:
         return dict(self.kept)
 
     def device_bytes(self, ratio: float) -> dict[str, int]:
-        return {}
+        return dict(self.on_device)
 
     def link_bytes(self, ratio: float) -> tuple[int, int]:
         return self.moved

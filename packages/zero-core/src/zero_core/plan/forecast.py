@@ -3,7 +3,8 @@
 [Note: where the numbers come from]
 Parameters, gradients and pools: `zero_core.sharded.memory` itself, run on the meta device. Master
 weights and states on the device: the rules of `zero_core.optim.device_tier` over the same layout,
-with the states that the optimizer makes in a step on two elements. Offloaded state, offloaded
+with the states that the optimizer makes in a step on two elements; what whole parameters take in a
+step: `zero_core.optim.whole_tier`. Offloaded state, offloaded
 parameters and quantized collectives: the closed forms of the packages that serve them; see
 `zero_core.plan.footprints`. Activations: `zero_core.plan.activations`.
 
@@ -23,13 +24,10 @@ from zero_core.blueprint import Blueprint
 from zero_core.config import Config
 from zero_core.layout.arithmetic import Layout, Segment
 from zero_core.layout.discovery import compute_dtype
-from zero_core.optim.device_tier import (
-    TURN_NUMEL,
-    optimizer_maker,
-    probe_states,
-    widened_numel,
-)
 from zero_core.optim.factory import has_kernel_rule
+from zero_core.optim.probe import optimizer_maker, probe_states
+from zero_core.optim.turns import TURN_NUMEL, widened_numel
+from zero_core.optim.whole_tier import step_bytes
 from zero_core.plan.footprints import (
     CollectivesFootprint,
     Footprints,
@@ -42,6 +40,7 @@ from zero_core.sharded.memory import Memory
 from zero_core.sharded.param_offload import OffloadedSegments, offloaded_segments
 
 _META = torch.device("meta")
+_WHOLES = "whole parameters in a step"
 
 
 @dataclass(frozen=True)
@@ -116,6 +115,7 @@ class Forecast:
         self._spans = [
             (*span, drawn.layout.segments[index]) for index, span in memory.spans.items()
         ]
+        self._whole_bytes = None if drawn.updates_slices else self._bytes_of_wholes(drawn, memory)
         make = optimizer_maker(type(drawn.optimizer), drawn.groups)
         shape = (2,) if drawn.updates_slices else (2, 2)  # a matrix has factored states
         updated = config.master_dtype(torch.bfloat16)
@@ -169,6 +169,19 @@ class Forecast:
         )
         return made
 
+    def _bytes_of_wholes(self, drawn: Blueprint, memory: Memory) -> tuple[int, int]:
+        """Return what a step of whole parameters takes where it is, and its messages."""
+        return step_bytes(
+            self._layout,
+            is_sharded=memory.has_sharded_state,
+            is_apart=self._is_offloaded and self._is_accelerated,
+            sliced=drawn.sliced_params,
+            dtypes={
+                s.index: (self._config.master_dtype(s.dtype), self._gradients[s.index].offered)
+                for _, _, s in self._spans
+            },
+        )
+
     def _whole_footprint(self) -> WholeFootprint:
         """Return the bytes of whole parameters that are updated on the host."""
         kept = self._own_tier_bytes(0, self._numel)
@@ -180,7 +193,9 @@ class Forecast:
                 kept["master weights"] += numel * segment.dtype.itemsize
             down += numel * self._gradients[segment.index].offered.itemsize
             up += 0 if segment in self._resting else numel * segment.dtype.itemsize
-        return WholeFootprint({k: n for k, n in kept.items() if n}, (down, up))
+        assert self._whole_bytes is not None
+        on_device = {_WHOLES: self._whole_bytes[1] * self._is_accelerated}
+        return WholeFootprint({k: n for k, n in kept.items() if n}, on_device, (down, up))
 
     def _num_added(self) -> int:
         """Return how many gradients of each element the tier adds up in a step."""
@@ -204,28 +219,27 @@ class Forecast:
         host: dict[str, int] = {}
         kept = {"master weights": 0, "optimizer states": 0}  # in this order
         if self.tier is not None:
+            if self._is_accelerated and self._whole_bytes is None:
+                kept |= self._own_tier_bytes(*self.tier.device_span(ratio))
             kept |= self.tier.device_bytes(ratio)
             host = self.tier.host_bytes(ratio)
-            if self._is_accelerated:
-                kept |= self._own_tier_bytes(*self.tier.device_span(ratio))
         elif not self._is_offloaded:
             kept |= self._own_tier_bytes(0, self._numel)
         by_place = {**self._fixed, **kept}, {**host, **self._resting_bytes}
         return MemoryUse(*({k: n for k, n in kinds.items() if n} for kinds in by_place))
 
     def _own_tier_bytes(self, start: int, stop: int) -> dict[str, int]:
-        """Return the bytes of `zero_core.optim.device_tier` over ``[start, stop)``."""
+        """Return the bytes of the engine's own tier over ``[start, stop)``."""
         masters = sum(
             max(min(high, stop) - max(low, start), 0) * self._config.master_dtype(s.dtype).itemsize
             for low, high, s in self._spans
             if s.dtype != self._config.master_dtype(s.dtype) or s in self._resting
         )
         states = (stop - start) * self._state_bytes
-        return {
-            "master weights": masters,
-            "optimizer states": states,
-            "widened gradients": self._widened_bytes(start, stop),
-        }
+        kept = {"master weights": masters, "optimizer states": states}
+        if self._whole_bytes is not None:
+            return {**kept, _WHOLES: sum(self._whole_bytes)}
+        return {**kept, "widened gradients": self._widened_bytes(start, stop)}
 
     def _widened_bytes(self, start: int, stop: int) -> int:
         """Return the bytes of gradients that are widened to the dtype of the master weights."""

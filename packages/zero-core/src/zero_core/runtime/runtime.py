@@ -676,7 +676,7 @@ class Runtime:
             self._experts.decide(self._sink.num_ranks_with_grad, is_agreed=is_agreed)
 
     def _agree(self) -> None:
-        # A unit is sparse only if all ranks have entered its block: below 0, for the same checksum.
+        # A unit is sparse only if all ranks have entered its block: below 0, in the same set.
         entered = {~unit for unit in self._experts.entered}
         self._sink.agree(
             has_unreduced=self._reductions.has_unreduced,

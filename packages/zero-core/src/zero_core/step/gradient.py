@@ -107,7 +107,9 @@ class StepGradient:
         self._train = train
         self._config = config
         num_params = len(state.layout.params)
-        self._statistics = GradientStatistics(communicator, state.device, num_params, meter)
+        self._statistics = GradientStatistics(
+            communicator, state.device, num_params, len(state.layout.units), meter
+        )
         self._is_agreed = False  # the statistics are those of the gradient as it is
         spans = {flat.segment.index: flat.local_span for flat in state.params}
         self._starts = {index: span[0] for index, span in spans.items() if span is not None}

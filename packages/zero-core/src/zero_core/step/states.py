@@ -5,6 +5,8 @@ full    the whole parameter in its shape; every rank must call
 local   the part that this rank's optimizer state covers, 1-D: at stage 0 the whole parameter, else
         a slice, which may be empty. Of a state of whole parameters the owner has all, others none
 
+A state of whole parameters may have another shape than the parameter, and is returned in its own.
+
 Every rank must set its part of a state; parts that overlap (stage 0) must agree. ``"grad"`` is the
 step's gradient between the last backward and ``step``: unscaled, and clipped as far as it has been.
 All values are on the CPU, in fp32 (float64 for float64).
@@ -12,6 +14,8 @@ All values are on the CPU, in fp32 (float64 for float64).
 
 from __future__ import annotations
 
+import json
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -82,7 +86,7 @@ class StateAccess:
             ValueError: ``value`` does not have the parameter's shape.
         """
         grads, position = self._find_unreduced(name)
-        shape = self._shape(grads.param_numbers[position])
+        shape = self._state.layout.params[grads.param_numbers[position]].shape
         if value.shape != shape:
             raise ValueError(f"{name} has shape {shape}, found {tuple(value.shape)}")
         grads.replace_unreduced(position, value)
@@ -113,7 +117,8 @@ class StateAccess:
             what: "master_weight", "grad", or a state of the optimizer: "exp_avg", "exp_avg_sq", ...
 
         Raises:
-            KeyError: no such parameter or state, or a frozen parameter's gradient or state.
+            KeyError: no such parameter or state, a state that is no tensor, or a frozen parameter's
+                gradient or state.
             RuntimeError: the gradient is not complete here.
         """
         segment, slot = self._find(name, what)
@@ -125,7 +130,7 @@ class StateAccess:
         elif what == MASTER:
             own = _widened(self._state.own_slice(segment.index))
         else:
-            tier = self._whole_tier(what)
+            tier = self._whole_tier(slot.param, what)
             if tier is not None:
                 return self._get_whole(tier, slot.param, what)
             self._check_known(what)
@@ -137,9 +142,9 @@ class StateAccess:
         """Return this rank's part of ``what``, 1-D. For "grad" every rank must call it."""
         segment, slot = self._find(name, what, is_local=True)
         factor = self._complete_gradient() if what == GRAD else 1.0
-        tier = self._whole_tier(what)
+        tier = self._whole_tier(slot.param, what)
         if tier is not None:
-            found = _whole_state(tier, slot.param, what, self._shape(slot.param))
+            found = _whole_state(tier, slot.param, what)
             return torch.empty(0) if found is None else _widened(found.detach().cpu()).reshape(-1)
         piece = self._state.piece_of(slot.param)
         if piece is None:
@@ -163,12 +168,18 @@ class StateAccess:
         tier = self._state.tier
         if number is None or not tier.read_scalars(number)["num_steps"]:
             return {}
-        if isinstance(tier, WholeStateTier):
+        if isinstance(tier, WholeStateTier) and self.is_whole(name):
             kept = tier.read_whole_state(slot.param) if slot.param in tier.updated_params() else {}
-            return {n: v for n in kept if (v := self.get_local(name, n)).numel()}
+            return {n: self.get_local(name, n) for n, v in kept.items() if isinstance(v, Tensor)}
         piece = self._state.pieces[number]
         names = [what for what in tier.state_names() if what != MASTER]
         return {n: _widened(tier.read_state(n, piece.start, piece.stop)) for n in names}
+
+    def is_whole(self, name: str) -> bool:
+        """Whether one rank updates all of parameter ``name``, and has all of its state."""
+        _, slot = self._find(name, "state", is_local=True)
+        tier = self._state.tier
+        return isinstance(tier, WholeStateTier) and tier.owner_of(slot.param) is not None
 
     def scalars(self, name: str) -> Mapping[str, float]:
         """Return the numbers in this rank's state of parameter ``name``.
@@ -193,7 +204,7 @@ class StateAccess:
         """
         _, slot = self._find(name, "state", is_local=True)
         number, tier = self._state.piece_numbers.get(slot.param), self._state.tier
-        if isinstance(tier, WholeStateTier):
+        if isinstance(tier, WholeStateTier) and self.is_whole(name):
             if slot.param in tier.updated_params():
                 tier.write_whole_state(slot.param, states)
         elif number is not None:
@@ -217,14 +228,19 @@ class StateAccess:
         """Set ``what`` of parameter ``name``. Every rank must call it, with the same ``value``.
 
         Raises:
-            ValueError: ``value`` does not have the parameter's shape.
+            ValueError: ``value`` does not have the shape of the parameter, or of the whole state.
             KeyError, RuntimeError: as in `get_full`; or the parameter has no such state before its
                 first step.
         """
         segment, slot = self._find(name, what)
         spec = self._state.layout.params[slot.param]
-        if value.shape != spec.shape:
-            raise ValueError(f"{name} has shape {spec.shape}, found {tuple(value.shape)}")
+        tier = self._whole_tier(slot.param, what)
+        shape = spec.shape if tier is None else self._settable_shape(tier, slot.param, what)
+        if value.shape != shape:
+            raise ValueError(f"{name} has shape {shape}, found {tuple(value.shape)}")
+        if tier is not None:
+            _write_whole(tier, slot.param, what, value)
+            return
         if spec.is_opaque and value.dtype != spec.dtype:
             raise ValueError(f"{name} holds a quantizer's {spec.dtype}, found {value.dtype}")
         flat = spec.to_elements(value.detach())
@@ -233,10 +249,6 @@ class StateAccess:
             self._state.params[segment.index].write(slot.start, flat)
             self._runtime.values_replaced()
         else:
-            tier = self._whole_tier(what)
-            if tier is not None:
-                self._set_whole(tier, slot.param, flat, what)
-                return
             piece = self._state.piece_of(slot.param)
             part = flat[:0] if piece is None else flat[piece.offset :][: piece.stop - piece.start]
             self._set_part(segment, slot, part, what)
@@ -245,45 +257,67 @@ class StateAccess:
     def set_local(self, name: str, values: Tensor, what: str = MASTER) -> None:
         """Set this rank's part of ``what``. Every rank must call it, some with an empty part."""
         segment, slot = self._find(name, what, is_local=True)
-        tier, piece = self._whole_tier(what), self._state.piece_of(slot.param)
+        tier, piece = self._whole_tier(slot.param, what), self._state.piece_of(slot.param)
         numel = 0 if piece is None else piece.stop - piece.start
         if tier is not None:
-            is_here = slot.param in tier.updated_params()
-            numel = slot.stop - slot.start if is_here else 0
+            shape = self._settable_shape(tier, slot.param, what)
+            numel = math.prod(shape) if slot.param in tier.updated_params() else 0
         if values.shape != (numel,):
             raise ValueError(
                 f"rank {self._state.control.rank} has {numel} elements of {name}, found shape "
                 f"{tuple(values.shape)}"
             )
         if tier is not None:
-            self._set_whole(tier, slot.param, values.detach(), what)
+            _write_whole(tier, slot.param, what, values)
         else:
             self._set_part(segment, slot, values.detach(), what)
 
-    def _whole_tier(self, what: str) -> WholeStateTier | None:
+    def _whole_tier(self, param: int, what: str) -> WholeStateTier | None:
         """Return the state tier if ``what`` is a state that it keeps whole."""
         tier = self._state.tier
-        return tier if what not in (MASTER, GRAD) and isinstance(tier, WholeStateTier) else None
+        if what in (MASTER, GRAD) or not isinstance(tier, WholeStateTier):
+            return None
+        return None if tier.owner_of(param) is None else tier
 
-    def _shape(self, param: int) -> tuple[int, ...]:
-        return self._state.layout.params[param].shape
+    def _shape_of_whole(
+        self, tier: WholeStateTier, param: int, what: str
+    ) -> tuple[int, ...] | None:
+        """Return the shape of a whole state. Every rank must call it.
+
+        Returns:
+            None: the parameter has no such state, but another one has.
+
+        Raises:
+            KeyError: no parameter has such a state, or this one's is no tensor.
+        """
+        kept = [tier.read_whole_state(p) for p in tier.updated_params()]
+        is_known = what in tier.state_names() or any(what in state for state in kept)
+        own = tier.read_whole_state(param) if param in tier.updated_params() else {}
+        found = own.get(what)
+        kind = list(found.shape) if isinstance(found, Tensor) else type(found).__name__
+        row = json.dumps([is_known, kind if what in own else None])
+        rows = [json.loads(r) for r in self._state.control.gather_bytes(row.encode())]
+        if not any(is_known for is_known, _ in rows):
+            raise KeyError(_unknown(what))
+        shape: list[int] | str | None = rows[_owner(tier, param)][1]
+        if isinstance(shape, str):
+            name = self._state.layout.params[param].name
+            raise KeyError(f"state {what!r} of {name} is no tensor but a {shape}")
+        return None if shape is None else tuple(shape)
 
     def _get_whole(self, tier: WholeStateTier, param: int, what: str) -> Tensor:
         """Return a whole state of a parameter from its owner. Every rank must call it."""
-        shape, control = self._shape(param), self._state.control
-        found = _whole_state(tier, param, what, shape)
-        if not self._is_any(found is not None):
-            known = any(what in tier.read_whole_state(p) for p in tier.updated_params())
-            if not self._is_any(known):
-                raise KeyError(_unknown(what))
-            found = None  # of a parameter that was never updated
-        is_wide = self._state.layout.params[param].dtype == torch.float64
+        spec = self._state.layout.params[param]
+        shape = self._shape_of_whole(tier, param, what)
         full = torch.zeros(
-            shape, dtype=torch.float64 if is_wide else torch.float32, device=self._state.device
+            spec.shape if shape is None else shape,
+            dtype=torch.float64 if spec.dtype == torch.float64 else torch.float32,
+            device=self._state.device,
         )
+        found = _whole_state(tier, param, what)
         if found is not None:
             full.copy_(found.detach())
-        control.broadcast(full, source=tier.owner_of(param))
+        self._state.control.broadcast(full, source=_owner(tier, param))
         return full.cpu()
 
     def _complete_gradient(self) -> float:
@@ -325,13 +359,18 @@ class StateAccess:
         if what == MASTER:
             self._runtime.values_replaced()
 
-    def _set_whole(self, tier: WholeStateTier, param: int, flat: Tensor, what: str) -> None:
-        found = _whole_state(tier, param, what, self._shape(param))
-        if not self._is_any(found is not None):
-            self._check_stepped(param)
+    def _settable_shape(self, tier: WholeStateTier, param: int, what: str) -> tuple[int, ...]:
+        """Return the shape of a whole state that is there. Every rank must call it.
+
+        Raises:
+            KeyError: the parameter has no such state.
+            RuntimeError: it has none before its first step.
+        """
+        self._check_stepped(param)
+        shape = self._shape_of_whole(tier, param, what)
+        if shape is None:
             raise KeyError(_unknown(what))
-        if found is not None:
-            found.copy_(flat.view(found.shape))
+        return shape
 
     def _check_stepped(self, param: int) -> None:
         index = self._state.piece_numbers.get(param)
@@ -352,13 +391,22 @@ class StateAccess:
         self._runtime.gradient_replaced(grads, slot.param)
 
 
-def _whole_state(
-    tier: WholeStateTier, param: int, what: str, shape: tuple[int, ...]
-) -> Tensor | None:
-    """Return a state of a parameter's shape, if it is on this rank."""
+def _whole_state(tier: WholeStateTier, param: int, what: str) -> Tensor | None:
+    """Return a state of a whole parameter, if it is on this rank."""
     found = tier.read_whole_state(param).get(what) if param in tier.updated_params() else None
-    is_alike = isinstance(found, Tensor) and tuple(found.shape) == shape
-    return found if is_alike else None
+    return found if isinstance(found, Tensor) else None
+
+
+def _write_whole(tier: WholeStateTier, param: int, what: str, values: Tensor) -> None:
+    found = _whole_state(tier, param, what)
+    if found is not None:
+        found.copy_(values.detach().view(found.shape))
+
+
+def _owner(tier: WholeStateTier, param: int) -> int:
+    owner = tier.owner_of(param)
+    assert owner is not None, "asked for whole states alone"
+    return owner
 
 
 def _widened(values: Tensor) -> Tensor:

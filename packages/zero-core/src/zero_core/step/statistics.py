@@ -9,8 +9,6 @@ it reads. Meanwhile kernels may read the sum on the device.
 
 from __future__ import annotations
 
-import json
-import zlib
 from collections.abc import Collection
 
 import torch
@@ -19,25 +17,31 @@ from torch import Tensor
 from zero_core.comm.communicator import Communicator
 from zero_core.comm.meter import FACTS, Meter
 
-_SQUARE_SUM, _UNREDUCED, _TAIL_LATE, _LEFT_OUT, _WITH_GRAD, _FIRST_PARAM = 0, 1, 2, 3, 4, 5
+_SQUARE_SUM, _UNREDUCED, _TAIL_LATE, _WITH_GRAD, _FIRST_PARAM = 0, 1, 2, 3, 4
 
 
-def statistics_nbytes(num_params: int) -> int:
-    """Return the bytes that are summed over the ranks in a step of ``num_params`` parameters."""
-    return (_FIRST_PARAM + num_params) * torch.float64.itemsize
+def statistics_nbytes(num_params: int, num_units: int) -> int:
+    """Return the bytes that are summed over the ranks in a step of such a model."""
+    return (_FIRST_PARAM + num_params + 2 * num_units) * torch.float64.itemsize
 
 
 class GradientStatistics:
-    """One float64 vector per step: square sum of the gradient, flags, and users of parameters."""
+    """One float64 vector per step: square sum of the gradient, flags, and counts of ranks."""
 
     def __init__(
-        self, communicator: Communicator, device: torch.device, num_params: int, meter: Meter
+        self,
+        communicator: Communicator,
+        device: torch.device,
+        num_params: int,
+        num_units: int,
+        meter: Meter,
     ) -> None:
         self._communicator = communicator
         self._device = device
         self._meter = meter
         self._has_stream = device.type != "cpu"
-        numel = _FIRST_PARAM + num_params
+        self._first_unit = _FIRST_PARAM + num_params
+        numel = self._first_unit + 2 * num_units
         self._sent = torch.zeros(numel, dtype=torch.float64, pin_memory=self._has_stream)
         self._total = torch.zeros(numel, dtype=torch.float64, device=device)
         self._read = self._total
@@ -45,7 +49,6 @@ class GradientStatistics:
             self._read = torch.zeros(numel, dtype=torch.float64, pin_memory=True)
         self._event: torch.Event | None = None  # of a copy to the host that it has not read
         self._is_known = False
-        self._left_out = 0  # checksum of this rank's
 
     @property
     def is_known(self) -> bool:
@@ -59,7 +62,7 @@ class GradientStatistics:
         *,
         has_unreduced: bool,
         is_tail_late: bool,
-        left_out: frozenset[int],
+        left_out: Collection[int],
     ) -> None:
         """Start to sum the statistics over all ranks. Every rank must call it.
 
@@ -68,19 +71,19 @@ class GradientStatistics:
             params: numbers of the parameters with a gradient on this rank.
             has_unreduced: whether this rank has gradients that no reduction has carried.
             is_tail_late: whether this rank had a block's gradients before the tail's.
-            left_out: units that needed no gradient on this rank.
+            left_out: units of which all ranks must say the same, or none: ``unit`` needed no
+                gradient on this rank, ``~unit`` is an expert's and was entered.
         """
         self._wait()  # the upload of sums that nobody has read
         sent, total = self._sent, self._total
         sent.zero_()
         sent[_UNREDUCED] = float(has_unreduced)
         sent[_TAIL_LATE] = float(is_tail_late)
-        # Equal on all ranks if the sum is so many times this rank's: exact in float64.
-        self._left_out = zlib.crc32(json.dumps(sorted(left_out)).encode()) if left_out else 0
-        sent[_LEFT_OUT] = float(self._left_out)
         sent[_WITH_GRAD] = float(bool(params))
         if params:
             sent[_FIRST_PARAM + torch.tensor(sorted(params))] = 1.0
+        if left_out:  # ~unit counts from the end
+            sent[self._first_unit :][torch.tensor(sorted(left_out))] = 1.0
         total.copy_(sent, non_blocking=True)
         total[_SQUARE_SUM] = square_sums.sum()
         self._meter.add_all_reduce(FACTS, total.nbytes)
@@ -114,8 +117,9 @@ class GradientStatistics:
 
     @property
     def is_left_out_agreed(self) -> bool:
-        """Whether the same units needed no gradient on all ranks."""
-        return float(self._known()[_LEFT_OUT]) == self._left_out * self._communicator.world_size
+        """Whether all ranks have the same ``left_out``. All ranks get the same answer."""
+        counts = self._known()[self._first_unit :]
+        return bool(((counts == 0) | (counts == self._communicator.world_size)).all())
 
     @property
     def num_active_ranks(self) -> int:
@@ -125,7 +129,7 @@ class GradientStatistics:
     @property
     def num_ranks_with_grad(self) -> list[float]:
         """Number of ranks with a gradient of each parameter."""
-        found: list[float] = self._known()[_FIRST_PARAM:].tolist()
+        found: list[float] = self._known()[_FIRST_PARAM : self._first_unit].tolist()
         return found
 
     def _known(self) -> Tensor:

@@ -81,7 +81,11 @@ class LateLibrary:
 
     def exchange(self, out: Tensor, parts: Tensor, numels: Sequence[Sequence[int]]) -> Work:
         """See `DeviceLibrary`. It is an all-to-all of slices padded to the longest."""
-        size, longest = self.world_size, max(map(max, numels))
+        size, rank = self.world_size, self.rank
+        own = max(*numels[rank], *(row[rank] for row in numels))
+        longests = torch.empty(size, dtype=torch.int64, device=self._device)
+        self.all_gather(longests, torch.tensor([own], device=self._device)).wait()
+        longest = int(longests.max())
         padded, received = (
             torch.zeros(size, longest, dtype=parts.dtype, device=self._device) for _ in range(2)
         )
