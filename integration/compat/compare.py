@@ -111,6 +111,8 @@ class Sides:
             raise RankError(f"{len(found)} ranks of {RANKS} have results", "")
         if not found[0]["losses"]:
             raise RankError("it trained without a loss", "")
+        if min(len(rank["step_seconds"]) for rank in found) <= WARMUP_STEPS:
+            raise RankError(f"it took {WARMUP_STEPS} steps or fewer, of which none is timed", "")
         return Run(
             [rank["losses"] for rank in found],
             list(map(max, zip(*(rank["step_seconds"] for rank in found), strict=True))),
@@ -192,6 +194,10 @@ def compare(case: Case, rounds: int, sides: Sides) -> dict[str, Any]:
                 log = error.log[-LOG_LENGTH:]
                 return {**row, "failed": side, "failure": str(error), "log": log}
     theirs, ours = runs.values()
+    counts = {side: {len(x) for run in done for x in run.losses} for side, done in runs.items()}
+    if len(set().union(*counts.values())) > 1:
+        found = ", ".join(f"{side} has {sorted(number)}" for side, number in counts.items())
+        return {**row, "failed": OURS, "failure": f"numbers of losses differ: {found}", "log": ""}
     return {
         **row,
         "why_ddp": case.why_ddp,

@@ -49,7 +49,14 @@ class Ranks:
                     stderr=subprocess.STDOUT,
                     start_new_session=True,
                 )
-            ranks = dict(self._accept(server) for _ in range(num_ranks))
+            end = time.monotonic() + START_LIMIT_S
+            ranks: dict[int, socket.socket] = {}
+            try:
+                ranks.update(self._accept(server, end) for _ in range(num_ranks))
+            except BaseException:  # nobody has this object yet, to close it
+                self._ranks = list(ranks.values())
+                self.close()
+                raise
         self._ranks = [ranks[rank] for rank in range(num_ranks)]
 
     def run(
@@ -90,8 +97,7 @@ class Ranks:
             os.killpg(self._launcher.pid, signal.SIGKILL)
         self._launcher.wait()
 
-    def _accept(self, server: socket.socket) -> tuple[int, socket.socket]:
-        end = time.monotonic() + START_LIMIT_S
+    def _accept(self, server: socket.socket, end: float) -> tuple[int, socket.socket]:
         while not select.select([server], [], [], 1.0)[0]:
             if self._launcher.poll() is not None or time.monotonic() > end:
                 said = self._log.read_text(encoding="utf-8", errors="replace")

@@ -6,6 +6,7 @@ import itertools
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -59,7 +60,7 @@ class _Average:
         self.mean = state["mean"]
 
 
-def _engine(stage: int, seed: int = 0, **more: Any) -> Any:
+def _engine(stage: int, seed: int = 0, mpu: Any = None, **more: Any) -> Any:
     config = {
         "train_micro_batch_size_per_gpu": 3,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
@@ -67,7 +68,9 @@ def _engine(stage: int, seed: int = 0, **more: Any) -> Any:
         **more,
     }
     schedule = None if "scheduler" in more else lambda o: StepLR(o, 2, gamma=0.5)
-    engine, *_ = deepspeed.initialize(model=_Model(seed), config=config, lr_scheduler=schedule)
+    engine, *_ = deepspeed.initialize(
+        model=_Model(seed), config=config, lr_scheduler=schedule, mpu=mpu
+    )
     return engine
 
 
@@ -143,6 +146,18 @@ def _load(rank: int, world_size: int, folder: str) -> None:
     for name, value in engine.core.full_state_dict().items():
         assert torch.equal(value.float(), expected[name].float()), name
     engine.destroy()
+    if world_size == 3:
+        _save_on_some_ranks(rank, folder)
+
+
+def _save_on_some_ranks(rank: int, folder: str) -> None:
+    """Save an engine of two ranks, while the third one is elsewhere."""
+    group = dist.new_group([0, 1])
+    if rank < 2:
+        engine = _engine(1, mpu=SimpleNamespace(get_data_parallel_group=lambda: group))
+        engine.save_checkpoint(f"{folder}/some", tag=f"of_rank_{rank}")
+        assert engine.load_checkpoint(f"{folder}/some")[0] == f"{folder}/some/of_rank_0"
+        engine.destroy()
 
 
 def test_checkpoint_of_two_ranks_loads_on_one_and_on_three(tmp_path: Path) -> None:

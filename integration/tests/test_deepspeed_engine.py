@@ -21,6 +21,7 @@ from torch.utils.data import TensorDataset
 from zero_core import ConfigError
 from zero_core.testing import Case, batch, make_model, run_ddp, spawn
 from zero_engine import deepspeed
+from zero_engine.deepspeed.config import attributes
 from zero_engine.deepspeed.engine.facts import UNSERVED, Facts
 from zero_engine.deepspeed.errors import NotServedError
 
@@ -318,7 +319,9 @@ def test_single_keys_are_methods_too() -> None:
     assert engine.get_model_parallel_rank() == 0
     assert engine.torch_autocast_enabled() is False
     for path in _all_facts():
-        getattr(engine, path)()
+        value = getattr(engine, path)()
+        if path in attributes.NAMES and path != "torch_autocast_lower_precision_safe_modules":
+            assert value == getattr(engine._config, path), path
     engine.destroy()
 
 
@@ -534,8 +537,11 @@ def _evaluate(rank: int, world_size: int) -> None:
     assert not found.requires_grad
     with pytest.raises(RuntimeError, match="without an optimizer"):
         engine.backward(found.mean())
-    with pytest.raises(RuntimeError, match="without an optimizer"):
-        engine.step()
+    for call in (engine.step, lambda: engine.set_gradient_accumulation_boundary(True)):
+        with pytest.raises(RuntimeError, match="without an optimizer"):
+            call()
+    with pytest.raises(RuntimeError, match="without an optimizer"), engine.no_sync():
+        pass
     _train_with_further_engines(model, reference)
 
 

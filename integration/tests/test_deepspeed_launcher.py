@@ -20,7 +20,11 @@ from ports import free_port
 from torch.distributed.run import get_args_parser
 
 from zero_core.errors import ConfigError
-from zero_engine.script.deepspeed_options import add_options, carry_out
+from zero_engine.script.deepspeed_options import (
+    add_options,
+    carry_out,
+    process_number_saved,
+)
 from zero_engine.script.hook import hooked
 from zero_engine.script.hosts import filtered, read_host_file
 from zero_engine.script.run import run_program
@@ -70,6 +74,20 @@ def test_options_start_the_ranks_that_deepspeed_would(
     assert all(arguments == ["--epochs", "3", "--num_gpus=7"] for _, arguments in ranks)
     assert (ranks[0][0]["MASTER_PORT"] == port) == ("PORT" in options)
     assert ("--ssh_port has no effect" in done.stderr) == ("--ssh-port=22" in options)
+
+
+def test_a_stale_file_of_the_process_number_is_replaced() -> None:
+    path = Path("/tmp", f"{os.getpid()}.deepspeed")
+    path.write_text("of a process that was killed", encoding="utf-8")
+    with process_number_saved(is_asked=True):
+        assert path.read_text(encoding="utf-8") == str(os.getpid())
+    assert not path.exists()
+    path.mkdir()
+    try:
+        with pytest.raises(ConfigError, match="remove it"), process_number_saved(is_asked=True):
+            pass
+    finally:
+        path.rmdir()
 
 
 def test_nodes_without_ssh_are_parts_of_one_job(

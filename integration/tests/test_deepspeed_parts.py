@@ -17,6 +17,7 @@ from zero_engine.deepspeed.runtime.zero.offload_config import (
     OffloadDeviceEnum,
     OffloadStateTypeEnum,
 )
+from zero_engine.deepspeed.runtime.zero.partition_parameters import is_zero_param
 from zero_engine.deepspeed.runtime.zero.tiling import TiledLinear, TiledLinearReturnBias
 
 from zero_core import ConfigError
@@ -98,10 +99,15 @@ class _Asks:
 def _boundaries(rank: int, world_size: int) -> None:
     counts = [1, 3, 2]
     expected = _by_torch(world_size, counts, over=2)
-    for stage in range(4):
-        settings = {"managed_gradient_accumulation": False, "gradient_accumulation_steps": 2}
+    for stage, device in [*((stage, "none") for stage in range(4)), (1, "cpu"), (3, "cpu")]:
+        settings = {
+            "managed_gradient_accumulation": False,
+            "gradient_accumulation_steps": 2,
+            "check_grad_overflow": False,  # without clipping: units may be updated in backward
+            "zero_optimization": {"stage": stage, "offload_optimizer": {"device": device}},
+        }
         seen: list[bool] = []
-        engine = make(config=config(stage, **settings))
+        engine = make(config=config(**settings))
         engine.core.lr_scheduler = _Asks(engine, seen)
         number = itertools.count()
         for count in counts:
@@ -290,6 +296,35 @@ def test_the_configurations_optimizer_is_of_deepspeeds_class(
     assert isinstance(bare.optimizer, FusedAdam)
     torches = {"type": named, "params": {"torch_adam": True}}
     assert not isinstance(make(config=config(optimizer=torches)).basic_optimizer, FusedAdam)
+
+
+def test_a_step_needs_a_backward_where_the_optimizer_is_stepped() -> None:
+    engine = make()
+    engine.backward(engine(x(0)).mean())
+    engine.step()
+    with pytest.raises(RuntimeError, match="leave optimizer"):
+        engine.optimizer.step()
+    assert (engine.global_steps, engine.global_samples) == (1, 2)
+    engine.destroy()
+    with pytest.raises(RuntimeError, match="engine that was ended"):
+        engine.optimizer.step()
+
+
+def test_an_update_in_backward_needs_a_last_backward() -> None:
+    offload = {"device": "cpu", "update_in_backward": True}
+    zero = {"stage": 2, "offload_optimizer": offload}
+    with pytest.raises(ConfigError, match="leave one of the two out"):
+        make(config=config(managed_gradient_accumulation=False, zero_optimization=zero))
+
+
+def test_init_that_cannot_begin_leaves_none_active() -> None:
+    wrong: Any = "no group"
+    with pytest.raises(ValueError, match="not registered"):
+        deepspeed.zero.Init(data_parallel_group=wrong).__enter__()
+    assert not deepspeed.zero.Init.is_active()
+    with deepspeed.zero.Init():
+        made = nn.Linear(2, 2)
+    assert is_zero_param(made.weight)
 
 
 def test_the_loss_scaler_follows_the_engine() -> None:

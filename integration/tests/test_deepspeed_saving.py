@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import GPT2Config, GPT2LMHeadModel
 
+from zero_core import CheckpointError
 from zero_core.testing import spawn
 from zero_engine import deepspeed
 from zero_engine.deepspeed.utils.zero_to_fp32 import load_state_dict_from_zero_checkpoint
@@ -145,6 +146,12 @@ def _load(rank: int, world_size: int, folder: str) -> None:
         assert {p.grad is None for p in model.parameters()} == {True}
         model(_ids(0), labels=_ids(0)).loss.backward()  # a plain model
         assert {p.grad is None for p in model.parameters()} == {False}
+    with pytest.raises(CheckpointError, match="give the model whose engine saved it"):
+        load_state_dict_from_zero_checkpoint(torch.nn.Linear(2, 2), place)
+    model.extra = torch.nn.Linear(2, 2)
+    with _logged("zero_engine") as told:
+        load_state_dict_from_zero_checkpoint(model, place)
+    assert ["extra.weight, extra.bias" in line for line in told] == [True]
     with deepspeed.zero.Init():
         other = _model()
     _is_as(load_state_dict_from_zero_checkpoint(other, place).state_dict(), expected)

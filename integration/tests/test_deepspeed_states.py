@@ -85,6 +85,8 @@ def _read(rank: int, world_size: int) -> None:
                 assert first is None
                 continue
             torch.testing.assert_close(first, 0.1 * other.grad, rtol=1e-4, atol=1e-10)
+            mine.requires_grad_(False)  # what it was at initialize() counts
+            assert utils.safe_get_full_fp32_param(mine) is not None
             assert utils.safe_get_full_optimizer_state(mine, "no_such_state") is None
         engine.destroy()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 from typing import Any
 
 import pytest
@@ -264,6 +265,10 @@ def _what_scripts_ask(rank: int, world_size: int) -> None:
     assert not hasattr(own, "ds_tensor")
     assert is_zero_param(weight)
     assert not isinstance(weight, ShardedParameter)
+    assert "ds_tensor" not in vars(_Own)
+    assert "ds_external_parameters" not in vars(model)
+    if world_size == 1:  # otherwise its parameters are still sharded
+        assert len(pickle.loads(pickle.dumps(model))) == len(model)
 
 
 def _edits_that_would_be_lost(rank: int, world_size: int) -> None:

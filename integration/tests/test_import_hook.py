@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import json
 import os
@@ -14,7 +15,7 @@ import pytest
 from conftest import environment, run_program
 
 from zero_engine.deepspeed.refusal import reason_to_refuse
-from zero_engine.script.hook import ON_PATH, hooked
+from zero_engine.script.hook import ON_PATH, hooked, install
 from zero_engine.script.run import run_program as run_script
 
 SCRIPT = Path(__file__).parent / "scripts" / "sees_deepspeed.py"
@@ -62,6 +63,24 @@ def test_child_processes_get_the_hook(seen: dict[str, Any]) -> None:
 
 def test_sitecustomize_of_the_environment_still_runs(seen: dict[str, Any]) -> None:
     assert seen["hidden sitecustomize"] == "was run"
+
+
+def test_a_library_whose_release_is_not_known_is_imported_as_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    place = tmp_path / "pytorch_lightning" / "strategies"
+    place.mkdir(parents=True)
+    for folder in (place.parent, place):
+        (folder / "__init__.py").touch()
+    (place / "deepspeed.py").write_text("value = 7", encoding="utf-8")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
+    name = "pytorch_lightning.strategies.deepspeed"
+    install()
+    assert importlib.import_module(name).value == 7
+    assert [record.getMessage().split(" ", 1)[0] for record in caplog.records] == [name]
+    for imported in [n for n in sys.modules if n.partition(".")[0] == "pytorch_lightning"]:
+        del sys.modules[imported]
 
 
 @pytest.mark.parametrize(

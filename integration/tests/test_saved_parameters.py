@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import BackwardCFunction
 from torch.nn.parallel import DistributedDataParallel
 
 from zero_core.testing import LR, spawn
@@ -66,6 +67,7 @@ class _Model(nn.Module):
 def _trains(rank: int, world_size: int) -> None:
     from zero_engine import deepspeed
 
+    names = set(dir(Tensor))  # of which torch.compile takes each for an attribute of every tensor
     for is_tied in (True, False):
         torch.manual_seed(0)
         expected = DistributedDataParallel(_Model(is_tied=is_tied))
@@ -73,6 +75,7 @@ def _trains(rank: int, world_size: int) -> None:
         torch.manual_seed(0)
         model = _Model(is_tied=is_tied)
         engine, *_ = deepspeed.initialize(model=model, config=CONFIG)
+        assert set(dir(Tensor)) == names
         for step in range(2):
             ids = torch.arange(8) * (step + 2 + rank) % 13
             optimizer.zero_grad()
@@ -89,6 +92,7 @@ def _trains(rank: int, world_size: int) -> None:
         for name, value in engine.core.full_state_dict().items():
             assert torch.equal(value, expected.module.state_dict()[name]), name
         engine.destroy()
+    assert "saved_tensors" not in vars(BackwardCFunction)
     assert not hasattr(torch.ones(2), "ds_status")
     with pytest.raises(AttributeError, match="'Tensor' object has no attribute 'ds_status'"):
         _ = model.head.weight.data.ds_status

@@ -128,11 +128,21 @@ def carry_out(parsed: Namespace, parser: ArgumentParser, arguments: Sequence[str
 
 @contextmanager
 def process_number_saved(*, is_asked: bool) -> Iterator[None]:
-    """Keep this process's number in ``/tmp/NUMBER.deepspeed``, as DeepSpeed's ``--save_pid``."""
+    """Keep this process's number in ``/tmp/NUMBER.deepspeed``, as DeepSpeed's ``--save_pid``.
+
+    Raises:
+        ConfigError: the file cannot be made.
+    """
     path = Path("/tmp", f"{os.getpid()}.deepspeed")
     if is_asked:
-        with path.open("x", encoding="utf-8") as file:  # never through somebody else's link
-            file.write(str(os.getpid()))
+        try:
+            path.unlink(missing_ok=True)  # of a process that was killed and had the same number
+            with path.open("x", encoding="utf-8") as file:  # never through somebody else's link
+                file.write(str(os.getpid()))
+        except OSError as error:
+            raise ConfigError(
+                f"--save_pid: {path} cannot be made ({error}): remove it, or leave the option out"
+            ) from error
     try:
         yield
     finally:

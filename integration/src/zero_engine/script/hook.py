@@ -110,7 +110,17 @@ def _mended(
 
     def run_and_mend(module: ModuleType) -> None:
         run(module)
-        MENDS[fullname](module)
+        try:
+            MENDS[fullname](module)
+        except (AttributeError, ImportError) as error:  # the program may not use DeepSpeed at all
+            import logging
+
+            logging.getLogger("zero_engine").warning(
+                "%s is not of a release that is known here (%s): it stays as it is, and may not "
+                "work with this engine",
+                fullname,
+                error,
+            )
 
     # On this one loader: its class is the interpreter's.
     spec.loader.exec_module = run_and_mend  # type: ignore[method-assign]

@@ -16,10 +16,10 @@ import torch
 def mend(module: Any) -> None:
     """Change ``module``, ``lightning.*.strategies.deepspeed``: its accelerator may be the CPU."""
     cuda = module.CUDAAccelerator
-    accelerators = importlib.import_module(cuda.__module__.rpartition(".")[0])
-    # The module uses the name for isinstance() alone, which takes several classes.
-    module.CUDAAccelerator = (cuda, accelerators.CPUAccelerator)
+    cpu = importlib.import_module(cuda.__module__.rpartition(".")[0]).CPUAccelerator
     validate = module._validate_device_index_selection
+    # The module uses the name for isinstance() alone, which takes several classes.
+    module.CUDAAccelerator = (cuda, cpu)
 
     def validate_accelerators(devices: list[torch.device]) -> None:
         validate([device for device in devices if device.type != "cpu"])

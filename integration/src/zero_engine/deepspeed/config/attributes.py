@@ -96,7 +96,7 @@ def attribute(settings: Settings, name: str) -> Any:
         if not isinstance(found, Mapping) or key not in found:
             return default
         found = found[key]
-    return found
+    return default if found in (None, "auto") else found
 
 
 def _over(defaults: Mapping[str, Any], settings: Settings, block: str) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -79,7 +80,9 @@ class DeepSpeedConfig:
         self.scheduler_name, self.scheduler_params = self._named("scheduler")
 
     def _named(self, block: str) -> tuple[str | None, dict[str, Any] | None]:
-        given = self._param_dict.get(block) or {}
+        given = self._param_dict.get(block)
+        if not isinstance(given, Mapping):  # none, or "auto" that nothing has filled in
+            return None, None
         return given.get("type"), given.get("params")
 
     def __getattr__(self, name: str) -> Any:

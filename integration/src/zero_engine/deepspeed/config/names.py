@@ -148,8 +148,6 @@ def core_config(given: Mapping[str, Any], tell: Tell) -> dict[str, Any]:
     if "optimizer" in core:
         core["optimizer"] = _optimizer(core["optimizer"], tell)
         _apply_state_dtype(core, tell)
-    if not core.get("managed_gradient_accumulation", True):
-        _keep_updates_to_steps(core)
     return core
 
 
@@ -199,12 +197,23 @@ def keep_bf16_moments(core: dict[str, Any]) -> None:
         core[_ZERO] = {**zero, "offload_optimizer": {"state_dtype": "bfloat16", **offload}}
 
 
-def _keep_updates_to_steps(core: dict[str, Any]) -> None:
-    """Have offloaded units updated in ``step()``: any backward may be followed by another one."""
+def keep_updates_to_steps(core: dict[str, Any]) -> None:
+    """Have offloaded units updated in ``step()``: any backward may be followed by another one.
+
+    Raises:
+        ConfigError: ``update_in_backward`` asks for the contrary.
+    """
     zero = core.get(_ZERO, {})
     offload = zero.get("offload_optimizer", {})
-    if offload.get("device", "none") != "none":
-        core[_ZERO] = {**zero, "offload_optimizer": {**offload, "update_in_backward": False}}
+    if offload.get("device", "none") == "none":
+        return
+    if offload.get("update_in_backward"):
+        raise ConfigError(
+            f"{_ZERO}.offload_optimizer.update_in_backward = True needs to know a step's last "
+            "backward, and with managed_gradient_accumulation = False no backward is known to be "
+            "the last one: leave one of the two out"
+        )
+    core[_ZERO] = {**zero, "offload_optimizer": {**offload, "update_in_backward": False}}
 
 
 def _data_types(core: Mapping[str, Any]) -> dict[str, Any]:

@@ -18,7 +18,13 @@ import pydantic
 from zero_core.config import Config
 from zero_core.errors import ConfigError
 from zero_engine.deepspeed.config.keys import HONOURED, REFUSED, UNNEEDED, check_refused
-from zero_engine.deepspeed.config.names import Tell, core_config, modernise, without_auto
+from zero_engine.deepspeed.config.names import (
+    Tell,
+    core_config,
+    keep_updates_to_steps,
+    modernise,
+    without_auto,
+)
 from zero_engine.deepspeed.config.settings import Note, Settings, TagValidation
 from zero_engine.deepspeed.config.source import Source, load
 from zero_engine.monitoring.settings import (
@@ -66,6 +72,8 @@ def read(config: Source) -> Settings:
     comms = _parse(CommsLoggerSettings, own, "comms_logger")
     _tell_operations(comms, sorter.tell)
     flags = {path.rpartition(".")[2]: own[path] for path in _FLAGS if path in own}
+    if not flags.get("managed_gradient_accumulation", True):
+        keep_updates_to_steps(core)
     flags["wall_clock_breakdown"] = flags.get("wall_clock_breakdown", False) or flops.enabled
     return Settings(
         raw=raw,

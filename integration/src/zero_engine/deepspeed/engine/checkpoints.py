@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
@@ -82,8 +81,7 @@ class Checkpoints(Facts):
         write_stand_ins(place, rank=self.core.rank, stage=stage, is_bf16=is_bf16)
         if self.core.rank == 0:
             Path(save_dir, "zero_to_fp32.py").write_text(_SCRIPT, encoding="utf-8")
-        if self.world_size > 1:
-            dist.barrier()
+        self.core.sharded_state.control.barrier()
         return True
 
     def _warn_partial(self) -> None:
@@ -178,8 +176,7 @@ class Checkpoints(Facts):
                 save_file(without_ties(state), path, metadata={"format": "pt"})
             else:
                 torch.save(state, path)
-        if self.world_size > 1:
-            dist.barrier()
+        self.core.sharded_state.control.barrier()
         return True
 
     save_fp16_model = save_16bit_model
@@ -271,14 +268,11 @@ class TagMismatchError(CheckpointError, AssertionError):
 
 def _agreed_tag(engine: Checkpoints, tag: str) -> str:
     """Return rank 0's tag. ``checkpoint.tag_validation`` says what to do about other ones."""
-    if engine.world_size == 1:
-        return tag
     validation = engine.settings.tag_validation
-    tags: list[Any] = [None] * engine.world_size
-    dist.all_gather_object(tags, tag)
+    tags = [row.decode() for row in engine.core.sharded_state.control.gather_bytes(tag.encode())]
     if len(set(tags)) > 1 and validation != "IGNORE":
         text = f"the ranks save a checkpoint under different tags: {tags}; pass the same to all"
         if validation == "FAIL":
             raise TagMismatchError(text)
         _log.warning("%s. %r, rank 0's, is taken", text, tags[0])
-    return str(tags[0])
+    return tags[0]

@@ -170,6 +170,26 @@ class DeepSpeedEngine(Checkpoints, nn.Module):
         if is_boundary:
             self._end_step()
 
+    def optimizer_step(self) -> None:
+        """End the step, for `DeepSpeedOptimizer.step`. Every rank must call it.
+
+        Raises:
+            RuntimeError: further micro-steps are to come before the step, or no rank has a
+                gradient: ``step`` was called already.
+        """
+        core = self._live_core("optimizer.step")
+        if not core.is_gradient_accumulation_boundary():
+            raise RuntimeError(
+                "optimizer.step() between two steps, by gradient_accumulation_steps: call "
+                "engine.step() after each micro-step instead"
+            )
+        if not core.states.has_any_gradient():
+            raise RuntimeError(
+                "optimizer.step() without a backward since the last step: engine.step() has "
+                "stepped the optimizer, so leave optimizer.step() out"
+            )
+        self.step()
+
     @contextmanager
     def _stepping(self) -> Iterator[None]:
         self._is_stepping = True
@@ -226,15 +246,15 @@ class DeepSpeedEngine(Checkpoints, nn.Module):
         """Say whether the next backward is the last one of its step, until said otherwise.
 
         Raises:
-            RuntimeError: ``managed_gradient_accumulation`` is false.
+            RuntimeError: ``managed_gradient_accumulation`` is false, or the engine only evaluates.
         """
+        core = self._training_core("set_gradient_accumulation_boundary")
         if not self.settings.managed_gradient_accumulation:
             raise RuntimeError(
                 "set_gradient_accumulation_boundary() with managed_gradient_accumulation = false, "
                 "where each step() is the boundary: leave the call out"
             )
-        if isinstance(self.core, Engine):
-            self.core.set_gradient_accumulation_boundary(is_boundary)
+        core.set_gradient_accumulation_boundary(is_boundary)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the step's gradients where DeepSpeed has them on the parameters.
@@ -249,11 +269,16 @@ class DeepSpeedEngine(Checkpoints, nn.Module):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Keep gradients on the rank in this context. ``step`` must be called outside."""
+        """Keep gradients on the rank in this context. ``step`` must be called outside.
+
+        Raises:
+            RuntimeError: the engine only evaluates.
+        """
+        core = self._training_core("no_sync")
         before, self._is_quiet = self._is_quiet, True
         self._was_quiet = True
         try:
-            with self.core.no_sync() if isinstance(self.core, Engine) else nullcontext():
+            with core.no_sync():
                 yield
         finally:
             self._is_quiet = before

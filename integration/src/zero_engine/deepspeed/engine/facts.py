@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from zero_core import Config, Engine, ShardedModel
-from zero_engine.deepspeed.config import attributes
+from zero_engine.deepspeed.config.deepspeed_config import DeepSpeedConfig
 from zero_engine.deepspeed.config.settings import Settings
 from zero_engine.deepspeed.utils.groups import get_data_parallel_group
 
@@ -62,6 +62,11 @@ def _zero(name: str) -> _Method:
     return _key(f"zero_optimization.{name}")
 
 
+def _as_given(name: str) -> _Method:
+    """Return a method that returns attribute ``name`` of the configuration as it was given."""
+    return _value_of(f"_config.{name}")
+
+
 def _always(value: Any, why: str) -> _Method:
     """Return a method that returns ``value``. ``why`` becomes its docstring."""
 
@@ -83,6 +88,7 @@ class Facts:
     settings: Settings
     module: nn.Module
     client_optimizer: Any
+    _config: DeepSpeedConfig
 
     def _training_core(self, what: str) -> Engine:
         """Return the core, of which ``what`` is asked, if it trains."""
@@ -196,10 +202,8 @@ class Facts:
     zero_gather_16bit_weights_on_model_save = _value_of(
         "settings.gather_16bit_weights_on_model_save"
     )
-    zero_allow_untested_optimizer = _always(True, "any optimizer that steps on gradients is served")
-
-    def zero_force_ds_cpu_optimizer(self) -> bool:
-        return bool(self._given("zero_force_ds_cpu_optimizer", True))
+    zero_allow_untested_optimizer = _as_given("zero_allow_untested_optimizer")
+    zero_force_ds_cpu_optimizer = _as_given("zero_force_ds_cpu_optimizer")
 
     # -------------------------------------------------------------- precision
 
@@ -216,8 +220,7 @@ class Facts:
 
     def torch_autocast_lower_precision_safe_modules(self) -> list[str]:
         """Return the classes that were given, or DeepSpeed's. Autocast chooses by operation."""
-        given = self.core.config.torch_autocast.lower_precision_safe_modules
-        return list(given or _SAFE_MODULES)
+        return list(self._config.torch_autocast_lower_precision_safe_modules or _SAFE_MODULES)
 
     @property
     def communication_data_type(self) -> torch.dtype:
@@ -263,11 +266,11 @@ class Facts:
     flops_profiler_detailed = _value_of("settings.flops_profiler.detailed")
     flops_profiler_output_file = _value_of("settings.flops_profiler.output_file")
 
-    def checkpoint_tag_validation_enabled(self) -> bool:
-        return self.settings.tag_validation != "IGNORE"
-
-    def checkpoint_tag_validation_fail(self) -> bool:
-        return self.settings.tag_validation == "FAIL"
+    checkpoint_tag_validation_enabled = _as_given("checkpoint_tag_validation_enabled")
+    checkpoint_tag_validation_fail = _as_given("checkpoint_tag_validation_fail")
+    load_universal_checkpoint = _as_given("load_universal_checkpoint")
+    use_node_local_storage = _as_given("use_node_local_storage")
+    data_efficiency_enabled = _as_given("data_efficiency_enabled")
 
     # ------------------------------------------------------- what there is not
 
@@ -280,12 +283,9 @@ class Facts:
     managed_gradient_accumulation = _value_of("settings.managed_gradient_accumulation")
     postscale_gradients = _always(True, "sums are in fp32, either order gives the same")
     gradient_predivide_factor = _always(1.0, "sums are in fp32")
-    load_universal_checkpoint = _always(False, "every checkpoint is for any number of ranks")
-    use_node_local_storage = _always(False, "a checkpoint is one folder")
     autotuning_enabled = _always(False, "zero-engine plan says what fits")
     autotuning_profile_model_info = _always(False, "zero-engine plan says what fits")
     curriculum_learning_enabled = _always(False, "give a sampler of your own")
-    data_efficiency_enabled = _always(False, "give a sampler of your own")
     data_sampling_enabled = _always(False, "give a sampler of your own")
     random_ltd_enabled = _always(False, "it is not served")
     super_offload = _always(False, "it is not served")
@@ -300,21 +300,8 @@ class Facts:
         """Return ``optimizer.type``, in DeepSpeed's spelling, or the class of the one given."""
         if self.client_optimizer is not None:
             return type(self.client_optimizer).__name__
-        return attributes.optimizer_name(self._block("optimizer").get("type"))
+        return self._config.optimizer_name
 
-    def optimizer_params(self) -> dict[str, Any] | None:
-        return self._block("optimizer").get("params")
-
-    def scheduler_name(self) -> str | None:
-        return self._block("scheduler").get("type")
-
-    def scheduler_params(self) -> dict[str, Any] | None:
-        return self._block("scheduler").get("params")
-
-    def _given(self, key: str, default: Any) -> Any:
-        value = self.settings.raw.get(key, default)
-        return default if value in (None, "auto") else value
-
-    def _block(self, key: str) -> dict[str, Any]:
-        block: dict[str, Any] = self._given(key, {})
-        return block
+    optimizer_params = _as_given("optimizer_params")
+    scheduler_name = _as_given("scheduler_name")
+    scheduler_params = _as_given("scheduler_params")

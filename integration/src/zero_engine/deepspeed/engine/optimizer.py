@@ -14,6 +14,12 @@ from torch.utils.hooks import RemovableHandle
 from zero_core import Engine
 from zero_engine.deepspeed.engine.loss_scaler import LossScaler
 
+_EXTERNAL = "ds_external_parameters"
+
+
+def _no_parameters() -> Iterator[tuple[str, nn.Parameter]]:
+    return iter(())
+
 
 class ParameterOffload:
     """Holder of stage 3's hooks, which programs remove to generate with whole parameters.
@@ -33,7 +39,11 @@ class ParameterOffload:
         self.forward_hooks: list[RemovableHandle] = []
         self.backward_hooks: list[RemovableHandle] = []
         self.register(module)
-        vars(module)["ds_external_parameters"] = lambda: iter(())  # besides the module's own
+        vars(module)[_EXTERNAL] = _no_parameters  # besides the module's own
+
+    def remove(self) -> None:
+        """Take ``ds_external_parameters`` off the module."""
+        vars(self.module).pop(_EXTERNAL, None)
 
     def register(self, module: nn.Module, count: Any = None) -> None:
         """Put the hooks back. Programs call it by DeepSpeed's name."""
@@ -99,10 +109,10 @@ class OptimizerState(Mapping[nn.Parameter, dict[str, Any]]):
 
 
 class Stepping(Protocol):
-    """Protocol of the engine that `DeepSpeedOptimizer` reads and steps."""
+    """Protocol of the engine that `DeepSpeedOptimizer` steps."""
 
-    def step(self) -> None:
-        """End a micro-step."""
+    def optimizer_step(self) -> None:
+        """End a step, at an accumulation boundary."""
 
 
 class DeepSpeedOptimizer(torch.optim.Optimizer):
@@ -132,6 +142,7 @@ class DeepSpeedOptimizer(torch.optim.Optimizer):
         self.loss_scaler = LossScaler(core)
         if core.config.zero_optimization.stage == 3:
             self.parameter_offload = ParameterOffload(core.module)
+            core.remove_at_end([self.parameter_offload])
         # Last: what torch does above concerns this class.
         self._is_bare = not core.config.zero_optimization.stage and not core.config.compute_dtype
 
@@ -199,17 +210,18 @@ class DeepSpeedOptimizer(torch.optim.Optimizer):
 
         Raises:
             ValueError: there is a ``closure``.
-            RuntimeError: further micro-steps are to come before the step.
+            RuntimeError: further micro-steps are to come before the step, or no rank has a
+                gradient, or the engine has ended.
         """
         if closure is not None:
             raise ValueError("step(closure) cannot call the model again: run it before, and step()")
         engine = self._engine()
-        if engine is None or not self.is_gradient_accumulation_boundary:
+        if engine is None:
             raise RuntimeError(
-                "optimizer.step() between two steps, by gradient_accumulation_steps: call "
-                "engine.step() after each micro-step instead"
+                "optimizer.step() of an engine that is gone: keep what initialize() returned, as "
+                "the engine steps its optimizer"
             )
-        engine.step()
+        engine.optimizer_step()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the parameters' ``grad``. The engine's own gradients stay."""

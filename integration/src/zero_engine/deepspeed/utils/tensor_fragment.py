@@ -7,8 +7,10 @@ What there is none of is None: of a parameter that belongs to no engine, or is f
 before the first step, and of a gradient outside of the time between a step's last backward and
 ``step``. Within ``no_sync`` the full gradient is this rank's own, as DeepSpeed's ``param.grad`` is:
 the sum of the backwards since the last reduction; reading and setting it takes no other rank. Else
-a gradient is as backward left it, averaged over ranks: not clipped, and still multiplied
-by the fp16 loss scale, as in DeepSpeed. To set what belongs to no engine raises ValueError.
+a gradient is as backward left it, averaged over ranks: not clipped, and still multiplied by the
+fp16 loss scale, as in DeepSpeed. Frozen is what was so at `initialize`, whatever its
+``requires_grad`` is now: ranks agree on it. The master weight that is set of a frozen parameter is
+its value. To set what belongs to no engine raises ValueError.
 """
 
 from __future__ import annotations
@@ -105,7 +107,7 @@ def _get(param: nn.Parameter, what: str, *, is_local: bool = False) -> Tensor | 
     if engine is None:
         return None
     name = _name(engine, param)
-    if not param.requires_grad:
+    if not _is_trained(engine, name):
         return None
     if what == _GRAD and not is_local and engine.states.is_kept_unreduced:
         return engine.states.get_unreduced(name)
@@ -142,3 +144,7 @@ def _name(engine: ShardedModel, param: nn.Parameter) -> str:
     name = engine.owns(param)
     assert name is not None, "engine_of found it"
     return name
+
+
+def _is_trained(engine: ShardedModel, name: str) -> bool:
+    return next(spec.is_trainable for spec in engine.layout.params if spec.name == name)

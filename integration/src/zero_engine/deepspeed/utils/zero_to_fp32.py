@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -18,13 +19,14 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from zero_core import engine_of
+from zero_core import CheckpointError, engine_of
 from zero_core.checkpoint.files import read_buffers, read_weights
 from zero_core.protocols import PartitionedParam
 from zero_engine.deepspeed.checkpoint import refuse_foreign, without_ties
 from zero_engine.deepspeed.refusal import complete
 from zero_engine.machine import parse_bytes
 
+_log = logging.getLogger(__name__)
 _M = TypeVar("_M", bound=nn.Module)
 
 
@@ -55,9 +57,14 @@ def load_state_dict_from_zero_checkpoint(
 
     Needs no other rank. As in DeepSpeed, an engine that trains the model ends with it: make another
     one to train on. Within `GatheredParameters` of all parameters of stage 3 it stays, and the
-    values are there until the end of that.
+    values are there until the end of that. A warning names parameters that the checkpoint does not
+    have.
+
+    Raises:
+        CheckpointError: there is no such checkpoint, or it has none of the model's parameters.
     """
     state = get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag)
+    _check_fits(model, state, checkpoint_dir)
     params = list(model.parameters())
     engines = {id(one): one for one in map(engine_of, params) if one is not None}
     for engine in engines.values():
@@ -71,6 +78,20 @@ def load_state_dict_from_zero_checkpoint(
     model.cpu()
     model.load_state_dict(state, strict=False)
     return model
+
+
+def _check_fits(model: nn.Module, state: Mapping[str, Tensor], place: str | Path) -> None:
+    names = [name for name, _ in model.named_parameters()]
+    missing = [name for name in names if name not in state]
+    if not missing:
+        return
+    few = f"{', '.join(missing[:5])}{', ...' if len(missing) > 5 else ''}"
+    text = f"{place} has no values of {len(missing)} of the model's {len(names)} parameters ({few})"
+    if len(missing) == len(names):
+        raise CheckpointError(
+            f"{text}: give the model whose engine saved it, found {list(state)[:5]}"
+        )
+    _log.warning("%s: they are left without", text)
 
 
 def convert_zero_checkpoint_to_state_dict(

@@ -2,7 +2,7 @@
 
 While an engine of stage 3 has a parameter, its class is `ShardedParameter`: status and shard are
 looked up in the engine when they are asked for. A parameter of another class than torch's keeps it,
-as its own operators dispatch on that, and is served by the descriptors of `saved`. Before,
+as its own operators dispatch on that; that class has descriptors of these names meanwhile. Before,
 ``ds_status`` is what `GatheredParameters` says. DeepSpeed's sharded parameter has no elements. Here
 it keeps its shape, and ``ds_shape`` and ``ds_numel`` say the same as ``shape`` and ``numel()``.
 """
@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import enum
 import itertools
+from collections import Counter
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -21,6 +22,8 @@ from zero_core import ShardedModel, engine_of
 
 SANITY_CHECKS = "ds_enable_sanity_checks"
 """Attribute that has `GatheredParameters` look for edits that would be lost."""
+ASKED = ("ds_status", "ds_tensor", "partition_numel")
+"""Attributes of `ShardedParameter`, which only the engine knows."""
 
 _ids = itertools.count()
 
@@ -119,14 +122,35 @@ class _Class:
 
 
 class _OwnClass:
-    """A parameter of another class, without ``ds_status`` of its own until `remove`."""
+    """A parameter of another class than torch's, which has the names `ASKED` until `remove`."""
+
+    _num_params: ClassVar[Counter[type[nn.Parameter]]] = Counter()
 
     def __init__(self, param: nn.Parameter) -> None:
+        self._class = type(param)
         self._attributes = vars(param)
         self._status = self._attributes.pop("ds_status")
+        if not self._num_params[self._class]:
+            for name in ASKED:
+                setattr(self._class, name, _Asked(name))
+        self._num_params[self._class] += 1
 
     def remove(self) -> None:
         self._attributes["ds_status"] = self._status
+        self._num_params[self._class] -= 1
+        if not self._num_params[self._class]:
+            for name in ASKED:
+                delattr(self._class, name)
+
+
+class _Asked:
+    """One of the names `ASKED`, on a class that is not ours. An instance's own attribute counts."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __get__(self, param: nn.Parameter | None, owner: type[nn.Parameter]) -> Any:
+        return self if param is None else vars(ShardedParameter)[self._name].__get__(param)
 
 
 def _engine(param: nn.Parameter, name: str) -> ShardedModel:

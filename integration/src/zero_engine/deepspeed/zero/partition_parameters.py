@@ -184,9 +184,9 @@ class Init:
         if outer is not None and not has_made and is_recorded_innermost():
             outer.__exit__(None, None, None)
         if Init._active is None:
-            Init._active = self
             context = partitioned_init(self._group, dtype=self._dtype)
             self._made = self._recorder.enter_context(context)
+            Init._active = self  # not before: what fails to begin has no end
 
     def __exit__(self, *error: Any) -> None:
         if Init._active is self:

@@ -1,71 +1,71 @@
-"""DeepSpeed's attributes of a parameter, where its class cannot have them.
-
-[Note: parameters of a class of their own]
-A quantizer's parameter keeps its class, as operators dispatch on it. What an engine of stage 3 is
-asked for by name (`ASKED`) is answered for it by descriptors of ``torch.Tensor``, too.
+"""DeepSpeed's attributes of parameters that an ``autograd.Function`` has saved.
 
 [Note: parameters in an autograd.Function]
 DeepSpeed's parameter is saved as the object it is, so the backward of an ``autograd.Function``
 finds ``ds_status`` and the like on ``ctx.saved_tensors``. Here a saved parameter is unpacked as a
 view of its gathered unit: torch makes a new tensor of whatever a hook returns, and drops its
-attributes. So the names are descriptors of ``torch.Tensor``, from the first engine of stage 3 on.
-They answer within a backward alone, for tensors with the address and shape of one of an engine's
-parameters. Elsewhere there is no such attribute. One that is set on a tensor comes first.
+attributes. So from the first engine of stage 3 to the end of the last one, ``ctx.saved_tensors`` is
+a property of the class of these contexts. It gives tensors that have the address and the shape of a
+parameter the parameter's attributes. ``torch.Tensor`` has no such names: torch.compile takes what
+that class has for an attribute of every tensor.
 """
 
 from __future__ import annotations
 
-import weakref
+from collections.abc import Iterable
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch.autograd.function import BackwardCFunction
 
 from zero_core import ShardedModel
-from zero_core._torch import is_in_backward
-from zero_engine.deepspeed.zero.described import ShardedParameter, ZeroParamStatus, is_zero_param
+from zero_engine.deepspeed.zero.described import ASKED, ZeroParamStatus
 
-ASKED = ("ds_status", "ds_tensor", "partition_numel")
-"""Those of `ShardedParameter`, which only the engine knows."""
 NAMES = (
     *("ds_active_sub_modules", "ds_id", "ds_numel", "ds_param_type", "ds_persist", "ds_shape"),
     *ASKED,
 )
 """The attributes by which scripts know a sharded parameter."""
 
-_engines: weakref.WeakSet[ShardedModel] = weakref.WeakSet()
+_engines: list[_Served] = []
 
 
 def serve_saved(engine: ShardedModel) -> None:
-    """Give what a backward of ``engine`` unpacks of its parameters their ``ds_*`` attributes."""
-    _engines.add(engine)
-    for name in NAMES:
-        if name not in vars(Tensor):
-            setattr(Tensor, name, _OfSaved(name))
+    """Give the parameters of ``engine`` that a backward unpacks their attributes, to its end."""
+    engine.remove_at_end([_Served(engine.module.parameters())])
 
 
-class _OfSaved:
-    """One attribute: see the note at the top of this file."""
+class _Served:
+    """The parameters of one engine, by shape, until `remove`."""
 
-    def __init__(self, name: str) -> None:
-        self._name = name
+    def __init__(self, params: Iterable[nn.Parameter]) -> None:
+        self.by_shape: dict[torch.Size, list[nn.Parameter]] = {}
+        for param in params:
+            if param.numel():
+                self.by_shape.setdefault(param.shape, []).append(param)
+        if not _engines:
+            BackwardCFunction.saved_tensors = property(_saved_tensors)  # type: ignore[assignment]
+        _engines.append(self)
 
-    def __get__(self, tensor: Tensor | None, owner: type[Tensor]) -> Any:
-        if tensor is None:
-            return self
-        if self._name in ASKED and is_zero_param(tensor) and "ds_status" not in vars(tensor):
-            return vars(ShardedParameter)[self._name].__get__(tensor)
-        param = _param_behind(tensor)
-        if param is None:
-            raise AttributeError(f"{owner.__name__!r} object has no attribute {self._name!r}")
-        return (
-            ZeroParamStatus.AVAILABLE if self._name == "ds_status" else getattr(param, self._name)
-        )
+    def remove(self) -> None:
+        _engines.remove(self)
+        if not _engines:
+            del BackwardCFunction.saved_tensors
+
+
+def _saved_tensors(context: BackwardCFunction) -> tuple[Any, ...]:
+    saved: tuple[Any, ...] = super(BackwardCFunction, context).saved_tensors
+    for tensor in saved:
+        if type(tensor) is Tensor:
+            param = _param_behind(tensor)
+            if param is not None:
+                vars(tensor).update({name: getattr(param, name) for name in NAMES})
+                vars(tensor)["ds_status"] = ZeroParamStatus.AVAILABLE
+    return saved
 
 
 def _param_behind(tensor: Tensor) -> nn.Parameter | None:
-    """Return the parameter whose gathered values ``tensor`` is, within a backward."""
-    if isinstance(tensor, nn.Parameter) or not is_in_backward() or not tensor.numel():
-        return None
-    key = (tensor.data_ptr(), tensor.shape)
-    params = (param for engine in _engines for param in engine.module.parameters())
-    return next((param for param in params if (param.data_ptr(), param.shape) == key), None)
+    """Return the parameter whose gathered values ``tensor`` is."""
+    alike = [param for engine in _engines for param in engine.by_shape.get(tensor.shape, ())]
+    return next((param for param in alike if param.data_ptr() == tensor.data_ptr()), None)
