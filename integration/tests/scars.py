@@ -536,13 +536,37 @@ def check_evaluation(deepspeed: Any, rank: int) -> None:
     assert abs(found - expected) < 1e-4 * expected, f"loss {found:.4g}, not {expected:.4g}"
 
 
-def check_rates(deepspeed: Any, kind: str, params: dict[str, Any], expected: list[float]) -> None:
-    """#7969, #8171: of several groups of parameters all but the first had a wrong rate."""
+def check_reloaded(deepspeed: Any, rank: int) -> None:
+    """#7050: weights that came back to the device were those of other parameters."""
+    scar = Scar(7050, "", 3, config={"optimizer": NAMED})
+    model = Net(scar.shape, scar.dtype)
+    params = list(model.parameters())
+    groups = [{"params": params[::2]}, {"params": params[1::2]}]
+    engine, *_ = deepspeed.initialize(
+        model=model, model_parameters=groups, config=scar.configuration()
+    )
+    engine.offload_states(pin_memory=False)
+    engine.reload_states()
+    with torch.no_grad():
+        found = engine(micro_batch(0, 0, rank)).item()
+    engine.destroy()
+    expected = Net(scar.shape, scar.dtype)(micro_batch(0, 0, rank)).item()
+    assert abs(found - expected) < 1e-4 * expected, f"loss {found:.4g}, not {expected:.4g}"
+
+
+def check_rates(
+    deepspeed: Any,
+    kind: str,
+    params: dict[str, Any],
+    expected: list[float],
+    rates: tuple[float, float] = (0.1, 0.2),
+) -> None:
+    """Compare the rates of two groups, of ``rates`` of their own, with the schedule's."""
     scar = Scar(0, "", 1)
     model = Net(scar.shape, scar.dtype)
     groups = [
-        {"params": list(model.blocks.parameters()), "lr": 0.1},
-        {"params": list(model.head.parameters()), "lr": 0.2},
+        {"params": list(model.blocks.parameters()), "lr": rates[0]},
+        {"params": list(model.head.parameters()), "lr": rates[1]},
     ]
     engine, optimizer, *_ = deepspeed.initialize(
         model=model,
@@ -555,6 +579,11 @@ def check_rates(deepspeed: Any, kind: str, params: dict[str, Any], expected: lis
     found = [group["lr"] for group in optimizer.param_groups]
     engine.destroy()
     assert found == expected, f"rates {found}, not {expected}"
+
+
+def check_optimizers_rates(deepspeed: Any, rank: int) -> None:
+    """#7303: a warmup without a rate of its own ran up to 0.001, not to the optimizer's."""
+    check_rates(deepspeed, "WarmupLR", {"warmup_num_steps": 2}, [0.1, 0.1], (0.1, 0.1))
 
 
 def check_first_rates(deepspeed: Any, rank: int) -> None:
@@ -572,6 +601,8 @@ OTHERS: dict[int, tuple[str, Callable[[Any, int], None]]] = {
     4906: ("hpZ: an evaluation took the weights before the last step", check_evaluation),
     5883: ("full gradients read by name were nan", check_full_gradients),
     6569: ("the first step took the optimizer's rate, not the schedule's", check_first_rate),
+    7050: ("weights that came back to the device were those of others", check_reloaded),
+    7303: ("a warmup without a rate of its own dropped the optimizer's", check_optimizers_rates),
     7969: ("the cosine schedule began at 0 for the first group alone", check_first_rates),
     8171: ("a warmup took the first group's rate for all groups", check_last_rates),
 }
