@@ -83,8 +83,10 @@ class LateLibrary:
         """See `DeviceLibrary`. It is an all-to-all of slices padded to the longest."""
         size, rank = self.world_size, self.rank
         own = max(*numels[rank], *(row[rank] for row in numels))
-        longests = torch.empty(size, dtype=torch.int64, device=self._device)
-        self.all_gather(longests, torch.tensor([own], device=self._device)).wait()
+        longests = torch.zeros(size, dtype=torch.int64, device=self._device)
+        given = torch.tensor([own], dtype=torch.int64, device=self._device)  # kept until it is read
+        self.all_gather(longests, given).wait()
+        torch.accelerator.synchronize(self._device)
         longest = int(longests.max())
         padded, received = (
             torch.zeros(size, longest, dtype=parts.dtype, device=self._device) for _ in range(2)
