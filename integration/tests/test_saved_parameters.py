@@ -94,7 +94,7 @@ def _trains(rank: int, world_size: int) -> None:
         engine.destroy()
     assert "saved_tensors" not in vars(BackwardCFunction)
     assert not hasattr(torch.ones(2), "ds_status")
-    with pytest.raises(AttributeError, match="'Tensor' object has no attribute 'ds_status'"):
+    with pytest.raises(AttributeError, match="has no attribute 'ds_status'"):
         _ = model.head.weight.data.ds_status
 
 
