@@ -173,6 +173,46 @@ def test_a_failure_that_all_ranks_got_over_is_not_named_later() -> None:
     spawn(_go_on, 2)
 
 
+class _Keeping(nn.Module):
+    """A block that returns None."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, kept: list[Tensor]) -> None:
+        kept.append(self.inner(kept[-1]))
+
+
+class _OfKeeping(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(_Keeping() for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        kept = [x]
+        for block in self.blocks:
+            block(kept)
+        return kept[-1].mean()
+
+
+def _retry(rank: int, world_size: int) -> None:
+    engine = zero_core.build(_OfKeeping(), _config(3))
+    try:
+        raise MemoryError("the batch before")
+    except MemoryError:
+        loss = engine(torch.ones(3, WIDTH))
+    if rank == 0:
+        with pytest.raises(zero_core.CollectiveError) as caught:
+            engine.backward(loss)
+        assert "MemoryError" not in str(caught.value)
+    os._exit(0)
+
+
+def test_a_forward_in_the_handler_of_an_error_is_not_said_to_have_raised_it() -> None:
+    spawn(_retry, 2)
+
+
 def _all_know_it(ranks: SimulatedRanks) -> None:
     # Sets of which the CRC-32 of the middle one is the mean of the others'.
     differ: list[set[int]] = [{~28, ~18}, {~25, ~12}, {~22, ~14}]

@@ -39,9 +39,11 @@ default.
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -58,6 +60,14 @@ from zero_core.sharded.experts import ExpertRounds, Routing
 from zero_core.sharded.grads import FlatGrads
 from zero_core.sharded.reductions import GradientSink, Reductions
 from zero_core.sharded.unit import Unit
+
+
+class _Running(NamedTuple):
+    """A hooked module whose forward is running, and the exception that its caller handles."""
+
+    unit: Unit
+    module: nn.Module
+    handled: BaseException | None
 
 
 class Runtime:
@@ -126,8 +136,7 @@ class Runtime:
         self._full_params_depth = 0  # within any `full_params`, nothing is released
         self._unsharded: frozenset[int] = frozenset()  # units that a forward does not release
         self._current: Unit | None = None  # the block in use
-        # The hooked modules whose forward is running.
-        self._running: list[tuple[Unit, nn.Module]] = []
+        self._running: list[_Running] = []
         self._forward: Forward | None = None  # the one that is running with gradients
         self._is_failing = False  # between `forward_failed` and `leave_forward`
         self._failure = 0  # id of the error that ended the last forward
@@ -170,7 +179,7 @@ class Runtime:
                 if self._tail is not None:
                     self.ready.discard(self._tail.index)
                     self._early_reads.watch()
-        self._running.append((unit, module))
+        self._running.append(_Running(unit, module, sys.exception()))
         self._use(unit, backward=False)
         if unit.experts:
             self._experts.entered.add(unit.index)
@@ -194,7 +203,13 @@ class Runtime:
                 reads.end()
 
     def forward_failed(self, unit: Unit, error: BaseException) -> None:
-        """Note that ``error`` left the forward of ``unit``. `leave_forward` follows."""
+        """Note that ``error`` left the forward of ``unit``. `leave_forward` follows.
+
+        It did not if it was being handled when the forward began: a retry with a smaller batch.
+        """
+        running = self._running
+        if running and running[-1].unit is unit and running[-1].handled is error:
+            return
         self._is_failing = True
         if id(error) != self._failure:  # else it has been noted of a block within
             self._failure = id(error)  # the error itself would keep its frames' tensors
@@ -212,7 +227,7 @@ class Runtime:
         if is_trained and unit.is_block:
             self._order.leave(unit.index, needs_grad=needs_grad)
         running = self._running
-        if running and running[-1][0] is unit:  # else its pre-forward raised before it got here
+        if running and running[-1].unit is unit:  # else its pre-forward raised before it got here
             running.pop()
             if not running:
                 if is_trained and not has_failed:
@@ -267,7 +282,7 @@ class Runtime:
             return
         self._experts.note_call(unit, number)
         if not all(flat.is_gathered for flat in own):
-            if is_in_backward() or not any(running is unit for running, _ in self._running):
+            if is_in_backward() or not any(running.unit is unit for running in self._running):
                 raise RuntimeError(
                     f"rank {self.rank}: an expert of {unit!r} was called in another way than in "
                     "the last step: outside of the forward of its block, or by a recomputation "
@@ -293,7 +308,7 @@ class Runtime:
         ``entering`` is the module whose call has begun and has not been noted yet.
         """
         if self._running:
-            _, outermost = self._running[0]
+            outermost = self._running[0].module
             num_known = int(outermost is entering)
             if count_calls(outermost) <= num_known:
                 self.abandon_forward()
@@ -787,7 +802,7 @@ class Runtime:
     def is_needed(self, unit: Unit) -> bool:
         """Whether ``unit`` is gathered for a forward, backward or context that has not ended."""
         is_used = is_in_backward() or any(
-            u is unit or (u.is_root and unit.is_tail) for u, _ in self._running
+            r.unit is unit or (r.unit.is_root and unit.is_tail) for r in self._running
         )
         return self._full_params_depth > 0 or (is_used and unit.is_current)
 
