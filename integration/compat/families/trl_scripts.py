@@ -26,7 +26,7 @@ ZERO_3_OFFLOAD: Config = {
         "offload_param": _CPU,
     },
 }
-_RUN = (
+RUN = (
     "--model_name_or_path={model}/llama",
     "--output_dir={output}",
     "--dtype=float32",
@@ -47,7 +47,7 @@ _GENERATES = (
     "--max_completion_length=12",
     "--beta=0.04",
 )
-_NEEDS = ("trl", "datasets")
+NEEDS = ("trl", "datasets")
 
 
 def _installed(
@@ -57,10 +57,10 @@ def _installed(
         "TRL",
         f"trl.scripts.{trainer}, {what}",
         f"trl.scripts.{trainer}",
-        ("--deepspeed={config}", *arguments, *_RUN),
+        ("--deepspeed={config}", *arguments, *RUN),
         config,
         compared=compared,
-        needs=_NEEDS,
+        needs=NEEDS,
     )
 
 
@@ -82,11 +82,11 @@ CASES = [
         "TRL",
         "trl.scripts.sft with LoRA, accelerate_configs/zero3.yaml",
         "trl.scripts.sft",
-        ("--dataset_name={data}/text", "--use_peft", "--lora_target_modules=all-linear", *_RUN),
+        ("--dataset_name={data}/text", "--use_peft", "--lora_target_modules=all-linear", *RUN),
         launcher=(
             *("accelerate", "launch", f"--config_file={_accelerate_config('zero3.yaml')}"),
             *("--num_processes=2", "--mixed_precision=no", "--main_process_port=0"),
         ),
-        needs=_NEEDS,
+        needs=NEEDS,
     ),
 ]
