@@ -79,7 +79,7 @@ _SAME_NAMES: Mapping[str, str] = {
     "shared_memory": "comm.shared_memory: SharedMemory",
     "state": "sharded.sharded_state: MASTER ShardedState",
     "tape": "init.tape: Entry Recording Ref storage_of zeroed",
-    "tier": "optim.device_tier: DeviceTier optimizer_options",
+    "tier": "optim.device_tier: DeviceTier; optim.probe: optimizer_options",
     "topology": "comm.topology: Ranks count_per_node find_ranks",
     "traffic": "comm.meter: Links Traffic",
     "traffic_choices": "plan.choices: TrafficChoice",

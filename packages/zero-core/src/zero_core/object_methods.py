@@ -46,24 +46,27 @@ class SuspendableHooks:
     """Forward pre-hooks, the first of their modules, that can be taken away for a while.
 
     A module without hooks is called in less time.
+
+    Attributes:
+        handles: of the hooks that are there now.
     """
 
     def __init__(self) -> None:
         self._hooks: list[tuple[nn.Module, Any]] = []
-        self._handles: list[RemovableHandle] = []
+        self.handles: list[RemovableHandle] = []
 
     def add(self, module: nn.Module, hook: Any) -> None:
         self._hooks.append((module, hook))
-        self._handles.append(module.register_forward_pre_hook(hook, prepend=True))
+        self.handles.append(module.register_forward_pre_hook(hook, prepend=True))
 
     def suspend(self) -> None:
-        for handle in self._handles:
+        for handle in self.handles:
             handle.remove()
-        self._handles = []
+        self.handles = []
 
     def resume(self) -> None:
-        if not self._handles:
-            self._handles = [m.register_forward_pre_hook(h, prepend=True) for m, h in self._hooks]
+        if not self.handles:
+            self.handles = [m.register_forward_pre_hook(h, prepend=True) for m, h in self._hooks]
 
     def remove(self) -> None:
         self.suspend()

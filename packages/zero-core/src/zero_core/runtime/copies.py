@@ -15,7 +15,7 @@ from typing import Any
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from zero_core.object_methods import ObjectMethods
+from zero_core.object_methods import ObjectMethods, SuspendableHooks
 from zero_core.sharded.sharded_state import ShardedState
 
 _KEY = "__deepcopy__"  # looked up on the object by `copy.deepcopy`
@@ -61,7 +61,12 @@ class ModelCopies:
 
     @contextmanager
     def _taken_off(self) -> Iterator[None]:
-        handles = [handle for some in self._handles for handle in some]
+        handles = [
+            handle
+            for some in self._handles
+            for found in some
+            for handle in (found.handles if isinstance(found, SuspendableHooks) else (found,))
+        ]
         dicts = {id(d): d for d in map(_dict_of, handles) if d is not None}
         before = [(d, list(d.items())) for d in dicts.values()]
         self.remove()
