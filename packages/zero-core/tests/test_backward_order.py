@@ -88,7 +88,7 @@ def test_units_that_were_not_ready_are_left_for_the_end() -> None:
     order = BackwardOrder(UNITS)
     forward = _forward(order, 1, 2, 3)
     assert _run(order, forward, "e3 g3")[0] == [3]
-    assert list(order.skipped()) == [2, 1]
+    assert list(order.skipped_last()) == [2, 1]
     assert list(order.ready_units()) == [2, 1]  # skipped, so that no gradient of them will come
     assert order.end_backward() == [0]
     assert order.end_backward() == [3, 2, 1, 0]  # of the next backward
@@ -126,7 +126,7 @@ def test_a_unit_whose_output_needs_no_gradient_is_not_expected() -> None:
     order.leave(1, needs_grad=False)
     order.use(2)
     assert _run(order, forward, "e2 g2") == ([], [])  # unit 3 was not used: it waits
-    assert list(order.skipped()) == []
+    assert list(order.skipped_last()) == []
 
 
 def test_frozen_units_are_not_reduced() -> None:

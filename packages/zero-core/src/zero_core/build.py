@@ -38,7 +38,6 @@ from zero_core.protocols import (
 )
 from zero_core.runtime import hooks
 from zero_core.runtime.device_states import DeviceStates
-from zero_core.runtime.order import shared_backward
 from zero_core.runtime.param_guard import warn_frozen
 from zero_core.runtime.runtime import Runtime
 from zero_core.sharded.memory import Memory
@@ -222,7 +221,6 @@ def build(
             has_sharded_params=memory.has_sharded_params,
             quantized=found.quantized,
             experts=expert_lists_of(model, found.experts),
-            shared=shared_backward(ranks),
         )
         modules = [module for _, module, _ in found.units]
         installed = hooks.install(runtime, modules, resolved, found.experts)

@@ -71,7 +71,7 @@ class _Interrupted:
         self._runtime = runtime
 
     def remove(self) -> None:
-        self._runtime.close()
+        self._runtime.abandon_forward()
 
 
 def _hook_unit(runtime: Runtime, unit: Unit, module: nn.Module) -> list[RemovableHandle]:

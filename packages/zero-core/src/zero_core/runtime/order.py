@@ -40,32 +40,15 @@ Backward does not go into a block whose output needs no gradient, as below the f
 At stage 3 it is not gathered either, if that was so on all ranks in the step before: they agree on
 that with the step's statistics. Until then, and where it is so on some ranks alone, it counts as a
 unit that backward skips, and all ranks gather it.
-
-[Note: one backward through several engines]
-Where a rank's branch leaves out what another rank's backward goes through, each would wait for the
-other in collectives of two engines. Autograd goes backward in the reverse order of forward, through
-several engines too, so the uses of all engines of the same ranks are one trail, by time. A rank
-that enters a unit of one engine first follows the others' trails down to it, and ends the backward
-of an engine that it has left. Which engines a backward goes through at all is seen from its graph
-alone: the ranks vote on each engine that has a forward waiting, when they enter it or pass it, in
-the same order on all ranks. One that any rank enters is gone through on all. A backward while no
-second engine waits has no vote.
 """
 
 from __future__ import annotations
 
 import weakref
-from bisect import bisect
-from collections.abc import Hashable, Iterator, Mapping, Sequence
-from itertools import count
-from typing import Protocol
+from collections.abc import Iterator, Mapping, Sequence
 
 _NUM_KEPT = 16
 """Trails kept of forwards of which no saved weight is left; those of recomputed units are."""
-
-
-_time = count(1)
-"""Numbers the uses of units by all engines of this process."""
 
 
 class Forward:
@@ -80,27 +63,13 @@ class _Trail:
     Attributes:
         forward: a weak reference to it.
         units: those that backward has not reached yet, in forward order.
-        times: of their uses.
-        began: when the forward began.
         is_pending: whether no backward has begun since the forward did.
-        has_ended: whether the forward has, without an error.
     """
 
     def __init__(self, forward: Forward) -> None:
         self.forward = weakref.ref(forward)
         self.units: list[int] = []
-        self.times: list[int] = []
-        self.began = next(_time)
         self.is_pending = True
-        self.has_ended = False
-
-    def add(self, unit: int) -> None:
-        self.units.append(unit)
-        self.times.append(next(_time))
-
-    def pop(self) -> int:
-        self.times.pop()
-        return self.units.pop()
 
     def last_position(self, unit: int) -> int | None:
         """Return the position at which backward reaches ``unit`` next."""
@@ -134,7 +103,6 @@ class BackwardOrder:
         self._next = 0  # into _order
         self._num_missing: dict[int, int] = {}  # gradients that are not ready, by unit
         self._trails: list[_Trail] = []
-        self._awaited: list[_Trail] = []  # those that were pending when this backward began
         self._followed: _Trail | None = None  # in this backward, last
         self._entered: set[int] = set()  # in this backward
         # What is being computed again: which positions of which trail; whether a gradient of it is
@@ -163,20 +131,14 @@ class BackwardOrder:
         old = self._trails[:-_NUM_KEPT]  # where nobody steps, they would pile up
         self._trails = [t for t in old if t.forward() is not None] + self._trails[-_NUM_KEPT:]
         self._trails.append(_Trail(forward))
-        self._followed = None
         return forward
-
-    def end_forward(self) -> None:
-        """Note that the forward that began last has ended without an error."""
-        if self._trails:
-            self._trails[-1].has_ended = True
 
     def use(self, unit: int) -> None:
         """Note that the forward that began last went into ``unit``."""
         if self._trails:
-            trail = self._trails[-1]
-            if not trail.units or trail.units[-1] != unit:
-                trail.add(unit)
+            units = self._trails[-1].units
+            if not units or units[-1] != unit:
+                units.append(unit)
 
     def leave(self, block: int, *, needs_grad: bool) -> None:
         """Note whether the output of ``block``, in the forward that began last, needs a gradient.
@@ -188,9 +150,9 @@ class BackwardOrder:
             return
         self._without_grad.add(block)
         if (self._is_alone or block in self._left_out) and self._trails:
-            trail = self._trails[-1]
-            if trail.units and trail.units[-1] == block:
-                trail.pop()
+            units = self._trails[-1].units
+            if units and units[-1] == block:
+                units.pop()
 
     @property
     def left_out(self) -> frozenset[int]:
@@ -210,8 +172,7 @@ class BackwardOrder:
 
     def begin_backward(self, num_missing: Mapping[int, int]) -> None:
         """Begin a backward, which brings so many gradients of each unit."""
-        self._awaited = [trail for trail in self._trails if trail.is_pending]
-        for trail in self._awaited:
+        for trail in self._trails:
             trail.is_pending = False
         self._followed = None
         self._entered.clear()
@@ -262,40 +223,12 @@ class BackwardOrder:
             self._next += 1
             yield order[self._next - 1]
 
-    def time_of(self, unit: int, forward: Forward | None) -> int:
-        """Return when ``unit`` was used that `enter` would enter, 0 if it is on no trail."""
-        trail = self._trail_of(unit, forward)
-        position = None if trail is None else trail.last_position(unit)
-        return 0 if trail is None or position is None else trail.times[position]
-
-    @property
-    def last_use(self) -> int:
-        """Time of the last use that backward has not reached, 0 if there is none.
-
-        A forward that waits and used no unit counts from its beginning.
-        """
-        trail = self._newest()
-        if trail is None:
-            return 0
-        return trail.times[-1] if trail.times else trail.began * trail.is_pending
-
-    @property
-    def is_followed(self) -> bool:
-        """Whether backward has reached all units of the forwards that waited for it."""
-        return not any(trail.units for trail in self._awaited)
-
-    def skipped(self, since: int = 0) -> Iterator[int]:
-        """Yield the units used after ``since`` that backward has not entered, the last one first.
-
-        By default these are all between those that it entered and the start of the forward.
-        """
-        trail = self._newest()
+    def skipped_last(self) -> Iterator[int]:
+        """Yield the units between those that backward entered and the start of the forward."""
+        trail = self._followed or next(reversed(self._trails), None)
         if trail is not None:
             self._leave_recomputed()
-            yield from self._follow(trail, bisect(trail.times, since))
-
-    def _newest(self) -> _Trail | None:
-        return self._followed or next(reversed(self._trails), None)
+            yield from self._follow(trail, 0)
 
     def end_backward(self) -> list[int]:
         """End the backward and return the units that have not been ready in it."""
@@ -317,11 +250,6 @@ class BackwardOrder:
     def is_awaited(self) -> bool:
         """Whether a forward waits for its backward, as far as this rank can see."""
         return any(trail.is_pending for trail in self._trails)
-
-    @property
-    def is_due(self) -> bool:
-        """Whether a forward that has ended waits for its backward."""
-        return any(trail.is_pending and trail.has_ended for trail in self._trails)
 
     def _note_late_tail(self) -> None:
         if any(self._num_missing.get(unit, 0) > 0 for unit in self._tail):
@@ -349,7 +277,7 @@ class BackwardOrder:
         """
         older: list[_Trail] | None = None
         while len(trail.units) > stop:
-            unit = trail.pop()
+            unit = trail.units.pop()
             if unit not in self._entered:
                 self._entered.add(unit)
                 yield unit
@@ -359,104 +287,6 @@ class BackwardOrder:
                 if not any(unit in t.units for t in older if t.forward() is not None):
                     self._is_tail_late |= unit in self._tail
                     self._num_missing[unit] = 0
-
-
-class SharingEngine(Protocol):
-    """An engine in a backward through several. `zero_core.runtime.runtime.Runtime` is the one."""
-
-    @property
-    def is_due(self) -> bool:
-        """Whether a forward waits for a backward in which this rank waits for others."""
-
-    @property
-    def is_in_backward(self) -> bool:
-        """Whether a backward of the engine is open."""
-
-    @property
-    def last_use(self) -> int:
-        """See `BackwardOrder.last_use`."""
-
-    def vote(self, *, is_entered: bool) -> bool:
-        """Return whether the backward of any rank enters the engine. Every rank must call it."""
-
-    def follow_to(self, time: int) -> None:
-        """Go backward through the units used after ``time``, as one that skips them."""
-
-
-class SharedBackward:
-    """Order of several engines of the same ranks in one backward. See the note at the top."""
-
-    def __init__(self) -> None:
-        self._all: list[weakref.ref[SharingEngine]] = []
-        self._engines: list[SharingEngine] = []  # in the backward under way, if it is shared
-        self._undecided: list[SharingEngine] = []  # of these
-
-    def add(self, engine: SharingEngine) -> None:
-        """Add an engine, held weakly."""
-        self._all = [ref for ref in self._all if ref() is not None]
-        self._all.append(weakref.ref(engine))
-
-    def remove(self, engine: SharingEngine) -> None:
-        self._all = [ref for ref in self._all if ref() not in (None, engine)]
-        self.forget()
-
-    @property
-    def is_under_way(self) -> bool:
-        """Whether a backward is under way for which forwards of several engines have waited."""
-        return bool(self._engines)
-
-    def begin(self, engine: SharingEngine) -> bool:
-        """Begin the backward of ``engine``, after those of engines that are used later.
-
-        Returns:
-            Whether a shared backward began with it. `end` must be called at its end.
-        """
-        is_first = not self._engines
-        if is_first:
-            alive = [found for ref in self._all if (found := ref()) is not None]
-            waiting = [found for found in alive if found.is_due]
-            if len(waiting) < 2:
-                return False
-            self._engines, self._undecided = waiting, list(waiting)
-        self.enter(engine, engine.last_use)
-        self._is_entered(engine, here=True)
-        return is_first
-
-    def enter(self, engine: SharingEngine | None, time: int) -> None:
-        """Follow the other engines' trails, before a unit of ``engine`` used at ``time``."""
-        while behind := [
-            other
-            for other in self._engines
-            if other is not engine and other.last_use > time
-            if other.is_in_backward or other in self._undecided
-        ]:
-            last, *others = sorted(behind, key=lambda other: other.last_use, reverse=True)
-            if self._is_entered(last, here=False):
-                last.follow_to(max([time, *(other.last_use for other in others)]))
-
-    def _is_entered(self, engine: SharingEngine, *, here: bool) -> bool:
-        if engine in self._undecided:
-            self._undecided.remove(engine)
-            return engine.vote(is_entered=here)
-        return True
-
-    def end(self) -> None:
-        """End the backward of all engines that take part."""
-        self.enter(None, 0)
-        self.forget()
-
-    def forget(self) -> None:
-        """Note that no shared backward is under way: it has ended, or been interrupted."""
-        self._engines = []
-        self._undecided = []
-
-
-_shared: weakref.WeakValueDictionary[Hashable, SharedBackward] = weakref.WeakValueDictionary()
-
-
-def shared_backward(ranks: Hashable) -> SharedBackward:
-    """Return the one of all engines of ``ranks`` in this process."""
-    return _shared.setdefault(ranks, SharedBackward())
 
 
 class Prefetch:

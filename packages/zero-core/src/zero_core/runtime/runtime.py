@@ -54,7 +54,7 @@ from zero_core.layout.discovery import Quantized
 from zero_core.layout.experts import ExpertList
 from zero_core.object_methods import SuspendableHooks
 from zero_core.runtime.early_reads import EarlyReads
-from zero_core.runtime.order import BackwardOrder, Forward, Prefetch, SharedBackward
+from zero_core.runtime.order import BackwardOrder, Forward, Prefetch
 from zero_core.runtime.saved import SavedWeights
 from zero_core.sharded.experts import ExpertRounds, Routing
 from zero_core.sharded.grads import FlatGrads
@@ -95,13 +95,11 @@ class Runtime:
         has_sharded_params: bool,
         quantized: Sequence[Quantized] = (),
         experts: Iterable[ExpertList] = (),
-        shared: SharedBackward | None = None,
     ) -> None:
         """Prepare. `zero_core.runtime.hooks.install` makes the model call it.
 
         ``has_sharded_params``: gathered values are released after use (stage 3). ``experts``: lists
-        of those that have segments of their own. ``shared``: the order among engines of the same
-        ranks.
+        of those that have segments of their own.
         """
         self.units = tuple(units)
         self.quantized = tuple(quantized)
@@ -131,8 +129,6 @@ class Runtime:
             None if self._tail is None else self._tail.index,
             is_alone=not (has_peers and has_sharded_params),
         )
-        self._shared = SharedBackward() if shared is None else shared
-        self._shared.add(self)
         self._full_params_depth = 0  # within any `full_params`, nothing is released
         self._unsharded: frozenset[int] = frozenset()  # units that a forward does not release
         self._current: Unit | None = None  # the block in use
@@ -161,7 +157,6 @@ class Runtime:
         if unit.is_root:
             self.end_interrupted_forward(entering=module)
         if not self._running:
-            self._shared.forget()
             if self._is_backward_open:
                 self._sink.broken()
                 self.discard()
@@ -230,8 +225,6 @@ class Runtime:
         if running and running[-1].unit is unit:  # else its pre-forward raised before it got here
             running.pop()
             if not running:
-                if is_trained and not has_failed:
-                    self._order.end_forward()
                 if unit.is_root:
                     self._end_tail(is_saved=needs_grad and is_trained)
                     if not has_failed:
@@ -312,11 +305,6 @@ class Runtime:
             num_known = int(outermost is entering)
             if count_calls(outermost) <= num_known:
                 self.abandon_forward()
-
-    def close(self) -> None:
-        """End the forward that is under way, and take part in no backward of other engines."""
-        self.abandon_forward()
-        self._shared.remove(self)
 
     def abandon_forward(self) -> None:
         """End the forward that is under way, if one is, without its hooks."""
@@ -466,8 +454,6 @@ class Runtime:
             unit.gather(backward=True)
             self._wait(unit)
             return
-        if self._shared.is_under_way and (time := self._order.time_of(unit.index, forward)):
-            self._shared.enter(self, time)
         previous = self._current
         if previous is not None and previous is not unit and self._must_stay(previous):
             self._current = None  # it is released at the end of backward
@@ -506,9 +492,6 @@ class Runtime:
         A hook on the tensor that it begins with, whose ``grad`` is not looked at.
         """
         self.begin_backward()
-        self._stay_as_with_data()
-
-    def _stay_as_with_data(self) -> None:
         # With data, a block that is used twice and recomputed stays until its gradients are there.
         uses = Counter(unit.index for unit in self._last_path(is_trained=True))
         self._stay_idle = {i for i, num in uses.items() if num > 1} & self._ever_recomputed
@@ -539,11 +522,6 @@ class Runtime:
             return
         if self._why_no_backward is not None:
             raise RuntimeError(self._why_no_backward)
-        if self._shared.begin(self):
-            call_at_end_of_backward(self._shared.end)
-        self._open_backward()
-
-    def _open_backward(self) -> None:
         self.part_hooks.resume()
         self._experts.begin(is_whole=False)
         self._sink.begin_backward()
@@ -554,43 +532,7 @@ class Runtime:
         self.entered = None
         self._recomputed.clear()
         self._order.begin_backward({u.index: u.count_trainable() for u in self.units})
-        call_at_end_of_backward(self._end_open_backward)
-
-    @property
-    def is_due(self) -> bool:
-        """See `zero_core.runtime.order.SharingEngine`."""
-        is_exchanged = self._has_sharded_params or self._will_reduce()
-        return self._reductions.has_peers and is_exchanged and self._order.is_due
-
-    @property
-    def is_in_backward(self) -> bool:
-        """Whether a backward is open."""
-        return self._is_backward_open
-
-    @property
-    def last_use(self) -> int:
-        """See `zero_core.runtime.order.BackwardOrder`."""
-        return self._order.last_use
-
-    def vote(self, *, is_entered: bool) -> bool:
-        """See `zero_core.runtime.order.SharingEngine`."""
-        device = next(flat.device for unit in self.units for flat in unit.params)
-        votes = torch.full((1,), is_entered, dtype=torch.int32, device=device)
-        return bool(self._communicator.control.sum(votes))
-
-    def follow_to(self, time: int) -> None:
-        """See `zero_core.runtime.order.SharingEngine`."""
-        if not self._is_backward_open:
-            self._open_backward()
-            self._stay_as_with_data()
-        for skipped in self._order.skipped(time):
-            self._gather_skipped(skipped)
-        if self._order.is_followed:
-            self.end_backward()
-
-    def _end_open_backward(self) -> None:
-        if self._is_backward_open:
-            self.end_backward()
+        call_at_end_of_backward(self.end_backward)
 
     def _will_reduce(self) -> bool:
         return self._should_sync and (
@@ -608,7 +550,7 @@ class Runtime:
         parameter.
         """
         if self._is_backward_open:
-            for skipped in self._order.skipped():
+            for skipped in self._order.skipped_last():
                 self._gather_skipped(skipped)
         if self._will_reduce():
             for index in self._order.end_backward():
