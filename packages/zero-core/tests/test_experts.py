@@ -12,9 +12,10 @@ import zero_core
 from zero_core import blueprint
 from zero_core.comm.meter import PARAMETERS
 from zero_core.layout.discovery import discover
+from zero_core.layout.experts import ExpertList
 from zero_core.protocols import TransportCollectives, Work
 from zero_core.sharded import experts
-from zero_core.sharded.experts import agree
+from zero_core.sharded.experts import Routing, agree
 from zero_core.testing import SimulatedDDP, SimulatedRanks, seeded, simulate
 from zero_core.testing.models import (
     MIXTURE_WIDTH,
@@ -393,6 +394,17 @@ def _route(ranks: SimulatedRanks, num: int) -> list[list[int]]:
 def test_whatever_ranks_call_they_gather_what_any_of_them_calls_in_one_order(world_size):
     first, *others = simulate(_route, world_size, 300)
     assert others == [first] * (world_size - 1)
+
+
+def test_tensors_beside_experts_that_are_no_choices_do_no_harm():
+    routing = Routing(ExpertList(0, (0, 1, 2, 3), ()))
+    wide = torch.tensor([[0, 1, 2, 3, 0, 1], [1, 0, 3, 2, 1, 0]])
+    routing.note((torch.tensor([5, 0, 1, 2]), torch.full((2, 2), 7), wide))  # counts, no experts
+    assert routing.expected() == set()
+    routing.called.update(range(4))
+    routing.end()  # six choices of each token were all called
+    routing.note(torch.randn(2, 4))
+    assert routing.expected() == {0, 1, 2, 3}
 
 
 def test_layers_of_an_expert_are_blocks():

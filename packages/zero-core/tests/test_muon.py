@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
 from torch import nn
@@ -151,6 +153,35 @@ def _resumes(ranks, folder, is_second):
 def test_checkpoint_goes_on_with_other_ranks_and_another_stage(tmp_path):
     simulate(_resumes, 2, str(tmp_path), False)
     simulate(_resumes, 3, str(tmp_path), True)
+
+
+def test_matrices_of_a_checkpoint_without_states_by_parameter_get_their_momentum_alone(tmp_path):
+    """The first versions wrote every state of any parameter as slices of all, as AdamW's are."""
+    folders = {name: tmp_path / name for name in ("AdamW", "Muon")}
+    manifests = {}
+    for name, folder in folders.items():
+        config = config_of(0) if name == "Muon" else {**config_of(0), "optimizer": {"type": name}}
+        engine = train(zero_core.build(make_model(), config), 0, range(1))
+        place = engine.save_checkpoint(folder)
+        manifests[name] = json.loads((place / "manifest.json").read_text())
+    old, own = manifests.values()
+    old |= {key: own[key] for key in ("optimizer", "progress")}
+    del old["whole_states"]
+    updated = {name: scalars for name, scalars in own["scalars"].items() if scalars["num_steps"]}
+    matrices = [name for name, scalars in updated.items() if "step" not in scalars]
+    assert 0 < len(matrices) < len(updated)
+    for name in matrices:
+        del old["scalars"][name]["step"]
+    (place,) = folders["AdamW"].glob("*/manifest.json")
+    place.write_text(json.dumps(old))
+    given = zero_core.build(make_model(), {**config_of(0), "optimizer": {"type": "AdamW"}})
+    given = train(given, 0, range(1))
+    engine = zero_core.build(make_model(), config_of(3))
+    engine.load_checkpoint(folders["AdamW"])
+    for name in updated:
+        found, expected = (e.states.get_full(name, "exp_avg") for e in (engine, given))
+        assert torch.equal(found, expected), name
+        assert ("exp_avg_sq" in engine.states.of(name)) == (name not in matrices), name
 
 
 class Branches(nn.Module):

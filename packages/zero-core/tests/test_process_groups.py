@@ -364,7 +364,8 @@ def _uneven(rank: int, world_size: int) -> None:
     for dtype in (torch.float32, torch.float64):
         parts = torch.cat([torch.full((n,), 10 * rank + k) for k, n in enumerate(numels[rank])])
         expected = [torch.full((row[rank],), 10 * k + rank) for k, row in enumerate(numels)]
-        found = control.exchange(parts.to(dtype), numels)
+        received = [row[rank] for row in numels]
+        found = control.exchange(parts.to(dtype), numels[rank], received)
         assert torch.equal(found, torch.cat(expected).to(dtype))
 
 

@@ -21,7 +21,13 @@ from zero_core.testing import (
     seeded,
     simulate,
 )
-from zero_core.testing.quantized import Adapted, AttachedLinear, WrappedLinear, dequantize
+from zero_core.testing.quantized import (
+    Adapted,
+    AttachedLinear,
+    PackedParam,
+    WrappedLinear,
+    dequantize,
+)
 
 STEPS = 2
 WIDTH = 24
@@ -203,6 +209,40 @@ def _evaluated(ranks: SimulatedRanks, stage: int) -> None:
 @pytest.mark.parametrize("stage", [0, 3])
 def test_a_weight_that_a_forward_repacks_is_put_back(stage):
     simulate(_evaluated, 2, stage)
+
+
+def _replaced(ranks: SimulatedRanks) -> None:
+    engine = zero_core.build(Adapted(WIDTH), Case(3).config(), process_group=ranks)
+    expected = Adapted(WIDTH)
+    with engine.gathered():
+        for module in (engine.module, expected):
+            with seeded(5):
+                module.blocks[1].last.weight = PackedParam.of(torch.randn(WIDTH, WIDTH))
+    with torch.no_grad():
+        for step in range(2):
+            assert engine(_x(step, 0)).item() == expected(_x(step, 0)).item()
+
+
+def test_a_weight_that_is_replaced_by_one_with_other_values_stays():
+    simulate(_replaced, 2)
+
+
+def test_a_weight_is_put_back_after_an_error_if_it_was_replaced_over_the_same_memory():
+    def replace(module, args):
+        state = module.weight.state
+        module.weight = torch.Tensor._make_subclass(PackedParam, module.weight.data, False)
+        module.weight.state = state
+        raise LookupError("of the forward")
+
+    engine = zero_core.build(Adapted(WIDTH), Case(0).config())
+    module = engine.module.blocks[1].last
+    weight = module.weight
+    handle = module.register_forward_pre_hook(replace)
+    with pytest.raises(LookupError, match="of the forward"):
+        engine(_x(0, 0))
+    handle.remove()
+    assert module.weight is weight
+    assert engine(_x(0, 0)).item() == Adapted(WIDTH)(_x(0, 0)).item()
 
 
 def _edited(ranks: SimulatedRanks) -> None:

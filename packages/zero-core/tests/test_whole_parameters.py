@@ -502,6 +502,54 @@ def test_what_cannot_be_tried_is_warned_of(caplog, kind, reason):
     assert reason in caplog.text
 
 
+class Sliced(Own):
+    """Momentum in slices, with a count of its own."""
+
+    def is_elementwise_group(self, group):
+        return group["decay"] == 0
+
+    def update(self, param, state, group):
+        state["count"] = state.get("count", 0) + 1
+        average = state.setdefault("average", torch.zeros_like(param))
+        param.sub_(average.add_(param.grad), alpha=group["lr"] / state["count"])
+
+
+def _counts(ranks, folder):
+    def make(params):
+        return Sliced([{"params": params[:-1], "decay": 0}, {"params": params[-1:]}])
+
+    engine = train(engine_of(make, 3, ranks), ranks.rank, range(2))
+    engine.save_checkpoint(folder)
+    resumed = engine_of(make, 1, ranks)
+    resumed.load_checkpoint(folder)
+    states = resumed.optimizer.state.values()
+    counts = [state["count"] for state in states]
+    assert {type(count) for count in counts} == {int}
+    assert max(counts) == 2
+
+
+def test_numbers_beside_slices_stay_numbers(tmp_path):
+    simulate(_counts, 2, str(tmp_path))
+
+
+def _keeps_a_list(ranks, folder):
+    class Listing(Sliced):
+        def update(self, param, state, group):
+            super().update(param, state, group)
+            state["scales"] = [1.0, 2.0]
+
+    def make(params):
+        return Listing([{"params": params[:-1], "decay": 0}, {"params": params[-1:]}])
+
+    engine = train(engine_of(make, 3, ranks), ranks.rank, range(1))
+    with pytest.raises(CheckpointError, match=r"'scales' of .*, a list .*is_elementwise_group"):
+        engine.save_checkpoint(folder)
+
+
+def test_state_beside_slices_that_is_no_number_is_refused_on_all_ranks(tmp_path):
+    simulate(_keeps_a_list, 2, str(tmp_path))
+
+
 def test_state_of_another_kind_is_refused_by_a_checkpoint(tmp_path):
     class Keeps(LionLike):
         def update(self, param, state, group):

@@ -538,11 +538,12 @@ class DeviceTierFactory(Protocol):
         optimizer_class: type[torch.optim.Optimizer],
         groups: Sequence[Mapping[str, Any]],
         param_store: ParamStore | None = None,
-        own_masters: Collection[torch.dtype] = (torch.float32, torch.float64),
+        own_masters: Collection[torch.dtype] = ...,
     ) -> StateTier:
         """Make a tier. ``pieces`` and ``params`` are in coordinates of ``[0, numel)``.
 
-        Shards of the dtypes ``own_masters`` are their own master weights.
+        Shards of the dtypes ``own_masters`` are their own master weights: by default `WIDE_DTYPES`
+        of `zero_core.config`.
         """
 
 

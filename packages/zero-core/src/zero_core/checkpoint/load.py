@@ -207,6 +207,8 @@ def _whole_state(spec: ParamSpec, reader: Reader, manifest: Mapping[str, Any]) -
         restored: Mapping[str, Any] = restore(saved["state"], reader.tensors(saved["file"]))
         return restored
     names = [name for name in manifest["states"] if name != MASTER]
+    if manifest["optimizer"].startswith("Muon") and "step" not in scalars:
+        names = ["exp_avg"]  # a matrix: the other states are those of AdamW's groups, zeros here
     if not names or not scalars.get("num_steps"):
         return {}
     return {

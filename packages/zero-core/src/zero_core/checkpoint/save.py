@@ -93,9 +93,7 @@ def save_checkpoint(
     wholes = control.together(
         "checkpoint: write", lambda: _write_whole_states(state, aside, written)
     )
-    scalars = {
-        spec.name: dict(state.tier.read_scalars(index)) for index, spec in state.owned_params()
-    }
+    scalars = control.together("checkpoint: write", lambda: _scalars(state))
     row = [written, scalars, random.getstate(), wholes]
     rows = control.gather_bytes(json.dumps(row).encode())
 
@@ -200,6 +198,11 @@ def _write_whole_states(
             found[spec.name] = {"file": name, "state": flatten(kept, spec.name, tensors)}
     written |= _write_file(folder, name, tensors)
     return found
+
+
+def _scalars(state: ShardedState) -> dict[str, dict[str, float]]:
+    """Return the scalars of the parameters whose first element this rank has, by name."""
+    return {spec.name: dict(state.tier.read_scalars(index)) for index, spec in state.owned_params()}
 
 
 def _write_file(folder: Path, name: str, tensors: dict[str, Tensor]) -> dict[str, dict[str, int]]:

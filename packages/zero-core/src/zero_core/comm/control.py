@@ -57,11 +57,11 @@ class ControlGroup(Protocol):
         """
 
     @abstractmethod
-    def exchange(self, parts: Tensor, numels: Sequence[Sequence[int]]) -> Tensor:
+    def exchange(self, parts: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
         """Send the slices of 1-D ``parts`` to the ranks, in rank order, and return what arrives.
 
-        ``numels[source][target]`` are the elements that each rank sends to each: only this rank's
-        row and column are read. The result is on the device, in the order of the sources.
+        ``sent`` and ``received`` are the elements of each slice, by rank. The result is on the
+        device, in the order of the sources.
         """
 
     def gather_in_pieces(self, tensor: Tensor) -> Iterator[tuple[int, Tensor]]:
@@ -175,13 +175,12 @@ class LibraryControlGroup(ControlGroup):
         self._library.all_gather(out, local).wait()
         return out
 
-    def exchange(self, parts: Tensor, numels: Sequence[Sequence[int]]) -> Tensor:
+    def exchange(self, parts: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
         """Exchange by the library. What is elsewhere moves to the group's device first."""
         if self.world_size == 1:
             return parts
-        numel = sum(row[self.rank] for row in numels)
-        out = torch.empty(numel, dtype=parts.dtype, device=self._device)
-        self._library.exchange(out, parts.to(self._device), numels).wait()
+        out = torch.empty(sum(received), dtype=parts.dtype, device=self._device)
+        self._library.exchange(out, parts.to(self._device), sent, received).wait()
         return out
 
     def gather_into(self, out: Tensor, tensor: Tensor) -> None:

@@ -59,11 +59,13 @@ class DeviceLibrary(Protocol):
         Both have ``world_size`` equal slices; they do not overlap.
         """
 
-    def exchange(self, out: Tensor, parts: Tensor, numels: Sequence[Sequence[int]]) -> Work:
-        """Start to send slices of different lengths: ``numels[source][target]`` elements.
+    def exchange(
+        self, out: Tensor, parts: Tensor, sent: Sequence[int], received: Sequence[int]
+    ) -> Work:
+        """Start to send slices of different lengths.
 
         ``parts`` are this rank's slices by target, ``out`` receives those for it by source, each
-        one after another without gaps. Only this rank's row and column of ``numels`` are read.
+        one after another without gaps. ``sent`` and ``received`` are their elements, by rank.
         """
 
     def all_reduce(self, values: Tensor) -> Work:

@@ -81,13 +81,15 @@ class ProcessLibrary:
         work = dist.all_to_all_single(_bytes(out), _bytes(parts), group=self._group, async_op=True)
         return cast(Work, work)
 
-    def exchange(self, out: Tensor, parts: Tensor, numels: Sequence[Sequence[int]]) -> Work:
+    def exchange(
+        self, out: Tensor, parts: Tensor, sent: Sequence[int], received: Sequence[int]
+    ) -> Work:
         size = parts.itemsize
         work = dist.all_to_all_single(
             _bytes(out),
             _bytes(parts),
-            output_split_sizes=[row[self.rank] * size for row in numels],
-            input_split_sizes=[numel * size for numel in numels[self.rank]],
+            output_split_sizes=[numel * size for numel in received],
+            input_split_sizes=[numel * size for numel in sent],
             group=self._group,
             async_op=True,
         )

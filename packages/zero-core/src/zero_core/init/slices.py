@@ -122,10 +122,9 @@ def _send_slices(value: Tensor, slices: _Slice, source: int) -> None:
     parts = torch.zeros(own.numel() * control.world_size if is_source else 0, dtype=torch.uint8)
     if is_source:
         parts[: value.nbytes] = value.view(-1).view(torch.uint8)
-    numels = [
-        [own.numel() * (rank == source)] * control.world_size for rank in range(control.world_size)
-    ]
-    own.copy_(control.exchange(parts, numels))
+    sent = [own.numel() * is_source] * control.world_size
+    received = [own.numel() * (rank == source) for rank in range(control.world_size)]
+    own.copy_(control.exchange(parts, sent, received))
 
 
 def forget_slice(tensor: Tensor) -> None:

@@ -38,6 +38,7 @@ from zero_core._torch import inner_tensors, pytree
 from zero_core.comm.control import ControlGroup
 from zero_core.comm.meter import WHOLES, Meter
 from zero_core.config import master_dtype
+from zero_core.errors import CheckpointError
 from zero_core.layout.arithmetic import Layout, Piece
 from zero_core.layout.owners import Share, Whole, assign_owners
 from zero_core.optim.flat_tier import MASTER, Chunked, FlatTier
@@ -240,12 +241,27 @@ class WholeTier(FlatTier):
         scalars = {"num_steps": float(self._num_steps[piece])}
         param = self._pieces[piece].param
         if param not in self._owners:
+            sliced = self._states_of(self._pieces[piece])
             scalars |= {
-                name: float(value)
+                name: self._scalar(param, name, value)
                 for name, value in self._kept(param).items()
-                if name not in self._states_of(self._pieces[piece])
+                if name not in sliced
             }
         return scalars
+
+    def _scalar(self, param: int, name: str, value: object) -> float:
+        if isinstance(value, int | float):  # it stays a number, as it is
+            return value
+        if isinstance(value, Tensor) and value.numel() == 1:
+            return float(value)
+        found = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)[:80]
+        raise CheckpointError(
+            f"{type(self._optimizer).__name__} has the state {name!r} of "
+            f"{self._layout.params[param].name}, a {type(value).__qualname__} ({found}), and says "
+            "that its group is elementwise (is_elementwise_group): states of such a group are "
+            "tensors of the parameter's shape, or numbers. Keep it in another form, or leave the "
+            "group out"
+        )
 
     def write_scalars(self, piece: int, scalars: Mapping[str, float]) -> None:
         self._num_steps[piece] = int(scalars["num_steps"])
@@ -253,7 +269,11 @@ class WholeTier(FlatTier):
         if not self._num_steps[piece]:
             self._optimizer.state.pop(self._model_params[param], None)
         elif param not in self._owners:
-            values = {k: torch.tensor(v) for k, v in scalars.items() if k != "num_steps"}
+            values = {
+                name: value if isinstance(value, int) else torch.tensor(value)
+                for name, value in scalars.items()
+                if name != "num_steps"
+            }
             self._give_state(param, {**self._kept(param), **values})
 
     def owner_of(self, param: int) -> int | None:
@@ -440,17 +460,15 @@ class _Exchange:
         return found
 
     def _exchange(
-        self, sent: Tensor, to: Sequence[_Parcel], of: Sequence[_Parcel], *, rows: int
+        self, parts: Tensor, to: Sequence[_Parcel], of: Sequence[_Parcel], *, rows: int
     ) -> Tensor:
         """Send ``rows`` of each parcel ``to`` others, and return those ``of`` others."""
-        rank, size = self._control.rank, self._control.world_size
-        numels = [[0] * size for _ in range(size)]
-        for peer, _, share in to:
-            numels[rank][peer] += rows * share.numel
-        for peer, _, share in of:
-            numels[peer][rank] += rows * share.numel
-        self._meter.add_all_to_all(WHOLES, sent.nbytes)
-        return self._control.exchange(sent, numels)
+        sent, received = ([0] * self._control.world_size for _ in range(2))
+        for numels, parcels in ((sent, to), (received, of)):
+            for peer, _, share in parcels:
+                numels[peer] += rows * share.numel
+        self._meter.add_all_to_all(WHOLES, parts.nbytes)
+        return self._control.exchange(parts, sent, received)
 
 
 def _put(part: tuple[Tensor, Tensor], into: Sequence[Tensor], factor: float) -> None:

@@ -26,7 +26,7 @@ from zero_core._torch import (
 from zero_core.config import Config
 from zero_core.layout.discovery import Quantized
 from zero_core.layout.experts import Expert
-from zero_core.layout.stored import Metadata
+from zero_core.layout.stored import Metadata, is_same_memory
 from zero_core.runtime.module_units import ModuleUnits
 from zero_core.runtime.recompute import Recompute
 from zero_core.runtime.runtime import Runtime
@@ -113,7 +113,7 @@ def _hook_gradient(
     return handle
 
 
-_Entries = dict[str, nn.Parameter | None]
+_Entries = dict[str, nn.Parameter]
 """Parameters of a module, by their names in it."""
 
 
@@ -122,7 +122,8 @@ def _hook_components(runtime: Runtime, modules: Sequence[nn.Module]) -> list[Rem
 
     These are the modules that hold them, and the blocks, whose own forward may read them. After a
     forward that repacked a weight its memory and metadata are put back, at every stage. So is a
-    parameter that code of the block replaced by one over the same memory, as peft's DoRA does.
+    parameter that code of the block replaced by one over the same memory, as peft's DoRA does. One
+    with other memory stays: it has other values, as where peft merges an adapter.
     """
     units = {
         index: unit
@@ -145,7 +146,11 @@ def _hook_components(runtime: Runtime, modules: Sequence[nn.Module]) -> list[Rem
     def hook_attached(module: nn.Module, attached: list[Quantized]) -> None:
         before = [(places[id(q.param)], Metadata(q.param)) for q in attached]
         own = {id(q.param) for q in attached}
-        entries[module] = {n: p for n, p in module._parameters.items() if id(p) in own}
+        entries[module] = {
+            name: param
+            for name, param in module._parameters.items()
+            if param is not None and id(param) in own
+        }
 
         def put_back(module: nn.Module, args: Any, output: Any) -> None:
             for (flat, position), metadata in before:
@@ -157,9 +162,13 @@ def _hook_components(runtime: Runtime, modules: Sequence[nn.Module]) -> list[Rem
     def hook_entries(block: nn.Module, own: Mapping[nn.Module, _Entries]) -> None:
         def put_back(module: nn.Module, args: Any, output: Any) -> None:
             for holder, params in own.items():
-                holder._parameters.update(params)
+                for name, param in params.items():
+                    found = holder._parameters.get(name)
+                    if found is not None and is_same_memory(found, param):
+                        holder._parameters[name] = param
 
-        handles.append(block.register_forward_hook(outside_graphs(put_back)))
+        handle = block.register_forward_hook(outside_graphs(put_back), always_call=True)
+        handles.append(handle)
 
     def hook(module: nn.Module, unit: Unit) -> None:
         def watch(module: nn.Module, args: Any, output: Any) -> None:

@@ -97,9 +97,10 @@ class Routing:
         """Note what one of `modules` has returned, if it may be the routing."""
         if self._output is not None:
             return
+        num_experts = len(self._numbers)
         tensors = [t for t in pytree.tree_leaves(output) if isinstance(t, Tensor) and t.ndim]
-        chosen = [t for t in tensors if t.dtype in (torch.int32, torch.int64)]
-        scores = [t for t in tensors if t.is_floating_point() and t.shape[-1] == len(self._numbers)]
+        chosen = [t for t in tensors if _may_be_choices(t, num_experts)]
+        scores = [t for t in tensors if t.is_floating_point() and t.shape[-1] == num_experts]
         for tensor in [*chosen, *scores][:1]:
             self._output = tensor.detach().flatten(0, -2) if tensor.ndim > 1 else tensor[None]
 
@@ -123,11 +124,19 @@ class Routing:
         self.begin()
 
     def _choices(self, number: int) -> Tensor:
-        """Return the first choices of each token, [tokens, number]: places in the list."""
+        """Return the first choices of each token, [tokens, number or all]: places in the list."""
         assert self._output is not None
         if self._output.is_floating_point():
-            return self._output.topk(number, dim=-1).indices
+            return self._output.topk(min(number, self._output.shape[-1]), dim=-1).indices
         return self._output[:, :number]
+
+
+def _may_be_choices(tensor: Tensor, num_experts: int) -> bool:
+    """Whether ``tensor`` may be numbers of experts, [..., choices], rather than counts."""
+    if tensor.ndim < 2 or tensor.dtype not in (torch.int32, torch.int64) or not tensor.numel():
+        return False
+    low, high = torch.stack(tensor.aminmax()).tolist()
+    return bool(low >= 0 and high < num_experts)
 
 
 class ExpertRounds:

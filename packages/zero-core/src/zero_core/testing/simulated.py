@@ -172,9 +172,8 @@ class _SimulatedControlGroup(ControlGroup):
     def gather_on_device(self, tensor: Tensor) -> Tensor:
         return tensor if self.world_size == 1 else torch.cat(self._exchange(tensor))
 
-    def exchange(self, parts: Tensor, numels: Sequence[Sequence[int]]) -> Tensor:
-        slices = torch.split(parts, list(numels[self.rank]))
-        for peer, part in enumerate(slices):
+    def exchange(self, parts: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
+        for peer, part in enumerate(torch.split(parts, list(sent))):
             self._network.send(self.rank, peer, self._tag, part)
         return torch.cat(
             [self._network.receive(p, self.rank, self._tag) for p in range(self.world_size)]
@@ -208,10 +207,12 @@ class SimulatedLibrary:
     def all_to_all(self, out: Tensor, parts: Tensor) -> Work:
         return self._exchange(out, list(parts.view(self.world_size, -1)))
 
-    def exchange(self, out: Tensor, parts: Tensor, numels: Sequence[Sequence[int]]) -> Work:
-        for peer, part in enumerate(torch.split(parts, list(numels[self.rank]))):
+    def exchange(
+        self, out: Tensor, parts: Tensor, sent: Sequence[int], received: Sequence[int]
+    ) -> Work:
+        for peer, part in enumerate(torch.split(parts, list(sent))):
             self._send(peer, part)
-        rows = torch.split(out, [row[self.rank] for row in numels])
+        rows = torch.split(out, list(received))
         return _Receipts([self._receipt(peer, row) for peer, row in enumerate(rows)])
 
     def all_reduce(self, values: Tensor) -> Work:

@@ -79,26 +79,24 @@ class LateLibrary:
     def all_to_all(self, out: Tensor, parts: Tensor) -> Work:
         return self._start("all_to_all", out, parts)
 
-    def exchange(self, out: Tensor, parts: Tensor, numels: Sequence[Sequence[int]]) -> Work:
+    def exchange(
+        self, out: Tensor, parts: Tensor, sent: Sequence[int], received: Sequence[int]
+    ) -> Work:
         """See `DeviceLibrary`. It is an all-to-all of slices padded to the longest."""
-        size, rank = self.world_size, self.rank
-        own = max(*numels[rank], *(row[rank] for row in numels))
+        size, own = self.world_size, max(*sent, *received)
         longests = torch.zeros(size, dtype=torch.int64, device=self._device)
         given = torch.tensor([own], dtype=torch.int64, device=self._device)  # kept until it is read
         self.all_gather(longests, given).wait()
         torch.accelerator.synchronize(self._device)
         longest = int(longests.max())
-        padded, received = (
+        padded, arrived = (
             torch.zeros(size, longest, dtype=parts.dtype, device=self._device) for _ in range(2)
         )
-        sent = torch.split(parts, list(numels[self.rank]))
-        for row, part in zip(padded, sent, strict=True):
+        for row, part in zip(padded, torch.split(parts, list(sent)), strict=True):
             row[: part.numel()] = part
-        work = self.all_to_all(received.view(-1), padded.view(-1))
+        work = self.all_to_all(arrived.view(-1), padded.view(-1))
         work.wait()
-        for slot, row in zip(
-            torch.split(out, [r[self.rank] for r in numels]), received, strict=True
-        ):
+        for slot, row in zip(torch.split(out, list(received)), arrived, strict=True):
             slot.copy_(row[: slot.numel()])
         return work
 
